@@ -1,0 +1,104 @@
+"""What a generation engine is: submit, cancel, step, load weights.
+
+An engine knows nothing of groups, rewards or training. It can be used alone; see `docs/engine.md`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How tokens are drawn. Names are those of TRL and vLLM."""
+
+    max_tokens: int
+    temperature: float = 1.0
+    """0 is greedy: the recorded log-probability is then that of the untempered softmax."""
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 turns it off."""
+    stop: tuple[str, ...] = ()
+    """Strings that end a sequence; their tokens stay in `token_ids`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One sequence to generate. Requests with equal `prompt_ids` share one prefill."""
+
+    id: Hashable
+    prompt_ids: tuple[int, ...]
+    params: SamplingParams
+    key: int
+    """64-bit noise key (see `winnow.noise`): token j is drawn with `uniform(key, j)`, whatever else runs."""
+    checkpoints: tuple[int, ...] = ()
+    """Ascending counts of sampled tokens at which a `Reached` event is wanted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reached:
+    """A sequence has sampled `n` tokens and is still running; cancel it now and no further token is computed."""
+
+    id: Hashable
+    n: int
+    hidden: np.ndarray
+    """float32 [H]: input of the lm_head from which the n-th token was drawn."""
+    logp: np.ndarray
+    """float32 [n]."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """A sequence has ended."""
+
+    id: Hashable
+    token_ids: np.ndarray
+    """int64 [T], the end-of-sequence token included when it was sampled."""
+    logp: np.ndarray
+    """float32 [T], nats, under the distribution each token was really drawn from (after temperature, top-p, top-k)."""
+    versions: np.ndarray
+    """int32 [T], the policy version that sampled each token."""
+    stop_reason: str
+    """`eos`, `stop`, `length` or `cancelled`."""
+    seconds: float
+    """Share of engine time: sum over its steps of step time divided by rows alive."""
+
+
+Event = Reached | Finished
+
+
+class Engine(Protocol):
+    provides: frozenset[str]
+    """What gates may need: a subset of {"hidden", "logp", "checkpoints"}."""
+    version: int
+    """Policy version of the weights in use."""
+
+    @property
+    def pending(self) -> int:
+        """Sequences submitted and neither finished nor cancelled."""
+        ...
+
+    def submit(self, requests: Iterable[Request]) -> None:
+        """Queue requests. Raises ValueError on a duplicate id, an empty or over-long prompt, or a token outside the vocabulary."""
+        ...
+
+    def cancel(self, ids: Iterable[Hashable]) -> list[Finished]:
+        """Stop these sequences now; returns what they had, with stop_reason `cancelled`. Unknown ids are ignored."""
+        ...
+
+    def step(self) -> list[Event]:
+        """Admit waiting requests into free slots and sample one token for every running sequence."""
+        ...
+
+    def load_weights(self, state: Mapping[str, torch.Tensor], version: int) -> None:
+        """Swap weights between two decode steps; running sequences keep their KV cache and go on.
+
+        `state` has the names of the Hugging Face model's `state_dict()`. Raises ValueError on a missing, unknown,
+        misshapen or non-finite tensor, and leaves the old weights in place.
+        """
+        ...

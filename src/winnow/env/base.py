@@ -1,0 +1,74 @@
+"""What a task is: prompts, and either reward functions (one turn) or a single-use environment (many turns)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+from ..types import Prompt
+
+RewardFn = Callable[..., "list[float | None]"]
+"""TRL's signature: `f(prompts, completions, completion_ids, **columns) -> list[float | None]`, sync or async.
+
+Only the arguments it names are passed (all of them if it takes `**kwargs`). `prompts` and `completions` are strings
+for text prompts and lists of messages for conversational ones. `None` means "not applicable".
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What an environment answers to one action."""
+
+    observation: str | None
+    reward: float | None = None
+    """Set on the last step (None: the reward functions decide, or there is none)."""
+    done: bool = False
+    info: Mapping[str, Any] = field(default_factory=dict)
+
+
+@runtime_checkable
+class Env(Protocol):
+    """A single-use environment: made for one sibling, reset once, stepped until done."""
+
+    def reset(self) -> str | None:
+        """First observation, appended to the prompt; None for none."""
+        ...
+
+    def step(self, text: str) -> StepResult: ...
+
+
+@runtime_checkable
+class Task(Protocol):
+    """Prompts and how completions of them are judged. Built from `env:` in the config."""
+
+    name: str
+    train: Sequence[Prompt]
+    test: Sequence[Prompt]
+    """Held out; disjoint from `train` by content. May be empty."""
+    reward_funcs: Sequence[RewardFn]
+    """Used when the user passes none. Empty when the environment itself gives the reward."""
+    max_turns: int
+    stop: tuple[str, ...]
+    """Strings that end a turn, besides those of the config."""
+
+    def make_env(self, prompt: Prompt) -> Env | None:
+        """A fresh environment for one rollout; None for one-turn tasks."""
+        ...
+
+    def fingerprint(self) -> str:
+        """Hash of everything that decides prompts and rewards; a resume refuses when it changes."""
+        ...
+
+
+@runtime_checkable
+class Demonstrator(Protocol):
+    """A task that can show solutions, for `winnow warmup`."""
+
+    def demonstrations(self, seed: int) -> Iterator[tuple[str, str]]:
+        """Endless (prompt, completion) pairs, never of a test prompt."""
+        ...
+
+    def vocabulary(self) -> Sequence[str]:
+        """Every word a demonstration can contain, for a word-level tokenizer."""
+        ...

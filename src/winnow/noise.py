@@ -1,0 +1,54 @@
+"""Random numbers as a function of what they are for, never of when they are drawn.
+
+A noise key names one turn of one rollout: (seed, prompt ordinal, epoch, sibling, turn). The j-th token of that turn
+is drawn with `uniform(key, j)`, so neither batching, nor placement, nor a restart changes it. The mixing function
+is SplitMix64's finalizer (Steele, Lea, Flood 2014), which passes BigCrush as a counter-based generator.
+"""
+
+from __future__ import annotations
+
+import torch
+
+_MASK = (1 << 64) - 1
+_GAMMA = 0x9E3779B97F4A7C15
+_M1 = 0xBF58476D1CE4E5B9
+_M2 = 0x94D049BB133111EB
+
+
+def mix(x: int) -> int:
+    """SplitMix64 finalizer of a 64-bit integer."""
+    x &= _MASK
+    x = ((x ^ (x >> 30)) * _M1) & _MASK
+    x = ((x ^ (x >> 27)) * _M2) & _MASK
+    return x ^ (x >> 31)
+
+
+def noise_key(*words: int) -> int:
+    """64-bit key of a tuple of integers, e.g. `noise_key(seed, ordinal, epoch, sibling, turn)`."""
+    key = 0
+    for word in words:
+        key = mix(key + _GAMMA + mix(word & _MASK))
+    return key
+
+
+def _signed(x: int) -> int:
+    return x - (1 << 64) if x >= 1 << 63 else x
+
+
+def _shift(x: torch.Tensor, n: int) -> torch.Tensor:
+    """Logical right shift of int64 (torch's is arithmetic)."""
+    return (x >> n) & ((1 << (64 - n)) - 1)
+
+
+def as_tensor(keys: list[int], device: torch.device | str = "cpu") -> torch.Tensor:
+    """int64 [N] from unsigned 64-bit keys."""
+    return torch.tensor([_signed(k) for k in keys], dtype=torch.int64, device=device)
+
+
+def uniform(keys_N: torch.Tensor, positions_N: torch.Tensor) -> torch.Tensor:
+    """float32 [N] in [0, 1), one for each (key, position); multiples of 2**-24, so 1.0 is never rounded to."""
+    x = keys_N + (positions_N + 1) * _signed(_GAMMA)
+    x = (x ^ _shift(x, 30)) * _signed(_M1)
+    x = (x ^ _shift(x, 27)) * _signed(_M2)
+    x = x ^ _shift(x, 31)
+    return _shift(x, 40).to(torch.float32) * 2.0**-24

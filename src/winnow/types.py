@@ -1,0 +1,171 @@
+"""The nouns of Winnow. No logic lives here.
+
+Shapes: T is the number of completion tokens of a rollout, counted from the first token after the first prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+import numpy as np
+
+Message = dict[str, Any]
+"""One chat message, `{"role": ..., "content": ...}`."""
+
+
+class Fate(StrEnum):
+    """What finally became of a rollout (or, for `SKIPPED`, of a prompt visit that never became one)."""
+
+    TRAINED = "trained"
+    """Its group entered an optimizer step."""
+    FILTERED = "filtered"
+    """Its group was dropped after the reward, e.g. because all rewards were equal."""
+    PRUNED = "pruned"
+    """It was stopped alone at a token checkpoint."""
+    CUT = "cut"
+    """Its whole group was stopped at an environment step."""
+    STALE = "stale"
+    """Its oldest token exceeded the lag bound when the batch was formed."""
+    SURPLUS = "surplus"
+    """The batch was already full."""
+    FAILED = "failed"
+    """Environment, reward or engine error. Never a reward of 0."""
+    SKIPPED = "skipped"
+    """The visit was skipped before generation."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One row of a data set. Exactly one of `text` and `messages` is set."""
+
+    id: str
+    """Stable and unique in its data set."""
+    ordinal: int
+    """Row number in its data set; keys the sampling noise."""
+    text: str | None = None
+    messages: tuple[Message, ...] | None = None
+    columns: Mapping[str, Any] = field(default_factory=dict)
+    """All other columns; forwarded to reward functions and environments by name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """A method's decision. `probability` is the chance with which a random decision to keep was taken."""
+
+    keep: bool
+    reason: str = ""
+    probability: float = 1.0
+
+
+KEEP = Verdict(True)
+
+
+@dataclass(frozen=True, slots=True)
+class Visit:
+    """One turn of a prompt in the stream of prompts: rolled out, or skipped with a reason."""
+
+    number: int
+    """Serial number in the run, from 0; the ledger's key."""
+    epoch: int
+    prompt: Prompt
+    verdict: Verdict = KEEP
+
+
+@dataclass(slots=True)
+class Turn:
+    """One action of the model and what the environment answered."""
+
+    action: str
+    observation: str | None
+    start: int
+    """Index into `Rollout.token_ids` of the action's first token."""
+    stop: int
+    """Index one past the action's last token."""
+    stop_reason: str
+
+
+@dataclass(slots=True)
+class Rollout:
+    """One sibling of a group. Token ids are as sampled, never retokenized."""
+
+    sibling: int
+    prompt_ids: tuple[int, ...]
+    token_ids: np.ndarray
+    """int64 [T]: sampled tokens and, between turns, environment tokens."""
+    action_mask: np.ndarray
+    """bool [T]: True where the model sampled the token."""
+    sampler_logp: np.ndarray
+    """float32 [T]: log-probability (nats) under the distribution the token was drawn from; 0 off the mask."""
+    versions: np.ndarray
+    """int32 [T]: policy version that sampled the token; -1 off the mask."""
+    turns: list[Turn] = field(default_factory=list)
+    stop_reason: str = ""
+    """Why the last turn ended: `eos`, `stop`, `length`, `cancelled`, or `env` when the environment ended it."""
+    text: str = ""
+    """The completion as text, special tokens removed, cut before a stop string."""
+    reward: float | None = None
+    """Weighted sum of the reward functions; None when absent (failed, pruned, cut)."""
+    rewards: dict[str, float | None] = field(default_factory=dict)
+    """By reward function name, before weighting."""
+    fate: Fate | None = None
+    reason: str = ""
+    survival_p: float = 1.0
+    seconds: float = 0.0
+    """Its share of the engine's wall-clock time: step time divided by rows alive, summed over its steps."""
+
+
+@dataclass(slots=True)
+class Group:
+    """The rollouts of one prompt at one visit: one object per group, no parallel lists."""
+
+    visit: Visit
+    rollouts: list[Rollout]
+    verdict: Verdict = KEEP
+    """What a gate decided, once; carried with the group."""
+
+    @property
+    def prompt(self) -> Prompt:
+        return self.visit.prompt
+
+    def rewards(self) -> np.ndarray:
+        """float64 [G]; NaN where a rollout has no reward."""
+        return np.array([np.nan if r.reward is None else r.reward for r in self.rollouts], dtype=np.float64)
+
+
+@dataclass(frozen=True, slots=True)
+class EnvStep:
+    """Checkpoint: every sibling has taken `k` environment steps or ended."""
+
+    k: int
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """Checkpoint: one sibling has sampled its `n`-th token of a turn."""
+
+    n: int
+
+
+Checkpoint = EnvStep | Token
+
+
+@dataclass(frozen=True, slots=True)
+class GroupView:
+    """Read-only view of a group in flight, given to a gate at a checkpoint."""
+
+    visit: Visit
+    checkpoint: Checkpoint
+    actions: tuple[tuple[str, ...], ...]
+    """Per sibling, the actions of its finished turns."""
+    observations: tuple[tuple[str, ...], ...]
+    running: tuple[bool, ...]
+    """Per sibling, whether it is still being generated."""
+    sibling: int | None = None
+    """At a token checkpoint, the sibling that reached it; None at an environment step."""
+    hidden: np.ndarray | None = None
+    """float32 [H]: last hidden state of `sibling` at the checkpoint, when the engine provides it."""
+    logp: np.ndarray | None = None
+    """float32 [n]: sampler log-probabilities of `sibling` so far."""
