@@ -1,0 +1,31 @@
+"""Corrections: weights for what an older or numerically different policy sampled; and learning-rate scales."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from .none import NoCorrection, NoScale
+from .truncate import Truncate
+
+
+class Correction(Protocol):
+    active: bool
+    """False when every weight is 1; the clipped loss then takes its ratio against the sampler itself."""
+
+    def __call__(
+        self, logp_BT: torch.Tensor, sampler_logp_BT: torch.Tensor, mask_BT: torch.Tensor
+    ) -> tuple[torch.Tensor, dict[str, float]]:
+        """Detached weights, broadcastable to [B, T], and sums for the metrics."""
+        ...
+
+
+class StepScale(Protocol):
+    def __call__(self, log_w_B: torch.Tensor) -> float:
+        """Factor on the learning rate of this step from the log importance ratios of its rollouts, [B]."""
+        ...
+
+
+CORRECTIONS: dict[str, type] = {"none": NoCorrection, "truncate": Truncate}
+STEP_SCALES: dict[str, type] = {"none": NoScale}

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
 
 import torch
 
@@ -11,19 +13,39 @@ from ..batch import MicroBatch
 from ..loss import LossConfig
 
 
+@dataclass
+class Stats:
+    """Sums over action tokens of one or more micro-batches; divide by `tokens` for means."""
+
+    sums: dict[str, float] = field(default_factory=dict)
+    log_w_B: list[torch.Tensor] = field(default_factory=list)
+    """Log importance ratio (learner over sampler) of every row, [B] per micro-batch."""
+
+    def add(self, name: str, value: float) -> None:
+        self.sums[name] = self.sums.get(name, 0.0) + value
+
+    def mean(self, name: str, of: str = "tokens") -> float:
+        return self.sums.get(name, 0.0) / max(self.sums.get(of, 0.0), 1.0)
+
+
 class Learner(Protocol):
-    def forward_backward(self, batch: MicroBatch, loss: LossConfig) -> dict[str, float]:
-        """Accumulate gradients of one micro-batch; returns sums for the metrics. Raises FloatingPointError if not finite."""
+    def forward_backward(self, batch: MicroBatch, loss: LossConfig, stats: Stats) -> None:
+        """Accumulate the gradients of one micro-batch. Raises FloatingPointError when the loss is not finite."""
         ...
 
     def apply(self, lr: float) -> float:
-        """Clip, step the optimizer at this learning rate, clear gradients; returns the gradient norm before clipping."""
+        """Clip, step the optimizer at this learning rate, clear gradients; returns the norm before clipping.
+
+        Raises FloatingPointError, leaving the weights as they were, when the norm is not finite.
+        """
         ...
 
     def weights(self) -> Mapping[str, torch.Tensor]:
-        """What the engine loads: names of the Hugging Face model's `state_dict()`, LoRA merged. Finite, or FloatingPointError."""
+        """What the engine loads: names of the Hugging Face model's `state_dict()`, adapters merged."""
         ...
 
-    def state_dict(self) -> dict[str, Any]: ...
+    def save(self, directory: Path) -> None:
+        """Write the trained weights (a Hugging Face or PEFT directory) and the optimizer's state."""
+        ...
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+    def load_optimizer(self, directory: Path) -> None: ...

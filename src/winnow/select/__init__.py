@@ -1,0 +1,29 @@
+"""Selectors: which prompts to roll out next."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from ..types import Group, Visit
+from .uniform import Uniform
+
+
+class Selector(Protocol):
+    def select(self, n: int) -> list[Visit]:
+        """The next visits in stream order: `n` to roll out, and in between those skipped (verdict.keep False)."""
+        ...
+
+    def observe(self, group: Group) -> None:
+        """Learn from every finished group, also from those a filter then drops."""
+        ...
+
+    def metrics(self) -> dict[str, float]: ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+
+
+SELECTORS: dict[str, type] = {"uniform": Uniform}
+"""Name -> frozen dataclass of options with `build(prompts, seed) -> Selector`."""

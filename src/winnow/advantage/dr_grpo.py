@@ -1,0 +1,30 @@
+"""Dr. GRPO: deviation from the group mean, without the division that favours nearly-solved prompts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ._arrays import Array, checked, no_signal, present, zeros_where_present
+
+
+def dr_grpo(rewards_G: Array) -> Array:
+    """r - mean over the members that have a reward.
+
+    [G] -> [G], numpy or torch, same kind out; NaN members stay NaN. All equal, or fewer than two present: zeros.
+    Raises ValueError on a shape other than [G] or an infinite reward. Source: Liu et al. 2025 (Dr. GRPO).
+    """
+    rewards_G = checked(rewards_G)
+    there = present(rewards_G)
+    if no_signal(there):
+        return zeros_where_present(rewards_G)
+    return rewards_G - there.mean()
+
+
+@dataclass(frozen=True)
+class DrGrpo:
+    """Dr. GRPO (Liu et al. 2025): r - mean, no division by the standard deviation."""
+
+    def __call__(self, rewards_G: np.ndarray) -> np.ndarray:
+        return dr_grpo(rewards_G)

@@ -1,0 +1,31 @@
+"""RLOO: each reward against the mean of its siblings."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ._arrays import Array, checked, no_signal, present, zeros_where_present
+
+
+def rloo(rewards_G: Array) -> Array:
+    """r_i - mean of the other members that have a reward.
+
+    [G] -> [G], numpy or torch, same kind out; NaN members stay NaN. All equal, or fewer than two present: zeros.
+    Raises ValueError on a shape other than [G] or an infinite reward. Source: Ahmadian et al. 2024, eq. 7.
+    """
+    rewards_G = checked(rewards_G)
+    there = present(rewards_G)
+    if no_signal(there):
+        return zeros_where_present(rewards_G)
+    n = len(there)
+    return (rewards_G - there.mean()) * (n / (n - 1))
+
+
+@dataclass(frozen=True)
+class Rloo:
+    """RLOO (Ahmadian et al. 2024): r_i - mean of the siblings."""
+
+    def __call__(self, rewards_G: np.ndarray) -> np.ndarray:
+        return rloo(rewards_G)

@@ -1,0 +1,128 @@
+"""Admitted groups -> arrays.
+
+A row is one rollout with an advantage. Rows are weighted for the whole optimizer batch first (the token reduction),
+then those without any gradient are left out, then the rest is cut into micro-batches by a token budget.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from .advantage import Advantage
+from .loss import LossConfig, LossType
+from .types import Group, Rollout
+
+
+@dataclass(frozen=True)
+class Row:
+    """One rollout as the loss sees it."""
+
+    rollout: Rollout
+    advantage: float
+    weight: float
+    """Coefficient of each of its tokens in the loss."""
+
+    @property
+    def length(self) -> int:
+        return len(self.rollout.prompt_ids) + len(self.rollout.token_ids)
+
+
+@dataclass
+class MicroBatch:
+    """Right-padded arrays of a few rows, B rows of T tokens. `mask_BT` is True where the policy sampled the token."""
+
+    input_ids_BT: torch.Tensor
+    mask_BT: torch.Tensor
+    sampler_logp_BT: torch.Tensor
+    advantages_B: torch.Tensor
+    row_weight_B: torch.Tensor
+    old_logp_BT: torch.Tensor | None = None
+    """Policy before this batch's first update; set by the learner on the first pass when a correction is active."""
+
+
+def rows_of(
+    groups: Sequence[Group],
+    advantage: Advantage,
+    loss_type: LossType,
+    *,
+    max_completion_length: int,
+    mask_truncated: bool = False,
+) -> list[Row]:
+    """Rows of a batch, in order of groups and siblings; their weights add up the loss over all of them.
+
+    Members without a reward (failed, pruned) are absent. Raises FloatingPointError on a non-finite advantage.
+    """
+    members: list[tuple[Rollout, float]] = []
+    for group in groups:
+        advantages_G = advantage(group.rewards())
+        for rollout, a in zip(group.rollouts, advantages_G, strict=True):
+            if rollout.reward is None or (mask_truncated and rollout.stop_reason == "length"):
+                continue
+            if not np.isfinite(a):
+                raise FloatingPointError(f"advantage {a} for visit {group.visit.number}, sibling {rollout.sibling}")
+            members.append((rollout, float(a)))
+    lengths = np.array([int(r.action_mask.sum()) for r, _ in members], dtype=np.float64)
+    weights = token_weights(lengths, loss_type, max_completion_length)
+    return [Row(r, a, float(w)) for (r, a), w in zip(members, weights, strict=True)]
+
+
+def token_weights(lengths_N: np.ndarray, loss_type: LossType, max_completion_length: int) -> np.ndarray:
+    """Weight of each token of a row of `lengths_N` action tokens, so that the loss is the plain sum over tokens.
+
+    float64 [N] -> [N]. dapo 1/sum(len); grpo 1/(N len); dr_grpo 1/(N max_completion_length); sequence_sum 1/N.
+    """
+    n = max(len(lengths_N), 1)
+    if loss_type == "dapo":
+        return np.full(len(lengths_N), 1 / max(lengths_N.sum(), 1))
+    if loss_type == "grpo":
+        return 1 / (n * np.maximum(lengths_N, 1))
+    if loss_type == "dr_grpo":
+        return np.full(len(lengths_N), 1 / (n * max_completion_length))
+    return np.full(len(lengths_N), 1 / n)
+
+
+def with_gradient(rows: Sequence[Row], loss: LossConfig) -> list[Row]:
+    """The rows that can contribute a gradient; without KL and entropy terms those with advantage 0 cannot."""
+    alive = [row for row in rows if row.rollout.action_mask.any()]
+    return [row for row in alive if row.advantage != 0] if loss.only_advantages else alive
+
+
+def micro_batches(
+    rows: Sequence[Row], tokens_per_microbatch: int, *, pad_id: int, device: torch.device | str = "cpu"
+) -> list[MicroBatch]:
+    """Rows of similar length together, each micro-batch at most `tokens_per_microbatch` padded tokens (or one row)."""
+    batches: list[MicroBatch] = []
+    current: list[Row] = []
+    for row in sorted(rows, key=lambda r: r.length):
+        if current and row.length * (len(current) + 1) > tokens_per_microbatch:
+            batches.append(collate(current, pad_id, device))
+            current = []
+        current.append(row)
+    if current:
+        batches.append(collate(current, pad_id, device))
+    return batches
+
+
+def collate(rows: Sequence[Row], pad_id: int, device: torch.device | str = "cpu") -> MicroBatch:
+    """Right-pad rows into one micro-batch."""
+    B, T = len(rows), max(row.length for row in rows)
+    ids = np.full((B, T), pad_id, dtype=np.int64)
+    mask = np.zeros((B, T), dtype=bool)
+    logp = np.zeros((B, T), dtype=np.float32)
+    for b, row in enumerate(rows):
+        rollout, p = row.rollout, len(row.rollout.prompt_ids)
+        ids[b, :p] = rollout.prompt_ids
+        ids[b, p : row.length] = rollout.token_ids
+        mask[b, p : row.length] = rollout.action_mask
+        logp[b, p : row.length] = rollout.sampler_logp
+    return MicroBatch(
+        input_ids_BT=torch.from_numpy(ids).to(device),
+        mask_BT=torch.from_numpy(mask).to(device),
+        sampler_logp_BT=torch.from_numpy(logp).to(device),
+        advantages_B=torch.tensor([row.advantage for row in rows], dtype=torch.float32, device=device),
+        row_weight_B=torch.tensor([row.weight for row in rows], dtype=torch.float32, device=device),
+    )

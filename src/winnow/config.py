@@ -1,0 +1,258 @@
+"""The run's configuration: one flat YAML file whose method sections are owned by the methods themselves.
+
+`RunConfig` holds what belongs to no single method. A method field (`selector: uniform`, or
+`filter: {name: zero_variance, atol: 1e-6}`) is looked up in that folder's table and validated by its own dataclass.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
+
+from .loss import LossType
+
+MethodSpec = str | dict[str, Any]
+"""A name from a method table, or `{name: ..., option: value}`."""
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot run; the message names the key, the value and the remedy."""
+
+
+ELSEWHERE = {
+    "scale_rewards": "choose `advantage: grpo` (scaled by the group's std) or `advantage: dr_grpo` (not scaled)",
+    "per_device_train_batch_size": "use `prompts_per_step` (prompts) and `num_generations` (rollouts of each)",
+    "gradient_accumulation_steps": "use `tokens_per_microbatch`; accumulation follows from it",
+    "train_batch_size": "use `prompts_per_step`",
+    "dataset_name": "use `env: {name: dataset, path: ...}`",
+    "train_dataset": "use `env: {name: dataset, path: ...}`",
+    "max_staleness": "use `max_lag`",
+    "use_peft": "use `lora: {r: 16}`",
+    "lora_r": "use `lora: {r: 16}`",
+    "resume_from_checkpoint": "run `winnow resume RUN`",
+    "per_device_eval_batch_size": "use `eval_prompts` and `eval_generations`",
+}
+"""Names that users of other trainers try, and what does the same here."""
+
+
+class LoraConfig(BaseModel):
+    """Low-rank adapters through peft; leave `lora` out for full fine-tuning."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    r: int = Field(16, ge=1)
+    alpha: float = Field(32, gt=0)
+    dropout: float = Field(0.0, ge=0, lt=1)
+    target_modules: str | list[str] = "all-linear"
+
+
+class RunConfig(BaseModel):
+    """Everything a run needs. Unknown keys are errors."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    # what is trained, on what
+    model: str
+    env: MethodSpec
+    reward_funcs: list[str] | None = None
+    reward_weights: list[float] | None = None
+    output_dir: str = "runs/winnow"
+    seed: int = Field(0, ge=0)
+    device: str = "auto"
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    threads: int | None = Field(None, ge=1)
+
+    # the shape of a step
+    max_steps: int = Field(100, ge=1)
+    prompts_per_step: int = Field(32, ge=1)
+    num_generations: int = Field(8, ge=2)
+    max_lag: int = Field(0, ge=0)
+    num_iterations: int = Field(1, ge=1)
+
+    # generation
+    max_prompt_length: int = Field(512, ge=1)
+    max_completion_length: int = Field(256, ge=1)
+    temperature: float = Field(1.0, gt=0)
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int = Field(0, ge=0)
+    stop: list[str] = []
+    mask_truncated_completions: bool = False
+    reward_timeout_s: float = Field(30.0, gt=0)
+    max_failed_share: float = Field(0.5, ge=0, le=1)
+
+    # methods, each a name or {name: ..., options}
+    selector: MethodSpec = "uniform"
+    group_size: MethodSpec = "fixed"
+    gates: list[MethodSpec] = []
+    filter: MethodSpec = "keep_all"
+    advantage: MethodSpec = "grpo"
+    correction: MethodSpec = "none"
+    step_scale: MethodSpec = "none"
+    engine: MethodSpec = "local"
+
+    # the loss
+    policy_loss: Literal["clip", "plain"] = "clip"
+    loss_type: LossType = "dapo"
+    epsilon: float = Field(0.2, gt=0, lt=1)
+    epsilon_high: float | None = Field(None, gt=0)
+    beta: float = Field(0.0, ge=0)
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    entropy_coef: float = Field(0.0, ge=0)
+
+    # the update
+    learning_rate: float = Field(1e-6, ge=0)
+    lr_scheduler_type: Literal["constant", "linear"] = "constant"
+    warmup_steps: int = Field(0, ge=0)
+    adam_beta1: float = Field(0.9, ge=0, lt=1)
+    adam_beta2: float = Field(0.999, ge=0, lt=1)
+    adam_epsilon: float = Field(1e-8, gt=0)
+    weight_decay: float = Field(0.0, ge=0)
+    max_grad_norm: float = Field(1.0, gt=0)
+    tokens_per_microbatch: int = Field(16384, ge=1)
+    matmul_precision: Literal["highest", "high", "medium"] = "highest"
+    gradient_checkpointing: bool = False
+    lora: LoraConfig | None = None
+
+    # evaluation on held-out prompts
+    eval_steps: int | None = Field(None, ge=1)
+    eval_prompts: int = Field(128, ge=1)
+    eval_generations: int = Field(8, ge=1)
+    eval_temperature: float = Field(1.0, ge=0)
+    eval_top_p: float = Field(1.0, gt=0, le=1)
+    eval_top_k: int = Field(0, ge=0)
+    eval_greedy: bool = True
+    success_reward: float = 1.0
+
+    # what is kept
+    save_steps: int = Field(50, ge=1)
+    save_total_limit: int = Field(2, ge=1)
+    log_completions: int = Field(8, ge=0)
+    report_to: list[Literal["tensorboard", "wandb", "trackio"]] = []
+
+    @model_validator(mode="after")
+    def _cross_checks(self) -> RunConfig:
+        if self.max_lag > 0:
+            raise ValueError("max_lag: this version trains synchronously; the only accepted value is 0")
+        if self.reward_weights is not None and len(self.reward_weights) != len(self.reward_funcs or [None]):
+            raise ValueError("reward_weights needs exactly one weight for each of reward_funcs")
+        if self.epsilon_high is not None and self.policy_loss == "plain":
+            raise ValueError("epsilon_high has no effect with policy_loss: plain; remove it or use policy_loss: clip")
+        if self.lr_scheduler_type == "linear" and self.warmup_steps >= self.max_steps:
+            raise ValueError(f"warmup_steps ({self.warmup_steps}) must be below max_steps ({self.max_steps})")
+        return self
+
+
+def nearest(name: str, known: Sequence[str]) -> str:
+    """` Did you mean 'x'?`, or the list of what is known."""
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    return f" Did you mean '{close[0]}'?" if close else f" Known: {', '.join(sorted(known))}."
+
+
+def explain(error: ValidationError, known: Sequence[str], where: str) -> str:
+    """pydantic's errors as one line each, with the nearest valid name for unknown keys."""
+    lines = []
+    for e in error.errors():
+        key = ".".join(str(part) for part in e["loc"])
+        if e["type"] == "extra_forbidden":
+            hint = f" Here {ELSEWHERE[key]}." if key in ELSEWHERE else nearest(key, known)
+            lines.append(f"unknown key '{key}'.{hint}")
+        elif e["type"] == "missing":
+            lines.append(f"missing key '{key}'")
+        elif not e["loc"]:
+            lines.append(str(e["msg"]).removeprefix("Value error, "))
+        else:
+            lines.append(f"{key}: {e['msg']} (got {e['input']!r})")
+    return "\n".join(f"{where}: {line}" for line in lines)
+
+
+def validate(values: Mapping[str, Any], where: str = "config") -> RunConfig:
+    """Raises ConfigError naming every bad key."""
+    try:
+        return RunConfig.model_validate(dict(values))
+    except ValidationError as error:
+        raise ConfigError(explain(error, list(RunConfig.model_fields), where)) from None
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read a YAML file and apply `key=value` overrides (dots reach into sections; values are YAML).
+
+    Raises ConfigError naming the file, and the line or key.
+    """
+    path = Path(path)
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: not valid YAML: {error}") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path}: expected `key: value` lines, found {type(values).__name__}")
+    for override in overrides:
+        apply_override(values, override)
+    return validate(values, str(path))
+
+
+def apply_override(values: dict[str, Any], override: str) -> None:
+    """Set one `key=value`; `filter.atol=1e-6` turns `filter: zero_variance` into a section first."""
+    key, separator, text = override.partition("=")
+    if not separator or not key:
+        raise ConfigError(f"override '{override}': expected key=value")
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError:
+        raise ConfigError(f"override '{override}': the value is not valid YAML") from None
+    if isinstance(value, str):
+        value = _number(value)
+    *parents, last = key.split(".")
+    for parent in parents:
+        section = values.setdefault(parent, {})
+        if isinstance(section, str):
+            section = values[parent] = {"name": section}
+        if not isinstance(section, dict):
+            raise ConfigError(f"override '{override}': '{parent}' is not a section")
+        values = section
+    values[last] = value
+
+
+def _number(text: str) -> Any:
+    """YAML 1.1 reads 1e-5 as a string; people mean the number."""
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
+def method(table: Mapping[str, type], spec: MethodSpec, field: str) -> Any:
+    """The options object a method spec stands for. Raises ConfigError with the nearest valid name."""
+    options = {"name": spec} if isinstance(spec, str) else dict(spec)
+    name = options.pop("name", None)
+    if name not in table:
+        raise ConfigError(f"{field}: unknown name {name!r}.{nearest(str(name), list(table))}")
+    return build_options(table[name], options, f"{field} ({name})")
+
+
+def build_options(cls: type, options: Mapping[str, Any], where: str) -> Any:
+    """An instance of a frozen dataclass from plain values, each checked against its annotation."""
+    known = [f.name for f in dataclasses.fields(cls) if f.init]
+    for key in options:
+        if key not in known:
+            hint = nearest(key, known) if known else " It has no options."
+            raise ConfigError(f"{where}: unknown option '{key}'.{hint}")
+    numbers = {k: _number(v) if isinstance(v, str) else v for k, v in options.items()}
+    try:
+        return TypeAdapter(cls).validate_python(numbers if _accepts(cls, numbers) else dict(options))
+    except ValidationError as error:
+        raise ConfigError(explain(error, known, where)) from None
+
+
+def _accepts(cls: type, options: Mapping[str, Any]) -> bool:
+    try:
+        TypeAdapter(cls).validate_python(options)
+    except ValidationError:
+        return False
+    return True

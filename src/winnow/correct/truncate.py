@@ -1,0 +1,38 @@
+"""Truncated importance sampling (TIS): the ratio of learner to sampler, clipped, as a detached weight."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+
+@dataclass(frozen=True)
+class Truncate:
+    """Truncated importance sampling; Active-RLOO's weight is `level: sequence, low: 0.1003, high: 9.974` (e^-2.3, e^2.3).
+
+    `low` and `high` bound the ratio itself; it is computed in log space, so it cannot overflow.
+    """
+
+    level: Literal["token", "sequence"] = "sequence"
+    low: float = 0.0
+    high: float = 8.0
+    active = True
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.low < self.high:
+            raise ValueError(f"bounds must satisfy 0 <= low < high, not low={self.low}, high={self.high}")
+
+    def __call__(
+        self, logp_BT: torch.Tensor, sampler_logp_BT: torch.Tensor, mask_BT: torch.Tensor
+    ) -> tuple[torch.Tensor, dict[str, float]]:
+        log_ratio = (logp_BT.detach() - sampler_logp_BT) * mask_BT
+        if self.level == "sequence":
+            log_ratio = log_ratio.sum(1, keepdim=True)
+        low = math.log(self.low) if self.low > 0 else -math.inf
+        outside = (log_ratio < low) | (log_ratio > math.log(self.high))
+        counted = mask_BT if self.level == "token" else mask_BT.any(1, keepdim=True)
+        metrics = {"clipped": float((outside & counted.bool()).sum()), "clipped_of": float(counted.sum())}
+        return log_ratio.clamp(low, math.log(self.high)).exp(), metrics

@@ -1,0 +1,122 @@
+"""Evaluation on held-out prompts: pass@k, mean reward, greedy."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from .engine.base import Engine, SamplingParams
+from .env.base import Task
+from .reward import Rewarder
+from .rollout import RolloutOptions, RolloutRunner
+from .types import Fate, Group, Prompt, Visit
+
+EVALUATION_STREAM = 1
+
+
+def pass_at_k(n: int, c: int, k: int) -> float:
+    """Unbiased estimate of the chance that at least one of k samples is right, from c right ones of n.
+
+    1 - C(n-c, k) / C(n, k) (Chen et al. 2021, eq. 1). Raises ValueError unless 0 <= c <= n and 1 <= k <= n.
+    """
+    if not (0 <= c <= n and 1 <= k <= n):
+        raise ValueError(f"pass_at_k needs 0 <= c <= n and 1 <= k <= n, not n={n}, c={c}, k={k}")
+    if n - c < k:
+        return 1.0
+    return float(1.0 - np.prod(1.0 - k / np.arange(n - c + 1, n + 1)))
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What an evaluation found; `metrics` has plain names (`pass@1`, `greedy` ...)."""
+
+    metrics: dict[str, float]
+    groups: list[Group]
+    rollouts: int
+    tokens: int
+    seconds: float
+
+
+class Evaluator:
+    """Rolls out prompts with an engine and judges them as training does, with noise of its own.
+
+    The noise does not depend on when the evaluation takes place, so two policies are compared on the same draws.
+    """
+
+    def __init__(self, engine: Engine, task: Task, tokenizer: Any, rewarder: Rewarder, *, seed: int) -> None:
+        self.engine = engine
+        self.task = task
+        self.tokenizer = tokenizer
+        self.rewarder = rewarder
+        self.seed = seed
+
+    def run(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
+        *,
+        n: int,
+        max_prompt_length: int,
+        success_reward: float = 1.0,
+        greedy: bool = True,
+    ) -> Evaluation:
+        """`n` samples a prompt under `params`, and one greedy. Failed rollouts are left out and counted in `failed`."""
+        started = time.monotonic()
+        sampled = self._rollouts(prompts, params, n, max_prompt_length)
+        metrics = summarize(sampled, success_reward)
+        groups = list(sampled)
+        if greedy:
+            zero = SamplingParams(params.max_tokens, temperature=0.0, stop=params.stop)
+            best = self._rollouts(prompts, zero, 1, max_prompt_length)
+            metrics["greedy"] = summarize(best, success_reward)["pass@1"]
+            groups += best
+        rollouts = [r for g in groups for r in g.rollouts]
+        tokens = sum(int(r.action_mask.sum()) for r in rollouts)
+        return Evaluation(metrics, sampled, len(rollouts), tokens, time.monotonic() - started)
+
+    def _rollouts(
+        self, prompts: Sequence[Prompt], params: SamplingParams, n: int, max_prompt_length: int
+    ) -> list[Group]:
+        options = RolloutOptions(params, max_prompt_length, self.seed, EVALUATION_STREAM)
+        runner = RolloutRunner(self.engine, self.task, self.tokenizer, self.rewarder, options)
+        for number, prompt in enumerate(prompts):
+            runner.launch(Visit(number, 0, prompt), n)
+        groups: list[Group] = []
+        while runner.pending:
+            groups += runner.poll()
+        return groups
+
+
+def summarize(groups: Sequence[Group], success_reward: float = 1.0) -> dict[str, float]:
+    """pass@k for k = 1, 2, 4 ... up to the smallest group, mean reward (`avg@n`), mean length, share of failures.
+
+    Groups without any judged rollout are left out of the means; with none at all every figure is NaN-free and absent
+    but `failed`.
+    """
+    counts, rewards, lengths, failed, total = [], [], [], 0, 0
+    for group in groups:
+        judged = group.rewards()[~np.isnan(group.rewards())]
+        total += len(group.rollouts)
+        failed += sum(r.fate == Fate.FAILED for r in group.rollouts)
+        lengths += [int(r.action_mask.sum()) for r in group.rollouts]
+        if len(judged):
+            counts.append((len(judged), int((judged >= success_reward - 1e-8).sum())))
+            rewards.append(float(judged.mean()))
+    metrics = {"failed": failed / max(total, 1)}
+    if not counts:
+        raise RuntimeError(f"no rollout could be judged: all {total} failed; {_first_reason(groups)}")
+    smallest = min(n for n, _ in counts)
+    for k in [2**i for i in range(smallest.bit_length())]:
+        metrics[f"pass@{k}"] = float(np.mean([pass_at_k(n, c, k) for n, c in counts]))
+    metrics["avg@n"] = float(np.mean(rewards))
+    metrics["mean_length"] = float(np.mean(lengths))
+    return metrics
+
+
+def _first_reason(groups: Sequence[Group]) -> str:
+    reasons = [r.reason for g in groups for r in g.rollouts if r.reason]
+    return f"first cause: {reasons[0]}" if reasons else "there were no prompts"

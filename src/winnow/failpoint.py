@@ -1,0 +1,45 @@
+"""Named places where a fault can be injected, for the reliability tests. Off unless an environment variable arms one.
+
+`WINNOW_FAILPOINT="name:action"` or `"name@n:action"` (n-th hit, from 1); action is `kill` (SIGKILL), `raise`, `enospc`,
+`hang`. `WINNOW_FAILPOINT_LOG=FILE` records every hit, for discovery.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import time
+
+_ARMED = os.environ.get("WINNOW_FAILPOINT", "")
+_LOG = os.environ.get("WINNOW_FAILPOINT_LOG", "")
+_hits: dict[str, int] = {}
+
+
+class InjectedFault(RuntimeError):
+    """Raised by an armed failpoint."""
+
+
+def failpoint(name: str) -> None:
+    """Nothing, unless a test has armed this name."""
+    if not (_ARMED or _LOG):
+        return
+    _hits[name] = _hits.get(name, 0) + 1
+    if _LOG:
+        with open(_LOG, "a", encoding="utf-8") as file:
+            file.write(f"{name}@{_hits[name]}\n")
+    where, _, action = _ARMED.partition(":")
+    wanted, _, count = where.partition("@")
+    if name == wanted and _hits[name] == int(count or 1):
+        _act(name, action)
+
+
+def _act(name: str, action: str) -> None:
+    if action == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif action == "enospc":
+        raise OSError(errno.ENOSPC, f"injected at {name}: no space left on device")
+    elif action == "hang":
+        time.sleep(3600)
+    else:
+        raise InjectedFault(f"injected at {name}")

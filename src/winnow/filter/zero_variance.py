@@ -1,0 +1,52 @@
+"""Drop groups whose rewards are all equal: their group-relative advantages are all 0.
+
+With `refill` this is DAPO's dynamic sampling (Yu et al. 2025, section 3.2): sampling goes on until the batch is full,
+bounded by `max_refill_rounds`. Without it, the loss runs over the surviving groups only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..types import KEEP, Group, Verdict
+
+
+def is_zero_variance(rewards_G: np.ndarray, atol: float = 1e-8) -> bool:
+    """Whether all present rewards lie within `atol` of each other (largest minus smallest <= atol).
+
+    float [G]; NaN members are absent. Tested on the rewards that the advantage uses, so with a format bonus a mix of
+    0 and 0.1 is not zero-variance. No member present counts as zero-variance.
+    """
+    present = rewards_G[~np.isnan(rewards_G)]
+    return len(present) == 0 or bool(present.max() - present.min() <= atol)
+
+
+def zero_variance_kind(rewards_G: np.ndarray, max_reward: float = 1.0, atol: float = 1e-8) -> str | None:
+    """`easy` (all at the maximum reward), `hard` (all equal below it), or None when the rewards differ or are absent."""
+    present = rewards_G[~np.isnan(rewards_G)]
+    if len(present) == 0 or not is_zero_variance(rewards_G, atol):
+        return None
+    return "easy" if present.min() >= max_reward - atol else "hard"
+
+
+@dataclass(frozen=True)
+class ZeroVariance:
+    """Drop groups with equal rewards and sample others in their place (DAPO dynamic sampling, Yu et al. 2025)."""
+
+    atol: float = 1e-8
+    refill: bool = True
+    max_refill_rounds: int = 10
+
+    def __post_init__(self) -> None:
+        if self.atol < 0:
+            raise ValueError(f"atol must be >= 0, not {self.atol}")
+        if self.max_refill_rounds < 1:
+            raise ValueError(f"max_refill_rounds must be >= 1, not {self.max_refill_rounds}")
+
+    def admit(self, group: Group) -> Verdict:
+        rewards_G = group.rewards()
+        if not is_zero_variance(rewards_G, self.atol):
+            return KEEP
+        return Verdict(False, f"zero variance: all rewards are {rewards_G[~np.isnan(rewards_G)].mean():g}")

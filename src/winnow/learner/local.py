@@ -1,0 +1,231 @@
+"""The learner of one process: a Hugging Face causal LM, AdamW, full fine-tuning or LoRA."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from ..batch import MicroBatch
+from ..loss import LossConfig, kl_divergence, policy_loss
+from .base import Stats
+from .logprob import TokenDistribution, token_logp
+
+OPTIMIZER_FILE = "optimizer.safetensors"
+
+
+@dataclass(frozen=True)
+class LearnerOptions:
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    max_grad_norm: float = 1.0
+    compute_dtype: torch.dtype = torch.float32
+    """bfloat16: forward and backward under autocast; weights and optimizer stay float32."""
+    matmul_precision: str = "highest"
+    """float32 matrix products of the update; `medium` uses bfloat16 units (AMX, tensor cores) where there are any."""
+    gradient_checkpointing: bool = False
+
+
+class LocalLearner:
+    """See `Learner`. `model` is a Hugging Face causal LM, possibly wrapped by peft; it is trained in place."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        distribution: TokenDistribution,
+        options: LearnerOptions,
+        reference: torch.nn.Module | None = None,
+    ) -> None:
+        self.model: Any = model
+        self.distribution = distribution
+        self.options = options
+        self.reference = reference
+        self._causal_lm: Any = model.get_base_model() if hasattr(model, "peft_config") else model
+        self._own_head = self._head_is_linear()
+        if options.gradient_checkpointing:
+            self._causal_lm.gradient_checkpointing_enable({"use_reentrant": False})
+        model.train()
+        self._params = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        self._optimizer = torch.optim.AdamW(
+            self._params.values(),
+            lr=0.0,
+            betas=(options.beta1, options.beta2),
+            eps=options.eps,
+            weight_decay=options.weight_decay,
+            fused=True,
+        )
+
+    def forward_backward(self, batch: MicroBatch, loss: LossConfig, stats: Stats) -> None:
+        previous = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision(self.options.matmul_precision)
+        try:
+            total = self._loss(batch, loss, stats)
+            if not torch.isfinite(total):
+                raise FloatingPointError(f"the loss is {total.item()}; no update was made")
+            total.backward()
+        finally:
+            torch.set_float32_matmul_precision(previous)
+
+    def _loss(self, batch: MicroBatch, loss: LossConfig, stats: Stats) -> torch.Tensor:
+        """Sum over tokens of every term, weighted by `row_weight_B`; positions are shifted: column t predicts t + 1."""
+        mask = batch.mask_BT[:, 1:]
+        sampler_logp = batch.sampler_logp_BT[:, 1:]
+        logp, entropy = self._logp(batch, with_entropy_grad=loss.entropy_coef != 0)
+        weights, correction_metrics = loss.correction(logp.detach(), sampler_logp, mask)
+        if loss.correction.active and batch.old_logp_BT is None:
+            batch.old_logp_BT = logp.detach()
+        old_logp = sampler_logp if batch.old_logp_BT is None else batch.old_logp_BT
+        per_token, clipped = policy_loss(logp, old_logp, batch.advantages_B, weights, loss)
+        if loss.beta:
+            kl = kl_divergence(logp, self._reference_logp(batch), loss.kl_estimator)
+            per_token = per_token + loss.beta * kl
+            stats.add("kl", float((kl.detach() * mask).sum()))
+        if loss.entropy_coef:
+            per_token = per_token - loss.entropy_coef * entropy
+        total = (per_token * mask * batch.row_weight_B[:, None]).sum()
+
+        log_ratio = (logp.detach() - sampler_logp) * mask
+        stats.log_w_B.append(log_ratio.sum(1))
+        positive = batch.advantages_B[:, None] > 0
+        for name, value in {
+            "loss": total.detach(),
+            "tokens": mask.sum(),
+            "entropy": (entropy.detach() * mask).sum(),
+            "ratio": (log_ratio.exp() * mask).sum(),
+            "clip_low": (clipped & mask & ~positive).sum(),
+            "clip_high": (clipped & mask & positive).sum(),
+        }.items():
+            stats.add(name, float(value))
+        for name, number in correction_metrics.items():
+            stats.add(f"correction/{name}", number)
+        return total
+
+    def _logp(
+        self, batch: MicroBatch, *, with_entropy_grad: bool = False, model: Any = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probabilities and entropies, float32 [B, T-1], 0 off the mask."""
+        model = model or self._causal_lm
+        mask, targets = batch.mask_BT[:, 1:], batch.input_ids_BT[:, 1:]
+        with self._autocast():
+            if self._own_head:
+                output = model.get_decoder()(input_ids=batch.input_ids_BT[:, :-1], use_cache=False)
+                hidden, head = output.last_hidden_state[mask], model.get_output_embeddings()
+            else:
+                hidden, head = model(input_ids=batch.input_ids_BT[:, :-1], use_cache=False).logits[mask], _identity
+            logp_N, entropy_N = token_logp(hidden, head, targets[mask], self.distribution)
+        entropy_N = entropy_N if with_entropy_grad else entropy_N.detach()
+        zeros = torch.zeros(mask.shape, dtype=torch.float32, device=mask.device)
+        return zeros.masked_scatter(mask, logp_N), zeros.masked_scatter(mask, entropy_N)
+
+    @torch.no_grad()
+    def _reference_logp(self, batch: MicroBatch) -> torch.Tensor:
+        if self.reference is not None:
+            return self._logp(batch, model=self.reference)[0]
+        if not hasattr(self.model, "disable_adapter"):
+            raise ValueError("beta > 0 needs a reference model")
+        with self.model.disable_adapter():
+            return self._logp(batch)[0]
+
+    def _autocast(self) -> Any:
+        if self.options.compute_dtype == torch.float32:
+            return nullcontext()
+        device = next(iter(self._causal_lm.parameters())).device
+        return torch.autocast(device.type, dtype=self.options.compute_dtype)
+
+    @torch.no_grad()
+    def _head_is_linear(self) -> bool:
+        """Whether logits are just head(hidden): some classes scale or cap them, and then only the whole model will do."""
+        head = self._causal_lm.get_output_embeddings()
+        if head is None:
+            return False
+        device = next(iter(self._causal_lm.parameters())).device
+        ids = torch.arange(4, device=device)[None] % self.distribution.n_tokens
+        was_training = self._causal_lm.training
+        self._causal_lm.eval()
+        try:
+            whole = self._causal_lm(input_ids=ids, use_cache=False).logits
+            own = head(self._causal_lm.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state)
+        finally:
+            self._causal_lm.train(was_training)
+        return whole.shape == own.shape and bool(torch.allclose(whole.float(), own.float(), rtol=1e-3, atol=1e-3))
+
+    def apply(self, lr: float) -> float:
+        norm = torch.nn.utils.clip_grad_norm_(self._params.values(), self.options.max_grad_norm)
+        if not torch.isfinite(norm):
+            self._optimizer.zero_grad(set_to_none=True)
+            raise FloatingPointError(f"the gradient norm is {norm.item()}; the weights were left as they were")
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        return float(norm)
+
+    @torch.no_grad()
+    def weights(self) -> Mapping[str, torch.Tensor]:
+        if self._causal_lm is self.model:
+            return self.model.state_dict()
+        return merged_state(self._causal_lm)
+
+    def save(self, directory: Path) -> None:
+        self.model.save_pretrained(directory / "model")
+        state = {}
+        for name, param in self._params.items():
+            for key, value in self._optimizer.state.get(param, {}).items():
+                state[f"{name}:{key}"] = value.detach().contiguous()
+        save_file(state, directory / OPTIMIZER_FILE)
+
+    def load_optimizer(self, directory: Path) -> None:
+        """Raises ValueError when the file's parameters are not this model's."""
+        state = load_file(directory / OPTIMIZER_FILE)
+        names = {name.rpartition(":")[0] for name in state}
+        if names and names != set(self._params):
+            different = sorted(names ^ set(self._params))[:3]
+            raise ValueError(f"{directory / OPTIMIZER_FILE}: not the optimizer of this model; differs in {different}")
+        for name, value in state.items():
+            param_name, _, key = name.rpartition(":")
+            param = self._params[param_name]
+            self._optimizer.state[param][key] = value.to(param.device) if value.ndim else value
+
+
+def _identity(logits: torch.Tensor) -> torch.Tensor:
+    return logits
+
+
+def merged_state(causal_lm: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """State dict of a model with LoRA layers injected, under the names of the model without them; W + delta merged.
+
+    The layers are not touched (merging and un-merging in place would drift).
+    """
+    state = {}
+    deltas = {
+        f"{name}.weight": module.get_delta_weight("default")
+        for name, module in causal_lm.named_modules()
+        if hasattr(module, "get_delta_weight")
+    }
+    for name, value in causal_lm.state_dict().items():
+        if ".lora_" in name:
+            continue
+        plain = name.replace(".base_layer.", ".")
+        state[plain] = value + deltas[plain] if plain in deltas else value
+    return state
+
+
+def frozen_copy(model: torch.nn.Module) -> torch.nn.Module:
+    """The reference for a KL penalty under full fine-tuning."""
+    return copy.deepcopy(model).requires_grad_(False).eval()
+
+
+def without_dropout(model: torch.nn.Module) -> torch.nn.Module:
+    """Turn dropout off: the policy that is trained must be the one that sampled."""
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    return model

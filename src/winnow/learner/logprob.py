@@ -1,0 +1,73 @@
+"""Log-probabilities of tokens under the policy, without ever holding [B, T, V]."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+CHUNK_ELEMENTS = 1 << 26
+"""Logits held at once, forward or backward (256 MiB in float32)."""
+
+
+@dataclass(frozen=True)
+class TokenDistribution:
+    """How logits become the distribution that tokens are drawn from; the same transform as the engine's.
+
+    `n_tokens`: ids at or above it are padding of the vocabulary and have no probability.
+    """
+
+    n_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+
+    def logits(self, raw_NV: torch.Tensor, targets_N: torch.Tensor) -> torch.Tensor:
+        """float32 [N, V'] with excluded tokens at -inf. The target itself always stays in (its ratio must be finite)."""
+        logits = raw_NV[:, : self.n_tokens].float()
+        if self.temperature > 0:
+            logits = logits / self.temperature
+        if self.top_k or self.top_p < 1:
+            logits = logits.masked_fill(self._excluded(logits.detach(), targets_N), -torch.inf)
+        return logits
+
+    def _excluded(self, logits: torch.Tensor, targets_N: torch.Tensor) -> torch.Tensor:
+        excluded = torch.zeros_like(logits, dtype=torch.bool)
+        if 0 < self.top_k < logits.shape[-1]:
+            excluded |= logits < logits.topk(self.top_k).values[:, -1:]
+        if self.top_p < 1:
+            kept = logits.masked_fill(excluded, -torch.inf)
+            probs, order = kept.softmax(-1).sort(descending=True, stable=True)
+            beyond = probs.cumsum(-1) - probs >= self.top_p
+            excluded |= torch.zeros_like(excluded).scatter(-1, order, beyond)
+        return excluded.scatter(-1, targets_N[:, None], False)
+
+
+def token_logp(
+    hidden_NH: torch.Tensor,
+    head: Callable[[torch.Tensor], torch.Tensor],
+    targets_N: torch.Tensor,
+    distribution: TokenDistribution,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probability (nats) of each target and entropy of each position's distribution, both float32 [N].
+
+    `head` maps [n, H] to raw logits [n, V]. Positions go through it in chunks of at most `CHUNK_ELEMENTS` logits,
+    recomputed in the backward pass when there is more than one chunk.
+    """
+
+    def chunk(hidden: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        logits = distribution.logits(head(hidden), targets)
+        logp = logits.log_softmax(-1)
+        entropy = -(logp.exp() * logp.masked_fill(logp == -torch.inf, 0)).sum(-1)
+        return logp.gather(-1, targets[:, None])[:, 0], entropy
+
+    rows = max(1, CHUNK_ELEMENTS // distribution.n_tokens)
+    if len(hidden_NH) <= rows:
+        return chunk(hidden_NH, targets_N)
+    parts = [
+        checkpoint(chunk, h, t, use_reentrant=False)
+        for h, t in zip(hidden_NH.split(rows), targets_N.split(rows), strict=True)
+    ]
+    return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts])

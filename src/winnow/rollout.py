@@ -1,0 +1,312 @@
+"""Runs groups on an engine: asks the gates, steps the environments, has finished groups scored.
+
+Every sibling that is launched comes back in its group exactly once, with its tokens as sampled. A stopped or failed
+sibling stays in the group with `reward = None` and a fate. Groups come back in launch order, whatever order they
+finish in, so a run does not depend on the timing of rewards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from .engine.base import Engine, Finished, Reached, Request, SamplingParams
+from .env.base import Env, Task
+from .gate import Gate
+from .noise import noise_key
+from .prompting import PromptError, cut_at_stop, decode, encode_observation, encode_prompt
+from .reward import Rewarder
+from .types import EnvStep, Fate, Group, GroupView, Rollout, Token, Turn, Verdict, Visit
+
+
+@dataclass(frozen=True)
+class RolloutOptions:
+    """`params.max_tokens` bounds a whole completion: sampled tokens and observations of all turns together."""
+
+    params: SamplingParams
+    max_prompt_length: int
+    seed: int
+    stream: int = 0
+    """Keeps the noise of training (0) and evaluation (1) apart."""
+
+
+@dataclass
+class _Sibling:
+    """One rollout in flight."""
+
+    index: int
+    prompt_ids: tuple[int, ...] = ()
+    env: Env | None = None
+    segments: list[tuple[np.ndarray, bool, np.ndarray, np.ndarray]] = field(default_factory=list)
+    """(token ids, sampled?, log-probs, versions), in order."""
+    turns: list[Turn] = field(default_factory=list)
+    length: int = 0
+    seconds: float = 0.0
+    survival_p: float = 1.0
+    waiting: bool = False
+    """At the barrier of an environment-step gate."""
+    rollout: Rollout | None = None
+
+    @property
+    def running(self) -> bool:
+        return self.rollout is None
+
+    def append(self, ids: np.ndarray, sampled: bool, logp: np.ndarray, versions: np.ndarray) -> None:
+        self.segments.append((ids, sampled, logp, versions))
+        self.length += len(ids)
+
+    def tokens(self) -> list[int]:
+        return [int(t) for ids, *_ in self.segments for t in ids]
+
+    def finish(self, stop_reason: str, *, fate: Fate | None = None, reason: str = "") -> Rollout:
+        """Close the rollout: from here on it is only scored and booked."""
+
+        def joined(arrays: list[np.ndarray], dtype: Any) -> np.ndarray:
+            return np.concatenate(arrays).astype(dtype) if arrays else np.empty(0, dtype)
+
+        self.rollout = Rollout(
+            sibling=self.index,
+            prompt_ids=self.prompt_ids,
+            token_ids=joined([s[0] for s in self.segments], np.int64),
+            action_mask=joined([np.full(len(s[0]), s[1]) for s in self.segments], np.bool_),
+            sampler_logp=joined([s[2] for s in self.segments], np.float32),
+            versions=joined([s[3] for s in self.segments], np.int32),
+            turns=self.turns,
+            stop_reason=stop_reason,
+            text="".join(t.action + (t.observation or "") for t in self.turns),
+            fate=fate,
+            reason=reason,
+            survival_p=self.survival_p,
+            seconds=self.seconds,
+        )
+        return self.rollout
+
+
+@dataclass
+class _Flight:
+    """One group in flight."""
+
+    visit: Visit
+    siblings: list[_Sibling]
+    undecided: list[Gate]
+    """Environment-step gates that have not spoken yet, by ascending step."""
+    verdict: Verdict = Verdict(True)
+    group: Group | None = None
+    scored: bool = False
+
+
+class RolloutRunner:
+    """See the module's docstring. `reward`s of environments win over reward functions."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        task: Task,
+        tokenizer: Any,
+        rewarder: Rewarder,
+        options: RolloutOptions,
+        gates: Sequence[Gate] = (),
+    ) -> None:
+        for gate in gates:
+            if missing := gate.needs - engine.provides:
+                raise ValueError(
+                    f"gate {type(gate).__name__} needs {sorted(missing)}, which engine {type(engine).__name__} does not "
+                    f"provide (it provides {sorted(engine.provides)})"
+                )
+        self.engine = engine
+        self.task = task
+        self.tokenizer = tokenizer
+        self.rewarder = rewarder
+        self.options = options
+        self.gates = list(gates)
+        self._stop = tuple(dict.fromkeys((*options.params.stop, *task.stop)))
+        self._token_gates = {g.at.n: g for g in self.gates if isinstance(g.at, Token)}
+        self._step_gates = sorted((g for g in self.gates if isinstance(g.at, EnvStep)), key=lambda g: g.at.k)  # type: ignore[union-attr]
+        self._flights: dict[int, _Flight] = {}
+
+    @property
+    def pending(self) -> int:
+        """Groups launched and not yet returned."""
+        return len(self._flights)
+
+    def launch(self, visit: Visit, size: int) -> None:
+        """Start `size` siblings of a visit. A prompt that cannot be encoded gives a group of failed rollouts."""
+        if visit.number in self._flights:
+            raise ValueError(f"visit {visit.number} is already in flight")
+        flight = _Flight(visit, [_Sibling(i) for i in range(size)], list(self._step_gates))
+        self._flights[visit.number] = flight
+        shared: tuple[int, ...] | None = None
+        for sibling in flight.siblings:
+            try:
+                sibling.env = self.task.make_env(visit.prompt)
+                if sibling.env is not None:
+                    sibling.prompt_ids = self._encode(visit, sibling.env.reset())
+                else:
+                    shared = sibling.prompt_ids = shared or self._encode(visit, None)
+            except Exception as error:
+                self._fail(sibling, f"could not start: {error}")
+                continue
+            self._submit(flight, sibling)
+        self._settle(flight)
+
+    def _encode(self, visit: Visit, observation: str | None) -> tuple[int, ...]:
+        ids = encode_prompt(self.tokenizer, visit.prompt, observation)
+        if len(ids) > self.options.max_prompt_length:
+            raise PromptError(
+                f"prompt '{visit.prompt.id}' has {len(ids)} tokens, over max_prompt_length={self.options.max_prompt_length}"
+            )
+        return ids
+
+    def _submit(self, flight: _Flight, sibling: _Sibling) -> None:
+        visit, o = flight.visit, self.options
+        key = noise_key(o.seed, o.stream, visit.prompt.ordinal, visit.epoch, sibling.index, len(sibling.turns))
+        request = Request(
+            id=(visit.number, sibling.index),
+            prompt_ids=(*sibling.prompt_ids, *sibling.tokens()),
+            params=replace(o.params, max_tokens=o.params.max_tokens - sibling.length, stop=self._stop),
+            key=key,
+            checkpoints=tuple(sorted(self._token_gates)),
+        )
+        try:
+            self.engine.submit([request])
+        except ValueError as error:
+            self._fail(sibling, f"the engine refused the prompt: {error}")
+
+    def poll(self) -> list[Group]:
+        """One engine step; returns the groups that are finished and scored, in launch order."""
+        finished = []
+        for event in self.engine.step():
+            if isinstance(event, Reached):
+                self._ask_token_gate(event)
+            else:
+                finished.append(event)
+        self._advance(finished)
+        idle = self.engine.pending == 0
+        for group in self.rewarder.done(wait=idle and self._unscored()):
+            self._flights[group.visit.number].scored = True
+        return self._in_order()
+
+    def _unscored(self) -> bool:
+        return any(f.group is not None and not f.scored for f in self._flights.values())
+
+    def _in_order(self) -> list[Group]:
+        groups = []
+        for number in list(self._flights):
+            flight = self._flights[number]
+            if flight.group is None or not flight.scored:
+                break
+            groups.append(flight.group)
+            del self._flights[number]
+        for group in groups:
+            for gate in self.gates:
+                gate.observe(group)
+        return groups
+
+    def _advance(self, finished: list[Finished]) -> None:
+        """Take what the engine sampled: end the rollout, or step its environment and go on."""
+        texts = decode(self.tokenizer, [f.token_ids for f in finished]) if finished else []
+        for f, text in zip(finished, texts, strict=True):
+            flight = self._flights[f.id[0]]  # type: ignore[index]
+            sibling = flight.siblings[f.id[1]]  # type: ignore[index]
+            if not sibling.running:
+                continue
+            action = cut_at_stop(text, self._stop) if f.stop_reason == "stop" else text
+            turn = Turn(action, None, sibling.length, sibling.length + len(f.token_ids), f.stop_reason)
+            sibling.append(f.token_ids, True, f.logp, f.versions)
+            sibling.turns.append(turn)
+            sibling.seconds += f.seconds
+            if sibling.env is None:
+                sibling.finish(f.stop_reason)
+            else:
+                self._step_env(flight, sibling, turn)
+            self._settle(flight)
+
+    def _step_env(self, flight: _Flight, sibling: _Sibling, turn: Turn) -> None:
+        assert sibling.env is not None
+        try:
+            result = sibling.env.step(turn.action)
+        except Exception as error:
+            self._fail(sibling, f"the environment raised {type(error).__name__}: {error}")
+            return
+        turn.observation = result.observation
+        if result.done or len(sibling.turns) >= self.task.max_turns:
+            rollout = sibling.finish("env" if result.done else "length")
+            if result.reward is not None:
+                rollout.reward, rollout.rewards = float(result.reward), {"env": float(result.reward)}
+            return
+        ids = encode_observation(self.tokenizer, flight.visit.prompt, result.observation or "", sibling.segments[-1][0])
+        n = len(ids)
+        if sibling.length + n >= self.options.params.max_tokens:
+            sibling.finish("length")
+            return
+        sibling.append(np.array(ids, np.int64), False, np.zeros(n, np.float32), np.full(n, -1, np.int32))
+        sibling.waiting = any(g.at.k == len(sibling.turns) for g in flight.undecided)  # type: ignore[union-attr]
+        if not sibling.waiting:
+            self._submit(flight, sibling)
+
+    def _ask_token_gate(self, event: Reached) -> None:
+        flight = self._flights[event.id[0]]  # type: ignore[index]
+        sibling = flight.siblings[event.id[1]]  # type: ignore[index]
+        view = self._view(flight, Token(event.n), sibling=sibling.index, hidden=event.hidden, logp=event.logp)
+        verdict = self._token_gates[event.n].decide(view)
+        sibling.survival_p *= verdict.probability
+        if verdict.keep:
+            return
+        for partial in self.engine.cancel([event.id]):
+            sibling.append(partial.token_ids, True, partial.logp, partial.versions)
+            sibling.seconds += partial.seconds
+            text = decode(self.tokenizer, [partial.token_ids])[0]
+            start = sibling.length - len(partial.token_ids)
+            sibling.turns.append(Turn(text, None, start, sibling.length, "cancelled"))
+        sibling.finish("cancelled", fate=Fate.PRUNED, reason=verdict.reason)
+        self._settle(flight)
+
+    def _settle(self, flight: _Flight) -> None:
+        """Open a barrier that everybody has reached; close the group when nobody runs."""
+        while flight.undecided and any(s.running for s in flight.siblings):
+            gate = flight.undecided[0]
+            k = gate.at.k  # type: ignore[union-attr]
+            if any(s.running and not (s.waiting and len(s.turns) >= k) for s in flight.siblings):
+                return
+            flight.undecided.pop(0)
+            verdict = gate.decide(self._view(flight, gate.at))
+            if not verdict.keep:
+                self._cut(flight, verdict)
+                break
+            for sibling in flight.siblings:
+                if sibling.running:
+                    sibling.waiting = False
+                    self._submit(flight, sibling)
+        if flight.group is None and not any(s.running for s in flight.siblings):
+            rollouts = [s.rollout for s in flight.siblings if s.rollout is not None]
+            flight.group = Group(flight.visit, rollouts, flight.verdict)
+            if any(r.fate is None and r.reward is None for r in rollouts):
+                self.rewarder.start(flight.group)
+            else:
+                flight.scored = True
+
+    def _cut(self, flight: _Flight, verdict: Verdict) -> None:
+        """Stop the whole group. What had ended keeps its rewards for display, but takes no part any more."""
+        flight.verdict = verdict
+        for sibling in flight.siblings:
+            rollout = sibling.rollout or sibling.finish("cancelled")
+            rollout.reward = None
+            if rollout.fate is None:
+                rollout.fate, rollout.reason = Fate.CUT, verdict.reason
+
+    def _view(self, flight: _Flight, at: EnvStep | Token, **reached: Any) -> GroupView:
+        return GroupView(
+            visit=flight.visit,
+            checkpoint=at,
+            actions=tuple(tuple(t.action for t in s.turns) for s in flight.siblings),
+            observations=tuple(tuple(t.observation or "" for t in s.turns) for s in flight.siblings),
+            running=tuple(s.running for s in flight.siblings),
+            **reached,
+        )
+
+    @staticmethod
+    def _fail(sibling: _Sibling, reason: str) -> None:
+        sibling.finish("failed", fate=Fate.FAILED, reason=reason)

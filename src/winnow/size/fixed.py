@@ -1,0 +1,32 @@
+"""Always `num_generations` siblings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """Every group has `num_generations` siblings."""
+
+    def build(self, num_generations: int) -> FixedSize:
+        return FixedSize(num_generations)
+
+
+@dataclass(frozen=True)
+class FixedSize:
+    size: int
+
+    def next(self) -> int:
+        return self.size
+
+    def observe(self, step_stats: Mapping[str, float]) -> None:
+        """A fixed size learns nothing."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """A fixed size has no state."""

@@ -1,0 +1,108 @@
+"""One optimizer step: advantage -> correction -> loss -> update."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from .advantage import Advantage
+from .batch import micro_batches, rows_of, with_gradient
+from .correct import StepScale
+from .failpoint import failpoint
+from .learner.base import Learner, Stats
+from .loss import LossConfig
+from .noise import noise_key
+from .types import Group
+
+
+@dataclass(frozen=True)
+class StepOptions:
+    learning_rate: float
+    lr_scheduler_type: str
+    warmup_steps: int
+    max_steps: int
+    num_iterations: int
+    tokens_per_microbatch: int
+    max_completion_length: int
+    mask_truncated_completions: bool
+    pad_id: int
+    seed: int
+    device: torch.device
+
+
+def scheduled_lr(step: int, options: StepOptions) -> float:
+    """Learning rate of step `step` (from 0): linear warm-up, then constant or linear decay to 0 at `max_steps`."""
+    if step < options.warmup_steps:
+        return options.learning_rate * (step + 1) / options.warmup_steps
+    if options.lr_scheduler_type == "constant":
+        return options.learning_rate
+    left = (options.max_steps - step) / (options.max_steps - options.warmup_steps)
+    return options.learning_rate * max(left, 0.0)
+
+
+class OptimizerStep:
+    """Trains on one batch of groups. Stateless but for the learner it drives."""
+
+    def __init__(
+        self, learner: Learner, advantage: Advantage, loss: LossConfig, scale: StepScale, options: StepOptions
+    ) -> None:
+        self.learner = learner
+        self.advantage = advantage
+        self.loss = loss
+        self.scale = scale
+        self.options = options
+
+    def __call__(self, groups: Sequence[Group], step: int) -> dict[str, float]:
+        """Metrics of the update; `updated` is 0 when no group had a signal and the optimizer was left alone.
+
+        Raises FloatingPointError when an advantage, the loss or the gradient is not finite.
+        """
+        o = self.options
+        torch.manual_seed(noise_key(o.seed, 2, step))  # adapter dropout is the only user of torch's generator
+        rows = rows_of(
+            groups,
+            self.advantage,
+            self.loss.loss_type,
+            max_completion_length=o.max_completion_length,
+            mask_truncated=o.mask_truncated_completions,
+        )
+        teaching = with_gradient(rows, self.loss)
+        metrics = {"rows": float(len(rows)), "rows_with_gradient": float(len(teaching)), "updated": float(bool(teaching))}
+        if not teaching:
+            return metrics
+        batches = micro_batches(teaching, o.tokens_per_microbatch, pad_id=o.pad_id, device=o.device)
+        for _ in range(o.num_iterations):
+            stats = Stats()
+            for batch in batches:
+                self.learner.forward_backward(batch, self.loss, stats)
+                failpoint("gradient")
+            lr = scheduled_lr(step, o)
+            effective_lr = lr * self.scale(torch.cat(stats.log_w_B))
+            norm = self.learner.apply(effective_lr)
+            failpoint("applied")
+        return metrics | {
+            "loss": stats.sums["loss"],
+            "grad_norm": norm,
+            "learning_rate": lr,
+            "effective_learning_rate": effective_lr,
+            **_token_means(stats, self.loss),
+        }
+
+
+def _token_means(stats: Stats, loss: LossConfig) -> dict[str, float]:
+    """Means over the action tokens of the rows that had a gradient, under TRL's names."""
+    metrics = {
+        "entropy": stats.mean("entropy"),
+        "sampling/importance_sampling_ratio/mean": stats.mean("ratio"),
+        "update/tokens": stats.sums["tokens"],
+    }
+    if loss.policy_loss == "clip":
+        low, high = stats.mean("clip_low"), stats.mean("clip_high")
+        metrics |= {"clip_ratio/low_mean": low, "clip_ratio/high_mean": high, "clip_ratio/region_mean": low + high}
+    if loss.beta:
+        metrics["kl"] = stats.mean("kl")
+    if loss.correction.active:
+        metrics["correction/clipped_share"] = stats.mean("correction/clipped", of="correction/clipped_of")
+    return metrics
