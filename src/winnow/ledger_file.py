@@ -1,0 +1,123 @@
+"""The file of a ledger: its schema, and how it is made, opened, checked and refused."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+from pathlib import Path
+
+SCHEMA_VERSION = 1
+APPLICATION_ID = 0x57696E6E  # "Winn"
+BUSY_TIMEOUT_S = 10.0
+
+_SCHEMA = """
+CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
+CREATE TABLE visits (
+  row INTEGER PRIMARY KEY, visit INTEGER NOT NULL, step INTEGER NOT NULL, version INTEGER NOT NULL,
+  epoch INTEGER NOT NULL, prompt_id TEXT NOT NULL, ordinal INTEGER NOT NULL, keep INTEGER NOT NULL,
+  reason TEXT NOT NULL, probability REAL NOT NULL, time REAL NOT NULL, void INTEGER NOT NULL DEFAULT 0);
+CREATE TABLE outcomes (
+  row INTEGER PRIMARY KEY, visit INTEGER NOT NULL, step INTEGER NOT NULL, fate TEXT NOT NULL, reason TEXT NOT NULL,
+  group_size INTEGER NOT NULL, mean_reward REAL, zero_variance TEXT, time REAL NOT NULL,
+  void INTEGER NOT NULL DEFAULT 0);
+CREATE TABLE rollouts (
+  row INTEGER PRIMARY KEY, visit INTEGER NOT NULL, sibling INTEGER NOT NULL, step INTEGER NOT NULL,
+  fate TEXT NOT NULL, reason TEXT NOT NULL, prompt_tokens INTEGER NOT NULL, tokens INTEGER NOT NULL,
+  env_tokens INTEGER NOT NULL, reward REAL, rewards TEXT NOT NULL, first_version INTEGER, last_version INTEGER,
+  seconds REAL NOT NULL, stop_reason TEXT NOT NULL, survival_p REAL NOT NULL, void INTEGER NOT NULL DEFAULT 0);
+CREATE TABLE steps (
+  row INTEGER PRIMARY KEY, step INTEGER NOT NULL, version INTEGER, seconds TEXT NOT NULL, metrics TEXT NOT NULL,
+  time REAL NOT NULL, void INTEGER NOT NULL DEFAULT 0);
+CREATE TABLE evaluations (
+  row INTEGER PRIMARY KEY, step INTEGER NOT NULL, rollouts INTEGER NOT NULL, tokens INTEGER NOT NULL,
+  seconds REAL NOT NULL, time REAL NOT NULL, void INTEGER NOT NULL DEFAULT 0);
+CREATE TABLE restarts (
+  number INTEGER PRIMARY KEY, reason TEXT NOT NULL, voided TEXT NOT NULL, time REAL NOT NULL);
+CREATE UNIQUE INDEX one_visit ON visits (visit) WHERE void = 0;
+CREATE UNIQUE INDEX one_outcome ON outcomes (visit) WHERE void = 0;
+CREATE UNIQUE INDEX one_rollout ON rollouts (visit, sibling) WHERE void = 0;
+CREATE UNIQUE INDEX one_step ON steps (step) WHERE void = 0;
+CREATE VIEW visit_fates AS
+  SELECT v.visit, v.step AS dispatched, v.version, v.epoch, v.prompt_id, v.ordinal,
+         o.fate, o.reason, o.step AS finished, o.group_size, o.mean_reward, o.zero_variance
+  FROM visits v LEFT JOIN outcomes o ON o.visit = v.visit AND o.void = 0 WHERE v.void = 0;
+"""
+
+
+class LedgerError(RuntimeError):
+    """The file cannot be used as the ledger of this run; the message says why and what to do."""
+
+
+def open_file(path: Path, read_only: bool) -> sqlite3.Connection:
+    """See `Ledger.open`."""
+    if read_only and not path.is_file():
+        raise FileNotFoundError(f"{path}: no such ledger. Is its folder a run directory?")
+    if not read_only and not path.parent.is_dir():
+        raise FileNotFoundError(f"{path}: cannot make a ledger here, the folder does not exist.")
+    try:
+        connection = _connect(path, read_only)
+    except sqlite3.Error as error:
+        raise LedgerError(f"{path}: cannot open: {error}.") from error
+    try:
+        _check(path, connection, read_only)
+    except sqlite3.OperationalError as error:
+        connection.close()
+        raise LedgerError(f"{path}: cannot use: {error}. Is another process using this run directory?") from error
+    except sqlite3.DatabaseError as error:
+        connection.close()
+        raise LedgerError(_damaged(path, error)) from error
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def _connect(path: Path, read_only: bool) -> sqlite3.Connection:
+    uri = path.resolve().as_uri()
+    if read_only:
+        # Without a write-ahead log nobody is writing; `immutable` then keeps SQLite from making one.
+        uri += "?mode=ro" if path.with_name(path.name + "-wal").exists() else "?mode=ro&immutable=1"
+    return sqlite3.connect(uri, uri=True, timeout=BUSY_TIMEOUT_S, isolation_level=None)
+
+
+def _check(path: Path, db: sqlite3.Connection, read_only: bool) -> None:
+    """Make the schema in an empty file; refuse what is not a ledger, damaged, or of a newer Winnow."""
+    application_id = db.execute("PRAGMA application_id").fetchone()[0]
+    version = db.execute("PRAGMA user_version").fetchone()[0]
+    empty = db.execute("SELECT COUNT(*) FROM sqlite_master").fetchone()[0] == 0
+    if empty and application_id == 0 and not read_only:
+        _create(db)
+        return
+    if empty or application_id != APPLICATION_ID:
+        what = "is empty" if empty else "is an SQLite file but not a Winnow ledger"
+        raise LedgerError(f"{path}: {what}. Name another run directory, or move this file away.")
+    if version > SCHEMA_VERSION:
+        raise LedgerError(
+            f"{path}: written by a newer Winnow (ledger schema {version}, this one reads {SCHEMA_VERSION}). "
+            "Upgrade winnow-rl to read it."
+        )
+    result = db.execute("PRAGMA quick_check(1)").fetchone()[0]
+    if result != "ok":
+        raise LedgerError(_damaged(path, result))
+    if not read_only:
+        db.execute("PRAGMA journal_mode = WAL")
+        db.execute("PRAGMA synchronous = NORMAL")
+
+
+def _create(db: sqlite3.Connection) -> None:
+    db.execute("PRAGMA journal_mode = WAL")
+    db.execute("PRAGMA synchronous = NORMAL")
+    pragmas = f"PRAGMA application_id = {APPLICATION_ID}; PRAGMA user_version = {SCHEMA_VERSION};"
+    db.executescript(f"BEGIN IMMEDIATE; {_SCHEMA} {pragmas} COMMIT;")
+
+
+def _damaged(path: Path, detail: object) -> str:
+    return f"{path}: damaged or not an SQLite file ({detail}). Restore it from a copy, or start a new run directory."
+
+
+def fsync_directory(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
