@@ -1,0 +1,151 @@
+"""Any Hugging Face causal LM with an ordinary KV cache, through its own forward pass."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
+
+from .backend import Output, Prefilled
+from .cache import Chunk, KVCache
+
+ORDINARY = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
+
+
+def refuse_unsupported(model: Any, max_length: int | None) -> None:
+    """ValueError for a model whose cache is not one key and value a token, as far as its config tells."""
+    name, config = type(model).__name__, model.config.get_text_config()
+    if getattr(config, "is_encoder_decoder", False):
+        raise ValueError(f"{name} is an encoder-decoder; the embedded engine runs decoder-only models")
+    strange = set(getattr(config, "layer_types", None) or ()) - ORDINARY
+    if strange or getattr(model, "_is_stateful", False):
+        raise ValueError(
+            f"{name} keeps recurrent state ({sorted(strange) or 'stateful model'}); the embedded engine needs an "
+            "ordinary KV cache: use another engine or model"
+        )
+    for option in ("sliding_window", "attention_chunk_size"):
+        window = getattr(config, option, None)
+        kinds = getattr(config, "layer_types", None)
+        if window is None or (kinds and set(kinds) == {"full_attention"}):
+            continue
+        if max_length is None or max_length > window:
+            raise ValueError(
+                f"{name} has {option}={window}, and the embedded engine attends to whole sequences; "
+                f"set max_length to at most {window} (it is {max_length})"
+            )
+
+
+class _SlotLayer(CacheLayerMixin):
+    """One layer of `KVCache` as the model sees it during a decode step."""
+
+    def __init__(self, keys: torch.Tensor, values: torch.Tensor, positions_N: torch.Tensor, columns: int) -> None:
+        super().__init__()
+        self.keys, self.values = keys, values
+        self.is_initialized = True
+        self._positions, self._columns = positions_N, columns
+        self._rows = torch.arange(len(positions_N), device=positions_N.device)
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Nothing to do: the cache is preallocated."""
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        assert self.keys is not None and self.values is not None
+        n = len(self._rows)
+        self.keys[self._rows, :, self._positions] = key_states[:, :, 0]
+        self.values[self._rows, :, self._positions] = value_states[:, :, 0]
+        return self.keys[:n, :, : self._columns], self.values[:n, :, : self._columns]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self._columns, 0
+
+    def get_seq_length(self) -> int:
+        return self._columns - 1
+
+    def get_max_length(self) -> int:
+        return self._columns
+
+
+class HFBackend:
+    mixed_lengths = False
+
+    def __init__(self, model: Any, *, vocab_size: int, dtype: torch.dtype, device: torch.device) -> None:
+        parameters = inspect.signature(model.forward).parameters
+        head = model.get_output_embeddings()
+        if head is None or not {"position_ids", "past_key_values"} <= parameters.keys():
+            raise ValueError(
+                f"{type(model).__name__} takes no position_ids or has no lm_head: the engine cannot run it"
+            )
+        self.device, self.dtype, self.vocab_size = device, dtype, vocab_size
+        self._model = copy.deepcopy(model).to(device=device, dtype=dtype).eval().requires_grad_(False)
+        for parameter in self._model.parameters():
+            parameter.grad = None
+        self._last_only = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
+        self._hidden: torch.Tensor | None = None
+        self._model.get_output_embeddings().register_forward_pre_hook(self._keep_hidden)
+        probe = self.prefill([(0, 0)])
+        self.kv_shapes = [
+            ((k.shape[1], k.shape[3]), (v.shape[1], v.shape[3])) for k, v in zip(probe.keys, probe.values, strict=True)
+        ]
+        self._check_cache()
+
+    def _keep_hidden(self, module: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+        self._hidden = args[0]
+
+    def load(self, state: Mapping[str, torch.Tensor]) -> None:
+        self._model.load_state_dict(dict(state), strict=True)
+
+    def _forward(self, ids: torch.Tensor, **inputs: Any) -> Output:
+        logits = self._model(input_ids=ids, use_cache=True, **inputs, **self._last_only).logits[:, -1]
+        assert self._hidden is not None
+        return Output(
+            self._hidden.view(len(ids), -1, self._hidden.shape[-1])[:, -1], logits[:, : self.vocab_size].float()
+        )
+
+    def prefill(self, prompts: list[tuple[int, ...]]) -> Prefilled:
+        cache = DynamicCache()
+        ids = torch.tensor(prompts, device=self.device)
+        positions = torch.arange(ids.shape[1], device=self.device).expand_as(ids)
+        last = self._forward(ids, past_key_values=cache, position_ids=positions)
+        layers = cache.layers
+        if any(not isinstance(layer.keys, torch.Tensor) or layer.keys.shape[2] != ids.shape[1] for layer in layers):
+            raise ValueError(
+                f"{type(self._model).__name__} has no ordinary KV cache: the embedded engine cannot run it"
+            )
+        return Prefilled([x.keys for x in layers], [x.values for x in layers], [len(p) for p in prompts], last)
+
+    def decode(self, tokens_N: torch.Tensor, positions_N: torch.Tensor, cache: KVCache, chunks: list[Chunk]) -> Output:
+        columns = max(chunk.columns for chunk in chunks)
+        cache.open(positions_N, 1)
+        layers = [_SlotLayer(k, v, positions_N, columns) for k, v in zip(cache.keys, cache.values, strict=True)]
+        return self._forward(
+            tokens_N[:, None],
+            past_key_values=Cache(layers=layers),
+            position_ids=positions_N[:, None],
+            attention_mask=cache.mask[: len(tokens_N), None, None, :columns],
+        )
+
+    def _check_cache(self) -> None:
+        """Two sequences of different lengths, cached and not: refuse a model for which that makes a difference."""
+        sequences = [tuple((7 * i + 3 * j + 1) % self.vocab_size for j in range(4 + 3 * i)) for i in range(2)]
+        cache = KVCache(self.kv_shapes, 2, self.dtype, self.device)
+        cache.reserve(16)
+        for row, sequence in enumerate(sequences):
+            done = self.prefill([sequence[:-2]])
+            cache.insert(torch.tensor([row], device=self.device), done.keys, done.values, [len(sequence) - 2])
+        for back in (2, 1):
+            tokens = torch.tensor([s[-back] for s in sequences], device=self.device)
+            positions = torch.tensor([len(s) - back for s in sequences], device=self.device)
+            cached = self.decode(tokens, positions, cache, [Chunk(0, 2, 16)]).logits_NV
+        plain = torch.cat([self.prefill([s]).last.logits_NV for s in sequences])
+        gap = (cached.log_softmax(-1) - plain.log_softmax(-1)).abs().max().item()
+        if not gap < (1e-3 if self.dtype == torch.float32 else 0.5):
+            raise ValueError(
+                f"{type(self._model).__name__} gives other log-probabilities with a cache of rows of different lengths "
+                f"than without (gap {gap:.3g}): the embedded engine cannot run it"
+            )

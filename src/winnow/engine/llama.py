@@ -1,0 +1,183 @@
+"""Forward pass of the Llama family over its Hugging Face weights, with fewer and larger operations.
+
+At load, Q, K and V become one matrix and so do gate and up; norm weights and the attention scale are folded into the
+matrices behind them; the columns of a rotary head are interleaved, so that the rotation is one complex product.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from .backend import Output, Prefilled
+from .cache import Chunk, KVCache
+
+CLASSES = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
+ROPE_TYPES = frozenset({"default", "linear", "llama3", "yarn"})
+PREFIX = "model.layers.{}."
+
+
+class Layer(NamedTuple):
+    """Weights of a layer as [in, out] matrices."""
+
+    qkv: torch.Tensor
+    qkv_bias: torch.Tensor | None
+    q_norm: torch.Tensor | None
+    """[D], the attention scale included."""
+    k_norm: torch.Tensor | None
+    out: torch.Tensor
+    gate_up: torch.Tensor
+    down: torch.Tensor
+
+
+def supports(model: Any) -> bool:
+    """Whether `LlamaBackend` computes what this model computes."""
+    config = model.config
+    if type(model).__name__ not in CLASSES or config.hidden_act != "silu":
+        return False
+    if config.rope_parameters.get("rope_type", "default") not in ROPE_TYPES:
+        return False
+    return set(model.state_dict()) <= _names(config)
+
+
+def _names(config: Any) -> set[str]:
+    names = {"model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"}
+    parts = ["input_layernorm.weight", "post_attention_layernorm.weight"]
+    parts += [f"self_attn.{p}_proj.weight" for p in "qkvo"] + [f"self_attn.{p}_proj.bias" for p in "qkv"]
+    parts += [f"mlp.{p}_proj.weight" for p in ("gate", "up", "down")] + [f"self_attn.{p}_norm.weight" for p in "qk"]
+    return names | {PREFIX.format(i) + part for i in range(config.num_hidden_layers) for part in parts}
+
+
+class LlamaBackend:
+    mixed_lengths = True
+
+    def __init__(
+        self, model: Any, *, vocab_size: int, max_length: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        config = model.config
+        self.device, self.dtype, self.vocab_size = device, dtype, vocab_size
+        self._heads = config.num_attention_heads
+        self._kv_heads = config.num_key_value_heads
+        self._size = getattr(config, "head_dim", None) or config.hidden_size // self._heads
+        self._eps = config.rms_norm_eps
+        self._n_layers = config.num_hidden_layers
+        self.kv_shapes = [((self._kv_heads, self._size),) * 2] * self._n_layers
+        self._rotary, self._rotary_device = model.model.rotary_emb, model.model.embed_tokens.weight.device
+        self._rotation = self._rotations(max_length)
+        self.load(model.state_dict())
+
+    def load(self, state: Mapping[str, torch.Tensor]) -> None:
+        self._embedding = self._copy(state["model.embed_tokens.weight"])
+        head = state.get("lm_head.weight", state["model.embed_tokens.weight"])
+        tied = head.data_ptr() == state["model.embed_tokens.weight"].data_ptr()
+        self._head = (self._embedding if tied else self._copy(head))[: self.vocab_size]
+        self._norm = self._copy(state["model.norm.weight"])
+        self._layers = [self._pack(state, PREFIX.format(i)) for i in range(self._n_layers)]
+
+    def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach().to(self.device, self.dtype, copy=True)
+
+    def _pack(self, state: Mapping[str, torch.Tensor], prefix: str) -> Layer:
+        def get(name: str) -> torch.Tensor:
+            return state[prefix + name].detach().to(self.device, torch.float32)
+
+        def pack(*matrices: torch.Tensor) -> torch.Tensor:
+            return torch.cat(matrices).t().contiguous().to(self.dtype)
+
+        scale = self._size**-0.5
+        before, after = get("input_layernorm.weight"), get("post_attention_layernorm.weight")
+        q, k, v = (get(f"self_attn.{p}_proj.weight") * before for p in "qkv")
+        q, k = self._interleave(q), self._interleave(k)
+        bias = q_norm = k_norm = None
+        if prefix + "self_attn.q_norm.weight" in state:
+            q_norm = (self._interleave(get("self_attn.q_norm.weight")) * scale).to(self.dtype)
+            k_norm = self._interleave(get("self_attn.k_norm.weight")).to(self.dtype)
+        else:
+            q = q * scale
+        if prefix + "self_attn.q_proj.bias" in state:
+            q_bias, k_bias, v_bias = (get(f"self_attn.{p}_proj.bias") for p in "qkv")
+            q_bias = self._interleave(q_bias) * (1 if q_norm is not None else scale)
+            bias = torch.cat([q_bias, self._interleave(k_bias), v_bias]).to(self.dtype)
+        gate_up = pack(get("mlp.gate_proj.weight") * after, get("mlp.up_proj.weight") * after)
+        out, down = pack(get("self_attn.o_proj.weight")), pack(get("mlp.down_proj.weight"))
+        return Layer(pack(q, k, v), bias, q_norm, k_norm, out, gate_up, down)
+
+    def _interleave(self, tensor: torch.Tensor) -> torch.Tensor:
+        """[heads * D, ...] with the two halves of each head woven together: j, j + D/2, j + 1, ..."""
+        heads = tensor.unflatten(0, (-1, 2, self._size // 2))
+        return heads.transpose(1, 2).flatten(0, 2)
+
+    def _rotations(self, length: int) -> torch.Tensor:
+        """complex64 [length, 1, D/2] from the model's own rotary module."""
+        positions = torch.arange(length, device=self._rotary_device)[None]
+        cos, sin = self._rotary(torch.zeros(1, device=self._rotary_device), positions)
+        half = self._size // 2
+        return torch.complex(cos[0, :, :half], sin[0, :, :half])[:, None].to(self.device)
+
+    def _qkv(self, layer: Layer, x_NH: torch.Tensor, rotation: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Queries [N, heads, D], keys and values [N, kv heads, D], rotated; the attention scale is in the queries."""
+        normed = F.rms_norm(x_NH, x_NH.shape[-1:], eps=self._eps)
+        qkv = normed @ layer.qkv if layer.qkv_bias is None else torch.addmm(layer.qkv_bias, normed, layer.qkv)
+        qkv = qkv.view(len(x_NH), -1, self._size)
+        qk, v = qkv.split([self._heads + self._kv_heads, self._kv_heads], dim=1)
+        if layer.q_norm is not None and layer.k_norm is not None:
+            q, k = qk.split([self._heads, self._kv_heads], dim=1)
+            q = F.rms_norm(q, (self._size,), layer.q_norm, self._eps)
+            k = F.rms_norm(k, (self._size,), layer.k_norm, self._eps)
+            qk = torch.cat([q, k], dim=1)
+        if self.dtype == torch.float32:
+            torch.view_as_complex(qk.unflatten(-1, (-1, 2))).mul_(rotation)
+        else:
+            turned = torch.view_as_complex(qk.float().unflatten(-1, (-1, 2))) * rotation
+            qk = torch.view_as_real(turned).flatten(-2).to(self.dtype)
+        q, k = qk.split([self._heads, self._kv_heads], dim=1)
+        return q, k, v
+
+    def _feed_forward(self, layer: Layer, x_NH: torch.Tensor) -> None:
+        gate, up = (F.rms_norm(x_NH, x_NH.shape[-1:], eps=self._eps) @ layer.gate_up).chunk(2, dim=-1)
+        x_NH.addmm_(F.silu(gate).mul_(up), layer.down)
+
+    def _output(self, x_NH: torch.Tensor) -> Output:
+        hidden = F.rms_norm(x_NH, x_NH.shape[-1:], self._norm, self._eps)
+        return Output(hidden, F.linear(hidden, self._head).float())
+
+    def prefill(self, prompts: list[tuple[int, ...]]) -> Prefilled:
+        B, P = len(prompts), max(map(len, prompts))
+        lengths = [len(p) for p in prompts]
+        ids = torch.tensor([p + (0,) * (P - len(p)) for p in prompts], device=self.device)
+        x = self._embedding[ids.view(-1)]
+        rotation = self._rotation[:P].repeat(B, 1, 1)
+        keys, values = [], []
+        for layer in self._layers:
+            q, k, v = (t.view(B, P, -1, self._size).transpose(1, 2) for t in self._qkv(layer, x, rotation))
+            keys.append(k)
+            values.append(v)
+            shared = self._heads != self._kv_heads
+            attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=1.0, enable_gqa=shared)
+            x.addmm_(attended.transpose(1, 2).reshape(B * P, -1), layer.out)
+            self._feed_forward(layer, x)
+        last = torch.tensor([i * P + length - 1 for i, length in enumerate(lengths)], device=self.device)
+        return Prefilled(keys, values, lengths, self._output(x[last]))
+
+    def decode(self, tokens_N: torch.Tensor, positions_N: torch.Tensor, cache: KVCache, chunks: list[Chunk]) -> Output:
+        n, groups = len(tokens_N), self._heads // self._kv_heads
+        x = self._embedding[tokens_N]
+        rotation = self._rotation[positions_N]
+        flat = cache.open(positions_N, self._kv_heads)
+        attended = x.new_empty(n, self._kv_heads, groups, self._size)
+        for layer, keys, values in zip(self._layers, cache.keys, cache.values, strict=True):
+            q, k, v = self._qkv(layer, x, rotation)
+            keys.view(-1, self._size).index_copy_(0, flat, k.reshape(-1, self._size))
+            values.view(-1, self._size).index_copy_(0, flat, v.reshape(-1, self._size))
+            q = q.reshape(n, self._kv_heads, groups, self._size)
+            for a, b, columns in chunks:
+                mask = cache.mask[a:b, None, None, :columns]
+                attended[a:b] = F.scaled_dot_product_attention(
+                    q[a:b], keys[a:b, :, :columns], values[a:b, :, :columns], attn_mask=mask, scale=1.0
+                )
+            x.addmm_(attended.view(n, -1), layer.out)
+            self._feed_forward(layer, x)
+        return self._output(x)

@@ -1,0 +1,418 @@
+"""The embedded engine: continuous batching over a Hugging Face causal LM, in the caller's process.
+
+A step decodes one token of every running row, starts waiting requests in the free slots (siblings share one prefill
+of their prompt), and samples for all of them. Sequences live in the first n slots; whoever ends gives way to the last.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..noise import uniform
+from . import slots as col
+from .backend import Backend, Output, Prefilled, check_state
+from .base import Event, Finished, Reached, Request, SamplingParams
+from .cache import Chunk, KVCache, padded, plan
+from .hf import HFBackend, refuse_unsupported
+from .llama import LlamaBackend, supports
+from .sampling import Rows, sample
+from .slots import SlotTable, Stopwatch
+from .stops import StopTable
+
+PREFILL_TOKENS = 16_384
+"""Prompt tokens of one prefill, padding included."""
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True)
+class LocalOptions:
+    slots: int = 256
+    """Sequences that run at once."""
+    dtype: str | None = None
+    """`float32`, `bfloat16` or `float16`; None is the model's."""
+    fixed_slots: bool = False
+    """Compute every slot and column in every forward pass: slower, but results do not depend on what else runs."""
+    max_length: int | None = None
+    """Longest prompt plus completion; None is the model's limit."""
+
+    def __post_init__(self) -> None:
+        if self.slots < 1:
+            raise ValueError(f"slots must be at least 1, not {self.slots}")
+        if self.dtype is not None and self.dtype not in DTYPES:
+            raise ValueError(f"dtype must be one of {sorted(DTYPES)} or None, not {self.dtype!r}")
+        if self.max_length is not None and self.max_length < 2:
+            raise ValueError(f"max_length must be at least 2, not {self.max_length}")
+
+    def build(self, model: Any, tokenizer: Any, device: torch.device | str | None = None) -> LocalEngine:
+        return LocalEngine(model, tokenizer, device=device, **asdict(self))
+
+
+@dataclass(slots=True)
+class _Prompt:
+    """A prompt some request still waits for; its prefill is kept until the last of them is in."""
+
+    waiting: int = 0
+    prefilled: Prefilled | None = None
+    index: int = 0
+
+
+class LocalEngine:
+    """Implements `winnow.engine.base.Engine`. Not thread-safe."""
+
+    provides = frozenset({"hidden", "logp", "checkpoints"})
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        *,
+        slots: int = 256,
+        dtype: str | torch.dtype | None = None,
+        fixed_slots: bool = False,
+        max_length: int | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        """Copies the weights of `model` (a `transformers` causal LM), which stays the caller's.
+
+        `device` defaults to the model's. Raises ValueError for a model that has no ordinary KV cache.
+        """
+        name = str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else dtype
+        self.options = LocalOptions(slots, name, fixed_slots, max_length)
+        self.version = 0
+        self._max_length = _max_length(model, max_length)
+        self._backend = _backend(model, len(tokenizer), self._max_length, name, device)
+        self._expected = {name: tensor.shape for name, tensor in model.state_dict().items()}
+        self._tied = _tied_names(model)
+        self._cache = KVCache(self._backend.kv_shapes, slots, self._backend.dtype, self._backend.device)
+        self._column_size = sum(h * s for shapes in self._backend.kv_shapes[:1] for h, s in shapes) // 2
+        if fixed_slots:
+            self._cache.reserve(_fixed_columns(self._max_length))
+        self._table = SlotTable(slots)
+        self._stops = StopTable(
+            tokenizer, self._backend.vocab_size, _eos_ids(model, tokenizer, self._backend.vocab_size)
+        )
+        self._waiting: dict[Hashable, Request] = {}
+        self._prompts: dict[tuple[int, ...], _Prompt] = {}
+        self._steps = 0
+        self._swaps = [(0, 0)]
+        self._waste = 0
+        self._failure: str | None = None
+
+    @classmethod
+    def from_pretrained(cls, path: str, **options: Any) -> LocalEngine:
+        """From a Hugging Face directory or hub name; runs no code from it. Options as in `__init__`."""
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        model = AutoModelForCausalLM.from_pretrained(path, trust_remote_code=False)
+        return cls(model, AutoTokenizer.from_pretrained(path, trust_remote_code=False), **options)
+
+    @property
+    def pending(self) -> int:
+        return len(self._waiting) + self._table.n
+
+    # ---- requests ----------------------------------------------------------------------------------------------
+
+    def submit(self, requests: Iterable[Request]) -> None:
+        self._require_alive()
+        new: dict[Hashable, Request] = {}
+        checked: set[tuple[tuple[int, ...], SamplingParams]] = set()
+        for request in requests:
+            if request.id in new or request.id in self._waiting or request.id in self._table.row_of:
+                raise ValueError(f"request id {request.id!r} is already in use")
+            kind = (request.prompt_ids, request.params)
+            if kind not in checked:
+                self._check(request)
+                checked.add(kind)
+            _check_checkpoints(request)
+            new[request.id] = request
+        for request in new.values():
+            self._prompts.setdefault(request.prompt_ids, _Prompt()).waiting += 1
+        self._waiting.update(new)
+
+    def _check(self, request: Request) -> None:
+        params, prompt, who = request.params, request.prompt_ids, f"request {request.id!r}"
+        if not prompt:
+            raise ValueError(f"{who}: the prompt is empty; it needs at least one token")
+        vocab_size = self._backend.vocab_size
+        if min(prompt) < 0 or max(prompt) >= vocab_size:
+            wrong = next(i for i in prompt if not 0 <= i < vocab_size)
+            raise ValueError(f"{who}: prompt token {wrong} is outside the vocabulary of {vocab_size}")
+        if params.max_tokens < 1:
+            raise ValueError(f"{who}: max_tokens must be at least 1, not {params.max_tokens}")
+        total = len(prompt) + params.max_tokens
+        if self._max_length is not None and total > self._max_length:
+            raise ValueError(
+                f"{who}: {len(prompt)} prompt tokens + max_tokens {params.max_tokens} = {total} exceed the maximum "
+                f"length {self._max_length}; shorten the prompt or lower max_tokens"
+            )
+        if not (math.isfinite(params.temperature) and params.temperature >= 0):
+            raise ValueError(f"{who}: temperature must be a number >= 0, not {params.temperature}")
+        if not 0 < params.top_p <= 1:
+            raise ValueError(f"{who}: top_p must be in (0, 1], not {params.top_p}")
+        if params.top_k < 0:
+            raise ValueError(f"{who}: top_k must be >= 0 (0 turns it off), not {params.top_k}")
+        if not all(params.stop):
+            raise ValueError(f"{who}: a stop string is empty")
+
+    def cancel(self, ids: Iterable[Hashable]) -> list[Finished]:
+        self._require_alive()
+        events, rows = [], []
+        for id_ in dict.fromkeys(ids):
+            if id_ in self._waiting:
+                self._leave_queue(self._waiting.pop(id_))
+                empty = np.zeros(0)
+                args = empty.astype(np.int64), empty.astype(np.float32), empty.astype(np.int32)
+                events.append(Finished(id_, *args, "cancelled", 0.0))
+            elif id_ in self._table.row_of:
+                rows.append(self._table.row_of[id_])
+                events.append(self._finished(rows[-1], "cancelled"))
+        self._remove(rows)
+        return events
+
+    def _leave_queue(self, request: Request) -> _Prompt:
+        prompt = self._prompts[request.prompt_ids]
+        prompt.waiting -= 1
+        if not prompt.waiting:
+            del self._prompts[request.prompt_ids]
+        return prompt
+
+    # ---- weights -----------------------------------------------------------------------------------------------
+
+    def load_weights(self, state: Mapping[str, torch.Tensor], version: int) -> None:
+        self._require_alive()
+        self._backend.load(check_state(state, self._expected, self._tied))
+        for prompt in self._prompts.values():
+            prompt.prefilled = None  # computed by the old weights, and no running row needs it
+        self.version = version
+        self._swaps.append((self._steps, version))
+
+    def _versions(self, row: int) -> np.ndarray:
+        born, count = self._table.ints[[col.BORN, col.COUNT], row]
+        starts, versions = np.array(self._swaps).T
+        steps = np.arange(born, born + count)
+        return versions[np.searchsorted(starts, steps, side="right") - 1].astype(np.int32)
+
+    # ---- one step ----------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def step(self) -> list[Event]:
+        self._require_alive()
+        if not self.pending:
+            return []
+        try:
+            return self._step()
+        except BaseException as error:
+            self._failure = f"{type(error).__name__}: {error}"
+            raise
+
+    def _step(self) -> list[Event]:
+        watch, table = Stopwatch(), self._table
+        outputs = [self._decode()] if table.n else []
+        outputs += self._admit()
+        output = outputs[0] if len(outputs) == 1 else _concatenate(outputs)
+        tokens_N, logp_N = self._sample(output.logits_NV)
+        alarms = table.record(tokens_N, logp_N)
+        self._steps += 1
+        table.clock += watch.lap() / table.n
+        if not np.isfinite(logp_N).all():
+            row = int(np.flatnonzero(~np.isfinite(logp_N))[0])
+            raise FloatingPointError(
+                f"request {table.requests[row].id!r}: logits are not finite at token {table.ints[col.COUNT, row]} "
+                f"(policy version {self.version}); the weights have diverged"
+            )
+        alarms |= self._stops.alert[table.ints[col.STOP_SET, : table.n], tokens_N]
+        events = self._settle(np.flatnonzero(alarms).tolist(), output.hidden_NH)
+        table.clock += watch.lap() / max(table.n, 1)
+        return events
+
+    def _decode(self) -> Output:
+        """Feed the last token of every running row."""
+        table, n = self._table, self._table.n
+        if self.options.fixed_slots:
+            rows, chunks = table.slots, [Chunk(0, table.slots, self._cache.capacity)]
+        else:
+            rows, chunks = n, self._plan()
+        ints = self._to_device(table.ints[[col.TOKEN, col.POSITION], :rows])
+        output = self._backend.decode(ints[0], ints[1], self._cache, chunks)
+        table.ints[col.POSITION, :n] += 1
+        return Output(output.hidden_NH[:n], output.logits_NV[:n])
+
+    def _plan(self) -> list[Chunk]:
+        """Attention chunks; sorts the rows by length once padding has cost as much as moving them would."""
+        lengths = self._table.lengths
+        chunks = plan(lengths, self._column_size)
+        self._waste += padded(chunks) - int(lengths.sum())
+        if self._waste > 8 * int(lengths.sum()):
+            self._waste = 0
+            order = self._to_device(self._table.sort())
+            self._cache.move(torch.arange(len(order), device=order.device), order, int(lengths.max()))
+            chunks = plan(self._table.lengths, self._column_size)
+        return chunks
+
+    def _admit(self) -> list[Output]:
+        """Start waiting requests in free slots; what their first token is drawn from, one entry a prefill."""
+        table = self._table
+        free = min(table.slots - table.n, len(self._waiting))
+        if not free:
+            return []
+        requests = [self._waiting[id_] for id_, _ in zip(list(self._waiting), range(free), strict=False)]
+        self._prefill(dict.fromkeys(r.prompt_ids for r in requests))
+        batches: dict[int, tuple[Prefilled, list[int], list[Request]]] = {}
+        for request in requests:
+            del self._waiting[request.id]
+            prompt = self._leave_queue(request)
+            assert prompt.prefilled is not None
+            _, index, members = batches.setdefault(id(prompt.prefilled), (prompt.prefilled, [], []))
+            index.append(prompt.index)
+            members.append(request)
+        return [self._insert(*batch) for batch in batches.values()]
+
+    def _prefill(self, prompts: Iterable[tuple[int, ...]]) -> None:
+        """Run the prompts among these that have not been."""
+        todo = sorted((p for p in prompts if self._prompts[p].prefilled is None), key=len)
+        groups: list[list[tuple[int, ...]]] = []
+        for prompt in todo:
+            group = groups[-1] if groups else []
+            fits = len(prompt) * (len(group) + 1) <= PREFILL_TOKENS and not self.options.fixed_slots
+            if group and fits and (self._backend.mixed_lengths or len(prompt) == len(group[0])):
+                group.append(prompt)
+            else:
+                groups.append([prompt])
+        for group in groups:
+            prefilled = self._backend.prefill(group)
+            for index, prompt in enumerate(group):
+                self._prompts[prompt].prefilled, self._prompts[prompt].index = prefilled, index
+
+    def _insert(self, prefilled: Prefilled, index: list[int], requests: list[Request]) -> Output:
+        longest = max(len(r.prompt_ids) + r.params.max_tokens for r in requests)
+        self._cache.reserve(max(longest, prefilled.keys[0].shape[2]))
+        rows = self._table.append(requests, [self._stops.add(r.params.stop) for r in requests], self._steps)
+        lengths = [prefilled.lengths[i] for i in index]
+        index_M = self._to_device(np.array(index))
+        keys = [k.index_select(0, index_M) for k in prefilled.keys]
+        values = [v.index_select(0, index_M) for v in prefilled.values]
+        self._cache.insert(self._to_device(np.arange(rows.start, rows.stop)), keys, values, lengths)
+        return Output(prefilled.last.hidden_NH[index_M], prefilled.last.logits_NV[index_M])
+
+    def _sample(self, logits_NV: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
+        table, n = self._table, self._table.n
+        ints = self._to_device(table.ints[: col.DEVICE_ROWS, :n])
+        floats = self._to_device(table.floats[:, :n])
+        greedy = self._to_device(table.greedy[:n]) if table.greedy[:n].any() else None
+        filtered = table.ints[col.TOP_K, :n].any() or (table.floats[1, :n] < 1).any()
+        rows = Rows(floats[0], greedy, ints[col.TOP_K] if filtered else None, floats[1] if filtered else None)
+        tokens_N, logp_N = sample(logits_NV, uniform(ints[col.KEY], ints[col.COUNT]), rows)
+        return tokens_N.cpu().numpy(), logp_N.cpu().numpy()
+
+    def _settle(self, rows: list[int], hidden_NH: torch.Tensor) -> list[Event]:
+        """Look at the rows whose token or count may mean something."""
+        events: list[Event] = []
+        ended = []
+        for row in rows:
+            reason = self._stop_reason(row)
+            if reason:
+                ended.append(row)
+                events.append(self._finished(row, reason))
+                continue
+            request, (tokens, logp) = self._table.requests[row], self._table.sampled(row)
+            if len(tokens) in request.checkpoints:
+                hidden = hidden_NH[row].float().cpu().numpy().copy()
+                events.append(Reached(request.id, len(tokens), hidden, logp.copy()))
+            self._table.rearm(row)
+        self._remove(ended)
+        return events
+
+    def _stop_reason(self, row: int) -> str:
+        tokens, _ = self._table.sampled(row)
+        stop_set = int(self._table.ints[col.STOP_SET, row])
+        if int(tokens[-1]) in self._stops.eos_ids:
+            return "eos"
+        if self._stops.alert[stop_set, tokens[-1]] and self._stops.completed(stop_set, tokens):
+            return "stop"
+        return "length" if len(tokens) == self._table.requests[row].params.max_tokens else ""
+
+    def _finished(self, row: int, reason: str) -> Finished:
+        return self._table.finished(row, reason, self._versions(row))
+
+    def _remove(self, rows: list[int]) -> None:
+        if not rows:
+            return
+        targets, sources = self._table.remove(rows)
+        if len(targets):
+            columns = int(self._table.ints[col.POSITION, targets].max()) + 1
+            with torch.inference_mode():
+                self._cache.move(self._to_device(targets), self._to_device(sources), columns)
+        if not self.pending:
+            self._waste, self._swaps = 0, [(self._steps, self.version)]
+
+    def _to_device(self, array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(self._backend.device)
+
+    def _require_alive(self) -> None:
+        if self._failure is not None:
+            raise RuntimeError(f"the engine failed earlier and cannot go on ({self._failure}); build a new one")
+
+
+def _concatenate(outputs: list[Output]) -> Output:
+    return Output(torch.cat([o.hidden_NH for o in outputs]), torch.cat([o.logits_NV for o in outputs]))
+
+
+def _check_checkpoints(request: Request) -> None:
+    counts = request.checkpoints
+    if any(a >= b for a, b in zip((0, *counts), counts, strict=False)):
+        raise ValueError(f"request {request.id!r}: checkpoints must be positive and ascending, not {counts}")
+
+
+def _max_length(model: Any, wanted: int | None) -> int | None:
+    """The caller's limit, else the model's; None if there is neither."""
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if wanted is not None and limit is not None and wanted > limit:
+        raise ValueError(f"max_length {wanted} exceeds the model's {limit} positions")
+    return wanted if wanted is not None else limit
+
+
+def _fixed_columns(max_length: int | None) -> int:
+    if max_length is None or max_length > 4096:
+        raise ValueError(f"fixed_slots computes {max_length} columns a step; set max_length to what you need")
+    return max_length
+
+
+def _backend(
+    model: Any, tokens: int, max_length: int | None, dtype: str | None, device: torch.device | str | None
+) -> Backend:
+    refuse_unsupported(model, max_length)
+    weight = model.get_input_embeddings().weight
+    kind = weight.dtype if dtype is None else DTYPES[dtype]
+    place = weight.device if device is None else torch.device(device)
+    vocab_size = min(tokens, weight.shape[0])
+    with torch.inference_mode():
+        if max_length is not None and supports(model):
+            return LlamaBackend(model, vocab_size=vocab_size, max_length=max_length, dtype=kind, device=place)
+        return HFBackend(model, vocab_size=vocab_size, dtype=kind, device=place)
+
+
+def _tied_names(model: Any) -> dict[str, str]:
+    """Names whose tensor the model shares with another of its names."""
+    first: dict[int, str] = {}
+    tied = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) in first:
+            tied[name] = first[id(tensor)]
+        else:
+            first[id(tensor)] = name
+    return tied
+
+
+def _eos_ids(model: Any, tokenizer: Any, vocab_size: int) -> frozenset[int]:
+    """Of the tokenizer and of the generation config, which may give one id or a list."""
+    found: set[int] = set()
+    for source in (tokenizer, getattr(model, "generation_config", None), model.config):
+        ids = getattr(source, "eos_token_id", None)
+        found |= set(ids) if isinstance(ids, list | tuple) else {ids} if ids is not None else set()
+    return frozenset(int(i) for i in found if 0 <= i < vocab_size)

@@ -1,0 +1,89 @@
+"""Draw one token a row by inverse CDF from given uniform numbers, and its log-probability.
+
+Tokens are laid on the unit interval in the order of their ids. Sums that decide a token are float64, so that a
+vocabulary of 150,000 keeps the weights of its rare tokens.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+BLOCK = 1024
+"""Vocabularies longer than this are searched in two levels."""
+
+
+class Rows(NamedTuple):
+    """Sampling parameters of N rows."""
+
+    inverse_temperature_N: torch.Tensor
+    """float32; greedy rows have 1, and no filter."""
+    greedy_N: torch.Tensor | None
+    """bool; None when no row is greedy."""
+    top_k_N: torch.Tensor | None
+    """int64, 0 off; None (with `top_p_N`) when no row filters."""
+    top_p_N: torch.Tensor | None
+    """float32, 1 off."""
+
+
+def sample(logits_NV: torch.Tensor, uniform_N: torch.Tensor, rows: Rows) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens (int64 [N]) and log-probabilities (float32 [N], nats) under the distribution really drawn from.
+
+    `uniform_N` in [0, 1). A greedy row takes the first of the most likely tokens. Logits that are not finite give a log-probability that is not finite.
+    """
+    scaled_NV = logits_NV * rows.inverse_temperature_N[:, None]
+    weights_NV = (scaled_NV - scaled_NV.amax(-1, keepdim=True)).exp_()
+    if rows.top_k_N is not None and rows.top_p_N is not None:
+        weights_NV = _filter(weights_NV, rows.top_k_N, rows.top_p_N)
+    tokens_N, total_N = draw(weights_NV, uniform_N)
+    if rows.greedy_N is not None:
+        tokens_N = torch.where(rows.greedy_N, scaled_NV.argmax(-1), tokens_N)
+    weight_N = weights_NV.gather(1, tokens_N[:, None])[:, 0]
+    return tokens_N, (weight_N.double() / total_N).log_().float()
+
+
+def draw(weights_NV: torch.Tensor, uniform_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The token at which the running sum of `weights_NV` (>= 0) passes `uniform_N` of the total; the float64 total."""
+    if weights_NV.shape[1] <= BLOCK:
+        cdf_NV = weights_NV.cumsum(-1, dtype=torch.float64)
+        total_N = cdf_NV[:, -1].contiguous()
+        return _passing(cdf_NV, total_N * uniform_N), total_N
+    V = weights_NV.shape[1]
+    whole = V // BLOCK * BLOCK
+    sums_NB = weights_NV[:, :whole].unflatten(1, (-1, BLOCK)).sum(-1, dtype=torch.float64)
+    sums_NB = torch.cat([sums_NB, weights_NV[:, whole:].sum(-1, keepdim=True, dtype=torch.float64)], 1)
+    cdf_NB = sums_NB.cumsum(-1)
+    total_N = cdf_NB[:, -1].contiguous()
+    target_N = total_N * uniform_N
+    block_N1 = _passing(cdf_NB, target_N)[:, None]
+    before_N = (cdf_NB.gather(1, block_N1) - sums_NB.gather(1, block_N1))[:, 0]
+    columns_NC = block_N1 * BLOCK + torch.arange(BLOCK, device=weights_NV.device)
+    inside_NC = weights_NV.gather(1, columns_NC.clamp(max=V - 1)).masked_fill(columns_NC >= V, 0)
+    inner_N = _passing(inside_NC.cumsum(-1, dtype=torch.float64), target_N - before_N)
+    return block_N1[:, 0] * BLOCK + inner_N, total_N
+
+
+def _passing(cdf_NV: torch.Tensor, target_N: torch.Tensor) -> torch.Tensor:
+    """First index whose running sum is above the target: an index of weight 0 is never one."""
+    last_N = cdf_NV[:, -1]
+    below_N = torch.nextafter(last_N, torch.zeros_like(last_N))
+    target_N = torch.minimum(target_N.clamp(min=0), below_N)
+    index_N = torch.searchsorted(cdf_NV, target_N[:, None], right=True)[:, 0]
+    # Only sums that are not numbers run past the end; their log-probability will say so.
+    return index_N.clamp_(max=cdf_NV.shape[1] - 1)
+
+
+def _filter(weights_NV: torch.Tensor, top_k_N: torch.Tensor, top_p_N: torch.Tensor) -> torch.Tensor:
+    """Zero all but each row's `top_k` heaviest tokens, then all but the fewest of them that hold `top_p`; ties stay."""
+    V = weights_NV.shape[1]
+    k_N = torch.where(top_k_N > 0, top_k_N, V).clamp(max=V)
+    top_NK = weights_NV.topk(int(k_N.max()), dim=-1).values
+    rank_K = torch.arange(top_NK.shape[1], device=top_NK.device)
+    top_NK = top_NK.masked_fill(rank_K >= k_N[:, None], 0)
+    cdf_NK = top_NK.cumsum(-1, dtype=torch.float64)
+    before_NK = cdf_NK - top_NK
+    kept_N = (before_NK < top_p_N[:, None].double() * cdf_NK[:, -1:]).sum(-1)
+    last_N = torch.where(top_p_N < 1, kept_N, k_N).clamp(min=1) - 1
+    floor_N1 = top_NK.gather(1, torch.minimum(last_N, k_N - 1)[:, None])
+    return weights_NV.masked_fill(weights_NV < floor_N1, 0)

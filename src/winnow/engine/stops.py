@@ -1,0 +1,70 @@
+"""Which sampled tokens may end a sequence: a table over the vocabulary, so that few tokens are looked at in Python."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+SLACK = 8
+"""Tokens decoded ahead of the longest stop string, so that a cut character or a stripped space is not at its edge."""
+
+
+class StopTable:
+    """Row s of `alert` [sets, V] marks the tokens that end a sequence of stop set s or may complete a stop string."""
+
+    def __init__(self, tokenizer: Any, vocab_size: int, eos_ids: frozenset[int]) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self.eos_ids = eos_ids
+        self._texts: list[tuple[str, str]] | None = None
+        self._sets: dict[tuple[str, ...], int] = {}
+        self._stops: list[tuple[str, ...]] = []
+        self.alert = np.zeros((0, vocab_size), dtype=bool)
+        self.add(())
+
+    def add(self, stops: tuple[str, ...]) -> int:
+        """Number of this set of stop strings."""
+        if stops in self._sets:
+            return self._sets[stops]
+        row = np.zeros(self._vocab_size, dtype=bool)
+        row[sorted(self.eos_ids)] = True
+        if stops:
+            for token, texts in enumerate(self._token_texts()):
+                row[token] |= any(_may_complete(stop, text) for stop in stops for text in texts)
+        self.alert = np.vstack([self.alert, row])
+        self._stops.append(stops)
+        self._sets[stops] = len(self._sets)
+        return self._sets[stops]
+
+    def completed(self, stop_set: int, token_ids: np.ndarray) -> bool:
+        """Whether the text of `token_ids` (all sampled so far) ends in a token that completed a stop string."""
+        stops = self._stops[stop_set]
+        if not stops:
+            return False
+        longest = max(len(stop.encode()) for stop in stops)
+        text = self._decode(token_ids[-longest - SLACK :].tolist())
+        return any(stop in text for stop in stops)
+
+    def _decode(self, ids: list[int]) -> str:
+        return str(self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+    def _token_texts(self) -> list[tuple[str, str]]:
+        """Text of every token alone and after another token (some decoders put or drop a space)."""
+        if self._texts is None:
+            alone = [self._decode([i]) for i in range(self._vocab_size)]
+            anchor = next((i for i, text in enumerate(alone) if text.strip() and "\ufffd" not in text), 0)
+            before = alone[anchor]
+            after = [self._decode([anchor, i]) for i in range(self._vocab_size)]
+            self._texts = [
+                (one, two[len(before) :] if two.startswith(before) else two)
+                for one, two in zip(alone, after, strict=True)
+            ]
+        return self._texts
+
+
+def _may_complete(stop: str, text: str) -> bool:
+    """Whether appending `text` to something can complete `stop`. A token that is part of a character may complete it."""
+    if "\ufffd" in text and not stop.isascii():
+        return True
+    return stop in text or any(text.startswith(stop[-k:]) for k in range(1, min(len(stop), len(text)) + 1))
