@@ -38,7 +38,7 @@ class Buffer:
         return len(self.groups) + self.spent >= self.prompts_per_step
 
     def take(self, version: int) -> tuple[list[Group], list[Group]]:
-        """The batch for the optimizer step from `version`, in visit order, and the groups that are over the lag bound."""
+        """The batch for the optimizer step from `version`, in visit order; and the groups over the lag bound."""
         waiting = sorted(self.groups, key=lambda g: g.visit.number)
         fresh = [g for g in waiting if lag(g, version) <= self.max_lag]
         stale = [g for g in waiting if lag(g, version) > self.max_lag]

@@ -27,9 +27,7 @@ class CheckpointError(RuntimeError):
     """A checkpoint that cannot be used; the message says which file and what to do."""
 
 
-def save(
-    run_dir: Path, step: int, state: Mapping[str, Any], write: Callable[[Path], None], *, keep_last: int
-) -> Path:
+def save(run_dir: Path, step: int, state: Mapping[str, Any], write: Callable[[Path], None], *, keep_last: int) -> Path:
     """Write one checkpoint and remove the oldest beyond `keep_last`; returns its directory.
 
     `write` puts weights and optimizer into the directory it is given. A failure (disk full ...) leaves the earlier
@@ -109,6 +107,15 @@ def verify(directory: Path) -> None:
 def load_state(directory: Path) -> dict[str, Any]:
     state: dict[str, Any] = json.loads((directory / STATE).read_text(encoding="utf-8"))
     return state
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write a small file so that it is whole or absent."""
+    temporary = path.with_name(f".{path.name}.writing")
+    temporary.write_text(json.dumps(value, indent=1, allow_nan=False), encoding="utf-8")
+    fsync(temporary)
+    temporary.rename(path)
+    fsync(path.parent)
 
 
 def sha256(path: Path) -> str:

@@ -46,7 +46,7 @@ class LoraConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     r: int = Field(16, ge=1)
-    alpha: float = Field(32, gt=0)
+    alpha: int = Field(32, ge=1)
     dropout: float = Field(0.0, ge=0, lt=1)
     target_modules: str | list[str] = "all-linear"
 
@@ -230,9 +230,9 @@ def _number(text: str) -> Any:
 def method(table: Mapping[str, type], spec: MethodSpec, field: str) -> Any:
     """The options object a method spec stands for. Raises ConfigError with the nearest valid name."""
     options = {"name": spec} if isinstance(spec, str) else dict(spec)
-    name = options.pop("name", None)
+    name = str(options.pop("name", None))
     if name not in table:
-        raise ConfigError(f"{field}: unknown name {name!r}.{nearest(str(name), list(table))}")
+        raise ConfigError(f"{field}: unknown name {name!r}.{nearest(name, list(table))}")
     return build_options(table[name], options, f"{field} ({name})")
 
 

@@ -27,8 +27,9 @@ class LossConfig:
     epsilon_high: float | None = None
     """Upper clip range; None takes `epsilon` (DAPO's clip-higher: 0.28)."""
     loss_type: LossType = "dapo"
-    """`dapo`: mean over all tokens of the batch. `grpo`: mean over tokens, then over rollouts. `dr_grpo`: sum over tokens
-    divided by `max_completion_length`, mean over rollouts. `sequence_sum`: sum over tokens, mean over rollouts (RLOO)."""
+    """`dapo`: mean over all tokens of the batch. `grpo`: mean over a rollout's tokens, then over rollouts. `dr_grpo`:
+    sum over tokens divided by `max_completion_length`, mean over rollouts. `sequence_sum`: sum over tokens, mean over
+    rollouts (RLOO)."""
     beta: float = 0.0
     """Weight of the KL to the reference, in the loss."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"

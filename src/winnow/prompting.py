@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from .types import Message, Prompt
 
 _MARK = "\u241fwinnow\u241f"
@@ -42,7 +44,7 @@ def require_chat_template(tokenizer: Any, prompt: Prompt) -> None:
         )
 
 
-def encode_observation(tokenizer: Any, prompt: Prompt, observation: str, sampled: Sequence[int]) -> list[int]:
+def encode_observation(tokenizer: Any, prompt: Prompt, observation: str, sampled: np.ndarray) -> list[int]:
     """Token ids that carry an observation between two turns; what was sampled is never re-tokenized.
 
     For messages it is what the chat template puts between an assistant's words and its next generation prompt; an
@@ -59,7 +61,7 @@ def encode_observation(tokenizer: Any, prompt: Prompt, observation: str, sampled
     return ids
 
 
-def decode(tokenizer: Any, sequences: Sequence[Sequence[int]]) -> list[str]:
+def decode(tokenizer: Any, sequences: Sequence[np.ndarray]) -> list[str]:
     """Text of several sequences, special tokens removed, at the speed of the tokenizer's own batch decoder."""
     plain = [[int(t) for t in ids] for ids in sequences]
     backend = getattr(tokenizer, "backend_tokenizer", None)

@@ -19,7 +19,7 @@ from .gate import Gate
 from .noise import noise_key
 from .prompting import PromptError, cut_at_stop, decode, encode_observation, encode_prompt
 from .reward import Rewarder
-from .types import EnvStep, Fate, Group, GroupView, Rollout, Token, Turn, Verdict, Visit
+from .types import KEEP, EnvStep, Fate, Group, GroupView, Rollout, Token, Turn, Verdict, Visit
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class _Flight:
     siblings: list[_Sibling]
     undecided: list[Gate]
     """Environment-step gates that have not spoken yet, by ascending step."""
-    verdict: Verdict = Verdict(True)
+    verdict: Verdict = KEEP
     group: Group | None = None
     scored: bool = False
 
@@ -113,8 +113,8 @@ class RolloutRunner:
         for gate in gates:
             if missing := gate.needs - engine.provides:
                 raise ValueError(
-                    f"gate {type(gate).__name__} needs {sorted(missing)}, which engine {type(engine).__name__} does not "
-                    f"provide (it provides {sorted(engine.provides)})"
+                    f"gate {type(gate).__name__} needs {sorted(missing)}, but engine {type(engine).__name__} "
+                    f"does not provide it (only {sorted(engine.provides)})"
                 )
         self.engine = engine
         self.task = task
@@ -156,7 +156,8 @@ class RolloutRunner:
         ids = encode_prompt(self.tokenizer, visit.prompt, observation)
         if len(ids) > self.options.max_prompt_length:
             raise PromptError(
-                f"prompt '{visit.prompt.id}' has {len(ids)} tokens, over max_prompt_length={self.options.max_prompt_length}"
+                f"prompt '{visit.prompt.id}' has {len(ids)} tokens, over "
+                f"max_prompt_length={self.options.max_prompt_length}"
             )
         return ids
 

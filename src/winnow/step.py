@@ -69,7 +69,11 @@ class OptimizerStep:
             mask_truncated=o.mask_truncated_completions,
         )
         teaching = with_gradient(rows, self.loss)
-        metrics = {"rows": float(len(rows)), "rows_with_gradient": float(len(teaching)), "updated": float(bool(teaching))}
+        metrics = {
+            "rows": float(len(rows)),
+            "rows_with_gradient": float(len(teaching)),
+            "updated": float(bool(teaching)),
+        }
         if not teaching:
             return metrics
         batches = micro_batches(teaching, o.tokens_per_microbatch, pad_id=o.pad_id, device=o.device)

@@ -11,7 +11,9 @@ import torch
 
 @dataclass(frozen=True)
 class Truncate:
-    """Truncated importance sampling; Active-RLOO's weight is `level: sequence, low: 0.1003, high: 9.974` (e^-2.3, e^2.3).
+    """Truncated importance sampling (TIS).
+
+    Active-RLOO's weight is `level: sequence, low: 0.1003, high: 9.974` (e^-2.3 and e^2.3).
 
     `low` and `high` bound the ratio itself; it is computed in log space, so it cannot overflow.
     """

@@ -24,7 +24,7 @@ def is_zero_variance(rewards_G: np.ndarray, atol: float = 1e-8) -> bool:
 
 
 def zero_variance_kind(rewards_G: np.ndarray, max_reward: float = 1.0, atol: float = 1e-8) -> str | None:
-    """`easy` (all at the maximum reward), `hard` (all equal below it), or None when the rewards differ or are absent."""
+    """`easy` (all at the maximum reward), `hard` (all equal below it), None when rewards differ or are absent."""
     present = rewards_G[~np.isnan(rewards_G)]
     if len(present) == 0 or not is_zero_variance(rewards_G, atol):
         return None

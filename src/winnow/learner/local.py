@@ -39,12 +39,12 @@ class LocalLearner:
 
     def __init__(
         self,
-        model: torch.nn.Module,
+        model: Any,
         distribution: TokenDistribution,
         options: LearnerOptions,
         reference: torch.nn.Module | None = None,
     ) -> None:
-        self.model: Any = model
+        self.model = model
         self.distribution = distribution
         self.options = options
         self.reference = reference
@@ -142,7 +142,7 @@ class LocalLearner:
 
     @torch.no_grad()
     def _head_is_linear(self) -> bool:
-        """Whether logits are just head(hidden): some classes scale or cap them, and then only the whole model will do."""
+        """Whether logits are just head(hidden); classes that scale or cap them need the whole model."""
         head = self._causal_lm.get_output_embeddings()
         if head is None:
             return False
@@ -181,6 +181,10 @@ class LocalLearner:
             for key, value in self._optimizer.state.get(param, {}).items():
                 state[f"{name}:{key}"] = value.detach().contiguous()
         save_file(state, directory / OPTIMIZER_FILE)
+
+    def save_merged(self, directory: Path) -> None:
+        """Write the policy as one ordinary Hugging Face model directory, adapters merged."""
+        self._causal_lm.save_pretrained(directory, state_dict=dict(self.weights()))
 
     def load_optimizer(self, directory: Path) -> None:
         """Raises ValueError when the file's parameters are not this model's."""

@@ -25,7 +25,7 @@ class TokenDistribution:
     top_k: int = 0
 
     def logits(self, raw_NV: torch.Tensor, targets_N: torch.Tensor) -> torch.Tensor:
-        """float32 [N, V'] with excluded tokens at -inf. The target itself always stays in (its ratio must be finite)."""
+        """float32 [N, V'] with excluded tokens at -inf. The target itself stays in: its ratio must be finite."""
         logits = raw_NV[:, : self.n_tokens].float()
         if self.temperature > 0:
             logits = logits / self.temperature

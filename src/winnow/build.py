@@ -1,0 +1,175 @@
+"""From configuration values to objects: model, tokenizer, task, engine, learner, methods."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from .advantage import ADVANTAGES, Advantage
+from .config import ConfigError, LoraConfig, MethodSpec, RunConfig, method
+from .correct import CORRECTIONS, STEP_SCALES, StepScale
+from .engine import ENGINES
+from .engine.base import Engine, SamplingParams
+from .env import ENVS
+from .env.base import Task
+from .filter import FILTERS, Filter
+from .gate import GATES, Gate
+from .learner.local import LearnerOptions, LocalLearner, frozen_copy, without_dropout
+from .learner.logprob import TokenDistribution
+from .loss import LossConfig
+from .select import SELECTORS, Selector
+from .size import SIZES, GroupSize
+from .types import Prompt
+
+
+@dataclass
+class Policy:
+    """The model that is trained, what it speaks, and what a KL penalty holds it to."""
+
+    model: torch.nn.Module
+    """Wrapped by peft under LoRA."""
+    tokenizer: Any
+    reference: torch.nn.Module | None
+
+
+@dataclass(frozen=True)
+class Methods:
+    selector: Selector
+    group_size: GroupSize
+    gates: list[Gate]
+    filter: Filter
+    advantage: Advantage
+    step_scale: StepScale
+
+
+def build_methods(c: RunConfig, prompts: Sequence[Prompt]) -> Methods:
+    """Raises ConfigError naming the field and the nearest valid name."""
+    return Methods(
+        selector=method(SELECTORS, c.selector, "selector").build(prompts, c.seed),
+        group_size=method(SIZES, c.group_size, "group_size").build(c.num_generations),
+        gates=[method(GATES, spec, "gates").build(c.seed) for spec in c.gates],
+        filter=method(FILTERS, c.filter, "filter"),
+        advantage=method(ADVANTAGES, c.advantage, "advantage"),
+        step_scale=method(STEP_SCALES, c.step_scale, "step_scale"),
+    )
+
+
+def build_loss(c: RunConfig) -> LossConfig:
+    return LossConfig(
+        policy_loss=c.policy_loss,
+        epsilon=c.epsilon,
+        epsilon_high=c.epsilon_high,
+        loss_type=c.loss_type,
+        beta=c.beta,
+        kl_estimator=c.kl_estimator,
+        entropy_coef=c.entropy_coef,
+        correction=method(CORRECTIONS, c.correction, "correction"),
+    )
+
+
+def build_task(spec: MethodSpec | Task) -> Task:
+    """A task by name, or the object itself. Raises ConfigError when it is unknown or has no training prompts."""
+    task: Task = spec if isinstance(spec, Task) else method(ENVS, spec, "env").build()
+    if not task.train:
+        raise ConfigError(f"env: task {task.name} has no training prompts")
+    return task
+
+
+def sampling_params(c: RunConfig, *, evaluation: bool = False) -> SamplingParams:
+    if evaluation:
+        return SamplingParams(c.max_completion_length, c.eval_temperature, c.eval_top_p, c.eval_top_k, tuple(c.stop))
+    return SamplingParams(c.max_completion_length, c.temperature, c.top_p, c.top_k, tuple(c.stop))
+
+
+def resolve_device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        return torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"device: {error}") from None
+
+
+def load_tokenizer(source: str | Path) -> Any:
+    """Raises ConfigError when there is none, or when it would need code from the model's repository."""
+    return _load(AutoTokenizer, source, "tokenizer")
+
+
+def load_causal_lm(source: str | Path, device: torch.device) -> Any:
+    """A float32 causal LM, dropout off. Raises ConfigError when it cannot be loaded without running foreign code."""
+    model = _load(AutoModelForCausalLM, source, "model", dtype=torch.float32)
+    return without_dropout(model.to(device))
+
+
+def _load(auto_class: Any, source: str | Path, what: str, **options: Any) -> Any:
+    try:
+        return auto_class.from_pretrained(str(source), trust_remote_code=False, **options)
+    except (OSError, ValueError) as error:
+        missing = "" if Path(source).is_dir() else " (no such directory, and not found as a hub name)"
+        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ConfigError(f"model: cannot load the {what} of '{source}'{missing}: {first}") from None
+
+
+def build_policy(c: RunConfig, model: Any, tokenizer: Any, checkpoint: Path | None) -> tuple[Policy, Engine]:
+    """The policy of a fresh run, or of `checkpoint`, and an engine with its weights as version 0.
+
+    `model` and `tokenizer` are used when given as objects. The engine is made before adapters are put in: it holds the
+    plain architecture and is given merged weights.
+    """
+    device = resolve_device(c.device)
+    tokenizer = tokenizer or load_tokenizer(c.model)
+    saved = checkpoint / "model" if checkpoint else None
+    if model is None or (saved and not c.lora):
+        base = load_causal_lm(saved if saved and not c.lora else c.model, device)
+    else:
+        base = without_dropout(model.to(device))
+    engine: Engine = method(ENGINES, c.engine, "engine").build(base, tokenizer)
+    if c.lora is not None:
+        return Policy(_with_lora(base, c.lora, saved), tokenizer, None), engine
+    reference = None
+    if c.beta > 0:
+        reference = frozen_copy(base) if saved is None or model is not None else load_causal_lm(c.model, device)
+        reference.requires_grad_(False).eval()
+    return Policy(base, tokenizer, reference), engine
+
+
+def _with_lora(base: Any, lora: LoraConfig, saved: Path | None) -> Any:
+    try:
+        import peft
+    except ImportError:
+        raise ConfigError("lora: peft is not installed; pip install 'winnow-rl[peft]'") from None
+    if saved is not None:
+        return peft.PeftModel.from_pretrained(base, str(saved), is_trainable=True)
+    options = peft.LoraConfig(
+        r=lora.r,
+        lora_alpha=lora.alpha,
+        lora_dropout=lora.dropout,
+        target_modules=lora.target_modules,
+        task_type="CAUSAL_LM",
+    )
+    return peft.get_peft_model(base, options)
+
+
+def vocabulary_size(tokenizer: Any, model: Any) -> int:
+    """Ids that can be sampled: those the tokenizer can decode."""
+    return min(len(tokenizer), model.get_input_embeddings().num_embeddings)
+
+
+def learner_of(policy: Policy, c: RunConfig) -> LocalLearner:
+    distribution = TokenDistribution(vocabulary_size(policy.tokenizer, policy.model), c.temperature, c.top_p, c.top_k)
+    options = LearnerOptions(
+        beta1=c.adam_beta1,
+        beta2=c.adam_beta2,
+        eps=c.adam_epsilon,
+        weight_decay=c.weight_decay,
+        max_grad_norm=c.max_grad_norm,
+        compute_dtype=getattr(torch, c.dtype),
+        matmul_precision=c.matmul_precision,
+        gradient_checkpointing=c.gradient_checkpointing,
+    )
+    return LocalLearner(policy.model, distribution, options, policy.reference)

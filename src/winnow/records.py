@@ -1,0 +1,151 @@
+"""What a run writes besides checkpoints and ledger: config, metrics, samples, and the trackers of `report_to`."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import math
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any, Protocol
+
+from .config import ConfigError, RunConfig
+from .types import Group
+
+CONFIG, METRICS, SAMPLES, LEDGER = "config.json", "metrics.jsonl", "samples.jsonl", "ledger.sqlite"
+
+
+class RunDirectoryError(RuntimeError):
+    """A run directory that cannot be used; the message names it and the remedy."""
+
+
+def lock(run_dir: Path) -> IO[str]:
+    """Hold the directory until the file is closed. Raises RunDirectoryError when another run has it."""
+    file = (run_dir / "run.lock").open("w")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        file.close()
+        raise RunDirectoryError(
+            f"{run_dir}: another run is using this directory; wait for it or choose another output_dir"
+        ) from None
+    return file
+
+
+class Tracker(Protocol):
+    def log(self, metrics: Mapping[str, float], step: int) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class TensorBoard:
+    def __init__(self, run_dir: Path) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(run_dir / "tensorboard"))
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WandbLike:
+    """wandb and trackio share an interface: init, log, finish."""
+
+    def __init__(self, module: Any, run_dir: Path, config: RunConfig, **options: Any) -> None:
+        self._module = module
+        module.init(project="winnow", name=run_dir.name, config=config.model_dump(), **options)
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        self._module.log(dict(metrics), step=step)
+
+    def close(self) -> None:
+        self._module.finish()
+
+
+def open_tracker(name: str, run_dir: Path, config: RunConfig) -> Tracker:
+    """Raises ConfigError with the install command when the tracker's package is missing."""
+    try:
+        if name == "tensorboard":
+            return TensorBoard(run_dir)
+        if name == "wandb":
+            import wandb
+
+            return WandbLike(wandb, run_dir, config, dir=str(run_dir))
+        import trackio
+
+        return WandbLike(trackio, run_dir, config)
+    except ImportError as error:
+        raise ConfigError(f"report_to: {name} is not installed ({error}); pip install 'winnow-rl[{name}]'") from None
+
+
+class Records:
+    """Appends to the run's files. After a resume, lines beyond the checkpoint's offsets are cut off first."""
+
+    def __init__(self, run_dir: Path, config: RunConfig, offsets: Mapping[str, int] | None = None) -> None:
+        self.run_dir = run_dir
+        self.config = config
+        self._trackers = [open_tracker(name, run_dir, config) for name in config.report_to]
+        self._files: dict[str, IO[bytes]] = {}
+        for name in (METRICS, SAMPLES):
+            file = (run_dir / name).open("ab")
+            file.truncate((offsets or {}).get(name, 0))
+            self._files[name] = file
+
+    def metrics(self, metrics: Mapping[str, float]) -> None:
+        """One line of metrics.jsonl. Raises FloatingPointError on a value that is not finite."""
+        bad = [name for name, value in metrics.items() if not math.isfinite(value)]
+        if bad:
+            raise FloatingPointError(f"metrics that are not finite: {', '.join(bad)}")
+        self._append(METRICS, [metrics])
+        for tracker in self._trackers:
+            tracker.log(metrics, int(metrics["step"]))
+
+    def samples(self, step: int, groups: Sequence[Group], split: str) -> None:
+        """The first sibling of a few groups, readable."""
+        self._append(SAMPLES, (sample(step, group, split) for group in groups[: self.config.log_completions]))
+
+    def _append(self, name: str, rows: Iterable[Mapping[str, Any]]) -> None:
+        file = self._files[name]
+        for row in rows:
+            file.write(json.dumps(row, ensure_ascii=True, allow_nan=False).encode() + b"\n")
+        file.flush()
+
+    def offsets(self) -> dict[str, int]:
+        """Durable lengths of the files, for a checkpoint."""
+        for file in self._files.values():
+            os.fsync(file.fileno())
+        return {name: file.tell() for name, file in self._files.items()}
+
+    def close(self) -> None:
+        for tracker in self._trackers:
+            tracker.close()
+        for file in self._files.values():
+            file.close()
+
+
+def sample(step: int, group: Group, split: str) -> dict[str, Any]:
+    """One line of samples.jsonl: the group's first rollout and what its siblings got."""
+    r, prompt = group.rollouts[0], group.prompt
+    return {
+        "step": step,
+        "visit": group.visit.number,
+        "prompt_id": prompt.id,
+        "epoch": group.visit.epoch,
+        "sibling": r.sibling,
+        "prompt": prompt.text if prompt.messages is None else list(prompt.messages),
+        "completion": r.text,
+        "reward": r.reward,
+        "rewards": r.rewards,
+        "group_rewards": [s.reward for s in group.rollouts],
+        "fate": str(r.fate) if r.fate else None,
+        "reason": r.reason,
+        "stop_reason": r.stop_reason,
+        "tokens": int(r.action_mask.sum()),
+        "split": split,
+    }

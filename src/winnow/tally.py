@@ -1,0 +1,91 @@
+"""What one training step saw: counted as groups finish, turned into metrics under TRL's names."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+
+from .filter.zero_variance import zero_variance_kind
+from .types import Fate, Group
+
+
+class Tally:
+    """Counts every group finished during a step, whatever becomes of it, and the seconds of each phase."""
+
+    def __init__(self, success_reward: float) -> None:
+        self.success_reward = success_reward
+        self.groups = 0
+        self.sizes: list[int] = []
+        self.reward_sets: list[np.ndarray] = []
+        self.by_function: dict[str, list[float]] = {}
+        self.kinds: Counter[str] = Counter()
+        self.lengths: list[int] = []
+        self.truncated = 0
+        self.failed: Counter[str] = Counter()
+        self.tokens: Counter[str] = Counter()
+        self.seconds: dict[str, float] = {}
+        self._started = time.monotonic()
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Add the wall-clock time of the block to `seconds/<name>`."""
+        started = time.monotonic()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.monotonic() - started
+
+    def finished(self, group: Group) -> None:
+        """A group came back from the runner."""
+        self.groups += 1
+        self.sizes.append(len(group.rollouts))
+        rewards_G = group.rewards()
+        present = rewards_G[~np.isnan(rewards_G)]
+        if len(present):
+            self.reward_sets.append(present)
+        kind = zero_variance_kind(rewards_G, self.success_reward)
+        if kind and len(present) > 1:
+            self.kinds[kind] += 1
+        for rollout in group.rollouts:
+            self.lengths.append(int(rollout.action_mask.sum()))
+            self.truncated += rollout.stop_reason == "length"
+            if rollout.fate == Fate.FAILED:
+                self.failed[rollout.reason] += 1
+            for name, value in rollout.rewards.items():
+                if value is not None:
+                    self.by_function.setdefault(name, []).append(value)
+
+    def fated(self, group: Group) -> None:
+        """A group's rollouts have their fates."""
+        for rollout in group.rollouts:
+            self.tokens[str(rollout.fate)] += int(rollout.action_mask.sum())
+
+    def failed_share(self) -> float:
+        return sum(self.failed.values()) / max(sum(self.sizes), 1)
+
+    def metrics(self) -> dict[str, float]:
+        step_time = time.monotonic() - self._started
+        n = max(self.groups, 1)
+        metrics = {
+            "frac_reward_zero_std": self.kinds.total() / n,
+            "frac_zero_easy": self.kinds["easy"] / n,
+            "frac_zero_hard": self.kinds["hard"] / n,
+            "groups/rolled_out": float(self.groups),
+            "groups/size_mean": float(np.mean(self.sizes)) if self.sizes else 0.0,
+            "completions/mean_length": float(np.mean(self.lengths)) if self.lengths else 0.0,
+            "completions/max_length": float(max(self.lengths, default=0)),
+            "completions/clipped_ratio": self.truncated / max(len(self.lengths), 1),
+            "rollouts/failed_share": self.failed_share(),
+            "step_time": step_time,
+            "tokens_per_second": sum(self.lengths) / max(step_time, 1e-9),
+        }
+        if self.reward_sets:
+            metrics["reward"] = float(np.mean([r.mean() for r in self.reward_sets]))
+            metrics["reward_std"] = float(np.mean([r.std() for r in self.reward_sets]))
+        metrics |= {f"rewards/{name}/mean": float(np.mean(v)) for name, v in sorted(self.by_function.items())}
+        metrics |= {f"tokens/{fate}": float(count) for fate, count in sorted(self.tokens.items())}
+        return metrics | {f"seconds/{name}": s for name, s in self.seconds.items()}

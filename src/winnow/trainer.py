@@ -1,0 +1,348 @@
+"""From a configuration to a finished run: builds every part, runs the loop, saves and resumes.
+
+Trainer(model="path/or/hub-name", env="countdown", config={"max_steps": 200}).train()
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from . import checkpoint
+from .buffer import Buffer
+from .build import build_loss, build_methods, build_policy, build_task, learner_of, sampling_params
+from .config import ConfigError, RunConfig, load_config, validate
+from .evaluate import Evaluation, Evaluator
+from .failpoint import failpoint
+from .ledger import Ledger
+from .loop import Hooks, Loop, Parts
+from .progress import Display
+from .records import CONFIG, LEDGER, METRICS, Records, RunDirectoryError, lock
+from .reward import Rewarder, RewardSpec
+from .rollout import RolloutOptions, RolloutRunner
+from .step import OptimizerStep, StepOptions
+from .types import Group
+
+MAY_CHANGE_ON_RESUME = frozenset(
+    {"max_steps", "save_steps", "save_total_limit", "eval_steps", "log_completions", "report_to"}
+    | {"max_failed_share", "reward_timeout_s"}
+)
+"""Keys that a resume may override; any other would make the rest of the run something else."""
+
+
+class Trainer:
+    """One run.
+
+    `model`: a Hugging Face directory or hub name, or a loaded causal LM (then give `processing_class`, its tokenizer).
+    `env`: a task's name, `{"name": ..., options}`, or a `Task` object. `reward_funcs`: functions with TRL's signature,
+    or their names `module:function`; without them the task's own. `config`: a RunConfig, a dict of its keys, or a YAML
+    file; `model` and `env` given here win.
+    Raises ConfigError on anything that cannot run, before anything is written.
+    """
+
+    def __init__(
+        self,
+        model: Any = None,
+        env: Any = None,
+        reward_funcs: Sequence[RewardSpec] | RewardSpec | None = None,
+        config: RunConfig | Mapping[str, Any] | str | Path | None = None,
+        processing_class: Any = None,
+        *,
+        console: Console | None = None,
+        resume: bool = False,
+    ) -> None:
+        self.config = _config(model, env, config)
+        self.console = console or Console(quiet=True)
+        self.run_dir = Path(self.config.output_dir)
+        self._stop_requested = False
+        self._started = time.monotonic()
+        self._seconds_before = 0.0
+        c = self.config
+        if c.threads:
+            torch.set_num_threads(c.threads)
+        torch.manual_seed(c.seed)
+        self._checkpoint = self._check_run_dir(resume)
+        self.task = build_task(c.env if isinstance(env, str | dict | None) else env)
+        self._check_evaluation()
+        given = None if isinstance(model, str | None) else model
+        policy, self.engine = build_policy(c, given, processing_class, self._checkpoint)
+        self.tokenizer = policy.tokenizer
+        funcs = [reward_funcs] if callable(reward_funcs) or isinstance(reward_funcs, str) else reward_funcs
+        self.rewarder = Rewarder(
+            funcs or c.reward_funcs or self.task.reward_funcs, c.reward_weights, c.reward_timeout_s
+        )
+        self.learner = learner_of(policy, c)
+        self.methods = build_methods(c, self.task.train)
+        params = sampling_params(c)
+        self._runner = RolloutRunner(
+            self.engine,
+            self.task,
+            self.tokenizer,
+            self.rewarder,
+            RolloutOptions(params, c.max_prompt_length, c.seed),
+            self.methods.gates,
+        )
+        self._evaluator = Evaluator(self.engine, self.task, self.tokenizer, self.rewarder, seed=c.seed)
+
+    @classmethod
+    def resume(cls, run_dir: str | Path, overrides: Mapping[str, Any] | None = None, **kwargs: Any) -> Trainer:
+        """The trainer that goes on where `run_dir` was saved last; `overrides` may change only harmless keys."""
+        run_dir = Path(run_dir)
+        try:
+            values = json.loads((run_dir / CONFIG).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise RunDirectoryError(f"{run_dir}: not a run directory ({CONFIG}: {error})") from None
+        for key, value in (overrides or {}).items():
+            if key not in MAY_CHANGE_ON_RESUME:
+                allowed = ", ".join(sorted(MAY_CHANGE_ON_RESUME))
+                raise ConfigError(
+                    f"'{key}' cannot change on a resume; only these can: {allowed}. Start a new run instead"
+                )
+            values[key] = value
+        config = validate(values | {"output_dir": str(run_dir)}, str(run_dir / CONFIG))
+        return cls(config=config, resume=True, **kwargs)
+
+    def train(self) -> dict[str, float]:
+        """Run to the end; returns the last evaluation and totals.
+
+        Raises RunStoppedError when going on is useless, KeyboardInterrupt after saving when it was interrupted.
+        """
+        self.run_dir.mkdir(parents=True, exist_ok=True)
+        held = lock(self.run_dir)
+        try:
+            return self._train()
+        finally:
+            self.rewarder.close()
+            held.close()
+
+    def _train(self) -> dict[str, float]:
+        state = checkpoint.load_state(self._checkpoint) if self._checkpoint else None
+        (self.run_dir / CONFIG).write_text(self.config.model_dump_json(indent=1), encoding="utf-8")
+        with Ledger.open(self.run_dir / LEDGER) as ledger:
+            self._open_ledger(ledger, state)
+            records = Records(self.run_dir, self.config, (state or {}).get("offsets"))
+            try:
+                loop = self._loop(ledger, records, state)
+                with Display(self.console, start=loop.step, max_steps=self.config.max_steps) as display:
+                    self._display = display
+                    if state is None:
+                        self._baseline(ledger, records)
+                    with self._signals():
+                        loop.run()
+                if self._stop_requested and loop.step < self.config.max_steps:
+                    raise KeyboardInterrupt(f"saved at step {loop.step}; go on with: winnow resume {self.run_dir}")
+                return self._finish(ledger, loop)
+            finally:
+                records.close()
+
+    def _check_run_dir(self, resume: bool) -> Path | None:
+        """The checkpoint to start from. A fresh run refuses a directory that already holds one."""
+        if resume:
+            found = checkpoint.latest(self.run_dir)
+            if found:
+                self._refuse_changes(checkpoint.load_state(found))
+            return found
+        used = [name for name in (CONFIG, LEDGER, "checkpoints") if (self.run_dir / name).exists()]
+        if used:
+            raise RunDirectoryError(
+                f"{self.run_dir}: already holds a run ({', '.join(used)}); go on with "
+                f"`winnow resume {self.run_dir}`, or choose another output_dir"
+            )
+        return None
+
+    def _refuse_changes(self, state: Mapping[str, Any]) -> None:
+        before, now = state["config"], self.config.model_dump(mode="json")
+        changed = [k for k in now if before.get(k) != now[k] and k not in MAY_CHANGE_ON_RESUME and k != "output_dir"]
+        if changed:
+            shown = "; ".join(f"{k}: {before.get(k)!r} then, {now[k]!r} now" for k in changed)
+            raise ConfigError(f"{self.run_dir}: the configuration has changed since the checkpoint: {shown}")
+
+    def _check_evaluation(self) -> None:
+        if self.config.eval_steps and not self.task.test:
+            raise ConfigError(
+                "eval_steps is set, but the task has no held-out prompts; give it some, or remove eval_steps"
+            )
+
+    def _fingerprints(self) -> dict[str, str]:
+        import hashlib
+
+        vocabulary = json.dumps(self.tokenizer.get_vocab(), sort_keys=True) + str(self.tokenizer.chat_template)
+        return {"task": self.task.fingerprint(), "tokenizer": hashlib.sha256(vocabulary.encode()).hexdigest()}
+
+    def _open_ledger(self, ledger: Ledger, state: Mapping[str, Any] | None) -> None:
+        """Void what a crash has rolled back, or start the account."""
+        start = self.run_dir / "start.json"
+        if state is not None:
+            ledger.rollback(state["ledger"], reason=f"resumed from step {state['loop']['step']}")
+        elif start.exists():
+            ledger.rollback(
+                json.loads(start.read_text(encoding="utf-8")), reason="restarted before the first checkpoint"
+            )
+        else:
+            ledger.set_meta("max_lag", str(self.config.max_lag))
+            ledger.set_meta("max_reward", str(self.config.success_reward))
+            ledger.set_meta("finished", "false")
+            checkpoint.write_json(start, ledger.mark())
+
+    def _loop(self, ledger: Ledger, records: Records, state: Mapping[str, Any] | None) -> Loop:
+        c, m = self.config, self.methods
+        step_options = StepOptions(
+            learning_rate=c.learning_rate,
+            lr_scheduler_type=c.lr_scheduler_type,
+            warmup_steps=c.warmup_steps,
+            max_steps=c.max_steps,
+            num_iterations=c.num_iterations,
+            tokens_per_microbatch=c.tokens_per_microbatch,
+            max_completion_length=c.max_completion_length,
+            mask_truncated_completions=c.mask_truncated_completions,
+            pad_id=self.tokenizer.pad_token_id or 0,
+            seed=c.seed,
+            device=next(iter(self.learner.model.parameters())).device,
+        )
+        parts = Parts(
+            engine=self.engine,
+            learner=self.learner,
+            runner=self._runner,
+            selector=m.selector,
+            group_size=m.group_size,
+            filter=m.filter,
+            optimizer_step=OptimizerStep(self.learner, m.advantage, build_loss(c), m.step_scale, step_options),
+            buffer=Buffer(c.prompts_per_step, c.max_lag),
+            ledger=ledger,
+            gates=m.gates,
+        )
+        hooks = Hooks(
+            evaluate=lambda step: self._evaluate_if_due(ledger, records, step),
+            record=lambda step, metrics, groups: self._record(records, step, metrics, groups),
+            save=lambda step, force: self._save_if_due(ledger, records, loop, step, force),
+            should_stop=lambda: self._stop_requested,
+        )
+        loop = Loop(
+            parts, hooks, max_steps=c.max_steps, max_failed_share=c.max_failed_share, success_reward=c.success_reward
+        )
+        if state is not None and self._checkpoint is not None:
+            self._restore(loop, state)
+        return loop
+
+    def _restore(self, loop: Loop, state: Mapping[str, Any]) -> None:
+        assert self._checkpoint is not None
+        for name, now in self._fingerprints().items():
+            if state["fingerprints"][name] != now:
+                raise ConfigError(
+                    f"{self.run_dir}: the {name} is not the one this run was saved with; restore it, or start a new run"
+                )
+        loop.load_state_dict(state["loop"])
+        self._seconds_before = float(state["seconds_total"])
+        self.learner.load_optimizer(self._checkpoint)
+        self.engine.load_weights(self.learner.weights(), loop.step)
+
+    def _baseline(self, ledger: Ledger, records: Records) -> None:
+        """Held-out figures before the first update, as step 0."""
+        evaluation = self._evaluate_if_due(ledger, records, 0)
+        if evaluation is not None:
+            metrics = {"step": 0, "num_tokens": 0} | {f"eval/{k}": v for k, v in evaluation.metrics.items()}
+            self._record(records, 0, metrics, [])
+
+    def _evaluate_if_due(self, ledger: Ledger, records: Records, step: int) -> Evaluation | None:
+        c = self.config
+        if not c.eval_steps or (step % c.eval_steps and step != c.max_steps):
+            return None
+        params = sampling_params(c, evaluation=True)
+        evaluation = self._evaluator.run(
+            self.task.test[: c.eval_prompts],
+            params,
+            n=c.eval_generations,
+            max_prompt_length=c.max_prompt_length,
+            success_reward=c.success_reward,
+            greedy=c.eval_greedy,
+        )
+        ledger.evaluation(step, rollouts=evaluation.rollouts, tokens=evaluation.tokens, seconds=evaluation.seconds)
+        records.samples(step, evaluation.groups, "test")
+        return evaluation
+
+    def _record(self, records: Records, step: int, metrics: dict[str, float], groups: list[Group]) -> None:
+        metrics["seconds_total"] = self._seconds()
+        records.metrics(metrics)
+        records.samples(step, groups, "train")
+        self._display.update(step, metrics)
+        failpoint("record")
+
+    def _seconds(self) -> float:
+        return self._seconds_before + time.monotonic() - self._started
+
+    def _save_if_due(self, ledger: Ledger, records: Records, loop: Loop, step: int, force: bool) -> None:
+        if not (force or step % self.config.save_steps == 0) or step in checkpoint.steps(self.run_dir):
+            return
+        state = {
+            "loop": loop.state_dict(),
+            "config": self.config.model_dump(mode="json"),
+            "fingerprints": self._fingerprints(),
+            "offsets": records.offsets(),
+            "seconds_total": self._seconds(),
+            "ledger": ledger.mark(),
+        }
+        checkpoint.save(self.run_dir, step, state, self._write_weights, keep_last=self.config.save_total_limit)
+
+    def _write_weights(self, directory: Path) -> None:
+        self.learner.save(directory)
+        self.tokenizer.save_pretrained(directory / "model")
+
+    def _finish(self, ledger: Ledger, loop: Loop) -> dict[str, float]:
+        """Save the model as an ordinary Hugging Face directory and close the account."""
+        self.learner.save_merged(self.run_dir / "model")
+        self.tokenizer.save_pretrained(self.run_dir / "model")
+        ledger.set_meta("finished", "true")
+        last: dict[str, float] = {"step": loop.step, "num_tokens": loop.num_tokens, "seconds_total": self._seconds()}
+        for line in (self.run_dir / METRICS).read_text(encoding="utf-8").splitlines():
+            last |= {k: v for k, v in json.loads(line).items() if k.startswith("eval/")}
+        return last
+
+    def _signals(self) -> _StopSignals:
+        def request() -> None:
+            self._stop_requested = True
+            self.console.print("finishing this step, then saving; once more to stop at once", style="yellow")
+
+        return _StopSignals(request)
+
+
+class _StopSignals:
+    """First SIGINT or SIGTERM: finish the step and save. Second: stop at once (a resume redoes the step)."""
+
+    def __init__(self, request: Callable[[], None]) -> None:
+        self._request = request
+        self._seen = False
+        self._previous: dict[int, Any] = {}
+
+    def __enter__(self) -> None:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._previous[number] = signal.signal(number, self._handle)
+
+    def __exit__(self, *exc: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def _handle(self, number: int, frame: object) -> None:
+        if self._seen:
+            raise KeyboardInterrupt("stopped at once; the step under way was not saved")
+        self._seen = True
+        self._request()
+
+
+def _config(model: Any, env: Any, config: RunConfig | Mapping[str, Any] | str | Path | None) -> RunConfig:
+    if isinstance(config, str | Path):
+        config = load_config(config)
+    values = config.model_dump() if isinstance(config, RunConfig) else dict(config or {})
+    if model is not None:
+        values["model"] = model if isinstance(model, str) else str(getattr(model, "name_or_path", "") or "given object")
+    if env is not None:
+        values["env"] = env if isinstance(env, str | dict) else getattr(env, "name", type(env).__name__)
+    return validate(values)
