@@ -1,0 +1,34 @@
+"""Winnow: group-relative reinforcement learning of language models that pays only for rollouts that teach.
+
+from winnow import Trainer
+Trainer(model="path/or/hub-name", env="countdown", config={"max_steps": 200}).train()
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .config import ConfigError, RunConfig, load_config
+    from .engine.local import LocalEngine
+    from .trainer import Trainer
+
+__version__ = "0.1.0"
+__all__ = ["ConfigError", "LocalEngine", "RunConfig", "Trainer", "load_config"]
+
+_HOMES = {
+    "ConfigError": "config",
+    "LocalEngine": "engine.local",
+    "RunConfig": "config",
+    "Trainer": "trainer",
+    "load_config": "config",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import on first use: the worker processes of reward functions need the package, but not torch."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'winnow' has no attribute '{name}'")
+    from importlib import import_module
+
+    return getattr(import_module(f".{_HOMES[name]}", __name__), name)

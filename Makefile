@@ -1,0 +1,41 @@
+# Every target sets up what it needs; a machine with Python 3.11 and make is enough.
+PYTHON ?= python3.11
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt
+
+.PHONY: demo test test-all bench lint clean
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+# torch first and alone: asked for as a dependency, some installers fetch gigabytes of CUDA with it.
+$(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/python
+	$(PIP) torch==2.13.0
+	$(PIP) -e '.[dev,peft,math,reasoning-gym,hub,tensorboard]'
+	touch $@
+
+$(VENV)/.bench: $(VENV)/.installed
+	$(PIP) -e '.[bench]'
+	touch $@
+
+demo: $(VENV)/.installed ## warm-start, train, evaluate, report (about 10 minutes on two cores)
+	$(BIN)/winnow demo
+
+test: $(VENV)/.installed ## everything but the slow tests
+	$(BIN)/python -m pytest -m "not slow"
+
+test-all: $(VENV)/.installed
+	$(BIN)/python -m pytest
+
+bench: $(VENV)/.bench ## engine and training step beside their peers; writes benchmarks/results/*.json
+	$(BIN)/python benchmarks/engine.py --out benchmarks/results/engine.json
+	$(BIN)/python benchmarks/step.py --out benchmarks/results/step.json
+
+lint: $(VENV)/.installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,206 @@
+"""The command `winnow`. Every subcommand is a thin layer over the Python API."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import wraps
+from pathlib import Path
+from typing import Annotated, Any, ParamSpec, TypeVar
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from .config import apply_override, load_config, read_yaml
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    help="Post-train language models with group-relative RL and pay only for rollouts that teach.",
+)
+out, err = Console(), Console(stderr=True)
+
+P = ParamSpec("P")
+R = TypeVar("R")
+Overrides = Annotated[list[str] | None, typer.Argument(help="key=value; dots reach into sections: filter.atol=1e-6")]
+Json = Annotated[bool, typer.Option("--json", help="Print the answer as JSON on standard output, nothing else.")]
+Run = Annotated[Path, typer.Argument(help="A run directory.")]
+
+
+def main() -> None:
+    app()
+
+
+def clear_errors(command: Callable[P, R]) -> Callable[P, R]:
+    """Expected failures become one message and exit code 1; an interrupt exits with 130."""
+
+    @wraps(command)
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
+        from .errors import EXPECTED
+
+        try:
+            return command(*args, **kwargs)
+        except KeyboardInterrupt as interrupt:
+            err.print(str(interrupt) or "interrupted", style="yellow", markup=False, highlight=False)
+            raise typer.Exit(130) from None
+        except EXPECTED as error:
+            err.print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
+            raise typer.Exit(1) from None
+
+    return wrapped
+
+
+def show(values: dict[str, Any], *, as_json: bool) -> None:
+    """One answer, for a program or for a person."""
+    if as_json:
+        print(json.dumps(values))
+        return
+    table = Table.grid(padding=(0, 2))
+    for name, value in values.items():
+        table.add_row(name, f"{value:.4g}" if isinstance(value, float) else str(value))
+    out.print(table)
+
+
+@app.command()
+@clear_errors
+def demo(
+    output: Annotated[Path, typer.Option("-o", "--output", help="Run directory to make.")] = Path("runs/demo"),
+    seed: Annotated[int, typer.Option(help="Seed of warm start and training.")] = 0,
+    steps: Annotated[int | None, typer.Option(help="Fewer training steps, for a quick look.")] = None,
+) -> None:
+    """Warm-start a small model, train it on Countdown, and show where every token went (minutes on two cores)."""
+    from .demo import run_demo
+
+    run_demo(output, seed=seed, steps=steps, console=out)
+
+
+@app.command()
+@clear_errors
+def warmup(
+    output: Annotated[Path, typer.Option("-o", "--output", help="Model directory to make.")],
+    env: Annotated[str, typer.Option(help="Task with demonstrations.")] = "countdown",
+    overrides: Overrides = None,
+    as_json: Json = False,
+) -> None:
+    """Make a small tokenizer and model and teach it from generated solutions; saves a Hugging Face directory.
+
+    Overrides are options of the warm start (max_steps=300) or, after `env.`, of the task (env.count=4).
+    """
+    from .build import build_demonstrator
+    from .config import build_options
+    from .warmup import WarmupConfig
+    from .warmup import warmup as run
+
+    values: dict[str, Any] = {"env": {"name": env}}
+    for override in overrides or []:
+        apply_override(values, override)
+    task = build_demonstrator(values.pop("env"))
+    config = build_options(WarmupConfig, values, "warmup")
+    show(run(task, output, config=config), as_json=as_json)
+
+
+@app.command()
+@clear_errors
+def train(
+    config: Annotated[Path, typer.Argument(help="YAML file.")],
+    overrides: Overrides = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Validate everything and print the plan.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Train as a YAML file says, `key=value` arguments winning."""
+    from .plan import plan
+    from .trainer import Trainer
+
+    resolved = load_config(config, overrides or [])
+    trainer = Trainer(config=resolved, console=err if as_json else out)
+    if dry_run:
+        show(plan(trainer), as_json=as_json)
+        return
+    show(trainer.train() | {"run": str(trainer.run_dir)}, as_json=as_json)
+
+
+@app.command()
+@clear_errors
+def resume(run: Run, overrides: Overrides = None, as_json: Json = False) -> None:
+    """Go on where a run was saved last."""
+    from .trainer import Trainer
+
+    values: dict[str, Any] = {}
+    for override in overrides or []:
+        apply_override(values, override)
+    trainer = Trainer.resume(run, values, console=err if as_json else out)
+    show(trainer.train() | {"run": str(run)}, as_json=as_json)
+
+
+@app.command("eval")
+@clear_errors
+def evaluate(
+    model: Annotated[str, typer.Argument(help="A run directory, a Hugging Face directory, or a hub name.")],
+    overrides: Overrides = None,
+    env: Annotated[str | None, typer.Option(help="Task; for a run, its own unless given.")] = None,
+    config: Annotated[Path | None, typer.Option(help="YAML file to take task and sampling from.")] = None,
+    n: Annotated[int | None, typer.Option("-n", help="Samples a prompt.")] = None,
+    prompts: Annotated[int | None, typer.Option(help="Held-out prompts.")] = None,
+    as_json: Json = False,
+) -> None:
+    """pass@k, mean reward and greedy on held-out prompts. Sampling: eval_temperature=0.6 eval_top_p=0.95 ..."""
+    from .standalone import evaluate_model
+
+    values = read_yaml(config) if config else {}
+    if env is not None:
+        values["env"] = env
+    values |= {k: v for k, v in {"eval_generations": n, "eval_prompts": prompts}.items() if v is not None}
+    for override in overrides or []:
+        apply_override(values, override)
+    show(evaluate_model(model, values), as_json=as_json)
+
+
+@app.command()
+@clear_errors
+def audit(run: Run, as_json: Json = False) -> None:
+    """Prove from the ledger alone that everything dispatched came back exactly once, and show where it went."""
+    from .audit import render, to_json
+    from .ledger import Ledger
+    from .records import LEDGER
+
+    with Ledger.open(run / LEDGER, read_only=True) as ledger:
+        result = ledger.audit()
+    if as_json:
+        print(json.dumps(to_json(result)))
+    else:
+        out.print(render(result))
+    if not result.ok:
+        raise typer.Exit(1)
+
+
+@app.command()
+@clear_errors
+def report(
+    runs: Annotated[list[Path], typer.Argument(help="One or more run directories.")],
+    output: Annotated[Path, typer.Option("-o", "--output", help="HTML page to write.")] = Path("report.html"),
+) -> None:
+    """One self-contained HTML page: curves, where every token went, samples."""
+    from .report import write_report
+
+    write_report(runs, output)
+    out.print(f"{output} ({output.stat().st_size / 1e6:.2f} MB)", highlight=False)
+
+
+@app.command()
+@clear_errors
+def methods(as_json: Json = False) -> None:
+    """Every method with what it does, its paper, file and options."""
+    from .methods import all_methods
+
+    found = all_methods()
+    if as_json:
+        print(json.dumps(found))
+        return
+    table = Table("field", "name", "what it does", "options (defaults)", "file")
+    for m in found:
+        options = "\n".join(f"{k}={v}" for k, v in m["options"].items())
+        table.add_row(m["field"], m["name"], m["summary"], options, m["file"])
+    out.print(table)

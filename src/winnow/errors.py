@@ -1,0 +1,16 @@
+"""The failures that a user can cause or must be told of; the command prints them without a traceback."""
+
+from .checkpoint import CheckpointError
+from .ledger import LedgerError
+from .loop import RunStoppedError
+from .records import RunDirectoryError
+
+EXPECTED = (
+    ValueError,  # ConfigError and the tasks' own
+    OSError,
+    FloatingPointError,
+    CheckpointError,
+    LedgerError,
+    RunDirectoryError,
+    RunStoppedError,
+)

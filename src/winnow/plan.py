@@ -1,0 +1,56 @@
+"""What `winnow train --dry-run` prints: the plan of a run and its budget of tokens and memory."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from .trainer import Trainer
+
+MIB = 2**20
+
+
+def plan(trainer: Trainer) -> dict[str, Any]:
+    """Upper bounds; completions usually end earlier."""
+    c, model = trainer.config, trainer.learner.model
+    parameters = sum(p.numel() for p in model.parameters())
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    rollouts = c.prompts_per_step * c.num_generations
+    longest = c.max_prompt_length + c.max_completion_length
+    evaluations = c.max_steps // c.eval_steps + 1 if c.eval_steps else 0
+    return {
+        "model": c.model,
+        "parameters": parameters,
+        "trained_parameters": trained,
+        "device": str(next(model.parameters()).device),
+        "train_prompts": len(trainer.task.train),
+        "test_prompts": len(trainer.task.test),
+        "steps": c.max_steps,
+        "rollouts_per_step": rollouts,
+        "max_sampled_tokens_per_step": rollouts * c.max_completion_length,
+        "max_sampled_tokens": rollouts * c.max_completion_length * c.max_steps,
+        "epochs": round(c.max_steps * c.prompts_per_step / len(trainer.task.train), 2),
+        "evaluations": evaluations,
+        "weights_mib": round(4 * parameters / MIB, 1),
+        "gradients_and_optimizer_mib": round(12 * trained / MIB, 1),
+        "engine_weights_mib": round(4 * parameters / MIB, 1),
+        "kv_cache_mib": round(kv_bytes_per_token(model) * _slots(trainer) * longest / MIB, 1),
+        "threads": torch.get_num_threads(),
+        "output_dir": c.output_dir,
+    }
+
+
+def kv_bytes_per_token(model: Any) -> int:
+    """Keys and values of one position in float32."""
+    config = model.config.get_text_config()
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return int(2 * config.num_hidden_layers * heads * size * 4)
+
+
+def _slots(trainer: Trainer) -> int:
+    options = getattr(trainer.engine, "options", None)
+    rollouts = trainer.config.prompts_per_step * trainer.config.num_generations
+    return min(getattr(options, "slots", rollouts), rollouts)
