@@ -205,6 +205,14 @@ class Ledger:
         """
         return totals(self._db)
 
+    def tokens_by_step(self) -> dict[int, dict[str, int]]:
+        """Sampled tokens by optimizer step and fate."""
+        steps: dict[int, dict[str, int]] = {}
+        query = "SELECT step, fate, SUM(tokens) FROM rollouts WHERE void = 0 GROUP BY step, fate ORDER BY step"
+        for step, fate, tokens in self._db.execute(query):
+            steps.setdefault(step, {})[fate] = tokens
+        return steps
+
     def digest(self) -> str:
         """SHA-256 of every row that counts, wall times left out: equal for a resumed and an uninterrupted run."""
         sha = hashlib.sha256()
