@@ -312,7 +312,7 @@ class CountdownConfig:
 
 
 class Countdown:
-    """The task: generated puzzles and, for `style: steps`, demonstrations. Raises ValueError if too few puzzles exist."""
+    """The task: puzzles and, for `style: steps`, demonstrations. Raises ValueError if too few puzzles exist."""
 
     name = "countdown"
     max_turns = 1
