@@ -1,0 +1,54 @@
+"""Small real things that tests share: a two-layer Qwen2 with a word tokenizer, and a short Countdown task."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import pytest
+import torch
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Hugging Face directory: two layers, hidden 32, one token a Countdown word, barely taught."""
+    from winnow.env.countdown import CountdownConfig
+    from winnow.warmup import WarmupConfig, warmup
+
+    path = tmp_path_factory.mktemp("models") / "tiny"
+    config = WarmupConfig(
+        max_steps=30, batch_size=32, warmup_steps=5, hidden_size=32, intermediate_size=64, num_layers=2, num_heads=2
+    )
+    warmup(CountdownConfig(train_size=64, test_size=16).build(), path, config=config)
+    return path
+
+
+def parity_reward(completions: list[str], **columns: object) -> list[float]:
+    """Varies within almost every group, whatever the model says: makes every step an update."""
+    return [float(len(c.split()) % 2) for c in completions]
+
+
+@pytest.fixture
+def tiny_config(tiny_model: Path, tmp_path: Path) -> dict[str, object]:
+    """A run of seconds: 4 prompts x 4 rollouts of up to 8 tokens."""
+    return {
+        "model": str(tiny_model),
+        "env": {"name": "countdown", "train_size": 24, "test_size": 8},
+        "output_dir": str(tmp_path / "run"),
+        "max_steps": 4,
+        "prompts_per_step": 4,
+        "num_generations": 4,
+        "max_prompt_length": 16,
+        "max_completion_length": 8,
+        "learning_rate": 1e-3,
+        "save_steps": 1,
+        "save_total_limit": 20,
+        "eval_steps": 2,
+        "eval_prompts": 4,
+        "eval_generations": 2,
+    }

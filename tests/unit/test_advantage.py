@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from winnow.advantage import ADVANTAGES, dr_grpo, grpo, rloo
+
+reward = st.one_of(st.just(math.nan), st.sampled_from([0.0, 1.0, 0.1]), st.floats(-10, 10))
+groups = st.lists(reward, min_size=1, max_size=12)
+
+
+def brute_force(name: str, rewards: list[float]) -> list[float]:
+    """The definitions, one member at a time, in pure Python float64."""
+    there = [r for r in rewards if not math.isnan(r)]
+    out = []
+    for i, r in enumerate(rewards):
+        if math.isnan(r):
+            out.append(math.nan)
+        elif len(there) < 2 or len(set(there)) == 1:
+            out.append(0.0)
+        elif name == "rloo":
+            others = [x for j, x in enumerate(rewards) if j != i and not math.isnan(x)]
+            out.append(r - math.fsum(others) / len(others))
+        else:
+            mean = math.fsum(there) / len(there)
+            std = math.sqrt(math.fsum((x - mean) ** 2 for x in there) / len(there))
+            out.append((r - mean) / (std + 1e-6) if name == "grpo" else r - mean)
+    return out
+
+
+@pytest.mark.parametrize("name", ["grpo", "rloo", "dr_grpo"])
+@given(rewards=groups)
+def test_equals_brute_force_in_numpy_and_torch(name: str, rewards: list[float]) -> None:
+    function = {"grpo": grpo, "rloo": rloo, "dr_grpo": dr_grpo}[name]
+    expected = brute_force(name, rewards)
+    of_numpy = function(np.array(rewards, dtype=np.float64))
+    of_torch = function(torch.tensor(rewards, dtype=torch.float64))
+    assert isinstance(of_numpy, np.ndarray)
+    assert isinstance(of_torch, torch.Tensor)
+    np.testing.assert_allclose(of_numpy, expected, rtol=1e-9, atol=1e-9)
+    np.testing.assert_allclose(of_torch.numpy(), expected, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("function", [grpo, rloo, dr_grpo])
+def test_equal_rewards_give_exactly_zero(function) -> None:
+    assert (function(np.full(8, 0.1)) == 0).all()
+
+
+def test_one_success_among_failures_is_signal_under_every_advantage() -> None:
+    """A leave-one-out std would make it 0 / 0 for the success (and non-signal)."""
+    for function in (grpo, rloo, dr_grpo):
+        a = function(np.array([1.0, 0.0, 0.0, 0.0]))
+        assert a[0] > 0 > a[1]
+        assert np.isfinite(a).all()
+
+
+def test_integer_rewards_keep_their_fractions() -> None:
+    np.testing.assert_allclose(dr_grpo(np.array([1, 0, 0, 0])), [0.75, -0.25, -0.25, -0.25])
+
+
+@pytest.mark.parametrize("function", [grpo, rloo, dr_grpo])
+def test_bad_input_is_refused(function) -> None:
+    with pytest.raises(ValueError, match="one dimension"):
+        function(np.zeros((2, 2)))
+    with pytest.raises(ValueError, match="finite"):
+        function(np.array([1.0, np.inf]))
+    with pytest.raises(TypeError, match="list"):
+        function([1.0, 0.0])
+
+
+@pytest.mark.parametrize("name", list(ADVANTAGES))
+@given(rewards=groups)
+def test_table_entries_keep_absent_members_absent(name: str, rewards: list[float]) -> None:
+    a = ADVANTAGES[name]()(np.array(rewards))
+    np.testing.assert_array_equal(np.isnan(a), np.isnan(rewards))
+
+
+def test_grpo_eps_is_an_option() -> None:
+    np.testing.assert_allclose(ADVANTAGES["grpo"](eps=0.5)(np.array([1.0, 0.0])), [0.5, -0.5])

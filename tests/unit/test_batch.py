@@ -1,0 +1,154 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from winnow.advantage import ADVANTAGES
+from winnow.batch import collate, micro_batches, rows_of, token_weights, with_gradient
+from winnow.buffer import Buffer, lag
+from winnow.filter import FILTERS
+from winnow.filter.zero_variance import is_zero_variance, zero_variance_kind
+from winnow.loss import LossConfig
+from winnow.types import Fate, Group, Prompt, Rollout, Visit
+
+
+def make_rollout(sibling: int, length: int, reward: float | None, *, version: int = 0, env_tokens: int = 0) -> Rollout:
+    mask = np.ones(length, bool)
+    mask[:env_tokens] = False
+    return Rollout(
+        sibling=sibling,
+        prompt_ids=(5, 6, 7),
+        token_ids=np.arange(length, dtype=np.int64) + 10,
+        action_mask=mask,
+        sampler_logp=-np.ones(length, np.float32),
+        versions=np.where(mask, version, -1).astype(np.int32),
+        reward=reward,
+        fate=None if reward is not None else Fate.FAILED,
+    )
+
+
+def make_group(number: int, rewards: list[float | None], lengths: list[int] | None = None, version: int = 0) -> Group:
+    lengths = lengths or [4] * len(rewards)
+    visit = Visit(number, 0, Prompt(f"p{number}", number, text="x"))
+    return Group(
+        visit, [make_rollout(i, n, r, version=version) for i, (n, r) in enumerate(zip(lengths, rewards, strict=True))]
+    )
+
+
+@pytest.mark.parametrize("loss_type", ["dapo", "grpo", "dr_grpo", "sequence_sum"])
+@given(lengths=st.lists(st.integers(1, 50), min_size=1, max_size=9))
+def test_token_weights_are_the_named_means(loss_type: str, lengths: list[int]) -> None:
+    """Summing weight x per-token value equals each loss type's own definition."""
+    rng = np.random.default_rng(0)
+    values = [rng.normal(size=n) for n in lengths]
+    weights = token_weights(np.array(lengths, float), loss_type, 50)
+    total = sum(w * v.sum() for w, v in zip(weights, values, strict=True))
+    expected = {
+        "dapo": np.concatenate(values).mean(),
+        "grpo": np.mean([v.mean() for v in values]),
+        "dr_grpo": np.mean([v.sum() / 50 for v in values]),
+        "sequence_sum": np.mean([v.sum() for v in values]),
+    }[loss_type]
+    assert total == pytest.approx(expected, rel=1e-9, abs=1e-12)
+
+
+def test_absent_members_are_absent_and_zero_rows_stay_in_the_denominator() -> None:
+    groups = [make_group(0, [1.0, 0.0, None, 0.0], [2, 4, 9, 6]), make_group(1, [1.0] * 4)]
+    rows = rows_of(groups, ADVANTAGES["rloo"](), "dapo", max_completion_length=16)
+    assert len(rows) == 7
+    assert rows[0].weight == pytest.approx(1 / (2 + 4 + 6 + 16))
+    teaching = with_gradient(rows, LossConfig())
+    assert [r.rollout.sibling for r in teaching] == [0, 1, 3]
+    assert len(with_gradient(rows, LossConfig(beta=0.1))) == 7
+    assert len(with_gradient(rows, LossConfig(entropy_coef=0.1))) == 7
+
+
+def test_truncated_completions_can_be_masked() -> None:
+    group = make_group(0, [1.0, 0.0, 0.0])
+    group.rollouts[2].stop_reason = "length"
+    rows = rows_of([group], ADVANTAGES["rloo"](), "dapo", max_completion_length=8, mask_truncated=True)
+    assert [r.rollout.sibling for r in rows] == [0, 1]
+    assert rows[0].advantage == pytest.approx(1.0), "it still counts in its siblings' baseline"
+
+
+def test_collate_keeps_tokens_masks_and_log_probs_in_place() -> None:
+    group = make_group(0, [1.0, 0.0], [2, 5])
+    group.rollouts[1] = make_rollout(1, 5, 0.0, env_tokens=2)
+    rows = rows_of([group], ADVANTAGES["rloo"](), "dapo", max_completion_length=8)
+    batch = collate(rows, pad_id=99)
+    assert batch.input_ids_BT.tolist() == [[5, 6, 7, 10, 11, 99, 99, 99], [5, 6, 7, 10, 11, 12, 13, 14]]
+    assert batch.mask_BT.int().tolist() == [[0, 0, 0, 1, 1, 0, 0, 0], [0, 0, 0, 0, 0, 1, 1, 1]]
+    assert (batch.sampler_logp_BT[batch.mask_BT] == -1).all()
+    torch.testing.assert_close(batch.advantages_B, torch.tensor([1.0, -1.0]))
+
+
+@given(lengths=st.lists(st.integers(1, 60), min_size=1, max_size=30), budget=st.integers(1, 200))
+def test_micro_batches_hold_every_row_once_within_the_budget(lengths: list[int], budget: int) -> None:
+    group = make_group(0, [float(i % 2) for i in range(len(lengths))], lengths)
+    rows = rows_of([group], ADVANTAGES["grpo"](), "dapo", max_completion_length=64)
+    batches = micro_batches(rows, budget, pad_id=0)
+    assert sum(len(b.input_ids_BT) for b in batches) == len(lengths)
+    assert sum(int(b.mask_BT.sum()) for b in batches) == sum(lengths)
+    for b in batches:
+        assert b.input_ids_BT.numel() <= budget or len(b.input_ids_BT) == 1
+
+
+@given(st.lists(st.sampled_from([0.0, 1.0, 0.1, 1.0 + 1e-10, float("nan")]), min_size=1, max_size=8))
+def test_zero_variance_equals_the_definition(rewards: list[float]) -> None:
+    there = [r for r in rewards if r == r]
+    expected = all(abs(a - b) <= 1e-8 for a in there for b in there)
+    assert is_zero_variance(np.array(rewards)) == expected
+    kind = zero_variance_kind(np.array(rewards))
+    assert (kind is not None) == (expected and bool(there))
+    if kind:
+        assert kind == ("easy" if there[0] >= 1 - 1e-8 else "hard")
+
+
+def test_a_format_bonus_is_not_zero_variance() -> None:
+    group = make_group(0, [0.0, 0.1, 0.0])
+    assert FILTERS["zero_variance"]().admit(group).keep
+    verdict = FILTERS["zero_variance"]().admit(make_group(1, [1.0, 1.0]))
+    assert not verdict.keep
+    assert "all rewards are 1" in verdict.reason
+    assert FILTERS["keep_all"]().admit(make_group(1, [1.0, 1.0])).keep
+    with pytest.raises(ValueError, match="max_refill_rounds"):
+        FILTERS["zero_variance"](max_refill_rounds=0)
+
+
+class TestBuffer:
+    def test_room_is_the_lag_bound(self) -> None:
+        for max_lag in (0, 1, 3):
+            buffer = Buffer(4, max_lag)
+            assert buffer.room(0) == 4 * (max_lag + 1)
+            buffer.add(make_group(0, [1.0, 0.0]))
+            buffer.spend()
+            assert buffer.room(1) == 4 * (max_lag + 1) - 3
+
+    def test_takes_in_visit_order_and_spent_places_shrink_the_batch(self) -> None:
+        buffer = Buffer(3, 1)
+        for number in (4, 0, 2):
+            buffer.add(make_group(number, [1.0, 0.0]))
+        buffer.spend()
+        assert buffer.ready
+        batch, stale = buffer.take(0)
+        assert [g.visit.number for g in batch] == [0, 2]
+        assert not stale
+        assert not buffer.ready
+        assert [g.visit.number for g in buffer.groups] == [4]
+
+    def test_never_hands_out_what_is_over_the_bound(self) -> None:
+        buffer = Buffer(2, 1)
+        buffer.add(make_group(0, [1.0, 0.0], version=0))
+        buffer.add(make_group(1, [1.0, 0.0], version=1))
+        batch, stale = buffer.take(2)
+        assert [g.visit.number for g in batch] == [1]
+        assert [g.visit.number for g in stale] == [0]
+
+    def test_lag_counts_the_oldest_token(self) -> None:
+        group = make_group(0, [1.0, 0.0], version=5)
+        group.rollouts[1].versions[0] = 3
+        assert lag(group, 6) == 3
+        assert lag(make_group(0, [None], lengths=[0]), 6) == 0

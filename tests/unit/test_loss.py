@@ -1,0 +1,101 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from winnow.correct.truncate import Truncate
+from winnow.loss import LossConfig, kl_divergence, policy_loss
+
+torch.manual_seed(0)
+B, T = 5, 7
+LOGP = torch.randn(B, T, dtype=torch.float64) - 2
+OLD = LOGP + 0.4 * torch.randn(B, T, dtype=torch.float64)
+ADVANTAGES = torch.tensor([1.5, -0.7, 0.0, 2.0, -3.0], dtype=torch.float64)
+WEIGHTS = torch.rand(B, T, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("epsilon_high", [None, 0.28])
+def test_clipped_loss_token_by_token(epsilon_high: float | None) -> None:
+    loss, clipped = policy_loss(LOGP, OLD, ADVANTAGES, WEIGHTS, LossConfig(epsilon=0.2, epsilon_high=epsilon_high))
+    high = 1 + (epsilon_high or 0.2)
+    for b in range(B):
+        for t in range(T):
+            ratio, a = math.exp(LOGP[b, t] - OLD[b, t]), float(ADVANTAGES[b])
+            bounded = min(max(ratio, 0.8), high)
+            assert float(loss[b, t]) == pytest.approx(-float(WEIGHTS[b, t]) * min(ratio * a, bounded * a), rel=1e-12)
+            assert bool(clipped[b, t]) == ((a > 0 and ratio > high) or (a < 0 and ratio < 0.8))
+    assert clipped.any()
+    assert not clipped.all()
+
+
+def test_clipped_tokens_have_no_gradient() -> None:
+    logp = LOGP.clone().requires_grad_()
+    loss, clipped = policy_loss(logp, OLD, ADVANTAGES, torch.ones(B, T), LossConfig())
+    loss.sum().backward()
+    assert (logp.grad[clipped] == 0).all()
+    assert (logp.grad[~clipped & (ADVANTAGES[:, None] != 0)] != 0).all()
+
+
+def test_plain_loss_gradient_is_the_policy_gradient() -> None:
+    logp = LOGP.clone().requires_grad_()
+    loss, _ = policy_loss(logp, OLD, ADVANTAGES, WEIGHTS, LossConfig(policy_loss="plain"))
+    loss.sum().backward()
+    torch.testing.assert_close(logp.grad, -WEIGHTS * ADVANTAGES[:, None])
+
+
+def test_on_policy_clip_and_plain_have_the_same_gradient() -> None:
+    grads = []
+    for kind in ("clip", "plain"):
+        logp = LOGP.clone().requires_grad_()
+        loss, _ = policy_loss(logp, LOGP, ADVANTAGES, torch.ones(B, T), LossConfig(policy_loss=kind))
+        loss.sum().backward()
+        grads.append(logp.grad)
+    torch.testing.assert_close(*grads)
+
+
+def test_kl_estimators_are_right_in_expectation() -> None:
+    """Over the whole vocabulary: E k1 = E k3 = KL exactly; k2's gradient is KL's gradient (enumerated)."""
+    logits, ref_logits = torch.randn(2, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    logits = logits.requires_grad_()
+    logp, ref = logits.log_softmax(0), ref_logits.log_softmax(0)
+    p = logp.exp().detach()
+    true_kl = (logp.exp() * (logp - ref)).sum()
+    for estimator in ("k1", "k3"):
+        torch.testing.assert_close((p * kl_divergence(logp, ref, estimator)).sum(), true_kl)
+    (true_gradient,) = torch.autograd.grad(true_kl, logits, retain_graph=True)
+    (k2_gradient,) = torch.autograd.grad((p * kl_divergence(logp, ref, "k2")).sum(), logits, retain_graph=True)
+    torch.testing.assert_close(k2_gradient, true_gradient)
+    assert (kl_divergence(logp, ref, "k3") >= 0).all()
+    with pytest.raises(ValueError, match="k1, k2, k3"):
+        kl_divergence(logp, ref, "k4")
+
+
+@pytest.mark.parametrize("bad", [{"epsilon": 0.0}, {"epsilon_high": -1.0}, {"beta": -0.1}])
+def test_bad_options_are_refused(bad: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match=next(iter(bad))):
+        LossConfig(**bad)
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_truncated_importance_sampling(level: str) -> None:
+    mask = torch.ones(B, T, dtype=torch.bool)
+    mask[1, 3:] = False
+    weights, metrics = Truncate(level=level, low=0.5, high=2.0)(LOGP, OLD, mask)
+    for b in range(B):
+        log_ratios = [(float(LOGP[b, t] - OLD[b, t]) if mask[b, t] else 0.0) for t in range(T)]
+        for t in range(T):
+            ratio = math.exp(sum(log_ratios) if level == "sequence" else log_ratios[t])
+            got = float(weights[b, 0] if level == "sequence" else weights[b, t])
+            assert got == pytest.approx(min(max(ratio, 0.5), 2.0), rel=1e-12)
+    assert metrics["clipped_of"] == (B if level == "sequence" else mask.sum())
+    assert not weights.requires_grad
+
+
+def test_truncation_cannot_overflow() -> None:
+    logp = torch.full((1, 4), 600.0)
+    weights, _ = Truncate()(logp, -logp, torch.ones(1, 4, dtype=torch.bool))
+    assert weights.item() == pytest.approx(8.0)
+    with pytest.raises(ValueError, match="low < high"):
+        Truncate(low=2.0, high=1.0)

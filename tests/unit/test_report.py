@@ -1,0 +1,350 @@
+"""The report page: what it says, how it degrades, and that nothing of a run can become markup."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from winnow.ledger import Ledger
+from winnow.report import count_text, seconds_text, write_report
+from winnow.report_data import MAX_TEXT, read_run, thin, visible
+from winnow.types import Fate, Group, Prompt, Rollout, Visit
+
+HOSTILE = "</script><script>alert(1)</script><!-- \"'` & \x00\x1b[31m\x85 \u202egnirts\u202c \u2028 \ud800 نص عربي 🙂"
+
+
+def metrics_row(step: int, steps: int, draw: random.Random) -> dict[str, float]:
+    done = step / steps
+    hard, easy = 0.33 * (1 - done) + 0.02 * draw.random(), 0.33 * done + 0.02 * draw.random()
+    tokens = {
+        "trained": 256 * 15 * (1 - hard - easy),
+        "filtered": 256 * 15 * (hard + easy),
+        "failed": 30.0 * (draw.random() < 0.1),
+    }
+    seconds = {"generate": 0.22 + 0.04 * draw.random(), "reward": 0.004, "update": 0.16, "publish": 0.01, "idle": 0.003}
+    row = {
+        "step": step,
+        "reward": 0.16 + 0.38 * (1 - math.exp(-3 * done)) + draw.gauss(0, 0.03),
+        "reward_std": 0.3 - 0.1 * done + draw.gauss(0, 0.01),
+        "frac_reward_zero_std": hard + easy,
+        "frac_zero_easy": easy,
+        "frac_zero_hard": hard,
+        "rewards/correct/mean": 0.2 + 0.3 * done,
+        "rewards/format/mean": 0.8 + 0.1 * done,
+        "kl": 0.02 * done * (1 + 0.2 * draw.random()),
+        "entropy": 1.2 * math.exp(-done) + draw.gauss(0, 0.02),
+        "clip_ratio/low_mean": 0.01 * draw.random(),
+        "clip_ratio/high_mean": 0.02 * draw.random(),
+        "clip_ratio/region_mean": 0.03 * draw.random(),
+        "completions/mean_length": 14 + draw.random(),
+        "completions/max_length": 18 + draw.randrange(4),
+        "completions/clipped_ratio": 0.02 * draw.random(),
+        "sampling/importance_sampling_ratio/mean": 1 + draw.gauss(0, 0.004),
+        "num_tokens": step * 256 * 15,
+        "step_time": sum(seconds.values()),
+        "learning_rate": 1e-4 * min(1, step / 10),
+        "effective_learning_rate": 1e-4 * min(1, step / 10) / (1 - hard - easy),
+        "grad_norm": 0.5 + 0.2 * draw.random() + (3 if draw.random() < 0.01 else 0),
+        "loss": draw.gauss(0, 0.02),
+        "groups/effective": 32 * (1 - hard - easy),
+        "groups/size_mean": 8.0,
+        "tokens_per_second": 9000 + draw.gauss(0, 400),
+        "seconds_total": step * 0.44,
+        "memory/rss_mb": 900 + step / 10,
+    }
+    row |= {f"tokens/{k}": v for k, v in tokens.items()} | {f"seconds/{k}": v for k, v in seconds.items()}
+    if step % 20 == 0:
+        row |= {"eval/pass@1": 0.16 + 0.3 * done, "eval/pass@8": 0.5 + 0.25 * done, "eval/greedy": 0.18 + 0.4 * done}
+        row["eval/mean_length"] = 14.0
+    return row
+
+
+def sample(step: int, fate: str, reward: float | None, **changes: Any) -> dict[str, Any]:
+    base = {"step": step, "visit": 32 * step, "prompt_id": f"countdown-{step}", "epoch": 0, "sibling": step % 8}
+    base |= {"prompt": "Use 3, 5 and 2 to make 16.", "completion": "3 + 5 = 8 , 8 * 2 = 16", "reward": reward}
+    base |= {"rewards": {"correct": reward, "format": 1.0}, "fate": fate, "reason": "", "stop_reason": "eos"}
+    return base | {"tokens": 12, "split": "train"} | changes
+
+
+def write_ledger(path: Path, steps: int) -> None:
+    with Ledger.open(path) as ledger:
+        ledger.set_meta("max_lag", "0")
+        for step in range(1, steps + 1):
+            visits = [Visit(2 * (step - 1) + i, 0, Prompt(f"p{i}", i, "x")) for i in range(2)]
+            ledger.visit(visits, step=step, version=step - 1)
+            for visit, fate in zip(visits, (Fate.TRAINED, Fate.FILTERED), strict=True):
+                rollouts = [rollout(i, step - 1, reward=float(fate == Fate.TRAINED and i), fate=fate) for i in range(2)]
+                ledger.finish(Group(visit, rollouts), step=step)
+            ledger.step(step, seconds={"generate": 0.2}, metrics={"reward": 0.5}, version=step - 1)
+        ledger.evaluation(0, rollouts=16, tokens=160, seconds=0.1)
+        ledger.set_meta("finished", "true")
+
+
+def rollout(sibling: int, version: int, *, reward: float | None, fate: Fate, tokens: int = 1000) -> Rollout:
+    mask = np.ones(tokens, bool)
+    versions = np.full(tokens, version, np.int32)
+    ids, logp = np.zeros(tokens, np.int64), np.zeros(tokens, np.float32)
+    return Rollout(sibling, (1, 2), ids, mask, logp, versions, reward=reward, fate=fate, seconds=0.01)
+
+
+def make_run(path: Path, *, steps: int = 60, seed: int = 0, samples: list[dict[str, Any]] | None = None) -> Path:
+    path.mkdir(parents=True)
+    draw = random.Random(seed)
+    rows = [metrics_row(step, steps, draw) for step in range(steps + 1)]
+    (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = {"seed": seed, "learning_rate": 1e-4, "env": {"name": "countdown", "numbers": 3}, "advantage": "grpo"}
+    (path / "config.json").write_text(json.dumps(config))
+    kinds = [("trained", 1.0), ("trained", 0.0), ("filtered", 1.0), ("failed", None)]
+    if samples is None:
+        samples = [sample(step, *kinds[step % 4]) for step in range(steps)]
+    (path / "samples.jsonl").write_text("".join(json.dumps(s) + "\n" for s in samples))
+    write_ledger(path / "ledger.sqlite", min(steps, 20))
+    return path
+
+
+class Page(HTMLParser):
+    """The tags of a page and the JSON it carries, as an HTML parser sees them."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.text = path.read_text("utf-8")
+        self.tags: list[str] = []
+        self.attributes: list[tuple[str, str | None]] = []
+        self._in_data = False
+        self._data = ""
+        self.feed(self.text)
+        self.data = json.loads(self._data)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += attrs
+        self._in_data = ("id", "data") in attrs
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag == "script":
+            self._in_data = False
+
+    def handle_data(self, data: str) -> None:
+        if self._in_data:
+            self._data += data
+
+
+def page(*runs: Path) -> Page:
+    output = runs[0].parent / "page.html"
+    write_report(runs, output)
+    return Page(output)
+
+
+def card(found: Page, label: str) -> dict[str, str]:
+    return next(c for c in found.data["cards"] if c["label"] == label)
+
+
+def test_page_is_one_valid_file_that_needs_no_network(tmp_path: Path) -> None:
+    found = page(make_run(tmp_path / "run"))
+    assert len(found.text.encode()) < 2_000_000
+    assert found.tags.count("html") == found.tags.count("body") == 1
+    assert not {"link", "img", "iframe", "object"} & set(found.tags)
+    assert not [value for name, value in found.attributes if name in ("src", "href")]
+    assert "default-src 'none'" in found.text
+    assert "{{" not in found.text.replace(json.dumps(found.data), "")
+    assert not list(tmp_path.glob("*.partial"))
+
+
+def test_headline_figures_are_those_of_the_run(tmp_path: Path) -> None:
+    found = page(make_run(tmp_path / "run"))
+    assert card(found, "Held-out pass@1")["value"] == "0.160 → 0.460"
+    assert (
+        card(found, "Held-out pass@1")["note"].startswith("2.88×") or "2.87×" in card(found, "Held-out pass@1")["note"]
+    )
+    assert card(found, "Tokens sampled") == {
+        "label": "Tokens sampled",
+        "value": "80 k",  # 20 steps of 2 visits of 2 rollouts of 1,000 tokens
+        "note": "50% of them in groups that were trained on",
+        "state": "",
+    }
+    assert card(found, "Audit")["state"] == "good"
+    assert card(found, "Wall clock")["value"] == "26.4 s"
+
+
+def test_tokens_by_fate_come_from_the_ledger(tmp_path: Path) -> None:
+    run = page(make_run(tmp_path / "run")).data["runs"][0]
+    assert run["tokens"]["trained"] == run["tokens"]["filtered"] == 40_000
+    steps, trained = run["metrics"]["step"], run["metrics"]["tokens/trained"]
+    assert [trained[steps.index(s)] for s in (1, 20)] == [2000, 2000]
+    assert run["metrics"]["tokens/failed"][steps.index(1)] == 0
+    rows = {row[0]: row for row in run["totals"]["rows"]}
+    assert rows["trained"] == ["trained", "20", "40", "80", "40,000", "0.4 s", "50.0%"]
+    assert rows["evaluation"][2] == "16"
+
+
+def test_hostile_text_stays_text(tmp_path: Path) -> None:
+    samples = [sample(1, "trained", 1.0, prompt=HOSTILE, completion=HOSTILE, reason=HOSTILE, prompt_id=HOSTILE)]
+    run = make_run(tmp_path / "<b>run</b> & co", samples=samples)
+    (run / "config.json").write_text(json.dumps({HOSTILE: {"x": HOSTILE}, "nan": float("nan")}))
+    plain = page(make_run(tmp_path / "plain"))
+    found = page(run)
+    assert found.tags == plain.tags, "the data opened or closed a tag"
+    kept = found.data["runs"][0]["samples"][0]
+    assert kept["completion"] == visible(HOSTILE)
+    assert "</script>" in kept["completion"]
+    assert "</script><script>alert" not in found.text
+    assert "<b>run" not in found.text.split("<body>")[0]
+    assert dict(found.data["runs"][0]["config"])["nan"] == "nan"
+
+
+def test_script_never_sets_markup() -> None:
+    assets = Path(__file__).parents[2] / "src/winnow/assets"
+    for name in ("report.js", "charts.js"):
+        source = (assets / name).read_text()
+        assert not [
+            w for w in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(") if w in source
+        ]
+
+
+def test_visible_shows_what_would_hide_or_reorder() -> None:
+    assert visible("a\x00\x1b\x9b\u202eb\ufeff\n\tc") == "a\\x00\\x1b\\x9b\\u202eb\\ufeff\n\tc"
+    assert visible("\ud800") == "?"
+    assert visible("نص 🙂") == "نص 🙂"
+
+
+@pytest.mark.parametrize("missing", ["config.json", "metrics.jsonl", "samples.jsonl", "ledger.sqlite"])
+def test_missing_piece_is_said_and_the_rest_is_shown(tmp_path: Path, missing: str) -> None:
+    run = make_run(tmp_path / "run")
+    (run / missing).unlink()
+    shown = page(run).data["runs"][0]
+    assert any(note.startswith(f"{missing} is missing") for note in shown["notes"])
+    assert bool(shown["metrics"]) == (missing != "metrics.jsonl")
+    assert bool(shown["samples"]) == (missing != "samples.jsonl")
+    assert bool(shown["audit"]) == (missing != "ledger.sqlite")
+    assert bool(shown["config"]) == (missing != "config.json")
+
+
+def test_without_a_ledger_tokens_are_those_of_the_metrics(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", steps=10)
+    (run / "ledger.sqlite").unlink()
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert page(run).data["runs"][0]["tokens"]["trained"] == pytest.approx(sum(r["tokens/trained"] for r in rows))
+
+
+@pytest.mark.parametrize("damage", [b"", b"not a database" * 50, None])
+def test_damaged_ledger_is_said(tmp_path: Path, damage: bytes | None) -> None:
+    run = make_run(tmp_path / "run")
+    path = run / "ledger.sqlite"
+    path.write_bytes(path.read_bytes()[:5000] if damage is None else damage)
+    shown = page(run).data["runs"][0]
+    assert shown["audit"] is None
+    assert any("ledger.sqlite cannot be used" in note and str(tmp_path) not in note for note in shown["notes"])
+
+
+def test_torn_last_line_is_tolerated_and_other_damage_noted(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", steps=5)
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    (run / "metrics.jsonl").write_text("\n".join(lines) + "\n" + lines[0][:40])
+    assert read_run(run, max_samples=8).notes == []
+    assert len(read_run(run, max_samples=8).rows) == 6
+    lines[2] = "\x00\x00" + lines[2]
+    lines[3] = "[1, 2]"
+    (run / "metrics.jsonl").write_bytes(b"\xff\n" + "\n".join(lines).encode())
+    notes = read_run(run, max_samples=8).notes
+    assert notes == ["metrics.jsonl: 3 lines left out that are not JSON objects, the first is line 1."]
+
+
+def test_lines_of_a_restart_replace_what_they_repeat(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    rows = [(1, 0.1, 10), (2, 0.2, 20), (3, 0.3, 30), (2, 0.7, 25), (3, 0.8, 35)]
+    text = "".join(json.dumps({"step": s, "reward": r, "seconds_total": t}) + "\n" for s, r, t in rows)
+    (run / "metrics.jsonl").write_text(text + json.dumps({"step": 3, "eval/pass@1": 0.5}) + "\n")
+    read = read_run(run, max_samples=8)
+    assert [(row["step"], row["reward"]) for row in read.rows] == [(1, 0.1), (2, 0.7), (3, 0.8)]
+    assert [(row["step"], row["eval/pass@1"], row["seconds_total"]) for row in read.evaluations] == [(3, 0.5, 35)]
+
+
+def test_thin_keeps_means_and_the_end_of_what_grows() -> None:
+    rows = [{"step": float(i), "num_tokens": 10.0 * i, "reward": float(i % 2)} for i in range(1000)]
+    rows[7]["rare"] = 3.0
+    few = thin(rows, 100)
+    assert len(few) == 100
+    assert few[0] == {"step": 9, "num_tokens": 90, "reward": 0.5, "rare": 3.0}
+    assert few[-1]["step"] == 999
+    assert thin(rows[:50], 100) == rows[:50]
+
+
+def test_long_run_with_huge_texts_stays_under_the_limit(tmp_path: Path) -> None:
+    samples = [sample(i, "trained", 1.0, completion="<&>é" * 20_000) for i in range(400)]
+    run = make_run(tmp_path / "run", steps=3000, samples=samples)
+    found = page(run)
+    assert len(found.text.encode()) < 2_000_000
+    shown = found.data["runs"][0]
+    assert shown["metrics"]["step"][-1] == 3000
+    assert shown["samples"]
+    assert shown["samples"][0]["completion"].endswith(f"({80_000 - MAX_TEXT:,} more characters)")
+
+
+def test_samples_show_every_fate_and_messages_as_paragraphs(tmp_path: Path) -> None:
+    messages = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]
+    samples = [sample(i, "trained", 1.0) for i in range(2000)]
+    samples += [sample(2001, "failed", None, prompt=messages), sample(2002, "cut", 0.5, split="test")]
+    shown = page(make_run(tmp_path / "run", steps=5, samples=samples)).data["runs"][0]["samples"]
+    assert {s["fate"] for s in shown} == {"trained", "failed", "cut"}
+    trained = [s["step"] for s in shown if s["fate"] == "trained"]
+    assert len(trained) > 50
+    assert trained == sorted(trained)
+    assert trained[-1] > 1900
+    assert next(s for s in shown if s["fate"] == "failed")["prompt"] == "user: 2+2?\n\nassistant: 4"
+
+
+def test_several_runs_are_compared(tmp_path: Path) -> None:
+    runs = [
+        make_run(tmp_path / name / "run", steps=steps, seed=i) for i, (name, steps) in enumerate([("a", 60), ("b", 40)])
+    ]
+    output = tmp_path / "page.html"
+    write_report(runs, output)
+    data = Page(output).data
+    assert [run["name"] for run in data["runs"]] == ["a/run (1)", "b/run (2)"]
+    table = data["comparison"]
+    cells = [dict(zip(table["head"], row, strict=True)) for row in table["rows"]]
+    assert [row["steps"]["text"] for row in cells] == ["61", "41"]
+    assert [row["tokens to pass@1 0.460"] for row in cells] == [
+        {"text": "230 k", "best": False},
+        {"text": "154 k", "best": True},
+    ]
+    assert not any(row["best pass@1"]["best"] for row in cells), "a tie has no winner"
+    assert data["differences"] == {"seed": ["0", "1"]}
+
+
+def test_what_is_not_a_run_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    output = tmp_path / "page.html"
+    with pytest.raises(ValueError, match="at least one run"):
+        write_report([], output)
+    with pytest.raises(ValueError, match=r"folder: not a run directory: it has none of config.json"):
+        write_report([tmp_path / "folder"], output)
+    with pytest.raises(ValueError, match="there is no such folder"):
+        write_report([tmp_path / "absent"], output)
+    with pytest.raises(FileNotFoundError, match="its folder does not exist"):
+        write_report([make_run(tmp_path / "run")], tmp_path / "absent" / "page.html")
+    assert not output.exists()
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.1234, "0.123 s"), (59.94, "59.9 s"), (245, "4 min 05 s"), (3599.6, "1 h 00 min"), (11220, "3 h 07 min")],
+)
+def test_seconds_text(seconds: float, text: str) -> None:
+    assert seconds_text(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [(0, "0"), (950, "950"), (12_345, "12.3 k"), (999_700, "1 M"), (4.56e6, "4.56 M"), (7.89e9, "7.89 G")],
+)
+def test_count_text(count: float, text: str) -> None:
+    assert count_text(count) == text
