@@ -1,0 +1,34 @@
+"""Tasks: where prompts come from and how completions are judged."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from importlib import import_module
+
+
+class LazyTable(Mapping[str, type]):
+    """Name -> class, imported when it is looked up: a worker process must start without torch and data libraries."""
+
+    def __init__(self, targets: Mapping[str, str]) -> None:
+        self._targets = dict(targets)
+
+    def __getitem__(self, name: str) -> type:
+        module, _, attribute = self._targets[name].partition(":")
+        found: type = getattr(import_module(module, __name__), attribute)
+        return found
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._targets)
+
+    def __len__(self) -> int:
+        return len(self._targets)
+
+
+ENVS: Mapping[str, type] = LazyTable(
+    {
+        "countdown": ".countdown:CountdownConfig",
+        "reasoning_gym": ".reasoning_gym:ReasoningGymConfig",
+        "dataset": ".dataset:DatasetConfig",
+    }
+)
+"""Name -> frozen dataclass of options with `build() -> Task`."""

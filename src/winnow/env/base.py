@@ -22,7 +22,7 @@ class StepResult:
 
     observation: str | None
     reward: float | None = None
-    """Set on the last step (None: the reward functions decide, or there is none)."""
+    """The reward so far; the last one given counts. None throughout: the reward functions decide, or it is 0."""
     done: bool = False
     info: Mapping[str, Any] = field(default_factory=dict)
 

@@ -262,9 +262,9 @@ def sample_solution(numbers: Numbers, target: int, limit: int, rng: random.Rando
 
 def countdown_reward(
     completions: Sequence[Any], numbers: Sequence[Sequence[int]], target: Sequence[int], style: Sequence[str]
-) -> list[float]:
+) -> list[float | None]:
     """1.0 for a right answer, else 0.0. Columns: `numbers`, `target`, and `style` (`steps` or `expression`)."""
-    rewards = []
+    rewards: list[float | None] = []
     for completion, numbers_, target_, style_ in zip(completions, numbers, target, style, strict=True):
         text = completion if isinstance(completion, str) else completion[-1]["content"]
         if style_ == "steps":
