@@ -50,10 +50,10 @@ def totals(db: sqlite3.Connection) -> dict[str, dict[str, float]]:
         name: dict.fromkeys(COLUMNS, 0) for name in (*FATES, "in_flight", "void", "evaluation")
     }
     for fate, n in db.execute("SELECT COALESCE(fate, 'in_flight'), COUNT(*) FROM visit_fates GROUP BY 1"):
-        table[fate]["visits"] = n
+        table.setdefault(fate, dict.fromkeys(COLUMNS, 0))["visits"] = n
     sums = "COUNT(*), SUM(prompt_tokens), SUM(tokens), SUM(seconds)"
     for fate, *values in db.execute(f"SELECT fate, {sums} FROM rollouts WHERE void = 0 GROUP BY fate"):
-        table[fate].update(zip(COLUMNS[1:], values, strict=True))
+        table.setdefault(fate, dict.fromkeys(COLUMNS, 0)).update(zip(COLUMNS[1:], values, strict=True))
     void = db.execute(f"SELECT {sums} FROM rollouts WHERE void > 0").fetchone()
     table["void"].update(zip(COLUMNS[1:], (v or 0 for v in void), strict=True))
     table["void"]["visits"] = db.execute("SELECT COUNT(*) FROM visits WHERE void > 0").fetchone()[0]
@@ -228,6 +228,9 @@ def _training(db: sqlite3.Connection, finished: bool) -> Iterator[str]:
 def _lag(db: sqlite3.Connection, max_lag: str | None) -> Iterator[str]:
     if max_lag is None:
         return
+    if not max_lag.isdecimal():
+        yield f"max_lag in the meta table is not a whole number: {max_lag!r}"
+        return
     yield from _report(
         db,
         "WITH at AS (SELECT s.step, COALESCE(s.version,"
@@ -256,10 +259,15 @@ def _voids(db: sqlite3.Connection) -> Iterator[str]:
 
 def verdict(result: Audit) -> str:
     """One line."""
-    state = "finished" if result.finished else f"not finished, {result.in_flight} visits in flight"
-    done = f"{result.visits} visits, {result.rollouts} rollouts, {result.steps} steps, {result.restarts} restarts"
-    found = "OK: exactly-once accounting holds" if result.ok else f"{len(result.problems)} problems"
+    state = "finished" if result.finished else f"not finished, {_count(result.in_flight, 'visit')} in flight"
+    counts = {"visit": result.visits, "rollout": result.rollouts, "step": result.steps, "restart": result.restarts}
+    done = ", ".join(_count(n, noun) for noun, n in counts.items())
+    found = "OK: exactly-once accounting holds" if result.ok else _count(len(result.problems), "problem")
     return f"{found} ({done}; {state})"
+
+
+def _count(n: int, noun: str) -> str:
+    return f"{n:,} {noun}{'' if n == 1 else 's'}"
 
 
 def to_json(result: Audit) -> str:

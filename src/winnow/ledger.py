@@ -98,12 +98,12 @@ class Ledger:
             for v in visits
             if not v.verdict.keep
         ]
-        with self._transaction() as db:
-            try:
+        try:
+            with self._transaction() as db:
                 _insert(db, "visits", dispatched)
-            except sqlite3.IntegrityError as error:
-                raise ValueError(f"step {step}: {self._booked_twice([v.number for v in visits])}") from error
-            _insert(db, "outcomes", skipped)
+                _insert(db, "outcomes", skipped)
+        except sqlite3.IntegrityError as error:
+            raise ValueError(f"step {step}: {self._booked_twice([v.number for v in visits])}") from error
 
     def finish(self, group: Group, *, step: int) -> None:
         """Book what became of a group and of each of its rollouts; `step` is the one that trained it, else the current.

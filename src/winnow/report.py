@@ -19,7 +19,7 @@ from .report_data import Run, columns, read_run, thin
 
 MAX_BYTES = 2_000_000
 MAX_POINTS = 500
-MAX_SAMPLES = 160
+MAX_SAMPLES = 300
 
 Card = dict[str, str]
 
@@ -172,7 +172,7 @@ def _comparison(runs: Sequence[Run]) -> dict[str, Any]:
         values = [measure(run) for run in runs]
         known = [v * better for v in values if v is not None]
         for cells, value in zip(rows, values, strict=True):
-            best = bool(better and value is not None and len(known) > 1 and value * better == max(known))
+            best = bool(better and value is not None and len(set(known)) > 1 and value * better == max(known))
             cells.append({"text": "–" if value is None else text(value), "best": best})
     return {"head": [name for name, *_ in measures], "rows": rows}
 
@@ -239,7 +239,7 @@ def _first_to_last(values: Sequence[float]) -> str:
 def count_text(n: float) -> str:
     """A count a person can read: 950, 12.3 k, 4.56 M, 7.89 G."""
     for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if n >= size:
+        if n >= 0.9995 * size:
             return f"{n / size:.3g} {unit}" if n < 999.5 * size else f"{n / size:,.0f} {unit}"
     return f"{n:.0f}"
 

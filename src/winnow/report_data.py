@@ -35,13 +35,9 @@ SAMPLE_KEYS = (
 MAX_TEXT = 4_000
 """Characters kept of a prompt or completion."""
 
-_BIDI = dict.fromkeys((*range(0x202A, 0x202F), *range(0x2066, 0x206A), 0x200E, 0x200F, 0x061C))
-_INVISIBLE = (
-    {code: chr(0x2400 + code) for code in range(32) if chr(code) not in "\n\t"}
-    | {0x7F: "\u2421", 0xFEFF: "\\ufeff"}
-    | {code: f"\\x{code:02x}" for code in range(0x80, 0xA0)}
-    | {code: f"\\u{code:04x}" for code in _BIDI}
-)
+_CONTROL = [code for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\n\t"]
+_DIRECTION = [0x061C, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A), 0xFEFF]
+_INVISIBLE = {code: f"\\x{code:02x}" for code in _CONTROL} | {code: f"\\u{code:04x}" for code in _DIRECTION}
 
 
 @dataclass
@@ -189,7 +185,7 @@ def _read_ledger(path: Path, run: Run) -> None:
     for row in run.rows:
         booked = by_step.get(int(row["step"]))
         if booked:
-            row.update({f"tokens/{fate}": float(n) for fate, n in booked.items()})
+            row.update(dict.fromkeys(fates, 0.0) | {f"tokens/{fate}": float(n) for fate, n in booked.items()})
 
 
 def _thin_samples(lines: Iterator[dict[str, Any]], limit: int) -> list[dict[str, Any]]:

@@ -19,7 +19,7 @@ const charts = (() => {
       return String(+(value / by).toPrecision(3)) + unit;
     }
     if (size === 0) return "0";
-    return size < 1e-3 ? value.toExponential(1).replace(/\.0e/, "e") : String(+value.toPrecision(3));
+    return size < 1e-3 ? value.toExponential(1).replace(/\.0e/, "e") : String(+value.toPrecision(4));
   }
 
   /** Seconds -> "45s", "3m20", "2h05". */
@@ -37,13 +37,22 @@ const charts = (() => {
   const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
   const faded = (hex, alpha) => hex + Math.round(alpha * 255).toString(16).padStart(2, "0");
 
-  /** Mean over a centred window, so that a curve is smoothed without being delayed. */
+  const percent = (value) => (value == null ? "–" : `${+(100 * value).toPrecision(3)}%`);
+
+  /** Mean under a centred triangular window, so that a curve is smoothed without being delayed. */
   function smoothed(values) {
-    const half = Math.max(1, Math.round(values.length / 60));
+    const half = Math.max(2, Math.round(values.length / 40));
     return values.map((value, i) => {
       if (value === null) return null;
-      const near = values.slice(Math.max(0, i - half), i + half + 1).filter((v) => v !== null);
-      return near.reduce((a, b) => a + b, 0) / near.length;
+      let sum = 0;
+      let weight = 0;
+      for (let j = Math.max(0, i - half); j <= Math.min(values.length - 1, i + half); j++) {
+        if (values[j] === null) continue;
+        const w = half + 1 - Math.abs(i - j);
+        sum += w * values[j];
+        weight += w;
+      }
+      return sum / weight;
     });
   }
 
@@ -62,7 +71,7 @@ const charts = (() => {
 
   function xAxis() {
     return {
-      stroke: color("faint"), font: "11px system-ui", size: 30, gap: 4, space: 56,
+      stroke: color("faint"), font: "11px system-ui", size: 24, gap: 4, space: 56,
       grid: { stroke: color("grid"), width: 1 }, ticks: { show: false },
       values: (_, ticks) => ticks.map((t) => AXES[axis].format(t)),
     };
@@ -84,7 +93,7 @@ const charts = (() => {
       const span = high - low || Math.abs(high) || 1;
       const bottom = low >= 0 && (spec.zero || spec.stacked || low < 0.6 * high) ? 0 : low - 0.08 * span;
       const top = high + 0.08 * (high - bottom || span);
-      return [bottom, spec.share ? Math.min(1, Math.max(top, 0.1)) : top];
+      return [bottom, spec.share ? Math.min(1, top) : top];
     };
   }
 
@@ -113,7 +122,7 @@ const charts = (() => {
         init: (u) => u.root.parentElement.append(box),
         setCursor: (u) => {
           const i = u.cursor.idx;
-          const shown = i == null || u.cursor.left < 0 ? [] : entries.filter((e) => e.values[i] != null);
+          const shown = i == null || u.cursor.left < 0 ? [] : entries.filter((e) => e.values[i] != null && (!e.part || e.values[i] > 0));
           box.hidden = !shown.length;
           if (box.hidden) return;
           const title = document.createElement("b");
@@ -158,7 +167,8 @@ const charts = (() => {
   /** The same for stacked areas: painted from the top of the stack down, each over the one above it. */
   function stack(curves) {
     const [x, ...columns] = select(curves[0].table, curves.map((c) => c.key));
-    const used = curves.map((c, n) => ({ ...c, values: columns[n].map((v) => v ?? 0) })).filter((c) => c.values.some((v) => v > 0));
+    const smooth = (values) => (smoothing && x.length > 40 ? smoothed(values) : values);
+    const used = curves.map((c, n) => ({ ...c, values: smooth(columns[n].map((v) => v ?? 0)) })).filter((c) => c.values.some((v) => v > 0));
     const tops = [];
     used.forEach((c, n) => tops.push(c.values.map((v, i) => v + (n ? tops[n - 1][i] : 0))));
     const series = [{}];
@@ -168,7 +178,7 @@ const charts = (() => {
       series.push({ stroke: fill, fill, width: 0.5, points: { show: false } });
       data.push(tops[n]);
     }
-    const entries = used.map((c) => ({ name: c.name, color: color(c.color), values: c.values })).reverse();
+    const entries = used.map((c) => ({ name: c.name, color: color(c.color), values: c.values, part: true })).reverse();
     return { series, data, entries };
   }
 
@@ -204,7 +214,7 @@ const charts = (() => {
 
   const redraw = () => live.forEach((chart) => chart.draw());
   return {
-    mount, redraw, compact, duration, AXES,
+    mount, redraw, compact, duration, percent,
     setAxis: (name) => { axis = name; redraw(); },
     setSmoothing: (on) => { smoothing = on; redraw(); },
   };

@@ -33,16 +33,16 @@
     { id: "tokens", title: "Where every token went", wide: true, charts: [
       ["Sampled tokens a step, by fate", { stacked: true, height: 250,
         keys: data.fates.filter((f) => f !== "void" && f !== "skipped").map((f) => [`tokens/${f}`, f, f]) }],
-      ["Groups without signal", { stacked: true, share: true, height: 250,
-        keys: [["frac_zero_hard", "hard: all equal, below the maximum", "hard"], ["frac_zero_easy", "easy: all at the maximum", "easy"]] }],
+      ["Groups without signal", { stacked: true, share: true, format: charts.percent, height: 250,
+        keys: [["frac_zero_hard", "hard (below the maximum)", "hard"], ["frac_zero_easy", "easy (at the maximum)", "easy"]] }],
     ] },
     { id: "groups", title: "Groups and completions", charts: [
-      ["Groups without signal", { several: true, share: true, keys: [["frac_reward_zero_std", "zero variance"]] }],
+      ["Groups without signal", { several: true, share: true, format: charts.percent, keys: [["frac_reward_zero_std", "zero variance"]] }],
       ["Group size", { zero: true, keys: [["groups/size_mean", "rollouts a group"]] }],
       ["Groups that were trained on", { zero: true, keys: [["groups/effective", "effective groups"]] }],
       ["Reward spread within groups", { zero: true, keys: [["reward_std", "standard deviation"]] }],
       ["Completion length", { zero: true, keys: [["completions/mean_length", "mean"], ["completions/max_length", "maximum"]] }],
-      ["Completions cut at the limit", { share: true, zero: true, keys: [["completions/clipped_ratio", "share"]] }],
+      ["Completions cut at the limit", { share: true, format: charts.percent, zero: true, keys: [["completions/clipped_ratio", "share"]] }],
       ["Length in the evaluation", { evals: true, points: true, zero: true, keys: [["eval/mean_length", "mean length"]] }],
     ] },
     { id: "update", title: "Update", charts: [
@@ -52,7 +52,7 @@
       ["Learning rate", { zero: true, keys: [["learning_rate", "set"], ["effective_learning_rate", "effective"]] }],
       ["Loss", { keys: [["loss", "loss"]] }],
       ["Importance ratio", { keys: [["sampling/importance_sampling_ratio/mean", "mean"]] }],
-      ["Clipped tokens", { zero: true, keys: [["clip_ratio/region_mean", "all"], ["clip_ratio/low_mean", "low"], ["clip_ratio/high_mean", "high"]] }],
+      ["Clipped tokens", { zero: true, format: charts.percent, keys: [["clip_ratio/region_mean", "all"], ["clip_ratio/low_mean", "low"], ["clip_ratio/high_mean", "high"]] }],
     ] },
     { id: "time", title: "Time", charts: [
       ["Tokens per second", { zero: true, keys: [["tokens_per_second", "tokens/s"]] }],
@@ -132,30 +132,31 @@
     const missing = wanted.filter((c) => !drawn.includes(c)).map(([title]) => title);
     const node = section(plan.id, plan.title,
       drawn.length ? el("div", { class: plan.wide ? "grid wide" : "grid" }, ...drawn.map(([t, s]) => chartCard(t, s, mounts))) : null,
-      missing.length ? el("p", { class: "soft below" }, `Not logged by ${several ? "these runs" : "this run"}: ${missing.join(", ")}.`) : null);
+      missing.length ? el("p", { class: "soft below" }, `Not logged by ${several ? "these runs" : "this run"}: ${missing.join(" · ")}.`) : null);
     if (drawn.some(([, s]) => s.stacked)) node.firstChild.append(picker() || "");
     return node;
   }
 
   function stackBar(run) {
     const total = data.fates.reduce((sum, f) => sum + (run.tokens[f] || 0), 0);
-    if (!total) return el("p", { class: "soft" }, `${several ? `${run.name}: ` : ""}no tokens are booked by fate.`);
+    if (!total) return el("p", { class: "soft" }, `${several ? `${run.name}: n` : "N"}o tokens are booked by fate.`);
     const fates = data.fates.filter((f) => run.tokens[f] > 0);
     const share = (f) => (100 * run.tokens[f]) / total;
     const percent = (v) => (v >= 0.95 ? `${v.toFixed(v < 9.95 ? 1 : 0)}%` : "<1%");
     return el("div", {},
-      el("div", { class: "stackname" }, el("b", { dir: "auto" }, several ? run.name : "The whole run"), el("span", { class: "soft" }, `${charts.compact(total)} tokens`)),
+      el("div", { class: "stackname" }, el("b", { dir: "auto" }, several ? run.name : "The whole run"), el("span", { class: "soft" }, `${charts.compact(total)} tokens${run.tokens.void > 0 ? ", void included" : ""}`)),
       el("div", { class: "stack", role: "img", "aria-label": fates.map((f) => `${f} ${percent(share(f))}`).join(", ") },
         ...fates.map((f) => el("div", { class: f, style: `flex:${share(f)} 1 0`, swatch: f, title: `${f}: ${charts.compact(run.tokens[f])} tokens, ${percent(share(f))}` },
           share(f) >= 7 ? percent(share(f)) : ""))),
-      el("div", { class: "legend below" }, ...fates.map((f) => key(`${f}${f === "void" ? " (lost to a restart)" : ""} ${percent(share(f))}`, f))));
+      el("div", { class: "legend below" }, ...fates.map((f) => key(`${f} ${percent(share(f))}`, f))));
   }
 
-  function table(head, rows, first) {
-    return el("div", { class: "scroll" }, el("table", {},
+  /** `kind` is how it fits a phone: "cards" makes a block of each row, "narrow" leaves out the prompt tokens. */
+  function table(head, rows, first, kind) {
+    return el("div", { class: "scroll" }, el("table", { class: kind },
       el("thead", {}, el("tr", {}, ...head.map((h) => el("th", {}, h)))),
-      el("tbody", {}, ...rows.map((row, n) => el("tr", {}, el("td", {}, first(row, n)), ...row.slice(1).map((cell) =>
-        el("td", { class: cell.best ? "best" : false }, cell.text ?? cell)))))));
+      el("tbody", {}, ...rows.map((row, n) => el("tr", {}, el("td", {}, first(row, n)), ...row.slice(1).map((cell, i) =>
+        el("td", { class: cell.best ? "best" : false, "data-label": head[i + 1] }, cell.text ?? cell)))))));
   }
 
   function totalsCard() {
@@ -163,7 +164,7 @@
     const show = () => {
       const { totals } = runs[focus];
       const name = (row) => (data.fates.includes(row[0]) ? key(row[0], row[0]) : row[0].replace("_", " "));
-      box.replaceChildren(totals ? table(totals.head, totals.rows, name) : el("p", { class: "soft" }, "No ledger, so no table of totals."));
+      box.replaceChildren(totals ? table(totals.head, totals.rows, name, "narrow") : el("p", { class: "soft" }, "No ledger, so no table of totals."));
     };
     onFocus.push(show);
     show();
@@ -182,18 +183,18 @@
     const pairs = (list) => el("div", { class: "config" }, ...list.flatMap(([k, v]) => [el("span", {}, k), el("span", { dir: "auto" }, v)]));
     const differing = Object.entries(data.differences);
     return section("config", "Configuration", el("div", { class: "card" },
-      several && differing.length ? table(["differs in", ...runs.map((r) => r.name)], differing.map(([k, v]) => [k, ...v]), (row) => row[0]) : null,
+      several && differing.length ? table(["differs in", ...runs.map((r) => r.name)], differing.map(([k, v]) => [k, ...v]), (row) => row[0], "cards") : null,
       several && !differing.length ? el("p", { class: "soft" }, "The runs have the same configuration.") : null,
       ...runs.map((run) => run.config.length
-        ? el("details", { open: false }, el("summary", { dir: "auto" }, several ? run.name : `All ${run.config.length} settings`), pairs(run.config))
-        : el("p", { class: "soft" }, `${several ? `${run.name}: ` : ""}no configuration to show.`))));
+        ? el("details", {}, el("summary", { dir: "auto" }, several ? run.name : `All ${run.config.length} settings`), pairs(run.config))
+        : el("p", { class: "soft" }, `${several ? `${run.name}: n` : "N"}o configuration to show.`))));
   }
 
   function comparison() {
     if (!data.comparison) return null;
     const { head, rows } = data.comparison;
     return el("div", { class: "card", style: "margin-top:20px" },
-      table(["run", ...head], rows.map((row, n) => [runs[n].name, ...row]), (row, n) => key(row[0], runColor(n))));
+      table(["run", ...head], rows.map((row, n) => [runs[n].name, ...row]), (row, n) => key(row[0], runColor(n)), "cards"));
   }
 
   function toolbar() {
@@ -202,9 +203,9 @@
         buttons.forEach((b) => b.setAttribute("aria-pressed", b === e.currentTarget));
         pick(value);
       } }, name));
-      return el("span", { class: "seg" }, label, el("div", { role: "group", "aria-label": label || "Smoothing" }, ...buttons));
+      return el("span", { class: "seg" }, el("span", { class: "hint" }, label), el("div", { role: "group", "aria-label": label || "Smoothing" }, ...buttons));
     };
-    const titles = [...document.querySelectorAll("section")].map((s) => [s.id, s.querySelector("h2").textContent]);
+    const titles = [...document.querySelectorAll("section")].map((s) => [s.id, s.id[0].toUpperCase() + s.id.slice(1)]);
     const chips = several ? el("div", { class: "legend" }, ...runs.map((r, n) => el("label", { class: "key" },
       el("input", { type: "checkbox", checked: "", onchange: (e) => { e.target.checked ? hidden.delete(n) : hidden.add(n); charts.redraw(); } }),
       key(r.name, runColor(n))))) : null;

@@ -1,0 +1,456 @@
+"""The ledger: exactly-once booking, the cut of a checkpoint, and what happens to work after it."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from winnow.ledger import Ledger, LedgerError, zero_variance_kind
+from winnow.types import Fate, Group, Prompt, Rollout, Verdict, Visit
+
+ALL_FATES = [fate for fate in Fate if fate != Fate.SKIPPED]
+
+
+def visit(number: int, verdict: Verdict | None = None) -> Visit:
+    return Visit(number, number // 10, Prompt(f"p{number % 10}", number % 10, "text"), verdict or Verdict(True))
+
+
+def rollout(sibling: int, fate: Fate | None = Fate.TRAINED, reward: float | None = 1.0, version: int = 0) -> Rollout:
+    """Seven tokens, of which two are the environment's; sampled by `version` and the one after."""
+    mask = np.array([1, 1, 1, 0, 0, 1, 1], bool)
+    versions = np.where(mask, version, -1).astype(np.int32)
+    versions[-1] += 1
+    reward = None if fate in (Fate.FAILED, Fate.PRUNED) else reward
+    tokens, logp = np.arange(7), np.zeros(7, np.float32)
+    return Rollout(sibling, (1, 2, 3), tokens, mask, logp, versions, reward=reward, fate=fate, seconds=0.25)
+
+
+def group(number: int, fates: list[Fate], rewards: list[float | None] | None = None) -> Group:
+    rewards = rewards or [float(i % 2) for i in range(len(fates))]
+    return Group(visit(number), [rollout(i, f, r) for i, (f, r) in enumerate(zip(fates, rewards, strict=True))])
+
+
+def book_step(ledger: Ledger, step: int, *, visits: int = 2, late: int = 0) -> None:
+    """Dispatch `visits`, finish them all, except that each is finished `late` steps after it was dispatched."""
+    ledger.visit([visit(step * visits + i) for i in range(visits)], step=step, version=step)
+    for i in range(visits):
+        if step >= late:
+            ledger.finish(group((step - late) * visits + i, [Fate.TRAINED] * 3), step=step)
+    ledger.step(step, seconds={"generate": 0.1}, metrics={"reward": 0.5 * step, "step_time": 0.1}, version=step)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "ledger.sqlite"
+
+
+@pytest.fixture
+def ledger(path: Path) -> Iterator[Ledger]:
+    with Ledger.open(path) as opened:
+        yield opened
+
+
+def row(path: Path, query: str) -> tuple[object, ...]:
+    with sqlite3.connect(path) as db:
+        return db.execute(query).fetchone()
+
+
+def test_everything_about_a_group_is_kept(ledger: Ledger, path: Path) -> None:
+    ledger.visit([visit(0)], step=3, version=2)
+    done = group(0, [Fate.TRAINED, Fate.PRUNED, Fate.TRAINED], [0.0, None, 0.5])
+    done.rollouts[0].rewards = {"format": 0.1, "correct": None, "broken": float("nan")}
+    done.rollouts[0].stop_reason = "eos"
+    done.rollouts[0].survival_p = 0.5
+    done.rollouts[0].reason = "\ud800"
+    ledger.finish(done, step=4)
+    assert row(path, "SELECT visit, step, version, epoch, prompt_id, ordinal FROM visits") == (0, 3, 2, 0, "p0", 0)
+    query = "SELECT visit, step, fate, group_size, mean_reward, zero_variance FROM outcomes"
+    assert row(path, query) == (0, 4, "trained", 3, 0.25, "none")
+    query = (
+        "SELECT visit, sibling, step, fate, reason, prompt_tokens, tokens, env_tokens, reward, rewards FROM rollouts"
+    )
+    rewards = '{"broken": null, "correct": null, "format": 0.1}'
+    assert row(path, query) == (0, 0, 4, "trained", "\\ud800", 3, 5, 2, 0.0, rewards)
+    query = "SELECT first_version, last_version, seconds, stop_reason, survival_p FROM rollouts"
+    assert row(path, query) == (0, 1, 0.25, "eos", 0.5)
+
+
+def test_rollout_without_a_sampled_token_has_no_version(ledger: Ledger, path: Path) -> None:
+    ledger.visit([visit(0)], step=0, version=0)
+    nothing = Rollout(0, (1,), np.zeros(0, np.int64), np.zeros(0, bool), np.zeros(0), np.zeros(0, np.int32))
+    nothing.fate = Fate.FAILED
+    ledger.finish(Group(visit(0), [nothing]), step=0)
+    assert row(path, "SELECT tokens, first_version, last_version FROM rollouts") == (0, None, None)
+
+
+@pytest.mark.parametrize(
+    ("rewards", "maximum", "kind"),
+    [
+        ([1.0, 1.0], 1.0, "easy"),
+        ([1.0, 1.0 - 1e-9], 1.0, "easy"),
+        ([0.0, 0.0], 1.0, "hard"),
+        ([0.1, 0.1, 0.1], 1.0, "hard"),
+        ([0.0, 0.1], 1.0, "none"),
+        ([0.0, 2e-8], 1.0, "none"),
+        ([1.1, 1.1], 1.1, "easy"),
+        ([1.0, 1.0], 1.1, "hard"),
+        ([1.0], 1.0, None),
+        ([], 1.0, None),
+    ],
+)
+def test_zero_variance_kind(rewards: list[float], maximum: float, kind: str | None) -> None:
+    assert zero_variance_kind(rewards, maximum) == kind
+
+
+def test_maximum_reward_of_the_run_decides_easy(path: Path) -> None:
+    with Ledger.open(path) as ledger:
+        ledger.set_meta("max_reward", "2.5")
+    with Ledger.open(path) as ledger:
+        ledger.visit([visit(0), visit(1)], step=0, version=0)
+        ledger.finish(group(0, [Fate.FILTERED] * 2, [1.0, 1.0]), step=0)
+        ledger.finish(group(1, [Fate.FILTERED] * 2, [2.5, 2.5]), step=0)
+        assert ledger.get_meta("max_reward") == "2.5"
+        assert ledger.get_meta("absent", "x") == "x"
+    with sqlite3.connect(path) as db:
+        assert db.execute("SELECT zero_variance FROM outcomes ORDER BY visit").fetchall() == [("hard",), ("easy",)]
+
+
+def test_fate_of_a_visit_is_the_furthest_of_its_members(ledger: Ledger, path: Path) -> None:
+    cases = [
+        ([Fate.FAILED, Fate.TRAINED], "trained"),
+        ([Fate.FILTERED, Fate.STALE], "stale"),
+        ([Fate.PRUNED, Fate.SURPLUS, Fate.FAILED], "surplus"),
+        ([Fate.FAILED, Fate.FILTERED, Fate.PRUNED], "filtered"),
+        ([Fate.CUT, Fate.FAILED], "cut"),
+        ([Fate.FAILED, Fate.PRUNED], "pruned"),
+        ([Fate.FAILED, Fate.FAILED], "failed"),
+    ]
+    ledger.visit([visit(i) for i in range(len(cases))], step=0, version=0)
+    for number, (fates, _) in enumerate(cases):
+        ledger.finish(group(number, fates), step=0)
+    with sqlite3.connect(path) as db:
+        assert [f for (f,) in db.execute("SELECT fate FROM visit_fates ORDER BY visit")] == [want for _, want in cases]
+
+
+def test_reason_is_that_of_the_members_that_decided(ledger: Ledger, path: Path) -> None:
+    ledger.visit([visit(0), visit(1, Verdict(False, "solved twice", 0.25))], step=0, version=0)
+    done = group(0, [Fate.FAILED, Fate.FILTERED])
+    done.rollouts[0].reason, done.rollouts[1].reason = "timeout", "one survivor"
+    ledger.finish(done, step=0)
+    with sqlite3.connect(path) as db:
+        found = db.execute("SELECT fate, reason FROM visit_fates ORDER BY visit").fetchall()
+        assert found == [("filtered", "one survivor"), ("skipped", "solved twice")]
+        assert db.execute("SELECT keep, probability FROM visits WHERE visit = 1").fetchone() == (0, 0.25)
+
+
+def test_in_flight_until_finished(ledger: Ledger) -> None:
+    ledger.visit([visit(0), visit(1), visit(2, Verdict(False, "easy"))], step=0, version=0)
+    assert ledger.in_flight() == [0, 1]
+    ledger.finish(group(1, [Fate.TRAINED]), step=0)
+    assert ledger.in_flight() == [0]
+    assert ledger.totals()["in_flight"]["visits"] == 1
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        (rollout(1, None), r"visit 0, sibling 1: .*needs a fate other than skipped, got None"),
+        (rollout(1, Fate.SKIPPED), "needs a fate other than skipped"),
+        (rollout(0), r"same sibling twice in \[0, 0\]"),
+        (rollout(1, Fate.TRAINED, float("nan")), "reward nan is not finite"),
+        (rollout(1, Fate.CUT, float("-inf")), "reward -inf is not finite"),
+        (rollout(1, Fate.TRAINED, None), "trained without a reward"),
+    ],
+)
+def test_bad_group_is_refused_whole(ledger: Ledger, bad: Rollout, message: str) -> None:
+    ledger.visit([visit(0)], step=0, version=0)
+    with pytest.raises(ValueError, match=message):
+        ledger.finish(Group(visit(0), [rollout(0), bad]), step=0)
+    assert ledger.in_flight() == [0]
+    assert ledger.totals()["trained"]["rollouts"] == 0
+
+
+@pytest.mark.parametrize("fate", [Fate.FAILED, Fate.PRUNED])
+def test_what_failed_has_no_reward(ledger: Ledger, fate: Fate) -> None:
+    ledger.visit([visit(0)], step=0, version=0)
+    failed = rollout(0, fate)
+    failed.reward = 0.0
+    with pytest.raises(ValueError, match=rf"fate {fate} with reward 0.0; its reward must be None"):
+        ledger.finish(Group(visit(0), [failed]), step=0)
+
+
+def test_nothing_is_booked_twice(ledger: Ledger) -> None:
+    ledger.visit([visit(0), visit(1, Verdict(False))], step=0, version=0)
+    ledger.finish(group(0, [Fate.TRAINED]), step=0)
+    ledger.step(0, seconds={}, metrics={})
+    before = ledger.digest()
+    with pytest.raises(ValueError, match=r"visit 0: already finished; its fate is trained, since step 0"):
+        ledger.finish(group(0, [Fate.FILTERED]), step=1)
+    with pytest.raises(ValueError, match="visit 1: already finished; its fate is skipped"):
+        ledger.finish(group(1, [Fate.TRAINED]), step=1)
+    with pytest.raises(ValueError, match="visit 7: never dispatched"):
+        ledger.finish(group(7, [Fate.TRAINED]), step=1)
+    with pytest.raises(ValueError, match="visit 8: a group without rollouts"):
+        ledger.finish(Group(visit(8), []), step=1)
+    with pytest.raises(ValueError, match=r"step 1: visit 0 booked before"):
+        ledger.visit([visit(2), visit(0)], step=1, version=0)
+    with pytest.raises(ValueError, match="step 0: already booked"):
+        ledger.step(0, seconds={}, metrics={})
+    with pytest.raises(ValueError, match="seconds must be finite"):
+        ledger.step(1, seconds={"generate": -1.0}, metrics={})
+    assert ledger.digest() == before
+    assert ledger.in_flight() == []
+
+
+def test_totals_equal_a_count_by_hand(ledger: Ledger) -> None:
+    draw = random.Random(0)
+    want = {fate: {"visits": 0, "rollouts": 0, "tokens": 0, "prompt_tokens": 0} for fate in Fate}
+    for number in range(200):
+        keep = draw.random() < 0.8
+        ledger.visit([visit(number, Verdict(keep))], step=0, version=0)
+        if not keep:
+            want[Fate.SKIPPED]["visits"] += 1
+            continue
+        fates = draw.choices(ALL_FATES, k=draw.randrange(1, 5))
+        ledger.finish(group(number, fates), step=0)
+        order = ["trained", "stale", "surplus", "filtered", "cut", "pruned", "failed"]
+        want[min(fates, key=order.index)]["visits"] += 1
+        for fate in fates:
+            for key, n in (("rollouts", 1), ("tokens", 5), ("prompt_tokens", 3)):
+                want[fate][key] += n
+    ledger.evaluation(0, 16, 160, 1.5)
+    ledger.evaluation(5, rollouts=16, tokens=140, seconds=1.0)
+    totals = ledger.totals()
+    for fate in Fate:
+        assert {k: totals[fate][k] for k in want[fate]} == want[fate]
+        assert totals[fate]["seconds"] == 0.25 * want[fate]["rollouts"]
+    assert totals["evaluation"] == {"visits": 0, "rollouts": 32, "prompt_tokens": 0, "tokens": 300, "seconds": 2.5}
+    by_step = ledger.tokens_by_step()
+    assert by_step == {0: {f.value: want[f]["tokens"] for f in ALL_FATES}}
+    assert ledger.audit().ok
+
+
+def test_rollback_voids_what_came_after_and_reopens_what_was_in_flight(ledger: Ledger) -> None:
+    for step in range(3):
+        book_step(ledger, step, late=1)  # visits of step 2 are in flight: 4 and 5
+    mark = json.loads(json.dumps(ledger.mark()))
+    at_mark = ledger.digest()
+    assert ledger.in_flight() == [4, 5]
+    book_step(ledger, 3, late=1)
+    ledger.evaluation(3, 8, 80, 0.1)
+    assert ledger.in_flight() == [6, 7]
+    done = ledger.rollback(mark, reason="killed")
+    assert done["restart"] == 1
+    assert done["in_flight"] == [4, 5] == ledger.in_flight()
+    assert done["voided"] == {"visits": 2, "outcomes": 2, "rollouts": 6, "steps": 1, "evaluations": 1}
+    assert ledger.digest() == at_mark
+    void = ledger.totals()["void"]
+    assert (void["visits"], void["rollouts"], void["tokens"]) == (2, 6, 30)
+    audit = ledger.audit()
+    assert audit.ok, audit.problems
+    assert (audit.restarts, audit.in_flight, audit.visits) == (1, 2, 6)
+
+
+def test_resumed_run_has_the_digest_of_an_uninterrupted_one(tmp_path: Path) -> None:
+    with Ledger.open(tmp_path / "straight.sqlite") as straight:
+        for step in range(6):
+            book_step(straight, step, late=1)
+        want = straight.digest()
+    for cut in range(1, 6):
+        for lost in range(3):
+            with Ledger.open(tmp_path / f"{cut}-{lost}.sqlite") as resumed:
+                for step in range(cut):
+                    book_step(resumed, step, late=1)
+                mark = resumed.mark()
+                for step in range(cut, cut + lost):
+                    book_step(resumed, step, late=1)
+            with Ledger.open(tmp_path / f"{cut}-{lost}.sqlite") as resumed:
+                for _ in range(2):  # the second as if the restart itself had crashed
+                    resumed.rollback(mark, reason="killed")
+                for step in range(cut, 6):
+                    book_step(resumed, step, late=1)
+                assert resumed.digest() == want, (cut, lost)
+                assert resumed.audit().ok
+
+
+def test_digest_knows_everything_but_the_wall_clock(tmp_path: Path) -> None:
+    def digest(name: str, seconds: float, **changes: float) -> str:
+        with Ledger.open(tmp_path / name) as ledger:
+            ledger.visit([visit(0)], step=0, version=0)
+            done = group(0, [Fate.TRAINED], [changes.get("reward", 1.0)])
+            done.rollouts[0].seconds = seconds
+            ledger.finish(done, step=0)
+            metrics = {"loss": changes.get("loss", 0.5), "seconds_total": seconds, "tokens_per_second": 1 / seconds}
+            ledger.step(0, seconds={"generate": seconds}, metrics=metrics | {"step_time": seconds})
+            ledger.evaluation(0, 1, int(changes.get("tokens", 10)), seconds)
+            ledger.set_meta("run_id", name)
+            return ledger.digest()
+
+    base = digest("a", 0.1)
+    assert digest("b", 0.2) == base
+    others = [digest("c", 0.1, reward=0.5), digest("d", 0.1, loss=0.25), digest("e", 0.1, tokens=11)]
+    assert len({base, *others}) == 4
+
+
+def test_marks_are_of_what_counts_also_after_a_rollback(path: Path) -> None:
+    with Ledger.open(path) as ledger:
+        book_step(ledger, 0)
+        first = ledger.mark()
+        assert ledger.mark() == first, "nothing new was booked"
+        book_step(ledger, 1)
+        second = ledger.mark()
+        assert second["visits"]["rows"] == 4
+        book_step(ledger, 2)
+        ledger.rollback(second, reason="killed")
+        assert ledger.mark() == second
+        book_step(ledger, 2)
+        third = ledger.mark()
+    with Ledger.open(path) as ledger:
+        assert ledger.mark() == third
+        ledger.rollback(first, reason="the last two checkpoints are damaged")
+        assert ledger.in_flight() == []
+        with pytest.raises(LedgerError, match="visits has 2 of the 6 rows"):
+            ledger.rollback(third, reason="of a history that is void")
+        assert ledger.audit().ok
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        ("DELETE FROM rollouts WHERE visit = 1 AND sibling = 2", "rollouts has 5 of the 6 rows"),
+        ("UPDATE rollouts SET reward = 0.25 WHERE visit = 1", "the 6 rows of rollouts have other contents"),
+        ("UPDATE outcomes SET fate = 'filtered' WHERE visit = 0", "the 2 rows of outcomes have other contents"),
+        ("DELETE FROM steps", "steps has 0 of the 1 rows"),
+    ],
+)
+def test_rollback_refuses_a_ledger_that_is_not_the_checkpoints(path: Path, damage: str, message: str) -> None:
+    with Ledger.open(path) as ledger:
+        book_step(ledger, 0)
+        mark = ledger.mark()
+        book_step(ledger, 1)
+    with sqlite3.connect(path) as db:
+        db.execute(damage)
+    with Ledger.open(path) as ledger:
+        before = ledger.digest()
+        with pytest.raises(LedgerError, match=f"{message}.*Resume from another checkpoint"):
+            ledger.rollback(mark, reason="killed")
+        assert ledger.digest() == before
+        with pytest.raises(LedgerError, match="not a mark of the ledger"):
+            ledger.rollback({"rows": 3}, reason="killed")
+
+
+def test_new_ledger_does_not_pass_for_a_lost_one(path: Path) -> None:
+    with Ledger.open(path) as ledger:
+        book_step(ledger, 0)
+        mark = ledger.mark()
+    path.unlink()
+    with Ledger.open(path) as ledger, pytest.raises(LedgerError, match="visits has 0 of the 2 rows"):
+        ledger.rollback(mark, reason="killed")
+
+
+def test_kill_loses_nothing_that_was_booked(path: Path) -> None:
+    code = (
+        "import os, signal, sys; from pathlib import Path; sys.path.insert(0, sys.argv[2]); import test_ledger as t\n"
+        "ledger = t.Ledger.open(sys.argv[1])\n"
+        "t.book_step(ledger, 0); print(__import__('json').dumps(ledger.mark()), flush=True)\n"
+        "t.book_step(ledger, 1); ledger.visit([t.visit(4)], step=2, version=2); os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    command = [sys.executable, "-c", code, str(path), str(Path(__file__).parent)]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=60, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    with Ledger.open(path, read_only=True) as ledger:
+        assert (ledger.audit().ok, ledger.audit().visits, ledger.in_flight()) == (True, 5, [4])
+    with Ledger.open(path) as ledger:
+        assert ledger.rollback(json.loads(done.stdout), reason="killed")["voided"]["visits"] == 3
+        assert ledger.audit().ok
+
+
+def test_mark_alone_survives_without_the_write_ahead_log(path: Path, tmp_path: Path) -> None:
+    with Ledger.open(path) as ledger:
+        book_step(ledger, 0)
+        mark = ledger.mark()
+        book_step(ledger, 1)
+        shutil.copy(path, tmp_path / "copy.sqlite")  # the main file only, as after a lost log
+    with Ledger.open(tmp_path / "copy.sqlite") as copy:
+        assert copy.rollback(mark, reason="the log is lost")["voided"]["visits"] == 0
+
+
+def test_read_only_never_writes(path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="no such ledger"):
+        Ledger.open(path, read_only=True)
+    with Ledger.open(path) as ledger:
+        book_step(ledger, 0)
+    before = path.read_bytes()
+    with Ledger.open(path, read_only=True) as reader:
+        assert reader.audit().ok
+        with pytest.raises(LedgerError, match="cannot write"):
+            reader.visit([visit(9)], step=9, version=9)
+    assert path.read_bytes() == before
+    assert [p.name for p in path.parent.iterdir()] == [path.name]
+
+
+def test_reader_sees_a_run_that_is_going_on(path: Path) -> None:
+    with Ledger.open(path) as writer:
+        book_step(writer, 0)
+        with Ledger.open(path, read_only=True) as reader:
+            assert reader.audit().visits == 2
+            book_step(writer, 1)
+            writer.mark()
+            assert reader.audit().visits == 4
+
+
+def test_second_writer_is_told(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("winnow.ledger_file.BUSY_TIMEOUT_S", 0.05)
+    with Ledger.open(path) as one, Ledger.open(path) as two:
+        one._db.execute("BEGIN IMMEDIATE")
+        with pytest.raises(LedgerError, match=r"cannot write: database is locked. Is another process"):
+            two.visit([visit(0)], step=0, version=0)
+        one._db.execute("ROLLBACK")
+        two.visit([visit(0)], step=0, version=0)
+        assert one.in_flight() == [0]
+
+
+def test_files_that_are_no_ledger_are_refused(tmp_path: Path) -> None:
+    def refused(name: str, message: str, *, read_only: bool = False) -> None:
+        with pytest.raises(LedgerError, match=message):
+            Ledger.open(tmp_path / name, read_only=read_only)
+
+    (tmp_path / "text").write_text("hello " * 400)
+    refused("text", "text: damaged or not an SQLite file")
+    with sqlite3.connect(tmp_path / "other") as db:
+        db.execute("CREATE TABLE t (x)")
+    refused("other", "not a Winnow ledger")
+    (tmp_path / "empty").touch()
+    refused("empty", "is empty", read_only=True)
+    Ledger.open(tmp_path / "empty").close()
+    with sqlite3.connect(tmp_path / "empty") as db:
+        db.execute("PRAGMA user_version = 99")
+    refused("empty", r"newer Winnow \(ledger schema 99.*Upgrade")
+    (tmp_path / "folder").mkdir()
+    refused("folder", "cannot open")
+    with pytest.raises(FileNotFoundError, match="the folder does not exist"):
+        Ledger.open(tmp_path / "absent" / "ledger.sqlite")
+
+
+def test_damaged_pages_are_refused(path: Path) -> None:
+    with Ledger.open(path) as ledger:
+        for step in range(30):
+            book_step(ledger, step, visits=8)
+    whole = path.read_bytes()
+    for start, stop in ((len(whole) // 2, len(whole)), (8192, 16384)):
+        path.write_bytes(whole[:start] + (b"" if stop == len(whole) else bytes(stop - start)) + whole[stop:])
+        with pytest.raises(LedgerError, match="damaged"):
+            Ledger.open(path)
