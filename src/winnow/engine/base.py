@@ -84,7 +84,10 @@ class Engine(Protocol):
         ...
 
     def submit(self, requests: Iterable[Request]) -> None:
-        """Queue requests. Raises ValueError on a duplicate id, an empty or over-long prompt, or a token outside the vocabulary."""
+        """Queue requests, all or none.
+
+        Raises ValueError on a duplicate id, an empty or over-long prompt, or a token outside the vocabulary.
+        """
         ...
 
     def cancel(self, ids: Iterable[Hashable]) -> list[Finished]:

@@ -6,7 +6,7 @@ attention runs over chunks of neighbouring rows, each over only as many columns 
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -33,7 +33,7 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        self._new = {"dtype": dtype, "device": device}
+        self._new: dict[str, Any] = {"dtype": dtype, "device": device}
         self.capacity = 0
         self.keys = [torch.zeros(slots, heads, 0, size, **self._new) for (heads, size), _ in shapes]
         self.values = [torch.zeros(slots, heads, 0, size, **self._new) for _, (heads, size) in shapes]

@@ -55,7 +55,8 @@ class _SlotLayer(CacheLayerMixin):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        assert self.keys is not None and self.values is not None
+        assert self.keys is not None
+        assert self.values is not None
         n = len(self._rows)
         self.keys[self._rows, :, self._positions] = key_states[:, :, 0]
         self.values[self._rows, :, self._positions] = value_states[:, :, 0]
@@ -78,9 +79,7 @@ class HFBackend:
         parameters = inspect.signature(model.forward).parameters
         head = model.get_output_embeddings()
         if head is None or not {"position_ids", "past_key_values"} <= parameters.keys():
-            raise ValueError(
-                f"{type(model).__name__} takes no position_ids or has no lm_head: the engine cannot run it"
-            )
+            raise ValueError(f"{type(model).__name__} has no position_ids or lm_head: the engine cannot run it")
         self.device, self.dtype, self.vocab_size = device, dtype, vocab_size
         self._model = copy.deepcopy(model).to(device=device, dtype=dtype).eval().requires_grad_(False)
         for parameter in self._model.parameters():
@@ -112,7 +111,7 @@ class HFBackend:
         ids = torch.tensor(prompts, device=self.device)
         positions = torch.arange(ids.shape[1], device=self.device).expand_as(ids)
         last = self._forward(ids, past_key_values=cache, position_ids=positions)
-        layers = cache.layers
+        layers: list[Any] = cache.layers
         if any(not isinstance(layer.keys, torch.Tensor) or layer.keys.shape[2] != ids.shape[1] for layer in layers):
             raise ValueError(
                 f"{type(self._model).__name__} has no ordinary KV cache: the embedded engine cannot run it"
@@ -122,7 +121,9 @@ class HFBackend:
     def decode(self, tokens_N: torch.Tensor, positions_N: torch.Tensor, cache: KVCache, chunks: list[Chunk]) -> Output:
         columns = max(chunk.columns for chunk in chunks)
         cache.open(positions_N, 1)
-        layers = [_SlotLayer(k, v, positions_N, columns) for k, v in zip(cache.keys, cache.values, strict=True)]
+        layers: list[Any] = [
+            _SlotLayer(k, v, positions_N, columns) for k, v in zip(cache.keys, cache.values, strict=True)
+        ]
         return self._forward(
             tokens_N[:, None],
             past_key_values=Cache(layers=layers),

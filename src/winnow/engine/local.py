@@ -6,7 +6,7 @@ of their prompt), and samples for all of them. Sequences live in the first n slo
 
 from __future__ import annotations
 
-import math
+import itertools
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -16,18 +16,19 @@ import torch
 
 from ..noise import uniform
 from . import slots as col
-from .backend import Backend, Output, Prefilled, check_state
+from .backend import Output, Prefilled, check_state
 from .base import Event, Finished, Reached, Request, SamplingParams
 from .cache import Chunk, KVCache, padded, plan
-from .hf import HFBackend, refuse_unsupported
-from .llama import LlamaBackend, supports
+from .models import DTYPES, eos_ids, fixed_columns, longest, make_backend, tied_names
+from .requests import check_checkpoints, check_request
 from .sampling import Rows, sample
 from .slots import SlotTable, Stopwatch
 from .stops import StopTable
 
 PREFILL_TOKENS = 16_384
 """Prompt tokens of one prefill, padding included."""
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+SORT_COST = 16
+"""Rows are sorted once attention has read this many times the cache in padding; measured on CPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,17 +86,17 @@ class LocalEngine:
         name = str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else dtype
         self.options = LocalOptions(slots, name, fixed_slots, max_length)
         self.version = 0
-        self._max_length = _max_length(model, max_length)
-        self._backend = _backend(model, len(tokenizer), self._max_length, name, device)
+        self._max_length = longest(model, max_length)
+        self._backend = make_backend(model, tokenizer, self._max_length, name, device)
         self._expected = {name: tensor.shape for name, tensor in model.state_dict().items()}
-        self._tied = _tied_names(model)
+        self._tied = tied_names(model)
         self._cache = KVCache(self._backend.kv_shapes, slots, self._backend.dtype, self._backend.device)
         self._column_size = sum(h * s for shapes in self._backend.kv_shapes[:1] for h, s in shapes) // 2
         if fixed_slots:
-            self._cache.reserve(_fixed_columns(self._max_length))
+            self._cache.reserve(fixed_columns(self._max_length))
         self._table = SlotTable(slots)
         self._stops = StopTable(
-            tokenizer, self._backend.vocab_size, _eos_ids(model, tokenizer, self._backend.vocab_size)
+            tokenizer, self._backend.vocab_size, eos_ids(model, tokenizer, self._backend.vocab_size)
         )
         self._waiting: dict[Hashable, Request] = {}
         self._prompts: dict[tuple[int, ...], _Prompt] = {}
@@ -127,38 +128,13 @@ class LocalEngine:
                 raise ValueError(f"request id {request.id!r} is already in use")
             kind = (request.prompt_ids, request.params)
             if kind not in checked:
-                self._check(request)
+                check_request(request, self._backend.vocab_size, self._max_length)
                 checked.add(kind)
-            _check_checkpoints(request)
+            check_checkpoints(request)
             new[request.id] = request
         for request in new.values():
             self._prompts.setdefault(request.prompt_ids, _Prompt()).waiting += 1
         self._waiting.update(new)
-
-    def _check(self, request: Request) -> None:
-        params, prompt, who = request.params, request.prompt_ids, f"request {request.id!r}"
-        if not prompt:
-            raise ValueError(f"{who}: the prompt is empty; it needs at least one token")
-        vocab_size = self._backend.vocab_size
-        if min(prompt) < 0 or max(prompt) >= vocab_size:
-            wrong = next(i for i in prompt if not 0 <= i < vocab_size)
-            raise ValueError(f"{who}: prompt token {wrong} is outside the vocabulary of {vocab_size}")
-        if params.max_tokens < 1:
-            raise ValueError(f"{who}: max_tokens must be at least 1, not {params.max_tokens}")
-        total = len(prompt) + params.max_tokens
-        if self._max_length is not None and total > self._max_length:
-            raise ValueError(
-                f"{who}: {len(prompt)} prompt tokens + max_tokens {params.max_tokens} = {total} exceed the maximum "
-                f"length {self._max_length}; shorten the prompt or lower max_tokens"
-            )
-        if not (math.isfinite(params.temperature) and params.temperature >= 0):
-            raise ValueError(f"{who}: temperature must be a number >= 0, not {params.temperature}")
-        if not 0 < params.top_p <= 1:
-            raise ValueError(f"{who}: top_p must be in (0, 1], not {params.top_p}")
-        if params.top_k < 0:
-            raise ValueError(f"{who}: top_k must be >= 0 (0 turns it off), not {params.top_k}")
-        if not all(params.stop):
-            raise ValueError(f"{who}: a stop string is empty")
 
     def cancel(self, ids: Iterable[Hashable]) -> list[Finished]:
         self._require_alive()
@@ -194,6 +170,8 @@ class LocalEngine:
 
     def _versions(self, row: int) -> np.ndarray:
         born, count = self._table.ints[[col.BORN, col.COUNT], row]
+        if self._swaps[-1][0] <= born:
+            return np.full(count, self.version, dtype=np.int32)
         starts, versions = np.array(self._swaps).T
         steps = np.arange(born, born + count)
         return versions[np.searchsorted(starts, steps, side="right") - 1].astype(np.int32)
@@ -248,7 +226,7 @@ class LocalEngine:
         lengths = self._table.lengths
         chunks = plan(lengths, self._column_size)
         self._waste += padded(chunks) - int(lengths.sum())
-        if self._waste > 8 * int(lengths.sum()):
+        if self._waste > SORT_COST * int(lengths.sum()):
             self._waste = 0
             order = self._to_device(self._table.sort())
             self._cache.move(torch.arange(len(order), device=order.device), order, int(lengths.max()))
@@ -261,7 +239,7 @@ class LocalEngine:
         free = min(table.slots - table.n, len(self._waiting))
         if not free:
             return []
-        requests = [self._waiting[id_] for id_, _ in zip(list(self._waiting), range(free), strict=False)]
+        requests = list(itertools.islice(self._waiting.values(), free))
         self._prefill(dict.fromkeys(r.prompt_ids for r in requests))
         batches: dict[int, tuple[Prefilled, list[int], list[Request]]] = {}
         for request in requests:
@@ -348,7 +326,7 @@ class LocalEngine:
             columns = int(self._table.ints[col.POSITION, targets].max()) + 1
             with torch.inference_mode():
                 self._cache.move(self._to_device(targets), self._to_device(sources), columns)
-        if not self.pending:
+        if not self.pending:  # an idle engine remembers nothing that could change what comes next
             self._waste, self._swaps = 0, [(self._steps, self.version)]
 
     def _to_device(self, array: np.ndarray) -> torch.Tensor:
@@ -361,58 +339,3 @@ class LocalEngine:
 
 def _concatenate(outputs: list[Output]) -> Output:
     return Output(torch.cat([o.hidden_NH for o in outputs]), torch.cat([o.logits_NV for o in outputs]))
-
-
-def _check_checkpoints(request: Request) -> None:
-    counts = request.checkpoints
-    if any(a >= b for a, b in zip((0, *counts), counts, strict=False)):
-        raise ValueError(f"request {request.id!r}: checkpoints must be positive and ascending, not {counts}")
-
-
-def _max_length(model: Any, wanted: int | None) -> int | None:
-    """The caller's limit, else the model's; None if there is neither."""
-    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    if wanted is not None and limit is not None and wanted > limit:
-        raise ValueError(f"max_length {wanted} exceeds the model's {limit} positions")
-    return wanted if wanted is not None else limit
-
-
-def _fixed_columns(max_length: int | None) -> int:
-    if max_length is None or max_length > 4096:
-        raise ValueError(f"fixed_slots computes {max_length} columns a step; set max_length to what you need")
-    return max_length
-
-
-def _backend(
-    model: Any, tokens: int, max_length: int | None, dtype: str | None, device: torch.device | str | None
-) -> Backend:
-    refuse_unsupported(model, max_length)
-    weight = model.get_input_embeddings().weight
-    kind = weight.dtype if dtype is None else DTYPES[dtype]
-    place = weight.device if device is None else torch.device(device)
-    vocab_size = min(tokens, weight.shape[0])
-    with torch.inference_mode():
-        if max_length is not None and supports(model):
-            return LlamaBackend(model, vocab_size=vocab_size, max_length=max_length, dtype=kind, device=place)
-        return HFBackend(model, vocab_size=vocab_size, dtype=kind, device=place)
-
-
-def _tied_names(model: Any) -> dict[str, str]:
-    """Names whose tensor the model shares with another of its names."""
-    first: dict[int, str] = {}
-    tied = {}
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        if id(tensor) in first:
-            tied[name] = first[id(tensor)]
-        else:
-            first[id(tensor)] = name
-    return tied
-
-
-def _eos_ids(model: Any, tokenizer: Any, vocab_size: int) -> frozenset[int]:
-    """Of the tokenizer and of the generation config, which may give one id or a list."""
-    found: set[int] = set()
-    for source in (tokenizer, getattr(model, "generation_config", None), model.config):
-        ids = getattr(source, "eos_token_id", None)
-        found |= set(ids) if isinstance(ids, list | tuple) else {ids} if ids is not None else set()
-    return frozenset(int(i) for i in found if 0 <= i < vocab_size)

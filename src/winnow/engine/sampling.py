@@ -30,7 +30,8 @@ class Rows(NamedTuple):
 def sample(logits_NV: torch.Tensor, uniform_N: torch.Tensor, rows: Rows) -> tuple[torch.Tensor, torch.Tensor]:
     """Tokens (int64 [N]) and log-probabilities (float32 [N], nats) under the distribution really drawn from.
 
-    `uniform_N` in [0, 1). A greedy row takes the first of the most likely tokens. Logits that are not finite give a log-probability that is not finite.
+    `uniform_N` in [0, 1). A greedy row takes the first of the most likely tokens. Logits that are
+    not finite give a log-probability that is not finite.
     """
     scaled_NV = logits_NV * rows.inverse_temperature_N[:, None]
     weights_NV = (scaled_NV - scaled_NV.amax(-1, keepdim=True)).exp_()

@@ -64,7 +64,7 @@ class StopTable:
 
 
 def _may_complete(stop: str, text: str) -> bool:
-    """Whether appending `text` to something can complete `stop`. A token that is part of a character may complete it."""
+    """Whether appending `text` to something can complete `stop`. Part of a character may complete it."""
     if "\ufffd" in text and not stop.isascii():
         return True
     return stop in text or any(text.startswith(stop[-k:]) for k in range(1, min(len(stop), len(text)) + 1))
