@@ -46,6 +46,8 @@ class _Sibling:
     length: int = 0
     seconds: float = 0.0
     survival_p: float = 1.0
+    reward: float | None = None
+    """The last one that the environment gave."""
     waiting: bool = False
     """At the barrier of an environment-step gate."""
     rollout: Rollout | None = None
@@ -99,7 +101,7 @@ class _Flight:
 
 
 class RolloutRunner:
-    """See the module's docstring. `reward`s of environments win over reward functions."""
+    """See the module's docstring. A reward given by the environment wins over reward functions."""
 
     def __init__(
         self,
@@ -233,20 +235,28 @@ class RolloutRunner:
             self._fail(sibling, f"the environment raised {type(error).__name__}: {error}")
             return
         turn.observation = result.observation
+        if result.reward is not None:
+            sibling.reward = float(result.reward)
         if result.done or len(sibling.turns) >= self.task.max_turns:
-            rollout = sibling.finish("env" if result.done else "length")
-            if result.reward is not None:
-                rollout.reward, rollout.rewards = float(result.reward), {"env": float(result.reward)}
+            self._end_episode(sibling, "env" if result.done else "length")
             return
         ids = encode_observation(self.tokenizer, flight.visit.prompt, result.observation or "", sibling.segments[-1][0])
         n = len(ids)
         if sibling.length + n >= self.options.params.max_tokens:
-            sibling.finish("length")
+            self._end_episode(sibling, "length")
             return
         sibling.append(np.array(ids, np.int64), False, np.zeros(n, np.float32), np.full(n, -1, np.int32))
         sibling.waiting = any(g.at.k == len(sibling.turns) for g in flight.undecided)  # type: ignore[union-attr]
         if not sibling.waiting:
             self._submit(flight, sibling)
+
+    def _end_episode(self, sibling: _Sibling, stop_reason: str) -> None:
+        """The environment's last reward counts; one that gave none leaves it to the reward functions, or to 0."""
+        rollout = sibling.finish(stop_reason)
+        if sibling.reward is None and not self.rewarder.names:
+            sibling.reward = 0.0
+        if sibling.reward is not None:
+            rollout.reward, rollout.rewards = sibling.reward, {"env": sibling.reward}
 
     def _ask_token_gate(self, event: Reached) -> None:
         flight = self._flights[event.id[0]]  # type: ignore[index]

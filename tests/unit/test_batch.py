@@ -82,7 +82,7 @@ def test_collate_keeps_tokens_masks_and_log_probs_in_place() -> None:
     assert batch.input_ids_BT.tolist() == [[5, 6, 7, 10, 11, 99, 99, 99], [5, 6, 7, 10, 11, 12, 13, 14]]
     assert batch.mask_BT.int().tolist() == [[0, 0, 0, 1, 1, 0, 0, 0], [0, 0, 0, 0, 0, 1, 1, 1]]
     assert (batch.sampler_logp_BT[batch.mask_BT] == -1).all()
-    torch.testing.assert_close(batch.advantages_B, torch.tensor([1.0, -1.0]))
+    torch.testing.assert_close(batch.advantages_B, torch.tensor([1.0, -1.0], dtype=torch.float64))
 
 
 @given(lengths=st.lists(st.integers(1, 60), min_size=1, max_size=30), budget=st.integers(1, 200))

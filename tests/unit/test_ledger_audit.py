@@ -153,7 +153,7 @@ def test_render_and_json_say_the_same(path: Path) -> None:
     assert "OK: exactly-once accounting holds (12 visits, 18 rollouts, 3 steps, 0 restarts; finished)" in text
     trained = next(line for line in text.splitlines() if "trained" in line)
     assert [cell.strip() for cell in trained.split("│")[1:-1]] == ["trained", "3", "6", "6", "30", "0.0", "33.3%"]
-    as_json = json.loads(to_json(audit))
+    as_json = json.loads(json.dumps(to_json(audit)))
     assert as_json["ok"] is True
     assert as_json["totals"]["failed"]["rollouts"] == 6
     assert as_json["totals"]["skipped"]["visits"] == 3

@@ -70,6 +70,7 @@ def sample(step: int, fate: str, reward: float | None, **changes: Any) -> dict[s
     base = {"step": step, "visit": 32 * step, "prompt_id": f"countdown-{step}", "epoch": 0, "sibling": step % 8}
     base |= {"prompt": "Use 3, 5 and 2 to make 16.", "completion": "3 + 5 = 8 , 8 * 2 = 16", "reward": reward}
     base |= {"rewards": {"correct": reward, "format": 1.0}, "fate": fate, "reason": "", "stop_reason": "eos"}
+    base["group_rewards"] = [reward, 0.0, None]
     return base | {"tokens": 12, "split": "train"} | changes
 
 
@@ -174,9 +175,6 @@ def test_headline_figures_are_those_of_the_run(tmp_path: Path) -> None:
 def test_tokens_by_fate_come_from_the_ledger(tmp_path: Path) -> None:
     run = page(make_run(tmp_path / "run")).data["runs"][0]
     assert run["tokens"]["trained"] == run["tokens"]["filtered"] == 40_000
-    steps, trained = run["metrics"]["step"], run["metrics"]["tokens/trained"]
-    assert [trained[steps.index(s)] for s in (1, 20)] == [2000, 2000]
-    assert run["metrics"]["tokens/failed"][steps.index(1)] == 0
     rows = {row[0]: row for row in run["totals"]["rows"]}
     assert rows["trained"] == ["trained", "20", "40", "80", "40,000", "0.4 s", "50.0%"]
     assert rows["evaluation"][2] == "16"

@@ -1,0 +1,247 @@
+"""Whole runs on a two-layer model: training, bit-exact resume, audit, interrupts, stops."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import sqlite3
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from winnow import ConfigError, Trainer
+from winnow.checkpoint import CheckpointError
+from winnow.ledger import Ledger
+from winnow.loop import RunStoppedError
+from winnow.records import RunDirectoryError
+
+from ..conftest import parity_reward
+
+WALL_CLOCK = ("seconds", "tokens_per_second", "step_time")
+
+
+def train(config: dict[str, Any], **options: Any) -> dict[str, float]:
+    return Trainer(config=config, reward_funcs=parity_reward, **options).train()
+
+
+def resume(run: Path, overrides: dict[str, Any] | None = None) -> dict[str, float]:
+    return Trainer.resume(run, overrides, reward_funcs=parity_reward).train()
+
+
+def fingerprint(run: Path) -> dict[str, Any]:
+    """Hashes of weights, optimizer and ledger, and the metrics without wall-clock ones."""
+    last = sorted((run / "checkpoints").glob("step-*"))[-1]
+    hashes = {str(p.relative_to(last)): hashlib.sha256(p.read_bytes()).hexdigest() for p in last.rglob("*.safetensors")}
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    metrics = [{k: v for k, v in m.items() if not k.startswith(WALL_CLOCK)} for m in lines]
+    with Ledger.open(run / "ledger.sqlite", read_only=True) as ledger:
+        return {"weights": hashes, "metrics": metrics, "ledger": ledger.digest()}
+
+
+def assert_clean(run: Path) -> None:
+    with Ledger.open(run / "ledger.sqlite", read_only=True) as ledger:
+        audit = ledger.audit()
+    assert audit.ok, audit.problems
+
+
+def test_a_run_leaves_everything_behind(tiny_config: dict[str, Any]) -> None:
+    result = train(tiny_config)
+    run = Path(tiny_config["output_dir"])
+    assert result["step"] == 4
+    assert {"config.json", "ledger.sqlite", "metrics.jsonl", "samples.jsonl", "model", "checkpoints"} <= set(
+        os.listdir(run)
+    )
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [m["step"] for m in lines] == [0, 1, 2, 3, 4]
+    assert [m["step"] for m in lines if "eval/pass@1" in m] == [0, 2, 4]
+    for name in ("reward", "reward_std", "frac_reward_zero_std", "rewards/parity_reward/mean", "entropy", "grad_norm"):
+        assert name in lines[-1]
+    assert_clean(run)
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    AutoModelForCausalLM.from_pretrained(run / "model")
+    AutoTokenizer.from_pretrained(run / "model")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"filter": {"name": "zero_variance"}, "advantage": "rloo", "selector": {"name": "uniform", "shuffle": False}},
+        {"lora": {"r": 2, "dropout": 0.1}, "beta": 0.1},
+        {"beta": 0.05, "num_iterations": 2, "correction": "truncate", "entropy_coef": 0.01},
+    ],
+    ids=["plain", "dapo", "lora", "kl"],
+)
+def test_resume_is_bit_exact_at_every_step(tiny_config: dict[str, Any], tmp_path: Path, options: dict) -> None:
+    """N steps = k steps + resume + (N - k) steps, for every k."""
+    whole = tmp_path / "whole"
+    train(tiny_config | options | {"output_dir": str(whole)})
+    expected = fingerprint(whole)
+    for k in range(1, 4):
+        part = tmp_path / f"part{k}"
+        _train_until(tiny_config | options | {"output_dir": str(part)}, k)
+        resume(part)
+        assert fingerprint(part) == expected, f"after a resume at step {k}"
+        assert_clean(part)
+
+
+def _train_until(config: dict[str, Any], k: int) -> None:
+    """Interrupt after step k, as Ctrl-C does: the trainer saves and says how to go on."""
+    seen = 0
+
+    def stop_at_k(completions: list[str], trainer_state: Any = None, **columns: object) -> list[float]:
+        return parity_reward(completions)
+
+    trainer = Trainer(config=config, reward_funcs=parity_reward)
+    record = trainer._record
+
+    def counting(records: Any, step: int, *args: Any) -> None:
+        nonlocal seen
+        record(records, step, *args)
+        seen = step
+        if step == k:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    trainer._record = counting  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt, match=f"saved at step {k}; go on with: winnow resume"):
+        trainer.train()
+    assert seen == k
+
+
+def test_accumulation_and_budget_do_not_change_what_is_trained(tiny_config: dict[str, Any], tmp_path: Path) -> None:
+    """One row a micro-batch or all at once: the same update up to rounding."""
+    from safetensors.torch import load_file
+
+    weights = []
+    for name, budget in (("one", 1), ("all", 100_000)):
+        train(tiny_config | {"output_dir": str(tmp_path / name), "tokens_per_microbatch": budget, "max_steps": 1})
+        weights.append(load_file(tmp_path / name / "model" / "model.safetensors"))
+    for key in weights[0]:
+        assert (weights[0][key] - weights[1][key]).abs().max() < 1e-4
+
+
+def test_refill_that_adds_nothing_stops_with_the_prompts_named(tiny_config: dict[str, Any]) -> None:
+    config = tiny_config | {"filter": {"name": "zero_variance", "max_refill_rounds": 2}}
+    trainer = Trainer(config=config, reward_funcs=lambda completions, **_: [1.0] * len(completions))
+    with pytest.raises(RunStoppedError, match=r"countdown-.*zero variance: all rewards are 1"):
+        trainer.train()
+    run = Path(config["output_dir"])
+    assert_clean(run)
+    assert list((run / "checkpoints").glob("step-*")), "the run is saved"
+
+
+def test_what_a_barren_refill_had_accepted_is_still_trained(tiny_config: dict[str, Any]) -> None:
+    calls = 0
+
+    def first_two_groups_teach(completions: list[str], **_: object) -> list[float]:
+        nonlocal calls
+        calls += 1
+        return [float(i % 2) if calls <= 2 else 0.0 for i in range(len(completions))]
+
+    config = tiny_config | {"filter": {"name": "zero_variance", "max_refill_rounds": 2}, "eval_steps": None}
+    with pytest.raises(RunStoppedError, match="8 groups in a row"):
+        Trainer(config=config, reward_funcs=first_two_groups_teach).train()
+    with Ledger.open(Path(config["output_dir"]) / "ledger.sqlite", read_only=True) as ledger:
+        assert ledger.totals()["trained"]["visits"] == 2
+        assert ledger.audit().ok
+
+
+def test_no_signal_anywhere_skips_updates_and_says_so(tiny_config: dict[str, Any]) -> None:
+    config = tiny_config | {"filter": {"name": "zero_variance", "refill": False}, "eval_steps": None}
+    Trainer(config=config, reward_funcs=lambda completions, **_: [0.0] * len(completions)).train()
+    run = Path(config["output_dir"])
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [m["updated"] for m in lines] == [0.0] * 4
+    assert_clean(run)
+
+
+def test_every_reward_failing_aborts_with_the_cause(tiny_config: dict[str, Any]) -> None:
+    def broken(completions: list[str], **_: object) -> list[float]:
+        raise ConnectionError("judge unreachable")
+
+    with pytest.raises(RunStoppedError, match=r"100% of the rollouts failed.*judge unreachable"):
+        Trainer(config=tiny_config | {"eval_steps": None}, reward_funcs=broken).train()
+    run = Path(tiny_config["output_dir"])
+    with Ledger.open(run / "ledger.sqlite", read_only=True) as ledger:
+        totals = ledger.totals()
+    assert_clean(run)
+    db = sqlite3.connect(run / "ledger.sqlite")
+    assert db.execute("SELECT COUNT(*) FROM rollouts WHERE reward IS NOT NULL").fetchone() == (0,)
+    assert totals.get("trained", {}).get("rollouts", 0) == 0
+
+
+class TestRefusals:
+    def test_a_used_directory(self, tiny_config: dict[str, Any]) -> None:
+        train(tiny_config | {"max_steps": 1})
+        with pytest.raises(RunDirectoryError, match="winnow resume"):
+            train(tiny_config)
+
+    def test_a_changed_key_on_resume(self, tiny_config: dict[str, Any]) -> None:
+        train(tiny_config | {"max_steps": 1})
+        run = Path(tiny_config["output_dir"])
+        with pytest.raises(ConfigError, match="'learning_rate' cannot change"):
+            resume(run, {"learning_rate": 1.0})
+        values = json.loads((run / "config.json").read_text())
+        (run / "config.json").write_text(json.dumps(values | {"learning_rate": 0.5}))
+        with pytest.raises(ConfigError, match=r"learning_rate: 0.001 then, 0.5 now"):
+            resume(run)
+
+    def test_more_steps_on_resume_are_fine(self, tiny_config: dict[str, Any], tmp_path: Path) -> None:
+        train(tiny_config | {"max_steps": 2})
+        run = Path(tiny_config["output_dir"])
+        resume(run, {"max_steps": 4})
+        whole = tmp_path / "whole"
+        train(tiny_config | {"output_dir": str(whole)})
+        assert fingerprint(run) == fingerprint(whole)
+
+    def test_a_changed_task_or_tokenizer(self, tiny_config: dict[str, Any]) -> None:
+        train(tiny_config | {"max_steps": 1})
+        run = Path(tiny_config["output_dir"])
+        state_file = next((run / "checkpoints").glob("*/state.json"))
+        text = state_file.read_text()
+        for name in ("task", "tokenizer"):
+            state = json.loads(text)
+            state["fingerprints"][name] = "0" * 64
+            state_file.write_text(json.dumps(state))
+            _resign(state_file.parent)
+            with pytest.raises(ConfigError, match=f"the {name} is not the one"):
+                resume(run, {"max_steps": 2})
+
+    def test_a_damaged_checkpoint(self, tiny_config: dict[str, Any]) -> None:
+        train(tiny_config | {"max_steps": 1})
+        run = Path(tiny_config["output_dir"])
+        victim = next((run / "checkpoints").glob("*/optimizer.safetensors"))
+        victim.write_bytes(victim.read_bytes()[:-1])
+        with pytest.raises(CheckpointError, match="optimizer.safetensors: damaged"):
+            resume(run)
+
+    def test_a_missing_model(self, tiny_config: dict[str, Any]) -> None:
+        with pytest.raises(ConfigError, match="no such directory"):
+            train(tiny_config | {"model": "/no/such/model"})
+
+    def test_evaluation_without_held_out_prompts(self, tiny_config: dict[str, Any]) -> None:
+        with pytest.raises(ConfigError, match="no held-out prompts"):
+            train(tiny_config | {"env": {"name": "countdown", "train_size": 8, "test_size": 0}})
+
+    def test_a_directory_in_use(self, tiny_config: dict[str, Any]) -> None:
+        from winnow.records import lock
+
+        run = Path(tiny_config["output_dir"])
+        trainer = Trainer(config=tiny_config, reward_funcs=parity_reward)
+        run.mkdir()
+        held = lock(run)
+        with pytest.raises(RunDirectoryError, match="another run is using"):
+            trainer.train()
+        held.close()
+
+
+def _resign(checkpoint: Path) -> None:
+    from winnow.checkpoint import MANIFEST, _write_manifest
+
+    step = json.loads((checkpoint / MANIFEST).read_text())["step"]
+    (checkpoint / MANIFEST).unlink()
+    _write_manifest(checkpoint, step)

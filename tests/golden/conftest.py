@@ -1,0 +1,49 @@
+"""The oracle `examples/one_file.py`, and a tiny model that both sides train."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from winnow.warmup import WarmupConfig, small_model, word_tokenizer
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="session")
+def oracle() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("one_file", ROOT / "examples" / "one_file.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["one_file"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> Any:
+    words = ["numbers", "target", ":", ",", "=", "+", "-", "*", "/", *map(str, range(41))]
+    return word_tokenizer(words, max_positions=64)
+
+
+@pytest.fixture(scope="session")
+def make_model(tokenizer: Any) -> Callable[[], Any]:
+    """A float64 model of 2 layers and hidden size 32, the same one at each call; its output is far from uniform."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        sizes = WarmupConfig(hidden_size=32, intermediate_size=64, num_layers=2, num_heads=4, num_kv_heads=2)
+        model = small_model(tokenizer, sizes).double().eval()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.ndim == 2:
+                    parameter.mul_(6)
+    return lambda: copy.deepcopy(model)

@@ -1,0 +1,95 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from winnow.advantage import ADVANTAGES
+from winnow.config import ConfigError, apply_override, load_config, method, validate
+from winnow.filter import FILTERS
+
+GOOD = {"model": "m", "env": "countdown"}
+
+
+def write(path: Path, text: str) -> Path:
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_file_and_overrides(tmp_path: Path) -> None:
+    path = write(tmp_path / "c.yaml", "model: m\nenv: countdown\nfilter: zero_variance\nlearning_rate: 1e-4\n")
+    config = load_config(path, ["filter.atol=1e-3", "max_steps=7", "env.count=4", "stop=[a, b]", "lora.r=4"])
+    assert config.filter == {"name": "zero_variance", "atol": 1e-3}
+    assert config.env == {"name": "countdown", "count": 4}
+    assert (config.max_steps, config.stop, config.learning_rate) == (7, ["a", "b"], 1e-4)
+    assert config.lora is not None
+    assert config.lora.r == 4
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"learning_rte": 1}, "unknown key 'learning_rte'. Did you mean 'learning_rate'?"),
+        ({"max_staleness": 1}, "use `max_lag`"),
+        ({"scale_rewards": "group"}, "advantage: grpo"),
+        ({"max_steps": 0}, "max_steps: .*greater than or equal to 1"),
+        ({"max_steps": "many"}, "max_steps: .*'many'"),
+        ({"num_generations": 1}, "num_generations"),
+        ({"loss_type": "ppo"}, "loss_type: .*'dapo'"),
+        ({"max_lag": 2}, "max_lag"),
+        ({"reward_weights": [1.0, 2.0]}, "one weight for each"),
+        ({"policy_loss": "plain", "epsilon_high": 0.3}, "no effect"),
+        ({"lr_scheduler_type": "linear", "warmup_steps": 100}, "warmup_steps"),
+        ({"lora": {"rank": 3}}, "unknown key 'lora.rank'"),
+    ],
+)
+def test_bad_values_name_the_key_and_the_remedy(values: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        validate(GOOD | values)
+
+
+def test_missing_keys_are_named() -> None:
+    with pytest.raises(ConfigError, match="missing key 'model'"):
+        validate({"env": "countdown"})
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("a: [1", "not valid YAML"), ("- 1", "key: value"), ("\x00", "not valid YAML")],
+)
+def test_bad_files_are_named(tmp_path: Path, text: str, message: str) -> None:
+    path = write(tmp_path / "c.yaml", text)
+    with pytest.raises(ConfigError, match=message) as caught:
+        load_config(path)
+    assert str(path) in str(caught.value)
+
+
+def test_absent_file(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_config(tmp_path / "none.yaml")
+
+
+@pytest.mark.parametrize("override", ["max_steps", "=3", "max_steps.x=3", "a=[1"])
+def test_bad_overrides_are_named(override: str) -> None:
+    with pytest.raises(ConfigError, match="override"):
+        apply_override({"max_steps": 1}, override)
+
+
+def test_methods_are_found_by_name_and_validated() -> None:
+    assert method(FILTERS, {"name": "zero_variance", "atol": "1e-3"}, "filter").atol == 1e-3
+    assert method(ADVANTAGES, "rloo", "advantage") == ADVANTAGES["rloo"]()
+    with pytest.raises(ConfigError, match=r"filter: unknown name 'zero_varience'. Did you mean 'zero_variance'"):
+        method(FILTERS, "zero_varience", "filter")
+    with pytest.raises(ConfigError, match=r"filter \(zero_variance\): unknown option 'atoll'. Did you mean 'atol'"):
+        method(FILTERS, {"name": "zero_variance", "atoll": 1}, "filter")
+    with pytest.raises(ConfigError, match="It has no options"):
+        method(FILTERS, {"name": "keep_all", "atol": 1}, "filter")
+    with pytest.raises(ConfigError, match="atol must be >= 0"):
+        method(FILTERS, {"name": "zero_variance", "atol": -1.0}, "filter")
+    with pytest.raises(ConfigError, match="atol: .*'small'"):
+        method(FILTERS, {"name": "zero_variance", "atol": "small"}, "filter")
+
+
+def test_the_resolved_config_reads_back_equal() -> None:
+    config = validate(GOOD | {"filter": {"name": "zero_variance", "atol": 0.1}, "lora": {"r": 2}})
+    assert validate(config.model_dump(mode="json")) == config

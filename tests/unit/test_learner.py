@@ -1,0 +1,351 @@
+"""The learner against brute force: log-probabilities, gradients, adapters, unusual heads, the engine's own numbers."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GraniteConfig,
+    GraniteForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
+
+from winnow.batch import MicroBatch, Row, collate, micro_batches
+from winnow.engine.base import Finished, Request, SamplingParams
+from winnow.engine.local import LocalEngine
+from winnow.learner import logprob
+from winnow.learner.base import Stats
+from winnow.learner.local import LearnerOptions, LocalLearner, frozen_copy
+from winnow.learner.logprob import TokenDistribution, token_logp
+from winnow.loss import LossConfig
+from winnow.noise import noise_key
+from winnow.types import Rollout
+from winnow.warmup import word_tokenizer
+
+WORDS = 30
+VOCABULARY = WORDS + 2
+SIZES: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "bos_token_id": None,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return word_tokenizer([f"w{i}" for i in range(WORDS)], max_positions=64)
+
+
+def peaked(model: Any) -> Any:
+    """Scaled up, so that its distributions are far from uniform."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 2:
+                parameter.mul_(5)
+    return model.eval()
+
+
+def llama(vocab_size: int = VOCABULARY, **options: Any) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    return peaked(LlamaForCausalLM(LlamaConfig(vocab_size=vocab_size, **SIZES, **options)))
+
+
+def learner_of(model: Any, reference: Any = None, **distribution: Any) -> LocalLearner:
+    return LocalLearner(model, TokenDistribution(VOCABULARY, **distribution), LearnerOptions(), reference)
+
+
+def random_rows(seed: int = 0, n: int = 6, advantages: tuple[float, ...] = (1.0, -0.5, 0.0, 2.0)) -> list[Row]:
+    """Rollouts of random tokens, lengths and log-probabilities; some tokens are the environment's."""
+    rng = np.random.default_rng(seed)
+    rows = []
+    for i in range(n):
+        length = int(rng.integers(3, 12))
+        mask = rng.random(length) < 0.8
+        mask[0] = True
+        rollout = Rollout(
+            sibling=i,
+            prompt_ids=tuple(rng.integers(0, VOCABULARY, int(rng.integers(1, 6))).tolist()),
+            token_ids=rng.integers(0, VOCABULARY, length),
+            action_mask=mask,
+            sampler_logp=np.where(mask, rng.normal(-3, 0.5, length), 0).astype(np.float32),
+            versions=np.where(mask, 0, -1).astype(np.int32),
+        )
+        rows.append(Row(rollout, advantages[i % len(advantages)], 1 / (5 + i)))
+    return rows
+
+
+def gradients(
+    model: Any, batches: list[MicroBatch], loss: LossConfig, **options: Any
+) -> tuple[list[torch.Tensor], Stats]:
+    learner, stats = learner_of(model, **options), Stats()
+    for batch in batches:
+        learner.forward_backward(batch, loss, stats)
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None], stats
+
+
+def assert_equal(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:
+    for mine, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-9, atol=1e-12)
+
+
+# ---------------------------------------------------------------- log-probabilities
+
+
+@pytest.mark.parametrize("rows_a_chunk", [1, 3, 7, 100])
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.6}, {"top_p": 0.8}, {"top_k": 4, "top_p": 0.9}])
+def test_chunked_log_softmax_is_the_naive_one_forward_and_backward(
+    monkeypatch: pytest.MonkeyPatch, rows_a_chunk: int, options: dict[str, float]
+) -> None:
+    monkeypatch.setattr(logprob, "CHUNK_ELEMENTS", rows_a_chunk * VOCABULARY)
+    torch.manual_seed(0)
+    hidden = torch.randn(20, 8, dtype=torch.float64, requires_grad=True)
+    head = torch.nn.Linear(8, VOCABULARY + 5, dtype=torch.float64)
+    targets = torch.randint(VOCABULARY, (20,))
+    upstream = torch.randn(2, 20, dtype=torch.float64)
+    distribution = TokenDistribution(VOCABULARY, **options)
+
+    logp, entropy = token_logp(hidden, head, targets, distribution)
+    (upstream[0] * logp + upstream[1] * entropy).sum().backward()
+    ours = [logp.detach(), entropy.detach(), hidden.grad.clone(), head.weight.grad.clone()]
+    hidden.grad = head.weight.grad = head.bias.grad = None
+
+    naive_logp, naive_entropy = naive(head(hidden), targets, **options)
+    (upstream[0] * naive_logp + upstream[1] * naive_entropy).sum().backward()
+    assert_equal(ours, [naive_logp.detach(), naive_entropy.detach(), hidden.grad, head.weight.grad])
+
+
+def naive(
+    logits: torch.Tensor, targets: torch.Tensor, temperature: float = 1.0, top_p: float = 1.0, top_k: int = 0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Row by row: the allowed set is built in Python, the target always in it."""
+    logps, entropies = [], []
+    for row, target in zip(logits, targets.tolist(), strict=True):
+        scaled = row[:VOCABULARY] / temperature
+        order = sorted(range(VOCABULARY), key=lambda v: -scaled[v].item())
+        allowed = order[: top_k or VOCABULARY]
+        probabilities = torch.softmax(scaled[allowed].detach(), 0).tolist()
+        kept, mass = [], 0.0
+        for v, p in zip(allowed, probabilities, strict=True):
+            if mass >= top_p:
+                break
+            kept.append(v)
+            mass += p
+        kept = list(dict.fromkeys([*kept, target]))
+        logp = scaled[kept] - torch.logsumexp(scaled[kept], 0)
+        logps.append(logp[kept.index(target)])
+        entropies.append(-(logp.exp() * logp).sum())
+    return torch.stack(logps), torch.stack(entropies)
+
+
+def test_chunks_in_a_whole_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    batch, loss = collate(random_rows(), pad_id=0), LossConfig(entropy_coef=0.1, policy_loss="plain")
+    whole, stats = gradients(llama().double(), [batch], loss)
+    monkeypatch.setattr(logprob, "CHUNK_ELEMENTS", 4 * VOCABULARY)
+    chunked, chunked_stats = gradients(llama().double(), [batch], loss)
+    assert_equal(chunked, whole)
+    assert chunked_stats.sums == pytest.approx(stats.sums)
+
+
+# ---------------------------------------------------------------- batches
+
+
+def test_accumulation_over_micro_batches_is_one_batch() -> None:
+    rows, loss = random_rows(n=9), LossConfig(beta=0.1, entropy_coef=0.05)
+    together, stats = gradients(
+        llama().double(), micro_batches(rows, 10_000, pad_id=0), loss, reference=llama().double()
+    )
+    pieces = micro_batches(rows, 30, pad_id=0)
+    assert len(pieces) > 3
+    apart, apart_stats = gradients(llama().double(), pieces, loss, reference=llama().double())
+    assert_equal(apart, together)
+    assert apart_stats.sums == pytest.approx(stats.sums)
+
+
+@pytest.mark.parametrize("policy_loss", ["clip", "plain"])
+def test_rows_without_signal_change_nothing_when_left_out(policy_loss: Any) -> None:
+    rows, loss = random_rows(n=8), LossConfig(policy_loss=policy_loss)
+    assert loss.only_advantages
+    everything, _ = gradients(llama().double(), [collate(rows, pad_id=0)], loss)
+    teaching = [row for row in rows if row.advantage != 0]
+    assert len(teaching) == 6
+    assert_equal(gradients(llama().double(), [collate(teaching, pad_id=0)], loss)[0], everything)
+
+
+def test_padding_and_its_token_do_not_matter() -> None:
+    rows, loss = random_rows(n=5), LossConfig()
+    batched, _ = gradients(llama().double(), [collate(rows, pad_id=0)], loss)
+    assert_equal(gradients(llama().double(), [collate(rows, pad_id=7)], loss)[0], batched)
+    assert_equal(gradients(llama().double(), [collate([row], pad_id=0) for row in rows], loss)[0], batched)
+
+
+def test_a_loss_or_gradient_that_is_not_finite_leaves_the_weights_alone() -> None:
+    model = llama()
+    learner, before = learner_of(model), copy.deepcopy(model.state_dict())
+    bad = collate([Row(random_rows()[0].rollout, float("inf"), 1.0)], pad_id=0)
+    with pytest.raises(FloatingPointError, match="loss"):
+        learner.forward_backward(bad, LossConfig(policy_loss="plain"), Stats())
+    learner.forward_backward(collate(random_rows(), pad_id=0), LossConfig(), Stats())
+    next(model.parameters()).grad[0, 0] = float("nan")
+    with pytest.raises(FloatingPointError, match="gradient norm"):
+        learner.apply(1e-3)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name])
+    assert all(p.grad is None for p in model.parameters())
+
+
+# ---------------------------------------------------------------- model classes
+
+
+def logp_of(learner: LocalLearner, batch: MicroBatch) -> torch.Tensor:
+    with torch.no_grad():
+        return learner._logp(batch)[0]
+
+
+def naive_logp(model: Any, batch: MicroBatch, n_tokens: int = VOCABULARY) -> torch.Tensor:
+    with torch.no_grad():
+        logits = model(input_ids=batch.input_ids_BT).logits[:, :-1, :n_tokens]
+    logp = logits.log_softmax(-1).gather(-1, batch.input_ids_BT[:, 1:, None])[..., 0]
+    return logp * batch.mask_BT[:, 1:]
+
+
+def gemma2() -> Gemma2ForCausalLM:
+    torch.manual_seed(0)
+    sizes = SIZES | {"head_dim": 8, "bos_token_id": 2}
+    config = Gemma2Config(vocab_size=VOCABULARY, **sizes, final_logit_softcapping=1.5, sliding_window=64)
+    return peaked(Gemma2ForCausalLM(config))
+
+
+def granite() -> GraniteForCausalLM:
+    torch.manual_seed(0)
+    return peaked(GraniteForCausalLM(GraniteConfig(vocab_size=VOCABULARY, **SIZES, logits_scaling=8.0)))
+
+
+@pytest.mark.parametrize(("make", "linear"), [(llama, True), (gemma2, False), (granite, False)])
+def test_log_probs_are_those_of_the_whole_model(make: Any, linear: bool) -> None:
+    model = make().double()
+    learner, batch = learner_of(model), collate(random_rows(), pad_id=0)
+    assert learner._own_head == linear
+    torch.testing.assert_close(logp_of(learner, batch), naive_logp(model, batch), rtol=1e-9, atol=1e-9)
+
+
+def test_a_cap_is_seen_in_a_model_whose_logits_are_small() -> None:
+    """Near 0 a cap is the identity, to a thousandth; training would leave that range."""
+    torch.manual_seed(0)
+    sizes = SIZES | {"head_dim": 8, "bos_token_id": 2, "initializer_range": 1e-4}
+    model = Gemma2ForCausalLM(Gemma2Config(vocab_size=VOCABULARY, **sizes, final_logit_softcapping=30.0))
+    assert not learner_of(model)._own_head
+
+
+def test_ids_that_only_pad_the_vocabulary_have_no_probability() -> None:
+    model = llama(vocab_size=VOCABULARY + 14).double()
+    batch = collate(random_rows(), pad_id=0)
+    ours = logp_of(learner_of(model), batch)
+    torch.testing.assert_close(ours, naive_logp(model, batch), rtol=1e-9, atol=1e-9)
+    assert (ours - naive_logp(model, batch, VOCABULARY + 14)).abs().max() > 1e-3
+
+
+def test_reference_is_the_policy_before_training() -> None:
+    model = llama().double()
+    learner = learner_of(model, reference=frozen_copy(model))
+    batch, stats = collate(random_rows(), pad_id=0), Stats()
+    learner.forward_backward(batch, LossConfig(beta=1.0), stats)
+    assert stats.sums["kl"] == pytest.approx(0, abs=1e-12)
+    learner.apply(1e-2)
+    learner.forward_backward(batch, LossConfig(beta=1.0), stats)
+    assert stats.sums["kl"] > 1e-3
+
+
+# ---------------------------------------------------------------- adapters
+
+
+def with_adapters(model: Any) -> Any:
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(1)
+    return peft.get_peft_model(
+        model, peft.LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
+    )
+
+
+def test_lora_trains_adapters_only_and_merges_exactly(tokenizer: Any) -> None:
+    base = llama()
+    engine = LocalEngine(base, tokenizer)
+    before = copy.deepcopy(base.state_dict())
+    learner = learner_of(with_adapters(base))
+    batch = collate(random_rows(), pad_id=0)
+    for _ in range(3):
+        learner.forward_backward(batch, LossConfig(policy_loss="plain", beta=0.1), Stats())
+        learner.apply(1e-2)
+    for name, value in learner.model.state_dict().items():
+        if "lora_" not in name:
+            plain = name.removeprefix("base_model.model.").replace(".base_layer", "")
+            assert torch.equal(value, before[plain]), name
+
+    merged = llama()
+    merged.load_state_dict(learner.weights())
+    with torch.no_grad():
+        expected = learner.model(input_ids=batch.input_ids_BT).logits
+        torch.testing.assert_close(merged(input_ids=batch.input_ids_BT).logits, expected, rtol=1e-4, atol=1e-4)
+    assert not torch.equal(merged.model.layers[0].mlp.up_proj.weight, before["model.layers.0.mlp.up_proj.weight"])
+    engine.load_weights(learner.weights(), version=3)
+    assert_engine_agrees(engine, learner, SamplingParams(12))
+
+
+# ---------------------------------------------------------------- the engine's numbers
+
+
+def generate(engine: LocalEngine, params: SamplingParams, n: int) -> list[tuple[Request, Finished]]:
+    prompts = [(5, 9, 3), (7,), (11, 2, 30, 4, 8)]
+    requests = {i: Request(i, prompts[i % 3], params, noise_key(0, i)) for i in range(n)}
+    engine.submit(requests.values())
+    finished = []
+    for _ in range(200):
+        finished += [(requests[e.id], e) for e in engine.step() if isinstance(e, Finished)]
+        if not engine.pending:
+            return finished
+    raise AssertionError("the engine did not finish")
+
+
+def assert_engine_agrees(engine: LocalEngine, learner: LocalLearner, params: SamplingParams) -> None:
+    rows = []
+    for request, f in generate(engine, params, n=48):
+        everything = np.ones(len(f.token_ids), bool)
+        rollout = Rollout(0, request.prompt_ids, f.token_ids, everything, f.logp, f.versions)
+        rows.append(Row(rollout, 1.0, 1.0))
+    batch = collate(rows, pad_id=0)
+    recorded = batch.sampler_logp_BT[:, 1:]
+    torch.testing.assert_close(logp_of(learner, batch), recorded, rtol=1e-4, atol=1e-4)
+    assert recorded.min() < -0.5
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"temperature": 0.7}, {"top_p": 0.9}, {"top_k": 5}, {"temperature": 0.7, "top_p": 0.9, "top_k": 5}]
+)
+@pytest.mark.parametrize("make", [llama, gemma2])
+def test_sampled_tokens_have_the_log_probability_that_the_engine_recorded(
+    tokenizer: Any, make: Any, options: dict[str, float]
+) -> None:
+    model = make()
+    engine = LocalEngine(model, tokenizer, max_length=64)
+    assert_engine_agrees(engine, learner_of(model, **options), SamplingParams(12, **options))
+
+
+def test_a_published_update_reaches_the_engine(tokenizer: Any) -> None:
+    model = llama(vocab_size=VOCABULARY + 14)
+    engine, learner = LocalEngine(model, tokenizer), learner_of(model)
+    learner.forward_backward(collate(random_rows(), pad_id=0), LossConfig(policy_loss="plain"), Stats())
+    learner.apply(1e-2)
+    engine.load_weights(learner.weights(), version=1)
+    assert_engine_agrees(engine, learner, SamplingParams(12))

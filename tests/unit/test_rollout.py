@@ -1,0 +1,294 @@
+"""The runner on a real engine: multi-turn environments, gates, failures. Every sibling comes back exactly once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from winnow.engine import LocalEngine, SamplingParams
+from winnow.env.base import Env, StepResult
+from winnow.evaluate import Evaluator, pass_at_k, summarize
+from winnow.reward import Rewarder
+from winnow.rollout import RolloutOptions, RolloutRunner
+from winnow.types import EnvStep, Fate, Group, GroupView, Prompt, Token, Verdict, Visit
+
+from ..conftest import parity_reward
+
+
+@dataclass
+class EchoEnv:
+    """Answers every action with a fixed observation; done after `turns` actions, reward = number of actions."""
+
+    turns: int
+    fail_at: int | None = None
+    steps: int = 0
+
+    def reset(self) -> str | None:
+        return " 7"
+
+    def step(self, text: str) -> StepResult:
+        self.steps += 1
+        if self.steps == self.fail_at:
+            raise ConnectionError("the simulator went away")
+        done = self.steps >= self.turns
+        return StepResult("8 9", float(self.steps) if done else None, done)
+
+
+@dataclass
+class ToyTask:
+    """Prompts of Countdown words; environments as a function of how many were made."""
+
+    make: Callable[[int], Env | None] = lambda made: None
+    max_turns: int = 5
+    name: str = "toy"
+    stop: tuple[str, ...] = ()
+    made: int = 0
+    reward_funcs: Sequence[Any] = (parity_reward,)
+    train: list[Prompt] = field(default_factory=lambda: [Prompt(f"p{i}", i, text=f"numbers {i} :") for i in range(8)])
+    test: list[Prompt] = field(default_factory=list)
+
+    def make_env(self, prompt: Prompt) -> Env | None:
+        self.made += 1
+        return self.make(self.made - 1)
+
+    def fingerprint(self) -> str:
+        return "toy"
+
+
+@pytest.fixture(scope="module")
+def policy(tiny_model: Path) -> tuple[Any, Any]:
+    return AutoModelForCausalLM.from_pretrained(tiny_model), AutoTokenizer.from_pretrained(tiny_model)
+
+
+def run(
+    policy: tuple[Any, Any], task: ToyTask, *, gates: Sequence[Any] = (), size: int = 4, **options: Any
+) -> list[Group]:
+    engine = LocalEngine(*policy, slots=options.pop("slots", 8))
+    params = SamplingParams(options.pop("max_tokens", 12), stop=options.pop("stop", ()))
+    rewarder = Rewarder(task.reward_funcs)
+    runner = RolloutRunner(engine, task, policy[1], rewarder, RolloutOptions(params, 32, seed=0), gates)
+    for number, prompt in enumerate(task.train[:3]):
+        runner.launch(Visit(number, 0, prompt), size)
+    groups: list[Group] = []
+    for _ in range(10_000):
+        groups += runner.poll()
+        if not runner.pending:
+            break
+    rewarder.close()
+    assert runner.pending == 0
+    assert engine.pending == 0
+    assert [g.visit.number for g in groups] == [0, 1, 2], "launch order"
+    assert all([r.sibling for r in g.rollouts] == list(range(size)) for g in groups)
+    return groups
+
+
+def test_one_turn_rollouts_are_scored(policy) -> None:
+    for group in run(policy, ToyTask()):
+        for r in group.rollouts:
+            assert r.reward == parity_reward([r.text])[0]
+            assert r.rewards == {"parity_reward": r.reward}
+            assert r.action_mask.all()
+            assert (r.versions == 0).all()
+            assert (r.sampler_logp <= 0).all()
+            assert r.fate is None
+            assert r.seconds > 0
+
+
+def test_results_do_not_depend_on_slots(policy) -> None:
+    few, many = (run(policy, ToyTask(), slots=s) for s in (3, 12))
+    for a, b in zip(few, many, strict=True):
+        for x, y in zip(a.rollouts, b.rollouts, strict=True):
+            np.testing.assert_array_equal(x.token_ids, y.token_ids)
+            np.testing.assert_allclose(x.sampler_logp, y.sampler_logp, atol=1e-5)
+
+
+def test_many_turns_keep_tokens_as_sampled_and_mask_observations(policy) -> None:
+    tokenizer = policy[1]
+    observation = tokenizer.encode("8 9")
+    groups = run(policy, ToyTask(make=lambda _: EchoEnv(3)), max_tokens=400)
+    assert sum(r.stop_reason == "env" for g in groups for r in g.rollouts) >= 9
+    for group in groups:
+        for r in group.rollouts:
+            assert r.prompt_ids[-1] == tokenizer.encode("7")[0], "the first observation belongs to the prompt"
+            if r.stop_reason == "env":
+                assert len(r.turns) == 3
+                assert r.reward == 3.0
+            for turn, following in zip(r.turns, [*r.turns[1:], None], strict=True):
+                assert r.action_mask[turn.start : turn.stop].all()
+                assert tokenizer.decode(r.token_ids[turn.start : turn.stop], skip_special_tokens=True) == turn.action
+                if following:
+                    between = slice(turn.stop, following.start)
+                    assert r.token_ids[between].tolist() == observation
+                    assert not r.action_mask[between].any()
+                    assert (r.versions[between] == -1).all()
+                    assert (r.sampler_logp[between] == 0).all()
+
+
+def test_the_budget_holds_over_all_turns_and_says_so(policy) -> None:
+    for group in run(policy, ToyTask(make=lambda _: EchoEnv(100), max_turns=50), max_tokens=15):
+        for r in group.rollouts:
+            assert len(r.token_ids) <= 15
+            assert r.stop_reason == "length"
+
+
+def test_a_broken_environment_fails_its_rollout_only(policy) -> None:
+    groups = run(policy, ToyTask(make=lambda made: EchoEnv(2, fail_at=2 if made == 1 else None)), max_tokens=400)
+    broken = groups[0].rollouts[1]
+    assert (broken.fate, broken.reward) == (Fate.FAILED, None)
+    assert "ConnectionError: the simulator went away" in broken.reason
+    assert np.isnan(groups[0].rewards()).tolist() == [False, True, False, False]
+
+
+def test_a_prompt_that_cannot_be_encoded_fails_its_group(policy) -> None:
+    task = ToyTask()
+    task.train[1] = Prompt("long", 1, text="numbers " * 40)
+    groups = run(policy, task)
+    assert all(r.fate == Fate.FAILED and "'long' has 40 tokens" in r.reason for r in groups[1].rollouts)
+    assert all(r.reward is not None for r in groups[0].rollouts)
+
+
+SHORT_TURNS = ("=", "+", "-", "*", "/", ",")
+
+
+class HalfGate:
+    """Prunes odd siblings at the third token."""
+
+    at = Token(3)
+    needs = frozenset({"hidden"})
+
+    def __init__(self) -> None:
+        self.views: list[GroupView] = []
+        self.observed: list[Group] = []
+
+    def decide(self, view: GroupView) -> Verdict:
+        self.views.append(view)
+        assert view.sibling is not None
+        return Verdict(view.sibling % 2 == 0, "odd", probability=0.5)
+
+    def observe(self, group: Group) -> None:
+        self.observed.append(group)
+
+
+def test_a_token_gate_prunes_single_siblings(policy) -> None:
+    gate = HalfGate()
+    groups = run(policy, ToyTask(), gates=[gate])
+    free = run(policy, ToyTask())
+    asked = {(v.visit.number, v.sibling) for v in gate.views}
+    assert asked
+    assert [g.visit.number for g in gate.observed] == [0, 1, 2]
+    for group, undisturbed in zip(groups, free, strict=True):
+        for r, same in zip(group.rollouts, undisturbed.rollouts, strict=True):
+            if (group.visit.number, r.sibling) in asked and r.sibling % 2:
+                assert (r.fate, r.reward, r.reason) == (Fate.PRUNED, None, "odd")
+                np.testing.assert_array_equal(r.token_ids, same.token_ids[:3])
+            else:
+                assert r.reward is not None
+                np.testing.assert_array_equal(r.token_ids, same.token_ids)
+    for view in gate.views:
+        assert view.hidden is not None
+        assert view.logp is not None
+        assert len(view.logp) == 3
+
+
+class StepGate:
+    def __init__(self, k: int, keep: bool) -> None:
+        self.at, self.needs, self.keep = EnvStep(k), frozenset(), keep
+        self.views: list[GroupView] = []
+
+    def decide(self, view: GroupView) -> Verdict:
+        self.views.append(view)
+        return Verdict(self.keep, "converged")
+
+    def observe(self, group: Group) -> None:
+        pass
+
+
+def test_a_step_gate_decides_once_for_the_whole_group(policy) -> None:
+    gate = StepGate(2, keep=False)
+    task = ToyTask(make=lambda made: EchoEnv(1 if made % 4 == 0 else 4), stop=SHORT_TURNS)
+    groups = run(policy, task, gates=[gate], max_tokens=200)
+    assert len(gate.views) == 3
+    for view in gate.views:
+        assert [len(a) for a in view.actions] == [1, 2, 2, 2]
+        assert view.running == (False, True, True, True)
+    for group in groups:
+        assert not group.verdict.keep
+        assert all(r.fate == Fate.CUT and r.reward is None for r in group.rollouts)
+        assert group.rollouts[0].rewards == {"env": 1.0}, "kept for display"
+        assert [len(r.turns) for r in group.rollouts] == [1, 2, 2, 2]
+
+
+def test_a_step_gate_that_keeps_changes_nothing(policy) -> None:
+    task = ToyTask(make=lambda _: EchoEnv(4), stop=SHORT_TURNS)
+    gated = run(policy, task, gates=[StepGate(1, True), StepGate(3, True)], max_tokens=200)
+    free = run(policy, task, max_tokens=200)
+    for a, b in zip(gated, free, strict=True):
+        for x, y in zip(a.rollouts, b.rollouts, strict=True):
+            np.testing.assert_array_equal(x.token_ids, y.token_ids)
+            assert x.reward == y.reward == 4.0
+
+
+def test_a_gate_whose_needs_are_not_met_is_refused(policy) -> None:
+    gate = HalfGate()
+    gate.needs = frozenset({"attention_maps"})
+    with pytest.raises(ValueError, match="HalfGate needs.*attention_maps"):
+        run(policy, ToyTask(), gates=[gate])
+
+
+def test_stop_strings_cut_the_text_not_the_tokens(policy) -> None:
+    groups = run(policy, ToyTask(), stop=("=",))
+    stopped = [r for g in groups for r in g.rollouts if r.stop_reason == "stop"]
+    assert stopped
+    for r in stopped:
+        assert "=" not in r.text
+        assert policy[1].decode(r.token_ids).endswith("=")
+
+
+def test_evaluation_uses_noise_of_its_own_and_the_same_each_time(policy) -> None:
+    task = ToyTask()
+    engine = LocalEngine(*policy, slots=8)
+    rewarder = Rewarder(task.reward_funcs)
+    evaluator = Evaluator(engine, task, policy[1], rewarder, seed=0)
+    first, second = (evaluator.run(task.train, SamplingParams(12), n=4, max_prompt_length=32) for _ in range(2))
+    rewarder.close()
+    assert first.metrics == second.metrics
+    assert set(first.metrics) == {"failed", "pass@1", "pass@2", "pass@4", "avg@n", "mean_length", "greedy"}
+    assert first.rollouts == 8 * 5
+    trained = run(policy, ToyTask())
+    assert any(
+        a.token_ids.tolist() != b.token_ids.tolist()
+        for x, y in zip(first.groups, trained, strict=False)
+        for a, b in zip(x.rollouts, y.rollouts, strict=True)
+    )
+
+
+def test_failures_are_no_wrong_answers(policy) -> None:
+    groups = run(policy, ToyTask(make=lambda made: EchoEnv(1, fail_at=1 if made % 2 else None)), max_tokens=20)
+    metrics = summarize(groups)
+    assert metrics["failed"] == 0.5
+    assert metrics["pass@1"] == 1.0
+    every = run(policy, ToyTask(make=lambda _: EchoEnv(1, fail_at=1)), max_tokens=20)
+    with pytest.raises(RuntimeError, match="simulator went away"):
+        summarize(every)
+
+
+@pytest.mark.parametrize(
+    ("n", "c", "k"), [(n, c, k) for n in range(1, 7) for c in range(n + 1) for k in range(1, n + 1)]
+)
+def test_pass_at_k_is_the_share_of_subsets_with_a_success(n: int, c: int, k: int) -> None:
+    from itertools import combinations
+
+    subsets = list(combinations([1] * c + [0] * (n - c), k))
+    assert pass_at_k(n, c, k) == pytest.approx(sum(max(s) for s in subsets) / len(subsets), abs=1e-12)
+
+
+@pytest.mark.parametrize("bad", [(4, 5, 1), (4, 1, 0), (4, 1, 5), (4, -1, 1)])
+def test_pass_at_k_refuses_nonsense(bad: tuple[int, int, int]) -> None:
+    with pytest.raises(ValueError, match="pass_at_k"):
+        pass_at_k(*bad)
