@@ -270,8 +270,9 @@ def _count(n: int, noun: str) -> str:
     return f"{n:,} {noun}{'' if n == 1 else 's'}"
 
 
-def to_json(result: Audit) -> str:
-    return json.dumps(asdict(result), indent=2)
+def to_json(result: Audit) -> dict[str, Any]:
+    """The audit as plain values, for `json.dumps`."""
+    return asdict(result)
 
 
 def render(result: Audit) -> RenderableType:

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from .audit import Audit, audit, group_fate, totals
+from .failpoint import failpoint
 from .ledger_file import LedgerError, fsync_directory, open_file
 from .types import Fate, Group, Rollout, Visit
 
@@ -148,6 +149,7 @@ class Ledger:
                 _insert(db, "steps", [(step, version, _json(seconds), _json(metrics), time.time())])
             except sqlite3.IntegrityError as error:
                 raise ValueError(f"step {step}: already booked.") from error
+            failpoint("ledger.step")
 
     def evaluation(self, step: int, rollouts: int, tokens: int, seconds: float) -> None:
         """Book what an evaluation cost; its rollouts have no fate."""
@@ -161,6 +163,7 @@ class Ledger:
         """
         self._db.execute("PRAGMA synchronous = FULL")  # makes the commit below fsync everything before it
         self.set_meta("marks", str(int(self.get_meta("marks") or 0) + 1))
+        failpoint("ledger.mark")
         self._db.execute("PRAGMA synchronous = NORMAL")
         self._db.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
         fsync_directory(self.path.parent)
@@ -190,6 +193,7 @@ class Ledger:
             }
             db.execute("INSERT INTO restarts VALUES (?, ?, ?, ?)", (number, _clean(reason), _json(voided), time.time()))
             _set_meta(db, "finished", "false")
+            failpoint("ledger.rollback")
         self._prefix = prefixes
         return {"restart": number, "voided": voided, "in_flight": self.in_flight()}
 
@@ -204,14 +208,6 @@ class Ledger:
         rollout under its own.
         """
         return totals(self._db)
-
-    def tokens_by_step(self) -> dict[int, dict[str, int]]:
-        """Sampled tokens by optimizer step and fate."""
-        steps: dict[int, dict[str, int]] = {}
-        query = "SELECT step, fate, SUM(tokens) FROM rollouts WHERE void = 0 GROUP BY step, fate ORDER BY step"
-        for step, fate, tokens in self._db.execute(query):
-            steps.setdefault(step, {})[fate] = tokens
-        return steps
 
     def digest(self) -> str:
         """SHA-256 of every row that counts, wall times left out: equal for a resumed and an uninterrupted run."""

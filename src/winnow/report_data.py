@@ -166,7 +166,7 @@ def _merge(lines: Iterator[dict[str, Any]]) -> list[Row]:
 
 
 def _read_ledger(path: Path, run: Run) -> None:
-    """Totals, verdict and tokens by fate; from the metrics where there is no usable ledger."""
+    """Totals and verdict; tokens by fate are those of the metrics where there is no usable ledger."""
     fates = dict.fromkeys(k for row in run.rows for k in row if k.startswith("tokens/"))
     run.tokens = {key.removeprefix("tokens/"): math.fsum(row.get(key, 0) for row in run.rows) for key in fates}
     if not path.is_file():
@@ -175,17 +175,12 @@ def _read_ledger(path: Path, run: Run) -> None:
     try:
         with Ledger.open(path, read_only=True) as ledger:
             result = ledger.audit()
-            by_step = ledger.tokens_by_step()
     except (LedgerError, OSError) as error:
         run.notes.append(f"ledger.sqlite cannot be used: {visible(str(error).replace(str(path), path.name))}")
         return
     run.audit = {"ok": result.ok, "verdict": verdict(result), "problems": [visible(p) for p in result.problems]}
     run.totals = result.totals
     run.tokens = {name: row["tokens"] for name, row in result.totals.items() if name not in ("in_flight", "evaluation")}
-    for row in run.rows:
-        booked = by_step.get(int(row["step"]))
-        if booked:
-            row.update(dict.fromkeys(fates, 0.0) | {f"tokens/{fate}": float(n) for fate, n in booked.items()})
 
 
 def _thin_samples(lines: Iterator[dict[str, Any]], limit: int) -> list[dict[str, Any]]:
@@ -225,6 +220,8 @@ def _sample(line: Mapping[str, Any]) -> dict[str, Any]:
     sample["prompt"] = _text(line.get("prompt"))
     sample["completion"] = _text(line.get("completion"))
     rewards = line.get("rewards")
+    siblings = line.get("group_rewards")
+    sample["group_rewards"] = plain(siblings[:64]) if isinstance(siblings, list) else []
     sample["rewards"] = plain(rewards) if isinstance(rewards, dict) and len(rewards) > 1 else {}
     return sample
 

@@ -177,8 +177,9 @@ def test_rollback_is_all_or_nothing(ledger: Ledger, monkeypatch: pytest.MonkeyPa
     def fail(name: str) -> None:
         raise OSError(28, f"no space left on device, at {name}")
 
-    with monkeypatch.context() as patch, pytest.raises(OSError, match="ledger.rollback"):
+    with monkeypatch.context() as patch:
         patch.setattr("winnow.ledger.failpoint", fail)
-        ledger.rollback(mark, reason="killed")
+        with pytest.raises(OSError, match="no space left on device, at ledger"):
+            ledger.rollback(mark, reason="killed")
     assert (ledger.digest(), ledger.audit().restarts) == (before, 0)
     assert ledger.rollback(mark, reason="killed")["voided"]["rollouts"] == 6

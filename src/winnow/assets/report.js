@@ -28,7 +28,7 @@
     { id: "learning", title: "Learning", wide: true, charts: [
       ["Training reward", { keys: [["reward", "reward"]], height: 250 }],
       ["Held-out evaluation", { evals: true, points: true, height: 250, share: true,
-        keys: [["eval/pass@1", "pass@1"], ["eval/pass@8", "pass@8"], ["eval/greedy", "greedy"], ["eval/avg@n", "avg@n"]] }],
+        keys: passAtK() }],
     ] },
     { id: "tokens", title: "Where every token went", wide: true, charts: [
       ["Sampled tokens a step, by fate", { stacked: true, height: 250,
@@ -60,6 +60,13 @@
       ["Seconds a step, by phase", { stacked: true, format: charts.duration, keys: phases() }],
     ] },
   ];
+
+  /** pass@1, pass@k of the largest k, and greedy. */
+  function passAtK() {
+    const found = runs.flatMap((r) => Object.keys(r.evals)).map((k) => /^eval\/pass@(\d+)$/.exec(k)).filter(Boolean);
+    const most = Math.max(1, ...found.map((m) => +m[1]));
+    return [...new Set(["pass@1", `pass@${most}`, "greedy"])].map((name) => [`eval/${name}`, name]);
+  }
 
   function phases() {
     const names = new Set(runs.flatMap((r) => Object.keys(r.metrics)).filter((k) => k.startsWith("seconds/")));
@@ -284,6 +291,7 @@
     const parts = Object.entries(s.rewards || {}).map(([k, v]) => `${k} ${v == null ? "–" : charts.compact(v)}`);
     const facts = [`step ${s.step ?? "–"}`, s.prompt_id == null ? null : `prompt ${s.prompt_id}`, s.sibling == null ? null : `sibling ${s.sibling}`,
       s.tokens == null ? null : `${s.tokens} tokens`, s.stop_reason ? `ended by ${s.stop_reason}` : null, s.reason || null, ...parts].filter(Boolean);
+    if (s.group_rewards.length > 1) facts.push(`rewards in the group ${s.group_rewards.map((r) => (typeof r === "number" ? charts.compact(r) : "–")).join(" ")}`);
     const text = (label, value) => el("div", {}, el("div", { class: "label" }, label), el("pre", { dir: "auto" }, value || "(empty)"));
     return el("article", { class: "card sample" },
       el("div", { class: "facts" }, s.split && s.split !== "train" ? el("span", { class: "badge", swatch: "c0" }, s.split) : null,
