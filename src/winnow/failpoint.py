@@ -1,7 +1,7 @@
 """Named places where a fault can be injected, for the reliability tests. Off unless an environment variable arms one.
 
-`WINNOW_FAILPOINT="name:action"` or `"name@n:action"` (n-th hit, from 1); action is `kill` (SIGKILL), `raise`, `enospc`,
-`hang`. `WINNOW_FAILPOINT_LOG=FILE` records every hit, for discovery.
+`WINNOW_FAILPOINT="name:action"` or `"name@n:action"` (n-th hit, from 1); action is `kill` (SIGKILL), `raise`, `enospc`
+or `hang`. `WINNOW_FAILPOINT_LOG=FILE` records every hit, for discovery.
 """
 
 from __future__ import annotations
@@ -11,24 +11,23 @@ import os
 import signal
 import time
 
-_ARMED = os.environ.get("WINNOW_FAILPOINT", "")
-_LOG = os.environ.get("WINNOW_FAILPOINT_LOG", "")
 _hits: dict[str, int] = {}
 
 
-class InjectedFault(RuntimeError):
+class InjectedFaultError(RuntimeError):
     """Raised by an armed failpoint."""
 
 
 def failpoint(name: str) -> None:
     """Nothing, unless a test has armed this name."""
-    if not (_ARMED or _LOG):
+    armed, log = os.environ.get("WINNOW_FAILPOINT"), os.environ.get("WINNOW_FAILPOINT_LOG")
+    if not (armed or log):
         return
     _hits[name] = _hits.get(name, 0) + 1
-    if _LOG:
-        with open(_LOG, "a", encoding="utf-8") as file:
+    if log:
+        with open(log, "a", encoding="utf-8") as file:
             file.write(f"{name}@{_hits[name]}\n")
-    where, _, action = _ARMED.partition(":")
+    where, _, action = (armed or "").partition(":")
     wanted, _, count = where.partition("@")
     if name == wanted and _hits[name] == int(count or 1):
         _act(name, action)
@@ -42,4 +41,4 @@ def _act(name: str, action: str) -> None:
     elif action == "hang":
         time.sleep(3600)
     else:
-        raise InjectedFault(f"injected at {name}")
+        raise InjectedFaultError(f"injected at {name}")

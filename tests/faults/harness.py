@@ -1,0 +1,47 @@
+"""Runs of a tiny trainer in child processes that can be killed. A fork server keeps the imports, so a child is cheap."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(["winnow.trainer", "tests.conftest", "tests.faults.harness"])
+DEADLINE_S = 60
+
+
+def child(config: dict[str, Any], environment: dict[str, str]) -> None:
+    """Train, or go on with what is there."""
+    import torch
+
+    from tests.conftest import parity_reward
+    from winnow import Trainer
+
+    torch.set_num_threads(1)
+    os.environ.update(environment)
+    run = Path(config["output_dir"])
+    if (run / "config.json").exists():
+        trainer = Trainer.resume(run, reward_funcs=parity_reward)
+    else:
+        trainer = Trainer(config=config, reward_funcs=parity_reward)
+    trainer.train()
+
+
+def run(config: dict[str, Any], *, kill_after_s: float | None = None, **environment: str) -> int:
+    """Exit code of one child (negative: the signal that ended it). A child over the deadline fails the test."""
+    process = _CONTEXT.Process(target=child, args=(config, environment))
+    process.start()
+    if kill_after_s is not None:
+        process.join(kill_after_s)
+        if process.is_alive() and process.pid:
+            os.kill(process.pid, signal.SIGKILL)
+    process.join(DEADLINE_S)
+    if process.is_alive():
+        process.kill()
+        process.join()
+        raise AssertionError(f"a run took over {DEADLINE_S} s")
+    assert process.exitcode is not None
+    return process.exitcode
