@@ -82,15 +82,22 @@ const charts = (() => {
       stroke: color("faint"), font: "11px system-ui", gap: 4, space: 34,
       size: (_, texts) => 12 + 6.4 * Math.max(2, ...(texts || []).map((t) => t.length)),
       grid: { stroke: color("grid"), width: 1 }, ticks: { show: false },
-      values: (_, ticks) => ticks.map(format),
+      values: (_, ticks, axisIndex, space, step) => ticks.map((t) => (format === compact && Math.abs(t) < 1000 ? rounded(t, step) : format(t))),
     };
+  }
+
+  /** As many decimals as tell neighbouring ticks apart. */
+  function rounded(tick, step) {
+    const decimals = Math.max(0, -Math.floor(Math.log10(step) + 1e-9));
+    return decimals > 4 ? compact(tick) : String(+tick.toFixed(decimals + (step * 10 ** decimals % 1 > 1e-9 ? 1 : 0)));
   }
 
   /** y from 0 when that costs little of the height; a share never beyond 1. */
   function range(spec) {
     return (_, low, high) => {
       if (low === null || high === null) return [0, 1];
-      const span = high - low || Math.abs(high) || 1;
+      if (low === high && low >= 0) return [0, 1.25 * high || 1];
+      const span = high - low || Math.abs(high);
       const bottom = low >= 0 && (spec.zero || spec.stacked || low < 0.6 * high) ? 0 : low - 0.08 * span;
       const top = high + 0.08 * (high - bottom || span);
       return [bottom, spec.share ? Math.min(1, top) : top];

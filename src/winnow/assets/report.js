@@ -42,6 +42,8 @@
       ["Groups that were trained on", { zero: true, keys: [["groups/effective", "effective groups"]] }],
       ["Reward spread within groups", { zero: true, keys: [["reward_std", "standard deviation"]] }],
       ["Completion length", { zero: true, keys: [["completions/mean_length", "mean"], ["completions/max_length", "maximum"]] }],
+      ["Rewards by function", { zero: true, keys: rewardParts() }],
+      ["Failed rollouts", { zero: true, share: true, format: charts.percent, keys: [["rollouts/failed_share", "share"]] }],
       ["Completions cut at the limit", { share: true, format: charts.percent, zero: true, keys: [["completions/clipped_ratio", "share"]] }],
       ["Length in the evaluation", { evals: true, points: true, zero: true, keys: [["eval/mean_length", "mean length"]] }],
     ] },
@@ -68,12 +70,17 @@
     return [...new Set(["pass@1", `pass@${most}`, "greedy"])].map((name) => [`eval/${name}`, name]);
   }
 
+  function rewardParts() {
+    const names = new Set(runs.flatMap((r) => Object.keys(r.metrics)).filter((k) => /^rewards\/.+\/mean$/.test(k)));
+    return [...names].map((k) => [k, k.slice(8, -5)]);
+  }
+
   function phases() {
     const names = new Set(runs.flatMap((r) => Object.keys(r.metrics)).filter((k) => k.startsWith("seconds/")));
     return [...names].map((k, n) => [k, k.slice(8), runColor(n)]);
   }
 
-  /** Charts for what the plan does not name: reward parts, then whatever else was logged. */
+  /** Charts for what the plan does not name. */
   function rest() {
     const named = new Set(PLAN.flatMap((s) => s.charts.flatMap(([, c]) => c.keys.map(([k]) => k))));
     ["step", "num_tokens", "seconds_total"].forEach((k) => named.add(k));
@@ -141,6 +148,14 @@
       drawn.length ? el("div", { class: plan.wide ? "grid wide" : "grid" }, ...drawn.map(([t, s]) => chartCard(t, s, mounts))) : null,
       missing.length ? el("p", { class: "soft below" }, `Not logged by ${several ? "these runs" : "this run"}: ${missing.join(" · ")}.`) : null);
     if (drawn.some(([, s]) => s.stacked)) node.firstChild.append(picker() || "");
+    return node;
+  }
+
+  function folded(node, count) {
+    const grid = node.querySelector(".grid");
+    const fold = el("details", { class: "fold" }, el("summary", {}, count === 1 ? "One more chart" : `${count} more charts`));
+    grid.replaceWith(fold);
+    fold.append(grid);
     return node;
   }
 
@@ -236,7 +251,7 @@
     const sections = PLAN.map((plan) => chartSection(plan, mounts));
     sections[1].append(el("div", { class: "totals" }, el("div", { class: "card totals", style: "margin:0" }, ...runs.map(stackBar)), totalsCard()));
     const other = rest();
-    if (other.length) sections.push(chartSection({ id: "more", title: "Everything else that was logged", charts: other }, mounts));
+    if (other.length) sections.push(folded(chartSection({ id: "more", title: "Everything else that was logged", charts: other }, mounts), other.length));
     const app = document.getElementById("app");
     app.append(
       el("header", {}, el("div", { class: "brand" }, "Winnow"), el("h1", { dir: "auto" }, several ? `${runs.length} runs compared` : runs[0].name)),
