@@ -39,6 +39,7 @@ class MicroBatch:
     mask_BT: torch.Tensor
     sampler_logp_BT: torch.Tensor
     advantages_B: torch.Tensor
+    """float64, as is `row_weight_B`: the learner rounds them to the type it computes in."""
     row_weight_B: torch.Tensor
     old_logp_BT: torch.Tensor | None = None
     """Policy before this batch's first update; set by the learner on the first pass when a correction is active."""
@@ -123,6 +124,6 @@ def collate(rows: Sequence[Row], pad_id: int, device: torch.device | str = "cpu"
         input_ids_BT=torch.from_numpy(ids).to(device),
         mask_BT=torch.from_numpy(mask).to(device),
         sampler_logp_BT=torch.from_numpy(logp).to(device),
-        advantages_B=torch.tensor([row.advantage for row in rows], dtype=torch.float32, device=device),
-        row_weight_B=torch.tensor([row.weight for row in rows], dtype=torch.float32, device=device),
+        advantages_B=torch.tensor([row.advantage for row in rows], dtype=torch.float64, device=device),
+        row_weight_B=torch.tensor([row.weight for row in rows], dtype=torch.float64, device=device),
     )

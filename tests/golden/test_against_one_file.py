@@ -65,7 +65,7 @@ class Recorded(Trainer):
 
 
 def settings_of(oracle: ModuleType, **values: Any) -> Any:
-    small = {"prompts_per_step": 3, "num_generations": 4, "max_new_tokens": 10, "learning_rate": 3e-3, "seed": 5}
+    small = {"prompts_per_step": 3, "num_generations": 6, "max_new_tokens": 12, "learning_rate": 3e-3, "seed": 5}
     return oracle.Settings(**small | values)
 
 
@@ -75,13 +75,9 @@ def puzzle_task(oracle: ModuleType) -> Puzzles:
 
     prompts = [
         Prompt(str(i), i, text=p.prompt, columns={"numbers": list(p.numbers), "target": p.target})
-        for i, p in enumerate(small_puzzles(oracle))
+        for i, p in enumerate(oracle.puzzles(N_PUZZLES, seed=0))
     ]
     return Puzzles(prompts, [score])
-
-
-def small_puzzles(oracle: ModuleType) -> list[Any]:
-    return [p for p in oracle.puzzles(200, seed=0) if p.target <= 40][:N_PUZZLES]
 
 
 def run_config(s: Any, output_dir: Path, **values: Any) -> dict[str, Any]:
@@ -146,17 +142,31 @@ def test_run_is_the_oracles(
 ) -> None:
     s = settings_of(oracle, **values)
     model, reference = make_model(), make_model()
-    steps = list(oracle.train(reference, tokenizer, small_puzzles(oracle), STEPS, s))
+    steps = list(oracle.train(reference, tokenizer, oracle.puzzles(N_PUZZLES, seed=0), STEPS, s))
     trainer = run_winnow(oracle, model, tokenizer, s, tmp_path)
     assert_same_run(trainer, model, steps, reference, s, rtol=1e-9)
-    assert len({tuple(r.token_ids) for step in steps for r in step.rollouts_N}) > 20
+    lengths = [len(r.token_ids) for step in steps for r in step.rollouts_N]
+    assert min(lengths) < s.max_new_tokens == max(lengths)
+    assert sum(any(step.advantages_N) for step in steps) >= 2
+
+
+def test_the_file_runs_as_a_program(
+    oracle: ModuleType, make_model: Any, tokenizer: Any, tmp_path: Path, capsys: Any, monkeypatch: Any
+) -> None:
+    make_model().save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    options = ["--steps", "2", "--num-generations", "4", "--max-new-tokens", "5", "--advantage", "rloo", "--float64"]
+    monkeypatch.setattr("sys.argv", ["one_file.py", "--model", str(tmp_path), *options])
+    oracle.main()
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(":")[0] for line in lines[::2]] == ["step 1", "step 2"]
 
 
 def test_run_with_clipping_is_the_oracles(oracle: ModuleType, make_model: Any, tokenizer: Any, tmp_path: Path) -> None:
     """The ratio is taken against the sampler's float32 log-probabilities, so only that much can agree."""
     s = settings_of(oracle, policy_loss="clip", epsilon_high=0.28, beta=0.05)
     model, reference = make_model(), make_model()
-    steps = list(oracle.train(reference, tokenizer, small_puzzles(oracle), STEPS, s))
+    steps = list(oracle.train(reference, tokenizer, oracle.puzzles(N_PUZZLES, seed=0), STEPS, s))
     trainer = run_winnow(oracle, model, tokenizer, s, tmp_path, tokens_per_microbatch=64)
     assert_same_run(trainer, model, steps, reference, s, rtol=1e-5)
 
@@ -164,7 +174,7 @@ def test_run_with_clipping_is_the_oracles(oracle: ModuleType, make_model: Any, t
 def test_run_does_not_depend_on_slots(oracle: ModuleType, make_model: Any, tokenizer: Any, tmp_path: Path) -> None:
     s = settings_of(oracle, advantage="rloo", policy_loss="plain")
     reference, model = make_model(), make_model()
-    steps = list(oracle.train(reference, tokenizer, small_puzzles(oracle), STEPS, s))
+    steps = list(oracle.train(reference, tokenizer, oracle.puzzles(N_PUZZLES, seed=0), STEPS, s))
     trainer = run_winnow(oracle, model, tokenizer, s, tmp_path, engine={"name": "local", "slots": 5})
     assert_same_run(trainer, model, steps, reference, s, rtol=1e-9)
 
@@ -177,18 +187,23 @@ def sampled(oracle: ModuleType, make_model: Any, tokenizer: Any) -> list[tuple[A
     """Puzzles and their groups of rollouts, with rewards of any size: the update does not care where they come from."""
     s, model = settings_of(oracle), make_model()
     groups = []
-    for ordinal, puzzle in enumerate(small_puzzles(oracle)[:4]):
+    for ordinal, puzzle in enumerate(oracle.puzzles(4, seed=0)):
         keys = [oracle.noise_key(s.seed, 0, ordinal, 0, i, 0) for i in range(s.num_generations)]
         ids = tokenizer.encode(puzzle.prompt)
         groups.append((puzzle, oracle.sample_group(model, ids, keys, tokenizer.eos_token_id, s)))
     for _, rollouts in groups:
         for i, rollout in enumerate(rollouts):
-            del rollout.token_ids[3 + 2 * i :]
+            del rollout.token_ids[2 + 2 * i :]
             rollout.old_logp_T = rollout.old_logp_T[: len(rollout.token_ids)].float()
     return groups
 
 
-REWARDS = [[1.0, 0.0, 0.1, 0.0], [0.0, 1.0, 1.0, 0.0], [0.3, 0.3, 0.3, 0.3], [-1.0, 2.0, 0.5, 0.0]]
+REWARDS = [
+    [1.0, 0.0, 0.1, 0.0, 1.0, 0.0],
+    [0.0, 1.0, 1.0, 0.0, 0.0, 0.0],
+    [0.3, 0.3, 0.3, 0.3, 0.3, 0.3],
+    [-1.0, 2.0, 0.5, 0.0, 0.0, 1.0],
+]
 
 
 def as_group(number: int, rollouts: list[Any], rewards: list[float]) -> Group:

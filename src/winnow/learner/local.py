@@ -83,14 +83,15 @@ class LocalLearner:
         if loss.correction.active and batch.old_logp_BT is None:
             batch.old_logp_BT = logp.detach()
         old_logp = sampler_logp if batch.old_logp_BT is None else batch.old_logp_BT
-        per_token, clipped = policy_loss(logp, old_logp, batch.advantages_B, weights, loss)
+        advantages_B, row_weight_B = batch.advantages_B.to(logp.dtype), batch.row_weight_B.to(logp.dtype)
+        per_token, clipped = policy_loss(logp, old_logp, advantages_B, weights, loss)
         if loss.beta:
             kl = kl_divergence(logp, self._reference_logp(batch), loss.kl_estimator)
             per_token = per_token + loss.beta * kl
             stats.add("kl", float((kl.detach() * mask).sum()))
         if loss.entropy_coef:
             per_token = per_token - loss.entropy_coef * entropy
-        total = (per_token * mask * batch.row_weight_B[:, None]).sum()
+        total = (per_token * mask * row_weight_B[:, None]).sum()
 
         log_ratio = (logp.detach() - sampler_logp) * mask
         stats.log_w_B.append(log_ratio.sum(1))
@@ -111,7 +112,7 @@ class LocalLearner:
     def _logp(
         self, batch: MicroBatch, *, with_entropy_grad: bool = False, model: Any = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probabilities and entropies, float32 [B, T-1], 0 off the mask."""
+        """Log-probabilities and entropies, [B, T-1], 0 off the mask; float32, or float64 for a float64 model."""
         model = model or self._causal_lm
         mask, targets = batch.mask_BT[:, 1:], batch.input_ids_BT[:, 1:]
         with self._autocast():
@@ -122,7 +123,7 @@ class LocalLearner:
                 hidden, head = model(input_ids=batch.input_ids_BT[:, :-1], use_cache=False).logits[mask], _identity
             logp_N, entropy_N = token_logp(hidden, head, targets[mask], self.distribution)
         entropy_N = entropy_N if with_entropy_grad else entropy_N.detach()
-        zeros = torch.zeros(mask.shape, dtype=torch.float32, device=mask.device)
+        zeros = torch.zeros(mask.shape, dtype=logp_N.dtype, device=mask.device)
         return zeros.masked_scatter(mask, logp_N), zeros.masked_scatter(mask, entropy_N)
 
     @torch.no_grad()
@@ -142,20 +143,33 @@ class LocalLearner:
 
     @torch.no_grad()
     def _head_is_linear(self) -> bool:
-        """Whether logits are just head(hidden); classes that scale or cap them need the whole model."""
+        """Whether logits are just head(hidden); classes that scale or cap them need the whole model.
+
+        The head's output is replaced by large numbers: near 0, where an untrained model's logits lie, a cap is linear.
+        """
         head = self._causal_lm.get_output_embeddings()
         if head is None:
             return False
-        device = next(iter(self._causal_lm.parameters())).device
-        ids = torch.arange(4, device=device)[None] % self.distribution.n_tokens
+        inputs, outputs = [], []
+
+        def replace(module: torch.nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
+            inputs.append(args[0])
+            outputs.append(torch.linspace(-100, 100, output.numel(), device=output.device).to(output).view_as(output))
+            return outputs[0]
+
+        ids = torch.arange(4, device=head.weight.device)[None] % self.distribution.n_tokens
         was_training = self._causal_lm.training
         self._causal_lm.eval()
+        handle = head.register_forward_hook(replace)
         try:
-            whole = self._causal_lm(input_ids=ids, use_cache=False).logits
-            own = head(self._causal_lm.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state)
+            logits = self._causal_lm(input_ids=ids, use_cache=False).logits
+            hidden = self._causal_lm.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state
         finally:
+            handle.remove()
             self._causal_lm.train(was_training)
-        return whole.shape == own.shape and bool(torch.allclose(whole.float(), own.float(), rtol=1e-3, atol=1e-3))
+        if len(outputs) != 1 or logits.shape != outputs[0].shape or hidden.shape != inputs[0].shape:
+            return False
+        return torch.allclose(logits.to(outputs[0]), outputs[0]) and torch.allclose(hidden, inputs[0], rtol=1e-4)
 
     def apply(self, lr: float) -> float:
         norm = torch.nn.utils.clip_grad_norm_(self._params.values(), self.options.max_grad_norm)

@@ -12,6 +12,10 @@ CHUNK_ELEMENTS = 1 << 26
 """Logits held at once, forward or backward (256 MiB in float32)."""
 
 
+def at_least_float32(x: torch.Tensor) -> torch.Tensor:
+    return x if x.dtype == torch.float64 else x.float()
+
+
 @dataclass(frozen=True)
 class TokenDistribution:
     """How logits become the distribution that tokens are drawn from; the same transform as the engine's.
@@ -25,8 +29,8 @@ class TokenDistribution:
     top_k: int = 0
 
     def logits(self, raw_NV: torch.Tensor, targets_N: torch.Tensor) -> torch.Tensor:
-        """float32 [N, V'] with excluded tokens at -inf. The target itself stays in: its ratio must be finite."""
-        logits = raw_NV[:, : self.n_tokens].float()
+        """[N, V'] in float32 (float64 stays), excluded tokens at -inf. The target stays: its ratio must be finite."""
+        logits = at_least_float32(raw_NV[:, : self.n_tokens])
         if self.temperature > 0:
             logits = logits / self.temperature
         if self.top_k or self.top_p < 1:
@@ -51,7 +55,7 @@ def token_logp(
     targets_N: torch.Tensor,
     distribution: TokenDistribution,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probability (nats) of each target and entropy of each position's distribution, both float32 [N].
+    """Log-probability (nats) of each target and entropy of each position's distribution, both [N], at least float32.
 
     `head` maps [n, H] to raw logits [n, V]. Positions go through it in chunks of at most `CHUNK_ELEMENTS` logits,
     recomputed in the backward pass when there is more than one chunk.
