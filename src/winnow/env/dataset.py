@@ -1,0 +1,232 @@
+"""Prompts from any data set with a `prompt` column; every other column goes to the reward functions by name."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import warnings
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from ..types import Message, Prompt
+from .base import Env, RewardFn
+from .functions import nearest
+from .presets import PRESETS
+from .rows import DataError, Row, read_rows
+
+RESERVED = ("prompts", "completions", "completion_ids", "trainer_state", "log_metric", "environments")
+"""Arguments of reward functions that a column must not be called."""
+SHOWN = 5
+"""Ids named in an error message."""
+
+
+@dataclass(frozen=True)
+class DatasetConfig:
+    """Options of the task `dataset`: JSONL or parquet files, a Hugging Face data set, or a preset's format of them."""
+
+    path: str | list[str]
+    """`.jsonl` or `.parquet` file(s) or globs, or a directory or hub name for `datasets.load_dataset`."""
+    test: str | list[str] | None = None
+    """Held-out data in the same form; an error if it shares prompts with `path`."""
+    test_size: int | float = 0
+    """Hold out this many prompts (a share if below 1), chosen by a hash of their content."""
+    preset: str | None = None
+    """A known format: gsm8k, math, dapo_math, verl, verifiers."""
+    prompt_column: str = "prompt"
+    id_column: str = "id"
+    """Used when present; otherwise ids are hashes of the prompts."""
+    system_prompt: str | None = None
+    """Put before every prompt as a system message."""
+    prompt_format: Literal["as_is", "text"] = "as_is"
+    """`text` joins messages into plain text, for models without chat template."""
+    split: str = "train"
+    """Of a Hugging Face data set."""
+    test_split: str = "test"
+    """Of a Hugging Face data set, for `test`."""
+    subset: str | None = None
+    """Of a Hugging Face data set; its configuration name."""
+
+    def __post_init__(self) -> None:
+        if not self.path:
+            raise ValueError("dataset: path is empty")
+        if self.preset is not None and self.preset not in PRESETS:
+            known = ", ".join(PRESETS)
+            raise ValueError(
+                f"dataset: unknown preset '{self.preset}'.{nearest(self.preset, list(PRESETS))} All: {known}"
+            )
+        if self.test is not None and self.test_size:
+            raise ValueError("dataset: give either test or test_size, not both")
+        if self.test_size < 0 or (self.test_size >= 1 and self.test_size != int(self.test_size)):
+            raise ValueError(f"dataset: test_size must be a share below 1 or a whole number, got {self.test_size}")
+        if self.system_prompt is not None and self.prompt_format == "text":
+            raise ValueError("dataset: system_prompt makes chat messages and has no effect with prompt_format: text")
+
+    def build(self) -> DatasetTask:
+        return DatasetTask(self)
+
+
+class DatasetTask:
+    """The task. Raises DataError (a ValueError) naming file and line for data that cannot be used."""
+
+    name = "dataset"
+    max_turns = 1
+    stop: tuple[str, ...] = ()
+
+    def __init__(self, config: DatasetConfig) -> None:
+        self.config = config
+        self.reward_funcs: list[RewardFn] = list(PRESETS[config.preset].reward_funcs) if config.preset else []
+        self.train = _prompts(read_rows(config.path, config.split, config.subset), config)
+        self.test: list[Prompt] = []
+        if config.test is not None:
+            self.test = _prompts(read_rows(config.test, config.test_split, config.subset), config)
+            _refuse_overlap(self.train, self.test)
+        elif config.test_size:
+            self.train, self.test = _split(self.train, config.test_size)
+        self._warn_of_duplicates()
+
+    def make_env(self, prompt: Prompt) -> Env | None:
+        return None
+
+    def fingerprint(self) -> str:
+        digest = hashlib.sha256(json.dumps(asdict(self.config), sort_keys=True).encode())
+        for part in (self.train, self.test):
+            for prompt in part:
+                row = [prompt.id, content_of(prompt), dict(prompt.columns)]
+                digest.update(json.dumps(row, sort_keys=True, default=str).encode())
+            digest.update(b"\n")
+        return digest.hexdigest()
+
+    def _warn_of_duplicates(self) -> None:
+        seen: dict[str, str] = {}
+        repeated = [p for p in self.train if seen.setdefault(content_of(p), p.id) != p.id]
+        if repeated:
+            first = repeated[0]
+            warnings.warn(
+                f"{self.config.path}: {len(repeated)} of {len(self.train)} prompts repeat an earlier one, e.g. "
+                f"'{first.id}' repeats '{seen[content_of(first)]}'; they are kept",
+                stacklevel=2,
+            )
+
+
+def content_of(prompt: Prompt) -> str:
+    """What makes two prompts the same: their text, or their roles and words."""
+    if prompt.messages is None:
+        return (prompt.text or "").strip()
+    return json.dumps([[m["role"], m.get("content")] for m in prompt.messages], sort_keys=True)
+
+
+def _prompts(rows: Sequence[Row], config: DatasetConfig) -> list[Prompt]:
+    if config.preset is not None:
+        rows = [Row(row.where, PRESETS[config.preset].convert(row)) for row in rows]
+    names = list(dict.fromkeys(name for row in rows for name in row.values))
+    for name in names:
+        if name in RESERVED:
+            raise DataError(f"{config.path}: a column must not be called '{name}', an argument of reward functions")
+    prompts: list[Prompt] = []
+    places: dict[str, str] = {}
+    for ordinal, row in enumerate(rows):
+        text, messages = _prompt_of(row, config)
+        columns = {name: row.values.get(name) for name in names if name != config.prompt_column}
+        prompt = Prompt("", ordinal, text, messages, columns)
+        prompt_id = _given_id(row, config) or _content_id(prompt, places)
+        if prompt_id in places:
+            raise DataError(f"{row.where}: id '{prompt_id}' is taken already by {places[prompt_id]}; ids must differ")
+        places[prompt_id] = row.where
+        prompts.append(Prompt(prompt_id, ordinal, text, messages, columns))
+    return prompts
+
+
+def _given_id(row: Row, config: DatasetConfig) -> str | None:
+    value = row.values.get(config.id_column)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, str | int) or value == "":
+        raise DataError(f"{row.where}: '{config.id_column}' must be text or a whole number, found {value!r:.60}")
+    return str(value)
+
+
+def _content_id(prompt: Prompt, taken: dict[str, str]) -> str:
+    """A hash of the prompt; repeated prompts get a number."""
+    base = hashlib.sha256(content_of(prompt).encode()).hexdigest()[:16]
+    if base not in taken:
+        return base
+    number = 2
+    while f"{base}-{number}" in taken:
+        number += 1
+    return f"{base}-{number}"
+
+
+def _prompt_of(row: Row, config: DatasetConfig) -> tuple[str | None, tuple[Message, ...] | None]:
+    """Text or messages of a row, whichever it has. Raises DataError."""
+    column = config.prompt_column
+    if column not in row.values:
+        has = list(row.values)
+        raise DataError(
+            f"{row.where}: no column '{column}' (columns: {', '.join(sorted(has))}).{nearest(column, has)} "
+            "Name it with prompt_column, or choose a preset"
+        )
+    value = row.values[column]
+    if isinstance(value, str):
+        _check_text(value, f"{row.where}: '{column}'")
+        if config.system_prompt is None:
+            return value, None
+        value = [{"role": "user", "content": value}]
+    if not isinstance(value, list) or not value:
+        raise DataError(f"{row.where}: '{column}' must be text or a list of messages, found {value!r:.60}")
+    messages = [_message(m, f"{row.where}: '{column}', message {i}") for i, m in enumerate(value, start=1)]
+    if config.prompt_format == "text":
+        return "\n\n".join(_plain_content(m, row.where) for m in messages), None
+    if config.system_prompt is not None:
+        messages.insert(0, {"role": "system", "content": config.system_prompt})
+    return None, tuple(messages)
+
+
+def _message(value: Any, where: str) -> Message:
+    if not isinstance(value, dict) or not isinstance(value.get("role"), str):
+        raise DataError(f'{where}: expected {{"role": ..., "content": ...}}, found {value!r:.60}')
+    message = {k: v for k, v in value.items() if v is not None}
+    content = message.get("content")
+    if isinstance(content, str):
+        _check_text(content, where)
+    elif not (isinstance(content, list) and content) and "tool_calls" not in message:
+        raise DataError(f"{where}: 'content' must be text or a list of parts, found {value.get('content')!r:.60}")
+    return message
+
+
+def _plain_content(message: Message, where: str) -> str:
+    if not isinstance(message.get("content"), str):
+        raise DataError(f"{where}: prompt_format: text needs messages of plain text")
+    return str(message["content"])
+
+
+def _check_text(text: str, where: str) -> None:
+    if not text.strip():
+        raise DataError(f"{where} is empty")
+    if "\0" in text:
+        raise DataError(f"{where} contains a NUL character")
+
+
+def _refuse_overlap(train: Sequence[Prompt], test: Sequence[Prompt]) -> None:
+    known = {content_of(p) for p in train}
+    shared = [p.id for p in test if content_of(p) in known]
+    if shared:
+        more = f" and {len(shared) - SHOWN} more" if len(shared) > SHOWN else ""
+        raise DataError(
+            f"test: {len(shared)} of {len(test)} prompts are also in the training data: "
+            f"{', '.join(shared[:SHOWN])}{more}; remove them from one side, or use test_size"
+        )
+
+
+def _split(prompts: Sequence[Prompt], test_size: int | float) -> tuple[list[Prompt], list[Prompt]]:
+    """Train and test, without a prompt in both: the contents with the lowest hashes are held out."""
+    contents = sorted({content_of(p) for p in prompts}, key=lambda c: hashlib.sha256(c.encode()).digest())
+    n = round(test_size * len(contents)) if test_size < 1 else int(test_size)
+    if not 0 < n < len(contents):
+        raise DataError(f"test_size={test_size} would hold out {n} of {len(contents)} different prompts")
+    held_out = set(contents[:n])
+    parts: tuple[list[Prompt], list[Prompt]] = ([], [])
+    for p in prompts:
+        part = parts[content_of(p) in held_out]
+        part.append(Prompt(p.id, len(part), p.text, p.messages, p.columns))
+    return parts

@@ -1,0 +1,91 @@
+r"""Well-known formats of math data: which columns they have, how the model is asked, where the answer is.
+
+Each preset turns a row as published into one with `prompt` and `ground_truth`; the other columns stay. Answers are
+judged by `winnow.env.math` for equality in value, whatever preset they come from.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from .base import RewardFn
+from .math import last_boxed, math_reward
+from .rows import DataError, Row
+
+BOXED = "\nPlease reason step by step, and put your final answer within \\boxed{}."
+
+Values = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Preset:
+    """How rows of one format are read."""
+
+    summary: str
+    convert: Callable[[Row], Values]
+    """From a row as published to one with `prompt`. Raises DataError naming the row."""
+    reward_funcs: Sequence[RewardFn] = (math_reward,)
+
+
+def _gsm8k(row: Row) -> Values:
+    question, answer = _text(row, "question"), _text(row, "answer")
+    _, mark, gold = answer.rpartition("####")
+    if not mark or not gold.strip():
+        raise DataError(f"{row.where}: 'answer' has no '#### <number>' at its end; is this GSM8K?")
+    return row.values | {"prompt": _ask(question + BOXED), "ground_truth": gold.strip().replace(",", "")}
+
+
+def _math(row: Row) -> Values:
+    gold = last_boxed(_text(row, "solution"))
+    if not gold:
+        raise DataError(f"{row.where}: 'solution' has no \\boxed{{...}} answer; is this MATH?")
+    return row.values | {"prompt": _ask(_text(row, "problem") + BOXED), "ground_truth": gold}
+
+
+def _verl(row: Row) -> Values:
+    """verl's parquet, DAPO-Math-17k included: the prompt carries its own instruction."""
+    reward_model = row.values.get("reward_model")
+    if not isinstance(reward_model, Mapping) or reward_model.get("ground_truth") is None:
+        raise DataError(f"{row.where}: 'reward_model' must be an object with 'style' and 'ground_truth'")
+    if reward_model.get("style") == "model":
+        raise DataError(f"{row.where}: reward_model style 'model' needs a reward model; give reward_funcs of your own")
+    gold = reward_model["ground_truth"]
+    return row.values | {"ground_truth": gold if isinstance(gold, str) else json.dumps(gold)}
+
+
+def _verifiers(row: Row) -> Values:
+    prompt = row.values.get("prompt")
+    if prompt is None:
+        prompt = _ask(_text(row, "question"))
+    info = row.values.get("info")
+    if isinstance(info, str):
+        try:
+            info = json.loads(info)
+        except ValueError:
+            raise DataError(f"{row.where}: 'info' is text but not JSON") from None
+    return row.values | {"prompt": prompt, "info": info or {}, "ground_truth": _text(row, "answer")}
+
+
+def _text(row: Row, column: str) -> str:
+    value = row.values.get(column)
+    if not isinstance(value, str) or not value.strip():
+        has = ", ".join(sorted(row.values))
+        found = "is missing" if column not in row.values else f"must be text that is not empty, found {value!r:.60}"
+        raise DataError(f"{row.where}: column '{column}' {found} (columns: {has})")
+    return value
+
+
+def _ask(content: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": content}]
+
+
+PRESETS: dict[str, Preset] = {
+    "gsm8k": Preset("GSM8K: `question`, `answer` ending in `#### 42`", _gsm8k),
+    "math": Preset(r"MATH: `problem`, `solution` with the answer in \boxed{}", _math),
+    "dapo_math": Preset("DAPO-Math-17k: verl's columns, answers as a last line `Answer: 42`", _verl),
+    "verl": Preset("verl parquet: `data_source`, `prompt`, `reward_model.ground_truth`", _verl),
+    "verifiers": Preset("verifiers: `question` or `prompt`, `answer`, `info`", _verifiers),
+}

@@ -1,0 +1,162 @@
+"""Any task of the package reasoning-gym.
+
+Its verifiers evaluate what the model wrote, some of them as code, so both they and the generators run in killable
+worker processes; this process never imports the package. Scores are passed through as they are (a wrong answer often
+gets 0.01 or 0.05, not 0), and an answer on which a verifier raises is failed, not wrong.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from functools import lru_cache
+from typing import Any, Literal
+
+from ..types import Prompt
+from .base import Env, RewardFn
+from .countdown import extract_answer
+from .functions import nearest
+from .pooled import PooledReward, Row
+from .worker import WorkerError, WorkerPool
+
+INSTRUCTION = "\n\nThink first, then give only the final answer inside <answer> and </answer> tags."
+GENERATE_TIMEOUT_S = 120.0
+CHUNK = 32
+MAX_REPEATS = 8
+"""Entries drawn for each one wanted before the task is taken to have too few different questions."""
+
+
+@dataclass(frozen=True)
+class ReasoningGymConfig:
+    """Options of the task `reasoning_gym`."""
+
+    task: str
+    """Its name in reasoning-gym, e.g. `chain_sum`."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Options of that task, e.g. `{min_terms: 2}`."""
+    train_size: int = 1024
+    test_size: int = 128
+    seed: int = 0
+    prompt_format: Literal["messages", "text"] = "messages"
+    """`messages`: chat, answered in `<answer>` tags. `text`: the bare question, answered by the whole completion."""
+
+    def __post_init__(self) -> None:
+        if self.train_size < 1 or self.test_size < 0:
+            raise ValueError("reasoning_gym: train_size must be at least 1 and test_size at least 0")
+        clash = {"seed", "size"} & set(self.options)
+        if clash:
+            raise ValueError(f"reasoning_gym: options must not set {sorted(clash)}; use seed, train_size and test_size")
+
+    def build(self) -> ReasoningGym:
+        return ReasoningGym(self)
+
+
+class ReasoningGym:
+    """The task. Raises ValueError when reasoning-gym is missing, or does not know the task or its options."""
+
+    name = "reasoning_gym"
+    max_turns = 1
+    stop: tuple[str, ...] = ()
+
+    def __init__(self, config: ReasoningGymConfig) -> None:
+        self.config = config
+        self.reward_funcs: list[RewardFn] = [reasoning_gym_reward]
+        pool = WorkerPool(1, GENERATE_TIMEOUT_S)
+        try:
+            self.test = self._draw(pool, "test", config.test_size, ())
+            self.train = self._draw(pool, "train", config.train_size, {p.columns["question"] for p in self.test})
+        except WorkerError as error:
+            raise ValueError(f"reasoning_gym: {error.detail.partition(': ')[2]}") from None
+        finally:
+            pool.close()
+
+    def make_env(self, prompt: Prompt) -> Env | None:
+        return None
+
+    def fingerprint(self) -> str:
+        digest = hashlib.sha256(json.dumps(asdict(self.config), sort_keys=True, default=str).encode())
+        for prompt in (*self.train, *self.test):
+            digest.update(prompt.id.encode())
+        return digest.hexdigest()
+
+    def _draw(self, pool: WorkerPool, part: str, wanted: int, excluded: Collection[str]) -> list[Prompt]:
+        """Prompts with different questions, none of them in `excluded`."""
+        seed = int.from_bytes(hashlib.sha256(f"{part}/{self.config.seed}".encode()).digest()[:4]) >> 1
+        source = {"task": self.config.task, "options": self.config.options, "seed": seed, "size": wanted * MAX_REPEATS}
+        prompts: list[Prompt] = []
+        seen = set(excluded)
+        for index, entry in _entries(pool, source) if wanted else ():
+            if entry["question"] not in seen:
+                seen.add(entry["question"])
+                prompts.append(self._prompt(len(prompts), entry, source | {"index": index}))
+            if len(prompts) == wanted:
+                return prompts
+        if wanted:
+            raise ValueError(
+                f"reasoning_gym: {wanted} different {part} questions wanted, but {self.config.task} gave only "
+                f"{len(prompts)}; lower {part}_size or set options that make it larger"
+            )
+        return prompts
+
+    def _prompt(self, ordinal: int, entry: Mapping[str, Any], source: dict[str, Any]) -> Prompt:
+        question = entry["question"]
+        prompt_id = f"{self.config.task}-{hashlib.sha256(question.encode()).hexdigest()[:16]}"
+        tagged = self.config.prompt_format == "messages"
+        columns = {"question": question, "answer": entry["answer"], "source": source, "tagged": tagged}
+        if not tagged:
+            return Prompt(prompt_id, ordinal, text=question, columns=columns)
+        return Prompt(
+            prompt_id, ordinal, messages=({"role": "user", "content": question + INSTRUCTION},), columns=columns
+        )
+
+
+def _entries(pool: WorkerPool, source: dict[str, Any]) -> Iterator[tuple[int, dict[str, Any]]]:
+    for start in range(0, source["size"], CHUNK):
+        stop = min(start + CHUNK, source["size"])
+        call = pool.call("winnow.env.reasoning_gym:generate", {"source": source, "start": start, "stop": stop})
+        yield from enumerate(call.result(), start)
+
+
+def _arguments(text: str, row: Row) -> dict[str, Any]:
+    answer = extract_answer(text) if row["tagged"] else text.strip()
+    return {"source": row["source"], "question": row["question"], "answer": answer}
+
+
+reasoning_gym_reward = PooledReward(
+    "reasoning_gym_reward", "winnow.env.reasoning_gym:score", _arguments, ("question", "source", "tagged")
+)
+"""reasoning-gym's own score of the answer."""
+
+
+# ---------------------------------------------------------------- in the worker
+
+
+def generate(source: dict[str, Any], start: int, stop: int) -> list[dict[str, Any]]:
+    """Questions and reference answers of entries `start` to `stop`."""
+    data = _dataset(json.dumps(source))
+    return [{"question": e["question"], "answer": e["answer"]} for e in (data[i] for i in range(start, stop))]
+
+
+def score(source: dict[str, Any], question: str, answer: str | None) -> float:
+    """The task's score of an answer. Raises RuntimeError when the entry cannot be made again as it was."""
+    index = source["index"]
+    data = _dataset(json.dumps({k: v for k, v in source.items() if k != "index"}))
+    entry = data[index]
+    if entry["question"] != question:
+        raise RuntimeError(f"reasoning-gym task {source['task']} made another question at index {index} than before")
+    return float(data.score_answer(answer, entry))
+
+
+@lru_cache(maxsize=8)
+def _dataset(source: str) -> Any:
+    try:
+        import reasoning_gym
+        from reasoning_gym.factory import DATASETS
+    except ImportError:
+        raise ImportError("the package is missing; pip install 'winnow-rl[reasoning-gym]'") from None
+    values = json.loads(source)
+    if values["task"] not in DATASETS:
+        raise ValueError(f"unknown task '{values['task']}'.{nearest(values['task'], list(DATASETS))}")
+    return reasoning_gym.create_dataset(values["task"], size=values["size"], seed=values["seed"], **values["options"])
