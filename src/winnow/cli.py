@@ -199,8 +199,11 @@ def methods(as_json: Json = False) -> None:
     if as_json:
         print(json.dumps(found))
         return
-    table = Table("field", "name", "what it does", "options (defaults)", "file")
+    field = ""
     for m in found:
-        options = "\n".join(f"{k}={v}" for k, v in m["options"].items())
-        table.add_row(m["field"], m["name"], m["summary"], options, m["file"])
-    out.print(table)
+        if m["field"] != field:
+            field = m["field"]
+            out.print(f"\n[bold]{field}[/]")
+        out.print(f"  [cyan]{m['name']}[/]  {m['summary']}", highlight=False)
+        options = ", ".join(f"{k}={v}" for k, v in m["options"].items())
+        out.print(f"    {m['file']}" + (f"  options: {options}" if options else ""), style="dim", highlight=False)

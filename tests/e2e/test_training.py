@@ -216,7 +216,7 @@ class TestRefusals:
         run = Path(tiny_config["output_dir"])
         victim = next((run / "checkpoints").glob("*/optimizer.safetensors"))
         victim.write_bytes(victim.read_bytes()[:-1])
-        with pytest.raises(CheckpointError, match="optimizer.safetensors: damaged"):
+        with pytest.raises(CheckpointError, match=r"optimizer.safetensors: damaged"):
             resume(run)
 
     def test_a_missing_model(self, tiny_config: dict[str, Any]) -> None:

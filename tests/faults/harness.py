@@ -1,4 +1,4 @@
-"""Runs of a tiny trainer in child processes that can be killed. A fork server keeps the imports, so a child is cheap."""
+"""Runs of a tiny trainer in child processes that can be killed; a fork server keeps the imports."""
 
 from __future__ import annotations
 

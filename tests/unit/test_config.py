@@ -86,7 +86,7 @@ def test_methods_are_found_by_name_and_validated() -> None:
         method(FILTERS, {"name": "keep_all", "atol": 1}, "filter")
     with pytest.raises(ConfigError, match="atol must be >= 0"):
         method(FILTERS, {"name": "zero_variance", "atol": -1.0}, "filter")
-    with pytest.raises(ConfigError, match="atol: .*'small'"):
+    with pytest.raises(ConfigError, match=r"atol: .*'small'"):
         method(FILTERS, {"name": "zero_variance", "atol": "small"}, "filter")
 
 

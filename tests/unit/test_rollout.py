@@ -237,7 +237,7 @@ def test_a_step_gate_that_keeps_changes_nothing(policy) -> None:
 def test_a_gate_whose_needs_are_not_met_is_refused(policy) -> None:
     gate = HalfGate()
     gate.needs = frozenset({"attention_maps"})
-    with pytest.raises(ValueError, match="HalfGate needs.*attention_maps"):
+    with pytest.raises(ValueError, match=r"HalfGate needs.*attention_maps"):
         run(policy, ToyTask(), gates=[gate])
 
 

@@ -1,0 +1,195 @@
+"""Every entry of every method table against its protocol; size limits of the code itself."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import winnow
+from winnow.advantage import ADVANTAGES
+from winnow.correct import CORRECTIONS, STEP_SCALES
+from winnow.engine import ENGINES
+from winnow.filter import FILTERS
+from winnow.methods import TABLES, all_methods
+from winnow.select import SELECTORS
+from winnow.size import SIZES
+from winnow.types import Prompt
+
+from ..unit.test_batch import make_group
+
+SOURCE = Path(winnow.__file__).parent
+PROMPTS = [Prompt(f"p{i}", i, text=str(i)) for i in range(7)]
+ENTRIES = [(field, name) for field, table in TABLES.items() for name in table]
+
+
+@pytest.mark.parametrize(("field", "name"), ENTRIES)
+def test_options_are_a_documented_frozen_dataclass(field: str, name: str) -> None:
+    cls = TABLES[field][name]
+    assert dataclasses.is_dataclass(cls)
+    assert cls.__dataclass_params__.frozen  # type: ignore[attr-defined]
+    assert inspect.getdoc(cls)
+
+
+@pytest.mark.parametrize("name", list(ADVANTAGES))
+def test_advantages(name: str) -> None:
+    advantage = ADVANTAGES[name]()
+    rng = np.random.default_rng(0)
+    for _ in range(20):
+        rewards_G = rng.choice([0.0, 0.5, 1.0, np.nan], size=6)
+        before = rewards_G.copy()
+        a = advantage(rewards_G)
+        assert a.shape == (6,)
+        assert a.dtype == np.float64
+        np.testing.assert_array_equal(np.isnan(a), np.isnan(rewards_G))
+        np.testing.assert_array_equal(rewards_G, before)
+
+
+@pytest.mark.parametrize("name", list(FILTERS))
+def test_filters(name: str) -> None:
+    f = FILTERS[name]()
+    for rewards in ([1.0, 0.0], [1.0, 1.0], [0.3, None, 0.7]):
+        verdict = f.admit(make_group(0, rewards))
+        assert verdict.keep or verdict.reason, "a rejection says why"
+    assert f.admit(make_group(0, [1.0, 0.0])).keep
+    assert not f.refill or f.max_refill_rounds >= 1
+
+
+@pytest.mark.parametrize("name", list(SELECTORS))
+def test_selectors(name: str) -> None:
+    def build() -> Any:
+        return SELECTORS[name]().build(PROMPTS, seed=3)
+
+    selector = build()
+    visits = []
+    for n in (3, 1, 5, 8):
+        got = selector.select(n)
+        assert sum(v.verdict.keep for v in got) == n
+        visits += got
+        for v in got:
+            selector.observe(make_group(v.number, [1.0, 0.0]))
+    assert [v.number for v in visits] == list(range(len(visits)))
+    for epoch in range(visits[-1].epoch):
+        assert sorted(v.prompt.ordinal for v in visits if v.epoch == epoch) == list(range(7))
+    assert [v.epoch for v in visits] == sorted(v.epoch for v in visits)
+    assert [v.prompt.id for v in build().select(17)] == [v.prompt.id for v in visits if v.verdict.keep]
+    assert all(isinstance(x, float) for x in selector.metrics().values())
+
+
+@pytest.mark.parametrize("name", list(SELECTORS))
+@pytest.mark.parametrize("k", [0, 3, 7, 12])
+def test_selectors_resume(name: str, k: int) -> None:
+    whole = SELECTORS[name]().build(PROMPTS, seed=3)
+    whole.select(k)
+    state = json.loads(json.dumps(whole.state_dict()))
+    resumed = SELECTORS[name]().build(PROMPTS, seed=3)
+    resumed.load_state_dict(state)
+    assert resumed.select(9) == whole.select(9)
+
+
+@pytest.mark.parametrize("name", list(SIZES))
+def test_sizes(name: str) -> None:
+    size = SIZES[name]().build(8)
+    assert size.next() >= 2
+    size.observe({"frac_reward_zero_std": 0.5})
+    again = SIZES[name]().build(8)
+    again.load_state_dict(json.loads(json.dumps(size.state_dict())))
+    assert again.next() == size.next()
+
+
+@pytest.mark.parametrize("name", list(CORRECTIONS))
+def test_corrections(name: str) -> None:
+    correct = CORRECTIONS[name]()
+    torch.manual_seed(0)
+    logp, sampler = torch.randn(2, 3, 5) - 2
+    mask = torch.ones(3, 5, dtype=torch.bool)
+    mask[0, 2:] = False
+    weights, metrics = correct(logp.requires_grad_(), sampler, mask)
+    assert torch.broadcast_shapes(weights.shape, (3, 5)) == (3, 5)
+    assert torch.isfinite(weights).all()
+    assert (weights >= 0).all()
+    assert not weights.requires_grad
+    assert all(np.isfinite(v) for v in metrics.values())
+    on_policy, _ = correct(sampler, sampler, mask)
+    assert (on_policy == 1).all()
+
+
+@pytest.mark.parametrize("name", list(STEP_SCALES))
+def test_step_scales(name: str) -> None:
+    scale = STEP_SCALES[name]()
+    assert scale(torch.zeros(4)) == 1.0
+    assert 0 <= scale(torch.tensor([500.0, -500.0, 0.0])) <= 1.0
+
+
+@pytest.mark.parametrize("name", list(ENGINES))
+def test_engines(name: str, tiny_model: Path) -> None:
+    """The protocol from outside; what is special to one engine has tests of its own."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from winnow.engine import Finished, Reached, Request, SamplingParams
+
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(tiny_model), AutoTokenizer.from_pretrained(tiny_model)
+    engine = ENGINES[name]().build(model, tokenizer)
+    assert engine.version == 0
+    assert engine.step() == []
+    prompt = tuple(tokenizer.encode("numbers 3 5 8 target 16 :"))
+    params = SamplingParams(10)
+    engine.submit([Request((0, i), prompt, params, key=i, checkpoints=(2,)) for i in range(3)])
+    with pytest.raises(ValueError, match="already in use"):
+        engine.submit([Request((0, 0), prompt, params, key=0)])
+    assert engine.pending == 3
+    reached, finished = [], []
+    cancelled = engine.cancel([(0, 2), "unknown"])
+    assert [c.id for c in cancelled] == [(0, 2)]
+    while engine.pending:
+        for event in engine.step():
+            (reached if isinstance(event, Reached) else finished).append(event)
+        if engine.version == 0:
+            engine.load_weights(model.state_dict(), 1)
+    assert sorted(f.id for f in finished) == [(0, 0), (0, 1)]
+    for f in finished:
+        assert isinstance(f, Finished)
+        assert len(f.token_ids) == len(f.logp) == len(f.versions) <= 10
+        assert f.versions[0] == 0
+        assert (f.versions[1:] == 1).all()
+        assert f.stop_reason in ("eos", "length")
+    for r in reached:
+        assert r.n == 2 == len(r.logp)
+    broken = {k: torch.full_like(v, float("nan")) for k, v in model.state_dict().items()}
+    with pytest.raises(ValueError, match="finite"):
+        engine.load_weights(broken, 2)
+    assert engine.version == 1
+
+
+def test_the_catalogue_names_files_that_exist() -> None:
+    for m in all_methods():
+        assert (SOURCE.parent / m["file"]).is_file()
+        assert len(m["summary"]) > 10
+
+
+@pytest.mark.parametrize("path", sorted(SOURCE.rglob("*.py")), ids=lambda p: str(p.relative_to(SOURCE)))
+def test_files_functions_and_signatures_stay_small(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 400
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            length = (node.end_lineno or node.lineno) - node.lineno + 1
+            assert length <= 60, f"{node.name} has {length} lines"
+            arguments = [a for a in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs) if a.arg != "self"]
+            assert len(arguments) <= 8, f"{node.name} has {len(arguments)} arguments"
+
+
+def test_the_package_imports_without_torch() -> None:
+    """Worker processes of reward functions must start fast."""
+    import subprocess
+    import sys
+
+    code = "import winnow, winnow.env.worker, sys; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
