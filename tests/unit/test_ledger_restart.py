@@ -30,6 +30,7 @@ def test_rollback_voids_what_came_after_and_reopens_what_was_in_flight(ledger: L
     book_step(ledger, 3, late=1)
     ledger.evaluation(3, 8, 80, 0.1)
     assert ledger.in_flight() == [6, 7]
+    ledger.set_meta("finished", "true")
     done = ledger.rollback(mark, reason="killed")
     assert done["restart"] == 1
     assert done["in_flight"] == [4, 5] == ledger.in_flight()
@@ -39,7 +40,7 @@ def test_rollback_voids_what_came_after_and_reopens_what_was_in_flight(ledger: L
     assert (void["visits"], void["rollouts"], void["tokens"]) == (2, 6, 30)
     audit = ledger.audit()
     assert audit.ok, audit.problems
-    assert (audit.restarts, audit.in_flight, audit.visits) == (1, 2, 6)
+    assert (audit.restarts, audit.in_flight, audit.visits, audit.finished) == (1, 2, 6, False)
 
 
 def test_resumed_run_has_the_digest_of_an_uninterrupted_one(tmp_path: Path) -> None:
@@ -83,6 +84,19 @@ def test_digest_knows_everything_but_the_wall_clock(tmp_path: Path) -> None:
     assert len({base, *others}) == 4
 
 
+def test_digest_does_not_depend_on_the_order_of_booking(tmp_path: Path) -> None:
+    digests = set()
+    for order in ([0, 1, 2], [2, 0, 1]):
+        with Ledger.open(tmp_path / f"{order}.sqlite") as ledger:
+            ledger.visit([visit(n) for n in order], step=0, version=0)
+            for n in order:
+                done = group(n, [Fate.TRAINED] * 3)
+                done.rollouts.sort(key=lambda r: (r.sibling + n) % 3 if order[0] else r.sibling)
+                ledger.finish(done, step=0)
+            digests.add(ledger.digest())
+    assert len(digests) == 1
+
+
 def test_marks_are_of_what_counts_also_after_a_rollback(path: Path) -> None:
     with Ledger.open(path) as ledger:
         book_step(ledger, 0)
@@ -92,6 +106,7 @@ def test_marks_are_of_what_counts_also_after_a_rollback(path: Path) -> None:
         second = ledger.mark()
         assert second["visits"]["rows"] == 4
         book_step(ledger, 2)
+        assert ledger.mark() != second
         ledger.rollback(second, reason="killed")
         assert ledger.mark() == second
         book_step(ledger, 2)
