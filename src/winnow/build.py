@@ -16,7 +16,7 @@ from .correct import CORRECTIONS, STEP_SCALES, StepScale
 from .engine import ENGINES
 from .engine.base import Engine, SamplingParams
 from .env import ENVS
-from .env.base import Task
+from .env.base import Demonstrator, Task
 from .filter import FILTERS, Filter
 from .gate import GATES, Gate
 from .learner.local import LearnerOptions, LocalLearner, frozen_copy, without_dropout
@@ -77,6 +77,14 @@ def build_task(spec: MethodSpec | Task) -> Task:
     task: Task = spec if isinstance(spec, Task) else method(ENVS, spec, "env").build()
     if not task.train:
         raise ConfigError(f"env: task {task.name} has no training prompts")
+    return task
+
+
+def build_demonstrator(spec: MethodSpec) -> Demonstrator:
+    """A task that can teach a warm start. Raises ConfigError when it cannot."""
+    task = build_task(spec)
+    if not isinstance(task, Demonstrator):
+        raise ConfigError(f"env: task {task.name} has no demonstrations; start from a pretrained model instead")
     return task
 
 

@@ -53,6 +53,13 @@ def clear_errors(command: Callable[P, R]) -> Callable[P, R]:
     return wrapped
 
 
+def quiet() -> None:
+    """Keep transformers' own progress bars out of the live display."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+
+
 def show(values: dict[str, Any], *, as_json: bool) -> None:
     """One answer, for a program or for a person."""
     if as_json:
@@ -74,6 +81,7 @@ def demo(
     """Warm-start a small model, train it on Countdown, and show where every token went (minutes on two cores)."""
     from .demo import run_demo
 
+    quiet()
     run_demo(output, seed=seed, steps=steps, console=out)
 
 
@@ -94,6 +102,7 @@ def warmup(
     from .warmup import WarmupConfig
     from .warmup import warmup as run
 
+    quiet()
     values: dict[str, Any] = {"env": {"name": env}}
     for override in overrides or []:
         apply_override(values, override)
@@ -114,6 +123,7 @@ def train(
     from .plan import plan
     from .trainer import Trainer
 
+    quiet()
     resolved = load_config(config, overrides or [])
     trainer = Trainer(config=resolved, console=err if as_json else out)
     if dry_run:
@@ -128,6 +138,7 @@ def resume(run: Run, overrides: Overrides = None, as_json: Json = False) -> None
     """Go on where a run was saved last."""
     from .trainer import Trainer
 
+    quiet()
     values: dict[str, Any] = {}
     for override in overrides or []:
         apply_override(values, override)
@@ -149,6 +160,7 @@ def evaluate(
     """pass@k, mean reward and greedy on held-out prompts. Sampling: eval_temperature=0.6 eval_top_p=0.95 ..."""
     from .standalone import evaluate_model
 
+    quiet()
     values = read_yaml(config) if config else {}
     if env is not None:
         values["env"] = env

@@ -183,6 +183,14 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 
     Raises ConfigError naming the file, and the line or key.
     """
+    values = read_yaml(path)
+    for override in overrides:
+        apply_override(values, override)
+    return validate(values, str(path))
+
+
+def read_yaml(path: str | Path) -> dict[str, Any]:
+    """A YAML file of `key: value` lines. Raises ConfigError naming the file and the line."""
     path = Path(path)
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -192,9 +200,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
         raise ConfigError(f"{path}: not valid YAML: {error}") from None
     if not isinstance(values, dict):
         raise ConfigError(f"{path}: expected `key: value` lines, found {type(values).__name__}")
-    for override in overrides:
-        apply_override(values, override)
-    return validate(values, str(path))
+    return values
 
 
 def apply_override(values: dict[str, Any], override: str) -> None:

@@ -25,12 +25,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from .audit import Audit, audit, group_fate, totals
 from .failpoint import failpoint
+from .filter.zero_variance import zero_variance_kind
 from .ledger_file import LedgerError, fsync_directory, open_file
 from .types import Fate, Group, Rollout, Visit
 
-ZERO_VARIANCE_TOLERANCE = 1e-8
 
 _CANONICAL = {
     "visits": "SELECT visit, step, version, epoch, prompt_id, ordinal, keep, reason, probability"
@@ -121,7 +123,7 @@ class Ledger:
             raise ValueError(f"visit {number}: the same sibling twice in {sorted(r.sibling for r in group.rollouts)}.")
         rewards = [r.reward for r in group.rollouts if r.reward is not None]
         mean = math.fsum(rewards) / len(rewards) if rewards else None
-        kind = zero_variance_kind(rewards, self._max_reward)
+        kind = _zero_variance(rewards, self._max_reward)
         reason = next((r.reason for r in group.rollouts if r.fate == fate and r.reason), group.verdict.reason)
         with self._transaction() as db:
             if db.execute("SELECT 1 FROM visits WHERE visit = ? AND void = 0", (number,)).fetchone() is None:
@@ -254,13 +256,9 @@ class Ledger:
         return f"its fate is {fate}, since step {step}"
 
 
-def zero_variance_kind(rewards: Sequence[float], max_reward: float = 1.0) -> str | None:
-    """`easy`, `hard`, or `none` where the rewards differ; None for fewer than two rewards. See the module docstring."""
-    if len(rewards) < 2:
-        return None
-    if max(rewards) - min(rewards) > ZERO_VARIANCE_TOLERANCE:
-        return "none"
-    return "easy" if min(rewards) >= max_reward - ZERO_VARIANCE_TOLERANCE else "hard"
+def _zero_variance(rewards: Sequence[float], max_reward: float) -> str | None:
+    """`easy`, `hard`, or `none` where the rewards differ; None for fewer than two rewards."""
+    return None if len(rewards) < 2 else zero_variance_kind(np.array(rewards), max_reward) or "none"
 
 
 class _Prefix:

@@ -80,7 +80,7 @@ class Loop:
         self._stop: RunStoppedError | None = None
 
     def run(self) -> None:
-        """Train to `max_steps`, or until `should_stop`. Raises RunStoppedError after saving when going on is useless."""
+        """Train to `max_steps` or until `should_stop`; RunStoppedError, after saving, when going on is useless."""
         while self.step < self.max_steps and not self.hooks.should_stop():
             self.one_step()
             if self._stop is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+from collections.abc import Mapping
 from typing import Any
 
 from .advantage import ADVANTAGES
@@ -15,7 +16,7 @@ from .gate import GATES
 from .select import SELECTORS
 from .size import SIZES
 
-TABLES: dict[str, dict[str, Any]] = {
+TABLES: dict[str, Mapping[str, type]] = {
     "env": ENVS,
     "selector": SELECTORS,
     "group_size": SIZES,

@@ -193,7 +193,7 @@ def sampled(oracle: ModuleType, make_model: Any, tokenizer: Any) -> list[tuple[A
         groups.append((puzzle, oracle.sample_group(model, ids, keys, tokenizer.eos_token_id, s)))
     for _, rollouts in groups:
         for i, rollout in enumerate(rollouts):
-            del rollout.token_ids[2 + 2 * i :]
+            del rollout.token_ids[1 + 2 * i :]
             rollout.old_logp_T = rollout.old_logp_T[: len(rollout.token_ids)].float()
     return groups
 

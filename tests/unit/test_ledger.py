@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from winnow.ledger import Ledger, LedgerError, zero_variance_kind
+from winnow.ledger import Ledger, LedgerError, _zero_variance
 from winnow.types import Fate, Group, Prompt, Rollout, Verdict, Visit
 
 ALL_FATES = [fate for fate in Fate if fate != Fate.SKIPPED]
@@ -104,7 +104,7 @@ def test_rollout_without_a_sampled_token_has_no_version(ledger: Ledger, path: Pa
     ],
 )
 def test_zero_variance_kind(rewards: list[float], maximum: float, kind: str | None) -> None:
-    assert zero_variance_kind(rewards, maximum) == kind
+    assert _zero_variance(rewards, maximum) == kind
 
 
 def test_maximum_reward_of_the_run_decides_easy(path: Path) -> None:

@@ -27,6 +27,8 @@ from .stops import StopTable
 
 PREFILL_TOKENS = 16_384
 """Prompt tokens of one prefill, padding included."""
+FIXED_ROWS = 32
+"""With fixed slots, rows computed are a multiple of this."""
 SORT_COST = 16
 """Rows are sorted once attention has read this many times the cache in padding; measured on CPU."""
 
@@ -90,11 +92,13 @@ class LocalEngine:
         self._backend = make_backend(model, tokenizer, self._max_length, name, device)
         self._expected = {name: tensor.shape for name, tensor in model.state_dict().items()}
         self._tied = tied_names(model)
-        self._cache = KVCache(self._backend.kv_shapes, slots, self._backend.dtype, self._backend.device)
+        # Element-wise kernels compute what is left over after whole vectors in another way: leave nothing over.
+        rows = -(-slots // FIXED_ROWS) * FIXED_ROWS if fixed_slots else slots
+        self._cache = KVCache(self._backend.kv_shapes, rows, self._backend.dtype, self._backend.device)
         self._column_size = sum(h * s for shapes in self._backend.kv_shapes[:1] for h, s in shapes) // 2
         if fixed_slots:
             self._cache.reserve(fixed_columns(self._max_length))
-        self._table = SlotTable(slots)
+        self._table = SlotTable(rows)
         self._stops = StopTable(
             tokenizer, self._backend.vocab_size, eos_ids(model, tokenizer, self._backend.vocab_size)
         )
@@ -236,7 +240,7 @@ class LocalEngine:
     def _admit(self) -> list[Output]:
         """Start waiting requests in free slots; what their first token is drawn from, one entry a prefill."""
         table = self._table
-        free = min(table.slots - table.n, len(self._waiting))
+        free = min(self.options.slots - table.n, len(self._waiting))
         if not free:
             return []
         requests = list(itertools.islice(self._waiting.values(), free))

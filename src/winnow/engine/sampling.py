@@ -62,7 +62,7 @@ def draw(weights_NV: torch.Tensor, uniform_N: torch.Tensor) -> tuple[torch.Tenso
     columns_NC = block_N1 * BLOCK + torch.arange(BLOCK, device=weights_NV.device)
     inside_NC = weights_NV.gather(1, columns_NC.clamp(max=V - 1)).masked_fill(columns_NC >= V, 0)
     inner_N = _passing(inside_NC.cumsum(-1, dtype=torch.float64), target_N - before_N)
-    return block_N1[:, 0] * BLOCK + inner_N, total_N
+    return (block_N1[:, 0] * BLOCK + inner_N).clamp_(max=V - 1), total_N
 
 
 def _passing(cdf_NV: torch.Tensor, target_N: torch.Tensor) -> torch.Tensor:
