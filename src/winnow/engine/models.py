@@ -17,13 +17,13 @@ FIXED_COLUMNS = 4096
 def make_backend(
     model: Any, tokenizer: Any, max_length: int | None, dtype: str | None, device: torch.device | str | None
 ) -> Backend:
-    """Copies the model's weights. Ids from `len(tokenizer)` on are padding of the vocabulary and never sampled."""
+    """Copies the model's weights. Ids above the tokenizer's last are padding of the vocabulary and never sampled."""
     refuse_unsupported(model, max_length)
     weight = model.get_input_embeddings().weight
     kind = weight.dtype if dtype is None else DTYPES[dtype]
     place = weight.device if device is None else torch.device(device)
-    vocab_size = min(len(tokenizer), weight.shape[0])
-    with torch.inference_mode():
+    vocab_size = min(max(tokenizer.get_vocab().values()) + 1, weight.shape[0])
+    with torch.no_grad():  # not inference_mode: its tensors could not be overwritten by new weights
         if max_length is not None and supports(model):
             return LlamaBackend(model, vocab_size=vocab_size, max_length=max_length, dtype=kind, device=place)
         return HFBackend(model, vocab_size=vocab_size, dtype=kind, device=place)

@@ -1,0 +1,140 @@
+"""Sampling against the long way round in float64: tokens drawn, log-probabilities, filters, no impossible token."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import TopKLogitsWarper, TopPLogitsWarper
+
+from winnow.engine import SamplingParams
+from winnow.engine.sampling import BLOCK, Rows, draw, sample
+
+from .engine_models import plain_logp
+
+LAST = 1 - 2.0**-24
+
+
+def rows(n: int, temperature: float = 1, top_k: int = 0, top_p: float = 1, greedy: bool = False) -> Rows:
+    return Rows(
+        torch.full((n,), 1 / temperature),
+        torch.ones(n, dtype=torch.bool) if greedy else None,
+        torch.full((n,), top_k),
+        torch.full((n,), top_p),
+    )
+
+
+@given(
+    weights=st.lists(st.sampled_from([0.0, 1e-6, 0.3, 1.0, 7.5]), min_size=1, max_size=12).filter(any),
+    u=st.integers(min_value=0, max_value=2**24 - 1),
+)
+def test_draw_equals_a_loop(weights: list[float], u: int) -> None:
+    w = torch.tensor([weights])
+    tokens, total = draw(w, torch.tensor([u / 2**24]))
+    exact = [float(x) for x in w[0].double()]
+    running, expected = 0.0, None
+    for token, weight in enumerate(exact):
+        running += weight
+        if expected is None and running > u / 2**24 * sum(exact):
+            expected = token
+    assert tokens.item() == expected
+    assert total.item() == pytest.approx(sum(exact), rel=1e-12)
+
+
+@pytest.mark.parametrize("size", [3, 170, BLOCK, BLOCK + 1, 2 * BLOCK, 5000, 150_000])
+def test_shares_are_exact_over_a_grid_of_uniform_numbers(size: int) -> None:
+    """Over the grid (i + 1/2)/N every token is drawn N * p times, up to one: rare tokens keep their share."""
+    n = 2000 if size <= 5000 else 200
+    gen = torch.Generator().manual_seed(size)
+    weights = torch.rand(size, generator=gen).pow(12)
+    weights[: size // 3] = 0
+    weights[-1] = 0 if size > 3 else 1
+    tokens, _ = draw(weights.expand(n, size), (torch.arange(n, dtype=torch.float64) + 0.5) / n)
+    counts = np.bincount(tokens.numpy(), minlength=size)
+    expected = n * weights.double().numpy() / weights.double().sum().item()
+    assert np.abs(counts - expected).max() <= 1 + 1e-6
+    assert counts[weights.numpy() == 0].sum() == 0
+
+
+@pytest.mark.parametrize("size", [5, 3 * BLOCK + 7])
+@pytest.mark.parametrize("u", [0.0, 0.5, LAST])
+def test_a_weight_of_zero_is_never_drawn(size: int, u: float) -> None:
+    for only in (0, 1, size // 2, size - 1):
+        weights = torch.zeros(1, size)
+        weights[0, only] = 1e-30
+        tokens, _ = draw(weights, torch.tensor([u]))
+        assert tokens.item() == only
+
+
+def test_rare_tokens_of_a_large_vocabulary_keep_their_weight() -> None:
+    """100,000 tokens of weight 1e-6 behind one of weight 1: a float32 running sum would round most of them away."""
+    weights = torch.full((1, 100_001), 3e-8)
+    weights[0, 0] = 1
+    mass = 100_000 * 3e-8
+    u = torch.tensor([1 - mass / (1 + mass) / 2], dtype=torch.float64)
+    tokens, total = draw(weights, u)
+    assert total.item() == pytest.approx(1 + mass, rel=1e-6)
+    assert tokens.item() == pytest.approx(50_000, abs=5)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 10_000),
+    size=st.sampled_from([2, 9, 60, 1500]),
+    temperature=st.sampled_from([0.3, 1.0, 2.5]),
+    top_k=st.sampled_from([0, 1, 3, 5000]),
+    top_p=st.sampled_from([1e-6, 0.3, 0.95, 1.0]),
+)
+def test_logp_is_that_of_the_distribution_drawn_from(
+    seed: int, size: int, temperature: float, top_k: int, top_p: float
+) -> None:
+    gen = torch.Generator().manual_seed(seed)
+    logits = torch.randn(8, size, generator=gen) * 3
+    tokens, logp = sample(logits, torch.rand(8, generator=gen), rows(8, temperature, top_k, top_p))
+    params = SamplingParams(1, temperature, top_p, top_k)
+    expected = plain_logp(logits.double(), params, tokens.numpy())
+    np.testing.assert_allclose(logp.numpy(), expected, atol=2e-5)
+
+
+@pytest.mark.parametrize(("top_k", "top_p"), [(7, 1.0), (0, 0.7), (20, 0.5)])
+def test_filters_keep_the_tokens_that_transformers_keeps(top_k: int, top_p: float) -> None:
+    gen = torch.Generator().manual_seed(1)
+    logits = (torch.randn(1, 50, generator=gen) * 2).expand(4000, 50)
+    warped = logits[:1]
+    if top_k:
+        warped = TopKLogitsWarper(top_k)(None, warped)
+    if top_p < 1:
+        warped = TopPLogitsWarper(top_p)(None, warped)
+    tokens, logp = sample(logits, torch.arange(4000) / 4000, rows(4000, 1, top_k, top_p))
+    assert set(tokens.tolist()) == set(torch.isfinite(warped[0]).nonzero()[:, 0].tolist())
+    np.testing.assert_allclose(logp, warped[0].log_softmax(-1)[tokens], atol=1e-5)
+
+
+def test_greedy_takes_the_first_maximum_and_the_plain_logp() -> None:
+    logits = torch.tensor([[0.0, 2.0, 2.0, -1.0]])
+    for u in (0.0, 0.5, LAST):
+        tokens, logp = sample(logits, torch.tensor([u]), rows(1, greedy=True))
+        assert tokens.item() == 1
+        assert logp.item() == pytest.approx(logits.log_softmax(-1)[0, 1].item(), abs=1e-6)
+
+
+def test_a_row_does_not_depend_on_the_filters_of_others() -> None:
+    gen = torch.Generator().manual_seed(2)
+    logits, u = torch.randn(6, 200, generator=gen) * 2, torch.rand(6, generator=gen)
+    alone = [sample(logits[i : i + 1], u[i : i + 1], Rows(torch.ones(1), None, None, None)) for i in range(6)]
+    mixed = rows(6)._replace(top_k_N=torch.tensor([0, 3, 0, 50, 0, 0]), top_p_N=torch.tensor([1, 1, 1, 1, 1, 0.5]))
+    tokens, logp = sample(logits, u, mixed)
+    for i in (0, 2, 4):
+        assert (tokens[i], logp[i]) == (alone[i][0][0], alone[i][1][0])
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("size", [10, 3000])
+def test_logits_that_are_not_finite_show_in_the_logp(bad: float, size: int) -> None:
+    logits = torch.zeros(2, size)
+    logits[1, 4] = bad
+    tokens, logp = sample(logits, torch.tensor([0.3, 0.3]), rows(2))
+    assert torch.isfinite(logp).tolist() == [True, False]
+    assert ((tokens >= 0) & (tokens < size)).all()
