@@ -35,7 +35,7 @@ class PooledReward:
     def submit(
         self, pool: WorkerPool, completions: Sequence[Any], columns: Mapping[str, list[Any]]
     ) -> list[Future[Any]]:
-        """One future per completion. Raises KeyError or TypeError when a column is missing or not JSON."""
+        """One future per completion. Raises ValueError or TypeError when a column is missing or not JSON."""
         futures = []
         for i, completion in enumerate(completions):
             row = {name: values[i] for name, values in columns.items()}
@@ -59,14 +59,14 @@ def verl_reward(name: str, target: str) -> PooledReward:
 
 
 def verl_arguments(text: str, row: Row) -> dict[str, Any]:
-    """What verl passes. Raises KeyError when the row has no ground truth."""
+    """What verl passes. Raises ValueError when the row has no ground truth."""
     reward_model = row.get("reward_model")
     if "ground_truth" in row:
         truth = row["ground_truth"]
     elif isinstance(reward_model, Mapping) and "ground_truth" in reward_model:
         truth = reward_model["ground_truth"]
     else:
-        raise KeyError("verl's compute_score needs a column 'ground_truth' or 'reward_model' with a 'ground_truth'")
+        raise ValueError("verl's compute_score needs a column 'ground_truth' or 'reward_model' with a 'ground_truth'")
     return {
         "data_source": row.get("data_source"),
         "solution_str": text,

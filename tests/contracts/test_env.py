@@ -1,0 +1,89 @@
+"""Every task in the table keeps the protocol."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pickle
+import subprocess
+import sys
+
+import pytest
+
+from winnow.env import ENVS
+from winnow.env.base import Demonstrator, Task
+from winnow.reward import Rewarder
+from winnow.types import Prompt
+
+OPTIONS = {
+    "countdown": [{"train_size": 30, "test_size": 10}, {"train_size": 30, "test_size": 10, "style": "expression"}],
+    "reasoning_gym": [{"task": "gcd", "train_size": 12, "test_size": 4}],
+    "dataset": [{"test_size": 3}],
+}
+
+
+def cases():
+    return [(name, options) for name, all_options in OPTIONS.items() for options in all_options]
+
+
+def test_every_table_entry_is_tried():
+    assert set(OPTIONS) == set(ENVS)
+
+
+@pytest.fixture(params=cases(), ids=lambda case: f"{case[0]}-{case[1].get('style', '')}")
+def config(request, tmp_path):
+    name, options = request.param
+    if name == "dataset":
+        path = tmp_path / "rows.jsonl"
+        path.write_text("\n".join(json.dumps({"prompt": f"p{i}", "answer": i}) for i in range(12)))
+        options = options | {"path": str(path)}
+    return ENVS[name](**options)
+
+
+def test_options_are_a_frozen_documented_dataclass(config):
+    assert dataclasses.is_dataclass(config)
+    assert type(config).__doc__
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.seed = 1
+
+
+def test_task_keeps_the_protocol(config):
+    task = config.build()
+    assert isinstance(task, Task)
+    assert task.train
+    assert task.max_turns >= 1
+    for part in (task.train, task.test):
+        assert [p.ordinal for p in part] == list(range(len(part)))
+        assert len({p.id for p in part}) == len(part)
+        for prompt in part:
+            assert isinstance(prompt, Prompt)
+            assert (prompt.text is None) != (prompt.messages is None)
+            json.dumps(dict(prompt.columns))
+    contents = [{json.dumps([p.text, p.messages]) for p in part} for part in (task.train, task.test)]
+    assert not contents[0] & contents[1]
+    assert task.make_env(task.train[0]) is None
+    again = config.build()
+    assert again.train == task.train
+    assert again.test == task.test
+    assert again.fingerprint() == task.fingerprint()
+    rewarder = Rewarder(task.reward_funcs)
+    rewarder.check(task.train[0].columns)
+    rewarder.close()
+    assert pickle.loads(pickle.dumps(task.train[0])) == task.train[0]
+
+
+def test_demonstrators_show_what_their_vocabulary_holds(config):
+    task = config.build()
+    if not isinstance(task, Demonstrator) or task.train[0].text is None:
+        return
+    prompt, completion = next(task.demonstrations(0))
+    assert {*prompt.split(), *completion.split()} <= set(task.vocabulary())
+
+
+def test_table_is_lazy():
+    code = (
+        "import sys; from winnow.env import ENVS; list(ENVS); print('torch' in sys.modules, 'pyarrow' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.split() == ["False"] * 2
+    with pytest.raises(KeyError):
+        ENVS["nothing"]

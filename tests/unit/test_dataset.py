@@ -1,0 +1,216 @@
+"""Task `dataset`: formats, splits, and errors that name the file, the line and the remedy."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from winnow.env import rows
+from winnow.env.dataset import DatasetConfig, content_of
+from winnow.env.rows import DataError
+
+
+def write(path, *values, end="\n"):
+    path.write_text("\n".join(json.dumps(v) for v in values) + end, encoding="utf-8")
+    return str(path)
+
+
+def build(path, **options):
+    return DatasetConfig(path=str(path) if not isinstance(path, list) else path, **options).build()
+
+
+def test_text_and_columns(tmp_path):
+    path = write(tmp_path / "a.jsonl", {"prompt": "1 + 1 = ", "answer": 2}, {"prompt": "🙂 مرحبا <eos>", "level": "x"})
+    task = build(path)
+    first, second = task.train
+    assert (first.text, first.messages, first.ordinal) == ("1 + 1 = ", None, 0)
+    assert first.columns == {"answer": 2, "level": None}
+    assert second.text == "🙂 مرحبا <eos>"
+    assert second.columns == {"answer": None, "level": "x"}
+    assert len({first.id, second.id}) == 2
+    assert task.test == []
+    assert task.reward_funcs == []
+    assert task.make_env(first) is None
+
+
+def test_messages_and_system_prompt(tmp_path):
+    row = {"prompt": [{"role": "user", "content": "hi", "name": None}]}
+    path = write(tmp_path / "a.jsonl", row)
+    assert build(path).train[0].messages == ({"role": "user", "content": "hi"},)
+    with_system = build(path, system_prompt="be brief").train[0].messages
+    assert with_system[0] == {"role": "system", "content": "be brief"}
+    assert build(path, prompt_format="text").train[0].text == "hi"
+    text = write(tmp_path / "b.jsonl", {"prompt": "hi"})
+    assert build(text, system_prompt="be brief").train[0].messages == with_system
+
+
+def test_accepted_oddities(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"prompt": "a"}\r\n\r\n  \n{"prompt": "b"}')
+    assert [p.text for p in build(path).train] == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (b'{"prompt": "a"', "line 2: not valid JSON"),
+        (b"prompt: a", "line 2: not valid JSON"),
+        (b'{"prompt": "a\0"}', "line 2: contains a NUL byte at column 14"),
+        (b'{"prompt": "a\\u0000"}', "line 2: 'prompt' contains a NUL"),
+        (b'{"prompt": "\xff"}', "line 2: byte 13 is not UTF-8"),
+        (b'{"prompt": "\\ud800"}', "line 2: contains a lone surrogate"),
+        (b'{"prompt": "a", "x": ["\\udc00"]}', "line 2: contains a lone surrogate"),
+        (b'"prompt"', r"line 2: expected an object .* found str"),
+        (b"[" * 100_000, "line 2: not valid JSON"),
+        (b'{"question": "a"}', "line 2: no column 'prompt' \\(columns: question\\)"),
+        (b'{"promt": "a"}', "Did you mean 'promt'"),
+        (b'{"prompt": ""}', "line 2: 'prompt' is empty"),
+        (b'{"prompt": " \\n"}', "line 2: 'prompt' is empty"),
+        (b'{"prompt": null}', "line 2: 'prompt' must be text or a list of messages, found None"),
+        (b'{"prompt": 3}', "line 2: 'prompt' must be text"),
+        (b'{"prompt": []}', "line 2: 'prompt' must be text"),
+        (b'{"prompt": ["a"]}', "line 2: 'prompt', message 1: expected"),
+        (b'{"prompt": [{"content": "a"}]}', "line 2: 'prompt', message 1: expected"),
+        (b'{"prompt": [{"role": "user"}]}', "message 1: 'content' must be text"),
+        (b'{"prompt": [{"role": "user", "content": ""}]}', "message 1 is empty"),
+        (b'{"prompt": "a", "id": "first"}', "line 2: id 'first' is taken already by .*line 1"),
+        (b'{"prompt": "a", "id": 1.5}', "line 2: 'id' must be text or a whole number"),
+        (b'{"prompt": "a", "completions": 1}', "must not be called 'completions'"),
+    ],
+)
+def test_bad_lines_are_named(tmp_path, line, message):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"prompt": "first", "id": "first"}\n' + line + b"\n")
+    with pytest.raises(DataError, match=message) as error:
+        build(path)
+    assert str(path) in str(error.value)
+    assert len(str(error.value)) < 500
+
+
+def test_very_long_line(tmp_path, monkeypatch):
+    monkeypatch.setattr(rows, "MAX_LINE", 1 << 20)
+    path = write(tmp_path / "a.jsonl", {"prompt": "a"}, {"prompt": "b" * (1 << 20)})
+    with pytest.raises(DataError, match="line 2: longer than 1 MiB"):
+        build(path)
+
+
+@pytest.mark.parametrize("content", ["", "\n\n"])
+def test_no_rows(tmp_path, content):
+    path = tmp_path / "a.jsonl"
+    path.write_text(content)
+    with pytest.raises(DataError, match="no rows"):
+        build(path)
+
+
+def test_missing_files(tmp_path):
+    write(tmp_path / "train.jsonl", {"prompt": "a"})
+    with pytest.raises(DataError, match=r"no such file\. Did you mean 'train.jsonl'"):
+        build(tmp_path / "trian.jsonl")
+    with pytest.raises(DataError, match="no file matches"):
+        build(tmp_path / "x*.jsonl")
+    (tmp_path / "d.jsonl").mkdir()
+    with pytest.raises(DataError, match="no such file"):
+        build(tmp_path / "d.jsonl")
+
+
+def test_several_files_globs_and_parquet(tmp_path):
+    a = write(tmp_path / "a.jsonl", {"prompt": "a"})
+    write(tmp_path / "b.jsonl", {"prompt": "b"})
+    table = pyarrow.Table.from_pylist([{"prompt": "c", "answer": 1}, {"prompt": "d", "answer": None}])
+    pyarrow.parquet.write_table(table, tmp_path / "c.parquet")
+    task = build([a, str(tmp_path / "c.parquet")])
+    assert [p.text for p in task.train] == ["a", "c", "d"]
+    assert task.train[1].columns == {"answer": 1}
+    assert [p.text for p in build(tmp_path / "*.jsonl").train] == ["a", "b"]
+    (tmp_path / "bad.parquet").write_bytes(b"PAR1 no")
+    with pytest.raises(DataError, match=r"bad\.parquet: cannot be read as parquet"):
+        build(tmp_path / "bad.parquet")
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{"prompt": "x"}, {"prompt": ""}]), tmp_path / "e.parquet")
+    with pytest.raises(DataError, match=r"e\.parquet, row 2: 'prompt' is empty"):
+        build(tmp_path / "e.parquet")
+
+
+def test_hugging_face_directory(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
+    data = tmp_path / "data"
+    data.mkdir()
+    write(data / "train.jsonl", {"prompt": "a", "answer": 1}, {"prompt": "b", "answer": 2})
+    write(data / "test.jsonl", {"prompt": "c", "answer": 3})
+    task = build(data, test=str(data))
+    assert [p.text for p in task.train] == ["a", "b"]
+    assert [(p.text, p.columns) for p in task.test] == [("c", {"answer": 3})]
+    with pytest.raises(DataError, match="Hugging Face dataset"):
+        build(data, split="validation")
+    with pytest.raises(DataError, match="Hugging Face dataset"):
+        build(tmp_path / "nowhere")
+
+
+def test_own_test_set_must_not_overlap(tmp_path):
+    train = write(tmp_path / "a.jsonl", *({"prompt": f"p{i}", "id": i} for i in range(9)))
+    good = write(tmp_path / "b.jsonl", {"prompt": "q", "id": 1})
+    bad = write(tmp_path / "c.jsonl", *({"prompt": f"p{i} ", "id": f"t{i}"} for i in range(8)), {"prompt": "q"})
+    assert [p.id for p in build(train, test=good).test] == ["1"]
+    with pytest.raises(DataError, match="8 of 9 prompts are also in the training data: t0, t1, t2, t3, t4 and 3 more"):
+        build(train, test=bad)
+
+
+@pytest.mark.parametrize(("size", "n"), [(0.25, 10), (7, 7)])
+def test_split_by_content(tmp_path, size, n):
+    values = [{"prompt": f"p{i}"} for i in range(40)]
+    path = write(tmp_path / "a.jsonl", *values)
+    task = build(path, test_size=size)
+    train, test = ({p.text for p in part} for part in (task.train, task.test))
+    assert len(test) == n
+    assert train | test == {v["prompt"] for v in values}
+    assert not train & test
+    assert [p.ordinal for p in task.train] == list(range(40 - n))
+    shuffled = write(tmp_path / "b.jsonl", *reversed(values))
+    assert {p.text for p in build(shuffled, test_size=size).test} == test
+
+
+def test_repeated_prompts_warn_and_stay_on_one_side_of_a_split(tmp_path):
+    path = write(tmp_path / "a.jsonl", *({"prompt": f"p{i % 10}", "n": i} for i in range(30)))
+    with pytest.warns(UserWarning, match="20 of 30 prompts repeat") as caught:
+        task = build(path)
+    assert len(caught) == 1
+    assert len({p.id for p in task.train}) == 30
+    with pytest.warns(UserWarning, match="repeat"):
+        task = build(path, test_size=3)
+    assert len(task.test) == 9
+    assert not {content_of(p) for p in task.train} & {content_of(p) for p in task.test}
+
+
+@pytest.mark.parametrize("size", [40, 41, 0.001])
+def test_split_that_leaves_nothing(tmp_path, size):
+    path = write(tmp_path / "a.jsonl", *({"prompt": f"p{i}"} for i in range(40)))
+    with pytest.raises(DataError, match=re.escape(f"test_size={size}")):
+        build(path, test_size=size)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"preset": "gsm8"}, "Did you mean 'gsm8k'"),
+        ({"test": "x.jsonl", "test_size": 3}, "either test or test_size"),
+        ({"test_size": 1.5}, "whole number"),
+        ({"test_size": -1}, "test_size"),
+        ({"system_prompt": "x", "prompt_format": "text"}, "no effect"),
+        ({"path": ""}, "path is empty"),
+    ],
+)
+def test_bad_options(options, message):
+    with pytest.raises(ValueError, match=message):
+        DatasetConfig(**{"path": "a.jsonl", **options})
+
+
+def test_fingerprint_sees_every_change(tmp_path):
+    path = tmp_path / "a.jsonl"
+    prints = set()
+    for value in ({"prompt": "a", "x": 1}, {"prompt": "b", "x": 1}, {"prompt": "a", "x": 2}):
+        write(path, value)
+        prints |= {build(path).fingerprint(), build(path).fingerprint()}
+    assert len(prints) == 3

@@ -1,0 +1,345 @@
+"""The reward runner: what functions are given, how their values are combined, overlap, names."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+from winnow.env.pooled import PooledReward, verl_reward
+from winnow.reward import Rewarder
+from winnow.types import Fate, Group, Prompt, Rollout, Turn, Visit
+
+
+def rollout(sibling: int, text: str, **fields) -> Rollout:
+    n = 2
+    return Rollout(
+        sibling=sibling,
+        prompt_ids=(1,),
+        token_ids=np.array([sibling, 7]),
+        action_mask=np.ones(n, bool),
+        sampler_logp=np.zeros(n, np.float32),
+        versions=np.zeros(n, np.int32),
+        text=text,
+        **fields,
+    )
+
+
+def group(*texts: str, number: int = 0, chat: bool = False, **columns) -> Group:
+    asked = {"messages": ({"role": "user", "content": "why?"},)} if chat else {"text": "why?"}
+    prompt = Prompt(f"p{number}", number, columns=columns, **asked)
+    return Group(Visit(number, 0, prompt), [rollout(i, text) for i, text in enumerate(texts)])
+
+
+def scored(reward_funcs, *groups: Group, weights=None, **options) -> Rewarder:
+    rewarder = Rewarder(reward_funcs, weights, **options)
+    try:
+        rewarder.score(groups)
+    finally:
+        rewarder.close()
+    return rewarder
+
+
+def test_text_function_gets_what_it_names_and_nothing_else():
+    seen = {}
+
+    def f(completions, prompts, completion_ids, answer, unit="m"):
+        seen.update({k: v for k, v in locals().items() if k != "seen"})
+        return [1.0, 2.0]
+
+    g = group("a", "b", answer=[4, 2], other="x")
+    scored(f, g)
+    assert seen == {
+        "completions": ["a", "b"],
+        "prompts": ["why?", "why?"],
+        "completion_ids": [[0, 7], [1, 7]],
+        "answer": [[4, 2], [4, 2]],
+        "unit": "m",
+    }
+    assert g.rewards().tolist() == [1.0, 2.0]
+    assert g.rollouts[0].rewards == {"f": 1.0}
+    assert [r.fate for r in g.rollouts] == [None, None]
+
+
+def test_keyword_function_gets_everything():
+    seen = {}
+
+    def f(**kwargs):
+        seen.update(kwargs)
+        return [0.0]
+
+    rewarder = Rewarder(f)
+    rewarder.trainer_state = {"step": 3}
+    g = group("a", answer=4)
+    rewarder.start(g, environments=["env"])
+    assert rewarder.done(wait=True) == [g]
+    rewarder.close()
+    assert set(seen) == {
+        "prompts",
+        "completions",
+        "completion_ids",
+        "answer",
+        "environments",
+        "trainer_state",
+        "log_metric",
+    }
+    assert seen["environments"] == ["env"]
+    assert seen["trainer_state"] == {"step": 3}
+
+
+def test_conversational_completions_are_messages():
+    def f(prompts, completions):
+        assert prompts[0] == [{"role": "user", "content": "why?"}]
+        return [float(len(c[0]["content"])) if c[0]["role"] == "assistant" else -1.0 for c in completions]
+
+    g = group("a", "bb", chat=True)
+    scored([f], g)
+    assert g.rewards().tolist() == [1.0, 2.0]
+
+
+def test_turns_of_a_conversation_are_messages_with_what_was_answered():
+    seen = []
+    g = group("x", chat=True)
+    g.rollouts[0].turns = [Turn("go", "seen", 0, 1, "eos"), Turn("stop", "end", 1, 2, "eos")]
+    scored(lambda completions: seen.extend(completions) or [1], g)
+    assert seen == [
+        [
+            {"role": "assistant", "content": "go"},
+            {"role": "user", "content": "seen"},
+            {"role": "assistant", "content": "stop"},
+        ]
+    ]
+
+
+def test_weighted_sum_over_functions_that_apply():
+    def a(completions):
+        return [1.0, None, None]
+
+    def b(completions):
+        return [0.5, 0.5, None]
+
+    g = group("x", "y", "z")
+    rewarder = scored([a, b], g, weights=[2.0, -1.0])
+    np.testing.assert_array_equal(g.rewards(), [1.5, -0.5, np.nan])
+    assert g.rollouts[1].rewards == {"a": None, "b": 0.5}
+    assert g.rollouts[2].fate is Fate.FAILED
+    assert g.rollouts[2].reason == "no reward function applied"
+    assert rewarder.counts == {"scored": 2, "failed": 1}
+    assert rewarder.failure_share() == pytest.approx(1 / 3)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        [1, 0.5, True],
+        (1.0, 0.5, 1.0),
+        np.array([1.0, 0.5, 1.0]),
+        torch.tensor([1.0, 0.5, 1.0]),
+        [np.float32(1), torch.tensor(0.5), np.bool_(True)],
+        [torch.tensor([1.0]), np.array([0.5]), np.int64(1)],
+    ],
+    ids=["list", "tuple", "numpy", "torch", "scalars", "one-element arrays"],
+)
+def test_kinds_of_numbers(value):
+    g = group("x", "y", "z")
+    scored(lambda completions: value, g)
+    assert g.rewards().tolist() == [1.0, 0.5, 1.0]
+
+
+def test_coroutines_run_side_by_side():
+    together = 0
+    most = 0
+
+    async def slow(completions):
+        nonlocal together, most
+        together += 1
+        most = max(most, together)
+        await asyncio.sleep(0.05)
+        together -= 1
+        return [1.0] * len(completions)
+
+    class Judge:
+        __name__ = "judge"
+
+        async def __call__(self, completions):
+            return [2.0] * len(completions)
+
+    groups = [group("x", "y", number=i) for i in range(8)]
+    scored([slow, Judge()], *groups)
+    assert all(g.rewards().tolist() == [3.0, 3.0] for g in groups)
+    assert most == 8
+
+
+def test_scoring_overlaps_the_caller_and_comes_back_once():
+    gate = threading.Event()
+
+    def f(completions):
+        assert gate.wait(20)
+        return [1.0]
+
+    rewarder = Rewarder(f)
+    first, second = group("x"), group("y", number=1)
+    rewarder.start(first)
+    rewarder.start(second)
+    assert rewarder.done() == []
+    with pytest.raises(ValueError, match="being scored already"):
+        rewarder.start(first)
+    with pytest.raises(RuntimeError, match="collect them"):
+        rewarder.score([group("z")])
+    gate.set()
+    back = rewarder.done(wait=True)
+    while len(back) < 2:
+        back += rewarder.done(wait=True)
+    assert back[0] is first
+    assert back[1] is second
+    assert rewarder.done() == rewarder.done(wait=True) == []
+    rewarder.close()
+
+
+def test_only_rollouts_without_fate_and_reward_are_scored():
+    seen = []
+    g = group("failed", "env", "open")
+    g.rollouts[0].fate = Fate.FAILED
+    g.rollouts[1].reward = 0.25
+    rewarder = scored(lambda completions: seen.extend(completions) or [1.0], g)
+    assert seen == ["open"]
+    np.testing.assert_array_equal(g.rewards(), [np.nan, 0.25, 1.0])
+    assert rewarder.counts == {"scored": 1}
+    done = group("failed")
+    done.rollouts[0].fate = Fate.PRUNED
+    scored(lambda completions: 1 / 0, done)
+    assert done.rollouts[0].fate is Fate.PRUNED
+
+
+def test_without_functions_nothing_applies():
+    g = group("x")
+    scored([], g)
+    assert g.rollouts[0].reason == "no reward function applied"
+
+
+@pytest.fixture
+def module(tmp_path, monkeypatch):
+    """Reward functions in an importable module and a file; they tell their process."""
+    source = """
+import os
+import numpy as np
+import asyncio
+
+def length(completions, bonus, log_metric):
+    log_metric("pid", os.getpid())
+    return np.array([len(c) + b for c, b in zip(completions, bonus)])
+
+async def later(completions):
+    await asyncio.sleep(0)
+    return [0.5 for _ in completions]
+
+def everything(**kwargs):
+    return [float(len(kwargs))] * len(kwargs["completions"])
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    if solution_str == "bad":
+        raise ValueError("cannot parse")
+    return {"score": float(solution_str == ground_truth), "acc": 1, "source": data_source, "extra": extra_info}
+
+VALUE = 3
+"""
+    (tmp_path / "my_rewards.py").write_text(source)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return tmp_path / "my_rewards.py"
+
+
+def test_functions_by_name_run_in_another_process(module):
+    g = group("a", "bb", bonus=10)
+    rewarder = scored(["my_rewards:length", f"{module}:later", "my_rewards:everything"], g)
+    assert g.rollouts[1].rewards == {"length": 12.0, "later": 0.5, "everything": 5.0}
+    assert rewarder.pop_metrics()["pid"] != os.getpid()
+    assert rewarder.pop_metrics() == {}
+
+
+def test_metrics_are_averaged():
+    def f(completions, log_metric):
+        for completion in completions:
+            log_metric("length", len(completion))
+        return [0.0] * len(completions)
+
+    assert scored(f, group("a", "bbb")).pop_metrics() == {"length": 2.0}
+
+
+@pytest.mark.parametrize("by_name", [True, False])
+def test_verl_functions(module, by_name):
+    if by_name:
+        function = f"{module}:compute_score"
+    else:
+        namespace: dict = {}
+        exec(module.read_text(), namespace)
+        function = namespace["compute_score"]
+    g = group("42", "41", "bad", chat=True, data_source="gsm8k", reward_model={"style": "rule", "ground_truth": "42"})
+    scored(function, g)
+    np.testing.assert_array_equal(g.rewards(), [1.0, 0.0, np.nan])
+    assert "cannot parse" in g.rollouts[2].reason
+    bare = group("42", data_source="gsm8k")
+    scored(function, bare)
+    assert "ground_truth" in bare.rollouts[0].reason
+
+
+def test_built_in_names():
+    g = group("3 + 5 = 8 , 8 * 2 = 16", "no", numbers=[2, 3, 5], target=16, style="steps")
+    rewarder = scored("countdown", g)
+    assert g.rewards().tolist() == [1.0, 0.0]
+    assert rewarder.names == ["countdown_reward"]
+
+
+def test_equal_names_are_told_apart():
+    g = group("x")
+    scored([lambda completions: [1.0], lambda completions: [2.0]], g)
+    assert g.rollouts[0].rewards == {"<lambda>": 1.0, "<lambda>_2": 2.0}
+
+
+def test_pooled_reward_has_trls_signature(module):
+    reward = PooledReward("length", "builtins:float", lambda text, row: {}, ())
+    with pytest.raises(ValueError, match="reward_model"):
+        verl_reward("v", f"{module}:compute_score")(completions=["42"])
+    assert reward(prompts=["p", "p"], completions=["x", "y"]) == [0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("countdwon", "unknown name 'countdwon'.*countdown"),
+        ("my_rewards:lenght", "Did you mean 'length'"),
+        ("my_reward:length", "Did you mean 'my_rewards'"),
+        ("my_rewards:VALUE", "not a function"),
+        ("nowhere/rewards.py:length", "no such file"),
+        (":length", "expected 'module:function'"),
+        (3, "expected a function or its name"),
+    ],
+)
+def test_functions_that_do_not_exist_are_errors_at_start(module, spec, message):
+    with pytest.raises(ValueError, match=message):
+        Rewarder([spec])
+
+
+def test_weights_must_match():
+    with pytest.raises(ValueError, match="give one each"):
+        Rewarder([lambda completions: [1]], [1.0, 2.0])
+    with pytest.raises(ValueError, match="give one each"):
+        Rewarder([lambda completions: [1]], [float("nan")])
+
+
+def test_missing_columns_are_found_before_and_during_a_run():
+    def f(completions, answer):
+        return [1.0]
+
+    rewarder = Rewarder(f)
+    rewarder.check(["answer", "more"])
+    with pytest.raises(ValueError, match=r"needs a column 'answer'.*Did you mean 'answers'"):
+        rewarder.check(["answers"])
+    g = group("x", answers=1)
+    rewarder.score([g])
+    rewarder.close()
+    assert g.rollouts[0].fate is Fate.FAILED
+    assert "needs a column 'answer'" in rewarder.last_error
