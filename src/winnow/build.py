@@ -110,7 +110,7 @@ def load_tokenizer(source: str | Path) -> Any:
 
 def load_causal_lm(source: str | Path, device: torch.device) -> Any:
     """A float32 causal LM, dropout off. Raises ConfigError when it cannot be loaded without running foreign code."""
-    model = _load(AutoModelForCausalLM, source, "model", dtype=torch.float32)
+    model = _load(AutoModelForCausalLM, source, "model", dtype=torch.float32, use_safetensors=True)
     return without_dropout(model.to(device))
 
 

@@ -219,3 +219,7 @@ def methods(as_json: Json = False) -> None:
         out.print(f"  [cyan]{m['name']}[/]  {m['summary']}", highlight=False)
         options = ", ".join(f"{k}={v}" for k, v in m["options"].items())
         out.print(f"    {m['file']}" + (f"  options: {options}" if options else ""), style="dim", highlight=False)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,167 @@
+"""The command as a user types it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from winnow.cli import app
+
+REWARD = """
+def words(completions, numbers, **columns):
+    return [float(len(c.split()) % 2) for c in completions]
+"""
+
+
+def winnow(*arguments: str | Path) -> Any:
+    return CliRunner().invoke(app, [str(a) for a in arguments])
+
+
+@pytest.fixture
+def recipe(tiny_config: dict[str, Any], tmp_path: Path) -> Path:
+    """A YAML file with a reward of its own, as in the tutorial."""
+    (tmp_path / "reward.py").write_text(REWARD)
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(tiny_config | {"reward_funcs": [f"{tmp_path / 'reward.py'}:words"]}))
+    return path
+
+
+def test_train_audit_report_eval_resume(recipe: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    trained = winnow("train", recipe, "max_steps=2", "--json")
+    assert trained.exit_code == 0, trained.output
+    assert json.loads(trained.stdout)["step"] == 2
+    audited = winnow("audit", run, "--json")
+    assert audited.exit_code == 0
+    assert json.loads(audited.stdout)["ok"] is True
+    assert "OK" in winnow("audit", run).stdout
+    page = tmp_path / "page.html"
+    assert winnow("report", run, "-o", page).exit_code == 0
+    assert page.stat().st_size < 2e6
+    evaluated = winnow("eval", run, "-n", "2", "--prompts", "3", "--json", "eval_temperature=0.6")
+    assert evaluated.exit_code == 0, evaluated.output
+    assert {"pass@1", "pass@2", "greedy", "prompts"} <= set(json.loads(evaluated.stdout))
+    resumed = winnow("resume", run, "max_steps=3", "--json")
+    assert resumed.exit_code == 0, resumed.output
+    assert json.loads(resumed.stdout)["step"] == 3
+
+
+def test_eval_of_a_plain_model(tiny_model: Path) -> None:
+    assert "task must be named" in winnow("eval", tiny_model).output
+    found = winnow("eval", tiny_model, "--env", "countdown", "--prompts", "3", "-n", "2", "--json", "env.test_size=4")
+    assert found.exit_code == 0, found.output
+    assert json.loads(found.stdout)["prompts"] == 3
+
+
+def test_dry_run_writes_nothing(recipe: Path, tmp_path: Path) -> None:
+    planned = winnow("train", recipe, "--dry-run", "--json")
+    assert planned.exit_code == 0, planned.output
+    plan = json.loads(planned.stdout)
+    assert plan["rollouts_per_step"] == 16
+    assert plan["max_sampled_tokens_per_step"] == 128
+    assert plan["trained_parameters"] == plan["parameters"] > 0
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["learning_rte=1"], "Did you mean 'learning_rate'"),
+        (["filter=zero_varience"], "Did you mean 'zero_variance'"),
+        (["env.count=9"], "count must be 2 to 6"),
+        (["env=countdwn"], "Did you mean 'countdown'"),
+        (["model=/no/where"], "no such directory"),
+        (["reward_funcs=['json:dumpz']"], "json has no 'dumpz'"),
+        (["reward_funcs=['no_such_module:f']"], "no_such_module"),
+        (["device=gpu"], "device"),
+    ],
+)
+def test_bad_input_is_one_clear_line(recipe: Path, tmp_path: Path, arguments: list[str], message: str) -> None:
+    result = winnow("train", recipe, *arguments)
+    assert result.exit_code == 1
+    assert message in result.output
+    assert "Traceback" not in result.output
+    assert not (tmp_path / "run").exists()
+
+
+def test_things_that_are_not_there(tmp_path: Path) -> None:
+    for command in ("audit", "resume"):
+        result = winnow(command, tmp_path / "nothing")
+        assert result.exit_code == 1
+        assert "nothing" in result.output
+    assert winnow("report", tmp_path, "-o", tmp_path / "r.html").exit_code == 1
+
+
+def test_methods_lists_every_table() -> None:
+    found = json.loads(winnow("methods", "--json").stdout)
+    assert {"selector", "filter", "advantage", "env", "engine"} <= {m["field"] for m in found}
+    assert "zero_variance" in winnow("methods").stdout
+
+
+def test_warmup_makes_a_model_that_trains(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    made = winnow("warmup", "-o", model, "max_steps=3", "batch_size=8", "hidden_size=32", "num_heads=2", "--json")
+    assert made.exit_code == 0, made.output
+    assert json.loads(made.stdout)["steps"] == 3
+    again = winnow("warmup", "-o", model)
+    assert again.exit_code == 1
+    assert "not empty" in again.output
+
+
+def test_ctrl_c_saves_and_says_how_to_go_on(recipe: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "winnow.cli", "train", str(recipe), "max_steps=100000", "eval_steps=null"]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=os.environ | {"COLUMNS": "200"}
+    )
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    deadline = time.monotonic() + 90
+    while not (metrics.exists() and metrics.stat().st_size) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 130, output
+    assert f"winnow resume {tmp_path / 'run'}" in output
+    assert list((tmp_path / "run" / "checkpoints").glob("step-*"))
+
+
+def test_a_model_with_code_of_its_own_is_not_run(tiny_model: Path, recipe: Path, tmp_path: Path) -> None:
+    import shutil
+
+    model = tmp_path / "evil"
+    shutil.copytree(tiny_model, model)
+    config = json.loads((model / "config.json").read_text())
+    config |= {"model_type": "evil", "auto_map": {"AutoConfig": "evil.Evil", "AutoModelForCausalLM": "evil.Evil"}}
+    (model / "config.json").write_text(json.dumps(config))
+    (model / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w').close()\n")
+    result = winnow("train", recipe, f"model={model}")
+    assert result.exit_code == 1
+    assert not (tmp_path / "ran").exists()
+
+
+def test_pickled_weights_are_not_loaded(tiny_model: Path, recipe: Path, tmp_path: Path) -> None:
+    import shutil
+
+    import torch
+
+    model = tmp_path / "pickled"
+    shutil.copytree(tiny_model, model)
+    (model / "model.safetensors").unlink()
+
+    class Payload:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return (open, (str(tmp_path / "ran"), "w"))
+
+    torch.save({"x": Payload()}, model / "pytorch_model.bin")
+    result = winnow("train", recipe, f"model={model}")
+    assert result.exit_code == 1
+    assert not (tmp_path / "ran").exists()
