@@ -385,6 +385,7 @@ def test_logits_that_are_not_finite_are_an_error_and_the_engine_says_it_is_dead(
         (one(max_tokens=0), "max_tokens must be at least 1"),
         (one(params={"temperature": -1.0}), "temperature"),
         (one(params={"temperature": float("nan")}), "temperature"),
+        (one(params={"temperature": 1e-30}), "temperature"),
         (one(params={"top_p": 0.0}), "top_p"),
         (one(params={"top_k": -1}), "top_k"),
         (one(params={"stop": ("a", "")}), "stop string is empty"),

@@ -171,6 +171,9 @@ class LocalEngine:
             prompt.prefilled = None  # computed by the old weights, and no running row needs it
         self.version = version
         self._swaps.append((self._steps, version))
+        oldest = self._table.ints[col.BORN, : self._table.n].min(initial=self._steps)
+        while len(self._swaps) > 1 and self._swaps[1][0] <= oldest:
+            del self._swaps[0]
 
     def _versions(self, row: int) -> np.ndarray:
         born, count = self._table.ints[[col.BORN, col.COUNT], row]
@@ -261,8 +264,7 @@ class LocalEngine:
         groups: list[list[tuple[int, ...]]] = []
         for prompt in todo:
             group = groups[-1] if groups else []
-            fits = len(prompt) * (len(group) + 1) <= PREFILL_TOKENS and not self.options.fixed_slots
-            if group and fits and (self._backend.mixed_lengths or len(prompt) == len(group[0])):
+            if group and self._prefill_together(group, prompt):
                 group.append(prompt)
             else:
                 groups.append([prompt])
@@ -270,6 +272,12 @@ class LocalEngine:
             prefilled = self._backend.prefill(group)
             for index, prompt in enumerate(group):
                 self._prompts[prompt].prefilled, self._prompts[prompt].index = prefilled, index
+
+    def _prefill_together(self, group: list[tuple[int, ...]], prompt: tuple[int, ...]) -> bool:
+        if self.options.fixed_slots or len(prompt) * (len(group) + 1) > PREFILL_TOKENS:
+            return False
+        shortest = len(group[0])
+        return len(prompt) == shortest or (self._backend.mixed_lengths and len(prompt) <= 2 * shortest + 16)
 
     def _insert(self, prefilled: Prefilled, index: list[int], requests: list[Request]) -> Output:
         longest = max(len(r.prompt_ids) + r.params.max_tokens for r in requests)

@@ -6,6 +6,9 @@ import math
 
 from .base import Request
 
+LOWEST_TEMPERATURE = 1e-4
+"""Below it float32 logits may overflow, and nothing but greedy sampling is meant."""
+
 
 def check_request(request: Request, vocab_size: int, max_length: int | None) -> None:
     """ValueError unless prompt and sampling parameters can be run."""
@@ -23,8 +26,10 @@ def check_request(request: Request, vocab_size: int, max_length: int | None) -> 
             f"{who}: {len(prompt)} prompt tokens + max_tokens {params.max_tokens} = {total} exceed the maximum "
             f"length {max_length}; shorten the prompt or lower max_tokens"
         )
-    if not (math.isfinite(params.temperature) and params.temperature >= 0):
-        raise ValueError(f"{who}: temperature must be a number >= 0, not {params.temperature}")
+    if params.temperature != 0 and not LOWEST_TEMPERATURE <= params.temperature < math.inf:
+        raise ValueError(
+            f"{who}: temperature must be 0 (greedy) or a number from {LOWEST_TEMPERATURE} on, not {params.temperature}"
+        )
     if not 0 < params.top_p <= 1:
         raise ValueError(f"{who}: top_p must be in (0, 1], not {params.top_p}")
     if params.top_k < 0:
