@@ -277,7 +277,7 @@ def countdown_reward(
 
 @dataclass(frozen=True)
 class CountdownConfig:
-    """Options of the task `countdown`."""
+    """Generated puzzles: reach a target from a few numbers with + - * /, each number used exactly once."""
 
     count: int = 3
     """Numbers in a puzzle, 2 to 6."""
@@ -362,11 +362,12 @@ class Countdown:
         return ["numbers", "target", ":", ",", "=", "+", "-", "*", "/", *map(str, range(self.config.limit + 1))]
 
     def _draw(self, rng: random.Random) -> tuple[Numbers, int] | None:
-        """Random numbers and one of the targets they can reach; None if they reach none."""
+        """Random numbers and the value of a random solution over them, so that targets with many solutions are common;
+        None if they reach no target."""
         c = self.config
         numbers = tuple(sorted(rng.randint(c.low, c.high) for _ in range(c.count)))
-        targets = sorted(v for v in count_solutions(numbers, c.limit) if 1 <= v <= c.max_target)
-        return (numbers, rng.choice(targets)) if targets else None
+        solutions = {v: n for v, n in sorted(count_solutions(numbers, c.limit).items()) if 1 <= v <= c.max_target}
+        return (numbers, rng.choices(list(solutions), list(solutions.values()))[0]) if solutions else None
 
     def _prompt(self, ordinal: int, puzzle: tuple[Numbers, int]) -> Prompt:
         numbers, target = puzzle

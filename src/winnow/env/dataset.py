@@ -23,7 +23,7 @@ SHOWN = 5
 
 @dataclass(frozen=True)
 class DatasetConfig:
-    """Options of the task `dataset`: JSONL or parquet files, a Hugging Face data set, or a preset's format of them."""
+    """JSONL or parquet files or a Hugging Face data set with a `prompt` column, or in the format of a preset."""
 
     path: str | list[str]
     """`.jsonl` or `.parquet` file(s) or globs, or a directory or hub name for `datasets.load_dataset`."""

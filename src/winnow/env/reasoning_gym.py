@@ -30,7 +30,7 @@ MAX_REPEATS = 8
 
 @dataclass(frozen=True)
 class ReasoningGymConfig:
-    """Options of the task `reasoning_gym`."""
+    """Any generated reasoning task of the package reasoning-gym, judged by its own verifier."""
 
     task: str
     """Its name in reasoning-gym, e.g. `chain_sum`."""
