@@ -6,13 +6,14 @@ Every repeat runs all sides one after the other; ratios are taken within a repea
 maximum, so that a busy machine disturbs all sides alike. Lengths are forced (random models have no length law of
 their own): every request has its own max_tokens. `generate` has no per-row limit: it runs all rows, in one batch, to
 the longest. Prompts, model, sampling (temperature 1, no filter) and useful tokens are the same on all sides. Each side
-runs at the thread count (1 or all cores) that was faster for it in the warm-up.
+runs at the thread count (1 or all cores) that was faster for it on the short workload.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import functools
 import itertools
 import json
 import math
@@ -56,7 +57,7 @@ WORKLOADS = {
     ("0.7M", "short"): Workload(256, False, 256),
     ("0.7M", "long-tail"): Workload(1024, True, 1024),
     ("25M", "short"): Workload(256, False, 256),
-    ("25M", "long-tail"): Workload(256, True, 256),
+    ("25M", "long-tail"): Workload(128, True, 128),
 }
 
 
@@ -182,10 +183,10 @@ def machine_limits(device: str) -> dict[str, float]:
 
 def best_threads(run: Run) -> int:
     """Thread count at which a warm run is faster."""
+    run()
     times = {}
     for threads in sorted({1, os.cpu_count() or 1}):
         torch.set_num_threads(threads)
-        run()
         times[threads] = run()
     return min(times, key=times.__getitem__)
 
@@ -220,20 +221,30 @@ def shares(model: Any, work: Workload, requests: list[Request], seconds: dict[st
     return out
 
 
-def measure(size: str, name: str, device: str, repeats: int, limits: dict[str, float]) -> dict[str, Any]:
+def make_sides(size: str, name: str, device: str) -> dict[str, Run]:
     work, model = WORKLOADS[size, name], make_model(size, device)
     requests = make_requests(work)
-    tokens = sum(r.params.max_tokens for r in requests)
-    sides: dict[str, Run] = {
+    return {
         "engine": engine_run(model, requests, work.slots, "float32"),
         "engine_256_slots": engine_run(model, requests, 256, "float32"),
         "engine_bf16": engine_run(model, requests, work.slots, "bfloat16"),
         "generate": generate_run(model, requests, device),
         "continuous_batching": continuous_run(model, requests),
     }
-    if work.slots == 256:
+
+
+@functools.cache
+def choose_threads(size: str, device: str) -> dict[str, int]:
+    return {side: best_threads(run) for side, run in make_sides(size, "short", device).items()}
+
+
+def measure(size: str, name: str, device: str, repeats: int, limits: dict[str, float]) -> dict[str, Any]:
+    work, model = WORKLOADS[size, name], make_model(size, device)
+    requests = make_requests(work)
+    tokens = sum(r.params.max_tokens for r in requests)
+    threads, sides = choose_threads(size, device), make_sides(size, name, device)
+    if work.slots <= 256:
         del sides["engine_256_slots"]
-    threads = {side: best_threads(run) for side, run in sides.items()}
     seconds: dict[str, list[float]] = {side: [] for side in sides}
     for _, (side, run) in itertools.product(range(repeats), sides.items()):
         torch.set_num_threads(threads[side])
@@ -278,9 +289,9 @@ def main() -> None:
         found = measure(size, name, args.device, 2 if args.quick else args.repeats, limits)
         result["workloads"][f"{size}-{name}"] = found
         ratios = ", ".join(f"{k} {v['median']:.2f}" for k, v in found["ratio_to_generate"].items())
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text(json.dumps(result, indent=1) + "\n")
         print(f"{size} {name}: times the speed of generate: {ratios}; threads {found['threads']}", flush=True)
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -38,7 +38,8 @@ def supports(model: Any) -> bool:
     config = model.config
     if type(model).__name__ not in CLASSES or config.hidden_act != "silu":
         return False
-    if config.rope_parameters.get("rope_type", "default") not in ROPE_TYPES:
+    rope = config.rope_parameters
+    if rope.get("rope_type", "default") not in ROPE_TYPES or rope.get("partial_rotary_factor", 1) != 1:
         return False
     return set(model.state_dict()) <= _names(config)
 

@@ -137,6 +137,7 @@ class LocalEngine:
             check_checkpoints(request)
             new[request.id] = request
         for request in new.values():
+            self._stops.add(request.params.stop)
             self._prompts.setdefault(request.prompt_ids, _Prompt()).waiting += 1
         self._waiting.update(new)
 
