@@ -12,6 +12,7 @@ import torch
 import transformers as hf
 
 from winnow.engine import ENGINES, Finished, LocalEngine, LocalOptions, Request, SamplingParams
+from winnow.engine import hf as hf_module
 from winnow.engine import local as local_module
 from winnow.noise import as_tensor, noise_key, uniform
 
@@ -428,6 +429,25 @@ def test_models_that_cannot_work_are_refused_with_the_reason() -> None:
         make_engine(max_length=500)
     with pytest.raises(ValueError, match="fixed_slots"):
         make_engine(make_model("qwen2", max_position_embeddings=10_000), fixed_slots=True)
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"), [("forgets", "gives other log-probabilities"), ("raises", "failed in .* trial run: no cache")]
+)
+def test_a_model_whose_cache_changes_what_it_computes_is_found_out(
+    fault: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    update = hf_module._SlotLayer.update
+
+    def faulty(self: Any, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        if fault == "raises":
+            raise RuntimeError("no cache")
+        keys, values = update(self, *args, **kwargs)
+        return keys.roll(1, dims=2), values
+
+    monkeypatch.setattr(hf_module._SlotLayer, "update", faulty)
+    with pytest.raises(ValueError, match=rf"GPT2LMHeadModel {message}"):
+        make_engine("gpt2")
 
 
 def test_a_window_as_long_as_the_sequences_is_no_hindrance() -> None:

@@ -87,11 +87,13 @@ class HFBackend:
         self._last_only = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
         self._hidden: torch.Tensor | None = None
         self._model.get_output_embeddings().register_forward_pre_hook(self._keep_hidden)
-        probe = self.prefill([(0, 0)])
-        self.kv_shapes = [
-            ((k.shape[1], k.shape[3]), (v.shape[1], v.shape[3])) for k, v in zip(probe.keys, probe.values, strict=True)
-        ]
-        self._check_cache()
+        try:
+            probe = self.prefill([(0, 0)])
+            pairs = zip(probe.keys, probe.values, strict=True)
+            self.kv_shapes = [((k.shape[1], k.shape[3]), (v.shape[1], v.shape[3])) for k, v in pairs]
+            self._check_cache()
+        except (RuntimeError, TypeError, AttributeError, LookupError) as error:
+            raise ValueError(f"{type(model).__name__} failed in the embedded engine's trial run: {error}") from error
 
     def _keep_hidden(self, module: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> None:
         self._hidden = args[0]
