@@ -7,6 +7,7 @@ from collections.abc import Hashable
 
 import numpy as np
 
+from ..noise import as_tensor
 from .base import Finished, Request
 
 NEVER = np.iinfo(np.int64).max
@@ -47,11 +48,12 @@ class SlotTable:
         greedy = [r.params.temperature == 0 for r in requests]
         self.ints[:, rows] = np.array(
             [
-                (0, len(r.prompt_ids), 0, _signed(r.key), 0 if g else r.params.top_k, _next_alarm(r, 0), step, stop_set)
+                (0, len(r.prompt_ids), 0, 0, 0 if g else r.params.top_k, _next_alarm(r, 0), step, stop_set)
                 for r, g, stop_set in zip(requests, greedy, stop_sets, strict=True)
             ],
             dtype=np.int64,
         ).T
+        self.ints[KEY, rows] = as_tensor([r.key for r in requests]).numpy()
         self.floats[:, rows] = np.array(
             [(1, 1) if g else (1 / r.params.temperature, r.params.top_p) for r, g in zip(requests, greedy, strict=True)]
         ).T
@@ -143,8 +145,3 @@ class Stopwatch:
 def _next_alarm(request: Request, count: int) -> int:
     limit = request.params.max_tokens
     return min([c for c in request.checkpoints if c > count] + [limit])
-
-
-def _signed(key: int) -> int:
-    key &= (1 << 64) - 1
-    return key - (1 << 64) if key >= 1 << 63 else key
