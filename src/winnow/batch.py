@@ -16,6 +16,9 @@ from .advantage import Advantage
 from .loss import LossConfig, LossType
 from .types import Group, Rollout
 
+PADDING = 1024
+"""Padded tokens that cost about as much as one more forward and backward pass."""
+
 
 @dataclass(frozen=True)
 class Row:
@@ -95,13 +98,19 @@ def with_gradient(rows: Sequence[Row], loss: LossConfig) -> list[Row]:
 def micro_batches(
     rows: Sequence[Row], tokens_per_microbatch: int, *, pad_id: int, device: torch.device | str = "cpu"
 ) -> list[MicroBatch]:
-    """Rows of similar length together, each micro-batch at most `tokens_per_microbatch` padded tokens (or one row)."""
+    """Rows of similar length together, longest first, each micro-batch at most `tokens_per_microbatch` padded tokens.
+
+    A row over that budget is a micro-batch of its own. One ends early when its padding has grown to `PADDING` tokens.
+    """
     batches: list[MicroBatch] = []
     current: list[Row] = []
-    for row in sorted(rows, key=lambda r: r.length):
-        if current and row.length * (len(current) + 1) > tokens_per_microbatch:
+    padding = 0
+    for row in sorted(rows, key=lambda r: r.length, reverse=True):
+        longest = current[0].length if current else row.length
+        padding += longest - row.length
+        if current and (longest * (len(current) + 1) > tokens_per_microbatch or padding > PADDING):
             batches.append(collate(current, pad_id, device))
-            current = []
+            current, padding = [], 0
         current.append(row)
     if current:
         batches.append(collate(current, pad_id, device))

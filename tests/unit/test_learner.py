@@ -17,7 +17,7 @@ from transformers import (
     LlamaForCausalLM,
 )
 
-from winnow.batch import MicroBatch, Row, collate, micro_batches
+from winnow.batch import PADDING, MicroBatch, Row, collate, micro_batches
 from winnow.engine.base import Finished, Request, SamplingParams
 from winnow.engine.local import LocalEngine
 from winnow.learner import logprob
@@ -182,6 +182,31 @@ def test_rows_without_signal_change_nothing_when_left_out(policy_loss: Any) -> N
     teaching = [row for row in rows if row.advantage != 0]
     assert len(teaching) == 6
     assert_equal(gradients(llama().double(), [collate(teaching, pad_id=0)], loss)[0], everything)
+
+
+def test_micro_batches_of_ragged_rows_are_hardly_padded() -> None:
+    rows = random_rows(n=300)
+    for i, row in enumerate(rows):
+        row.rollout.token_ids = np.zeros(10 if i % 10 else 400, np.int64)
+        row.rollout.action_mask = np.ones(len(row.rollout.token_ids), bool)
+        row.rollout.sampler_logp = np.zeros(len(row.rollout.token_ids), np.float32)
+    batches = micro_batches(rows, 100_000, pad_id=0)
+    assert sum(len(b.input_ids_BT) for b in batches) == 300
+    assert sum(b.input_ids_BT.numel() for b in batches) <= sum(r.length for r in rows) + len(batches) * PADDING
+    assert len(batches) == 2
+
+
+@pytest.mark.parametrize("precision", ["highest", "medium"])
+def test_matrix_precision_is_the_updates_alone(precision: str) -> None:
+    batch, before = collate(random_rows(), pad_id=0), torch.get_float32_matmul_precision()
+    exact, _ = gradients(llama().double(), [batch], LossConfig(policy_loss="plain"))
+    model = llama()
+    learner = LocalLearner(model, TokenDistribution(VOCABULARY), LearnerOptions(matmul_precision=precision))
+    learner.forward_backward(batch, LossConfig(policy_loss="plain"), Stats())
+    assert torch.get_float32_matmul_precision() == before
+    ours = torch.cat([p.grad.flatten() for p in model.parameters()]).double()
+    theirs = torch.cat([g.flatten() for g in exact])
+    assert (ours - theirs).norm() < (1e-4 if precision == "highest" else 0.05) * theirs.norm()
 
 
 def test_padding_and_its_token_do_not_matter() -> None:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..batch import MicroBatch
 from ..loss import LossConfig, kl_divergence, policy_loss
@@ -64,13 +65,21 @@ class LocalLearner:
         )
 
     def forward_backward(self, batch: MicroBatch, loss: LossConfig, stats: Stats) -> None:
-        previous = torch.get_float32_matmul_precision()
-        torch.set_float32_matmul_precision(self.options.matmul_precision)
-        try:
+        with self._kernels():
             total = self._loss(batch, loss, stats)
             if not torch.isfinite(total):
                 raise FloatingPointError(f"the loss is {total.item()}; no update was made")
             total.backward()
+
+    @contextmanager
+    def _kernels(self) -> Iterator[None]:
+        """The matrix precision of the update. Below the highest, a CPU's fused attention is slower than plain."""
+        previous, precision = torch.get_float32_matmul_precision(), self.options.matmul_precision
+        plain_attention = precision != "highest" and next(iter(self._params.values())).device.type == "cpu"
+        torch.set_float32_matmul_precision(precision)
+        try:
+            with sdpa_kernel(SDPBackend.MATH) if plain_attention else nullcontext():
+                yield
         finally:
             torch.set_float32_matmul_precision(previous)
 

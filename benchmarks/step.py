@@ -1,0 +1,413 @@
+"""The whole training step - generate, reward, update, publish - of Winnow against TRL's GRPOTrainer, side by side.
+
+    python benchmarks/step.py --out benchmarks/results/step.json [--quick] [--device cuda]
+
+Same model, prompts, group size, token budget, learning rate and loss; one update a step; runs alternate in one
+process and every run starts from the same weights. Each side first picks its own threads and matrix precision. Time
+is taken from the end of one step to the end of the next, so everything a user waits for is in it; a run's first step
+is not counted. Two workloads: `short`, the demo's model and prompts; `long_tail`, a model built to end its sequences
+with a hazard that the first sampled token decides, so that neither side is told the lengths.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import platform
+import statistics
+import tempfile
+import time
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    PrinterCallback,
+    TrainerCallback,
+)
+
+from winnow.env.base import Env, RewardFn
+from winnow.env.countdown import CountdownConfig
+from winnow.trainer import Trainer
+from winnow.types import Group, Prompt
+from winnow.warmup import WarmupConfig, warmup, word_tokenizer
+
+REWARDED_SHARE = 0.1
+"""At 8 siblings 43% of the groups then have equal rewards, as in the middle of a run on Countdown."""
+
+
+@dataclass(frozen=True)
+class Workload:
+    name: str
+    model_dir: Path
+    prompts: Sequence[str]
+    prompts_per_step: int
+    max_completion_length: int
+    learning_rate: float
+    num_generations: int = 8
+
+    @property
+    def rollouts(self) -> int:
+        return self.prompts_per_step * self.num_generations
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a user would tune on a given machine."""
+
+    threads: int
+    matmul_precision: str
+    rows_per_microbatch: int = 256
+    """TRL only; Winnow cuts by tokens."""
+
+
+@dataclass
+class Run:
+    """What one run did, from its second step on."""
+
+    step_seconds: list[float]
+    lengths: list[int]
+    zero_variance: list[bool]
+    phases: dict[str, float] = field(default_factory=dict)
+    """Mean seconds of a step, Winnow only."""
+
+    @property
+    def seconds(self) -> float:
+        return statistics.mean(self.step_seconds)
+
+    def summary(self) -> dict[str, Any]:
+        tokens = sum(self.lengths) / len(self.step_seconds)
+        return {
+            "step_seconds": [round(s, 4) for s in self.step_seconds],
+            "tokens_per_step": tokens,
+            "tokens_per_second": tokens / self.seconds,
+            "zero_variance_share": statistics.mean(self.zero_variance),
+            "lengths": {
+                "mean": statistics.mean(self.lengths),
+                "median": statistics.median(self.lengths),
+                "p90": float(np.quantile(self.lengths, 0.9)),
+                "max": max(self.lengths),
+            },
+            **({"phases": self.phases} if self.phases else {}),
+        }
+
+
+class Judge:
+    """A cheap reward that depends on the text alone: 1 for a pseudo-random tenth of all completions."""
+
+    def __init__(self, num_generations: int) -> None:
+        self.num_generations = num_generations
+        self.lengths: list[int] = []
+        self.zero_variance: list[bool] = []
+
+    def function(self) -> Callable[..., list[float | None]]:
+        def pseudo_random(completions: list[str], completion_ids: list[Any], **_: Any) -> list[float | None]:
+            rewards = [float(zlib.crc32(c.encode()) / 2**32 < REWARDED_SHARE) for c in completions]
+            self.lengths += [len(ids) for ids in completion_ids]
+            for start in range(0, len(rewards), self.num_generations):
+                self.zero_variance.append(len(set(rewards[start : start + self.num_generations])) == 1)
+            return list(rewards)
+
+        return pseudo_random
+
+    def run(self, marks: list[float], w: Workload, phases: dict[str, float] | None = None) -> Run:
+        seconds = [b - a for a, b in itertools.pairwise(marks)]
+        return Run(seconds, self.lengths[w.rollouts :], self.zero_variance[w.prompts_per_step :], phases or {})
+
+
+# ---------------------------------------------------------------- Winnow
+
+
+@dataclass
+class Prompts:
+    """Plain prompts as a task."""
+
+    train: list[Prompt]
+    reward_funcs: list[RewardFn] = field(default_factory=list)
+    name: str = "prompts"
+    test: list[Prompt] = field(default_factory=list)
+    max_turns: int = 1
+    stop: tuple[str, ...] = ()
+
+    def make_env(self, prompt: Prompt) -> Env | None:
+        return None
+
+    def fingerprint(self) -> str:
+        return self.name
+
+
+class TimedTrainer(Trainer):
+    """Notes when each step has ended."""
+
+    def _record(self, records: Any, step: int, metrics: dict[str, float], groups: list[Group]) -> None:
+        super()._record(records, step, metrics, groups)
+        self.marks = [*getattr(self, "marks", []), time.perf_counter()]
+        self.phases = [*getattr(self, "phases", []), {k: v for k, v in metrics.items() if k.startswith("seconds/")}]
+
+
+def run_winnow(w: Workload, setting: Setting, steps: int, device: str) -> Run:
+    judge = Judge(w.num_generations)
+    with tempfile.TemporaryDirectory() as directory:
+        trainer = TimedTrainer(
+            model=str(w.model_dir),
+            env=Prompts([Prompt(str(i), i, text=text) for i, text in enumerate(w.prompts)]),
+            reward_funcs=[judge.function()],
+            processing_class=PreTrainedTokenizerFast.from_pretrained(w.model_dir),
+            config={
+                "output_dir": f"{directory}/run",
+                "device": device,
+                "threads": setting.threads,
+                "matmul_precision": setting.matmul_precision,
+                "max_steps": steps + 1,
+                "prompts_per_step": w.prompts_per_step,
+                "num_generations": w.num_generations,
+                "max_completion_length": w.max_completion_length,
+                "learning_rate": w.learning_rate,
+                "selector": {"name": "uniform", "shuffle": False},
+                "filter": {"name": "zero_variance", "refill": False},
+                "save_steps": 10_000,
+                "log_completions": 0,
+            },
+        )
+        trainer.train()
+    counted = trainer.phases[1:]
+    phases = {k.removeprefix("seconds/"): statistics.mean(p[k] for p in counted) for k in counted[0]}
+    return judge.run(trainer.marks, w, {k: round(v, 5) for k, v in phases.items() if "total" not in k})
+
+
+# ---------------------------------------------------------------- TRL
+
+
+class StepClock(TrainerCallback):
+    def __init__(self) -> None:
+        self.marks: list[float] = []
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        self.marks.append(time.perf_counter())
+
+
+def run_trl(w: Workload, setting: Setting, steps: int, device: str) -> Run:
+    from datasets import Dataset
+    from trl import GRPOConfig, GRPOTrainer
+
+    torch.set_num_threads(setting.threads)
+    torch.set_float32_matmul_precision(setting.matmul_precision)
+    rows = min(setting.rows_per_microbatch, w.rollouts)
+    clock, judge = StepClock(), Judge(w.num_generations)
+    try:
+        with tempfile.TemporaryDirectory() as directory:
+            config = GRPOConfig(
+                output_dir=directory,
+                per_device_train_batch_size=rows,
+                gradient_accumulation_steps=w.rollouts // rows,
+                num_generations=w.num_generations,
+                max_completion_length=w.max_completion_length,
+                learning_rate=w.learning_rate,
+                lr_scheduler_type="constant",
+                max_steps=steps + 1,
+                beta=0.0,
+                shuffle_dataset=False,
+                use_cpu=device == "cpu",
+                bf16=False,
+                gradient_checkpointing=False,
+                report_to="none",
+                logging_strategy="no",
+                save_strategy="no",
+                disable_tqdm=True,
+            )
+            trainer = GRPOTrainer(
+                model=AutoModelForCausalLM.from_pretrained(w.model_dir, dtype=torch.float32),
+                reward_funcs=judge.function(),
+                args=config,
+                train_dataset=Dataset.from_list([{"prompt": text} for text in w.prompts]),
+                processing_class=PreTrainedTokenizerFast.from_pretrained(w.model_dir),
+                callbacks=[clock],
+            )
+            trainer.remove_callback(PrinterCallback)
+            trainer.train()
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    return judge.run(clock.marks, w)
+
+
+# ---------------------------------------------------------------- workloads
+
+
+def short_workload(directory: Path, *, teaching_steps: int, prompts_per_step: int) -> Workload:
+    """The demo's: Countdown, a 0.7M-parameter model after a short warm start, about a dozen tokens each."""
+    task = CountdownConfig().build()
+    warmup(task, directory / "short", config=WarmupConfig(max_steps=teaching_steps))
+    texts = [str(p.text) for p in task.train]
+    return Workload("short", directory / "short", texts, prompts_per_step, 24, 1e-4)
+
+
+SHORT_WORDS, LONG_WORDS, PROMPT_WORDS = 60, 60, 20
+SHORT_SHARE, SHORT_MEAN, LONG_MEAN = 0.72, 22.0, 350.0
+"""A mixture of two geometric lengths: cut at 256, its median is 24 and its mean 66."""
+
+
+def long_tail_workload(directory: Path, *, prompts_per_step: int) -> Workload:
+    """Completions of 24 tokens in the median and 256 at most."""
+    path = directory / "long_tail"
+    prompt_words = [f"p{i}" for i in range(PROMPT_WORDS)]
+    content = [f"{kind}{i}" for kind, n in (("s", SHORT_WORDS), ("l", LONG_WORDS)) for i in range(n)]
+    tokenizer = word_tokenizer([*prompt_words, *content], max_positions=512)
+    model = long_tail_model(tokenizer, len(prompt_words))
+    model.save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    rng = np.random.default_rng(0)
+    texts = [" ".join(rng.choice(prompt_words, size=10)) for _ in range(1024)]
+    return Workload("long_tail", path, texts, prompts_per_step, 256, 1e-6)
+
+
+@torch.no_grad()
+def long_tail_model(tokenizer: Any, n_prompt_words: int) -> LlamaForCausalLM:
+    """A Llama whose next token depends on the kind of the current one: prompt word, short word or long word.
+
+    The layers compute in full and add next to nothing; three directions of the embeddings carry the kind to the head.
+    """
+    torch.manual_seed(0)
+    hidden, vocabulary = 128, len(tokenizer)
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=vocabulary,
+            hidden_size=hidden,
+            intermediate_size=384,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            num_key_value_heads=1,
+            max_position_embeddings=512,
+            tie_word_embeddings=False,
+            bos_token_id=None,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+        )
+    )
+    for layer in model.model.layers:
+        layer.self_attn.o_proj.weight.mul_(1e-2)
+        layer.mlp.down_proj.weight.mul_(1e-2)
+    first = vocabulary - SHORT_WORDS - LONG_WORDS
+    kind_V = torch.full((vocabulary,), 2)
+    kind_V[first : first + SHORT_WORDS], kind_V[first + SHORT_WORDS :] = 0, 1
+    embeddings = torch.randn(vocabulary, hidden)
+    embeddings[:, :3] = 0
+    embeddings *= (hidden - 3) ** 0.5 / embeddings.norm(dim=1, keepdim=True)
+    embeddings[torch.arange(vocabulary), kind_V] = 3**0.5
+    model.get_input_embeddings().weight.copy_(embeddings)
+
+    logits_3V = torch.full((3, vocabulary), -30.0)
+    for kind, (words, mean) in enumerate(((SHORT_WORDS, SHORT_MEAN), (LONG_WORDS, LONG_MEAN))):
+        logits_3V[kind, kind_V == kind] = 0
+        logits_3V[kind, tokenizer.eos_token_id] = float(np.log(words / (mean - 1)))
+        logits_3V[2, kind_V == kind] = float(np.log((SHORT_SHARE if kind == 0 else 1 - SHORT_SHARE) / words))
+    head = torch.zeros(vocabulary, hidden)
+    head[:, :3] = logits_3V.t() / 3**0.5
+    model.lm_head.weight.copy_(head)
+    return model
+
+
+# ---------------------------------------------------------------- measuring
+
+SIDES: dict[str, Callable[[Workload, Setting, int, str], Run]] = {"winnow": run_winnow, "trl": run_trl}
+
+
+def calibrate(w: Workload, device: str, threads: Sequence[int]) -> tuple[dict[str, Setting], dict[str, Any]]:
+    """The fastest setting of each side on a smaller version of the workload, and all that was tried."""
+    small = replace(w, prompts_per_step=min(w.prompts_per_step, 32))
+    settings = [Setting(t, p) for t in threads for p in ("highest", "medium")]
+    chosen, tried = {}, {}
+    for side, run in SIDES.items():
+        seconds = {s: run(small, s, 1, device).seconds for s in settings}
+        chosen[side] = min(seconds, key=lambda s: seconds[s])
+        tried[side] = [asdict(s) | {"step_seconds": round(t, 4)} for s, t in seconds.items()]
+        print(f"{w.name}: {side} runs best with {chosen[side]}", flush=True)
+    return chosen, tried
+
+
+def measure(w: Workload, repeats: int, steps: int, device: str, threads: Sequence[int]) -> dict[str, Any]:
+    chosen, tried = calibrate(w, device, threads)
+    runs: list[dict[str, Any]] = []
+    ratios, token_ratios = [], []
+    for repeat in range(repeats):
+        order = list(SIDES) if repeat % 2 == 0 else list(SIDES)[::-1]
+        found = {side: SIDES[side](w, chosen[side], steps, device) for side in order}
+        runs.append({side: found[side].summary() for side in SIDES})
+        ratios.append(found["trl"].seconds / found["winnow"].seconds)
+        token_ratios.append(runs[-1]["winnow"]["tokens_per_second"] / runs[-1]["trl"]["tokens_per_second"])
+        print(
+            f"{w.name} {repeat + 1}/{repeats}: winnow {found['winnow'].seconds:.3f} s {found['winnow'].phases}, "
+            f"trl {found['trl'].seconds:.3f} s, ratio {ratios[-1]:.2f}",
+            flush=True,
+        )
+    facts = asdict(w) | {"model_dir": w.name, "prompts": len(w.prompts), "rollouts": w.rollouts}
+    return {
+        "workload": facts,
+        "settings": {side: asdict(setting) for side, setting in chosen.items()},
+        "calibration": tried,
+        "runs": runs,
+        "ratio": _spread(ratios),
+        "ratio_of_tokens_per_second": _spread(token_ratios),
+    }
+
+
+def _spread(values: list[float]) -> dict[str, float]:
+    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
+
+
+def machine(device: str) -> dict[str, Any]:
+    packages = ("torch", "transformers", "trl", "accelerate", "winnow-rl")
+    return {
+        "cpu": platform.processor() or platform.machine(),
+        "cores": len(os.sched_getaffinity(0)),
+        "load_average_at_start": os.getloadavg()[0],
+        "accelerator": torch.cuda.get_device_name() if device == "cuda" else None,
+        "python": platform.python_version(),
+        **{name: version(name) for name in packages},
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--quick", action="store_true", help="a check that it works, in a few minutes")
+    parser.add_argument(
+        "--threads", type=int, nargs="+", help="thread counts to choose from; 1 and all cores by default"
+    )
+    parser.add_argument("--only", choices=["short", "long_tail"])
+    options = parser.parse_args()
+    quick, device = options.quick, options.device
+    threads = options.threads or sorted({1, len(os.sched_getaffinity(0))})
+    results: dict[str, Any] = {"machine": machine(device), "quick": quick, "workloads": []}
+    with tempfile.TemporaryDirectory() as directory:
+        teaching_steps = 30 if quick else 150
+        makers: dict[str, tuple[Callable[[], Workload], int]] = {
+            "short": (
+                lambda: short_workload(Path(directory), teaching_steps=teaching_steps, prompts_per_step=32),
+                3 if quick else 10,
+            ),
+            "long_tail": (
+                lambda: long_tail_workload(Path(directory), prompts_per_step=16 if quick else 128),
+                1 if quick else 3,
+            ),
+        }
+        for name, (make, steps) in makers.items():
+            if options.only in (None, name):
+                results["workloads"].append(measure(make(), 2 if quick else 5, steps, device, threads))
+                options.out.parent.mkdir(parents=True, exist_ok=True)
+                options.out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
