@@ -30,36 +30,18 @@ import numpy as np
 import torch
 from transformers import (
     AutoModelForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
     PreTrainedTokenizerFast,
     PrinterCallback,
     TrainerCallback,
 )
+from workloads import Workload, long_tail_workload, short_workload
 
 from winnow.env.base import Env, RewardFn
-from winnow.env.countdown import CountdownConfig
 from winnow.trainer import Trainer
 from winnow.types import Group, Prompt
-from winnow.warmup import WarmupConfig, warmup, word_tokenizer
 
 REWARDED_SHARE = 0.1
 """At 8 siblings 43% of the groups then have equal rewards, as in the middle of a run on Countdown."""
-
-
-@dataclass(frozen=True)
-class Workload:
-    name: str
-    model_dir: Path
-    prompts: Sequence[str]
-    prompts_per_step: int
-    max_completion_length: int
-    learning_rate: float
-    num_generations: int = 8
-
-    @property
-    def rollouts(self) -> int:
-        return self.prompts_per_step * self.num_generations
 
 
 @dataclass(frozen=True)
@@ -241,82 +223,6 @@ def run_trl(w: Workload, setting: Setting, steps: int, device: str) -> Run:
     return judge.run(clock.marks, w)
 
 
-# ---------------------------------------------------------------- workloads
-
-
-def short_workload(directory: Path, *, teaching_steps: int, prompts_per_step: int) -> Workload:
-    """The demo's: Countdown, a 0.7M-parameter model after a short warm start, about a dozen tokens each."""
-    task = CountdownConfig().build()
-    warmup(task, directory / "short", config=WarmupConfig(max_steps=teaching_steps))
-    texts = [str(p.text) for p in task.train]
-    return Workload("short", directory / "short", texts, prompts_per_step, 24, 1e-4)
-
-
-SHORT_WORDS, LONG_WORDS, PROMPT_WORDS = 60, 60, 20
-SHORT_SHARE, SHORT_MEAN, LONG_MEAN = 0.72, 22.0, 350.0
-"""A mixture of two geometric lengths: cut at 256, its median is 24 and its mean 66."""
-
-
-def long_tail_workload(directory: Path, *, prompts_per_step: int) -> Workload:
-    """Completions of 24 tokens in the median and 256 at most."""
-    path = directory / "long_tail"
-    prompt_words = [f"p{i}" for i in range(PROMPT_WORDS)]
-    content = [f"{kind}{i}" for kind, n in (("s", SHORT_WORDS), ("l", LONG_WORDS)) for i in range(n)]
-    tokenizer = word_tokenizer([*prompt_words, *content], max_positions=512)
-    model = long_tail_model(tokenizer, len(prompt_words))
-    model.save_pretrained(path)
-    tokenizer.save_pretrained(path)
-    rng = np.random.default_rng(0)
-    texts = [" ".join(rng.choice(prompt_words, size=10)) for _ in range(1024)]
-    return Workload("long_tail", path, texts, prompts_per_step, 256, 1e-6)
-
-
-@torch.no_grad()
-def long_tail_model(tokenizer: Any, n_prompt_words: int) -> LlamaForCausalLM:
-    """A Llama whose next token depends on the kind of the current one: prompt word, short word or long word.
-
-    The layers compute in full and add next to nothing; three directions of the embeddings carry the kind to the head.
-    """
-    torch.manual_seed(0)
-    hidden, vocabulary = 128, len(tokenizer)
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=vocabulary,
-            hidden_size=hidden,
-            intermediate_size=384,
-            num_hidden_layers=3,
-            num_attention_heads=4,
-            num_key_value_heads=1,
-            max_position_embeddings=512,
-            tie_word_embeddings=False,
-            bos_token_id=None,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
-        )
-    )
-    for layer in model.model.layers:
-        layer.self_attn.o_proj.weight.mul_(1e-2)
-        layer.mlp.down_proj.weight.mul_(1e-2)
-    first = vocabulary - SHORT_WORDS - LONG_WORDS
-    kind_V = torch.full((vocabulary,), 2)
-    kind_V[first : first + SHORT_WORDS], kind_V[first + SHORT_WORDS :] = 0, 1
-    embeddings = torch.randn(vocabulary, hidden)
-    embeddings[:, :3] = 0
-    embeddings *= (hidden - 3) ** 0.5 / embeddings.norm(dim=1, keepdim=True)
-    embeddings[torch.arange(vocabulary), kind_V] = 3**0.5
-    model.get_input_embeddings().weight.copy_(embeddings)
-
-    logits_3V = torch.full((3, vocabulary), -30.0)
-    for kind, (words, mean) in enumerate(((SHORT_WORDS, SHORT_MEAN), (LONG_WORDS, LONG_MEAN))):
-        logits_3V[kind, kind_V == kind] = 0
-        logits_3V[kind, tokenizer.eos_token_id] = float(np.log(words / (mean - 1)))
-        logits_3V[2, kind_V == kind] = float(np.log((SHORT_SHARE if kind == 0 else 1 - SHORT_SHARE) / words))
-    head = torch.zeros(vocabulary, hidden)
-    head[:, :3] = logits_3V.t() / 3**0.5
-    model.lm_head.weight.copy_(head)
-    return model
-
-
 # ---------------------------------------------------------------- measuring
 
 SIDES: dict[str, Callable[[Workload, Setting, int, str], Run]] = {"winnow": run_winnow, "trl": run_trl}
@@ -325,9 +231,10 @@ SIDES: dict[str, Callable[[Workload, Setting, int, str], Run]] = {"winnow": run_
 def calibrate(w: Workload, device: str, threads: Sequence[int]) -> tuple[dict[str, Setting], dict[str, Any]]:
     """The fastest setting of each side on a smaller version of the workload, and all that was tried."""
     small = replace(w, prompts_per_step=min(w.prompts_per_step, 32))
-    settings = [Setting(t, p) for t in threads for p in ("highest", "medium")]
     chosen, tried = {}, {}
     for side, run in SIDES.items():
+        rows = (64, 256) if side == "trl" else (256,)
+        settings = [Setting(t, p, r) for t in threads for p in ("highest", "medium") for r in rows]
         seconds = {s: run(small, s, 1, device).seconds for s in settings}
         chosen[side] = min(seconds, key=lambda s: seconds[s])
         tried[side] = [asdict(s) | {"step_seconds": round(t, 4)} for s, t in seconds.items()]
