@@ -30,7 +30,7 @@ IGNORED = -100
 class WarmupConfig:
     """Size of the model and how long it is taught. The defaults suit Countdown on two CPU cores."""
 
-    max_steps: int = 500
+    max_steps: int = 330
     batch_size: int = 128
     learning_rate: float = 3e-3
     warmup_steps: int = 30

@@ -345,7 +345,8 @@ class Countdown:
         return None
 
     def fingerprint(self) -> str:
-        content = json.dumps({"task": self.name, "version": 1, **asdict(self.config)}, sort_keys=True)
+        ids = [[p.id for p in part] for part in (self.train, self.test)]
+        content = json.dumps({"task": self.name, "prompts": ids, **asdict(self.config)}, sort_keys=True)
         return hashlib.sha256(content.encode()).hexdigest()
 
     def demonstrations(self, seed: int) -> Iterator[tuple[str, str]]:
