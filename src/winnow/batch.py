@@ -16,8 +16,8 @@ from .advantage import Advantage
 from .loss import LossConfig, LossType
 from .types import Group, Rollout
 
-PADDING = 1024
-"""Padded tokens that cost about as much as one more forward and backward pass."""
+PASS_TOKENS = 512
+"""Tokens whose computation costs about as much as one more forward and backward pass does by itself."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,20 @@ class Row:
         return len(self.rollout.prompt_ids) + len(self.rollout.token_ids)
 
 
+@dataclass(frozen=True)
+class SharedPrompts:
+    """Which rows of a micro-batch have the same prompt, so that each of U prompts need be computed only once."""
+
+    first_U: torch.Tensor
+    """A row that has the prompt."""
+    prompt_B: torch.Tensor
+    """Number of the row's prompt."""
+    length_B: torch.Tensor
+    """Tokens of the row's prompt."""
+    longest_prompt: int
+    longest_completion: int
+
+
 @dataclass
 class MicroBatch:
     """Right-padded arrays of a few rows, B rows of T tokens. `mask_BT` is True where the policy sampled the token."""
@@ -44,6 +58,8 @@ class MicroBatch:
     advantages_B: torch.Tensor
     """float64, as is `row_weight_B`: the learner rounds them to the type it computes in."""
     row_weight_B: torch.Tensor
+    shared: SharedPrompts | None = None
+    """Set when computing prompts once saves more than the second pass that it takes."""
     old_logp_BT: torch.Tensor | None = None
     """Policy before this batch's first update; set by the learner on the first pass when a correction is active."""
 
@@ -100,7 +116,7 @@ def micro_batches(
 ) -> list[MicroBatch]:
     """Rows of similar length together, longest first, each micro-batch at most `tokens_per_microbatch` padded tokens.
 
-    A row over that budget is a micro-batch of its own. One ends early when its padding has grown to `PADDING` tokens.
+    A row over that budget is a micro-batch of its own. One ends early when its padding has grown to `PASS_TOKENS`.
     """
     batches: list[MicroBatch] = []
     current: list[Row] = []
@@ -108,7 +124,7 @@ def micro_batches(
     for row in sorted(rows, key=lambda r: r.length, reverse=True):
         longest = current[0].length if current else row.length
         padding += longest - row.length
-        if current and (longest * (len(current) + 1) > tokens_per_microbatch or padding > PADDING):
+        if current and (longest * (len(current) + 1) > tokens_per_microbatch or padding > PASS_TOKENS):
             batches.append(collate(current, pad_id, device))
             current, padding = [], 0
         current.append(row)
@@ -135,4 +151,25 @@ def collate(rows: Sequence[Row], pad_id: int, device: torch.device | str = "cpu"
         sampler_logp_BT=torch.from_numpy(logp).to(device),
         advantages_B=torch.tensor([row.advantage for row in rows], dtype=torch.float64, device=device),
         row_weight_B=torch.tensor([row.weight for row in rows], dtype=torch.float64, device=device),
+        shared=share_prompts(rows, device),
+    )
+
+
+def share_prompts(rows: Sequence[Row], device: torch.device | str = "cpu") -> SharedPrompts | None:
+    """None when it would save fewer than `PASS_TOKENS` tokens."""
+    first: dict[tuple[int, ...], int] = {}
+    for b, row in enumerate(rows):
+        first.setdefault(row.rollout.prompt_ids, b)
+    number = {prompt: u for u, prompt in enumerate(first)}
+    longest_prompt = max(map(len, first))
+    longest_completion = max(len(row.rollout.token_ids) for row in rows)
+    plain = len(rows) * max(row.length for row in rows)
+    if plain - len(first) * longest_prompt - len(rows) * longest_completion <= PASS_TOKENS:
+        return None
+    return SharedPrompts(
+        first_U=torch.tensor(list(first.values()), device=device),
+        prompt_B=torch.tensor([number[row.rollout.prompt_ids] for row in rows], device=device),
+        length_B=torch.tensor([len(row.rollout.prompt_ids) for row in rows], device=device),
+        longest_prompt=longest_prompt,
+        longest_completion=longest_completion,
     )

@@ -33,7 +33,6 @@ from .filter.zero_variance import zero_variance_kind
 from .ledger_file import LedgerError, fsync_directory, open_file
 from .types import Fate, Group, Rollout, Visit
 
-
 _CANONICAL = {
     "visits": "SELECT visit, step, version, epoch, prompt_id, ordinal, keep, reason, probability"
     " FROM visits WHERE void = 0 ORDER BY visit",

@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 from .env.calls import LoopRunner, ThreadRunner
@@ -116,8 +117,8 @@ class Rewarder:
         self.counts: Counter[str] = Counter()
         """Rollouts by outcome: `scored`, `failed`."""
         self.last_error = ""
-        self.trainer_state: Any = None
-        """Passed to functions that name it."""
+        self.trainer_state = SimpleNamespace(global_step=0, max_steps=0)
+        """Passed to functions that name it; the attributes are those of TRL's that exist here."""
         self._pool = WorkerPool(workers, timeout_s)
         self._threads = ThreadRunner(timeout_s)
         self._loop = LoopRunner(timeout_s)
@@ -245,6 +246,8 @@ class Rewarder:
         chosen = {k: v for k, v in arguments.items() if k in accepted or "**" in accepted}
         if function.target is not None:
             chosen = {k: v for k, v in chosen.items() if k in accepted or k not in ("environments", "trainer_state")}
+            if "trainer_state" in chosen:
+                chosen["trainer_state"] = vars(self.trainer_state)
             call = {"target": function.target, "kwargs": chosen, "log_metric": log_metric}
             return self._pool.call("winnow.env.functions:call_function", call)
         assert function.call is not None

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -79,6 +80,7 @@ class Trainer:
         self.rewarder = Rewarder(
             funcs or c.reward_funcs or self.task.reward_funcs, c.reward_weights, c.reward_timeout_s
         )
+        self.rewarder.check(self.task.train[0].columns)
         self.learner = learner_of(policy, c)
         self.methods = build_methods(c, self.task.train)
         params = sampling_params(c)
@@ -126,6 +128,7 @@ class Trainer:
     def _train(self) -> dict[str, float]:
         state = checkpoint.load_state(self._checkpoint) if self._checkpoint else None
         (self.run_dir / CONFIG).write_text(self.config.model_dump_json(indent=1), encoding="utf-8")
+        self.rewarder.trainer_state = SimpleNamespace(global_step=0, max_steps=self.config.max_steps)
         with Ledger.open(self.run_dir / LEDGER) as ledger:
             self._open_ledger(ledger, state)
             records = Records(self.run_dir, self.config, (state or {}).get("offsets"))
@@ -240,6 +243,7 @@ class Trainer:
                     f"{self.run_dir}: the {name} is not the one this run was saved with; restore it, or start a new run"
                 )
         loop.load_state_dict(state["loop"])
+        self.rewarder.trainer_state.global_step = loop.step
         self._seconds_before = float(state["seconds_total"])
         self.learner.load_optimizer(self._checkpoint)
         self.engine.load_weights(self.learner.weights(), loop.step)
@@ -269,7 +273,8 @@ class Trainer:
         return evaluation
 
     def _record(self, records: Records, step: int, metrics: dict[str, float], groups: list[Group]) -> None:
-        metrics["seconds_total"] = self._seconds()
+        metrics |= self.rewarder.pop_metrics() | {"seconds_total": self._seconds()}
+        self.rewarder.trainer_state.global_step = step
         records.metrics(metrics)
         records.samples(step, groups, "train")
         self._display.update(step, metrics)

@@ -93,9 +93,6 @@ def _train_until(config: dict[str, Any], k: int) -> None:
     """Interrupt after step k, as Ctrl-C does: the trainer saves and says how to go on."""
     seen = 0
 
-    def stop_at_k(completions: list[str], trainer_state: Any = None, **columns: object) -> list[float]:
-        return parity_reward(completions)
-
     trainer = Trainer(config=config, reward_funcs=parity_reward)
     record = trainer._record
 
@@ -122,6 +119,35 @@ def test_accumulation_and_budget_do_not_change_what_is_trained(tiny_config: dict
         weights.append(load_file(tmp_path / name / "model" / "model.safetensors"))
     for key in weights[0]:
         assert (weights[0][key] - weights[1][key]).abs().max() < 1e-4
+
+
+LOGGING_REWARD = """
+def logging_reward(completions, trainer_state, log_metric, **columns):
+    log_metric("seen_step", trainer_state.global_step)
+    return [float(len(c.split()) % 2) for c in completions]
+"""
+
+
+@pytest.mark.parametrize("by_name", [True, False])
+def test_rewards_see_the_trainer_state_and_log_metrics(
+    tiny_config: dict[str, Any], tmp_path: Path, by_name: bool
+) -> None:
+    (tmp_path / "logging_reward.py").write_text(LOGGING_REWARD)
+    namespace: dict[str, Any] = {}
+    exec(LOGGING_REWARD, namespace)
+    spec = f"{tmp_path / 'logging_reward.py'}:logging_reward" if by_name else namespace["logging_reward"]
+    Trainer(config=tiny_config | {"eval_steps": None, "max_steps": 3}, reward_funcs=spec).train()
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [m["seen_step"] for m in lines] == [0, 1, 2], "the step under way"
+
+
+def test_a_reward_whose_column_is_missing_is_refused_at_the_start(tiny_config: dict[str, Any]) -> None:
+    def needs(completions: list[str], solution: list[str]) -> list[float]:
+        return [0.0] * len(completions)
+
+    with pytest.raises(ValueError, match="solution"):
+        Trainer(config=tiny_config, reward_funcs=needs)
+    assert not Path(tiny_config["output_dir"]).exists()
 
 
 def test_refill_that_adds_nothing_stops_with_the_prompts_named(tiny_config: dict[str, Any]) -> None:

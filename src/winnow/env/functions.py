@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 VERL_ARGUMENTS = ("data_source", "solution_str", "ground_truth")
@@ -100,6 +100,8 @@ def inspect_function(target: str) -> dict[str, Any]:
 def call_function(target: str, kwargs: dict[str, Any], log_metric: bool = False) -> dict[str, Any]:
     """Call a function by name in this process: `{value, metrics}`, with what it gave to `log_metric`."""
     metrics: list[tuple[str, float]] = []
+    if kwargs.get("trainer_state") is not None:
+        kwargs = kwargs | {"trainer_state": SimpleNamespace(**kwargs["trainer_state"])}
     if log_metric:
         kwargs = kwargs | {"log_metric": lambda name, value: metrics.append((str(name), float(value)))}
     value = load_function(target)(**kwargs)

@@ -16,6 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from ..batch import MicroBatch
 from ..loss import LossConfig, kl_divergence, policy_loss
 from .base import Stats
+from .forward import Body, can_share_prompts, head_is_linear, predictions
 from .logprob import TokenDistribution, token_logp
 
 OPTIMIZER_FILE = "optimizer.safetensors"
@@ -50,7 +51,11 @@ class LocalLearner:
         self.options = options
         self.reference = reference
         self._causal_lm: Any = model.get_base_model() if hasattr(model, "peft_config") else model
-        self._own_head = self._head_is_linear()
+        model.eval()
+        self._own_head = head_is_linear(self._causal_lm, distribution.n_tokens)
+        self._share_prompts = not options.gradient_checkpointing and can_share_prompts(
+            self._causal_lm, self._body(self._causal_lm), distribution.n_tokens
+        )
         if options.gradient_checkpointing:
             self._causal_lm.gradient_checkpointing_enable({"use_reentrant": False})
         model.train()
@@ -125,15 +130,18 @@ class LocalLearner:
         model = model or self._causal_lm
         mask, targets = batch.mask_BT[:, 1:], batch.input_ids_BT[:, 1:]
         with self._autocast():
-            if self._own_head:
-                output = model.get_decoder()(input_ids=batch.input_ids_BT[:, :-1], use_cache=False)
-                hidden, head = output.last_hidden_state[mask], model.get_output_embeddings()
-            else:
-                hidden, head = model(input_ids=batch.input_ids_BT[:, :-1], use_cache=False).logits[mask], _identity
-            logp_N, entropy_N = token_logp(hidden, head, targets[mask], self.distribution)
+            states_NH = predictions(self._body(model), batch, share=self._share_prompts)
+            head = model.get_output_embeddings() if self._own_head else _identity
+            logp_N, entropy_N = token_logp(states_NH, head, targets[mask], self.distribution)
         entropy_N = entropy_N if with_entropy_grad else entropy_N.detach()
         zeros = torch.zeros(mask.shape, dtype=logp_N.dtype, device=mask.device)
         return zeros.masked_scatter(mask, logp_N), zeros.masked_scatter(mask, entropy_N)
+
+    def _body(self, model: Any) -> Body:
+        """Hidden states, or logits for classes that do more to them than multiply by the head."""
+        if self._own_head:
+            return lambda **inputs: model.get_decoder()(**inputs).last_hidden_state
+        return lambda **inputs: model(**inputs).logits
 
     @torch.no_grad()
     def _reference_logp(self, batch: MicroBatch) -> torch.Tensor:
@@ -149,36 +157,6 @@ class LocalLearner:
             return nullcontext()
         device = next(iter(self._causal_lm.parameters())).device
         return torch.autocast(device.type, dtype=self.options.compute_dtype)
-
-    @torch.no_grad()
-    def _head_is_linear(self) -> bool:
-        """Whether logits are just head(hidden); classes that scale or cap them need the whole model.
-
-        The head's output is replaced by large numbers: near 0, where an untrained model's logits lie, a cap is linear.
-        """
-        head = self._causal_lm.get_output_embeddings()
-        if head is None:
-            return False
-        inputs, outputs = [], []
-
-        def replace(module: torch.nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
-            inputs.append(args[0])
-            outputs.append(torch.linspace(-100, 100, output.numel(), device=output.device).to(output).view_as(output))
-            return outputs[0]
-
-        ids = torch.arange(4, device=head.weight.device)[None] % self.distribution.n_tokens
-        was_training = self._causal_lm.training
-        self._causal_lm.eval()
-        handle = head.register_forward_hook(replace)
-        try:
-            logits = self._causal_lm(input_ids=ids, use_cache=False).logits
-            hidden = self._causal_lm.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state
-        finally:
-            handle.remove()
-            self._causal_lm.train(was_training)
-        if len(outputs) != 1 or logits.shape != outputs[0].shape or hidden.shape != inputs[0].shape:
-            return False
-        return torch.allclose(logits.to(outputs[0]), outputs[0]) and torch.allclose(hidden, inputs[0], rtol=1e-4)
 
     def apply(self, lr: float) -> float:
         norm = torch.nn.utils.clip_grad_norm_(self._params.values(), self.options.max_grad_norm)

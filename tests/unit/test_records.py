@@ -1,0 +1,108 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from winnow.config import ConfigError, RunConfig, validate
+from winnow.records import METRICS, SAMPLES, Records, RunDirectoryError, WandbLike, lock, open_tracker
+
+from .test_batch import make_group
+
+
+@pytest.fixture
+def config() -> RunConfig:
+    return validate({"model": "m", "env": "countdown", "log_completions": 2})
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_lines_beyond_the_checkpoint_are_cut_off(tmp_path: Path, config: RunConfig) -> None:
+    records = Records(tmp_path, config)
+    records.metrics({"step": 1, "reward": 0.5})
+    records.samples(1, [make_group(i, [1.0, 0.0]) for i in range(5)], "train")
+    offsets = records.offsets()
+    records.metrics({"step": 2, "reward": 0.6})
+    records.close()
+    again = Records(tmp_path, config, offsets)
+    again.metrics({"step": 2, "reward": 0.7})
+    again.close()
+    assert [m["reward"] for m in read(tmp_path / METRICS)] == [0.5, 0.7]
+    assert len(read(tmp_path / SAMPLES)) == 2
+
+
+def test_a_fresh_run_starts_with_empty_files(tmp_path: Path, config: RunConfig) -> None:
+    (tmp_path / METRICS).write_text("left over\n")
+    Records(tmp_path, config).close()
+    assert (tmp_path / METRICS).read_text() == ""
+
+
+def test_metrics_must_be_finite(tmp_path: Path, config: RunConfig) -> None:
+    records = Records(tmp_path, config)
+    with pytest.raises(FloatingPointError, match="reward, loss"):
+        records.metrics({"step": 1, "reward": float("nan"), "loss": float("inf")})
+    records.close()
+    assert (tmp_path / METRICS).read_text() == ""
+
+
+def test_hostile_completions_are_one_line_each(tmp_path: Path, config: RunConfig) -> None:
+    group = make_group(0, [1.0, 0.0])
+    group.rollouts[0].text = "</script>\n\u2028\x00\ud800"
+    records = Records(tmp_path, config)
+    records.samples(1, [group], "train")
+    records.close()
+    (sample,) = read(tmp_path / SAMPLES)
+    assert sample["completion"] == group.rollouts[0].text
+
+
+def test_two_holders_of_one_directory(tmp_path: Path) -> None:
+    held = lock(tmp_path)
+    with pytest.raises(RunDirectoryError, match="another run"):
+        lock(tmp_path)
+    held.close()
+    lock(tmp_path).close()
+
+
+def test_tensorboard_gets_every_metric(tmp_path: Path, config: RunConfig) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    records = Records(tmp_path, config.model_copy(update={"report_to": ["tensorboard"]}))
+    for step in (1, 2):
+        records.metrics({"step": step, "reward": step / 4})
+    records.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [(e.step, e.value) for e in events.Scalars("reward")] == [(1, 0.25), (2, 0.5)]
+
+
+def test_wandb_and_trackio_are_driven_through_their_common_interface(tmp_path: Path, config: RunConfig) -> None:
+    calls: list[tuple[str, Any]] = []
+
+    class Module:
+        def init(self, **options: Any) -> None:
+            calls.append(("init", options))
+
+        def log(self, metrics: dict[str, float], step: int) -> None:
+            calls.append(("log", (metrics, step)))
+
+        def finish(self) -> None:
+            calls.append(("finish", None))
+
+    tracker = WandbLike(Module(), tmp_path, config, dir="d")
+    tracker.log({"reward": 1.0}, 3)
+    tracker.close()
+    assert [name for name, _ in calls] == ["init", "log", "finish"]
+    assert calls[0][1]["name"] == tmp_path.name
+    assert calls[0][1]["config"]["model"] == "m"
+    assert calls[1][1] == ({"reward": 1.0}, 3)
+
+
+def test_a_missing_tracker_names_the_remedy(tmp_path: Path, config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+
+    monkeypatch.setitem(sys.modules, "trackio", None)
+    with pytest.raises(ConfigError, match=r"pip install 'winnow-rl\[trackio\]'"):
+        open_tracker("trackio", tmp_path, config)
