@@ -17,7 +17,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from winnow import noise
+from winnow import batch, noise
 from winnow.advantage import ADVANTAGES
 from winnow.batch import rows_of
 from winnow.correct.none import NoScale
@@ -171,7 +171,10 @@ def test_run_with_clipping_is_the_oracles(oracle: ModuleType, make_model: Any, t
     assert_same_run(trainer, model, steps, reference, s, rtol=1e-5)
 
 
-def test_run_does_not_depend_on_slots(oracle: ModuleType, make_model: Any, tokenizer: Any, tmp_path: Path) -> None:
+def test_run_does_not_depend_on_slots_or_shared_prompts(
+    oracle: ModuleType, make_model: Any, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batch, "PASS_TOKENS", -1000)
     s = settings_of(oracle, advantage="rloo", policy_loss="plain")
     reference, model = make_model(), make_model()
     steps = list(oracle.train(reference, tokenizer, oracle.puzzles(N_PUZZLES, seed=0), STEPS, s))
@@ -313,8 +316,16 @@ def test_update_with_kl_and_entropy_is_the_oracles(
 
 
 @pytest.mark.parametrize("tokens_per_microbatch", [1, 40, 10_000])
+@pytest.mark.parametrize("pass_tokens", [batch.PASS_TOKENS, -1000])
 def test_update_does_not_depend_on_microbatches(
-    oracle: ModuleType, make_model: Any, sampled: Any, tokens_per_microbatch: int
+    oracle: ModuleType,
+    make_model: Any,
+    sampled: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    tokens_per_microbatch: int,
+    pass_tokens: int,
 ) -> None:
+    """Nor on whether prompts are computed once for all siblings: at -1000 they always are."""
+    monkeypatch.setattr(batch, "PASS_TOKENS", pass_tokens)
     s = settings_of(oracle, beta=0.1, policy_loss="clip", max_grad_norm=0.01)
     check_update(oracle, make_model, sampled, s, tokens_per_microbatch)
