@@ -230,7 +230,7 @@ SIDES: dict[str, Callable[[Workload, Setting, int, str], Run]] = {"winnow": run_
 
 def calibrate(w: Workload, device: str, threads: Sequence[int]) -> tuple[dict[str, Setting], dict[str, Any]]:
     """The fastest setting of each side on a smaller version of the workload, and all that was tried."""
-    small = replace(w, prompts_per_step=min(w.prompts_per_step, 32))
+    small = replace(w, prompts_per_step=min(w.prompts_per_step, 16))
     chosen, tried = {}, {}
     for side, run in SIDES.items():
         rows = (64, 256) if side == "trl" else (256,)
@@ -306,7 +306,7 @@ def main() -> None:
             ),
             "long_tail": (
                 lambda: long_tail_workload(Path(directory), prompts_per_step=16 if quick else 128),
-                1 if quick else 3,
+                1 if quick else 2,
             ),
         }
         for name, (make, steps) in makers.items():

@@ -1,4 +1,4 @@
-"""The learner against brute force: log-probabilities, gradients, adapters, unusual heads, the engine's own numbers."""
+"""The learner against brute force: log-probabilities, gradients, adapters, the engine's own numbers."""
 
 from __future__ import annotations
 
@@ -8,101 +8,35 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import (
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    GPT2Config,
-    GPT2LMHeadModel,
-    GraniteConfig,
-    GraniteForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-)
 
-import winnow.batch as batching
-from winnow.batch import PASS_TOKENS, MicroBatch, Row, collate, micro_batches
+from winnow.batch import PASS_TOKENS, Row, collate, micro_batches
 from winnow.engine.base import Finished, Request, SamplingParams
 from winnow.engine.local import LocalEngine
 from winnow.learner import logprob
 from winnow.learner.base import Stats
-from winnow.learner.local import LearnerOptions, LocalLearner, frozen_copy
+from winnow.learner.local import LearnerOptions, LocalLearner
 from winnow.learner.logprob import TokenDistribution, token_logp
 from winnow.loss import LossConfig
 from winnow.noise import noise_key
 from winnow.types import Rollout
 from winnow.warmup import word_tokenizer
 
-WORDS = 30
-VOCABULARY = WORDS + 2
-SIZES: dict[str, Any] = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "bos_token_id": None,
-    "eos_token_id": 1,
-    "pad_token_id": 0,
-}
+from .learner_models import (
+    VOCABULARY,
+    WORDS,
+    assert_equal,
+    gemma2,
+    gradients,
+    learner_of,
+    llama,
+    logp_of,
+    random_rows,
+)
 
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Any:
     return word_tokenizer([f"w{i}" for i in range(WORDS)], max_positions=64)
-
-
-def peaked(model: Any) -> Any:
-    """Scaled up, so that its distributions are far from uniform."""
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim == 2:
-                parameter.mul_(5)
-    return model.eval()
-
-
-def llama(vocab_size: int = VOCABULARY, **options: Any) -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    return peaked(LlamaForCausalLM(LlamaConfig(vocab_size=vocab_size, **SIZES, **options)))
-
-
-def learner_of(model: Any, reference: Any = None, **distribution: Any) -> LocalLearner:
-    return LocalLearner(model, TokenDistribution(VOCABULARY, **distribution), LearnerOptions(), reference)
-
-
-def random_rows(seed: int = 0, n: int = 6, advantages: tuple[float, ...] = (1.0, -0.5, 0.0, 2.0)) -> list[Row]:
-    """Rollouts of random tokens, lengths and log-probabilities; some tokens are the environment's."""
-    rng = np.random.default_rng(seed)
-    rows = []
-    for i in range(n):
-        length = int(rng.integers(3, 12))
-        mask = rng.random(length) < 0.8
-        mask[0] = True
-        rollout = Rollout(
-            sibling=i,
-            prompt_ids=tuple(rng.integers(0, VOCABULARY, int(rng.integers(1, 6))).tolist()),
-            token_ids=rng.integers(0, VOCABULARY, length),
-            action_mask=mask,
-            sampler_logp=np.where(mask, rng.normal(-3, 0.5, length), 0).astype(np.float32),
-            versions=np.where(mask, 0, -1).astype(np.int32),
-        )
-        rows.append(Row(rollout, advantages[i % len(advantages)], 1 / (5 + i)))
-    return rows
-
-
-def gradients(
-    model: Any, batches: list[MicroBatch], loss: LossConfig, **options: Any
-) -> tuple[list[torch.Tensor], Stats]:
-    learner, stats = learner_of(model, **options), Stats()
-    for batch in batches:
-        learner.forward_backward(batch, loss, stats)
-    return [p.grad.clone() for p in model.parameters() if p.grad is not None], stats
-
-
-def assert_equal(ours: list[torch.Tensor], theirs: list[torch.Tensor], tolerance: float = 1e-9) -> None:
-    """Within `tolerance` of the largest element. (Llama's norm rounds to float32, which sums of siblings see.)"""
-    for mine, other in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(mine, other, rtol=0, atol=tolerance * (1e-3 + float(other.abs().max())))
 
 
 # ---------------------------------------------------------------- log-probabilities
@@ -233,136 +167,6 @@ def test_a_loss_or_gradient_that_is_not_finite_leaves_the_weights_alone() -> Non
     for name, value in model.state_dict().items():
         assert torch.equal(value, before[name])
     assert all(p.grad is None for p in model.parameters())
-
-
-# ---------------------------------------------------------------- shared prompts
-
-
-def siblings(groups: int, size: int) -> list[Row]:
-    """Rows of `random_rows`, `size` of them with the same prompt each."""
-    rows = random_rows(n=groups * size)
-    for i, row in enumerate(rows):
-        row.rollout.prompt_ids = rows[i // size * size].rollout.prompt_ids
-    return rows
-
-
-@pytest.mark.parametrize("tokens", [40, 10_000])
-@pytest.mark.parametrize("loss", [LossConfig(policy_loss="plain"), LossConfig(beta=0.1, entropy_coef=0.05)])
-def test_prompts_computed_once_give_the_same_gradient(
-    monkeypatch: pytest.MonkeyPatch, tokens: int, loss: LossConfig
-) -> None:
-    rows = siblings(4, 3)
-    apart = micro_batches(rows, tokens, pad_id=0)
-    assert all(b.shared is None for b in apart)
-    monkeypatch.setattr(batching, "PASS_TOKENS", -100)
-    together = micro_batches(rows, tokens, pad_id=0)
-    assert all(b.shared is not None for b in together)
-    for make in (llama, gpt2):
-        expected, stats = gradients(make().double(), apart, loss, reference=make().double())
-        found, found_stats = gradients(make().double(), together, loss, reference=make().double())
-        assert_equal(found, expected, tolerance=1e-6 if make is llama else 1e-9)
-        assert found_stats.sums == pytest.approx(stats.sums)
-
-
-def test_prompts_are_shared_where_it_pays() -> None:
-    rows = siblings(2, 8)
-    assert collate(rows, pad_id=0).shared is None
-    for row in rows:
-        row.rollout.prompt_ids = (row.rollout.prompt_ids * 60)[:60]
-    shared = collate(rows, pad_id=0).shared
-    assert shared is not None
-    assert shared.first_U.tolist() == [0, 8]
-    assert shared.prompt_B.tolist() == [0] * 8 + [1] * 8
-
-
-def test_completions_of_one_token_need_no_second_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = siblings(2, 3)
-    for row in rows:
-        r = row.rollout
-        r.token_ids, r.action_mask, r.sampler_logp = r.token_ids[:1], r.action_mask[:1], r.sampler_logp[:1]
-    expected, _ = gradients(llama().double(), [collate(rows, pad_id=0)], LossConfig())
-    monkeypatch.setattr(batching, "PASS_TOKENS", -100)
-    assert_equal(gradients(llama().double(), [collate(rows, pad_id=0)], LossConfig())[0], expected, tolerance=1e-6)
-
-
-def test_windows_and_checkpointing_keep_prompts_apart() -> None:
-    assert learner_of(llama())._share_prompts
-    assert learner_of(gpt2())._share_prompts
-    assert not learner_of(gemma2())._share_prompts
-    options = LearnerOptions(gradient_checkpointing=True)
-    assert not LocalLearner(llama(), TokenDistribution(VOCABULARY), options)._share_prompts
-
-
-# ---------------------------------------------------------------- model classes
-
-
-def logp_of(learner: LocalLearner, batch: MicroBatch) -> torch.Tensor:
-    with torch.no_grad():
-        return learner._logp(batch)[0]
-
-
-def naive_logp(model: Any, batch: MicroBatch, n_tokens: int = VOCABULARY) -> torch.Tensor:
-    with torch.no_grad():
-        logits = model(input_ids=batch.input_ids_BT).logits[:, :-1, :n_tokens]
-    logp = logits.log_softmax(-1).gather(-1, batch.input_ids_BT[:, 1:, None])[..., 0]
-    return logp * batch.mask_BT[:, 1:]
-
-
-def gemma2() -> Gemma2ForCausalLM:
-    torch.manual_seed(0)
-    sizes = SIZES | {"head_dim": 8, "bos_token_id": 2}
-    config = Gemma2Config(vocab_size=VOCABULARY, **sizes, final_logit_softcapping=1.5, sliding_window=64)
-    return peaked(Gemma2ForCausalLM(config))
-
-
-def gpt2() -> GPT2LMHeadModel:
-    """Learned absolute positions, one class whose forward is its own."""
-    torch.manual_seed(0)
-    config = GPT2Config(
-        vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, n_positions=20, bos_token_id=1, eos_token_id=1
-    )
-    config.resid_pdrop = config.embd_pdrop = config.attn_pdrop = 0.0
-    return peaked(GPT2LMHeadModel(config))
-
-
-def granite() -> GraniteForCausalLM:
-    torch.manual_seed(0)
-    return peaked(GraniteForCausalLM(GraniteConfig(vocab_size=VOCABULARY, **SIZES, logits_scaling=8.0)))
-
-
-@pytest.mark.parametrize(("make", "linear"), [(llama, True), (gemma2, False), (granite, False)])
-def test_log_probs_are_those_of_the_whole_model(make: Any, linear: bool) -> None:
-    model = make().double()
-    learner, batch = learner_of(model), collate(random_rows(), pad_id=0)
-    assert learner._own_head == linear
-    torch.testing.assert_close(logp_of(learner, batch), naive_logp(model, batch), rtol=1e-9, atol=1e-9)
-
-
-def test_a_cap_is_seen_in_a_model_whose_logits_are_small() -> None:
-    """Near 0 a cap is the identity, to a thousandth; training would leave that range."""
-    torch.manual_seed(0)
-    sizes = SIZES | {"head_dim": 8, "bos_token_id": 2, "initializer_range": 1e-4}
-    model = Gemma2ForCausalLM(Gemma2Config(vocab_size=VOCABULARY, **sizes, final_logit_softcapping=30.0))
-    assert not learner_of(model)._own_head
-
-
-def test_ids_that_only_pad_the_vocabulary_have_no_probability() -> None:
-    model = llama(vocab_size=VOCABULARY + 14).double()
-    batch = collate(random_rows(), pad_id=0)
-    ours = logp_of(learner_of(model), batch)
-    torch.testing.assert_close(ours, naive_logp(model, batch), rtol=1e-9, atol=1e-9)
-    assert (ours - naive_logp(model, batch, VOCABULARY + 14)).abs().max() > 1e-3
-
-
-def test_reference_is_the_policy_before_training() -> None:
-    model = llama().double()
-    learner = learner_of(model, reference=frozen_copy(model))
-    batch, stats = collate(random_rows(), pad_id=0), Stats()
-    learner.forward_backward(batch, LossConfig(beta=1.0), stats)
-    assert stats.sums["kl"] == pytest.approx(0, abs=1e-12)
-    learner.apply(1e-2)
-    learner.forward_backward(batch, LossConfig(beta=1.0), stats)
-    assert stats.sums["kl"] > 1e-3
 
 
 # ---------------------------------------------------------------- adapters

@@ -1,0 +1,126 @@
+"""Tiny models, random rows and gradients, for the tests of the learner."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    GraniteConfig,
+    GraniteForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
+
+from winnow.batch import MicroBatch, Row
+from winnow.learner.base import Stats
+from winnow.learner.local import LearnerOptions, LocalLearner
+from winnow.learner.logprob import TokenDistribution
+from winnow.loss import LossConfig
+from winnow.types import Rollout
+
+WORDS = 30
+VOCABULARY = WORDS + 2
+SIZES: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "bos_token_id": None,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+}
+
+
+def peaked(model: Any) -> Any:
+    """Scaled up, so that its distributions are far from uniform."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 2:
+                parameter.mul_(5)
+    return model.eval()
+
+
+def llama(vocab_size: int = VOCABULARY, **options: Any) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    return peaked(LlamaForCausalLM(LlamaConfig(vocab_size=vocab_size, **SIZES, **options)))
+
+
+def gemma2() -> Gemma2ForCausalLM:
+    torch.manual_seed(0)
+    sizes = SIZES | {"head_dim": 8, "bos_token_id": 2}
+    config = Gemma2Config(vocab_size=VOCABULARY, **sizes, final_logit_softcapping=1.5, sliding_window=64)
+    return peaked(Gemma2ForCausalLM(config))
+
+
+def gpt2() -> GPT2LMHeadModel:
+    """Learned absolute positions, one class whose forward is its own."""
+    torch.manual_seed(0)
+    config = GPT2Config(
+        vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, n_positions=20, bos_token_id=1, eos_token_id=1
+    )
+    config.resid_pdrop = config.embd_pdrop = config.attn_pdrop = 0.0
+    return peaked(GPT2LMHeadModel(config))
+
+
+def granite() -> GraniteForCausalLM:
+    torch.manual_seed(0)
+    return peaked(GraniteForCausalLM(GraniteConfig(vocab_size=VOCABULARY, **SIZES, logits_scaling=8.0)))
+
+
+def learner_of(model: Any, reference: Any = None, **distribution: Any) -> LocalLearner:
+    return LocalLearner(model, TokenDistribution(VOCABULARY, **distribution), LearnerOptions(), reference)
+
+
+def random_rows(seed: int = 0, n: int = 6, advantages: tuple[float, ...] = (1.0, -0.5, 0.0, 2.0)) -> list[Row]:
+    """Rollouts of random tokens, lengths and log-probabilities; some tokens are the environment's."""
+    rng = np.random.default_rng(seed)
+    rows = []
+    for i in range(n):
+        length = int(rng.integers(3, 12))
+        mask = rng.random(length) < 0.8
+        mask[0] = True
+        rollout = Rollout(
+            sibling=i,
+            prompt_ids=tuple(rng.integers(0, VOCABULARY, int(rng.integers(1, 6))).tolist()),
+            token_ids=rng.integers(0, VOCABULARY, length),
+            action_mask=mask,
+            sampler_logp=np.where(mask, rng.normal(-3, 0.5, length), 0).astype(np.float32),
+            versions=np.where(mask, 0, -1).astype(np.int32),
+        )
+        rows.append(Row(rollout, advantages[i % len(advantages)], 1 / (5 + i)))
+    return rows
+
+
+def gradients(
+    model: Any, batches: list[MicroBatch], loss: LossConfig, **options: Any
+) -> tuple[list[torch.Tensor], Stats]:
+    learner, stats = learner_of(model, **options), Stats()
+    for batch in batches:
+        learner.forward_backward(batch, loss, stats)
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None], stats
+
+
+def assert_equal(ours: list[torch.Tensor], theirs: list[torch.Tensor], tolerance: float = 1e-9) -> None:
+    """Within `tolerance` of the largest element. (Llama's norm rounds to float32, which sums of siblings see.)"""
+    for mine, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, other, rtol=0, atol=tolerance * (1e-3 + float(other.abs().max())))
+
+
+def logp_of(learner: LocalLearner, batch: MicroBatch) -> torch.Tensor:
+    with torch.no_grad():
+        return learner._logp(batch)[0]
+
+
+def naive_logp(model: Any, batch: MicroBatch, n_tokens: int = VOCABULARY) -> torch.Tensor:
+    with torch.no_grad():
+        logits = model(input_ids=batch.input_ids_BT).logits[:, :-1, :n_tokens]
+    logp = logits.log_softmax(-1).gather(-1, batch.input_ids_BT[:, 1:, None])[..., 0]
+    return logp * batch.mask_BT[:, 1:]
