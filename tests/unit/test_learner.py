@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from winnow.batch import PASS_TOKENS, Row, collate, micro_batches
+from winnow.correct.truncate import Truncate
 from winnow.engine.base import Finished, Request, SamplingParams
 from winnow.engine.local import LocalEngine
 from winnow.learner import logprob
@@ -30,6 +31,7 @@ from .learner_models import (
     learner_of,
     llama,
     logp_of,
+    naive_logp,
     random_rows,
 )
 
@@ -145,6 +147,25 @@ def test_matrix_precision_is_the_updates_alone(precision: str) -> None:
     ours = torch.cat([p.grad.flatten() for p in model.parameters()]).double()
     theirs = torch.cat([g.flatten() for g in exact])
     assert (ours - theirs).norm() < (1e-4 if precision == "highest" else 0.05) * theirs.norm()
+
+
+def test_correction_and_clipping_share_the_ratio_between_them() -> None:
+    """In a second pass: weight old/sampler, clipped ratio new/old (decoupled PPO), never new/sampler twice."""
+    model, batch = llama().double(), collate(random_rows(), pad_id=0)
+    batch.sampler_logp_BT = batch.sampler_logp_BT.double()
+    learner = learner_of(model)
+    old = naive_logp(model, batch)
+    batch.sampler_logp_BT[:, 1:] = (old - 0.3) * batch.mask_BT[:, 1:]
+    loss = LossConfig(correction=Truncate(level="token", high=100.0))
+    learner.forward_backward(batch, loss, Stats())
+    learner.apply(1e-2)
+    now, stats = naive_logp(model, batch), Stats()
+    learner.forward_backward(batch, loss, stats)
+    ratio, A = (now - old).exp(), batch.advantages_B[:, None]
+    surrogate = np.exp(0.3) * torch.minimum(ratio * A, ratio.clamp(0.8, 1.2) * A)
+    expected = -(surrogate * batch.mask_BT[:, 1:] * batch.row_weight_B[:, None]).sum()
+    assert (ratio - 1).abs().max() > 0.01
+    assert stats.sums["loss"] == pytest.approx(expected.item(), rel=1e-9)
 
 
 def test_padding_and_its_token_do_not_matter() -> None:

@@ -93,10 +93,12 @@ class LocalLearner:
         mask = batch.mask_BT[:, 1:]
         sampler_logp = batch.sampler_logp_BT[:, 1:]
         logp, entropy = self._logp(batch, with_entropy_grad=loss.entropy_coef != 0)
-        weights, correction_metrics = loss.correction(logp.detach(), sampler_logp, mask)
         if loss.correction.active and batch.old_logp_BT is None:
             batch.old_logp_BT = logp.detach()
         old_logp = sampler_logp if batch.old_logp_BT is None else batch.old_logp_BT
+        # With clipping, the ratio to `old_logp` carries what has changed since; the weight only what was off before.
+        corrected = old_logp if loss.policy_loss == "clip" else logp.detach()
+        weights, correction_metrics = loss.correction(corrected, sampler_logp, mask)
         advantages_B, row_weight_B = batch.advantages_B.to(logp.dtype), batch.row_weight_B.to(logp.dtype)
         per_token, clipped = policy_loss(logp, old_logp, advantages_B, weights, loss)
         if loss.beta:
@@ -110,15 +112,16 @@ class LocalLearner:
         log_ratio = (logp.detach() - sampler_logp) * mask
         stats.log_w_B.append(log_ratio.sum(1))
         positive = batch.advantages_B[:, None] > 0
-        for name, value in {
+        sums = {
             "loss": total.detach(),
             "tokens": mask.sum(),
             "entropy": (entropy.detach() * mask).sum(),
             "ratio": (log_ratio.exp() * mask).sum(),
             "clip_low": (clipped & mask & ~positive).sum(),
             "clip_high": (clipped & mask & positive).sum(),
-        }.items():
-            stats.add(name, float(value))
+        }
+        for name, value in zip(sums, torch.stack([x.double() for x in sums.values()]).tolist(), strict=True):
+            stats.add(name, value)
         for name, number in correction_metrics.items():
             stats.add(f"correction/{name}", number)
         return total
