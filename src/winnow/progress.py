@@ -62,7 +62,7 @@ class Display:
             self._evaluation = f"held-out pass@1 {metrics['eval/pass@1']:.3f} (step {step})"
         if self._live:
             self._progress.update(self._bar, completed=step)
-            self._live.update(Group(self._table(metrics), self._progress))
+            self._live.update(Group(self._table(metrics), fate_line(self._tokens), self._progress))
         elif "eval/pass@1" in metrics or time.monotonic() - self._last_line > LINE_EVERY_S or step == self._max_steps:
             self._last_line = time.monotonic()
             self.console.print(self._line(step, metrics), highlight=False)
@@ -87,7 +87,6 @@ class Display:
             f"[bold]{metrics.get('tokens_per_second', 0.0):,.0f}[/] tok/s",
             self._evaluation,
         )
-        table.add_row(fate_line(self._tokens))
         return table
 
 

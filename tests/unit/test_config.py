@@ -7,6 +7,7 @@ import pytest
 from winnow.advantage import ADVANTAGES
 from winnow.config import ConfigError, apply_override, load_config, method, validate
 from winnow.filter import FILTERS
+from winnow.methods import TABLES
 
 GOOD = {"model": "m", "env": "countdown"}
 
@@ -93,3 +94,11 @@ def test_methods_are_found_by_name_and_validated() -> None:
 def test_the_resolved_config_reads_back_equal() -> None:
     config = validate(GOOD | {"filter": {"name": "zero_variance", "atol": 0.1}, "lora": {"r": 2}})
     assert validate(config.model_dump(mode="json")) == config
+
+
+@pytest.mark.parametrize("path", sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml")), ids=lambda p: p.name)
+def test_recipes_are_valid(path: Path) -> None:
+    config = load_config(path)
+    for field, table in TABLES.items():
+        for spec in config.gates if field == "gates" else [getattr(config, field)]:
+            method(table, spec, field)
