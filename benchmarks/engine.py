@@ -183,12 +183,12 @@ def machine_limits(device: str) -> dict[str, float]:
 
 
 def best_threads(run: Run) -> int:
-    """Thread count at which a warm run is faster."""
-    run()
+    """Thread count at which the best of three warm runs is fastest."""
     times = {}
     for threads in sorted({1, os.cpu_count() or 1}):
         torch.set_num_threads(threads)
-        times[threads] = run()
+        run()
+        times[threads] = min(run() for _ in range(3))
     return min(times, key=times.__getitem__)
 
 
