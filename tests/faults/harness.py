@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -30,15 +31,22 @@ def child(config: dict[str, Any], environment: dict[str, str]) -> None:
     trainer.train()
 
 
-def run(config: dict[str, Any], *, kill_after_s: float | None = None, **environment: str) -> int:
-    """Exit code of one child (negative: the signal that ended it). A child over the deadline fails the test."""
+def run(config: dict[str, Any], *, kill_at_line: int | None = None, delay_s: float = 0, **environment: str) -> int:
+    """Exit code of one child (negative: the signal that ended it). A child over the deadline fails the test.
+
+    `kill_at_line`: SIGKILL `delay_s` after metrics.jsonl has that many lines.
+    """
     process = _CONTEXT.Process(target=child, args=(config, environment))
     process.start()
-    if kill_after_s is not None:
-        process.join(kill_after_s)
-        if process.is_alive() and process.pid:
+    deadline = time.monotonic() + DEADLINE_S
+    metrics = Path(config["output_dir"]) / "metrics.jsonl"
+    while kill_at_line is not None and process.is_alive() and process.pid and time.monotonic() < deadline:
+        if metrics.exists() and metrics.read_bytes().count(b"\n") >= kill_at_line:
+            time.sleep(delay_s)
             os.kill(process.pid, signal.SIGKILL)
-    process.join(DEADLINE_S)
+            break
+        time.sleep(0.005)
+    process.join(max(deadline - time.monotonic(), 1))
     if process.is_alive():
         process.kill()
         process.join()
