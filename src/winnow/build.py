@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging
 
 from .advantage import ADVANTAGES, Advantage
 from .config import ConfigError, LoraConfig, MethodSpec, RunConfig, method
@@ -35,6 +38,8 @@ class Policy:
     """Wrapped by peft under LoRA."""
     tokenizer: Any
     reference: torch.nn.Module | None
+    origin: str = ""
+    """Digest of the weights that adapters or a KL penalty refer to; they are not in the checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -94,13 +99,18 @@ def sampling_params(c: RunConfig, *, evaluation: bool = False) -> SamplingParams
     return SamplingParams(c.max_completion_length, c.temperature, c.top_p, c.top_k, tuple(c.stop))
 
 
+def quiet_transformers() -> None:
+    """Keep transformers' own progress bars out of our display."""
+    logging.disable_progress_bar()
+
+
 def resolve_device(name: str) -> torch.device:
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        return torch.device(name)
-    except RuntimeError as error:
-        raise ConfigError(f"device: {error}") from None
+        return torch.empty(0, device=name).device
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigError(f"device: {name} cannot be used: {str(error).splitlines()[0]}") from None
 
 
 def load_tokenizer(source: str | Path) -> Any:
@@ -109,15 +119,38 @@ def load_tokenizer(source: str | Path) -> Any:
 
 
 def load_causal_lm(source: str | Path, device: torch.device) -> Any:
-    """A float32 causal LM, dropout off. Raises ConfigError when it cannot be loaded without running foreign code."""
-    model = _load(AutoModelForCausalLM, source, "model", dtype=torch.float32, use_safetensors=True)
+    """A float32 causal LM, dropout off.
+
+    Raises ConfigError when it cannot be loaded without running foreign code, or when its weights are incomplete.
+    """
+    options = {"dtype": torch.float32, "use_safetensors": True, "output_loading_info": True}
+    model, info = _load(AutoModelForCausalLM, source, "model", **options)
+    if info["missing_keys"]:
+        shown = ", ".join(sorted(info["missing_keys"])[:3])
+        raise ConfigError(f"model: '{source}' lacks weights, which would start at random: {shown}")
     return without_dropout(model.to(device))
+
+
+def require_finite(model: torch.nn.Module, source: str) -> None:
+    for name, tensor in model.state_dict().items():
+        if tensor.is_floating_point() and not torch.isfinite(tensor).all():
+            raise ConfigError(f"model: the weights of '{source}' are not finite ({name})")
+
+
+def weights_digest(model: torch.nn.Module) -> str:
+    """SHA-256 over names, shapes and about a thousand elements of every tensor: cheap, yet no real change escapes."""
+    sha = hashlib.sha256()
+    for name, tensor in model.state_dict().items():
+        flat = tensor.detach().reshape(-1)
+        some = flat[:: max(1, len(flat) // 1024)].float().cpu().numpy()
+        sha.update(f"{name}{tuple(tensor.shape)}".encode() + some.tobytes())
+    return sha.hexdigest()
 
 
 def _load(auto_class: Any, source: str | Path, what: str, **options: Any) -> Any:
     try:
         return auto_class.from_pretrained(str(source), trust_remote_code=False, **options)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         missing = "" if Path(source).is_dir() else " (no such directory, and not found as a hub name)"
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ConfigError(f"model: cannot load the {what} of '{source}'{missing}: {first}") from None
@@ -130,20 +163,24 @@ def build_policy(c: RunConfig, model: Any, tokenizer: Any, checkpoint: Path | No
     plain architecture and is given merged weights.
     """
     device = resolve_device(c.device)
+    if model is not None and tokenizer is None:
+        raise ConfigError("processing_class: give the tokenizer of the model object")
     tokenizer = tokenizer or load_tokenizer(c.model)
     saved = checkpoint / "model" if checkpoint else None
     if model is None or (saved and not c.lora):
         base = load_causal_lm(saved if saved and not c.lora else c.model, device)
     else:
         base = without_dropout(model.to(device))
+    require_finite(base, str(saved or c.model))
     engine: Engine = method(ENGINES, c.engine, "engine").build(base, tokenizer)
     if c.lora is not None:
-        return Policy(_with_lora(base, c.lora, saved), tokenizer, None), engine
-    reference = None
-    if c.beta > 0:
-        reference = frozen_copy(base) if saved is None or model is not None else load_causal_lm(c.model, device)
-        reference.requires_grad_(False).eval()
-    return Policy(base, tokenizer, reference), engine
+        origin = weights_digest(base)
+        return Policy(_with_lora(base, c.lora, saved), tokenizer, None, origin), engine
+    if c.beta == 0:
+        return Policy(base, tokenizer, None), engine
+    start = base if saved is None else model if model is not None else load_causal_lm(c.model, device)
+    reference = frozen_copy(start.to(device))
+    return Policy(base, tokenizer, reference, weights_digest(reference)), engine
 
 
 def _with_lora(base: Any, lora: LoraConfig, saved: Path | None) -> Any:

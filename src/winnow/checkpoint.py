@@ -11,10 +11,13 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+
+from safetensors import SafetensorError
 
 from .failpoint import failpoint
 
@@ -41,6 +44,7 @@ def save(run_dir: Path, step: int, state: Mapping[str, Any], write: Callable[[Pa
     try:
         temporary.mkdir()
         write(temporary)
+        readable(temporary)
         failpoint("checkpoint.weights")
         (temporary / STATE).write_text(json.dumps(state, indent=1, allow_nan=False), encoding="utf-8")
         _write_manifest(temporary, step)
@@ -52,8 +56,10 @@ def save(run_dir: Path, step: int, state: Mapping[str, Any], write: Callable[[Pa
         temporary.rename(target)
         failpoint("checkpoint.rename")
         fsync(root)
-    except OSError as error:
+    except BaseException as error:
         shutil.rmtree(temporary, ignore_errors=True)
+        if not isinstance(error, OSError | SafetensorError):
+            raise
         raise CheckpointError(f"{target}: could not be saved: {error}; earlier checkpoints are untouched") from error
     for old in steps(run_dir)[:-keep_last]:
         shutil.rmtree(root / f"step-{old:06d}")
@@ -69,8 +75,8 @@ def _write_manifest(directory: Path, step: int) -> None:
 
 def steps(run_dir: Path) -> list[int]:
     """Steps of the checkpoints there are, ascending."""
-    found = (run_dir / "checkpoints").glob("step-*")
-    return sorted(int(p.name.removeprefix("step-")) for p in found if p.name.removeprefix("step-").isdigit())
+    names = [re.fullmatch(r"step-([0-9]+)", p.name) for p in (run_dir / "checkpoints").glob("step-*")]
+    return sorted(int(name[1]) for name in names if name)
 
 
 def latest(run_dir: Path) -> Path | None:
@@ -91,22 +97,32 @@ def verify(directory: Path) -> None:
     """Compare every file with the manifest. Raises CheckpointError naming the first difference."""
     try:
         manifest = json.loads((directory / MANIFEST).read_text(encoding="utf-8"))
-        entries = manifest["files"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{directory / MANIFEST}: missing or unreadable ({error})") from None
+        entries = {str(name): (int(e["bytes"]), str(e["sha256"])) for name, e in manifest["files"].items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{directory / MANIFEST}: missing or unreadable ({error!r})") from None
+    if STATE not in entries:
+        raise CheckpointError(f"{directory / MANIFEST}: does not cover {STATE}")
     if manifest.get("format") != FORMAT:
         raise CheckpointError(f"{directory}: format {manifest.get('format')}, this version reads format {FORMAT}")
-    for name, entry in entries.items():
+    for name, (size, digest) in entries.items():
         path = directory / name
         if not path.is_file():
             raise CheckpointError(f"{path}: missing")
-        if path.stat().st_size != entry["bytes"] or sha256(path) != entry["sha256"]:
+        if path.stat().st_size != size or sha256(path) != digest:
             raise CheckpointError(f"{path}: damaged (its SHA-256 is not the manifest's)")
 
 
 def load_state(directory: Path) -> dict[str, Any]:
     state: dict[str, Any] = json.loads((directory / STATE).read_text(encoding="utf-8"))
     return state
+
+
+def readable(directory: Path) -> None:
+    """Give files the mode that the user's umask asks for; safetensors writes its own with 0600."""
+    umask = os.umask(0)
+    os.umask(umask)
+    for path in directory.rglob("*.safetensors"):
+        path.chmod(0o666 & ~umask)
 
 
 def write_json(path: Path, value: Any) -> None:

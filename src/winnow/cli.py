@@ -53,13 +53,6 @@ def clear_errors(command: Callable[P, R]) -> Callable[P, R]:
     return wrapped
 
 
-def quiet() -> None:
-    """Keep transformers' own progress bars out of the live display."""
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
-
-
 def show(values: dict[str, Any], *, as_json: bool) -> None:
     """One answer, for a program or for a person."""
     if as_json:
@@ -81,7 +74,6 @@ def demo(
     """Warm-start a small model, train it on Countdown, and show where every token went (minutes on two cores)."""
     from .demo import run_demo
 
-    quiet()
     run_demo(output, seed=seed, steps=steps, console=out)
 
 
@@ -97,12 +89,12 @@ def warmup(
 
     Overrides are options of the warm start (max_steps=300) or, after `env.`, of the task (env.count=4).
     """
-    from .build import build_demonstrator
+    from .build import build_demonstrator, quiet_transformers
     from .config import build_options
     from .warmup import WarmupConfig
     from .warmup import warmup as run
 
-    quiet()
+    quiet_transformers()
     values: dict[str, Any] = {"env": {"name": env}}
     for override in overrides or []:
         apply_override(values, override)
@@ -123,7 +115,6 @@ def train(
     from .plan import plan
     from .trainer import Trainer
 
-    quiet()
     resolved = load_config(config, overrides or [])
     trainer = Trainer(config=resolved, console=err if as_json else out)
     if dry_run:
@@ -138,7 +129,6 @@ def resume(run: Run, overrides: Overrides = None, as_json: Json = False) -> None
     """Go on where a run was saved last."""
     from .trainer import Trainer
 
-    quiet()
     values: dict[str, Any] = {}
     for override in overrides or []:
         apply_override(values, override)
@@ -158,9 +148,10 @@ def evaluate(
     as_json: Json = False,
 ) -> None:
     """pass@k, mean reward and greedy on held-out prompts. Sampling: eval_temperature=0.6 eval_top_p=0.95 ..."""
+    from .build import quiet_transformers
     from .standalone import evaluate_model
 
-    quiet()
+    quiet_transformers()
     values = read_yaml(config) if config else {}
     if env is not None:
         values["env"] = env

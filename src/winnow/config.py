@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -44,7 +45,7 @@ ELSEWHERE = {
 class LoraConfig(BaseModel):
     """Low-rank adapters through peft; leave `lora` out for full fine-tuning."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
     r: int = Field(16, ge=1)
     alpha: int = Field(32, ge=1)
     dropout: float = Field(0.0, ge=0, lt=1)
@@ -54,7 +55,7 @@ class LoraConfig(BaseModel):
 class RunConfig(BaseModel):
     """Everything a run needs. Unknown keys are errors."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     # what is trained, on what
     model: str
@@ -62,10 +63,10 @@ class RunConfig(BaseModel):
     reward_funcs: list[str] | None = None
     reward_weights: list[float] | None = None
     output_dir: str = "runs/winnow"
-    seed: int = Field(0, ge=0)
+    seed: int = Field(0, ge=0, lt=2**63)
     device: str = "auto"
     dtype: Literal["float32", "bfloat16"] = "float32"
-    threads: int | None = Field(None, ge=1)
+    threads: int | None = Field(None, ge=1, le=256)
 
     # the shape of a step
     max_steps: int = Field(100, ge=1)
@@ -82,7 +83,7 @@ class RunConfig(BaseModel):
     top_k: int = Field(0, ge=0)
     stop: list[str] = []
     mask_truncated_completions: bool = False
-    reward_timeout_s: float = Field(30.0, gt=0)
+    reward_timeout_s: float = Field(30.0, gt=0, le=86_400)
     max_failed_share: float = Field(0.5, ge=0, le=1)
 
     # methods, each a name or {name: ..., options}
@@ -112,7 +113,7 @@ class RunConfig(BaseModel):
     adam_beta2: float = Field(0.999, ge=0, lt=1)
     adam_epsilon: float = Field(1e-8, gt=0)
     weight_decay: float = Field(0.0, ge=0)
-    max_grad_norm: float = Field(1.0, gt=0)
+    max_grad_norm: float | None = Field(1.0, gt=0)
     tokens_per_microbatch: int = Field(16384, ge=1)
     matmul_precision: Literal["highest", "high", "medium"] = "highest"
     gradient_checkpointing: bool = False
@@ -138,8 +139,6 @@ class RunConfig(BaseModel):
     def _cross_checks(self) -> RunConfig:
         if self.max_lag > 0:
             raise ValueError("max_lag: this version trains synchronously; the only accepted value is 0")
-        if self.reward_weights is not None and len(self.reward_weights) != len(self.reward_funcs or [None]):
-            raise ValueError("reward_weights needs exactly one weight for each of reward_funcs")
         if self.epsilon_high is not None and self.policy_loss == "plain":
             raise ValueError("epsilon_high has no effect with policy_loss: plain; remove it or use policy_loss: clip")
         if self.lr_scheduler_type == "linear" and self.warmup_steps >= self.max_steps:
@@ -150,7 +149,9 @@ class RunConfig(BaseModel):
 def nearest(name: str, known: Sequence[str]) -> str:
     """` Did you mean 'x'?`, or the list of what is known."""
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
-    return f" Did you mean '{close[0]}'?" if close else f" Known: {', '.join(sorted(known))}."
+    if close:
+        return f" Did you mean '{close[0]}'?"
+    return f" Known: {', '.join(sorted(known))}." if known else " This version has none."
 
 
 def explain(error: ValidationError, known: Sequence[str], where: str) -> str:
@@ -173,9 +174,13 @@ def explain(error: ValidationError, known: Sequence[str], where: str) -> str:
 def validate(values: Mapping[str, Any], where: str = "config") -> RunConfig:
     """Raises ConfigError naming every bad key."""
     try:
-        return RunConfig.model_validate(dict(values))
+        config = RunConfig.model_validate(dict(values))
+        json.dumps(config.model_dump(), allow_nan=False)
     except ValidationError as error:
         raise ConfigError(explain(error, list(RunConfig.model_fields), where)) from None
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{where}: an option cannot be saved as JSON: {error}") from None
+    return config
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -187,6 +192,24 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     for override in overrides:
         apply_override(values, override)
     return validate(values, str(path))
+
+
+def absolute_paths(values: Mapping[str, Any]) -> dict[str, Any]:
+    """`model`, the files of a data set and of reward functions, where they exist on disk."""
+
+    def absolute(text: Any) -> Any:
+        if isinstance(text, list):
+            return [absolute(t) for t in text]
+        file, colon, function = text.partition(":") if isinstance(text, str) else ("", "", "")
+        return str(Path(file).resolve()) + colon + function if file and Path(file).exists() else text
+
+    result = dict(values)
+    for key in ("model", "reward_funcs"):
+        if result.get(key) is not None:
+            result[key] = absolute(result[key])
+    if isinstance(result.get("env"), dict):
+        result["env"] = {k: absolute(v) if k in ("path", "test") else v for k, v in result["env"].items()}
+    return result
 
 
 def read_yaml(path: str | Path) -> dict[str, Any]:
@@ -216,13 +239,19 @@ def apply_override(values: dict[str, Any], override: str) -> None:
         value = _number(value)
     *parents, last = key.split(".")
     for parent in parents:
-        section = values.setdefault(parent, {})
+        section = values.setdefault(parent, _default_section(parent))
         if isinstance(section, str):
             section = values[parent] = {"name": section}
         if not isinstance(section, dict):
             raise ConfigError(f"override '{override}': '{parent}' is not a section")
         values = section
     values[last] = value
+
+
+def _default_section(key: str) -> Any:
+    """What an override into a section that the file does not have starts from: the default method, or nothing."""
+    field = RunConfig.model_fields.get(key)
+    return field.default if field is not None and isinstance(field.default, str) else {}
 
 
 def _number(text: str) -> Any:
@@ -236,7 +265,9 @@ def _number(text: str) -> Any:
 def method(table: Mapping[str, type], spec: MethodSpec, field: str) -> Any:
     """The options object a method spec stands for. Raises ConfigError with the nearest valid name."""
     options = {"name": spec} if isinstance(spec, str) else dict(spec)
-    name = str(options.pop("name", None))
+    if "name" not in options:
+        raise ConfigError(f"{field}: needs a `name`; one of {', '.join(sorted(table))}")
+    name = str(options.pop("name"))
     if name not in table:
         raise ConfigError(f"{field}: unknown name {name!r}.{nearest(name, list(table))}")
     return build_options(table[name], options, f"{field} ({name})")

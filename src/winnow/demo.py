@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 from rich.console import Console
 
-from .build import build_demonstrator
+from .build import build_demonstrator, quiet_transformers
 from .config import build_options, validate
 from .ledger import Ledger
 from .progress import fate_line
@@ -23,6 +23,7 @@ from .warmup import WarmupConfig, warmup
 
 def run_demo(output: Path, *, seed: int, steps: int | None, console: Console) -> None:
     """Train the recipe `assets/demo.yaml` end to end in `output`; goes on with what an interrupted demo has left."""
+    quiet_transformers()
     values = yaml.safe_load((files("winnow") / "assets" / "demo.yaml").read_text(encoding="utf-8"))
     warm_options = values.pop("warmup")
     if steps is not None:

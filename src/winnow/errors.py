@@ -1,6 +1,7 @@
 """The failures that a user can cause or must be told of; the command prints them without a traceback."""
 
 from .checkpoint import CheckpointError
+from .evaluate import RolloutsFailedError
 from .ledger import LedgerError
 from .loop import RunStoppedError
 from .records import RunDirectoryError
@@ -13,4 +14,5 @@ EXPECTED = (
     LedgerError,
     RunDirectoryError,
     RunStoppedError,
+    RolloutsFailedError,
 )

@@ -18,6 +18,10 @@ from .types import Fate, Group, Prompt, Visit
 EVALUATION_STREAM = 1
 
 
+class RolloutsFailedError(RuntimeError):
+    """An evaluation in which nothing could be judged; the message names the first cause."""
+
+
 def pass_at_k(n: int, c: int, k: int) -> float:
     """Unbiased estimate of the chance that at least one of k samples is right, from c right ones of n.
 
@@ -92,10 +96,9 @@ class Evaluator:
 
 
 def summarize(groups: Sequence[Group], success_reward: float = 1.0) -> dict[str, float]:
-    """pass@k for k = 1, 2, 4 ... up to the smallest group, mean reward (`avg@n`), mean length, share of failures.
+    """pass@k for k = 1, 2, 4 ... up to the largest group, mean reward (`avg@n`), mean length, share of failures.
 
-    Groups without any judged rollout are left out of the means; with none at all every figure is NaN-free and absent
-    but `failed`.
+    pass@k is a mean over the groups with at least k judged rollouts. RolloutsFailedError when there is none.
     """
     counts, rewards, lengths, failed, total = [], [], [], 0, 0
     for group in groups:
@@ -108,10 +111,10 @@ def summarize(groups: Sequence[Group], success_reward: float = 1.0) -> dict[str,
             rewards.append(float(judged.mean()))
     metrics = {"failed": failed / max(total, 1)}
     if not counts:
-        raise RuntimeError(f"no rollout could be judged: all {total} failed; {_first_reason(groups)}")
-    smallest = min(n for n, _ in counts)
-    for k in [2**i for i in range(smallest.bit_length())]:
-        metrics[f"pass@{k}"] = float(np.mean([pass_at_k(n, c, k) for n, c in counts]))
+        raise RolloutsFailedError(f"no rollout could be judged: all {total} failed; {_first_reason(groups)}")
+    largest = max(n for n, _ in counts)
+    for k in [2**i for i in range(largest.bit_length())]:
+        metrics[f"pass@{k}"] = float(np.mean([pass_at_k(n, c, k) for n, c in counts if n >= k]))
     metrics["avg@n"] = float(np.mean(rewards))
     metrics["mean_length"] = float(np.mean(lengths))
     return metrics

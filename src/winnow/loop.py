@@ -95,6 +95,8 @@ class Loop:
         self._tally = tally
         with tally.phase("generate"):
             groups, finished = self._collect()
+        if self._stop is not None and not groups:
+            return  # nothing to train on: the step has not taken place
         with tally.phase("update"):
             update = parts.optimizer_step(groups, self.step)
         self._book_trained(groups, bool(update["updated"]))

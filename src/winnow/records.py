@@ -7,6 +7,8 @@ import json
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, Any, Protocol
 
@@ -31,6 +33,13 @@ def lock(run_dir: Path) -> IO[str]:
             f"{run_dir}: another run is using this directory; wait for it or choose another output_dir"
         ) from None
     return file
+
+
+def check_trackers(names: Sequence[str]) -> None:
+    """Raises ConfigError with the install command when a tracker's package is missing."""
+    for name in names:
+        if find_spec(name) is None:
+            raise ConfigError(f"report_to: {name} is not installed; pip install 'winnow-rl[{name}]'")
 
 
 class Tracker(Protocol):
@@ -69,19 +78,10 @@ class WandbLike:
 
 
 def open_tracker(name: str, run_dir: Path, config: RunConfig) -> Tracker:
-    """Raises ConfigError with the install command when the tracker's package is missing."""
-    try:
-        if name == "tensorboard":
-            return TensorBoard(run_dir)
-        if name == "wandb":
-            import wandb
-
-            return WandbLike(wandb, run_dir, config, dir=str(run_dir))
-        import trackio
-
-        return WandbLike(trackio, run_dir, config)
-    except ImportError as error:
-        raise ConfigError(f"report_to: {name} is not installed ({error}); pip install 'winnow-rl[{name}]'") from None
+    if name == "tensorboard":
+        return TensorBoard(run_dir)
+    options = {"dir": str(run_dir)} if name == "wandb" else {}
+    return WandbLike(import_module(name), run_dir, config, **options)
 
 
 class Records:
@@ -94,7 +94,13 @@ class Records:
         self._files: dict[str, IO[bytes]] = {}
         for name in (METRICS, SAMPLES):
             file = (run_dir / name).open("ab")
-            file.truncate((offsets or {}).get(name, 0))
+            size, wanted = file.tell(), (offsets or {}).get(name, 0)
+            if size < wanted:
+                file.close()
+                raise RunDirectoryError(
+                    f"{run_dir / name}: has {size} bytes, the checkpoint was saved with {wanted}; restore the file"
+                )
+            file.truncate(wanted)
             self._files[name] = file
 
     def metrics(self, metrics: Mapping[str, float]) -> None:

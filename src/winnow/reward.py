@@ -28,7 +28,7 @@ from .env.functions import (
     parameters_of,
 )
 from .env.pooled import PooledReward, completion_text, verl_arguments, verl_reward
-from .env.scores import Outcome, arguments_of, plain_score, read_score, read_scores
+from .env.scores import LARGEST, Outcome, arguments_of, plain_score, read_score, read_scores
 from .env.worker import WorkerError, WorkerPool
 from .types import Fate, Group, Rollout
 
@@ -274,7 +274,7 @@ class Rewarder:
         cause = next((f"reward {f.name}: {describe_error(o)}" for f, o in judged if isinstance(o, Exception)), "")
         if not cause and not values:
             cause = "no reward function applied"
-        if not cause and not math.isfinite(sum(values)):
+        if not cause and not abs(sum(values)) <= LARGEST:
             cause = f"the weighted sum of rewards is {sum(values)}"
         if cause:
             rollout.fate, rollout.reason, self.last_error = Fate.FAILED, cause, cause

@@ -15,6 +15,7 @@ import numpy as np
 
 from .engine.base import Engine, Finished, Reached, Request, SamplingParams
 from .env.base import Env, Task
+from .env.scores import LARGEST
 from .gate import Gate
 from .noise import noise_key
 from .prompting import PromptError, cut_at_stop, decode, encode_observation, encode_prompt
@@ -176,7 +177,8 @@ class RolloutRunner:
         try:
             self.engine.submit([request])
         except ValueError as error:
-            self._fail(sibling, f"the engine refused the prompt: {error}")
+            cause = str(error).removeprefix(f"request {request.id!r}: ")  # so that equal causes are counted together
+            self._fail(sibling, f"the engine refused the prompt: {cause}")
 
     def poll(self) -> list[Group]:
         """One engine step; returns the groups that are finished and scored, in launch order."""
@@ -237,6 +239,9 @@ class RolloutRunner:
         turn.observation = result.observation
         if result.reward is not None:
             sibling.reward = float(result.reward)
+            if not abs(sibling.reward) <= LARGEST:
+                self._fail(sibling, f"the environment gave a reward of {sibling.reward}")
+                return
         if result.done or len(sibling.turns) >= self.task.max_turns:
             self._end_episode(sibling, "env" if result.done else "length")
             return

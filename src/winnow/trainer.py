@@ -5,11 +5,11 @@ Trainer(model="path/or/hub-name", env="countdown", config={"max_steps": 200}).tr
 
 from __future__ import annotations
 
+import hashlib
 import json
-import signal
-import threading
+import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,19 +19,24 @@ from rich.console import Console
 
 from . import checkpoint
 from .buffer import Buffer
-from .build import build_loss, build_methods, build_policy, build_task, learner_of, sampling_params
-from .config import ConfigError, RunConfig, load_config, validate
+from .build import build_loss, build_methods, build_policy, build_task, learner_of, quiet_transformers, sampling_params
+from .config import ConfigError, RunConfig, absolute_paths, load_config, validate
+from .engine.base import Request
 from .evaluate import Evaluation, Evaluator
 from .failpoint import failpoint
+from .interrupt import StopSignals
 from .ledger import Ledger
 from .loop import Hooks, Loop, Parts
 from .progress import Display
-from .records import CONFIG, LEDGER, METRICS, Records, RunDirectoryError, lock
+from .prompting import encode_prompt
+from .records import CONFIG, LEDGER, METRICS, Records, RunDirectoryError, check_trackers, lock
 from .reward import Rewarder, RewardSpec
 from .rollout import RolloutOptions, RolloutRunner
 from .step import OptimizerStep, StepOptions
 from .types import Group
 
+START = "start.json"
+"""The ledger's mark before anything was booked: what a run that dies before its first checkpoint goes back to."""
 MAY_CHANGE_ON_RESUME = frozenset(
     {"max_steps", "save_steps", "save_total_limit", "eval_steps", "log_completions", "report_to"}
     | {"max_failed_share", "reward_timeout_s"}
@@ -60,7 +65,7 @@ class Trainer:
         console: Console | None = None,
         resume: bool = False,
     ) -> None:
-        self.config = _config(model, env, config)
+        self.config = _config(model, env, reward_funcs, config)
         self.console = console or Console(quiet=True)
         self.run_dir = Path(self.config.output_dir)
         self._stop_requested = False
@@ -70,17 +75,33 @@ class Trainer:
         if c.threads:
             torch.set_num_threads(c.threads)
         torch.manual_seed(c.seed)
-        self._checkpoint = self._check_run_dir(resume)
+        self._trained = False
+        self._held = lock(self.run_dir) if resume else None
+        try:
+            self._checkpoint = self._find_checkpoint() if resume else None
+            if not resume:
+                self._refuse_used_directory()
+            self._build(model, env, reward_funcs, processing_class)
+        except BaseException:
+            if self._held is not None:
+                self._held.close()
+            raise
+
+    def _build(self, model: Any, env: Any, reward_funcs: Any, processing_class: Any) -> None:
+        c = self.config
+        check_trackers(c.report_to)
+        quiet_transformers()
         self.task = build_task(c.env if isinstance(env, str | dict | None) else env)
         self._check_evaluation()
         given = None if isinstance(model, str | None) else model
         policy, self.engine = build_policy(c, given, processing_class, self._checkpoint)
         self.tokenizer = policy.tokenizer
+        self._origin = policy.origin
         funcs = [reward_funcs] if callable(reward_funcs) or isinstance(reward_funcs, str) else reward_funcs
         self.rewarder = Rewarder(
             funcs or c.reward_funcs or self.task.reward_funcs, c.reward_weights, c.reward_timeout_s
         )
-        self.rewarder.check(self.task.train[0].columns)
+        self._check_prompts()
         self.learner = learner_of(policy, c)
         self.methods = build_methods(c, self.task.train)
         params = sampling_params(c)
@@ -113,21 +134,27 @@ class Trainer:
         return cls(config=config, resume=True, **kwargs)
 
     def train(self) -> dict[str, float]:
-        """Run to the end; returns the last evaluation and totals.
+        """Run to the end, once; returns the last evaluation and totals.
 
         Raises RunStoppedError when going on is useless, KeyboardInterrupt after saving when it was interrupted.
         """
-        self.run_dir.mkdir(parents=True, exist_ok=True)
-        held = lock(self.run_dir)
+        if self._trained:
+            raise RunDirectoryError(f"a Trainer trains once; go on with Trainer.resume('{self.run_dir}', ...)")
+        self._trained = True
+        if self._held is None:
+            self.run_dir.mkdir(parents=True, exist_ok=True)
+            self._held = lock(self.run_dir)
+            self._refuse_used_directory()  # again: another run may have come first
         try:
             return self._train()
         finally:
             self.rewarder.close()
-            held.close()
+            self._held.close()
 
     def _train(self) -> dict[str, float]:
         state = checkpoint.load_state(self._checkpoint) if self._checkpoint else None
-        (self.run_dir / CONFIG).write_text(self.config.model_dump_json(indent=1), encoding="utf-8")
+        checkpoint.write_json(self.run_dir / CONFIG, self.config.model_dump(mode="json"))
+        shutil.rmtree(self.run_dir / "model", ignore_errors=True)  # of an earlier end of this run
         self.rewarder.trainer_state = SimpleNamespace(global_step=0, max_steps=self.config.max_steps)
         with Ledger.open(self.run_dir / LEDGER) as ledger:
             self._open_ledger(ledger, state)
@@ -146,14 +173,18 @@ class Trainer:
             finally:
                 records.close()
 
-    def _check_run_dir(self, resume: bool) -> Path | None:
-        """The checkpoint to start from. A fresh run refuses a directory that already holds one."""
-        if resume:
-            found = checkpoint.latest(self.run_dir)
-            if found:
-                self._refuse_changes(checkpoint.load_state(found))
-            return found
-        used = [name for name in (CONFIG, LEDGER, "checkpoints") if (self.run_dir / name).exists()]
+    def _find_checkpoint(self) -> Path | None:
+        """The checkpoint to go on from; None to start again from the beginning."""
+        found = checkpoint.latest(self.run_dir)
+        if found:
+            state = checkpoint.load_state(found)
+            self._refuse_changes(state)
+            if state["loop"]["step"] > self.config.max_steps:
+                raise ConfigError(f"max_steps={self.config.max_steps}, but the run is at step {state['loop']['step']}")
+        return found
+
+    def _refuse_used_directory(self) -> None:
+        used = [name for name in (CONFIG, LEDGER, START, "checkpoints") if (self.run_dir / name).exists()]
         if used:
             raise RunDirectoryError(
                 f"{self.run_dir}: already holds a run ({', '.join(used)}); go on with "
@@ -163,7 +194,10 @@ class Trainer:
 
     def _refuse_changes(self, state: Mapping[str, Any]) -> None:
         before, now = state["config"], self.config.model_dump(mode="json")
-        changed = [k for k in now if before.get(k) != now[k] and k not in MAY_CHANGE_ON_RESUME and k != "output_dir"]
+        free = MAY_CHANGE_ON_RESUME | {"output_dir"}
+        if self.config.lr_scheduler_type != "constant":
+            free -= {"max_steps"}  # it shapes every later learning rate
+        changed = [k for k in now if before.get(k) != now[k] and k not in free]
         if changed:
             shown = "; ".join(f"{k}: {before.get(k)!r} then, {now[k]!r} now" for k in changed)
             raise ConfigError(f"{self.run_dir}: the configuration has changed since the checkpoint: {shown}")
@@ -174,15 +208,37 @@ class Trainer:
                 "eval_steps is set, but the task has no held-out prompts; give it some, or remove eval_steps"
             )
 
-    def _fingerprints(self) -> dict[str, str]:
-        import hashlib
+    def _check_prompts(self) -> None:
+        """Try a few prompts on reward functions, tokenizer and engine: what fails for all of them fails here."""
+        first = self.task.train[0]
+        self.rewarder.check(first.columns)
+        if not self.rewarder.names and self.task.make_env(first) is None:
+            raise ConfigError("there is no reward: give reward_funcs, e.g. 'my_reward.py:my_reward'")
+        causes = []
+        for prompt in [*self.task.train[:16], *self.task.test[:16]]:
+            try:
+                ids = encode_prompt(self.tokenizer, prompt)
+                if len(ids) > (limit := self.config.max_prompt_length):
+                    raise ConfigError(f"prompt '{prompt.id}' has {len(ids)} tokens, over max_prompt_length={limit}")
+                self.engine.submit([Request("trial", ids, sampling_params(self.config), key=0)])
+                self.engine.cancel(["trial"])
+                return
+            except ValueError as error:
+                causes.append(str(error).removeprefix("request 'trial': "))
+        raise ConfigError(f"none of the first {len(causes)} prompts can be used; {causes[0]}")
 
+    def _fingerprints(self) -> dict[str, str]:
         vocabulary = json.dumps(self.tokenizer.get_vocab(), sort_keys=True) + str(self.tokenizer.chat_template)
-        return {"task": self.task.fingerprint(), "tokenizer": hashlib.sha256(vocabulary.encode()).hexdigest()}
+        return {
+            "task": self.task.fingerprint(),
+            "tokenizer": hashlib.sha256(vocabulary.encode()).hexdigest(),
+            "base model": self._origin,
+            "reward functions": ", ".join(self.rewarder.names),
+        }
 
     def _open_ledger(self, ledger: Ledger, state: Mapping[str, Any] | None) -> None:
         """Void what a crash has rolled back, or start the account."""
-        start = self.run_dir / "start.json"
+        start = self.run_dir / START
         if state is not None:
             ledger.rollback(state["ledger"], reason=f"resumed from step {state['loop']['step']}")
         elif start.exists():
@@ -304,50 +360,33 @@ class Trainer:
         """Save the model as an ordinary Hugging Face directory and close the account."""
         self.learner.save_merged(self.run_dir / "model")
         self.tokenizer.save_pretrained(self.run_dir / "model")
+        checkpoint.readable(self.run_dir / "model")
         ledger.set_meta("finished", "true")
         last: dict[str, float] = {"step": loop.step, "num_tokens": loop.num_tokens, "seconds_total": self._seconds()}
         for line in (self.run_dir / METRICS).read_text(encoding="utf-8").splitlines():
             last |= {k: v for k, v in json.loads(line).items() if k.startswith("eval/")}
         return last
 
-    def _signals(self) -> _StopSignals:
+    def _signals(self) -> StopSignals:
         def request() -> None:
             self._stop_requested = True
             self.console.print("finishing this step, then saving; once more to stop at once", style="yellow")
 
-        return _StopSignals(request)
+        return StopSignals(request)
 
 
-class _StopSignals:
-    """First SIGINT or SIGTERM: finish the step and save. Second: stop at once (a resume redoes the step)."""
-
-    def __init__(self, request: Callable[[], None]) -> None:
-        self._request = request
-        self._seen = False
-        self._previous: dict[int, Any] = {}
-
-    def __enter__(self) -> None:
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
-                self._previous[number] = signal.signal(number, self._handle)
-
-    def __exit__(self, *exc: object) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
-
-    def _handle(self, number: int, frame: object) -> None:
-        if self._seen:
-            raise KeyboardInterrupt("stopped at once; the step under way was not saved")
-        self._seen = True
-        self._request()
-
-
-def _config(model: Any, env: Any, config: RunConfig | Mapping[str, Any] | str | Path | None) -> RunConfig:
+def _config(
+    model: Any, env: Any, reward_funcs: Any, config: RunConfig | Mapping[str, Any] | str | Path | None
+) -> RunConfig:
+    """What is given as arguments wins; paths become absolute, so that a run can be resumed from anywhere."""
     if isinstance(config, str | Path):
         config = load_config(config)
     values = config.model_dump() if isinstance(config, RunConfig) else dict(config or {})
+    named = [reward_funcs] if isinstance(reward_funcs, str) else reward_funcs
+    if named and not callable(named) and all(isinstance(f, str) for f in named):
+        values["reward_funcs"] = list(named)
     if model is not None:
         values["model"] = model if isinstance(model, str) else str(getattr(model, "name_or_path", "") or "given object")
     if env is not None:
         values["env"] = env if isinstance(env, str | dict) else getattr(env, "name", type(env).__name__)
-    return validate(values)
+    return validate(absolute_paths(values))

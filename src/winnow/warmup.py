@@ -20,6 +20,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.nn.functional import cross_entropy
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from .checkpoint import readable
 from .env.base import Demonstrator
 
 PAD, EOS = "<pad>", "<eos>"
@@ -84,6 +85,7 @@ def warmup(task: Demonstrator, output_dir: str | Path, *, config: WarmupConfig |
     output.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(output)
     tokenizer.save_pretrained(output)
+    readable(output)
     return {
         "output_dir": str(output),
         "parameters": model.num_parameters(),

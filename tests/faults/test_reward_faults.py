@@ -93,7 +93,7 @@ def test_one_failing_function_of_two_fails_the_rollout():
 
 def test_weights_that_overflow_fail():
     g = group("x")
-    rewarder = Rewarder(lambda completions: [1e300], [1e300])
+    rewarder = Rewarder(lambda completions: [1e20], [1e300])
     rewarder.score([g])
     rewarder.close()
     assert g.rollouts[0].reason == "the weighted sum of rewards is inf"

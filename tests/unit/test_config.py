@@ -38,7 +38,6 @@ def test_file_and_overrides(tmp_path: Path) -> None:
         ({"num_generations": 1}, "num_generations"),
         ({"loss_type": "ppo"}, "loss_type: .*'dapo'"),
         ({"max_lag": 2}, "max_lag"),
-        ({"reward_weights": [1.0, 2.0]}, "one weight for each"),
         ({"policy_loss": "plain", "epsilon_high": 0.3}, "no effect"),
         ({"lr_scheduler_type": "linear", "warmup_steps": 100}, "warmup_steps"),
         ({"lora": {"rank": 3}}, "unknown key 'lora.rank'"),
@@ -83,6 +82,8 @@ def test_methods_are_found_by_name_and_validated() -> None:
         method(FILTERS, "zero_varience", "filter")
     with pytest.raises(ConfigError, match=r"filter \(zero_variance\): unknown option 'atoll'. Did you mean 'atol'"):
         method(FILTERS, {"name": "zero_variance", "atoll": 1}, "filter")
+    with pytest.raises(ConfigError, match="needs a `name`"):
+        method(FILTERS, {}, "filter")
     with pytest.raises(ConfigError, match="It has no options"):
         method(FILTERS, {"name": "keep_all", "atol": 1}, "filter")
     with pytest.raises(ConfigError, match="atol must be >= 0"):
@@ -102,3 +103,8 @@ def test_recipes_are_valid(path: Path) -> None:
     for field, table in TABLES.items():
         for spec in config.gates if field == "gates" else [getattr(config, field)]:
             method(table, spec, field)
+
+
+def test_an_override_into_a_default_section_keeps_the_default_method(tmp_path: Path) -> None:
+    path = write(tmp_path / "c.yaml", "model: m\nenv: countdown\n")
+    assert load_config(path, ["engine.slots=8"]).engine == {"name": "local", "slots": 8}

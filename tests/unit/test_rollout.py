@@ -145,6 +145,16 @@ def test_a_broken_environment_fails_its_rollout_only(policy) -> None:
     assert np.isnan(groups[0].rewards()).tolist() == [False, True, False, False]
 
 
+@pytest.mark.parametrize("reward", [float("nan"), float("inf"), -1e40])
+def test_a_reward_of_an_environment_that_is_no_number_fails(policy, reward: float) -> None:
+    class Broken(EchoEnv):
+        def step(self, text: str) -> StepResult:
+            return StepResult(None, reward, True)
+
+    for group in run(policy, ToyTask(make=lambda _: Broken(1)), max_tokens=20):
+        assert all(r.fate == Fate.FAILED and r.reward is None for r in group.rollouts)
+
+
 def test_a_prompt_that_cannot_be_encoded_fails_its_group(policy) -> None:
     task = ToyTask()
     task.train[1] = Prompt("long", 1, text="numbers " * 40)

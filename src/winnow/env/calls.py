@@ -55,10 +55,13 @@ class ThreadRunner:
         self.timeout_s = timeout_s
         self._lane = _Lane()
         self._abandoned: list[_Lane] = []
+        self._closed = False
 
     def submit(self, function: Callable[[], Any]) -> Future[Any]:
         call = _Call(function)
-        if len(self._abandoned) >= MAX_ABANDONED:
+        if self._closed:
+            call.fail(RuntimeError("not called: the rewarder was closed"))
+        elif len(self._abandoned) >= MAX_ABANDONED:
             call.fail(_too_many())
         else:
             self._lane.put(call)
@@ -77,6 +80,7 @@ class ThreadRunner:
             self._lane.put(call)
 
     def close(self) -> None:
+        self._closed = True
         for call in self._lane.retire():
             call.fail(RuntimeError("not called: the rewarder was closed"))
 

@@ -187,9 +187,11 @@ def _message(value: Any, where: str) -> Message:
         raise DataError(f'{where}: expected {{"role": ..., "content": ...}}, found {value!r:.60}')
     message = {k: v for k, v in value.items() if v is not None}
     content = message.get("content")
+    parts = isinstance(content, list) and bool(content) and all(isinstance(part, dict) for part in content)
+    calls = isinstance(message.get("tool_calls"), list) and content is None
     if isinstance(content, str):
         _check_text(content, where)
-    elif not (isinstance(content, list) and content) and "tool_calls" not in message:
+    elif not parts and not calls:
         raise DataError(f"{where}: 'content' must be text or a list of parts, found {value.get('content')!r:.60}")
     return message
 

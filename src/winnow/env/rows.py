@@ -36,7 +36,7 @@ def read_rows(paths: str | Sequence[str], split: str = "train", subset: str | No
     """
     rows: list[Row] = []
     for source in [paths] if isinstance(paths, str) else paths:
-        if not source.endswith(SUFFIXES):
+        if not source.endswith(SUFFIXES) and not has_magic(source):
             rows.extend(_hugging_face(source, split, subset))
             continue
         for file in _files(source):
@@ -84,7 +84,7 @@ def _json_object(line: bytes, where: str) -> dict[str, Any]:
     if "\0" in text:
         raise DataError(f"{where}: contains a NUL byte at column {text.index(chr(0)) + 1}")
     try:
-        values = json.loads(text)
+        values = json.loads(text, parse_constant=_no_constant)
     except json.JSONDecodeError as error:
         raise DataError(f"{where}: not valid JSON: {error.msg} (column {error.colno})") from None
     except (RecursionError, ValueError) as error:
@@ -98,6 +98,10 @@ def _json_object(line: bytes, where: str) -> dict[str, Any]:
             lone = error.object[error.start]
             raise DataError(f"{where}: contains a lone surrogate ({lone!r}), which is not text; remove it") from None
     return values
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
 
 
 def _parquet(path: Path) -> Iterator[Row]:

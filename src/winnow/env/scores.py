@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,6 +9,10 @@ from ..types import Group, Rollout
 
 Outcome = float | Exception | None
 """A reward, the cause why there is none, or None for "does not apply"."""
+
+
+LARGEST = 1e30
+"""Rewards beyond it (or NaN) would overflow in statistics: a failure of the function."""
 
 
 def arguments_of(group: Group, rollouts: Sequence[Rollout]) -> dict[str, Any]:
@@ -69,7 +72,7 @@ def read_score(value: Any) -> Outcome:
         number = float(value)
     except Exception as error:
         return error
-    return number if math.isfinite(number) else ValueError(f"returned {number}")
+    return number if abs(number) <= LARGEST else ValueError(f"returned {number}; a reward lies within +-{LARGEST:g}")
 
 
 def _shown(value: Any) -> str:

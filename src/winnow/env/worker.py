@@ -128,9 +128,9 @@ class WorkerPool:
                 result = worker.run(job, self.timeout_s)
             except WorkerError as error:
                 job.fail(error)
-            except OSError as error:
+            except Exception as error:  # whatever it is, the caller must not wait for ever
                 worker.end()
-                job.fail(WorkerError("died", f"no worker process could be started: {error}"))
+                job.fail(WorkerError("died", f"no worker process could be used: {type(error).__name__}: {error}"))
             else:
                 job.succeed(result)
         worker.end()

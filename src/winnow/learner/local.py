@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -28,7 +29,8 @@ class LearnerOptions:
     beta2: float = 0.999
     eps: float = 1e-8
     weight_decay: float = 0.0
-    max_grad_norm: float = 1.0
+    max_grad_norm: float | None = 1.0
+    """None: no clipping."""
     compute_dtype: torch.dtype = torch.float32
     """bfloat16: forward and backward under autocast; weights and optimizer stay float32."""
     matmul_precision: str = "highest"
@@ -162,7 +164,7 @@ class LocalLearner:
         return torch.autocast(device.type, dtype=self.options.compute_dtype)
 
     def apply(self, lr: float) -> float:
-        norm = torch.nn.utils.clip_grad_norm_(self._params.values(), self.options.max_grad_norm)
+        norm = torch.nn.utils.clip_grad_norm_(self._params.values(), self.options.max_grad_norm or math.inf)
         if not torch.isfinite(norm):
             self._optimizer.zero_grad(set_to_none=True)
             raise FloatingPointError(f"the gradient norm is {norm.item()}; the weights were left as they were")
