@@ -28,9 +28,10 @@ from typing import Any
 import numpy as np
 
 from .audit import Audit, audit, group_fate, totals
+from .checkpoint import fsync
 from .failpoint import failpoint
 from .filter.zero_variance import zero_variance_kind
-from .ledger_file import LedgerError, fsync_directory, open_file
+from .ledger_file import LedgerError, open_file
 from .types import Fate, Group, Rollout, Visit
 
 _CANONICAL = {
@@ -167,7 +168,7 @@ class Ledger:
         failpoint("ledger.mark")
         self._db.execute("PRAGMA synchronous = NORMAL")
         self._db.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
-        fsync_directory(self.path.parent)
+        fsync(self.path.parent)
         return {table: self._prefix.setdefault(table, _Prefix(table)).extend(self._db) for table in TABLES}
 
     def rollback(self, mark: Mapping[str, Any], *, reason: str) -> dict[str, Any]:

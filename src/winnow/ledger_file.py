@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sqlite3
 from pathlib import Path
 
@@ -113,11 +112,3 @@ def _create(db: sqlite3.Connection) -> None:
 
 def _damaged(path: Path, detail: object) -> str:
     return f"{path}: damaged or not an SQLite file ({detail}). Restore it from a copy, or start a new run directory."
-
-
-def fsync_directory(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

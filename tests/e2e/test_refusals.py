@@ -1,0 +1,228 @@
+"""What a run refuses, at the start and on a resume, and what it then leaves untouched."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from winnow import ConfigError, Trainer
+from winnow.checkpoint import CheckpointError
+from winnow.loop import RunStoppedError
+from winnow.records import RunDirectoryError
+
+from ..conftest import parity_reward
+from .test_training import assert_clean, fingerprint, resume, train
+
+
+class TestRefusals:
+    def test_a_used_directory(self, tiny_config: dict[str, Any]) -> None:
+        train(tiny_config | {"max_steps": 1})
+        with pytest.raises(RunDirectoryError, match="winnow resume"):
+            train(tiny_config)
+
+    def test_a_changed_key_on_resume(self, tiny_config: dict[str, Any]) -> None:
+        train(tiny_config | {"max_steps": 1})
+        run = Path(tiny_config["output_dir"])
+        with pytest.raises(ConfigError, match="'learning_rate' cannot change"):
+            resume(run, {"learning_rate": 1.0})
+        values = json.loads((run / "config.json").read_text())
+        (run / "config.json").write_text(json.dumps(values | {"learning_rate": 0.5}))
+        with pytest.raises(ConfigError, match=r"learning_rate: 0.001 then, 0.5 now"):
+            resume(run)
+
+    def test_more_steps_on_resume_are_fine(self, tiny_config: dict[str, Any], tmp_path: Path) -> None:
+        train(tiny_config | {"max_steps": 2})
+        run = Path(tiny_config["output_dir"])
+        resume(run, {"max_steps": 4})
+        whole = tmp_path / "whole"
+        train(tiny_config | {"output_dir": str(whole)})
+        assert fingerprint(run) == fingerprint(whole)
+
+    def test_a_changed_task_or_tokenizer(self, tiny_config: dict[str, Any]) -> None:
+        train(tiny_config | {"max_steps": 1})
+        run = Path(tiny_config["output_dir"])
+        state_file = next((run / "checkpoints").glob("*/state.json"))
+        text = state_file.read_text()
+        for name in ("task", "tokenizer"):
+            state = json.loads(text)
+            state["fingerprints"][name] = "0" * 64
+            state_file.write_text(json.dumps(state))
+            _resign(state_file.parent)
+            with pytest.raises(ConfigError, match=f"the {name} is not the one"):
+                resume(run, {"max_steps": 2})
+
+    def test_a_damaged_checkpoint(self, tiny_config: dict[str, Any]) -> None:
+        train(tiny_config | {"max_steps": 1})
+        run = Path(tiny_config["output_dir"])
+        victim = next((run / "checkpoints").glob("*/optimizer.safetensors"))
+        victim.write_bytes(victim.read_bytes()[:-1])
+        with pytest.raises(CheckpointError, match=r"optimizer.safetensors: damaged"):
+            resume(run)
+
+    def test_a_missing_model(self, tiny_config: dict[str, Any]) -> None:
+        with pytest.raises(ConfigError, match="no such directory"):
+            train(tiny_config | {"model": "/no/such/model"})
+
+    def test_evaluation_without_held_out_prompts(self, tiny_config: dict[str, Any]) -> None:
+        with pytest.raises(ConfigError, match="no held-out prompts"):
+            train(tiny_config | {"env": {"name": "countdown", "train_size": 8, "test_size": 0}})
+
+    def test_a_directory_in_use(self, tiny_config: dict[str, Any]) -> None:
+        from winnow.records import lock
+
+        run = Path(tiny_config["output_dir"])
+        trainer = Trainer(config=tiny_config, reward_funcs=parity_reward)
+        run.mkdir()
+        held = lock(run)
+        with pytest.raises(RunDirectoryError, match="another run is using"):
+            trainer.train()
+        held.close()
+
+
+def _resign(checkpoint: Path) -> None:
+    from winnow.checkpoint import MANIFEST, _write_manifest
+
+    step = json.loads((checkpoint / MANIFEST).read_text())["step"]
+    (checkpoint / MANIFEST).unlink()
+    _write_manifest(checkpoint, step)
+
+
+class TestOneRunOneDirectory:
+    """What an independent review broke."""
+
+    def test_a_trainer_trains_once(self, tiny_config: dict[str, Any]) -> None:
+        trainer = Trainer(config=tiny_config | {"max_steps": 1}, reward_funcs=parity_reward)
+        trainer.train()
+        with pytest.raises(RunDirectoryError, match="trains once"):
+            trainer.train()
+        assert_clean(Path(tiny_config["output_dir"]))
+
+    def test_a_second_trainer_of_the_same_directory_is_refused(self, tiny_config: dict[str, Any]) -> None:
+        first, second = (Trainer(config=tiny_config | {"max_steps": 1}, reward_funcs=parity_reward) for _ in range(2))
+        first.train()
+        with pytest.raises(RunDirectoryError, match="already holds a run"):
+            second.train()
+        assert_clean(Path(tiny_config["output_dir"]))
+
+    def test_a_resume_with_other_rewards_is_refused(self, tiny_config: dict[str, Any]) -> None:
+        train(tiny_config | {"max_steps": 1})
+        with pytest.raises(ConfigError, match="reward functions is not the one"):
+            Trainer.resume(tiny_config["output_dir"], {"max_steps": 2}).train()
+
+    def test_rewards_given_by_name_are_resumed(self, tiny_config: dict[str, Any], tmp_path: Path) -> None:
+        file = tmp_path / "mine.py"
+        file.write_text("def f(completions, **_):\n    return [float(len(c) % 2) for c in completions]\n")
+        Trainer(config=tiny_config | {"max_steps": 1}, reward_funcs=[f"{file}:f"]).train()
+        Trainer.resume(tiny_config["output_dir"], {"max_steps": 2}).train()
+        lines = (Path(tiny_config["output_dir"]) / "metrics.jsonl").read_text().splitlines()
+        assert "rewards/f/mean" in json.loads(lines[-1])
+
+    @pytest.mark.parametrize("options", [{"lora": {"r": 2}}, {"beta": 0.1}], ids=["lora", "kl"])
+    def test_a_changed_base_model_is_refused(
+        self, tiny_config: dict[str, Any], tiny_model: Path, tmp_path: Path, options: dict
+    ) -> None:
+        import shutil
+
+        from safetensors.torch import load_file, save_file
+
+        model = tmp_path / "copy"
+        shutil.copytree(tiny_model, model)
+        train(tiny_config | options | {"model": str(model), "max_steps": 1})
+        weights = load_file(model / "model.safetensors")
+        save_file({k: v * 1.5 for k, v in weights.items()}, model / "model.safetensors", {"format": "pt"})
+        with pytest.raises(ConfigError, match="base model is not the one"):
+            resume(Path(tiny_config["output_dir"]), {"max_steps": 2})
+
+    def test_fewer_steps_than_done_are_refused(self, tiny_config: dict[str, Any]) -> None:
+        train(tiny_config | {"max_steps": 2})
+        with pytest.raises(ConfigError, match="the run is at step 2"):
+            resume(Path(tiny_config["output_dir"]), {"max_steps": 1})
+
+    def test_more_steps_of_a_linear_schedule_are_refused(self, tiny_config: dict[str, Any]) -> None:
+        train(tiny_config | {"max_steps": 2, "lr_scheduler_type": "linear"})
+        with pytest.raises(ConfigError, match="max_steps: 2 then, 4 now"):
+            resume(Path(tiny_config["output_dir"]), {"max_steps": 4})
+
+    def test_a_resumed_run_has_no_stale_model(self, tiny_config: dict[str, Any]) -> None:
+        train(tiny_config | {"max_steps": 1})
+        run = Path(tiny_config["output_dir"])
+        trainer = Trainer.resume(run, {"max_steps": 2}, reward_funcs=parity_reward)
+        trainer._record = lambda *_: 1 / 0  # type: ignore[method-assign,assignment,return-value]
+        with pytest.raises(ZeroDivisionError):
+            trainer.train()
+        assert not (run / "model").exists()
+
+    def test_metrics_shorter_than_the_checkpoint_are_refused(self, tiny_config: dict[str, Any]) -> None:
+        train(tiny_config | {"max_steps": 1})
+        run = Path(tiny_config["output_dir"])
+        (run / "metrics.jsonl").write_text("")
+        with pytest.raises(RunDirectoryError, match="restore the file"):
+            resume(run, {"max_steps": 2})
+
+    def test_a_stop_without_an_update_is_no_step(self, tiny_config: dict[str, Any]) -> None:
+        config = tiny_config | {"filter": {"name": "zero_variance", "max_refill_rounds": 1}, "max_steps": 2}
+
+        def equal(completions: list[str], **_: object) -> list[float]:
+            return [1.0] * len(completions)
+
+        with pytest.raises(RunStoppedError):
+            Trainer(config=config, reward_funcs=equal).train()
+        for _ in range(3):
+            with pytest.raises(RunStoppedError, match="step 0"):
+                Trainer.resume(config["output_dir"], reward_funcs=equal).train()
+
+
+class TestRefusedAtTheStart:
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"max_completion_length": 100_000}, "maximum length 512"),
+            ({"max_prompt_length": 2}, "over max_prompt_length=2"),
+            ({"stop": [""]}, "stop string is empty"),
+            ({"temperature": 1e-9}, "temperature"),
+            ({"report_to": ["trackio"]}, "trackio is not installed"),
+            ({"device": "cuda:99"}, "device"),
+            ({"max_grad_norm": float("inf")}, "max_grad_norm"),
+            ({"reward_timeout_s": float("inf")}, "reward_timeout_s"),
+            ({"filter": {"name": "zero_variance", "atol": float("inf")}}, "JSON"),
+        ],
+    )
+    def test_and_nothing_is_written(self, tiny_config: dict[str, Any], options: dict, message: str) -> None:
+        with pytest.raises(ValueError, match=message):
+            Trainer(config=tiny_config | options, reward_funcs=parity_reward)
+        assert not Path(tiny_config["output_dir"]).exists()
+
+    @pytest.mark.parametrize("damage", ["missing", "truncated", "nan"])
+    def test_a_damaged_model(self, tiny_config: dict[str, Any], tiny_model: Path, tmp_path: Path, damage: str) -> None:
+        import shutil
+
+        from safetensors.torch import load_file, save_file
+
+        model = tmp_path / "damaged"
+        shutil.copytree(tiny_model, model)
+        file = model / "model.safetensors"
+        weights = load_file(file)
+        if damage == "truncated":
+            file.write_bytes(file.read_bytes()[:-100])
+        elif damage == "missing":
+            del weights["model.layers.0.input_layernorm.weight"]
+            save_file(weights, file, {"format": "pt"})
+        else:
+            weights["model.norm.weight"][0] = float("nan")
+            save_file(weights, file, {"format": "pt"})
+        message = {"missing": "input_layernorm", "truncated": "cannot load", "nan": "not finite"}[damage]
+        with pytest.raises(ConfigError, match=message):
+            train(tiny_config | {"model": str(model)})
+
+    def test_no_clipping_is_null(self, tiny_config: dict[str, Any]) -> None:
+        assert train(tiny_config | {"max_grad_norm": None, "max_steps": 1, "eval_steps": None})["step"] == 1
+
+    def test_rewards_that_would_overflow_are_failures(self, tiny_config: dict[str, Any]) -> None:
+        with pytest.raises(RunStoppedError, match="1e\\+308"):
+            Trainer(
+                config=tiny_config | {"eval_steps": None},
+                reward_funcs=lambda completions, **_: [1e308] * len(completions),
+            ).train()
