@@ -17,7 +17,7 @@ def plan(trainer: Trainer) -> dict[str, Any]:
     c, model = trainer.config, trainer.learner.model
     parameters = sum(p.numel() for p in model.parameters())
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    rollouts = c.prompts_per_step * c.num_generations
+    rollouts = rollouts_per_step(trainer)
     longest = c.max_prompt_length + c.max_completion_length
     evaluations = c.max_steps // c.eval_steps + 1 if c.eval_steps else 0
     return {
@@ -42,6 +42,11 @@ def plan(trainer: Trainer) -> dict[str, Any]:
     }
 
 
+def rollouts_per_step(trainer: Trainer) -> int:
+    """With the largest groups that the run may come to; a filter that refills may need more than one batch of them."""
+    return trainer.config.prompts_per_step * trainer.methods.group_size.largest
+
+
 def kv_bytes_per_token(model: Any) -> int:
     """Keys and values of one position in float32."""
     config = model.config.get_text_config()
@@ -52,5 +57,5 @@ def kv_bytes_per_token(model: Any) -> int:
 
 def _slots(trainer: Trainer) -> int:
     options = getattr(trainer.engine, "options", None)
-    rollouts = trainer.config.prompts_per_step * trainer.config.num_generations
+    rollouts = rollouts_per_step(trainer)
     return min(getattr(options, "slots", rollouts), rollouts)

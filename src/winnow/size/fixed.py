@@ -19,6 +19,14 @@ class Fixed:
 class FixedSize:
     size: int
 
+    @property
+    def smallest(self) -> int:
+        return self.size
+
+    @property
+    def largest(self) -> int:
+        return self.size
+
     def next(self) -> int:
         return self.size
 

@@ -1,0 +1,109 @@
+"""More siblings once too many groups teach nothing: a tie that few rollouts leave, more of them may break.
+
+Beyond the paper: with `tau_down` the size may also go back, with hysteresis. Larger groups lower the zero-variance
+share by themselves, so the two thresholds must lie apart and a size must be kept for a while (`dwell`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+DWELL = 10
+
+
+def next_size(size: int, history: Sequence[float], base: int, high: int, tau: float, window: int) -> int:
+    """`high` once the mean of the last `window` zero-variance shares has exceeded `tau`, and then for good.
+
+    `history`: the share of zero-variance groups of each step so far (0 to 1), newest last; before `window` of them the
+    size stays. Source: Active-RLOO (Liu), equation 5: K_base = 4, K_high = 8, tau = 0.5, W = 5.
+    """
+    return high if size == high or _mean(history, window) > tau else base
+
+
+def _mean(history: Sequence[float], window: int) -> float:
+    """Over the last `window` values; NaN, which compares false with everything, before there are that many."""
+    return sum(history[-window:]) / window if len(history) >= window else float("nan")
+
+
+@dataclass(frozen=True)
+class AdaptiveK:
+    """Raise the group size from `base` to `high` when the share of zero-variance groups is high (Active-RLOO, eq. 5).
+
+    `base` None: `num_generations`; `high` None: twice `num_generations`. The share is averaged over the last `window`
+    steps and compared with `tau`. `tau_down` None: one way, as in the paper. Otherwise back to `base` below `tau_down`,
+    by the steps since the last change alone, and no change within `dwell` steps of another.
+    """
+
+    base: int | None = None
+    high: int | None = None
+    tau: float = 0.5
+    window: int = 5
+    tau_down: float | None = None
+    dwell: int = DWELL
+
+    def __post_init__(self) -> None:
+        if self.base is not None and self.base < 2:
+            raise ValueError(f"base must be >= 2, not {self.base}: an advantage needs two siblings")
+        if not 0 <= self.tau <= 1:
+            raise ValueError(f"tau must lie in [0, 1], not {self.tau}")
+        if self.window < 1:
+            raise ValueError(f"window must be >= 1, not {self.window}")
+        if self.dwell < 1:
+            raise ValueError(f"dwell must be >= 1, not {self.dwell}")
+        if self.tau_down is None and self.dwell != DWELL:
+            raise ValueError("dwell has no effect without tau_down; remove it, or set tau_down below tau")
+        if self.tau_down is not None and not 0 <= self.tau_down < self.tau:
+            raise ValueError(f"tau_down must lie in [0, tau={self.tau}), not {self.tau_down}")
+
+    def build(self, num_generations: int) -> AdaptiveSize:
+        """Raises ValueError unless base < high."""
+        base = num_generations if self.base is None else self.base
+        high = 2 * num_generations if self.high is None else self.high
+        if not base < high:
+            raise ValueError(
+                f"group_size (adaptive_k): base={base} must be below high={high} "
+                f"(their defaults are num_generations={num_generations} and twice that)"
+            )
+        return AdaptiveSize(self, base, high)
+
+
+class AdaptiveSize:
+    """The controller; its state is the size, the shares since the last change, and the steps since then."""
+
+    def __init__(self, options: AdaptiveK, base: int, high: int) -> None:
+        self.options = options
+        self.smallest, self.largest = base, high
+        self._size = base
+        self._history: list[float] = []
+        self._steps: int | None = None
+        """Since the last change; None before the first, which `dwell` does not hold up."""
+
+    def next(self) -> int:
+        return self._size
+
+    def observe(self, step_stats: Mapping[str, float]) -> None:
+        """Learn from `frac_reward_zero_std`; a step without it only passes time."""
+        o = self.options
+        if self._steps is not None:
+            self._steps += 1
+        if "frac_reward_zero_std" in step_stats:
+            self._history = [*self._history, float(step_stats["frac_reward_zero_std"])][-o.window :]
+        size = self._wanted()
+        if size != self._size and (self._steps is None or self._steps >= o.dwell):
+            self._size, self._history, self._steps = size, [], 0
+
+    def _wanted(self) -> int:
+        o = self.options
+        if o.tau_down is not None and self._size == self.largest and _mean(self._history, o.window) < o.tau_down:
+            return self.smallest
+        return next_size(self._size, self._history, self.smallest, self.largest, o.tau, o.window)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"size": self._size, "history": list(self._history), "steps": self._steps}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._size = int(state["size"])
+        self._history = [float(share) for share in state["history"]]
+        self._steps = None if state["steps"] is None else int(state["steps"])
