@@ -86,13 +86,22 @@ class Evaluator:
         self, prompts: Sequence[Prompt], params: SamplingParams, n: int, max_prompt_length: int
     ) -> list[Group]:
         options = RolloutOptions(params, max_prompt_length, self.seed, EVALUATION_STREAM)
-        runner = RolloutRunner(self.engine, self.task, self.tokenizer, self.rewarder, options)
-        for number, prompt in enumerate(prompts):
-            runner.launch(Visit(number, 0, prompt), n)
-        groups: list[Group] = []
-        while runner.pending:
-            groups += runner.poll()
-        return groups
+        return roll_out(RolloutRunner(self.engine, self.task, self.tokenizer, self.rewarder, options), prompts, n)
+
+
+def roll_out(runner: RolloutRunner, prompts: Sequence[Prompt], n: int, epoch: int = 0) -> list[Group]:
+    """Groups of `n` finished and scored rollouts, one a prompt, in order. `epoch` is part of the noise key."""
+    for number, prompt in enumerate(prompts):
+        runner.launch(Visit(number, epoch, prompt), n)
+    groups: list[Group] = []
+    while runner.pending:
+        groups += runner.poll()
+    return groups
+
+
+def count_correct(rewards: np.ndarray, success_reward: float) -> int:
+    """How many rewards (float64 [n], none NaN) reach `success_reward`, within 1e-8."""
+    return int((rewards >= success_reward - 1e-8).sum())
 
 
 def summarize(groups: Sequence[Group], success_reward: float = 1.0) -> dict[str, float]:
@@ -107,7 +116,7 @@ def summarize(groups: Sequence[Group], success_reward: float = 1.0) -> dict[str,
         failed += sum(r.fate == Fate.FAILED for r in group.rollouts)
         lengths += [int(r.action_mask.sum()) for r in group.rollouts]
         if len(judged):
-            counts.append((len(judged), int((judged >= success_reward - 1e-8).sum())))
+            counts.append((len(judged), count_correct(judged, success_reward)))
             rewards.append(float(judged.mean()))
     metrics = {"failed": failed / max(total, 1)}
     if not counts:

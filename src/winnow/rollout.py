@@ -31,7 +31,7 @@ class RolloutOptions:
     max_prompt_length: int
     seed: int
     stream: int = 0
-    """Keeps the noise of training (0) and evaluation (1) apart."""
+    """Keeps the noise of training (0), evaluation (1) and profiles (2) apart."""
 
 
 @dataclass
