@@ -107,8 +107,10 @@ class RunConfig(BaseModel):
 
     # the update
     learning_rate: float = Field(1e-6, ge=0)
-    lr_scheduler_type: Literal["constant", "linear"] = "constant"
+    lr_scheduler_type: Literal["constant", "linear", "warmup_stable_decay"] = "constant"
     warmup_steps: int = Field(0, ge=0)
+    lr_end: float = Field(0.0, ge=0)
+    lr_decay_steps: int | None = Field(None, ge=1)
     adam_beta1: float = Field(0.9, ge=0, lt=1)
     adam_beta2: float = Field(0.999, ge=0, lt=1)
     adam_epsilon: float = Field(1e-8, gt=0)
@@ -141,9 +143,26 @@ class RunConfig(BaseModel):
             raise ValueError("max_lag: this version trains synchronously; the only accepted value is 0")
         if self.epsilon_high is not None and self.policy_loss == "plain":
             raise ValueError("epsilon_high has no effect with policy_loss: plain; remove it or use policy_loss: clip")
-        if self.lr_scheduler_type == "linear" and self.warmup_steps >= self.max_steps:
-            raise ValueError(f"warmup_steps ({self.warmup_steps}) must be below max_steps ({self.max_steps})")
+        self._check_schedule()
         return self
+
+    def _check_schedule(self) -> None:
+        kind, decay = self.lr_scheduler_type, self.lr_decay_steps
+        if kind == "constant" and self.lr_end:
+            raise ValueError("lr_end has no effect with lr_scheduler_type: constant; remove it or choose linear")
+        if kind != "warmup_stable_decay" and decay is not None:
+            raise ValueError(
+                f"lr_decay_steps has no effect with lr_scheduler_type: {kind}; remove it or choose warmup_stable_decay"
+            )
+        if kind == "linear" and self.warmup_steps >= self.max_steps:
+            raise ValueError(f"warmup_steps ({self.warmup_steps}) must be below max_steps ({self.max_steps})")
+        if kind == "warmup_stable_decay":
+            if decay is None:
+                raise ValueError("lr_scheduler_type: warmup_stable_decay needs lr_decay_steps, the steps of the decay")
+            if self.warmup_steps + decay > self.max_steps:
+                raise ValueError(
+                    f"warmup_steps ({self.warmup_steps}) + lr_decay_steps ({decay}) exceed max_steps ({self.max_steps})"
+                )
 
 
 def nearest(name: str, known: Sequence[str]) -> str:

@@ -30,16 +30,24 @@ class StepOptions:
     pad_id: int
     seed: int
     device: torch.device
+    lr_end: float = 0.0
+    lr_decay_steps: int | None = None
 
 
 def scheduled_lr(step: int, options: StepOptions) -> float:
-    """Learning rate of step `step` (from 0): linear warm-up, then constant or linear decay to 0 at `max_steps`."""
-    if step < options.warmup_steps:
-        return options.learning_rate * (step + 1) / options.warmup_steps
-    if options.lr_scheduler_type == "constant":
-        return options.learning_rate
-    left = (options.max_steps - step) / (options.max_steps - options.warmup_steps)
-    return options.learning_rate * max(left, 0.0)
+    """Learning rate of step `step` (from 0): linear warm-up to `learning_rate`, then as `lr_scheduler_type` says.
+
+    `constant`. `linear`: straight to `lr_end`, which step `max_steps` would have (as in Hugging Face, so the last step
+    is one increment short of it). `warmup_stable_decay`: constant, but the last `lr_decay_steps` go to `lr_end` so.
+    """
+    o = options
+    if step < o.warmup_steps:
+        return o.learning_rate * (step + 1) / o.warmup_steps
+    if o.lr_scheduler_type == "constant":
+        return o.learning_rate
+    turning = o.max_steps - o.warmup_steps if o.lr_decay_steps is None else o.lr_decay_steps
+    left = min(max((o.max_steps - step) / turning, 0.0), 1.0)
+    return o.learning_rate * left + o.lr_end * (1.0 - left)
 
 
 class OptimizerStep:

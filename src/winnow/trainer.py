@@ -193,7 +193,7 @@ class Trainer:
         return None
 
     def _refuse_changes(self, state: Mapping[str, Any]) -> None:
-        before, now = state["config"], self.config.model_dump(mode="json")
+        before, now = (c.model_dump(mode="json") for c in (validate(state["config"]), self.config))
         free = MAY_CHANGE_ON_RESUME | {"output_dir"}
         if self.config.lr_scheduler_type != "constant":
             free -= {"max_steps"}  # it shapes every later learning rate
@@ -257,6 +257,8 @@ class Trainer:
             learning_rate=c.learning_rate,
             lr_scheduler_type=c.lr_scheduler_type,
             warmup_steps=c.warmup_steps,
+            lr_end=c.lr_end,
+            lr_decay_steps=c.lr_decay_steps,
             max_steps=c.max_steps,
             num_iterations=c.num_iterations,
             tokens_per_microbatch=c.tokens_per_microbatch,

@@ -1,0 +1,88 @@
+"""Learning rates at the ends and joints of every schedule, and what configuration refuses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from winnow.config import ConfigError, validate
+from winnow.step import StepOptions, scheduled_lr
+
+GOOD = {"model": "m", "env": "countdown"}
+
+
+def rates(**options: Any) -> list[float]:
+    """Of every step of a valid configuration."""
+    c = validate(GOOD | {"learning_rate": 1.0, "max_steps": 10} | options)
+    step_options = StepOptions(
+        learning_rate=c.learning_rate,
+        lr_scheduler_type=c.lr_scheduler_type,
+        warmup_steps=c.warmup_steps,
+        lr_end=c.lr_end,
+        lr_decay_steps=c.lr_decay_steps,
+        max_steps=c.max_steps,
+        num_iterations=1,
+        tokens_per_microbatch=1,
+        max_completion_length=1,
+        mask_truncated_completions=False,
+        pad_id=0,
+        seed=0,
+        device=torch.device("cpu"),
+    )
+    return [scheduled_lr(step, step_options) for step in range(c.max_steps + 1)]
+
+
+def test_constant_and_its_warmup() -> None:
+    assert rates() == [1.0] * 11
+    assert rates(warmup_steps=4) == [0.25, 0.5, 0.75, 1.0] + [1.0] * 7
+
+
+def test_linear_goes_to_zero_as_in_hugging_face() -> None:
+    transformers = pytest.importorskip("transformers")
+    for warmup in (0, 3):
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+        theirs = transformers.get_linear_schedule_with_warmup(optimizer, warmup, 10)
+        ours = rates(lr_scheduler_type="linear", warmup_steps=warmup)
+        for step in range(11):
+            if step >= warmup:  # theirs wastes its first step on a rate of 0
+                assert ours[step] == pytest.approx(theirs.get_last_lr()[0], abs=1e-15)
+            optimizer.step()
+            theirs.step()
+
+
+def test_linear_is_a_ramp_between_any_two_rates() -> None:
+    ramp = rates(lr_scheduler_type="linear", learning_rate=1.3e-5, lr_end=3.4e-5)
+    assert ramp == pytest.approx([1.3e-5 + 2.1e-6 * t for t in range(11)], rel=1e-12)
+    assert (ramp[0], ramp[10]) == (1.3e-5, 3.4e-5)
+    warm = rates(lr_scheduler_type="linear", learning_rate=1.0, lr_end=0.2, warmup_steps=2)
+    assert warm == pytest.approx([0.5, 1.0] + [1.0 - 0.1 * t for t in range(9)])
+
+
+def test_stable_then_decay() -> None:
+    got = rates(lr_scheduler_type="warmup_stable_decay", warmup_steps=2, lr_decay_steps=4, lr_end=0.2)
+    assert got == pytest.approx([0.5, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 0.8, 0.6, 0.4, 0.2])
+    assert rates(lr_scheduler_type="warmup_stable_decay", lr_decay_steps=10) == rates(lr_scheduler_type="linear")
+    full = rates(lr_scheduler_type="warmup_stable_decay", warmup_steps=6, lr_decay_steps=4)
+    assert full == pytest.approx([1 / 6, 2 / 6, 3 / 6, 4 / 6, 5 / 6, 1, 1, 0.75, 0.5, 0.25, 0])
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"lr_end": 1e-5}, "lr_end has no effect with lr_scheduler_type: constant"),
+        ({"lr_decay_steps": 5}, "lr_decay_steps has no effect with lr_scheduler_type: constant"),
+        ({"lr_scheduler_type": "linear", "lr_decay_steps": 5}, "lr_decay_steps has no effect"),
+        ({"lr_scheduler_type": "warmup_stable_decay"}, "needs lr_decay_steps"),
+        (
+            {"lr_scheduler_type": "warmup_stable_decay", "lr_decay_steps": 60, "warmup_steps": 41},
+            r"warmup_steps \(41\) \+ lr_decay_steps \(60\) exceed max_steps \(100\)",
+        ),
+        ({"lr_scheduler_type": "linear", "lr_end": -1.0}, "lr_end: .*greater than or equal to 0"),
+        ({"lr_scheduler_type": "cosine"}, "lr_scheduler_type: .*'warmup_stable_decay'"),
+    ],
+)
+def test_options_without_effect_or_sense_are_refused(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        validate(GOOD | values)
