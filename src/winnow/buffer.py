@@ -1,12 +1,10 @@
 """Finished groups waiting for the learner.
 
 Invariants
-- A group starts only if it can still be trained within the lag bound: with `ahead` groups in flight or waiting, it
-  enters step `version + ahead // prompts_per_step` at the latest, so at most (max_lag + 1) * prompts_per_step are
-  ever ahead. Pace, don't discard.
 - A batch is taken in visit order, so with max_lag = 0 it is the shortest prefix of the stream of visits that has
   enough admissible groups, whatever order they finished in.
-- The bound is checked again when the batch is formed.
+- What is left over is either carried to the next step, keeping its policy version, or given back as surplus.
+- The lag bound is checked before a batch is collected, so that what is too old is replaced, and when it is formed.
 """
 
 from __future__ import annotations
@@ -15,16 +13,18 @@ from .types import Group
 
 
 class Buffer:
-    def __init__(self, prompts_per_step: int, max_lag: int) -> None:
+    def __init__(self, prompts_per_step: int, max_lag: int, *, carry: bool = False) -> None:
         self.prompts_per_step = prompts_per_step
         self.max_lag = max_lag
+        self.carry = carry
         self.groups: list[Group] = []
         self.spent = 0
         """Groups of the coming batch that were rejected and are not replaced."""
 
-    def room(self, in_flight: int) -> int:
-        """How many groups may start now."""
-        return (self.max_lag + 1) * self.prompts_per_step - in_flight - len(self.groups) - self.spent
+    @property
+    def missing(self) -> int:
+        """Groups that the coming batch still lacks."""
+        return max(0, self.prompts_per_step - len(self.groups) - self.spent)
 
     def add(self, group: Group) -> None:
         self.groups.append(group)
@@ -33,18 +33,20 @@ class Buffer:
         """Count a rejected group that is not replaced."""
         self.spent += 1
 
-    @property
-    def ready(self) -> bool:
-        return len(self.groups) + self.spent >= self.prompts_per_step
+    def expire(self, version: int) -> list[Group]:
+        """Take out the groups that are over the lag bound for the optimizer step from `version`."""
+        stale = [g for g in self.groups if lag(g, version) > self.max_lag]
+        self.groups = [g for g in self.groups if lag(g, version) <= self.max_lag]
+        return stale
 
-    def take(self, version: int) -> tuple[list[Group], list[Group]]:
-        """The batch for the optimizer step from `version`, in visit order; and the groups over the lag bound."""
+    def take(self, version: int) -> tuple[list[Group], list[Group], list[Group]]:
+        """The batch for the optimizer step from `version`, in visit order; groups over the lag bound; the surplus."""
+        stale = self.expire(version)
         waiting = sorted(self.groups, key=lambda g: g.visit.number)
-        fresh = [g for g in waiting if lag(g, version) <= self.max_lag]
-        stale = [g for g in waiting if lag(g, version) > self.max_lag]
         size = self.prompts_per_step - self.spent
-        self.groups, self.spent = fresh[size:], 0
-        return fresh[:size], stale
+        batch, left = waiting[:size], waiting[size:]
+        self.groups, self.spent = (left, 0) if self.carry else ([], 0)
+        return batch, stale, [] if self.carry else left
 
 
 def lag(group: Group, version: int) -> int:

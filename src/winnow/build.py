@@ -26,7 +26,9 @@ from .learner.local import LearnerOptions, LocalLearner, frozen_copy, without_dr
 from .learner.logprob import TokenDistribution
 from .loss import LossConfig
 from .select import SELECTORS, Selector
-from .size import SIZES, GroupSize
+from .size import ROLLOUT_BATCHES, SIZES, GroupSize, RolloutBatch
+from .size.rollout_batch import Exact
+from .step import StepOptions
 from .types import Prompt
 
 
@@ -45,6 +47,7 @@ class Policy:
 @dataclass(frozen=True)
 class Methods:
     selector: Selector
+    rollout_batch: RolloutBatch
     group_size: GroupSize
     gates: list[Gate]
     filter: Filter
@@ -55,12 +58,50 @@ class Methods:
 def build_methods(c: RunConfig, prompts: Sequence[Prompt]) -> Methods:
     """Raises ConfigError naming the field and the nearest valid name."""
     return Methods(
-        selector=method(SELECTORS, c.selector, "selector").build(prompts, c.seed),
+        selector=method(SELECTORS, c.selector, "selector").build(prompts, c.seed, c.success_reward),
+        rollout_batch=_rollout_batch(c),
         group_size=method(SIZES, c.group_size, "group_size").build(c.num_generations),
         gates=[method(GATES, spec, "gates").build(c.seed) for spec in c.gates],
         filter=method(FILTERS, c.filter, "filter"),
         advantage=method(ADVANTAGES, c.advantage, "advantage"),
         step_scale=method(STEP_SCALES, c.step_scale, "step_scale"),
+    )
+
+
+def _rollout_batch(c: RunConfig) -> RolloutBatch:
+    batch: RolloutBatch = method(ROLLOUT_BATCHES, c.rollout_batch, "rollout_batch").build(c.prompts_per_step)
+    if batch.carry and c.max_lag < 1:
+        raise ConfigError(
+            "rollout_batch: surplus: carry trains groups one step after they were sampled; allow it with max_lag: 1, "
+            "or choose surplus: discard"
+        )
+    if c.max_lag and not batch.carry:
+        raise ConfigError(
+            "max_lag: this version trains synchronously, and nothing is ever old but what `rollout_batch: {name: "
+            "adaptive, surplus: carry}` carries over; set max_lag: 0"
+        )
+    if not isinstance(batch, Exact) and not method(FILTERS, c.filter, "filter").refill:
+        raise ConfigError(
+            "rollout_batch has an effect only with a filter that refills, e.g. filter: zero_variance; remove it"
+        )
+    return batch
+
+
+def step_options(c: RunConfig, pad_id: int, device: torch.device) -> StepOptions:
+    return StepOptions(
+        learning_rate=c.learning_rate,
+        lr_scheduler_type=c.lr_scheduler_type,
+        warmup_steps=c.warmup_steps,
+        lr_end=c.lr_end,
+        lr_decay_steps=c.lr_decay_steps,
+        max_steps=c.max_steps,
+        num_iterations=c.num_iterations,
+        tokens_per_microbatch=c.tokens_per_microbatch,
+        max_completion_length=c.max_completion_length,
+        mask_truncated_completions=c.mask_truncated_completions,
+        pad_id=pad_id,
+        seed=c.seed,
+        device=device,
     )
 
 

@@ -85,9 +85,11 @@ class RunConfig(BaseModel):
     mask_truncated_completions: bool = False
     reward_timeout_s: float = Field(30.0, gt=0, le=86_400)
     max_failed_share: float = Field(0.5, ge=0, le=1)
+    max_skipped_steps: int = Field(20, ge=1)
 
     # methods, each a name or {name: ..., options}
     selector: MethodSpec = "uniform"
+    rollout_batch: MethodSpec = "exact"
     group_size: MethodSpec = "fixed"
     gates: list[MethodSpec] = []
     filter: MethodSpec = "keep_all"
@@ -139,8 +141,6 @@ class RunConfig(BaseModel):
 
     @model_validator(mode="after")
     def _cross_checks(self) -> RunConfig:
-        if self.max_lag > 0:
-            raise ValueError("max_lag: this version trains synchronously; the only accepted value is 0")
         if self.epsilon_high is not None and self.policy_loss == "plain":
             raise ValueError("epsilon_high has no effect with policy_loss: plain; remove it or use policy_loss: clip")
         self._check_schedule()

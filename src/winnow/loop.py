@@ -7,7 +7,7 @@ Everything that is dispatched comes back once, with a fate; the ledger is told a
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,14 +17,15 @@ from .evaluate import Evaluation
 from .failpoint import failpoint
 from .filter import Filter
 from .gate import Gate
+from .group_state import group_from, group_state
 from .learner.base import Learner
 from .ledger import Ledger
 from .rollout import RolloutRunner
 from .select import Selector
-from .size import GroupSize
+from .size import GroupSize, RolloutBatch
 from .step import OptimizerStep
 from .tally import Tally
-from .types import Fate, Group
+from .types import Fate, Group, Prompt
 
 MIN_FAILURES_JUDGED = 32
 """Rollouts of a step that must have come back before their failed share can stop the run."""
@@ -38,16 +39,27 @@ class RunStoppedError(RuntimeError):
 class Parts:
     """Everything the loop drives. Each part can be used alone."""
 
+    prompts: Sequence[Prompt]
     engine: Engine
     learner: Learner
     runner: RolloutRunner
     selector: Selector
+    rollout_batch: RolloutBatch
     group_size: GroupSize
     filter: Filter
     optimizer_step: OptimizerStep
     buffer: Buffer
     ledger: Ledger
     gates: list[Gate] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """When to end: in success, or because going on is useless."""
+
+    max_steps: int
+    max_failed_share: float
+    max_skipped_steps: int
 
 
 @dataclass
@@ -64,24 +76,25 @@ class Hooks:
 class Loop:
     """Runs optimizer steps until `max_steps`. `step` is also the policy version: updates published so far."""
 
-    def __init__(
-        self, parts: Parts, hooks: Hooks, *, max_steps: int, max_failed_share: float, success_reward: float
-    ) -> None:
+    def __init__(self, parts: Parts, hooks: Hooks, limits: Limits, *, success_reward: float) -> None:
         self.parts = parts
         self.hooks = hooks
-        self.max_steps = max_steps
-        self.max_failed_share = max_failed_share
+        self.limits = limits
         self.success_reward = success_reward
         self.step = 0
         self.num_tokens = 0
         self._tally = Tally(success_reward)
         self._barren = 0
         self._last_rejected: list[str] = []
+        self._skipped_steps = 0
+        self._zero_share = 1.0
+        """Zero-variance share of the last step that finished any group."""
+        self._nothing_left = False
         self._stop: RunStoppedError | None = None
 
     def run(self) -> None:
         """Train to `max_steps` or until `should_stop`; RunStoppedError, after saving, when going on is useless."""
-        while self.step < self.max_steps and not self.hooks.should_stop():
+        while self.step < self.limits.max_steps and not self.hooks.should_stop():
             self.one_step()
             if self._stop is not None:
                 self.hooks.save(self.step, True)
@@ -100,6 +113,7 @@ class Loop:
         with tally.phase("update"):
             update = parts.optimizer_step(groups, self.step)
         self._book_trained(groups, bool(update["updated"]))
+        self._judge_skipped(bool(update["updated"]))
         self.step += 1
         with tally.phase("publish"):
             parts.engine.load_weights(parts.learner.weights(), self.step)
@@ -108,6 +122,7 @@ class Loop:
             evaluation = self.hooks.evaluate(self.step)
         metrics = self._metrics(update, groups, evaluation)
         parts.group_size.observe(metrics)
+        parts.selector.end_step()
         parts.ledger.step(self.step - 1, seconds=tally.seconds, metrics=metrics, version=self.step - 1)
         self.hooks.record(self.step, metrics, finished)
 
@@ -116,29 +131,45 @@ class Loop:
         parts, finished = self.parts, []
         self._barren = 0
         self._last_rejected = []
-        while not parts.buffer.ready and not (self._stop and parts.runner.pending == 0):
+        self._nothing_left = False
+        self._book_stale(parts.buffer.expire(self.step))
+        while True:
             if self._stop is None:
                 self._launch()
+            if not parts.runner.pending:
+                break
             for group in parts.runner.poll():
                 finished.append(group)
                 self._take(group)
-        groups, stale = parts.buffer.take(self.step)
-        for group in stale:
-            self._book(group, Fate.STALE, f"older than max_lag={parts.buffer.max_lag} steps")
+        groups, stale, surplus = parts.buffer.take(self.step)
+        self._book_stale(stale)
+        for group in surplus:
+            self._book(group, Fate.SURPLUS, "the batch was already full")
+        if self._tally.groups:
+            self._zero_share = self._tally.zero_share()
         return groups, finished
 
     def _launch(self) -> None:
-        """Start as many groups as may still be trained within the lag bound."""
-        parts = self.parts
-        room = parts.buffer.room(parts.runner.pending)
-        if room <= 0:
+        """Start as many groups as the batch lacks, in the way the rollout batch says."""
+        parts, in_flight = self.parts, self.parts.runner.pending
+        share = self._tally.zero_share() if self._tally.groups else self._zero_share
+        n = parts.rollout_batch.next(parts.buffer.missing, in_flight, share)
+        if n <= 0 or (self._nothing_left and in_flight):
             return
-        visits = parts.selector.select(room)
+        visits = parts.selector.select(n)
         parts.ledger.visit(visits, step=self.step, version=self.step)
         failpoint("launch")
-        for visit in visits:
-            if visit.verdict.keep:
-                parts.runner.launch(visit, parts.group_size.next())
+        kept = [visit for visit in visits if visit.verdict.keep]
+        for visit in kept:
+            parts.runner.launch(visit, parts.group_size.next())
+        self._nothing_left = len(kept) < n
+        if not kept and not in_flight:
+            reason = next((v.verdict.reason for v in reversed(visits)), "")
+            self._stop = RunStoppedError(
+                f"step {self.step}: the selector skipped the last {len(visits):,} visits, more than a whole epoch, so "
+                f"nothing is left to roll out (last reason: {reason}). The prompts are too easy or too hard for this "
+                "policy: use other prompts, or selector: uniform"
+            )
 
     def _take(self, group: Group) -> None:
         """Observe before admitting: every finished group teaches the selector, also those a filter then drops."""
@@ -177,12 +208,34 @@ class Loop:
     def _judge_failures(self) -> None:
         tally = self._tally
         enough = sum(tally.sizes) >= MIN_FAILURES_JUDGED or tally.groups >= self.parts.buffer.prompts_per_step
-        if self._stop is None and enough and tally.failed_share() > self.max_failed_share:
+        if self._stop is None and enough and tally.failed_share() > self.limits.max_failed_share:
             cause, count = tally.failed.most_common(1)[0]
             self._stop = RunStoppedError(
                 f"step {self.step}: {tally.failed_share():.0%} of the rollouts failed (max_failed_share="
-                f"{self.max_failed_share:.0%}); most often ({count}x): {cause}"
+                f"{self.limits.max_failed_share:.0%}); most often ({count}x): {cause}"
             )
+
+    def _judge_skipped(self, updated: bool) -> None:
+        """Stop a run whose prompts are all solved, or all hopeless: it would only spend tokens."""
+        self._skipped_steps = 0 if updated else self._skipped_steps + 1
+        if self._stop is None and self._skipped_steps >= self.limits.max_skipped_steps:
+            kinds = self._tally.kinds
+            self._stop = RunStoppedError(
+                f"step {self.step}: {self._skipped_steps} steps in a row had no group with a signal (max_skipped_steps="
+                f"{self.limits.max_skipped_steps}); of the last {self._tally.groups} groups {kinds['easy']} were "
+                f"solved by every rollout and {kinds['hard']} failed by every one. Use other prompts, or more "
+                "num_generations"
+            )
+
+    def _book_stale(self, groups: list[Group]) -> None:
+        for group in groups:
+            self._book(group, Fate.STALE, f"older than max_lag={self.parts.buffer.max_lag} steps")
+
+    def close(self) -> None:
+        """At the end of the run, after the last save: what was carried will never be trained."""
+        for group in self.parts.buffer.groups:
+            self._book(group, Fate.SURPLUS, "carried, but the run is over")
+        self.parts.buffer.groups = []
 
     def _book_trained(self, groups: list[Group], updated: bool) -> None:
         for group in groups:
@@ -207,6 +260,8 @@ class Loop:
         self.num_tokens += sum(self._tally.lengths)
         metrics |= {"step": self.step, "num_tokens": self.num_tokens, "groups/effective": float(len(groups))}
         metrics |= update | self.parts.selector.metrics()
+        if "learning_rate" in update:  # what plain SGD over all prompts_per_step groups would need (Active-RLOO, eq. 4)
+            metrics["eta_eff"] = update["effective_learning_rate"] * self.parts.buffer.prompts_per_step / len(groups)
         if evaluation is not None:
             metrics |= {f"eval/{name}": value for name, value in evaluation.metrics.items()}
         return metrics
@@ -214,11 +269,14 @@ class Loop:
     def state_dict(self) -> dict[str, Any]:
         """Everything of the loop that a checkpoint must hold besides weights, optimizer and ledger."""
         parts = self.parts
-        if parts.runner.pending or parts.buffer.groups:
+        if parts.runner.pending:
             raise RuntimeError("a checkpoint is only taken between steps, when nothing is in flight")
         return {
             "step": self.step,
             "num_tokens": self.num_tokens,
+            "skipped_steps": self._skipped_steps,
+            "zero_share": self._zero_share,
+            "waiting": [group_state(group) for group in parts.buffer.groups],
             "selector": parts.selector.state_dict(),
             "group_size": parts.group_size.state_dict(),
             "gates": [gate.state_dict() for gate in parts.gates],
@@ -227,6 +285,9 @@ class Loop:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.step = int(state["step"])
         self.num_tokens = int(state["num_tokens"])
+        self._skipped_steps = int(state["skipped_steps"])
+        self._zero_share = float(state["zero_share"])
+        self.parts.buffer.groups = [group_from(g, self.parts.prompts) for g in state["waiting"]]
         self.parts.selector.load_state_dict(state["selector"])
         self.parts.group_size.load_state_dict(state["group_size"])
         for gate, gate_state in zip(self.parts.gates, state["gates"], strict=True):

@@ -14,11 +14,12 @@ from .env import ENVS
 from .filter import FILTERS
 from .gate import GATES
 from .select import SELECTORS
-from .size import SIZES
+from .size import ROLLOUT_BATCHES, SIZES
 
 TABLES: dict[str, Mapping[str, type]] = {
     "env": ENVS,
     "selector": SELECTORS,
+    "rollout_batch": ROLLOUT_BATCHES,
     "group_size": SIZES,
     "engine": ENGINES,
     "gates": GATES,

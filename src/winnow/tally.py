@@ -64,6 +64,10 @@ class Tally:
         for rollout in group.rollouts:
             self.tokens[str(rollout.fate)] += int(rollout.action_mask.sum())
 
+    def zero_share(self) -> float:
+        """Share of zero-variance groups among those finished; 0 when none has."""
+        return self.kinds.total() / max(self.groups, 1)
+
     def failed_share(self) -> float:
         return sum(self.failed.values()) / max(sum(self.sizes), 1)
 
@@ -71,7 +75,7 @@ class Tally:
         step_time = time.monotonic() - self._started
         n = max(self.groups, 1)
         metrics = {
-            "frac_reward_zero_std": self.kinds.total() / n,
+            "frac_reward_zero_std": self.zero_share(),
             "frac_zero_easy": self.kinds["easy"] / n,
             "frac_zero_hard": self.kinds["hard"] / n,
             "groups/rolled_out": float(self.groups),

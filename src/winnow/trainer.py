@@ -19,26 +19,35 @@ from rich.console import Console
 
 from . import checkpoint
 from .buffer import Buffer
-from .build import build_loss, build_methods, build_policy, build_task, learner_of, quiet_transformers, sampling_params
+from .build import (
+    build_loss,
+    build_methods,
+    build_policy,
+    build_task,
+    learner_of,
+    quiet_transformers,
+    sampling_params,
+    step_options,
+)
 from .config import ConfigError, RunConfig, absolute_paths, load_config, validate
 from .engine.base import Request
 from .evaluate import Evaluation, Evaluator
 from .failpoint import failpoint
 from .interrupt import StopSignals
 from .ledger import Ledger
-from .loop import Hooks, Loop, Parts
+from .loop import Hooks, Limits, Loop, Parts
 from .progress import Display
 from .prompting import encode_prompt
 from .records import CONFIG, LEDGER, METRICS, Records, RunDirectoryError, check_trackers, lock
 from .reward import Rewarder, RewardSpec
 from .rollout import RolloutOptions, RolloutRunner
-from .step import OptimizerStep, StepOptions
+from .step import OptimizerStep
 from .types import Group
 
 START = "start.json"
 """The ledger's mark before anything was booked: what a run that dies before its first checkpoint goes back to."""
 MAY_CHANGE_ON_RESUME = frozenset(
-    {"max_steps", "save_steps", "save_total_limit", "eval_steps", "log_completions", "report_to"}
+    {"max_steps", "max_skipped_steps", "save_steps", "save_total_limit", "eval_steps", "log_completions", "report_to"}
     | {"max_failed_share", "reward_timeout_s"}
 )
 """Keys that a resume may override; any other would make the rest of the run something else."""
@@ -253,30 +262,19 @@ class Trainer:
 
     def _loop(self, ledger: Ledger, records: Records, state: Mapping[str, Any] | None) -> Loop:
         c, m = self.config, self.methods
-        step_options = StepOptions(
-            learning_rate=c.learning_rate,
-            lr_scheduler_type=c.lr_scheduler_type,
-            warmup_steps=c.warmup_steps,
-            lr_end=c.lr_end,
-            lr_decay_steps=c.lr_decay_steps,
-            max_steps=c.max_steps,
-            num_iterations=c.num_iterations,
-            tokens_per_microbatch=c.tokens_per_microbatch,
-            max_completion_length=c.max_completion_length,
-            mask_truncated_completions=c.mask_truncated_completions,
-            pad_id=self.tokenizer.pad_token_id or 0,
-            seed=c.seed,
-            device=next(iter(self.learner.model.parameters())).device,
-        )
+        device = next(iter(self.learner.model.parameters())).device
+        options = step_options(c, self.tokenizer.pad_token_id or 0, device)
         parts = Parts(
+            prompts=self.task.train,
             engine=self.engine,
             learner=self.learner,
             runner=self._runner,
             selector=m.selector,
+            rollout_batch=m.rollout_batch,
             group_size=m.group_size,
             filter=m.filter,
-            optimizer_step=OptimizerStep(self.learner, m.advantage, build_loss(c), m.step_scale, step_options),
-            buffer=Buffer(c.prompts_per_step, c.max_lag),
+            optimizer_step=OptimizerStep(self.learner, m.advantage, build_loss(c), m.step_scale, options),
+            buffer=Buffer(c.prompts_per_step, c.max_lag, carry=m.rollout_batch.carry),
             ledger=ledger,
             gates=m.gates,
         )
@@ -286,9 +284,8 @@ class Trainer:
             save=lambda step, force: self._save_if_due(ledger, records, loop, step, force),
             should_stop=lambda: self._stop_requested,
         )
-        loop = Loop(
-            parts, hooks, max_steps=c.max_steps, max_failed_share=c.max_failed_share, success_reward=c.success_reward
-        )
+        limits = Limits(c.max_steps, c.max_failed_share, c.max_skipped_steps)
+        loop = Loop(parts, hooks, limits, success_reward=c.success_reward)
         if state is not None and self._checkpoint is not None:
             self._restore(loop, state)
         return loop
@@ -363,6 +360,7 @@ class Trainer:
         self.learner.save_merged(self.run_dir / "model")
         self.tokenizer.save_pretrained(self.run_dir / "model")
         checkpoint.readable(self.run_dir / "model")
+        loop.close()
         ledger.set_meta("finished", "true")
         last: dict[str, float] = {"step": loop.step, "num_tokens": loop.num_tokens, "seconds_total": self._seconds()}
         for line in (self.run_dir / METRICS).read_text(encoding="utf-8").splitlines():

@@ -20,10 +20,10 @@ from winnow.engine import ENGINES
 from winnow.filter import FILTERS
 from winnow.methods import TABLES, all_methods
 from winnow.select import SELECTORS
-from winnow.size import SIZES
+from winnow.size import ROLLOUT_BATCHES, SIZES
 from winnow.types import Prompt
 
-from ..unit.test_batch import make_group
+from ..unit.test_batch import make_group, make_rollout
 
 SOURCE = Path(winnow.__file__).parent
 PROMPTS = [Prompt(f"p{i}", i, text=str(i)) for i in range(7)]
@@ -42,14 +42,17 @@ def test_options_are_a_documented_frozen_dataclass(field: str, name: str) -> Non
 def test_advantages(name: str) -> None:
     advantage = ADVANTAGES[name]()
     rng = np.random.default_rng(0)
+    assert advantage.smallest_group >= 2
+    assert advantage.of_batch([]) == []
     for _ in range(20):
-        rewards_G = rng.choice([0.0, 0.5, 1.0, np.nan], size=6)
-        before = rewards_G.copy()
-        a = advantage(rewards_G)
-        assert a.shape == (6,)
-        assert a.dtype == np.float64
-        np.testing.assert_array_equal(np.isnan(a), np.isnan(rewards_G))
-        np.testing.assert_array_equal(rewards_G, before)
+        groups = [make_group(n, list(rng.choice([0.0, 0.5, 1.0, None], size=6))) for n in range(3)]
+        if advantage.greedy_baseline:
+            for group in groups:
+                group.rollouts.append(dataclasses.replace(make_rollout(6, 4, 0.5), greedy=True))
+        for group, a in zip(groups, advantage.of_batch(groups), strict=True):
+            assert a.shape == (len(group.rollouts),)
+            assert a.dtype == np.float64
+            np.testing.assert_array_equal(np.isnan(a), np.isnan(group.rewards()))
 
 
 @pytest.mark.parametrize("name", list(FILTERS))
@@ -102,6 +105,17 @@ def test_sizes(name: str) -> None:
     again = SIZES[name]().build(8)
     again.load_state_dict(json.loads(json.dumps(size.state_dict())))
     assert again.next() == size.next()
+
+
+@pytest.mark.parametrize("name", list(ROLLOUT_BATCHES))
+def test_rollout_batches(name: str) -> None:
+    batch = ROLLOUT_BATCHES[name]().build(8)
+    assert isinstance(batch.carry, bool)
+    for missing in range(9):
+        for in_flight in range(9):
+            n = batch.next(missing, in_flight, 0.5)
+            assert n <= 0 or missing > in_flight, "never more in flight than are missing when a round starts"
+            assert n > 0 or in_flight or not missing, "never idle while the batch lacks groups"
 
 
 @pytest.mark.parametrize("name", list(CORRECTIONS))

@@ -18,6 +18,16 @@ from winnow.loop import RunStoppedError
 
 from ..conftest import parity_reward
 
+CARRYING = {
+    "selector": "greso",
+    "filter": "zero_variance",
+    "rollout_batch": "adaptive",
+    "max_lag": 1,
+    "policy_loss": "plain",
+    "correction": "truncate",
+    "env": {"name": "countdown", "train_size": 6, "test_size": 8},
+}
+"""GRESO with surplus groups that wait, over several epochs of six prompts."""
 WALL_CLOCK = ("seconds", "tokens_per_second", "step_time")
 
 
@@ -71,8 +81,10 @@ def test_a_run_leaves_everything_behind(tiny_config: dict[str, Any]) -> None:
         {"filter": {"name": "zero_variance"}, "advantage": "rloo", "selector": {"name": "uniform", "shuffle": False}},
         {"lora": {"r": 2, "dropout": 0.1}, "beta": 0.1},
         {"beta": 0.05, "num_iterations": 2, "correction": "truncate", "entropy_coef": 0.01},
+        CARRYING,
+        {"selector": "backoff", "filter": "zero_variance", "rollout_batch": {"name": "fixed", "surplus": "discard"}},
     ],
-    ids=["plain", "dapo", "lora", "kl"],
+    ids=["plain", "dapo", "lora", "kl", "greso", "backoff"],
 )
 def test_resume_is_bit_exact_at_every_step(tiny_config: dict[str, Any], tmp_path: Path, options: dict) -> None:
     """N steps = k steps + resume + (N - k) steps, for every k."""
@@ -85,6 +97,55 @@ def test_resume_is_bit_exact_at_every_step(tiny_config: dict[str, Any], tmp_path
         resume(part)
         assert fingerprint(part) == expected, f"after a resume at step {k}"
         assert_clean(part)
+
+
+def test_carried_groups_are_trained_one_step_late_and_booked_once(tiny_config: dict[str, Any]) -> None:
+    train(tiny_config | CARRYING | {"max_steps": 6, "save_steps": 100})
+    run = Path(tiny_config["output_dir"])
+    assert_clean(run)
+    with sqlite3.connect(run / "ledger.sqlite") as db:
+        late = db.execute(
+            "SELECT COUNT(*) FROM rollouts JOIN steps USING (step) WHERE fate = 'trained' AND version > first_version"
+        ).fetchone()[0]
+        skipped = db.execute("SELECT COUNT(*) FROM outcomes WHERE fate = 'skipped'").fetchone()[0]
+        surplus = db.execute("SELECT DISTINCT reason FROM outcomes WHERE fate = 'surplus'").fetchall()
+    assert late > 0, "otherwise this test and the resume test prove nothing about carried groups"
+    assert skipped > 0
+    assert surplus in ([], [("carried, but the run is over",)])
+
+
+def _solved(completions: list[str], **columns: object) -> list[float]:
+    return [1.0] * len(completions)
+
+
+def _hopeless(completions: list[str], **columns: object) -> list[float]:
+    return [0.0] * len(completions)
+
+
+@pytest.mark.parametrize("reward", [_solved, _hopeless])
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_skipped_steps": 3}, r"3 steps in a row had no group with a signal"),
+        ({"filter": {"name": "zero_variance", "refill": False}, "max_skipped_steps": 3}, r"3 steps in a row"),
+        ({"filter": "zero_variance"}, r"40 groups in a row had no signal"),
+        (CARRYING | {"filter": {"name": "zero_variance", "max_refill_rounds": 1000}}, r"nothing is left to roll out"),
+        (
+            {"filter": {"name": "zero_variance", "refill": False}, "selector": "greso"},
+            r"nothing is left|steps in a row",
+        ),
+    ],
+    ids=["keep_all", "active", "dapo", "greso", "greso-active"],
+)
+def test_all_solved_or_all_hopeless_ends_with_a_message_and_a_saved_run(
+    tiny_config: dict[str, Any], reward: Any, options: dict[str, Any], message: str
+) -> None:
+    trainer = Trainer(config=tiny_config | {"eval_steps": None, "max_steps": 1000} | options, reward_funcs=reward)
+    with pytest.raises(RunStoppedError, match=message):
+        trainer.train()
+    run = Path(tiny_config["output_dir"])
+    assert_clean(run)
+    assert list((run / "checkpoints").glob("step-*")) or (run / "start.json").exists()
 
 
 def _train_until(config: dict[str, Any], k: int) -> None:

@@ -119,31 +119,31 @@ def test_a_format_bonus_is_not_zero_variance() -> None:
 
 
 class TestBuffer:
-    def test_room_is_the_lag_bound(self) -> None:
-        for max_lag in (0, 1, 3):
-            buffer = Buffer(4, max_lag)
-            assert buffer.room(0) == 4 * (max_lag + 1)
-            buffer.add(make_group(0, [1.0, 0.0]))
-            buffer.spend()
-            assert buffer.room(1) == 4 * (max_lag + 1) - 3
+    def test_missing_counts_what_waits_and_what_is_spent(self) -> None:
+        buffer = Buffer(4, 0)
+        assert buffer.missing == 4
+        buffer.add(make_group(0, [1.0, 0.0]))
+        buffer.spend()
+        assert buffer.missing == 2
 
-    def test_takes_in_visit_order_and_spent_places_shrink_the_batch(self) -> None:
-        buffer = Buffer(3, 1)
+    @pytest.mark.parametrize("carry", [True, False])
+    def test_takes_in_visit_order_and_spent_places_shrink_the_batch(self, carry: bool) -> None:
+        buffer = Buffer(3, 1, carry=carry)
         for number in (4, 0, 2):
             buffer.add(make_group(number, [1.0, 0.0]))
         buffer.spend()
-        assert buffer.ready
-        batch, stale = buffer.take(0)
+        batch, stale, surplus = buffer.take(0)
         assert [g.visit.number for g in batch] == [0, 2]
         assert not stale
-        assert not buffer.ready
-        assert [g.visit.number for g in buffer.groups] == [4]
+        assert [g.visit.number for g in buffer.groups] == ([4] if carry else [])
+        assert [g.visit.number for g in surplus] == ([] if carry else [4])
+        assert buffer.missing == (2 if carry else 3)
 
     def test_never_hands_out_what_is_over_the_bound(self) -> None:
         buffer = Buffer(2, 1)
         buffer.add(make_group(0, [1.0, 0.0], version=0))
         buffer.add(make_group(1, [1.0, 0.0], version=1))
-        batch, stale = buffer.take(2)
+        batch, stale, _ = buffer.take(2)
         assert [g.visit.number for g in batch] == [1]
         assert [g.visit.number for g in stale] == [0]
 

@@ -37,7 +37,7 @@ def test_file_and_overrides(tmp_path: Path) -> None:
         ({"max_steps": "many"}, "max_steps: .*'many'"),
         ({"num_generations": 1}, "num_generations"),
         ({"loss_type": "ppo"}, "loss_type: .*'dapo'"),
-        ({"max_lag": 2}, "max_lag"),
+        ({"max_lag": -1}, "max_lag"),
         ({"policy_loss": "plain", "epsilon_high": 0.3}, "no effect"),
         ({"lr_scheduler_type": "linear", "warmup_steps": 100}, "warmup_steps"),
         ({"lora": {"rank": 3}}, "unknown key 'lora.rank'"),

@@ -6,16 +6,25 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from ..types import Group, Visit
+from .backoff import Backoff
+from .greso import Greso
 from .uniform import Uniform
 
 
 class Selector(Protocol):
     def select(self, n: int) -> list[Visit]:
-        """The next visits in stream order: `n` to roll out, and in between those skipped (verdict.keep False)."""
+        """The next visits in stream order: `n` to roll out, and in between those skipped (verdict.keep False).
+
+        Fewer only when a whole epoch, and 10,000 visits, were skipped in a row: nothing is left to roll out.
+        """
         ...
 
     def observe(self, group: Group) -> None:
         """Learn from every finished group, also from those a filter then drops."""
+        ...
+
+    def end_step(self) -> None:
+        """An optimizer step is over; called after `metrics`."""
         ...
 
     def metrics(self) -> dict[str, float]: ...
@@ -25,5 +34,5 @@ class Selector(Protocol):
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
 
-SELECTORS: dict[str, type] = {"uniform": Uniform}
-"""Name -> frozen dataclass of options with `build(prompts, seed) -> Selector`."""
+SELECTORS: dict[str, type] = {"uniform": Uniform, "greso": Greso, "backoff": Backoff}
+"""Name -> frozen dataclass of options with `build(prompts, seed, max_reward) -> Selector`."""

@@ -1,0 +1,247 @@
+"""GRESO, backoff, rollout batches: formulas by hand, the stream, memory and exact resume."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+
+from winnow.select import SELECTORS
+from winnow.select.backoff import Backoff
+from winnow.select.greso import Greso, GresoSelector, adjust, rollout_batch_size, skip_probability
+from winnow.select.stream import PATIENCE
+from winnow.size import ROLLOUT_BATCHES
+from winnow.types import Group, Prompt, Visit
+
+from .test_batch import make_group
+
+PROMPTS = [Prompt(f"p{i}", i, text=str(i)) for i in range(10)]
+EASY, HARD, MIXED = [1.0, 1.0], [0.0, 0.0], [1.0, 0.0]
+
+
+def finished(visit: Visit, rewards: list[Any]) -> Group:
+    group = make_group(visit.number, rewards)
+    group.visit = visit
+    return group
+
+
+def kept(visits: list[Visit]) -> list[Visit]:
+    return [v for v in visits if v.verdict.keep]
+
+
+class TestFormulas:
+    def test_skip_probability(self) -> None:
+        assert skip_probability(0, 0.5) == 0.0
+        assert skip_probability(0, 0.0) == 0.0, "unseen prompts are never skipped"
+        assert skip_probability(3, 0.5) == 0.875
+        np.testing.assert_allclose(skip_probability(np.array([0, 1, 2]), np.array([0.2, 0.2, 0.1])), [0, 0.8, 0.99])
+        for z, p in ((-1, 0.5), (1, 1.5), (1, -0.1), (1, float("nan"))):
+            with pytest.raises(ValueError, match="skip_probability"):
+                skip_probability(z, p)
+
+    @pytest.mark.parametrize(
+        ("missing", "share", "default", "expected"),
+        [
+            (256, 0.0, 384, 320),
+            (256, 0.5, 384, 384),
+            (4, 0.5, 384, 10),
+            (1, 0.9, 384, 13),
+            (8, 1.0, 48, 48),
+            (0, 0.3, 48, 0),
+        ],
+    )
+    def test_rollout_batch_size(self, missing: int, share: float, default: int, expected: int) -> None:
+        assert rollout_batch_size(missing, share, default) == expected
+
+    def test_rollout_batch_size_refuses_nonsense(self) -> None:
+        for arguments in ((-1, 0.0, 8), (1, 1.1, 8), (1, float("nan"), 8), (1, 0.5, 0)):
+            with pytest.raises(ValueError, match="rollout_batch_size"):
+                rollout_batch_size(*arguments)
+
+    def test_adjust(self) -> None:
+        assert adjust(0.5, share=0.3, target=0.3) == pytest.approx(0.49), "at the target counts as over it"
+        assert adjust(0.5, share=0.29, target=0.3) == pytest.approx(0.51)
+        assert adjust(0.05, 1.0, 0.1) == 0.05
+        assert adjust(1.0, 0.0, 0.1) == 1.0
+        assert adjust(0.95, 0.0, 0.1, cap=0.95) == 0.95
+
+
+class TestGreso:
+    def build(self, **options: Any) -> GresoSelector:
+        return Greso(**options).build(PROMPTS, seed=1)
+
+    def test_the_first_epoch_skips_nothing(self) -> None:
+        selector = self.build()
+        visits = selector.select(10)
+        assert all(v.verdict.keep for v in visits)
+        assert sorted(v.prompt.ordinal for v in visits) == list(range(10))
+
+    def test_the_trace_counts_runs_of_either_kind_and_an_effective_visit_resets(self) -> None:
+        selector = self.build()
+        for rewards, z in ((HARD, 1), (EASY, 2), (EASY, 3), (MIXED, 0), (HARD, 1), ([None, 0.0], 1), ([None, None], 1)):
+            selector.observe(finished(Visit(0, 0, PROMPTS[4]), rewards))
+            assert selector.z_N[4] == z
+        assert selector.z_N.sum() == 1
+
+    def test_the_last_visit_decides_which_base_probability_counts(self) -> None:
+        selector = self.build(p_easy=0.9, p_hard=0.1)
+        for rewards in (HARD, HARD, EASY):
+            selector.observe(finished(Visit(0, 0, PROMPTS[0]), rewards))
+        assert selector._keep_probability(np.array([0]))[0] == pytest.approx(0.9**3)
+        selector.observe(finished(Visit(0, 0, PROMPTS[0]), HARD))
+        assert selector._keep_probability(np.array([0]))[0] == pytest.approx(0.1**4)
+
+    def test_skips_at_the_rate_it_says(self) -> None:
+        prompts = [Prompt(str(i), i, text="") for i in range(4000)]
+        selector = Greso().build(prompts, seed=0)
+        for prompt in prompts:
+            for _ in range(2):
+                selector.observe(finished(Visit(0, 0, prompt), HARD))
+        visits = selector.select(500)
+        share = len(kept(visits)) / len(visits)
+        assert share == pytest.approx(0.25, abs=4 * (0.25 * 0.75 / len(visits)) ** 0.5)
+        assert {v.verdict.probability for v in kept(visits)} == {0.25}
+        skipped = next(v for v in visits if not v.verdict.keep)
+        assert skipped.verdict.reason == "greso: hard, 2 zero-variance visits in a row"
+        assert skipped.verdict.probability == 0.75
+
+    def test_adjusts_once_a_step_and_only_after_the_first_epoch(self) -> None:
+        selector = self.build()
+        for visit in selector.select(6):
+            selector.observe(finished(visit, HARD))
+        selector.end_step()
+        assert (selector.p[1], selector.p[2]) == (0.5, 0.5), "still in the first epoch"
+        visits = selector.select(6)
+        for visit, rewards in zip(kept(visits), [HARD, HARD, MIXED, MIXED, MIXED, MIXED], strict=True):
+            selector.observe(finished(visit, rewards))
+        selector.end_step()
+        assert selector.p[1] == pytest.approx(0.51), "0 of 6 easy, target 1/12"
+        assert selector.p[2] == pytest.approx(0.49), "2 of 6 hard, target 1/6"
+        selector.end_step()
+        assert selector.p[1] == pytest.approx(0.51), "a step without groups says nothing"
+
+    def test_easy_means_all_at_the_maximum_reward_of_the_run(self) -> None:
+        selector = Greso().build(PROMPTS, 0, max_reward=2.0)
+        selector.observe(finished(Visit(0, 0, PROMPTS[0]), EASY))
+        assert selector.kind_N[0] == 2
+        selector.observe(finished(Visit(0, 0, PROMPTS[0]), [2.0, 2.0]))
+        assert selector.kind_N[0] == 1
+
+    def test_shares_come_to_their_targets(self) -> None:
+        """Prompts that never teach: half easy, a quarter hard; both p find what lets 1/12 and 1/6 through."""
+        prompts = [Prompt(str(i), i, text="") for i in range(400)]
+        selector = Greso(step=0.02).build(prompts, seed=0)
+        rewards = {i: EASY if i % 4 < 2 else HARD if i % 4 == 2 else MIXED for i in range(400)}
+        shares = []
+        for _ in range(600):
+            groups = [finished(v, rewards[v.prompt.ordinal]) for v in kept(selector.select(32))]
+            for group in groups:
+                selector.observe(group)
+            kinds = [tuple(g.rewards()) for g in groups]
+            shares.append((kinds.count((1.0, 1.0)) / 32, kinds.count((0.0, 0.0)) / 32))
+            selector.end_step()
+        easy, hard = np.mean(shares[300:], axis=0)
+        assert easy == pytest.approx(0.25 / 3, abs=0.05)
+        assert hard == pytest.approx(0.25 * 2 / 3, abs=0.05)
+
+    def test_options_are_checked(self) -> None:
+        for options in ({"target": 1.5}, {"p_easy": 0.01}, {"cap": 0.4}, {"step": -1}):
+            with pytest.raises(ValueError, match=r"must"):
+                Greso(**options)
+
+    def test_a_million_prompts_select_fast_in_sixteen_bytes_each(self) -> None:
+        """The time is printed, not asserted: benchmarks/select.py measures it."""
+        n = 1_000_000
+        selector = Greso().build(_Many(n), seed=0)  # type: ignore[arg-type]
+        rng = np.random.default_rng(0)
+        selector.z_N[:] = rng.integers(0, 6, n)
+        selector.kind_N[:] = np.where(selector.z_N > 0, rng.integers(1, 3, n), 0)
+        started = time.perf_counter()
+        visits = selector.select(256)
+        print(f"{time.perf_counter() - started:.4f} s for {len(visits)} visits")
+        assert len(kept(visits)) == 256
+        arrays = [v for v in vars(selector).values() if isinstance(v, np.ndarray)]
+        assert sum(a.nbytes for a in arrays) <= 16 * n
+
+
+class _Many:
+    def __init__(self, n: int) -> None:
+        self.n = n
+
+    def __len__(self) -> int:
+        return self.n
+
+    def __getitem__(self, i: int) -> Prompt:
+        return Prompt(str(i), i, text="")
+
+
+class TestBackoff:
+    def test_k_in_a_row_skips_k_epochs(self) -> None:
+        selector = Backoff().build(PROMPTS, seed=0)
+        seen = []
+        for _ in range(12):
+            visits = []
+            epoch = selector.epoch
+            while selector.epoch == epoch:
+                visits += selector.select(1)
+                for v in kept(visits[-1:]):
+                    selector.observe(finished(v, HARD if v.prompt.ordinal == 3 else MIXED))
+            seen += [v.epoch for v in visits if v.prompt.ordinal == 3 and v.verdict.keep]
+        assert seen == [0, 2, 5, 9], "skips 1, then 2, then 3 epochs"
+
+
+class TestRolloutBatches:
+    def test_exact_replaces_one_by_one(self) -> None:
+        exact = ROLLOUT_BATCHES["exact"]().build(32)
+        assert exact.next(32, 0, 1.0) == 32
+        assert exact.next(32, 30, 0.5) == 2
+        assert exact.next(5, 5, 0.5) == 0
+        assert not exact.carry
+
+    def test_rounds_wait_for_the_one_before(self) -> None:
+        fixed, adaptive = ROLLOUT_BATCHES["fixed"]().build(32), ROLLOUT_BATCHES["adaptive"]().build(32)
+        for rounds in (fixed, adaptive):
+            assert rounds.next(32, 1, 0.5) == 0
+            assert rounds.next(0, 0, 0.5) == 0
+            assert rounds.next(32, 0, 1.0) == 48
+        assert fixed.next(1, 0, 0.0) == 48
+        assert adaptive.next(1, 0, 0.5) == 3
+        assert adaptive.next(32, 0, 0.1) == 45
+        assert ROLLOUT_BATCHES["adaptive"](size=20).build(32).next(32, 0, 0.1) == 20
+
+
+@pytest.mark.parametrize("name", ["greso", "backoff"])
+def test_an_exhausted_stream_gives_fewer_and_never_hangs(name: str) -> None:
+    selector = SELECTORS[name](**({"p_easy": 0.05, "p_hard": 0.05} if name == "greso" else {})).build(PROMPTS, 0)
+    selector.z_N[:] = 60_000
+    selector.kind_N[:] = 2
+    visits = selector.select(4)
+    assert len(visits) == PATIENCE
+    assert not kept(visits)
+
+
+@pytest.mark.parametrize("name", ["greso", "backoff"])
+@pytest.mark.parametrize("k", [1, 5, 11, 17])
+def test_resume_with_history_is_exact(name: str, k: int) -> None:
+    def play(selector: Any, steps: range) -> list[Visit]:
+        seen = []
+        for step in steps:
+            visits = selector.select(3)
+            for v in kept(visits):
+                rewards = [EASY, HARD, MIXED][(v.prompt.ordinal + step) % 3 if v.prompt.ordinal > 4 else 1]
+                selector.observe(finished(v, rewards))
+            seen += visits
+            selector.metrics()
+            selector.end_step()
+        return seen
+
+    whole, part = SELECTORS[name]().build(PROMPTS, 7), SELECTORS[name]().build(PROMPTS, 7)
+    before = play(whole, range(k))
+    assert play(part, range(k)) == before
+    resumed = SELECTORS[name]().build(PROMPTS, 7)
+    resumed.load_state_dict(json.loads(json.dumps(part.state_dict())))
+    assert play(resumed, range(k, 30)) == play(whole, range(k, 30))
+    assert resumed.state_dict() == whole.state_dict()
