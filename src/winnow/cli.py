@@ -136,6 +136,15 @@ def resume(run: Run, overrides: Overrides = None, as_json: Json = False) -> None
     show(trainer.train() | {"run": str(run)}, as_json=as_json)
 
 
+def _values(config: Path | None, given: dict[str, Any], overrides: list[str] | None) -> dict[str, Any]:
+    """Settings from a YAML file, then what was given as options, then overrides."""
+    values = read_yaml(config) if config else {}
+    values |= {k: v for k, v in given.items() if v is not None}
+    for override in overrides or []:
+        apply_override(values, override)
+    return values
+
+
 @app.command("eval")
 @clear_errors
 def evaluate(
@@ -152,13 +161,35 @@ def evaluate(
     from .standalone import evaluate_model
 
     quiet_transformers()
-    values = read_yaml(config) if config else {}
-    if env is not None:
-        values["env"] = env
-    values |= {k: v for k, v in {"eval_generations": n, "eval_prompts": prompts}.items() if v is not None}
-    for override in overrides or []:
-        apply_override(values, override)
-    show(evaluate_model(model, values), as_json=as_json)
+    given = {"env": env, "eval_generations": n, "eval_prompts": prompts}
+    show(evaluate_model(model, _values(config, given, overrides)), as_json=as_json)
+
+
+@app.command()
+@clear_errors
+def profile(
+    model: Annotated[str, typer.Argument(help="A run directory, a Hugging Face directory, or a hub name.")],
+    overrides: Overrides = None,
+    env: Annotated[str | None, typer.Option(help="Task; for a run, its own unless given.")] = None,
+    config: Annotated[Path | None, typer.Option(help="YAML file to take task and sampling from.")] = None,
+    n: Annotated[int, typer.Option("-n", min=1, help="Samples a prompt.")] = 16,
+    prompts: Annotated[int | None, typer.Option(min=1, help="Only the first so many training prompts.")] = None,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="JSONL file; else one in profiles/, named by what decides it.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """How often the model solves each training prompt, for `selector: pass_rate`; goes on with an interrupted file."""
+    from .build import quiet_transformers
+    from .profile_run import profile_model, render
+
+    quiet_transformers()
+    values = _values(config, {"env": env}, overrides)
+    found = profile_model(model, values, n=n, prompts=prompts, output=output, console=err if as_json else out)
+    if as_json:
+        print(json.dumps(found))
+    else:
+        out.print(render(found))
 
 
 @app.command()

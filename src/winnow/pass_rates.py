@@ -17,8 +17,8 @@ from typing import Any
 
 from .env.scores import LARGEST
 
-BINS = ("0", *(f"{i / 10:g}–{(i + 1) / 10:g}" for i in range(10)), "1")
-"""Labels of `histogram`: never solved, ten bins open below and closed above (the last open), always solved."""
+BINS = ("0", *(f"({i / 10:g}, {(i + 1) / 10:g}]" for i in range(9)), "(0.9, 1)", "1")
+"""Pass rates that `histogram` counts together. Dead (0) and solved (1) prompts have bins of their own."""
 
 
 class ProfileError(ValueError):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -68,6 +70,12 @@ def decode(tokenizer: Any, sequences: Sequence[np.ndarray]) -> list[str]:
     if backend is not None:
         return list(backend.decode_batch(plain, skip_special_tokens=True))
     return [tokenizer.decode(ids, skip_special_tokens=True) for ids in plain]
+
+
+def tokenizer_digest(tokenizer: Any) -> str:
+    """SHA-256 over vocabulary and chat template."""
+    content = json.dumps(tokenizer.get_vocab(), sort_keys=True) + str(tokenizer.chat_template)
+    return hashlib.sha256(content.encode()).hexdigest()
 
 
 def cut_at_stop(text: str, stop: Sequence[str]) -> str:

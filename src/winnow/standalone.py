@@ -1,15 +1,20 @@
-"""Evaluation of a model or a run outside training: `winnow eval`."""
+"""A model or a run outside training: what `winnow eval` does, and what it shares with `winnow profile`."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from . import checkpoint
-from .build import build_policy, build_task, sampling_params
-from .config import ConfigError, validate
+from .build import Policy, build_policy, build_task, sampling_params
+from .config import ConfigError, RunConfig, validate
+from .engine.base import Engine
+from .env.base import Task
 from .evaluate import Evaluator
 from .records import CONFIG, LEDGER
 from .reward import Rewarder
@@ -21,17 +26,12 @@ def evaluate_model(model: str, values: Mapping[str, Any]) -> dict[str, Any]:
     `model` is a run directory (its configuration is the default for `values`), a Hugging Face directory or a hub name.
     Raises ConfigError when there is no task or no held-out prompt.
     """
-    settings, source = _settings(model, values)
-    if "env" not in settings:
-        raise ConfigError(f"'{model}' is not a run, so the task must be named: --env countdown")
-    c = validate(settings | {"model": source, "lora": None, "beta": 0.0}, model)
+    c = model_config(model, values)
     task = build_task(c.env)
     prompts = task.test[: c.eval_prompts]
     if not prompts:
         raise ConfigError(f"task {task.name} has no held-out prompts")
-    policy, engine = build_policy(c, None, None, None)
-    rewarder = Rewarder(c.reward_funcs or task.reward_funcs, c.reward_weights, c.reward_timeout_s)
-    try:
+    with opened(c, task) as (policy, engine, rewarder):
         found = Evaluator(engine, task, policy.tokenizer, rewarder, seed=c.seed).run(
             prompts,
             sampling_params(c, evaluation=True),
@@ -40,10 +40,8 @@ def evaluate_model(model: str, values: Mapping[str, Any]) -> dict[str, Any]:
             success_reward=c.success_reward,
             greedy=c.eval_greedy,
         )
-    finally:
-        rewarder.close()
     return {
-        "model": source,
+        "model": c.model,
         **found.metrics,
         "prompts": len(prompts),
         "n": c.eval_generations,
@@ -51,6 +49,30 @@ def evaluate_model(model: str, values: Mapping[str, Any]) -> dict[str, Any]:
         "tokens": found.tokens,
         "seconds": round(found.seconds, 3),
     }
+
+
+def model_config(model: str, values: Mapping[str, Any]) -> RunConfig:
+    """The configuration to use a model under; its `model` is the directory or name to load the policy from.
+
+    A run's own configuration is the default for `values`. Raises ConfigError when there is no task, or no whole model.
+    """
+    settings, source = _settings(model, values)
+    if "env" not in settings:
+        raise ConfigError(f"'{model}' is not a run, so the task must be named: --env countdown")
+    return validate(settings | {"model": source, "lora": None, "beta": 0.0}, model)
+
+
+@contextmanager
+def opened(config: RunConfig, task: Task) -> Iterator[tuple[Policy, Engine, Rewarder]]:
+    """Model, engine and rewards of a configuration, for as long as the block lasts."""
+    if config.threads:
+        torch.set_num_threads(config.threads)
+    policy, engine = build_policy(config, None, None, None)
+    rewarder = Rewarder(config.reward_funcs or task.reward_funcs, config.reward_weights, config.reward_timeout_s)
+    try:
+        yield policy, engine, rewarder
+    finally:
+        rewarder.close()
 
 
 def _settings(model: str, values: Mapping[str, Any]) -> tuple[dict[str, Any], str]:

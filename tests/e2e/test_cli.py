@@ -63,6 +63,24 @@ def test_eval_of_a_plain_model(tiny_model: Path) -> None:
     assert json.loads(found.stdout)["prompts"] == 3
 
 
+def test_profile_of_a_model_and_of_a_run(tiny_model: Path, tmp_path: Path) -> None:
+    assert "task must be named" in winnow("profile", tiny_model).output
+    path = tmp_path / "profile.jsonl"
+    arguments = ["profile", tiny_model, "--env", "countdown", "--prompts", "5", "-n", "3", "-o", path]
+    arguments += ["env.train_size=8", "env.test_size=2", "max_completion_length=6", "threads=1"]
+    found = winnow(*arguments, "--json")
+    assert found.exit_code == 0, found.output
+    assert json.loads(found.stdout)["profiled"] == 5
+    assert [json.loads(line)["n"] for line in path.read_text().splitlines()] == [3] * 5
+    again = winnow(*arguments)
+    assert again.exit_code == 0, again.output
+    assert "cached" in again.stdout
+    assert "dead" in again.stdout
+    refused = winnow(*arguments, "temperature=0.5")
+    assert refused.exit_code == 1
+    assert "made for something else" in refused.output
+
+
 def test_dry_run_writes_nothing(recipe: Path, tmp_path: Path) -> None:
     planned = winnow("train", recipe, "--dry-run", "--json")
     assert planned.exit_code == 0, planned.output
