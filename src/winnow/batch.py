@@ -74,13 +74,12 @@ def rows_of(
 ) -> list[Row]:
     """Rows of a batch, in order of groups and siblings; their weights add up the loss over all of them.
 
-    Members without a reward (failed, pruned) are absent. Raises FloatingPointError on a non-finite advantage.
+    Members without a reward (failed, pruned) and greedy ones are absent. FloatingPointError on a non-finite advantage.
     """
     members: list[tuple[Rollout, float]] = []
-    for group in groups:
-        advantages_G = advantage(group.rewards())
+    for group, advantages_G in zip(groups, advantage.of_batch(groups), strict=True):
         for rollout, a in zip(group.rollouts, advantages_G, strict=True):
-            if rollout.reward is None or (mask_truncated and rollout.stop_reason == "length"):
+            if rollout.reward is None or rollout.greedy or (mask_truncated and rollout.stop_reason == "length"):
                 continue
             if not np.isfinite(a):
                 raise FloatingPointError(f"advantage {a} for visit {group.visit.number}, sibling {rollout.sibling}")

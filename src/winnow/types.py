@@ -115,6 +115,8 @@ class Rollout:
     survival_p: float = 1.0
     seconds: float = 0.0
     """Its share of the engine's wall-clock time: step time divided by rows alive, summed over its steps."""
+    greedy: bool = False
+    """Sampled at temperature 0 as a baseline (ReMax): scored and booked, but in no statistic and no batch."""
 
 
 @dataclass(slots=True)
@@ -130,9 +132,19 @@ class Group:
     def prompt(self) -> Prompt:
         return self.visit.prompt
 
+    @property
+    def siblings(self) -> list[Rollout]:
+        """The rollouts but for a greedy one."""
+        return [r for r in self.rollouts if not r.greedy]
+
     def rewards(self) -> np.ndarray:
-        """float64 [G]; NaN where a rollout has no reward."""
-        return np.array([np.nan if r.reward is None else r.reward for r in self.rollouts], dtype=np.float64)
+        """float64 [G], aligned with `rollouts`; NaN where a rollout has no reward or is greedy."""
+        values = [np.nan if r.reward is None or r.greedy else r.reward for r in self.rollouts]
+        return np.array(values, dtype=np.float64)
+
+    def greedy_reward(self) -> float | None:
+        """None without a greedy rollout, or when it has no reward."""
+        return next((r.reward for r in self.rollouts if r.greedy), None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -73,7 +73,7 @@ def test_bad_input_is_refused(function) -> None:
         function([1.0, 0.0])
 
 
-@pytest.mark.parametrize("name", list(ADVANTAGES))
+@pytest.mark.parametrize("name", [name for name, cls in ADVANTAGES.items() if not cls.greedy_baseline])
 @given(rewards=groups)
 def test_table_entries_keep_absent_members_absent(name: str, rewards: list[float]) -> None:
     a = ADVANTAGES[name]()(np.array(rewards))

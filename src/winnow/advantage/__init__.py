@@ -1,22 +1,47 @@
-"""Advantages: pure functions of one group's rewards, NaN where a member is absent."""
+"""Advantages: how much better than expected was each rollout? NaN where a member is absent.
+
+Most are pure functions of one group's rewards (`GroupRelative`); some look at the whole batch, or at a greedy rollout.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
 
+from ..types import Group
 from .dr_grpo import DrGrpo, dr_grpo
 from .grpo import Grpo, grpo
+from .max_at_k import MaxAtK, max_at_k
+from .reinforce_pp import ReinforcePP, reinforce_pp
+from .remax import ReMax, remax
 from .rloo import Rloo, rloo
 
 
 class Advantage(Protocol):
-    def __call__(self, rewards_G: np.ndarray) -> np.ndarray:
-        """float64 [G] -> float64 [G]; NaN in, NaN out."""
+    @property
+    def greedy_baseline(self) -> bool:
+        """Whether every group needs a greedy rollout besides its siblings."""
+        ...
+
+    @property
+    def smallest_group(self) -> int:
+        """Siblings without which there is never a signal."""
+        ...
+
+    def of_batch(self, groups: Sequence[Group]) -> list[np.ndarray]:
+        """float64 [G] a group, aligned with its rollouts; NaN where `group.rewards()` is."""
         ...
 
 
-ADVANTAGES: dict[str, type] = {"grpo": Grpo, "rloo": Rloo, "dr_grpo": DrGrpo}
+ADVANTAGES: dict[str, type] = {
+    "grpo": Grpo,
+    "rloo": Rloo,
+    "dr_grpo": DrGrpo,
+    "max_at_k": MaxAtK,
+    "reinforce_pp": ReinforcePP,
+    "remax": ReMax,
+}
 
-__all__ = ["ADVANTAGES", "Advantage", "dr_grpo", "grpo", "rloo"]
+__all__ = ["ADVANTAGES", "Advantage", "dr_grpo", "grpo", "max_at_k", "reinforce_pp", "remax", "rloo"]

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ._arrays import Array, checked, no_signal, present, zeros_where_present
+from ._base import GroupRelative
 
 
 def dr_grpo(rewards_G: Array) -> Array:
@@ -23,7 +24,7 @@ def dr_grpo(rewards_G: Array) -> Array:
 
 
 @dataclass(frozen=True)
-class DrGrpo:
+class DrGrpo(GroupRelative):
     """Dr. GRPO (Liu et al. 2025): r - mean, no division by the standard deviation."""
 
     def __call__(self, rewards_G: np.ndarray) -> np.ndarray:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ._arrays import Array, checked, no_signal, present, zeros_where_present
+from ._base import GroupRelative
 
 
 def grpo(rewards_G: Array, eps: float = 1e-6) -> Array:
@@ -26,7 +27,7 @@ def grpo(rewards_G: Array, eps: float = 1e-6) -> Array:
 
 
 @dataclass(frozen=True)
-class Grpo:
+class Grpo(GroupRelative):
     """GRPO (Shao et al. 2024): (r - mean) / (std + eps)."""
 
     eps: float = 1e-6

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ._arrays import Array, checked, no_signal, present, zeros_where_present
+from ._base import GroupRelative
 
 
 def rloo(rewards_G: Array) -> Array:
@@ -24,7 +25,7 @@ def rloo(rewards_G: Array) -> Array:
 
 
 @dataclass(frozen=True)
-class Rloo:
+class Rloo(GroupRelative):
     """RLOO (Ahmadian et al. 2024): r_i - mean of the siblings."""
 
     def __call__(self, rewards_G: np.ndarray) -> np.ndarray:

@@ -1,0 +1,87 @@
+"""max@k: how much a rollout adds to the best of k, rather than to the mean."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from ._arrays import Array, checked, no_signal, present, zeros_where_present
+from ._base import GroupRelative
+
+
+def max_at_k(rewards_G: Array, k: int) -> Array:
+    """Leave-one-out estimate, unbiased, of each member's part in the gradient of E[max reward of k rollouts].
+
+    With n members present, J = E[max(r_1 .. r_k)] has the unbiased estimate U = mean of max(S) over all subsets S of
+    size k. By the log-derivative trick grad J = E[sum over i of grad logp_i * (sum of max(S) over S with i) / C(n, k)],
+    and C(n-1, k-1) / C(n, k) = k / n of the subsets contain i, so
+
+        grad J = E[1/n * sum over i of A_i * grad logp_i],   A_i = k * (M_i - b_i)
+
+    with M_i the mean of max(S) over the S that contain i. Any b_i that does not depend on rollout i keeps this
+    unbiased: here the mean of max(S) over the subsets of size k of the OTHER n-1 members, or their maximum when k = n.
+    k = 1 is RLOO; with rewards of 0 and 1 this is the pass@k objective.
+
+    [G] -> [G], numpy or torch, same kind out; NaN members stay NaN. All equal, or fewer than max(k, 2) present: zeros
+    (with fewer than k there is no unbiased estimate, and a smaller k would be another objective). O(n^2), float64.
+    Raises ValueError on k < 1, a shape other than [G] or an infinite reward. Derived here; the estimator of J is that
+    of Chen et al. 2021 (pass@k), for any reward.
+    """
+    if k < 1:
+        raise ValueError(f"k must be >= 1, not {k}")
+    rewards_G = checked(rewards_G)
+    there = present(rewards_G)
+    if no_signal(there) or len(there) < k:
+        return zeros_where_present(rewards_G)
+    if isinstance(rewards_G, torch.Tensor):
+        result = torch.full_like(rewards_G, float("nan"))
+        values = torch.from_numpy(_of_present(there.detach().cpu().double().numpy(), k))
+        result[~torch.isnan(rewards_G)] = values.to(rewards_G)
+        return result
+    filled = np.full_like(rewards_G, np.nan)
+    filled[~np.isnan(rewards_G)] = _of_present(there.astype(np.float64), k)
+    return filled
+
+
+def _of_present(rewards_N: np.ndarray, k: int) -> np.ndarray:
+    """float64 [N] -> [N], 1 <= k <= N and N >= 2."""
+    n = len(rewards_N)
+    order_N = np.argsort(rewards_N, kind="stable")
+    ascending_N = rewards_N[order_N]
+    others_NM = np.broadcast_to(ascending_N, (n, n))[~np.eye(n, dtype=bool)].reshape(n, n - 1)
+    mine_N1 = ascending_N[:, None]
+    with_me = (np.maximum(mine_N1, others_NM) @ _maximum_weights(n - 1, k - 1)) if k > 1 else ascending_N
+    without_me = others_NM @ _maximum_weights(n - 1, min(k, n - 1))
+    advantages_N = np.empty(n)
+    advantages_N[order_N] = k * (with_me - without_me)
+    return advantages_N
+
+
+def _maximum_weights(m: int, q: int) -> np.ndarray:
+    """Chance of each of m ascending values to be the maximum of a random subset of size q, 1 <= q <= m; float64 [m].
+
+    C(j-1, q-1) / C(m, q) for the j-th, as a running product from the top, where no factor exceeds 1.
+    """
+    j = np.arange(m, 1, -1, dtype=np.float64)
+    ratios = np.maximum(j - q, 0.0) / (j - 1)
+    return np.cumprod(np.concatenate([[q / m], ratios]))[::-1]
+
+
+@dataclass(frozen=True)
+class MaxAtK(GroupRelative):
+    """Unbiased leave-one-out gradient of the expected best of `k` rollouts (max@k; pass@k for rewards of 0 and 1)."""
+
+    k: int = 4
+
+    def __post_init__(self) -> None:
+        if self.k < 1:
+            raise ValueError(f"k must be >= 1, not {self.k}")
+
+    @property
+    def smallest_group(self) -> int:
+        return max(self.k, 2)
+
+    def __call__(self, rewards_G: np.ndarray) -> np.ndarray:
+        return max_at_k(rewards_G, self.k)
