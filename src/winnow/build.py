@@ -57,15 +57,34 @@ class Methods:
 
 def build_methods(c: RunConfig, prompts: Sequence[Prompt]) -> Methods:
     """Raises ConfigError naming the field and the nearest valid name."""
+    group_size: GroupSize = method(SIZES, c.group_size, "group_size").build(c.num_generations)
     return Methods(
-        selector=method(SELECTORS, c.selector, "selector").build(prompts, c.seed, c.success_reward),
+        selector=_selector(c, prompts),
         rollout_batch=_rollout_batch(c),
-        group_size=method(SIZES, c.group_size, "group_size").build(c.num_generations),
+        group_size=group_size,
         gates=[method(GATES, spec, "gates").build(c.seed) for spec in c.gates],
         filter=method(FILTERS, c.filter, "filter"),
-        advantage=method(ADVANTAGES, c.advantage, "advantage"),
+        advantage=_advantage(c, group_size),
         step_scale=method(STEP_SCALES, c.step_scale, "step_scale"),
     )
+
+
+def _selector(c: RunConfig, prompts: Sequence[Prompt]) -> Selector:
+    try:
+        selector: Selector = method(SELECTORS, c.selector, "selector").build(prompts, c.seed, c.success_reward)
+    except ValueError as error:
+        raise ConfigError(f"selector: {str(error).removeprefix('selector: ')}") from None
+    return selector
+
+
+def _advantage(c: RunConfig, group_size: GroupSize) -> Advantage:
+    advantage: Advantage = method(ADVANTAGES, c.advantage, "advantage")
+    if advantage.smallest_group > group_size.smallest:
+        raise ConfigError(
+            f"advantage: {c.advantage} needs groups of at least {advantage.smallest_group} rollouts, but they may have "
+            f"only {group_size.smallest}; lower its k, or raise num_generations"
+        )
+    return advantage
 
 
 def _rollout_batch(c: RunConfig) -> RolloutBatch:

@@ -213,8 +213,28 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     return validate(values, str(path))
 
 
+def config_of(
+    model: Any, env: Any, reward_funcs: Any, config: RunConfig | Mapping[str, Any] | str | Path | None
+) -> RunConfig:
+    """The configuration of a `Trainer`: what is given as arguments wins.
+
+    Paths become absolute, so that a run can be resumed from anywhere.
+    """
+    if isinstance(config, str | Path):
+        config = load_config(config)
+    values = config.model_dump() if isinstance(config, RunConfig) else dict(config or {})
+    named = [reward_funcs] if isinstance(reward_funcs, str) else reward_funcs
+    if named and not callable(named) and all(isinstance(f, str) for f in named):
+        values["reward_funcs"] = list(named)
+    if model is not None:
+        values["model"] = model if isinstance(model, str) else str(getattr(model, "name_or_path", "") or "given object")
+    if env is not None:
+        values["env"] = env if isinstance(env, str | dict) else getattr(env, "name", type(env).__name__)
+    return validate(absolute_paths(values))
+
+
 def absolute_paths(values: Mapping[str, Any]) -> dict[str, Any]:
-    """`model`, the files of a data set and of reward functions, where they exist on disk."""
+    """`model`, the files of a data set, of reward functions and of a profile, where they exist on disk."""
 
     def absolute(text: Any) -> Any:
         if isinstance(text, list):
@@ -228,6 +248,8 @@ def absolute_paths(values: Mapping[str, Any]) -> dict[str, Any]:
             result[key] = absolute(result[key])
     if isinstance(result.get("env"), dict):
         result["env"] = {k: absolute(v) if k in ("path", "test") else v for k, v in result["env"].items()}
+    if isinstance(result.get("selector"), dict):
+        result["selector"] = {k: absolute(v) if k == "profile" else v for k, v in result["selector"].items()}
     return result
 
 

@@ -67,6 +67,7 @@ class Hooks:
     """What surrounds a step: evaluation, records, checkpoints, display."""
 
     evaluate: Callable[[int], Evaluation | None]
+    profile: Callable[[int], None]
     record: Callable[[int, dict[str, float], list[Group]], None]
     save: Callable[[int, bool], None]
     """`save(step, force)`: on its own schedule, or now."""
@@ -120,6 +121,7 @@ class Loop:
             failpoint("publish")
         with tally.phase("evaluate"):
             evaluation = self.hooks.evaluate(self.step)
+            self.hooks.profile(self.step)
         metrics = self._metrics(update, groups, evaluation)
         parts.group_size.observe(metrics)
         parts.selector.end_step()
@@ -257,7 +259,7 @@ class Loop:
         self, update: dict[str, float], groups: list[Group], evaluation: Evaluation | None
     ) -> dict[str, float]:
         metrics = self._tally.metrics()
-        self.num_tokens += sum(self._tally.lengths)
+        self.num_tokens += self._tally.sampled_tokens
         metrics |= {"step": self.step, "num_tokens": self.num_tokens, "groups/effective": float(len(groups))}
         metrics |= update | self.parts.selector.metrics()
         if "learning_rate" in update:  # what plain SGD over all prompts_per_step groups would need (Active-RLOO, eq. 4)
@@ -295,6 +297,9 @@ class Loop:
 
 
 def _too_few(group: Group) -> str | None:
-    """A group-relative advantage needs two members with a reward."""
-    survivors = sum(r.reward is not None for r in group.rollouts)
-    return None if survivors >= 2 else f"only {survivors} of {len(group.rollouts)} siblings have a reward"
+    """A group-relative advantage needs two members with a reward, and a greedy baseline its own."""
+    for rollout in group.rollouts:
+        if rollout.greedy and rollout.reward is None:
+            return f"the greedy baseline has no reward ({rollout.reason})"
+    survivors = sum(r.reward is not None for r in group.siblings)
+    return None if survivors >= 2 else f"only {survivors} of {len(group.siblings)} siblings have a reward"

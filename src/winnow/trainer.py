@@ -29,13 +29,14 @@ from .build import (
     sampling_params,
     step_options,
 )
-from .config import ConfigError, RunConfig, absolute_paths, load_config, validate
+from .config import ConfigError, RunConfig, config_of, validate
 from .engine.base import Request
 from .evaluate import Evaluation, Evaluator
 from .failpoint import failpoint
 from .interrupt import StopSignals
 from .ledger import Ledger
 from .loop import Hooks, Limits, Loop, Parts
+from .profile import Profiler
 from .progress import Display
 from .prompting import encode_prompt
 from .records import CONFIG, LEDGER, METRICS, Records, RunDirectoryError, check_trackers, lock
@@ -74,7 +75,7 @@ class Trainer:
         console: Console | None = None,
         resume: bool = False,
     ) -> None:
-        self.config = _config(model, env, reward_funcs, config)
+        self.config = config_of(model, env, reward_funcs, config)
         self.console = console or Console(quiet=True)
         self.run_dir = Path(self.config.output_dir)
         self._stop_requested = False
@@ -119,7 +120,7 @@ class Trainer:
             self.task,
             self.tokenizer,
             self.rewarder,
-            RolloutOptions(params, c.max_prompt_length, c.seed),
+            RolloutOptions(params, c.max_prompt_length, c.seed, greedy_baseline=self.methods.advantage.greedy_baseline),
             self.methods.gates,
         )
         self._evaluator = Evaluator(self.engine, self.task, self.tokenizer, self.rewarder, seed=c.seed)
@@ -280,6 +281,7 @@ class Trainer:
         )
         hooks = Hooks(
             evaluate=lambda step: self._evaluate_if_due(ledger, records, step),
+            profile=lambda step: self._profile_if_due(ledger, step),
             record=lambda step, metrics, groups: self._record(records, step, metrics, groups),
             save=lambda step, force: self._save_if_due(ledger, records, loop, step, force),
             should_stop=lambda: self._stop_requested,
@@ -327,6 +329,23 @@ class Trainer:
         records.samples(step, evaluation.groups, "test")
         return evaluation
 
+    def _profile_if_due(self, ledger: Ledger, step: int) -> None:
+        """Give the selector fresh pass rates of all training prompts; booked as an evaluation."""
+        c, n = self.config, self.methods.selector.wants_profile(step)
+        if not n:
+            return
+        profiler = Profiler(self.engine, self.task, self.tokenizer, self.rewarder, seed=c.seed)
+        rates = profiler.run(
+            self.task.train,
+            sampling_params(c),
+            n=n,
+            max_prompt_length=c.max_prompt_length,
+            success_reward=c.success_reward,
+            epoch=step,
+        )
+        self.methods.selector.profiled(rates)
+        ledger.evaluation(step, rollouts=profiler.rollouts, tokens=profiler.tokens, seconds=profiler.seconds)
+
     def _record(self, records: Records, step: int, metrics: dict[str, float], groups: list[Group]) -> None:
         metrics |= self.rewarder.pop_metrics() | {"seconds_total": self._seconds()}
         self.rewarder.trainer_state.global_step = step
@@ -373,20 +392,3 @@ class Trainer:
             self.console.print("finishing this step, then saving; once more to stop at once", style="yellow")
 
         return StopSignals(request)
-
-
-def _config(
-    model: Any, env: Any, reward_funcs: Any, config: RunConfig | Mapping[str, Any] | str | Path | None
-) -> RunConfig:
-    """What is given as arguments wins; paths become absolute, so that a run can be resumed from anywhere."""
-    if isinstance(config, str | Path):
-        config = load_config(config)
-    values = config.model_dump() if isinstance(config, RunConfig) else dict(config or {})
-    named = [reward_funcs] if isinstance(reward_funcs, str) else reward_funcs
-    if named and not callable(named) and all(isinstance(f, str) for f in named):
-        values["reward_funcs"] = list(named)
-    if model is not None:
-        values["model"] = model if isinstance(model, str) else str(getattr(model, "name_or_path", "") or "given object")
-    if env is not None:
-        values["env"] = env if isinstance(env, str | dict) else getattr(env, "name", type(env).__name__)
-    return validate(absolute_paths(values))

@@ -27,6 +27,7 @@ from ..unit.test_batch import make_group, make_rollout
 
 SOURCE = Path(winnow.__file__).parent
 PROMPTS = [Prompt(f"p{i}", i, text=str(i)) for i in range(7)]
+SELECTOR_OPTIONS: dict[str, dict[str, Any]] = {"pass_rate": {"refresh_steps": 1}}
 ENTRIES = [(field, name) for field, table in TABLES.items() for name in table]
 
 
@@ -68,7 +69,7 @@ def test_filters(name: str) -> None:
 @pytest.mark.parametrize("name", list(SELECTORS))
 def test_selectors(name: str) -> None:
     def build() -> Any:
-        return SELECTORS[name]().build(PROMPTS, seed=3)
+        return SELECTORS[name](**SELECTOR_OPTIONS.get(name, {})).build(PROMPTS, seed=3)
 
     selector = build()
     visits = []
@@ -77,7 +78,10 @@ def test_selectors(name: str) -> None:
         assert sum(v.verdict.keep for v in got) == n
         visits += got
         for v in got:
-            selector.observe(make_group(v.number, [1.0, 0.0]))
+            group = make_group(v.number, [1.0, 0.0])
+            group.visit = v
+            selector.observe(group)
+        selector.end_step()
     assert [v.number for v in visits] == list(range(len(visits)))
     for epoch in range(visits[-1].epoch):
         assert sorted(v.prompt.ordinal for v in visits if v.epoch == epoch) == list(range(7))
@@ -89,10 +93,10 @@ def test_selectors(name: str) -> None:
 @pytest.mark.parametrize("name", list(SELECTORS))
 @pytest.mark.parametrize("k", [0, 3, 7, 12])
 def test_selectors_resume(name: str, k: int) -> None:
-    whole = SELECTORS[name]().build(PROMPTS, seed=3)
+    whole = SELECTORS[name](**SELECTOR_OPTIONS.get(name, {})).build(PROMPTS, seed=3)
     whole.select(k)
     state = json.loads(json.dumps(whole.state_dict()))
-    resumed = SELECTORS[name]().build(PROMPTS, seed=3)
+    resumed = SELECTORS[name](**SELECTOR_OPTIONS.get(name, {})).build(PROMPTS, seed=3)
     resumed.load_state_dict(state)
     assert resumed.select(9) == whole.select(9)
 

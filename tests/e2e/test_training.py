@@ -83,8 +83,12 @@ def test_a_run_leaves_everything_behind(tiny_config: dict[str, Any]) -> None:
         {"beta": 0.05, "num_iterations": 2, "correction": "truncate", "entropy_coef": 0.01},
         CARRYING,
         {"selector": "backoff", "filter": "zero_variance", "rollout_batch": {"name": "fixed", "surplus": "discard"}},
+        {
+            "selector": {"name": "pass_rate", "refresh_steps": 2, "n": 4},
+            "group_size": {"name": "adaptive_k", "window": 1},
+        },
     ],
-    ids=["plain", "dapo", "lora", "kl", "greso", "backoff"],
+    ids=["plain", "dapo", "lora", "kl", "greso", "backoff", "reprofiled"],
 )
 def test_resume_is_bit_exact_at_every_step(tiny_config: dict[str, Any], tmp_path: Path, options: dict) -> None:
     """N steps = k steps + resume + (N - k) steps, for every k."""

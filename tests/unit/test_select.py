@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from winnow.pass_rates import PassRate
 from winnow.select import SELECTORS
 from winnow.select.backoff import Backoff
 from winnow.select.greso import Greso, GresoSelector, adjust, rollout_batch_size, skip_probability
@@ -245,3 +247,46 @@ def test_resume_with_history_is_exact(name: str, k: int) -> None:
     resumed.load_state_dict(json.loads(json.dumps(part.state_dict())))
     assert play(resumed, range(k, 30)) == play(whole, range(k, 30))
     assert resumed.state_dict() == whole.state_dict()
+
+
+class TestPassRate:
+    def write(self, path: Path, rates: dict[str, float]) -> str:
+        path.write_text("".join(PassRate(i, 16, int(16 * r), r).line() + "\n" for i, r in rates.items()))
+        return str(path)
+
+    def test_dead_and_solved_are_skipped_and_unprofiled_stay(self, tmp_path: Path) -> None:
+        profile = self.write(tmp_path / "p.jsonl", {"p0": 0.0, "p1": 1.0, "p2": 1 / 16, "elsewhere": 0.5})
+        selector = SELECTORS["pass_rate"](profile=profile).build(PROMPTS, 0)
+        visits = [v for v in selector.select(24) if v.epoch < 3]
+        assert {v.prompt.ordinal for v in visits if not v.verdict.keep} == {0, 1}
+        assert {v.prompt.ordinal for v in kept(visits)} == set(range(2, 10))
+        reasons = {v.verdict.reason.split(",")[0] for v in visits if not v.verdict.keep}
+        assert reasons == {"pass_rate: 0", "pass_rate: 1"}
+        assert selector.metrics()["pass_rate/in_band"] == 0.8
+
+    def test_a_refresh_replaces_the_rates(self) -> None:
+        selector = SELECTORS["pass_rate"](refresh_steps=5, n=4, low=0.3, high=0.7).build(PROMPTS, 0)
+        assert [selector.wants_profile(step) for step in (1, 4, 5, 10)] == [0, 0, 4, 4]
+        assert len(selector.select(10)) == 10
+        assert selector.profiled(PassRate(p.id, 4, p.ordinal % 5, 0.5) for p in PROMPTS) == 10
+        assert {v.prompt.ordinal for v in kept(selector.select(4))} == {2, 7}
+        again = SELECTORS["pass_rate"](refresh_steps=5, n=4, low=0.3, high=0.7).build(PROMPTS, 0)
+        again.load_state_dict(json.loads(json.dumps(selector.state_dict())))
+        assert again.select(6) == selector.select(6)
+
+    def test_what_cannot_be_used_is_refused(self, tmp_path: Path) -> None:
+        build = SELECTORS["pass_rate"]
+        for options, message in (
+            ({}, "give profile"),
+            ({"refresh_steps": 0}, "refresh_steps"),
+            ({"refresh_steps": 1, "low": 0.9, "high": 0.1}, "band"),
+            ({"refresh_steps": 1, "n": 0}, "n must"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                build(**options)
+        other = self.write(tmp_path / "other.jsonl", {"x": 0.5})
+        with pytest.raises(ValueError, match=r"other.jsonl: none of its 1 prompts is in this task"):
+            build(profile=other).build(PROMPTS, 0)
+        dead = self.write(tmp_path / "dead.jsonl", {p.id: 0.0 for p in PROMPTS})
+        with pytest.raises(ValueError, match=r"dead.jsonl: no prompt has a pass rate in"):
+            build(profile=dead).build(PROMPTS, 0)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
+from ..pass_rates import PassRate
 from ..types import Group, Visit
 from .backoff import Backoff
 from .greso import Greso
+from .pass_rate import PassRate as PassRateBand
 from .uniform import Uniform
 
 
@@ -23,6 +25,14 @@ class Selector(Protocol):
         """Learn from every finished group, also from those a filter then drops."""
         ...
 
+    def wants_profile(self, step: int) -> int:
+        """Rollouts a prompt of the profile of all training prompts that it wants after `step` steps; 0: none."""
+        ...
+
+    def profiled(self, rates: Iterable[PassRate]) -> int:
+        """Take pass rates; returns how many are of its prompts."""
+        ...
+
     def end_step(self) -> None:
         """An optimizer step is over; called after `metrics`."""
         ...
@@ -34,5 +44,5 @@ class Selector(Protocol):
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
 
-SELECTORS: dict[str, type] = {"uniform": Uniform, "greso": Greso, "backoff": Backoff}
+SELECTORS: dict[str, type] = {"uniform": Uniform, "greso": Greso, "backoff": Backoff, "pass_rate": PassRateBand}
 """Name -> frozen dataclass of options with `build(prompts, seed, max_reward) -> Selector`."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from ..pass_rates import PassRate
 from ..types import KEEP, Group, Prompt, Verdict, Visit
 
 LOOK_AHEAD = 256
@@ -71,6 +72,12 @@ class StreamSelector:
 
     def observe(self, group: Group) -> None:
         """Nothing to learn."""
+
+    def wants_profile(self, step: int) -> int:
+        return 0
+
+    def profiled(self, rates: Iterable[PassRate]) -> int:
+        return 0
 
     def end_step(self) -> None:
         self.skipped = 0
