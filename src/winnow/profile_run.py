@@ -22,6 +22,7 @@ from rich.console import Console, RenderableType
 from rich.console import Group as Lines
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
 
 from .build import Policy, build_task, sampling_params, weights_digest
 from .checkpoint import write_json
@@ -253,5 +254,5 @@ def render(result: Mapping[str, Any]) -> RenderableType:
     figures = Table.grid(padding=(0, 2))
     for name, value in result.items():
         if name != "histogram":
-            figures.add_row(name, f"{value:.4g}" if isinstance(value, float) else str(value))
+            figures.add_row(name, Text(f"{value:.4g}" if isinstance(value, float) else str(value)))
     return Lines(bars, "", figures)

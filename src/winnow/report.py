@@ -62,13 +62,17 @@ def _fill_in(runs: Sequence[Run], points: int, share: float) -> str:
         "differences": _differences(runs),
         "runs": [_run_data(run, points, share) for run in runs],
     }
+    return render_page(title, data, "charts.js", "bars.js", "report.js")
+
+
+def render_page(title: str, data: object, *scripts: str) -> str:
+    """A page that carries `data` and, by the names of their files in `assets/`, the scripts that draw it."""
     parts = {
         "title": html.escape(title),
         "css": _asset("uPlot.min.css") + _asset("report.css"),
         "uplot": _asset("uPlot.iife.min.js"),
         "data": _embed(data),
-        "charts": _asset("charts.js"),
-        "script": _asset("report.js"),
+        "script": "\n".join(_asset(name) for name in scripts),
     }
     before, *rest = _asset("report.html").split("{{")
     return before + "".join(parts[name] + text for name, text in (piece.split("}}", 1) for piece in rest))
@@ -94,6 +98,7 @@ def _run_data(run: Run, points: int, share: float) -> dict[str, Any]:
         "tokens": run.tokens,
         "totals": _totals(run),
         "audit": run.audit,
+        "profile": run.profile,
         "samples": run.samples[::every],
         "config": _flat(run.config or {}),
         "notes": run.notes,

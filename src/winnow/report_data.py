@@ -16,6 +16,7 @@ from typing import Any
 
 from .audit import verdict
 from .ledger import Ledger, LedgerError
+from .pass_rates import BINS, histogram, read_profile, summary
 
 Row = dict[str, float]
 CUMULATIVE = ("step", "num_tokens", "seconds_total")
@@ -53,6 +54,8 @@ class Run:
     totals: dict[str, dict[str, float]] | None = None
     audit: dict[str, Any] | None = None
     samples: list[dict[str, Any]] = field(default_factory=list)
+    profile: dict[str, Any] | None = None
+    """`labels`, `counts` and `caption` of the pass rates that its selector went by, or a `note` why there are none."""
     notes: list[str] = field(default_factory=list)
 
 
@@ -64,6 +67,7 @@ def read_run(path: Path, *, max_samples: int) -> Run:
         raise ValueError(f"{path}: not a run directory: {problem}. Name the output_dir of a run.")
     run = Run(name=visible(path.resolve().name))
     run.config = _read_config(path / "config.json", run.notes)
+    run.profile = _read_profile((run.config or {}).get("selector"))
     merged = _merge(_read_lines(path / "metrics.jsonl", run.notes))
     run.rows = [row for row in merged if any(not k.startswith("eval/") for k in row if k not in CUMULATIVE)]
     run.evaluations = [row for row in merged if any(k.startswith("eval/") for k in row)]
@@ -122,6 +126,22 @@ def _read_config(path: Path, notes: list[str]) -> dict[str, Any] | None:
         notes.append(f"config.json cannot be read: {visible(str(error))}.")
         return None
     return plain(config) if isinstance(config, dict) else {"config": plain(config)}
+
+
+def _read_profile(selector: Any) -> dict[str, Any] | None:
+    if not isinstance(selector, dict) or selector.get("name") != "pass_rate" or not selector.get("profile"):
+        return None
+    name = str(selector["profile"])
+    try:
+        rates = list(read_profile(name).values())
+    except (OSError, ValueError) as error:
+        return {"note": visible(f"The profile that the selector went by cannot be shown: {error}")}
+    s = summary(rates)
+    caption = (
+        f"{s['profiled']:,} prompts in {name}: {s['dead']:,} never solved, {s['solved']:,} always, "
+        f"{s['in_band']:,} in between; mean pass rate {s['mean_pass_rate']:.3f}"
+    )
+    return {"labels": list(BINS), "counts": histogram(rates), "caption": visible(caption)}
 
 
 def _read_lines(path: Path, notes: list[str]) -> Iterator[dict[str, Any]]:

@@ -199,7 +199,7 @@ def test_hostile_text_stays_text(tmp_path: Path) -> None:
 
 def test_script_never_sets_markup() -> None:
     assets = Path(__file__).parents[2] / "src/winnow/assets"
-    for name in ("report.js", "charts.js"):
+    for name in ("report.js", "charts.js", "bars.js"):
         source = (assets / name).read_text()
         assert not [
             w for w in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(") if w in source
@@ -346,3 +346,28 @@ def test_seconds_text(seconds: float, text: str) -> None:
 )
 def test_count_text(count: float, text: str) -> None:
     assert count_text(count) == text
+
+
+def test_the_profile_of_the_selector_is_drawn_or_its_absence_told(tmp_path: Path) -> None:
+    profile = tmp_path / "p.jsonl"
+    lines = [{"id": str(i), "n": 16, "correct": i % 17, "mean_reward": 0.5} for i in range(34)]
+    profile.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    run = make_run(tmp_path / "run", steps=5)
+    assert read_run(run, max_samples=8).profile is None
+    config = json.loads((run / "config.json").read_text())
+    for name, expected in ((str(profile), "34 prompts"), (f"{HOSTILE[:9]}/gone.jsonl", "no such profile")):
+        config["selector"] = {"name": "pass_rate", "profile": name}
+        (run / "config.json").write_text(json.dumps(config))
+        write_report([run], tmp_path / "page.html")
+        page = Page(tmp_path / "page.html")
+        found = page.data["runs"][0]["profile"]
+        assert expected in found.get("caption", found.get("note"))
+        if "counts" in found:
+            assert found["counts"][0] == found["counts"][-1] == 2
+            assert sum(found["counts"]) == 34
+    profile.write_text("{")
+    config["selector"]["profile"] = str(profile)
+    (run / "config.json").write_text(json.dumps(config))
+    found = read_run(run, max_samples=8).profile
+    assert found is not None
+    assert "line 1: not JSON" in found["note"]

@@ -219,6 +219,18 @@
       table(["run", ...head], rows.map((row, n) => [runs[n].name, ...row]), (row, n) => key(row[0], runColor(n)), "cards"));
   }
 
+  /** Pass rates of the training prompts that the selector went by, for the runs that have such a profile. */
+  function profileSection() {
+    const shown = runs.filter((r) => r.profile);
+    if (!shown.length) return null;
+    const color = (n, last) => (n === 0 ? "hard" : n === last ? "easy" : "trained");
+    const name = (label, n, last) => (n === 0 ? "dead 0" : n === last ? "solved 1" : label);
+    return section("profile", "Pass rates before training", ...shown.map(({ name: run, profile: p }) => el("div", { class: "card" },
+      several ? el("h3", { dir: "auto" }, run) : null,
+      p.counts ? bars.histogram(p.counts.map((count, n) => ({ count, label: name(p.labels[n], n, p.counts.length - 1), color: color(n, p.counts.length - 1) }))) : null,
+      el("p", { class: "soft below", dir: "auto" }, p.note || p.caption))));
+  }
+
   function toolbar() {
     const choice = (label, options, pick) => {
       const buttons = options.map(([value, name], n) => el("button", { "aria-pressed": n === 0, onclick: (e) => {
@@ -257,7 +269,7 @@
       el("header", {}, el("div", { class: "brand" }, "Winnow"), el("h1", { dir: "auto" }, several ? `${runs.length} runs compared` : runs[0].name)),
       several ? comparison() : el("div", { class: "cards" }, ...data.cards.map((c) => el("div", { class: "card" },
         el("div", { class: "label" }, c.label), el("div", { class: `value ${c.state}` }, c.value), el("div", { class: "note" }, c.note)))),
-      ...sections, samplesSection(), auditSection(), configSection(),
+      ...sections, profileSection() || "", samplesSection(), auditSection(), configSection(),
       el("footer", {}, "Drag over a chart to zoom, double-click to see all of it. ",
         averaged > 1 ? `Long series are means over up to ${averaged} steps.` : ""));
     app.insertBefore(toolbar(), sections[0]);
