@@ -57,7 +57,7 @@ class Methods:
 
 def build_methods(c: RunConfig, prompts: Sequence[Prompt]) -> Methods:
     """Raises ConfigError naming the field and the nearest valid name."""
-    group_size: GroupSize = method(SIZES, c.group_size, "group_size").build(c.num_generations)
+    group_size = _group_size(c)
     return Methods(
         selector=_selector(c, prompts),
         rollout_batch=_rollout_batch(c),
@@ -75,6 +75,15 @@ def _selector(c: RunConfig, prompts: Sequence[Prompt]) -> Selector:
     except ValueError as error:
         raise ConfigError(f"selector: {str(error).removeprefix('selector: ')}") from None
     return selector
+
+
+def _group_size(c: RunConfig) -> GroupSize:
+    options = method(SIZES, c.group_size, "group_size")
+    try:
+        size: GroupSize = options.build(c.num_generations)
+    except ValueError as error:
+        raise ConfigError(f"group_size: {error}") from None
+    return size
 
 
 def _advantage(c: RunConfig, group_size: GroupSize) -> Advantage:

@@ -121,7 +121,7 @@ class Ledger:
             raise ValueError(f"visit {number}: a group without rollouts cannot be finished.")
         if len({row[1] for row in rows}) < len(rows):
             raise ValueError(f"visit {number}: the same sibling twice in {sorted(r.sibling for r in group.rollouts)}.")
-        rewards = [r.reward for r in group.rollouts if r.reward is not None]
+        rewards = [r.reward for r in group.siblings if r.reward is not None]
         mean = math.fsum(rewards) / len(rewards) if rewards else None
         kind = _zero_variance(rewards, self._max_reward)
         reason = next((r.reason for r in group.rollouts if r.fate == fate and r.reason), group.verdict.reason)

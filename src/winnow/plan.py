@@ -44,7 +44,8 @@ def plan(trainer: Trainer) -> dict[str, Any]:
 
 def rollouts_per_step(trainer: Trainer) -> int:
     """With the largest groups that the run may come to; a filter that refills may need more than one batch of them."""
-    return trainer.config.prompts_per_step * trainer.methods.group_size.largest
+    m = trainer.methods
+    return trainer.config.prompts_per_step * (m.group_size.largest + m.advantage.greedy_baseline)
 
 
 def kv_bytes_per_token(model: Any) -> int:

@@ -148,7 +148,7 @@ def sample(step: int, group: Group, split: str) -> dict[str, Any]:
         "completion": r.text,
         "reward": r.reward,
         "rewards": r.rewards,
-        "group_rewards": [s.reward for s in group.rollouts],
+        "group_rewards": [s.reward for s in group.siblings],
         "fate": str(r.fate) if r.fate else None,
         "reason": r.reason,
         "stop_reason": r.stop_reason,

@@ -32,6 +32,8 @@ class RolloutOptions:
     seed: int
     stream: int = 0
     """Keeps the noise of training (0), evaluation (1) and profiles (2) apart."""
+    greedy_baseline: bool = False
+    """Launch one more rollout a group, at temperature 0. No gate is asked about it, waits for it or sees it."""
 
 
 @dataclass
@@ -39,6 +41,7 @@ class _Sibling:
     """One rollout in flight."""
 
     index: int
+    greedy: bool = False
     prompt_ids: tuple[int, ...] = ()
     env: Env | None = None
     segments: list[tuple[np.ndarray, bool, np.ndarray, np.ndarray]] = field(default_factory=list)
@@ -84,6 +87,7 @@ class _Sibling:
             reason=reason,
             survival_p=self.survival_p,
             seconds=self.seconds,
+            greedy=self.greedy,
         )
         return self.rollout
 
@@ -99,6 +103,11 @@ class _Flight:
     verdict: Verdict = KEEP
     group: Group | None = None
     scored: bool = False
+
+    @property
+    def gated(self) -> list[_Sibling]:
+        """All but a greedy baseline."""
+        return [s for s in self.siblings if not s.greedy]
 
 
 class RolloutRunner:
@@ -139,7 +148,8 @@ class RolloutRunner:
         """Start `size` siblings of a visit. A prompt that cannot be encoded gives a group of failed rollouts."""
         if visit.number in self._flights:
             raise ValueError(f"visit {visit.number} is already in flight")
-        flight = _Flight(visit, [_Sibling(i) for i in range(size)], list(self._step_gates))
+        siblings = [_Sibling(i, greedy=i == size) for i in range(size + self.options.greedy_baseline)]
+        flight = _Flight(visit, siblings, list(self._step_gates))
         self._flights[visit.number] = flight
         shared: tuple[int, ...] | None = None
         for sibling in flight.siblings:
@@ -167,12 +177,15 @@ class RolloutRunner:
     def _submit(self, flight: _Flight, sibling: _Sibling) -> None:
         visit, o = flight.visit, self.options
         key = noise_key(o.seed, o.stream, visit.prompt.ordinal, visit.epoch, sibling.index, len(sibling.turns))
+        params = replace(o.params, max_tokens=o.params.max_tokens - sibling.length, stop=self._stop)
+        if sibling.greedy:
+            params = replace(params, temperature=0.0, top_p=1.0, top_k=0)
         request = Request(
             id=(visit.number, sibling.index),
             prompt_ids=(*sibling.prompt_ids, *sibling.tokens()),
-            params=replace(o.params, max_tokens=o.params.max_tokens - sibling.length, stop=self._stop),
+            params=params,
             key=key,
-            checkpoints=tuple(sorted(self._token_gates)),
+            checkpoints=() if sibling.greedy else tuple(sorted(self._token_gates)),
         )
         try:
             self.engine.submit([request])
@@ -227,7 +240,8 @@ class RolloutRunner:
                 sibling.finish(f.stop_reason)
             else:
                 self._step_env(flight, sibling, turn)
-            self._settle(flight)
+        for number in dict.fromkeys(f.id[0] for f in finished):  # type: ignore[index]
+            self._settle(self._flights[number])
 
     def _step_env(self, flight: _Flight, sibling: _Sibling, turn: Turn) -> None:
         assert sibling.env is not None
@@ -251,7 +265,8 @@ class RolloutRunner:
             self._end_episode(sibling, "length")
             return
         sibling.append(np.array(ids, np.int64), False, np.zeros(n, np.float32), np.full(n, -1, np.int32))
-        sibling.waiting = any(g.at.k == len(sibling.turns) for g in flight.undecided)  # type: ignore[union-attr]
+        at_barrier = any(g.at.k == len(sibling.turns) for g in flight.undecided)  # type: ignore[union-attr]
+        sibling.waiting = at_barrier and not sibling.greedy
         if not sibling.waiting:
             self._submit(flight, sibling)
 
@@ -271,28 +286,32 @@ class RolloutRunner:
         sibling.survival_p *= verdict.probability
         if verdict.keep:
             return
-        for partial in self.engine.cancel([event.id]):
+        self._cancel(flight, sibling)
+        sibling.finish("cancelled", fate=Fate.PRUNED, reason=verdict.reason)
+        self._settle(flight)
+
+    def _cancel(self, flight: _Flight, sibling: _Sibling) -> None:
+        """Take from the engine what it has sampled of the turn under way, if any."""
+        for partial in self.engine.cancel([(flight.visit.number, sibling.index)]):
             sibling.append(partial.token_ids, True, partial.logp, partial.versions)
             sibling.seconds += partial.seconds
             text = decode(self.tokenizer, [partial.token_ids])[0]
             start = sibling.length - len(partial.token_ids)
             sibling.turns.append(Turn(text, None, start, sibling.length, "cancelled"))
-        sibling.finish("cancelled", fate=Fate.PRUNED, reason=verdict.reason)
-        self._settle(flight)
 
     def _settle(self, flight: _Flight) -> None:
         """Open a barrier that everybody has reached; close the group when nobody runs."""
-        while flight.undecided and any(s.running for s in flight.siblings):
+        while flight.undecided and any(s.running for s in flight.gated):
             gate = flight.undecided[0]
             k = gate.at.k  # type: ignore[union-attr]
-            if any(s.running and not (s.waiting and len(s.turns) >= k) for s in flight.siblings):
+            if any(s.running and not (s.waiting and len(s.turns) >= k) for s in flight.gated):
                 return
             flight.undecided.pop(0)
             verdict = gate.decide(self._view(flight, gate.at))
             if not verdict.keep:
                 self._cut(flight, verdict)
                 break
-            for sibling in flight.siblings:
+            for sibling in flight.gated:
                 if sibling.running:
                     sibling.waiting = False
                     self._submit(flight, sibling)
@@ -308,6 +327,8 @@ class RolloutRunner:
         """Stop the whole group. What had ended keeps its rewards for display, but takes no part any more."""
         flight.verdict = verdict
         for sibling in flight.siblings:
+            if sibling.greedy and sibling.running:
+                self._cancel(flight, sibling)
             rollout = sibling.rollout or sibling.finish("cancelled")
             rollout.reward = None
             if rollout.fate is None:
@@ -317,9 +338,9 @@ class RolloutRunner:
         return GroupView(
             visit=flight.visit,
             checkpoint=at,
-            actions=tuple(tuple(t.action for t in s.turns) for s in flight.siblings),
-            observations=tuple(tuple(t.observation or "" for t in s.turns) for s in flight.siblings),
-            running=tuple(s.running for s in flight.siblings),
+            actions=tuple(tuple(t.action for t in s.turns) for s in flight.gated),
+            observations=tuple(tuple(t.observation or "" for t in s.turns) for s in flight.gated),
+            running=tuple(s.running for s in flight.gated),
             **reached,
         )
 

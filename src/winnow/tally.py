@@ -24,6 +24,9 @@ class Tally:
         self.by_function: dict[str, list[float]] = {}
         self.kinds: Counter[str] = Counter()
         self.lengths: list[int] = []
+        self.rollouts = 0
+        self.sampled_tokens = 0
+        """As `rollouts`, with greedy baselines, which every other figure leaves out."""
         self.truncated = 0
         self.failed: Counter[str] = Counter()
         self.tokens: Counter[str] = Counter()
@@ -42,7 +45,7 @@ class Tally:
     def finished(self, group: Group) -> None:
         """A group came back from the runner."""
         self.groups += 1
-        self.sizes.append(len(group.rollouts))
+        self.sizes.append(len(group.siblings))
         rewards_G = group.rewards()
         present = rewards_G[~np.isnan(rewards_G)]
         if len(present):
@@ -51,10 +54,13 @@ class Tally:
         if kind and len(present) > 1:
             self.kinds[kind] += 1
         for rollout in group.rollouts:
-            self.lengths.append(int(rollout.action_mask.sum()))
-            self.truncated += rollout.stop_reason == "length"
+            self.rollouts += 1
+            self.sampled_tokens += int(rollout.action_mask.sum())
             if rollout.fate == Fate.FAILED:
                 self.failed[rollout.reason] += 1
+        for rollout in group.siblings:
+            self.lengths.append(int(rollout.action_mask.sum()))
+            self.truncated += rollout.stop_reason == "length"
             for name, value in rollout.rewards.items():
                 if value is not None:
                     self.by_function.setdefault(name, []).append(value)
@@ -69,7 +75,7 @@ class Tally:
         return self.kinds.total() / max(self.groups, 1)
 
     def failed_share(self) -> float:
-        return sum(self.failed.values()) / max(sum(self.sizes), 1)
+        return sum(self.failed.values()) / max(self.rollouts, 1)
 
     def metrics(self) -> dict[str, float]:
         step_time = time.monotonic() - self._started
@@ -85,7 +91,7 @@ class Tally:
             "completions/clipped_ratio": self.truncated / max(len(self.lengths), 1),
             "rollouts/failed_share": self.failed_share(),
             "step_time": step_time,
-            "tokens_per_second": sum(self.lengths) / max(step_time, 1e-9),
+            "tokens_per_second": self.sampled_tokens / max(step_time, 1e-9),
         }
         if self.reward_sets:
             metrics["reward"] = float(np.mean([r.mean() for r in self.reward_sets]))

@@ -63,7 +63,7 @@ class AdaptiveK:
         high = 2 * num_generations if self.high is None else self.high
         if not base < high:
             raise ValueError(
-                f"group_size (adaptive_k): base={base} must be below high={high} "
+                f"base={base} must be below high={high} "
                 f"(their defaults are num_generations={num_generations} and twice that)"
             )
         return AdaptiveSize(self, base, high)

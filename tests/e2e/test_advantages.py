@@ -1,0 +1,116 @@
+"""Runs of a few steps with the advantages that ask for more than one group's rewards, and with groups that grow."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from winnow import ConfigError, Trainer
+from winnow.plan import plan
+
+from .test_training import _train_until, assert_clean, fingerprint, resume, train
+
+
+def metrics_of(run: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("advantage", [{"name": "max_at_k", "k": 2}, {"name": "max_at_k", "k": 4}, "reinforce_pp"])
+def test_short_runs(tiny_config: dict[str, Any], advantage: Any) -> None:
+    run = Path(tiny_config["output_dir"])
+    train(tiny_config | {"advantage": advantage, "eval_steps": None, "max_steps": 2, "loss_type": "sequence_sum"})
+    assert all(m["updated"] == 1.0 and m["grad_norm"] > 0 for m in metrics_of(run))
+    assert_clean(run)
+
+
+def test_remax_is_bit_exact_after_a_resume_at_every_step(tiny_config: dict[str, Any], tmp_path: Path) -> None:
+    config = tiny_config | {"advantage": "remax", "max_steps": 3, "eval_steps": 3}
+    whole = tmp_path / "whole"
+    train(config | {"output_dir": str(whole)})
+    expected = fingerprint(whole)
+    for k in (1, 2):
+        part = tmp_path / f"part{k}"
+        _train_until(config | {"output_dir": str(part)}, k)
+        resume(part)
+        assert fingerprint(part) == expected, f"after a resume at step {k}"
+        assert_clean(part)
+    db = sqlite3.connect(whole / "ledger.sqlite")
+    assert db.execute("SELECT COUNT(*), MAX(sibling) FROM rollouts").fetchone() == (3 * 4 * 5, 4)
+    assert db.execute("SELECT DISTINCT fate FROM rollouts WHERE sibling = 4").fetchall() == [("trained",)]
+    wrong = db.execute(
+        "SELECT COUNT(*) FROM outcomes o WHERE ABS(mean_reward - (SELECT AVG(reward) FROM rollouts r"
+        " WHERE r.visit = o.visit AND r.sibling < 4)) > 1e-12"
+    )
+    assert wrong.fetchone() == (0,)
+    last = metrics_of(whole)[-1]
+    assert last["rows"] == 16, "a greedy baseline is no row"
+    assert last["groups/size_mean"] == 4
+    tokens = db.execute("SELECT SUM(tokens) FROM rollouts").fetchone()[0]
+    assert last["num_tokens"] == tokens, "its tokens were paid for"
+
+
+def test_a_baseline_that_fails_takes_its_group_with_it(tiny_config: dict[str, Any]) -> None:
+    def fails_for_the_last(completions: list[str], **_: object) -> list[Any]:
+        return [float(len(c.split()) % 2) for c in completions[:-1]] + [RuntimeError("judge gone")]
+
+    config = tiny_config | {"advantage": "remax", "max_steps": 1, "eval_steps": None}
+    Trainer(config=config, reward_funcs=fails_for_the_last).train()
+    run = Path(config["output_dir"])
+    assert metrics_of(run)[-1]["updated"] == 0.0
+    assert_clean(run)
+    db = sqlite3.connect(run / "ledger.sqlite")
+    (reason,) = db.execute("SELECT DISTINCT reason FROM rollouts WHERE sibling < 4").fetchone()
+    assert "the greedy baseline has no reward" in reason
+    assert "judge gone" in reason
+
+
+def test_groups_grow_and_a_resume_knows_it(tiny_config: dict[str, Any], tmp_path: Path) -> None:
+    size = {"name": "adaptive_k", "base": 2, "high": 6, "tau": 0.0, "window": 2}
+    config = tiny_config | {"group_size": size, "eval_steps": None}
+    whole = tmp_path / "whole"
+    train(config | {"output_dir": str(whole)})
+    assert [m["groups/size_mean"] for m in metrics_of(whole)] == [2, 2, 6, 6]
+    for k in (1, 2, 3):
+        part = tmp_path / f"part{k}"
+        _train_until(config | {"output_dir": str(part)}, k)
+        resume(part)
+        assert fingerprint(part) == fingerprint(whole)
+
+
+def test_the_plan_counts_the_largest_groups_and_the_baselines(tiny_config: dict[str, Any]) -> None:
+    trainer = Trainer(config=tiny_config | {"group_size": "adaptive_k", "advantage": "remax"})
+    planned = plan(trainer)
+    assert planned["rollouts_per_step"] == 4 * (8 + 1)
+    assert planned["max_sampled_tokens_per_step"] == 4 * 9 * 8
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"advantage": {"name": "max_at_k", "k": 5}}, r"max_at_k.*at least 5 rollouts.*only 4"),
+        (
+            {"advantage": {"name": "max_at_k", "k": 4}, "group_size": {"name": "adaptive_k", "base": 3}},
+            r"at least 4 rollouts.*only 3",
+        ),
+        ({"group_size": {"name": "adaptive_k", "high": 4}}, r"group_size: base=4 must be below high=4"),
+    ],
+)
+def test_sizes_that_cannot_work_are_refused_at_the_start(
+    tiny_config: dict[str, Any], options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Trainer(config=tiny_config | options)
+    assert not Path(tiny_config["output_dir"]).exists()
+
+
+@pytest.mark.parametrize("schedule", ["linear", "warmup_stable_decay"])
+def test_a_schedule_shaped_by_max_steps_holds_it_fixed_on_a_resume(tiny_config: dict[str, Any], schedule: str) -> None:
+    options = {"lr_decay_steps": 2} if schedule == "warmup_stable_decay" else {}
+    config = tiny_config | {"lr_scheduler_type": schedule, "lr_end": 1e-4, "max_steps": 2, "eval_steps": None} | options
+    train(config)
+    with pytest.raises(ConfigError, match="max_steps: 2 then, 4 now"):
+        resume(Path(config["output_dir"]), {"max_steps": 4})
