@@ -71,7 +71,8 @@ def test_changes_are_at_least_dwell_and_a_window_apart(history: list[float], dwe
 
 def test_a_step_without_the_metric_is_no_observation_but_passes_time() -> None:
     size = AdaptiveK(window=2).build(4)
-    for stats in ({"frac_reward_zero_std": 1.0}, {}, {"loss": 0.0}):
+    carried = {"frac_reward_zero_std": 0.0, "groups/rolled_out": 0.0}
+    for stats in ({"frac_reward_zero_std": 1.0, "groups/rolled_out": 4.0}, {}, {"loss": 0.0}, carried):
         size.observe(stats)
     assert size.next() == 4
     size.observe({"frac_reward_zero_std": 1.0})

@@ -84,11 +84,11 @@ class AdaptiveSize:
         return self._size
 
     def observe(self, step_stats: Mapping[str, float]) -> None:
-        """Learn from `frac_reward_zero_std`; a step without it only passes time."""
+        """Learn from `frac_reward_zero_std`; a step without it, or that rolled nothing out, only passes time."""
         o = self.options
         if self._steps is not None:
             self._steps += 1
-        if "frac_reward_zero_std" in step_stats:
+        if "frac_reward_zero_std" in step_stats and step_stats.get("groups/rolled_out") != 0:
             self._history = [*self._history, float(step_stats["frac_reward_zero_std"])][-o.window :]
         size = self._wanted()
         if size != self._size and (self._steps is None or self._steps >= o.dwell):
