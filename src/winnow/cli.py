@@ -225,6 +225,28 @@ def report(
 
 @app.command()
 @clear_errors
+def compare(
+    runs: Annotated[list[Path], typer.Argument(help="Two or more run directories.")],
+    seeds: Annotated[bool, typer.Option("--seeds", help="Runs that differ only in their seed are one method.")] = False,
+    baseline: Annotated[str | None, typer.Option(help="Method to compare with; the first one given otherwise.")] = None,
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="HTML page to write, too.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Methods side by side: means over seeds and paired differences to a baseline, with bootstrap intervals."""
+    from .compare import compare as run
+    from .compare_view import render, to_json, write_page
+
+    found = run(runs, seeds, baseline)
+    if output is not None:
+        write_page(found, output)
+    if as_json:
+        print(json.dumps(to_json(found)))
+    else:
+        out.print(render(found))
+
+
+@app.command()
+@clear_errors
 def methods(as_json: Json = False) -> None:
     """Every method with what it does, its paper, file and options."""
     from .methods import all_methods

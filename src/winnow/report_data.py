@@ -68,11 +68,11 @@ def read_run(path: Path, *, max_samples: int) -> Run:
     run = Run(name=visible(path.resolve().name))
     run.config = _read_config(path / "config.json", run.notes)
     run.profile = _read_profile((run.config or {}).get("selector"))
-    merged = _merge(_read_lines(path / "metrics.jsonl", run.notes))
+    merged = merge_steps(read_lines(path / "metrics.jsonl", run.notes))
     run.rows = [row for row in merged if any(not k.startswith("eval/") for k in row if k not in CUMULATIVE)]
     run.evaluations = [row for row in merged if any(k.startswith("eval/") for k in row)]
     _read_ledger(path / "ledger.sqlite", run)
-    run.samples = _thin_samples(_read_lines(path / "samples.jsonl", run.notes), max_samples)
+    run.samples = _thin_samples(read_lines(path / "samples.jsonl", run.notes), max_samples)
     return run
 
 
@@ -144,7 +144,7 @@ def _read_profile(selector: Any) -> dict[str, Any] | None:
     return {"labels": list(BINS), "counts": histogram(rates), "caption": visible(caption)}
 
 
-def _read_lines(path: Path, notes: list[str]) -> Iterator[dict[str, Any]]:
+def read_lines(path: Path, notes: list[str]) -> Iterator[dict[str, Any]]:
     """The JSON objects of a JSONL file; a torn last line is left out, other damage is noted."""
     if not path.is_file():
         notes.append(f"{path.name} is missing.")
@@ -167,7 +167,7 @@ def _read_lines(path: Path, notes: list[str]) -> Iterator[dict[str, Any]]:
         notes.append(f"{path.name}: {len(bad)} lines left out that are not JSON objects, the first is line {bad[0]}.")
 
 
-def _merge(lines: Iterator[dict[str, Any]]) -> list[Row]:
+def merge_steps(lines: Iterator[dict[str, Any]]) -> list[Row]:
     """One row a step, ascending. A line of an earlier step means a restart: what came after it is forgotten."""
     by_step: dict[float, Row] = {}
     for line in lines:

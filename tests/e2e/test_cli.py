@@ -81,6 +81,27 @@ def test_profile_of_a_model_and_of_a_run(tiny_model: Path, tmp_path: Path) -> No
     assert "made for something else" in refused.output
 
 
+def test_compare_methods_over_seeds(recipe: Path, tmp_path: Path) -> None:
+    for seed in (0, 1):
+        for name in ("keep_all", "zero_variance"):
+            run = tmp_path / f"{name}-s{seed}"
+            trained = winnow("train", recipe, f"output_dir={run}", f"filter={name}", f"seed={seed}", "max_steps=2")
+            assert trained.exit_code == 0, trained.output
+    runs = sorted(tmp_path.glob("*-s?"))
+    page = tmp_path / "page.html"
+    found = winnow("compare", *runs, "--seeds", "--baseline", "zero_variance", "-o", page, "--json")
+    assert found.exit_code == 0, found.output
+    result = json.loads(found.stdout)
+    assert result["baseline"] == "zero_variance"
+    assert [(m["name"], len(m["runs"])) for m in result["methods"]] == [("keep_all", 2), ("zero_variance", 2)]
+    assert result["methods"][0]["means"]["rollouts"]["mean"] == 2 * 16
+    assert page.stat().st_size < 2e6
+    assert "note: No interval is given" in winnow("compare", *runs).stdout
+    refused = winnow("compare", *runs, "--seeds", "--baseline", "grpo")
+    assert refused.exit_code == 1
+    assert "no method 'grpo'" in refused.output
+
+
 def test_dry_run_writes_nothing(recipe: Path, tmp_path: Path) -> None:
     planned = winnow("train", recipe, "--dry-run", "--json")
     assert planned.exit_code == 0, planned.output

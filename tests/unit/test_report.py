@@ -199,7 +199,7 @@ def test_hostile_text_stays_text(tmp_path: Path) -> None:
 
 def test_script_never_sets_markup() -> None:
     assets = Path(__file__).parents[2] / "src/winnow/assets"
-    for name in ("report.js", "charts.js", "bars.js"):
+    for name in ("report.js", "charts.js", "bars.js", "compare.js"):
         source = (assets / name).read_text()
         assert not [
             w for w in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(") if w in source

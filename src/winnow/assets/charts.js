@@ -144,19 +144,29 @@ const charts = (() => {
     };
   }
 
-  /** uPlot's data and series for lines: `curves` are {name, table, key, color, dash}. */
+  /** uPlot's data and series for lines: `curves` are {name, table, key, color, dash, band: [low key, high key]}. */
   function lines(spec, curves) {
-    const shown = curves.map((c) => select(c.table, [c.key])).map((d, i) => ({ ...curves[i], data: d }));
+    const shown = curves.map((c) => select(c.table, [c.key, ...(c.band || [])])).map((d, i) => ({ ...curves[i], data: d }));
     const full = shown.filter((c) => c.data[0].length);
     const joined = full.length ? uPlot.join(full.map((c) => c.data)) : [[]];
     const series = [{}];
     const data = [joined[0]];
     const entries = [];
-    full.forEach((c, n) => {
-      const values = joined[n + 1].map((v) => v ?? null);
+    const bands = [];
+    let column = 1;
+    full.forEach((c) => {
+      const [values, low, high] = joined.slice(column, column + c.data.length - 1).map((list) => list.map((v) => v ?? null));
+      column += c.data.length - 1;
       const stroke = color(c.color);
       const smooth = smoothing && !spec.points && c.data[1].length > 40;
       const common = { spanGaps: true, points: { show: !!spec.points || c.data[1].length < 3, size: 6, fill: stroke } };
+      if (c.band) {
+        bands.push({ series: [series.length, series.length + 1], fill: faded(stroke, 0.14) });
+        for (const edge of [high, low]) {
+          series.push({ spanGaps: true, stroke: faded(stroke, 0.3), width: 0.5, points: { show: false } });
+          data.push(edge);
+        }
+      }
       if (smooth) {
         const bySmooth = new Map(smoothed(c.data[1]).map((v, i) => [c.data[0][i], v]));
         series.push({ ...common, stroke: faded(stroke, curves.length > 2 ? 0.12 : 0.28), width: 1 });
@@ -168,7 +178,7 @@ const charts = (() => {
       }
       entries.push({ name: c.name, color: stroke, values: data[data.length - 1] });
     });
-    return { series, data, entries };
+    return { series, data, entries, bands };
   }
 
   /** The same for stacked areas: painted from the top of the stack down, each over the one above it. */
@@ -206,7 +216,7 @@ const charts = (() => {
       const holder = document.createElement("div");
       box.append(holder);
       plot = new uPlot({
-        width, height, series: made.series, padding: [8, 10, 0, 0], legend: { show: false },
+        width, height, series: made.series, bands: made.bands, padding: [8, 10, 0, 0], legend: { show: false },
         scales: { x: { time: false }, y: { range: range(spec) } },
         axes: [xAxis(), yAxis(format)],
         cursor: { y: false, points: { show: !spec.stacked, size: 7 }, drag: { x: true, y: false }, sync: { key: "x" } },

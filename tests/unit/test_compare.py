@@ -1,0 +1,287 @@
+"""Methods over seeds: who is a seed of whom, what is paired with what, and figures that can be computed by hand."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from winnow.bootstrap import paired_bootstrap
+from winnow.compare import Comparison, MethodResult, compare, reached_at
+from winnow.compare_data import CompareError, Point
+from winnow.compare_view import render, to_json, write_page
+from winnow.ledger import Ledger, LedgerError
+from winnow.types import Fate, Group, Prompt, Visit
+
+from .test_report import HOSTILE, Page, rollout
+
+# the bootstrap
+
+
+def test_constants_have_no_spread() -> None:
+    e = paired_bootstrap([0.25] * 4)
+    assert (e.mean, e.low, e.high, e.n) == (0.25, 0.25, 0.25, 4)
+
+
+def test_few_values_get_no_interval() -> None:
+    for values in ([1.0], [1.0, 3.0]):
+        e = paired_bootstrap(values)
+        assert e.low is e.high is None
+        assert e.mean == np.mean(values)
+    e = paired_bootstrap([1.0, 2.0, 6.0])
+    assert e.low is not None
+    assert e.high is not None
+    assert 1.0 <= e.low < e.mean == 3.0 < e.high <= 6.0
+
+
+def test_interval_is_that_of_all_resamples() -> None:
+    values = [0.0, 1.0, 5.0]
+    means = sorted(np.mean([a, b, c]) for a in values for b in values for c in values)
+    e = paired_bootstrap(values, confidence=0.8)
+    assert e.low == pytest.approx(np.quantile(means, 0.1), abs=0.35)
+    assert e.high == pytest.approx(np.quantile(means, 0.9), abs=0.35)
+    assert paired_bootstrap(values) == paired_bootstrap(values)
+    assert paired_bootstrap(values, seed=1, resamples=50) != paired_bootstrap(values, seed=2, resamples=50)
+
+
+@pytest.mark.parametrize(("size", "low", "high"), [(5, 0.76, 0.90), (30, 0.90, 0.97)])
+def test_coverage_on_normal_data(size: int, low: float, high: float) -> None:
+    draw = np.random.default_rng(0)
+    covered = 0
+    for _ in range(400):
+        e = paired_bootstrap(draw.normal(0.3, 1.0, size), resamples=1000)
+        assert e.low is not None
+        assert e.high is not None
+        covered += e.low <= 0.3 <= e.high
+    assert low < covered / 400 < high
+
+
+@pytest.mark.parametrize("values", [[], [1.0, math.nan, 2.0], [math.inf], [[1.0, 2.0]]])
+def test_what_cannot_be_resampled_is_refused(values: Any) -> None:
+    with pytest.raises(ValueError, match="finite numbers"):
+        paired_bootstrap(values)
+    with pytest.raises(ValueError, match="confidence"):
+        paired_bootstrap([1.0], confidence=1.0)
+
+
+# the level
+
+
+def test_reached_at_interpolates_between_evaluations() -> None:
+    curve = [Point(0, 0, 0, 0.1), Point(10, 1000, 80, 0.3), Point(20, 3000, 160, 0.2), Point(30, 4000, 240, 0.5)]
+    assert reached_at(curve, 0.2, lambda p: p.tokens) == pytest.approx(500)
+    assert reached_at(curve, 0.2, lambda p: p.rollouts) == pytest.approx(40)
+    assert reached_at(curve, 0.3, lambda p: p.step) == 10
+    assert reached_at(curve, 0.4, lambda p: p.tokens) == pytest.approx(3000 + 1000 * 2 / 3)
+    assert reached_at(curve, 0.05, lambda p: p.tokens) == 0
+    assert reached_at(curve, 0.51, lambda p: p.tokens) is None
+
+
+# runs
+
+
+def make(
+    path: Path, passed: list[float], *, seed: int = 0, tokens: int = 1000, finished: bool = True, **config: Any
+) -> Path:
+    """A run that is evaluated every 10 of its steps; each step rolls out 4 groups of 2, `tokens` tokens in all."""
+    path.mkdir(parents=True)
+    steps = 10 * (len(passed) - 1)
+    lines: list[dict[str, float]] = [{"step": 0, "num_tokens": 0}]
+    for step in range(1, steps + 1):
+        zero = 0.25 if step <= steps - steps // 10 else 0.75
+        groups = {"groups/rolled_out": 4.0, "groups/size_mean": 2.0, "frac_reward_zero_std": zero}
+        lines.append({"step": step, "num_tokens": tokens * step, **groups})
+    for i, p in enumerate(passed):
+        lines[10 * i] |= {"eval/pass@1": p, "eval/pass@4": min(1.0, 2 * p)}
+    (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    base = {"seed": seed, "model": f"models/s{seed}", "output_dir": str(path), "env": "countdown", "max_steps": steps}
+    (path / "config.json").write_text(json.dumps(base | config))
+    with Ledger.open(path / "ledger.sqlite") as ledger:
+        visits = [Visit(i, 0, Prompt(f"p{i}", i, "x")) for i in range(3)]
+        ledger.visit(visits, step=0, version=0)
+        for visit in visits:
+            members = [rollout(i, 0, reward=float(i), fate=Fate.TRAINED, tokens=5) for i in range(2)]
+            ledger.finish(Group(visit, members), step=0)
+        ledger.evaluation(0, rollouts=999, tokens=9999, seconds=1.0)
+        ledger.set_meta("finished", "true" if finished else "false")
+    return path
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> list[Path]:
+    """Three seeds of two methods; `fast` gains 0.1 more everywhere and has half the tokens a step."""
+    slow = [make(tmp_path / f"grpo-s{s}", [0.1, 0.2, 0.3 + s / 10], seed=s) for s in range(3)]
+    options: dict[str, Any] = {"selector": "greso", "tokens": 500}
+    fast = [make(tmp_path / f"greso-s{s}", [0.1, 0.3, 0.4 + s / 10], seed=s, **options) for s in range(3)]
+    return [*slow, *fast]
+
+
+def by_name(found: Comparison) -> dict[str, MethodResult]:
+    return {m.name: m for m in found.methods}
+
+
+def test_methods_are_paired_by_seed(runs: list[Path]) -> None:
+    found = compare(runs[::-1], baseline="grpo")
+    methods = by_name(found)
+    assert list(methods) == ["greso", "grpo"]
+    assert [r.seed for r in methods["greso"].runs] == [2, 1, 0]
+    greso = methods["greso"]
+    assert greso.means["pass@1"] is not None
+    assert greso.means["pass@1"].mean == pytest.approx(0.5)
+    difference = greso.against["pass@1"]
+    assert difference is not None
+    assert (difference.low, difference.mean, difference.high) == pytest.approx((0.1, 0.1, 0.1)), "seeds cancel"
+    assert greso.against["pass@4"] is not None
+    assert greso.against["pass@4"].mean == pytest.approx((0.2 + 0.2 + 0.0) / 3)
+    tokens = greso.against["tokens"]
+    assert tokens is not None
+    assert (tokens.low, tokens.mean, tokens.high) == pytest.approx((0.5, 0.5, 0.5))
+    assert greso.means["tokens"] is not None
+    assert greso.means["tokens"].mean == 10_000
+    assert greso.means["rollouts"] is not None
+    assert greso.means["rollouts"].mean == 6, "of the ledger, without evaluation"
+    assert greso.means["zero_variance"] is not None
+    assert greso.means["zero_variance"].mean == pytest.approx(0.75)
+    assert not any(methods["grpo"].against.values())
+
+
+def test_cost_of_reaching_the_baseline(runs: list[Path]) -> None:
+    methods = by_name(compare(runs))
+    assert methods["greso"].paired == methods["greso"].reached == 3
+    # levels 0.3, 0.4, 0.5 on greso's curves 0.1, 0.3, 0.4 + s/10
+    steps = [10, 10 + 10 * 0.1 / 0.2, 10 + 10 * 0.2 / 0.3]
+    for run, wanted in zip(methods["greso"].runs, steps, strict=True):
+        assert run.values["steps_to_baseline"] == pytest.approx(wanted)
+        assert run.values["tokens_to_baseline"] == pytest.approx(500 * wanted)
+        assert run.values["rollouts_to_baseline"] == pytest.approx(8 * wanted)
+    assert all(run.values["steps_to_baseline"] == 20 for run in methods["grpo"].runs)
+    ratio = methods["greso"].against["tokens_to_baseline"]
+    assert ratio is not None
+    assert ratio.mean == pytest.approx(math.prod(500 * s / 20_000 for s in steps) ** (1 / 3))
+
+
+def test_not_reached_is_counted_and_shown(runs: list[Path]) -> None:
+    found = compare(runs, baseline="greso")
+    grpo = by_name(found)["grpo"]
+    assert (grpo.paired, grpo.reached) == (3, 0)
+    assert grpo.means["tokens_to_baseline"] is None
+    assert "0 of 3 seeds reached it" in text(found)
+
+
+def text(found: Comparison) -> str:
+    from rich.console import Console
+
+    console = Console(width=200, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(render(found))
+    return console.export_text()
+
+
+def test_names_come_from_directories(tmp_path: Path) -> None:
+    def names(*paths: str, **config: Any) -> list[str]:
+        made = [make(tmp_path / p, [0.1, 0.2], seed=i, **config) for i, p in enumerate(paths)]
+        other = make(tmp_path / paths[0] / "other-s7", [0.1, 0.2], seed=7, advantage="rloo")
+        return list(by_name(compare([*made, other])))
+
+    assert names("a/grpo-s0", "a/grpo-s1") == ["grpo", "other"]
+    assert names("b/greso-k4_seed0", "b/greso-k4_seed1") == ["greso-k4", "other"]
+    assert names("c/dapo/s0", "c/dapo/s1") == ["dapo", "other"]
+    assert names("d/dapo/0") == ["dapo", "other"]
+    assert names("e/rloo-a", "e/rloo-b") == ["rloo", "other"]
+    assert names("f/0/same", "f/1/same") == ["same", "other"]
+
+
+def test_equal_names_are_told_apart_and_defaults_do_not_matter(tmp_path: Path) -> None:
+    a = make(tmp_path / "a/grpo-s0", [0.1, 0.2], seed=0)
+    b = make(tmp_path / "b/grpo-s0", [0.1, 0.2], seed=0, learning_rate=1.0)
+    c = make(tmp_path / "c/grpo-s1", [0.1, 0.2], seed=1, beta=0.0)  # a key that an older run does not have
+    methods = by_name(compare([a, b, c]))
+    assert {name: len(m.runs) for name, m in methods.items()} == {"grpo": 2, "grpo (2)": 1}
+
+
+def test_the_profile_of_a_seed_is_no_other_method(tmp_path: Path) -> None:
+    made = []
+    for s in range(2):
+        profile = tmp_path / f"p{s}.jsonl"
+        profile.with_name(profile.name + ".meta.json").write_text(json.dumps({"cost": {"tokens": 1000 * (s + 1)}}))
+        selector = {"name": "pass_rate", "profile": str(profile)}
+        made.append(make(tmp_path / f"pass_rate-s{s}", [0.1, 0.2], seed=s, selector=selector))
+    found = compare([*made, make(tmp_path / "grpo-s0", [0.1, 0.2])])
+    assert list(by_name(found)) == ["pass_rate", "grpo"]
+    assert any("profiles cost 1,500 tokens" in note for note in found.notes)
+
+
+def test_what_cannot_be_compared_is_named(runs: list[Path], tmp_path: Path) -> None:
+    with pytest.raises(CompareError, match="at least two"):
+        compare(runs[:1])
+    with pytest.raises(CompareError, match=r"no method 'gres'.*Did you mean 'greso'"):
+        compare(runs, baseline="gres")
+    with pytest.raises(CompareError, match=r"grpo-s0 and .*copy.*same seed 0"):
+        compare([*runs, make(tmp_path / "copy", [0.1, 0.2, 0.3])])
+    longer = make(tmp_path / "grpo-s9", [0.1, 0.2, 0.3, 0.4], seed=9, max_steps=20)
+    with pytest.raises(CompareError, match=r"grpo-s0 and .*grpo-s9: one method, evaluated at different steps"):
+        compare([*runs, longer])
+    with pytest.raises(CompareError, match="not a run directory"):
+        compare([*runs, tmp_path])
+    bare = make(tmp_path / "bare", [0.1, 0.2])
+    (bare / "metrics.jsonl").write_text('{"step": 1, "num_tokens": 5}\n')
+    with pytest.raises(CompareError, match="bare: has no held-out evaluation"):
+        compare([*runs, bare])
+    (runs[0] / "ledger.sqlite").write_bytes(b"not a ledger, surely not" * 50)
+    with pytest.raises(LedgerError, match="ledger"):
+        compare(runs)
+
+
+def test_unfinished_runs(runs: list[Path], tmp_path: Path) -> None:
+    short = make(tmp_path / "short-s0", [0.1, 0.2], finished=False, max_steps=20)
+    with pytest.raises(CompareError, match=r"not finished: .*short-s0"):
+        compare([*runs, short])
+    found = compare([*runs, short], seeds=False)
+    assert [m.name for m in found.methods] == [p.name for p in [*runs, short]]
+    assert any("short-s0 is not finished; it ends at step 10" in note for note in found.notes)
+    difference = by_name(found)["greso-s2"].against["pass@1"]
+    assert difference is not None
+    assert difference.mean == pytest.approx(0.6 - 0.3), "without seeds every run is compared with the first"
+    assert difference.low is None
+
+
+def test_notes_say_what_spoils_a_comparison(runs: list[Path], tmp_path: Path) -> None:
+    assert compare(runs).notes == ()
+    odd = make(tmp_path / "odd-s0", [0.3, 0.4], model="another", eval_temperature=0.6, beta=0.1)
+    lone = make(tmp_path / "odd-s8", [0.3, 0.4], seed=8, eval_temperature=0.6, beta=0.1)
+    found = compare([*runs, odd, lone])
+    notes = "\n".join(found.notes)
+    assert "differ in eval_temperature" in notes
+    assert "odd: starts from another model than grpo at seed 0" in notes
+    assert "odd: grpo has no run of seed 8; not paired" in notes
+    assert "fewer than 3 seeds: odd" in notes
+    assert "before any training at seed 0" in notes
+    assert by_name(found)["odd"].against["tokens_to_baseline"] is None
+
+
+def test_views(runs: list[Path], tmp_path: Path) -> None:
+    hostile = make(
+        tmp_path / HOSTILE.replace("/", "").replace("\x00", "").replace("\ud800", ""), [0.2, 0.3], seed=3, beta=0.2
+    )
+    found = compare([*runs, hostile])
+    assert json.loads(json.dumps(to_json(found), allow_nan=False))["baseline"] == "grpo"
+    shown = text(found)
+    assert "+0.100 [+0.100, +0.100]" in shown
+    assert "×0.50 [0.50, 0.50]" in shown
+    assert "\x1b" not in shown
+    write_page(found, tmp_path / "page.html")
+    page = Page(tmp_path / "page.html")
+    assert len(page.text) < 2_000_000
+    assert page.tags.count("body") == 1
+    assert not [value for name, value in page.attributes if name in ("src", "href")]
+    greso = page.data["methods"][1]
+    assert greso["curve"]["num_tokens"] == [0, 5000, 10_000]
+    assert greso["curve"]["low"] == pytest.approx([0.1, 0.3, 0.4])
+    assert greso["curve"]["mean"] == pytest.approx([0.1, 0.3, 0.5])
+    assert greso["curve"]["high"] == pytest.approx([0.1, 0.3, 0.6])
+    assert len(greso["cells"]) == len(page.data["measures"])
+    with pytest.raises(FileNotFoundError, match="folder does not exist"):
+        write_page(found, tmp_path / "no" / "page.html")
