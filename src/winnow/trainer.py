@@ -5,7 +5,6 @@ Trainer(model="path/or/hub-name", env="countdown", config={"max_steps": 200}).tr
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
 import time
@@ -38,7 +37,7 @@ from .ledger import Ledger
 from .loop import Hooks, Limits, Loop, Parts
 from .profile import Profiler
 from .progress import Display
-from .prompting import encode_prompt
+from .prompting import encode_prompt, tokenizer_digest
 from .records import CONFIG, LEDGER, METRICS, Records, RunDirectoryError, check_trackers, lock
 from .reward import Rewarder, RewardSpec
 from .rollout import RolloutOptions, RolloutRunner
@@ -238,10 +237,9 @@ class Trainer:
         raise ConfigError(f"none of the first {len(causes)} prompts can be used; {causes[0]}")
 
     def _fingerprints(self) -> dict[str, str]:
-        vocabulary = json.dumps(self.tokenizer.get_vocab(), sort_keys=True) + str(self.tokenizer.chat_template)
         return {
             "task": self.task.fingerprint(),
-            "tokenizer": hashlib.sha256(vocabulary.encode()).hexdigest(),
+            "tokenizer": tokenizer_digest(self.tokenizer),
             "base model": self._origin,
             "reward functions": ", ".join(self.rewarder.names),
         }
