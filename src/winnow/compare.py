@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -215,10 +216,7 @@ def _notes(
                 f"{name}: at the baseline's final pass@1 before any training at seed {', '.join(map(str, free))}; "
                 "such a pair has no cost ratio."
             )
-        if extra := [cost for run in members if (cost := _profile_tokens(run)) is not None]:
-            notes.append(
-                f"{name}: its profiles cost {sum(extra) / len(extra):,.0f} tokens a run on top, not in the table."
-            )
+        notes += _profile_costs(name, members)
     return notes
 
 
@@ -226,12 +224,27 @@ def _start(run: RunData) -> Any:
     return run.config.get("model")
 
 
-def _profile_tokens(run: RunData) -> float | None:
-    """What the file that a `pass_rate` selector went by cost to make, as its `.meta.json` says."""
-    selector = run.config.get("selector")
-    if not isinstance(selector, dict) or not selector.get("profile"):
-        return None
-    try:
-        return float(json.loads(Path(f"{selector['profile']}.meta.json").read_text("utf-8"))["cost"]["tokens"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+def _profile_costs(name: str, runs: Sequence[RunData]) -> list[str]:
+    """What pass-rate profiles cost before training (as their `.meta.json` say) and during it."""
+    before, during = [], []
+    for run in runs:
+        selector = run.config.get("selector")
+        if not isinstance(selector, dict):
+            continue
+        if selector.get("profile"):
+            with suppress(OSError, ValueError, KeyError, TypeError):  # a profile of other origin has no such file
+                meta = json.loads(Path(f"{selector['profile']}.meta.json").read_text("utf-8"))
+                before.append(float(meta["cost"]["tokens"]))
+        if selector.get("refresh_steps"):
+            during.append(run.evaluation_tokens)
+    notes = []
+    if before:
+        mean = sum(before) / len(before)
+        notes.append(f"{name}: its profiles cost {mean:,.0f} tokens a run on top, not in the table.")
+    if during:
+        mean = sum(during) / len(during)
+        notes.append(
+            f"{name}: its profiles during training are not in the table; with the held-out evaluations they cost "
+            f"{mean:,.0f} tokens a run."
+        )
+    return notes

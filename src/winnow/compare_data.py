@@ -49,6 +49,8 @@ class RunData:
     rollouts: float
     zero_variance: float | None
     """Share of the groups rolled out in the last tenth of the steps."""
+    evaluation_tokens: float
+    """Sampled for evaluations, and for profiles made during training."""
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -83,6 +85,7 @@ def read_run_data(path: Path) -> RunData:
         tokens=rows[-1]["num_tokens"],
         rollouts=sum(totals[fate]["rollouts"] for fate in FATES),
         zero_variance=_zero_variance(rows),
+        evaluation_tokens=totals["evaluation"]["tokens"],
         notes=[f"{path}: {note}" for note in notes],
     )
 

@@ -37,9 +37,10 @@ def render(found: Comparison) -> RenderableType:
         cells = []
         for method in found.methods:
             mean, against, state = cell(found, m, method)
-            cells.append(
-                Text(mean + (f"\n{against}" if against else ""), style={"good": "green", "bad": "red"}.get(state, ""))
-            )
+            text = mean + (f"\n{against}" if against else "")
+            if len(found.methods) > 2:
+                text = text.replace(" [", "\n[").replace(" (", "\n(")
+            cells.append(Text(text, style={"good": "green", "bad": "red"}.get(state, "")))
         table.add_row(m.label, *cells)
     explained = f"mean [95% interval]; below it the paired difference (or ratio, ×) to {visible(found.baseline)}"
     return Lines(

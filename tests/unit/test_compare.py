@@ -207,11 +207,12 @@ def test_the_profile_of_a_seed_is_no_other_method(tmp_path: Path) -> None:
     for s in range(2):
         profile = tmp_path / f"p{s}.jsonl"
         profile.with_name(profile.name + ".meta.json").write_text(json.dumps({"cost": {"tokens": 1000 * (s + 1)}}))
-        selector = {"name": "pass_rate", "profile": str(profile)}
+        selector = {"name": "pass_rate", "profile": str(profile), "refresh_steps": 5}
         made.append(make(tmp_path / f"pass_rate-s{s}", [0.1, 0.2], seed=s, selector=selector))
     found = compare([*made, make(tmp_path / "grpo-s0", [0.1, 0.2])])
     assert list(by_name(found)) == ["pass_rate", "grpo"]
     assert any("profiles cost 1,500 tokens" in note for note in found.notes)
+    assert any("during training" in note and "cost 9,999 tokens" in note for note in found.notes)
 
 
 def test_what_cannot_be_compared_is_named(runs: list[Path], tmp_path: Path) -> None:
@@ -268,10 +269,10 @@ def test_views(runs: list[Path], tmp_path: Path) -> None:
     )
     found = compare([*runs, hostile])
     assert json.loads(json.dumps(to_json(found), allow_nan=False))["baseline"] == "grpo"
-    shown = text(found)
+    assert "\x1b" not in text(found)
+    shown = text(compare(runs))
     assert "+0.100 [+0.100, +0.100]" in shown
     assert "×0.50 [0.50, 0.50]" in shown
-    assert "\x1b" not in shown
     write_page(found, tmp_path / "page.html")
     page = Page(tmp_path / "page.html")
     assert len(page.text) < 2_000_000
