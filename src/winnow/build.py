@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError
@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
 from .advantage import ADVANTAGES, Advantage
-from .config import ConfigError, LoraConfig, MethodSpec, RunConfig, method
+from .config import AuditConfig, ConfigError, LoraConfig, MethodSpec, RunConfig, method
 from .correct import CORRECTIONS, STEP_SCALES, StepScale
 from .engine import ENGINES
 from .engine.base import Engine, SamplingParams
@@ -22,10 +22,13 @@ from .env import ENVS
 from .env.base import Demonstrator, Task
 from .filter import FILTERS, Filter
 from .gate import GATES, Gate
+from .gate.audit import AuditedGate, RuleAudit
 from .learner.local import LearnerOptions, LocalLearner, frozen_copy, without_dropout
 from .learner.logprob import TokenDistribution
 from .loss import LossConfig
 from .select import SELECTORS, Selector
+from .select.audit import AuditedSelector
+from .select.stream import StreamSelector
 from .size import ROLLOUT_BATCHES, SIZES, GroupSize, RolloutBatch
 from .size.rollout_batch import Exact
 from .step import StepOptions
@@ -58,23 +61,50 @@ class Methods:
 def build_methods(c: RunConfig, prompts: Sequence[Prompt]) -> Methods:
     """Raises ConfigError naming the field and the nearest valid name."""
     group_size = _group_size(c)
+    advantage = _advantage(c, group_size)
     return Methods(
-        selector=_selector(c, prompts),
+        selector=_selector(c, prompts, advantage),
         rollout_batch=_rollout_batch(c),
         group_size=group_size,
-        gates=[method(GATES, spec, "gates").build(c.seed) for spec in c.gates],
+        gates=_gates(c, advantage),
         filter=method(FILTERS, c.filter, "filter"),
-        advantage=_advantage(c, group_size),
+        advantage=advantage,
         step_scale=method(STEP_SCALES, c.step_scale, "step_scale"),
     )
 
 
-def _selector(c: RunConfig, prompts: Sequence[Prompt]) -> Selector:
+def _selector(c: RunConfig, prompts: Sequence[Prompt], advantage: Advantage) -> Selector:
     try:
-        selector: Selector = method(SELECTORS, c.selector, "selector").build(prompts, c.seed, c.success_reward)
+        selector = method(SELECTORS, c.selector, "selector").build(prompts, c.seed, c.success_reward)
     except ValueError as error:
         raise ConfigError(f"selector: {str(error).removeprefix('selector: ')}") from None
+    if c.audit is None:
+        return cast(Selector, selector)
+    if type(selector) is not StreamSelector:
+        return AuditedSelector(selector, _audit(c, c.audit, _name(c.selector)), advantage)
+    if not c.gates:
+        raise ConfigError(
+            "audit: nothing to audit: selector: uniform skips nothing, and there are no gates. Remove audit, or choose "
+            "e.g. selector: greso"
+        )
     return selector
+
+
+def _gates(c: RunConfig, advantage: Advantage) -> list[Gate]:
+    gates: list[Gate] = [method(GATES, spec, "gates").build(c.seed) for spec in c.gates]
+    if c.audit is None:
+        return gates
+    names = [_name(spec) for spec in c.gates]
+    unique = [f"{name}_{i}" if names.count(name) > 1 else name for i, name in enumerate(names, 1)]
+    return [AuditedGate(g, _audit(c, c.audit, name), advantage) for g, name in zip(gates, unique, strict=True)]
+
+
+def _audit(c: RunConfig, audit: AuditConfig, name: str) -> RuleAudit:
+    return RuleAudit(name, audit.epsilon, audit.max_signal_loss, seed=c.seed)
+
+
+def _name(spec: MethodSpec) -> str:
+    return spec if isinstance(spec, str) else str(spec["name"])
 
 
 def _group_size(c: RunConfig) -> GroupSize:

@@ -52,6 +52,14 @@ class LoraConfig(BaseModel):
     target_modules: str | list[str] = "all-linear"
 
 
+class AuditConfig(BaseModel):
+    """Overrides of skips and stops at random, to see what the rules get wrong; leave `audit` out for none."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    epsilon: float = Field(0.05, gt=0, le=1)
+    max_signal_loss: float | None = Field(None, gt=0, lt=1)
+
+
 class RunConfig(BaseModel):
     """Everything a run needs. Unknown keys are errors."""
 
@@ -92,6 +100,7 @@ class RunConfig(BaseModel):
     rollout_batch: MethodSpec = "exact"
     group_size: MethodSpec = "fixed"
     gates: list[MethodSpec] = []
+    audit: AuditConfig | None = None
     filter: MethodSpec = "keep_all"
     advantage: MethodSpec = "grpo"
     correction: MethodSpec = "none"

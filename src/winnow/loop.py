@@ -125,6 +125,8 @@ class Loop:
         metrics = self._metrics(update, groups, evaluation)
         parts.group_size.observe(metrics)
         parts.selector.end_step()
+        for gate in parts.gates:
+            gate.end_step()
         parts.ledger.step(self.step - 1, seconds=tally.seconds, metrics=metrics, version=self.step - 1)
         self.hooks.record(self.step, metrics, finished)
 
@@ -262,6 +264,8 @@ class Loop:
         self.num_tokens += self._tally.sampled_tokens
         metrics |= {"step": self.step, "num_tokens": self.num_tokens, "groups/effective": float(len(groups))}
         metrics |= update | self.parts.selector.metrics()
+        for gate in self.parts.gates:
+            metrics |= gate.metrics()
         if "learning_rate" in update:  # what plain SGD over all prompts_per_step groups would need (Active-RLOO, eq. 4)
             metrics["eta_eff"] = update["effective_learning_rate"] * self.parts.buffer.prompts_per_step / len(groups)
         if evaluation is not None:

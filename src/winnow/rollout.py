@@ -67,6 +67,12 @@ class _Sibling:
     def tokens(self) -> list[int]:
         return [int(t) for ids, *_ in self.segments for t in ids]
 
+    def survive(self, probability: float) -> None:
+        """A gate has spoken, of this sibling alone or of its group; also counts for one that has ended by then."""
+        self.survival_p *= probability
+        if self.rollout is not None:
+            self.rollout.survival_p = self.survival_p
+
     def finish(self, stop_reason: str, *, fate: Fate | None = None, reason: str = "") -> Rollout:
         """Close the rollout: from here on it is only scored and booked."""
 
@@ -283,7 +289,7 @@ class RolloutRunner:
         sibling = flight.siblings[event.id[1]]  # type: ignore[index]
         view = self._view(flight, Token(event.n), sibling=sibling.index, hidden=event.hidden, logp=event.logp)
         verdict = self._token_gates[event.n].decide(view)
-        sibling.survival_p *= verdict.probability
+        sibling.survive(verdict.probability)
         if verdict.keep:
             return
         self._cancel(flight, sibling)
@@ -308,6 +314,8 @@ class RolloutRunner:
                 return
             flight.undecided.pop(0)
             verdict = gate.decide(self._view(flight, gate.at))
+            for sibling in flight.gated:
+                sibling.survive(verdict.probability)
             if not verdict.keep:
                 self._cut(flight, verdict)
                 break

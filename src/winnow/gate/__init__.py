@@ -23,6 +23,12 @@ class Gate(Protocol):
         """Learn from every finished group."""
         ...
 
+    def end_step(self) -> None:
+        """An optimizer step is over; called after `metrics`."""
+
+    def metrics(self) -> dict[str, float]:
+        return {}
+
     def state_dict(self) -> dict[str, Any]: ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...

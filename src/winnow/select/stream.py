@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -14,6 +14,18 @@ LOOK_AHEAD = 256
 """Visits decided at once, at least."""
 PATIENCE = 10_000
 """Skipped visits in a row, or one whole epoch if that is more, after which there is nothing left to roll out."""
+
+
+class Override(Protocol):
+    """Lets visits pass that a selector would skip; see `audit.py`."""
+
+    def draws(self, ordinals_N: np.ndarray, epoch: int) -> np.ndarray:
+        """bool [N]: which of these visits must not be skipped."""
+        ...
+
+    def verdict(self, number: int, verdict: Verdict, drawn: bool) -> Verdict:
+        """What becomes of the selector's own verdict on visit `number`; called once for each, in stream order."""
+        ...
 
 
 class StreamSelector:
@@ -28,6 +40,7 @@ class StreamSelector:
         self.prompts = prompts
         self.seed = seed
         self.shuffle = shuffle
+        self.override: Override | None = None
         self.visits = 0
         self.skipped = 0
         """Visits skipped since the last `end_step`."""
@@ -52,11 +65,16 @@ class StreamSelector:
             if position == 0:
                 self._order = self._order_of(epoch)
             ordinals = self._order[position : position + max(LOOK_AHEAD, 2 * missing)]
-            keeps = self._keeps(ordinals, epoch)
+            own = self._keeps(ordinals, epoch)
+            drawn = np.zeros_like(own) if self.override is None else self.override.draws(ordinals, epoch)
+            keeps = own | drawn
             kept = np.flatnonzero(keeps)[:missing]
             passed = int(kept[-1]) + 1 if len(kept) == missing else len(ordinals)
-            for ordinal, keep in zip(ordinals[:passed].tolist(), keeps[:passed].tolist(), strict=True):
-                visits.append(Visit(self.visits, epoch, self.prompts[ordinal], self._verdict(ordinal, keep)))
+            for ordinal, keep, draw in zip(*(a[:passed].tolist() for a in (ordinals, own, drawn)), strict=True):
+                verdict = self._verdict(ordinal, keep)
+                if self.override is not None:
+                    verdict = self.override.verdict(self.visits, verdict, draw)
+                visits.append(Visit(self.visits, epoch, self.prompts[ordinal], verdict))
                 self.visits += 1
             missing -= len(kept)
             self.skipped += passed - len(kept)

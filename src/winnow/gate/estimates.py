@@ -1,0 +1,207 @@
+r"""What a rule's removals cost and what they were worth, from the few that were overridden at random.
+
+Design-based inference (Horvitz & Thompson 1952): the removals i = 1..N of a rule and what they would have shown are
+fixed numbers; the only chance is our own override, I_i = 1 with the known probability \pi_i > 0, independent of all
+others. What is seen are the y_i with I_i = 1. Two means are estimated, each as a ratio of weighted sums (Hajek 1971),
+
+    m = sum_S w_i y_i / sum_S w_i,
+
+which costs a bias of order 1/n but is exact when all y are equal, and needs no correction where an audit failed.
+
+- *All removals*, carried out or not: w = 1/\pi. A property of the rule: how often was it right? Error
+  sum_S a_i (y_i - m)^2 / (sum_S w_i)^2 with a = w^2, which is s^2/n for Kish's (1965) effective sample size n
+  = (sum w)^2 / sum w^2 when weights and values are unrelated.
+- *Removals carried out*, I_i = 0: what was really lost. E[1 - I_i] = \pi_i (1/\pi_i - 1), so w = 1/\pi - 1. Both the
+  estimate and what it predicts are random; sum_S w_i y_i - sum_{not S} y_i = sum_i (I_i/\pi_i - 1) y_i has variance
+  sum_i y_i^2 (1 - \pi_i)/\pi_i, estimated by sum_S a_i y_i^2 with a = (1 - \pi)/\pi^2 = w (1 + w) (for a ratio: of
+  y - m). An override with certainty, \pi = 1, tells nothing of what was removed, and has weight 0.
+
+**Bounds (Wilson 1927, extended).** For y in [0, s], all mu with |m - mu| <= z sd(mu), where sd(mu) is what the error
+would be if mu were true. As in Wilson's score interval, mu enters through how often y is positive: values scale the
+sums with y and y^2 in the error by mu/m. With W = sum w, P = sum w y, Q0, Q1, Q2 = sum a, sum a y, sum a y^2,
+
+    var(mu) = (Q2 mu/m - 2 Q1 mu^2/m + Q0 mu^2) / W^2 = r mu / W - c mu^2,   r = Q2/P,  c = (2 Q1 W/P - Q0) / W^2,
+
+a quadratic in mu. For equal weights and y in {0, s} it is Wilson's interval. For skewed y, r is the mean of y weighted
+by y itself, below s, and the interval narrows. A few audits do not show the largest values, and without any positive
+one r is 0/0; so r gets one pseudo-audit of value s at the largest weight. Without positives that gives the upper bound
+z^2 s w_max / W, near the exact one against the worst case, that all the value hides where audits are rarest. c is kept
+within [0, Q0/W^2], where the interval can only be too wide. The lower bound starts from m less half an audit: without
+it Wilson's misses one time in six when the truth is so rare that a single positive audit is luck (Brown, Cai and
+DasGupta 2001).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, NamedTuple
+
+Z = 1.959963984540054
+"""Normal quantile of a two-sided 95% interval."""
+
+
+class Estimate(NamedTuple):
+    """A value with its 95% interval. `high` is infinite, and `value` NaN, where nothing is known."""
+
+    value: float
+    low: float
+    high: float
+
+
+@dataclass
+class WeightedMean:
+    """Running sums over audits of one quantity y >= 0; see the module's docstring for what they are sums of."""
+
+    w: float = 0.0
+    wy: float = 0.0
+    a: float = 0.0
+    ay: float = 0.0
+    ayy: float = 0.0
+    top_w: float = 0.0
+    """Largest w of any removal, audited or not."""
+    top_v: float = 0.0
+    """Largest a/w = 1/probability of any removal."""
+
+    def removal(self, w: float, v: float) -> None:
+        """A removal, audited or not, whose audit has, or would have had, weight `w` and a = w v."""
+        self.top_w, self.top_v = max(self.top_w, w), max(self.top_v, v)
+
+    def add(self, w: float, v: float, y: float) -> None:
+        """An audit that showed `y`."""
+        self.removal(w, v)
+        self.w += w
+        self.wy += w * y
+        self.a += w * v
+        self.ay += w * v * y
+        self.ayy += w * v * y * y
+
+    def decay(self, factor: float) -> None:
+        """Multiply every weight so far by `factor`."""
+        for name in ("w", "wy", "top_w", "top_v"):
+            setattr(self, name, getattr(self, name) * factor)
+        for name in ("a", "ay", "ayy"):
+            setattr(self, name, getattr(self, name) * factor**2)
+
+    def bounded(self, s: float) -> Estimate:
+        """The mean of a y in [0, s], with score bounds. NaN in [0, inf] before the first audit."""
+        if self.w <= 0:
+            return Estimate(math.nan, 0.0, math.inf)
+        if s <= 0:
+            return Estimate(0.0, 0.0, 0.0)
+        m = self.wy / self.w
+        r = (self.ayy + self.top_w * self.top_v * s * s) / (self.wy + self.top_w * s)
+        share = min(1.0, max(0.0, 2 * self.ay * self.w / (self.wy * self.a) - 1)) if self.wy > 0 else 1.0
+        k, c = Z * Z * r / self.w, Z * Z * share * self.a / self.w**2
+
+        def root(x: float, sign: int) -> float:
+            return (2 * x + k + sign * math.sqrt(max(0.0, 4 * x * k + k * k - 4 * c * x * x))) / (2 * (1 + c))
+
+        half_an_audit = self.top_w * s / (2 * self.w)
+        return Estimate(m, max(0.0, root(max(0.0, m - half_an_audit), -1)), max(min(s, root(m, 1)), m))
+
+    def unbounded(self) -> Estimate:
+        """The mean of a y >= 0 without a known maximum. In [0, inf] before the third audit.
+
+        Normal bounds for log m (delta method): lengths spread in proportion to their mean. Guards for few audits:
+        Student's quantile, with as many audits as would be of the largest weight, and a pseudo-audit that lies off by
+        the mean itself, so that equal values do not make certainty.
+        """
+        n = self.a / (self.top_w * self.top_v) if self.top_w > 0 else 0.0
+        if n < 3 or self.wy <= 0:
+            return Estimate(self.wy / self.w if self.w > 0 else math.nan, 0.0, math.inf)
+        m = self.wy / self.w
+        squares = self.ayy - 2 * m * self.ay + m * m * self.a + m * m * self.a / n
+        h = student(n - 1) * math.sqrt(max(0.0, squares) * n / (n - 1)) / self.wy
+        return Estimate(m, m * math.exp(-h), m * math.exp(h))
+
+
+def student(freedom: float) -> float:
+    """97.5% quantile of Student's t, by the first terms of its expansion around the normal one; at least 1 freedom."""
+    v = max(1.0, freedom)
+    return Z + (Z**3 + Z) / (4 * v) + (5 * Z**5 + 16 * Z**3 + 3 * Z) / (96 * v**2)
+
+
+@dataclass
+class Sums:
+    """What one rule did: counts, signal seen, and sums over audits. Signal: squared norm of a group's advantages."""
+
+    removed: float = 0.0
+    audited: float = 0.0
+    audited_signal: float = 0.0
+    kept_signal: float = 0.0
+    valuable: WeightedMean = field(default_factory=WeightedMean)
+    """Of all removals: 1 where there was a signal, else 0."""
+    signal: WeightedMean = field(default_factory=WeightedMean)
+    """Of all removals."""
+    lost: WeightedMean = field(default_factory=WeightedMean)
+    """Signal of removals carried out."""
+    tokens: WeightedMean = field(default_factory=WeightedMean)
+    """Of removals carried out."""
+
+    def remove(self, probability: float, n: int) -> None:
+        self.removed += n
+        v = 1 / probability
+        for mean in (self.valuable, self.signal):
+            mean.removal(v, v)
+        for mean in (self.lost, self.tokens):
+            mean.removal(v - 1, v)
+
+    def audit(self, probability: float, signal: float, tokens: float) -> None:
+        self.audited += 1
+        self.audited_signal += signal
+        v = 1 / probability
+        self.valuable.add(v, v, float(signal > 0))
+        self.signal.add(v, v, signal)
+        self.lost.add(v - 1, v, signal)
+        self.tokens.add(v - 1, v, tokens)
+
+    def decay(self, factor: float) -> None:
+        for name in ("removed", "audited", "audited_signal", "kept_signal"):
+            setattr(self, name, getattr(self, name) * factor)
+        for mean in (self.valuable, self.signal, self.lost, self.tokens):
+            mean.decay(factor)
+
+    def precision(self) -> Estimate:
+        """Share of all removals that were worthless; [0, 1] before the first audit."""
+        value, low, high = self.valuable.bounded(1.0)
+        return Estimate(1 - value, max(0.0, 1 - high), 1 - low)
+
+    def signal_lost(self, largest: float) -> Estimate:
+        """Share of all signal, removed and seen, that the removals carried out have lost. `largest`: signal seen."""
+        seen = self.audited_signal + self.kept_signal
+        return share_of(self.lost.bounded(largest), self.removed, seen)
+
+    def signal_removed(self, largest: float) -> Estimate:
+        """Share of all signal that all removals hold, as if none had been overridden."""
+        return share_of(self.signal.bounded(largest), self.removed + self.audited, self.kept_signal)
+
+    def tokens_saved(self) -> Estimate:
+        """Tokens that the removals carried out would have cost."""
+        if self.removed == 0:
+            return Estimate(0.0, 0.0, 0.0)
+        value, low, high = self.tokens.unbounded()
+        return Estimate(value * self.removed, low * self.removed, high * self.removed)
+
+    def state_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> Sums:
+        values: dict[str, Any] = {k: WeightedMean(**v) if isinstance(v, Mapping) else v for k, v in state.items()}
+        return cls(**values)
+
+
+def share_of(mean: Estimate, n: float, rest: float) -> Estimate:
+    """n mean / (n mean + rest): a growing function of the mean, so its bounds are those of the mean."""
+
+    def share(x: float) -> float:
+        return 1.0 if math.isinf(x) else n * x / (n * x + rest)
+
+    if n == 0:
+        return Estimate(0.0, 0.0, 0.0)
+    if rest + n * mean.high <= 0:  # no signal was ever seen, so nothing is known of its share
+        return Estimate(0.0, 0.0, 1.0)
+    value = math.nan if math.isnan(mean.value) else share(mean.value) if mean.value > 0 or rest > 0 else 0.0
+    return Estimate(value, share(mean.low) if mean.low > 0 else 0.0, share(mean.high))
