@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test test-all bench lint clean
+.PHONY: demo test test-all bench bench-claims lint clean
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -31,6 +31,10 @@ test-all: $(VENV)/.installed
 bench: $(VENV)/.bench ## engine and training step beside their peers; writes benchmarks/results/*.json
 	$(BIN)/python benchmarks/engine.py --out benchmarks/results/engine.json
 	$(BIN)/python benchmarks/step.py --out benchmarks/results/step.json
+	$(BIN)/python benchmarks/select_prompts.py --out benchmarks/results/select.json
+
+bench-claims: $(VENV)/.bench ## the papers' claims, four seeds an arm: hours; can be stopped and started again
+	$(BIN)/python benchmarks/claims.py --out benchmarks/results/claims.json --docs docs/claims.md
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

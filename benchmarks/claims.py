@@ -26,7 +26,7 @@ DEPLOYMENT = {
     "eval_top_p": 0.95,
     "eval_top_k": 20,
     "eval_generations": 16,
-    "eval_prompts": 512,
+    "eval_prompts": 256,
 }
 """Active-RLOO's deployment sampling (section 4.4), on all held-out puzzles."""
 
@@ -60,6 +60,7 @@ ARMS = (
     Arm("greso-target-0", "greso", ("selector.target=0",)),
     Arm("greso-target-50", "greso", ("selector.target=0.5",)),
     Arm("greso-target-100", "greso", ("selector.target=1",)),
+    Arm("greso-exact", "greso", ("rollout_batch=exact", "max_lag=0")),
 )
 
 

@@ -155,7 +155,7 @@ class TestGreso:
                 Greso(**options)
 
     def test_a_million_prompts_select_fast_in_sixteen_bytes_each(self) -> None:
-        """The time is printed, not asserted: benchmarks/select.py measures it."""
+        """The time is printed, not asserted: benchmarks/select_prompts.py measures it."""
         n = 1_000_000
         selector = Greso().build(_Many(n), seed=0)  # type: ignore[arg-type]
         rng = np.random.default_rng(0)

@@ -44,7 +44,7 @@ class StreamSelector:
         self.visits = 0
         self.skipped = 0
         """Visits skipped since the last `end_step`."""
-        self._order = self._order_of(0)
+        self._order, self._order_epoch = self._order_of(0), 0
 
     def _order_of(self, epoch: int) -> np.ndarray:
         n = len(self.prompts)
@@ -62,8 +62,8 @@ class StreamSelector:
         missing, in_a_row = n, 0
         while missing > 0 and in_a_row < max(PATIENCE, len(self.prompts)):
             epoch, position = divmod(self.visits, len(self.prompts))
-            if position == 0:
-                self._order = self._order_of(epoch)
+            if epoch != self._order_epoch:
+                self._order, self._order_epoch = self._order_of(epoch), epoch
             ordinals = self._order[position : position + max(LOOK_AHEAD, 2 * missing)]
             own = self._keeps(ordinals, epoch)
             drawn = np.zeros_like(own) if self.override is None else self.override.draws(ordinals, epoch)
@@ -108,4 +108,4 @@ class StreamSelector:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.visits = int(state["visits"])
-        self._order = self._order_of(self.epoch)
+        self._order, self._order_epoch = self._order_of(self.epoch), self.epoch
