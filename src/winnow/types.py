@@ -53,7 +53,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """A method's decision. `probability` is the chance with which a random decision to keep was taken."""
+    """A method's decision. `probability` is the chance with which a random decision came out as it did."""
 
     keep: bool
     reason: str = ""
