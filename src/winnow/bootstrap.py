@@ -33,8 +33,8 @@ def paired_bootstrap(
 
     Pairs are resampled whole, so what a seed does to both methods cancels. For a plain mean, give the values
     themselves. The resamples are those of `seed` alone: equal input, equal interval. With the few seeds that one can
-    afford, percentile intervals are too narrow (at S = 5 those of 95% cover about 83% for normal data); read
-    them as a lower bound on the uncertainty. Raises ValueError on no values, or on one that is not finite.
+    afford, percentile intervals are too narrow (on normal data those of 95% cover 76% at S = 3, 84% at S = 5, 89% at
+    S = 10); read them as a lower bound on the uncertainty. Raises ValueError on no values, or one that is not finite.
     """
     values_S = np.asarray(differences_S, dtype=np.float64)
     if values_S.ndim != 1 or not len(values_S) or not np.isfinite(values_S).all():

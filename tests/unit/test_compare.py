@@ -48,7 +48,9 @@ def test_interval_is_that_of_all_resamples() -> None:
     assert paired_bootstrap(values, seed=1, resamples=50) != paired_bootstrap(values, seed=2, resamples=50)
 
 
-@pytest.mark.parametrize(("size", "low", "high"), [(5, 0.76, 0.90), (30, 0.90, 0.97)])
+@pytest.mark.parametrize(
+    ("size", "low", "high"), [(3, 0.70, 0.82), (5, 0.78, 0.89), (10, 0.85, 0.94), (30, 0.90, 0.97)]
+)
 def test_coverage_on_normal_data(size: int, low: float, high: float) -> None:
     draw = np.random.default_rng(0)
     covered = 0
