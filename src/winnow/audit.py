@@ -13,6 +13,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from .audit_rules import Rules, audited_rules, rules_table
 from .types import Fate
 
 FATES = tuple(fate.value for fate in Fate)
@@ -36,6 +37,8 @@ class Audit:
     in_flight: int
     restarts: int
     finished: bool
+    rules: Rules
+    """What the run's rules got wrong, as of its last step; an estimate, and no part of `ok`."""
 
 
 def group_fate(fates: Iterable[str]) -> str:
@@ -89,6 +92,7 @@ def audit(db: sqlite3.Connection) -> Audit:
         in_flight=count("SELECT COUNT(*) FROM visit_fates WHERE fate IS NULL"),
         restarts=count("SELECT COUNT(*) FROM restarts"),
         finished=finished,
+        rules=audited_rules(db),
     )
 
 
@@ -288,4 +292,5 @@ def render(result: Audit) -> RenderableType:
             cells = [f"{row[c]:,.0f}" for c in COLUMNS[:-1]] + [f"{row['seconds']:,.1f}"]
             table.add_row(name.replace("_", " "), *cells, share, end_section=name == FATES[-1])
     problems = [Text(f"- {problem}", style="red") for problem in result.problems]
-    return Lines(table, *problems, Text(verdict(result), style="bold green" if result.ok else "bold red"))
+    rules = [rules_table(result.rules)] if result.rules else []
+    return Lines(table, *rules, *problems, Text(verdict(result), style="bold green" if result.ok else "bold red"))

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from .audit import verdict
+from .audit_rules import HEAD, rows
 from .ledger import Ledger, LedgerError
 from .pass_rates import BINS, histogram, read_profile, summary
 
@@ -199,6 +200,8 @@ def _read_ledger(path: Path, run: Run) -> None:
         run.notes.append(f"ledger.sqlite cannot be used: {visible(str(error).replace(str(path), path.name))}")
         return
     run.audit = {"ok": result.ok, "verdict": verdict(result), "problems": [visible(p) for p in result.problems]}
+    if result.rules:
+        run.audit["rules"] = {"head": HEAD, "rows": [[visible(cell) for cell in row] for row in rows(result.rules)]}
     run.totals = result.totals
     run.tokens = {name: row["tokens"] for name, row in result.totals.items() if name not in ("in_flight", "evaluation")}
 

@@ -56,6 +56,11 @@
       ["Importance ratio", { keys: [["sampling/importance_sampling_ratio/mean", "mean"]] }],
       ["Clipped tokens", { zero: true, format: charts.percent, keys: [["clip_ratio/region_mean", "all"], ["clip_ratio/low_mean", "low"], ["clip_ratio/high_mean", "high"]] }],
     ] },
+    ...(auditedRules().length ? [{ id: "rules", title: "Rules under audit", charts: auditedRules().flatMap((rule) => [
+      [`Signal lost by ${rule}`, { zero: true, share: true, format: charts.percent, keys: bounded(`audit/${rule}/signal_lost`) }],
+      [`Precision of ${rule}`, { share: true, format: charts.percent, keys: bounded(`audit/${rule}/precision`) }],
+      [`Removals of ${rule} carried out`, { zero: true, share: true, format: charts.percent, keys: [[`audit/${rule}/carried_out`, "share"]] }],
+    ]) }] : []),
     { id: "time", title: "Time", charts: [
       ["Tokens per second", { zero: true, keys: [["tokens_per_second", "tokens/s"]] }],
       ["Seconds a step", { zero: true, format: charts.duration, keys: [["step_time", "step"]] }],
@@ -68,6 +73,16 @@
     const found = runs.flatMap((r) => Object.keys(r.evals)).map((k) => /^eval\/pass@(\d+)$/.exec(k)).filter(Boolean);
     const most = Math.max(1, ...found.map((m) => +m[1]));
     return [...new Set(["pass@1", `pass@${most}`, "greedy"])].map((name) => [`eval/${name}`, name]);
+  }
+
+  function auditedRules() {
+    const found = runs.flatMap((r) => Object.keys(r.metrics)).map((k) => /^audit\/(.+)\/carried_out$/.exec(k)).filter(Boolean);
+    return [...new Set(found.map((m) => m[1]))];
+  }
+
+  /** An estimate with its 95% interval. */
+  function bounded(k) {
+    return [[k, "estimate"], [`${k}_high`, "upper bound"], [`${k}_low`, "lower bound"]];
   }
 
   function rewardParts() {
@@ -198,6 +213,9 @@
       several ? el("h3", { dir: "auto" }, run.name) : null,
       run.audit ? el("p", { class: run.audit.ok ? "good" : "bad" }, run.audit.verdict) : el("p", { class: "soft" }, "No audit: there is no readable ledger."),
       run.audit && run.audit.problems.length ? el("ul", { class: "notes" }, ...run.audit.problems.map((p) => el("li", {}, p))) : null,
+      run.audit && run.audit.rules ? el("div", { class: "rules" },
+        el("h3", {}, "What the rules got wrong"), table(run.audit.rules.head, run.audit.rules.rows, (row) => row[0], "cards"),
+        el("p", { class: "soft" }, "Estimates from removals that were overridden at random, with 95% intervals.")) : null,
       run.notes.length ? el("ul", { class: "notes" }, ...run.notes.map((n) => el("li", {}, n))) : null)));
   }
 

@@ -1,0 +1,71 @@
+"""The table of what the run's rules got wrong, read from the metrics of its last step in the ledger."""
+
+from __future__ import annotations
+
+import json
+import math
+import sqlite3
+from collections.abc import Callable, Mapping
+
+from rich.table import Table
+
+Rules = dict[str, dict[str, float]]
+"""Rule -> figure -> value, as `RuleAudit.metrics` has them; a figure that is not known yet is absent."""
+
+HEAD = ("rule", "removed", "audited", "precision", "signal lost", "tokens saved", "carried out")
+PREFIX = "audit/"
+
+
+def rules_of(metrics: Mapping[str, float | None]) -> Rules:
+    """The audits of rules among the metrics of a step."""
+    found: Rules = {}
+    for key, value in metrics.items():
+        rule, _, figure = key.removeprefix(PREFIX).rpartition("/")
+        if key.startswith(PREFIX) and rule and value is not None:
+            found.setdefault(rule, {})[figure] = value
+    return dict(sorted(found.items()))
+
+
+def audited_rules(db: sqlite3.Connection) -> Rules:
+    """Over the whole run, as of its last step; empty without `audit` in the configuration."""
+    row = db.execute("SELECT metrics FROM steps WHERE void = 0 ORDER BY step DESC LIMIT 1").fetchone()
+    return {} if row is None else rules_of(json.loads(row[0]))
+
+
+def rows(rules: Rules) -> list[list[str]]:
+    """Cells under `HEAD`, one row a rule; each estimate with its 95% interval."""
+
+    def share(value: float) -> str:
+        return f"{value:.1%}"
+
+    return [
+        [
+            name,
+            f"{figures.get('removed', 0):,.0f}",
+            f"{figures.get('audited', 0):,.0f}",
+            _estimate(figures, "precision", share),
+            _estimate(figures, "signal_lost", share),
+            _estimate(figures, "tokens_saved", lambda v: f"{v:,.0f}"),
+            share(figures["carried_out"]) if "carried_out" in figures else "unknown",
+        ]
+        for name, figures in rules.items()
+    ]
+
+
+def _estimate(figures: Mapping[str, float], key: str, text: Callable[[float], str]) -> str:
+    """`97.1% (88.0%–99.4%)`"""
+    value, low, high = (figures.get(k, math.nan) for k in (key, f"{key}_low", f"{key}_high"))
+    if math.isnan(low):
+        return "unknown"
+    interval = f"at least {text(low)}" if math.isnan(high) else f"{text(low)}–{text(high)}"
+    return f"{'unknown' if math.isnan(value) else text(value)} ({interval})"
+
+
+def rules_table(rules: Rules) -> Table:
+    """For a rich console."""
+    made = Table(title="What the rules got wrong (95% intervals)", title_justify="left")
+    for name in HEAD:
+        made.add_column(name.replace(" ", "\n"), justify="left" if name == "rule" else "right", no_wrap=True)
+    for row in rows(rules):
+        made.add_row(*(cell.replace(" (", "\n(") for cell in row))
+    return made

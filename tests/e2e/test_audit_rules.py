@@ -1,0 +1,100 @@
+"""Audits of rules in whole runs: booked, resumed exactly, shown by `winnow audit` and the report."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from winnow import Trainer
+from winnow.audit_rules import rules_of
+from winnow.cli import app
+from winnow.config import ConfigError
+from winnow.gate import GATES
+from winnow.ledger import Ledger
+from winnow.report import write_report
+from winnow.types import Token
+
+from ..conftest import parity_reward
+from ..unit.test_audit_rules import Stops
+from .test_training import _train_until, assert_clean, fingerprint, resume, train
+
+GRESO = {
+    "env": {"name": "countdown", "train_size": 6, "test_size": 4},
+    "selector": "greso",
+    "num_generations": 2,
+    "audit": {"epsilon": 0.3, "max_signal_loss": 0.9},
+}
+
+
+@dataclass(frozen=True)
+class StopsOptions:
+    """Stops odd siblings at token 3."""
+
+    def build(self, seed: int) -> Stops:
+        return Stops(Token(3))
+
+
+def test_resume_is_bit_exact_with_greso_and_a_gate_under_audit(
+    tiny_config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(GATES, "stops", StopsOptions)
+    config = tiny_config | GRESO | {"gates": ["stops"], "num_generations": 4, "eval_steps": None, "max_steps": 6}
+    whole = tmp_path / "whole"
+    train(config | {"output_dir": str(whole)})
+    assert_clean(whole)
+    expected = fingerprint(whole)
+    rules = rules_of(expected["metrics"][-1])
+    assert set(rules) == {"greso", "stops"}
+    for rule in rules.values():
+        assert rule["audited"] > 0
+        assert rule["precision_low"] <= rule["precision"] <= rule["precision_high"]
+    assert rules["stops"]["removed"] > 0
+    first = rules_of(expected["metrics"][0])["stops"]
+    assert first["override_probability"] == 1.0, "nothing is removed until there is evidence"
+    assert first["removed"] == 0
+    for k in range(1, 6):
+        part = tmp_path / f"part{k}"
+        _train_until(config | {"output_dir": str(part)}, k)
+        resume(part)
+        assert fingerprint(part) == expected, f"after a resume at step {k}"
+        assert_clean(part)
+
+
+def test_the_ledger_and_the_page_tell_what_the_rules_got_wrong(tiny_config: dict[str, Any], tmp_path: Path) -> None:
+    train(tiny_config | GRESO | {"max_steps": 12, "audit": {"epsilon": 0.3}})
+    run = Path(tiny_config["output_dir"])
+    assert_clean(run)
+    with Ledger.open(run / "ledger.sqlite", read_only=True) as ledger:
+        rule = ledger.audit().rules["greso"]
+        visits = ledger._db.execute("SELECT keep, reason FROM visits").fetchall()
+    audited = sum(bool(keep) and reason.startswith("audit: greso: ") for keep, reason in visits)
+    removed = sum(not keep for keep, _ in visits)
+    assert (rule["audited"], rule["removed"]) == (audited, removed)
+    assert audited > 0
+    assert removed > 0
+    shown = CliRunner().invoke(app, ["audit", str(run)], env={"COLUMNS": "120"}).stdout
+    assert "What the rules got wrong" in shown
+    assert "greso" in shown
+    as_json = json.loads(CliRunner().invoke(app, ["audit", str(run), "--json"]).stdout)
+    assert as_json["rules"]["greso"] == rule
+    page = tmp_path / "page.html"
+    write_report([run], page)
+    text = page.read_text()
+    assert '"rules":{"head":["rule","removed","audited"' in text
+    assert "audit/greso/signal_lost_high" in text
+
+
+def test_an_audit_of_nothing_is_refused(tiny_config: dict[str, Any]) -> None:
+    for audit, message in (
+        ({"epsilon": 0.1}, "nothing to audit"),
+        ({"epsilon": 0.0}, "audit.epsilon"),
+        ({"max_signal_loss": 1.0}, "audit.max_signal_loss"),
+        ({"epsilonn": 0.1}, "unknown key 'audit.epsilonn'"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            Trainer(config=tiny_config | {"audit": audit}, reward_funcs=parity_reward)
