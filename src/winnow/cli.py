@@ -10,6 +10,7 @@ from typing import Annotated, Any, ParamSpec, TypeVar
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from .config import apply_override, load_config, read_yaml
@@ -260,8 +261,8 @@ def methods(as_json: Json = False) -> None:
         if m["field"] != field:
             field = m["field"]
             out.print(f"\n[bold]{field}[/]")
-        out.print(f"  [cyan]{m['name']}[/]  {m['summary']}", highlight=False)
-        options = ", ".join(f"{k}={v}" for k, v in m["options"].items())
+        out.print(f"  [cyan]{m['name']}[/]  {escape(m['summary'])}", highlight=False)
+        options = ", ".join(escape(f"{k}={v}") for k, v in m["options"].items())
         out.print(f"    {m['file']}" + (f"  options: {options}" if options else ""), style="dim", highlight=False)
 
 

@@ -35,6 +35,8 @@ SORT_COST = 16
 
 @dataclass(frozen=True, slots=True)
 class LocalOptions:
+    """The embedded engine: continuous batching in this process over any Hugging Face causal LM with a KV cache."""
+
     slots: int = 256
     """Sequences that run at once."""
     dtype: str | None = None
