@@ -102,17 +102,17 @@ class WeightedMean:
         return Estimate(m, max(0.0, root(max(0.0, m - half_an_audit), -1)), max(min(s, root(m, 1)), m))
 
     def unbounded(self) -> Estimate:
-        """The mean of a y >= 0 without a known maximum. In [0, inf] before the third audit.
+        """The mean of a y >= 0 without a known maximum, of removals carried out. In [0, inf] before three audits.
 
         Normal bounds for log m (delta method): lengths spread in proportion to their mean. Guards for few audits:
-        Student's quantile, with as many audits as would be of the largest weight, and a pseudo-audit that lies off by
+        Student's quantile at Kish's effective sample size, and a pseudo-audit of the largest weight that lies off by
         the mean itself, so that equal values do not make certainty.
         """
-        n = self.a / (self.top_w * self.top_v) if self.top_w > 0 else 0.0
-        if n < 3 or self.wy <= 0:
+        n = self.w**2 / (self.a - self.w) if self.a > self.w > 0 else 0.0
+        if n < 3 - 1e-9 or self.wy <= 0:
             return Estimate(self.wy / self.w if self.w > 0 else math.nan, 0.0, math.inf)
         m = self.wy / self.w
-        squares = self.ayy - 2 * m * self.ay + m * m * self.a + m * m * self.a / n
+        squares = self.ayy - 2 * m * self.ay + m * m * (self.a + self.top_w * self.top_v)
         h = student(n - 1) * math.sqrt(max(0.0, squares) * n / (n - 1)) / self.wy
         return Estimate(m, m * math.exp(-h), m * math.exp(h))
 
