@@ -1,8 +1,9 @@
 """Runs groups on an engine: asks the gates, steps the environments, has finished groups scored.
 
 Every sibling that is launched comes back in its group exactly once, with its tokens as sampled. A stopped or failed
-sibling stays in the group with `reward = None` and a fate. Groups come back in launch order, whatever order they
-finish in, so a run does not depend on the timing of rewards.
+sibling stays in the group with `reward = None` and a fate. Groups come back in launch order, and each a fixed number of
+engine steps after its last token (at once when the engine is idle); a reward that is slower is waited for. So what runs
+together, and with it every rounding, does not depend on how long rewards take.
 """
 
 from __future__ import annotations
@@ -108,6 +109,8 @@ class _Flight:
     """Environment-step gates that have not spoken yet, by ascending step."""
     verdict: Verdict = KEEP
     group: Group | None = None
+    ended: int = 0
+    """The runner's clock when its last sibling ended."""
     scored: bool = False
 
     @property
@@ -144,6 +147,9 @@ class RolloutRunner:
         self._token_gates = {g.at.n: g for g in self.gates if isinstance(g.at, Token)}
         self._step_gates = sorted((g for g in self.gates if isinstance(g.at, EnvStep)), key=lambda g: g.at.k)  # type: ignore[union-attr]
         self._flights: dict[int, _Flight] = {}
+        self._patience = options.params.max_tokens // 16
+        self._clock = 0
+        """Engine steps so far."""
 
     @property
     def pending(self) -> int:
@@ -208,20 +214,22 @@ class RolloutRunner:
             else:
                 finished.append(event)
         self._advance(finished)
-        idle = self.engine.pending == 0
-        for group in self.rewarder.done(wait=idle and self._unscored()):
-            self._flights[group.visit.number].scored = True
+        self._clock += 1
+        self._scores(wait=False)
         return self._in_order()
 
-    def _unscored(self) -> bool:
-        return any(f.group is not None and not f.scored for f in self._flights.values())
+    def _scores(self, *, wait: bool) -> None:
+        for group in self.rewarder.done(wait):
+            self._flights[group.visit.number].scored = True
 
     def _in_order(self) -> list[Group]:
         groups = []
         for number in list(self._flights):
             flight = self._flights[number]
-            if flight.group is None or not flight.scored:
+            if flight.group is None or (self.engine.pending and self._clock < flight.ended + self._patience):
                 break
+            while not flight.scored:
+                self._scores(wait=True)
             groups.append(flight.group)
             del self._flights[number]
         for group in groups:
@@ -325,7 +333,7 @@ class RolloutRunner:
                     self._submit(flight, sibling)
         if flight.group is None and not any(s.running for s in flight.siblings):
             rollouts = [s.rollout for s in flight.siblings if s.rollout is not None]
-            flight.group = Group(flight.visit, rollouts, flight.verdict)
+            flight.group, flight.ended = Group(flight.visit, rollouts, flight.verdict), self._clock
             if any(r.fate is None and r.reward is None for r in rollouts):
                 self.rewarder.start(flight.group)
             else:

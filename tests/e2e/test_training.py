@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import sqlite3
+import time
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +117,37 @@ def test_carried_groups_are_trained_one_step_late_and_booked_once(tiny_config: d
     assert late > 0, "otherwise this test and the resume test prove nothing about carried groups"
     assert skipped > 0
     assert surplus in ([], [("carried, but the run is over",)])
+
+
+def test_what_runs_together_does_not_depend_on_how_long_rewards_take(
+    tiny_config: dict[str, Any], tmp_path: Path
+) -> None:
+    """Refill starts replacements while others still run: at the same engine steps, whatever the clock says."""
+
+    def submissions(seconds: float) -> list[tuple[int, Any]]:
+        def reward(completions: list[str], **columns: object) -> list[float]:
+            time.sleep(seconds * (len(completions[0]) % 3))
+            return [float(len(c.split()) % 2 and len(c) % 3) for c in completions]
+
+        options = {"filter": "zero_variance", "max_steps": 2, "output_dir": str(tmp_path / str(seconds))}
+        trainer = Trainer(config=tiny_config | options | {"max_completion_length": 40}, reward_funcs=reward)
+        seen: list[tuple[int, Any]] = []
+        steps = 0
+        step, submit = trainer.engine.step, trainer.engine.submit
+
+        def counted() -> Any:
+            nonlocal steps
+            steps += 1
+            return step()
+
+        trainer.engine.step = counted  # type: ignore[method-assign]
+        trainer.engine.submit = lambda r: (seen.extend((steps, q.id) for q in r), submit(r))[1]  # type: ignore[method-assign]
+        trainer.train()
+        return seen
+
+    quick = submissions(0.0)
+    assert len({at for at, _ in quick}) > 4, "replacements start at several moments"
+    assert submissions(0.02) == quick
 
 
 def _solved(completions: list[str], **columns: object) -> list[float]:
