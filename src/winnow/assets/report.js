@@ -38,6 +38,9 @@
     ] },
     { id: "groups", title: "Groups and completions", charts: [
       ["Groups without signal", { several: true, share: true, format: charts.percent, keys: [["frac_reward_zero_std", "zero variance"]] }],
+      ["Visits skipped before the rollout", { zero: true, keys: [["select/skipped", "a step"]] }],
+      ["Base probabilities of GRESO", { share: true, zero: true, keys: [["greso/p_easy", "easy"], ["greso/p_hard", "hard"]] }],
+      ["Prompts in the pass-rate band", { share: true, zero: true, format: charts.percent, keys: [["pass_rate/in_band", "share"]] }],
       ["Group size", { zero: true, keys: [["groups/size_mean", "rollouts a group"]] }],
       ["Groups that were trained on", { zero: true, keys: [["groups/effective", "effective groups"]] }],
       ["Reward spread within groups", { zero: true, keys: [["reward_std", "standard deviation"]] }],
@@ -51,7 +54,7 @@
       ["Gradient norm", { zero: true, keys: [["grad_norm", "before clipping"]] }],
       ["Entropy", { keys: [["entropy", "nats a token"]] }],
       ["KL to the reference", { keys: [["kl", "KL"]] }],
-      ["Learning rate", { zero: true, keys: [["learning_rate", "set"], ["effective_learning_rate", "effective"]] }],
+      ["Learning rate", { zero: true, keys: [["learning_rate", "set"], ["effective_learning_rate", "effective"], ["eta_eff", "eta / (1 - f_zero)"]] }],
       ["Loss", { keys: [["loss", "loss"]] }],
       ["Importance ratio", { keys: [["sampling/importance_sampling_ratio/mean", "mean"]] }],
       ["Clipped tokens", { zero: true, format: charts.percent, keys: [["clip_ratio/region_mean", "all"], ["clip_ratio/low_mean", "low"], ["clip_ratio/high_mean", "high"]] }],
