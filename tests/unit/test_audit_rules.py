@@ -384,9 +384,12 @@ def test_a_long_history_is_looked_at_at_once() -> None:
     selector = build("backoff", prompts, epsilon=0.02)
     selector.selector.z_N[:] = np.where(np.arange(1_000_000) % 10, 50_000, 0)
     selector.select(64)
-    started = time.perf_counter()
-    assert sum(v.verdict.keep for v in selector.select(384)) == 384
-    assert time.perf_counter() - started < 0.05
+    seconds = []
+    for _ in range(5):
+        started = time.perf_counter()
+        assert sum(v.verdict.keep for v in selector.select(384)) == 384
+        seconds.append(time.perf_counter() - started)
+    assert min(seconds) < 0.05
 
 
 def test_failures_are_no_evidence_and_other_rules_stops_have_no_signal() -> None:
