@@ -41,6 +41,7 @@ class Arm:
 
 
 G8 = ("num_generations=8",)
+MORE_PROMPTS = ("env.train_size=4096",)
 DISCARD = ("rollout_batch.surplus=discard",)
 ARMS = (
     Arm("dapo-fixed", "dapo", ("rollout_batch.name=fixed", *DISCARD)),
@@ -61,6 +62,8 @@ ARMS = (
     Arm("greso-target-50", "greso", ("selector.target=0.5",)),
     Arm("greso-target-100", "greso", ("selector.target=1",)),
     Arm("greso-exact", "greso", ("rollout_batch=exact", "max_lag=0")),
+    Arm("dapo-fixed-4096", "dapo", ("rollout_batch.name=fixed", *DISCARD, *MORE_PROMPTS)),
+    Arm("greso-4096", "greso", MORE_PROMPTS),
 )
 
 

@@ -12,6 +12,7 @@ import claims_figures as f
 from claims_figures import Interval, Run, Runs
 
 GRESO = ("dapo-fixed", "dapo-adaptive", "dapo", "greso", "greso-exact")
+GRESO_4096 = ("dapo-fixed-4096", "greso-4096")
 TARGETS = ("greso-target-0", "greso", "greso-target-50", "greso-target-100", "backoff", "dapo")
 ACTIVE = ("uniform", "active", "lr-const-2x", "lr-ramp", "active-adaptive-k")
 COMPOSED = ("dapo-fixed", "dapo", "greso", "uniform", "active", "active-adaptive-k", "all", "all-two-way")
@@ -43,7 +44,8 @@ def write_figures(work: Path, arms: Sequence[str], *, out: Path | None, docs: Pa
 
 def tables(runs: Runs, warm: dict[int, dict[str, float]]) -> dict[str, str]:
     return {
-        "greso": _greso(runs),
+        "greso": _greso(runs, GRESO),
+        "greso-4096": _greso(runs, GRESO_4096),
         "targets": _targets(runs),
         "active": _active(runs),
         "adaptive-k": _adaptive_k(runs),
@@ -74,10 +76,11 @@ def _reach(runs: Runs, arm: str, base: str, goal: str, share: float, axis: str) 
     return _text(found, "{:.2f}") + missed
 
 
-def _greso(runs: Runs) -> str:
+def _greso(runs: Runs, arms: Sequence[str]) -> str:
+    """The first arm is the baseline."""
     rows = []
-    base = runs.get("dapo-fixed", {})
-    for arm in GRESO:
+    base = runs.get(arms[0], {})
+    for arm in arms:
         if arm not in runs:
             continue
         mine = runs[arm]
@@ -86,11 +89,11 @@ def _greso(runs: Runs) -> str:
                 arm,
                 str(len(mine)),
                 _text(f.over_seeds(mine, f.passed)),
-                _text(f.difference(mine, base, f.passed), "{:+.3f}") if arm != "dapo-fixed" else "",
+                _text(f.difference(mine, base, f.passed), "{:+.3f}") if arm != arms[0] else "",
                 _text(f.cost_ratio(mine, base, lambda r: r.data.rollouts), "{:.2f}"),
-                _reach(runs, arm, "dapo-fixed", "dapo-fixed", 1.0, "rollouts"),
-                _reach(runs, arm, "dapo-fixed", "dapo-fixed", 0.95, "rollouts"),
-                _reach(runs, arm, "dapo-fixed", "dapo-fixed", 0.95, "tokens"),
+                _reach(runs, arm, arms[0], arms[0], 1.0, "rollouts"),
+                _reach(runs, arm, arms[0], arms[0], 0.95, "rollouts"),
+                _reach(runs, arm, arms[0], arms[0], 0.95, "tokens"),
                 _percent(f.over_seeds(mine, lambda r: 1 - f.zero_share(r, 0, 0.1))),
                 _percent(f.over_seeds(mine, lambda r: 1 - f.zero_share(r, 0.9, 1))),
             ]
