@@ -81,6 +81,11 @@ def audit(db: sqlite3.Connection) -> Audit:
         *_lag(db, meta.get("max_lag")),
         *_voids(db),
     ]
+    try:
+        rules = audited_rules(db)
+    except ValueError as error:
+        rules = {}
+        problems.append(str(error))
     count = lambda query: int(db.execute(query).fetchone()[0])  # noqa: E731
     return Audit(
         ok=not problems,
@@ -92,7 +97,7 @@ def audit(db: sqlite3.Connection) -> Audit:
         in_flight=count("SELECT COUNT(*) FROM visit_fates WHERE fate IS NULL"),
         restarts=count("SELECT COUNT(*) FROM restarts"),
         finished=finished,
-        rules=audited_rules(db),
+        rules=rules,
     )
 
 

@@ -21,15 +21,26 @@ def rules_of(metrics: Mapping[str, float | None]) -> Rules:
     found: Rules = {}
     for key, value in metrics.items():
         rule, _, figure = key.removeprefix(PREFIX).rpartition("/")
-        if key.startswith(PREFIX) and rule and value is not None:
+        if key.startswith(PREFIX) and rule and isinstance(value, int | float):
             found.setdefault(rule, {})[figure] = value
     return dict(sorted(found.items()))
 
 
 def audited_rules(db: sqlite3.Connection) -> Rules:
-    """Over the whole run, as of its last step; empty without `audit` in the configuration."""
-    row = db.execute("SELECT metrics FROM steps WHERE void = 0 ORDER BY step DESC LIMIT 1").fetchone()
-    return {} if row is None else rules_of(json.loads(row[0]))
+    """Over the whole run, as of its last step; empty without `audit` in the configuration.
+
+    Raises ValueError when that step's metrics are damaged.
+    """
+    row = db.execute("SELECT step, metrics FROM steps WHERE void = 0 ORDER BY step DESC LIMIT 1").fetchone()
+    if row is None:
+        return {}
+    try:
+        metrics = json.loads(row[1])
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"the metrics of step {row[0]} are damaged ({error})") from None
+    if not isinstance(metrics, dict):
+        raise ValueError(f"the metrics of step {row[0]} are not a JSON object")
+    return rules_of(metrics)
 
 
 def rows(rules: Rules) -> list[list[str]]:

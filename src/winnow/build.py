@@ -21,6 +21,7 @@ from .engine.base import Engine, SamplingParams
 from .env import ENVS
 from .env.base import Demonstrator, Task
 from .filter import FILTERS, Filter
+from .filter.zero_variance import Judge
 from .gate import GATES, Gate
 from .gate.audit import AuditedGate, RuleAudit
 from .learner.local import LearnerOptions, LocalLearner, frozen_copy, without_dropout
@@ -30,7 +31,7 @@ from .select import SELECTORS, Selector
 from .select.audit import AuditedSelector
 from .select.stream import StreamSelector
 from .size import ROLLOUT_BATCHES, SIZES, GroupSize, RolloutBatch
-from .size.rollout_batch import Exact
+from .size.rollout_batch import OneForOne
 from .step import StepOptions
 from .types import Prompt
 
@@ -54,6 +55,7 @@ class Methods:
     group_size: GroupSize
     gates: list[Gate]
     filter: Filter
+    judge: Judge
     advantage: Advantage
     step_scale: StepScale
 
@@ -62,22 +64,39 @@ def build_methods(c: RunConfig, prompts: Sequence[Prompt]) -> Methods:
     """Raises ConfigError naming the field and the nearest valid name."""
     group_size = _group_size(c)
     advantage = _advantage(c, group_size)
+    filter_ = method(FILTERS, c.filter, "filter")
+    judge = Judge(c.success_reward, getattr(filter_, "atol", 1e-8), advantage)
+    _check_signal(c, advantage, filter_)
     return Methods(
-        selector=_selector(c, prompts, advantage),
+        selector=_selector(c, prompts, judge, advantage),
         rollout_batch=_rollout_batch(c),
         group_size=group_size,
         gates=_gates(c, advantage),
-        filter=method(FILTERS, c.filter, "filter"),
+        filter=filter_,
+        judge=judge,
         advantage=advantage,
         step_scale=method(STEP_SCALES, c.step_scale, "step_scale"),
     )
 
 
-def _selector(c: RunConfig, prompts: Sequence[Prompt], advantage: Advantage) -> Selector:
+def _check_signal(c: RunConfig, advantage: Advantage, filter_: Filter) -> None:
+    """What removes groups with equal rewards needs an advantage under which they teach nothing."""
+    if advantage.group_relative:
+        return
+    removes = {"filter": filter_.wants_signal, "selector": _name(c.selector) in ("greso", "backoff")}
+    for field in (field for field, wrong in removes.items() if wrong):
+        raise ConfigError(
+            f"{field}: {_name(getattr(c, field))} takes groups with equal rewards for worthless, but under advantage: "
+            f"{_name(c.advantage)} they teach; choose another {field}, or an advantage relative to the group"
+        )
+
+
+def _selector(c: RunConfig, prompts: Sequence[Prompt], judge: Judge, advantage: Advantage) -> Selector:
+    options = method(SELECTORS, c.selector, "selector")
     try:
-        selector = method(SELECTORS, c.selector, "selector").build(prompts, c.seed, c.success_reward)
+        selector = options.build(prompts, c.seed, judge)
     except ValueError as error:
-        raise ConfigError(f"selector: {str(error).removeprefix('selector: ')}") from None
+        raise ConfigError(f"selector: {error}") from None
     if c.audit is None:
         return cast(Selector, selector)
     if type(selector) is not StreamSelector:
@@ -138,7 +157,12 @@ def _rollout_batch(c: RunConfig) -> RolloutBatch:
             "max_lag: this version trains synchronously, and nothing is ever old but what `rollout_batch: {name: "
             "adaptive, surplus: carry}` carries over; set max_lag: 0"
         )
-    if not isinstance(batch, Exact) and not method(FILTERS, c.filter, "filter").refill:
+    if batch.carry and c.policy_loss == "plain" and _name(c.correction) == "none":
+        raise ConfigError(
+            "rollout_batch: what is carried over is one step old, and policy_loss: plain does not correct for it; "
+            "set correction: truncate, or surplus: discard"
+        )
+    if not isinstance(batch, OneForOne) and not method(FILTERS, c.filter, "filter").refill:
         raise ConfigError(
             "rollout_batch has an effect only with a filter that refills, e.g. filter: zero_variance; remove it"
         )

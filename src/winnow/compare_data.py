@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from .audit import FATES
-from .config import RunConfig
+from .config import MethodSpec, RunConfig
 from .ledger import Ledger
 from .records import CONFIG, LEDGER, METRICS
 from .report_data import Row, merge_steps, read_lines
@@ -19,6 +19,7 @@ from .report_data import Row, merge_steps, read_lines
 PASSED = "eval/pass@1"
 _DEFAULTS = {name: f.default for name, f in RunConfig.model_fields.items() if not f.is_required()}
 """A run of an earlier version lacks the keys that came later."""
+_METHODS = [name for name, f in RunConfig.model_fields.items() if f.annotation == MethodSpec]
 
 
 class CompareError(ValueError):
@@ -65,7 +66,8 @@ def read_run_data(path: Path) -> RunData:
         config = json.loads((path / CONFIG).read_text(encoding="utf-8"))
         if not isinstance(config, dict):
             raise ValueError("not a JSON object")
-    except (OSError, ValueError) as error:
+        int(config.get("seed", 0))
+    except (OSError, ValueError, TypeError) as error:
         raise CompareError(f"{path}: not a run directory ({CONFIG}: {error}); name the output_dir of a run") from None
     rows = merge_steps(read_lines(path / METRICS, notes))
     curve = _curve(rows)
@@ -76,13 +78,17 @@ def read_run_data(path: Path) -> RunData:
     with Ledger.open(path / LEDGER, read_only=True) as ledger:
         totals = ledger.totals()
         finished = ledger.get_meta("finished") == "true"
+    if finished and curve[-1].step != (steps := config.get("max_steps")):
+        notes.append(
+            f"{METRICS} is damaged: the run took {steps} steps, but the last evaluation in it is of {curve[-1].step}."
+        )
     return RunData(
         path=path,
         config=config,
         finished=finished,
         curve=tuple(curve),
         pass_at={int(m[1]): last[name] for name, m in found.items() if m},
-        tokens=rows[-1]["num_tokens"],
+        tokens=sum(totals[fate]["tokens"] for fate in FATES),
         rollouts=sum(totals[fate]["rollouts"] for fate in FATES),
         zero_variance=_zero_variance(rows),
         evaluation_tokens=totals["evaluation"]["tokens"],
@@ -93,7 +99,7 @@ def read_run_data(path: Path) -> RunData:
 def _curve(rows: Sequence[Row]) -> list[Point]:
     points, rollouts = [], 0.0
     for row in rows:
-        rollouts += _groups(row) * row.get("groups/size_mean", 0.0)
+        rollouts += row.get("rollouts/sampled", _groups(row) * row.get("groups/size_mean", 0.0))
         if PASSED in row:
             points.append(Point(int(row["step"]), row["num_tokens"], rollouts, row[PASSED]))
     return points
@@ -136,6 +142,7 @@ def single_runs(runs: Sequence[RunData]) -> dict[str, list[RunData]]:
 
 def _identity(config: Mapping[str, Any]) -> str:
     rest = {k: v for k, v in (_DEFAULTS | dict(config)).items() if k not in ("seed", "output_dir", "model")}
+    rest |= {k: {"name": rest[k]} for k in _METHODS if isinstance(rest.get(k), str)}
     if isinstance(rest.get("selector"), dict):
         rest["selector"] = {k: v for k, v in rest["selector"].items() if k != "profile"}
     return json.dumps(rest, sort_keys=True)

@@ -56,7 +56,7 @@ class AuditConfig(BaseModel):
     """Overrides of skips and stops at random, to see what the rules get wrong; leave `audit` out for none."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-    epsilon: float = Field(0.05, gt=0, le=1)
+    epsilon: float = Field(0.05, ge=1e-4, le=1)
     max_signal_loss: float | None = Field(None, gt=0, lt=1)
 
 

@@ -16,6 +16,7 @@ from .engine.base import Engine
 from .evaluate import Evaluation
 from .failpoint import failpoint
 from .filter import Filter
+from .filter.zero_variance import Judge
 from .gate import Gate
 from .group_state import group_from, group_state
 from .learner.base import Learner
@@ -25,7 +26,7 @@ from .select import Selector
 from .size import GroupSize, RolloutBatch
 from .step import OptimizerStep
 from .tally import Tally
-from .types import Fate, Group, Prompt
+from .types import Fate, Group, Prompt, Verdict
 
 MIN_FAILURES_JUDGED = 32
 """Rollouts of a step that must have come back before their failed share can stop the run."""
@@ -77,14 +78,14 @@ class Hooks:
 class Loop:
     """Runs optimizer steps until `max_steps`. `step` is also the policy version: updates published so far."""
 
-    def __init__(self, parts: Parts, hooks: Hooks, limits: Limits, *, success_reward: float) -> None:
+    def __init__(self, parts: Parts, hooks: Hooks, limits: Limits, judge: Judge) -> None:
         self.parts = parts
         self.hooks = hooks
         self.limits = limits
-        self.success_reward = success_reward
+        self.judge = judge
         self.step = 0
         self.num_tokens = 0
-        self._tally = Tally(success_reward)
+        self._tally = Tally(judge)
         self._barren = 0
         self._last_rejected: list[str] = []
         self._skipped_steps = 0
@@ -105,16 +106,17 @@ class Loop:
 
     def one_step(self) -> None:
         """Collect a batch, update, publish, evaluate, record."""
-        parts, tally = self.parts, Tally(self.success_reward)
+        parts, tally = self.parts, Tally(self.judge)
         self._tally = tally
         with tally.phase("generate"):
             groups, finished = self._collect()
         if self._stop is not None and not groups:
+            self.num_tokens += sum(tally.lengths)
             return  # nothing to train on: the step has not taken place
         with tally.phase("update"):
             update = parts.optimizer_step(groups, self.step)
         self._book_trained(groups, bool(update["updated"]))
-        self._judge_skipped(bool(update["updated"]))
+        self._judge_skipped(groups, bool(update["updated"]))
         self.step += 1
         with tally.phase("publish"):
             parts.engine.load_weights(parts.learner.weights(), self.step)
@@ -158,7 +160,7 @@ class Loop:
         parts, in_flight = self.parts, self.parts.runner.pending
         share = self._tally.zero_share() if self._tally.groups else self._zero_share
         n = parts.rollout_batch.next(parts.buffer.missing, in_flight, share)
-        if n <= 0 or (self._nothing_left and in_flight):
+        if n <= 0 or (self._nothing_left and in_flight) or self._judge_barren():
             return
         visits = parts.selector.select(n)
         parts.ledger.visit(visits, step=self.step, version=self.step)
@@ -182,8 +184,8 @@ class Loop:
         parts.selector.observe(group)
         failpoint("take")
         self._judge_failures()
-        if group.verdict.keep and (refused := _too_few(group)) is None:
-            verdict = parts.filter.admit(group)
+        if group.verdict.keep and (refused := _too_few(group, self.judge.least)) is None:
+            verdict = self._admit(group)
             if verdict.keep:
                 parts.buffer.add(group)
                 self._barren = 0
@@ -192,22 +194,31 @@ class Loop:
         else:
             self._book(group, Fate.FILTERED, group.verdict.reason if not group.verdict.keep else str(refused))
         if parts.filter.refill:
-            self._count_barren(group)
+            self._barren += 1
+            reason = next((r.reason for r in group.rollouts if r.reason), "")
+            self._last_rejected.append(f"{group.prompt.id} ({reason})")
         else:
             parts.buffer.spend()
 
-    def _count_barren(self, group: Group) -> None:
-        """Stop a refill that adds nothing; what was already accepted is still trained."""
-        self._barren += 1
-        reason = next((r.reason for r in group.rollouts if r.reason), "")
-        self._last_rejected.append(f"{group.prompt.id} ({reason})")
-        limit = self.parts.filter.max_refill_rounds * self.parts.buffer.prompts_per_step
-        if self._stop is None and self._barren >= limit:
-            self._stop = RunStoppedError(
-                f"step {self.step}: {self._barren} groups in a row had no signal, so the batch cannot be filled; "
-                f"the last were: {'; '.join(self._last_rejected[-5:])}. The prompts are too easy or "
-                "too hard for this policy: use other prompts, more num_generations, or filter: keep_all"
-            )
+    def _admit(self, group: Group) -> Verdict:
+        verdict = self.parts.filter.admit(group)
+        if verdict.keep and self.parts.filter.wants_signal and self.judge.kind(group) is not None:
+            return Verdict(False, "no signal: every advantage is 0")
+        return verdict
+
+    def _judge_barren(self) -> bool:
+        """Whether to stop a refill that adds nothing, before it goes on; what was already accepted is still trained."""
+        rounds, parts = self.parts.filter.max_refill_rounds, self.parts
+        if not parts.filter.refill or self._barren < rounds * max(
+            parts.rollout_batch.size, parts.buffer.prompts_per_step
+        ):
+            return False
+        self._stop = RunStoppedError(
+            f"step {self.step}: {self._barren} groups in a row had no signal (max_refill_rounds={rounds}), so the "
+            f"batch cannot be filled; the last were: {'; '.join(self._last_rejected[-5:])}. The prompts are too easy "
+            "or too hard for this policy: use other prompts, more num_generations, or filter: keep_all"
+        )
+        return True
 
     def _judge_failures(self) -> None:
         tally = self._tally
@@ -219,16 +230,20 @@ class Loop:
                 f"{self.limits.max_failed_share:.0%}); most often ({count}x): {cause}"
             )
 
-    def _judge_skipped(self, updated: bool) -> None:
-        """Stop a run whose prompts are all solved, or all hopeless: it would only spend tokens."""
-        self._skipped_steps = 0 if updated else self._skipped_steps + 1
+    def _judge_skipped(self, groups: list[Group], updated: bool) -> None:
+        """Stop a run whose prompts are all solved, or all hopeless: it would only spend tokens.
+
+        An update without any signal, by a KL or entropy term alone, counts as skipped too.
+        """
+        taught = updated and any(self.judge.kind(group) is None for group in groups)
+        self._skipped_steps = 0 if taught else self._skipped_steps + 1
         if self._stop is None and self._skipped_steps >= self.limits.max_skipped_steps:
             kinds = self._tally.kinds
             self._stop = RunStoppedError(
                 f"step {self.step}: {self._skipped_steps} steps in a row had no group with a signal (max_skipped_steps="
                 f"{self.limits.max_skipped_steps}); of the last {self._tally.groups} groups {kinds['easy']} were "
-                f"solved by every rollout and {kinds['hard']} failed by every one. Use other prompts, or more "
-                "num_generations"
+                f"solved and {kinds['hard']} failed throughout, and {self._tally.failed_share():.0%} of the rollouts "
+                "could not be judged. Use other prompts, or more num_generations"
             )
 
     def _book_stale(self, groups: list[Group]) -> None:
@@ -300,10 +315,10 @@ class Loop:
             gate.load_state_dict(gate_state)
 
 
-def _too_few(group: Group) -> str | None:
-    """A group-relative advantage needs two members with a reward, and a greedy baseline its own."""
+def _too_few(group: Group, least: int) -> str | None:
+    """An advantage needs its least number of members with a reward, and a greedy baseline its own."""
     for rollout in group.rollouts:
         if rollout.greedy and rollout.reward is None:
             return f"the greedy baseline has no reward ({rollout.reason})"
     survivors = sum(r.reward is not None for r in group.siblings)
-    return None if survivors >= 2 else f"only {survivors} of {len(group.siblings)} siblings have a reward"
+    return None if survivors >= least else f"only {survivors} of {len(group.siblings)} siblings have a reward"

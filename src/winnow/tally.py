@@ -9,15 +9,15 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from .filter.zero_variance import zero_variance_kind
+from .filter.zero_variance import Judge
 from .types import Fate, Group
 
 
 class Tally:
     """Counts every group finished during a step, whatever becomes of it, and the seconds of each phase."""
 
-    def __init__(self, success_reward: float) -> None:
-        self.success_reward = success_reward
+    def __init__(self, judge: Judge) -> None:
+        self.judge = judge
         self.groups = 0
         self.sizes: list[int] = []
         self.reward_sets: list[np.ndarray] = []
@@ -50,8 +50,7 @@ class Tally:
         present = rewards_G[~np.isnan(rewards_G)]
         if len(present):
             self.reward_sets.append(present)
-        kind = zero_variance_kind(rewards_G, self.success_reward)
-        if kind and len(present) > 1:
+        if kind := self.judge.kind(group):
             self.kinds[kind] += 1
         for rollout in group.rollouts:
             self.rollouts += 1
@@ -89,6 +88,7 @@ class Tally:
             "completions/mean_length": float(np.mean(self.lengths)) if self.lengths else 0.0,
             "completions/max_length": float(max(self.lengths, default=0)),
             "completions/clipped_ratio": self.truncated / max(len(self.lengths), 1),
+            "rollouts/sampled": float(len(self.lengths)),
             "rollouts/failed_share": self.failed_share(),
             "step_time": step_time,
             "tokens_per_second": self.sampled_tokens / max(step_time, 1e-9),

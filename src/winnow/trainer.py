@@ -163,10 +163,10 @@ class Trainer:
     def _train(self) -> dict[str, float]:
         state = checkpoint.load_state(self._checkpoint) if self._checkpoint else None
         checkpoint.write_json(self.run_dir / CONFIG, self.config.model_dump(mode="json"))
-        shutil.rmtree(self.run_dir / "model", ignore_errors=True)  # of an earlier end of this run
         self.rewarder.trainer_state = SimpleNamespace(global_step=0, max_steps=self.config.max_steps)
         with Ledger.open(self.run_dir / LEDGER) as ledger:
             self._open_ledger(ledger, state)
+            shutil.rmtree(self.run_dir / "model", ignore_errors=True)  # of an earlier end of this run
             records = Records(self.run_dir, self.config, (state or {}).get("offsets"))
             try:
                 loop = self._loop(ledger, records, state)
@@ -249,6 +249,11 @@ class Trainer:
         start = self.run_dir / START
         if state is not None:
             ledger.rollback(state["ledger"], reason=f"resumed from step {state['loop']['step']}")
+        elif saved := ledger.get_meta("saved"):
+            raise checkpoint.CheckpointError(
+                f"{self.run_dir}: its checkpoints are gone (the last was of step {saved}), so the run cannot go on; "
+                "restore them, or start a new run elsewhere"
+            )
         elif start.exists():
             ledger.rollback(
                 json.loads(start.read_text(encoding="utf-8")), reason="restarted before the first checkpoint"
@@ -285,7 +290,7 @@ class Trainer:
             should_stop=lambda: self._stop_requested,
         )
         limits = Limits(c.max_steps, c.max_failed_share, c.max_skipped_steps)
-        loop = Loop(parts, hooks, limits, success_reward=c.success_reward)
+        loop = Loop(parts, hooks, limits, m.judge)
         if state is not None and self._checkpoint is not None:
             self._restore(loop, state)
         return loop
@@ -330,7 +335,7 @@ class Trainer:
     def _profile_if_due(self, ledger: Ledger, step: int) -> None:
         """Give the selector fresh pass rates of all training prompts; booked as an evaluation."""
         c, n = self.config, self.methods.selector.wants_profile(step)
-        if not n:
+        if not n or step == c.max_steps:
             return
         profiler = Profiler(self.engine, self.task, self.tokenizer, self.rewarder, seed=c.seed)
         rates = profiler.run(
@@ -367,6 +372,7 @@ class Trainer:
             "ledger": ledger.mark(),
         }
         checkpoint.save(self.run_dir, step, state, self._write_weights, keep_last=self.config.save_total_limit)
+        ledger.set_meta("saved", str(step))
 
     def _write_weights(self, directory: Path) -> None:
         self.learner.save(directory)

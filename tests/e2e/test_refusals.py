@@ -185,6 +185,16 @@ class TestRefusedAtTheStart:
             ({"temperature": 1e-9}, "temperature"),
             ({"report_to": ["trackio"]}, "trackio is not installed"),
             ({"device": "cuda:99"}, "device"),
+            (
+                {"filter": "zero_variance", "advantage": "remax"},
+                "filter: zero_variance takes groups with equal",
+            ),
+            ({"selector": "greso", "advantage": "reinforce_pp"}, "selector: greso takes groups with equal rewards"),
+            (
+                {"rollout_batch": "adaptive", "filter": "zero_variance", "max_lag": 1, "policy_loss": "plain"},
+                "set correction: truncate, or surplus: discard",
+            ),
+            ({"audit": {"epsilon": 1e-300}, "selector": "greso"}, "epsilon"),
             ({"max_lag": 1}, "max_lag: this version trains synchronously"),
             ({"rollout_batch": "adaptive", "filter": "zero_variance"}, "max_lag: 1, or choose surplus: discard"),
             ({"rollout_batch": {"name": "fixed", "surplus": "discard"}}, "filter that refills"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 import signal
 import sqlite3
 import time
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 
 from winnow import Trainer
+from winnow.checkpoint import CheckpointError
 from winnow.ledger import Ledger
 from winnow.loop import RunStoppedError
 
@@ -148,6 +150,53 @@ def test_what_runs_together_does_not_depend_on_how_long_rewards_take(
     quick = submissions(0.0)
     assert len({at for at, _ in quick}) > 4, "replacements start at several moments"
     assert submissions(0.02) == quick
+
+
+def _sometimes(completions: list[str], **columns: object) -> list[float]:
+    """One prompt in three has a signal."""
+    return [float(i % 2) if str(columns["target"][0])[-1] in "0369" else 0.0 for i in range(len(completions))]
+
+
+def test_a_round_with_a_signal_fills_the_batch_however_many_groups_had_none(tiny_config: dict[str, Any]) -> None:
+    """A round of 24 for a batch of 1, most of it rejected: that is no reason to stop."""
+    options = {"prompts_per_step": 1, "rollout_batch": {"name": "fixed", "size": 24, "surplus": "discard"}}
+    options["filter"] = {"name": "zero_variance", "max_refill_rounds": 1}
+    Trainer(config=tiny_config | options, reward_funcs=_sometimes).train()
+    assert_clean(Path(tiny_config["output_dir"]))
+
+
+def test_tokens_of_a_step_that_did_not_take_place_are_counted(tiny_config: dict[str, Any]) -> None:
+    trainer = Trainer(config=tiny_config | {"eval_steps": None, "filter": "zero_variance"}, reward_funcs=_hopeless)
+    with pytest.raises(RunStoppedError):
+        trainer.train()
+    run = Path(tiny_config["output_dir"])
+    state = json.loads(next((run / "checkpoints").glob("step-*/state.json")).read_text())
+    with Ledger.open(run / "ledger.sqlite", read_only=True) as ledger:
+        assert state["loop"]["num_tokens"] == ledger.totals()["filtered"]["tokens"] > 0
+
+
+def test_a_kl_term_alone_does_not_keep_a_run_alive(tiny_config: dict[str, Any]) -> None:
+    options = {"beta": 0.01, "max_skipped_steps": 2, "max_steps": 50, "eval_steps": None}
+    with pytest.raises(RunStoppedError, match="2 steps in a row"):
+        Trainer(config=tiny_config | options, reward_funcs=_hopeless).train()
+
+
+def test_a_best_of_k_group_short_of_k_is_not_trained_on(tiny_config: dict[str, Any]) -> None:
+    def fails_once(completions: list[str], **columns: object) -> list[float | None]:
+        return [None, *(float(i % 2) for i in range(len(completions) - 1))]
+
+    options = {"advantage": {"name": "max_at_k", "k": 4}, "eval_steps": None, "max_skipped_steps": 2}
+    with pytest.raises(RunStoppedError, match=r"25% of the rollouts could not be judged"):
+        Trainer(config=tiny_config | options, reward_funcs=fails_once).train()
+
+
+def test_a_resume_without_its_checkpoints_is_refused_and_keeps_the_model(tiny_config: dict[str, Any]) -> None:
+    train(tiny_config)
+    run = Path(tiny_config["output_dir"])
+    shutil.rmtree(run / "checkpoints")
+    with pytest.raises(CheckpointError, match="its checkpoints are gone"):
+        resume(run)
+    assert (run / "model" / "config.json").exists()
 
 
 def _solved(completions: list[str], **columns: object) -> list[float]:

@@ -106,7 +106,7 @@ def make(
         visits = [Visit(i, 0, Prompt(f"p{i}", i, "x")) for i in range(3)]
         ledger.visit(visits, step=0, version=0)
         for visit in visits:
-            members = [rollout(i, 0, reward=float(i), fate=Fate.TRAINED, tokens=5) for i in range(2)]
+            members = [rollout(i, 0, reward=float(i), fate=Fate.TRAINED, tokens=tokens // 100) for i in range(2)]
             ledger.finish(Group(visit, members), step=0)
         ledger.evaluation(0, rollouts=999, tokens=9999, seconds=1.0)
         ledger.set_meta("finished", "true" if finished else "false")
@@ -143,12 +143,28 @@ def test_methods_are_paired_by_seed(runs: list[Path]) -> None:
     assert tokens is not None
     assert (tokens.low, tokens.mean, tokens.high) == pytest.approx((0.5, 0.5, 0.5))
     assert greso.means["tokens"] is not None
-    assert greso.means["tokens"].mean == 10_000
+    assert greso.means["tokens"].mean == 6 * 5, "of the ledger, without evaluation"
     assert greso.means["rollouts"] is not None
     assert greso.means["rollouts"].mean == 6, "of the ledger, without evaluation"
     assert greso.means["zero_variance"] is not None
     assert greso.means["zero_variance"].mean == pytest.approx(0.75)
     assert not any(methods["grpo"].against.values())
+
+
+def test_metrics_that_end_early_are_noted(tmp_path: Path) -> None:
+    """A finished run whose last line is torn is not a shorter run."""
+    whole, torn = make(tmp_path / "a", [0.1, 0.2, 0.3]), make(tmp_path / "b", [0.1, 0.2, 0.3])
+    lines = (torn / "metrics.jsonl").read_text().splitlines()
+    (torn / "metrics.jsonl").write_text("\n".join(lines[:-1]) + "\n" + lines[-1][:20])
+    found = compare([whole, torn], seeds=False)
+    assert any("took 20 steps, but the last evaluation in it is of 10" in note for note in found.notes)
+
+
+def test_rollouts_count_greedy_ones(tmp_path: Path) -> None:
+    run = make(tmp_path / "a", [0.1, 0.2])
+    lines = [json.loads(line) | {"rollouts/sampled": 12.0} for line in (run / "metrics.jsonl").read_text().splitlines()]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert compare([run, make(tmp_path / "b", [0.1, 0.2])], seeds=False).methods[0].runs[0].curve[-1].rollouts == 132
 
 
 def test_cost_of_reaching_the_baseline(runs: list[Path]) -> None:

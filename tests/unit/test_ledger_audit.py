@@ -166,3 +166,14 @@ def test_verdict_of_a_wrong_account(path: Path) -> None:
         db.execute("DELETE FROM visits WHERE visit = 3")
     with Ledger.open(path, read_only=True) as ledger:
         assert verdict(ledger.audit()).startswith("2 problems (10 visits, 18 rollouts")
+
+
+@pytest.mark.parametrize("damage", ['{"a": ', "[]", '{"audit/greso/precision": "x"}'])
+def test_damaged_metrics_do_not_take_the_proof_with_them(path: Path, damage: str) -> None:
+    with sqlite3.connect(path) as db:
+        db.execute("UPDATE steps SET metrics = ?", (damage,))
+    with Ledger.open(path, read_only=True) as ledger:
+        result = ledger.audit()
+    assert result.rules == {}
+    assert result.ok == ("greso" in damage)
+    assert result.ok or "metrics of step 2" in result.problems[0]

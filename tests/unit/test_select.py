@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from winnow.advantage import ADVANTAGES
+from winnow.filter.zero_variance import Judge
 from winnow.pass_rates import PassRate
 from winnow.select import SELECTORS
 from winnow.select.backoff import Backoff
@@ -126,7 +128,7 @@ class TestGreso:
         assert selector.p[1] == pytest.approx(0.51), "a step without groups says nothing"
 
     def test_easy_means_all_at_the_maximum_reward_of_the_run(self) -> None:
-        selector = Greso().build(PROMPTS, 0, max_reward=2.0)
+        selector = Greso().build(PROMPTS, 0, Judge(max_reward=2.0))
         selector.observe(finished(Visit(0, 0, PROMPTS[0]), EASY))
         assert selector.kind_N[0] == 2
         selector.observe(finished(Visit(0, 0, PROMPTS[0]), [2.0, 2.0]))
@@ -193,6 +195,38 @@ class TestBackoff:
                     selector.observe(finished(v, HARD if v.prompt.ordinal == 3 else MIXED))
             seen += [v.epoch for v in visits if v.prompt.ordinal == 3 and v.verdict.keep]
         assert seen == [0, 2, 5, 9], "skips 1, then 2, then 3 epochs"
+
+
+class TestJudge:
+    """What counts as a group without signal, by the advantage that trains on it."""
+
+    @pytest.mark.parametrize(
+        ("right", "kind"), [(0, "hard"), (1, None), (4, None), (5, "easy"), (7, "easy"), (8, "easy")]
+    )
+    def test_under_max_at_k_too_few_failures_teach_nothing(self, right: int, kind: str | None) -> None:
+        group = make_group(0, [1.0] * right + [0.0] * (8 - right))
+        judge = Judge(advantage=ADVANTAGES["max_at_k"](k=4))
+        assert judge.kind(group) == kind
+        signal = np.abs(judge.advantage.of_batch([group])[0]).sum()
+        assert (signal == 0) == (kind is not None)
+        assert Judge(advantage=ADVANTAGES["rloo"]()).kind(group) == (kind if right in (0, 8) else None)
+
+    def test_too_few_rewards_are_no_evidence(self) -> None:
+        judge = Judge(advantage=ADVANTAGES["max_at_k"](k=4))
+        assert judge.kind(make_group(0, [1.0, 1.0, 1.0, None])) is None
+        selector = Greso().build(PROMPTS, 0, judge)
+        selector.observe(finished(Visit(0, 0, PROMPTS[0]), [1.0, 1.0, 1.0, None]))
+        assert selector.z_N[0] == 0
+
+    def test_the_tolerance_is_that_of_the_filter(self) -> None:
+        group = make_group(0, [0.0, 0.1])
+        assert Judge().kind(group) is None
+        assert Judge(atol=0.2).kind(group) == "hard"
+
+    def test_groups_that_are_not_compared_among_themselves_go_by_rewards(self) -> None:
+        for name in ("remax", "reinforce_pp"):
+            assert Judge(advantage=ADVANTAGES[name]()).kind(make_group(0, [1.0, 1.0])) == "easy"
+            assert Judge(advantage=ADVANTAGES[name]()).kind(make_group(0, [1.0, 0.0])) is None
 
 
 class TestRolloutBatches:
@@ -263,6 +297,11 @@ class TestPassRate:
         reasons = {v.verdict.reason.split(",")[0] for v in visits if not v.verdict.keep}
         assert reasons == {"pass_rate: 0", "pass_rate: 1"}
         assert selector.metrics()["pass_rate/in_band"] == 0.8
+
+    def test_the_edges_of_the_band_are_in_it(self) -> None:
+        selector = SELECTORS["pass_rate"](refresh_steps=1, low=0.2, high=0.8).build(PROMPTS, 0)
+        selector.profiled(PassRate(p.id, 10, p.ordinal, p.ordinal / 10) for p in PROMPTS)
+        assert selector.in_band().tolist() == [2 <= i <= 8 for i in range(10)]
 
     def test_a_refresh_replaces_the_rates(self) -> None:
         selector = SELECTORS["pass_rate"](refresh_steps=5, n=4, low=0.3, high=0.7).build(PROMPTS, 0)

@@ -26,6 +26,11 @@ class Advantage(Protocol):
         ...
 
     @property
+    def group_relative(self) -> bool:
+        """Whether equal rewards within a group mean that it teaches nothing."""
+        ...
+
+    @property
     def smallest_group(self) -> int:
         """Siblings without which there is never a signal."""
         ...

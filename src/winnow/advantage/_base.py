@@ -14,6 +14,7 @@ class GroupRelative:
     """An advantage that looks at one group's rewards and at nothing else."""
 
     greedy_baseline: ClassVar[bool] = False
+    group_relative: ClassVar[bool] = True
 
     @property
     def smallest_group(self) -> int:

@@ -29,8 +29,8 @@ def max_at_k(rewards_G: Array, k: int) -> Array:
     Raises ValueError on k < 1, a shape other than [G] or an infinite reward. Derived here; the estimator of J is that
     of Chen et al. 2021 (pass@k), for any reward.
     """
-    if k < 1:
-        raise ValueError(f"k must be >= 1, not {k}")
+    if k < 1 or k != int(k):
+        raise ValueError(f"k must be a whole number >= 1, not {k}")
     rewards_G = checked(rewards_G)
     there = present(rewards_G)
     if no_signal(there) or len(there) < k:

@@ -35,6 +35,7 @@ class ReinforcePP:
 
     eps: float = 1e-6
     greedy_baseline: ClassVar[bool] = False
+    group_relative: ClassVar[bool] = False
 
     @property
     def smallest_group(self) -> int:

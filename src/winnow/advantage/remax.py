@@ -26,6 +26,7 @@ class ReMax:
     """ReMax (Li et al. 2023): r - reward of a greedy rollout, which is sampled besides the group and never trained."""
 
     greedy_baseline: ClassVar[bool] = True
+    group_relative: ClassVar[bool] = False
 
     @property
     def smallest_group(self) -> int:

@@ -15,6 +15,9 @@ class Filter(Protocol):
     max_refill_rounds: int
     """With `refill`: rounds (a batch's worth of groups each) in a row that may add nothing before the run stops."""
 
+    wants_signal: bool
+    """True: groups whose advantages are all 0 are dropped too, whatever their rewards (max@k)."""
+
     def admit(self, group: Group) -> Verdict: ...
 
 

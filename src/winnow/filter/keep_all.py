@@ -13,6 +13,7 @@ class KeepAll:
 
     refill = False
     max_refill_rounds = 0
+    wants_signal = False
 
     def admit(self, group: Group) -> Verdict:
         return KEEP

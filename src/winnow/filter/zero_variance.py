@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ..advantage import Advantage
 from ..types import KEEP, Group, Verdict
 
 
@@ -32,12 +33,51 @@ def zero_variance_kind(rewards_G: np.ndarray, max_reward: float = 1.0, atol: flo
 
 
 @dataclass(frozen=True)
+class Judge:
+    """Says of a finished group whether it teaches nothing: what selectors, filter and statistics of a run go by.
+
+    With a group-relative `advantage` that is when every advantage is 0: all rewards equal within `atol`, or, under
+    max@k, too few failures to matter. Other advantages (REINFORCE++, ReMax) are not asked, their groups always teach.
+    """
+
+    max_reward: float = 1.0
+    atol: float = 1e-8
+    advantage: Advantage | None = None
+    """None: rewards alone decide."""
+
+    def kind(self, group: Group) -> str | None:
+        """`easy` (the best reward is the maximum) or `hard` for a group without signal.
+
+        None for one that teaches, and for one with too few rewards to tell, which is no evidence of anything.
+        """
+        rewards_G = group.rewards()
+        present = rewards_G[~np.isnan(rewards_G)]
+        if len(present) < self.least:
+            return None
+        kind = zero_variance_kind(rewards_G, self.max_reward, self.atol)
+        if kind is not None or self.advantage is None or not self.advantage.group_relative:
+            return kind
+        if np.nan_to_num(self.advantage.of_batch([group])[0]).any():
+            return None
+        return "easy" if present.max() >= self.max_reward - self.atol else "hard"
+
+    @property
+    def least(self) -> int:
+        """Rewards that a group needs to be judged, and to be trained on."""
+        return 2 if self.advantage is None else self.advantage.smallest_group
+
+
+BY_REWARDS = Judge()
+
+
+@dataclass(frozen=True)
 class ZeroVariance:
     """Drop groups with equal rewards and sample others in their place (DAPO dynamic sampling, Yu et al. 2025)."""
 
     atol: float = 1e-8
     refill: bool = True
     max_refill_rounds: int = 10
+    wants_signal = True
 
     def __post_init__(self) -> None:
         if self.atol < 0:

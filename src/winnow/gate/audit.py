@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from ..advantage import Advantage
+from ..filter.zero_variance import is_zero_variance
 from ..noise import as_tensor, noise_key, uniform
 from ..types import Checkpoint, EnvStep, Fate, Group, GroupView, Verdict
 from . import Gate
@@ -156,8 +157,10 @@ def squared_advantages(group: Group, advantage: Advantage) -> np.ndarray | None:
     """
     rewards_G = group.rewards()
     failed = any(r.fate == Fate.FAILED for r in group.rollouts)
-    if np.count_nonzero(~np.isnan(rewards_G)) < 2:
+    if np.count_nonzero(~np.isnan(rewards_G)) < advantage.smallest_group:
         return None if failed else np.zeros(len(rewards_G))
+    if advantage.group_relative and is_zero_variance(rewards_G):  # equal but for rounding: no filter would keep it
+        return np.zeros(len(rewards_G))
     if advantage.greedy_baseline and group.greedy_reward() is None:
         return None
     squares: np.ndarray = np.nan_to_num(advantage.of_batch([group])[0]) ** 2

@@ -45,4 +45,4 @@ class Selector(Protocol):
 
 
 SELECTORS: dict[str, type] = {"uniform": Uniform, "greso": Greso, "backoff": Backoff, "pass_rate": PassRateBand}
-"""Name -> frozen dataclass of options with `build(prompts, seed, max_reward) -> Selector`."""
+"""Name -> frozen dataclass of options with `build(prompts, seed, judge) -> Selector`."""

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from ..filter.zero_variance import BY_REWARDS, Judge
 from ..packed import pack, unpack
 from ..types import KEEP, Group, Prompt, Verdict
 from .trace import TraceSelector
@@ -17,15 +18,15 @@ from .trace import TraceSelector
 class Backoff:
     """Linear backoff (Zheng et al. 2025, appendix 12.2): k zero-variance visits in a row -> skip k epochs."""
 
-    def build(self, prompts: Sequence[Prompt], seed: int, max_reward: float = 1.0) -> BackoffSelector:
-        return BackoffSelector(prompts, seed, max_reward)
+    def build(self, prompts: Sequence[Prompt], seed: int, judge: Judge = BY_REWARDS) -> BackoffSelector:
+        return BackoffSelector(prompts, seed, judge)
 
 
 class BackoffSelector(TraceSelector):
     """Seven bytes a prompt for the trace and four for the order of the epoch."""
 
-    def __init__(self, prompts: Sequence[Prompt], seed: int, max_reward: float = 1.0) -> None:
-        super().__init__(prompts, seed, max_reward)
+    def __init__(self, prompts: Sequence[Prompt], seed: int, judge: Judge) -> None:
+        super().__init__(prompts, seed, judge)
         self.last_epoch_N = np.zeros(len(prompts), np.uint32)
         """Epoch of the last visit that was rolled out."""
 

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..filter.zero_variance import BY_REWARDS, Judge
 from ..noise import as_tensor, noise_key, uniform
 from ..types import KEEP, Group, Prompt, Verdict
 from .trace import EASY, EFFECTIVE, HARD, TraceSelector
@@ -42,10 +43,10 @@ def rollout_batch_size(missing: int, zero_variance_share: float, default: int, s
     `missing`: effective groups still needed; `zero_variance_share`: of the groups of this step so far. `default` when
     that share is 1. Raises ValueError unless missing >= 0, 0 <= share <= 1, default >= 1, safety > 0.
     """
-    if missing < 0 or not 0 <= zero_variance_share <= 1 or default < 1 or not safety > 0:
+    if missing < 0 or not 0 <= zero_variance_share <= 1 or default < 1 or not 0 < safety < math.inf:
         raise ValueError(
-            "rollout_batch_size needs missing >= 0, 0 <= zero_variance_share <= 1, default >= 1 and safety > 0, not "
-            f"{missing}, {zero_variance_share}, {default}, {safety}"
+            "rollout_batch_size needs missing >= 0, 0 <= zero_variance_share <= 1, default >= 1 and finite safety > 0, "
+            f"not {missing}, {zero_variance_share}, {default}, {safety}"
         )
     if zero_variance_share == 1:
         return default
@@ -86,15 +87,15 @@ class Greso:
         if self.step < 0:
             raise ValueError(f"step must be >= 0, not {self.step}")
 
-    def build(self, prompts: Sequence[Prompt], seed: int, max_reward: float = 1.0) -> GresoSelector:
-        return GresoSelector(prompts, seed, self, max_reward)
+    def build(self, prompts: Sequence[Prompt], seed: int, judge: Judge = BY_REWARDS) -> GresoSelector:
+        return GresoSelector(prompts, seed, self, judge)
 
 
 class GresoSelector(TraceSelector):
     """Three bytes a prompt for the trace and four for the order of the epoch."""
 
-    def __init__(self, prompts: Sequence[Prompt], seed: int, options: Greso, max_reward: float = 1.0) -> None:
-        super().__init__(prompts, seed, max_reward)
+    def __init__(self, prompts: Sequence[Prompt], seed: int, options: Greso, judge: Judge) -> None:
+        super().__init__(prompts, seed, judge)
         self.options = options
         self.p = {EASY: options.p_easy, HARD: options.p_hard}
         self._seen = {EFFECTIVE: 0, EASY: 0, HARD: 0}

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from ..filter.zero_variance import BY_REWARDS, Judge
 from ..packed import pack, unpack
 from ..pass_rates import PassRate as Measured
 from ..pass_rates import read_profile
@@ -42,7 +43,7 @@ class PassRate:
         if self.n < 1:
             raise ValueError(f"n must be >= 1, not {self.n}")
 
-    def build(self, prompts: Sequence[Prompt], seed: int, max_reward: float = 1.0) -> PassRateSelector:
+    def build(self, prompts: Sequence[Prompt], seed: int, judge: Judge = BY_REWARDS) -> PassRateSelector:
         """Raises ValueError when the profile cannot be read, is for other prompts, or leaves none in the band."""
         selector = PassRateSelector(prompts, seed, self)
         if self.profile is not None:
@@ -58,12 +59,12 @@ class PassRate:
 
 
 class PassRateSelector(StreamSelector):
-    """Four bytes a prompt for the rates and four for the order of the epoch."""
+    """Eight bytes a prompt for the rates and four for the order of the epoch."""
 
     def __init__(self, prompts: Sequence[Prompt], seed: int, options: PassRate) -> None:
         super().__init__(prompts, seed)
         self.options = options
-        self.rate_N = np.full(len(prompts), np.nan, np.float32)
+        self.rate_N = np.full(len(prompts), np.nan)
         """NaN: not profiled."""
 
     def in_band(self) -> np.ndarray:
@@ -71,7 +72,6 @@ class PassRateSelector(StreamSelector):
         return self._in_band(self.rate_N)
 
     def _in_band(self, rate_N: np.ndarray) -> np.ndarray:
-        rate_N = rate_N.astype(np.float64)
         band: np.ndarray = np.isnan(rate_N) | ((rate_N >= self.options.low) & (rate_N <= self.options.high))
         return band
 

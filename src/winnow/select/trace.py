@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ..filter.zero_variance import zero_variance_kind
+from ..filter.zero_variance import Judge
 from ..packed import pack, unpack
 from ..types import Group, Prompt
 from .stream import StreamSelector
@@ -21,20 +21,18 @@ class TraceSelector(StreamSelector):
     """Adds to the stream, for each of N prompts, `z_N` and `kind_N`: three bytes a prompt.
 
     z is the length of the current run of consecutive zero-variance visits of either kind, kind that of the last one.
-    A group with fewer than two rewards (an infrastructure failure) is no evidence and leaves the trace as it was.
+    A group with too few rewards (an infrastructure failure) is no evidence and leaves the trace as it was.
     """
 
-    def __init__(self, prompts: Sequence[Prompt], seed: int, max_reward: float) -> None:
+    def __init__(self, prompts: Sequence[Prompt], seed: int, judge: Judge) -> None:
         super().__init__(prompts, seed)
-        self.max_reward = max_reward
+        self.judge = judge
         self.z_N = np.zeros(len(prompts), np.uint16)
         self.kind_N = np.zeros(len(prompts), np.uint8)
 
     def observe(self, group: Group) -> None:
-        rewards_G = group.rewards()
-        if np.count_nonzero(~np.isnan(rewards_G)) < 2:
-            return
-        self._trace(group, KINDS[zero_variance_kind(rewards_G, self.max_reward)])
+        if np.count_nonzero(~np.isnan(group.rewards())) >= self.judge.least:
+            self._trace(group, KINDS[self.judge.kind(group)])
 
     def _trace(self, group: Group, kind: int) -> None:
         ordinal = group.prompt.ordinal

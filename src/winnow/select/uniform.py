@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ..filter.zero_variance import BY_REWARDS, Judge
 from ..types import Prompt
 from .stream import StreamSelector
 
@@ -15,5 +16,5 @@ class Uniform:
 
     shuffle: bool = True
 
-    def build(self, prompts: Sequence[Prompt], seed: int, max_reward: float = 1.0) -> StreamSelector:
+    def build(self, prompts: Sequence[Prompt], seed: int, judge: Judge = BY_REWARDS) -> StreamSelector:
         return StreamSelector(prompts, seed, shuffle=self.shuffle)

@@ -38,6 +38,8 @@ SIZES: dict[str, type] = {"fixed": Fixed, "adaptive_k": AdaptiveK}
 
 
 class RolloutBatch(Protocol):
+    size: int
+    """Groups in a round, at most."""
     carry: bool
     """Whether superfluous groups wait for the next step, or are dropped."""
 

@@ -6,6 +6,7 @@ work in rounds, as systems do whose engine takes a batch at a time: fewer rounds
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -18,13 +19,8 @@ Surplus = Literal["carry", "discard"]
 class Exact:
     """One group for each that is missing, started at once."""
 
-    carry = False
-
-    def build(self, prompts_per_step: int) -> Exact:
-        return self
-
-    def next(self, missing: int, in_flight: int, zero_variance_share: float) -> int:
-        return missing - in_flight
+    def build(self, prompts_per_step: int) -> OneForOne:
+        return OneForOne(prompts_per_step)
 
 
 @dataclass(frozen=True)
@@ -56,11 +52,22 @@ class Adaptive:
     def __post_init__(self) -> None:
         if self.size is not None and self.size < 1:
             raise ValueError(f"size must be >= 1, not {self.size}")
-        if not self.safety > 0:
-            raise ValueError(f"safety must be > 0, not {self.safety}")
+        if not 0 < self.safety < math.inf:
+            raise ValueError(f"safety must be finite and > 0, not {self.safety}")
 
     def build(self, prompts_per_step: int) -> Rounds:
         return Rounds(self.size or -(-3 * prompts_per_step // 2), self.safety, self.surplus == "carry")
+
+
+@dataclass(frozen=True)
+class OneForOne:
+    """There are no rounds; a batch's worth of groups counts as one."""
+
+    size: int
+    carry = False
+
+    def next(self, missing: int, in_flight: int, zero_variance_share: float) -> int:
+        return missing - in_flight
 
 
 @dataclass(frozen=True)
