@@ -11,6 +11,7 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from winnow.engine import LocalEngine, SamplingParams
+from winnow.filter.zero_variance import BY_REWARDS
 from winnow.group_state import group_from, group_state
 from winnow.ledger import Ledger
 from winnow.loop import _too_few
@@ -121,9 +122,9 @@ def test_a_group_whose_baseline_failed_is_refused_with_the_reason(policy) -> Non
     for group in run(policy, task, max_tokens=40):
         assert group.rollouts[-1].fate == Fate.FAILED
         assert all(r.reward is not None for r in group.siblings)
-        assert "the simulator went away" in str(_too_few(group))
-    assert _too_few(with_greedy(make_group(0, [1.0, 0.0]), 0.0)) is None
-    assert _too_few(with_greedy(make_group(0, [1.0, None]), 0.0)) == "only 1 of 2 siblings have a reward"
+        assert "the simulator went away" in str(_too_few(group, 2))
+    assert _too_few(with_greedy(make_group(0, [1.0, 0.0]), 0.0), 2) is None
+    assert _too_few(with_greedy(make_group(0, [1.0, None]), 0.0), 2) == "only 1 of 2 siblings have a reward"
 
 
 def test_statistics_leave_it_out_and_token_counts_do_not(tmp_path: Path) -> None:
@@ -131,7 +132,7 @@ def test_statistics_leave_it_out_and_token_counts_do_not(tmp_path: Path) -> None
     group.rollouts[-1].rewards = {"f": 0.0}
     for r in group.siblings:
         r.rewards = {"f": 1.0}
-    tally = Tally(1.0)
+    tally = Tally(BY_REWARDS)
     tally.finished(group)
     metrics = tally.metrics()
     assert metrics["reward"] == metrics["rewards/f/mean"] == metrics["frac_zero_easy"] == 1.0
@@ -153,7 +154,7 @@ def test_statistics_leave_it_out_and_token_counts_do_not(tmp_path: Path) -> None
 
 
 def test_a_failed_baseline_counts_among_the_failures() -> None:
-    tally = Tally(1.0)
+    tally = Tally(BY_REWARDS)
     failed = with_greedy(make_group(0, [1.0, 0.0, 1.0]), None)
     failed.rollouts[-1] = replace(failed.rollouts[-1], fate=Fate.FAILED, reason="gone")
     tally.finished(failed)
