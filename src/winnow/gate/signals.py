@@ -1,0 +1,134 @@
+"""How much the trajectories of a group disagree after K environment steps: seven numbers in [0, 1].
+
+Zhai and Wang 2026, appendix B; a trajectory that ended before step K is padded with an END of its own kind, as in the
+authors' code (the prose omits it). Actions and observations are compared as exact strings. All but
+`termination_fraction` are smallest when every trajectory is the same.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from itertools import combinations, pairwise
+from typing import Final
+
+from rapidfuzz.distance import Levenshtein
+
+Strings = Sequence[Sequence[str]]
+Signal = Callable[[Strings, Strings, int], float]
+"""`f(actions, observations, k)`.
+
+`actions[i]`: what trajectory i has done so far, in order; longer than k is cut to k. `observations[i][t]`: what the
+environment answered to `actions[i][t]`. Raises ValueError unless there is a trajectory, k >= 1, and every trajectory
+has as many observations as actions.
+"""
+
+END: Final = None
+"""Stands for every step that a trajectory did not take; equal to no string."""
+
+
+def prefix_edit_distance(actions: Strings, observations: Strings, k: int) -> float:
+    """Levenshtein distance between the first k actions, over whole actions, divided by k; mean over pairs.
+
+    0 when all are the same, or for a single trajectory.
+    """
+    _check(actions, observations, k)
+    codes: dict[str | None, int] = {END: 0}
+    prefixes = [[codes.setdefault(a, len(codes)) for a in _padded(t, k)] for t in actions]  # exact, unlike hashes
+    return _mean(Levenshtein.distance(a, b) / k for a, b in combinations(prefixes, 2))
+
+
+def action_bigram_jaccard(actions: Strings, observations: Strings, k: int) -> float:
+    """1 - |A & B| / |A | B| of the sets of consecutive pairs among the first k actions; mean over pairs.
+
+    0 when all are the same, for a single trajectory, and at k = 1, where there are no pairs of actions.
+    """
+    _check(actions, observations, k)
+    bigrams = [set(pairwise(_padded(t, k))) for t in actions]
+    return _mean(1 - len(a & b) / len(a | b) if a or b else 0.0 for a, b in combinations(bigrams, 2))
+
+
+def unique_prefix_ratio(actions: Strings, observations: Strings, k: int) -> float:
+    """Distinct sequences of the first k actions, over the number of trajectories: 1/G when all are the same."""
+    _check(actions, observations, k)
+    return _distinct(tuple(_padded(t, k)) for t in actions)
+
+
+def unique_action_ratio(actions: Strings, observations: Strings, k: int) -> float:
+    """Distinct actions at step k, over the number of trajectories; END counts as one."""
+    _check(actions, observations, k)
+    return _distinct(_at(t, k) for t in actions)
+
+
+def action_entropy(actions: Strings, observations: Strings, k: int) -> float:
+    """Shannon entropy of the actions at step k, in bits, divided by log2 G; 0 for a single trajectory."""
+    _check(actions, observations, k)
+    g = len(actions)
+    counts = Counter(_at(t, k) for t in actions).values()
+    if len(counts) == 1:
+        return 0.0
+    return min(1.0, math.fsum(n / g * math.log2(g / n) for n in counts) / math.log2(g))
+
+
+def obs_unique_ratio(actions: Strings, observations: Strings, k: int) -> float:
+    """Distinct observations on which action k was taken, over the number of trajectories; END where it was not taken.
+
+    At k = 1 that is the observation of the reset, which a group shares.
+    """
+    _check(actions, observations, k)
+    return _distinct(
+        END if len(a) < k else ("",) if k == 1 else (o[k - 2],) for a, o in zip(actions, observations, strict=True)
+    )
+
+
+def termination_fraction(actions: Strings, observations: Strings, k: int) -> float:
+    """Share of the trajectories with fewer than k actions; one that ended with action k does not count.
+
+    Meant for when everybody has taken k steps or ended: then whoever has taken fewer has ended.
+    """
+    _check(actions, observations, k)
+    return sum(len(t) < k for t in actions) / len(actions)
+
+
+SIGNALS: dict[str, Signal] = {
+    f.__name__: f
+    for f in (
+        prefix_edit_distance,
+        action_bigram_jaccard,
+        unique_prefix_ratio,
+        unique_action_ratio,
+        action_entropy,
+        obs_unique_ratio,
+        termination_fraction,
+    )
+}
+"""Name -> signal, in the order of the paper's table 7."""
+
+
+def _check(actions: Strings, observations: Strings, k: int) -> None:
+    if k < 1:
+        raise ValueError(f"k counts environment steps from 1, not {k}")
+    if not actions:
+        raise ValueError("a signal needs at least one trajectory")
+    if [len(a) for a in actions] != [len(o) for o in observations]:
+        raise ValueError("every trajectory needs as many observations as actions, each the answer to its action")
+
+
+def _padded(trajectory: Sequence[str], k: int) -> list[str | None]:
+    taken = list(trajectory[:k])
+    return [*taken, *[END] * (k - len(taken))]
+
+
+def _at(trajectory: Sequence[str], k: int) -> str | None:
+    return trajectory[k - 1] if len(trajectory) >= k else END
+
+
+def _distinct(things: Iterable[Hashable]) -> float:
+    every = list(things)
+    return len(set(every)) / len(every)
+
+
+def _mean(values: Iterable[float]) -> float:
+    every = list(values)
+    return math.fsum(every) / len(every) if every else 0.0
