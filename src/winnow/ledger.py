@@ -342,7 +342,7 @@ def _without_wall_times(row: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _is_wall_time(key: str) -> bool:
-    return "second" in key or key.endswith("_time")
+    return "second" in key or key.endswith(("_time", "_wait_s"))
 
 
 def _covered(mark: Mapping[str, Any], table: str) -> int:

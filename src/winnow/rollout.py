@@ -8,8 +8,10 @@ together, and with it every rounding, does not depend on how long rewards take.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -17,7 +19,7 @@ import numpy as np
 from .engine.base import Engine, Finished, Reached, Request, SamplingParams
 from .env.base import Env, Task
 from .env.scores import LARGEST
-from .gate import Gate
+from .gate import Gate, env_steps
 from .noise import noise_key
 from .prompting import PromptError, cut_at_stop, decode, encode_observation, encode_prompt
 from .reward import Rewarder
@@ -53,13 +55,23 @@ class _Sibling:
     survival_p: float = 1.0
     reward: float | None = None
     """The last one that the environment gave."""
-    waiting: bool = False
-    """At the barrier of an environment-step gate."""
+    waiting_since: float | None = None
+    """When it came to the barrier of an environment-step gate, where it holds no slot of the engine; None elsewhere."""
+    barrier_wait_s: float = 0.0
     rollout: Rollout | None = None
 
     @property
     def running(self) -> bool:
         return self.rollout is None
+
+    @property
+    def waiting(self) -> bool:
+        return self.waiting_since is not None
+
+    def leave_barrier(self) -> None:
+        if self.waiting_since is not None:
+            self.barrier_wait_s += time.monotonic() - self.waiting_since
+            self.waiting_since = None
 
     def append(self, ids: np.ndarray, sampled: bool, logp: np.ndarray, versions: np.ndarray) -> None:
         self.segments.append((ids, sampled, logp, versions))
@@ -80,6 +92,7 @@ class _Sibling:
         def joined(arrays: list[np.ndarray], dtype: Any) -> np.ndarray:
             return np.concatenate(arrays).astype(dtype) if arrays else np.empty(0, dtype)
 
+        self.leave_barrier()
         self.rollout = Rollout(
             sibling=self.index,
             prompt_ids=self.prompt_ids,
@@ -94,6 +107,7 @@ class _Sibling:
             reason=reason,
             survival_p=self.survival_p,
             seconds=self.seconds,
+            barrier_wait_s=self.barrier_wait_s,
             greedy=self.greedy,
         )
         return self.rollout
@@ -105,8 +119,8 @@ class _Flight:
 
     visit: Visit
     siblings: list[_Sibling]
-    undecided: list[Gate]
-    """Environment-step gates that have not spoken yet, by ascending step."""
+    undecided: list[tuple[int, Gate]]
+    """What environment-step gates have still to decide, by ascending step."""
     verdict: Verdict = KEEP
     group: Group | None = None
     ended: int = 0
@@ -145,7 +159,12 @@ class RolloutRunner:
         self.gates = list(gates)
         self._stop = tuple(dict.fromkeys((*options.params.stop, *task.stop)))
         self._token_gates = {g.at.n: g for g in self.gates if isinstance(g.at, Token)}
-        self._step_gates = sorted((g for g in self.gates if isinstance(g.at, EnvStep)), key=lambda g: g.at.k)  # type: ignore[union-attr]
+        self._step_gates = sorted(((k, g) for g in self.gates for k in env_steps(g.at)), key=itemgetter(0))
+        if self._step_gates and self._step_gates[-1][0] >= task.max_turns:
+            raise ValueError(
+                f"a gate is to be asked after {self._step_gates[-1][0]} environment steps, but nobody is running by "
+                f"then: task {task.name} has at most {task.max_turns} turns"
+            )
         self._flights: dict[int, _Flight] = {}
         self._patience = options.params.max_tokens // 16
         self._clock = 0
@@ -264,7 +283,7 @@ class RolloutRunner:
         except Exception as error:
             self._fail(sibling, f"the environment raised {type(error).__name__}: {error}")
             return
-        turn.observation = result.observation
+        turn.observation, turn.canonical = result.observation, result.action
         if result.reward is not None:
             sibling.reward = float(result.reward)
             if not abs(sibling.reward) <= LARGEST:
@@ -279,9 +298,9 @@ class RolloutRunner:
             self._end_episode(sibling, "length")
             return
         sibling.append(np.array(ids, np.int64), False, np.zeros(n, np.float32), np.full(n, -1, np.int32))
-        at_barrier = any(g.at.k == len(sibling.turns) for g in flight.undecided)  # type: ignore[union-attr]
-        sibling.waiting = at_barrier and not sibling.greedy
-        if not sibling.waiting:
+        if not sibling.greedy and any(k == len(sibling.turns) for k, _ in flight.undecided):
+            sibling.waiting_since = time.monotonic()
+        else:
             self._submit(flight, sibling)
 
     def _end_episode(self, sibling: _Sibling, stop_reason: str) -> None:
@@ -316,20 +335,20 @@ class RolloutRunner:
     def _settle(self, flight: _Flight) -> None:
         """Open a barrier that everybody has reached; close the group when nobody runs."""
         while flight.undecided and any(s.running for s in flight.gated):
-            gate = flight.undecided[0]
-            k = gate.at.k  # type: ignore[union-attr]
-            if any(s.running and not (s.waiting and len(s.turns) >= k) for s in flight.gated):
+            k = flight.undecided[0][0]
+            if any(s.running and not s.waiting for s in flight.gated):
                 return
-            flight.undecided.pop(0)
-            verdict = gate.decide(self._view(flight, gate.at))
-            for sibling in flight.gated:
-                sibling.survive(verdict.probability)
+            verdict = KEEP
+            while verdict.keep and flight.undecided and flight.undecided[0][0] == k:
+                verdict = flight.undecided.pop(0)[1].decide(self._view(flight, EnvStep(k)))
+                for sibling in flight.gated:
+                    sibling.survive(verdict.probability)
             if not verdict.keep:
                 self._cut(flight, verdict)
                 break
             for sibling in flight.gated:
                 if sibling.running:
-                    sibling.waiting = False
+                    sibling.leave_barrier()
                     self._submit(flight, sibling)
         if flight.group is None and not any(s.running for s in flight.siblings):
             rollouts = [s.rollout for s in flight.siblings if s.rollout is not None]
@@ -354,9 +373,12 @@ class RolloutRunner:
         return GroupView(
             visit=flight.visit,
             checkpoint=at,
-            actions=tuple(tuple(t.action for t in s.turns) for s in flight.gated),
+            actions=tuple(
+                tuple(t.action if t.canonical is None else t.canonical for t in s.turns) for s in flight.gated
+            ),
             observations=tuple(tuple(t.observation or "" for t in s.turns) for s in flight.gated),
             running=tuple(s.running for s in flight.gated),
+            failed=tuple(s.rollout is not None and s.rollout.fate == Fate.FAILED for s in flight.gated),
             **reached,
         )
 

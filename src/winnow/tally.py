@@ -29,6 +29,7 @@ class Tally:
         """As `rollouts`, with greedy baselines, which every other figure leaves out."""
         self.truncated = 0
         self.failed: Counter[str] = Counter()
+        self.barrier_wait_s = 0.0
         self.tokens: Counter[str] = Counter()
         self.seconds: dict[str, float] = {}
         self._started = time.monotonic()
@@ -55,6 +56,7 @@ class Tally:
         for rollout in group.rollouts:
             self.rollouts += 1
             self.sampled_tokens += int(rollout.action_mask.sum())
+            self.barrier_wait_s += rollout.barrier_wait_s
             if rollout.fate == Fate.FAILED:
                 self.failed[rollout.reason] += 1
         for rollout in group.siblings:
@@ -93,6 +95,8 @@ class Tally:
             "step_time": step_time,
             "tokens_per_second": self.sampled_tokens / max(step_time, 1e-9),
         }
+        if self.barrier_wait_s:
+            metrics["barrier_wait_s"] = self.barrier_wait_s
         if self.reward_sets:
             metrics["reward"] = float(np.mean([r.mean() for r in self.reward_sets]))
             metrics["reward_std"] = float(np.mean([r.std() for r in self.reward_sets]))

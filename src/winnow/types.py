@@ -85,6 +85,8 @@ class Turn:
     stop: int
     """Index one past the action's last token."""
     stop_reason: str
+    canonical: str | None = None
+    """The action in the environment's own normal form; None: it gave none."""
 
 
 @dataclass(slots=True)
@@ -115,6 +117,8 @@ class Rollout:
     survival_p: float = 1.0
     seconds: float = 0.0
     """Its share of the engine's wall-clock time: step time divided by rows alive, summed over its steps."""
+    barrier_wait_s: float = 0.0
+    """Wall-clock seconds that it waited for its siblings at environment-step checkpoints, in no slot of the engine."""
     greedy: bool = False
     """Sampled at temperature 0 as a baseline (ReMax): scored and booked, but in no statistic and no batch."""
 
@@ -171,8 +175,9 @@ class GroupView:
     visit: Visit
     checkpoint: Checkpoint
     actions: tuple[tuple[str, ...], ...]
-    """Per sibling, the actions of its finished turns."""
+    """Per sibling, the actions of its finished turns, in the environment's normal form where it gave one."""
     observations: tuple[tuple[str, ...], ...]
+    """Per sibling, the answer to each of its actions."""
     running: tuple[bool, ...]
     """Per sibling, whether it is still being generated."""
     sibling: int | None = None
@@ -181,3 +186,5 @@ class GroupView:
     """float32 [H]: last hidden state of `sibling` at the checkpoint, when the engine provides it."""
     logp: np.ndarray | None = None
     """float32 [n]: sampler log-probabilities of `sibling` so far."""
+    failed: tuple[bool, ...] = ()
+    """Per sibling, whether it failed: no evidence of what the policy does."""

@@ -18,10 +18,11 @@ from winnow.advantage import ADVANTAGES
 from winnow.correct import CORRECTIONS, STEP_SCALES
 from winnow.engine import ENGINES
 from winnow.filter import FILTERS
+from winnow.gate import GATES, env_steps
 from winnow.methods import TABLES, all_methods
 from winnow.select import SELECTORS
 from winnow.size import ROLLOUT_BATCHES, SIZES
-from winnow.types import Prompt
+from winnow.types import EnvStep, GroupView, Prompt, Token, Visit
 
 from ..unit.test_batch import make_group, make_rollout
 
@@ -99,6 +100,29 @@ def test_selectors_resume(name: str, k: int) -> None:
     resumed = SELECTORS[name](**SELECTOR_OPTIONS.get(name, {})).build(PROMPTS, seed=3)
     resumed.load_state_dict(state)
     assert resumed.select(9) == whole.select(9)
+
+
+@pytest.mark.parametrize("name", list(GATES))
+def test_gates(name: str) -> None:
+    """Decides from the view alone: the same after a resume, at every checkpoint it names, whoever is asked first."""
+    gate = GATES[name]().build(seed=3)
+    assert isinstance(gate.at, Token) or list(env_steps(gate.at)) == sorted(set(env_steps(gate.at)))
+    rng = np.random.default_rng(0)
+    views = []
+    for number in range(20):
+        for k in env_steps(gate.at):
+            lengths = rng.integers(0, k + 1, size=4)
+            actions = tuple(tuple(rng.choice(["a", "b"], size=n).tolist()) for n in lengths)
+            running = tuple(bool(n == k) for n in lengths)
+            views.append(GroupView(Visit(number, 0, PROMPTS[0]), EnvStep(k), actions, actions, running))
+    verdicts = [gate.decide(view) for view in views]
+    assert all((v.keep or v.reason) and 0 < v.probability <= 1 for v in verdicts)
+    gate.observe(make_group(0, [1.0, 0.0]))
+    assert all(isinstance(x, float) and np.isfinite(x) for x in gate.metrics().values())
+    gate.end_step()
+    again = GATES[name]().build(seed=3)
+    again.load_state_dict(json.loads(json.dumps(gate.state_dict())))
+    assert [again.decide(view) for view in reversed(views)] == [gate.decide(view) for view in views][::-1]
 
 
 @pytest.mark.parametrize("name", list(SIZES))

@@ -25,6 +25,8 @@ class StepResult:
     """The reward so far; the last one given counts. None throughout: the reward functions decide, or it is 0."""
     done: bool = False
     info: Mapping[str, Any] = field(default_factory=dict)
+    action: str | None = None
+    """The action in the environment's own normal form, which gates compare; None: the text as it was given."""
 
 
 @runtime_checkable

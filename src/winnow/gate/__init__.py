@@ -1,6 +1,6 @@
 """Gates: during the rollout, is it worth going on?
 
-A gate only decides; `rollout.py` stops what it says. `none` is the absence of a gate, so the table starts empty.
+A gate only decides; `rollout.py` stops what it says. `none` is the absence of a gate, so it is not in the table.
 """
 
 from __future__ import annotations
@@ -8,12 +8,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from ..types import Checkpoint, Group, GroupView, Verdict
+from ..types import Checkpoint, EnvStep, Group, GroupView, Token, Verdict
+from .divergence import Divergence
 
 
 class Gate(Protocol):
-    at: Checkpoint
-    """`Token(n)`: asked for one sibling when it has sampled n tokens. `EnvStep(k)`: asked once for the whole group."""
+    at: Checkpoint | tuple[EnvStep, ...]
+    """`Token(n)`: asked for one sibling when it has sampled n tokens. `EnvStep(k)`: asked once for the whole group.
+
+    Several environment steps: asked at each of them, until it stops the group.
+    """
     needs: frozenset[str]
     """What the engine must provide, e.g. {"hidden"}."""
 
@@ -34,5 +38,12 @@ class Gate(Protocol):
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
 
-GATES: dict[str, type] = {}
+def env_steps(at: Checkpoint | tuple[EnvStep, ...]) -> tuple[int, ...]:
+    """The environment steps of a gate's `at`; none for a token checkpoint."""
+    if isinstance(at, Token):
+        return ()
+    return (at.k,) if isinstance(at, EnvStep) else tuple(step.k for step in at)
+
+
+GATES: dict[str, type] = {"divergence": Divergence}
 """Name -> frozen dataclass of options with `build(seed) -> Gate`."""

@@ -17,7 +17,7 @@ import torch
 from ..advantage import Advantage
 from ..filter.zero_variance import is_zero_variance
 from ..noise import as_tensor, noise_key, uniform
-from ..types import Checkpoint, EnvStep, Fate, Group, GroupView, Verdict
+from ..types import Checkpoint, EnvStep, Fate, Group, GroupView, Token, Verdict
 from . import Gate
 from .estimates import Estimate, Sums
 
@@ -171,7 +171,8 @@ class AuditedGate(Gate):
     """Wraps a gate: its stops are overridden as `audit` draws, once for each sibling or group.
 
     A token gate is asked at every turn that reaches its checkpoint; a sibling whose stop was overridden then runs to
-    its end, and counts as one removal. `advantage` is the one that the run trains with.
+    its end, and counts as one removal. So does a group at a gate of several environment steps. `advantage` is the one
+    that the run trains with.
     """
 
     def __init__(self, gate: Gate, audit: RuleAudit, advantage: Advantage) -> None:
@@ -181,10 +182,10 @@ class AuditedGate(Gate):
         self._chance: dict[tuple[int, int | None], float] = {}
         """By visit and sibling, the probability with which the gate alone would have let it come so far."""
         self._overridden: dict[tuple[int, int | None], tuple[float, int]] = {}
-        """By visit and sibling: probability of the override, and the turn of the checkpoint."""
+        """By visit and sibling: probability of the override, and the turns finished by the checkpoint."""
 
     @property
-    def at(self) -> Checkpoint:  # type: ignore[override]
+    def at(self) -> Checkpoint | tuple[EnvStep, ...]:  # type: ignore[override]
         return self.gate.at
 
     @property
@@ -203,8 +204,9 @@ class AuditedGate(Gate):
             sibling = () if view.sibling is None else (view.sibling,)
             overridden, epsilon = self.audit.override(view.visit.prompt.ordinal, view.visit.epoch, *sibling)
             if overridden:
-                turn = 0 if view.sibling is None else len(view.actions[view.sibling])
-                self._overridden[key] = epsilon, turn
+                at = view.checkpoint
+                turns = at.k if isinstance(at, EnvStep) else len(view.actions[view.sibling or 0])
+                self._overridden[key] = epsilon, turns
             else:
                 self.audit.removed()
         goes_on = verdict.keep or key in self._overridden
@@ -226,10 +228,11 @@ class AuditedGate(Gate):
         if signal_G is None:
             return
         at = self.at
-        if isinstance(at, EnvStep):
-            later = [turn for rollout in group.rollouts for turn in rollout.turns[at.k :]]
+        if not isinstance(at, Token):
+            override = overridden.get(None)
+            later = [turn for rollout in group.rollouts for turn in rollout.turns[override[1] if override else 0 :]]
             tokens = float(sum(turn.stop - turn.start for turn in later))
-            self._book(overridden.get(None), float(signal_G.sum()), tokens)
+            self._book(override, float(signal_G.sum()), tokens)
             return
         for rollout, signal in zip(group.rollouts, signal_G.tolist(), strict=True):
             if rollout.fate != Fate.FAILED:

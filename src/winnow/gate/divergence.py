@@ -1,0 +1,170 @@
+"""Stop a whole group at an environment step when its trajectories have converged (Zhai and Wang 2026).
+
+Trajectories that agree so far mostly end with the same reward, and such a group teaches nothing. At step k, when every
+trajectory has taken k steps or ended, the group is cut if its divergence signal (signals.py) is under a threshold (eq.
+2), or, with the OR rule (eq. 3), if enough of them have ended. Beyond the paper: several evaluation steps, each with a
+threshold of its own, of which the first that fires cuts; and thresholds by task type.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal
+
+import numpy as np
+
+from ..types import KEEP, EnvStep, Group, GroupView, Verdict
+from .signals import SIGNALS
+
+Rule = Literal["or", "and", "mirror"]
+RULES: Final[tuple[Rule, ...]] = ("or", "and", "mirror")
+TERMINATION = "termination_fraction"
+
+
+def fires(value: Any, threshold: float, ended: Any = None, limit: float | None = None, rule: Rule = "or") -> np.ndarray:
+    """Whether to cut: bool, of the shape of `value`. Numbers or arrays, one entry a group.
+
+    value < threshold; with a `limit` also the termination fraction `ended` counts: `or` cuts where either value <
+    threshold or ended >= limit (eq. 3), `and` where both hold, and `mirror` where value < threshold or ended <= limit
+    (appendix E.9's attempt at groups that fail throughout).
+    """
+    below: np.ndarray = np.asarray(value) < threshold
+    if limit is None:
+        return below
+    many: np.ndarray = np.asarray(ended) <= limit if rule == "mirror" else np.asarray(ended) >= limit
+    return below & many if rule == "and" else below | many
+
+
+def decide(
+    values: Mapping[str, float],
+    signal: str,
+    threshold: float,
+    k: int,
+    *,
+    termination: float | None = None,
+    rule: Rule = "or",
+) -> Verdict:
+    """Cut or keep one group at step `k`, from its signals there: `values[signal]`, and with a `termination` limit also
+    `values["termination_fraction"]`. Pure; see `fires` for the rule. The reason of a cut names signal, value, threshold
+    and k.
+    """
+    value, ended = values[signal], values.get(TERMINATION, 0.0)
+    if not fires(value, threshold, ended, termination, rule):
+        return KEEP
+    found = [f"{signal} {value:.4g} < {threshold:g}"] if value < threshold else []
+    if termination is not None and (rule == "and" or not found):
+        found.append(f"{TERMINATION} {ended:.4g} {'<=' if rule == 'mirror' else '>='} {termination:g}")
+    return Verdict(False, f"converged: {' and '.join(found)} at step {k}")
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """Cut a group whose trajectories agree at an environment step (Zhai and Wang 2026)."""
+
+    signal: str = "prefix_edit_distance"
+    k: int = 10
+    threshold: float = 0.12
+    steps: dict[int, float] = field(default_factory=dict)
+    """Several evaluation steps with their thresholds, in place of `k` and `threshold`."""
+    termination: float | None = None
+    """With it, the share of trajectories that have ended counts too."""
+    rule: Literal["or", "and"] = "or"
+    per_task_type: dict[str, float | dict[int, float]] = field(default_factory=dict)
+    """Task type -> a threshold at `k`, or steps of its own, or 0 for never. Other types: as above."""
+    task_type: str = "task_type"
+    """Column of the prompts that holds the type."""
+
+    def __post_init__(self) -> None:
+        if self.signal not in SIGNALS:
+            raise ValueError(f"signal: there is no {self.signal!r}; one of {', '.join(SIGNALS)}")
+        if self.steps and (self.k, self.threshold) != (Divergence.k, Divergence.threshold):
+            raise ValueError("k and threshold have no effect beside steps; remove them, or steps")
+        if self.rule == "and" and self.termination is None:
+            raise ValueError("rule: and needs termination, the share of trajectories that must have ended")
+        if self.termination is not None and not 0 < self.termination <= 1:
+            raise ValueError(f"termination must lie in (0, 1], not {self.termination}")
+        if self.task_type != Divergence.task_type and not self.per_task_type:
+            raise ValueError("task_type has no effect without per_task_type; remove it")
+        if self.steps and any(own and not isinstance(own, dict) for own in self.per_task_type.values()):
+            raise ValueError("per_task_type: beside steps, a type needs steps of its own, e.g. {heat: {10: 0.1}}, or 0")
+        for plan in (self.plan(), *map(self.plan, self.per_task_type)):
+            for k, threshold in plan.items():
+                if k < 1:
+                    raise ValueError(f"k counts environment steps from 1, not {k}")
+                if not 0 <= threshold <= 1:
+                    raise ValueError(f"the threshold at step {k} must lie in [0, 1], not {threshold}")
+
+    def plan(self, task_type: str | None = None) -> dict[int, float]:
+        """Step -> threshold, for a task type."""
+        own = self.per_task_type.get(task_type) if task_type is not None else None
+        if own is None:
+            return self.steps or {self.k: self.threshold}
+        if isinstance(own, dict):
+            return own
+        return {self.k: own} if own else {}
+
+    def build(self, seed: int) -> DivergenceGate:
+        return DivergenceGate(self)
+
+
+class DivergenceGate:
+    """Remembers nothing of a group: the verdict travels with it. Failed siblings are no evidence, and are left out."""
+
+    needs: frozenset[str] = frozenset()
+
+    def __init__(self, options: Divergence) -> None:
+        self.options = options
+        plans = (options.plan(), *map(options.plan, options.per_task_type))
+        self.at = tuple(EnvStep(k) for k in sorted({k for plan in plans for k in plan}))
+        self._values: list[float] = []
+        self._cut = 0
+
+    def decide(self, view: GroupView) -> Verdict:
+        """Raises ValueError when `per_task_type` is set and the prompt has no such column."""
+        assert isinstance(view.checkpoint, EnvStep)
+        o, k = self.options, view.checkpoint.k
+        threshold = o.plan(self._task_type(view)).get(k)
+        sound = [i for i, failed in enumerate(view.failed or (False,) * len(view.actions)) if not failed]
+        if threshold is None or len(sound) < 2:
+            return KEEP
+        actions, observations = [view.actions[i] for i in sound], [view.observations[i] for i in sound]
+        values = {name: SIGNALS[name](actions, observations, k) for name in {o.signal, TERMINATION}}
+        verdict = decide(values, o.signal, threshold, k, termination=o.termination, rule=o.rule)
+        self._values.append(values[o.signal])
+        self._cut += not verdict.keep
+        return verdict
+
+    def _task_type(self, view: GroupView) -> str | None:
+        if not self.options.per_task_type:
+            return None
+        prompt, column = view.visit.prompt, self.options.task_type
+        if column not in prompt.columns:
+            raise ValueError(
+                f"gate divergence: per_task_type looks for column '{column}', but prompt '{prompt.id}' has only "
+                f"{', '.join(prompt.columns) or 'none'}; set task_type to the column that holds the type"
+            )
+        return str(prompt.columns[column])
+
+    def observe(self, group: Group) -> None:
+        """Nothing is learned."""
+
+    def end_step(self) -> None:
+        self._values, self._cut = [], 0
+
+    def metrics(self) -> dict[str, float]:
+        """Of this step: decisions taken, the share that cut, and the mean of the signal; nothing without decisions."""
+        if not self._values:
+            return {}
+        name, asked = self.options.signal, len(self._values)
+        return {
+            "gate/divergence/asked": float(asked),
+            "gate/divergence/cut_share": self._cut / asked,
+            f"gate/divergence/{name}": float(np.mean(self._values)),
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        pass
