@@ -1,0 +1,147 @@
+"""`winnow gate`: gates over recorded groups, before anything is run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from .console import Json, clear_errors, out
+
+HEADINGS = {
+    **{"groups": "n", "zero_variance": "zero", "spearman_rho": "rho", "p_value": "p", "precision": "prec."},
+    **{"safe_pct": "safe %", "raw_pct": "raw %", "measured_pct": "meas. %", "kept_norm": "|A| kept"},
+}
+"""What stands over a column for people, where it is not the key."""
+
+gate = typer.Typer(no_args_is_help=True, help="What a mid-trajectory gate would have done, from a table of groups.")
+
+Input = Annotated[
+    Path, typer.Argument(help="CSV or Parquet: K, task_id, reward_var and signals; one row a group and K.")
+]
+Map = Annotated[
+    list[str] | None, typer.Option("--map", help="name=column, for a column of another name. May be repeated.")
+]
+Ks = Annotated[str | None, typer.Option("--k", help="Evaluation steps, e.g. 10,15; all in the file otherwise.")]
+Horizon = Annotated[int, typer.Option("--t-max", min=2, help="The most environment steps an episode may take.")]
+
+
+@gate.command()
+@clear_errors
+def sweep(
+    table: Input,
+    signal: Annotated[str, typer.Option(help="Which signal.")] = "prefix_edit_distance",
+    k: Ks = None,
+    thresholds: Annotated[str, typer.Option(help="Cut below these.")] = "0.05,0.08,0.10,0.12,0.14,0.18",
+    t_max: Horizon = 30,
+    termination: Annotated[
+        float | None, typer.Option(min=0, max=1, help="A limit for the share that has ended, for --rule.")
+    ] = None,
+    rule: Annotated[
+        str, typer.Option(help="With --termination: `or`, `and`, or `mirror` (or at most that share).")
+    ] = "or",
+    columns: Map = None,
+    as_json: Json = False,
+) -> None:
+    """What each threshold would have cut: how precisely, and for what saving."""
+    from .gate.divergence import RULES
+    from .replay import ReplayError
+    from .replay import sweep as run
+
+    if rule not in RULES:
+        raise ReplayError(f"--rule {rule}: one of {', '.join(RULES)}")
+    if rule != "or" and termination is None:
+        raise ReplayError(f"--rule {rule} needs --termination, the share of trajectories that have ended")
+    recorded = _recorded(table, k, columns)
+    rows = run(recorded, signal, _numbers(thresholds, "--thresholds"), t_max, termination, rule)
+    _rows([_present(asdict(row)) for row in rows], as_json)
+
+
+@gate.command()
+@clear_errors
+def correlate(
+    table: Input,
+    k: Ks = None,
+    by: Annotated[str | None, typer.Option(help="`task_type`: each type alone.")] = None,
+    columns: Map = None,
+    as_json: Json = False,
+) -> None:
+    """How well each signal knows which groups will have no reward variance."""
+    from .replay import ReplayError
+    from .replay import correlate as run
+
+    if by not in (None, "task_type"):
+        raise ReplayError(f"--by {by}: only task_type")
+    found = run(_recorded(table, k, columns), by_task_type=by is not None)
+    rows = [asdict(row) for row in found]
+    _rows([{key: v for key, v in row.items() if by or key != "task_type"} for row in rows], as_json)
+
+
+def _recorded(table: Path, k: str | None, columns: Sequence[str] | None) -> dict[int, Any]:
+    """The table, at the evaluation steps asked for."""
+    from .replay import ReplayError, read_recorded
+
+    mapping = {}
+    for given in columns or ():
+        name, separator, column = given.partition("=")
+        if not (name and separator and column):
+            raise ReplayError(f"--map {given}: expected name=column")
+        mapping[name] = column
+    recorded = read_recorded(table, mapping)
+    if k is None:
+        return recorded
+    wanted = _numbers(k, "--k")
+    for step in wanted:
+        if step not in recorded:
+            raise ReplayError(f"{table}: there is no K = {step:g}; it has {', '.join(map(str, recorded))}")
+    return {step: at for step, at in recorded.items() if step in wanted}
+
+
+def _numbers(text: str, option: str) -> list[float]:
+    from .replay import ReplayError
+
+    try:
+        found = [float(part) for part in text.split(",")]
+    except ValueError:
+        found = []
+    if not found or any(not 0 <= x < float("inf") for x in found):
+        raise ReplayError(f"{option} {text}: expected numbers separated by commas, e.g. 10,15 or 0.10,0.12")
+    return found
+
+
+def _present(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Without what the table did not have the data for."""
+    return {key: v for key, v in row.items() if v is not None or key != "measured_pct"}
+
+
+def _rows(rows: Sequence[Mapping[str, Any]], as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(list(rows)))
+        return
+    same = [key for key in rows[0] if len(rows) > 1 and len({row[key] for row in rows}) == 1]
+    same = [key for key in same if key in ("k", "signal", "groups", "zero_variance")]
+    if same:
+        out.print(", ".join(f"{key} = {rows[0][key]}" for key in same), style="dim", highlight=False)
+    shown = Table(box=None, padding=(0, 1, 0, 0), header_style="bold")
+    for key in rows[0]:
+        if key not in same:
+            heading = HEADINGS.get(key, key)
+            shown.add_column(heading, justify="left" if isinstance(rows[0][key], str) else "right", no_wrap=True)
+    for row in rows:
+        shown.add_row(*(_cell(key, v) for key, v in row.items() if key not in same))
+    out.print(shown)
+
+
+def _cell(key: str, value: Any) -> str:
+    if value is None:
+        return "–"
+    if not isinstance(value, float):
+        return str(value)
+    if key.endswith("_pct"):
+        return f"{value:.1f}"
+    return f"{value:.2g}" if key == "p_value" else f"{value:.3f}" if key != "threshold" else f"{value:g}"
