@@ -14,8 +14,15 @@ from rich.table import Table
 from .console import Json, clear_errors, out
 
 HEADINGS = {
-    **{"groups": "n", "zero_variance": "zero", "spearman_rho": "rho", "p_value": "p", "precision": "prec."},
-    **{"safe_pct": "safe %", "raw_pct": "raw %", "measured_pct": "meas. %", "kept_norm": "|A| kept"},
+    "groups": "n",
+    "zero_variance": "zero",
+    "spearman_rho": "rho",
+    "p_value": "p",
+    "precision": "prec.",
+    "safe_pct": "safe %",
+    "raw_pct": "raw %",
+    "measured_pct": "meas. %",
+    "kept_norm": "|A| kept",
 }
 """What stands over a column for people, where it is not the key."""
 
@@ -82,6 +89,50 @@ def correlate(
     _rows([{key: v for key, v in row.items() if by or key != "task_type"} for row in rows], as_json)
 
 
+@gate.command()
+@clear_errors
+def calibrate(
+    table: Input,
+    precision: Annotated[
+        float | None, typer.Option(min=0, max=1, help="Least share of the cuts that must be right (0.8).")
+    ] = None,
+    signal_loss: Annotated[
+        float | None, typer.Option("--signal-loss", min=0, max=1, help="Or: most teaching groups that may be cut.")
+    ] = None,
+    k: Ks = None,
+    t_max: Horizon = 30,
+    folds: Annotated[int, typer.Option(min=2, help="Folds of the check on held-out groups.")] = 5,
+    columns: Map = None,
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="YAML file for the gate's section.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Choose signal, step and threshold that save most within a bound, and check them on held-out groups."""
+    from .replay import ReplayError
+    from .replay_stats import Bound, config_section, lines
+    from .replay_stats import calibrate as run
+
+    if precision is not None and signal_loss is not None:
+        raise ReplayError("--precision and --signal-loss are two ways to set one bound; give one of them")
+    bound = Bound(0.8 if precision is None and signal_loss is None else precision, signal_loss)
+    found = run(_recorded(table, k, columns), bound, t_max, folds=folds)
+    if output is not None:
+        if not output.parent.is_dir():
+            raise FileNotFoundError(f"{output}: its folder does not exist; make it first.")
+        output.write_text(config_section(found), encoding="utf-8")
+    if as_json:
+        print(json.dumps(asdict(found)))
+        return
+    _rows([_arm("gate", found.chosen), _arm("at random", found.random), _arm("oracle", found.oracle)], False)
+    for line in lines(found):
+        out.print(line, markup=False, highlight=False)
+    out.print(config_section(found), style="cyan", markup=False, highlight=False)
+
+
+def _arm(name: str, row: Any) -> dict[str, Any]:
+    keys = ("cut", "tp", "fp", "precision", "recall", "safe_pct", "raw_pct", "kept_norm")
+    return {"arm": name} | {key: getattr(row, key) for key in keys}
+
+
 def _recorded(table: Path, k: str | None, columns: Sequence[str] | None) -> dict[int, Any]:
     """The table, at the evaluation steps asked for."""
     from .replay import ReplayError, read_recorded
@@ -131,7 +182,8 @@ def _rows(rows: Sequence[Mapping[str, Any]], as_json: bool) -> None:
     for key in rows[0]:
         if key not in same:
             heading = HEADINGS.get(key, key)
-            shown.add_column(heading, justify="left" if isinstance(rows[0][key], str) else "right", no_wrap=True)
+            text = isinstance(rows[0][key], str)
+            shown.add_column(heading, justify="left" if text else "right", no_wrap=not text, overflow="fold")
     for row in rows:
         shown.add_row(*(_cell(key, v) for key, v in row.items() if key not in same))
     out.print(shown)
@@ -142,6 +194,6 @@ def _cell(key: str, value: Any) -> str:
         return "–"
     if not isinstance(value, float):
         return str(value)
-    if key.endswith("_pct"):
+    if key.endswith("_pct") or key in ("tp", "fp"):
         return f"{value:.1f}"
     return f"{value:.2g}" if key == "p_value" else f"{value:.3f}" if key != "threshold" else f"{value:g}"

@@ -1,0 +1,181 @@
+"""Calibration against exhaustive search, its honesty on held-out groups, and what it writes."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from winnow.cli import app
+from winnow.config import method
+from winnow.gate import GATES
+from winnow.gate.divergence import Divergence
+from winnow.gate.signals import SIGNALS
+from winnow.replay import Recorded, ReplayError, read_recorded, sweep
+from winnow.replay_stats import Bound, calibrate
+
+from .test_replay import T_MAX, buffer, command, make_rows, write
+
+__all__ = ["buffer"]
+
+
+def recorded_of(tmp_path: Path, **options: Any) -> dict[int, Recorded]:
+    return read_recorded(write(tmp_path / "g.csv", make_rows(**options)))
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("bound", [Bound(0.8, None), Bound(0.6, None), Bound(None, 0.1), Bound(None, 0.0)])
+def test_nothing_within_the_bound_saves_more(tmp_path: Path, seed: int, bound: Bound) -> None:
+    recorded = recorded_of(tmp_path, seed=seed, n=60)
+    rows = [
+        row
+        for signal in SIGNALS
+        if signal != "termination_fraction"
+        for row in sweep(
+            recorded, signal, [x / 20 for x in range(21)], T_MAX
+        )  # values are tenths: this is all there is
+    ]
+    teaching = sum(var > 0 for var in recorded[10].reward_var_N)
+    within = [
+        r
+        for r in rows
+        if r.cut
+        and (
+            r.tp / r.cut >= bound.precision
+            if bound.precision is not None
+            else r.tp / r.cut >= 1 - bound.signal_loss * teaching / r.cut - 1e-9  # type: ignore[operator]
+        )
+    ]
+    if not within:
+        with pytest.raises(ReplayError, match="no threshold of any signal"):
+            calibrate(recorded, bound, T_MAX)
+        return
+    best = max(within, key=lambda r: (round(r.raw_pct, 9), r.tp))
+    found = calibrate(recorded, bound, T_MAX).chosen
+    assert (found.raw_pct, found.tp) == (pytest.approx(best.raw_pct), best.tp)
+    [again] = sweep({found.k: recorded[found.k]}, found.signal, [found.threshold], T_MAX)
+    assert again == found
+
+
+def test_the_intervals_are_those_of_resampled_groups(tmp_path: Path) -> None:
+    recorded = recorded_of(tmp_path, n=60)
+    found = calibrate(recorded, Bound(0.6, None), T_MAX)
+    at, row = recorded[found.chosen.k], found.chosen
+    cut_N, zero_N = at.signals[row.signal] < row.threshold, at.zero_N
+    draws = np.random.default_rng(5).integers(60, size=(10_000, 60))
+    cut_R, tp_R = cut_N[draws].sum(1), (cut_N & zero_N)[draws].sum(1)
+    zero_R = zero_N[draws].sum(1)
+    share = 100 * (T_MAX - row.k) / (60 * T_MAX)
+    by_hand = {
+        "precision": tp_R / cut_R,
+        "recall": tp_R / zero_R,
+        "raw_pct": cut_R * share,
+        "safe_pct": tp_R * share,
+        "kept_norm": np.sqrt(1 - (cut_R - tp_R) / (60 - zero_R)),
+    }
+    assert set(by_hand) == set(found.intervals)
+    for name, values in by_hand.items():
+        low, high = np.quantile(values, [0.025, 0.975])
+        tolerance = 1.01 * share if name.endswith("_pct") else 0.04  # quantiles of counts differ by one group
+        assert found.intervals[name] == pytest.approx((low, high), abs=tolerance)
+
+
+def test_folds_hold_every_group_once_and_judge_what_others_chose(tmp_path: Path) -> None:
+    recorded = recorded_of(tmp_path, n=61)
+    found = calibrate(recorded, Bound(0.6, None), T_MAX, folds=4)
+    assert sorted(f.groups for f in found.folds) == [15, 15, 15, 16]
+    assert found.held_out["cut"] == sum(f.cut for f in found.folds)
+    assert found.held_out["raw_pct"] == pytest.approx(
+        sum(100 * f.cut * (T_MAX - (f.k or 0)) / (61 * T_MAX) for f in found.folds)
+    )
+    assert calibrate(recorded, Bound(0.6, None), T_MAX, folds=4) == found
+
+
+def test_on_pure_noise_only_the_held_out_figures_tell(tmp_path: Path) -> None:
+    """Signals that know nothing: the chosen gate looks precise, held out it is as good as chance."""
+    rng = np.random.default_rng(0)
+    chosen, held = [], []
+    for seed in range(12):
+        rows = [r | {s: float(rng.random()) for s in SIGNALS} for r in make_rows(n=60, seed=seed)]
+        found = calibrate(read_recorded(write(tmp_path / "g.csv", rows)), Bound(0.8, None), T_MAX)
+        chosen.append(found.chosen.precision)
+        cut, tp = found.held_out["cut"], found.held_out["tp"]
+        held.append((tp, cut))
+    assert min(chosen) >= 0.8  # type: ignore[type-var]
+    assert sum(t for t, _ in held) / sum(c for _, c in held) < 0.55  # type: ignore[arg-type]
+
+
+def test_random_and_oracle_arms(tmp_path: Path) -> None:
+    found = calibrate(recorded_of(tmp_path, n=60), Bound(0.6, None), T_MAX)
+    row, rng = found.chosen, np.random.default_rng(0)
+    zero_N = np.arange(60) < round(row.tp / row.recall)  # type: ignore[operator]
+    hits = [zero_N[rng.permutation(60)[: row.cut]].sum() for _ in range(4000)]
+    assert found.random.tp == pytest.approx(np.mean(hits), abs=0.2)
+    assert found.random.precision == pytest.approx(zero_N.mean())
+    assert found.random.raw_pct == row.raw_pct
+    kept = np.mean([1 - (row.cut - h) / (~zero_N).sum() for h in hits])
+    assert found.random.kept_norm == pytest.approx(math.sqrt(kept), abs=0.01)
+    assert (found.oracle.cut, found.oracle.fp, found.oracle.precision) == (zero_N.sum(), 0, 1.0)
+    assert found.oracle.safe_pct == pytest.approx(100 * zero_N.mean() * (T_MAX - row.k) / T_MAX)
+
+
+def test_what_it_writes_is_a_gate(tmp_path: Path) -> None:
+    path, output = write(tmp_path / "g.csv", make_rows(n=60)), tmp_path / "gate.yaml"
+    result = CliRunner().invoke(
+        app, ["gate", "calibrate", str(path), "-o", str(output), "--json", "--precision", "0.6"]
+    )
+    chosen = json.loads(result.stdout)["chosen"]
+    [spec] = yaml.safe_load(output.read_text())["gates"]
+    wanted = Divergence(signal=chosen["signal"], k=chosen["k"], threshold=chosen["threshold"])
+    assert method(GATES, spec, "gates") == wanted
+    shown = CliRunner().invoke(app, ["gate", "calibrate", str(path), "--precision", "0.6"])
+    assert shown.exit_code == 0
+    assert "oracle" in shown.stdout
+    assert "held out (5 folds)" in shown.stdout
+    assert "threshold:" in shown.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--precision", "0.8", "--signal-loss", "0.1"], "give one of them"),
+        (["--folds", "50"], "40 groups cannot be split into 50 folds"),
+        (["--t-max", "12"], "K = 15 is not below t_max = 12"),
+        (["-o", "/nowhere/gate.yaml"], "its folder does not exist"),
+    ],
+)
+def test_bad_arguments_are_one_clear_message(tmp_path: Path, arguments: list[str], message: str) -> None:
+    path = write(tmp_path / "g.csv", make_rows())
+    result = CliRunner().invoke(app, ["gate", "calibrate", str(path), *arguments])
+    assert result.exit_code == 1
+    assert message in " ".join(result.stderr.split())
+
+
+def test_steps_with_different_groups_and_hopeless_tables_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ReplayError, match=r"hold different groups, e.g. 't0'"):
+        calibrate(read_recorded(write(tmp_path / "g.csv", make_rows()[1:])), Bound(0.8, None), T_MAX)
+    mixed = [r | {"reward_var": 0.25, "label": "mixed"} for r in make_rows()]
+    with pytest.raises(ReplayError, match=r"no threshold of any signal has precision >= 0.8"):
+        calibrate(read_recorded(write(tmp_path / "g.csv", mixed)), Bound(0.8, None), T_MAX)
+
+
+def test_a_group_at_the_top_of_the_scale_needs_no_impossible_threshold(tmp_path: Path) -> None:
+    """All zero-variance, all values 1: no threshold in [0, 1] cuts anything."""
+    rows = [r | dict.fromkeys(SIGNALS, 1.0) | {"reward_var": 0.0, "label": "all_fail"} for r in make_rows()]
+    with pytest.raises(ReplayError, match="no threshold"):
+        calibrate(read_recorded(write(tmp_path / "g.csv", rows)), Bound(0.5, None), T_MAX)
+
+
+def test_the_papers_buffer(buffer: Path) -> None:
+    """At K = 10 the paper's own signal and floor; the choice saves at least what its 0.12 does."""
+    found = command("calibrate", buffer, "--k", 10, "--precision", 0.8, "--t-max", 30)
+    assert found["chosen"]["precision"] >= 0.8
+    assert found["chosen"]["raw_pct"] >= 14.0 - 1e-9
+    assert found["oracle"]["cut"] == 39
+    assert found["random"]["precision"] == pytest.approx(0.39)
