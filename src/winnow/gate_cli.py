@@ -47,11 +47,9 @@ def sweep(
     thresholds: Annotated[str, typer.Option(help="Cut below these.")] = "0.05,0.08,0.10,0.12,0.14,0.18",
     t_max: Horizon = 30,
     termination: Annotated[
-        float | None, typer.Option(min=0, max=1, help="A limit for the share that has ended, for --rule.")
+        str | None,
+        typer.Option(help="Also by the share that has ended: 0.9 (or at least), and:0.9, mirror:0.1 (or at most)."),
     ] = None,
-    rule: Annotated[
-        str, typer.Option(help="With --termination: `or`, `and`, or `mirror` (or at most that share).")
-    ] = "or",
     columns: Map = None,
     as_json: Json = False,
 ) -> None:
@@ -60,12 +58,13 @@ def sweep(
     from .replay import ReplayError
     from .replay import sweep as run
 
-    if rule not in RULES:
-        raise ReplayError(f"--rule {rule}: one of {', '.join(RULES)}")
-    if rule != "or" and termination is None:
-        raise ReplayError(f"--rule {rule} needs --termination, the share of trajectories that have ended")
+    *named, limit = (termination or "or:").split(":")
+    rule = next((r for r in RULES if named in ([], [r])), None)
+    if rule is None:
+        raise ReplayError(f"--termination {termination}: expected a share, or {', '.join(f'{r}:SHARE' for r in RULES)}")
+    ended = _numbers(limit, "--termination")[0] if termination else None
     recorded = _recorded(table, k, columns)
-    rows = run(recorded, signal, _numbers(thresholds, "--thresholds"), t_max, termination, rule)
+    rows = run(recorded, signal, _numbers(thresholds, "--thresholds"), t_max, ended, rule)
     _rows([_present(asdict(row)) for row in rows], as_json)
 
 
@@ -101,7 +100,6 @@ def calibrate(
     ] = None,
     k: Ks = None,
     t_max: Horizon = 30,
-    folds: Annotated[int, typer.Option(min=2, help="Folds of the check on held-out groups.")] = 5,
     columns: Map = None,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="YAML file for the gate's section.")] = None,
     as_json: Json = False,
@@ -114,7 +112,7 @@ def calibrate(
     if precision is not None and signal_loss is not None:
         raise ReplayError("--precision and --signal-loss are two ways to set one bound; give one of them")
     bound = Bound(0.8 if precision is None and signal_loss is None else precision, signal_loss)
-    found = run(_recorded(table, k, columns), bound, t_max, folds=folds)
+    found = run(_recorded(table, k, columns), bound, t_max)
     if output is not None:
         if not output.parent.is_dir():
             raise FileNotFoundError(f"{output}: its folder does not exist; make it first.")

@@ -100,7 +100,7 @@ def calibrate(
     for at in recorded.values():
         check_horizon(at, t_max)
     if len(groups) < folds:
-        raise ReplayError(f"{len(groups)} groups cannot be split into {folds} folds; use fewer with --folds")
+        raise ReplayError(f"{len(groups)} groups cannot be split into {folds} folds; record more")
     best = _best(recorded, bound, t_max)
     if best is None:
         raise ReplayError(f"no threshold of any signal has {bound} with any cut; allow more, or record more groups")

@@ -241,8 +241,9 @@ def test_other_names_are_mapped(tmp_path: Path) -> None:
         (["sweep", "FILE", "--thresholds", "nan"], "expected numbers"),
         (["sweep", "FILE", "--k", "5"], "there is no K = 5; it has 10, 15"),
         (["sweep", "FILE", "--t-max", "15"], "K = 15 is not below t_max = 15"),
-        (["sweep", "FILE", "--rule", "and"], "needs --termination"),
-        (["sweep", "FILE", "--rule", "xor", "--termination", "0.9"], "one of or, and, mirror"),
+        (["sweep", "FILE", "--termination", "xor:0.9"], "expected a share, or or:SHARE, and:SHARE, mirror:SHARE"),
+        (["sweep", "FILE", "--termination", "and:"], "expected numbers"),
+        (["sweep", "FILE", "--termination", "and:or:0.9"], "expected a share"),
         (["sweep", "FILE", "--map", "K"], "expected name=column"),
         (["correlate", "FILE", "--by", "colour"], "only task_type"),
     ],
@@ -253,6 +254,16 @@ def test_bad_arguments_are_one_clear_message(tmp_path: Path, arguments: list[str
     assert result.exit_code == 1
     assert message in " ".join(result.stderr.split())
     assert "Traceback" not in result.output
+
+
+@pytest.mark.parametrize(
+    ("given", "rule", "limit"), [("0.4", "or", 0.4), ("and:0.4", "and", 0.4), ("mirror:0.1", "mirror", 0.1)]
+)
+def test_rules_on_the_command_line(tmp_path: Path, given: str, rule: Any, limit: float) -> None:
+    path = write(tmp_path / "g.csv", make_rows())
+    rows = command("sweep", path, "--termination", given, "--thresholds", "0.3")
+    wanted = sweep(read_recorded(path), "prefix_edit_distance", [0.3], T_MAX, limit, rule)
+    assert [(r["cut"], r["tp"]) for r in rows] == [(r.cut, r.tp) for r in wanted]
 
 
 def test_the_tables_for_people(tmp_path: Path) -> None:

@@ -145,7 +145,6 @@ def test_what_it_writes_is_a_gate(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (["--precision", "0.8", "--signal-loss", "0.1"], "give one of them"),
-        (["--folds", "50"], "40 groups cannot be split into 50 folds"),
         (["--t-max", "12"], "K = 15 is not below t_max = 12"),
         (["-o", "/nowhere/gate.yaml"], "its folder does not exist"),
     ],
@@ -160,6 +159,8 @@ def test_bad_arguments_are_one_clear_message(tmp_path: Path, arguments: list[str
 def test_steps_with_different_groups_and_hopeless_tables_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ReplayError, match=r"hold different groups, e.g. 't0'"):
         calibrate(read_recorded(write(tmp_path / "g.csv", make_rows()[1:])), Bound(0.8, None), T_MAX)
+    with pytest.raises(ReplayError, match="4 groups cannot be split into 5 folds"):
+        calibrate(read_recorded(write(tmp_path / "g.csv", make_rows(n=4))), Bound(0.8, None), T_MAX)
     mixed = [r | {"reward_var": 0.25, "label": "mixed"} for r in make_rows()]
     with pytest.raises(ReplayError, match=r"no threshold of any signal has precision >= 0.8"):
         calibrate(read_recorded(write(tmp_path / "g.csv", mixed)), Bound(0.8, None), T_MAX)
