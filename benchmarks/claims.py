@@ -64,6 +64,7 @@ ARMS = (
     Arm("greso-exact", "greso", ("rollout_batch=exact", "max_lag=0")),
     Arm("dapo-fixed-4096", "dapo", ("rollout_batch.name=fixed", *DISCARD, *MORE_PROMPTS)),
     Arm("greso-4096", "greso", MORE_PROMPTS),
+    Arm("all-4096", "all", MORE_PROMPTS),
 )
 
 

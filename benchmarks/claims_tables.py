@@ -12,7 +12,7 @@ import claims_figures as f
 from claims_figures import Interval, Run, Runs
 
 GRESO = ("dapo-fixed", "dapo-adaptive", "dapo", "greso", "greso-exact")
-GRESO_4096 = ("dapo-fixed-4096", "greso-4096")
+GRESO_4096 = ("dapo-fixed-4096", "greso-4096", "all-4096")
 TARGETS = ("greso-target-0", "greso", "greso-target-50", "greso-target-100", "backoff", "dapo")
 ACTIVE = ("uniform", "active", "lr-const-2x", "lr-ramp", "active-adaptive-k")
 COMPOSED = ("dapo-fixed", "dapo", "greso", "uniform", "active", "active-adaptive-k", "all", "all-two-way")
@@ -214,6 +214,7 @@ def _composed(runs: Runs) -> str:
                 _text(f.over_seeds(mine, lambda r: r.data.tokens), "{:.0f}k", 1e-3),
                 _reach(runs, arm, "dapo-fixed", "uniform", 1.0, "tokens"),
                 _reach(runs, arm, "dapo", "uniform", 1.0, "tokens"),
+                _reach(runs, arm, "dapo-fixed", "dapo-fixed", 0.95, "tokens"),
             ]
         )
     head = [
@@ -223,7 +224,7 @@ def _composed(runs: Runs) -> str:
         "tokens, all steps",
         "tokens to uniform's final pass@1: of DAPO's, fixed rounds",
     ]
-    return _table([*head, "of DAPO's with exact refill"], rows)
+    return _table([*head, "of DAPO's with exact refill", "to 95% of DAPO's final pass@1, of DAPO's"], rows)
 
 
 def draw(runs: Runs, path: Path) -> None:
