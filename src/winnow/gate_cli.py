@@ -127,8 +127,8 @@ def calibrate(
 
 
 def _arm(name: str, row: Any) -> dict[str, Any]:
-    keys = ("cut", "tp", "fp", "precision", "recall", "safe_pct", "raw_pct", "kept_norm")
-    return {"arm": name} | {key: getattr(row, key) for key in keys}
+    keys = ("cut", "tp", "fp", "precision", "recall", "safe_pct", "raw_pct", "measured_pct", "kept_norm")
+    return _present({"arm": name} | {key: getattr(row, key) for key in keys})
 
 
 def _recorded(table: Path, k: str | None, columns: Sequence[str] | None) -> dict[int, Any]:
@@ -172,8 +172,8 @@ def _rows(rows: Sequence[Mapping[str, Any]], as_json: bool) -> None:
     if as_json:
         print(json.dumps(list(rows)))
         return
-    same = [key for key in rows[0] if len(rows) > 1 and len({row[key] for row in rows}) == 1]
-    same = [key for key in same if key in ("k", "signal", "groups", "zero_variance")]
+    shared = ("k", "signal", "groups", "zero_variance")
+    same = [key for key in rows[0] if key in shared and len({row[key] for row in rows}) == 1]
     if same:
         out.print(", ".join(f"{key} = {rows[0][key]}" for key in same), style="dim", highlight=False)
     shown = Table(box=None, padding=(0, 1, 0, 0), header_style="bold")

@@ -51,6 +51,7 @@ class Arm:
     recall: float | None
     safe_pct: float
     raw_pct: float
+    measured_pct: float | None
     kept_norm: float | None
 
 
@@ -90,7 +91,8 @@ class Calibration:
 def calibrate(
     recorded: Mapping[int, Recorded], bound: Bound, t_max: int, *, folds: int = 5, seed: int = 0
 ) -> Calibration:
-    """The (signal, K, threshold) that saves most (raw share; on ties the more precise) within `bound`.
+    """The (signal, K, threshold) that saves most within `bound`: the measured share of the steps where the table has
+    them, else the raw one; on ties the more precise.
 
     Every signal but the termination fraction, which is no divergence, is tried at every K, at every threshold that
     makes a difference. Raises ReplayError when nothing meets the bound, when there are fewer groups than folds, and
@@ -133,29 +135,42 @@ def _same_groups(recorded: Mapping[int, Recorded]) -> list[str]:
 
 def _best(recorded: Mapping[int, Recorded], bound: Bound, t_max: int) -> tuple[str, int, float] | None:
     """Signal, K and threshold; None when nothing with a cut meets the bound."""
-    found: tuple[tuple[float, int], tuple[str, int, float]] | None = None
+    found: tuple[tuple[float, int, int], tuple[str, int, float]] | None = None
     for k, at in recorded.items():
         teaching = int((~at.zero_N).sum())
         for signal in at.signals:
             if signal == TERMINATION:
                 continue
-            edges_M, cut_M, tp_M = _edges(at.signals[signal], at.zero_N)
+            edges_M, cut_M, tp_M, saved_M = _edges(at.signals[signal], at.zero_N, _savings(at, t_max))
             good_M = bound.holds(cut_M, tp_M, teaching) & (edges_M[1:] > edges_M[:-1])
             if not good_M.any():
                 continue
-            most = int(np.flatnonzero(good_M)[-1])
-            score = float(cut_M[most] * (t_max - k) / len(at.zero_N)), int(tp_M[most])
+            scores = {m: (float(saved_M[m]), int(tp_M[m]), -int(cut_M[m])) for m in np.flatnonzero(good_M).tolist()}
+            most = max(scores, key=lambda m: scores[m])
+            score = scores[most]
             if found is None or score > found[0]:
                 found = score, (signal, k, _between(float(edges_M[most]), float(edges_M[most + 1])))
     return None if found is None else found[1]
 
 
-def _edges(value_N: np.ndarray, zero_N: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Distinct values [M + 1], closed by 1 (no threshold is higher), and what a threshold just over each cuts, [M]."""
+def _savings(at: Recorded, t_max: int) -> np.ndarray:
+    """float [N]: the share of all steps that cutting each group saves."""
+    if at.steps_N is not None and at.steps_k_N is not None and at.steps_N.sum() > 0:
+        measured: np.ndarray = (at.steps_N - at.steps_k_N) / at.steps_N.sum()
+        return measured
+    n = len(at.zero_N)
+    return np.full(n, (t_max - at.k) / (n * t_max))
+
+
+def _edges(value_N: np.ndarray, zero_N: np.ndarray, saving_N: np.ndarray) -> tuple[np.ndarray, ...]:
+    """Distinct values [M + 1], closed by 1 (no threshold is higher); and of a threshold just over each, [M]: the groups
+    that it cuts, the zero-variance ones of them, and the share of all steps saved.
+    """
     distinct_M, index_N = np.unique(value_N, return_inverse=True)
     cut_M = np.cumsum(np.bincount(index_N, minlength=len(distinct_M)))
     tp_M = np.cumsum(np.bincount(index_N, weights=zero_N, minlength=len(distinct_M))).astype(np.int64)
-    return np.append(distinct_M, 1.0), cut_M, tp_M
+    saved_M = np.round(np.cumsum(np.bincount(index_N, weights=saving_N, minlength=len(distinct_M))), 12)
+    return np.append(distinct_M, 1.0), cut_M, tp_M, saved_M
 
 
 def _between(low: float, high: float) -> float:
@@ -210,6 +225,8 @@ def _intervals(row: SweepRow, zero: int, t_max: int, seed: int) -> dict[str, tup
 def _arms(row: SweepRow, at: Recorded, t_max: int) -> tuple[Arm, Arm]:
     n, zero = row.groups, int(at.zero_N.sum())
     share, teaching = 100 * (t_max - at.k) / (n * t_max), n - zero
+    best = counted(at, at.zero_N, row.signal, row.threshold, t_max).measured_pct
+    everything = counted(at, np.ones(n, bool), row.signal, row.threshold, t_max).measured_pct
     tp = row.cut * zero / n
     fp, hit = row.cut - tp, row.cut / n
     random = Arm(
@@ -220,6 +237,7 @@ def _arms(row: SweepRow, at: Recorded, t_max: int) -> tuple[Arm, Arm]:
         recall=hit if zero else None,
         safe_pct=tp * share,
         raw_pct=row.raw_pct,
+        measured_pct=None if everything is None else hit * everything,
         kept_norm=math.sqrt(1 - hit) if teaching else None,
     )
     every = {
@@ -227,7 +245,7 @@ def _arms(row: SweepRow, at: Recorded, t_max: int) -> tuple[Arm, Arm]:
         "recall": 1.0 if zero else None,
         "kept_norm": 1.0 if teaching else None,
     }
-    return random, Arm(cut=zero, tp=zero, fp=0, safe_pct=zero * share, raw_pct=zero * share, **every)
+    return random, Arm(cut=zero, tp=zero, fp=0, safe_pct=zero * share, raw_pct=zero * share, measured_pct=best, **every)
 
 
 def config_section(found: Calibration) -> str:

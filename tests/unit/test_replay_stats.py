@@ -20,7 +20,7 @@ from winnow.gate.signals import SIGNALS
 from winnow.replay import Recorded, ReplayError, read_recorded, sweep
 from winnow.replay_stats import Bound, calibrate
 
-from .test_replay import T_MAX, buffer, command, make_rows, write
+from .test_replay import T_MAX, buffer, command, make_rows, without, write
 
 __all__ = ["buffer"]
 
@@ -29,10 +29,14 @@ def recorded_of(tmp_path: Path, **options: Any) -> dict[int, Recorded]:
     return read_recorded(write(tmp_path / "g.csv", make_rows(**options)))
 
 
+@pytest.mark.parametrize("aim", ["raw_pct", "measured_pct"])
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("bound", [Bound(0.8, None), Bound(0.6, None), Bound(None, 0.1), Bound(None, 0.0)])
-def test_nothing_within_the_bound_saves_more(tmp_path: Path, seed: int, bound: Bound) -> None:
-    recorded = recorded_of(tmp_path, seed=seed, n=60)
+def test_nothing_within_the_bound_saves_more(tmp_path: Path, seed: int, bound: Bound, aim: str) -> None:
+    table = make_rows(seed=seed, n=60)
+    recorded = read_recorded(
+        write(tmp_path / "g.csv", table if aim == "measured_pct" else without(table, "steps", "steps_k"))
+    )
     rows = [
         row
         for signal in SIGNALS
@@ -56,9 +60,9 @@ def test_nothing_within_the_bound_saves_more(tmp_path: Path, seed: int, bound: B
         with pytest.raises(ReplayError, match="no threshold of any signal"):
             calibrate(recorded, bound, T_MAX)
         return
-    best = max(within, key=lambda r: (round(r.raw_pct, 9), r.tp))
+    best = max(within, key=lambda r: (round(getattr(r, aim), 9), r.tp))
     found = calibrate(recorded, bound, T_MAX).chosen
-    assert (found.raw_pct, found.tp) == (pytest.approx(best.raw_pct), best.tp)
+    assert (getattr(found, aim), found.tp) == (pytest.approx(getattr(best, aim)), best.tp)
     [again] = sweep({found.k: recorded[found.k]}, found.signal, [found.threshold], T_MAX)
     assert again == found
 
@@ -119,6 +123,10 @@ def test_random_and_oracle_arms(tmp_path: Path) -> None:
     assert found.random.tp == pytest.approx(np.mean(hits), abs=0.2)
     assert found.random.precision == pytest.approx(zero_N.mean())
     assert found.random.raw_pct == row.raw_pct
+    assert row.measured_pct is not None
+    assert found.random.measured_pct is not None
+    assert found.oracle.measured_pct is not None
+    assert 0 < found.random.measured_pct < 100 * row.cut / 60
     kept = np.mean([1 - (row.cut - h) / (~zero_N).sum() for h in hits])
     assert found.random.kept_norm == pytest.approx(math.sqrt(kept), abs=0.01)
     assert (found.oracle.cut, found.oracle.fp, found.oracle.precision) == (zero_N.sum(), 0, 1.0)
