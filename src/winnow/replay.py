@@ -181,6 +181,10 @@ def _check_rows(path: Path, names: Mapping[str, str], columns: Mapping[str, np.n
             row = int(np.argmin(good))
             wanted = "a whole number from 1" if name == "K" else "in [0, 1]" if name in SIGNALS else "at least 0"
             raise ReplayError(f"{_where(path, row)}: '{names[name]}' must be {wanted}, not {values[row]:g}")
+    if "steps" in columns and "steps_k" in columns and (wrong := columns["steps_k"] > columns["steps"]).any():
+        raise ReplayError(
+            f"{_where(path, int(np.argmax(wrong)))}: steps_k, the steps within the first K, exceeds steps"
+        )
     seen: dict[tuple[float, str], int] = {}
     for row, key in enumerate(zip(columns["K"].tolist(), columns["task_id"].tolist(), strict=True)):
         if key in seen:

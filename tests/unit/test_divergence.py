@@ -115,7 +115,7 @@ def test_failed_siblings_are_no_evidence() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"signal": "prefix_distance"}, "there is no 'prefix_distance'"),
+        ({"signal": "prefix_edit_distanc"}, "Did you mean 'prefix_edit_distance'"),
         ({"k": 0}, "counts environment steps from 1"),
         ({"steps": {0: 0.1}}, "counts environment steps from 1"),
         ({"threshold": 1.2}, r"must lie in \[0, 1\]"),
@@ -306,6 +306,11 @@ def digest(run_dir: Path) -> str:
     with Ledger.open(run_dir / "ledger.sqlite", read_only=True) as ledger:
         assert ledger.audit().ok
         return ledger.digest()
+
+
+def test_a_task_of_one_turn_refuses_the_gate_at_the_start(tiny_config: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"after 10 environment steps.*task countdown has at most 1 turn"):
+        Trainer(config=tiny_config | {"gates": ["divergence"]})
 
 
 def test_a_resumed_run_is_the_uninterrupted_one(tiny_config: dict[str, Any], tmp_path: Path) -> None:

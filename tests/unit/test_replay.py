@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -129,6 +130,14 @@ def test_correlations_are_what_pairs_give(tmp_path: Path) -> None:
             assert 0 <= row.p_value <= 1
 
 
+def test_without_scipy_the_message_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "scipy", None)
+    path = write(tmp_path / "g.csv", make_rows())
+    with pytest.raises(ReplayError, match=r"pip install 'winnow-rl\[gate\]'"):
+        correlate(read_recorded(path))
+    assert sweep(read_recorded(path), SEVEN[0], [0.3], T_MAX), "nothing else needs it"
+
+
 def test_what_is_not_defined_is_null(tmp_path: Path) -> None:
     pytest.importorskip("scipy")
     rows = [r | {"action_entropy": 0.5} for r in make_rows() if r["label"] == "mixed"]
@@ -182,6 +191,7 @@ def spoil(name: str, value: Any, row: int = 3) -> Callable[[list[dict[str, Any]]
         (spoil("obs_unique_ratio", 1.5), r"row 4: 'obs_unique_ratio' must be in \[0, 1\]"),
         (spoil("label", "won"), "row 4: label 'won' is none of"),
         (lambda rows: [r | {"label": "mixed"} for r in rows], "contradicts a reward variance of 0"),
+        (spoil("steps_k", 1e6), "row 4: steps_k.*exceeds steps"),
         (lambda rows: [*rows, rows[0]], "row 81: task 't0' at K = 10 is in row 1 already"),
         (lambda rows: [r | {"K": "ten"} for r in rows], "row 1: 'K' is not a number: 'ten'"),
     ],

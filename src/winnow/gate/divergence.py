@@ -14,6 +14,7 @@ from typing import Any, Final, Literal
 
 import numpy as np
 
+from ..config import nearest
 from ..types import KEEP, EnvStep, Group, GroupView, Verdict
 from .signals import SIGNALS
 
@@ -77,7 +78,7 @@ class Divergence:
 
     def __post_init__(self) -> None:
         if self.signal not in SIGNALS:
-            raise ValueError(f"signal: there is no {self.signal!r}; one of {', '.join(SIGNALS)}")
+            raise ValueError(f"signal: there is no {self.signal!r}.{nearest(self.signal, list(SIGNALS))}")
         if self.steps and (self.k, self.threshold) != (Divergence.k, Divergence.threshold):
             raise ValueError("k and threshold have no effect beside steps; remove them, or steps")
         if self.rule == "and" and self.termination is None:
