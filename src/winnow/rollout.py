@@ -10,20 +10,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from operator import itemgetter
 from typing import Any
 
 import numpy as np
 
 from .engine.base import Engine, Finished, Reached, Request, SamplingParams
-from .env.base import Env, Task
+from .env.base import Task
 from .env.scores import LARGEST
+from .flight import Flight, Sibling
 from .gate import Gate, env_steps
 from .noise import noise_key
 from .prompting import PromptError, cut_at_stop, decode, encode_observation, encode_prompt
 from .reward import Rewarder
-from .types import KEEP, EnvStep, Fate, Group, GroupView, Rollout, Token, Turn, Verdict, Visit
+from .types import KEEP, EnvStep, Fate, Group, GroupView, Token, Turn, Verdict, Visit
 
 
 @dataclass(frozen=True)
@@ -37,100 +38,6 @@ class RolloutOptions:
     """Keeps the noise of training (0), evaluation (1) and profiles (2) apart."""
     greedy_baseline: bool = False
     """Launch one more rollout a group, at temperature 0. No gate is asked about it, waits for it or sees it."""
-
-
-@dataclass
-class _Sibling:
-    """One rollout in flight."""
-
-    index: int
-    greedy: bool = False
-    prompt_ids: tuple[int, ...] = ()
-    env: Env | None = None
-    segments: list[tuple[np.ndarray, bool, np.ndarray, np.ndarray]] = field(default_factory=list)
-    """(token ids, sampled?, log-probs, versions), in order."""
-    turns: list[Turn] = field(default_factory=list)
-    length: int = 0
-    seconds: float = 0.0
-    survival_p: float = 1.0
-    reward: float | None = None
-    """The last one that the environment gave."""
-    waiting_since: float | None = None
-    """When it came to the barrier of an environment-step gate, where it holds no slot of the engine; None elsewhere."""
-    barrier_wait_s: float = 0.0
-    rollout: Rollout | None = None
-
-    @property
-    def running(self) -> bool:
-        return self.rollout is None
-
-    @property
-    def waiting(self) -> bool:
-        return self.waiting_since is not None
-
-    def leave_barrier(self) -> None:
-        if self.waiting_since is not None:
-            self.barrier_wait_s += time.monotonic() - self.waiting_since
-            self.waiting_since = None
-
-    def append(self, ids: np.ndarray, sampled: bool, logp: np.ndarray, versions: np.ndarray) -> None:
-        self.segments.append((ids, sampled, logp, versions))
-        self.length += len(ids)
-
-    def tokens(self) -> list[int]:
-        return [int(t) for ids, *_ in self.segments for t in ids]
-
-    def survive(self, probability: float) -> None:
-        """A gate has spoken, of this sibling alone or of its group; also counts for one that has ended by then."""
-        self.survival_p *= probability
-        if self.rollout is not None:
-            self.rollout.survival_p = self.survival_p
-
-    def finish(self, stop_reason: str, *, fate: Fate | None = None, reason: str = "") -> Rollout:
-        """Close the rollout: from here on it is only scored and booked."""
-
-        def joined(arrays: list[np.ndarray], dtype: Any) -> np.ndarray:
-            return np.concatenate(arrays).astype(dtype) if arrays else np.empty(0, dtype)
-
-        self.leave_barrier()
-        self.rollout = Rollout(
-            sibling=self.index,
-            prompt_ids=self.prompt_ids,
-            token_ids=joined([s[0] for s in self.segments], np.int64),
-            action_mask=joined([np.full(len(s[0]), s[1]) for s in self.segments], np.bool_),
-            sampler_logp=joined([s[2] for s in self.segments], np.float32),
-            versions=joined([s[3] for s in self.segments], np.int32),
-            turns=self.turns,
-            stop_reason=stop_reason,
-            text="".join(t.action + (t.observation or "") for t in self.turns),
-            fate=fate,
-            reason=reason,
-            survival_p=self.survival_p,
-            seconds=self.seconds,
-            barrier_wait_s=self.barrier_wait_s,
-            greedy=self.greedy,
-        )
-        return self.rollout
-
-
-@dataclass
-class _Flight:
-    """One group in flight."""
-
-    visit: Visit
-    siblings: list[_Sibling]
-    undecided: list[tuple[int, Gate]]
-    """What environment-step gates have still to decide, by ascending step."""
-    verdict: Verdict = KEEP
-    group: Group | None = None
-    ended: int = 0
-    """The runner's clock when its last sibling ended."""
-    scored: bool = False
-
-    @property
-    def gated(self) -> list[_Sibling]:
-        """All but a greedy baseline."""
-        return [s for s in self.siblings if not s.greedy]
 
 
 class RolloutRunner:
@@ -165,7 +72,7 @@ class RolloutRunner:
                 f"a gate is to be asked after {self._step_gates[-1][0]} environment steps, but nobody is running by "
                 f"then: task {task.name} has at most {task.max_turns} turns"
             )
-        self._flights: dict[int, _Flight] = {}
+        self._flights: dict[int, Flight] = {}
         self._patience = options.params.max_tokens // 16
         self._clock = 0
         """Engine steps so far."""
@@ -179,8 +86,8 @@ class RolloutRunner:
         """Start `size` siblings of a visit. A prompt that cannot be encoded gives a group of failed rollouts."""
         if visit.number in self._flights:
             raise ValueError(f"visit {visit.number} is already in flight")
-        siblings = [_Sibling(i, greedy=i == size) for i in range(size + self.options.greedy_baseline)]
-        flight = _Flight(visit, siblings, list(self._step_gates))
+        siblings = [Sibling(i, greedy=i == size) for i in range(size + self.options.greedy_baseline)]
+        flight = Flight(visit, siblings, list(self._step_gates))
         self._flights[visit.number] = flight
         shared: tuple[int, ...] | None = None
         for sibling in flight.siblings:
@@ -205,7 +112,7 @@ class RolloutRunner:
             )
         return ids
 
-    def _submit(self, flight: _Flight, sibling: _Sibling) -> None:
+    def _submit(self, flight: Flight, sibling: Sibling) -> None:
         visit, o = flight.visit, self.options
         key = noise_key(o.seed, o.stream, visit.prompt.ordinal, visit.epoch, sibling.index, len(sibling.turns))
         params = replace(o.params, max_tokens=o.params.max_tokens - sibling.length, stop=self._stop)
@@ -276,7 +183,7 @@ class RolloutRunner:
         for number in dict.fromkeys(f.id[0] for f in finished):  # type: ignore[index]
             self._settle(self._flights[number])
 
-    def _step_env(self, flight: _Flight, sibling: _Sibling, turn: Turn) -> None:
+    def _step_env(self, flight: Flight, sibling: Sibling, turn: Turn) -> None:
         assert sibling.env is not None
         try:
             result = sibling.env.step(turn.action)
@@ -303,7 +210,7 @@ class RolloutRunner:
         else:
             self._submit(flight, sibling)
 
-    def _end_episode(self, sibling: _Sibling, stop_reason: str) -> None:
+    def _end_episode(self, sibling: Sibling, stop_reason: str) -> None:
         """The environment's last reward counts; one that gave none leaves it to the reward functions, or to 0."""
         rollout = sibling.finish(stop_reason)
         if sibling.reward is None and not self.rewarder.names:
@@ -323,7 +230,7 @@ class RolloutRunner:
         sibling.finish("cancelled", fate=Fate.PRUNED, reason=verdict.reason)
         self._settle(flight)
 
-    def _cancel(self, flight: _Flight, sibling: _Sibling) -> None:
+    def _cancel(self, flight: Flight, sibling: Sibling) -> None:
         """Take from the engine what it has sampled of the turn under way, if any."""
         for partial in self.engine.cancel([(flight.visit.number, sibling.index)]):
             sibling.append(partial.token_ids, True, partial.logp, partial.versions)
@@ -332,7 +239,7 @@ class RolloutRunner:
             start = sibling.length - len(partial.token_ids)
             sibling.turns.append(Turn(text, None, start, sibling.length, "cancelled"))
 
-    def _settle(self, flight: _Flight) -> None:
+    def _settle(self, flight: Flight) -> None:
         """Open a barrier that everybody has reached; close the group when nobody runs."""
         while flight.undecided and any(s.running for s in flight.gated):
             k = flight.undecided[0][0]
@@ -358,7 +265,7 @@ class RolloutRunner:
             else:
                 flight.scored = True
 
-    def _cut(self, flight: _Flight, verdict: Verdict) -> None:
+    def _cut(self, flight: Flight, verdict: Verdict) -> None:
         """Stop the whole group. What had ended keeps its rewards for display, but takes no part any more."""
         flight.verdict = verdict
         for sibling in flight.siblings:
@@ -369,7 +276,7 @@ class RolloutRunner:
             if rollout.fate is None:
                 rollout.fate, rollout.reason = Fate.CUT, verdict.reason
 
-    def _view(self, flight: _Flight, at: EnvStep | Token, **reached: Any) -> GroupView:
+    def _view(self, flight: Flight, at: EnvStep | Token, **reached: Any) -> GroupView:
         return GroupView(
             visit=flight.visit,
             checkpoint=at,
@@ -383,5 +290,5 @@ class RolloutRunner:
         )
 
     @staticmethod
-    def _fail(sibling: _Sibling, reason: str) -> None:
+    def _fail(sibling: Sibling, reason: str) -> None:
         sibling.finish("failed", fate=Fate.FAILED, reason=reason)
