@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from .env.base import Env
+from .env.base import Env, OverlappingEnv, StepResult
 from .gate import Gate
 from .types import KEEP, Fate, Group, Rollout, Turn, Verdict, Visit
 
@@ -20,7 +21,7 @@ class Sibling:
     index: int
     greedy: bool = False
     prompt_ids: tuple[int, ...] = ()
-    env: Env | None = None
+    env: Env | OverlappingEnv | None = None
     segments: list[tuple[np.ndarray, bool, np.ndarray, np.ndarray]] = field(default_factory=list)
     """(token ids, sampled?, log-probs, versions), in order."""
     turns: list[Turn] = field(default_factory=list)
@@ -105,3 +106,14 @@ class Flight:
     def gated(self) -> list[Sibling]:
         """All but a greedy baseline."""
         return [s for s in self.siblings if not s.greedy]
+
+
+@dataclass(frozen=True)
+class Awaited:
+    """What an overlapping environment owes a sibling: its first observation, or the answer to its last action."""
+
+    flight: Flight
+    sibling: Sibling
+    answer: Future[str | None] | Future[StepResult]
+    due: int
+    """Clock of the runner at which it is taken, and waited for if it is not there."""

@@ -2,8 +2,9 @@
 
 Every sibling that is launched comes back in its group exactly once, with its tokens as sampled. A stopped or failed
 sibling stays in the group with `reward = None` and a fate. Groups come back in launch order, and each a fixed number of
-engine steps after its last token (at once when the engine is idle); a reward that is slower is waited for. So what runs
-together, and with it every rounding, does not depend on how long rewards take.
+engine steps after its last token (at once when the engine is idle); a reward that is slower is waited for. The same
+goes for the answers of environments that work elsewhere. So what runs together, and with it every rounding, does not
+depend on how long rewards and environments take.
 """
 
 from __future__ import annotations
@@ -17,14 +18,17 @@ from typing import Any
 import numpy as np
 
 from .engine.base import Engine, Finished, Reached, Request, SamplingParams
-from .env.base import Task
+from .env.base import Env, OverlappingEnv, StepResult, Task
 from .env.scores import LARGEST
-from .flight import Flight, Sibling
+from .flight import Awaited, Flight, Sibling
 from .gate import Gate, env_steps
 from .noise import noise_key
 from .prompting import PromptError, cut_at_stop, decode, encode_observation, encode_prompt
 from .reward import Rewarder
 from .types import KEEP, EnvStep, Fate, Group, GroupView, Token, Turn, Verdict, Visit
+
+OVERLAP = 8
+"""Engine steps that an environment which works elsewhere is given before it is waited for."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +77,7 @@ class RolloutRunner:
                 f"then: task {task.name} has at most {task.max_turns} turns"
             )
         self._flights: dict[int, Flight] = {}
+        self._awaited: list[Awaited] = []
         self._patience = options.params.max_tokens // 16
         self._clock = 0
         """Engine steps so far."""
@@ -93,6 +98,9 @@ class RolloutRunner:
         for sibling in flight.siblings:
             try:
                 sibling.env = self.task.make_env(visit.prompt)
+                if isinstance(sibling.env, OverlappingEnv):
+                    self._await(flight, sibling, sibling.env.start_reset())
+                    continue
                 if sibling.env is not None:
                     sibling.prompt_ids = self._encode(visit, sibling.env.reset())
                 else:
@@ -141,6 +149,7 @@ class RolloutRunner:
                 finished.append(event)
         self._advance(finished)
         self._clock += 1
+        self._take_answers()
         self._scores(wait=False)
         return self._in_order()
 
@@ -183,13 +192,45 @@ class RolloutRunner:
         for number in dict.fromkeys(f.id[0] for f in finished):  # type: ignore[index]
             self._settle(self._flights[number])
 
+    def _await(self, flight: Flight, sibling: Sibling, answer: Any) -> None:
+        self._awaited.append(Awaited(flight, sibling, answer, self._clock + OVERLAP))
+
+    def _take_answers(self) -> None:
+        """Of environments that work elsewhere: those that are due, or all when the engine has nothing else to do."""
+        idle = self.engine.pending == 0
+        due = [a for a in self._awaited if idle or a.due <= self._clock]
+        self._awaited = [a for a in self._awaited if not (idle or a.due <= self._clock)]
+        for flight, sibling, answer in ((a.flight, a.sibling, a.answer) for a in due):
+            try:
+                result = answer.result()
+                if sibling.running and not sibling.turns:
+                    sibling.prompt_ids = self._encode(flight.visit, result)  # type: ignore[arg-type]
+                    self._submit(flight, sibling)
+                elif sibling.running:
+                    assert isinstance(result, StepResult)
+                    self._observed(flight, sibling, result)
+            except Exception as error:
+                if sibling.running:
+                    self._fail(sibling, f"the environment failed: {type(error).__name__}: {error}")
+        for flight in {a.flight.visit.number: a.flight for a in due}.values():
+            self._settle(flight)
+
     def _step_env(self, flight: Flight, sibling: Sibling, turn: Turn) -> None:
-        assert sibling.env is not None
+        env = sibling.env
         try:
-            result = sibling.env.step(turn.action)
+            if isinstance(env, OverlappingEnv):
+                self._await(flight, sibling, env.start_step(turn.action))
+                return
+            assert isinstance(env, Env)
+            result = env.step(turn.action)
         except Exception as error:
             self._fail(sibling, f"the environment raised {type(error).__name__}: {error}")
             return
+        self._observed(flight, sibling, result)
+
+    def _observed(self, flight: Flight, sibling: Sibling, result: StepResult) -> None:
+        """The environment has answered the sibling's last turn."""
+        turn = sibling.turns[-1]
         turn.observation, turn.canonical = result.observation, result.action
         if result.reward is not None:
             sibling.reward = float(result.reward)

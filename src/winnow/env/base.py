@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -41,6 +42,18 @@ class Env(Protocol):
 
 
 @runtime_checkable
+class OverlappingEnv(Protocol):
+    """An environment that works elsewhere, e.g. in a worker process, while the engine goes on with other rollouts.
+
+    The futures must come to an end by a deadline of the environment's own; an exception fails the rollout.
+    """
+
+    def start_reset(self) -> Future[str | None]: ...
+
+    def start_step(self, text: str) -> Future[StepResult]: ...
+
+
+@runtime_checkable
 class Task(Protocol):
     """Prompts and how completions of them are judged. Built from `env:` in the config."""
 
@@ -54,7 +67,7 @@ class Task(Protocol):
     stop: tuple[str, ...]
     """Strings that end a turn, besides those of the config."""
 
-    def make_env(self, prompt: Prompt) -> Env | None:
+    def make_env(self, prompt: Prompt) -> Env | OverlappingEnv | None:
         """A fresh environment for one rollout; None for one-turn tasks."""
         ...
 
