@@ -13,9 +13,14 @@ from pathlib import Path
 from typing import IO, Any, Protocol
 
 from .config import ConfigError, RunConfig
+from .gate.recording import rows_of
 from .types import Group
 
 CONFIG, METRICS, SAMPLES, LEDGER = "config.json", "metrics.jsonl", "samples.jsonl", "ledger.sqlite"
+GATE = "gate.jsonl"
+"""What a mid-trajectory gate would have gone by: written by runs of many turns without gates, for `winnow gate`."""
+GATE_STEPS = 12
+"""Environment steps at which it is written, at most."""
 
 
 class RunDirectoryError(RuntimeError):
@@ -87,12 +92,16 @@ def open_tracker(name: str, run_dir: Path, config: RunConfig) -> Tracker:
 class Records:
     """Appends to the run's files. After a resume, lines beyond the checkpoint's offsets are cut off first."""
 
-    def __init__(self, run_dir: Path, config: RunConfig, offsets: Mapping[str, int] | None = None) -> None:
+    def __init__(
+        self, run_dir: Path, config: RunConfig, offsets: Mapping[str, int] | None = None, *, max_turns: int = 1
+    ) -> None:
         self.run_dir = run_dir
+        every = -(-(max_turns - 1) // GATE_STEPS)
+        self._gate_steps = range(every, max_turns, every) if every and not config.gates else ()
         self.config = config
         self._trackers = [open_tracker(name, run_dir, config) for name in config.report_to]
         self._files: dict[str, IO[bytes]] = {}
-        for name in (METRICS, SAMPLES):
+        for name in (METRICS, SAMPLES, GATE) if self._gate_steps else (METRICS, SAMPLES):
             file = (run_dir / name).open("ab")
             size, wanted = file.tell(), (offsets or {}).get(name, 0)
             if size < wanted:
@@ -115,6 +124,12 @@ class Records:
     def samples(self, step: int, groups: Sequence[Group], split: str) -> None:
         """The first sibling of a few groups, readable."""
         self._append(SAMPLES, (sample(step, group, split) for group in groups[: self.config.log_completions]))
+
+    def signals(self, groups: Sequence[Group]) -> None:
+        """The divergence signals of every group that ran to its end."""
+        if self._gate_steps:
+            whole = [g for g in groups if all(r.reward is not None for r in g.siblings)]
+            self._append(GATE, (row for group in whole for row in rows_of(group, self._gate_steps)))
 
     def _append(self, name: str, rows: Iterable[Mapping[str, Any]]) -> None:
         file = self._files[name]

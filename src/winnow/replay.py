@@ -16,12 +16,12 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-from pyarrow import csv, parquet
+from pyarrow import csv, json, parquet
 
 from .config import nearest
 from .gate.divergence import TERMINATION, Rule, fires
 from .gate.signals import SIGNALS
-from .types import Group
+from .records import GATE
 
 TEXT, NUMBERS = ("task_id", "task_type", "label"), ("K", "reward_var", "steps", "steps_k")
 REQUIRED = ("K", "task_id", "reward_var")
@@ -82,8 +82,9 @@ class Recorded:
 
 
 def read_recorded(path: str | Path, mapping: Mapping[str, str] | None = None) -> dict[int, Recorded]:
-    """A CSV or Parquet table as {K: groups}, ascending. `mapping`: our name -> the column's name in the file.
+    """A CSV, JSONL or Parquet table, or a run directory that holds one, as {K: groups}, ascending.
 
+    `mapping`: our name -> the column's name in the file.
     A signal may also be called `<name>_mean`. Raises ReplayError (a missing column, a cell that is empty, no number or
     out of range, a label that contradicts the rewards, a group twice at one K, no rows) and FileNotFoundError.
     """
@@ -110,21 +111,23 @@ def read_recorded(path: str | Path, mapping: Mapping[str, str] | None = None) ->
 
 def _read(path: Path, mapping: Mapping[str, str]) -> pa.Table:
     if path.is_dir():
-        raise ReplayError(
-            f"{path}: a run directory holds rewards and token counts of each rollout, but not its actions, from which "
-            "the signals are computed. Collect groups with winnow.replay.rows_of(group, steps), write them to a CSV "
-            "or Parquet file, and give that"
-        )
+        path = path / GATE
+        if not path.is_file():
+            raise ReplayError(
+                f"{path}: absent; only runs of many turns without gates write it. Give such a run, or a table"
+            )
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such file")
     text = {mapping.get(name, name): pa.string() for name in TEXT}
     try:
+        if path.suffix == ".jsonl":
+            return json.read_json(path)
         if path.suffix in (".parquet", ".pq"):
             return parquet.read_table(path)
         options = csv.ConvertOptions(column_types=text, strings_can_be_null=True)
         return csv.read_csv(path, convert_options=options)
     except pa.ArrowInvalid as error:
-        raise ReplayError(f"{path}: not a CSV or Parquet table: {error}") from None
+        raise ReplayError(f"{path}: not a CSV, JSONL or Parquet table: {error}") from None
 
 
 def _columns(path: Path, table: pa.Table, mapping: Mapping[str, str]) -> dict[str, str]:
@@ -334,28 +337,3 @@ def _correlation(at: Recorded, signal: str, task_type: str | None) -> Correlatio
         ranks = stats.rankdata(value_N)[~zero_N].sum()
         auroc = float(ranks - teaching * (teaching + 1) / 2) / (zero * teaching)
     return Correlation(at.k, task_type, signal, len(value_N), zero, rho, p, auroc)
-
-
-def rows_of(group: Group, steps: Sequence[int]) -> list[dict[str, Any]]:
-    """The rows of one finished group for such a table: one for each of `steps`.
-
-    The group must have run to its end under no gate. Raises ValueError when a member has no reward.
-    """
-    members = group.siblings
-    rewards_G = np.array([np.nan if r.reward is None else r.reward for r in members])
-    if np.isnan(rewards_G).any():
-        raise ValueError(f"visit {group.visit.number}: a member has no reward (stopped or failed), so it tells nothing")
-    actions = [[t.action if t.canonical is None else t.canonical for t in r.turns] for r in members]
-    observations = [[t.observation or "" for t in r.turns] for r in members]
-    taken = [len(a) for a in actions]
-    shared = {
-        "task_id": f"{group.prompt.id}/{group.visit.epoch}",
-        "task_type": str(group.prompt.columns.get("task_type", "")),
-        "reward_var": float(rewards_G.var()) if np.ptp(rewards_G) > 1e-8 else 0.0,
-        "steps": sum(taken),
-    }
-    return [
-        {"K": k, **shared, "steps_k": sum(min(n, k) for n in taken)}
-        | {name: f(actions, observations, k) for name, f in SIGNALS.items()}
-        for k in steps
-    ]

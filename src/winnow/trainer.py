@@ -167,7 +167,7 @@ class Trainer:
         with Ledger.open(self.run_dir / LEDGER) as ledger:
             self._open_ledger(ledger, state)
             shutil.rmtree(self.run_dir / "model", ignore_errors=True)  # of an earlier end of this run
-            records = Records(self.run_dir, self.config, (state or {}).get("offsets"))
+            records = Records(self.run_dir, self.config, (state or {}).get("offsets"), max_turns=self.task.max_turns)
             try:
                 loop = self._loop(ledger, records, state)
                 with Display(self.console, start=loop.step, max_steps=self.config.max_steps) as display:
@@ -354,6 +354,7 @@ class Trainer:
         self.rewarder.trainer_state.global_step = step
         records.metrics(metrics)
         records.samples(step, groups, "train")
+        records.signals(groups)
         self._display.update(step, metrics)
         failpoint("record")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -128,3 +129,32 @@ def test_a_gate_waits_for_all_answers_and_cuts_the_group_once(policy: Any, pool:
     cut = [g for g in groups if not g.verdict.keep]
     assert Cut.asked == len(cut) >= 1
     assert all(r.fate == Fate.CUT for g in cut for r in g.rollouts if len(r.turns) == 2)
+
+
+def test_a_run_of_many_turns_writes_what_a_gate_would_have_gone_by(
+    policy: Any,  # noqa: F811
+    tiny_config: dict[str, Any],
+    pool: ThreadPoolExecutor,
+) -> None:
+    """And `winnow gate` reads it from the run directory; a resume neither loses nor repeats a row."""
+    from winnow import Trainer
+    from winnow.replay import read_recorded
+
+    def task() -> ToyTask:
+        def make(made: int) -> Any:
+            return Elsewhere(EchoEnv(2 + made % 3), pool, lambda: 0.0)
+
+        return ToyTask(make=make, max_turns=6)
+
+    options = {"max_completion_length": 120, "eval_steps": None, "max_prompt_length": 32}
+    config = {k: v for k, v in tiny_config.items() if k != "env"} | options
+    Trainer(env=task(), config=config | {"max_steps": 4}).train()
+    run_dir = Path(config["output_dir"])
+    recorded = read_recorded(run_dir)
+    assert list(recorded) == [1, 2, 3, 4, 5]
+    assert len(recorded[2].task_ids) == 4 * 4
+    before = (run_dir / "gate.jsonl").read_bytes()
+    Trainer.resume(run_dir, {"max_steps": 6}, env=task()).train()
+    after = (run_dir / "gate.jsonl").read_bytes()
+    assert after.startswith(before)
+    assert after.count(b"\n") == before.count(b"\n") * 6 // 4

@@ -20,8 +20,9 @@ from pyarrow import csv, parquet
 from typer.testing import CliRunner
 
 from winnow.cli import app
+from winnow.gate.recording import rows_of
 from winnow.gate.signals import SIGNALS
-from winnow.replay import ReplayError, correlate, read_recorded, rows_of, sweep
+from winnow.replay import ReplayError, correlate, read_recorded, sweep
 
 from .test_batch import make_group
 
@@ -214,14 +215,14 @@ def test_files_that_are_no_tables_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ReplayError, match="not a CSV"):
         read_recorded(ragged)
     (no_parquet := tmp_path / "x.parquet").write_bytes(b"PAR1 no")
-    with pytest.raises(ReplayError, match="not a CSV or Parquet"):
+    with pytest.raises(ReplayError, match="not a CSV, JSONL or Parquet"):
         read_recorded(no_parquet)
     (twice := tmp_path / "twice.csv").write_text("K,task_id,reward_var,reward_var,action_entropy\n1,a,0,0,0\n")
     with pytest.raises(ReplayError, match="2 columns 'reward_var'"):
         read_recorded(twice)
     with pytest.raises(FileNotFoundError, match="no such file"):
         read_recorded(tmp_path / "absent.csv")
-    with pytest.raises(ReplayError, match=r"not its actions.*rows_of"):
+    with pytest.raises(ReplayError, match=r"gate\.jsonl: absent"):
         read_recorded(tmp_path)
 
 
