@@ -20,7 +20,7 @@ from winnow.report import write_report
 from winnow.types import Token
 
 from ..conftest import parity_reward
-from ..unit.test_audit_rules import Stops
+from ..unit.test_audited import Stops
 from .test_training import _train_until, assert_clean, fingerprint, resume, train
 
 GRESO = {
