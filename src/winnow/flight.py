@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -61,6 +62,15 @@ class Sibling:
         if self.rollout is not None:
             self.rollout.survival_p = self.survival_p
 
+    def _close_env(self) -> None:
+        close = getattr(self.env, "close", None)
+        if close is not None:
+            try:
+                close()
+            except Exception as error:  # the rollout is over: what it is worth does not depend on this
+                warnings.warn(f"closing {type(self.env).__name__} raised {type(error).__name__}: {error}", stacklevel=2)
+        self.env = None
+
     def finish(self, stop_reason: str, *, fate: Fate | None = None, reason: str = "") -> Rollout:
         """Close the rollout: from here on it is only scored and booked."""
 
@@ -68,6 +78,7 @@ class Sibling:
             return np.concatenate(arrays).astype(dtype) if arrays else np.empty(0, dtype)
 
         self.leave_barrier()
+        self._close_env()
         self.rollout = Rollout(
             sibling=self.index,
             prompt_ids=self.prompt_ids,

@@ -32,7 +32,10 @@ class StepResult:
 
 @runtime_checkable
 class Env(Protocol):
-    """A single-use environment: made for one sibling, reset once, stepped until done."""
+    """A single-use environment: made for one sibling, reset once, stepped until done.
+
+    If it has a method `close()`, that is called once, when its rollout has ended for whatever reason.
+    """
 
     def reset(self) -> str | None:
         """First observation, appended to the prompt; None for none."""
@@ -45,7 +48,8 @@ class Env(Protocol):
 class OverlappingEnv(Protocol):
     """An environment that works elsewhere, e.g. in a worker process, while the engine goes on with other rollouts.
 
-    The futures must come to an end by a deadline of the environment's own; an exception fails the rollout.
+    The futures must come to an end by a deadline of the environment's own; an exception fails the rollout. `close()` as
+    for `Env`, possibly while an answer is still owed. `winnow.env.remote` puts any `Env` into a worker process.
     """
 
     def start_reset(self) -> Future[str | None]: ...

@@ -160,18 +160,21 @@ class _Worker:
         self._lock = threading.Lock()
         self._killed = False
         self._serial = 0
+        self._imported: set[str] = set()
         self._received = b""
         self._stderr = b""
 
     def run(self, job: _Job, timeout_s: float) -> Any:
         """Raises WorkerError; the process is then gone unless the function merely raised."""
-        start_deadline = time.monotonic() + START_TIMEOUT_S
         process = self._alive()
+        start_s = timeout_s if job.target in self._imported else START_TIMEOUT_S
+        start_deadline = time.monotonic() + start_s
         self._serial += 1
         request = f'{{"id": {self._serial}, "call": {job.body}}}\n'.encode()
         try:
             self._send(process, request, start_deadline)
-            self._expect("loaded", process, start_deadline, f"could not be imported in {START_TIMEOUT_S:g} s")
+            self._expect("loaded", process, start_deadline, f"could not be imported in {start_s:g} s")
+            self._imported.add(job.target)
             return self._expect("result", process, time.monotonic() + timeout_s, f"took over {timeout_s:g} s")
         except WorkerError as error:
             if error.kind != "raised":
@@ -211,6 +214,7 @@ class _Worker:
                 raise WorkerError("died", "the worker pool was closed")
             if self._process is None:
                 self._received = self._stderr = b""
+                self._imported.clear()
                 self._process = _spawn(self._memory_mb)
             return self._process
 

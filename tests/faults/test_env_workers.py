@@ -1,0 +1,147 @@
+"""Environments in worker processes that die, hang and raise: every episode is accounted for, none becomes a 0."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from winnow.engine import LocalEngine, SamplingParams
+from winnow.env.base import OverlappingEnv
+from winnow.env.remote import EnvLostError, EnvPool
+from winnow.env.worker import WorkerError
+from winnow.reward import Rewarder
+from winnow.rollout import RolloutOptions, RolloutRunner
+from winnow.types import Fate, Group, Prompt, Visit
+
+TOY = f"{Path(__file__).with_name('toy_env.py')}:CountingEnv"
+
+
+@pytest.fixture
+def pool() -> Iterator[EnvPool]:
+    pool = EnvPool(3, timeout_s=2.0)
+    yield pool
+    pool.close()
+
+
+def pids(pool: EnvPool) -> list[int]:
+    """Processes of the pool that have been started."""
+    processes = [w._process for home in pool._homes for w in home.workers._workers]
+    return [p.pid for p in processes if p is not None]
+
+
+def answer(future: Any) -> Any:
+    return future.result(timeout=60)
+
+
+def test_an_episode_in_another_process(pool: EnvPool, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    env = pool.make(TOY, {"turns": 2, "log": str(log)})
+    assert isinstance(env, OverlappingEnv)
+    assert answer(env.start_reset()) == " 7"
+    first, last = answer(env.start_step("go")), answer(env.start_step("on"))
+    assert (first.observation, first.reward, first.done, first.info, first.action) == (
+        "8 9",
+        None,
+        False,
+        {"steps": 1},
+        "GO",
+    )
+    assert (last.reward, last.done) == (1.0, True)
+    env.close()
+    env.close()
+    deadline = time.monotonic() + 30
+    while log.read_text() != "reset\nclose\n" and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert log.read_text() == "reset\nclose\n"
+
+
+def test_what_an_environment_raises_is_told_and_harms_nobody(pool: EnvPool) -> None:
+    env, other = (pool.make(TOY, {"turns": 9}) for _ in range(2))
+    for e in (env, other):
+        answer(e.start_reset())
+    with pytest.raises(WorkerError, match="ConnectionError: the simulator went away"):
+        answer(env.start_step("raise"))
+    assert answer(env.start_step("go")).info == {"steps": 1}
+    assert answer(other.start_step("go")).info == {"steps": 1}
+
+
+@pytest.mark.parametrize(("how", "words"), [("die", "exit status 3"), ("hang", "took over 2 s")])
+def test_all_that_lived_in_a_lost_process_are_lost_and_told_why(how: str, words: str) -> None:
+    pool = EnvPool(1, timeout_s=2.0)
+    try:
+        guilty, innocent = (pool.make(TOY, {"turns": 9}) for _ in range(2))
+        for e in (guilty, innocent):
+            answer(e.start_reset())
+        with pytest.raises(EnvLostError, match=words):
+            answer(guilty.start_step(how))
+        with pytest.raises(EnvLostError, match=words):
+            answer(innocent.start_step("go"))
+        fresh = pool.make(TOY, {"turns": 9})
+        assert answer(fresh.start_reset()) == " 7"
+        assert answer(fresh.start_step("go")).info == {"steps": 1}
+    finally:
+        pool.close()
+
+
+def test_an_environment_that_cannot_be_made_says_so(pool: EnvPool) -> None:
+    with pytest.raises(WorkerError, match=r"has no 'CountEnv'\. Did you mean 'CountingEnv'"):
+        answer(pool.make(TOY.replace("CountingEnv", "CountEnv"), {}).start_reset())
+
+
+class RemoteTask:
+    """25 prompts whose environments live in `pool`."""
+
+    name, stop, max_turns, reward_funcs, test = "toy", (), 4, (), ()
+
+    def __init__(self, pool: EnvPool) -> None:
+        self.pool = pool
+        self.train = [Prompt(f"p{i}", i, text=f"numbers {i % 9} :") for i in range(25)]
+
+    def make_env(self, prompt: Prompt) -> Any:
+        return self.pool.make(TOY, {"turns": 3})
+
+    def fingerprint(self) -> str:
+        return "toy"
+
+
+def test_a_hundred_episodes_two_workers_killed_and_one_hung(tiny_model: Path) -> None:
+    before = {p.pid for p in psutil.Process().children(recursive=True)}
+    pool = EnvPool(4, timeout_s=2.0)
+    task = RemoteTask(pool)
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(tiny_model), AutoTokenizer.from_pretrained(tiny_model)
+    engine, rewarder = LocalEngine(model, tokenizer, slots=32), Rewarder(())
+    options = RolloutOptions(SamplingParams(60), 32, seed=0)
+    runner = RolloutRunner(engine, task, tokenizer, rewarder, options)
+    for number, prompt in enumerate(task.train):
+        runner.launch(Visit(number, 0, prompt), 4)
+    groups: list[Group] = []
+    blows = {6: (0, signal.SIGKILL), 12: (1, signal.SIGSTOP), 30: (2, signal.SIGKILL)}
+    for step in range(5_000):
+        if step in blows:
+            which, blow = blows[step]
+            os.kill(pids(pool)[which], blow)
+        groups += runner.poll()
+        if not runner.pending:
+            break
+    rewarder.close()
+    pool.close()
+    rollouts = [r for g in groups for r in g.rollouts]
+    assert [g.visit.number for g in groups] == list(range(25))
+    assert [r.sibling for r in rollouts] == [0, 1, 2, 3] * 25, "none lost, none twice"
+    failed = [r for r in rollouts if r.fate == Fate.FAILED]
+    assert 0 < len(failed) < 100
+    assert all(r.reward is None and "EnvLostError" in r.reason for r in failed)
+    causes = "; ".join(sorted({r.reason for r in failed}))
+    assert "2 s" in causes
+    assert "died" in causes
+    sound = [r for r in rollouts if r.fate is None]
+    assert all(r.reward == 1.0 if r.stop_reason == "env" else r.reward == 0.0 for r in sound)
+    assert {p.pid for p in psutil.Process().children(recursive=True)} == before

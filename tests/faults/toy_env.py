@@ -1,0 +1,38 @@
+"""An environment for worker processes: counts its steps, and can be told to misbehave."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+from winnow.env.base import StepResult
+
+
+class CountingEnv:
+    def __init__(self, turns: int, log: str = "") -> None:
+        self.turns, self.log = turns, log
+        self.steps = 0
+
+    def reset(self) -> str | None:
+        self._note("reset")
+        return " 7"
+
+    def step(self, text: str) -> StepResult:
+        if text == "hang":
+            time.sleep(600)
+        if text == "die":
+            os._exit(3)
+        if text == "raise":
+            raise ConnectionError("the simulator went away")
+        self.steps += 1
+        done = self.steps >= self.turns
+        return StepResult("8 9", 1.0 if done else None, done, {"steps": self.steps}, text.upper())
+
+    def close(self) -> None:
+        self._note("close")
+
+    def _note(self, what: str) -> None:
+        if self.log:
+            with Path(self.log).open("a") as file:
+                file.write(what + "\n")
