@@ -182,24 +182,36 @@ def _lr_share(step: int, config: WarmupConfig) -> float:
 def _batches(
     task: Demonstrator, tokenizer: PreTrainedTokenizerFast, config: WarmupConfig
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Endless (int64 ids [B,T], int64 labels [B,T]), padded on the right; labels are `IGNORED` off the completion."""
+    """Endless (int64 ids [B,T], int64 labels [B,T]), padded on the right; labels are `IGNORED` off what is taught."""
     demonstrations = iter(task.demonstrations(config.seed))
     while True:
-        pairs = list(islice(demonstrations, config.batch_size))
-        prompts = tokenizer([prompt for prompt, _ in pairs])["input_ids"]
-        completions = tokenizer([completion for _, completion in pairs])["input_ids"]
-        rows = [[*p, *c, tokenizer.eos_token_id] for p, c in zip(prompts, completions, strict=True)]
-        length = max(map(len, rows))
+        pairs = [(p, [c] if isinstance(c, str) else c) for p, c in islice(demonstrations, config.batch_size)]
+        encoded = iter(tokenizer([text for prompt, parts in pairs for text in (prompt, *parts)])["input_ids"])
+        rows = [_row(list(islice(encoded, 1 + len(parts))), tokenizer.eos_token_id) for _, parts in pairs]
+        length = max(len(ids) for ids, _ in rows)
         if length > config.max_positions:
             raise ValueError(f"warmup: a demonstration of {length} tokens exceeds max_positions={config.max_positions}")
-        ids_BT = torch.tensor([row + [tokenizer.pad_token_id] * (length - len(row)) for row in rows])
-        labels_BT = torch.tensor(
-            [
-                [IGNORED] * len(prompt) + row[len(prompt) :] + [IGNORED] * (length - len(row))
-                for prompt, row in zip(prompts, rows, strict=True)
-            ]
-        )
+        ids_BT = torch.tensor([ids + [tokenizer.pad_token_id] * (length - len(ids)) for ids, _ in rows])
+        labels_BT = torch.tensor([labels + [IGNORED] * (length - len(labels)) for _, labels in rows])
         yield ids_BT, labels_BT
+
+
+def _row(encoded: list[list[int]], eos: int) -> tuple[list[int], list[int]]:
+    """Ids and labels of one demonstration: prompt, action, observation, action, ..., action.
+
+    As in a rollout, an end of sequence stands behind every action. Raises ValueError if it does not end with an action.
+    """
+    if len(encoded) % 2:
+        raise ValueError(
+            f"warmup: a demonstration of many turns is a list that alternates actions and observations and ends with an "
+            f"action, so its length is odd; got one of {len(encoded) - 1}"
+        )
+    ids, labels = list(encoded[0]), [IGNORED] * len(encoded[0])
+    for i, part in enumerate(encoded[1:]):
+        action = i % 2 == 0
+        ids += [*part, eos] if action else part
+        labels += [*part, eos] if action else [IGNORED] * len(part)
+    return ids, labels
 
 
 def _loss(model: LlamaForCausalLM, ids_BT: torch.Tensor, labels_BT: torch.Tensor) -> torch.Tensor:

@@ -101,6 +101,35 @@ def test_loss_counts_completion_and_eos_only():
     assert _loss(model, ids_BT, labels_BT).item() == pytest.approx(torch.stack(terms).mean().item(), abs=1e-9)
 
 
+class TwoTurns:
+    """Two actions with an observation between them."""
+
+    def __init__(self, completion):
+        self.completion = completion
+
+    def demonstrations(self, seed):
+        while True:
+            yield "a b", self.completion
+
+    def vocabulary(self):
+        return list("abcdef")
+
+
+def test_of_many_turns_actions_are_taught_and_observations_are_not():
+    task = TwoTurns(["c", "d e", "f a"])
+    tokenizer = word_tokenizer(task.vocabulary(), 16)
+    ids_BT, labels_BT = next(_batches(task, tokenizer, TINY))
+    assert tokenizer.decode(ids_BT[0]) == "a b c <eos> d e f a <eos>"
+    eos, (c, f, a) = tokenizer.eos_token_id, tokenizer.encode("c f a")
+    assert labels_BT[0].tolist() == [IGNORED, IGNORED, c, eos, IGNORED, IGNORED, f, a, eos]
+
+
+def test_a_demonstration_must_end_with_an_action():
+    task = TwoTurns(["c", "d e"])
+    with pytest.raises(ValueError, match=r"ends with an action.*got one of 2"):
+        next(_batches(task, word_tokenizer(task.vocabulary(), 16), TINY))
+
+
 def test_learning_rate_rises_then_decays_to_its_share():
     config = WarmupConfig(max_steps=100, warmup_steps=10, final_lr_share=0.05)
     shares = [_lr_share(step, config) for step in range(101)]

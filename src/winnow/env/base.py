@@ -84,8 +84,12 @@ class Task(Protocol):
 class Demonstrator(Protocol):
     """A task that can show solutions, for `winnow warmup`."""
 
-    def demonstrations(self, seed: int) -> Iterator[tuple[str, str]]:
-        """Endless (prompt, completion) pairs, never of a test prompt."""
+    def demonstrations(self, seed: int) -> Iterator[tuple[str, str | list[str]]]:
+        """Endless (prompt, completion) pairs, never of a test prompt.
+
+        Of many turns, the prompt includes the first observation, and the completion is a list: action, observation,
+        action and so on, ending with an action.
+        """
         ...
 
     def vocabulary(self) -> Sequence[str]:
