@@ -132,6 +132,7 @@ class RolloutRunner:
             params=params,
             key=key,
             checkpoints=() if sibling.greedy else tuple(sorted(self._token_gates)),
+            keep=sibling.env is not None and len(sibling.turns) + 1 < self.task.max_turns,
         )
         try:
             self.engine.submit([request])
@@ -238,12 +239,12 @@ class RolloutRunner:
                 self._fail(sibling, f"the environment gave a reward of {sibling.reward}")
                 return
         if result.done or len(sibling.turns) >= self.task.max_turns:
-            self._end_episode(sibling, "env" if result.done else "length")
+            self._end_episode(flight, sibling, "env" if result.done else "length")
             return
         ids = encode_observation(self.tokenizer, flight.visit.prompt, result.observation or "", sibling.segments[-1][0])
         n = len(ids)
         if sibling.length + n >= self.options.params.max_tokens:
-            self._end_episode(sibling, "length")
+            self._end_episode(flight, sibling, "length")
             return
         sibling.append(np.array(ids, np.int64), False, np.zeros(n, np.float32), np.full(n, -1, np.int32))
         if not sibling.greedy and any(k == len(sibling.turns) for k, _ in flight.undecided):
@@ -251,9 +252,10 @@ class RolloutRunner:
         else:
             self._submit(flight, sibling)
 
-    def _end_episode(self, sibling: Sibling, stop_reason: str) -> None:
+    def _end_episode(self, flight: Flight, sibling: Sibling, stop_reason: str) -> None:
         """The environment's last reward counts; one that gave none leaves it to the reward functions, or to 0."""
         rollout = sibling.finish(stop_reason)
+        self.engine.cancel([(flight.visit.number, sibling.index)])  # no turn follows
         if sibling.reward is None and not self.rewarder.names:
             sibling.reward = 0.0
         if sibling.reward is not None:
@@ -299,6 +301,7 @@ class RolloutRunner:
                     sibling.leave_barrier()
                     self._submit(flight, sibling)
         if flight.group is None and not any(s.running for s in flight.siblings):
+            self.engine.cancel((flight.visit.number, s.index) for s in flight.siblings)
             rollouts = [s.rollout for s in flight.siblings if s.rollout is not None]
             flight.group, flight.ended = Group(flight.visit, rollouts, flight.verdict), self._clock
             if any(r.fate is None and r.reward is None for r in rollouts):

@@ -203,7 +203,7 @@ def _row(encoded: list[list[int]], eos: int) -> tuple[list[int], list[int]]:
     """
     if len(encoded) % 2:
         raise ValueError(
-            f"warmup: a demonstration of many turns is a list that alternates actions and observations and ends with an "
+            "warmup: a demonstration of many turns is a list that alternates actions and observations and ends with an "
             f"action, so its length is odd; got one of {len(encoded) - 1}"
         )
     ids, labels = list(encoded[0]), [IGNORED] * len(encoded[0])

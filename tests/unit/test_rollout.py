@@ -83,6 +83,7 @@ def run(
     rewarder.close()
     assert runner.pending == 0
     assert engine.pending == 0
+    assert len(engine._kept) == 0, "keys and values of ended rollouts"
     assert [g.visit.number for g in groups] == [0, 1, 2], "launch order"
     assert all([r.sibling for r in g.rollouts] == list(range(size)) for g in groups)
     return groups

@@ -13,6 +13,7 @@ from typing import Protocol
 import torch
 
 from .cache import Chunk, KVCache
+from .kept import Kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +47,13 @@ class Backend(Protocol):
     """Whether one prefill takes prompts of different lengths."""
 
     def prefill(self, prompts: list[tuple[int, ...]]) -> Prefilled: ...
+
+    def extend(self, tails: list[tuple[int, ...]], past: list[Kept]) -> Prefilled:
+        """Go on with sequences whose beginnings are kept; `tails` holds what is new of each, at least one token.
+
+        The tails have equal lengths unless `mixed_lengths`.
+        """
+        ...
 
     def decode(self, tokens_N: torch.Tensor, positions_N: torch.Tensor, cache: KVCache, chunks: list[Chunk]) -> Output:
         """Run one token of rows 0..N-1, write its keys and values to column `positions_N`, attend up to there."""

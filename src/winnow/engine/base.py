@@ -38,6 +38,10 @@ class Request:
     """64-bit noise key (see `winnow.noise`): token j is drawn with `uniform(key, j)`, whatever else runs."""
     checkpoints: tuple[int, ...] = ()
     """Ascending counts of sampled tokens at which a `Reached` event is wanted."""
+    keep: bool = False
+    """Another turn may follow: keep keys and values when the sequence ends. A later request of the same id whose prompt
+    begins with this prompt and what was sampled then pays only for what is new. Cancel the id when no turn follows. The
+    engine may forget; then the next turn is computed from its start."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +95,10 @@ class Engine(Protocol):
         ...
 
     def cancel(self, ids: Iterable[Hashable]) -> list[Finished]:
-        """Stop these sequences now; returns what they had, with stop_reason `cancelled`. Unknown ids are ignored."""
+        """Stop these sequences now; returns what they had, with stop_reason `cancelled`.
+
+        Forgets what was kept of them. Unknown ids are ignored.
+        """
         ...
 
     def step(self) -> list[Event]:

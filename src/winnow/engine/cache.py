@@ -69,6 +69,11 @@ class KVCache:
             0, rows, filled.masked_fill_(columns >= torch.tensor(lengths, device=rows.device)[:, None], -torch.inf)
         )
 
+    def copy_of(self, row: int, columns: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Keys and values of the first columns of a row, one [heads, columns, D] a layer."""
+        keys, values = ([t[row, :, :columns].clone() for t in tensors] for tensors in (self.keys, self.values))
+        return keys, values
+
     def move(self, target: torch.Tensor, source: torch.Tensor, columns: int) -> None:
         """Copy rows `source` to rows `target`, all at once: a permutation is fine."""
         for cached in self.keys + self.values:

@@ -12,6 +12,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
 from .backend import Output, Prefilled
 from .cache import Chunk, KVCache
+from .kept import Kept, causal_mask, stacked
 
 ORDINARY = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
 
@@ -40,14 +41,14 @@ def refuse_unsupported(model: Any, max_length: int | None) -> None:
 
 
 class _SlotLayer(CacheLayerMixin):
-    """One layer of `KVCache` as the model sees it during a decode step."""
+    """One layer of `KVCache`, or of kept sequences, as the model sees it when S tokens of each of N rows are run."""
 
-    def __init__(self, keys: torch.Tensor, values: torch.Tensor, positions_N: torch.Tensor, columns: int) -> None:
+    def __init__(self, keys: torch.Tensor, values: torch.Tensor, positions_NS: torch.Tensor, columns: int) -> None:
         super().__init__()
         self.keys, self.values = keys, values
         self.is_initialized = True
-        self._positions, self._columns = positions_N, columns
-        self._rows = torch.arange(len(positions_N), device=positions_N.device)
+        self._positions, self._columns = positions_NS, columns
+        self._rows = torch.arange(len(positions_NS), device=positions_NS.device)[:, None]
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Nothing to do: the cache is preallocated."""
@@ -58,15 +59,15 @@ class _SlotLayer(CacheLayerMixin):
         assert self.keys is not None
         assert self.values is not None
         n = len(self._rows)
-        self.keys[self._rows, :, self._positions] = key_states[:, :, 0]
-        self.values[self._rows, :, self._positions] = value_states[:, :, 0]
+        self.keys[self._rows, :, self._positions] = key_states.transpose(1, 2)
+        self.values[self._rows, :, self._positions] = value_states.transpose(1, 2)
         return self.keys[:n, :, : self._columns], self.values[:n, :, : self._columns]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self._columns, 0
 
     def get_seq_length(self) -> int:
-        return self._columns - 1
+        return self._columns - self._positions.shape[1]
 
     def get_max_length(self) -> int:
         return self._columns
@@ -120,17 +121,34 @@ class HFBackend:
             )
         return Prefilled([x.keys for x in layers], [x.values for x in layers], [len(p) for p in prompts], last)
 
+    def extend(self, tails: list[tuple[int, ...]], past: list[Kept]) -> Prefilled:
+        ids = torch.tensor(tails, device=self.device)
+        starts = torch.tensor([len(kept.tokens) for kept in past], device=self.device)
+        positions_BS = starts[:, None] + torch.arange(ids.shape[1], device=self.device)
+        keys = stacked([kept.keys for kept in past], ids.shape[1])
+        values = stacked([kept.values for kept in past], ids.shape[1])
+        mask = causal_mask(positions_BS, keys[0].shape[2], self.dtype)
+        last = self._cached(ids, positions_BS, keys, values, mask)
+        return Prefilled(keys, values, [int(p) + 1 for p in positions_BS[:, -1]], last)
+
     def decode(self, tokens_N: torch.Tensor, positions_N: torch.Tensor, cache: KVCache, chunks: list[Chunk]) -> Output:
         columns = max(chunk.columns for chunk in chunks)
         cache.open(positions_N, 1)
-        layers: list[Any] = [
-            _SlotLayer(k, v, positions_N, columns) for k, v in zip(cache.keys, cache.values, strict=True)
-        ]
+        mask = cache.mask[: len(tokens_N), None, None, :columns]
+        return self._cached(tokens_N[:, None], positions_N[:, None], cache.keys, cache.values, mask)
+
+    def _cached(
+        self,
+        ids_NS: torch.Tensor,
+        positions_NS: torch.Tensor,
+        keys: list[torch.Tensor],
+        values: list[torch.Tensor],
+        mask: torch.Tensor,
+    ) -> Output:
+        """Run tokens whose predecessors are in `keys` and `values`, which take in those of the tokens too."""
+        layers: list[Any] = [_SlotLayer(k, v, positions_NS, mask.shape[-1]) for k, v in zip(keys, values, strict=True)]
         return self._forward(
-            tokens_N[:, None],
-            past_key_values=Cache(layers=layers),
-            position_ids=positions_N[:, None],
-            attention_mask=cache.mask[: len(tokens_N), None, None, :columns],
+            ids_NS, past_key_values=Cache(layers=layers), position_ids=positions_NS, attention_mask=mask
         )
 
     def _check_cache(self) -> None:

@@ -14,6 +14,7 @@ import torch.nn.functional as F  # noqa: N812
 
 from .backend import Output, Prefilled
 from .cache import Chunk, KVCache
+from .kept import Kept, causal_mask, stacked
 
 CLASSES = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
 ROPE_TYPES = frozenset({"default", "linear", "llama3", "yarn"})
@@ -148,21 +149,52 @@ class LlamaBackend:
 
     def prefill(self, prompts: list[tuple[int, ...]]) -> Prefilled:
         B, P = len(prompts), max(map(len, prompts))
-        lengths = [len(p) for p in prompts]
-        ids = torch.tensor([p + (0,) * (P - len(p)) for p in prompts], device=self.device)
-        x = self._embedding[ids.view(-1)]
+        x = self._embedding[self._padded(prompts).view(-1)]
         rotation = self._rotation[:P].repeat(B, 1, 1)
         keys, values = [], []
         for layer in self._layers:
             q, k, v = (t.view(B, P, -1, self._size).transpose(1, 2) for t in self._qkv(layer, x, rotation))
             keys.append(k)
             values.append(v)
-            shared = self._heads != self._kv_heads
-            attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=1.0, enable_gqa=shared)
-            x.addmm_(attended.transpose(1, 2).reshape(B * P, -1), layer.out)
+            attended = self._attend_all(q, k, v, None)
+            x.addmm_(attended, layer.out)
             self._feed_forward(layer, x)
-        last = torch.tensor([i * P + length - 1 for i, length in enumerate(lengths)], device=self.device)
-        return Prefilled(keys, values, lengths, self._output(x[last]))
+        return Prefilled(keys, values, [len(p) for p in prompts], self._last(x, prompts))
+
+    def extend(self, tails: list[tuple[int, ...]], past: list[Kept]) -> Prefilled:
+        B, S = len(tails), max(map(len, tails))
+        starts = torch.tensor([len(kept.tokens) for kept in past], device=self.device)
+        positions_BS = starts[:, None] + torch.arange(S, device=self.device)
+        keys, values = stacked([kept.keys for kept in past], S), stacked([kept.values for kept in past], S)
+        mask = causal_mask(positions_BS, keys[0].shape[2], self.dtype)
+        rows = torch.arange(B, device=self.device)[:, None]
+        x = self._embedding[self._padded(tails).view(-1)]
+        rotation = self._rotation[positions_BS.view(-1)]
+        for layer, all_keys, all_values in zip(self._layers, keys, values, strict=True):
+            q, k, v = (t.view(B, S, -1, self._size) for t in self._qkv(layer, x, rotation))
+            all_keys[rows, :, positions_BS] = k
+            all_values[rows, :, positions_BS] = v
+            x.addmm_(self._attend_all(q.transpose(1, 2), all_keys, all_values, mask), layer.out)
+            self._feed_forward(layer, x)
+        lengths = [len(kept.tokens) + len(tail) for kept, tail in zip(past, tails, strict=True)]
+        return Prefilled(keys, values, lengths, self._last(x, tails))
+
+    def _padded(self, sequences: list[tuple[int, ...]]) -> torch.Tensor:
+        longest = max(map(len, sequences))
+        return torch.tensor([s + (0,) * (longest - len(s)) for s in sequences], device=self.device)
+
+    def _attend_all(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+        """Attention of every position, [B, heads, S, D] each, as [B * S, heads * D]; without a mask it is causal."""
+        shared = self._heads != self._kv_heads
+        attended = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None, scale=1.0, enable_gqa=shared
+        )
+        return attended.transpose(1, 2).reshape(q.shape[0] * q.shape[2], -1)
+
+    def _last(self, x: torch.Tensor, sequences: list[tuple[int, ...]]) -> Output:
+        longest = max(map(len, sequences))
+        last = torch.tensor([i * longest + len(s) - 1 for i, s in enumerate(sequences)], device=self.device)
+        return self._output(x[last])
 
     def decode(self, tokens_N: torch.Tensor, positions_N: torch.Tensor, cache: KVCache, chunks: list[Chunk]) -> Output:
         n, groups = len(tokens_N), self._heads // self._kv_heads

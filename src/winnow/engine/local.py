@@ -7,9 +7,9 @@ of their prompt), and samples for all of them. Sequences live in the first n slo
 from __future__ import annotations
 
 import itertools
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -19,11 +19,14 @@ from . import slots as col
 from .backend import Output, Prefilled, check_state
 from .base import Event, Finished, Reached, Request, SamplingParams
 from .cache import Chunk, KVCache, padded, plan
+from .kept import Kept, KeptSequences
 from .models import DTYPES, eos_ids, fixed_columns, longest, make_backend, tied_names
 from .requests import check_checkpoints, check_request
 from .sampling import Rows, sample
 from .slots import SlotTable, Stopwatch
 from .stops import StopTable
+
+T = TypeVar("T")
 
 PREFILL_TOKENS = 16_384
 """Prompt tokens of one prefill, padding included."""
@@ -106,6 +109,8 @@ class LocalEngine:
         )
         self._waiting: dict[Hashable, Request] = {}
         self._prompts: dict[tuple[int, ...], _Prompt] = {}
+        # With fixed slots nothing may depend on what else runs, so not on what had to make room either.
+        self._kept = KeptSequences(0 if fixed_slots else slots)
         self._steps = 0
         self._swaps = [(0, 0)]
         self._waste = 0
@@ -147,6 +152,7 @@ class LocalEngine:
         self._require_alive()
         events, rows = [], []
         for id_ in dict.fromkeys(ids):
+            self._kept.forget(id_)
             if id_ in self._waiting:
                 self._leave_queue(self._waiting.pop(id_))
                 empty = np.zeros(0)
@@ -172,6 +178,7 @@ class LocalEngine:
         self._backend.load(check_state(state, self._expected, self._tied))
         for prompt in self._prompts.values():
             prompt.prefilled = None  # computed by the old weights, and no running row needs it
+        self._kept.clear()
         self.version = version
         self._swaps.append((self._steps, version))
         oldest = self._table.ints[col.BORN, : self._table.n].min(initial=self._steps)
@@ -250,37 +257,49 @@ class LocalEngine:
         if not free:
             return []
         requests = list(itertools.islice(self._waiting.values(), free))
-        self._prefill(dict.fromkeys(r.prompt_ids for r in requests))
+        kept = {r.id: past for r in requests if (past := self._kept.take(r.id, r.prompt_ids))}
+        self._prefill(dict.fromkeys(r.prompt_ids for r in requests if r.id not in kept))
         batches: dict[int, tuple[Prefilled, list[int], list[Request]]] = {}
         for request in requests:
             del self._waiting[request.id]
             prompt = self._leave_queue(request)
+            if request.id in kept:
+                continue
             assert prompt.prefilled is not None
             _, index, members = batches.setdefault(id(prompt.prefilled), (prompt.prefilled, [], []))
             index.append(prompt.index)
             members.append(request)
-        return [self._insert(*batch) for batch in batches.values()]
+        outputs = [self._insert(*batch) for batch in batches.values()]
+        return outputs + self._go_on([r for r in requests if r.id in kept], kept)
+
+    def _go_on(self, requests: list[Request], kept: dict[Hashable, Kept]) -> list[Output]:
+        """Start further turns, of which only what is new goes through the model."""
+        tails = {r.id: r.prompt_ids[len(kept[r.id].tokens) :] for r in requests}
+        outputs = []
+        for group in self._together(requests, lambda r: tails[r.id]):
+            extended = self._backend.extend([tails[r.id] for r in group], [kept[r.id] for r in group])
+            outputs.append(self._insert(extended, list(range(len(group))), group))
+        return outputs
 
     def _prefill(self, prompts: Iterable[tuple[int, ...]]) -> None:
         """Run the prompts among these that have not been."""
-        todo = sorted((p for p in prompts if self._prompts[p].prefilled is None), key=len)
-        groups: list[list[tuple[int, ...]]] = []
-        for prompt in todo:
-            group = groups[-1] if groups else []
-            if group and self._prefill_together(group, prompt):
-                group.append(prompt)
-            else:
-                groups.append([prompt])
-        for group in groups:
+        for group in self._together([p for p in prompts if self._prompts[p].prefilled is None], lambda p: p):
             prefilled = self._backend.prefill(group)
             for index, prompt in enumerate(group):
                 self._prompts[prompt].prefilled, self._prompts[prompt].index = prefilled, index
 
-    def _prefill_together(self, group: list[tuple[int, ...]], prompt: tuple[int, ...]) -> bool:
-        if self.options.fixed_slots or len(prompt) * (len(group) + 1) > PREFILL_TOKENS:
-            return False
-        shortest = len(group[0])
-        return len(prompt) == shortest or (self._backend.mixed_lengths and len(prompt) <= 2 * shortest + 16)
+    def _together(self, items: list[T], tokens: Callable[[T], tuple[int, ...]]) -> list[list[T]]:
+        """Groups of what goes through the model in one pass, where `tokens` gives the new tokens of each."""
+        groups: list[list[T]] = []
+        for item in sorted(items, key=lambda i: len(tokens(i))):
+            group, length = groups[-1] if groups else [], len(tokens(item))
+            shortest = len(tokens(group[0])) if group else 0
+            alike = length == shortest or (self._backend.mixed_lengths and length <= 2 * shortest + 16)
+            if group and alike and not self.options.fixed_slots and length * (len(group) + 1) <= PREFILL_TOKENS:
+                group.append(item)
+            else:
+                groups.append([item])
+        return groups
 
     def _insert(self, prefilled: Prefilled, index: list[int], requests: list[Request]) -> Output:
         longest = max(len(r.prompt_ids) + r.params.max_tokens for r in requests)
@@ -310,6 +329,7 @@ class LocalEngine:
         for row in rows:
             reason = self._stop_reason(row)
             if reason:
+                self._keep(row)
                 ended.append(row)
                 events.append(self._finished(row, reason))
                 continue
@@ -320,6 +340,13 @@ class LocalEngine:
             self._table.rearm(row)
         self._remove(ended)
         return events
+
+    def _keep(self, row: int) -> None:
+        """Keys and values of all but the last token, which has not been through the model."""
+        request, (sampled, _) = self._table.requests[row], self._table.sampled(row)
+        if request.keep:
+            tokens = (*request.prompt_ids, *sampled[:-1].tolist())
+            self._kept.put(request.id, Kept(tokens, *self._cache.copy_of(row, len(tokens))))
 
     def _stop_reason(self, row: int) -> str:
         tokens, _ = self._table.sampled(row)

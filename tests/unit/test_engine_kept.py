@@ -1,0 +1,130 @@
+"""Keys and values kept between two turns: the same results as computing every turn from its start, for less."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from winnow.engine import Finished, LocalEngine, Request, SamplingParams
+from winnow.noise import noise_key
+
+from .engine_models import FUSED, GENERIC, VOCAB, make_model, plain_logits, plain_logp, run
+from .test_engine_local import make_engine
+
+TURNS = 3
+
+
+def dialogue(engine: LocalEngine, *, keep: bool, n: int = 5) -> list[list[Finished]]:
+    """`n` dialogues of some turns, prompts, actions and observations of different lengths; what was said, by turn."""
+    texts = [tuple(1 + (3 * i + j) % (VOCAB - 3) for j in range(3 + 4 * i)) for i in range(n)]
+    said: list[list[Finished]] = []
+    for turn in range(TURNS):
+        params = SamplingParams(2 + turn)
+        engine.submit(
+            Request(i, text, params, noise_key(0, i, turn), keep=keep and turn + 1 < TURNS)
+            for i, text in enumerate(texts)
+        )
+        done = run(engine)
+        said.append([done[i] for i in range(n)])
+        for i, finished in enumerate(said[-1]):
+            observation = tuple(7 + (i + j) % 20 for j in range(1 + (5 * i + turn) % 4))
+            texts[i] = (*texts[i], *finished.token_ids.tolist(), *observation)
+    return said
+
+
+class Counted:
+    """Tokens that went through the model to start turns."""
+
+    def __init__(self, engine: LocalEngine) -> None:
+        self.prefilled = self.extended = 0
+        backend: Any = engine._backend
+        prefill, extend = backend.prefill, backend.extend
+
+        def counting_prefill(prompts: Any) -> Any:
+            self.prefilled += sum(map(len, prompts))
+            return prefill(prompts)
+
+        def counting_extend(tails: Any, past: Any) -> Any:
+            self.extended += sum(map(len, tails))
+            return extend(tails, past)
+
+        backend.prefill, backend.extend = counting_prefill, counting_extend
+
+
+@pytest.mark.parametrize("name", [*FUSED, *GENERIC])
+def test_the_same_as_without_and_as_a_plain_forward_pass(name: str) -> None:
+    model = make_model(name)
+    with_, without = make_engine(model, slots=3), make_engine(model, slots=3)
+    for a, b in zip(dialogue(with_, keep=True), dialogue(without, keep=False), strict=True):
+        for x, y in zip(a, b, strict=True):
+            np.testing.assert_array_equal(x.token_ids, y.token_ids)
+            np.testing.assert_allclose(x.logp, y.logp, atol=1e-4)
+    prompt, params = tuple(range(1, 8)), SamplingParams(4)
+    with_.submit([Request("a", prompt, params, 1, keep=True)])
+    first = run(with_)["a"]
+    longer = (*prompt, *first.token_ids.tolist(), 9, 8, 7)
+    with_.submit([Request("a", longer, params, 2)])
+    second = run(with_)["a"]
+    expected = plain_logp(plain_logits(model, longer, second.token_ids), params, second.token_ids)
+    np.testing.assert_allclose(second.logp, expected, atol=1e-4)
+
+
+def test_only_what_is_new_goes_through_the_model() -> None:
+    engine = make_engine(make_model("qwen2"), slots=8)
+    counted = Counted(engine)
+    dialogue(engine, keep=True)
+    first_prompts, observations = (
+        sum(3 + 4 * i for i in range(5)),
+        [sum(1 + (5 * i + t) % 4 for i in range(5)) for t in (0, 1)],
+    )
+    assert counted.prefilled == first_prompts
+    assert counted.extended == sum(observations) + 2 * 5, "the observations, and the last token of every action"
+    assert len(engine._kept) == 0
+
+
+def test_it_keeps_no_more_than_there_are_slots_and_computes_the_rest_again() -> None:
+    model = make_model("qwen2")
+    engine, roomy = make_engine(model, slots=2), make_engine(model, slots=8)
+    counted = Counted(engine)
+    for a, b in zip(dialogue(engine, keep=True), dialogue(roomy, keep=True), strict=True):
+        assert all(x.token_ids.tolist() == y.token_ids.tolist() for x, y in zip(a, b, strict=True))
+    assert counted.prefilled > sum(3 + 4 * i for i in range(5))
+    assert counted.extended > 0
+
+
+@pytest.mark.parametrize("event", ["cancelled", "new weights", "another prompt", "fixed slots"])
+def test_what_is_kept_is_not_used_where_it_does_not_belong(event: str) -> None:
+    model, other = make_model("qwen2"), make_model("qwen2", seed=1)
+    engine = make_engine(model, slots=2, fixed_slots=event == "fixed slots")
+    prompt, params = (1, 2, 3, 4), SamplingParams(3)
+    request = Request("a", prompt, params, 1, keep=True)
+    engine.submit([request])
+    said = run(engine)["a"].token_ids.tolist()
+    assert len(engine._kept) == (event != "fixed slots")
+    longer = (*prompt, *said, 9)
+    if event == "cancelled":
+        engine.cancel(["a"])
+        assert len(engine._kept) == 0
+    if event == "new weights":
+        engine.load_weights(other.state_dict(), 1)
+        model = other
+    if event == "another prompt":
+        longer = (1, 2, 5, 4, *said, 9)
+    counted = Counted(engine)
+    engine.submit([replace(request, prompt_ids=longer, keep=False)])
+    done = run(engine)["a"]
+    assert (counted.prefilled, counted.extended) == (len(longer), 0)
+    np.testing.assert_allclose(
+        done.logp, plain_logp(plain_logits(model, longer, done.token_ids), params, done.token_ids), atol=1e-4
+    )
+
+
+def test_a_cancelled_turn_keeps_nothing() -> None:
+    engine = make_engine(make_model("qwen2"), slots=2)
+    engine.submit([Request("a", (1, 2), SamplingParams(9), 1, keep=True)])
+    engine.step()
+    assert [f.stop_reason for f in engine.cancel(["a"])] == ["cancelled"]
+    assert len(engine._kept) == 0
