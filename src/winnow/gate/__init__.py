@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from ..types import Checkpoint, EnvStep, Group, GroupView, Token, Verdict
 from .divergence import Divergence
+from .random_cut import RandomCut
 
 
 class Gate(Protocol):
@@ -45,5 +46,5 @@ def env_steps(at: Checkpoint | tuple[EnvStep, ...]) -> tuple[int, ...]:
     return (at.k,) if isinstance(at, EnvStep) else tuple(step.k for step in at)
 
 
-GATES: dict[str, type] = {"divergence": Divergence}
+GATES: dict[str, type] = {"divergence": Divergence, "random": RandomCut}
 """Name -> frozen dataclass of options with `build(seed) -> Gate`."""
