@@ -1,0 +1,76 @@
+"""What experiments share: arms and seeds as child processes, resumable, finished once their JSON file is there."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@dataclass(frozen=True)
+class Arm:
+    """A recipe and what is changed in it."""
+
+    name: str
+    recipe: str
+    overrides: tuple[str, ...] = ()
+
+
+def train(arm: Arm, seed: int, work: Path, extra: Sequence[str] = ()) -> Path:
+    """One run from the warm start of its seed, resumed if it was begun; returns its directory."""
+    from winnow.config import ConfigError, load_config
+    from winnow.trainer import Trainer
+
+    run = work / f"{arm.name}-s{seed}"
+    overrides = [*arm.overrides, f"model={work / f'warm-s{seed}'}", f"seed={seed}", f"output_dir={run}"]
+    overrides += ["save_steps=100", "save_total_limit=1", *extra]
+    config = load_config(ROOT / "recipes" / f"{arm.recipe}.yaml", overrides)
+    if not (run / "model").exists():
+        try:
+            trainer = Trainer.resume(run) if (run / "config.json").exists() else Trainer(config=config)
+        except ConfigError as error:
+            raise SystemExit(f"{run}: {error}") from None
+        trainer.train()
+    return run
+
+
+def write_json(path: Path, value: Any) -> None:
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(value, indent=1), encoding="utf-8")
+    os.replace(partial, path)
+
+
+def run_all(
+    script: str, stages: Sequence[Sequence[str]], seeds: Sequence[int], work: Path, jobs: int, *extra: str
+) -> bool:
+    """Every job that has left no `claim.json`, as `SCRIPT --one NAME SEED`: seed by seed, a stage after the other.
+
+    `jobs` run at a time, one thread each. Returns whether all of them succeeded.
+    """
+    work.mkdir(parents=True, exist_ok=True)
+    ok = True
+    for seed in seeds:
+        for stage in stages:
+            todo = [name for name in stage if not (work / f"{name}-s{seed}" / "claim.json").exists()]
+            calls = [["--one", name, str(seed), "--work", str(work), *extra] for name in todo]
+            with ThreadPoolExecutor(jobs) as pool:
+                ok &= all(list(pool.map(lambda call: _child(script, call), calls)))
+    return ok
+
+
+def _child(script: str, arguments: list[str]) -> bool:
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    started = time.monotonic()
+    done = subprocess.run([sys.executable, script, *arguments], env=environment, check=False)
+    state = "done" if done.returncode == 0 else f"FAILED ({done.returncode})"
+    print(f"{' '.join(arguments[1:3])}: {state}, {time.monotonic() - started:.0f} s", flush=True)
+    return done.returncode == 0
