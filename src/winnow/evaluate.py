@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -89,12 +90,21 @@ class Evaluator:
         return roll_out(RolloutRunner(self.engine, self.task, self.tokenizer, self.rewarder, options), prompts, n)
 
 
+MAX_LIVE = 512
+"""Environments of an evaluation that are alive at once: each may hold tens of megabytes."""
+
+
 def roll_out(runner: RolloutRunner, prompts: Sequence[Prompt], n: int, epoch: int = 0) -> list[Group]:
-    """Groups of `n` finished and scored rollouts, one a prompt, in order. `epoch` is part of the noise key."""
-    for number, prompt in enumerate(prompts):
-        runner.launch(Visit(number, epoch, prompt), n)
+    """Groups of `n` finished and scored rollouts, one a prompt, in order. `epoch` is part of the noise key.
+
+    Of tasks with many turns, no more than `MAX_LIVE` environments (one group at least) are alive at once.
+    """
+    most = max(1, MAX_LIVE // n) if runner.task.max_turns > 1 else len(prompts)
     groups: list[Group] = []
-    while runner.pending:
+    waiting = iter(enumerate(prompts))
+    while len(groups) < len(prompts):
+        for number, prompt in islice(waiting, most - runner.pending):
+            runner.launch(Visit(number, epoch, prompt), n)
         groups += runner.poll()
     return groups
 

@@ -303,3 +303,27 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_success(n: int, c: int, k: int
 def test_pass_at_k_refuses_nonsense(bad: tuple[int, int, int]) -> None:
     with pytest.raises(ValueError, match="pass_at_k"):
         pass_at_k(*bad)
+
+
+def test_an_evaluation_keeps_few_environments_alive_at_once(policy, monkeypatch) -> None:
+    monkeypatch.setattr("winnow.evaluate.MAX_LIVE", 8)
+    alive, most = 0, 0
+
+    class Counted(EchoEnv):
+        def reset(self) -> str | None:
+            nonlocal alive, most
+            alive += 1
+            most = max(most, alive)
+            return super().reset()
+
+        def close(self) -> None:
+            nonlocal alive
+            alive -= 1
+
+    task = ToyTask(make=lambda _: Counted(2))
+    engine, rewarder = LocalEngine(*policy, slots=64), Rewarder(())
+    evaluator = Evaluator(engine, task, policy[1], rewarder, seed=0)
+    found = evaluator.run(task.train, SamplingParams(40), n=4, max_prompt_length=32, greedy=False)
+    rewarder.close()
+    assert [g.prompt.id for g in found.groups] == [p.id for p in task.train]
+    assert (alive, most) == (0, 8)

@@ -1,0 +1,102 @@
+"""What it saves to keep keys and values between the turns of a rollout: both sides in one run, in turn.
+
+python benchmarks/turns.py --out benchmarks/results/turns.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, models
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from winnow.engine import Finished, LocalEngine, Request, SamplingParams
+from winnow.noise import noise_key
+
+SIZES = {"0.7M": (128, 384, 3, 4), "25M": (512, 1408, 8, 8)}
+"""Hidden size, inner size, layers, heads."""
+WORDS, PROMPT, ACTION, OBSERVATION = 512, 120, 6, 30
+"""Words known; tokens of the first prompt, of an action and of an observation: about those of a household text game."""
+
+
+def engine_of(size: str, slots: int) -> LocalEngine:
+    hidden, inner, layers, heads = SIZES[size]
+    torch.manual_seed(0)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel({f"w{i}": i for i in range(WORDS)}, unk_token="w0"))
+    )
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=WORDS,
+            hidden_size=hidden,
+            intermediate_size=inner,
+            num_hidden_layers=layers,
+            num_attention_heads=heads,
+            num_key_value_heads=heads // 4,
+            max_position_embeddings=2048,
+            eos_token_id=None,
+            bos_token_id=None,
+        )
+    )
+    return LocalEngine(model, tokenizer, slots=slots)
+
+
+def episodes(engine: LocalEngine, rollouts: int, turns: int, *, keep: bool) -> tuple[float, list[list[int]]]:
+    """Seconds for all turns of all rollouts, side by side, and what was sampled."""
+    texts = [[(7 * (i // 8) + j) % WORDS for j in range(PROMPT)] for i in range(rollouts)]
+    sampled: list[list[int]] = [[] for _ in range(rollouts)]
+    started = time.perf_counter()
+    for turn in range(turns):
+        engine.submit(
+            Request(i, tuple(text), SamplingParams(ACTION), noise_key(i, turn), keep=keep and turn + 1 < turns)
+            for i, text in enumerate(texts)
+        )
+        while engine.pending:
+            for event in engine.step():
+                assert isinstance(event, Finished)
+                said = event.token_ids.tolist()
+                sampled[event.id] += said  # type: ignore[index]
+                texts[event.id] += [*said, *((turn + j) % WORDS for j in range(OBSERVATION))]  # type: ignore[index]
+    return time.perf_counter() - started, sampled
+
+
+def compare(size: str, turns: int, rollouts: int, repeats: int) -> dict[str, Any]:
+    engine = engine_of(size, rollouts)
+    ratios, same = [], []
+    for _ in range(repeats):
+        again, a = episodes(engine, rollouts, turns, keep=False)
+        kept, b = episodes(engine, rollouts, turns, keep=True)
+        ratios.append(again / kept)
+        same.append(sum(x == y for x, y in zip(a, b, strict=True)) / rollouts)
+    return {
+        "model": size,
+        "turns": turns,
+        "rollouts": rollouts,
+        "ratio": {"median": statistics.median(ratios), "min": min(ratios), "max": max(ratios)},
+        "same_tokens": min(same),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=1)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    results = []
+    for size, turns, rollouts in (("0.7M", 10, 64), ("0.7M", 30, 64), ("25M", 10, 32)):
+        results.append(compare(size, turns, rollouts, options.repeats))
+        print(json.dumps(results[-1]), flush=True)
+    if options.out:
+        options.out.write_text(json.dumps(results, indent=1), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
