@@ -11,7 +11,7 @@ import sys
 import pytest
 
 from winnow.env import ENVS
-from winnow.env.base import Demonstrator, Task
+from winnow.env.base import Demonstrator, Env, OverlappingEnv, Task
 from winnow.reward import Rewarder
 from winnow.types import Prompt
 
@@ -19,7 +19,12 @@ OPTIONS = {
     "countdown": [{"train_size": 30, "test_size": 10}, {"train_size": 30, "test_size": 10, "style": "expression"}],
     "reasoning_gym": [{"task": "gcd", "train_size": 12, "test_size": 4}],
     "dataset": [{"test_size": 3}],
+    "textworld": [
+        {"options": {"level": 1}, "train_size": 1, "test_size": 1, "style": style} for style in ("words", "react")
+    ],
 }
+EXTRAS = {"textworld"}
+"""Tasks whose package is an extra of that name."""
 
 
 def cases():
@@ -30,9 +35,18 @@ def test_every_table_entry_is_tried():
     assert set(OPTIONS) == set(ENVS)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def cache(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("WINNOW_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
 @pytest.fixture(params=cases(), ids=lambda case: f"{case[0]}-{case[1].get('style', '')}")
 def config(request, tmp_path):
     name, options = request.param
+    if name in EXTRAS:
+        pytest.importorskip(name)
     if name == "dataset":
         path = tmp_path / "rows.jsonl"
         path.write_text("\n".join(json.dumps({"prompt": f"p{i}", "answer": i}) for i in range(12)))
@@ -61,7 +75,8 @@ def test_task_keeps_the_protocol(config):
             json.dumps(dict(prompt.columns))
     contents = [{json.dumps([p.text, p.messages]) for p in part} for part in (task.train, task.test)]
     assert not contents[0] & contents[1]
-    assert task.make_env(task.train[0]) is None
+    env = task.make_env(task.train[0])
+    assert env is None if task.max_turns == 1 else isinstance(env, Env | OverlappingEnv)
     again = config.build()
     assert again.train == task.train
     assert again.test == task.test
@@ -77,7 +92,9 @@ def test_demonstrators_show_what_their_vocabulary_holds(config):
     if not isinstance(task, Demonstrator) or task.train[0].text is None:
         return
     prompt, completion = next(task.demonstrations(0))
-    assert {*prompt.split(), *completion.split()} <= set(task.vocabulary())
+    said = [completion] if isinstance(completion, str) else completion
+    assert len(said) % 2
+    assert {word for text in (prompt, *said) for word in text.split()} <= set(task.vocabulary())
 
 
 def test_table_is_lazy():

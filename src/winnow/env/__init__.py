@@ -29,6 +29,7 @@ ENVS: Mapping[str, type] = LazyTable(
         "countdown": ".countdown:CountdownConfig",
         "reasoning_gym": ".reasoning_gym:ReasoningGymConfig",
         "dataset": ".dataset:DatasetConfig",
+        "textworld": ".textworld.task:TextWorldConfig",
     }
 )
 """Name -> frozen dataclass of options with `build() -> Task`."""

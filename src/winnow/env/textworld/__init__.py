@@ -1,0 +1,1 @@
+"""Text games of the package textworld."""
