@@ -44,6 +44,11 @@ class Sibling:
     def waiting(self) -> bool:
         return self.waiting_since is not None
 
+    @property
+    def progress(self) -> float | None:
+        """The last that its environment gave."""
+        return next((t.progress for t in reversed(self.turns) if t.progress is not None), None)
+
     def leave_barrier(self) -> None:
         if self.waiting_since is not None:
             self.barrier_wait_s += time.monotonic() - self.waiting_since

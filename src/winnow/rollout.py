@@ -233,6 +233,11 @@ class RolloutRunner:
         """The environment has answered the sibling's last turn."""
         turn = sibling.turns[-1]
         turn.observation, turn.canonical = result.observation, result.action
+        try:
+            turn.progress = result.progress
+        except (TypeError, ValueError) as error:
+            self._fail(sibling, f"the environment gave a progress that is none: {error}")
+            return
         if result.reward is not None:
             sibling.reward = float(result.reward)
             if not abs(sibling.reward) <= LARGEST:
@@ -330,6 +335,7 @@ class RolloutRunner:
             observations=tuple(tuple(t.observation or "" for t in s.turns) for s in flight.gated),
             running=tuple(s.running for s in flight.gated),
             failed=tuple(s.rollout is not None and s.rollout.fate == Fate.FAILED for s in flight.gated),
+            progress=tuple(s.progress for s in flight.gated),
             **reached,
         )
 

@@ -87,6 +87,8 @@ class Turn:
     stop_reason: str
     canonical: str | None = None
     """The action in the environment's own normal form; None: it gave none."""
+    progress: float | None = None
+    """How far the environment says the task has come, in [0, 1]; None: it does not say."""
 
 
 @dataclass(slots=True)
@@ -188,3 +190,5 @@ class GroupView:
     """float32 [n]: sampler log-probabilities of `sibling` so far."""
     failed: tuple[bool, ...] = ()
     """Per sibling, whether it failed: no evidence of what the policy does."""
+    progress: tuple[float | None, ...] = ()
+    """Per sibling, the last progress number that its environment gave; None: none so far."""

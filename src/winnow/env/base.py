@@ -26,8 +26,17 @@ class StepResult:
     """The reward so far; the last one given counts. None throughout: the reward functions decide, or it is 0."""
     done: bool = False
     info: Mapping[str, Any] = field(default_factory=dict)
+    """Known here: `progress`, a number in [0, 1], how far the task has come; gates may look at it."""
     action: str | None = None
     """The action in the environment's own normal form, which gates compare; None: the text as it was given."""
+
+    @property
+    def progress(self) -> float | None:
+        """`info["progress"]`. Raises TypeError or ValueError when it is no number in [0, 1]."""
+        given = self.info.get("progress")
+        if given is not None and not 0 <= float(given) <= 1:
+            raise ValueError(f"{given} is not in [0, 1]")
+        return None if given is None else float(given)
 
 
 @runtime_checkable
