@@ -153,14 +153,13 @@ def _teach(
     try:
         with Progress(transient=True) as progress:
             bar = progress.add_task("warm start", total=config.max_steps)
-            for step, (ids_BT, labels_BT) in enumerate(islice(batches, config.max_steps)):
-                loss = _loss(model, ids_BT, labels_BT)
-                loss.backward()
+            for step, batch in enumerate(islice(batches, config.max_steps)):
+                loss = _backward(model, batch)
                 torch.nn.utils.clip_grad_norm_(model.parameters(), config.max_grad_norm)
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=True)
                 schedule.step()
-                losses.append(loss.item())
+                losses.append(loss)
                 if not losses[-1] < float("inf"):
                     raise FloatingPointError(f"warmup: loss is {losses[-1]} at step {step}; lower learning_rate")
                 progress.update(bar, advance=1, description=f"warm start, loss {losses[-1]:.3f}")
@@ -179,21 +178,51 @@ def _lr_share(step: int, config: WarmupConfig) -> float:
     return 1.0 - (1.0 - config.final_lr_share) * min(1.0, progress)
 
 
-def _batches(
-    task: Demonstrator, tokenizer: PreTrainedTokenizerFast, config: WarmupConfig
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Endless (int64 ids [B,T], int64 labels [B,T]), padded on the right; labels are `IGNORED` off what is taught."""
+Rows = tuple[torch.Tensor, torch.Tensor]
+"""int64 ids [B,T] and labels [B,T], padded on the right; labels are `IGNORED` off what is taught."""
+
+
+def _batches(task: Demonstrator, tokenizer: PreTrainedTokenizerFast, config: WarmupConfig) -> Iterator[list[Rows]]:
+    """Endless batches, each cut into parts of similar lengths where lengths differ much."""
     demonstrations = iter(task.demonstrations(config.seed))
     while True:
         pairs = [(p, [c] if isinstance(c, str) else c) for p, c in islice(demonstrations, config.batch_size)]
         encoded = iter(tokenizer([text for prompt, parts in pairs for text in (prompt, *parts)])["input_ids"])
         rows = [_row(list(islice(encoded, 1 + len(parts))), tokenizer.eos_token_id) for _, parts in pairs]
-        length = max(len(ids) for ids, _ in rows)
-        if length > config.max_positions:
-            raise ValueError(f"warmup: a demonstration of {length} tokens exceeds max_positions={config.max_positions}")
-        ids_BT = torch.tensor([ids + [tokenizer.pad_token_id] * (length - len(ids)) for ids, _ in rows])
-        labels_BT = torch.tensor([labels + [IGNORED] * (length - len(labels)) for _, labels in rows])
-        yield ids_BT, labels_BT
+        longest = max(len(ids) for ids, _ in rows)
+        if longest > config.max_positions:
+            raise ValueError(
+                f"warmup: a demonstration of {longest} tokens exceeds max_positions={config.max_positions}"
+            )
+        yield [_padded(part, tokenizer.pad_token_id) for part in _parts(rows)]
+
+
+def _parts(rows: list[tuple[list[int], list[int]]]) -> list[list[tuple[list[int], list[int]]]]:
+    """The rows themselves, or parts in which no row is much longer than another."""
+    parts: list[list[tuple[list[int], list[int]]]] = []
+    for row in sorted(rows, key=lambda r: len(r[0])):
+        if parts and len(row[0]) <= 2 * len(parts[-1][0][0]) + 16:
+            parts[-1].append(row)
+        else:
+            parts.append([row])
+    return parts if len(parts) > 1 else [rows]
+
+
+def _padded(rows: list[tuple[list[int], list[int]]], pad: int) -> Rows:
+    length = max(len(ids) for ids, _ in rows)
+    ids_BT = torch.tensor([ids + [pad] * (length - len(ids)) for ids, _ in rows])
+    return ids_BT, torch.tensor([labels + [IGNORED] * (length - len(labels)) for _, labels in rows])
+
+
+def _backward(model: LlamaForCausalLM, batch: list[Rows]) -> float:
+    """Gradient of the mean over all labels of the batch; returns that mean."""
+    labels = [int((labels_BT[:, 1:] != IGNORED).sum()) for _, labels_BT in batch]
+    mean = 0.0
+    for (ids_BT, labels_BT), n in zip(batch, labels, strict=True):
+        loss = _loss(model, ids_BT, labels_BT) * (n / sum(labels))
+        loss.backward()
+        mean += loss.item()
+    return mean
 
 
 def _row(encoded: list[list[int]], eos: int) -> tuple[list[int], list[int]]:

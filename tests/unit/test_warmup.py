@@ -10,7 +10,17 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from winnow.env.countdown import CountdownConfig
-from winnow.warmup import IGNORED, WarmupConfig, _batches, _loss, _lr_share, small_model, warmup, word_tokenizer
+from winnow.warmup import (
+    IGNORED,
+    WarmupConfig,
+    _backward,
+    _batches,
+    _loss,
+    _lr_share,
+    small_model,
+    warmup,
+    word_tokenizer,
+)
 
 TINY = WarmupConfig(
     max_steps=3, batch_size=4, hidden_size=32, intermediate_size=32, num_layers=1, num_heads=2, threads=1
@@ -87,7 +97,7 @@ class Uneven:
 def test_loss_counts_completion_and_eos_only():
     config = WarmupConfig(batch_size=2, hidden_size=32, intermediate_size=32, num_layers=1, num_heads=2)
     tokenizer = word_tokenizer(Uneven().vocabulary(), 16)
-    ids_BT, labels_BT = next(_batches(Uneven(), tokenizer, config))
+    ids_BT, labels_BT = next(_batches(Uneven(), tokenizer, config))[0]
     eos, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
     a, b, c, d = tokenizer.convert_tokens_to_ids(list("abcd"))
     assert ids_BT.tolist() == [[a, b, c, eos, pad], [a, b, c, d, eos]]
@@ -118,10 +128,47 @@ class TwoTurns:
 def test_of_many_turns_actions_are_taught_and_observations_are_not():
     task = TwoTurns(["c", "d e", "f a"])
     tokenizer = word_tokenizer(task.vocabulary(), 16)
-    ids_BT, labels_BT = next(_batches(task, tokenizer, TINY))
+    ids_BT, labels_BT = next(_batches(task, tokenizer, TINY))[0]
     assert tokenizer.decode(ids_BT[0]) == "a b c <eos> d e f a <eos>"
     eos, (c, f, a) = tokenizer.eos_token_id, tokenizer.encode("c f a")
     assert labels_BT[0].tolist() == [IGNORED, IGNORED, c, eos, IGNORED, IGNORED, f, a, eos]
+
+
+class Ragged:
+    """Completions of 2 and of 60 words."""
+
+    def demonstrations(self, seed):
+        while True:
+            yield "a", "b c"
+            yield "a b", " ".join("bcd" * 20)
+
+    def vocabulary(self):
+        return list("abcd")
+
+
+def test_rows_of_very_different_lengths_are_not_padded_to_each_other_and_count_the_same():
+    config = WarmupConfig(batch_size=4, hidden_size=32, intermediate_size=32, num_layers=1, num_heads=2)
+    tokenizer = word_tokenizer(Ragged().vocabulary(), 128)
+    batch = next(_batches(Ragged(), tokenizer, config))
+    assert [tuple(ids_BT.shape) for ids_BT, _ in batch] == [(2, 4), (2, 63)]
+    torch.manual_seed(0)
+    model = small_model(tokenizer, config).double()
+    mean = _backward(model, batch)
+    got = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    terms = torch.cat(
+        [
+            torch.nn.functional.cross_entropy(
+                model(ids_BT[:, :-1]).logits.flatten(0, 1), labels_BT[:, 1:].flatten(), reduction="none"
+            )[labels_BT[:, 1:].flatten() != IGNORED]
+            for ids_BT, labels_BT in batch
+        ]
+    )
+    assert len(terms) == 2 * 3 + 2 * 61
+    terms.mean().backward()
+    assert mean == pytest.approx(terms.mean().item(), abs=1e-12)
+    for a, p in zip(got, model.parameters(), strict=True):
+        torch.testing.assert_close(a, p.grad, atol=1e-12, rtol=0)
 
 
 def test_a_demonstration_must_end_with_an_action():
