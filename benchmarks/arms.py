@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,6 +48,23 @@ def write_json(path: Path, value: Any) -> None:
     partial = path.with_suffix(".partial")
     partial.write_text(json.dumps(value, indent=1), encoding="utf-8")
     os.replace(partial, path)
+
+
+def fill(docs: Path, tables: Mapping[str, str]) -> None:
+    """Replace what stands between `<!-- name -->` and `<!-- end -->`. Exits when there is no such place."""
+    text = docs.read_text(encoding="utf-8")
+    for name, table in tables.items():
+        pattern = rf"(<!-- {name} -->\n).*?(<!-- end -->)"
+        if not re.search(pattern, text, flags=re.DOTALL):
+            raise SystemExit(f"{docs}: has no place for the table '{name}' (<!-- {name} --> ... <!-- end -->)")
+        text = re.sub(pattern, lambda m, t=table: f"{m[1]}{t}{m[2]}", text, flags=re.DOTALL)
+    docs.write_text(text, encoding="utf-8")
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """As Markdown."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "".join("| " + " | ".join(line) + " |\n" for line in lines)
 
 
 def run_all(

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import claims_figures as f
+from arms import fill, table
 from claims_figures import Interval, Run, Runs
 
 GRESO = ("dapo-fixed", "dapo-adaptive", "dapo", "greso", "greso-exact")
@@ -32,13 +32,7 @@ def write_figures(work: Path, arms: Sequence[str], *, out: Path | None, docs: Pa
         curves = {arm: f.curve(by_seed) for arm, by_seed in runs.items()}
         out.write_text(json.dumps({"warm start": warm, "runs": figures, "curves": curves}, indent=1), encoding="utf-8")
     if docs is not None:
-        text = docs.read_text(encoding="utf-8")
-        for name, table in tables(runs, warm).items():
-            pattern = rf"(<!-- {name} -->\n).*?(<!-- end -->)"
-            if not re.search(pattern, text, flags=re.DOTALL):
-                raise SystemExit(f"{docs}: has no place for the table '{name}' (<!-- {name} --> ... <!-- end -->)")
-            text = re.sub(pattern, lambda m, t=table: f"{m[1]}{t}{m[2]}", text, flags=re.DOTALL)
-        docs.write_text(text, encoding="utf-8")
+        fill(docs, tables(runs, warm))
         draw(runs, docs.with_suffix(".png"))
 
 
@@ -53,11 +47,6 @@ def tables(runs: Runs, warm: dict[int, dict[str, float]]) -> dict[str, str]:
         "objectives": _objectives(runs),
         "composed": _composed(runs),
     }
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "".join("| " + " | ".join(line) + " |\n" for line in lines)
 
 
 def _text(value: Interval | None, form: str = "{:.3f}", scale: float = 1.0) -> str:
@@ -100,7 +89,7 @@ def _greso(runs: Runs, arms: Sequence[str]) -> str:
         )
     head = ["arm", "seeds", "final pass@1", "difference", "rollouts, all steps", "rollouts to DAPO's final pass@1"]
     head += ["to 95% of it", "tokens to 95% of it", "effective share, first tenth", "last tenth"]
-    return _table(head, rows)
+    return table(head, rows)
 
 
 def _targets(runs: Runs) -> str:
@@ -123,7 +112,7 @@ def _targets(runs: Runs) -> str:
             ]
         )
     head = ["arm", "seeds", "final pass@1", "rollouts", "easy share, second half", "hard share", "p_easy at the end"]
-    return _table([*head, "p_hard", "swing of the zero-variance share"], rows)
+    return table([*head, "p_hard", "swing of the zero-variance share"], rows)
 
 
 def _active(runs: Runs) -> str:
@@ -148,7 +137,7 @@ def _active(runs: Runs) -> str:
             ]
         )
     head = ["arm", "seeds", "final pass@1", "difference to uniform", "difference, mean over training", "rollouts"]
-    return _table([*head, "f_zero, first tenth", "last tenth", "eta_eff, last tenth", "gradient norm"], rows)
+    return table([*head, "f_zero, first tenth", "last tenth", "eta_eff, last tenth", "gradient norm"], rows)
 
 
 def _adaptive_k(runs: Runs) -> str:
@@ -158,7 +147,7 @@ def _adaptive_k(runs: Runs) -> str:
             at, shares = f.fired_at(run), f.around_firing(run)
             drop = f"{shares[0]:.0%} -> {shares[1]:.0%}" if shares else "–"
             rows.append([arm, str(seed), "never" if at is None else str(at), drop])
-    return _table(["arm", "seed", "fired at step", "f_zero in the 20 steps before -> after"], rows)
+    return table(["arm", "seed", "fired at step", "f_zero in the 20 steps before -> after"], rows)
 
 
 def _deployment(runs: Runs, warm: dict[int, dict[str, float]]) -> str:
@@ -173,7 +162,7 @@ def _deployment(runs: Runs, warm: dict[int, dict[str, float]]) -> str:
 
     rows = [row("warm start", list(warm.values()))] if warm else []
     rows += [row(arm, [run.deployed for run in by_seed.values()]) for arm, by_seed in runs.items()]
-    return _table(["arm", "seeds", "pass@1", "pass@16", "pass@16 / pass@1"], rows)
+    return table(["arm", "seeds", "pass@1", "pass@16", "pass@16 / pass@1"], rows)
 
 
 def _objectives(runs: Runs) -> str:
@@ -197,7 +186,7 @@ def _objectives(runs: Runs) -> str:
             ]
         )
     head = ["arm", "seeds", "pass@1, T = 1", "pass@8, T = 1", "difference", "pass@16, deployment", "difference"]
-    return _table(head, rows)
+    return table(head, rows)
 
 
 def _composed(runs: Runs) -> str:
@@ -224,7 +213,7 @@ def _composed(runs: Runs) -> str:
         "tokens, all steps",
         "tokens to uniform's final pass@1: of DAPO's, fixed rounds",
     ]
-    return _table([*head, "of DAPO's with exact refill", "to 95% of DAPO's final pass@1, of DAPO's"], rows)
+    return table([*head, "of DAPO's with exact refill", "to 95% of DAPO's final pass@1, of DAPO's"], rows)
 
 
 def draw(runs: Runs, path: Path) -> None:

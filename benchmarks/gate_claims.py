@@ -1,0 +1,154 @@
+"""The mid-trajectory gate in TextWorld games, in the paper's three tiers: every arm for every seed, then the tables.
+
+A warm start a seed; one calibration of the gate, on groups of the first seed's warm start; then tiers 1 and 2 and the
+training runs of tier 3. What is finished is not done again, and a run that was cut off is resumed.
+
+    python benchmarks/gate_claims.py --out benchmarks/results/gate_claims.json --docs docs/claims.md
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import yaml
+from arms import ROOT, Arm, run_all, train, write_json
+
+RECIPE = "textworld"
+WARM = {"max_steps": 400, "batch_size": 64, "learning_rate": 2e-3, "num_layers": 2, "max_positions": 1024, "threads": 1}
+CALIBRATION = {"prompts": 128, "epochs": 2, "precision": 0.8}
+TIERS = {"prompts": 128, "repeats": 3}
+GATE = "gates=[{gate}]"
+"""`{gate}` is what the calibration found."""
+WITHOUT_ZERO = "filter={name: zero_variance, refill: false}"
+ARMS = (
+    Arm("grpo", RECIPE),
+    Arm("gate", RECIPE, (GATE,)),
+    Arm("dapo", RECIPE, (WITHOUT_ZERO,)),
+    Arm("gate-dapo", RECIPE, (GATE, WITHOUT_ZERO)),
+    Arm("gate-or", RECIPE, ("gates=[{gate_or}]",)),
+    Arm("random-cut", RECIPE, ("gates=[{random}]",)),
+)
+
+
+def config_of(seed: int, work: Path, overrides: tuple[str, ...] = ()) -> Any:
+    from winnow.config import load_config
+
+    own = (f"model={work / f'warm-s{seed}'}", f"seed={seed}", f"output_dir={work / 'unused'}")
+    return load_config(ROOT / "recipes" / f"{RECIPE}.yaml", [*overrides, *own])
+
+
+def warm_start(seed: int, work: Path) -> None:
+    from winnow.build import build_demonstrator
+    from winnow.warmup import WarmupConfig, warmup
+
+    path = work / f"warm-s{seed}"
+    said: dict[str, Any] = {"model": str(path)}
+    if not (path / "config.json").exists():
+        said |= warmup(build_demonstrator(_recipe()["env"]), path, config=WarmupConfig(seed=seed, **WARM))  # type: ignore[arg-type]
+    write_json(path / "claim.json", said)
+
+
+def calibrate(work: Path) -> None:
+    """The gate of all arms: the edit distance's best step and threshold under the precision floor, as in the paper."""
+    from gate_tiers import recorded
+
+    from winnow.gate.recording import rows_of
+    from winnow.replay import read_recorded
+    from winnow.replay_stats import Bound
+    from winnow.replay_stats import calibrate as run
+
+    path = work / "calibration-s0"
+    path.mkdir(exist_ok=True)
+    config = config_of(0, work)
+    groups = recorded(config, CALIBRATION["prompts"], CALIBRATION["epochs"])  # type: ignore[arg-type]
+    horizon = config.env["max_turns"]
+    rows = [
+        row
+        for g in groups
+        if all(r.reward is not None for r in g.siblings)
+        for row in rows_of(g, range(2, horizon - 2))
+    ]
+    table = path / "gate.jsonl"
+    table.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    found = run(read_recorded(table), Bound(CALIBRATION["precision"], None), horizon)
+    write_json(path / "claim.json", asdict(found))
+
+
+def gates(work: Path) -> dict[str, str]:
+    """The gates of the arms, as configuration text."""
+    found = json.loads((work / "calibration-s0" / "claim.json").read_text(encoding="utf-8"))["chosen"]
+    gate = {"name": "divergence", "signal": found["signal"], "k": found["k"], "threshold": found["threshold"]}
+    share = found["cut"] / found["groups"]
+    random = {"name": "random", "k": found["k"], "share": round(share, 3)}
+    return {"gate": json.dumps(gate), "gate_or": json.dumps(gate | {"termination": 0.9}), "random": json.dumps(random)}
+
+
+def tiers(seed: int, work: Path) -> None:
+    from gate_tiers import tier_1_and_2
+
+    path = work / f"tiers-s{seed}"
+    path.mkdir(exist_ok=True)
+    gate = json.loads(gates(work)["gate"])
+    write_json(path / "claim.json", tier_1_and_2(config_of(seed, work), gate, TIERS["prompts"], TIERS["repeats"]))
+
+
+def train_arm(arm: Arm, seed: int, work: Path) -> None:
+    text = gates(work)
+    filled = Arm(arm.name, arm.recipe, tuple(_filled(o, text) for o in arm.overrides))
+    run = train(filled, seed, work)
+    write_json(run / "claim.json", {"arm": arm.name, "seed": seed, "overrides": filled.overrides})
+
+
+def _filled(override: str, text: dict[str, str]) -> str:
+    for name, gate in text.items():
+        override = override.replace(f"{{{name}}}", gate)
+    return override
+
+
+def _recipe() -> dict[str, Any]:
+    loaded: dict[str, Any] = yaml.safe_load((ROOT / "recipes" / f"{RECIPE}.yaml").read_text(encoding="utf-8"))
+    return loaded
+
+
+def one(name: str, seed: int, work: Path) -> None:
+    if name == "warm":
+        warm_start(seed, work)
+    elif name == "calibration":
+        calibrate(work)
+    elif name == "tiers":
+        tiers(seed, work)
+    else:
+        train_arm(next(arm for arm in ARMS if arm.name == name), seed, work)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3])
+    parser.add_argument("--arms", nargs="+", default=["tiers", *(arm.name for arm in ARMS)])
+    parser.add_argument("--jobs", type=int, default=2, help="runs at a time, one thread each")
+    parser.add_argument("--work", type=Path, default=ROOT / "runs" / "gate-claims")
+    parser.add_argument("--out", type=Path, help="JSON file for the figures")
+    parser.add_argument("--docs", type=Path, help="Markdown file whose tables are replaced")
+    parser.add_argument("--one", nargs=2, metavar=("NAME", "SEED"), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if unknown := set(options.arms) - {"tiers", *(arm.name for arm in ARMS)}:
+        parser.error(f"unknown arms {sorted(unknown)}")
+    if options.one:
+        one(options.one[0], int(options.one[1]), options.work)
+        return
+    ok = run_all(__file__, [["warm"], ["calibration"]], [0], options.work, 1)
+    ok = ok and run_all(__file__, [["warm"], options.arms], options.seeds, options.work, options.jobs)
+    if options.out or options.docs:
+        from gate_tables import write_figures
+
+        write_figures(options.work, [arm.name for arm in ARMS], out=options.out, docs=options.docs)
+    sys.exit(0 if ok else 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,165 @@
+"""Tiers 1 and 2 of the mid-trajectory gate: the same rollouts with and without it, and updates over a fixed buffer."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from winnow.build import build_loss, build_policy, build_task, learner_of, sampling_params, step_options
+from winnow.config import RunConfig, method
+from winnow.correct import STEP_SCALES
+from winnow.env.base import Task
+from winnow.evaluate import roll_out
+from winnow.filter.zero_variance import is_zero_variance
+from winnow.gate import GATES, Gate
+from winnow.gate.divergence import Divergence
+from winnow.replay_stats import RESAMPLES
+from winnow.rollout import RolloutOptions, RolloutRunner
+from winnow.standalone import opened
+from winnow.step import OptimizerStep
+from winnow.types import Group
+
+BUFFER_STREAM = 11
+"""Keeps the noise of recorded groups apart from that of training."""
+STEPS, GROUPS_A_STEP = 20, 4
+"""Of tier 2, as in the paper."""
+
+
+class Arena:
+    """A policy and what it plays, for rollouts without updates."""
+
+    def __init__(self, config: RunConfig, task: Task, opened_: Any) -> None:
+        self.config, self.task = config, task
+        self.policy, self.engine, self.rewarder = opened_
+
+    def groups(self, n: int, gates: Sequence[Gate] = (), *, epoch: int = 0) -> tuple[list[Group], float]:
+        """Groups of the first `n` training prompts, and the seconds it took. Equal epochs have equal noise."""
+        c = self.config
+        options = RolloutOptions(sampling_params(c), c.max_prompt_length, c.seed, BUFFER_STREAM)
+        runner = RolloutRunner(self.engine, self.task, self.policy.tokenizer, self.rewarder, options, gates)
+        started = time.perf_counter()
+        found = roll_out(runner, self.task.train[:n], c.num_generations, epoch)
+        return found, time.perf_counter() - started
+
+
+def recorded(config: RunConfig, n: int, epochs: int) -> list[Group]:
+    """Groups that ran to their end, to calibrate a gate on."""
+    task = build_task(config.env)
+    with opened(config, task) as parts:
+        arena = Arena(config, task, parts)
+        return [g for epoch in range(epochs) for g in arena.groups(n, epoch=100 + epoch)[0]]
+
+
+def tier_1_and_2(config: RunConfig, gate: dict[str, Any], n: int, repeats: int) -> dict[str, Any]:
+    """Both tiers on `n` prompts; the un-gated groups of tier 1 are the buffer of tier 2."""
+    task = build_task(config.env)
+    with opened(config, task) as parts:
+        arena = Arena(config, task, parts)
+        arena.groups(min(n, 8), epoch=99)  # processes and games are loaded
+        seconds: list[tuple[float, float]] = []
+        for repeat in range(repeats):
+            arms: dict[bool, tuple[list[Group], float]] = {}
+            for gated in (False, True) if repeat % 2 else (True, False):
+                gates = [method(GATES, gate, "gates").build(config.seed)] if gated else []
+                arms[gated] = arena.groups(n, gates)
+            seconds.append((arms[False][1], arms[True][1]))
+    base, gated_groups = arms[False][0], arms[True][0]
+    return {
+        "tier1": tier_1(base, gated_groups, seconds, Divergence(**{k: v for k, v in gate.items() if k != "name"})),
+        "tier2": tier_2(config, base, [g.verdict.keep for g in gated_groups]),
+    }
+
+
+def tier_1(
+    base: Sequence[Group], gated: Sequence[Group], seconds: Sequence[tuple[float, float]], gate: Divergence
+) -> dict[str, Any]:
+    """What the gate saves and gets wrong, `base` being the truth. Intervals: 95%, prompts resampled."""
+    cut = np.array([not g.verdict.keep for g in gated])
+    zero = np.array([_zero_variance(g) for g in base])
+    tokens = np.array([[_tokens(g) for g in groups] for groups in (base, gated)], float)
+    steps = np.array([[_steps(g) for g in groups] for groups in (base, gated)], float)
+    first = max(gate.plan())
+    before = [[[t.canonical for t in r.turns[:first]] for g in groups for r in g.siblings] for groups in (base, gated)]
+    pairs = [(a, b) for x, y in zip(*before, strict=True) for a, b in zip(x, y, strict=True)]
+    ratios = [1 - with_gate / without for without, with_gate in seconds]
+    stopped = np.array([_tokens(g, first) for g in base], float)
+    return {
+        "groups": len(base),
+        "cut": int(cut.sum()),
+        "right": int((cut & zero).sum()),
+        "zero_variance": int(zero.sum()),
+        "same_actions": sum(a == b for a, b in pairs) / len(pairs),
+        "seconds_saved": {"median": float(np.median(ratios)), "min": min(ratios), "max": max(ratios)},
+        "tokens_saved": _saved(tokens),
+        "steps_saved": _saved(steps),
+        "random_saved": _saved(np.stack([tokens[0], tokens[0] - cut.mean() * (tokens[0] - stopped)])),
+        "oracle_saved": _saved(np.stack([tokens[0], np.where(zero, stopped, tokens[0])])),
+        "barrier_wait_s": float(np.mean([r.barrier_wait_s for g in gated for r in g.siblings])),
+    }
+
+
+def _saved(cost: np.ndarray) -> dict[str, float]:
+    """Share of the cost ([2, N], without and with) that the gate saves."""
+    rng = np.random.default_rng(0)
+    picks = rng.integers(0, cost.shape[1], (RESAMPLES, cost.shape[1]))
+    without, with_ = cost[0][picks].sum(1), cost[1][picks].sum(1)
+    low, high = np.quantile(1 - with_ / without, [0.025, 0.975])
+    return {"share": float(1 - cost[1].sum() / cost[0].sum()), "low": float(low), "high": float(high)}
+
+
+def tier_2(config: RunConfig, buffer: Sequence[Group], keep: Sequence[bool]) -> dict[str, Any]:
+    """`STEPS` updates from the same weights on the same draws, with all groups and without those that are cut."""
+    rng = random.Random(config.seed)
+    draws = [rng.sample(range(len(buffer)), GROUPS_A_STEP) for _ in range(STEPS)]
+    draws = [draw for draw in draws if any(keep[i] for i in draw)]
+    arms = {}
+    for name, wanted in (("base", [True] * len(buffer)), ("gated", keep)):
+        step = _optimizer_step(config)
+        batches = [[buffer[i] for i in draw if wanted[i]] for draw in draws]
+        started = time.perf_counter()
+        norms = [step(batch, i).get("grad_norm", 0.0) for i, batch in enumerate(batches)]
+        zero = [np.mean([_zero_variance(g) for g in batch]) for batch in batches]
+        arms[name] = {
+            "seconds": time.perf_counter() - started,
+            "grad_norm": float(np.mean(norms)),
+            "zero_share": float(np.mean(zero)),
+            "groups": sum(map(len, batches)),
+            "norms": norms,
+        }
+    base, gated = arms["base"], arms["gated"]
+    return {
+        "steps": len(draws),
+        "arms": arms,
+        "seconds_saved": 1 - gated["seconds"] / base["seconds"],
+        "norm_ratio": gated["grad_norm"] / base["grad_norm"],
+        "predicted_ratio": (1 - gated["zero_share"]) / (1 - base["zero_share"]),
+    }
+
+
+def _optimizer_step(config: RunConfig) -> OptimizerStep:
+    """From the weights of `config.model`."""
+    from winnow.advantage import ADVANTAGES
+
+    policy, _ = build_policy(config, None, None, None)
+    options = step_options(config, policy.tokenizer.pad_token_id, torch.device("cpu"))
+    advantage = method(ADVANTAGES, config.advantage, "advantage")
+    scale = method(STEP_SCALES, config.step_scale, "step_scale")
+    return OptimizerStep(learner_of(policy, config), advantage, build_loss(config), scale, options)
+
+
+def _zero_variance(group: Group) -> bool:
+    return bool(is_zero_variance(group.rewards()))
+
+
+def _tokens(group: Group, turns: int | None = None) -> int:
+    """Sampled tokens, of the first turns alone if told."""
+    return sum(turn.stop - turn.start for r in group.siblings for turn in r.turns[:turns])
+
+
+def _steps(group: Group) -> int:
+    return sum(len(r.turns) for r in group.siblings)
