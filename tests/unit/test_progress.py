@@ -10,6 +10,7 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from winnow.env.base import StepResult
+from winnow.gate.divergence import Divergence
 from winnow.group_state import group_from, group_state
 from winnow.types import Fate
 
@@ -53,3 +54,23 @@ def test_what_is_no_number_between_0_and_1_fails_the_rollout(policy: Any, wrong:
         assert (failed.fate, failed.reward) == (Fate.FAILED, None)
         assert "progress" in failed.reason
         assert all(r.reward == 4.0 for r in group.rollouts[1:])
+
+
+def test_the_gate_cuts_groups_that_have_not_come_anywhere(policy: Any) -> None:
+    gate = Divergence(k=2, threshold=0.0, progress=0.25).build(0)
+    for best, keep in ((0.25, False), (0.3, True)):
+        task = task_of((0.0, best), (0.1,), (), (0.0, 0.0))
+        for group in run(policy, task, gates=[gate], max_tokens=200):
+            assert group.verdict.keep == keep
+            assert keep or group.verdict.reason == "stuck: best progress 0.25 <= 0.25 at step 2"
+
+
+def test_an_environment_that_gives_none_is_an_error(policy: Any) -> None:
+    gate = Divergence(k=2, threshold=0.0, progress=0.25).build(0)
+    with pytest.raises(ValueError, match=r"prompt 'p.' gave none by step 2; return StepResult\(info="):
+        run(policy, task_of((), (), (), ()), gates=[gate], max_tokens=200)
+
+
+def test_nonsense_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"progress must lie in \[0, 1\), not 1"):
+        Divergence(progress=1)

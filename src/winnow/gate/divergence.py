@@ -3,7 +3,8 @@
 Trajectories that agree so far mostly end with the same reward, and such a group teaches nothing. At step k, when every
 trajectory has taken k steps or ended, the group is cut if its divergence signal (signals.py) is under a threshold (eq.
 2), or, with the OR rule (eq. 3), if enough of them have ended. Beyond the paper: several evaluation steps, each with a
-threshold of its own, of which the first that fires cuts; and thresholds by task type.
+threshold of its own, of which the first that fires cuts; thresholds by task type; a cut of groups that have not come
+anywhere, by the environment's progress number; and a threshold that is chosen anew while training (refit.py).
 """
 
 from __future__ import annotations
@@ -59,6 +60,22 @@ def decide(
     return Verdict(False, f"converged: {' and '.join(found)} at step {k}")
 
 
+def stuck(view: GroupView, sound: list[int], limit: float, k: int) -> Verdict:
+    """Cut a group of which no trajectory has come beyond `limit`: all of them will fail. Raises ValueError when no
+    environment has told its progress."""
+    given = [p for p in (view.progress[i] for i in sound if view.progress) if p is not None]
+    if not given:
+        raise ValueError(
+            f"gate divergence: progress is set, but the environment of prompt '{view.visit.prompt.id}' gave none by "
+            f'step {k}; return StepResult(info={{"progress": NUMBER}}), or remove progress'
+        )
+    return (
+        KEEP
+        if max(given) > limit
+        else Verdict(False, f"stuck: best progress {max(given):.4g} <= {limit:g} at step {k}")
+    )
+
+
 @dataclass(frozen=True)
 class Divergence:
     """Cut a group whose trajectories agree at an environment step (Zhai and Wang 2026)."""
@@ -71,6 +88,8 @@ class Divergence:
     termination: float | None = None
     """With it, the share of trajectories that have ended counts too."""
     rule: Literal["or", "and"] = "or"
+    progress: float | None = None
+    """Also cut when the best progress of a trajectory, as its environment tells it, is at most this."""
     per_task_type: dict[str, float | dict[int, float]] = field(default_factory=dict)
     """Task type -> a threshold at `k`, or steps of its own, or 0 for never. Other types: as above."""
     task_type: str = "task_type"
@@ -85,6 +104,8 @@ class Divergence:
             raise ValueError("rule: and needs termination, the share of trajectories that must have ended")
         if self.termination is not None and not 0 < self.termination <= 1:
             raise ValueError(f"termination must lie in (0, 1], not {self.termination}")
+        if self.progress is not None and not 0 <= self.progress < 1:
+            raise ValueError(f"progress must lie in [0, 1), not {self.progress}")
         if self.task_type != Divergence.task_type and not self.per_task_type:
             raise ValueError("task_type has no effect without per_task_type; remove it")
         if self.steps and any(own and not isinstance(own, dict) for own in self.per_task_type.values()):
@@ -122,7 +143,8 @@ class DivergenceGate:
         self._cut = 0
 
     def decide(self, view: GroupView) -> Verdict:
-        """Raises ValueError when `per_task_type` is set and the prompt has no such column."""
+        """Raises ValueError when `per_task_type` is set and the prompt has no such column, and when `progress` is and
+        the environment gave none to any of the trajectories."""
         assert isinstance(view.checkpoint, EnvStep)
         o, k = self.options, view.checkpoint.k
         threshold = o.plan(self._task_type(view)).get(k)
@@ -132,6 +154,8 @@ class DivergenceGate:
         actions, observations = [view.actions[i] for i in sound], [view.observations[i] for i in sound]
         values = {name: SIGNALS[name](actions, observations, k) for name in {o.signal, TERMINATION}}
         verdict = decide(values, o.signal, threshold, k, termination=o.termination, rule=o.rule)
+        if o.progress is not None and verdict.keep:
+            verdict = stuck(view, sound, o.progress, k)
         self._values.append(values[o.signal])
         self._cut += not verdict.keep
         return verdict

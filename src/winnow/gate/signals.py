@@ -11,7 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from itertools import combinations, pairwise
-from typing import Final
+from typing import Final, TypeVar
 
 from rapidfuzz.distance import Levenshtein
 
@@ -24,6 +24,8 @@ environment answered to `actions[i][t]`. Raises ValueError unless there is a tra
 has as many observations as actions.
 """
 
+T = TypeVar("T", bound=Hashable)
+
 END: Final = None
 """Stands for every step that a trajectory did not take; equal to no string."""
 
@@ -34,9 +36,10 @@ def prefix_edit_distance(actions: Strings, observations: Strings, k: int) -> flo
     0 when all are the same, or for a single trajectory.
     """
     _check(actions, observations, k)
-    codes: dict[str | None, int] = {END: 0}
-    prefixes = [[codes.setdefault(a, len(codes)) for a in _padded(t, k)] for t in actions]  # exact, unlike hashes
-    return _mean(Levenshtein.distance(a, b) / k for a, b in combinations(prefixes, 2))
+    prefixes = [_padded(t, k) for t in actions]
+    codes = {a: chr(i) for i, a in enumerate({a for p in prefixes for a in p})}  # exact, unlike hashes
+    counts = Counter("".join([codes[a] for a in p]) for p in prefixes)
+    return _mean_of_pairs(counts, Levenshtein.distance, k)
 
 
 def action_bigram_jaccard(actions: Strings, observations: Strings, k: int) -> float:
@@ -46,7 +49,8 @@ def action_bigram_jaccard(actions: Strings, observations: Strings, k: int) -> fl
     """
     _check(actions, observations, k)
     bigrams = [set(pairwise(_padded(t, k))) for t in actions]
-    return _mean(1 - len(a & b) / len(a | b) if a or b else 0.0 for a, b in combinations(bigrams, 2))
+    bits = {b: 1 << i for i, b in enumerate(set().union(*bigrams))}  # sets as numbers: quick to compare
+    return _mean_of_pairs(Counter(sum(bits[b] for b in own) for own in bigrams), _jaccard_distance)
 
 
 def unique_prefix_ratio(actions: Strings, observations: Strings, k: int) -> float:
@@ -129,6 +133,13 @@ def _distinct(things: Iterable[Hashable]) -> float:
     return len(set(every)) / len(every)
 
 
-def _mean(values: Iterable[float]) -> float:
-    every = list(values)
-    return math.fsum(every) / len(every) if every else 0.0
+def _jaccard_distance(a: int, b: int) -> float:
+    """Of two different sets of bits."""
+    return 1 - (a & b).bit_count() / (a | b).bit_count()
+
+
+def _mean_of_pairs(counts: Counter[T], distance: Callable[[T, T], float], unit: int = 1) -> float:
+    """Mean over all pairs of `distance` / `unit` (0 for equal things; `counts` of each); 0 without pairs."""
+    n = counts.total()
+    pairs = combinations(counts.items(), 2)
+    return math.fsum(m * w * distance(a, b) for (a, m), (b, w) in pairs) / max(n * (n - 1) // 2 * unit, 1)
