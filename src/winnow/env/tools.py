@@ -1,0 +1,246 @@
+"""Tools and environments written for TRL's GRPOTrainer, under any task of one turn.
+
+    task = with_tools(task, [search], environment_factory=Shop)
+    Trainer(model=..., env=task, reward_funcs=...).train()
+
+Tools are plain or async functions with type hints and Google-style docstrings. An environment is a class with
+`reset(**row) -> str | None`, an optional `get_reward() -> float`, and public methods that are tools. What a turn calls
+is run and given back as messages of role `tool`; a turn without a call ends the rollout.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from functools import partial
+from typing import Any
+
+from transformers.utils import get_json_schema
+
+from ..prompting import ToolPrompt, ToolResults
+from ..types import Prompt
+from .base import OverlappingEnv, RewardFn, StepResult, Task
+from .deadlines import Deadlines
+from .remote import EnvLostError
+from .worker import WorkerError
+
+Tool = Callable[..., Any]
+Factory = Callable[[], Any]
+Call = tuple[str, Any]
+"""Name and arguments."""
+Parser = Callable[[str], list[Call]]
+
+MAX_ITERATIONS = 16
+_CALL = re.compile(r"<tool_call>\s*(.+?)\s*</tool_call>", re.DOTALL)
+
+
+class ToolUnavailableError(RuntimeError):
+    """For tools to raise when a call fails for a reason that is not the model's: the rollout is failed."""
+
+
+NOT_THE_MODELS_FAULT = (ToolUnavailableError, EnvLostError, WorkerError, TimeoutError, ConnectionError, MemoryError)
+
+
+def parse_tool_calls(text: str) -> list[Call]:
+    """Calls as the models of Qwen and Hermes write them: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`.
+
+    If one of them is malformed there is none, as in TRL.
+    """
+    try:
+        return [_checked(json.loads(found)) for found in _CALL.findall(text)]
+    except ValueError:
+        return []
+
+
+def parser_of(tokenizer: Any, tools: Sequence[Tool | Mapping[str, Any]] = ()) -> Parser:
+    """A parser by the tokenizer's own `response_template`. Raises ValueError when it has none."""
+    if getattr(tokenizer, "response_template", None) is None:
+        raise ValueError("with_tools: the tokenizer has no response_template; leave out `parse` for <tool_call> JSON")
+    start = tokenizer.apply_chat_template([{"role": "user", "content": ""}], tokenize=False, add_generation_prompt=True)
+
+    def parse(text: str) -> list[Call]:
+        try:
+            message = tokenizer.parse_response(text, prefix=start, tools=list(tools) or None) or {}
+            return [_checked(call.get("function", call)) for call in message.get("tool_calls") or ()]
+        except (ValueError, TypeError, AttributeError):
+            return []
+
+    return parse
+
+
+def _checked(call: Any) -> Call:
+    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+        raise ValueError("a tool call must be an object with a name")
+    arguments = call.get("arguments")
+    return call["name"], {} if arguments is None else arguments
+
+
+def with_tools(
+    task: Task,
+    tools: Sequence[Tool] = (),
+    environment_factory: Factory | Mapping[str, Factory] | None = None,
+    *,
+    parse: Parser = parse_tool_calls,
+    max_tool_calling_iterations: int = MAX_ITERATIONS,
+    timeout_s: float = 60.0,
+) -> ToolTask:
+    """The task with tools that the model may call, over several turns.
+
+    `environment_factory`: makes an environment for each rollout; a mapping gives one for each value of the column
+    `environment`. `timeout_s` bounds a reset, and all calls of a turn; who overruns it fails. Raises ValueError when
+    the task has turns of its own or prompts that are no messages, or a tool cannot be described to a model.
+    """
+    if task.max_turns != 1:
+        raise ValueError(f"with_tools: task {task.name} has an environment of its own; give a task of one turn")
+    if max_tool_calling_iterations < 1:
+        raise ValueError(f"max_tool_calling_iterations must be at least 1, not {max_tool_calling_iterations}")
+    factories: dict[Any, Factory] = {None: lambda: None}
+    if isinstance(environment_factory, Mapping):
+        factories = dict(environment_factory)
+    elif environment_factory is not None:
+        factories = {None: environment_factory}
+    kits = {name: _Kit(name, tools, factory) for name, factory in factories.items()}
+    return ToolTask(task, kits, parse, max_tool_calling_iterations, Deadlines(timeout_s))
+
+
+class _Kit:
+    """What the rollouts of an environment can call. Probes one instance, as TRL does."""
+
+    def __init__(self, name: str | None, tools: Sequence[Tool], factory: Factory) -> None:
+        self.tools, self.factory = list(tools), factory
+        self.chosen = name is not None
+        """By the column `environment`, which is then not passed to `reset`."""
+        probe = factory()
+        if probe is not None and not callable(getattr(probe, "reset", None)):
+            raise ValueError(f"environment_factory: {type(probe).__name__} must have a method reset(**row)")
+        self.schemas = [_schema(tool) for tool in self.all_tools(probe)]
+        names = [schema["function"]["name"] for schema in self.schemas]
+        if doubled := {n for n in names if names.count(n) > 1}:
+            raise ValueError(f"with_tools: several tools are called {', '.join(sorted(doubled))}; rename them")
+        if not self.schemas:
+            raise ValueError(f"with_tools: no tools{f' for environment {name!r}' if name else ''}; give some")
+        self.label = f"{name}: {type(probe).__name__}"
+
+    def all_tools(self, environment: Any) -> Iterator[Tool]:
+        yield from self.tools
+        for name, _ in inspect.getmembers(type(environment), inspect.isfunction):
+            if name not in ("reset", "get_reward") and not name.startswith("_"):
+                yield getattr(environment, name)
+
+
+def _schema(tool: Tool) -> dict[str, Any]:
+    try:
+        schema: dict[str, Any] = get_json_schema(tool)
+    except Exception as error:  # of transformers' own kinds
+        name = getattr(tool, "__name__", repr(tool))
+        raise ValueError(
+            f"tool {name}: {error} (it needs type hints and a Google-style docstring that describes every argument)"
+        ) from None
+    return schema
+
+
+class ToolTask:
+    """A task of one turn with tools; made by `with_tools`."""
+
+    def __init__(
+        self, task: Task, kits: Mapping[Any, _Kit], parse: Parser, iterations: int, deadlines: Deadlines
+    ) -> None:
+        self.name, self.stop = task.name, task.stop
+        self.reward_funcs: Sequence[RewardFn] = task.reward_funcs
+        self.max_turns = iterations + 1
+        self._task, self._kits, self._parse, self._deadlines = task, kits, parse, deadlines
+        self.train = [self._equipped(p) for p in task.train]
+        self.test = [self._equipped(p) for p in task.test]
+
+    def make_env(self, prompt: Prompt) -> OverlappingEnv:
+        return ToolEnv(self._kit(prompt), prompt, self._parse, self.max_turns, self._deadlines)
+
+    def fingerprint(self) -> str:
+        kits = [[kit.label, kit.schemas] for kit in self._kits.values()]
+        content = json.dumps([self._task.fingerprint(), kits, self.max_turns], sort_keys=True)
+        return hashlib.sha256(content.encode()).hexdigest()
+
+    def _kit(self, prompt: Prompt) -> _Kit:
+        name = None if None in self._kits else prompt.columns.get("environment")
+        if name not in self._kits:
+            known = ", ".join(map(repr, self._kits))
+            raise ValueError(f"prompt '{prompt.id}': environment {name!r} is none of {known}")
+        return self._kits[name]
+
+    def _equipped(self, prompt: Prompt) -> Prompt:
+        if not prompt.messages:
+            raise ValueError(f"prompt '{prompt.id}' is plain text; tools need messages and a chat model")
+        schemas = tuple(self._kit(prompt).schemas)
+        return ToolPrompt(prompt.id, prompt.ordinal, messages=prompt.messages, columns=prompt.columns, tools=schemas)
+
+
+class ToolEnv:
+    """Implements `OverlappingEnv`. Tools run in this process under a deadline."""
+
+    def __init__(self, kit: _Kit, prompt: Prompt, parse: Parser, max_turns: int, deadlines: Deadlines) -> None:
+        self.environment: Any = None
+        """The user's; reward functions see it as one of their `environments`."""
+        self._kit, self._prompt, self._parse = kit, prompt, parse
+        self._turns_left = max_turns
+        self._deadlines = deadlines
+        self._tools: dict[str, Tool] = {}
+
+    def start_reset(self) -> Future[str | None]:
+        return self._deadlines.submit(self._reset)
+
+    def start_step(self, text: str) -> Future[StepResult]:
+        return self._deadlines.submit(partial(self._step, text))
+
+    def _reset(self) -> str | None:
+        self.environment = self._kit.factory()
+        self._tools = {tool.__name__: tool for tool in self._kit.all_tools(self.environment)}
+        if self.environment is None:
+            return None
+        row = {"prompt": [dict(m) for m in self._prompt.messages or ()], **self._prompt.columns}
+        if self._kit.chosen:
+            del row["environment"]
+        observation = self._begin(self.environment.reset, row)()
+        if observation is not None and not isinstance(observation, str):
+            raise TypeError(f"reset returned {type(observation).__name__}, not text or None")
+        return observation
+
+    def _step(self, text: str) -> StepResult:
+        calls = self._parse(text)
+        self._turns_left -= 1
+        if not calls or not self._turns_left:
+            return StepResult(None, self._reward(), done=True)
+        begun = [(name, self._tried(partial(self._call, name, arguments))) for name, arguments in calls]
+        results = [(name, self._tried(finish)) for name, finish in begun]
+        messages = [{"role": "tool", "name": name, "content": str(result)} for name, result in results]
+        return StepResult(ToolResults(messages), self._reward(), action=json.dumps(calls, sort_keys=True))
+
+    def _call(self, name: str, arguments: Any) -> Callable[[], Any]:
+        if name not in self._tools:
+            raise ValueError(f"Tool {name} not found.")
+        return self._begin(self._tools[name], arguments)
+
+    def _begin(self, function: Tool, arguments: Mapping[str, Any]) -> Callable[[], Any]:
+        """Call it; what it returns is then to be had from what is returned here. Async functions run side by side."""
+        if inspect.iscoroutinefunction(function):
+            return self._deadlines.submit_async(partial(function, **arguments)).result
+        result = function(**arguments)
+        return lambda: result
+
+    def _tried(self, step: Callable[[], Any]) -> Any:
+        """An error that the model may have caused is something it is told, as in TRL."""
+        if not callable(step):
+            return step
+        try:
+            return step()
+        except NOT_THE_MODELS_FAULT:
+            raise
+        except Exception as error:
+            return {"error": str(error)}
+
+    def _reward(self) -> float | None:
+        get_reward = getattr(self.environment, "get_reward", None)
+        return None if get_reward is None else self._begin(get_reward, {})()

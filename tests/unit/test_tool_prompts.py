@@ -1,0 +1,154 @@
+"""Prompts with tools and results of tools as token ids, with a real tokenizer and chat templates."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from winnow.env.tools import with_tools
+from winnow.prompting import PromptError, ToolResults, encode_observation, encode_prompt
+from winnow.types import Prompt
+
+TEMPLATE = (
+    "{% if tools %}<s>system\n{% for t in tools %}{{ t | tojson }}\n{% endfor %}<e>\n{% endif %}"
+    "{% for m in messages %}"
+    "{% if m.role == 'tool' %}<s>tool {{ m.name }}\n{{ m.content }}<e>\n"
+    "{% else %}<s>{{ m.role }}\n{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}<e>\n"
+    "{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<s>assistant\n{% endif %}"
+)
+
+
+def make_tokenizer(template=TEMPLATE):
+    """Byte-level, with a chat template."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    special = ["<s>", "<|im_start|>"]
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<e>", additional_special_tokens=special)
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return make_tokenizer()
+
+
+def add(a: int, b: int) -> int:
+    """
+    Adds two numbers.
+
+    Args:
+        a: The first.
+        b: The second.
+
+    Returns:
+        The sum.
+    """
+    return a + b
+
+
+class OneTurn:
+    """A task of one turn with chat prompts."""
+
+    name, max_turns, stop = "toy", 1, ()
+
+    def __init__(self, *rows, reward_funcs=()):
+        self.reward_funcs = list(reward_funcs)
+        self.train = [self.prompt(i, row) for i, row in enumerate(rows or [{}])]
+        self.test = []
+
+    def prompt(self, i, row):
+        return Prompt(f"p{i}", i, messages=({"role": "user", "content": "Count."},), columns=row)
+
+    def make_env(self, prompt):
+        return None
+
+    def fingerprint(self):
+        return "toy"
+
+
+def test_prompts_show_the_tools_and_the_first_observation_ends_the_last_message(tokenizer):
+    prompt = with_tools(OneTurn(), [add]).train[0]
+    text = tokenizer.decode(encode_prompt(tokenizer, prompt, " Start at 3."))
+    assert text.startswith('<s>system\n{"type": "function", "function": {"name": "add"')
+    assert text.endswith("<s>user\nCount. Start at 3.<e>\n<s>assistant\n")
+    assert prompt.messages[0]["content"] == "Count."
+    assert pickle.loads(pickle.dumps(prompt)) == prompt
+
+
+def test_results_continue_the_conversation_exactly(tokenizer):
+    """What was sampled plus the results' tokens equals the template applied to the whole conversation."""
+    prompt = with_tools(OneTurn(), [add]).train[0]
+    arguments = [{"a": 1, "b": 2}, {"a": 3, "b": 4}]
+    calls = [{"type": "function", "function": {"name": "add", "arguments": a}} for a in arguments]
+    results = [{"role": "tool", "name": "add", "content": str(a["a"] + a["b"])} for a in arguments]
+    said = "".join(f"<tool_call>{json.dumps(c['function'])}</tool_call>" for c in calls)
+    messages = [*prompt.messages, {"role": "assistant", "content": "", "tool_calls": calls}, *results]
+    whole = tokenizer.apply_chat_template(
+        messages, tools=list(prompt.tools), tokenize=False, add_generation_prompt=True
+    )
+    for answer in (said + "<e>", said):
+        sampled = np.array(tokenizer.encode(answer, add_special_tokens=False))
+        added = encode_observation(tokenizer, prompt, ToolResults(results), sampled)
+        assert tokenizer.decode([*encode_prompt(tokenizer, prompt), *sampled.tolist(), *added]) == whole
+
+
+def test_results_survive_copies():
+    results = ToolResults([{"role": "tool", "name": "add", "content": "3"}])
+    for other in (copy.deepcopy(results), pickle.loads(pickle.dumps(results))):
+        assert (other, other.messages) == ("3", results.messages)
+
+
+@pytest.mark.parametrize(
+    ("template", "missing"),
+    [
+        (TEMPLATE.replace("{{ t | tojson }}", ""), "offer"),
+        (TEMPLATE.replace("{{ c.function | tojson }}", "{{ c.function.name }}"), "key, value"),
+        (TEMPLATE.replace("<s>tool {{ m.name }}\n{{ m.content }}", "<s>tool {{ m.name }}"), "result"),
+        ("{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no') }}{% endif %}{% endfor %}", "offer"),
+    ],
+)
+def test_templates_that_hide_something_are_refused(template, missing):
+    prompt = with_tools(OneTurn(), [add]).train[0]
+    with pytest.raises(PromptError, match=rf"prompt 'p0' has tools, but .* leaves out their {missing}"):
+        encode_prompt(make_tokenizer(template), prompt)
+
+
+def test_templates_that_take_back_what_they_showed_are_refused():
+    fickle = make_tokenizer("{{ messages | length }}" + TEMPLATE)
+    results = ToolResults([{"role": "tool", "name": "add", "content": "3"}])
+    with pytest.raises(PromptError, match="shows a tool call otherwise"):
+        encode_observation(fickle, with_tools(OneTurn(), [add]).train[0], results, np.array([1]))
+
+
+def test_the_same_tokens_as_trl():
+    """TRL's own template of Qwen3, and TRL's own way to find the tokens of a result."""
+    trl = pytest.importorskip("trl")
+    from trl.trainer.grpo_trainer import GRPOTrainer
+
+    template = (Path(trl.__file__).parent / "chat_templates" / "qwen3_training.jinja").read_text(encoding="utf-8")
+    tokenizer = make_tokenizer(template.replace("<|im_end|>", "<e>"))
+    prompt = with_tools(OneTurn(), [add]).train[0]
+    messages = [{"role": "tool", "name": "add", "content": c} for c in ("3", "4")]
+    trainer = SimpleNamespace(
+        processing_class=tokenizer, _tokenizer=tokenizer, _is_vlm=False, chat_template=None, chat_template_kwargs={}
+    )
+    theirs = GRPOTrainer._get_tool_suffix_ids(trainer, messages)
+    sampled = np.array(tokenizer.encode("x<e>", add_special_tokens=False))
+    assert encode_observation(tokenizer, prompt, ToolResults(messages), sampled) == theirs
+    asked = tokenizer.apply_chat_template(
+        list(prompt.messages), tools=[add], add_generation_prompt=True, tokenize=True, return_dict=False
+    )
+    assert list(encode_prompt(tokenizer, prompt)) == asked

@@ -1,0 +1,344 @@
+"""TRL's tools and environments under a task of one turn, with a real tokenizer and chat templates."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import json
+import threading
+
+import numpy as np
+import pytest
+
+from winnow.engine import SamplingParams
+from winnow.engine.base import Finished
+from winnow.env.base import OverlappingEnv, StepResult, Task
+from winnow.env.tools import ToolUnavailableError, parse_tool_calls, parser_of, with_tools
+from winnow.reward import Rewarder
+from winnow.rollout import RolloutOptions, RolloutRunner
+from winnow.types import Fate, Prompt, Visit
+
+from .test_tool_prompts import OneTurn, add, make_tokenizer
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return make_tokenizer()
+
+
+async def slow_add(a: int, b: int) -> int:
+    """
+    Adds two numbers without hurry.
+
+    Args:
+        a: The first.
+        b: The second.
+    """
+    await asyncio.sleep(0.01)
+    return a + b
+
+
+def fail(how: str) -> str:
+    """
+    Fails.
+
+    Args:
+        how: In which way.
+    """
+    if how == "hang":
+        threading.Event().wait(5)
+    kinds = {"away": ToolUnavailableError, "network": ConnectionError, "slow": TimeoutError}
+    raise kinds.get(how, ValueError)(f"it {how}")
+
+
+class Counter:
+    """An environment in TRL's form."""
+
+    def reset(self, start: int = 0, **row) -> str | None:
+        self.value, self.row = start, row
+        return f" Start at {start}."
+
+    def get_reward(self) -> float:
+        return float(self.value)
+
+    def increment(self, by: int) -> str:
+        """
+        Increments the counter.
+
+        Args:
+            by: How much.
+        """
+        self.value += by
+        return f"now {self.value}"
+
+    def _hidden(self) -> None: ...
+
+
+class Silent:
+    """An environment without a reward."""
+
+    def reset(self, **row):
+        return None
+
+    async def knock(self) -> str:
+        """Knocks."""
+        return "who is there?"
+
+
+def call(name, **arguments):
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+def play(task, *texts, prompt=None):
+    """First observation and answers."""
+    env = task.make_env(prompt or task.train[0])
+    assert isinstance(env, OverlappingEnv)
+    return env.start_reset().result(10), [env.start_step(text).result(10) for text in texts]
+
+
+# ---------------------------------------------------------------- calls
+
+
+@pytest.mark.parametrize(
+    ("text", "calls"),
+    [
+        ("no call", []),
+        (call("add", a=1, b=2), [("add", {"a": 1, "b": 2})]),
+        ("so " + call("add", a=1) + call("look"), [("add", {"a": 1}), ("look", {})]),
+        ('<tool_call>{"name": "look"}</tool_call>', [("look", {})]),
+        ('<tool_call>{"name": "look", "arguments": null}</tool_call>', [("look", {})]),
+        ('<tool_call>{"name": "look", "arguments": "x"}</tool_call>', [("look", "x")]),
+        (call("add", a=1) + "<tool_call>{oops</tool_call>", []),
+        ('<tool_call>{"name": 3}</tool_call>', []),
+        ("<tool_call>[1]</tool_call>", []),
+        ('<tool_call>{"name": "look"}', []),
+    ],
+)
+def test_parse_tool_calls(text, calls):
+    assert parse_tool_calls(text) == calls
+
+
+def test_a_tokenizers_own_response_template_parses(tokenizer):
+    with pytest.raises(ValueError, match="no response_template"):
+        parser_of(tokenizer)
+    own = make_tokenizer()
+    own.response_template = {
+        "defaults": {"role": "assistant"},
+        "start_anchor": "<s>assistant\n",
+        "fields": {
+            "tool_calls": {
+                "open": "[CALL]",
+                "close_pattern": r"\[/CALL\]\s*",
+                "repeats": True,
+                "content": "json",
+                "transform": {"type": "function", "function": "{content}"},
+            },
+            "content": {"close_pattern": r"<e>\s*", "content": "text"},
+        },
+    }
+    parse = parser_of(own, [add])
+    assert parse('two [CALL]{"name": "add", "arguments": {"a": 1, "b": 2}}[/CALL]') == [("add", {"a": 1, "b": 2})]
+    assert parse("none") == []
+    assert parse("[CALL]{oops[/CALL]") == []
+    _, (result,) = play(
+        with_tools(OneTurn(), [add], parse=parse), '[CALL]{"name": "add", "arguments": {"a": 1, "b": 2}}[/CALL]'
+    )
+    assert result.observation == "3"
+
+
+def test_tools_are_called_and_their_errors_told(tokenizer):
+    task = with_tools(OneTurn(), [add, slow_add, fail])
+    assert isinstance(task, Task)
+    text = (
+        call("slow_add", a=1, b=1) + call("add", a=2, b=3) + call("fail", how="broke") + call("mul") + call("add", c=1)
+    )
+    first, (result, last) = play(task, text, "It is 5.")
+    assert first is None
+    assert [m["content"] for m in result.observation.messages[:4]] == [
+        "2",
+        "5",
+        "{'error': 'it broke'}",
+        "{'error': 'Tool mul not found.'}",
+    ]
+    assert "unexpected keyword argument 'c'" in result.observation.messages[4]["content"]
+    assert {m["role"] for m in result.observation.messages} == {"tool"}
+    assert [m["name"] for m in result.observation.messages] == ["slow_add", "add", "fail", "mul", "add"]
+    assert result.action.startswith('[["slow_add", {"a": 1, "b": 1}]')
+    assert not result.done
+    assert last == StepResult(None, None, done=True)
+
+
+@pytest.mark.parametrize("how", ["away", "network", "slow"])
+def test_what_is_not_the_models_fault_fails_the_rollout(how):
+    task = with_tools(OneTurn(), [fail])
+    with pytest.raises((ToolUnavailableError, ConnectionError, TimeoutError), match=f"it {how}"):
+        play(task, call("fail", how=how))
+
+
+def test_what_hangs_is_ended_and_the_next_call_works():
+    async def nap() -> str:
+        """Sleeps."""
+        await asyncio.sleep(60)
+        return ""
+
+    task = with_tools(OneTurn(), [fail, add, nap], timeout_s=0.3)
+    for text in (call("fail", how="hang"), call("nap")):
+        with pytest.raises(TimeoutError, match=r"took over 0\.3 s"):
+            play(task, text)
+        assert play(task, call("add", a=1, b=2))[1][0].observation == "3"
+
+
+def test_iterations_are_bounded_as_in_trl():
+    task = with_tools(OneTurn(), environment_factory=Counter, max_tool_calling_iterations=2)
+    assert task.max_turns == 3
+    _, results = play(task, *[call("increment", by=1)] * 3)
+    assert [r.done for r in results] == [False, False, True]
+    assert [r.reward for r in results] == [1.0, 2.0, 2.0]  # the third call is not run
+
+
+# ---------------------------------------------------------------- environments
+
+
+def test_an_environment_sees_its_row_and_siblings_do_not_share_it():
+    task = with_tools(OneTurn({"start": 3, "level": "x"}), [add], Counter)
+    first, (result,) = play(task, call("increment", by=2))
+    assert (first, result.observation, result.reward) == (" Start at 3.", "now 5", 5.0)
+    assert play(task, call("increment", by=2))[1][0].observation == "now 5"
+    env = task.make_env(task.train[0])
+    env.start_reset().result(10)
+    assert env.environment.row == {"level": "x", "prompt": [{"role": "user", "content": "Count."}]}
+    names = [tool["function"]["name"] for tool in task.train[0].tools]
+    assert names == ["add", "increment"]
+
+
+def test_rows_choose_their_environment():
+    task = with_tools(
+        OneTurn({"environment": "a", "start": 1}, {"environment": "b", "start": 1}),
+        environment_factory={"a": Counter, "b": Silent},
+    )
+    names = [[tool["function"]["name"] for tool in p.tools] for p in task.train]
+    assert names == [["increment"], ["knock"]]
+    assert play(task, call("increment", by=1))[1][0].observation == "now 2"
+    assert play(task, call("knock"), prompt=task.train[1])[1][0].observation == "who is there?"
+    env = task.make_env(task.train[0])
+    env.start_reset().result(10)
+    assert "environment" not in env.environment.row
+    with pytest.raises(ValueError, match="prompt 'p0': environment 'c' is none of 'a', 'b'"):
+        with_tools(OneTurn({"environment": "c"}), environment_factory={"a": Counter, "b": Silent})
+
+
+def test_a_reset_that_breaks_fails():
+    class Broken(Silent):
+        def reset(self, **row):
+            raise OSError("no server")
+
+    with pytest.raises(OSError, match="no server"):
+        play(with_tools(OneTurn(), environment_factory=Broken))
+
+
+def test_what_cannot_work_is_refused():
+    def bare(x):
+        return x
+
+    class NoReset:
+        def knock(self) -> str:
+            """Knocks."""
+
+    many = OneTurn()
+    many.max_turns = 3
+    text = OneTurn()
+    text.train = [Prompt("t", 0, text="hi")]
+    with pytest.raises(ValueError, match=r"tool bare: .*type hints and a Google-style docstring"):
+        with_tools(OneTurn(), [bare])
+    with pytest.raises(ValueError, match=r"NoReset must have a method reset"):
+        with_tools(OneTurn(), environment_factory=NoReset)
+    with pytest.raises(ValueError, match="several tools are called add"):
+        with_tools(OneTurn(), [add, add])
+    with pytest.raises(ValueError, match="no tools"):
+        with_tools(OneTurn())
+    with pytest.raises(ValueError, match="task toy has an environment of its own"):
+        with_tools(many, [add])
+    with pytest.raises(ValueError, match="prompt 't' is plain text"):
+        with_tools(text, [add])
+
+
+def test_fingerprint_follows_the_tools():
+    base = with_tools(OneTurn(), [add]).fingerprint()
+    assert base == with_tools(OneTurn(), [add], timeout_s=1.0).fingerprint()
+    others = (with_tools(OneTurn(), [slow_add]), with_tools(OneTurn(), [add], max_tool_calling_iterations=2))
+    assert base not in {task.fingerprint() for task in others}
+
+
+# ---------------------------------------------------------------- rollouts
+
+
+class Scripted:
+    """An engine whose model says what a script tells it, turn by turn."""
+
+    provides = frozenset()
+
+    def __init__(self, tokenizer, script):
+        self.tokenizer, self.script, self.requests = tokenizer, script, []
+        self.seen = []
+
+    @property
+    def pending(self):
+        return len(self.requests)
+
+    def submit(self, requests):
+        self.requests += requests
+
+    def cancel(self, ids):
+        list(ids)
+        return []
+
+    def step(self):
+        finished, self.requests = self.requests, []
+        return [self._said(r) for r in finished]
+
+    def _said(self, request):
+        self.seen.append(self.tokenizer.decode(request.prompt_ids))
+        text = self.script[request.id[1]].pop(0) + "<e>"
+        ids = np.array(self.tokenizer.encode(text, add_special_tokens=False), np.int64)
+        zeros = np.zeros(len(ids), np.float32)
+        return Finished(request.id, ids, zeros, np.zeros(len(ids), np.int32), "eos", 0.0)
+
+
+def roll(tokenizer, task, script, funcs=(), max_tokens=400):
+    engine = Scripted(tokenizer, copy.deepcopy(script))
+    rewarder = Rewarder(list(funcs))
+    options = RolloutOptions(SamplingParams(max_tokens), 4_000, 0)
+    runner = RolloutRunner(engine, task, tokenizer, rewarder, options)
+    runner.launch(Visit(0, 0, task.train[0]), len(script))
+    groups = []
+    while runner.pending:
+        groups += runner.poll()
+    rewarder.close()
+    return groups[0].rollouts, engine.seen
+
+
+def test_rollouts_with_an_environment(tokenizer):
+    task = with_tools(OneTurn({"start": 1}), environment_factory=Counter, timeout_s=5.0)
+    script = [[call("increment", by=4), call("increment", by=1), "done"], ["no"], [call("increment", by="x"), "oh"]]
+    rollouts, seen = roll(tokenizer, task, script)
+    assert [r.reward for r in rollouts] == [6.0, 1.0, 1.0]
+    assert [len(r.turns) for r in rollouts] == [3, 1, 2]
+    assert seen[0].endswith("<s>user\nCount. Start at 1.<e>\n<s>assistant\n")
+    assert seen[-1].endswith("<s>tool increment\nnow 6<e>\n<s>assistant\n")
+    first = rollouts[0]
+    assert tokenizer.decode(first.token_ids[~first.action_mask]) == "".join(
+        f"\n<s>tool increment\nnow {n}<e>\n<s>assistant\n" for n in (5, 6)
+    )
+    assert "error" in rollouts[2].turns[0].observation
+
+
+def test_reward_functions_judge_where_no_environment_does(tokenizer):
+    def right(completions, **_):
+        return [float("3" in c[-1]["content"]) for c in completions]
+
+    task = with_tools(OneTurn(reward_funcs=[right]), [add, fail])
+    script = [[call("add", a=1, b=2), "It is 3."], ["4"], [call("fail", how="away"), "3"]]
+    rollouts, _ = roll(tokenizer, task, script, task.reward_funcs)
+    assert [r.reward for r in rollouts] == [1.0, 0.0, None]
+    assert rollouts[2].fate is Fate.FAILED
+    assert "it away" in rollouts[2].reason
