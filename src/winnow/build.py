@@ -24,6 +24,7 @@ from .filter import FILTERS, Filter
 from .filter.zero_variance import Judge
 from .gate import GATES, Gate
 from .gate.audit import AuditedGate, RuleAudit
+from .gate.divergence import DivergenceGate
 from .learner.local import LearnerOptions, LocalLearner, frozen_copy, without_dropout
 from .learner.logprob import TokenDistribution
 from .loss import LossConfig
@@ -112,6 +113,10 @@ def _selector(c: RunConfig, prompts: Sequence[Prompt], judge: Judge, advantage: 
 def _gates(c: RunConfig, advantage: Advantage) -> list[Gate]:
     gates: list[Gate] = [method(GATES, spec, "gates").build(c.seed) for spec in c.gates]
     if c.audit is None:
+        if any(isinstance(gate, DivergenceGate) and gate.refit is not None for gate in gates):
+            raise ConfigError(
+                "gates: refit_every needs audits, to see what the gate cuts; set audit: {epsilon: 0.2}, or remove it"
+            )
         return gates
     names = [_name(spec) for spec in c.gates]
     unique = [f"{name}_{i}" if names.count(name) > 1 else name for i, name in enumerate(names, 1)]

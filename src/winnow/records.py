@@ -18,7 +18,8 @@ from .types import Group
 
 CONFIG, METRICS, SAMPLES, LEDGER = "config.json", "metrics.jsonl", "samples.jsonl", "ledger.sqlite"
 GATE = "gate.jsonl"
-"""What a mid-trajectory gate would have gone by: written by runs of many turns without gates, for `winnow gate`."""
+"""What a mid-trajectory gate would have gone by, for `winnow gate`: written by runs of many turns, with gates only if
+audits let groups come to their end that a gate would have cut."""
 GATE_STEPS = 12
 """Environment steps at which it is written, at most."""
 
@@ -97,7 +98,7 @@ class Records:
     ) -> None:
         self.run_dir = run_dir
         every = -(-(max_turns - 1) // GATE_STEPS)
-        self._gate_steps = range(every, max_turns, every) if every and not config.gates else ()
+        self._gate_steps = range(every, max_turns, every) if every and (config.audit or not config.gates) else ()
         self.config = config
         self._trackers = [open_tracker(name, run_dir, config) for name in config.report_to]
         self._files: dict[str, IO[bytes]] = {}
@@ -126,9 +127,10 @@ class Records:
         self._append(SAMPLES, (sample(step, group, split) for group in groups[: self.config.log_completions]))
 
     def signals(self, groups: Sequence[Group]) -> None:
-        """The divergence signals of every group that ran to its end."""
+        """The divergence signals of every group that ran to its end, but where a gate spoke of single siblings."""
         if self._gate_steps:
             whole = [g for g in groups if all(r.reward is not None for r in g.siblings)]
+            whole = [g for g in whole if len({r.survival_p for r in g.siblings}) == 1]
             self._append(GATE, (row for group in whole for row in rows_of(group, self._gate_steps)))
 
     def _append(self, name: str, rows: Iterable[Mapping[str, Any]]) -> None:

@@ -3,7 +3,9 @@
 The input is a table with one row a group and evaluation step: `K, task_id, reward_var` (population variance of the
 final rewards of the whole group), the signals of `gate/signals.py` at that step, and, where there is one, `task_type`,
 `label` (`all_fail`, `mixed`, `all_succeed`; checked against `reward_var`), and the environment steps that the group's
-trajectories took in all (`steps`) and within their first K (`steps_k`). Other columns are ignored.
+trajectories took in all (`steps`) and within their first K (`steps_k`). Of a run whose gate was audited, `weight` is
+the inverse of the chance with which the group came to its end: it stands for so many groups, most of which were cut.
+Every count and average below is of those (Horvitz and Thompson 1952). Other columns are ignored.
 """
 
 from __future__ import annotations
@@ -23,9 +25,9 @@ from .gate.divergence import TERMINATION, Rule, fires
 from .gate.signals import SIGNALS
 from .records import GATE
 
-TEXT, NUMBERS = ("task_id", "task_type", "label"), ("K", "reward_var", "steps", "steps_k")
+TEXT, NUMBERS = ("task_id", "task_type", "label"), ("K", "reward_var", "steps", "steps_k", "weight")
 REQUIRED = ("K", "task_id", "reward_var")
-COLUMNS = (*REQUIRED, "task_type", "label", "steps", "steps_k", *SIGNALS)
+COLUMNS = (*REQUIRED, "task_type", "label", "steps", "steps_k", "weight", *SIGNALS)
 LABELS = {"all_fail": True, "mixed": False, "all_succeed": True}
 ZERO = 1e-16
 """Largest variance of rewards that are equal within 1e-8."""
@@ -49,6 +51,17 @@ class Recorded:
     """Environment steps of all trajectories together."""
     steps_k_N: np.ndarray | None = None
     """Those within the first k of each."""
+    weight_N: np.ndarray | None = None
+    """How many groups each stands for; None: itself."""
+
+    @property
+    def weights_N(self) -> np.ndarray:  # noqa: N802
+        return np.ones(len(self.task_ids)) if self.weight_N is None else self.weight_N
+
+    def count(self, which_N: np.ndarray) -> float:
+        """How many groups those of bool [N] stand for; whole without weights."""
+        total = self.weights_N[which_N].sum()
+        return int(total) if self.weight_N is None else float(total)
 
     @property
     def zero_N(self) -> np.ndarray:  # noqa: N802
@@ -78,6 +91,7 @@ class Recorded:
             {name: values[rows_M] for name, values in self.signals.items()},
             pick(self.steps_N),
             pick(self.steps_k_N),
+            pick(self.weight_N),
         )
 
 
@@ -105,6 +119,7 @@ def read_recorded(path: str | Path, mapping: Mapping[str, str] | None = None) ->
             {name: part[name] for name in SIGNALS if name in part},
             part.get("steps"),
             part.get("steps_k"),
+            part.get("weight") if (columns.get("weight", np.ones(1)) != 1).any() else None,
         )
     return found
 
@@ -114,7 +129,7 @@ def _read(path: Path, mapping: Mapping[str, str]) -> pa.Table:
         path = path / GATE
         if not path.is_file():
             raise ReplayError(
-                f"{path}: absent; only runs of many turns without gates write it. Give such a run, or a table"
+                f"{path}: absent; runs of many turns write it, with gates only if audited. Give such a run, or a table"
             )
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such file")
@@ -180,9 +195,12 @@ def _check_rows(path: Path, names: Mapping[str, str], columns: Mapping[str, np.n
             good = (values >= 0) & (values <= high) & np.isfinite(values)
         if name == "K":
             good &= (values >= 1) & (values == np.floor(values))
+        if name == "weight":
+            good &= values >= 1
         if not good.all():
             row = int(np.argmin(good))
-            wanted = "a whole number from 1" if name == "K" else "in [0, 1]" if name in SIGNALS else "at least 0"
+            wanted = {"K": "a whole number from 1", "weight": "at least 1"}.get(name, "at least 0")
+            wanted = "in [0, 1]" if name in SIGNALS else wanted
             raise ReplayError(f"{_where(path, row)}: '{names[name]}' must be {wanted}, not {values[row]:g}")
     if "steps" in columns and "steps_k" in columns and (wrong := columns["steps_k"] > columns["steps"]).any():
         raise ReplayError(
@@ -216,10 +234,11 @@ class SweepRow:
     signal: str
     threshold: float
     groups: int
-    cut: int
-    tp: int
+    """Rows of the table; all else counts what they stand for."""
+    cut: float
+    tp: float
     """Cut and zero-variance."""
-    fp: int
+    fp: float
     precision: float | None
     """tp / cut; None without cuts."""
     recall: float | None
@@ -235,17 +254,17 @@ class SweepRow:
 
 def counted(at: Recorded, cut_N: np.ndarray, signal: str, threshold: float, t_max: int) -> SweepRow:
     """The row of a decision, bool [N]."""
-    zero_N, n = at.zero_N, len(cut_N)
-    cut, tp, zero = int(cut_N.sum()), int((cut_N & zero_N).sum()), int(zero_N.sum())
+    zero_N, w_N = at.zero_N, at.weights_N
+    cut, tp, zero, n = at.count(cut_N), at.count(cut_N & zero_N), at.count(zero_N), float(w_N.sum())
     share = 100 * (t_max - at.k) / (n * t_max)
     measured = None
     if at.steps_N is not None and at.steps_k_N is not None and at.steps_N.sum() > 0:
-        measured = 100 * float((at.steps_N - at.steps_k_N)[cut_N].sum() / at.steps_N.sum())
+        measured = 100 * float((w_N * (at.steps_N - at.steps_k_N))[cut_N].sum() / (w_N * at.steps_N).sum())
     return SweepRow(
         k=at.k,
         signal=signal,
         threshold=threshold,
-        groups=n,
+        groups=len(cut_N),
         cut=cut,
         tp=tp,
         fp=cut - tp,
@@ -254,7 +273,7 @@ def counted(at: Recorded, cut_N: np.ndarray, signal: str, threshold: float, t_ma
         safe_pct=tp * share,
         raw_pct=cut * share,
         measured_pct=measured,
-        kept_norm=math.sqrt(1 - (cut - tp) / (n - zero)) if n > zero else None,
+        kept_norm=math.sqrt(max(0.0, 1 - (cut - tp) / (n - zero))) if not zero_N.all() else None,
     )
 
 
@@ -294,10 +313,11 @@ class Correlation:
     task_type: str | None
     signal: str
     groups: int
-    zero_variance: int
+    zero_variance: float
     spearman_rho: float | None
     """Rank correlation with the reward variance (table 7)."""
     p_value: float | None
+    """None, too, for a table with weights: its rows are no sample in which each counts once."""
     auroc: float | None
     """Chance that a group with variance has the higher value than one without (ties count half)."""
 
@@ -326,14 +346,23 @@ def _correlation(at: Recorded, signal: str, task_type: str | None) -> Correlatio
         from scipy import stats
     except ImportError:
         raise ReplayError("rank correlations need scipy; pip install 'winnow-rl[gate]'") from None
-    value_N, zero_N = at.signals[signal], at.zero_N
-    zero, teaching = int(zero_N.sum()), int((~zero_N).sum())
+    value_N, zero_N, w_N = at.signals[signal], at.zero_N, at.weights_N
+    zero, teaching = float(w_N[zero_N].sum()), float(w_N[~zero_N].sum())
+    rank_N, other_N = midranks(value_N, w_N), midranks(at.reward_var_N, w_N)
     rho = p = auroc = None
     if np.ptp(value_N) > 0 and np.ptp(at.reward_var_N) > 0:
-        found = stats.spearmanr(value_N, at.reward_var_N)
-        rho, p = float(found.statistic), float(found.pvalue)
-        p = p if math.isfinite(p) else None  # two groups alone
+        covariance = np.cov(rank_N, other_N, aweights=w_N)
+        rho = float(covariance[0, 1] / np.sqrt(covariance[0, 0] * covariance[1, 1]))
+        p = float(stats.spearmanr(value_N, at.reward_var_N).pvalue) if at.weight_N is None else None
+        p = p if p is not None and math.isfinite(p) else None  # two groups alone
     if zero and teaching:
-        ranks = stats.rankdata(value_N)[~zero_N].sum()
-        auroc = float(ranks - teaching * (teaching + 1) / 2) / (zero * teaching)
-    return Correlation(at.k, task_type, signal, len(value_N), zero, rho, p, auroc)
+        auroc = float((w_N * rank_N)[~zero_N].sum() - teaching**2 / 2) / (zero * teaching)
+    return Correlation(at.k, task_type, signal, len(value_N), at.count(zero_N), rho, p, auroc)
+
+
+def midranks(value_N: np.ndarray, weight_N: np.ndarray) -> np.ndarray:
+    """float [N]: the weight of all lower values and half that of equal ones; without weights, ranks from 1/2."""
+    _, index_N = np.unique(value_N, return_inverse=True)
+    per_M = np.bincount(index_N, weight_N)
+    ranks: np.ndarray = (np.cumsum(per_M) - per_M / 2)[index_N]
+    return ranks

@@ -96,7 +96,7 @@ def test_folds_hold_every_group_once_and_judge_what_others_chose(tmp_path: Path)
     assert sorted(f.groups for f in found.folds) == [15, 15, 15, 16]
     assert found.held_out["cut"] == sum(f.cut for f in found.folds)
     assert found.held_out["raw_pct"] == pytest.approx(
-        sum(100 * f.cut * (T_MAX - (f.k or 0)) / (61 * T_MAX) for f in found.folds)
+        sum(100 * f.cut * (T_MAX - f.choice.k) / (61 * T_MAX) for f in found.folds if f.choice)
     )
     assert calibrate(recorded, Bound(0.6, None), T_MAX, folds=4) == found
 

@@ -16,7 +16,9 @@ from typing import Any, Final, Literal
 import numpy as np
 
 from ..config import nearest
+from ..filter.zero_variance import is_zero_variance
 from ..types import KEEP, EnvStep, Group, GroupView, Verdict
+from .refit import Refit
 from .signals import SIGNALS
 
 Rule = Literal["or", "and", "mirror"]
@@ -94,6 +96,10 @@ class Divergence:
     """Task type -> a threshold at `k`, or steps of its own, or 0 for never. Other types: as above."""
     task_type: str = "task_type"
     """Column of the prompts that holds the type."""
+    refit_every: int = 0
+    """Choose the threshold anew after so many optimizer steps, from what was observed; 0: never. Needs `audit`."""
+    precision: float = 0.8
+    """With `refit_every`: the least share of the cuts that must be right."""
 
     def __post_init__(self) -> None:
         if self.signal not in SIGNALS:
@@ -106,6 +112,7 @@ class Divergence:
             raise ValueError(f"termination must lie in (0, 1], not {self.termination}")
         if self.progress is not None and not 0 <= self.progress < 1:
             raise ValueError(f"progress must lie in [0, 1), not {self.progress}")
+        self._check_refit()
         if self.task_type != Divergence.task_type and not self.per_task_type:
             raise ValueError("task_type has no effect without per_task_type; remove it")
         if self.steps and any(own and not isinstance(own, dict) for own in self.per_task_type.values()):
@@ -116,6 +123,17 @@ class Divergence:
                     raise ValueError(f"k counts environment steps from 1, not {k}")
                 if not 0 <= threshold <= 1:
                     raise ValueError(f"the threshold at step {k} must lie in [0, 1], not {threshold}")
+
+    def _check_refit(self) -> None:
+        if self.refit_every < 0:
+            raise ValueError(f"refit_every counts optimizer steps, not {self.refit_every}")
+        if self.precision != Divergence.precision and not self.refit_every:
+            raise ValueError("precision has no effect without refit_every; remove it")
+        if not 0 < self.precision <= 1:
+            raise ValueError(f"precision must lie in (0, 1], not {self.precision}")
+        for name in ("steps", "termination", "progress", "per_task_type"):
+            if self.refit_every and getattr(self, name) != getattr(DEFAULTS, name):
+                raise ValueError(f"refit_every chooses one threshold, at k; remove {name}, or refit_every")
 
     def plan(self, task_type: str | None = None) -> dict[int, float]:
         """Step -> threshold, for a task type."""
@@ -130,8 +148,11 @@ class Divergence:
         return DivergenceGate(self)
 
 
+DEFAULTS: Final = Divergence()
+
+
 class DivergenceGate:
-    """Remembers nothing of a group: the verdict travels with it. Failed siblings are no evidence, and are left out."""
+    """Failed siblings are no evidence, and are left out. Without `refit_every` it remembers nothing of a group."""
 
     needs: frozenset[str] = frozenset()
 
@@ -139,6 +160,9 @@ class DivergenceGate:
         self.options = options
         plans = (options.plan(), *map(options.plan, options.per_task_type))
         self.at = tuple(EnvStep(k) for k in sorted({k for plan in plans for k in plan}))
+        self.refit = Refit(options.threshold, options.refit_every, options.precision) if options.refit_every else None
+        self._asked: dict[int, float] = {}
+        """With `refit`, by visit: the signal of groups in flight."""
         self._values: list[float] = []
         self._cut = 0
 
@@ -152,11 +176,15 @@ class DivergenceGate:
         if threshold is None or len(sound) < 2:
             return KEEP
         actions, observations = [view.actions[i] for i in sound], [view.observations[i] for i in sound]
+        if self.refit is not None:
+            threshold = self.refit.threshold
         values = {name: SIGNALS[name](actions, observations, k) for name in {o.signal, TERMINATION}}
         verdict = decide(values, o.signal, threshold, k, termination=o.termination, rule=o.rule)
         if o.progress is not None and verdict.keep:
             verdict = stuck(view, sound, o.progress, k)
         self._values.append(values[o.signal])
+        if self.refit is not None:
+            self._asked[view.visit.number] = values[o.signal]
         self._cut += not verdict.keep
         return verdict
 
@@ -172,24 +200,36 @@ class DivergenceGate:
         return str(prompt.columns[column])
 
     def observe(self, group: Group) -> None:
-        """Nothing is learned."""
+        """With `refit_every`, learn from groups that were asked about and came to their end."""
+        value, members = self._asked.pop(group.visit.number, None), group.siblings
+        if self.refit is not None and value is not None and all(r.reward is not None for r in members):
+            self.refit.observe(value, is_zero_variance(group.rewards()), members[0].survival_p)
 
     def end_step(self) -> None:
         self._values, self._cut = [], 0
+        if self.refit is not None:
+            self.refit.end_step()
 
     def metrics(self) -> dict[str, float]:
-        """Of this step: decisions taken, the share that cut, and the mean of the signal; nothing without decisions."""
+        """Of this step: decisions taken, the share that cut, and the mean of the signal; nothing without decisions.
+
+        With `refit_every` also the threshold they went by, and the groups that the next will be chosen from.
+        """
+        refit = self.refit.metrics() if self.refit is not None else {}
+        found = {f"gate/divergence/{name}": value for name, value in refit.items()}
         if not self._values:
-            return {}
+            return found
         name, asked = self.options.signal, len(self._values)
-        return {
+        return found | {
             "gate/divergence/asked": float(asked),
             "gate/divergence/cut_share": self._cut / asked,
             f"gate/divergence/{name}": float(np.mean(self._values)),
         }
 
     def state_dict(self) -> dict[str, Any]:
-        return {}
+        """Taken between steps, when nothing is in flight."""
+        return {} if self.refit is None else self.refit.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        pass
+        if self.refit is not None:
+            self.refit.load_state_dict(state)

@@ -1,0 +1,68 @@
+"""Thresholds that suit what was observed: the search that calibration shares, and a gate's own while it trains."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+LEAST, MOST = 20, 512
+"""Groups observed before a threshold is chosen anew, and groups remembered."""
+
+
+def counts_under(value_N: np.ndarray, *weights_N: np.ndarray) -> tuple[np.ndarray, ...]:
+    """Distinct values [M + 1], closed by 1 (no threshold is higher); and of each of `weights_N` the sum over all groups
+    that a threshold just over the value cuts, [M].
+    """
+    distinct_M, index_N = np.unique(value_N, return_inverse=True)
+    sums = [np.round(np.cumsum(np.bincount(index_N, w_N, minlength=len(distinct_M))), 12) for w_N in weights_N]
+    return np.append(distinct_M, 1.0), *sums
+
+
+def between(low: float, high: float) -> float:
+    """The number with fewest digits in (low, high], near the middle."""
+    middle = (low + high) / 2
+    return next((t for d in range(1, 17) if low < (t := round(middle, d)) <= high), high)
+
+
+class Refit:
+    """A threshold that is chosen anew every `every` optimizer steps: the highest that keeps to a precision.
+
+    Every group that the gate was asked about and that came to its end is evidence; one that the gate would have cut
+    does so only where an audit overrides it, and counts 1 / (the chance of that). While fewer than `LEAST` are
+    remembered the threshold stays as it is; when none keeps to the precision it is 0, and nothing is cut meanwhile.
+    """
+
+    def __init__(self, threshold: float, every: int, precision: float) -> None:
+        self.threshold = threshold
+        self.every, self.precision = every, precision
+        self._steps = 0
+        self._seen: deque[tuple[float, bool, float]] = deque(maxlen=MOST)
+        """Value of the signal, whether the group was worthless, and how many groups it stands for."""
+
+    def observe(self, value: float, worthless: bool, survival_p: float) -> None:
+        self._seen.append((value, worthless, 1 / survival_p))
+
+    def end_step(self) -> None:
+        """An optimizer step is over; now and then, choose."""
+        self._steps += 1
+        if self._steps % self.every == 0 and len(self._seen) >= LEAST:
+            self.threshold = self._chosen()
+
+    def _chosen(self) -> float:
+        value_N, worthless_N, weight_N = map(np.array, zip(*self._seen, strict=True))
+        edges_M, cut_M, tp_M = counts_under(value_N, weight_N, weight_N * worthless_N)
+        good_M = np.flatnonzero((tp_M >= self.precision * cut_M - 1e-9) & (edges_M[1:] > edges_M[:-1]))
+        return between(float(edges_M[good_M[-1]]), float(edges_M[good_M[-1] + 1])) if len(good_M) else 0.0
+
+    def metrics(self) -> dict[str, float]:
+        return {"threshold": self.threshold, "remembered": float(len(self._seen))}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"threshold": self.threshold, "steps": self._steps, "seen": [list(seen) for seen in self._seen]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.threshold, self._steps = float(state["threshold"]), int(state["steps"])
+        self._seen = deque(((float(v), bool(z), float(w)) for v, z, w in state["seen"]), maxlen=MOST)
