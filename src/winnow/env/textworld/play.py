@@ -63,7 +63,10 @@ class TextWorldEnv:
         raw, score = self.send(command)
         won, lost = WON in raw, LOST in raw
         self._earned = score / self._card["max_score"] if self._reward == "score" else float(won)
-        return StepResult(self._shown(readable(raw)), self._earned, won or lost, {"score": score}, command)
+        info: dict[str, float] = {"score": score}
+        if (most := self._card["max_score"]) > 1:
+            info["progress"] = min(max(score / most, 0.0), 1.0)
+        return StepResult(self._shown(readable(raw)), self._earned, won or lost, info, command)
 
     def send(self, command: str) -> tuple[str, int]:
         """What the game prints and its score so far."""
