@@ -254,6 +254,8 @@ def test_what_cannot_work_is_refused():
         with_tools(OneTurn(), environment_factory=NoReset)
     with pytest.raises(ValueError, match="several tools are called add"):
         with_tools(OneTurn(), [add, add])
+    with pytest.raises(ValueError, match="get_reward of the environment would replace the reward functions"):
+        with_tools(OneTurn(reward_funcs=[len]), environment_factory=Counter)
     with pytest.raises(ValueError, match="no tools"):
         with_tools(OneTurn())
     with pytest.raises(ValueError, match="task toy has an environment of its own"):

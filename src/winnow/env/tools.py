@@ -91,8 +91,9 @@ def with_tools(
     """The task with tools that the model may call, over several turns.
 
     `environment_factory`: makes an environment for each rollout; a mapping gives one for each value of the column
-    `environment`. `timeout_s` bounds a reset, and all calls of a turn; who overruns it fails. Raises ValueError when
-    the task has turns of its own or prompts that are no messages, or a tool cannot be described to a model.
+    `environment`. Its `get_reward` is asked after every turn, and wins over reward functions. `parse`: finds the calls
+    in what the model said. `timeout_s` bounds a reset, and all calls of a turn; who overruns it fails. Raises
+    ValueError when the task has turns of its own or prompts that are no messages, or a tool cannot be described.
     """
     if task.max_turns != 1:
         raise ValueError(f"with_tools: task {task.name} has an environment of its own; give a task of one turn")
@@ -104,6 +105,11 @@ def with_tools(
     elif environment_factory is not None:
         factories = {None: environment_factory}
     kits = {name: _Kit(name, tools, factory) for name, factory in factories.items()}
+    if task.reward_funcs and any(kit.rewards for kit in kits.values()):
+        raise ValueError(
+            f"with_tools: get_reward of the environment would replace the reward functions of task {task.name}; "
+            "keep one of the two"
+        )
     return ToolTask(task, kits, parse, max_tool_calling_iterations, Deadlines(timeout_s))
 
 
@@ -123,6 +129,7 @@ class _Kit:
             raise ValueError(f"with_tools: several tools are called {', '.join(sorted(doubled))}; rename them")
         if not self.schemas:
             raise ValueError(f"with_tools: no tools{f' for environment {name!r}' if name else ''}; give some")
+        self.rewards = hasattr(probe, "get_reward")
         self.label = f"{name}: {type(probe).__name__}"
 
     def all_tools(self, environment: Any) -> Iterator[Tool]:
