@@ -68,6 +68,7 @@ class RolloutRunner:
         self.rewarder = rewarder
         self.options = options
         self.gates = list(gates)
+        self._turn_length: int | None = getattr(task, "max_turn_length", None)
         self._stop = tuple(dict.fromkeys((*options.params.stop, *task.stop)))
         self._token_gates = {g.at.n: g for g in self.gates if isinstance(g.at, Token)}
         self._step_gates = sorted(((k, g) for g in self.gates for k in env_steps(g.at)), key=itemgetter(0))
@@ -123,7 +124,8 @@ class RolloutRunner:
     def _submit(self, flight: Flight, sibling: Sibling) -> None:
         visit, o = flight.visit, self.options
         key = noise_key(o.seed, o.stream, visit.prompt.ordinal, visit.epoch, sibling.index, len(sibling.turns))
-        params = replace(o.params, max_tokens=o.params.max_tokens - sibling.length, stop=self._stop)
+        left = o.params.max_tokens - sibling.length
+        params = replace(o.params, max_tokens=min(left, self._turn_length or left), stop=self._stop)
         if sibling.greedy:
             params = replace(params, temperature=0.0, top_p=1.0, top_k=0)
         request = Request(
@@ -188,6 +190,8 @@ class RolloutRunner:
             sibling.seconds += f.seconds
             if sibling.env is None:
                 sibling.finish(f.stop_reason)
+            elif f.stop_reason == "length" and sibling.length >= self.options.params.max_tokens:
+                self._end_episode(flight, sibling, "length")  # the action may be half of what was meant
             else:
                 self._step_env(flight, sibling, turn)
         for number in dict.fromkeys(f.id[0] for f in finished):  # type: ignore[index]
@@ -244,7 +248,7 @@ class RolloutRunner:
                 self._fail(sibling, f"the environment gave a reward of {sibling.reward}")
                 return
         if result.done or len(sibling.turns) >= self.task.max_turns:
-            self._end_episode(flight, sibling, "env" if result.done else "length")
+            self._end_episode(flight, sibling, "env" if result.done else "turns")
             return
         ids = encode_observation(self.tokenizer, flight.visit.prompt, result.observation or "", sibling.segments[-1][0])
         n = len(ids)

@@ -29,6 +29,8 @@ class Tally:
         """As `rollouts`, with greedy baselines, which every other figure leaves out."""
         self.truncated = 0
         self.failed: Counter[str] = Counter()
+        self.turns: list[list[str]] = []
+        """Of each rollout, why its turns ended."""
         self.barrier_wait_s = 0.0
         self.tokens: Counter[str] = Counter()
         self.seconds: dict[str, float] = {}
@@ -62,6 +64,7 @@ class Tally:
         for rollout in group.siblings:
             self.lengths.append(int(rollout.action_mask.sum()))
             self.truncated += rollout.stop_reason == "length"
+            self.turns.append([turn.stop_reason for turn in rollout.turns])
             for name, value in rollout.rewards.items():
                 if value is not None:
                     self.by_function.setdefault(name, []).append(value)
@@ -95,6 +98,10 @@ class Tally:
             "step_time": step_time,
             "tokens_per_second": self.sampled_tokens / max(step_time, 1e-9),
         }
+        if any(len(ends) > 1 for ends in self.turns):
+            ends = [end for rollout in self.turns for end in rollout]
+            metrics["turns/mean"] = len(ends) / len(self.turns)
+            metrics["turns/clipped_ratio"] = ends.count("length") / len(ends)
         if self.barrier_wait_s:
             metrics["barrier_wait_s"] = self.barrier_wait_s
         if self.reward_sets:

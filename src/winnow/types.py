@@ -107,7 +107,8 @@ class Rollout:
     """int32 [T]: policy version that sampled the token; -1 off the mask."""
     turns: list[Turn] = field(default_factory=list)
     stop_reason: str = ""
-    """Why the last turn ended: `eos`, `stop`, `length`, `cancelled`, or `env` when the environment ended it."""
+    """Why it ended: `eos` or `stop` (one turn), `env` (the environment ended it), `turns` (it had as many as the task
+    allows), `length` (its tokens were used up), `cancelled`, `failed`."""
     text: str = ""
     """The completion as text, special tokens removed, cut before a stop string."""
     reward: float | None = None

@@ -138,6 +138,56 @@ def test_the_budget_holds_over_all_turns_and_says_so(policy) -> None:
             assert r.stop_reason == "length"
 
 
+class Recording(EchoEnv):
+    """Remembers what it was told."""
+
+    told: list[str]
+
+    def step(self, text: str) -> StepResult:
+        self.told = [*getattr(self, "told", []), text]
+        return super().step(text)
+
+
+def test_a_turn_has_a_budget_of_its_own_and_says_when_it_came_to_it(policy) -> None:
+    class Terse(ToyTask):
+        max_turn_length = 2
+
+    envs: list[Recording] = []
+
+    def make(_: int) -> Recording:
+        envs.append(Recording(3))
+        return envs[-1]
+
+    rollouts = [r for g in run(policy, Terse(make=make), max_tokens=400) for r in g.rollouts]
+    turns = [t for r in rollouts for t in r.turns]
+    assert all(t.stop - t.start <= 2 for t in turns)
+    assert {t.stop_reason for t in turns} == {"length", "eos"}
+    assert {r.stop_reason for r in rollouts} == {"env"}
+    assert [e.told for e in envs] == [[t.action for t in r.turns] for r in rollouts], "given to it as they are"
+
+
+def test_an_action_that_the_total_budget_cuts_off_is_not_carried_out(policy) -> None:
+    envs: list[Recording] = []
+
+    def make(_: int) -> Recording:
+        envs.append(Recording(100))
+        return envs[-1]
+
+    rollouts = [r for g in run(policy, ToyTask(make=make, max_turns=50), max_tokens=15) for r in g.rollouts]
+    cut = [i for i, r in enumerate(rollouts) if r.turns[-1].stop_reason == "length"]
+    assert cut
+    for i, (r, env) in enumerate(zip(rollouts, envs, strict=True)):
+        assert getattr(env, "told", []) == [t.action for t in r.turns][: -1 if i in cut else None]
+
+
+def test_an_episode_that_ran_out_of_turns_is_not_called_truncated(policy) -> None:
+    rollouts = [
+        r for g in run(policy, ToyTask(make=lambda _: EchoEnv(9), max_turns=2), max_tokens=400) for r in g.rollouts
+    ]
+    assert {r.stop_reason for r in rollouts} == {"turns"}
+    assert all(len(r.turns) == 2 for r in rollouts)
+
+
 def test_a_broken_environment_fails_its_rollout_only(policy) -> None:
     groups = run(policy, ToyTask(make=lambda made: EchoEnv(2, fail_at=2 if made == 1 else None)), max_tokens=400)
     broken = groups[0].rollouts[1]
@@ -152,7 +202,7 @@ def test_a_reward_of_an_environment_that_is_no_number_fails(policy, reward: floa
         def step(self, text: str) -> StepResult:
             return StepResult(None, reward, True)
 
-    for group in run(policy, ToyTask(make=lambda _: Broken(1)), max_tokens=20):
+    for group in run(policy, ToyTask(make=lambda _: Broken(1)), max_tokens=400):
         assert all(r.fate == Fate.FAILED and r.reward is None for r in group.rollouts)
 
 
@@ -280,11 +330,11 @@ def test_evaluation_uses_noise_of_its_own_and_the_same_each_time(policy) -> None
 
 
 def test_failures_are_no_wrong_answers(policy) -> None:
-    groups = run(policy, ToyTask(make=lambda made: EchoEnv(1, fail_at=1 if made % 2 else None)), max_tokens=20)
+    groups = run(policy, ToyTask(make=lambda made: EchoEnv(1, fail_at=1 if made % 2 else None)), max_tokens=400)
     metrics = summarize(groups)
     assert metrics["failed"] == 0.5
     assert metrics["pass@1"] == 1.0
-    every = run(policy, ToyTask(make=lambda _: EchoEnv(1, fail_at=1)), max_tokens=20)
+    every = run(policy, ToyTask(make=lambda _: EchoEnv(1, fail_at=1)), max_tokens=400)
     with pytest.raises(RuntimeError, match="simulator went away"):
         summarize(every)
 

@@ -68,7 +68,11 @@ class OverlappingEnv(Protocol):
 
 @runtime_checkable
 class Task(Protocol):
-    """Prompts and how completions of them are judged. Built from `env:` in the config."""
+    """Prompts and how completions of them are judged. Built from `env:` in the config.
+
+    A task of many turns may have `max_turn_length`, the most tokens that are sampled in one turn. A turn that comes to
+    it has the stop reason `length` and is given to the environment as it is.
+    """
 
     name: str
     train: Sequence[Prompt]
