@@ -49,12 +49,12 @@ def tables(runs: Runs, warm: dict[int, dict[str, float]]) -> dict[str, str]:
     }
 
 
-def _text(value: Interval | None, form: str = "{:.3f}", scale: float = 1.0) -> str:
+def text(value: Interval | None, form: str = "{:.3f}", scale: float = 1.0) -> str:
     return "–" if value is None else value.text(form, scale)
 
 
-def _percent(value: Interval | None) -> str:
-    return _text(value, "{:.0f}%", 100)
+def percent(value: Interval | None) -> str:
+    return text(value, "{:.0f}%", 100)
 
 
 def _reach(runs: Runs, arm: str, base: str, goal: str, share: float, axis: str) -> str:
@@ -62,7 +62,7 @@ def _reach(runs: Runs, arm: str, base: str, goal: str, share: float, axis: str) 
         return "–"
     found, reached, n = f.to_level(runs[arm], runs[base], runs[goal], share, axis)
     missed = "" if reached == n else f"; {n - reached} of {n} did not get there"
-    return _text(found, "{:.2f}") + missed
+    return text(found, "{:.2f}") + missed
 
 
 def _greso(runs: Runs, arms: Sequence[str]) -> str:
@@ -77,14 +77,14 @@ def _greso(runs: Runs, arms: Sequence[str]) -> str:
             [
                 arm,
                 str(len(mine)),
-                _text(f.over_seeds(mine, f.passed)),
-                _text(f.difference(mine, base, f.passed), "{:+.3f}") if arm != arms[0] else "",
-                _text(f.cost_ratio(mine, base, lambda r: r.data.rollouts), "{:.2f}"),
+                text(f.over_seeds(mine, f.passed)),
+                text(f.difference(mine, base, f.passed), "{:+.3f}") if arm != arms[0] else "",
+                text(f.cost_ratio(mine, base, lambda r: r.data.rollouts), "{:.2f}"),
                 _reach(runs, arm, arms[0], arms[0], 1.0, "rollouts"),
                 _reach(runs, arm, arms[0], arms[0], 0.95, "rollouts"),
                 _reach(runs, arm, arms[0], arms[0], 0.95, "tokens"),
-                _percent(f.over_seeds(mine, lambda r: 1 - f.zero_share(r, 0, 0.1))),
-                _percent(f.over_seeds(mine, lambda r: 1 - f.zero_share(r, 0.9, 1))),
+                percent(f.over_seeds(mine, lambda r: 1 - f.zero_share(r, 0, 0.1))),
+                percent(f.over_seeds(mine, lambda r: 1 - f.zero_share(r, 0.9, 1))),
             ]
         )
     head = ["arm", "seeds", "final pass@1", "difference", "rollouts, all steps", "rollouts to DAPO's final pass@1"]
@@ -102,13 +102,13 @@ def _targets(runs: Runs) -> str:
             [
                 arm,
                 str(len(mine)),
-                _text(f.over_seeds(mine, f.passed)),
-                _text(f.over_seeds(mine, lambda r: r.data.rollouts), "{:.0f}k", 1e-3),
-                _percent(f.over_seeds(mine, lambda r: f.zero_share(r, 0.5, 1, "frac_zero_easy"))),
-                _percent(f.over_seeds(mine, lambda r: f.zero_share(r, 0.5, 1, "frac_zero_hard"))),
-                _text(f.over_seeds(mine, lambda r: r.rows[-1].get("greso/p_easy")), "{:.2f}"),
-                _text(f.over_seeds(mine, lambda r: r.rows[-1].get("greso/p_hard")), "{:.2f}"),
-                _text(f.over_seeds(mine, f.swing), "{:.3f}"),
+                text(f.over_seeds(mine, f.passed)),
+                text(f.over_seeds(mine, lambda r: r.data.rollouts), "{:.0f}k", 1e-3),
+                percent(f.over_seeds(mine, lambda r: f.zero_share(r, 0.5, 1, "frac_zero_easy"))),
+                percent(f.over_seeds(mine, lambda r: f.zero_share(r, 0.5, 1, "frac_zero_hard"))),
+                text(f.over_seeds(mine, lambda r: r.rows[-1].get("greso/p_easy")), "{:.2f}"),
+                text(f.over_seeds(mine, lambda r: r.rows[-1].get("greso/p_hard")), "{:.2f}"),
+                text(f.over_seeds(mine, f.swing), "{:.3f}"),
             ]
         )
     head = ["arm", "seeds", "final pass@1", "rollouts", "easy share, second half", "hard share", "p_easy at the end"]
@@ -126,14 +126,14 @@ def _active(runs: Runs) -> str:
             [
                 arm,
                 str(len(mine)),
-                _text(f.over_seeds(mine, f.passed)),
-                _text(f.difference(mine, base, f.passed), "{:+.3f}") if arm != "uniform" else "",
-                _text(f.difference(mine, base, f.mean_passed), "{:+.3f}") if arm != "uniform" else "",
-                _text(f.cost_ratio(mine, base, lambda r: r.data.rollouts), "{:.2f}"),
-                _percent(f.over_seeds(mine, lambda r: f.tenth(r, "frac_reward_zero_std", 0))),
-                _percent(f.over_seeds(mine, lambda r: f.tenth(r, "frac_reward_zero_std", 9))),
-                _text(f.over_seeds(mine, lambda r: f.tenth(r, "eta_eff", 9)), "{:.1f}e-4", 1e4),
-                _text(f.over_seeds(mine, lambda r: f.tenth(r, "grad_norm", 9)), "{:.1f}"),
+                text(f.over_seeds(mine, f.passed)),
+                text(f.difference(mine, base, f.passed), "{:+.3f}") if arm != "uniform" else "",
+                text(f.difference(mine, base, f.mean_passed), "{:+.3f}") if arm != "uniform" else "",
+                text(f.cost_ratio(mine, base, lambda r: r.data.rollouts), "{:.2f}"),
+                percent(f.over_seeds(mine, lambda r: f.tenth(r, "frac_reward_zero_std", 0))),
+                percent(f.over_seeds(mine, lambda r: f.tenth(r, "frac_reward_zero_std", 9))),
+                text(f.over_seeds(mine, lambda r: f.tenth(r, "eta_eff", 9)), "{:.1f}e-4", 1e4),
+                text(f.over_seeds(mine, lambda r: f.tenth(r, "grad_norm", 9)), "{:.1f}"),
             ]
         )
     head = ["arm", "seeds", "final pass@1", "difference to uniform", "difference, mean over training", "rollouts"]
@@ -158,7 +158,7 @@ def _deployment(runs: Runs, warm: dict[int, dict[str, float]]) -> str:
             else f.interval([d["pass@16"] / d["pass@1"] for d in found])
             for key in ("pass@1", "pass@16", "ratio")
         ]
-        return [name, str(len(found)), _text(figures[0]), _text(figures[1]), _text(figures[2], "{:.2f}")]
+        return [name, str(len(found)), text(figures[0]), text(figures[1]), text(figures[2], "{:.2f}")]
 
     rows = [row("warm start", list(warm.values()))] if warm else []
     rows += [row(arm, [run.deployed for run in by_seed.values()]) for arm, by_seed in runs.items()]
@@ -178,11 +178,11 @@ def _objectives(runs: Runs) -> str:
             [
                 arm,
                 str(len(mine)),
-                _text(f.over_seeds(mine, f.passed)),
-                _text(f.over_seeds(mine, largest)),
-                "" if first else _text(f.difference(mine, base, largest), "{:+.3f}"),
-                _text(f.over_seeds(mine, deployed)),
-                "" if first else _text(f.difference(mine, base, deployed), "{:+.3f}"),
+                text(f.over_seeds(mine, f.passed)),
+                text(f.over_seeds(mine, largest)),
+                "" if first else text(f.difference(mine, base, largest), "{:+.3f}"),
+                text(f.over_seeds(mine, deployed)),
+                "" if first else text(f.difference(mine, base, deployed), "{:+.3f}"),
             ]
         )
     head = ["arm", "seeds", "pass@1, T = 1", "pass@8, T = 1", "difference", "pass@16, deployment", "difference"]
@@ -199,8 +199,8 @@ def _composed(runs: Runs) -> str:
             [
                 arm,
                 str(len(mine)),
-                _text(f.over_seeds(mine, f.passed)),
-                _text(f.over_seeds(mine, lambda r: r.data.tokens), "{:.0f}k", 1e-3),
+                text(f.over_seeds(mine, f.passed)),
+                text(f.over_seeds(mine, lambda r: r.data.tokens), "{:.0f}k", 1e-3),
                 _reach(runs, arm, "dapo-fixed", "uniform", 1.0, "tokens"),
                 _reach(runs, arm, "dapo", "uniform", 1.0, "tokens"),
                 _reach(runs, arm, "dapo-fixed", "dapo-fixed", 0.95, "tokens"),

@@ -22,6 +22,8 @@ RECIPE = "textworld"
 WARM = {"max_steps": 400, "batch_size": 64, "learning_rate": 2e-3, "num_layers": 2, "max_positions": 1024, "threads": 1}
 CALIBRATION = {"prompts": 128, "epochs": 2, "precision": 0.8}
 TIERS = {"prompts": 128, "repeats": 3}
+FINAL = {"eval_prompts": 128, "eval_generations": 8, "eval_greedy": True}
+"""All held-out games, after training."""
 GATE = "gates=[{gate}]"
 """`{gate}` is what the calibration found."""
 WITHOUT_ZERO = "filter={name: zero_variance, refill: false}"
@@ -44,13 +46,14 @@ def config_of(seed: int, work: Path, overrides: tuple[str, ...] = ()) -> Any:
 
 def warm_start(seed: int, work: Path) -> None:
     from winnow.build import build_demonstrator
+    from winnow.standalone import evaluate_model
     from winnow.warmup import WarmupConfig, warmup
 
     path = work / f"warm-s{seed}"
-    said: dict[str, Any] = {"model": str(path)}
     if not (path / "config.json").exists():
-        said |= warmup(build_demonstrator(_recipe()["env"]), path, config=WarmupConfig(seed=seed, **WARM))  # type: ignore[arg-type]
-    write_json(path / "claim.json", said)
+        warmup(build_demonstrator(_recipe()["env"]), path, config=WarmupConfig(seed=seed, **WARM))  # type: ignore[arg-type]
+    values = {**_recipe(), "model": str(path), "seed": seed, **FINAL}
+    write_json(path / "claim.json", {"arm": "warm start", "seed": seed, "deployed": evaluate_model(str(path), values)})
 
 
 def calibrate(work: Path) -> None:
@@ -71,7 +74,7 @@ def calibrate(work: Path) -> None:
         row
         for g in groups
         if all(r.reward is not None for r in g.siblings)
-        for row in rows_of(g, range(2, horizon - 2))
+        for row in rows_of(g, range(2, horizon - 2, 2))
     ]
     table = path / "gate.jsonl"
     table.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
@@ -98,10 +101,13 @@ def tiers(seed: int, work: Path) -> None:
 
 
 def train_arm(arm: Arm, seed: int, work: Path) -> None:
+    from winnow.standalone import evaluate_model
+
     text = gates(work)
     filled = Arm(arm.name, arm.recipe, tuple(_filled(o, text) for o in arm.overrides))
     run = train(filled, seed, work)
-    write_json(run / "claim.json", {"arm": arm.name, "seed": seed, "overrides": filled.overrides})
+    said = {"arm": arm.name, "seed": seed, "overrides": filled.overrides}
+    write_json(run / "claim.json", said | {"deployed": evaluate_model(str(run), FINAL)})
 
 
 def _filled(override: str, text: dict[str, str]) -> str:

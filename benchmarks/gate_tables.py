@@ -1,0 +1,185 @@
+"""Tables and picture of the gate's three tiers, from the run directories of `gate_claims.py`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import claims_figures as f
+import numpy as np
+from arms import fill, table
+from claims_figures import Interval, Run, Runs, interval
+from claims_tables import percent, text
+
+from winnow.records import GATE
+from winnow.report_data import read_lines
+
+Tiers = list[dict[str, Any]]
+"""Of every seed."""
+
+
+def write_figures(work: Path, arms: Sequence[str], *, out: Path | None, docs: Path | None) -> None:
+    """Write what is there so far; arms without a finished run are left out of the tables."""
+    runs, warm = f.read_runs(work, arms)
+    tiers = [json.loads(p.read_text(encoding="utf-8")) for p in sorted(work.glob("tiers-s*/claim.json"))]
+    chosen = json.loads((work / "calibration-s0" / "claim.json").read_text(encoding="utf-8"))
+    if out is not None:
+        figures = {arm: [_summary(run) for run in by_seed.values()] for arm, by_seed in runs.items()}
+        said = {"calibration": chosen, "warm start": warm, "tiers": tiers, "runs": figures}
+        out.write_text(json.dumps(said, indent=1), encoding="utf-8")
+    if docs is not None:
+        found = {"gate-tier-1": tier_1(tiers), "gate-tier-2": tier_2(tiers), "gate-tier-3": tier_3(runs, chosen)}
+        fill(docs, found)
+        draw(runs, docs.with_name("gate-claims.png"))
+
+
+def tier_1(tiers: Tiers) -> str:
+    def of(key: str, part: str = "share") -> Interval | None:
+        return interval([t["tier1"][key][part] if part else t["tier1"][key] for t in tiers])
+
+    cut, right = (sum(t["tier1"][key] for t in tiers) for key in ("cut", "right"))
+    groups, zero = (sum(t["tier1"][key] for t in tiers) for key in ("groups", "zero_variance"))
+    rows = [
+        ["groups", "100", f"{len(tiers)} x {groups // max(len(tiers), 1)}"],
+        ["zero-variance groups", "39%", f"{zero / groups:.0%}"],
+        ["cut", "20%", f"{cut / groups:.0%}"],
+        ["of them zero-variance (precision)", "0.95", f"{right / max(cut, 1):.2f} ({right} of {cut})"],
+        ["wall-clock saved", "13.25%", percent(of("seconds_saved", "median"))],
+        ["sampled tokens saved", "", percent(of("tokens_saved"))],
+        ["environment steps saved", "", percent(of("steps_saved"))],
+        ["tokens that as many random cuts save", "", percent(of("random_saved"))],
+        ["tokens that an oracle saves", "", percent(of("oracle_saved"))],
+        ["identical actions up to the gate's step", "all", percent(of("same_actions", ""))],
+    ]
+    return table(["", "paper", "here"], rows)
+
+
+def tier_2(tiers: Tiers) -> str:
+    def of(key: str) -> Interval | None:
+        return interval([t["tier2"][key] for t in tiers])
+
+    rows = [
+        ["update time saved", "32.2%", percent(of("seconds_saved"))],
+        ["gradient norm, gated / baseline", "1.14", text(of("norm_ratio"), "{:.2f}")],
+        ["predicted by dilution", "1.20 (tier 3)", text(of("predicted_ratio"), "{:.2f}")],
+    ]
+    return table(["", "paper", "here"], rows)
+
+
+def tier_3(runs: Runs, chosen: dict[str, Any]) -> str:
+    base = runs["grpo"]
+    rows = []
+    for arm, by_seed in runs.items():
+        same = arm == "grpo"
+        reach, reached, n = f.to_level(by_seed, base, base, 1.0, "tokens")
+        missed = "" if reached == n else f"; {n - reached} of {n} did not get there"
+        rows.append(
+            [
+                arm,
+                str(len(by_seed)),
+                text(f.over_seeds(by_seed, lambda r: r.deployed["pass@1"])),
+                "" if same else text(f.difference(by_seed, base, lambda r: r.deployed["pass@1"]), "{:+.3f}"),
+                text(f.over_seeds(by_seed, lambda r: r.deployed["greedy"])),
+                text(f.cost_ratio(by_seed, base, lambda r: r.data.tokens), "{:.2f}"),
+                text(reach, "{:.2f}") + missed,
+                percent(f.over_seeds(by_seed, cut_share)),
+                percent(f.over_seeds(by_seed, zero_of_rest)),
+                "" if same else text(f.cost_ratio(by_seed, base, _norm), "{:.2f}"),
+                "" if same else text(f.cost_ratio(by_seed, base, _teaching), "{:.2f}"),
+            ]
+        )
+    if "dapo" in runs:
+        share = f.over_seeds(runs["dapo"], lambda r: oracle_share(r, chosen["chosen"]["k"]))
+        rows.append(["oracle", str(len(runs["dapo"])), *["as dapo"] * 3, text(share, "{:.2f}"), *[""] * 5])
+    head = [
+        "arm",
+        "seeds",
+        "final pass@1",
+        "difference",
+        "greedy",
+        "tokens",
+        "tokens to the baseline's end",
+        "groups cut",
+    ]
+    return table([*head, "zero-variance of the rest", "gradient norm", "predicted"], rows)
+
+
+def cut_share(run: Run) -> float:
+    """Of the groups that were rolled out."""
+    asked = np.array([row["groups/rolled_out"] for row in run.rows])
+    cut = np.array([_cut(row) for row in run.rows])
+    return float(cut.sum() / asked.sum())
+
+
+def _cut(row: dict[str, float]) -> float:
+    shares = [row[key] * row[key.replace("cut_share", "asked")] for key in row if key.endswith("/cut_share")]
+    return sum(shares)
+
+
+def zero_of_rest(run: Run) -> float:
+    """Zero-variance share of the groups that were not cut."""
+    return f.zero_share(run, 0, 1) / (1 - cut_share(run))
+
+
+def _teaching(run: Run) -> float:
+    """Share of a batch's groups whose advantages are not all zero."""
+    return 1 - zero_of_rest(run) if "zero_variance" not in str(run.data.config["filter"]) else 1.0
+
+
+def _norm(run: Run) -> float:
+    return float(np.mean(f.series(run, "grad_norm")))
+
+
+def oracle_share(run: Run, k: int) -> float:
+    """Environment steps that are left when every zero-variance group is stopped at step k."""
+    rows = [row for row in read_lines(run.data.path / GATE, []) if row["K"] == k]
+    steps = np.array([row["steps"] for row in rows], float)
+    stopped = np.array([row["steps_k"] for row in rows], float)
+    zero = np.array([row["reward_var"] == 0 for row in rows])
+    return float(np.where(zero, stopped, steps).sum() / steps.sum())
+
+
+def _summary(run: Run) -> dict[str, Any]:
+    return {
+        "seed": run.data.seed,
+        "deployed": run.deployed,
+        "tokens": run.data.tokens,
+        "cut_share": cut_share(run),
+        "zero_share": zero_of_rest(run),
+        "grad_norm": _norm(run),
+        "curve": [[p.step, p.tokens, p.rollouts, round(p.passed, 5)] for p in run.data.curve],
+    }
+
+
+def draw(runs: Runs, path: Path) -> None:
+    """Held-out success against sampled tokens, and the groups cut beside the baseline's zero-variance groups."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), constrained_layout=True)
+    for arm, by_seed in runs.items():
+        mean = f.curve(by_seed)
+        left.plot(np.array(mean["tokens"]) / 1e3, mean["passed"], marker="o", ms=3, label=f"{arm} (n={len(by_seed)})")
+    left.set(xlabel="sampled tokens, thousands", ylabel="held-out pass@1 (64 games)")
+    left.legend(fontsize=8)
+    for arm, what in (("grpo", "zero-variance groups, baseline"), ("gate", "cut by the gate")):
+        if arm in runs:
+            shares = np.mean([_by_step(run, arm) for run in runs[arm].values()], axis=0)
+            right.plot(np.convolve(shares, np.ones(5) / 5, "valid"), label=what)
+    right.set(xlabel="step", ylabel="share of the groups (5-step mean)", ylim=(0, 1))
+    right.legend(fontsize=8)
+    for axis in (left, right):
+        axis.grid(alpha=0.3)
+    figure.savefig(path, dpi=90)
+
+
+def _by_step(run: Run, arm: str) -> np.ndarray:
+    values = [
+        row["frac_reward_zero_std"] if arm == "grpo" else _cut(row) / max(row["groups/rolled_out"], 1)
+        for row in run.rows
+    ]
+    return np.array(values)
