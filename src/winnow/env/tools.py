@@ -129,7 +129,7 @@ class _Kit:
             raise ValueError(f"with_tools: several tools are called {', '.join(sorted(doubled))}; rename them")
         if not self.schemas:
             raise ValueError(f"with_tools: no tools{f' for environment {name!r}' if name else ''}; give some")
-        self.rewards = hasattr(probe, "get_reward")
+        self.rewards = callable(getattr(probe, "get_reward", None))
         self.label = f"{name}: {type(probe).__name__}"
 
     def all_tools(self, environment: Any) -> Iterator[Tool]:
