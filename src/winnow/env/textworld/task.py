@@ -55,6 +55,8 @@ class TextWorldConfig:
     """None: 16 generated games; of `games` the folder `test`, or one in five."""
     seed: int = 0
     max_turns: int = 30
+    max_turn_length: int | None = None
+    """The most tokens sampled in a turn; None: only max_completion_length bounds it."""
     style: Style = "react"
     """`react`: messages, a thought and an action a turn. `words`: lower-case words, the completion is the command."""
     reward: Reward = "won"
@@ -88,7 +90,7 @@ class TextWorld:
 
     def __init__(self, config: TextWorldConfig) -> None:
         self.config = config
-        self.max_turns = config.max_turns
+        self.max_turns, self.max_turn_length = config.max_turns, config.max_turn_length
         self.reward_funcs: list[RewardFn] = []
         self._pool = EnvPool(config.workers, config.timeout_s)
         train, test = games_of(config)
