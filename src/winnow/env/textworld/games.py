@@ -39,6 +39,14 @@ def digest_of(path: Path) -> str:
     return hashlib.sha256(path.read_bytes() + facts.read_bytes()).hexdigest()
 
 
+def intact(game: Path) -> bool:
+    """Whether the folder of a game is there as it was made, or its seed is known to give none."""
+    try:
+        return game.with_suffix(".failed").exists() or (game / "digest").read_text() == digest_of(game / "game.z8")
+    except (OSError, ValueError):
+        return False
+
+
 def save_json(path: Path, values: Any) -> None:
     """Atomic. Two writers write the same."""
     partial = path.with_name(f"{path.name}.{os.getpid()}")
@@ -75,7 +83,8 @@ def generate(challenge: str, options: dict[str, Any], grammar: dict[str, Any], s
     (partial / "game.ni").unlink(missing_ok=True)
     shutil.rmtree(partial / "Inform", ignore_errors=True)
     (partial / "digest").write_text(digest_of(partial / "game.z8"), encoding="utf-8")
-    shutil.rmtree(target, ignore_errors=True)
+    if not intact(target):
+        shutil.rmtree(target, ignore_errors=True)
     with suppress(OSError):  # another run was faster
         partial.rename(target)
     shutil.rmtree(partial, ignore_errors=True)

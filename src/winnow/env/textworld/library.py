@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..worker import WorkerError, WorkerPool
-from .games import digest_of, save_json
+from .games import digest_of, intact, save_json
 from .play import load_json
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ def _generated(pool: WorkerPool, config: TextWorldConfig, part: str, wanted: int
         calls = [
             pool.call("winnow.env.textworld.games:generate", {**options, "seed": seed, "folder": str(game)})
             for seed, game in zip(drawn, made, strict=True)
-            if not _intact(game)
+            if not intact(game)
         ]
         for call in calls:
             call.result()
@@ -97,14 +97,6 @@ def _generated(pool: WorkerPool, config: TextWorldConfig, part: str, wanted: int
             f"{config.challenge} gave only {len(cards)}; lower {part}_size, or set options that make it larger"
         )
     return list(cards.values())
-
-
-def _intact(game: Path) -> bool:
-    """Whether the game is there as it was made, or its seed is known to give none."""
-    try:
-        return game.with_suffix(".failed").exists() or (game / "digest").read_text() == digest_of(game / "game.z8")
-    except (OSError, ValueError):
-        return False
 
 
 def _split(pool: WorkerPool, config: TextWorldConfig, root: Path) -> tuple[list[Card], list[Card]]:
