@@ -1,4 +1,6 @@
-"""What the signals of the mid-trajectory gate cost at one checkpoint, beside the rollout of the group they look at.
+"""What the mid-trajectory gate costs at one checkpoint, beside the rollout of the group it looks at.
+
+The gate computes one signal and the termination fraction; all seven are only written once a group has ended.
 
 python benchmarks/gate.py --out benchmarks/results/gate.json
 python benchmarks/gate.py --rollout-s 26.8        # seconds that a group's rollout takes in your setting
@@ -18,7 +20,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+from winnow.gate.divergence import Divergence, DivergenceGate
 from winnow.gate.signals import SIGNALS
+from winnow.types import EnvStep, GroupView, Prompt, Visit
 
 G, K, TOKENS_A_TURN = 16, 20, 8
 ACTIONS = [f"go to {place} {i}" for place in ("drawer", "cabinet", "shelf", "countertop") for i in range(1, 6)]
@@ -32,10 +36,16 @@ def group(seed: int, agree: float) -> tuple[list[list[str]], list[list[str]]]:
     return actions, [[f"You are at {a}." for a in t] for t in actions]
 
 
+def view_of(actions: list[list[str]], observations: list[list[str]]) -> GroupView:
+    visit = Visit(0, 0, Prompt("p", 0, text=""))
+    return GroupView(visit, EnvStep(K), tuple(map(tuple, actions)), tuple(map(tuple, observations)), (True,) * G)
+
+
 def measure(repeats: int) -> dict[str, Any]:
-    """Seconds for each signal, and for all seven, on groups from unlike to equal trajectories."""
+    """Seconds for each signal, for all seven, and for a decision, on groups from unlike to equal trajectories."""
     groups = [group(i, agree) for i, agree in enumerate((0.0, 0.3, 0.6, 0.9, 1.0))]
-    seconds: dict[str, list[float]] = {name: [] for name in (*SIGNALS, "all")}
+    seconds: dict[str, list[float]] = {name: [] for name in (*SIGNALS, "all", "gate")}
+    gate = DivergenceGate(Divergence(k=K))
     for _ in range(repeats):
         for actions, observations in groups:
             total = 0.0
@@ -45,6 +55,10 @@ def measure(repeats: int) -> dict[str, Any]:
                 seconds[name].append(time.perf_counter() - started)
                 total += seconds[name][-1]
             seconds["all"].append(total)
+            view = view_of(actions, observations)
+            started = time.perf_counter()
+            gate.decide(view)
+            seconds["gate"].append(time.perf_counter() - started)
     return {name: {"median": statistics.median(s), "max": max(s)} for name, s in seconds.items()}
 
 
@@ -85,7 +99,7 @@ def main() -> None:
         "seconds": seconds,
         "rollout_seconds": rollout,
         "rollout_measured": options.rollout_s is None,
-        "share_of_rollout": seconds["all"]["median"] / rollout,
+        "share_of_rollout": {name: seconds[name]["median"] / rollout for name in ("gate", "all")},
     }
     print(json.dumps(result))
     if options.out:

@@ -82,13 +82,8 @@ def separation(recorded: Mapping[int, Recorded], rows: Sequence[Correlation], pa
             for i, k in enumerate(recorded):
                 points = [(getattr(r, key), names.index(r.signal)) for r in rows if r.k == k]
                 drawn = [(value, y + 0.12 * (i - (len(recorded) - 1) / 2)) for value, y in points if value is not None]
-                style: dict[str, Any] = {
-                    "color": COLOURS[i % 5],
-                    "marker": MARKS[i % 5],
-                    "linestyle": "none",
-                    "label": f"K = {k}",
-                }
-                ax.plot(*zip(*drawn, strict=True), **style)
+                look = {"color": COLOURS[i % 5], "marker": MARKS[i % 5], "label": f"K = {k}"}
+                ax.scatter(*zip(*drawn, strict=True), **look)
             ax.axvline(even, color=GREY, linewidth=1, linestyle="--")
             ax.set_yticks(range(len(names)), names if ax is left else [""] * len(names))
             ax.invert_yaxis()
@@ -98,17 +93,14 @@ def separation(recorded: Mapping[int, Recorded], rows: Sequence[Correlation], pa
         middle.legend(fontsize=8)
         at = recorded[best.k]
         value_N, bins = at.signals[best.signal], np.linspace(0, 1, 21)
-        for zero, colour, hatch, name in ((True, ORANGE, "//", "zero variance"), (False, BLUE, "", "mixed")):
-            which_N = at.zero_N == zero
-            label = f"{name} ({at.count(which_N):g})"
-            look: dict[str, Any] = {
-                "color": colour,
-                "alpha": 0.55,
-                "hatch": hatch,
-                "edgecolor": "black",
-                "label": label,
-            }
-            right.hist(value_N[which_N], bins, weights=at.weights_N[which_N], **look)
+        kinds = (at.zero_N, ~at.zero_N)
+        right.hist(
+            [value_N[which_N] for which_N in kinds],
+            bins,
+            weights=[at.weights_N[which_N] for which_N in kinds],
+            color=[ORANGE, BLUE],
+            label=[f"{name} ({at.count(n):g})" for name, n in zip(("zero variance", "mixed"), kinds, strict=True)],
+        )
         right.set_xlabel(f"{best.signal} at K = {best.k}")
         right.set_ylabel("groups")
         right.set_title("the signal of the highest AUROC", fontsize=10)

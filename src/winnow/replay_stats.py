@@ -82,7 +82,8 @@ class Choice:
 
     def __str__(self) -> str:
         ended = "" if self.termination is None else f" or {TERMINATION} >= {self.termination:g}"
-        return f"{self.signal} < {self.threshold:g}{ended} at {self.k}"
+        types = ", by task type" if self.per_task_type else ""
+        return f"{self.signal} < {self.threshold:g}{ended} at {self.k}{types}"
 
 
 @dataclass(frozen=True)
