@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import gc
 import json
 import threading
 
@@ -186,6 +187,19 @@ def test_what_hangs_is_ended_and_the_next_call_works():
         with pytest.raises(TimeoutError, match=r"took over 0\.3 s"):
             play(task, text)
         assert play(task, call("add", a=1, b=2))[1][0].observation == "3"
+
+
+def test_threads_end_with_the_task():
+    before = set(threading.enumerate())
+    task = with_tools(OneTurn(), [add, slow_add])
+    assert play(task, call("slow_add", a=1, b=2))[1][0].observation == "3"
+    started = [thread for thread in threading.enumerate() if thread not in before]
+    assert len(started) >= 2
+    del task
+    gc.collect()
+    for thread in started:
+        thread.join(10)
+    assert not any(thread.is_alive() for thread in started)
 
 
 def test_iterations_are_bounded_as_in_trl():

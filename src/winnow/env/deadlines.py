@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from typing import Any
@@ -16,7 +17,8 @@ POLL_S = 0.05
 class Deadlines:
     """Plain callables run one after another in a thread, coroutine functions side by side on an event loop.
 
-    A thread of its own ends what is over time while anything is under way. See `calls` for what cannot be ended.
+    A thread of its own ends what is over time while anything is under way. See `calls` for what cannot be ended. The
+    threads end with the object.
     """
 
     def __init__(self, timeout_s: float) -> None:
@@ -26,10 +28,13 @@ class Deadlines:
         self._lock = threading.Lock()
         self._owed: list[Future[Any]] = []
         self._watching = False
+        weakref.finalize(self, self._plain.close)
+        weakref.finalize(self, self._async.close)
 
     def submit(self, function: Callable[[], Any]) -> Future[Any]:
+        once = [function]  # the thread keeps its last call, which must not keep this object
         with self._lock:
-            return self._watched(self._plain.submit(function))
+            return self._watched(self._plain.submit(lambda: once.pop()()))
 
     def submit_async(self, function: Callable[[], Coroutine[Any, Any, Any]]) -> Future[Any]:
         """Raises TimeoutError when too many earlier ones hang."""
