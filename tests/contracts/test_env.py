@@ -22,8 +22,9 @@ OPTIONS = {
     "textworld": [
         {"options": {"level": 1}, "train_size": 1, "test_size": 1, "style": style} for style in ("words", "react")
     ],
+    "alfworld": [{"train_size": 2, "test_size": 1, "style": style} for style in ("words", "react")],
 }
-EXTRAS = {"textworld"}
+EXTRAS = {"alfworld", "textworld"}
 """Tasks whose package is an extra of that name."""
 
 

@@ -30,6 +30,7 @@ ENVS: Mapping[str, type] = LazyTable(
         "reasoning_gym": ".reasoning_gym:ReasoningGymConfig",
         "dataset": ".dataset:DatasetConfig",
         "textworld": ".textworld.task:TextWorldConfig",
+        "alfworld": ".alfworld.task:AlfworldConfig",
     }
 )
 """Name -> frozen dataclass of options with `build() -> Task`."""

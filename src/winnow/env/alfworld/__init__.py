@@ -1,0 +1,1 @@
+"""Household text games of the package alfworld."""
