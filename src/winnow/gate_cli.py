@@ -251,6 +251,6 @@ def _cell(key: str, value: Any) -> str:
         return "–"
     if not isinstance(value, float):
         return str(value)
-    if key.endswith("_pct") or key in ("cut", "tp", "fp", "zero_variance"):
+    if key.endswith("_pct") or key in ("groups", "cut", "tp", "fp", "zero_variance"):
         return f"{value:.1f}"
     return f"{value:.2g}" if key == "p_value" else f"{value:.3f}" if key != "threshold" else f"{value:g}"

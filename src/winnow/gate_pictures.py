@@ -66,7 +66,7 @@ def heat_map(rows: Sequence[SweepRow], path: Path) -> None:
         ax.set_yticks(range(len(ks)), [str(k) for k in ks])
         ax.set_xlabel(f"threshold of {rows[0].signal}: cut below it")
         ax.set_ylabel("environment step K")
-        ax.set_title(f"what cuts would save, {rows[0].groups} groups", fontsize=10)
+        ax.set_title(f"what cuts would save, {rows[0].groups:g} groups", fontsize=10)
         ax.figure.colorbar(image, label="safe saving, % of all steps")
 
 

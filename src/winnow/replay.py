@@ -233,8 +233,8 @@ class SweepRow:
     k: int
     signal: str
     threshold: float
-    groups: int
-    """Rows of the table; all else counts what they stand for."""
+    groups: float
+    """What the rows of the table stand for; so are the other counts."""
     cut: float
     tp: float
     """Cut and zero-variance."""
@@ -264,7 +264,7 @@ def counted(at: Recorded, cut_N: np.ndarray, signal: str, threshold: float, t_ma
         k=at.k,
         signal=signal,
         threshold=threshold,
-        groups=len(cut_N),
+        groups=at.count(np.ones(len(cut_N), bool)),
         cut=cut,
         tp=tp,
         fp=cut - tp,
@@ -312,7 +312,7 @@ class Correlation:
     k: int
     task_type: str | None
     signal: str
-    groups: int
+    groups: float
     zero_variance: float
     spearman_rho: float | None
     """Rank correlation with the reward variance (table 7)."""
@@ -357,7 +357,7 @@ def _correlation(at: Recorded, signal: str, task_type: str | None) -> Correlatio
         p = p if p is not None and math.isfinite(p) else None  # two groups alone
     if zero and teaching:
         auroc = float((w_N * rank_N)[~zero_N].sum() - teaching**2 / 2) / (zero * teaching)
-    return Correlation(at.k, task_type, signal, len(value_N), at.count(zero_N), rho, p, auroc)
+    return Correlation(at.k, task_type, signal, at.count(w_N > 0), at.count(zero_N), rho, p, auroc)
 
 
 def midranks(value_N: np.ndarray, weight_N: np.ndarray) -> np.ndarray:

@@ -355,7 +355,7 @@ def config_section(found: Calibration) -> str:
     chosen = {key: value for key, value in asdict(found.choice).items() if value not in (None, {})}
     text: str = yaml.safe_dump({"gates": [{"name": "divergence", **chosen}]}, sort_keys=False)
     return (
-        f"# of {row.groups} recorded groups {row.cut:g} cut, {row.tp:g} of them zero-variance ({found.bound})\n{text}"
+        f"# of {row.groups:g} recorded groups {row.cut:g} cut, {row.tp:g} of them zero-variance ({found.bound})\n{text}"
     )
 
 
