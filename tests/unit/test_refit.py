@@ -67,6 +67,23 @@ def test_only_every_so_many_steps_and_not_from_a_few() -> None:
     assert refit.threshold > 0.3
 
 
+def test_the_precision_of_what_it_cuts_is_the_one_asked_for() -> None:
+    """Over simulated runs in which only every fifth of the groups under the threshold is seen."""
+    cut = right = 0
+    for seed in range(4):
+        rng, refit = np.random.default_rng(seed), Refit(0.12, 10, 0.8)
+        for _ in range(200):
+            for value in rng.beta(1.2, 2.5, 16).tolist():
+                worthless, below = rng.random() < max(0.05, 0.98 - 1.2 * value), value < refit.threshold
+                if below and rng.random() > 0.2:
+                    cut, right = cut + 1, right + worthless
+                else:
+                    refit.observe(value, worthless, 0.2 if below else 1.0)
+            refit.end_step()
+    assert cut > 3000
+    assert 0.77 < right / cut < 0.83
+
+
 def test_memory_is_bounded_and_the_state_is_exact() -> None:
     refit = refit_of([(i / 7 % 1, i % 3 > 0, 1 / (1 + i % 5)) for i in range(MOST + 100)], every=2)
     refit.end_step()
