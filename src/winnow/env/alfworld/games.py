@@ -15,12 +15,10 @@ from ..react import words
 from ..textworld.games import save_json
 from ..textworld.play import NOTHING, load_json
 from .library import card_id
-from .play import GOAL, Game
+from .play import GOAL, EntityInfo, Game, fast_downward, pddl
 from .play import Path as Way
 from .rooms import TaskType, alfworld, game_of, plans_of
 
-ATTEMPTS = 20
-"""Walks with random commands before one without is taken."""
 COMMANDS = {"gotolocation": "go to {r}"}
 """Where the grammar's own template asks the state for what is known, as TextWorld's planner has it too."""
 UNWISE = frozenset({"help"})
@@ -56,14 +54,18 @@ def describe(path: str, task_type: TaskType, card: str) -> None:
 
 def _card(game: Mapping[str, Any], task_type: TaskType, source: str) -> dict[str, Any]:
     """What playing a game and talking about it needs."""
-    values = _compiled(game) | {"task_type": task_type, "id": source}
+    hopeless = ValueError(f"alfworld: the planner finds no way to win {source}; remove the game")
+    try:
+        values = _compiled(game) | {"task_type": task_type, "id": source}
+    except KeyError:  # Fast Downward writes another problem for one whose goal is out of reach
+        raise hopeless from None
     play = Game(values)
     values["goal"] = _goal(values["grammar"])
     values["look"] = play.look()
     values["words"] = _words(values)
     values["plan"] = play.plan(())
     if not values["plan"]:
-        raise ValueError(f"alfworld: the planner finds no way to win {source}; remove the game")
+        raise hopeless
     return values | {"id": card_id(values)}
 
 
@@ -84,13 +86,9 @@ def _words(card: Mapping[str, Any]) -> list[str]:
 
 def _compiled(game: Mapping[str, Any]) -> dict[str, Any]:
     """The problem as Fast Downward and the grammar take it, see `play.Game`."""
-    import fast_downward
-    from textworld.envs.pddl.logic import GameLogic, PddlState
-    from textworld.generator.game import EntityInfo
-
-    logic = GameLogic(game["pddl_domain"], game["grammar"])
+    logic = pddl.GameLogic(game["pddl_domain"], game["grammar"])
     with contextlib.redirect_stdout(io.StringIO()):
-        state = PddlState(fast_downward.load_lib(), game["pddl_problem"], logic)
+        state = pddl.PddlState(fast_downward.load_lib(), game["pddl_problem"], logic)
     kinds = dict(sorted(state.name2type.items()))
     demangler = alfworld("agents.utils.misc").Demangler(
         game_infos={name: EntityInfo(name, kind) for name, kind in kinds.items()}
