@@ -105,7 +105,11 @@ def _compiled(game: Mapping[str, Any]) -> dict[str, Any]:
             a.name: [[p.name.strip("?"), p.type_name] for p in a.parameters[: a.num_external_parameters]]
             for a in state.task.actions
         },
-        "templates": {name: [COMMANDS.get(name, a.template), a.feedback_rule] for name, a in logic.actions.items()},
+        "templates": {
+            name: [COMMANDS.get(name, a.template), a.feedback_rule]
+            for name, a in logic.actions.items()
+            if name in {action.name for action in state.task.actions}
+        },
     }
 
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 Card = dict[str, Any]
 
-FORMAT = 1
+FORMAT = 2
 """Changes when kept files mean something else."""
 DESCRIBE_TIMEOUT_S = 300.0
 MAX_REPEATS = 4

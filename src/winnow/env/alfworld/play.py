@@ -27,9 +27,9 @@ try:
 except ImportError:
     raise ImportError("the package is missing; pip install 'winnow-rl[alfworld]'") from None
 
-LOADED = 512
+LOADED = 128
 """Games that a process remembers."""
-REMEMBERED = 20_000
+REMEMBERED = 1_000
 """Answers that a game remembers before it starts anew."""
 UNTOLD = "checked("
 """Facts that no observation depends on: states that differ in nothing else are one."""
@@ -98,9 +98,12 @@ class Game:
         """What the game says to a command in a state. One that is not possible there does nothing."""
         known = self._answers.get((path, command))
         if known is None:
+            operator = self.commands(path).get(command)
+            if operator is None:  # not remembered: there is no end of what a model may say
+                return Answer(path, NOTHING, won=False)
             if len(self._answers) >= REMEMBERED:
                 self._forget()
-            known = self._answers[path, command] = self._derived(path, command)
+            known = self._answers[path, command] = self._derived(path, operator)
         return known
 
     def commands(self, path: Path) -> dict[str, str]:
@@ -121,10 +124,7 @@ class Game:
         """Commands that lead from a state to the goal; none when the planner finds no way."""
         return [self._said(operator) for operator in self.engine.plan(self.card, path)]
 
-    def _derived(self, path: Path, command: str) -> Answer:
-        operator = self.commands(path).get(command)
-        if operator is None:
-            return Answer(path, NOTHING, won=False)
+    def _derived(self, path: Path, operator: str) -> Answer:
         self.engine.enter(self.card, path)
         number = self.engine.apply(operator)
         facts = self.engine.facts
@@ -156,18 +156,19 @@ class _Engine:
     def __init__(self) -> None:
         self.library = fast_downward.load_lib()
         self._at: tuple[str, Path] | None = None
+        """The loaded game's planning task and the operators applied since."""
         self._operators: dict[str, int] = {}
         self._effects: dict[int, int] = {}
         self.facts: set[str] = set()
 
     def enter(self, card: Mapping[str, Any], path: Path) -> None:
         """Go to a state of a game."""
-        if self._at == (card["id"], path):
+        if self._at == (card["sas"], path):
             return
-        if self._at is None or self._at[0] != card["id"] or self._at[1] != path[: len(self._at[1])]:
+        if self._at is None or self._at[0] != card["sas"] or self._at[1] != path[: len(self._at[1])]:
             self.library.load_sas(card["sas"].encode())
             self.facts = set(card["facts"])
-            self._at = (card["id"], ())
+            self._at = (card["sas"], ())
         for number in path[len(self._at[1]) :]:
             self.operators()
             self._go(number)

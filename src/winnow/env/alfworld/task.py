@@ -25,21 +25,7 @@ ROLE = (
     "You act in a household. Your task is given at the start, together with all the places that you can go to. "
     "You find things by going to places and opening what is closed; you can carry one thing at a time."
 )
-ACTIONS = (
-    "go to <place>",
-    "open <place>",
-    "close <place>",
-    "take <object> from <place>",
-    "move <object> to <place>",
-    "use <object>",
-    "heat <object> with <place>",
-    "cool <object> with <place>",
-    "clean <object> with <place>",
-    "slice <object> with <object>",
-    "examine <object or place>",
-    "look",
-    "inventory",
-)
+_SLOTS = {"o": "<object>", "co": "<object>", "ko": "<knife>", "r": "<place>"}
 EXAMPLE = (
     (
         "You are in the middle of a room. Looking quickly around you, you see a drawer 2, a drawer 1, a sinkbasin 1, "
@@ -63,9 +49,10 @@ EXAMPLE = (
     (
         "You arrive at drawer 1. The drawer 1 is open. In it, you see nothing.",
         "I put it here.",
-        "move cloth 1 to drawer 1",
+        "",
     ),
 )
+"""Ends with the command of putting something down, which older games spell otherwise."""
 _SIGHT = "You are in the middle of a room. Looking quickly around you, "
 
 
@@ -162,7 +149,14 @@ class Alfworld:
         if self.config.style == "words":
             text = f"{card['goal']} {card['look'].replace(_SIGHT, '')}"
             return Prompt(card["id"], ordinal, text=worded(text).strip(), columns=columns)
-        rules = system_prompt(ROLE, ACTIONS, EXAMPLE)
+        rules = system_prompt(ROLE, *_commands(card["templates"]))
         seen = f"{card['look']}\nYour task is to: {card['goal']}"
         messages = ({"role": "system", "content": rules}, {"role": "user", "content": seen})
         return Prompt(card["id"], ordinal, messages=messages, columns=columns)
+
+
+def _commands(templates: dict[str, list[str]]) -> tuple[list[str], list[tuple[str, str, str]]]:
+    """The vocabulary of actions as the game's own grammar spells it, and the example that uses it."""
+    actions = sorted(template.format(**_SLOTS) for name, (template, _) in templates.items() if name != "help")
+    seen, thought, _ = EXAMPLE[-1]
+    return actions, [*EXAMPLE[:-1], (seen, thought, templates["putobject"][0].format(o="cloth 1", r="drawer 1"))]
