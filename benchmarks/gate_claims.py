@@ -19,7 +19,7 @@ import yaml
 from arms import ROOT, Arm, run_all, train, write_json
 
 RECIPE = "textworld"
-WARM = {"max_steps": 400, "batch_size": 64, "learning_rate": 2e-3, "num_layers": 2, "max_positions": 1024, "threads": 1}
+WARM = {"max_steps": 300, "batch_size": 64, "learning_rate": 2e-3, "num_layers": 2, "max_positions": 1024, "threads": 1}
 CALIBRATION = {"prompts": 128, "epochs": 2, "precision": 0.8}
 TIERS = {"prompts": 128, "repeats": 3}
 FINAL = {"eval_prompts": 128, "eval_generations": 8, "eval_greedy": True}

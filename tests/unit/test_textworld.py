@@ -89,6 +89,12 @@ def test_damaged_files_are_made_again_as_they_were(task, cache):
     assert json.loads(card.read_text())["first"]
 
 
+def test_demonstrations_may_be_of_the_first_games_alone(task):
+    few = replace(CONFIG, demo_size=1).build()
+    assert {prompt for prompt, _ in islice(few.demonstrations(3), 40)} == {task.train[0].text}
+    assert few.fingerprint() == task.fingerprint()
+
+
 def test_demonstrations_win_in_the_environment_and_are_in_the_vocabulary(task):
     words = set(task.vocabulary())
     pairs = list(islice(task.demonstrations(3), 40))
@@ -206,7 +212,7 @@ def test_unknown_options_are_refused(values, message):
     assert message in str(error.value)
 
 
-@pytest.mark.parametrize("values", [{"train_size": 0}, {"demo_noise": 1.5}, {"games": "x", "options": {"level": 1}}])
+@pytest.mark.parametrize("values", [{"train_size": 0}, {"demo_noise": 1.5}, {"demo_size": 0}, {"games": "x", "options": {"level": 1}}])
 def test_values_are_checked(values):
     with pytest.raises(ValueError, match="textworld: "):
         TextWorldConfig(**values)

@@ -63,12 +63,14 @@ class TextWorldConfig:
     """`won`: 1 for a game that is won, else 0. `score`: the share of the game's points."""
     demo_noise: float = 0.25
     """Share of random commands in demonstrations."""
+    demo_size: int | None = None
+    """Training games that are demonstrated, the first ones; None: all. The others are new to a warm-started model."""
     workers: int = 2
     timeout_s: float = 30.0
     """Bounds one step of a game."""
 
     def __post_init__(self) -> None:
-        least = {"train_size": 1, "test_size": 0, "max_turns": 1, "workers": 1}
+        least = {"train_size": 1, "test_size": 0, "demo_size": 1, "max_turns": 1, "workers": 1}
         for name, value in least.items():
             given = getattr(self, name)
             if given is not None and given < value:
@@ -107,7 +109,7 @@ class TextWorld:
         return self._pool.make("winnow.env.textworld.play:play", kwargs)
 
     def fingerprint(self) -> str:
-        free = {"games", "workers", "timeout_s", "demo_noise"}
+        free = {"games", "workers", "timeout_s", "demo_noise", "demo_size"}
         options = {k: v for k, v in asdict(self.config).items() if k not in free}
         ids = [[p.id for p in part] for part in (self.train, self.test)]
         content = json.dumps({"format": FORMAT, "games": ids, **options}, sort_keys=True, default=str)
@@ -117,8 +119,9 @@ class TextWorld:
         """Walks through training games, with a share of random commands. Style `words` only."""
         if self.config.style != "words":
             raise ValueError("textworld: only style: words has demonstrations; use a pretrained model for react")
-        walks = walks_of([self._cards[p.id] for p in self.train], self.config)
-        shown = list(zip(self.train, walks, strict=True))
+        prompts = self.train[: self.config.demo_size]
+        walks = walks_of([self._cards[p.id] for p in prompts], self.config)
+        shown = list(zip(prompts, walks, strict=True))
         rng = random.Random(f"textworld/demonstrations/{seed}")
         while True:
             prompt, choices = rng.choice(shown)
