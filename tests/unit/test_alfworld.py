@@ -227,6 +227,9 @@ def test_a_directory_with_data(data, tmp_path):
     game.write_text(json.dumps({"grammar": ""}))
     with pytest.raises(ValueError, match=r"game\.tw-pddl is no ALFWorld game: it has no 'pddl_domain'"):
         replace(config, data=str(moved)).build()
+    game.write_text('{"grammar": ')
+    with pytest.raises(ValueError, match=r"game\.tw-pddl is no ALFWorld game: Expecting value"):
+        replace(config, data=str(moved)).build()
     game.with_name("traj_data.json").unlink()
     with pytest.raises(ValueError, match=r"no traj_data\.json beside it"):
         replace(config, data=str(moved)).build()

@@ -42,11 +42,8 @@ def describe(path: str, task_type: TaskType, card: str) -> None:
 
     Raises ValueError when the file is no game, or the planner finds no way to win it.
     """
-    try:
-        game = load_json(path)
-        missing = {"pddl_domain", "grammar", "pddl_problem"} - set(game)
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"alfworld: {path} is no ALFWorld game: {error}") from None
+    game = load_json(path)
+    missing = {"pddl_domain", "grammar", "pddl_problem"} - set(game)
     if missing:
         raise ValueError(f"alfworld: {path} is no ALFWorld game: it has no '{min(missing)}'")
     save_json(Path(card), _card(game, task_type, path))

@@ -101,13 +101,14 @@ def _root(data: Path) -> Path:
 
 def _read(pool: WorkerPool, config: AlfworldConfig, root: Path, part: str, wanted: int | None) -> list[Card]:
     """Games of a split that ALFWorld itself would play, at random when not all are wanted."""
-    files = [file for file in sorted((root / part).rglob("game.tw-pddl")) if _task_type(file) in config.task_types]
-    random.Random(f"alfworld/{part}/{config.seed}").shuffle(files)
-    files = [file for file in files if load_json(file).get("solvable") is not False][:wanted]
+    found = sorted((root / part).rglob("game.tw-pddl"))
+    random.Random(f"alfworld/{part}/{config.seed}").shuffle(found)
+    files = list(islice((f for f in found if _task_type(f) in config.task_types and _solvable(f)), wanted))
     if not files and wanted != 0:
         raise ValueError(f"alfworld: no game.tw-pddl of these task_types in {root / part}; see alfworld-generate")
     asked = [{"path": str(file), "task_type": _task_type(file)} for file in files]
-    kept = [_kept("cards", [FORMAT, hashlib.sha256(file.read_bytes()).hexdigest()]) for file in files]
+    digests = [hashlib.sha256(file.read_bytes()).hexdigest() for file in files]
+    kept = [_kept("cards", [FORMAT, d, a["task_type"]]) for d, a in zip(digests, asked, strict=True)]
     return list({card["id"]: card for card in _cards(pool, "describe", asked, kept)}.values())
 
 
@@ -119,6 +120,13 @@ def _task_type(file: Path) -> str | None:
     if not facts.is_file():
         raise ValueError(f"alfworld: {file} has no traj_data.json beside it, which tells its task_type; copy it there")
     return str(load_json(facts).get("task_type"))
+
+
+def _solvable(file: Path) -> bool:
+    try:
+        return load_json(file).get("solvable") is not False
+    except (ValueError, AttributeError) as error:
+        raise ValueError(f"alfworld: {file} is no ALFWorld game: {error}") from None
 
 
 # ---------------------------------------------------------------- files
