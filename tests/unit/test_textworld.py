@@ -212,7 +212,9 @@ def test_unknown_options_are_refused(values, message):
     assert message in str(error.value)
 
 
-@pytest.mark.parametrize("values", [{"train_size": 0}, {"demo_noise": 1.5}, {"demo_size": 0}, {"games": "x", "options": {"level": 1}}])
+@pytest.mark.parametrize(
+    "values", [{"train_size": 0}, {"demo_noise": 1.5}, {"demo_size": 0}, {"games": "x", "options": {"level": 1}}]
+)
 def test_values_are_checked(values):
     with pytest.raises(ValueError, match="textworld: "):
         TextWorldConfig(**values)
