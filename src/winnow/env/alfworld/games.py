@@ -15,7 +15,7 @@ from ..react import words
 from ..textworld.games import save_json
 from ..textworld.play import NOTHING, load_json
 from .library import card_id
-from .play import GOAL, EntityInfo, Game, fast_downward, pddl
+from .play import GOAL, EntityInfo, Game, engine, pddl
 from .play import Path as Way
 from .rooms import TaskType, alfworld, game_of, plans_of
 
@@ -85,7 +85,7 @@ def _compiled(game: Mapping[str, Any]) -> dict[str, Any]:
     """The problem as Fast Downward and the grammar take it, see `play.Game`."""
     logic = pddl.GameLogic(game["pddl_domain"], game["grammar"])
     with contextlib.redirect_stdout(io.StringIO()):
-        state = pddl.PddlState(fast_downward.load_lib(), game["pddl_problem"], logic)
+        state = pddl.PddlState(engine().lend(), game["pddl_problem"], logic)
     kinds = dict(sorted(state.name2type.items()))
     demangler = alfworld("agents.utils.misc").Demangler(
         game_infos={name: EntityInfo(name, kind) for name, kind in kinds.items()}

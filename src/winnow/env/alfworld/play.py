@@ -85,7 +85,7 @@ class Game:
 
     def __init__(self, card: Mapping[str, Any]) -> None:
         self.card = card
-        self.engine = _engine()
+        self.engine = engine()
         self._grammar = _grammar(GOAL.sub('""', card["grammar"]), json.dumps(card["types"]))
         self._forget()
 
@@ -154,19 +154,24 @@ class _Engine:
     """
 
     def __init__(self) -> None:
-        self.library = fast_downward.load_lib()
+        self._library = fast_downward.load_lib()
         self._at: tuple[str, Path] | None = None
         """The loaded game's planning task and the operators applied since."""
         self._operators: dict[str, int] = {}
         self._effects: dict[int, int] = {}
         self.facts: set[str] = set()
 
+    def lend(self) -> Any:
+        """The library, to be used for anything; what is in it is taken to be lost."""
+        self._at = None
+        return self._library
+
     def enter(self, card: Mapping[str, Any], path: Path) -> None:
         """Go to a state of a game."""
         if self._at == (card["sas"], path):
             return
         if self._at is None or self._at[0] != card["sas"] or self._at[1] != path[: len(self._at[1])]:
-            self.library.load_sas(card["sas"].encode())
+            self._library.load_sas(card["sas"].encode())
             self.facts = set(card["facts"])
             self._at = (card["sas"], ())
         for number in path[len(self._at[1]) :]:
@@ -175,8 +180,8 @@ class _Engine:
 
     def operators(self) -> list[str]:
         """Names of the operators that are possible now."""
-        found = (fast_downward.Operator * self.library.get_applicable_operators_count())()
-        self.library.get_applicable_operators(found)
+        found = (fast_downward.Operator * self._library.get_applicable_operators_count())()
+        self._library.get_applicable_operators(found)
         self._operators = {}
         for operator in found:
             self._operators.setdefault(operator.name, operator.id)
@@ -191,22 +196,21 @@ class _Engine:
         return number
 
     def won(self) -> bool:
-        return bool(self.library.check_goal())
+        return bool(self._library.check_goal())
 
     def plan(self, card: Mapping[str, Any], path: Path) -> list[str]:
         """Operators that lead from a state to the goal; none when the planner finds no way."""
-        self._at = None
-        self.library.load_sas_replan(card["sas_replan"].encode())
+        self.lend().load_sas_replan(card["sas_replan"].encode())
         self.enter(card, path)
-        if not self.library.replan(False):
+        if not self._library.replan(False):
             return []
-        steps = (fast_downward.Operator * self.library.get_last_plan_length())()
-        self.library.get_last_plan(steps)
+        steps = (fast_downward.Operator * self._library.get_last_plan_length())()
+        self._library.get_last_plan(steps)
         return [step.name for step in steps]
 
     def _go(self, number: int) -> None:
         effects = (fast_downward.Atom * self._effects[number])()
-        self.library.apply_operator(number, effects)
+        self._library.apply_operator(number, effects)
         for effect in effects:
             kind, _, fact = effect.name.partition(" ")
             came, went = (f"not_{fact}", fact) if kind == "NegatedAtom" else (fact, f"not_{fact}")
@@ -217,7 +221,7 @@ class _Engine:
 
 
 @lru_cache(maxsize=1)
-def _engine() -> _Engine:
+def engine() -> _Engine:
     return _Engine()
 
 
