@@ -1,0 +1,344 @@
+"""Runs Python that a model wrote in bubblewrap: no network, no files but /usr, no privileges, bounded resources.
+
+The order matters: a user id of its own for each slot (when started as root; bubblewrap run as root is unsafe), then
+bubblewrap with new namespaces, no capabilities and a system-call filter, then resource limits. The wall clock and
+the amount of output are watched from outside, and everything inside dies with its first process. What is not bounded
+is the sum over a program's processes: up to `processes` of them may use `memory_mb` each. A program that exploits a
+fault of the kernel itself is not held.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import selectors
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from .seccomp import program
+
+FIRST_UID = 61_184
+"""User ids of the slots when started as root; of nobody else, in the range left to containers."""
+GRACE_S = 5.0
+"""Beyond its time, for starting and ending a sandbox."""
+
+
+class SandboxError(RuntimeError):
+    """No sandbox could be had, or one failed to start. Nothing was run outside it."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a program did. Nothing of it is a verdict: the program says what it wants, its exit status included."""
+
+    stdout: str
+    stderr: str
+    exit_code: int | None
+    """128 + n for a program that ended by signal n; None when it was stopped from outside."""
+    timed_out: bool = False
+    truncated: bool = False
+    """It wrote more than `max_output` and was stopped."""
+
+
+@dataclass(frozen=True)
+class SandboxOptions:
+    timeout_s: float = 10.0
+    memory_mb: int = 256
+    """Address space of one process."""
+    processes: int = 16
+    """Processes and threads at once."""
+    disk_mb: int = 16
+    """Of files in /tmp, which live in memory."""
+    max_output: int = 65_536
+    """Bytes of stdout and of stderr."""
+    slots: int = 2
+    """Programs that run at once; others wait."""
+    python: str = "/usr/bin/python3"
+    """Interpreter inside. One outside /usr is shown with its installation, read-only."""
+    unsafe: bool = False
+    """Run without a sandbox, with resource limits only. For machines that are one themselves."""
+
+    def __post_init__(self) -> None:
+        for name in ("timeout_s", "memory_mb", "processes", "disk_mb", "max_output", "slots"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"sandbox: {name} must be positive, not {getattr(self, name)}")
+
+
+class Sandbox:
+    """Thread-safe. Raises SandboxError at once when programs cannot be contained on this machine."""
+
+    def __init__(self, options: SandboxOptions | None = None) -> None:
+        self.options = options or SandboxOptions()
+        self._command = [] if self.options.unsafe else _bubblewrap(self.options)
+        self._limits = _limits(self.options)
+        self._slots: queue.SimpleQueue[int] = queue.SimpleQueue()
+        for slot in range(self.options.slots):
+            self._slots.put(slot)
+        self._threads = ThreadPoolExecutor(self.options.slots, thread_name_prefix="winnow-sandbox")
+        self._running: set[_Run] = set()
+        self._lock = threading.Lock()
+        self._closed = False
+        self._probe()
+
+    def start(self, code: str) -> Future[Outcome]:
+        """Run a program; the future ends by a deadline, with SandboxError if the sandbox did not start."""
+        return self._threads.submit(self.run, code)
+
+    def run(self, code: str) -> Outcome:
+        slot = self._slots.get()
+        try:
+            with self._registered(_Run(self, slot, code)) as run:
+                return run.outcome()
+        finally:
+            self._slots.put(slot)
+
+    def close(self) -> None:
+        """Kill what runs. Safe to call twice."""
+        with self._lock:
+            self._closed = True
+            running = list(self._running)
+        for run in running:
+            run.kill()
+        self._threads.shutdown(wait=True, cancel_futures=True)
+
+    @contextlib.contextmanager
+    def _registered(self, run: _Run) -> Iterator[_Run]:
+        try:
+            with self._lock:
+                if self._closed:
+                    raise SandboxError("the sandbox was closed")
+                run.spawn()
+                self._running.add(run)
+            yield run
+        finally:
+            run.end()
+            with self._lock:
+                self._running.discard(run)
+
+    def _probe(self) -> None:
+        """A first program must come through, and must not see this machine's files."""
+        outcome = self.run("import os\nprint(6 * 7, os.path.exists('/etc'), os.getpid())")
+        expected = None if self.options.unsafe else "42 False 1\n"
+        if outcome.exit_code != 0 or (expected and outcome.stdout != expected):
+            said = outcome.stderr.strip() or outcome.stdout.strip() or f"exit status {outcome.exit_code}"
+            raise SandboxError(
+                f"sandbox: a first program did not come through: {said[-300:]}. Is {self.options.python} there, and "
+                "readable for everybody?"
+            )
+
+
+class _Run:
+    """One program, from its start to the end of all its processes."""
+
+    def __init__(self, sandbox: Sandbox, slot: int, code: str) -> None:
+        self._sandbox, self._options, self._slot = sandbox, sandbox.options, slot
+        self._code = code.encode("utf-8", "surrogatepass")
+        self._process: subprocess.Popen[bytes] | None = None
+        self._files: list[IO[bytes]] = []
+        self._status = b""
+
+    def spawn(self) -> None:
+        code, filter_, status = (self._file() for _ in range(3))
+        code.write(self._code)
+        filter_.write(b"" if self._options.unsafe else program())
+        for file in (code, filter_):
+            file.seek(0)
+        uid = FIRST_UID + self._slot if os.geteuid() == 0 and not self._options.unsafe else None
+        passed: tuple[int, ...] = ()
+        if self._options.unsafe:
+            command = [*self._sandbox._limits, sys.executable, "-I", "-"]
+        else:
+            files = ["--perms", "0444", "--file", str(code.fileno()), "/tmp/main.py"]
+            files += ["--seccomp", str(filter_.fileno()), "--json-status-fd", str(status.fileno())]
+            inside = [*self._sandbox._limits, self._options.python, "-I", "/tmp/main.py"]
+            command = [*self._sandbox._command, *files, "--remount-ro", "/", "--", *inside]
+            passed = (code.fileno(), filter_.fileno(), status.fileno())
+        self._process = subprocess.Popen(
+            command,
+            stdin=code if self._options.unsafe else subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            pass_fds=passed,
+            env={"PATH": "/usr/bin:/bin"},
+            cwd="/",
+            start_new_session=True,
+            user=uid,
+            group=uid,
+            extra_groups=None if uid is None else (),
+        )
+        self._status_file = status
+
+    def _file(self) -> IO[bytes]:
+        file = tempfile.TemporaryFile()  # noqa: SIM115 - closed by end()
+        self._files.append(file)
+        return file
+
+    def outcome(self) -> Outcome:
+        """Raises SandboxError when the program was never begun."""
+        process, o = self._process, self._options
+        assert process is not None
+        outputs, reason = self._collect(process, time.monotonic() + o.timeout_s)
+        if reason:
+            self.kill()
+        try:
+            process.wait(GRACE_S)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            raise SandboxError("sandbox: a program closed its output and could not be ended in time") from None
+        stdout, stderr = (data[: o.max_output].decode("utf-8", "replace") for data in outputs)
+        if reason:
+            return Outcome(stdout, stderr, None, reason == "time", reason == "output")
+        if o.unsafe:
+            code = process.returncode
+            return Outcome(stdout, stderr, code if code >= 0 else 128 - code)
+        exit_code = self._told("exit-code")
+        if exit_code is None:
+            why = "the sandbox was closed" if self._sandbox._closed else stderr.strip()[-300:] or "it was killed"
+            raise SandboxError(f"sandbox: could not be started: {why}{_advice(why)}")
+        return Outcome(stdout, stderr, exit_code)
+
+    def _collect(self, process: subprocess.Popen[bytes], deadline: float) -> tuple[list[bytes], str]:
+        """stdout and stderr until both are closed; why it stopped before, or nothing."""
+        found = {process.stdout: b"", process.stderr: b""}
+        with selectors.DefaultSelector() as selector:
+            for pipe in found:
+                assert pipe is not None
+                selector.register(pipe, selectors.EVENT_READ)
+            while selector.get_map():
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    return list(found.values()), "time"
+                for ready, _ in selector.select(left):
+                    pipe = ready.fileobj  # type: ignore[assignment]
+                    assert pipe is not None
+                    data = os.read(pipe.fileno(), 65_536)
+                    found[pipe] += data
+                    if not data:
+                        selector.unregister(pipe)
+                    if len(found[pipe]) > self._options.max_output:
+                        return list(found.values()), "output"
+        return list(found.values()), "" if self._ends(process, deadline) else "time"
+
+    @staticmethod
+    def _ends(process: subprocess.Popen[bytes], deadline: float) -> bool:
+        """A program may close its output and go on."""
+        try:
+            process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
+    def _told(self, key: str) -> int | None:
+        """What bubblewrap has reported: `child-pid` once there is one, `exit-code` at the end."""
+        text = os.pread(self._status_file.fileno(), 65_536, 0).decode("utf-8", "replace")
+        for line in text.splitlines():
+            with contextlib.suppress(ValueError):
+                if key in (said := json.loads(line)):
+                    return int(said[key])
+        return None
+
+    def kill(self) -> None:
+        """The first process inside, with which all others end, and bubblewrap itself."""
+        process = self._process
+        if process is None or process.poll() is not None:
+            return
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            if (child := self._told("child-pid")) is not None:
+                os.kill(child, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+
+    def end(self) -> None:
+        self.kill()
+        if self._process is not None:
+            self._process.wait()
+            for pipe in (self._process.stdout, self._process.stderr):
+                if pipe is not None:
+                    pipe.close()
+        for file in self._files:
+            file.close()
+
+
+def _limits(o: SandboxOptions) -> list[str]:
+    """A command before the program that gives up its right to more."""
+    prlimit = shutil.which("prlimit", path="/usr/bin:/bin")
+    if prlimit is None:
+        raise SandboxError("sandbox: prlimit is missing; install util-linux")
+    limits = {
+        "as": o.memory_mb << 20,
+        "cpu": int(o.timeout_s) + 1,
+        "fsize": o.disk_mb << 20,
+        "nofile": 256,
+        "core": 0,
+        "memlock": 0,
+        "msgqueue": 0,
+    }
+    if not o.unsafe:  # outside a namespace of its own it would count all of the user's processes
+        limits["nproc"] = o.processes
+    return [prlimit, *(f"--{name}={value}:{value}" for name, value in limits.items()), "--"]
+
+
+def _bubblewrap(o: SandboxOptions) -> list[str]:
+    """The command up to what differs between programs. Raises SandboxError when there is no bubblewrap."""
+    if sys.platform != "linux":
+        raise SandboxError(f"sandbox: needs Linux, this is {sys.platform}; use a Linux machine, or pass unsafe: true")
+    bwrap = shutil.which("bwrap", path="/usr/bin:/bin:/usr/local/bin")
+    if bwrap is None:
+        raise SandboxError(
+            "sandbox: bubblewrap is not installed; install it (Debian, Ubuntu: apt-get install bubblewrap), or pass "
+            "unsafe: true if this machine may run what a model writes"
+        )
+    try:
+        program()
+    except KeyError as error:
+        raise SandboxError(f"sandbox: no system-call filter for the machine {error}; use x86_64 or aarch64") from None
+    command = [bwrap, "--unshare-all", "--unshare-user", "--uid", "65534", "--gid", "65534", "--disable-userns"]
+    command += ["--die-with-parent", "--new-session", "--as-pid-1", "--cap-drop", "ALL", "--clearenv"]
+    command += ["--setenv", "PATH", "/usr/bin:/bin", "--ro-bind", "/usr", "/usr"]
+    for path in ("/bin", "/lib", "/lib64"):
+        if os.path.islink(path):
+            command += ["--symlink", os.readlink(path), path]
+        elif os.path.isdir(path):
+            command += ["--ro-bind", path, path]
+    for path in _installation(o.python):
+        command += ["--ro-bind", path, path]
+    # What bubblewrap itself writes to, / and /dev, is memory without a bound: read-only from here on.
+    command += ["--proc", "/proc", "--dev", "/dev", "--remount-ro", "/dev"]
+    return [*command, "--size", str(o.disk_mb << 20), "--tmpfs", "/tmp", "--chdir", "/tmp"]
+
+
+def _installation(python: str) -> list[str]:
+    """Directories outside /usr that an interpreter needs."""
+    if not os.access(python, os.X_OK):
+        raise SandboxError(f"sandbox: there is no interpreter {python}; set python to one that everybody may read")
+    if Path(os.path.realpath(python)).is_relative_to("/usr") and Path(python).is_relative_to("/usr"):
+        return []
+    asked = subprocess.run(
+        [python, "-I", "-c", "import sys; print(sys.prefix); print(sys.base_prefix)"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    return [path for path in dict.fromkeys(asked.stdout.split("\n")) if path and not path.startswith("/usr/")]
+
+
+def _advice(why: str) -> str:
+    if "uid map" in why or "namespace" in why.lower() or "Operation not permitted" in why:
+        return (
+            " (unprivileged user namespaces are needed: sysctl kernel.unprivileged_userns_clone, "
+            "kernel.apparmor_restrict_unprivileged_userns, user.max_user_namespaces)"
+        )
+    return ""
