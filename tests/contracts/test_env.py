@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import pickle
+import shutil
 import subprocess
 import sys
 
@@ -19,6 +20,7 @@ OPTIONS = {
     "countdown": [{"train_size": 30, "test_size": 10}, {"train_size": 30, "test_size": 10, "style": "expression"}],
     "reasoning_gym": [{"task": "gcd", "train_size": 12, "test_size": 4}],
     "dataset": [{"test_size": 3}],
+    "python_tool": [{"test_size": 3}],
     "textworld": [
         {"options": {"level": 1}, "train_size": 1, "test_size": 1, "style": style} for style in ("words", "react")
     ],
@@ -48,7 +50,9 @@ def config(request, tmp_path):
     name, options = request.param
     if name in EXTRAS:
         pytest.importorskip(name)
-    if name == "dataset":
+    if name == "python_tool" and shutil.which("bwrap") is None:
+        pytest.skip("bubblewrap is not installed")
+    if name in ("dataset", "python_tool"):
         path = tmp_path / "rows.jsonl"
         path.write_text("\n".join(json.dumps({"prompt": f"p{i}", "answer": i}) for i in range(12)))
         options = options | {"path": str(path)}

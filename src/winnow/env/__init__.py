@@ -29,6 +29,7 @@ ENVS: Mapping[str, type] = LazyTable(
         "countdown": ".countdown:CountdownConfig",
         "reasoning_gym": ".reasoning_gym:ReasoningGymConfig",
         "dataset": ".dataset:DatasetConfig",
+        "python_tool": ".python_tool:PythonToolConfig",
         "textworld": ".textworld.task:TextWorldConfig",
         "alfworld": ".alfworld.task:AlfworldConfig",
     }
