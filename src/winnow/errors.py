@@ -1,6 +1,7 @@
 """The failures that a user can cause or must be told of; the command prints them without a traceback."""
 
 from .checkpoint import CheckpointError
+from .env.sandbox import SandboxError
 from .evaluate import RolloutsFailedError
 from .ledger import LedgerError
 from .loop import RunStoppedError
@@ -15,4 +16,5 @@ EXPECTED = (
     RunDirectoryError,
     RunStoppedError,
     RolloutsFailedError,
+    SandboxError,
 )
