@@ -23,6 +23,8 @@ class Sibling:
     greedy: bool = False
     prompt_ids: tuple[int, ...] = ()
     env: Env | OverlappingEnv | None = None
+    environment: Any = None
+    """What its environment lets reward functions see once it is closed."""
     segments: list[tuple[np.ndarray, bool, np.ndarray, np.ndarray]] = field(default_factory=list)
     """(token ids, sampled?, log-probs, versions), in order."""
     turns: list[Turn] = field(default_factory=list)
@@ -68,6 +70,7 @@ class Sibling:
             self.rollout.survival_p = self.survival_p
 
     def _close_env(self) -> None:
+        self.environment = getattr(self.env, "environment", None)
         close = getattr(self.env, "close", None)
         if close is not None:
             try:

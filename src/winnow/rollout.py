@@ -314,7 +314,7 @@ class RolloutRunner:
             rollouts = [s.rollout for s in flight.siblings if s.rollout is not None]
             flight.group, flight.ended = Group(flight.visit, rollouts, flight.verdict), self._clock
             if any(r.fate is None and r.reward is None for r in rollouts):
-                self.rewarder.start(flight.group)
+                self.rewarder.start(flight.group, [s.environment for s in flight.siblings])
             else:
                 flight.scored = True
 

@@ -358,3 +358,16 @@ def test_reward_functions_judge_where_no_environment_does(tokenizer):
     assert [r.reward for r in rollouts] == [1.0, 0.0, None]
     assert rollouts[2].fate is Fate.FAILED
     assert "it away" in rollouts[2].reason
+
+
+def test_reward_functions_see_environments_and_messages_as_in_trl(tokenizer):
+    class Plain:
+        reset, increment = Counter.reset, Counter.increment
+
+    def judged(environments, completions, **_):
+        assert [[m["role"] for m in c] for c in completions] == [["assistant", "tool", "assistant"], ["assistant"]]
+        return [float(e.value) for e in environments]
+
+    task = with_tools(OneTurn({"start": 1}), environment_factory=Plain)
+    rollouts, _ = roll(tokenizer, task, [[call("increment", by=4), "done"], ["no"]], [judged])
+    assert [r.reward for r in rollouts] == [5.0, 1.0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from ..prompting import ToolResults
 from ..types import Group, Rollout
 
 Outcome = float | Exception | None
@@ -37,7 +38,8 @@ def messages_of(rollout: Rollout) -> list[dict[str, Any]]:
     for i, turn in enumerate(rollout.turns):
         messages.append({"role": "assistant", "content": turn.action})
         if turn.observation is not None and i < len(rollout.turns) - 1:
-            messages.append({"role": "user", "content": turn.observation})
+            tools = turn.observation.messages if isinstance(turn.observation, ToolResults) else ()
+            messages += [dict(m) for m in tools] or [{"role": "user", "content": turn.observation}]
     return messages
 
 
