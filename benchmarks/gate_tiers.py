@@ -38,12 +38,13 @@ class Arena:
         self.policy, self.engine, self.rewarder = opened_
 
     def groups(self, n: int, gates: Sequence[Gate] = (), *, epoch: int = 0) -> tuple[list[Group], float]:
-        """Groups of the first `n` training prompts, and the seconds it took. Equal epochs have equal noise."""
+        """Groups of `n` training prompts, and the seconds it took. Equal epochs have equal noise."""
         c = self.config
         options = RolloutOptions(sampling_params(c), c.max_prompt_length, c.seed, BUFFER_STREAM)
         runner = RolloutRunner(self.engine, self.task, self.policy.tokenizer, self.rewarder, options, gates)
+        prompts = random.Random(0).sample(list(self.task.train), n)  # the first ones are known from the warm start
         started = time.perf_counter()
-        found = roll_out(runner, self.task.train[:n], c.num_generations, epoch)
+        found = roll_out(runner, prompts, c.num_generations, epoch)
         return found, time.perf_counter() - started
 
 

@@ -256,7 +256,7 @@ def absolute_paths(values: Mapping[str, Any]) -> dict[str, Any]:
         if result.get(key) is not None:
             result[key] = absolute(result[key])
     if isinstance(result.get("env"), dict):
-        result["env"] = {k: absolute(v) if k in ("path", "test") else v for k, v in result["env"].items()}
+        result["env"] = {k: absolute(v) if k in ("path", "test", "games", "data", "python") else v for k, v in result["env"].items()}
     if isinstance(result.get("selector"), dict):
         result["selector"] = {k: absolute(v) if k == "profile" else v for k, v in result["selector"].items()}
     return result

@@ -74,19 +74,24 @@ class AlfworldConfig:
     """Things in a room that is made."""
     seed: int = 0
     max_turns: int = 30
+    max_turn_length: int | None = None
+    """The most tokens sampled in a turn; None: only max_completion_length bounds it."""
     style: Style = "react"
     """`react`: messages, a thought and an action a turn. `words`: lower-case words, the completion is the command."""
     demo_noise: float = 0.25
     """Share of random commands in demonstrations."""
+    demo_size: int | None = None
+    """Training games that are demonstrated, the first ones; None: all. The others are new to a warm-started model."""
     workers: int = 2
     timeout_s: float = 30.0
     """Bounds one step of a game."""
 
     def __post_init__(self) -> None:
         least = {"train_size": 1, "test_size": 0, "receptacles": 2, "objects": 2, "max_turns": 1, "workers": 1}
+        least |= {"demo_size": 1, "max_turn_length": 1}
         for name, value in least.items():
             given = getattr(self, name)
-            if given is None and self.data is None:
+            if given is None and self.data is None and name in ("train_size", "test_size"):
                 raise ValueError(f"alfworld: {name} must be a number for games that are made")
             if given is not None and given < value:
                 raise ValueError(f"alfworld: {name} must be at least {value}, not {given}")
@@ -107,7 +112,7 @@ class Alfworld:
 
     def __init__(self, config: AlfworldConfig) -> None:
         self.config = config
-        self.max_turns = config.max_turns
+        self.max_turns, self.max_turn_length = config.max_turns, config.max_turn_length
         self.reward_funcs: list[RewardFn] = []
         self._pool = EnvPool(config.workers, config.timeout_s)
         train, test = games_of(config)
@@ -122,7 +127,7 @@ class Alfworld:
         return self._pool.make("winnow.env.alfworld.play:play", kwargs)
 
     def fingerprint(self) -> str:
-        free = {"data", "workers", "timeout_s", "demo_noise"}
+        free = {"data", "workers", "timeout_s", "demo_noise", "demo_size"}
         options = {k: v for k, v in asdict(self.config).items() if k not in free}
         ids = [[p.id for p in part] for part in (self.train, self.test)]
         content = json.dumps({"format": FORMAT, "games": ids, **options}, sort_keys=True, default=str)
@@ -132,8 +137,9 @@ class Alfworld:
         """The planner's ways through training games, with a share of random commands. Style `words` only."""
         if self.config.style != "words":
             raise ValueError("alfworld: only style: words has demonstrations; use a pretrained model for react")
-        cards = [{"id": p.id, "file": self._files[p.id]} for p in self.train]
-        shown = list(zip(self.train, walks_of(cards, self.config), strict=True))
+        prompts = self.train[: self.config.demo_size]
+        cards = [{"id": p.id, "file": self._files[p.id]} for p in prompts]
+        shown = list(zip(prompts, walks_of(cards, self.config), strict=True))
         rng = random.Random(f"alfworld/demonstrations/{seed}")
         while True:
             prompt, choices = rng.choice(shown)

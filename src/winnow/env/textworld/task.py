@@ -70,7 +70,8 @@ class TextWorldConfig:
     """Bounds one step of a game."""
 
     def __post_init__(self) -> None:
-        least = {"train_size": 1, "test_size": 0, "demo_size": 1, "max_turns": 1, "workers": 1}
+        least = {"train_size": 1, "test_size": 0, "max_turns": 1, "workers": 1}
+        least |= {"demo_size": 1, "max_turn_length": 1}
         for name, value in least.items():
             given = getattr(self, name)
             if given is not None and given < value:
