@@ -256,7 +256,8 @@ def absolute_paths(values: Mapping[str, Any]) -> dict[str, Any]:
         if result.get(key) is not None:
             result[key] = absolute(result[key])
     if isinstance(result.get("env"), dict):
-        result["env"] = {k: absolute(v) if k in ("path", "test", "games", "data", "python") else v for k, v in result["env"].items()}
+        paths = ("path", "test", "games", "data", "python")
+        result["env"] = {k: absolute(v) if k in paths else v for k, v in result["env"].items()}
     if isinstance(result.get("selector"), dict):
         result["selector"] = {k: absolute(v) if k == "profile" else v for k, v in result["selector"].items()}
     return result

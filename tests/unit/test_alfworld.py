@@ -15,7 +15,7 @@ import pytest
 pytest.importorskip("alfworld")
 
 from winnow.env.alfworld import library
-from winnow.env.alfworld.play import NOTHING, AlfworldEnv, game_of
+from winnow.env.alfworld.play import NOTHING, AlfworldEnv, deeds, game_of
 from winnow.env.alfworld.rooms import TASK_TYPES, plans_of
 from winnow.env.alfworld.rooms import game_of as room_of
 from winnow.env.alfworld.task import AlfworldConfig
@@ -81,6 +81,23 @@ def test_the_planner_wins_a_game_of_each_task_type(task):
         assert [r.done for r in results] == [False] * (len(plan) - 1) + [True]
         assert [r.reward for r in results] == [0.0] * (len(plan) - 1) + [1.0]
         assert [r.action for r in results] == plan
+
+
+def test_progress_is_what_has_been_done_of_the_planners_deeds(task):
+    assert deeds(
+        ["go to fridge 1", "take mug 2 from shelf 1", "heat mug 2 with microwave 1", "move mug 2 to cabinet 12"]
+    ) == {
+        "take mug": 1,
+        "heat mug": 1,
+        "move mug to cabinet": 1,
+    }
+    for prompt in task.train:
+        plan = card_of(task, prompt)["plan"]
+        told = [r.info["progress"] for r in play(task, prompt, ["look", "take moon 1 from sky 1", *plan])]
+        assert told[:2] == [0.0, 0.0]
+        assert told == sorted(told)
+        assert told[-1] == 1.0
+        assert len(set(told)) == len(deeds(plan)) + 1 or "two" in prompt.columns["task_type"]
 
 
 def test_games_are_seeded_kept_and_disjoint(task, cache, monkeypatch, tmp_path):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -33,6 +34,9 @@ REMEMBERED = 1_000
 """Answers that a game remembers before it starts anew."""
 UNTOLD = "checked("
 """Facts that no observation depends on: states that differ in nothing else are one."""
+DEEDS = frozenset({"take", "move", "put", "clean", "heat", "cool", "slice", "use", "toggle"})
+"""Verbs that bring a task forward; the others only look and go."""
+_NUMBER = re.compile(r" \d+\b")
 GOAL = re.compile(r'"Your task is to: ((?:[^"\\]|\\.)*)"')
 
 Path = tuple[int, ...]
@@ -63,9 +67,10 @@ class AlfworldEnv:
         self._game, self._style = game, style
         self._path: Path = ()
         self._won = False
+        self._done: Counter[str] = Counter()
 
     def reset(self) -> str | None:
-        self._path, self._won = (), False
+        self._path, self._won, self._done = (), False, Counter()
         return None
 
     def step(self, text: str) -> StepResult:
@@ -73,8 +78,18 @@ class AlfworldEnv:
         answer = self._game.answer(self._path, command or "")
         self._path = answer.path
         self._won = self._won or answer.won
+        if answer.observation != NOTHING:
+            self._done += deeds([command or ""])
+        wanted = self._game.deeds
+        progress = 1.0 if self._won else (wanted & self._done).total() / max(wanted.total(), 1)
         shown = answer.observation if self._style == "react" else worded(answer.observation)
-        return StepResult(shown, float(self._won), self._won, action=command or "")
+        return StepResult(shown, float(self._won), self._won, {"progress": progress}, command or "")
+
+
+def deeds(commands: Iterable[str]) -> Counter[str]:
+    """What commands do with things, whichever of a kind, wherever it was: `take mug`, `heat mug`, `move mug to shelf`."""
+    plain = (_NUMBER.sub("", command) for command in commands)
+    return Counter(re.split(" from | with ", command)[0] for command in plain if command.split(" ")[0] in DEEDS)
 
 
 class Game:
@@ -85,6 +100,8 @@ class Game:
 
     def __init__(self, card: Mapping[str, Any]) -> None:
         self.card = card
+        self.deeds = deeds(card.get("plan", ()))  # none while the card is being made
+        """Of the planner's way to the goal; the share of them that a rollout has done is its progress."""
         self.engine = engine()
         self._grammar = _grammar(GOAL.sub('""', card["grammar"]), json.dumps(card["types"]))
         self._forget()
