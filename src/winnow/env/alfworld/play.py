@@ -87,7 +87,7 @@ class AlfworldEnv:
 
 
 def deeds(commands: Iterable[str]) -> Counter[str]:
-    """What commands do with things, whichever of a kind, wherever it was: `take mug`, `heat mug`, `move mug to shelf`."""
+    """What commands do with things, of whichever number: `take mug`, `heat mug`, `move mug to shelf`."""
     plain = (_NUMBER.sub("", command) for command in commands)
     return Counter(re.split(" from | with ", command)[0] for command in plain if command.split(" ")[0] in DEEDS)
 
