@@ -23,19 +23,24 @@ WARM_START = "warm-s0"
 """As in the paper, all seeds start from the same model."""
 WARM = {"max_steps": 400, "batch_size": 48, "learning_rate": 2e-3, "num_layers": 2, "max_positions": 1024, "threads": 1}
 CALIBRATION = {"prompts": 128, "epochs": 2, "precision": 0.8}
+STEPS = (4, 6, 8, 10)
+"""Where gates may be asked."""
+LIMITS = (0.0, 0.34, 0.5)
+"""Of progress: nothing done, a third, a half of what there is to do."""
 TIERS = {"prompts": 128, "repeats": 3}
 FINAL = {"eval_prompts": 128, "eval_generations": 8, "eval_greedy": True}
 """All held-out games, after training."""
-GATE = "gates=[{gate}]"
-"""`{gate}` is what the calibration found."""
-WITHOUT_ZERO = "filter={name: zero_variance, refill: false}"
+GATE, WITHOUT_ZERO = "gates=[{gate}]", "filter={name: zero_variance, refill: false}"
+"""`{gate}` and its like are what the calibration found."""
 ARMS = (
     Arm("grpo", RECIPE),
     Arm("gate", RECIPE, (GATE,)),
+    Arm("gate-progress", RECIPE, ("gates=[{progress}]",)),
     Arm("dapo", RECIPE, (WITHOUT_ZERO,)),
-    Arm("gate-dapo", RECIPE, (GATE, WITHOUT_ZERO)),
-    Arm("gate-or", RECIPE, ("gates=[{gate_or}]",)),
     Arm("random-cut", RECIPE, ("gates=[{random}]",)),
+    Arm("gate-dapo", RECIPE, (GATE, WITHOUT_ZERO)),
+    Arm("progress-dapo", RECIPE, ("gates=[{progress}]", WITHOUT_ZERO)),
+    Arm("gate-or", RECIPE, ("gates=[{gate_or}]",)),
 )
 
 
@@ -60,7 +65,7 @@ def warm_start(seed: int, work: Path) -> None:
 
 def calibrate(work: Path) -> None:
     """The gate of all arms: the edit distance's best step and threshold under the precision floor, as in the paper."""
-    from gate_tiers import recorded
+    from gate_tiers import by_progress, recorded
 
     from winnow.gate.recording import rows_of
     from winnow.replay import read_recorded
@@ -71,26 +76,38 @@ def calibrate(work: Path) -> None:
     path.mkdir(exist_ok=True)
     config = config_of(0, work)
     groups = recorded(config, CALIBRATION["prompts"], CALIBRATION["epochs"])  # type: ignore[arg-type]
-    horizon = config.env["max_turns"]
-    rows = [
-        row
-        for g in groups
-        if all(r.reward is not None for r in g.siblings)
-        for row in rows_of(g, range(2, horizon - 2, 2))
-    ]
+    groups = [g for g in groups if all(r.reward is not None for r in g.siblings)]
+    kept = {
+        "K",
+        "task_id",
+        "task_type",
+        "reward_var",
+        "steps",
+        "steps_k",
+        "prefix_edit_distance",
+        "termination_fraction",
+    }
+    rows = [{k: v for k, v in row.items() if k in kept} for g in groups for row in rows_of(g, STEPS)]
     table = path / "gate.jsonl"
     table.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    found = run(read_recorded(table), Bound(CALIBRATION["precision"], None), horizon)
-    write_json(path / "claim.json", asdict(found))
+    found = asdict(run(read_recorded(table), Bound(CALIBRATION["precision"], None), config.env["max_turns"]))
+    progress = by_progress(groups, STEPS, LIMITS)
+    sound = [row for row in progress if row["precision"] >= CALIBRATION["precision"]]
+    best = max(sound, key=lambda row: row["measured_pct"])
+    write_json(path / "claim.json", found | {"progress": progress, "chosen_progress": best})
 
 
-def gates(work: Path) -> dict[str, str]:
-    """The gates of the arms, as configuration text."""
-    found = json.loads((work / "calibration-s0" / "claim.json").read_text(encoding="utf-8"))["chosen"]
-    gate = {"name": "divergence", "signal": found["signal"], "k": found["k"], "threshold": found["threshold"]}
-    share = found["cut"] / found["groups"]
-    random = {"name": "random", "k": found["k"], "share": round(share, 3)}
-    return {"gate": json.dumps(gate), "gate_or": json.dumps(gate | {"termination": 0.9}), "random": json.dumps(random)}
+def gates(work: Path) -> dict[str, dict[str, Any]]:
+    """The gates of the arms. The random one cuts as many groups as that by progress, at the same step."""
+    found = json.loads((work / "calibration-s0" / "claim.json").read_text(encoding="utf-8"))
+    chosen, stuck = found["chosen"], found["chosen_progress"]
+    gate = {"name": "divergence", "signal": chosen["signal"], "k": chosen["k"], "threshold": chosen["threshold"]}
+    return {
+        "gate": gate,
+        "gate_or": gate | {"termination": 0.9},
+        "progress": {"name": "divergence", "k": stuck["k"], "threshold": 0.0, "progress": stuck["progress"]},
+        "random": {"name": "random", "k": stuck["k"], "share": round(stuck["cut"] / chosen["groups"], 3)},
+    }
 
 
 def tiers(seed: int, work: Path) -> None:
@@ -98,23 +115,23 @@ def tiers(seed: int, work: Path) -> None:
 
     path = work / f"tiers-s{seed}"
     path.mkdir(exist_ok=True)
-    gate = json.loads(gates(work)["gate"])
-    write_json(path / "claim.json", tier_1_and_2(config_of(seed, work), gate, TIERS["prompts"], TIERS["repeats"]))
+    both = {name: gate for name, gate in gates(work).items() if name in ("gate", "progress")}
+    write_json(path / "claim.json", tier_1_and_2(config_of(seed, work), both, TIERS["prompts"], TIERS["repeats"]))
 
 
 def train_arm(arm: Arm, seed: int, work: Path) -> None:
     from winnow.standalone import evaluate_model
 
-    text = gates(work)
-    filled = Arm(arm.name, arm.recipe, tuple(_filled(o, text) for o in arm.overrides))
+    found = gates(work)
+    filled = Arm(arm.name, arm.recipe, tuple(_filled(o, found) for o in arm.overrides))
     run = train(filled, seed, work, [f"model={work / WARM_START}"])
     said = {"arm": arm.name, "seed": seed, "overrides": filled.overrides}
     write_json(run / "claim.json", said | {"deployed": evaluate_model(str(run), FINAL)})
 
 
-def _filled(override: str, text: dict[str, str]) -> str:
-    for name, gate in text.items():
-        override = override.replace(f"{{{name}}}", gate)
+def _filled(override: str, gates: dict[str, dict[str, Any]]) -> str:
+    for name, gate in gates.items():
+        override = override.replace(f"{{{name}}}", json.dumps(gate))
     return override
 
 

@@ -56,24 +56,47 @@ def recorded(config: RunConfig, n: int, epochs: int) -> list[Group]:
         return [g for epoch in range(epochs) for g in arena.groups(n, epoch=100 + epoch)[0]]
 
 
-def tier_1_and_2(config: RunConfig, gate: dict[str, Any], n: int, repeats: int) -> dict[str, Any]:
-    """Both tiers on `n` prompts; the un-gated groups of tier 1 are the buffer of tier 2."""
+def by_progress(groups: Sequence[Group], steps: Sequence[int], limits: Sequence[float]) -> list[dict[str, Any]]:
+    """What stopping groups would have done in which nobody's progress is beyond a limit at step k."""
+    zero = np.array([_zero_variance(g) for g in groups])
+    total = sum(_steps(g) for g in groups)
+    rows = []
+    for k in steps:
+        best = np.array([max(r.turns[:k][-1].progress or 0.0 for r in g.siblings) for g in groups])
+        left = np.array([sum(max(0, len(r.turns) - k) for r in g.siblings) for g in groups])
+        for limit in limits:
+            cut = (best <= limit) & (left > 0)
+            counts = {
+                "cut": int(cut.sum()),
+                "tp": int((cut & zero).sum()),
+                "measured_pct": 100 * left[cut].sum() / total,
+            }
+            rows.append({"k": k, "progress": limit, **counts, "precision": counts["tp"] / max(counts["cut"], 1)})
+    return rows
+
+
+def tier_1_and_2(config: RunConfig, gates: dict[str, dict[str, Any]], n: int, repeats: int) -> dict[str, Any]:
+    """Both tiers on `n` prompts, for each gate; the un-gated groups of tier 1 are the buffer of tier 2."""
     task = build_task(config.env)
+    seconds: dict[str, list[float]] = {name: [] for name in ("", *gates)}
+    arms: dict[str, list[Group]] = {}
     with opened(config, task) as parts:
         arena = Arena(config, task, parts)
         arena.groups(min(n, 8), epoch=99)  # processes and games are loaded
-        seconds: list[tuple[float, float]] = []
         for repeat in range(repeats):
-            arms: dict[bool, tuple[list[Group], float]] = {}
-            for gated in (False, True) if repeat % 2 else (True, False):
-                gates = [method(GATES, gate, "gates").build(config.seed)] if gated else []
-                arms[gated] = arena.groups(n, gates)
-            seconds.append((arms[False][1], arms[True][1]))
-    base, gated_groups = arms[False][0], arms[True][0]
-    return {
-        "tier1": tier_1(base, gated_groups, seconds, Divergence(**{k: v for k, v in gate.items() if k != "name"})),
-        "tier2": tier_2(config, base, [g.verdict.keep for g in gated_groups]),
-    }
+            for name in list(seconds)[:: -1 if repeat % 2 else 1]:
+                gate = [method(GATES, gates[name], "gates").build(config.seed)] if name else []
+                arms[name], took = arena.groups(n, gate)
+                seconds[name].append(took)
+    found: dict[str, Any] = {}
+    for name, gate in gates.items():
+        options = Divergence(**{k: v for k, v in gate.items() if k != "name"})
+        pairs = list(zip(seconds[""], seconds[name], strict=True))
+        found[name] = {
+            "tier1": tier_1(arms[""], arms[name], pairs, options),
+            "tier2": tier_2(config, arms[""], [g.verdict.keep for g in arms[name]]),
+        }
+    return found
 
 
 def tier_1(
