@@ -119,7 +119,7 @@ def test_a_step_gate_that_keeps_leaves_it_alone(policy) -> None:
 
 def test_a_group_whose_baseline_failed_is_refused_with_the_reason(policy) -> None:
     task = ToyTask(make=lambda made: EchoEnv(1, fail_at=1 if made % (SIZE + 1) == SIZE else None))
-    for group in run(policy, task, max_tokens=40):
+    for group in run(policy, task, max_tokens=200, stop=SHORT_TURNS):
         assert group.rollouts[-1].fate == Fate.FAILED
         assert all(r.reward is not None for r in group.siblings)
         assert "the simulator went away" in str(_too_few(group, 2))
