@@ -16,8 +16,9 @@ from claims_tables import percent, text
 from winnow.records import GATE
 from winnow.report_data import read_lines
 
-Tiers = list[dict[str, Any]]
-"""Of every seed."""
+Tiers = list[dict[str, dict[str, Any]]]
+"""Of every seed: by gate, by tier."""
+GATES = {"gate": "edit distance", "progress": "progress"}
 
 
 def write_figures(work: Path, arms: Sequence[str], *, out: Path | None, docs: Path | None) -> None:
@@ -36,36 +37,51 @@ def write_figures(work: Path, arms: Sequence[str], *, out: Path | None, docs: Pa
 
 
 def tier_1(tiers: Tiers) -> str:
-    def of(key: str, part: str = "share") -> Interval | None:
-        return interval([t["tier1"][key][part] if part else t["tier1"][key] for t in tiers])
+    def column(gate: str) -> list[str]:
+        found = [t[gate]["tier1"] for t in tiers]
+        cut, right, groups, zero = (sum(t[key] for t in found) for key in ("cut", "right", "groups", "zero_variance"))
 
-    cut, right = (sum(t["tier1"][key] for t in tiers) for key in ("cut", "right"))
-    groups, zero = (sum(t["tier1"][key] for t in tiers) for key in ("groups", "zero_variance"))
-    rows = [
-        ["groups", "100", f"{len(tiers)} x {groups // max(len(tiers), 1)}"],
-        ["zero-variance groups", "39%", f"{zero / groups:.0%}"],
-        ["cut", "20%", f"{cut / groups:.0%}"],
-        ["of them zero-variance (precision)", "0.95", f"{right / max(cut, 1):.2f} ({right} of {cut})"],
-        ["wall-clock saved", "13.25%", percent(of("seconds_saved", "median"))],
-        ["sampled tokens saved", "", percent(of("tokens_saved"))],
-        ["environment steps saved", "", percent(of("steps_saved"))],
-        ["tokens that as many random cuts save", "", percent(of("random_saved"))],
-        ["tokens that an oracle saves", "", percent(of("oracle_saved"))],
-        ["identical actions up to the gate's step", "all", percent(of("same_actions", ""))],
+        def of(key: str, part: str = "share") -> str:
+            return percent(interval([t[key][part] if part else t[key] for t in found]))
+
+        return [
+            f"{len(tiers)} x {groups // len(tiers)}",
+            f"{zero / groups:.0%}",
+            f"{cut / groups:.0%}",
+            f"{right / max(cut, 1):.2f} ({right} of {cut})",
+            of("seconds_saved", "median"),
+            of("tokens_saved"),
+            of("steps_saved"),
+            of("random_saved"),
+            of("oracle_saved"),
+            of("same_actions", ""),
+        ]
+
+    head = [
+        ("groups", "100"),
+        ("zero-variance groups", "39%"),
+        ("cut", "20%"),
+        ("of them zero-variance (precision)", "0.95"),
+        ("wall-clock saved", "13.25%"),
+        ("sampled tokens saved", ""),
+        ("environment steps saved", ""),
+        ("tokens that as many random cuts save", ""),
+        ("tokens that an oracle saves at the same step", ""),
+        ("rollouts identical up to the gate's step", "all"),
     ]
-    return table(["", "paper", "here"], rows)
+    return table(["", "paper", *GATES.values()], [[*h, *c] for h, *c in zip(head, *map(column, GATES), strict=True)])
 
 
 def tier_2(tiers: Tiers) -> str:
-    def of(key: str) -> Interval | None:
-        return interval([t["tier2"][key] for t in tiers])
+    def of(gate: str, key: str) -> Interval | None:
+        return interval([t[gate]["tier2"][key] for t in tiers])
 
     rows = [
-        ["update time saved", "32.2%", percent(of("seconds_saved"))],
-        ["gradient norm, gated / baseline", "1.14", text(of("norm_ratio"), "{:.2f}")],
-        ["predicted by dilution", "1.20 (tier 3)", text(of("predicted_ratio"), "{:.2f}")],
+        ["update time saved", "32.2%", *(percent(of(gate, "seconds_saved")) for gate in GATES)],
+        ["gradient norm, gated / baseline", "1.14", *(text(of(gate, "norm_ratio"), "{:.2f}") for gate in GATES)],
+        ["predicted by dilution", "1.20 (tier 3)", *(text(of(g, "predicted_ratio"), "{:.2f}") for g in GATES)],
     ]
-    return table(["", "paper", "here"], rows)
+    return table(["", "paper", *GATES.values()], rows)
 
 
 def tier_3(runs: Runs, chosen: dict[str, Any]) -> str:
@@ -164,7 +180,7 @@ def draw(runs: Runs, path: Path) -> None:
     for arm, by_seed in runs.items():
         mean = f.curve(by_seed)
         left.plot(np.array(mean["tokens"]) / 1e3, mean["passed"], marker="o", ms=3, label=f"{arm} (n={len(by_seed)})")
-    left.set(xlabel="sampled tokens, thousands", ylabel="held-out pass@1 (64 games)")
+    left.set(xlabel="sampled tokens, thousands", ylabel="held-out pass@1 (128 games)")
     left.legend(fontsize=8)
     for arm, what in (("grpo", "zero-variance groups, baseline"), ("gate", "cut by the gate")):
         if arm in runs:
