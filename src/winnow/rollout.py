@@ -106,7 +106,7 @@ class RolloutRunner:
                     sibling.prompt_ids = self._encode(visit, sibling.env.reset())
                 else:
                     shared = sibling.prompt_ids = shared or self._encode(visit, None)
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 self._fail(sibling, f"could not start: {error}")
                 continue
             self._submit(flight, sibling)
@@ -212,7 +212,6 @@ class RolloutRunner:
                     sibling.prompt_ids = self._encode(flight.visit, result)  # type: ignore[arg-type]
                     self._submit(flight, sibling)
                 elif sibling.running:
-                    assert isinstance(result, StepResult)
                     self._observed(flight, sibling, result)
             except Exception as error:
                 if sibling.running:
@@ -227,14 +226,16 @@ class RolloutRunner:
                 self._await(flight, sibling, env.start_step(turn.action))
                 return
             assert isinstance(env, Env)
-            result = env.step(turn.action)
-        except Exception as error:
+            self._observed(flight, sibling, env.step(turn.action))
+        except (Exception, SystemExit) as error:
             self._fail(sibling, f"the environment raised {type(error).__name__}: {error}")
-            return
-        self._observed(flight, sibling, result)
 
-    def _observed(self, flight: Flight, sibling: Sibling, result: StepResult) -> None:
-        """The environment has answered the sibling's last turn."""
+    def _observed(self, flight: Flight, sibling: Sibling, result: Any) -> None:
+        """The environment has answered the sibling's last turn. TypeError or ValueError when that is no answer."""
+        if not isinstance(result, StepResult):
+            raise TypeError(f"step() must return a StepResult, not {type(result).__name__}")
+        if not isinstance(result.observation, str | None):
+            raise TypeError(f"an observation must be a text or None, not {type(result.observation).__name__}")
         turn = sibling.turns[-1]
         turn.observation, turn.canonical = result.observation, result.action
         try:

@@ -206,6 +206,32 @@ def test_a_reward_of_an_environment_that_is_no_number_fails(policy, reward: floa
         assert all(r.fate == Fate.FAILED and r.reward is None for r in group.rollouts)
 
 
+def leave() -> None:
+    raise SystemExit(3)
+
+
+@pytest.mark.parametrize(
+    ("answer", "cause"),
+    [
+        (lambda: None, "must return a StepResult, not NoneType"),
+        (lambda: ("8 9", 1.0, False, {}), "must return a StepResult, not tuple"),
+        (lambda: StepResult("8", "much", True), "could not convert string to float"),
+        (lambda: StepResult(8, None, False), "must be a text or None, not int"),
+        (leave, "SystemExit: 3"),
+    ],
+)
+def test_an_answer_that_is_none_fails_its_rollout_only(policy, answer: Callable[[], Any], cause: str) -> None:
+    class Odd(EchoEnv):
+        def step(self, text: str) -> StepResult:
+            return answer()
+
+    task = ToyTask(make=lambda made: Odd(2) if made == 1 else EchoEnv(2))
+    first, *others = run(policy, task, max_tokens=400)
+    assert cause in first.rollouts[1].reason
+    assert [r.fate for r in first.rollouts] == [None, Fate.FAILED, None, None]
+    assert all(r.fate is None for group in others for r in group.rollouts)
+
+
 def test_a_prompt_that_cannot_be_encoded_fails_its_group(policy) -> None:
     task = ToyTask()
     task.train[1] = Prompt("long", 1, text="numbers " * 40)

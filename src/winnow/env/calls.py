@@ -40,6 +40,8 @@ class _Call:
                 self.future.set_result(result)
 
     def fail(self, error: BaseException) -> None:
+        if not isinstance(error, Exception):  # sys.exit() in there must not end whoever asks for the result
+            error = RuntimeError(f"raised {type(error).__name__}: {error}")
         with contextlib.suppress(InvalidStateError):
             self.future.set_exception(error)
 
