@@ -14,7 +14,7 @@ import torch
 
 from .advantage import Advantage
 from .loss import LossConfig, LossType
-from .types import Group, Rollout
+from .types import Fate, Group, Rollout
 
 PASS_TOKENS = 512
 """Tokens whose computation costs about as much as one more forward and backward pass does by itself."""
@@ -71,10 +71,14 @@ def rows_of(
     *,
     max_completion_length: int,
     mask_truncated: bool = False,
+    unbiased: bool = False,
 ) -> list[Row]:
     """Rows of a batch, in order of groups and siblings; their weights add up the loss over all of them.
 
-    Members without a reward (failed, pruned) and greedy ones are absent. FloatingPointError on a non-finite advantage.
+    Members without a reward (failed, pruned) and greedy ones are absent. `unbiased`: each row stands for 1 / (its
+    chance of survival) rollouts, and the mean is over those that were pruned, too (Horvitz and Thompson): then the
+    expected loss is that without pruning, but for what pruning does to the advantages' baseline. FloatingPointError
+    on a non-finite advantage.
     """
     members: list[tuple[Rollout, float]] = []
     for group, advantages_G in zip(groups, advantage.of_batch(groups), strict=True):
@@ -85,23 +89,32 @@ def rows_of(
                 raise FloatingPointError(f"advantage {a} for visit {group.visit.number}, sibling {rollout.sibling}")
             members.append((rollout, float(a)))
     lengths = np.array([int(r.action_mask.sum()) for r, _ in members], dtype=np.float64)
-    weights = token_weights(lengths, loss_type, max_completion_length)
+    times = np.array([1 / r.survival_p if unbiased else 1.0 for r, _ in members])
+    pruned = sum(r.fate == Fate.PRUNED for group in groups for r in group.siblings) if unbiased else 0
+    weights = token_weights(lengths, loss_type, max_completion_length, times, len(members) + pruned)
     return [Row(r, a, float(w)) for (r, a), w in zip(members, weights, strict=True)]
 
 
-def token_weights(lengths_N: np.ndarray, loss_type: LossType, max_completion_length: int) -> np.ndarray:
+def token_weights(
+    lengths_N: np.ndarray,
+    loss_type: LossType,
+    max_completion_length: int,
+    times_N: np.ndarray | float = 1.0,
+    count: int | None = None,
+) -> np.ndarray:
     """Weight of each token of a row of `lengths_N` action tokens, so that the loss is the plain sum over tokens.
 
-    float64 [N] -> [N]. dapo 1/sum(len); grpo 1/(N len); dr_grpo 1/(N max_completion_length); sequence_sum 1/N.
+    float64 [N] -> [N]. dapo 1/sum(len); grpo 1/(N len); dr_grpo 1/(N max_completion_length); sequence_sum 1/N. A row
+    may stand for `times_N` rollouts, out of `count` (else N).
     """
-    n = max(len(lengths_N), 1)
+    n, times_N = max(len(lengths_N) if count is None else count, 1), np.ones(len(lengths_N)) * times_N
     if loss_type == "dapo":
-        return np.full(len(lengths_N), 1 / max(lengths_N.sum(), 1))
+        return times_N / max((lengths_N * times_N).sum(), 1)
     if loss_type == "grpo":
-        return 1 / (n * np.maximum(lengths_N, 1))
+        return times_N / (n * np.maximum(lengths_N, 1))
     if loss_type == "dr_grpo":
-        return np.full(len(lengths_N), 1 / (n * max_completion_length))
-    return np.full(len(lengths_N), 1 / n)
+        return times_N / (n * max_completion_length)
+    return times_N / n
 
 
 def with_gradient(rows: Sequence[Row], loss: LossConfig) -> list[Row]:

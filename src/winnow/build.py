@@ -60,6 +60,11 @@ class Methods:
     advantage: Advantage
     step_scale: StepScale
 
+    def save(self, directory: Path) -> None:
+        """What gates keep beside the weights."""
+        for gate in self.gates:
+            gate.save(directory)
+
 
 def build_methods(c: RunConfig, prompts: Sequence[Prompt]) -> Methods:
     """Raises ConfigError naming the field and the nearest valid name."""
@@ -111,7 +116,7 @@ def _selector(c: RunConfig, prompts: Sequence[Prompt], judge: Judge, advantage: 
 
 
 def _gates(c: RunConfig, advantage: Advantage) -> list[Gate]:
-    gates: list[Gate] = [method(GATES, spec, "gates").build(c.seed) for spec in c.gates]
+    gates: list[Gate] = [method(GATES, spec, "gates").build(c.seed, c.success_reward) for spec in c.gates]
     if c.audit is None:
         if any(isinstance(gate, DivergenceGate) and gate.refit is not None for gate in gates):
             raise ConfigError(
@@ -189,6 +194,7 @@ def step_options(c: RunConfig, pad_id: int, device: torch.device) -> StepOptions
         pad_id=pad_id,
         seed=c.seed,
         device=device,
+        unbiased=any(isinstance(gate, dict) and gate.get("unbiased", False) for gate in c.gates),
     )
 
 

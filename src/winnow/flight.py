@@ -27,6 +27,8 @@ class Sibling:
     """What its environment lets reward functions see once it is closed."""
     segments: list[tuple[np.ndarray, bool, np.ndarray, np.ndarray]] = field(default_factory=list)
     """(token ids, sampled?, log-probs, versions), in order."""
+    confidences: list[np.ndarray] = field(default_factory=list)
+    last_hidden: np.ndarray | None = None
     turns: list[Turn] = field(default_factory=list)
     length: int = 0
     seconds: float = 0.0
@@ -103,6 +105,8 @@ class Sibling:
             seconds=self.seconds,
             barrier_wait_s=self.barrier_wait_s,
             greedy=self.greedy,
+            confidence=np.concatenate(self.confidences) if self.confidences else None,
+            last_hidden=self.last_hidden,
         )
         return self.rollout
 
@@ -115,6 +119,8 @@ class Flight:
     siblings: list[Sibling]
     undecided: list[tuple[int, Gate]]
     """What environment-step gates have still to decide, by ascending step."""
+    token_gates: dict[int, list[Gate]] = field(default_factory=dict)
+    """By token of a turn, who is asked there."""
     verdict: Verdict = KEEP
     group: Group | None = None
     ended: int = 0

@@ -40,6 +40,8 @@ class RolloutOptions:
     seed: int
     stream: int = 0
     """Keeps the noise of training (0), evaluation (1) and profiles (2) apart."""
+    report: frozenset[str] = frozenset()
+    """What rollouts carry beside what gates need: a subset of {"confidence", "last_hidden"}."""
     greedy_baseline: bool = False
     """Launch one more rollout a group, at temperature 0. No gate is asked about it, waits for it or sees it."""
 
@@ -70,7 +72,7 @@ class RolloutRunner:
         self.gates = list(gates)
         self._turn_length: int | None = getattr(task, "max_turn_length", None)
         self._stop = tuple(dict.fromkeys((*options.params.stop, *task.stop)))
-        self._token_gates = {g.at.n: g for g in self.gates if isinstance(g.at, Token)}
+        self._report = options.report.union(*(g.needs for g in self.gates))
         self._step_gates = sorted(((k, g) for g in self.gates for k in env_steps(g.at)), key=itemgetter(0))
         if self._step_gates and self._step_gates[-1][0] >= task.max_turns:
             raise ValueError(
@@ -94,6 +96,9 @@ class RolloutRunner:
             raise ValueError(f"visit {visit.number} is already in flight")
         siblings = [Sibling(i, greedy=i == size) for i in range(size + self.options.greedy_baseline)]
         flight = Flight(visit, siblings, list(self._step_gates))
+        for gate in self.gates:
+            if isinstance(gate.at, Token):  # asked anew for each group: a gate may move its checkpoint between steps
+                flight.token_gates.setdefault(gate.at.n, []).append(gate)
         self._flights[visit.number] = flight
         shared: tuple[int, ...] | None = None
         for sibling in flight.siblings:
@@ -133,8 +138,10 @@ class RolloutRunner:
             prompt_ids=(*sibling.prompt_ids, *sibling.tokens()),
             params=params,
             key=key,
-            checkpoints=() if sibling.greedy else tuple(sorted(self._token_gates)),
+            checkpoints=() if sibling.greedy else tuple(sorted(flight.token_gates)),
             keep=sibling.env is not None and len(sibling.turns) + 1 < self.task.max_turns,
+            confidence="confidence" in self._report,
+            last_hidden="last_hidden" in self._report,
         )
         try:
             self.engine.submit([request])
@@ -188,6 +195,9 @@ class RolloutRunner:
             sibling.append(f.token_ids, True, f.logp, f.versions)
             sibling.turns.append(turn)
             sibling.seconds += f.seconds
+            sibling.last_hidden = f.hidden
+            if f.confidence is not None:
+                sibling.confidences.append(f.confidence)
             if sibling.env is None:
                 sibling.finish(f.stop_reason)
             elif f.stop_reason == "length" and sibling.length >= self.options.params.max_tokens:
@@ -274,14 +284,16 @@ class RolloutRunner:
     def _ask_token_gate(self, event: Reached) -> None:
         flight = self._flights[event.id[0]]  # type: ignore[index]
         sibling = flight.siblings[event.id[1]]  # type: ignore[index]
-        view = self._view(flight, Token(event.n), sibling=sibling.index, hidden=event.hidden, logp=event.logp)
-        verdict = self._token_gates[event.n].decide(view)
-        sibling.survive(verdict.probability)
-        if verdict.keep:
-            return
-        self._cancel(flight, sibling)
-        sibling.finish("cancelled", fate=Fate.PRUNED, reason=verdict.reason)
-        self._settle(flight)
+        reached = {"hidden": event.hidden, "logp": event.logp, "confidence": event.confidence}
+        view = self._view(flight, Token(event.n), sibling=sibling.index, **reached)
+        for gate in flight.token_gates[event.n]:
+            verdict = gate.decide(view)
+            sibling.survive(verdict.probability)
+            if not verdict.keep:
+                self._cancel(flight, sibling)
+                sibling.finish("cancelled", fate=Fate.PRUNED, reason=verdict.reason)
+                self._settle(flight)
+                return
 
     def _cancel(self, flight: Flight, sibling: Sibling) -> None:
         """Take from the engine what it has sampled of the turn under way, if any."""

@@ -32,6 +32,8 @@ class StepOptions:
     device: torch.device
     lr_end: float = 0.0
     lr_decay_steps: int | None = None
+    unbiased: bool = False
+    """Weight rows by 1 / (their chance to survive the gates)."""
 
 
 def scheduled_lr(step: int, options: StepOptions) -> float:
@@ -75,6 +77,7 @@ class OptimizerStep:
             self.loss.loss_type,
             max_completion_length=o.max_completion_length,
             mask_truncated=o.mask_truncated_completions,
+            unbiased=o.unbiased,
         )
         teaching = with_gradient(rows, self.loss)
         metrics = {

@@ -199,7 +199,6 @@ class Trainer:
                 f"{self.run_dir}: already holds a run ({', '.join(used)}); go on with "
                 f"`winnow resume {self.run_dir}`, or choose another output_dir"
             )
-        return None
 
     def _refuse_changes(self, state: Mapping[str, Any]) -> None:
         before, now = (c.model_dump(mode="json") for c in (validate(state["config"]), self.config))
@@ -377,12 +376,14 @@ class Trainer:
 
     def _write_weights(self, directory: Path) -> None:
         self.learner.save(directory)
+        self.methods.save(directory)
         self.tokenizer.save_pretrained(directory / "model")
 
     def _finish(self, ledger: Ledger, loop: Loop) -> dict[str, float]:
         """Save the model as an ordinary Hugging Face directory and close the account."""
         self.learner.save_merged(self.run_dir / "model")
         self.tokenizer.save_pretrained(self.run_dir / "model")
+        self.methods.save(self.run_dir / "model")
         checkpoint.readable(self.run_dir / "model")
         loop.close()
         ledger.set_meta("finished", "true")

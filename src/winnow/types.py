@@ -124,6 +124,10 @@ class Rollout:
     """Wall-clock seconds that it waited for its siblings at environment-step checkpoints, in no slot of the engine."""
     greedy: bool = False
     """Sampled at temperature 0 as a baseline (ReMax): scored and booked, but in no statistic and no batch."""
+    confidence: np.ndarray | None = None
+    """float32, one for each token that the model sampled, when it was asked for (DeepConf)."""
+    last_hidden: np.ndarray | None = None
+    """float32 [H]: last hidden state at its last token, when it was asked for and the rollout ended by itself."""
 
 
 @dataclass(slots=True)
@@ -189,6 +193,8 @@ class GroupView:
     """float32 [H]: last hidden state of `sibling` at the checkpoint, when the engine provides it."""
     logp: np.ndarray | None = None
     """float32 [n]: sampler log-probabilities of `sibling` so far."""
+    confidence: np.ndarray | None = None
+    """float32 [n]: confidences of its tokens (DeepConf), when a gate needs them."""
     failed: tuple[bool, ...] = ()
     """Per sibling, whether it failed: no evidence of what the policy does."""
     progress: tuple[float | None, ...] = ()

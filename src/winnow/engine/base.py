@@ -42,6 +42,10 @@ class Request:
     """Another turn may follow: keep keys and values when the sequence ends. A later request of the same id whose prompt
     begins with this prompt and what was sampled then pays only for what is new. Cancel the id when no turn follows. The
     engine may forget; then the next turn is computed from its start."""
+    confidence: bool = False
+    """Report every token's confidence, too."""
+    last_hidden: bool = False
+    """Report the last hidden state when the sequence ends by itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +58,9 @@ class Reached:
     """float32 [H]: input of the lm_head from which the n-th token was drawn."""
     logp: np.ndarray
     """float32 [n]."""
+    confidence: np.ndarray | None = None
+    """float32 [n] when it was asked for: minus the mean log-probability of the 20 likeliest tokens, before temperature
+    and filters (DeepConf)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +78,10 @@ class Finished:
     """`eos`, `stop`, `length` or `cancelled`."""
     seconds: float
     """Share of engine time: sum over its steps of step time divided by rows alive."""
+    confidence: np.ndarray | None = None
+    """float32 [T] when it was asked for; see `Reached`."""
+    hidden: np.ndarray | None = None
+    """float32 [H] when it was asked for: input of the lm_head from which the last token was drawn."""
 
 
 Event = Reached | Finished
@@ -78,7 +89,7 @@ Event = Reached | Finished
 
 class Engine(Protocol):
     provides: frozenset[str]
-    """What gates may need: a subset of {"hidden", "logp", "checkpoints"}."""
+    """What gates may need: a subset of {"hidden", "logp", "checkpoints", "confidence", "last_hidden"}."""
     version: int
     """Policy version of the weights in use."""
 

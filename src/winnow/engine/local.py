@@ -22,7 +22,7 @@ from .cache import Chunk, KVCache, padded, plan
 from .kept import Kept, KeptSequences
 from .models import DTYPES, eos_ids, fixed_columns, longest, make_backend, tied_names
 from .requests import check_checkpoints, check_request
-from .sampling import Rows, sample
+from .sampling import Rows, confidence, sample
 from .slots import SlotTable, Stopwatch
 from .stops import StopTable
 
@@ -73,7 +73,7 @@ class _Prompt:
 class LocalEngine:
     """Implements `winnow.engine.base.Engine`. Not thread-safe."""
 
-    provides = frozenset({"hidden", "logp", "checkpoints"})
+    provides = frozenset({"hidden", "logp", "checkpoints", "confidence", "last_hidden"})
 
     def __init__(
         self,
@@ -160,7 +160,7 @@ class LocalEngine:
                 events.append(Finished(id_, *args, "cancelled", 0.0))
             elif id_ in self._table.row_of:
                 rows.append(self._table.row_of[id_])
-                events.append(self._finished(rows[-1], "cancelled"))
+                events.append(self._table.finished(rows[-1], "cancelled", self._versions(rows[-1])))
         self._remove(rows)
         return events
 
@@ -212,7 +212,8 @@ class LocalEngine:
         outputs += self._admit()
         output = outputs[0] if len(outputs) == 1 else _concatenate(outputs)
         tokens_N, logp_N = self._sample(output.logits_NV)
-        alarms = table.record(tokens_N, logp_N)
+        wanted = table.confident[: table.n].any()
+        alarms = table.record(tokens_N, logp_N, confidence(output.logits_NV).cpu().numpy() if wanted else None)
         self._steps += 1
         table.clock += watch.lap() / table.n
         if not np.isfinite(logp_N).all():
@@ -328,15 +329,16 @@ class LocalEngine:
         ended = []
         for row in rows:
             reason = self._stop_reason(row)
+            request, (tokens, logp) = self._table.requests[row], self._table.sampled(row)
             if reason:
                 self._keep(row)
                 ended.append(row)
-                events.append(self._finished(row, reason))
+                hidden = hidden_NH[row].float().cpu().numpy().copy() if request.last_hidden else None
+                events.append(self._table.finished(row, reason, self._versions(row), hidden))
                 continue
-            request, (tokens, logp) = self._table.requests[row], self._table.sampled(row)
             if len(tokens) in request.checkpoints:
                 hidden = hidden_NH[row].float().cpu().numpy().copy()
-                events.append(Reached(request.id, len(tokens), hidden, logp.copy()))
+                events.append(Reached(request.id, len(tokens), hidden, logp.copy(), self._table.confidence_of(row)))
             self._table.rearm(row)
         self._remove(ended)
         return events
@@ -356,9 +358,6 @@ class LocalEngine:
         if self._stops.alert[stop_set, tokens[-1]] and self._stops.completed(stop_set, tokens):
             return "stop"
         return "length" if len(tokens) == self._table.requests[row].params.max_tokens else ""
-
-    def _finished(self, row: int, reason: str) -> Finished:
-        return self._table.finished(row, reason, self._versions(row))
 
     def _remove(self, rows: list[int]) -> None:
         if not rows:

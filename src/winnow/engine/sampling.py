@@ -12,6 +12,8 @@ import torch
 
 BLOCK = 1024
 """Vocabularies longer than this are searched in two levels."""
+CONFIDENT = 20
+"""Tokens whose log-probabilities make a token's confidence."""
 
 
 class Rows(NamedTuple):
@@ -42,6 +44,12 @@ def sample(logits_NV: torch.Tensor, uniform_N: torch.Tensor, rows: Rows) -> tupl
         tokens_N = torch.where(rows.greedy_N, scaled_NV.argmax(-1), tokens_N)
     weight_N = weights_NV.gather(1, tokens_N[:, None])[:, 0]
     return tokens_N, (weight_N.double() / total_N).log_().float()
+
+
+def confidence(logits_NV: torch.Tensor) -> torch.Tensor:
+    """float32 [N]: minus the mean log-probability of the `CONFIDENT` likeliest tokens (Fu et al. 2025, DeepConf)."""
+    top_NK = logits_NV.float().topk(min(CONFIDENT, logits_NV.shape[1]), dim=-1).values
+    return logits_NV.float().logsumexp(-1) - top_NK.mean(-1)
 
 
 def draw(weights_NV: torch.Tensor, uniform_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

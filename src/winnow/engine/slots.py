@@ -30,6 +30,9 @@ class SlotTable:
         self.greedy = np.zeros(slots, dtype=bool)
         self.tokens = np.zeros((slots, 0), dtype=np.int64)
         self.logp = np.zeros((slots, 0), dtype=np.float32)
+        self.confidence = np.zeros((slots, 0), dtype=np.float32)
+        self.confident = np.zeros(slots, dtype=bool)
+        """Rows of which `confidence` is wanted."""
         self.requests: list[Request] = []
         self.row_of: dict[Hashable, int] = {}
         self.clock = 0.0
@@ -58,18 +61,21 @@ class SlotTable:
             [(1, 1) if g else (1 / r.params.temperature, r.params.top_p) for r, g in zip(requests, greedy, strict=True)]
         ).T
         self.greedy[rows] = greedy
+        self.confident[rows] = [r.confidence for r in requests]
         self._clock_in[rows] = self.clock
         self.row_of.update(zip((r.id for r in requests), range(rows.start, rows.stop), strict=True))
         self.requests += requests
         self.n = rows.stop
         return rows
 
-    def record(self, tokens_N: np.ndarray, logp_N: np.ndarray) -> np.ndarray:
+    def record(self, tokens_N: np.ndarray, logp_N: np.ndarray, confidence_N: np.ndarray | None = None) -> np.ndarray:
         """Store one token for each running row; returns the rows whose count has reached their alarm (bool [N])."""
         n, count_N = self.n, self.ints[COUNT, : self.n]
         rows = np.arange(n)
         self.tokens[rows, count_N] = tokens_N
         self.logp[rows, count_N] = logp_N
+        if confidence_N is not None:
+            self.confidence[rows, count_N] = confidence_N
         self.ints[TOKEN, :n] = tokens_N
         count_N += 1
         return np.asarray(count_N == self.ints[ALARM, :n])
@@ -83,10 +89,16 @@ class SlotTable:
         count = self.ints[COUNT, row]
         return self.tokens[row, :count], self.logp[row, :count]
 
-    def finished(self, row: int, reason: str, versions: np.ndarray) -> Finished:
+    def confidence_of(self, row: int) -> np.ndarray | None:
+        """A copy of the confidences of a row so far, if they were asked for."""
+        return self.confidence[row, : self.ints[COUNT, row]].copy() if self.confident[row] else None
+
+    def finished(self, row: int, reason: str, versions: np.ndarray, hidden: np.ndarray | None = None) -> Finished:
         tokens, logp = self.sampled(row)
-        seconds = float(self.clock - self._clock_in[row])
-        return Finished(self.requests[row].id, tokens.copy(), logp.copy(), versions, reason, seconds)
+        seconds, confidence = float(self.clock - self._clock_in[row]), self.confidence_of(row)
+        return Finished(
+            self.requests[row].id, tokens.copy(), logp.copy(), versions, reason, seconds, confidence, hidden
+        )
 
     def holes(self, rows: list[int]) -> tuple[np.ndarray, np.ndarray]:
         """(targets, sources): the last surviving rows that fill the holes left by `rows`."""
@@ -110,7 +122,7 @@ class SlotTable:
     def _move(self, targets: np.ndarray, sources: np.ndarray) -> None:
         for rows_last in (self.ints, self.floats):
             rows_last[:, targets] = rows_last[:, sources]
-        for rows_first in (self.greedy, self.tokens, self.logp, self._clock_in):
+        for rows_first in (self.greedy, self.confident, self.tokens, self.logp, self.confidence, self._clock_in):
             rows_first[targets] = rows_first[sources]
         moved = [self.requests[source] for source in sources]
         for target, request in zip(targets.tolist(), moved, strict=True):
@@ -128,6 +140,7 @@ class SlotTable:
         if extra > 0:
             self.tokens = np.pad(self.tokens, ((0, 0), (0, extra)))
             self.logp = np.pad(self.logp, ((0, 0), (0, extra)))
+            self.confidence = np.pad(self.confidence, ((0, 0), (0, extra)))
 
 
 class Stopwatch:

@@ -6,10 +6,12 @@ A gate only decides; `rollout.py` stops what it says. `none` is the absence of a
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Protocol
 
 from ..types import Checkpoint, EnvStep, Group, GroupView, Token, Verdict
 from .divergence import Divergence
+from .quality import Arrol
 from .random_cut import RandomCut
 
 
@@ -34,6 +36,9 @@ class Gate(Protocol):
     def metrics(self) -> dict[str, float]:
         return {}
 
+    def save(self, directory: Path) -> None:
+        """Write what is of use without the run, beside the weights of a checkpoint or of the finished model."""
+
     def state_dict(self) -> dict[str, Any]: ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
@@ -46,5 +51,5 @@ def env_steps(at: Checkpoint | tuple[EnvStep, ...]) -> tuple[int, ...]:
     return (at.k,) if isinstance(at, EnvStep) else tuple(step.k for step in at)
 
 
-GATES: dict[str, type] = {"divergence": Divergence, "random": RandomCut}
-"""Name -> frozen dataclass of options with `build(seed) -> Gate`."""
+GATES: dict[str, type] = {"divergence": Divergence, "random": RandomCut, "arrol": Arrol}
+"""Name -> frozen dataclass of options with `build(seed, success_reward) -> Gate`."""

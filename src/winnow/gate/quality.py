@@ -1,0 +1,287 @@
+"""Prune rollouts while they are generated, so that what survives is half right and half wrong (ARRoL)."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import comb
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+
+from ..noise import as_tensor, noise_key, uniform
+from ..types import KEEP, Group, GroupView, Token, Verdict
+from .calibration import Balance, BinnedPosterior, survival_probabilities
+from .quality_head import Example, QualityHead
+from .quality_stats import Realised
+
+__all__ = ["Arrol", "ArrolGate", "BinnedPosterior", "survival_probabilities"]
+
+QUALITY_STREAM = 7
+"""Keeps these draws apart from other noise."""
+REMEMBERED = 2048
+"""Rollouts whose scores and lengths are remembered, pruned ones included."""
+FIRST_AT = 16
+"""Where the first step looks, when no length is known yet; nothing is pruned by then."""
+
+Quality = Literal["head", "confidence", "logprob"]
+NEEDS: dict[Quality, frozenset[str]] = {
+    "head": frozenset({"hidden", "logp", "last_hidden"}),
+    "confidence": frozenset({"logp", "confidence"}),
+    "logprob": frozenset({"logp"}),
+}
+
+
+@dataclass(frozen=True)
+class Arrol:
+    """Prune single rollouts at a token, by their predicted chance of success, towards a balanced group (ARRoL)."""
+
+    quality: Quality = "head"
+    """What predicts: a trained head, DeepConf's trace confidence, or the mean log-probability so far."""
+    at: int | None = None
+    """Tokens of a turn after which the decision falls; None: `share` of a quantile of recent lengths."""
+    quantile: float = 0.5
+    share: float = 0.5
+    keep_rate: float = 0.5
+    target: float = 0.5
+    """Share of right answers that survivors should have."""
+    strength: float = 1.0
+    p_min: float = 0.05
+    balance: Balance = "target"
+    cold_start: int = 20
+    """Optimizer steps in which the predictor learns and nothing is pruned."""
+    min_survivors: int = 2
+    unbiased: bool = False
+    """Weight what survivors add to the loss by 1 / (their chance of survival), as Horvitz and Thompson do."""
+
+    def __post_init__(self) -> None:
+        if self.at is not None and self.at < 1:
+            raise ValueError(f"at counts tokens from 1, not {self.at}")
+        if not (0 < self.quantile <= 1 and 0 < self.share <= 1):
+            raise ValueError(f"quantile and share must lie in (0, 1], not {self.quantile}, {self.share}")
+        if self.cold_start < 1:
+            raise ValueError(
+                f"cold_start must be at least 1 step, not {self.cold_start}: an untrained predictor is none"
+            )
+        if self.min_survivors < 0:
+            raise ValueError(f"min_survivors must not be negative, not {self.min_survivors}")
+        survival_probabilities([], [], self.keep_rate, self.target, self.strength, self.p_min, self.balance)
+        if self.unbiased and self.p_min == 0:
+            raise ValueError("unbiased needs p_min above 0: what never survives cannot be weighted")
+
+    def build(self, seed: int, success_reward: float = 1.0) -> ArrolGate:
+        return ArrolGate(self, seed, success_reward)
+
+
+class _Asked(NamedTuple):
+    """A rollout at its detection token."""
+
+    hidden: np.ndarray | None
+    logp: float
+    score: float
+    """In [0, 1]."""
+    q: float
+    tokens: int
+
+
+class ArrolGate:
+    """Head, calibration and survival are fixed within an optimizer step, and learn between two: so neither the order in
+    which rollouts come, nor what runs beside them, changes a decision.
+
+    A rollout survives if its draw is below its chance of survival, or among the `min_survivors` lowest of its group;
+    the verdict's probability is that of either. Rollouts that end before the detection token, further turns of a
+    rollout that was decided, and those whose score is not finite survive.
+    """
+
+    def __init__(self, options: Arrol, seed: int, success_reward: float) -> None:
+        self.needs = NEEDS[options.quality]
+        self.options = options
+        self.unbiased = options.unbiased
+        self.head = QualityHead(seed)
+        self._seed, self._success = seed, success_reward
+        self._steps = 0
+        self._at = options.at or FIRST_AT
+        self._posterior = BinnedPosterior(capacity=REMEMBERED)
+        self._bins: deque[int] = deque(maxlen=REMEMBERED)
+        self._raw: deque[float] = deque(maxlen=REMEMBERED)
+        """Scores as they are, of predictors that know no scale."""
+        self._scale = np.empty(0)
+        """What recent rollouts score by the predictor of now, ascending."""
+        self._lengths: deque[tuple[int, float]] = deque(maxlen=REMEMBERED)
+        """Length of a rollout's last turn and how many rollouts it stands for."""
+        self._asked: dict[tuple[int, int], _Asked] = {}
+        self._draws: dict[int, np.ndarray] = {}
+        self._survival_B = np.full(self._posterior.bins, options.keep_rate)
+        self._realised = Realised()
+
+    @property
+    def at(self) -> Token:
+        return Token(self._at)
+
+    @property
+    def cold(self) -> bool:
+        """Whether the predictor still only learns."""
+        return self._steps < self.options.cold_start
+
+    def decide(self, view: GroupView) -> Verdict:
+        assert view.sibling is not None
+        assert isinstance(view.checkpoint, Token)
+        key = view.visit.number, view.sibling
+        if key in self._asked:
+            return KEEP
+        assert view.logp is not None
+        logp = float(view.logp.mean())
+        score = self._score(view, logp)
+        if score is None:
+            self._realised.not_finite += 1
+            return Verdict(True, "its score is not finite")
+        number = int(self._posterior.bin_of(score))
+        self._bins.append(number)
+        self._asked[key] = _Asked(view.hidden, logp, score, float(self._posterior.table()[number]), view.checkpoint.n)
+        if self.cold:
+            self._realised.decided(1.0, keep=True)
+            return KEEP
+        survival = float(self._survival_B[number])
+        draws_G = self._draws_of(view)
+        draw = draws_G[view.sibling]
+        forced = int((draws_G < draw).sum()) < self.options.min_survivors
+        chance = survival + _forced_beyond(survival, len(draws_G), self.options.min_survivors)
+        keep = bool(draw < survival or forced)
+        self._realised.decided(survival, keep=keep)
+        if keep:
+            return Verdict(True, probability=chance)
+        reason = (
+            f"pruned at token {view.checkpoint.n}: predicted success {self._asked[key].q:.2f}, survival {survival:.2f}"
+        )
+        return Verdict(False, reason, 1 - chance)
+
+    def _score(self, view: GroupView, logp: float) -> float | None:
+        """Its rank among what recent rollouts would score today, in [0, 1]; None for what is not finite.
+
+        A head that learns moves its scale every step. With ranks the bins stay equally full, and with them the keep
+        rate stays what it should be; with the logistic function it swung between 0.27 and 0.74 around 0.5.
+        """
+        if self.options.quality == "head":
+            assert view.hidden is not None
+            raw = self.head.score(view.hidden, logp)
+        elif self.options.quality == "confidence":
+            assert view.confidence is not None
+            raw = trace_confidence(view.confidence)
+        else:
+            raw = logp
+        if not np.isfinite(raw):
+            return None
+        if self.options.quality == "head" and view.hidden is not None:
+            self.head.remember(view.hidden, logp)
+        else:
+            self._raw.append(raw)
+        return float(np.searchsorted(self._scale, raw) / len(self._scale)) if len(self._scale) else 0.5
+
+    def _draws_of(self, view: GroupView) -> np.ndarray:
+        """One draw for each sibling of the group, float [G]."""
+        number, prompt = view.visit.number, view.visit.prompt
+        if number not in self._draws:
+            size = len(view.running)
+            key = as_tensor([noise_key(self._seed, QUALITY_STREAM, prompt.ordinal, view.visit.epoch)] * size)
+            self._draws[number] = uniform(key, torch.arange(size)).double().numpy()
+        return self._draws[number]
+
+    def observe(self, group: Group) -> None:
+        """Learn from whoever came to an end; outcomes count 1 / survival, for those of the pruned are not seen."""
+        self._draws.pop(group.visit.number, None)
+        for rollout in group.siblings:
+            asked = self._asked.pop((group.visit.number, rollout.sibling), None)
+            if rollout.reward is None or not rollout.turns:
+                continue
+            label, weight = rollout.reward >= self._success, 1 / rollout.survival_p
+            self._learn(rollout.last_hidden, float(rollout.sampler_logp[rollout.action_mask].mean()), label, weight)
+            self._lengths.append((rollout.turns[-1].stop - rollout.turns[-1].start, weight))
+            if asked is not None:
+                self._posterior.observe(asked.score, label, weight)
+                self._learn(asked.hidden, asked.logp, label, weight)
+                self._realised.seen(asked.q, label, weight, len(rollout.token_ids) - asked.tokens)
+        self._realised.group([r.reward >= self._success for r in group.siblings if r.reward is not None])
+
+    def _learn(self, hidden: np.ndarray | None, logp: float, label: bool, weight: float) -> None:
+        """Of the middle of a rollout, or of its end: the head is asked there, too, when answers are voted on."""
+        if hidden is not None and self.options.quality == "head":
+            self.head.observe(Example(hidden, logp, label, weight))
+
+    def end_step(self) -> None:
+        """An optimizer step is over: learn, and fix what the next step goes by."""
+        o = self.options
+        self._steps += 1
+        if o.quality == "head":
+            self.head.fit()
+        self._set_scale()
+        posterior_B = self._posterior.table()
+        buffer_M = posterior_B[np.array(self._bins, np.int64)]
+        self._survival_B = survival_probabilities(
+            posterior_B, buffer_M, o.keep_rate, o.target, o.strength, o.p_min, o.balance
+        )
+        if o.at is None and self._lengths:
+            length_N, weight_N = np.array(sorted(self._lengths)).T
+            reached = np.searchsorted(weight_N.cumsum(), o.quantile * weight_N.sum())
+            self._at = max(1, round(o.share * length_N[min(int(reached), len(length_N) - 1)]))
+        self._realised = Realised()
+
+    def _set_scale(self) -> None:
+        self._scale = np.sort(self.head.recent_scores() if self.options.quality == "head" else np.array(self._raw))
+
+    def metrics(self) -> dict[str, float]:
+        """Of this step."""
+        found = self._realised.metrics() | {"detection_length": float(self._at), "cold": float(self.cold)}
+        found |= {"head_resets": float(self.head.resets)} if self.options.quality == "head" else {}
+        return {f"gate/arrol/{name}": value for name, value in found.items()}
+
+    def save(self, directory: Path) -> None:
+        """Write the head beside a checkpoint's or the finished model's weights."""
+        self.head.save(directory)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Taken between steps, when nothing is in flight."""
+        return {
+            "steps": self._steps,
+            "at": self._at,
+            "head": self.head.state_dict(),
+            "posterior": self._posterior.state_dict(),
+            "bins": list(self._bins),
+            "raw": list(self._raw),
+            "lengths": [list(entry) for entry in self._lengths],
+            "survival": self._survival_B.tolist(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._steps, self._at = int(state["steps"]), int(state["at"])
+        self.head.load_state_dict(state["head"])
+        self._posterior.load_state_dict(state["posterior"])
+        self._bins = deque(map(int, state["bins"]), REMEMBERED)
+        self._raw = deque(map(float, state["raw"]), REMEMBERED)
+        self._set_scale()
+        self._lengths = deque(((int(n), float(w)) for n, w in state["lengths"]), REMEMBERED)
+        self._survival_B = np.array(state["survival"], np.float64)
+
+
+def _forced_beyond(p: float, size: int, least: int) -> float:
+    """Chance that a draw is not below p, but among the `least` lowest of `size` draws.
+
+    The k-th lowest of n uniform draws is Beta(k, n + 1 - k), and each draw is the k-th with chance 1 / n.
+    """
+    if least >= size:
+        return 1 - p
+    # P(draw > p and fewer than `least` others below it) = sum over k <= least of P(k-th lowest > p) / n
+    n, total = size, 0.0
+    for k in range(1, least + 1):
+        total += sum(comb(n, j) * p**j * (1 - p) ** (n - j) for j in range(k)) / n
+    return total
+
+
+def trace_confidence(confidence_T: np.ndarray, window: int = 2048) -> float:
+    """DeepConf's lowest group confidence: the least mean of `window` tokens in a row, or of all if they are fewer."""
+    if len(confidence_T) <= window:
+        return float(confidence_T.mean())
+    sums = np.concatenate([[0.0], np.cumsum(confidence_T, dtype=np.float64)])
+    return float(((sums[window:] - sums[:-window]) / window).min())

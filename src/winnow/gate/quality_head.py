@@ -1,0 +1,207 @@
+"""A small network that predicts in the middle of an answer, from what the policy thinks, its success (ARRoL).
+
+Input: the last hidden state at the detection token, and the mean log-probability of the tokens so far. Nothing flows
+back into the policy. The paper's head sees the hidden state alone; on small models the log-probability tells more than
+that, and together they tell most.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import nn
+
+from ..noise import noise_key
+from ..packed import pack, unpack
+
+HEAD_STREAM = 6
+"""Keeps its draws apart from other noise."""
+FILE = "quality_head.safetensors"
+WIDTH, LEARNING_RATE = 128, 1e-3
+UPDATES, BATCH = 4, 256
+"""Gradient steps after an optimizer step of the policy, and examples for each."""
+REMEMBERED, RECENT = 2048, 512
+
+
+class Example(NamedTuple):
+    """What a rollout looked like at the detection token, and what became of it."""
+
+    hidden: np.ndarray
+    """float32 [H]."""
+    logp: float
+    """Mean log-probability of its tokens until then, nats."""
+    label: bool
+    weight: float
+    """1 / (the chance with which its outcome came to be seen)."""
+
+
+class QualityHead:
+    """Two layers, trained with cross-entropy on the last `REMEMBERED` labelled rollouts; made for the first."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self._seed = seed
+        self._fits = 0
+        self.resets = 0
+        """How often it was thrown away because its weights were not finite."""
+        self._examples: deque[Example] = deque(maxlen=REMEMBERED)
+        self._recent: deque[tuple[np.ndarray, float]] = deque(maxlen=RECENT)
+        self._net: nn.Sequential | None = None
+        self._optimizer: torch.optim.AdamW | None = None
+        self._moments = (0.0, 1.0)
+        """Mean and standard deviation of the log-probabilities, fixed at the last fit."""
+        self._layers: list[np.ndarray] = []
+
+    def score(self, hidden: np.ndarray, logp: float) -> float:
+        """Logit of success, for float32 [H] and the mean log-probability; NaN if they are not finite.
+
+        0 before anything was learned.
+        """
+        if not np.isfinite(hidden).all():
+            return float("nan")
+        if not self._layers:
+            return 0.0
+        return float(self._scores(hidden[None], np.array([logp]))[0])
+
+    def _scores(self, hidden_NH: np.ndarray, logp_N: np.ndarray) -> np.ndarray:
+        first, bias, second, last = self._layers
+        inner = np.maximum(self._inputs(hidden_NH, logp_N) @ first.T + bias, 0)
+        return np.asarray(inner @ second[0] + last[0])
+
+    def remember(self, hidden: np.ndarray, logp: float) -> None:
+        """A rollout at its detection token, whatever becomes of it."""
+        self._recent.append((hidden, logp))
+
+    def recent_scores(self) -> np.ndarray:
+        """What the head of today says to the last `RECENT` rollouts, float [N]."""
+        if not self._layers or not self._recent:
+            return np.empty(0)
+        hidden_NH, logp_N = (np.array(column) for column in zip(*self._recent, strict=True))
+        return self._scores(hidden_NH, logp_N)
+
+    def _inputs(self, hidden_NH: np.ndarray, logp_N: np.ndarray) -> np.ndarray:
+        """float32 [N, H + 1]: normalised hidden states, and the log-probability, which counts as a few of them."""
+        centred_NH = hidden_NH - hidden_NH.mean(1, keepdims=True)
+        normal_NH = centred_NH / np.sqrt((centred_NH**2).mean(1, keepdims=True) + 1e-5)
+        mean, deviation = self._moments
+        z_N1 = 2 * (logp_N[:, None] - mean) / deviation
+        return np.concatenate([normal_NH, z_N1], axis=1, dtype=np.float32)
+
+    def observe(self, example: Example) -> None:
+        """Remember a labelled rollout; an example that is not finite teaches nothing."""
+        if np.isfinite(example.hidden).all() and np.isfinite([example.logp, example.weight]).all():
+            self._examples.append(example)
+
+    def fit(self) -> None:
+        """A few steps of AdamW; what is drawn depends on the seed and the number of earlier fits alone."""
+        self._fits += 1
+        if not self._examples:
+            return
+        if self._net is None:
+            self._build(len(self._examples[0].hidden))
+        assert self._net is not None
+        assert self._optimizer is not None
+        logp_N = np.array([e.logp for e in self._examples])
+        self._moments = float(logp_N.mean()), float(max(logp_N.std(), 1e-3))
+        inputs = torch.from_numpy(self._inputs(np.stack([e.hidden for e in self._examples]), logp_N))
+        labels = torch.tensor([float(e.label) for e in self._examples])
+        weights = torch.tensor([e.weight for e in self._examples])
+        draws = torch.Generator().manual_seed(noise_key(self._seed, HEAD_STREAM, self._fits) >> 1)
+        for _ in range(UPDATES):
+            picked = torch.randint(len(labels), (BATCH,), generator=draws)
+            losses = nn.functional.binary_cross_entropy_with_logits(
+                self._net(inputs[picked])[:, 0], labels[picked], reduction="none"
+            )
+            self._optimizer.zero_grad()
+            (losses @ weights[picked] / weights[picked].sum()).backward()
+            self._optimizer.step()
+        self._publish()
+
+    def _build(self, size: int) -> None:
+        generator = torch.Generator().manual_seed(noise_key(self._seed, HEAD_STREAM, 0, self.resets) >> 1)
+        first, second = nn.Linear(size + 1, WIDTH), nn.Linear(WIDTH, 1)
+        for layer in (first, second):
+            nn.init.normal_(layer.weight, std=layer.in_features**-0.5, generator=generator)
+            nn.init.zeros_(layer.bias)
+        self._net = nn.Sequential(first, nn.ReLU(), second)
+        self._optimizer = torch.optim.AdamW(self._net.parameters(), lr=LEARNING_RATE)
+
+    def _publish(self) -> None:
+        """Hand the weights to `score`, which costs microseconds in NumPy; those that are not finite are dropped."""
+        assert self._net is not None
+        self._layers = [p.detach().numpy().copy() for p in self._net.parameters()]
+        if not all(np.isfinite(layer).all() for layer in self._layers):
+            self._layers, self._net, self._optimizer = [], None, None
+            self.resets += 1
+
+    def save(self, directory: Path) -> None:
+        """Write `quality_head.safetensors`, enough to score with; nothing before anything was learned."""
+        if self._layers:
+            tensors = {name: torch.from_numpy(layer) for name, layer in zip(_NAMES, self._layers, strict=True)}
+            save_file(tensors | {"moments": torch.tensor(self._moments, dtype=torch.float64)}, directory / FILE)
+
+    @classmethod
+    def load(cls, path: Path) -> QualityHead:
+        """A head to score with, from a file or a directory that holds one. Raises ValueError when it is none."""
+        file = path / FILE if path.is_dir() else path
+        head = cls()
+        try:
+            with safe_open(str(file), "numpy") as tensors:
+                head._layers = [tensors.get_tensor(name) for name in _NAMES]
+                mean, deviation = tensors.get_tensor("moments").tolist()
+        except (OSError, SafetensorError) as error:
+            raise ValueError(f"{file}: is no quality head ({error}); a run with gate arrol saves one") from None
+        head._moments = mean, deviation
+        return head
+
+    def state_dict(self) -> dict[str, Any]:
+        net = None
+        if self._net is not None and self._optimizer is not None:
+            adam = [self._optimizer.state[p] for p in self._net.parameters()]
+            tensors = [*self._net.parameters(), *(s[key] for s in adam for key in ("step", "exp_avg", "exp_avg_sq"))]
+            net = [pack(t.detach().numpy()) for t in tensors]
+        columns = zip(Example._fields, zip(*self._examples, strict=True), strict=False)  # no columns without examples
+        return {
+            "fits": self._fits,
+            "resets": self.resets,
+            "net": net,
+            "moments": list(self._moments),
+            "recent": [pack(np.array(column)) for column in zip(*self._recent, strict=True)],
+            "examples": {name: pack(np.array(column)) for name, column in columns},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._fits, self.resets = int(state["fits"]), int(state["resets"])
+        self._moments = (float(state["moments"][0]), float(state["moments"][1]))
+        self._examples.clear()
+        self._recent.clear()
+        if state["recent"]:
+            hidden, logp = map(unpack, state["recent"])
+            self._recent.extend(zip(hidden, logp.tolist(), strict=True))
+        if state["examples"]:
+            columns: Sequence[np.ndarray] = [unpack(state["examples"][key]) for key in Example._fields]
+            rows = zip(*columns, strict=True)
+            self._examples.extend(Example(h, float(p), bool(label), float(w)) for h, p, label, w in rows)
+        self._layers, self._net, self._optimizer = [], None, None
+        if state["net"]:
+            tensors = [torch.from_numpy(unpack(packed)) for packed in state["net"]]
+            self._build(tensors[0].shape[1] - 1)
+            assert self._net is not None
+            assert self._optimizer is not None
+            parameters = list(self._net.parameters())
+            with torch.no_grad():
+                for parameter, tensor in zip(parameters, tensors, strict=False):
+                    parameter.copy_(tensor)
+            rest = iter(tensors[len(parameters) :])
+            for parameter in parameters:
+                self._optimizer.state[parameter] = {key: next(rest) for key in ("step", "exp_avg", "exp_avg_sq")}
+            self._publish()
+
+
+_NAMES = ("first.weight", "first.bias", "second.weight", "second.bias")

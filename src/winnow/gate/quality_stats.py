@@ -1,0 +1,68 @@
+"""What a step's pruning decided, and how well success was predicted."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+
+@dataclass
+class Realised:
+    """Of one optimizer step. Outcomes stand for 1 / (their chance to be seen) rollouts each."""
+
+    asked: int = 0
+    pruned: int = 0
+    not_finite: int = 0
+    survival: float = 0.0
+    """Sum of the chances of survival."""
+    outcomes: list[tuple[float, bool, float, int]] = field(default_factory=list)
+    """(predicted success, success, weight, tokens after the detection token)."""
+    groups: list[tuple[float, int]] = field(default_factory=list)
+    """Share of right answers in each group, and how many have a reward."""
+
+    def decided(self, survival: float, *, keep: bool) -> None:
+        self.asked += 1
+        self.pruned += not keep
+        self.survival += survival
+
+    def seen(self, q: float, label: bool, weight: float, later: int) -> None:
+        self.outcomes.append((q, label, weight, later))
+
+    def group(self, labels: list[bool]) -> None:
+        if labels:
+            self.groups.append((float(np.mean(labels)), len(labels)))
+
+    def metrics(self) -> dict[str, float]:
+        """`keep_rate` is what was decided, `expected_keep_rate` what the draws had as their mean. `tokens_saved` is
+        estimated from what survivors went on to sample. `positive_share` and `balance`, E[p (1 - p)], are of groups as
+        they are trained; `success` is that of all rollouts asked, `brier`, `auroc` and `accuracy` of the predictions.
+        """
+        found = {"asked": float(self.asked), "not_finite": float(self.not_finite)}
+        if self.asked:
+            found["keep_rate"] = 1 - self.pruned / self.asked
+            found["expected_keep_rate"] = self.survival / self.asked
+        if self.groups:
+            share_N, size_N = np.array(self.groups).T
+            found["positive_share"] = float((share_N * size_N).sum() / size_N.sum())
+            found["balance"] = float((share_N * (1 - share_N)).mean())
+        if self.outcomes:
+            q_N, label_N, weight_N, later_N = np.array(self.outcomes, dtype=np.float64).T
+            total = weight_N.sum()
+            found["success"] = float(weight_N @ label_N / total)
+            found["predicted_success"] = float(weight_N @ q_N / total)
+            found["brier"] = float(weight_N @ (q_N - label_N) ** 2 / total)
+            found["accuracy"] = float(weight_N @ ((q_N > 0.5) == (label_N > 0.5)) / total)
+            found["tokens_saved"] = float((weight_N - 1) @ later_N)
+            if 0 < label_N.sum() < len(label_N):
+                found["auroc"] = auroc(q_N, label_N > 0.5, weight_N)
+        return found
+
+
+def auroc(score_N: np.ndarray, label_N: np.ndarray, weight_N: np.ndarray) -> float:
+    """Chance that a success scores above a failure, ties counted half; both kinds must be there."""
+    values, index_N = np.unique(score_N, return_inverse=True)
+    positive_M = np.bincount(index_N, weight_N * label_N, minlength=len(values))
+    negative_M = np.bincount(index_N, weight_N * ~label_N, minlength=len(values))
+    below_M = np.cumsum(negative_M) - negative_M / 2
+    return float(positive_M @ below_M / (positive_M.sum() * negative_M.sum()))

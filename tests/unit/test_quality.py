@@ -1,0 +1,360 @@
+"""ARRoL's gate: who survives, with what chance, what it learns from, and that none of it depends on the order."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from winnow.batch import rows_of
+from winnow.config import ConfigError
+from winnow.engine import LocalEngine, SamplingParams
+from winnow.gate.audit import AuditedGate, RuleAudit
+from winnow.gate.quality import Arrol, ArrolGate, _forced_beyond, trace_confidence
+from winnow.gate.quality_head import Example, QualityHead
+from winnow.gate.quality_stats import auroc
+from winnow.reward import Rewarder
+from winnow.rollout import RolloutOptions, RolloutRunner
+from winnow.types import Fate, Group, GroupView, Prompt, Rollout, Token, Turn, Verdict, Visit
+
+from .test_rollout import ToyTask
+
+H = 6
+
+
+def view(number: int, sibling: int, size: int, hidden: np.ndarray, *, logp: float = -0.5, n: int = 4) -> GroupView:
+    return GroupView(
+        visit=Visit(number, 0, Prompt(f"p{number}", number, text="x")),
+        checkpoint=Token(n),
+        actions=((),) * size,
+        observations=((),) * size,
+        running=(True,) * size,
+        sibling=sibling,
+        hidden=hidden.astype(np.float32),
+        logp=np.full(n, logp, np.float32),
+        confidence=np.full(n, -logp, np.float32),
+    )
+
+
+def rollout(sibling: int, reward: float | None, survival_p: float = 1.0, hidden: np.ndarray | None = None) -> Rollout:
+    ids, mask = np.arange(8), np.ones(8, bool)
+    turns = [Turn("a", None, 0, 8, "eos")]
+    versions = np.zeros(8, np.int32)
+    logp = np.full(8, -0.5, np.float32)
+    fate = None if reward is not None else Fate.PRUNED
+    return Rollout(
+        sibling, (1,), ids, mask, logp, versions, turns, reward=reward, fate=fate, survival_p=survival_p,
+        last_hidden=hidden,
+    )  # fmt: skip
+
+
+def play(gate: Any, steps: int, *, groups: int = 12, size: int = 8, seed: int = 0, order: int = 1) -> list[Verdict]:
+    """Optimizer steps with rollouts whose success shows in the first component of the hidden state."""
+    verdicts = []
+    for step in range(steps):
+        finished = []
+        for g in range(groups)[::order]:
+            number = step * groups + g
+            rng = np.random.default_rng([seed, number])
+            hidden, noise = rng.normal(size=(size, H)), rng.random(size)
+            members = []
+            for i in range(size)[::order]:
+                verdict = gate.decide(view(number, i, size, hidden[i]))
+                verdicts.append(verdict)
+                label = float(noise[i] < 1 / (1 + np.exp(1.5 - 2 * hidden[i, 0])))
+                kept = (label, verdict.probability) if verdict.keep else (None, 1.0)
+                members.append(rollout(i, *kept, hidden=hidden[i].astype(np.float32)))
+            visit = Visit(number, 0, Prompt(f"p{number}", number, text="x"))
+            finished.append(Group(visit, sorted(members, key=lambda r: r.sibling)))
+        for group in finished[::order]:
+            gate.observe(group)
+        gate.end_step()
+    return verdicts
+
+
+def test_nothing_is_pruned_while_it_is_cold_and_then_the_keep_rate_is_kept() -> None:
+    gate = Arrol(at=4, cold_start=5, min_survivors=0).build(0)
+    assert all(v.keep and v.probability == 1 for v in play(gate, 5))
+    verdicts = play(gate, 30, seed=1)
+    assert np.mean([v.keep for v in verdicts]) == pytest.approx(0.5, abs=0.05)
+    assert any("pruned at token 4: predicted success" in v.reason for v in verdicts)
+
+
+def test_survivors_are_nearer_to_balance_and_literally_they_are_not() -> None:
+    shares = {}
+    for balance in ("target", "literal"):
+        gate = Arrol(at=4, cold_start=10, min_survivors=0, balance=balance).build(0)  # type: ignore[arg-type]
+        play(gate, 10)
+        rng, kept, every = np.random.default_rng(9), [], []
+        for number in range(400):
+            hidden = rng.normal(size=H)
+            label = rng.random() < 1 / (1 + np.exp(1.5 - 2 * hidden[0]))
+            every.append(label)
+            if gate.decide(view(5000 + number, 0, 1, hidden)).keep:
+                kept.append(label)
+        shares[balance] = np.mean(kept), np.mean(every)
+    assert shares["target"][1] < 0.4
+    assert shares["target"][1] + 0.05 < shares["target"][0] < 0.6
+    assert shares["literal"][0] < shares["literal"][1]
+
+
+@pytest.mark.parametrize("quality", ["head", "confidence", "logprob"])
+def test_order_changes_no_decision_within_a_step(quality: str) -> None:
+    forward, backward = (Arrol(at=4, cold_start=1, quality=quality).build(3) for _ in range(2))  # type: ignore[arg-type]
+    play(forward, 1)
+    play(backward, 1)
+    a = play(forward, 1, seed=5)
+    b = play(backward, 1, seed=5, order=-1)[::-1]
+    assert a == b
+    assert not all(v.keep for v in a)
+
+
+@pytest.mark.parametrize(("size", "least"), [(8, 2), (5, 1), (3, 3), (2, 2), (1, 2), (6, 0)])
+def test_at_least_so_many_survive_and_the_chance_says_so(size: int, least: int) -> None:
+    gate = Arrol(at=4, cold_start=1, keep_rate=0.3, min_survivors=least).build(0)
+    play(gate, 1)
+    gate._survival_B[:] = 0.3
+    kept = []
+    for number in range(3000):
+        verdicts = [gate.decide(view(10_000 + number, i, size, np.ones(H))) for i in range(size)]
+        alive = [v.keep for v in verdicts]
+        assert sum(alive) >= min(least, size)
+        chances = [v.probability if v.keep else 1 - v.probability for v in verdicts]
+        assert chances == pytest.approx([0.3 + _forced_beyond(0.3, size, least)] * size)
+        kept += alive
+        gate.observe(Group(Visit(10_000 + number, 0, Prompt("p", number, text="x")), []))
+    assert np.mean(kept) == pytest.approx(0.3 + _forced_beyond(0.3, size, least), abs=0.02)
+
+
+def test_a_rollout_is_decided_once_and_one_that_ends_early_survives() -> None:
+    gate = Arrol(at=4, cold_start=1, keep_rate=0.05, min_survivors=0).build(0)
+    play(gate, 1)
+    assert not gate.decide(view(900, 0, 2, np.ones(H))).keep
+    assert gate.decide(view(900, 0, 2, np.ones(H))) == Verdict(True)  # a further turn
+    before = gate._posterior.labels
+    gate.observe(Group(Visit(900, 0, Prompt("p", 0, text="x")), [rollout(0, None), rollout(1, 1.0)]))
+    assert gate._posterior.labels == before, "nobody was scored at the checkpoint and came to an end"
+
+
+def test_a_score_that_is_not_finite_survives_and_is_counted() -> None:
+    gate = Arrol(at=4, cold_start=1, min_survivors=0).build(0)
+    play(gate, 1)
+    gate.head._layers[3][:] = np.nan
+    assert gate.decide(view(900, 0, 2, np.ones(H))) == Verdict(True, "its score is not finite")
+    assert gate.decide(view(900, 1, 2, np.full(H, np.inf))).keep
+    assert gate.metrics()["gate/arrol/not_finite"] == 2
+
+
+def test_a_head_that_diverges_is_thrown_away() -> None:
+    head = QualityHead(0)
+    for i in range(50):
+        head.observe(Example(np.ones(H, np.float32), -0.5, i % 2 == 0, 1.0))
+    head.fit()
+    assert head._net is not None
+    with torch.no_grad():
+        head._net[0].weight[:] = float("nan")
+    head.fit()
+    assert (head.resets, head._net, head.score(np.ones(H, np.float32), -0.5)) == (1, None, 0.0)
+    head.fit()
+    assert np.isfinite(head.score(np.ones(H, np.float32), -0.5))
+
+
+@pytest.mark.parametrize("label", [0.0, 1.0])
+def test_a_buffer_of_one_class_keeps_at_random(label: float) -> None:
+    gate = Arrol(at=4, cold_start=1, min_survivors=0).build(0)
+    for number in range(40):
+        gate.decide(view(number, 0, 1, np.random.default_rng(number).normal(size=H)))
+        gate.observe(Group(Visit(number, 0, Prompt("p", number, text="x")), [rollout(0, label)]))
+    gate.end_step()
+    np.testing.assert_allclose(gate._survival_B, 0.5)
+    assert gate.metrics()["gate/arrol/asked"] == 0
+
+
+def test_the_detection_length_follows_the_lengths() -> None:
+    gate = Arrol(quantile=0.5, share=0.5).build(0)
+    assert gate.at == Token(16)
+    gate.end_step()
+    assert gate.at == Token(16), "no length is known yet"
+    for number, length in enumerate([10, 20, 30, 40, 50]):
+        done = rollout(0, 1.0)
+        done.turns[0].stop = length
+        gate.observe(Group(Visit(number, 0, Prompt("p", number, text="x")), [done]))
+    gate.end_step()
+    assert gate.at == Token(15)
+    assert Arrol(at=7).build(0).at == Token(7)
+
+
+@pytest.mark.parametrize("quality", ["head", "confidence", "logprob"])
+def test_resume_is_exact(quality: str) -> None:
+    options = Arrol(cold_start=2, quality=quality)  # type: ignore[arg-type]
+    a, b = options.build(1), options.build(1)
+    play(a, 4)
+    import json
+
+    b.load_state_dict(json.loads(json.dumps(a.state_dict(), allow_nan=False)))
+    assert a.at == b.at
+    assert play(a, 3, seed=7) == play(b, 3, seed=7)
+    assert a.state_dict() == b.state_dict()
+
+
+def test_the_head_loads_alone(tmp_path: Path) -> None:
+    gate = Arrol(at=4).build(0)
+    AuditedGate(gate, RuleAudit("arrol", 0.5), advantage=None).save(tmp_path)  # type: ignore[arg-type]
+    assert not list(tmp_path.iterdir()), "nothing is learned yet"
+    with pytest.raises(ValueError, match=r"quality_head\.safetensors: is no quality head"):
+        QualityHead.load(tmp_path)
+    play(gate, 3)
+    gate.save(tmp_path)
+    alone = QualityHead.load(tmp_path)
+    hidden = np.random.default_rng(0).normal(size=H).astype(np.float32)
+    assert alone.score(hidden, -0.3) == gate.head.score(hidden, -0.3)
+    (tmp_path / "other.safetensors").write_bytes(b"nonsense")
+    with pytest.raises(ValueError, match="is no quality head"):
+        QualityHead.load(tmp_path / "other.safetensors")
+
+
+def test_the_head_learns_what_the_hidden_state_and_the_logp_tell() -> None:
+    rng, head, scores, labels = np.random.default_rng(0), QualityHead(0), [], []
+    for step in range(60):
+        for _ in range(64):
+            hidden, logp = rng.normal(size=H).astype(np.float32), float(-rng.random())
+            label = bool(rng.random() < 1 / (1 + np.exp(-2 * hidden[0] - 4 * (logp + 0.5))))
+            if step >= 40:
+                scores.append(head.score(hidden, logp))
+                labels.append(label)
+            head.observe(Example(hidden, logp, label, 1.0))
+        head.fit()
+    assert auroc(np.array(scores), np.array(labels), np.ones(len(labels))) > 0.8
+
+
+def test_auroc_against_pairs() -> None:
+    rng = np.random.default_rng(0)
+    score, label, weight = rng.integers(0, 5, 40), rng.random(40) < 0.4, rng.random(40)
+    pairs = list(itertools.product(np.flatnonzero(label), np.flatnonzero(~label)))
+    won = sum(weight[i] * weight[j] * ((score[i] > score[j]) + 0.5 * (score[i] == score[j])) for i, j in pairs)
+    assert auroc(score, label, weight) == pytest.approx(won / sum(weight[i] * weight[j] for i, j in pairs))
+
+
+def test_trace_confidence_is_the_lowest_window() -> None:
+    confidence = np.array([5.0, 4.0, 1.0, 3.0, 6.0])
+    assert trace_confidence(confidence, window=2) == 2.0
+    assert trace_confidence(confidence) == pytest.approx(3.8)
+
+
+def test_horvitz_thompson_gradients_are_unbiased() -> None:
+    """Enumerate answers and draws of a toy policy, a constant baseline: the mean gradient is that without pruning."""
+    logits, rewards = torch.tensor([0.3, -0.2, 0.5], dtype=torch.float64, requires_grad=True), [1.0, 0.0, 1.0]
+    survive = [0.8, 0.3, 0.1]
+
+    class Plain:
+        def of_batch(self, groups: list[Group]) -> list[np.ndarray]:
+            return [np.array([np.nan if r.reward is None else r.reward - 0.4 for r in g.rollouts]) for g in groups]
+
+    def loss_of(answers: tuple[int, ...], alive: tuple[bool, ...], *, unbiased: bool) -> torch.Tensor:
+        members = []
+        for i, (a, keep) in enumerate(zip(answers, alive, strict=True)):
+            r = rollout(i, rewards[a] if keep else None, survive[a])
+            r.text = str(a)
+            members.append(r)
+        group = Group(Visit(0, 0, Prompt("p", 0, text="x")), members)
+        rows = rows_of([group], Plain(), "grpo", max_completion_length=8, unbiased=unbiased)  # type: ignore[arg-type]
+        logp = logits.log_softmax(0)
+        terms = [row.weight * 8 * row.advantage * logp[int(row.rollout.text)] for row in rows]
+        return torch.stack(terms).sum() if terms else 0 * logits.sum()
+
+    def gradient(*, pruned: bool, unbiased: bool) -> torch.Tensor:
+        probabilities, total = logits.detach().softmax(0), torch.zeros(3, dtype=torch.float64)
+        for answers in itertools.product(range(3), repeat=2):
+            for alive in itertools.product((True, False), repeat=2) if pruned else [(True, True)]:
+                p = float(np.prod([probabilities[a] for a in answers]))
+                if pruned:
+                    p *= float(
+                        np.prod([survive[a] if k else 1 - survive[a] for a, k in zip(answers, alive, strict=True)])
+                    )
+                (found,) = torch.autograd.grad(loss_of(answers, alive, unbiased=unbiased), logits)
+                total += p * found
+        return total
+
+    truth = gradient(pruned=False, unbiased=False)
+    torch.testing.assert_close(gradient(pruned=True, unbiased=True), truth, rtol=1e-12, atol=1e-12)
+    assert not torch.allclose(gradient(pruned=True, unbiased=False), truth, rtol=0.1)
+
+
+def test_survivors_have_the_tokens_that_they_have_without_pruning(tiny_model: Path) -> None:
+    policy = AutoModelForCausalLM.from_pretrained(tiny_model), AutoTokenizer.from_pretrained(tiny_model)
+    task = ToyTask()
+
+    def run(gates: list[ArrolGate], *, fixed: bool) -> list[Group]:
+        engine = LocalEngine(*policy, slots=6, fixed_slots=fixed)
+        options = RolloutOptions(SamplingParams(12), 32, seed=0)
+        runner = RolloutRunner(engine, task, policy[1], Rewarder(task.reward_funcs), options, gates)
+        for number, prompt in enumerate(task.train[:6]):
+            runner.launch(Visit(number, 0, prompt), 4)
+        groups: list[Group] = []
+        while runner.pending:
+            groups += runner.poll()
+        return groups
+
+    for fixed in (False, True):
+        gate = Arrol(at=3, cold_start=1).build(0)
+        for _ in range(2):
+            groups = run([gate], fixed=fixed)
+            gate.end_step()
+        free = run([], fixed=fixed)
+        pruned = [r for g in groups for r in g.rollouts if r.fate == Fate.PRUNED]
+        assert pruned
+        assert all(len(r.token_ids) == 3 and r.reward is None and r.survival_p < 1 for r in pruned)
+        for a, b in zip(groups, free, strict=True):
+            for x, y in zip(a.rollouts, b.rollouts, strict=True):
+                np.testing.assert_array_equal(x.token_ids, y.token_ids[: len(x.token_ids)])
+                if x.fate is None:
+                    assert len(x.token_ids) == len(y.token_ids)
+                    if fixed:
+                        np.testing.assert_array_equal(x.sampler_logp, y.sampler_logp)
+
+
+def test_confidence_and_last_hidden_are_those_of_a_forward_pass(tiny_model: Path) -> None:
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(tiny_model), AutoTokenizer.from_pretrained(tiny_model)
+    task = ToyTask()
+    report = frozenset({"confidence", "last_hidden"})
+    options = RolloutOptions(SamplingParams(9, temperature=0.7, top_k=5), 32, seed=0, report=report)
+    runner = RolloutRunner(
+        LocalEngine(model, tokenizer, slots=4), task, tokenizer, Rewarder(task.reward_funcs), options
+    )
+    runner.launch(Visit(0, 0, task.train[0]), 3)
+    groups: list[Group] = []
+    while runner.pending:
+        groups += runner.poll()
+    for r in groups[0].rollouts:
+        ids = torch.tensor([[*r.prompt_ids, *r.token_ids.tolist()]])
+        with torch.no_grad():
+            out = model(ids, output_hidden_states=True)
+        logp = out.logits[0].log_softmax(-1)[len(r.prompt_ids) - 1 : -1]
+        assert r.confidence is not None
+        assert r.last_hidden is not None
+        np.testing.assert_allclose(r.confidence, -logp.topk(20).values.mean(-1), rtol=1e-4)
+        np.testing.assert_allclose(r.last_hidden, out.hidden_states[-1][0, -2], rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"at": 0}, "at counts tokens from 1"),
+        ({"share": 0.0}, "quantile and share"),
+        ({"keep_rate": 0.0}, "keep_rate must lie in"),
+        ({"cold_start": 0}, "cold_start must be at least 1"),
+        ({"min_survivors": -1}, "min_survivors"),
+        ({"unbiased": True, "p_min": 0.0}, "unbiased needs p_min above 0"),
+    ],
+)
+def test_options_are_checked(options: dict[str, Any], message: str) -> None:
+    from winnow.config import method
+    from winnow.gate import GATES
+
+    with pytest.raises(ConfigError, match=message):
+        method(GATES, {"name": "arrol", **options}, "gates")
