@@ -133,6 +133,33 @@ def evaluate(
 
 @app.command()
 @clear_errors
+def vote(
+    model: Annotated[str, typer.Argument(help="A run directory, a Hugging Face directory, or a hub name.")],
+    overrides: Overrides = None,
+    env: Annotated[str | None, typer.Option(help="Task; for a run, its own unless given.")] = None,
+    config: Annotated[Path | None, typer.Option(help="YAML file to take task and sampling from.")] = None,
+    n: Annotated[int, typer.Option("-n", min=1, help="Candidates a prompt.")] = 32,
+    prompts: Annotated[int | None, typer.Option(help="Held-out prompts.")] = None,
+    weights: Annotated[
+        str, typer.Option(help="majority, deepconf, deepconf-tail, logprob, head; differences are to the first.")
+    ] = "majority,deepconf",
+    as_json: Json = False,
+) -> None:
+    """Let candidates vote on the answer, weighted by how good they look (test-time scaling)."""
+    from .build import quiet_transformers
+    from .vote import render, vote_model
+
+    quiet_transformers()
+    given = {"env": env, "eval_generations": n, "eval_prompts": prompts}
+    found = vote_model(model, _values(config, given, overrides), [w.strip() for w in weights.split(",")])
+    if as_json:
+        print(json.dumps(found))
+    else:
+        out.print(render(found), highlight=False)
+
+
+@app.command()
+@clear_errors
 def profile(
     model: Annotated[str, typer.Argument(help="A run directory, a Hugging Face directory, or a hub name.")],
     overrides: Overrides = None,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -107,6 +107,34 @@ def roll_out(runner: RolloutRunner, prompts: Sequence[Prompt], n: int, epoch: in
             runner.launch(Visit(number, epoch, prompt), n)
         groups += runner.poll()
     return groups
+
+
+def rank_weights(scores: Sequence[float] | np.ndarray) -> np.ndarray:
+    """Ranks of scores [N], rescaled to [0, 1]; ties share their mean rank, a single candidate has weight 1 (ARRoL).
+
+    Raises ValueError on a score that is not a number.
+    """
+    scores_N = np.asarray(scores, dtype=np.float64)
+    if np.isnan(scores_N).any():
+        raise ValueError("scores to rank must be numbers")
+    if len(scores_N) < 2:
+        return np.ones(len(scores_N))
+    _, index_N, counts_M = np.unique(scores_N, return_inverse=True, return_counts=True)
+    return np.asarray((np.cumsum(counts_M) - (counts_M + 1) / 2)[index_N] / (len(scores_N) - 1))
+
+
+def weighted_vote(answers: Sequence[Hashable | None], weights: Sequence[float] | np.ndarray) -> Hashable | None:
+    """The answer with the largest sum of weights, the first given among equals; None answers do not vote.
+
+    None when nobody votes. Raises ValueError on negative or non-finite weights, or unequal lengths.
+    """
+    if not all(np.isfinite(w) and w >= 0 for w in weights):
+        raise ValueError("weights of votes must be finite and not negative")
+    sums: dict[Hashable, float] = {}
+    for answer, weight in zip(answers, weights, strict=True):
+        if answer is not None:
+            sums[answer] = sums.get(answer, 0.0) + float(weight)
+    return max(sums, key=lambda answer: sums[answer]) if sums else None
 
 
 def count_correct(rewards: np.ndarray, success_reward: float) -> int:

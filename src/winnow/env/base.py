@@ -94,6 +94,15 @@ class Task(Protocol):
 
 
 @runtime_checkable
+class Answering(Protocol):
+    """A task whose completions give answers that can be counted, for `winnow vote`."""
+
+    def answers(self, prompt: Prompt, texts: Sequence[str]) -> list[str | None]:
+        """What each completion answers; the same text for answers that are the same, None where there is none."""
+        ...
+
+
+@runtime_checkable
 class Demonstrator(Protocol):
     """A task that can show solutions, for `winnow warmup`."""
 

@@ -188,16 +188,11 @@ Derivation = tuple[Numbers, int, str, Numbers, int]
 """Last step of a solution: `a op b` with `a` made from the left numbers and `b` from the right ones."""
 
 
-def _results(a: int, b: int, limit: int) -> Iterator[tuple[str, int]]:
+def _results(a: int, b: int, limit: int) -> list[tuple[str, int]]:
     """Steps `a op b` whose result is an integer in [0, limit]."""
-    if a + b <= limit:
-        yield "+", a + b
-    if a >= b:
-        yield "-", a - b
-    if a * b <= limit:
-        yield "*", a * b
-    if b and a % b == 0:
-        yield "/", a // b
+    quotient = a // b if b and a % b == 0 else -1
+    steps = (("+", a + b), ("-", a - b), ("*", a * b), ("/", quotient))
+    return [(op, result) for op, result in steps if 0 <= result <= limit]
 
 
 @lru_cache(maxsize=65_536)
@@ -344,6 +339,12 @@ class Countdown:
     def make_env(self, prompt: Prompt) -> Env | None:
         return None
 
+    def answers(self, prompt: Prompt, texts: Sequence[str]) -> list[str | None]:
+        """The way to the target, blanks and the order of summands and factors aside."""
+        if self.config.style == "steps":
+            return [",".join(map(_plain_step, text.split(","))) or None for text in texts]
+        return ["".join(answer.split()) if answer else None for answer in map(extract_answer, texts)]
+
     def fingerprint(self) -> str:
         ids = [[p.id for p in part] for part in (self.train, self.test)]
         content = json.dumps({"task": self.name, "prompts": ids, **asdict(self.config)}, sort_keys=True)
@@ -363,8 +364,7 @@ class Countdown:
         return ["numbers", "target", ":", ",", "=", "+", "-", "*", "/", *map(str, range(self.config.limit + 1))]
 
     def _draw(self, rng: random.Random) -> tuple[Numbers, int] | None:
-        """Random numbers and the value of a random solution over them, so that targets with many solutions are common;
-        None if they reach no target."""
+        """Random numbers and the value of a random solution: targets with many are common. None if there is none."""
         c = self.config
         numbers = tuple(sorted(rng.randint(c.low, c.high) for _ in range(c.count)))
         solutions = {v: n for v, n in sorted(count_solutions(numbers, c.limit).items()) if 1 <= v <= c.max_target}
@@ -377,6 +377,14 @@ class Countdown:
         if self.config.style == "steps":
             return Prompt(prompt_id, ordinal, text=_steps_prompt(numbers, target), columns=columns)
         return Prompt(prompt_id, ordinal, messages=_chat_prompt(numbers, target), columns=columns)
+
+
+def _plain_step(text: str) -> str:
+    match = _STEP.fullmatch(text)
+    if match is None:
+        return "".join(text.split())
+    a, op, b, result = match.groups()
+    return op.join(sorted((a, b)) if op in "+*" else (a, b)) + "=" + result
 
 
 def _steps_prompt(numbers: Numbers, target: int) -> str:

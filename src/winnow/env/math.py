@@ -7,10 +7,12 @@ process that is killed when its time is up.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 from .pooled import PooledReward, Row
+from .worker import WorkerError, shared_pool
 
 GOLD_COLUMNS = ("ground_truth", "answer", "solution")
 """Where the reference answer is looked for, in this order; then in `reward_model`."""
@@ -80,6 +82,29 @@ def _plain(answer: str) -> str:
 
 def _boxed(answer: str) -> str:
     return "\\boxed{" + answer.strip().strip("$") + "}"
+
+
+def same_answers(texts: Sequence[str]) -> list[str | None]:
+    """The final answer of each text; of those with equal values, the one that came first. None where there is none.
+
+    Compared in worker processes, like rewards; what cannot be compared in time is taken for different.
+    """
+    found: list[str | None] = []
+    first: dict[str, str] = {}
+    for text in texts:
+        answer = final_answer(text)
+        if answer is not None and (plain := _plain(answer)) not in first:
+            calls = [shared_pool().call("winnow.env.math:grade", {"text": _boxed(plain), "gold": a}) for a in first]
+            first[plain] = next((a for a, call in zip(first, calls, strict=True) if _said_yes(call)), plain)
+        found.append(None if answer is None else first[_plain(answer)])
+    return found
+
+
+def _said_yes(call: Future[Any]) -> bool:
+    try:
+        return bool(call.result())
+    except WorkerError:
+        return False
 
 
 def _arguments(text: str, row: Row) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from typing import Any, Literal
@@ -74,6 +74,11 @@ class ReasoningGym:
 
     def make_env(self, prompt: Prompt) -> Env | None:
         return None
+
+    def answers(self, prompt: Prompt, texts: Sequence[str]) -> list[str | None]:
+        """Word for word: the verifiers compare with the reference answer alone."""
+        found = [extract_answer(text) if prompt.columns["tagged"] else text.strip() for text in texts]
+        return [answer or None for answer in found]
 
     def fingerprint(self) -> str:
         digest = hashlib.sha256(json.dumps(asdict(self.config), sort_keys=True, default=str).encode())

@@ -1,0 +1,83 @@
+"""Runs with the gate arrol, end to end: booked, resumed to the bit, and voted on with the head they leave."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from winnow.cli import app
+from winnow.gate.quality_head import FILE, QualityHead
+
+from .test_training import _train_until, assert_clean, fingerprint, resume, train
+
+ARROL = {"name": "arrol", "at": 3, "cold_start": 1, "min_survivors": 1}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"gates": [ARROL]},
+        {"gates": [ARROL | {"unbiased": True, "quality": "logprob"}], "advantage": "rloo"},
+        {"gates": [ARROL | {"quality": "confidence"}], "audit": {"epsilon": 0.3}},
+    ],
+    ids=["head", "logprob", "audited"],
+)
+def test_resume_is_bit_exact(tiny_config: dict[str, Any], tmp_path: Path, options: dict[str, Any]) -> None:
+    whole = tmp_path / "whole"
+    train(tiny_config | options | {"output_dir": str(whole)})
+    expected = fingerprint(whole)
+    assert_clean(whole)
+    with sqlite3.connect(whole / "ledger.sqlite") as db:
+        pruned = db.execute("SELECT COUNT(*) FROM rollouts WHERE fate = 'pruned'").fetchone()[0]
+    assert pruned > 0
+    for k in (1, 3):
+        part = tmp_path / f"part{k}"
+        _train_until(tiny_config | options | {"output_dir": str(part)}, k)
+        resume(part)
+        assert fingerprint(part) == expected, f"after a resume at step {k}"
+        assert_clean(part)
+
+
+def test_weights_change_the_update_and_survival_is_in_the_metrics(tiny_config: dict[str, Any], tmp_path: Path) -> None:
+    found = []
+    for unbiased in (False, True):
+        run = tmp_path / str(unbiased)
+        train(tiny_config | {"gates": [ARROL | {"unbiased": unbiased}], "output_dir": str(run)})
+        found.append(fingerprint(run))
+        rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()][1:]
+        assert rows[0]["gate/arrol/keep_rate"] == 1
+        assert rows[-1]["gate/arrol/keep_rate"] < 1
+    assert found[0] != found[1]
+
+
+def vote(*arguments: str) -> Any:
+    result = CliRunner().invoke(app, ["vote", *arguments])
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout) if "--json" in arguments else result.stdout
+
+
+def test_the_head_votes(tiny_config: dict[str, Any]) -> None:
+    train(tiny_config | {"gates": [ARROL]})
+    run = Path(tiny_config["output_dir"])
+    QualityHead.load(run / "model")  # raises if it is none
+    assert (run / "checkpoints" / "step-000004" / FILE).is_file()
+    every = "majority,deepconf,deepconf-tail,logprob,head"
+    found = vote(str(run), "-n", "4", "--prompts", "6", "--weights", every, "--json")
+    assert set(found["votes"]) == set(every.split(","))
+    for v in found["votes"].values():
+        assert v["low"] <= v["share"] <= v["high"] <= found["pass@4"]
+    assert found["votes"]["majority"]["difference"] == 0
+    assert found == vote(str(run), "-n", "4", "--prompts", "6", "--weights", every, "--json") | {
+        "seconds": found["seconds"]
+    }
+    assert "head@4" in vote(str(run), "-n", "4", "--prompts", "6", "--weights", "majority,head")
+    for weights, message in (("majorty", "unknown weights 'majorty'"), ("head", "head needs")):
+        (run / "model" / FILE).unlink(missing_ok=True)
+        result = CliRunner().invoke(app, ["vote", str(run), "-n", "2", "--weights", weights])
+        assert result.exit_code != 0
+        assert message in result.output.replace("\n", " ") + str(result.stderr).replace("\n", " ")
