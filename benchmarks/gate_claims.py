@@ -25,6 +25,8 @@ WARM = {"max_steps": 250, "batch_size": 48, "learning_rate": 2e-3, "num_layers":
 CALIBRATION = {"prompts": 128, "epochs": 2, "precision": 0.8}
 STEPS = (4, 6, 8, 10)
 """Where gates may be asked."""
+TEMPERATURES = (0.3, 0.4, 0.5, 0.7, 1.0)
+"""At which the premise of the gate is looked at."""
 LIMITS = (0.0, 0.34, 0.5)
 """Of progress: nothing done, a third, a half of what there is to do."""
 TIERS = {"prompts": 128, "repeats": 3}
@@ -96,6 +98,26 @@ def calibrate(work: Path) -> None:
     write_json(path / "claim.json", found | {"progress": progress, "chosen_progress": best})
 
 
+def premise(work: Path) -> None:
+    """Does converging mean ending alike? The same model at several temperatures."""
+    from gate_tiers import recorded
+
+    from winnow.gate.recording import rows_of
+    from winnow.replay import correlate, read_recorded
+
+    path = work / "premise-s0"
+    path.mkdir(exist_ok=True)
+    found = {}
+    for temperature in TEMPERATURES:
+        config = config_of(0, work, (f"temperature={temperature}",))
+        groups = recorded(config, CALIBRATION["prompts"], CALIBRATION["epochs"])  # type: ignore[arg-type]
+        table = path / f"gate-{temperature}.jsonl"
+        rows = [row for g in groups for row in rows_of(g, (8,)) if all(r.reward is not None for r in g.siblings)]
+        table.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        found[str(temperature)] = [asdict(row) for row in correlate(read_recorded(table))]
+    write_json(path / "claim.json", found)
+
+
 def gates(work: Path) -> dict[str, dict[str, Any]]:
     """The gates of the arms. The random one cuts as many groups as that by progress, at the same step."""
     found = json.loads((work / "calibration-s0" / "claim.json").read_text(encoding="utf-8"))
@@ -144,6 +166,8 @@ def one(name: str, seed: int, work: Path) -> None:
         warm_start(seed, work)
     elif name == "calibration":
         calibrate(work)
+    elif name == "premise":
+        premise(work)
     elif name == "tiers":
         tiers(seed, work)
     else:
@@ -167,6 +191,7 @@ def main() -> None:
         return
     ok = run_all(__file__, [["warm"], ["calibration"]], [0], options.work, 1)
     ok = ok and run_all(__file__, [options.arms], options.seeds, options.work, options.jobs)
+    ok = ok and run_all(__file__, [["premise"]], [0], options.work, 1)
     if options.out or options.docs:
         from gate_tables import write_figures
 

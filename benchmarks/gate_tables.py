@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import claims_figures as f
@@ -13,6 +14,7 @@ from arms import fill, table
 from claims_figures import Interval, Run, Runs, interval
 from claims_tables import percent, text
 
+from winnow.compare import reached_at
 from winnow.records import GATE
 from winnow.report_data import read_lines
 
@@ -26,14 +28,32 @@ def write_figures(work: Path, arms: Sequence[str], *, out: Path | None, docs: Pa
     runs, warm = f.read_runs(work, arms)
     tiers = [json.loads(p.read_text(encoding="utf-8")) for p in sorted(work.glob("tiers-s*/claim.json"))]
     chosen = json.loads((work / "calibration-s0" / "claim.json").read_text(encoding="utf-8"))
+    premise = json.loads((work / "premise-s0" / "claim.json").read_text(encoding="utf-8"))
     if out is not None:
         figures = {arm: [_summary(run) for run in by_seed.values()] for arm, by_seed in runs.items()}
-        said = {"calibration": chosen, "warm start": warm, "tiers": tiers, "runs": figures}
+        said = {"premise": premise, "calibration": chosen, "warm start": warm, "tiers": tiers, "runs": figures}
         out.write_text(json.dumps(said, indent=1), encoding="utf-8")
     if docs is not None:
-        found = {"gate-tier-1": tier_1(tiers), "gate-tier-2": tier_2(tiers), "gate-tier-3": tier_3(runs, chosen)}
+        found = {
+            "gate-premise": premise_table(premise),
+            "gate-tier-1": tier_1(tiers),
+            "gate-tier-2": tier_2(tiers),
+            "gate-tier-3": tier_3(runs, chosen),
+        }
         fill(docs, found)
         draw(runs, docs.with_name("gate-claims.png"))
+
+
+def premise_table(premise: dict[str, list[dict[str, Any]]]) -> str:
+    names = ("prefix_edit_distance", "action_entropy", "obs_unique_ratio", "termination_fraction")
+    rows = []
+    for temperature, found in premise.items():
+        by = {row["signal"]: row for row in found}
+        zero = found[0]["zero_variance"] / found[0]["groups"]
+        rho = [f"{by[n]['spearman_rho']:+.2f}" for n in names]
+        rows.append([temperature, f"{zero:.0%}", *rho, f"{by[names[0]]['auroc']:.2f}"])
+    head = ["temperature", "zero-variance groups", *(f"rho of `{n}`" for n in names), f"AUROC of `{names[0]}`"]
+    return table(head, rows)
 
 
 def tier_1(tiers: Tiers) -> str:
@@ -89,8 +109,6 @@ def tier_3(runs: Runs, chosen: dict[str, Any]) -> str:
     rows = []
     for arm, by_seed in runs.items():
         same = arm == "grpo"
-        reach, reached, n = f.to_level(by_seed, base, base, 1.0, "tokens")
-        missed = "" if reached == n else f"; {n - reached} of {n} did not get there"
         rows.append(
             [
                 arm,
@@ -99,7 +117,7 @@ def tier_3(runs: Runs, chosen: dict[str, Any]) -> str:
                 "" if same else text(f.difference(by_seed, base, lambda r: r.deployed["pass@1"]), "{:+.3f}"),
                 text(f.over_seeds(by_seed, lambda r: r.deployed["greedy"])),
                 text(f.cost_ratio(by_seed, base, lambda r: r.data.tokens), "{:.2f}"),
-                text(reach, "{:.2f}") + missed,
+                tokens_to_the_end_of(base, by_seed),
                 percent(f.over_seeds(by_seed, cut_share)),
                 percent(f.over_seeds(by_seed, zero_of_rest)),
                 "" if same else text(f.cost_ratio(by_seed, base, _norm), "{:.2f}"),
@@ -116,10 +134,22 @@ def tier_3(runs: Runs, chosen: dict[str, Any]) -> str:
         "difference",
         "greedy",
         "tokens",
-        "tokens to the baseline's end",
+        "tokens to the baseline's end (mean curves)",
         "groups cut",
     ]
     return table([*head, "zero-variance of the rest", "gradient norm", "predicted"], rows)
+
+
+def tokens_to_the_end_of(base: dict[int, Run], by_seed: dict[int, Run]) -> str:
+    """Where the mean curve over seeds first is at the baseline's mean end; single curves are too rough for that."""
+    seeds = [seed for seed in by_seed if seed in base]
+    curves = [f.curve({seed: runs[seed] for seed in seeds}) for runs in (by_seed, base)]
+    level = curves[1]["passed"][-1]
+    points = [
+        [SimpleNamespace(passed=p, tokens=t) for p, t in zip(c["passed"], c["tokens"], strict=True)] for c in curves
+    ]
+    own, others = (reached_at(c, level, lambda p: p.tokens) for c in points)  # type: ignore[arg-type]
+    return "not reached" if own is None or not others else f"{own / others:.2f}"
 
 
 def cut_share(run: Run) -> float:
