@@ -98,7 +98,11 @@ def sweep(o: Sweep) -> None:
         raise ReplayError(
             f"--termination {o.termination}: expected a share, or {', '.join(f'{r}:SHARE' for r in RULES)}"
         )
-    ended = _numbers(limit, "--termination")[0] if o.termination else None
+    ended = None
+    if o.termination:
+        ended, *more = _numbers(limit, "--termination")
+        if more or ended > 1:
+            raise ReplayError(f"--termination {o.termination}: expected one share in [0, 1]")
     recorded = _recorded(o)
     rows = run(recorded, o.signal, _numbers(o.thresholds, "--thresholds"), o.t_max, ended, rule)
     if o.picture is not None:

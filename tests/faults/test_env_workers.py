@@ -96,6 +96,21 @@ def test_an_environment_that_cannot_be_made_says_so(pool: EnvPool) -> None:
         answer(pool.make(TOY.replace("CountingEnv", "CountEnv"), {}).start_reset())
 
 
+def test_answers_of_another_type_are_named(pool: EnvPool) -> None:
+    env = pool.make(TOY, {"turns": 2})
+    answer(env.start_reset())
+    with pytest.raises(WorkerError, match=r"step\(\) must return a StepResult, not tuple"):
+        answer(env.start_step("tuple"))
+    with pytest.raises(WorkerError, match=r"reset\(\) must return a text or None, not int"):
+        answer(pool.make(TOY.replace("CountingEnv", "OddEnv"), {"turns": 2}).start_reset())
+
+
+@pytest.mark.parametrize("timeout_s", [0.0, float("inf"), float("nan")])
+def test_a_deadline_that_cannot_be_kept_is_refused(timeout_s: float) -> None:
+    with pytest.raises(ValueError, match=r"timeout_s in \(0, 1,000,000\]"):
+        EnvPool(1, timeout_s=timeout_s)
+
+
 class RemoteTask:
     """25 prompts whose environments live in `pool`."""
 

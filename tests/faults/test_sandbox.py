@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -46,14 +47,18 @@ def inside() -> list[psutil.Process]:
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_left_behind(sandbox: Sandbox) -> Iterator[None]:
-    before = len(os.listdir("/proc/self/fd")), sorted(os.listdir(tempfile.gettempdir()))
+def nothing_is_left_behind(
+    sandbox: Sandbox, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[None]:
+    own = tmp_path_factory.mktemp("temporary")  # others write to the machine's meanwhile
+    monkeypatch.setattr(tempfile, "tempdir", str(own))
+    before = len(os.listdir("/proc/self/fd"))
     yield
     deadline = time.monotonic() + 10
     while inside() and time.monotonic() < deadline:
         time.sleep(0.02)
     assert inside() == []
-    assert (len(os.listdir("/proc/self/fd")), sorted(os.listdir(tempfile.gettempdir()))) == before
+    assert (len(os.listdir("/proc/self/fd")), os.listdir(own)) == (before, [])
 
 
 def test_an_ordinary_program(sandbox: Sandbox) -> None:
@@ -126,6 +131,12 @@ def test_a_daemon_dies_with_the_program(sandbox: Sandbox) -> None:
         ("open('/x', 'w')", "Read-only file system"),
         ("open('/dev/shm/x', 'w')", "Read-only file system"),
         ("import os; os.truncate(os.open('/tmp/x', os.O_CREAT | os.O_RDWR), 1 << 40)", "Error"),
+        ("import os; os.memfd_create('x')", "PermissionError"),
+        (
+            "import ctypes, os; libc = ctypes.CDLL(None, use_errno=True)\n"
+            "if libc.shmget(0, 1 << 20, 0o1600) < 0: exit(os.strerror(ctypes.get_errno()))",
+            "Operation not permitted",
+        ),
         ("x = [open('/dev/null') for _ in range(10_000)]", "Too many open files"),
         ("def f(): f()\nf()", "RecursionError"),
     ],
@@ -362,3 +373,17 @@ def test_unsafe_must_be_asked_for_and_then_runs_with_limits_only() -> None:
         assert "MemoryError" in unsafe.run("x = bytearray(1 << 30)").stderr
     finally:
         unsafe.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"timeout_s": float("inf")}, r"timeout_s must lie in \(0, 1,000,000\], not inf"),
+        ({"timeout_s": float("nan")}, "timeout_s must lie"),
+        ({"memory_mb": 0}, "memory_mb must lie"),
+        ({"unsafe": True, "python": "/usr/bin/python9"}, "own interpreter; remove python"),
+    ],
+)
+def test_options_that_cannot_be_kept_are_named(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        SandboxOptions(**options)

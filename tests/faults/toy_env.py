@@ -25,6 +25,8 @@ class CountingEnv:
             os._exit(3)
         if text == "raise":
             raise ConnectionError("the simulator went away")
+        if text == "tuple":
+            return "8 9", 1.0, True  # type: ignore[return-value]
         self.steps += 1
         done = self.steps >= self.turns
         return StepResult("8 9", 1.0 if done else None, done, {"steps": self.steps}, text.upper())
@@ -36,3 +38,8 @@ class CountingEnv:
         if self.log:
             with Path(self.log).open("a") as file:
                 file.write(what + "\n")
+
+
+class OddEnv(CountingEnv):
+    def reset(self) -> str | None:
+        return 7  # type: ignore[return-value]

@@ -255,6 +255,8 @@ def test_other_names_are_mapped(tmp_path: Path) -> None:
         (["sweep", "FILE", "--termination", "xor:0.9"], "expected a share, or or:SHARE, and:SHARE, mirror:SHARE"),
         (["sweep", "FILE", "--termination", "and:"], "expected numbers"),
         (["sweep", "FILE", "--termination", "and:or:0.9"], "expected a share"),
+        (["sweep", "FILE", "--termination", "0.9,0.5"], "expected one share"),
+        (["sweep", "FILE", "--termination", "90"], "expected one share"),
         (["sweep", "FILE", "--map", "K"], "expected name=column"),
         (["correlate", "FILE", "--by", "colour"], "only task_type"),
     ],

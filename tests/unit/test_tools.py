@@ -189,6 +189,16 @@ def test_what_hangs_is_ended_and_the_next_call_works():
         assert play(task, call("add", a=1, b=2))[1][0].observation == "3"
 
 
+def test_an_async_tool_that_ends_the_program_ends_only_its_call():
+    async def leave() -> str:
+        """Leaves."""
+        raise SystemExit(3)
+
+    task = with_tools(OneTurn(), [leave, slow_add], timeout_s=5.0)
+    _, (result,) = play(task, call("leave") + call("slow_add", a=1, b=2))
+    assert [m["content"] for m in result.observation.messages] == ["{'error': 'raised SystemExit: 3'}", "3"]
+
+
 def test_threads_end_with_the_task():
     before = set(threading.enumerate())
     task = with_tools(OneTurn(), [add, slow_add])

@@ -163,7 +163,7 @@ class LoopRunner:
 
     async def _run(self, call: _Call) -> None:
         try:
-            result = await asyncio.wait_for(call.function(), self.timeout_s)
+            result = await asyncio.wait_for(_contained(call.function), self.timeout_s)
         except TimeoutError as error:
             call.fail(TimeoutError(str(error) or f"took over {self.timeout_s:g} s"))
         except BaseException as error:
@@ -171,3 +171,11 @@ class LoopRunner:
         else:
             with contextlib.suppress(InvalidStateError):
                 call.future.set_result(result)
+
+
+async def _contained(function: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
+    """`await function()`. An event loop ends by what ends a program, and with it all later calls."""
+    try:
+        return await function()
+    except (SystemExit, KeyboardInterrupt) as error:
+        raise RuntimeError(f"raised {type(error).__name__}: {error}") from None

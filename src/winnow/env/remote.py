@@ -121,13 +121,19 @@ _hosted: dict[int, Env] = {}
 
 def host_reset(serial: int, target: str, kwargs: dict[str, Any]) -> str | None:
     env = _hosted[serial] = load_function(target)(**kwargs)
-    return env.reset()
+    observation = env.reset()
+    if not isinstance(observation, str | None):
+        raise TypeError(f"reset() must return a text or None, not {type(observation).__name__}")
+    return observation
 
 
 def host_step(serial: int, text: str) -> dict[str, Any]:
     if serial not in _hosted:
         raise NotHostedError(f"environment {serial}")
-    return asdict(_hosted[serial].step(text))
+    result = _hosted[serial].step(text)
+    if not isinstance(result, StepResult):
+        raise TypeError(f"step() must return a StepResult, not {type(result).__name__}")
+    return asdict(result)
 
 
 def host_close(serial: int) -> None:

@@ -31,6 +31,8 @@ from .seccomp import program
 
 FIRST_UID = 61_184
 """User ids of the slots when started as root; of nobody else, in the range left to containers."""
+LARGEST = 1_000_000
+"""Of any option: beyond it, the system's own calls for times and limits overflow."""
 GRACE_S = 5.0
 """Beyond its time, for starting and ending a sandbox."""
 
@@ -72,8 +74,10 @@ class SandboxOptions:
 
     def __post_init__(self) -> None:
         for name in ("timeout_s", "memory_mb", "processes", "disk_mb", "max_output", "slots"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"sandbox: {name} must be positive, not {getattr(self, name)}")
+            if not 0 < getattr(self, name) <= LARGEST:
+                raise ValueError(f"sandbox: {name} must lie in (0, {LARGEST:,}], not {getattr(self, name)}")
+        if self.unsafe and self.python != SandboxOptions.python:
+            raise ValueError("sandbox: unsafe programs run in Winnow's own interpreter; remove python, or unsafe")
 
 
 class Sandbox:

@@ -64,8 +64,8 @@ class WorkerPool:
     def __init__(
         self, size: int = 2, timeout_s: float = 30.0, *, max_pending: int = 4_096, memory_mb: int = 4_096
     ) -> None:
-        if size < 1 or timeout_s <= 0 or max_pending < 1 or memory_mb < 64:
-            raise ValueError("WorkerPool: size, timeout_s and max_pending must be positive and memory_mb at least 64")
+        if size < 1 or not 0 < timeout_s <= 1e6 or max_pending < 1 or memory_mb < 64:
+            raise ValueError("WorkerPool: size, max_pending from 1, timeout_s in (0, 1,000,000], memory_mb from 64")
         self.size, self.timeout_s, self.memory_mb = size, timeout_s, memory_mb
         self._jobs: queue.Queue[_Job | None] = queue.Queue(max_pending)
         self._workers: list[_Worker] = []
