@@ -217,6 +217,8 @@ def leave() -> None:
         (lambda: ("8 9", 1.0, False, {}), "must return a StepResult, not tuple"),
         (lambda: StepResult("8", "much", True), "could not convert string to float"),
         (lambda: StepResult(8, None, False), "must be a text or None, not int"),
+        (lambda: StepResult("8", action=["look"]), "action must be a text or None, not list"),
+        (lambda: StepResult("8", info=None), "info must be a mapping, not NoneType"),
         (leave, "SystemExit: 3"),
     ],
 )

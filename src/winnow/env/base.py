@@ -19,7 +19,7 @@ for text prompts and lists of messages for conversational ones. `None` means "no
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What an environment answers to one action."""
+    """What an environment answers to one action. Raises TypeError for an `action` or `info` that gates cannot read."""
 
     observation: str | None
     reward: float | None = None
@@ -29,6 +29,12 @@ class StepResult:
     """Known here: `progress`, a number in [0, 1], how far the task has come; gates may look at it."""
     action: str | None = None
     """The action in the environment's own normal form, which gates compare; None: the text as it was given."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.action, str | None):
+            raise TypeError(f"StepResult: action must be a text or None, not {type(self.action).__name__}")
+        if not isinstance(self.info, Mapping):
+            raise TypeError(f"StepResult: info must be a mapping, not {type(self.info).__name__}")
 
     @property
     def progress(self) -> float | None:
