@@ -20,10 +20,11 @@ from .countdown import extract_answer
 from .functions import nearest
 from .pooled import PooledReward, Row
 from .worker import WorkerError, WorkerPool
+from .workings import WORKINGS, Working, answer_of
 
 INSTRUCTION = "\n\nThink first, then give only the final answer inside <answer> and </answer> tags."
 GENERATE_TIMEOUT_S = 120.0
-CHUNK = 32
+CHUNK, DEMONSTRATED = 32, 4096
 MAX_REPEATS = 8
 """Entries drawn for each one wanted before the task is taken to have too few different questions."""
 
@@ -39,12 +40,15 @@ class ReasoningGymConfig:
     train_size: int = 1024
     test_size: int = 128
     seed: int = 0
-    prompt_format: Literal["messages", "text"] = "messages"
-    """`messages`: chat, answered in `<answer>` tags. `text`: the bare question, answered by the whole completion."""
+    prompt_format: Literal["messages", "text", "words"] = "messages"
+    """`messages`: chat, answered in `<answer>` tags. `text`: the bare question, answered by the whole completion.
+    `words`: for small models that are shown how to work it out (chain_sum), answered after the word `answer`."""
 
     def __post_init__(self) -> None:
         if self.train_size < 1 or self.test_size < 0:
             raise ValueError("reasoning_gym: train_size must be at least 1 and test_size at least 0")
+        if self.prompt_format == "words" and self.task not in WORKINGS:
+            raise ValueError(f"reasoning_gym: prompt_format: words is there for {', '.join(WORKINGS)}, not {self.task}")
         clash = {"seed", "size"} & set(self.options)
         if clash:
             raise ValueError(f"reasoning_gym: options must not set {sorted(clash)}; use seed, train_size and test_size")
@@ -77,8 +81,31 @@ class ReasoningGym:
 
     def answers(self, prompt: Prompt, texts: Sequence[str]) -> list[str | None]:
         """Word for word: the verifiers compare with the reference answer alone."""
-        found = [extract_answer(text) if prompt.columns["tagged"] else text.strip() for text in texts]
-        return [answer or None for answer in found]
+        return [_answer(text, prompt.columns) or None for text in texts]
+
+    def demonstrations(self, seed: int) -> Iterator[tuple[str, str]]:
+        """Worked questions, never of the test."""
+        working = self._working()
+        held_out, batch = {p.columns["question"] for p in self.test}, 0
+        pool = WorkerPool(1, GENERATE_TIMEOUT_S)
+        try:
+            while True:
+                digest = hashlib.sha256(f"demonstrations/{self.config.seed}/{seed}/{batch}".encode()).digest()
+                source = {"task": self.config.task, "options": self.config.options, "size": DEMONSTRATED}
+                for _, entry in _entries(pool, source | {"seed": int.from_bytes(digest[:4]) >> 1}):
+                    if entry["question"] not in held_out:
+                        yield working.prompt(entry["question"]), working.solve(entry["question"])
+                batch += 1
+        finally:
+            pool.close()
+
+    def vocabulary(self) -> Sequence[str]:
+        return self._working().vocabulary
+
+    def _working(self) -> Working:
+        if self.config.prompt_format != "words":
+            raise ValueError("reasoning_gym: only prompt_format: words has demonstrations; use a pretrained model")
+        return WORKINGS[self.config.task]
 
     def fingerprint(self) -> str:
         digest = hashlib.sha256(json.dumps(asdict(self.config), sort_keys=True, default=str).encode())
@@ -108,10 +135,11 @@ class ReasoningGym:
     def _prompt(self, ordinal: int, entry: Mapping[str, Any], source: dict[str, Any]) -> Prompt:
         question = entry["question"]
         prompt_id = f"{self.config.task}-{hashlib.sha256(question.encode()).hexdigest()[:16]}"
-        tagged = self.config.prompt_format == "messages"
-        columns = {"question": question, "answer": entry["answer"], "source": source, "tagged": tagged}
-        if not tagged:
-            return Prompt(prompt_id, ordinal, text=question, columns=columns)
+        form = self.config.prompt_format
+        columns = {"question": question, "answer": entry["answer"], "source": source, "form": form}
+        if form != "messages":
+            text = WORKINGS[self.config.task].prompt(question) if form == "words" else question
+            return Prompt(prompt_id, ordinal, text=text, columns=columns)
         return Prompt(
             prompt_id, ordinal, messages=({"role": "user", "content": question + INSTRUCTION},), columns=columns
         )
@@ -125,12 +153,17 @@ def _entries(pool: WorkerPool, source: dict[str, Any]) -> Iterator[tuple[int, di
 
 
 def _arguments(text: str, row: Row) -> dict[str, Any]:
-    answer = extract_answer(text) if row["tagged"] else text.strip()
-    return {"source": row["source"], "question": row["question"], "answer": answer}
+    return {"source": row["source"], "question": row["question"], "answer": _answer(text, row)}
+
+
+def _answer(text: str, row: Row) -> str | None:
+    if row["form"] == "messages":
+        return extract_answer(text)
+    return answer_of(text) if row["form"] == "words" else text.strip()
 
 
 reasoning_gym_reward = PooledReward(
-    "reasoning_gym_reward", "winnow.env.reasoning_gym:score", _arguments, ("question", "source", "tagged")
+    "reasoning_gym_reward", "winnow.env.reasoning_gym:score", _arguments, ("question", "source", "form")
 )
 """reasoning-gym's own score of the answer."""
 

@@ -1,0 +1,79 @@
+"""Worked solutions of generated tasks, word by word, so that a small model can be shown how to think before it answers.
+
+The last thing a working says is `answer` and the answer, a digit a word.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+ANSWER = "answer"
+_TERM = re.compile(r"([+-])\s*(\d+)")
+
+
+@dataclass(frozen=True)
+class Working:
+    """How a task of reasoning-gym is put into words, and worked."""
+
+    prompt: Callable[[str], str]
+    """The question in words."""
+    solve: Callable[[str], str]
+    """What leads to the answer, and the answer."""
+    vocabulary: tuple[str, ...]
+
+
+def answer_of(text: str) -> str | None:
+    """What follows the last `answer`, without blanks; None if nothing does."""
+    _, found, answer = text.rpartition(ANSWER)
+    return "".join(answer.split()) or None if found else None
+
+
+def _terms(question: str) -> list[int]:
+    expression = question.partition(":")[2].rpartition("=")[0]
+    return [int(sign + digits) for sign, digits in _TERM.findall(f"+ {expression.strip()}")]
+
+
+def _spell(number: int) -> str:
+    return " ".join(str(number))
+
+
+def chain_sum_prompt(question: str) -> str:
+    first, *rest = _terms(question)
+    return " ".join([_spell(first), *(f"{'-' if t < 0 else '+'} {_spell(abs(t))}" for t in rest), "="])
+
+
+def chain_sum(question: str) -> str:
+    """Term by term, column by column from the right: `2 8 + 7 : 8 + 7 = 1 5 , 1 + 2 = 3 ; 3 5`."""
+    total, *rest = _terms(question)
+    steps = []
+    for term in rest:
+        steps.append(_step(total, term))
+        total += term
+    return " ".join([*steps, ANSWER, _spell(total)])
+
+
+def _step(total: int, term: int) -> str:
+    """One sum as it is done on paper: magnitudes are added, or the smaller one is taken from the larger."""
+    same = (total < 0) == (term < 0) or not total or not term
+    large, small = sorted((abs(total), abs(term)), reverse=True)
+    columns, carry = [], 0
+    places = max(len(str(large)), len(str(small)))
+    for place in range(places):
+        a, b = (number // 10**place % 10 for number in (large, small))
+        over = f" {'+' if same else '-'} {carry}" if carry else ""
+        result = a + b + carry if same else a - b - carry
+        carry = int(result > 9 if same else result < 0)
+        digits = _spell(result) if same else str(result % 10) + (" borrow" if carry else "")
+        columns.append(f"{a} {'+' if same else '-'} {b}{over} = {digits}")
+    head = f"{_spell(large)} {'+' if same else '-'} {_spell(small)}"
+    return f"{head} : {' , '.join(columns)} ; {_spell(total + term)} |"
+
+
+WORKINGS = {
+    "chain_sum": Working(
+        chain_sum_prompt, chain_sum, (*"0123456789", "+", "-", "=", ":", ",", ";", "|", "borrow", ANSWER)
+    )
+}
+"""By name of the task in reasoning-gym."""
