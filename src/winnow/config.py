@@ -207,8 +207,19 @@ def validate(values: Mapping[str, Any], where: str = "config") -> RunConfig:
     except ValidationError as error:
         raise ConfigError(explain(error, list(RunConfig.model_fields), where)) from None
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"{where}: an option cannot be saved as JSON: {error}") from None
+        raise ConfigError(f"{where}: {_not_json(values)} cannot be saved as JSON: {error}") from None
     return config
+
+
+def _not_json(value: Any, key: str = "") -> str:
+    """The first value in there that JSON cannot hold, with its key: `env.timeout_s: inf`."""
+    pairs = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list | tuple) else ()
+    for name, inner in pairs:
+        try:
+            json.dumps(inner, allow_nan=False)
+        except (TypeError, ValueError):
+            return _not_json(inner, f"{key}.{name}" if key else str(name))
+    return f"{key or 'an option'}: {value!r}"
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:

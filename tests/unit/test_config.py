@@ -48,6 +48,18 @@ def test_bad_values_name_the_key_and_the_remedy(values: dict, message: str) -> N
         validate(GOOD | values)
 
 
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"env": {"name": "python_tool", "timeout_s": float("inf")}}, r"env\.timeout_s: inf cannot be saved"),
+        ({"gates": [{"name": "divergence"}, {"name": "divergence", "k": float("nan")}]}, r"gates\.1\.k: nan cannot"),
+    ],
+)
+def test_what_json_cannot_hold_is_named(values: dict, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        validate(GOOD | values)
+
+
 def test_missing_keys_are_named() -> None:
     with pytest.raises(ConfigError, match="missing key 'model'"):
         validate({"env": "countdown"})
