@@ -196,10 +196,10 @@ def _check_rows(path: Path, names: Mapping[str, str], columns: Mapping[str, np.n
         if name == "K":
             good &= (values >= 1) & (values == np.floor(values))
         if name == "weight":
-            good &= values >= 1
+            good &= (values >= 1) & (values <= 1e12)
         if not good.all():
             row = int(np.argmin(good))
-            wanted = {"K": "a whole number from 1", "weight": "at least 1"}.get(name, "at least 0")
+            wanted = {"K": "a whole number from 1", "weight": "in [1, 1e12]"}.get(name, "at least 0")
             wanted = "in [0, 1]" if name in SIGNALS else wanted
             raise ReplayError(f"{_where(path, row)}: '{names[name]}' must be {wanted}, not {values[row]:g}")
     if "steps" in columns and "steps_k" in columns and (wrong := columns["steps_k"] > columns["steps"]).any():
