@@ -24,7 +24,7 @@ from .filter import FILTERS, Filter
 from .filter.zero_variance import Judge
 from .gate import GATES, Gate
 from .gate.audit import AuditedGate, RuleAudit
-from .gate.divergence import DivergenceGate
+from .gate.divergence import Divergence, DivergenceGate
 from .learner.local import LearnerOptions, LocalLearner, frozen_copy, without_dropout
 from .learner.logprob import TokenDistribution
 from .loss import LossConfig
@@ -77,7 +77,7 @@ def build_methods(c: RunConfig, prompts: Sequence[Prompt]) -> Methods:
         selector=_selector(c, prompts, judge, advantage),
         rollout_batch=_rollout_batch(c),
         group_size=group_size,
-        gates=_gates(c, advantage),
+        gates=_gates(c, advantage, prompts),
         filter=filter_,
         judge=judge,
         advantage=advantage,
@@ -115,8 +115,12 @@ def _selector(c: RunConfig, prompts: Sequence[Prompt], judge: Judge, advantage: 
     return selector
 
 
-def _gates(c: RunConfig, advantage: Advantage) -> list[Gate]:
-    gates: list[Gate] = [method(GATES, spec, "gates").build(c.seed, c.success_reward) for spec in c.gates]
+def _gates(c: RunConfig, advantage: Advantage, prompts: Sequence[Prompt]) -> list[Gate]:
+    options = [method(GATES, spec, "gates") for spec in c.gates]
+    for given in options:
+        if isinstance(given, Divergence):
+            _check_task_types(given, prompts)
+    gates: list[Gate] = [given.build(c.seed, c.success_reward) for given in options]
     if c.audit is None:
         if any(isinstance(gate, DivergenceGate) and gate.refit is not None for gate in gates):
             raise ConfigError(
@@ -126,6 +130,16 @@ def _gates(c: RunConfig, advantage: Advantage) -> list[Gate]:
     names = [_name(spec) for spec in c.gates]
     unique = [f"{name}_{i}" if names.count(name) > 1 else name for i, name in enumerate(names, 1)]
     return [AuditedGate(g, _audit(c, c.audit, name), advantage) for g, name in zip(gates, unique, strict=True)]
+
+
+def _check_task_types(options: Divergence, prompts: Sequence[Prompt]) -> None:
+    types = {p.columns.get(options.task_type) for p in prompts} if options.per_task_type else set()
+    known = {str(name) for name in types if name is not None}
+    if unknown := sorted(set(options.per_task_type) - known):
+        there = ", ".join(sorted(known)) or "none"
+        raise ConfigError(
+            f"gates: per_task_type: no training prompt has {options.task_type} '{unknown[0]}'; there: {there}"
+        )
 
 
 def _audit(c: RunConfig, audit: AuditConfig, name: str) -> RuleAudit:

@@ -77,7 +77,7 @@ class Sibling:
         if close is not None:
             try:
                 close()
-            except Exception as error:  # the rollout is over: what it is worth does not depend on this
+            except (Exception, SystemExit) as error:  # the rollout is over: what it is worth does not depend on this
                 warnings.warn(f"closing {type(self.env).__name__} raised {type(error).__name__}: {error}", stacklevel=2)
         self.env = None
 

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from .engine.base import Engine, Finished, Reached, Request, SamplingParams
-from .env.base import Env, OverlappingEnv, StepResult, Task
+from .env.base import OverlappingEnv, StepResult, Task
 from .env.scores import LARGEST
 from .flight import Awaited, Flight, Sibling
 from .gate import Gate, env_steps
@@ -71,6 +71,8 @@ class RolloutRunner:
         self.options = options
         self.gates = list(gates)
         self._turn_length: int | None = getattr(task, "max_turn_length", None)
+        if self._turn_length is not None and not (isinstance(self._turn_length, int) and self._turn_length > 0):
+            raise ValueError(f"task {task.name}: max_turn_length must be at least 1 or None, not {self._turn_length!r}")
         self._stop = tuple(dict.fromkeys((*options.params.stop, *task.stop)))
         self._report = options.report.union(*(g.needs for g in self.gates))
         self._step_gates = sorted(((k, g) for g in self.gates for k in env_steps(g.at)), key=itemgetter(0))
@@ -118,6 +120,8 @@ class RolloutRunner:
         self._settle(flight)
 
     def _encode(self, visit: Visit, observation: str | None) -> tuple[int, ...]:
+        if not isinstance(observation, str | None):
+            raise TypeError(f"reset() must return a text or None, not {type(observation).__name__}")
         ids = encode_prompt(self.tokenizer, visit.prompt, observation)
         if len(ids) > self.options.max_prompt_length:
             raise PromptError(
@@ -235,8 +239,7 @@ class RolloutRunner:
             if isinstance(env, OverlappingEnv):
                 self._await(flight, sibling, env.start_step(turn.action))
                 return
-            assert isinstance(env, Env)
-            self._observed(flight, sibling, env.step(turn.action))
+            self._observed(flight, sibling, env.step(turn.action))  # type: ignore[union-attr]
         except (Exception, SystemExit) as error:
             self._fail(sibling, f"the environment raised {type(error).__name__}: {error}")
 

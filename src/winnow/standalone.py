@@ -80,7 +80,7 @@ def _settings(model: str, values: Mapping[str, Any]) -> tuple[dict[str, Any], st
     path = Path(model)
     if not (path / LEDGER).exists():
         return dict(values), model
-    settings = json.loads((path / CONFIG).read_text(encoding="utf-8")) | dict(values)
+    settings = _merged(json.loads((path / CONFIG).read_text(encoding="utf-8")), values)
     if (path / "model").is_dir():
         return settings, str(path / "model")
     saved = checkpoint.latest(path)
@@ -89,3 +89,13 @@ def _settings(model: str, values: Mapping[str, Any]) -> tuple[dict[str, Any], st
     if settings.get("lora"):
         raise ConfigError(f"{path}: has adapters only so far; finish it with `winnow resume {path}`, then evaluate")
     return settings, str(saved / "model")
+
+
+def _merged(settings: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """`settings` with `values` over them: a section without a `name` of its own changes that of the run."""
+    found = dict(settings)
+    for key, value in values.items():
+        before = {"name": found[key]} if isinstance(found.get(key), str) else found.get(key)
+        into = isinstance(value, Mapping) and isinstance(before, Mapping) and "name" not in value
+        found[key] = _merged(before, value) if into else value  # type: ignore[arg-type]
+    return found

@@ -48,8 +48,10 @@ def test_train_audit_report_eval_resume(recipe: Path, tmp_path: Path) -> None:
     page = tmp_path / "page.html"
     assert winnow("report", run, "-o", page).exit_code == 0
     assert page.stat().st_size < 2e6
-    evaluated = winnow("eval", run, "-n", "2", "--prompts", "3", "--json", "eval_temperature=0.6")
+    options = ("eval_temperature=0.6", "env.test_size=5")  # a key of a section changes that of the run
+    evaluated = winnow("eval", run, "-n", "2", "--prompts", "8", "--json", *options)
     assert evaluated.exit_code == 0, evaluated.output
+    assert json.loads(evaluated.stdout)["prompts"] == 5
     assert {"pass@1", "pass@2", "greedy", "prompts"} <= set(json.loads(evaluated.stdout))
     resumed = winnow("resume", run, "max_steps=3", "--json")
     assert resumed.exit_code == 0, resumed.output

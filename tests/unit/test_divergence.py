@@ -313,6 +313,12 @@ def test_a_task_of_one_turn_refuses_the_gate_at_the_start(tiny_config: dict[str,
         Trainer(config=tiny_config | {"gates": ["divergence"]})
 
 
+def test_a_task_type_that_no_prompt_has_is_refused(tiny_config: dict[str, Any]) -> None:
+    gate = {"name": "divergence", "k": 2, "per_task_type": {"heat": 0.1}}
+    with pytest.raises(ConfigError, match="no training prompt has task_type 'heat'; there: a, b"):
+        Trainer(env=Walk(), config=tiny_config | {"gates": [gate], "eval_steps": None})
+
+
 def test_a_resumed_run_is_the_uninterrupted_one(tiny_config: dict[str, Any], tmp_path: Path) -> None:
     gate = {"name": "divergence", "steps": {1: 0.05, 3: 0.2}, "per_task_type": {"b": {2: 0.1}}}
     config = tiny_config | {

@@ -95,15 +95,21 @@ def test_it_keeps_no_more_than_there_are_slots_and_computes_the_rest_again() -> 
     assert counted.extended > 0
 
 
-@pytest.mark.parametrize("event", ["cancelled", "new weights", "another prompt", "fixed slots"])
+@pytest.mark.parametrize(
+    "event", ["cancelled", "new weights", "new weights meanwhile", "another prompt", "fixed slots"]
+)
 def test_what_is_kept_is_not_used_where_it_does_not_belong(event: str) -> None:
     model, other = make_model("qwen2"), make_model("qwen2", seed=1)
     engine = make_engine(model, slots=2, fixed_slots=event == "fixed slots")
     prompt, params = (1, 2, 3, 4), SamplingParams(3)
     request = Request("a", prompt, params, 1, keep=True)
     engine.submit([request])
+    if event == "new weights meanwhile":
+        engine.step()
+        engine.load_weights(other.state_dict(), 1)
+        model = other
     said = run(engine)["a"].token_ids.tolist()
-    assert len(engine._kept) == (event != "fixed slots")
+    assert len(engine._kept) == (event not in ("fixed slots", "new weights meanwhile"))
     longer = (*prompt, *said, 9)
     if event == "cancelled":
         engine.cancel(["a"])

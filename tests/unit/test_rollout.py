@@ -215,7 +215,8 @@ def leave() -> None:
     [
         (lambda: None, "must return a StepResult, not NoneType"),
         (lambda: ("8 9", 1.0, False, {}), "must return a StepResult, not tuple"),
-        (lambda: StepResult("8", "much", True), "could not convert string to float"),
+        (lambda: StepResult("8", "1.0", True), "reward a number, not texts"),
+        (lambda: StepResult("8", 1.0, "False"), "done must be true or false"),
         (lambda: StepResult(8, None, False), "must be a text or None, not int"),
         (lambda: StepResult("8", action=["look"]), "action must be a text or None, not list"),
         (lambda: StepResult("8", info=None), "info must be a mapping, not NoneType"),
@@ -232,6 +233,27 @@ def test_an_answer_that_is_none_fails_its_rollout_only(policy, answer: Callable[
     assert cause in first.rollouts[1].reason
     assert [r.fate for r in first.rollouts] == [None, Fate.FAILED, None, None]
     assert all(r.fate is None for group in others for r in group.rollouts)
+
+
+def test_a_first_observation_that_is_none_and_a_close_that_leaves(policy) -> None:
+    class Odd(EchoEnv):
+        def reset(self) -> Any:
+            return 7
+
+        def close(self) -> None:
+            leave()
+
+    with pytest.warns(UserWarning, match="closing Odd raised SystemExit"):
+        first, *_ = run(policy, ToyTask(make=lambda made: Odd(2) if made == 1 else EchoEnv(2)), max_tokens=400)
+    assert "reset() must return a text or None, not int" in first.rollouts[1].reason
+
+
+@pytest.mark.parametrize("length", [0, -1, 1.5, "5"])
+def test_the_length_of_a_turn_is_checked(policy, length: Any) -> None:
+    task = ToyTask()
+    task.max_turn_length = length  # type: ignore[attr-defined]
+    with pytest.raises(ValueError, match="max_turn_length must be at least 1 or None"):
+        run(policy, task)
 
 
 def test_a_prompt_that_cannot_be_encoded_fails_its_group(policy) -> None:

@@ -344,9 +344,9 @@ class LocalEngine:
         return events
 
     def _keep(self, row: int) -> None:
-        """Keys and values of all but the last token, which has not been through the model."""
+        """Keys and values of all but the last token, which has not been through the model; none of older weights."""
         request, (sampled, _) = self._table.requests[row], self._table.sampled(row)
-        if request.keep:
+        if request.keep and self._swaps[-1][0] <= self._table.ints[col.BORN, row]:
             tokens = (*request.prompt_ids, *sampled[:-1].tolist())
             self._kept.put(request.id, Kept(tokens, *self._cache.copy_of(row, len(tokens))))
 

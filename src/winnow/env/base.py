@@ -19,7 +19,7 @@ for text prompts and lists of messages for conversational ones. `None` means "no
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What an environment answers to one action. Raises TypeError for an `action` or `info` that gates cannot read."""
+    """What an environment answers to one action. Raises TypeError for what cannot be that."""
 
     observation: str | None
     reward: float | None = None
@@ -35,6 +35,8 @@ class StepResult:
             raise TypeError(f"StepResult: action must be a text or None, not {type(self.action).__name__}")
         if not isinstance(self.info, Mapping):
             raise TypeError(f"StepResult: info must be a mapping, not {type(self.info).__name__}")
+        if isinstance(self.done, str) or isinstance(self.reward, str):
+            raise TypeError("StepResult: done must be true or false and reward a number, not texts")
 
     @property
     def progress(self) -> float | None:

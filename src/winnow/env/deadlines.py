@@ -22,8 +22,8 @@ class Deadlines:
     """
 
     def __init__(self, timeout_s: float) -> None:
-        if timeout_s <= 0:
-            raise ValueError(f"timeout_s must be positive, not {timeout_s}")
+        if not 0 < timeout_s <= 1e6:
+            raise ValueError(f"timeout_s must lie in (0, 1e6], not {timeout_s}")
         self._plain, self._async = ThreadRunner(timeout_s), LoopRunner(timeout_s)
         self._lock = threading.Lock()
         self._owed: list[Future[Any]] = []
