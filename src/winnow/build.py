@@ -25,6 +25,7 @@ from .filter.zero_variance import Judge
 from .gate import GATES, Gate
 from .gate.audit import AuditedGate, RuleAudit
 from .gate.divergence import Divergence, DivergenceGate
+from .gate.quality import ArrolGate
 from .learner.local import LearnerOptions, LocalLearner, frozen_copy, without_dropout
 from .learner.logprob import TokenDistribution
 from .loss import LossConfig
@@ -61,9 +62,11 @@ class Methods:
     step_scale: StepScale
 
     def save(self, directory: Path) -> None:
-        """What gates keep beside the weights."""
+        """What gates leave beside the weights: the quality head."""
         for gate in self.gates:
-            gate.save(directory)
+            inner = gate.gate if isinstance(gate, AuditedGate) else gate
+            if isinstance(inner, ArrolGate):
+                inner.save(directory)
 
 
 def build_methods(c: RunConfig, prompts: Sequence[Prompt]) -> Methods:
@@ -120,7 +123,10 @@ def _gates(c: RunConfig, advantage: Advantage, prompts: Sequence[Prompt]) -> lis
     for given in options:
         if isinstance(given, Divergence):
             _check_task_types(given, prompts)
-    gates: list[Gate] = [given.build(c.seed, c.success_reward) for given in options]
+    gates: list[Gate] = [given.build(c.seed) for given in options]
+    for gate in gates:
+        if isinstance(gate, ArrolGate):
+            gate.success_reward = c.success_reward
     if c.audit is None:
         if any(isinstance(gate, DivergenceGate) and gate.refit is not None for gate in gates):
             raise ConfigError(

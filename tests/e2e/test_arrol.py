@@ -41,6 +41,7 @@ def test_resume_is_bit_exact(tiny_config: dict[str, Any], tmp_path: Path, option
         resume(part)
         assert fingerprint(part) == expected, f"after a resume at step {k}"
         assert_clean(part)
+    assert (whole / "model" / FILE).is_file() == (options["gates"][0].get("quality", "head") == "head")
 
 
 def test_weights_change_the_update_and_survival_is_in_the_metrics(tiny_config: dict[str, Any], tmp_path: Path) -> None:

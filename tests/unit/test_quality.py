@@ -14,7 +14,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from winnow.batch import rows_of
 from winnow.config import ConfigError
 from winnow.engine import LocalEngine, SamplingParams
-from winnow.gate.audit import AuditedGate, RuleAudit
 from winnow.gate.quality import Arrol, ArrolGate, _forced_beyond, trace_confidence
 from winnow.gate.quality_head import Example, QualityHead
 from winnow.gate.quality_stats import auroc
@@ -204,7 +203,7 @@ def test_resume_is_exact(quality: str) -> None:
 
 def test_the_head_loads_alone(tmp_path: Path) -> None:
     gate = Arrol(at=4).build(0)
-    AuditedGate(gate, RuleAudit("arrol", 0.5), advantage=None).save(tmp_path)  # type: ignore[arg-type]
+    gate.save(tmp_path)
     assert not list(tmp_path.iterdir()), "nothing is learned yet"
     with pytest.raises(ValueError, match=r"quality_head\.safetensors: is no quality head"):
         QualityHead.load(tmp_path)

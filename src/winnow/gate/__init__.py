@@ -6,7 +6,6 @@ A gate only decides; `rollout.py` stops what it says. `none` is the absence of a
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, Protocol
 
 from ..types import Checkpoint, EnvStep, Group, GroupView, Token, Verdict
@@ -36,9 +35,6 @@ class Gate(Protocol):
     def metrics(self) -> dict[str, float]:
         return {}
 
-    def save(self, directory: Path) -> None:
-        """Write what is of use without the run, beside the weights of a checkpoint or of the finished model."""
-
     def state_dict(self) -> dict[str, Any]: ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
@@ -52,4 +48,4 @@ def env_steps(at: Checkpoint | tuple[EnvStep, ...]) -> tuple[int, ...]:
 
 
 GATES: dict[str, type] = {"divergence": Divergence, "random": RandomCut, "arrol": Arrol}
-"""Name -> frozen dataclass of options with `build(seed, success_reward) -> Gate`."""
+"""Name -> frozen dataclass of options with `build(seed) -> Gate`."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -253,9 +252,6 @@ class AuditedGate(Gate):
 
     def metrics(self) -> dict[str, float]:
         return self.gate.metrics() | self.audit.metrics()
-
-    def save(self, directory: Path) -> None:
-        self.gate.save(directory)
 
     def state_dict(self) -> dict[str, Any]:
         """Taken between steps, when nothing is in flight; so what is remembered by visit is not part of it."""

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Final, Literal
 
 import numpy as np
@@ -145,7 +144,7 @@ class Divergence:
             return own
         return {self.k: own} if own else {}
 
-    def build(self, seed: int, success_reward: float = 1.0) -> DivergenceGate:
+    def build(self, seed: int) -> DivergenceGate:
         return DivergenceGate(self)
 
 
@@ -210,9 +209,6 @@ class DivergenceGate:
         self._values, self._cut = [], 0
         if self.refit is not None:
             self.refit.end_step()
-
-    def save(self, directory: Path) -> None:
-        """Nothing to keep beside the state of a checkpoint."""
 
     def metrics(self) -> dict[str, float]:
         """Of this step: decisions taken, the share that cut, and the mean of the signal; nothing without decisions.

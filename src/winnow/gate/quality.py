@@ -72,8 +72,8 @@ class Arrol:
         if self.unbiased and self.p_min == 0:
             raise ValueError("unbiased needs p_min above 0: what never survives cannot be weighted")
 
-    def build(self, seed: int, success_reward: float = 1.0) -> ArrolGate:
-        return ArrolGate(self, seed, success_reward)
+    def build(self, seed: int) -> ArrolGate:
+        return ArrolGate(self, seed)
 
 
 class _Asked(NamedTuple):
@@ -96,12 +96,14 @@ class ArrolGate:
     rollout that was decided, and those whose score is not finite survive.
     """
 
-    def __init__(self, options: Arrol, seed: int, success_reward: float) -> None:
+    def __init__(self, options: Arrol, seed: int) -> None:
         self.needs = NEEDS[options.quality]
         self.options = options
         self.unbiased = options.unbiased
         self.head = QualityHead(seed)
-        self._seed, self._success = seed, success_reward
+        self.success_reward = 1.0
+        """The least reward of a right answer; the run's own."""
+        self._seed = seed
         self._steps = 0
         self._at = options.at or FIRST_AT
         self._posterior = BinnedPosterior(capacity=REMEMBERED)
@@ -196,14 +198,17 @@ class ArrolGate:
             asked = self._asked.pop((group.visit.number, rollout.sibling), None)
             if rollout.reward is None or not rollout.turns:
                 continue
-            label, weight = rollout.reward >= self._success, 1 / rollout.survival_p
+            label, weight = self._right(rollout.reward), 1 / rollout.survival_p
             self._learn(rollout.last_hidden, float(rollout.sampler_logp[rollout.action_mask].mean()), label, weight)
             self._lengths.append((rollout.turns[-1].stop - rollout.turns[-1].start, weight))
             if asked is not None:
                 self._posterior.observe(asked.score, label, weight)
                 self._learn(asked.hidden, asked.logp, label, weight)
                 self._realised.seen(asked.q, label, weight, len(rollout.token_ids) - asked.tokens)
-        self._realised.group([r.reward >= self._success for r in group.siblings if r.reward is not None])
+        self._realised.group([self._right(r.reward) for r in group.siblings if r.reward is not None])
+
+    def _right(self, reward: float) -> bool:
+        return reward >= self.success_reward - 1e-8  # as evaluations count
 
     def _learn(self, hidden: np.ndarray | None, logp: float, label: bool, weight: float) -> None:
         """Of the middle of a rollout, or of its end: the head is asked there, too, when answers are voted on."""

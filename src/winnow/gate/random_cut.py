@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,7 +29,7 @@ class RandomCut:
         if not 0 < self.share < 1:
             raise ValueError(f"share must lie in (0, 1), not {self.share}")
 
-    def build(self, seed: int, success_reward: float = 1.0) -> RandomCutGate:
+    def build(self, seed: int) -> RandomCutGate:
         return RandomCutGate(self, seed)
 
 
@@ -57,9 +56,6 @@ class RandomCutGate:
 
     def end_step(self) -> None:
         self._asked = self._cut = 0
-
-    def save(self, directory: Path) -> None:
-        """Nothing to keep."""
 
     def metrics(self) -> dict[str, float]:
         """Of this step: decisions taken, and the share that cut; nothing without decisions."""
