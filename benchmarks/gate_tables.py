@@ -31,7 +31,13 @@ def write_figures(work: Path, arms: Sequence[str], *, out: Path | None, docs: Pa
     premise = json.loads((work / "premise-s0" / "claim.json").read_text(encoding="utf-8"))
     if out is not None:
         figures = {arm: [_summary(run) for run in by_seed.values()] for arm, by_seed in runs.items()}
-        said = {"premise": premise, "calibration": chosen, "warm start": warm, "tiers": tiers, "runs": figures}
+        said = {
+            "premise": premise,
+            "calibration": chosen,
+            "warm start": {seed: _plain(deployed) for seed, deployed in warm.items()},
+            "tiers": tiers,
+            "runs": figures,
+        }
         out.write_text(json.dumps(said, indent=1), encoding="utf-8")
     if docs is not None:
         found = {
@@ -187,10 +193,15 @@ def oracle_share(run: Run, k: int) -> float:
     return float(np.where(zero, stopped, steps).sum() / steps.sum())
 
 
+def _plain(deployed: dict[str, Any]) -> dict[str, Any]:
+    """Without the directory that the model was in."""
+    return {key: value for key, value in deployed.items() if key != "model"}
+
+
 def _summary(run: Run) -> dict[str, Any]:
     return {
         "seed": run.data.seed,
-        "deployed": run.deployed,
+        "deployed": _plain(run.deployed),
         "tokens": run.data.tokens,
         "cut_share": cut_share(run),
         "zero_share": zero_of_rest(run),
