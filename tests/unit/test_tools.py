@@ -7,6 +7,8 @@ import copy
 import gc
 import json
 import threading
+from concurrent.futures import Future
+from typing import Any
 
 import numpy as np
 import pytest
@@ -197,6 +199,20 @@ def test_an_async_tool_that_ends_the_program_ends_only_its_call():
     task = with_tools(OneTurn(), [leave, slow_add], timeout_s=5.0)
     _, (result,) = play(task, call("leave") + call("slow_add", a=1, b=2))
     assert [m["content"] for m in result.observation.messages] == ["{'error': 'raised SystemExit: 3'}", "3"]
+
+
+def test_a_call_that_has_failed_before_anybody_looks_is_no_call_that_was_not_made(monkeypatch):
+    """The event loop may be faster than the thread that asked it."""
+    from winnow.env.calls import LoopRunner
+
+    def answered(self: LoopRunner, function: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        future.set_exception(ValueError("at once"))
+        return future
+
+    monkeypatch.setattr(LoopRunner, "submit", answered)
+    _, (result,) = play(with_tools(OneTurn(), [slow_add]), call("slow_add", a=1, b=2))
+    assert [m["content"] for m in result.observation.messages] == ["{'error': 'at once'}"]
 
 
 def test_threads_end_with_the_task():

@@ -46,8 +46,11 @@ class _Call:
             self.future.set_exception(error)
 
 
-def _too_many() -> RuntimeError:
-    return RuntimeError(f"not called: {MAX_ABANDONED} earlier calls never returned")
+class NotCalledError(RuntimeError):
+    """Too many earlier calls hang."""
+
+    def __init__(self) -> None:
+        super().__init__(f"not called: {MAX_ABANDONED} earlier calls never returned")
 
 
 class ThreadRunner:
@@ -64,7 +67,7 @@ class ThreadRunner:
         if self._closed:
             call.fail(RuntimeError("not called: the rewarder was closed"))
         elif len(self._abandoned) >= MAX_ABANDONED:
-            call.fail(_too_many())
+            call.fail(NotCalledError())
         else:
             self._lane.put(call)
         return call.future
@@ -134,7 +137,7 @@ class LoopRunner:
     def submit(self, function: Callable[[], Coroutine[Any, Any, Any]]) -> Future[Any]:
         call = _Call(function, started=time.monotonic())
         if self._given_up >= MAX_ABANDONED:
-            call.fail(_too_many())
+            call.fail(NotCalledError())
             return call.future
         if self._loop is None:
             self._loop = asyncio.new_event_loop()

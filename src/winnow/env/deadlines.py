@@ -9,7 +9,7 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from typing import Any
 
-from .calls import LoopRunner, ThreadRunner
+from .calls import LoopRunner, NotCalledError, ThreadRunner
 
 POLL_S = 0.05
 
@@ -40,7 +40,7 @@ class Deadlines:
         """Raises TimeoutError when too many earlier ones hang."""
         with self._lock:
             future = self._async.submit(function)
-            if future.done() and (error := future.exception()) is not None:
+            if future.done() and isinstance(error := future.exception(), NotCalledError):
                 raise TimeoutError(str(error))
             return self._watched(future)
 
