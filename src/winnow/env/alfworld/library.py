@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import random
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping, Sequence
 from itertools import cycle, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..kept import kept, loaded, making
 from ..textworld.play import load_json
-from ..worker import WorkerError, WorkerPool
+from ..worker import WorkerPool
 from .rooms import TASK_TYPES
 
 if TYPE_CHECKING:
@@ -36,7 +35,7 @@ DEMONSTRATIONS = 8
 
 def games_of(config: AlfworldConfig) -> tuple[list[Card], list[Card]]:
     """Cards of the train and the test games. Raises ValueError when there are too few."""
-    with _workers(config) as pool:
+    with making("alfworld", config.workers, DESCRIBE_TIMEOUT_S) as pool:
         if config.data is not None:
             root = _root(Path(config.data).expanduser().resolve())
             test = _read(pool, config, root, config.split, config.test_size)
@@ -48,12 +47,12 @@ def games_of(config: AlfworldConfig) -> tuple[list[Card], list[Card]]:
 def walks_of(cards: Sequence[Card], config: AlfworldConfig) -> list[list[list[str]]]:
     """Per game its demonstrations, each `[command, observation, command, ...]`."""
     how = {"count": DEMONSTRATIONS, "noise": config.demo_noise, "max_turns": config.max_turns}
-    files = [_kept("walks", [FORMAT, card["id"], how]) for card in cards]
-    with _workers(config) as pool:
+    files = [kept("alfworld", "walks", [FORMAT, card["id"], how]) for card in cards]
+    with making("alfworld", config.workers, DESCRIBE_TIMEOUT_S) as pool:
         calls = [
             pool.call("winnow.env.alfworld.games:demonstrate", {"card": card["file"], "target": str(file), **how})
             for card, file in zip(cards, files, strict=True)
-            if _loaded(file) is None
+            if loaded(file) is None
         ]
         for call in calls:
             call.result()
@@ -71,7 +70,7 @@ def _made(
     cards: dict[str, Card] = {}
     while len(cards) < wanted and (batch := list(islice(tries, wanted - len(cards)))):
         asked = [{"part": part, "task_type": kind, "seed": seed, "size": size} for kind, seed in batch]
-        files = [_kept("cards", [FORMAT, arguments]) for arguments in asked]
+        files = [kept("alfworld", "cards", [FORMAT, arguments]) for arguments in asked]
         made = _cards(pool, "generate", asked, files)
         cards |= {card["id"]: card for card in made if _told(card) not in shown}
     if len(cards) < wanted:
@@ -108,8 +107,8 @@ def _read(pool: WorkerPool, config: AlfworldConfig, root: Path, part: str, wante
         raise ValueError(f"alfworld: no game.tw-pddl of these task_types in {root / part}; see alfworld-generate")
     asked = [{"path": str(file), "task_type": _task_type(file)} for file in files]
     digests = [hashlib.sha256(file.read_bytes()).hexdigest() for file in files]
-    kept = [_kept("cards", [FORMAT, d, a["task_type"]]) for d, a in zip(digests, asked, strict=True)]
-    return list({card["id"]: card for card in _cards(pool, "describe", asked, kept)}.values())
+    cards = [kept("alfworld", "cards", [FORMAT, d, a["task_type"]]) for d, a in zip(digests, asked, strict=True)]
+    return list({card["id"]: card for card in _cards(pool, "describe", asked, cards)}.values())
 
 
 def _task_type(file: Path) -> str | None:
@@ -137,7 +136,7 @@ def _cards(pool: WorkerPool, function: str, asked: list[dict[str, Any]], files: 
     calls = [
         pool.call(f"winnow.env.alfworld.games:{function}", {**arguments, "card": str(file)})
         for arguments, file in zip(asked, files, strict=True)
-        if not _intact(_loaded(file))
+        if not _intact(loaded(file))
     ]
     for call in calls:
         call.result()
@@ -152,30 +151,3 @@ def card_id(card: Mapping[str, Any]) -> str:
 
 def _intact(card: Any) -> bool:
     return isinstance(card, dict) and card.get("id", "") in (None, card_id(card))
-
-
-def _kept(folder: str, key: Any) -> Path:
-    root = Path(os.environ.get("WINNOW_CACHE") or Path.home() / ".cache" / "winnow").resolve()
-    (root / "alfworld" / folder).mkdir(parents=True, exist_ok=True)
-    name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:24]
-    return root / "alfworld" / folder / f"{name}.json"
-
-
-def _loaded(file: Path) -> Any:
-    """None when it is missing or damaged."""
-    try:
-        return load_json(file)
-    except (OSError, ValueError):
-        return None
-
-
-@contextmanager
-def _workers(config: AlfworldConfig) -> Iterator[WorkerPool]:
-    pool = WorkerPool(config.workers, DESCRIBE_TIMEOUT_S)
-    try:
-        yield pool
-    except WorkerError as error:
-        detail = error.detail.partition(": ")[2].removeprefix("ValueError: ").removeprefix("alfworld: ")
-        raise ValueError(f"alfworld: {detail}") from None
-    finally:
-        pool.close()

@@ -9,16 +9,14 @@ $WINNOW_CACHE/textworld/made/<options>/<seed>/game.z8, game.json, digest
 from __future__ import annotations
 
 import hashlib
-import json
-import os
 import random
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Sequence
 from itertools import count, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..worker import WorkerError, WorkerPool
+from ..kept import kept, loaded, making
+from ..worker import WorkerPool
 from .games import digest_of, intact, save_json
 from .play import load_json
 
@@ -41,7 +39,7 @@ DEMONSTRATIONS = 8
 
 def games_of(config: TextWorldConfig) -> tuple[list[Card], list[Card]]:
     """Cards of the train and the test games. Raises ValueError when there are too few, or an option is unknown."""
-    with _workers(config) as pool:
+    with making("textworld", config.workers, GENERATE_TIMEOUT_S) as pool:
         if config.games is not None:
             return _split(pool, config, Path(config.games).expanduser().resolve())
         test = _generated(pool, config, "test", TEST_SIZE if config.test_size is None else config.test_size, ())
@@ -52,12 +50,12 @@ def games_of(config: TextWorldConfig) -> tuple[list[Card], list[Card]]:
 def walks_of(cards: Sequence[Card], config: TextWorldConfig) -> list[list[list[str]]]:
     """Per game its demonstrations, each `[command, observation, command, ...]`."""
     how = {"count": DEMONSTRATIONS, "noise": config.demo_noise, "max_turns": config.max_turns}
-    files = [_kept("walks", [FORMAT, card["file"], how]) for card in cards]
-    with _workers(config) as pool:
+    files = [kept("textworld", "walks", [FORMAT, card["file"], how]) for card in cards]
+    with making("textworld", config.workers, GENERATE_TIMEOUT_S) as pool:
         calls = [
             pool.call("winnow.env.textworld.games:demonstrate", {"card": card["file"], "target": str(file), **how})
             for card, file in zip(cards, files, strict=True)
-            if _loaded(file) is None
+            if loaded(file) is None
         ]
         for call in calls:
             call.result()
@@ -66,8 +64,8 @@ def walks_of(cards: Sequence[Card], config: TextWorldConfig) -> list[list[list[s
 
 def kept_words(words: list[str]) -> Path:
     """A file of these words, for the processes that play."""
-    file = _kept("words", words)
-    if _loaded(file) != words:
+    file = kept("textworld", "words", words)
+    if loaded(file) != words:
         save_json(file, words)
     return file
 
@@ -75,7 +73,7 @@ def kept_words(words: list[str]) -> Path:
 def _generated(pool: WorkerPool, config: TextWorldConfig, part: str, wanted: int, shown: Collection[str]) -> list[Card]:
     """`wanted` different games, none with a first observation in `shown`."""
     options = {"challenge": config.challenge, "options": config.options, "grammar": config.grammar}
-    folder = _kept("made", [FORMAT, options]).with_suffix("")
+    folder = kept("textworld", "made", [FORMAT, options]).with_suffix("")
     numbers = (hashlib.sha256(f"{part}/{config.seed}/{i}".encode()).digest() for i in count())
     seeds = islice((int.from_bytes(number[:4]) >> 1 for number in numbers), wanted * MAX_REPEATS)
     cards: dict[str, Card] = {}
@@ -127,40 +125,13 @@ def _files(folder: Path) -> list[Path]:
 
 def _cards(pool: WorkerPool, games: Sequence[Path], kind: str) -> list[Card]:
     """Cards of games, equal ones once."""
-    files = [_kept("cards", [FORMAT, str(game), digest_of(game)]) for game in games]
+    files = [kept("textworld", "cards", [FORMAT, str(game), digest_of(game)]) for game in games]
     calls = [
         pool.call("winnow.env.textworld.games:describe", {"path": str(game), "card": str(file)})
         for game, file in zip(games, files, strict=True)
-        if _loaded(file) is None
+        if loaded(file) is None
     ]
     for call in calls:
         call.result()
     cards = [load_json(file) | {"file": str(file), "kind": kind} for file in files]
     return list({card["id"]: card for card in cards}.values())
-
-
-def _kept(folder: str, key: Any) -> Path:
-    root = Path(os.environ.get("WINNOW_CACHE") or Path.home() / ".cache" / "winnow").resolve()
-    (root / "textworld" / folder).mkdir(parents=True, exist_ok=True)
-    name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:24]
-    return root / "textworld" / folder / f"{name}.json"
-
-
-def _loaded(file: Path) -> Any:
-    """None when it is missing or damaged."""
-    try:
-        return load_json(file)
-    except (OSError, ValueError):
-        return None
-
-
-@contextmanager
-def _workers(config: TextWorldConfig) -> Iterator[WorkerPool]:
-    pool = WorkerPool(config.workers, GENERATE_TIMEOUT_S)
-    try:
-        yield pool
-    except WorkerError as error:
-        detail = error.detail.partition(": ")[2].removeprefix("ValueError: ").removeprefix("textworld: ")
-        raise ValueError(f"textworld: {detail}") from None
-    finally:
-        pool.close()

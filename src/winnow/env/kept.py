@@ -1,0 +1,42 @@
+"""Files that a task has made once and finds again, and the processes that make them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from .worker import WorkerError, WorkerPool
+
+
+def kept(task: str, folder: str, key: Any) -> Path:
+    """Where what `key` (JSON) decides is kept: $WINNOW_CACHE, else ~/.cache/winnow, /<task>/<folder>/<hash>.json."""
+    root = Path(os.environ.get("WINNOW_CACHE") or Path.home() / ".cache" / "winnow").resolve()
+    (root / task / folder).mkdir(parents=True, exist_ok=True)
+    name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:24]
+    return root / task / folder / f"{name}.json"
+
+
+def loaded(file: Path) -> Any:
+    """None when it is missing or damaged."""
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+
+
+@contextmanager
+def making(task: str, workers: int, timeout_s: float) -> Iterator[WorkerPool]:
+    """Processes for as long as the block lasts. What goes wrong in them is a ValueError that names the task."""
+    pool = WorkerPool(workers, timeout_s)
+    try:
+        yield pool
+    except WorkerError as error:
+        detail = error.detail.partition(": ")[2].removeprefix("ValueError: ").removeprefix(f"{task}: ")
+        raise ValueError(f"{task}: {detail}") from None
+    finally:
+        pool.close()
