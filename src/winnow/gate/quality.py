@@ -99,7 +99,6 @@ class ArrolGate:
     def __init__(self, options: Arrol, seed: int) -> None:
         self.needs = NEEDS[options.quality]
         self.options = options
-        self.unbiased = options.unbiased
         self.head = QualityHead(seed)
         self.success_reward = 1.0
         """The least reward of a right answer; the run's own."""
@@ -164,7 +163,7 @@ class ArrolGate:
         """Its rank among what recent rollouts would score today, in [0, 1]; None for what is not finite.
 
         A head that learns moves its scale every step. With ranks the bins stay equally full, and with them the keep
-        rate stays what it should be; with the logistic function it swung between 0.27 and 0.74 around 0.5.
+        rate stays what it should be; with the logistic function it swings widely from step to step.
         """
         if self.options.quality == "head":
             assert view.hidden is not None
