@@ -155,13 +155,9 @@ class RolloutRunner:
 
     def poll(self) -> list[Group]:
         """One engine step; returns the groups that are finished and scored, in launch order."""
-        finished = []
-        for event in self.engine.step():
-            if isinstance(event, Reached):
-                self._ask_token_gate(event)
-            else:
-                finished.append(event)
-        self._advance(finished)
+        events = self.engine.step()
+        self._ask_token_gates([event for event in events if isinstance(event, Reached)])
+        self._advance([event for event in events if isinstance(event, Finished)])
         self._clock += 1
         self._take_answers()
         self._scores(wait=False)
@@ -284,26 +280,44 @@ class RolloutRunner:
         if sibling.reward is not None:
             rollout.reward, rollout.rewards = sibling.reward, {"env": sibling.reward}
 
-    def _ask_token_gate(self, event: Reached) -> None:
-        flight = self._flights[event.id[0]]  # type: ignore[index]
-        sibling = flight.siblings[event.id[1]]  # type: ignore[index]
-        reached = {"hidden": event.hidden, "logp": event.logp, "confidence": event.confidence}
-        view = self._view(flight, Token(event.n), sibling=sibling.index, **reached)
-        for gate in flight.token_gates[event.n]:
-            verdict = gate.decide(view)
-            sibling.survive(verdict.probability)
-            if not verdict.keep:
-                self._cancel(flight, sibling)
-                sibling.finish("cancelled", fate=Fate.PRUNED, reason=verdict.reason)
-                self._settle(flight)
-                return
+    def _ask_token_gates(self, events: Sequence[Reached]) -> None:
+        """Of all who came to a checkpoint in the same engine step; what is pruned leaves before the next one."""
+        views: dict[int, GroupView] = {}
+        pruned: list[tuple[Flight, Sibling, str]] = []
+        for event in events:
+            flight = self._flights[event.id[0]]  # type: ignore[index]
+            sibling = flight.siblings[event.id[1]]  # type: ignore[index]
+            number, index = flight.visit.number, sibling.index
+            shared = views[number] if number in views else views.setdefault(number, self._view(flight, Token(event.n)))
+            view = replace(
+                shared,
+                checkpoint=Token(event.n),
+                sibling=index,
+                hidden=event.hidden,
+                logp=event.logp,
+                confidence=event.confidence,
+            )
+            for gate in flight.token_gates[event.n]:
+                verdict = gate.decide(view)
+                sibling.survive(verdict.probability)
+                if not verdict.keep:
+                    pruned.append((flight, sibling, verdict.reason))
+                    break
+        self._cancel([(flight, sibling) for flight, sibling, _ in pruned])
+        for _, sibling, reason in pruned:
+            sibling.finish("cancelled", fate=Fate.PRUNED, reason=reason)
+        for flight in {flight.visit.number: flight for flight, *_ in pruned}.values():
+            self._settle(flight)
 
-    def _cancel(self, flight: Flight, sibling: Sibling) -> None:
-        """Take from the engine what it has sampled of the turn under way, if any."""
-        for partial in self.engine.cancel([(flight.visit.number, sibling.index)]):
+    def _cancel(self, siblings: Sequence[tuple[Flight, Sibling]]) -> None:
+        """Take from the engine what they have sampled of the turns under way, if any."""
+        by_id = {(flight.visit.number, sibling.index): sibling for flight, sibling in siblings}
+        partials = self.engine.cancel(by_id)
+        texts = decode(self.tokenizer, [partial.token_ids for partial in partials]) if partials else []
+        for partial, text in zip(partials, texts, strict=True):
+            sibling = by_id[partial.id]  # type: ignore[index]
             sibling.append(partial.token_ids, True, partial.logp, partial.versions)
             sibling.seconds += partial.seconds
-            text = decode(self.tokenizer, [partial.token_ids])[0]
             start = sibling.length - len(partial.token_ids)
             sibling.turns.append(Turn(text, None, start, sibling.length, "cancelled"))
 
@@ -337,15 +351,14 @@ class RolloutRunner:
     def _cut(self, flight: Flight, verdict: Verdict) -> None:
         """Stop the whole group. What had ended keeps its rewards for display, but takes no part any more."""
         flight.verdict = verdict
+        self._cancel([(flight, s) for s in flight.siblings if s.greedy and s.running])
         for sibling in flight.siblings:
-            if sibling.greedy and sibling.running:
-                self._cancel(flight, sibling)
             rollout = sibling.rollout or sibling.finish("cancelled")
             rollout.reward = None
             if rollout.fate is None:
                 rollout.fate, rollout.reason = Fate.CUT, verdict.reason
 
-    def _view(self, flight: Flight, at: EnvStep | Token, **reached: Any) -> GroupView:
+    def _view(self, flight: Flight, at: EnvStep | Token) -> GroupView:
         return GroupView(
             visit=flight.visit,
             checkpoint=at,
@@ -356,7 +369,6 @@ class RolloutRunner:
             running=tuple(s.running for s in flight.gated),
             failed=tuple(s.rollout is not None and s.rollout.fate == Fate.FAILED for s in flight.gated),
             progress=tuple(s.progress for s in flight.gated),
-            **reached,
         )
 
     @staticmethod

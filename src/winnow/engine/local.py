@@ -326,22 +326,31 @@ class LocalEngine:
     def _settle(self, rows: list[int], hidden_NH: torch.Tensor) -> list[Event]:
         """Look at the rows whose token or count may mean something."""
         events: list[Event] = []
-        ended = []
-        for row in rows:
-            reason = self._stop_reason(row)
-            request, (tokens, logp) = self._table.requests[row], self._table.sampled(row)
+        reasons = {row: self._stop_reason(row) for row in rows}
+        hidden = self._hidden_of([row for row in rows if self._shows_hidden(row, reasons[row])], hidden_NH)
+        for row, reason in reasons.items():
+            request = self._table.requests[row]
             if reason:
                 self._keep(row)
-                ended.append(row)
-                hidden = hidden_NH[row].float().cpu().numpy().copy() if request.last_hidden else None
-                events.append(self._table.finished(row, reason, self._versions(row), hidden))
+                events.append(self._table.finished(row, reason, self._versions(row), hidden.get(row)))
                 continue
-            if len(tokens) in request.checkpoints:
-                hidden = hidden_NH[row].float().cpu().numpy().copy()
-                events.append(Reached(request.id, len(tokens), hidden, logp.copy(), self._table.confidence_of(row)))
+            if row in hidden:
+                logp = self._table.sampled(row)[1].copy()
+                events.append(Reached(request.id, len(logp), hidden[row], logp, self._table.confidence_of(row)))
             self._table.rearm(row)
-        self._remove(ended)
+        self._remove([row for row, reason in reasons.items() if reason])
         return events
+
+    def _shows_hidden(self, row: int, reason: str) -> bool:
+        request = self._table.requests[row]
+        return request.last_hidden if reason else int(self._table.ints[col.COUNT, row]) in request.checkpoints
+
+    def _hidden_of(self, rows: list[int], hidden_NH: torch.Tensor) -> dict[int, np.ndarray]:
+        """float32 [H] by row; one copy from the device for all."""
+        if not rows:
+            return {}
+        picked = hidden_NH[self._to_device(np.array(rows))].float().cpu().numpy()
+        return dict(zip(rows, picked, strict=True))
 
     def _keep(self, row: int) -> None:
         """Keys and values of all but the last token, which has not been through the model; none of older weights."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Mapping
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike
+
+from .window import Window
 
 Balance = Literal["target", "literal"]
 BISECTIONS = 100
@@ -26,24 +27,24 @@ class BinnedPosterior:
         if bins < 1 or capacity < 1 or not alpha > 0:
             raise ValueError(f"bins and capacity must be at least 1 and alpha above 0, not {bins}, {capacity}, {alpha}")
         self.bins, self.capacity, self.alpha = bins, capacity, alpha
-        self._seen: tuple[deque[tuple[int, float]], ...] = (deque(maxlen=capacity), deque(maxlen=capacity))
+        self._seen = Window(capacity), Window(capacity)
         """(bin, weight) of failures and of successes."""
-        self._labels: deque[tuple[bool, float]] = deque(maxlen=2 * capacity)
+        self._labels = Window(2 * capacity)
+        """(success, weight)."""
         self._posterior_B: np.ndarray | None = None
 
-    def bin_of(self, score: ArrayLike) -> np.ndarray:
-        """Number of the bin, int64 like `score`. Raises ValueError on a score outside [0, 1]."""
-        scores = np.asarray(score, dtype=np.float64)
-        if not ((scores >= 0) & (scores <= 1)).all():
-            raise ValueError(f"scores must lie in [0, 1], not {scores[~((scores >= 0) & (scores <= 1))].flat[0]}")
-        return np.minimum((scores * self.bins).astype(np.int64), self.bins - 1)
+    def bin_of(self, score: float) -> int:
+        """Number of its bin. Raises ValueError on a score outside [0, 1]."""
+        if not 0 <= score <= 1:
+            raise ValueError(f"scores must lie in [0, 1], not {score}")
+        return min(int(score * self.bins), self.bins - 1)
 
     def observe(self, score: float, label: bool, weight: float = 1.0) -> None:
         """Learn one outcome. `weight`: 1 / (the chance with which this rollout's outcome came to be seen)."""
         if not (np.isfinite(weight) and weight > 0):
             raise ValueError(f"weight must be a positive number, not {weight}")
-        self._seen[bool(label)].append((int(self.bin_of(score)), float(weight)))
-        self._labels.append((bool(label), float(weight)))
+        self._seen[bool(label)].append(self.bin_of(score), float(weight))
+        self._labels.append(bool(label), float(weight))
         self._posterior_B = None
 
     @property
@@ -53,29 +54,34 @@ class BinnedPosterior:
 
     def posterior(self, score: ArrayLike) -> Any:
         """Chance of success, float64 of the shape of `score`; a float for a number."""
-        found = self.table()[self.bin_of(score)]
+        scores = np.asarray(score, np.float64)
+        found = self.table()[np.array([self.bin_of(s) for s in scores.ravel()], np.int64)].reshape(scores.shape)
         return float(found) if found.ndim == 0 else found
 
     def table(self) -> np.ndarray:
         """The posterior of every bin, [bins]."""
         if self._posterior_B is None:
-            mass = [sum(w for kind, w in self._labels if kind == label) for label in (False, True)]
-            joint = [m * self._likelihood(label) for label, m in enumerate(mass)]
-            self._posterior_B = joint[1] / (joint[0] + joint[1]) if self._labels else np.full(self.bins, 0.5)
+            if not len(self._labels):
+                return np.full(self.bins, 0.5)
+            label_N, weight_N = self._labels.columns()
+            joint = [weight_N[label_N == label].sum() * self._likelihood(label) for label in (0, 1)]
+            self._posterior_B = joint[1] / (joint[0] + joint[1])
         return self._posterior_B
 
     def _likelihood(self, label: int) -> np.ndarray:
         """P(bin | outcome)."""
-        bins, weights = zip(*self._seen[label], strict=True) if self._seen[label] else ((), ())
-        counts_B = np.bincount(np.array(bins, np.int64), np.array(weights, np.float64), self.bins)
+        seen = self._seen[label]
+        bin_N, weight_N = seen.columns() if len(seen) else (np.empty(0, np.int64), np.empty(0))
+        counts_B = np.bincount(bin_N, weight_N, self.bins)
         return np.asarray((counts_B + self.alpha) / (counts_B.sum() + self.alpha * self.bins))
 
     def state_dict(self) -> dict[str, Any]:
-        return {"seen": [[list(e) for e in kind] for kind in self._seen], "labels": [list(e) for e in self._labels]}
+        return {"seen": [kind.state_dict() for kind in self._seen], "labels": self._labels.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._seen = tuple(deque(((int(b), float(w)) for b, w in kind), self.capacity) for kind in state["seen"])
-        self._labels = deque(((bool(k), float(w)) for k, w in state["labels"]), 2 * self.capacity)
+        for kind, kept in zip(self._seen, state["seen"], strict=True):
+            kind.load_state_dict(kept)
+        self._labels.load_state_dict(state["labels"])
         self._posterior_B = None
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections import deque
+from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import comb
+from functools import lru_cache
+from math import comb, isfinite
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -17,6 +18,7 @@ from ..types import KEEP, Group, GroupView, Token, Verdict
 from .calibration import Balance, BinnedPosterior, survival_probabilities
 from .quality_head import Example, QualityHead
 from .quality_stats import Realised
+from .window import Window
 
 __all__ = ["Arrol", "ArrolGate", "BinnedPosterior", "survival_probabilities"]
 
@@ -106,15 +108,16 @@ class ArrolGate:
         self._steps = 0
         self._at = options.at or FIRST_AT
         self._posterior = BinnedPosterior(capacity=REMEMBERED)
-        self._bins: deque[int] = deque(maxlen=REMEMBERED)
-        self._raw: deque[float] = deque(maxlen=REMEMBERED)
+        self._bins = Window(REMEMBERED)
+        self._raw = Window(REMEMBERED)
         """Scores as they are, of predictors that know no scale."""
-        self._scale = np.empty(0)
+        self._scale: list[float] = []
         """What recent rollouts score by the predictor of now, ascending."""
-        self._lengths: deque[tuple[int, float]] = deque(maxlen=REMEMBERED)
+        self._lengths = Window(REMEMBERED)
         """Length of a rollout's last turn and how many rollouts it stands for."""
         self._asked: dict[tuple[int, int], _Asked] = {}
-        self._draws: dict[int, np.ndarray] = {}
+        self._draws: dict[int, tuple[list[float], list[int]]] = {}
+        self._q_B = self._posterior.table()
         self._survival_B = np.full(self._posterior.bins, options.keep_rate)
         self._realised = Realised()
 
@@ -139,18 +142,16 @@ class ArrolGate:
         if score is None:
             self._realised.not_finite += 1
             return Verdict(True, "its score is not finite")
-        number = int(self._posterior.bin_of(score))
+        number = self._posterior.bin_of(score)
         self._bins.append(number)
-        self._asked[key] = _Asked(view.hidden, logp, score, float(self._posterior.table()[number]), view.checkpoint.n)
+        self._asked[key] = _Asked(view.hidden, logp, score, float(self._q_B[number]), view.checkpoint.n)
         if self.cold:
             self._realised.decided(1.0, keep=True)
             return KEEP
         survival = float(self._survival_B[number])
-        draws_G = self._draws_of(view)
-        draw = draws_G[view.sibling]
-        forced = int((draws_G < draw).sum()) < self.options.min_survivors
-        chance = survival + _forced_beyond(survival, len(draws_G), self.options.min_survivors)
-        keep = bool(draw < survival or forced)
+        draws, ranks = self._draws_of(view)
+        chance = survival + _forced_beyond(survival, len(draws), self.options.min_survivors)
+        keep = draws[view.sibling] < survival or ranks[view.sibling] < self.options.min_survivors
         self._realised.decided(survival, keep=keep)
         if keep:
             return Verdict(True, probability=chance)
@@ -173,21 +174,22 @@ class ArrolGate:
             raw = trace_confidence(view.confidence)
         else:
             raw = logp
-        if not np.isfinite(raw):
+        if not isfinite(raw):
             return None
         if self.options.quality == "head" and view.hidden is not None:
             self.head.remember(view.hidden, logp)
         else:
             self._raw.append(raw)
-        return float(np.searchsorted(self._scale, raw) / len(self._scale)) if len(self._scale) else 0.5
+        return bisect_left(self._scale, raw) / len(self._scale) if self._scale else 0.5
 
-    def _draws_of(self, view: GroupView) -> np.ndarray:
-        """One draw for each sibling of the group, float [G]."""
+    def _draws_of(self, view: GroupView) -> tuple[list[float], list[int]]:
+        """One draw for each sibling of the group, and how many of the others' are lower."""
         number, prompt = view.visit.number, view.visit.prompt
         if number not in self._draws:
             size = len(view.running)
             key = as_tensor([noise_key(self._seed, QUALITY_STREAM, prompt.ordinal, view.visit.epoch)] * size)
-            self._draws[number] = uniform(key, torch.arange(size)).double().numpy()
+            draws_G = uniform(key, torch.arange(size)).double().numpy()
+            self._draws[number] = draws_G.tolist(), np.searchsorted(np.sort(draws_G), draws_G).tolist()
         return self._draws[number]
 
     def observe(self, group: Group) -> None:
@@ -199,7 +201,7 @@ class ArrolGate:
                 continue
             label, weight = self._right(rollout.reward), 1 / rollout.survival_p
             self._learn(rollout.last_hidden, float(rollout.sampler_logp[rollout.action_mask].mean()), label, weight)
-            self._lengths.append((rollout.turns[-1].stop - rollout.turns[-1].start, weight))
+            self._lengths.append(rollout.turns[-1].stop - rollout.turns[-1].start, weight)
             if asked is not None:
                 self._posterior.observe(asked.score, label, weight)
                 self._learn(asked.hidden, asked.logp, label, weight)
@@ -221,19 +223,23 @@ class ArrolGate:
         if o.quality == "head":
             self.head.fit()
         self._set_scale()
-        posterior_B = self._posterior.table()
-        buffer_M = posterior_B[np.array(self._bins, np.int64)]
+        self._q_B = self._posterior.table()
+        buffer_M = self._q_B[self._bins.columns()[0]] if len(self._bins) else np.empty(0)
         self._survival_B = survival_probabilities(
-            posterior_B, buffer_M, o.keep_rate, o.target, o.strength, o.p_min, o.balance
+            self._q_B, buffer_M, o.keep_rate, o.target, o.strength, o.p_min, o.balance
         )
-        if o.at is None and self._lengths:
-            length_N, weight_N = np.array(sorted(self._lengths)).T
-            reached = np.searchsorted(weight_N.cumsum(), o.quantile * weight_N.sum())
-            self._at = max(1, round(o.share * length_N[min(int(reached), len(length_N) - 1)]))
+        if o.at is None and len(self._lengths):
+            length_N, weight_N = self._lengths.columns()
+            order_N = np.argsort(length_N, kind="stable")
+            reached = int(np.searchsorted(weight_N[order_N].cumsum(), o.quantile * weight_N.sum()))
+            self._at = max(1, round(o.share * length_N[order_N[min(reached, len(length_N) - 1)]]))
         self._realised = Realised()
 
     def _set_scale(self) -> None:
-        self._scale = np.sort(self.head.recent_scores() if self.options.quality == "head" else np.array(self._raw))
+        if self.options.quality == "head":
+            self._scale = sorted(self.head.recent_scores().tolist())
+        elif len(self._raw):
+            self._scale = sorted(self._raw.columns()[0].tolist())
 
     def metrics(self) -> dict[str, float]:
         """Of this step."""
@@ -252,9 +258,9 @@ class ArrolGate:
             "at": self._at,
             "head": self.head.state_dict(),
             "posterior": self._posterior.state_dict(),
-            "bins": list(self._bins),
-            "raw": list(self._raw),
-            "lengths": [list(entry) for entry in self._lengths],
+            "bins": self._bins.state_dict(),
+            "raw": self._raw.state_dict(),
+            "lengths": self._lengths.state_dict(),
             "survival": self._survival_B.tolist(),
         }
 
@@ -262,13 +268,15 @@ class ArrolGate:
         self._steps, self._at = int(state["steps"]), int(state["at"])
         self.head.load_state_dict(state["head"])
         self._posterior.load_state_dict(state["posterior"])
-        self._bins = deque(map(int, state["bins"]), REMEMBERED)
-        self._raw = deque(map(float, state["raw"]), REMEMBERED)
+        self._q_B = self._posterior.table()
+        self._bins.load_state_dict(state["bins"])
+        self._raw.load_state_dict(state["raw"])
+        self._lengths.load_state_dict(state["lengths"])
         self._set_scale()
-        self._lengths = deque(((int(n), float(w)) for n, w in state["lengths"]), REMEMBERED)
         self._survival_B = np.array(state["survival"], np.float64)
 
 
+@lru_cache(maxsize=4096)
 def _forced_beyond(p: float, size: int, least: int) -> float:
     """Chance that a draw is not below p, but among the `least` lowest of `size` draws.
 

@@ -7,8 +7,7 @@ that, and together they tell most.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +19,7 @@ from torch import nn
 
 from ..noise import noise_key
 from ..packed import pack, unpack
+from .window import Window
 
 HEAD_STREAM = 6
 """Keeps its draws apart from other noise."""
@@ -50,8 +50,9 @@ class QualityHead:
         self._fits = 0
         self.resets = 0
         """How often it was thrown away because its weights were not finite."""
-        self._examples: deque[Example] = deque(maxlen=REMEMBERED)
-        self._recent: deque[tuple[np.ndarray, float]] = deque(maxlen=RECENT)
+        self._examples = Window(REMEMBERED)
+        self._recent = Window(RECENT)
+        """Hidden state and log-probability."""
         self._net: nn.Sequential | None = None
         self._optimizer: torch.optim.AdamW | None = None
         self._moments = (0.0, 1.0)
@@ -67,59 +68,60 @@ class QualityHead:
             return float("nan")
         if not self._layers:
             return 0.0
-        return float(self._scores(hidden[None], np.array([logp]))[0])
+        return float(self._scores(hidden, logp))
 
-    def _scores(self, hidden_NH: np.ndarray, logp_N: np.ndarray) -> np.ndarray:
+    def _scores(self, hidden_NH: np.ndarray, logp_N: np.ndarray | float) -> np.ndarray:
+        """Of one rollout, [H] and a number, or of many."""
         first, bias, second, last = self._layers
-        inner = np.maximum(self._inputs(hidden_NH, logp_N) @ first.T + bias, 0)
-        return np.asarray(inner @ second[0] + last[0])
+        hidden_NH, z_N = self._inputs(hidden_NH, logp_N)
+        inner = hidden_NH @ first[:, :-1].T
+        inner += z_N[..., None] * first[:, -1]
+        inner += bias
+        return np.asarray(np.maximum(inner, 0, out=inner) @ second[0] + last[0])
 
     def remember(self, hidden: np.ndarray, logp: float) -> None:
         """A rollout at its detection token, whatever becomes of it."""
-        self._recent.append((hidden, logp))
+        self._recent.append(hidden, logp)
 
     def recent_scores(self) -> np.ndarray:
         """What the head of today says to the last `RECENT` rollouts, float [N]."""
-        if not self._layers or not self._recent:
-            return np.empty(0)
-        hidden_NH, logp_N = (np.array(column) for column in zip(*self._recent, strict=True))
-        return self._scores(hidden_NH, logp_N)
+        return self._scores(*self._recent.columns()) if self._layers and len(self._recent) else np.empty(0)
 
-    def _inputs(self, hidden_NH: np.ndarray, logp_N: np.ndarray) -> np.ndarray:
-        """float32 [N, H + 1]: normalised hidden states, and the log-probability, which counts as a few of them."""
-        centred_NH = hidden_NH - hidden_NH.mean(1, keepdims=True)
-        normal_NH = centred_NH / np.sqrt((centred_NH**2).mean(1, keepdims=True) + 1e-5)
+    def _inputs(self, hidden_NH: np.ndarray, logp_N: np.ndarray | float) -> tuple[np.ndarray, np.ndarray]:
+        """float32: normalised hidden states, and the log-probability, which counts as a few of them."""
+        size = hidden_NH.shape[-1]
+        centred_NH = hidden_NH - np.add.reduce(hidden_NH, -1, keepdims=True) / size
+        variance_N = np.einsum("...h,...h->...", centred_NH, centred_NH) / size
+        centred_NH /= np.sqrt(variance_N + 1e-5)[..., None]
         mean, deviation = self._moments
-        z_N1 = 2 * (logp_N[:, None] - mean) / deviation
-        return np.concatenate([normal_NH, z_N1], axis=1, dtype=np.float32)
+        return centred_NH, np.asarray(2 * (logp_N - mean) / deviation, np.float32)
 
     def observe(self, example: Example) -> None:
         """Remember a labelled rollout; an example that is not finite teaches nothing."""
         if np.isfinite(example.hidden).all() and np.isfinite([example.logp, example.weight]).all():
-            self._examples.append(example)
+            self._examples.append(*example)
 
     def fit(self) -> None:
         """A few steps of AdamW; what is drawn depends on the seed and the number of earlier fits alone."""
         self._fits += 1
-        if not self._examples:
+        if not len(self._examples):
             return
+        hidden_NH, logp_N, label_N, weight_N = self._examples.columns()
         if self._net is None:
-            self._build(len(self._examples[0].hidden))
+            self._build(hidden_NH.shape[1])
         assert self._net is not None
         assert self._optimizer is not None
-        logp_N = np.array([e.logp for e in self._examples])
         self._moments = float(logp_N.mean()), float(max(logp_N.std(), 1e-3))
-        inputs = torch.from_numpy(self._inputs(np.stack([e.hidden for e in self._examples]), logp_N))
-        labels = torch.tensor([float(e.label) for e in self._examples])
-        weights = torch.tensor([e.weight for e in self._examples])
         draws = torch.Generator().manual_seed(noise_key(self._seed, HEAD_STREAM, self._fits) >> 1)
         for _ in range(UPDATES):
-            picked = torch.randint(len(labels), (BATCH,), generator=draws)
+            picked = torch.randint(len(label_N), (BATCH,), generator=draws).numpy()
+            inputs = np.column_stack(self._inputs(hidden_NH[picked], logp_N[picked]))
+            labels, weights = (torch.from_numpy(c[picked].astype(np.float32)) for c in (label_N, weight_N))
             losses = nn.functional.binary_cross_entropy_with_logits(
-                self._net(inputs[picked])[:, 0], labels[picked], reduction="none"
+                self._net(torch.from_numpy(inputs))[:, 0], labels, reduction="none"
             )
             self._optimizer.zero_grad()
-            (losses @ weights[picked] / weights[picked].sum()).backward()
+            (losses @ weights / weights.sum()).backward()
             self._optimizer.step()
         self._publish()
 
@@ -130,7 +132,7 @@ class QualityHead:
             nn.init.normal_(layer.weight, std=layer.in_features**-0.5, generator=generator)
             nn.init.zeros_(layer.bias)
         self._net = nn.Sequential(first, nn.ReLU(), second)
-        self._optimizer = torch.optim.AdamW(self._net.parameters(), lr=LEARNING_RATE)
+        self._optimizer = torch.optim.AdamW(self._net.parameters(), lr=LEARNING_RATE, fused=True)
 
     def _publish(self) -> None:
         """Hand the weights to `score`, which costs microseconds in NumPy; those that are not finite are dropped."""
@@ -166,28 +168,20 @@ class QualityHead:
             adam = [self._optimizer.state[p] for p in self._net.parameters()]
             tensors = [*self._net.parameters(), *(s[key] for s in adam for key in ("step", "exp_avg", "exp_avg_sq"))]
             net = [pack(t.detach().numpy()) for t in tensors]
-        columns = zip(Example._fields, zip(*self._examples, strict=True), strict=False)  # no columns without examples
         return {
             "fits": self._fits,
             "resets": self.resets,
             "net": net,
             "moments": list(self._moments),
-            "recent": [pack(np.array(column)) for column in zip(*self._recent, strict=True)],
-            "examples": {name: pack(np.array(column)) for name, column in columns},
+            "recent": self._recent.state_dict(),
+            "examples": self._examples.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._fits, self.resets = int(state["fits"]), int(state["resets"])
         self._moments = (float(state["moments"][0]), float(state["moments"][1]))
-        self._examples.clear()
-        self._recent.clear()
-        if state["recent"]:
-            hidden, logp = map(unpack, state["recent"])
-            self._recent.extend(zip(hidden, logp.tolist(), strict=True))
-        if state["examples"]:
-            columns: Sequence[np.ndarray] = [unpack(state["examples"][key]) for key in Example._fields]
-            rows = zip(*columns, strict=True)
-            self._examples.extend(Example(h, float(p), bool(label), float(w)) for h, p, label, w in rows)
+        self._recent.load_state_dict(state["recent"])
+        self._examples.load_state_dict(state["examples"])
         self._layers, self._net, self._optimizer = [], None, None
         if state["net"]:
             tensors = [torch.from_numpy(unpack(packed)) for packed in state["net"]]
