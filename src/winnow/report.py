@@ -62,7 +62,7 @@ def _fill_in(runs: Sequence[Run], points: int, share: float) -> str:
         "differences": _differences(runs),
         "runs": [_run_data(run, points, share) for run in runs],
     }
-    return render_page(title, data, "charts.js", "bars.js", "report.js")
+    return render_page(title, data, "charts.js", "bars.js", "reliability.js", "report.js")
 
 
 def render_page(title: str, data: object, *scripts: str) -> str:
@@ -99,6 +99,7 @@ def _run_data(run: Run, points: int, share: float) -> dict[str, Any]:
         "totals": _totals(run),
         "audit": run.audit,
         "profile": run.profile,
+        "reliability": run.reliability,
         "samples": run.samples[::every],
         "config": _flat(run.config or {}),
         "notes": run.notes,

@@ -34,6 +34,7 @@ SAMPLE_KEYS = (
     "tokens",
     "split",
 )
+RELIABILITY = "gate/arrol/reliability/"
 MAX_TEXT = 4_000
 """Characters kept of a prompt or completion."""
 
@@ -55,6 +56,8 @@ class Run:
     totals: dict[str, dict[str, float]] | None = None
     audit: dict[str, Any] | None = None
     samples: list[dict[str, Any]] = field(default_factory=list)
+    reliability: dict[str, Any] | None = None
+    """`points` and `caption` of what a gate predicted and what came true."""
     profile: dict[str, Any] | None = None
     """`labels`, `counts` and `caption` of the pass rates that its selector went by, or a `note` why there are none."""
     notes: list[str] = field(default_factory=list)
@@ -71,6 +74,7 @@ def read_run(path: Path, *, max_samples: int) -> Run:
     run.profile = _read_profile((run.config or {}).get("selector"))
     merged = merge_steps(read_lines(path / "metrics.jsonl", run.notes))
     run.rows = [row for row in merged if any(not k.startswith("eval/") for k in row if k not in CUMULATIVE)]
+    run.reliability = _take_reliability(run.rows)
     run.evaluations = [row for row in merged if any(k.startswith("eval/") for k in row)]
     _read_ledger(path / "ledger.sqlite", run)
     run.samples = _thin_samples(read_lines(path / "samples.jsonl", run.notes), max_samples)
@@ -115,6 +119,26 @@ def _mean_row(rows: Sequence[Row]) -> Row:
 
 def _rounded(value: float | None, key: str) -> float | None:
     return None if value is None else float(f"{value:.{9 if key in CUMULATIVE else 5}g}")
+
+
+def _take_reliability(rows: Sequence[Row]) -> dict[str, Any] | None:
+    """Sum up, over all steps, what a diagram needs; its many series are taken out of the rows, which show the rest."""
+    sums: dict[int, dict[str, float]] = {}
+    for row in rows:
+        for key in [k for k in row if k.startswith(RELIABILITY)]:
+            number, _, name = key.removeprefix(RELIABILITY).partition("/")
+            if number.isdecimal() and name in ("rollouts", "predicted", "right"):
+                bin_ = sums.setdefault(int(number), dict.fromkeys(("rollouts", "predicted", "right"), 0.0))
+                bin_[name] += row[key]
+            del row[key]
+    points = [[b["predicted"] / b["rollouts"], b["right"] / b["rollouts"], b["rollouts"]]
+              for _, b in sorted(sums.items()) if b["rollouts"] > 0]  # fmt: skip
+    if not points:
+        return None
+    total = math.fsum(n for *_, n in points)
+    gap = math.fsum(n * abs(predicted - right) for predicted, right, n in points) / total
+    caption = f"{total:,.0f} rollouts, pruned ones estimated; mean distance from the diagonal (ECE) {gap:.3f}"
+    return {"points": [[round(v, 4) for v in point] for point in points], "caption": caption}
 
 
 def _read_config(path: Path, notes: list[str]) -> dict[str, Any] | None:

@@ -16,7 +16,7 @@ from winnow.config import ConfigError
 from winnow.engine import LocalEngine, SamplingParams
 from winnow.gate.quality import Arrol, ArrolGate, _forced_beyond, trace_confidence
 from winnow.gate.quality_head import Example, QualityHead
-from winnow.gate.quality_stats import auroc
+from winnow.gate.quality_stats import Realised, auroc
 from winnow.reward import Rewarder
 from winnow.rollout import RolloutOptions, RolloutRunner
 from winnow.types import Fate, Group, GroupView, Prompt, Rollout, Token, Turn, Verdict, Visit
@@ -357,3 +357,37 @@ def test_options_are_checked(options: dict[str, Any], message: str) -> None:
 
     with pytest.raises(ConfigError, match=message):
         method(GATES, {"name": "arrol", **options}, "gates")
+
+
+def test_groups_of_0_1_and_all_survivors_and_early_ends_are_named_in_metrics() -> None:
+    gate = Arrol(at=4, cold_start=1, min_survivors=0).build(0)
+    play(gate, 1)
+    gate._survival_B[:] = 0.5
+    seen = {"none": 0, "one": 0, "all": 0}
+    for number in range(60):
+        kept = [gate.decide(view(500 + number, i, 3, np.ones(H))).keep for i in range(3)]
+        seen["none"] += sum(kept) == 0
+        seen["one"] += sum(kept) == 1
+        seen["all"] += sum(kept) == 3
+        members = [rollout(i, 1.0 if alive else None) for i, alive in enumerate(kept)]
+        gate.observe(Group(Visit(500 + number, 0, Prompt("p", number, text="x")), members))
+    assert min(seen.values()) > 0
+    found = gate.metrics()
+    assert {name: found[f"gate/arrol/survivors/{name}"] for name in seen} == seen
+    assert found["gate/arrol/ended_early"] == 0
+    gate.observe(Group(Visit(900, 0, Prompt("p", 9, text="x")), [rollout(0, 1.0)]))
+    assert gate.metrics()["gate/arrol/ended_early"] == 1
+    gate.head._layers[3][:] = np.nan
+    gate.decide(view(901, 0, 1, np.ones(H)))
+    gate.observe(Group(Visit(901, 0, Prompt("p", 9, text="x")), [rollout(0, 1.0)]))
+    assert gate.metrics()["gate/arrol/ended_early"] == 1, "it was asked, though nothing could be said"
+
+
+def test_reliability_sums_add_up_to_what_was_seen() -> None:
+    seen = Realised()
+    for q, label, weight in ((0.05, False, 1.0), (0.05, True, 2.0), (0.97, True, 1.0), (1.0, True, 3.0)):
+        seen.seen(q, label, weight, 5)
+    found = seen.metrics()
+    assert [found[f"reliability/0/{k}"] for k in ("rollouts", "predicted", "right")] == pytest.approx([3, 0.15, 2])
+    assert [found[f"reliability/9/{k}"] for k in ("rollouts", "predicted", "right")] == pytest.approx([4, 3.97, 4])
+    assert not any(key.startswith("reliability/5") for key in found)

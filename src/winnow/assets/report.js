@@ -59,6 +59,20 @@
       ["Importance ratio", { keys: [["sampling/importance_sampling_ratio/mean", "mean"]] }],
       ["Clipped tokens", { zero: true, format: charts.percent, keys: [["clip_ratio/region_mean", "all"], ["clip_ratio/low_mean", "low"], ["clip_ratio/high_mean", "high"]] }],
     ] },
+    ...(runs.some((r) => logged(r.metrics, "gate/arrol/asked")) ? [{ id: "pruning", title: "Pruned while generated", charts: [
+      ["Share of rollouts kept", { zero: true, share: true, format: charts.percent,
+        keys: [["gate/arrol/keep_rate", "kept"], ["gate/arrol/expected_keep_rate", "expected"]] }],
+      ["Right answers", { zero: true, share: true, format: charts.percent,
+        keys: [["gate/arrol/positive_share", "of those trained"], ["gate/arrol/success", "of all asked"], ["gate/arrol/target", "target"]] }],
+      ["Balance of trained groups, mean p (1 - p)", { zero: true, keys: [["gate/arrol/balance", "balance"]] }],
+      ["How well success is told apart", { share: true, keys: [["gate/arrol/auroc", "AUROC"], ["gate/arrol/accuracy", "accuracy"]] }],
+      ["Brier score", { zero: true, keys: [["gate/arrol/brier", "mean squared error"]] }],
+      ["Tokens saved", { zero: true, keys: [["gate/arrol/tokens_saved", "a step, estimated"]] }],
+      ["Where the decision falls", { zero: true, keys: [["gate/arrol/detection_length", "token"]] }],
+      ["Groups by survivors", { zero: true, keys: [["gate/arrol/survivors/none", "none"], ["gate/arrol/survivors/one", "one"], ["gate/arrol/survivors/all", "all"]] }],
+      ["Rollouts without a decision", { zero: true,
+        keys: [["gate/arrol/ended_early", "ended before it"], ["gate/arrol/not_finite", "score not finite"]] }],
+    ] }] : []),
     ...(auditedRules().length ? [{ id: "rules", title: "Rules under audit", charts: auditedRules().flatMap((rule) => [
       [`Signal lost by ${rule}`, { zero: true, share: true, format: charts.percent, keys: bounded(`audit/${rule}/signal_lost`) }],
       [`Precision of ${rule}`, { share: true, format: charts.percent, keys: bounded(`audit/${rule}/precision`) }],
@@ -252,6 +266,16 @@
       el("p", { class: "soft below", dir: "auto" }, p.note || p.caption))));
   }
 
+  /** What the pruning gate predicted and what came true, over the whole run. */
+  function reliabilitySection() {
+    const shown = runs.filter((r) => r.reliability);
+    if (!shown.length) return null;
+    return section("reliability", "Predicted and realised success", ...shown.map(({ name, reliability: found }) => el("div", { class: "card" },
+      several ? el("h3", { dir: "auto" }, name) : null,
+      reliability.diagram(found.points, runColor(runs.findIndex((r) => r.name === name))),
+      el("p", { class: "soft below" }, found.caption))));
+  }
+
   function toolbar() {
     const choice = (label, options, pick) => {
       const buttons = options.map(([value, name], n) => el("button", { "aria-pressed": n === 0, onclick: (e) => {
@@ -290,7 +314,7 @@
       el("header", {}, el("div", { class: "brand" }, "Winnow"), el("h1", { dir: "auto" }, several ? `${runs.length} runs compared` : runs[0].name)),
       several ? comparison() : el("div", { class: "cards" }, ...data.cards.map((c) => el("div", { class: "card" },
         el("div", { class: "label" }, c.label), el("div", { class: `value ${c.state}` }, c.value), el("div", { class: "note" }, c.note)))),
-      ...sections, profileSection() || "", samplesSection(), auditSection(), configSection(),
+      ...sections, reliabilitySection() || "", profileSection() || "", samplesSection(), auditSection(), configSection(),
       el("footer", {}, "Drag over a chart to zoom, double-click to see all of it. ",
         averaged > 1 ? `Long series are means over up to ${averaged} steps.` : ""));
     app.insertBefore(toolbar(), sections[0]);

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from ..noise import as_tensor, noise_key, uniform
-from ..types import KEEP, Group, GroupView, Token, Verdict
+from ..types import KEEP, Fate, Group, GroupView, Token, Verdict
 from .calibration import Balance, BinnedPosterior, survival_probabilities
 from .quality_head import Example, QualityHead
 from .quality_stats import Realised
@@ -115,7 +115,8 @@ class ArrolGate:
         """What recent rollouts score by the predictor of now, ascending."""
         self._lengths = Window(REMEMBERED)
         """Length of a rollout's last turn and how many rollouts it stands for."""
-        self._asked: dict[tuple[int, int], _Asked] = {}
+        self._asked: dict[tuple[int, int], _Asked | None] = {}
+        """None: its score was not finite."""
         self._draws: dict[int, tuple[list[float], list[int]]] = {}
         self._q_B = self._posterior.table()
         self._survival_B = np.full(self._posterior.bins, options.keep_rate)
@@ -141,10 +142,12 @@ class ArrolGate:
         score = self._score(view, logp)
         if score is None:
             self._realised.not_finite += 1
+            self._asked[key] = None
             return Verdict(True, "its score is not finite")
         number = self._posterior.bin_of(score)
         self._bins.append(number)
-        self._asked[key] = _Asked(view.hidden, logp, score, float(self._q_B[number]), view.checkpoint.n)
+        q = float(self._q_B[number])
+        self._asked[key] = _Asked(view.hidden, logp, score, q, view.checkpoint.n)
         if self.cold:
             self._realised.decided(1.0, keep=True)
             return KEEP
@@ -155,9 +158,7 @@ class ArrolGate:
         self._realised.decided(survival, keep=keep)
         if keep:
             return Verdict(True, probability=chance)
-        reason = (
-            f"pruned at token {view.checkpoint.n}: predicted success {self._asked[key].q:.2f}, survival {survival:.2f}"
-        )
+        reason = f"pruned at token {view.checkpoint.n}: predicted success {q:.2f}, survival {survival:.2f}"
         return Verdict(False, reason, 1 - chance)
 
     def _score(self, view: GroupView, logp: float) -> float | None:
@@ -196,17 +197,21 @@ class ArrolGate:
         """Learn from whoever came to an end; outcomes count 1 / survival, for those of the pruned are not seen."""
         self._draws.pop(group.visit.number, None)
         for rollout in group.siblings:
-            asked = self._asked.pop((group.visit.number, rollout.sibling), None)
+            key = group.visit.number, rollout.sibling
+            early, asked = key not in self._asked, self._asked.pop(key, None)
             if rollout.reward is None or not rollout.turns:
                 continue
             label, weight = self._right(rollout.reward), 1 / rollout.survival_p
             self._learn(rollout.last_hidden, float(rollout.sampler_logp[rollout.action_mask].mean()), label, weight)
             self._lengths.append(rollout.turns[-1].stop - rollout.turns[-1].start, weight)
+            self._realised.ended_early += early
             if asked is not None:
                 self._posterior.observe(asked.score, label, weight)
                 self._learn(asked.hidden, asked.logp, label, weight)
                 self._realised.seen(asked.q, label, weight, len(rollout.token_ids) - asked.tokens)
-        self._realised.group([self._right(r.reward) for r in group.siblings if r.reward is not None])
+        survivors = sum(r.fate != Fate.PRUNED for r in group.siblings)
+        labels = [self._right(r.reward) for r in group.siblings if r.reward is not None]
+        self._realised.group(labels, survivors, len(group.siblings))
 
     def _right(self, reward: float) -> bool:
         return reward >= self.success_reward - 1e-8  # as evaluations count
@@ -243,7 +248,12 @@ class ArrolGate:
 
     def metrics(self) -> dict[str, float]:
         """Of this step."""
-        found = self._realised.metrics() | {"detection_length": float(self._at), "cold": float(self.cold)}
+        found = self._realised.metrics() | {
+            "detection_length": float(self._at),
+            "cold": float(self.cold),
+            "one_class": float(min(self._posterior.labels) == 0),
+            "target": self.options.target,
+        }
         found |= {"head_resets": float(self.head.resets)} if self.options.quality == "head" else {}
         return {f"gate/arrol/{name}": value for name, value in found.items()}
 

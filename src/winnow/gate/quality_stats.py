@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+RELIABILITY_BINS = 10
+
 
 @dataclass
 class Realised:
@@ -20,6 +22,10 @@ class Realised:
     """(predicted success, success, weight, tokens after the detection token)."""
     groups: list[tuple[float, int]] = field(default_factory=list)
     """Share of right answers in each group, and how many have a reward."""
+    survivors: list[tuple[int, int]] = field(default_factory=list)
+    """How many of each group were not pruned, and of how many."""
+    ended_early: int = 0
+    """Rollouts that came to an end before anybody asked."""
 
     def decided(self, survival: float, *, keep: bool) -> None:
         self.asked += 1
@@ -29,7 +35,8 @@ class Realised:
     def seen(self, q: float, label: bool, weight: float, later: int) -> None:
         self.outcomes.append((q, label, weight, later))
 
-    def group(self, labels: list[bool]) -> None:
+    def group(self, labels: list[bool], survivors: int, size: int) -> None:
+        self.survivors.append((survivors, size))
         if labels:
             self.groups.append((float(np.mean(labels)), len(labels)))
 
@@ -37,8 +44,16 @@ class Realised:
         """`keep_rate` is what was decided, `expected_keep_rate` what the draws had as their mean. `tokens_saved` is
         estimated from what survivors went on to sample. `positive_share` and `balance`, E[p (1 - p)], are of groups as
         they are trained; `success` is that of all rollouts asked, `brier`, `auroc` and `accuracy` of the predictions.
+        `survivors/none`, `one` and `all` count groups.
         """
-        found = {"asked": float(self.asked), "not_finite": float(self.not_finite)}
+        found = {
+            "asked": float(self.asked),
+            "not_finite": float(self.not_finite),
+            "ended_early": float(self.ended_early),
+            "survivors/none": float(sum(n == 0 for n, _ in self.survivors)),
+            "survivors/one": float(sum(n == 1 for n, _ in self.survivors)),
+            "survivors/all": float(sum(n == size for n, size in self.survivors)),
+        }
         if self.asked:
             found["keep_rate"] = 1 - self.pruned / self.asked
             found["expected_keep_rate"] = self.survival / self.asked
@@ -56,7 +71,19 @@ class Realised:
             found["tokens_saved"] = float((weight_N - 1) @ later_N)
             if 0 < label_N.sum() < len(label_N):
                 found["auroc"] = auroc(q_N, label_N > 0.5, weight_N)
+            found |= _reliability(q_N, label_N, weight_N)
         return found
+
+
+def _reliability(q_N: np.ndarray, label_N: np.ndarray, weight_N: np.ndarray) -> dict[str, float]:
+    """What a reliability diagram is made of: sums over the rollouts in each bin of predicted success."""
+    bin_N = np.minimum((q_N * RELIABILITY_BINS).astype(np.int64), RELIABILITY_BINS - 1)
+    found: dict[str, float] = {}
+    for number in np.unique(bin_N).tolist():
+        weight_M, q_M, label_M = (column[bin_N == number] for column in (weight_N, q_N, label_N))
+        sums = {"rollouts": weight_M.sum(), "predicted": weight_M @ q_M, "right": weight_M @ label_M}
+        found |= {f"reliability/{number}/{name}": float(value) for name, value in sums.items()}
+    return found
 
 
 def auroc(score_N: np.ndarray, label_N: np.ndarray, weight_N: np.ndarray) -> float:

@@ -1,0 +1,40 @@
+from __future__ import annotations
+
+import json
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from winnow.gate.window import Window
+
+
+@given(st.integers(1, 7), st.lists(st.integers(0, 9), max_size=8))
+def test_it_holds_the_last_rows_whenever_it_is_read(capacity: int, bursts: list[int]) -> None:
+    window, rows = Window(capacity), []
+    for burst in bursts:
+        for _ in range(burst):
+            rows.append((np.full(2, len(rows), np.float32), float(len(rows)), len(rows) % 2 == 0))
+            window.append(*rows[-1])
+        last = rows[-capacity:]
+        assert len(window) == len(last)
+        if last:
+            vectors, numbers, flags = window.columns()
+            np.testing.assert_array_equal(vectors, np.stack([row[0] for row in last]))
+            assert (vectors.dtype, numbers.tolist()) == (np.float32, [row[1] for row in last])
+            assert flags.tolist() == [row[2] for row in last]
+
+
+def test_it_resumes_exactly() -> None:
+    window, other = Window(3), Window(3)
+    for i in range(5):
+        window.append(np.float32([i, 0.1]), i)
+    other.load_state_dict(json.loads(json.dumps(window.state_dict())))
+    for both in (window, other):
+        both.append(np.float32([9, 9]), 9)
+    for mine, theirs in zip(window.columns(), other.columns(), strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+        assert mine.dtype == theirs.dtype
+    empty = Window(2)
+    empty.load_state_dict(json.loads(json.dumps(Window(2).state_dict())))
+    assert len(empty) == 0
