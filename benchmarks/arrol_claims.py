@@ -19,7 +19,7 @@ TASKS = {"countdown": "countdown-arrol", "chain-sum": "chain-sum-arrol"}
 """Task -> recipe."""
 WARM: dict[str, dict[str, Any]] = {
     "countdown": {"max_steps": 270},
-    "chain-sum": {"max_steps": 400, "batch_size": 48},
+    "chain-sum": {"max_steps": 1800, "batch_size": 32},
 }
 FINAL = {"eval_generations": 8, "eval_greedy": True}
 NO_GATE, DAPO = "gates=[]", "filter=zero_variance"
