@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 import re
 
 import pytest
@@ -32,6 +33,34 @@ def test_every_column_and_every_sum_is_right(first: int, rest: list[tuple[str, i
             assert eval(worked) == shown - 10 * ("borrow" in digits)
 
 
+@given(
+    st.integers(0, 9999),
+    st.lists(st.tuples(st.sampled_from("+-"), st.integers(0, 9999)), min_size=1, max_size=6),
+    st.integers(0, 2**32),
+)
+def test_a_forgotten_carry_is_the_only_mistake_and_is_followed_up(
+    first: int, rest: list[tuple[str, int]], seed: int
+) -> None:
+    draws, slips = random.Random(seed), []
+    expression = f"{first} " + " ".join(f"{sign} {term}" for sign, term in rest)
+    text = CHAIN.solve(f"...: {expression} =", lambda: slips.append(draws.random() < 0.5) or slips[-1])
+    assert set(text.split()) <= set(CHAIN.vocabulary)
+    if not any(slips):
+        assert answer_of(text) == str(eval(expression))
+    total, mistaken = first, 0
+    for line, (sign, term) in zip(text.split("|")[:-1], rest, strict=True):
+        _, columns, result = re.split("[:;]", line)
+        right = total + (term if sign == "+" else -term)
+        total = int(result.replace(" ", ""))
+        mistaken += total != right
+        for column in columns.split(","):
+            worked, _, digits = column.partition("=")
+            shown = int(digits.replace("borrow", "").replace(" ", ""))
+            assert eval(worked) == shown - 10 * ("borrow" in digits)
+    assert answer_of(text) == str(total)
+    assert (mistaken > 0) == any(slips)
+
+
 def test_words_of_a_question() -> None:
     assert CHAIN.prompt("... problem: 23 + 60 - 7 =") == "2 3 + 6 0 - 7 ="
     assert answer_of("4 + 5 : 4 + 5 = 9 ; 9 | answer 9") == "9"
@@ -51,6 +80,13 @@ def test_a_task_in_words() -> None:
     shown = list(itertools.islice(task.demonstrations(0), 50))
     assert shown == list(itertools.islice(task.demonstrations(0), 50))
     assert not {p.text for p in task.test} & {prompt for prompt, _ in shown}
+    slipping = ReasoningGymConfig("chain_sum", options, train_size=4, prompt_format="words", slips=0.5).build()
+    slipped = list(itertools.islice(slipping.demonstrations(0), 50))
+    assert slipped == list(itertools.islice(slipping.demonstrations(0), 50))
+    assert [p for p, _ in slipped[:20]] == [p for p, _ in shown[:20]]
+    assert 5 < sum(a != b for (_, a), (_, b) in zip(slipped, shown, strict=True)) < 45
+    with pytest.raises(ValueError, match="slips is a share"):
+        ReasoningGymConfig("chain_sum", slips=1.5)
     completions = [CHAIN.solve(p.columns["question"]) for p in task.train]
     columns = {key: [p.columns[key] for p in task.train] for key in task.train[0].columns}
     assert reasoning_gym_reward(completions, **columns) == [1.0] * 4

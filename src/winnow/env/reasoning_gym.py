@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import random
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from typing import Any, Literal
@@ -43,12 +44,16 @@ class ReasoningGymConfig:
     prompt_format: Literal["messages", "text", "words"] = "messages"
     """`messages`: chat, answered in `<answer>` tags. `text`: the bare question, answered by the whole completion.
     `words`: for small models that are shown how to work it out (chain_sum), answered after the word `answer`."""
+    slips: float = 0.0
+    """Share of carries that demonstrations forget, so that a model that has learned from them can still improve."""
 
     def __post_init__(self) -> None:
         if self.train_size < 1 or self.test_size < 0:
             raise ValueError("reasoning_gym: train_size must be at least 1 and test_size at least 0")
         if self.prompt_format == "words" and self.task not in WORKINGS:
             raise ValueError(f"reasoning_gym: prompt_format: words is there for {', '.join(WORKINGS)}, not {self.task}")
+        if not 0 <= self.slips <= 1:
+            raise ValueError(f"reasoning_gym: slips is a share in [0, 1], not {self.slips}")
         clash = {"seed", "size"} & set(self.options)
         if clash:
             raise ValueError(f"reasoning_gym: options must not set {sorted(clash)}; use seed, train_size and test_size")
@@ -84,7 +89,7 @@ class ReasoningGym:
         return [_answer(text, prompt.columns) or None for text in texts]
 
     def demonstrations(self, seed: int) -> Iterator[tuple[str, str]]:
-        """Worked questions, never of the test."""
+        """Worked questions, never of the test; wrong where a slip was made."""
         working = self._working()
         held_out, batch = {p.columns["question"] for p in self.test}, 0
         pool = WorkerPool(1, GENERATE_TIMEOUT_S)
@@ -93,11 +98,15 @@ class ReasoningGym:
                 digest = hashlib.sha256(f"demonstrations/{self.config.seed}/{seed}/{batch}".encode()).digest()
                 source = {"task": self.config.task, "options": self.config.options, "size": DEMONSTRATED}
                 for _, entry in _entries(pool, source | {"seed": int.from_bytes(digest[:4]) >> 1}):
-                    if entry["question"] not in held_out:
-                        yield working.prompt(entry["question"]), working.solve(entry["question"])
+                    if (question := entry["question"]) not in held_out:
+                        yield working.prompt(question), working.solve(question, self._slips(seed, question))
                 batch += 1
         finally:
             pool.close()
+
+    def _slips(self, seed: int, question: str) -> Callable[[], bool]:
+        draws = random.Random(f"{self.config.seed}/{seed}/{question}")
+        return lambda: draws.random() < self.config.slips
 
     def vocabulary(self) -> Sequence[str]:
         return self._working().vocabulary

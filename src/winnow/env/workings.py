@@ -19,8 +19,8 @@ class Working:
 
     prompt: Callable[[str], str]
     """The question in words."""
-    solve: Callable[[str], str]
-    """What leads to the answer, and the answer."""
+    solve: Callable[[str, Callable[[], bool]], str]
+    """What leads to the answer, and the answer. The function is asked at every carry whether it is forgotten."""
     vocabulary: tuple[str, ...]
 
 
@@ -44,31 +44,35 @@ def chain_sum_prompt(question: str) -> str:
     return " ".join([_spell(first), *(f"{'-' if t < 0 else '+'} {_spell(abs(t))}" for t in rest), "="])
 
 
-def chain_sum(question: str) -> str:
-    """Term by term, column by column from the right: `2 8 + 7 : 8 + 7 = 1 5 , 1 + 2 = 3 ; 3 5`."""
+def chain_sum(question: str, slip: Callable[[], bool] = lambda: False) -> str:
+    """Term by term, column by column from the right: `2 8 + 7 : 8 + 7 = 1 5 , 2 + 0 + 1 = 3 ; 3 5 |`."""
     total, *rest = _terms(question)
     steps = []
     for term in rest:
-        steps.append(_step(total, term))
-        total += term
+        step, total = _step(total, term, slip)
+        steps.append(step)
     return " ".join([*steps, ANSWER, _spell(total)])
 
 
-def _step(total: int, term: int) -> str:
+def _step(total: int, term: int, slip: Callable[[], bool]) -> tuple[str, int]:
     """One sum as it is done on paper: magnitudes are added, or the smaller one is taken from the larger."""
     same = (total < 0) == (term < 0) or not total or not term
     large, small = sorted((abs(total), abs(term)), reverse=True)
-    columns, carry = [], 0
+    columns, carry, magnitude = [], 0, 0
     places = max(len(str(large)), len(str(small)))
     for place in range(places):
         a, b = (number // 10**place % 10 for number in (large, small))
-        over = f" {'+' if same else '-'} {carry}" if carry else ""
+        carry = carry and not slip()
+        over = f" {'+' if same else '-'} 1" if carry else ""
         result = a + b + carry if same else a - b - carry
         carry = int(result > 9 if same else result < 0)
         digits = _spell(result) if same else str(result % 10) + (" borrow" if carry else "")
         columns.append(f"{a} {'+' if same else '-'} {b}{over} = {digits}")
+        magnitude += (result if same and place == places - 1 else result % 10) * 10**place
     head = f"{_spell(large)} {'+' if same else '-'} {_spell(small)}"
-    return f"{head} : {' , '.join(columns)} ; {_spell(total + term)} |"
+    negative = (total if abs(total) > abs(term) else term) < 0
+    found = -magnitude if negative else magnitude
+    return f"{head} : {' , '.join(columns)} ; {_spell(found)} |", found
 
 
 WORKINGS = {
