@@ -35,10 +35,12 @@ bench: $(VENV)/.bench ## engine and training step beside their peers; writes ben
 	$(BIN)/python benchmarks/select_prompts.py --out benchmarks/results/select.json
 	$(BIN)/python benchmarks/gate.py --out benchmarks/results/gate.json
 	$(BIN)/python benchmarks/turns.py --out benchmarks/results/turns.json
+	$(BIN)/python benchmarks/arrol.py --out benchmarks/results/arrol.json
 
 bench-claims: $(VENV)/.bench ## the papers' claims, four seeds an arm: hours; can be stopped and started again
 	$(BIN)/python benchmarks/claims.py --out benchmarks/results/claims.json --docs docs/claims.md
 	$(BIN)/python benchmarks/gate_claims.py --out benchmarks/results/gate_claims.json --docs docs/claims.md
+	$(BIN)/python benchmarks/arrol_claims.py --out benchmarks/results/arrol_claims.json --docs docs/claims.md
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

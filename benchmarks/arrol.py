@@ -1,4 +1,4 @@
-"""What ARRoL's gate costs beside the training step it takes part in: asking, and learning from outcomes.
+"""What the ARRoL gate costs beside the training step it takes part in, and whether survivors say the same without it.
 
     python benchmarks/arrol.py --out benchmarks/results/arrol.json
 
@@ -13,18 +13,20 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import yaml
 from arms import ROOT, write_json
 
 TASKS = {"countdown": "countdown-arrol", "chain-sum": "chain-sum-arrol"}
+COLD = 5
 
 
 class Clock:
-    """Seconds spent in some functions since the last look."""
+    """Seconds spent in some functions since it was last set to 0."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -40,27 +42,30 @@ class Clock:
         return timed
 
 
-def measure(task: str, steps: int, directory: Path) -> list[dict[str, float]]:
-    """One row a step: seconds of the step, of the gate, and the gate's share."""
-    from winnow.build import build_demonstrator
+def config_of(task: str, model: Path, **changes: Any) -> Any:
     from winnow.config import load_config
-    from winnow.trainer import Trainer
+
+    changes |= {"model": model, "output_dir": model.parent / f"{task}-run", "eval_steps": 100_000}
+    overrides = [f"{key}={value}" for key, value in changes.items()]
+    return load_config(ROOT / "recipes" / f"{TASKS[task]}.yaml", [*overrides, "max_skipped_steps=100000"])
+
+
+def warm_model(task: str, directory: Path) -> Path:
+    from winnow.build import build_demonstrator
     from winnow.warmup import WarmupConfig, warmup
 
     recipe = yaml.safe_load((ROOT / "recipes" / f"{TASKS[task]}.yaml").read_text(encoding="utf-8"))
     model = directory / task
-    warmup(build_demonstrator(recipe["env"]), model, config=WarmupConfig(max_steps=80, batch_size=32, threads=1))
-    cold = 5
-    overrides = {
-        "model": model,
-        "output_dir": directory / f"{task}-run",
-        "max_steps": cold + steps,
-        "gates": f"[{{name: arrol, cold_start: {cold}}}]",
-        "eval_steps": 100_000,
-        "max_skipped_steps": 100_000,
-    }
-    config = load_config(ROOT / "recipes" / f"{TASKS[task]}.yaml", [f"{k}={v}" for k, v in overrides.items()])
-    trainer = Trainer(config=config)
+    warmup(build_demonstrator(recipe["env"]), model, config=WarmupConfig(max_steps=150, batch_size=32, threads=1))
+    return model
+
+
+def overhead(task: str, model: Path, steps: int) -> list[dict[str, float]]:
+    """One row a step: seconds of the step, of the gate, and the gate's share."""
+    from winnow.trainer import Trainer
+
+    gates = f"[{{name: arrol, cold_start: {COLD}}}]"
+    trainer = Trainer(config=config_of(task, model, max_steps=COLD + steps, gates=gates))
     (gate,) = trainer.methods.gates
     clock, rows = Clock(), []
     for name in ("decide", "observe", "metrics"):
@@ -76,7 +81,44 @@ def measure(task: str, steps: int, directory: Path) -> list[dict[str, float]]:
 
     gate.end_step = ended
     trainer.train()
-    return rows[cold + 1 :]
+    return rows[COLD + 1 : -1]  # the last one includes the evaluation at the end
+
+
+def survivors(task: str, model: Path, groups: int, engine: str) -> dict[str, float]:
+    """Share of tokens of surviving rollouts that are others when nobody is pruned."""
+    from winnow.build import build_task, sampling_params
+    from winnow.evaluate import roll_out
+    from winnow.gate.quality import Arrol
+    from winnow.rollout import RolloutOptions, RolloutRunner
+    from winnow.standalone import opened
+
+    c = config_of(task, model, engine=engine)
+    tokens: list[list[np.ndarray | None]] = []
+    with opened(c, build_task(c.env)) as (policy, local, rewarder):
+        for gates in ([], [Arrol(cold_start=1).build(0)]):
+            runner = RolloutRunner(
+                local,
+                built := build_task(c.env),
+                policy.tokenizer,
+                rewarder,
+                RolloutOptions(sampling_params(c), c.max_prompt_length, c.seed),
+                gates,
+            )
+            if gates:
+                roll_out(runner, built.train[groups : 2 * groups], c.num_generations)
+                gates[0].end_step()
+            found = roll_out(runner, built.train[:groups], c.num_generations)
+            tokens.append([None if r.reward is None else r.token_ids for g in found for r in g.rollouts])
+    plain, pruned = tokens
+    pairs = [(a, b) for a, b in zip(plain, pruned, strict=True) if a is not None and b is not None]
+    total = sum(max(len(a), len(b)) for a, b in pairs)
+    same = sum(int((a[: len(b)] == b[: len(a)]).sum()) for a, b in pairs)
+    return {"rollouts": len(plain), "survivors": len(pairs), "tokens": total, "differing": 1 - same / total}
+
+
+def spread(rows: Sequence[dict[str, float]]) -> dict[str, dict[str, float]]:
+    columns = {key: [row[key] for row in rows] for key in rows[0]}
+    return {key: {"median": statistics.median(v), "min": min(v), "max": max(v)} for key, v in columns.items()}
 
 
 def main() -> None:
@@ -84,15 +126,16 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--steps", type=int, default=40, help="measured, after the gate's cold start")
     options = parser.parse_args()
-    result = {}
+    result: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as directory:
         for task in TASKS:
-            rows = measure(task, options.steps, Path(directory))
-            result[task] = {
-                key: {"median": statistics.median(v), "min": min(v), "max": max(v)}
-                for key in ("step", "gate", "share")
-                for v in [[row[key] for row in rows]]
-            }
+            model = warm_model(task, Path(directory))
+            result[task] = spread(overhead(task, model, options.steps))
+            for name, engine in (
+                ("plain", "{name: local, slots: 256}"),
+                ("fixed", "{name: local, slots: 256, fixed_slots: true, max_length: 192}"),
+            ):
+                result[task][f"survivors_{name}"] = survivors(task, model, 16, engine)
             print(task, json.dumps(result[task]), flush=True)
     if options.out:
         write_json(options.out, result)
