@@ -32,6 +32,7 @@ CHANGES: dict[str, tuple[str, ...]] = {
     "keep-25": ("gates=[{name: arrol, keep_rate: 0.25}]",),
     "keep-75": ("gates=[{name: arrol, keep_rate: 0.75}]",),
     "literal": ("gates=[{name: arrol, balance: literal}]",),
+    "distinct": ("gates=[{name: arrol, balance: distinct}]",),
     "unbiased": ("gates=[{name: arrol, unbiased: true}]",),
     "logprob": ("gates=[{name: arrol, quality: logprob}]",),
 }

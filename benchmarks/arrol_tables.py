@@ -14,6 +14,9 @@ from claims_figures import Run, Runs, interval
 from claims_tables import percent, text
 
 GATE = "gate/arrol/"
+COLD_STEPS = 20
+LEVEL = 0.75
+COLUMNS = ("keep_rate", "success", "balance", "brier", "auroc", "accuracy")
 
 
 def write_figures(work: Path, arms: Mapping[str, Sequence[str]], *, out: Path | None, docs: Path | None) -> None:
@@ -54,22 +57,67 @@ def main_table(runs: Runs) -> str:
                 text(f.cost_ratio(base, by_seed, lambda r: _seconds(r, "generate")), "{:.2f}"),
                 text(f.cost_ratio(base, by_seed, lambda r: _seconds(r, "update")), "{:.2f}"),
                 text(f.cost_ratio(base, by_seed, lambda r: _seconds(r, "generate") + _seconds(r, "update")), "{:.2f}"),
+                _to_level(base, by_seed),
             ]
         )
-    head = ["arm", "seeds", "final pass@1", "difference", "greedy", "tokens"]
-    return table([*head, "generation, times faster", "update", "both"], rows)
+    head = [
+        "arm",
+        "seeds",
+        "final pass@1",
+        "difference",
+        "greedy",
+        "tokens",
+        "generation, times faster",
+        "update",
+        "both",
+    ]
+    return table([*head, "both", f"time to {LEVEL:.0%} of the base's gain, times shorter"], rows)
+
+
+def _to_level(base: dict[int, Run], by_seed: dict[int, Run]) -> str:
+    """How many times earlier the mean curve has made `LEVEL` of the gain in held-out pass@1 that the base makes."""
+    _, target = _mean_curve(base)
+    level = target[0] + LEVEL * (target[-1] - target[0])
+    reached = [_crossing(*_mean_curve(runs), level) for runs in (base, by_seed)]
+    return "never" if reached[0] is None or reached[1] is None else f"{reached[0] / reached[1]:.2f}"
+
+
+def _mean_curve(runs: dict[int, Run]) -> tuple[np.ndarray, np.ndarray]:
+    """Seconds of generation and update at each evaluation (a median step's times the steps), and held-out pass@1."""
+    curves = [[p.passed for p in run.data.curve] for run in runs.values()]
+    steps = np.array([p.step for p in next(iter(runs.values())).data.curve], dtype=np.float64)
+    seconds = np.mean([_seconds(run, "generate") + _seconds(run, "update") for run in runs.values()])
+    return steps * seconds, np.maximum.accumulate(np.mean(curves, axis=0))
+
+
+def _crossing(axis: np.ndarray, values: np.ndarray, level: float) -> float | None:
+    """Where the rising curve first is at `level`, by linear interpolation."""
+    if values[-1] < level:
+        return None
+    i = int(np.argmax(values >= level))
+    if i == 0:
+        return float(axis[0])
+    share = (level - values[i - 1]) / (values[i] - values[i - 1])
+    return float(axis[i - 1] + share * (axis[i] - axis[i - 1]))
 
 
 def gate_table(runs: Runs) -> str:
     """After the cold start; shares are means over steps."""
     rows = []
     for arm, by_seed in runs.items():
-        if all(_mean(run, "asked") is None for run in by_seed.values()):
-            continue
-        columns = ("keep_rate", "success", "positive_share", "balance", "brier", "auroc", "accuracy")
-        rows.append([arm, *(text(f.over_seeds(by_seed, lambda r, c=c: _mean(r, c)), "{:.2f}") for c in columns)])
-    head = ["arm", "keep rate", "right, of all", "right, of those trained", "p (1 - p)", "Brier", "AUROC", "accuracy"]
-    return table(head, rows)
+        gate = [f.over_seeds(by_seed, lambda r, c=c: _mean(r, GATE + c)) for c in COLUMNS]
+        seen = [f.over_seeds(by_seed, lambda r, c=c: _mean(r, c)) for c in ("reward", "frac_reward_zero_std")]
+        rows.append([arm, *("" if c is None else text(c, "{:.3f}") for c in (*seen, *gate))])
+    head = [
+        "arm",
+        "right, of those trained",
+        "groups without signal",
+        "keep rate",
+        "right, of all",
+        "p (1 - p)",
+        "Brier",
+    ]
+    return table([*head, "Brier", "AUROC", "accuracy"], rows)
 
 
 def votes_of(work: Path, arm: str) -> list[dict[str, Any]]:
@@ -88,7 +136,7 @@ def vote_table(votes: list[dict[str, Any]]) -> str:
 
 def _mean(run: Run, key: str) -> float | None:
     """Over the steps after the cold start."""
-    rows = [row[GATE + key] for row in run.rows if row.get(f"{GATE}cold") == 0 and GATE + key in row]
+    rows = [row[key] for row in run.rows if row["step"] > COLD_STEPS and key in row]
     return float(np.mean(rows)) if rows else None
 
 
@@ -98,12 +146,12 @@ def _seconds(run: Run, phase: str) -> float:
 
 
 def _summary(run: Run) -> dict[str, Any]:
-    keys = ("keep_rate", "success", "positive_share", "balance", "brier", "auroc", "accuracy")
     return {
         "seed": run.data.seed,
         "deployed": {key: value for key, value in run.deployed.items() if key != "model"},
         "tokens": run.data.tokens,
         "seconds": {phase: _seconds(run, phase) for phase in ("generate", "update")},
-        "gate": {key: _mean(run, key) for key in keys},
+        "trained": {key: _mean(run, key) for key in ("reward", "frac_reward_zero_std")},
+        "gate": {key: _mean(run, GATE + key) for key in COLUMNS},
         "curve": [[p.step, p.tokens, p.rollouts, round(p.passed, 5)] for p in run.data.curve],
     }

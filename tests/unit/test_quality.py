@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from winnow.batch import rows_of
 from winnow.config import ConfigError
 from winnow.engine import LocalEngine, SamplingParams
+from winnow.gate.calibration import survival_factor
 from winnow.gate.quality import Arrol, ArrolGate, _forced_beyond, trace_confidence
 from winnow.gate.quality_head import Example, QualityHead
 from winnow.gate.quality_stats import Realised, auroc
@@ -391,3 +392,29 @@ def test_reliability_sums_add_up_to_what_was_seen() -> None:
     assert [found[f"reliability/0/{k}"] for k in ("rollouts", "predicted", "right")] == pytest.approx([3, 0.15, 2])
     assert [found[f"reliability/9/{k}"] for k in ("rollouts", "predicted", "right")] == pytest.approx([4, 3.97, 4])
     assert not any(key.startswith("reliability/5") for key in found)
+
+
+def test_distinct_keeps_what_few_siblings_are_expected_to_say_and_holds_the_keep_rate() -> None:
+    gate = Arrol(at=4, cold_start=1, min_survivors=0, keep_rate=0.4, balance="distinct").build(0)
+    rng, size = np.random.default_rng(0), 16
+
+    def ask(number: int) -> list[tuple[float, Verdict]]:
+        logps = -rng.exponential(0.8, size)
+        return [(p, gate.decide(view(number, i, size, np.ones(H), logp=p))) for i, p in enumerate(logps)]
+
+    for number in range(60):
+        ask(number)
+    gate.end_step()
+    asked = [pair for number in range(100, 400) for pair in ask(number)]
+    chances = np.array([v.probability if v.keep else 1 - v.probability for _, v in asked])
+    novelty = np.array([1 / (1 + (size - 1) * np.exp(4 * np.float32(p))) for p, _ in asked])
+    np.testing.assert_allclose(chances, np.clip(gate._factor * novelty, 0.05, 1), rtol=1e-5)
+    assert np.mean(chances) == pytest.approx(0.4, abs=0.03)
+    assert np.mean([v.keep for _, v in asked]) == pytest.approx(0.4, abs=0.03)
+
+
+def test_the_factor_of_survival_gives_the_keep_rate() -> None:
+    weights = np.random.default_rng(1).uniform(0.05, 1, 500)
+    for keep_rate in (0.1, 0.5, 0.9, 1.0):
+        factor = survival_factor(weights, keep_rate, 0.05)
+        assert np.clip(factor * weights, 0.05, 1).mean() == pytest.approx(keep_rate, abs=1e-9)

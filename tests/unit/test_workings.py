@@ -24,7 +24,7 @@ def test_every_column_and_every_sum_is_right(first: int, rest: list[tuple[str, i
     assert set(text.split()) <= set(CHAIN.vocabulary)
     total = first
     for line, (sign, term) in zip(text.split("|")[:-1], rest, strict=True):
-        _, columns, result = re.split("[:;]", line)
+        _, _, columns, result = re.split("[:;]", line)
         total += term if sign == "+" else -term
         assert int(result.replace(" ", "")) == total
         for column in columns.split(","):
@@ -49,7 +49,7 @@ def test_a_forgotten_carry_is_the_only_mistake_and_is_followed_up(
         assert answer_of(text) == str(eval(expression))
     total, mistaken = first, 0
     for line, (sign, term) in zip(text.split("|")[:-1], rest, strict=True):
-        _, columns, result = re.split("[:;]", line)
+        _, _, columns, result = re.split("[:;]", line)
         right = total + (term if sign == "+" else -term)
         total = int(result.replace(" ", ""))
         mistaken += total != right
@@ -62,7 +62,7 @@ def test_a_forgotten_carry_is_the_only_mistake_and_is_followed_up(
 
 
 def test_words_of_a_question() -> None:
-    assert CHAIN.prompt("... problem: 23 + 60 - 7 =") == "2 3 + 6 0 - 7 ="
+    assert CHAIN.prompt("... problem: 23 + 60 - 7 =") == "a 2 3 + b 6 0 - c 7 ="
     assert answer_of("4 + 5 : 4 + 5 = 9 ; 9 | answer 9") == "9"
     assert answer_of("answer - 1 2") == "-12"
     assert answer_of("4 + 5") is None

@@ -6,10 +6,12 @@ The last thing a working says is `answer` and the answer, a digit a word.
 from __future__ import annotations
 
 import re
+import string
 from collections.abc import Callable
 from dataclasses import dataclass
 
 ANSWER = "answer"
+LETTERS = string.ascii_lowercase
 _TERM = re.compile(r"([+-])\s*(\d+)")
 
 
@@ -40,17 +42,22 @@ def _spell(number: int) -> str:
 
 
 def chain_sum_prompt(question: str) -> str:
+    """Every term has a letter, by which a small model finds it again: `a 2 8 + b 7 =`."""
     first, *rest = _terms(question)
-    return " ".join([_spell(first), *(f"{'-' if t < 0 else '+'} {_spell(abs(t))}" for t in rest), "="])
+    return " ".join([f"a {_spell(first)}", *(_named(number, term) for number, term in enumerate(rest, 1)), "="])
+
+
+def _named(number: int, term: int) -> str:
+    return f"{'-' if term < 0 else '+'} {LETTERS[number % len(LETTERS)]} {_spell(abs(term))}"
 
 
 def chain_sum(question: str, slip: Callable[[], bool] = lambda: False) -> str:
-    """Term by term, column by column from the right: `2 8 + 7 : 8 + 7 = 1 5 , 2 + 0 + 1 = 3 ; 3 5 |`."""
+    """Term by term, column by column from the right: `+ b 7 : 2 8 + 7 : 8 + 7 = 1 5 , 2 + 0 + 1 = 3 ; 3 5 |`."""
     total, *rest = _terms(question)
     steps = []
-    for term in rest:
+    for number, term in enumerate(rest, 1):
         step, total = _step(total, term, slip)
-        steps.append(step)
+        steps.append(f"{_named(number, term)} : {step}")
     return " ".join([*steps, ANSWER, _spell(total)])
 
 
@@ -77,7 +84,7 @@ def _step(total: int, term: int, slip: Callable[[], bool]) -> tuple[str, int]:
 
 WORKINGS = {
     "chain_sum": Working(
-        chain_sum_prompt, chain_sum, (*"0123456789", "+", "-", "=", ":", ",", ";", "|", "borrow", ANSWER)
+        chain_sum_prompt, chain_sum, (*"0123456789", *LETTERS, "+", "-", "=", ":", ",", ";", "|", "borrow", ANSWER)
     )
 }
 """By name of the task in reasoning-gym."""

@@ -121,6 +121,15 @@ def survival_probabilities(
     return np.clip(keep_rate + slope * (q_N - mean) + high, p_min, 1)
 
 
+def survival_factor(weights: ArrayLike, keep_rate: float, p_min: float) -> float:
+    """The c for which clip(c w, p_min, 1) has the mean `keep_rate` over positive `weights`, by bisection."""
+    w_M, low, high = np.asarray(weights, np.float64), 0.0, 1 / np.min(weights)
+    for _ in range(BISECTIONS):
+        c = (low + high) / 2
+        low, high = (c, high) if np.clip(c * w_M, p_min, 1).mean() < keep_rate else (low, c)
+    return float(high)
+
+
 def _check(q_N: np.ndarray, buffer_M: np.ndarray, keep_rate: float, target: float, strength: float, p: float) -> None:
     for name, values in (("q", q_N), ("buffer_q", buffer_M)):
         if not ((values >= 0) & (values <= 1)).all():

@@ -6,7 +6,7 @@ from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from math import comb, isfinite
+from math import comb, exp, isfinite
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -15,7 +15,7 @@ import torch
 
 from ..noise import as_tensor, noise_key, uniform
 from ..types import KEEP, Fate, Group, GroupView, Token, Verdict
-from .calibration import Balance, BinnedPosterior, survival_probabilities
+from .calibration import Balance, BinnedPosterior, survival_factor, survival_probabilities
 from .quality_head import Example, QualityHead
 from .quality_stats import Realised
 from .window import Window
@@ -52,7 +52,8 @@ class Arrol:
     """Share of right answers that survivors should have."""
     strength: float = 1.0
     p_min: float = 0.05
-    balance: Balance = "target"
+    balance: Balance | Literal["distinct"] = "target"
+    """`distinct`: not by success, but less often the more siblings are expected to have said the same so far."""
     cold_start: int = 20
     """Optimizer steps in which the predictor learns and nothing is pruned."""
     min_survivors: int = 2
@@ -70,7 +71,8 @@ class Arrol:
             )
         if self.min_survivors < 0:
             raise ValueError(f"min_survivors must not be negative, not {self.min_survivors}")
-        survival_probabilities([], [], self.keep_rate, self.target, self.strength, self.p_min, self.balance)
+        balance = "target" if self.balance == "distinct" else self.balance
+        survival_probabilities([], [], self.keep_rate, self.target, self.strength, self.p_min, balance)
         if self.unbiased and self.p_min == 0:
             raise ValueError("unbiased needs p_min above 0: what never survives cannot be weighted")
 
@@ -120,6 +122,9 @@ class ArrolGate:
         self._draws: dict[int, tuple[list[float], list[int]]] = {}
         self._q_B = self._posterior.table()
         self._survival_B = np.full(self._posterior.bins, options.keep_rate)
+        self._novelty = Window(REMEMBERED)
+        """1 / (how many of a group are expected to have said the same by then: itself and, by its chance, others)."""
+        self._factor = 1.0
         self._realised = Realised()
 
     @property
@@ -146,12 +151,14 @@ class ArrolGate:
             return Verdict(True, "its score is not finite")
         number = self._posterior.bin_of(score)
         self._bins.append(number)
+        novelty = 1 / (1 + (len(view.running) - 1) * exp(min(logp * len(view.logp), 0.0)))
+        self._novelty.append(novelty)
         q = float(self._q_B[number])
         self._asked[key] = _Asked(view.hidden, logp, score, q, view.checkpoint.n)
         if self.cold:
             self._realised.decided(1.0, keep=True)
             return KEEP
-        survival = float(self._survival_B[number])
+        survival = self._survival(number, novelty)
         draws, ranks = self._draws_of(view)
         chance = survival + _forced_beyond(survival, len(draws), self.options.min_survivors)
         keep = draws[view.sibling] < survival or ranks[view.sibling] < self.options.min_survivors
@@ -160,6 +167,11 @@ class ArrolGate:
             return Verdict(True, probability=chance)
         reason = f"pruned at token {view.checkpoint.n}: predicted success {q:.2f}, survival {survival:.2f}"
         return Verdict(False, reason, 1 - chance)
+
+    def _survival(self, number: int, novelty: float) -> float:
+        if self.options.balance == "distinct":
+            return min(max(self._factor * novelty, self.options.p_min), 1.0)
+        return float(self._survival_B[number])
 
     def _score(self, view: GroupView, logp: float) -> float | None:
         """Its rank among what recent rollouts would score today, in [0, 1]; None for what is not finite.
@@ -230,9 +242,13 @@ class ArrolGate:
         self._set_scale()
         self._q_B = self._posterior.table()
         buffer_M = self._q_B[self._bins.columns()[0]] if len(self._bins) else np.empty(0)
-        self._survival_B = survival_probabilities(
-            self._q_B, buffer_M, o.keep_rate, o.target, o.strength, o.p_min, o.balance
-        )
+        if o.balance == "distinct":
+            if len(self._novelty):
+                self._factor = survival_factor(self._novelty.columns()[0], o.keep_rate, o.p_min)
+        else:
+            self._survival_B = survival_probabilities(
+                self._q_B, buffer_M, o.keep_rate, o.target, o.strength, o.p_min, o.balance
+            )
         if o.at is None and len(self._lengths):
             length_N, weight_N = self._lengths.columns()
             order_N = np.argsort(length_N, kind="stable")
@@ -272,6 +288,8 @@ class ArrolGate:
             "raw": self._raw.state_dict(),
             "lengths": self._lengths.state_dict(),
             "survival": self._survival_B.tolist(),
+            "novelty": self._novelty.state_dict(),
+            "factor": self._factor,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -282,6 +300,8 @@ class ArrolGate:
         self._bins.load_state_dict(state["bins"])
         self._raw.load_state_dict(state["raw"])
         self._lengths.load_state_dict(state["lengths"])
+        self._novelty.load_state_dict(state["novelty"])
+        self._factor = float(state["factor"])
         self._set_scale()
         self._survival_B = np.array(state["survival"], np.float64)
 
