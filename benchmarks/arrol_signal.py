@@ -145,13 +145,8 @@ def judge(run: Path, at: int) -> dict[str, Any]:
         if 0 < seen.right_N[rows := seen.group_N == g].mean() < 1
     ]
     everywhere = auroc(score_N[~teach_N], seen.right_N[~teach_N], np.ones((~teach_N).sum()))
-    numbers = {
-        "at": at,
-        "alike": float(seen.alike_N.mean()),
-        "auroc": everywhere,
-        "auroc_within": float(np.mean(within)),
-    }
-    return {**numbers, "rules": found}
+    aurocs = {"auroc": everywhere, "auroc_within": float(np.mean(within))}
+    return {"at": at, "alike": float(seen.alike_N.mean()), **aurocs, "rules": found}
 
 
 def signal_table(found: list[dict[str, Any]]) -> str:
