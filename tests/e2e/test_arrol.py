@@ -24,8 +24,9 @@ ARROL = {"name": "arrol", "at": 3, "cold_start": 1, "min_survivors": 1}
         {"gates": [ARROL]},
         {"gates": [ARROL | {"unbiased": True, "quality": "logprob"}], "advantage": "rloo"},
         {"gates": [ARROL | {"quality": "confidence"}], "audit": {"epsilon": 0.3}},
+        {"gates": [ARROL | {"balance": "distinct"}]},
     ],
-    ids=["head", "logprob", "audited"],
+    ids=["head", "logprob", "audited", "distinct"],
 )
 def test_resume_is_bit_exact(tiny_config: dict[str, Any], tmp_path: Path, options: dict[str, Any]) -> None:
     whole = tmp_path / "whole"
