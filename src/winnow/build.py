@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
 from .advantage import ADVANTAGES, Advantage
+from .build_gates import build_gates
 from .config import AuditConfig, ConfigError, LoraConfig, MethodSpec, RunConfig, method
 from .correct import CORRECTIONS, STEP_SCALES, StepScale
 from .engine import ENGINES
@@ -24,7 +25,6 @@ from .filter import FILTERS, Filter
 from .filter.zero_variance import Judge
 from .gate import GATES, Gate
 from .gate.audit import AuditedGate, RuleAudit
-from .gate.divergence import Divergence, DivergenceGate
 from .gate.quality import ArrolGate
 from .learner.local import LearnerOptions, LocalLearner, frozen_copy, without_dropout
 from .learner.logprob import TokenDistribution
@@ -80,7 +80,7 @@ def build_methods(c: RunConfig, prompts: Sequence[Prompt]) -> Methods:
         selector=_selector(c, prompts, judge, advantage),
         rollout_batch=_rollout_batch(c),
         group_size=group_size,
-        gates=_gates(c, advantage, prompts),
+        gates=_gates(c, advantage, prompts, group_size),
         filter=filter_,
         judge=judge,
         advantage=advantage,
@@ -118,34 +118,13 @@ def _selector(c: RunConfig, prompts: Sequence[Prompt], judge: Judge, advantage: 
     return selector
 
 
-def _gates(c: RunConfig, advantage: Advantage, prompts: Sequence[Prompt]) -> list[Gate]:
-    options = [method(GATES, spec, "gates") for spec in c.gates]
-    for given in options:
-        if isinstance(given, Divergence):
-            _check_task_types(given, prompts)
-    gates: list[Gate] = [given.build(c.seed) for given in options]
-    for gate in gates:
-        if isinstance(gate, ArrolGate):
-            gate.success_reward = c.success_reward
+def _gates(c: RunConfig, advantage: Advantage, prompts: Sequence[Prompt], group_size: GroupSize) -> list[Gate]:
+    gates = build_gates(c, advantage, prompts, group_size.smallest)
     if c.audit is None:
-        if any(isinstance(gate, DivergenceGate) and gate.refit is not None for gate in gates):
-            raise ConfigError(
-                "gates: refit_every needs audits, to see what the gate cuts; set audit: {epsilon: 0.2}, or remove it"
-            )
         return gates
     names = [_name(spec) for spec in c.gates]
     unique = [f"{name}_{i}" if names.count(name) > 1 else name for i, name in enumerate(names, 1)]
     return [AuditedGate(g, _audit(c, c.audit, name), advantage) for g, name in zip(gates, unique, strict=True)]
-
-
-def _check_task_types(options: Divergence, prompts: Sequence[Prompt]) -> None:
-    types = {p.columns.get(options.task_type) for p in prompts} if options.per_task_type else set()
-    known = {str(name) for name in types if name is not None}
-    if unknown := sorted(set(options.per_task_type) - known):
-        there = ", ".join(sorted(known)) or "none"
-        raise ConfigError(
-            f"gates: per_task_type: no training prompt has {options.task_type} '{unknown[0]}'; there: {there}"
-        )
 
 
 def _audit(c: RunConfig, audit: AuditConfig, name: str) -> RuleAudit:
@@ -214,7 +193,7 @@ def step_options(c: RunConfig, pad_id: int, device: torch.device) -> StepOptions
         pad_id=pad_id,
         seed=c.seed,
         device=device,
-        unbiased=any(isinstance(gate, dict) and gate.get("unbiased", False) for gate in c.gates),
+        unbiased=any(getattr(method(GATES, spec, "gates"), "unbiased", False) for spec in c.gates),
     )
 
 

@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from winnow import Trainer
 from winnow.cli import app
+from winnow.config import ConfigError, validate
 from winnow.gate.quality_head import FILE, QualityHead
 
 from .test_training import _train_until, assert_clean, fingerprint, resume, train
@@ -22,7 +24,7 @@ ARROL = {"name": "arrol", "at": 3, "cold_start": 1, "min_survivors": 1}
     "options",
     [
         {"gates": [ARROL]},
-        {"gates": [ARROL | {"unbiased": True, "quality": "logprob"}], "advantage": "rloo"},
+        {"gates": [ARROL | {"unbiased": True, "quality": "logprob", "min_survivors": 2}], "advantage": "rloo"},
         {"gates": [ARROL | {"quality": "confidence"}], "audit": {"epsilon": 0.3}},
         {"gates": [ARROL | {"balance": "distinct"}]},
     ],
@@ -49,12 +51,38 @@ def test_weights_change_the_update_and_survival_is_in_the_metrics(tiny_config: d
     found = []
     for unbiased in (False, True):
         run = tmp_path / str(unbiased)
-        train(tiny_config | {"gates": [ARROL | {"unbiased": unbiased}], "output_dir": str(run)})
+        train(tiny_config | {"gates": [ARROL | {"unbiased": unbiased, "min_survivors": 2}], "output_dir": str(run)})
         found.append(fingerprint(run))
         rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()][1:]
         assert rows[0]["gate/arrol/keep_rate"] == 1
         assert rows[-1]["gate/arrol/keep_rate"] < 1
     assert found[0] != found[1]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"gates": [ARROL, ARROL | {"quality": "logprob"}]}, "arrol can be there once"),
+        ({"gates": [ARROL | {"at": 500}]}, "at: 500 comes after max_completion_length"),
+        ({"gates": [ARROL | {"min_survivors": 4}]}, "min_survivors: 4 of groups that may have only 4"),
+        ({"gates": [ARROL | {"unbiased": True, "min_survivors": 2}, "random"]}, "know of no other gate"),
+        ({"gates": [ARROL | {"unbiased": True}]}, "would lose groups that are left with fewer than 2"),
+        (
+            {"gates": [ARROL | {"unbiased": True, "min_survivors": 2}], "mask_truncated_completions": True},
+            "mask_truncated_completions: false",
+        ),
+    ],
+)
+def test_what_would_mislead_is_refused(tiny_config: dict[str, Any], changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Trainer(config=validate(tiny_config | changes, "test"))
+
+
+def test_survivors_are_as_many_as_the_advantage_needs(tiny_config: dict[str, Any]) -> None:
+    gate = {key: value for key, value in ARROL.items() if key != "min_survivors"}
+    for advantage, least in (("grpo", 2), ({"name": "max_at_k", "k": 3}, 3)):
+        trainer = Trainer(config=validate(tiny_config | {"gates": [gate], "advantage": advantage}, "test"))
+        assert trainer.methods.gates[0].least == least
 
 
 def vote(*arguments: str) -> Any:

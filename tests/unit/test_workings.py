@@ -16,7 +16,10 @@ from winnow.env.workings import WORKINGS, answer_of
 CHAIN = WORKINGS["chain_sum"]
 
 
-@given(st.integers(0, 9999), st.lists(st.tuples(st.sampled_from("+-"), st.integers(0, 9999)), min_size=1, max_size=6))
+@given(
+    st.integers(-9999, 9999),
+    st.lists(st.tuples(st.sampled_from("+-"), st.integers(-9999, 9999)), min_size=1, max_size=6),
+)
 def test_every_column_and_every_sum_is_right(first: int, rest: list[tuple[str, int]]) -> None:
     expression = f"{first} " + " ".join(f"{sign} {term}" for sign, term in rest)
     text = CHAIN.solve(f"State the final answer to the following arithmetic problem: {expression} =")
@@ -62,11 +65,14 @@ def test_a_forgotten_carry_is_the_only_mistake_and_is_followed_up(
 
 
 def test_words_of_a_question() -> None:
-    assert CHAIN.prompt("... problem: 23 + 60 - 7 =") == "a 2 3 + b 6 0 - c 7 ="
+    assert CHAIN.prompt("... problem: 23 + 60 - 7 =") == "a 2 b 3 + c 6 d 0 - e 7 ="
     assert answer_of("4 + 5 : 4 + 5 = 9 ; 9 | answer 9") == "9"
     assert answer_of("answer - 1 2") == "-12"
     assert answer_of("4 + 5") is None
     assert answer_of("answer") is None
+    assert answer_of("unanswered 7") is None
+    assert CHAIN.prompt("...: -5 - -12 + -3 =") == "- a 5 + b 1 c 2 - d 3 ="
+    assert answer_of(CHAIN.solve("...: -5 - -12 + -3 =", lambda: False)) == "4"
 
 
 def test_a_task_in_words() -> None:

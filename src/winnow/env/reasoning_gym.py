@@ -54,6 +54,8 @@ class ReasoningGymConfig:
             raise ValueError(f"reasoning_gym: prompt_format: words is there for {', '.join(WORKINGS)}, not {self.task}")
         if not 0 <= self.slips <= 1:
             raise ValueError(f"reasoning_gym: slips is a share in [0, 1], not {self.slips}")
+        if self.slips and self.prompt_format != "words":
+            raise ValueError("reasoning_gym: slips are made in demonstrations, which only prompt_format: words has")
         clash = {"seed", "size"} & set(self.options)
         if clash:
             raise ValueError(f"reasoning_gym: options must not set {sorted(clash)}; use seed, train_size and test_size")

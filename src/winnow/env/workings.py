@@ -5,14 +5,14 @@ The last thing a working says is `answer` and the answer, a digit a word.
 
 from __future__ import annotations
 
+import itertools
 import re
 import string
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 ANSWER = "answer"
-LETTERS = string.ascii_lowercase
-_TERM = re.compile(r"([+-])\s*(\d+)")
+_TERM = re.compile(r"([+-])\s*(-?)\s*(\d+)")
 
 
 @dataclass(frozen=True)
@@ -28,13 +28,16 @@ class Working:
 
 def answer_of(text: str) -> str | None:
     """What follows the last `answer`, without blanks; None if nothing does."""
-    _, found, answer = text.rpartition(ANSWER)
-    return "".join(answer.split()) or None if found else None
+    words = text.split()
+    if ANSWER not in words:
+        return None
+    return "".join(words[len(words) - words[::-1].index(ANSWER) :]) or None
 
 
 def _terms(question: str) -> list[int]:
     expression = question.partition(":")[2].rpartition("=")[0]
-    return [int(sign + digits) for sign, digits in _TERM.findall(f"+ {expression.strip()}")]
+    found = _TERM.findall(f"+ {expression.strip()}")
+    return [int(digits) * (-1 if (sign == "-") != (minus == "-") else 1) for sign, minus, digits in found]
 
 
 def _spell(number: int) -> str:
@@ -42,22 +45,25 @@ def _spell(number: int) -> str:
 
 
 def chain_sum_prompt(question: str) -> str:
-    """Every term has a letter, by which a small model finds it again: `a 2 8 + b 7 =`."""
-    first, *rest = _terms(question)
-    return " ".join([f"a {_spell(first)}", *(_named(number, term) for number, term in enumerate(rest, 1)), "="])
+    """Every digit has a letter, by which a small model finds it again: `a 2 b 8 + c 7 =`."""
+    return " ".join([*_named(_terms(question)), "="])
 
 
-def _named(number: int, term: int) -> str:
-    return f"{'-' if term < 0 else '+'} {LETTERS[number % len(LETTERS)]} {_spell(abs(term))}"
+def _named(terms: Sequence[int]) -> list[str]:
+    """Terms with their signs, the first only if it is negative, and letters before their digits."""
+    letters = itertools.cycle(string.ascii_lowercase)
+    signs = ["-" if term < 0 else "+" if number else "" for number, term in enumerate(terms)]
+    digits = [" ".join(f"{next(letters)} {digit}" for digit in str(abs(term))) for term in terms]
+    return [f"{sign} {spelled}".strip() for sign, spelled in zip(signs, digits, strict=True)]
 
 
 def chain_sum(question: str, slip: Callable[[], bool] = lambda: False) -> str:
-    """Term by term, column by column from the right: `+ b 7 : 2 8 + 7 : 8 + 7 = 1 5 , 2 + 0 + 1 = 3 ; 3 5 |`."""
-    total, *rest = _terms(question)
+    """Term by term, column by column from the right: `+ c 7 : 2 8 + 7 : 8 + 7 = 1 5 , 2 + 0 + 1 = 3 ; 3 5 |`."""
+    total, *rest = terms = _terms(question)
     steps = []
-    for number, term in enumerate(rest, 1):
+    for name, term in zip(_named(terms)[1:], rest, strict=True):
         step, total = _step(total, term, slip)
-        steps.append(f"{_named(number, term)} : {step}")
+        steps.append(f"{name} : {step}")
     return " ".join([*steps, ANSWER, _spell(total)])
 
 
@@ -84,7 +90,9 @@ def _step(total: int, term: int, slip: Callable[[], bool]) -> tuple[str, int]:
 
 WORKINGS = {
     "chain_sum": Working(
-        chain_sum_prompt, chain_sum, (*"0123456789", *LETTERS, "+", "-", "=", ":", ",", ";", "|", "borrow", ANSWER)
+        chain_sum_prompt,
+        chain_sum,
+        (*"0123456789", *string.ascii_lowercase, "+", "-", "=", ":", ",", ";", "|", "borrow", ANSWER),
     )
 }
 """By name of the task in reasoning-gym."""

@@ -134,8 +134,8 @@ def _check(q_N: np.ndarray, buffer_M: np.ndarray, keep_rate: float, target: floa
     for name, values in (("q", q_N), ("buffer_q", buffer_M)):
         if not ((values >= 0) & (values <= 1)).all():
             raise ValueError(f"{name} must hold probabilities")
-    if not (0 < keep_rate <= 1 and 0 <= target <= 1 and 0 <= p <= 1 and np.isfinite(strength) and strength >= 0):
+    if not (0 < keep_rate <= 1 and 0 <= target <= 1 and 0 <= p <= 1 and 0 <= strength <= 1e6):
         raise ValueError(
-            "keep_rate must lie in (0, 1], target and p_min in [0, 1], and strength must not be negative; "
+            "keep_rate must lie in (0, 1], target and p_min in [0, 1], and strength in [0, 1e6]; "
             f"not {keep_rate}, {target}, {p}, {strength}"
         )

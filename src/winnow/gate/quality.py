@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from ..noise import as_tensor, noise_key, uniform
-from ..types import KEEP, Fate, Group, GroupView, Token, Verdict
+from ..types import KEEP, Fate, Group, GroupView, Rollout, Token, Verdict
 from .calibration import Balance, BinnedPosterior, survival_factor, survival_probabilities
 from .quality_head import Example, QualityHead
 from .quality_stats import Realised
@@ -56,7 +56,8 @@ class Arrol:
     """`distinct`: not by success, but less often the more siblings are expected to have said the same so far."""
     cold_start: int = 20
     """Optimizer steps in which the predictor learns and nothing is pruned."""
-    min_survivors: int = 2
+    min_survivors: int | None = None
+    """Of a group; None: as many as the advantage needs (2 where nobody says)."""
     unbiased: bool = False
     """Weight what survivors add to the loss by 1 / (their chance of survival), as Horvitz and Thompson do."""
 
@@ -69,10 +70,12 @@ class Arrol:
             raise ValueError(
                 f"cold_start must be at least 1 step, not {self.cold_start}: an untrained predictor is none"
             )
-        if self.min_survivors < 0:
+        if self.min_survivors is not None and self.min_survivors < 0:
             raise ValueError(f"min_survivors must not be negative, not {self.min_survivors}")
         balance = "target" if self.balance == "distinct" else self.balance
         survival_probabilities([], [], self.keep_rate, self.target, self.strength, self.p_min, balance)
+        if self.p_min > self.keep_rate:
+            raise ValueError(f"p_min={self.p_min} must not be above keep_rate={self.keep_rate}: it would replace it")
         if self.unbiased and self.p_min == 0:
             raise ValueError("unbiased needs p_min above 0: what never survives cannot be weighted")
 
@@ -89,6 +92,9 @@ class _Asked(NamedTuple):
     """In [0, 1]."""
     q: float
     tokens: int
+    """Of the turn in which it was asked."""
+    chance: float = 1.0
+    """With which this gate let it live."""
 
 
 class ArrolGate:
@@ -104,6 +110,8 @@ class ArrolGate:
         self.needs = NEEDS[options.quality]
         self.options = options
         self.head = QualityHead(seed)
+        self.least = 2 if options.min_survivors is None else options.min_survivors
+        """Survivors of a group, at least."""
         self.success_reward = 1.0
         """The least reward of a right answer; the run's own."""
         self._seed = seed
@@ -154,15 +162,16 @@ class ArrolGate:
         novelty = 1 / (1 + (len(view.running) - 1) * exp(min(logp * len(view.logp), 0.0)))
         self._novelty.append(novelty)
         q = float(self._q_B[number])
-        self._asked[key] = _Asked(view.hidden, logp, score, q, view.checkpoint.n)
+        asked = self._asked[key] = _Asked(view.hidden, logp, score, q, view.checkpoint.n)
         if self.cold:
-            self._realised.decided(1.0, keep=True)
+            self._realised.decided(1.0)
             return KEEP
         survival = self._survival(number, novelty)
         draws, ranks = self._draws_of(view)
-        chance = survival + _forced_beyond(survival, len(draws), self.options.min_survivors)
-        keep = draws[view.sibling] < survival or ranks[view.sibling] < self.options.min_survivors
-        self._realised.decided(survival, keep=keep)
+        chance = survival + _forced_beyond(survival, len(draws), self.least)
+        keep = draws[view.sibling] < survival or ranks[view.sibling] < self.least
+        self._realised.decided(chance)
+        self._asked[key] = asked._replace(chance=chance)
         if keep:
             return Verdict(True, probability=chance)
         reason = f"pruned at token {view.checkpoint.n}: predicted success {q:.2f}, survival {survival:.2f}"
@@ -211,6 +220,8 @@ class ArrolGate:
         for rollout in group.siblings:
             key = group.visit.number, rollout.sibling
             early, asked = key not in self._asked, self._asked.pop(key, None)
+            if asked is not None:
+                self._realised.ended(pruned=rollout.fate == Fate.PRUNED)
             if rollout.reward is None or not rollout.turns:
                 continue
             label, weight = self._right(rollout.reward), 1 / rollout.survival_p
@@ -220,7 +231,8 @@ class ArrolGate:
             if asked is not None:
                 self._posterior.observe(asked.score, label, weight)
                 self._learn(asked.hidden, asked.logp, label, weight)
-                self._realised.seen(asked.q, label, weight, len(rollout.token_ids) - asked.tokens)
+                saved = weight * (1 - asked.chance) * _sampled_after(rollout, asked.tokens)
+                self._realised.seen(asked.q, label, weight, saved)
         survivors = sum(r.fate != Fate.PRUNED for r in group.siblings)
         labels = [self._right(r.reward) for r in group.siblings if r.reward is not None]
         self._realised.group(labels, survivors, len(group.siblings))
@@ -304,6 +316,12 @@ class ArrolGate:
         self._factor = float(state["factor"])
         self._set_scale()
         self._survival_B = np.array(state["survival"], np.float64)
+
+
+def _sampled_after(rollout: Rollout, n: int) -> int:
+    """Tokens that it sampled after the first turn that had `n`, from its n-th on."""
+    start = next(turn.start for turn in rollout.turns if turn.stop - turn.start >= n)
+    return int(rollout.action_mask[start + n :].sum())
 
 
 @lru_cache(maxsize=4096)

@@ -14,12 +14,15 @@ class Realised:
     """Of one optimizer step. Outcomes stand for 1 / (their chance to be seen) rollouts each."""
 
     asked: int = 0
+    returned: int = 0
+    """Of those asked, in this step or before, who came back."""
     pruned: int = 0
+    """Of those returned; an audit may have let them live."""
     not_finite: int = 0
     survival: float = 0.0
     """Sum of the chances of survival."""
-    outcomes: list[tuple[float, bool, float, int]] = field(default_factory=list)
-    """(predicted success, success, weight, tokens after the detection token)."""
+    outcomes: list[tuple[float, bool, float, float]] = field(default_factory=list)
+    """(predicted success, success, weight, tokens that pruning saved of the like of it)."""
     groups: list[tuple[float, int]] = field(default_factory=list)
     """Share of right answers in each group, and how many have a reward."""
     survivors: list[tuple[int, int]] = field(default_factory=list)
@@ -27,13 +30,16 @@ class Realised:
     ended_early: int = 0
     """Rollouts that came to an end before anybody asked."""
 
-    def decided(self, survival: float, *, keep: bool) -> None:
+    def decided(self, survival: float) -> None:
         self.asked += 1
-        self.pruned += not keep
         self.survival += survival
 
-    def seen(self, q: float, label: bool, weight: float, later: int) -> None:
-        self.outcomes.append((q, label, weight, later))
+    def ended(self, *, pruned: bool) -> None:
+        self.returned += 1
+        self.pruned += pruned
+
+    def seen(self, q: float, label: bool, weight: float, saved: float) -> None:
+        self.outcomes.append((q, label, weight, saved))
 
     def group(self, labels: list[bool], survivors: int, size: int) -> None:
         self.survivors.append((survivors, size))
@@ -41,10 +47,11 @@ class Realised:
             self.groups.append((float(np.mean(labels)), len(labels)))
 
     def metrics(self) -> dict[str, float]:
-        """`keep_rate` is what was decided, `expected_keep_rate` what the draws had as their mean. `tokens_saved` is
-        estimated from what survivors went on to sample. `positive_share` and `balance`, E[p (1 - p)], are of groups as
-        they are trained; `success` is that of all rollouts asked, `brier`, `auroc` and `accuracy` of the predictions.
-        `survivors/none`, `one` and `all` count groups.
+        """`keep_rate` is what was carried out, `expected_keep_rate` the mean chance to survive, forced survivors
+        included, audits not. `tokens_saved` is estimated from what survivors went on to sample. `positive_share` and
+        `balance`, E[p (1 - p)], are of groups as they come back, before a filter; `success` is that of all rollouts
+        asked, estimated, `brier`, `auroc` and `accuracy` of the predictions. `survivors/none`, `one` and `all` count
+        groups.
         """
         found = {
             "asked": float(self.asked),
@@ -55,20 +62,21 @@ class Realised:
             "survivors/all": float(sum(n == size for n, size in self.survivors)),
         }
         if self.asked:
-            found["keep_rate"] = 1 - self.pruned / self.asked
             found["expected_keep_rate"] = self.survival / self.asked
+        if self.returned:
+            found["keep_rate"] = 1 - self.pruned / self.returned
         if self.groups:
             share_N, size_N = np.array(self.groups).T
             found["positive_share"] = float((share_N * size_N).sum() / size_N.sum())
             found["balance"] = float((share_N * (1 - share_N)).mean())
         if self.outcomes:
-            q_N, label_N, weight_N, later_N = np.array(self.outcomes, dtype=np.float64).T
+            q_N, label_N, weight_N, saved_N = np.array(self.outcomes, dtype=np.float64).T
             total = weight_N.sum()
             found["success"] = float(weight_N @ label_N / total)
             found["predicted_success"] = float(weight_N @ q_N / total)
             found["brier"] = float(weight_N @ (q_N - label_N) ** 2 / total)
             found["accuracy"] = float(weight_N @ ((q_N > 0.5) == (label_N > 0.5)) / total)
-            found["tokens_saved"] = float((weight_N - 1) @ later_N)
+            found["tokens_saved"] = float(saved_N.sum())
             if 0 < label_N.sum() < len(label_N):
                 found["auroc"] = auroc(q_N, label_N > 0.5, weight_N)
             found |= _reliability(q_N, label_N, weight_N)
