@@ -77,8 +77,8 @@ def rows_of(
 
     Members without a reward (failed, pruned) and greedy ones are absent. `unbiased`: each row stands for 1 / (its
     chance of survival) rollouts, and the mean is over those that were pruned, too (Horvitz and Thompson): then the
-    expected loss is that without pruning, but for what pruning does to the advantages' baseline. FloatingPointError
-    on a non-finite advantage.
+    expected loss is that without pruning, but for what pruning does to the advantages' baseline, and for `dapo` to the
+    number of tokens, which is estimated. FloatingPointError on a non-finite advantage.
     """
     members: list[tuple[Rollout, float]] = []
     for group, advantages_G in zip(groups, advantage.of_batch(groups), strict=True):

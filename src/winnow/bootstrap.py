@@ -9,6 +9,8 @@ import numpy as np
 
 MIN_SEEDS = 3
 """With fewer values there is nothing to resample that would deserve the name of an interval."""
+DRAWS_AT_ONCE = 1_000_000
+"""Numbers drawn at a time, so that thousands of values need no gigabytes."""
 RESAMPLES = 10_000
 
 
@@ -44,7 +46,9 @@ def paired_bootstrap(
     n, mean = len(values_S), float(values_S.mean())
     if n < MIN_SEEDS:
         return Estimate(mean, None, None, n)
-    draws_RS = np.random.default_rng(seed).integers(n, size=(resamples, n))
+    rng, rows = np.random.default_rng(seed), max(1, DRAWS_AT_ONCE // n)
+    sizes = [min(rows, resamples - start) for start in range(0, resamples, rows)]
+    means_R = np.concatenate([values_S[rng.integers(n, size=(size, n))].mean(axis=1) for size in sizes])
     tail = (1 - confidence) / 2
-    low, high = np.quantile(values_S[draws_RS].mean(axis=1), [tail, 1 - tail])
+    low, high = np.quantile(means_R, [tail, 1 - tail])
     return Estimate(mean, float(low), float(high), n)

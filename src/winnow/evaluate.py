@@ -115,8 +115,8 @@ def rank_weights(scores: Sequence[float] | np.ndarray) -> np.ndarray:
     Raises ValueError on a score that is not a number.
     """
     scores_N = np.asarray(scores, dtype=np.float64)
-    if np.isnan(scores_N).any():
-        raise ValueError("scores to rank must be numbers")
+    if scores_N.ndim != 1 or np.isnan(scores_N).any():
+        raise ValueError("scores to rank must be a list of numbers")
     if len(scores_N) < 2:
         return np.ones(len(scores_N))
     _, index_N, counts_M = np.unique(scores_N, return_inverse=True, return_counts=True)

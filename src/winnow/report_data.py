@@ -35,6 +35,7 @@ SAMPLE_KEYS = (
     "split",
 )
 RELIABILITY = "gate/arrol/reliability/"
+BINS_OF_TEN = tuple("0123456789")
 MAX_TEXT = 4_000
 """Characters kept of a prompt or completion."""
 
@@ -127,12 +128,12 @@ def _take_reliability(rows: Sequence[Row]) -> dict[str, Any] | None:
     for row in rows:
         for key in [k for k in row if k.startswith(RELIABILITY)]:
             number, _, name = key.removeprefix(RELIABILITY).partition("/")
-            if number.isdecimal() and name in ("rollouts", "predicted", "right"):
+            if number in BINS_OF_TEN and name in ("rollouts", "predicted", "right") and 0 <= row[key] < 1e12:
                 bin_ = sums.setdefault(int(number), dict.fromkeys(("rollouts", "predicted", "right"), 0.0))
                 bin_[name] += row[key]
             del row[key]
-    points = [[b["predicted"] / b["rollouts"], b["right"] / b["rollouts"], b["rollouts"]]
-              for _, b in sorted(sums.items()) if b["rollouts"] > 0]  # fmt: skip
+    shares = ((b["predicted"], b["right"], b["rollouts"]) for _, b in sorted(sums.items()) if b["rollouts"] >= 1)
+    points = [[min(q / n, 1.0), min(right / n, 1.0), n] for q, right, n in shares]
     if not points:
         return None
     total = math.fsum(n for *_, n in points)

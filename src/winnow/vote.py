@@ -11,6 +11,7 @@ import numpy as np
 
 from .bootstrap import paired_bootstrap
 from .build import build_task, sampling_params
+from .checkpoint import STATE
 from .config import ConfigError, RunConfig
 from .env.base import Answering
 from .evaluate import EVALUATION_STREAM, count_correct, rank_weights, roll_out, summarize, weighted_vote
@@ -54,11 +55,11 @@ WEIGHTS: dict[str, Weigh] = {
 
 
 def by_head(head: QualityHead) -> Weigh:
-    """Rank of the head's score at the end of the answer; one that was cut off ranks lowest."""
+    """Rank of the head's score at the last token of the answer."""
 
     def weigh(rollouts: Sequence[Rollout]) -> np.ndarray:
-        scores = [-np.inf if r.last_hidden is None else head.score(r.last_hidden, _logp(r)) for r in rollouts]
-        return rank_weights(np.nan_to_num(scores, nan=-np.inf, neginf=-1e9))
+        scores = [np.nan if r.last_hidden is None else head.score(r.last_hidden, _logp(r)) for r in rollouts]
+        return rank_weights(np.nan_to_num(scores, nan=-1e9))
 
     return weigh
 
@@ -75,8 +76,9 @@ def _confidence(rollout: Rollout) -> np.ndarray:
 def vote_model(model: str, values: Mapping[str, Any], weights: Sequence[str]) -> dict[str, Any]:
     """pass@k, and for each of `weights` the share of held-out prompts whose vote is right, with 95% intervals.
 
-    `model` and `values` as for `evaluate_model`; `eval_generations` candidates a prompt. Raises ConfigError for a task
-    whose answers cannot be counted, unknown weights, and `head` without a head.
+    `model` and `values` as for `evaluate_model`; `eval_generations` candidates a prompt. `answered`: share of the
+    candidates that gave an answer at all; `judged`: prompts with a vote. Raises ConfigError for a task whose answers
+    cannot be counted, unknown weights, `head` without a head of this model, and when nobody gave an answer.
     """
     c = model_config(model, values)
     task = build_task(c.env)
@@ -85,24 +87,40 @@ def vote_model(model: str, values: Mapping[str, Any], weights: Sequence[str]) ->
         raise ConfigError(f"task {task.name} does not say which answers are the same (Task.answers), so none can win")
     if not prompts:
         raise ConfigError(f"task {task.name} has no held-out prompts")
-    kinds = {name: _weigh(name, c) for name in dict.fromkeys(weights)}
+    head = _head_of(c) if "head" in weights else None
+    kinds = {name: _weigh(name, head) for name in dict.fromkeys(weights)}
     started = time.monotonic()
     with opened(c, task) as (policy, engine, rewarder):
+        if head is not None:
+            _check_size(head, policy.model.config, c.model)
         report = frozenset({"confidence", "last_hidden"})
         params = sampling_params(c, evaluation=True)
         options = RolloutOptions(params, c.max_prompt_length, c.seed, EVALUATION_STREAM, report)
         runner = RolloutRunner(engine, task, policy.tokenizer, rewarder, options)
         groups = roll_out(runner, prompts, c.eval_generations)
     won: dict[str, list[float]] = {name: [] for name in kinds}
+    given: list[bool] = []
     for group in groups:
         candidates = [r for r in group.rollouts if r.reward is not None and r.action_mask.any()]
         if candidates:
             answers = task.answers(group.prompt, [r.text for r in candidates])
+            given += [answer is not None for answer in answers]
             for name, weigh in kinds.items():
                 won[name].append(_right(candidates, answers, weigh(candidates), c.success_reward))
+    if not given:
+        raise ConfigError(
+            "no completion was given a reward, so no vote can be judged; look at reward_funcs and prompts"
+        )
+    if not any(given):
+        raise ConfigError(
+            f"task {task.name} reads no answer in any of the {len(given)} completions, so there is nothing to vote on; "
+            "look at what the model says (winnow eval), and how the task marks answers"
+        )
     return {
         "model": c.model,
         **summarize(groups, c.success_reward),
+        "answered": float(np.mean(given)),
+        "judged": len(won[next(iter(won))]),
         "votes": {name: _interval(won[name], won[next(iter(won))]) for name in won},
         "prompts": len(prompts),
         "n": c.eval_generations,
@@ -112,16 +130,35 @@ def vote_model(model: str, values: Mapping[str, Any], weights: Sequence[str]) ->
     }
 
 
-def _weigh(name: str, c: RunConfig) -> Weigh:
-    if name != "head":
-        if name not in WEIGHTS:
-            raise ConfigError(f"unknown weights '{name}'; there are {', '.join([*WEIGHTS, 'head'])}")
-        return WEIGHTS[name]
-    places = [Path(c.model), Path(c.model).parent]
+def _weigh(name: str, head: QualityHead | None) -> Weigh:
+    if name == "head" and head is not None:
+        return by_head(head)
+    if name not in WEIGHTS:
+        raise ConfigError(f"unknown weights '{name}'; there are {', '.join([*WEIGHTS, 'head'])}")
+    return WEIGHTS[name]
+
+
+def _head_of(c: RunConfig) -> QualityHead:
+    """Beside the weights, or in the checkpoint that they are part of."""
+    model = Path(c.model)
+    places = [model, *([model.parent] if (model.parent / STATE).is_file() else [])]
     found = next((place for place in places if (place / FILE).is_file()), None)
     if found is None:
-        raise ConfigError(f"weights: head needs {Path(c.model) / FILE}, which a run with gate arrol leaves there")
-    return by_head(QualityHead.load(found))
+        raise ConfigError(
+            f"weights: head needs {model / FILE}, which a run with gate arrol and quality: head leaves there"
+        )
+    try:
+        return QualityHead.load(found)
+    except ValueError as error:
+        raise ConfigError(f"weights: {error}") from None
+
+
+def _check_size(head: QualityHead, config: Any, model: str) -> None:
+    size = getattr(config.get_text_config(), "hidden_size", None)
+    if size not in (None, head.hidden_size):
+        raise ConfigError(
+            f"weights: the head was trained on hidden states of {head.hidden_size} numbers, but {model} has {size}"
+        )
 
 
 def _right(candidates: Sequence[Rollout], answers: list[str | None], weights: np.ndarray, success: float) -> float:
@@ -149,7 +186,11 @@ def _interval(won: list[float], baseline: list[float]) -> dict[str, Any]:
 def render(found: Mapping[str, Any]) -> str:
     """Lines for a terminal."""
     n = found["n"]
-    lines = [f"{found['prompts']} prompts, {n} candidates each, temperature {found['temperature']}"]
+    lines = [
+        f"{found['judged']} of {found['prompts']} prompts judged, {n} candidates each at temperature "
+        f"{found['temperature']}",
+        f"{'answered':<16} {found['answered']:.3f}",
+    ]
     lines += [f"{name:<16} {found[name]:.3f}" for name in found if name.startswith("pass@")]
     first = next(iter(found["votes"]))
     for name, v in found["votes"].items():

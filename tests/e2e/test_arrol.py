@@ -111,3 +111,16 @@ def test_the_head_votes(tiny_config: dict[str, Any]) -> None:
         result = CliRunner().invoke(app, ["vote", str(run), "-n", "2", "--weights", weights])
         assert result.exit_code != 0
         assert message in result.output.replace("\n", " ") + str(result.stderr).replace("\n", " ")
+
+
+def test_a_vote_in_which_nobody_can_be_read_says_so(tiny_config: dict[str, Any], tmp_path: Path) -> None:
+    rows = [{"prompt": f"numbers {i} 2 3 target 6 :", "answer": "6"} for i in range(1, 7)]
+    (tmp_path / "d.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = tmp_path / "c.yaml"
+    env = {"name": "dataset", "path": str(tmp_path / "d.jsonl"), "test_size": 3}
+    (tmp_path / "r.py").write_text("def half(completions, **columns):\n    return [0.5] * len(completions)\n")
+    reward = {"reward_funcs": [f"{tmp_path / 'r.py'}:half"], "success_reward": 0.5}
+    config.write_text(json.dumps({"env": env, "max_completion_length": 8} | reward))
+    result = CliRunner().invoke(app, ["vote", str(tiny_config["model"]), "--config", str(config), "-n", "2"])
+    assert result.exit_code != 0
+    assert "reads no answer in any of the 6 completions" in (result.output + result.stderr).replace("\n", " ")

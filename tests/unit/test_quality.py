@@ -9,14 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from winnow.batch import rows_of
 from winnow.config import ConfigError
 from winnow.engine import LocalEngine, SamplingParams
 from winnow.gate.calibration import survival_factor
-from winnow.gate.quality import Arrol, ArrolGate, _forced_beyond, trace_confidence
-from winnow.gate.quality_head import Example, QualityHead
+from winnow.gate.quality import Arrol, ArrolGate, _forced_beyond, _sampled_after, trace_confidence
+from winnow.gate.quality_head import FILE, Example, QualityHead
 from winnow.gate.quality_stats import Realised, auroc
 from winnow.reward import Rewarder
 from winnow.rollout import RolloutOptions, RolloutRunner
@@ -418,3 +419,39 @@ def test_the_factor_of_survival_gives_the_keep_rate() -> None:
     for keep_rate in (0.1, 0.5, 0.9, 1.0):
         factor = survival_factor(weights, keep_rate, 0.05)
         assert np.clip(factor * weights, 0.05, 1).mean() == pytest.approx(keep_rate, abs=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"moments": torch.tensor(1.0)}, "is no quality head"),
+        ({"moments": torch.tensor([0.0, 0.0], dtype=torch.float64)}, "not finite"),
+        ({"second.bias": torch.zeros(3)}, "do not fit together"),
+        ({"first.weight": torch.zeros(5)}, "is no quality head"),
+        ({"first.bias": torch.full((128,), float("nan"))}, "not finite"),
+    ],
+)
+def test_a_damaged_head_is_refused(tmp_path: Path, changes: dict[str, torch.Tensor], problem: str) -> None:
+    gate = Arrol(at=4).build(0)
+    play(gate, 3)
+    gate.save(tmp_path)
+    tensors = load_file(tmp_path / FILE)
+    save_file(tensors | changes, tmp_path / FILE)
+    with pytest.raises(ValueError, match=problem):
+        QualityHead.load(tmp_path)
+
+
+def test_tokens_saved_are_those_sampled_after_the_decision_in_any_turn() -> None:
+    member = rollout(0, 1.0)
+    member.turns = [Turn("a", "b", 0, 2, "stop"), Turn("c", None, 4, 8, "eos")]
+    member.action_mask[2:4] = False
+    assert [_sampled_after(member, n) for n in (1, 2, 3, 4)] == [5, 4, 1, 0]
+
+
+def test_huge_hidden_states_teach_nothing_and_reset_nothing() -> None:
+    head = QualityHead(0)
+    head.observe(Example(np.full(H, 1e38, np.float32), -0.5, True, 1.0))
+    for i in range(50):
+        head.observe(Example(np.full(H, i, np.float32), -0.5, i % 2 == 0, 1.0))
+    head.fit()
+    assert head.resets == 0

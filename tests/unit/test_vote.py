@@ -21,7 +21,7 @@ def test_ranks_are_rescaled_and_ties_share() -> None:
     np.testing.assert_allclose(rank_weights([7.0, 7.0]), [0.5, 0.5])
     np.testing.assert_allclose(rank_weights([-np.inf, 0.0, np.inf]), [0, 0.5, 1])
     assert len(rank_weights([])) == 0
-    with pytest.raises(ValueError, match="must be numbers"):
+    with pytest.raises(ValueError, match="list of numbers"):
         rank_weights([1.0, float("nan")])
 
 
@@ -78,3 +78,8 @@ def test_mathematical_answers_are_the_same_when_their_values_are() -> None:
         "Answer: x",
     ]
     assert same_answers(texts) == ["1/2", "1/2", "3", "1/2", None, "3", "x"]
+
+
+def test_ranks_are_of_a_list() -> None:
+    with pytest.raises(ValueError, match="list of numbers"):
+        rank_weights(np.zeros((2, 2)))

@@ -24,8 +24,11 @@ class BinnedPosterior:
     """
 
     def __init__(self, bins: int = 20, capacity: int = 2048, alpha: float = 1.0) -> None:
-        if bins < 1 or capacity < 1 or not alpha > 0:
-            raise ValueError(f"bins and capacity must be at least 1 and alpha above 0, not {bins}, {capacity}, {alpha}")
+        if not (isinstance(bins, int) and isinstance(capacity, int) and bins > 0 and capacity > 0 and 0 < alpha < 1e6):
+            raise ValueError(
+                "bins and capacity must be whole numbers of at least 1 and alpha above 0 and below 1e6, not "
+                f"{bins}, {capacity}, {alpha}"
+            )
         self.bins, self.capacity, self.alpha = bins, capacity, alpha
         self._seen = Window(capacity), Window(capacity)
         """(bin, weight) of failures and of successes."""
@@ -41,8 +44,10 @@ class BinnedPosterior:
 
     def observe(self, score: float, label: bool, weight: float = 1.0) -> None:
         """Learn one outcome. `weight`: 1 / (the chance with which this rollout's outcome came to be seen)."""
-        if not (np.isfinite(weight) and weight > 0):
-            raise ValueError(f"weight must be a positive number, not {weight}")
+        if not 0 < weight < 1e12:
+            raise ValueError(f"weight must be a positive number below 1e12, not {weight}")
+        if label not in (False, True):
+            raise ValueError(f"label must be a truth value, not {label!r}")
         self._seen[bool(label)].append(self.bin_of(score), float(weight))
         self._labels.append(bool(label), float(weight))
         self._posterior_B = None
@@ -66,6 +71,7 @@ class BinnedPosterior:
             label_N, weight_N = self._labels.columns()
             joint = [weight_N[label_N == label].sum() * self._likelihood(label) for label in (0, 1)]
             self._posterior_B = joint[1] / (joint[0] + joint[1])
+            self._posterior_B.flags.writeable = False
         return self._posterior_B
 
     def _likelihood(self, label: int) -> np.ndarray:

@@ -98,7 +98,9 @@ class QualityHead:
 
     def observe(self, example: Example) -> None:
         """Remember a labelled rollout; an example that is not finite teaches nothing."""
-        if np.isfinite(example.hidden).all() and np.isfinite([example.logp, example.weight]).all():
+        with np.errstate(over="ignore", invalid="ignore"):
+            squares = example.hidden @ example.hidden  # no less than what normalising it computes
+        if np.isfinite([squares, example.logp, example.weight]).all():
             self._examples.append(*example)
 
     def fit(self) -> None:
@@ -155,12 +157,22 @@ class QualityHead:
         head = cls()
         try:
             with safe_open(str(file), "numpy") as tensors:
-                head._layers = [tensors.get_tensor(name) for name in _NAMES]
-                mean, deviation = tensors.get_tensor("moments").tolist()
-        except (OSError, SafetensorError) as error:
+                layers = [tensors.get_tensor(name) for name in _NAMES]
+                mean, deviation = map(float, tensors.get_tensor("moments").tolist())
+            width, size = layers[0].shape
+            if [layer.shape for layer in layers] != [(width, size), (width,), (1, width), (1,)]:
+                raise ValueError("its layers do not fit together")
+            if not (all(np.isfinite(layer).all() for layer in layers) and np.isfinite(mean) and 0 < deviation < np.inf):
+                raise ValueError("its numbers are not finite")
+        except (OSError, SafetensorError, TypeError, ValueError) as error:
             raise ValueError(f"{file}: is no quality head ({error}); a run with gate arrol saves one") from None
-        head._moments = mean, deviation
+        head._layers, head._moments = layers, (mean, deviation)
         return head
+
+    @property
+    def hidden_size(self) -> int | None:
+        """Of the states it was trained on; None before anything was learned."""
+        return self._layers[0].shape[1] - 1 if self._layers else None
 
     def state_dict(self) -> dict[str, Any]:
         net = None
