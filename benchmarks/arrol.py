@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import statistics
 import tempfile
 import time
@@ -45,17 +46,21 @@ class Clock:
 def config_of(task: str, model: Path, **changes: Any) -> Any:
     from winnow.config import load_config
 
-    changes |= {"model": model, "output_dir": model.parent / f"{task}-run", "eval_steps": 100_000}
+    changes = {"output_dir": model.parent / f"{task}-run"} | changes | {"model": model, "eval_steps": 100_000}
     overrides = [f"{key}={value}" for key, value in changes.items()]
     return load_config(ROOT / "recipes" / f"{TASKS[task]}.yaml", [*overrides, "max_skipped_steps=100000"])
 
 
-def warm_model(task: str, directory: Path) -> Path:
+def warm_model(task: str, directory: Path, work: Path | None) -> Path:
+    """The one that `arrol_claims.py` left in `work`, or one made in seconds that solves less."""
     from winnow.build import build_demonstrator
     from winnow.warmup import WarmupConfig, warmup
 
     recipe = yaml.safe_load((ROOT / "recipes" / f"{TASKS[task]}.yaml").read_text(encoding="utf-8"))
     model = directory / task
+    if work is not None:
+        shutil.copytree(work / f"warm-{task}-s0", model)
+        return model
     warmup(build_demonstrator(recipe["env"]), model, config=WarmupConfig(max_steps=150, batch_size=32, threads=1))
     return model
 
@@ -82,6 +87,26 @@ def overhead(task: str, model: Path, steps: int) -> list[dict[str, float]]:
     gate.end_step = ended
     trainer.train()
     return rows[COLD + 1 : -1]  # the last one includes the evaluation at the end
+
+
+def phases(task: str, model: Path, steps: int, repeats: int) -> dict[str, list[float]]:
+    """How many times faster generation, update and both are with the gate: one ratio a repeat, of median steps."""
+    from winnow.trainer import Trainer
+
+    ratios: dict[str, list[float]] = {"generate": [], "update": [], "both": []}
+    for repeat in range(repeats):
+        seconds = []
+        for gates in ("[]", f"[{{name: arrol, cold_start: {COLD}}}]"):
+            run = model.parent / f"{task}-phases-{repeat}-{len(seconds)}"
+            c = config_of(task, model, output_dir=run, max_steps=COLD + steps, gates=gates, seed=repeat)
+            Trainer(config=c).train()
+            rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+            rows = [row for row in rows if row["step"] > COLD and "updated" in row]
+            medians = [statistics.median(row[f"seconds/{phase}"] for row in rows) for phase in ("generate", "update")]
+            seconds.append([*medians, sum(medians)])
+        for name, plain, pruned in zip(ratios, *seconds, strict=True):
+            ratios[name].append(plain / pruned)
+    return ratios
 
 
 def survivors(task: str, model: Path, groups: int, engine: str) -> dict[str, float]:
@@ -117,20 +142,27 @@ def survivors(task: str, model: Path, groups: int, engine: str) -> dict[str, flo
 
 
 def spread(rows: Sequence[dict[str, float]]) -> dict[str, dict[str, float]]:
-    columns = {key: [row[key] for row in rows] for key in rows[0]}
-    return {key: {"median": statistics.median(v), "min": min(v), "max": max(v)} for key, v in columns.items()}
+    return {key: _spread([row[key] for row in rows]) for key in rows[0]}
+
+
+def _spread(values: Sequence[float]) -> dict[str, float]:
+    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--steps", type=int, default=40, help="measured, after the gate's cold start")
+    parser.add_argument("--steps", type=int, default=30, help="measured, after the gate's cold start")
+    parser.add_argument("--repeats", type=int, default=3, help="of the comparison with and without the gate")
+    parser.add_argument("--work", type=Path, help="where arrol_claims.py ran: take its warm starts")
     options = parser.parse_args()
     result: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as directory:
         for task in TASKS:
-            model = warm_model(task, Path(directory))
+            model = warm_model(task, Path(directory), options.work)
             result[task] = spread(overhead(task, model, options.steps))
+            ratios = phases(task, model, options.steps, options.repeats)
+            result[task]["times_faster"] = {n: {**_spread(v), "repeats": v} for n, v in ratios.items()}
             for name, engine in (
                 ("plain", "{name: local, slots: 256}"),
                 ("fixed", "{name: local, slots: 256, fixed_slots: true, max_length: 192}"),

@@ -71,7 +71,7 @@ def main_table(runs: Runs) -> str:
         "update",
         "both",
     ]
-    return table([*head, "both", f"time to {LEVEL:.0%} of the base's gain, times shorter"], rows)
+    return table([*head, f"time to {LEVEL:.0%} of the base's gain, times shorter"], rows)
 
 
 def _to_level(base: dict[int, Run], by_seed: dict[int, Run]) -> str:
@@ -117,7 +117,7 @@ def gate_table(runs: Runs) -> str:
         "p (1 - p)",
         "Brier",
     ]
-    return table([*head, "Brier", "AUROC", "accuracy"], rows)
+    return table([*head, "AUROC", "accuracy"], rows)
 
 
 def votes_of(work: Path, arm: str) -> list[dict[str, Any]]:
