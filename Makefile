@@ -41,6 +41,7 @@ bench-claims: $(VENV)/.bench ## the papers' claims, four seeds an arm: hours; ca
 	$(BIN)/python benchmarks/claims.py --out benchmarks/results/claims.json --docs docs/claims.md
 	$(BIN)/python benchmarks/gate_claims.py --out benchmarks/results/gate_claims.json --docs docs/claims.md
 	$(BIN)/python benchmarks/arrol_claims.py --out benchmarks/results/arrol_claims.json --docs docs/claims.md
+	$(BIN)/python benchmarks/arrol_signal.py --out benchmarks/results/arrol_signal.json --docs docs/claims.md
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .
