@@ -6,7 +6,9 @@ from typing import Protocol
 
 import torch
 
+from .ess import effective_sample_size, lr_scale
 from .none import NoCorrection, NoScale
+from .ratios import log_ratio
 from .truncate import Truncate
 
 
@@ -29,3 +31,5 @@ class StepScale(Protocol):
 
 CORRECTIONS: dict[str, type] = {"none": NoCorrection, "truncate": Truncate}
 STEP_SCALES: dict[str, type] = {"none": NoScale}
+
+__all__ = ["CORRECTIONS", "STEP_SCALES", "Correction", "StepScale", "effective_sample_size", "log_ratio", "lr_scale"]

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
+
+from .ratios import Level, log_ratio
 
 
 @dataclass(frozen=True)
@@ -18,7 +19,7 @@ class Truncate:
     `low` and `high` bound the ratio itself; it is computed in log space, so it cannot overflow.
     """
 
-    level: Literal["token", "sequence"] = "sequence"
+    level: Level = "sequence"
     low: float = 0.0
     high: float = 8.0
     active = True
@@ -30,11 +31,9 @@ class Truncate:
     def __call__(
         self, logp_BT: torch.Tensor, sampler_logp_BT: torch.Tensor, mask_BT: torch.Tensor
     ) -> tuple[torch.Tensor, dict[str, float]]:
-        log_ratio = (logp_BT.detach() - sampler_logp_BT) * mask_BT
-        if self.level == "sequence":
-            log_ratio = log_ratio.sum(1, keepdim=True)
+        log_w = log_ratio(logp_BT, sampler_logp_BT, mask_BT, self.level)
         low = math.log(self.low) if self.low > 0 else -math.inf
-        outside = (log_ratio < low) | (log_ratio > math.log(self.high))
+        outside = (log_w < low) | (log_w > math.log(self.high))
         counted = mask_BT if self.level == "token" else mask_BT.any(1, keepdim=True)
         metrics = {"clipped": float((outside & counted.bool()).sum()), "clipped_of": float(counted.sum())}
-        return log_ratio.clamp(low, math.log(self.high)).exp(), metrics
+        return log_w.clamp(low, math.log(self.high)).exp(), metrics

@@ -1,0 +1,30 @@
+"""Importance ratios between learner and sampler, in log space, so that they cannot overflow."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+
+Level = Literal["token", "sequence", "geometric"]
+
+
+def log_ratio(
+    logp_BT: torch.Tensor, sampler_logp_BT: torch.Tensor, mask_BT: torch.Tensor, level: Level
+) -> torch.Tensor:
+    """log(learner / sampler) over action tokens, detached, [B, T] for `token`, else [B, 1].
+
+    `sequence`: the sum over a rollout's action tokens, the log ratio of the whole rollout. `geometric`: their mean, the
+    log of the geometric mean of the token ratios (GSPO, Zheng et al. 2025); 0 for a row without action tokens. Off the
+    mask a token's log ratio is 0, whatever stands there. Both log-probabilities must be those of the same
+    distribution: after temperature, top-p and top-k. Raises ValueError on an unknown level.
+    """
+    difference_BT = torch.where(mask_BT.bool(), logp_BT.detach() - sampler_logp_BT, 0.0)
+    if level == "token":
+        return difference_BT
+    total_B1 = difference_BT.sum(1, keepdim=True)
+    if level == "sequence":
+        return total_B1
+    if level == "geometric":
+        return total_B1 / mask_BT.sum(1, keepdim=True).clamp(min=1)
+    raise ValueError(f"level must be token, sequence or geometric, not {level!r}")
