@@ -14,6 +14,7 @@ from ..types import Group
 from .dr_grpo import DrGrpo, dr_grpo
 from .grpo import Grpo, grpo
 from .max_at_k import MaxAtK, max_at_k
+from .optimal_baseline import optimal_baseline
 from .reinforce_pp import ReinforcePP, reinforce_pp
 from .remax import ReMax, remax
 from .rloo import Rloo, rloo
@@ -49,4 +50,14 @@ ADVANTAGES: dict[str, type] = {
     "remax": ReMax,
 }
 
-__all__ = ["ADVANTAGES", "Advantage", "dr_grpo", "grpo", "max_at_k", "reinforce_pp", "remax", "rloo"]
+__all__ = [
+    "ADVANTAGES",
+    "Advantage",
+    "dr_grpo",
+    "grpo",
+    "max_at_k",
+    "optimal_baseline",
+    "reinforce_pp",
+    "remax",
+    "rloo",
+]
