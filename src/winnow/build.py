@@ -202,6 +202,7 @@ def build_loss(c: RunConfig) -> LossConfig:
         policy_loss=c.policy_loss,
         epsilon=c.epsilon,
         epsilon_high=c.epsilon_high,
+        importance_sampling_level=c.importance_sampling_level,
         loss_type=c.loss_type,
         beta=c.beta,
         kl_estimator=c.kl_estimator,

@@ -109,6 +109,7 @@ class RunConfig(BaseModel):
 
     # the loss
     policy_loss: Literal["clip", "plain"] = "clip"
+    importance_sampling_level: Literal["token", "sequence"] = "token"
     loss_type: LossType = "dapo"
     epsilon: float = Field(0.2, gt=0, lt=1)
     epsilon_high: float | None = Field(None, gt=0)
@@ -152,6 +153,8 @@ class RunConfig(BaseModel):
     def _cross_checks(self) -> RunConfig:
         if self.epsilon_high is not None and self.policy_loss == "plain":
             raise ValueError("epsilon_high has no effect with policy_loss: plain; remove it or use policy_loss: clip")
+        if self.importance_sampling_level == "sequence" and self.policy_loss == "plain":
+            raise ValueError("importance_sampling_level: sequence has no effect with policy_loss: plain; remove it")
         self._check_schedule()
         return self
 

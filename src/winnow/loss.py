@@ -26,6 +26,8 @@ class LossConfig:
     epsilon: float = 0.2
     epsilon_high: float | None = None
     """Upper clip range; None takes `epsilon` (DAPO's clip-higher: 0.28)."""
+    importance_sampling_level: Literal["token", "sequence"] = "token"
+    """Of the clipped ratio. `sequence`: one for all tokens of a rollout, the geometric mean of theirs (GSPO)."""
     loss_type: LossType = "dapo"
     """`dapo`: mean over all tokens of the batch. `grpo`: mean over a rollout's tokens, then over rollouts. `dr_grpo`:
     sum over tokens divided by `max_completion_length`, mean over rollouts. `sequence_sum`: sum over tokens, mean over
@@ -71,17 +73,24 @@ def policy_loss(
     old_logp_BT: torch.Tensor,
     advantages_B: torch.Tensor,
     weights_BT: torch.Tensor,
+    mask_BT: torch.Tensor,
     config: LossConfig,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Per-token policy loss [B, T] and which tokens were clipped (bool [B, T]).
 
     clip: -w * min(ratio * A, clip(ratio, 1 - epsilon, 1 + epsilon_high) * A) with ratio = exp(logp - old_logp)
-    (Schulman et al. 2017, eq. 7; clip-higher: Yu et al. 2025). plain: -w * A * logp. `weights_BT` is detached.
+    (Schulman et al. 2017, eq. 7; clip-higher: Yu et al. 2025). With `importance_sampling_level: sequence` the log ratio
+    is the mean over the action tokens in `mask_BT` (Zheng et al. 2025, GSPO, eq. 7). plain: -w * A * logp.
+    `weights_BT` is detached. What stands off the mask means nothing.
     """
     A = advantages_B[:, None]
     if config.policy_loss == "plain":
         return -weights_BT * A * logp_BT, torch.zeros_like(logp_BT, dtype=torch.bool)
-    ratio = torch.exp(logp_BT - old_logp_BT)
+    log_ratio = logp_BT - old_logp_BT
+    if config.importance_sampling_level == "sequence":
+        total_B1 = (log_ratio * mask_BT).sum(1, keepdim=True)
+        log_ratio = (total_B1 / mask_BT.sum(1, keepdim=True).clamp(min=1)).expand_as(log_ratio)
+    ratio = torch.exp(log_ratio)
     high = 1 + (config.epsilon if config.epsilon_high is None else config.epsilon_high)
     low = 1 - config.epsilon
     loss = -weights_BT * torch.minimum(ratio * A, ratio.clamp(low, high) * A)

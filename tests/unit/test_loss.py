@@ -14,11 +14,14 @@ LOGP = torch.randn(B, T, dtype=torch.float64) - 2
 OLD = LOGP + 0.4 * torch.randn(B, T, dtype=torch.float64)
 ADVANTAGES = torch.tensor([1.5, -0.7, 0.0, 2.0, -3.0], dtype=torch.float64)
 WEIGHTS = torch.rand(B, T, dtype=torch.float64)
+MASK = torch.rand(B, T) < 0.7
 
 
 @pytest.mark.parametrize("epsilon_high", [None, 0.28])
 def test_clipped_loss_token_by_token(epsilon_high: float | None) -> None:
-    loss, clipped = policy_loss(LOGP, OLD, ADVANTAGES, WEIGHTS, LossConfig(epsilon=0.2, epsilon_high=epsilon_high))
+    loss, clipped = policy_loss(
+        LOGP, OLD, ADVANTAGES, WEIGHTS, MASK, LossConfig(epsilon=0.2, epsilon_high=epsilon_high)
+    )
     high = 1 + (epsilon_high or 0.2)
     for b in range(B):
         for t in range(T):
@@ -32,15 +35,32 @@ def test_clipped_loss_token_by_token(epsilon_high: float | None) -> None:
 
 def test_clipped_tokens_have_no_gradient() -> None:
     logp = LOGP.clone().requires_grad_()
-    loss, clipped = policy_loss(logp, OLD, ADVANTAGES, torch.ones(B, T), LossConfig())
+    loss, clipped = policy_loss(logp, OLD, ADVANTAGES, torch.ones(B, T), MASK, LossConfig())
     loss.sum().backward()
     assert (logp.grad[clipped] == 0).all()
     assert (logp.grad[~clipped & (ADVANTAGES[:, None] != 0)] != 0).all()
 
 
+def test_gspo_clips_the_geometric_mean_of_a_rollouts_ratios() -> None:
+    config = LossConfig(epsilon=0.1, epsilon_high=0.2, importance_sampling_level="sequence")
+    logp = LOGP.clone().requires_grad_()
+    loss, clipped = policy_loss(logp, OLD, ADVANTAGES, WEIGHTS, MASK, config)
+    (loss * MASK).sum().backward()
+    for b in range(B):
+        rows = MASK[b]
+        ratio, a, n = math.exp(float((LOGP - OLD)[b, rows].mean())), float(ADVANTAGES[b]), int(rows.sum())
+        out = (a > 0 and ratio > 1.2) or (a < 0 and ratio < 0.9)
+        surrogate = min(ratio * a, min(max(ratio, 0.9), 1.2) * a)
+        torch.testing.assert_close(loss[b].detach(), -WEIGHTS[b] * surrogate)
+        assert clipped[b].tolist() == [out] * T
+        # d ratio / d logp_t = ratio / n on the mask; every token's loss holds the one ratio
+        slope = 0.0 if out else -float(WEIGHTS[b][rows].sum()) * a * ratio / n
+        torch.testing.assert_close(logp.grad[b], slope * rows.double())
+
+
 def test_plain_loss_gradient_is_the_policy_gradient() -> None:
     logp = LOGP.clone().requires_grad_()
-    loss, _ = policy_loss(logp, OLD, ADVANTAGES, WEIGHTS, LossConfig(policy_loss="plain"))
+    loss, _ = policy_loss(logp, OLD, ADVANTAGES, WEIGHTS, MASK, LossConfig(policy_loss="plain"))
     loss.sum().backward()
     torch.testing.assert_close(logp.grad, -WEIGHTS * ADVANTAGES[:, None])
 
@@ -49,7 +69,7 @@ def test_on_policy_clip_and_plain_have_the_same_gradient() -> None:
     grads = []
     for kind in ("clip", "plain"):
         logp = LOGP.clone().requires_grad_()
-        loss, _ = policy_loss(logp, LOGP, ADVANTAGES, torch.ones(B, T), LossConfig(policy_loss=kind))
+        loss, _ = policy_loss(logp, LOGP, ADVANTAGES, torch.ones(B, T), MASK, LossConfig(policy_loss=kind))
         loss.sum().backward()
         grads.append(logp.grad)
     torch.testing.assert_close(*grads)

@@ -102,7 +102,7 @@ class LocalLearner:
         corrected = old_logp if loss.policy_loss == "clip" else logp.detach()
         weights, correction_metrics = loss.correction(corrected, sampler_logp, mask)
         advantages_B, row_weight_B = batch.advantages_B.to(logp.dtype), batch.row_weight_B.to(logp.dtype)
-        per_token, clipped = policy_loss(logp, old_logp, advantages_B, weights, loss)
+        per_token, clipped = policy_loss(logp, old_logp, advantages_B, weights, mask, loss)
         if loss.beta:
             kl = kl_divergence(logp, self._reference_logp(batch), loss.kl_estimator)
             per_token = per_token + loss.beta * kl
