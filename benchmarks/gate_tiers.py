@@ -172,7 +172,7 @@ def _optimizer_step(config: RunConfig) -> OptimizerStep:
     policy, _ = build_policy(config, None, None, None)
     options = step_options(config, policy.tokenizer.pad_token_id, torch.device("cpu"))
     advantage = method(ADVANTAGES, config.advantage, "advantage")
-    scale = method(STEP_SCALES, config.step_scale, "step_scale")
+    scale = method(STEP_SCALES, config.step_scale, "step_scale").build()
     return OptimizerStep(learner_of(policy, config), advantage, build_loss(config), scale, options)
 
 

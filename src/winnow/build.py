@@ -84,7 +84,7 @@ def build_methods(c: RunConfig, prompts: Sequence[Prompt]) -> Methods:
         filter=filter_,
         judge=judge,
         advantage=advantage,
-        step_scale=method(STEP_SCALES, c.step_scale, "step_scale"),
+        step_scale=method(STEP_SCALES, c.step_scale, "step_scale").build(),
     )
 
 

@@ -301,6 +301,7 @@ class Loop:
             "selector": parts.selector.state_dict(),
             "group_size": parts.group_size.state_dict(),
             "gates": [gate.state_dict() for gate in parts.gates],
+            "step_scale": parts.optimizer_step.scale.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -313,6 +314,7 @@ class Loop:
         self.parts.group_size.load_state_dict(state["group_size"])
         for gate, gate_state in zip(self.parts.gates, state["gates"], strict=True):
             gate.load_state_dict(gate_state)
+        self.parts.optimizer_step.scale.load_state_dict(state["step_scale"])
 
 
 def _too_few(group: Group, least: int) -> str | None:

@@ -102,6 +102,7 @@ class OptimizerStep:
             "grad_norm": norm,
             "learning_rate": lr,
             "effective_learning_rate": effective_lr,
+            **self.scale.metrics(),
             **_token_means(stats, self.loss),
         }
 

@@ -165,9 +165,12 @@ def test_corrections(name: str) -> None:
 
 @pytest.mark.parametrize("name", list(STEP_SCALES))
 def test_step_scales(name: str) -> None:
-    scale = STEP_SCALES[name]()
+    scale, other = STEP_SCALES[name]().build(), STEP_SCALES[name]().build()
     assert scale(torch.zeros(4)) == 1.0
     assert 0 <= scale(torch.tensor([500.0, -500.0, 0.0])) <= 1.0
+    other.load_state_dict(json.loads(json.dumps(scale.state_dict())))
+    assert other(torch.tensor([1.0, 0.0])) == scale(torch.tensor([1.0, 0.0]))
+    assert all(np.isfinite(v) for v in scale.metrics().values())
 
 
 @pytest.mark.parametrize("name", list(ENGINES))

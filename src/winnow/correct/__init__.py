@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Mapping
+from typing import Any, Protocol
 
 import torch
 
-from .ess import effective_sample_size, lr_scale
+from .ess import Ess, effective_sample_size, lr_scale
 from .none import NoCorrection, NoScale
 from .ratios import log_ratio
 from .truncate import Truncate
@@ -28,8 +29,17 @@ class StepScale(Protocol):
         """Factor on the learning rate of this step from the log importance ratios of its rollouts, [B]."""
         ...
 
+    def metrics(self) -> dict[str, float]:
+        """Of the last step."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+
 
 CORRECTIONS: dict[str, type] = {"none": NoCorrection, "truncate": Truncate}
-STEP_SCALES: dict[str, type] = {"none": NoScale}
+STEP_SCALES: dict[str, type] = {"none": NoScale, "ess": Ess}
+"""Name -> frozen dataclass of options with `build() -> StepScale`."""
 
 __all__ = ["CORRECTIONS", "STEP_SCALES", "Correction", "StepScale", "effective_sample_size", "log_ratio", "lr_scale"]

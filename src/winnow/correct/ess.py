@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 
@@ -29,3 +32,55 @@ def lr_scale(ess_ratio: float, reference: float = 1.0) -> float:
     if not (0 < ess_ratio <= 1 + 1e-9 and 0 < reference <= 1 + 1e-9):
         raise ValueError(f"ess_ratio and reference must lie in (0, 1], not {ess_ratio}, {reference}")
     return math.sqrt(min(1.0, ess_ratio / reference))
+
+
+@dataclass(frozen=True)
+class Ess:
+    """Shrink the learning rate with the effective sample size of the batch (VCPO)."""
+
+    reference: float | Literal["measured"] = 1.0
+    """Share of the batch that is effective on policy; `measured`: the mean over the first `measured_steps` updates."""
+    measured_steps: int = 1
+
+    def __post_init__(self) -> None:
+        if self.reference != "measured" and not (isinstance(self.reference, float | int) and 0 < self.reference <= 1):
+            raise ValueError(f"reference must lie in (0, 1], or be 'measured', not {self.reference!r}")
+        if self.measured_steps < 1:
+            raise ValueError(f"measured_steps must be at least 1, not {self.measured_steps}")
+
+    def build(self) -> EssScale:
+        return EssScale(self)
+
+
+class EssScale:
+    """The rows that count are those with a gradient. Updates that are still measured keep their learning rate."""
+
+    def __init__(self, options: Ess) -> None:
+        self.options = options
+        self._seen: list[float] = []
+        """Effective shares of the updates that the reference is measured on."""
+        self._last = 1.0
+
+    @property
+    def reference(self) -> float | None:
+        """None: not measured yet."""
+        if self.options.reference != "measured":
+            return float(self.options.reference)
+        return sum(self._seen) / len(self._seen) if len(self._seen) >= self.options.measured_steps else None
+
+    def __call__(self, log_w_B: torch.Tensor) -> float:
+        self._last = effective_sample_size(log_w_B) / log_w_B.numel()
+        if (reference := self.reference) is None:
+            self._seen.append(self._last)
+            return 1.0
+        return lr_scale(self._last, reference)
+
+    def metrics(self) -> dict[str, float]:
+        found = {"ess_ratio": self._last}
+        return found if self.reference is None else found | {"ess_ratio/reference": self.reference}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seen": list(self._seen)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._seen = [float(ratio) for ratio in state["seen"]]

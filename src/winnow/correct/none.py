@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -23,5 +25,16 @@ class NoCorrection:
 class NoScale:
     """The learning rate is what the schedule says."""
 
+    def build(self) -> NoScale:
+        return self
+
     def __call__(self, log_w_B: torch.Tensor) -> float:
         return 1.0
+
+    def metrics(self) -> dict[str, float]:
+        return {}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
