@@ -153,13 +153,13 @@ def test_corrections(name: str) -> None:
     logp, sampler = torch.randn(2, 3, 5) - 2
     mask = torch.ones(3, 5, dtype=torch.bool)
     mask[0, 2:] = False
-    weights, metrics = correct(logp.requires_grad_(), sampler, mask)
+    weights, metrics = correct(logp.requires_grad_(), sampler, mask, torch.tensor([1.0, -1.0, 0.0]))
     assert torch.broadcast_shapes(weights.shape, (3, 5)) == (3, 5)
     assert torch.isfinite(weights).all()
     assert (weights >= 0).all()
     assert not weights.requires_grad
     assert all(np.isfinite(v) for v in metrics.values())
-    on_policy, _ = correct(sampler, sampler, mask)
+    on_policy, _ = correct(sampler, sampler, mask, torch.ones(3))
     assert (on_policy == 1).all()
 
 

@@ -5,6 +5,8 @@ import math
 import pytest
 import torch
 
+from winnow.correct.mask import Mask
+from winnow.correct.ratios import Level
 from winnow.correct.truncate import Truncate
 from winnow.loss import LossConfig, kl_divergence, policy_loss
 
@@ -102,7 +104,7 @@ def test_bad_options_are_refused(bad: dict[str, float]) -> None:
 def test_truncated_importance_sampling(level: str) -> None:
     mask = torch.ones(B, T, dtype=torch.bool)
     mask[1, 3:] = False
-    weights, metrics = Truncate(level=level, low=0.5, high=2.0)(LOGP, OLD, mask)
+    weights, metrics = Truncate(level=level, low=0.5, high=2.0)(LOGP, OLD, mask, ADVANTAGES)
     for b in range(B):
         log_ratios = [(float(LOGP[b, t] - OLD[b, t]) if mask[b, t] else 0.0) for t in range(T)]
         for t in range(T):
@@ -115,7 +117,36 @@ def test_truncated_importance_sampling(level: str) -> None:
 
 def test_truncation_cannot_overflow() -> None:
     logp = torch.full((1, 4), 600.0)
-    weights, _ = Truncate()(logp, -logp, torch.ones(1, 4, dtype=torch.bool))
+    weights, _ = Truncate()(logp, -logp, torch.ones(1, 4, dtype=torch.bool), torch.ones(1))
     assert weights.item() == pytest.approx(8.0)
     with pytest.raises(ValueError, match="low < high"):
         Truncate(low=2.0, high=1.0)
+
+
+@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
+@pytest.mark.parametrize("only_negative", [False, True])
+@pytest.mark.parametrize("weigh", [False, True])
+def test_masking_element_by_element(level: Level, only_negative: bool, weigh: bool) -> None:
+    low, high = 0.995, 1.005  # narrow enough that every kind of row is outside now and then
+    rule = Mask(level=level, low=low, high=high, only_negative=only_negative, weigh=weigh)
+    weights, metrics = rule(LOGP, OLD, MASK, ADVANTAGES)
+    weights, clipped, of = weights.expand(B, T), 0, 0
+    for b in range(B):
+        differences = (LOGP - OLD)[b, MASK[b]]
+        for t in range(T):
+            whole = {"sequence": differences.sum(), "geometric": differences.mean()}
+            log_w = float(whole.get(level, (LOGP - OLD)[b, t] if MASK[b, t] else torch.tensor(0.0)))
+            outside = not low <= math.exp(log_w) <= high and (not only_negative or float(ADVANTAGES[b]) < 0)
+            assert float(weights[b, t]) == pytest.approx(0.0 if outside else math.exp(log_w) if weigh else 1.0)
+            if bool(MASK[b, t]) if level == "token" else t == 0:
+                clipped, of = clipped + outside, of + 1
+    assert metrics == {"clipped": clipped, "clipped_of": of}
+    assert clipped > 0
+
+
+def test_a_mask_never_gives_an_infinite_weight() -> None:
+    far = torch.full((1, 4), 500.0)
+    weights, _ = Mask(high=2.0, only_negative=True)(far, -far, torch.ones(1, 4, dtype=torch.bool), torch.ones(1))
+    assert torch.isfinite(weights).all()
+    with pytest.raises(ValueError, match="low < high"):
+        Mask(low=1.0, high=0.5)

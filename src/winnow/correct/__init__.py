@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 
 from .ess import Ess, effective_sample_size, lr_scale
+from .mask import Mask
 from .none import NoCorrection, NoScale
 from .ratios import log_ratio
 from .truncate import Truncate
@@ -18,7 +19,11 @@ class Correction(Protocol):
     """False when every weight is 1; the clipped loss then takes its ratio against the sampler itself."""
 
     def __call__(
-        self, logp_BT: torch.Tensor, sampler_logp_BT: torch.Tensor, mask_BT: torch.Tensor
+        self,
+        logp_BT: torch.Tensor,
+        sampler_logp_BT: torch.Tensor,
+        mask_BT: torch.Tensor,
+        advantages_B: torch.Tensor,
     ) -> tuple[torch.Tensor, dict[str, float]]:
         """Detached weights, broadcastable to [B, T], and sums for the metrics."""
         ...
@@ -38,7 +43,7 @@ class StepScale(Protocol):
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
 
-CORRECTIONS: dict[str, type] = {"none": NoCorrection, "truncate": Truncate}
+CORRECTIONS: dict[str, type] = {"none": NoCorrection, "truncate": Truncate, "mask": Mask}
 STEP_SCALES: dict[str, type] = {"none": NoScale, "ess": Ess}
 """Name -> frozen dataclass of options with `build() -> StepScale`."""
 

@@ -16,7 +16,11 @@ class NoCorrection:
     active = False
 
     def __call__(
-        self, logp_BT: torch.Tensor, sampler_logp_BT: torch.Tensor, mask_BT: torch.Tensor
+        self,
+        logp_BT: torch.Tensor,
+        sampler_logp_BT: torch.Tensor,
+        mask_BT: torch.Tensor,
+        advantages_B: torch.Tensor,
     ) -> tuple[torch.Tensor, dict[str, float]]:
         return torch.ones_like(logp_BT[:, :1]), {}
 

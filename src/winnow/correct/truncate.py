@@ -29,7 +29,11 @@ class Truncate:
             raise ValueError(f"bounds must satisfy 0 <= low < high, not low={self.low}, high={self.high}")
 
     def __call__(
-        self, logp_BT: torch.Tensor, sampler_logp_BT: torch.Tensor, mask_BT: torch.Tensor
+        self,
+        logp_BT: torch.Tensor,
+        sampler_logp_BT: torch.Tensor,
+        mask_BT: torch.Tensor,
+        advantages_B: torch.Tensor,
     ) -> tuple[torch.Tensor, dict[str, float]]:
         log_w = log_ratio(logp_BT, sampler_logp_BT, mask_BT, self.level)
         low = math.log(self.low) if self.low > 0 else -math.inf

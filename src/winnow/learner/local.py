@@ -100,7 +100,7 @@ class LocalLearner:
         old_logp = sampler_logp if batch.old_logp_BT is None else batch.old_logp_BT
         # With clipping, the ratio to `old_logp` carries what has changed since; the weight only what was off before.
         corrected = old_logp if loss.policy_loss == "clip" else logp.detach()
-        weights, correction_metrics = loss.correction(corrected, sampler_logp, mask)
+        weights, correction_metrics = loss.correction(corrected, sampler_logp, mask, batch.advantages_B)
         advantages_B, row_weight_B = batch.advantages_B.to(logp.dtype), batch.row_weight_B.to(logp.dtype)
         per_token, clipped = policy_loss(logp, old_logp, advantages_B, weights, mask, loss)
         if loss.beta:
