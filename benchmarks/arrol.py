@@ -152,7 +152,7 @@ def _spread(values: Sequence[float]) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--steps", type=int, default=30, help="measured, after the gate's cold start")
+    parser.add_argument("--steps", type=int, default=20, help="measured, after the gate's cold start")
     parser.add_argument("--repeats", type=int, default=3, help="of the comparison with and without the gate")
     parser.add_argument("--work", type=Path, help="where arrol_claims.py ran: take its warm starts")
     options = parser.parse_args()
