@@ -29,6 +29,8 @@ WIDTH, LEARNING_RATE = 128, 1e-3
 UPDATES, BATCH = 4, 256
 """Gradient steps after an optimizer step of the policy, and examples for each."""
 REMEMBERED, RECENT = 2048, 512
+LARGEST = 1e17
+"""Of a hidden state's numbers: the sum of a million squares is still a float32."""
 
 
 class Example(NamedTuple):
@@ -210,8 +212,8 @@ class QualityHead:
 
 
 def _normalisable(hidden: np.ndarray) -> bool:
-    """Whether its squares are finite, as what follows needs; a fraction of the time of looking at every number."""
-    return isfinite(float(np.dot(hidden, hidden)))
+    """Whether its numbers and their squares are finite, as what follows needs."""
+    return float(np.maximum.reduce(hidden)) < LARGEST and float(np.minimum.reduce(hidden)) > -LARGEST
 
 
 _NAMES = ("first.weight", "first.bias", "second.weight", "second.bias")
