@@ -1,0 +1,41 @@
+"""What corrections with bounds on the ratio have in common."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from .ratios import Level, log_ratio
+
+
+@dataclass(frozen=True)
+class Bounded:
+    """`low` and `high` bound the ratio itself; it is computed in log space, so it cannot overflow."""
+
+    level: Level = "sequence"
+    low: float = 0.0
+    high: float = 8.0
+    active = True
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.low < self.high:
+            raise ValueError(f"bounds must satisfy 0 <= low < high, not low={self.low}, high={self.high}")
+
+    @property
+    def log_bounds(self) -> tuple[float, float]:
+        return math.log(self.low) if self.low > 0 else -math.inf, math.log(self.high)
+
+    def _judged(
+        self, logp_BT: torch.Tensor, sampler_logp_BT: torch.Tensor, mask_BT: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log ratios and which of them are out of bounds, [B, T] or [B, 1]."""
+        log_w = log_ratio(logp_BT, sampler_logp_BT, mask_BT, self.level)
+        low, high = self.log_bounds
+        return log_w, (log_w < low) | (log_w > high)
+
+    def _counts(self, outside: torch.Tensor, mask_BT: torch.Tensor) -> dict[str, float]:
+        """Tokens or rollouts out of bounds, and of how many."""
+        counted = mask_BT.bool() if self.level == "token" else mask_BT.any(1, keepdim=True)
+        return {"clipped": float((outside & counted).sum()), "clipped_of": float(counted.sum())}

@@ -1,0 +1,108 @@
+"""The quality head, and the figures that say how well it predicts."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from winnow.gate.quality import Arrol
+from winnow.gate.quality_head import FILE, Example, QualityHead
+from winnow.gate.quality_stats import Realised, auroc
+
+from .test_quality import H, play
+
+
+def test_a_head_that_diverges_is_thrown_away() -> None:
+    head = QualityHead(0)
+    for i in range(50):
+        head.observe(Example(np.ones(H, np.float32), -0.5, i % 2 == 0, 1.0))
+    head.fit()
+    assert head._net is not None
+    with torch.no_grad():
+        head._net[0].weight[:] = float("nan")
+    head.fit()
+    assert (head.resets, head._net, head.score(np.ones(H, np.float32), -0.5)) == (1, None, 0.0)
+    head.fit()
+    assert np.isfinite(head.score(np.ones(H, np.float32), -0.5))
+
+
+def test_the_head_loads_alone(tmp_path: Path) -> None:
+    gate = Arrol(at=4).build(0)
+    gate.save(tmp_path)
+    assert not list(tmp_path.iterdir()), "nothing is learned yet"
+    with pytest.raises(ValueError, match=r"quality_head\.safetensors: is no quality head"):
+        QualityHead.load(tmp_path)
+    play(gate, 3)
+    gate.save(tmp_path)
+    alone = QualityHead.load(tmp_path)
+    hidden = np.random.default_rng(0).normal(size=H).astype(np.float32)
+    assert alone.score(hidden, -0.3) == gate.head.score(hidden, -0.3)
+    (tmp_path / "other.safetensors").write_bytes(b"nonsense")
+    with pytest.raises(ValueError, match="is no quality head"):
+        QualityHead.load(tmp_path / "other.safetensors")
+
+
+def test_the_head_learns_what_the_hidden_state_and_the_logp_tell() -> None:
+    rng, head, scores, labels = np.random.default_rng(0), QualityHead(0), [], []
+    for step in range(60):
+        for _ in range(64):
+            hidden, logp = rng.normal(size=H).astype(np.float32), float(-rng.random())
+            label = bool(rng.random() < 1 / (1 + np.exp(-2 * hidden[0] - 4 * (logp + 0.5))))
+            if step >= 40:
+                scores.append(head.score(hidden, logp))
+                labels.append(label)
+            head.observe(Example(hidden, logp, label, 1.0))
+        head.fit()
+    assert auroc(np.array(scores), np.array(labels), np.ones(len(labels))) > 0.8
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"moments": torch.tensor(1.0)}, "is no quality head"),
+        ({"moments": torch.tensor([0.0, 0.0], dtype=torch.float64)}, "not finite"),
+        ({"second.bias": torch.zeros(3)}, "do not fit together"),
+        ({"first.weight": torch.zeros(5)}, "is no quality head"),
+        ({"first.bias": torch.full((128,), float("nan"))}, "not finite"),
+    ],
+)
+def test_a_damaged_head_is_refused(tmp_path: Path, changes: dict[str, torch.Tensor], problem: str) -> None:
+    gate = Arrol(at=4).build(0)
+    play(gate, 3)
+    gate.save(tmp_path)
+    tensors = load_file(tmp_path / FILE)
+    save_file(tensors | changes, tmp_path / FILE)
+    with pytest.raises(ValueError, match=problem):
+        QualityHead.load(tmp_path)
+
+
+def test_huge_hidden_states_teach_nothing_and_reset_nothing() -> None:
+    head = QualityHead(0)
+    head.observe(Example(np.full(H, 1e38, np.float32), -0.5, True, 1.0))
+    for i in range(50):
+        head.observe(Example(np.full(H, i, np.float32), -0.5, i % 2 == 0, 1.0))
+    head.fit()
+    assert head.resets == 0
+
+
+def test_auroc_against_pairs() -> None:
+    rng = np.random.default_rng(0)
+    score, label, weight = rng.integers(0, 5, 40), rng.random(40) < 0.4, rng.random(40)
+    pairs = list(itertools.product(np.flatnonzero(label), np.flatnonzero(~label)))
+    won = sum(weight[i] * weight[j] * ((score[i] > score[j]) + 0.5 * (score[i] == score[j])) for i, j in pairs)
+    assert auroc(score, label, weight) == pytest.approx(won / sum(weight[i] * weight[j] for i, j in pairs))
+
+
+def test_reliability_sums_add_up_to_what_was_seen() -> None:
+    seen = Realised()
+    for q, label, weight in ((0.05, False, 1.0), (0.05, True, 2.0), (0.97, True, 1.0), (1.0, True, 3.0)):
+        seen.seen(q, label, weight, 5)
+    found = seen.metrics()
+    assert [found[f"reliability/0/{k}"] for k in ("rollouts", "predicted", "right")] == pytest.approx([3, 0.15, 2])
+    assert [found[f"reliability/9/{k}"] for k in ("rollouts", "predicted", "right")] == pytest.approx([4, 3.97, 4])
+    assert not any(key.startswith("reliability/5") for key in found)
