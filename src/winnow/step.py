@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from .advantage import Advantage
-from .batch import micro_batches, rows_of, with_gradient
-from .correct import StepScale
+from .batch import MicroBatch, micro_batches, rows_of, with_gradient
+from .correct import OverBatch, StepScale
 from .failpoint import failpoint
 from .learner.base import Learner, Stats
 from .loss import LossConfig
 from .noise import noise_key
+from .off_policy import lag_metrics, sampling_metrics
 from .types import Group
 
 
@@ -89,12 +90,13 @@ class OptimizerStep:
             return metrics
         batches = micro_batches(teaching, o.tokens_per_microbatch, pad_id=o.pad_id, device=o.device)
         for _ in range(o.num_iterations):
-            stats = Stats()
+            stats, loss = Stats(), self._loss_over(batches)
             for batch in batches:
-                self.learner.forward_backward(batch, self.loss, stats)
+                self.learner.forward_backward(batch, loss, stats)
                 failpoint("gradient")
             lr = scheduled_lr(step, o)
-            effective_lr = lr * self.scale(torch.cat(stats.log_w_B))
+            sampling = sampling_metrics(torch.cat(stats.log_ratio_N), torch.cat(stats.log_w_B))
+            effective_lr = lr * self.scale(sampling["ess_ratio"])
             norm = self.learner.apply(effective_lr)
             failpoint("applied")
         return metrics | {
@@ -102,16 +104,29 @@ class OptimizerStep:
             "grad_norm": norm,
             "learning_rate": lr,
             "effective_learning_rate": effective_lr,
+            **sampling,
+            **lag_metrics(teaching, step),
             **self.scale.metrics(),
             **_token_means(stats, self.loss),
         }
+
+    def _loss_over(self, batches: Sequence[MicroBatch]) -> LossConfig:
+        """The loss, with a correction that has seen all micro-batches if it has to; that costs a forward pass more."""
+        correction = self.loss.correction
+        if len(batches) == 1 or not isinstance(correction, OverBatch):
+            return self.loss
+        parts = []
+        for batch in batches:
+            if batch.old_logp_BT is None or self.loss.policy_loss == "plain":
+                batch.old_logp_BT = self.learner.logp(batch)
+            parts.append((batch.old_logp_BT, batch.sampler_logp_BT[:, 1:], batch.mask_BT[:, 1:], batch.advantages_B))
+        return replace(self.loss, correction=correction.over_batch(parts))
 
 
 def _token_means(stats: Stats, loss: LossConfig) -> dict[str, float]:
     """Means over the action tokens of the rows that had a gradient, under TRL's names."""
     metrics = {
         "entropy": stats.mean("entropy"),
-        "sampling/importance_sampling_ratio/mean": stats.mean("ratio"),
         "update/tokens": stats.sums["tokens"],
     }
     if loss.policy_loss == "clip":

@@ -166,10 +166,10 @@ def test_corrections(name: str) -> None:
 @pytest.mark.parametrize("name", list(STEP_SCALES))
 def test_step_scales(name: str) -> None:
     scale, other = STEP_SCALES[name]().build(), STEP_SCALES[name]().build()
-    assert scale(torch.zeros(4)) == 1.0
-    assert 0 <= scale(torch.tensor([500.0, -500.0, 0.0])) <= 1.0
+    assert scale(1.0) == 1.0
+    assert 0 <= scale(0.01) <= 1.0
     other.load_state_dict(json.loads(json.dumps(scale.state_dict())))
-    assert other(torch.tensor([1.0, 0.0])) == scale(torch.tensor([1.0, 0.0]))
+    assert other(0.7) == scale(0.7)
     assert all(np.isfinite(v) for v in scale.metrics().values())
 
 

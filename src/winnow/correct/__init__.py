@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Protocol
+from collections.abc import Iterable, Mapping
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
 from .ess import Ess, effective_sample_size, lr_scale
+from .m2po import M2PO
 from .mask import Mask
 from .none import NoCorrection, NoScale
-from .ratios import log_ratio
+from .ratios import Evidence, log_ratio
 from .truncate import Truncate
 
 
@@ -29,9 +30,16 @@ class Correction(Protocol):
         ...
 
 
+@runtime_checkable
+class OverBatch(Protocol):
+    """A correction that looks at the whole optimizer batch before it judges a micro-batch."""
+
+    def over_batch(self, parts: Iterable[Evidence]) -> Correction: ...
+
+
 class StepScale(Protocol):
-    def __call__(self, log_w_B: torch.Tensor) -> float:
-        """Factor on the learning rate of this step from the log importance ratios of its rollouts, [B]."""
+    def __call__(self, ess_ratio: float) -> float:
+        """Factor on the learning rate of this step; `ess_ratio`: effective sample size over rollouts."""
         ...
 
     def metrics(self) -> dict[str, float]:
@@ -43,8 +51,17 @@ class StepScale(Protocol):
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
 
-CORRECTIONS: dict[str, type] = {"none": NoCorrection, "truncate": Truncate, "mask": Mask}
+CORRECTIONS: dict[str, type] = {"none": NoCorrection, "truncate": Truncate, "mask": Mask, "m2po": M2PO}
 STEP_SCALES: dict[str, type] = {"none": NoScale, "ess": Ess}
 """Name -> frozen dataclass of options with `build() -> StepScale`."""
 
-__all__ = ["CORRECTIONS", "STEP_SCALES", "Correction", "StepScale", "effective_sample_size", "log_ratio", "lr_scale"]
+__all__ = [
+    "CORRECTIONS",
+    "STEP_SCALES",
+    "Correction",
+    "OverBatch",
+    "StepScale",
+    "effective_sample_size",
+    "log_ratio",
+    "lr_scale",
+]

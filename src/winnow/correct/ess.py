@@ -53,13 +53,12 @@ class Ess:
 
 
 class EssScale:
-    """The rows that count are those with a gradient. Updates that are still measured keep their learning rate."""
+    """Updates that are still measured keep their learning rate."""
 
     def __init__(self, options: Ess) -> None:
         self.options = options
         self._seen: list[float] = []
         """Effective shares of the updates that the reference is measured on."""
-        self._last = 1.0
 
     @property
     def reference(self) -> float | None:
@@ -68,16 +67,14 @@ class EssScale:
             return float(self.options.reference)
         return sum(self._seen) / len(self._seen) if len(self._seen) >= self.options.measured_steps else None
 
-    def __call__(self, log_w_B: torch.Tensor) -> float:
-        self._last = effective_sample_size(log_w_B) / log_w_B.numel()
+    def __call__(self, ess_ratio: float) -> float:
         if (reference := self.reference) is None:
-            self._seen.append(self._last)
+            self._seen.append(ess_ratio)
             return 1.0
-        return lr_scale(self._last, reference)
+        return lr_scale(ess_ratio, reference)
 
     def metrics(self) -> dict[str, float]:
-        found = {"ess_ratio": self._last}
-        return found if self.reference is None else found | {"ess_ratio/reference": self.reference}
+        return {} if self.reference is None else {"ess_ratio/reference": self.reference}
 
     def state_dict(self) -> dict[str, Any]:
         return {"seen": list(self._seen)}

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
 
 from .bounded import Bounded
-
-LARGEST = 1e6
-"""Of a weight that no bound applies to."""
+from .ratios import weight
 
 
 @dataclass(frozen=True)
@@ -35,6 +32,6 @@ class Mask(Bounded):
         log_w, outside = self._judged(logp_BT, sampler_logp_BT, mask_BT)
         if self.only_negative:
             outside = outside & (advantages_B[:, None] < 0)
-        # Where only negative advantages are masked, others may be far off: never infinite.
-        weight = log_w.clamp(max=math.log(LARGEST)).exp() if self.weigh else torch.ones_like(log_w)
-        return torch.where(outside, 0.0, weight), self._counts(outside, mask_BT)
+        # Where only negative advantages are masked, others may be far off.
+        kept = weight(log_w) if self.weigh else torch.ones_like(log_w)
+        return torch.where(outside, 0.0, kept), self._counts(outside, mask_BT)

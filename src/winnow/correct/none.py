@@ -32,7 +32,7 @@ class NoScale:
     def build(self) -> NoScale:
         return self
 
-    def __call__(self, log_w_B: torch.Tensor) -> float:
+    def __call__(self, ess_ratio: float) -> float:
         return 1.0
 
     def metrics(self) -> dict[str, float]:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 import torch
 
 Level = Literal["token", "sequence", "geometric"]
+Evidence = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+"""What a correction goes by: learner's and sampler's log-probabilities, mask [B, T], advantages [B]."""
+LARGEST = 1e6
+"""Of a weight that no bound applies to."""
 
 
 def log_ratio(
@@ -28,3 +33,8 @@ def log_ratio(
     if level == "geometric":
         return total_B1 / mask_BT.sum(1, keepdim=True).clamp(min=1)
     raise ValueError(f"level must be token, sequence or geometric, not {level!r}")
+
+
+def weight(log_w: torch.Tensor) -> torch.Tensor:
+    """The ratio itself, never infinite."""
+    return log_w.clamp(max=math.log(LARGEST)).exp()

@@ -20,6 +20,8 @@ class Stats:
     sums: dict[str, float] = field(default_factory=dict)
     log_w_B: list[torch.Tensor] = field(default_factory=list)
     """Log importance ratio (learner over sampler) of every row, [B] per micro-batch."""
+    log_ratio_N: list[torch.Tensor] = field(default_factory=list)
+    """The same of every action token, [N] per micro-batch."""
 
     def add(self, name: str, value: float) -> None:
         self.sums[name] = self.sums.get(name, 0.0) + value
@@ -31,6 +33,10 @@ class Stats:
 class Learner(Protocol):
     def forward_backward(self, batch: MicroBatch, loss: LossConfig, stats: Stats) -> None:
         """Accumulate the gradients of one micro-batch. Raises FloatingPointError when the loss is not finite."""
+        ...
+
+    def logp(self, batch: MicroBatch) -> torch.Tensor:
+        """Log-probabilities of the tokens after the first, [B, T-1], 0 off the mask, without gradients."""
         ...
 
     def apply(self, lr: float) -> float:

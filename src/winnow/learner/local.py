@@ -113,12 +113,12 @@ class LocalLearner:
 
         log_ratio = (logp.detach() - sampler_logp) * mask
         stats.log_w_B.append(log_ratio.sum(1))
+        stats.log_ratio_N.append(log_ratio[mask])
         positive = batch.advantages_B[:, None] > 0
         sums = {
             "loss": total.detach(),
             "tokens": mask.sum(),
             "entropy": (entropy.detach() * mask).sum(),
-            "ratio": (log_ratio.exp() * mask).sum(),
             "clip_low": (clipped & mask & ~positive).sum(),
             "clip_high": (clipped & mask & positive).sum(),
         }
@@ -127,6 +127,11 @@ class LocalLearner:
         for name, number in correction_metrics.items():
             stats.add(f"correction/{name}", number)
         return total
+
+    @torch.no_grad()
+    def logp(self, batch: MicroBatch) -> torch.Tensor:
+        with self._kernels():
+            return self._logp(batch)[0]
 
     def _logp(
         self, batch: MicroBatch, *, with_entropy_grad: bool = False, model: Any = None

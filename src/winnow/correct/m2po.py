@@ -1,0 +1,89 @@
+"""M2PO: the tokens furthest from the sampler are left out until the second moment of the log ratios is small.
+
+Zheng et al. 2025, "Prosperity before collapse", with the candidates of the authors' code. Two things differ from that
+code: what is dropped is a set of tokens, as in the paper's algorithm, where the code clips at the last ratio kept and
+never closer than 0.7 and 1.5; and the set is chosen over the optimizer batch, where the code takes each micro-batch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from .ratios import Evidence, log_ratio, weight
+
+
+@dataclass(frozen=True)
+class M2PO:
+    """Weight 0 for the tokens furthest from the sampler, until the mean squared log ratio is under `threshold`.
+
+    Only tokens that clipping could bite are looked at and dropped: those with ratio > 1 and a positive advantage, or
+    ratio < 1 and a negative one, which the update would move further away. All other tokens weigh their ratio.
+    """
+
+    threshold: float = 0.04
+    weigh: bool = True
+    """False: weight 1 for what is kept, as where the clipped loss has the ratio itself."""
+    active = True
+
+    def __post_init__(self) -> None:
+        if not 0 < self.threshold < math.inf:
+            raise ValueError(f"threshold must be above 0, not {self.threshold}")
+
+    def __call__(
+        self,
+        logp_BT: torch.Tensor,
+        sampler_logp_BT: torch.Tensor,
+        mask_BT: torch.Tensor,
+        advantages_B: torch.Tensor,
+    ) -> tuple[torch.Tensor, dict[str, float]]:
+        part = logp_BT, sampler_logp_BT, mask_BT, advantages_B
+        return self.over_batch([part])(*part)
+
+    def over_batch(self, parts: Iterable[Evidence]) -> Cut:
+        """The same with the tokens chosen over all micro-batches together, so that how they are cut cannot matter."""
+        squared = [log_w[biting] ** 2 for log_w, biting in (_judged(*part) for part in parts)]
+        return Cut(cutoff(torch.cat(squared), self.threshold), self.weigh)
+
+
+@dataclass(frozen=True)
+class Cut:
+    """`M2PO` with its decision made: tokens whose squared log ratio is `cutoff` or more are dropped."""
+
+    cutoff: float
+    weigh: bool
+    active = True
+
+    def __call__(
+        self,
+        logp_BT: torch.Tensor,
+        sampler_logp_BT: torch.Tensor,
+        mask_BT: torch.Tensor,
+        advantages_B: torch.Tensor,
+    ) -> tuple[torch.Tensor, dict[str, float]]:
+        log_w, biting = _judged(logp_BT, sampler_logp_BT, mask_BT, advantages_B)
+        dropped = biting & (log_w**2 >= self.cutoff)
+        kept = weight(log_w) if self.weigh else torch.ones_like(log_w)
+        return torch.where(dropped, 0.0, kept), {"clipped": float(dropped.sum()), "clipped_of": float(mask_BT.sum())}
+
+
+def _judged(
+    logp_BT: torch.Tensor, sampler_logp_BT: torch.Tensor, mask_BT: torch.Tensor, advantages_B: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log ratios of tokens and which of them clipping could bite, both [B, T]."""
+    log_w = log_ratio(logp_BT, sampler_logp_BT, mask_BT, "token")
+    return log_w, log_w * advantages_B[:, None].sign() > 0
+
+
+def cutoff(squared_N: torch.Tensor, threshold: float) -> float:
+    """The smallest squared log ratio to drop so that the mean of those below it is under `threshold`; else infinity.
+
+    Tokens are dropped from the largest on. Equal ones go together, so the order of the tokens cannot matter.
+    """
+    squared_N = squared_N.sort().values
+    means_N = squared_N.double().cumsum(0) / torch.arange(1, len(squared_N) + 1, device=squared_N.device)
+    kept = int((means_N < threshold).sum())  # the mean of ascending numbers never falls
+    return float(squared_N[kept]) if kept < len(squared_N) else math.inf
