@@ -29,12 +29,14 @@ from .gate.quality import ArrolGate
 from .learner.local import LearnerOptions, LocalLearner, frozen_copy, without_dropout
 from .learner.logprob import TokenDistribution
 from .loss import LossConfig
+from .rollout import RolloutRunner
 from .select import SELECTORS, Selector
 from .select.audit import AuditedSelector
 from .select.stream import StreamSelector
 from .size import ROLLOUT_BATCHES, SIZES, GroupSize, RolloutBatch
 from .size.rollout_batch import OneForOne
 from .step import StepOptions
+from .sync import SYNCS, Sampler
 from .types import Prompt
 
 
@@ -161,21 +163,28 @@ def _rollout_batch(c: RunConfig) -> RolloutBatch:
             "rollout_batch: surplus: carry trains groups one step after they were sampled; allow it with max_lag: 1, "
             "or choose surplus: discard"
         )
-    if c.max_lag and not batch.carry:
-        raise ConfigError(
-            "max_lag: this version trains synchronously, and nothing is ever old but what `rollout_batch: {name: "
-            "adaptive, surplus: carry}` carries over; set max_lag: 0"
-        )
-    if batch.carry and c.policy_loss == "plain" and _name(c.correction) == "none":
-        raise ConfigError(
-            "rollout_batch: what is carried over is one step old, and policy_loss: plain does not correct for it; "
-            "set correction: truncate, or surplus: discard"
-        )
     if not isinstance(batch, OneForOne) and not method(FILTERS, c.filter, "filter").refill:
         raise ConfigError(
             "rollout_batch has an effect only with a filter that refills, e.g. filter: zero_variance; remove it"
         )
     return batch
+
+
+def build_sampler(c: RunConfig, runner: RolloutRunner, batch: RolloutBatch) -> Sampler:
+    """Raises ConfigError when what is old would be trained as if it were new, and on options without effect."""
+    if c.max_lag and c.policy_loss == "plain" and _name(c.correction) == "none":
+        raise ConfigError(
+            f"max_lag: {c.max_lag} trains on tokens of older policies, and policy_loss: plain does not correct for it; "
+            "set correction: truncate, or policy_loss: clip"
+        )
+    options = method(SYNCS, c.sync, "sync")
+    behind = c.max_lag - batch.carry  # what is carried over is a step older when it is trained
+    if not behind and c.sync != RunConfig.model_fields["sync"].default:
+        raise ConfigError(
+            f"sync: {_name(c.sync)} has options for a sampler that is behind, but here none is; remove them"
+        )
+    sampler: Sampler = options.build(runner, behind, c.seed)
+    return sampler
 
 
 def step_options(c: RunConfig, pad_id: int, device: torch.device) -> StepOptions:

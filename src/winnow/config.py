@@ -106,6 +106,7 @@ class RunConfig(BaseModel):
     correction: MethodSpec = "none"
     step_scale: MethodSpec = "none"
     engine: MethodSpec = "local"
+    sync: MethodSpec = "in_process"
 
     # the loss
     policy_loss: Literal["clip", "plain"] = "clip"

@@ -1,4 +1,4 @@
-"""Groups that wait for the learner, inside a checkpoint."""
+"""Groups as plain JSON values: inside a checkpoint, and on their way from a sampler to the learner."""
 
 from __future__ import annotations
 
@@ -12,11 +12,21 @@ from .types import Fate, Group, Prompt, Rollout, Turn, Verdict, Visit
 _ARRAYS = ("token_ids", "action_mask", "sampler_logp", "versions")
 
 
+def visit_state(visit: Visit) -> list[Any]:
+    """A visit as plain JSON values; its prompt by ordinal."""
+    return [visit.number, visit.epoch, visit.prompt.ordinal, asdict(visit.verdict)]
+
+
+def visit_from(state: Sequence[Any], prompts: Sequence[Prompt]) -> Visit:
+    """The visit that `visit_state` was given; `prompts` are those of its data set."""
+    number, epoch, ordinal, verdict = state
+    return Visit(number, epoch, prompts[ordinal], Verdict(**verdict))
+
+
 def group_state(group: Group) -> dict[str, Any]:
     """A finished group as plain JSON values; its prompt by ordinal."""
-    visit = group.visit
     return {
-        "visit": [visit.number, visit.epoch, visit.prompt.ordinal, asdict(visit.verdict)],
+        "visit": visit_state(group.visit),
         "verdict": asdict(group.verdict),
         "rollouts": [_rollout_state(r) for r in group.rollouts],
     }
@@ -24,8 +34,7 @@ def group_state(group: Group) -> dict[str, Any]:
 
 def group_from(state: Mapping[str, Any], prompts: Sequence[Prompt]) -> Group:
     """The group that `group_state` was given; `prompts` are those of its data set."""
-    number, epoch, ordinal, verdict = state["visit"]
-    visit = Visit(number, epoch, prompts[ordinal], Verdict(**verdict))
+    visit = visit_from(state["visit"], prompts)
     return Group(visit, [_rollout_from(r) for r in state["rollouts"]], Verdict(**state["verdict"]))
 
 

@@ -12,21 +12,20 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .buffer import Buffer
-from .engine.base import Engine
 from .evaluate import Evaluation
 from .failpoint import failpoint
 from .filter import Filter
 from .filter.zero_variance import Judge
 from .gate import Gate
-from .group_state import group_from, group_state
+from .group_state import group_from, group_state, visit_from, visit_state
 from .learner.base import Learner
 from .ledger import Ledger
-from .rollout import RolloutRunner
 from .select import Selector
 from .size import GroupSize, RolloutBatch
 from .step import OptimizerStep
+from .sync import Sampler
 from .tally import Tally
-from .types import Fate, Group, Prompt, Verdict
+from .types import Fate, Group, Prompt, Verdict, Visit
 
 MIN_FAILURES_JUDGED = 32
 """Rollouts of a step that must have come back before their failed share can stop the run."""
@@ -41,9 +40,8 @@ class Parts:
     """Everything the loop drives. Each part can be used alone."""
 
     prompts: Sequence[Prompt]
-    engine: Engine
+    sampler: Sampler
     learner: Learner
-    runner: RolloutRunner
     selector: Selector
     rollout_batch: RolloutBatch
     group_size: GroupSize
@@ -119,7 +117,7 @@ class Loop:
         self._judge_skipped(groups, bool(update["updated"]))
         self.step += 1
         with tally.phase("publish"):
-            parts.engine.load_weights(parts.learner.weights(), self.step)
+            parts.sampler.publish(parts.learner.weights(), self.step)
             failpoint("publish")
         with tally.phase("evaluate"):
             evaluation = self.hooks.evaluate(self.step)
@@ -142,9 +140,9 @@ class Loop:
         while True:
             if self._stop is None:
                 self._launch()
-            if not parts.runner.pending:
+            if self._collected():
                 break
-            for group in parts.runner.poll():
+            for group in parts.sampler.poll():
                 finished.append(group)
                 self._take(group)
         groups, stale, surplus = parts.buffer.take(self.step)
@@ -155,19 +153,32 @@ class Loop:
             self._zero_share = self._tally.zero_share()
         return groups, finished
 
-    def _launch(self) -> None:
-        """Start as many groups as the batch lacks, in the way the rollout batch says."""
-        parts, in_flight = self.parts, self.parts.runner.pending
+    def _collected(self) -> bool:
+        """Whether to train now. A sampler that goes on meanwhile need not have finished what is in flight."""
+        parts = self.parts
+        if parts.sampler.overlaps and self._stop is None and not self._nothing_left:
+            return parts.buffer.ready(self.step)
+        return not parts.sampler.pending
+
+    def _wanted(self) -> int:
+        """Groups to start: as many as the batch lacks, or as can still be trained in time."""
+        parts = self.parts
+        if parts.sampler.overlaps:
+            left = (self.limits.max_steps - self.step) * parts.buffer.prompts_per_step - parts.buffer.outstanding
+            return min(parts.buffer.room(self.step, parts.sampler.version), left)
         share = self._tally.zero_share() if self._tally.groups else self._zero_share
-        n = parts.rollout_batch.next(parts.buffer.missing, in_flight, share)
+        return parts.rollout_batch.next(parts.buffer.missing, parts.sampler.pending, share)
+
+    def _launch(self) -> None:
+        parts, in_flight, n = self.parts, self.parts.sampler.pending, self._wanted()
         if n <= 0 or (self._nothing_left and in_flight) or self._judge_barren():
             return
         visits = parts.selector.select(n)
-        parts.ledger.visit(visits, step=self.step, version=self.step)
+        parts.ledger.visit(visits, step=self.step, version=parts.sampler.version)
         failpoint("launch")
         kept = [visit for visit in visits if visit.verdict.keep]
         for visit in kept:
-            parts.runner.launch(visit, parts.group_size.next())
+            self._start(visit, parts.group_size.next())
         self._nothing_left = len(kept) < n
         if not kept and not in_flight:
             reason = next((v.verdict.reason for v in reversed(visits)), "")
@@ -177,9 +188,14 @@ class Loop:
                 "policy: use other prompts, or selector: uniform"
             )
 
+    def _start(self, visit: Visit, size: int) -> None:
+        self.parts.buffer.launched(visit, size, self.parts.sampler.version)
+        self.parts.sampler.launch(visit, size)
+
     def _take(self, group: Group) -> None:
         """Observe before admitting: every finished group teaches the selector, also those a filter then drops."""
         parts = self.parts
+        parts.buffer.landed(group)
         self._tally.finished(group)
         parts.selector.observe(group)
         failpoint("take")
@@ -251,10 +267,12 @@ class Loop:
             self._book(group, Fate.STALE, f"older than max_lag={self.parts.buffer.max_lag} steps")
 
     def close(self) -> None:
-        """At the end of the run, after the last save: what was carried will never be trained."""
+        """At the end of the run, after the last save: what was carried or is in flight will never be trained."""
         for group in self.parts.buffer.groups:
             self._book(group, Fate.SURPLUS, "carried, but the run is over")
-        self.parts.buffer.groups = []
+        for group in self.parts.sampler.close():
+            self._book(group, Fate.SURPLUS, "in flight when the run was over")
+        self.parts.buffer.clear()
 
     def _book_trained(self, groups: list[Group], updated: bool) -> None:
         for group in groups:
@@ -278,7 +296,7 @@ class Loop:
         metrics = self._tally.metrics()
         self.num_tokens += self._tally.sampled_tokens
         metrics |= {"step": self.step, "num_tokens": self.num_tokens, "groups/effective": float(len(groups))}
-        metrics |= update | self.parts.selector.metrics()
+        metrics |= update | self.parts.selector.metrics() | self.parts.sampler.metrics()
         for gate in self.parts.gates:
             metrics |= gate.metrics()
         if "learning_rate" in update:  # what plain SGD over all prompts_per_step groups would need (Active-RLOO, eq. 4)
@@ -290,7 +308,7 @@ class Loop:
     def state_dict(self) -> dict[str, Any]:
         """Everything of the loop that a checkpoint must hold besides weights, optimizer and ledger."""
         parts = self.parts
-        if parts.runner.pending:
+        if parts.sampler.pending and not parts.sampler.overlaps:
             raise RuntimeError("a checkpoint is only taken between steps, when nothing is in flight")
         return {
             "step": self.step,
@@ -298,6 +316,7 @@ class Loop:
             "skipped_steps": self._skipped_steps,
             "zero_share": self._zero_share,
             "waiting": [group_state(group) for group in parts.buffer.groups],
+            "in_flight": [[visit_state(flight.visit), flight.size] for flight in parts.buffer.in_flight],
             "selector": parts.selector.state_dict(),
             "group_size": parts.group_size.state_dict(),
             "gates": [gate.state_dict() for gate in parts.gates],
@@ -315,6 +334,11 @@ class Loop:
         for gate, gate_state in zip(self.parts.gates, state["gates"], strict=True):
             gate.load_state_dict(gate_state)
         self.parts.optimizer_step.scale.load_state_dict(state["step_scale"])
+
+    def relaunch(self, state: dict[str, Any]) -> None:
+        """Roll out again what was in flight when `state` was taken; it stays booked as dispatched."""
+        for visit, size in state["in_flight"]:
+            self._start(visit_from(visit, self.parts.prompts), int(size))
 
 
 def _too_few(group: Group, least: int) -> str | None:

@@ -15,12 +15,14 @@ from .filter import FILTERS
 from .gate import GATES
 from .select import SELECTORS
 from .size import ROLLOUT_BATCHES, SIZES
+from .sync import SYNCS
 
 TABLES: dict[str, Mapping[str, type]] = {
     "env": ENVS,
     "selector": SELECTORS,
     "rollout_batch": ROLLOUT_BATCHES,
     "group_size": SIZES,
+    "sync": SYNCS,
     "engine": ENGINES,
     "gates": GATES,
     "filter": FILTERS,

@@ -22,6 +22,7 @@ from .build import (
     build_loss,
     build_methods,
     build_policy,
+    build_sampler,
     build_task,
     learner_of,
     quiet_transformers,
@@ -29,15 +30,15 @@ from .build import (
     step_options,
 )
 from .config import ConfigError, RunConfig, config_of, validate
-from .engine.base import Request
 from .evaluate import Evaluation, Evaluator
 from .failpoint import failpoint
 from .interrupt import StopSignals
 from .ledger import Ledger
 from .loop import Hooks, Limits, Loop, Parts
+from .preflight import MAY_CHANGE_ON_RESUME, check_evaluation, check_prompts, refuse_changes
 from .profile import Profiler
 from .progress import Display
-from .prompting import encode_prompt, tokenizer_digest
+from .prompting import tokenizer_digest
 from .records import CONFIG, LEDGER, METRICS, Records, RunDirectoryError, check_trackers, lock
 from .reward import Rewarder, RewardSpec
 from .rollout import RolloutOptions, RolloutRunner
@@ -46,11 +47,6 @@ from .types import Group
 
 START = "start.json"
 """The ledger's mark before anything was booked: what a run that dies before its first checkpoint goes back to."""
-MAY_CHANGE_ON_RESUME = frozenset(
-    {"max_steps", "max_skipped_steps", "save_steps", "save_total_limit", "eval_steps", "log_completions", "report_to"}
-    | {"max_failed_share", "reward_timeout_s"}
-)
-"""Keys that a resume may override; any other would make the rest of the run something else."""
 
 
 class Trainer:
@@ -101,7 +97,7 @@ class Trainer:
         check_trackers(c.report_to)
         quiet_transformers()
         self.task = build_task(c.env if isinstance(env, str | dict | None) else env)
-        self._check_evaluation()
+        check_evaluation(c, self.task)
         given = None if isinstance(model, str | None) else model
         policy, self.engine = build_policy(c, given, processing_class, self._checkpoint)
         self.tokenizer = policy.tokenizer
@@ -110,7 +106,7 @@ class Trainer:
         self.rewarder = Rewarder(
             funcs or c.reward_funcs or self.task.reward_funcs, c.reward_weights, c.reward_timeout_s
         )
-        self._check_prompts()
+        check_prompts(c, self.task, self.rewarder, self.tokenizer, self.engine)
         self.learner = learner_of(policy, c)
         self.methods = build_methods(c, self.task.train)
         params = sampling_params(c)
@@ -122,6 +118,7 @@ class Trainer:
             RolloutOptions(params, c.max_prompt_length, c.seed, greedy_baseline=self.methods.advantage.greedy_baseline),
             self.methods.gates,
         )
+        self._sampler = build_sampler(c, self._runner, self.methods.rollout_batch)
         self._evaluator = Evaluator(self.engine, self.task, self.tokenizer, self.rewarder, seed=c.seed)
 
     @classmethod
@@ -157,6 +154,7 @@ class Trainer:
         try:
             return self._train()
         finally:
+            self._sampler.close()
             self.rewarder.close()
             self._held.close()
 
@@ -187,7 +185,7 @@ class Trainer:
         found = checkpoint.latest(self.run_dir)
         if found:
             state = checkpoint.load_state(found)
-            self._refuse_changes(state)
+            refuse_changes(self.run_dir, state["config"], self.config)
             if state["loop"]["step"] > self.config.max_steps:
                 raise ConfigError(f"max_steps={self.config.max_steps}, but the run is at step {state['loop']['step']}")
         return found
@@ -199,41 +197,6 @@ class Trainer:
                 f"{self.run_dir}: already holds a run ({', '.join(used)}); go on with "
                 f"`winnow resume {self.run_dir}`, or choose another output_dir"
             )
-
-    def _refuse_changes(self, state: Mapping[str, Any]) -> None:
-        before, now = (c.model_dump(mode="json") for c in (validate(state["config"]), self.config))
-        free = MAY_CHANGE_ON_RESUME | {"output_dir"}
-        if self.config.lr_scheduler_type != "constant":
-            free -= {"max_steps"}  # it shapes every later learning rate
-        changed = [k for k in now if before.get(k) != now[k] and k not in free]
-        if changed:
-            shown = "; ".join(f"{k}: {before.get(k)!r} then, {now[k]!r} now" for k in changed)
-            raise ConfigError(f"{self.run_dir}: the configuration has changed since the checkpoint: {shown}")
-
-    def _check_evaluation(self) -> None:
-        if self.config.eval_steps and not self.task.test:
-            raise ConfigError(
-                "eval_steps is set, but the task has no held-out prompts; give it some, or remove eval_steps"
-            )
-
-    def _check_prompts(self) -> None:
-        """Try a few prompts on reward functions, tokenizer and engine: what fails for all of them fails here."""
-        first = self.task.train[0]
-        self.rewarder.check(first.columns)
-        if not self.rewarder.names and self.task.make_env(first) is None:
-            raise ConfigError("there is no reward: give reward_funcs, e.g. 'my_reward.py:my_reward'")
-        causes = []
-        for prompt in [*self.task.train[:16], *self.task.test[:16]]:
-            try:
-                ids = encode_prompt(self.tokenizer, prompt)
-                if len(ids) > (limit := self.config.max_prompt_length):
-                    raise ConfigError(f"prompt '{prompt.id}' has {len(ids)} tokens, over max_prompt_length={limit}")
-                self.engine.submit([Request("trial", ids, sampling_params(self.config), key=0)])
-                self.engine.cancel(["trial"])
-                return
-            except ValueError as error:
-                causes.append(str(error).removeprefix("request 'trial': "))
-        raise ConfigError(f"none of the first {len(causes)} prompts can be used; {causes[0]}")
 
     def _fingerprints(self) -> dict[str, str]:
         return {
@@ -269,9 +232,8 @@ class Trainer:
         options = step_options(c, self.tokenizer.pad_token_id or 0, device)
         parts = Parts(
             prompts=self.task.train,
-            engine=self.engine,
+            sampler=self._sampler,
             learner=self.learner,
-            runner=self._runner,
             selector=m.selector,
             rollout_batch=m.rollout_batch,
             group_size=m.group_size,
@@ -292,6 +254,8 @@ class Trainer:
         loop = Loop(parts, hooks, limits, m.judge)
         if state is not None and self._checkpoint is not None:
             self._restore(loop, state)
+        else:
+            self._sampler.publish(self.learner.weights(), 0)
         return loop
 
     def _restore(self, loop: Loop, state: Mapping[str, Any]) -> None:
@@ -305,7 +269,9 @@ class Trainer:
         self.rewarder.trainer_state.global_step = loop.step
         self._seconds_before = float(state["seconds_total"])
         self.learner.load_optimizer(self._checkpoint)
-        self.engine.load_weights(self.learner.weights(), loop.step)
+        self._sampler.load(self._checkpoint)
+        self._sampler.publish(self.learner.weights(), loop.step)
+        loop.relaunch(state["loop"])
 
     def _baseline(self, ledger: Ledger, records: Records) -> None:
         """Held-out figures before the first update, as step 0."""
@@ -318,15 +284,15 @@ class Trainer:
         c = self.config
         if not c.eval_steps or (step % c.eval_steps and step != c.max_steps):
             return None
-        params = sampling_params(c, evaluation=True)
-        evaluation = self._evaluator.run(
-            self.task.test[: c.eval_prompts],
-            params,
-            n=c.eval_generations,
-            max_prompt_length=c.max_prompt_length,
-            success_reward=c.success_reward,
-            greedy=c.eval_greedy,
-        )
+        with self._sampler.newest():
+            evaluation = self._evaluator.run(
+                self.task.test[: c.eval_prompts],
+                sampling_params(c, evaluation=True),
+                n=c.eval_generations,
+                max_prompt_length=c.max_prompt_length,
+                success_reward=c.success_reward,
+                greedy=c.eval_greedy,
+            )
         ledger.evaluation(step, rollouts=evaluation.rollouts, tokens=evaluation.tokens, seconds=evaluation.seconds)
         records.samples(step, evaluation.groups, "test")
         return evaluation
@@ -337,14 +303,15 @@ class Trainer:
         if not n or step == c.max_steps:
             return
         profiler = Profiler(self.engine, self.task, self.tokenizer, self.rewarder, seed=c.seed)
-        rates = profiler.run(
-            self.task.train,
-            sampling_params(c),
-            n=n,
-            max_prompt_length=c.max_prompt_length,
-            success_reward=c.success_reward,
-            epoch=step,
-        )
+        with self._sampler.newest():
+            rates = profiler.run(
+                self.task.train,
+                sampling_params(c),
+                n=n,
+                max_prompt_length=c.max_prompt_length,
+                success_reward=c.success_reward,
+                epoch=step,
+            )
         self.methods.selector.profiled(rates)
         ledger.evaluation(step, rollouts=profiler.rollouts, tokens=profiler.tokens, seconds=profiler.seconds)
 
@@ -376,6 +343,7 @@ class Trainer:
 
     def _write_weights(self, directory: Path) -> None:
         self.learner.save(directory)
+        self._sampler.save(directory)
         self.methods.save(directory)
         self.tokenizer.save_pretrained(directory / "model")
 

@@ -90,8 +90,10 @@ def test_a_run_leaves_everything_behind(tiny_config: dict[str, Any]) -> None:
             "selector": {"name": "pass_rate", "refresh_steps": 2, "n": 4},
             "group_size": {"name": "adaptive_k", "window": 1},
         },
+        {"max_lag": 2, "step_scale": {"name": "ess", "reference": "measured"}},
+        CARRYING | {"max_lag": 3, "lora": {"r": 2}, "sync": {"name": "in_process", "lag": "mixed"}},
     ],
-    ids=["plain", "dapo", "lora", "kl", "greso", "backoff", "reprofiled"],
+    ids=["plain", "dapo", "lora", "kl", "greso", "backoff", "reprofiled", "lagged", "mixed"],
 )
 def test_resume_is_bit_exact_at_every_step(tiny_config: dict[str, Any], tmp_path: Path, options: dict) -> None:
     """N steps = k steps + resume + (N - k) steps, for every k."""

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from winnow.advantage import ADVANTAGES
 from winnow.batch import collate, micro_batches, rows_of, token_weights, with_gradient
-from winnow.buffer import Buffer, lag
+from winnow.buffer import Buffer, oldest
 from winnow.filter import FILTERS
 from winnow.filter.zero_variance import is_zero_variance, zero_variance_kind
 from winnow.loss import LossConfig
@@ -150,5 +150,5 @@ class TestBuffer:
     def test_lag_counts_the_oldest_token(self) -> None:
         group = make_group(0, [1.0, 0.0], version=5)
         group.rollouts[1].versions[0] = 3
-        assert lag(group, 6) == 3
-        assert lag(make_group(0, [None], lengths=[0]), 6) == 0
+        assert oldest(group, 6) == 3
+        assert oldest(make_group(0, [None], lengths=[0]), 6) == 6

@@ -1,0 +1,76 @@
+"""Runs whose sampler is behind the learner, in one process."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from winnow import Trainer
+from winnow.noise import noise_key
+from winnow.sync.in_process import KEPT, LAG_STREAM
+
+from ..conftest import parity_reward
+from .test_training import assert_clean, fingerprint, train
+
+STEPS = 6
+
+
+def versions(run: Path) -> list[tuple[int, int, int]]:
+    """(version trained from, first and last version of the tokens) of every optimizer step; all its rollouts agree."""
+    with sqlite3.connect(run / "ledger.sqlite") as db:
+        query = (
+            "SELECT version, MIN(first_version), MAX(last_version) FROM rollouts JOIN steps USING (step)"
+            " GROUP BY step ORDER BY step"
+        )
+        return list(db.execute(query))
+
+
+@pytest.mark.parametrize("lag", [1, 3])
+def test_the_sampler_is_exactly_max_lag_steps_behind(tiny_config: dict[str, Any], lag: int) -> None:
+    train(tiny_config | {"max_lag": lag, "max_steps": STEPS})
+    run = Path(tiny_config["output_dir"])
+    assert versions(run) == [(s, max(0, s - lag), max(0, s - lag)) for s in range(STEPS)]
+    assert_clean(run)
+
+
+def test_a_mixed_lag_is_drawn_from_the_seed(tiny_config: dict[str, Any]) -> None:
+    train(tiny_config | {"max_lag": 3, "max_steps": STEPS, "sync": {"name": "in_process", "lag": "mixed"}})
+    run = Path(tiny_config["output_dir"])
+    behind = [noise_key(0, LAG_STREAM, s) % (min(3, s) + 1) for s in range(STEPS)]
+    assert versions(run) == [(s, s - b, s - b) for s, b in enumerate(behind)]
+    assert len(set(behind)) > 1
+    assert_clean(run)
+
+
+def test_evaluations_are_of_the_newest_weights(tiny_config: dict[str, Any], tmp_path: Path) -> None:
+    tiny_config |= {"learning_rate": 3e-3, "eval_prompts": 8, "eval_generations": 8}
+    train(tiny_config | {"max_lag": 3})
+    run = Path(tiny_config["output_dir"])
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    config = tiny_config | {"model": str(run / "model"), "output_dir": str(tmp_path / "again")}
+    last = Trainer(config=config, reward_funcs=parity_reward)
+    with last._sampler.newest():
+        again = last._evaluator.run(
+            last.task.test[: tiny_config["eval_prompts"]],
+            last._runner.options.params,
+            n=tiny_config["eval_generations"],
+            max_prompt_length=last.config.max_prompt_length,
+        )
+    found = {k: v for k, v in lines[-1].items() if k.startswith("eval/pass")}
+    assert found == {f"eval/{k}": v for k, v in again.metrics.items() if k.startswith("pass")}
+    assert 0 < found["eval/pass@1"] < 1, "otherwise this proves nothing"
+
+
+def test_a_lag_changes_nothing_before_it_can(tiny_config: dict[str, Any], tmp_path: Path) -> None:
+    runs = []
+    for lag in (0, 1):
+        config = tiny_config | {"max_lag": lag, "max_steps": 1, "output_dir": str(tmp_path / str(lag))}
+        Trainer(config=config, reward_funcs=parity_reward).train()
+        runs.append(fingerprint(tmp_path / str(lag)))
+        runs[-1]["weights"] = {k: v for k, v in runs[-1]["weights"].items() if KEPT not in k}
+    assert runs[0]["weights"] == runs[1]["weights"]
+    assert runs[0]["ledger"] == runs[1]["ledger"]
