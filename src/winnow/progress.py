@@ -12,6 +12,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 from rich.table import Table
 from rich.text import Text
 
+from .collapse import EssWatch
+
 FATE_COLORS = {
     "trained": "green",
     "filtered": "yellow",
@@ -25,13 +27,15 @@ LINE_EVERY_S = 10.0
 
 
 class Display:
-    """Shows reward, zero-variance share, tokens by fate, speed and time left. Use as a context manager."""
+    """Shows reward, zero-variance share, tokens by fate, speed and time left, and warns. Use as a context manager."""
 
     def __init__(self, console: Console, *, start: int, max_steps: int) -> None:
         self.console = console
         self._tokens: Counter[str] = Counter()
         self._evaluation = ""
         self._last_line = 0.0
+        self._watch: EssWatch | None = EssWatch()
+        """None: it has spoken, once is enough."""
         self._progress = Progress(
             TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
             BarColumn(),
@@ -60,6 +64,9 @@ class Display:
                 self._tokens[name.removeprefix("tokens/")] += int(value)
         if "eval/pass@1" in metrics:
             self._evaluation = f"held-out pass@1 {metrics['eval/pass@1']:.3f} (step {step})"
+        if self._watch and self._watch.observe(metrics):
+            self.console.print(f"warning: {self._watch.message}", style="yellow", highlight=False)
+            self._watch = None
         if self._live:
             self._progress.update(self._bar, completed=step)
             self._live.update(Group(self._table(metrics), fate_line(self._tokens), self._progress))

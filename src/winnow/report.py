@@ -62,7 +62,7 @@ def _fill_in(runs: Sequence[Run], points: int, share: float) -> str:
         "differences": _differences(runs),
         "runs": [_run_data(run, points, share) for run in runs],
     }
-    return render_page(title, data, "charts.js", "bars.js", "reliability.js", "report.js")
+    return render_page(title, data, "charts.js", "bars.js", "reliability.js", "off_policy.js", "report.js")
 
 
 def render_page(title: str, data: object, *scripts: str) -> str:
@@ -100,6 +100,7 @@ def _run_data(run: Run, points: int, share: float) -> dict[str, Any]:
         "audit": run.audit,
         "profile": run.profile,
         "reliability": run.reliability,
+        "offPolicy": run.off_policy,
         "samples": run.samples[::every],
         "config": _flat(run.config or {}),
         "notes": run.notes,
@@ -144,6 +145,13 @@ def _cards(run: Run) -> list[Card]:
         speed = _series(run.rows, "tokens_per_second")
         note = f"{len(run.rows):,} steps" + (f", {count_text(_mean(speed))} tokens/s" if speed else "")
         cards.append(_card("Wall clock", seconds_text(run.rows[-1]["seconds_total"]), note))
+    ess = _series(run.rows, "ess_ratio")
+    if run.off_policy is not None and ess:
+        first, last = _mean(ess[: _tenth(ess)]), _mean(ess[-_tenth(ess) :])
+        note = "of the rollouts, mean of the first and last tenth"
+        cards.append(
+            _card("Effective sample size", f"{first:.0%} → {last:.0%}", note, False if run.off_policy else None)
+        )
     if run.audit:
         word = "OK" if run.audit["ok"] else f"{len(run.audit['problems'])} problems"
         cards.append(_card("Audit", word, "exactly-once accounting, proved from the ledger", run.audit["ok"]))

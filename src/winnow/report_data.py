@@ -16,6 +16,7 @@ from typing import Any
 
 from .audit import verdict
 from .audit_rules import HEAD, rows
+from .collapse import off_policy_marks
 from .ledger import Ledger, LedgerError
 from .pass_rates import BINS, histogram, read_profile, summary
 
@@ -59,6 +60,8 @@ class Run:
     samples: list[dict[str, Any]] = field(default_factory=list)
     reliability: dict[str, Any] | None = None
     """`points` and `caption` of what a gate predicted and what came true."""
+    off_policy: list[dict[str, Any]] | None = None
+    """Marks of a collapse, if there is one, of a run with stale tokens or a correction; None: such a run it is not."""
     profile: dict[str, Any] | None = None
     """`labels`, `counts` and `caption` of the pass rates that its selector went by, or a `note` why there are none."""
     notes: list[str] = field(default_factory=list)
@@ -76,6 +79,7 @@ def read_run(path: Path, *, max_samples: int) -> Run:
     merged = merge_steps(read_lines(path / "metrics.jsonl", run.notes))
     run.rows = [row for row in merged if any(not k.startswith("eval/") for k in row if k not in CUMULATIVE)]
     run.reliability = _take_reliability(run.rows)
+    run.off_policy = off_policy_marks(run.rows, CUMULATIVE)
     run.evaluations = [row for row in merged if any(k.startswith("eval/") for k in row)]
     _read_ledger(path / "ledger.sqlite", run)
     run.samples = _thin_samples(read_lines(path / "samples.jsonl", run.notes), max_samples)

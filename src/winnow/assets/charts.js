@@ -77,12 +77,12 @@ const charts = (() => {
     };
   }
 
-  function yAxis(format) {
+  function yAxis(format, log) {
     return {
       stroke: color("faint"), font: "11px system-ui", gap: 4, space: 34,
       size: (_, texts) => 12 + 6.4 * Math.max(2, ...(texts || []).map((t) => t.length)),
       grid: { stroke: color("grid"), width: 1 }, ticks: { show: false },
-      values: (_, ticks, axisIndex, space, step) => ticks.map((t) => (format === compact && Math.abs(t) < 1000 ? rounded(t, step) : format(t))),
+      values: (_, ticks, axisIndex, space, step) => ticks.map((t) => (t === null ? "" : format === compact && !log && Math.abs(t) < 1000 ? rounded(t, step) : format(t))),
     };
   }
 
@@ -91,6 +91,11 @@ const charts = (() => {
     const decimals = Math.max(0, -Math.floor(Math.log10(step) + 1e-9));
     return decimals > 4 ? compact(tick) : String(+tick.toFixed(decimals + (step * 10 ** decimals % 1 > 1e-9 ? 1 : 0)));
   }
+
+  /** A logarithmic y axis has no place for what is not above 0. */
+  const scaleOf = (spec) => (spec.log
+    ? { distr: 3, log: 10, range: (_, low, high) => (low > 0 ? uPlot.rangeLog(low, high, 10, false) : [0.1, 1]) }
+    : { range: range(spec) });
 
   /** y from 0 when that costs little of the height; a share never beyond 1. */
   function range(spec) {
@@ -144,9 +149,28 @@ const charts = (() => {
     };
   }
 
+  /** Dashed lines across the plot; `marks` are {color} and where they are on each axis. */
+  function marker(marks) {
+    return { hooks: { draw: ({ ctx, bbox, scales, valToPos }) => marks.forEach((mark) => {
+      const at = mark[AXES[axis].key];
+      if (at == null || at < scales.x.min || at > scales.x.max) return;
+      const x = Math.round(valToPos(at, "x", true));
+      ctx.save();
+      ctx.strokeStyle = color(mark.color);
+      ctx.lineWidth = 1.5 * devicePixelRatio;
+      ctx.setLineDash([4 * devicePixelRatio, 3 * devicePixelRatio]);
+      ctx.beginPath();
+      ctx.moveTo(x, bbox.top);
+      ctx.lineTo(x, bbox.top + bbox.height);
+      ctx.stroke();
+      ctx.restore();
+    }) } };
+  }
+
   /** uPlot's data and series for lines: `curves` are {name, table, key, color, dash, band: [low key, high key]}. */
   function lines(spec, curves) {
-    const shown = curves.map((c) => select(c.table, [c.key, ...(c.band || [])])).map((d, i) => ({ ...curves[i], data: d }));
+    const above = (list, j) => (spec.log && j ? list.map((v) => (v > 0 ? v : null)) : list);
+    const shown = curves.map((c) => select(c.table, [c.key, ...(c.band || [])]).map(above)).map((d, i) => ({ ...curves[i], data: d }));
     const full = shown.filter((c) => c.data[0].length);
     const joined = full.length ? uPlot.join(full.map((c) => c.data)) : [[]];
     const series = [{}];
@@ -217,10 +241,10 @@ const charts = (() => {
       box.append(holder);
       plot = new uPlot({
         width, height, series: made.series, bands: made.bands, padding: [8, 10, 0, 0], legend: { show: false },
-        scales: { x: { time: false }, y: { range: range(spec) } },
-        axes: [xAxis(), yAxis(format)],
+        scales: { x: { time: false }, y: scaleOf(spec) },
+        axes: [xAxis(), yAxis(format, spec.log)],
         cursor: { y: false, points: { show: !spec.stacked, size: 7 }, drag: { x: true, y: false }, sync: { key: "x" } },
-        plugins: [tooltip(made.entries, format)],
+        plugins: [tooltip(made.entries, format), marker(spec.marks ? spec.marks() : [])],
       }, made.data, holder);
     };
     const chart = { draw, resize: () => (plot && box.clientWidth ? plot.setSize({ width: box.clientWidth, height }) : draw()) };

@@ -59,6 +59,7 @@
       ["Importance ratio", { keys: [["sampling/importance_sampling_ratio/mean", "mean"]] }],
       ["Clipped tokens", { zero: true, format: charts.percent, keys: [["clip_ratio/region_mean", "all"], ["clip_ratio/low_mean", "low"], ["clip_ratio/high_mean", "high"]] }],
     ] },
+    ...(runs.some((r) => r.offPolicy) ? [{ ...offPolicy, marks, charts: offPolicy.charts.map(([title, spec]) => [title, { ...spec, marks }]) }] : []),
     ...(runs.some((r) => logged(r.metrics, "gate/arrol/asked")) ? [{ id: "pruning", title: "Pruned while generated", charts: [
       ["Share of rollouts kept", { zero: true, share: true, format: charts.percent,
         keys: [["gate/arrol/keep_rate", "kept"], ["gate/arrol/expected_keep_rate", "expected"]] }],
@@ -102,6 +103,11 @@
     return [[k, "estimate"], [`${k}_high`, "upper bound"], [`${k}_low`, "lower bound"]];
   }
 
+  /** Steps to mark, of the runs that are shown. */
+  function marks() {
+    return runs.flatMap((r, n) => hidden.has(n) ? [] : (r.offPolicy || []).map((m) => (several ? { ...m, text: `${r.name}: ${m.text}`, color: runColor(n) } : m)));
+  }
+
   function rewardParts() {
     const names = new Set(runs.flatMap((r) => Object.keys(r.metrics)).filter((k) => /^rewards\/.+\/mean$/.test(k)));
     return [...names].map((k) => [k, k.slice(8, -5)]);
@@ -114,7 +120,7 @@
 
   /** Charts for what the plan does not name. */
   function rest() {
-    const named = new Set(PLAN.flatMap((s) => s.charts.flatMap(([, c]) => c.keys.map(([k]) => k))));
+    const named = new Set([...PLAN, offPolicy].flatMap((s) => s.charts.flatMap(([, c]) => [...c.keys.map(([k]) => k), ...(c.band || [])])));
     ["step", "num_tokens", "seconds_total"].forEach((k) => named.add(k));
     const found = (evals) => [...new Set(runs.flatMap((r) => Object.keys(evals ? r.evals : r.metrics)))]
       .filter((k) => !named.has(k) && k.startsWith("eval/") === evals);
@@ -126,12 +132,12 @@
     const table = (r) => (spec.evals ? r.evals : r.metrics);
     if (spec.stacked || !several) {
       const run = runs[several ? focus : 0];
-      return spec.keys.map(([k, name, shade], n) => ({ table: table(run), key: k, name, color: shade || runColor(n) }))
+      return spec.keys.map(([k, name, shade], n) => ({ table: table(run), key: k, name, color: shade || runColor(n), band: n ? undefined : spec.band }))
         .filter((c) => logged(c.table, c.key));
     }
     const keys = spec.keys.filter(([k]) => runs.some((r) => logged(table(r), k))).slice(0, 2);
     return runs.flatMap((r, n) => hidden.has(n) ? [] : keys.map(([k, name], j) => ({
-      table: table(r), key: k, color: runColor(n), dash: j ? [5, 4] : undefined,
+      table: table(r), key: k, color: runColor(n), dash: j ? [5, 4] : undefined, band: j ? undefined : spec.band,
       name: keys.length > 1 ? `${r.name} ${name}` : r.name,
     }))).filter((c) => logged(c.table, c.key));
   }
@@ -176,7 +182,7 @@
     const drawn = wanted.filter(([, spec]) =>
       runs.some((r) => spec.keys.some(([k]) => logged(spec.evals ? r.evals : r.metrics, k))));
     const missing = wanted.filter((c) => !drawn.includes(c)).map(([title]) => title);
-    const node = section(plan.id, plan.title,
+    const node = section(plan.id, plan.title, ...(plan.marks ? plan.marks() : []).map((m) => el("p", { class: "above" }, key(m.text, m.color, "line dash"))),
       drawn.length ? el("div", { class: plan.wide ? "grid wide" : "grid" }, ...drawn.map(([t, s]) => chartCard(t, s, mounts))) : null,
       missing.length ? el("p", { class: "soft below" }, `Not logged by ${several ? "these runs" : "this run"}: ${missing.join(" · ")}.`) : null);
     if (drawn.some(([, s]) => s.stacked)) node.firstChild.append(picker() || "");

@@ -1,0 +1,92 @@
+"""Signs that a run is collapsing, read off its metrics: few rollouts dominate the updates; the reward has fallen.
+
+Under a large lag the effective sample size falls first and the reward follows (VCPO, section 3.1 and appendix A).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+Metrics = Mapping[str, float]
+LOW = 0.3
+"""Effective share of a batch's rollouts under which few of them dominate the update."""
+PATIENCE = 5
+"""Updates in a row that have to be so."""
+ADVICE = "updates are dominated by few rollouts; lower max_lag, or use step_scale: ess"
+
+
+class EssWatch:
+    """Looks for spells of updates whose `ess_ratio` is under `LOW`. Steps without an update are passed over."""
+
+    def __init__(self) -> None:
+        self.first: Metrics = {}
+        """Metrics of the spell's first update."""
+        self.length = 0
+
+    def observe(self, metrics: Metrics) -> bool:
+        """True when a spell has just become `PATIENCE` updates long."""
+        if "ess_ratio" not in metrics:
+            return False
+        self.length = self.length + 1 if metrics["ess_ratio"] < LOW else 0
+        if self.length == 1:
+            self.first = metrics
+        return self.length == PATIENCE
+
+    @property
+    def message(self) -> str:
+        return (
+            f"the effective sample size was under {LOW:.0%} of the rollouts for {self.length} updates, from step "
+            f"{self.first['step']:.0f}: {ADVICE}"
+        )
+
+
+def low_ess(rows: Sequence[Metrics]) -> EssWatch | None:
+    """The first spell of `PATIENCE` updates or more, at its full length."""
+    watch, found = EssWatch(), False
+    for row in rows:
+        before = watch.length
+        found |= watch.observe(row)
+        if found and not watch.length:
+            watch.length = before
+            break
+    return watch if found else None
+
+
+def reward_collapse(rows: Sequence[Metrics]) -> Metrics | None:
+    """The first step from which on, to the end, the reward was under half of its best.
+
+    Both are means over the last twentieth of the steps, or the last `PATIENCE` of them; for so long it must have been.
+    """
+    steps = [row for row in rows if "reward" in row]
+    size = max(PATIENCE, len(steps) // 20)
+    last: deque[float] = deque(maxlen=size)
+    best, fallen = 0.0, len(steps)
+    for i, row in enumerate(steps):
+        last.append(row["reward"])
+        mean = sum(last) / size
+        low = len(last) == size and best > 0 and mean < best / 2
+        fallen = min(fallen, i) if low else len(steps)
+        best = max(best, mean if len(last) == size else best)
+    return steps[fallen] if len(steps) - fallen >= size else None
+
+
+def off_policy_marks(rows: Sequence[Metrics], axes: Sequence[str]) -> list[dict[str, Any]] | None:
+    """Where a page marks a collapse, each `text`, `color` and place on the `axes`.
+
+    None for a run without stale tokens, correction or low effective sample size: it needs no such section.
+    """
+    ess, fall = low_ess(rows), reward_collapse(rows)
+    if not (ess or any(row.get("lag/max", 0) > 0 or "correction/clipped_share" in row for row in rows)):
+        return None
+    marks = []
+    if ess:
+        marks.append(_mark(ess.message[0].upper() + ess.message[1:] + ".", "bad", ess.first, axes))
+    if fall:
+        marks.append(_mark(f"From step {fall['step']:.0f} on the reward was under half of its best.", "c4", fall, axes))
+    return marks
+
+
+def _mark(text: str, color: str, row: Metrics, axes: Sequence[str]) -> dict[str, Any]:
+    return {"text": text, "color": color} | {axis: row.get(axis) for axis in axes}

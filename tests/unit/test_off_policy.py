@@ -1,0 +1,105 @@
+"""How far an update's tokens are from the policy: every metric by brute force, whatever the micro-batches."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from winnow.advantage import ADVANTAGES
+from winnow.batch import Row
+from winnow.correct import STEP_SCALES
+from winnow.correct.truncate import Truncate
+from winnow.loss import LossConfig
+from winnow.off_policy import LAG_BANDS, lag_metrics, sampling_metrics
+from winnow.step import OptimizerStep, StepOptions
+
+from .learner_models import learner_of, llama
+from .test_batch import make_group, make_rollout
+
+STEP: dict[str, Any] = {"lr_scheduler_type": "constant", "warmup_steps": 0, "max_steps": 9, "num_iterations": 1}
+STEP |= {"max_completion_length": 16, "mask_truncated_completions": False, "pad_id": 0, "seed": 0}
+
+
+def quantile(values: list[float], q: float) -> float:
+    """Linear between the two neighbours."""
+    values, at = sorted(values), q * (len(values) - 1)
+    low = math.floor(at)
+    return values[low] + (at - low) * (values[min(low + 1, len(values) - 1)] - values[low])
+
+
+def test_every_figure_by_brute_force() -> None:
+    draw = np.random.default_rng(0)
+    rows = [draw.normal(0, 0.4, int(n)).tolist() for n in draw.integers(1, 9, 23)]
+    tokens, log_w = [d for row in rows for d in row], [math.fsum(row) for row in rows]
+    w, ratios = [math.exp(x) for x in log_w], [math.exp(d) for d in tokens]
+    expected = {
+        "sampling/sampling_logp_difference/mean": math.fsum(map(abs, tokens)) / len(tokens),
+        "sampling/sampling_logp_difference/max": max(map(abs, tokens)),
+        "sampling/importance_sampling_ratio/min": min(ratios),
+        "sampling/importance_sampling_ratio/mean": math.fsum(ratios) / len(tokens),
+        "sampling/importance_sampling_ratio/max": max(ratios),
+        "sampling/kl": math.fsum(r - 1 - d for r, d in zip(ratios, tokens, strict=True)) / len(tokens),
+        "sampling/log_ratio/p05": quantile(log_w, 0.05),
+        "sampling/log_ratio/p50": quantile(log_w, 0.5),
+        "sampling/log_ratio/p95": quantile(log_w, 0.95),
+        "sampling/log_ratio/max": max(log_w),
+        "ess_ratio": math.fsum(w) ** 2 / math.fsum(x * x for x in w) / len(w),
+    }
+    found = sampling_metrics(torch.tensor(tokens, dtype=torch.float64), torch.tensor(log_w, dtype=torch.float64))
+    assert found == pytest.approx(expected, rel=1e-12)
+
+
+def test_the_divergence_is_that_of_sampler_to_learner() -> None:
+    """Over all tokens, each as often as the sampler draws it, the estimate is the divergence itself."""
+    sampler, learner = torch.tensor([0.5, 0.25, 0.25]).double(), torch.tensor([0.125, 0.625, 0.25]).double()
+    drawn = torch.tensor([0, 0, 1, 2])
+    log_ratio = (learner.log() - sampler.log())[drawn]
+    kl = float((sampler * (sampler.log() - learner.log())).sum())
+    assert sampling_metrics(log_ratio, log_ratio)["sampling/kl"] == pytest.approx(kl, rel=1e-12)
+
+
+def test_on_policy_everything_is_at_its_neutral_value() -> None:
+    found = sampling_metrics(torch.zeros(7), torch.zeros(3))
+    ones = {name for name in found if "importance_sampling_ratio" in name} | {"ess_ratio"}
+    assert found == {name: float(name in ones) for name in found}
+
+
+def test_lags_are_counted_by_token() -> None:
+    versions = [[20, 20, 19], [18, 17, 12], [4, 3, 0], [16, 15, 11]]
+    rows = []
+    for ages in versions:
+        rollout = make_rollout(0, 4, 1.0, env_tokens=1)
+        rollout.versions[1:] = ages
+        rows.append(Row(rollout, 1.0, 1.0))
+    found = lag_metrics(rows, 20)
+    lags = [20 - v for ages in versions for v in ages]
+    assert (found["lag/mean"], found["lag/max"]) == (sum(lags) / 12, 20)
+    counts = {"0": 2, "1": 1, "2": 1, "3-4": 2, "5-8": 2, "9-16": 2, "17_up": 2}
+    assert {name: found[f"lag/{name}"] for name in LAG_BANDS} == {n: c / 12 for n, c in counts.items()}
+
+
+@pytest.mark.parametrize("scale", ["none", "ess"])
+def test_micro_batches_do_not_matter_and_the_step_size_goes_by_what_is_shown(scale: str) -> None:
+    draw = np.random.default_rng(0)
+    sampler_logp = [draw.normal(-3.5, 0.5, 2 + n).astype(np.float32) for n in range(9)]
+
+    def metrics_of(tokens: int) -> dict[str, float]:
+        groups = [make_group(n, [1.0, 0.0, 0.3], [3 * n + i + 2 for i in range(3)], version=n) for n in range(3)]
+        for n, rollout in enumerate(r for g in groups for r in g.rollouts):
+            rollout.sampler_logp = sampler_logp[n]
+        loss, build = LossConfig(policy_loss="plain", correction=Truncate()), STEP_SCALES[scale]().build()
+        options = StepOptions(learning_rate=1e-3, tokens_per_microbatch=tokens, device=torch.device("cpu"), **STEP)
+        step = OptimizerStep(learner_of(llama().double()), ADVANTAGES["grpo"](), loss, build, options)
+        return step(groups, 4)
+
+    whole = metrics_of(10_000)
+    for tokens in (1, 40):
+        assert metrics_of(tokens) == pytest.approx(whole, rel=1e-6, abs=1e-12)
+    assert 1 / 9 < whole["ess_ratio"] < 0.9
+    shrunk = whole["effective_learning_rate"] / whole["learning_rate"]
+    assert shrunk == pytest.approx(whole["ess_ratio"] ** 0.5 if scale == "ess" else 1.0)
+    assert (whole["lag/max"], whole["lag/2"], whole["lag/3-4"]) == (4, 27 / 54, (18 + 9) / 54)
