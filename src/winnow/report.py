@@ -147,11 +147,9 @@ def _cards(run: Run) -> list[Card]:
         cards.append(_card("Wall clock", seconds_text(run.rows[-1]["seconds_total"]), note))
     ess = _series(run.rows, "ess_ratio")
     if run.off_policy is not None and ess:
-        first, last = _mean(ess[: _tenth(ess)]), _mean(ess[-_tenth(ess) :])
-        note = "of the rollouts, mean of the first and last tenth"
-        cards.append(
-            _card("Effective sample size", f"{first:.0%} → {last:.0%}", note, False if run.off_policy else None)
-        )
+        shares = f"{_mean(ess[: _tenth(ess)]):.0%} → {_mean(ess[-_tenth(ess) :]):.0%}"
+        ok = False if run.off_policy else None
+        cards.append(_card("Effective sample size", shares, "of the rollouts; first and last tenth", ok))
     if run.audit:
         word = "OK" if run.audit["ok"] else f"{len(run.audit['problems'])} problems"
         cards.append(_card("Audit", word, "exactly-once accounting, proved from the ledger", run.audit["ok"]))
