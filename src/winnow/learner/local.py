@@ -19,6 +19,7 @@ from ..loss import LossConfig, kl_divergence, policy_loss
 from .base import Stats
 from .forward import Body, can_share_prompts, head_is_linear, predictions
 from .logprob import TokenDistribution, token_logp
+from .terms import book, correction_weights
 
 OPTIMIZER_FILE = "optimizer.safetensors"
 
@@ -93,14 +94,8 @@ class LocalLearner:
     def _loss(self, batch: MicroBatch, loss: LossConfig, stats: Stats) -> torch.Tensor:
         """Sum over tokens of every term, weighted by `row_weight_B`; positions are shifted: column t predicts t + 1."""
         mask = batch.mask_BT[:, 1:]
-        sampler_logp = batch.sampler_logp_BT[:, 1:]
         logp, entropy = self._logp(batch, with_entropy_grad=loss.entropy_coef != 0)
-        if loss.correction.active and batch.old_logp_BT is None:
-            batch.old_logp_BT = logp.detach()
-        old_logp = sampler_logp if batch.old_logp_BT is None else batch.old_logp_BT
-        # With clipping, the ratio to `old_logp` carries what has changed since; the weight only what was off before.
-        corrected = old_logp if loss.policy_loss == "clip" else logp.detach()
-        weights, correction_metrics = loss.correction(corrected, sampler_logp, mask, batch.advantages_B)
+        weights, old_logp = correction_weights(batch, loss, logp, stats)
         advantages_B, row_weight_B = batch.advantages_B.to(logp.dtype), batch.row_weight_B.to(logp.dtype)
         per_token, clipped = policy_loss(logp, old_logp, advantages_B, weights, mask, loss)
         if loss.beta:
@@ -111,21 +106,9 @@ class LocalLearner:
             per_token = per_token - loss.entropy_coef * entropy
         total = (per_token * mask * row_weight_B[:, None]).sum()
 
-        log_ratio = (logp.detach() - sampler_logp) * mask
-        stats.log_w_B.append(log_ratio.sum(1))
-        stats.log_ratio_N.append(log_ratio[mask])
         positive = batch.advantages_B[:, None] > 0
-        sums = {
-            "loss": total.detach(),
-            "tokens": mask.sum(),
-            "entropy": (entropy.detach() * mask).sum(),
-            "clip_low": (clipped & mask & ~positive).sum(),
-            "clip_high": (clipped & mask & positive).sum(),
-        }
-        for name, value in zip(sums, torch.stack([x.double() for x in sums.values()]).tolist(), strict=True):
-            stats.add(name, value)
-        for name, number in correction_metrics.items():
-            stats.add(f"correction/{name}", number)
+        low, high = (clipped & mask & ~positive).sum(), (clipped & mask & positive).sum()
+        book(stats, batch, logp, entropy, loss=total.detach(), clip_low=low, clip_high=high)
         return total
 
     @torch.no_grad()

@@ -49,6 +49,15 @@ class TokenDistribution:
         return excluded.scatter(-1, targets_N[:, None], False)
 
 
+def logp_and_entropy(
+    raw_NV: torch.Tensor, targets_N: torch.Tensor, distribution: TokenDistribution
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probability of each target and entropy of each position's distribution from raw logits."""
+    logp = distribution.logits(raw_NV, targets_N).log_softmax(-1)
+    entropy = -(logp.exp() * logp.masked_fill(logp == -torch.inf, 0)).sum(-1)
+    return logp.gather(-1, targets_N[:, None])[:, 0], entropy
+
+
 def token_logp(
     hidden_NH: torch.Tensor,
     head: Callable[[torch.Tensor], torch.Tensor],
@@ -62,10 +71,7 @@ def token_logp(
     """
 
     def chunk(hidden: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        logits = distribution.logits(head(hidden), targets)
-        logp = logits.log_softmax(-1)
-        entropy = -(logp.exp() * logp.masked_fill(logp == -torch.inf, 0)).sum(-1)
-        return logp.gather(-1, targets[:, None])[:, 0], entropy
+        return logp_and_entropy(head(hidden), targets, distribution)
 
     rows = max(1, CHUNK_ELEMENTS // distribution.n_tokens)
     if len(hidden_NH) <= rows:
