@@ -8,16 +8,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 import torch
 
-from .advantage import Advantage
+from .advantage import Advantage, InUpdate
+from .advantage.in_update import Weighing
 from .loss import LossConfig, LossType
 from .types import Fate, Group, Rollout
 
 PASS_TOKENS = 512
 """Tokens whose computation costs about as much as one more forward and backward pass does by itself."""
+
+
+@dataclass(frozen=True)
+class Pool:
+    """The rows that have a baseline in common which the update is to find."""
+
+    number: int
+    weighing: Weighing
 
 
 @dataclass(frozen=True)
@@ -28,6 +38,8 @@ class Row:
     advantage: float
     weight: float
     """Coefficient of each of its tokens in the loss."""
+    pool: Pool | None = None
+    """Where the update finds the baseline. `advantage` is then the reward, and `weight` holds what scales it."""
 
     @property
     def length(self) -> int:
@@ -48,6 +60,24 @@ class SharedPrompts:
     longest_completion: int
 
 
+@dataclass(frozen=True)
+class Pools:
+    """The pools of a micro-batch; its `advantages_B` are rewards.
+
+    They may be spread over several micro-batches, so that rows of similar length are together in each.
+    """
+
+    weighing: Weighing
+    number_B: torch.Tensor
+    """int64: number of the row's pool, from 0 over all its pieces."""
+    mean_P: torch.Tensor
+    """float64: mean reward of each pool."""
+    pieces: list[MicroBatch]
+    """The micro-batches that these pools are spread over, in order."""
+    fits: bool
+    """Whether the pieces together are within the token budget; else they are one pool that is too large for it."""
+
+
 @dataclass
 class MicroBatch:
     """Right-padded arrays of a few rows, B rows of T tokens. `mask_BT` is True where the policy sampled the token."""
@@ -62,6 +92,8 @@ class MicroBatch:
     """Set when computing prompts once saves more than the second pass that it takes."""
     old_logp_BT: torch.Tensor | None = None
     """Policy before this batch's first update; set by the learner on the first pass when a correction is active."""
+    pools: Pools | None = None
+    """None: `advantages_B` are final."""
 
 
 def rows_of(
@@ -81,18 +113,26 @@ def rows_of(
     number of tokens, which is estimated. FloatingPointError on a non-finite advantage.
     """
     members: list[tuple[Rollout, float]] = []
-    for group, advantages_G in zip(groups, advantage.of_batch(groups), strict=True):
+    pools: list[tuple[float, Pool | None]] = []
+    for number, (group, advantages_G) in enumerate(zip(groups, advantage.of_batch(groups), strict=True)):
+        factor, pool = 1.0, None
+        if isinstance(advantage, InUpdate):
+            factor = advantage.factor(group.rewards())
+            pool = Pool(number if advantage.scope == "group" else 0, advantage.weighing)
         for rollout, a in zip(group.rollouts, advantages_G, strict=True):
             if rollout.reward is None or rollout.greedy or (mask_truncated and rollout.stop_reason == "length"):
                 continue
             if not np.isfinite(a):
                 raise FloatingPointError(f"advantage {a} for visit {group.visit.number}, sibling {rollout.sibling}")
-            members.append((rollout, float(a)))
+            members.append((rollout, float(a if pool is None else rollout.reward)))
+            pools.append((factor, pool))
     lengths = np.array([int(r.action_mask.sum()) for r, _ in members], dtype=np.float64)
     times = np.array([1 / r.survival_p if unbiased else 1.0 for r, _ in members])
     pruned = sum(r.fate == Fate.PRUNED for group in groups for r in group.siblings) if unbiased else 0
     weights = token_weights(lengths, loss_type, max_completion_length, times, len(members) + pruned)
-    return [Row(r, a, float(w)) for (r, a), w in zip(members, weights, strict=True)]
+    return [
+        Row(r, a, float(w) * factor, pool) for (r, a), w, (factor, pool) in zip(members, weights, pools, strict=True)
+    ]
 
 
 def token_weights(
@@ -118,9 +158,18 @@ def token_weights(
 
 
 def with_gradient(rows: Sequence[Row], loss: LossConfig) -> list[Row]:
-    """The rows that can contribute a gradient; without KL and entropy terms those with advantage 0 cannot."""
-    alive = [row for row in rows if row.rollout.action_mask.any()]
-    return [row for row in alive if row.advantage != 0] if loss.only_advantages else alive
+    """The rows that can contribute a gradient; without KL and entropy terms those with advantage 0 cannot.
+
+    In a pool none can if all rewards are equal, and else all.
+    """
+    alive = [row for row in rows if row.rollout.action_mask.any() and row.weight != 0]
+    if not loss.only_advantages:
+        return alive
+    rewards: dict[Pool, set[float]] = {}
+    for row in alive:
+        if row.pool is not None:
+            rewards.setdefault(row.pool, set()).add(row.advantage)
+    return [row for row in alive if (row.advantage != 0 if row.pool is None else len(rewards[row.pool]) > 1)]
 
 
 def micro_batches(
@@ -129,20 +178,56 @@ def micro_batches(
     """Rows of similar length together, longest first, each micro-batch at most `tokens_per_microbatch` padded tokens.
 
     A row over that budget is a micro-batch of its own. One ends early when its padding has grown to `PASS_TOKENS`.
+    Pools come in blocks of at most the budget, and only the rows of a block are put together so.
     """
-    batches: list[MicroBatch] = []
+    if any(row.pool is None for row in rows):
+        return [collate(part, pad_id, device) for part in _packed(rows, tokens_per_microbatch)]
+    found: list[MicroBatch] = []
+    for block in _blocks(rows, tokens_per_microbatch):
+        numbers = {pool: p for p, pool in enumerate(dict.fromkeys(row.pool for row in block))}
+        mean_P = torch.tensor(
+            [np.mean([row.advantage for row in block if row.pool == pool]) for pool in numbers], device=device
+        )
+        fits = sum(row.length for row in block) <= tokens_per_microbatch
+        pieces: list[MicroBatch] = []
+        for part in _packed(block, tokens_per_microbatch):
+            batch = collate(part, pad_id, device)
+            number_B = torch.tensor([numbers[row.pool] for row in part], device=device)
+            batch.pools = Pools(cast(Pool, part[0].pool).weighing, number_B, mean_P, pieces, fits)
+            pieces.append(batch)
+        found += pieces
+    return found
+
+
+def _blocks(rows: Sequence[Row], tokens: int) -> list[list[Row]]:
+    """Whole pools of similar length together, up to `tokens` tokens; a pool over that is a block of its own."""
+    pools: dict[Pool | None, list[Row]] = {}
+    for row in rows:
+        pools.setdefault(row.pool, []).append(row)
+    blocks: list[list[Row]] = []
+    room = 0
+    for pool in sorted(pools.values(), key=lambda p: max(row.length for row in p), reverse=True):
+        needed = sum(row.length for row in pool)
+        if not blocks or needed > room:
+            blocks.append([])
+            room = tokens
+        blocks[-1] += pool
+        room -= needed
+    return blocks
+
+
+def _packed(rows: Sequence[Row], tokens: int) -> list[list[Row]]:
+    parts: list[list[Row]] = []
     current: list[Row] = []
     padding = 0
     for row in sorted(rows, key=lambda r: r.length, reverse=True):
         longest = current[0].length if current else row.length
         padding += longest - row.length
-        if current and (longest * (len(current) + 1) > tokens_per_microbatch or padding > PASS_TOKENS):
-            batches.append(collate(current, pad_id, device))
+        if current and (longest * (len(current) + 1) > tokens or padding > PASS_TOKENS):
+            parts.append(current)
             current, padding = [], 0
         current.append(row)
-    if current:
-        batches.append(collate(current, pad_id, device))
-    return batches
+    return [*parts, current] if current else parts
 
 
 def collate(rows: Sequence[Row], pad_id: int, device: torch.device | str = "cpu") -> MicroBatch:

@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
-from .advantage import ADVANTAGES, Advantage
+from .advantage import ADVANTAGES, Advantage, InUpdate
 from .build_gates import build_gates
 from .config import AuditConfig, ConfigError, LoraConfig, MethodSpec, RunConfig, method
 from .correct import CORRECTIONS, STEP_SCALES, StepScale
@@ -75,6 +75,7 @@ def build_methods(c: RunConfig, prompts: Sequence[Prompt]) -> Methods:
     """Raises ConfigError naming the field and the nearest valid name."""
     group_size = _group_size(c)
     advantage = _advantage(c, group_size)
+    _check_in_update(c, advantage)
     filter_ = method(FILTERS, c.filter, "filter")
     judge = Judge(c.success_reward, getattr(filter_, "atol", 1e-8), advantage)
     _check_signal(c, advantage, filter_)
@@ -100,6 +101,11 @@ def _check_signal(c: RunConfig, advantage: Advantage, filter_: Filter) -> None:
             f"{field}: {_name(getattr(c, field))} takes groups with equal rewards for worthless, but under advantage: "
             f"{_name(c.advantage)} they teach; choose another {field}, or an advantage relative to the group"
         )
+
+
+def _check_in_update(c: RunConfig, advantage: Advantage) -> None:
+    if isinstance(advantage, InUpdate) and (problem := advantage.problem(build_loss(c))):
+        raise ConfigError(f"advantage: {_name(c.advantage)} finds its baseline in the update: {problem}")
 
 
 def _selector(c: RunConfig, prompts: Sequence[Prompt], judge: Judge, advantage: Advantage) -> Selector:

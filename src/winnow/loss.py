@@ -71,19 +71,19 @@ def kl_divergence(logp: torch.Tensor, ref_logp: torch.Tensor, estimator: str) ->
 def policy_loss(
     logp_BT: torch.Tensor,
     old_logp_BT: torch.Tensor,
-    advantages_B: torch.Tensor,
+    advantages: torch.Tensor,
     weights_BT: torch.Tensor,
     mask_BT: torch.Tensor,
     config: LossConfig,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Per-token policy loss [B, T] and which tokens were clipped (bool [B, T]).
+    """Per-token policy loss [B, T] and which tokens were clipped (bool [B, T]); advantages of rows or of tokens.
 
     clip: -w * min(ratio * A, clip(ratio, 1 - epsilon, 1 + epsilon_high) * A) with ratio = exp(logp - old_logp)
     (Schulman et al. 2017, eq. 7; clip-higher: Yu et al. 2025). With `importance_sampling_level: sequence` the log ratio
     is the mean over the action tokens in `mask_BT` (Zheng et al. 2025, GSPO, eq. 7). plain: -w * A * logp.
     `weights_BT` is detached. What stands off the mask means nothing.
     """
-    A = advantages_B[:, None]
+    A = advantages[:, None] if advantages.ndim == 1 else advantages
     if config.policy_loss == "plain":
         return -weights_BT * A * logp_BT, torch.zeros_like(logp_BT, dtype=torch.bool)
     log_ratio = logp_BT - old_logp_BT

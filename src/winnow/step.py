@@ -108,6 +108,7 @@ class OptimizerStep:
             **lag_metrics(teaching, step),
             **self.scale.metrics(),
             **_token_means(stats, self.loss),
+            **_found_baselines(stats),
         }
 
     def _loss_over(self, batches: Sequence[MicroBatch]) -> LossConfig:
@@ -136,4 +137,15 @@ def _token_means(stats: Stats, loss: LossConfig) -> dict[str, float]:
         metrics["kl"] = stats.mean("kl")
     if loss.correction.active:
         metrics["correction/clipped_share"] = stats.mean("correction/clipped", of="correction/clipped_of")
+    return metrics
+
+
+def _found_baselines(stats: Stats) -> dict[str, float]:
+    """Of advantages whose baselines the update finds."""
+    metrics = {}
+    if stats.baselines:
+        metrics["baseline/mean"] = float(torch.cat(stats.baselines).mean())
+    if stats.row_norm_B:
+        norm_N = torch.cat(stats.row_norm_B)
+        metrics |= {f"rollout_grad_norm/{name}": float(getattr(norm_N, name)()) for name in ("mean", "max", "min")}
     return metrics

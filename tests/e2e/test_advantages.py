@@ -97,6 +97,13 @@ def test_the_plan_counts_the_largest_groups_and_the_baselines(tiny_config: dict[
             r"at least 4 rollouts.*only 3",
         ),
         ({"group_size": {"name": "adaptive_k", "high": 4}}, r"group_size: base=4 must be below high=4"),
+        ({"advantage": "opob"}, r"advantage: opob.*policy_loss: plain"),
+        ({"advantage": "otb", "policy_loss": "plain", "beta": 0.1}, r"advantage: otb.*beta: 0"),
+        (
+            {"advantage": "opob", "policy_loss": "plain", "correction": {"name": "mask", "only_negative": True}},
+            r"advantage: opob.*sign of the advantage",
+        ),
+        ({"advantage": "opob", "policy_loss": "plain", "correction": "m2po"}, r"sign of the advantage"),
     ],
 )
 def test_sizes_that_cannot_work_are_refused_at_the_start(
@@ -114,3 +121,36 @@ def test_a_schedule_shaped_by_max_steps_holds_it_fixed_on_a_resume(tiny_config: 
     train(config)
     with pytest.raises(ConfigError, match="max_steps: 2 then, 4 now"):
         resume(Path(config["output_dir"]), {"max_steps": 4})
+
+
+IN_UPDATE = {"policy_loss": "plain", "correction": "truncate", "loss_type": "sequence_sum"}
+
+
+@pytest.mark.parametrize(
+    ("advantage", "options"),
+    [
+        ("opob", {"tokens_per_microbatch": 60}),
+        ({"name": "opob", "scope": "minibatch", "scale": True}, {"tokens_per_microbatch": 60, "num_iterations": 2}),
+        ({"name": "opob", "scale": True}, {"lora": {"r": 2, "dropout": 0.1}}),
+        ({"name": "opob"}, {"gradient_checkpointing": True}),
+        ("otb", {"tokens_per_microbatch": 60}),
+        ("opo", {}),
+    ],
+)
+def test_optimal_baselines_are_bit_exact_after_a_resume(
+    tiny_config: dict[str, Any], tmp_path: Path, advantage: Any, options: dict[str, Any]
+) -> None:
+    config = tiny_config | IN_UPDATE | {"advantage": advantage, "max_steps": 3, "eval_steps": None} | options
+    whole, part = tmp_path / "whole", tmp_path / "part"
+    train(config | {"output_dir": str(whole)})
+    _train_until(config | {"output_dir": str(part)}, 2)
+    resume(part)
+    assert fingerprint(part) == fingerprint(whole)
+    assert_clean(part)
+    for m in metrics_of(whole):
+        assert m["updated"] == 1.0
+        assert m["grad_norm"] > 0
+        if advantage not in ("otb", "opo"):
+            assert 0 < m["rollout_grad_norm/min"] <= m["rollout_grad_norm/mean"] <= m["rollout_grad_norm/max"]
+        if advantage != "opo":
+            assert 0 < m["baseline/mean"] < 1

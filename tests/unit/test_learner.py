@@ -57,7 +57,7 @@ def test_chunked_log_softmax_is_the_naive_one_forward_and_backward(
     upstream = torch.randn(2, 20, dtype=torch.float64)
     distribution = TokenDistribution(VOCABULARY, **options)
 
-    logp, entropy = token_logp(hidden, head, targets, distribution)
+    logp, entropy, squares = token_logp(hidden, head, targets, distribution)
     (upstream[0] * logp + upstream[1] * entropy).sum().backward()
     ours = [logp.detach(), entropy.detach(), hidden.grad.clone(), head.weight.grad.clone()]
     hidden.grad = head.weight.grad = head.bias.grad = None
@@ -65,6 +65,7 @@ def test_chunked_log_softmax_is_the_naive_one_forward_and_backward(
     naive_logp, naive_entropy = naive(head(hidden), targets, **options)
     (upstream[0] * naive_logp + upstream[1] * naive_entropy).sum().backward()
     assert_equal(ours, [naive_logp.detach(), naive_entropy.detach(), hidden.grad, head.weight.grad])
+    assert not squares.any(), "nobody asked"
 
 
 def naive(

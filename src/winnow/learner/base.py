@@ -22,6 +22,10 @@ class Stats:
     """Log importance ratio (learner over sampler) of every row, [B] per micro-batch."""
     log_ratio_N: list[torch.Tensor] = field(default_factory=list)
     """The same of every action token, [N] per micro-batch."""
+    baselines: list[torch.Tensor] = field(default_factory=list)
+    """Those that the update has found, of pools or of tokens."""
+    row_norm_B: list[torch.Tensor] = field(default_factory=list)
+    """Gradient norm of every row at an advantage of 1, where baselines depend on it."""
 
     def add(self, name: str, value: float) -> None:
         self.sums[name] = self.sums.get(name, 0.0) + value

@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,9 @@ from ..loss import LossConfig, kl_divergence, policy_loss
 from .base import Stats
 from .forward import Body, can_share_prompts, head_is_linear, predictions
 from .logprob import TokenDistribution, token_logp
-from .terms import book, correction_weights
+from .pooled import PooledGradients, RowByRow, batched_if_exact
+from .terms import book, correction_weights, spread
+from .token_baselines import TokenBaselines
 
 OPTIMIZER_FILE = "optimizer.safetensors"
 
@@ -72,8 +75,26 @@ class LocalLearner:
             fused=True,
         )
 
+    @cached_property
+    def _pooled(self) -> PooledGradients:
+        row_by_row = RowByRow(list(self._params.values()), self._logp)
+        if self.options.gradient_checkpointing or not self._own_head:
+            return row_by_row
+        self.model.eval()
+        try:
+            return batched_if_exact(self._causal_lm, row_by_row, self.distribution, self._autocast)
+        finally:
+            self.model.train()
+
+    @cached_property
+    def _token_baselines(self) -> TokenBaselines:
+        return TokenBaselines(self._logp)
+
     def forward_backward(self, batch: MicroBatch, loss: LossConfig, stats: Stats) -> None:
         with self._kernels():
+            if batch.pools is not None and batch.pools.weighing == "gradient":
+                self._pooled.add(batch, loss, stats)
+                return
             total = self._loss(batch, loss, stats)
             if not torch.isfinite(total):
                 raise FloatingPointError(f"the loss is {total.item()}; no update was made")
@@ -94,10 +115,17 @@ class LocalLearner:
     def _loss(self, batch: MicroBatch, loss: LossConfig, stats: Stats) -> torch.Tensor:
         """Sum over tokens of every term, weighted by `row_weight_B`; positions are shifted: column t predicts t + 1."""
         mask = batch.mask_BT[:, 1:]
-        logp, entropy = self._logp(batch, with_entropy_grad=loss.entropy_coef != 0)
+        logp, entropy, squares = self._logp(
+            batch, with_entropy_grad=loss.entropy_coef != 0, squares=batch.pools is not None
+        )
         weights, old_logp = correction_weights(batch, loss, logp, stats)
-        advantages_B, row_weight_B = batch.advantages_B.to(logp.dtype), batch.row_weight_B.to(logp.dtype)
-        per_token, clipped = policy_loss(logp, old_logp, advantages_B, weights, mask, loss)
+        advantages = batch.advantages_B[:, None]
+        if batch.pools is not None:
+            baselines = self._token_baselines(batch, loss, logp, squares, weights)
+            advantages = advantages - baselines
+            stats.baselines.append(baselines[mask])
+        advantages, row_weight_B = advantages.to(logp.dtype), batch.row_weight_B.to(logp.dtype)
+        per_token, clipped = policy_loss(logp, old_logp, advantages, weights, mask, loss)
         if loss.beta:
             kl = kl_divergence(logp, self._reference_logp(batch), loss.kl_estimator)
             per_token = per_token + loss.beta * kl
@@ -106,7 +134,7 @@ class LocalLearner:
             per_token = per_token - loss.entropy_coef * entropy
         total = (per_token * mask * row_weight_B[:, None]).sum()
 
-        positive = batch.advantages_B[:, None] > 0
+        positive = advantages > 0
         low, high = (clipped & mask & ~positive).sum(), (clipped & mask & positive).sum()
         book(stats, batch, logp, entropy, loss=total.detach(), clip_low=low, clip_high=high)
         return total
@@ -117,18 +145,20 @@ class LocalLearner:
             return self._logp(batch)[0]
 
     def _logp(
-        self, batch: MicroBatch, *, with_entropy_grad: bool = False, model: Any = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probabilities and entropies, [B, T-1], 0 off the mask; float32, or float64 for a float64 model."""
+        self, batch: MicroBatch, *, with_entropy_grad: bool = False, squares: bool = False, model: Any = None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """What `of_tokens` gives, [B, T-1], 0 off the mask; float32, or float64 for a float64 model."""
         model = model or self._causal_lm
         mask, targets = batch.mask_BT[:, 1:], batch.input_ids_BT[:, 1:]
         with self._autocast():
             states_NH = predictions(self._body(model), batch, share=self._share_prompts)
             head = model.get_output_embeddings() if self._own_head else _identity
-            logp_N, entropy_N = token_logp(states_NH, head, targets[mask], self.distribution)
+            logp_N, entropy_N, squares_N = token_logp(
+                states_NH, head, targets[mask], self.distribution, squares=squares
+            )
         entropy_N = entropy_N if with_entropy_grad else entropy_N.detach()
-        zeros = torch.zeros(mask.shape, dtype=logp_N.dtype, device=mask.device)
-        return zeros.masked_scatter(mask, logp_N), zeros.masked_scatter(mask, entropy_N)
+        logp, entropy, squared = (spread(mask, values) for values in (logp_N, entropy_N, squares_N))
+        return logp, entropy, squared
 
     def _body(self, model: Any) -> Body:
         """Hidden states, or logits for classes that do more to them than multiply by the head."""

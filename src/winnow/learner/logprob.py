@@ -49,13 +49,17 @@ class TokenDistribution:
         return excluded.scatter(-1, targets_N[:, None], False)
 
 
-def logp_and_entropy(
-    raw_NV: torch.Tensor, targets_N: torch.Tensor, distribution: TokenDistribution
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probability of each target and entropy of each position's distribution from raw logits."""
+def of_tokens(
+    raw_NV: torch.Tensor, targets_N: torch.Tensor, distribution: TokenDistribution, *, squares: bool = False
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Log-probability of each target, entropy of each position's distribution, and its sum of squares, all [N].
+
+    The last is 0 unless asked for, and never has a gradient.
+    """
     logp = distribution.logits(raw_NV, targets_N).log_softmax(-1)
     entropy = -(logp.exp() * logp.masked_fill(logp == -torch.inf, 0)).sum(-1)
-    return logp.gather(-1, targets_N[:, None])[:, 0], entropy
+    squared = (2 * logp.detach()).exp().sum(-1) if squares else torch.zeros_like(entropy.detach())
+    return logp.gather(-1, targets_N[:, None])[:, 0], entropy, squared
 
 
 def token_logp(
@@ -63,15 +67,17 @@ def token_logp(
     head: Callable[[torch.Tensor], torch.Tensor],
     targets_N: torch.Tensor,
     distribution: TokenDistribution,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probability (nats) of each target and entropy of each position's distribution, both [N], at least float32.
+    *,
+    squares: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Log-probability (nats) of each target, entropy and sum of squares of each position's distribution: `of_tokens`.
 
     `head` maps [n, H] to raw logits [n, V]. Positions go through it in chunks of at most `CHUNK_ELEMENTS` logits,
     recomputed in the backward pass when there is more than one chunk.
     """
 
-    def chunk(hidden: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return logp_and_entropy(head(hidden), targets, distribution)
+    def chunk(hidden: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return of_tokens(head(hidden), targets, distribution, squares=squares)
 
     rows = max(1, CHUNK_ELEMENTS // distribution.n_tokens)
     if len(hidden_NH) <= rows:
@@ -80,4 +86,5 @@ def token_logp(
         checkpoint(chunk, h, t, use_reentrant=False)
         for h, t in zip(hidden_NH.split(rows), targets_N.split(rows), strict=True)
     ]
-    return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts])
+    logp_N, entropy_N, squares_N = (torch.cat([part[k] for part in parts]) for k in range(3))
+    return logp_N, entropy_N, squares_N

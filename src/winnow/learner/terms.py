@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 
 from ..batch import MicroBatch
 from ..loss import LossConfig
 from .base import Stats
+
+
+class Logp(Protocol):
+    def __call__(self, batch: MicroBatch, *, squares: bool = False) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """What `of_tokens` gives, [B, T-1] and 0 off the mask, with its graph."""
+        ...
 
 
 def correction_weights(
@@ -36,3 +44,8 @@ def book(
     sums |= {"tokens": mask.sum(), "entropy": (entropy_BT.detach() * mask).sum()}
     for name, value in zip(sums, torch.stack([x.double() for x in sums.values()]).tolist(), strict=True):
         stats.add(name, value)
+
+
+def spread(mask_BT: torch.Tensor, values_N: torch.Tensor) -> torch.Tensor:
+    """[B, T] with the values where the mask is True, in row-major order, and 0 elsewhere."""
+    return torch.zeros(mask_BT.shape, dtype=values_N.dtype, device=mask_BT.device).masked_scatter(mask_BT, values_N)

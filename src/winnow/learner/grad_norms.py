@@ -1,0 +1,284 @@
+"""Gradients of all rows of a micro-batch from one backward pass: exact norms, and any weighted sum of them.
+
+While it runs, no weight gets a gradient. Hooks keep the input X [B, T, in] of each linear layer and the gradient
+Y [B, T, out] of its output; row i's gradient of the weight is Y_i' X_i. Its squared norm is the sum over all pairs of
+tokens of (x_s . x_t)(y_s . y_t) (Goodfellow 2015; "ghost norms", Li et al. 2022), cheap for few tokens, or is taken
+from the product itself, cheap for many. The weighted sum over rows is then one product more, or, where the products
+were made anyway, is taken from them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from .logprob import at_least_float32
+
+PASS_COST = 24.0
+"""Multiply-adds in whose time one number of a product is read and added up, on a CPU."""
+
+
+@dataclass
+class RowSums:
+    """What is known of the gradients of the rows of a few micro-batches, P pools of rows.
+
+    For each parameter either sums over rows, once with coefficients `centred_B` and once over each pool, [1 + P, ...],
+    or functions from coefficients [B] of the rows of one micro-batch to the weighted sum.
+    """
+
+    pools: int
+    sums: dict[nn.Parameter, torch.Tensor] = field(default_factory=dict)
+    later: list[tuple[int, nn.Parameter, Callable[[torch.Tensor], torch.Tensor]]] = field(default_factory=list)
+    """Number of the micro-batch, parameter, function."""
+
+    def add(self, parameter: nn.Parameter, gradient_BX: torch.Tensor, rows: Rows) -> None:
+        """Sum up gradients of each row, [B, *parameter.shape]."""
+        flat = gradient_BX.reshape(len(gradient_BX), -1)
+        sums = self.sums.get(parameter)
+        if sums is None:
+            sums = self.sums[parameter] = flat.new_zeros(1 + self.pools, *parameter.shape)
+        view = sums.view(1 + self.pools, -1)
+        view[0].addmv_(flat.t(), rows.centred_B.to(flat.dtype))
+        view[1:].index_add_(0, rows.number_B, flat)
+
+    def settle(self, rows: Rows) -> None:
+        """Turn the functions into sums, so that what they hold on to is freed. Of one pool and one micro-batch."""
+        for _, parameter, weighted in self.later:
+            pair = torch.stack([weighted(rows.centred_B), weighted(torch.ones_like(rows.centred_B))])
+            self.sums[parameter] = self.sums[parameter] + pair if parameter in self.sums else pair
+        self.later.clear()
+
+    def gradient(self, excess_P: torch.Tensor, coefficient_B: list[torch.Tensor]) -> Iterator[tuple[Any, torch.Tensor]]:
+        """Parameters and parts of their gradients: `centred` - `excess_P` for rows in sums, else `coefficient_B`."""
+        for parameter, sums in self.sums.items():
+            factors = torch.cat([excess_P.new_ones(1), -excess_P]).to(sums.dtype)
+            yield parameter, torch.tensordot(factors, sums, 1)
+        while self.later:
+            piece, parameter, weighted = self.later.pop()
+            yield parameter, weighted(coefficient_B[piece])
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows of one micro-batch."""
+
+    piece: int
+    """Number of the micro-batch."""
+    start: int
+    """Of these rows in it."""
+    number_B: torch.Tensor
+    """Pool of each row."""
+    centred_B: torch.Tensor
+    """Reward less the mean of the pool."""
+
+    def __len__(self) -> int:
+        return len(self.number_B)
+
+    def part(self, start: int, stop: int) -> Rows:
+        return Rows(self.piece, self.start + start, self.number_B[start:stop], self.centred_B[start:stop])
+
+    def of(self, coefficient_B: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        """Coefficients of these rows from those of the micro-batch."""
+        return coefficient_B[self.start : self.start + len(self)].to(like.dtype)
+
+
+def product_term(
+    parameter: nn.Parameter,
+    left_BTI: torch.Tensor,
+    right_BTJ: torch.Tensor,
+    rows: Rows,
+    sums: RowSums,
+    *,
+    hold: bool = True,
+) -> torch.Tensor:
+    """Squared norms [B] of the products over T, [B, I, J] as `parameter` is; their weighted sum goes to `sums`.
+
+    `hold`: whether both factors may be kept until then.
+    """
+    left_BTI, right_BTJ = left_BTI.contiguous(), right_BTJ.to(left_BTI.dtype).contiguous()
+    B, T, rows_I, columns_J = *left_BTI.shape, right_BTJ.shape[-1]
+
+    def weighted(coefficient_B: torch.Tensor) -> torch.Tensor:
+        scaled = rows.of(coefficient_B, left_BTI)[:, None, None] * left_BTI
+        return at_least_float32(scaled.flatten(0, 1).t() @ right_BTJ.flatten(0, 1))
+
+    pairs, products = T * (rows_I + columns_J), rows_I * columns_J
+    cheap = min(pairs, products) <= products * PASS_COST / T
+    if hold and (cheap or (1 + sums.pools) * products > B * pairs):
+        sums.later.append((rows.piece, parameter, weighted))
+        if pairs <= products:
+            left_BT, right_BT = torch.bmm(left_BTI, left_BTI.mT), torch.bmm(right_BTJ, right_BTJ.mT)
+            return (at_least_float32(left_BT) * at_least_float32(right_BT)).flatten(1).sum(1)
+        return at_least_float32(torch.bmm(left_BTI.mT, right_BTJ)).flatten(1).square().sum(1)
+    product_BIJ = at_least_float32(torch.bmm(left_BTI.mT, right_BTJ))
+    sums.add(parameter, product_BIJ, rows)
+    return torch.linalg.vector_norm(product_BIJ.flatten(1), dim=1).square()
+
+
+def direct_term(parameter: nn.Parameter, gradient_BX: torch.Tensor, rows: Rows, sums: RowSums) -> torch.Tensor:
+    """The same for gradients that are small enough to be kept, [B, *parameter.shape]."""
+    gradient_BX = at_least_float32(gradient_BX)
+
+    def weighted(coefficient_B: torch.Tensor) -> torch.Tensor:
+        return torch.tensordot(rows.of(coefficient_B, gradient_BX), gradient_BX, 1)
+
+    sums.later.append((rows.piece, parameter, weighted))
+    return gradient_BX.flatten(1).square().sum(1)
+
+
+def embedding_term(
+    parameter: Any, ids_BT: torch.Tensor, y_BTH: torch.Tensor, rows: Rows, sums: RowSums
+) -> torch.Tensor:
+    """The same for rows of an embedding, which are added up where an id comes more than once in a row."""
+    B, (V, H) = len(ids_BT), parameter.shape
+    keys = torch.arange(B, device=ids_BT.device)[:, None] * V + ids_BT
+    unique_U, inverse = keys.unique(return_inverse=True)
+    gradient_UH = y_BTH.new_zeros(len(unique_U), H, dtype=at_least_float32(y_BTH[:0]).dtype)
+    gradient_UH.index_add_(0, inverse.flatten(), y_BTH.flatten(0, 1).to(gradient_UH.dtype))
+    row_U, id_U = unique_U // V, unique_U % V
+
+    def weighted(coefficient_B: torch.Tensor) -> torch.Tensor:
+        scaled = gradient_UH * rows.of(coefficient_B, gradient_UH)[row_U, None]
+        return gradient_UH.new_zeros(V, H).index_add_(0, id_U, scaled)
+
+    sums.later.append((rows.piece, parameter, weighted))
+    return gradient_UH.new_zeros(B).index_add_(0, row_U, gradient_UH.square().sum(1))
+
+
+class Uses:
+    """Inputs of a module and gradients of its outputs; a module may be used more than once."""
+
+    def __init__(self) -> None:
+        self.inputs: list[torch.Tensor] = []
+        self.gradients: list[torch.Tensor] = []
+
+    @property
+    def complete(self) -> bool:
+        return len(self.gradients) == len(self.inputs)
+
+    def joined(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Along T: the gradient is the sum over uses as it is over tokens. Last used comes first in `gradients`."""
+        if len(self.inputs) == 1:
+            return self.inputs[0], self.gradients[0]
+        return torch.cat(self.inputs, 1), torch.cat(self.gradients[::-1], 1)
+
+
+class UnsupportedModelError(Exception):
+    """The model has trainable parameters that only a backward pass for each row can tell apart."""
+
+
+class RowHooks:
+    """Norms and sums of the gradients of the trainable parameters of `body`, one micro-batch at a time."""
+
+    def __init__(self, body: nn.Module) -> None:
+        """Raises UnsupportedModelError. The forward pass of `body` must take `input_ids`."""
+        self.body = body
+        self._names = {p: n for n, p in body.named_parameters() if p.requires_grad}
+        self._hooked: list[nn.Module] = []
+        self._scales: dict[nn.Module, int] = {}
+        """Norms of other classes than LayerNorm, and the number of dimensions of their input."""
+        for name, module in body.named_modules():
+            own = [p for p in module.parameters(recurse=False) if p.requires_grad]
+            if own and type(module) in (nn.Linear, Conv1D, nn.Embedding, nn.LayerNorm):
+                self._hooked.append(module)
+            elif own and "Norm" in type(module).__name__ and all(p.ndim == 1 for p in own):
+                self._scales[module] = 0
+            elif own:
+                raise UnsupportedModelError(f"{name}: {type(module).__name__}")
+        self._look_at_dimensions()
+        self._uses: dict[nn.Module, Uses] = {}
+        self._leaves: dict[nn.Parameter, torch.Tensor] = {}
+
+    @torch.no_grad()
+    def _look_at_dimensions(self) -> None:
+        def look(module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+            self._scales[module] = args[0].ndim
+
+        handles = [module.register_forward_pre_hook(look) for module in self._scales]
+        try:
+            self.body(input_ids=torch.zeros(1, 2, dtype=torch.long, device=next(self.body.parameters()).device))
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    @contextmanager
+    def watching(self, rows: Rows, sums: RowSums) -> Iterator[tuple[Callable[..., Any], list[torch.Tensor]]]:
+        """A forward function in place of `body`, and the squared norms [B] that its backward pass will have left."""
+        B, squares = len(rows), []
+        overrides = {name: p.detach() for p, name in self._names.items()}
+        self._leaves = {}
+        for module, ndim in self._scales.items():
+            for p in module.parameters(recurse=False):
+                if p.requires_grad:
+                    leaf = p.detach().expand(B, *(1,) * (ndim - 2), -1).clone().requires_grad_()
+                    self._leaves[p] = overrides[self._names[p]] = leaf
+        self._uses = {module: Uses() for module in self._hooked}
+
+        def look(module: nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
+            uses, x = self._uses[module], args[0].detach()
+            if len(output) != B:  # positions, which all rows have in common
+                output, x = output.expand(B, *output.shape[1:]), x.expand(B, *x.shape[1:])
+            if not output.requires_grad:
+                output.requires_grad_()
+            uses.inputs.append(x)
+
+            def keep(gradient: torch.Tensor) -> None:
+                uses.gradients.append(gradient)
+                if uses.complete:
+                    squares.append(self._terms(module, uses, rows, sums))
+
+            output.register_hook(keep)
+            return output
+
+        handles = [module.register_forward_hook(look) for module in self._hooked]
+        try:
+            yield lambda **inputs: torch.func.functional_call(self.body, overrides, kwargs=inputs), squares
+        finally:
+            for handle in handles:
+                handle.remove()
+            self._uses, self._leaves = {}, {}
+
+    def of_scales(self, rows: Rows, sums: RowSums) -> list[torch.Tensor]:
+        """The squared norms that come without hooks, after the backward pass."""
+        found = []
+        for p, leaf in self._leaves.items():
+            if leaf.grad is not None:
+                found.append(direct_term(p, leaf.grad.reshape(len(rows), *p.shape), rows, sums))
+        return found
+
+    def embedded(self, parameter: nn.Parameter) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Ids and gradients of the embedding that has this weight, [B, T] and [B, T, H], after the backward pass."""
+        for module, uses in self._uses.items():
+            if isinstance(module, nn.Embedding) and module.weight is parameter:
+                return _ids_and_gradient(module, uses)
+        return None
+
+    def _terms(self, module: nn.Module, uses: Uses, rows: Rows, sums: RowSums) -> torch.Tensor:
+        trained = {n: p for n, p in module.named_parameters(recurse=False) if p.requires_grad}
+        square_B = torch.zeros(len(rows), device=rows.number_B.device)
+        weight, bias = trained.get("weight"), trained.get("bias")
+        if isinstance(module, nn.Embedding):
+            return square_B + embedding_term(module.weight, *_ids_and_gradient(module, uses), rows, sums)
+        x, y = uses.joined()
+        if isinstance(module, nn.LayerNorm) and weight is not None:
+            normal = nn.functional.layer_norm(x, module.normalized_shape, eps=module.eps)
+            square_B = square_B + direct_term(weight, (y * normal).sum(1), rows, sums)
+        elif weight is not None:
+            left, right = (x.to(y.dtype), y) if isinstance(module, Conv1D) else (y, x)
+            square_B = square_B + product_term(weight, left, right, rows, sums)
+        if bias is not None:
+            square_B = square_B + direct_term(bias, at_least_float32(y).sum(1), rows, sums)
+        return square_B
+
+
+def _ids_and_gradient(module: nn.Embedding, uses: Uses) -> tuple[torch.Tensor, torch.Tensor]:
+    ids_BT, y_BTH = uses.joined()
+    if module.padding_idx is not None:  # which an embedding never learns
+        y_BTH = y_BTH.masked_fill((ids_BT == module.padding_idx)[..., None], 0)
+    return ids_BT, y_BTH
