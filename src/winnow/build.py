@@ -183,14 +183,26 @@ def build_sampler(c: RunConfig, runner: RolloutRunner, batch: RolloutBatch) -> S
             f"max_lag: {c.max_lag} trains on tokens of older policies, and policy_loss: plain does not correct for it; "
             "set correction: truncate, or policy_loss: clip"
         )
-    options = method(SYNCS, c.sync, "sync")
     behind = c.max_lag - batch.carry  # what is carried over is a step older when it is trained
-    if not behind and c.sync != RunConfig.model_fields["sync"].default:
-        raise ConfigError(
-            f"sync: {_name(c.sync)} has options for a sampler that is behind, but here none is; remove them"
-        )
-    sampler: Sampler = options.build(runner, behind, c.seed)
+    sampler: Sampler = method(SYNCS, c.sync, "sync").build(runner, c, behind)
+    if sampler.overlaps:
+        _check_overlap(c)
+    elif not behind and c.sync != RunConfig.model_fields["sync"].default:
+        raise ConfigError("sync: in_process has options for a sampler that is behind, but here none is; remove them")
     return sampler
+
+
+def _check_overlap(c: RunConfig) -> None:
+    if c.gates:
+        raise ConfigError(
+            f"gates: they learn in the learner's process, and sync: {_name(c.sync)} samples in others; use sync: "
+            "in_process, or no gates"
+        )
+    if c.rollout_batch != RunConfig.model_fields["rollout_batch"].default:
+        raise ConfigError(
+            f"rollout_batch has no effect with sync: {_name(c.sync)}, which starts groups as soon as they can still be "
+            "trained within max_lag; remove it"
+        )
 
 
 def step_options(c: RunConfig, pad_id: int, device: torch.device) -> StepOptions:

@@ -23,7 +23,7 @@ from .ledger import Ledger
 from .select import Selector
 from .size import GroupSize, RolloutBatch
 from .step import OptimizerStep
-from .sync import Sampler
+from .sync import Sampler, SamplersLostError
 from .tally import Tally
 from .types import Fate, Group, Prompt, Verdict, Visit
 
@@ -95,7 +95,10 @@ class Loop:
     def run(self) -> None:
         """Train to `max_steps` or until `should_stop`; RunStoppedError, after saving, when going on is useless."""
         while self.step < self.limits.max_steps and not self.hooks.should_stop():
-            self.one_step()
+            try:
+                self.one_step()
+            except SamplersLostError as error:
+                self._stop = RunStoppedError(f"step {self.step}: {error}")
             if self._stop is not None:
                 self.hooks.save(self.step, True)
                 raise self._stop

@@ -32,6 +32,19 @@ def refuse_changes(run_dir: Path, saved: Mapping[str, Any], config: RunConfig) -
         raise ConfigError(f"{run_dir}: the configuration has changed since the checkpoint: {shown}")
 
 
+def check_by_name(c: RunConfig, **given: Any) -> None:
+    """Raises ConfigError when something that samplers must build themselves was given as an object."""
+    if (c.sync if isinstance(c.sync, str) else c.sync.get("name")) != "processes":
+        return
+    for name, value in given.items():
+        parts = value if isinstance(value, list | tuple) else [value]
+        if not all(isinstance(part, str | dict | None) for part in parts):
+            raise ConfigError(
+                f"sync: processes starts samplers that build everything by name; give {name} as a name or a path (a "
+                "reward as 'file.py:function'), not as an object"
+            )
+
+
 def check_evaluation(c: RunConfig, task: Task) -> None:
     """Raises ConfigError when there is nothing to evaluate on."""
     if c.eval_steps and not task.test:

@@ -83,21 +83,14 @@ class Tally:
 
     def metrics(self) -> dict[str, float]:
         step_time = time.monotonic() - self._started
-        n = max(self.groups, 1)
         metrics = {
-            "frac_reward_zero_std": self.zero_share(),
-            "frac_zero_easy": self.kinds["easy"] / n,
-            "frac_zero_hard": self.kinds["hard"] / n,
             "groups/rolled_out": float(self.groups),
-            "groups/size_mean": float(np.mean(self.sizes)) if self.sizes else 0.0,
-            "completions/mean_length": float(np.mean(self.lengths)) if self.lengths else 0.0,
-            "completions/max_length": float(max(self.lengths, default=0)),
-            "completions/clipped_ratio": self.truncated / max(len(self.lengths), 1),
             "rollouts/sampled": float(len(self.lengths)),
-            "rollouts/failed_share": self.failed_share(),
             "step_time": step_time,
             "tokens_per_second": self.sampled_tokens / max(step_time, 1e-9),
         }
+        if self.groups:  # a sampler that goes on by itself may have finished none
+            metrics |= self._of_groups()
         if any(len(ends) > 1 for ends in self.turns):
             ends = [end for rollout in self.turns for end in rollout]
             metrics["turns/mean"] = len(ends) / len(self.turns)
@@ -110,3 +103,15 @@ class Tally:
         metrics |= {f"rewards/{name}/mean": float(np.mean(v)) for name, v in sorted(self.by_function.items())}
         metrics |= {f"tokens/{fate}": float(count) for fate, count in sorted(self.tokens.items())}
         return metrics | {f"seconds/{name}": s for name, s in self.seconds.items()}
+
+    def _of_groups(self) -> dict[str, float]:
+        return {
+            "frac_reward_zero_std": self.zero_share(),
+            "frac_zero_easy": self.kinds["easy"] / self.groups,
+            "frac_zero_hard": self.kinds["hard"] / self.groups,
+            "groups/size_mean": float(np.mean(self.sizes)),
+            "completions/mean_length": float(np.mean(self.lengths)) if self.lengths else 0.0,
+            "completions/max_length": float(max(self.lengths, default=0)),
+            "completions/clipped_ratio": self.truncated / max(len(self.lengths), 1),
+            "rollouts/failed_share": self.failed_share(),
+        }

@@ -35,7 +35,7 @@ from .failpoint import failpoint
 from .interrupt import StopSignals
 from .ledger import Ledger
 from .loop import Hooks, Limits, Loop, Parts
-from .preflight import MAY_CHANGE_ON_RESUME, check_evaluation, check_prompts, refuse_changes
+from .preflight import MAY_CHANGE_ON_RESUME, check_by_name, check_evaluation, check_prompts, refuse_changes
 from .profile import Profiler
 from .progress import Display
 from .prompting import tokenizer_digest
@@ -95,6 +95,7 @@ class Trainer:
     def _build(self, model: Any, env: Any, reward_funcs: Any, processing_class: Any) -> None:
         c = self.config
         check_trackers(c.report_to)
+        check_by_name(c, model=model, env=env, reward_funcs=reward_funcs, processing_class=processing_class)
         quiet_transformers()
         self.task = build_task(c.env if isinstance(env, str | dict | None) else env)
         check_evaluation(c, self.task)
@@ -239,7 +240,7 @@ class Trainer:
             group_size=m.group_size,
             filter=m.filter,
             optimizer_step=OptimizerStep(self.learner, m.advantage, build_loss(c), m.step_scale, options),
-            buffer=Buffer(c.prompts_per_step, c.max_lag, carry=m.rollout_batch.carry),
+            buffer=Buffer(c.prompts_per_step, c.max_lag, carry=m.rollout_batch.carry or self._sampler.overlaps),
             ledger=ledger,
             gates=m.gates,
         )

@@ -341,7 +341,7 @@ def _close_pools() -> None:
 def main() -> None:
     """Serve requests in the main thread (so that signals work there) until the input ends."""
     parent, memory_mb = int(sys.argv[1]), int(sys.argv[2])
-    _die_with(parent)
+    die_with(parent)
     _limit_memory(memory_mb)
     requests_fd, replies_fd = os.dup(0), os.dup(1)
     with open(os.devnull) as devnull:
@@ -378,7 +378,7 @@ def _read_requests(fd: int, requests: queue.Queue[bytes]) -> None:
     os.killpg(os.getpgrp(), signal.SIGKILL)
 
 
-def _die_with(parent: int) -> None:
+def die_with(parent: int) -> None:
     """Linux: be killed when the parent's thread ends, also while a C call holds the interpreter."""
     if sys.platform == "linux":
         pr_set_pdeathsig = 1

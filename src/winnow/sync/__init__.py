@@ -1,9 +1,11 @@
 """Where rollouts are made, and how new weights get there. `max_lag` bounds how old a trained token may be."""
 
-from .base import Sampler
+from .base import Sampler, SamplersLostError
 from .in_process import InProcess
+from .processes import Processes
 
-SYNCS: dict[str, type] = {"in_process": InProcess}
-"""Name -> frozen dataclass of options."""
+SYNCS: dict[str, type] = {"in_process": InProcess, "processes": Processes}
+"""Name -> frozen dataclass of options with `build(runner, config, behind) -> Sampler`; `behind`: steps that the sampler
+itself may be behind the learner."""
 
-__all__ = ["SYNCS", "Sampler"]
+__all__ = ["SYNCS", "Sampler", "SamplersLostError"]

@@ -12,6 +12,10 @@ import torch
 from ..types import Group, Visit
 
 
+class SamplersLostError(RuntimeError):
+    """Samplers keep dying; the message says how."""
+
+
 class Sampler(Protocol):
     overlaps: bool
     """Whether it goes on while the learner works: then groups are in flight between steps, paced by the buffer."""

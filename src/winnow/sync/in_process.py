@@ -14,6 +14,7 @@ from typing import Literal
 import torch
 from safetensors.torch import load_file, save_file
 
+from ..config import RunConfig
 from ..engine.base import Engine
 from ..noise import noise_key
 from ..rollout import RolloutRunner
@@ -32,9 +33,8 @@ class InProcess:
     """`exact`: sample with the weights of `max_lag` steps ago (or of the start, in the first steps). `mixed`: of 0 to
     `max_lag` steps ago, drawn for each step."""
 
-    def build(self, runner: RolloutRunner, max_lag: int, seed: int) -> InProcessSampler:
-        """`max_lag`: how far the sampler itself may be behind."""
-        return InProcessSampler(runner, max_lag, self.lag == "mixed", seed)
+    def build(self, runner: RolloutRunner, config: RunConfig, behind: int) -> InProcessSampler:
+        return InProcessSampler(runner, behind, self.lag == "mixed", config.seed)
 
 
 class InProcessSampler:

@@ -1,0 +1,170 @@
+"""Runs whose sampler is a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sqlite3
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from winnow import Trainer
+from winnow.config import ConfigError
+from winnow.loop import RunStoppedError
+from winnow.sync.child import Child
+
+from .. import conftest
+from .test_training import assert_clean
+
+REWARD = f"{conftest.__file__}:parity_reward"
+
+
+@pytest.fixture
+def config(tiny_config: dict[str, Any]) -> dict[str, Any]:
+    return tiny_config | {"sync": "processes", "max_lag": 2, "max_steps": 8, "save_steps": 3, "reward_funcs": [REWARD]}
+
+
+@pytest.fixture
+def children(monkeypatch: pytest.MonkeyPatch) -> list[Child]:
+    """Every sampler that is started, in order."""
+    started: list[Child] = []
+    original = Child.__init__
+
+    def remember(self: Child, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        started.append(self)
+
+    monkeypatch.setattr(Child, "__init__", remember)
+    return started
+
+
+def lags(run: Path) -> list[int]:
+    """Of every trained rollout."""
+    with sqlite3.connect(run / "ledger.sqlite") as db:
+        query = "SELECT version - first_version FROM rollouts JOIN steps USING (step) WHERE fate = 'trained'"
+        return [row[0] for row in db.execute(query)]
+
+
+def metrics(run: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_sampler_goes_on_while_the_learner_works(config: dict[str, Any], children: list[Child]) -> None:
+    run = Path(config["output_dir"])
+    Trainer(config=config).train()
+    assert_clean(run)
+    assert len(lags(run)) == 8 * 16
+    assert 0 < max(lags(run)) <= 2
+    found = {name: value for row in metrics(run) for name, value in row.items()}
+    assert {"idle/learner", "idle/sampler", "throughput/tokens_per_s", "ess_ratio", "lag/mean"} <= found.keys()
+    assert len(children) == 1
+    assert children[0].process.poll() is not None, "nothing is left behind"
+    assert not (run / ".weights").exists()
+
+
+def test_max_lag_0_trains_on_policy(config: dict[str, Any]) -> None:
+    Trainer(config=config | {"max_lag": 0, "max_steps": 3}).train()
+    assert set(lags(Path(config["output_dir"]))) == {0}
+    assert_clean(Path(config["output_dir"]))
+
+
+def test_two_samplers_share_the_work(config: dict[str, Any], children: list[Child]) -> None:
+    Trainer(config=config | {"sync": {"name": "processes", "samplers": 2}, "max_steps": 4}).train()
+    assert_clean(Path(config["output_dir"]))
+    assert len(children) == 2
+    assert all(child.counts["tokens"] > 0 for child in children)
+
+
+def test_a_killed_sampler_is_replaced_and_its_groups_are_launched_again(
+    config: dict[str, Any], children: list[Child]
+) -> None:
+    run = Path(config["output_dir"])
+
+    def kill_the_first() -> None:
+        while not (run / "metrics.jsonl").exists() or len(metrics(run)) < 3:
+            time.sleep(0.01)
+        os.kill(children[0].process.pid, signal.SIGKILL)
+
+    thread = threading.Thread(target=kill_the_first, daemon=True)
+    thread.start()
+    Trainer(config=config | {"max_steps": 30, "eval_steps": None}).train()
+    thread.join(10)
+    assert_clean(run)
+    assert len(lags(run)) == 30 * 16
+    assert max(lags(run)) <= 2
+    assert sum(m.get("sampler/restarts", 0) for m in metrics(run)) == 1
+    assert len(children) == 2
+
+
+def test_a_sampler_that_is_stopped_is_taken_for_stuck(config: dict[str, Any], children: list[Child]) -> None:
+    run = Path(config["output_dir"])
+
+    def stop_the_first() -> None:
+        while not (run / "metrics.jsonl").exists() or len(metrics(run)) < 3:
+            time.sleep(0.01)
+        os.kill(children[0].process.pid, signal.SIGSTOP)
+
+    thread = threading.Thread(target=stop_the_first, daemon=True)
+    thread.start()
+    sync = {"name": "processes", "timeout_s": 3.0}
+    Trainer(config=config | {"max_steps": 30, "eval_steps": None, "sync": sync}).train()
+    thread.join(10)
+    assert_clean(run)
+    assert sum(m.get("sampler/restarts", 0) for m in metrics(run)) == 1
+
+
+def test_samplers_that_keep_dying_end_the_run_with_their_last_words(
+    config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WINNOW_FAILPOINT", "sampler.step:raise")
+    values = config | {"sync": {"name": "processes", "max_restarts": 1}, "eval_steps": None}
+    words = r"sampler 0 died \(exit status 1; its last words:(.|\n)*injected at sampler.step(.|\n)*max_restarts=1"
+    with pytest.raises(RunStoppedError, match=words):
+        Trainer(config=values).train()
+
+
+def test_an_interrupted_run_goes_on_with_what_was_in_flight(config: dict[str, Any]) -> None:
+    run = Path(config["output_dir"])
+    for stop_at in (2, 5):
+        trainer = Trainer.resume(run) if (run / "config.json").exists() else Trainer(config=config)
+
+        def stop(line: int = stop_at, trainer: Trainer = trainer) -> None:
+            while not (run / "metrics.jsonl").exists() or len(metrics(run)) <= line:
+                time.sleep(0.005)
+            trainer._stop_requested = True
+
+        threading.Thread(target=stop, daemon=True).start()
+        with pytest.raises(KeyboardInterrupt):
+            trainer.train()
+    Trainer.resume(run).train()
+    assert_clean(run)
+    assert len(lags(run)) == 8 * 16
+    assert max(lags(run)) <= 2
+    with sqlite3.connect(run / "ledger.sqlite") as db:
+        in_flight = db.execute("SELECT COUNT(*) FROM visit_fates WHERE fate IS NULL").fetchone()[0]
+    assert in_flight == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"gates": ["arrol"]}, "gates: they learn in the learner's process"),
+        ({"rollout_batch": "fixed", "filter": "zero_variance", "max_lag": 2}, "rollout_batch has no effect"),
+        ({"sync": {"name": "processes", "samplers": 0}}, "samplers"),
+        ({"sync": {"name": "processes", "timeout_s": 0}}, "timeout_s"),
+    ],
+)
+def test_what_cannot_work_is_refused(config: dict[str, Any], change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Trainer(config=config | change)
+    assert not Path(config["output_dir"]).exists()
+
+
+def test_objects_cannot_be_given_to_another_process(config: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="give reward_funcs as a name"):
+        Trainer(config=config | {"reward_funcs": None}, reward_funcs=conftest.parity_reward)

@@ -1,0 +1,104 @@
+"""The lag bound, with a sampler that goes on by itself: random delays, random order, late acknowledgements."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from winnow.buffer import Buffer, oldest
+from winnow.types import Group, Prompt, Rollout, Visit
+
+PROMPT = Prompt("p", 0, text="p")
+
+
+def finished(visit: Visit, versions: list[int]) -> Group:
+    n = len(versions)
+    rollout = Rollout(0, (1,), np.zeros(n, np.int64), np.ones(n, bool), np.zeros(n, np.float32), np.array(versions))
+    return Group(visit, [rollout])
+
+
+class World:
+    """A learner, and a sampler that takes random times to finish groups and to hear of new weights."""
+
+    def __init__(self, seed: int, prompts_per_step: int, max_lag: int, drop: float) -> None:
+        self.random = random.Random(seed)
+        self.buffer = Buffer(prompts_per_step, max_lag, carry=True)
+        self.drop = drop
+        self.step = self.sampler = self.acknowledged = self.visits = 0
+        self.flying: list[Group] = []
+        self.lags: list[int] = []
+        self.full = 0
+
+    def turn(self) -> None:
+        """What the loop does once, and what the sampler may have done meanwhile."""
+        for _ in range(self.buffer.room(self.step, self.acknowledged)):
+            visit = Visit(self.visits, 0, PROMPT)
+            self.visits += 1
+            self.buffer.launched(visit, 1, self.acknowledged)
+            self.flying.append(finished(visit, [self.random.randint(self.acknowledged, self.sampler)]))
+        if self.buffer.ready(self.step):
+            self.train()
+        chance = self.random.random
+        if chance() < 0.5:
+            self.sampler = self.random.randint(self.sampler, self.step)
+        if chance() < 0.5:
+            self.acknowledged = self.sampler
+        if self.flying and chance() < 0.8:
+            group = self.flying.pop(self.random.randrange(len(self.flying)))
+            self.buffer.landed(group)
+            if chance() >= self.drop:
+                self.buffer.add(group)
+
+    def train(self) -> None:
+        batch, stale, surplus = self.buffer.take(self.step)
+        assert not stale
+        assert not surplus
+        assert len(batch) == self.buffer.prompts_per_step
+        self.lags += [self.step - oldest(group, self.step) for group in batch]
+        self.step += 1
+
+
+@pytest.mark.parametrize("max_lag", [0, 1, 2, 5])
+@pytest.mark.parametrize("drop", [0.0, 0.4])
+def test_no_group_over_the_bound_is_ever_trained_and_none_is_lost(max_lag: int, drop: float) -> None:
+    reached = set()
+    for seed in range(20):
+        world = World(seed, prompts_per_step=1 + seed % 4, max_lag=max_lag, drop=drop)
+        for _ in range(3_000):
+            world.turn()
+        assert world.step > 20, "it must go on"
+        assert max(world.lags) <= max_lag
+        reached |= set(world.lags)
+    assert reached == set(range(max_lag + 1)), "the bound is used in full"
+
+
+def test_without_the_wait_for_stragglers_the_bound_would_break() -> None:
+    """A batch of young groups must not be taken while an old one is still out that would be too old afterwards."""
+    buffer = Buffer(1, 1, carry=True)
+    old, young = Visit(0, 0, PROMPT), Visit(1, 0, PROMPT)
+    buffer.launched(old, 1, version=0)
+    buffer.launched(young, 1, version=1)
+    group = finished(young, [1])
+    buffer.landed(group)
+    buffer.add(group)
+    assert not buffer.ready(1)
+    late = finished(old, [0, 1])
+    buffer.landed(late)
+    buffer.add(late)
+    assert buffer.ready(1)
+    batch, stale, surplus = buffer.take(1)
+    assert (batch, stale, surplus) == ([late], [], [])
+    assert buffer.groups == [group]
+
+
+def test_room_counts_what_waits_what_flies_and_what_was_spent() -> None:
+    buffer = Buffer(4, 2, carry=True)
+    assert buffer.room(5, 5) == 12
+    assert buffer.room(5, 3) == 4
+    assert buffer.room(5, 2) == 0
+    buffer.launched(Visit(0, 0, PROMPT), 1, 5)
+    buffer.add(finished(Visit(1, 0, PROMPT), [5]))
+    buffer.spend()
+    assert buffer.room(5, 5) == 9
