@@ -73,7 +73,7 @@ def overhead(task: str, model: Path, steps: int) -> list[dict[str, float]]:
     trainer = Trainer(config=config_of(task, model, max_steps=COLD + steps, gates=gates))
     (gate,) = trainer.methods.gates
     clock, rows = Clock(), []
-    for name in ("decide", "observe", "metrics"):
+    for name in ("decide_many", "observe", "metrics"):
         setattr(gate, name, clock.around(getattr(gate, name)))
     end_step, last = clock.around(gate.end_step), time.perf_counter()
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from .env.base import Env, OverlappingEnv, StepResult
 from .gate import Gate
-from .types import KEEP, Fate, Group, Rollout, Turn, Verdict, Visit
+from .types import KEEP, Checkpoint, Fate, Group, GroupView, Rollout, Turn, Verdict, Visit
 
 
 @dataclass
@@ -131,6 +131,19 @@ class Flight:
     def gated(self) -> list[Sibling]:
         """All but a greedy baseline."""
         return [s for s in self.siblings if not s.greedy]
+
+    def view(self, at: Checkpoint) -> GroupView:
+        """What a gate sees of the group."""
+        gated = self.gated
+        return GroupView(
+            visit=self.visit,
+            checkpoint=at,
+            actions=tuple(tuple(t.action if t.canonical is None else t.canonical for t in s.turns) for s in gated),
+            observations=tuple(tuple(t.observation or "" for t in s.turns) for s in gated),
+            running=tuple(s.running for s in gated),
+            failed=tuple(s.rollout is not None and s.rollout.fate == Fate.FAILED for s in gated),
+            progress=tuple(s.progress for s in gated),
+        )
 
 
 @dataclass(frozen=True)

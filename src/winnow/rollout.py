@@ -21,7 +21,7 @@ from .engine.base import Engine, Finished, Reached, Request, SamplingParams
 from .env.base import OverlappingEnv, StepResult, Task
 from .env.scores import LARGEST
 from .flight import Awaited, Flight, Sibling
-from .gate import Gate, env_steps
+from .gate import Gate, decide_many, env_steps
 from .noise import noise_key
 from .prompting import PromptError, cut_at_stop, decode, encode_observation, encode_prompt
 from .reward import Rewarder
@@ -282,32 +282,48 @@ class RolloutRunner:
 
     def _ask_token_gates(self, events: Sequence[Reached]) -> None:
         """Of all who came to a checkpoint in the same engine step; what is pruned leaves before the next one."""
-        views: dict[int, GroupView] = {}
+        running = self._at_tokens(events)
         pruned: list[tuple[Flight, Sibling, str]] = []
-        for event in events:
-            flight = self._flights[event.id[0]]  # type: ignore[index]
-            sibling = flight.siblings[event.id[1]]  # type: ignore[index]
-            number, index = flight.visit.number, sibling.index
-            shared = views[number] if number in views else views.setdefault(number, self._view(flight, Token(event.n)))
-            view = replace(
-                shared,
-                checkpoint=Token(event.n),
-                sibling=index,
-                hidden=event.hidden,
-                logp=event.logp,
-                confidence=event.confidence,
-            )
-            for gate in flight.token_gates[event.n]:
-                verdict = gate.decide(view)
+        for gate in self.gates:
+            asked = [reached for reached in running if gate in reached[3]]
+            verdicts = decide_many(gate, [view for _, _, view, _ in asked]) if asked else []
+            for (flight, sibling, _, gates), verdict in zip(asked, verdicts, strict=True):
                 sibling.survive(verdict.probability)
                 if not verdict.keep:
+                    gates.clear()
                     pruned.append((flight, sibling, verdict.reason))
-                    break
         self._cancel([(flight, sibling) for flight, sibling, _ in pruned])
         for _, sibling, reason in pruned:
             sibling.finish("cancelled", fate=Fate.PRUNED, reason=reason)
         for flight in {flight.visit.number: flight for flight, *_ in pruned}.values():
             self._settle(flight)
+
+    def _at_tokens(self, events: Sequence[Reached]) -> list[tuple[Flight, Sibling, GroupView, list[Gate]]]:
+        """Who came to a checkpoint, what gates see of it, and which ones are to."""
+        found: list[tuple[Flight, Sibling, GroupView, list[Gate]]] = []
+        groups: dict[tuple[int, int], GroupView] = {}
+        for event in events:
+            flight = self._flights[event.id[0]]  # type: ignore[index]
+            sibling = flight.siblings[event.id[1]]  # type: ignore[index]
+            number = flight.visit.number
+            if (number, event.n) not in groups:
+                groups[number, event.n] = flight.view(Token(event.n))
+            group = groups[number, event.n]
+            view = GroupView(  # `replace` takes three times as long
+                visit=group.visit,
+                checkpoint=group.checkpoint,
+                actions=group.actions,
+                observations=group.observations,
+                running=group.running,
+                sibling=sibling.index,
+                hidden=event.hidden,
+                logp=event.logp,
+                confidence=event.confidence,
+                failed=group.failed,
+                progress=group.progress,
+            )
+            found.append((flight, sibling, view, [*flight.token_gates[event.n]]))
+        return found
 
     def _cancel(self, siblings: Sequence[tuple[Flight, Sibling]]) -> None:
         """Take from the engine what they have sampled of the turns under way, if any."""
@@ -329,7 +345,7 @@ class RolloutRunner:
                 return
             verdict = KEEP
             while verdict.keep and flight.undecided and flight.undecided[0][0] == k:
-                verdict = flight.undecided.pop(0)[1].decide(self._view(flight, EnvStep(k)))
+                verdict = flight.undecided.pop(0)[1].decide(flight.view(EnvStep(k)))
                 for sibling in flight.gated:
                     sibling.survive(verdict.probability)
             if not verdict.keep:
@@ -357,19 +373,6 @@ class RolloutRunner:
             rollout.reward = None
             if rollout.fate is None:
                 rollout.fate, rollout.reason = Fate.CUT, verdict.reason
-
-    def _view(self, flight: Flight, at: EnvStep | Token) -> GroupView:
-        return GroupView(
-            visit=flight.visit,
-            checkpoint=at,
-            actions=tuple(
-                tuple(t.action if t.canonical is None else t.canonical for t in s.turns) for s in flight.gated
-            ),
-            observations=tuple(tuple(t.observation or "" for t in s.turns) for s in flight.gated),
-            running=tuple(s.running for s in flight.gated),
-            failed=tuple(s.rollout is not None and s.rollout.fate == Fate.FAILED for s in flight.gated),
-            progress=tuple(s.progress for s in flight.gated),
-        )
 
     @staticmethod
     def _fail(sibling: Sibling, reason: str) -> None:

@@ -5,7 +5,7 @@ A gate only decides; `rollout.py` stops what it says. `none` is the absence of a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from ..types import Checkpoint, EnvStep, Group, GroupView, Token, Verdict
@@ -23,7 +23,9 @@ class Gate(Protocol):
     needs: frozenset[str]
     """What the engine must provide, e.g. {"hidden"}."""
 
-    def decide(self, view: GroupView) -> Verdict: ...
+    def decide(self, view: GroupView) -> Verdict:
+        """A gate asked at tokens may also have `decide_many(views)`, which says the same of many at once."""
+        ...
 
     def observe(self, group: Group) -> None:
         """Learn from every finished group."""
@@ -45,6 +47,12 @@ def env_steps(at: Checkpoint | tuple[EnvStep, ...]) -> tuple[int, ...]:
     if isinstance(at, Token):
         return ()
     return (at.k,) if isinstance(at, EnvStep) else tuple(step.k for step in at)
+
+
+def decide_many(gate: Gate, views: Sequence[GroupView]) -> list[Verdict]:
+    """What the gate says of each, in their order."""
+    many = getattr(gate, "decide_many", None)
+    return many(views) if many else [gate.decide(view) for view in views]
 
 
 GATES: dict[str, type] = {"divergence": Divergence, "random": RandomCut, "arrol": Arrol}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ from ..advantage import Advantage
 from ..filter.zero_variance import is_zero_variance
 from ..noise import as_tensor, noise_key, uniform
 from ..types import Checkpoint, EnvStep, Fate, Group, GroupView, Token, Verdict
-from . import Gate
+from . import Gate, decide_many
 from .estimates import Estimate, Sums
 
 AUDIT_STREAM = 4
@@ -193,12 +193,17 @@ class AuditedGate(Gate):
         return self.gate.needs
 
     def decide(self, view: GroupView) -> Verdict:
+        return self.decide_many([view])[0]
+
+    def decide_many(self, views: Sequence[GroupView]) -> list[Verdict]:
+        return [self._audited(view, v) for view, v in zip(views, decide_many(self.gate, views), strict=True)]
+
+    def _audited(self, view: GroupView, verdict: Verdict) -> Verdict:
         """The gate's verdict, or its override.
 
         A sibling has one draw for all its turns, so it survives them with `survival(p, epsilon)` if p is its chance to
         survive them by the gate alone; the verdict's probability is the factor by which this turn has changed that.
         """
-        verdict = self.gate.decide(view)
         key = view.visit.number, view.sibling
         if not verdict.keep and key not in self._overridden:
             sibling = () if view.sibling is None else (view.sibling,)

@@ -8,7 +8,6 @@ that, and together they tell most.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from math import isfinite
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -54,6 +53,8 @@ class QualityHead:
         self.resets = 0
         """How often it was thrown away because its weights were not finite."""
         self._examples = Window(REMEMBERED)
+        self._observed: list[Example] = []
+        """Not yet among them."""
         self._recent = Window(RECENT)
         """Hidden state and log-probability."""
         self._net: nn.Sequential | None = None
@@ -67,14 +68,19 @@ class QualityHead:
 
         0 before anything was learned.
         """
-        if not _normalisable(hidden):
-            return float("nan")
-        if not self._layers:
-            return 0.0
-        return float(self._scores(hidden, logp))
+        return float(self.scores(hidden[None], np.array([logp]))[0])
 
-    def _scores(self, hidden_NH: np.ndarray, logp_N: np.ndarray | float) -> np.ndarray:
-        """Of one rollout, [H] and a number, or of many."""
+    def scores(self, hidden_NH: np.ndarray, logp_N: np.ndarray) -> np.ndarray:
+        """`score` of many, float [N]; to the last bit what it is of each alone."""
+        score_N = np.where(_normalisable(hidden_NH), 0.0, np.nan)
+        if self._layers:
+            finite_N = score_N == 0
+            # a product of matrices rounds differently with the number of rows, one of a vector with a matrix does not
+            score_N[finite_N] = self._logits(hidden_NH[finite_N, None], logp_N[finite_N, None])[:, 0]
+        return score_N
+
+    def _logits(self, hidden_NH: np.ndarray, logp_N: np.ndarray) -> np.ndarray:
+        """[..., N] for [..., N, H] and [..., N]."""
         first, bias, second, last = self._layers
         hidden_NH, z_N = self._inputs(hidden_NH, logp_N)
         inner = hidden_NH @ first[:, :-1].T
@@ -82,15 +88,15 @@ class QualityHead:
         inner += bias
         return np.asarray(np.maximum(inner, 0, out=inner) @ second[0] + last[0])
 
-    def remember(self, hidden: np.ndarray, logp: float) -> None:
-        """A rollout at its detection token, whatever becomes of it."""
-        self._recent.append(hidden, logp)
+    def remember(self, hidden_NH: np.ndarray, logp_N: np.ndarray) -> None:
+        """Rollouts at their detection token, whatever becomes of them."""
+        self._recent.extend(hidden_NH, logp_N)
 
     def recent_scores(self) -> np.ndarray:
         """What the head of today says to the last `RECENT` rollouts, float [N]."""
-        return self._scores(*self._recent.columns()) if self._layers and len(self._recent) else np.empty(0)
+        return self._logits(*self._recent.columns()) if self._layers and len(self._recent) else np.empty(0)
 
-    def _inputs(self, hidden_NH: np.ndarray, logp_N: np.ndarray | float) -> tuple[np.ndarray, np.ndarray]:
+    def _inputs(self, hidden_NH: np.ndarray, logp_N: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """float32: normalised hidden states, and the log-probability, which counts as a few of them."""
         size = hidden_NH.shape[-1]
         centred_NH = hidden_NH - np.add.reduce(hidden_NH, -1, keepdims=True) / size
@@ -101,12 +107,20 @@ class QualityHead:
 
     def observe(self, example: Example) -> None:
         """Remember a labelled rollout; an example that is not finite teaches nothing."""
-        if _normalisable(example.hidden) and isfinite(example.logp + example.weight):
-            self._examples.append(*example)
+        self._observed.append(example)
+
+    def _take_observed(self) -> None:
+        """All at once, which is much cheaper than one by one."""
+        if self._observed:
+            hidden_NH, logp_N, label_N, weight_N = map(np.array, zip(*self._observed, strict=True))
+            finite_N = _normalisable(hidden_NH) & np.isfinite(logp_N + weight_N)
+            self._examples.extend(*(column[finite_N] for column in (hidden_NH, logp_N, label_N, weight_N)))
+            self._observed = []
 
     def fit(self) -> None:
         """A few steps of AdamW; what is drawn depends on the seed and the number of earlier fits alone."""
         self._fits += 1
+        self._take_observed()
         if not len(self._examples):
             return
         hidden_NH, logp_N, label_N, weight_N = self._examples.columns()
@@ -176,6 +190,7 @@ class QualityHead:
         return self._layers[0].shape[1] - 1 if self._layers else None
 
     def state_dict(self) -> dict[str, Any]:
+        self._take_observed()
         net = None
         if self._net is not None and self._optimizer is not None:
             adam = [self._optimizer.state[p] for p in self._net.parameters()]
@@ -195,6 +210,7 @@ class QualityHead:
         self._moments = (float(state["moments"][0]), float(state["moments"][1]))
         self._recent.load_state_dict(state["recent"])
         self._examples.load_state_dict(state["examples"])
+        self._observed = []
         self._layers, self._net, self._optimizer = [], None, None
         if state["net"]:
             tensors = [torch.from_numpy(unpack(packed)) for packed in state["net"]]
@@ -211,9 +227,9 @@ class QualityHead:
             self._publish()
 
 
-def _normalisable(hidden: np.ndarray) -> bool:
-    """Whether its numbers and their squares are finite, as what follows needs."""
-    return float(np.maximum.reduce(hidden)) < LARGEST and float(np.minimum.reduce(hidden)) > -LARGEST
+def _normalisable(hidden_NH: np.ndarray) -> np.ndarray:
+    """Whether their numbers and the squares are finite, as what follows needs; bool [N]."""
+    return np.asarray((np.maximum.reduce(hidden_NH, -1) < LARGEST) & (np.minimum.reduce(hidden_NH, -1) > -LARGEST))
 
 
 _NAMES = ("first.weight", "first.bias", "second.weight", "second.bias")

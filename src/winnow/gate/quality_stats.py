@@ -44,7 +44,7 @@ class Realised:
     def group(self, labels: list[bool], survivors: int, size: int) -> None:
         self.survivors.append((survivors, size))
         if labels:
-            self.groups.append((float(np.mean(labels)), len(labels)))
+            self.groups.append((sum(labels) / len(labels), len(labels)))
 
     def metrics(self) -> dict[str, float]:
         """`keep_rate` is what was carried out, `expected_keep_rate` the mean chance to survive, forced survivors

@@ -1,4 +1,4 @@
-"""The last rows of a table that grows at one end: rows are added one by one, columns are read all at once."""
+"""The last rows of a table that grows at one end: rows are added, columns are read all at once."""
 
 from __future__ import annotations
 
@@ -21,6 +21,10 @@ class Window:
     def append(self, *row: Any) -> None:
         """Numbers, or arrays of a shape that is the same for all rows."""
         self._new.append(row)
+
+    def extend(self, *columns: Sequence[Any] | np.ndarray) -> None:
+        """Append as many rows as each of the columns has elements."""
+        self._new.extend(zip(*columns, strict=True))
 
     def columns(self) -> list[np.ndarray]:
         """One array [rows, ...] a column, oldest row first; none before the first row."""
