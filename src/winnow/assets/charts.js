@@ -81,7 +81,7 @@ const charts = (() => {
     return {
       stroke: color("faint"), font: "11px system-ui", gap: 4, space: 34,
       size: (_, texts) => 12 + 6.4 * Math.max(2, ...(texts || []).map((t) => t.length)),
-      grid: { stroke: color("grid"), width: 1 }, ticks: { show: false },
+      grid: { stroke: color("grid"), width: 1, ...(log ? { filter: decades } : {}) }, ticks: { show: false },
       values: (_, ticks, axisIndex, space, step) => ticks.map((t) => (t === null ? "" : format === compact && !log && Math.abs(t) < 1000 ? rounded(t, step) : format(t))),
     };
   }
@@ -92,10 +92,11 @@ const charts = (() => {
     return decimals > 4 ? compact(tick) : String(+tick.toFixed(decimals + (step * 10 ** decimals % 1 > 1e-9 ? 1 : 0)));
   }
 
-  /** A logarithmic y axis has no place for what is not above 0. */
+  /** A logarithmic y axis has no place for what is not above 0, and shows at most eight decades. */
   const scaleOf = (spec) => (spec.log
-    ? { distr: 3, log: 10, range: (_, low, high) => (low > 0 ? uPlot.rangeLog(low, high, 10, false) : [0.1, 1]) }
+    ? { distr: 3, log: 10, range: (_, low, high) => (low > 0 ? uPlot.rangeLog(Math.max(low, 1e-8 * high), high, 10, false) : [0.1, 1]) }
     : { range: range(spec) });
+  const decades = (_, ticks) => ticks.map((t) => (Math.abs(Math.log10(t) % 1) < 1e-6 || Math.abs(Math.log10(t) % 1) > 1 - 1e-6 ? t : null));
 
   /** y from 0 when that costs little of the height; a share never beyond 1. */
   function range(spec) {
