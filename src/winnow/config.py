@@ -229,10 +229,17 @@ def _not_json(value: Any, key: str = "") -> str:
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Read a YAML file and apply `key=value` overrides (dots reach into sections; values are YAML).
 
+    A recipe may have `variants: {name: {key: value}}`; `variant=name` takes one, and other overrides win over it.
     Raises ConfigError naming the file, and the line or key.
     """
     values = read_yaml(path)
-    for override in overrides:
+    variants = values.pop("variants", {})
+    chosen = [o.removeprefix("variant=") for o in overrides if o.startswith("variant=")]
+    for name in chosen:
+        if name not in variants:
+            raise ConfigError(f"{path}: variant: unknown name {name!r}.{nearest(name, list(variants))}")
+        values |= variants[name]
+    for override in (o for o in overrides if not o.startswith("variant=")):
         apply_override(values, override)
     return validate(values, str(path))
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from winnow.advantage import ADVANTAGES
-from winnow.config import ConfigError, apply_override, load_config, method, validate
+from winnow.config import ConfigError, apply_override, load_config, method, read_yaml, validate
 from winnow.filter import FILTERS
 from winnow.methods import TABLES
 
@@ -111,10 +111,21 @@ def test_the_resolved_config_reads_back_equal() -> None:
 
 @pytest.mark.parametrize("path", sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml")), ids=lambda p: p.name)
 def test_recipes_are_valid(path: Path) -> None:
-    config = load_config(path)
-    for field, table in TABLES.items():
-        for spec in config.gates if field == "gates" else [getattr(config, field)]:
-            method(table, spec, field)
+    for overrides in [[], *([f"variant={name}"] for name in read_yaml(path).get("variants", {}))]:
+        config = load_config(path, overrides)
+        for field, table in TABLES.items():
+            for spec in config.gates if field == "gates" else [getattr(config, field)]:
+                method(table, spec, field)
+
+
+def test_a_variant_is_taken_by_name_and_overrides_win_over_it(tmp_path: Path) -> None:
+    text = "model: m\nenv: countdown\nmax_lag: 4\nvariants:\n  slow: {learning_rate: 1.0e-5, max_lag: 8}\n  same: {}\n"
+    path = write(tmp_path / "c.yaml", text)
+    assert load_config(path).max_lag == load_config(path, ["variant=same"]).max_lag == 4
+    slow = load_config(path, ["max_lag=2", "variant=slow"])
+    assert (slow.learning_rate, slow.max_lag) == (1e-5, 2)
+    with pytest.raises(ConfigError, match=r"c.yaml: variant: unknown name 'slwo'. Did you mean 'slow'"):
+        load_config(path, ["variant=slwo"])
 
 
 def test_an_override_into_a_default_section_keeps_the_default_method(tmp_path: Path) -> None:

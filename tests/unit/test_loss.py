@@ -119,6 +119,8 @@ def test_truncation_cannot_overflow() -> None:
     logp = torch.full((1, 4), 600.0)
     weights, _ = Truncate()(logp, -logp, torch.ones(1, 4, dtype=torch.bool), torch.ones(1))
     assert weights.item() == pytest.approx(8.0)
+    weights, _ = Truncate(high=None)(logp, -logp, torch.ones(1, 4, dtype=torch.bool), torch.ones(1))
+    assert torch.isfinite(weights).all()
     with pytest.raises(ValueError, match="low < high"):
         Truncate(low=2.0, high=1.0)
 
@@ -146,6 +148,9 @@ def test_masking_element_by_element(level: Level, only_negative: bool, weigh: bo
 
 def test_a_mask_never_gives_an_infinite_weight() -> None:
     far = torch.full((1, 4), 500.0)
+    weights, metrics = Mask(high=None)(far, -far, torch.ones(1, 4, dtype=torch.bool), torch.ones(1))
+    assert torch.isfinite(weights).all()
+    assert metrics["clipped"] == 0
     weights, _ = Mask(high=2.0, only_negative=True)(far, -far, torch.ones(1, 4, dtype=torch.bool), torch.ones(1))
     assert torch.isfinite(weights).all()
     with pytest.raises(ValueError, match="low < high"):

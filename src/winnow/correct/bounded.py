@@ -12,20 +12,20 @@ from .ratios import Level, log_ratio
 
 @dataclass(frozen=True)
 class Bounded:
-    """`low` and `high` bound the ratio itself; it is computed in log space, so it cannot overflow."""
+    """`low` and `high` bound the ratio itself, `high: null` not at all; it is computed in log space: no overflow."""
 
     level: Level = "sequence"
     low: float = 0.0
-    high: float = 8.0
+    high: float | None = 8.0
     active = True
 
     def __post_init__(self) -> None:
-        if not 0 <= self.low < self.high:
+        if not 0 <= self.low < (math.inf if self.high is None else self.high):
             raise ValueError(f"bounds must satisfy 0 <= low < high, not low={self.low}, high={self.high}")
 
     @property
     def log_bounds(self) -> tuple[float, float]:
-        return math.log(self.low) if self.low > 0 else -math.inf, math.log(self.high)
+        return math.log(self.low) if self.low > 0 else -math.inf, math.inf if self.high is None else math.log(self.high)
 
     def _judged(
         self, logp_BT: torch.Tensor, sampler_logp_BT: torch.Tensor, mask_BT: torch.Tensor

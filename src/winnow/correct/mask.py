@@ -14,7 +14,7 @@ from .ratios import weight
 class Mask(Bounded):
     """Weight 0 where the ratio lies outside of [low, high], and the ratio itself elsewhere.
 
-    DeepSeek-V3.2's rule: `level: geometric, low: 0.9, high: .inf, only_negative: true, weigh: false`; low = e^-delta.
+    DeepSeek-V3.2's rule: `level: geometric, low: 0.9, high: null, only_negative: true, weigh: false`; low = e^-delta.
     """
 
     only_negative: bool = False

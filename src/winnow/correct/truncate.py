@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from .bounded import Bounded
+from .ratios import weight
 
 
 @dataclass(frozen=True)
@@ -24,4 +25,4 @@ class Truncate(Bounded):
         advantages_B: torch.Tensor,
     ) -> tuple[torch.Tensor, dict[str, float]]:
         log_w, outside = self._judged(logp_BT, sampler_logp_BT, mask_BT)
-        return log_w.clamp(*self.log_bounds).exp(), self._counts(outside, mask_BT)
+        return weight(log_w.clamp(*self.log_bounds)), self._counts(outside, mask_BT)
