@@ -1,0 +1,99 @@
+"""How much lag each method stands: the recipe `countdown-lag`, every variant for every seed, and tables and curves.
+
+What is finished is not done again, and a run that was cut off is resumed. A run that stopped because nothing had a
+signal any more (a collapse) counts as finished.
+
+    python benchmarks/async_claims.py --out benchmarks/results/async_claims.json --docs docs/claims.md
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from arms import ROOT, Arm, run_all, train, write_json
+
+RECIPE = "countdown-lag"
+LAG = 12
+"""At which every variant runs."""
+VARIANTS = ("plain", "tis2", "tis8", "tis-token", "mis", "deepseek", "m2po", "gspo")
+BASELINES = ("opo", "otb", "opob-only", "ess-only", "vcpo", "low-lr", "kl")
+SWEEP = {"tis8": (2, 4, 8, 16), "vcpo": (2, 4, 8, 16)}
+"""Variant -> further lags."""
+WARM = {"max_steps": 270}
+FINAL = {"eval_generations": 8, "eval_greedy": True}
+
+
+def _arm(variant: str, lag: int) -> Arm:
+    return Arm(f"lag{lag}-{variant}", RECIPE, (f"variant={variant}", f"max_lag={lag}"))
+
+
+ARMS = {
+    arm.name: arm
+    for arm in [
+        _arm("tis8", 0),
+        *(_arm(variant, LAG) for variant in (*VARIANTS, *BASELINES)),
+        *(_arm(variant, lag) for variant, lags in SWEEP.items() for lag in lags),
+    ]
+}
+
+
+def warm_start(seed: int, work: Path) -> None:
+    from winnow.build import build_demonstrator
+    from winnow.config import load_config
+    from winnow.standalone import evaluate_model
+    from winnow.warmup import WarmupConfig, warmup
+
+    path = work / f"warm-s{seed}"
+    recipe = load_config(ROOT / "recipes" / f"{RECIPE}.yaml", [f"model={path}", f"seed={seed}"])
+    if not (path / "config.json").exists():
+        warmup(build_demonstrator(recipe.env), path, config=WarmupConfig(seed=seed, threads=1, **WARM))
+    values = recipe.model_dump() | FINAL
+    write_json(path / "claim.json", {"arm": "warm", "seed": seed, "deployed": evaluate_model(str(path), values)})
+
+
+def train_arm(arm: Arm, seed: int, work: Path) -> None:
+    from winnow.loop import RunStoppedError
+    from winnow.standalone import evaluate_model
+
+    said: dict[str, Any] = {"arm": arm.name, "seed": seed, "stopped": ""}
+    run = work / f"{arm.name}-s{seed}"
+    try:
+        train(arm, seed, work)
+    except (RunStoppedError, FloatingPointError) as error:  # what it had come to is in its last checkpoint
+        said["stopped"] = str(error)
+    write_json(run / "claim.json", said | {"deployed": evaluate_model(str(run), FINAL)})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3])
+    parser.add_argument("--arms", nargs="+", default=list(ARMS))
+    parser.add_argument("--jobs", type=int, default=2, help="runs at a time, one thread each")
+    parser.add_argument("--work", type=Path, default=ROOT / "runs" / "async-claims")
+    parser.add_argument("--out", type=Path, help="JSON file for the figures")
+    parser.add_argument("--docs", type=Path, help="Markdown file whose tables are replaced")
+    parser.add_argument("--picture", type=Path, help="PNG file for the curves")
+    parser.add_argument("--one", nargs=2, metavar=("NAME", "SEED"), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if unknown := set(options.arms) - set(ARMS):
+        parser.error(f"unknown arms {sorted(unknown)}; known: {', '.join(ARMS)}")
+    if options.one:
+        name, seed = options.one[0], int(options.one[1])
+        if name == "warm":
+            warm_start(seed, options.work)
+        else:
+            train_arm(ARMS[name], seed, options.work)
+        return
+    ok = run_all(__file__, [["warm"], options.arms], options.seeds, options.work, options.jobs)
+    if options.out or options.docs or options.picture:
+        from async_tables import write_figures
+
+        write_figures(options.work, list(ARMS), out=options.out, docs=options.docs, picture=options.picture)
+    sys.exit(0 if ok else 1)
+
+
+if __name__ == "__main__":
+    main()
