@@ -337,6 +337,20 @@ class RolloutRunner:
             start = sibling.length - len(partial.token_ids)
             sibling.turns.append(Turn(text, None, start, sibling.length, "cancelled"))
 
+    def abandon(self) -> list[Group]:
+        """Stop for good; returns the groups in flight, in launch order, with what was sampled and without rewards."""
+        for flight in self._flights.values():
+            running = [s for s in flight.siblings if s.running]
+            self._cancel([(flight, s) for s in running])
+            for sibling in running:
+                sibling.finish("cancelled")
+        groups = [
+            f.group or Group(f.visit, [s.rollout for s in f.siblings if s.rollout is not None], f.verdict)
+            for f in self._flights.values()
+        ]
+        self._flights, self._awaited = {}, []
+        return groups
+
     def _settle(self, flight: Flight) -> None:
         """Open a barrier that everybody has reached; close the group when nobody runs."""
         while flight.undecided and any(s.running for s in flight.gated):
