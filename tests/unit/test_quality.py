@@ -112,6 +112,24 @@ def test_order_changes_no_decision_within_a_step(quality: str) -> None:
     assert not all(v.keep for v in a)
 
 
+@pytest.mark.parametrize("quality", ["head", "confidence", "logprob"])
+def test_many_are_decided_as_one_by_one(quality: str) -> None:
+    gates = [Arrol(at=4, cold_start=1, quality=quality).build(3) for _ in range(3)]  # type: ignore[arg-type]
+    rng = np.random.default_rng(2)
+    views = [view(900 + i // 8, i % 8, 8, rng.normal(size=H), logp=-rng.random()) for i in range(96)]
+    views[7] = view(900, 7, 8, np.full(H, np.nan), logp=float("nan"))
+    for gate in gates:
+        play(gate, 1)
+    alone = [gates[0].decide(v) for v in views]
+    assert {v.keep for v in alone} == {True, False}
+    assert gates[1].decide_many(views) == alone
+    assert [v for i in range(0, 96, 5) for v in gates[2].decide_many(views[i : i + 5])] == alone
+    assert gates[1].decide_many([views[3], views[3]]) == [Verdict(True)] * 2, "further turns"
+    for gate in gates:
+        gate.end_step()
+    assert gates[0].state_dict() == gates[1].state_dict() == gates[2].state_dict()
+
+
 @pytest.mark.parametrize(("size", "least"), [(8, 2), (5, 1), (3, 3), (2, 2), (1, 2), (6, 0)])
 def test_at_least_so_many_survive_and_the_chance_says_so(size: int, least: int) -> None:
     gate = Arrol(at=4, cold_start=1, keep_rate=0.3, min_survivors=least).build(0)

@@ -90,6 +90,37 @@ def test_huge_hidden_states_teach_nothing_and_reset_nothing() -> None:
     assert head.resets == 0
 
 
+@pytest.mark.parametrize("size", [1, 6, 129, 896, 9001])
+def test_scores_do_not_depend_on_what_else_is_scored(size: int) -> None:
+    rng, head = np.random.default_rng(0), QualityHead(0)
+    hidden = rng.normal(size=(70, size)).astype(np.float32)
+    hidden[5] = 1e38
+    logp = -rng.random(70)
+    for i in range(70):
+        head.observe(Example(hidden[i], float(logp[i]), i % 3 == 0, 1.0))
+    head.fit()
+    alone = [head.score(hidden[i].copy(), float(logp[i])) for i in range(70)]
+    assert np.isnan(alone[5])
+    for rows in (slice(None), slice(3, 40), slice(None, None, -2)):
+        np.testing.assert_array_equal(head.scores(hidden[rows], logp[rows]), alone[rows])
+
+
+def test_gradients_are_those_of_autograd() -> None:
+    rng, head = np.random.default_rng(1), QualityHead(0)
+    head._build(H)
+    assert head._net is not None
+    inputs = torch.from_numpy(rng.normal(size=(40, H + 1)).astype(np.float32))
+    labels, weights = (
+        torch.from_numpy(rng.integers(0, 2, 40).astype(np.float32)),
+        torch.from_numpy(rng.random(40)).float(),
+    )
+    head._set_gradients(inputs, labels, weights)
+    losses = torch.nn.functional.binary_cross_entropy_with_logits(head._net(inputs)[:, 0], labels, reduction="none")
+    expected = torch.autograd.grad(losses @ weights / weights.sum(), list(head._net.parameters()))
+    for parameter, gradient in zip(head._net.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient)
+
+
 def test_auroc_against_pairs() -> None:
     rng = np.random.default_rng(0)
     score, label, weight = rng.integers(0, 5, 40), rng.random(40) < 0.4, rng.random(40)

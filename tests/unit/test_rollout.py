@@ -239,6 +239,22 @@ def test_a_token_gate_prunes_single_siblings(policy) -> None:
         assert len(view.logp) == 3
 
 
+class ManyGate(HalfGate):
+    """Prunes siblings from the second on, all at once."""
+
+    def decide_many(self, views: Sequence[GroupView]) -> list[Verdict]:
+        self.views += views
+        return [Verdict(view.sibling == 0, "many", probability=0.25) for view in views]
+
+
+def test_who_was_pruned_by_one_gate_is_not_shown_to_the_next(policy) -> None:
+    half, many = HalfGate(), ManyGate()
+    groups = run(policy, ToyTask(), gates=[half, many])
+    assert {v.sibling for v in many.views} == {0, 2}
+    chances = {(r.reason, r.survival_p) for g in groups for r in g.rollouts if r.fate == Fate.PRUNED}
+    assert chances == {("odd", 0.5), ("many", 0.125)}
+
+
 class StepGate:
     def __init__(self, k: int, keep: bool) -> None:
         self.at, self.needs, self.keep = EnvStep(k), frozenset(), keep

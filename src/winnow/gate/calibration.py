@@ -119,11 +119,12 @@ def survival_probabilities(
     if variance < 1e-12:
         return np.full(len(q_N), max(keep_rate, p_min))
     slope = strength * (keep_rate * (target - mean) / variance if balance == "target" else -1.0)
-    x_M, floor = keep_rate + slope * (buffer_M - mean), max(keep_rate, p_min)
-    low, high = p_min - x_M.max(), 1 - x_M.min()
+    value_U, count_U = np.unique(buffer_M, return_counts=True)
+    x_U, share_U, floor = keep_rate + slope * (value_U - mean), count_U / len(buffer_M), max(keep_rate, p_min)
+    low, high = p_min - x_U.max(), 1 - x_U.min()
     for _ in range(BISECTIONS):
         b = (low + high) / 2
-        low, high = (b, high) if np.clip(x_M + b, p_min, 1).mean() < floor else (low, b)
+        low, high = (b, high) if share_U @ np.minimum(np.maximum(x_U + b, p_min), 1) < floor else (low, b)
     return np.clip(keep_rate + slope * (q_N - mean) + high, p_min, 1)
 
 

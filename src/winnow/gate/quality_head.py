@@ -100,7 +100,8 @@ class QualityHead:
         """float32: normalised hidden states, and the log-probability, which counts as a few of them."""
         size = hidden_NH.shape[-1]
         centred_NH = hidden_NH - np.add.reduce(hidden_NH, -1, keepdims=True) / size
-        variance_N = np.einsum("...h,...h->...", centred_NH, centred_NH) / size
+        # row by row; einsum cuts rows of more than 8,192 wherever its buffer ends, and then rounds by their place
+        variance_N = (centred_NH[..., None, :] @ centred_NH[..., None])[..., 0, 0] / size
         centred_NH /= np.sqrt(variance_N + 1e-5)[..., None]
         mean, deviation = self._moments
         return centred_NH, np.asarray(2 * (logp_N - mean) / deviation, np.float32)
@@ -134,13 +135,21 @@ class QualityHead:
             picked = torch.randint(len(label_N), (BATCH,), generator=draws).numpy()
             inputs = np.column_stack(self._inputs(hidden_NH[picked], logp_N[picked]))
             labels, weights = (torch.from_numpy(c[picked].astype(np.float32)) for c in (label_N, weight_N))
-            losses = nn.functional.binary_cross_entropy_with_logits(
-                self._net(torch.from_numpy(inputs))[:, 0], labels, reduction="none"
-            )
-            self._optimizer.zero_grad()
-            (losses @ weights / weights.sum()).backward()
+            self._set_gradients(torch.from_numpy(inputs), labels, weights)
             self._optimizer.step()
         self._publish()
+
+    @torch.no_grad()
+    def _set_gradients(self, inputs_NI: torch.Tensor, label_N: torch.Tensor, weight_N: torch.Tensor) -> None:
+        """Of the weighted mean cross-entropy; by hand, because autograd takes longer than the products."""
+        assert self._net is not None
+        first, bias, second, last = self._net.parameters()
+        inner_NW = torch.addmm(bias, inputs_NI, first.t()).relu_()
+        logit_N = torch.addmm(last, inner_NW, second.t())[:, 0]
+        error_N = logit_N.sigmoid_().sub_(label_N).mul_(weight_N * (1 / weight_N.sum()))
+        error_NW = torch.outer(error_N, second[0]).mul_(inner_NW > 0)
+        first.grad, bias.grad = error_NW.t() @ inputs_NI, error_NW.sum(0)
+        second.grad, last.grad = error_N[None] @ inner_NW, error_N.sum(0, keepdim=True)
 
     def _build(self, size: int) -> None:
         generator = torch.Generator().manual_seed(noise_key(self._seed, HEAD_STREAM, 0, self.resets) >> 1)
