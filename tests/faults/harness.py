@@ -24,10 +24,11 @@ def child(config: dict[str, Any], environment: dict[str, str]) -> None:
     torch.set_num_threads(1)
     os.environ.update(environment)
     run = Path(config["output_dir"])
+    reward = None if "reward_funcs" in config else parity_reward
     if (run / "config.json").exists():
-        trainer = Trainer.resume(run, reward_funcs=parity_reward)
+        trainer = Trainer.resume(run, reward_funcs=reward)
     else:
-        trainer = Trainer(config=config, reward_funcs=parity_reward)
+        trainer = Trainer(config=config, reward_funcs=reward)
     trainer.train()
 
 

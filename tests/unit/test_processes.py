@@ -107,6 +107,16 @@ def test_a_dead_samplers_groups_are_launched_once_more_then_failed(sampler: Proc
     assert sampler.metrics()["sampler/redispatched"] == 1
 
 
+def test_a_sampler_that_never_began_does_not_count(sampler: ProcessSampler) -> None:
+    sampler.launch(visit(0), 1)
+    sampler._children[0].ready = False
+    sampler._children[0].says(None)
+    sampler.poll()
+    sampler._children[0].says(None)
+    assert sampler.poll() == sampler.poll() == []
+    assert sampler.pending == 1
+
+
 def test_deaths_in_a_row_end_the_run_but_a_group_in_between_forgives(sampler: ProcessSampler) -> None:
     for number in range(3):
         sampler._children[0].says(None)

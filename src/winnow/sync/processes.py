@@ -1,7 +1,7 @@
 """Sampler processes beside the learner's: both go on at once, paced by `max_lag`.
 
-A sampler that dies, or says nothing for `timeout_s`, is replaced by one with the newest weights; what it was working on
-is launched once more, and counts as failed when that one dies, too.
+A sampler that dies, or says nothing for `timeout_s`, is replaced by one with the newest weights. What it was working on
+is launched once more, and counts as failed when that one dies, too; one that had not begun to work does not count.
 """
 
 from __future__ import annotations
@@ -167,11 +167,11 @@ class ProcessSampler:
         self._children[self._children.index(child)] = new
         self._before[child.slot] = {}
         for sent in child.flights.values():
-            if sent.again:
+            if sent.again and child.ready:
                 self._failed.append(self._failed_group(sent, f"two samplers that worked on it ended: {what}"))
             else:
                 self._redispatched += 1
-                self._send(new, sent._replace(again=True))
+                self._send(new, sent._replace(again=sent.again or child.ready))
 
     def _failed_group(self, sent: Sent, reason: str, fate: Fate | None = Fate.FAILED) -> Group:
         nothing = np.empty(0, np.int64), np.empty(0, bool), np.empty(0, np.float32), np.empty(0, np.int32)

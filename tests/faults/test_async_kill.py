@@ -1,0 +1,138 @@
+"""kill -9 of samplers and of the learner: accounting stays exact, the lag bound holds, nobody is left behind."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import sqlite3
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from winnow import Trainer
+from winnow.ledger import Ledger
+from winnow.sync.child import Child
+
+from .. import conftest
+from ..e2e.test_training import assert_clean
+from .harness import run
+
+ORPHAN_S = 5.0
+"""How long a sampler may outlive its learner."""
+
+
+@pytest.fixture
+def config(tiny_config: dict[str, Any]) -> dict[str, Any]:
+    reward = f"{conftest.__file__}:parity_reward"
+    return tiny_config | {
+        "sync": {"name": "processes", "max_restarts": 50},
+        "max_lag": 2,
+        "eval_steps": None,
+        "reward_funcs": [reward],
+        "max_failed_share": 1.0,  # deaths in quick succession fail what they hit twice
+    }
+
+
+def samplers() -> list[psutil.Process]:
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if "winnow.sync.serve" in process.cmdline() and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            continue
+    return found
+
+
+def assert_trained(run_dir: Path, steps: int) -> None:
+    """Every step with its 16 rollouts, none over the bound, every visit accounted for."""
+    assert_clean(run_dir)
+    with sqlite3.connect(run_dir / "ledger.sqlite") as db:
+        query = (
+            "SELECT version - first_version FROM rollouts JOIN steps USING (step)"
+            " WHERE fate = 'trained' AND rollouts.void = 0 AND steps.void = 0"
+        )
+        lags = [row[0] for row in db.execute(query)]
+        assert db.execute("SELECT COUNT(*) FROM steps WHERE void = 0").fetchone()[0] == steps
+    assert max(lags) <= 2
+    with Ledger.open(run_dir / "ledger.sqlite", read_only=True) as ledger:
+        assert ledger.in_flight() == []
+
+
+def _kill_samplers(config: dict[str, Any], monkeypatch: pytest.MonkeyPatch, kills: int) -> None:
+    """Train until that many samplers were killed at random moments of their lives, then to the end."""
+    started: list[Child] = []
+    original = Child.__init__
+
+    def remember(self: Child, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        started.append(self)
+
+    monkeypatch.setattr(Child, "__init__", remember)
+    trainer = Trainer(config=config | {"max_steps": 100_000, "save_steps": 100_000})
+    draws = random.Random(0)
+
+    def kill() -> None:
+        for number in range(kills):
+            while len(started) <= number:
+                time.sleep(0.01)
+            child = started[number]
+            if draws.random() < 0.7:  # else it may not even have started to work
+                while not child.ready and child.process.poll() is None:
+                    time.sleep(0.01)
+            time.sleep(draws.uniform(0, 0.5))
+            os.kill(child.process.pid, signal.SIGKILL)
+        while len(started) <= kills or not started[-1].ready:
+            time.sleep(0.01)
+        trainer._stop_requested = True
+
+    thread = threading.Thread(target=kill, daemon=True)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    thread.join(10)
+    run_dir = Path(config["output_dir"])
+    steps = int(sorted((run_dir / "checkpoints").glob("step-*"))[-1].name.removeprefix("step-"))
+    assert steps > kills // 2, "it went on between the deaths"
+    Trainer.resume(run_dir, {"max_steps": steps + 4}).train()
+    assert_trained(run_dir, steps + 4)
+    assert len(started) == kills + 2
+    assert not samplers()
+
+
+def test_samplers_killed_at_random_moments(config: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    _kill_samplers(config, monkeypatch, kills=3)
+
+
+@pytest.mark.slow
+def test_a_sampler_killed_fifty_times_in_one_run(config: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    _kill_samplers(config, monkeypatch, kills=50)
+
+
+def _kill_learner(config: dict[str, Any], kills: int) -> None:
+    """Kill the learner at random lines of its metrics, look for orphans, go on; then to the end."""
+    config = config | {"max_steps": 6 * kills + 6, "save_steps": 2}
+    draws, line = random.Random(0), 0
+    for _ in range(kills):
+        line += draws.randint(1, 6)
+        assert run(config, kill_at_line=line, delay_s=draws.uniform(0, 0.05)) == -signal.SIGKILL
+        deadline = time.monotonic() + ORPHAN_S
+        while samplers() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert not samplers(), f"a sampler outlived its learner by {ORPHAN_S} s"
+    assert run(config) == 0
+    assert_trained(Path(config["output_dir"]), config["max_steps"])
+
+
+def test_a_killed_learner_leaves_nobody_and_goes_on(config: dict[str, Any]) -> None:
+    _kill_learner(config, kills=2)
+
+
+@pytest.mark.slow
+def test_a_learner_killed_ten_times(config: dict[str, Any]) -> None:
+    _kill_learner(config, kills=10)
