@@ -1,0 +1,139 @@
+"""Tables and curves of the collapse study, from the run directories of `async_claims.py`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import claims_figures as f
+import numpy as np
+from arms import fill, table
+from claims_figures import Run, Runs
+from claims_tables import text
+
+SYNC, LAG = "lag0-tis8", "lag12-"
+CHARTS = {
+    "held-out pass@1": "eval/pass@1",
+    "effective sample size / rollouts": "ess_ratio",
+    "KL sampler to learner, nats a token": "sampling/kl",
+    "gradient norm": "grad_norm",
+}
+DRAWN = (SYNC, "lag12-plain", "lag12-tis8", "lag12-ess-only", "lag12-opob-only", "lag12-vcpo")
+
+
+def write_figures(
+    work: Path, arms: Sequence[str], *, out: Path | None, docs: Path | None, picture: Path | None
+) -> None:
+    """Arms without a finished run are left out."""
+    runs, _ = f.read_runs(work, arms)
+    if out is not None:
+        said = {
+            arm: {"runs": [_summary(r) for r in found.values()], "curves": _curves(found)}
+            for arm, found in runs.items()
+        }
+        out.write_text(json.dumps(said, indent=1), encoding="utf-8")
+    if docs is not None:
+        fill(docs, {"async-methods": _methods(runs), "async-lags": _lags(runs)})
+    if picture is not None:
+        draw(runs, picture)
+
+
+def _methods(runs: Runs) -> str:
+    rows = []
+    for arm, found in runs.items():
+        if arm != SYNC and not arm.startswith(LAG):
+            continue
+        rows.append(
+            [
+                "no lag, tis8" if arm == SYNC else arm.removeprefix(LAG),
+                f"{sum(map(_collapsed, found.values()))} of {len(found)}",
+                text(f.over_seeds(found, _final)),
+                text(f.difference(found, runs[SYNC], _final), "{:+.3f}") if SYNC in runs and arm != SYNC else "",
+                text(f.over_seeds(found, lambda r: r.deployed["greedy"])),
+                text(f.over_seeds(found, lambda r: _middle(r, "ess_ratio"))),
+                text(f.over_seeds(found, lambda r: _middle(r, "sampling/kl")), "{:.4f}"),
+                text(f.over_seeds(found, lambda r: _middle(r, "grad_norm")), "{:.2f}"),
+                text(f.over_seeds(found, lambda r: _middle(r, "effective_learning_rate")), "{:.2f}", 1e4),
+            ]
+        )
+    head = ["variant", "collapsed", "final pass@1", "against no lag", "greedy", "ESS ratio", "KL", "gradient norm"]
+    return table([*head, "learning rate, 1e-4"], rows)
+
+
+def _lags(runs: Runs) -> str:
+    lags = sorted({int(arm.removeprefix("lag").split("-")[0]) for arm in runs})
+    rows = []
+    for variant in ("tis8", "vcpo"):
+        for measure, value in (("final pass@1", _final), ("ESS ratio", lambda r: _middle(r, "ess_ratio"))):
+            cells = [runs.get(f"lag{lag}-{variant}", {}) for lag in lags]
+            rows.append([variant, measure, *(text(f.over_seeds(found, value)) if found else "" for found in cells)])
+    return table(["variant", "", *(f"lag {lag}" for lag in lags)], rows)
+
+
+def _final(run: Run) -> float:
+    return run.deployed["pass@1"]
+
+
+def _collapsed(run: Run) -> bool:
+    """It has ended with less than half of the held-out pass@1 that it started with."""
+    return _final(run) < run.data.curve[0].passed / 2
+
+
+def _middle(run: Run, key: str) -> float:
+    """Median over the steps."""
+    return float(np.median(f.series(run, key)))
+
+
+def _curves(found: dict[int, Run]) -> dict[str, list[float]]:
+    return {key: [round(v, 6) for v in _mean_of(found, key)[1]] for key in CHARTS.values()}
+
+
+def _mean_of(found: dict[int, Run], key: str) -> tuple[list[float], list[float]]:
+    """Steps and means over seeds, for as long as all of them have a value; a run that was stopped ends a curve."""
+    if key == "eval/pass@1":
+        series = [[(p.step, p.passed) for p in run.data.curve] for run in found.values()]
+    else:
+        series = [[(row["step"], row[key]) for row in run.rows if key in row] for run in found.values()]
+    points = [list(zip(*at, strict=True)) for at in zip(*series, strict=False)]
+    return [steps[0] for steps, _ in points], [float(np.mean(values)) for _, values in points]
+
+
+def _summary(run: Run) -> dict[str, Any]:
+    return {
+        "seed": run.data.seed,
+        "pass@1": _final(run),
+        "greedy": run.deployed["greedy"],
+        "best held-out pass@1": max(p.passed for p in run.data.curve),
+        "steps": len(run.rows),
+        **{key: _middle(run, key) for key in ("ess_ratio", "sampling/kl", "grad_norm", "effective_learning_rate")},
+    }
+
+
+def draw(runs: Runs, path: Path) -> None:
+    """Means over seeds."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(2, 2, figsize=(12, 7.5), constrained_layout=True)
+    smooth: Callable[[list[float]], Any] = lambda v: np.convolve(v, np.ones(5) / 5, mode="valid")  # noqa: E731
+    for axis, (title, key) in zip(axes.flat, CHARTS.items(), strict=True):
+        for arm in (arm for arm in DRAWN if arm in runs):
+            steps, values = _mean_of(runs[arm], key)
+            name = "no lag" if arm == SYNC else arm.removeprefix(LAG)
+            if key == "eval/pass@1":
+                axis.plot(steps, values, label=name, marker="o", markersize=3)
+            elif len(values) >= 5:
+                axis.plot(steps[2:-2], smooth(values), label=name)
+        axis.set_title(title)
+        axis.set_xlabel("optimizer step")
+        if key in ("sampling/kl", "grad_norm"):
+            axis.set_yscale("log")
+        if key == "sampling/kl":
+            axis.set_ylim(bottom=1e-3)  # without a lag it is rounding
+    axes.flat[0].legend()
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
