@@ -36,12 +36,14 @@ bench: $(VENV)/.bench ## engine and training step beside their peers; writes ben
 	$(BIN)/python benchmarks/gate.py --out benchmarks/results/gate.json
 	$(BIN)/python benchmarks/turns.py --out benchmarks/results/turns.json
 	$(BIN)/python benchmarks/arrol.py --out benchmarks/results/arrol.json
+	$(BIN)/python benchmarks/async_wall.py --out benchmarks/results/async_wall.json
 
 bench-claims: $(VENV)/.bench ## the papers' claims, four seeds an arm: hours; can be stopped and started again
 	$(BIN)/python benchmarks/claims.py --out benchmarks/results/claims.json --docs docs/claims.md
 	$(BIN)/python benchmarks/gate_claims.py --out benchmarks/results/gate_claims.json --docs docs/claims.md
 	$(BIN)/python benchmarks/arrol_claims.py --out benchmarks/results/arrol_claims.json --docs docs/claims.md
 	$(BIN)/python benchmarks/arrol_signal.py --out benchmarks/results/arrol_signal.json --docs docs/claims.md
+	$(BIN)/python benchmarks/async_claims.py --out benchmarks/results/async_claims.json --docs docs/claims.md --picture docs/async-claims.png
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

@@ -159,7 +159,7 @@ class Loop:
     def _collected(self) -> bool:
         """Whether to train now. A sampler that goes on meanwhile need not have finished what is in flight."""
         parts = self.parts
-        if parts.sampler.overlaps and self._stop is None and not self._nothing_left:
+        if parts.sampler.overlaps and self._stop is None:
             return parts.buffer.ready(self.step)
         return not parts.sampler.pending
 
