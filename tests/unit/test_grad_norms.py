@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -12,14 +13,15 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from winnow.batch import MicroBatch, Pool, Row, collate, micro_batches
-from winnow.learner import grad_norms
+from winnow.correct import CORRECTIONS
+from winnow.learner import grad_norms, logprob, row_head
 from winnow.learner.base import Stats
 from winnow.learner.local import LearnerOptions, LocalLearner
 from winnow.learner.logprob import TokenDistribution
-from winnow.learner.pooled import Batched
+from winnow.learner.pooled import Batched, RowByRow
 from winnow.loss import LossConfig
 
-from .learner_models import SIZES, VOCABULARY, gpt2, llama, peaked, random_rows
+from .learner_models import SIZES, VOCABULARY, gemma2, gpt2, granite, llama, peaked, random_rows
 
 PLAIN = LossConfig(policy_loss="plain")
 
@@ -61,8 +63,10 @@ MODELS: dict[str, Callable[[], Any]] = {
 }
 
 
-def pooled_rows(seed: int = 0, n: int = 9, pools: int = 3) -> list[Row]:
+def pooled_rows(seed: int = 0, n: int = 9, pools: int = 3, *, binary: bool = False) -> list[Row]:
     rewards = np.random.default_rng(seed).random(n)
+    if binary:
+        rewards = (np.arange(n) % 2).astype(float)
     rows = random_rows(seed, n)
     return [replace(row, advantage=float(rewards[i]), pool=Pool(i % pools, "gradient")) for i, row in enumerate(rows)]
 
@@ -108,15 +112,135 @@ def learner_of(model: Any, **options: Any) -> LocalLearner:
     return LocalLearner(model, TokenDistribution(VOCABULARY), LearnerOptions(**options))
 
 
-@pytest.mark.parametrize("pass_cost", [0.0, 1e9])
-@pytest.mark.parametrize("budget", [20, 60, 10_000])
+@pytest.mark.parametrize(("budget", "pass_cost", "rewards"), [(60, 0.0, "binary"), (10_000, 1e9, "any")])
 @pytest.mark.parametrize("name", list(MODELS))
 def test_one_backward_pass_is_as_good_as_one_for_each_rollout(
-    name: str, budget: int, pass_cost: float, monkeypatch: pytest.MonkeyPatch
+    name: str, budget: int, pass_cost: float, rewards: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(grad_norms, "PASS_COST", pass_cost)
     learner = learner_of(MODELS[name]().double())
     assert isinstance(learner._pooled, Batched)
-    rows = pooled_rows()
+    rows = pooled_rows(binary=rewards == "binary")
     stats = update(learner, micro_batches(rows, budget, pad_id=0), PLAIN)
     assert_same(learner, rows, PLAIN, stats, 1e-6)
+
+
+@pytest.mark.parametrize("pools", [1, 3])
+@pytest.mark.parametrize("binary", [False, True])
+@pytest.mark.parametrize(("budget", "pass_cost"), [(20, 0.0), (40, 20.0), (40, 1e9)])
+def test_pools_may_be_cut_anywhere(
+    budget: int, pass_cost: float, binary: bool, pools: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grad_norms, "PASS_COST", pass_cost)
+    learner = learner_of(llama(tie_word_embeddings=True).double())
+    rows = pooled_rows(1, pools=pools, binary=binary)
+    batches = micro_batches(rows, budget, pad_id=0)
+    assert len(batches) > 1
+    for _ in range(2):
+        learner.model.zero_grad()
+        stats = update(learner, batches, PLAIN)
+    assert_same(learner, rows, PLAIN, stats, 1e-6)
+
+
+@pytest.mark.parametrize(("at_once", "tied"), [(4, False), (4, True), (40, True)])
+def test_a_large_vocabulary_is_taken_in_pieces(at_once: int, tied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (logprob, row_head):
+        monkeypatch.setattr(module, "CHUNK_ELEMENTS", at_once * VOCABULARY)
+    learner = learner_of(llama(tie_word_embeddings=tied, vocab_size=VOCABULARY + 5).double())
+    rows = pooled_rows(2)
+    assert_same(learner, rows, PLAIN, update(learner, micro_batches(rows, 10_000, pad_id=0), PLAIN), 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("correction", "distribution"),
+    [
+        ({"name": "truncate", "level": "token", "low": 0.5, "high": 2.0}, {"temperature": 0.7}),
+        ({"name": "truncate", "level": "sequence", "high": 3.0}, {"top_p": 0.8}),
+        ({"name": "mask", "level": "geometric", "low": 0.1, "high": 10.0}, {"top_k": 5}),
+    ],
+)
+def test_weights_and_distribution_are_those_of_the_loss(
+    correction: dict[str, Any], distribution: dict[str, Any]
+) -> None:
+    options = dict(correction)
+    loss = replace(PLAIN, correction=CORRECTIONS[options.pop("name")](**options))
+    learner = LocalLearner(llama().double(), TokenDistribution(VOCABULARY, **distribution), LearnerOptions())
+    rows = pooled_rows(3)
+    with torch.no_grad():  # a sampler not too far off, so that some weights are inside of the bounds
+        for row in rows:
+            logp = learner.logp(collate([row], pad_id=0))[0, -len(row.rollout.token_ids) :].numpy()
+            row.rollout.sampler_logp[:] = logp + 0.5 * np.sin(np.arange(len(logp)) + row.rollout.sibling)
+    stats = update(learner, micro_batches(rows, 60, pad_id=0), loss)
+    assert_same(learner, rows, loss, stats, 1e-6)
+    assert stats.sums["correction/clipped_of"] > 0
+
+
+def test_rows_with_the_same_long_prompt_are_kept_apart() -> None:
+    learner = learner_of(llama().double())
+    prompt = tuple(np.random.default_rng(0).integers(0, VOCABULARY, 200).tolist())
+    rows = [replace(r, rollout=replace(r.rollout, prompt_ids=prompt)) for r in pooled_rows(4)]
+    (batch,) = micro_batches(rows, 10_000, pad_id=0)
+    assert batch.shared is not None
+    assert_same(learner, rows, PLAIN, update(learner, [batch], PLAIN), 1e-5)
+
+
+def test_one_precision_is_enough() -> None:
+    rows = pooled_rows(5)
+    learner = learner_of(llama())
+    assert_same(learner, rows, PLAIN, update(learner, micro_batches(rows, 60, pad_id=0), PLAIN), 1e-4)
+    half = learner_of(llama(), compute_dtype=torch.bfloat16)
+    assert isinstance(half._pooled, Batched)
+    stats = update(half, micro_batches(rows, 60, pad_id=0), PLAIN)
+    assert_same(half, rows, PLAIN, stats, 0.05)
+
+
+class Scaled(torch.nn.Module):
+    """A layer with a parameter of a kind that nothing knows."""
+
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+        self.by = torch.nn.Parameter(torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x) * self.by
+
+
+def scaled() -> Any:
+    model = llama()
+    model.model.layers[0].mlp = Scaled(model.model.layers[0].mlp)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "options"), [(llama, {"gradient_checkpointing": True}), (gemma2, {}), (scaled, {}), (granite, {})]
+)
+def test_other_models_take_one_backward_pass_a_rollout(make: Callable[[], Any], options: dict[str, Any]) -> None:
+    learner = learner_of(make().double(), **options)
+    assert isinstance(learner._pooled, RowByRow)
+    rows = pooled_rows(6)
+    assert_same(learner, rows, PLAIN, update(learner, micro_batches(rows, 60, pad_id=0), PLAIN), 1e-6)
+
+
+@pytest.mark.parametrize("options", [{}, {"gradient_checkpointing": True}])
+def test_what_is_not_finite_is_no_update(options: dict[str, Any]) -> None:
+    learner = learner_of(llama(), **options)
+    assert learner._pooled
+    rows = pooled_rows(7)
+    infinite = [replace(row, weight=math.inf) if i == 3 else row for i, row in enumerate(rows)]
+    with pytest.raises(FloatingPointError, match="no update was made"):
+        update(learner, micro_batches(infinite, 10_000, pad_id=0), PLAIN)
+    learner.model.zero_grad()
+    assert_same(learner, rows, PLAIN, update(learner, micro_batches(rows, 60, pad_id=0), PLAIN), 1e-4)
+
+
+def test_only_trainable_parameters_get_a_gradient_and_nothing_is_left_behind() -> None:
+    model = llama()
+    model.model.embed_tokens.requires_grad_(False)
+    model.model.layers[0].requires_grad_(False)
+    learner = learner_of(model.double())
+    assert isinstance(learner._pooled, Batched)
+    rows = pooled_rows(8)
+    assert_same(learner, rows, PLAIN, update(learner, micro_batches(rows, 60, pad_id=0), PLAIN), 1e-6)
+    assert all((p.grad is not None) == p.requires_grad for p in model.parameters())
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,72 +20,95 @@ from transformers.pytorch_utils import Conv1D
 
 from .logprob import at_least_float32
 
-PASS_COST = 24.0
-"""Multiply-adds in whose time one number of a product is read and added up, on a CPU."""
-
-
-@dataclass
-class RowSums:
-    """What is known of the gradients of the rows of a few micro-batches, P pools of rows.
-
-    For each parameter either sums over rows, once with coefficients `centred_B` and once over each pool, [1 + P, ...],
-    or functions from coefficients [B] of the rows of one micro-batch to the weighted sum.
-    """
-
-    pools: int
-    sums: dict[nn.Parameter, torch.Tensor] = field(default_factory=dict)
-    later: list[tuple[int, nn.Parameter, Callable[[torch.Tensor], torch.Tensor]]] = field(default_factory=list)
-    """Number of the micro-batch, parameter, function."""
-
-    def add(self, parameter: nn.Parameter, gradient_BX: torch.Tensor, rows: Rows) -> None:
-        """Sum up gradients of each row, [B, *parameter.shape]."""
-        flat = gradient_BX.reshape(len(gradient_BX), -1)
-        sums = self.sums.get(parameter)
-        if sums is None:
-            sums = self.sums[parameter] = flat.new_zeros(1 + self.pools, *parameter.shape)
-        view = sums.view(1 + self.pools, -1)
-        view[0].addmv_(flat.t(), rows.centred_B.to(flat.dtype))
-        view[1:].index_add_(0, rows.number_B, flat)
-
-    def settle(self, rows: Rows) -> None:
-        """Turn the functions into sums, so that what they hold on to is freed. Of one pool and one micro-batch."""
-        for _, parameter, weighted in self.later:
-            pair = torch.stack([weighted(rows.centred_B), weighted(torch.ones_like(rows.centred_B))])
-            self.sums[parameter] = self.sums[parameter] + pair if parameter in self.sums else pair
-        self.later.clear()
-
-    def gradient(self, excess_P: torch.Tensor, coefficient_B: list[torch.Tensor]) -> Iterator[tuple[Any, torch.Tensor]]:
-        """Parameters and parts of their gradients: `centred` - `excess_P` for rows in sums, else `coefficient_B`."""
-        for parameter, sums in self.sums.items():
-            factors = torch.cat([excess_P.new_ones(1), -excess_P]).to(sums.dtype)
-            yield parameter, torch.tensordot(factors, sums, 1)
-        while self.later:
-            piece, parameter, weighted = self.later.pop()
-            yield parameter, weighted(coefficient_B[piece])
+PASS_COST = 20.0
+"""Measured on a CPU: multiply-adds of a Gram matrix in whose time one number of a product is squared and added up."""
+AT_ONCE = 1 << 19
+"""Numbers of products made at once, so that they are still in the cache when they are added up."""
 
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows of one micro-batch."""
+    """Some rows of one micro-batch, and where their gradients are added up."""
 
     piece: int
     """Number of the micro-batch."""
     start: int
     """Of these rows in it."""
-    number_B: torch.Tensor
-    """Pool of each row."""
-    centred_B: torch.Tensor
-    """Reward less the mean of the pool."""
+    slot_B: torch.Tensor
+    """Sum that each row's gradient goes to."""
+    centred_B: torch.Tensor | None = None
+    """Coefficients with which it goes to the last sum, too."""
 
     def __len__(self) -> int:
-        return len(self.number_B)
+        return len(self.slot_B)
 
     def part(self, start: int, stop: int) -> Rows:
-        return Rows(self.piece, self.start + start, self.number_B[start:stop], self.centred_B[start:stop])
+        centred_B = None if self.centred_B is None else self.centred_B[start:stop]
+        return Rows(self.piece, self.start + start, self.slot_B[start:stop], centred_B)
 
     def of(self, coefficient_B: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         """Coefficients of these rows from those of the micro-batch."""
         return coefficient_B[self.start : self.start + len(self)].to(like.dtype)
+
+
+class RowSums:
+    """What is known of the gradients of the rows of a few micro-batches.
+
+    For each parameter either sums over rows, [slots, ...], or functions from coefficients [B] of the rows of one
+    micro-batch to the weighted sum, or both.
+    """
+
+    def __init__(self, slots: int) -> None:
+        self.slots = slots
+        self._sums: dict[nn.Parameter, torch.Tensor] = {}
+        self._later: list[tuple[int, nn.Parameter, Callable[[torch.Tensor], torch.Tensor]]] = []
+        self._scratch = torch.zeros(0)
+        self._pairs: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def add(self, parameter: nn.Parameter, gradient_BX: torch.Tensor, rows: Rows) -> None:
+        """Sum up gradients of each row, [B, *parameter.shape]."""
+        flat = gradient_BX.reshape(len(gradient_BX), -1)
+        if parameter not in self._sums:
+            self._sums[parameter] = flat.new_zeros(self.slots, *parameter.shape)
+        sums = self._sums[parameter].view(self.slots, -1)
+        sums.index_add_(0, rows.slot_B, flat)
+        if rows.centred_B is not None:
+            sums[-1].addmv_(flat.t(), rows.centred_B.to(flat.dtype))
+
+    def add_later(self, parameter: nn.Parameter, weighted: Callable[[torch.Tensor], torch.Tensor], rows: Rows) -> None:
+        self._later.append((rows.piece, parameter, weighted))
+
+    def settle(self, rows: Rows) -> None:
+        """Turn the functions, all of this micro-batch, into sums, so that what they hold on to is freed."""
+        while self._later:
+            _, parameter, weighted = self._later.pop()
+            coefficients = [(rows.slot_B == slot).double() for slot in range(self.slots)]
+            if rows.centred_B is not None:
+                coefficients[-1] = rows.centred_B
+            found = torch.stack([weighted(c_B) for c_B in coefficients])
+            self._sums[parameter] = self._sums[parameter] + found if parameter in self._sums else found
+
+    def gradient(
+        self, factor_S: torch.Tensor, coefficient_B: list[torch.Tensor]
+    ) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
+        """Parameters and parts of their gradients, with the factors of sums, and the coefficients of micro-batches."""
+        while self._later:
+            piece, parameter, weighted = self._later.pop()
+            yield parameter, weighted(coefficient_B[piece])
+        for parameter, sums in self._sums.items():
+            yield parameter, torch.tensordot(factor_S.to(sums.dtype), sums, 1)
+
+    def pairs(self, x_BTI: torch.Tensor) -> torch.Tensor:
+        """Products of all pairs of tokens of a row, [B, T, T]; layers one after the other often have the same input."""
+        if self._pairs is None or self._pairs[0].data_ptr() != x_BTI.data_ptr() or self._pairs[0].shape != x_BTI.shape:
+            self._pairs = x_BTI, at_least_float32(torch.bmm(x_BTI, x_BTI.mT))
+        return self._pairs[1]
+
+    def scratch(self, size: int, like: torch.Tensor) -> torch.Tensor:
+        """Memory that is used again and again."""
+        if self._scratch.numel() < size or self._scratch.dtype != like.dtype:
+            self._scratch = like.new_empty(size)
+        return self._scratch[:size]
 
 
 def product_term(
@@ -101,24 +124,43 @@ def product_term(
 
     `hold`: whether both factors may be kept until then.
     """
-    left_BTI, right_BTJ = left_BTI.contiguous(), right_BTJ.to(left_BTI.dtype).contiguous()
-    B, T, rows_I, columns_J = *left_BTI.shape, right_BTJ.shape[-1]
+    right_BTJ = right_BTJ.to(left_BTI.dtype)
+    B, T, I_, J = *left_BTI.shape, right_BTJ.shape[-1]
+    few_tokens = T * T * (I_ + J) <= PASS_COST * I_ * J
+    if not hold or (not few_tokens and sums.slots * I_ * J <= B * T * (I_ + J)):
+        return _made_products(parameter, left_BTI, right_BTJ, rows, sums)
 
     def weighted(coefficient_B: torch.Tensor) -> torch.Tensor:
-        scaled = rows.of(coefficient_B, left_BTI)[:, None, None] * left_BTI
-        return at_least_float32(scaled.flatten(0, 1).t() @ right_BTJ.flatten(0, 1))
+        a_B11, left, right = rows.of(coefficient_B, left_BTI)[:, None, None], left_BTI, right_BTJ
+        if not a_B11.all():
+            there = a_B11[:, 0, 0] != 0
+            a_B11, left, right = a_B11[there], left[there], right[there]
+        left, right = (a_B11 * left, right) if I_ < J else (left, a_B11 * right)
+        return at_least_float32(left.flatten(0, 1).t() @ right.flatten(0, 1))
 
-    pairs, products = T * (rows_I + columns_J), rows_I * columns_J
-    cheap = min(pairs, products) <= products * PASS_COST / T
-    if hold and (cheap or (1 + sums.pools) * products > B * pairs):
-        sums.later.append((rows.piece, parameter, weighted))
-        if pairs <= products:
-            left_BT, right_BT = torch.bmm(left_BTI, left_BTI.mT), torch.bmm(right_BTJ, right_BTJ.mT)
-            return (at_least_float32(left_BT) * at_least_float32(right_BT)).flatten(1).sum(1)
-        return at_least_float32(torch.bmm(left_BTI.mT, right_BTJ)).flatten(1).square().sum(1)
-    product_BIJ = at_least_float32(torch.bmm(left_BTI.mT, right_BTJ))
-    sums.add(parameter, product_BIJ, rows)
-    return torch.linalg.vector_norm(product_BIJ.flatten(1), dim=1).square()
+    sums.add_later(parameter, weighted, rows)
+    if T * (I_ + J) > I_ * J:
+        return _made_products(parameter, left_BTI, right_BTJ, rows, None)
+    return (at_least_float32(torch.bmm(left_BTI, left_BTI.mT)) * sums.pairs(right_BTJ)).flatten(1).sum(1)
+
+
+def _made_products(
+    parameter: nn.Parameter, left_BTI: torch.Tensor, right_BTJ: torch.Tensor, rows: Rows, sums: RowSums | None
+) -> torch.Tensor:
+    """The squared norms from the products themselves, which are added up if `sums` is given."""
+    size = left_BTI.shape[-1] * right_BTJ.shape[-1]
+    at_once = max(1, AT_ONCE // size)
+    scratch = (sums or RowSums(0)).scratch(min(at_once, len(rows)) * size, left_BTI)
+    squares = []
+    for start in range(0, len(rows), at_once):
+        left, right = left_BTI[start : start + at_once], right_BTJ[start : start + at_once]
+        made = scratch[: len(left) * size].view(len(left), left.shape[-1], right.shape[-1])
+        torch.bmm(left.mT, right, out=made)
+        wide = at_least_float32(made).flatten(1)
+        if sums is not None:
+            sums.add(parameter, wide, rows.part(start, start + len(left)))
+        squares.append(torch.linalg.vector_norm(wide, dim=1).square())
+    return torch.cat(squares)
 
 
 def direct_term(parameter: nn.Parameter, gradient_BX: torch.Tensor, rows: Rows, sums: RowSums) -> torch.Tensor:
@@ -128,7 +170,7 @@ def direct_term(parameter: nn.Parameter, gradient_BX: torch.Tensor, rows: Rows, 
     def weighted(coefficient_B: torch.Tensor) -> torch.Tensor:
         return torch.tensordot(rows.of(coefficient_B, gradient_BX), gradient_BX, 1)
 
-    sums.later.append((rows.piece, parameter, weighted))
+    sums.add_later(parameter, weighted, rows)
     return gradient_BX.flatten(1).square().sum(1)
 
 
@@ -147,7 +189,7 @@ def embedding_term(
         scaled = gradient_UH * rows.of(coefficient_B, gradient_UH)[row_U, None]
         return gradient_UH.new_zeros(V, H).index_add_(0, id_U, scaled)
 
-    sums.later.append((rows.piece, parameter, weighted))
+    sums.add_later(parameter, weighted, rows)
     return gradient_UH.new_zeros(B).index_add_(0, row_U, gradient_UH.square().sum(1))
 
 
@@ -261,7 +303,7 @@ class RowHooks:
 
     def _terms(self, module: nn.Module, uses: Uses, rows: Rows, sums: RowSums) -> torch.Tensor:
         trained = {n: p for n, p in module.named_parameters(recurse=False) if p.requires_grad}
-        square_B = torch.zeros(len(rows), device=rows.number_B.device)
+        square_B = torch.zeros(len(rows), device=rows.slot_B.device)
         weight, bias = trained.get("weight"), trained.get("bias")
         if isinstance(module, nn.Embedding):
             return square_B + embedding_term(module.weight, *_ids_and_gradient(module, uses), rows, sums)

@@ -52,13 +52,15 @@ class RowByRow:
                 for b in (_pools(piece).number_B == number).nonzero()[:, 0].tolist()
             ]
             rewards_B = torch.cat([row.advantages_B for row in rows])
-            sums = RowSums(1)
-            found = [self.of_row(row, loss, stats, rewards_B[b] - mean, sums) for b, row in enumerate(rows)]
+            number_B = torch.zeros_like(rewards_B).long()
+            slots = Slots.of(number_B, rewards_B, mean[None])
+            sums, where = RowSums(slots.count), slots.rows(0, number_B, rewards_B)
+            found = [self.of_row(row, loss, stats, where.part(b, b + 1), sums) for b, row in enumerate(rows)]
             norm_sq_B, loss_B = (torch.stack(values) for values in zip(*found, strict=True))
-            finish(Found(mean[None], rewards_B, torch.zeros_like(rewards_B).long(), norm_sq_B, loss_B), sums, [], stats)
+            finish(Found(slots, rewards_B, number_B, norm_sq_B, loss_B), sums, [], stats)
 
     def of_row(
-        self, row: MicroBatch, loss: LossConfig, stats: Stats, centred: torch.Tensor, sums: RowSums
+        self, row: MicroBatch, loss: LossConfig, stats: Stats, where: Rows, sums: RowSums
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Squared gradient norm and loss at an advantage of 1."""
         logp, entropy, _ = self.logp(row)
@@ -67,7 +69,7 @@ class RowByRow:
         gradients = torch.autograd.grad(total, self.params, allow_unused=True)
         found = [(p, g) for p, g in zip(self.params, gradients, strict=True) if g is not None]
         for p, g in found:
-            sums.add(p, g[None], Rows(0, 0, torch.zeros_like(row.row_weight_B).long(), centred[None]))
+            sums.add(p, g[None], where)
         book(stats, row, logp, entropy)
         return torch.stack([g.square().sum() for _, g in found]).sum(), total.detach()
 
@@ -86,13 +88,14 @@ class Batched:
         self._sums = RowSums(0)
 
     def add(self, batch: MicroBatch, loss: LossConfig, stats: Stats) -> None:
-        pools = _pools(batch)
+        pools, rewards_B = _pools(batch), batch.advantages_B
         if batch is pools.pieces[0]:
-            self._parts, self._sums = [], RowSums(len(pools.mean_P))
-        centred_B = batch.advantages_B - pools.mean_P[pools.number_B]
-        rows = Rows(len(self._parts), 0, pools.number_B, centred_B)
+            numbers = torch.cat([_pools(piece).number_B for piece in pools.pieces])
+            self._slots = Slots.of(numbers, torch.cat([piece.advantages_B for piece in pools.pieces]), pools.mean_P)
+            self._parts, self._sums = [], RowSums(self._slots.count)
+        rows = self._slots.rows(len(self._parts), pools.number_B, rewards_B)
         norm_sq_B, loss_B = self.of_rows(batch, loss, stats, rows, self._sums)
-        self._parts.append(Found(pools.mean_P, batch.advantages_B, pools.number_B, norm_sq_B, loss_B))
+        self._parts.append(Found(self._slots, rewards_B, pools.number_B, norm_sq_B, loss_B))
         if not pools.fits:
             self._sums.settle(rows)
         if batch is pools.pieces[-1]:
@@ -118,19 +121,53 @@ class Batched:
             if states_NH.requires_grad:
                 states_NH.backward(head.states_gradient_NH * tokens.coefficient_N[:, None].to(states_NH.dtype))
             squares += self.hooks.of_scales(rows, sums)
-            if self.head.trained:
-                tied = None if self.head.weight is None else self.hooks.embedded(self.head.weight)
+            if (weight := self.head.head.weight).requires_grad:
                 with self.autocast():
-                    squares.append(self.head.terms(head, tokens, rows, sums, tied))
+                    squares.append(self.head.terms(head, tokens, rows, sums, self.hooks.embedded(weight)))
         book(stats, batch, logp, entropy)
         return torch.stack(squares).sum(0), (coefficient_BT * logp).sum(1)
+
+
+@dataclass(frozen=True)
+class Slots:
+    """Which sums of gradients let the baselines be chosen afterwards.
+
+    Rows of one pool with the same reward will have the same advantage: if there are few rewards, one sum for each of
+    them. Else one for each pool, and one over all rows that is weighted with reward less mean reward.
+    """
+
+    mean_P: torch.Tensor
+    pool_K: torch.Tensor | None
+    reward_K: torch.Tensor
+
+    @classmethod
+    def of(cls, number_B: torch.Tensor, rewards_B: torch.Tensor, mean_P: torch.Tensor) -> Slots:
+        kinds_K2 = torch.stack([number_B.double(), rewards_B], dim=1).unique(dim=0)
+        few = len(kinds_K2) <= max(2 * len(mean_P), 2)
+        return cls(mean_P, kinds_K2[:, 0].long() if few else None, kinds_K2[:, 1])
+
+    @property
+    def count(self) -> int:
+        return 1 + len(self.mean_P) if self.pool_K is None else len(self.pool_K)
+
+    def rows(self, piece: int, number_B: torch.Tensor, rewards_B: torch.Tensor) -> Rows:
+        if self.pool_K is None:
+            return Rows(piece, 0, number_B, rewards_B - self.mean_P[number_B])
+        same_BK = (self.pool_K == number_B[:, None]) & (self.reward_K == rewards_B[:, None])
+        return Rows(piece, 0, same_BK.int().argmax(1))
+
+    def factors(self, baseline_P: torch.Tensor) -> torch.Tensor:
+        """Of the sums, so that they add up to rewards less baselines."""
+        if self.pool_K is None:
+            return torch.cat([self.mean_P - baseline_P, baseline_P.new_ones(1)])
+        return self.reward_K - baseline_P[self.pool_K]
 
 
 @dataclass(frozen=True)
 class Found:
     """What is known of the rows of some pools."""
 
-    mean_P: torch.Tensor
+    slots: Slots
     rewards_B: torch.Tensor
     number_B: torch.Tensor
     norm_sq_B: torch.Tensor
@@ -140,7 +177,7 @@ class Found:
 
 def joined(parts: list[Found]) -> Found:
     columns = zip(*((p.rewards_B, p.number_B, p.norm_sq_B, p.loss_B) for p in parts), strict=True)
-    return Found(parts[0].mean_P, *(torch.cat(column) for column in columns))
+    return Found(parts[0].slots, *(torch.cat(column) for column in columns))
 
 
 def finish(found: Found, sums: RowSums, lengths: list[int], stats: Stats) -> None:
@@ -152,10 +189,10 @@ def finish(found: Found, sums: RowSums, lengths: list[int], stats: Stats) -> Non
         )
     rewards, norms, numbers = (x.cpu().numpy() for x in (found.rewards_B, found.norm_sq_B, found.number_B))
     baseline_B = torch.from_numpy(optimal_baseline(rewards, 0 * rewards, norms, numbers)).to(found.rewards_B)
-    baseline_P = torch.zeros_like(found.mean_P).index_copy_(0, found.number_B, baseline_B)
+    baseline_P = torch.zeros_like(found.slots.mean_P).index_copy_(0, found.number_B, baseline_B)
     advantage_B = found.rewards_B - baseline_B
     pieces = list(advantage_B.split(lengths)) if lengths else []
-    for parameter, gradient in sums.gradient(baseline_P - found.mean_P, pieces):
+    for parameter, gradient in sums.gradient(found.slots.factors(baseline_P), pieces):
         parameter.grad = gradient.to(parameter.dtype) if parameter.grad is None else parameter.grad.add_(gradient)
     stats.add("loss", float((advantage_B * found.loss_B).sum()))
     stats.baselines.append(baseline_P)
@@ -184,8 +221,7 @@ def batched_if_exact(
 ) -> PooledGradients:
     """`Batched` where the model allows it and a trial gives the same norms, else `row_by_row`. Dropout must be off."""
     body, head = causal_lm.get_decoder(), causal_lm.get_output_embeddings()
-    reached = {*body.parameters(), *head.parameters()}
-    if type(head) is not nn.Linear or not reached.issuperset(row_by_row.params):
+    if type(head) is not nn.Linear or not {*body.parameters(), head.weight}.issuperset(row_by_row.params):
         return row_by_row
     try:
         batched = Batched(body, head, distribution, autocast)
@@ -203,7 +239,7 @@ def _trial(
     mask_BT[1, 5:] = False
     ones_B = torch.ones(3, dtype=torch.float64, device=device)
     batch = MicroBatch(ids_BT, mask_BT, torch.zeros_like(ids_BT, dtype=torch.float32), ones_B, ones_B)
-    loss, rows = LossConfig(policy_loss="plain"), Rows(0, 0, torch.zeros_like(ids_BT[:, 0]), ones_B)
+    loss, rows = LossConfig(policy_loss="plain"), Rows(0, 0, torch.zeros_like(ids_BT[:, 0]))
     together = batched.of_rows(batch, loss, Stats(), rows, RowSums(1))[0]
-    apart = [row_by_row.of_row(one_row(batch, b), loss, Stats(), ones_B[b], RowSums(1))[0] for b in range(3)]
+    apart = [row_by_row.of_row(one_row(batch, b), loss, Stats(), rows.part(b, b + 1), RowSums(1))[0] for b in range(3)]
     return together.float(), torch.stack(apart).float()

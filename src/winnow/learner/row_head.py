@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 
-from .grad_norms import Rows, RowSums, direct_term, product_term
+from .grad_norms import Rows, RowSums, product_term
 from .logprob import CHUNK_ELEMENTS, TokenDistribution, at_least_float32, of_tokens
 
 Embedded = tuple[torch.Tensor, torch.Tensor]
@@ -34,16 +33,16 @@ class Tokens:
         return [self.part(slice(start, start + size)) for start in range(0, len(self.row_N), size)]
 
     def by_row(self, to_logits_NV: torch.Tensor, start: int, ends: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """States [b, A, H] and gradients of the loss with respect to the logits [b, A, V], 0 where there is no token.
+        """States times coefficients [b, A, H], and gradients with respect to the logits [b, A, V]; 0 beyond the last.
 
         These are the tokens of the rows from `start` on, which end at `ends[1:]`.
         """
         row_N = self.row_N - start
         place_N = torch.arange(ends[0], ends[-1], device=row_N.device) - torch.tensor(ends, device=row_N.device)[row_N]
-        y_NV = to_logits_NV * self.coefficient_N[:, None].to(to_logits_NV.dtype)
+        x_NH = (self.states_NH * self.coefficient_N[:, None]).to(to_logits_NV.dtype)
         shape = len(ends) - 1, max(b - a for a, b in itertools.pairwise(ends))
         found = []
-        for values in (self.states_NH.to(y_NV.dtype), y_NV):
+        for values in (x_NH, to_logits_NV):
             padded = values.new_zeros(*shape, values.shape[1])
             padded[row_N, place_N] = values
             found.append(padded)
@@ -68,9 +67,6 @@ class RowHead:
     def __init__(self, head: Any, distribution: TokenDistribution) -> None:
         self.head = head
         self.distribution = distribution
-        self.weight: nn.Parameter | None = head.weight if head.weight.requires_grad else None
-        bias = getattr(head, "bias", None)
-        self.bias: nn.Parameter | None = bias if bias is not None and bias.requires_grad else None
 
     @property
     def _at_once(self) -> int:
@@ -83,10 +79,6 @@ class RowHead:
         parts = [self._part(some)[:3] for some in pieces]
         logp_N, entropy_N, to_states_NH = (torch.cat([part[k] for part in parts]) for k in range(3))
         return HeadPass(logp_N, entropy_N, to_states_NH, None)
-
-    @property
-    def trained(self) -> bool:
-        return self.weight is not None or self.bias is not None
 
     @torch.enable_grad()
     def _part(self, tokens: Tokens) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -116,11 +108,7 @@ class RowHead:
             held = found.logits_gradient_NV
             to_logits = self._part(some)[3] if held is None else held[ends[start] : ends[stop]]
             x_BAH, y_BAV = some.by_row(to_logits, start, ends[start : stop + 1])
-            square_B = torch.zeros(stop - start, device=x_BAH.device)
-            if self.weight is not None:
-                square_B = square_B + product_term(self.weight, y_BAV, x_BAH, part, sums, hold=held is not None)
-            if self.bias is not None:
-                square_B = square_B + direct_term(self.bias, at_least_float32(y_BAV).sum(1), part, sums)
+            square_B = product_term(self.head.weight, y_BAV, x_BAH, part, sums, hold=held is not None)
             squares.append(square_B if there is None else square_B + _shared(x_BAH, y_BAV, *there))
         return torch.cat(squares)
 
@@ -128,21 +116,15 @@ class RowHead:
         """The same for one row with more tokens than may be held at once."""
         wide = at_least_float32(tokens.states_NH[:0]).dtype
         product_VH = torch.zeros(self.head.weight.shape, dtype=wide, device=tokens.row_N.device)
-        bias_V, square_B = product_VH.new_zeros(len(product_VH)), product_VH.new_zeros(1)
+        square_B = product_VH.new_zeros(1)
         for some in tokens.split(self._at_once):
             y_AV = self._part(some)[3]
-            y_AV = y_AV * some.coefficient_N[:, None].to(y_AV.dtype)
-            x_AH = some.states_NH.to(y_AV.dtype)
+            x_AH = (some.states_NH * some.coefficient_N[:, None]).to(y_AV.dtype)
             product_VH += y_AV.t() @ x_AH
-            bias_V += at_least_float32(y_AV).sum(0)
             if embedded is not None:
                 square_B = square_B + _shared(x_AH[None], y_AV[None], *embedded)
-        if self.weight is not None:
-            sums.add(self.weight, product_VH[None], rows)
-            square_B = square_B + product_VH.square().sum()
-        if self.bias is not None:
-            square_B = square_B + direct_term(self.bias, bias_V[None], rows, sums)
-        return square_B
+        sums.add(self.head.weight, product_VH[None], rows)
+        return square_B + product_VH.square().sum()
 
     def _slices(self, ends: list[int]) -> Iterator[tuple[int, int]]:
         """Rows with at most as many tokens as may be held at once, padded; or one row."""
