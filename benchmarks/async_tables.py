@@ -133,7 +133,7 @@ def draw(runs: Runs, path: Path) -> None:
         if key in ("sampling/kl", "grad_norm"):
             axis.set_yscale("log")
         if key == "sampling/kl":
-            axis.set_ylim(bottom=1e-3)  # without a lag it is rounding
+            axis.set_ylim(bottom=1e-2)  # without a lag it is rounding
     axes.flat[0].legend()
     figure.savefig(path, dpi=110)
     plt.close(figure)

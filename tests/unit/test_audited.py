@@ -108,19 +108,13 @@ def test_batching_changes_no_override() -> None:
     assert visits([30]) == visits([1] * 30) == visits([7, 20, 3])
 
 
-def test_a_long_history_is_looked_at_at_once() -> None:
-    import time
-
+def test_a_long_history_hides_no_prompt() -> None:
+    """How fast it is: benchmarks/select_prompts.py."""
     prompts = [Prompt(str(i), i, text="") for i in range(1_000_000)]
     selector = build("backoff", prompts, epsilon=0.02)
     selector.selector.z_N[:] = np.where(np.arange(1_000_000) % 10, 50_000, 0)
-    selector.select(64)
-    seconds = []
-    for _ in range(5):
-        started = time.perf_counter()
-        assert sum(v.verdict.keep for v in selector.select(384)) == 384
-        seconds.append(time.perf_counter() - started)
-    assert min(seconds) < 0.05
+    for n in (64, 384, 384):
+        assert sum(v.verdict.keep for v in selector.select(n)) == n
 
 
 def test_failures_are_no_evidence_and_other_rules_stops_have_no_signal() -> None:
