@@ -36,6 +36,7 @@ bench: $(VENV)/.bench ## engine and training step beside their peers; writes ben
 	$(BIN)/python benchmarks/gate.py --out benchmarks/results/gate.json
 	$(BIN)/python benchmarks/turns.py --out benchmarks/results/turns.json
 	$(BIN)/python benchmarks/arrol.py --out benchmarks/results/arrol.json
+	$(BIN)/python benchmarks/opob.py --out benchmarks/results/opob.json
 	$(BIN)/python benchmarks/async_wall.py --out benchmarks/results/async_wall.json
 
 bench-claims: $(VENV)/.bench ## the papers' claims, four seeds an arm: hours; can be stopped and started again
