@@ -228,7 +228,7 @@ def batched_if_exact(
         together, apart = _trial(batched, row_by_row, distribution.n_tokens, causal_lm.device)
     except (UnsupportedModelError, RuntimeError):
         return row_by_row
-    return batched if torch.allclose(together, apart, rtol=1e-2) else row_by_row
+    return batched if torch.allclose(together, apart, rtol=3e-2) else row_by_row
 
 
 def _trial(
