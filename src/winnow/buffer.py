@@ -5,6 +5,7 @@ Invariants
   stream of visits that has enough admissible groups, whatever order they finished in.
 - What is left over is either carried to the next step, keeping its policy version, or given back as surplus.
 - The lag bound is checked before a batch is collected, so that what is too old is replaced, and when it is formed.
+- A rejected group that is not replaced takes a place in a batch, but never that of a group which waits.
 - Pace, don't discard: with a sampler that goes on while the learner works, a group is started, and a batch is taken,
   only if then everything in flight or waiting can still be trained within the bound, a batch a step.
 """
@@ -30,18 +31,13 @@ class Buffer:
         self.carry = carry
         self.groups: list[Group] = []
         self.spent = 0
-        """Groups of the coming batch that were rejected and are not replaced."""
+        """Groups that were rejected and are not replaced, whose places in a batch are still to be taken."""
         self._in_flight: dict[int, InFlight] = {}
 
     @property
     def missing(self) -> int:
         """Groups that the coming batch still lacks."""
-        return max(0, self.size - len(self.groups))
-
-    @property
-    def size(self) -> int:
-        """Of the coming batch."""
-        return self.prompts_per_step - self.spent
+        return max(0, self.prompts_per_step - self.spent - len(self.groups))
 
     @property
     def in_flight(self) -> list[InFlight]:
@@ -49,7 +45,7 @@ class Buffer:
 
     @property
     def outstanding(self) -> int:
-        """Groups that were started and may still be trained, and those spent for the coming batch."""
+        """Groups that were started and may still be trained, and the places that rejected ones still take."""
         return len(self.groups) + len(self._in_flight) + self.spent
 
     def launched(self, visit: Visit, size: int, version: int) -> None:
@@ -70,7 +66,7 @@ class Buffer:
         """Whether the batch is full, and what would be left could be trained in time, a batch a step."""
         if self.missing:
             return False
-        left = [oldest(group, version) for group in self._ordered(version)[self.size :]]
+        left = [oldest(group, version) for group in self._ordered(version)[self.prompts_per_step :]]
         versions = sorted([*left, *(flight.version for flight in self._in_flight.values())])
         return all(v + self.max_lag > version + i // self.prompts_per_step for i, v in enumerate(versions))
 
@@ -89,11 +85,12 @@ class Buffer:
 
     def take(self, version: int) -> tuple[list[Group], list[Group], list[Group]]:
         """The batch for the optimizer step from `version`, in visit order; groups over the lag bound; the surplus."""
-        stale, size = self.expire(version), self.size
+        stale = self.expire(version)
         waiting = self._ordered(version)
-        batch, left = sorted(waiting[:size], key=lambda g: g.visit.number), waiting[size:]
-        self.groups, self.spent = (left, 0) if self.carry else ([], 0)
-        return batch, stale, [] if self.carry else left
+        batch, left = waiting[: self.prompts_per_step], waiting[self.prompts_per_step :]
+        self.spent = max(0, self.spent - (self.prompts_per_step - len(batch))) if self.carry else 0
+        self.groups = left if self.carry else []
+        return sorted(batch, key=lambda g: g.visit.number), stale, [] if self.carry else left
 
     def _ordered(self, version: int) -> list[Group]:
         return sorted(self.groups, key=lambda g: (oldest(g, version), g.visit.number))

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from .build import sampling_params
-from .config import ConfigError, RunConfig, validate
+from .config import ConfigError, MethodSpec, RunConfig, validate
 from .engine.base import Engine, Request
 from .env.base import Task
 from .prompting import encode_prompt
@@ -15,15 +15,18 @@ from .reward import Rewarder
 
 MAY_CHANGE_ON_RESUME = frozenset(
     {"max_steps", "max_skipped_steps", "save_steps", "save_total_limit", "eval_steps", "log_completions", "report_to"}
-    | {"max_failed_share", "reward_timeout_s"}
+    | {"max_failed_share", "reward_timeout_s", "sync"}
 )
-"""Keys that a resume may override; any other would make the rest of the run something else."""
+"""Keys that a resume may override; any other would make the rest of the run something else. Of `sync` the options of
+sampler processes alone: runs with them cannot be repeated anyway."""
 
 
 def refuse_changes(run_dir: Path, saved: Mapping[str, Any], config: RunConfig) -> None:
     """Raises ConfigError with the difference when `config` would make the rest of the run something else."""
     before, now = (c.model_dump(mode="json") for c in (validate(saved), config))
     free = MAY_CHANGE_ON_RESUME | {"output_dir"}
+    if before["sync"] != now["sync"] and {_name(before["sync"]), _name(now["sync"])} != {"processes"}:
+        free -= {"sync"}
     if config.lr_scheduler_type != "constant":
         free -= {"max_steps"}  # it shapes every later learning rate
     changed = [k for k in now if before.get(k) != now[k] and k not in free]
@@ -32,16 +35,21 @@ def refuse_changes(run_dir: Path, saved: Mapping[str, Any], config: RunConfig) -
         raise ConfigError(f"{run_dir}: the configuration has changed since the checkpoint: {shown}")
 
 
+def _name(spec: MethodSpec) -> Any:
+    return spec if isinstance(spec, str) else spec.get("name")
+
+
 def check_by_name(c: RunConfig, **given: Any) -> None:
     """Raises ConfigError when something that samplers must build themselves was given as an object."""
-    if (c.sync if isinstance(c.sync, str) else c.sync.get("name")) != "processes":
+    if _name(c.sync) != "processes":
         return
     for name, value in given.items():
         parts = value if isinstance(value, list | tuple) else [value]
         if not all(isinstance(part, str | dict | None) for part in parts):
+            remedy = "a reward as 'file.py:function'" if name == "reward_funcs" else "by its name or path"
             raise ConfigError(
-                f"sync: processes starts samplers that build everything by name; give {name} as a name or a path (a "
-                "reward as 'file.py:function'), not as an object"
+                f"sync: processes starts samplers that build everything by name, so {name} cannot be an object; give "
+                f"it {remedy}, or train with sync: in_process"
             )
 
 

@@ -111,8 +111,8 @@ def test_a_sampler_that_is_stopped_is_taken_for_stuck(config: dict[str, Any], ch
 
     thread = threading.Thread(target=stop_the_first, daemon=True)
     thread.start()
-    sync = {"name": "processes", "timeout_s": 3.0}
-    Trainer(config=config | {"max_steps": 30, "eval_steps": None, "sync": sync}).train()
+    changes = {"sync": {"name": "processes", "timeout_s": 3.0}, "reward_timeout_s": 2.0}
+    Trainer(config=config | {"max_steps": 30, "eval_steps": None} | changes).train()
     thread.join(10)
     assert_clean(run)
     assert sum(m.get("sampler/restarts", 0) for m in metrics(run)) == 1
@@ -126,6 +126,43 @@ def test_samplers_that_keep_dying_end_the_run_with_their_last_words(
     words = r"sampler 0 died \(exit status 1; its last words:(.|\n)*injected at sampler.step(.|\n)*max_restarts=1"
     with pytest.raises(RunStoppedError, match=words):
         Trainer(config=values).train()
+
+
+def test_a_sampler_does_not_start_on_other_data_than_the_learner(
+    config: dict[str, Any], children: list[Child], tmp_path: Path
+) -> None:
+    data = tmp_path / "data.jsonl"
+    rows = [{"prompt": f"{i} + {i} =", "answer": str(2 * i)} for i in range(24)]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run = Path(config["output_dir"])
+
+    def change_the_data() -> None:
+        while not (run / "metrics.jsonl").exists():
+            time.sleep(0.01)
+        data.write_text("".join(json.dumps(row) + "\n" for row in reversed(rows)))
+        os.kill(children[0].process.pid, signal.SIGKILL)
+
+    threading.Thread(target=change_the_data, daemon=True).start()
+    changes = {"env": {"name": "dataset", "path": str(data)}, "sync": {"name": "processes", "max_restarts": 1}}
+    with pytest.raises(RunStoppedError, match="the task has changed since the learner started"):
+        Trainer(config=config | changes | {"max_steps": 100_000, "eval_steps": None}).train()
+
+
+def test_nothing_hangs_when_rejected_groups_are_not_replaced(config: dict[str, Any]) -> None:
+    """Their places fill batches by themselves, while groups that teach wait for no one."""
+    values = config | {"filter": {"name": "zero_variance", "refill": False}, "max_steps": 20, "prompts_per_step": 2}
+    Trainer(config=values | {"max_skipped_steps": 100, "eval_steps": None}).train()
+    assert_clean(Path(config["output_dir"]))
+    assert max(lags(Path(config["output_dir"]))) <= 2
+
+
+def test_sampler_options_may_change_on_a_resume(config: dict[str, Any]) -> None:
+    run = Path(config["output_dir"])
+    Trainer(config=config | {"max_steps": 2}).train()
+    sync = {"name": "processes", "max_restarts": 9}
+    assert Trainer.resume(run, {"max_steps": 3, "sync": sync}).train()["step"] == 3
+    with pytest.raises(ConfigError, match="sync: "):
+        Trainer.resume(run, {"max_steps": 4, "sync": "in_process"})
 
 
 def test_an_interrupted_run_goes_on_with_what_was_in_flight(config: dict[str, Any]) -> None:
@@ -157,6 +194,7 @@ def test_an_interrupted_run_goes_on_with_what_was_in_flight(config: dict[str, An
         ({"rollout_batch": "fixed", "filter": "zero_variance", "max_lag": 2}, "rollout_batch has no effect"),
         ({"sync": {"name": "processes", "samplers": 0}}, "samplers"),
         ({"sync": {"name": "processes", "timeout_s": 0}}, "timeout_s"),
+        ({"sync": {"name": "processes", "timeout_s": 20}}, "timeout_s=20 must be above reward_timeout_s=30"),
     ],
 )
 def test_what_cannot_work_is_refused(config: dict[str, Any], change: dict[str, Any], message: str) -> None:
@@ -166,5 +204,5 @@ def test_what_cannot_work_is_refused(config: dict[str, Any], change: dict[str, A
 
 
 def test_objects_cannot_be_given_to_another_process(config: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="give reward_funcs as a name"):
+    with pytest.raises(ConfigError, match="so reward_funcs cannot be an object"):
         Trainer(config=config | {"reward_funcs": None}, reward_funcs=conftest.parity_reward)

@@ -16,7 +16,7 @@ import pytest
 
 from winnow import Trainer
 from winnow.ledger import Ledger
-from winnow.sync.child import Child
+from winnow.sync.child import SERVE, Child
 
 from .. import conftest
 from ..e2e.test_training import assert_clean
@@ -42,7 +42,7 @@ def samplers() -> list[psutil.Process]:
     found = []
     for process in psutil.process_iter():
         try:
-            if "winnow.sync.serve" in process.cmdline() and process.status() != psutil.STATUS_ZOMBIE:
+            if SERVE in process.cmdline() and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process)
         except (psutil.NoSuchProcess, psutil.AccessDenied):
             continue

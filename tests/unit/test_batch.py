@@ -127,17 +127,30 @@ class TestBuffer:
         assert buffer.missing == 2
 
     @pytest.mark.parametrize("carry", [True, False])
-    def test_takes_in_visit_order_and_spent_places_shrink_the_batch(self, carry: bool) -> None:
-        buffer = Buffer(3, 1, carry=carry)
+    def test_takes_in_visit_order_and_what_is_left_waits_or_is_given_back(self, carry: bool) -> None:
+        buffer = Buffer(2, 1, carry=carry)
         for number in (4, 0, 2):
             buffer.add(make_group(number, [1.0, 0.0]))
-        buffer.spend()
         batch, stale, surplus = buffer.take(0)
         assert [g.visit.number for g in batch] == [0, 2]
         assert not stale
         assert [g.visit.number for g in buffer.groups] == ([4] if carry else [])
         assert [g.visit.number for g in surplus] == ([] if carry else [4])
-        assert buffer.missing == (2 if carry else 3)
+        assert buffer.missing == (1 if carry else 2)
+
+    @pytest.mark.parametrize("carry", [True, False])
+    def test_rejected_groups_take_the_places_that_are_left(self, carry: bool) -> None:
+        buffer = Buffer(3, 1, carry=carry)
+        buffer.add(make_group(0, [1.0, 0.0]))
+        for _ in range(4):
+            buffer.spend()
+        assert buffer.missing == 0
+        batch, _, _ = buffer.take(0)
+        assert [g.visit.number for g in batch] == [0]
+        assert buffer.spent == (2 if carry else 0)
+        batch, _, _ = buffer.take(1)
+        assert batch == []
+        assert buffer.spent == 0
 
     def test_never_hands_out_what_is_over_the_bound(self) -> None:
         buffer = Buffer(2, 1)

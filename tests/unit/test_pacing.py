@@ -22,7 +22,9 @@ def finished(visit: Visit, versions: list[int]) -> Group:
 class World:
     """A learner, and a sampler that takes random times to finish groups and to hear of new weights."""
 
-    def __init__(self, seed: int, prompts_per_step: int, max_lag: int, drop: float) -> None:
+    def __init__(self, seed: int, prompts_per_step: int, max_lag: int, drop: float, refill: bool) -> None:
+        self.refill = refill
+        self.trained = self.dropped = 0
         self.random = random.Random(seed)
         self.buffer = Buffer(prompts_per_step, max_lag, carry=True)
         self.drop = drop
@@ -50,26 +52,36 @@ class World:
             self.buffer.landed(group)
             if chance() >= self.drop:
                 self.buffer.add(group)
+            elif self.refill:
+                self.dropped += 1
+            else:
+                self.buffer.spend()
+                self.dropped += 1
 
     def train(self) -> None:
         batch, stale, surplus = self.buffer.take(self.step)
         assert not stale
         assert not surplus
-        assert len(batch) == self.buffer.prompts_per_step
+        assert len(batch) == self.buffer.prompts_per_step or not self.refill
+        self.trained += len(batch)
         self.lags += [self.step - oldest(group, self.step) for group in batch]
         self.step += 1
 
 
 @pytest.mark.parametrize("max_lag", [0, 1, 2, 5])
-@pytest.mark.parametrize("drop", [0.0, 0.4])
-def test_no_group_over_the_bound_is_ever_trained_and_none_is_lost(max_lag: int, drop: float) -> None:
+@pytest.mark.parametrize(("drop", "refill"), [(0.0, True), (0.4, True), (0.4, False), (0.9, False)])
+def test_no_group_over_the_bound_is_ever_trained_and_none_is_lost(max_lag: int, drop: float, refill: bool) -> None:
     reached = set()
     for seed in range(20):
-        world = World(seed, prompts_per_step=1 + seed % 4, max_lag=max_lag, drop=drop)
+        world = World(seed, prompts_per_step=1 + seed % 4, max_lag=max_lag, drop=drop, refill=refill)
         for _ in range(3_000):
             world.turn()
         assert world.step > 20, "it must go on"
         assert max(world.lags) <= max_lag
+        assert world.trained + world.dropped + len(world.buffer.groups) + len(world.flying) == world.visits
+        if not refill:  # a step is prompts_per_step groups, trained or not
+            places = world.trained + world.dropped - world.buffer.spent
+            assert places == world.step * world.buffer.prompts_per_step
         reached |= set(world.lags)
     assert reached == set(range(max_lag + 1)), "the bound is used in full"
 

@@ -52,12 +52,14 @@ def visit(number: int) -> Visit:
 @pytest.fixture
 def sampler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ProcessSampler:
     monkeypatch.setattr(processes, "Child", FakeChild)
+    monkeypatch.setattr(processes, "fingerprints", lambda task, tokenizer: {})
     monkeypatch.setattr(processes, "POLL_S", 0.01)
     monkeypatch.setattr(processes, "STOP_S", 0.01)
     config = validate({"model": "m", "env": "countdown", "output_dir": str(tmp_path)})
     runner = SimpleNamespace(
         engine=SimpleNamespace(version=0),
         task=SimpleNamespace(train=PROMPTS),
+        tokenizer=None,
         options=SimpleNamespace(greedy_baseline=False),
     )
     made = Processes(samplers=2, max_restarts=2).build(runner, config, 2)  # type: ignore[arg-type]
@@ -164,6 +166,27 @@ def test_what_is_in_flight_at_the_end_comes_back_whatever_the_samplers_do(sample
     assert sorted(g.visit.number for g in groups) == [0, 1, 2]
     assert all(c.killed for c in (first, second))
     assert sampler.close() == []
+
+
+def test_a_lost_sampler_does_not_hold_up_the_end(sampler: ProcessSampler, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "STOP_S", 60.0)
+    for _ in range(3):
+        sampler._children[0].says(None)
+        if sampler._deaths[0] < 2:
+            sampler.poll()
+    with pytest.raises(SamplersLostError):
+        sampler.poll()
+    (left,) = sampler._children
+    left.says({"stopped": []})
+    assert sampler.close() == []
+    assert left.killed
+
+
+def test_new_groups_go_to_samplers_that_work(sampler: ProcessSampler) -> None:
+    sampler._children[0].ready = False
+    for number in range(3):
+        sampler.launch(visit(number), 1)
+    assert [len(child.flights) for child in sampler._children] == [0, 3]
 
 
 def test_only_the_newest_weights_are_kept_on_disk(sampler: ProcessSampler, tmp_path: Path) -> None:

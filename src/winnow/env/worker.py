@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import ctypes
 import json
 import os
 import queue
@@ -31,6 +30,7 @@ from collections.abc import Mapping
 from concurrent.futures import Future, InvalidStateError
 from typing import Any, Literal
 
+from ..parent import die_with
 from .functions import describe_error, json_default, load_function
 
 MAX_REPLY = 4 << 20
@@ -376,15 +376,6 @@ def _read_requests(fd: int, requests: queue.Queue[bytes]) -> None:
         for line in stream:
             requests.put(line)
     os.killpg(os.getpgrp(), signal.SIGKILL)
-
-
-def die_with(parent: int) -> None:
-    """Linux: be killed when the parent's thread ends, also while a C call holds the interpreter."""
-    if sys.platform == "linux":
-        pr_set_pdeathsig = 1
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, int(signal.SIGKILL))
-    if os.getppid() != parent:
-        os._exit(1)
 
 
 def _limit_memory(megabytes: int) -> None:

@@ -26,6 +26,13 @@ LAST_WORDS = 40
 """Lines of a sampler's prints that are kept."""
 
 
+SERVE = (
+    "import sys; from winnow.parent import die_with; die_with(int(sys.argv[1])); "
+    "from winnow.sync.serve import main; main()"
+)
+"""A sampler dies with its learner from the first moment on: imports may take long."""
+
+
 class Sent(NamedTuple):
     """A visit that a sampler works on."""
 
@@ -108,7 +115,7 @@ def _spawn(threads: int) -> subprocess.Popen[bytes]:
     paths = dict.fromkeys([*(os.path.abspath(p) for p in sys.path), os.getcwd()])
     env = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": str(threads)}
     return subprocess.Popen(
-        [sys.executable, "-m", "winnow.sync.serve", str(os.getpid())],
+        [sys.executable, "-c", SERVE, str(os.getpid())],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

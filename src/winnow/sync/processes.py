@@ -17,14 +17,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..config import RunConfig
+from ..config import ConfigError, RunConfig
 from ..env.worker import START_TIMEOUT_S
 from ..group_state import group_from, visit_state
 from ..rollout import RolloutRunner
 from ..types import Fate, Group, Rollout, Visit
 from .base import SamplersLostError
 from .child import Child, Message, Sent
-from .weights import PublishedWeights
+from .weights import PublishedWeights, fingerprints
 
 WEIGHTS = ".weights"
 POLL_S = 0.2
@@ -52,6 +52,11 @@ class Processes:
             raise ValueError(f"timeout_s must be > 0, not {self.timeout_s}")
 
     def build(self, runner: RolloutRunner, config: RunConfig, behind: int) -> ProcessSampler:
+        if self.timeout_s <= config.reward_timeout_s:
+            raise ConfigError(
+                f"sync: timeout_s={self.timeout_s:g} must be above reward_timeout_s={config.reward_timeout_s:g}, or a "
+                "sampler that waits for a reward is taken for stuck"
+            )
         return ProcessSampler(self, runner, config)
 
 
@@ -63,7 +68,13 @@ class ProcessSampler:
         self.engine = runner.engine
         self._prompts = runner.task.train
         self._greedy = runner.options.greedy_baseline
-        self._config = config
+        self._orders = {
+            "config": config.model_dump(mode="json"),
+            "threads": options.threads,
+            "greedy_baseline": self._greedy,
+            "fingerprints": fingerprints(runner.task, runner.tokenizer),
+        }
+        self._newest: Mapping[str, torch.Tensor] = {}
         self._weights = PublishedWeights(Path(config.output_dir) / WEIGHTS)
         self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._children: list[Child] = []
@@ -88,13 +99,16 @@ class ProcessSampler:
         return sum(len(child.flights) for child in self._children) + len(self._failed)
 
     def launch(self, visit: Visit, size: int) -> None:
-        self._send(min(self._children, key=lambda child: len(child.flights)), Sent(visit, size, again=False))
+        self._send(
+            min(self._children, key=lambda child: (not child.ready, len(child.flights))), Sent(visit, size, again=False)
+        )
 
     def _send(self, child: Child, sent: Sent) -> None:
         child.flights[sent.visit.number] = sent
         child.send({"launch": visit_state(sent.visit), "size": sent.size})
 
     def publish(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
+        self._newest = weights
         self._weights.write(weights, version)
         if not self._children:
             self._children = [self._start(slot) for slot in range(self.options.samplers)]
@@ -106,12 +120,7 @@ class ProcessSampler:
         return {"weights": str(self._weights.path(self._weights.version)), "version": self._weights.version}
 
     def _start(self, slot: int) -> Child:
-        start = {
-            "config": self._config.model_dump(mode="json"),
-            "threads": self.options.threads,
-            "greedy_baseline": self._greedy,
-        }
-        return Child(slot, self._inbox, self.options.threads, start | self._told())
+        return Child(slot, self._inbox, self.options.threads, self._orders | self._told())
 
     def poll(self) -> list[Group]:
         started = time.monotonic()
@@ -159,6 +168,7 @@ class ProcessSampler:
         self._deaths[child.slot] += 1
         self._restarts += 1
         if self._deaths[child.slot] > self.options.max_restarts:
+            self._children.remove(child)
             raise SamplersLostError(
                 f"sampler {child.slot} {what} ({how})\n{self._deaths[child.slot]} times in a row without a finished "
                 f"group (max_restarts={self.options.max_restarts})"
@@ -184,7 +194,7 @@ class ProcessSampler:
     @contextmanager
     def newest(self) -> Iterator[None]:
         if self.engine.version != self._weights.version:
-            self.engine.load_weights(self._weights.newest(), self._weights.version)
+            self.engine.load_weights(self._newest, self._weights.version)
         yield
 
     def metrics(self) -> dict[str, float]:
@@ -197,12 +207,12 @@ class ProcessSampler:
         seconds = sum(s.get("seconds", 0.0) for s in spent)
         found = {
             "idle/learner": self._waited / elapsed,
-            "throughput/tokens_per_s": sum(s.get("tokens", 0.0) for s in spent) / elapsed,
             "sampler/restarts": float(self._restarts),
             "sampler/redispatched": float(self._redispatched),
         }
-        if seconds:
+        if seconds:  # else none has reported since
             found["idle/sampler"] = sum(s.get("idle_s", 0.0) for s in spent) / seconds
+            found["throughput/tokens_per_s"] = sum(s.get("tokens", 0.0) for s in spent) / elapsed
         found |= {name: float(np.mean(values)) for name, values in self._logged.items()}
         self._reset()
         return found
@@ -214,9 +224,11 @@ class ProcessSampler:
 
     def close(self) -> list[Group]:
         flying = {child: dict(child.flights) for child in self._children}
-        groups = [*self._failed, *self._stopped()]
-        for child in self._children:
-            child.kill()
+        try:
+            groups = [*self._failed, *self._stopped()]
+        finally:
+            for child in self._children:
+                child.kill()
         there = {group.visit.number for group in groups}
         for sent in (s for flights in flying.values() for s in flights.values() if s.visit.number not in there):
             groups.append(self._failed_group(sent, "", fate=None))  # its sampler did not answer

@@ -9,7 +9,6 @@ import contextlib
 import json
 import os
 import queue
-import sys
 import threading
 import time
 from pathlib import Path
@@ -20,12 +19,12 @@ import torch
 from safetensors.torch import load_file
 
 from ..build import build_policy, build_task, quiet_transformers, sampling_params
-from ..config import validate
-from ..env.worker import die_with
+from ..config import ConfigError, validate
 from ..failpoint import failpoint
 from ..group_state import group_state, visit_from
 from ..reward import Rewarder
 from ..rollout import RolloutOptions, RolloutRunner
+from .weights import fingerprints
 
 HEARTBEAT_S = 1.0
 
@@ -50,18 +49,21 @@ class Server:
         self._born = self._told = time.monotonic()
         self._idle_s = 0.0
         self._tokens = 0
-        self._load(start)
+        for name, mine in fingerprints(self.task, policy.tokenizer).items():
+            if start["fingerprints"][name] != mine:
+                raise ConfigError(f"the {name} has changed since the learner started; restore it, and resume the run")
 
-    def serve(self, inbox: queue.SimpleQueue[dict[str, Any]]) -> None:
-        """Until it is told to stop."""
+    def serve(self, inbox: queue.SimpleQueue[dict[str, Any]], start: dict[str, Any]) -> None:
+        """Until it is told to stop. The weights to begin with are those of `start`, unless there are newer ones."""
+        found = [start]
         while True:
-            for message in self._messages(inbox):
+            for message in self._take(inbox, found):
                 if "stop" in message:
                     self._reply({"stopped": [group_state(group) for group in self.runner.abandon()]})
                     return
                 if "launch" in message:
                     self.runner.launch(visit_from(message["launch"], self.task.train), message["size"])
-            groups = []
+            groups, found = [], []
             if self.runner.pending:
                 failpoint("sampler.step")
                 groups = self.runner.poll()
@@ -71,10 +73,9 @@ class Server:
             if groups or time.monotonic() - self._told >= HEARTBEAT_S:
                 self._alive()
 
-    def _messages(self, inbox: queue.SimpleQueue[dict[str, Any]]) -> list[dict[str, Any]]:
-        """All there are, waiting for one when there is nothing else to do; of several weights the newest are taken."""
-        found = []
-        if not self.runner.pending:
+    def _take(self, inbox: queue.SimpleQueue[dict[str, Any]], found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Those found and all there are, waiting when there is nothing to do; of several weights the newest count."""
+        if not found and not self.runner.pending:
             started = time.monotonic()
             with contextlib.suppress(queue.Empty):
                 found.append(inbox.get(timeout=HEARTBEAT_S))
@@ -104,7 +105,7 @@ class Server:
 
 
 def main() -> None:
-    die_with(int(sys.argv[1]))
+    """Serve the learner over standard input and output."""
     reply_fd = os.dup(1)
     os.dup2(2, 1)  # what environments and rewards print is no message
     inbox: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
@@ -112,8 +113,9 @@ def main() -> None:
     with Path(os.devnull).open() as devnull:
         os.dup2(devnull.fileno(), 0)
     threading.Thread(target=_read, args=(requests_fd, inbox), daemon=True).start()
-    server = Server(inbox.get()["start"], reply_fd)
-    server.serve(inbox)
+    start = inbox.get()["start"]
+    server = Server(start, reply_fd)
+    server.serve(inbox, start)
     server.rewarder.close()
 
 
@@ -122,7 +124,3 @@ def _read(fd: int, inbox: queue.SimpleQueue[dict[str, Any]]) -> None:
         for line in stream:
             inbox.put(json.loads(line))
     os._exit(1)  # the learner is gone
-
-
-if __name__ == "__main__":
-    main()

@@ -1,20 +1,29 @@
-"""Published weights as safetensors files in the run's directory: written whole, read by mapping, removed when old."""
+"""What learner and samplers must agree on: weights, published as files in the run's directory, and where all starts."""
 
 from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
+
+from ..env.base import Task
+from ..prompting import tokenizer_digest
 
 KEPT = 3
-"""Versions on disk: a sampler that comes late to one has been told of a newer one by then."""
+"""Versions on disk; a sampler takes the newest that it was told of."""
+
+
+def fingerprints(task: Task, tokenizer: Any) -> dict[str, str]:
+    """Of what a sampler builds for itself, and must build as the learner did."""
+    return {"task": task.fingerprint(), "tokenizer": tokenizer_digest(tokenizer)}
 
 
 class PublishedWeights:
-    """`directory` is emptied at the start: what a killed run left there is of no use."""
+    """Safetensors, written whole. `directory` is emptied at the start: what a killed run left there is of no use."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -33,9 +42,6 @@ class PublishedWeights:
         self.version = version
         for old in sorted(self.directory.glob("*.safetensors"), key=lambda p: int(p.stem))[:-KEPT]:
             old.unlink()
-
-    def newest(self) -> dict[str, torch.Tensor]:
-        return load_file(self.path(self.version))
 
     def remove(self) -> None:
         shutil.rmtree(self.directory, ignore_errors=True)
