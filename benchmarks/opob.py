@@ -30,7 +30,6 @@ import numpy as np
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from winnow.advantage.otb import energy
 from winnow.batch import MicroBatch, Pool, Row, micro_batches
 from winnow.learner.base import Stats
 from winnow.learner.local import LearnerOptions, LocalLearner
@@ -193,29 +192,6 @@ def measure(case: Case, repeats: int, device: str) -> dict[str, Any]:
     found["peak_mib"] = {side: _in_a_process(case, side, device) for side in sides if side != "naive"}
     found["memory_to_ordinary"] = {s: round(m / found["peak_mib"]["ordinary"], 3) for s, m in found["peak_mib"].items()}
     return found
-
-
-def proxy_correlations(learner: LocalLearner, batches: Sequence[MicroBatch], loss: LossConfig) -> dict[str, float]:
-    """Pearson correlation of rollouts' gradient norms with what OPO and OTB put in their place, for studies.
-
-    `batches` have pools of `opob`. The norm is compared with the square root of length and of energy, since both stand
-    for its square.
-    """
-    stats, lengths, energies = Stats(), [], []
-    for batch in batches:
-        with torch.no_grad():
-            logp, _, squares = learner._logp(batch, squares=True)
-        mask = batch.mask_BT[:, 1:]
-        lengths.append(mask.sum(1))
-        energies.append((energy(logp, squares, torch.ones(())) * mask).sum(1))
-        learner.forward_backward(batch, loss, stats)
-    norms = np.concatenate([n.cpu().numpy() for n in stats.row_norm_B])
-    learner.model.zero_grad()
-    proxies = {"length": lengths, "energy": energies}
-    return {
-        name: float(np.corrcoef(np.sqrt(torch.cat(values).cpu().numpy()), norms)[0, 1])
-        for name, values in proxies.items()
-    }
 
 
 def _in_a_process(case: Case, side: str, device: str) -> float:
