@@ -30,7 +30,7 @@ HEARTBEAT_S = 1.0
 
 
 class Server:
-    """Owns everything that samples; `turn` does what it was told, one engine step, and reports."""
+    """Owns everything that samples. ConfigError when it would not be what the learner has."""
 
     def __init__(self, start: dict[str, Any], reply_fd: int) -> None:
         c = validate(start["config"])
