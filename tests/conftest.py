@@ -11,6 +11,10 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import pytest
 import torch
 
+from .parity import parity_reward
+
+__all__ = ["parity_reward"]
+
 torch.set_num_threads(1)
 
 
@@ -26,11 +30,6 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     warmup(CountdownConfig(train_size=64, test_size=16).build(), path, config=config)
     return path
-
-
-def parity_reward(completions: list[str], **columns: object) -> list[float]:
-    """Varies within almost every group, whatever the model says: makes every step an update."""
-    return [float(len(c.split()) % 2) for c in completions]
 
 
 @pytest.fixture

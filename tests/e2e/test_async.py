@@ -18,10 +18,10 @@ from winnow.config import ConfigError
 from winnow.loop import RunStoppedError
 from winnow.sync.child import Child
 
-from .. import conftest
+from .. import parity
 from .test_training import assert_clean
 
-REWARD = f"{conftest.__file__}:parity_reward"
+REWARD = f"{parity.__file__}:parity_reward"
 
 
 @pytest.fixture
@@ -205,4 +205,4 @@ def test_what_cannot_work_is_refused(config: dict[str, Any], change: dict[str, A
 
 def test_objects_cannot_be_given_to_another_process(config: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="so reward_funcs cannot be an object"):
-        Trainer(config=config | {"reward_funcs": None}, reward_funcs=conftest.parity_reward)
+        Trainer(config=config | {"reward_funcs": None}, reward_funcs=parity.parity_reward)

@@ -18,7 +18,7 @@ from winnow import Trainer
 from winnow.ledger import Ledger
 from winnow.sync.child import SERVE, Child
 
-from .. import conftest
+from .. import parity
 from ..e2e.test_training import assert_clean
 from .harness import run
 
@@ -28,7 +28,7 @@ ORPHAN_S = 5.0
 
 @pytest.fixture
 def config(tiny_config: dict[str, Any]) -> dict[str, Any]:
-    reward = f"{conftest.__file__}:parity_reward"
+    reward = f"{parity.__file__}:parity_reward"
     return tiny_config | {
         "sync": {"name": "processes", "max_restarts": 50},
         "max_lag": 2,
