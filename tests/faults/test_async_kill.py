@@ -106,7 +106,7 @@ def _kill_samplers(config: dict[str, Any], monkeypatch: pytest.MonkeyPatch, kill
 
 
 def test_samplers_killed_at_random_moments(config: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    _kill_samplers(config, monkeypatch, kills=3)
+    _kill_samplers(config, monkeypatch, kills=2)
 
 
 @pytest.mark.slow
@@ -130,7 +130,7 @@ def _kill_learner(config: dict[str, Any], kills: int) -> None:
 
 
 def test_a_killed_learner_leaves_nobody_and_goes_on(config: dict[str, Any]) -> None:
-    _kill_learner(config, kills=2)
+    _kill_learner(config, kills=1)
 
 
 @pytest.mark.slow
