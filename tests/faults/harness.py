@@ -11,7 +11,7 @@ from typing import Any
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["winnow.trainer", "tests.conftest", "tests.faults.harness"])
-DEADLINE_S = 60
+DEADLINE_S = 240
 
 
 def child(config: dict[str, Any], environment: dict[str, str]) -> None:
