@@ -5,28 +5,46 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Callable
+from queue import SimpleQueue
 from typing import Any
 
 
 class StopSignals:
-    """First SIGINT or SIGTERM: finish the step and save. Second: stop at once (a resume redoes the step)."""
+    """First SIGINT or SIGTERM: finish the step and save. Second: stop at once (a resume redoes the step).
 
-    def __init__(self, request: Callable[[], None]) -> None:
+    `request` runs in the signal handler, between any two instructions of the main thread: it may set a flag, no more.
+    `announce` tells the user, from a thread of its own: printing is not safe in a handler (it may come in the middle
+    of another line, or of an import that printing needs).
+    """
+
+    def __init__(self, request: Callable[[], None], announce: Callable[[], None]) -> None:
         self._request = request
+        self._announce = announce
         self._seen = False
         self._previous: dict[int, Any] = {}
+        self._signalled: SimpleQueue[bool] = SimpleQueue()  # the queue whose put() a handler may call
+        self._speaker = threading.Thread(target=self._speak, name="winnow-signals", daemon=True)
 
     def __enter__(self) -> None:
         if threading.current_thread() is threading.main_thread():
+            self._speaker.start()
             for number in (signal.SIGINT, signal.SIGTERM):
                 self._previous[number] = signal.signal(number, self._handle)
 
     def __exit__(self, *exc: object) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
+        if self._previous:
+            self._signalled.put(False)
+            self._speaker.join()
 
     def _handle(self, number: int, frame: object) -> None:
         if self._seen:
             raise KeyboardInterrupt("stopped at once; the step under way was not saved")
         self._seen = True
         self._request()
+        self._signalled.put(True)
+
+    def _speak(self) -> None:
+        while self._signalled.get():
+            self._announce()

@@ -364,6 +364,8 @@ class Trainer:
     def _signals(self) -> StopSignals:
         def request() -> None:
             self._stop_requested = True
+
+        def announce() -> None:
             self.console.print("finishing this step, then saving; once more to stop at once", style="yellow")
 
-        return StopSignals(request)
+        return StopSignals(request, announce)
