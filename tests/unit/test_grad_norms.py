@@ -222,6 +222,11 @@ def test_other_models_take_one_backward_pass_a_rollout(make: Callable[[], Any], 
     assert_same(learner, rows, PLAIN, update(learner, micro_batches(rows, 60, pad_id=0), PLAIN), 1e-6)
 
 
+def test_the_slower_way_is_said_with_its_reason() -> None:
+    with pytest.warns(UserWarning, match=r"LlamaForCausalLM: .* one rollout at a time.*Scaled"):
+        assert isinstance(learner_of(scaled())._pooled, RowByRow)
+
+
 @pytest.mark.parametrize("options", [{}, {"gradient_checkpointing": True}])
 def test_what_is_not_finite_is_no_update(options: dict[str, Any]) -> None:
     learner = learner_of(llama(), **options)

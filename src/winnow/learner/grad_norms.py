@@ -20,8 +20,9 @@ from transformers.pytorch_utils import Conv1D
 
 from .logprob import at_least_float32
 
-PASS_COST = 20.0
-"""Measured on a CPU: multiply-adds of a Gram matrix in whose time one number of a product is squared and added up."""
+PASS_COST = 50.0
+"""Measured on a CPU: multiply-adds of a Gram matrix in whose time one number of a product is squared and added up (30
+to 80; most where a sum does not fit into the cache)."""
 AT_ONCE = 1 << 19
 """Numbers of products made at once, so that they are still in the cache when they are added up."""
 

@@ -7,6 +7,7 @@ trainable parameter's gradient can be told apart by rows (`grad_norms`); else it
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -219,16 +220,28 @@ def _pools(batch: MicroBatch) -> Pools:
 def batched_if_exact(
     causal_lm: Any, row_by_row: RowByRow, distribution: TokenDistribution, autocast: Callable[[], Any]
 ) -> PooledGradients:
-    """`Batched` where the model allows it and a trial gives the same norms, else `row_by_row`. Dropout must be off."""
+    """`Batched` where the model allows it and a trial gives the same norms, else `row_by_row`, with a warning.
+
+    Dropout must be off.
+    """
     body, head = causal_lm.get_decoder(), causal_lm.get_output_embeddings()
-    if type(head) is not nn.Linear or not {*body.parameters(), head.weight}.issuperset(row_by_row.params):
-        return row_by_row
     try:
+        if type(head) is not nn.Linear:
+            raise UnsupportedModelError(f"its head is a {type(head).__name__}")
+        if not {*body.parameters(), head.weight}.issuperset(row_by_row.params):
+            raise UnsupportedModelError("it has trainable parameters outside of its decoder and head")
         batched = Batched(body, head, distribution, autocast)
         together, apart = _trial(batched, row_by_row, distribution.n_tokens, causal_lm.device)
-    except (UnsupportedModelError, RuntimeError):
+        if not torch.allclose(together, apart, rtol=3e-2):
+            raise UnsupportedModelError(f"a trial gave norms of {together.tolist()} instead of {apart.tolist()}")
+    except (UnsupportedModelError, RuntimeError) as error:
+        warnings.warn(
+            f"{type(causal_lm).__name__}: the gradients of rollouts are computed one rollout at a time, which may take "
+            f"twice as long as all at once: {error}",
+            stacklevel=2,
+        )
         return row_by_row
-    return batched if torch.allclose(together, apart, rtol=3e-2) else row_by_row
+    return batched
 
 
 def _trial(
