@@ -82,6 +82,48 @@ def test_two_samplers_share_the_work(config: dict[str, Any], children: list[Chil
     assert all(child.counts["tokens"] > 0 for child in children)
 
 
+VCPO = {
+    "advantage": "opob",
+    "policy_loss": "plain",
+    "loss_type": "sequence_sum",
+    "correction": {"name": "truncate", "level": "sequence", "high": 8},
+    "step_scale": "ess",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{"lora": {"r": 4}}, {"dtype": "bfloat16"}, VCPO], ids=["lora", "bfloat16", "vcpo"])
+def test_what_else_a_run_may_ask_for(options: dict[str, Any], config: dict[str, Any]) -> None:
+    Trainer(config=config | options | {"max_steps": 4}).train()
+    assert_clean(Path(config["output_dir"]))
+    assert len(lags(Path(config["output_dir"]))) == 4 * 16
+    ratios = [row["ess_ratio"] for row in metrics(Path(config["output_dir"])) if "ess_ratio" in row]
+    assert len(ratios) == 4
+    assert min(ratios) > 0.5, "the samplers have the learner's weights"
+
+
+@pytest.mark.slow
+def test_games_of_many_turns(config: dict[str, Any], tmp_path: Path) -> None:
+    pytest.importorskip("textworld")
+    from winnow.build import build_demonstrator
+    from winnow.warmup import WarmupConfig, warmup
+
+    env: dict[str, Any] = {
+        "name": "textworld",
+        "challenge": "custom",
+        "options": {"nb_rooms": 2, "nb_objects": 2, "quest_length": 1},
+    }
+    env |= {"train_size": 8, "demo_size": 4, "test_size": 4, "style": "words", "max_turns": 3}
+    options = WarmupConfig(max_steps=20, batch_size=8, hidden_size=32, intermediate_size=64, num_layers=2, num_heads=2)
+    warmup(build_demonstrator(env), tmp_path / "model", config=options)
+    run = Path(config["output_dir"])
+    own = {"model": str(tmp_path / "model"), "env": env, "eval_steps": None, "max_steps": 4}
+    Trainer(config=config | own | {"max_prompt_length": 160, "max_completion_length": 200}).train()
+    assert_clean(run)
+    assert len(lags(run)) == 4 * 16
+    assert 0 < max(lags(run)) <= 2
+
+
 def test_a_killed_sampler_is_replaced_and_its_groups_are_launched_again(
     config: dict[str, Any], children: list[Child]
 ) -> None:
