@@ -20,6 +20,8 @@ from .types import Fate, Group, Rollout
 
 PASS_TOKENS = 512
 """Tokens whose computation costs about as much as one more forward and backward pass does by itself."""
+BLOCK = 0.75
+"""Share of the token budget for rows whose activations are kept, in part, until their common baselines are found."""
 
 
 @dataclass(frozen=True)
@@ -178,12 +180,13 @@ def micro_batches(
     """Rows of similar length together, longest first, each micro-batch at most `tokens_per_microbatch` padded tokens.
 
     A row over that budget is a micro-batch of its own. One ends early when its padding has grown to `PASS_TOKENS`.
-    Pools come in blocks of at most the budget, and only the rows of a block are put together so.
+    Pools come in blocks of at most `BLOCK` of the budget, if they are not larger themselves, and only the rows of a
+    block are put together so.
     """
     if any(row.pool is None for row in rows):
         return [collate(part, pad_id, device) for part in _packed(rows, tokens_per_microbatch)]
     found: list[MicroBatch] = []
-    for block in _blocks(rows, tokens_per_microbatch):
+    for block in _blocks(rows, int(BLOCK * tokens_per_microbatch)):
         numbers = {pool: p for p, pool in enumerate(dict.fromkeys(row.pool for row in block))}
         mean_P = torch.tensor(
             [np.mean([row.advantage for row in block if row.pool == pool]) for pool in numbers], device=device
