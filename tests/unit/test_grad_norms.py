@@ -14,11 +14,11 @@ from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCau
 
 from winnow.batch import MicroBatch, Pool, Row, collate, micro_batches
 from winnow.correct import CORRECTIONS
-from winnow.learner import grad_norms, logprob, row_head
+from winnow.learner import grad_norms, logprob, pooled, row_head
 from winnow.learner.base import Stats
 from winnow.learner.local import LearnerOptions, LocalLearner
 from winnow.learner.logprob import TokenDistribution
-from winnow.learner.pooled import Batched, RowByRow
+from winnow.learner.pooled import ByLength, RowByRow
 from winnow.loss import LossConfig
 
 from .learner_models import SIZES, VOCABULARY, gemma2, gpt2, granite, llama, peaked, random_rows
@@ -119,7 +119,7 @@ def test_one_backward_pass_is_as_good_as_one_for_each_rollout(
 ) -> None:
     monkeypatch.setattr(grad_norms, "PASS_COST", pass_cost)
     learner = learner_of(MODELS[name]().double())
-    assert isinstance(learner._pooled, Batched)
+    assert isinstance(learner._pooled, ByLength)
     rows = pooled_rows(binary=rewards == "binary")
     stats = update(learner, micro_batches(rows, budget, pad_id=0), PLAIN)
     assert_same(learner, rows, PLAIN, stats, 1e-6)
@@ -189,7 +189,7 @@ def test_one_precision_is_enough() -> None:
     learner = learner_of(llama())
     assert_same(learner, rows, PLAIN, update(learner, micro_batches(rows, 60, pad_id=0), PLAIN), 1e-4)
     half = learner_of(llama(), compute_dtype=torch.bfloat16)
-    assert isinstance(half._pooled, Batched)
+    assert isinstance(half._pooled, ByLength)
     stats = update(half, micro_batches(rows, 60, pad_id=0), PLAIN)
     assert_same(half, rows, PLAIN, stats, 0.05)
 
@@ -222,6 +222,19 @@ def test_other_models_take_one_backward_pass_a_rollout(make: Callable[[], Any], 
     assert_same(learner, rows, PLAIN, update(learner, micro_batches(rows, 60, pad_id=0), PLAIN), 1e-6)
 
 
+@pytest.mark.parametrize(("tokens", "alone"), [(60, 0), (13, 9)])
+def test_blocks_of_long_rows_go_one_row_at_a_time(tokens: int, alone: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pooled, "ALONE_TOKENS", tokens)
+    learner = learner_of(llama().double())
+    assert isinstance(learner._pooled, ByLength)
+    seen: list[int] = []
+    original = RowByRow.of_row
+    monkeypatch.setattr(RowByRow, "of_row", lambda *args: seen.append(1) or original(*args))
+    rows = pooled_rows(9)
+    assert_same(learner, rows, PLAIN, update(learner, micro_batches(rows, 10_000, pad_id=0), PLAIN), 1e-6)
+    assert len(seen) == alone
+
+
 def test_the_slower_way_is_said_with_its_reason() -> None:
     with pytest.warns(UserWarning, match=r"LlamaForCausalLM: .* one rollout at a time.*Scaled"):
         assert isinstance(learner_of(scaled())._pooled, RowByRow)
@@ -244,7 +257,7 @@ def test_only_trainable_parameters_get_a_gradient_and_nothing_is_left_behind() -
     model.model.embed_tokens.requires_grad_(False)
     model.model.layers[0].requires_grad_(False)
     learner = learner_of(model.double())
-    assert isinstance(learner._pooled, Batched)
+    assert isinstance(learner._pooled, ByLength)
     rows = pooled_rows(8)
     assert_same(learner, rows, PLAIN, update(learner, micro_batches(rows, 60, pad_id=0), PLAIN), 1e-6)
     assert all((p.grad is not None) == p.requires_grad for p in model.parameters())
