@@ -4,8 +4,9 @@
 
 An update is forward, backward and optimizer step over the same rollouts; generation is not in it. Sides: `ordinary`,
 as Winnow does it, prompts computed once where that pays; `apart`, the same with prompts computed for every rollout,
-which an update that needs the gradients of single rollouts cannot avoid; `opob`; `two_buffers`, a backward pass for
-each rollout and two sums of gradients (VCPO, algorithm 1); `naive`, a pass for the norms alone and then an `apart`.
+which an update that needs the gradients of single rollouts cannot avoid; `opob`, which goes the way of `two_buffers`
+where rollouts are long; `two_buffers`, a backward pass for each rollout and two sums of gradients (VCPO, algorithm 1);
+`naive`, a pass for the norms alone and then an `apart`.
 Sides alternate in one process. Peak memory is that of a process of its own, above what it had before the model.
 """
 

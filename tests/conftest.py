@@ -11,10 +11,6 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import pytest
 import torch
 
-from .parity import parity_reward
-
-__all__ = ["parity_reward"]
-
 torch.set_num_threads(1)
 
 

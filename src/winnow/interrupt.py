@@ -8,6 +8,9 @@ from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any
 
+SPEAK_S = 5.0
+"""Longest wait for the announcement at the end: a terminal may not take it."""
+
 
 class StopSignals:
     """First SIGINT or SIGTERM: finish the step and save. Second: stop at once (a resume redoes the step).
@@ -36,7 +39,7 @@ class StopSignals:
             signal.signal(number, handler)
         if self._previous:
             self._signalled.put(False)
-            self._speaker.join()
+            self._speaker.join(SPEAK_S)
 
     def _handle(self, number: int, frame: object) -> None:
         if self._seen:

@@ -19,7 +19,7 @@ from winnow.ledger import Ledger
 from winnow.report import write_report
 from winnow.types import Token
 
-from ..conftest import parity_reward
+from ..parity import parity_reward
 from ..unit.test_audited import Stops
 from .test_training import _train_until, assert_clean, fingerprint, resume, train
 

@@ -13,7 +13,7 @@ from winnow import Trainer
 from winnow.noise import noise_key
 from winnow.sync.in_process import KEPT, LAG_STREAM
 
-from ..conftest import parity_reward
+from ..parity import parity_reward
 from .test_training import assert_clean, fingerprint, train
 
 STEPS = 6

@@ -13,7 +13,7 @@ from winnow.checkpoint import CheckpointError
 from winnow.loop import RunStoppedError
 from winnow.records import RunDirectoryError
 
-from ..conftest import parity_reward
+from ..parity import parity_reward
 from .test_training import assert_clean, fingerprint, resume, train
 
 

@@ -19,7 +19,7 @@ from winnow.checkpoint import CheckpointError
 from winnow.ledger import Ledger
 from winnow.loop import RunStoppedError
 
-from ..conftest import parity_reward
+from ..parity import parity_reward
 
 CARRYING = {
     "selector": "greso",

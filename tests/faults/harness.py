@@ -18,7 +18,7 @@ def child(config: dict[str, Any], environment: dict[str, str]) -> None:
     """Train, or go on with what is there."""
     import torch
 
-    from tests.conftest import parity_reward
+    from tests.parity import parity_reward
     from winnow import Trainer
 
     torch.set_num_threads(1)

@@ -21,7 +21,7 @@ from winnow.rollout import RolloutOptions, RolloutRunner
 from winnow.tally import Tally
 from winnow.types import Fate, Group, GroupView, Token, Verdict, Visit
 
-from ..conftest import parity_reward
+from ..parity import parity_reward
 from .test_baselines import with_greedy
 from .test_batch import make_group
 from .test_rollout import SHORT_TURNS, EchoEnv, StepGate, ToyTask

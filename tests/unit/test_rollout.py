@@ -18,7 +18,7 @@ from winnow.reward import Rewarder
 from winnow.rollout import RolloutOptions, RolloutRunner
 from winnow.types import EnvStep, Fate, Group, GroupView, Prompt, Token, Verdict, Visit
 
-from ..conftest import parity_reward
+from ..parity import parity_reward
 
 
 @dataclass
