@@ -29,7 +29,7 @@ class Arm:
 def train(arm: Arm, seed: int, work: Path, extra: Sequence[str] = ()) -> Path:
     """One run from the warm start of its seed, resumed if it was begun; returns its directory."""
     from winnow.config import ConfigError, load_config
-    from winnow.trainer import Trainer
+    from winnow.run.trainer import Trainer
 
     run = work / f"{arm.name}-s{seed}"
     overrides = [*arm.overrides, f"model={work / f'warm-s{seed}'}", f"seed={seed}", f"output_dir={run}"]

@@ -53,8 +53,8 @@ def config_of(task: str, model: Path, **changes: Any) -> Any:
 
 def warm_model(task: str, directory: Path, work: Path | None) -> Path:
     """The one that `arrol_claims.py` left in `work`, or one made in seconds that solves less."""
-    from winnow.build import build_demonstrator
-    from winnow.warmup import WarmupConfig, warmup
+    from winnow.run.build import build_demonstrator
+    from winnow.study.warm_start import WarmupConfig, warmup
 
     recipe = yaml.safe_load((ROOT / "recipes" / f"{TASKS[task]}.yaml").read_text(encoding="utf-8"))
     model = directory / task
@@ -67,7 +67,7 @@ def warm_model(task: str, directory: Path, work: Path | None) -> Path:
 
 def overhead(task: str, model: Path, steps: int) -> list[dict[str, float]]:
     """One row a step: seconds of the step, of the gate, and the gate's share."""
-    from winnow.trainer import Trainer
+    from winnow.run.trainer import Trainer
 
     gates = f"[{{name: arrol, cold_start: {COLD}}}]"
     trainer = Trainer(config=config_of(task, model, max_steps=COLD + steps, gates=gates))
@@ -91,7 +91,7 @@ def overhead(task: str, model: Path, steps: int) -> list[dict[str, float]]:
 
 def phases(task: str, model: Path, steps: int, repeats: int) -> dict[str, list[float]]:
     """How many times faster generation, update and both are with the gate: one ratio a repeat, of median steps."""
-    from winnow.trainer import Trainer
+    from winnow.run.trainer import Trainer
 
     ratios: dict[str, list[float]] = {"generate": [], "update": [], "both": []}
     for repeat in range(repeats):
@@ -111,11 +111,11 @@ def phases(task: str, model: Path, steps: int, repeats: int) -> dict[str, list[f
 
 def survivors(task: str, model: Path, groups: int, engine: str) -> dict[str, float]:
     """Share of tokens of surviving rollouts that are others when nobody is pruned."""
-    from winnow.build import build_task, sampling_params
-    from winnow.evaluate import roll_out
-    from winnow.gate.quality import Arrol
-    from winnow.rollout import RolloutOptions, RolloutRunner
-    from winnow.standalone import opened
+    from winnow.methods.gate.quality import Arrol
+    from winnow.rollout.evaluate import roll_out
+    from winnow.rollout.runner import RolloutOptions, RolloutRunner
+    from winnow.run.build import build_task, sampling_params
+    from winnow.run.standalone import opened
 
     c = config_of(task, model, engine=engine)
     tokens: list[list[np.ndarray | None]] = []

@@ -55,9 +55,9 @@ def _recipe(task: str) -> dict[str, Any]:
 
 
 def warm_start(task: str, seed: int, work: Path) -> None:
-    from winnow.build import build_demonstrator
-    from winnow.standalone import evaluate_model
-    from winnow.warmup import WarmupConfig, warmup
+    from winnow.run.build import build_demonstrator
+    from winnow.run.standalone import evaluate_model
+    from winnow.study.warm_start import WarmupConfig, warmup
 
     path, recipe = _model(task, seed, work), _recipe(task)
     if not (path / "config.json").exists():
@@ -73,8 +73,8 @@ def _model(task: str, seed: int, work: Path) -> Path:
 
 
 def train_arm(arm: Arm, seed: int, work: Path) -> None:
-    from winnow.standalone import evaluate_model
-    from winnow.vote import vote_model
+    from winnow.run.standalone import evaluate_model
+    from winnow.study.vote import vote_model
 
     task = next(t for t in TASKS if arm.name.startswith(t))
     run = train(arm, seed, work, [f"model={_model(task, seed, work)}"])

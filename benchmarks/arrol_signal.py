@@ -21,13 +21,13 @@ import numpy as np
 from arms import ROOT, fill, table, write_json
 from claims_tables import text
 
-from winnow.build import build_task, sampling_params
-from winnow.evaluate import roll_out
-from winnow.gate.calibration import BinnedPosterior, survival_factor, survival_probabilities
-from winnow.gate.quality_head import Example, QualityHead
-from winnow.gate.quality_stats import auroc
-from winnow.rollout import RolloutOptions, RolloutRunner
-from winnow.standalone import model_config, opened
+from winnow.methods.gate.calibration import BinnedPosterior, survival_factor, survival_probabilities
+from winnow.methods.gate.quality_head import Example, QualityHead
+from winnow.methods.gate.quality_stats import auroc
+from winnow.rollout.evaluate import roll_out
+from winnow.rollout.runner import RolloutOptions, RolloutRunner
+from winnow.run.build import build_task, sampling_params
+from winnow.run.standalone import model_config, opened
 from winnow.types import KEEP, Group, GroupView, Token, Verdict
 
 GROUPS, SIZE, DRAWS, FITS = 800, 16, 20, 60

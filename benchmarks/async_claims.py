@@ -41,10 +41,10 @@ ARMS = {
 
 
 def warm_start(seed: int, work: Path) -> None:
-    from winnow.build import build_demonstrator
     from winnow.config import load_config
-    from winnow.standalone import evaluate_model
-    from winnow.warmup import WarmupConfig, warmup
+    from winnow.run.build import build_demonstrator
+    from winnow.run.standalone import evaluate_model
+    from winnow.study.warm_start import WarmupConfig, warmup
 
     path = work / f"warm-s{seed}"
     recipe = load_config(ROOT / "recipes" / f"{RECIPE}.yaml", [f"model={path}", f"seed={seed}"])
@@ -56,7 +56,7 @@ def warm_start(seed: int, work: Path) -> None:
 
 def train_arm(arm: Arm, seed: int, work: Path) -> None:
     from winnow.loop import RunStoppedError
-    from winnow.standalone import evaluate_model
+    from winnow.run.standalone import evaluate_model
 
     said: dict[str, Any] = {"arm": arm.name, "seed": seed, "stopped": ""}
     run = work / f"{arm.name}-s{seed}"

@@ -55,7 +55,7 @@ ARMS = (
 
 def train_arm(arm: Arm, seed: int, work: Path, steps: int | None) -> None:
     """One run and its evaluation at deployment sampling."""
-    from winnow.standalone import evaluate_model
+    from winnow.run.standalone import evaluate_model
 
     run = train(arm, seed, work, [f"max_steps={steps}"] if steps else [])
     deployed = evaluate_model(str(run), DEPLOYMENT)
@@ -63,9 +63,9 @@ def train_arm(arm: Arm, seed: int, work: Path, steps: int | None) -> None:
 
 
 def warm_start(seed: int, work: Path) -> None:
-    from winnow.build import build_demonstrator
-    from winnow.standalone import evaluate_model
-    from winnow.warmup import WarmupConfig, warmup
+    from winnow.run.build import build_demonstrator
+    from winnow.run.standalone import evaluate_model
+    from winnow.study.warm_start import WarmupConfig, warmup
 
     path = work / f"warm-s{seed}"
     if not (path / "config.json").exists():

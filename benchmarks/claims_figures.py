@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 from scipy import stats
 
-from winnow.compare import reached_at
-from winnow.compare_data import RunData, read_run_data
-from winnow.report_data import merge_steps, read_lines
+from winnow.study.compare import reached_at
+from winnow.study.compare_data import RunData, read_run_data
+from winnow.study.report_data import merge_steps, read_lines
 
 
 @dataclass(frozen=True)

@@ -31,8 +31,8 @@ import torch
 import transformers as hf
 from tokenizers import Tokenizer, models
 
+from winnow.base.noise import noise_key
 from winnow.engine import Finished, LocalEngine, Request, SamplingParams
-from winnow.noise import noise_key
 
 VOCAB, LONGEST_PROMPT, SIBLINGS = 170, 14, 8
 SIZES = {

@@ -20,8 +20,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from winnow.gate.divergence import Divergence, DivergenceGate
-from winnow.gate.signals import SIGNALS
+from winnow.methods.gate.divergence import Divergence, DivergenceGate
+from winnow.methods.gate.signals import SIGNALS
 from winnow.types import EnvStep, GroupView, Prompt, Visit
 
 G, K, TOKENS_A_TURN = 16, 20, 8
@@ -68,7 +68,7 @@ def rollout_seconds() -> float:
 
     from winnow.engine import LocalEngine, Request, SamplingParams
     from winnow.env.countdown import CountdownConfig
-    from winnow.warmup import WarmupConfig, warmup
+    from winnow.study.warm_start import WarmupConfig, warmup
 
     with tempfile.TemporaryDirectory() as directory:
         warmup(CountdownConfig().build(), Path(directory) / "m", config=WarmupConfig(max_steps=1, warmup_steps=0))

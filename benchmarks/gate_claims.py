@@ -53,9 +53,9 @@ def config_of(seed: int, work: Path, overrides: tuple[str, ...] = ()) -> Any:
 
 
 def warm_start(seed: int, work: Path) -> None:
-    from winnow.build import build_demonstrator
-    from winnow.standalone import evaluate_model
-    from winnow.warmup import WarmupConfig, warmup
+    from winnow.run.build import build_demonstrator
+    from winnow.run.standalone import evaluate_model
+    from winnow.study.warm_start import WarmupConfig, warmup
 
     path = work / f"warm-s{seed}"
     if not (path / "config.json").exists():
@@ -68,10 +68,10 @@ def calibrate(work: Path) -> None:
     """The gate of all arms: the edit distance's best step and threshold under the precision floor, as in the paper."""
     from gate_tiers import by_progress, recorded
 
-    from winnow.gate.recording import rows_of
-    from winnow.replay import read_recorded
-    from winnow.replay_stats import Bound
-    from winnow.replay_stats import calibrate as run
+    from winnow.methods.gate.recording import rows_of
+    from winnow.study.replay import read_recorded
+    from winnow.study.replay_stats import Bound
+    from winnow.study.replay_stats import calibrate as run
 
     path = work / "calibration-s0"
     path.mkdir(exist_ok=True)
@@ -102,8 +102,8 @@ def premise(work: Path) -> None:
     """Does converging mean ending alike? The same model at several temperatures."""
     from gate_tiers import recorded
 
-    from winnow.gate.recording import rows_of
-    from winnow.replay import correlate, read_recorded
+    from winnow.methods.gate.recording import rows_of
+    from winnow.study.replay import correlate, read_recorded
 
     path = work / "premise-s0"
     path.mkdir(exist_ok=True)
@@ -141,7 +141,7 @@ def tiers(seed: int, work: Path) -> None:
 
 
 def train_arm(arm: Arm, seed: int, work: Path) -> None:
-    from winnow.standalone import evaluate_model
+    from winnow.run.standalone import evaluate_model
 
     found = gates(work)
     filled = Arm(arm.name, arm.recipe, tuple(_filled(o, found) for o in arm.overrides))

@@ -14,9 +14,9 @@ from arms import fill, table
 from claims_figures import Interval, Run, Runs, interval
 from claims_tables import percent, text
 
-from winnow.compare import reached_at
-from winnow.records import GATE
-from winnow.report_data import read_lines
+from winnow.record.records import GATE
+from winnow.study.compare import reached_at
+from winnow.study.report_data import read_lines
 
 Tiers = list[dict[str, dict[str, Any]]]
 """Of every seed: by gate, by tier."""

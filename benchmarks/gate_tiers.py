@@ -10,18 +10,18 @@ from typing import Any
 import numpy as np
 import torch
 
-from winnow.build import build_loss, build_policy, build_task, learner_of, sampling_params, step_options
 from winnow.config import RunConfig, method
-from winnow.correct import STEP_SCALES
 from winnow.env.base import Task
-from winnow.evaluate import roll_out
-from winnow.filter.zero_variance import is_zero_variance
-from winnow.gate import GATES, Gate
-from winnow.gate.divergence import Divergence
-from winnow.replay_stats import RESAMPLES
-from winnow.rollout import RolloutOptions, RolloutRunner
-from winnow.standalone import opened
-from winnow.step import OptimizerStep
+from winnow.learner.step import OptimizerStep
+from winnow.methods.correct import STEP_SCALES
+from winnow.methods.filter.zero_variance import is_zero_variance
+from winnow.methods.gate import GATES, Gate
+from winnow.methods.gate.divergence import Divergence
+from winnow.rollout.evaluate import roll_out
+from winnow.rollout.runner import RolloutOptions, RolloutRunner
+from winnow.run.build import build_loss, build_policy, build_task, learner_of, sampling_params, step_options
+from winnow.run.standalone import opened
+from winnow.study.replay_stats import RESAMPLES
 from winnow.types import Group
 
 BUFFER_STREAM = 11
@@ -167,7 +167,7 @@ def tier_2(config: RunConfig, buffer: Sequence[Group], keep: Sequence[bool]) -> 
 
 def _optimizer_step(config: RunConfig) -> OptimizerStep:
     """From the weights of `config.model`."""
-    from winnow.advantage import ADVANTAGES
+    from winnow.methods.advantage import ADVANTAGES
 
     policy, _ = build_policy(config, None, None, None)
     options = step_options(config, policy.tokenizer.pad_token_id, torch.device("cpu"))

@@ -17,13 +17,13 @@ import torch
 from arms import ROOT, write_json
 from scipy.stats import spearmanr
 
-from winnow.advantage.otb import energy
-from winnow.batch import Row, collate
-from winnow.build import build_task, learner_of, sampling_params
 from winnow.config import load_config
-from winnow.evaluate import roll_out
-from winnow.rollout import RolloutOptions, RolloutRunner
-from winnow.standalone import model_config, opened
+from winnow.learner.batch import Row, collate
+from winnow.methods.advantage.otb import energy
+from winnow.rollout.evaluate import roll_out
+from winnow.rollout.runner import RolloutOptions, RolloutRunner
+from winnow.run.build import build_task, learner_of, sampling_params
+from winnow.run.standalone import model_config, opened
 from winnow.types import Group
 
 GROUPS, SIZE = 64, 8

@@ -31,12 +31,12 @@ import numpy as np
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from winnow.batch import MicroBatch, Pool, Row, micro_batches
 from winnow.learner.base import Stats
-from winnow.learner.local import LearnerOptions, LocalLearner
-from winnow.learner.logprob import TokenDistribution
-from winnow.learner.pooled import RowByRow
-from winnow.loss import LossConfig
+from winnow.learner.batch import MicroBatch, Pool, Row, micro_batches
+from winnow.learner.local.learner import LearnerOptions, LocalLearner
+from winnow.learner.local.logprob import TokenDistribution
+from winnow.learner.local.pooled import RowByRow
+from winnow.methods.loss import LossConfig
 from winnow.types import Rollout
 
 SIZES: dict[str, dict[str, Any]] = {

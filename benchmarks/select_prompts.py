@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from winnow.select.greso import Greso, GresoSelector, skip_probability
+from winnow.methods.select.greso import Greso, GresoSelector, skip_probability
 from winnow.types import Prompt
 
 

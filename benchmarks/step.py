@@ -37,7 +37,7 @@ from transformers import (
 from workloads import Workload, long_tail_workload, short_workload
 
 from winnow.env.base import Env, RewardFn
-from winnow.trainer import Trainer
+from winnow.run.trainer import Trainer
 from winnow.types import Group, Prompt
 
 REWARDED_SHARE = 0.1

@@ -16,8 +16,8 @@ import torch
 from tokenizers import Tokenizer, models
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from winnow.base.noise import noise_key
 from winnow.engine import Finished, LocalEngine, Request, SamplingParams
-from winnow.noise import noise_key
 
 SIZES = {"0.7M": (128, 384, 3, 4), "25M": (512, 1408, 8, 8)}
 """Hidden size, inner size, layers, heads."""

@@ -12,7 +12,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from winnow.env.countdown import CountdownConfig
-from winnow.warmup import WarmupConfig, warmup, word_tokenizer
+from winnow.study.warm_start import WarmupConfig, warmup, word_tokenizer
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ torch.set_num_threads(1)
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Hugging Face directory: two layers, hidden 32, one token a Countdown word, barely taught."""
     from winnow.env.countdown import CountdownConfig
-    from winnow.warmup import WarmupConfig, warmup
+    from winnow.study.warm_start import WarmupConfig, warmup
 
     path = tmp_path_factory.mktemp("models") / "tiny"
     config = WarmupConfig(

@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .config import ConfigError, RunConfig, load_config
-    from .engine.local import LocalEngine
-    from .trainer import Trainer
+    from .engine.local.engine import LocalEngine
+    from .run.trainer import Trainer
 
 __version__ = "0.1.0"
 __all__ = ["ConfigError", "LocalEngine", "RunConfig", "Trainer", "load_config"]
 
 _HOMES = {
     "ConfigError": "config",
-    "LocalEngine": "engine.local",
+    "LocalEngine": "engine.local.engine",
     "RunConfig": "config",
-    "Trainer": "trainer",
+    "Trainer": "run.trainer",
     "load_config": "config",
 }
 

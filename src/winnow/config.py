@@ -16,7 +16,7 @@ from typing import Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
-from .loss import LossType
+LossType = Literal["dapo", "grpo", "dr_grpo", "sequence_sum"]
 
 MethodSpec = str | dict[str, Any]
 """A name from a method table, or `{name: ..., option: value}`."""

@@ -11,20 +11,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from .buffer import Buffer
-from .evaluate import Evaluation
-from .failpoint import failpoint
-from .filter import Filter
-from .filter.zero_variance import Judge
-from .gate import Gate
-from .group_state import group_from, group_state, visit_from, visit_state
+from .base.failpoint import failpoint
 from .learner.base import Learner
-from .ledger import Ledger
-from .select import Selector
-from .size import GroupSize, RolloutBatch
-from .step import OptimizerStep
-from .sync import Sampler, SamplersLostError
-from .tally import Tally
+from .learner.step import OptimizerStep
+from .methods.filter import Filter
+from .methods.filter.zero_variance import Judge
+from .methods.gate import Gate
+from .methods.select import Selector
+from .methods.size import GroupSize, RolloutBatch
+from .record.ledger import Ledger
+from .record.tally import Tally
+from .rollout.evaluate import Evaluation
+from .sampler import Sampler, SamplersLostError
+from .sampler.codec import group_from, group_state, visit_from, visit_state
+from .sampler.pace import Buffer
 from .types import Fate, Group, Prompt, Verdict, Visit
 
 MIN_FAILURES_JUDGED = 32

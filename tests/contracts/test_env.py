@@ -13,7 +13,7 @@ import pytest
 
 from winnow.env import ENVS
 from winnow.env.base import Demonstrator, Env, OverlappingEnv, Task
-from winnow.reward import Rewarder
+from winnow.env.rewards.rewarder import Rewarder
 from winnow.types import Prompt
 
 OPTIONS = {

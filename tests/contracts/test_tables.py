@@ -14,14 +14,14 @@ import pytest
 import torch
 
 import winnow
-from winnow.advantage import ADVANTAGES
-from winnow.correct import CORRECTIONS, STEP_SCALES
 from winnow.engine import ENGINES
-from winnow.filter import FILTERS
-from winnow.gate import GATES, env_steps
-from winnow.methods import TABLES, all_methods
-from winnow.select import SELECTORS
-from winnow.size import ROLLOUT_BATCHES, SIZES
+from winnow.methods.advantage import ADVANTAGES
+from winnow.methods.correct import CORRECTIONS, STEP_SCALES
+from winnow.methods.filter import FILTERS
+from winnow.methods.gate import GATES, env_steps
+from winnow.methods.select import SELECTORS
+from winnow.methods.size import ROLLOUT_BATCHES, SIZES
+from winnow.run.catalogue import TABLES, all_methods
 from winnow.types import EnvStep, GroupView, Prompt, Token, Visit
 
 from ..unit.test_batch import make_group, make_rollout
@@ -237,5 +237,5 @@ def test_the_package_imports_without_torch() -> None:
     import subprocess
     import sys
 
-    code = "import winnow, winnow.env.worker, sys; sys.exit('torch' in sys.modules)"
+    code = "import winnow, winnow.env.workers.worker, sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0

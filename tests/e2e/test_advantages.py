@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from winnow import ConfigError, Trainer
-from winnow.plan import plan
+from winnow.run.plan import plan
 
 from .test_training import _train_until, assert_clean, fingerprint, resume, train
 

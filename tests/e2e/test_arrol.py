@@ -11,9 +11,9 @@ import pytest
 from typer.testing import CliRunner
 
 from winnow import Trainer
-from winnow.cli import app
+from winnow.cli.main import app
 from winnow.config import ConfigError, validate
-from winnow.gate.quality_head import FILE, QualityHead
+from winnow.methods.gate.quality_head import FILE, QualityHead
 
 from .test_training import _train_until, assert_clean, fingerprint, resume, train
 

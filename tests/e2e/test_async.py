@@ -16,7 +16,7 @@ import pytest
 from winnow import Trainer
 from winnow.config import ConfigError
 from winnow.loop import RunStoppedError
-from winnow.sync.child import Child
+from winnow.sampler.pipe import Child
 
 from .. import parity
 from .test_training import assert_clean
@@ -105,8 +105,8 @@ def test_what_else_a_run_may_ask_for(options: dict[str, Any], config: dict[str, 
 @pytest.mark.slow
 def test_games_of_many_turns(config: dict[str, Any], tmp_path: Path) -> None:
     pytest.importorskip("textworld")
-    from winnow.build import build_demonstrator
-    from winnow.warmup import WarmupConfig, warmup
+    from winnow.run.build import build_demonstrator
+    from winnow.study.warm_start import WarmupConfig, warmup
 
     env: dict[str, Any] = {
         "name": "textworld",

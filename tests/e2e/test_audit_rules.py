@@ -11,12 +11,12 @@ import pytest
 from typer.testing import CliRunner
 
 from winnow import Trainer
-from winnow.audit_rules import rules_of
-from winnow.cli import app
+from winnow.cli.main import app
 from winnow.config import ConfigError
-from winnow.gate import GATES
-from winnow.ledger import Ledger
-from winnow.report import write_report
+from winnow.methods.gate import GATES
+from winnow.record.ledger import Ledger
+from winnow.record.rule_audits import rules_of
+from winnow.study.report import write_report
 from winnow.types import Token
 
 from ..parity import parity_reward

@@ -15,7 +15,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from winnow.cli import app
+from winnow.cli.main import app
 
 REWARD = """
 def words(completions, numbers, **columns):
@@ -160,7 +160,7 @@ def test_warmup_makes_a_model_that_trains(tmp_path: Path) -> None:
 
 
 def test_ctrl_c_saves_and_says_how_to_go_on(recipe: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "winnow.cli", "train", str(recipe), "max_steps=100000", "eval_steps=null"]
+    command = [sys.executable, "-m", "winnow.cli.main", "train", str(recipe), "max_steps=100000", "eval_steps=null"]
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=os.environ | {"COLUMNS": "200"}
     )

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from winnow import Trainer
-from winnow.noise import noise_key
-from winnow.sync.in_process import KEPT, LAG_STREAM
+from winnow.base.noise import noise_key
+from winnow.sampler.in_process import KEPT, LAG_STREAM
 
 from ..parity import parity_reward
 from .test_training import assert_clean, fingerprint, train

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from winnow import ConfigError, Trainer
-from winnow.checkpoint import CheckpointError
 from winnow.loop import RunStoppedError
-from winnow.records import RunDirectoryError
+from winnow.record.records import RunDirectoryError
+from winnow.run.checkpoint import CheckpointError
 
 from ..parity import parity_reward
 from .test_training import assert_clean, fingerprint, resume, train
@@ -71,7 +71,7 @@ class TestRefusals:
             train(tiny_config | {"env": {"name": "countdown", "train_size": 8, "test_size": 0}})
 
     def test_a_directory_in_use(self, tiny_config: dict[str, Any]) -> None:
-        from winnow.records import lock
+        from winnow.record.records import lock
 
         run = Path(tiny_config["output_dir"])
         trainer = Trainer(config=tiny_config, reward_funcs=parity_reward)
@@ -83,7 +83,7 @@ class TestRefusals:
 
 
 def _resign(checkpoint: Path) -> None:
-    from winnow.checkpoint import MANIFEST, _write_manifest
+    from winnow.run.checkpoint import MANIFEST, _write_manifest
 
     step = json.loads((checkpoint / MANIFEST).read_text())["step"]
     (checkpoint / MANIFEST).unlink()

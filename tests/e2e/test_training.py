@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 from winnow import Trainer
-from winnow.checkpoint import CheckpointError
-from winnow.ledger import Ledger
 from winnow.loop import RunStoppedError
+from winnow.record.ledger import Ledger
+from winnow.run.checkpoint import CheckpointError
 
 from ..parity import parity_reward
 

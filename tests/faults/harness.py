@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["winnow.trainer", "tests.conftest", "tests.faults.harness"])
+_CONTEXT.set_forkserver_preload(["winnow.run.trainer", "tests.conftest", "tests.faults.harness"])
 DEADLINE_S = 240
 
 

@@ -11,10 +11,10 @@ import pytest
 
 pytest.importorskip("alfworld")
 
-from winnow.env.alfworld.task import AlfworldConfig
 from winnow.env.base import StepResult
-from winnow.env.remote import EnvLostError
-from winnow.env.textworld.play import load_json
+from winnow.env.games.alfworld.task import AlfworldConfig
+from winnow.env.games.textworld.play import load_json
+from winnow.env.workers.remote import EnvLostError
 
 EPISODES = 100
 

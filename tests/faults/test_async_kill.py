@@ -15,8 +15,8 @@ import psutil
 import pytest
 
 from winnow import Trainer
-from winnow.ledger import Ledger
-from winnow.sync.child import SERVE, Child
+from winnow.record.ledger import Ledger
+from winnow.sampler.pipe import SERVE, Child
 
 from .. import parity
 from ..e2e.test_training import assert_clean

@@ -15,10 +15,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from winnow.engine import LocalEngine, SamplingParams
 from winnow.env.base import OverlappingEnv
-from winnow.env.remote import EnvLostError, EnvPool
-from winnow.env.worker import WorkerError
-from winnow.reward import Rewarder
-from winnow.rollout import RolloutOptions, RolloutRunner
+from winnow.env.rewards.rewarder import Rewarder
+from winnow.env.workers.remote import EnvLostError, EnvPool
+from winnow.env.workers.worker import WorkerError
+from winnow.rollout.runner import RolloutOptions, RolloutRunner
 from winnow.types import Fate, Group, Prompt, Visit
 
 TOY = f"{Path(__file__).with_name('toy_env.py')}:CountingEnv"

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from winnow.ledger import Ledger
+from winnow.record.ledger import Ledger
 
 from ..e2e.test_training import assert_clean, fingerprint
 from .harness import run

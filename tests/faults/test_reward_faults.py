@@ -12,8 +12,8 @@ import numpy as np
 import psutil
 import pytest
 
-from winnow.env.math import math_reward
-from winnow.reward import Rewarder
+from winnow.env.rewards.math import math_reward
+from winnow.env.rewards.rewarder import Rewarder
 from winnow.types import Fate, Group, Prompt, Rollout, Visit
 
 

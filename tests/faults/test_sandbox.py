@@ -19,9 +19,9 @@ from typing import Any
 import psutil
 import pytest
 
-from winnow.env import sandbox as module
-from winnow.env.sandbox import FIRST_UID, Outcome, Sandbox, SandboxError, SandboxOptions
-from winnow.env.seccomp import DENIED, program
+from winnow.env.workers import sandbox as module
+from winnow.env.workers.sandbox import FIRST_UID, Outcome, Sandbox, SandboxError, SandboxOptions
+from winnow.env.workers.seccomp import DENIED, program
 
 needs_bubblewrap = pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
 pytestmark = needs_bubblewrap

@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from winnow.warmup import WarmupConfig, small_model, word_tokenizer
+from winnow.study.warm_start import WarmupConfig, small_model, word_tokenizer
 
 ROOT = Path(__file__).parents[2]
 

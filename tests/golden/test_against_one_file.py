@@ -17,17 +17,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from winnow import batch, noise
-from winnow.advantage import ADVANTAGES
-from winnow.batch import rows_of
-from winnow.correct.none import NoScale
+from winnow.base import noise
 from winnow.env.base import Env, RewardFn
+from winnow.learner import batch
 from winnow.learner.base import Stats
-from winnow.learner.local import LearnerOptions, LocalLearner
-from winnow.learner.logprob import TokenDistribution
-from winnow.loss import LossConfig
-from winnow.step import OptimizerStep, StepOptions
-from winnow.trainer import Trainer
+from winnow.learner.batch import rows_of
+from winnow.learner.local.learner import LearnerOptions, LocalLearner
+from winnow.learner.local.logprob import TokenDistribution
+from winnow.learner.step import OptimizerStep, StepOptions
+from winnow.methods.advantage import ADVANTAGES
+from winnow.methods.correct.none import NoScale
+from winnow.methods.loss import LossConfig
+from winnow.run.trainer import Trainer
 from winnow.types import Group, Prompt, Rollout, Visit
 
 STEPS = 3

@@ -10,8 +10,8 @@ import torch
 import transformers as hf
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from winnow.base.noise import noise_key
 from winnow.engine import Finished, LocalEngine, Reached, Request, SamplingParams
-from winnow.noise import noise_key
 
 VOCAB, PADDED, EOS = 60, 64, 58
 SIZES: dict[str, Any] = {

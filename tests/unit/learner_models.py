@@ -17,11 +17,11 @@ from transformers import (
     LlamaForCausalLM,
 )
 
-from winnow.batch import MicroBatch, Row
 from winnow.learner.base import Stats
-from winnow.learner.local import LearnerOptions, LocalLearner
-from winnow.learner.logprob import TokenDistribution
-from winnow.loss import LossConfig
+from winnow.learner.batch import MicroBatch, Row
+from winnow.learner.local.learner import LearnerOptions, LocalLearner
+from winnow.learner.local.logprob import TokenDistribution
+from winnow.methods.loss import LossConfig
 from winnow.types import Rollout
 
 WORDS = 30

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from winnow.config import ConfigError, method
-from winnow.size import SIZES, GroupSize
-from winnow.size.adaptive_k import AdaptiveK, next_size
+from winnow.methods.size import SIZES, GroupSize
+from winnow.methods.size.adaptive_k import AdaptiveK, next_size
 
 shares = st.lists(st.floats(0, 1), max_size=60)
 

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from winnow.advantage import ADVANTAGES, dr_grpo, grpo, rloo
+from winnow.methods.advantage import ADVANTAGES, dr_grpo, grpo, rloo
 
 reward = st.one_of(st.just(math.nan), st.sampled_from([0.0, 1.0, 0.1]), st.floats(-10, 10))
 groups = st.lists(reward, min_size=1, max_size=12)

@@ -14,14 +14,14 @@ import pytest
 
 pytest.importorskip("alfworld")
 
-from winnow.env.alfworld import library
-from winnow.env.alfworld.play import NOTHING, AlfworldEnv, deeds, game_of
-from winnow.env.alfworld.rooms import TASK_TYPES, plans_of
-from winnow.env.alfworld.rooms import game_of as room_of
-from winnow.env.alfworld.task import AlfworldConfig
 from winnow.env.base import Demonstrator, OverlappingEnv, Task
-from winnow.env.textworld.play import load_json, worded
-from winnow.warmup import word_tokenizer
+from winnow.env.games.alfworld import library
+from winnow.env.games.alfworld.play import NOTHING, AlfworldEnv, deeds, game_of
+from winnow.env.games.alfworld.rooms import TASK_TYPES, plans_of
+from winnow.env.games.alfworld.rooms import game_of as room_of
+from winnow.env.games.alfworld.task import AlfworldConfig
+from winnow.env.games.textworld.play import load_json, worded
+from winnow.study.warm_start import word_tokenizer
 
 CONFIG = AlfworldConfig(train_size=6, test_size=3, receptacles=4, objects=5, max_turns=20, style="words")
 
@@ -279,6 +279,6 @@ def test_too_few_different_games_are_an_error(monkeypatch):
 
 
 def test_what_plays_does_without_torch():
-    code = "import sys, winnow.env.alfworld.games; print(*sys.modules)"
+    code = "import sys, winnow.env.games.alfworld.games; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert not {"torch", "transformers"} & set(loaded)

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from winnow.advantage import ADVANTAGES
-from winnow.gate.audit import RuleAudit
-from winnow.gate.estimates import Sums, WeightedMean, student
+from winnow.methods.advantage import ADVANTAGES
+from winnow.methods.gate.audit import RuleAudit
+from winnow.methods.gate.estimates import Sums, WeightedMean, student
 from winnow.types import Prompt
 
 PROMPTS = [Prompt(f"p{i}", i, text=str(i)) for i in range(40)]

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from winnow.advantage import ADVANTAGES
-from winnow.gate import Gate
-from winnow.gate.audit import AuditedGate, RuleAudit, squared_advantages
-from winnow.select import SELECTORS
-from winnow.select.audit import AuditedSelector
-from winnow.select.stream import StreamSelector
+from winnow.methods.advantage import ADVANTAGES
+from winnow.methods.gate import Gate
+from winnow.methods.gate.audit import AuditedGate, RuleAudit, squared_advantages
+from winnow.methods.select import SELECTORS
+from winnow.methods.select.audit import AuditedSelector
+from winnow.methods.select.stream import StreamSelector
 from winnow.types import EnvStep, Fate, Group, GroupView, Prompt, Token, Verdict, Visit
 
 from .test_batch import make_group

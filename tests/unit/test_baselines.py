@@ -11,8 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from winnow.advantage import ADVANTAGES, reinforce_pp, remax
-from winnow.batch import rows_of
+from winnow.learner.batch import rows_of
+from winnow.methods.advantage import ADVANTAGES, reinforce_pp, remax
 from winnow.types import Group
 
 from .test_batch import make_group, make_rollout

@@ -6,12 +6,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from winnow.advantage import ADVANTAGES
-from winnow.batch import collate, micro_batches, rows_of, token_weights, with_gradient
-from winnow.buffer import Buffer, oldest
-from winnow.filter import FILTERS
-from winnow.filter.zero_variance import is_zero_variance, zero_variance_kind
-from winnow.loss import LossConfig
+from winnow.learner.batch import collate, micro_batches, rows_of, token_weights, with_gradient
+from winnow.methods.advantage import ADVANTAGES
+from winnow.methods.filter import FILTERS
+from winnow.methods.filter.zero_variance import is_zero_variance, zero_variance_kind
+from winnow.methods.loss import LossConfig
+from winnow.sampler.pace import Buffer, oldest
 from winnow.types import Fate, Group, Prompt, Rollout, Visit
 
 

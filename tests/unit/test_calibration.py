@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from winnow.gate.quality import BinnedPosterior, survival_probabilities
+from winnow.methods.gate.quality import BinnedPosterior, survival_probabilities
 
 
 def test_the_posterior_is_bayes_rule_with_laplace_smoothing() -> None:

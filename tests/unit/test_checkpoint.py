@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from winnow import checkpoint
-from winnow.checkpoint import CheckpointError
+from winnow.run import checkpoint
+from winnow.run.checkpoint import CheckpointError
 
 
 def write_weights(directory: Path) -> None:

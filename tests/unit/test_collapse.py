@@ -8,8 +8,8 @@ import random
 import pytest
 from rich.console import Console
 
-from winnow.collapse import PATIENCE, EssWatch, low_ess, reward_collapse
-from winnow.progress import Display
+from winnow.record.collapse import PATIENCE, EssWatch, low_ess, reward_collapse
+from winnow.record.progress import Display
 
 
 def rows_of(name: str, values: list[float | None]) -> list[dict[str, float]]:

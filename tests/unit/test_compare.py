@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from winnow.bootstrap import paired_bootstrap
-from winnow.compare import Comparison, MethodResult, compare, reached_at
-from winnow.compare_data import CompareError, Point
-from winnow.compare_view import render, to_json, write_page
-from winnow.ledger import Ledger, LedgerError
+from winnow.base.bootstrap import paired_bootstrap
+from winnow.record.ledger import Ledger, LedgerError
+from winnow.study.compare import Comparison, MethodResult, compare, reached_at
+from winnow.study.compare_data import CompareError, Point
+from winnow.study.compare_view import render, to_json, write_page
 from winnow.types import Fate, Group, Prompt, Visit
 
 from .test_report import HOSTILE, Page, rollout

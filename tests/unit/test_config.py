@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from winnow.advantage import ADVANTAGES
 from winnow.config import ConfigError, apply_override, load_config, method, read_yaml, validate
-from winnow.filter import FILTERS
-from winnow.methods import TABLES
+from winnow.methods.advantage import ADVANTAGES
+from winnow.methods.filter import FILTERS
+from winnow.run.catalogue import TABLES
 
 GOOD = {"model": "m", "env": "countdown"}
 

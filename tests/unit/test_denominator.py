@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 import torch
 
-from winnow.advantage import ADVANTAGES
-from winnow.buffer import Buffer
-from winnow.correct import STEP_SCALES
-from winnow.correct.truncate import Truncate
-from winnow.filter import FILTERS
-from winnow.loss import LossConfig
-from winnow.step import OptimizerStep, StepOptions
+from winnow.learner.step import OptimizerStep, StepOptions
+from winnow.methods.advantage import ADVANTAGES
+from winnow.methods.correct import STEP_SCALES
+from winnow.methods.correct.truncate import Truncate
+from winnow.methods.filter import FILTERS
+from winnow.methods.loss import LossConfig
+from winnow.sampler.pace import Buffer
 from winnow.types import Group, Prompt, Rollout, Visit
 
 from .learner_models import VOCABULARY, assert_equal, learner_of, llama

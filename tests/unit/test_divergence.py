@@ -14,19 +14,19 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from winnow import Trainer
-from winnow.advantage import ADVANTAGES
 from winnow.config import ConfigError, method
 from winnow.engine import LocalEngine, SamplingParams
 from winnow.env.base import StepResult
-from winnow.filter.zero_variance import Judge
-from winnow.gate import GATES
-from winnow.gate.audit import AuditedGate, RuleAudit
-from winnow.gate.divergence import RULES, Divergence, decide, fires
-from winnow.gate.signals import SIGNALS
-from winnow.ledger import Ledger
-from winnow.reward import Rewarder
-from winnow.rollout import RolloutOptions, RolloutRunner
-from winnow.tally import Tally
+from winnow.env.rewards.rewarder import Rewarder
+from winnow.methods.advantage import ADVANTAGES
+from winnow.methods.filter.zero_variance import Judge
+from winnow.methods.gate import GATES
+from winnow.methods.gate.audit import AuditedGate, RuleAudit
+from winnow.methods.gate.divergence import RULES, Divergence, decide, fires
+from winnow.methods.gate.signals import SIGNALS
+from winnow.record.ledger import Ledger
+from winnow.record.tally import Tally
+from winnow.rollout.runner import RolloutOptions, RolloutRunner
 from winnow.types import EnvStep, Fate, GroupView, Prompt, Visit
 
 from .test_rollout import SHORT_TURNS, EchoEnv, StepGate, ToyTask, run

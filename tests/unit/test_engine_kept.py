@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from winnow.base.noise import noise_key
 from winnow.engine import Finished, LocalEngine, Request, SamplingParams
-from winnow.noise import noise_key
 
 from .engine_models import FUSED, GENERIC, VOCAB, make_model, plain_logits, plain_logp, run
 from .test_engine_local import make_engine

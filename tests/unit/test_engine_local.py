@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
+from winnow.base.noise import as_tensor, noise_key, uniform
 from winnow.engine import Finished, LocalEngine, Request, SamplingParams
-from winnow.engine import local as local_module
-from winnow.noise import as_tensor, noise_key, uniform
+from winnow.engine.local import engine as local_module
 
 from .engine_models import (
     EOS,

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from winnow.engine import Request, SamplingParams
-from winnow.engine.cache import KVCache, padded, plan
-from winnow.engine.slots import COUNT, POSITION, SlotTable
-from winnow.engine.stops import StopTable
+from winnow.engine.local.cache import KVCache, padded, plan
+from winnow.engine.local.slots import COUNT, POSITION, SlotTable
+from winnow.engine.local.stops import StopTable
 
 from .engine_models import byte_tokenizer, word_tokenizer
 

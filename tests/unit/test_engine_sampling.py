@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from transformers import TopKLogitsWarper, TopPLogitsWarper
 
 from winnow.engine import SamplingParams
-from winnow.engine.sampling import BLOCK, Rows, draw, sample
+from winnow.engine.local.sampling import BLOCK, Rows, draw, sample
 
 from .engine_models import plain_logp
 

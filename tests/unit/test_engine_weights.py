@@ -12,7 +12,7 @@ import torch
 import transformers as hf
 
 from winnow.engine import ENGINES, LocalEngine, LocalOptions, Request
-from winnow.engine import hf as hf_module
+from winnow.engine.local import hf as hf_module
 
 from .engine_models import (
     PADDED,

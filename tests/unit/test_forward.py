@@ -8,12 +8,12 @@ import pytest
 import torch
 from transformers import Gemma2Config, Gemma2ForCausalLM
 
-import winnow.batch as batching
-from winnow.batch import Row, collate, micro_batches
+import winnow.learner.batch as batching
 from winnow.learner.base import Stats
-from winnow.learner.local import LearnerOptions, LocalLearner, frozen_copy
-from winnow.learner.logprob import TokenDistribution
-from winnow.loss import LossConfig
+from winnow.learner.batch import Row, collate, micro_batches
+from winnow.learner.local.learner import LearnerOptions, LocalLearner, frozen_copy
+from winnow.learner.local.logprob import TokenDistribution
+from winnow.methods.loss import LossConfig
 
 from .learner_models import (
     SIZES,

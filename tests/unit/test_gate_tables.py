@@ -13,15 +13,15 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from winnow.cli import app
+from winnow.cli.main import app
 from winnow.config import method, validate
-from winnow.gate import GATES
-from winnow.gate.divergence import Divergence
-from winnow.gate.recording import rows_of
-from winnow.gate.signals import SIGNALS
-from winnow.records import Records
-from winnow.replay import ReplayError, correlate, read_recorded, sweep
-from winnow.replay_stats import Bound, Choice, calibrate
+from winnow.methods.gate import GATES
+from winnow.methods.gate.divergence import Divergence
+from winnow.methods.gate.recording import rows_of
+from winnow.methods.gate.signals import SIGNALS
+from winnow.record.records import Records
+from winnow.study.replay import ReplayError, correlate, read_recorded, sweep
+from winnow.study.replay_stats import Bound, Choice, calibrate
 from winnow.types import Turn
 
 from .test_batch import make_group

@@ -12,14 +12,14 @@ import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from winnow.batch import MicroBatch, Pool, Row, collate, micro_batches
-from winnow.correct import CORRECTIONS
-from winnow.learner import grad_norms, logprob, pooled, row_head
+from winnow.learner.local import grad_norms, logprob, pooled, row_head
 from winnow.learner.base import Stats
-from winnow.learner.local import LearnerOptions, LocalLearner
-from winnow.learner.logprob import TokenDistribution
-from winnow.learner.pooled import ByLength, RowByRow
-from winnow.loss import LossConfig
+from winnow.learner.batch import MicroBatch, Pool, Row, collate, micro_batches
+from winnow.learner.local.learner import LearnerOptions, LocalLearner
+from winnow.learner.local.logprob import TokenDistribution
+from winnow.learner.local.pooled import ByLength, RowByRow
+from winnow.methods.correct import CORRECTIONS
+from winnow.methods.loss import LossConfig
 
 from .learner_models import SIZES, VOCABULARY, gemma2, gpt2, granite, llama, peaked, random_rows
 

@@ -11,14 +11,14 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from winnow.engine import LocalEngine, SamplingParams
-from winnow.filter.zero_variance import BY_REWARDS
-from winnow.group_state import group_from, group_state
-from winnow.ledger import Ledger
+from winnow.env.rewards.rewarder import Rewarder
 from winnow.loop import _too_few
-from winnow.records import sample
-from winnow.reward import Rewarder
-from winnow.rollout import RolloutOptions, RolloutRunner
-from winnow.tally import Tally
+from winnow.methods.filter.zero_variance import BY_REWARDS
+from winnow.record.ledger import Ledger
+from winnow.record.records import sample
+from winnow.record.tally import Tally
+from winnow.rollout.runner import RolloutOptions, RolloutRunner
+from winnow.sampler.codec import group_from, group_state
 from winnow.types import Fate, Group, GroupView, Token, Verdict, Visit
 
 from ..parity import parity_reward

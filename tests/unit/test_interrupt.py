@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from winnow.interrupt import StopSignals
+from winnow.run.interrupt import StopSignals
 
 
 def test_a_signal_in_the_middle_of_an_import_that_announcing_needs(

@@ -9,18 +9,18 @@ import numpy as np
 import pytest
 import torch
 
-from winnow.batch import PASS_TOKENS, Row, collate, micro_batches
-from winnow.correct.truncate import Truncate
+from winnow.base.noise import noise_key
 from winnow.engine.base import Finished, Request, SamplingParams
-from winnow.engine.local import LocalEngine
-from winnow.learner import logprob
+from winnow.engine.local.engine import LocalEngine
+from winnow.learner.local import logprob
 from winnow.learner.base import Stats
-from winnow.learner.local import LearnerOptions, LocalLearner
-from winnow.learner.logprob import TokenDistribution, token_logp
-from winnow.loss import LossConfig
-from winnow.noise import noise_key
+from winnow.learner.batch import PASS_TOKENS, Row, collate, micro_batches
+from winnow.learner.local.learner import LearnerOptions, LocalLearner
+from winnow.learner.local.logprob import TokenDistribution, token_logp
+from winnow.methods.correct.truncate import Truncate
+from winnow.methods.loss import LossConfig
+from winnow.study.warm_start import word_tokenizer
 from winnow.types import Rollout
-from winnow.warmup import word_tokenizer
 
 from .learner_models import (
     VOCABULARY,

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from winnow.ledger import Ledger, LedgerError, _zero_variance
+from winnow.record.ledger import Ledger, LedgerError, _zero_variance
 from winnow.types import Fate, Group, Prompt, Rollout, Verdict, Visit
 
 ALL_FATES = [fate for fate in Fate if fate != Fate.SKIPPED]
@@ -258,7 +258,7 @@ def test_reader_sees_a_run_that_is_going_on(path: Path) -> None:
 
 
 def test_second_writer_is_told(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("winnow.ledger_file.BUSY_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("winnow.record.ledger_file.BUSY_TIMEOUT_S", 0.05)
     with Ledger.open(path) as one, Ledger.open(path) as two:
         one._db.execute("BEGIN IMMEDIATE")
         with pytest.raises(LedgerError, match=r"cannot write: database is locked. Is another process"):

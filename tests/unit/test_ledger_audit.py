@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from winnow.audit import render, to_json, verdict
-from winnow.ledger import Ledger
+from winnow.record.ledger import Ledger
+from winnow.record.proof import render, to_json, verdict
 from winnow.types import Fate, Group, Prompt, Rollout, Verdict, Visit
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from winnow.ledger import Ledger, LedgerError
+from winnow.record.ledger import Ledger, LedgerError
 from winnow.types import Fate
 
 from .test_ledger import book_step, group, ledger, path, visit
@@ -193,7 +193,7 @@ def test_rollback_is_all_or_nothing(ledger: Ledger, monkeypatch: pytest.MonkeyPa
         raise OSError(28, f"no space left on device, at {name}")
 
     with monkeypatch.context() as patch:
-        patch.setattr("winnow.ledger.failpoint", fail)
+        patch.setattr("winnow.record.ledger.failpoint", fail)
         with pytest.raises(OSError, match="no space left on device, at ledger"):
             ledger.rollback(mark, reason="killed")
     assert (ledger.digest(), ledger.audit().restarts) == (before, 0)

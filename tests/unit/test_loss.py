@@ -5,10 +5,10 @@ import math
 import pytest
 import torch
 
-from winnow.correct.mask import Mask
-from winnow.correct.ratios import Level
-from winnow.correct.truncate import Truncate
-from winnow.loss import LossConfig, kl_divergence, policy_loss
+from winnow.methods.correct.mask import Mask
+from winnow.methods.correct.ratios import Level
+from winnow.methods.correct.truncate import Truncate
+from winnow.methods.loss import LossConfig, kl_divergence, policy_loss
 
 torch.manual_seed(0)
 B, T = 5, 7

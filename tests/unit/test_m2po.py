@@ -11,13 +11,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from winnow.advantage import ADVANTAGES
-from winnow.batch import collate
-from winnow.correct.m2po import M2PO, cutoff
-from winnow.correct.none import NoScale
 from winnow.learner.base import Stats
-from winnow.loss import LossConfig
-from winnow.step import OptimizerStep, StepOptions
+from winnow.learner.batch import collate
+from winnow.learner.step import OptimizerStep, StepOptions
+from winnow.methods.advantage import ADVANTAGES
+from winnow.methods.correct.m2po import M2PO, cutoff
+from winnow.methods.correct.none import NoScale
+from winnow.methods.loss import LossConfig
 
 from .learner_models import learner_of, llama, random_rows
 from .test_batch import make_group

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from winnow.env.math import final_answer, gold_answer, grade, last_boxed
+from winnow.env.rewards.math import final_answer, gold_answer, grade, last_boxed
 
 
 @pytest.mark.parametrize(

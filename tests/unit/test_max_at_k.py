@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from winnow.advantage import ADVANTAGES, max_at_k, rloo
+from winnow.methods.advantage import ADVANTAGES, max_at_k, rloo
 
 reward = st.one_of(st.just(math.nan), st.sampled_from([0.0, 1.0, 0.1]), st.floats(-10, 10))
 

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from winnow.noise import as_tensor, mix, noise_key, uniform
+from winnow.base.noise import as_tensor, mix, noise_key, uniform
 
 GAMMA = 0x9E3779B97F4A7C15
 PUBLISHED = [

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from winnow.advantage import ADVANTAGES
-from winnow.batch import Row
-from winnow.correct import STEP_SCALES
-from winnow.correct.truncate import Truncate
-from winnow.loss import LossConfig
-from winnow.off_policy import LAG_BANDS, lag_metrics, sampling_metrics
-from winnow.step import OptimizerStep, StepOptions
+from winnow.learner.batch import Row
+from winnow.learner.off_policy import LAG_BANDS, lag_metrics, sampling_metrics
+from winnow.learner.step import OptimizerStep, StepOptions
+from winnow.methods.advantage import ADVANTAGES
+from winnow.methods.correct import STEP_SCALES
+from winnow.methods.correct.truncate import Truncate
+from winnow.methods.loss import LossConfig
 
 from .learner_models import learner_of, llama
 from .test_batch import make_group, make_rollout

@@ -11,11 +11,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from winnow.advantage import ADVANTAGES, opo, optimal_baseline
-from winnow.batch import Pool, Row, collate, micro_batches, rows_of, with_gradient
-from winnow.correct.truncate import Truncate
 from winnow.learner.base import Stats
-from winnow.loss import LossConfig
+from winnow.learner.batch import Pool, Row, collate, micro_batches, rows_of, with_gradient
+from winnow.methods.advantage import ADVANTAGES, opo, optimal_baseline
+from winnow.methods.correct.truncate import Truncate
+from winnow.methods.loss import LossConfig
 
 from .learner_models import assert_equal, learner_of, llama, random_rows
 from .test_batch import make_group

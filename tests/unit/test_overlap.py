@@ -13,8 +13,8 @@ import pytest
 
 from winnow.engine import LocalEngine, SamplingParams
 from winnow.env.base import StepResult
-from winnow.reward import Rewarder
-from winnow.rollout import OVERLAP, RolloutOptions, RolloutRunner
+from winnow.env.rewards.rewarder import Rewarder
+from winnow.rollout.runner import OVERLAP, RolloutOptions, RolloutRunner
 from winnow.types import EnvStep, Fate, Group, Verdict, Visit
 
 from .test_rollout import EchoEnv, ToyTask, policy, run  # noqa: F401
@@ -138,7 +138,7 @@ def test_a_run_of_many_turns_writes_what_a_gate_would_have_gone_by(
 ) -> None:
     """And `winnow gate` reads it from the run directory; a resume neither loses nor repeats a row."""
     from winnow import Trainer
-    from winnow.replay import read_recorded
+    from winnow.study.replay import read_recorded
 
     def task() -> ToyTask:
         def make(made: int) -> Any:

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from winnow.config import validate
-from winnow.group_state import group_state
-from winnow.sync import SamplersLostError, processes
-from winnow.sync.child import Message
-from winnow.sync.processes import Processes, ProcessSampler
+from winnow.sampler import SamplersLostError, processes
+from winnow.sampler.codec import group_state
+from winnow.sampler.pipe import Message
+from winnow.sampler.processes import Processes, ProcessSampler
 from winnow.types import Fate, Group, Prompt, Rollout, Visit
 
 PROMPTS = [Prompt(f"p{i}", i, text="p") for i in range(9)]

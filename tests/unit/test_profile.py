@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from winnow.build import build_policy, build_task, sampling_params
 from winnow.config import validate
-from winnow.pass_rates import BINS, histogram, parse_profile, summary
-from winnow.profile import CHUNK, PassRate, ProfileError, Profiler, read_profile
-from winnow.reward import Rewarder
+from winnow.env.rewards.rewarder import Rewarder
+from winnow.methods.pass_rates import BINS, histogram, parse_profile, summary
+from winnow.rollout.profile import CHUNK, PassRate, ProfileError, Profiler, read_profile
+from winnow.run.build import build_policy, build_task, sampling_params
 
 LINE = {"id": "a", "n": 16, "correct": 3, "mean_reward": 0.1875}
 

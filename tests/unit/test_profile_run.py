@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from winnow.evaluate import RolloutsFailedError
-from winnow.pass_rates import ProfileError, read_profile
-from winnow.profile import CHUNK
-from winnow.profile_run import ProfileFile, profile_model
+from winnow.methods.pass_rates import ProfileError, read_profile
+from winnow.rollout.evaluate import RolloutsFailedError
+from winnow.rollout.profile import CHUNK
+from winnow.study.profile import ProfileFile, profile_model
 
 PROMPTS = 2 * CHUNK + 5
 REWARD = """
@@ -107,7 +107,7 @@ def test_a_torn_file_ends_as_the_whole_one(
 def test_kill_9_between_lines_and_meta(tiny_model: Path, values: dict[str, Any], whole: Path, tmp_path: Path) -> None:
     path = tmp_path / "p.jsonl"
     call = f"profile_model({str(tiny_model)!r}, {values!r}, n=4, output=Path({str(path)!r}))"
-    code = f"from winnow.profile_run import *; {call}"
+    code = f"from winnow.study.profile import *; {call}"
     environment = os.environ | {"WINNOW_FAILPOINT": "profile.lines@2:kill"}
     killed = subprocess.run([sys.executable, "-c", code], env=environment, timeout=120, check=False)
     assert killed.returncode == -signal.SIGKILL
@@ -124,7 +124,7 @@ def test_an_interrupt_says_how_to_go_on(
     def interrupted(*args: Any, **kwargs: Any) -> Any:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("winnow.profile.roll_out", interrupted)
+    monkeypatch.setattr("winnow.rollout.profile.roll_out", interrupted)
     with pytest.raises(KeyboardInterrupt, match=f"0 of {PROMPTS} prompts .* the same command goes on"):
         profile_model(str(tiny_model), values, output=tmp_path / "p.jsonl")
 

@@ -10,8 +10,8 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from winnow.env.base import StepResult
-from winnow.gate.divergence import Divergence
-from winnow.group_state import group_from, group_state
+from winnow.methods.gate.divergence import Divergence
+from winnow.sampler.codec import group_from, group_state
 from winnow.types import Fate
 
 from .test_rollout import SHORT_TURNS, EchoEnv, StepGate, ToyTask, run

@@ -5,7 +5,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from winnow.prompting import PromptError, cut_at_stop, decode, encode_observation, encode_prompt
+from winnow.env.prompting import PromptError, cut_at_stop, decode, encode_observation, encode_prompt
 from winnow.types import Prompt
 
 TEMPLATE = (

@@ -11,13 +11,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from winnow.batch import rows_of
 from winnow.config import ConfigError
 from winnow.engine import LocalEngine, SamplingParams
-from winnow.gate.calibration import survival_factor
-from winnow.gate.quality import Arrol, ArrolGate, _forced_beyond, _sampled_after, trace_confidence
-from winnow.reward import Rewarder
-from winnow.rollout import RolloutOptions, RolloutRunner
+from winnow.env.rewards.rewarder import Rewarder
+from winnow.learner.batch import rows_of
+from winnow.methods.gate.calibration import survival_factor
+from winnow.methods.gate.quality import Arrol, ArrolGate, _forced_beyond, _sampled_after, trace_confidence
+from winnow.rollout.runner import RolloutOptions, RolloutRunner
 from winnow.types import Fate, Group, GroupView, Prompt, Rollout, Token, Turn, Verdict, Visit
 
 from .test_rollout import ToyTask
@@ -318,7 +318,7 @@ def test_confidence_and_last_hidden_are_those_of_a_forward_pass(tiny_model: Path
 )
 def test_options_are_checked(options: dict[str, Any], message: str) -> None:
     from winnow.config import method
-    from winnow.gate import GATES
+    from winnow.methods.gate import GATES
 
     with pytest.raises(ConfigError, match=message):
         method(GATES, {"name": "arrol", **options}, "gates")

@@ -10,9 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from winnow.gate.quality import Arrol
-from winnow.gate.quality_head import FILE, Example, QualityHead
-from winnow.gate.quality_stats import Realised, auroc
+from winnow.methods.gate.quality import Arrol
+from winnow.methods.gate.quality_head import FILE, Example, QualityHead
+from winnow.methods.gate.quality_stats import Realised, auroc
 
 from .test_quality import H, play
 

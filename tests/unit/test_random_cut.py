@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from winnow.gate.random_cut import RandomCut
+from winnow.methods.gate.random_cut import RandomCut
 from winnow.types import EnvStep, GroupView, Prompt, Verdict, Visit
 
 

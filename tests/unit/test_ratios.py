@@ -10,8 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from winnow.correct import effective_sample_size, log_ratio, lr_scale
-from winnow.correct.ess import Ess
+from winnow.methods.correct import effective_sample_size, log_ratio, lr_scale
+from winnow.methods.correct.ess import Ess
 
 
 def test_ratios_of_every_level() -> None:

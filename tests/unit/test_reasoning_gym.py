@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from winnow.env.reasoning_gym import ReasoningGymConfig, reasoning_gym_reward, score
-from winnow.reward import Rewarder
+from winnow.env.rewards.rewarder import Rewarder
 from winnow.types import Group, Rollout, Visit
 
 

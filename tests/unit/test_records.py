@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from winnow.config import ConfigError, RunConfig, validate
-from winnow.records import METRICS, SAMPLES, Records, RunDirectoryError, WandbLike, check_trackers, lock
+from winnow.record.records import METRICS, SAMPLES, Records, RunDirectoryError, WandbLike, check_trackers, lock
 
 from .test_batch import make_group
 

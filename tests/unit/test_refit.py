@@ -11,8 +11,8 @@ import pytest
 
 from winnow import Trainer
 from winnow.config import ConfigError
-from winnow.gate.divergence import Divergence
-from winnow.gate.refit import LEAST, MOST, Refit
+from winnow.methods.gate.divergence import Divergence
+from winnow.methods.gate.refit import LEAST, MOST, Refit
 from winnow.types import Verdict
 
 from .test_batch import make_group
@@ -149,8 +149,8 @@ def test_a_resumed_run_is_the_uninterrupted_one(
     tiny_config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And its table of groups has the weights of audits, so that `winnow gate` can read it."""
-    from winnow.gate import refit
-    from winnow.replay import read_recorded
+    from winnow.methods.gate import refit
+    from winnow.study.replay import read_recorded
 
     monkeypatch.setattr(refit, "LEAST", 4)
     config = tiny_config | {

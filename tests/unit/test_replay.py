@@ -19,10 +19,10 @@ import pytest
 from pyarrow import csv, parquet
 from typer.testing import CliRunner
 
-from winnow.cli import app
-from winnow.gate.recording import rows_of
-from winnow.gate.signals import SIGNALS
-from winnow.replay import ReplayError, correlate, read_recorded, sweep
+from winnow.cli.main import app
+from winnow.methods.gate.recording import rows_of
+from winnow.methods.gate.signals import SIGNALS
+from winnow.study.replay import ReplayError, correlate, read_recorded, sweep
 
 from .test_batch import make_group
 

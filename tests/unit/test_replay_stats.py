@@ -12,13 +12,13 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from winnow.cli import app
+from winnow.cli.main import app
 from winnow.config import method
-from winnow.gate import GATES
-from winnow.gate.divergence import Divergence
-from winnow.gate.signals import SIGNALS
-from winnow.replay import Recorded, ReplayError, read_recorded, sweep
-from winnow.replay_stats import Bound, calibrate
+from winnow.methods.gate import GATES
+from winnow.methods.gate.divergence import Divergence
+from winnow.methods.gate.signals import SIGNALS
+from winnow.study.replay import Recorded, ReplayError, read_recorded, sweep
+from winnow.study.replay_stats import Bound, calibrate
 
 from .test_replay import T_MAX, buffer, command, make_rows, without, write
 

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from winnow.ledger import Ledger
-from winnow.report import count_text, seconds_text, write_report
-from winnow.report_data import MAX_TEXT, read_run, thin, visible
+from winnow.record.ledger import Ledger
+from winnow.study.report import count_text, seconds_text, write_report
+from winnow.study.report_data import MAX_TEXT, read_run, thin, visible
 from winnow.types import Fate, Group, Prompt, Rollout, Visit
 
 HOSTILE = "</script><script>alert(1)</script><!-- \"'` & \x00\x1b[31m\x85 \u202egnirts\u202c \u2028 \ud800 نص عربي 🙂"
@@ -198,7 +198,7 @@ def test_hostile_text_stays_text(tmp_path: Path) -> None:
 
 
 def test_script_never_sets_markup() -> None:
-    assets = Path(__file__).parents[2] / "src/winnow/assets"
+    assets = Path(__file__).parents[2] / "src/winnow/study/assets"
     for name in ("report.js", "charts.js", "bars.js", "compare.js"):
         source = (assets / name).read_text()
         assert not [

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from winnow.off_policy import LAG_BANDS
+from winnow.learner.off_policy import LAG_BANDS
 
 from .test_report import card, make_run, page
 
-ASSETS = Path(__file__).parents[2] / "src/winnow/assets"
+ASSETS = Path(__file__).parents[2] / "src/winnow/study/assets"
 
 
 def off_policy_run(path: Path, *, steps: int = 200, collapse_at: int | None = None, max_lag: int = 8) -> Path:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from winnow.report import write_report
-from winnow.report_data import read_run
+from winnow.study.report import write_report
+from winnow.study.report_data import read_run
 
 from .test_report import Page, make_run
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from winnow.env.pooled import PooledReward, verl_reward
-from winnow.reward import Rewarder
+from winnow.env.rewards.pooled import PooledReward, verl_reward
+from winnow.env.rewards.rewarder import Rewarder
 from winnow.types import Fate, Group, Prompt, Rollout, Turn, Visit
 
 

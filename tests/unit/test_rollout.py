@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from winnow.engine import LocalEngine, SamplingParams
 from winnow.env.base import Env, StepResult
-from winnow.evaluate import Evaluator, pass_at_k, summarize
-from winnow.reward import Rewarder
-from winnow.rollout import RolloutOptions, RolloutRunner
+from winnow.env.rewards.rewarder import Rewarder
+from winnow.rollout.evaluate import Evaluator, pass_at_k, summarize
+from winnow.rollout.runner import RolloutOptions, RolloutRunner
 from winnow.types import EnvStep, Fate, Group, GroupView, Prompt, Token, Verdict, Visit
 
 from ..parity import parity_reward
@@ -354,7 +354,7 @@ def test_pass_at_k_refuses_nonsense(bad: tuple[int, int, int]) -> None:
 
 
 def test_an_evaluation_keeps_few_environments_alive_at_once(policy, monkeypatch) -> None:
-    monkeypatch.setattr("winnow.evaluate.MAX_LIVE", 8)
+    monkeypatch.setattr("winnow.rollout.evaluate.MAX_LIVE", 8)
     alive, most = 0, 0
 
     class Counted(EchoEnv):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from winnow.config import ConfigError, validate
-from winnow.step import StepOptions, scheduled_lr
+from winnow.learner.step import StepOptions, scheduled_lr
 
 GOOD = {"model": "m", "env": "countdown"}
 

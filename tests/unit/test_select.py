@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from winnow.advantage import ADVANTAGES
-from winnow.filter.zero_variance import Judge
-from winnow.pass_rates import PassRate
-from winnow.select import SELECTORS
-from winnow.select.backoff import Backoff
-from winnow.select.greso import Greso, GresoSelector, adjust, rollout_batch_size, skip_probability
-from winnow.select.stream import PATIENCE
-from winnow.size import ROLLOUT_BATCHES
+from winnow.methods.advantage import ADVANTAGES
+from winnow.methods.filter.zero_variance import Judge
+from winnow.methods.pass_rates import PassRate
+from winnow.methods.select import SELECTORS
+from winnow.methods.select.backoff import Backoff
+from winnow.methods.select.greso import Greso, GresoSelector, adjust, rollout_batch_size, skip_probability
+from winnow.methods.select.stream import PATIENCE
+from winnow.methods.size import ROLLOUT_BATCHES
 from winnow.types import Group, Prompt, Visit
 
 from .test_batch import make_group

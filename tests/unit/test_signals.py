@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from winnow.gate.signals import SIGNALS, Strings
+from winnow.methods.gate.signals import SIGNALS, Strings
 
 END = object()
 WORDS = st.sampled_from(["", "a", "b", "go to drawer 1", "é", "END", "None"])

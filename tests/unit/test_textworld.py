@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from winnow.env.base import Demonstrator, OverlappingEnv, Task
-from winnow.env.textworld.play import NOTHING, TextWorldEnv, readable, spelled_as_in, understood, worded
-from winnow.env.textworld.task import TextWorldConfig
-from winnow.warmup import word_tokenizer
+from winnow.env.games.textworld.play import NOTHING, TextWorldEnv, readable, spelled_as_in, understood, worded
+from winnow.env.games.textworld.task import TextWorldConfig
+from winnow.study.warm_start import word_tokenizer
 
 pytest.importorskip("textworld")
 
@@ -234,6 +234,6 @@ def test_text_of_games():
 
 
 def test_what_plays_imports_little():
-    code = "import sys, winnow.env.textworld.play, winnow.env.remote; print(*sys.modules)"
+    code = "import sys, winnow.env.games.textworld.play, winnow.env.workers.remote; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert not {"torch", "textworld", "transformers", "jericho"} & set(loaded)

@@ -13,8 +13,8 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from winnow.env.prompting import PromptError, ToolResults, encode_observation, encode_prompt
 from winnow.env.tools import with_tools
-from winnow.prompting import PromptError, ToolResults, encode_observation, encode_prompt
 from winnow.types import Prompt
 
 TEMPLATE = (

@@ -16,9 +16,9 @@ import pytest
 from winnow.engine import SamplingParams
 from winnow.engine.base import Finished
 from winnow.env.base import OverlappingEnv, StepResult, Task
+from winnow.env.rewards.rewarder import Rewarder
 from winnow.env.tools import ToolUnavailableError, parse_tool_calls, parser_of, with_tools
-from winnow.reward import Rewarder
-from winnow.rollout import RolloutOptions, RolloutRunner
+from winnow.rollout.runner import RolloutOptions, RolloutRunner
 from winnow.types import Fate, Prompt, Visit
 
 from .test_tool_prompts import OneTurn, add, make_tokenizer
@@ -203,7 +203,7 @@ def test_an_async_tool_that_ends_the_program_ends_only_its_call():
 
 def test_a_call_that_has_failed_before_anybody_looks_is_no_call_that_was_not_made(monkeypatch):
     """The event loop may be faster than the thread that asked it."""
-    from winnow.env.calls import LoopRunner
+    from winnow.env.workers.calls import LoopRunner
 
     def answered(self: LoopRunner, function: Any) -> Future[Any]:
         future: Future[Any] = Future()

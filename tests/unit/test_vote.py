@@ -7,11 +7,11 @@ import pytest
 
 from winnow.env.base import Answering
 from winnow.env.countdown import CountdownConfig
-from winnow.env.math import same_answers
-from winnow.evaluate import rank_weights, weighted_vote
-from winnow.gate.quality_head import QualityHead
+from winnow.env.rewards.math import same_answers
+from winnow.methods.gate.quality_head import QualityHead
+from winnow.rollout.evaluate import rank_weights, weighted_vote
+from winnow.study.vote import by_head, deepconf, deepconf_tail, logprob
 from winnow.types import Rollout
-from winnow.vote import by_head, deepconf, deepconf_tail, logprob
 
 
 def test_ranks_are_rescaled_and_ties_share() -> None:

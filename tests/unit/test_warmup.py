@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from winnow.env.countdown import CountdownConfig
-from winnow.warmup import (
+from winnow.study.warm_start import (
     IGNORED,
     WarmupConfig,
     _backward,

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from winnow.gate.window import Window
+from winnow.methods.gate.window import Window
 
 
 @given(st.integers(1, 7), st.lists(st.integers(0, 9), max_size=8))

@@ -11,7 +11,7 @@ import time
 import psutil
 import pytest
 
-from winnow.env.worker import WorkerError, WorkerPool, worker_environment
+from winnow.env.workers.worker import WorkerError, WorkerPool, worker_environment
 
 FUNCTIONS = """
 import ctypes, os, signal, sys, time
@@ -231,7 +231,7 @@ def test_no_descriptor_or_thread_is_left_after_many_deaths(functions):
 def test_workers_die_with_a_killed_parent(functions, tmp_path, function):
     script = f"""
 import time
-from winnow.env.worker import WorkerPool
+from winnow.env.workers.worker import WorkerPool
 pool = WorkerPool(1, timeout_s=600)
 print(pool.call({functions!r} + ":pid", {{}}).result(), flush=True)
 pool.call({functions!r} + ":{function}", {{}})
@@ -249,7 +249,7 @@ time.sleep(600)
 
 def test_neither_the_worker_nor_the_task_table_imports_torch():
     heavy = {"torch", "numpy", "transformers"}
-    code = f"import sys, winnow.env.worker; print(sorted({heavy} & set(sys.modules)))"
+    code = f"import sys, winnow.env.workers.worker; print(sorted({heavy} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"
 
 

@@ -35,7 +35,7 @@ class Request:
     prompt_ids: tuple[int, ...]
     params: SamplingParams
     key: int
-    """64-bit noise key (see `winnow.noise`): token j is drawn with `uniform(key, j)`, whatever else runs."""
+    """64-bit noise key (see `winnow.base.noise`): token j is drawn with `uniform(key, j)`, whatever else runs."""
     checkpoints: tuple[int, ...] = ()
     """Ascending counts of sampled tokens at which a `Reached` event is wanted."""
     keep: bool = False

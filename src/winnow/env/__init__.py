@@ -30,8 +30,8 @@ ENVS: Mapping[str, type] = LazyTable(
         "reasoning_gym": ".reasoning_gym:ReasoningGymConfig",
         "dataset": ".dataset:DatasetConfig",
         "python_tool": ".python_tool:PythonToolConfig",
-        "textworld": ".textworld.task:TextWorldConfig",
-        "alfworld": ".alfworld.task:AlfworldConfig",
+        "textworld": ".games.textworld.task:TextWorldConfig",
+        "alfworld": ".games.alfworld.task:AlfworldConfig",
     }
 )
 """Name -> frozen dataclass of options with `build() -> Task`."""

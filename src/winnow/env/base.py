@@ -66,7 +66,7 @@ class OverlappingEnv(Protocol):
     """An environment that works elsewhere, e.g. in a worker process, while the engine goes on with other rollouts.
 
     The futures must come to an end by a deadline of the environment's own; an exception fails the rollout. `close()` as
-    for `Env`, possibly while an answer is still owed. `winnow.env.remote` puts any `Env` into a worker process.
+    for `Env`, possibly while an answer is still owed. `winnow.env.workers.remote` puts any `Env` into a worker process.
     """
 
     def start_reset(self) -> Future[str | None]: ...

@@ -11,10 +11,10 @@ from typing import Any, Literal
 
 from ..types import Message, Prompt
 from .base import Env, RewardFn
-from .functions import nearest
-from .math import same_answers
 from .presets import PRESETS
+from .rewards.math import same_answers
 from .rows import DataError, Row, read_rows
+from .workers.functions import nearest
 
 RESERVED = ("prompts", "completions", "completion_ids", "trainer_state", "log_metric", "environments")
 """Arguments of reward functions that a column must not be called."""

@@ -1,7 +1,7 @@
 r"""Well-known formats of math data: which columns they have, how the model is asked, where the answer is.
 
 Each preset turns a row as published into one with `prompt` and `ground_truth`; the other columns stay. Answers are
-judged by `winnow.env.math` for equality in value, whatever preset they come from.
+judged by `winnow.env.rewards.math` for equality in value, whatever preset they come from.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .base import RewardFn
-from .math import last_boxed, math_reward
+from .rewards.math import last_boxed, math_reward
 from .rows import DataError, Row
 
 BOXED = "\nPlease reason step by step, and put your final answer within \\boxed{}."

@@ -18,7 +18,7 @@ from typing import Any
 from ..types import Prompt
 from .base import OverlappingEnv, RewardFn, StepResult
 from .dataset import DatasetConfig, DatasetTask
-from .sandbox import Outcome, Sandbox, SandboxOptions
+from .workers.sandbox import Outcome, Sandbox, SandboxOptions
 
 INSTRUCTION = (
     "\nYou may run Python: write a block between ```python and ```, and you are shown what it prints. Every block runs "

@@ -18,9 +18,9 @@ from typing import Any, Literal
 from ..types import Prompt
 from .base import Env, RewardFn
 from .countdown import extract_answer
-from .functions import nearest
-from .pooled import PooledReward, Row
-from .worker import WorkerError, WorkerPool
+from .rewards.pooled import PooledReward, Row
+from .workers.functions import nearest
+from .workers.worker import WorkerError, WorkerPool
 from .workings import WORKINGS, Working, answer_of
 
 INSTRUCTION = "\n\nThink first, then give only the final answer inside <answer> and </answer> tags."

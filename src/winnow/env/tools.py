@@ -21,12 +21,12 @@ from typing import Any
 
 from transformers.utils import get_json_schema
 
-from ..prompting import ToolPrompt, ToolResults
 from ..types import Prompt
 from .base import OverlappingEnv, RewardFn, StepResult, Task
-from .deadlines import Deadlines
-from .remote import EnvLostError
-from .worker import WorkerError
+from .prompting import ToolPrompt, ToolResults
+from .workers.deadlines import Deadlines
+from .workers.remote import EnvLostError
+from .workers.worker import WorkerError
 
 Tool = Callable[..., Any]
 Factory = Callable[[], Any]

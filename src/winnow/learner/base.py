@@ -9,8 +9,8 @@ from typing import Protocol
 
 import torch
 
-from ..batch import MicroBatch
-from ..loss import LossConfig
+from ..methods.loss import LossConfig
+from .batch import MicroBatch
 
 
 @dataclass

@@ -1,0 +1,1 @@
+"""Helpers that know nothing of rollouts: keyed noise, packed arrays, durable files, bootstrap intervals, failpoints."""

@@ -1,0 +1,1 @@
+"""The command `winnow`: one file a family of commands."""

@@ -1,0 +1,20 @@
+"""The failures that a user can cause or must be told of; the command prints them without a traceback."""
+
+from ..env.workers.sandbox import SandboxError
+from ..loop import RunStoppedError
+from ..record.ledger import LedgerError
+from ..record.records import RunDirectoryError
+from ..rollout.evaluate import RolloutsFailedError
+from ..run.checkpoint import CheckpointError
+
+EXPECTED = (
+    ValueError,  # ConfigError and the tasks' own
+    OSError,
+    FloatingPointError,
+    CheckpointError,
+    LedgerError,
+    RunDirectoryError,
+    RunStoppedError,
+    RolloutsFailedError,
+    SandboxError,
+)

@@ -1,0 +1,45 @@
+"""What a request must be, told by name when it is not."""
+
+from __future__ import annotations
+
+import math
+
+from ..base import Request
+
+LOWEST_TEMPERATURE = 1e-4
+"""Below it float32 logits may overflow, and nothing but greedy sampling is meant."""
+
+
+def check_request(request: Request, vocab_size: int, max_length: int | None) -> None:
+    """ValueError unless prompt and sampling parameters can be run."""
+    params, prompt, who = request.params, request.prompt_ids, f"request {request.id!r}"
+    if not prompt:
+        raise ValueError(f"{who}: the prompt is empty; it needs at least one token")
+    wrong = next((i for i in prompt if not 0 <= i < vocab_size), None)
+    if wrong is not None:
+        raise ValueError(f"{who}: prompt token {wrong} is outside the vocabulary of {vocab_size}")
+    if params.max_tokens < 1:
+        raise ValueError(f"{who}: max_tokens must be at least 1, not {params.max_tokens}")
+    total = len(prompt) + params.max_tokens
+    if max_length is not None and total > max_length:
+        raise ValueError(
+            f"{who}: {len(prompt)} prompt tokens + max_tokens {params.max_tokens} = {total} exceed the maximum "
+            f"length {max_length}; shorten the prompt or lower max_tokens"
+        )
+    if params.temperature != 0 and not LOWEST_TEMPERATURE <= params.temperature < math.inf:
+        raise ValueError(
+            f"{who}: temperature must be 0 (greedy) or a number from {LOWEST_TEMPERATURE} on, not {params.temperature}"
+        )
+    if not 0 < params.top_p <= 1:
+        raise ValueError(f"{who}: top_p must be in (0, 1], not {params.top_p}")
+    if params.top_k < 0:
+        raise ValueError(f"{who}: top_k must be >= 0 (0 turns it off), not {params.top_k}")
+    if not all(params.stop):
+        raise ValueError(f"{who}: a stop string is empty")
+
+
+def check_checkpoints(request: Request) -> None:
+    """ValueError unless the checkpoints are positive and ascending."""
+    counts = request.checkpoints
+    if any(a >= b for a, b in zip((0, *counts), counts, strict=False)):
+        raise ValueError(f"request {request.id!r}: checkpoints must be positive and ascending, not {counts}")

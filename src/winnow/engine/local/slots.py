@@ -1,0 +1,160 @@
+"""Book-keeping of running sequences in host arrays: row = slot, the running ones are rows 0..n-1."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Hashable
+
+import numpy as np
+
+from ...base.noise import as_tensor
+from ..base import Finished, Request
+
+NEVER = np.iinfo(np.int64).max
+TOKEN, POSITION, COUNT, KEY, TOP_K, ALARM, BORN, STOP_SET = range(8)
+DEVICE_ROWS = ALARM
+"""Rows of `ints` above this one are read by the forward pass and the sampler."""
+
+
+class SlotTable:
+    """Vectorised state of the running sequences."""
+
+    def __init__(self, slots: int) -> None:
+        self.n = 0
+        self.slots = slots
+        self.ints = np.zeros((8, slots), dtype=np.int64)
+        """TOKEN last sampled; POSITION it will be written to; COUNT sampled so far; KEY of the noise; TOP_K; ALARM, the
+        count at which to look at the row; BORN, the engine step of its first token; STOP_SET."""
+        self.floats = np.ones((2, slots), dtype=np.float32)
+        """Inverse temperature and top-p."""
+        self.greedy = np.zeros(slots, dtype=bool)
+        self.tokens = np.zeros((slots, 0), dtype=np.int64)
+        self.logp = np.zeros((slots, 0), dtype=np.float32)
+        self.confidence = np.zeros((slots, 0), dtype=np.float32)
+        self.confident = np.zeros(slots, dtype=bool)
+        """Rows of which `confidence` is wanted."""
+        self.requests: list[Request] = []
+        self.row_of: dict[Hashable, int] = {}
+        self.clock = 0.0
+        """Engine seconds per running row, summed over all steps so far."""
+        self._clock_in = np.zeros(slots)
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Columns of the cache that hold each running row, the token to be written next included."""
+        return self.ints[POSITION, : self.n] + 1
+
+    def append(self, requests: list[Request], stop_sets: list[int], step: int) -> slice:
+        """Start sequences behind the running ones; returns their rows."""
+        rows = slice(self.n, self.n + len(requests))
+        self._widen(max(r.params.max_tokens for r in requests))
+        greedy = [r.params.temperature == 0 for r in requests]
+        self.ints[:, rows] = np.array(
+            [
+                (0, len(r.prompt_ids), 0, 0, 0 if g else r.params.top_k, _next_alarm(r, 0), step, stop_set)
+                for r, g, stop_set in zip(requests, greedy, stop_sets, strict=True)
+            ],
+            dtype=np.int64,
+        ).T
+        self.ints[KEY, rows] = as_tensor([r.key for r in requests]).numpy()
+        self.floats[:, rows] = np.array(
+            [(1, 1) if g else (1 / r.params.temperature, r.params.top_p) for r, g in zip(requests, greedy, strict=True)]
+        ).T
+        self.greedy[rows] = greedy
+        self.confident[rows] = [r.confidence for r in requests]
+        self._clock_in[rows] = self.clock
+        self.row_of.update(zip((r.id for r in requests), range(rows.start, rows.stop), strict=True))
+        self.requests += requests
+        self.n = rows.stop
+        return rows
+
+    def record(self, tokens_N: np.ndarray, logp_N: np.ndarray, confidence_N: np.ndarray | None = None) -> np.ndarray:
+        """Store one token for each running row; returns the rows whose count has reached their alarm (bool [N])."""
+        n, count_N = self.n, self.ints[COUNT, : self.n]
+        rows = np.arange(n)
+        self.tokens[rows, count_N] = tokens_N
+        self.logp[rows, count_N] = logp_N
+        if confidence_N is not None:
+            self.confidence[rows, count_N] = confidence_N
+        self.ints[TOKEN, :n] = tokens_N
+        count_N += 1
+        return np.asarray(count_N == self.ints[ALARM, :n])
+
+    def rearm(self, row: int) -> None:
+        """Set the alarm to the next checkpoint or the limit."""
+        self.ints[ALARM, row] = _next_alarm(self.requests[row], int(self.ints[COUNT, row]))
+
+    def sampled(self, row: int) -> tuple[np.ndarray, np.ndarray]:
+        """Views of the tokens and log-probabilities of a row so far."""
+        count = self.ints[COUNT, row]
+        return self.tokens[row, :count], self.logp[row, :count]
+
+    def confidence_of(self, row: int) -> np.ndarray | None:
+        """A copy of the confidences of a row so far, if they were asked for."""
+        return self.confidence[row, : self.ints[COUNT, row]].copy() if self.confident[row] else None
+
+    def finished(self, row: int, reason: str, versions: np.ndarray, hidden: np.ndarray | None = None) -> Finished:
+        tokens, logp = self.sampled(row)
+        seconds, confidence = float(self.clock - self._clock_in[row]), self.confidence_of(row)
+        return Finished(
+            self.requests[row].id, tokens.copy(), logp.copy(), versions, reason, seconds, confidence, hidden
+        )
+
+    def holes(self, rows: list[int]) -> tuple[np.ndarray, np.ndarray]:
+        """(targets, sources): the last surviving rows that fill the holes left by `rows`."""
+        rest = self.n - len(rows)
+        gone = set(rows)
+        targets = sorted(row for row in rows if row < rest)
+        sources = [row for row in range(rest, self.n) if row not in gone]
+        return np.array(targets, dtype=np.int64), np.array(sources, dtype=np.int64)
+
+    def remove(self, rows: list[int]) -> tuple[np.ndarray, np.ndarray]:
+        """Drop rows and close the holes; returns the moves (targets, sources) that the cache must follow."""
+        targets, sources = self.holes(rows)
+        for row in rows:
+            del self.row_of[self.requests[row].id]
+        self._move(targets, sources)
+        self.n -= len(rows)
+        del self.requests[self.n :]
+        self.ints[[TOKEN, POSITION], self.n :] = 0
+        return targets, sources
+
+    def _move(self, targets: np.ndarray, sources: np.ndarray) -> None:
+        for rows_last in (self.ints, self.floats):
+            rows_last[:, targets] = rows_last[:, sources]
+        for rows_first in (self.greedy, self.confident, self.tokens, self.logp, self.confidence, self._clock_in):
+            rows_first[targets] = rows_first[sources]
+        moved = [self.requests[source] for source in sources]
+        for target, request in zip(targets.tolist(), moved, strict=True):
+            self.requests[target] = request
+            self.row_of[request.id] = target
+
+    def sort(self) -> np.ndarray:
+        """Reorder the running rows, longest first; returns the permutation (row i was row order[i])."""
+        order = np.argsort(-self.ints[POSITION, : self.n], kind="stable")
+        self._move(np.arange(self.n), order)
+        return order
+
+    def _widen(self, columns: int) -> None:
+        extra = columns - self.tokens.shape[1]
+        if extra > 0:
+            self.tokens = np.pad(self.tokens, ((0, 0), (0, extra)))
+            self.logp = np.pad(self.logp, ((0, 0), (0, extra)))
+            self.confidence = np.pad(self.confidence, ((0, 0), (0, extra)))
+
+
+class Stopwatch:
+    """Seconds since the last reading."""
+
+    def __init__(self) -> None:
+        self._last = time.perf_counter()
+
+    def lap(self) -> float:
+        now = time.perf_counter()
+        seconds, self._last = now - self._last, now
+        return seconds
+
+
+def _next_alarm(request: Request, count: int) -> int:
+    limit = request.params.max_tokens
+    return min([c for c in request.checkpoints if c > count] + [limit])

@@ -1,0 +1,1 @@
+"""Text games: ALFWorld and TextWorld."""

@@ -1,0 +1,1 @@
+"""Rewards: functions, scores, and where they run."""

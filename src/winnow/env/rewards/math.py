@@ -1,0 +1,117 @@
+"""Rewards for answers to mathematical questions: equal in value to the reference, however written.
+
+Comparing two answers means computing with what the model wrote (`9^9^9^9`), so it is done by math-verify in a worker
+process that is killed when its time is up.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+from ..workers.worker import WorkerError, shared_pool
+from .pooled import PooledReward, Row
+
+GOLD_COLUMNS = ("ground_truth", "answer", "solution")
+"""Where the reference answer is looked for, in this order; then in `reward_model`."""
+
+_LINE = re.compile(r"(?:^|\n)[ \t>*]*(?:final )?answer[ \t*]*:[ \t*]*([^\n]+)", re.IGNORECASE)
+_HASHES = re.compile(r"####[ \t]*([^\n]+)")
+_THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
+_TAGS = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
+
+
+def grade(text: str, gold: str) -> float:
+    """1.0 when the last answer in `text` equals `gold`, else 0.0. Meant for a worker. Raises ImportError."""
+    try:
+        from math_verify import parse, verify
+    except ImportError:
+        raise ImportError("the package 'math-verify' is missing; pip install 'winnow-rl[math]'") from None
+    answer = final_answer(text)
+    if answer is not None and _plain(answer) == _plain(gold):
+        return 1.0
+    # The deadline is the pool's; math-verify's own one needs SIGALRM.
+    reference = parse(_boxed(gold), parsing_timeout=None)
+    candidate = parse(text if answer is None else _boxed(answer), parsing_timeout=None)
+    return float(bool(reference and candidate and verify(reference, candidate, timeout_seconds=None)))
+
+
+def final_answer(text: str) -> str | None:
+    r"""The last `\boxed{}`, `Answer:` line, `####` line or `<answer>` tag of a text; None if it has none."""
+    found = [(m.start(), m[1]) for pattern in (_LINE, _HASHES, _TAGS) for m in pattern.finditer(text)]
+    boxed = last_boxed(text)
+    if boxed is not None:
+        found.append((text.rindex("\\boxed{" + boxed), boxed))
+    return max(found)[1].strip() if found else None
+
+
+def last_boxed(text: str) -> str | None:
+    r"""Content of the last `\boxed{...}` with balanced braces; None if there is none."""
+    end = len(text)
+    while (start := text.rfind("\\boxed{", 0, end)) >= 0:
+        depth = 0
+        for i in range(start + len("\\boxed"), len(text)):
+            depth += {"{": 1, "}": -1}.get(text[i], 0)
+            if depth == 0:
+                return text[start + len("\\boxed{") : i]
+        end = start
+    return None
+
+
+def gold_answer(row: Row) -> str:
+    """The reference answer of a row. Raises ValueError when it has none."""
+    reward_model = row.get("reward_model")
+    nested = reward_model.get("ground_truth") if isinstance(reward_model, Mapping) else None
+    for value in (*(row.get(name) for name in GOLD_COLUMNS), nested):
+        if value is not None and (reference := _reference(str(value))):
+            return reference
+    raise ValueError(f"the math reward needs a column with the reference answer: {', '.join(GOLD_COLUMNS)}")
+
+
+def _reference(text: str) -> str:
+    """A reference may be a whole solution."""
+    answer = final_answer(text)
+    return text.strip() if answer is None else answer
+
+
+def _plain(answer: str) -> str:
+    return _THOUSANDS.sub("", answer.strip().strip("$.").replace(" ", ""))
+
+
+def _boxed(answer: str) -> str:
+    return "\\boxed{" + answer.strip().strip("$") + "}"
+
+
+def same_answers(texts: Sequence[str]) -> list[str | None]:
+    """The final answer of each text; of those with equal values, the one that came first. None where there is none.
+
+    Compared in worker processes, like rewards; what cannot be compared in time is taken for different.
+    """
+    found: list[str | None] = []
+    first: dict[str, str] = {}
+    for text in texts:
+        answer = final_answer(text)
+        if answer is not None and (plain := _plain(answer)) not in first:
+            calls = [
+                shared_pool().call("winnow.env.rewards.math:grade", {"text": _boxed(plain), "gold": a}) for a in first
+            ]
+            first[plain] = next((a for a, call in zip(first, calls, strict=True) if _said_yes(call)), plain)
+        found.append(None if answer is None else first[_plain(answer)])
+    return found
+
+
+def _said_yes(call: Future[Any]) -> bool:
+    try:
+        return bool(call.result())
+    except WorkerError:
+        return False
+
+
+def _arguments(text: str, row: Row) -> dict[str, Any]:
+    return {"text": text, "gold": gold_answer(row)}
+
+
+math_reward = PooledReward("math_reward", "winnow.env.rewards.math:grade", _arguments)
+"""1.0 for a right answer, else 0.0; an answer that cannot be checked in time is failed, not wrong."""

@@ -1,0 +1,75 @@
+"""Reward functions whose work is done in killable worker processes, one completion at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+from ..workers.worker import WorkerPool, shared_pool
+
+Row = Mapping[str, Any]
+"""The columns of one prompt."""
+
+
+class PooledReward:
+    """Scores each completion by a call of its own, so that one that hangs fails alone.
+
+    `target` is a `module:function` called in a worker with `arguments(text, row)`; it returns a number, None, or a dict
+    with `score`. `columns` names the columns that `arguments` reads. Called directly it has TRL's signature, waits, and
+    raises WorkerError for a completion that could not be scored.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        target: str,
+        arguments: Callable[[str, Row], dict[str, Any]],
+        columns: Sequence[str] = (),
+    ) -> None:
+        self.__name__ = name
+        self.target = target
+        self.columns = tuple(columns)
+        self._arguments = arguments
+
+    def submit(
+        self, pool: WorkerPool, completions: Sequence[Any], columns: Mapping[str, list[Any]]
+    ) -> list[Future[Any]]:
+        """One future per completion. Raises ValueError or TypeError when a column is missing or not JSON."""
+        futures = []
+        for i, completion in enumerate(completions):
+            row = {name: values[i] for name, values in columns.items()}
+            futures.append(pool.call(self.target, self._arguments(completion_text(completion), row)))
+        return futures
+
+    def __call__(self, completions: Sequence[Any], **columns: list[Any]) -> list[float | None]:
+        lists = {name: value for name, value in columns.items() if isinstance(value, list)}
+        results = [future.result() for future in self.submit(shared_pool(), completions, lists)]
+        return [r["score"] if isinstance(r, dict) else r for r in results]
+
+
+def completion_text(completion: Any) -> str:
+    """A completion as text: itself, or what the assistant said last."""
+    return completion if isinstance(completion, str) else str(completion[-1]["content"])
+
+
+def verl_reward(name: str, target: str) -> PooledReward:
+    """verl's `compute_score(data_source, solution_str, ground_truth, extra_info)` by name."""
+    return PooledReward(name, target, verl_arguments, ())
+
+
+def verl_arguments(text: str, row: Row) -> dict[str, Any]:
+    """What verl passes. Raises ValueError when the row has no ground truth."""
+    reward_model = row.get("reward_model")
+    if "ground_truth" in row:
+        truth = row["ground_truth"]
+    elif isinstance(reward_model, Mapping) and "ground_truth" in reward_model:
+        truth = reward_model["ground_truth"]
+    else:
+        raise ValueError("verl's compute_score needs a column 'ground_truth' or 'reward_model' with a 'ground_truth'")
+    return {
+        "data_source": row.get("data_source"),
+        "solution_str": text,
+        "ground_truth": truth,
+        "extra_info": row.get("extra_info"),
+    }

@@ -1,0 +1,328 @@
+"""Scoring groups with reward functions, while generation goes on.
+
+Functions have TRL's signature, `f(prompts, completions, completion_ids, **columns) -> list[float | None]`, or verl's
+`compute_score`. Anything that goes wrong - an exception, a deadline, NaN, the wrong length - makes the rollouts
+concerned `failed`, with the cause as their reason; it never becomes a reward of 0.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import dataclass
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+from ...types import Fate, Group, Rollout
+from ..workers.calls import LoopRunner, ThreadRunner
+from ..workers.functions import (
+    VERL_ARGUMENTS,
+    FunctionError,
+    describe_error,
+    function_name,
+    load_function,
+    nearest,
+    parameters_of,
+)
+from ..workers.worker import WorkerError, WorkerPool
+from .pooled import PooledReward, completion_text, verl_arguments, verl_reward
+from .scores import LARGEST, Outcome, arguments_of, plain_score, read_score, read_scores
+
+BUILTIN = {
+    "countdown": "winnow.env.countdown:countdown_reward",
+    "math": "winnow.env.rewards.math:math_reward",
+}
+"""Reward functions that can be asked for by a plain name."""
+STANDARD = ("prompts", "completions", "completion_ids", "trainer_state", "log_metric", "environments")
+"""Arguments that are not columns."""
+POLL_S = 0.1
+
+RewardSpec = Callable[..., Any] | str
+
+
+@dataclass
+class _Function:
+    """A reward function, with exactly one of three ways to call it."""
+
+    name: str
+    weight: float
+    parameters: dict[str, bool]
+    call: Callable[..., Any] | None = None
+    """In this process, once a group."""
+    target: str | None = None
+    """In a worker, once a group."""
+    pooled: PooledReward | None = None
+    """In a worker, once a completion."""
+
+
+@dataclass(eq=False)
+class _Pending:
+    """One function's answer for the rollouts of a group."""
+
+    function: _Function
+    futures: list[Future[Any]]
+    """One for each rollout, or a single one for all."""
+    per_completion: bool = False
+
+    def outcomes(self, n: int) -> tuple[list[Outcome], list[tuple[str, float]]]:
+        """An outcome for each of n rollouts, and what a worker logged."""
+        if self.per_completion:
+            return [read_score(_result(f)) for f in self.futures], []
+        result = _result(self.futures[0])
+        if self.function.target is None or isinstance(result, Exception):
+            return read_scores(result, n), []
+        return read_scores(result["value"], n), [(name, value) for name, value in result["metrics"]]
+
+
+@dataclass(eq=False)
+class _Work:
+    group: Group
+    rollouts: list[Rollout]
+    pending: list[_Pending]
+
+    def unfinished(self) -> list[Future[Any]]:
+        return [f for p in self.pending for f in p.futures if not f.done()]
+
+
+class Rewarder:
+    """Calls reward functions once per group and writes `rollout.rewards` and `rollout.reward`, or fate and reason.
+
+    `reward_funcs` are callables, `"module:function"`, `"path/to/file.py:function"`, or names in `BUILTIN`. Those given
+    by name run in worker processes that are killed when `timeout_s` is over; callables run in a thread of this
+    process (coroutine functions on an event loop), which can be left behind but not killed. The reward is the sum of
+    the functions' values, weighted; None means that a function does not apply. A rollout whose environment has already
+    set a reward keeps it. An element of a returned list may be an exception: it fails that rollout alone.
+
+    Raises FunctionError (a ValueError) when a function does not exist, with the nearest name, ValueError when weights
+    do not match.
+    """
+
+    def __init__(
+        self,
+        reward_funcs: RewardSpec | Sequence[RewardSpec],
+        weights: Sequence[float] | None = None,
+        timeout_s: float = 30.0,
+        *,
+        workers: int = 2,
+    ) -> None:
+        specs = [reward_funcs] if callable(reward_funcs) or isinstance(reward_funcs, str) else list(reward_funcs)
+        if weights is None:
+            weights = [1.0] * len(specs)
+        if len(weights) != len(specs) or not all(math.isfinite(w) for w in weights):
+            raise ValueError(f"reward_weights: {list(weights)} given for {len(specs)} reward functions; give one each")
+        self.counts: Counter[str] = Counter()
+        """Rollouts by outcome: `scored`, `failed`."""
+        self.last_error = ""
+        self.trainer_state = SimpleNamespace(global_step=0, max_steps=0)
+        """Passed to functions that name it; the attributes are those of TRL's that exist here."""
+        self._pool = WorkerPool(workers, timeout_s)
+        self._threads = ThreadRunner(timeout_s)
+        self._loop = LoopRunner(timeout_s)
+        self._work: list[_Work] = []
+        self._metrics: list[tuple[str, float]] = []
+        try:
+            functions = [self._function(spec, w) for spec, w in zip(specs, weights, strict=True)]
+        except BaseException:
+            self.close()
+            raise
+        self._functions = _unique_names(functions)
+
+    @property
+    def names(self) -> list[str]:
+        return [f.name for f in self._functions]
+
+    def check(self, columns: Collection[str]) -> None:
+        """Raises ValueError when a function needs a column that the data does not have."""
+        for function in self._functions:
+            _check_columns(function, columns)
+
+    def score(self, groups: Sequence[Group]) -> None:
+        """Score groups and wait for all of them. Raises RuntimeError while groups given to `start` are being scored."""
+        if self._work:
+            raise RuntimeError("score: other groups are being scored; collect them with done() first")
+        waiting = {id(group) for group in groups}
+        for group in groups:
+            self.start(group)
+        while waiting:
+            waiting -= {id(group) for group in self.done(wait=True)}
+
+    def start(self, group: Group, environments: Sequence[Any] | None = None) -> None:
+        """Begin to score the rollouts that have neither fate nor reward. Raises ValueError if it is being scored."""
+        if any(work.group is group for work in self._work):
+            raise ValueError(f"group of visit {group.visit.number} is being scored already")
+        chosen = [i for i, r in enumerate(group.rollouts) if r.fate is None and r.reward is None]
+        rollouts = [group.rollouts[i] for i in chosen]
+        arguments = arguments_of(group, rollouts)
+        arguments["environments"] = None if environments is None else [environments[i] for i in chosen]
+        arguments["trainer_state"] = self.trainer_state
+        pending = [self._begin(f, arguments) for f in self._functions] if rollouts else []
+        self._work.append(_Work(group, rollouts, pending))
+
+    def done(self, wait: bool = False) -> list[Group]:
+        """Groups whose scoring has ended since the last call, in the order they were started.
+
+        With `wait`, blocks until there is one, unless nothing is being scored. Deadlines bound the wait.
+        """
+        while True:
+            self._threads.expire()
+            self._loop.expire()
+            finished = [work for work in self._work if not work.unfinished()]
+            if finished or not wait or not self._work:
+                break
+            _wait_for_one([f for work in self._work for f in work.unfinished()])
+        self._work = [work for work in self._work if work not in finished]
+        for work in finished:
+            self._settle(work)
+        return [work.group for work in finished]
+
+    def failure_share(self) -> float:
+        """Failed rollouts among all that were to be scored; 0 before the first."""
+        total = self.counts["scored"] + self.counts["failed"]
+        return self.counts["failed"] / total if total else 0.0
+
+    def pop_metrics(self) -> dict[str, float]:
+        """Means of what functions gave to `log_metric` since the last call."""
+        logged, self._metrics = self._metrics, []
+        values: dict[str, list[float]] = {}
+        for name, value in logged:
+            values.setdefault(name, []).append(value)
+        return {name: sum(v) / len(v) for name, v in values.items()}
+
+    def close(self) -> None:
+        """Kill the workers. Groups in flight are scored no more."""
+        self._pool.close()
+        self._threads.close()
+        self._loop.close()
+
+    def _function(self, spec: RewardSpec, weight: float) -> _Function:
+        if isinstance(spec, str) and spec in BUILTIN:
+            spec = load_function(BUILTIN[spec])
+        if isinstance(spec, PooledReward):
+            return _Function(function_name(spec), weight, dict.fromkeys(spec.columns, True), pooled=spec)
+        if isinstance(spec, str):
+            return self._by_name(spec, weight)
+        if not callable(spec):
+            raise ValueError(f"reward_funcs: expected a function or its name, got {spec!r}")
+        parameters = parameters_of(spec)
+        if set(VERL_ARGUMENTS) <= set(parameters):
+            return _Function(function_name(spec), weight, {"**": False}, call=partial(_verl_group, spec))
+        return _Function(function_name(spec), weight, parameters, call=spec)
+
+    def _by_name(self, target: str, weight: float) -> _Function:
+        if ":" not in target:
+            known = ", ".join(BUILTIN)
+            raise FunctionError(
+                f"reward_funcs: unknown name '{target}'. Built in: {known}; your own are given as 'module:function' or "
+                "'path/to/file.py:function'"
+            )
+        try:
+            found = self._pool.call("winnow.env.workers.functions:inspect_function", {"target": target}).result()
+        except WorkerError as error:
+            raise FunctionError(f"reward_funcs: cannot load {error.detail.partition(': ')[2]}") from None
+        if set(VERL_ARGUMENTS) <= set(found["parameters"]):
+            return _Function(found["name"], weight, {}, pooled=verl_reward(found["name"], target))
+        return _Function(found["name"], weight, found["parameters"], target=target)
+
+    def _begin(self, function: _Function, arguments: dict[str, Any]) -> _Pending:
+        try:
+            if function.pooled is not None:
+                columns = {k: v for k, v in arguments.items() if k not in STANDARD}
+                _check_columns(function, columns)
+                return _Pending(function, function.pooled.submit(self._pool, arguments["completions"], columns), True)
+            return _Pending(function, [self._call(function, arguments)])
+        except Exception as error:
+            failed: Future[Any] = Future()
+            failed.set_exception(error)
+            return _Pending(function, [failed])
+
+    def _call(self, function: _Function, arguments: dict[str, Any]) -> Future[Any]:
+        _check_columns(function, [k for k in arguments if k not in STANDARD])
+        accepted = function.parameters
+        log_metric = "log_metric" in accepted or "**" in accepted
+        chosen = {k: v for k, v in arguments.items() if k in accepted or "**" in accepted}
+        if function.target is not None:
+            chosen = {k: v for k, v in chosen.items() if k in accepted or k not in ("environments", "trainer_state")}
+            if "trainer_state" in chosen:
+                chosen["trainer_state"] = vars(self.trainer_state)
+            call = {"target": function.target, "kwargs": chosen, "log_metric": log_metric}
+            return self._pool.call("winnow.env.workers.functions:call_function", call)
+        assert function.call is not None
+        if log_metric:
+            chosen["log_metric"] = lambda name, value: self._metrics.append((str(name), float(value)))
+        bound = partial(function.call, **chosen)
+        return self._loop.submit(bound) if _is_async(function.call) else self._threads.submit(bound)
+
+    def _settle(self, work: _Work) -> None:
+        by_rollout: list[list[Outcome]] = [[] for _ in work.rollouts]
+        for pending in work.pending:
+            outcomes, logged = pending.outcomes(len(work.rollouts))
+            self._metrics.extend(logged)
+            for row, outcome in zip(by_rollout, outcomes, strict=True):
+                row.append(outcome)
+        for rollout, row in zip(work.rollouts, by_rollout, strict=True):
+            self._write(rollout, row)
+
+    def _write(self, rollout: Rollout, outcomes: Sequence[Outcome]) -> None:
+        """The reward, or fate and reason, of one rollout."""
+        judged = list(zip(self._functions, outcomes, strict=True))
+        rollout.rewards = {f.name: None if isinstance(o, Exception) else o for f, o in judged}
+        values = [f.weight * o for f, o in judged if isinstance(o, float)]
+        cause = next((f"reward {f.name}: {describe_error(o)}" for f, o in judged if isinstance(o, Exception)), "")
+        if not cause and not values:
+            cause = "no reward function applied"
+        if not cause and not abs(sum(values)) <= LARGEST:
+            cause = f"the weighted sum of rewards is {sum(values)}"
+        if cause:
+            rollout.fate, rollout.reason, self.last_error = Fate.FAILED, cause, cause
+        else:
+            rollout.reward = sum(values)
+        self.counts["failed" if cause else "scored"] += 1
+
+
+def _is_async(function: Callable[..., Any]) -> bool:
+    """Also true for an instance whose class has `async def __call__`."""
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+
+
+def _unique_names(functions: list[_Function]) -> list[_Function]:
+    seen: Counter[str] = Counter()
+    for function in functions:
+        seen[function.name] += 1
+        if seen[function.name] > 1:
+            function.name = f"{function.name}_{seen[function.name]}"
+    return functions
+
+
+def _check_columns(function: _Function, columns: Collection[str]) -> None:
+    for name, needed in function.parameters.items():
+        if needed and name not in STANDARD and name not in columns:
+            has = ", ".join(sorted(columns)) or "none"
+            hint = nearest(name, list(columns)).split(" It has")[0]
+            raise ValueError(f"reward {function.name} needs a column '{name}', but the data has: {has}.{hint}")
+
+
+def _verl_group(compute_score: Callable[..., Any], completions: list[Any], **arguments: Any) -> list[Any]:
+    """verl's function over a group; a completion on which it raises fails alone."""
+    scores: list[Any] = []
+    for i, completion in enumerate(completions):
+        row = {k: v[i] for k, v in arguments.items() if k not in STANDARD and isinstance(v, list)}
+        try:
+            scores.append(plain_score(compute_score(**verl_arguments(completion_text(completion), row))))
+        except Exception as error:
+            scores.append(error)
+    return scores
+
+
+def _result(future: Future[Any]) -> Any:
+    error = future.exception()
+    if error is None:
+        return future.result()
+    return error if isinstance(error, Exception) else RuntimeError(describe_error(error))
+
+
+def _wait_for_one(futures: list[Future[Any]]) -> None:
+    wait(futures, timeout=POLL_S, return_when=FIRST_COMPLETED)

@@ -1,0 +1,142 @@
+"""Environments in worker processes: each in one of a few processes, stepped under a deadline while the engine goes on.
+
+An environment lives in one process from its reset to its end. A process that dies or overruns its deadline is killed
+and replaced; the environments that lived in it are lost, and every answer they still owe is an EnvLostError, which
+fails the rollout. Nothing is tried twice: a step may have had its effect.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
+from dataclasses import asdict
+from typing import Any
+
+from ..base import Env, StepResult
+from .functions import load_function
+from .worker import WorkerError, WorkerPool
+
+
+class EnvLostError(RuntimeError):
+    """The environment's process died, was killed at its deadline, or was closed."""
+
+
+class EnvPool:
+    """`size` processes, started when first used and again after a death. Thread-safe.
+
+    `timeout_s` bounds one reset or step, `memory_mb` a process's data segment (Linux). A reset also pays for importing
+    what makes the environment.
+    """
+
+    def __init__(self, size: int = 2, timeout_s: float = 60.0, *, memory_mb: int = 4_096) -> None:
+        if size < 1:
+            raise ValueError(f"EnvPool: size must be at least 1, not {size}")
+        self._homes = [_Home(WorkerPool(1, timeout_s, memory_mb=memory_mb)) for _ in range(size)]
+        self._serial = itertools.count()
+
+    def make(self, target: str, kwargs: Mapping[str, Any]) -> RemoteEnv:
+        """An environment in the least busy process; `target`, `module:function`, makes it there from JSON `kwargs`."""
+        home = min(self._homes, key=lambda h: len(h.living))
+        return RemoteEnv(home, next(self._serial), target, dict(kwargs))
+
+    def close(self) -> None:
+        """Kill all processes. Safe to call twice; without it, they end with the program."""
+        for home in self._homes:
+            home.workers.close()
+
+
+class _Home:
+    """One process and what lives there."""
+
+    def __init__(self, workers: WorkerPool) -> None:
+        self.workers = workers
+        self.living: set[int] = set()
+        self.last_words = "it died between two calls"
+        """What became of its last process that was lost."""
+
+
+class RemoteEnv:
+    """Implements `OverlappingEnv`. `close` frees what it holds in its process."""
+
+    def __init__(self, home: _Home, serial: int, target: str, kwargs: dict[str, Any]) -> None:
+        self._home, self._serial = home, serial
+        self._target, self._kwargs = target, kwargs
+
+    def start_reset(self) -> Future[str | None]:
+        self._home.living.add(self._serial)
+        answer = self._call("host_reset", target=self._target, kwargs=self._kwargs)
+        return self._converted(answer, lambda observation: observation)
+
+    def start_step(self, text: str) -> Future[StepResult]:
+        return self._converted(self._call("host_step", text=text), lambda values: StepResult(**values))
+
+    def close(self) -> None:
+        """Does not wait. Answers still owed come first."""
+        if self._serial in self._home.living:
+            self._home.living.discard(self._serial)
+            with suppress(RuntimeError):  # the pool is closed: nothing is held any more
+                self._call("host_close")
+
+    def _call(self, function: str, **arguments: Any) -> Future[Any]:
+        return self._home.workers.call(f"{__name__}:{function}", {"serial": self._serial, **arguments})
+
+    def _converted(self, answer: Future[Any], convert: Callable[[Any], Any]) -> Future[Any]:
+        converted: Future[Any] = Future()
+
+        def settle(done: Future[Any]) -> None:
+            with suppress(InvalidStateError):  # cancelled by who waited for it
+                try:
+                    converted.set_result(convert(done.result()))
+                except WorkerError as error:
+                    converted.set_exception(self._told(error))
+                except Exception as error:
+                    converted.set_exception(error)
+
+        answer.add_done_callback(settle)
+        return converted
+
+    def _told(self, error: WorkerError) -> Exception:
+        """What the environment raised, or how it was lost."""
+        detail = re.sub(rf"^{__name__}:\w+: ", "", error.detail)
+        if error.kind != "raised":
+            self._home.last_words = detail
+            return EnvLostError(f"its worker process was lost: {detail}")
+        if detail.startswith(f"{NotHostedError.__name__}:"):
+            return EnvLostError(f"its worker process was lost with all it held: {self._home.last_words}")
+        return WorkerError("raised", detail)
+
+
+# ---------------------------------------------------------------- the worker's side
+
+
+class NotHostedError(LookupError):
+    """This process does not know the environment: it is younger than that."""
+
+
+_hosted: dict[int, Env] = {}
+
+
+def host_reset(serial: int, target: str, kwargs: dict[str, Any]) -> str | None:
+    env = _hosted[serial] = load_function(target)(**kwargs)
+    observation = env.reset()
+    if not isinstance(observation, str | None):
+        raise TypeError(f"reset() must return a text or None, not {type(observation).__name__}")
+    return observation
+
+
+def host_step(serial: int, text: str) -> dict[str, Any]:
+    if serial not in _hosted:
+        raise NotHostedError(f"environment {serial}")
+    result = _hosted[serial].step(text)
+    if not isinstance(result, StepResult):
+        raise TypeError(f"step() must return a StepResult, not {type(result).__name__}")
+    return asdict(result)
+
+
+def host_close(serial: int) -> None:
+    env = _hosted.pop(serial, None)
+    if env is not None and hasattr(env, "close"):
+        env.close()

@@ -1,0 +1,390 @@
+"""Killable worker processes: any function by name, with a deadline that the parent enforces.
+
+A worker is for code that may hang, crash or fill its memory, such as verifiers that evaluate what a model wrote. It is
+not a sandbox: it runs as the same user. What it cannot do is stop the parent, or run code in it: the two speak JSON
+lines over pipes, sizes are capped, and the parent kills the worker's process group when time is up.
+
+    parent -> worker   {"id": 7, "call": {"target": "module:function", "kwargs": {...}}}
+    worker -> parent   {"id": 7, "loaded": true}            the function is imported; its deadline starts now
+                       {"id": 7, "result": ...} or {"id": 7, "error": "ValueError: ..."}
+
+A worker sees a small environment without secrets, its prints go to a tail that is quoted when it dies, and it ends
+with its parent: by the end of its input, and on Linux by a signal of the kernel even when it is stuck in C code.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import queue
+import selectors
+import signal
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Mapping
+from concurrent.futures import Future, InvalidStateError
+from typing import Any, Literal
+
+from ...base.parent import die_with
+from .functions import describe_error, json_default, load_function
+
+MAX_REPLY = 4 << 20
+"""Longest reply in bytes."""
+STDERR_TAIL = 2_000
+START_TIMEOUT_S = 120.0
+"""For starting the process and importing the function's module."""
+PASSED_ENV = ("PATH", "LANG", "LC_ALL", "TMPDIR", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE")
+THREADS_ENV = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+
+Kind = Literal["timeout", "died", "raised"]
+
+
+class WorkerError(RuntimeError):
+    """A call that gave no result: it ran out of time, its process died, or the function raised."""
+
+    def __init__(self, kind: Kind, detail: str) -> None:
+        super().__init__(detail)
+        self.kind = kind
+        self.detail = detail
+
+
+class WorkerPool:
+    """`size` worker processes, started at the first call and again after a death.
+
+    `timeout_s` bounds one call from the moment its function is imported; `memory_mb` bounds a worker's data segment
+    (Linux). At most `max_pending` calls wait; `call` blocks when they do. Thread-safe. Close it, or leave it to the
+    end of the program.
+    """
+
+    def __init__(
+        self, size: int = 2, timeout_s: float = 30.0, *, max_pending: int = 4_096, memory_mb: int = 4_096
+    ) -> None:
+        if size < 1 or not 0 < timeout_s <= 1e6 or max_pending < 1 or memory_mb < 64:
+            raise ValueError("WorkerPool: size, max_pending from 1, timeout_s in (0, 1,000,000], memory_mb from 64")
+        self.size, self.timeout_s, self.memory_mb = size, timeout_s, memory_mb
+        self._jobs: queue.Queue[_Job | None] = queue.Queue(max_pending)
+        self._workers: list[_Worker] = []
+        self._threads: list[threading.Thread] = []
+        self._lock = threading.Lock()
+        self._closed = False
+        _open_pools.add(self)
+
+    def call(self, target: str, kwargs: Mapping[str, Any]) -> Future[Any]:
+        """Queue `target(**kwargs)`; the future holds its JSON result or raises WorkerError.
+
+        Raises TypeError when `kwargs` is not JSON, RuntimeError when the pool is closed or stays full.
+        """
+        body = json.dumps({"target": target, "kwargs": dict(kwargs)}, default=json_default)
+        job = _Job(target, body)
+        with self._lock:
+            if self._closed:
+                raise RuntimeError("WorkerPool: the pool is closed")
+            while len(self._threads) < self.size:
+                self._start_thread()
+        try:
+            self._jobs.put(job, timeout=START_TIMEOUT_S + self.timeout_s)
+        except queue.Full:
+            raise RuntimeError(f"WorkerPool: {self._jobs.maxsize} calls are waiting and none was taken") from None
+        if self._closed:
+            job.fail(WorkerError("died", "the worker pool was closed"))
+        return job.future
+
+    def close(self) -> None:
+        """Kill all workers; calls that are not finished fail with kind `died`. Safe to call twice."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        for worker in self._workers:
+            worker.kill()
+        with contextlib.suppress(queue.Empty):
+            while (job := self._jobs.get_nowait()) is not None:
+                job.fail(WorkerError("died", "the worker pool was closed"))
+        for _ in self._threads:
+            self._jobs.put(None)
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(timeout=10)
+
+    def _start_thread(self) -> None:
+        worker = _Worker(self.memory_mb)
+        thread = threading.Thread(target=self._serve, args=(worker,), name="winnow-worker", daemon=True)
+        self._workers.append(worker)
+        self._threads.append(thread)
+        thread.start()
+
+    def _serve(self, worker: _Worker) -> None:
+        while (job := self._jobs.get()) is not None:
+            if job.future.done() or not job.future.set_running_or_notify_cancel():
+                continue
+            try:
+                if self._closed:
+                    raise WorkerError("died", "the worker pool was closed")
+                result = worker.run(job, self.timeout_s)
+            except WorkerError as error:
+                job.fail(error)
+            except Exception as error:  # whatever it is, the caller must not wait for ever
+                worker.end()
+                job.fail(WorkerError("died", f"no worker process could be used: {type(error).__name__}: {error}"))
+            else:
+                job.succeed(result)
+        worker.end()
+
+
+class _Job:
+    def __init__(self, target: str, body: str) -> None:
+        self.target = target
+        self.body = body
+        self.future: Future[Any] = Future()
+
+    def succeed(self, result: Any) -> None:
+        with contextlib.suppress(InvalidStateError):
+            self.future.set_result(result)
+
+    def fail(self, error: WorkerError) -> None:
+        with contextlib.suppress(InvalidStateError):
+            self.future.set_exception(error)
+
+
+class _Worker:
+    """One process, used by one thread; `kill` may come from any."""
+
+    def __init__(self, memory_mb: int) -> None:
+        self._memory_mb = memory_mb
+        self._process: subprocess.Popen[bytes] | None = None
+        self._lock = threading.Lock()
+        self._killed = False
+        self._serial = 0
+        self._imported: set[str] = set()
+        self._received = b""
+        self._stderr = b""
+
+    def run(self, job: _Job, timeout_s: float) -> Any:
+        """Raises WorkerError; the process is then gone unless the function merely raised."""
+        process = self._alive()
+        start_s = timeout_s if job.target in self._imported else START_TIMEOUT_S
+        start_deadline = time.monotonic() + start_s
+        self._serial += 1
+        request = f'{{"id": {self._serial}, "call": {job.body}}}\n'.encode()
+        try:
+            self._send(process, request, start_deadline)
+            self._expect("loaded", process, start_deadline, f"could not be imported in {start_s:g} s")
+            self._imported.add(job.target)
+            return self._expect("result", process, time.monotonic() + timeout_s, f"took over {timeout_s:g} s")
+        except WorkerError as error:
+            if error.kind != "raised":
+                self.end()
+            raise WorkerError(error.kind, f"{job.target}: {error.detail}") from None
+
+    def kill(self) -> None:
+        """End the process for good. May come from any thread; the serving thread then cleans up with `end`."""
+        with self._lock:
+            self._killed = True
+            self._signal()
+
+    def end(self) -> None:
+        """Kill the process with all it started, and close its pipes."""
+        with self._lock:
+            process = self._process
+            if process is None:
+                return
+            self._signal()
+            process.wait()
+            self._process = None
+        for pipe in (process.stdin, process.stdout, process.stderr):
+            if pipe is not None:
+                pipe.close()
+
+    def _signal(self) -> None:
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+
+    def _alive(self) -> subprocess.Popen[bytes]:
+        """The running process; a new one if there is none or it has died since."""
+        if self._process is not None and self._process.poll() is not None:
+            self.end()
+        with self._lock:
+            if self._killed:
+                raise WorkerError("died", "the worker pool was closed")
+            if self._process is None:
+                self._received = self._stderr = b""
+                self._imported.clear()
+                self._process = _spawn(self._memory_mb)
+            return self._process
+
+    def _send(self, process: subprocess.Popen[bytes], data: bytes, deadline: float) -> None:
+        assert process.stdin is not None
+        view = memoryview(data)
+        try:
+            with selectors.DefaultSelector() as selector:
+                selector.register(process.stdin, selectors.EVENT_WRITE)
+                while view:
+                    if not selector.select(max(0.0, deadline - time.monotonic())):
+                        raise WorkerError("timeout", "the worker did not take the request")
+                    view = view[os.write(process.stdin.fileno(), view[:65_536]) :]
+        except OSError:
+            raise self._died(process) from None
+
+    def _expect(self, key: str, process: subprocess.Popen[bytes], deadline: float, late: str) -> Any:
+        """The value of `key` in the next reply. Raises WorkerError if it is an error, garbled, or late."""
+        line = self._read_line(process, deadline, late)
+        try:
+            reply = json.loads(line)
+            if reply["id"] != self._serial:
+                raise KeyError("id")
+            if "error" in reply:
+                raise WorkerError("raised", str(reply["error"]))
+            return reply[key]
+        except (ValueError, KeyError, TypeError, RecursionError):
+            raise WorkerError("died", f"garbled reply {line[:80]!r}; the worker was killed") from None
+
+    def _read_line(self, process: subprocess.Popen[bytes], deadline: float, late: str) -> bytes:
+        with selectors.DefaultSelector() as selector:
+            for pipe in (process.stdout, process.stderr):
+                assert pipe is not None
+                selector.register(pipe, selectors.EVENT_READ)
+            while True:
+                line, newline, rest = self._received.partition(b"\n")
+                if newline:
+                    self._received = rest
+                    return line
+                if len(self._received) > MAX_REPLY:
+                    raise WorkerError("died", f"reply of over {MAX_REPLY} bytes; the worker was killed")
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    raise WorkerError("timeout", f"{late}; the worker was killed")
+                for ready, _ in selector.select(left):
+                    self._take(process, ready.fileobj, selector)
+
+    def _take(self, process: subprocess.Popen[bytes], pipe: Any, selector: selectors.BaseSelector) -> None:
+        try:
+            data = os.read(pipe.fileno(), 65_536)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if pipe is not process.stdout:
+            self._stderr = (self._stderr + data)[-STDERR_TAIL:]
+            if not data:
+                selector.unregister(pipe)
+        elif data:
+            self._received += data
+        else:
+            raise self._died(process)
+
+    def _died(self, process: subprocess.Popen[bytes]) -> WorkerError:
+        """What to say of a worker whose pipe has closed."""
+        if self._killed:
+            return WorkerError("died", "the worker pool was closed")
+        try:
+            status = process.wait(timeout=1)
+        except subprocess.TimeoutExpired:
+            return WorkerError("died", "the worker closed its pipes and was killed")
+        how = f"exit status {status}" if status >= 0 else f"signal {signal.Signals(-status).name}"
+        said = self._stderr.decode("utf-8", "replace").strip()
+        return WorkerError("died", f"the worker died ({how})" + (f"; its last words: {said[-300:]}" if said else ""))
+
+
+def _spawn(memory_mb: int) -> subprocess.Popen[bytes]:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "winnow.env.workers.worker", str(os.getpid()), str(memory_mb)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        bufsize=0,
+        env=worker_environment(),
+        start_new_session=True,
+    )
+    for pipe in (process.stdin, process.stdout, process.stderr):
+        assert pipe is not None
+        os.set_blocking(pipe.fileno(), False)
+    return process
+
+
+def worker_environment() -> dict[str, str]:
+    """Nothing that may be a secret: paths to import from, one thread, and switches that keep it offline."""
+    env = {name: os.environ[name] for name in PASSED_ENV if name in os.environ}
+    paths = [os.path.abspath(p) for p in sys.path] + [os.getcwd()]
+    env["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(p for p in paths if os.path.exists(p)))
+    env["PYTHONHASHSEED"] = "0"
+    return env | dict.fromkeys(THREADS_ENV, "1")
+
+
+_open_pools: weakref.WeakSet[WorkerPool] = weakref.WeakSet()
+_shared: list[WorkerPool] = []
+_shared_lock = threading.Lock()
+
+
+def shared_pool() -> WorkerPool:
+    """The pool of callers that bring none."""
+    with _shared_lock:
+        if not _shared:
+            _shared.append(WorkerPool())
+        return _shared[0]
+
+
+@atexit.register
+def _close_pools() -> None:
+    for pool in list(_open_pools):
+        pool.close()
+
+
+# ---------------------------------------------------------------- the worker's side
+
+
+def main() -> None:
+    """Serve requests in the main thread (so that signals work there) until the input ends."""
+    parent, memory_mb = int(sys.argv[1]), int(sys.argv[2])
+    die_with(parent)
+    _limit_memory(memory_mb)
+    requests_fd, replies_fd = os.dup(0), os.dup(1)
+    with open(os.devnull) as devnull:
+        os.dup2(devnull.fileno(), 0)
+    os.dup2(2, 1)
+    requests: queue.Queue[bytes] = queue.Queue()
+    threading.Thread(target=_read_requests, args=(requests_fd, requests), daemon=True).start()
+    while True:
+        _serve_one(json.loads(requests.get()), replies_fd)
+
+
+def _serve_one(request: dict[str, Any], replies_fd: int) -> None:
+    serial, call = request["id"], request["call"]
+    try:
+        function = load_function(call["target"])
+        _reply(replies_fd, {"id": serial, "loaded": True})
+        reply = json.dumps({"id": serial, "result": function(**call["kwargs"])}, default=json_default)
+    except BaseException as error:
+        reply = json.dumps({"id": serial, "error": describe_error(error)})
+    _reply(replies_fd, reply)
+
+
+def _reply(fd: int, reply: str | dict[str, Any]) -> None:
+    data = memoryview(((reply if isinstance(reply, str) else json.dumps(reply)) + "\n").encode())
+    while data:
+        data = data[os.write(fd, data) :]
+
+
+def _read_requests(fd: int, requests: queue.Queue[bytes]) -> None:
+    """Hand on whole lines; at the end of the input end this process and all it started."""
+    with open(fd, "rb") as stream:
+        for line in stream:
+            requests.put(line)
+    os.killpg(os.getpgrp(), signal.SIGKILL)
+
+
+def _limit_memory(megabytes: int) -> None:
+    if sys.platform == "linux":
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_DATA, (megabytes << 20, megabytes << 20))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+if __name__ == "__main__":
+    main()

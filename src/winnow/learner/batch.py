@@ -1,0 +1,275 @@
+"""Admitted groups -> arrays.
+
+A row is one rollout with an advantage. Rows are weighted for the whole optimizer batch first (the token reduction),
+then those without any gradient are left out, then the rest is cut into micro-batches by a token budget.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import numpy as np
+import torch
+
+from ..methods.advantage import Advantage, InUpdate
+from ..methods.advantage.in_update import Weighing
+from ..methods.loss import LossConfig, LossType
+from ..types import Fate, Group, Rollout
+
+PASS_TOKENS = 512
+"""Tokens whose computation costs about as much as one more forward and backward pass does by itself."""
+BLOCK = 0.75
+"""Share of the token budget for rows whose activations are kept, in part, until their common baselines are found."""
+
+
+@dataclass(frozen=True)
+class Pool:
+    """The rows that have a baseline in common which the update is to find."""
+
+    number: int
+    weighing: Weighing
+
+
+@dataclass(frozen=True)
+class Row:
+    """One rollout as the loss sees it."""
+
+    rollout: Rollout
+    advantage: float
+    weight: float
+    """Coefficient of each of its tokens in the loss."""
+    pool: Pool | None = None
+    """Where the update finds the baseline. `advantage` is then the reward, and `weight` holds what scales it."""
+
+    @property
+    def length(self) -> int:
+        return len(self.rollout.prompt_ids) + len(self.rollout.token_ids)
+
+
+@dataclass(frozen=True)
+class SharedPrompts:
+    """Which rows of a micro-batch have the same prompt, so that each of U prompts need be computed only once."""
+
+    first_U: torch.Tensor
+    """A row that has the prompt."""
+    prompt_B: torch.Tensor
+    """Number of the row's prompt."""
+    length_B: torch.Tensor
+    """Tokens of the row's prompt."""
+    longest_prompt: int
+    longest_completion: int
+
+
+@dataclass(frozen=True)
+class Pools:
+    """The pools of a micro-batch; its `advantages_B` are rewards.
+
+    They may be spread over several micro-batches, so that rows of similar length are together in each.
+    """
+
+    weighing: Weighing
+    number_B: torch.Tensor
+    """int64: number of the row's pool, from 0 over all its pieces."""
+    mean_P: torch.Tensor
+    """float64: mean reward of each pool."""
+    pieces: list[MicroBatch]
+    """The micro-batches that these pools are spread over, in order."""
+    fits: bool
+    """Whether the pieces together are within the token budget; else they are one pool that is too large for it."""
+
+
+@dataclass
+class MicroBatch:
+    """Right-padded arrays of a few rows, B rows of T tokens. `mask_BT` is True where the policy sampled the token."""
+
+    input_ids_BT: torch.Tensor
+    mask_BT: torch.Tensor
+    sampler_logp_BT: torch.Tensor
+    advantages_B: torch.Tensor
+    """float64, as is `row_weight_B`: the learner rounds them to the type it computes in."""
+    row_weight_B: torch.Tensor
+    shared: SharedPrompts | None = None
+    """Set when computing prompts once saves more than the second pass that it takes."""
+    old_logp_BT: torch.Tensor | None = None
+    """Policy before this batch's first update; set by the learner on the first pass when a correction is active."""
+    pools: Pools | None = None
+    """None: `advantages_B` are final."""
+
+
+def rows_of(
+    groups: Sequence[Group],
+    advantage: Advantage,
+    loss_type: LossType,
+    *,
+    max_completion_length: int,
+    mask_truncated: bool = False,
+    unbiased: bool = False,
+) -> list[Row]:
+    """Rows of a batch, in order of groups and siblings; their weights add up the loss over all of them.
+
+    Members without a reward (failed, pruned) and greedy ones are absent. `unbiased`: each row stands for 1 / (its
+    chance of survival) rollouts, and the mean is over those that were pruned, too (Horvitz and Thompson): then the
+    expected loss is that without pruning, but for what pruning does to the advantages' baseline, and for `dapo` to the
+    number of tokens, which is estimated. FloatingPointError on a non-finite advantage.
+    """
+    members: list[tuple[Rollout, float]] = []
+    pools: list[tuple[float, Pool | None]] = []
+    for number, (group, advantages_G) in enumerate(zip(groups, advantage.of_batch(groups), strict=True)):
+        factor, pool = 1.0, None
+        if isinstance(advantage, InUpdate):
+            factor = advantage.factor(group.rewards())
+            pool = Pool(number if advantage.scope == "group" else 0, advantage.weighing)
+        for rollout, a in zip(group.rollouts, advantages_G, strict=True):
+            if rollout.reward is None or rollout.greedy or (mask_truncated and rollout.stop_reason == "length"):
+                continue
+            if not np.isfinite(a):
+                raise FloatingPointError(f"advantage {a} for visit {group.visit.number}, sibling {rollout.sibling}")
+            members.append((rollout, float(a if pool is None else rollout.reward)))
+            pools.append((factor, pool))
+    lengths = np.array([int(r.action_mask.sum()) for r, _ in members], dtype=np.float64)
+    times = np.array([1 / r.survival_p if unbiased else 1.0 for r, _ in members])
+    pruned = sum(r.fate == Fate.PRUNED for group in groups for r in group.siblings) if unbiased else 0
+    weights = token_weights(lengths, loss_type, max_completion_length, times, len(members) + pruned)
+    return [
+        Row(r, a, float(w) * factor, pool) for (r, a), w, (factor, pool) in zip(members, weights, pools, strict=True)
+    ]
+
+
+def token_weights(
+    lengths_N: np.ndarray,
+    loss_type: LossType,
+    max_completion_length: int,
+    times_N: np.ndarray | float = 1.0,
+    count: int | None = None,
+) -> np.ndarray:
+    """Weight of each token of a row of `lengths_N` action tokens, so that the loss is the plain sum over tokens.
+
+    float64 [N] -> [N]. dapo 1/sum(len); grpo 1/(N len); dr_grpo 1/(N max_completion_length); sequence_sum 1/N. A row
+    may stand for `times_N` rollouts, out of `count` (else N).
+    """
+    n, times_N = max(len(lengths_N) if count is None else count, 1), np.ones(len(lengths_N)) * times_N
+    if loss_type == "dapo":
+        return times_N / max((lengths_N * times_N).sum(), 1)
+    if loss_type == "grpo":
+        return times_N / (n * np.maximum(lengths_N, 1))
+    if loss_type == "dr_grpo":
+        return times_N / (n * max_completion_length)
+    return times_N / n
+
+
+def with_gradient(rows: Sequence[Row], loss: LossConfig) -> list[Row]:
+    """The rows that can contribute a gradient; without KL and entropy terms those with advantage 0 cannot.
+
+    In a pool none can if all rewards are equal, and else all.
+    """
+    alive = [row for row in rows if row.rollout.action_mask.any() and row.weight != 0]
+    if not loss.only_advantages:
+        return alive
+    rewards: dict[Pool, set[float]] = {}
+    for row in alive:
+        if row.pool is not None:
+            rewards.setdefault(row.pool, set()).add(row.advantage)
+    return [row for row in alive if (row.advantage != 0 if row.pool is None else len(rewards[row.pool]) > 1)]
+
+
+def micro_batches(
+    rows: Sequence[Row], tokens_per_microbatch: int, *, pad_id: int, device: torch.device | str = "cpu"
+) -> list[MicroBatch]:
+    """Rows of similar length together, longest first, each micro-batch at most `tokens_per_microbatch` padded tokens.
+
+    A row over that budget is a micro-batch of its own. One ends early when its padding has grown to `PASS_TOKENS`.
+    Pools come in blocks of at most `BLOCK` of the budget, if they are not larger themselves, and only the rows of a
+    block are put together so.
+    """
+    if any(row.pool is None for row in rows):
+        return [collate(part, pad_id, device) for part in _packed(rows, tokens_per_microbatch)]
+    found: list[MicroBatch] = []
+    for block in _blocks(rows, int(BLOCK * tokens_per_microbatch)):
+        numbers = {pool: p for p, pool in enumerate(dict.fromkeys(row.pool for row in block))}
+        mean_P = torch.tensor(
+            [np.mean([row.advantage for row in block if row.pool == pool]) for pool in numbers], device=device
+        )
+        fits = sum(row.length for row in block) <= tokens_per_microbatch
+        pieces: list[MicroBatch] = []
+        for part in _packed(block, tokens_per_microbatch):
+            batch = collate(part, pad_id, device)
+            number_B = torch.tensor([numbers[row.pool] for row in part], device=device)
+            batch.pools = Pools(cast(Pool, part[0].pool).weighing, number_B, mean_P, pieces, fits)
+            pieces.append(batch)
+        found += pieces
+    return found
+
+
+def _blocks(rows: Sequence[Row], tokens: int) -> list[list[Row]]:
+    """Whole pools of similar length together, up to `tokens` tokens; a pool over that is a block of its own."""
+    pools: dict[Pool | None, list[Row]] = {}
+    for row in rows:
+        pools.setdefault(row.pool, []).append(row)
+    blocks: list[list[Row]] = []
+    room = 0
+    for pool in sorted(pools.values(), key=lambda p: max(row.length for row in p), reverse=True):
+        needed = sum(row.length for row in pool)
+        if not blocks or needed > room:
+            blocks.append([])
+            room = tokens
+        blocks[-1] += pool
+        room -= needed
+    return blocks
+
+
+def _packed(rows: Sequence[Row], tokens: int) -> list[list[Row]]:
+    parts: list[list[Row]] = []
+    current: list[Row] = []
+    padding = 0
+    for row in sorted(rows, key=lambda r: r.length, reverse=True):
+        longest = current[0].length if current else row.length
+        padding += longest - row.length
+        if current and (longest * (len(current) + 1) > tokens or padding > PASS_TOKENS):
+            parts.append(current)
+            current, padding = [], 0
+        current.append(row)
+    return [*parts, current] if current else parts
+
+
+def collate(rows: Sequence[Row], pad_id: int, device: torch.device | str = "cpu") -> MicroBatch:
+    """Right-pad rows into one micro-batch."""
+    B, T = len(rows), max(row.length for row in rows)
+    ids = np.full((B, T), pad_id, dtype=np.int64)
+    mask = np.zeros((B, T), dtype=bool)
+    logp = np.zeros((B, T), dtype=np.float32)
+    for b, row in enumerate(rows):
+        rollout, p = row.rollout, len(row.rollout.prompt_ids)
+        ids[b, :p] = rollout.prompt_ids
+        ids[b, p : row.length] = rollout.token_ids
+        mask[b, p : row.length] = rollout.action_mask
+        logp[b, p : row.length] = rollout.sampler_logp
+    return MicroBatch(
+        input_ids_BT=torch.from_numpy(ids).to(device),
+        mask_BT=torch.from_numpy(mask).to(device),
+        sampler_logp_BT=torch.from_numpy(logp).to(device),
+        advantages_B=torch.tensor([row.advantage for row in rows], dtype=torch.float64, device=device),
+        row_weight_B=torch.tensor([row.weight for row in rows], dtype=torch.float64, device=device),
+        shared=share_prompts(rows, device),
+    )
+
+
+def share_prompts(rows: Sequence[Row], device: torch.device | str = "cpu") -> SharedPrompts | None:
+    """None when it would save fewer than `PASS_TOKENS` tokens."""
+    first: dict[tuple[int, ...], int] = {}
+    for b, row in enumerate(rows):
+        first.setdefault(row.rollout.prompt_ids, b)
+    number = {prompt: u for u, prompt in enumerate(first)}
+    longest_prompt = max(map(len, first))
+    longest_completion = max(len(row.rollout.token_ids) for row in rows)
+    plain = len(rows) * max(row.length for row in rows)
+    if plain - len(first) * longest_prompt - len(rows) * longest_completion <= PASS_TOKENS:
+        return None
+    return SharedPrompts(
+        first_U=torch.tensor(list(first.values()), device=device),
+        prompt_B=torch.tensor([number[row.rollout.prompt_ids] for row in rows], device=device),
+        length_B=torch.tensor([len(row.rollout.prompt_ids) for row in rows], device=device),
+        longest_prompt=longest_prompt,
+        longest_completion=longest_completion,
+    )

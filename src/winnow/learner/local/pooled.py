@@ -1,0 +1,278 @@
+"""Updates whose baselines depend on the gradients of the rollouts themselves (OPOB; VCPO, sections 3.3 and 3.4).
+
+The authors run one backward pass a rollout and keep two sums of gradients, one weighted with rewards and one not;
+the baseline is subtracted at the end. Here one backward pass serves all rollouts of a micro-batch, wherever each
+trainable parameter's gradient can be told apart by rows (`grad_norms`); else, and where rollouts are long, it is done
+as the authors do.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from ...methods.advantage import optimal_baseline
+from ...methods.loss import LossConfig
+from ..base import Stats
+from ..batch import MicroBatch, Pools
+from .forward import predictions
+from .grad_norms import RowHooks, Rows, RowSums, UnsupportedModelError
+from .logprob import TokenDistribution
+from .row_head import RowHead, Tokens
+from .terms import Logp, book, correction_weights, spread
+
+ALONE_TOKENS = 300
+"""Mean length of rows, padded, from which a backward pass for each of them is no slower on a CPU: measured with models
+of 0.7M and 25M parameters, it lies between 150 and 400. It also takes a fraction of the memory. Other devices were not
+measured; there a row alone may leave most of a device idle."""
+
+
+class PooledGradients(Protocol):
+    def add(self, batch: MicroBatch, loss: LossConfig, stats: Stats) -> None:
+        """Add to `.grad` what a micro-batch with pools contributes, at the latest with the last of its block.
+
+        Raises FloatingPointError when a norm or a loss is not finite.
+        """
+        ...
+
+
+class RowByRow:
+    """One backward pass for each row, pool by pool: for every model, whatever its parameters are."""
+
+    def __init__(self, params: list[nn.Parameter], logp: Logp) -> None:
+        self.params = params
+        self.logp = logp
+
+    def add(self, batch: MicroBatch, loss: LossConfig, stats: Stats) -> None:
+        pools = _pools(batch)
+        if batch is not pools.pieces[-1]:
+            return
+        for number, mean in enumerate(pools.mean_P):
+            rows = [
+                one_row(piece, b)
+                for piece in pools.pieces
+                for b in (_pools(piece).number_B == number).nonzero()[:, 0].tolist()
+            ]
+            rewards_B = torch.cat([row.advantages_B for row in rows])
+            number_B = torch.zeros_like(rewards_B).long()
+            slots = Slots.of(number_B, rewards_B, mean[None])
+            sums, where = RowSums(slots.count), slots.rows(0, number_B, rewards_B)
+            found = [self.of_row(row, loss, stats, where.part(b, b + 1), sums) for b, row in enumerate(rows)]
+            norm_sq_B, loss_B = (torch.stack(values) for values in zip(*found, strict=True))
+            finish(Found(slots, rewards_B, number_B, norm_sq_B, loss_B), sums, [], stats)
+
+    def of_row(
+        self, row: MicroBatch, loss: LossConfig, stats: Stats, where: Rows, sums: RowSums
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Squared gradient norm and loss at an advantage of 1."""
+        logp, entropy, _ = self.logp(row)
+        weights, _ = correction_weights(row, loss, logp, stats)
+        total = -(weights * row.mask_BT[:, 1:] * logp).sum() * row.row_weight_B[0].to(logp.dtype)
+        gradients = torch.autograd.grad(total, self.params, allow_unused=True)
+        found = [(p, g) for p, g in zip(self.params, gradients, strict=True) if g is not None]
+        for p, g in found:
+            sums.add(p, g[None], where)
+        book(stats, row, logp, entropy)
+        return torch.stack([g.square().sum() for _, g in found]).sum(), total.detach()
+
+
+class Batched:
+    """One backward pass for all rows of a micro-batch."""
+
+    def __init__(
+        self, body: nn.Module, head: nn.Module, distribution: TokenDistribution, autocast: Callable[[], Any]
+    ) -> None:
+        """Raises UnsupportedModelError."""
+        self.hooks = RowHooks(body)
+        self.head = RowHead(head, distribution)
+        self.autocast = autocast
+        self._parts: list[Found] = []
+        self._sums = RowSums(0)
+
+    def add(self, batch: MicroBatch, loss: LossConfig, stats: Stats) -> None:
+        pools, rewards_B = _pools(batch), batch.advantages_B
+        if batch is pools.pieces[0]:
+            numbers = torch.cat([_pools(piece).number_B for piece in pools.pieces])
+            self._slots = Slots.of(numbers, torch.cat([piece.advantages_B for piece in pools.pieces]), pools.mean_P)
+            self._parts, self._sums = [], RowSums(self._slots.count)
+        rows = self._slots.rows(len(self._parts), pools.number_B, rewards_B)
+        norm_sq_B, loss_B = self.of_rows(batch, loss, stats, rows, self._sums)
+        self._parts.append(Found(self._slots, rewards_B, pools.number_B, norm_sq_B, loss_B))
+        if not pools.fits:
+            self._sums.settle(rows)
+        if batch is pools.pieces[-1]:
+            lengths = [len(part.rewards_B) for part in self._parts]
+            parts, sums, self._parts, self._sums = self._parts, self._sums, [], RowSums(0)
+            finish(joined(parts), sums, lengths, stats)
+
+    def of_rows(
+        self, batch: MicroBatch, loss: LossConfig, stats: Stats, rows: Rows, sums: RowSums
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Squared gradient norms and losses at an advantage of 1, both [B]."""
+        mask, targets = batch.mask_BT[:, 1:], batch.input_ids_BT[:, 1:]
+        row_N = mask.nonzero()[:, 0]
+        with self.hooks.watching(rows, sums) as (forward, squares):
+            with self.autocast():
+                states_NH = predictions(lambda **inputs: forward(**inputs).last_hidden_state, batch, share=False)
+                tokens = Tokens(states_NH.detach(), targets[mask], row_N, row_N.to(states_NH.dtype))
+                head = self.head(tokens)
+            logp, entropy = spread(mask, head.logp_N), spread(mask, head.entropy_N)
+            weights, _ = correction_weights(batch, loss, logp, stats)
+            coefficient_BT = -(mask * weights * batch.row_weight_B.to(logp.dtype)[:, None])
+            tokens = replace(tokens, coefficient_N=coefficient_BT[mask])
+            if states_NH.requires_grad:
+                states_NH.backward(head.states_gradient_NH * tokens.coefficient_N[:, None].to(states_NH.dtype))
+            squares += self.hooks.of_scales(rows, sums)
+            if (weight := self.head.head.weight).requires_grad:
+                with self.autocast():
+                    squares.append(self.head.terms(head, tokens, rows, sums, self.hooks.embedded(weight)))
+        book(stats, batch, logp, entropy)
+        return torch.stack(squares).sum(0), (coefficient_BT * logp).sum(1)
+
+
+class ByLength:
+    """Blocks of long rows one row at a time (on a CPU), others all at once: whichever is faster."""
+
+    def __init__(self, batched: Batched, row_by_row: RowByRow) -> None:
+        self.batched = batched
+        self.row_by_row = row_by_row
+
+    def add(self, batch: MicroBatch, loss: LossConfig, stats: Stats) -> None:
+        pieces = [piece.input_ids_BT for piece in _pools(batch).pieces]
+        long = sum(ids.numel() for ids in pieces) >= ALONE_TOKENS * sum(len(ids) for ids in pieces)
+        way = self.row_by_row if long and batch.input_ids_BT.is_cpu else self.batched
+        way.add(batch, loss, stats)
+
+
+@dataclass(frozen=True)
+class Slots:
+    """Which sums of gradients let the baselines be chosen afterwards.
+
+    Rows of one pool with the same reward will have the same advantage: if there are few rewards, one sum for each of
+    them. Else one for each pool, and one over all rows that is weighted with reward less mean reward.
+    """
+
+    mean_P: torch.Tensor
+    pool_K: torch.Tensor | None
+    reward_K: torch.Tensor
+
+    @classmethod
+    def of(cls, number_B: torch.Tensor, rewards_B: torch.Tensor, mean_P: torch.Tensor) -> Slots:
+        kinds_K2 = torch.stack([number_B.double(), rewards_B], dim=1).unique(dim=0)
+        few = len(kinds_K2) <= max(2 * len(mean_P), 2)
+        return cls(mean_P, kinds_K2[:, 0].long() if few else None, kinds_K2[:, 1])
+
+    @property
+    def count(self) -> int:
+        return 1 + len(self.mean_P) if self.pool_K is None else len(self.pool_K)
+
+    def rows(self, piece: int, number_B: torch.Tensor, rewards_B: torch.Tensor) -> Rows:
+        if self.pool_K is None:
+            return Rows(piece, 0, number_B, rewards_B - self.mean_P[number_B])
+        same_BK = (self.pool_K == number_B[:, None]) & (self.reward_K == rewards_B[:, None])
+        return Rows(piece, 0, same_BK.int().argmax(1))
+
+    def factors(self, baseline_P: torch.Tensor) -> torch.Tensor:
+        """Of the sums, so that they add up to rewards less baselines."""
+        if self.pool_K is None:
+            return torch.cat([self.mean_P - baseline_P, baseline_P.new_ones(1)])
+        return self.reward_K - baseline_P[self.pool_K]
+
+
+@dataclass(frozen=True)
+class Found:
+    """What is known of the rows of some pools."""
+
+    slots: Slots
+    rewards_B: torch.Tensor
+    number_B: torch.Tensor
+    norm_sq_B: torch.Tensor
+    loss_B: torch.Tensor
+    """Of each row if its advantage were 1."""
+
+
+def joined(parts: list[Found]) -> Found:
+    columns = zip(*((p.rewards_B, p.number_B, p.norm_sq_B, p.loss_B) for p in parts), strict=True)
+    return Found(parts[0].slots, *(torch.cat(column) for column in columns))
+
+
+def finish(found: Found, sums: RowSums, lengths: list[int], stats: Stats) -> None:
+    """Baselines, and from them the gradient. `lengths`: rows of each micro-batch that functions in `sums` refer to."""
+    if not (torch.isfinite(found.norm_sq_B).all() and torch.isfinite(found.loss_B).all()):
+        worst = float(found.norm_sq_B.max()) ** 0.5
+        raise FloatingPointError(
+            f"gradient norms up to {worst}, losses up to {float(found.loss_B.max())} of rollouts; no update was made"
+        )
+    rewards, norms, numbers = (x.cpu().numpy() for x in (found.rewards_B, found.norm_sq_B, found.number_B))
+    baseline_B = torch.from_numpy(optimal_baseline(rewards, 0 * rewards, norms, numbers)).to(found.rewards_B)
+    baseline_P = torch.zeros_like(found.slots.mean_P).index_copy_(0, found.number_B, baseline_B)
+    advantage_B = found.rewards_B - baseline_B
+    pieces = list(advantage_B.split(lengths)) if lengths else []
+    for parameter, gradient in sums.gradient(found.slots.factors(baseline_P), pieces):
+        parameter.grad = gradient.to(parameter.dtype) if parameter.grad is None else parameter.grad.add_(gradient)
+    stats.add("loss", float((advantage_B * found.loss_B).sum()))
+    stats.baselines.append(baseline_P)
+    stats.row_norm_B.append(found.norm_sq_B.sqrt())
+
+
+def one_row(batch: MicroBatch, b: int) -> MicroBatch:
+    """Row `b` alone, without what comes after its last action token."""
+    length = int(batch.mask_BT[b].nonzero().max()) + 1
+    return MicroBatch(
+        input_ids_BT=batch.input_ids_BT[b : b + 1, :length],
+        mask_BT=batch.mask_BT[b : b + 1, :length],
+        sampler_logp_BT=batch.sampler_logp_BT[b : b + 1, :length],
+        advantages_B=batch.advantages_B[b : b + 1],
+        row_weight_B=batch.row_weight_B[b : b + 1],
+    )
+
+
+def _pools(batch: MicroBatch) -> Pools:
+    assert batch.pools is not None
+    return batch.pools
+
+
+def batched_if_exact(
+    causal_lm: Any, row_by_row: RowByRow, distribution: TokenDistribution, autocast: Callable[[], Any]
+) -> PooledGradients:
+    """`ByLength` where the model allows it and a trial gives the same norms, else `row_by_row`, with a warning.
+
+    Dropout must be off.
+    """
+    body, head = causal_lm.get_decoder(), causal_lm.get_output_embeddings()
+    try:
+        if type(head) is not nn.Linear:
+            raise UnsupportedModelError(f"its head is a {type(head).__name__}")
+        if not {*body.parameters(), head.weight}.issuperset(row_by_row.params):
+            raise UnsupportedModelError("it has trainable parameters outside of its decoder and head")
+        batched = Batched(body, head, distribution, autocast)
+        together, apart = _trial(batched, row_by_row, distribution.n_tokens, causal_lm.device)
+        if not torch.allclose(together, apart, rtol=3e-2):
+            raise UnsupportedModelError(f"a trial gave norms of {together.tolist()} instead of {apart.tolist()}")
+    except (UnsupportedModelError, RuntimeError) as error:
+        warnings.warn(
+            f"{type(causal_lm).__name__}: the gradients of rollouts are computed one rollout at a time, which may take "
+            f"twice as long as all at once: {error}",
+            stacklevel=2,
+        )
+        return row_by_row
+    return ByLength(batched, row_by_row)
+
+
+def _trial(
+    batched: Batched, row_by_row: RowByRow, n_tokens: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    ids_BT = (torch.arange(3 * 8, device=device).view(3, 8) * 7 + 1) % n_tokens
+    mask_BT = torch.arange(8, device=device) >= torch.tensor([[2], [3], [4]], device=device)
+    mask_BT[1, 5:] = False
+    ones_B = torch.ones(3, dtype=torch.float64, device=device)
+    batch = MicroBatch(ids_BT, mask_BT, torch.zeros_like(ids_BT, dtype=torch.float32), ones_B, ones_B)
+    loss, rows = LossConfig(policy_loss="plain"), Rows(0, 0, torch.zeros_like(ids_BT[:, 0]))
+    together = batched.of_rows(batch, loss, Stats(), rows, RowSums(1))[0]
+    apart = [row_by_row.of_row(one_row(batch, b), loss, Stats(), rows.part(b, b + 1), RowSums(1))[0] for b in range(3)]
+    return together.float(), torch.stack(apart).float()

@@ -1,0 +1,51 @@
+"""What the losses of all kinds of update have in common: the correction's weights, and what is written down."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from ...methods.loss import LossConfig
+from ..base import Stats
+from ..batch import MicroBatch
+
+
+class Logp(Protocol):
+    def __call__(self, batch: MicroBatch, *, squares: bool = False) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """What `of_tokens` gives, [B, T-1] and 0 off the mask, with its graph."""
+        ...
+
+
+def correction_weights(
+    batch: MicroBatch, loss: LossConfig, logp_BT: torch.Tensor, stats: Stats
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights of the tokens, and the log-probabilities that a clipped ratio refers to; columns shifted by one."""
+    sampler_logp = batch.sampler_logp_BT[:, 1:]
+    if loss.correction.active and batch.old_logp_BT is None:
+        batch.old_logp_BT = logp_BT.detach()
+    old_logp = sampler_logp if batch.old_logp_BT is None else batch.old_logp_BT
+    # With clipping, the ratio to `old_logp` carries what has changed since; the weight only what was off before.
+    corrected = old_logp if loss.policy_loss == "clip" else logp_BT.detach()
+    weights, metrics = loss.correction(corrected, sampler_logp, batch.mask_BT[:, 1:], batch.advantages_B)
+    for name, number in metrics.items():
+        stats.add(f"correction/{name}", number)
+    return weights, old_logp
+
+
+def book(
+    stats: Stats, batch: MicroBatch, logp_BT: torch.Tensor, entropy_BT: torch.Tensor, **sums: torch.Tensor
+) -> None:
+    """Add up what a micro-batch was like, and `sums`."""
+    mask = batch.mask_BT[:, 1:]
+    log_ratio = (logp_BT.detach() - batch.sampler_logp_BT[:, 1:]) * mask
+    stats.log_w_B.append(log_ratio.sum(1))
+    stats.log_ratio_N.append(log_ratio[mask])
+    sums |= {"tokens": mask.sum(), "entropy": (entropy_BT.detach() * mask).sum()}
+    for name, value in zip(sums, torch.stack([x.double() for x in sums.values()]).tolist(), strict=True):
+        stats.add(name, value)
+
+
+def spread(mask_BT: torch.Tensor, values_N: torch.Tensor) -> torch.Tensor:
+    """[B, T] with the values where the mask is True, in row-major order, and 0 elsewhere."""
+    return torch.zeros(mask_BT.shape, dtype=values_N.dtype, device=mask_BT.device).masked_scatter(mask_BT, values_N)

@@ -1,0 +1,51 @@
+"""Baselines of single tokens (OTB), from the forward pass that the update makes anyway."""
+
+from __future__ import annotations
+
+import torch
+
+from ...methods.advantage.otb import energy, token_baselines, token_sums
+from ...methods.loss import LossConfig
+from ..base import Stats
+from ..batch import MicroBatch, Pools
+from .terms import Logp, correction_weights
+
+
+class TokenBaselines:
+    """Where groups are spread over several micro-batches, a forward pass over all of them comes first."""
+
+    def __init__(self, logp: Logp) -> None:
+        self.logp = logp
+        self._baseline_PT = torch.zeros(0)
+
+    def __call__(
+        self,
+        batch: MicroBatch,
+        loss: LossConfig,
+        logp_BT: torch.Tensor,
+        squares_BT: torch.Tensor,
+        weights: torch.Tensor,
+    ) -> torch.Tensor:
+        """Of the tokens after the first, float64 [B, T-1]; `weights` are those of the loss."""
+        pools = batch.pools
+        assert pools is not None
+        if len(pools.pieces) == 1:
+            self._baseline_PT = token_baselines(_sums(batch, pools, energy(logp_BT.detach(), squares_BT, weights)))
+        elif batch is pools.pieces[0]:
+            self._baseline_PT = token_baselines(self._over(pools, loss))
+        return self._baseline_PT[pools.number_B, : logp_BT.shape[1]]
+
+    @torch.no_grad()
+    def _over(self, pools: Pools, loss: LossConfig) -> torch.Tensor:
+        longest = max(piece.input_ids_BT.shape[1] for piece in pools.pieces) - 1
+        total = torch.zeros(4, len(pools.mean_P), longest, dtype=torch.float64, device=pools.mean_P.device)
+        for piece in pools.pieces:
+            assert piece.pools is not None
+            logp_BT, _, squares_BT = self.logp(piece, squares=True)
+            weights, _ = correction_weights(piece, loss, logp_BT, Stats())
+            total[..., : logp_BT.shape[1]] += _sums(piece, piece.pools, energy(logp_BT, squares_BT, weights))
+        return total
+
+
+def _sums(batch: MicroBatch, pools: Pools, energy_BT: torch.Tensor) -> torch.Tensor:
+    return token_sums(batch.advantages_B, energy_BT, batch.mask_BT[:, 1:], pools.number_B, len(pools.mean_P))

@@ -1,0 +1,57 @@
+"""How far the tokens of an update are from the policy it changes: ratios, divergence, effective sample size, lag.
+
+Everything is computed from all tokens or rollouts of an update together, so micro-batches cannot matter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from ..methods.correct import effective_sample_size
+from .batch import Row
+
+LAG_BANDS = {"0": 0, "1": 1, "2": 2, "3-4": 3, "5-8": 5, "9-16": 9, "17_up": 17}
+"""Name -> its smallest lag, ascending."""
+
+
+def sampling_metrics(log_ratio_N: torch.Tensor, log_w_B: torch.Tensor) -> dict[str, float]:
+    """Of the learner before the update against whatever sampled the tokens, under TRL's names where it has them.
+
+    `log_ratio_N`: log(learner / sampler) of every action token, nats; `log_w_B`: of every rollout, their sum.
+    `sampling/sampling_logp_difference`: |log ratio| of tokens. `sampling/importance_sampling_ratio`: ratio of tokens.
+    `sampling/kl`: KL(sampler || learner), nats a token, by Schulman's k3 (2020): the mean of ratio - 1 - log ratio over
+    the sampler's own tokens; unbiased, never negative. `sampling/log_ratio`: quantiles of log_w_B. `ess_ratio`:
+    effective sample size over B (VCPO). Raises ValueError on empty input.
+    """
+    d_N, log_w_B = log_ratio_N.detach().double(), log_w_B.detach().double()
+    ratio_N = d_N.exp()
+    p05, p50, p95 = log_w_B.quantile(torch.tensor([0.05, 0.5, 0.95], dtype=torch.float64, device=log_w_B.device))
+    found = {
+        "sampling/sampling_logp_difference/mean": d_N.abs().mean(),
+        "sampling/sampling_logp_difference/max": d_N.abs().max(),
+        "sampling/importance_sampling_ratio/min": ratio_N.min(),
+        "sampling/importance_sampling_ratio/mean": ratio_N.mean(),
+        "sampling/importance_sampling_ratio/max": ratio_N.max(),
+        "sampling/kl": (d_N.expm1() - d_N).mean(),
+        "sampling/log_ratio/p05": p05,
+        "sampling/log_ratio/p50": p50,
+        "sampling/log_ratio/p95": p95,
+        "sampling/log_ratio/max": log_w_B.max(),
+    }
+    metrics = dict(zip(found, torch.stack(list(found.values())).tolist(), strict=True))
+    return metrics | {"ess_ratio": effective_sample_size(log_w_B) / len(log_w_B)}
+
+
+def lag_metrics(rows: Sequence[Row], version: int) -> dict[str, float]:
+    """Optimizer steps between `version`, which the update starts from, and the policies that sampled its tokens.
+
+    `lag/mean` and `lag/max` are over action tokens; `lag/0` ... `lag/17_up` is the share of those in a band of lags.
+    """
+    lag_N = version - np.concatenate([row.rollout.versions[row.rollout.action_mask] for row in rows])
+    band_N = np.digitize(lag_N, list(LAG_BANDS.values())) - 1
+    shares = np.bincount(band_N, minlength=len(LAG_BANDS)) / len(lag_N)
+    bands = {f"lag/{name}": float(share) for name, share in zip(LAG_BANDS, shares, strict=True)}
+    return {"lag/mean": float(lag_N.mean()), "lag/max": float(lag_N.max())} | bands

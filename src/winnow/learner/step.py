@@ -1,0 +1,151 @@
+"""One optimizer step: advantage -> correction -> loss -> update."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from ..base.failpoint import failpoint
+from ..base.noise import noise_key
+from ..methods.advantage import Advantage
+from ..methods.correct import OverBatch, StepScale
+from ..methods.loss import LossConfig
+from ..types import Group
+from .base import Learner, Stats
+from .batch import MicroBatch, micro_batches, rows_of, with_gradient
+from .off_policy import lag_metrics, sampling_metrics
+
+
+@dataclass(frozen=True)
+class StepOptions:
+    learning_rate: float
+    lr_scheduler_type: str
+    warmup_steps: int
+    max_steps: int
+    num_iterations: int
+    tokens_per_microbatch: int
+    max_completion_length: int
+    mask_truncated_completions: bool
+    pad_id: int
+    seed: int
+    device: torch.device
+    lr_end: float = 0.0
+    lr_decay_steps: int | None = None
+    unbiased: bool = False
+    """Weight rows by 1 / (their chance to survive the gates)."""
+
+
+def scheduled_lr(step: int, options: StepOptions) -> float:
+    """Learning rate of step `step` (from 0): linear warm-up to `learning_rate`, then as `lr_scheduler_type` says.
+
+    `constant`. `linear`: straight to `lr_end`, which step `max_steps` would have (as in Hugging Face, so the last step
+    is one increment short of it). `warmup_stable_decay`: constant, but the last `lr_decay_steps` go to `lr_end` so.
+    """
+    o = options
+    if step < o.warmup_steps:
+        return o.learning_rate * (step + 1) / o.warmup_steps
+    if o.lr_scheduler_type == "constant":
+        return o.learning_rate
+    turning = o.max_steps - o.warmup_steps if o.lr_decay_steps is None else o.lr_decay_steps
+    left = min(max((o.max_steps - step) / turning, 0.0), 1.0)
+    return o.learning_rate * left + o.lr_end * (1.0 - left)
+
+
+class OptimizerStep:
+    """Trains on one batch of groups. Stateless but for the learner it drives."""
+
+    def __init__(
+        self, learner: Learner, advantage: Advantage, loss: LossConfig, scale: StepScale, options: StepOptions
+    ) -> None:
+        self.learner = learner
+        self.advantage = advantage
+        self.loss = loss
+        self.scale = scale
+        self.options = options
+
+    def __call__(self, groups: Sequence[Group], step: int) -> dict[str, float]:
+        """Metrics of the update; `updated` is 0 when no group had a signal and the optimizer was left alone.
+
+        Raises FloatingPointError when an advantage, the loss or the gradient is not finite.
+        """
+        o = self.options
+        torch.manual_seed(noise_key(o.seed, 2, step))  # adapter dropout is the only user of torch's generator
+        rows = rows_of(
+            groups,
+            self.advantage,
+            self.loss.loss_type,
+            max_completion_length=o.max_completion_length,
+            mask_truncated=o.mask_truncated_completions,
+            unbiased=o.unbiased,
+        )
+        teaching = with_gradient(rows, self.loss)
+        metrics = {
+            "rows": float(len(rows)),
+            "rows_with_gradient": float(len(teaching)),
+            "updated": float(bool(teaching)),
+        }
+        if not teaching:
+            return metrics
+        batches = micro_batches(teaching, o.tokens_per_microbatch, pad_id=o.pad_id, device=o.device)
+        for _ in range(o.num_iterations):
+            stats, loss = Stats(), self._loss_over(batches)
+            for batch in batches:
+                self.learner.forward_backward(batch, loss, stats)
+                failpoint("gradient")
+            lr = scheduled_lr(step, o)
+            sampling = sampling_metrics(torch.cat(stats.log_ratio_N), torch.cat(stats.log_w_B))
+            effective_lr = lr * self.scale(sampling["ess_ratio"])
+            norm = self.learner.apply(effective_lr)
+            failpoint("applied")
+        return metrics | {
+            "loss": stats.sums["loss"],
+            "grad_norm": norm,
+            "learning_rate": lr,
+            "effective_learning_rate": effective_lr,
+            **sampling,
+            **lag_metrics(teaching, step),
+            **self.scale.metrics(),
+            **_token_means(stats, self.loss),
+            **_found_baselines(stats),
+        }
+
+    def _loss_over(self, batches: Sequence[MicroBatch]) -> LossConfig:
+        """The loss, with a correction that has seen all micro-batches if it has to; that costs a forward pass more."""
+        correction = self.loss.correction
+        if len(batches) == 1 or not isinstance(correction, OverBatch):
+            return self.loss
+        parts = []
+        for batch in batches:
+            if batch.old_logp_BT is None or self.loss.policy_loss == "plain":
+                batch.old_logp_BT = self.learner.logp(batch)
+            parts.append((batch.old_logp_BT, batch.sampler_logp_BT[:, 1:], batch.mask_BT[:, 1:], batch.advantages_B))
+        return replace(self.loss, correction=correction.over_batch(parts))
+
+
+def _token_means(stats: Stats, loss: LossConfig) -> dict[str, float]:
+    """Means over the action tokens of the rows that had a gradient, under TRL's names."""
+    metrics = {
+        "entropy": stats.mean("entropy"),
+        "update/tokens": stats.sums["tokens"],
+    }
+    if loss.policy_loss == "clip":
+        low, high = stats.mean("clip_low"), stats.mean("clip_high")
+        metrics |= {"clip_ratio/low_mean": low, "clip_ratio/high_mean": high, "clip_ratio/region_mean": low + high}
+    if loss.beta:
+        metrics["kl"] = stats.mean("kl")
+    if loss.correction.active:
+        metrics["correction/clipped_share"] = stats.mean("correction/clipped", of="correction/clipped_of")
+    return metrics
+
+
+def _found_baselines(stats: Stats) -> dict[str, float]:
+    """Of advantages whose baselines the update finds."""
+    metrics = {}
+    if stats.baselines:
+        metrics["baseline/mean"] = float(torch.cat(stats.baselines).mean())
+    if stats.row_norm_B:
+        norm_N = torch.cat(stats.row_norm_B)
+        metrics |= {f"rollout_grad_norm/{name}": float(getattr(norm_N, name)()) for name in ("mean", "max", "min")}
+    return metrics

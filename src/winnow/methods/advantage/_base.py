@@ -1,0 +1,28 @@
+"""What the advantages of one group alone have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+import numpy as np
+
+from ...types import Group
+
+
+class GroupRelative:
+    """An advantage that looks at one group's rewards and at nothing else."""
+
+    greedy_baseline: ClassVar[bool] = False
+    group_relative: ClassVar[bool] = True
+
+    @property
+    def smallest_group(self) -> int:
+        return 2
+
+    def __call__(self, rewards_G: np.ndarray) -> np.ndarray:
+        """float64 [G] -> float64 [G]; NaN in, NaN out."""
+        raise NotImplementedError
+
+    def of_batch(self, groups: Sequence[Group]) -> list[np.ndarray]:
+        return [self(group.rewards()) for group in groups]

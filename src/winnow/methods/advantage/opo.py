@@ -1,0 +1,39 @@
+"""OPO: the optimal baseline if the squared norm of a rollout's gradient were its length."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ...types import Group
+from ._arrays import checked, no_signal, present, zeros_where_present
+from ._base import GroupRelative
+
+
+def opo(rewards_G: np.ndarray, tokens_G: np.ndarray) -> np.ndarray:
+    """r - sum l r / sum l, l the action tokens of each rollout.
+
+    float [G], NaN where absent, and [G] -> [G]; NaN members stay NaN. All equal, or fewer than two present: zeros.
+    Where nobody has a token the baseline is the mean. Raises ValueError on a shape other than [G] or an infinite
+    reward. Source: Hao et al. 2025 (OPO).
+    """
+    rewards_G = checked(rewards_G)
+    there = ~np.isnan(rewards_G)
+    if no_signal(present(rewards_G)):
+        return zeros_where_present(rewards_G)
+    lengths = tokens_G[there]
+    return rewards_G - np.average(rewards_G[there], weights=lengths if lengths.any() else None)
+
+
+@dataclass(frozen=True)
+class Opo(GroupRelative):
+    """OPO (Hao et al. 2025): r - mean reward of the group, weighed by length."""
+
+    def __call__(self, rewards_G: np.ndarray) -> np.ndarray:
+        """One group of equal lengths."""
+        return opo(rewards_G, np.ones(len(rewards_G)))
+
+    def of_batch(self, groups: Sequence[Group]) -> list[np.ndarray]:
+        return [opo(g.rewards(), np.array([r.action_mask.sum() for r in g.rollouts], np.float64)) for g in groups]

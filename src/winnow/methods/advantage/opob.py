@@ -1,0 +1,49 @@
+"""OPOB: the baseline at which the policy gradient varies least, from the exact gradient norms of the rollouts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from ...types import Group
+from ._arrays import no_signal, present
+from .in_update import InUpdate, Scope, Weighing
+
+
+@dataclass(frozen=True)
+class Opob(InUpdate):
+    """Off-policy optimal baseline (VCPO): r - sum |u|^2 r / sum |u|^2, u a rollout's gradient as the loss weighs it.
+
+    `optimal_baseline` with the correction's weight inside of u. `scale` divides by the group's standard deviation, as
+    GRPO does; over a minibatch that belongs into u, too, and groups with equal rewards have no part in it.
+    """
+
+    scope: Scope = "group"
+    """`group`: one baseline a prompt. `minibatch`: one for the whole optimizer batch (VCPO, algorithm 1)."""
+    scale: bool = False
+    eps: float = 1e-6
+    """Added to the standard deviation."""
+    weighing: ClassVar[Weighing] = "gradient"
+
+    @property
+    def group_relative(self) -> bool:
+        return self.scope == "group" or self.scale
+
+    def factor(self, rewards_G: np.ndarray) -> float:
+        there = present(rewards_G)
+        if not self.scale:
+            return 1.0
+        return 0.0 if no_signal(there) else 1 / (float(there.std()) + self.eps)
+
+    def of_batch(self, groups: Sequence[Group]) -> list[np.ndarray]:
+        if self.scope == "group" or not groups:
+            return super().of_batch(groups)
+        rewards = [group.rewards() for group in groups]
+        factors = [self.factor(rewards_G) for rewards_G in rewards]
+        kept = [r for r, factor in zip(rewards, factors, strict=True) if factor]
+        there = present(np.concatenate(kept)) if kept else np.zeros(0)
+        mean = float(there.mean()) if len(there) else 0.0
+        return [(rewards_G - mean) * factor for rewards_G, factor in zip(rewards, factors, strict=True)]

@@ -1,0 +1,43 @@
+"""ReMax: each reward against that of the greedy rollout of the same prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from ...types import Group
+from ._arrays import Array, checked
+
+
+def remax(rewards_G: Array, greedy_reward: float) -> Array:
+    """r - reward of the greedy rollout.
+
+    [G] -> [G], numpy or torch, same kind out; NaN members stay NaN. Raises ValueError on a shape other than [G] or an
+    infinite reward. Source: Li et al. 2023 (ReMax), equation 3.
+    """
+    return checked(rewards_G) - greedy_reward
+
+
+@dataclass(frozen=True)
+class ReMax:
+    """ReMax (Li et al. 2023): r - reward of a greedy rollout, which is sampled besides the group and never trained."""
+
+    greedy_baseline: ClassVar[bool] = True
+    group_relative: ClassVar[bool] = False
+
+    @property
+    def smallest_group(self) -> int:
+        return 2
+
+    def of_batch(self, groups: Sequence[Group]) -> list[np.ndarray]:
+        """Raises ValueError for a group whose greedy rollout has no reward."""
+        advantages = []
+        for group in groups:
+            greedy_reward = group.greedy_reward()
+            if greedy_reward is None:
+                raise ValueError(f"visit {group.visit.number}: no reward of a greedy rollout, which remax needs")
+            advantages.append(remax(group.rewards(), greedy_reward))
+        return advantages

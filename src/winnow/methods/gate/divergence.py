@@ -1,0 +1,235 @@
+"""Stop a whole group at an environment step when its trajectories have converged (Zhai and Wang 2026).
+
+Trajectories that agree so far mostly end with the same reward, and such a group teaches nothing. At step k, when every
+trajectory has taken k steps or ended, the group is cut if its divergence signal (signals.py) is under a threshold (eq.
+2), or, with the OR rule (eq. 3), if enough of them have ended. Beyond the paper: several evaluation steps, each with a
+threshold of its own, of which the first that fires cuts; thresholds by task type; a cut of groups that have not come
+anywhere, by the environment's progress number; and a threshold that is chosen anew while training (refit.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal
+
+import numpy as np
+
+from ...config import nearest
+from ...types import KEEP, EnvStep, Group, GroupView, Verdict
+from ..filter.zero_variance import is_zero_variance
+from .refit import Refit
+from .signals import SIGNALS
+
+Rule = Literal["or", "and", "mirror"]
+RULES: Final[tuple[Rule, ...]] = ("or", "and", "mirror")
+TERMINATION = "termination_fraction"
+
+
+def fires(value: Any, threshold: float, ended: Any = None, limit: float | None = None, rule: Rule = "or") -> np.ndarray:
+    """Whether to cut: bool, of the shape of `value`. Numbers or arrays, one entry a group.
+
+    value < threshold; with a `limit` also the termination fraction `ended` counts: `or` cuts where either value <
+    threshold or ended >= limit (eq. 3), `and` where both hold, and `mirror` where value < threshold or ended <= limit
+    (appendix E.9's attempt at groups that fail throughout).
+    """
+    below: np.ndarray = np.asarray(value) < threshold
+    if limit is None:
+        return below
+    many: np.ndarray = np.asarray(ended) <= limit if rule == "mirror" else np.asarray(ended) >= limit
+    return below & many if rule == "and" else below | many
+
+
+def decide(
+    values: Mapping[str, float],
+    signal: str,
+    threshold: float,
+    k: int,
+    *,
+    termination: float | None = None,
+    rule: Rule = "or",
+) -> Verdict:
+    """Cut or keep one group at step `k`, from its signals there: `values[signal]`, and with a `termination` limit also
+    `values["termination_fraction"]`. Pure; see `fires` for the rule. The reason of a cut names signal, value, threshold
+    and k.
+    """
+    value, ended = values[signal], values.get(TERMINATION, 0.0)
+    if not fires(value, threshold, ended, termination, rule):
+        return KEEP
+    found = [f"{signal} {value:.4g} < {threshold:g}"] if value < threshold else []
+    if termination is not None and (rule == "and" or not found):
+        found.append(f"{TERMINATION} {ended:.4g} {'<=' if rule == 'mirror' else '>='} {termination:g}")
+    return Verdict(False, f"converged: {' and '.join(found)} at step {k}")
+
+
+def stuck(view: GroupView, sound: list[int], limit: float, k: int) -> Verdict:
+    """Cut a group of which no trajectory has come beyond `limit`: all of them will fail. Raises ValueError when no
+    environment has told its progress."""
+    given = [p for p in (view.progress[i] for i in sound if view.progress) if p is not None]
+    if not given:
+        raise ValueError(
+            f"gate divergence: progress is set, but the environment of prompt '{view.visit.prompt.id}' gave none by "
+            f'step {k}; return StepResult(info={{"progress": NUMBER}}), or remove progress'
+        )
+    return (
+        KEEP
+        if max(given) > limit
+        else Verdict(False, f"stuck: best progress {max(given):.4g} <= {limit:g} at step {k}")
+    )
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """Cut a group whose trajectories agree at an environment step (Zhai and Wang 2026)."""
+
+    signal: str = "prefix_edit_distance"
+    k: int = 10
+    threshold: float = 0.12
+    steps: dict[int, float] = field(default_factory=dict)
+    """Several evaluation steps with their thresholds, in place of `k` and `threshold`."""
+    termination: float | None = None
+    """With it, the share of trajectories that have ended counts too."""
+    rule: Literal["or", "and"] = "or"
+    progress: float | None = None
+    """Also cut when the best progress of a trajectory, as its environment tells it, is at most this."""
+    per_task_type: dict[str, float | dict[int, float]] = field(default_factory=dict)
+    """Task type -> a threshold at `k`, or steps of its own, or 0 for never. Other types: as above."""
+    task_type: str = "task_type"
+    """Column of the prompts that holds the type."""
+    refit_every: int = 0
+    """Choose the threshold anew after so many optimizer steps, from what was observed; 0: never. Needs `audit`."""
+    precision: float = 0.8
+    """With `refit_every`: the least share of the cuts that must be right."""
+
+    def __post_init__(self) -> None:
+        if self.signal not in SIGNALS:
+            raise ValueError(f"signal: there is no {self.signal!r}.{nearest(self.signal, list(SIGNALS))}")
+        if self.steps and (self.k, self.threshold) != (Divergence.k, Divergence.threshold):
+            raise ValueError("k and threshold have no effect beside steps; remove them, or steps")
+        if self.rule == "and" and self.termination is None:
+            raise ValueError("rule: and needs termination, the share of trajectories that must have ended")
+        if self.termination is not None and not 0 < self.termination <= 1:
+            raise ValueError(f"termination must lie in (0, 1], not {self.termination}")
+        if self.progress is not None and not 0 <= self.progress < 1:
+            raise ValueError(f"progress must lie in [0, 1), not {self.progress}")
+        self._check_refit()
+        if self.task_type != Divergence.task_type and not self.per_task_type:
+            raise ValueError("task_type has no effect without per_task_type; remove it")
+        if self.steps and any(own and not isinstance(own, dict) for own in self.per_task_type.values()):
+            raise ValueError("per_task_type: beside steps, a type needs steps of its own, e.g. {heat: {10: 0.1}}, or 0")
+        for plan in (self.plan(), *map(self.plan, self.per_task_type)):
+            for k, threshold in plan.items():
+                if k < 1:
+                    raise ValueError(f"k counts environment steps from 1, not {k}")
+                if not 0 <= threshold <= 1:
+                    raise ValueError(f"the threshold at step {k} must lie in [0, 1], not {threshold}")
+
+    def _check_refit(self) -> None:
+        if self.refit_every < 0:
+            raise ValueError(f"refit_every counts optimizer steps, not {self.refit_every}")
+        if self.precision != Divergence.precision and not self.refit_every:
+            raise ValueError("precision has no effect without refit_every; remove it")
+        if not 0 < self.precision <= 1:
+            raise ValueError(f"precision must lie in (0, 1], not {self.precision}")
+        for name in ("steps", "termination", "progress", "per_task_type"):
+            if self.refit_every and getattr(self, name) != getattr(DEFAULTS, name):
+                raise ValueError(f"refit_every chooses one threshold, at k; remove {name}, or refit_every")
+
+    def plan(self, task_type: str | None = None) -> dict[int, float]:
+        """Step -> threshold, for a task type."""
+        own = self.per_task_type.get(task_type) if task_type is not None else None
+        if own is None:
+            return self.steps or {self.k: self.threshold}
+        if isinstance(own, dict):
+            return own
+        return {self.k: own} if own else {}
+
+    def build(self, seed: int) -> DivergenceGate:
+        return DivergenceGate(self)
+
+
+DEFAULTS: Final = Divergence()
+
+
+class DivergenceGate:
+    """Failed siblings are no evidence, and are left out. Without `refit_every` it remembers nothing of a group."""
+
+    needs: frozenset[str] = frozenset()
+
+    def __init__(self, options: Divergence) -> None:
+        self.options = options
+        plans = (options.plan(), *map(options.plan, options.per_task_type))
+        self.at = tuple(EnvStep(k) for k in sorted({k for plan in plans for k in plan}))
+        self.refit = Refit(options.threshold, options.refit_every, options.precision) if options.refit_every else None
+        self._asked: dict[int, float] = {}
+        """With `refit`, by visit: the signal of groups in flight."""
+        self._values: list[float] = []
+        self._cut = 0
+
+    def decide(self, view: GroupView) -> Verdict:
+        """Raises ValueError when `per_task_type` is set and the prompt has no such column, and when `progress` is and
+        the environment gave none to any of the trajectories."""
+        assert isinstance(view.checkpoint, EnvStep)
+        o, k = self.options, view.checkpoint.k
+        threshold = o.plan(self._task_type(view)).get(k)
+        sound = [i for i, failed in enumerate(view.failed or (False,) * len(view.actions)) if not failed]
+        if threshold is None or len(sound) < 2:
+            return KEEP
+        actions, observations = [view.actions[i] for i in sound], [view.observations[i] for i in sound]
+        if self.refit is not None:
+            threshold = self.refit.threshold
+        values = {name: SIGNALS[name](actions, observations, k) for name in {o.signal, TERMINATION}}
+        verdict = decide(values, o.signal, threshold, k, termination=o.termination, rule=o.rule)
+        if o.progress is not None and verdict.keep:
+            verdict = stuck(view, sound, o.progress, k)
+        self._values.append(values[o.signal])
+        if self.refit is not None:
+            self._asked[view.visit.number] = values[o.signal]
+        self._cut += not verdict.keep
+        return verdict
+
+    def _task_type(self, view: GroupView) -> str | None:
+        if not self.options.per_task_type:
+            return None
+        prompt, column = view.visit.prompt, self.options.task_type
+        if column not in prompt.columns:
+            raise ValueError(
+                f"gate divergence: per_task_type looks for column '{column}', but prompt '{prompt.id}' has only "
+                f"{', '.join(prompt.columns) or 'none'}; set task_type to the column that holds the type"
+            )
+        return str(prompt.columns[column])
+
+    def observe(self, group: Group) -> None:
+        """With `refit_every`, learn from groups that were asked about and came to their end."""
+        value, members = self._asked.pop(group.visit.number, None), group.siblings
+        if self.refit is not None and value is not None and all(r.reward is not None for r in members):
+            self.refit.observe(value, is_zero_variance(group.rewards()), members[0].survival_p)
+
+    def end_step(self) -> None:
+        self._values, self._cut = [], 0
+        if self.refit is not None:
+            self.refit.end_step()
+
+    def metrics(self) -> dict[str, float]:
+        """Of this step: decisions taken, the share that cut, and the mean of the signal; nothing without decisions.
+
+        With `refit_every` also the threshold they went by, and the groups that the next will be chosen from.
+        """
+        refit = self.refit.metrics() if self.refit is not None else {}
+        found = {f"gate/divergence/{name}": value for name, value in refit.items()}
+        if not self._values:
+            return found
+        name, asked = self.options.signal, len(self._values)
+        return found | {
+            "gate/divergence/asked": float(asked),
+            "gate/divergence/cut_share": self._cut / asked,
+            f"gate/divergence/{name}": float(np.mean(self._values)),
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """Taken between steps, when nothing is in flight."""
+        return {} if self.refit is None else self.refit.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if self.refit is not None:
+            self.refit.load_state_dict(state)

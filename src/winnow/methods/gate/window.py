@@ -1,0 +1,47 @@
+"""The last rows of a table that grows at one end: rows are added, columns are read all at once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from ...base.packed import pack, unpack
+
+
+class Window:
+    """Keeps the last `capacity` rows."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self._columns: list[np.ndarray] = []
+        self._new: list[Sequence[Any]] = []
+
+    def append(self, *row: Any) -> None:
+        """Numbers, or arrays of a shape that is the same for all rows."""
+        self._new.append(row)
+
+    def extend(self, *columns: Sequence[Any] | np.ndarray) -> None:
+        """Append as many rows as each of the columns has elements."""
+        self._new.extend(zip(*columns, strict=True))
+
+    def columns(self) -> list[np.ndarray]:
+        """One array [rows, ...] a column, oldest row first; none before the first row."""
+        if self._new:
+            new = [np.array(column) for column in zip(*self._new[-self.capacity :], strict=True)]
+            rest = self.capacity - len(new[0])
+            old = [column[len(column) - min(rest, len(column)) :] for column in self._columns]
+            self._columns = [np.concatenate(pair) for pair in zip(old, new, strict=True)] if old else new
+            self._new = []
+        return self._columns
+
+    def __len__(self) -> int:
+        columns = self.columns()
+        return len(columns[0]) if columns else 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"columns": [pack(column) for column in self.columns()]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._columns, self._new = [unpack(column) for column in state["columns"]], []

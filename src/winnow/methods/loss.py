@@ -1,0 +1,97 @@
+"""Policy-gradient losses over one micro-batch: clipped or plain, with KL to a reference and an entropy bonus.
+
+Every term is a weighted sum over action tokens. The weight of a row (`MicroBatch.row_weight_B`) already holds the
+token reduction over the WHOLE optimizer batch, so micro-batches just add up and all terms share one denominator.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+
+from ..config import LossType
+from .correct import Correction
+from .correct.none import NoCorrection
+
+
+@dataclass(frozen=True)
+class LossConfig:
+    """What is minimised. Names and meanings are TRL's where it has them."""
+
+    policy_loss: Literal["clip", "plain"] = "clip"
+    """`clip`: PPO's clipped surrogate. `plain`: -weight * advantage * logp (REINFORCE)."""
+    epsilon: float = 0.2
+    epsilon_high: float | None = None
+    """Upper clip range; None takes `epsilon` (DAPO's clip-higher: 0.28)."""
+    importance_sampling_level: Literal["token", "sequence"] = "token"
+    """Of the clipped ratio. `sequence`: one for all tokens of a rollout, the geometric mean of theirs (GSPO)."""
+    loss_type: LossType = "dapo"
+    """`dapo`: mean over all tokens of the batch. `grpo`: mean over a rollout's tokens, then over rollouts. `dr_grpo`:
+    sum over tokens divided by `max_completion_length`, mean over rollouts. `sequence_sum`: sum over tokens, mean over
+    rollouts (RLOO)."""
+    beta: float = 0.0
+    """Weight of the KL to the reference, in the loss."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    entropy_coef: float = 0.0
+    correction: Correction = field(default_factory=NoCorrection)
+
+    def __post_init__(self) -> None:
+        if not 0 < self.epsilon < 1:
+            raise ValueError(f"epsilon must lie in (0, 1), not {self.epsilon}")
+        if self.epsilon_high is not None and self.epsilon_high <= 0:
+            raise ValueError(f"epsilon_high must be > 0, not {self.epsilon_high}")
+        if self.beta < 0:
+            raise ValueError(f"beta must be >= 0, not {self.beta}")
+
+    @property
+    def only_advantages(self) -> bool:
+        """Whether a row with advantage 0 has no gradient at all and may be left out of the forward pass."""
+        return self.beta == 0 and self.entropy_coef == 0
+
+
+def kl_divergence(logp: torch.Tensor, ref_logp: torch.Tensor, estimator: str) -> torch.Tensor:
+    """Per-token estimate of KL(policy || reference) from tokens of the policy (Schulman 2020), same shape as `logp`.
+
+    k1: log ratio, unbiased. k2: half its square, low variance. k3: exp(-d) - 1 + d, unbiased and never negative.
+    As a loss on the policy's own samples, k2 has the gradient of the true KL; that of k1 is zero on average.
+    """
+    d = logp - ref_logp
+    if estimator == "k1":
+        return d
+    if estimator == "k2":
+        return 0.5 * d**2
+    if estimator == "k3":
+        return torch.exp(-d) - 1 + d
+    raise ValueError(f"unknown KL estimator {estimator!r}; one of k1, k2, k3")
+
+
+def policy_loss(
+    logp_BT: torch.Tensor,
+    old_logp_BT: torch.Tensor,
+    advantages: torch.Tensor,
+    weights_BT: torch.Tensor,
+    mask_BT: torch.Tensor,
+    config: LossConfig,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Per-token policy loss [B, T] and which tokens were clipped (bool [B, T]); advantages of rows or of tokens.
+
+    clip: -w * min(ratio * A, clip(ratio, 1 - epsilon, 1 + epsilon_high) * A) with ratio = exp(logp - old_logp)
+    (Schulman et al. 2017, eq. 7; clip-higher: Yu et al. 2025). With `importance_sampling_level: sequence` the log ratio
+    is the mean over the action tokens in `mask_BT` (Zheng et al. 2025, GSPO, eq. 7). plain: -w * A * logp.
+    `weights_BT` is detached. What stands off the mask means nothing.
+    """
+    A = advantages[:, None] if advantages.ndim == 1 else advantages
+    if config.policy_loss == "plain":
+        return -weights_BT * A * logp_BT, torch.zeros_like(logp_BT, dtype=torch.bool)
+    log_ratio = logp_BT - old_logp_BT
+    if config.importance_sampling_level == "sequence":
+        total_B1 = (log_ratio * mask_BT).sum(1, keepdim=True)
+        log_ratio = (total_B1 / mask_BT.sum(1, keepdim=True).clamp(min=1)).expand_as(log_ratio)
+    ratio = torch.exp(log_ratio)
+    high = 1 + (config.epsilon if config.epsilon_high is None else config.epsilon_high)
+    low = 1 - config.epsilon
+    loss = -weights_BT * torch.minimum(ratio * A, ratio.clamp(low, high) * A)
+    clipped = ((ratio < low) & (A < 0)) | ((ratio > high) & (A > 0))
+    return loss, clipped

@@ -1,0 +1,143 @@
+"""Pass rates by prompt, one JSON line each: what `winnow profile` writes and the selector `pass_rate` reads.
+
+    {"id": "countdown-17", "n": 16, "correct": 3, "mean_reward": 0.1875}
+
+`n` counts judged rollouts only: a failed rollout is never a reward of 0, and a prompt of which no rollout could be
+judged has no line.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from ..env.rewards.scores import LARGEST
+
+BINS = ("0", *(f"({i / 10:g}, {(i + 1) / 10:g}]" for i in range(9)), "(0.9, 1)", "1")
+"""Pass rates that `histogram` counts together. Dead (0) and solved (1) prompts have bins of their own."""
+
+
+class ProfileError(ValueError):
+    """A profile that cannot be used; the message names the file, the line and the key, or what differs."""
+
+
+@dataclass(frozen=True, slots=True)
+class PassRate:
+    """What a prompt's rollouts came to. Raises ValueError, naming the field, on values that no profile can have."""
+
+    id: str
+    n: int
+    """Judged rollouts, at least 1."""
+    correct: int
+    """Those of them with at least the success reward."""
+    mean_reward: float
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.id, str) or not self.id:
+            raise ValueError(f"id must be a string that is not empty, got {self.id!r}")
+        for name in ("n", "correct"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise ValueError(f"{name} must be a whole number, got {value!r}")
+        if self.n < 1:
+            raise ValueError(f"n must be at least 1, got {self.n}; leave out prompts without judged rollouts")
+        if not 0 <= self.correct <= self.n:
+            raise ValueError(f"correct must be 0 to n={self.n}, got {self.correct}")
+        if isinstance(self.mean_reward, bool) or not isinstance(self.mean_reward, int | float):
+            raise ValueError(f"mean_reward must be a number, got {self.mean_reward!r}")
+        if not abs(self.mean_reward) <= LARGEST:
+            raise ValueError(f"mean_reward must be finite and no larger than {LARGEST:g}, got {self.mean_reward}")
+
+    @property
+    def rate(self) -> float:
+        """Share of judged rollouts that are correct, 0 to 1."""
+        return self.correct / self.n
+
+    def line(self) -> str:
+        """The JSON line, without its end."""
+        return json.dumps(asdict(self), ensure_ascii=True, allow_nan=False)
+
+
+_KEYS = tuple(f.name for f in fields(PassRate))
+
+
+def read_profile(path: str | Path) -> dict[str, PassRate]:
+    """By prompt id, in file order.
+
+    Raises OSError when the file cannot be read, and ProfileError, naming file, line and key, on a line that is not a
+    pass rate, on an id that two lines tell different things about, and on a file without any line.
+    """
+    path = Path(path)
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        raise FileNotFoundError(f"{path}: no such profile; make it with `winnow profile MODEL -o {path}`") from None
+    rates = parse_profile(content, path)
+    if not rates:
+        raise ProfileError(f"{path}: holds no pass rate; finish it with `winnow profile MODEL -o {path}`")
+    return rates
+
+
+def parse_profile(content: bytes, path: Path) -> dict[str, PassRate]:
+    """See `read_profile`; an empty file is an empty profile."""
+    rates: dict[str, PassRate] = {}
+    first: dict[str, int] = {}
+    for number, line in enumerate(content.split(b"\n"), 1):
+        if not line.strip():
+            continue
+        rate = _parse_line(line, f"{path}, line {number}")
+        known = rates.setdefault(rate.id, rate)
+        if known != rate:
+            raise ProfileError(
+                f"{path}, line {number}: id {rate.id!r} has {_counts(rate)} here, but {_counts(known)} in line "
+                f"{first[rate.id]}; keep one of them"
+            )
+        first.setdefault(rate.id, number)
+    return rates
+
+
+def _parse_line(line: bytes, where: str) -> PassRate:
+    try:
+        value = json.loads(line.decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ProfileError(
+            f"{where}: not JSON ({error}). The last line of a profile that was interrupted: run the same "
+            "`winnow profile` again, which finishes it"
+        ) from None
+    if not isinstance(value, dict):
+        raise ProfileError(f"{where}: expected an object with {', '.join(_KEYS)}, found {type(value).__name__}")
+    unlike = [f"no '{k}'" for k in _KEYS if k not in value] + [f"unknown '{k}'" for k in value if k not in _KEYS]
+    if unlike:
+        raise ProfileError(f"{where}: expected exactly {', '.join(_KEYS)}; {', '.join(unlike[:5])}")
+    try:
+        return PassRate(**value)
+    except ValueError as error:
+        raise ProfileError(f"{where}: {error}") from None
+
+
+def _counts(rate: PassRate) -> str:
+    return f"{rate.correct} of {rate.n} correct (mean reward {rate.mean_reward:g})"
+
+
+def histogram(rates: Iterable[PassRate]) -> list[int]:
+    """Prompts by pass rate, one count for each of `BINS`. Exact: no rounding moves a prompt over an edge."""
+    counts = [0] * len(BINS)
+    for r in rates:
+        counts[-1 if r.correct == r.n else -(-10 * r.correct // r.n)] += 1
+    return counts
+
+
+def summary(rates: Sequence[PassRate]) -> dict[str, Any]:
+    """`profiled`, of which `dead` (never solved), `solved` (always) and `in_band` (neither); `mean_pass_rate`."""
+    counts = histogram(rates)
+    return {
+        "profiled": len(rates),
+        "dead": counts[0],
+        "solved": counts[-1],
+        "in_band": sum(counts[1:-1]),
+        "mean_pass_rate": math.fsum(r.rate for r in rates) / len(rates) if rates else None,
+    }

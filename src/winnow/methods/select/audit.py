@@ -1,0 +1,82 @@
+"""A selector under audit: some of its skips are rolled out all the same, to see what they would have taught."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+from ...types import Group, Verdict, Visit
+from ..advantage import Advantage
+from ..gate.audit import RuleAudit, keep_probability, squared_advantages, survival
+from ..pass_rates import PassRate
+from .stream import StreamSelector
+
+
+class AuditedSelector:
+    """Wraps a selector: its skips are overridden as `audit` draws, by (epoch, prompt).
+
+    An overridden skip is one of the `n` visits of `select`, and its group is like any other: it teaches the selector,
+    and it is trained on. `advantage` is the one that the run trains with.
+    """
+
+    def __init__(self, selector: StreamSelector, audit: RuleAudit, advantage: Advantage) -> None:
+        self.selector = selector
+        self.audit = audit
+        self.advantage = advantage
+        self._overridden: dict[int, float] = {}
+        """By visit, the probability of its override."""
+        selector.override = self
+
+    def select(self, n: int) -> list[Visit]:
+        return self.selector.select(n)
+
+    def draws(self, ordinals_N: np.ndarray, epoch: int) -> np.ndarray:
+        """See `stream.Override`."""
+        return self.audit.overrides(ordinals_N, epoch)
+
+    def verdict(self, number: int, verdict: Verdict, drawn: bool) -> Verdict:
+        """See `stream.Override`; the probability is that of `survival`."""
+        p = survival(keep_probability(verdict), self.audit.probability)
+        if verdict.keep:
+            return Verdict(True, verdict.reason, p)
+        if not drawn:
+            self.audit.removed()
+            return Verdict(False, verdict.reason, 1 - p)
+        self._overridden[number] = self.audit.probability
+        return Verdict(True, f"audit: {verdict.reason}", p)
+
+    def observe(self, group: Group) -> None:
+        """The selector learns first, also from what was overridden; then the account is kept."""
+        self.selector.observe(group)
+        probability = self._overridden.pop(group.visit.number, None)
+        signal_G = squared_advantages(group, self.advantage)
+        if signal_G is None:
+            return
+        if probability is None:
+            self.audit.kept(float(signal_G.sum()))
+        else:
+            tokens = float(sum(r.action_mask.sum() for r in group.rollouts))
+            self.audit.audited(probability, float(signal_G.sum()), tokens)
+
+    def wants_profile(self, step: int) -> int:
+        return self.selector.wants_profile(step)
+
+    def profiled(self, rates: Iterable[PassRate]) -> int:
+        return self.selector.profiled(rates)
+
+    def end_step(self) -> None:
+        self.selector.end_step()
+        self.audit.end_step()
+
+    def metrics(self) -> dict[str, float]:
+        return self.selector.metrics() | self.audit.metrics()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Taken between steps, when nothing is in flight; so what is remembered by visit is not part of it."""
+        return {"selector": self.selector.state_dict(), "audit": self.audit.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.selector.load_state_dict(state["selector"])
+        self.audit.load_state_dict(state["audit"])

@@ -1,0 +1,50 @@
+"""Linear backoff: after k zero-variance visits in a row a prompt is left out for k epochs (GRESO's ablation)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ...base.packed import pack, unpack
+from ...types import KEEP, Group, Prompt, Verdict
+from ..filter.zero_variance import BY_REWARDS, Judge
+from .trace import TraceSelector
+
+
+@dataclass(frozen=True)
+class Backoff:
+    """Linear backoff (Zheng et al. 2025, appendix 12.2): k zero-variance visits in a row -> skip k epochs."""
+
+    def build(self, prompts: Sequence[Prompt], seed: int, judge: Judge = BY_REWARDS) -> BackoffSelector:
+        return BackoffSelector(prompts, seed, judge)
+
+
+class BackoffSelector(TraceSelector):
+    """Seven bytes a prompt for the trace and four for the order of the epoch."""
+
+    def __init__(self, prompts: Sequence[Prompt], seed: int, judge: Judge) -> None:
+        super().__init__(prompts, seed, judge)
+        self.last_epoch_N = np.zeros(len(prompts), np.uint32)
+        """Epoch of the last visit that was rolled out."""
+
+    def _keeps(self, ordinals_N: np.ndarray, epoch: int) -> np.ndarray:
+        z_N = self.z_N[ordinals_N]
+        keeps: np.ndarray = (z_N == 0) | (epoch > self.last_epoch_N[ordinals_N] + z_N.astype(np.int64))
+        return keeps
+
+    def _verdict(self, ordinal: int, keep: bool) -> Verdict:
+        return KEEP if keep else Verdict(False, f"backoff: {self.z_N[ordinal]} zero-variance visits in a row")
+
+    def _trace(self, group: Group, kind: int) -> None:
+        super()._trace(group, kind)
+        self.last_epoch_N[group.prompt.ordinal] = group.visit.epoch
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"last_epoch": pack(self.last_epoch_N)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.last_epoch_N = unpack(state["last_epoch"])

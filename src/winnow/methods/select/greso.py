@@ -1,0 +1,148 @@
+"""GRESO: skip, before the rollout, prompts that have had no reward variance for a while (Zheng et al. 2025).
+
+A prompt whose last z visits were all zero-variance is rolled out with probability p^z only. p is kept separately for
+easy prompts (all rewards at the maximum) and hard ones, and adjusts itself so that the share of zero-variance groups
+of each kind among those rolled out stays near its target. Draws are keyed by (seed, prompt, epoch).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from ...base.noise import as_tensor, noise_key, uniform
+from ...types import KEEP, Group, Prompt, Verdict
+from ..filter.zero_variance import BY_REWARDS, Judge
+from .trace import EASY, EFFECTIVE, HARD, TraceSelector
+
+SELECT_STREAM = 3
+"""Keeps the draws of selectors apart from other noise."""
+
+
+def skip_probability(z: Any, p: Any) -> Any:
+    """1 - p^z (eq. 3): the chance to skip a prompt after `z` zero-variance visits in a row, at base probability `p`.
+
+    Numbers or arrays that broadcast; a prompt that is unseen or was effective last time (z = 0) is never skipped.
+    Raises ValueError unless z >= 0 and 0 <= p <= 1.
+    """
+    z, p = np.asarray(z, dtype=np.float64), np.asarray(p, dtype=np.float64)
+    if not (np.all(z >= 0) and np.all((p >= 0) & (p <= 1))):
+        raise ValueError(f"skip_probability needs z >= 0 and 0 <= p <= 1, not z={z}, p={p}")
+    skip = 1.0 - p**z
+    return skip if skip.ndim else float(skip)
+
+
+def rollout_batch_size(missing: int, zero_variance_share: float, default: int, safety: float = 1.25) -> int:
+    """min(default, ceil(safety * missing / (1 - zero_variance_share))) (eq. 6): groups to roll out next.
+
+    `missing`: effective groups still needed; `zero_variance_share`: of the groups of this step so far. `default` when
+    that share is 1. Raises ValueError unless missing >= 0, 0 <= share <= 1, default >= 1, safety > 0.
+    """
+    if missing < 0 or not 0 <= zero_variance_share <= 1 or default < 1 or not 0 < safety < math.inf:
+        raise ValueError(
+            "rollout_batch_size needs missing >= 0, 0 <= zero_variance_share <= 1, default >= 1 and finite safety > 0, "
+            f"not {missing}, {zero_variance_share}, {default}, {safety}"
+        )
+    if zero_variance_share == 1:
+        return default
+    needed = safety * missing / (1 - zero_variance_share)
+    return min(default, math.ceil(needed - 1e-9))  # 1.25 * 4 / (1 - 0.5) is 10, not 11 by a rounding error
+
+
+def adjust(p: float, share: float, target: float, step: float = 0.01, floor: float = 0.05, cap: float = 1.0) -> float:
+    """The base probability of the next step: lower by `step` when `share` >= `target`, else higher (Algorithm 1).
+
+    Kept within [floor, cap]. The floor is not in the paper's algorithm; without it nothing would be explored any more.
+    """
+    return min(cap, max(floor, p - step if share >= target else p + step))
+
+
+@dataclass(frozen=True)
+class Greso:
+    """GRESO (Zheng et al. 2025): skip prompts by their run of zero-variance visits, before the rollout."""
+
+    target: float = 0.25
+    """Wanted share of zero-variance groups among those rolled out; 1 always explores."""
+    easy_share: float = 1 / 3
+    """Part of `target` that is meant for easy prompts; the rest is for hard ones."""
+    p_easy: float = 0.5
+    p_hard: float = 0.5
+    step: float = 0.01
+    floor: float = 0.05
+    cap: float = 1.0
+    keep_floor: float = 0.0
+    """Least probability to roll out a prompt. The authors' code has 0.01 here and a cap of 0.95; the paper neither."""
+
+    def __post_init__(self) -> None:
+        for name in ("target", "easy_share", "p_easy", "p_hard", "floor", "cap", "keep_floor"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name} must lie in [0, 1], not {getattr(self, name)}")
+        if not self.floor <= min(self.p_easy, self.p_hard) or not max(self.p_easy, self.p_hard) <= self.cap:
+            raise ValueError(f"p_easy and p_hard must lie between floor={self.floor} and cap={self.cap}")
+        if self.step < 0:
+            raise ValueError(f"step must be >= 0, not {self.step}")
+
+    def build(self, prompts: Sequence[Prompt], seed: int, judge: Judge = BY_REWARDS) -> GresoSelector:
+        return GresoSelector(prompts, seed, self, judge)
+
+
+class GresoSelector(TraceSelector):
+    """Three bytes a prompt for the trace and four for the order of the epoch."""
+
+    def __init__(self, prompts: Sequence[Prompt], seed: int, options: Greso, judge: Judge) -> None:
+        super().__init__(prompts, seed, judge)
+        self.options = options
+        self.p = {EASY: options.p_easy, HARD: options.p_hard}
+        self._seen = {EFFECTIVE: 0, EASY: 0, HARD: 0}
+        """Groups rolled out in this step, by kind."""
+
+    def _keep_probability(self, ordinals_N: np.ndarray) -> np.ndarray:
+        base_N = np.array([1.0, self.p[EASY], self.p[HARD]])[self.kind_N[ordinals_N]]
+        keep_N: np.ndarray = 1.0 - skip_probability(self.z_N[ordinals_N], base_N)
+        return np.maximum(keep_N, self.options.keep_floor)
+
+    def _keeps(self, ordinals_N: np.ndarray, epoch: int) -> np.ndarray:
+        key = as_tensor([noise_key(self.seed, SELECT_STREAM, epoch)])
+        draws: np.ndarray = uniform(key, torch.from_numpy(ordinals_N.astype(np.int64))).numpy()
+        return draws < self._keep_probability(ordinals_N)
+
+    def _verdict(self, ordinal: int, keep: bool) -> Verdict:
+        z = int(self.z_N[ordinal])
+        if z == 0:
+            return KEEP
+        p = max(self.p[int(self.kind_N[ordinal])] ** z, self.options.keep_floor)
+        if keep:
+            return Verdict(True, probability=p)
+        kind = "easy" if self.kind_N[ordinal] == EASY else "hard"
+        return Verdict(False, f"greso: {kind}, {z} zero-variance visits in a row", 1 - p)
+
+    def _trace(self, group: Group, kind: int) -> None:
+        super()._trace(group, kind)
+        self._seen[kind] += 1
+
+    def end_step(self) -> None:
+        """Adjust both base probabilities, once the first epoch is over."""
+        super().end_step()
+        total, o = sum(self._seen.values()), self.options
+        if self.epoch >= 1 and total:
+            targets = {EASY: o.target * o.easy_share, HARD: o.target * (1 - o.easy_share)}
+            for kind, target in targets.items():
+                self.p[kind] = adjust(self.p[kind], self._seen[kind] / total, target, o.step, o.floor, o.cap)
+        self._seen = dict.fromkeys(self._seen, 0)
+
+    def metrics(self) -> dict[str, float]:
+        return super().metrics() | {"greso/p_easy": self.p[EASY], "greso/p_hard": self.p[HARD]}
+
+    def state_dict(self) -> dict[str, Any]:
+        seen = [self._seen[kind] for kind in (EFFECTIVE, EASY, HARD)]
+        return super().state_dict() | {"p": [self.p[EASY], self.p[HARD]], "seen": seen}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.p = dict(zip((EASY, HARD), map(float, state["p"]), strict=True))
+        self._seen = dict(zip((EFFECTIVE, EASY, HARD), map(int, state["seen"]), strict=True))

@@ -1,0 +1,106 @@
+"""Skip prompts that a pass-rate profile says are dead or solved (Active-RLOO's soft band); refreshed if wanted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ...base.packed import pack, unpack
+from ...types import KEEP, Prompt, Verdict
+from ..filter.zero_variance import BY_REWARDS, Judge
+from ..pass_rates import PassRate as Measured
+from ..pass_rates import read_profile
+from .stream import StreamSelector
+
+
+@dataclass(frozen=True)
+class PassRate:
+    """Roll out only prompts whose profiled pass rate lies in [low, high] (Active-RLOO, section 4.1); make one with
+    `winnow profile`.
+
+    Prompts that the profile does not know stay in.
+    """
+
+    profile: str | None = None
+    """JSONL file of `winnow profile`; None: nothing is known before the first refresh."""
+    low: float = 1e-9
+    high: float = 1 - 1e-9
+    refresh_steps: int | None = None
+    """Profile all training prompts again every so many optimizer steps, with the policy of the time."""
+    n: int = 16
+    """Rollouts a prompt of a refresh."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.low <= self.high <= 1:
+            raise ValueError(f"the band must satisfy 0 <= low <= high <= 1, not low={self.low}, high={self.high}")
+        if self.profile is None and self.refresh_steps is None:
+            raise ValueError("give profile, a file made by `winnow profile`, or refresh_steps, or both")
+        if self.refresh_steps is not None and self.refresh_steps < 1:
+            raise ValueError(f"refresh_steps must be >= 1, not {self.refresh_steps}")
+        if self.n < 1:
+            raise ValueError(f"n must be >= 1, not {self.n}")
+
+    def build(self, prompts: Sequence[Prompt], seed: int, judge: Judge = BY_REWARDS) -> PassRateSelector:
+        """Raises ValueError when the profile cannot be read, is for other prompts, or leaves none in the band."""
+        selector = PassRateSelector(prompts, seed, self)
+        if self.profile is not None:
+            rates = read_profile(self.profile)
+            known = selector.profiled(rates.values())
+            if not known:
+                raise ValueError(f"{self.profile}: none of its {len(rates)} prompts is in this task; profile this one")
+            if not selector.in_band().any():
+                raise ValueError(
+                    f"{self.profile}: no prompt has a pass rate in [{self.low}, {self.high}]; widen the band"
+                )
+        return selector
+
+
+class PassRateSelector(StreamSelector):
+    """Eight bytes a prompt for the rates and four for the order of the epoch."""
+
+    def __init__(self, prompts: Sequence[Prompt], seed: int, options: PassRate) -> None:
+        super().__init__(prompts, seed)
+        self.options = options
+        self.rate_N = np.full(len(prompts), np.nan)
+        """NaN: not profiled."""
+
+    def in_band(self) -> np.ndarray:
+        """bool [N]"""
+        return self._in_band(self.rate_N)
+
+    def _in_band(self, rate_N: np.ndarray) -> np.ndarray:
+        band: np.ndarray = np.isnan(rate_N) | ((rate_N >= self.options.low) & (rate_N <= self.options.high))
+        return band
+
+    def wants_profile(self, step: int) -> int:
+        every = self.options.refresh_steps
+        return self.options.n if every and step % every == 0 else 0
+
+    def profiled(self, rates: Iterable[Measured]) -> int:
+        ordinals = {prompt.id: prompt.ordinal for prompt in self.prompts}
+        known = [(ordinals[r.id], r.correct / r.n) for r in rates if r.id in ordinals]
+        for ordinal, rate in known:
+            self.rate_N[ordinal] = rate
+        return len(known)
+
+    def _keeps(self, ordinals_N: np.ndarray, epoch: int) -> np.ndarray:
+        return self._in_band(self.rate_N[ordinals_N])
+
+    def _verdict(self, ordinal: int, keep: bool) -> Verdict:
+        if keep:
+            return KEEP
+        rate = float(self.rate_N[ordinal])
+        return Verdict(False, f"pass_rate: {rate:.3g}, outside [{self.options.low:g}, {self.options.high:g}]")
+
+    def metrics(self) -> dict[str, float]:
+        return super().metrics() | {"pass_rate/in_band": float(self.in_band().mean())}
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"rate": pack(self.rate_N)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.rate_N = unpack(state["rate"])

@@ -1,0 +1,111 @@
+"""The stream of prompts that every selector walks: all prompts once an epoch, some of their visits skipped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from ...types import KEEP, Group, Prompt, Verdict, Visit
+from ..pass_rates import PassRate
+
+LOOK_AHEAD = 256
+"""Visits decided at once, at least."""
+PATIENCE = 10_000
+"""Skipped visits in a row, or one whole epoch if that is more, after which there is nothing left to roll out."""
+
+
+class Override(Protocol):
+    """Lets visits pass that a selector would skip; see `audit.py`."""
+
+    def draws(self, ordinals_N: np.ndarray, epoch: int) -> np.ndarray:
+        """bool [N]: which of these visits must not be skipped."""
+        ...
+
+    def verdict(self, number: int, verdict: Verdict, drawn: bool) -> Verdict:
+        """What becomes of the selector's own verdict on visit `number`; called once for each, in stream order."""
+        ...
+
+
+class StreamSelector:
+    """Every prompt once an epoch, in an order that is a function of (seed, epoch) alone.
+
+    A subclass overrides `_keeps`, and `_verdict` to give the reason; with neither, nothing is ever skipped.
+    """
+
+    def __init__(self, prompts: Sequence[Prompt], seed: int, *, shuffle: bool = True) -> None:
+        if not prompts:
+            raise ValueError("there are no training prompts to select from")
+        self.prompts = prompts
+        self.seed = seed
+        self.shuffle = shuffle
+        self.override: Override | None = None
+        self.visits = 0
+        self.skipped = 0
+        """Visits skipped since the last `end_step`."""
+        self._order, self._order_epoch = self._order_of(0), 0
+
+    def _order_of(self, epoch: int) -> np.ndarray:
+        n = len(self.prompts)
+        order = np.random.default_rng((self.seed, epoch)).permutation(n) if self.shuffle else np.arange(n)
+        return order.astype(np.int32)
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the next visit."""
+        return self.visits // len(self.prompts)
+
+    def select(self, n: int) -> list[Visit]:
+        """See `Selector.select`. Costs array operations for what is looked at, and one object for each visit passed."""
+        visits: list[Visit] = []
+        missing, in_a_row = n, 0
+        while missing > 0 and in_a_row < max(PATIENCE, len(self.prompts)):
+            epoch, position = divmod(self.visits, len(self.prompts))
+            if epoch != self._order_epoch:
+                self._order, self._order_epoch = self._order_of(epoch), epoch
+            ordinals = self._order[position : position + max(LOOK_AHEAD, 2 * missing)]
+            own = self._keeps(ordinals, epoch)
+            drawn = np.zeros_like(own) if self.override is None else self.override.draws(ordinals, epoch)
+            keeps = own | drawn
+            kept = np.flatnonzero(keeps)[:missing]
+            passed = int(kept[-1]) + 1 if len(kept) == missing else len(ordinals)
+            for ordinal, keep, draw in zip(*(a[:passed].tolist() for a in (ordinals, own, drawn)), strict=True):
+                verdict = self._verdict(ordinal, keep)
+                if self.override is not None:
+                    verdict = self.override.verdict(self.visits, verdict, draw)
+                visits.append(Visit(self.visits, epoch, self.prompts[ordinal], verdict))
+                self.visits += 1
+            missing -= len(kept)
+            self.skipped += passed - len(kept)
+            in_a_row = 0 if len(kept) else in_a_row + passed
+        return visits
+
+    def _keeps(self, ordinals_N: np.ndarray, epoch: int) -> np.ndarray:
+        """bool [N]: which of these visits to roll out. A function of the state and of (seed, ordinal, epoch) only."""
+        return np.ones(len(ordinals_N), dtype=bool)
+
+    def _verdict(self, ordinal: int, keep: bool) -> Verdict:
+        return KEEP if keep else Verdict(False, "skipped")
+
+    def observe(self, group: Group) -> None:
+        """Nothing to learn."""
+
+    def wants_profile(self, step: int) -> int:
+        return 0
+
+    def profiled(self, rates: Iterable[PassRate]) -> int:
+        return 0
+
+    def end_step(self) -> None:
+        self.skipped = 0
+
+    def metrics(self) -> dict[str, float]:
+        return {"epoch": self.visits / len(self.prompts), "select/skipped": float(self.skipped)}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"visits": self.visits}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.visits = int(state["visits"])
+        self._order, self._order_epoch = self._order_of(self.epoch), self.epoch

@@ -1,0 +1,20 @@
+"""Every prompt once an epoch, none skipped."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ...types import Prompt
+from ..filter.zero_variance import BY_REWARDS, Judge
+from .stream import StreamSelector
+
+
+@dataclass(frozen=True)
+class Uniform:
+    """Visit every prompt once an epoch; `shuffle: false` keeps the order of the data set."""
+
+    shuffle: bool = True
+
+    def build(self, prompts: Sequence[Prompt], seed: int, judge: Judge = BY_REWARDS) -> StreamSelector:
+        return StreamSelector(prompts, seed, shuffle=self.shuffle)

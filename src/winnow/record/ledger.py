@@ -1,0 +1,358 @@
+"""The ledger: what became of every visit, rollout, token and second of a run.
+
+One SQLite file, append-only. A visit is booked when it is dispatched (or skipped), its outcome and its rollouts when
+its group is done, and every optimizer step once. Nothing is ever changed or deleted; a row that a crash made
+worthless is flagged with the number of the restart that voided it (`void`, 0 while the row counts).
+
+Invariants, enforced by the schema and proved from the file alone by `audit`: every visit number is booked once and has
+at most one outcome; a (visit, sibling) is booked once; whatever is not finished is in flight.
+
+The fate of a visit is that of the member that got furthest: trained, stale, surplus, filtered, cut, pruned, failed.
+A group is zero-variance when at least two members have a reward and all rewards are equal within 1e-8: `easy` when they
+are at the run's maximum (`max_reward` in the meta table, 1.0 unless set), `hard` otherwise.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import sqlite3
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..base.failpoint import failpoint
+from ..base.files import fsync
+from ..methods.filter.zero_variance import zero_variance_kind
+from ..types import Fate, Group, Rollout, Visit
+from .ledger_file import LedgerError, open_file
+from .proof import Audit, audit, group_fate, totals
+
+_CANONICAL = {
+    "visits": "SELECT visit, step, version, epoch, prompt_id, ordinal, keep, reason, probability"
+    " FROM visits WHERE void = 0 ORDER BY visit",
+    "outcomes": "SELECT visit, step, fate, reason, group_size, mean_reward, zero_variance"
+    " FROM outcomes WHERE void = 0 ORDER BY visit",
+    "rollouts": "SELECT visit, sibling, step, fate, reason, prompt_tokens, tokens, env_tokens, reward, rewards,"
+    " first_version, last_version, stop_reason, survival_p FROM rollouts WHERE void = 0 ORDER BY visit, sibling",
+    "steps": "SELECT step, version, metrics FROM steps WHERE void = 0 ORDER BY step",
+    "evaluations": "SELECT step, rollouts, tokens FROM evaluations WHERE void = 0 ORDER BY step, rollouts, tokens",
+}
+"""What a resumed and an uninterrupted run must share: every column but wall-clock ones, in an order of their own."""
+
+TABLES = tuple(_CANONICAL)
+
+
+class Ledger:
+    """The account of one run. Not for sharing between threads; readers in other processes are welcome."""
+
+    def __init__(self, path: Path, connection: sqlite3.Connection) -> None:
+        """Use `Ledger.open`."""
+        self.path = path
+        self._db = connection
+        self._prefix: dict[str, _Prefix] = {}
+        self._max_reward = float(self.get_meta("max_reward") or 1.0)
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str], *, read_only: bool = False) -> Ledger:
+        """Open the ledger at `path`, made if absent. `read_only` never writes: safe on the ledger of a live run.
+
+        Raises FileNotFoundError (read-only and absent) and LedgerError (not a ledger, corrupt, of a newer Winnow).
+        """
+        path = Path(path)
+        return cls(path, open_file(path, read_only))
+
+    def close(self) -> None:
+        self._db.close()
+
+    def __enter__(self) -> Ledger:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def get_meta(self, key: str, default: str | None = None) -> str | None:
+        """A small string about the run: `run_id`, `config_hash`, `max_lag`, `max_reward`, `finished` ("true")."""
+        row = self._db.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()
+        return default if row is None else row[0]
+
+    def set_meta(self, key: str, value: str) -> None:
+        with self._transaction() as db:
+            _set_meta(db, key, value)
+        if key == "max_reward":
+            self._max_reward = float(value)
+
+    def visit(self, visits: Sequence[Visit], *, step: int, version: int) -> None:
+        """Book visits as they are dispatched (in flight from now on), or as skipped where their verdict says so.
+
+        `step` is the optimizer step under way, `version` the policy version of the engine.
+        Raises ValueError, and books none of them, when a visit number is already booked.
+        """
+        now = time.time()
+        dispatched = [_visit_row(v, step, version, now) for v in visits]
+        skipped = [
+            (v.number, step, Fate.SKIPPED.value, _clean(v.verdict.reason), 0, None, None, now)
+            for v in visits
+            if not v.verdict.keep
+        ]
+        try:
+            with self._transaction() as db:
+                _insert(db, "visits", dispatched)
+                _insert(db, "outcomes", skipped)
+        except sqlite3.IntegrityError as error:
+            raise ValueError(f"step {step}: {self._booked_twice([v.number for v in visits])}") from error
+
+    def finish(self, group: Group, *, step: int) -> None:
+        """Book what became of a group and of each of its rollouts; `step` is the one that trained it, else the current.
+
+        Raises ValueError, and books nothing, on: no rollouts, a rollout without a fate, a sibling twice, a
+        visit that is unknown or already finished, a reward that is not finite or that its fate excludes.
+        """
+        number = group.visit.number
+        rows = [_rollout_row(number, step, r) for r in group.rollouts]
+        fate = group_fate([row[3] for row in rows]) if rows else None
+        if fate is None:
+            raise ValueError(f"visit {number}: a group without rollouts cannot be finished.")
+        if len({row[1] for row in rows}) < len(rows):
+            raise ValueError(f"visit {number}: the same sibling twice in {sorted(r.sibling for r in group.rollouts)}.")
+        rewards = [r.reward for r in group.siblings if r.reward is not None]
+        mean = math.fsum(rewards) / len(rewards) if rewards else None
+        kind = _zero_variance(rewards, self._max_reward)
+        reason = next((r.reason for r in group.rollouts if r.fate == fate and r.reason), group.verdict.reason)
+        with self._transaction() as db:
+            if db.execute("SELECT 1 FROM visits WHERE visit = ? AND void = 0", (number,)).fetchone() is None:
+                raise ValueError(f"visit {number}: never dispatched; book it with visit() first.")
+            try:
+                _insert(db, "outcomes", [(number, step, fate, _clean(reason), len(rows), mean, kind, time.time())])
+            except sqlite3.IntegrityError as error:
+                raise ValueError(f"visit {number}: already finished; {self._outcome(number)}.") from error
+            _insert(db, "rollouts", rows)
+
+    def step(
+        self, step: int, *, seconds: Mapping[str, float], metrics: Mapping[str, float], version: int | None = None
+    ) -> None:
+        """Book an optimizer step, skipped ones included.
+
+        `seconds` by phase (generate, reward, update, publish, evaluate, checkpoint, idle ...); `version` is the
+        policy version that was trained from, against which the audit checks the lag bound. Without it the audit takes
+        the newest version that a visit was dispatched with. Raises ValueError on a step booked before.
+        """
+        negative = {k: s for k, s in seconds.items() if not s >= 0 or not math.isfinite(s)}
+        if negative:
+            raise ValueError(f"step {step}: seconds must be finite and not negative, got {negative}.")
+        with self._transaction() as db:
+            try:
+                _insert(db, "steps", [(step, version, _json(seconds), _json(metrics), time.time())])
+            except sqlite3.IntegrityError as error:
+                raise ValueError(f"step {step}: already booked.") from error
+            failpoint("ledger.step")
+
+    def evaluation(self, step: int, rollouts: int, tokens: int, seconds: float) -> None:
+        """Book what an evaluation cost; its rollouts have no fate."""
+        with self._transaction() as db:
+            _insert(db, "evaluations", [(step, int(rollouts), int(tokens), float(seconds), time.time())])
+
+    def mark(self) -> dict[str, Any]:
+        """The cut for a checkpoint, durable on return: by table the last row, the rows that count, and their SHA-256.
+
+        JSON-able. Costs time only for the rows booked since the last mark.
+        """
+        self._db.execute("PRAGMA synchronous = FULL")  # makes the commit below fsync everything before it
+        self.set_meta("marks", str(int(self.get_meta("marks") or 0) + 1))
+        failpoint("ledger.mark")
+        self._db.execute("PRAGMA synchronous = NORMAL")
+        self._db.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
+        fsync(self.path.parent)
+        return {table: self._prefix.setdefault(table, _Prefix(table)).extend(self._db) for table in TABLES}
+
+    def rollback(self, mark: Mapping[str, Any], *, reason: str) -> dict[str, Any]:
+        """Void everything booked after `mark`, in one transaction; visits in flight at the mark are in flight again.
+
+        Returns `restart` (its number), `voided` (rows by table) and `in_flight` (visit numbers to roll out again;
+        they stay booked). Raises LedgerError, and voids nothing, when what the mark covers is not intact.
+        """
+        prefixes = {table: _Prefix(table) for table in TABLES}
+        found = {table: prefix.extend(self._db, until=_covered(mark, table)) for table, prefix in prefixes.items()}
+        wrong = [_difference(table, mark[table], found[table]) for table in TABLES if dict(mark[table]) != found[table]]
+        if wrong:
+            raise LedgerError(
+                f"{self.path}: the ledger is not the one this checkpoint was saved with: {'; '.join(wrong)}. "
+                "Resume from another checkpoint, or restore the ledger that belongs to this one."
+            )
+        with self._transaction() as db:
+            number = db.execute("SELECT COUNT(*) FROM restarts").fetchone()[0] + 1
+            voided = {
+                table: db.execute(
+                    f"UPDATE {table} SET void = ? WHERE row > ? AND void = 0", (number, found[table]["last"])
+                ).rowcount
+                for table in TABLES
+            }
+            db.execute("INSERT INTO restarts VALUES (?, ?, ?, ?)", (number, _clean(reason), _json(voided), time.time()))
+            _set_meta(db, "finished", "false")
+            failpoint("ledger.rollback")
+        self._prefix = prefixes
+        return {"restart": number, "voided": voided, "in_flight": self.in_flight()}
+
+    def in_flight(self) -> list[int]:
+        """Numbers of the visits that are dispatched and not finished, ascending."""
+        return [row[0] for row in self._db.execute("SELECT visit FROM visit_fates WHERE fate IS NULL ORDER BY visit")]
+
+    def totals(self) -> dict[str, dict[str, float]]:
+        """`visits, rollouts, prompt_tokens, tokens, seconds` by fate, then `in_flight`, `void` and `evaluation`.
+
+        Tokens are sampled ones; seconds are shares of the engine's wall clock. A visit counts under its group's fate, a
+        rollout under its own.
+        """
+        return totals(self._db)
+
+    def digest(self) -> str:
+        """SHA-256 of every row that counts, wall times left out: equal for a resumed and an uninterrupted run."""
+        sha = hashlib.sha256()
+        for table, query in _CANONICAL.items():
+            sha.update(table.encode())
+            for row in self._db.execute(query):
+                sha.update(repr(_without_wall_times(row) if table == "steps" else row).encode())
+        return sha.hexdigest()
+
+    def audit(self) -> Audit:
+        """Prove exactly-once accounting from the file alone; see `winnow.record.proof.audit`."""
+        return audit(self._db)
+
+    @contextmanager
+    def _transaction(self) -> Iterator[sqlite3.Connection]:
+        try:
+            self._db.execute("BEGIN IMMEDIATE")
+        except sqlite3.OperationalError as error:
+            raise LedgerError(f"{self.path}: cannot write: {error}. Is another process in this run?") from error
+        try:
+            yield self._db
+            self._db.execute("COMMIT")
+        except sqlite3.OperationalError as error:
+            self._undo()
+            raise LedgerError(f"{self.path}: cannot write: {error}. Is the disk full or read-only?") from error
+        except BaseException:
+            self._undo()
+            raise
+
+    def _undo(self) -> None:
+        if self._db.in_transaction:
+            self._db.execute("ROLLBACK")
+
+    def _booked_twice(self, numbers: Sequence[int]) -> str:
+        known = {row[0] for row in self._db.execute("SELECT visit FROM visits WHERE void = 0")}
+        twice = sorted({n for n in numbers if n in known or numbers.count(n) > 1})
+        return f"visit {', '.join(map(str, twice))} booked before; visit numbers are used once."
+
+    def _outcome(self, number: int) -> str:
+        fate, step = self._db.execute(
+            "SELECT fate, step FROM outcomes WHERE visit = ? AND void = 0", (number,)
+        ).fetchone()
+        return f"its fate is {fate}, since step {step}"
+
+
+def _zero_variance(rewards: Sequence[float], max_reward: float) -> str | None:
+    """`easy`, `hard`, or `none` where the rewards differ; None for fewer than two rewards."""
+    return None if len(rewards) < 2 else zero_variance_kind(np.array(rewards), max_reward) or "none"
+
+
+class _Prefix:
+    """Running SHA-256 over the rows of a table that count, in the order they were booked."""
+
+    def __init__(self, table: str) -> None:
+        self.table = table
+        self.last = self.rows = 0
+        self._sha = hashlib.sha256()
+
+    def extend(self, db: sqlite3.Connection, until: int | None = None) -> dict[str, Any]:
+        bound = (1 << 63) - 1 if until is None else until
+        query = f"SELECT * FROM {self.table} WHERE row > ? AND row <= ? AND void = 0 ORDER BY row"
+        for row in db.execute(query, (self.last, bound)):
+            self._sha.update(repr(row).encode())
+            self.last = row[0]
+            self.rows += 1
+        return {"last": self.last, "rows": self.rows, "sha256": self._sha.copy().hexdigest()}
+
+
+_COLUMNS = {
+    "visits": "visit, step, version, epoch, prompt_id, ordinal, keep, reason, probability, time",
+    "outcomes": "visit, step, fate, reason, group_size, mean_reward, zero_variance, time",
+    "rollouts": "visit, sibling, step, fate, reason, prompt_tokens, tokens, env_tokens, reward, rewards,"
+    " first_version, last_version, seconds, stop_reason, survival_p",
+    "steps": "step, version, seconds, metrics, time",
+    "evaluations": "step, rollouts, tokens, seconds, time",
+}
+_INSERT = {
+    table: f"INSERT INTO {table} ({columns}) VALUES ({', '.join('?' * (columns.count(',') + 1))})"
+    for table, columns in _COLUMNS.items()
+}
+
+
+def _insert(db: sqlite3.Connection, table: str, rows: Sequence[tuple[Any, ...]]) -> None:
+    db.executemany(_INSERT[table], rows)
+
+
+def _set_meta(db: sqlite3.Connection, key: str, value: str) -> None:
+    db.execute("INSERT INTO meta VALUES (?, ?) ON CONFLICT (key) DO UPDATE SET value = excluded.value", (key, value))
+
+
+def _visit_row(v: Visit, step: int, version: int, now: float) -> tuple[Any, ...]:
+    decision = int(v.verdict.keep), _clean(v.verdict.reason), float(v.verdict.probability)
+    return v.number, step, version, v.epoch, _clean(v.prompt.id), v.prompt.ordinal, *decision, now
+
+
+def _rollout_row(visit: int, step: int, r: Rollout) -> tuple[Any, ...]:
+    where = f"visit {visit}, sibling {r.sibling}"
+    if r.fate is None or r.fate == Fate.SKIPPED:
+        raise ValueError(f"{where}: a finished rollout needs a fate other than skipped, got {r.fate}.")
+    if r.reward is not None and not math.isfinite(r.reward):
+        raise ValueError(f"{where}: reward {r.reward} is not finite; a rollout without a usable reward is `failed`.")
+    if r.reward is not None and r.fate in (Fate.FAILED, Fate.PRUNED):
+        raise ValueError(f"{where}: fate {r.fate} with reward {r.reward}; its reward must be None.")
+    if r.reward is None and r.fate == Fate.TRAINED:
+        raise ValueError(f"{where}: fate trained without a reward.")
+    versions = r.versions[r.action_mask]
+    tokens = len(versions)
+    counts = len(r.prompt_ids), tokens, len(r.token_ids) - tokens
+    reward = None if r.reward is None else float(r.reward)
+    lag = (int(versions.min()), int(versions.max())) if tokens else (None, None)
+    rest = float(r.seconds), r.stop_reason, float(r.survival_p)
+    return visit, r.sibling, step, r.fate.value, _clean(r.reason), *counts, reward, _json(r.rewards), *lag, *rest
+
+
+def _json(values: Mapping[str, Any]) -> str:
+    """Canonical JSON of numbers; null for what is absent or not finite."""
+    finite = {k: float(v) if v is not None and math.isfinite(v) else None for k, v in values.items()}
+    return json.dumps(finite, sort_keys=True)
+
+
+def _clean(text: str) -> str:
+    """Text that SQLite can store: lone surrogates spelled out."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
+def _without_wall_times(row: tuple[Any, ...]) -> tuple[Any, ...]:
+    step, version, metrics = row
+    return step, version, sorted((k, v) for k, v in json.loads(metrics).items() if not _is_wall_time(k))
+
+
+def _is_wall_time(key: str) -> bool:
+    return "second" in key or key.endswith(("_time", "_wait_s"))
+
+
+def _covered(mark: Mapping[str, Any], table: str) -> int:
+    try:
+        return int(mark[table]["last"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise LedgerError(f"not a mark of the ledger: no last row of {table!r} in {dict(mark)!r}.") from error
+
+
+def _difference(table: str, want: Mapping[str, Any], got: Mapping[str, Any]) -> str:
+    if want.get("rows") != got["rows"]:
+        return f"{table} has {got['rows']} of the {want.get('rows')} rows"
+    return f"the {got['rows']} rows of {table} have other contents"

@@ -1,0 +1,301 @@
+"""The audit of a ledger: totals by fate, and the proof that everything dispatched came back exactly once."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rich.console import Group as Lines
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from ..types import Fate
+from .rule_audits import Rules, audited_rules, rules_table
+
+FATES = tuple(fate.value for fate in Fate)
+COLUMNS = ("visits", "rollouts", "prompt_tokens", "tokens", "seconds")
+SHOWN = 5
+"""Problems of one kind are spelled out this often, then counted."""
+
+_FURTHEST = (Fate.TRAINED, Fate.STALE, Fate.SURPLUS, Fate.FILTERED, Fate.CUT, Fate.PRUNED, Fate.FAILED)
+
+
+@dataclass(frozen=True, slots=True)
+class Audit:
+    """What an audit found. `totals` is `Ledger.totals()`; `problems` is empty if and only if `ok`."""
+
+    ok: bool
+    problems: list[str]
+    totals: dict[str, dict[str, float]]
+    visits: int
+    rollouts: int
+    steps: int
+    in_flight: int
+    restarts: int
+    finished: bool
+    rules: Rules
+    """What the run's rules got wrong, as of its last step; an estimate, and no part of `ok`."""
+
+
+def group_fate(fates: Iterable[str]) -> str:
+    """The fate of a visit: that of the member that got furthest."""
+    found = set(fates)
+    return next(fate.value for fate in _FURTHEST if fate in found)
+
+
+def totals(db: sqlite3.Connection) -> dict[str, dict[str, float]]:
+    """See `Ledger.totals`."""
+    table: dict[str, dict[str, float]] = {
+        name: dict.fromkeys(COLUMNS, 0) for name in (*FATES, "in_flight", "void", "evaluation")
+    }
+    for fate, n in db.execute("SELECT COALESCE(fate, 'in_flight'), COUNT(*) FROM visit_fates GROUP BY 1"):
+        table.setdefault(fate, dict.fromkeys(COLUMNS, 0))["visits"] = n
+    sums = "COUNT(*), SUM(prompt_tokens), SUM(tokens), SUM(seconds)"
+    for fate, *values in db.execute(f"SELECT fate, {sums} FROM rollouts WHERE void = 0 GROUP BY fate"):
+        table.setdefault(fate, dict.fromkeys(COLUMNS, 0)).update(zip(COLUMNS[1:], values, strict=True))
+    void = db.execute(f"SELECT {sums} FROM rollouts WHERE void > 0").fetchone()
+    table["void"].update(zip(COLUMNS[1:], (v or 0 for v in void), strict=True))
+    table["void"]["visits"] = db.execute("SELECT COUNT(*) FROM visits WHERE void > 0").fetchone()[0]
+    cost = db.execute("SELECT SUM(rollouts), SUM(tokens), SUM(seconds) FROM evaluations WHERE void = 0").fetchone()
+    table["evaluation"].update(zip(("rollouts", "tokens", "seconds"), (v or 0 for v in cost), strict=True))
+    return table
+
+
+def audit(db: sqlite3.Connection) -> Audit:
+    """Check every invariant of the ledger; needs nothing but the ledger.
+
+    A run that is not finished may have visits in flight, and rollouts of a step that is not booked yet.
+    """
+    meta = dict(db.execute("SELECT key, value FROM meta"))
+    finished = meta.get("finished", "false").lower() in ("true", "1")
+    problems = [
+        *_visit_numbers(db),
+        *_outcomes(db, finished),
+        *_members(db),
+        *_rewards_and_counts(db),
+        *_training(db, finished),
+        *_lag(db, meta.get("max_lag")),
+        *_voids(db),
+    ]
+    try:
+        rules = audited_rules(db)
+    except ValueError as error:
+        rules = {}
+        problems.append(str(error))
+    count = lambda query: int(db.execute(query).fetchone()[0])  # noqa: E731
+    return Audit(
+        ok=not problems,
+        problems=problems,
+        totals=totals(db),
+        visits=count("SELECT COUNT(*) FROM visits WHERE void = 0"),
+        rollouts=count("SELECT COUNT(*) FROM rollouts WHERE void = 0"),
+        steps=count("SELECT COUNT(*) FROM steps WHERE void = 0"),
+        in_flight=count("SELECT COUNT(*) FROM visit_fates WHERE fate IS NULL"),
+        restarts=count("SELECT COUNT(*) FROM restarts"),
+        finished=finished,
+        rules=rules,
+    )
+
+
+def _report(db: sqlite3.Connection, query: str, message: str, parameters: Sequence[Any] = ()) -> Iterator[str]:
+    """One problem for each row of `query`, spelled out with `message.format(*row)`; the rest of them counted."""
+    rows = db.execute(query, parameters).fetchall()
+    for row in rows[:SHOWN]:
+        yield message.format(*row)
+    if len(rows) > SHOWN:
+        yield f"... and {len(rows) - SHOWN} more like it"
+
+
+def _visit_numbers(db: sqlite3.Connection) -> Iterator[str]:
+    yield from _report(
+        db,
+        "SELECT visit, COUNT(*) FROM visits WHERE void = 0 GROUP BY visit HAVING COUNT(*) > 1",
+        "visit {0} is booked {1} times",
+    )
+    yield from _report(
+        db,
+        "WITH n AS (SELECT visit, LAG(visit, 1, -1) OVER (ORDER BY visit) AS previous"
+        " FROM (SELECT DISTINCT visit FROM visits WHERE void = 0))"
+        " SELECT previous + 1, visit - 1 FROM n WHERE visit <> previous + 1",
+        "visits {0} to {1} are missing",
+    )
+
+
+def _outcomes(db: sqlite3.Connection, finished: bool) -> Iterator[str]:
+    yield from _report(
+        db,
+        "SELECT visit, GROUP_CONCAT(fate, ' and ') FROM outcomes WHERE void = 0 GROUP BY visit HAVING COUNT(*) > 1",
+        "visit {0} has several fates: {1}",
+    )
+    yield from _report(
+        db,
+        "SELECT visit, fate FROM outcomes WHERE void = 0"
+        " AND visit NOT IN (SELECT visit FROM visits WHERE void = 0) ORDER BY visit",
+        "visit {0} is {1} but was never dispatched",
+    )
+    if finished:
+        yield from _report(
+            db,
+            "SELECT visit FROM visit_fates WHERE fate IS NULL ORDER BY visit",
+            "visit {0} is still in flight in a finished run",
+        )
+    yield from _report(
+        db,
+        "SELECT v.visit, o.fate FROM visits v JOIN outcomes o ON o.visit = v.visit AND o.void = 0"
+        " WHERE v.void = 0 AND v.keep = (o.fate = 'skipped') ORDER BY v.visit",
+        "visit {0} is {1}, against the verdict it was booked with",
+    )
+
+
+def _members(db: sqlite3.Connection) -> Iterator[str]:
+    yield from _report(
+        db,
+        "SELECT visit, sibling, COUNT(*), SUM(fate = 'trained') FROM rollouts WHERE void = 0"
+        " GROUP BY visit, sibling HAVING COUNT(*) > 1",
+        "visit {0}, sibling {1} is booked {2} times, {3} times as trained",
+    )
+    yield from _report(
+        db,
+        "SELECT o.visit, o.group_size, COUNT(r.row) FROM outcomes o"
+        " LEFT JOIN rollouts r ON r.visit = o.visit AND r.void = 0 WHERE o.void = 0"
+        " GROUP BY o.row HAVING COUNT(r.row) <> o.group_size",
+        "visit {0} has a group of {1} but {2} rollouts",
+    )
+    yield from _report(
+        db,
+        "SELECT visit, sibling, fate FROM rollouts WHERE void = 0"
+        " AND visit NOT IN (SELECT visit FROM outcomes WHERE void = 0) ORDER BY visit",
+        "visit {0}, sibling {1} is {2} but its visit is not finished",
+    )
+    members = dict(
+        db.execute("SELECT visit, GROUP_CONCAT(DISTINCT fate) FROM rollouts WHERE void = 0 GROUP BY visit").fetchall()
+    )
+    wrong = [
+        f"visit {visit} is {fate} but its rollouts are {members[visit]}"
+        for visit, fate in db.execute("SELECT visit, fate FROM outcomes WHERE void = 0 ORDER BY visit")
+        if visit in members and _unlike(fate, members[visit].split(","))
+    ]
+    yield from wrong[:SHOWN]
+    if len(wrong) > SHOWN:
+        yield f"... and {len(wrong) - SHOWN} more like it"
+
+
+def _unlike(fate: str, members: Sequence[str]) -> bool:
+    known = set(_FURTHEST)
+    return not known.issuperset(members) or fate != group_fate(members)
+
+
+def _rewards_and_counts(db: sqlite3.Connection) -> Iterator[str]:
+    yield from _report(
+        db,
+        "SELECT visit, sibling, fate, reward FROM rollouts WHERE void = 0 AND reward IS NOT NULL"
+        " AND fate IN ('failed', 'pruned') ORDER BY visit, sibling",
+        "visit {0}, sibling {1} is {2} yet has a reward, {3}",
+    )
+    yield from _report(
+        db,
+        "SELECT visit, sibling FROM rollouts WHERE void = 0 AND reward IS NULL AND fate = 'trained'"
+        " ORDER BY visit, sibling",
+        "visit {0}, sibling {1} was trained without a reward",
+    )
+    yield from _report(
+        db,
+        "SELECT visit, sibling, reward FROM rollouts WHERE void = 0 AND reward IS NOT NULL"
+        " AND (typeof(reward) NOT IN ('real', 'integer') OR ABS(reward) > 1.7976931348623157e308)"
+        " ORDER BY visit, sibling",
+        "visit {0}, sibling {1} has a reward that is not finite: {2}",
+    )
+    yield from _report(
+        db,
+        "SELECT visit, sibling, prompt_tokens, tokens, env_tokens, seconds FROM rollouts WHERE void = 0"
+        " AND (prompt_tokens < 0 OR tokens < 0 OR env_tokens < 0 OR seconds < 0) ORDER BY visit, sibling",
+        "visit {0}, sibling {1} has a negative count: {2} prompt, {3} sampled, {4} environment tokens, {5} s",
+    )
+
+
+def _training(db: sqlite3.Connection, finished: bool) -> Iterator[str]:
+    """A trained rollout has its optimizer step; the step under way of a run that goes on is not booked yet."""
+    under_way = "" if finished else " AND step <= (SELECT COALESCE(MAX(step), -1) FROM steps WHERE void = 0)"
+    yield from _report(
+        db,
+        "SELECT visit, sibling, step FROM rollouts WHERE void = 0 AND fate = 'trained'"
+        f" AND step NOT IN (SELECT step FROM steps WHERE void = 0){under_way} ORDER BY visit, sibling",
+        "visit {0}, sibling {1} was trained in step {2}, which is not booked",
+    )
+    yield from _report(
+        db,
+        "SELECT r.visit, r.sibling, r.step, o.step FROM rollouts r JOIN outcomes o ON o.visit = r.visit AND o.void = 0"
+        " WHERE r.void = 0 AND r.step <> o.step ORDER BY r.visit, r.sibling",
+        "visit {0}, sibling {1} ended in step {2}, its group in step {3}",
+    )
+
+
+def _lag(db: sqlite3.Connection, max_lag: str | None) -> Iterator[str]:
+    if max_lag is None:
+        return
+    if not max_lag.isdecimal():
+        yield f"max_lag in the meta table is not a whole number: {max_lag!r}"
+        return
+    yield from _report(
+        db,
+        "WITH at AS (SELECT s.step, COALESCE(s.version,"
+        " (SELECT MAX(version) FROM visits v WHERE v.void = 0 AND v.step <= s.step)) AS version"
+        " FROM steps s WHERE s.void = 0)"
+        " SELECT r.visit, r.sibling, r.step, at.version, r.first_version, ? FROM rollouts r JOIN at ON at.step = r.step"
+        " WHERE r.void = 0 AND r.fate = 'trained' AND at.version - r.first_version > ? ORDER BY r.visit, r.sibling",
+        "visit {0}, sibling {1} was trained in step {2} at version {3} with a token of version {4}: over max_lag {5}",
+        (int(max_lag), int(max_lag)),
+    )
+
+
+def _voids(db: sqlite3.Connection) -> Iterator[str]:
+    booked = {number: json.loads(voided) for number, voided in db.execute("SELECT number, voided FROM restarts")}
+    found: dict[int, dict[str, int]] = {number: {} for number in booked}
+    for table in ("visits", "outcomes", "rollouts", "steps", "evaluations"):
+        for number, rows in db.execute(f"SELECT void, COUNT(*) FROM {table} WHERE void <> 0 GROUP BY void"):
+            if number not in booked:
+                yield f"{rows} rows of {table} were voided by restart {number}, which is not booked"
+            found.setdefault(number, {})[table] = rows
+    for number, voided in booked.items():
+        for table, rows in voided.items():
+            if found[number].get(table, 0) != rows:
+                yield f"restart {number} voided {rows:g} rows of {table}, found {found[number].get(table, 0)}"
+
+
+def verdict(result: Audit) -> str:
+    """One line."""
+    state = "finished" if result.finished else f"not finished, {_count(result.in_flight, 'visit')} in flight"
+    counts = {"visit": result.visits, "rollout": result.rollouts, "step": result.steps, "restart": result.restarts}
+    done = ", ".join(_count(n, noun) for noun, n in counts.items())
+    found = "OK: exactly-once accounting holds" if result.ok else _count(len(result.problems), "problem")
+    return f"{found} ({done}; {state})"
+
+
+def _count(n: int, noun: str) -> str:
+    return f"{n:,} {noun}{'' if n == 1 else 's'}"
+
+
+def to_json(result: Audit) -> dict[str, Any]:
+    """The audit as plain values, for `json.dumps`."""
+    return asdict(result)
+
+
+def render(result: Audit) -> RenderableType:
+    """The totals as a table by fate, the problems, and the verdict, for a rich console."""
+    table = Table(title="What became of every visit, rollout, token and second", title_justify="left")
+    table.add_column("fate")
+    for name in (*COLUMNS, "of_tokens"):
+        table.add_column(name.replace("_", " "), justify="right")
+    sampled = sum(result.totals[fate]["tokens"] for fate in FATES)
+    for name, row in result.totals.items():
+        if name in FATES or any(row.values()):
+            share = f"{row['tokens'] / sampled:.1%}" if name in FATES and sampled else ""
+            cells = [f"{row[c]:,.0f}" for c in COLUMNS[:-1]] + [f"{row['seconds']:,.1f}"]
+            table.add_row(name.replace("_", " "), *cells, share, end_section=name == FATES[-1])
+    problems = [Text(f"- {problem}", style="red") for problem in result.problems]
+    rules = [rules_table(result.rules)] if result.rules else []
+    return Lines(table, *rules, *problems, Text(verdict(result), style="bold green" if result.ok else "bold red"))

@@ -1,0 +1,174 @@
+"""What a run writes besides checkpoints and ledger: config, metrics, samples, and the trackers of `report_to`."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import math
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import IO, Any, Protocol
+
+from ..config import ConfigError, RunConfig
+from ..methods.gate.recording import rows_of
+from ..types import Group
+
+CONFIG, METRICS, SAMPLES, LEDGER = "config.json", "metrics.jsonl", "samples.jsonl", "ledger.sqlite"
+GATE = "gate.jsonl"
+"""What a mid-trajectory gate would have gone by, for `winnow gate`: written by runs of many turns, with gates only if
+audits let groups come to their end that a gate would have cut."""
+GATE_STEPS = 12
+"""Environment steps at which it is written, at most."""
+
+
+class RunDirectoryError(RuntimeError):
+    """A run directory that cannot be used; the message names it and the remedy."""
+
+
+def lock(run_dir: Path) -> IO[str]:
+    """Hold the directory until the file is closed. Raises RunDirectoryError when another run has it."""
+    file = (run_dir / "run.lock").open("w")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        file.close()
+        raise RunDirectoryError(
+            f"{run_dir}: another run is using this directory; wait for it or choose another output_dir"
+        ) from None
+    return file
+
+
+def check_trackers(names: Sequence[str]) -> None:
+    """Raises ConfigError with the install command when a tracker's package is missing."""
+    for name in names:
+        if find_spec(name) is None:
+            raise ConfigError(f"report_to: {name} is not installed; pip install 'winnow-rl[{name}]'")
+
+
+class Tracker(Protocol):
+    def log(self, metrics: Mapping[str, float], step: int) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class TensorBoard:
+    def __init__(self, run_dir: Path) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(run_dir / "tensorboard"))
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WandbLike:
+    """wandb and trackio share an interface: init, log, finish."""
+
+    def __init__(self, module: Any, run_dir: Path, config: RunConfig, **options: Any) -> None:
+        self._module = module
+        module.init(project="winnow", name=run_dir.name, config=config.model_dump(), **options)
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        self._module.log(dict(metrics), step=step)
+
+    def close(self) -> None:
+        self._module.finish()
+
+
+def open_tracker(name: str, run_dir: Path, config: RunConfig) -> Tracker:
+    if name == "tensorboard":
+        return TensorBoard(run_dir)
+    options = {"dir": str(run_dir)} if name == "wandb" else {}
+    return WandbLike(import_module(name), run_dir, config, **options)
+
+
+class Records:
+    """Appends to the run's files. After a resume, lines beyond the checkpoint's offsets are cut off first."""
+
+    def __init__(
+        self, run_dir: Path, config: RunConfig, offsets: Mapping[str, int] | None = None, *, max_turns: int = 1
+    ) -> None:
+        self.run_dir = run_dir
+        every = -(-(max_turns - 1) // GATE_STEPS)
+        self._gate_steps = range(every, max_turns, every) if every and (config.audit or not config.gates) else ()
+        self.config = config
+        self._trackers = [open_tracker(name, run_dir, config) for name in config.report_to]
+        self._files: dict[str, IO[bytes]] = {}
+        for name in (METRICS, SAMPLES, GATE) if self._gate_steps else (METRICS, SAMPLES):
+            file = (run_dir / name).open("ab")
+            size, wanted = file.tell(), (offsets or {}).get(name, 0)
+            if size < wanted:
+                file.close()
+                raise RunDirectoryError(
+                    f"{run_dir / name}: has {size} bytes, the checkpoint was saved with {wanted}; restore the file"
+                )
+            file.truncate(wanted)
+            self._files[name] = file
+
+    def metrics(self, metrics: Mapping[str, float]) -> None:
+        """One line of metrics.jsonl. Raises FloatingPointError on a value that is not finite."""
+        bad = [name for name, value in metrics.items() if not math.isfinite(value)]
+        if bad:
+            raise FloatingPointError(f"metrics that are not finite: {', '.join(bad)}")
+        self._append(METRICS, [metrics])
+        for tracker in self._trackers:
+            tracker.log(metrics, int(metrics["step"]))
+
+    def samples(self, step: int, groups: Sequence[Group], split: str) -> None:
+        """The first sibling of a few groups, readable."""
+        self._append(SAMPLES, (sample(step, group, split) for group in groups[: self.config.log_completions]))
+
+    def signals(self, groups: Sequence[Group]) -> None:
+        """The divergence signals of every group that ran to its end, but where a gate spoke of single siblings."""
+        if self._gate_steps:
+            whole = [g for g in groups if all(r.reward is not None for r in g.siblings)]
+            whole = [g for g in whole if len({r.survival_p for r in g.siblings}) == 1]
+            self._append(GATE, (row for group in whole for row in rows_of(group, self._gate_steps)))
+
+    def _append(self, name: str, rows: Iterable[Mapping[str, Any]]) -> None:
+        file = self._files[name]
+        for row in rows:
+            file.write(json.dumps(row, ensure_ascii=True, allow_nan=False).encode() + b"\n")
+        file.flush()
+
+    def offsets(self) -> dict[str, int]:
+        """Durable lengths of the files, for a checkpoint."""
+        for file in self._files.values():
+            os.fsync(file.fileno())
+        return {name: file.tell() for name, file in self._files.items()}
+
+    def close(self) -> None:
+        for tracker in self._trackers:
+            tracker.close()
+        for file in self._files.values():
+            file.close()
+
+
+def sample(step: int, group: Group, split: str) -> dict[str, Any]:
+    """One line of samples.jsonl: the group's first rollout and what its siblings got."""
+    r, prompt = group.rollouts[0], group.prompt
+    return {
+        "step": step,
+        "visit": group.visit.number,
+        "prompt_id": prompt.id,
+        "epoch": group.visit.epoch,
+        "sibling": r.sibling,
+        "prompt": prompt.text if prompt.messages is None else list(prompt.messages),
+        "completion": r.text,
+        "reward": r.reward,
+        "rewards": r.rewards,
+        "group_rewards": [s.reward for s in group.siblings],
+        "fate": str(r.fate) if r.fate else None,
+        "reason": r.reason,
+        "stop_reason": r.stop_reason,
+        "tokens": int(r.action_mask.sum()),
+        "split": split,
+    }

@@ -1,0 +1,117 @@
+"""What one training step saw: counted as groups finish, turned into metrics under TRL's names."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+
+from ..methods.filter.zero_variance import Judge
+from ..types import Fate, Group
+
+
+class Tally:
+    """Counts every group finished during a step, whatever becomes of it, and the seconds of each phase."""
+
+    def __init__(self, judge: Judge) -> None:
+        self.judge = judge
+        self.groups = 0
+        self.sizes: list[int] = []
+        self.reward_sets: list[np.ndarray] = []
+        self.by_function: dict[str, list[float]] = {}
+        self.kinds: Counter[str] = Counter()
+        self.lengths: list[int] = []
+        self.rollouts = 0
+        self.sampled_tokens = 0
+        """As `rollouts`, with greedy baselines, which every other figure leaves out."""
+        self.truncated = 0
+        self.failed: Counter[str] = Counter()
+        self.turns: list[list[str]] = []
+        """Of each rollout, why its turns ended."""
+        self.barrier_wait_s = 0.0
+        self.tokens: Counter[str] = Counter()
+        self.seconds: dict[str, float] = {}
+        self._started = time.monotonic()
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Add the wall-clock time of the block to `seconds/<name>`."""
+        started = time.monotonic()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.monotonic() - started
+
+    def finished(self, group: Group) -> None:
+        """A group came back from the runner."""
+        self.groups += 1
+        self.sizes.append(len(group.siblings))
+        rewards_G = group.rewards()
+        present = rewards_G[~np.isnan(rewards_G)]
+        if len(present):
+            self.reward_sets.append(present)
+        if kind := self.judge.kind(group):
+            self.kinds[kind] += 1
+        for rollout in group.rollouts:
+            self.rollouts += 1
+            self.sampled_tokens += int(rollout.action_mask.sum())
+            self.barrier_wait_s += rollout.barrier_wait_s
+            if rollout.fate == Fate.FAILED:
+                self.failed[rollout.reason] += 1
+        for rollout in group.siblings:
+            self.lengths.append(int(rollout.action_mask.sum()))
+            self.truncated += rollout.stop_reason == "length"
+            self.turns.append([turn.stop_reason for turn in rollout.turns])
+            for name, value in rollout.rewards.items():
+                if value is not None:
+                    self.by_function.setdefault(name, []).append(value)
+
+    def fated(self, group: Group) -> None:
+        """A group's rollouts have their fates."""
+        for rollout in group.rollouts:
+            self.tokens[str(rollout.fate)] += int(rollout.action_mask.sum())
+
+    def zero_share(self) -> float:
+        """Share of zero-variance groups among those finished; 0 when none has."""
+        return self.kinds.total() / max(self.groups, 1)
+
+    def failed_share(self) -> float:
+        return sum(self.failed.values()) / max(self.rollouts, 1)
+
+    def metrics(self) -> dict[str, float]:
+        step_time = time.monotonic() - self._started
+        metrics = {
+            "groups/rolled_out": float(self.groups),
+            "rollouts/sampled": float(len(self.lengths)),
+            "step_time": step_time,
+            "tokens_per_second": self.sampled_tokens / max(step_time, 1e-9),
+        }
+        if self.groups:  # a sampler that goes on by itself may have finished none
+            metrics |= self._of_groups()
+        if any(len(ends) > 1 for ends in self.turns):
+            ends = [end for rollout in self.turns for end in rollout]
+            metrics["turns/mean"] = len(ends) / len(self.turns)
+            metrics["turns/clipped_ratio"] = ends.count("length") / len(ends)
+        if self.barrier_wait_s:
+            metrics["barrier_wait_s"] = self.barrier_wait_s
+        if self.reward_sets:
+            metrics["reward"] = float(np.mean([r.mean() for r in self.reward_sets]))
+            metrics["reward_std"] = float(np.mean([r.std() for r in self.reward_sets]))
+        metrics |= {f"rewards/{name}/mean": float(np.mean(v)) for name, v in sorted(self.by_function.items())}
+        metrics |= {f"tokens/{fate}": float(count) for fate, count in sorted(self.tokens.items())}
+        return metrics | {f"seconds/{name}": s for name, s in self.seconds.items()}
+
+    def _of_groups(self) -> dict[str, float]:
+        return {
+            "frac_reward_zero_std": self.zero_share(),
+            "frac_zero_easy": self.kinds["easy"] / self.groups,
+            "frac_zero_hard": self.kinds["hard"] / self.groups,
+            "groups/size_mean": float(np.mean(self.sizes)),
+            "completions/mean_length": float(np.mean(self.lengths)) if self.lengths else 0.0,
+            "completions/max_length": float(max(self.lengths, default=0)),
+            "completions/clipped_ratio": self.truncated / max(len(self.lengths), 1),
+            "rollouts/failed_share": self.failed_share(),
+        }

@@ -1,0 +1,172 @@
+"""Evaluation on held-out prompts: pass@k, mean reward, greedy."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import numpy as np
+
+from ..engine.base import Engine, SamplingParams
+from ..env.base import Task
+from ..env.rewards.rewarder import Rewarder
+from ..types import Fate, Group, Prompt, Visit
+from .runner import RolloutOptions, RolloutRunner
+
+EVALUATION_STREAM = 1
+
+
+class RolloutsFailedError(RuntimeError):
+    """An evaluation in which nothing could be judged; the message names the first cause."""
+
+
+def pass_at_k(n: int, c: int, k: int) -> float:
+    """Unbiased estimate of the chance that at least one of k samples is right, from c right ones of n.
+
+    1 - C(n-c, k) / C(n, k) (Chen et al. 2021, eq. 1). Raises ValueError unless 0 <= c <= n and 1 <= k <= n.
+    """
+    if not (0 <= c <= n and 1 <= k <= n):
+        raise ValueError(f"pass_at_k needs 0 <= c <= n and 1 <= k <= n, not n={n}, c={c}, k={k}")
+    if n - c < k:
+        return 1.0
+    return float(1.0 - np.prod(1.0 - k / np.arange(n - c + 1, n + 1)))
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What an evaluation found; `metrics` has plain names (`pass@1`, `greedy` ...)."""
+
+    metrics: dict[str, float]
+    groups: list[Group]
+    rollouts: int
+    tokens: int
+    seconds: float
+
+
+class Evaluator:
+    """Rolls out prompts with an engine and judges them as training does, with noise of its own.
+
+    The noise does not depend on when the evaluation takes place, so two policies are compared on the same draws.
+    """
+
+    def __init__(self, engine: Engine, task: Task, tokenizer: Any, rewarder: Rewarder, *, seed: int) -> None:
+        self.engine = engine
+        self.task = task
+        self.tokenizer = tokenizer
+        self.rewarder = rewarder
+        self.seed = seed
+
+    def run(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
+        *,
+        n: int,
+        max_prompt_length: int,
+        success_reward: float = 1.0,
+        greedy: bool = True,
+    ) -> Evaluation:
+        """`n` samples a prompt under `params`, and one greedy. Failed rollouts are left out and counted in `failed`."""
+        started = time.monotonic()
+        sampled = self._rollouts(prompts, params, n, max_prompt_length)
+        metrics = summarize(sampled, success_reward)
+        groups = list(sampled)
+        if greedy:
+            zero = SamplingParams(params.max_tokens, temperature=0.0, stop=params.stop)
+            best = self._rollouts(prompts, zero, 1, max_prompt_length)
+            metrics["greedy"] = summarize(best, success_reward)["pass@1"]
+            groups += best
+        rollouts = [r for g in groups for r in g.rollouts]
+        tokens = sum(int(r.action_mask.sum()) for r in rollouts)
+        return Evaluation(metrics, sampled, len(rollouts), tokens, time.monotonic() - started)
+
+    def _rollouts(
+        self, prompts: Sequence[Prompt], params: SamplingParams, n: int, max_prompt_length: int
+    ) -> list[Group]:
+        options = RolloutOptions(params, max_prompt_length, self.seed, EVALUATION_STREAM)
+        return roll_out(RolloutRunner(self.engine, self.task, self.tokenizer, self.rewarder, options), prompts, n)
+
+
+MAX_LIVE = 512
+"""Environments of an evaluation that are alive at once: each may hold tens of megabytes."""
+
+
+def roll_out(runner: RolloutRunner, prompts: Sequence[Prompt], n: int, epoch: int = 0) -> list[Group]:
+    """Groups of `n` finished and scored rollouts, one a prompt, in order. `epoch` is part of the noise key.
+
+    Of tasks with many turns, no more than `MAX_LIVE` environments (one group at least) are alive at once.
+    """
+    most = max(1, MAX_LIVE // n) if runner.task.max_turns > 1 else len(prompts)
+    groups: list[Group] = []
+    waiting = iter(enumerate(prompts))
+    while len(groups) < len(prompts):
+        for number, prompt in islice(waiting, most - runner.pending):
+            runner.launch(Visit(number, epoch, prompt), n)
+        groups += runner.poll()
+    return groups
+
+
+def rank_weights(scores: Sequence[float] | np.ndarray) -> np.ndarray:
+    """Ranks of scores [N], rescaled to [0, 1]; ties share their mean rank, a single candidate has weight 1 (ARRoL).
+
+    Raises ValueError on a score that is not a number.
+    """
+    scores_N = np.asarray(scores, dtype=np.float64)
+    if scores_N.ndim != 1 or np.isnan(scores_N).any():
+        raise ValueError("scores to rank must be a list of numbers")
+    if len(scores_N) < 2:
+        return np.ones(len(scores_N))
+    _, index_N, counts_M = np.unique(scores_N, return_inverse=True, return_counts=True)
+    return np.asarray((np.cumsum(counts_M) - (counts_M + 1) / 2)[index_N] / (len(scores_N) - 1))
+
+
+def weighted_vote(answers: Sequence[Hashable | None], weights: Sequence[float] | np.ndarray) -> Hashable | None:
+    """The answer with the largest sum of weights, the first given among equals; None answers do not vote.
+
+    None when nobody votes. Raises ValueError on negative or non-finite weights, or unequal lengths.
+    """
+    if not all(np.isfinite(w) and w >= 0 for w in weights):
+        raise ValueError("weights of votes must be finite and not negative")
+    sums: dict[Hashable, float] = {}
+    for answer, weight in zip(answers, weights, strict=True):
+        if answer is not None:
+            sums[answer] = sums.get(answer, 0.0) + float(weight)
+    return max(sums, key=lambda answer: sums[answer]) if sums else None
+
+
+def count_correct(rewards: np.ndarray, success_reward: float) -> int:
+    """How many rewards (float64 [n], none NaN) reach `success_reward`, within 1e-8."""
+    return int((rewards >= success_reward - 1e-8).sum())
+
+
+def summarize(groups: Sequence[Group], success_reward: float = 1.0) -> dict[str, float]:
+    """pass@k for k = 1, 2, 4 ... up to the largest group, mean reward (`avg@n`), mean length, share of failures.
+
+    pass@k is a mean over the groups with at least k judged rollouts. RolloutsFailedError when there is none.
+    """
+    counts, rewards, lengths, failed, total = [], [], [], 0, 0
+    for group in groups:
+        judged = group.rewards()[~np.isnan(group.rewards())]
+        total += len(group.rollouts)
+        failed += sum(r.fate == Fate.FAILED for r in group.rollouts)
+        lengths += [int(r.action_mask.sum()) for r in group.rollouts]
+        if len(judged):
+            counts.append((len(judged), count_correct(judged, success_reward)))
+            rewards.append(float(judged.mean()))
+    metrics = {"failed": failed / max(total, 1)}
+    if not counts:
+        raise RolloutsFailedError(f"no rollout could be judged: all {total} failed; {_first_reason(groups)}")
+    largest = max(n for n, _ in counts)
+    for k in [2**i for i in range(largest.bit_length())]:
+        metrics[f"pass@{k}"] = float(np.mean([pass_at_k(n, c, k) for n, c in counts if n >= k]))
+    metrics["avg@n"] = float(np.mean(rewards))
+    metrics["mean_length"] = float(np.mean(lengths))
+    return metrics
+
+
+def _first_reason(groups: Sequence[Group]) -> str:
+    reasons = [r.reason for g in groups for r in g.rollouts if r.reason]
+    return f"first cause: {reasons[0]}" if reasons else "there were no prompts"

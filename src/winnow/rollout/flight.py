@@ -1,0 +1,157 @@
+"""What the rollout runner knows of a group in flight: its siblings, what they have said so far, what gates owe it."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from ..env.base import Env, OverlappingEnv, StepResult
+from ..methods.gate import Gate
+from ..types import KEEP, Checkpoint, Fate, Group, GroupView, Rollout, Turn, Verdict, Visit
+
+
+@dataclass
+class Sibling:
+    """One rollout in flight."""
+
+    index: int
+    greedy: bool = False
+    prompt_ids: tuple[int, ...] = ()
+    env: Env | OverlappingEnv | None = None
+    environment: Any = None
+    """What its environment lets reward functions see once it is closed."""
+    segments: list[tuple[np.ndarray, bool, np.ndarray, np.ndarray]] = field(default_factory=list)
+    """(token ids, sampled?, log-probs, versions), in order."""
+    confidences: list[np.ndarray] = field(default_factory=list)
+    last_hidden: np.ndarray | None = None
+    turns: list[Turn] = field(default_factory=list)
+    length: int = 0
+    seconds: float = 0.0
+    survival_p: float = 1.0
+    reward: float | None = None
+    """The last one that the environment gave."""
+    waiting_since: float | None = None
+    """When it came to the barrier of an environment-step gate, where it holds no slot of the engine; None elsewhere."""
+    barrier_wait_s: float = 0.0
+    rollout: Rollout | None = None
+
+    @property
+    def running(self) -> bool:
+        return self.rollout is None
+
+    @property
+    def waiting(self) -> bool:
+        return self.waiting_since is not None
+
+    @property
+    def progress(self) -> float | None:
+        """The last that its environment gave."""
+        return next((t.progress for t in reversed(self.turns) if t.progress is not None), None)
+
+    def leave_barrier(self) -> None:
+        if self.waiting_since is not None:
+            self.barrier_wait_s += time.monotonic() - self.waiting_since
+            self.waiting_since = None
+
+    def append(self, ids: np.ndarray, sampled: bool, logp: np.ndarray, versions: np.ndarray) -> None:
+        self.segments.append((ids, sampled, logp, versions))
+        self.length += len(ids)
+
+    def tokens(self) -> list[int]:
+        return [int(t) for ids, *_ in self.segments for t in ids]
+
+    def survive(self, probability: float) -> None:
+        """A gate has spoken, of this sibling alone or of its group; also counts for one that has ended by then."""
+        self.survival_p *= probability
+        if self.rollout is not None:
+            self.rollout.survival_p = self.survival_p
+
+    def _close_env(self) -> None:
+        self.environment = getattr(self.env, "environment", None)
+        close = getattr(self.env, "close", None)
+        if close is not None:
+            try:
+                close()
+            except (Exception, SystemExit) as error:  # the rollout is over: what it is worth does not depend on this
+                warnings.warn(f"closing {type(self.env).__name__} raised {type(error).__name__}: {error}", stacklevel=2)
+        self.env = None
+
+    def finish(self, stop_reason: str, *, fate: Fate | None = None, reason: str = "") -> Rollout:
+        """Close the rollout: from here on it is only scored and booked."""
+
+        def joined(arrays: list[np.ndarray], dtype: Any) -> np.ndarray:
+            return np.concatenate(arrays).astype(dtype) if arrays else np.empty(0, dtype)
+
+        self.leave_barrier()
+        self._close_env()
+        self.rollout = Rollout(
+            sibling=self.index,
+            prompt_ids=self.prompt_ids,
+            token_ids=joined([s[0] for s in self.segments], np.int64),
+            action_mask=joined([np.full(len(s[0]), s[1]) for s in self.segments], np.bool_),
+            sampler_logp=joined([s[2] for s in self.segments], np.float32),
+            versions=joined([s[3] for s in self.segments], np.int32),
+            turns=self.turns,
+            stop_reason=stop_reason,
+            text="".join(t.action + (t.observation or "") for t in self.turns),
+            fate=fate,
+            reason=reason,
+            survival_p=self.survival_p,
+            seconds=self.seconds,
+            barrier_wait_s=self.barrier_wait_s,
+            greedy=self.greedy,
+            confidence=np.concatenate(self.confidences) if self.confidences else None,
+            last_hidden=self.last_hidden,
+        )
+        return self.rollout
+
+
+@dataclass
+class Flight:
+    """One group in flight."""
+
+    visit: Visit
+    siblings: list[Sibling]
+    undecided: list[tuple[int, Gate]]
+    """What environment-step gates have still to decide, by ascending step."""
+    token_gates: dict[int, list[Gate]] = field(default_factory=dict)
+    """By token of a turn, who is asked there."""
+    verdict: Verdict = KEEP
+    group: Group | None = None
+    ended: int = 0
+    """The runner's clock when its last sibling ended."""
+    scored: bool = False
+
+    @property
+    def gated(self) -> list[Sibling]:
+        """All but a greedy baseline."""
+        return [s for s in self.siblings if not s.greedy]
+
+    def view(self, at: Checkpoint) -> GroupView:
+        """What a gate sees of the group."""
+        gated = self.gated
+        return GroupView(
+            visit=self.visit,
+            checkpoint=at,
+            actions=tuple(tuple(t.action if t.canonical is None else t.canonical for t in s.turns) for s in gated),
+            observations=tuple(tuple(t.observation or "" for t in s.turns) for s in gated),
+            running=tuple(s.running for s in gated),
+            failed=tuple(s.rollout is not None and s.rollout.fate == Fate.FAILED for s in gated),
+            progress=tuple(s.progress for s in gated),
+        )
+
+
+@dataclass(frozen=True)
+class Awaited:
+    """What an overlapping environment owes a sibling: its first observation, or the answer to its last action."""
+
+    flight: Flight
+    sibling: Sibling
+    answer: Future[str | None] | Future[StepResult]
+    due: int
+    """Clock of the runner at which it is taken, and waited for if it is not there."""

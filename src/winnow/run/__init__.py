@@ -1,0 +1,1 @@
+"""A run from configuration to saved model: build, check, train, save, resume, serve."""

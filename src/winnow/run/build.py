@@ -1,0 +1,381 @@
+"""From configuration values to objects: model, tokenizer, task, engine, learner, methods."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from safetensors import SafetensorError
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging
+
+from ..config import AuditConfig, ConfigError, LoraConfig, MethodSpec, RunConfig, method
+from ..engine import ENGINES
+from ..engine.base import Engine, SamplingParams
+from ..env import ENVS
+from ..env.base import Demonstrator, Task
+from ..learner.local.learner import LearnerOptions, LocalLearner, frozen_copy, without_dropout
+from ..learner.local.logprob import TokenDistribution
+from ..learner.step import StepOptions
+from ..methods.advantage import ADVANTAGES, Advantage, InUpdate
+from ..methods.correct import CORRECTIONS, STEP_SCALES, StepScale
+from ..methods.filter import FILTERS, Filter
+from ..methods.filter.zero_variance import Judge
+from ..methods.gate import GATES, Gate
+from ..methods.gate.audit import AuditedGate, RuleAudit
+from ..methods.gate.quality import ArrolGate
+from ..methods.loss import LossConfig
+from ..methods.select import SELECTORS, Selector
+from ..methods.select.audit import AuditedSelector
+from ..methods.select.stream import StreamSelector
+from ..methods.size import ROLLOUT_BATCHES, SIZES, GroupSize, RolloutBatch
+from ..methods.size.rollout_batch import OneForOne
+from ..rollout.runner import RolloutRunner
+from ..sampler import SYNCS, Sampler
+from ..types import Prompt
+from .build_gates import build_gates
+
+
+@dataclass
+class Policy:
+    """The model that is trained, what it speaks, and what a KL penalty holds it to."""
+
+    model: torch.nn.Module
+    """Wrapped by peft under LoRA."""
+    tokenizer: Any
+    reference: torch.nn.Module | None
+    origin: str = ""
+    """Digest of the weights that adapters or a KL penalty refer to; they are not in the checkpoint."""
+
+
+@dataclass(frozen=True)
+class Methods:
+    selector: Selector
+    rollout_batch: RolloutBatch
+    group_size: GroupSize
+    gates: list[Gate]
+    filter: Filter
+    judge: Judge
+    advantage: Advantage
+    step_scale: StepScale
+
+    def save(self, directory: Path) -> None:
+        """What gates leave beside the weights: the quality head."""
+        for gate in self.gates:
+            inner = gate.gate if isinstance(gate, AuditedGate) else gate
+            if isinstance(inner, ArrolGate):
+                inner.save(directory)
+
+
+def build_methods(c: RunConfig, prompts: Sequence[Prompt]) -> Methods:
+    """Raises ConfigError naming the field and the nearest valid name."""
+    group_size = _group_size(c)
+    advantage = _advantage(c, group_size)
+    _check_in_update(c, advantage)
+    filter_ = method(FILTERS, c.filter, "filter")
+    judge = Judge(c.success_reward, getattr(filter_, "atol", 1e-8), advantage)
+    _check_signal(c, advantage, filter_)
+    return Methods(
+        selector=_selector(c, prompts, judge, advantage),
+        rollout_batch=_rollout_batch(c),
+        group_size=group_size,
+        gates=_gates(c, advantage, prompts, group_size),
+        filter=filter_,
+        judge=judge,
+        advantage=advantage,
+        step_scale=method(STEP_SCALES, c.step_scale, "step_scale").build(),
+    )
+
+
+def _check_signal(c: RunConfig, advantage: Advantage, filter_: Filter) -> None:
+    """What removes groups with equal rewards needs an advantage under which they teach nothing."""
+    if advantage.group_relative:
+        return
+    removes = {"filter": filter_.wants_signal, "selector": _name(c.selector) in ("greso", "backoff")}
+    for field in (field for field, wrong in removes.items() if wrong):
+        raise ConfigError(
+            f"{field}: {_name(getattr(c, field))} takes groups with equal rewards for worthless, but under advantage: "
+            f"{_name(c.advantage)} they teach; choose another {field}, or an advantage relative to the group"
+        )
+
+
+def _check_in_update(c: RunConfig, advantage: Advantage) -> None:
+    if isinstance(advantage, InUpdate) and (problem := advantage.problem(build_loss(c))):
+        raise ConfigError(f"advantage: {_name(c.advantage)} finds its baseline in the update: {problem}")
+
+
+def _selector(c: RunConfig, prompts: Sequence[Prompt], judge: Judge, advantage: Advantage) -> Selector:
+    options = method(SELECTORS, c.selector, "selector")
+    try:
+        selector = options.build(prompts, c.seed, judge)
+    except ValueError as error:
+        raise ConfigError(f"selector: {error}") from None
+    if c.audit is None:
+        return cast(Selector, selector)
+    if type(selector) is not StreamSelector:
+        return AuditedSelector(selector, _audit(c, c.audit, _name(c.selector)), advantage)
+    if not c.gates:
+        raise ConfigError(
+            "audit: nothing to audit: selector: uniform skips nothing, and there are no gates. Remove audit, or choose "
+            "e.g. selector: greso"
+        )
+    return selector
+
+
+def _gates(c: RunConfig, advantage: Advantage, prompts: Sequence[Prompt], group_size: GroupSize) -> list[Gate]:
+    gates = build_gates(c, advantage, prompts, group_size.smallest)
+    if c.audit is None:
+        return gates
+    names = [_name(spec) for spec in c.gates]
+    unique = [f"{name}_{i}" if names.count(name) > 1 else name for i, name in enumerate(names, 1)]
+    return [AuditedGate(g, _audit(c, c.audit, name), advantage) for g, name in zip(gates, unique, strict=True)]
+
+
+def _audit(c: RunConfig, audit: AuditConfig, name: str) -> RuleAudit:
+    return RuleAudit(name, audit.epsilon, audit.max_signal_loss, seed=c.seed)
+
+
+def _name(spec: MethodSpec) -> str:
+    return spec if isinstance(spec, str) else str(spec["name"])
+
+
+def _group_size(c: RunConfig) -> GroupSize:
+    options = method(SIZES, c.group_size, "group_size")
+    try:
+        size: GroupSize = options.build(c.num_generations)
+    except ValueError as error:
+        raise ConfigError(f"group_size: {error}") from None
+    return size
+
+
+def _advantage(c: RunConfig, group_size: GroupSize) -> Advantage:
+    advantage: Advantage = method(ADVANTAGES, c.advantage, "advantage")
+    if advantage.smallest_group > group_size.smallest:
+        raise ConfigError(
+            f"advantage: {c.advantage} needs groups of at least {advantage.smallest_group} rollouts, but they may have "
+            f"only {group_size.smallest}; lower its k, or raise num_generations"
+        )
+    return advantage
+
+
+def _rollout_batch(c: RunConfig) -> RolloutBatch:
+    batch: RolloutBatch = method(ROLLOUT_BATCHES, c.rollout_batch, "rollout_batch").build(c.prompts_per_step)
+    if batch.carry and c.max_lag < 1:
+        raise ConfigError(
+            "rollout_batch: surplus: carry trains groups one step after they were sampled; allow it with max_lag: 1, "
+            "or choose surplus: discard"
+        )
+    if not isinstance(batch, OneForOne) and not method(FILTERS, c.filter, "filter").refill:
+        raise ConfigError(
+            "rollout_batch has an effect only with a filter that refills, e.g. filter: zero_variance; remove it"
+        )
+    return batch
+
+
+def build_sampler(c: RunConfig, runner: RolloutRunner, batch: RolloutBatch) -> Sampler:
+    """Raises ConfigError when what is old would be trained as if it were new, and on options without effect."""
+    if c.max_lag and c.policy_loss == "plain" and _name(c.correction) == "none":
+        raise ConfigError(
+            f"max_lag: {c.max_lag} trains on tokens of older policies, and policy_loss: plain does not correct for it; "
+            "set correction: truncate, or policy_loss: clip"
+        )
+    behind = c.max_lag - batch.carry  # what is carried over is a step older when it is trained
+    sampler: Sampler = method(SYNCS, c.sync, "sync").build(runner, c, behind)
+    if sampler.overlaps:
+        _check_overlap(c)
+    elif not behind and c.sync != RunConfig.model_fields["sync"].default:
+        raise ConfigError("sync: in_process has options for a sampler that is behind, but here none is; remove them")
+    return sampler
+
+
+def _check_overlap(c: RunConfig) -> None:
+    if c.gates:
+        raise ConfigError(
+            f"gates: they learn in the learner's process, and sync: {_name(c.sync)} samples in others; use sync: "
+            "in_process, or no gates"
+        )
+    if c.rollout_batch != RunConfig.model_fields["rollout_batch"].default:
+        raise ConfigError(
+            f"rollout_batch has no effect with sync: {_name(c.sync)}, which starts groups as soon as they can still be "
+            "trained within max_lag; remove it"
+        )
+
+
+def step_options(c: RunConfig, pad_id: int, device: torch.device) -> StepOptions:
+    return StepOptions(
+        learning_rate=c.learning_rate,
+        lr_scheduler_type=c.lr_scheduler_type,
+        warmup_steps=c.warmup_steps,
+        lr_end=c.lr_end,
+        lr_decay_steps=c.lr_decay_steps,
+        max_steps=c.max_steps,
+        num_iterations=c.num_iterations,
+        tokens_per_microbatch=c.tokens_per_microbatch,
+        max_completion_length=c.max_completion_length,
+        mask_truncated_completions=c.mask_truncated_completions,
+        pad_id=pad_id,
+        seed=c.seed,
+        device=device,
+        unbiased=any(getattr(method(GATES, spec, "gates"), "unbiased", False) for spec in c.gates),
+    )
+
+
+def build_loss(c: RunConfig) -> LossConfig:
+    return LossConfig(
+        policy_loss=c.policy_loss,
+        epsilon=c.epsilon,
+        epsilon_high=c.epsilon_high,
+        importance_sampling_level=c.importance_sampling_level,
+        loss_type=c.loss_type,
+        beta=c.beta,
+        kl_estimator=c.kl_estimator,
+        entropy_coef=c.entropy_coef,
+        correction=method(CORRECTIONS, c.correction, "correction"),
+    )
+
+
+def build_task(spec: MethodSpec | Task) -> Task:
+    """A task by name, or the object itself. Raises ConfigError when it is unknown or has no training prompts."""
+    task: Task = spec if isinstance(spec, Task) else method(ENVS, spec, "env").build()
+    if not task.train:
+        raise ConfigError(f"env: task {task.name} has no training prompts")
+    return task
+
+
+def build_demonstrator(spec: MethodSpec) -> Demonstrator:
+    """A task that can teach a warm start. Raises ConfigError when it cannot."""
+    task = build_task(spec)
+    if not isinstance(task, Demonstrator):
+        raise ConfigError(f"env: task {task.name} has no demonstrations; start from a pretrained model instead")
+    return task
+
+
+def sampling_params(c: RunConfig, *, evaluation: bool = False) -> SamplingParams:
+    if evaluation:
+        return SamplingParams(c.max_completion_length, c.eval_temperature, c.eval_top_p, c.eval_top_k, tuple(c.stop))
+    return SamplingParams(c.max_completion_length, c.temperature, c.top_p, c.top_k, tuple(c.stop))
+
+
+def quiet_transformers() -> None:
+    """Keep transformers' own progress bars out of our display."""
+    logging.disable_progress_bar()
+
+
+def resolve_device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        return torch.empty(0, device=name).device
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigError(f"device: {name} cannot be used: {str(error).splitlines()[0]}") from None
+
+
+def load_tokenizer(source: str | Path) -> Any:
+    """Raises ConfigError when there is none, or when it would need code from the model's repository."""
+    return _load(AutoTokenizer, source, "tokenizer")
+
+
+def load_causal_lm(source: str | Path, device: torch.device) -> Any:
+    """A float32 causal LM, dropout off.
+
+    Raises ConfigError when it cannot be loaded without running foreign code, or when its weights are incomplete.
+    """
+    options = {"dtype": torch.float32, "use_safetensors": True, "output_loading_info": True}
+    model, info = _load(AutoModelForCausalLM, source, "model", **options)
+    if info["missing_keys"]:
+        shown = ", ".join(sorted(info["missing_keys"])[:3])
+        raise ConfigError(f"model: '{source}' lacks weights, which would start at random: {shown}")
+    return without_dropout(model.to(device))
+
+
+def require_finite(model: torch.nn.Module, source: str) -> None:
+    for name, tensor in model.state_dict().items():
+        if tensor.is_floating_point() and not torch.isfinite(tensor).all():
+            raise ConfigError(f"model: the weights of '{source}' are not finite ({name})")
+
+
+def weights_digest(model: torch.nn.Module) -> str:
+    """SHA-256 over names, shapes and about a thousand elements of every tensor: cheap, yet no real change escapes."""
+    sha = hashlib.sha256()
+    for name, tensor in model.state_dict().items():
+        flat = tensor.detach().reshape(-1)
+        some = flat[:: max(1, len(flat) // 1024)].float().cpu().numpy()
+        sha.update(f"{name}{tuple(tensor.shape)}".encode() + some.tobytes())
+    return sha.hexdigest()
+
+
+def _load(auto_class: Any, source: str | Path, what: str, **options: Any) -> Any:
+    try:
+        return auto_class.from_pretrained(str(source), trust_remote_code=False, **options)
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        missing = "" if Path(source).is_dir() else " (no such directory, and not found as a hub name)"
+        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ConfigError(f"model: cannot load the {what} of '{source}'{missing}: {first}") from None
+
+
+def build_policy(c: RunConfig, model: Any, tokenizer: Any, checkpoint: Path | None) -> tuple[Policy, Engine]:
+    """The policy of a fresh run, or of `checkpoint`, and an engine with its weights as version 0.
+
+    `model` and `tokenizer` are used when given as objects. The engine is made before adapters are put in: it holds the
+    plain architecture and is given merged weights.
+    """
+    device = resolve_device(c.device)
+    if model is not None and tokenizer is None:
+        raise ConfigError("processing_class: give the tokenizer of the model object")
+    tokenizer = tokenizer or load_tokenizer(c.model)
+    saved = checkpoint / "model" if checkpoint else None
+    if model is None or (saved and not c.lora):
+        base = load_causal_lm(saved if saved and not c.lora else c.model, device)
+    else:
+        base = without_dropout(model.to(device))
+    require_finite(base, str(saved or c.model))
+    engine: Engine = method(ENGINES, c.engine, "engine").build(base, tokenizer)
+    if c.lora is not None:
+        origin = weights_digest(base)
+        return Policy(_with_lora(base, c.lora, saved), tokenizer, None, origin), engine
+    if c.beta == 0:
+        return Policy(base, tokenizer, None), engine
+    start = base if saved is None else model if model is not None else load_causal_lm(c.model, device)
+    reference = frozen_copy(start.to(device))
+    return Policy(base, tokenizer, reference, weights_digest(reference)), engine
+
+
+def _with_lora(base: Any, lora: LoraConfig, saved: Path | None) -> Any:
+    try:
+        import peft
+    except ImportError:
+        raise ConfigError("lora: peft is not installed; pip install 'winnow-rl[peft]'") from None
+    if saved is not None:
+        return peft.PeftModel.from_pretrained(base, str(saved), is_trainable=True)
+    options = peft.LoraConfig(
+        r=lora.r,
+        lora_alpha=lora.alpha,
+        lora_dropout=lora.dropout,
+        target_modules=lora.target_modules,
+        task_type="CAUSAL_LM",
+    )
+    return peft.get_peft_model(base, options)
+
+
+def vocabulary_size(tokenizer: Any, model: Any) -> int:
+    """Ids that can be sampled: those the tokenizer can decode."""
+    return min(len(tokenizer), model.get_input_embeddings().num_embeddings)
+
+
+def learner_of(policy: Policy, c: RunConfig) -> LocalLearner:
+    distribution = TokenDistribution(vocabulary_size(policy.tokenizer, policy.model), c.temperature, c.top_p, c.top_k)
+    options = LearnerOptions(
+        beta1=c.adam_beta1,
+        beta2=c.adam_beta2,
+        eps=c.adam_epsilon,
+        weight_decay=c.weight_decay,
+        max_grad_norm=c.max_grad_norm,
+        compute_dtype=getattr(torch, c.dtype),
+        matmul_precision=c.matmul_precision,
+        gradient_checkpointing=c.gradient_checkpointing,
+    )
+    return LocalLearner(policy.model, distribution, options, policy.reference)

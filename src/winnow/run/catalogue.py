@@ -1,0 +1,58 @@
+"""The catalogue behind `winnow methods`, read off the method tables and their docstrings."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+from ..engine import ENGINES
+from ..env import ENVS
+from ..methods.advantage import ADVANTAGES
+from ..methods.correct import CORRECTIONS, STEP_SCALES
+from ..methods.filter import FILTERS
+from ..methods.gate import GATES
+from ..methods.select import SELECTORS
+from ..methods.size import ROLLOUT_BATCHES, SIZES
+from ..sampler import SYNCS
+
+TABLES: dict[str, Mapping[str, type]] = {
+    "env": ENVS,
+    "selector": SELECTORS,
+    "rollout_batch": ROLLOUT_BATCHES,
+    "group_size": SIZES,
+    "sync": SYNCS,
+    "engine": ENGINES,
+    "gates": GATES,
+    "filter": FILTERS,
+    "advantage": ADVANTAGES,
+    "correction": CORRECTIONS,
+    "step_scale": STEP_SCALES,
+}
+"""Config field -> its table, in the order in which a rollout meets them."""
+
+
+def all_methods() -> list[dict[str, Any]]:
+    """One entry a method: `field, name, summary, file, options` (option -> default)."""
+    found = []
+    for field, table in TABLES.items():
+        for name in table:
+            cls = table[name]
+            summary = (inspect.getdoc(cls) or "").split("\n\n")[0].replace("\n", " ")
+            file = cls.__module__.replace(".", "/") + ".py"
+            found.append({"field": field, "name": name, "summary": summary, "file": file, "options": options(cls)})
+    return found
+
+
+def options(cls: type) -> dict[str, Any]:
+    """Defaults of a dataclass's options; required ones show as `required`."""
+    defaults: dict[str, Any] = {}
+    for f in dataclasses.fields(cls):
+        if f.default is not dataclasses.MISSING:
+            defaults[f.name] = f.default
+        elif f.default_factory is not dataclasses.MISSING:
+            defaults[f.name] = f.default_factory()
+        else:
+            defaults[f.name] = "required"
+    return defaults

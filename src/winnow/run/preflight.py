@@ -1,0 +1,79 @@
+"""What is checked before a run starts or goes on, so that what cannot work fails at once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ..config import ConfigError, MethodSpec, RunConfig, validate
+from ..engine.base import Engine, Request
+from ..env.base import Task
+from ..env.prompting import encode_prompt
+from ..env.rewards.rewarder import Rewarder
+from .build import sampling_params
+
+MAY_CHANGE_ON_RESUME = frozenset(
+    {"max_steps", "max_skipped_steps", "save_steps", "save_total_limit", "eval_steps", "log_completions", "report_to"}
+    | {"max_failed_share", "reward_timeout_s", "sync"}
+)
+"""Keys that a resume may override; any other would make the rest of the run something else. Of `sync` the options of
+sampler processes alone: runs with them cannot be repeated anyway."""
+
+
+def refuse_changes(run_dir: Path, saved: Mapping[str, Any], config: RunConfig) -> None:
+    """Raises ConfigError with the difference when `config` would make the rest of the run something else."""
+    before, now = (c.model_dump(mode="json") for c in (validate(saved), config))
+    free = MAY_CHANGE_ON_RESUME | {"output_dir"}
+    if before["sync"] != now["sync"] and {_name(before["sync"]), _name(now["sync"])} != {"processes"}:
+        free -= {"sync"}
+    if config.lr_scheduler_type != "constant":
+        free -= {"max_steps"}  # it shapes every later learning rate
+    changed = [k for k in now if before.get(k) != now[k] and k not in free]
+    if changed:
+        shown = "; ".join(f"{k}: {before.get(k)!r} then, {now[k]!r} now" for k in changed)
+        raise ConfigError(f"{run_dir}: the configuration has changed since the checkpoint: {shown}")
+
+
+def _name(spec: MethodSpec) -> Any:
+    return spec if isinstance(spec, str) else spec.get("name")
+
+
+def check_by_name(c: RunConfig, **given: Any) -> None:
+    """Raises ConfigError when something that samplers must build themselves was given as an object."""
+    if _name(c.sync) != "processes":
+        return
+    for name, value in given.items():
+        parts = value if isinstance(value, list | tuple) else [value]
+        if not all(isinstance(part, str | dict | None) for part in parts):
+            remedy = "a reward as 'file.py:function'" if name == "reward_funcs" else "by its name or path"
+            raise ConfigError(
+                f"sync: processes starts samplers that build everything by name, so {name} cannot be an object; give "
+                f"it {remedy}, or train with sync: in_process"
+            )
+
+
+def check_evaluation(c: RunConfig, task: Task) -> None:
+    """Raises ConfigError when there is nothing to evaluate on."""
+    if c.eval_steps and not task.test:
+        raise ConfigError("eval_steps is set, but the task has no held-out prompts; give it some, or remove eval_steps")
+
+
+def check_prompts(c: RunConfig, task: Task, rewarder: Rewarder, tokenizer: Any, engine: Engine) -> None:
+    """Try a few prompts on reward functions, tokenizer and engine: what fails for all of them fails here."""
+    first = task.train[0]
+    rewarder.check(first.columns)
+    if not rewarder.names and task.make_env(first) is None:
+        raise ConfigError("there is no reward: give reward_funcs, e.g. 'my_reward.py:my_reward'")
+    causes = []
+    for prompt in [*task.train[:16], *task.test[:16]]:
+        try:
+            ids = encode_prompt(tokenizer, prompt)
+            if len(ids) > (limit := c.max_prompt_length):
+                raise ConfigError(f"prompt '{prompt.id}' has {len(ids)} tokens, over max_prompt_length={limit}")
+            engine.submit([Request("trial", ids, sampling_params(c), key=0)])
+            engine.cancel(["trial"])
+            return
+        except ValueError as error:
+            causes.append(str(error).removeprefix("request 'trial': "))
+    raise ConfigError(f"none of the first {len(causes)} prompts can be used; {causes[0]}")

@@ -1,0 +1,101 @@
+"""A model or a run outside training: what `winnow eval` does, and what it shares with `winnow profile`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..config import ConfigError, RunConfig, validate
+from ..engine.base import Engine
+from ..env.base import Task
+from ..env.rewards.rewarder import Rewarder
+from ..record.records import CONFIG, LEDGER
+from ..rollout.evaluate import Evaluator
+from . import checkpoint
+from .build import Policy, build_policy, build_task, sampling_params
+
+
+def evaluate_model(model: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """pass@k, avg@n, greedy and costs on held-out prompts.
+
+    `model` is a run directory (its configuration is the default for `values`), a Hugging Face directory or a hub name.
+    Raises ConfigError when there is no task or no held-out prompt.
+    """
+    c = model_config(model, values)
+    task = build_task(c.env)
+    prompts = task.test[: c.eval_prompts]
+    if not prompts:
+        raise ConfigError(f"task {task.name} has no held-out prompts")
+    with opened(c, task) as (policy, engine, rewarder):
+        found = Evaluator(engine, task, policy.tokenizer, rewarder, seed=c.seed).run(
+            prompts,
+            sampling_params(c, evaluation=True),
+            n=c.eval_generations,
+            max_prompt_length=c.max_prompt_length,
+            success_reward=c.success_reward,
+            greedy=c.eval_greedy,
+        )
+    return {
+        "model": c.model,
+        **found.metrics,
+        "prompts": len(prompts),
+        "n": c.eval_generations,
+        "temperature": c.eval_temperature,
+        "tokens": found.tokens,
+        "seconds": round(found.seconds, 3),
+    }
+
+
+def model_config(model: str, values: Mapping[str, Any]) -> RunConfig:
+    """The configuration to use a model under; its `model` is the directory or name to load the policy from.
+
+    A run's own configuration is the default for `values`. Raises ConfigError when there is no task, or no whole model.
+    """
+    settings, source = _settings(model, values)
+    if "env" not in settings:
+        raise ConfigError(f"'{model}' is not a run, so the task must be named: --env countdown")
+    return validate(settings | {"model": source, "lora": None, "beta": 0.0}, model)
+
+
+@contextmanager
+def opened(config: RunConfig, task: Task) -> Iterator[tuple[Policy, Engine, Rewarder]]:
+    """Model, engine and rewards of a configuration, for as long as the block lasts."""
+    if config.threads:
+        torch.set_num_threads(config.threads)
+    policy, engine = build_policy(config, None, None, None)
+    rewarder = Rewarder(config.reward_funcs or task.reward_funcs, config.reward_weights, config.reward_timeout_s)
+    try:
+        yield policy, engine, rewarder
+    finally:
+        rewarder.close()
+
+
+def _settings(model: str, values: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
+    """Configuration values and the directory or name to load the policy from."""
+    path = Path(model)
+    if not (path / LEDGER).exists():
+        return dict(values), model
+    settings = _merged(json.loads((path / CONFIG).read_text(encoding="utf-8")), values)
+    if (path / "model").is_dir():
+        return settings, str(path / "model")
+    saved = checkpoint.latest(path)
+    if saved is None:
+        raise ConfigError(f"{path}: has neither a finished model nor a checkpoint yet")
+    if settings.get("lora"):
+        raise ConfigError(f"{path}: has adapters only so far; finish it with `winnow resume {path}`, then evaluate")
+    return settings, str(saved / "model")
+
+
+def _merged(settings: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """`settings` with `values` over them: a section without a `name` of its own changes that of the run."""
+    found = dict(settings)
+    for key, value in values.items():
+        before = {"name": found[key]} if isinstance(found.get(key), str) else found.get(key)
+        into = isinstance(value, Mapping) and isinstance(before, Mapping) and "name" not in value
+        found[key] = _merged(before, value) if into else value  # type: ignore[arg-type]
+    return found

@@ -1,0 +1,372 @@
+"""From a configuration to a finished run: builds every part, runs the loop, saves and resumes.
+
+Trainer(model="path/or/hub-name", env="countdown", config={"max_steps": 200}).train()
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from ..base.failpoint import failpoint
+from ..base.files import readable, write_json
+from ..config import ConfigError, RunConfig, config_of, validate
+from ..env.prompting import tokenizer_digest
+from ..env.rewards.rewarder import Rewarder, RewardSpec
+from ..learner.step import OptimizerStep
+from ..loop import Hooks, Limits, Loop, Parts
+from ..record.ledger import Ledger
+from ..record.progress import Display
+from ..record.records import CONFIG, LEDGER, METRICS, Records, RunDirectoryError, check_trackers, lock
+from ..rollout.evaluate import Evaluation, Evaluator
+from ..rollout.profile import Profiler
+from ..rollout.runner import RolloutOptions, RolloutRunner
+from ..sampler.pace import Buffer
+from ..types import Group
+from . import checkpoint
+from .build import (
+    build_loss,
+    build_methods,
+    build_policy,
+    build_sampler,
+    build_task,
+    learner_of,
+    quiet_transformers,
+    sampling_params,
+    step_options,
+)
+from .interrupt import StopSignals
+from .preflight import MAY_CHANGE_ON_RESUME, check_by_name, check_evaluation, check_prompts, refuse_changes
+
+START = "start.json"
+"""The ledger's mark before anything was booked: what a run that dies before its first checkpoint goes back to."""
+
+
+class Trainer:
+    """One run.
+
+    `model`: a Hugging Face directory or hub name, or a loaded causal LM (then give `processing_class`, its tokenizer).
+    `env`: a task's name, `{"name": ..., options}`, or a `Task` object. `reward_funcs`: functions with TRL's signature,
+    or their names `module:function`; without them the task's own. `config`: a RunConfig, a dict of its keys, or a YAML
+    file; `model` and `env` given here win.
+    Raises ConfigError on anything that cannot run, before anything is written.
+    """
+
+    def __init__(
+        self,
+        model: Any = None,
+        env: Any = None,
+        reward_funcs: Sequence[RewardSpec] | RewardSpec | None = None,
+        config: RunConfig | Mapping[str, Any] | str | Path | None = None,
+        processing_class: Any = None,
+        *,
+        console: Console | None = None,
+        resume: bool = False,
+    ) -> None:
+        self.config = config_of(model, env, reward_funcs, config)
+        self.console = console or Console(quiet=True)
+        self.run_dir = Path(self.config.output_dir)
+        self._stop_requested = False
+        self._started = time.monotonic()
+        self._seconds_before = 0.0
+        c = self.config
+        if c.threads:
+            torch.set_num_threads(c.threads)
+        torch.manual_seed(c.seed)
+        self._trained = False
+        self._held = lock(self.run_dir) if resume else None
+        try:
+            self._checkpoint = self._find_checkpoint() if resume else None
+            if not resume:
+                self._refuse_used_directory()
+            self._build(model, env, reward_funcs, processing_class)
+        except BaseException:
+            if self._held is not None:
+                self._held.close()
+            raise
+
+    def _build(self, model: Any, env: Any, reward_funcs: Any, processing_class: Any) -> None:
+        c = self.config
+        check_trackers(c.report_to)
+        check_by_name(c, model=model, env=env, reward_funcs=reward_funcs, processing_class=processing_class)
+        quiet_transformers()
+        self.task = build_task(c.env if isinstance(env, str | dict | None) else env)
+        check_evaluation(c, self.task)
+        given = None if isinstance(model, str | None) else model
+        policy, self.engine = build_policy(c, given, processing_class, self._checkpoint)
+        self.tokenizer = policy.tokenizer
+        self._origin = policy.origin
+        funcs = [reward_funcs] if callable(reward_funcs) or isinstance(reward_funcs, str) else reward_funcs
+        self.rewarder = Rewarder(
+            funcs or c.reward_funcs or self.task.reward_funcs, c.reward_weights, c.reward_timeout_s
+        )
+        check_prompts(c, self.task, self.rewarder, self.tokenizer, self.engine)
+        self.learner = learner_of(policy, c)
+        self.methods = build_methods(c, self.task.train)
+        params = sampling_params(c)
+        self._runner = RolloutRunner(
+            self.engine,
+            self.task,
+            self.tokenizer,
+            self.rewarder,
+            RolloutOptions(params, c.max_prompt_length, c.seed, greedy_baseline=self.methods.advantage.greedy_baseline),
+            self.methods.gates,
+        )
+        self._sampler = build_sampler(c, self._runner, self.methods.rollout_batch)
+        self._evaluator = Evaluator(self.engine, self.task, self.tokenizer, self.rewarder, seed=c.seed)
+
+    @classmethod
+    def resume(cls, run_dir: str | Path, overrides: Mapping[str, Any] | None = None, **kwargs: Any) -> Trainer:
+        """The trainer that goes on where `run_dir` was saved last; `overrides` may change only harmless keys."""
+        run_dir = Path(run_dir)
+        try:
+            values = json.loads((run_dir / CONFIG).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise RunDirectoryError(f"{run_dir}: not a run directory ({CONFIG}: {error})") from None
+        for key, value in (overrides or {}).items():
+            if key not in MAY_CHANGE_ON_RESUME:
+                allowed = ", ".join(sorted(MAY_CHANGE_ON_RESUME))
+                raise ConfigError(
+                    f"'{key}' cannot change on a resume; only these can: {allowed}. Start a new run instead"
+                )
+            values[key] = value
+        config = validate(values | {"output_dir": str(run_dir)}, str(run_dir / CONFIG))
+        return cls(config=config, resume=True, **kwargs)
+
+    def train(self) -> dict[str, float]:
+        """Run to the end, once; returns the last evaluation and totals.
+
+        Raises RunStoppedError when going on is useless, KeyboardInterrupt after saving when it was interrupted.
+        """
+        if self._trained:
+            raise RunDirectoryError(f"a Trainer trains once; go on with Trainer.resume('{self.run_dir}', ...)")
+        self._trained = True
+        if self._held is None:
+            self.run_dir.mkdir(parents=True, exist_ok=True)
+            self._held = lock(self.run_dir)
+            self._refuse_used_directory()  # again: another run may have come first
+        try:
+            return self._train()
+        finally:
+            self._sampler.close()
+            self.rewarder.close()
+            self._held.close()
+
+    def _train(self) -> dict[str, float]:
+        state = checkpoint.load_state(self._checkpoint) if self._checkpoint else None
+        write_json(self.run_dir / CONFIG, self.config.model_dump(mode="json"))
+        self.rewarder.trainer_state = SimpleNamespace(global_step=0, max_steps=self.config.max_steps)
+        with Ledger.open(self.run_dir / LEDGER) as ledger:
+            self._open_ledger(ledger, state)
+            shutil.rmtree(self.run_dir / "model", ignore_errors=True)  # of an earlier end of this run
+            records = Records(self.run_dir, self.config, (state or {}).get("offsets"), max_turns=self.task.max_turns)
+            try:
+                loop = self._loop(ledger, records, state)
+                with Display(self.console, start=loop.step, max_steps=self.config.max_steps) as display:
+                    self._display = display
+                    if state is None:
+                        self._baseline(ledger, records)
+                    with self._signals():
+                        loop.run()
+                if self._stop_requested and loop.step < self.config.max_steps:
+                    raise KeyboardInterrupt(f"saved at step {loop.step}; go on with: winnow resume {self.run_dir}")
+                return self._finish(ledger, loop)
+            finally:
+                records.close()
+
+    def _find_checkpoint(self) -> Path | None:
+        """The checkpoint to go on from; None to start again from the beginning."""
+        found = checkpoint.latest(self.run_dir)
+        if found:
+            state = checkpoint.load_state(found)
+            refuse_changes(self.run_dir, state["config"], self.config)
+            if state["loop"]["step"] > self.config.max_steps:
+                raise ConfigError(f"max_steps={self.config.max_steps}, but the run is at step {state['loop']['step']}")
+        return found
+
+    def _refuse_used_directory(self) -> None:
+        used = [name for name in (CONFIG, LEDGER, START, "checkpoints") if (self.run_dir / name).exists()]
+        if used:
+            raise RunDirectoryError(
+                f"{self.run_dir}: already holds a run ({', '.join(used)}); go on with "
+                f"`winnow resume {self.run_dir}`, or choose another output_dir"
+            )
+
+    def _fingerprints(self) -> dict[str, str]:
+        return {
+            "task": self.task.fingerprint(),
+            "tokenizer": tokenizer_digest(self.tokenizer),
+            "base model": self._origin,
+            "reward functions": ", ".join(self.rewarder.names),
+        }
+
+    def _open_ledger(self, ledger: Ledger, state: Mapping[str, Any] | None) -> None:
+        """Void what a crash has rolled back, or start the account."""
+        start = self.run_dir / START
+        if state is not None:
+            ledger.rollback(state["ledger"], reason=f"resumed from step {state['loop']['step']}")
+        elif saved := ledger.get_meta("saved"):
+            raise checkpoint.CheckpointError(
+                f"{self.run_dir}: its checkpoints are gone (the last was of step {saved}), so the run cannot go on; "
+                "restore them, or start a new run elsewhere"
+            )
+        elif start.exists():
+            ledger.rollback(
+                json.loads(start.read_text(encoding="utf-8")), reason="restarted before the first checkpoint"
+            )
+        else:
+            ledger.set_meta("max_lag", str(self.config.max_lag))
+            ledger.set_meta("max_reward", str(self.config.success_reward))
+            ledger.set_meta("finished", "false")
+            write_json(start, ledger.mark())
+
+    def _loop(self, ledger: Ledger, records: Records, state: Mapping[str, Any] | None) -> Loop:
+        c, m = self.config, self.methods
+        device = next(iter(self.learner.model.parameters())).device
+        options = step_options(c, self.tokenizer.pad_token_id or 0, device)
+        parts = Parts(
+            prompts=self.task.train,
+            sampler=self._sampler,
+            learner=self.learner,
+            selector=m.selector,
+            rollout_batch=m.rollout_batch,
+            group_size=m.group_size,
+            filter=m.filter,
+            optimizer_step=OptimizerStep(self.learner, m.advantage, build_loss(c), m.step_scale, options),
+            buffer=Buffer(c.prompts_per_step, c.max_lag, carry=m.rollout_batch.carry or self._sampler.overlaps),
+            ledger=ledger,
+            gates=m.gates,
+        )
+        hooks = Hooks(
+            evaluate=lambda step: self._evaluate_if_due(ledger, records, step),
+            profile=lambda step: self._profile_if_due(ledger, step),
+            record=lambda step, metrics, groups: self._record(records, step, metrics, groups),
+            save=lambda step, force: self._save_if_due(ledger, records, loop, step, force),
+            should_stop=lambda: self._stop_requested,
+        )
+        limits = Limits(c.max_steps, c.max_failed_share, c.max_skipped_steps)
+        loop = Loop(parts, hooks, limits, m.judge)
+        if state is not None and self._checkpoint is not None:
+            self._restore(loop, state)
+        else:
+            self._sampler.publish(self.learner.weights(), 0)
+        return loop
+
+    def _restore(self, loop: Loop, state: Mapping[str, Any]) -> None:
+        assert self._checkpoint is not None
+        for name, now in self._fingerprints().items():
+            if state["fingerprints"][name] != now:
+                raise ConfigError(
+                    f"{self.run_dir}: the {name} is not the one this run was saved with; restore it, or start a new run"
+                )
+        loop.load_state_dict(state["loop"])
+        self.rewarder.trainer_state.global_step = loop.step
+        self._seconds_before = float(state["seconds_total"])
+        self.learner.load_optimizer(self._checkpoint)
+        self._sampler.load(self._checkpoint)
+        self._sampler.publish(self.learner.weights(), loop.step)
+        loop.relaunch(state["loop"])
+
+    def _baseline(self, ledger: Ledger, records: Records) -> None:
+        """Held-out figures before the first update, as step 0."""
+        evaluation = self._evaluate_if_due(ledger, records, 0)
+        if evaluation is not None:
+            metrics = {"step": 0, "num_tokens": 0} | {f"eval/{k}": v for k, v in evaluation.metrics.items()}
+            self._record(records, 0, metrics, [])
+
+    def _evaluate_if_due(self, ledger: Ledger, records: Records, step: int) -> Evaluation | None:
+        c = self.config
+        if not c.eval_steps or (step % c.eval_steps and step != c.max_steps):
+            return None
+        with self._sampler.newest():
+            evaluation = self._evaluator.run(
+                self.task.test[: c.eval_prompts],
+                sampling_params(c, evaluation=True),
+                n=c.eval_generations,
+                max_prompt_length=c.max_prompt_length,
+                success_reward=c.success_reward,
+                greedy=c.eval_greedy,
+            )
+        ledger.evaluation(step, rollouts=evaluation.rollouts, tokens=evaluation.tokens, seconds=evaluation.seconds)
+        records.samples(step, evaluation.groups, "test")
+        return evaluation
+
+    def _profile_if_due(self, ledger: Ledger, step: int) -> None:
+        """Give the selector fresh pass rates of all training prompts; booked as an evaluation."""
+        c, n = self.config, self.methods.selector.wants_profile(step)
+        if not n or step == c.max_steps:
+            return
+        profiler = Profiler(self.engine, self.task, self.tokenizer, self.rewarder, seed=c.seed)
+        with self._sampler.newest():
+            rates = profiler.run(
+                self.task.train,
+                sampling_params(c),
+                n=n,
+                max_prompt_length=c.max_prompt_length,
+                success_reward=c.success_reward,
+                epoch=step,
+            )
+        self.methods.selector.profiled(rates)
+        ledger.evaluation(step, rollouts=profiler.rollouts, tokens=profiler.tokens, seconds=profiler.seconds)
+
+    def _record(self, records: Records, step: int, metrics: dict[str, float], groups: list[Group]) -> None:
+        metrics |= self.rewarder.pop_metrics() | {"seconds_total": self._seconds()}
+        self.rewarder.trainer_state.global_step = step
+        records.metrics(metrics)
+        records.samples(step, groups, "train")
+        records.signals(groups)
+        self._display.update(step, metrics)
+        failpoint("record")
+
+    def _seconds(self) -> float:
+        return self._seconds_before + time.monotonic() - self._started
+
+    def _save_if_due(self, ledger: Ledger, records: Records, loop: Loop, step: int, force: bool) -> None:
+        if not (force or step % self.config.save_steps == 0) or step in checkpoint.steps(self.run_dir):
+            return
+        state = {
+            "loop": loop.state_dict(),
+            "config": self.config.model_dump(mode="json"),
+            "fingerprints": self._fingerprints(),
+            "offsets": records.offsets(),
+            "seconds_total": self._seconds(),
+            "ledger": ledger.mark(),
+        }
+        checkpoint.save(self.run_dir, step, state, self._write_weights, keep_last=self.config.save_total_limit)
+        ledger.set_meta("saved", str(step))
+
+    def _write_weights(self, directory: Path) -> None:
+        self.learner.save(directory)
+        self._sampler.save(directory)
+        self.methods.save(directory)
+        self.tokenizer.save_pretrained(directory / "model")
+
+    def _finish(self, ledger: Ledger, loop: Loop) -> dict[str, float]:
+        """Save the model as an ordinary Hugging Face directory and close the account."""
+        self.learner.save_merged(self.run_dir / "model")
+        self.tokenizer.save_pretrained(self.run_dir / "model")
+        self.methods.save(self.run_dir / "model")
+        readable(self.run_dir / "model")
+        loop.close()
+        ledger.set_meta("finished", "true")
+        last: dict[str, float] = {"step": loop.step, "num_tokens": loop.num_tokens, "seconds_total": self._seconds()}
+        for line in (self.run_dir / METRICS).read_text(encoding="utf-8").splitlines():
+            last |= {k: v for k, v in json.loads(line).items() if k.startswith("eval/")}
+        return last
+
+    def _signals(self) -> StopSignals:
+        def request() -> None:
+            self._stop_requested = True
+
+        def announce() -> None:
+            self.console.print("finishing this step, then saving; once more to stop at once", style="yellow")
+
+        return StopSignals(request, announce)

@@ -1,0 +1,113 @@
+"""The sampler in the learner's process: in turn with the learner, on its weights or on those of some steps ago.
+
+Everything is a function of the seed: with a lag, too, a run can be repeated and resumed bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from ..base.noise import noise_key
+from ..config import RunConfig
+from ..engine.base import Engine
+from ..rollout.runner import RolloutRunner
+from ..types import Group, Visit
+
+LAG_STREAM = 8
+"""Keeps these draws apart from other noise."""
+KEPT = "sampler-weights"
+
+
+@dataclass(frozen=True)
+class InProcess:
+    """One process: synchronous with max_lag 0, else deterministically behind the learner."""
+
+    lag: Literal["exact", "mixed"] = "exact"
+    """`exact`: sample with the weights of `max_lag` steps ago (or of the start, in the first steps). `mixed`: of 0 to
+    `max_lag` steps ago, drawn for each step."""
+
+    def build(self, runner: RolloutRunner, config: RunConfig, behind: int) -> InProcessSampler:
+        return InProcessSampler(runner, behind, self.lag == "mixed", config.seed)
+
+
+class InProcessSampler:
+    """Keeps the weights of `max_lag` steps besides the newest; with `max_lag = 0` none."""
+
+    overlaps = False
+
+    def __init__(self, runner: RolloutRunner, max_lag: int, mixed: bool, seed: int) -> None:
+        self.runner = runner
+        self.engine: Engine = runner.engine
+        self.max_lag = max_lag
+        self.mixed = mixed
+        self._seed = seed
+        self._newest = 0
+        self._kept: dict[int, dict[str, torch.Tensor]] = {}
+
+    @property
+    def version(self) -> int:
+        return self.engine.version
+
+    @property
+    def pending(self) -> int:
+        return self.runner.pending
+
+    def launch(self, visit: Visit, size: int) -> None:
+        self.runner.launch(visit, size)
+
+    def poll(self) -> list[Group]:
+        return self.runner.poll()
+
+    def publish(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
+        self._newest = version
+        if not self.max_lag:
+            self.engine.load_weights(weights, version)
+            return
+        self._kept[version] = {name: tensor.detach().clone() for name, tensor in weights.items()}
+        self._kept = {v: kept for v, kept in self._kept.items() if v >= version - self.max_lag}
+        self._use(self._version_for(version))
+
+    def _version_for(self, step: int) -> int:
+        """Whose weights sample for optimizer step `step`."""
+        behind = min(self.max_lag, step)
+        if self.mixed:
+            behind = noise_key(self._seed, LAG_STREAM, step) % (behind + 1)
+        return step - behind
+
+    def _use(self, version: int) -> None:
+        self.engine.load_weights(self._kept[version], version)
+
+    @contextmanager
+    def newest(self) -> Iterator[None]:
+        used = self.engine.version
+        if used == self._newest:
+            yield
+            return
+        self._use(self._newest)
+        try:
+            yield
+        finally:
+            self._use(used)
+
+    def metrics(self) -> dict[str, float]:
+        return {}
+
+    def save(self, directory: Path) -> None:
+        for version, weights in self._kept.items():
+            if version != self._newest:  # those are the learner's own
+                (directory / KEPT).mkdir(exist_ok=True)
+                save_file(weights, directory / KEPT / f"{version}.safetensors")
+
+    def load(self, directory: Path) -> None:
+        files = (directory / KEPT).glob("*.safetensors")
+        self._kept = {int(file.stem): load_file(file) for file in files}
+
+    def close(self) -> list[Group]:
+        return []

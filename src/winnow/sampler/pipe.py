@@ -1,0 +1,124 @@
+"""A sampler process as the learner sees it: JSON lines both ways, a tail of what it printed, an end for certain.
+
+    learner -> sampler   {"start": {...}}, {"weights": path, "version": v}, {"launch": visit, "size": n}, {"stop": true}
+    sampler -> learner   {"loaded": v}, {"group": ...}, {"alive": counts} at least every second, {"stopped": groups}
+
+Neither side ever waits for the other to read: threads do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from typing import Any, NamedTuple
+
+from ..types import Visit
+
+LAST_WORDS = 40
+"""Lines of a sampler's prints that are kept."""
+
+
+SERVE = (
+    "import sys; from winnow.base.parent import die_with; die_with(int(sys.argv[1])); "
+    "from winnow.run.serve import main; main()"
+)
+"""A sampler dies with its learner from the first moment on: imports may take long."""
+
+
+class Sent(NamedTuple):
+    """A visit that a sampler works on."""
+
+    visit: Visit
+    size: int
+    again: bool
+    """Whether it was launched before, on a sampler that died."""
+
+
+class Message(NamedTuple):
+    child: Child
+    content: dict[str, Any] | None
+    """None: it has closed its output, for good."""
+
+
+class Child:
+    """One process; what it says goes into `inbox`, its end, too. It dies with this process."""
+
+    def __init__(self, slot: int, inbox: queue.SimpleQueue[Message], threads: int, start: dict[str, Any]) -> None:
+        self.slot = slot
+        self.version: int = start["version"]
+        """Of the weights that it is known to have."""
+        self.ready = False
+        self.flights: dict[int, Sent] = {}
+        self.counts: dict[str, float] = {}
+        """Since its start: seconds, seconds idle, tokens sampled."""
+        self.heard = time.monotonic()
+        self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._said: deque[str] = deque(maxlen=LAST_WORDS)
+        self.process = _spawn(threads)
+        self._threads = [
+            threading.Thread(target=self._listen, args=(inbox,), daemon=True),
+            threading.Thread(target=self._overhear, daemon=True),
+            threading.Thread(target=self._talk, daemon=True),
+        ]
+        for thread in self._threads:
+            thread.start()
+        self.send({"start": start})
+
+    def send(self, content: dict[str, Any]) -> None:
+        self._outbox.put(json.dumps(content).encode() + b"\n")
+
+    def kill(self) -> str:
+        """End it now, if it has not ended, with everything it started; returns how it ended and what it said last."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        status = self.process.wait()
+        self._outbox.put(None)
+        for thread in self._threads:
+            thread.join(timeout=10)
+        for pipe in (self.process.stdin, self.process.stdout, self.process.stderr):
+            with contextlib.suppress(OSError):
+                pipe.close()  # type: ignore[union-attr]
+        how = f"exit status {status}" if status >= 0 else f"signal {signal.Signals(-status).name}"
+        said = "\n".join(self._said).strip()
+        return how + (f"; its last words:\n{said[-2000:]}" if said else "")
+
+    def _listen(self, inbox: queue.SimpleQueue[Message]) -> None:
+        assert self.process.stdout is not None
+        with contextlib.suppress(ValueError, OSError):  # a line cut off by its death, or our own closing
+            for line in self.process.stdout:
+                inbox.put(Message(self, json.loads(line)))
+        inbox.put(Message(self, None))
+
+    def _overhear(self) -> None:
+        assert self.process.stderr is not None
+        with contextlib.suppress(ValueError, OSError):
+            for line in self.process.stderr:
+                self._said.append(line.decode("utf-8", "replace").rstrip())
+
+    def _talk(self) -> None:
+        assert self.process.stdin is not None
+        with contextlib.suppress(ValueError, OSError):
+            while (line := self._outbox.get()) is not None:
+                self.process.stdin.write(line)
+                self.process.stdin.flush()
+
+
+def _spawn(threads: int) -> subprocess.Popen[bytes]:
+    paths = dict.fromkeys([*(os.path.abspath(p) for p in sys.path), os.getcwd()])
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": str(threads)}
+    return subprocess.Popen(
+        [sys.executable, "-c", SERVE, str(os.getpid())],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=env,
+        start_new_session=True,
+    )

@@ -1,0 +1,192 @@
+"""What a comparison needs of run directories: their curves and figures, and which of them are seeds of one method."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+from ..config import MethodSpec, RunConfig
+from ..record.ledger import Ledger
+from ..record.proof import FATES
+from ..record.records import CONFIG, LEDGER, METRICS
+from .report_data import Row, merge_steps, read_lines
+
+PASSED = "eval/pass@1"
+_DEFAULTS = {name: f.default for name, f in RunConfig.model_fields.items() if not f.is_required()}
+"""A run of an earlier version lacks the keys that came later."""
+_METHODS = [name for name, f in RunConfig.model_fields.items() if f.annotation == MethodSpec]
+
+
+class CompareError(ValueError):
+    """Runs that cannot be compared; the message names them and the remedy."""
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One held-out evaluation, and what training had cost by then."""
+
+    step: int
+    tokens: float
+    rollouts: float
+    passed: float
+
+
+@dataclass(frozen=True)
+class RunData:
+    """One run directory. `tokens` and `rollouts` are those sampled in training, whatever became of them."""
+
+    path: Path
+    config: dict[str, Any]
+    finished: bool
+    curve: tuple[Point, ...]
+    pass_at: dict[int, float]
+    """The last evaluation's pass@k, by k."""
+    tokens: float
+    rollouts: float
+    zero_variance: float | None
+    """Share of the groups rolled out in the last tenth of the steps."""
+    evaluation_tokens: float
+    """Sampled for evaluations, and for profiles made during training."""
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def seed(self) -> int:
+        return int(self.config.get("seed", 0))
+
+
+def read_run_data(path: Path) -> RunData:
+    """Raises CompareError when `path` is no run directory or was never evaluated, LedgerError on a bad ledger."""
+    notes: list[str] = []
+    try:
+        config = json.loads((path / CONFIG).read_text(encoding="utf-8"))
+        if not isinstance(config, dict):
+            raise ValueError("not a JSON object")
+        int(config.get("seed", 0))
+    except (OSError, ValueError, TypeError) as error:
+        raise CompareError(f"{path}: not a run directory ({CONFIG}: {error}); name the output_dir of a run") from None
+    rows = merge_steps(read_lines(path / METRICS, notes))
+    curve = _curve(rows)
+    if not curve:
+        raise CompareError(f"{path}: has no held-out evaluation to compare ({PASSED}); train it with eval_steps set")
+    last = [row for row in rows if PASSED in row][-1]
+    found = {name: re.fullmatch(r"eval/pass@([0-9]+)", name) for name in last}
+    with Ledger.open(path / LEDGER, read_only=True) as ledger:
+        totals = ledger.totals()
+        finished = ledger.get_meta("finished") == "true"
+    if finished and curve[-1].step != (steps := config.get("max_steps")):
+        notes.append(
+            f"{METRICS} is damaged: the run took {steps} steps, but the last evaluation in it is of {curve[-1].step}."
+        )
+    return RunData(
+        path=path,
+        config=config,
+        finished=finished,
+        curve=tuple(curve),
+        pass_at={int(m[1]): last[name] for name, m in found.items() if m},
+        tokens=sum(totals[fate]["tokens"] for fate in FATES),
+        rollouts=sum(totals[fate]["rollouts"] for fate in FATES),
+        zero_variance=_zero_variance(rows),
+        evaluation_tokens=totals["evaluation"]["tokens"],
+        notes=[f"{path}: {note}" for note in notes],
+    )
+
+
+def _curve(rows: Sequence[Row]) -> list[Point]:
+    points, rollouts = [], 0.0
+    for row in rows:
+        rollouts += row.get("rollouts/sampled", _groups(row) * row.get("groups/size_mean", 0.0))
+        if PASSED in row:
+            points.append(Point(int(row["step"]), row["num_tokens"], rollouts, row[PASSED]))
+    return points
+
+
+def _zero_variance(rows: Sequence[Row]) -> float | None:
+    steps = [row for row in rows if "frac_reward_zero_std" in row]
+    late = steps[-max(1, len(steps) // 10) :] if steps else []
+    groups = sum(_groups(row) for row in late)
+    return sum(row["frac_reward_zero_std"] * _groups(row) for row in late) / groups if groups else None
+
+
+def _groups(row: Row) -> float:
+    return row.get("groups/rolled_out", 0.0)
+
+
+def methods_of(runs: Sequence[RunData]) -> dict[str, list[RunData]]:
+    """Runs by method, in the order given: those whose configurations differ only in what a seed brings with it.
+
+    That is `seed`, `output_dir`, `model` (the seed's warm start), and a selector's `profile` of that model. Raises
+    CompareError on a seed twice in a method, and on runs of a method that were evaluated at different steps.
+    """
+    grouped: dict[str, list[RunData]] = {}
+    for run in runs:
+        grouped.setdefault(_identity(run.config), []).append(run)
+    named: dict[str, list[RunData]] = {}
+    for members in grouped.values():
+        _check_method(members)
+        named[_unused(_common_name(members), named)] = members
+    return named
+
+
+def single_runs(runs: Sequence[RunData]) -> dict[str, list[RunData]]:
+    """Every run a method of its own, named by its directory."""
+    named: dict[str, list[RunData]] = {}
+    for run in runs:
+        named[_unused(run.path.resolve().name, named)] = [run]
+    return named
+
+
+def _identity(config: Mapping[str, Any]) -> str:
+    rest = {k: v for k, v in (_DEFAULTS | dict(config)).items() if k not in ("seed", "output_dir", "model")}
+    rest |= {k: {"name": rest[k]} for k in _METHODS if isinstance(rest.get(k), str)}
+    if isinstance(rest.get("selector"), dict):
+        rest["selector"] = {k: v for k, v in rest["selector"].items() if k != "profile"}
+    return json.dumps(rest, sort_keys=True)
+
+
+def _check_method(runs: Sequence[RunData]) -> None:
+    by_seed: dict[int, RunData] = {}
+    for run in runs:
+        other = by_seed.setdefault(run.seed, run)
+        if other is not run:
+            raise CompareError(f"{other.path} and {run.path}: the same method with the same seed {run.seed}; keep one")
+        first = runs[0]
+        if (steps := [p.step for p in run.curve]) != (wanted := [p.step for p in first.curve]):
+            raise CompareError(
+                f"{first.path} and {run.path}: one method, evaluated at different steps ({_steps(wanted)}; "
+                f"{_steps(steps)}); train them alike, or compare them without --seeds"
+            )
+
+
+def _steps(steps: Sequence[int]) -> str:
+    shown = ", ".join(map(str, steps[:4]))
+    return shown if len(steps) <= 4 else f"{shown} ... {steps[-1]}"
+
+
+def _common_name(runs: Sequence[RunData]) -> str:
+    """`greso` for greso-s0 and greso-s1, or for greso/s0 and greso/s1."""
+    for parts in ([run.path.resolve().name for run in runs], [run.path.resolve().parent.name for run in runs]):
+        bare = {re.sub(rf"[-_.](?:seed|s)?[-_.=]?0*{r.seed}$", "", name) for r, name in zip(runs, parts, strict=True)}
+        name = bare.pop() if len(bare) == 1 else _common_start(parts)
+        name = re.sub(r"(?:^|[-_.])(?:seed|s)?[-_.=]*$", "", name)
+        if len(runs) == 1 and re.fullmatch(rf"(?:seed|s)?[-_.=]?0*{runs[0].seed}", name):
+            continue
+        if name:
+            return name
+    return "method"
+
+
+def _common_start(names: Sequence[str]) -> str:
+    return "".join(c[0] for c in takewhile(lambda c: len(set(c)) == 1, zip(*names, strict=False)))
+
+
+def _unused(name: str, used: Mapping[str, Any]) -> str:
+    number = 2
+    unused = name
+    while unused in used:
+        unused, number = f"{name} ({number})", number + 1
+    return unused

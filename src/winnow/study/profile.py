@@ -1,0 +1,258 @@
+"""`winnow profile`: a pass-rate profile of a model, in a file that an interruption cannot spoil.
+
+The file grows by whole chunks of prompts. Beside it, `<file>.meta.json` says what it was made for (`key`), how many of
+the task's first training prompts have been tried, and what that has cost. A file is only ever continued under its own
+key, by one process at a time; its noise is keyed by prompt, so that it ends as if it had never been interrupted.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.bar import Bar
+from rich.console import Console, RenderableType
+from rich.console import Group as Lines
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+from ..base.failpoint import failpoint
+from ..base.files import write_json
+from ..config import ConfigError, RunConfig
+from ..env.base import Task
+from ..env.prompting import tokenizer_digest
+from ..env.rewards.rewarder import Rewarder
+from ..methods.pass_rates import BINS, PassRate, ProfileError, histogram, parse_profile, summary
+from ..rollout.evaluate import RolloutsFailedError
+from ..rollout.profile import CHUNK, Profiler
+from ..run.build import Policy, build_task, sampling_params, weights_digest
+from ..run.standalone import model_config, opened
+from ..types import Prompt
+
+COSTS = ("rollouts", "tokens", "seconds")
+
+
+def profile_model(
+    model: str,
+    values: Mapping[str, Any],
+    *,
+    n: int = 16,
+    prompts: int | None = None,
+    output: Path | None = None,
+    console: Console | None = None,
+) -> dict[str, Any]:
+    """Roll out `n` samples of every training prompt (of the first `prompts`), or find that this was done before.
+
+    `model` is a run directory (its configuration is the default for `values`), a Hugging Face directory or a hub name.
+    Returns counts by pass rate, the file, whether it was `cached`, and what the file has cost so far over all calls
+    (`rollouts`, sampled `tokens`, `seconds`). Raises ConfigError on settings that cannot run, ProfileError when
+    `output` was made for something else or is being written by another process, RolloutsFailedError when no rollout
+    of the first prompts can be judged, KeyboardInterrupt, saying how to go on, when it was interrupted.
+    """
+    config = model_config(model, values)
+    task = build_task(config.env)
+    wanted = list(task.train[:prompts])
+    with opened(config, task) as (policy, engine, rewarder):
+        if not rewarder.names and task.make_env(wanted[0]) is None:
+            raise ConfigError("there is no reward: give reward_funcs=['my_reward.py:my_reward']")
+        rewarder.check(wanted[0].columns)
+        key = profile_key(config, task, policy, rewarder, n)
+        path = output or default_path(task.name, key)
+        with ProfileFile(path, key, {"model": config.model, "task": task.name}) as file:
+            cached = file.has(wanted)
+            if not cached:
+                profiler = Profiler(engine, task, policy.tokenizer, rewarder, seed=config.seed)
+                _fill(file, profiler, wanted, config, n, console or Console(quiet=True))
+            rates = [file.rates[p.id] for p in wanted if p.id in file.rates]
+            return {
+                "profile": str(path),
+                "cached": cached,
+                "prompts": len(wanted),
+                **summary(rates),
+                "unjudged": len(wanted) - len(rates),
+                "n": n,
+                "temperature": config.temperature,
+                **file.cost,
+                "histogram": dict(zip(BINS, histogram(rates), strict=True)),
+            }
+
+
+def profile_key(config: RunConfig, task: Task, policy: Policy, rewarder: Rewarder, n: int) -> dict[str, Any]:
+    """Everything that decides a profile's lines."""
+    sampling = asdict(sampling_params(config))
+    sampling["stop"] = list(dict.fromkeys((*sampling["stop"], *task.stop)))
+    return {
+        "weights": weights_digest(policy.model),
+        "task": task.fingerprint(),
+        "tokenizer": tokenizer_digest(policy.tokenizer),
+        "n": n,
+        "sampling": sampling,
+        "max_prompt_length": config.max_prompt_length,
+        "seed": config.seed,
+        "success_reward": config.success_reward,
+        "reward functions": rewarder.names,
+        "reward weights": config.reward_weights,
+    }
+
+
+def default_path(task: str, key: Mapping[str, Any]) -> Path:
+    """`profiles/<task>-<hash of the key>.jsonl` in the working directory."""
+    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:12]
+    return Path("profiles") / f"{re.sub(r'[^A-Za-z0-9_.-]+', '-', task)}-{digest}.jsonl"
+
+
+class ProfileFile:
+    """A profile under construction: locked, checked against its key, appended to by chunks. A context manager.
+
+    Raises ProfileError when the file is another's: made for another key, not a profile, or being written right now.
+    """
+
+    def __init__(self, path: Path, key: Mapping[str, Any], made_with: Mapping[str, str]) -> None:
+        self.path = path
+        self.meta_path = path.with_name(path.name + ".meta.json")
+        self.rates: dict[str, PassRate] = {}
+        self.tried = 0
+        """So many of the task's first prompts need no further look; those of them without a line cannot be judged."""
+        self.cost: dict[str, float] = dict.fromkeys(COSTS, 0)
+        self._fixed = {"key": json.loads(json.dumps(key)), "made_with": dict(made_with)}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("a+b")
+        try:
+            self._lock()
+            self._read()
+        except BaseException:
+            self._file.close()
+            raise
+
+    def __enter__(self) -> ProfileFile:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._file.close()
+
+    def has(self, prompts: Sequence[Prompt]) -> bool:
+        """Whether nothing is left to do for a task's first `prompts`."""
+        return all(p.id in self.rates for p in prompts[self.tried :])
+
+    def append(self, rates: Sequence[PassRate], *, tried: int, cost: Mapping[str, float]) -> None:
+        """Add lines, durable on return; then note how far this is and what it has cost."""
+        self._file.write("".join(rate.line() + "\n" for rate in rates).encode())
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        failpoint("profile.lines")
+        self.rates |= {rate.id: rate for rate in rates}
+        self.tried = max(self.tried, tried)
+        self.cost = {name: self.cost[name] + cost[name] for name in COSTS}
+        self._write_meta()
+
+    def _lock(self) -> None:
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise ProfileError(
+                f"{self.path}: another process is writing this profile; wait for it, or choose another file with -o"
+            ) from None
+
+    def _read(self) -> None:
+        self._file.seek(0)
+        content = self._file.read()
+        if not content:
+            self._write_meta()
+            return
+        self._check_meta()
+        whole = content[: content.rfind(b"\n") + 1]
+        self.rates = parse_profile(whole, self.path)
+        self._file.truncate(len(whole))  # a last line that was being written when the process died
+
+    def _check_meta(self) -> None:
+        try:
+            meta = json.loads(self.meta_path.read_text(encoding="utf-8"))
+            key, tried = dict(meta["key"]), int(meta["tried"])
+            cost = {name: meta["cost"][name] + 0 for name in COSTS}
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ProfileError(
+                f"{self.path}: there is no telling what it was made for ({self.meta_path.name}: {error!r}); "
+                "choose another file with -o, or move this one away"
+            ) from None
+        wanted = self._fixed["key"]
+        differs = [k for k in {**key, **wanted} if key.get(k) != wanted.get(k)]
+        if differs:
+            shown = "; ".join(f"{k}: {_short(key.get(k))} there, {_short(wanted.get(k))} now" for k in differs)
+            raise ProfileError(
+                f"{self.path}: this profile was made for something else ({shown}); choose another file with -o"
+            )
+        self.tried, self.cost = tried, cost
+
+    def _write_meta(self) -> None:
+        write_json(self.meta_path, self._fixed | {"tried": self.tried, "cost": self.cost})
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 80 else text[:16] + '…"'
+
+
+def _fill(
+    file: ProfileFile, profiler: Profiler, prompts: Sequence[Prompt], config: RunConfig, n: int, console: Console
+) -> None:
+    """Chunks keep their borders whatever is there already, so that a resumed file has the same batches."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console, transient=True) as progress:
+        bar = progress.add_task("profile", total=len(prompts), completed=file.tried)
+        for start in range(0, len(prompts), CHUNK):
+            stop = min(start + CHUNK, len(prompts))
+            todo = [p for p in prompts[max(start, file.tried) : stop] if p.id not in file.rates]
+            if not todo:
+                continue
+            before = {name: getattr(profiler, name) for name in COSTS}
+            try:
+                rates = list(
+                    profiler.run(
+                        todo,
+                        sampling_params(config),
+                        n=n,
+                        max_prompt_length=config.max_prompt_length,
+                        success_reward=config.success_reward,
+                    )
+                )
+            except KeyboardInterrupt:
+                raise KeyboardInterrupt(
+                    f"{len(file.rates)} of {len(prompts)} prompts are in {file.path}; the same command goes on"
+                ) from None
+            if not rates and not file.rates:
+                cause = next(iter(profiler.unjudged.values()))
+                raise RolloutsFailedError(
+                    f"none of the {n * len(todo)} rollouts of the first {len(todo)} prompts could be judged; "
+                    f"first cause: {cause}"
+                )
+            cost = {name: getattr(profiler, name) - before[name] for name in COSTS}
+            file.append(rates, tried=stop, cost=cost)
+            s = summary(list(file.rates.values()))
+            text = f"dead {s['dead']}  in band {s['in_band']}  solved {s['solved']}"
+            progress.update(bar, completed=stop, description=text)
+
+
+def render(result: Mapping[str, Any]) -> RenderableType:
+    """A histogram of pass rates and the figures, for a terminal."""
+    counts: Mapping[str, int] = result["histogram"]
+    most, total = max(*counts.values(), 1), max(sum(counts.values()), 1)
+    bars = Table("pass rate", "", "prompts", "", box=None, padding=(0, 1), header_style="dim")
+    for label, count in counts.items():
+        name = {"0": "dead: 0", "1": "solved: 1"}.get(label, label)
+        color = {"0": "red", "1": "blue"}.get(label, "green")
+        bars.add_row(name, Bar(most, 0, count, width=40, color=color), str(count), f"{count / total:.1%}")
+    for column, justify in zip(bars.columns, ("right", "left", "right", "right"), strict=True):
+        column.justify = justify  # type: ignore[assignment]
+    figures = Table.grid(padding=(0, 2))
+    for name, value in result.items():
+        if name != "histogram":
+            figures.add_row(name, Text(f"{value:.4g}" if isinstance(value, float) else str(value)))
+    return Lines(bars, "", figures)

@@ -1,0 +1,377 @@
+"""Calibration of a divergence gate on recorded groups, and how far its figures can be believed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import yaml
+
+from ..methods.gate.divergence import TERMINATION, fires
+from ..methods.gate.refit import between, counts_under
+from .replay import Recorded, ReplayError, SweepRow, check_horizon, counted
+
+RESAMPLES = 10_000
+SMALL = 20
+"""A task type with fewer groups has no threshold of its own."""
+
+
+@dataclass(frozen=True)
+class Bound:
+    """What a gate may get wrong; exactly one of the two."""
+
+    precision: float | None
+    """tp / cut is at least this."""
+    signal_loss: float | None
+    """fp / (groups that teach) is at most this eta, i.e. precision >= 1 - eta N_nonzero / N_cut (appendix C.5)."""
+
+    def holds(self, cut: np.ndarray, tp: np.ndarray, teaching: float) -> np.ndarray:
+        """bool, of the shape of the counts."""
+        if self.precision is not None:
+            kept: np.ndarray = tp >= self.precision * cut - 1e-9
+            return kept
+        assert self.signal_loss is not None
+        lost: np.ndarray = cut - tp <= self.signal_loss * teaching + 1e-9
+        return lost
+
+    def __str__(self) -> str:
+        return (
+            f"precision >= {self.precision:g}" if self.precision is not None else f"signal loss <= {self.signal_loss:g}"
+        )
+
+
+@dataclass(frozen=True)
+class Arm:
+    """A rule to compare with, in expectation; as `SweepRow`."""
+
+    cut: float
+    tp: float
+    fp: float
+    precision: float | None
+    recall: float | None
+    safe_pct: float
+    raw_pct: float
+    measured_pct: float | None
+    kept_norm: float | None
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A gate, by its options."""
+
+    signal: str
+    k: int
+    threshold: float
+    termination: float | None = None
+    per_task_type: dict[str, float] = field(default_factory=dict)
+
+    def cuts(self, at: Recorded) -> np.ndarray:
+        """bool [N]: which groups, at step k. A type of threshold 0 is never cut, as the gate does."""
+        own = [self.per_task_type.get(kind, self.threshold) for kind in at.task_types or ("",) * len(at.task_ids)]
+        ended_N = None if self.termination is None else at.signal(TERMINATION)
+        cut_N = fires(at.signal(self.signal), np.array(own), ended_N, self.termination)  # type: ignore[arg-type]
+        never_N = np.array([self.per_task_type.get(kind) == 0 for kind in at.task_types or ()], bool)
+        return cut_N & ~never_N if self.per_task_type else cut_N
+
+    def row(self, at: Recorded, t_max: int) -> SweepRow:
+        return counted(at, self.cuts(at), self.signal, self.threshold, t_max)
+
+    def __str__(self) -> str:
+        ended = "" if self.termination is None else f" or {TERMINATION} >= {self.termination:g}"
+        types = ", by task type" if self.per_task_type else ""
+        return f"{self.signal} < {self.threshold:g}{ended} at {self.k}{types}"
+
+
+@dataclass(frozen=True)
+class Fold:
+    """What was chosen without these groups, and what it did to them. None: nothing met the bound."""
+
+    choice: Choice | None
+    groups: float
+    cut: float
+    tp: float
+    raw_pct: float
+    """Of the steps of this fold's groups."""
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """`intervals` (95%, by name as in `SweepRow`) are of the chosen gate, as if it had been given: they do not know
+    that it was chosen on the same groups. `held_out` does: every group is judged by what was chosen without its fold.
+    """
+
+    bound: str
+    t_max: int
+    choice: Choice
+    chosen: SweepRow
+    """What the choice would have done."""
+    intervals: dict[str, tuple[float, float] | None]
+    folds: tuple[Fold, ...]
+    held_out: dict[str, float | None]
+    """`cut, tp, precision, raw_pct` over all folds, and `agree`, the folds that chose the same signal and step."""
+    random: Arm
+    """As many cuts at the same step, at random."""
+    oracle: Arm
+    """All zero-variance groups and no other, at the same step."""
+
+
+def calibrate(
+    recorded: Mapping[int, Recorded],
+    bound: Bound,
+    t_max: int,
+    *,
+    or_rule: bool = False,
+    per_task_type: bool = False,
+    folds: int = 5,
+    seed: int = 0,
+) -> Calibration:
+    """The (signal, K, threshold) that saves most within `bound`: the measured share of the steps where the table has
+    them, else the raw one; on ties the more precise.
+
+    Every signal but the termination fraction, which is no divergence, is tried at every K, at every threshold that
+    makes a difference. `or_rule` also tries it with every termination limit. `per_task_type` then chooses a threshold
+    for each type of at least `SMALL` groups, at the same K, within the bound in each (0, never, where none is); the
+    others have the threshold of all. Raises ReplayError when nothing meets the bound, when there are fewer groups than
+    folds, when the Ks of the table hold different groups, and when it lacks types or, for the OR rule, measured steps.
+    """
+    groups = _same_groups(recorded)
+    for at in recorded.values():
+        check_horizon(at, t_max)
+        if per_task_type and at.task_types is None:
+            raise ReplayError(f"{at.source}: there is no column 'task_type'; name it with --map task_type=COLUMN")
+        if or_rule and (at.steps_N is None or at.steps_k_N is None or TERMINATION not in at.signals):
+            raise ReplayError(
+                f"{at.source}: the OR rule is chosen by the steps really saved, since who has ended saves none; it "
+                f"needs the columns steps, steps_k and {TERMINATION}"
+            )
+    if len(groups) < folds:
+        raise ReplayError(f"{len(groups)} groups cannot be split into {folds} folds; record more")
+    search = Search(bound, t_max, or_rule, per_task_type)
+    choice = search.best(recorded)
+    if choice is None:
+        raise ReplayError(f"no threshold of any signal has {bound} with any cut; allow more, or record more groups")
+    at = recorded[choice.k]
+    chosen = choice.row(at, t_max)
+    parts = _folds(recorded, groups, search, folds, seed)
+    held_out = _held_out(parts, choice)
+    intervals = _intervals(choice, at, t_max, seed)
+    return Calibration(str(bound), t_max, choice, chosen, intervals, parts, held_out, *_arms(chosen, at, t_max))
+
+
+def _held_out(parts: tuple[Fold, ...], choice: Choice) -> dict[str, float | None]:
+    cut, tp = sum(f.cut for f in parts), sum(f.tp for f in parts)
+    choices = [f.choice for f in parts if f.choice is not None]
+    return {
+        "cut": cut,
+        "tp": tp,
+        "precision": tp / cut if cut else None,
+        "raw_pct": sum(f.raw_pct * f.groups for f in parts) / sum(f.groups for f in parts),
+        "agree": sum((c.signal, c.k) == (choice.signal, choice.k) for c in choices),
+    }
+
+
+def _same_groups(recorded: Mapping[int, Recorded]) -> list[str]:
+    first, *others = recorded.values()
+    for at in others:
+        if odd := set(first.task_ids) ^ set(at.task_ids):
+            raise ReplayError(
+                f"{at.source}: K = {first.k} and K = {at.k} hold different groups, e.g. '{min(odd)}', so their savings "
+                "cannot be compared; record every group at every K, or choose one with --k"
+            )
+    return list(first.task_ids)
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """All thresholds [M] of one signal, step and termination limit, each just over a value that was recorded."""
+
+    signal: str
+    k: int
+    limit: float | None
+    edges: np.ndarray
+    """[M + 1]: threshold m is in (edges[m], edges[m + 1]]. -1: what the limit cuts alone; no divergence gate."""
+    cut: np.ndarray
+    tp: np.ndarray
+    saved: np.ndarray
+    """Share of all steps."""
+
+    def threshold(self, m: int) -> float:
+        return between(float(self.edges[m]), float(self.edges[m + 1]))
+
+
+@dataclass(frozen=True)
+class Search:
+    """What is tried, and what counts."""
+
+    bound: Bound
+    t_max: int
+    or_rule: bool = False
+    per_task_type: bool = False
+
+    def candidates(self, recorded: Mapping[int, Recorded]) -> Iterator[Candidates]:
+        """Those without a limit first."""
+        for or_rule in (False, True) if self.or_rule else (False,):
+            for k, at in recorded.items():
+                for limit in _limits(at.signals[TERMINATION]) if or_rule else (None,):
+                    for signal in at.signals:
+                        if signal != TERMINATION:
+                            yield self._of(at, signal, k, limit)
+
+    def _of(self, at: Recorded, signal: str, k: int, limit: float | None) -> Candidates:
+        value_N, w_N = at.signals[signal], at.weights_N
+        if limit is not None:
+            value_N = np.where(at.signals[TERMINATION] >= limit, -1.0, value_N)  # cut, whatever the threshold
+        sums = counts_under(value_N, w_N, w_N * at.zero_N, w_N * _savings(at, self.t_max))
+        return Candidates(signal, k, limit, *sums)
+
+    def best(self, recorded: Mapping[int, Recorded]) -> Choice | None:
+        """None when nothing with a cut meets the bound."""
+        found: tuple[tuple[float, float, float], Choice] | None = None
+        teaching = {k: float(at.weights_N[~at.zero_N].sum()) for k, at in recorded.items()}
+        for c in self.candidates(recorded):
+            m, score = self._most(c, teaching[c.k])
+            if score is not None and (found is None or score > found[0]):
+                found = score, Choice(c.signal, c.k, c.threshold(m), c.limit)
+        if found is None:
+            return None
+        choice = found[1]
+        return replace(choice, per_task_type=self._types(recorded[choice.k], choice)) if self.per_task_type else choice
+
+    def _most(self, c: Candidates, teaching: float) -> tuple[int, tuple[float, float, float] | None]:
+        """The candidate that saves most within the bound, and by what it is ranked."""
+        possible_M = (c.edges[:-1] >= 0) & (c.edges[1:] > c.edges[:-1])
+        good_M = np.flatnonzero(self.bound.holds(c.cut, c.tp, teaching) & possible_M)
+        scores = {m: (float(c.saved[m]), float(c.tp[m]), -float(c.cut[m])) for m in good_M.tolist()}
+        most = max(scores, key=lambda m: scores[m], default=-1)
+        return most, scores.get(most)
+
+    def _types(self, at: Recorded, choice: Choice) -> dict[str, float]:
+        types_N, found = np.array(at.task_types, dtype=object), {}
+        for kind in sorted(set(types_N)):
+            part = at.only(np.flatnonzero(types_N == kind))
+            if len(part.task_ids) >= SMALL:
+                c = self._of(part, choice.signal, choice.k, choice.termination)
+                m, score = self._most(c, float(part.weights_N[~part.zero_N].sum()))
+                found[str(kind)] = 0.0 if score is None else c.threshold(m)
+        return found
+
+
+def _limits(ended_N: np.ndarray) -> list[float]:
+    """A termination limit for each share of ended trajectories that occurs, but 0."""
+    distinct = np.unique(np.append(ended_N, 0.0)).tolist()
+    return [between(low, high) for low, high in pairwise(distinct)]
+
+
+def _savings(at: Recorded, t_max: int) -> np.ndarray:
+    """float [N]: the share of all steps that cutting each group saves, if it stands for itself alone."""
+    w_N = at.weights_N
+    if at.steps_N is not None and at.steps_k_N is not None and at.steps_N.sum() > 0:
+        measured: np.ndarray = (at.steps_N - at.steps_k_N) / (w_N * at.steps_N).sum()
+        return measured
+    return np.full(len(w_N), (t_max - at.k) / (w_N.sum() * t_max))
+
+
+def _folds(
+    recorded: Mapping[int, Recorded], groups: list[str], search: Search, folds: int, seed: int
+) -> tuple[Fold, ...]:
+    order_N = np.random.default_rng(seed).permutation(len(groups))
+    fold_of = {groups[i]: place % folds for place, i in enumerate(order_N.tolist())}
+    fold_N = {k: np.array([fold_of[task] for task in at.task_ids]) for k, at in recorded.items()}
+    parts = []
+    for fold in range(folds):
+        choice = search.best({k: at.only(np.flatnonzero(fold_N[k] != fold)) for k, at in recorded.items()})
+        k = next(iter(recorded)) if choice is None else choice.k
+        mine = recorded[k].only(np.flatnonzero(fold_N[k] == fold))
+        size = mine.count(np.ones(len(mine.task_ids), bool))
+        if choice is None:
+            parts.append(Fold(None, size, 0, 0, 0.0))
+        else:
+            row = choice.row(mine, search.t_max)
+            parts.append(Fold(choice, size, row.cut, row.tp, row.raw_pct))
+    return tuple(parts)
+
+
+def _intervals(choice: Choice, at: Recorded, t_max: int, seed: int) -> dict[str, tuple[float, float] | None]:
+    """Percentile bootstrap over groups (Efron 1979). Groups that are cut alike, worth alike and of one weight are
+    alike, so only the counts of these kinds are drawn.
+    """
+    kinds_C, n_C = np.unique(np.stack([choice.cuts(at), at.zero_N, at.weights_N], 1), axis=0, return_counts=True)
+    drawn_RC = np.random.default_rng(seed).multinomial(n_C.sum(), n_C / n_C.sum(), size=RESAMPLES) * kinds_C[:, 2]
+    cut_C, zero_C = kinds_C[:, 0] == 1, kinds_C[:, 1] == 1
+    tp_R, fp_R, missed_R, kept_R = (
+        drawn_RC[:, (cut_C == cut) & (zero_C == zero)].sum(1)
+        for cut, zero in ((True, True), (True, False), (False, True), (False, False))
+    )
+    share_R = 100 * (t_max - choice.k) / (t_max * drawn_RC.sum(1))
+    with np.errstate(divide="ignore", invalid="ignore"):
+        drawn = {
+            "precision": tp_R / (tp_R + fp_R),
+            "recall": tp_R / (tp_R + missed_R),
+            "safe_pct": tp_R * share_R,
+            "raw_pct": (tp_R + fp_R) * share_R,
+            "kept_norm": np.sqrt(kept_R / (kept_R + fp_R)),
+        }
+    found: dict[str, tuple[float, float] | None] = {}
+    for name, values_R in drawn.items():
+        defined = values_R[np.isfinite(values_R)]
+        low, high = np.quantile(defined, [0.025, 0.975]) if len(defined) else (math.nan, math.nan)
+        found[name] = (float(low), float(high)) if len(defined) else None
+    return found
+
+
+def _arms(row: SweepRow, at: Recorded, t_max: int) -> tuple[Arm, Arm]:
+    n, zero = float(at.weights_N.sum()), at.count(at.zero_N)
+    share, teaching = 100 * (t_max - at.k) / (n * t_max), n - zero
+    best = counted(at, at.zero_N, row.signal, row.threshold, t_max).measured_pct
+    everything = counted(at, np.ones(len(at.zero_N), bool), row.signal, row.threshold, t_max).measured_pct
+    tp = row.cut * zero / n
+    fp, hit = row.cut - tp, row.cut / n
+    random = Arm(
+        cut=row.cut,
+        tp=tp,
+        fp=fp,
+        precision=zero / n if row.cut else None,
+        recall=hit if zero else None,
+        safe_pct=tp * share,
+        raw_pct=row.raw_pct,
+        measured_pct=None if everything is None else hit * everything,
+        kept_norm=math.sqrt(max(0.0, 1 - hit)) if teaching else None,
+    )
+    every = {
+        "precision": 1.0 if zero else None,
+        "recall": 1.0 if zero else None,
+        "kept_norm": 1.0 if teaching else None,
+    }
+    return random, Arm(cut=zero, tp=zero, fp=0, safe_pct=zero * share, raw_pct=zero * share, measured_pct=best, **every)
+
+
+def config_section(found: Calibration) -> str:
+    """The `gates` section of a run's YAML file."""
+    row = found.chosen
+    chosen = {key: value for key, value in asdict(found.choice).items() if value not in (None, {})}
+    text: str = yaml.safe_dump({"gates": [{"name": "divergence", **chosen}]}, sort_keys=False)
+    return (
+        f"# of {row.groups:g} recorded groups {row.cut:g} cut, {row.tp:g} of them zero-variance ({found.bound})\n{text}"
+    )
+
+
+def lines(found: Calibration) -> list[str]:
+    """What a reader must know beside the table."""
+    row, held = asdict(found.chosen), found.held_out
+    said = []
+    for name, interval in found.intervals.items():
+        digits = 1 if name.endswith("_pct") else 3
+        if interval is not None and row[name] is not None:
+            said.append(f"{name} {row[name]:.{digits}f} [{interval[0]:.{digits}f}, {interval[1]:.{digits}f}]")
+    precision: Any = held["precision"]
+    shown = "–" if precision is None else f"{precision:.3f}"
+    choices = ", ".join("none" if f.choice is None else str(f.choice) for f in found.folds)
+    return [
+        f"95% over groups, of this gate: {', '.join(said)}",
+        f"held out ({len(found.folds)} folds): precision {shown}, raw {held['raw_pct']:.1f}% from {held['cut']:g} cuts",
+        f"chosen without each fold: {choices}",
+    ]

@@ -1,0 +1,266 @@
+"""One self-contained HTML page for a run, or for several side by side: no network, no external file, under 2 MB.
+
+Python decides what the page says; the script in `assets/report.js` only draws it, and puts every string of a run into
+the page as text, never as markup.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+import os
+from collections.abc import Callable, Sequence
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from ..record.proof import COLUMNS, FATES
+from .report_data import Run, columns, read_run, thin
+
+MAX_BYTES = 2_000_000
+MAX_POINTS = 500
+MAX_SAMPLES = 300
+
+Card = dict[str, str]
+
+
+def write_report(runs: Sequence[Path], output: Path) -> None:
+    """Write the page for the run directories `runs` to `output`, atomically.
+
+    Long series are averaged and samples thinned until the page is under 2 MB. Raises ValueError when there is no
+    run or one of them is not a run directory, and OSError when `output` cannot be written.
+    """
+    if not runs:
+        raise ValueError("a report needs at least one run directory.")
+    output = Path(output)
+    if not output.parent.is_dir():
+        raise FileNotFoundError(f"{output}: its folder does not exist; make it first.")
+    read = [read_run(Path(run), max_samples=max(8, MAX_SAMPLES // len(runs))) for run in runs]
+    _tell_apart(read, [Path(run) for run in runs])
+    page = _page(read)
+    partial = output.with_name(output.name + ".partial")
+    partial.write_text(page, encoding="utf-8")
+    os.replace(partial, output)
+
+
+def _page(runs: Sequence[Run]) -> str:
+    points, share = MAX_POINTS, 1.0
+    while True:
+        page = _fill_in(runs, points, share)
+        if len(page.encode()) <= MAX_BYTES or points < 16:
+            return page
+        points, share = points // 2, share / 2
+
+
+def _fill_in(runs: Sequence[Run], points: int, share: float) -> str:
+    title = "Winnow: " + ", ".join(run.name for run in runs)
+    data = {
+        "title": title,
+        "fates": [*FATES, "void"],
+        "cards": _cards(runs[0]) if len(runs) == 1 else [],
+        "comparison": _comparison(runs) if len(runs) > 1 else None,
+        "differences": _differences(runs),
+        "runs": [_run_data(run, points, share) for run in runs],
+    }
+    return render_page(title, data, "charts.js", "bars.js", "reliability.js", "off_policy.js", "report.js")
+
+
+def render_page(title: str, data: object, *scripts: str) -> str:
+    """A page that carries `data` and, by the names of their files in `assets/`, the scripts that draw it."""
+    parts = {
+        "title": html.escape(title),
+        "css": _asset("uPlot.min.css") + _asset("report.css"),
+        "uplot": _asset("uPlot.iife.min.js"),
+        "data": _embed(data),
+        "script": "\n".join(_asset(name) for name in scripts),
+    }
+    before, *rest = _asset("report.html").split("{{")
+    return before + "".join(parts[name] + text for name, text in (piece.split("}}", 1) for piece in rest))
+
+
+def _embed(data: object) -> str:
+    """JSON that no HTML parser can mistake for markup."""
+    text = json.dumps(data, allow_nan=False, separators=(",", ":"))
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def _asset(name: str) -> str:
+    return (files("winnow.study") / "assets" / name).read_text("utf-8")
+
+
+def _run_data(run: Run, points: int, share: float) -> dict[str, Any]:
+    every = max(1, round(1 / share))
+    return {
+        "name": run.name,
+        "metrics": columns(thin(run.rows, points)),
+        "evals": columns(thin(run.evaluations, points)),
+        "averaged": max(1, -(-len(run.rows) // points)),
+        "tokens": run.tokens,
+        "totals": _totals(run),
+        "audit": run.audit,
+        "profile": run.profile,
+        "reliability": run.reliability,
+        "offPolicy": run.off_policy,
+        "samples": run.samples[::every],
+        "config": _flat(run.config or {}),
+        "notes": run.notes,
+    }
+
+
+def _totals(run: Run) -> dict[str, Any] | None:
+    if run.totals is None:
+        return None
+    sampled = sum(run.totals[fate]["tokens"] for fate in FATES)
+    rows = []
+    for name, row in run.totals.items():
+        if any(row.values()):
+            cells = [f"{row[c]:,.0f}" for c in COLUMNS[:-1]] + [seconds_text(row["seconds"])]
+            of_tokens = f"{row['tokens'] / sampled:.1%}" if name in FATES and sampled else ""
+            rows.append([name, *cells, of_tokens])
+    return {"head": ["fate", *(c.replace("_", " ") for c in COLUMNS), "of tokens"], "rows": rows}
+
+
+def _cards(run: Run) -> list[Card]:
+    """The headline figures of one run."""
+    cards = []
+    passed = _series(run.evaluations, "eval/pass@1")
+    if passed:
+        gain = f"{passed[-1] / passed[0]:.2f}× the start" if len(passed) > 1 and passed[0] > 0 else "one evaluation"
+        cards.append(_card("Held-out pass@1", _first_to_last(passed), f"{gain}; best {max(passed):.3f}"))
+    rewards = _series(run.rows, "reward")
+    if rewards:
+        ends = [_mean(rewards[: _tenth(rewards)]), _mean(rewards[-_tenth(rewards) :])]
+        cards.append(_card("Training reward", _first_to_last(ends), "mean of the first and last tenth"))
+    sampled = sum(run.tokens.get(fate, 0) for fate in FATES)
+    if sampled:
+        trained = f"{run.tokens.get('trained', 0) / sampled:.0%} of them in groups that were trained on"
+        cards.append(_card("Tokens sampled", count_text(sampled), trained))
+    zero = _series(run.rows, "frac_reward_zero_std")
+    if zero:
+        last = _tenth(zero)
+        kinds = [(k, _series(run.rows, f"frac_zero_{k}")) for k in ("easy", "hard")]
+        split = ", ".join(f"{kind} {_mean(values[-last:]):.0%}" for kind, values in kinds if values)
+        cards.append(_card("Groups without signal", f"{_mean(zero[-last:]):.0%}", f"{split}; last tenth of the steps"))
+    if run.rows:
+        speed = _series(run.rows, "tokens_per_second")
+        note = f"{len(run.rows):,} steps" + (f", {count_text(_mean(speed))} tokens/s" if speed else "")
+        cards.append(_card("Wall clock", seconds_text(run.rows[-1]["seconds_total"]), note))
+    ess = _series(run.rows, "ess_ratio")
+    if run.off_policy is not None and ess:
+        shares = f"{_mean(ess[: _tenth(ess)]):.0%} → {_mean(ess[-_tenth(ess) :]):.0%}"
+        ok = False if run.off_policy else None
+        cards.append(_card("Effective sample size", shares, "of the rollouts; first and last tenth", ok))
+    if run.audit:
+        word = "OK" if run.audit["ok"] else f"{len(run.audit['problems'])} problems"
+        cards.append(_card("Audit", word, "exactly-once accounting, proved from the ledger", run.audit["ok"]))
+    return cards
+
+
+def _card(label: str, value: str, note: str, ok: bool | None = None) -> Card:
+    return {"label": label, "value": value, "note": note, "state": "" if ok is None else "good" if ok else "bad"}
+
+
+def _comparison(runs: Sequence[Run]) -> dict[str, Any]:
+    """A table of runs; the best figure of a column is marked where better has a direction."""
+    level = min((max(_series(run.evaluations, "eval/pass@1"), default=0.0) for run in runs), default=0.0)
+    measures: list[tuple[str, Callable[[Run], float | None], Callable[[float], str], int]] = [
+        ("steps", lambda r: float(len(r.rows)), lambda v: f"{v:,.0f}", 0),
+        ("pass@1 at the start", lambda r: _end(r, 0), lambda v: f"{v:.3f}", 0),
+        ("pass@1 at the end", lambda r: _end(r, -1), lambda v: f"{v:.3f}", 1),
+        ("best pass@1", lambda r: max(_series(r.evaluations, "eval/pass@1"), default=None), lambda v: f"{v:.3f}", 1),
+        ("reward, last tenth", lambda r: _late(r, "reward"), lambda v: f"{v:.3f}", 1),
+        ("tokens sampled", lambda r: sum(r.tokens.get(f, 0) for f in FATES) or None, count_text, 0),
+        ("of them trained", _trained_share, lambda v: f"{v:.0%}", 1),
+        ("zero-variance, last tenth", lambda r: _late(r, "frac_reward_zero_std"), lambda v: f"{v:.0%}", 0),
+        ("wall clock", lambda r: r.rows[-1]["seconds_total"] if r.rows else None, seconds_text, 0),
+    ]
+    if level > 0:
+        measures += [
+            (f"tokens to pass@1 {level:.3f}", lambda r: _reached(r, level, "num_tokens"), count_text, -1),
+            (f"time to pass@1 {level:.3f}", lambda r: _reached(r, level, "seconds_total"), seconds_text, -1),
+        ]
+    rows: list[list[dict[str, Any]]] = [[] for _ in runs]
+    for _, measure, text, better in measures:
+        values = [measure(run) for run in runs]
+        known = [v * better for v in values if v is not None]
+        for cells, value in zip(rows, values, strict=True):
+            best = bool(better and value is not None and len(set(known)) > 1 and value * better == max(known))
+            cells.append({"text": "–" if value is None else text(value), "best": best})
+    return {"head": [name for name, *_ in measures], "rows": rows}
+
+
+def _differences(runs: Sequence[Run]) -> dict[str, list[str]]:
+    """Configuration keys on which the runs differ, and their values, one a run."""
+    flats = [dict(_flat(run.config or {})) for run in runs]
+    keys = dict.fromkeys(key for flat in flats for key in flat)
+    values = {key: [flat.get(key, "–") for flat in flats] for key in keys}
+    return {key: row for key, row in values.items() if len(set(row)) > 1}
+
+
+def _flat(config: object, prefix: str = "") -> list[tuple[str, str]]:
+    """(dotted key, value) pairs of a nested configuration."""
+    if not isinstance(config, dict) or not config:
+        text = config if isinstance(config, str) else json.dumps(config, ensure_ascii=False)
+        return [(prefix, text)] if prefix else []
+    return [pair for key, value in config.items() for pair in _flat(value, f"{prefix}.{key}" if prefix else key)]
+
+
+def _tell_apart(runs: Sequence[Run], paths: Sequence[Path]) -> None:
+    names = [run.name for run in runs]
+    for number, (run, path) in enumerate(zip(runs, paths, strict=True), 1):
+        if names.count(run.name) > 1:
+            run.name = f"{path.resolve().parent.name}/{run.name} ({number})"
+
+
+def _series(rows: Sequence[dict[str, float]], key: str) -> list[float]:
+    return [row[key] for row in rows if key in row]
+
+
+def _end(run: Run, index: int) -> float | None:
+    values = _series(run.evaluations, "eval/pass@1")
+    return values[index] if values else None
+
+
+def _late(run: Run, key: str) -> float | None:
+    values = _series(run.rows, key)
+    return _mean(values[-_tenth(values) :]) if values else None
+
+
+def _trained_share(run: Run) -> float | None:
+    sampled = sum(run.tokens.get(fate, 0) for fate in FATES)
+    return run.tokens.get("trained", 0) / sampled if sampled else None
+
+
+def _reached(run: Run, level: float, axis: str) -> float | None:
+    """Where on `axis` the held-out pass@1 first was at least `level`."""
+    return next((row[axis] for row in run.evaluations if row.get("eval/pass@1", -1.0) >= level), None)
+
+
+def _tenth(values: Sequence[float]) -> int:
+    return max(1, len(values) // 10)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _first_to_last(values: Sequence[float]) -> str:
+    return f"{values[0]:.3f} → {values[-1]:.3f}" if len(values) > 1 else f"{values[0]:.3f}"
+
+
+def count_text(n: float) -> str:
+    """A count a person can read: 950, 12.3 k, 4.56 M, 7.89 G."""
+    for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if n >= 0.9995 * size:
+            return f"{n / size:.3g} {unit}" if n < 999.5 * size else f"{n / size:,.0f} {unit}"
+    return f"{n:.0f}"
+
+
+def seconds_text(seconds: float) -> str:
+    """A duration a person can read: 0.42 s, 12.3 s, 4 min 05 s, 3 h 07 min."""
+    if seconds < 60:
+        return f"{seconds:.3g} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest:02d} s"
+    return f"{minutes // 60:,} h {minutes % 60:02d} min"

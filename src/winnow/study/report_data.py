@@ -1,0 +1,291 @@
+"""What a report needs of a run directory: read with tolerance, thinned to a budget, made safe to print.
+
+A run directory may hold `config.json`, `metrics.jsonl`, `samples.jsonl` and `ledger.sqlite`. What is missing or damaged
+becomes a note for the reader, never a crash.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from ..methods.pass_rates import BINS, histogram, read_profile, summary
+from ..record.collapse import off_policy_marks
+from ..record.ledger import Ledger, LedgerError
+from ..record.proof import verdict
+from ..record.rule_audits import HEAD, rows
+
+Row = dict[str, float]
+CUMULATIVE = ("step", "num_tokens", "seconds_total")
+SAMPLE_KEYS = (
+    "step",
+    "visit",
+    "prompt_id",
+    "epoch",
+    "sibling",
+    "reward",
+    "fate",
+    "reason",
+    "stop_reason",
+    "tokens",
+    "split",
+)
+RELIABILITY = "gate/arrol/reliability/"
+BINS_OF_TEN = tuple("0123456789")
+MAX_TEXT = 4_000
+"""Characters kept of a prompt or completion."""
+
+_CONTROL = [code for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\n\t"]
+_DIRECTION = [0x061C, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A), 0xFEFF]
+_INVISIBLE = {code: f"\\x{code:02x}" for code in _CONTROL} | {code: f"\\u{code:04x}" for code in _DIRECTION}
+
+
+@dataclass
+class Run:
+    """One run directory as read. `rows` has one dict a step, `evaluations` one a step with `eval/` keys."""
+
+    name: str
+    config: dict[str, Any] | None = None
+    rows: list[Row] = field(default_factory=list)
+    evaluations: list[Row] = field(default_factory=list)
+    tokens: dict[str, float] = field(default_factory=dict)
+    """Sampled tokens by fate over the whole run; `void` are those lost to restarts."""
+    totals: dict[str, dict[str, float]] | None = None
+    audit: dict[str, Any] | None = None
+    samples: list[dict[str, Any]] = field(default_factory=list)
+    reliability: dict[str, Any] | None = None
+    """`points` and `caption` of what a gate predicted and what came true."""
+    off_policy: list[dict[str, Any]] | None = None
+    """Marks of a collapse, if there is one, of a run with stale tokens or a correction; None: such a run it is not."""
+    profile: dict[str, Any] | None = None
+    """`labels`, `counts` and `caption` of the pass rates that its selector went by, or a `note` why there are none."""
+    notes: list[str] = field(default_factory=list)
+
+
+def read_run(path: Path, *, max_samples: int) -> Run:
+    """Read a run directory. Raises ValueError when `path` is none."""
+    known = ("config.json", "metrics.jsonl", "ledger.sqlite")
+    if not any((path / name).is_file() for name in known):
+        problem = f"it has none of {', '.join(known)}" if path.is_dir() else "there is no such folder"
+        raise ValueError(f"{path}: not a run directory: {problem}. Name the output_dir of a run.")
+    run = Run(name=visible(path.resolve().name))
+    run.config = _read_config(path / "config.json", run.notes)
+    run.profile = _read_profile((run.config or {}).get("selector"))
+    merged = merge_steps(read_lines(path / "metrics.jsonl", run.notes))
+    run.rows = [row for row in merged if any(not k.startswith("eval/") for k in row if k not in CUMULATIVE)]
+    run.reliability = _take_reliability(run.rows)
+    run.off_policy = off_policy_marks(run.rows, CUMULATIVE)
+    run.evaluations = [row for row in merged if any(k.startswith("eval/") for k in row)]
+    _read_ledger(path / "ledger.sqlite", run)
+    run.samples = _thin_samples(read_lines(path / "samples.jsonl", run.notes), max_samples)
+    return run
+
+
+def visible(text: str) -> str:
+    """`text` with control and direction-changing characters made visible, and lone surrogates replaced."""
+    return text.encode("utf-8", "replace").decode().translate(_INVISIBLE)
+
+
+def plain(value: Any) -> Any:
+    """`value` as JSON can hold it and a page can show it."""
+    if isinstance(value, Mapping):
+        return {visible(str(k)): plain(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(v) for v in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value if value is None or isinstance(value, bool | int | float) else visible(str(value))
+
+
+def thin(rows: Sequence[Row], max_points: int) -> list[Row]:
+    """At most `max_points` rows: the mean over runs of consecutive rows, the last value for what only grows."""
+    size = max(1, math.ceil(len(rows) / max_points))
+    return [_mean_row(rows[i : i + size]) for i in range(0, len(rows), size)] if size > 1 else list(rows)
+
+
+def columns(rows: Sequence[Row]) -> dict[str, list[float | None]]:
+    """By key, one value a row; None where a row lacks the key."""
+    keys = dict.fromkeys(key for row in rows for key in row)
+    return {key: [_rounded(row.get(key), key) for row in rows] for key in keys}
+
+
+def _mean_row(rows: Sequence[Row]) -> Row:
+    mean: Row = {}
+    for key in dict.fromkeys(key for row in rows for key in row):
+        values = [row[key] for row in rows if key in row]
+        mean[key] = values[-1] if key in CUMULATIVE else math.fsum(values) / len(values)
+    return mean
+
+
+def _rounded(value: float | None, key: str) -> float | None:
+    return None if value is None else float(f"{value:.{9 if key in CUMULATIVE else 5}g}")
+
+
+def _take_reliability(rows: Sequence[Row]) -> dict[str, Any] | None:
+    """Sum up, over all steps, what a diagram needs; its many series are taken out of the rows, which show the rest."""
+    sums: dict[int, dict[str, float]] = {}
+    for row in rows:
+        for key in [k for k in row if k.startswith(RELIABILITY)]:
+            number, _, name = key.removeprefix(RELIABILITY).partition("/")
+            if number in BINS_OF_TEN and name in ("rollouts", "predicted", "right") and 0 <= row[key] < 1e12:
+                bin_ = sums.setdefault(int(number), dict.fromkeys(("rollouts", "predicted", "right"), 0.0))
+                bin_[name] += row[key]
+            del row[key]
+    shares = ((b["predicted"], b["right"], b["rollouts"]) for _, b in sorted(sums.items()) if b["rollouts"] >= 1)
+    points = [[min(q / n, 1.0), min(right / n, 1.0), n] for q, right, n in shares]
+    if not points:
+        return None
+    total = math.fsum(n for *_, n in points)
+    gap = math.fsum(n * abs(predicted - right) for predicted, right, n in points) / total
+    caption = f"{total:,.0f} rollouts, pruned ones estimated; mean distance from the diagonal (ECE) {gap:.3f}"
+    return {"points": [[round(v, 4) for v in point] for point in points], "caption": caption}
+
+
+def _read_config(path: Path, notes: list[str]) -> dict[str, Any] | None:
+    if not path.is_file():
+        notes.append("config.json is missing.")
+        return None
+    try:
+        config = json.loads(path.read_text("utf-8", "replace"))
+    except ValueError as error:
+        notes.append(f"config.json cannot be read: {visible(str(error))}.")
+        return None
+    return plain(config) if isinstance(config, dict) else {"config": plain(config)}
+
+
+def _read_profile(selector: Any) -> dict[str, Any] | None:
+    if not isinstance(selector, dict) or selector.get("name") != "pass_rate" or not selector.get("profile"):
+        return None
+    name = str(selector["profile"])
+    try:
+        rates = list(read_profile(name).values())
+    except (OSError, ValueError) as error:
+        return {"note": visible(f"The profile that the selector went by cannot be shown: {error}")}
+    s = summary(rates)
+    caption = (
+        f"{s['profiled']:,} prompts in {name}: {s['dead']:,} never solved, {s['solved']:,} always, "
+        f"{s['in_band']:,} in between; mean pass rate {s['mean_pass_rate']:.3f}"
+    )
+    return {"labels": list(BINS), "counts": histogram(rates), "caption": visible(caption)}
+
+
+def read_lines(path: Path, notes: list[str]) -> Iterator[dict[str, Any]]:
+    """The JSON objects of a JSONL file; a torn last line is left out, other damage is noted."""
+    if not path.is_file():
+        notes.append(f"{path.name} is missing.")
+        return
+    bad: list[int] = []
+    number = 0
+    with path.open(encoding="utf-8", errors="replace") as lines:
+        for number, line in enumerate(lines, 1):
+            try:
+                value = json.loads(line)
+            except ValueError:
+                value = None
+            if isinstance(value, dict):
+                yield value
+            elif line.strip("\ufeff \t\r\n"):
+                bad.append(number)
+    if bad and bad[-1] == number:
+        bad.pop()  # the run was writing it, or was killed while it did
+    if bad:
+        notes.append(f"{path.name}: {len(bad)} lines left out that are not JSON objects, the first is line {bad[0]}.")
+
+
+def merge_steps(lines: Iterator[dict[str, Any]]) -> list[Row]:
+    """One row a step, ascending. A line of an earlier step means a restart: what came after it is forgotten."""
+    by_step: dict[float, Row] = {}
+    for line in lines:
+        row = {k: float(v) for k, v in line.items() if isinstance(v, int | float) and math.isfinite(v)}
+        if "step" not in row:
+            continue
+        for step in [s for s in by_step if s > row["step"]]:
+            del by_step[step]
+        by_step.setdefault(row["step"], {}).update({visible(k): v for k, v in row.items()})
+    rows = list(by_step.values())
+    for key in CUMULATIVE[1:]:
+        highest = 0.0
+        for row in rows:
+            highest = row[key] = max(highest, row.get(key, highest))
+    return rows
+
+
+def _read_ledger(path: Path, run: Run) -> None:
+    """Totals and verdict; tokens by fate are those of the metrics where there is no usable ledger."""
+    fates = dict.fromkeys(k for row in run.rows for k in row if k.startswith("tokens/"))
+    run.tokens = {key.removeprefix("tokens/"): math.fsum(row.get(key, 0) for row in run.rows) for key in fates}
+    if not path.is_file():
+        run.notes.append("ledger.sqlite is missing: tokens by fate are those of metrics.jsonl, and there is no audit.")
+        return
+    try:
+        with Ledger.open(path, read_only=True) as ledger:
+            result = ledger.audit()
+    except (LedgerError, OSError) as error:
+        run.notes.append(f"ledger.sqlite cannot be used: {visible(str(error).replace(str(path), path.name))}")
+        return
+    run.audit = {"ok": result.ok, "verdict": verdict(result), "problems": [visible(p) for p in result.problems]}
+    if result.rules:
+        run.audit["rules"] = {"head": HEAD, "rows": [[visible(cell) for cell in row] for row in rows(result.rules)]}
+    run.totals = result.totals
+    run.tokens = {name: row["tokens"] for name, row in result.totals.items() if name not in ("in_flight", "evaluation")}
+
+
+def _thin_samples(lines: Iterator[dict[str, Any]], limit: int) -> list[dict[str, Any]]:
+    """At most about `limit` samples: every kind (split, fate) evenly over the run."""
+    kinds: dict[tuple[str, str], _Thinned] = {}
+    for line in lines:
+        kind = str(line.get("split")), str(line.get("fate"))
+        if kind in kinds or len(kinds) < 32:
+            kinds.setdefault(kind, _Thinned(limit)).add(line)
+    share = max(1, limit // max(1, len(kinds)))
+    kept = [line for thinned in kinds.values() for line in thinned.spread(share)]
+    return sorted((_sample(line) for line in kept), key=lambda s: (_number(s["step"]), _number(s["visit"])))
+
+
+class _Thinned:
+    """Every n-th of a stream, n doubling so that fewer than `2 * limit` are ever held."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit, self.stride, self.seen = limit, 1, 0
+        self.kept: list[dict[str, Any]] = []
+
+    def add(self, item: dict[str, Any]) -> None:
+        if self.seen % self.stride == 0:
+            self.kept.append(item)
+        self.seen += 1
+        if len(self.kept) >= 2 * self.limit:
+            self.kept = self.kept[::2]
+            self.stride *= 2
+
+    def spread(self, n: int) -> list[dict[str, Any]]:
+        step = max(1, len(self.kept) / n)
+        return list(islice((self.kept[int(i * step)] for i in range(n) if int(i * step) < len(self.kept)), n))
+
+
+def _sample(line: Mapping[str, Any]) -> dict[str, Any]:
+    sample = {key: plain(line.get(key)) for key in SAMPLE_KEYS}
+    sample["prompt"] = _text(line.get("prompt"))
+    sample["completion"] = _text(line.get("completion"))
+    rewards = line.get("rewards")
+    siblings = line.get("group_rewards")
+    sample["group_rewards"] = plain(siblings[:64]) if isinstance(siblings, list) else []
+    sample["rewards"] = plain(rewards) if isinstance(rewards, dict) and len(rewards) > 1 else {}
+    return sample
+
+
+def _text(value: Any) -> str:
+    """A string, or a list of messages as `role: content` paragraphs; long ones are cut and say so."""
+    if isinstance(value, list) and all(isinstance(m, dict) for m in value):
+        value = "\n\n".join(f"{m.get('role', '?')}: {m.get('content', '')}" for m in value)
+    text = "" if value is None else value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    cut = f" … ({len(text) - MAX_TEXT:,} more characters)" if len(text) > MAX_TEXT else ""
+    return visible(text[:MAX_TEXT]) + cut
+
+
+def _number(value: Any) -> float:
+    return float(value) if isinstance(value, int | float) else -1.0

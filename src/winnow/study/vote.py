@@ -1,0 +1,204 @@
+"""Many answers to a question, one vote each: how much better than one answer, and whose vote should count more."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..base.bootstrap import paired_bootstrap
+from ..config import ConfigError, RunConfig
+from ..env.base import Answering
+from ..methods.gate.quality import trace_confidence
+from ..methods.gate.quality_head import FILE, QualityHead
+from ..rollout.evaluate import EVALUATION_STREAM, count_correct, rank_weights, roll_out, summarize, weighted_vote
+from ..rollout.runner import RolloutOptions, RolloutRunner
+from ..run.build import build_task, sampling_params
+from ..run.checkpoint import STATE
+from ..run.standalone import model_config, opened
+from ..types import Rollout
+
+Weigh = Callable[[Sequence[Rollout]], np.ndarray]
+TAIL = 0.1
+"""Share of the tokens that are least confident, for `deepconf-tail`."""
+
+
+def majority(rollouts: Sequence[Rollout]) -> np.ndarray:
+    return np.ones(len(rollouts))
+
+
+def deepconf(rollouts: Sequence[Rollout]) -> np.ndarray:
+    """Lowest group confidence (Fu et al. 2025)."""
+    return np.array([trace_confidence(_confidence(r)) for r in rollouts])
+
+
+def deepconf_tail(rollouts: Sequence[Rollout]) -> np.ndarray:
+    """Mean confidence of the least confident tenth of the tokens (Fu et al. 2025)."""
+    return np.array([np.sort(c)[: max(1, round(TAIL * len(c)))].mean() for c in map(_confidence, rollouts)])
+
+
+def logprob(rollouts: Sequence[Rollout]) -> np.ndarray:
+    """Rank of the mean log-probability."""
+    return rank_weights([_logp(r) for r in rollouts])
+
+
+WEIGHTS: dict[str, Weigh] = {
+    "majority": majority,
+    "deepconf": deepconf,
+    "deepconf-tail": deepconf_tail,
+    "logprob": logprob,
+}
+"""`head`, ranks of a run's quality head, comes with the run."""
+
+
+def by_head(head: QualityHead) -> Weigh:
+    """Rank of the head's score at the last token of the answer."""
+
+    def weigh(rollouts: Sequence[Rollout]) -> np.ndarray:
+        scores = [np.nan if r.last_hidden is None else head.score(r.last_hidden, _logp(r)) for r in rollouts]
+        return rank_weights(np.nan_to_num(scores, nan=-1e9))
+
+    return weigh
+
+
+def _logp(rollout: Rollout) -> float:
+    return float(rollout.sampler_logp[rollout.action_mask].mean())
+
+
+def _confidence(rollout: Rollout) -> np.ndarray:
+    assert rollout.confidence is not None
+    return np.maximum(rollout.confidence, 0)
+
+
+def vote_model(model: str, values: Mapping[str, Any], weights: Sequence[str]) -> dict[str, Any]:
+    """pass@k, and for each of `weights` the share of held-out prompts whose vote is right, with 95% intervals.
+
+    `model` and `values` as for `evaluate_model`; `eval_generations` candidates a prompt. `answered`: share of the
+    candidates that gave an answer at all; `judged`: prompts with a vote. Raises ConfigError for a task whose answers
+    cannot be counted, unknown weights, `head` without a head of this model, and when nobody gave an answer.
+    """
+    c = model_config(model, values)
+    task = build_task(c.env)
+    prompts = task.test[: c.eval_prompts]
+    if not isinstance(task, Answering):
+        raise ConfigError(f"task {task.name} does not say which answers are the same (Task.answers), so none can win")
+    if not prompts:
+        raise ConfigError(f"task {task.name} has no held-out prompts")
+    head = _head_of(c) if "head" in weights else None
+    kinds = {name: _weigh(name, head) for name in dict.fromkeys(weights)}
+    started = time.monotonic()
+    with opened(c, task) as (policy, engine, rewarder):
+        if head is not None:
+            _check_size(head, policy.model.config, c.model)
+        report = frozenset({"confidence", "last_hidden"})
+        params = sampling_params(c, evaluation=True)
+        options = RolloutOptions(params, c.max_prompt_length, c.seed, EVALUATION_STREAM, report)
+        runner = RolloutRunner(engine, task, policy.tokenizer, rewarder, options)
+        groups = roll_out(runner, prompts, c.eval_generations)
+    won: dict[str, list[float]] = {name: [] for name in kinds}
+    given: list[bool] = []
+    for group in groups:
+        candidates = [r for r in group.rollouts if r.reward is not None and r.action_mask.any()]
+        if candidates:
+            answers = task.answers(group.prompt, [r.text for r in candidates])
+            given += [answer is not None for answer in answers]
+            for name, weigh in kinds.items():
+                won[name].append(_right(candidates, answers, weigh(candidates), c.success_reward))
+    if not given:
+        raise ConfigError(
+            "no completion was given a reward, so no vote can be judged; look at reward_funcs and prompts"
+        )
+    if not any(given):
+        raise ConfigError(
+            f"task {task.name} reads no answer in any of the {len(given)} completions, so there is nothing to vote on; "
+            "look at what the model says (winnow eval), and how the task marks answers"
+        )
+    return {
+        "model": c.model,
+        **summarize(groups, c.success_reward),
+        "answered": float(np.mean(given)),
+        "judged": len(won[next(iter(won))]),
+        "votes": {name: _interval(won[name], won[next(iter(won))]) for name in won},
+        "prompts": len(prompts),
+        "n": c.eval_generations,
+        "temperature": c.eval_temperature,
+        "tokens": sum(int(r.action_mask.sum()) for g in groups for r in g.rollouts),
+        "seconds": round(time.monotonic() - started, 3),
+    }
+
+
+def _weigh(name: str, head: QualityHead | None) -> Weigh:
+    if name == "head" and head is not None:
+        return by_head(head)
+    if name not in WEIGHTS:
+        raise ConfigError(f"unknown weights '{name}'; there are {', '.join([*WEIGHTS, 'head'])}")
+    return WEIGHTS[name]
+
+
+def _head_of(c: RunConfig) -> QualityHead:
+    """Beside the weights, or in the checkpoint that they are part of."""
+    model = Path(c.model)
+    places = [model, *([model.parent] if (model.parent / STATE).is_file() else [])]
+    found = next((place for place in places if (place / FILE).is_file()), None)
+    if found is None:
+        raise ConfigError(
+            f"weights: head needs {model / FILE}, which a run with gate arrol and quality: head leaves there"
+        )
+    try:
+        return QualityHead.load(found)
+    except ValueError as error:
+        raise ConfigError(f"weights: {error}") from None
+
+
+def _check_size(head: QualityHead, config: Any, model: str) -> None:
+    size = getattr(config.get_text_config(), "hidden_size", None)
+    if size not in (None, head.hidden_size):
+        raise ConfigError(
+            f"weights: the head was trained on hidden states of {head.hidden_size} numbers, but {model} has {size}"
+        )
+
+
+def _right(candidates: Sequence[Rollout], answers: list[str | None], weights: np.ndarray, success: float) -> float:
+    """Whether the winner is right; ties and lost votes are decided by who came first."""
+    winner = weighted_vote(answers, weights)
+    if winner is None:
+        return 0.0
+    reward = candidates[answers.index(str(winner))].reward
+    return float(count_correct(np.array([reward]), success))
+
+
+def _interval(won: list[float], baseline: list[float]) -> dict[str, Any]:
+    """Share of votes won, and the paired difference to the first kind of weights."""
+    share, difference = paired_bootstrap(won), paired_bootstrap(np.array(won) - np.array(baseline))
+    return {
+        "share": share.mean,
+        "low": share.low,
+        "high": share.high,
+        "difference": difference.mean,
+        "difference_low": difference.low,
+        "difference_high": difference.high,
+    }
+
+
+def render(found: Mapping[str, Any]) -> str:
+    """Lines for a terminal."""
+    n = found["n"]
+    lines = [
+        f"{found['judged']} of {found['prompts']} prompts judged, {n} candidates each at temperature "
+        f"{found['temperature']}",
+        f"{'answered':<16} {found['answered']:.3f}",
+    ]
+    lines += [f"{name:<16} {found[name]:.3f}" for name in found if name.startswith("pass@")]
+    first = next(iter(found["votes"]))
+    for name, v in found["votes"].items():
+        line = f"{f'{name}@{n}':<16} {v['share']:.3f}{_span(v['low'], v['high'], '.3f')}"
+        gain = f"  {v['difference']:+.3f}{_span(v['difference_low'], v['difference_high'], '+.3f')} to {first}"
+        lines.append(line + (gain if name != first else ""))
+    return "\n".join(lines)
+
+
+def _span(low: float | None, high: float | None, form: str) -> str:
+    return "" if low is None or high is None else f" [{low:{form}}, {high:{form}}]"
