@@ -12,9 +12,9 @@ import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from winnow.learner.local import grad_norms, logprob, pooled, row_head
 from winnow.learner.base import Stats
 from winnow.learner.batch import MicroBatch, Pool, Row, collate, micro_batches
+from winnow.learner.local import grad_norms, logprob, pooled, row_head
 from winnow.learner.local.learner import LearnerOptions, LocalLearner
 from winnow.learner.local.logprob import TokenDistribution
 from winnow.learner.local.pooled import ByLength, RowByRow

@@ -12,9 +12,9 @@ import torch
 from winnow.base.noise import noise_key
 from winnow.engine.base import Finished, Request, SamplingParams
 from winnow.engine.local.engine import LocalEngine
-from winnow.learner.local import logprob
 from winnow.learner.base import Stats
 from winnow.learner.batch import PASS_TOKENS, Row, collate, micro_batches
+from winnow.learner.local import logprob
 from winnow.learner.local.learner import LearnerOptions, LocalLearner
 from winnow.learner.local.logprob import TokenDistribution, token_logp
 from winnow.methods.correct.truncate import Truncate
