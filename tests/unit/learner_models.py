@@ -17,8 +17,11 @@ from transformers import (
     LlamaForCausalLM,
 )
 
+from winnow.base.noise import noise_key
+from winnow.engine.base import Finished, Request, SamplingParams
+from winnow.engine.local.engine import LocalEngine
 from winnow.learner.base import Stats
-from winnow.learner.batch import MicroBatch, Row
+from winnow.learner.batch import MicroBatch, Row, collate
 from winnow.learner.local.learner import LearnerOptions, LocalLearner
 from winnow.learner.local.logprob import TokenDistribution
 from winnow.methods.loss import LossConfig
@@ -124,3 +127,27 @@ def naive_logp(model: Any, batch: MicroBatch, n_tokens: int = VOCABULARY) -> tor
         logits = model(input_ids=batch.input_ids_BT).logits[:, :-1, :n_tokens]
     logp = logits.log_softmax(-1).gather(-1, batch.input_ids_BT[:, 1:, None])[..., 0]
     return logp * batch.mask_BT[:, 1:]
+
+
+def generate(engine: LocalEngine, params: SamplingParams, n: int) -> list[tuple[Request, Finished]]:
+    prompts = [(5, 9, 3), (7,), (11, 2, 30, 4, 8)]
+    requests = {i: Request(i, prompts[i % 3], params, noise_key(0, i)) for i in range(n)}
+    engine.submit(requests.values())
+    finished = []
+    for _ in range(200):
+        finished += [(requests[e.id], e) for e in engine.step() if isinstance(e, Finished)]
+        if not engine.pending:
+            return finished
+    raise AssertionError("the engine did not finish")
+
+
+def assert_engine_agrees(engine: LocalEngine, learner: LocalLearner, params: SamplingParams) -> None:
+    rows = []
+    for request, f in generate(engine, params, n=48):
+        everything = np.ones(len(f.token_ids), bool)
+        rollout = Rollout(0, request.prompt_ids, f.token_ids, everything, f.logp, f.versions)
+        rows.append(Row(rollout, 1.0, 1.0))
+    batch = collate(rows, pad_id=0)
+    recorded = batch.sampler_logp_BT[:, 1:]
+    torch.testing.assert_close(logp_of(learner, batch), recorded, rtol=1e-4, atol=1e-4)
+    assert recorded.min() < -0.5

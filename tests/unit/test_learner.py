@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from winnow.base.noise import noise_key
-from winnow.engine.base import Finished, Request, SamplingParams
+from winnow.engine.base import SamplingParams
 from winnow.engine.local.engine import LocalEngine
 from winnow.learner.base import Stats
 from winnow.learner.batch import PASS_TOKENS, Row, collate, micro_batches
@@ -20,17 +19,16 @@ from winnow.learner.local.logprob import TokenDistribution, token_logp
 from winnow.methods.correct.truncate import Truncate
 from winnow.methods.loss import LossConfig
 from winnow.study.warm_start import word_tokenizer
-from winnow.types import Rollout
 
 from .learner_models import (
     VOCABULARY,
     WORDS,
+    assert_engine_agrees,
     assert_equal,
     gemma2,
     gradients,
     learner_of,
     llama,
-    logp_of,
     naive_logp,
     random_rows,
 )
@@ -227,30 +225,6 @@ def test_lora_trains_adapters_only_and_merges_exactly(tokenizer: Any) -> None:
 
 
 # ---------------------------------------------------------------- the engine's numbers
-
-
-def generate(engine: LocalEngine, params: SamplingParams, n: int) -> list[tuple[Request, Finished]]:
-    prompts = [(5, 9, 3), (7,), (11, 2, 30, 4, 8)]
-    requests = {i: Request(i, prompts[i % 3], params, noise_key(0, i)) for i in range(n)}
-    engine.submit(requests.values())
-    finished = []
-    for _ in range(200):
-        finished += [(requests[e.id], e) for e in engine.step() if isinstance(e, Finished)]
-        if not engine.pending:
-            return finished
-    raise AssertionError("the engine did not finish")
-
-
-def assert_engine_agrees(engine: LocalEngine, learner: LocalLearner, params: SamplingParams) -> None:
-    rows = []
-    for request, f in generate(engine, params, n=48):
-        everything = np.ones(len(f.token_ids), bool)
-        rollout = Rollout(0, request.prompt_ids, f.token_ids, everything, f.logp, f.versions)
-        rows.append(Row(rollout, 1.0, 1.0))
-    batch = collate(rows, pad_id=0)
-    recorded = batch.sampler_logp_BT[:, 1:]
-    torch.testing.assert_close(logp_of(learner, batch), recorded, rtol=1e-4, atol=1e-4)
-    assert recorded.min() < -0.5
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from ..engine import ENGINES
 from ..engine.base import Engine, SamplingParams
 from ..env import ENVS
 from ..env.base import Demonstrator, Task
-from ..learner.local.learner import LearnerOptions, LocalLearner, frozen_copy, without_dropout
+from ..learner.local.learner import LearnerOptions, LocalLearner, frozen_copy
 from ..learner.local.logprob import TokenDistribution
 from ..learner.step import StepOptions
 from ..methods.advantage import ADVANTAGES, Advantage, InUpdate
@@ -280,7 +280,7 @@ def load_tokenizer(source: str | Path) -> Any:
 
 
 def load_causal_lm(source: str | Path, device: torch.device) -> Any:
-    """A float32 causal LM, dropout off.
+    """A float32 causal LM.
 
     Raises ConfigError when it cannot be loaded without running foreign code, or when its weights are incomplete.
     """
@@ -289,7 +289,7 @@ def load_causal_lm(source: str | Path, device: torch.device) -> Any:
     if info["missing_keys"]:
         shown = ", ".join(sorted(info["missing_keys"])[:3])
         raise ConfigError(f"model: '{source}' lacks weights, which would start at random: {shown}")
-    return without_dropout(model.to(device))
+    return model.to(device)
 
 
 def require_finite(model: torch.nn.Module, source: str) -> None:
@@ -331,7 +331,7 @@ def build_policy(c: RunConfig, model: Any, tokenizer: Any, checkpoint: Path | No
     if model is None or (saved and not c.lora):
         base = load_causal_lm(saved if saved and not c.lora else c.model, device)
     else:
-        base = without_dropout(model.to(device))
+        base = model.to(device)
     require_finite(base, str(saved or c.model))
     engine: Engine = method(ENGINES, c.engine, "engine").build(base, tokenizer)
     if c.lora is not None:

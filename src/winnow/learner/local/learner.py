@@ -20,6 +20,7 @@ from ..base import Stats
 from ..batch import MicroBatch
 from .forward import Body, can_share_prompts, head_is_linear, predictions
 from .logprob import TokenDistribution, token_logp
+from .modes import checkpoint_layers, train_adapter_dropout
 from .pooled import PooledGradients, RowByRow, batched_if_exact
 from .terms import book, correction_weights, spread
 from .token_baselines import TokenBaselines
@@ -43,7 +44,10 @@ class LearnerOptions:
 
 
 class LocalLearner:
-    """See `Learner`. `model` is a Hugging Face causal LM, possibly wrapped by peft; it is trained in place."""
+    """See `Learner`. `model` is a Hugging Face causal LM, possibly wrapped by peft; it is trained in place.
+
+    It stays in eval mode (see `modes`): the policy that is trained must be the one that sampled.
+    """
 
     def __init__(
         self,
@@ -63,8 +67,8 @@ class LocalLearner:
             self._causal_lm, self._body(self._causal_lm), distribution.n_tokens
         )
         if options.gradient_checkpointing:
-            self._causal_lm.gradient_checkpointing_enable({"use_reentrant": False})
-        model.train()
+            checkpoint_layers(self._causal_lm)
+        train_adapter_dropout(model)
         self._params = {n: p for n, p in model.named_parameters() if p.requires_grad}
         self._optimizer = torch.optim.AdamW(
             self._params.values(),
@@ -80,11 +84,11 @@ class LocalLearner:
         row_by_row = RowByRow(list(self._params.values()), self._logp)
         if self.options.gradient_checkpointing or not self._own_head:
             return row_by_row
-        self.model.eval()
+        self.model.eval()  # without the dropout of adapters, which would make the trial another draw
         try:
             return batched_if_exact(self._causal_lm, row_by_row, self.distribution, self._autocast)
         finally:
-            self.model.train()
+            train_adapter_dropout(self.model)
 
     @cached_property
     def _token_baselines(self) -> TokenBaselines:
@@ -249,11 +253,3 @@ def merged_state(causal_lm: torch.nn.Module) -> dict[str, torch.Tensor]:
 def frozen_copy(model: torch.nn.Module) -> torch.nn.Module:
     """The reference for a KL penalty under full fine-tuning."""
     return copy.deepcopy(model).requires_grad_(False).eval()
-
-
-def without_dropout(model: torch.nn.Module) -> torch.nn.Module:
-    """Turn dropout off: the policy that is trained must be the one that sampled."""
-    for module in model.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0
-    return model
