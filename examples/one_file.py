@@ -192,6 +192,12 @@ def policy_term(logp_T: torch.Tensor, old_logp_T: torch.Tensor, advantage: float
     return -torch.minimum(ratio_T * advantage, clipped_T * advantage)
 
 
+def importance(logp_T: torch.Tensor, old_logp_T: torch.Tensor, s: Settings) -> torch.Tensor:
+    """[T]: how much more often the policy takes these tokens than the one that sampled them; no gradient."""
+    ratio_T = (logp_T - old_logp_T).exp().detach()
+    return torch.ones_like(ratio_T) if s.policy_loss == "plain" else ratio_T
+
+
 def kl_term(logp_T: torch.Tensor, ref_logp_T: torch.Tensor, estimator: str) -> torch.Tensor:
     """[T]: Schulman's estimators of KL(policy || reference) from tokens of the policy."""
     log_ratio_T = logp_T - ref_logp_T
@@ -223,7 +229,8 @@ def backward(model: Any, reference: Any, rollouts_N: list[Rollout], advantages_N
         if s.beta:
             with torch.no_grad():
                 ref_logp_T, _ = log_probs(reference, rollout, s.temperature)
-            per_token_T = per_token_T + s.beta * kl_term(logp_T, ref_logp_T, s.kl_estimator)
+            weight_T = importance(logp_T, rollout.old_logp_T, s)
+            per_token_T = per_token_T + s.beta * weight_T * kl_term(logp_T, ref_logp_T, s.kl_estimator)
         per_token_T = per_token_T - s.entropy_coef * entropy_T
         loss = token_weight(len(rollout.token_ids), lengths_N, s) * per_token_T.sum()
         loss.backward()

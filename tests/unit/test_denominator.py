@@ -110,7 +110,7 @@ def by_hand(loss_type: str, model: Any, reference: Any, *, b: int, kl: bool, ent
             total = total - w * advantage * logp.sum()
             if kl:
                 d = ref_logp - logp
-                total = total + BETA * (d.exp() - 1 - d).sum()
+                total = total + w * BETA * (d.exp() - 1 - d).sum()
             if entropy:
                 total = total + ENTROPY * (logps.exp() * logps).sum()
             tokens += len(rollout.token_ids)

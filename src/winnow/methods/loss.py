@@ -55,7 +55,8 @@ def kl_divergence(logp: torch.Tensor, ref_logp: torch.Tensor, estimator: str) ->
     """Per-token estimate of KL(policy || reference) from tokens of the policy (Schulman 2020), same shape as `logp`.
 
     k1: log ratio, unbiased. k2: half its square, low variance. k3: exp(-d) - 1 + d, unbiased and never negative.
-    As a loss on the policy's own samples, k2 has the gradient of the true KL; that of k1 is zero on average.
+    As a loss on the policy's own samples, k2 has the gradient of the true KL, k3 that of the reverse KL(reference ||
+    policy), and that of k1 is zero on average.
     """
     d = logp - ref_logp
     if estimator == "k1":
@@ -65,6 +66,38 @@ def kl_divergence(logp: torch.Tensor, ref_logp: torch.Tensor, estimator: str) ->
     if estimator == "k3":
         return torch.exp(-d) - 1 + d
     raise ValueError(f"unknown KL estimator {estimator!r}; one of k1, k2, k3")
+
+
+def kl_loss(
+    logp_BT: torch.Tensor,
+    ref_logp_BT: torch.Tensor,
+    old_logp_BT: torch.Tensor,
+    weights_BT: torch.Tensor,
+    mask_BT: torch.Tensor,
+    config: LossConfig,
+) -> torch.Tensor:
+    """Per-token KL term without its coefficient, [B, T]: the estimate, times the importance weight of the policy term.
+
+    The tokens come from the sampler, and `kl_divergence` wants tokens of the policy. Without the weight w, k3 would
+    have the gradient E_sampler[(1 - ref / policy) grad logp], of no divergence at all. With it, off policy as on:
+    k1 has none on average; k2 that of KL(policy || reference), k3 that of KL(reference || policy), both token by token
+    at the states that the policy visits. With w of single tokens the states are the sampler's, as in the policy term.
+    `plain`: w = `weights_BT`. `clip`: that times the ratio to `old_logp_BT`, never clipped, since a clip stops rewards
+    from moving the policy and must not stop what holds it back. w is detached: on policy it is 1, and changes nothing.
+    """
+    weights = weights_BT
+    if config.policy_loss == "clip":
+        weights = weights * _ratio(logp_BT.detach(), old_logp_BT, mask_BT, config)
+    return weights * kl_divergence(logp_BT, ref_logp_BT, config.kl_estimator)
+
+
+def _ratio(logp_BT: torch.Tensor, old_logp_BT: torch.Tensor, mask_BT: torch.Tensor, config: LossConfig) -> torch.Tensor:
+    """policy / old policy of every token, or the geometric mean over its rollout, [B, T]."""
+    log_ratio = logp_BT - old_logp_BT
+    if config.importance_sampling_level == "sequence":
+        total_B1 = (log_ratio * mask_BT).sum(1, keepdim=True)
+        log_ratio = (total_B1 / mask_BT.sum(1, keepdim=True).clamp(min=1)).expand_as(log_ratio)
+    return torch.exp(log_ratio)
 
 
 def policy_loss(
@@ -85,11 +118,7 @@ def policy_loss(
     A = advantages[:, None] if advantages.ndim == 1 else advantages
     if config.policy_loss == "plain":
         return -weights_BT * A * logp_BT, torch.zeros_like(logp_BT, dtype=torch.bool)
-    log_ratio = logp_BT - old_logp_BT
-    if config.importance_sampling_level == "sequence":
-        total_B1 = (log_ratio * mask_BT).sum(1, keepdim=True)
-        log_ratio = (total_B1 / mask_BT.sum(1, keepdim=True).clamp(min=1)).expand_as(log_ratio)
-    ratio = torch.exp(log_ratio)
+    ratio = _ratio(logp_BT, old_logp_BT, mask_BT, config)
     high = 1 + (config.epsilon if config.epsilon_high is None else config.epsilon_high)
     low = 1 - config.epsilon
     loss = -weights_BT * torch.minimum(ratio * A, ratio.clamp(low, high) * A)

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ...methods.loss import LossConfig, kl_divergence, policy_loss
+from ...methods.loss import LossConfig, kl_loss, policy_loss
 from ..base import Stats
 from ..batch import MicroBatch
 from .forward import Body, can_share_prompts, head_is_linear, predictions
@@ -131,7 +131,7 @@ class LocalLearner:
         advantages, row_weight_B = advantages.to(logp.dtype), batch.row_weight_B.to(logp.dtype)
         per_token, clipped = policy_loss(logp, old_logp, advantages, weights, mask, loss)
         if loss.beta:
-            kl = kl_divergence(logp, self._reference_logp(batch), loss.kl_estimator)
+            kl = kl_loss(logp, self._reference_logp(batch), old_logp, weights, mask, loss)
             per_token = per_token + loss.beta * kl
             stats.add("kl", float((kl.detach() * mask).sum()))
         if loss.entropy_coef:
