@@ -54,14 +54,16 @@ def config_of(task: str, model: Path, **changes: Any) -> Any:
 def warm_model(task: str, directory: Path, work: Path | None) -> Path:
     """The one that `arrol_claims.py` left in `work`, or one made in seconds that solves less."""
     from winnow.run.build import build_demonstrator
-    from winnow.study.warm_start import WarmupConfig, warmup
+    from winnow.study.warm_start import WarmStartConfig, warm_start
 
     recipe = yaml.safe_load((ROOT / "recipes" / f"{TASKS[task]}.yaml").read_text(encoding="utf-8"))
     model = directory / task
     if work is not None:
         shutil.copytree(work / f"warm-{task}-s0", model)
         return model
-    warmup(build_demonstrator(recipe["env"]), model, config=WarmupConfig(max_steps=150, batch_size=32, threads=1))
+    warm_start(
+        build_demonstrator(recipe["env"]), model, config=WarmStartConfig(max_steps=150, batch_size=32, threads=1)
+    )
     return model
 
 

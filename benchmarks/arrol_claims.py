@@ -54,14 +54,14 @@ def _recipe(task: str) -> dict[str, Any]:
     return loaded
 
 
-def warm_start(task: str, seed: int, work: Path) -> None:
+def warm_model(task: str, seed: int, work: Path) -> None:
     from winnow.run.build import build_demonstrator
     from winnow.run.standalone import evaluate_model
-    from winnow.study.warm_start import WarmupConfig, warmup
+    from winnow.study.warm_start import WarmStartConfig, warm_start
 
     path, recipe = _model(task, seed, work), _recipe(task)
     if not (path / "config.json").exists():
-        warmup(build_demonstrator(recipe["env"]), path, config=WarmupConfig(seed=seed, threads=1, **WARM[task]))
+        warm_start(build_demonstrator(recipe["env"]), path, config=WarmStartConfig(seed=seed, threads=1, **WARM[task]))
     values = {k: v for k, v in recipe.items() if k != "gates"} | {"model": str(path), "seed": seed, **FINAL}
     done = work / f"warm-{task}-s{seed}"
     done.mkdir(exist_ok=True)
@@ -99,7 +99,7 @@ def main() -> None:
     if options.one:
         name, seed = options.one[0], int(options.one[1])
         if name.startswith("warm-"):
-            warm_start(name.removeprefix("warm-"), seed, options.work)
+            warm_model(name.removeprefix("warm-"), seed, options.work)
         else:
             train_arm(ARMS[name], seed, options.work)
         return

@@ -40,16 +40,16 @@ ARMS = {
 }
 
 
-def warm_start(seed: int, work: Path) -> None:
+def warm_model(seed: int, work: Path) -> None:
     from winnow.config import load_config
     from winnow.run.build import build_demonstrator
     from winnow.run.standalone import evaluate_model
-    from winnow.study.warm_start import WarmupConfig, warmup
+    from winnow.study.warm_start import WarmStartConfig, warm_start
 
     path = work / f"warm-s{seed}"
     recipe = load_config(ROOT / "recipes" / f"{RECIPE}.yaml", [f"model={path}", f"seed={seed}"])
     if not (path / "config.json").exists():
-        warmup(build_demonstrator(recipe.env), path, config=WarmupConfig(seed=seed, threads=1, **WARM))
+        warm_start(build_demonstrator(recipe.env), path, config=WarmStartConfig(seed=seed, threads=1, **WARM))
     values = recipe.model_dump() | FINAL
     write_json(path / "claim.json", {"arm": "warm", "seed": seed, "deployed": evaluate_model(str(path), values)})
 
@@ -83,7 +83,7 @@ def main() -> None:
     if options.one:
         name, seed = options.one[0], int(options.one[1])
         if name == "warm":
-            warm_start(seed, options.work)
+            warm_model(seed, options.work)
         else:
             train_arm(ARMS[name], seed, options.work)
         return

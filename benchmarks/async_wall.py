@@ -88,9 +88,9 @@ def main() -> None:
     options = parser.parse_args()
     if options.one:
         if options.one[0] == "warm":
-            from async_claims import warm_start
+            from async_claims import warm_model
 
-            warm_start(int(options.one[1]), options.work)
+            warm_model(int(options.one[1]), options.work)
         else:
             run = train(ARMS[options.one[0]], int(options.one[1]), options.work)
             write_json(run / "claim.json", _claim(run))

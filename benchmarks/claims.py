@@ -62,14 +62,16 @@ def train_arm(arm: Arm, seed: int, work: Path, steps: int | None) -> None:
     write_json(run / "claim.json", {"arm": arm.name, "seed": seed, "deployed": deployed})
 
 
-def warm_start(seed: int, work: Path) -> None:
+def warm_model(seed: int, work: Path) -> None:
     from winnow.run.build import build_demonstrator
     from winnow.run.standalone import evaluate_model
-    from winnow.study.warm_start import WarmupConfig, warmup
+    from winnow.study.warm_start import WarmStartConfig, warm_start
 
     path = work / f"warm-s{seed}"
     if not (path / "config.json").exists():
-        warmup(build_demonstrator("countdown"), path, config=WarmupConfig(max_steps=WARM_STEPS, seed=seed, threads=1))
+        warm_start(
+            build_demonstrator("countdown"), path, config=WarmStartConfig(max_steps=WARM_STEPS, seed=seed, threads=1)
+        )
     env = {"name": "countdown", "train_size": 1024}
     values = {"env": env, "max_prompt_length": 32, "max_completion_length": 24, "seed": seed, **DEPLOYMENT}
     write_json(path / "claim.json", {"arm": "warm start", "seed": seed, "deployed": evaluate_model(str(path), values)})
@@ -92,7 +94,7 @@ def main() -> None:
     if options.one:
         name, seed = options.one[0], int(options.one[1])
         if name == "warm":
-            warm_start(seed, options.work)
+            warm_model(seed, options.work)
         else:
             train_arm(by_name[name], seed, options.work, options.steps)
         return

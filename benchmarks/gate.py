@@ -68,10 +68,12 @@ def rollout_seconds() -> float:
 
     from winnow.engine import LocalEngine, Request, SamplingParams
     from winnow.env.countdown import CountdownConfig
-    from winnow.study.warm_start import WarmupConfig, warmup
+    from winnow.study.warm_start import WarmStartConfig, warm_start
 
     with tempfile.TemporaryDirectory() as directory:
-        warmup(CountdownConfig().build(), Path(directory) / "m", config=WarmupConfig(max_steps=1, warmup_steps=0))
+        warm_start(
+            CountdownConfig().build(), Path(directory) / "m", config=WarmStartConfig(max_steps=1, warmup_steps=0)
+        )
         tokenizer = AutoTokenizer.from_pretrained(Path(directory) / "m")
         engine = LocalEngine(AutoModelForCausalLM.from_pretrained(Path(directory) / "m"), tokenizer, slots=G)
     sampled, seconds = 0, 0.0

@@ -52,14 +52,14 @@ def config_of(seed: int, work: Path, overrides: tuple[str, ...] = ()) -> Any:
     return load_config(ROOT / "recipes" / f"{RECIPE}.yaml", [*overrides, *own])
 
 
-def warm_start(seed: int, work: Path) -> None:
+def warm_model(seed: int, work: Path) -> None:
     from winnow.run.build import build_demonstrator
     from winnow.run.standalone import evaluate_model
-    from winnow.study.warm_start import WarmupConfig, warmup
+    from winnow.study.warm_start import WarmStartConfig, warm_start
 
     path = work / f"warm-s{seed}"
     if not (path / "config.json").exists():
-        warmup(build_demonstrator(_recipe()["env"]), path, config=WarmupConfig(seed=seed, **WARM))  # type: ignore[arg-type]
+        warm_start(build_demonstrator(_recipe()["env"]), path, config=WarmStartConfig(seed=seed, **WARM))  # type: ignore[arg-type]
     values = {**_recipe(), "model": str(path), "seed": seed, **FINAL}
     write_json(path / "claim.json", {"arm": "warm start", "seed": seed, "deployed": evaluate_model(str(path), values)})
 
@@ -163,7 +163,7 @@ def _recipe() -> dict[str, Any]:
 
 def one(name: str, seed: int, work: Path) -> None:
     if name == "warm":
-        warm_start(seed, work)
+        warm_model(seed, work)
     elif name == "calibration":
         calibrate(work)
     elif name == "premise":

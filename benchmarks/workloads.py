@@ -12,7 +12,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from winnow.env.countdown import CountdownConfig
-from winnow.study.warm_start import WarmupConfig, warmup, word_tokenizer
+from winnow.study.warm_start import WarmStartConfig, warm_start, word_tokenizer
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Workload:
 def short_workload(directory: Path, *, teaching_steps: int, prompts_per_step: int) -> Workload:
     """The demo's: Countdown, a 0.7M-parameter model after a short warm start, about a dozen tokens each."""
     task = CountdownConfig().build()
-    warmup(task, directory / "short", config=WarmupConfig(max_steps=teaching_steps))
+    warm_start(task, directory / "short", config=WarmStartConfig(max_steps=teaching_steps))
     texts = [str(p.text) for p in task.train]
     return Workload("short", directory / "short", texts, prompts_per_step, 24, 1e-4)
 

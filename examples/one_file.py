@@ -7,7 +7,7 @@ implementation can be checked against it, token for token and gradient for gradi
     python examples/one_file.py --model DIR --steps 5
 
 DIR is a small causal LM whose tokenizer knows the words of the Countdown task below, e.g. one made with
-`winnow warmup`. Shapes are written into names: G siblings of a group, T tokens of a completion, V tokens of the
+`winnow warm-start`. Shapes are written into names: G siblings of a group, T tokens of a completion, V tokens of the
 vocabulary.
 """
 

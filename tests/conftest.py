@@ -18,13 +18,13 @@ torch.set_num_threads(1)
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Hugging Face directory: two layers, hidden 32, one token a Countdown word, barely taught."""
     from winnow.env.countdown import CountdownConfig
-    from winnow.study.warm_start import WarmupConfig, warmup
+    from winnow.study.warm_start import WarmStartConfig, warm_start
 
     path = tmp_path_factory.mktemp("models") / "tiny"
-    config = WarmupConfig(
+    config = WarmStartConfig(
         max_steps=30, batch_size=32, warmup_steps=5, hidden_size=32, intermediate_size=64, num_layers=2, num_heads=2
     )
-    warmup(CountdownConfig(train_size=64, test_size=16).build(), path, config=config)
+    warm_start(CountdownConfig(train_size=64, test_size=16).build(), path, config=config)
     return path
 
 

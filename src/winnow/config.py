@@ -227,21 +227,30 @@ def _not_json(value: Any, key: str = "") -> str:
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """Read a YAML file and apply `key=value` overrides (dots reach into sections; values are YAML).
+    """The configuration of a YAML file and `key=value` overrides. Raises ConfigError naming file, and line or key."""
+    return validate(read_settings(path, overrides), str(path))
 
-    A recipe may have `variants: {name: {key: value}}`; `variant=name` takes one, and other overrides win over it.
-    Raises ConfigError naming the file, and the line or key.
+
+def read_settings(
+    path: str | Path | None, overrides: Sequence[str] = (), defaults: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Settings from `defaults`, then a YAML file, then `key=value` overrides.
+
+    Dots reach into sections (`env.count=4`); values are YAML. An override of a whole section goes before those of its
+    keys, in whatever order they are given. A recipe may have `variants: {name: {key: value}}`; `variant=name` takes
+    one, and other overrides win over it. Raises ConfigError naming the file, and the line or key.
     """
-    values = read_yaml(path)
+    values = dict(defaults or {}) | (read_yaml(path) if path is not None else {})
     variants = values.pop("variants", {})
-    chosen = [o.removeprefix("variant=") for o in overrides if o.startswith("variant=")]
+    chosen = [o.removeprefix("variant=") for o in overrides if path is not None and o.startswith("variant=")]
     for name in chosen:
         if name not in variants:
             raise ConfigError(f"{path}: variant: unknown name {name!r}.{nearest(name, list(variants))}")
         values |= variants[name]
-    for override in (o for o in overrides if not o.startswith("variant=")):
+    keys = [o for o in overrides if path is None or not o.startswith("variant=")]
+    for override in sorted(keys, key=lambda o: o.partition("=")[0].count(".")):
         apply_override(values, override)
-    return validate(values, str(path))
+    return values
 
 
 def config_of(

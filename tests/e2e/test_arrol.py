@@ -85,6 +85,9 @@ def test_survivors_are_as_many_as_the_advantage_needs(tiny_config: dict[str, Any
         assert trainer.methods.gates[0].least == least
 
 
+AMOUNT = ("eval_generations=4", "eval_prompts=6")
+
+
 def vote(*arguments: str) -> Any:
     result = CliRunner().invoke(app, ["vote", *arguments])
     assert result.exit_code == 0, result.output
@@ -97,18 +100,16 @@ def test_the_head_votes(tiny_config: dict[str, Any]) -> None:
     QualityHead.load(run / "model")  # raises if it is none
     assert (run / "checkpoints" / "step-000004" / FILE).is_file()
     every = "majority,deepconf,deepconf-tail,logprob,head"
-    found = vote(str(run), "-n", "4", "--prompts", "6", "--weights", every, "--json")
+    found = vote(str(run), *AMOUNT, "--weights", every, "--json")
     assert set(found["votes"]) == set(every.split(","))
     for v in found["votes"].values():
         assert v["low"] <= v["share"] <= v["high"] <= found["pass@4"]
     assert found["votes"]["majority"]["difference"] == 0
-    assert found == vote(str(run), "-n", "4", "--prompts", "6", "--weights", every, "--json") | {
-        "seconds": found["seconds"]
-    }
-    assert "head@4" in vote(str(run), "-n", "4", "--prompts", "6", "--weights", "majority,head")
+    assert found == vote(str(run), *AMOUNT, "--weights", every, "--json") | {"seconds": found["seconds"]}
+    assert "head@4" in vote(str(run), *AMOUNT, "--weights", "majority,head")
     for weights, message in (("majorty", "unknown weights 'majorty'"), ("head", "head needs")):
         (run / "model" / FILE).unlink(missing_ok=True)
-        result = CliRunner().invoke(app, ["vote", str(run), "-n", "2", "--weights", weights])
+        result = CliRunner().invoke(app, ["vote", str(run), "eval_generations=2", "--weights", weights])
         assert result.exit_code != 0
         assert message in result.output.replace("\n", " ") + str(result.stderr).replace("\n", " ")
 
@@ -121,6 +122,6 @@ def test_a_vote_in_which_nobody_can_be_read_says_so(tiny_config: dict[str, Any],
     (tmp_path / "r.py").write_text("def half(completions, **columns):\n    return [0.5] * len(completions)\n")
     reward = {"reward_funcs": [f"{tmp_path / 'r.py'}:half"], "success_reward": 0.5}
     config.write_text(json.dumps({"env": env, "max_completion_length": 8} | reward))
-    result = CliRunner().invoke(app, ["vote", str(tiny_config["model"]), "--config", str(config), "-n", "2"])
+    result = CliRunner().invoke(app, ["vote", str(tiny_config["model"]), "--config", str(config), "eval_generations=2"])
     assert result.exit_code != 0
     assert "reads no answer in any of the 6 completions" in (result.output + result.stderr).replace("\n", " ")

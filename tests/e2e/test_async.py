@@ -106,7 +106,7 @@ def test_what_else_a_run_may_ask_for(options: dict[str, Any], config: dict[str, 
 def test_games_of_many_turns(config: dict[str, Any], tmp_path: Path) -> None:
     pytest.importorskip("textworld")
     from winnow.run.build import build_demonstrator
-    from winnow.study.warm_start import WarmupConfig, warmup
+    from winnow.study.warm_start import WarmStartConfig, warm_start
 
     env: dict[str, Any] = {
         "name": "textworld",
@@ -114,8 +114,10 @@ def test_games_of_many_turns(config: dict[str, Any], tmp_path: Path) -> None:
         "options": {"nb_rooms": 2, "nb_objects": 2, "quest_length": 1},
     }
     env |= {"train_size": 8, "demo_size": 4, "test_size": 4, "style": "words", "max_turns": 3}
-    options = WarmupConfig(max_steps=20, batch_size=8, hidden_size=32, intermediate_size=64, num_layers=2, num_heads=2)
-    warmup(build_demonstrator(env), tmp_path / "model", config=options)
+    options = WarmStartConfig(
+        max_steps=20, batch_size=8, hidden_size=32, intermediate_size=64, num_layers=2, num_heads=2
+    )
+    warm_start(build_demonstrator(env), tmp_path / "model", config=options)
     run = Path(config["output_dir"])
     own = {"model": str(tmp_path / "model"), "env": env, "eval_steps": None, "max_steps": 4}
     Trainer(config=config | own | {"max_prompt_length": 160, "max_completion_length": 200}).train()

@@ -1,4 +1,4 @@
-"""Audits of rules in whole runs: booked, resumed exactly, shown by `winnow audit` and the report."""
+"""Audits of rules in whole runs: booked, resumed exactly, shown by `winnow verify` and the report."""
 
 from __future__ import annotations
 
@@ -70,17 +70,17 @@ def test_the_ledger_and_the_page_tell_what_the_rules_got_wrong(tiny_config: dict
     run = Path(tiny_config["output_dir"])
     assert_clean(run)
     with Ledger.open(run / "ledger.sqlite", read_only=True) as ledger:
-        rule = ledger.audit().rules["greso"]
+        rule = ledger.verify().rules["greso"]
         visits = ledger._db.execute("SELECT keep, reason FROM visits").fetchall()
     audited = sum(bool(keep) and reason.startswith("audit: greso: ") for keep, reason in visits)
     removed = sum(not keep for keep, _ in visits)
     assert (rule["audited"], rule["removed"]) == (audited, removed)
     assert audited > 0
     assert removed > 0
-    shown = CliRunner().invoke(app, ["audit", str(run)], env={"COLUMNS": "120"}).stdout
+    shown = CliRunner().invoke(app, ["verify", str(run)], env={"COLUMNS": "120"}).stdout
     assert "What the rules got wrong" in shown
     assert "greso" in shown
-    as_json = json.loads(CliRunner().invoke(app, ["audit", str(run), "--json"]).stdout)
+    as_json = json.loads(CliRunner().invoke(app, ["verify", str(run), "--json"]).stdout)
     assert as_json["rules"]["greso"] == rule
     page = tmp_path / "page.html"
     write_report([run], page)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 import yaml
 from typer.testing import CliRunner
 
@@ -36,20 +37,20 @@ def recipe(tiny_config: dict[str, Any], tmp_path: Path) -> Path:
     return path
 
 
-def test_train_audit_report_eval_resume(recipe: Path, tmp_path: Path) -> None:
+def test_train_verify_report_eval_resume(recipe: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     trained = winnow("train", recipe, "max_steps=2", "--json")
     assert trained.exit_code == 0, trained.output
     assert json.loads(trained.stdout)["step"] == 2
-    audited = winnow("audit", run, "--json")
-    assert audited.exit_code == 0
-    assert json.loads(audited.stdout)["ok"] is True
-    assert "OK" in winnow("audit", run).stdout
+    verified = winnow("verify", run, "--json")
+    assert verified.exit_code == 0
+    assert json.loads(verified.stdout)["ok"] is True
+    assert "OK" in winnow("verify", run).stdout
     page = tmp_path / "page.html"
     assert winnow("report", run, "-o", page).exit_code == 0
     assert page.stat().st_size < 2e6
     options = ("eval_temperature=0.6", "env.test_size=5")  # a key of a section changes that of the run
-    evaluated = winnow("eval", run, "-n", "2", "--prompts", "8", "--json", *options)
+    evaluated = winnow("eval", run, "eval_generations=2", "eval_prompts=8", "--json", *options)
     assert evaluated.exit_code == 0, evaluated.output
     assert json.loads(evaluated.stdout)["prompts"] == 5
     assert {"pass@1", "pass@2", "greedy", "prompts"} <= set(json.loads(evaluated.stdout))
@@ -58,17 +59,20 @@ def test_train_audit_report_eval_resume(recipe: Path, tmp_path: Path) -> None:
     assert json.loads(resumed.stdout)["step"] == 3
 
 
+AMOUNT = ("eval_prompts=3", "eval_generations=2")
+
+
 def test_eval_of_a_plain_model(tiny_model: Path) -> None:
     assert "task must be named" in winnow("eval", tiny_model).output
-    found = winnow("eval", tiny_model, "--env", "countdown", "--prompts", "3", "-n", "2", "--json", "env.test_size=4")
+    found = winnow("eval", tiny_model, "env.test_size=4", "env=countdown", *AMOUNT, "--json")
     assert found.exit_code == 0, found.output
     assert json.loads(found.stdout)["prompts"] == 3
 
 
-def test_profile_of_a_model_and_of_a_run(tiny_model: Path, tmp_path: Path) -> None:
-    assert "task must be named" in winnow("profile", tiny_model).output
+def test_pass_rates_of_a_model(tiny_model: Path, tmp_path: Path) -> None:
+    assert "task must be named" in winnow("pass-rates", tiny_model).output
     path = tmp_path / "profile.jsonl"
-    arguments = ["profile", tiny_model, "--env", "countdown", "--prompts", "5", "-n", "3", "-o", path]
+    arguments = ["pass-rates", tiny_model, "env=countdown", "--prompts", "5", "-n", "3", "-o", path]
     arguments += ["env.train_size=8", "env.test_size=2", "max_completion_length=6", "threads=1"]
     found = winnow(*arguments, "--json")
     assert found.exit_code == 0, found.output
@@ -136,7 +140,7 @@ def test_bad_input_is_one_clear_line(recipe: Path, tmp_path: Path, arguments: li
 
 
 def test_things_that_are_not_there(tmp_path: Path) -> None:
-    for command in ("audit", "resume"):
+    for command in ("verify", "resume"):
         result = winnow(command, tmp_path / "nothing")
         assert result.exit_code == 1
         assert "nothing" in result.output
@@ -149,12 +153,12 @@ def test_methods_lists_every_table() -> None:
     assert "zero_variance" in winnow("methods").stdout
 
 
-def test_warmup_makes_a_model_that_trains(tmp_path: Path) -> None:
+def test_warm_start_makes_a_model_that_trains(tmp_path: Path) -> None:
     model = tmp_path / "model"
-    made = winnow("warmup", "-o", model, "max_steps=3", "batch_size=8", "hidden_size=32", "num_heads=2", "--json")
+    made = winnow("warm-start", "-o", model, "max_steps=3", "batch_size=8", "hidden_size=32", "num_heads=2", "--json")
     assert made.exit_code == 0, made.output
     assert json.loads(made.stdout)["steps"] == 3
-    again = winnow("warmup", "-o", model)
+    again = winnow("warm-start", "-o", model)
     assert again.exit_code == 1
     assert "not empty" in again.output
 
@@ -206,3 +210,47 @@ def test_pickled_weights_are_not_loaded(tiny_model: Path, recipe: Path, tmp_path
     result = winnow("train", recipe, f"model={model}")
     assert result.exit_code == 1
     assert not (tmp_path / "ran").exists()
+
+
+def every_command(group: Any, *path: str) -> list[tuple[tuple[str, ...], Any]]:
+    found = [(path, group)] if path and not hasattr(group, "commands") else []
+    for name, inner in getattr(group, "commands", {}).items():
+        found += every_command(inner, *path, name)
+    return found
+
+
+def test_every_command_answers_in_json_and_no_setting_has_two_names() -> None:
+    commands = every_command(typer.main.get_command(app))
+    assert {path[-1] for path, _ in commands} >= {
+        "train",
+        "verify",
+        "pass-rates",
+        "warm-start",
+        "sweep",
+        "report",
+        "demo",
+    }
+    for path, command in commands:
+        options = {option for p in command.params for option in p.opts}
+        assert "--json" in options, path
+        if path in (("eval",), ("vote",), ("demo",), ("warm-start",)):
+            assert not options & {"-n", "--prompts", "--env", "--seed", "--steps"}, path
+
+
+@pytest.mark.parametrize(("old", "new"), [("audit", "verify"), ("warmup", "warm-start"), ("profile", "pass-rates")])
+def test_a_word_of_the_configuration_is_no_command(old: str, new: str) -> None:
+    assert f"No such command '{old}'" in winnow(old).output
+    assert new in winnow("--help").output
+
+
+def test_demo_in_small(tmp_path: Path) -> None:
+    small = ["max_steps=2", "warmup_steps=0", "prompts_per_step=2", "num_generations=2", "max_completion_length=4"]
+    small += ["eval_prompts=2", "eval_generations=2", "eval_steps=1", "save_steps=1", "warm_start.max_steps=1"]
+    small += ["warm_start.hidden_size=32", "warm_start.num_heads=2", "env.train_size=8", "env.test_size=2", "seed=3"]
+    found = winnow("demo", *small, "-o", tmp_path, "--json")
+    assert found.exit_code == 0, found.output
+    assert json.loads(found.stdout)["step"] == 2
+    assert (tmp_path / "report.html").is_file()
+    again = winnow("demo", *small, "-o", tmp_path)  # finds that all is done, and says it for people
+    assert again.exit_code == 0, again.output
+    assert f"winnow verify {tmp_path / 'run'}" in again.stdout

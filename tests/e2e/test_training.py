@@ -1,4 +1,4 @@
-"""Whole runs on a two-layer model: training, bit-exact resume, audit, interrupts, stops."""
+"""Whole runs on a two-layer model: training, bit-exact resume, proof of the ledger, interrupts, stops."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ def fingerprint(run: Path) -> dict[str, Any]:
 
 def assert_clean(run: Path) -> None:
     with Ledger.open(run / "ledger.sqlite", read_only=True) as ledger:
-        audit = ledger.audit()
-    assert audit.ok, audit.problems
+        proof = ledger.verify()
+    assert proof.ok, proof.problems
 
 
 def test_a_run_leaves_everything_behind(tiny_config: dict[str, Any]) -> None:
@@ -319,7 +319,7 @@ def test_what_a_barren_refill_had_accepted_is_still_trained(tiny_config: dict[st
         Trainer(config=config, reward_funcs=first_two_groups_teach).train()
     with Ledger.open(Path(config["output_dir"]) / "ledger.sqlite", read_only=True) as ledger:
         assert ledger.totals()["trained"]["visits"] == 2
-        assert ledger.audit().ok
+        assert ledger.verify().ok
 
 
 def test_no_signal_anywhere_skips_updates_and_says_so(tiny_config: dict[str, Any]) -> None:

@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from winnow.study.warm_start import WarmupConfig, small_model, word_tokenizer
+from winnow.study.warm_start import WarmStartConfig, small_model, word_tokenizer
 
 ROOT = Path(__file__).parents[2]
 
@@ -45,7 +45,7 @@ def make_model(tokenizer: Any) -> Callable[[], Any]:
     """A float64 model of 2 layers and hidden size 32, the same one at each call; its output is far from uniform."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        sizes = WarmupConfig(hidden_size=32, intermediate_size=64, num_layers=2, num_heads=4, num_kv_heads=2)
+        sizes = WarmStartConfig(hidden_size=32, intermediate_size=64, num_layers=2, num_heads=4, num_kv_heads=2)
         model = small_model(tokenizer, sizes).double().eval()
         model.set_attn_implementation("sdpa")  # the eager one has its softmax in float32 whatever the model's type
         for module in model.modules():

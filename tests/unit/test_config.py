@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from winnow.config import ConfigError, apply_override, load_config, method, read_yaml, validate
+from winnow.config import ConfigError, apply_override, load_config, method, read_settings, read_yaml, validate
 from winnow.methods.advantage import ADVANTAGES
 from winnow.methods.filter import FILTERS
 from winnow.run.catalogue import TABLES
@@ -131,3 +131,8 @@ def test_a_variant_is_taken_by_name_and_overrides_win_over_it(tmp_path: Path) ->
 def test_an_override_into_a_default_section_keeps_the_default_method(tmp_path: Path) -> None:
     path = write(tmp_path / "c.yaml", "model: m\nenv: countdown\n")
     assert load_config(path, ["engine.slots=8"]).engine == {"name": "local", "slots": 8}
+
+
+def test_the_order_of_overrides_of_a_section_and_its_keys_does_not_matter() -> None:
+    for overrides in (["env=countdown", "env.count=4"], ["env.count=4", "env=countdown"]):
+        assert read_settings(None, overrides, {"env": "math"}) == {"env": {"name": "countdown", "count": 4}}

@@ -304,7 +304,7 @@ class WalkEnv:
 
 def digest(run_dir: Path) -> str:
     with Ledger.open(run_dir / "ledger.sqlite", read_only=True) as ledger:
-        assert ledger.audit().ok
+        assert ledger.verify().ok
         return ledger.digest()
 
 

@@ -150,7 +150,7 @@ def test_statistics_leave_it_out_and_token_counts_do_not(tmp_path: Path) -> None
         row = ledger._db.execute("SELECT group_size, mean_reward, zero_variance FROM outcomes").fetchone()
         assert row == (4, 1.0, "easy")
         assert ledger.totals()["trained"]["tokens"] == 12
-        assert ledger.audit().ok
+        assert ledger.verify().ok
 
 
 def test_a_failed_baseline_counts_among_the_failures() -> None:

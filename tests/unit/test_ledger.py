@@ -230,7 +230,7 @@ def test_totals_equal_a_count_by_hand(ledger: Ledger) -> None:
         assert {k: totals[fate][k] for k in want[fate]} == want[fate]
         assert totals[fate]["seconds"] == 0.25 * want[fate]["rollouts"]
     assert totals["evaluation"] == {"visits": 0, "rollouts": 32, "prompt_tokens": 0, "tokens": 300, "seconds": 2.5}
-    assert ledger.audit().ok
+    assert ledger.verify().ok
 
 
 def test_read_only_never_writes(path: Path) -> None:
@@ -240,7 +240,7 @@ def test_read_only_never_writes(path: Path) -> None:
         book_step(ledger, 0)
     before = path.read_bytes()
     with Ledger.open(path, read_only=True) as reader:
-        assert reader.audit().ok
+        assert reader.verify().ok
         with pytest.raises(LedgerError, match="cannot write"):
             reader.visit([visit(9)], step=9, version=9)
     assert path.read_bytes() == before
@@ -251,10 +251,10 @@ def test_reader_sees_a_run_that_is_going_on(path: Path) -> None:
     with Ledger.open(path) as writer:
         book_step(writer, 0)
         with Ledger.open(path, read_only=True) as reader:
-            assert reader.audit().visits == 2
+            assert reader.verify().visits == 2
             book_step(writer, 1)
             writer.mark()
-            assert reader.audit().visits == 4
+            assert reader.verify().visits == 4
 
 
 def test_second_writer_is_told(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,9 +38,9 @@ def test_rollback_voids_what_came_after_and_reopens_what_was_in_flight(ledger: L
     assert ledger.digest() == at_mark
     void = ledger.totals()["void"]
     assert (void["visits"], void["rollouts"], void["tokens"]) == (2, 6, 30)
-    audit = ledger.audit()
-    assert audit.ok, audit.problems
-    assert (audit.restarts, audit.in_flight, audit.visits, audit.finished) == (1, 2, 6, False)
+    proof = ledger.verify()
+    assert proof.ok, proof.problems
+    assert (proof.restarts, proof.in_flight, proof.visits, proof.finished) == (1, 2, 6, False)
 
 
 def test_resumed_run_has_the_digest_of_an_uninterrupted_one(tmp_path: Path) -> None:
@@ -62,7 +62,7 @@ def test_resumed_run_has_the_digest_of_an_uninterrupted_one(tmp_path: Path) -> N
                 for step in range(cut, 6):
                     book_step(resumed, step, late=1)
                 assert resumed.digest() == want, (cut, lost)
-                assert resumed.audit().ok
+                assert resumed.verify().ok
 
 
 def test_digest_knows_everything_but_the_wall_clock(tmp_path: Path) -> None:
@@ -117,7 +117,7 @@ def test_marks_are_of_what_counts_also_after_a_rollback(path: Path) -> None:
         assert ledger.in_flight() == []
         with pytest.raises(LedgerError, match="visits has 2 of the 6 rows"):
             ledger.rollback(third, reason="of a history that is void")
-        assert ledger.audit().ok
+        assert ledger.verify().ok
 
 
 @pytest.mark.parametrize(
@@ -167,10 +167,10 @@ def test_kill_loses_nothing_that_was_booked(path: Path) -> None:
     )
     assert done.returncode == -signal.SIGKILL, done.stderr
     with Ledger.open(path, read_only=True) as ledger:
-        assert (ledger.audit().ok, ledger.audit().visits, ledger.in_flight()) == (True, 5, [4])
+        assert (ledger.verify().ok, ledger.verify().visits, ledger.in_flight()) == (True, 5, [4])
     with Ledger.open(path) as ledger:
         assert ledger.rollback(json.loads(done.stdout), reason="killed")["voided"]["visits"] == 3
-        assert ledger.audit().ok
+        assert ledger.verify().ok
 
 
 def test_mark_alone_survives_without_the_write_ahead_log(path: Path, tmp_path: Path) -> None:
@@ -196,5 +196,5 @@ def test_rollback_is_all_or_nothing(ledger: Ledger, monkeypatch: pytest.MonkeyPa
         patch.setattr("winnow.record.ledger.failpoint", fail)
         with pytest.raises(OSError, match="no space left on device, at ledger"):
             ledger.rollback(mark, reason="killed")
-    assert (ledger.digest(), ledger.audit().restarts) == (before, 0)
+    assert (ledger.digest(), ledger.verify().restarts) == (before, 0)
     assert ledger.rollback(mark, reason="killed")["voided"]["rollouts"] == 6

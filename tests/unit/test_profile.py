@@ -81,7 +81,7 @@ def test_twice_the_same_is_fine_and_two_truths_are_not(tmp_path: Path) -> None:
 
 
 def test_nothing_there(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="winnow profile"):
+    with pytest.raises(FileNotFoundError, match="winnow pass-rates"):
         read_profile(tmp_path / "p.jsonl")
     with pytest.raises(ProfileError, match="holds no pass rate"):
         read_profile(write(tmp_path / "p.jsonl", ""))

@@ -168,7 +168,7 @@ def test_headline_figures_are_those_of_the_run(tmp_path: Path) -> None:
         "note": "50% of them in groups that were trained on",
         "state": "",
     }
-    assert card(found, "Audit")["state"] == "good"
+    assert card(found, "Ledger")["state"] == "good"
     assert card(found, "Wall clock")["value"] == "26.4 s"
 
 
@@ -220,7 +220,7 @@ def test_missing_piece_is_said_and_the_rest_is_shown(tmp_path: Path, missing: st
     assert any(note.startswith(f"{missing} is missing") for note in shown["notes"])
     assert bool(shown["metrics"]) == (missing != "metrics.jsonl")
     assert bool(shown["samples"]) == (missing != "samples.jsonl")
-    assert bool(shown["audit"]) == (missing != "ledger.sqlite")
+    assert bool(shown["proof"]) == (missing != "ledger.sqlite")
     assert bool(shown["config"]) == (missing != "config.json")
 
 
@@ -237,7 +237,7 @@ def test_damaged_ledger_is_said(tmp_path: Path, damage: bytes | None) -> None:
     path = run / "ledger.sqlite"
     path.write_bytes(path.read_bytes()[:5000] if damage is None else damage)
     shown = page(run).data["runs"][0]
-    assert shown["audit"] is None
+    assert shown["proof"] is None
     assert any("ledger.sqlite cannot be used" in note and str(tmp_path) not in note for note in shown["notes"])
 
 

@@ -112,7 +112,7 @@ class Answering(Protocol):
 
 @runtime_checkable
 class Demonstrator(Protocol):
-    """A task that can show solutions, for `winnow warmup`."""
+    """A task that can show solutions, for `winnow warm-start`."""
 
     def demonstrations(self, seed: int) -> Iterator[tuple[str, str | list[str]]]:
         """Endless (prompt, completion) pairs, never of a test prompt.

@@ -1,4 +1,4 @@
-"""Pass rates by prompt, one JSON line each: what `winnow profile` writes and the selector `pass_rate` reads.
+"""Pass rates by prompt, one JSON line each: what `winnow pass-rates` writes and the selector `pass_rate` reads.
 
     {"id": "countdown-17", "n": 16, "correct": 3, "mean_reward": 0.1875}
 
@@ -75,10 +75,10 @@ def read_profile(path: str | Path) -> dict[str, PassRate]:
     try:
         content = path.read_bytes()
     except FileNotFoundError:
-        raise FileNotFoundError(f"{path}: no such profile; make it with `winnow profile MODEL -o {path}`") from None
+        raise FileNotFoundError(f"{path}: no such profile; make it with `winnow pass-rates MODEL -o {path}`") from None
     rates = parse_profile(content, path)
     if not rates:
-        raise ProfileError(f"{path}: holds no pass rate; finish it with `winnow profile MODEL -o {path}`")
+        raise ProfileError(f"{path}: holds no pass rate; finish it with `winnow pass-rates MODEL -o {path}`")
     return rates
 
 
@@ -106,7 +106,7 @@ def _parse_line(line: bytes, where: str) -> PassRate:
     except (ValueError, RecursionError) as error:
         raise ProfileError(
             f"{where}: not JSON ({error}). The last line of a profile that was interrupted: run the same "
-            "`winnow profile` again, which finishes it"
+            "`winnow pass-rates` again, which finishes it"
         ) from None
     if not isinstance(value, dict):
         raise ProfileError(f"{where}: expected an object with {', '.join(_KEYS)}, found {type(value).__name__}")

@@ -4,7 +4,7 @@ One SQLite file, append-only. A visit is booked when it is dispatched (or skippe
 its group is done, and every optimizer step once. Nothing is ever changed or deleted; a row that a crash made
 worthless is flagged with the number of the restart that voided it (`void`, 0 while the row counts).
 
-Invariants, enforced by the schema and proved from the file alone by `audit`: every visit number is booked once and has
+Invariants, enforced by the schema and proved from the file alone by `verify`: every visit number is booked once and has
 at most one outcome; a (visit, sibling) is booked once; whatever is not finished is in flight.
 
 The fate of a visit is that of the member that got furthest: trained, stale, surplus, filtered, cut, pruned, failed.
@@ -32,7 +32,7 @@ from ..base.files import fsync
 from ..methods.filter.zero_variance import zero_variance_kind
 from ..types import Fate, Group, Rollout, Visit
 from .ledger_file import LedgerError, open_file
-from .proof import Audit, audit, group_fate, totals
+from .proof import Proof, group_fate, totals, verify
 
 _CANONICAL = {
     "visits": "SELECT visit, step, version, epoch, prompt_id, ordinal, keep, reason, probability"
@@ -140,7 +140,7 @@ class Ledger:
         """Book an optimizer step, skipped ones included.
 
         `seconds` by phase (generate, reward, update, publish, evaluate, checkpoint, idle ...); `version` is the
-        policy version that was trained from, against which the audit checks the lag bound. Without it the audit takes
+        policy version that was trained from, against which `verify` checks the lag bound. Without it `verify` takes
         the newest version that a visit was dispatched with. Raises ValueError on a step booked before.
         """
         negative = {k: s for k, s in seconds.items() if not s >= 0 or not math.isfinite(s)}
@@ -220,9 +220,9 @@ class Ledger:
                 sha.update(repr(_without_wall_times(row) if table == "steps" else row).encode())
         return sha.hexdigest()
 
-    def audit(self) -> Audit:
-        """Prove exactly-once accounting from the file alone; see `winnow.record.proof.audit`."""
-        return audit(self._db)
+    def verify(self) -> Proof:
+        """Prove exactly-once accounting from the file alone; see `winnow.record.proof.verify`."""
+        return verify(self._db)
 
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:

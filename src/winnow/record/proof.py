@@ -1,4 +1,4 @@
-"""The audit of a ledger: totals by fate, and the proof that everything dispatched came back exactly once."""
+"""The proof of a ledger: totals by fate, and the check that everything dispatched came back exactly once."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ _FURTHEST = (Fate.TRAINED, Fate.STALE, Fate.SURPLUS, Fate.FILTERED, Fate.CUT, Fa
 
 
 @dataclass(frozen=True, slots=True)
-class Audit:
-    """What an audit found. `totals` is `Ledger.totals()`; `problems` is empty if and only if `ok`."""
+class Proof:
+    """What the ledger proves. `totals` is `Ledger.totals()`; `problems` is empty if and only if `ok`."""
 
     ok: bool
     problems: list[str]
@@ -65,7 +65,7 @@ def totals(db: sqlite3.Connection) -> dict[str, dict[str, float]]:
     return table
 
 
-def audit(db: sqlite3.Connection) -> Audit:
+def verify(db: sqlite3.Connection) -> Proof:
     """Check every invariant of the ledger; needs nothing but the ledger.
 
     A run that is not finished may have visits in flight, and rollouts of a step that is not booked yet.
@@ -87,7 +87,7 @@ def audit(db: sqlite3.Connection) -> Audit:
         rules = {}
         problems.append(str(error))
     count = lambda query: int(db.execute(query).fetchone()[0])  # noqa: E731
-    return Audit(
+    return Proof(
         ok=not problems,
         problems=problems,
         totals=totals(db),
@@ -266,7 +266,7 @@ def _voids(db: sqlite3.Connection) -> Iterator[str]:
                 yield f"restart {number} voided {rows:g} rows of {table}, found {found[number].get(table, 0)}"
 
 
-def verdict(result: Audit) -> str:
+def verdict(result: Proof) -> str:
     """One line."""
     state = "finished" if result.finished else f"not finished, {_count(result.in_flight, 'visit')} in flight"
     counts = {"visit": result.visits, "rollout": result.rollouts, "step": result.steps, "restart": result.restarts}
@@ -279,12 +279,12 @@ def _count(n: int, noun: str) -> str:
     return f"{n:,} {noun}{'' if n == 1 else 's'}"
 
 
-def to_json(result: Audit) -> dict[str, Any]:
-    """The audit as plain values, for `json.dumps`."""
+def to_json(result: Proof) -> dict[str, Any]:
+    """The proof as plain values, for `json.dumps`."""
     return asdict(result)
 
 
-def render(result: Audit) -> RenderableType:
+def render(result: Proof) -> RenderableType:
     """The totals as a table by fate, the problems, and the verdict, for a rich console."""
     table = Table(title="What became of every visit, rollout, token and second", title_justify="left")
     table.add_column("fate")

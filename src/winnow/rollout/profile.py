@@ -1,6 +1,6 @@
 """Pass-rate profile: how often a policy solves each training prompt, measured by rolling it out n times.
 
-`Profiler` needs nothing but an engine and what judges; `winnow profile` (`profile_run.py`) writes its answers to a
+`Profiler` needs nothing but an engine and what judges; `winnow pass-rates` (`profile_run.py`) writes its answers to a
 file, and a trainer can ask it again with its own engine while it trains.
 """
 

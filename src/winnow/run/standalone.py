@@ -1,4 +1,4 @@
-"""A model or a run outside training: what `winnow eval` does, and what it shares with `winnow profile`."""
+"""A model or a run outside training: what `winnow eval` does, and what it shares with `winnow pass-rates`."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def model_config(model: str, values: Mapping[str, Any]) -> RunConfig:
     """
     settings, source = _settings(model, values)
     if "env" not in settings:
-        raise ConfigError(f"'{model}' is not a run, so the task must be named: --env countdown")
+        raise ConfigError(f"'{model}' is not a run, so the task must be named: env=countdown")
     return validate(settings | {"model": source, "lora": None, "beta": 0.0}, model)
 
 

@@ -97,7 +97,7 @@ def _run_data(run: Run, points: int, share: float) -> dict[str, Any]:
         "averaged": max(1, -(-len(run.rows) // points)),
         "tokens": run.tokens,
         "totals": _totals(run),
-        "audit": run.audit,
+        "proof": run.proof,
         "profile": run.profile,
         "reliability": run.reliability,
         "offPolicy": run.off_policy,
@@ -150,9 +150,9 @@ def _cards(run: Run) -> list[Card]:
         shares = f"{_mean(ess[: _tenth(ess)]):.0%} → {_mean(ess[-_tenth(ess) :]):.0%}"
         ok = False if run.off_policy else None
         cards.append(_card("Effective sample size", shares, "of the rollouts; first and last tenth", ok))
-    if run.audit:
-        word = "OK" if run.audit["ok"] else f"{len(run.audit['problems'])} problems"
-        cards.append(_card("Audit", word, "exactly-once accounting, proved from the ledger", run.audit["ok"]))
+    if run.proof:
+        word = "OK" if run.proof["ok"] else f"{len(run.proof['problems'])} problems"
+        cards.append(_card("Ledger", word, "exactly-once accounting, proved from the ledger", run.proof["ok"]))
     return cards
 
 

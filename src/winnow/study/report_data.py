@@ -56,7 +56,7 @@ class Run:
     tokens: dict[str, float] = field(default_factory=dict)
     """Sampled tokens by fate over the whole run; `void` are those lost to restarts."""
     totals: dict[str, dict[str, float]] | None = None
-    audit: dict[str, Any] | None = None
+    proof: dict[str, Any] | None = None
     samples: list[dict[str, Any]] = field(default_factory=list)
     reliability: dict[str, Any] | None = None
     """`points` and `caption` of what a gate predicted and what came true."""
@@ -220,17 +220,17 @@ def _read_ledger(path: Path, run: Run) -> None:
     fates = dict.fromkeys(k for row in run.rows for k in row if k.startswith("tokens/"))
     run.tokens = {key.removeprefix("tokens/"): math.fsum(row.get(key, 0) for row in run.rows) for key in fates}
     if not path.is_file():
-        run.notes.append("ledger.sqlite is missing: tokens by fate are those of metrics.jsonl, and there is no audit.")
+        run.notes.append("ledger.sqlite is missing: tokens by fate are those of metrics.jsonl, and there is no proof.")
         return
     try:
         with Ledger.open(path, read_only=True) as ledger:
-            result = ledger.audit()
+            result = ledger.verify()
     except (LedgerError, OSError) as error:
         run.notes.append(f"ledger.sqlite cannot be used: {visible(str(error).replace(str(path), path.name))}")
         return
-    run.audit = {"ok": result.ok, "verdict": verdict(result), "problems": [visible(p) for p in result.problems]}
+    run.proof = {"ok": result.ok, "verdict": verdict(result), "problems": [visible(p) for p in result.problems]}
     if result.rules:
-        run.audit["rules"] = {"head": HEAD, "rows": [[visible(cell) for cell in row] for row in rows(result.rules)]}
+        run.proof["rules"] = {"head": HEAD, "rows": [[visible(cell) for cell in row] for row in rows(result.rules)]}
     run.totals = result.totals
     run.tokens = {name: row["tokens"] for name, row in result.totals.items() if name not in ("in_flight", "evaluation")}
 

@@ -28,7 +28,7 @@ IGNORED = -100
 
 
 @dataclass(frozen=True)
-class WarmupConfig:
+class WarmStartConfig:
     """Size of the model and how long it is taught. The defaults suit Countdown on two CPU cores."""
 
     max_steps: int = 330
@@ -53,29 +53,29 @@ class WarmupConfig:
     def __post_init__(self) -> None:
         for name in ("max_steps", "batch_size", "hidden_size", "intermediate_size", "num_layers", "num_heads"):
             if getattr(self, name) < 1:
-                raise ValueError(f"warmup: {name} must be at least 1, got {getattr(self, name)}")
+                raise ValueError(f"warm start: {name} must be at least 1, got {getattr(self, name)}")
         if self.hidden_size % self.num_heads or self.num_heads % self.num_kv_heads:
             raise ValueError(
-                f"warmup: num_heads={self.num_heads} must divide hidden_size={self.hidden_size} and be a multiple of "
-                f"num_kv_heads={self.num_kv_heads}"
+                f"warm start: num_heads={self.num_heads} must divide hidden_size={self.hidden_size} and be a multiple "
+                f"of num_kv_heads={self.num_kv_heads}"
             )
         if self.learning_rate <= 0:
-            raise ValueError(f"warmup: learning_rate must be positive, got {self.learning_rate}")
+            raise ValueError(f"warm start: learning_rate must be positive, got {self.learning_rate}")
 
 
-def warmup(task: Demonstrator, output_dir: str | Path, *, config: WarmupConfig | None = None) -> dict[str, Any]:
+def warm_start(task: Demonstrator, output_dir: str | Path, *, config: WarmStartConfig | None = None) -> dict[str, Any]:
     """Teach a new model from `task.demonstrations` and save it in `output_dir`.
 
     Deterministic for a seed and a thread count. Returns `{output_dir, parameters, vocab_size, steps, loss, seconds}`,
     with the mean loss (nats a token) of the last 20 steps. Raises TypeError if the task has no demonstrations,
     FileExistsError if the directory holds anything, FloatingPointError if the loss is not finite.
     """
-    config = config or WarmupConfig()
+    config = config or WarmStartConfig()
     if not isinstance(task, Demonstrator):
-        raise TypeError(f"warmup: task {getattr(task, 'name', task)!r} has no demonstrations to teach from")
+        raise TypeError(f"warm start: task {getattr(task, 'name', task)!r} has no demonstrations to teach from")
     output = Path(output_dir)
     if output.exists() and any(output.iterdir()):
-        raise FileExistsError(f"warmup: {output} is not empty; choose another directory or remove it")
+        raise FileExistsError(f"warm start: {output} is not empty; choose another directory or remove it")
     start = time.monotonic()
     tokenizer = word_tokenizer(task.vocabulary(), config.max_positions)
     with torch.random.fork_rng(devices=[]):
@@ -101,7 +101,7 @@ def word_tokenizer(words: Sequence[str], max_positions: int) -> PreTrainedTokeni
     vocabulary = {word: i for i, word in enumerate(dict.fromkeys([PAD, EOS, *words]))}
     split = [word for word in vocabulary if not word or len(word.split()) != 1]
     if split:
-        raise ValueError(f"warmup: words of a vocabulary must not be empty or contain blanks: {split[:5]!r}")
+        raise ValueError(f"warm start: words of a vocabulary must not be empty or contain blanks: {split[:5]!r}")
     tokenizer = Tokenizer(models.WordLevel(vocabulary))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(
@@ -114,7 +114,7 @@ def word_tokenizer(words: Sequence[str], max_positions: int) -> PreTrainedTokeni
     )
 
 
-def small_model(tokenizer: PreTrainedTokenizerFast, config: WarmupConfig) -> LlamaForCausalLM:
+def small_model(tokenizer: PreTrainedTokenizerFast, config: WarmStartConfig) -> LlamaForCausalLM:
     """An untrained Llama with tied embeddings whose vocabulary is the tokenizer's."""
     model = LlamaForCausalLM(
         LlamaConfig(
@@ -140,7 +140,7 @@ def small_model(tokenizer: PreTrainedTokenizerFast, config: WarmupConfig) -> Lla
 
 
 def _teach(
-    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, task: Demonstrator, config: WarmupConfig
+    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, task: Demonstrator, config: WarmStartConfig
 ) -> float:
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate, betas=(0.9, 0.98), fused=True)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _lr_share(step, config))
@@ -161,7 +161,7 @@ def _teach(
                 schedule.step()
                 losses.append(loss)
                 if not losses[-1] < float("inf"):
-                    raise FloatingPointError(f"warmup: loss is {losses[-1]} at step {step}; lower learning_rate")
+                    raise FloatingPointError(f"warm start: loss is {losses[-1]} at step {step}; lower learning_rate")
                 progress.update(bar, advance=1, description=f"warm start, loss {losses[-1]:.3f}")
     finally:
         torch.set_float32_matmul_precision(precision)
@@ -170,7 +170,7 @@ def _teach(
     return sum(losses[-20:]) / len(losses[-20:])
 
 
-def _lr_share(step: int, config: WarmupConfig) -> float:
+def _lr_share(step: int, config: WarmStartConfig) -> float:
     """Linear rise over `warmup_steps`, then linear decay to `final_lr_share` at the last step."""
     if step < config.warmup_steps:
         return (step + 1) / config.warmup_steps
@@ -182,7 +182,7 @@ Rows = tuple[torch.Tensor, torch.Tensor]
 """int64 ids [B,T] and labels [B,T], padded on the right; labels are `IGNORED` off what is taught."""
 
 
-def _batches(task: Demonstrator, tokenizer: PreTrainedTokenizerFast, config: WarmupConfig) -> Iterator[list[Rows]]:
+def _batches(task: Demonstrator, tokenizer: PreTrainedTokenizerFast, config: WarmStartConfig) -> Iterator[list[Rows]]:
     """Endless batches, each cut into parts of similar lengths where lengths differ much."""
     demonstrations = iter(task.demonstrations(config.seed))
     while True:
@@ -192,7 +192,7 @@ def _batches(task: Demonstrator, tokenizer: PreTrainedTokenizerFast, config: War
         longest = max(len(ids) for ids, _ in rows)
         if longest > config.max_positions:
             raise ValueError(
-                f"warmup: a demonstration of {longest} tokens exceeds max_positions={config.max_positions}"
+                f"warm start: a demonstration of {longest} tokens exceeds max_positions={config.max_positions}"
             )
         yield [_padded(part, tokenizer.pad_token_id) for part in _parts(rows)]
 
@@ -232,8 +232,8 @@ def _row(encoded: list[list[int]], eos: int) -> tuple[list[int], list[int]]:
     """
     if len(encoded) % 2:
         raise ValueError(
-            "warmup: a demonstration of many turns is a list that alternates actions and observations and ends with an "
-            f"action, so its length is odd; got one of {len(encoded) - 1}"
+            "warm start: a demonstration of many turns is a list that alternates actions and observations and ends "
+            f"with an action, so its length is odd; got one of {len(encoded) - 1}"
         )
     ids, labels = list(encoded[0]), [IGNORED] * len(encoded[0])
     for i, part in enumerate(encoded[1:]):

@@ -19,13 +19,13 @@ from .stream import StreamSelector
 @dataclass(frozen=True)
 class PassRate:
     """Roll out only prompts whose profiled pass rate lies in [low, high] (Active-RLOO, section 4.1); make one with
-    `winnow profile`.
+    `winnow pass-rates`.
 
     Prompts that the profile does not know stay in.
     """
 
     profile: str | None = None
-    """JSONL file of `winnow profile`; None: nothing is known before the first refresh."""
+    """JSONL file of `winnow pass-rates`; None: nothing is known before the first refresh."""
     low: float = 1e-9
     high: float = 1 - 1e-9
     refresh_steps: int | None = None
@@ -37,7 +37,7 @@ class PassRate:
         if not 0 <= self.low <= self.high <= 1:
             raise ValueError(f"the band must satisfy 0 <= low <= high <= 1, not low={self.low}, high={self.high}")
         if self.profile is None and self.refresh_steps is None:
-            raise ValueError("give profile, a file made by `winnow profile`, or refresh_steps, or both")
+            raise ValueError("give profile, a file made by `winnow pass-rates`, or refresh_steps, or both")
         if self.refresh_steps is not None and self.refresh_steps < 1:
             raise ValueError(f"refresh_steps must be >= 1, not {self.refresh_steps}")
         if self.n < 1:

@@ -231,13 +231,13 @@
     return el("div", { class: "card" }, box);
   }
 
-  function auditSection() {
-    return section("audit", "Audit", ...runs.map((run) => el("div", { class: "card", style: "margin-bottom:10px" },
+  function proofSection() {
+    return section("proof", "Proof of the ledger", ...runs.map((run) => el("div", { class: "card", style: "margin-bottom:10px" },
       several ? el("h3", { dir: "auto" }, run.name) : null,
-      run.audit ? el("p", { class: run.audit.ok ? "good" : "bad" }, run.audit.verdict) : el("p", { class: "soft" }, "No audit: there is no readable ledger."),
-      run.audit && run.audit.problems.length ? el("ul", { class: "notes" }, ...run.audit.problems.map((p) => el("li", {}, p))) : null,
-      run.audit && run.audit.rules ? el("div", { class: "rules" },
-        el("h3", {}, "What the rules got wrong"), table(run.audit.rules.head, run.audit.rules.rows, (row) => row[0], "cards"),
+      run.proof ? el("p", { class: run.proof.ok ? "good" : "bad" }, run.proof.verdict) : el("p", { class: "soft" }, "No proof: there is no readable ledger."),
+      run.proof && run.proof.problems.length ? el("ul", { class: "notes" }, ...run.proof.problems.map((p) => el("li", {}, p))) : null,
+      run.proof && run.proof.rules ? el("div", { class: "rules" },
+        el("h3", {}, "What the rules got wrong"), table(run.proof.rules.head, run.proof.rules.rows, (row) => row[0], "cards"),
         el("p", { class: "soft" }, "Estimates from removals that were overridden at random, with 95% intervals.")) : null,
       run.notes.length ? el("ul", { class: "notes" }, ...run.notes.map((n) => el("li", {}, n))) : null)));
   }
@@ -320,7 +320,7 @@
       el("header", {}, el("div", { class: "brand" }, "Winnow"), el("h1", { dir: "auto" }, several ? `${runs.length} runs compared` : runs[0].name)),
       several ? comparison() : el("div", { class: "cards" }, ...data.cards.map((c) => el("div", { class: "card" },
         el("div", { class: "label" }, c.label), el("div", { class: `value ${c.state}` }, c.value), el("div", { class: "note" }, c.note)))),
-      ...sections, reliabilitySection() || "", profileSection() || "", samplesSection(), auditSection(), configSection(),
+      ...sections, reliabilitySection() || "", profileSection() || "", samplesSection(), proofSection(), configSection(),
       el("footer", {}, "Drag over a chart to zoom, double-click to see all of it. ",
         averaged > 1 ? `Long series are means over up to ${averaged} steps.` : ""));
     app.insertBefore(toolbar(), sections[0]);

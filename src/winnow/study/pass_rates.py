@@ -1,4 +1,4 @@
-"""`winnow profile`: a pass-rate profile of a model, in a file that an interruption cannot spoil.
+"""`winnow pass-rates`: a pass-rate profile of a model, in a file that an interruption cannot spoil.
 
 The file grows by whole chunks of prompts. Beside it, `<file>.meta.json` says what it was made for (`key`), how many of
 the task's first training prompts have been tried, and what that has cost. A file is only ever continued under its own

@@ -1,4 +1,4 @@
-"""The audit finds every way in which an account can be wrong, and nothing in one that is right."""
+"""Verification finds every way in which an account can be wrong, and nothing in one that is right."""
 
 from __future__ import annotations
 
@@ -47,16 +47,16 @@ def path(tmp_path: Path) -> Iterator[Path]:
 
 
 def problems(path: Path, *damage: str) -> list[str]:
-    """What the audit says of a ledger that lost its unique indices and was then tampered with."""
+    """The problems found of a ledger that lost its unique indices and was then tampered with."""
     with sqlite3.connect(path) as db:
         for index in ("one_visit", "one_outcome", "one_rollout", "one_step"):
             db.execute(f"DROP INDEX {index}")
         for statement in damage:
             db.execute(statement)
     with Ledger.open(path, read_only=True) as ledger:
-        audit = ledger.audit()
-    assert audit.ok == (not audit.problems)
-    return audit.problems
+        proof = ledger.verify()
+    assert proof.ok == (not proof.problems)
+    return proof.problems
 
 
 def copy(table: str, where: str) -> str:
@@ -128,11 +128,11 @@ def test_run_that_goes_on_may_have_work_in_flight(path: Path) -> None:
         ledger.set_meta("finished", "false")
         ledger.visit([visit(12), visit(13)], step=3, version=3)
         ledger.finish(group(12, Fate.TRAINED, 3), step=3)
-        going_on = ledger.audit()
+        going_on = ledger.verify()
         assert going_on.ok, going_on.problems
         assert (going_on.in_flight, going_on.finished) == (1, False)
         ledger.set_meta("finished", "true")
-        found = ledger.audit().problems
+        found = ledger.verify().problems
     assert "visit 13 is still in flight in a finished run" in found
     assert "visit 12, sibling 0 was trained in step 3, which is not booked" in found
 
@@ -145,15 +145,15 @@ def test_many_problems_are_counted_not_listed(path: Path) -> None:
 
 def test_render_and_json_say_the_same(path: Path) -> None:
     with Ledger.open(path, read_only=True) as ledger:
-        audit = ledger.audit()
+        proof = ledger.verify()
     console = Console(width=100, record=True, force_terminal=False)
     with console.capture() as captured:
-        console.print(render(audit))
+        console.print(render(proof))
     text = captured.get()
     assert "OK: exactly-once accounting holds (12 visits, 18 rollouts, 3 steps, 0 restarts; finished)" in text
     trained = next(line for line in text.splitlines() if "trained" in line)
     assert [cell.strip() for cell in trained.split("│")[1:-1]] == ["trained", "3", "6", "6", "30", "0.0", "33.3%"]
-    as_json = json.loads(json.dumps(to_json(audit)))
+    as_json = json.loads(json.dumps(to_json(proof)))
     assert as_json["ok"] is True
     assert as_json["totals"]["failed"]["rollouts"] == 6
     assert as_json["totals"]["skipped"]["visits"] == 3
@@ -165,7 +165,7 @@ def test_verdict_of_a_wrong_account(path: Path) -> None:
         db.execute("DELETE FROM outcomes WHERE visit = 11")
         db.execute("DELETE FROM visits WHERE visit = 3")
     with Ledger.open(path, read_only=True) as ledger:
-        assert verdict(ledger.audit()).startswith("2 problems (10 visits, 18 rollouts")
+        assert verdict(ledger.verify()).startswith("2 problems (10 visits, 18 rollouts")
 
 
 @pytest.mark.parametrize("damage", ['{"a": ', "[]", '{"audit/greso/precision": "x"}'])
@@ -173,7 +173,7 @@ def test_damaged_metrics_do_not_take_the_proof_with_them(path: Path, damage: str
     with sqlite3.connect(path) as db:
         db.execute("UPDATE steps SET metrics = ?", (damage,))
     with Ledger.open(path, read_only=True) as ledger:
-        result = ledger.audit()
+        result = ledger.verify()
     assert result.rules == {}
     assert result.ok == ("greso" in damage)
     assert result.ok or "metrics of step 2" in result.problems[0]

@@ -1,4 +1,4 @@
-"""The file of `winnow profile`: found again, continued to the same bytes after any interruption, and never mixed up."""
+"""The file of `winnow pass-rates`: found again, continued to the same bytes after an interruption, never mixed up."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pytest
 from winnow.methods.pass_rates import ProfileError, read_profile
 from winnow.rollout.evaluate import RolloutsFailedError
 from winnow.rollout.profile import CHUNK
-from winnow.study.profile import ProfileFile, profile_model
+from winnow.study.pass_rates import ProfileFile, profile_model
 
 PROMPTS = 2 * CHUNK + 5
 REWARD = """
@@ -107,7 +107,7 @@ def test_a_torn_file_ends_as_the_whole_one(
 def test_kill_9_between_lines_and_meta(tiny_model: Path, values: dict[str, Any], whole: Path, tmp_path: Path) -> None:
     path = tmp_path / "p.jsonl"
     call = f"profile_model({str(tiny_model)!r}, {values!r}, n=4, output=Path({str(path)!r}))"
-    code = f"from winnow.study.profile import *; {call}"
+    code = f"from winnow.study.pass_rates import *; {call}"
     environment = os.environ | {"WINNOW_FAILPOINT": "profile.lines@2:kill"}
     killed = subprocess.run([sys.executable, "-c", code], env=environment, timeout=120, check=False)
     assert killed.returncode == -signal.SIGKILL

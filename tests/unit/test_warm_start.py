@@ -12,17 +12,17 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from winnow.env.countdown import CountdownConfig
 from winnow.study.warm_start import (
     IGNORED,
-    WarmupConfig,
+    WarmStartConfig,
     _backward,
     _batches,
     _loss,
     _lr_share,
     small_model,
-    warmup,
+    warm_start,
     word_tokenizer,
 )
 
-TINY = WarmupConfig(
+TINY = WarmStartConfig(
     max_steps=3, batch_size=4, hidden_size=32, intermediate_size=32, num_layers=1, num_heads=2, threads=1
 )
 
@@ -35,7 +35,7 @@ def task():
 @pytest.fixture(scope="module")
 def saved(task, tmp_path_factory):
     path = tmp_path_factory.mktemp("warm") / "model"
-    return path, warmup(task, path, config=TINY)
+    return path, warm_start(task, path, config=TINY)
 
 
 def test_directory_loads_with_the_auto_classes(saved, task):
@@ -70,8 +70,8 @@ def test_same_seed_same_weights_and_torch_state_untouched(task, saved, tmp_path)
         return hashlib.sha256((path / "model.safetensors").read_bytes()).hexdigest()
 
     before = torch.get_rng_state(), torch.get_float32_matmul_precision(), torch.get_num_threads()
-    warmup(task, tmp_path / "same", config=TINY)
-    warmup(task, tmp_path / "other", config=WarmupConfig(**(vars(TINY) | {"seed": 1})))
+    warm_start(task, tmp_path / "same", config=TINY)
+    warm_start(task, tmp_path / "other", config=WarmStartConfig(**(vars(TINY) | {"seed": 1})))
     after = torch.get_rng_state(), torch.get_float32_matmul_precision(), torch.get_num_threads()
     assert digest(tmp_path / "same") == digest(saved[0]) != digest(tmp_path / "other")
     assert torch.equal(before[0], after[0])
@@ -95,7 +95,7 @@ class Uneven:
 
 
 def test_loss_counts_completion_and_eos_only():
-    config = WarmupConfig(batch_size=2, hidden_size=32, intermediate_size=32, num_layers=1, num_heads=2)
+    config = WarmStartConfig(batch_size=2, hidden_size=32, intermediate_size=32, num_layers=1, num_heads=2)
     tokenizer = word_tokenizer(Uneven().vocabulary(), 16)
     ids_BT, labels_BT = next(_batches(Uneven(), tokenizer, config))[0]
     eos, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
@@ -147,7 +147,7 @@ class Ragged:
 
 
 def test_rows_of_very_different_lengths_are_not_padded_to_each_other_and_count_the_same():
-    config = WarmupConfig(batch_size=4, hidden_size=32, intermediate_size=32, num_layers=1, num_heads=2)
+    config = WarmStartConfig(batch_size=4, hidden_size=32, intermediate_size=32, num_layers=1, num_heads=2)
     tokenizer = word_tokenizer(Ragged().vocabulary(), 128)
     batch = next(_batches(Ragged(), tokenizer, config))
     assert [tuple(ids_BT.shape) for ids_BT, _ in batch] == [(2, 4), (2, 63)]
@@ -178,7 +178,7 @@ def test_a_demonstration_must_end_with_an_action():
 
 
 def test_learning_rate_rises_then_decays_to_its_share():
-    config = WarmupConfig(max_steps=100, warmup_steps=10, final_lr_share=0.05)
+    config = WarmStartConfig(max_steps=100, warmup_steps=10, final_lr_share=0.05)
     shares = [_lr_share(step, config) for step in range(101)]
     assert shares[0] == pytest.approx(0.1)
     assert shares[9] == shares[10] == 1.0
@@ -188,10 +188,10 @@ def test_learning_rate_rises_then_decays_to_its_share():
 
 def test_it_learns(tmp_path):
     pairs = ((("a", "b c")), ("b", "d"))
-    config = WarmupConfig(
+    config = WarmStartConfig(
         max_steps=150, batch_size=8, hidden_size=32, intermediate_size=32, num_layers=1, num_heads=2, warmup_steps=5
     )
-    assert warmup(Uneven(pairs), tmp_path / "m", config=config)["loss"] < 0.1
+    assert warm_start(Uneven(pairs), tmp_path / "m", config=config)["loss"] < 0.1
 
 
 def test_what_cannot_work_is_refused(task, tmp_path):
@@ -199,16 +199,18 @@ def test_what_cannot_work_is_refused(task, tmp_path):
         name = "plain"
 
     with pytest.raises(TypeError, match="'plain' has no demonstrations"):
-        warmup(NoDemonstrations(), tmp_path / "m", config=TINY)
+        warm_start(NoDemonstrations(), tmp_path / "m", config=TINY)
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "notes.txt").write_text("mine")
     with pytest.raises(FileExistsError, match="not empty"):
-        warmup(task, tmp_path / "full", config=TINY)
+        warm_start(task, tmp_path / "full", config=TINY)
     with pytest.raises(ValueError, match="max_positions=8"):
-        warmup(task, tmp_path / "m", config=WarmupConfig(**(vars(TINY) | {"max_positions": 8})))
+        warm_start(task, tmp_path / "m", config=WarmStartConfig(**(vars(TINY) | {"max_positions": 8})))
     with pytest.raises(FloatingPointError, match="lower learning_rate"):
-        warmup(task, tmp_path / "m", config=WarmupConfig(**(vars(TINY) | {"learning_rate": 1e30, "max_steps": 20})))
+        warm_start(
+            task, tmp_path / "m", config=WarmStartConfig(**(vars(TINY) | {"learning_rate": 1e30, "max_steps": 20}))
+        )
     assert not (tmp_path / "m").exists()
     for options in ({"num_heads": 3}, {"num_kv_heads": 3}, {"max_steps": 0}, {"learning_rate": 0.0}):
-        with pytest.raises(ValueError, match="warmup"):
-            WarmupConfig(**options)
+        with pytest.raises(ValueError, match="warm start"):
+            WarmStartConfig(**options)

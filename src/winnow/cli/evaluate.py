@@ -1,0 +1,66 @@
+"""`winnow eval`, `vote` and `compare`: how good models and methods are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .console import Config, Json, Model, Overrides, command, settings, show
+
+app = typer.Typer()
+
+
+@command(app, "eval")
+def evaluate(model: Model, overrides: Overrides = None, config: Config = None, as_json: Json = False) -> None:
+    """pass@k, mean reward and greedy on held-out prompts.
+
+    Settings of a run are its own unless overridden: env=countdown eval_prompts=256 eval_generations=16
+    eval_temperature=0.6 eval_top_p=0.95.
+    """
+    from ..run.build import quiet_transformers
+    from ..run.standalone import evaluate_model
+
+    quiet_transformers()
+    show(evaluate_model(model, settings(overrides, config)), as_json)
+
+
+@command(app)
+def vote(
+    model: Model,
+    overrides: Overrides = None,
+    config: Config = None,
+    weights: Annotated[
+        str, typer.Option(help="majority, deepconf, deepconf-tail, logprob, head; differences are to the first.")
+    ] = "majority,deepconf",
+    as_json: Json = False,
+) -> None:
+    """Let candidates vote on the answer, weighted by how good they look (test-time scaling).
+
+    Settings as for `eval`; 32 candidates a prompt unless eval_generations says otherwise.
+    """
+    from ..run.build import quiet_transformers
+    from ..study.vote import render, vote_model
+
+    quiet_transformers()
+    values = settings(overrides, config, eval_generations=32)
+    show(vote_model(model, values, [w.strip() for w in weights.split(",")]), as_json, render)
+
+
+@command(app)
+def compare(
+    runs: Annotated[list[Path], typer.Argument(help="Two or more run directories.")],
+    seeds: Annotated[bool, typer.Option("--seeds", help="Runs that differ only in their seed are one method.")] = False,
+    baseline: Annotated[str | None, typer.Option(help="Method to compare with; the first one given otherwise.")] = None,
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="HTML page to write, too.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Methods side by side: means over seeds and paired differences to a baseline, with bootstrap intervals."""
+    from ..study.compare import compare as run
+    from ..study.compare_view import render, to_json, write_page
+
+    found = run(runs, seeds, baseline)
+    if output is not None:
+        write_page(found, output)
+    show(to_json(found), as_json, lambda _: render(found))

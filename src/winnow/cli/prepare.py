@@ -1,0 +1,57 @@
+"""`winnow warm-start` and `pass-rates`: a model to begin with, and the prompts that can teach it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .console import Config, Json, Model, Overrides, command, progress_console, settings, show
+
+app = typer.Typer()
+
+
+@command(app, "warm-start")
+def warm_start(
+    output: Annotated[Path, typer.Option("-o", "--output", help="Model directory to make.")],
+    overrides: Overrides = None,
+    as_json: Json = False,
+) -> None:
+    """Make a small tokenizer and model and teach it from generated solutions; saves a Hugging Face directory.
+
+    Overrides are options of the warm start (max_steps=300) and of the task (env=countdown env.count=4).
+    """
+    from ..config import build_options
+    from ..run.build import build_demonstrator, quiet_transformers
+    from ..study.warm_start import WarmStartConfig
+    from ..study.warm_start import warm_start as run
+
+    quiet_transformers()
+    values = settings(overrides, env="countdown")
+    task = build_demonstrator(values.pop("env"))
+    show(run(task, output, config=build_options(WarmStartConfig, values, "warm start")), as_json)
+
+
+@command(app, "pass-rates")
+def pass_rates(
+    model: Model,
+    overrides: Overrides = None,
+    config: Config = None,
+    n: Annotated[int, typer.Option("-n", min=1, help="Samples a prompt.")] = 16,
+    prompts: Annotated[int | None, typer.Option(min=1, help="Only the first so many training prompts.")] = None,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="JSONL file; else one in profiles/, named by what decides it.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Measure how often the model solves each training prompt, for `selector: pass_rate`.
+
+    The file is a pass-rate profile. The same command continues an interrupted one.
+    """
+    from ..run.build import quiet_transformers
+    from ..study.pass_rates import profile_model, render
+
+    quiet_transformers()
+    values, console = settings(overrides, config), progress_console(as_json)
+    show(profile_model(model, values, n=n, prompts=prompts, output=output, console=console), as_json, render)

@@ -1,0 +1,55 @@
+"""`winnow train`, `resume` and `demo`: runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .console import Json, Overrides, Run, command, progress_console, settings, show
+
+app = typer.Typer()
+
+
+@command(app)
+def train(
+    config: Annotated[Path, typer.Argument(help="YAML file.")],
+    overrides: Overrides = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Validate everything and print the plan.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Train as a YAML file says, `key=value` arguments winning."""
+    from ..config import load_config
+    from ..run.plan import plan
+    from ..run.trainer import Trainer
+
+    trainer = Trainer(config=load_config(config, overrides or ()), console=progress_console(as_json))
+    if dry_run:
+        show(plan(trainer), as_json)
+        return
+    show(trainer.train() | {"run": str(trainer.run_dir)}, as_json)
+
+
+@command(app)
+def resume(run: Run, overrides: Overrides = None, as_json: Json = False) -> None:
+    """Go on where a run was saved last."""
+    from ..run.trainer import Trainer
+
+    trainer = Trainer.resume(run, settings(overrides), console=progress_console(as_json))
+    show(trainer.train() | {"run": str(run)}, as_json)
+
+
+@command(app)
+def demo(
+    overrides: Overrides = None,
+    output: Annotated[Path, typer.Option("-o", "--output", help="Run directory to make.")] = Path("runs/demo"),
+    as_json: Json = False,
+) -> None:
+    """Warm-start a small model, train it on Countdown, and show where every token went (minutes on two cores).
+
+    Overrides change the demo's configuration: seed=1 max_steps=100.
+    """
+    from ..study.demo import render, run_demo
+
+    show(run_demo(output, overrides or (), progress_console(as_json)), as_json, render)
