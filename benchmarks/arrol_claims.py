@@ -39,7 +39,8 @@ CHANGES: dict[str, tuple[str, ...]] = {
     "logprob": ("gates=[{name: arrol, quality: logprob}]",),
 }
 """Arm -> what it changes. `random` prunes as much, whatever the prediction; a keep rate of 1 is `grpo`."""
-VOTES = ("majority", "deepconf", "deepconf-tail", "logprob", "head")
+VOTES = ("majority", "deepconf-lowest", "logprob", "head")
+"""Answers here are shorter than DeepConf's window, so its lowest, bottom and tail confidence are the same."""
 
 
 def arms(task: str) -> list[Arm]:

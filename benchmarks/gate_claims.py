@@ -127,7 +127,7 @@ def gates(work: Path) -> dict[str, dict[str, Any]]:
         "gate": gate,
         "gate_or": gate | {"termination": 0.9},
         "progress": {"name": "divergence", "k": stuck["k"], "threshold": 0.0, "progress": stuck["progress"]},
-        "random": {"name": "random", "k": stuck["k"], "share": round(stuck["cut"] / chosen["groups"], 3)},
+        "random": {"name": "random", "k": stuck["k"], "share": round(stuck["cut"] / stuck["can_be_cut"], 3)},
     }
 
 

@@ -69,6 +69,7 @@ def by_progress(groups: Sequence[Group], steps: Sequence[int], limits: Sequence[
             counts = {
                 "cut": int(cut.sum()),
                 "tp": int((cut & zero).sum()),
+                "can_be_cut": int((left > 0).sum()),
                 "measured_pct": 100 * left[cut].sum() / total,
             }
             rows.append({"k": k, "progress": limit, **counts, "precision": counts["tp"] / max(counts["cut"], 1)})
@@ -112,6 +113,7 @@ def tier_1(
     pairs = [(a, b) for x, y in zip(*before, strict=True) for a, b in zip(x, y, strict=True)]
     ratios = [1 - with_gate / without for without, with_gate in seconds]
     stopped = np.array([_tokens(g, first) for g in base], float)
+    left = np.array([any(len(r.turns) > first for r in g.siblings) for g in base])
     return {
         "groups": len(base),
         "cut": int(cut.sum()),
@@ -121,7 +123,7 @@ def tier_1(
         "seconds_saved": {"median": float(np.median(ratios)), "min": min(ratios), "max": max(ratios)},
         "tokens_saved": _saved(tokens),
         "steps_saved": _saved(steps),
-        "random_saved": _saved(np.stack([tokens[0], tokens[0] - cut.mean() * (tokens[0] - stopped)])),
+        "random_saved": _saved(np.stack([tokens[0], tokens[0] - cut.sum() / left.sum() * (tokens[0] - stopped)])),
         "oracle_saved": _saved(np.stack([tokens[0], np.where(zero, stopped, tokens[0])])),
         "barrier_wait_s": float(np.mean([r.barrier_wait_s for g in gated for r in g.siblings])),
     }

@@ -16,7 +16,7 @@ from winnow.engine import LocalEngine, SamplingParams
 from winnow.env.rewards.rewarder import Rewarder
 from winnow.learner.batch import rows_of
 from winnow.methods.gate.calibration import survival_factor
-from winnow.methods.gate.quality import Arrol, ArrolGate, _forced_beyond, _sampled_after, trace_confidence
+from winnow.methods.gate.quality import Arrol, ArrolGate, _forced_beyond, _sampled_after
 from winnow.rollout.runner import RolloutOptions, RolloutRunner
 from winnow.types import Fate, Group, GroupView, Prompt, Rollout, Token, Turn, Verdict, Visit
 
@@ -202,12 +202,6 @@ def test_resume_is_exact(quality: str) -> None:
     assert a.at == b.at
     assert play(a, 3, seed=7) == play(b, 3, seed=7)
     assert a.state_dict() == b.state_dict()
-
-
-def test_trace_confidence_is_the_lowest_window() -> None:
-    confidence = np.array([5.0, 4.0, 1.0, 3.0, 6.0])
-    assert trace_confidence(confidence, window=2) == 2.0
-    assert trace_confidence(confidence) == pytest.approx(3.8)
 
 
 def test_horvitz_thompson_gradients_are_unbiased() -> None:

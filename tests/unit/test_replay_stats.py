@@ -41,9 +41,10 @@ def test_nothing_within_the_bound_saves_more(tmp_path: Path, seed: int, bound: B
         row
         for signal in SIGNALS
         if signal != "termination_fraction"
-        for row in sweep(
-            recorded, signal, [x / 20 for x in range(21)], T_MAX
-        )  # values are tenths: this is all there is
+        for k, at in recorded.items()
+        for row in sweep(  # of those that can be cut; values are tenths: this is all there is
+            {k: at.only(np.flatnonzero(at.running_N))}, signal, [x / 20 for x in range(21)], T_MAX
+        )
     ]
     teaching = sum(var > 0 for var in recorded[10].reward_var_N)
     within = [
@@ -60,11 +61,71 @@ def test_nothing_within_the_bound_saves_more(tmp_path: Path, seed: int, bound: B
         with pytest.raises(ReplayError, match="no threshold of any signal"):
             calibrate(recorded, bound, T_MAX)
         return
-    best = max(within, key=lambda r: (round(getattr(r, aim), 9), r.tp))
+
+    def saved(row: Any) -> float:
+        """Steps of the groups that are cut, as a share of those of all groups."""
+        at = recorded[row.k]
+        if aim == "raw_pct":
+            return float(100 * row.cut * (T_MAX - row.k) / (60 * T_MAX))
+        assert at.steps_N is not None
+        assert at.steps_k_N is not None
+        cut_N = (at.signals[row.signal] < row.threshold) & at.running_N
+        return float(100 * (at.steps_N - at.steps_k_N)[cut_N].sum() / at.steps_N.sum())
+
+    best = max(within, key=lambda r: (round(saved(r), 9), r.tp))
     found = calibrate(recorded, bound, T_MAX).chosen
-    assert (getattr(found, aim), found.tp) == (pytest.approx(getattr(best, aim)), best.tp)
-    [again] = sweep({found.k: recorded[found.k]}, found.signal, [found.threshold], T_MAX)
-    assert again == found
+    assert (getattr(found, aim), found.tp) == (pytest.approx(saved(best)), best.tp)
+    same = {found.k: recorded[found.k].only(np.flatnonzero(recorded[found.k].running_N))}
+    [again] = sweep(same, found.signal, [found.threshold], T_MAX)
+    assert (again.cut, again.tp, again.precision) == (found.cut, found.tp, found.precision)
+
+
+def ended_table(path: Path, *drop: str) -> Path:
+    """100 groups that agree (63) or not (37); of the 44 worthless among the 63 nobody runs any more in 33."""
+    rows = []
+    for i in range(100):
+        zero, ended, low = i < 44, i < 33, i < 63
+        row = {"K": 10, "task_id": f"t{i}", "reward_var": 0.0 if zero else 0.25, "termination_fraction": float(ended)}
+        row |= {
+            "prefix_edit_distance": 0.1 if low else 0.9,
+            "steps": 72 if ended else 240,
+            "steps_k": 72 if ended else 80,
+        }
+        rows.append({key: v for key, v in row.items() if key not in drop})
+    return write(path, rows)
+
+
+@pytest.mark.parametrize("drop", [(), ("termination_fraction",), ("steps", "steps_k")])
+def test_a_group_that_has_ended_is_no_cut(tmp_path: Path, drop: tuple[str, ...]) -> None:
+    """Of 63 converged groups 44 are worthless, 0.70, but of the 30 that can still be stopped 11 are, 0.37."""
+    recorded = read_recorded(ended_table(tmp_path / "g.csv", *drop))
+    [all_of_them] = sweep(recorded, "prefix_edit_distance", [0.5], T_MAX)
+    assert all_of_them.precision == pytest.approx(0.70, abs=0.005), "as the paper's table 1 counts"
+    with pytest.raises(ReplayError, match=r"no threshold of any signal has precision >= 0\.65"):
+        calibrate(recorded, Bound(0.65, None), T_MAX)
+    found = calibrate(recorded, Bound(0.3, None), T_MAX)
+    assert (found.chosen.cut, found.chosen.tp, found.chosen.fp) == (30, 11, 19)
+    assert found.chosen.precision == pytest.approx(0.37, abs=0.005)
+    assert (found.held_out["cut"], found.held_out["tp"]) == (30, 11)
+    assert found.intervals["precision"][1] < 0.6  # type: ignore[index]
+    assert (found.random.cut, found.random.precision) == (30, pytest.approx(11 / 67))
+    assert (found.oracle.cut, found.oracle.recall) == (11, 11 / 44), "nor can an oracle stop who has ended"
+    assert found.can_be_cut.startswith(f"at K = 10 somebody still runs in {'at most ' if drop[1:] else ''}67 of 100")
+    assert calibrate(recorded, Bound(None, 0.34), T_MAX).chosen.fp == 19, "19 of all 56 groups that teach"
+    with pytest.raises(ReplayError, match="signal loss"):
+        calibrate(recorded, Bound(None, 0.33), T_MAX)
+
+
+def test_who_ended_is_not_always_known(tmp_path: Path) -> None:
+    """Nothing tells: all count, and the answer says so; a sweep says that it counts all anyway."""
+    path = ended_table(tmp_path / "g.csv", "steps", "steps_k", "termination_fraction")
+    found = calibrate(read_recorded(path), Bound(0.65, None), T_MAX)
+    assert (found.chosen.cut, found.chosen.tp) == (63, 44)
+    assert found.can_be_cut.startswith("at K = 10 somebody still runs in at most 100 of 100 groups (the table has no")
+    shown = CliRunner().invoke(app, ["gate", "calibrate", str(path), "--precision", "0.6"]).stdout
+    assert "at most 100 of 100 groups" in " ".join(shown.split())
+    shown = CliRunner().invoke(app, ["gate", "sweep", str(ended_table(tmp_path / "g.csv"))]).stdout
+    assert "somebody still runs in 67 of 100 groups; as in the paper, all are counted" in " ".join(shown.split())
 
 
 def test_the_intervals_are_those_of_resampled_groups(tmp_path: Path) -> None:
@@ -116,10 +177,12 @@ def test_on_pure_noise_only_the_held_out_figures_tell(tmp_path: Path) -> None:
 
 
 def test_random_and_oracle_arms(tmp_path: Path) -> None:
-    found = calibrate(recorded_of(tmp_path, n=60), Bound(0.6, None), T_MAX)
+    recorded = recorded_of(tmp_path, n=60, ks=(10,))
+    found = calibrate(recorded, Bound(0.6, None), T_MAX)
     row, rng = found.chosen, np.random.default_rng(0)
     zero_N = np.arange(60) < round(row.tp / row.recall)  # type: ignore[operator]
     hits = [zero_N[rng.permutation(60)[: row.cut]].sum() for _ in range(4000)]
+    assert recorded[row.k].running_N.all()
     assert found.random.tp == pytest.approx(np.mean(hits), abs=0.2)
     assert found.random.precision == pytest.approx(zero_N.mean())
     assert found.random.raw_pct == row.raw_pct
@@ -182,9 +245,14 @@ def test_a_group_at_the_top_of_the_scale_needs_no_impossible_threshold(tmp_path:
 
 
 def test_the_papers_buffer(buffer: Path) -> None:
-    """At K = 10 the paper's own signal and floor; the choice saves at least what its 0.12 does."""
-    found = command("calibrate", buffer, "--k", 10, "--precision", 0.8, "--t-max", 30)
-    assert found["chosen"]["precision"] >= 0.8
-    assert found["chosen"]["raw_pct"] >= 14.0 - 1e-9
-    assert found["oracle"]["cut"] == 39
-    assert found["random"]["precision"] == pytest.approx(0.39)
+    """At K = 10 six groups have ended, all worthless: of the paper's 21 cuts 17 are possible, of which 13 are right,
+    and no threshold of any signal is right in 80% of its cuts."""
+    with pytest.raises(AssertionError, match=r"no threshold of any signal has precision >= 0\.8"):
+        command("calibrate", buffer, "--k", 10, "--precision", 0.8, "--t-max", 30)
+    at = read_recorded(buffer)[10]
+    cut_N = (at.signals["prefix_edit_distance"] < 0.12) & at.running_N
+    assert (cut_N.sum(), (cut_N & at.zero_N).sum()) == (17, 13)
+    found = command("calibrate", buffer, "--k", 10, "--precision", 0.7, "--t-max", 30)
+    assert found["chosen"]["precision"] >= 0.7
+    assert found["oracle"]["cut"] == 33
+    assert found["random"]["precision"] == pytest.approx(33 / 94)

@@ -32,8 +32,8 @@ def vote(
     overrides: Overrides = None,
     config: Config = None,
     weights: Annotated[
-        str, typer.Option(help="majority, deepconf, deepconf-tail, logprob, head; differences are to the first.")
-    ] = "majority,deepconf",
+        str, typer.Option(help="majority, deepconf-lowest, -bottom, -tail, logprob, head; differences: to the first.")
+    ] = "majority,deepconf-lowest",
     as_json: Json = False,
 ) -> None:
     """Let candidates vote on the answer, weighted by how good they look (test-time scaling).

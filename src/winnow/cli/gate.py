@@ -58,7 +58,7 @@ def sweep(
 ) -> None:
     """What each threshold would have cut: how precisely, and for what saving."""
     from ..methods.gate.divergence import RULES
-    from ..study.replay import ReplayError
+    from ..study.replay import ReplayError, can_be_cut
     from ..study.replay import sweep as run
 
     *named, limit = (termination or "or:").split(":")
@@ -77,7 +77,12 @@ def sweep(
         from ..study.gate_pictures import heat_map
 
         heat_map(rows, picture)
-    show([_present(asdict(row)) for row in rows], as_json, _rows)
+
+    def render(shown: Any) -> RenderableType:
+        said = [Text(f"{can_be_cut(at)}; as in the paper, all are counted", style="dim") for at in recorded.values()]
+        return Group(_rows(shown), *said)
+
+    show([_present(asdict(row)) for row in rows], as_json, render)
 
 
 @command(app)

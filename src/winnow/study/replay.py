@@ -69,6 +69,17 @@ class Recorded:
         zero: np.ndarray = self.reward_var_N <= ZERO
         return zero
 
+    @property
+    def running_N(self) -> np.ndarray:  # noqa: N802
+        """bool: somebody has steps left after the k-th, so the group can be cut.
+
+        Without `steps` and `steps_k` only those are False of whom everybody is known to have ended before step k.
+        """
+        if self.steps_N is not None and self.steps_k_N is not None:
+            left: np.ndarray = self.steps_N > self.steps_k_N
+            return left
+        return self.signals[TERMINATION] < 1 if TERMINATION in self.signals else np.ones(len(self.task_ids), bool)
+
     def signal(self, name: str) -> np.ndarray:
         """Raises ReplayError when the table has no such column, with the nearest that it has."""
         if name not in self.signals:
@@ -287,6 +298,7 @@ def sweep(
 ) -> list[SweepRow]:
     """One row an evaluation step and threshold (the paper's table 1); see `gate.divergence.fires` for the rules.
 
+    As in the paper every group under the threshold counts as cut, also one that has ended by then and cannot be.
     `t_max`: the most steps an episode may take. Raises ReplayError on an unknown signal or k >= t_max.
     """
     rows = []
@@ -298,6 +310,15 @@ def sweep(
             cut_N = fires(value_N, threshold, ended_N, termination, rule)
             rows.append(counted(at, cut_N, signal, float(threshold), t_max))
     return rows
+
+
+def can_be_cut(at: Recorded) -> str:
+    """How many groups that is at step k, and how well the table knows it; a sentence."""
+    can, n = at.count(at.running_N), at.count(np.ones(len(at.task_ids), bool))
+    if at.steps_N is not None and at.steps_k_N is not None:
+        return f"at K = {at.k} somebody still runs in {can:g} of {n:g} groups"
+    reason = "the table has no columns steps and steps_k, which tell who ended with step K itself"
+    return f"at K = {at.k} somebody still runs in at most {can:g} of {n:g} groups ({reason})"
 
 
 def check_horizon(at: Recorded, t_max: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import pairwise
 from typing import Any
 
@@ -13,7 +13,7 @@ import yaml
 
 from ..methods.gate.divergence import TERMINATION, fires
 from ..methods.gate.refit import between, counts_under
-from .replay import Recorded, ReplayError, SweepRow, check_horizon, counted
+from .replay import Recorded, ReplayError, SweepRow, can_be_cut, check_horizon, counted
 
 RESAMPLES = 10_000
 SMALL = 20
@@ -70,12 +70,12 @@ class Choice:
     per_task_type: dict[str, float] = field(default_factory=dict)
 
     def cuts(self, at: Recorded) -> np.ndarray:
-        """bool [N]: which groups, at step k. A type of threshold 0 is never cut, as the gate does."""
+        """bool [N]: which groups, at step k: of those in which somebody runs, and of a type of threshold 0 none."""
         own = [self.per_task_type.get(kind, self.threshold) for kind in at.task_types or ("",) * len(at.task_ids)]
         ended_N = None if self.termination is None else at.signal(TERMINATION)
         cut_N = fires(at.signal(self.signal), np.array(own), ended_N, self.termination)  # type: ignore[arg-type]
         never_N = np.array([self.per_task_type.get(kind) == 0 for kind in at.task_types or ()], bool)
-        return cut_N & ~never_N if self.per_task_type else cut_N
+        return cut_N & at.running_N & ~never_N if self.per_task_type else cut_N & at.running_N
 
     def row(self, at: Recorded, t_max: int) -> SweepRow:
         return counted(at, self.cuts(at), self.signal, self.threshold, t_max)
@@ -109,14 +109,16 @@ class Calibration:
     choice: Choice
     chosen: SweepRow
     """What the choice would have done."""
+    can_be_cut: str
+    """See `replay.can_be_cut`; no other group is counted as a cut, right or wrong."""
     intervals: dict[str, tuple[float, float] | None]
     folds: tuple[Fold, ...]
     held_out: dict[str, float | None]
     """`cut, tp, precision, raw_pct` over all folds, and `agree`, the folds that chose the same signal and step."""
     random: Arm
-    """As many cuts at the same step, at random."""
+    """As many cuts at the same step, at random among the groups that can be cut."""
     oracle: Arm
-    """All zero-variance groups and no other, at the same step."""
+    """All zero-variance groups that can be cut and no other, at the same step."""
 
 
 def calibrate(
@@ -132,6 +134,7 @@ def calibrate(
     """The (signal, K, threshold) that saves most within `bound`: the measured share of the steps where the table has
     them, else the raw one; on ties the more precise.
 
+    A group of which nobody runs at step K cannot be cut there: it counts neither as a right cut nor as a wrong one.
     Every signal but the termination fraction, which is no divergence, is tried at every K, at every threshold that
     makes a difference. `or_rule` also tries it with every termination limit. `per_task_type` then chooses a threshold
     for each type of at least `SMALL` groups, at the same K, within the bound in each (0, never, where none is); the
@@ -159,7 +162,8 @@ def calibrate(
     parts = _folds(recorded, groups, search, folds, seed)
     held_out = _held_out(parts, choice)
     intervals = _intervals(choice, at, t_max, seed)
-    return Calibration(str(bound), t_max, choice, chosen, intervals, parts, held_out, *_arms(chosen, at, t_max))
+    said = can_be_cut(at)
+    return Calibration(str(bound), t_max, choice, chosen, said, intervals, parts, held_out, *_arms(chosen, at, t_max))
 
 
 def _held_out(parts: tuple[Fold, ...], choice: Choice) -> dict[str, float | None]:
@@ -225,7 +229,9 @@ class Search:
         value_N, w_N = at.signals[signal], at.weights_N
         if limit is not None:
             value_N = np.where(at.signals[TERMINATION] >= limit, -1.0, value_N)  # cut, whatever the threshold
-        sums = counts_under(value_N, w_N, w_N * at.zero_N, w_N * _savings(at, self.t_max))
+        run_M = np.flatnonzero(at.running_N)
+        weights = (w_N, w_N * at.zero_N, w_N * _savings(at, self.t_max))
+        sums = counts_under(value_N[run_M], *(each_N[run_M] for each_N in weights))
         return Candidates(signal, k, limit, *sums)
 
     def best(self, recorded: Mapping[int, Recorded]) -> Choice | None:
@@ -324,29 +330,25 @@ def _intervals(choice: Choice, at: Recorded, t_max: int, seed: int) -> dict[str,
 
 
 def _arms(row: SweepRow, at: Recorded, t_max: int) -> tuple[Arm, Arm]:
-    n, zero = float(at.weights_N.sum()), at.count(at.zero_N)
+    """At random among the groups that can be cut, and the oracle's."""
+    run_N, zero_N = at.running_N, at.zero_N
+    n, zero = float(at.weights_N.sum()), at.count(zero_N)
     share, teaching = 100 * (t_max - at.k) / (n * t_max), n - zero
-    best = counted(at, at.zero_N, row.signal, row.threshold, t_max).measured_pct
-    everything = counted(at, np.ones(len(at.zero_N), bool), row.signal, row.threshold, t_max).measured_pct
-    tp = row.cut * zero / n
-    fp, hit = row.cut - tp, row.cut / n
+    best, everything = (counted(at, cut_N, row.signal, row.threshold, t_max) for cut_N in (run_N & zero_N, run_N))
+    hit = row.cut / everything.cut if everything.cut else 0.0
+    tp = hit * best.cut
     random = Arm(
         cut=row.cut,
         tp=tp,
-        fp=fp,
-        precision=zero / n if row.cut else None,
-        recall=hit if zero else None,
+        fp=row.cut - tp,
+        precision=everything.precision if row.cut else None,
+        recall=tp / zero if zero else None,
         safe_pct=tp * share,
         raw_pct=row.raw_pct,
-        measured_pct=None if everything is None else hit * everything,
-        kept_norm=math.sqrt(max(0.0, 1 - hit)) if teaching else None,
+        measured_pct=None if everything.measured_pct is None else hit * everything.measured_pct,
+        kept_norm=math.sqrt(max(0.0, 1 - (row.cut - tp) / teaching)) if teaching else None,
     )
-    every = {
-        "precision": 1.0 if zero else None,
-        "recall": 1.0 if zero else None,
-        "kept_norm": 1.0 if teaching else None,
-    }
-    return random, Arm(cut=zero, tp=zero, fp=0, safe_pct=zero * share, raw_pct=zero * share, measured_pct=best, **every)
+    return random, Arm(**{f.name: getattr(best, f.name) for f in fields(Arm)})
 
 
 def config_section(found: Calibration) -> str:
@@ -371,6 +373,7 @@ def lines(found: Calibration) -> list[str]:
     shown = "–" if precision is None else f"{precision:.3f}"
     choices = ", ".join("none" if f.choice is None else str(f.choice) for f in found.folds)
     return [
+        f"{found.can_be_cut}; only these count as cuts",
         f"95% over groups, of this gate: {', '.join(said)}",
         f"held out ({len(found.folds)} folds): precision {shown}, raw {held['raw_pct']:.1f}% from {held['cut']:g} cuts",
         f"chosen without each fold: {choices}",

@@ -12,7 +12,7 @@ import numpy as np
 from ..base.bootstrap import paired_bootstrap
 from ..config import ConfigError, RunConfig
 from ..env.base import Answering
-from ..methods.gate.quality import trace_confidence
+from ..methods.gate import deepconf
 from ..methods.gate.quality_head import FILE, QualityHead
 from ..rollout.evaluate import EVALUATION_STREAM, count_correct, rank_weights, roll_out, summarize, weighted_vote
 from ..rollout.runner import RolloutOptions, RolloutRunner
@@ -22,22 +22,15 @@ from ..run.standalone import model_config, opened
 from ..types import Rollout
 
 Weigh = Callable[[Sequence[Rollout]], np.ndarray]
-TAIL = 0.1
-"""Share of the tokens that are least confident, for `deepconf-tail`."""
 
 
 def majority(rollouts: Sequence[Rollout]) -> np.ndarray:
     return np.ones(len(rollouts))
 
 
-def deepconf(rollouts: Sequence[Rollout]) -> np.ndarray:
-    """Lowest group confidence (Fu et al. 2025)."""
-    return np.array([trace_confidence(_confidence(r)) for r in rollouts])
-
-
-def deepconf_tail(rollouts: Sequence[Rollout]) -> np.ndarray:
-    """Mean confidence of the least confident tenth of the tokens (Fu et al. 2025)."""
-    return np.array([np.sort(c)[: max(1, round(TAIL * len(c)))].mean() for c in map(_confidence, rollouts)])
+def by_confidence(of_trace: Callable[[np.ndarray], float]) -> Weigh:
+    """DeepConf's confidence of the trace, by one of its definitions."""
+    return lambda rollouts: np.array([of_trace(_confidence(r)) for r in rollouts])
 
 
 def logprob(rollouts: Sequence[Rollout]) -> np.ndarray:
@@ -47,8 +40,9 @@ def logprob(rollouts: Sequence[Rollout]) -> np.ndarray:
 
 WEIGHTS: dict[str, Weigh] = {
     "majority": majority,
-    "deepconf": deepconf,
-    "deepconf-tail": deepconf_tail,
+    "deepconf-lowest": by_confidence(deepconf.lowest),
+    "deepconf-bottom": by_confidence(deepconf.bottom),
+    "deepconf-tail": by_confidence(deepconf.tail),
     "logprob": logprob,
 }
 """`head`, ranks of a run's quality head, comes with the run."""

@@ -16,6 +16,7 @@ import torch
 from ...base.noise import as_tensor, noise_key, uniform
 from ...types import KEEP, Fate, Group, GroupView, Rollout, Token, Verdict
 from .calibration import Balance, BinnedPosterior, survival_factor, survival_probabilities
+from .deepconf import lowest
 from .quality_head import Example, QualityHead
 from .quality_stats import Realised
 from .window import Window
@@ -202,7 +203,7 @@ class ArrolGate:
             hidden_NH = np.array([v.hidden for v in views])
             raw_N = self.head.scores(hidden_NH, logp_N)
         elif self.options.quality == "confidence":
-            raw_N = np.array([trace_confidence(v.confidence) for v in views if v.confidence is not None])
+            raw_N = np.array([lowest(v.confidence) for v in views if v.confidence is not None])
         else:
             raw_N = logp_N
         finite_N = np.isfinite(raw_N)
@@ -353,11 +354,3 @@ def _forced_beyond(p: float, size: int, least: int) -> float:
     for k in range(1, least + 1):
         total += sum(comb(n, j) * p**j * (1 - p) ** (n - j) for j in range(k)) / n
     return total
-
-
-def trace_confidence(confidence_T: np.ndarray, window: int = 2048) -> float:
-    """DeepConf's lowest group confidence: the least mean of `window` tokens in a row, or of all if they are fewer."""
-    if len(confidence_T) <= window:
-        return float(confidence_T.mean())
-    sums = np.concatenate([[0.0], np.cumsum(confidence_T, dtype=np.float64)])
-    return float(((sums[window:] - sums[:-window]) / window).min())
