@@ -77,7 +77,7 @@ def calibrate(work: Path) -> None:
     path.mkdir(exist_ok=True)
     config = config_of(0, work)
     groups = recorded(config, CALIBRATION["prompts"], CALIBRATION["epochs"])  # type: ignore[arg-type]
-    groups = [g for g in groups if all(r.reward is not None for r in g.siblings)]
+    groups = [g for g in groups if sum(r.reward is not None for r in g.siblings) > 1]
     kept = {
         "K",
         "task_id",
@@ -112,7 +112,8 @@ def premise(work: Path) -> None:
         config = config_of(0, work, (f"temperature={temperature}",))
         groups = recorded(config, CALIBRATION["prompts"], CALIBRATION["epochs"])  # type: ignore[arg-type]
         table = path / f"gate-{temperature}.jsonl"
-        rows = [row for g in groups for row in rows_of(g, (8,)) if all(r.reward is not None for r in g.siblings)]
+        whole = [g for g in groups if sum(r.reward is not None for r in g.siblings) > 1]
+        rows = [row for g in whole for row in rows_of(g, (8,))]
         table.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
         found[str(temperature)] = [asdict(row) for row in correlate(read_recorded(table))]
     write_json(path / "claim.json", found)

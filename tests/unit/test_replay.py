@@ -23,6 +23,7 @@ from winnow.cli.main import app
 from winnow.methods.gate.recording import rows_of
 from winnow.methods.gate.signals import SIGNALS
 from winnow.study.replay import ReplayError, correlate, read_recorded, sweep
+from winnow.types import Fate, Turn
 
 from .test_batch import make_group
 
@@ -151,8 +152,6 @@ def test_what_is_not_defined_is_null(tmp_path: Path) -> None:
 
 
 def test_rows_of_a_group_can_be_read_back(tmp_path: Path) -> None:
-    from winnow.types import Turn
-
     rows = []
     for number, rewards in enumerate(([1.0, 0.0], [1.0, 1.0], [0.1, 0.1])):
         group = make_group(number, rewards)
@@ -165,8 +164,30 @@ def test_rows_of_a_group_can_be_read_back(tmp_path: Path) -> None:
     assert recorded[3].signals["prefix_edit_distance"].tolist() == pytest.approx([1 / 3, 0, 0])
     assert recorded[2].signals["prefix_edit_distance"].tolist() == [0, 0, 0]
     assert recorded[2].steps_k_N.tolist() == [4, 4, 4]  # type: ignore[union-attr]
-    with pytest.raises(ValueError, match="visit 7: a member has no reward"):
+    with pytest.raises(ValueError, match="visit 7: fewer than two members have a reward"):
         rows_of(make_group(7, [1.0, None]), [2])
+
+
+@pytest.mark.parametrize("fate", [Fate.PRUNED, Fate.FAILED])
+@pytest.mark.parametrize("stopped", [2, 4])
+def test_a_stopped_sibling_is_absent_from_every_signal(fate: Fate, stopped: int) -> None:
+    """Eight trajectories that are the same: nothing diverges and nobody has ended, whoever was stopped half-way."""
+    group = make_group(0, [None] * stopped + [1.0] * (8 - stopped))
+    whole = [Turn(a, f"saw {a}", 0, 1, "eos") for a in "abcdef"]
+    for rollout in group.rollouts:
+        rollout.turns = whole[:]
+        if rollout.reward is None:  # in its third turn
+            rollout.turns, rollout.fate = [*whole[:2], Turn("c-", None, 0, 1, "cancelled")], fate
+    rows = rows_of(group, [1, 2, 3, 5])
+    assert [row["prefix_edit_distance"] for row in rows] == [0, 0, 0, 0]
+    assert [row["termination_fraction"] for row in rows] == [0, 0, 0, 0]
+    assert [row["unique_prefix_ratio"] for row in rows] == [1 / 8, 1 / 8, 1 / (8 - stopped), 1 / (8 - stopped)]
+    assert (rows[2]["reward_var"], rows[2]["steps"], rows[2]["steps_k"]) == (0, 6 * (8 - stopped), 3 * (8 - stopped))
+    group.rollouts[-1].reward, group.rollouts[-1].fate = None, Fate.CUT
+    with pytest.raises(ValueError, match="its group was stopped"):
+        rows_of(group, [2])
+    with pytest.raises(ValueError, match="fewer than two"):
+        rows_of(make_group(0, [1.0]), [2])
 
 
 # Hostile input.

@@ -129,7 +129,7 @@ class Records:
     def signals(self, groups: Sequence[Group]) -> None:
         """The divergence signals of every group that ran to its end, but where a gate spoke of single siblings."""
         if self._gate_steps:
-            whole = [g for g in groups if all(r.reward is not None for r in g.siblings)]
+            whole = [g for g in groups if sum(r.reward is not None for r in g.siblings) > 1]
             whole = [g for g in whole if len({r.survival_p for r in g.siblings}) == 1]
             self._append(GATE, (row for group in whole for row in rows_of(group, self._gate_steps)))
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ...types import Group
+from ...types import Fate, Group, Rollout
 from .signals import SIGNALS
 
 
@@ -15,19 +15,22 @@ def rows_of(group: Group, steps: Sequence[int]) -> list[dict[str, Any]]:
     """The rows of one finished group for such a table: one for each of `steps`.
 
     The group must have run to its end: under no gate, or under gates of whole groups whose cuts are audited. Then it
-    stands for `weight` = 1 / (its chance to come so far) groups. Raises ValueError when a member has no reward, and
-    when members had unlike chances, as under a gate that stops single siblings: the group's own is not known then.
+    stands for `weight` = 1 / (its chance to come so far) groups. A sibling that was pruned or failed is absent: from
+    rewards and steps altogether, and from the signals at step k unless it had taken k steps by then, as a gate in the
+    run saw it. Raises ValueError when another member has no reward, when fewer than two have one, and when members
+    had unlike chances: the group's own is not known then.
     """
-    members = group.siblings
-    rewards_G = np.array([np.nan if r.reward is None else r.reward for r in members])
-    if np.isnan(rewards_G).any():
-        raise ValueError(f"visit {group.visit.number}: a member has no reward (stopped or failed), so it tells nothing")
+    members, visit = group.siblings, f"visit {group.visit.number}"
+    ended = [r for r in members if r.reward is not None]
+    if any(r.reward is None and r.fate not in (Fate.PRUNED, Fate.FAILED) for r in members):
+        raise ValueError(f"{visit}: a member has no reward (its group was stopped), so it tells nothing")
+    if len(ended) < 2:
+        raise ValueError(f"{visit}: fewer than two members have a reward, so it tells nothing")
     chances = {r.survival_p for r in members}
     if len(chances) > 1:
-        raise ValueError(f"visit {group.visit.number}: its members had unlike chances to come to their end")
-    actions = [[t.action if t.canonical is None else t.canonical for t in r.turns] for r in members]
-    observations = [[t.observation or "" for t in r.turns] for r in members]
-    taken = [len(a) for a in actions]
+        raise ValueError(f"{visit}: its members had unlike chances to come to their end")
+    rewards_G = np.array([r.reward for r in ended], np.float64)
+    taken = [len(r.turns) for r in ended]
     shared = {
         "task_id": f"{group.prompt.id}/{group.visit.epoch}",
         "task_type": str(group.prompt.columns.get("task_type", "")),
@@ -35,8 +38,16 @@ def rows_of(group: Group, steps: Sequence[int]) -> list[dict[str, Any]]:
         "steps": sum(taken),
         "weight": 1 / chances.pop(),
     }
-    return [
-        {"K": k, **shared, "steps_k": sum(min(n, k) for n in taken)}
-        | {name: f(actions, observations, k) for name, f in SIGNALS.items()}
-        for k in steps
-    ]
+    rows = []
+    for k in steps:
+        seen = [r for r in members if r.reward is not None or _answered(r) >= k]
+        actions = [[t.action if t.canonical is None else t.canonical for t in r.turns] for r in seen]
+        observations = [[t.observation or "" for t in r.turns] for r in seen]
+        signals = {name: f(actions, observations, k) for name, f in SIGNALS.items()}
+        rows.append({"K": k, **shared, "steps_k": sum(min(n, k) for n in taken)} | signals)
+    return rows
+
+
+def _answered(rollout: Rollout) -> int:
+    """Environment steps that were answered; a turn that was stopped half-way is none, nor one whose answer failed."""
+    return sum(t.observation is not None for t in rollout.turns)
