@@ -17,6 +17,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
 LossType = Literal["dapo", "grpo", "dr_grpo", "sequence_sum"]
+GroupWeighting = Literal["equal", "size"]
 
 MethodSpec = str | dict[str, Any]
 """A name from a method table, or `{name: ..., option: value}`."""
@@ -58,6 +59,10 @@ class AuditConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
     epsilon: float = Field(0.05, ge=1e-4, le=1)
     max_signal_loss: float | None = Field(None, gt=0, lt=1)
+
+
+CLIPPING = ("epsilon", "epsilon_high", "importance_sampling_level")
+"""Keys that shape the clipped ratio."""
 
 
 class RunConfig(BaseModel):
@@ -112,10 +117,12 @@ class RunConfig(BaseModel):
     policy_loss: Literal["clip", "plain"] = "clip"
     importance_sampling_level: Literal["token", "sequence"] = "token"
     loss_type: LossType = "dapo"
+    group_weighting: GroupWeighting | None = None
     epsilon: float = Field(0.2, gt=0, lt=1)
     epsilon_high: float | None = Field(None, gt=0)
     beta: float = Field(0.0, ge=0)
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    kl_in_reward: bool = False
     entropy_coef: float = Field(0.0, ge=0)
 
     # the update
@@ -152,12 +159,27 @@ class RunConfig(BaseModel):
 
     @model_validator(mode="after")
     def _cross_checks(self) -> RunConfig:
-        if self.epsilon_high is not None and self.policy_loss == "plain":
-            raise ValueError("epsilon_high has no effect with policy_loss: plain; remove it or use policy_loss: clip")
-        if self.importance_sampling_level == "sequence" and self.policy_loss == "plain":
-            raise ValueError("importance_sampling_level: sequence has no effect with policy_loss: plain; remove it")
+        if self.policy_loss == "plain" and (changed := self.changed(CLIPPING)):
+            raise ValueError(f"{changed} has no effect with policy_loss: plain; remove it or use policy_loss: clip")
+        if self.eval_temperature == 0 and (changed := self.changed(("eval_top_p", "eval_top_k"))):
+            raise ValueError(f"{changed} has no effect with eval_temperature: 0, which is greedy; remove it")
+        self._check_kl()
         self._check_schedule()
         return self
+
+    def changed(self, names: Sequence[str]) -> str:
+        """The first of these keys that is not at its default, as `key: value`; empty if there is none."""
+        defaults = type(self).model_fields
+        return next((f"{n}: {getattr(self, n)}" for n in names if getattr(self, n) != defaults[n].default), "")
+
+    def _check_kl(self) -> None:
+        if self.beta == 0 and (changed := self.changed(("kl_estimator", "kl_in_reward"))):
+            raise ValueError(f"{changed} has no effect with beta: 0; remove it or set beta, e.g. 0.001")
+        if self.kl_in_reward and (changed := self.changed(("kl_estimator",))):
+            raise ValueError(
+                f"{changed} has no effect with kl_in_reward, where the penalty is the log ratio of the rollout; remove "
+                "it, or kl_in_reward"
+            )
 
     def _check_schedule(self) -> None:
         kind, decay = self.lr_scheduler_type, self.lr_decay_steps

@@ -90,6 +90,38 @@ def _resign(checkpoint: Path) -> None:
     _write_manifest(checkpoint, step)
 
 
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"correction": "truncate", "epsilon": 0.1}, "epsilon: 0.1 has no effect.*num_iterations: 1.*more iterations"),
+        ({"correction": "m2po", "epsilon_high": 0.28}, "epsilon_high: 0.28 has no effect"),
+        ({"correction": "truncate", "importance_sampling_level": "sequence"}, "sequence has no effect"),
+        ({"step_scale": {"name": "ess", "measured_steps": 3}}, "measured_steps has no effect with reference: 1.0"),
+        ({"advantage": {"name": "opob", "eps": 1e-3}}, "eps has no effect without scale"),
+        ({"correction": {"name": "mask", "high": None, "weigh": False}}, "mask nothing"),
+    ],
+)
+def test_options_of_the_update_without_effect(
+    tiny_config: dict[str, Any], values: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Trainer(config=tiny_config | values, reward_funcs=parity_reward)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"correction": "truncate", "epsilon": 0.1, "num_iterations": 2},
+        {"correction": {"name": "mask", "weigh": False}, "epsilon": 0.1},
+        {"correction": "none", "importance_sampling_level": "sequence"},
+    ],
+)
+def test_options_of_a_ratio_that_can_differ_from_one_are_accepted(
+    tiny_config: dict[str, Any], values: dict[str, Any]
+) -> None:
+    Trainer(config=tiny_config | values, reward_funcs=parity_reward)
+
+
 class TestOneRunOneDirectory:
     """What an independent review broke."""
 

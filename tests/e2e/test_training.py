@@ -84,6 +84,7 @@ def test_a_run_leaves_everything_behind(tiny_config: dict[str, Any]) -> None:
         {"filter": {"name": "zero_variance"}, "advantage": "rloo", "selector": {"name": "uniform", "shuffle": False}},
         {"lora": {"r": 2, "dropout": 0.1}, "beta": 0.1},
         {"beta": 0.05, "num_iterations": 2, "correction": "truncate", "entropy_coef": 0.01},
+        {"beta": 0.01, "kl_in_reward": True, "advantage": "rloo", "lora": {"r": 2, "dropout": 0.1}},
         CARRYING,
         {"selector": "backoff", "filter": "zero_variance", "rollout_batch": {"name": "fixed", "surplus": "discard"}},
         {
@@ -93,7 +94,7 @@ def test_a_run_leaves_everything_behind(tiny_config: dict[str, Any]) -> None:
         {"max_lag": 2, "step_scale": {"name": "ess", "reference": "measured"}},
         CARRYING | {"max_lag": 3, "lora": {"r": 2}, "sync": {"name": "in_process", "lag": "mixed"}},
     ],
-    ids=["plain", "dapo", "lora", "kl", "greso", "backoff", "reprofiled", "lagged", "mixed"],
+    ids=["plain", "dapo", "lora", "kl", "kl_in_reward", "greso", "backoff", "reprofiled", "lagged", "mixed"],
 )
 def test_resume_is_bit_exact_at_every_step(tiny_config: dict[str, Any], tmp_path: Path, options: dict) -> None:
     """N steps = k steps + resume + (N - k) steps, for every k."""
@@ -106,6 +107,23 @@ def test_resume_is_bit_exact_at_every_step(tiny_config: dict[str, Any], tmp_path
         resume(part)
         assert fingerprint(part) == expected, f"after a resume at step {k}"
         assert_clean(part)
+
+
+def test_a_penalty_in_the_reward_is_seen_by_advantages_alone(tiny_config: dict[str, Any], tmp_path: Path) -> None:
+    """The first step samples the same groups with and without it, and every figure about rewards is the same."""
+    found = []
+    for name, options in (("without", {}), ("with", {"beta": 5.0, "kl_in_reward": True})):
+        run = tmp_path / name
+        methods = {"filter": {"name": "zero_variance", "refill": False}, "advantage": "rloo", "max_steps": 2}
+        train(tiny_config | methods | options | {"output_dir": str(run), "learning_rate": 5e-3})
+        found.append([json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()][1:])
+        assert_clean(run)
+    without, with_ = found
+    for key in ("reward", "reward_std", "frac_reward_zero_std", "groups/effective", "rows"):
+        assert with_[0][key] == without[0][key]
+    assert abs(with_[0]["kl_penalty"]) < 1e-5, "the first update starts at the reference"
+    assert with_[1]["kl_penalty"] != 0
+    assert "kl_penalty" not in without[0]
 
 
 def test_carried_groups_are_trained_one_step_late_and_booked_once(tiny_config: dict[str, Any]) -> None:

@@ -12,14 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from winnow.learner.base import Stats
-from winnow.learner.batch import collate
+from winnow.learner.batch import Row, collate, rows_of
 from winnow.learner.step import OptimizerStep, StepOptions
 from winnow.methods.advantage import ADVANTAGES
 from winnow.methods.correct.m2po import M2PO, cutoff
 from winnow.methods.correct.none import NoScale
 from winnow.methods.loss import LossConfig
 
-from .learner_models import learner_of, llama, random_rows
+from .learner_models import assert_equal, learner_of, llama, random_rows
 from .test_batch import make_group
 
 STEP: dict[str, Any] = {"lr_scheduler_type": "constant", "warmup_steps": 0, "max_steps": 1, "num_iterations": 2}
@@ -113,3 +113,69 @@ def test_log_probabilities_without_gradients_are_those_of_the_update() -> None:
     learner.forward_backward(batch, LossConfig(correction=M2PO()), stats)
     assert batch.old_logp_BT is not None
     torch.testing.assert_close(logp, batch.old_logp_BT)
+
+
+LAGS = [
+    [0, 0, 0, 0],
+    [1, 1, 1, 1],
+    [3, 3, 0, 0],
+    [6, 6, 6, 6],
+    [6, 3, 1, 0],
+    [0, 0, 1, 6],
+    [1, 1, 3, 3],
+    [3, 3, 3, 3],
+    [6] * 4,
+]
+"""Of the tokens of nine rollouts: some were sampled by one policy, some by several."""
+
+
+@pytest.mark.parametrize("tokens_per_microbatch", [1, 30, 10_000])
+@pytest.mark.parametrize(("policy_loss", "weigh"), [("plain", True), ("clip", True), ("clip", False)])
+def test_mixed_lags_by_brute_force(
+    policy_loss: Literal["clip", "plain"], weigh: bool, tokens_per_microbatch: int
+) -> None:
+    """The update's gradient against one that is computed a token at a time, with the tokens that M2PO keeps.
+
+    Masking falls on the oldest tokens, wherever in their rollouts they are. Every token that is kept counts its ratio
+    to the policy that sampled it: as a weight, or as the ratio that is clipped (`weigh: false`).
+    """
+    draw, threshold = np.random.default_rng(3), 0.04
+    learner, groups = learner_of(llama().double()), [make_group(n, [1.0, 0.0, 0.3]) for n in range(3)]
+    rollouts = [r for g in groups for r in g.rollouts]
+    for n, (rollout, lags) in enumerate(zip(rollouts, LAGS, strict=True)):
+        rollout.token_ids = (rollout.token_ids + n) % 30
+        rollout.versions = (6 - np.array(lags)).astype(np.int32)
+        logp = learner.logp(collate([Row(rollout, 0.0, 0.0)], pad_id=0))[0, -4:].numpy()
+        rollout.sampler_logp = (logp + 0.15 * np.array(lags) * draw.normal(size=4)).astype(np.float32)
+    rows = rows_of(groups, ADVANTAGES["dr_grpo"](), "sequence_sum", max_completion_length=16)
+    batch = collate(rows, pad_id=0)
+    logp, _, _ = learner._logp(batch)
+    sampler, mask, A = batch.sampler_logp_BT[:, 1:].double(), batch.mask_BT[:, 1:], batch.advantages_B
+    total = torch.zeros((), dtype=torch.float64)
+    weights = brute_force(logp.detach(), sampler, mask, A)
+    for b, t in mask.nonzero().tolist():
+        w, a = float(weights[b, t]), float(A[b])
+        if weigh:
+            total = total - w * a * logp[b, t] / len(rows)
+        elif w:
+            ratio = (logp[b, t] - sampler[b, t]).exp()
+            total = total - torch.minimum(ratio * a, ratio.clamp(0.8, 1.2) * a) / len(rows)
+    exact = torch.autograd.grad(total, list(learner.model.parameters()))
+    seen: list[torch.Tensor] = []
+    learner.apply = lambda lr: seen.extend(p.grad.clone() for p in learner.model.parameters()) or 0.0  # type: ignore
+    loss = LossConfig(policy_loss, loss_type="sequence_sum", correction=M2PO(threshold, weigh))
+    options = StepOptions(
+        learning_rate=1e-3,
+        tokens_per_microbatch=tokens_per_microbatch,
+        device=torch.device("cpu"),
+        **STEP | {"num_iterations": 1},
+    )
+    metrics = OptimizerStep(learner, ADVANTAGES["dr_grpo"](), loss, NoScale(), options)(groups, 6)
+    assert_equal(seen, list(exact), tolerance=1e-6)
+    of_lag = {
+        lag: [float(weights[b, t]) == 0 for b, t in mask.nonzero().tolist() if LAGS[b][t - 2] == lag] for lag in (0, 6)
+    }
+    assert not any(of_lag[0])
+    assert sum(of_lag[6]) >= 4
+    dropped = sum(float(weights[b, t]) == 0 for b, t in mask.nonzero().tolist())
+    assert metrics["correction/clipped_share"] == pytest.approx(dropped / int(mask.sum()))

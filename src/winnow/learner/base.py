@@ -43,6 +43,10 @@ class Learner(Protocol):
         """Log-probabilities of the tokens after the first, [B, T-1], 0 off the mask, without gradients."""
         ...
 
+    def reference_logp(self, batch: MicroBatch) -> torch.Tensor:
+        """The same under the reference model. Raises ValueError without one."""
+        ...
+
     def apply(self, lr: float) -> float:
         """Clip, step the optimizer at this learning rate, clear gradients; returns the norm before clipping.
 

@@ -106,35 +106,43 @@ def rows_of(
     max_completion_length: int,
     mask_truncated: bool = False,
     unbiased: bool = False,
+    equal_groups: bool = False,
 ) -> list[Row]:
     """Rows of a batch, in order of groups and siblings; their weights add up the loss over all of them.
 
     Members without a reward (failed, pruned) and greedy ones are absent. `unbiased`: each row stands for 1 / (its
     chance of survival) rollouts, and the mean is over those that were pruned, too (Horvitz and Thompson): then the
     expected loss is that without pruning, but for what pruning does to the advantages' baseline, and for `dapo` to the
-    number of tokens, which is estimated. FloatingPointError on a non-finite advantage.
+    number of tokens, which is estimated. `equal_groups`: the mean is over each group first, then over groups.
+    FloatingPointError on a non-finite advantage.
     """
-    members: list[tuple[Rollout, float]] = []
+    members: list[list[tuple[Rollout, float]]] = []
+    """Of each group."""
     pools: list[tuple[float, Pool | None]] = []
     for number, (group, advantages_G) in enumerate(zip(groups, advantage.of_batch(groups), strict=True)):
         factor, pool = 1.0, None
         if isinstance(advantage, InUpdate):
             factor = advantage.factor(group.rewards())
             pool = Pool(number if advantage.scope == "group" else 0, advantage.weighing)
+        members.append([])
         for rollout, a in zip(group.rollouts, advantages_G, strict=True):
             if rollout.reward is None or rollout.greedy or (mask_truncated and rollout.stop_reason == "length"):
                 continue
             if not np.isfinite(a):
                 raise FloatingPointError(f"advantage {a} for visit {group.visit.number}, sibling {rollout.sibling}")
-            members.append((rollout, float(a if pool is None else rollout.reward)))
+            members[-1].append((rollout, float(a if pool is None else rollout.reward)))
             pools.append((factor, pool))
-    lengths = np.array([int(r.action_mask.sum()) for r, _ in members], dtype=np.float64)
-    times = np.array([1 / r.survival_p if unbiased else 1.0 for r, _ in members])
-    pruned = sum(r.fate == Fate.PRUNED for group in groups for r in group.siblings) if unbiased else 0
-    weights = token_weights(lengths, loss_type, max_completion_length, times, len(members) + pruned)
-    return [
-        Row(r, a, float(w) * factor, pool) for (r, a), w, (factor, pool) in zip(members, weights, pools, strict=True)
-    ]
+    pruned = [sum(r.fate == Fate.PRUNED for r in group.siblings) if unbiased else 0 for group in groups]
+    everyone = [member for some in members for member in some]
+    means = list(zip(members, pruned, strict=True)) if equal_groups else [(everyone, sum(pruned))]
+    means = [(some, absent) for some, absent in means if len(some) + absent]
+    weights: list[float] = []
+    for some, absent in means:
+        lengths = np.array([int(r.action_mask.sum()) for r, _ in some], dtype=np.float64)
+        times = np.array([1 / r.survival_p if unbiased else 1.0 for r, _ in some])
+        count = len(some) + absent
+        weights += token_weights(lengths, loss_type, max_completion_length, times, count, len(means)).tolist()
+    return [Row(r, a, w * factor, pool) for (r, a), w, (factor, pool) in zip(everyone, weights, pools, strict=True)]
 
 
 def token_weights(
@@ -143,15 +151,16 @@ def token_weights(
     max_completion_length: int,
     times_N: np.ndarray | float = 1.0,
     count: int | None = None,
+    groups: int = 1,
 ) -> np.ndarray:
     """Weight of each token of a row of `lengths_N` action tokens, so that the loss is the plain sum over tokens.
 
     float64 [N] -> [N]. dapo 1/sum(len); grpo 1/(N len); dr_grpo 1/(N max_completion_length); sequence_sum 1/N. A row
-    may stand for `times_N` rollouts, out of `count` (else N).
+    may stand for `times_N` rollouts, out of `count` (else N). Their mean may be one of `groups` that a mean is over.
     """
-    n, times_N = max(len(lengths_N) if count is None else count, 1), np.ones(len(lengths_N)) * times_N
+    n, times_N = max(len(lengths_N) if count is None else count, 1) * groups, np.ones(len(lengths_N)) * times_N
     if loss_type == "dapo":
-        return times_N / max((lengths_N * times_N).sum(), 1)
+        return times_N / (max((lengths_N * times_N).sum(), 1) * groups)
     if loss_type == "grpo":
         return times_N / (n * np.maximum(lengths_N, 1))
     if loss_type == "dr_grpo":
@@ -184,7 +193,7 @@ def micro_batches(
     block are put together so.
     """
     if any(row.pool is None for row in rows):
-        return [collate(part, pad_id, device) for part in _packed(rows, tokens_per_microbatch)]
+        return [collate(part, pad_id, device) for part in packed(rows, tokens_per_microbatch)]
     found: list[MicroBatch] = []
     for block in _blocks(rows, int(BLOCK * tokens_per_microbatch)):
         numbers = {pool: p for p, pool in enumerate(dict.fromkeys(row.pool for row in block))}
@@ -193,7 +202,7 @@ def micro_batches(
         )
         fits = sum(row.length for row in block) <= tokens_per_microbatch
         pieces: list[MicroBatch] = []
-        for part in _packed(block, tokens_per_microbatch):
+        for part in packed(block, tokens_per_microbatch):
             batch = collate(part, pad_id, device)
             number_B = torch.tensor([numbers[row.pool] for row in part], device=device)
             batch.pools = Pools(cast(Pool, part[0].pool).weighing, number_B, mean_P, pieces, fits)
@@ -219,7 +228,8 @@ def _blocks(rows: Sequence[Row], tokens: int) -> list[list[Row]]:
     return blocks
 
 
-def _packed(rows: Sequence[Row], tokens: int) -> list[list[Row]]:
+def packed(rows: Sequence[Row], tokens: int) -> list[list[Row]]:
+    """What `micro_batches` puts together when there are no pools."""
     parts: list[list[Row]] = []
     current: list[Row] = []
     padding = 0

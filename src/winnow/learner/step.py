@@ -15,6 +15,7 @@ from ..methods.loss import LossConfig
 from ..types import Group
 from .base import Learner, Stats
 from .batch import MicroBatch, micro_batches, rows_of, with_gradient
+from .kl_in_reward import penalised
 from .off_policy import lag_metrics, sampling_metrics
 
 
@@ -35,6 +36,8 @@ class StepOptions:
     lr_decay_steps: int | None = None
     unbiased: bool = False
     """Weight rows by 1 / (their chance to survive the gates)."""
+    kl_in_reward: float = 0.0
+    """What a nat of divergence from the reference takes off the reward of a rollout."""
 
 
 def scheduled_lr(step: int, options: StepOptions) -> float:
@@ -72,19 +75,22 @@ class OptimizerStep:
         """
         o = self.options
         torch.manual_seed(noise_key(o.seed, 2, step))  # adapter dropout is the only user of torch's generator
+        rewarded, penalty = self._rewarded(groups)
         rows = rows_of(
-            groups,
+            rewarded,
             self.advantage,
             self.loss.loss_type,
             max_completion_length=o.max_completion_length,
             mask_truncated=o.mask_truncated_completions,
             unbiased=o.unbiased,
+            equal_groups=self.loss.equal_groups,
         )
         teaching = with_gradient(rows, self.loss)
         metrics = {
             "rows": float(len(rows)),
             "rows_with_gradient": float(len(teaching)),
             "updated": float(bool(teaching)),
+            **penalty,
         }
         if not teaching:
             return metrics
@@ -111,6 +117,15 @@ class OptimizerStep:
             **_found_baselines(stats),
         }
 
+    def _rewarded(self, groups: Sequence[Group]) -> tuple[Sequence[Group], dict[str, float]]:
+        """The groups with the rewards that their advantages are made of, and metrics of what was taken off."""
+        o = self.options
+        if not o.kl_in_reward:
+            return groups, {}
+        return penalised(
+            groups, self.learner, self.advantage, o.kl_in_reward, o.tokens_per_microbatch, o.pad_id, o.device
+        )
+
     def _loss_over(self, batches: Sequence[MicroBatch]) -> LossConfig:
         """The loss, with a correction that has seen all micro-batches if it has to; that costs a forward pass more."""
         correction = self.loss.correction
@@ -118,9 +133,12 @@ class OptimizerStep:
             return self.loss
         parts = []
         for batch in batches:
-            if batch.old_logp_BT is None or self.loss.policy_loss == "plain":
-                batch.old_logp_BT = self.learner.logp(batch)
-            parts.append((batch.old_logp_BT, batch.sampler_logp_BT[:, 1:], batch.mask_BT[:, 1:], batch.advantages_B))
+            logp = batch.old_logp_BT
+            if logp is None or not self.loss.ratio_to_learner:
+                logp = self.learner.logp(batch)
+            if self.loss.ratio_to_learner:
+                batch.old_logp_BT = logp
+            parts.append((logp, batch.sampler_logp_BT[:, 1:], batch.mask_BT[:, 1:], batch.advantages_B))
         return replace(self.loss, correction=correction.over_batch(parts))
 
 

@@ -11,7 +11,7 @@ from typing import Literal
 
 import torch
 
-from ..config import LossType
+from ..config import GroupWeighting, LossType
 from .correct import Correction
 from .correct.none import NoCorrection
 
@@ -31,6 +31,11 @@ class LossConfig:
     """`dapo`: mean over all tokens of the batch. `grpo`: mean over a rollout's tokens, then over rollouts. `dr_grpo`:
     sum over tokens divided by `max_completion_length`, mean over rollouts. `sequence_sum`: sum over tokens, mean over
     rollouts (RLOO)."""
+    group_weighting: GroupWeighting | None = None
+    """What a group counts in the mean. `equal`: each the same, whatever of it was pruned, failed or masked, and however
+    many siblings it has. `size`: as many rollouts as it has in the loss, or, `dapo`, as many tokens. They differ only
+    where groups do. None: `size` for `dapo`, whose mean is over all tokens; else `equal`, as in the formulas of GRPO,
+    Dr. GRPO and Active-RLOO (eq. 3), whose mean over a prompt's rollouts comes first."""
     beta: float = 0.0
     """Weight of the KL to the reference, in the loss."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
@@ -44,6 +49,18 @@ class LossConfig:
             raise ValueError(f"epsilon_high must be > 0, not {self.epsilon_high}")
         if self.beta < 0:
             raise ValueError(f"beta must be >= 0, not {self.beta}")
+
+    @property
+    def equal_groups(self) -> bool:
+        return (self.group_weighting or ("size" if self.loss_type == "dapo" else "equal")) == "equal"
+
+    @property
+    def ratio_to_learner(self) -> bool:
+        """Whether the clipped ratio is to the policy before the batch's first update, and not to the sampler.
+
+        So it is where a correction accounts for what lies between the two.
+        """
+        return self.policy_loss == "clip" and self.correction.active and self.correction.weigh
 
     @property
     def only_advantages(self) -> bool:

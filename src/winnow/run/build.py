@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
-from ..config import AuditConfig, ConfigError, LoraConfig, MethodSpec, RunConfig, method
+from ..config import CLIPPING, AuditConfig, ConfigError, LoraConfig, MethodSpec, RunConfig, method
 from ..engine import ENGINES
 from ..engine.base import Engine, SamplingParams
 from ..env import ENVS
@@ -104,7 +104,8 @@ def _check_signal(c: RunConfig, advantage: Advantage, filter_: Filter) -> None:
 
 
 def _check_in_update(c: RunConfig, advantage: Advantage) -> None:
-    if isinstance(advantage, InUpdate) and (problem := advantage.problem(build_loss(c))):
+    loss = build_loss(c)
+    if isinstance(advantage, InUpdate) and (problem := advantage.problem(loss)):
         raise ConfigError(f"advantage: {_name(c.advantage)} finds its baseline in the update: {problem}")
 
 
@@ -220,22 +221,31 @@ def step_options(c: RunConfig, pad_id: int, device: torch.device) -> StepOptions
         pad_id=pad_id,
         seed=c.seed,
         device=device,
+        kl_in_reward=c.beta if c.kl_in_reward else 0.0,
         unbiased=any(getattr(method(GATES, spec, "gates"), "unbiased", False) for spec in c.gates),
     )
 
 
 def build_loss(c: RunConfig) -> LossConfig:
-    return LossConfig(
+    """Raises ConfigError on an unknown correction, and on options of a ratio that is always 1."""
+    loss = LossConfig(
         policy_loss=c.policy_loss,
         epsilon=c.epsilon,
         epsilon_high=c.epsilon_high,
         importance_sampling_level=c.importance_sampling_level,
         loss_type=c.loss_type,
-        beta=c.beta,
+        group_weighting=c.group_weighting,
+        beta=0.0 if c.kl_in_reward else c.beta,
         kl_estimator=c.kl_estimator,
         entropy_coef=c.entropy_coef,
         correction=method(CORRECTIONS, c.correction, "correction"),
     )
+    if loss.ratio_to_learner and c.num_iterations == 1 and (changed := c.changed(CLIPPING)):
+        raise ConfigError(
+            f"{changed} has no effect with correction: {_name(c.correction)} and num_iterations: 1: what is clipped is "
+            "the change since the first of the iterations; remove it, or use correction: none, or more iterations"
+        )
+    return loss
 
 
 def build_task(spec: MethodSpec | Task) -> Task:

@@ -131,7 +131,7 @@ class LocalLearner:
         advantages, row_weight_B = advantages.to(logp.dtype), batch.row_weight_B.to(logp.dtype)
         per_token, clipped = policy_loss(logp, old_logp, advantages, weights, mask, loss)
         if loss.beta:
-            kl = kl_loss(logp, self._reference_logp(batch), old_logp, weights, mask, loss)
+            kl = kl_loss(logp, self._under_reference(batch), old_logp, weights, mask, loss)
             per_token = per_token + loss.beta * kl
             stats.add("kl", float((kl.detach() * mask).sum()))
         if loss.entropy_coef:
@@ -171,7 +171,12 @@ class LocalLearner:
         return lambda **inputs: model(**inputs).logits
 
     @torch.no_grad()
-    def _reference_logp(self, batch: MicroBatch) -> torch.Tensor:
+    def reference_logp(self, batch: MicroBatch) -> torch.Tensor:
+        with self._kernels():
+            return self._under_reference(batch)
+
+    @torch.no_grad()
+    def _under_reference(self, batch: MicroBatch) -> torch.Tensor:
         if self.reference is not None:
             return self._logp(batch, model=self.reference)[0]
         if not hasattr(self.model, "disable_adapter"):

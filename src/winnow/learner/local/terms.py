@@ -22,11 +22,13 @@ def correction_weights(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Weights of the tokens, and the log-probabilities that a clipped ratio refers to; columns shifted by one."""
     sampler_logp = batch.sampler_logp_BT[:, 1:]
-    if loss.correction.active and batch.old_logp_BT is None:
-        batch.old_logp_BT = logp_BT.detach()
-    old_logp = sampler_logp if batch.old_logp_BT is None else batch.old_logp_BT
+    old_logp = sampler_logp
+    if loss.ratio_to_learner:
+        if batch.old_logp_BT is None:
+            batch.old_logp_BT = logp_BT.detach()
+        old_logp = batch.old_logp_BT
     # With clipping, the ratio to `old_logp` carries what has changed since; the weight only what was off before.
-    corrected = old_logp if loss.policy_loss == "clip" else logp_BT.detach()
+    corrected = old_logp if loss.ratio_to_learner else logp_BT.detach()
     weights, metrics = loss.correction(corrected, sampler_logp, batch.mask_BT[:, 1:], batch.advantages_B)
     for name, number in metrics.items():
         stats.add(f"correction/{name}", number)

@@ -37,6 +37,11 @@ class Advantage(Protocol):
         ...
 
     @property
+    def scaled(self) -> bool:
+        """Whether a group's advantages are of the same size however little its rewards differ."""
+        ...
+
+    @property
     def smallest_group(self) -> int:
         """Siblings without which there is never a signal."""
         ...

@@ -15,6 +15,7 @@ class GroupRelative:
 
     greedy_baseline: ClassVar[bool] = False
     group_relative: ClassVar[bool] = True
+    scaled: ClassVar[bool] = False
 
     @property
     def smallest_group(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
@@ -31,6 +32,7 @@ class Grpo(GroupRelative):
     """GRPO (Shao et al. 2024): (r - mean) / (std + eps)."""
 
     eps: float = 1e-6
+    scaled: ClassVar[bool] = True
 
     def __call__(self, rewards_G: np.ndarray) -> np.ndarray:
         return grpo(rewards_G, self.eps)

@@ -39,6 +39,10 @@ class InUpdate:
         return True
 
     @property
+    def scaled(self) -> bool:
+        return False
+
+    @property
     def smallest_group(self) -> int:
         return 2
 

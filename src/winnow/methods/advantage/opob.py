@@ -28,9 +28,17 @@ class Opob(InUpdate):
     """Added to the standard deviation."""
     weighing: ClassVar[Weighing] = "gradient"
 
+    def __post_init__(self) -> None:
+        if not self.scale and self.eps != 1e-6:
+            raise ValueError("eps has no effect without scale; remove it, or set scale: true")
+
     @property
     def group_relative(self) -> bool:
         return self.scope == "group" or self.scale
+
+    @property
+    def scaled(self) -> bool:
+        return self.scale
 
     def factor(self, rewards_G: np.ndarray) -> float:
         there = present(rewards_G)

@@ -18,7 +18,7 @@ def reinforce_pp(rewards_N: np.ndarray, tokens_N: np.ndarray, eps: float = 1e-6)
     float [N], NaN where absent, and the number of action tokens of each rollout [N] -> [N]: every token counts the
     reward of its rollout once, so a long rollout weighs more. NaN members stay NaN. No tokens, or all rewards equal:
     zeros. Raises ValueError on another shape or an infinite reward. Source: Hu 2025 (REINFORCE++), global advantage
-    normalisation; its KL penalty belongs to the loss here, not to the reward.
+    normalisation; its KL penalty is `kl_in_reward`, a rollout's whole penalty at every token.
     """
     rewards_N = checked(rewards_N)
     counted = ~np.isnan(rewards_N) & (tokens_N > 0)
@@ -36,6 +36,7 @@ class ReinforcePP:
     eps: float = 1e-6
     greedy_baseline: ClassVar[bool] = False
     group_relative: ClassVar[bool] = False
+    scaled: ClassVar[bool] = False
 
     @property
     def smallest_group(self) -> int:

@@ -27,6 +27,7 @@ class ReMax:
 
     greedy_baseline: ClassVar[bool] = True
     group_relative: ClassVar[bool] = False
+    scaled: ClassVar[bool] = False
 
     @property
     def smallest_group(self) -> int:

@@ -18,6 +18,8 @@ from .truncate import Truncate
 class Correction(Protocol):
     active: bool
     """False when every weight is 1; the clipped loss then takes its ratio against the sampler itself."""
+    weigh: bool
+    """False when weights are 0 or 1; then, too: a rollout must be weighed once, by the weight or by that ratio."""
 
     def __call__(
         self,

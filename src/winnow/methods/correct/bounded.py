@@ -18,6 +18,7 @@ class Bounded:
     low: float = 0.0
     high: float | None = 8.0
     active = True
+    weigh = True
 
     def __post_init__(self) -> None:
         if not 0 <= self.low < (math.inf if self.high is None else self.high):

@@ -47,6 +47,8 @@ class Ess:
             raise ValueError(f"reference must lie in (0, 1], or be 'measured', not {self.reference!r}")
         if self.measured_steps < 1:
             raise ValueError(f"measured_steps must be at least 1, not {self.measured_steps}")
+        if self.measured_steps != 1 and self.reference != "measured":
+            raise ValueError(f"measured_steps has no effect with reference: {self.reference}; remove one of them")
 
     def build(self) -> EssScale:
         return EssScale(self)

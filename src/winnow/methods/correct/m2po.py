@@ -26,7 +26,7 @@ class M2PO:
 
     threshold: float = 0.04
     weigh: bool = True
-    """False: weight 1 for what is kept, as where the clipped loss has the ratio itself."""
+    """False: weight 1 for what is kept; the clipped loss then takes its ratio to the sampler, and holds the weight."""
     active = True
 
     def __post_init__(self) -> None:

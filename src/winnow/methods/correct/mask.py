@@ -20,7 +20,12 @@ class Mask(Bounded):
     only_negative: bool = False
     """Mask rollouts of negative advantage alone: to learn from a far-off mistake does more harm than good."""
     weigh: bool = True
-    """False: weight 1 for what is kept, as where the clipped loss has the ratio itself."""
+    """False: weight 1 for what is kept; the clipped loss then takes its ratio to the sampler, and holds the weight."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.low == 0 and self.high is None and not self.weigh:
+            raise ValueError("low: 0 and high: null mask nothing, and weigh: false leaves no weight; set a bound")
 
     def __call__(
         self,

@@ -14,6 +14,7 @@ class NoCorrection:
     """Weight 1 for every token."""
 
     active = False
+    weigh = False
 
     def __call__(
         self,
