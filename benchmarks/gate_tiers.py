@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import torch
 
 from winnow.config import RunConfig, method
 from winnow.env.base import Task
@@ -19,7 +18,7 @@ from winnow.methods.gate import GATES, Gate
 from winnow.methods.gate.divergence import Divergence
 from winnow.rollout.evaluate import roll_out
 from winnow.rollout.runner import RolloutOptions, RolloutRunner
-from winnow.run.build import build_loss, build_policy, build_task, learner_of, sampling_params, step_options
+from winnow.run.build import build_learner, build_loss, build_policy, build_task, sampling_params, step_options
 from winnow.run.standalone import opened
 from winnow.study.replay_stats import RESAMPLES
 from winnow.types import Group
@@ -172,10 +171,10 @@ def _optimizer_step(config: RunConfig) -> OptimizerStep:
     from winnow.methods.advantage import ADVANTAGES
 
     policy, _ = build_policy(config, None, None, None)
-    options = step_options(config, policy.tokenizer.pad_token_id, torch.device("cpu"))
+    options = step_options(config)
     advantage = method(ADVANTAGES, config.advantage, "advantage")
     scale = method(STEP_SCALES, config.step_scale, "step_scale").build()
-    return OptimizerStep(learner_of(policy, config), advantage, build_loss(config), scale, options)
+    return OptimizerStep(build_learner(policy, config), advantage, build_loss(config), scale, options)
 
 
 def _zero_variance(group: Group) -> bool:

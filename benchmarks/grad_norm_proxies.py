@@ -18,11 +18,12 @@ from arms import ROOT, write_json
 from scipy.stats import spearmanr
 
 from winnow.config import load_config
+from winnow.learner import Local
 from winnow.learner.batch import Row, collate
 from winnow.methods.advantage.otb import energy
 from winnow.rollout.evaluate import roll_out
 from winnow.rollout.runner import RolloutOptions, RolloutRunner
-from winnow.run.build import build_task, learner_of, sampling_params
+from winnow.run.build import build_task, sampling_params
 from winnow.run.standalone import model_config, opened
 from winnow.types import Group
 
@@ -38,7 +39,7 @@ def study(model: str, recipe: str) -> dict[str, Any]:
         options = RolloutOptions(sampling_params(c), c.max_prompt_length, c.seed)
         runner = RolloutRunner(engine, task, policy.tokenizer, rewarder, options)
         groups = roll_out(runner, task.train[:GROUPS], SIZE)
-        learner = learner_of(policy, c)
+        learner = Local().build(policy, c)
         parameters = [p for p in learner.model.parameters() if p.requires_grad]
         found = [_of_group(group, learner, parameters) for group in groups]
     all_N4 = np.concatenate(found)

@@ -111,6 +111,7 @@ class RunConfig(BaseModel):
     correction: MethodSpec = "none"
     step_scale: MethodSpec = "none"
     engine: MethodSpec = "local"
+    learner: MethodSpec = "local"
     sync: MethodSpec = "in_process"
 
     # the loss

@@ -255,19 +255,21 @@ def winnow_update(groups: list[Group], model: Any, reference: Any, s: Any, token
         entropy_coef=s.entropy_coef,
     )
     distribution = TokenDistribution(model.config.vocab_size, s.temperature)
-    learner = Spy(model, distribution, LearnerOptions(max_grad_norm=s.max_grad_norm), reference)
+    learner = Spy(
+        model,
+        distribution,
+        LearnerOptions(max_grad_norm=s.max_grad_norm, tokens_per_microbatch=tokens_per_microbatch),
+        reference,
+    )
     options = StepOptions(
         learning_rate=s.learning_rate,
         lr_scheduler_type="constant",
         warmup_steps=0,
         max_steps=1,
         num_iterations=1,
-        tokens_per_microbatch=tokens_per_microbatch,
         max_completion_length=s.max_new_tokens,
         mask_truncated_completions=False,
-        pad_id=0,
         seed=0,
-        device=torch.device("cpu"),
     )
     metrics = OptimizerStep(learner, ADVANTAGES[s.advantage](), loss, NoScale(), options)(groups, 0)
     return metrics, learner

@@ -78,8 +78,9 @@ def granite() -> GraniteForCausalLM:
     return peaked(GraniteForCausalLM(GraniteConfig(vocab_size=VOCABULARY, **SIZES, logits_scaling=8.0)))
 
 
-def learner_of(model: Any, reference: Any = None, **distribution: Any) -> LocalLearner:
-    return LocalLearner(model, TokenDistribution(VOCABULARY, **distribution), LearnerOptions(), reference)
+def learner_of(model: Any, reference: Any = None, tokens: int = 16_384, **distribution: Any) -> LocalLearner:
+    options = LearnerOptions(tokens_per_microbatch=tokens)
+    return LocalLearner(model, TokenDistribution(VOCABULARY, **distribution), options, reference)
 
 
 def random_rows(seed: int = 0, n: int = 6, advantages: tuple[float, ...] = (1.0, -0.5, 0.0, 2.0)) -> list[Row]:
@@ -114,7 +115,7 @@ def gradients(
 def assert_equal(ours: list[torch.Tensor], theirs: list[torch.Tensor], tolerance: float = 1e-9) -> None:
     """Within `tolerance` of the largest element. (Llama's norm rounds to float32, which sums of siblings see.)"""
     for mine, other in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(mine, other, rtol=0, atol=tolerance * (1e-3 + float(other.abs().max())))
+        torch.testing.assert_close(mine, other, rtol=0, atol=tolerance * (1e-3 + float(other.detach().abs().max())))
 
 
 def logp_of(learner: LocalLearner, batch: MicroBatch) -> torch.Tensor:

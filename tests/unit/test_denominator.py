@@ -64,7 +64,7 @@ def through_the_step(loss: LossConfig, model: Any, reference: Any, tokens_per_mi
             buffer.spend()
     survivors = buffer.take(0)[0]
     assert [g.visit.number for g in survivors] == [1, 3]
-    learner, seen = learner_of(model, reference), []
+    learner, seen = learner_of(model, reference, tokens=tokens_per_microbatch), []
     apply = learner.apply
 
     def looking(lr: float) -> float:
@@ -78,12 +78,9 @@ def through_the_step(loss: LossConfig, model: Any, reference: Any, tokens_per_mi
         warmup_steps=0,
         max_steps=1,
         num_iterations=1,
-        tokens_per_microbatch=tokens_per_microbatch,
         max_completion_length=16,
         mask_truncated_completions=False,
-        pad_id=0,
         seed=0,
-        device=torch.device("cpu"),
     )
     step = OptimizerStep(learner, ADVANTAGES["rloo"](), loss, STEP_SCALES["none"](), options)
     return seen, step(survivors, 0)

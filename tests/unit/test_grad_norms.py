@@ -168,7 +168,7 @@ def test_weights_and_distribution_are_those_of_the_loss(
     rows = pooled_rows(3)
     with torch.no_grad():  # a sampler not too far off, so that some weights are inside of the bounds
         for row in rows:
-            logp = learner.logp(collate([row], pad_id=0))[0, -len(row.rollout.token_ids) :].numpy()
+            logp = learner.batch_logp(collate([row], pad_id=0))[0, -len(row.rollout.token_ids) :].numpy()
             row.rollout.sampler_logp[:] = logp + 0.5 * np.sin(np.arange(len(logp)) + row.rollout.sibling)
     stats = update(learner, micro_batches(rows, 60, pad_id=0), loss)
     assert_same(learner, rows, loss, stats, 1e-6)

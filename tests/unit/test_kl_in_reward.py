@@ -24,7 +24,6 @@ from .test_batch import make_group
 from .test_kl_off_policy import PROMPT, SEQUENCES, V, close, flat, model_of, parameters, toy
 
 BETA = 0.3
-CPU = torch.device("cpu")
 
 
 def rollout(sibling: int, sequence: tuple[int, ...], reward: float | None) -> Rollout:
@@ -47,7 +46,7 @@ def test_with_importance_weights_the_gradient_is_that_of_reward_less_divergence(
     ]
     learner = LocalLearner(model_of(0), TokenDistribution(V), LearnerOptions(), model_of(2))
     advantage = ADVANTAGES["rloo"]()
-    found, metrics = penalised(groups, learner, advantage, BETA, 1000, 0, CPU)
+    found, metrics = penalised(groups, learner, advantage, BETA)
     logp, sampler = t.policy.sum(1), t.sampler.sum(1)
     weight = (logp.detach() - sampler).exp()
     value = torch.zeros((), dtype=torch.float64)
@@ -83,16 +82,13 @@ def trained(groups: list[Group], advantage: Any, kl_in_reward: float, **loss: An
         warmup_steps=0,
         max_steps=1,
         num_iterations=1,
-        tokens_per_microbatch=20,
         max_completion_length=16,
         mask_truncated_completions=False,
-        pad_id=0,
         seed=0,
-        device=CPU,
         kl_in_reward=kl_in_reward,
     )
     terms = LossConfig("plain", loss_type="sequence_sum", correction=Truncate(), **loss)
-    metrics = OptimizerStep(learner_of(model, reference), advantage, terms, NoScale(), options)(groups, 0)
+    metrics = OptimizerStep(learner_of(model, reference, tokens=20), advantage, terms, NoScale(), options)(groups, 0)
     return (model, reference), metrics
 
 

@@ -215,7 +215,7 @@ def test_lora_trains_adapters_only_and_merges_exactly(tokenizer: Any) -> None:
             assert torch.equal(value, before[plain]), name
 
     merged = llama()
-    merged.load_state_dict(learner.weights())
+    merged.load_state_dict(learner.weights().state_dict())
     with torch.no_grad():
         expected = learner.model(input_ids=batch.input_ids_BT).logits
         torch.testing.assert_close(merged(input_ids=batch.input_ids_BT).logits, expected, rtol=1e-4, atol=1e-4)

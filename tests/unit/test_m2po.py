@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from winnow.learner.base import Stats
 from winnow.learner.batch import Row, collate, rows_of
+from winnow.learner.local.learner import LocalLearner
 from winnow.learner.step import OptimizerStep, StepOptions
 from winnow.methods.advantage import ADVANTAGES
 from winnow.methods.correct.m2po import M2PO, cutoff
@@ -23,7 +24,7 @@ from .learner_models import assert_equal, learner_of, llama, random_rows
 from .test_batch import make_group
 
 STEP: dict[str, Any] = {"lr_scheduler_type": "constant", "warmup_steps": 0, "max_steps": 1, "num_iterations": 2}
-STEP |= {"max_completion_length": 16, "mask_truncated_completions": False, "pad_id": 0, "seed": 0}
+STEP |= {"max_completion_length": 16, "mask_truncated_completions": False, "seed": 0}
 
 
 def one_by_one(squared: list[float], threshold: float) -> list[bool]:
@@ -93,8 +94,9 @@ def test_the_update_does_not_depend_on_micro_batches(
             rollout.token_ids = (rollout.token_ids + n) % 30
             rollout.sampler_logp = sampler_logp[n]
         loss = LossConfig(policy_loss=policy_loss, correction=M2PO())
-        options = StepOptions(learning_rate=1e-3, tokens_per_microbatch=tokens, device=torch.device("cpu"), **STEP)
-        metrics = OptimizerStep(learner_of(model), ADVANTAGES["grpo"](), loss, NoScale(), options)(groups, 0)
+        options = StepOptions(learning_rate=1e-3, **STEP)
+        learner = learner_of(model, tokens=tokens)
+        metrics = OptimizerStep(learner, ADVANTAGES["grpo"](), loss, NoScale(), options)(groups, 0)
         return list(model.parameters()), metrics
 
     (whole, metrics), (pieces, same) = trained(10_000), trained(1)
@@ -102,13 +104,13 @@ def test_the_update_does_not_depend_on_micro_batches(
     assert same == pytest.approx(metrics, rel=1e-5, abs=1e-9)
     for a, b in zip(whole, pieces, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
-    monkeypatch.setattr(OptimizerStep, "_loss_over", lambda self, batches: self.loss)
+    monkeypatch.setattr(LocalLearner, "_over_batch", lambda self, loss: loss)
     assert trained(1)[1]["correction/clipped_share"] != metrics["correction/clipped_share"]
 
 
 def test_log_probabilities_without_gradients_are_those_of_the_update() -> None:
     learner, batch, stats = learner_of(llama().double()), collate(random_rows(), pad_id=0), Stats()
-    logp = learner.logp(batch)
+    logp = learner.batch_logp(batch)
     assert not logp.requires_grad
     learner.forward_backward(batch, LossConfig(correction=M2PO()), stats)
     assert batch.old_logp_BT is not None
@@ -140,12 +142,15 @@ def test_mixed_lags_by_brute_force(
     to the policy that sampled it: as a weight, or as the ratio that is clipped (`weigh: false`).
     """
     draw, threshold = np.random.default_rng(3), 0.04
-    learner, groups = learner_of(llama().double()), [make_group(n, [1.0, 0.0, 0.3]) for n in range(3)]
+    learner, groups = (
+        learner_of(llama().double(), tokens=tokens_per_microbatch),
+        [make_group(n, [1.0, 0.0, 0.3]) for n in range(3)],
+    )
     rollouts = [r for g in groups for r in g.rollouts]
     for n, (rollout, lags) in enumerate(zip(rollouts, LAGS, strict=True)):
         rollout.token_ids = (rollout.token_ids + n) % 30
         rollout.versions = (6 - np.array(lags)).astype(np.int32)
-        logp = learner.logp(collate([Row(rollout, 0.0, 0.0)], pad_id=0))[0, -4:].numpy()
+        logp = learner.logp([Row(rollout, 0.0, 0.0)])[0].numpy()
         rollout.sampler_logp = (logp + 0.15 * np.array(lags) * draw.normal(size=4)).astype(np.float32)
     rows = rows_of(groups, ADVANTAGES["dr_grpo"](), "sequence_sum", max_completion_length=16)
     batch = collate(rows, pad_id=0)
@@ -164,12 +169,7 @@ def test_mixed_lags_by_brute_force(
     seen: list[torch.Tensor] = []
     learner.apply = lambda lr: seen.extend(p.grad.clone() for p in learner.model.parameters()) or 0.0  # type: ignore
     loss = LossConfig(policy_loss, loss_type="sequence_sum", correction=M2PO(threshold, weigh))
-    options = StepOptions(
-        learning_rate=1e-3,
-        tokens_per_microbatch=tokens_per_microbatch,
-        device=torch.device("cpu"),
-        **STEP | {"num_iterations": 1},
-    )
+    options = StepOptions(learning_rate=1e-3, **STEP | {"num_iterations": 1})
     metrics = OptimizerStep(learner, ADVANTAGES["dr_grpo"](), loss, NoScale(), options)(groups, 6)
     assert_equal(seen, list(exact), tolerance=1e-6)
     of_lag = {

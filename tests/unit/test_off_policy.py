@@ -21,7 +21,7 @@ from .learner_models import learner_of, llama
 from .test_batch import make_group, make_rollout
 
 STEP: dict[str, Any] = {"lr_scheduler_type": "constant", "warmup_steps": 0, "max_steps": 9, "num_iterations": 1}
-STEP |= {"max_completion_length": 16, "mask_truncated_completions": False, "pad_id": 0, "seed": 0}
+STEP |= {"max_completion_length": 16, "mask_truncated_completions": False, "seed": 0}
 
 
 def quantile(values: list[float], q: float) -> float:
@@ -92,8 +92,8 @@ def test_micro_batches_do_not_matter_and_the_step_size_goes_by_what_is_shown(sca
         for n, rollout in enumerate(r for g in groups for r in g.rollouts):
             rollout.sampler_logp = sampler_logp[n]
         loss, build = LossConfig(policy_loss="plain", correction=Truncate()), STEP_SCALES[scale]().build()
-        options = StepOptions(learning_rate=1e-3, tokens_per_microbatch=tokens, device=torch.device("cpu"), **STEP)
-        step = OptimizerStep(learner_of(llama().double()), ADVANTAGES["grpo"](), loss, build, options)
+        options = StepOptions(learning_rate=1e-3, **STEP)
+        step = OptimizerStep(learner_of(llama().double(), tokens=tokens), ADVANTAGES["grpo"](), loss, build, options)
         return step(groups, 4)
 
     whole = metrics_of(10_000)

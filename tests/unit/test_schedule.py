@@ -24,12 +24,9 @@ def rates(**options: Any) -> list[float]:
         lr_decay_steps=c.lr_decay_steps,
         max_steps=c.max_steps,
         num_iterations=1,
-        tokens_per_microbatch=1,
         max_completion_length=1,
         mask_truncated_completions=False,
-        pad_id=0,
         seed=0,
-        device=torch.device("cpu"),
     )
     return [scheduled_lr(step, step_options) for step in range(c.max_steps + 1)]
 

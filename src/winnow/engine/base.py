@@ -5,12 +5,13 @@ An engine knows nothing of groups, rewards or training. It can be used alone; se
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
-import torch
+
+from ..base.weights import Weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,10 +117,10 @@ class Engine(Protocol):
         """Admit waiting requests into free slots and sample one token for every running sequence."""
         ...
 
-    def load_weights(self, state: Mapping[str, torch.Tensor], version: int) -> None:
+    def load_weights(self, weights: Weights, version: int) -> None:
         """Swap weights between two decode steps; running sequences keep their KV cache and go on.
 
-        `state` has the names of the Hugging Face model's `state_dict()`. Raises ValueError on a missing, unknown,
+        `weights` has the names of the Hugging Face model's `state_dict()`. Raises ValueError on a missing, unknown,
         misshapen or non-finite tensor, and leaves the old weights in place.
         """
         ...

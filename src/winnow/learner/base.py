@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
+from ..base.weights import WeightSource
 from ..methods.loss import LossConfig
-from .batch import MicroBatch
+from .batch import Row
 
 
 @dataclass
@@ -34,16 +35,50 @@ class Stats:
         return self.sums.get(name, 0.0) / max(self.sums.get(of, 0.0), 1.0)
 
 
+@dataclass(frozen=True)
+class Sizes:
+    """Parameters of the policy."""
+
+    total: int
+    trained: int
+
+
 class Learner(Protocol):
-    def forward_backward(self, batch: MicroBatch, loss: LossConfig, stats: Stats) -> None:
-        """Accumulate the gradients of one micro-batch. Raises FloatingPointError when the loss is not finite."""
+    """The policy and its optimizer, on one device or many. Nobody outside touches the model itself.
+
+    On several ranks every rank makes the same calls with the same rows; cutting them into micro-batches is the
+    learner's own business, so that ranks can agree on it.
+    """
+
+    @property
+    def device(self) -> torch.device:
+        """Where results of this process lie."""
         ...
 
-    def logp(self, batch: MicroBatch) -> torch.Tensor:
-        """Log-probabilities of the tokens after the first, [B, T-1], 0 off the mask, without gradients."""
+    @property
+    def sizes(self) -> Sizes: ...
+
+    @property
+    def precision(self) -> str:
+        """Coarsest type of the forward pass: `float32`, `tfloat32`, `bfloat16` or `float16`."""
         ...
 
-    def reference_logp(self, batch: MicroBatch) -> torch.Tensor:
+    def accumulate(self, rows: Sequence[Row], loss: LossConfig, iteration: int = 0) -> Stats:
+        """Accumulate the gradients of the loss summed over `rows`.
+
+        `iteration`: counts updates on the same rows, from 0; importance ratios refer to the policy before number 0.
+        Raises FloatingPointError when the loss is not finite.
+        """
+        ...
+
+    def logp(self, rows: Sequence[Row], *, raw: bool = False) -> list[torch.Tensor]:
+        """Log-probabilities [A] of the A action tokens of each row, without gradients or dropout.
+
+        `raw`: before temperature, top-k and top-p.
+        """
+        ...
+
+    def reference_logp(self, rows: Sequence[Row]) -> list[torch.Tensor]:
         """The same under the reference model. Raises ValueError without one."""
         ...
 
@@ -54,12 +89,36 @@ class Learner(Protocol):
         """
         ...
 
-    def weights(self) -> Mapping[str, torch.Tensor]:
-        """What the engine loads: names of the Hugging Face model's `state_dict()`, adapters merged."""
+    def weights(self) -> WeightSource:
+        """What engines load."""
         ...
 
     def save(self, directory: Path) -> None:
-        """Write the trained weights (a Hugging Face or PEFT directory) and the optimizer's state."""
+        """Write what a resume needs: trained weights (a Hugging Face or PEFT directory `model`), optimizer."""
         ...
 
-    def load_optimizer(self, directory: Path) -> None: ...
+    def load(self, directory: Path) -> None:
+        """From what `save` has written. Raises ValueError when it is another model's."""
+        ...
+
+    def export(self, directory: Path) -> None:
+        """Write the policy as one ordinary Hugging Face model directory, adapters merged."""
+        ...
+
+
+@dataclass
+class Policy:
+    """The model that is trained, what it speaks, and what a KL penalty holds it to."""
+
+    model: torch.nn.Module
+    """Wrapped by peft under LoRA."""
+    tokenizer: Any
+    reference: torch.nn.Module | None
+    origin: str = ""
+    """Digest of the weights that adapters or a KL penalty refer to; they are not in the checkpoint."""
+
+    @property
+    def n_tokens(self) -> int:
+        """Ids that can be sampled: those the tokenizer can decode."""
+        model: Any = self.model
+        return int(min(len(self.tokenizer), model.get_input_embeddings().num_embeddings))

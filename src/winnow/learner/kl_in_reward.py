@@ -11,23 +11,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-import torch
-
 from ..methods.advantage import Advantage
 from ..methods.filter.zero_variance import is_zero_variance
 from ..types import Group, Rollout
 from .base import Learner
-from .batch import Row, collate, packed
+from .batch import Row
 
 
 def penalised(
-    groups: Sequence[Group],
-    learner: Learner,
-    advantage: Advantage,
-    beta: float,
-    tokens_per_microbatch: int,
-    pad_id: int,
-    device: torch.device,
+    groups: Sequence[Group], learner: Learner, advantage: Advantage, beta: float
 ) -> tuple[list[Group], dict[str, float]]:
     """Copies of the groups with `beta` times the log ratio of each rollout taken off its reward, and metrics.
 
@@ -37,7 +29,7 @@ def penalised(
     penalty up to the size of a reward. Metrics: `kl`, nats a token, and `kl_penalty`, a rollout.
     """
     judged = [r for group in groups for r in group.rollouts if r.reward is not None]
-    kl = log_ratios(judged, learner, tokens_per_microbatch, pad_id, device)
+    kl = log_ratios(judged, learner)
     of_rollout = {id(r): beta * d for r, d in zip(judged, kl, strict=True)}
     found = []
     for group in groups:
@@ -51,14 +43,8 @@ def _less(rollout: Rollout, penalties: dict[int, float]) -> Rollout:
     return rollout if rollout.reward is None else replace(rollout, reward=rollout.reward - penalties[id(rollout)])
 
 
-def log_ratios(
-    rollouts: Sequence[Rollout], learner: Learner, tokens_per_microbatch: int, pad_id: int, device: torch.device
-) -> list[float]:
+def log_ratios(rollouts: Sequence[Rollout], learner: Learner) -> list[float]:
     """log policy(y|x) - log reference(y|x) over the action tokens, in nats; two forward passes."""
-    found: dict[int, float] = {}
-    for rows in packed([Row(rollout, 0.0, 0.0) for rollout in rollouts], tokens_per_microbatch):
-        batch = collate(rows, pad_id, device)
-        difference_BT = learner.logp(batch).double() - learner.reference_logp(batch).double()
-        for row, total in zip(rows, difference_BT.sum(1).tolist(), strict=True):
-            found[id(row.rollout)] = total
-    return [found[id(rollout)] for rollout in rollouts]
+    rows = [Row(rollout, 0.0, 0.0) for rollout in rollouts]
+    pairs = zip(learner.logp(rows), learner.reference_logp(rows), strict=True)
+    return [float((policy.double() - reference.double()).sum()) for policy, reference in pairs]

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
 from ..base.failpoint import failpoint
 from ..base.noise import noise_key
 from ..methods.advantage import Advantage
-from ..methods.correct import OverBatch, StepScale
+from ..methods.correct import StepScale
 from ..methods.loss import LossConfig
 from ..types import Group
 from .base import Learner, Stats
-from .batch import MicroBatch, micro_batches, rows_of, with_gradient
+from .batch import rows_of, with_gradient
 from .kl_in_reward import penalised
 from .off_policy import lag_metrics, sampling_metrics
 
@@ -26,12 +26,9 @@ class StepOptions:
     warmup_steps: int
     max_steps: int
     num_iterations: int
-    tokens_per_microbatch: int
     max_completion_length: int
     mask_truncated_completions: bool
-    pad_id: int
     seed: int
-    device: torch.device
     lr_end: float = 0.0
     lr_decay_steps: int | None = None
     unbiased: bool = False
@@ -94,12 +91,8 @@ class OptimizerStep:
         }
         if not teaching:
             return metrics
-        batches = micro_batches(teaching, o.tokens_per_microbatch, pad_id=o.pad_id, device=o.device)
-        for _ in range(o.num_iterations):
-            stats, loss = Stats(), self._loss_over(batches)
-            for batch in batches:
-                self.learner.forward_backward(batch, loss, stats)
-                failpoint("gradient")
+        for iteration in range(o.num_iterations):
+            stats = self.learner.accumulate(teaching, self.loss, iteration)
             lr = scheduled_lr(step, o)
             sampling = sampling_metrics(torch.cat(stats.log_ratio_N), torch.cat(stats.log_w_B))
             effective_lr = lr * self.scale(sampling["ess_ratio"])
@@ -122,24 +115,7 @@ class OptimizerStep:
         o = self.options
         if not o.kl_in_reward:
             return groups, {}
-        return penalised(
-            groups, self.learner, self.advantage, o.kl_in_reward, o.tokens_per_microbatch, o.pad_id, o.device
-        )
-
-    def _loss_over(self, batches: Sequence[MicroBatch]) -> LossConfig:
-        """The loss, with a correction that has seen all micro-batches if it has to; that costs a forward pass more."""
-        correction = self.loss.correction
-        if len(batches) == 1 or not isinstance(correction, OverBatch):
-            return self.loss
-        parts = []
-        for batch in batches:
-            logp = batch.old_logp_BT
-            if logp is None or not self.loss.ratio_to_learner:
-                logp = self.learner.logp(batch)
-            if self.loss.ratio_to_learner:
-                batch.old_logp_BT = logp
-            parts.append((logp, batch.sampler_logp_BT[:, 1:], batch.mask_BT[:, 1:], batch.advantages_B))
-        return replace(self.loss, correction=correction.over_batch(parts))
+        return penalised(groups, self.learner, self.advantage, o.kl_in_reward)
 
 
 def _token_means(stats: Stats, loss: LossConfig) -> dict[str, float]:

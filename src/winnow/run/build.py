@@ -18,8 +18,8 @@ from ..engine import ENGINES
 from ..engine.base import Engine, SamplingParams
 from ..env import ENVS
 from ..env.base import Demonstrator, Task
-from ..learner.local.learner import LearnerOptions, LocalLearner, frozen_copy
-from ..learner.local.logprob import TokenDistribution
+from ..learner import LEARNERS, Learner, Policy
+from ..learner.local.learner import frozen_copy
 from ..learner.step import StepOptions
 from ..methods.advantage import ADVANTAGES, Advantage, InUpdate
 from ..methods.correct import CORRECTIONS, STEP_SCALES, StepScale
@@ -38,18 +38,6 @@ from ..rollout.runner import RolloutRunner
 from ..sampler import SYNCS, Sampler
 from ..types import Prompt
 from .build_gates import build_gates
-
-
-@dataclass
-class Policy:
-    """The model that is trained, what it speaks, and what a KL penalty holds it to."""
-
-    model: torch.nn.Module
-    """Wrapped by peft under LoRA."""
-    tokenizer: Any
-    reference: torch.nn.Module | None
-    origin: str = ""
-    """Digest of the weights that adapters or a KL penalty refer to; they are not in the checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -206,7 +194,7 @@ def _check_overlap(c: RunConfig) -> None:
         )
 
 
-def step_options(c: RunConfig, pad_id: int, device: torch.device) -> StepOptions:
+def step_options(c: RunConfig) -> StepOptions:
     return StepOptions(
         learning_rate=c.learning_rate,
         lr_scheduler_type=c.lr_scheduler_type,
@@ -215,12 +203,9 @@ def step_options(c: RunConfig, pad_id: int, device: torch.device) -> StepOptions
         lr_decay_steps=c.lr_decay_steps,
         max_steps=c.max_steps,
         num_iterations=c.num_iterations,
-        tokens_per_microbatch=c.tokens_per_microbatch,
         max_completion_length=c.max_completion_length,
         mask_truncated_completions=c.mask_truncated_completions,
-        pad_id=pad_id,
         seed=c.seed,
-        device=device,
         kl_in_reward=c.beta if c.kl_in_reward else 0.0,
         unbiased=any(getattr(method(GATES, spec, "gates"), "unbiased", False) for spec in c.gates),
     )
@@ -371,21 +356,11 @@ def _with_lora(base: Any, lora: LoraConfig, saved: Path | None) -> Any:
     return peft.get_peft_model(base, options)
 
 
-def vocabulary_size(tokenizer: Any, model: Any) -> int:
-    """Ids that can be sampled: those the tokenizer can decode."""
-    return min(len(tokenizer), model.get_input_embeddings().num_embeddings)
-
-
-def learner_of(policy: Policy, c: RunConfig) -> LocalLearner:
-    distribution = TokenDistribution(vocabulary_size(policy.tokenizer, policy.model), c.temperature, c.top_p, c.top_k)
-    options = LearnerOptions(
-        beta1=c.adam_beta1,
-        beta2=c.adam_beta2,
-        eps=c.adam_epsilon,
-        weight_decay=c.weight_decay,
-        max_grad_norm=c.max_grad_norm,
-        compute_dtype=getattr(torch, c.dtype),
-        matmul_precision=c.matmul_precision,
-        gradient_checkpointing=c.gradient_checkpointing,
-    )
-    return LocalLearner(policy.model, distribution, options, policy.reference)
+def build_learner(policy: Policy, c: RunConfig) -> Learner:
+    """Raises ConfigError when the policy cannot be trained as configured."""
+    options = method(LEARNERS, c.learner, "learner")
+    try:
+        learner: Learner = options.build(policy, c)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    return learner

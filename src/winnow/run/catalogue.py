@@ -9,6 +9,7 @@ from typing import Any
 
 from ..engine import ENGINES
 from ..env import ENVS
+from ..learner import LEARNERS
 from ..methods.advantage import ADVANTAGES
 from ..methods.correct import CORRECTIONS, STEP_SCALES
 from ..methods.filter import FILTERS
@@ -29,6 +30,7 @@ TABLES: dict[str, Mapping[str, type]] = {
     "advantage": ADVANTAGES,
     "correction": CORRECTIONS,
     "step_scale": STEP_SCALES,
+    "learner": LEARNERS,
 }
 """Config field -> its table, in the order in which a rollout meets them."""
 

@@ -14,9 +14,7 @@ MIB = 2**20
 
 def plan(trainer: Trainer) -> dict[str, Any]:
     """Upper bounds; completions usually end earlier."""
-    c, model = trainer.config, trainer.learner.model
-    parameters = sum(p.numel() for p in model.parameters())
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    c, parameters, trained = trainer.config, trainer.learner.sizes.total, trainer.learner.sizes.trained
     rollouts = rollouts_per_step(trainer)
     longest = c.max_prompt_length + c.max_completion_length
     evaluations = c.max_steps // c.eval_steps + 1 if c.eval_steps else 0
@@ -24,7 +22,7 @@ def plan(trainer: Trainer) -> dict[str, Any]:
         "model": c.model,
         "parameters": parameters,
         "trained_parameters": trained,
-        "device": str(next(model.parameters()).device),
+        "device": str(trainer.learner.device),
         "train_prompts": len(trainer.task.train),
         "test_prompts": len(trainer.task.test),
         "steps": c.max_steps,
@@ -36,7 +34,7 @@ def plan(trainer: Trainer) -> dict[str, Any]:
         "weights_mib": round(4 * parameters / MIB, 1),
         "gradients_and_optimizer_mib": round(12 * trained / MIB, 1),
         "engine_weights_mib": round(4 * parameters / MIB, 1),
-        "kv_cache_mib": round(kv_bytes_per_token(model) * _slots(trainer) * longest / MIB, 1),
+        "kv_cache_mib": round(getattr(trainer.engine, "kv_bytes_per_token", 0) * _slots(trainer) * longest / MIB, 1),
         "threads": torch.get_num_threads(),
         "output_dir": c.output_dir,
     }
@@ -46,14 +44,6 @@ def rollouts_per_step(trainer: Trainer) -> int:
     """With the largest groups that the run may come to; a filter that refills may need more than one batch of them."""
     m = trainer.methods
     return trainer.config.prompts_per_step * (m.group_size.largest + m.advantage.greedy_baseline)
-
-
-def kv_bytes_per_token(model: Any) -> int:
-    """Keys and values of one position in float32."""
-    config = model.config.get_text_config()
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return int(2 * config.num_hidden_layers * heads * size * 4)
 
 
 def _slots(trainer: Trainer) -> int:

@@ -33,12 +33,12 @@ from ..sampler.pace import Buffer
 from ..types import Group
 from . import checkpoint
 from .build import (
+    build_learner,
     build_loss,
     build_methods,
     build_policy,
     build_sampler,
     build_task,
-    learner_of,
     quiet_transformers,
     sampling_params,
     step_options,
@@ -109,7 +109,7 @@ class Trainer:
             funcs or c.reward_funcs or self.task.reward_funcs, c.reward_weights, c.reward_timeout_s
         )
         check_prompts(c, self.task, self.rewarder, self.tokenizer, self.engine)
-        self.learner = learner_of(policy, c)
+        self.learner = build_learner(policy, c)
         self.methods = build_methods(c, self.task.train)
         params = sampling_params(c)
         self._runner = RolloutRunner(
@@ -230,8 +230,7 @@ class Trainer:
 
     def _loop(self, ledger: Ledger, records: Records, state: Mapping[str, Any] | None) -> Loop:
         c, m = self.config, self.methods
-        device = next(iter(self.learner.model.parameters())).device
-        options = step_options(c, self.tokenizer.pad_token_id or 0, device)
+        options = step_options(c)
         parts = Parts(
             prompts=self.task.train,
             sampler=self._sampler,
@@ -270,7 +269,7 @@ class Trainer:
         loop.load_state_dict(state["loop"])
         self.rewarder.trainer_state.global_step = loop.step
         self._seconds_before = float(state["seconds_total"])
-        self.learner.load_optimizer(self._checkpoint)
+        self.learner.load(self._checkpoint)
         self._sampler.load(self._checkpoint)
         self._sampler.publish(self.learner.weights(), loop.step)
         loop.relaunch(state["loop"])
@@ -351,7 +350,7 @@ class Trainer:
 
     def _finish(self, ledger: Ledger, loop: Loop) -> dict[str, float]:
         """Save the model as an ordinary Hugging Face directory and close the account."""
-        self.learner.save_merged(self.run_dir / "model")
+        self.learner.export(self.run_dir / "model")
         self.tokenizer.save_pretrained(self.run_dir / "model")
         self.methods.save(self.run_dir / "model")
         readable(self.run_dir / "model")

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Protocol
 
-import torch
-
+from ..base.weights import WeightSource
 from ..types import Group, Visit
 
 
@@ -38,8 +36,8 @@ class Sampler(Protocol):
         """Go on, or wait a moment; returns the groups that are finished and scored."""
         ...
 
-    def publish(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
-        """New weights, under the names of the Hugging Face model's `state_dict()`; rollouts under way go on."""
+    def publish(self, weights: WeightSource, version: int) -> None:
+        """New weights; rollouts under way go on with them."""
         ...
 
     def newest(self) -> AbstractContextManager[None]:

@@ -5,7 +5,7 @@ Everything is a function of the seed: with a lag, too, a run can be repeated and
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ..base.noise import noise_key
+from ..base.weights import WeightSource
 from ..config import RunConfig
 from ..engine.base import Engine
 from ..rollout.runner import RolloutRunner
@@ -65,7 +66,7 @@ class InProcessSampler:
     def poll(self) -> list[Group]:
         return self.runner.poll()
 
-    def publish(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
+    def publish(self, weights: WeightSource, version: int) -> None:
         self._newest = version
         if not self.max_lag:
             self.engine.load_weights(weights, version)

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import queue
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
+from ..base.weights import StateWeights, WeightSource
 from ..config import ConfigError, RunConfig
 from ..env.workers.worker import START_TIMEOUT_S
 from ..rollout.runner import RolloutRunner
@@ -74,7 +74,7 @@ class ProcessSampler:
             "greedy_baseline": self._greedy,
             "fingerprints": fingerprints(runner.task, runner.tokenizer),
         }
-        self._newest: Mapping[str, torch.Tensor] = {}
+        self._newest: WeightSource = StateWeights({})
         self._weights = PublishedWeights(Path(config.output_dir) / WEIGHTS)
         self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._children: list[Child] = []
@@ -107,7 +107,7 @@ class ProcessSampler:
         child.flights[sent.visit.number] = sent
         child.send({"launch": visit_state(sent.visit), "size": sent.size})
 
-    def publish(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
+    def publish(self, weights: WeightSource, version: int) -> None:
         self._newest = weights
         self._weights.write(weights, version)
         if not self._children:

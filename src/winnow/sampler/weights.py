@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors.torch import save_file
 
+from ..base.weights import WeightSource
 from ..env.base import Task
 from ..env.prompting import tokenizer_digest
 
@@ -33,7 +32,7 @@ class PublishedWeights:
     def path(self, version: int) -> Path:
         return self.directory / f"{version}.safetensors"
 
-    def write(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
+    def write(self, weights: WeightSource, version: int) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)
         apart = {name: tensor.detach().cpu().clone() for name, tensor in weights.items()}  # tied weights share storage
         writing = self.directory / ".writing"

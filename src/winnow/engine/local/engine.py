@@ -7,7 +7,7 @@ of their prompt), and samples for all of them. Sequences live in the first n slo
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from ...base.noise import uniform
+from ...base.weights import Weights, state_of
 from ..base import Event, Finished, Reached, Request, SamplingParams
 from . import slots as col
 from .backend import Output, Prefilled, check_state
@@ -25,6 +26,7 @@ from .requests import check_checkpoints, check_request
 from .sampling import Rows, confidence, sample
 from .slots import SlotTable, Stopwatch
 from .stops import StopTable
+from .versions import Versions
 
 T = TypeVar("T")
 
@@ -112,7 +114,7 @@ class LocalEngine:
         # With fixed slots nothing may depend on what else runs, so not on what had to make room either.
         self._kept = KeptSequences(0 if fixed_slots else slots)
         self._steps = 0
-        self._swaps = [(0, 0)]
+        self._versions = Versions()
         self._waste = 0
         self._failure: str | None = None
 
@@ -123,6 +125,16 @@ class LocalEngine:
 
         model = AutoModelForCausalLM.from_pretrained(path, trust_remote_code=False)
         return cls(model, AutoTokenizer.from_pretrained(path, trust_remote_code=False), **options)
+
+    @property
+    def dtype(self) -> str:
+        """Type of weights, keys and values."""
+        return str(self._backend.dtype).removeprefix("torch.")
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Keys and values of one position."""
+        return sum(h * s for shapes in self._backend.kv_shapes for h, s in shapes) * self._backend.dtype.itemsize
 
     @property
     def pending(self) -> int:
@@ -160,7 +172,7 @@ class LocalEngine:
                 events.append(Finished(id_, *args, "cancelled", 0.0))
             elif id_ in self._table.row_of:
                 rows.append(self._table.row_of[id_])
-                events.append(self._table.finished(rows[-1], "cancelled", self._versions(rows[-1])))
+                events.append(self._finished(rows[-1], "cancelled"))
         self._remove(rows)
         return events
 
@@ -173,25 +185,18 @@ class LocalEngine:
 
     # ---- weights -----------------------------------------------------------------------------------------------
 
-    def load_weights(self, state: Mapping[str, torch.Tensor], version: int) -> None:
+    def load_weights(self, weights: Weights, version: int) -> None:
         self._require_alive()
-        self._backend.load(check_state(state, self._expected, self._tied))
+        self._backend.load(check_state(state_of(weights), self._expected, self._tied))
         for prompt in self._prompts.values():
             prompt.prefilled = None  # computed by the old weights, and no running row needs it
         self._kept.clear()
         self.version = version
-        self._swaps.append((self._steps, version))
-        oldest = self._table.ints[col.BORN, : self._table.n].min(initial=self._steps)
-        while len(self._swaps) > 1 and self._swaps[1][0] <= oldest:
-            del self._swaps[0]
+        self._versions.swap(self._steps, version, self._table.ints[col.BORN, : self._table.n].min(initial=self._steps))
 
-    def _versions(self, row: int) -> np.ndarray:
-        born, count = self._table.ints[[col.BORN, col.COUNT], row]
-        if self._swaps[-1][0] <= born:
-            return np.full(count, self.version, dtype=np.int32)
-        starts, versions = np.array(self._swaps).T
-        steps = np.arange(born, born + count)
-        return versions[np.searchsorted(starts, steps, side="right") - 1].astype(np.int32)
+    def _finished(self, row: int, reason: str, hidden: np.ndarray | None = None) -> Finished:
+        versions = self._versions.of(*self._table.ints[[col.BORN, col.COUNT], row])
+        return self._table.finished(row, reason, versions, hidden)
 
     # ---- one step ----------------------------------------------------------------------------------------------
 
@@ -332,7 +337,7 @@ class LocalEngine:
             request = self._table.requests[row]
             if reason:
                 self._keep(row)
-                events.append(self._table.finished(row, reason, self._versions(row), hidden.get(row)))
+                events.append(self._finished(row, reason, hidden.get(row)))
                 continue
             if row in hidden:
                 logp = self._table.sampled(row)[1].copy()
@@ -355,7 +360,7 @@ class LocalEngine:
     def _keep(self, row: int) -> None:
         """Keys and values of all but the last token, which has not been through the model; none of older weights."""
         request, (sampled, _) = self._table.requests[row], self._table.sampled(row)
-        if request.keep and self._swaps[-1][0] <= self._table.ints[col.BORN, row]:
+        if request.keep and self._versions.unchanged_since(int(self._table.ints[col.BORN, row])):
             tokens = (*request.prompt_ids, *sampled[:-1].tolist())
             self._kept.put(request.id, Kept(tokens, *self._cache.copy_of(row, len(tokens))))
 
@@ -377,7 +382,8 @@ class LocalEngine:
             with torch.inference_mode():
                 self._cache.move(self._to_device(targets), self._to_device(sources), columns)
         if not self.pending:  # an idle engine remembers nothing that could change what comes next
-            self._waste, self._swaps = 0, [(self._steps, self.version)]
+            self._waste = 0
+            self._versions.forget(self._steps)
 
     def _to_device(self, array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self._backend.device)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -15,9 +15,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from ...base.failpoint import failpoint
+from ...base.weights import StateWeights, WeightSource
+from ...methods.correct import OverBatch
 from ...methods.loss import LossConfig, kl_loss, policy_loss
-from ..base import Stats
-from ..batch import MicroBatch
+from ..base import Sizes, Stats
+from ..batch import MicroBatch, Row, collate, micro_batches, packed
 from .forward import Body, can_share_prompts, head_is_linear, predictions
 from .logprob import TokenDistribution, token_logp
 from .modes import checkpoint_layers, train_adapter_dropout
@@ -41,6 +44,9 @@ class LearnerOptions:
     matmul_precision: str = "highest"
     """float32 matrix products of the update; `medium` uses bfloat16 units (AMX, tensor cores) where there are any."""
     gradient_checkpointing: bool = False
+    tokens_per_microbatch: int = 16_384
+    """Padded tokens of one forward and backward pass; a longer row goes alone."""
+    pad_id: int = 0
 
 
 class LocalLearner:
@@ -70,6 +76,8 @@ class LocalLearner:
             checkpoint_layers(self._causal_lm)
         train_adapter_dropout(model)
         self._params = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        self._batches: list[MicroBatch] = []
+        """Of the step under way: later iterations refer to what its first one has found."""
         self._optimizer = torch.optim.AdamW(
             self._params.values(),
             lr=0.0,
@@ -78,6 +86,20 @@ class LocalLearner:
             weight_decay=options.weight_decay,
             fused=True,
         )
+
+    @property
+    def device(self) -> torch.device:
+        return next(self._causal_lm.parameters()).device
+
+    @property
+    def sizes(self) -> Sizes:
+        return Sizes(sum(p.numel() for p in self.model.parameters()), sum(p.numel() for p in self._params.values()))
+
+    @property
+    def precision(self) -> str:
+        if self.options.compute_dtype == torch.float32 and self.options.matmul_precision != "highest":
+            return "bfloat16" if self.options.matmul_precision == "medium" else "tfloat32"
+        return str(self.options.compute_dtype).removeprefix("torch.")
 
     @cached_property
     def _pooled(self) -> PooledGradients:
@@ -94,7 +116,33 @@ class LocalLearner:
     def _token_baselines(self) -> TokenBaselines:
         return TokenBaselines(self._logp)
 
+    def accumulate(self, rows: Sequence[Row], loss: LossConfig, iteration: int = 0) -> Stats:
+        if iteration == 0:
+            o = self.options
+            self._batches = micro_batches(rows, o.tokens_per_microbatch, pad_id=o.pad_id, device=self.device)
+        stats, loss = Stats(), self._over_batch(loss)
+        for batch in self._batches:
+            self.forward_backward(batch, loss, stats)
+            failpoint("gradient")
+        return stats
+
+    def _over_batch(self, loss: LossConfig) -> LossConfig:
+        """The loss, with a correction that has seen all micro-batches if it has to; that costs a forward pass more."""
+        correction = loss.correction
+        if len(self._batches) == 1 or not isinstance(correction, OverBatch):
+            return loss
+        parts = []
+        for batch in self._batches:
+            logp = batch.old_logp_BT
+            if logp is None or not loss.ratio_to_learner:
+                logp = self.batch_logp(batch)
+            if loss.ratio_to_learner:
+                batch.old_logp_BT = logp
+            parts.append((logp, batch.sampler_logp_BT[:, 1:], batch.mask_BT[:, 1:], batch.advantages_B))
+        return replace(loss, correction=correction.over_batch(parts))
+
     def forward_backward(self, batch: MicroBatch, loss: LossConfig, stats: Stats) -> None:
+        """Accumulate the gradients of one micro-batch. Raises FloatingPointError when the loss is not finite."""
         with self._kernels():
             if batch.pools is not None and batch.pools.weighing == "gradient":
                 self._pooled.add(batch, loss, stats)
@@ -108,7 +156,7 @@ class LocalLearner:
     def _kernels(self) -> Iterator[None]:
         """The matrix precision of the update. Below the highest, a CPU's fused attention is slower than plain."""
         previous, precision = torch.get_float32_matmul_precision(), self.options.matmul_precision
-        plain_attention = precision != "highest" and next(iter(self._params.values())).device.type == "cpu"
+        plain_attention = precision != "highest" and self.device.type == "cpu"
         torch.set_float32_matmul_precision(precision)
         try:
             with sdpa_kernel(SDPBackend.MATH) if plain_attention else nullcontext():
@@ -144,9 +192,34 @@ class LocalLearner:
         return total
 
     @torch.no_grad()
-    def logp(self, batch: MicroBatch) -> torch.Tensor:
+    def batch_logp(self, batch: MicroBatch) -> torch.Tensor:
+        """Log-probabilities of the tokens after the first, [B, T-1], 0 off the mask."""
         with self._kernels():
             return self._logp(batch)[0]
+
+    def logp(self, rows: Sequence[Row], *, raw: bool = False) -> list[torch.Tensor]:
+        used = self.distribution
+        self.distribution = TokenDistribution(used.n_tokens) if raw else used
+        self.model.eval()
+        try:
+            return self._of_rows(rows, self.batch_logp)
+        finally:
+            self.distribution = used
+            train_adapter_dropout(self.model)
+
+    @torch.no_grad()
+    def reference_logp(self, rows: Sequence[Row]) -> list[torch.Tensor]:
+        with self._kernels():
+            return self._of_rows(rows, self._under_reference)
+
+    def _of_rows(self, rows: Sequence[Row], logp: Callable[[MicroBatch], torch.Tensor]) -> list[torch.Tensor]:
+        """What `logp` gives, [B, T-1], at the action tokens of each row."""
+        found: dict[int, torch.Tensor] = {}
+        for part in packed(rows, self.options.tokens_per_microbatch):
+            batch = collate(part, self.options.pad_id, self.device)
+            logp_BT, mask_BT = logp(batch), batch.mask_BT[:, 1:]
+            found |= {id(row): logp_T[mask_T] for row, logp_T, mask_T in zip(part, logp_BT, mask_BT, strict=True)}
+        return [found[id(row)] for row in rows]
 
     def _logp(
         self, batch: MicroBatch, *, with_entropy_grad: bool = False, squares: bool = False, model: Any = None
@@ -171,11 +244,6 @@ class LocalLearner:
         return lambda **inputs: model(**inputs).logits
 
     @torch.no_grad()
-    def reference_logp(self, batch: MicroBatch) -> torch.Tensor:
-        with self._kernels():
-            return self._under_reference(batch)
-
-    @torch.no_grad()
     def _under_reference(self, batch: MicroBatch) -> torch.Tensor:
         if self.reference is not None:
             return self._logp(batch, model=self.reference)[0]
@@ -187,8 +255,7 @@ class LocalLearner:
     def _autocast(self) -> Any:
         if self.options.compute_dtype == torch.float32:
             return nullcontext()
-        device = next(iter(self._causal_lm.parameters())).device
-        return torch.autocast(device.type, dtype=self.options.compute_dtype)
+        return torch.autocast(self.device.type, dtype=self.options.compute_dtype)
 
     def apply(self, lr: float) -> float:
         norm = torch.nn.utils.clip_grad_norm_(self._params.values(), self.options.max_grad_norm or math.inf)
@@ -202,10 +269,10 @@ class LocalLearner:
         return float(norm)
 
     @torch.no_grad()
-    def weights(self) -> Mapping[str, torch.Tensor]:
+    def weights(self) -> WeightSource:
         if self._causal_lm is self.model:
-            return self.model.state_dict()
-        return merged_state(self._causal_lm)
+            return StateWeights(self.model.state_dict())
+        return StateWeights(merged_state(self._causal_lm))
 
     def save(self, directory: Path) -> None:
         self.model.save_pretrained(directory / "model")
@@ -215,12 +282,14 @@ class LocalLearner:
                 state[f"{name}:{key}"] = value.detach().contiguous()
         save_file(state, directory / OPTIMIZER_FILE)
 
-    def save_merged(self, directory: Path) -> None:
-        """Write the policy as one ordinary Hugging Face model directory, adapters merged."""
-        self._causal_lm.save_pretrained(directory, state_dict=dict(self.weights()))
+    def export(self, directory: Path) -> None:
+        self._causal_lm.save_pretrained(directory, state_dict=dict(self.weights().state_dict()))
 
-    def load_optimizer(self, directory: Path) -> None:
-        """Raises ValueError when the file's parameters are not this model's."""
+    def load(self, directory: Path) -> None:
+        """The optimizer's state; weights come with the model.
+
+        Raises ValueError when the file's parameters are not this model's.
+        """
         state = load_file(directory / OPTIMIZER_FILE)
         names = {name.rpartition(":")[0] for name in state}
         if names and names != set(self._params):

@@ -1,0 +1,34 @@
+"""From a configuration to the learner of one process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ...config import RunConfig
+from ..base import Policy
+from .learner import LearnerOptions, LocalLearner
+from .logprob import TokenDistribution
+
+
+@dataclass(frozen=True)
+class Local:
+    """One process and one device: a Hugging Face causal LM, AdamW, full fine-tuning or LoRA."""
+
+    def build(self, policy: Policy, config: RunConfig) -> LocalLearner:
+        c = config
+        options = LearnerOptions(
+            beta1=c.adam_beta1,
+            beta2=c.adam_beta2,
+            eps=c.adam_epsilon,
+            weight_decay=c.weight_decay,
+            max_grad_norm=c.max_grad_norm,
+            compute_dtype=getattr(torch, c.dtype),
+            matmul_precision=c.matmul_precision,
+            gradient_checkpointing=c.gradient_checkpointing,
+            tokens_per_microbatch=c.tokens_per_microbatch,
+            pad_id=policy.tokenizer.pad_token_id or 0,
+        )
+        distribution = TokenDistribution(policy.n_tokens, c.temperature, c.top_p, c.top_k)
+        return LocalLearner(policy.model, distribution, options, policy.reference)

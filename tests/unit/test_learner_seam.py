@@ -1,0 +1,84 @@
+"""The learner as others see it: rows in, weights out, whatever it does with micro-batches inside."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import winnow
+from winnow.base.weights import StateWeights, state_of
+from winnow.config import ConfigError, validate
+from winnow.learner.base import Stats
+from winnow.learner.batch import collate, micro_batches
+from winnow.methods.correct.truncate import Truncate
+from winnow.methods.loss import LossConfig
+from winnow.run.build import build_learner
+
+from .learner_models import assert_equal, learner_of, llama, naive_logp, random_rows
+
+
+@pytest.mark.parametrize("tokens", [1, 30, 10_000])
+def test_rows_are_cut_into_micro_batches_inside_and_later_iterations_refer_to_the_first(tokens: int) -> None:
+    rows, loss = random_rows(n=9), LossConfig(correction=Truncate(level="token", high=2.0))
+    ours, theirs = llama().double(), llama().double()
+    learner, by_hand = learner_of(ours, tokens=tokens), learner_of(theirs)
+    batches = micro_batches(rows, tokens, pad_id=0)
+    for iteration in range(3):
+        stats, expected = learner.accumulate(rows, loss, iteration), Stats()
+        for batch in batches:
+            by_hand.forward_backward(batch, loss, expected)
+        assert stats.sums == expected.sums
+        assert learner.apply(1e-2) == by_hand.apply(1e-2)
+    assert_equal(list(ours.parameters()), list(theirs.parameters()), tolerance=0)
+
+
+def test_log_probabilities_of_rows_come_in_their_order() -> None:
+    rows, model = random_rows(n=9), llama().double()
+    rows = [*rows, rows[2]]
+    learner = learner_of(model, tokens=30, temperature=0.5)
+    batch = collate(rows, pad_id=0)
+    raw, mask = naive_logp(model, batch), batch.mask_BT[:, 1:]
+    for found, logp_T, mask_T in zip(learner.logp(rows, raw=True), raw, mask, strict=True):
+        torch.testing.assert_close(found, logp_T[mask_T])
+    transformed = learner.batch_logp(batch)
+    assert not torch.allclose(transformed, raw)
+    for found, logp_T, mask_T in zip(learner.logp(rows), transformed, mask, strict=True):
+        torch.testing.assert_close(found, logp_T[mask_T])
+
+
+def test_weights_say_what_comes_before_it_comes() -> None:
+    model = llama()
+    source = learner_of(model).weights()
+    assert list(source.specs) == [name for name, _ in source.items()] == list(model.state_dict())
+    for name, tensor in source.items():
+        assert (source.specs[name].shape, source.specs[name].dtype) == (tuple(tensor.shape), tensor.dtype)
+        assert source.state_dict()[name].data_ptr() == model.state_dict()[name].data_ptr(), "not copied"
+    plain = {"a": torch.zeros(2)}
+    assert state_of(plain) is plain
+    assert state_of(StateWeights(plain)) is plain
+
+
+def test_sizes_count_what_is_trained() -> None:
+    model = llama()
+    model.model.embed_tokens.requires_grad_(False)
+    total = sum(p.numel() for p in model.parameters())
+    sizes = learner_of(model).sizes
+    assert (sizes.total, sizes.trained) == (total, total - model.model.embed_tokens.weight.numel())
+
+
+@pytest.mark.parametrize("spec", ["lokal", {"name": "local", "ranks": 2}])
+def test_a_learner_is_chosen_by_name(spec: Any) -> None:
+    c = validate({"model": "m", "env": "countdown", "learner": spec})
+    with pytest.raises(ConfigError, match=r"Did you mean 'local'|unknown option 'ranks'"):
+        build_learner(None, c)  # type: ignore[arg-type]
+
+
+def test_nobody_outside_touches_the_model_of_a_learner() -> None:
+    source = Path(winnow.__file__).parent
+    for path in source.rglob("*.py"):
+        if "learner" not in path.relative_to(source).parts:
+            assert not re.search(r"learner\.(model|_\w+)\b", path.read_text(encoding="utf-8")), path
