@@ -304,6 +304,11 @@ def test_confidence_and_last_hidden_are_those_of_a_forward_pass(tiny_model: Path
     [
         ({"at": 0}, "at counts tokens from 1"),
         ({"share": 0.0}, "quantile and share"),
+        ({"at": 8, "quantile": 0.9}, "quantile has no effect beside at"),
+        ({"at": 8, "share": 0.9}, "share has no effect beside at"),
+        ({"balance": "distinct", "target": 0.3}, "target has no effect with balance: distinct"),
+        ({"balance": "distinct", "strength": 2.0}, "strength has no effect with balance: distinct"),
+        ({"balance": "literal", "target": 0.3}, "target has no effect with balance: literal"),
         ({"keep_rate": 0.0}, "keep_rate must lie in"),
         ({"cold_start": 0}, "cold_start must be at least 1"),
         ({"min_survivors": -1}, "min_survivors"),

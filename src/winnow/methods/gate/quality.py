@@ -79,6 +79,13 @@ class Arrol:
             raise ValueError(f"p_min={self.p_min} must not be above keep_rate={self.keep_rate}: it would replace it")
         if self.unbiased and self.p_min == 0:
             raise ValueError("unbiased needs p_min above 0: what never survives cannot be weighted")
+        for name in ("quantile", "share") if self.at is not None else ():
+            if getattr(self, name) != getattr(Arrol, name):
+                raise ValueError(f"{name} has no effect beside at: {self.at}; remove one of them")
+        without = {"target": (), "literal": ("target",), "distinct": ("target", "strength")}[self.balance]
+        for name in without:
+            if getattr(self, name) != getattr(Arrol, name):
+                raise ValueError(f"{name} has no effect with balance: {self.balance}; remove it")
 
     def build(self, seed: int) -> ArrolGate:
         return ArrolGate(self, seed)
