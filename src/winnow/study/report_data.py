@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ..methods.pass_rates import BINS, histogram, read_profile, summary
+from ..record import recurrence
 from ..record.collapse import off_policy_marks
 from ..record.ledger import Ledger, LedgerError
 from ..record.proof import verdict
@@ -224,13 +225,15 @@ def _read_ledger(path: Path, run: Run) -> None:
         return
     try:
         with Ledger.open(path, read_only=True) as ledger:
-            result = ledger.verify()
+            result, again = ledger.verify(), ledger.recurrence()
     except (LedgerError, OSError) as error:
         run.notes.append(f"ledger.sqlite cannot be used: {visible(str(error).replace(str(path), path.name))}")
         return
     run.proof = {"ok": result.ok, "verdict": verdict(result), "problems": [visible(p) for p in result.problems]}
     if result.rules:
         run.proof["rules"] = {"head": HEAD, "rows": [[visible(cell) for cell in row] for row in rows(result.rules)]}
+    if again:
+        run.proof["again"] = {"head": recurrence.HEAD, "rows": recurrence.rows(again)}
     run.totals = result.totals
     run.tokens = {name: row["tokens"] for name, row in result.totals.items() if name not in ("in_flight", "evaluation")}
 

@@ -239,6 +239,9 @@
       run.proof && run.proof.rules ? el("div", { class: "rules" },
         el("h3", {}, "What the rules got wrong"), table(run.proof.rules.head, run.proof.rules.rows, (row) => row[0], "cards"),
         el("p", { class: "soft" }, "Estimates from removals that were overridden at random, with 95% intervals.")) : null,
+      run.proof && run.proof.again ? el("div", { class: "rules" },
+        el("h3", {}, "Prompts without signal, visited again"), table(run.proof.again.head, run.proof.again.rows, (row) => row[0], "cards"),
+        el("p", { class: "soft" }, "Of the visits of a prompt whose groups had no signal at its visit before: the share that had none again.")) : null,
       run.notes.length ? el("ul", { class: "notes" }, ...run.notes.map((n) => el("li", {}, n))) : null)));
   }
 

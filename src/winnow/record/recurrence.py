@@ -1,0 +1,53 @@
+"""Zero-variance prompts that are visited again: what GRESO rests on (Zheng et al. 2025, section 3.3, figure 4a).
+
+Read from the ledger. A visit counts that was judged by its rewards; what a gate cut is no evidence. The paper asks, by
+epoch, whether a prompt that was zero-variance in any earlier epoch still is; here it is asked of successive visits, by
+the epochs between them, because with a selector not every prompt is visited in every epoch. A selector that skips by
+history visits the most stubborn prompts least often, so long gaps hold more of them than a run without one would.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections import Counter
+from dataclasses import dataclass
+
+HEAD = ("epochs between", "visits", "zero-variance again")
+LONGEST = 10
+"""Longer gaps are counted together."""
+
+_VISITS = """
+    SELECT v.epoch - LAG(v.epoch) OVER prompt, LAG(o.zero_variance) OVER prompt, o.zero_variance
+    FROM visits v JOIN outcomes o ON o.visit = v.visit AND o.void = 0
+    WHERE v.void = 0 AND o.fate <> 'cut' AND o.zero_variance IN ('none', 'easy', 'hard')
+    WINDOW prompt AS (PARTITION BY v.ordinal ORDER BY v.visit)"""
+
+
+@dataclass(frozen=True, slots=True)
+class Again:
+    """Of the visits whose prompt was zero-variance at its visit `gap` epochs before: how many are so again."""
+
+    gap: int
+    """Epochs; `LONGEST` stands for that many and more."""
+    visits: int
+    zero: int
+
+
+def recurrence(db: sqlite3.Connection) -> list[Again]:
+    """By gap, ascending; only gaps that occur. Costs one pass over the visits."""
+    visits: Counter[int] = Counter()
+    zero: Counter[int] = Counter()
+    for epochs, before, now in db.execute(_VISITS):
+        if before in ("easy", "hard"):
+            gap = min(int(epochs), LONGEST)
+            visits[gap] += 1
+            zero[gap] += now in ("easy", "hard")
+    return [Again(gap, visits[gap], zero[gap]) for gap in sorted(visits)]
+
+
+def rows(found: list[Again]) -> list[list[str]]:
+    """Cells under `HEAD`, one row a gap."""
+    return [
+        [f"{a.gap}{' and more' if a.gap == LONGEST else ''}", f"{a.visits:,}", f"{a.zero / a.visits:.1%}"]
+        for a in found
+    ]
