@@ -13,9 +13,9 @@ from winnow.config import RunConfig, method
 from winnow.env.base import Task
 from winnow.learner.step import OptimizerStep
 from winnow.methods.correct import STEP_SCALES
-from winnow.methods.filter.zero_variance import is_zero_variance
 from winnow.methods.gate import GATES, Gate
 from winnow.methods.gate.divergence import Divergence
+from winnow.methods.signal import is_zero_variance
 from winnow.rollout.evaluate import roll_out
 from winnow.rollout.runner import RolloutOptions, RolloutRunner
 from winnow.run.build import build_learner, build_loss, build_policy, build_task, sampling_params, step_options

@@ -9,18 +9,21 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
+from .base.dotted import TargetError, class_for
+
 LossType = Literal["dapo", "grpo", "dr_grpo", "sequence_sum"]
 GroupWeighting = Literal["equal", "size"]
 
 MethodSpec = str | dict[str, Any]
-"""A name from a method table, or `{name: ..., option: value}`."""
+"""A name from a method table or a class of your own (`my_pkg.rules:AtLeast`, `rules.py:AtLeast`), or, with options,
+`{name: ..., option: value}`."""
 
 
 class ConfigError(ValueError):
@@ -106,7 +109,7 @@ class RunConfig(BaseModel):
     group_size: MethodSpec = "fixed"
     gates: list[MethodSpec] = []
     audit: AuditConfig | None = None
-    filter: MethodSpec = "keep_all"
+    filter: MethodSpec | list[MethodSpec] = "keep_all"
     advantage: MethodSpec = "grpo"
     correction: MethodSpec = "none"
     step_scale: MethodSpec = "none"
@@ -199,6 +202,10 @@ class RunConfig(BaseModel):
                 raise ValueError(
                     f"warmup_steps ({self.warmup_steps}) + lr_decay_steps ({decay}) exceed max_steps ({self.max_steps})"
                 )
+
+
+METHODS = tuple(name for name, kind in RunConfig.__annotations__.items() if "MethodSpec" in kind)
+"""Keys whose values are methods."""
 
 
 def nearest(name: str, known: Sequence[str]) -> str:
@@ -297,7 +304,7 @@ def config_of(
 
 
 def absolute_paths(values: Mapping[str, Any]) -> dict[str, Any]:
-    """`model`, the files of a data set, of reward functions and of a profile, where they exist on disk."""
+    """`model`, the files of a data set, of reward functions, of a profile and of methods, where they exist on disk."""
 
     def absolute(text: Any) -> Any:
         if isinstance(text, list):
@@ -314,7 +321,16 @@ def absolute_paths(values: Mapping[str, Any]) -> dict[str, Any]:
         result["env"] = {k: absolute(v) if k in paths else v for k, v in result["env"].items()}
     if isinstance(result.get("selector"), dict):
         result["selector"] = {k: absolute(v) if k == "profile" else v for k, v in result["selector"].items()}
-    return result
+    return result | {key: _absolute_class(result[key], absolute) for key in METHODS if key in result}
+
+
+def _absolute_class(spec: Any, absolute: Callable[[Any], Any]) -> Any:
+    """A method's spec, or a list of them; only `file.py:Name` is a path."""
+    if isinstance(spec, list):
+        return [_absolute_class(each, absolute) for each in spec]
+    if isinstance(spec, dict):
+        return {k: _absolute_class(v, absolute) if k == "name" else v for k, v in spec.items()}
+    return absolute(spec) if isinstance(spec, str) and ".py:" in spec else spec
 
 
 def read_yaml(path: str | Path) -> dict[str, Any]:
@@ -367,12 +383,22 @@ def _number(text: str) -> Any:
         return text
 
 
+def name_of(spec: MethodSpec) -> str:
+    """The name in a method spec."""
+    return spec if isinstance(spec, str) else str(spec["name"])
+
+
 def method(table: Mapping[str, type], spec: MethodSpec, field: str) -> Any:
     """The options object a method spec stands for. Raises ConfigError with the nearest valid name."""
     options = {"name": spec} if isinstance(spec, str) else dict(spec)
     if "name" not in options:
         raise ConfigError(f"{field}: needs a `name`; one of {', '.join(sorted(table))}")
     name = str(options.pop("name"))
+    if ":" in name:
+        try:
+            return build_options(class_for(table, name), options, f"{field} ({name})")
+        except TargetError as error:
+            raise ConfigError(f"{field}: {error}") from None
     if name not in table:
         raise ConfigError(f"{field}: unknown name {name!r}.{nearest(name, list(table))}")
     return build_options(table[name], options, f"{field} ({name})")

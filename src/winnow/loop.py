@@ -15,9 +15,9 @@ from .base.failpoint import failpoint
 from .learner.base import Learner
 from .learner.step import OptimizerStep
 from .methods.filter import Filter
-from .methods.filter.zero_variance import Judge
 from .methods.gate import Gate
 from .methods.select import Selector
+from .methods.signal import Judge, Kind
 from .methods.size import GroupSize, RolloutBatch
 from .record.ledger import Ledger
 from .record.tally import Tally
@@ -25,7 +25,7 @@ from .rollout.evaluate import Evaluation
 from .sampler import Sampler, SamplersLostError
 from .sampler.codec import group_from, group_state, visit_from, visit_state
 from .sampler.pace import Buffer
-from .types import Fate, Group, Prompt, Verdict, Visit
+from .types import Fate, Group, Prompt, Visit
 
 MIN_FAILURES_JUDGED = 32
 """Rollouts of a step that must have come back before their failed share can stop the run."""
@@ -87,8 +87,6 @@ class Loop:
         self._barren = 0
         self._last_rejected: list[str] = []
         self._skipped_steps = 0
-        self._zero_share = 1.0
-        """Zero-variance share of the last step that finished any group."""
         self._nothing_left = False
         self._stop: RunStoppedError | None = None
 
@@ -152,8 +150,6 @@ class Loop:
         self._book_stale(stale)
         for group in surplus:
             self._book(group, Fate.SURPLUS, "the batch was already full")
-        if self._tally.groups:
-            self._zero_share = self._tally.zero_share()
         return groups, finished
 
     def _collected(self) -> bool:
@@ -169,8 +165,7 @@ class Loop:
         if parts.sampler.overlaps:
             left = (self.limits.max_steps - self.step) * parts.buffer.prompts_per_step - parts.buffer.outstanding
             return min(parts.buffer.room(self.step, parts.sampler.version), left)
-        share = self._tally.zero_share() if self._tally.groups else self._zero_share
-        return parts.rollout_batch.next(parts.buffer.missing, parts.sampler.pending, share)
+        return parts.rollout_batch.next(parts.buffer.missing, parts.sampler.pending, self._tally.zero_share())
 
     def _launch(self) -> None:
         parts, in_flight, n = self.parts, self.parts.sampler.pending, self._wanted()
@@ -203,27 +198,21 @@ class Loop:
         parts.selector.observe(group)
         failpoint("take")
         self._judge_failures()
-        if group.verdict.keep and (refused := _too_few(group, self.judge.least)) is None:
-            verdict = self._admit(group)
+        reason = self.judge.refusal(group)
+        if reason is None:
+            verdict = parts.filter.admit(group, self.judge.kind(group))
             if verdict.keep:
                 parts.buffer.add(group)
                 self._barren = 0
                 return
-            self._book(group, Fate.FILTERED, verdict.reason)
-        else:
-            self._book(group, Fate.FILTERED, group.verdict.reason if not group.verdict.keep else str(refused))
+            reason = verdict.reason
+        self._book(group, Fate.FILTERED, reason)
         if parts.filter.refill:
             self._barren += 1
             reason = next((r.reason for r in group.rollouts if r.reason), "")
             self._last_rejected.append(f"{group.prompt.id} ({reason})")
         else:
             parts.buffer.spend()
-
-    def _admit(self, group: Group) -> Verdict:
-        verdict = self.parts.filter.admit(group)
-        if verdict.keep and self.parts.filter.wants_signal and self.judge.kind(group) is not None:
-            return Verdict(False, "no signal: every advantage is 0")
-        return verdict
 
     def _judge_barren(self) -> bool:
         """Whether to stop a refill that adds nothing, before it goes on; what was already accepted is still trained."""
@@ -254,15 +243,15 @@ class Loop:
 
         An update without any signal, by a KL or entropy term alone, counts as skipped too.
         """
-        taught = updated and any(self.judge.kind(group) is None for group in groups)
+        taught = updated and any(self.judge.teaches(group) for group in groups)
         self._skipped_steps = 0 if taught else self._skipped_steps + 1
         if self._stop is None and self._skipped_steps >= self.limits.max_skipped_steps:
             kinds = self._tally.kinds
             self._stop = RunStoppedError(
                 f"step {self.step}: {self._skipped_steps} steps in a row had no group with a signal (max_skipped_steps="
-                f"{self.limits.max_skipped_steps}); of the last {self._tally.groups} groups {kinds['easy']} were "
-                f"solved and {kinds['hard']} failed throughout, and {self._tally.failed_share():.0%} of the rollouts "
-                "could not be judged. Use other prompts, or more num_generations"
+                f"{self.limits.max_skipped_steps}); of the last {self._tally.groups} groups {kinds[Kind.EASY]} were "
+                f"solved and {kinds[Kind.HARD]} failed throughout, and {self._tally.failed_share():.0%} of the "
+                "rollouts could not be judged. Use other prompts, or more num_generations"
             )
 
     def _book_stale(self, groups: list[Group]) -> None:
@@ -317,7 +306,6 @@ class Loop:
             "step": self.step,
             "num_tokens": self.num_tokens,
             "skipped_steps": self._skipped_steps,
-            "zero_share": self._zero_share,
             "waiting": [group_state(group) for group in parts.buffer.groups],
             "in_flight": [[visit_state(flight.visit), flight.size] for flight in parts.buffer.in_flight],
             "selector": parts.selector.state_dict(),
@@ -330,7 +318,6 @@ class Loop:
         self.step = int(state["step"])
         self.num_tokens = int(state["num_tokens"])
         self._skipped_steps = int(state["skipped_steps"])
-        self._zero_share = float(state["zero_share"])
         self.parts.buffer.groups = [group_from(g, self.parts.prompts) for g in state["waiting"]]
         self.parts.selector.load_state_dict(state["selector"])
         self.parts.group_size.load_state_dict(state["group_size"])
@@ -342,12 +329,3 @@ class Loop:
         """Roll out again what was in flight when `state` was taken; it stays booked as dispatched."""
         for visit, size in state["in_flight"]:
             self._start(visit_from(visit, self.parts.prompts), int(size))
-
-
-def _too_few(group: Group, least: int) -> str | None:
-    """An advantage needs its least number of members with a reward, and a greedy baseline its own."""
-    for rollout in group.rollouts:
-        if rollout.greedy and rollout.reward is None:
-            return f"the greedy baseline has no reward ({rollout.reason})"
-    survivors = sum(r.reward is not None for r in group.siblings)
-    return None if survivors >= least else f"only {survivors} of {len(group.siblings)} siblings have a reward"

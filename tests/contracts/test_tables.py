@@ -20,6 +20,7 @@ from winnow.methods.correct import CORRECTIONS, STEP_SCALES
 from winnow.methods.filter import FILTERS
 from winnow.methods.gate import GATES, env_steps
 from winnow.methods.select import SELECTORS
+from winnow.methods.signal import Judge, Kind
 from winnow.methods.size import ROLLOUT_BATCHES, SIZES
 from winnow.run.catalogue import TABLES, all_methods
 from winnow.types import EnvStep, GroupView, Prompt, Token, Visit
@@ -61,9 +62,10 @@ def test_advantages(name: str) -> None:
 def test_filters(name: str) -> None:
     f = FILTERS[name]()
     for rewards in ([1.0, 0.0], [1.0, 1.0], [0.3, None, 0.7]):
-        verdict = f.admit(make_group(0, rewards))
+        group = make_group(0, rewards)
+        verdict = f.admit(group, Judge().kind(group))
         assert verdict.keep or verdict.reason, "a rejection says why"
-    assert f.admit(make_group(0, [1.0, 0.0])).keep
+    assert f.admit(make_group(0, [1.0, 0.0]), Kind.SIGNAL).keep
     assert not f.refill or f.max_refill_rounds >= 1
 
 

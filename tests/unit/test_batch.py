@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from winnow.learner.batch import collate, micro_batches, rows_of, token_weights, with_gradient
 from winnow.methods.advantage import ADVANTAGES
 from winnow.methods.filter import FILTERS
-from winnow.methods.filter.zero_variance import is_zero_variance, zero_variance_kind
 from winnow.methods.loss import LossConfig
+from winnow.methods.signal import Judge, Kind, is_zero_variance
 from winnow.sampler.pace import Buffer, oldest
 from winnow.types import Fate, Group, Prompt, Rollout, Visit
 
@@ -101,19 +101,20 @@ def test_zero_variance_equals_the_definition(rewards: list[float]) -> None:
     there = [r for r in rewards if r == r]
     expected = all(abs(a - b) <= 1e-8 for a in there for b in there)
     assert is_zero_variance(np.array(rewards)) == expected
-    kind = zero_variance_kind(np.array(rewards))
-    assert (kind is not None) == (expected and bool(there))
-    if kind:
+    kind = Judge().of_rewards(np.array(rewards))
+    assert (kind is Kind.NOT_JUDGED) == (len(there) < 2)
+    assert kind.zero_variance == (expected and len(there) >= 2)
+    if kind.zero_variance:
         assert kind == ("easy" if there[0] >= 1 - 1e-8 else "hard")
 
 
 def test_a_format_bonus_is_not_zero_variance() -> None:
     group = make_group(0, [0.0, 0.1, 0.0])
-    assert FILTERS["zero_variance"]().admit(group).keep
-    verdict = FILTERS["zero_variance"]().admit(make_group(1, [1.0, 1.0]))
+    assert FILTERS["zero_variance"]().admit(group, Judge().kind(group)).keep
+    verdict = FILTERS["zero_variance"]().admit(make_group(1, [1.0, 1.0]), Kind.EASY)
     assert not verdict.keep
     assert "all rewards are 1" in verdict.reason
-    assert FILTERS["keep_all"]().admit(make_group(1, [1.0, 1.0])).keep
+    assert FILTERS["keep_all"]().admit(make_group(1, [1.0, 1.0]), Kind.EASY).keep
     with pytest.raises(ValueError, match="max_refill_rounds"):
         FILTERS["zero_variance"](max_refill_rounds=0)
 

@@ -19,11 +19,11 @@ from winnow.engine import LocalEngine, SamplingParams
 from winnow.env.base import StepResult
 from winnow.env.rewards.rewarder import Rewarder
 from winnow.methods.advantage import ADVANTAGES
-from winnow.methods.filter.zero_variance import Judge
 from winnow.methods.gate import GATES
 from winnow.methods.gate.audit import AuditedGate, RuleAudit
 from winnow.methods.gate.divergence import RULES, Divergence, decide, fires
 from winnow.methods.gate.signals import SIGNALS
+from winnow.methods.signal import Judge
 from winnow.record.ledger import Ledger
 from winnow.record.tally import Tally
 from winnow.rollout.runner import RolloutOptions, RolloutRunner

@@ -12,8 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from winnow.engine import LocalEngine, SamplingParams
 from winnow.env.rewards.rewarder import Rewarder
-from winnow.loop import _too_few
-from winnow.methods.filter.zero_variance import BY_REWARDS
+from winnow.methods.signal import BY_REWARDS
 from winnow.record.ledger import Ledger
 from winnow.record.records import sample
 from winnow.record.tally import Tally
@@ -122,9 +121,9 @@ def test_a_group_whose_baseline_failed_is_refused_with_the_reason(policy) -> Non
     for group in run(policy, task, max_tokens=200, stop=SHORT_TURNS):
         assert group.rollouts[-1].fate == Fate.FAILED
         assert all(r.reward is not None for r in group.siblings)
-        assert "the simulator went away" in str(_too_few(group, 2))
-    assert _too_few(with_greedy(make_group(0, [1.0, 0.0]), 0.0), 2) is None
-    assert _too_few(with_greedy(make_group(0, [1.0, None]), 0.0), 2) == "only 1 of 2 siblings have a reward"
+        assert "the simulator went away" in str(BY_REWARDS.refusal(group))
+    assert BY_REWARDS.refusal(with_greedy(make_group(0, [1.0, 0.0]), 0.0)) is None
+    assert BY_REWARDS.refusal(with_greedy(make_group(0, [1.0, None]), 0.0)) == "only 1 of 2 siblings have a reward"
 
 
 def test_statistics_leave_it_out_and_token_counts_do_not(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from winnow.methods.signal import Judge
 from winnow.record.ledger import Ledger, LedgerError, _zero_variance
 from winnow.types import Fate, Group, Prompt, Rollout, Verdict, Visit
 
@@ -104,7 +105,7 @@ def test_rollout_without_a_sampled_token_has_no_version(ledger: Ledger, path: Pa
     ],
 )
 def test_zero_variance_kind(rewards: list[float], maximum: float, kind: str | None) -> None:
-    assert _zero_variance(rewards, maximum) == kind
+    assert _zero_variance(Judge(maximum).of_rewards(np.array(rewards))) == kind
 
 
 def test_maximum_reward_of_the_run_decides_easy(path: Path) -> None:

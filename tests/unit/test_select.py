@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 from winnow.methods.advantage import ADVANTAGES
-from winnow.methods.filter.zero_variance import Judge
 from winnow.methods.pass_rates import PassRate
 from winnow.methods.select import SELECTORS
 from winnow.methods.select.backoff import Backoff
 from winnow.methods.select.greso import Greso, GresoSelector, adjust, rollout_batch_size, skip_probability
 from winnow.methods.select.stream import PATIENCE
+from winnow.methods.signal import Judge, Kind
 from winnow.methods.size import ROLLOUT_BATCHES
 from winnow.types import Group, Prompt, Visit
 
@@ -156,6 +156,12 @@ class TestGreso:
             with pytest.raises(ValueError, match=r"must"):
                 Greso(**options)
 
+    @pytest.mark.parametrize("name", ["target", "easy_share", "floor", "cap"])
+    def test_options_of_the_controller_have_no_effect_without_it(self, name: str) -> None:
+        with pytest.raises(ValueError, match=f"{name} has no effect with step: 0"):
+            Greso(step=0, **{name: 0.4})
+        assert Greso(step=0, p_easy=0.01).p_easy == 0.01, "no floor either"
+
     def test_a_million_prompts_select_fast_in_sixteen_bytes_each(self) -> None:
         """The time is printed, not asserted: benchmarks/select_prompts.py measures it."""
         n = 1_000_000
@@ -201,32 +207,32 @@ class TestJudge:
     """What counts as a group without signal, by the advantage that trains on it."""
 
     @pytest.mark.parametrize(
-        ("right", "kind"), [(0, "hard"), (1, None), (4, None), (5, "easy"), (7, "easy"), (8, "easy")]
+        ("right", "kind"), [(0, "hard"), (1, "signal"), (4, "signal"), (5, "easy"), (7, "easy"), (8, "easy")]
     )
-    def test_under_max_at_k_too_few_failures_teach_nothing(self, right: int, kind: str | None) -> None:
+    def test_under_max_at_k_too_few_failures_teach_nothing(self, right: int, kind: str) -> None:
         group = make_group(0, [1.0] * right + [0.0] * (8 - right))
         judge = Judge(advantage=ADVANTAGES["max_at_k"](k=4))
         assert judge.kind(group) == kind
         signal = np.abs(judge.advantage.of_batch([group])[0]).sum()
-        assert (signal == 0) == (kind is not None)
-        assert Judge(advantage=ADVANTAGES["rloo"]()).kind(group) == (kind if right in (0, 8) else None)
+        assert (signal == 0) == (kind != Kind.SIGNAL)
+        assert Judge(advantage=ADVANTAGES["rloo"]()).kind(group) == (kind if right in (0, 8) else Kind.SIGNAL)
 
     def test_too_few_rewards_are_no_evidence(self) -> None:
         judge = Judge(advantage=ADVANTAGES["max_at_k"](k=4))
-        assert judge.kind(make_group(0, [1.0, 1.0, 1.0, None])) is None
+        assert judge.kind(make_group(0, [1.0, 1.0, 1.0, None])) is Kind.NOT_JUDGED
         selector = Greso().build(PROMPTS, 0, judge)
         selector.observe(finished(Visit(0, 0, PROMPTS[0]), [1.0, 1.0, 1.0, None]))
         assert selector.z_N[0] == 0
 
     def test_the_tolerance_is_that_of_the_filter(self) -> None:
         group = make_group(0, [0.0, 0.1])
-        assert Judge().kind(group) is None
+        assert Judge().kind(group) is Kind.SIGNAL
         assert Judge(atol=0.2).kind(group) == "hard"
 
     def test_groups_that_are_not_compared_among_themselves_go_by_rewards(self) -> None:
         for name in ("remax", "reinforce_pp"):
             assert Judge(advantage=ADVANTAGES[name]()).kind(make_group(0, [1.0, 1.0])) == "easy"
-            assert Judge(advantage=ADVANTAGES[name]()).kind(make_group(0, [1.0, 0.0])) is None
+            assert Judge(advantage=ADVANTAGES[name]()).kind(make_group(0, [1.0, 0.0])) is Kind.SIGNAL
 
 
 class TestRolloutBatches:
@@ -320,6 +326,7 @@ class TestPassRate:
             ({"refresh_steps": 0}, "refresh_steps"),
             ({"refresh_steps": 1, "low": 0.9, "high": 0.1}, "band"),
             ({"refresh_steps": 1, "n": 0}, "n must"),
+            ({"profile": "p.jsonl", "n": 8}, "n has no effect without refresh_steps"),
         ):
             with pytest.raises(ValueError, match=message):
                 build(**options)

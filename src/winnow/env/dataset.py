@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from ..base.dotted import nearest
 from ..types import Message, Prompt
 from .base import Env, RewardFn
 from .presets import PRESETS
 from .rewards.math import same_answers
 from .rows import DataError, Row, read_rows
-from .workers.functions import nearest
 
 RESERVED = ("prompts", "completions", "completion_ids", "trainer_state", "log_metric", "environments")
 """Arguments of reward functions that a column must not be called."""

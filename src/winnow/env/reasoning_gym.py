@@ -15,11 +15,11 @@ from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from typing import Any, Literal
 
+from ..base.dotted import nearest
 from ..types import Prompt
 from .base import Env, RewardFn
 from .countdown import extract_answer
 from .rewards.pooled import PooledReward, Row
-from .workers.functions import nearest
 from .workers.worker import WorkerError, WorkerPool
 from .workings import WORKINGS, Working, answer_of
 

@@ -10,7 +10,7 @@ from glob import glob, has_magic
 from pathlib import Path
 from typing import Any
 
-from .workers.functions import nearest
+from ..base.dotted import nearest
 
 MAX_LINE = 64 << 20
 """Longest line of a JSONL file in bytes."""

@@ -8,8 +8,9 @@ Invariants, enforced by the schema and proved from the file alone by `verify`: e
 at most one outcome; a (visit, sibling) is booked once; whatever is not finished is in flight.
 
 The fate of a visit is that of the member that got furthest: trained, stale, surplus, filtered, cut, pruned, failed.
-A group is zero-variance when at least two members have a reward and all rewards are equal within 1e-8: `easy` when they
-are at the run's maximum (`max_reward` in the meta table, 1.0 unless set), `hard` otherwise.
+The column `zero_variance` of an outcome is what the run's `judge` says of the group: `easy`, `hard` or `unknown` if it
+has no signal, `none` if it has, NULL where it is not judged. Until a run sets its judge, rewards equal within 1e-8
+decide, and the maximum is `max_reward` of the meta table (1.0 unless set).
 """
 
 from __future__ import annotations
@@ -22,17 +23,17 @@ import sqlite3
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from ..base.failpoint import failpoint
 from ..base.files import fsync
-from ..methods.filter.zero_variance import zero_variance_kind
+from ..methods.signal import Judge, Kind
 from ..types import Fate, Group, Rollout, Visit
 from .ledger_file import LedgerError, open_file
 from .proof import Proof, group_fate, totals, verify
+from .recurrence import Again, recurrence
 
 _CANONICAL = {
     "visits": "SELECT visit, step, version, epoch, prompt_id, ordinal, keep, reason, probability"
@@ -57,7 +58,7 @@ class Ledger:
         self.path = path
         self._db = connection
         self._prefix: dict[str, _Prefix] = {}
-        self._max_reward = float(self.get_meta("max_reward") or 1.0)
+        self.judge = Judge(float(self.get_meta("max_reward") or 1.0))
 
     @classmethod
     def open(cls, path: str | os.PathLike[str], *, read_only: bool = False) -> Ledger:
@@ -86,7 +87,7 @@ class Ledger:
         with self._transaction() as db:
             _set_meta(db, key, value)
         if key == "max_reward":
-            self._max_reward = float(value)
+            self.judge = replace(self.judge, max_reward=float(value))
 
     def visit(self, visits: Sequence[Visit], *, step: int, version: int) -> None:
         """Book visits as they are dispatched (in flight from now on), or as skipped where their verdict says so.
@@ -123,7 +124,7 @@ class Ledger:
             raise ValueError(f"visit {number}: the same sibling twice in {sorted(r.sibling for r in group.rollouts)}.")
         rewards = [r.reward for r in group.siblings if r.reward is not None]
         mean = math.fsum(rewards) / len(rewards) if rewards else None
-        kind = _zero_variance(rewards, self._max_reward)
+        kind = _zero_variance(self.judge.kind(group))
         reason = next((r.reason for r in group.rollouts if r.fate == fate and r.reason), group.verdict.reason)
         with self._transaction() as db:
             if db.execute("SELECT 1 FROM visits WHERE visit = ? AND void = 0", (number,)).fetchone() is None:
@@ -224,6 +225,10 @@ class Ledger:
         """Prove exactly-once accounting from the file alone; see `winnow.record.proof.verify`."""
         return verify(self._db)
 
+    def recurrence(self) -> list[Again]:
+        """How often zero-variance prompts are so again; see `winnow.record.recurrence`."""
+        return recurrence(self._db)
+
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
         try:
@@ -256,9 +261,9 @@ class Ledger:
         return f"its fate is {fate}, since step {step}"
 
 
-def _zero_variance(rewards: Sequence[float], max_reward: float) -> str | None:
-    """`easy`, `hard`, or `none` where the rewards differ; None for fewer than two rewards."""
-    return None if len(rewards) < 2 else zero_variance_kind(np.array(rewards), max_reward) or "none"
+def _zero_variance(kind: Kind) -> str | None:
+    """What the column of this name holds."""
+    return {Kind.SIGNAL: "none", Kind.NOT_JUDGED: None}.get(kind, kind.value)
 
 
 class _Prefix:

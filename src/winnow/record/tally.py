@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from ..methods.filter.zero_variance import Judge
+from ..methods.signal import Judge, Kind
 from ..types import Fate, Group
 
 
@@ -22,7 +22,7 @@ class Tally:
         self.sizes: list[int] = []
         self.reward_sets: list[np.ndarray] = []
         self.by_function: dict[str, list[float]] = {}
-        self.kinds: Counter[str] = Counter()
+        self.kinds: Counter[Kind] = Counter()
         self.lengths: list[int] = []
         self.rollouts = 0
         self.sampled_tokens = 0
@@ -53,8 +53,7 @@ class Tally:
         present = rewards_G[~np.isnan(rewards_G)]
         if len(present):
             self.reward_sets.append(present)
-        if kind := self.judge.kind(group):
-            self.kinds[kind] += 1
+        self.kinds[self.judge.kind(group)] += 1
         for rollout in group.rollouts:
             self.rollouts += 1
             self.sampled_tokens += int(rollout.action_mask.sum())
@@ -74,9 +73,15 @@ class Tally:
         for rollout in group.rollouts:
             self.tokens[str(rollout.fate)] += int(rollout.action_mask.sum())
 
-    def zero_share(self) -> float:
-        """Share of zero-variance groups among those finished; 0 when none has."""
-        return self.kinds.total() / max(self.groups, 1)
+    @property
+    def judged(self) -> int:
+        """Groups of which it is known whether they teach; what a gate cut on evidence is one of them."""
+        return self.groups - self.kinds[Kind.NOT_JUDGED]
+
+    def zero_share(self) -> float | None:
+        """Share of zero-variance groups among those judged; None when none was."""
+        zero = sum(count for kind, count in self.kinds.items() if kind.zero_variance)
+        return zero / self.judged if self.judged else None
 
     def failed_share(self) -> float:
         return sum(self.failed.values()) / max(self.rollouts, 1)
@@ -85,12 +90,13 @@ class Tally:
         step_time = time.monotonic() - self._started
         metrics = {
             "groups/rolled_out": float(self.groups),
+            "groups/judged": float(self.judged),
             "rollouts/sampled": float(len(self.lengths)),
             "step_time": step_time,
             "tokens_per_second": self.sampled_tokens / max(step_time, 1e-9),
         }
         if self.groups:  # a sampler that goes on by itself may have finished none
-            metrics |= self._of_groups()
+            metrics |= self._of_groups() | self._of_kinds()
         if any(len(ends) > 1 for ends in self.turns):
             ends = [end for rollout in self.turns for end in rollout]
             metrics["turns/mean"] = len(ends) / len(self.turns)
@@ -106,12 +112,17 @@ class Tally:
 
     def _of_groups(self) -> dict[str, float]:
         return {
-            "frac_reward_zero_std": self.zero_share(),
-            "frac_zero_easy": self.kinds["easy"] / self.groups,
-            "frac_zero_hard": self.kinds["hard"] / self.groups,
             "groups/size_mean": float(np.mean(self.sizes)),
             "completions/mean_length": float(np.mean(self.lengths)) if self.lengths else 0.0,
             "completions/max_length": float(max(self.lengths, default=0)),
             "completions/clipped_ratio": self.truncated / max(len(self.lengths), 1),
             "rollouts/failed_share": self.failed_share(),
         }
+
+    def _of_kinds(self) -> dict[str, float]:
+        """Shares of the groups that were judged; nothing when none was. `frac_zero_unknown`: cut by a gate."""
+        share = self.zero_share()
+        if share is None:
+            return {}
+        kinds = [Kind.EASY, Kind.HARD, *([Kind.UNKNOWN] if self.kinds[Kind.UNKNOWN] else [])]
+        return {"frac_reward_zero_std": share} | {f"frac_zero_{kind}": self.kinds[kind] / self.judged for kind in kinds}

@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
-from ..config import CLIPPING, AuditConfig, ConfigError, LoraConfig, MethodSpec, RunConfig, method
+from ..config import CLIPPING, AuditConfig, ConfigError, LoraConfig, MethodSpec, RunConfig, method, name_of
 from ..engine import ENGINES
 from ..engine.base import Engine, SamplingParams
 from ..env import ENVS
@@ -23,8 +23,7 @@ from ..learner.local.learner import frozen_copy
 from ..learner.step import StepOptions
 from ..methods.advantage import ADVANTAGES, Advantage, InUpdate
 from ..methods.correct import CORRECTIONS, STEP_SCALES, StepScale
-from ..methods.filter import FILTERS, Filter
-from ..methods.filter.zero_variance import Judge
+from ..methods.filter import Filter
 from ..methods.gate import GATES, Gate
 from ..methods.gate.audit import AuditedGate, RuleAudit
 from ..methods.gate.quality import ArrolGate
@@ -32,11 +31,13 @@ from ..methods.loss import LossConfig
 from ..methods.select import SELECTORS, Selector
 from ..methods.select.audit import AuditedSelector
 from ..methods.select.stream import StreamSelector
+from ..methods.signal import Judge
 from ..methods.size import ROLLOUT_BATCHES, SIZES, GroupSize, RolloutBatch
 from ..methods.size.rollout_batch import OneForOne
 from ..rollout.runner import RolloutRunner
 from ..sampler import SYNCS, Sampler
 from ..types import Prompt
+from .build_filter import build_filter, tolerance
 from .build_gates import build_gates
 
 
@@ -64,12 +65,12 @@ def build_methods(c: RunConfig, prompts: Sequence[Prompt]) -> Methods:
     group_size = _group_size(c)
     advantage = _advantage(c, group_size)
     _check_in_update(c, advantage)
-    filter_ = method(FILTERS, c.filter, "filter")
-    judge = Judge(c.success_reward, getattr(filter_, "atol", 1e-8), advantage)
-    _check_signal(c, advantage, filter_)
+    filter_ = build_filter(c, advantage)
+    judge = Judge(c.success_reward, tolerance(filter_), advantage)
+    _check_selector(c, advantage)
     return Methods(
         selector=_selector(c, prompts, judge, advantage),
-        rollout_batch=_rollout_batch(c),
+        rollout_batch=_rollout_batch(c, filter_),
         group_size=group_size,
         gates=_gates(c, advantage, prompts, group_size),
         filter=filter_,
@@ -79,22 +80,19 @@ def build_methods(c: RunConfig, prompts: Sequence[Prompt]) -> Methods:
     )
 
 
-def _check_signal(c: RunConfig, advantage: Advantage, filter_: Filter) -> None:
-    """What removes groups with equal rewards needs an advantage under which they teach nothing."""
-    if advantage.group_relative:
-        return
-    removes = {"filter": filter_.wants_signal, "selector": _name(c.selector) in ("greso", "backoff")}
-    for field in (field for field, wrong in removes.items() if wrong):
+def _check_selector(c: RunConfig, advantage: Advantage) -> None:
+    """What skips prompts with equal rewards needs an advantage under which they teach nothing."""
+    if not advantage.group_relative and name_of(c.selector) in ("greso", "backoff"):
         raise ConfigError(
-            f"{field}: {_name(getattr(c, field))} takes groups with equal rewards for worthless, but under advantage: "
-            f"{_name(c.advantage)} they teach; choose another {field}, or an advantage relative to the group"
+            f"selector: {name_of(c.selector)} takes groups with equal rewards for worthless, but under advantage: "
+            f"{name_of(c.advantage)} they teach; choose another selector, or an advantage relative to the group"
         )
 
 
 def _check_in_update(c: RunConfig, advantage: Advantage) -> None:
     loss = build_loss(c)
     if isinstance(advantage, InUpdate) and (problem := advantage.problem(loss)):
-        raise ConfigError(f"advantage: {_name(c.advantage)} finds its baseline in the update: {problem}")
+        raise ConfigError(f"advantage: {name_of(c.advantage)} finds its baseline in the update: {problem}")
 
 
 def _selector(c: RunConfig, prompts: Sequence[Prompt], judge: Judge, advantage: Advantage) -> Selector:
@@ -106,7 +104,7 @@ def _selector(c: RunConfig, prompts: Sequence[Prompt], judge: Judge, advantage: 
     if c.audit is None:
         return cast(Selector, selector)
     if type(selector) is not StreamSelector:
-        return AuditedSelector(selector, _audit(c, c.audit, _name(c.selector)), advantage)
+        return AuditedSelector(selector, _audit(c, c.audit, name_of(c.selector)), advantage)
     if not c.gates:
         raise ConfigError(
             "audit: nothing to audit: selector: uniform skips nothing, and there are no gates. Remove audit, or choose "
@@ -119,17 +117,13 @@ def _gates(c: RunConfig, advantage: Advantage, prompts: Sequence[Prompt], group_
     gates = build_gates(c, advantage, prompts, group_size.smallest)
     if c.audit is None:
         return gates
-    names = [_name(spec) for spec in c.gates]
+    names = [name_of(spec) for spec in c.gates]
     unique = [f"{name}_{i}" if names.count(name) > 1 else name for i, name in enumerate(names, 1)]
     return [AuditedGate(g, _audit(c, c.audit, name), advantage) for g, name in zip(gates, unique, strict=True)]
 
 
 def _audit(c: RunConfig, audit: AuditConfig, name: str) -> RuleAudit:
     return RuleAudit(name, audit.epsilon, audit.max_signal_loss, seed=c.seed)
-
-
-def _name(spec: MethodSpec) -> str:
-    return spec if isinstance(spec, str) else str(spec["name"])
 
 
 def _group_size(c: RunConfig) -> GroupSize:
@@ -151,14 +145,14 @@ def _advantage(c: RunConfig, group_size: GroupSize) -> Advantage:
     return advantage
 
 
-def _rollout_batch(c: RunConfig) -> RolloutBatch:
+def _rollout_batch(c: RunConfig, filter_: Filter) -> RolloutBatch:
     batch: RolloutBatch = method(ROLLOUT_BATCHES, c.rollout_batch, "rollout_batch").build(c.prompts_per_step)
     if batch.carry and c.max_lag < 1:
         raise ConfigError(
             "rollout_batch: surplus: carry trains groups one step after they were sampled; allow it with max_lag: 1, "
             "or choose surplus: discard"
         )
-    if not isinstance(batch, OneForOne) and not method(FILTERS, c.filter, "filter").refill:
+    if not isinstance(batch, OneForOne) and not filter_.refill:
         raise ConfigError(
             "rollout_batch has an effect only with a filter that refills, e.g. filter: zero_variance; remove it"
         )
@@ -167,7 +161,7 @@ def _rollout_batch(c: RunConfig) -> RolloutBatch:
 
 def build_sampler(c: RunConfig, runner: RolloutRunner, batch: RolloutBatch) -> Sampler:
     """Raises ConfigError when what is old would be trained as if it were new, and on options without effect."""
-    if c.max_lag and c.policy_loss == "plain" and _name(c.correction) == "none":
+    if c.max_lag and c.policy_loss == "plain" and name_of(c.correction) == "none":
         raise ConfigError(
             f"max_lag: {c.max_lag} trains on tokens of older policies, and policy_loss: plain does not correct for it; "
             "set correction: truncate, or policy_loss: clip"
@@ -184,13 +178,13 @@ def build_sampler(c: RunConfig, runner: RolloutRunner, batch: RolloutBatch) -> S
 def _check_overlap(c: RunConfig) -> None:
     if c.gates:
         raise ConfigError(
-            f"gates: they learn in the learner's process, and sync: {_name(c.sync)} samples in others; use sync: "
+            f"gates: they learn in the learner's process, and sync: {name_of(c.sync)} samples in others; use sync: "
             "in_process, or no gates"
         )
     if c.rollout_batch != RunConfig.model_fields["rollout_batch"].default:
         raise ConfigError(
-            f"rollout_batch has no effect with sync: {_name(c.sync)}, which starts groups as soon as they can still be "
-            "trained within max_lag; remove it"
+            f"rollout_batch has no effect with sync: {name_of(c.sync)}, which starts groups as soon as they can "
+            "still be trained within max_lag; remove it"
         )
 
 
@@ -227,7 +221,7 @@ def build_loss(c: RunConfig) -> LossConfig:
     )
     if loss.ratio_to_learner and c.num_iterations == 1 and (changed := c.changed(CLIPPING)):
         raise ConfigError(
-            f"{changed} has no effect with correction: {_name(c.correction)} and num_iterations: 1: what is clipped is "
+            f"{changed} has no effect with correction: {name_of(c.correction)} and num_iterations: 1: what is clipped is "
             "the change since the first of the iterations; remove it, or use correction: none, or more iterations"
         )
     return loss

@@ -230,6 +230,7 @@ class Trainer:
 
     def _loop(self, ledger: Ledger, records: Records, state: Mapping[str, Any] | None) -> Loop:
         c, m = self.config, self.methods
+        ledger.judge = m.judge
         options = step_options(c)
         parts = Parts(
             prompts=self.task.train,

@@ -17,6 +17,7 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+from ...base.dotted import nearest
 from ...types import Fate, Group, Rollout
 from ..workers.calls import LoopRunner, ThreadRunner
 from ..workers.functions import (
@@ -25,7 +26,6 @@ from ..workers.functions import (
     describe_error,
     function_name,
     load_function,
-    nearest,
     parameters_of,
 )
 from ..workers.worker import WorkerError, WorkerPool

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import difflib
-import importlib
-import importlib.util
 import inspect
-import pkgutil
-import sys
-from collections.abc import Callable, Sequence
-from functools import lru_cache
-from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
+
+from ...base.dotted import TargetError, load
 
 VERL_ARGUMENTS = ("data_source", "solution_str", "ground_truth")
 MAX_ERROR = 2_000
@@ -23,55 +18,16 @@ class FunctionError(ValueError):
     """A function that does not exist; the message gives the nearest name."""
 
 
-@lru_cache(maxsize=256)
 def load_function(target: str) -> Callable[..., Any]:
     """Import the function that `target` names. Raises FunctionError, or what the module raises when imported."""
-    source, separator, name = target.rpartition(":")
-    if not separator or not source or not name:
-        raise FunctionError(f"'{target}': expected 'module:function' or 'path/to/file.py:function'")
-    module = _load_file(source) if source.endswith(".py") else _import(source)
-    found: Any = module
-    for part in name.split("."):
-        if not hasattr(found, part):
-            known = [n for n, value in vars(module).items() if callable(value) and not n.startswith("_")]
-            raise FunctionError(f"'{target}': {source} has no '{name}'.{nearest(name, known)}")
-        found = getattr(found, part)
+    try:
+        found = load(target)
+    except TargetError as error:
+        raise FunctionError(str(error)) from None
     if not callable(found):
+        name = target.rpartition(":")[2]
         raise FunctionError(f"'{target}': '{name}' is a {type(found).__name__}, not a function")
     return found
-
-
-def _load_file(path: str) -> ModuleType:
-    file = Path(path).expanduser().resolve()
-    if not file.is_file():
-        siblings = [p.name for p in file.parent.glob("*.py")] if file.parent.is_dir() else []
-        raise FunctionError(f"'{path}': no such file.{nearest(file.name, siblings)}")
-    name = f"_winnow_file_{abs(hash(str(file)))}"
-    spec = importlib.util.spec_from_file_location(name, file)
-    if spec is None or spec.loader is None:
-        raise FunctionError(f"'{path}': not a Python file that can be imported")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    sys.path.append(str(file.parent))
-    spec.loader.exec_module(module)
-    return module
-
-
-def _import(name: str) -> ModuleType:
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not (name == error.name or name.startswith(error.name + ".")):
-            raise
-        known = [m.name for m in pkgutil.iter_modules()] + sorted(sys.modules)
-        raise FunctionError(f"no module named '{name}'.{nearest(name, known)}") from None
-
-
-def nearest(name: str, known: Sequence[str]) -> str:
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
-    if close:
-        return f" Did you mean '{close[0]}'?"
-    return f" It has: {', '.join(sorted(known)[:8])}." if 0 < len(known) <= 8 else ""
 
 
 def parameters_of(function: Callable[..., Any]) -> dict[str, bool]:

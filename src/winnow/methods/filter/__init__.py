@@ -5,20 +5,28 @@ from __future__ import annotations
 from typing import Protocol
 
 from ...types import Group, Verdict
+from ..signal import Kind
+from .every import Every
 from .keep_all import KeepAll
 from .zero_variance import ZeroVariance
 
 
 class Filter(Protocol):
-    refill: bool
+    """A filter of your own may derive from this and override `admit` alone."""
+
+    refill: bool = False
     """True: a rejected group is replaced until the batch is full. False: it leaves the batch smaller."""
-    max_refill_rounds: int
+    max_refill_rounds: int = 10
     """With `refill`: rounds (a batch's worth of groups each) in a row that may add nothing before the run stops."""
 
-    wants_signal: bool
-    """True: groups whose advantages are all 0 are dropped too, whatever their rewards (max@k)."""
+    wants_signal: bool = False
+    """True: it drops what has no signal, so the advantage must be one under which equal rewards teach nothing."""
 
-    def admit(self, group: Group) -> Verdict: ...
+    def admit(self, group: Group, kind: Kind) -> Verdict:
+        """Asked once about every group that was not cut and has enough rewards; `kind` is what it was judged to be."""
+        ...
 
 
 FILTERS: dict[str, type] = {"keep_all": KeepAll, "zero_variance": ZeroVariance}
+
+__all__ = ["FILTERS", "Every", "Filter", "KeepAll", "ZeroVariance"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ...types import KEEP, Group, Verdict
+from ..signal import Kind
 
 
 @dataclass(frozen=True)
@@ -15,5 +16,5 @@ class KeepAll:
     max_refill_rounds = 0
     wants_signal = False
 
-    def admit(self, group: Group) -> Verdict:
+    def admit(self, group: Group, kind: Kind) -> Verdict:
         return KEEP

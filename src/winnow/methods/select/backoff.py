@@ -10,8 +10,11 @@ import numpy as np
 
 from ...base.packed import pack, unpack
 from ...types import KEEP, Group, Prompt, Verdict
-from ..filter.zero_variance import BY_REWARDS, Judge
+from ..signal import BY_REWARDS, Judge, Kind
 from .trace import TraceSelector
+
+ROUNDING = 1e-3
+"""Of a sum of visits seen in part: three thirds are one."""
 
 
 @dataclass(frozen=True)
@@ -23,23 +26,22 @@ class Backoff:
 
 
 class BackoffSelector(TraceSelector):
-    """Seven bytes a prompt for the trace and four for the order of the epoch."""
+    """Nine bytes a prompt for the trace and four for the order of the epoch."""
 
     def __init__(self, prompts: Sequence[Prompt], seed: int, judge: Judge) -> None:
         super().__init__(prompts, seed, judge)
         self.last_epoch_N = np.zeros(len(prompts), np.uint32)
-        """Epoch of the last visit that was rolled out."""
+        """Epoch of the last visit that was judged; a cut one counts, or what is always cut would be visited always."""
 
     def _keeps(self, ordinals_N: np.ndarray, epoch: int) -> np.ndarray:
-        z_N = self.z_N[ordinals_N]
-        keeps: np.ndarray = (z_N == 0) | (epoch > self.last_epoch_N[ordinals_N] + z_N.astype(np.int64))
+        visits_N = np.floor(self.z_N[ordinals_N] + ROUNDING).astype(np.int64)
+        keeps: np.ndarray = (visits_N == 0) | (epoch > self.last_epoch_N[ordinals_N] + visits_N)
         return keeps
 
     def _verdict(self, ordinal: int, keep: bool) -> Verdict:
-        return KEEP if keep else Verdict(False, f"backoff: {self.z_N[ordinal]} zero-variance visits in a row")
+        return KEEP if keep else Verdict(False, f"backoff: {self.z_N[ordinal]:g} zero-variance visits in a row")
 
-    def _trace(self, group: Group, kind: int) -> None:
-        super()._trace(group, kind)
+    def _judged(self, group: Group, kind: Kind) -> None:
         self.last_epoch_N[group.prompt.ordinal] = group.visit.epoch
 
     def state_dict(self) -> dict[str, Any]:

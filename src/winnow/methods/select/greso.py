@@ -17,11 +17,12 @@ import torch
 
 from ...base.noise import as_tensor, noise_key, uniform
 from ...types import KEEP, Group, Prompt, Verdict
-from ..filter.zero_variance import BY_REWARDS, Judge
-from .trace import EASY, EFFECTIVE, HARD, TraceSelector
+from ..signal import BY_REWARDS, Judge, Kind, forced, share_seen
+from .trace import EASY, HARD, KINDS, TraceSelector
 
 SELECT_STREAM = 3
 """Keeps the draws of selectors apart from other noise."""
+JUDGED = (Kind.SIGNAL, Kind.EASY, Kind.HARD, Kind.UNKNOWN)
 
 
 def skip_probability(z: Any, p: Any) -> Any:
@@ -82,24 +83,27 @@ class Greso:
         for name in ("target", "easy_share", "p_easy", "p_hard", "floor", "cap", "keep_floor"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name} must lie in [0, 1], not {getattr(self, name)}")
-        if not self.floor <= min(self.p_easy, self.p_hard) or not max(self.p_easy, self.p_hard) <= self.cap:
-            raise ValueError(f"p_easy and p_hard must lie between floor={self.floor} and cap={self.cap}")
         if self.step < 0:
             raise ValueError(f"step must be >= 0, not {self.step}")
+        for name in ("target", "easy_share", "floor", "cap"):
+            if self.step == 0 and getattr(self, name) != getattr(Greso, name):
+                raise ValueError(f"{name} has no effect with step: 0, which keeps p_easy and p_hard; remove it")
+        if self.step and not self.floor <= min(self.p_easy, self.p_hard) <= max(self.p_easy, self.p_hard) <= self.cap:
+            raise ValueError(f"p_easy and p_hard must lie between floor={self.floor} and cap={self.cap}")
 
     def build(self, prompts: Sequence[Prompt], seed: int, judge: Judge = BY_REWARDS) -> GresoSelector:
         return GresoSelector(prompts, seed, self, judge)
 
 
 class GresoSelector(TraceSelector):
-    """Three bytes a prompt for the trace and four for the order of the epoch."""
+    """Five bytes a prompt for the trace and four for the order of the epoch."""
 
     def __init__(self, prompts: Sequence[Prompt], seed: int, options: Greso, judge: Judge) -> None:
         super().__init__(prompts, seed, judge)
         self.options = options
         self.p = {EASY: options.p_easy, HARD: options.p_hard}
-        self._seen = {EFFECTIVE: 0, EASY: 0, HARD: 0}
-        """Groups rolled out in this step, by kind."""
+        self._seen = dict.fromkeys(JUDGED, 0.0)
+        """Groups rolled out in this step, by kind, each by the share of it that was seen."""
 
     def _keep_probability(self, ordinals_N: np.ndarray) -> np.ndarray:
         base_N = np.array([1.0, self.p[EASY], self.p[HARD]])[self.kind_N[ordinals_N]]
@@ -112,37 +116,39 @@ class GresoSelector(TraceSelector):
         return draws < self._keep_probability(ordinals_N)
 
     def _verdict(self, ordinal: int, keep: bool) -> Verdict:
-        z = int(self.z_N[ordinal])
+        z = float(self.z_N[ordinal])
         if z == 0:
             return KEEP
         p = max(self.p[int(self.kind_N[ordinal])] ** z, self.options.keep_floor)
         if keep:
             return Verdict(True, probability=p)
         kind = "easy" if self.kind_N[ordinal] == EASY else "hard"
-        return Verdict(False, f"greso: {kind}, {z} zero-variance visits in a row", 1 - p)
+        return Verdict(False, f"greso: {kind}, {z:g} zero-variance visits in a row", 1 - p)
 
-    def _trace(self, group: Group, kind: int) -> None:
-        super()._trace(group, kind)
-        self._seen[kind] += 1
+    def _judged(self, group: Group, kind: Kind) -> None:
+        """Count for the controller what it let through, not what an audit forced: that would be read as exploration."""
+        if not forced(group.visit):
+            self._seen[kind] += share_seen(group) if group.verdict.keep else 1
 
     def end_step(self) -> None:
         """Adjust both base probabilities, once the first epoch is over."""
         super().end_step()
         total, o = sum(self._seen.values()), self.options
         if self.epoch >= 1 and total:
-            targets = {EASY: o.target * o.easy_share, HARD: o.target * (1 - o.easy_share)}
+            targets = {Kind.EASY: o.target * o.easy_share, Kind.HARD: o.target * (1 - o.easy_share)}
             for kind, target in targets.items():
-                self.p[kind] = adjust(self.p[kind], self._seen[kind] / total, target, o.step, o.floor, o.cap)
-        self._seen = dict.fromkeys(self._seen, 0)
+                code = KINDS[kind]
+                self.p[code] = adjust(self.p[code], self._seen[kind] / total, target, o.step, o.floor, o.cap)
+        self._seen = dict.fromkeys(JUDGED, 0.0)
 
     def metrics(self) -> dict[str, float]:
         return super().metrics() | {"greso/p_easy": self.p[EASY], "greso/p_hard": self.p[HARD]}
 
     def state_dict(self) -> dict[str, Any]:
-        seen = [self._seen[kind] for kind in (EFFECTIVE, EASY, HARD)]
+        seen = [self._seen[kind] for kind in JUDGED]
         return super().state_dict() | {"p": [self.p[EASY], self.p[HARD]], "seen": seen}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
         self.p = dict(zip((EASY, HARD), map(float, state["p"]), strict=True))
-        self._seen = dict(zip((EFFECTIVE, EASY, HARD), map(int, state["seen"]), strict=True))
+        self._seen = dict(zip(JUDGED, map(float, state["seen"]), strict=True))

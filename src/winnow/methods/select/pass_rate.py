@@ -10,10 +10,12 @@ import numpy as np
 
 from ...base.packed import pack, unpack
 from ...types import KEEP, Prompt, Verdict
-from ..filter.zero_variance import BY_REWARDS, Judge
 from ..pass_rates import PassRate as Measured
 from ..pass_rates import read_profile
+from ..signal import BY_REWARDS, Judge
 from .stream import StreamSelector
+
+ROLLOUTS = 16
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,7 @@ class PassRate:
     high: float = 1 - 1e-9
     refresh_steps: int | None = None
     """Profile all training prompts again every so many optimizer steps, with the policy of the time."""
-    n: int = 16
+    n: int = ROLLOUTS
     """Rollouts a prompt of a refresh."""
 
     def __post_init__(self) -> None:
@@ -42,6 +44,8 @@ class PassRate:
             raise ValueError(f"refresh_steps must be >= 1, not {self.refresh_steps}")
         if self.n < 1:
             raise ValueError(f"n must be >= 1, not {self.n}")
+        if self.refresh_steps is None and self.n != ROLLOUTS:
+            raise ValueError("n has no effect without refresh_steps: the profile that is read has its own; remove it")
 
     def build(self, prompts: Sequence[Prompt], seed: int, judge: Judge = BY_REWARDS) -> PassRateSelector:
         """Raises ValueError when the profile cannot be read, is for other prompts, or leaves none in the band."""

@@ -9,35 +9,49 @@ import numpy as np
 
 from ...base.packed import pack, unpack
 from ...types import Group, Prompt
-from ..filter.zero_variance import Judge
+from ..signal import Judge, Kind, share_seen
 from .stream import StreamSelector
 
 EFFECTIVE, EASY, HARD = 0, 1, 2
-KINDS = {"easy": EASY, "hard": HARD, None: EFFECTIVE}
-LONGEST = np.iinfo(np.uint16).max
+KINDS = {Kind.SIGNAL: EFFECTIVE, Kind.EASY: EASY, Kind.HARD: HARD}
+LONGEST = float(np.iinfo(np.uint16).max)
 
 
 class TraceSelector(StreamSelector):
-    """Adds to the stream, for each of N prompts, `z_N` and `kind_N`: three bytes a prompt.
+    """Adds to the stream, for each of N prompts, `z_N` and `kind_N`: five bytes a prompt.
 
-    z is the length of the current run of consecutive zero-variance visits of either kind, kind that of the last one.
-    A group with too few rewards (an infrastructure failure) is no evidence and leaves the trace as it was.
+    z is the length of the current run of consecutive zero-variance visits of either kind (eq. 4), kind that of the
+    last one. Only rewards move it:
+
+    - Rewards that differ end the run, however many siblings are missing.
+    - Equal rewards of m siblings out of G add m / G: that the G - m which were pruned or failed would have got the same
+      is not known. For independent siblings this is the visit's share of a full one in log-likelihood. Whom a quality
+      head keeps is no random sample, but where it keeps the rarer outcome more often, as `balance: target` does, equal
+      survivors are more than m siblings' worth of evidence; so the weight is on the cautious side.
+    - A group that a gate cut, or with too few rewards, leaves the run as it was. With audits some cuts are overridden:
+      those groups have rewards, so the trace learns from them, at the audit's rate, what the cuts were worth.
     """
 
     def __init__(self, prompts: Sequence[Prompt], seed: int, judge: Judge) -> None:
         super().__init__(prompts, seed)
         self.judge = judge
-        self.z_N = np.zeros(len(prompts), np.uint16)
+        self.z_N = np.zeros(len(prompts), np.float32)
         self.kind_N = np.zeros(len(prompts), np.uint8)
 
     def observe(self, group: Group) -> None:
-        if np.count_nonzero(~np.isnan(group.rewards())) >= self.judge.least:
-            self._trace(group, KINDS[self.judge.kind(group)])
+        kind = self.judge.kind(group)
+        if kind is Kind.NOT_JUDGED:
+            return
+        if group.verdict.keep:
+            self._trace(group.prompt.ordinal, KINDS[kind], share_seen(group))
+        self._judged(group, kind)
 
-    def _trace(self, group: Group, kind: int) -> None:
-        ordinal = group.prompt.ordinal
-        self.z_N[ordinal] = 0 if kind == EFFECTIVE else min(int(self.z_N[ordinal]) + 1, LONGEST)
+    def _trace(self, ordinal: int, kind: int, share: float) -> None:
+        self.z_N[ordinal] = 0 if kind == EFFECTIVE else min(float(self.z_N[ordinal]) + share, LONGEST)
         self.kind_N[ordinal] = kind
+
+    def _judged(self, group: Group, kind: Kind) -> None:
+        """Also called for what was cut on evidence."""
 
     def state_dict(self) -> dict[str, Any]:
         return super().state_dict() | {"z": pack(self.z_N), "kind": pack(self.kind_N)}

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ...types import Prompt
-from ..filter.zero_variance import BY_REWARDS, Judge
+from ..signal import BY_REWARDS, Judge
 from .stream import StreamSelector
 
 

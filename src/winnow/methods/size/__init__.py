@@ -43,11 +43,11 @@ class RolloutBatch(Protocol):
     carry: bool
     """Whether superfluous groups wait for the next step, or are dropped."""
 
-    def next(self, missing: int, in_flight: int, zero_variance_share: float) -> int:
+    def next(self, missing: int, in_flight: int, zero_variance_share: float | None) -> int:
         """How many groups to start now, <= 0 for none.
 
-        `missing`: groups the batch still lacks; `in_flight`: groups under way; `zero_variance_share`: of the groups of
-        this step so far, or of the last step's when none has finished yet.
+        `missing`: groups the batch still lacks; `in_flight`: groups under way; `zero_variance_share`: of the groups
+        judged in this step so far, None when there are none.
         """
         ...
 

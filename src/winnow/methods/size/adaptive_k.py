@@ -46,16 +46,18 @@ class AdaptiveK:
     def __post_init__(self) -> None:
         if self.base is not None and self.base < 2:
             raise ValueError(f"base must be >= 2, not {self.base}: an advantage needs two siblings")
-        if not 0 <= self.tau <= 1:
-            raise ValueError(f"tau must lie in [0, 1], not {self.tau}")
+        if not 0 <= self.tau < 1:
+            raise ValueError(f"tau must lie in [0, 1), not {self.tau}: the size goes up when the share exceeds it")
         if self.window < 1:
             raise ValueError(f"window must be >= 1, not {self.window}")
         if self.dwell < 1:
             raise ValueError(f"dwell must be >= 1, not {self.dwell}")
         if self.tau_down is None and self.dwell != DWELL:
             raise ValueError("dwell has no effect without tau_down; remove it, or set tau_down below tau")
-        if self.tau_down is not None and not 0 <= self.tau_down < self.tau:
-            raise ValueError(f"tau_down must lie in [0, tau={self.tau}), not {self.tau_down}")
+        if self.tau_down is not None and not 0 < self.tau_down < self.tau:
+            raise ValueError(
+                f"tau_down must lie between 0 and tau={self.tau}, not {self.tau_down}: the size goes down below it"
+            )
 
     def build(self, num_generations: int) -> AdaptiveSize:
         """Raises ValueError unless base < high."""

@@ -37,7 +37,7 @@ class Fixed:
             raise ValueError(f"size must be >= 1, not {self.size}")
 
     def build(self, prompts_per_step: int) -> Rounds:
-        return Rounds(self.size or -(-3 * prompts_per_step // 2), None, self.surplus == "carry")
+        return Rounds(_largest(self.size, prompts_per_step), None, self.surplus == "carry", prompts_per_step)
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,11 @@ class Adaptive:
             raise ValueError(f"safety must be finite and > 0, not {self.safety}")
 
     def build(self, prompts_per_step: int) -> Rounds:
-        return Rounds(self.size or -(-3 * prompts_per_step // 2), self.safety, self.surplus == "carry")
+        return Rounds(_largest(self.size, prompts_per_step), self.safety, self.surplus == "carry", prompts_per_step)
+
+
+def _largest(size: int | None, prompts_per_step: int) -> int:
+    return size or -(-3 * prompts_per_step // 2)
 
 
 @dataclass(frozen=True)
@@ -66,21 +70,28 @@ class OneForOne:
     size: int
     carry = False
 
-    def next(self, missing: int, in_flight: int, zero_variance_share: float) -> int:
+    def next(self, missing: int, in_flight: int, zero_variance_share: float | None) -> int:
         return missing - in_flight
 
 
 @dataclass(frozen=True)
 class Rounds:
-    """A round starts when the one before is over; `safety` None is a fixed size."""
+    """A round starts when the one before is over; `safety` None is a fixed size.
+
+    An adaptive round before anything was judged in its step has the full size (Algorithm 1 of GRESO), or, with groups
+    carried from the step before, which the paper does not have, as much of it as the batch lacks.
+    """
 
     size: int
     safety: float | None
     carry: bool
+    prompts_per_step: int
 
-    def next(self, missing: int, in_flight: int, zero_variance_share: float) -> int:
+    def next(self, missing: int, in_flight: int, zero_variance_share: float | None) -> int:
         if in_flight or missing <= 0:
             return 0
         if self.safety is None:
             return self.size
+        if zero_variance_share is None:
+            return -(-self.size * min(missing, self.prompts_per_step) // self.prompts_per_step)
         return rollout_batch_size(missing, zero_variance_share, self.size, self.safety)

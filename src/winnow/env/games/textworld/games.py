@@ -19,7 +19,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from ...workers.functions import nearest
+from ....base.dotted import nearest
 from ..react import words
 from .play import LOST, NOTHING, WON, TextWorldEnv, load_json, play, readable, understood, worded
 

@@ -1,0 +1,138 @@
+"""A run without a model: the loop, its methods and the ledger are real; rollouts and updates are not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from winnow.config import RunConfig, validate
+from winnow.loop import Hooks, Limits, Loop, Parts
+from winnow.record.ledger import Ledger
+from winnow.run.build import build_methods
+from winnow.sampler.pace import Buffer
+from winnow.types import Fate, Group, Prompt, Rollout, Verdict, Visit
+
+Outcome = list[float | None] | Verdict
+"""The rewards of a group, None where a sibling was pruned; or the verdict it was cut with."""
+
+
+def rollout(
+    sibling: int, reward: float | None, version: int = 0, fate: Fate | None = None, reason: str = ""
+) -> Rollout:
+    return Rollout(
+        sibling=sibling,
+        prompt_ids=(1,),
+        token_ids=np.array([2]),
+        action_mask=np.ones(1, bool),
+        sampler_logp=-np.ones(1, np.float32),
+        versions=np.array([version], np.int32),
+        reward=reward,
+        fate=fate,
+        reason=reason,
+    )
+
+
+def finished(visit: Visit, outcome: Outcome, version: int = 0, size: int = 2) -> Group:
+    if isinstance(outcome, Verdict):
+        return Group(visit, [rollout(i, None, version, Fate.CUT, outcome.reason) for i in range(size)], outcome)
+    members = [
+        rollout(i, r, version, None if r is not None else Fate.PRUNED, "" if r is not None else "pruned")
+        for i, r in enumerate(outcome)
+    ]
+    return Group(visit, members)
+
+
+class FakeSampler:
+    """Finishes whatever was started at the next poll; remembers how many groups each round started."""
+
+    overlaps = False
+
+    def __init__(self, outcome: Callable[[Visit, int], Outcome]) -> None:
+        self.outcome = outcome
+        self.version = 0
+        self.rounds: list[tuple[int, int]] = []
+        """(policy version, groups) of each round."""
+        self._started: list[tuple[Visit, int]] = []
+
+    @property
+    def pending(self) -> int:
+        return len(self._started)
+
+    def launch(self, visit: Visit, size: int) -> None:
+        self._started.append((visit, size))
+
+    def poll(self) -> list[Group]:
+        started, self._started = self._started, []
+        self.rounds.append((self.version, len(started)))
+        return [finished(visit, self.outcome(visit, size), self.version, size) for visit, size in started]
+
+    def publish(self, weights: Any, version: int) -> None:
+        self.version = version
+
+    def metrics(self) -> dict[str, float]:
+        return {}
+
+    def close(self) -> list[Group]:
+        return []
+
+
+class FakeStep:
+    """An update: remembers the batches, and skips those without a signal, as the real one does."""
+
+    def __init__(self) -> None:
+        self.batches: list[list[Group]] = []
+        self.scale = SimpleNamespace(state_dict=dict, load_state_dict=lambda state: None)
+
+    def __call__(self, groups: Sequence[Group], step: int) -> dict[str, float]:
+        self.batches.append(list(groups))
+        return {"updated": float(any(np.ptp([r.reward for r in g.rollouts if r.reward is not None]) for g in groups))}
+
+
+class FakeRun:
+    """`outcome(visit, size)` says how each group ends."""
+
+    def __init__(
+        self, path: Path, outcome: Callable[[Visit, int], Outcome], config: dict[str, Any], prompts: int = 40
+    ) -> None:
+        c: RunConfig = validate({"model": "none", "env": "none"} | config)
+        self.prompts = [Prompt(f"p{i}", i, text="") for i in range(prompts)]
+        self.methods = build_methods(c, self.prompts)
+        self.sampler, self.update = FakeSampler(outcome), FakeStep()
+        self.ledger = Ledger.open(path)
+        self.ledger.judge = self.methods.judge
+        self.ledger.set_meta("max_lag", str(c.max_lag))
+        self.metrics: list[dict[str, float]] = []
+        m = self.methods
+        parts = Parts(
+            prompts=self.prompts,
+            sampler=self.sampler,
+            learner=SimpleNamespace(weights=dict),  # type: ignore[arg-type]
+            selector=m.selector,
+            rollout_batch=m.rollout_batch,
+            group_size=m.group_size,
+            filter=m.filter,
+            optimizer_step=self.update,  # type: ignore[arg-type]
+            buffer=Buffer(c.prompts_per_step, c.max_lag, carry=m.rollout_batch.carry),
+            ledger=self.ledger,
+        )
+        hooks = Hooks(
+            evaluate=lambda step: None,
+            profile=lambda step: None,
+            record=lambda step, metrics, groups: self.metrics.append(metrics),
+            save=lambda step, force: None,
+            should_stop=lambda: False,
+        )
+        self.loop = Loop(parts, hooks, Limits(c.max_steps, c.max_failed_share, c.max_skipped_steps), m.judge)
+
+    def run(self) -> FakeRun:
+        """To the end; the ledger has proved its account."""
+        self.loop.run()
+        self.loop.close()
+        self.ledger.set_meta("finished", "true")
+        result = self.ledger.verify()
+        assert result.ok, result.problems
+        return self

@@ -1,0 +1,194 @@
+"""Methods by dotted path, and filters in a list."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from winnow.base.dotted import interface
+from winnow.config import ConfigError, config_of, method, validate
+from winnow.engine import ENGINES
+from winnow.env import ENVS
+from winnow.methods.advantage import ADVANTAGES
+from winnow.methods.correct import CORRECTIONS, STEP_SCALES
+from winnow.methods.filter import FILTERS, Every
+from winnow.methods.gate import GATES
+from winnow.methods.select import SELECTORS
+from winnow.methods.signal import Kind
+from winnow.methods.size import ROLLOUT_BATCHES, SIZES
+from winnow.run.build_filter import build_filter
+from winnow.sampler import SYNCS
+
+from ..e2e.test_training import _train_until, assert_clean, fingerprint, resume, train
+from .fake_run import FakeRun
+from .test_batch import make_group
+
+RULES = '''
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from winnow.methods.filter import Filter
+from winnow.methods.signal import Kind
+from winnow.types import KEEP, Group, Verdict
+
+
+@dataclass(frozen=True)
+class AtLeast(Filter):
+    """Drop groups whose mean reward is too low."""
+
+    mean: float = 0.5
+
+    def __post_init__(self) -> None:
+        if self.mean < 0:
+            raise ValueError(f"mean must be >= 0, not {self.mean}")
+
+    def admit(self, group: Group, kind: Kind) -> Verdict:
+        mean = group.rewards().mean()
+        return KEEP if mean >= self.mean else Verdict(False, f"mean reward {mean:.3g} < {self.mean:g}")
+
+
+@dataclass
+class Loose(Filter):
+    pass
+
+
+@dataclass(frozen=True)
+class Empty:
+    pass
+
+
+class Plain:
+    pass
+
+
+def function() -> None:
+    pass
+'''
+
+
+@pytest.fixture
+def rules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    (tmp_path / "winnow_test_rules.py").write_text(RULES)
+    monkeypatch.chdir(tmp_path)
+    return str(tmp_path / "winnow_test_rules.py")
+
+
+def test_every_table_knows_its_interface() -> None:
+    builders = (SELECTORS, GATES, SIZES, ROLLOUT_BATCHES, ENGINES, ENVS, SYNCS, STEP_SCALES)
+    assert all(interface(table) == ["build"] for table in builders)
+    assert interface(FILTERS) == ["admit", "max_refill_rounds", "refill", "wants_signal"]
+    assert {"of_batch", "group_relative", "smallest_group", "greedy_baseline"} <= set(interface(ADVANTAGES))
+    assert {"__call__", "active"} <= set(interface(CORRECTIONS))
+
+
+class TestDottedPaths:
+    def test_a_file_and_a_module_give_the_class_with_its_options(self, rules: str) -> None:
+        for target in (f"{rules}:AtLeast", "winnow_test_rules.py:AtLeast", "winnow_test_rules:AtLeast"):
+            assert method(FILTERS, target, "filter").mean == 0.5
+            found = method(FILTERS, {"name": target, "mean": "2e-1"}, "filter")
+            assert found.mean == 0.2
+            assert not found.refill
+            assert not found.admit(make_group(0, [0.0, 0.1]), Kind.SIGNAL).keep
+
+    @pytest.mark.parametrize(
+        ("spec", "message"),
+        [
+            ("winnow_test_rules:AtMost", r"filter: .*has no 'AtMost'. Did you mean 'AtLeast'"),
+            ("winnow_test_rule.py:AtLeast", r"filter: 'winnow_test_rule.py': no such file. Did you mean"),
+            ("no_such_module_at_all:X", r"filter: no module named 'no_such_module_at_all'"),
+            ("winnow_test_rules:Plain", r"a class, but a frozen dataclass is needed"),
+            ("winnow_test_rules:function", r"a function, but a frozen dataclass is needed"),
+            ("winnow_test_rules:Loose", r"write @dataclass\(frozen=True\)"),
+            (
+                "winnow_test_rules:Empty",
+                r"has no admit, max_refill_rounds, refill, wants_signal; see",
+            ),
+            ({"name": "winnow_test_rules:AtLeast", "maen": 1}, r"unknown option 'maen'. Did you mean 'mean'"),
+            ({"name": "winnow_test_rules:AtLeast", "mean": "x"}, r"mean: Input should be a valid number"),
+            ({"name": "winnow_test_rules:AtLeast", "mean": -1}, r"mean must be >= 0, not -1"),
+            (":AtLeast", r"expected 'module:name' or 'path/to/file.py:name'"),
+        ],
+    )
+    def test_what_cannot_be_used_is_refused(self, rules: str, spec: Any, message: str) -> None:
+        with pytest.raises(ConfigError, match=message):
+            method(FILTERS, spec, "filter")
+
+    def test_a_file_becomes_absolute_so_that_a_run_resumes_from_anywhere(self, rules: str) -> None:
+        c = config_of(
+            "m",
+            "countdown",
+            None,
+            {
+                "filter": ["zero_variance", {"name": "winnow_test_rules.py:AtLeast", "mean": 0.1}],
+                "selector": "winnow_test_rules.py:AtLeast",
+                "gates": ["winnow_test_rules.py:AtLeast", "not_there.py:X"],
+            },
+        )
+        assert c.filter == ["zero_variance", {"name": f"{rules}:AtLeast", "mean": 0.1}]
+        assert (c.selector, c.gates) == (f"{rules}:AtLeast", [f"{rules}:AtLeast", "not_there.py:X"])
+
+
+class TestLists:
+    def build(self, filters: Any, **config: Any) -> Any:
+        c = validate({"model": "m", "env": "e", "filter": filters} | config)
+        return build_filter(c, method(ADVANTAGES, c.advantage, "advantage"))
+
+    def test_all_must_admit_and_the_reason_names_who_does_not(self, rules: str) -> None:
+        every = self.build([{"name": "zero_variance", "max_refill_rounds": 3}, "winnow_test_rules:AtLeast"])
+        assert isinstance(every, Every)
+        assert (every.refill, every.max_refill_rounds, every.wants_signal) == (True, 3, True)
+        assert every.admit(make_group(0, [0.0, 1.0]), Kind.SIGNAL).keep
+        equal = every.admit(make_group(0, [1.0, 1.0]), Kind.EASY)
+        assert equal.reason == "zero_variance: zero variance: all rewards are 1"
+        low = every.admit(make_group(0, [0.0, 0.1]), Kind.SIGNAL)
+        assert low.reason == "AtLeast: mean reward 0.05 < 0.5"
+
+    def test_a_list_of_one_is_that_one(self) -> None:
+        assert self.build(["keep_all"]) == FILTERS["keep_all"]()
+
+    @pytest.mark.parametrize(
+        ("filters", "config", "message"),
+        [
+            ([], {}, "the list is empty"),
+            (["keep_all", "zero_variance"], {}, "keep_all has no effect beside other filters"),
+            (["zero_variance", "zero_variance"], {}, "zero_variance is there twice"),
+            (["zero_varianc"], {}, "Did you mean 'zero_variance'"),
+            (["winnow_test_rules:AtLeast", "zero_variance"], {"advantage": "remax"}, "zero_variance takes groups"),
+            ([{"name": "zero_variance", "refill": False, "max_refill_rounds": 2}], {}, "has no effect with refill"),
+        ],
+    )
+    def test_what_has_no_effect_is_refused(self, rules: str, filters: Any, config: Any, message: str) -> None:
+        with pytest.raises(ConfigError, match=message):
+            self.build(filters, **config)
+
+    def test_the_batch_is_filled_with_what_all_admit(self, rules: str, tmp_path: Path) -> None:
+        outcomes: list[list[float | None]] = [[0.0, 0.0], [0.0, 0.2], [1.0, 0.0]]
+        config = {
+            "prompts_per_step": 2,
+            "num_generations": 2,
+            "max_steps": 2,
+            "filter": ["zero_variance", "winnow_test_rules:AtLeast"],
+        }
+        run = FakeRun(tmp_path / "l", lambda v, n: outcomes[v.number % 3], config).run()
+        batches = [[g.visit.number for g in batch] for batch in run.update.batches]
+        assert batches == [[2, 5], [8, 11]]
+
+
+def test_a_run_with_a_filter_of_its_own_resumes_bit_for_bit(
+    tiny_config: dict[str, Any], rules: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tiny_config | {"filter": [{"name": "winnow_test_rules.py:AtLeast", "mean": 0.01}, "zero_variance"]}
+    config |= {"max_steps": 3, "eval_steps": None}
+    train(config | {"output_dir": str(tmp_path / "whole")})
+    part = tmp_path / "part"
+    _train_until(config | {"output_dir": str(part)}, 2)
+    assert json.loads((part / "config.json").read_text())["filter"][0]["name"] == f"{rules}:AtLeast"
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    resume(part)
+    assert fingerprint(part) == fingerprint(tmp_path / "whole")
+    assert_clean(part)
