@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -206,6 +206,8 @@ class RunConfig(BaseModel):
 
 METHODS = tuple(name for name, kind in RunConfig.__annotations__.items() if "MethodSpec" in kind)
 """Keys whose values are methods."""
+PATHS = ("path", "test", "games", "data", "python", "profile")
+"""Options of methods that name files."""
 
 
 def nearest(name: str, known: Sequence[str]) -> str:
@@ -316,21 +318,15 @@ def absolute_paths(values: Mapping[str, Any]) -> dict[str, Any]:
     for key in ("model", "reward_funcs"):
         if result.get(key) is not None:
             result[key] = absolute(result[key])
-    if isinstance(result.get("env"), dict):
-        paths = ("path", "test", "games", "data", "python")
-        result["env"] = {k: absolute(v) if k in paths else v for k, v in result["env"].items()}
-    if isinstance(result.get("selector"), dict):
-        result["selector"] = {k: absolute(v) if k == "profile" else v for k, v in result["selector"].items()}
-    return result | {key: _absolute_class(result[key], absolute) for key in METHODS if key in result}
 
+    def of_method(spec: Any) -> Any:
+        if isinstance(spec, list):
+            return [of_method(each) for each in spec]
+        if isinstance(spec, dict):
+            return {k: of_method(v) if k == "name" else absolute(v) if k in PATHS else v for k, v in spec.items()}
+        return absolute(spec) if isinstance(spec, str) and ".py:" in spec else spec
 
-def _absolute_class(spec: Any, absolute: Callable[[Any], Any]) -> Any:
-    """A method's spec, or a list of them; only `file.py:Name` is a path."""
-    if isinstance(spec, list):
-        return [_absolute_class(each, absolute) for each in spec]
-    if isinstance(spec, dict):
-        return {k: _absolute_class(v, absolute) if k == "name" else v for k, v in spec.items()}
-    return absolute(spec) if isinstance(spec, str) and ".py:" in spec else spec
+    return result | {key: of_method(result[key]) for key in METHODS if key in result}
 
 
 def read_yaml(path: str | Path) -> dict[str, Any]:
