@@ -17,6 +17,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
 from .base.dotted import TargetError, class_for
+from .base.paths import absolute_paths
 
 LossType = Literal["dapo", "grpo", "dr_grpo", "sequence_sum"]
 GroupWeighting = Literal["equal", "size"]
@@ -206,8 +207,6 @@ class RunConfig(BaseModel):
 
 METHODS = tuple(name for name, kind in RunConfig.__annotations__.items() if "MethodSpec" in kind)
 """Keys whose values are methods."""
-PATHS = ("path", "test", "games", "data", "python", "profile")
-"""Options of methods that name files."""
 
 
 def nearest(name: str, known: Sequence[str]) -> str:
@@ -302,31 +301,7 @@ def config_of(
         values["model"] = model if isinstance(model, str) else str(getattr(model, "name_or_path", "") or "given object")
     if env is not None:
         values["env"] = env if isinstance(env, str | dict) else getattr(env, "name", type(env).__name__)
-    return validate(absolute_paths(values))
-
-
-def absolute_paths(values: Mapping[str, Any]) -> dict[str, Any]:
-    """`model`, the files of a data set, of reward functions, of a profile and of methods, where they exist on disk."""
-
-    def absolute(text: Any) -> Any:
-        if isinstance(text, list):
-            return [absolute(t) for t in text]
-        file, colon, function = text.partition(":") if isinstance(text, str) else ("", "", "")
-        return str(Path(file).resolve()) + colon + function if file and Path(file).exists() else text
-
-    result = dict(values)
-    for key in ("model", "reward_funcs"):
-        if result.get(key) is not None:
-            result[key] = absolute(result[key])
-
-    def of_method(spec: Any) -> Any:
-        if isinstance(spec, list):
-            return [of_method(each) for each in spec]
-        if isinstance(spec, dict):
-            return {k: of_method(v) if k == "name" else absolute(v) if k in PATHS else v for k, v in spec.items()}
-        return absolute(spec) if isinstance(spec, str) and ".py:" in spec else spec
-
-    return result | {key: of_method(result[key]) for key in METHODS if key in result}
+    return validate(absolute_paths(values, METHODS))
 
 
 def read_yaml(path: str | Path) -> dict[str, Any]:

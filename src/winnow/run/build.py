@@ -221,8 +221,8 @@ def build_loss(c: RunConfig) -> LossConfig:
     )
     if loss.ratio_to_learner and c.num_iterations == 1 and (changed := c.changed(CLIPPING)):
         raise ConfigError(
-            f"{changed} has no effect with correction: {name_of(c.correction)} and num_iterations: 1: what is clipped is "
-            "the change since the first of the iterations; remove it, or use correction: none, or more iterations"
+            f"{changed} has no effect with correction: {name_of(c.correction)} and num_iterations: 1: what is clipped "
+            "is the change since the first of the iterations; remove it, or use correction: none, or more iterations"
         )
     return loss
 
