@@ -13,7 +13,7 @@ pytest.importorskip("alfworld")
 
 from winnow.env.base import StepResult
 from winnow.env.games.alfworld.task import AlfworldConfig
-from winnow.env.games.textworld.play import load_json
+from winnow.env.workers.kept import load_json
 from winnow.env.workers.remote import EnvLostError
 
 EPISODES = 100

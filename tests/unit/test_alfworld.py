@@ -16,11 +16,12 @@ pytest.importorskip("alfworld")
 
 from winnow.env.base import Demonstrator, OverlappingEnv, Task
 from winnow.env.games.alfworld import library
-from winnow.env.games.alfworld.play import NOTHING, AlfworldEnv, deeds, game_of
+from winnow.env.games.alfworld.play import AlfworldEnv, deeds, game_of
 from winnow.env.games.alfworld.rooms import TASK_TYPES, plans_of
 from winnow.env.games.alfworld.rooms import game_of as room_of
 from winnow.env.games.alfworld.task import AlfworldConfig
-from winnow.env.games.textworld.play import load_json, worded
+from winnow.env.games.react import NOTHING, worded
+from winnow.env.workers.kept import load_json
 from winnow.study.warm_start import word_tokenizer
 
 CONFIG = AlfworldConfig(train_size=6, test_size=3, receptacles=4, objects=5, max_turns=20, style="words")

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from winnow.env.base import Demonstrator, OverlappingEnv, Task
-from winnow.env.games.textworld.play import NOTHING, TextWorldEnv, readable, spelled_as_in, understood, worded
+from winnow.env.games.react import NOTHING, worded
+from winnow.env.games.textworld.play import TextWorldEnv, readable, spelled_as_in, understood
 from winnow.env.games.textworld.task import TextWorldConfig
 from winnow.study.warm_start import word_tokenizer
 

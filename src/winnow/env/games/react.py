@@ -7,10 +7,18 @@ The style in words is for small word-level models, whose completion is the comma
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from typing import Literal
 
+Style = Literal["react", "words"]
+
+NOTHING = "Nothing happens."
+"""What a game answers to a command that it does not understand or that is not possible."""
+UNKNOWN = "<unk>"
+"""Stands for a word that the vocabulary lacks."""
 _ACTION = re.compile(r"\baction[ \t]*(?:\*\*|__)?[ \t]*:", re.IGNORECASE)
 _EDGES = " \t\r\"'`*_<>[](){}“”‘’"
+_TITLE = re.compile(r"-=.*=-")
 _PUNCTUATION = re.compile(r"([^\w\s])")
 
 
@@ -56,3 +64,11 @@ def system_prompt(role: str, actions: Sequence[str], example: Sequence[tuple[str
 def words(text: str) -> str:
     """Text for a word-level tokenizer: lower case, punctuation on its own, single blanks instead of line ends."""
     return " ".join(_PUNCTUATION.sub(r" \1 ", text.lower()).split())
+
+
+def worded(text: str, vocabulary: Collection[str] | None = None) -> str:
+    """An observation in words, without titles of rooms, before the mark behind which the next command stands."""
+    shown = words(_TITLE.sub(" ", text)).split()
+    if vocabulary is not None:
+        shown = [word if word in vocabulary else UNKNOWN for word in shown]
+    return f" {' '.join(shown)} > "

@@ -24,9 +24,20 @@ def kept(task: str, folder: str, key: Any) -> Path:
 def loaded(file: Path) -> Any:
     """None when it is missing or damaged."""
     try:
-        return json.loads(file.read_text(encoding="utf-8"))
+        return load_json(file)
     except (OSError, ValueError):
         return None
+
+
+def load_json(path: str | Path) -> Any:
+    return json.loads(Path(path).read_text(encoding="utf-8"))
+
+
+def save_json(path: Path, values: Any) -> None:
+    """Atomic. Two writers write the same."""
+    partial = path.with_name(f"{path.name}.{os.getpid()}")
+    partial.write_text(json.dumps(values), encoding="utf-8")
+    partial.replace(path)
 
 
 @contextmanager

@@ -11,9 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..react import words
-from ..textworld.games import save_json
-from ..textworld.play import NOTHING, load_json
+from ...workers.kept import load_json, save_json
+from ..react import NOTHING, words
 from .library import card_id
 from .play import GOAL, EntityInfo, Game, engine, pddl
 from .play import Path as Way

@@ -1,7 +1,6 @@
 """Where games are kept: made and described once, in worker processes, and found again under the same options.
 
 $WINNOW_CACHE/alfworld/cards/<game>.json                      what playing a game needs, see `games`
-                       walks/<game and how it is walked>.json
 """
 
 from __future__ import annotations
@@ -9,54 +8,32 @@ from __future__ import annotations
 import hashlib
 import json
 import random
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from itertools import cycle, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...workers.kept import kept, loaded, making
+from ...workers.kept import kept, load_json, loaded, making
 from ...workers.worker import WorkerPool
-from ..textworld.play import load_json
-from .rooms import TASK_TYPES
+from ..library import MAKE_TIMEOUT_S, Card, call_all, different, too_few
+from .rooms import TASK_TYPES, TaskType
 
 if TYPE_CHECKING:
     from .task import AlfworldConfig
 
-Card = dict[str, Any]
-
 FORMAT = 2
 """Changes when kept files mean something else."""
-DESCRIBE_TIMEOUT_S = 300.0
-MAX_REPEATS = 4
-"""Games made for each one wanted before there are taken to be too few different ones."""
-DEMONSTRATIONS = 8
-"""Walks to the goal that are kept a game."""
 
 
 def games_of(config: AlfworldConfig) -> tuple[list[Card], list[Card]]:
     """Cards of the train and the test games. Raises ValueError when there are too few."""
-    with making("alfworld", config.workers, DESCRIBE_TIMEOUT_S) as pool:
+    with making("alfworld", config.workers, MAKE_TIMEOUT_S) as pool:
         if config.data is not None:
             root = _root(Path(config.data).expanduser().resolve())
             test = _read(pool, config, root, config.split, config.test_size)
             return _read(pool, config, root, "train", config.train_size), test
         test = _made(pool, config, config.split, config.test_size or 0, ())
         return _made(pool, config, "train", config.train_size or 0, {_told(card) for card in test}), test
-
-
-def walks_of(cards: Sequence[Card], config: AlfworldConfig) -> list[list[list[str]]]:
-    """Per game its demonstrations, each `[command, observation, command, ...]`."""
-    how = {"count": DEMONSTRATIONS, "noise": config.demo_noise, "max_turns": config.max_turns}
-    files = [kept("alfworld", "walks", [FORMAT, card["id"], how]) for card in cards]
-    with making("alfworld", config.workers, DESCRIBE_TIMEOUT_S) as pool:
-        calls = [
-            pool.call("winnow.env.games.alfworld.games:demonstrate", {"card": card["file"], "target": str(file), **how})
-            for card, file in zip(cards, files, strict=True)
-            if loaded(file) is None
-        ]
-        for call in calls:
-            call.result()
-    return [load_json(file) for file in files]
 
 
 def _made(
@@ -66,19 +43,15 @@ def _made(
     size = (config.receptacles, config.objects)
     kinds = [kind for kind in TASK_TYPES if kind in config.task_types]
     drawn = ((kind, f"{config.seed}/{i}") for i, kind in enumerate(cycle(kinds)))
-    tries = islice(drawn, wanted * MAX_REPEATS)
-    cards: dict[str, Card] = {}
-    while len(cards) < wanted and (batch := list(islice(tries, wanted - len(cards)))):
+
+    def make(batch: list[tuple[TaskType, str]]) -> list[Card]:
         asked = [{"part": part, "task_type": kind, "seed": seed, "size": size} for kind, seed in batch]
-        files = [kept("alfworld", "cards", [FORMAT, arguments]) for arguments in asked]
-        made = _cards(pool, "generate", asked, files)
-        cards |= {card["id"]: card for card in made if _told(card) not in shown}
+        return _cards(pool, "generate", asked, [kept("alfworld", "cards", [FORMAT, given]) for given in asked])
+
+    cards = different(wanted, drawn, make, _told, shown)
     if len(cards) < wanted:
-        raise ValueError(
-            f"alfworld: {wanted} different {part} games wanted, but {wanted * MAX_REPEATS} attempts gave only "
-            f"{len(cards)}; lower {'train_size' if part == 'train' else 'test_size'}, or raise receptacles or objects"
-        )
-    return list(cards.values())
+        raise too_few("alfworld", part, wanted, len(cards), "raise receptacles or objects")
+    return cards
 
 
 def _told(card: Card) -> tuple[str, str]:
@@ -133,13 +106,12 @@ def _solvable(file: Path) -> bool:
 
 def _cards(pool: WorkerPool, function: str, asked: list[dict[str, Any]], files: list[Path]) -> list[Card]:
     """Kept cards; missing and damaged ones are made. Seeds that gave no game are left out."""
-    calls = [
-        pool.call(f"winnow.env.games.alfworld.games:{function}", {**arguments, "card": str(file)})
+    missing = [
+        {**arguments, "card": str(file)}
         for arguments, file in zip(asked, files, strict=True)
         if not _intact(loaded(file))
     ]
-    for call in calls:
-        call.result()
+    call_all(pool, f"alfworld.games:{function}", missing)
     return [card | {"file": str(file)} for file in files if (card := load_json(file))["id"] is not None]
 
 

@@ -16,8 +16,8 @@ from functools import lru_cache
 from typing import Any
 
 from ...base import StepResult
-from ..react import normal_form, parse_action
-from ..textworld.play import NOTHING, Style, load_json, worded
+from ...workers.kept import load_json
+from ..react import NOTHING, Style, normal_form, parse_action, worded
 
 try:
     import fast_downward

@@ -6,19 +6,13 @@ Embodied Environments for Interactive Learning", 2021.
 
 from __future__ import annotations
 
-import hashlib
-import json
-import random
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
 
-from ....types import Prompt
-from ...base import OverlappingEnv, RewardFn
-from ...workers.remote import EnvPool
-from ..react import system_prompt, words
-from ..textworld.play import Style, worded
-from .library import FORMAT, games_of, walks_of
+from ..library import Card
+from ..react import system_prompt
+from ..task import GameOptions, GameTask
+from .library import FORMAT, games_of
 from .rooms import TASK_TYPES, TaskType
 
 ROLE = (
@@ -57,9 +51,11 @@ _SIGHT = "You are in the middle of a room. Looking quickly around you, "
 
 
 @dataclass(frozen=True)
-class AlfworldConfig:
+class AlfworldConfig(GameOptions):
     """ALFWorld games: made over its floor plans, or read from a directory with its data."""
 
+    name: ClassVar[str] = "alfworld"
+    least: ClassVar[dict[str, int]] = {"receptacles": 2, "objects": 2}
     data: str | None = None
     """The directory that alfworld-download fills, with the splits train, valid_seen and valid_unseen."""
     split: Literal["valid_seen", "valid_unseen"] = "valid_seen"
@@ -72,31 +68,12 @@ class AlfworldConfig:
     """Places in a room that is made; fewer are easier."""
     objects: int = 6
     """Things in a room that is made."""
-    seed: int = 0
-    max_turns: int = 30
-    max_turn_length: int | None = None
-    """The most tokens sampled in a turn; None: only max_completion_length bounds it."""
-    style: Style = "react"
-    """`react`: messages, a thought and an action a turn. `words`: lower-case words, the completion is the command."""
-    demo_noise: float = 0.25
-    """Share of random commands in demonstrations."""
-    demo_size: int | None = None
-    """Training games that are demonstrated, the first ones; None: all. The others are new to a warm-started model."""
-    workers: int = 2
-    timeout_s: float = 30.0
-    """Bounds one step of a game."""
 
     def __post_init__(self) -> None:
-        least = {"train_size": 1, "test_size": 0, "receptacles": 2, "objects": 2, "max_turns": 1, "workers": 1}
-        least |= {"demo_size": 1, "max_turn_length": 1}
-        for name, value in least.items():
-            given = getattr(self, name)
-            if given is None and self.data is None and name in ("train_size", "test_size"):
+        super().__post_init__()
+        for name in ("train_size", "test_size"):
+            if getattr(self, name) is None and self.data is None:
                 raise ValueError(f"alfworld: {name} must be a number for games that are made")
-            if given is not None and given < value:
-                raise ValueError(f"alfworld: {name} must be at least {value}, not {given}")
-        if not 0 <= self.demo_noise <= 1:
-            raise ValueError(f"alfworld: demo_noise must lie between 0 and 1, not {self.demo_noise}")
         if not self.task_types:
             raise ValueError(f"alfworld: task_types is empty; give some of {', '.join(TASK_TYPES)}")
 
@@ -104,61 +81,25 @@ class AlfworldConfig:
         return Alfworld(self)
 
 
-class Alfworld:
+class Alfworld(GameTask):
     """The task. Raises ValueError when there are too few games, or a file is not one."""
 
     name = "alfworld"
-    stop: tuple[str, ...] = ()
+    format = FORMAT
 
     def __init__(self, config: AlfworldConfig) -> None:
-        self.config = config
-        self.max_turns, self.max_turn_length = config.max_turns, config.max_turn_length
-        self.reward_funcs: list[RewardFn] = []
-        self._pool = EnvPool(config.workers, config.timeout_s)
-        train, test = games_of(config)
-        cards = (*train, *test)
-        self._files = {card["id"]: card["file"] for card in cards}
-        self._words = sorted({">"}.union(*(card["words"] for card in cards)))
-        self.test = [self._prompt(i, card) for i, card in enumerate(test)]
-        self.train = [self._prompt(i, card) for i, card in enumerate(train)]
+        super().__init__(config, *games_of(config))
 
-    def make_env(self, prompt: Prompt) -> OverlappingEnv:
-        kwargs = {"card": self._files[prompt.id], "style": self.config.style}
-        return self._pool.make("winnow.env.games.alfworld.play:play", kwargs)
+    def _columns(self, card: Card) -> dict[str, Any]:
+        return {"task_type": card["task_type"]}
 
-    def fingerprint(self) -> str:
-        free = {"data", "workers", "timeout_s", "demo_noise", "demo_size"}
-        options = {k: v for k, v in asdict(self.config).items() if k not in free}
-        ids = [[p.id for p in part] for part in (self.train, self.test)]
-        content = json.dumps({"format": FORMAT, "games": ids, **options}, sort_keys=True, default=str)
-        return hashlib.sha256(content.encode()).hexdigest()
-
-    def demonstrations(self, seed: int) -> Iterator[tuple[str, list[str]]]:
-        """The planner's ways through training games, with a share of random commands. Style `words` only."""
-        if self.config.style != "words":
-            raise ValueError("alfworld: only style: words has demonstrations; use a pretrained model for react")
-        prompts = self.train[: self.config.demo_size]
-        cards = [{"id": p.id, "file": self._files[p.id]} for p in prompts]
-        shown = list(zip(prompts, walks_of(cards, self.config), strict=True))
-        rng = random.Random(f"alfworld/demonstrations/{seed}")
-        while True:
-            prompt, choices = rng.choice(shown)
-            walk = rng.choice(choices)
-            yield str(prompt.text), [worded(t) if i % 2 else words(t) for i, t in enumerate(walk)]
-
-    def vocabulary(self) -> Sequence[str]:
-        """Every word that these games can say or understand."""
-        return self._words
-
-    def _prompt(self, ordinal: int, card: dict[str, Any]) -> Prompt:
-        columns = {"game": card["id"], "task_type": card["task_type"]}
+    def _opening(self, card: Card) -> str:
         if self.config.style == "words":
-            text = f"{card['goal']} {card['look'].replace(_SIGHT, '')}"
-            return Prompt(card["id"], ordinal, text=worded(text).strip(), columns=columns)
-        rules = system_prompt(ROLE, *_commands(card["templates"]))
-        seen = f"{card['look']}\nYour task is to: {card['goal']}"
-        messages = ({"role": "system", "content": rules}, {"role": "user", "content": seen})
-        return Prompt(card["id"], ordinal, messages=messages, columns=columns)
+            return f"{card['goal']} {card['look'].replace(_SIGHT, '')}"
+        return f"{card['look']}\nYour task is to: {card['goal']}"
+
+    def _rules(self, card: Card) -> str:
+        return system_prompt(ROLE, *_commands(card["templates"]))
 
 
 def _commands(templates: dict[str, list[str]]) -> tuple[list[str], list[tuple[str, str, str]]]:

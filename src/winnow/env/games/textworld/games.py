@@ -20,8 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from ....base.dotted import nearest
-from ..react import words
-from .play import LOST, NOTHING, WON, TextWorldEnv, load_json, play, readable, understood, worded
+from ...workers.kept import load_json, save_json
+from ..react import NOTHING, worded, words
+from .play import LOST, WON, TextWorldEnv, play, readable, understood
 
 DEFAULT_LEVEL = 5
 STROLL = 60
@@ -46,13 +47,6 @@ def intact(game: Path) -> bool:
         return game.with_suffix(".failed").exists() or (game / "digest").read_text() == digest_of(game / "game.z8")
     except (OSError, ValueError):
         return False
-
-
-def save_json(path: Path, values: Any) -> None:
-    """Atomic. Two writers write the same."""
-    partial = path.with_name(f"{path.name}.{os.getpid()}")
-    partial.write_text(json.dumps(values), encoding="utf-8")
-    partial.replace(path)
 
 
 # ---------------------------------------------------------------- making

@@ -2,7 +2,6 @@
 
 $WINNOW_CACHE/textworld/made/<options>/<seed>/game.z8, game.json, digest
                         cards/<game>.json    what playing the game needs, see `games.describe`
-                        walks/<game and how it is walked>.json
                         words/<words>.json
 """
 
@@ -11,30 +10,25 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Collection, Sequence
-from itertools import count, islice
+from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
-from ...workers.kept import kept, loaded, making
+from ...workers.kept import kept, load_json, loaded, making, save_json
 from ...workers.worker import WorkerPool
-from .games import digest_of, intact, save_json
-from .play import load_json
+from ..library import Card, call_all, different, too_few
+from .games import digest_of, intact
 
 if TYPE_CHECKING:
     from .task import TextWorldConfig
 
 Challenge = Literal["coin_collector", "treasure_hunter", "simple", "cooking", "custom"]
-Card = dict[str, Any]
 
 FORMAT = 1
 """Changes when kept files mean something else."""
 TRAIN_SIZE, TEST_SIZE = 64, 16
 TEST_SHARE = 0.2
 GENERATE_TIMEOUT_S = 120.0
-MAX_REPEATS = 4
-"""Games made for each one wanted before a challenge is taken to have too few different ones."""
-DEMONSTRATIONS = 8
-"""Walks to the goal that are kept a game."""
 
 
 def games_of(config: TextWorldConfig) -> tuple[list[Card], list[Card]]:
@@ -45,23 +39,6 @@ def games_of(config: TextWorldConfig) -> tuple[list[Card], list[Card]]:
         test = _generated(pool, config, "test", TEST_SIZE if config.test_size is None else config.test_size, ())
         shown = {card["first"] for card in test}
         return _generated(pool, config, "train", config.train_size or TRAIN_SIZE, shown), test
-
-
-def walks_of(cards: Sequence[Card], config: TextWorldConfig) -> list[list[list[str]]]:
-    """Per game its demonstrations, each `[command, observation, command, ...]`."""
-    how = {"count": DEMONSTRATIONS, "noise": config.demo_noise, "max_turns": config.max_turns}
-    files = [kept("textworld", "walks", [FORMAT, card["file"], how]) for card in cards]
-    with making("textworld", config.workers, GENERATE_TIMEOUT_S) as pool:
-        calls = [
-            pool.call(
-                "winnow.env.games.textworld.games:demonstrate", {"card": card["file"], "target": str(file), **how}
-            )
-            for card, file in zip(cards, files, strict=True)
-            if loaded(file) is None
-        ]
-        for call in calls:
-            call.result()
-    return [load_json(file) for file in files]
 
 
 def kept_words(words: list[str]) -> Path:
@@ -77,26 +54,19 @@ def _generated(pool: WorkerPool, config: TextWorldConfig, part: str, wanted: int
     options = {"challenge": config.challenge, "options": config.options, "grammar": config.grammar}
     folder = kept("textworld", "made", [FORMAT, options]).with_suffix("")
     numbers = (hashlib.sha256(f"{part}/{config.seed}/{i}".encode()).digest() for i in count())
-    seeds = islice((int.from_bytes(number[:4]) >> 1 for number in numbers), wanted * MAX_REPEATS)
-    cards: dict[str, Card] = {}
-    while len(cards) < wanted and (drawn := list(islice(seeds, wanted - len(cards)))):
-        made = [folder / str(seed) for seed in drawn]
-        calls = [
-            pool.call("winnow.env.games.textworld.games:generate", {**options, "seed": seed, "folder": str(game)})
-            for seed, game in zip(drawn, made, strict=True)
-            if not intact(game)
-        ]
-        for call in calls:
-            call.result()
-        files = [game / "game.z8" for game in made if game.is_dir()]
-        fresh = (card for card in _cards(pool, files, config.challenge) if card["first"] not in shown)
-        cards = {card["id"]: card for card in (*cards.values(), *fresh)}
+    seeds = (int.from_bytes(number[:4]) >> 1 for number in numbers)
+
+    def make(drawn: list[int]) -> list[Card]:
+        missing = [seed for seed in drawn if not intact(folder / str(seed))]
+        asked = ({**options, "seed": seed, "folder": str(folder / str(seed))} for seed in missing)
+        call_all(pool, "textworld.games:generate", asked)
+        files = [folder / str(seed) / "game.z8" for seed in drawn if (folder / str(seed)).is_dir()]
+        return _cards(pool, files, config.challenge)
+
+    cards = different(wanted, seeds, make, lambda card: card["first"], shown)
     if len(cards) < wanted:
-        raise ValueError(
-            f"textworld: {wanted} different {part} games wanted, but {wanted * MAX_REPEATS} seeds of "
-            f"{config.challenge} gave only {len(cards)}; lower {part}_size, or set options that make it larger"
-        )
-    return list(cards.values())
+        raise too_few("textworld", part, wanted, len(cards), f"set options that make {config.challenge} larger")
+    return cards
 
 
 def _split(pool: WorkerPool, config: TextWorldConfig, root: Path) -> tuple[list[Card], list[Card]]:
@@ -128,12 +98,7 @@ def _files(folder: Path) -> list[Path]:
 def _cards(pool: WorkerPool, games: Sequence[Path], kind: str) -> list[Card]:
     """Cards of games, equal ones once."""
     files = [kept("textworld", "cards", [FORMAT, str(game), digest_of(game)]) for game in games]
-    calls = [
-        pool.call("winnow.env.games.textworld.games:describe", {"path": str(game), "card": str(file)})
-        for game, file in zip(games, files, strict=True)
-        if loaded(file) is None
-    ]
-    for call in calls:
-        call.result()
+    missing = [(game, file) for game, file in zip(games, files, strict=True) if loaded(file) is None]
+    call_all(pool, "textworld.games:describe", ({"path": str(game), "card": str(file)} for game, file in missing))
     cards = [load_json(file) | {"file": str(file), "kind": kind} for file in files]
     return list({card["id"]: card for card in cards}.values())

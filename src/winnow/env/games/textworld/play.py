@@ -6,30 +6,24 @@ one loaded game: each holds the state of its machine (40 KB), put in place befor
 
 from __future__ import annotations
 
-import json
 import re
 import warnings
 from collections.abc import Collection, Mapping
 from functools import lru_cache
-from pathlib import Path
 from typing import Any, Literal
 
 from ...base import StepResult
-from ..react import normal_form, parse_action, words
+from ...workers.kept import load_json
+from ..react import NOTHING, Style, normal_form, parse_action, worded, words
 
-Style = Literal["react", "words"]
 Reward = Literal["won", "score"]
 
-NOTHING = "Nothing happens."
-UNKNOWN = "<unk>"
-"""Stands for a word that the vocabulary lacks."""
 WON, LOST = "*** The End ***", "*** You lost! ***"
 LONGEST_COMMAND = 100
 LOADED = 128
 """Games that a process keeps loaded, at 2 MB each."""
 
 _BANNER_END = "$$"
-_TITLE = re.compile(r"-=.*=-")
 _EXTRA = re.compile(r"<(score|moves)>\s*(-?\d+)\s*</\1>")
 _COMMAND = re.compile(r"[a-z0-9][a-z0-9' -]*")
 _SHORTHANDS = frozenset({"x", "l", "i", "n", "e", "s", "w", "north", "east", "south", "west"})
@@ -103,18 +97,6 @@ def readable(raw: str) -> str:
     text = raw.rpartition(_BANNER_END)[2].partition("***")[0]
     lines = (line.strip() for line in text.splitlines())
     return "\n".join(line for line in lines if line and not line.startswith(">"))
-
-
-def worded(text: str, vocabulary: Collection[str] | None = None) -> str:
-    """An observation in words, without titles of rooms, before the mark behind which the next command stands."""
-    shown = words(_TITLE.sub(" ", text)).split()
-    if vocabulary is not None:
-        shown = [word if word in vocabulary else UNKNOWN for word in shown]
-    return f" {' '.join(shown)} > "
-
-
-def load_json(path: str | Path) -> Any:
-    return json.loads(Path(path).read_text(encoding="utf-8"))
 
 
 @lru_cache(maxsize=2)
