@@ -1,0 +1,47 @@
+"""README and docs name only files, modules, commands and capabilities that exist."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from pathlib import Path
+
+import pytest
+import typer
+
+from winnow.cli.main import app
+from winnow.engine.local.engine import LocalEngine
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+FILE = re.compile(r"`((?:[\w-]+/)+[\w.-]+\.(?:py|md))`")
+FOLDER = re.compile(r"`((?:[\w-]+/)+)`")
+LINK = re.compile(r"\]\(([\w./-]+\.(?:md|png))(?:#[\w-]+)?\)")
+MODULE = re.compile(r"\b(?:from|import) (winnow[\w.]*)(?: import ([\w, ]+))?")
+
+
+def commands() -> set[str]:
+    return set(getattr(typer.main.get_command(app), "commands", {}))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_what_a_page_names_is_there(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    inside = page.name in ("README.md", "design.md")  # the others also name folders that a run or a user makes
+    for named in FILE.findall(text) + (FOLDER.findall(text) if inside else []):
+        places = [ROOT / named, ROOT / "src" / "winnow" / named, *(ROOT / "src" / "winnow").glob(f"*/{named}")]
+        assert any(p.exists() for p in places), named
+    for linked in LINK.findall(text):
+        assert (page.parent / linked).exists(), linked
+    for command in re.findall(r"^\W*winnow ([a-z-]+)|`winnow ([a-z-]+)", text, re.MULTILINE):
+        assert "".join(command) in commands(), command
+    for module, names in MODULE.findall(text):
+        found = importlib.import_module(module)
+        for name in filter(None, (n.strip() for n in names.split(","))):
+            assert hasattr(found, name), f"{module}.{name}"
+
+
+def test_every_capability_of_the_engine_is_explained() -> None:
+    text = (ROOT / "docs" / "engine.md").read_text(encoding="utf-8")
+    explained = set(re.findall(r"^\| `(\w+)` \|", text.partition("`provides` names")[2], re.MULTILINE))
+    assert explained == LocalEngine.provides
