@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from functools import wraps
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
 from rich.console import Console, RenderableType
@@ -22,21 +23,26 @@ out, err = Console(), Console(stderr=True)
 Command = TypeVar("Command", bound=Callable[..., None])
 Json = Annotated[bool, typer.Option("--json", help="Print the answer as JSON on standard output, nothing else.")]
 Overrides = Annotated[list[str] | None, typer.Argument(help="key=value; dots reach into sections: filter.atol=1e-6")]
-Model = Annotated[str, typer.Argument(help="A run directory, a Hugging Face directory, or a hub name.")]
-Config = Annotated[Path | None, typer.Option(help="YAML file to take task and sampling from.")]
 Run = Annotated[Path, typer.Argument(help="A run directory.")]
 
 
 def command(app: typer.Typer, name: str | None = None) -> Callable[[Command], Command]:
-    """Add a function to `app`: expected failures become one message and exit code 1, an interrupt exits with 130."""
+    """Add a function to `app`: expected failures become one message and exit code 1, an interrupt exits with 130.
+
+    A parameter whose type is a dataclass stands for its fields, so that what several commands take is written once.
+    """
 
     def add(run: Command) -> Command:
-        @wraps(run)
-        def wrapped(*args: Any, **kwargs: Any) -> None:
+        hints = get_type_hints(run, include_extras=True)
+        groups: dict[str, type[Any]] = {key: hint for key, hint in hints.items() if is_dataclass(hint)}
+
+        def called(**given: Any) -> None:
             from .errors import EXPECTED
 
+            for key, group in groups.items():
+                given[key] = group(**{f.name: given.pop(f.name) for f in fields(group)})
             try:
-                run(*args, **kwargs)
+                run(**given)
             except KeyboardInterrupt as interrupt:
                 err.print(str(interrupt) or "interrupted", style="yellow", markup=False, highlight=False)
                 raise typer.Exit(130) from None
@@ -44,10 +50,33 @@ def command(app: typer.Typer, name: str | None = None) -> Callable[[Command], Co
                 err.print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
                 raise typer.Exit(1) from None
 
-        app.command(name)(wrapped)
+        parameters = [p for own in signature(run).parameters.values() for p in _options(own, hints[own.name])]
+        called.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
+        called.__annotations__ = {p.name: p.annotation for p in parameters}
+        app.command(name or run.__name__, help=run.__doc__)(called)
         return run
 
     return add
+
+
+def _options(own: Parameter, hint: Any) -> list[Parameter]:
+    if not is_dataclass(hint):
+        return [Parameter(own.name, Parameter.KEYWORD_ONLY, default=own.default, annotation=hint)]
+    hints = get_type_hints(hint, include_extras=True)
+    defaults = {f.name: Parameter.empty if f.default is MISSING else f.default for f in fields(hint)}
+    return [Parameter(n, Parameter.KEYWORD_ONLY, default=d, annotation=hints[n]) for n, d in defaults.items()]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """A model and the settings to use it under."""
+
+    model: Annotated[str, typer.Argument(help="A run directory, a Hugging Face directory, or a hub name.")]
+    overrides: Overrides = None
+    config: Annotated[Path | None, typer.Option(help="YAML file to take task and sampling from.")] = None
+
+    def settings(self, **defaults: Any) -> dict[str, Any]:
+        return settings(self.overrides, self.config, **defaults)
 
 
 def progress_console(as_json: bool) -> Console:

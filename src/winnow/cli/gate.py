@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -32,21 +32,36 @@ app = typer.Typer(
 )
 
 TABLE = "CSV, JSONL or Parquet: K, task_id, reward_var and signals; one row a group and K. Or a run directory."
-Recorded = Annotated[Path, typer.Argument(help=TABLE)]
-Steps = Annotated[str | None, typer.Option("--k", help="Evaluation steps, e.g. 10,15; all in the file otherwise.")]
-Columns = Annotated[
-    list[str] | None, typer.Option("--map", help="name=column, for a column of another name. May be repeated.")
-]
-Picture = Annotated[Path | None, typer.Option(help="Draw it too: .png, .svg or .pdf; needs the extra 'gate'.")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recorded:
+    """Recorded groups, and whether to draw what was found."""
+
+    table: Annotated[Path, typer.Argument(help=TABLE)]
+    k: Annotated[str | None, typer.Option("--k", help="Evaluation steps, e.g. 10,15; all in the file otherwise.")] = (
+        None
+    )
+    columns: Annotated[
+        list[str] | None, typer.Option("--map", help="name=column, for a column of another name. May be repeated.")
+    ] = None
+    picture: Annotated[Path | None, typer.Option(help="Draw it too: .png, .svg or .pdf; needs the extra 'gate'.")] = (
+        None
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordedOrRun(Recorded):
+    table: Annotated[Path | None, typer.Argument(help="As for sweep.")] = None  # type: ignore[assignment]
+    run_dir: Annotated[Path | None, typer.Option("--from", help="Run directory, in place of the table.")] = None
+
+
 Horizon = Annotated[int, typer.Option("--t-max", min=2, help="The most environment steps an episode may take.")]
 
 
 @command(app)
 def sweep(
-    table: Recorded,
-    k: Steps = None,
-    columns: Columns = None,
-    picture: Picture = None,
+    groups: Recorded,
     as_json: Json = False,
     signal: Annotated[str, typer.Option(help="Which signal.")] = "prefix_edit_distance",
     thresholds: Annotated[str, typer.Option(help="Cut below these.")] = "0.05,0.08,0.10,0.12,0.14,0.18",
@@ -71,12 +86,12 @@ def sweep(
         ended, *more = _numbers(limit, "--termination")
         if more or ended > 1:
             raise ReplayError(f"--termination {termination}: expected one share in [0, 1]")
-    recorded = _recorded(table, k, columns, picture)
+    recorded = _recorded(groups)
     rows = run(recorded, signal, _numbers(thresholds, "--thresholds"), t_max, ended, rule)
-    if picture is not None:
+    if groups.picture is not None:
         from ..study.gate_pictures import heat_map
 
-        heat_map(rows, picture)
+        heat_map(rows, groups.picture)
 
     def render(shown: Any) -> RenderableType:
         said = [Text(f"{can_be_cut(at)}; as in the paper, all are counted", style="dim") for at in recorded.values()]
@@ -87,10 +102,7 @@ def sweep(
 
 @command(app)
 def correlate(
-    table: Recorded,
-    k: Steps = None,
-    columns: Columns = None,
-    picture: Picture = None,
+    groups: Recorded,
     as_json: Json = False,
     by: Annotated[str | None, typer.Option(help="`task_type`: each type alone.")] = None,
 ) -> None:
@@ -100,25 +112,21 @@ def correlate(
 
     if by not in (None, "task_type"):
         raise ReplayError(f"--by {by}: only task_type")
-    if by and picture:
+    if by and groups.picture:
         raise ReplayError("--picture shows all groups together; leave out --by, or give a table of one type")
-    recorded = _recorded(table, k, columns, picture)
+    recorded = _recorded(groups)
     found = run(recorded, by_task_type=by is not None)
-    if picture is not None:
+    if groups.picture is not None:
         from ..study.gate_pictures import separation
 
-        separation(recorded, found, picture)
+        separation(recorded, found, groups.picture)
     rows = [asdict(row) for row in found]
     show([{key: v for key, v in row.items() if by or key != "task_type"} for row in rows], as_json, _rows)
 
 
 @command(app)
 def calibrate(
-    table: Annotated[Path | None, typer.Argument(help="As for sweep.")] = None,
-    run_dir: Annotated[Path | None, typer.Option("--from", help="Run directory, in place of the table.")] = None,
-    k: Steps = None,
-    columns: Columns = None,
-    picture: Picture = None,
+    groups: RecordedOrRun,
     as_json: Json = False,
     precision: Annotated[
         float | None, typer.Option(min=0, max=1, help="Least share of the cuts that must be right (0.8).")
@@ -136,22 +144,22 @@ def calibrate(
     from ..study.replay_stats import Bound, Search, config_section, lines
     from ..study.replay_stats import calibrate as run
 
-    given = table or run_dir
-    if given is None or (table and run_dir):
+    given = groups.table or groups.run_dir
+    if given is None or (groups.table and groups.run_dir):
         raise ReplayError("give one of a table and --from RUN_DIRECTORY")
     if precision is not None and signal_loss is not None:
         raise ReplayError("--precision and --signal-loss are two ways to set one bound; give one of them")
     bound = Bound(0.8 if precision is None and signal_loss is None else precision, signal_loss)
-    recorded = _recorded(given, k, columns, picture)
+    recorded = _recorded(replace(groups, table=given))
     found = run(recorded, bound, t_max, or_rule=or_rule, per_task_type=per_task_type)
     if output is not None:
         if not output.parent.is_dir():
             raise FileNotFoundError(f"{output}: its folder does not exist; make it first.")
         output.write_text(config_section(found), encoding="utf-8")
-    if picture is not None:
+    if groups.picture is not None:
         from ..study.gate_pictures import pareto
 
-        pareto(found, list(Search(bound, t_max, or_rule).candidates(recorded)), picture)
+        pareto(found, list(Search(bound, t_max, or_rule).candidates(recorded)), groups.picture)
 
     def render(_: Any) -> RenderableType:
         arms = [_arm("gate", found.chosen), _arm("at random", found.random), _arm("oracle", found.oracle)]
@@ -165,27 +173,27 @@ def _arm(name: str, row: Any) -> dict[str, Any]:
     return _present({"arm": name} | {key: getattr(row, key) for key in keys})
 
 
-def _recorded(table: Path, k: str | None, columns: Sequence[str] | None, picture: Path | None) -> dict[int, Any]:
+def _recorded(groups: Recorded) -> dict[int, Any]:
     """The table, at the evaluation steps asked for; a picture that could not be drawn is an error before the work."""
     from ..study.replay import ReplayError, read_recorded
 
     mapping = {}
-    for given in columns or ():
+    for given in groups.columns or ():
         name, separator, column = given.partition("=")
         if not (name and separator and column):
             raise ReplayError(f"--map {given}: expected name=column")
         mapping[name] = column
-    if picture is not None:
+    if groups.picture is not None:
         from ..study.gate_pictures import check
 
-        check(picture)
-    recorded = read_recorded(table, mapping)
-    if k is None:
+        check(groups.picture)
+    recorded = read_recorded(groups.table, mapping)
+    if groups.k is None:
         return recorded
-    wanted = _numbers(k, "--k")
+    wanted = _numbers(groups.k, "--k")
     for step in wanted:
         if step not in recorded:
-            raise ReplayError(f"{table}: there is no K = {step:g}; it has {', '.join(map(str, recorded))}")
+            raise ReplayError(f"{groups.table}: there is no K = {step:g}; it has {', '.join(map(str, recorded))}")
     return {step: at for step, at in recorded.items() if step in wanted}
 
 

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from .console import Config, Json, Model, Overrides, command, progress_console, settings, show
+from .console import Json, Overrides, Source, command, progress_console, settings, show
 
 app = typer.Typer()
 
@@ -35,9 +35,7 @@ def warm_start(
 
 @command(app, "pass-rates")
 def pass_rates(
-    model: Model,
-    overrides: Overrides = None,
-    config: Config = None,
+    source: Source,
     n: Annotated[int, typer.Option("-n", min=1, help="Samples a prompt.")] = 16,
     prompts: Annotated[int | None, typer.Option(min=1, help="Only the first so many training prompts.")] = None,
     output: Annotated[
@@ -53,5 +51,6 @@ def pass_rates(
     from ..study.pass_rates import profile_model, render
 
     quiet_transformers()
-    values, console = settings(overrides, config), progress_console(as_json)
-    show(profile_model(model, values, n=n, prompts=prompts, output=output, console=console), as_json, render)
+    console = progress_console(as_json)
+    found = profile_model(source.model, source.settings(), n=n, prompts=prompts, output=output, console=console)
+    show(found, as_json, render)
