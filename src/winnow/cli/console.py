@@ -34,7 +34,7 @@ def command(app: typer.Typer, name: str | None = None) -> Callable[[Command], Co
 
     def add(run: Command) -> Command:
         hints = get_type_hints(run, include_extras=True)
-        groups: dict[str, type[Any]] = {key: hint for key, hint in hints.items() if is_dataclass(hint)}
+        groups = {key: hint for key, hint in hints.items() if isinstance(hint, type) and is_dataclass(hint)}
 
         def called(**given: Any) -> None:
             from .errors import EXPECTED
