@@ -142,13 +142,15 @@ def generate(engine: LocalEngine, params: SamplingParams, n: int) -> list[tuple[
     raise AssertionError("the engine did not finish")
 
 
+def sampled(engine: LocalEngine, params: SamplingParams, n: int) -> list[Rollout]:
+    return [
+        Rollout(0, request.prompt_ids, f.token_ids, np.ones(len(f.token_ids), bool), f.logp, f.versions)
+        for request, f in generate(engine, params, n)
+    ]
+
+
 def assert_engine_agrees(engine: LocalEngine, learner: LocalLearner, params: SamplingParams) -> None:
-    rows = []
-    for request, f in generate(engine, params, n=48):
-        everything = np.ones(len(f.token_ids), bool)
-        rollout = Rollout(0, request.prompt_ids, f.token_ids, everything, f.logp, f.versions)
-        rows.append(Row(rollout, 1.0, 1.0))
-    batch = collate(rows, pad_id=0)
+    batch = collate([Row(rollout, 1.0, 1.0) for rollout in sampled(engine, params, n=48)], pad_id=0)
     recorded = batch.sampler_logp_BT[:, 1:]
     torch.testing.assert_close(logp_of(learner, batch), recorded, rtol=1e-4, atol=1e-4)
     assert recorded.min() < -0.5

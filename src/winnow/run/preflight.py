@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from ..base.noise import noise_key
 from ..config import ConfigError, MethodSpec, RunConfig, validate
-from ..engine.base import Engine, Request
+from ..engine.base import Engine, Finished, Request
 from ..env.base import Task
 from ..env.prompting import encode_prompt
 from ..env.rewards.rewarder import Rewarder
+from ..learner import Learner
+from ..learner.agreement import require_agreement
+from ..types import Prompt, Rollout
 from .build import sampling_params
+
+PROBE_STREAM = 9
+"""Keeps these draws apart from other noise."""
+PROBES, PROBE_TOKENS = 8, 16
+"""Sequences whose log-probabilities are compared at the start, and their tokens."""
 
 MAY_CHANGE_ON_RESUME = frozenset(
     {"max_steps", "max_skipped_steps", "save_steps", "save_total_limit", "eval_steps", "log_completions", "report_to"}
@@ -77,3 +90,33 @@ def check_prompts(c: RunConfig, task: Task, rewarder: Rewarder, tokenizer: Any, 
         except ValueError as error:
             causes.append(str(error).removeprefix("request 'trial': "))
     raise ConfigError(f"none of the first {len(causes)} prompts can be used; {causes[0]}")
+
+
+def check_agreement(c: RunConfig, prompts: Sequence[Prompt], tokenizer: Any, engine: Engine, learner: Learner) -> None:
+    """Sample a few tokens with the learner's weights and compare both sides' log-probabilities of them.
+
+    Raises ConfigError with the likely cause when they differ. Environments, rewards and every random state stay as
+    they are; the engine is left idle, with the learner's weights as version 0.
+    """
+    if "logp" not in engine.provides:
+        return
+    engine.load_weights(learner.weights(), 0)
+    params = replace(sampling_params(c), max_tokens=min(PROBE_TOKENS, c.max_completion_length), stop=())
+    requests: dict[Hashable, Request] = {}
+    for prompt in prompts[:16]:
+        with contextlib.suppress(ValueError):  # some prompts may be unusable; `check_prompts` has found one that is not
+            ids = encode_prompt(tokenizer, prompt)
+            if len(ids) <= c.max_prompt_length:
+                new = [Request((prompt.id, i), ids, params, noise_key(c.seed, PROBE_STREAM, i)) for i in range(2)]
+                engine.submit(new)
+                requests |= {request.id: request for request in new}
+        if len(requests) >= PROBES:
+            break
+    rollouts = []
+    while engine.pending:
+        for event in engine.step():
+            if isinstance(event, Finished):
+                ids, everything = requests[event.id].prompt_ids, np.ones(len(event.token_ids), bool)
+                rollouts.append(Rollout(0, ids, event.token_ids, everything, event.logp, event.versions))
+    if rollouts:
+        require_agreement(rollouts, learner, str(getattr(engine, "dtype", "unknown")))

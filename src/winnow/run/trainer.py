@@ -44,7 +44,14 @@ from .build import (
     step_options,
 )
 from .interrupt import StopSignals
-from .preflight import MAY_CHANGE_ON_RESUME, check_by_name, check_evaluation, check_prompts, refuse_changes
+from .preflight import (
+    MAY_CHANGE_ON_RESUME,
+    check_agreement,
+    check_by_name,
+    check_evaluation,
+    check_prompts,
+    refuse_changes,
+)
 
 START = "start.json"
 """The ledger's mark before anything was booked: what a run that dies before its first checkpoint goes back to."""
@@ -110,6 +117,7 @@ class Trainer:
         )
         check_prompts(c, self.task, self.rewarder, self.tokenizer, self.engine)
         self.learner = build_learner(policy, c)
+        check_agreement(c, self.task.train, self.tokenizer, self.engine, self.learner)
         self.methods = build_methods(c, self.task.train)
         params = sampling_params(c)
         self._runner = RolloutRunner(

@@ -1,0 +1,87 @@
+"""Whether learner and sampler are one policy: log-probabilities of the same tokens, compared.
+
+Every importance ratio takes it for granted. Where it does not hold, a run clips and shrinks its updates without a word.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ..config import ConfigError
+from ..types import Rollout
+from .base import Learner
+from .batch import Row
+
+BOUNDS = {"float64": 1e-3, "float32": 1e-3, "tfloat32": 1e-2, "float16": 2e-2, "bfloat16": 1e-1}
+"""Largest mean |difference| in nats a token, by the coarser type of both sides. Rounding alone gives about a tenth."""
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """|learner - sampler| over the action tokens of some rollouts, nats."""
+
+    mean: float
+    max: float
+    tokens: int
+
+
+def compare(rollouts: Sequence[Rollout], learner: Learner, *, raw: bool = False) -> Agreement:
+    """`raw`: with the learner's log-probabilities before temperature, top-k and top-p. ValueError without tokens."""
+    if not any(rollout.action_mask.any() for rollout in rollouts):
+        raise ValueError("there are no sampled tokens to compare")
+    difference_N = torch.cat(_differences(rollouts, learner, raw))
+    return Agreement(float(difference_N.mean()), float(difference_N.max()), len(difference_N))
+
+
+def require_agreement(rollouts: Sequence[Rollout], learner: Learner, engine_dtype: str) -> Agreement:
+    """ConfigError with the likely cause when the mean difference is over its bound.
+
+    `rollouts` were sampled with the learner's weights; `engine_dtype` is a key of `BOUNDS`, or anything if unknown.
+    """
+    found = compare(rollouts, learner)
+    bound = max(BOUNDS.get(engine_dtype, BOUNDS["bfloat16"]), BOUNDS[learner.precision])
+    if found.mean <= bound:  # not so for NaN either
+        return found
+    raise ConfigError(
+        f"engine: its log-probabilities are not the learner's: over {found.tokens} tokens they differ by "
+        f"{found.mean:.3g} nats on average and {found.max:.3g} at most ({bound:g} on average is allowed for "
+        f"{engine_dtype} in the engine, {learner.precision} in the learner). "
+        + _cause(rollouts, learner, engine_dtype, bound, found)
+    )
+
+
+def _cause(rollouts: Sequence[Rollout], learner: Learner, engine_dtype: str, bound: float, found: Agreement) -> str:
+    rows = [Row(rollout, 0.0, 0.0) for rollout in rollouts]
+    once, again = torch.cat(learner.logp(rows)), torch.cat(learner.logp(rows))
+    if not torch.equal(once, again) and float((once - again).abs().mean()) > bound / 10:
+        return "The learner's own vary from pass to pass: the model has dropout or noise that eval mode leaves on"
+    if compare(rollouts, learner, raw=True).mean <= bound:
+        return (
+            "They agree before temperature, top-k and top-p: the engine reports log-probabilities of another "
+            "distribution than it samples from; have it report those after the transform"
+        )
+    differences = _differences(rollouts, learner, raw=False)
+    if float(torch.stack([d[0] for d in differences if len(d)]).mean()) <= bound:
+        return (
+            "First tokens agree and later ones do not: the two sides attend to different tokens (a sliding window, "
+            "position ids, or a cache that the model class does not keep as others do)"
+        )
+    if engine_dtype != learner.precision and found.mean <= 10 * bound:
+        return "The likely cause is rounding: set dtype and the engine's dtype to the same, or both to float32"
+    return (
+        "The two sides have different weights (a tied head that was not updated, adapters that were not merged, "
+        "weights that were not loaded), or another temperature, top-k or top-p, or the engine's dropout is on"
+    )
+
+
+def _differences(rollouts: Sequence[Rollout], learner: Learner, raw: bool) -> list[torch.Tensor]:
+    """float64 [A] of each rollout."""
+    found = []
+    pairs = zip(rollouts, learner.logp([Row(rollout, 0.0, 0.0) for rollout in rollouts], raw=raw), strict=True)
+    for rollout, logp_A in pairs:
+        sampler_A = torch.from_numpy(rollout.sampler_logp[rollout.action_mask])
+        found.append((logp_A.cpu().double() - sampler_A.double()).abs())
+    return found

@@ -1,0 +1,142 @@
+"""Learner and engine compared at the start: what agrees, and what each disagreement is said to come from."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from winnow import Trainer
+from winnow.config import ConfigError
+from winnow.engine.base import SamplingParams
+from winnow.engine.local.engine import LocalEngine
+from winnow.learner.agreement import BOUNDS, compare, require_agreement
+from winnow.learner.batch import Row
+from winnow.learner.local.learner import LearnerOptions, LocalLearner
+from winnow.learner.local.logprob import TokenDistribution
+from winnow.methods.loss import LossConfig
+from winnow.run.preflight import check_agreement
+from winnow.study.warm_start import word_tokenizer
+from winnow.types import Rollout
+
+from ..parity import parity_reward
+from .learner_models import VOCABULARY, WORDS, learner_of, llama, sampled
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return word_tokenizer([f"w{i}" for i in range(WORDS)], max_positions=64)
+
+
+def rollouts(model: Any, tokenizer: Any, **sampling: Any) -> list[Rollout]:
+    return sampled(LocalEngine(model, tokenizer, max_length=64), SamplingParams(12, **sampling), n=8)
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.6, "top_p": 0.9}])
+def test_one_policy_agrees(tokenizer: Any, sampling: dict[str, Any]) -> None:
+    model = llama()
+    found = require_agreement(rollouts(model, tokenizer, **sampling), learner_of(model, **sampling), "float32")
+    assert found.max < BOUNDS["float32"]
+    assert found.tokens > 20
+
+
+def test_bfloat16_stays_well_within_its_bound(tokenizer: Any) -> None:
+    model = llama()
+    half = LearnerOptions(compute_dtype=torch.bfloat16)
+    learner = LocalLearner(model, TokenDistribution(VOCABULARY), half)
+    found = require_agreement(rollouts(model, tokenizer), learner, "float32")
+    assert BOUNDS["float32"] < found.mean < BOUNDS["bfloat16"]
+
+
+def test_other_weights(tokenizer: Any) -> None:
+    before = rollouts(llama(), tokenizer)
+    learner = learner_of(llama())
+    learner.accumulate([Row(r, 1.0, 1.0) for r in before], LossConfig(policy_loss="plain"))
+    learner.apply(1e-1)
+    with pytest.raises(ConfigError, match=r"engine: .* differ by .* nats .* different weights \(a tied head"):
+        require_agreement(before, learner, "float32")
+
+
+def test_log_probabilities_before_the_transform(tokenizer: Any) -> None:
+    model, sampling = llama(), {"temperature": 0.6}
+    found = rollouts(model, tokenizer, **sampling)
+    learner = learner_of(model, **sampling)
+    for rollout, logp in zip(found, learner.logp([Row(r, 0.0, 0.0) for r in found], raw=True), strict=True):
+        rollout.sampler_logp = logp.numpy()
+    with pytest.raises(ConfigError, match="They agree before temperature, top-k and top-p"):
+        require_agreement(found, learner, "float32")
+
+
+def test_noise_in_the_learner(tokenizer: Any) -> None:
+    model = llama()
+    found = rollouts(model, tokenizer)
+    noisy = torch.nn.functional.dropout
+    model.model.norm.register_forward_hook(lambda module, args, output: noisy(output, 0.1, training=True))
+    with pytest.raises(ConfigError, match="vary from pass to pass: the model has dropout"):
+        require_agreement(found, learner_of(model), "float32")
+
+
+def test_a_cache_that_is_kept_otherwise(tokenizer: Any) -> None:
+    """The first token of each rollout is as the learner has it, the others are not."""
+    model = llama()
+    found = rollouts(model, tokenizer)
+    for rollout in found:
+        rollout.sampler_logp = rollout.sampler_logp - (rollout.sampler_logp != rollout.sampler_logp[0]).astype("f4")
+    with pytest.raises(ConfigError, match="First tokens agree and later ones do not"):
+        require_agreement(found, learner_of(model), "float32")
+
+
+def test_coarser_types_are_named(tokenizer: Any) -> None:
+    model = llama()
+    found = rollouts(model, tokenizer)
+    for rollout in found:
+        rollout.sampler_logp = rollout.sampler_logp - 0.15
+    with pytest.raises(ConfigError, match="likely cause is rounding"):
+        require_agreement(found, learner_of(model), "bfloat16")
+
+
+def test_nothing_to_compare_is_an_error(tokenizer: Any) -> None:
+    with pytest.raises(ValueError, match="no sampled tokens"):
+        compare([], learner_of(llama()))
+
+
+def with_config(model: Path, to: Path, **changes: Any) -> Path:
+    shutil.copytree(model, to)
+    values = json.loads((to / "config.json").read_text()) | changes
+    (to / "config.json").write_text(json.dumps(values))
+    return to
+
+
+def test_a_run_with_attention_dropout_is_on_policy(tiny_config: dict[str, Any], tmp_path: Path) -> None:
+    """In version 0.1 sampling/kl was 5e-6 here, and 0.43 with a model that is taught more."""
+    model = with_config(Path(tiny_config["model"]), tmp_path / "model", attention_dropout=0.5)
+    Trainer(config=tiny_config | {"model": str(model), "max_steps": 1}, reward_funcs=parity_reward).train()
+    lines = (Path(tiny_config["output_dir"]) / "metrics.jsonl").read_text().splitlines()
+    (found,) = (m for m in map(json.loads, lines) if "sampling/kl" in m)
+    assert found["sampling/kl"] < 1e-10
+
+
+def test_a_run_is_refused_before_anything_is_written(
+    tiny_config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def zeros(learner: Any, rows: list[Row], raw: bool = False) -> list[torch.Tensor]:
+        return [torch.zeros(int(row.rollout.action_mask.sum())) for row in rows]
+
+    monkeypatch.setattr(LocalLearner, "logp", zeros)
+    with pytest.raises(ConfigError, match="engine: its log-probabilities are not the learner's"):
+        Trainer(config=tiny_config, reward_funcs=parity_reward)
+    assert not Path(tiny_config["output_dir"]).exists()
+
+
+def test_the_comparison_costs_little_and_leaves_random_states_alone(tiny_config: dict[str, Any]) -> None:
+    trainer = Trainer(config=tiny_config, reward_funcs=parity_reward)
+    before, started = torch.get_rng_state(), time.perf_counter()
+    check_agreement(trainer.config, trainer.task.train, trainer.tokenizer, trainer.engine, trainer.learner)
+    assert time.perf_counter() - started < 5, "well under a second on an idle machine"
+    assert torch.equal(torch.get_rng_state(), before)
+    assert (trainer.engine.pending, trainer.engine.version) == (0, 0)
