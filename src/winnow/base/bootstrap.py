@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 MIN_SEEDS = 3
-"""With fewer values there is nothing to resample that would deserve the name of an interval."""
+"""Least number of values for an interval; with fewer there is nothing to resample."""
 DRAWS_AT_ONCE = 1_000_000
 """Numbers drawn at a time, so that thousands of values need no gigabytes."""
 RESAMPLES = 10_000

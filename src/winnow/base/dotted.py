@@ -53,7 +53,7 @@ def _load_file(path: str) -> ModuleType:
 
 
 def _import(name: str) -> ModuleType:
-    """Also from the working directory, which a console script does not search by itself."""
+    """Import a module, also from the working directory, which a console script does not search by itself."""
     if not {"", os.getcwd()} & set(sys.path):
         sys.path.append(os.getcwd())
     try:

@@ -128,7 +128,7 @@ def _tokens(text: str) -> list[int | str] | None:
 
 
 def _apply(op: str, a: Fraction, b: Fraction) -> Fraction | None:
-    """None for a division by zero."""
+    """Result of one operation; None for a division by zero."""
     if op == "+":
         return a + b
     if op == "-":
@@ -208,7 +208,7 @@ def _splits(numbers: Numbers) -> tuple[tuple[Numbers, Numbers], ...]:
 
 @lru_cache(maxsize=65_536)
 def count_solutions(numbers: Numbers, limit: int) -> dict[int, int]:
-    """How many solutions (trees of steps with results in [0, limit]) lead from all of `numbers` to each value."""
+    """Number of solutions that lead from all of `numbers` to each value: trees of steps with results in [0, limit]."""
     if len(numbers) == 1:
         return {numbers[0]: 1}
     counts: Counter[int] = Counter()

@@ -42,11 +42,11 @@ class DatasetConfig:
     prompt_format: Literal["as_is", "text"] = "as_is"
     """`text` joins messages into plain text, for models without chat template."""
     split: str = "train"
-    """Of a Hugging Face data set."""
+    """Split of a Hugging Face data set to train on."""
     test_split: str = "test"
-    """Of a Hugging Face data set, for `test`."""
+    """Split of a Hugging Face data set for `test`."""
     subset: str | None = None
-    """Of a Hugging Face data set; its configuration name."""
+    """Configuration name of a Hugging Face data set."""
 
     def __post_init__(self) -> None:
         if not self.path:

@@ -22,11 +22,11 @@ Values = dict[str, Any]
 
 @dataclass(frozen=True)
 class Preset:
-    """How rows of one format are read."""
+    """A format of rows and how it is read."""
 
     summary: str
     convert: Callable[[Row], Values]
-    """From a row as published to one with `prompt`. Raises DataError naming the row."""
+    """Function from a published row to one with `prompt`. Raises DataError naming the row."""
     reward_funcs: Sequence[RewardFn] = (math_reward,)
 
 

@@ -35,7 +35,7 @@ class ReasoningGymConfig:
     """Any generated reasoning task of the package reasoning-gym, judged by its own verifier."""
 
     task: str
-    """Its name in reasoning-gym, e.g. `chain_sum`."""
+    """Name of the task in reasoning-gym, e.g. `chain_sum`."""
     options: dict[str, Any] = field(default_factory=dict)
     """Options of that task, e.g. `{min_terms: 2}`."""
     train_size: int = 1024

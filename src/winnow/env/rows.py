@@ -24,7 +24,7 @@ class DataError(ValueError):
 @dataclass(frozen=True, slots=True)
 class Row:
     where: str
-    """For messages, e.g. `train.jsonl, line 3`."""
+    """Place for messages, e.g. `train.jsonl, line 3`."""
     values: dict[str, Any]
 
 

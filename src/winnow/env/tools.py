@@ -39,7 +39,7 @@ _CALL = re.compile(r"<tool_call>\s*(.+?)\s*</tool_call>", re.DOTALL)
 
 
 class ToolUnavailableError(RuntimeError):
-    """For tools to raise when a call fails for a reason that is not the model's: the rollout is failed."""
+    """A call failed for a reason that is not the model's. Tools raise it, and the rollout fails."""
 
 
 NOT_THE_MODELS_FAULT = (ToolUnavailableError, EnvLostError, WorkerError, TimeoutError, ConnectionError, MemoryError)
@@ -119,7 +119,7 @@ class _Kit:
     def __init__(self, name: str | None, tools: Sequence[Tool], factory: Factory) -> None:
         self.tools, self.factory = list(tools), factory
         self.chosen = name is not None
-        """By the column `environment`, which is then not passed to `reset`."""
+        """Whether the column `environment` chose the environment; then it is not passed to `reset`."""
         probe = factory()
         if probe is not None and not callable(getattr(probe, "reset", None)):
             raise ValueError(f"environment_factory: {type(probe).__name__} must have a method reset(**row)")

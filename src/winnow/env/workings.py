@@ -17,7 +17,7 @@ _TERM = re.compile(r"([+-])\s*(-?)\s*(\d+)")
 
 @dataclass(frozen=True)
 class Working:
-    """How a task of reasoning-gym is put into words, and worked."""
+    """A task of reasoning-gym in words, with its working."""
 
     prompt: Callable[[str], str]
     """The question in words."""
@@ -95,4 +95,4 @@ WORKINGS = {
         (*"0123456789", *string.ascii_lowercase, "+", "-", "=", ":", ",", ";", "|", "borrow", ANSWER),
     )
 }
-"""By name of the task in reasoning-gym."""
+"""Name of a task in reasoning-gym -> its working."""

@@ -22,9 +22,9 @@ class Stats:
     log_w_B: list[torch.Tensor] = field(default_factory=list)
     """Log importance ratio (learner over sampler) of every row, [B] per micro-batch."""
     log_ratio_N: list[torch.Tensor] = field(default_factory=list)
-    """The same of every action token, [N] per micro-batch."""
+    """Log-ratios of every action token, [N] per micro-batch."""
     baselines: list[torch.Tensor] = field(default_factory=list)
-    """Those that the update has found, of pools or of tokens."""
+    """Baselines that the update has found, of pools or of tokens."""
     row_norm_B: list[torch.Tensor] = field(default_factory=list)
     """Gradient norm of every row at an advantage of 1, where baselines depend on it."""
 
@@ -52,7 +52,7 @@ class Learner(Protocol):
 
     @property
     def device(self) -> torch.device:
-        """Where results of this process lie."""
+        """Device on which results of this process lie."""
         ...
 
     @property
@@ -79,7 +79,7 @@ class Learner(Protocol):
         ...
 
     def reference_logp(self, rows: Sequence[Row]) -> list[torch.Tensor]:
-        """The same under the reference model. Raises ValueError without one."""
+        """Log-probabilities under the reference model. Raises ValueError without one."""
         ...
 
     def apply(self, lr: float) -> float:
@@ -98,7 +98,7 @@ class Learner(Protocol):
         ...
 
     def load(self, directory: Path) -> None:
-        """From what `save` has written. Raises ValueError when it is another model's."""
+        """Load what `save` has written. Raises ValueError when it is another model's."""
         ...
 
     def export(self, directory: Path) -> None:

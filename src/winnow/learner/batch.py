@@ -41,7 +41,7 @@ class Row:
     weight: float
     """Coefficient of each of its tokens in the loss."""
     pool: Pool | None = None
-    """Where the update finds the baseline. `advantage` is then the reward, and `weight` holds what scales it."""
+    """Pool over which the update finds the baseline. `advantage` is then the reward, and `weight` holds its scale."""
 
     @property
     def length(self) -> int:
@@ -50,7 +50,7 @@ class Row:
 
 @dataclass(frozen=True)
 class SharedPrompts:
-    """Which rows of a micro-batch have the same prompt, so that each of U prompts need be computed only once."""
+    """Rows of a micro-batch with the same prompt, so that each of U prompts is computed only once."""
 
     first_U: torch.Tensor
     """A row that has the prompt."""
@@ -117,7 +117,7 @@ def rows_of(
     FloatingPointError on a non-finite advantage.
     """
     members: list[list[tuple[Rollout, float]]] = []
-    """Of each group."""
+    """Members of each group."""
     pools: list[tuple[float, Pool | None]] = []
     for number, (group, advantages_G) in enumerate(zip(groups, advantage.of_batch(groups), strict=True)):
         factor, pool = 1.0, None
@@ -266,7 +266,7 @@ def collate(rows: Sequence[Row], pad_id: int, device: torch.device | str = "cpu"
 
 
 def share_prompts(rows: Sequence[Row], device: torch.device | str = "cpu") -> SharedPrompts | None:
-    """None when it would save fewer than `PASS_TOKENS` tokens."""
+    """Shared prompts of the rows; None when sharing would save fewer than `PASS_TOKENS` tokens."""
     first: dict[tuple[int, ...], int] = {}
     for b, row in enumerate(rows):
         first.setdefault(row.rollout.prompt_ids, b)

@@ -1,4 +1,4 @@
-"""How far the tokens of an update are from the policy it changes: ratios, divergence, effective sample size, lag.
+"""Distance of an update's tokens from the policy it changes: ratios, divergence, effective sample size, lag.
 
 Everything is computed from all tokens or rollouts of an update together, so micro-batches cannot matter.
 """
@@ -18,7 +18,7 @@ LAG_BANDS = {"0": 0, "1": 1, "2": 2, "3-4": 3, "5-8": 5, "9-16": 9, "17_up": 17}
 
 
 def sampling_metrics(log_ratio_N: torch.Tensor, log_w_B: torch.Tensor) -> dict[str, float]:
-    """Of the learner before the update against whatever sampled the tokens, under TRL's names where it has them.
+    """Metrics of the learner before the update against what sampled the tokens, under TRL's names where it has them.
 
     `log_ratio_N`: log(learner / sampler) of every action token, nats; `log_w_B`: of every rollout, their sum.
     `sampling/sampling_logp_difference`: |log ratio| of tokens. `sampling/importance_sampling_ratio`: ratio of tokens.

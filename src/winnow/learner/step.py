@@ -135,7 +135,7 @@ def _token_means(stats: Stats, loss: LossConfig) -> dict[str, float]:
 
 
 def _found_baselines(stats: Stats) -> dict[str, float]:
-    """Of advantages whose baselines the update finds."""
+    """Metrics of advantages whose baselines the update finds."""
     metrics = {}
     if stats.baselines:
         metrics["baseline/mean"] = float(torch.cat(stats.baselines).mean())

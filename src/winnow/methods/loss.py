@@ -26,7 +26,7 @@ class LossConfig:
     epsilon_high: float | None = None
     """Upper clip range; None takes `epsilon` (DAPO's clip-higher: 0.28)."""
     importance_sampling_level: Literal["token", "sequence"] = "token"
-    """Of the clipped ratio. `sequence`: one for all tokens of a rollout, the geometric mean of theirs (GSPO)."""
+    """Level of the clipped ratio. `sequence`: one for all tokens of a rollout, the geometric mean of theirs (GSPO)."""
     loss_type: LossType = "dapo"
     """`dapo`: mean over all tokens of the batch. `grpo`: mean over a rollout's tokens, then over rollouts. `dr_grpo`:
     sum over tokens divided by `max_completion_length`, mean over rollouts. `sequence_sum`: sum over tokens, mean over

@@ -33,7 +33,7 @@ class PassRate:
     n: int
     """Judged rollouts, at least 1."""
     correct: int
-    """Those of them with at least the success reward."""
+    """Number of them with at least the success reward."""
     mean_reward: float
 
     def __post_init__(self) -> None:
@@ -66,7 +66,7 @@ _KEYS = tuple(f.name for f in fields(PassRate))
 
 
 def read_profile(path: str | Path) -> dict[str, PassRate]:
-    """By prompt id, in file order.
+    """Pass rates by prompt id, in file order.
 
     Raises OSError when the file cannot be read, and ProfileError, naming file, line and key, on a line that is not a
     pass rate, on an id that two lines tell different things about, and on a file without any line.

@@ -17,7 +17,7 @@ from .advantage import Advantage
 
 
 class Kind(StrEnum):
-    """Of a finished group: what it can teach."""
+    """Kind of a finished group: what it can teach."""
 
     SIGNAL = "signal"
     """Some advantage is not 0."""
@@ -68,7 +68,7 @@ def is_zero_variance(rewards_G: np.ndarray, atol: float = 1e-8) -> bool:
 
 @dataclass(frozen=True)
 class Judge:
-    """Says of a finished group what kind it is: what selectors, filters and statistics of a run go by.
+    """The judge of a finished group's kind, which selectors, filters and statistics of a run go by.
 
     With a group-relative `advantage` there is no signal when every advantage is 0: all rewards equal within `atol`, or,
     under max@k, too few failures to matter. For other advantages (REINFORCE++, ReMax) equal rewards give the kind, but
@@ -81,7 +81,7 @@ class Judge:
     """None: rewards alone decide."""
 
     def kind(self, group: Group) -> Kind:
-        """Of a group as it is: pruned and failed siblings are absent."""
+        """Kind of a group as it is: pruned and failed siblings are absent."""
         if not group.verdict.keep:
             return kind_of_cut(group.verdict)
         rewards_G = group.rewards()
@@ -93,7 +93,7 @@ class Judge:
         return self._level(float(np.nanmax(rewards_G)))
 
     def of_rewards(self, rewards_G: np.ndarray) -> Kind:
-        """By rewards alone: float [G], NaN where a member is absent."""
+        """Kind by rewards alone: float [G], NaN where a member is absent."""
         if np.count_nonzero(~np.isnan(rewards_G)) < self.least:
             return Kind.NOT_JUDGED
         return self._level(float(np.nanmin(rewards_G))) if is_zero_variance(rewards_G, self.atol) else Kind.SIGNAL

@@ -73,7 +73,7 @@ def reward_collapse(rows: Sequence[Metrics]) -> Metrics | None:
 
 
 def off_policy_marks(rows: Sequence[Metrics], axes: Sequence[str]) -> list[dict[str, Any]] | None:
-    """Where a page marks a collapse, each `text`, `color` and place on the `axes`.
+    """Marks of a collapse on a page, each with `text`, `color` and place on the `axes`.
 
     None for a run without stale tokens, correction or low effective sample size: it needs no such section.
     """

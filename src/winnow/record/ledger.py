@@ -226,7 +226,7 @@ class Ledger:
         return verify(self._db)
 
     def recurrence(self) -> list[Again]:
-        """How often zero-variance prompts are so again; see `winnow.record.recurrence`."""
+        """Share of zero-variance prompts that are so again, by epochs between; see `winnow.record.recurrence`."""
         return recurrence(self._db)
 
     @contextmanager

@@ -25,7 +25,7 @@ _VISITS = """
 
 @dataclass(frozen=True, slots=True)
 class Again:
-    """Of the visits whose prompt was zero-variance at its visit `gap` epochs before: how many are so again."""
+    """Visits whose prompt was zero-variance `gap` epochs before, and how many of them are so again."""
 
     gap: int
     """Epochs; `LONGEST` stands for that many and more."""
@@ -34,7 +34,7 @@ class Again:
 
 
 def recurrence(db: sqlite3.Connection) -> list[Again]:
-    """By gap, ascending; only gaps that occur. Costs one pass over the visits."""
+    """Recurrence by gap, ascending; only gaps that occur. Costs one pass over the visits."""
     visits: Counter[int] = Counter()
     zero: Counter[int] = Counter()
     for epochs, before, now in db.execute(_VISITS):

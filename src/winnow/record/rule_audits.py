@@ -73,7 +73,7 @@ def _estimate(figures: Mapping[str, float], key: str, text: Callable[[float], st
 
 
 def rules_table(rules: Rules) -> Table:
-    """For a rich console."""
+    """Audits of rules as a table for a rich console."""
     made = Table(title="What the rules got wrong (95% intervals)", title_justify="left")
     for name in HEAD:
         made.add_column(name.replace(" ", "\n"), justify="left" if name == "rule" else "right", no_wrap=True)

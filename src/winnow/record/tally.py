@@ -26,11 +26,11 @@ class Tally:
         self.lengths: list[int] = []
         self.rollouts = 0
         self.sampled_tokens = 0
-        """As `rollouts`, with greedy baselines, which every other figure leaves out."""
+        """Sampled tokens, those of greedy baselines included, which every other figure leaves out."""
         self.truncated = 0
         self.failed: Counter[str] = Counter()
         self.turns: list[list[str]] = []
-        """Of each rollout, why its turns ended."""
+        """Reasons why the turns of each rollout ended."""
         self.barrier_wait_s = 0.0
         self.tokens: Counter[str] = Counter()
         self.seconds: dict[str, float] = {}

@@ -1,4 +1,4 @@
-"""From configuration values to the filter, or to all filters of a list."""
+"""Filters from configuration values: one, or all of a list."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ TABLES: dict[str, Mapping[str, type]] = {
 
 
 def all_methods() -> list[dict[str, Any]]:
-    """One entry a method: `field, name, summary, file, options` (option -> default)."""
+    """Every method, an entry each: `field, name, summary, file, options` (option -> default)."""
     found = []
     for field, table in TABLES.items():
         for name in table:

@@ -41,7 +41,7 @@ def plan(trainer: Trainer) -> dict[str, Any]:
 
 
 def rollouts_per_step(trainer: Trainer) -> int:
-    """With the largest groups that the run may come to; a filter that refills may need more than one batch of them."""
+    """Rollouts of a step with the largest groups that the run may use; a filter that refills may need more."""
     m = trainer.methods
     return trainer.config.prompts_per_step * (m.group_size.largest + m.advantage.greedy_baseline)
 

@@ -65,7 +65,7 @@ class MethodResult:
     paired: int
     """Runs for which the baseline has a run of the same seed."""
     reached: int
-    """Those of them that reached its final pass@1."""
+    """Number of them that reached its final pass@1."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Comparison:
     baseline: str
     measures: tuple[Measure, ...]
     methods: tuple[MethodResult, ...]
-    """In the order given."""
+    """Methods in the order given."""
     notes: tuple[str, ...]
 
 
@@ -145,7 +145,7 @@ def _result(run: RunData, k: int, level: float | None) -> RunResult:
 
 
 def reached_at(curve: Sequence[Point], level: float, axis: Callable[[Point], float]) -> float | None:
-    """Where on `axis` a curve first is at `level`, linear between evaluations; None when it stays below."""
+    """Place on `axis` where a curve first is at `level`, linear between evaluations; None when it stays below."""
     for before, point in zip((None, *curve), curve, strict=False):
         if point.passed >= level:
             if before is None:
@@ -191,7 +191,7 @@ def _notes(
     baseline: str,
     unfinished: Sequence[RunData],
 ) -> list[str]:
-    """What a reader must know before believing the table."""
+    """Notes that a reader needs beside the table."""
     runs = [run for members in methods.values() for run in members]
     notes = [note for run in runs for note in run.notes]
     notes += [f"{run.path} is not finished; it ends at step {run.curve[-1].step}." for run in unfinished]

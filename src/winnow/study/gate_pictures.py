@@ -71,7 +71,7 @@ def heat_map(rows: Sequence[SweepRow], path: Path) -> None:
 
 
 def separation(recorded: Mapping[int, Recorded], rows: Sequence[Correlation], path: Path) -> None:
-    """How well signals tell groups apart, and the values of the one that does it best."""
+    """Draw how well signals tell groups apart, and the values of the best one."""
     known = [r for r in rows if r.auroc is not None]
     if not known:
         raise ReplayError("there is nothing to draw: no step has both groups with variance and groups without")

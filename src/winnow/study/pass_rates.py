@@ -120,7 +120,7 @@ class ProfileFile:
         self.meta_path = path.with_name(path.name + ".meta.json")
         self.rates: dict[str, PassRate] = {}
         self.tried = 0
-        """So many of the task's first prompts need no further look; those of them without a line cannot be judged."""
+        """Number of the task's first prompts that are done; those of them without a line cannot be judged."""
         self.cost: dict[str, float] = dict.fromkeys(COSTS, 0)
         self._fixed = {"key": json.loads(json.dumps(key)), "made_with": dict(made_with)}
         path.parent.mkdir(parents=True, exist_ok=True)

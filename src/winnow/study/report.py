@@ -232,7 +232,7 @@ def _trained_share(run: Run) -> float | None:
 
 
 def _reached(run: Run, level: float, axis: str) -> float | None:
-    """Where on `axis` the held-out pass@1 first was at least `level`."""
+    """Place on `axis` where the held-out pass@1 first was at least `level`."""
     return next((row[axis] for row in run.evaluations if row.get("eval/pass@1", -1.0) >= level), None)
 
 

@@ -104,13 +104,13 @@ def plain(value: Any) -> Any:
 
 
 def thin(rows: Sequence[Row], max_points: int) -> list[Row]:
-    """At most `max_points` rows: the mean over runs of consecutive rows, the last value for what only grows."""
+    """Rows thinned to `max_points`: the mean over runs of consecutive rows, the last value of what only grows."""
     size = max(1, math.ceil(len(rows) / max_points))
     return [_mean_row(rows[i : i + size]) for i in range(0, len(rows), size)] if size > 1 else list(rows)
 
 
 def columns(rows: Sequence[Row]) -> dict[str, list[float | None]]:
-    """By key, one value a row; None where a row lacks the key."""
+    """Columns by key, one value a row; None where a row lacks the key."""
     keys = dict.fromkeys(key for row in rows for key in row)
     return {key: [_rounded(row.get(key), key) for row in rows] for key in keys}
 
@@ -199,7 +199,7 @@ def read_lines(path: Path, notes: list[str]) -> Iterator[dict[str, Any]]:
 
 
 def merge_steps(lines: Iterator[dict[str, Any]]) -> list[Row]:
-    """One row a step, ascending. A line of an earlier step means a restart: what came after it is forgotten."""
+    """Rows of metrics, one a step, ascending. A line of an earlier step means a restart: later rows are dropped."""
     by_step: dict[float, Row] = {}
     for line in lines:
         row = {k: float(v) for k, v in line.items() if isinstance(v, int | float) and math.isfinite(v)}
@@ -239,7 +239,7 @@ def _read_ledger(path: Path, run: Run) -> None:
 
 
 def _thin_samples(lines: Iterator[dict[str, Any]], limit: int) -> list[dict[str, Any]]:
-    """At most about `limit` samples: every kind (split, fate) evenly over the run."""
+    """Samples thinned to about `limit`: every kind (split, fate) evenly over the run."""
     kinds: dict[tuple[str, str], _Thinned] = {}
     for line in lines:
         kind = str(line.get("split")), str(line.get("fate"))

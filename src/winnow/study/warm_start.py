@@ -97,7 +97,7 @@ def warm_start(task: Demonstrator, output_dir: str | Path, *, config: WarmStartC
 
 
 def word_tokenizer(words: Sequence[str], max_positions: int) -> PreTrainedTokenizerFast:
-    """One token a word, words separated by blanks; encoding adds nothing and an unknown word is an error."""
+    """A tokenizer with one token a word, words separated by blanks; it adds nothing and refuses unknown words."""
     vocabulary = {word: i for i, word in enumerate(dict.fromkeys([PAD, EOS, *words]))}
     split = [word for word in vocabulary if not word or len(word.split()) != 1]
     if split:

@@ -18,7 +18,7 @@ from .kept import Kept
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """Of the last position of each row."""
+    """Results at the last position of each row."""
 
     hidden_NH: torch.Tensor
     """Input of the lm_head."""
@@ -42,7 +42,7 @@ class Backend(Protocol):
     dtype: torch.dtype
     vocab_size: int
     kv_shapes: list[tuple[tuple[int, int], tuple[int, int]]]
-    """Per layer, (heads, head size) of the keys and of the values."""
+    """Shapes per layer: (heads, head size) of the keys and of the values."""
     mixed_lengths: bool
     """Whether one prefill takes prompts of different lengths."""
 

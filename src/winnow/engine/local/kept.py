@@ -20,7 +20,7 @@ class Kept:
 
 
 class KeptSequences:
-    """At most `capacity` sequences; the one kept for longest makes room."""
+    """Kept sequences, at most `capacity`; the one kept for longest makes room."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
@@ -47,7 +47,7 @@ class KeptSequences:
 
 
 def stacked(past: list[list[torch.Tensor]], more: int) -> list[torch.Tensor]:
-    """Of each layer one [B, heads, P + more, D]: `past` on the left, zeros behind.
+    """Stack sequences: one [B, heads, P + more, D] a layer, `past` on the left, zeros behind.
 
     `past[b][l]` is [heads, P_b, D]; P is the longest P_b.
     """

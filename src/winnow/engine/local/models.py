@@ -57,7 +57,7 @@ def tied_names(model: Any) -> dict[str, str]:
 
 
 def eos_ids(model: Any, tokenizer: Any, vocab_size: int) -> frozenset[int]:
-    """Of tokenizer, generation config and config; each may give none, one id or a list."""
+    """End-of-sequence ids of tokenizer, generation config and config; each may give none, one id or a list."""
     found: set[int] = set()
     for source in (tokenizer, getattr(model, "generation_config", None), model.config):
         ids = getattr(source, "eos_token_id", None)

@@ -15,7 +15,7 @@ from ..workers.worker import WorkerError, shared_pool
 from .pooled import PooledReward, Row
 
 GOLD_COLUMNS = ("ground_truth", "answer", "solution")
-"""Where the reference answer is looked for, in this order; then in `reward_model`."""
+"""Columns that may hold the reference answer, in this order; then `reward_model`."""
 
 _LINE = re.compile(r"(?:^|\n)[ \t>*]*(?:final )?answer[ \t*]*:[ \t*]*([^\n]+)", re.IGNORECASE)
 _HASHES = re.compile(r"####[ \t]*([^\n]+)")

@@ -52,11 +52,11 @@ class _Function:
     weight: float
     parameters: dict[str, bool]
     call: Callable[..., Any] | None = None
-    """In this process, once a group."""
+    """Function called in this process, once a group."""
     target: str | None = None
-    """In a worker, once a group."""
+    """Function called in a worker, once a group."""
     pooled: PooledReward | None = None
-    """In a worker, once a completion."""
+    """Function called in a worker, once a completion."""
 
 
 @dataclass(eq=False)
@@ -284,7 +284,7 @@ class Rewarder:
 
 
 def _is_async(function: Callable[..., Any]) -> bool:
-    """Also true for an instance whose class has `async def __call__`."""
+    """Whether calling it gives a coroutine, also for an instance whose class has `async def __call__`."""
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 

@@ -20,7 +20,7 @@ from typing import Any
 MAX_ABANDONED = 16
 """Calls that may hang at once; with that many left behind, further calls fail at once."""
 GRACE_S = 1.0
-"""How much longer than its deadline a coroutine may take to be cancelled before its loop is given up."""
+"""Seconds after its deadline that a coroutine may take to be cancelled before its loop is given up."""
 
 
 @dataclass

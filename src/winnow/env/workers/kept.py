@@ -14,7 +14,7 @@ from .worker import WorkerError, WorkerPool
 
 
 def kept(task: str, folder: str, key: Any) -> Path:
-    """Where what `key` (JSON) decides is kept: $WINNOW_CACHE, else ~/.cache/winnow, /<task>/<folder>/<hash>.json."""
+    """Path of the file for a `key` (JSON): <task>/<folder>/<hash>.json in $WINNOW_CACHE, else ~/.cache/winnow."""
     root = Path(os.environ.get("WINNOW_CACHE") or Path.home() / ".cache" / "winnow").resolve()
     (root / task / folder).mkdir(parents=True, exist_ok=True)
     name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:24]
@@ -22,7 +22,7 @@ def kept(task: str, folder: str, key: Any) -> Path:
 
 
 def loaded(file: Path) -> Any:
-    """None when it is missing or damaged."""
+    """Content of a JSON file; None when it is missing or damaged."""
     try:
         return load_json(file)
     except (OSError, ValueError):

@@ -49,13 +49,13 @@ class EnvPool:
 
 
 class _Home:
-    """One process and what lives there."""
+    """A worker process and the environments that live there."""
 
     def __init__(self, workers: WorkerPool) -> None:
         self.workers = workers
         self.living: set[int] = set()
         self.last_words = "it died between two calls"
-        """What became of its last process that was lost."""
+        """Cause of the last loss of its process."""
 
 
 class RemoteEnv:
@@ -113,7 +113,7 @@ class RemoteEnv:
 
 
 class NotHostedError(LookupError):
-    """This process does not know the environment: it is younger than that."""
+    """The process is younger than the environment and does not know it."""
 
 
 _hosted: dict[int, Env] = {}

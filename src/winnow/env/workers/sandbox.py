@@ -32,7 +32,7 @@ from .seccomp import program
 FIRST_UID = 61_184
 """User ids of the slots when started as root; of nobody else, in the range left to containers."""
 LARGEST = 1_000_000
-"""Of any option: beyond it, the system's own calls for times and limits overflow."""
+"""Largest value of an option; beyond it the system's calls for times and limits overflow."""
 GRACE_S = 5.0
 """Beyond its time, for starting and ending a sandbox."""
 
@@ -51,7 +51,7 @@ class Outcome:
     """128 + n for a program that ended by signal n; None when it was stopped from outside."""
     timed_out: bool = False
     truncated: bool = False
-    """It wrote more than `max_output` and was stopped."""
+    """Whether the program wrote more than `max_output` and was stopped."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class SandboxOptions:
     processes: int = 16
     """Processes and threads at once."""
     disk_mb: int = 16
-    """Of files in /tmp, which live in memory."""
+    """Megabytes of files in /tmp, which live in memory."""
     max_output: int = 65_536
     """Bytes of stdout and of stderr."""
     slots: int = 2

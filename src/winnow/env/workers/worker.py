@@ -37,7 +37,7 @@ MAX_REPLY = 4 << 20
 """Longest reply in bytes."""
 STDERR_TAIL = 2_000
 START_TIMEOUT_S = 120.0
-"""For starting the process and importing the function's module."""
+"""Seconds for starting the process and importing the function's module."""
 PASSED_ENV = ("PATH", "LANG", "LC_ALL", "TMPDIR", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE")
 THREADS_ENV = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 

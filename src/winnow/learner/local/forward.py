@@ -1,4 +1,4 @@
-"""From a micro-batch to what its sampled tokens are predicted from: hidden states, or logits.
+"""Forward passes: from a micro-batch to the hidden states or logits that its sampled tokens are predicted from.
 
 The siblings of a group have the same prompt. Where that saves enough, prompts go through the model once, and the
 completions attend to their keys and values; the gradient flows back through the cache, so nothing is approximated.

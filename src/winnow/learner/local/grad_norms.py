@@ -34,7 +34,7 @@ class Rows:
     piece: int
     """Number of the micro-batch."""
     start: int
-    """Of these rows in it."""
+    """First of these rows in the micro-batch."""
     slot_B: torch.Tensor
     """Sum that each row's gradient goes to."""
     centred_B: torch.Tensor | None = None
@@ -165,7 +165,7 @@ def _made_products(
 
 
 def direct_term(parameter: nn.Parameter, gradient_BX: torch.Tensor, rows: Rows, sums: RowSums) -> torch.Tensor:
-    """The same for gradients that are small enough to be kept, [B, *parameter.shape]."""
+    """Norm term of gradients that are small enough to be kept, [B, *parameter.shape]."""
     gradient_BX = at_least_float32(gradient_BX)
 
     def weighted(coefficient_B: torch.Tensor) -> torch.Tensor:
@@ -178,7 +178,7 @@ def direct_term(parameter: nn.Parameter, gradient_BX: torch.Tensor, rows: Rows, 
 def embedding_term(
     parameter: Any, ids_BT: torch.Tensor, y_BTH: torch.Tensor, rows: Rows, sums: RowSums
 ) -> torch.Tensor:
-    """The same for rows of an embedding, which are added up where an id comes more than once in a row."""
+    """Norm term of an embedding; rows are added up where an id comes more than once in a sequence."""
     B, (V, H) = len(ids_BT), parameter.shape
     keys = torch.arange(B, device=ids_BT.device)[:, None] * V + ids_BT
     unique_U, inverse = keys.unique(return_inverse=True)

@@ -77,7 +77,7 @@ class LocalLearner:
         train_adapter_dropout(model)
         self._params = {n: p for n, p in model.named_parameters() if p.requires_grad}
         self._batches: list[MicroBatch] = []
-        """Of the step under way: later iterations refer to what its first one has found."""
+        """Micro-batches of the step under way; its later iterations refer to what the first has found."""
         self._optimizer = torch.optim.AdamW(
             self._params.values(),
             lr=0.0,

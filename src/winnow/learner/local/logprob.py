@@ -18,7 +18,7 @@ def at_least_float32(x: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class TokenDistribution:
-    """How logits become the distribution that tokens are drawn from; the same transform as the engine's.
+    """Transform from logits to the distribution that tokens are drawn from; the same as the engine's.
 
     `n_tokens`: ids at or above it are padding of the vocabulary and have no probability.
     """

@@ -1,4 +1,4 @@
-"""From a configuration to the learner of one process."""
+"""Options of the learner of one process, from a configuration."""
 
 from __future__ import annotations
 

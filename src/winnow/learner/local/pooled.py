@@ -151,7 +151,7 @@ class ByLength:
 
 @dataclass(frozen=True)
 class Slots:
-    """Which sums of gradients let the baselines be chosen afterwards.
+    """Sums of gradients that let the baselines be chosen afterwards.
 
     Rows of one pool with the same reward will have the same advantage: if there are few rewards, one sum for each of
     them. Else one for each pool, and one over all rows that is weighted with reward less mean reward.
@@ -178,7 +178,7 @@ class Slots:
         return Rows(piece, 0, same_BK.int().argmax(1))
 
     def factors(self, baseline_P: torch.Tensor) -> torch.Tensor:
-        """Of the sums, so that they add up to rewards less baselines."""
+        """Factors of the sums, so that they add up to rewards less baselines."""
         if self.pool_K is None:
             return torch.cat([self.mean_P - baseline_P, baseline_P.new_ones(1)])
         return self.reward_K - baseline_P[self.pool_K]
@@ -193,7 +193,7 @@ class Found:
     number_B: torch.Tensor
     norm_sq_B: torch.Tensor
     loss_B: torch.Tensor
-    """Of each row if its advantage were 1."""
+    """Loss of each row if its advantage were 1."""
 
 
 def joined(parts: list[Found]) -> Found:

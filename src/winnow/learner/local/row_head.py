@@ -24,7 +24,7 @@ class Tokens:
     targets_N: torch.Tensor
     row_N: torch.Tensor
     coefficient_N: torch.Tensor
-    """Of its log-probability in the loss."""
+    """Coefficient of a token's log-probability in the loss."""
 
     def part(self, some: slice) -> Tokens:
         return Tokens(self.states_NH[some], self.targets_N[some], self.row_N[some], self.coefficient_N[some])
@@ -56,9 +56,9 @@ class HeadPass:
     logp_N: torch.Tensor
     entropy_N: torch.Tensor
     states_gradient_NH: torch.Tensor
-    """Of each token's log-probability with respect to its hidden state."""
+    """Gradient of each token's log-probability with respect to its hidden state."""
     logits_gradient_NV: torch.Tensor | None
-    """The same with respect to the logits; None when all tokens are too many to hold it."""
+    """Gradient with respect to the logits; None when all tokens are too many to hold it."""
 
 
 class RowHead:
@@ -113,7 +113,7 @@ class RowHead:
         return torch.cat(squares)
 
     def _of_long_row(self, tokens: Tokens, rows: Rows, sums: RowSums, embedded: Embedded | None) -> torch.Tensor:
-        """The same for one row with more tokens than may be held at once."""
+        """Norm term of one row with more tokens than may be held at once."""
         wide = at_least_float32(tokens.states_NH[:0]).dtype
         product_VH = torch.zeros(self.head.weight.shape, dtype=wide, device=tokens.row_N.device)
         square_B = product_VH.new_zeros(1)

@@ -12,7 +12,7 @@ from .terms import Logp, correction_weights
 
 
 class TokenBaselines:
-    """Where groups are spread over several micro-batches, a forward pass over all of them comes first."""
+    """Baselines of tokens. A forward pass over all micro-batches comes first where groups are spread over several."""
 
     def __init__(self, logp: Logp) -> None:
         self.logp = logp
@@ -26,7 +26,7 @@ class TokenBaselines:
         squares_BT: torch.Tensor,
         weights: torch.Tensor,
     ) -> torch.Tensor:
-        """Of the tokens after the first, float64 [B, T-1]; `weights` are those of the loss."""
+        """Baselines of the tokens after the first, float64 [B, T-1]; `weights` are those of the loss."""
         pools = batch.pools
         assert pools is not None
         if len(pools.pieces) == 1:

@@ -44,7 +44,7 @@ class M2PO:
         return self.over_batch([part])(*part)
 
     def over_batch(self, parts: Iterable[Evidence]) -> Cut:
-        """The same with the tokens chosen over all micro-batches together, so that how they are cut cannot matter."""
+        """The cut, chosen over the tokens of all micro-batches together, so that their borders cannot matter."""
         squared = [log_w[biting] ** 2 for log_w, biting in (_judged(*part) for part in parts)]
         return Cut(cutoff(torch.cat(squared), self.threshold), self.weigh)
 

@@ -11,7 +11,7 @@ Level = Literal["token", "sequence", "geometric"]
 Evidence = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 """What a correction goes by: learner's and sampler's log-probabilities, mask [B, T], advantages [B]."""
 LARGEST = 1e6
-"""Of a weight that no bound applies to."""
+"""Largest weight where no bound applies."""
 
 
 def log_ratio(

@@ -17,7 +17,7 @@ class Filter(Protocol):
     refill: bool = False
     """True: a rejected group is replaced until the batch is full. False: it leaves the batch smaller."""
     max_refill_rounds: int = 10
-    """With `refill`: rounds (a batch's worth of groups each) in a row that may add nothing before the run stops."""
+    """Rounds of a `refill` (a batch's worth of groups each) in a row that may add nothing before the run stops."""
 
     wants_signal: bool = False
     """True: it drops what has no signal, so the advantage must be one under which equal rewards teach nothing."""

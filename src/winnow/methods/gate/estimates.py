@@ -132,13 +132,13 @@ class Sums:
     audited_signal: float = 0.0
     kept_signal: float = 0.0
     valuable: WeightedMean = field(default_factory=WeightedMean)
-    """Of all removals: 1 where there was a signal, else 0."""
+    """Share of all removals that held a signal (1 where there was one, else 0)."""
     signal: WeightedMean = field(default_factory=WeightedMean)
-    """Of all removals."""
+    """Mean signal of all removals."""
     lost: WeightedMean = field(default_factory=WeightedMean)
     """Signal of removals carried out."""
     tokens: WeightedMean = field(default_factory=WeightedMean)
-    """Of removals carried out."""
+    """Mean tokens of removals carried out."""
 
     def remove(self, probability: float, n: int) -> None:
         self.removed += n

@@ -1,4 +1,4 @@
-"""How much the trajectories of a group disagree after K environment steps: seven numbers in [0, 1].
+"""Disagreement of a group's trajectories after K environment steps: seven numbers in [0, 1].
 
 Zhai and Wang 2026, appendix B; a trajectory that ended before step K is padded with an END of its own kind, as in the
 authors' code (the prose omits it). Actions and observations are compared as exact strings. All but
@@ -134,7 +134,7 @@ def _distinct(things: Iterable[Hashable]) -> float:
 
 
 def _jaccard_distance(a: int, b: int) -> float:
-    """Of two different sets of bits."""
+    """Jaccard distance of two different sets of bits."""
     return 1 - (a & b).bit_count() / (a | b).bit_count()
 
 

@@ -14,7 +14,7 @@ from ..signal import BY_REWARDS, Judge, Kind
 from .trace import TraceSelector
 
 ROUNDING = 1e-3
-"""Of a sum of visits seen in part: three thirds are one."""
+"""Tolerance of a sum of visits seen in part: three thirds are one."""
 
 
 @dataclass(frozen=True)

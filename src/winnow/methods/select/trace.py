@@ -51,7 +51,7 @@ class TraceSelector(StreamSelector):
         self.kind_N[ordinal] = kind
 
     def _judged(self, group: Group, kind: Kind) -> None:
-        """Also called for what was cut on evidence."""
+        """Hook for a judged group, also one that was cut on evidence."""
 
     def state_dict(self) -> dict[str, Any]:
         return super().state_dict() | {"z": pack(self.z_N), "kind": pack(self.kind_N)}

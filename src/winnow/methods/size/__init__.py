@@ -44,7 +44,7 @@ class RolloutBatch(Protocol):
     """Whether superfluous groups wait for the next step, or are dropped."""
 
     def next(self, missing: int, in_flight: int, zero_variance_share: float | None) -> int:
-        """How many groups to start now, <= 0 for none.
+        """Number of groups to start now, <= 0 for none.
 
         `missing`: groups the batch still lacks; `in_flight`: groups under way; `zero_variance_share`: of the groups
         judged in this step so far, None when there are none.

@@ -80,7 +80,7 @@ class AdaptiveSize:
         self._size = base
         self._history: list[float] = []
         self._steps: int | None = None
-        """Since the last change; None before the first, which `dwell` does not hold up."""
+        """Steps since the last change; None before the first, which `dwell` does not delay."""
 
     def next(self) -> int:
         return self._size

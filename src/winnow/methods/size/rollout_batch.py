@@ -65,7 +65,7 @@ def _largest(size: int | None, prompts_per_step: int) -> int:
 
 @dataclass(frozen=True)
 class OneForOne:
-    """There are no rounds; a batch's worth of groups counts as one."""
+    """Refill one for one. There are no rounds; a batch's worth of groups counts as one."""
 
     size: int
     carry = False

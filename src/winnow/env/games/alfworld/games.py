@@ -19,9 +19,9 @@ from .play import Path as Way
 from .rooms import TaskType, alfworld, game_of, plans_of
 
 COMMANDS = {"gotolocation": "go to {r}"}
-"""Where the grammar's own template asks the state for what is known, as TextWorld's planner has it too."""
+"""Templates in place of the grammar's own where those depend on the state; TextWorld's planner has the same."""
 UNWISE = frozenset({"help"})
-"""Never among the random commands of a demonstration: its answer is as long as a game."""
+"""Commands that a demonstration never takes at random: their answers are as long as a game."""
 _TEXTS = re.compile(r'"rhs": "((?:[^"\\]|\\.)*)"')
 _TITLE = re.compile(r"-=.*=-")
 _SLOT = re.compile(r"\[[^\]]*\]|\{[^}]*\}|#[^#]*#")

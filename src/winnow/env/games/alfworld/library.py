@@ -85,7 +85,7 @@ def _read(pool: WorkerPool, config: AlfworldConfig, root: Path, part: str, wante
 
 
 def _task_type(file: Path) -> str | None:
-    """None for what ALFWorld leaves out."""
+    """The task type of a game; None for games that ALFWorld leaves out."""
     if "movable" in str(file) or "Sliced" in str(file):
         return None
     facts = file.with_name("traj_data.json")

@@ -87,7 +87,7 @@ class AlfworldEnv:
 
 
 def deeds(commands: Iterable[str]) -> Counter[str]:
-    """What commands do with things, of whichever number: `take mug`, `heat mug`, `move mug to shelf`."""
+    """Deeds of commands, without the numbers of things: `take mug`, `heat mug`, `move mug to shelf`."""
     plain = (_NUMBER.sub("", command) for command in commands)
     return Counter(re.split(" from | with ", command)[0] for command in plain if command.split(" ")[0] in DEEDS)
 
@@ -101,7 +101,7 @@ class Game:
     def __init__(self, card: Mapping[str, Any]) -> None:
         self.card = card
         self.deeds = deeds(card.get("plan", ()))  # none while the card is being made
-        """Of the planner's way to the goal; the share of them that a rollout has done is its progress."""
+        """Deeds on the planner's way to the goal; a rollout's progress is the share of them that it has done."""
         self.engine = engine()
         self._grammar = _grammar(GOAL.sub('""', card["grammar"]), json.dumps(card["types"]))
         self._forget()
@@ -206,7 +206,7 @@ class _Engine:
         return list(self._operators)
 
     def apply(self, operator: str) -> int:
-        """Its number. The operator must be possible."""
+        """Apply an operator, which must be possible, and return its number."""
         self.operators()
         number = self._operators[operator]
         self._go(number)
@@ -246,7 +246,7 @@ def engine() -> _Engine:
 
 
 class _Grammar:
-    """Says what an operator did. `text` is a game's grammar; where the goal stands does not matter here."""
+    """A game's grammar, which tells what an operator did. `text` may stand without the goal."""
 
     def __init__(self, text: str, types: Sequence[tuple[str, Sequence[str]]]) -> None:
         _parse_once()
@@ -283,7 +283,7 @@ class _Grammar:
 
 
 class _Shared(dict[Any, Any]):
-    """What TextWorld copies deeply at every symbol, though it only changes the dictionary itself."""
+    """A dictionary that deep copies share the values of: TextWorld copies it at every symbol and changes no value."""
 
     def __deepcopy__(self, memo: Any) -> _Shared:
         return _Shared(self)

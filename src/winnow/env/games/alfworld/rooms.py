@@ -33,7 +33,7 @@ TREATED_IN = {
     "pick_heat_then_place_in_recep": ("Microwave", "Heatable"),
     "pick_cool_then_place_in_recep": ("Fridge", "Coolable"),
 }
-"""Where an object is cleaned, heated or cooled, and ALFRED's list of what can be."""
+"""Task type -> the place where an object is cleaned, heated or cooled, and ALFRED's list of objects that can be."""
 LAMP = "DeskLamp"
 LAMP_STANDS = frozenset({"Desk", "Dresser", "SideTable", "CoffeeTable", "DiningTable", "TVStand"})
 NAMED_BY_DOMAIN = ("SinkBasinType", "MicrowaveType", "FridgeType"), ("KnifeType", "ButterKnifeType")

@@ -62,7 +62,7 @@ class AlfworldConfig(GameOptions):
     """The test games: in floor plans of the training games, or in others."""
     task_types: tuple[TaskType, ...] = TASK_TYPES
     train_size: int | None = 64
-    """Of `data` so many at random; None: all there are."""
+    """Number of training games; of `data` chosen at random, None: all."""
     test_size: int | None = 16
     receptacles: int = 5
     """Places in a room that is made; fewer are easier."""

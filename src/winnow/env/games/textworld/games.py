@@ -215,7 +215,7 @@ def _walk(card: Mapping[str, Any], file: str, noise: float, max_turns: int, rng:
 
 
 def _try(guide: Any, env: TextWorldEnv, noise: float, max_turns: int, rng: random.Random) -> list[str] | None:
-    """None when it cannot be won any more."""
+    """One walk, or None when the game cannot be won any more."""
     state, walk = guide.reset(), []
     env.reset()
     for _ in range(max_turns):
