@@ -1,0 +1,160 @@
+"""Survival by what a sibling is worth to its own group (`balance: within`; ours).
+
+Signal lives within groups: a rollout's advantage is its distance from the mean of its siblings, so a group is worth
+
+    S = sum over survivors of (r_i - mean)^2          (the squared norm of Dr.GRPO's advantages)
+
+and what a survivor costs is the tokens it still samples. If all siblings could be asked at once, the set to keep would
+be `best_set`. They are not: each is asked when it comes to its token, and no decision may depend on who came before.
+So what is known is its own score and the outcomes of its prompt at earlier visits, which give a Beta distribution of
+the prompt's pass rate p. Siblings are alike to begin with; let A_1 and A_0 be the chances that a rule keeps a success
+and a failure, kappa = p A_1 + (1 - p) A_0. Survivors are then successes with the same chance mu = p A_1 / kappa, and
+
+    E[S | p] = mu (1 - mu) E[max(M - 1, 0)],  M ~ Binomial(G, kappa)
+             = p (1 - p) A_1 A_0 (G kappa - 1 + (1 - kappa)^G) / kappa^2.
+
+A rule matters only by (A_0, A_1), its point under the ROC curve of the score. At equal kappa the best one has p A_1 as
+near to (1 - p) A_0 as the score allows: steer towards half right, from the side on which the *prompt* is. How many to
+keep of which prompt follows from one price for all: maximise E[S] - price * kappa, the price being that at which the
+keep rate comes out. Where the score knows nothing, siblings of one prompt have equal chances.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+LEVELS, BLENDS = 24, 11
+"""How many keep rates, and mixtures of keeping the best and the worst, are tried."""
+RATES_P = (np.arange(32) + 0.5) / 32
+"""Pass rates over which a Beta distribution is summed."""
+BISECTIONS = 60
+
+
+def expected_signal(q: ArrayLike) -> float:
+    """E[sum of (r_i - mean)^2] of independent successes with chances `q` [m]; 0 for fewer than two."""
+    q_M = np.asarray(q, np.float64)
+    if len(q_M) < 2:
+        return 0.0
+    return float((q_M * (1 - q_M)).sum() * (1 - 1 / len(q_M)) + ((q_M - q_M.mean()) ** 2).sum())
+
+
+def best_set(q: ArrayLike, price: float, texts: list[str] | None = None) -> np.ndarray:
+    """Which siblings to keep if all can be asked at once, bool [G]: most `expected_signal` minus `price` a member.
+
+    In one q_i the signal of a set is linear, so a best set holds the k highest and the l lowest: all (k, l) are tried.
+    Of equal `texts` only the first may be kept, since copies end alike. Ties go to the smaller set.
+    """
+    q_G = np.asarray(q, np.float64)
+    first = [i for i in range(len(q_G)) if texts is None or texts.index(texts[i]) == i]
+    order = sorted(first, key=lambda i: q_G[i])
+    n, sum_N, square_N = len(order), *(np.append(0, np.cumsum(q_G[order] ** power)) for power in (1, 2))
+    kept_G, most = np.zeros(len(q_G), bool), 0.0
+    for size in range(2, n + 1):
+        low_L = np.arange(size + 1)
+        a_L, b_L = (x_N[low_L] + x_N[-1] - x_N[n - size + low_L] for x_N in (sum_N, square_N))
+        worth_L = a_L * (1 - 1 / size) + (b_L - a_L**2) / size - price * size
+        if worth_L.max() > most + 1e-12:
+            most, low = float(worth_L.max()), int(worth_L.argmax())
+            kept_G = np.isin(np.arange(len(q_G)), order[:low] + order[n - size + low :])
+    return kept_G
+
+
+def rate_weights(wins: ArrayLike, losses: ArrayLike) -> np.ndarray:
+    """Weights of `RATES_P` under Beta(wins, losses), both [N] and above 0: float64 [N, P], each row summing to 1."""
+    a_N1, b_N1 = (np.atleast_1d(np.asarray(x, np.float64))[:, None] for x in (wins, losses))
+    log_NP = (a_N1 - 1) * np.log(RATES_P) + (b_N1 - 1) * np.log1p(-RATES_P)
+    weight_NP = np.exp(log_NP - log_NP.max(1, keepdims=True))
+    found: np.ndarray = weight_NP / weight_NP.sum(1, keepdims=True)
+    return found
+
+
+@dataclass(frozen=True)
+class Rules:
+    """Every rule that is tried, for scores in B bins. Arrays are not to be written to."""
+
+    failure_B: np.ndarray
+    """P(bin | failure)."""
+    success_B: np.ndarray
+    """P(bin | success)."""
+    size: float
+    """Siblings a group, copies counted once."""
+    p_min: float
+
+    @cached_property
+    def survival_CB(self) -> np.ndarray:  # noqa: N802
+        """Chance to survive, by rule and bin: mixtures of "the best first" and "the worst first" at equal levels."""
+        share_B = (self.failure_B + self.success_B) / 2
+        order_B = np.argsort(self.success_B / self.failure_B, kind="stable")
+        rows = []
+        for level in np.linspace(0, 1, LEVELS):
+            low_B, high_B = _fill(share_B, order_B, level), _fill(share_B, order_B[::-1], level)
+            rows += [blend * high_B + (1 - blend) * low_B for blend in np.linspace(0, 1, BLENDS)]
+        return self.p_min + (1 - self.p_min) * np.array(rows)
+
+    @cached_property
+    def _kept_CP(self) -> np.ndarray:  # noqa: N802
+        """kappa, by rule and pass rate."""
+        a0_C1, a1_C1 = (self.survival_CB @ x_B[:, None] for x_B in (self.failure_B, self.success_B))
+        return np.asarray(RATES_P * a1_C1 + (1 - RATES_P) * a0_C1)
+
+    @cached_property
+    def _signal_CP(self) -> np.ndarray:  # noqa: N802
+        """E[S | p], by rule and pass rate."""
+        a0_C1, a1_C1 = (self.survival_CB @ x_B[:, None] for x_B in (self.failure_B, self.success_B))
+        k_CP = self._kept_CP
+        spread_CP = RATES_P * (1 - RATES_P) * a0_C1 * a1_C1 / k_CP**2
+        return np.asarray(spread_CP * (self.size * k_CP - 1 + (1 - k_CP) ** self.size))
+
+    def worth(self, weight_NP: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Expected signal and share kept of N prompts under each rule, both [N, C]."""
+        return weight_NP @ self._signal_CP.T, weight_NP @ self._kept_CP.T
+
+
+@dataclass(frozen=True)
+class Price:
+    """What a survivor must be worth. At `low` more than wanted survive, at `high` fewer; `share` of `low` is right."""
+
+    low: float
+    high: float
+    share: float
+
+
+def price_of(rules: Rules, weight_NP: np.ndarray, keep_rate: float) -> Price:
+    """The price at which `keep_rate` of the siblings of N recent prompts are expected to survive.
+
+    A group's signal is convex in how many it keeps, so the best answer jumps; at the jump the two sides are mixed.
+    Where `p_min` alone keeps more, or keeping all is less, the nearer end.
+    """
+    signal_NC, kept_NC = rules.worth(weight_NP)
+
+    def kept(price: float) -> float:
+        picked_N = (signal_NC - price * kept_NC).argmax(1)
+        return float(kept_NC[np.arange(len(picked_N)), picked_N].mean())
+
+    low, high = -1e3, 1e3 + rules.size / rules.p_min
+    for _ in range(BISECTIONS):
+        middle = (low + high) / 2
+        low, high = (middle, high) if kept(middle) >= keep_rate else (low, middle)
+    above, below = kept(low), kept(high)
+    share = 1.0 if above <= below else min(max((keep_rate - below) / (above - below), 0.0), 1.0)
+    return Price(low, high, share)
+
+
+def survival_within(rules: Rules, weight_NP: np.ndarray, price: Price) -> np.ndarray:
+    """Chance of survival by bin, of siblings of N prompts whose pass rates have weights [N, P]: float64 [N, B]."""
+    signal_NC, kept_NC = rules.worth(weight_NP)
+    low_N, high_N = ((signal_NC - p * kept_NC).argmax(1) for p in (price.low, price.high))
+    found: np.ndarray = price.share * rules.survival_CB[low_N] + (1 - price.share) * rules.survival_CB[high_N]
+    return found
+
+
+def _fill(share_B: np.ndarray, order_B: np.ndarray, level: float) -> np.ndarray:
+    """1 for the first bins in `order_B` until they make up `level` of all, a fraction for the last, else 0."""
+    before_B = np.cumsum(share_B[order_B]) - share_B[order_B]
+    found_B = np.empty(len(share_B))
+    found_B[order_B] = np.clip((level * share_B.sum() - before_B) / share_B[order_B], 0, 1)
+    return found_B
