@@ -136,6 +136,7 @@ def calibrate(
     ] = None,
     or_rule: Annotated[bool, typer.Option("--or-rule", help="Try termination limits too.")] = False,
     per_task_type: Annotated[bool, typer.Option("--per-task-type", help="A threshold for each task type.")] = False,
+    steps: Annotated[int, typer.Option("--steps", min=1, help="Most evaluation steps, chosen together.")] = 1,
     t_max: Horizon = 30,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="YAML file for the gate's section.")] = None,
 ) -> None:
@@ -150,11 +151,16 @@ def calibrate(
     if precision is not None and signal_loss is not None:
         raise ReplayError("--precision and --signal-loss are two ways to set one bound; give one of them")
     bound = Bound(0.8 if precision is None and signal_loss is None else precision, signal_loss)
+    if steps > 1 and (or_rule or per_task_type or groups.picture):
+        raise ReplayError("--steps above 1 goes without --or-rule, --per-task-type and --picture")
     recorded = _recorded(replace(groups, table=given))
+    if output is not None and not output.parent.is_dir():
+        raise FileNotFoundError(f"{output}: its folder does not exist; make it first.")
+    if steps > 1:
+        _calibrate_jointly(recorded, bound, t_max, steps, output, as_json)
+        return
     found = run(recorded, bound, t_max, or_rule=or_rule, per_task_type=per_task_type)
     if output is not None:
-        if not output.parent.is_dir():
-            raise FileNotFoundError(f"{output}: its folder does not exist; make it first.")
         output.write_text(config_section(found), encoding="utf-8")
     if groups.picture is not None:
         from ..study.gate_pictures import pareto
@@ -166,6 +172,17 @@ def calibrate(
         return Group(_rows(arms), *map(Text, lines(found)), Text(config_section(found), style="cyan"))
 
     show(asdict(found), as_json, render)
+
+
+def _calibrate_jointly(
+    recorded: dict[int, Any], bound: Any, t_max: int, most: int, output: Path | None, as_json: bool
+) -> None:
+    from ..study.joint import choose_jointly, config_section, lines
+
+    found = choose_jointly(recorded, bound, t_max, most=most)
+    if output is not None:
+        output.write_text(config_section(found), encoding="utf-8")
+    show(asdict(found), as_json, lambda _: Group(*map(Text, lines(found)), Text(config_section(found), style="cyan")))
 
 
 def _arm(name: str, row: Any) -> dict[str, Any]:

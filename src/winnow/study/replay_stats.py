@@ -141,7 +141,7 @@ def calibrate(
     others have the threshold of all. Raises ReplayError when nothing meets the bound, when there are fewer groups than
     folds, when the Ks of the table hold different groups, and when it lacks types or, for the OR rule, measured steps.
     """
-    groups = _same_groups(recorded)
+    groups = same_groups(recorded)
     for at in recorded.values():
         check_horizon(at, t_max)
         if per_task_type and at.task_types is None:
@@ -178,7 +178,8 @@ def _held_out(parts: tuple[Fold, ...], choice: Choice) -> dict[str, float | None
     }
 
 
-def _same_groups(recorded: Mapping[int, Recorded]) -> list[str]:
+def same_groups(recorded: Mapping[int, Recorded]) -> list[str]:
+    """The task ids; raises ReplayError when the Ks hold different ones."""
     first, *others = recorded.values()
     for at in others:
         if odd := set(first.task_ids) ^ set(at.task_ids):
@@ -230,7 +231,7 @@ class Search:
         if limit is not None:
             value_N = np.where(at.signals[TERMINATION] >= limit, -1.0, value_N)  # cut, whatever the threshold
         run_M = np.flatnonzero(at.running_N)
-        weights = (w_N, w_N * at.zero_N, w_N * _savings(at, self.t_max))
+        weights = (w_N, w_N * at.zero_N, w_N * savings(at, self.t_max))
         sums = counts_under(value_N[run_M], *(each_N[run_M] for each_N in weights))
         return Candidates(signal, k, limit, *sums)
 
@@ -272,7 +273,7 @@ def _limits(ended_N: np.ndarray) -> list[float]:
     return [between(low, high) for low, high in pairwise(distinct)]
 
 
-def _savings(at: Recorded, t_max: int) -> np.ndarray:
+def savings(at: Recorded, t_max: int) -> np.ndarray:
     """float [N]: the share of all steps that cutting each group saves, if it stands for itself alone."""
     w_N = at.weights_N
     if at.steps_N is not None and at.steps_k_N is not None and at.steps_N.sum() > 0:
@@ -281,22 +282,33 @@ def _savings(at: Recorded, t_max: int) -> np.ndarray:
     return np.full(len(w_N), (t_max - at.k) / (w_N.sum() * t_max))
 
 
-def _folds(
-    recorded: Mapping[int, Recorded], groups: list[str], search: Search, folds: int, seed: int
-) -> tuple[Fold, ...]:
+def split(
+    recorded: Mapping[int, Recorded], groups: list[str], folds: int, seed: int
+) -> Iterator[tuple[dict[int, Recorded], dict[int, Recorded]]]:
+    """For each fold, the groups without it and the groups in it; every group is in one."""
     order_N = np.random.default_rng(seed).permutation(len(groups))
     fold_of = {groups[i]: place % folds for place, i in enumerate(order_N.tolist())}
     fold_N = {k: np.array([fold_of[task] for task in at.task_ids]) for k, at in recorded.items()}
-    parts = []
     for fold in range(folds):
-        choice = search.best({k: at.only(np.flatnonzero(fold_N[k] != fold)) for k, at in recorded.items()})
-        k = next(iter(recorded)) if choice is None else choice.k
-        mine = recorded[k].only(np.flatnonzero(fold_N[k] == fold))
-        size = mine.count(np.ones(len(mine.task_ids), bool))
+        without, mine = (
+            {k: at.only(np.flatnonzero((fold_N[k] == fold) == inside)) for k, at in recorded.items()}
+            for inside in (False, True)
+        )
+        yield without, mine
+
+
+def _folds(
+    recorded: Mapping[int, Recorded], groups: list[str], search: Search, folds: int, seed: int
+) -> tuple[Fold, ...]:
+    parts = []
+    for without, mine in split(recorded, groups, folds, seed):
+        choice = search.best(without)
+        at = next(iter(mine.values())) if choice is None else mine[choice.k]
+        size = at.count(np.ones(len(at.task_ids), bool))
         if choice is None:
             parts.append(Fold(None, size, 0, 0, 0.0))
         else:
-            row = choice.row(mine, search.t_max)
+            row = choice.row(at, search.t_max)
             parts.append(Fold(choice, size, row.cut, row.tp, row.raw_pct))
     return tuple(parts)
 

@@ -1,0 +1,119 @@
+"""Several evaluation steps chosen together, against every set of thresholds there is."""
+
+from __future__ import annotations
+
+import json
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from winnow.cli.main import app
+from winnow.config import method
+from winnow.methods.gate import GATES
+from winnow.methods.gate.divergence import Divergence
+from winnow.study.joint import best_steps, choose_jointly, judged
+from winnow.study.replay import Recorded, ReplayError, read_recorded
+from winnow.study.replay_stats import Bound, calibrate
+
+from .test_replay import T_MAX, make_rows, without, write
+
+SIGNAL = "action_entropy"
+
+
+def small(tmp_path: Path, seed: int, ks: tuple[int, ...], *drop: str) -> dict[int, Recorded]:
+    """One signal, values in tenths; some groups have ended by the later steps."""
+    rows = [{k: v for k, v in r.items() if k not in drop} for r in make_rows(n=24, ks=ks, seed=seed)]
+    signals = [s for s in rows[0] if s in ("prefix_edit_distance", "action_bigram_jaccard", "unique_prefix_ratio")]
+    signals += [s for s in rows[0] if s in ("unique_action_ratio", "obs_unique_ratio", "termination_fraction")]
+    return read_recorded(write(tmp_path / "g.csv", without(rows, *signals)))
+
+
+def by_hand(recorded: dict[int, Recorded], thresholds: dict[int, float]) -> tuple[float, float, float]:
+    """cut, rightly, share of steps saved: group by group, as a gate goes."""
+    first = recorded[min(recorded)]
+    cut = tp = saved = total = 0.0
+    for task, zero in zip(first.task_ids, first.zero_N, strict=True):
+        rows = {k: at.task_ids.index(task) for k, at in recorded.items()}
+        if first.steps_N is not None:
+            total += first.steps_N[rows[min(recorded)]]
+        else:
+            total += T_MAX
+        for k, at in sorted(recorded.items()):
+            if at.signal(SIGNAL)[rows[k]] < thresholds.get(k, 0.0) and at.running_N[rows[k]]:
+                cut, tp = cut + 1, tp + zero
+                measured = at.steps_N is not None and at.steps_k_N is not None
+                saved += (at.steps_N - at.steps_k_N)[rows[k]] if measured else T_MAX - k  # type: ignore[operator]
+                break
+    return cut, tp, 100 * saved / total
+
+
+@pytest.mark.parametrize("drop", [(), ("steps", "steps_k")])
+@pytest.mark.parametrize("bound", [Bound(0.7, None), Bound(None, 0.15)])
+@pytest.mark.parametrize("seed", range(4))
+def test_two_steps_are_the_best_two(tmp_path: Path, seed: int, bound: Bound, drop: tuple[str, ...]) -> None:
+    recorded = small(tmp_path, seed, (5, 10, 15), *drop)
+    grid = [0.0, *(x / 10 + 0.05 for x in range(10))]
+    teaching, best = float((~recorded[5].zero_N).sum()), 0.0
+    for thresholds in product(grid, repeat=3):
+        if 0 < sum(t > 0 for t in thresholds) <= 2:
+            cut, tp, saved = by_hand(recorded, dict(zip((5, 10, 15), thresholds, strict=True)))
+            if cut and bound.holds(np.array(cut), np.array(tp), teaching):
+                best = max(best, saved)
+    found = best_steps(recorded, bound, T_MAX, most=2)
+    if found is None:
+        assert best == 0
+        return
+    assert found.saved_pct == pytest.approx(best)
+    assert (found.cut, found.tp, found.saved_pct) == pytest.approx(by_hand(recorded, found.steps))
+    assert len(found.steps) <= 2
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_three_steps_come_close_to_all_there_is(tmp_path: Path, seed: int) -> None:
+    recorded, bound = small(tmp_path, seed, (5, 10, 15)), Bound(0.7, None)
+    grid, best = [0.0, *(x / 10 + 0.05 for x in range(10))], 0.0
+    for thresholds in product(grid, repeat=3):
+        cut, tp, saved = by_hand(recorded, dict(zip((5, 10, 15), thresholds, strict=True)))
+        if cut and tp >= 0.7 * cut - 1e-9:
+            best = max(best, saved)
+    found, two = (best_steps(recorded, bound, T_MAX, most=n) for n in (3, 2))
+    assert found is not None
+    assert two is not None
+    assert two.saved_pct - 1e-9 <= found.saved_pct <= best + 1e-9
+    assert found.saved_pct >= 0.9 * best
+
+
+def test_one_step_is_what_calibrate_finds(tmp_path: Path) -> None:
+    recorded = read_recorded(write(tmp_path / "g.csv", make_rows(n=60)))
+    wanted = calibrate(recorded, Bound(0.6, None), T_MAX).chosen
+    found = choose_jointly(recorded, Bound(0.6, None), T_MAX, most=2)
+    assert found.best_single.saved_pct == pytest.approx(wanted.measured_pct)
+    assert found.chosen.saved_pct >= found.best_single.saved_pct
+    assert found.held_out["cut"] is not None
+    again = judged(recorded, found.chosen.signal, found.chosen.steps, T_MAX)
+    assert again == found.chosen
+    assert choose_jointly(recorded, Bound(0.6, None), T_MAX, most=2) == found
+    mixed = [r | {"reward_var": 0.25, "label": "mixed"} for r in make_rows()]
+    with pytest.raises(ReplayError, match="no threshold of any signal"):
+        choose_jointly(read_recorded(write(tmp_path / "g.csv", mixed)), Bound(0.8, None), T_MAX, most=2)
+
+
+def test_what_it_writes_is_a_gate(tmp_path: Path) -> None:
+    path, output = write(tmp_path / "g.csv", make_rows(n=60)), tmp_path / "gate.yaml"
+
+    def run(*more: Any) -> Any:
+        return CliRunner().invoke(app, ["gate", "calibrate", str(path), "--precision", "0.6", "--steps", "2", *more])
+
+    chosen = json.loads(run("-o", str(output), "--json").stdout)["chosen"]
+    [spec] = yaml.safe_load(output.read_text())["gates"]
+    steps = {int(k): t for k, t in chosen["steps"].items()}
+    assert method(GATES, spec, "gates") == Divergence(signal=chosen["signal"], steps=steps)
+    shown = " ".join(run().stdout.split())
+    assert "together" in shown
+    assert "held out (5 folds)" in shown
+    assert "goes without --or-rule" in " ".join(run("--or-rule").stderr.split())
