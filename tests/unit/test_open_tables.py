@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from winnow import Trainer
 from winnow.base.dotted import interface
 from winnow.config import ConfigError, config_of, method, validate
 from winnow.engine import ENGINES
@@ -22,6 +23,7 @@ from winnow.methods.size import ROLLOUT_BATCHES, SIZES
 from winnow.run.build_filter import build_filter
 from winnow.sampler import SYNCS
 
+from .. import parity
 from ..e2e.test_training import _train_until, assert_clean, fingerprint, resume, train
 from .fake_run import FakeRun
 from .test_batch import make_group
@@ -31,6 +33,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from winnow.env.countdown import CountdownConfig
 from winnow.methods.filter import Filter
 from winnow.methods.signal import Kind
 from winnow.types import KEEP, Group, Verdict
@@ -62,6 +65,11 @@ class Empty:
 
 
 class Plain:
+    pass
+
+
+@dataclass(frozen=True)
+class Puzzles(CountdownConfig):
     pass
 
 
@@ -192,3 +200,18 @@ def test_a_run_with_a_filter_of_its_own_resumes_bit_for_bit(
     resume(part)
     assert fingerprint(part) == fingerprint(tmp_path / "whole")
     assert_clean(part)
+
+
+def test_sampler_processes_find_it_too(tiny_config: dict[str, Any], rules: str, tmp_path: Path) -> None:
+    """A task and a filter of one's own, from a folder that only the learner's working directory names."""
+    config = tiny_config | {
+        "env": {"name": "winnow_test_rules:Puzzles", "train_size": 16, "test_size": 4},
+        "filter": {"name": "winnow_test_rules:AtLeast", "mean": 0.01},
+        "sync": "processes",
+        "max_lag": 1,
+        "max_steps": 2,
+        "eval_steps": None,
+        "reward_funcs": [f"{parity.__file__}:parity_reward"],
+    }
+    Trainer(config=config).train()
+    assert_clean(tmp_path / "run")
