@@ -341,7 +341,7 @@ def apply_override(values: dict[str, Any], override: str) -> None:
 
 
 def _default_section(key: str) -> Any:
-    """What an override into a section that the file does not have starts from: the default method, or nothing."""
+    """Start of an override into a section that the file does not have: the default method, or nothing."""
     field = RunConfig.model_fields.get(key)
     return field.default if field is not None and isinstance(field.default, str) else {}
 

@@ -11,7 +11,7 @@ OPTIONS = ("path", "test", "games", "data", "python", "profile")
 
 
 def absolute_paths(values: Mapping[str, Any], methods: Sequence[str]) -> dict[str, Any]:
-    """What exists on disk of `model`, `reward_funcs` and, under the keys `methods`, data files and `file.py:Name`."""
+    """Values with absolute paths, where they exist: `model`, `reward_funcs`, and of `methods` files and `file.py:Name`."""
     result = dict(values)
     for key in ("model", "reward_funcs"):
         if result.get(key) is not None:

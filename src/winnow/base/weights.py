@@ -11,7 +11,7 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """What a receiver must know of a tensor before it comes."""
+    """Shape and type of a tensor, which a receiver must know before it comes."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -29,7 +29,7 @@ class WeightSource(Protocol):
         ...
 
     def items(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """One whole tensor after the other, in the order of `specs`; on several ranks a collective."""
+        """Whole tensors, one after the other, in the order of `specs`; on several ranks a collective."""
         ...
 
     def state_dict(self) -> Mapping[str, torch.Tensor]:
@@ -55,7 +55,7 @@ class StateWeights:
 
 
 Weights = WeightSource | Mapping[str, torch.Tensor]
-"""What an engine takes: a source, or a plain state dict from who uses the engine alone."""
+"""Weights that an engine takes: a source, or a plain state dict from who uses the engine alone."""
 
 
 def state_of(weights: Weights) -> Mapping[str, torch.Tensor]:

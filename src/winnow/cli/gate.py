@@ -25,7 +25,7 @@ HEADINGS = {
     "measured_pct": "meas. %",
     "kept_norm": "|A| kept",
 }
-"""What stands over a column for people, where it is not the key."""
+"""Heading of a column for people, where it is not the key."""
 
 app = typer.Typer(
     name="gate", no_args_is_help=True, help="What a mid-trajectory gate would have done, from a table of groups."

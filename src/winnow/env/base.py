@@ -1,4 +1,4 @@
-"""What a task is: prompts, and either reward functions (one turn) or a single-use environment (many turns)."""
+"""The task protocol: prompts, and either reward functions (one turn) or a single-use environment (many turns)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ for text prompts and lists of messages for conversational ones. `None` means "no
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What an environment answers to one action. Raises TypeError for what cannot be that."""
+    """Answer of an environment to one action. Raises TypeError for what cannot be that."""
 
     observation: str | None
     reward: float | None = None
@@ -106,7 +106,7 @@ class Answering(Protocol):
     """A task whose completions give answers that can be counted, for `winnow vote`."""
 
     def answers(self, prompt: Prompt, texts: Sequence[str]) -> list[str | None]:
-        """What each completion answers; the same text for answers that are the same, None where there is none."""
+        """Answer of each completion; the same text for answers that are the same, None where there is none."""
         ...
 
 

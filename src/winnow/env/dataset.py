@@ -115,7 +115,7 @@ class DatasetTask:
 
 
 def content_of(prompt: Prompt) -> str:
-    """What makes two prompts the same: their text, or their roles and words."""
+    """Identity of a prompt: its text, or its roles and words."""
     if prompt.messages is None:
         return (prompt.text or "").strip()
     return json.dumps([[m["role"], m.get("content")] for m in prompt.messages], sort_keys=True)

@@ -122,7 +122,7 @@ def encode_observation(tokenizer: Any, prompt: Prompt, observation: str, sampled
 
 
 def _after_tool_call(tokenizer: Any, results: Sequence[Message]) -> str:
-    """What the chat template puts behind an assistant's tool call, from its end of turn on (as TRL finds it).
+    """Text that the chat template puts behind an assistant's tool call, from its end of turn on (as TRL finds it).
 
     Raises PromptError when the template shows a call otherwise once there are results.
     """

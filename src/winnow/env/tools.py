@@ -114,7 +114,7 @@ def with_tools(
 
 
 class _Kit:
-    """What the rollouts of an environment can call. Probes one instance, as TRL does."""
+    """Tools of an environment's rollouts. Probes one instance, as TRL does."""
 
     def __init__(self, name: str | None, tools: Sequence[Tool], factory: Factory) -> None:
         self.tools, self.factory = list(tools), factory

@@ -22,12 +22,12 @@ class Working:
     prompt: Callable[[str], str]
     """The question in words."""
     solve: Callable[[str, Callable[[], bool]], str]
-    """What leads to the answer, and the answer. The function is asked at every carry whether it is forgotten."""
+    """Working and answer. The function is asked at every carry whether it is forgotten."""
     vocabulary: tuple[str, ...]
 
 
 def answer_of(text: str) -> str | None:
-    """What follows the last `answer`, without blanks; None if nothing does."""
+    """Text behind the last `answer`, without blanks; None if nothing does."""
     words = text.split()
     if ANSWER not in words:
         return None

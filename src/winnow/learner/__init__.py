@@ -1,4 +1,4 @@
-"""Who computes gradients and updates the policy. A learner is one file and one line of this table."""
+"""Learners compute gradients and update the policy. A learner is one file and one line of this table."""
 
 from .base import Learner, Policy
 from .local.options import Local

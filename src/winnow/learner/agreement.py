@@ -1,4 +1,4 @@
-"""Whether learner and sampler are one policy: log-probabilities of the same tokens, compared.
+"""Agreement of learner and sampler: log-probabilities of the same tokens, compared.
 
 Every importance ratio takes it for granted. Where it does not hold, a run clips and shrinks its updates without a word.
 """

@@ -1,4 +1,4 @@
-"""What a learner is: gradients, an optimizer step, weights to publish."""
+"""The learner protocol: gradients, an optimizer step, weights to publish."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class Learner(Protocol):
         ...
 
     def weights(self) -> WeightSource:
-        """What engines load."""
+        """Weights as engines load them."""
         ...
 
     def save(self, directory: Path) -> None:

@@ -34,7 +34,7 @@ class StepOptions:
     unbiased: bool = False
     """Weight rows by 1 / (their chance to survive the gates)."""
     kl_in_reward: float = 0.0
-    """What a nat of divergence from the reference takes off the reward of a rollout."""
+    """Reward that a rollout loses for a nat of divergence from the reference."""
 
 
 def scheduled_lr(step: int, options: StepOptions) -> float:

@@ -18,7 +18,7 @@ from .correct.none import NoCorrection
 
 @dataclass(frozen=True)
 class LossConfig:
-    """What is minimised. Names and meanings are TRL's where it has them."""
+    """Options of the loss. Names and meanings are TRL's where it has them."""
 
     policy_loss: Literal["clip", "plain"] = "clip"
     """`clip`: PPO's clipped surrogate. `plain`: -weight * advantage * logp (REINFORCE)."""
@@ -32,7 +32,7 @@ class LossConfig:
     sum over tokens divided by `max_completion_length`, mean over rollouts. `sequence_sum`: sum over tokens, mean over
     rollouts (RLOO)."""
     group_weighting: GroupWeighting | None = None
-    """What a group counts in the mean. `equal`: each the same, whatever of it was pruned, failed or masked, and however
+    """Weight of a group in the mean. `equal`: each the same, whatever of it was pruned, failed or masked, and however
     many siblings it has. `size`: as many rollouts as it has in the loss, or, `dapo`, as many tokens. They differ only
     where groups do. None: `size` for `dapo`, whose mean is over all tokens; else `equal`, as in the formulas of GRPO,
     Dr. GRPO and Active-RLOO (eq. 3), whose mean over a prompt's rollouts comes first."""

@@ -27,7 +27,7 @@ class ProfileError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class PassRate:
-    """What a prompt's rollouts came to. Raises ValueError, naming the field, on values that no profile can have."""
+    """Pass rate of a prompt. Raises ValueError, naming the field, on values that no profile can have."""
 
     id: str
     n: int

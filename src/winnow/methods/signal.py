@@ -37,11 +37,11 @@ class Kind(StrEnum):
 
 
 CUT_FOR = {"converged": Kind.UNKNOWN, "stuck": Kind.HARD}
-"""What the reason of a cut begins with -> what the group counts as; any other reason is no evidence."""
+"""First words of a cut's reason -> kind that the group counts as; any other reason is no evidence."""
 
 
 def kind_of_cut(verdict: Verdict) -> Kind:
-    """What a group counts as that was cut with this verdict."""
+    """Kind of a group that was cut with this verdict."""
     return CUT_FOR.get(verdict.reason.partition(":")[0], Kind.NOT_JUDGED)
 
 

@@ -1,1 +1,1 @@
-"""What a run leaves behind: ledger, metrics, samples, progress."""
+"""Records that a run leaves behind: ledger, metrics, samples, progress."""

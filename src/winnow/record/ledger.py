@@ -45,7 +45,7 @@ _CANONICAL = {
     "steps": "SELECT step, version, metrics FROM steps WHERE void = 0 ORDER BY step",
     "evaluations": "SELECT step, rollouts, tokens FROM evaluations WHERE void = 0 ORDER BY step, rollouts, tokens",
 }
-"""What a resumed and an uninterrupted run must share: every column but wall-clock ones, in an order of their own."""
+"""Columns that a resumed and an uninterrupted run must share: all but wall-clock ones, in a fixed order."""
 
 TABLES = tuple(_CANONICAL)
 
@@ -262,7 +262,7 @@ class Ledger:
 
 
 def _zero_variance(kind: Kind) -> str | None:
-    """What the column of this name holds."""
+    """Content of the column of this name."""
     return {Kind.SIGNAL: "none", Kind.NOT_JUDGED: None}.get(kind, kind.value)
 
 

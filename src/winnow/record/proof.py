@@ -26,7 +26,7 @@ _FURTHEST = (Fate.TRAINED, Fate.STALE, Fate.SURPLUS, Fate.FILTERED, Fate.CUT, Fa
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """What the ledger proves. `totals` is `Ledger.totals()`; `problems` is empty if and only if `ok`."""
+    """Result of a verification. `totals` is `Ledger.totals()`; `problems` is empty if and only if `ok`."""
 
     ok: bool
     problems: list[str]
@@ -38,7 +38,7 @@ class Proof:
     restarts: int
     finished: bool
     rules: Rules
-    """What the run's rules got wrong, as of its last step; an estimate, and no part of `ok`."""
+    """Audits of the run's rules, as of its last step; an estimate, and no part of `ok`."""
 
 
 def group_fate(fates: Iterable[str]) -> str:

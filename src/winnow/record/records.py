@@ -1,4 +1,4 @@
-"""What a run writes besides checkpoints and ledger: config, metrics, samples, and the trackers of `report_to`."""
+"""Files of a run besides checkpoints and ledger: config, metrics, samples, and the trackers of `report_to`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one training step saw: counted as groups finish, turned into metrics under TRL's names."""
+"""Counts of one training step, kept as groups finish and turned into metrics under TRL's names."""
 
 from __future__ import annotations
 

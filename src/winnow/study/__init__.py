@@ -1,1 +1,1 @@
-"""What is done with runs and models beside training: reports, comparisons, calibration, votes, warm starts."""
+"""Work on runs and models beside training: reports, comparisons, calibration, votes, warm starts."""

@@ -225,7 +225,7 @@ def _start(run: RunData) -> Any:
 
 
 def _profile_costs(name: str, runs: Sequence[RunData]) -> list[str]:
-    """What pass-rate profiles cost before training (as their `.meta.json` say) and during it."""
+    """Cost of pass-rate profiles before training (as their `.meta.json` say) and during it."""
     before, during = [], []
     for run in runs:
         selector = run.config.get("selector")

@@ -1,4 +1,4 @@
-"""What a comparison needs of run directories: their curves and figures, and which of them are seeds of one method."""
+"""Data of run directories for a comparison: their curves and figures, and which of them are seeds of one method."""
 
 from __future__ import annotations
 

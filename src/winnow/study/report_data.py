@@ -1,4 +1,4 @@
-"""What a report needs of a run directory: read with tolerance, thinned to a budget, made safe to print.
+"""Data of a run directory for a report: read with tolerance, thinned to a budget, made safe to print.
 
 A run directory may hold `config.json`, `metrics.jsonl`, `samples.jsonl` and `ledger.sqlite`. What is missing or damaged
 becomes a note for the reader, never a crash.

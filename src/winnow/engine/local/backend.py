@@ -1,4 +1,4 @@
-"""What the engine needs of a model: two forward passes and a way to swap weights.
+"""The backend of an engine: two forward passes and a way to swap weights.
 
 Shapes: N rows of a decode step, B prompts of a prefill, P the longest prompt of a batch, H hidden size, V sampled
 vocabulary, D size of a head.

@@ -35,7 +35,7 @@ class KeptSequences:
             self._kept.popitem(last=False)
 
     def take(self, id_: Hashable, prompt: tuple[int, ...]) -> Kept | None:
-        """What was kept of `id_`, if `prompt` goes on from there; forgotten either way."""
+        """Sequence kept for `id_`, if `prompt` continues it; forgotten either way."""
         kept = self._kept.pop(id_, None)
         return kept if kept is not None and prompt[: len(kept.tokens)] == kept.tokens else None
 

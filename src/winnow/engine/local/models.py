@@ -1,4 +1,4 @@
-"""What the engine reads off a Hugging Face model and tokenizer, and which backend runs the model."""
+"""Properties of a Hugging Face model and tokenizer that the engine needs, and the choice of a backend."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a request must be, told by name when it is not."""
+"""Checks of a request; an error names what is wrong."""
 
 from __future__ import annotations
 

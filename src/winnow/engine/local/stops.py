@@ -1,4 +1,4 @@
-"""Which sampled tokens may end a sequence: a table over the vocabulary, so that few tokens are looked at in Python."""
+"""Tokens that may end a sequence: a table over the vocabulary, so that few tokens are looked at in Python."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which policy version has sampled which token."""
+"""Policy versions of sampled tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How text games are kept: made, described and walked through once, in worker processes, and found again.
+"""Kept text games: made, described and walked through once, in worker processes, and found again.
 
 $WINNOW_CACHE/<kind of game>/walks/<card and how it is walked>.json; each kind keeps its cards beside it.
 """
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from .task import GameOptions
 
 Card = dict[str, Any]
-"""What playing a game and talking about it needs; `id`, `words`, and `file`, where the card is kept."""
+"""Card of a game: what playing it and talking about it needs; `id`, `words`, and `file`, where the card is kept."""
 Drawn = TypeVar("Drawn")
 
 MAKE_TIMEOUT_S = 300.0
@@ -34,7 +34,7 @@ def call_all(pool: WorkerPool, function: str, arguments: Iterable[Mapping[str, A
 
 
 def walks_of(config: GameOptions, format: int, cards: Sequence[str]) -> list[list[list[str]]]:
-    """Per card file the game's demonstrations, each `[command, observation, command, ...]`."""
+    """Demonstrations of each card file's game, each `[command, observation, command, ...]`."""
     how = {"count": DEMONSTRATIONS, "noise": config.demo_noise, "max_turns": config.max_turns}
     files = [kept(config.name, "walks", [format, card, how]) for card in cards]
     missing = [

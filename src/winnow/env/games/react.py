@@ -13,7 +13,7 @@ from typing import Literal
 Style = Literal["react", "words"]
 
 NOTHING = "Nothing happens."
-"""What a game answers to a command that it does not understand or that is not possible."""
+"""Answer to a command that it does not understand or that is not possible."""
 UNKNOWN = "<unk>"
 """Stands for a word that the vocabulary lacks."""
 _ACTION = re.compile(r"\baction[ \t]*(?:\*\*|__)?[ \t]*:", re.IGNORECASE)

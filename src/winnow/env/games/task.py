@@ -1,4 +1,4 @@
-"""What text games share: their options, and the task that prompts, plays and demonstrates them."""
+"""Base of text games: their options, and the task that prompts, plays and demonstrates them."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class GameTask(ABC):
 
     @abstractmethod
     def _columns(self, card: Card) -> dict[str, Any]:
-        """What the prompt of a game says about it, besides its id."""
+        """Columns of a game's prompt, besides its id."""
 
     @abstractmethod
     def _opening(self, card: Card) -> str:

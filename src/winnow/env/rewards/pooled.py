@@ -59,7 +59,7 @@ def verl_reward(name: str, target: str) -> PooledReward:
 
 
 def verl_arguments(text: str, row: Row) -> dict[str, Any]:
-    """What verl passes. Raises ValueError when the row has no ground truth."""
+    """Arguments that verl passes. Raises ValueError when the row has no ground truth."""
     reward_model = row.get("reward_model")
     if "ground_truth" in row:
         truth = row["ground_truth"]

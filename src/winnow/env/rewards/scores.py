@@ -1,4 +1,4 @@
-"""What reward functions are given, and what they may give back."""
+"""Arguments and answers of reward functions."""
 
 from __future__ import annotations
 

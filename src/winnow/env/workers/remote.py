@@ -99,7 +99,7 @@ class RemoteEnv:
         return converted
 
     def _told(self, error: WorkerError) -> Exception:
-        """What the environment raised, or how it was lost."""
+        """Error that the environment raised, or the cause of its loss."""
         detail = re.sub(rf"^{__name__}:\w+: ", "", error.detail)
         if error.kind != "raised":
             self._home.last_words = detail

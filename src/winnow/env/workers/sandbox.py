@@ -43,7 +43,7 @@ class SandboxError(RuntimeError):
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a program did. Nothing of it is a verdict: the program says what it wants, its exit status included."""
+    """Outcome of a program. Nothing of it is a verdict: the program says what it wants, its exit status included."""
 
     stdout: str
     stderr: str
@@ -245,7 +245,7 @@ class _Run:
         return True
 
     def _told(self, key: str) -> int | None:
-        """What bubblewrap has reported: `child-pid` once there is one, `exit-code` at the end."""
+        """Reports of bubblewrap: `child-pid` once there is one, `exit-code` at the end."""
         text = os.pread(self._status_file.fileno(), 65_536, 0).decode("utf-8", "replace")
         for line in text.splitlines():
             with contextlib.suppress(ValueError):

@@ -279,7 +279,7 @@ class _Worker:
             raise self._died(process)
 
     def _died(self, process: subprocess.Popen[bytes]) -> WorkerError:
-        """What to say of a worker whose pipe has closed."""
+        """Message about a worker whose pipe has closed."""
         if self._killed:
             return WorkerError("died", "the worker pool was closed")
         try:

@@ -20,7 +20,7 @@ class Tokens:
     """N tokens of a few rows, in order of rows."""
 
     states_NH: torch.Tensor
-    """What each is predicted from."""
+    """Hidden state that each token is predicted from."""
     targets_N: torch.Tensor
     row_N: torch.Tensor
     coefficient_N: torch.Tensor

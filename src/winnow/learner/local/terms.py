@@ -1,4 +1,4 @@
-"""What the losses of all kinds of update have in common: the correction's weights, and what is written down."""
+"""Terms that the losses of all kinds of update share: the correction's weights, and statistics."""
 
 from __future__ import annotations
 

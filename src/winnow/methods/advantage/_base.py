@@ -1,4 +1,4 @@
-"""What the advantages of one group alone have in common."""
+"""Base of advantages that depend on one group alone."""
 
 from __future__ import annotations
 

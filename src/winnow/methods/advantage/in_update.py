@@ -1,4 +1,4 @@
-"""What advantages have in common whose baseline depends on the policy, so that only the update can find it."""
+"""Base of advantages whose baseline depends on the policy, so that only the update can find it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 Scope = Literal["group", "minibatch"]
 Weighing = Literal["gradient", "energy"]
-"""What a reward counts in the baseline: the squared norm of its rollout's gradient, or, token by token, the energy of
+"""Weight of a reward in the baseline: the squared norm of its rollout's gradient, or, token by token, the energy of
 the logits so far."""
 
 
@@ -47,7 +47,7 @@ class InUpdate:
         return 2
 
     def factor(self, rewards_G: np.ndarray) -> float:
-        """What the group's deviations from the baseline are multiplied by; 0 leaves it out."""
+        """Factor on the group's deviations from the baseline; 0 leaves the group out."""
         return 1.0
 
     def problem(self, loss: LossConfig) -> str:

@@ -29,7 +29,7 @@ def energy(logp_BT: torch.Tensor, squares_BT: torch.Tensor, weights: torch.Tenso
 def token_sums(
     rewards_B: torch.Tensor, energy_BT: torch.Tensor, mask_BT: torch.Tensor, number_B: torch.Tensor, groups: int
 ) -> torch.Tensor:
-    """What baselines are made of, float64 [4, P, T]: sums over each group of W r, W, r and 1 at every token.
+    """Parts of the baselines, float64 [4, P, T]: sums over each group of W r, W, r and 1 at every token.
 
     W_t is the sum of the energies of the rollout's action tokens up to t. Only rollouts that have an action token at t
     count there. Rows of a group must be aligned: column t is the same number of tokens after the prompt in all.

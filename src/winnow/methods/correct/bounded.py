@@ -1,4 +1,4 @@
-"""What corrections with bounds on the ratio have in common."""
+"""Base of corrections with bounds on the ratio."""
 
 from __future__ import annotations
 

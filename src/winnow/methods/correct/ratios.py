@@ -9,7 +9,7 @@ import torch
 
 Level = Literal["token", "sequence", "geometric"]
 Evidence = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
-"""What a correction goes by: learner's and sampler's log-probabilities, mask [B, T], advantages [B]."""
+"""Input of a correction: learner's and sampler's log-probabilities, mask [B, T], advantages [B]."""
 LARGEST = 1e6
 """Largest weight where no bound applies."""
 

@@ -125,7 +125,7 @@ def student(freedom: float) -> float:
 
 @dataclass
 class Sums:
-    """What one rule did: counts, signal seen, and sums over audits. Signal: squared norm of a group's advantages."""
+    """Record of one rule: counts, signal seen, and sums over audits. Signal: squared norm of a group's advantages."""
 
     removed: float = 0.0
     audited: float = 0.0

@@ -1,4 +1,4 @@
-"""What a step's pruning decided, and how well success was predicted."""
+"""Statistics of a step's pruning: its decisions, and how well success was predicted."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class Realised:
 
 
 def _reliability(q_N: np.ndarray, label_N: np.ndarray, weight_N: np.ndarray) -> dict[str, float]:
-    """What a reliability diagram is made of: sums over the rollouts in each bin of predicted success."""
+    """Data of a reliability diagram: sums over the rollouts in each bin of predicted success."""
     bin_N = np.minimum((q_N * RELIABILITY_BINS).astype(np.int64), RELIABILITY_BINS - 1)
     found: dict[str, float] = {}
     for number in np.unique(bin_N).tolist():

@@ -1,4 +1,4 @@
-"""What a gate could have gone by, of groups that came to their end: the rows that `winnow gate` reads."""
+"""Rows that `winnow gate` reads: what a gate could have known of groups that came to their end."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ class Override(Protocol):
         ...
 
     def verdict(self, number: int, verdict: Verdict, drawn: bool) -> Verdict:
-        """What becomes of the selector's own verdict on visit `number`; called once for each, in stream order."""
+        """Final form of the selector's own verdict on visit `number`; called once for each, in stream order."""
         ...
 
 

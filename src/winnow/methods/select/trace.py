@@ -1,4 +1,4 @@
-"""What selectors remember of every prompt: the run of zero-variance visits it is in."""
+"""Memory of every prompt: the run of zero-variance visits it is in."""
 
 from __future__ import annotations
 

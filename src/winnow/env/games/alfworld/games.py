@@ -49,7 +49,7 @@ def describe(path: str, task_type: TaskType, card: str) -> None:
 
 
 def _card(game: Mapping[str, Any], task_type: TaskType, source: str) -> dict[str, Any]:
-    """What playing a game and talking about it needs."""
+    """Card of a game: what playing it and talking about it needs."""
     hopeless = ValueError(f"alfworld: the planner finds no way to win {source}; remove the game")
     try:
         values = _compiled(game) | {"task_type": task_type, "id": source}

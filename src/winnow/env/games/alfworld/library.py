@@ -1,4 +1,4 @@
-"""Where games are kept: made and described once, in worker processes, and found again under the same options.
+"""Kept ALFWorld games: made and described once, in worker processes, and found again under the same options.
 
 $WINNOW_CACHE/alfworld/cards/<game>.json                      what playing a game needs, see `games`
 """

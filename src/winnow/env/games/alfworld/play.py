@@ -112,7 +112,7 @@ class Game:
         self._ways: dict[frozenset[str], Path] = {self._told(self.card["facts"]): ()}
 
     def answer(self, path: Path, command: str) -> Answer:
-        """What the game says to a command in a state. One that is not possible there does nothing."""
+        """Answer to a command in a state. A command that is not possible there does nothing."""
         known = self._answers.get((path, command))
         if known is None:
             operator = self.commands(path).get(command)
@@ -134,7 +134,7 @@ class Game:
         return self._commands[path]
 
     def look(self) -> str:
-        """What is seen at the start."""
+        """Observation at the start."""
         return self._grammar.told(self.card, self.card["facts"], "#look.feedback#")
 
     def plan(self, path: Path) -> list[str]:

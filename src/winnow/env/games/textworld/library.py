@@ -1,4 +1,4 @@
-"""Where games are kept: made or described once, in worker processes, and found again under the same options.
+"""Kept TextWorld games: made or described once, in worker processes, and found again under the same options.
 
 $WINNOW_CACHE/textworld/made/<options>/<seed>/game.z8, game.json, digest
                         cards/<game>.json    what playing the game needs, see `games.describe`

@@ -63,7 +63,7 @@ class TextWorldEnv:
         return StepResult(self._shown(readable(raw)), self._earned, won or lost, info, command)
 
     def send(self, command: str) -> tuple[str, int]:
-        """What the game prints and its score so far."""
+        """Output of the game for a command, and its score so far."""
         machine, _ = _machine(self._card["path"])
         machine.set_state(self._state)
         raw = str(machine.step(command)[0])
@@ -93,7 +93,7 @@ def spelled_as_in(card: Mapping[str, Any], command: str) -> str:
 
 
 def readable(raw: str) -> str:
-    """What the game prints, without banner, status line, blank lines and the questions after the end."""
+    """Output of the game without banner, status line, blank lines and the questions after the end."""
     text = raw.rpartition(_BANNER_END)[2].partition("***")[0]
     lines = (line.strip() for line in text.splitlines())
     return "\n".join(line for line in lines if line and not line.startswith(">"))
