@@ -90,7 +90,7 @@ def class_for(table: Mapping[str, type], target: str) -> type:
 
 
 def interface(table: Mapping[str, type]) -> list[str]:
-    """Attributes that all classes of a table have: `build`, or, where options are the method, methods and properties."""
+    """Attributes that all classes of a table have: `build`, or methods and properties where options are the method."""
     if hasattr(table[next(iter(table))], "build"):
         return ["build"]
     return sorted(set.intersection(*(_attributes(cls) for cls in table.values())))

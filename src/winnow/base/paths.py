@@ -11,7 +11,7 @@ OPTIONS = ("path", "test", "games", "data", "python", "profile")
 
 
 def absolute_paths(values: Mapping[str, Any], methods: Sequence[str]) -> dict[str, Any]:
-    """Values with absolute paths, where they exist: `model`, `reward_funcs`, and of `methods` files and `file.py:Name`."""
+    """Values with absolute paths where these exist: `model`, `reward_funcs`, files and `file.py:Name` of `methods`."""
     result = dict(values)
     for key in ("model", "reward_funcs"):
         if result.get(key) is not None:

@@ -1,4 +1,4 @@
-"""The ledger: what became of every visit, rollout, token and second of a run.
+"""The ledger: the fate of every visit, rollout, token and second of a run.
 
 One SQLite file, append-only. A visit is booked when it is dispatched (or skipped), its outcome and its rollouts when
 its group is done, and every optimizer step once. Nothing is ever changed or deleted; a row that a crash made
@@ -110,7 +110,7 @@ class Ledger:
             raise ValueError(f"step {step}: {self._booked_twice([v.number for v in visits])}") from error
 
     def finish(self, group: Group, *, step: int) -> None:
-        """Book what became of a group and of each of its rollouts; `step` is the one that trained it, else the current.
+        """Book the fate of a group and of each of its rollouts; `step` is the one that trained it, else the current.
 
         Raises ValueError, and books nothing, on: no rollouts, a rollout without a fate, a sibling twice, a
         visit that is unknown or already finished, a reward that is not finite or that its fate excludes.
