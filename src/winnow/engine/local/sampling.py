@@ -10,6 +10,8 @@ from typing import NamedTuple
 
 import torch
 
+from ...base.nucleus import lowest_kept, relative_weights
+
 BLOCK = 1024
 """Vocabularies longer than this are searched in two levels."""
 CONFIDENT = 20
@@ -35,13 +37,13 @@ def sample(logits_NV: torch.Tensor, uniform_N: torch.Tensor, rows: Rows) -> tupl
     `uniform_N` in [0, 1). A greedy row takes the first of the most likely tokens. Logits that are
     not finite give a log-probability that is not finite.
     """
-    scaled_NV = logits_NV * rows.inverse_temperature_N[:, None]
-    weights_NV = (scaled_NV - scaled_NV.amax(-1, keepdim=True)).exp_()
+    weights_NV = relative_weights(logits_NV, rows.inverse_temperature_N)
     if rows.top_k_N is not None and rows.top_p_N is not None:
-        weights_NV = _filter(weights_NV, rows.top_k_N, rows.top_p_N)
+        floor_N1 = lowest_kept(weights_NV, rows.top_k_N, rows.top_p_N)
+        weights_NV = weights_NV.masked_fill(weights_NV < floor_N1, 0)
     tokens_N, total_N = draw(weights_NV, uniform_N)
     if rows.greedy_N is not None:
-        tokens_N = torch.where(rows.greedy_N, scaled_NV.argmax(-1), tokens_N)
+        tokens_N = torch.where(rows.greedy_N, logits_NV.argmax(-1), tokens_N)
     weight_N = weights_NV.gather(1, tokens_N[:, None])[:, 0]
     return tokens_N, (weight_N.double() / total_N).log_().float()
 
@@ -81,18 +83,3 @@ def _passing(cdf_NV: torch.Tensor, target_N: torch.Tensor) -> torch.Tensor:
     index_N = torch.searchsorted(cdf_NV, target_N[:, None], right=True)[:, 0]
     # Only sums that are not numbers run past the end; their log-probability will say so.
     return index_N.clamp_(max=cdf_NV.shape[1] - 1)
-
-
-def _filter(weights_NV: torch.Tensor, top_k_N: torch.Tensor, top_p_N: torch.Tensor) -> torch.Tensor:
-    """Zero all but each row's `top_k` heaviest tokens, then all but the fewest of them that hold `top_p`; ties stay."""
-    V = weights_NV.shape[1]
-    k_N = torch.where(top_k_N > 0, top_k_N, V).clamp(max=V)
-    top_NK = weights_NV.topk(int(k_N.max()), dim=-1).values
-    rank_K = torch.arange(top_NK.shape[1], device=top_NK.device)
-    top_NK = top_NK.masked_fill(rank_K >= k_N[:, None], 0)
-    cdf_NK = top_NK.cumsum(-1, dtype=torch.float64)
-    before_NK = cdf_NK - top_NK
-    kept_N = (before_NK < top_p_N[:, None].double() * cdf_NK[:, -1:]).sum(-1)
-    last_N = torch.where(top_p_N < 1, kept_N, k_N).clamp(min=1) - 1
-    floor_N1 = top_NK.gather(1, torch.minimum(last_N, k_N - 1)[:, None])
-    return weights_NV.masked_fill(weights_NV < floor_N1, 0)

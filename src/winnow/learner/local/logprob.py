@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from ...base.nucleus import lowest_kept, relative_weights
+
 CHUNK_ELEMENTS = 1 << 26
 """Logits held at once, forward or backward (256 MiB in float32)."""
 
@@ -34,18 +36,16 @@ class TokenDistribution:
         if self.temperature > 0:
             logits = logits / self.temperature
         if self.top_k or self.top_p < 1:
-            logits = logits.masked_fill(self._excluded(logits.detach(), targets_N), -torch.inf)
+            logits = logits.masked_fill(self._excluded(raw_NV[:, : self.n_tokens].detach(), targets_N), -torch.inf)
         return logits
 
-    def _excluded(self, logits: torch.Tensor, targets_N: torch.Tensor) -> torch.Tensor:
-        excluded = torch.zeros_like(logits, dtype=torch.bool)
-        if 0 < self.top_k < logits.shape[-1]:
-            excluded |= logits < logits.topk(self.top_k).values[:, -1:]
-        if self.top_p < 1:
-            kept = logits.masked_fill(excluded, -torch.inf)
-            probs, order = kept.softmax(-1).sort(descending=True, stable=True)
-            beyond = probs.cumsum(-1) - probs >= self.top_p
-            excluded |= torch.zeros_like(excluded).scatter(-1, order, beyond)
+    def _excluded(self, raw_NV: torch.Tensor, targets_N: torch.Tensor) -> torch.Tensor:
+        """What the engine drops, by its own arithmetic: float32, and one rule for ties."""
+        n, device = len(raw_NV), raw_NV.device
+        inverse_N = torch.full((n,), 1 / self.temperature if self.temperature > 0 else 1.0, device=device)
+        top_k_N, top_p_N = torch.full((n,), self.top_k, device=device), torch.full((n,), self.top_p, device=device)
+        weights_NV = relative_weights(raw_NV.float(), inverse_N)
+        excluded = weights_NV < lowest_kept(weights_NV, top_k_N, top_p_N)
         return excluded.scatter(-1, targets_N[:, None], False)
 
 
