@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Group, RenderableType
@@ -13,6 +13,9 @@ from rich.table import Table
 from rich.text import Text
 
 from .console import Json, command, show
+
+if TYPE_CHECKING:
+    from ..study.replay_stats import Bound
 
 HEADINGS = {
     "groups": "n",
@@ -28,7 +31,7 @@ HEADINGS = {
 """Heading of a column for people, where it is not the key."""
 
 app = typer.Typer(
-    name="gate", no_args_is_help=True, help="What a mid-trajectory gate would have done, from a table of groups."
+    name="gate", no_args_is_help=True, help="Replay mid-trajectory gates over a table of recorded groups."
 )
 
 TABLE = "CSV, JSONL or Parquet: K, task_id, reward_var and signals; one row a group and K. Or a run directory."
@@ -56,6 +59,26 @@ class RecordedOrRun(Recorded):
     run_dir: Annotated[Path | None, typer.Option("--from", help="Run directory, in place of the table.")] = None
 
 
+@dataclass(frozen=True, kw_only=True)
+class Limit:
+    """A limit of what a gate may get wrong, set in one of two ways."""
+
+    precision: Annotated[
+        float | None, typer.Option(min=0, max=1, help="Least share of the cuts that must be right (0.8).")
+    ] = None
+    signal_loss: Annotated[
+        float | None, typer.Option("--signal-loss", min=0, max=1, help="Or: most teaching groups that may be cut.")
+    ] = None
+
+    def bound(self) -> Bound:
+        from ..study.replay import ReplayError
+        from ..study.replay_stats import Bound
+
+        if self.precision is not None and self.signal_loss is not None:
+            raise ReplayError("--precision and --signal-loss are two ways to set one bound; give one of them")
+        return Bound(0.8 if self.precision is None and self.signal_loss is None else self.precision, self.signal_loss)
+
+
 Horizon = Annotated[int, typer.Option("--t-max", min=2, help="The most environment steps an episode may take.")]
 
 
@@ -71,7 +94,7 @@ def sweep(
         typer.Option(help="Also by the share that has ended: 0.9 (or at least), and:0.9, mirror:0.1 (or at most)."),
     ] = None,
 ) -> None:
-    """What each threshold would have cut: how precisely, and for what saving."""
+    """Show for each threshold what it would have cut: how precisely, and for what saving."""
     from ..methods.gate.divergence import RULES
     from ..study.replay import ReplayError, can_be_cut
     from ..study.replay import sweep as run
@@ -106,7 +129,7 @@ def correlate(
     as_json: Json = False,
     by: Annotated[str | None, typer.Option(help="`task_type`: each type alone.")] = None,
 ) -> None:
-    """How well each signal knows which groups will have no reward variance."""
+    """Show how well each signal knows which groups will have no reward variance."""
     from ..study.replay import ReplayError
     from ..study.replay import correlate as run
 
@@ -127,13 +150,8 @@ def correlate(
 @command(app)
 def calibrate(
     groups: RecordedOrRun,
+    limit: Limit,
     as_json: Json = False,
-    precision: Annotated[
-        float | None, typer.Option(min=0, max=1, help="Least share of the cuts that must be right (0.8).")
-    ] = None,
-    signal_loss: Annotated[
-        float | None, typer.Option("--signal-loss", min=0, max=1, help="Or: most teaching groups that may be cut.")
-    ] = None,
     or_rule: Annotated[bool, typer.Option("--or-rule", help="Try termination limits too.")] = False,
     per_task_type: Annotated[bool, typer.Option("--per-task-type", help="A threshold for each task type.")] = False,
     steps: Annotated[int, typer.Option("--steps", min=1, help="Most evaluation steps, chosen together.")] = 1,
@@ -142,15 +160,13 @@ def calibrate(
 ) -> None:
     """Choose signal, step and threshold that save most within a bound, and check them on held-out groups."""
     from ..study.replay import ReplayError
-    from ..study.replay_stats import Bound, Search, config_section, lines
+    from ..study.replay_stats import Search, config_section, lines
     from ..study.replay_stats import calibrate as run
 
     given = groups.table or groups.run_dir
     if given is None or (groups.table and groups.run_dir):
         raise ReplayError("give one of a table and --from RUN_DIRECTORY")
-    if precision is not None and signal_loss is not None:
-        raise ReplayError("--precision and --signal-loss are two ways to set one bound; give one of them")
-    bound = Bound(0.8 if precision is None and signal_loss is None else precision, signal_loss)
+    bound = limit.bound()
     if steps > 1 and (or_rule or per_task_type or groups.picture):
         raise ReplayError("--steps above 1 goes without --or-rule, --per-task-type and --picture")
     recorded = _recorded(replace(groups, table=given))
