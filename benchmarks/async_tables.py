@@ -1,4 +1,4 @@
-"""Tables and curves of the collapse study, from the run directories of `async_claims.py`."""
+"""Tables and curves of the collapse study, from the run directories of `async_claims.py` and earlier figures."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from arms import fill, table
 from claims_figures import Run, Runs
 from claims_tables import text
 
+Figures = dict[str, list[dict[str, Any]]]
+"""By arm, what `_summary` says of every seed."""
 SYNC, LAG = "lag0-tis8", "lag12-"
 CHARTS = {
     "held-out pass@1": "eval/pass@1",
@@ -26,21 +28,21 @@ DRAWN = (SYNC, "lag12-plain", "lag12-tis8", "lag12-ess-only", "lag12-opob-only",
 def write_figures(
     work: Path, arms: Sequence[str], *, out: Path | None, docs: Path | None, picture: Path | None
 ) -> None:
-    """Arms without a finished run are left out."""
+    """Arms without a finished run are as they were in `out`, or left out; `picture` has those of `work` alone."""
     runs, _ = f.read_runs(work, arms)
+    said = json.loads(out.read_text(encoding="utf-8")) if out is not None and out.exists() else {}
+    for arm, found in runs.items():
+        said[arm] = {"runs": [_summary(r) for r in found.values()], "curves": _curves(found)}
+    figures = {arm: said[arm]["runs"] for arm in arms if arm in said}
     if out is not None:
-        said = {
-            arm: {"runs": [_summary(r) for r in found.values()], "curves": _curves(found)}
-            for arm, found in runs.items()
-        }
-        out.write_text(json.dumps(said, indent=1), encoding="utf-8")
+        out.write_text(json.dumps({arm: said[arm] for arm in figures}, indent=1), encoding="utf-8")
     if docs is not None:
-        fill(docs, {"async-methods": _methods(runs), "async-lags": _lags(runs)})
+        fill(docs, {"async-methods": _methods(figures), "async-lags": _lags(figures)})
     if picture is not None:
         draw(runs, picture)
 
 
-def _methods(runs: Runs) -> str:
+def _methods(runs: Figures) -> str:
     rows = []
     for arm, found in runs.items():
         if arm != SYNC and not arm.startswith(LAG):
@@ -48,27 +50,37 @@ def _methods(runs: Runs) -> str:
         rows.append(
             [
                 "no lag, tis8" if arm == SYNC else arm.removeprefix(LAG),
-                f"{sum(map(_collapsed, found.values()))} of {len(found)}",
-                text(f.over_seeds(found, _final)),
-                text(f.difference(found, runs[SYNC], _final), "{:+.3f}") if SYNC in runs and arm != SYNC else "",
-                text(f.over_seeds(found, lambda r: r.deployed["greedy"])),
-                text(f.over_seeds(found, lambda r: _middle(r, "ess_ratio"))),
-                text(f.over_seeds(found, lambda r: _middle(r, "sampling/kl")), "{:.4f}"),
-                text(f.over_seeds(found, lambda r: _middle(r, "grad_norm")), "{:.2f}"),
-                text(f.over_seeds(found, lambda r: _middle(r, "effective_learning_rate")), "{:.2f}", 1e4),
+                f"{sum(run['collapsed'] for run in found)} of {len(found)}",
+                text(_over_seeds(found, "pass@1")),
+                text(_difference(found, runs[SYNC]), "{:+.3f}") if SYNC in runs and arm != SYNC else "",
+                text(_over_seeds(found, "greedy")),
+                text(_over_seeds(found, "ess_ratio")),
+                text(_over_seeds(found, "sampling/kl"), "{:.4f}"),
+                text(_over_seeds(found, "grad_norm"), "{:.2f}"),
+                text(_over_seeds(found, "effective_learning_rate"), "{:.2f}", 1e4),
             ]
         )
     head = ["variant", "collapsed", "final pass@1", "against no lag", "greedy", "ESS ratio", "KL", "gradient norm"]
     return table([*head, "learning rate, 1e-4"], rows)
 
 
-def _lags(runs: Runs) -> str:
+def _over_seeds(found: list[dict[str, Any]], key: str) -> f.Interval | None:
+    return f.interval([run[key] for run in found])
+
+
+def _difference(found: list[dict[str, Any]], base: list[dict[str, Any]]) -> f.Interval | None:
+    """In final pass@1, paired by seed."""
+    of_base = {run["seed"]: run["pass@1"] for run in base}
+    return f.interval([run["pass@1"] - of_base[run["seed"]] for run in found if run["seed"] in of_base])
+
+
+def _lags(runs: Figures) -> str:
     lags = sorted({int(arm.removeprefix("lag").split("-")[0]) for arm in runs})
     rows = []
     for variant in ("tis8", "vcpo"):
-        for measure, value in (("final pass@1", _final), ("ESS ratio", lambda r: _middle(r, "ess_ratio"))):
-            cells = [runs.get(f"lag{lag}-{variant}", {}) for lag in lags]
-            rows.append([variant, measure, *(text(f.over_seeds(found, value)) if found else "" for found in cells)])
+        for measure, key in (("final pass@1", "pass@1"), ("ESS ratio", "ess_ratio")):
+            cells = [runs.get(f"lag{lag}-{variant}", []) for lag in lags]
+            rows.append([variant, measure, *(text(_over_seeds(found, key)) if found else "" for found in cells)])
     return table(["variant", "", *(f"lag {lag}" for lag in lags)], rows)
 
 
@@ -104,6 +116,7 @@ def _summary(run: Run) -> dict[str, Any]:
     return {
         "seed": run.data.seed,
         "pass@1": _final(run),
+        "collapsed": _collapsed(run),
         "greedy": run.deployed["greedy"],
         "best held-out pass@1": max(p.passed for p in run.data.curve),
         "steps": len(run.rows),

@@ -4,6 +4,11 @@ Each run is a process of its own and leaves `claim.json` in its directory; what 
 that was cut off is resumed. Seeds go first to last, so that the arms always have nearly the same number of them.
 
     python benchmarks/claims.py --seeds 0 1 2 3 --jobs 2 --out benchmarks/results/claims.json --docs docs/claims.md
+
+A few arms can be run alone, with `--arms` and the `--tables` to replace; figures of others stay in the JSON file:
+
+    python benchmarks/claims.py --arms uniform active active-band active-adaptive-k active-adaptive-k-band \
+        --tables active-band --out benchmarks/results/claims.json --docs docs/claims.md
 """
 
 from __future__ import annotations
@@ -36,6 +41,8 @@ ARMS = (
     Arm("uniform", "countdown-uniform"),
     Arm("active", "countdown-active"),
     Arm("active-adaptive-k", "countdown-active-adaptive-k"),
+    Arm("active-band", "countdown-active"),
+    Arm("active-adaptive-k-band", "countdown-active-adaptive-k"),
     Arm("lr-const-2x", "countdown-lr-const-2x"),
     Arm("lr-ramp", "countdown-lr-ramp"),
     Arm("all", "countdown-all"),
@@ -53,11 +60,32 @@ ARMS = (
 )
 
 
+BAND = "-band"
+"""Ends the names of arms that leave out what the warm start solves always or never (Active-RLOO, section 4.1)."""
+
+
+PROFILE = "profile.jsonl"
+
+
+def pass_rates(seed: int, work: Path) -> None:
+    """Those of all training prompts under the warm start of a seed, sixteen rollouts each."""
+    from winnow.config import load_config
+    from winnow.study.pass_rates import profile_model
+
+    warm, path = str(work / f"warm-s{seed}"), work / f"pass-rates-s{seed}"
+    recipe = load_config(ROOT / "recipes" / "countdown-active.yaml", [f"model={warm}", f"seed={seed}"])
+    found = profile_model(warm, recipe.model_dump(), n=16, output=path / PROFILE)
+    write_json(path / "claim.json", {"arm": "pass rates", "seed": seed, "profile": found})
+
+
 def train_arm(arm: Arm, seed: int, work: Path, steps: int | None) -> None:
     """One run and its evaluation at deployment sampling."""
     from winnow.run.standalone import evaluate_model
 
-    run = train(arm, seed, work, [f"max_steps={steps}"] if steps else [])
+    extra = [f"max_steps={steps}"] if steps else []
+    if arm.name.endswith(BAND):
+        extra.append(f"selector={{name: pass_rate, profile: {work / f'pass-rates-s{seed}' / PROFILE}}}")
+    run = train(arm, seed, work, extra)
     deployed = evaluate_model(str(run), DEPLOYMENT)
     write_json(run / "claim.json", {"arm": arm.name, "seed": seed, "deployed": deployed})
 
@@ -86,6 +114,7 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=ROOT / "runs" / "claims")
     parser.add_argument("--out", type=Path, help="JSON file for the figures")
     parser.add_argument("--docs", type=Path, help="Markdown file whose tables are replaced")
+    parser.add_argument("--tables", nargs="+", help="those of --docs to replace; without it all, and the picture")
     parser.add_argument("--one", nargs=2, metavar=("ARM", "SEED"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     by_name = {arm.name: arm for arm in ARMS}
@@ -95,15 +124,18 @@ def main() -> None:
         name, seed = options.one[0], int(options.one[1])
         if name == "warm":
             warm_model(seed, options.work)
+        elif name == "pass-rates":
+            pass_rates(seed, options.work)
         else:
             train_arm(by_name[name], seed, options.work, options.steps)
         return
     extra = ["--steps", str(options.steps)] if options.steps else []
-    ok = run_all(__file__, [["warm"], options.arms], options.seeds, options.work, options.jobs, *extra)
+    before = [["warm"], ["pass-rates"]] if any(arm.endswith(BAND) for arm in options.arms) else [["warm"]]
+    ok = run_all(__file__, [*before, options.arms], options.seeds, options.work, options.jobs, *extra)
     if options.out or options.docs:
         from claims_tables import write_figures
 
-        write_figures(options.work, [arm.name for arm in ARMS], out=options.out, docs=options.docs)
+        write_figures(options.work, list(by_name), out=options.out, docs=options.docs, only=options.tables)
     sys.exit(0 if ok else 1)
 
 

@@ -15,6 +15,7 @@ GRESO = ("dapo-fixed", "dapo-adaptive", "dapo", "greso", "greso-exact")
 GRESO_4096 = ("dapo-fixed-4096", "greso-4096", "all-4096")
 TARGETS = ("greso-target-0", "greso", "greso-target-50", "greso-target-100", "backoff", "dapo")
 ACTIVE = ("uniform", "active", "lr-const-2x", "lr-ramp", "active-adaptive-k")
+BANDED = ("uniform", "active", "active-band", "active-adaptive-k", "active-adaptive-k-band")
 COMPOSED = ("dapo-fixed", "dapo", "greso", "uniform", "active", "active-adaptive-k", "all", "all-two-way")
 OBJECTIVES = ("uniform-g8", "max-at-4-g8")
 LINES = {
@@ -24,16 +25,26 @@ LINES = {
 }
 
 
-def write_figures(work: Path, arms: Sequence[str], *, out: Path | None, docs: Path | None) -> None:
-    """Write what is there so far; arms without a finished run are left out of the tables."""
+def write_figures(
+    work: Path, arms: Sequence[str], *, out: Path | None, docs: Path | None, only: Sequence[str] | None = None
+) -> None:
+    """Write what is there so far; arms without a finished run are not in the tables, and in `out` stay as they are.
+
+    `only`: the tables to replace; then the picture is left alone. KeyError for one that there is not.
+    """
     runs, warm = f.read_runs(work, arms)
     if out is not None:
-        figures = {arm: [f.summary(run) for run in by_seed.values()] for arm, by_seed in runs.items()}
-        curves = {arm: f.curve(by_seed) for arm, by_seed in runs.items()}
-        out.write_text(json.dumps({"warm start": warm, "runs": figures, "curves": curves}, indent=1), encoding="utf-8")
+        said = json.loads(out.read_text(encoding="utf-8")) if out.exists() else {"runs": {}, "curves": {}}
+        said["warm start"] = said.get("warm start", {}) | {str(seed): deployed for seed, deployed in warm.items()}
+        for arm, by_seed in runs.items():
+            said["runs"][arm] = [f.summary(run) for run in by_seed.values()]
+            said["curves"][arm] = f.curve(by_seed)
+        out.write_text(json.dumps(said, indent=1), encoding="utf-8")
     if docs is not None:
-        fill(docs, tables(runs, warm))
-        draw(runs, docs.with_suffix(".png"))
+        made = tables(runs, warm)
+        fill(docs, {name: made[name] for name in only or made})
+        if only is None:
+            draw(runs, docs.with_suffix(".png"))
 
 
 def tables(runs: Runs, warm: dict[int, dict[str, float]]) -> dict[str, str]:
@@ -41,7 +52,8 @@ def tables(runs: Runs, warm: dict[int, dict[str, float]]) -> dict[str, str]:
         "greso": _greso(runs, GRESO),
         "greso-4096": _greso(runs, GRESO_4096),
         "targets": _targets(runs),
-        "active": _active(runs),
+        "active": _active(runs, ACTIVE),
+        "active-band": _active(runs, BANDED),
         "adaptive-k": _adaptive_k(runs),
         "deployment": _deployment(runs, warm),
         "objectives": _objectives(runs),
@@ -115,10 +127,10 @@ def _targets(runs: Runs) -> str:
     return table([*head, "p_hard", "swing of the zero-variance share"], rows)
 
 
-def _active(runs: Runs) -> str:
+def _active(runs: Runs, arms: Sequence[str]) -> str:
     rows = []
     base = runs.get("uniform", {})
-    for arm in ACTIVE:
+    for arm in arms:
         if arm not in runs:
             continue
         mine = runs[arm]
