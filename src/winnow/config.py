@@ -166,8 +166,6 @@ class RunConfig(BaseModel):
     def _cross_checks(self) -> RunConfig:
         if self.policy_loss == "plain" and (changed := self.changed(CLIPPING)):
             raise ValueError(f"{changed} has no effect with policy_loss: plain; remove it or use policy_loss: clip")
-        if self.eval_temperature == 0 and (changed := self.changed(("eval_top_p", "eval_top_k"))):
-            raise ValueError(f"{changed} has no effect with eval_temperature: 0, which is greedy; remove it")
         self._check_kl()
         self._check_schedule()
         return self

@@ -126,6 +126,16 @@ def test_a_penalty_in_the_reward_is_seen_by_advantages_alone(tiny_config: dict[s
     assert "kl_penalty" not in without[0]
 
 
+@pytest.mark.parametrize("options", [{"kl_in_reward": True}, {"kl_estimator": "k2"}])
+def test_a_run_held_to_a_reference_can_be_evaluated_without_one(
+    tiny_config: dict[str, Any], options: dict[str, Any]
+) -> None:
+    from winnow.run.standalone import model_config
+
+    train(tiny_config | {"beta": 0.1, "max_steps": 1, "eval_steps": None} | options)
+    assert model_config(tiny_config["output_dir"], {}).beta == 0
+
+
 def test_carried_groups_are_trained_one_step_late_and_booked_once(tiny_config: dict[str, Any]) -> None:
     train(tiny_config | CARRYING | {"max_steps": 6, "save_steps": 100})
     run = Path(tiny_config["output_dir"])

@@ -44,7 +44,6 @@ def test_file_and_overrides(tmp_path: Path) -> None:
         ({"kl_estimator": "k1"}, "kl_estimator: k1 has no effect with beta: 0.*set beta"),
         ({"kl_in_reward": True}, "kl_in_reward: True has no effect with beta: 0.*set beta"),
         ({"kl_in_reward": True, "beta": 0.1, "kl_estimator": "k2"}, "kl_estimator: k2 has no effect with kl_in_reward"),
-        ({"eval_temperature": 0, "eval_top_p": 0.9}, "eval_top_p: 0.9 has no effect.*greedy"),
         ({"group_weighting": "tokens"}, "group_weighting: .*'equal'"),
         ({"lr_scheduler_type": "linear", "warmup_steps": 100}, "warmup_steps"),
         ({"lora": {"rank": 3}}, "unknown key 'lora.rank'"),

@@ -59,7 +59,8 @@ def model_config(model: str, values: Mapping[str, Any]) -> RunConfig:
     settings, source = _settings(model, values)
     if "env" not in settings:
         raise ConfigError(f"'{model}' is not a run, so the task must be named: env=countdown")
-    return validate(settings | {"model": source, "lora": None, "beta": 0.0}, model)
+    no_reference = {name: RunConfig.model_fields[name].default for name in ("beta", "kl_estimator", "kl_in_reward")}
+    return validate(settings | {"model": source, "lora": None} | no_reference, model)
 
 
 @contextmanager
