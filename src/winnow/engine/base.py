@@ -45,6 +45,8 @@ class Request:
     engine may forget; then the next turn is computed from its start."""
     confidence: bool = False
     """Report every token's confidence, too."""
+    raw_logp: bool = False
+    """Report every token's log-probability before temperature, top-k and top-p, too."""
     last_hidden: bool = False
     """Report the last hidden state when the sequence ends by itself."""
 
@@ -62,6 +64,8 @@ class Reached:
     confidence: np.ndarray | None = None
     """float32 [n] when it was asked for: minus the mean log-probability of the 20 likeliest tokens, before temperature
     and filters (DeepConf)."""
+    raw_logp: np.ndarray | None = None
+    """float32 [n] when it was asked for: `logp` under the model itself, before temperature, top-k and top-p."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +87,8 @@ class Finished:
     """float32 [T] when it was asked for; see `Reached`."""
     hidden: np.ndarray | None = None
     """float32 [H] when it was asked for: input of the lm_head from which the last token was drawn."""
+    raw_logp: np.ndarray | None = None
+    """float32 [T] when it was asked for; see `Reached`."""
 
 
 Event = Reached | Finished
@@ -90,7 +96,8 @@ Event = Reached | Finished
 
 class Engine(Protocol):
     provides: frozenset[str]
-    """What gates may need: a subset of {"hidden", "logp", "checkpoints", "confidence", "last_hidden"}."""
+    """What gates may need: a subset of {"hidden", "logp", "checkpoints", "confidence", "last_hidden",
+    "raw_logp"}."""
     version: int
     """Policy version of the weights in use."""
 

@@ -23,7 +23,7 @@ from .cache import Chunk, KVCache, padded, plan
 from .kept import Kept, KeptSequences
 from .models import DTYPES, eos_ids, fixed_columns, longest, make_backend, tied_names
 from .requests import check_checkpoints, check_request
-from .sampling import Rows, confidence, sample
+from .sampling import Rows, confidence, raw_logp, sample
 from .slots import SlotTable, Stopwatch
 from .stops import StopTable
 from .versions import Versions
@@ -75,7 +75,7 @@ class _Prompt:
 class LocalEngine:
     """Implements `winnow.engine.base.Engine`. Not thread-safe."""
 
-    provides = frozenset({"hidden", "logp", "checkpoints", "confidence", "last_hidden"})
+    provides = frozenset({"hidden", "logp", "checkpoints", "confidence", "last_hidden", "raw_logp"})
 
     def __init__(
         self,
@@ -216,9 +216,8 @@ class LocalEngine:
         outputs = [self._decode()] if table.n else []
         outputs += self._admit()
         output = outputs[0] if len(outputs) == 1 else _concatenate(outputs)
-        tokens_N, logp_N = self._sample(output.logits_NV)
-        wanted = table.confident[: table.n].any()
-        alarms = table.record(tokens_N, logp_N, confidence(output.logits_NV).cpu().numpy() if wanted else None)
+        tokens_N, logp_N, *extras = self._sample(output.logits_NV)
+        alarms = table.record(tokens_N, logp_N, *extras)
         self._steps += 1
         table.clock += watch.lap() / table.n
         if not np.isfinite(logp_N).all():
@@ -318,7 +317,8 @@ class LocalEngine:
         self._cache.insert(self._to_device(np.arange(rows.start, rows.stop)), keys, values, lengths)
         return Output(prefilled.last.hidden_NH[index_M], prefilled.last.logits_NV[index_M])
 
-    def _sample(self, logits_NV: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
+    def _sample(self, logits_NV: torch.Tensor) -> list[Any]:
+        """Tokens, log-probabilities, confidences and untransformed log-probabilities; the last two if some row asks."""
         table, n = self._table, self._table.n
         ints = self._to_device(table.ints[: col.DEVICE_ROWS, :n])
         floats = self._to_device(table.floats[:, :n])
@@ -326,7 +326,9 @@ class LocalEngine:
         filtered = table.ints[col.TOP_K, :n].any() or (table.floats[1, :n] < 1).any()
         rows = Rows(floats[0], greedy, ints[col.TOP_K] if filtered else None, floats[1] if filtered else None)
         tokens_N, logp_N = sample(logits_NV, uniform(ints[col.KEY], ints[col.COUNT]), rows)
-        return tokens_N.cpu().numpy(), logp_N.cpu().numpy()
+        confidence_N = confidence(logits_NV) if table.confident[:n].any() else None
+        raw_logp_N = raw_logp(logits_NV, tokens_N) if table.raw[:n].any() else None
+        return [x if x is None else x.cpu().numpy() for x in (tokens_N, logp_N, confidence_N, raw_logp_N)]
 
     def _settle(self, rows: list[int], hidden_NH: torch.Tensor) -> list[Event]:
         """Look at the rows whose token or count may mean something."""
@@ -340,8 +342,9 @@ class LocalEngine:
                 events.append(self._finished(row, reason, hidden.get(row)))
                 continue
             if row in hidden:
-                logp = self._table.sampled(row)[1].copy()
-                events.append(Reached(request.id, len(logp), hidden[row], logp, self._table.confidence_of(row)))
+                logp, more = self._table.sampled(row)[1].copy(), self._table.confidence_of(row)
+                raw = self._table.raw_logp_of(row)
+                events.append(Reached(request.id, len(logp), hidden[row], logp, more, raw))
             self._table.rearm(row)
         self._remove([row for row, reason in reasons.items() if reason])
         return events

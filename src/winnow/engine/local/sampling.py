@@ -54,6 +54,12 @@ def confidence(logits_NV: torch.Tensor) -> torch.Tensor:
     return logits_NV.float().logsumexp(-1) - top_NK.mean(-1)
 
 
+def raw_logp(logits_NV: torch.Tensor, tokens_N: torch.Tensor) -> torch.Tensor:
+    """float32 [N]: log-probabilities of tokens under the model itself, before temperature and filters."""
+    logits_NV = logits_NV.float()
+    return logits_NV.gather(1, tokens_N[:, None])[:, 0] - logits_NV.logsumexp(-1)
+
+
 def draw(weights_NV: torch.Tensor, uniform_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The token at which the running sum of `weights_NV` (>= 0) passes `uniform_N` of the total; the float64 total."""
     if weights_NV.shape[1] <= BLOCK:

@@ -33,6 +33,9 @@ class SlotTable:
         self.confidence = np.zeros((slots, 0), dtype=np.float32)
         self.confident = np.zeros(slots, dtype=bool)
         """Rows of which `confidence` is wanted."""
+        self.raw_logp = np.zeros((slots, 0), dtype=np.float32)
+        self.raw = np.zeros(slots, dtype=bool)
+        """Rows of which `raw_logp` is wanted."""
         self.requests: list[Request] = []
         self.row_of: dict[Hashable, int] = {}
         self.clock = 0.0
@@ -62,13 +65,20 @@ class SlotTable:
         ).T
         self.greedy[rows] = greedy
         self.confident[rows] = [r.confidence for r in requests]
+        self.raw[rows] = [r.raw_logp for r in requests]
         self._clock_in[rows] = self.clock
         self.row_of.update(zip((r.id for r in requests), range(rows.start, rows.stop), strict=True))
         self.requests += requests
         self.n = rows.stop
         return rows
 
-    def record(self, tokens_N: np.ndarray, logp_N: np.ndarray, confidence_N: np.ndarray | None = None) -> np.ndarray:
+    def record(
+        self,
+        tokens_N: np.ndarray,
+        logp_N: np.ndarray,
+        confidence_N: np.ndarray | None = None,
+        raw_logp_N: np.ndarray | None = None,
+    ) -> np.ndarray:
         """Store one token for each running row; returns the rows whose count has reached their alarm (bool [N])."""
         n, count_N = self.n, self.ints[COUNT, : self.n]
         rows = np.arange(n)
@@ -76,6 +86,8 @@ class SlotTable:
         self.logp[rows, count_N] = logp_N
         if confidence_N is not None:
             self.confidence[rows, count_N] = confidence_N
+        if raw_logp_N is not None:
+            self.raw_logp[rows, count_N] = raw_logp_N
         self.ints[TOKEN, :n] = tokens_N
         count_N += 1
         return np.asarray(count_N == self.ints[ALARM, :n])
@@ -93,11 +105,23 @@ class SlotTable:
         """A copy of the confidences of a row so far, if they were asked for."""
         return self.confidence[row, : self.ints[COUNT, row]].copy() if self.confident[row] else None
 
+    def raw_logp_of(self, row: int) -> np.ndarray | None:
+        """A copy of the untransformed log-probabilities of a row so far, if they were asked for."""
+        return self.raw_logp[row, : self.ints[COUNT, row]].copy() if self.raw[row] else None
+
     def finished(self, row: int, reason: str, versions: np.ndarray, hidden: np.ndarray | None = None) -> Finished:
         tokens, logp = self.sampled(row)
         seconds, confidence = float(self.clock - self._clock_in[row]), self.confidence_of(row)
         return Finished(
-            self.requests[row].id, tokens.copy(), logp.copy(), versions, reason, seconds, confidence, hidden
+            self.requests[row].id,
+            tokens.copy(),
+            logp.copy(),
+            versions,
+            reason,
+            seconds,
+            confidence,
+            hidden,
+            self.raw_logp_of(row),
         )
 
     def holes(self, rows: list[int]) -> tuple[np.ndarray, np.ndarray]:
@@ -122,7 +146,8 @@ class SlotTable:
     def _move(self, targets: np.ndarray, sources: np.ndarray) -> None:
         for rows_last in (self.ints, self.floats):
             rows_last[:, targets] = rows_last[:, sources]
-        for rows_first in (self.greedy, self.confident, self.tokens, self.logp, self.confidence, self._clock_in):
+        flags, values = (self.greedy, self.confident, self.raw), (self.logp, self.confidence, self.raw_logp)
+        for rows_first in (*flags, *values, self.tokens, self._clock_in):
             rows_first[targets] = rows_first[sources]
         moved = [self.requests[source] for source in sources]
         for target, request in zip(targets.tolist(), moved, strict=True):
@@ -141,6 +166,7 @@ class SlotTable:
             self.tokens = np.pad(self.tokens, ((0, 0), (0, extra)))
             self.logp = np.pad(self.logp, ((0, 0), (0, extra)))
             self.confidence = np.pad(self.confidence, ((0, 0), (0, extra)))
+            self.raw_logp = np.pad(self.raw_logp, ((0, 0), (0, extra)))
 
 
 class Stopwatch:
