@@ -31,7 +31,7 @@ CARRYING = {
     "env": {"name": "countdown", "train_size": 6, "test_size": 8},
 }
 """GRESO with surplus groups that wait, over several epochs of six prompts."""
-WALL_CLOCK = ("seconds", "tokens_per_second", "step_time")
+WALL_CLOCK = ("seconds", "tokens_per_second", "step_time", "barrier_wait_s")
 
 
 def train(config: dict[str, Any], **options: Any) -> dict[str, float]:

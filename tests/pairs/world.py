@@ -1,0 +1,131 @@
+"""A task and a model so small that a whole run takes a fraction of a second, and in which every method can act.
+
+Six prompts: one always solved, one never, four with a mixture, of which one has an environment that sometimes fails.
+Three turns of up to four tokens, of which many end early: at a stop string, by the environment, or because the tokens
+are used up. The environment gives actions in normal form, progress and rewards, and two types of task.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+from winnow.env.base import StepResult
+from winnow.types import Prompt
+
+PROMPTS = 6
+WORDS = [f"w{i}" for i in range(50)]
+STOPS = ("w1",)
+"""One word in six: `w1` and `w10` to `w19`."""
+OBSERVATIONS = [f"o{i}" for i in range(4)]
+
+
+def make_model(directory: Path) -> None:
+    """A random Llama of two layers with a vocabulary of 64 words."""
+    import torch
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    words = ["<eos>", "<unk>", *WORDS, *OBSERVATIONS, *(f"p{i}" for i in range(PROMPTS))]
+    words += [f"u{i}" for i in range(64 - len(words))]
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", eos_token="<eos>", pad_token="<eos>")
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=64,
+            hidden_size=16,
+            intermediate_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            max_position_embeddings=64,
+            eos_token_id=0,
+            pad_token_id=0,
+            bos_token_id=None,
+        )
+    )
+    for parameter in model.parameters():
+        parameter.data += torch.randn_like(parameter) * 0.1
+    model.save_pretrained(directory)
+    fast.save_pretrained(directory)
+
+
+def load_model(directory: Path) -> tuple[Callable[[], Any], Any]:
+    """A function that gives a fresh copy of the model each time, and the tokenizer."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(directory)
+    return lambda: deepcopy(model), AutoTokenizer.from_pretrained(directory)
+
+
+def write_profile(file: Path) -> None:
+    """Pass rates of the prompts but one, two of them outside of any band."""
+    counts = [4, 0, 2, 1, 3]
+    lines = (f'{{"id": "q{i}", "n": 4, "correct": {c}, "mean_reward": {c / 4}}}\n' for i, c in enumerate(counts))
+    file.write_text("".join(lines))
+
+
+@dataclass(frozen=True)
+class WorldConfig:
+    """The tiny task of the sweep over pairs of options."""
+
+    def build(self) -> World:
+        return World()
+
+
+@dataclass
+class World:
+    on_step: Callable[[], None] | None = None
+    """Called at every step of an environment: the middle of a rollout."""
+    name: str = "world"
+    train: Sequence[Prompt] = field(default_factory=lambda: _prompts(0, PROMPTS))
+    test: Sequence[Prompt] = field(default_factory=lambda: _prompts(PROMPTS, PROMPTS + 2))
+    reward_funcs: Sequence[Any] = ()
+    max_turns: int = 3
+    max_turn_length: int = 4
+    stop: tuple[str, ...] = STOPS
+
+    def make_env(self, prompt: Prompt) -> WorldEnv:
+        return WorldEnv(self, int(prompt.columns["number"]))
+
+    def fingerprint(self) -> str:
+        return "world"
+
+
+def _prompts(start: int, stop: int) -> list[Prompt]:
+    """Prompts of training (numbers below `PROMPTS`) or of the test."""
+    return [
+        Prompt(
+            f"q{i}", i - start, text=f"p{i % PROMPTS} o{i // PROMPTS}", columns={"number": i, "task_type": "xy"[i % 2]}
+        )
+        for i in range(start, stop)
+    ]
+
+
+class WorldEnv:
+    def __init__(self, world: World, number: int) -> None:
+        self.world, self.number = world, number
+        self.steps = self.total = 0
+
+    def reset(self) -> str | None:
+        return " o0"
+
+    def step(self, text: str) -> StepResult:
+        if self.world.on_step is not None:
+            self.world.on_step()
+        self.steps += 1
+        value = int.from_bytes(blake2b(f"{self.number} {self.steps} {text}".encode()).digest()[:4])
+        self.total += value
+        if self.number == 5 and self.steps > 1 and value % 5 == 0:
+            raise ConnectionError("the simulator went away")
+        reward = {0: 1.0, 1: 0.0}.get(self.number, float(self.total % 2))
+        if self.number == 4 and not reward:
+            reward = 0.25 * (value % 2)
+        progress = min(1.0, 0.25 * (self.total % 4))
+        return StepResult(f" o{value % 4}", reward, value % 7 == 0, {"progress": progress}, "abc"[value % 3])
