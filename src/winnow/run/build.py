@@ -206,7 +206,7 @@ def step_options(c: RunConfig) -> StepOptions:
 
 
 def build_loss(c: RunConfig) -> LossConfig:
-    """Raises ConfigError on an unknown correction, and on options of a ratio that is always 1."""
+    """Raises ConfigError on an unknown correction, options of a ratio that is always 1, and updates without one."""
     loss = LossConfig(
         policy_loss=c.policy_loss,
         epsilon=c.epsilon,
@@ -223,6 +223,11 @@ def build_loss(c: RunConfig) -> LossConfig:
         raise ConfigError(
             f"{changed} has no effect with correction: {name_of(c.correction)} and num_iterations: 1: what is clipped "
             "is the change since the first of the iterations; remove it, or use correction: none, or more iterations"
+        )
+    if c.num_iterations > 1 and c.policy_loss == "plain" and not loss.correction.active:
+        raise ConfigError(
+            f"num_iterations: {c.num_iterations} trains on tokens of the policy before the first update, and "
+            "policy_loss: plain does not correct for it; set correction: truncate, or policy_loss: clip"
         )
     return loss
 
