@@ -69,14 +69,17 @@ def warm_model(task: str, directory: Path, work: Path | None) -> Path:
 
 def overhead(task: str, model: Path, steps: int) -> list[dict[str, float]]:
     """One row a step: seconds of the step, of the gate, and the gate's share."""
+    from winnow.methods.gate.quality_rule import ArrolRule
     from winnow.run.trainer import Trainer
 
     gates = f"[{{name: arrol, cold_start: {COLD}}}]"
     trainer = Trainer(config=config_of(task, model, max_steps=COLD + steps, gates=gates))
-    (gate,) = trainer.methods.gates
+    (gate,) = trainer.methods.gates.values()
     clock, rows = Clock(), []
-    for name in ("decide_many", "observe", "metrics"):
+    for name in ("rule", "observe", "metrics"):
         setattr(gate, name, clock.around(getattr(gate, name)))
+    decide = ArrolRule.decide
+    ArrolRule.decide = clock.around(decide)  # type: ignore[method-assign]
     end_step, last = clock.around(gate.end_step), time.perf_counter()
 
     def ended() -> None:
@@ -86,8 +89,11 @@ def overhead(task: str, model: Path, steps: int) -> list[dict[str, float]]:
         rows.append({"step": now - last, "gate": clock.seconds, "share": clock.seconds / (now - last)})
         clock.seconds, last = 0.0, now
 
-    gate.end_step = ended
-    trainer.train()
+    gate.end_step = ended  # type: ignore[method-assign]
+    try:
+        trainer.train()
+    finally:
+        ArrolRule.decide = decide  # type: ignore[method-assign]
     return rows[COLD + 1 : -1]  # the last one includes the evaluation at the end
 
 
@@ -113,30 +119,39 @@ def phases(task: str, model: Path, steps: int, repeats: int) -> dict[str, list[f
 
 def survivors(task: str, model: Path, groups: int, engine: str) -> dict[str, float]:
     """Share of tokens of surviving rollouts that are others when nobody is pruned."""
+    from winnow.env.rewards.rewarder import Rewarder
+    from winnow.methods.gate import GateContext, NamedRule
     from winnow.methods.gate.quality import Arrol
-    from winnow.rollout.evaluate import roll_out
-    from winnow.rollout.runner import RolloutOptions, RolloutRunner
-    from winnow.run.build import build_task, sampling_params
-    from winnow.run.standalone import opened
+    from winnow.rollout.evaluate import run_jobs
+    from winnow.rollout.runner import RolloutRunner
+    from winnow.run.build import build_policy, build_task, rollout_options
+    from winnow.types import Job, Visit
 
     c = config_of(task, model, engine=engine)
-    tokens: list[list[np.ndarray | None]] = []
-    with opened(c, build_task(c.env)) as (policy, local, rewarder):
-        for gates in ([], [Arrol(cold_start=1).build(0)]):
-            runner = RolloutRunner(
-                local,
-                built := build_task(c.env),
-                policy.tokenizer,
-                rewarder,
-                RolloutOptions(sampling_params(c), c.max_prompt_length, c.seed),
-                gates,
-            )
-            if gates:
-                roll_out(runner, built.train[groups : 2 * groups], c.num_generations)
-                gates[0].end_step()
-            found = roll_out(runner, built.train[:groups], c.num_generations)
-            tokens.append([None if r.reward is None else r.token_ids for g in found for r in g.rollouts])
-    plain, pruned = tokens
+    built = build_task(c.env)
+    policy, local = build_policy(c, None, None, None)
+    rewarder = Rewarder(c.reward_funcs or built.reward_funcs, c.reward_weights, c.reward_timeout_s)
+    assert local is not None
+    runner = RolloutRunner(local, built, policy.tokenizer, rewarder, rollout_options(c))
+
+    def rolled_out(prompts: Sequence[Any]) -> list[Any]:
+        return run_jobs(runner, [Job(Visit(i, 0, prompt), c.num_generations) for i, prompt in enumerate(prompts)])
+
+    def said() -> list[np.ndarray | None]:
+        found = rolled_out(built.train[:groups])
+        return [None if r.reward is None else r.token_ids for g in found for r in g.rollouts]
+
+    try:
+        plain = said()
+        gate = Arrol(cold_start=1).build(GateContext("arrol"))
+        runner.set_rules([NamedRule("arrol", gate.rule())])
+        for group in rolled_out(built.train[groups : 2 * groups]):
+            gate.observe(group)
+        gate.end_step()
+        runner.set_rules([NamedRule("arrol", gate.rule())])
+        pruned = said()
+    finally:
+        rewarder.close()
     pairs = [(a, b) for a, b in zip(plain, pruned, strict=True) if a is not None and b is not None]
     total = sum(max(len(a), len(b)) for a, b in pairs)
     same = sum(int((a[: len(b)] == b[: len(a)]).sum()) for a, b in pairs)

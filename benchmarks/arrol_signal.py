@@ -11,46 +11,40 @@ from __future__ import annotations
 import argparse
 import json
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import claims_figures as f
 import numpy as np
 from arms import ROOT, fill, table, write_json
 from claims_tables import text
 
+from winnow.env.rewards.rewarder import Rewarder
+from winnow.methods.gate import NamedRule
 from winnow.methods.gate.calibration import BinnedPosterior, survival_factor, survival_probabilities
 from winnow.methods.gate.quality_head import Example, QualityHead
 from winnow.methods.gate.quality_stats import auroc
-from winnow.rollout.evaluate import roll_out
-from winnow.rollout.runner import RolloutOptions, RolloutRunner
-from winnow.run.build import build_task, sampling_params
-from winnow.run.standalone import model_config, opened
-from winnow.types import KEEP, Group, GroupView, Token, Verdict
+from winnow.rollout.evaluate import run_jobs
+from winnow.rollout.runner import RolloutRunner
+from winnow.run.build import build_policy, build_task, rollout_options
+from winnow.run.standalone import model_config
+from winnow.types import GroupView, Job, Token, Verdict, Visit
 
 GROUPS, SIZE, DRAWS, FITS = 800, 16, 20, 60
 KEEP_RATE, P_MIN = 0.5, 0.05
 
 
+@dataclass(frozen=True)
 class Recorder:
-    """A gate that writes down what it is shown and lets everybody pass."""
+    """A rule that notes what it is shown in its evidence and lets everybody pass."""
 
-    needs = frozenset({"hidden", "logp"})
+    at: Token
+    needs: ClassVar[frozenset[str]] = frozenset({"hidden", "logp"})
 
-    def __init__(self, at: int) -> None:
-        self.at = Token(at)
-        self.seen: dict[tuple[int, int], tuple[np.ndarray, np.ndarray]] = {}
-
-    def decide(self, view: GroupView) -> Verdict:
-        assert view.sibling is not None
-        assert view.hidden is not None
-        assert view.logp is not None
-        self.seen[view.visit.number, view.sibling] = view.hidden, view.logp
-        return KEEP
-
-    def observe(self, group: Group) -> None: ...
+    def decide(self, views: Sequence[GroupView]) -> list[Verdict]:
+        return [Verdict(True, evidence={"hidden": view.hidden, "logp": view.logp}) for view in views]
 
 
 @dataclass(frozen=True)
@@ -71,19 +65,23 @@ class Recorded:
 def record(run: Path, at: int) -> Recorded:
     c = model_config(str(run), {})
     task = build_task(c.env)
-    gate = Recorder(at)
-    with opened(c, task) as (policy, engine, rewarder):
-        options = RolloutOptions(sampling_params(c), c.max_prompt_length, c.seed)
-        runner = RolloutRunner(engine, task, policy.tokenizer, rewarder, options, [gate])  # type: ignore[list-item]
-        groups = roll_out(runner, task.train[:GROUPS], SIZE)
+    policy, engine = build_policy(c, None, None, None)
+    rewarder = Rewarder(c.reward_funcs or task.reward_funcs, c.reward_weights, c.reward_timeout_s)
+    assert engine is not None
+    rule = NamedRule("recorder", Recorder(Token(at)))
+    runner = RolloutRunner(engine, task, policy.tokenizer, rewarder, rollout_options(c), [rule])
+    try:
+        groups = run_jobs(runner, [Job(Visit(i, 0, p), SIZE) for i, p in enumerate(task.train[:GROUPS])])
+    finally:
+        rewarder.close()
     rows = []
     for group in groups:
         said = Counter(r.token_ids[:at].tobytes() for r in group.rollouts)
         for r in group.rollouts:
-            if (key := (group.visit.number, r.sibling)) in gate.seen and r.reward is not None:
-                hidden, logp = gate.seen[key]
-                right = r.reward >= c.success_reward - 1e-8
-                rows.append((key[0], right, hidden, logp.mean(), logp.sum(), said[r.token_ids[:at].tobytes()]))
+            if (asked := r.decision_of("recorder")) is not None and r.reward is not None:
+                hidden, logp = (asked.verdict.evidence[name] for name in ("hidden", "logp"))
+                right, alike = r.reward >= c.success_reward - 1e-8, said[r.token_ids[:at].tobytes()]
+                rows.append((group.visit.number, right, hidden, logp.mean(), logp.sum(), alike))
     return Recorded(*(np.array(column) for column in zip(*rows, strict=True)))
 
 
@@ -95,7 +93,7 @@ def predicted(seen: Recorded, teach_N: np.ndarray) -> tuple[np.ndarray, np.ndarr
         head.observe(Example(seen.hidden_NH[i], float(seen.logp_N[i]), bool(seen.right_N[i]), 1.0))
     for _ in range(FITS):
         head.fit()
-    score_N = np.array([head.score(h, float(p)) for h, p in zip(seen.hidden_NH, seen.logp_N, strict=True)])
+    score_N = head.weights.scores(seen.hidden_NH, seen.logp_N)
     rank_N = np.searchsorted(np.sort(score_N[teach_N]), score_N) / teach_N.sum()
     posterior = BinnedPosterior(capacity=len(teach_N))
     for i in np.flatnonzero(teach_N):

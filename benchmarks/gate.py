@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from winnow.methods.gate.divergence import Divergence, DivergenceGate
+from winnow.methods.gate.divergence import Divergence, DivergenceRule
 from winnow.methods.gate.signals import SIGNALS
 from winnow.types import EnvStep, GroupView, Prompt, Visit
 
@@ -45,7 +45,7 @@ def measure(repeats: int) -> dict[str, Any]:
     """Seconds for each signal, for all seven, and for a decision, on groups from unlike to equal trajectories."""
     groups = [group(i, agree) for i, agree in enumerate((0.0, 0.3, 0.6, 0.9, 1.0))]
     seconds: dict[str, list[float]] = {name: [] for name in (*SIGNALS, "all", "gate")}
-    gate = DivergenceGate(Divergence(k=K))
+    rule = DivergenceRule(Divergence(k=K))
     for _ in range(repeats):
         for actions, observations in groups:
             total = 0.0
@@ -57,7 +57,7 @@ def measure(repeats: int) -> dict[str, Any]:
             seconds["all"].append(total)
             view = view_of(actions, observations)
             started = time.perf_counter()
-            gate.decide(view)
+            rule.decide([view])
             seconds["gate"].append(time.perf_counter() - started)
     return {name: {"median": statistics.median(s), "max": max(s)} for name, s in seconds.items()}
 

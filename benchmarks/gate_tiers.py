@@ -4,27 +4,30 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import closing
 from typing import Any
 
 import numpy as np
+import torch
 
 from winnow.config import RunConfig, method
 from winnow.env.base import Task
+from winnow.env.rewards.rewarder import Rewarder
 from winnow.learner.step import OptimizerStep
 from winnow.methods.correct import STEP_SCALES
-from winnow.methods.gate import GATES, Gate
+from winnow.methods.gate import GATES, Gate, GateContext
+from winnow.methods.gate.audit import rules_of
 from winnow.methods.gate.divergence import Divergence
 from winnow.methods.signal import is_zero_variance
-from winnow.rollout.evaluate import roll_out
-from winnow.rollout.runner import RolloutOptions, RolloutRunner
-from winnow.run.build import build_learner, build_loss, build_policy, build_task, sampling_params, step_options
-from winnow.run.standalone import opened
+from winnow.rollout.evaluate import run_jobs
+from winnow.rollout.runner import RolloutRunner
+from winnow.run.build import build_learner, build_loss, build_policy, build_task, rollout_options, step_options
 from winnow.study.replay_stats import RESAMPLES
-from winnow.types import Group
+from winnow.types import Group, Job, Visit
 
-BUFFER_STREAM = 11
-"""Keeps the noise of recorded groups apart from that of training."""
+BUFFER_EPOCHS = 1_000_000
+"""Epochs of recorded groups are counted from here: keeps their noise apart from that of training."""
 STEPS, GROUPS_A_STEP = 20, 4
 """Of tier 2, as in the paper."""
 
@@ -32,26 +35,33 @@ STEPS, GROUPS_A_STEP = 20, 4
 class Arena:
     """A policy and what it plays, for rollouts without updates."""
 
-    def __init__(self, config: RunConfig, task: Task, opened_: Any) -> None:
+    def __init__(self, config: RunConfig, task: Task) -> None:
+        c = config
         self.config, self.task = config, task
-        self.policy, self.engine, self.rewarder = opened_
+        if c.threads:
+            torch.set_num_threads(c.threads)
+        policy, engine = build_policy(c, None, None, None)
+        assert engine is not None
+        self.rewarder = Rewarder(c.reward_funcs or task.reward_funcs, c.reward_weights, c.reward_timeout_s)
+        self.runner = RolloutRunner(engine, task, policy.tokenizer, self.rewarder, rollout_options(c))
 
-    def groups(self, n: int, gates: Sequence[Gate] = (), *, epoch: int = 0) -> tuple[list[Group], float]:
+    def groups(self, n: int, gates: Mapping[str, Gate] | None = None, *, epoch: int = 0) -> tuple[list[Group], float]:
         """Groups of `n` training prompts, and the seconds it took. Equal epochs have equal noise."""
-        c = self.config
-        options = RolloutOptions(sampling_params(c), c.max_prompt_length, c.seed, BUFFER_STREAM)
-        runner = RolloutRunner(self.engine, self.task, self.policy.tokenizer, self.rewarder, options, gates)
+        self.runner.set_rules(rules_of(gates or {}))
         prompts = random.Random(0).sample(list(self.task.train), n)  # the first ones are known from the warm start
         started = time.perf_counter()
-        found = roll_out(runner, prompts, c.num_generations, epoch)
+        visits = [Visit(i, BUFFER_EPOCHS + epoch, prompt) for i, prompt in enumerate(prompts)]
+        found = run_jobs(self.runner, [Job(visit, self.config.num_generations) for visit in visits])
         return found, time.perf_counter() - started
+
+    def close(self) -> None:
+        self.rewarder.close()
 
 
 def recorded(config: RunConfig, n: int, epochs: int) -> list[Group]:
     """Groups that ran to their end, to calibrate a gate on."""
     task = build_task(config.env)
-    with opened(config, task) as parts:
-        arena = Arena(config, task, parts)
+    with closing(Arena(config, task)) as arena:
         return [g for epoch in range(epochs) for g in arena.groups(n, epoch=100 + epoch)[0]]
 
 
@@ -80,12 +90,12 @@ def tier_1_and_2(config: RunConfig, gates: dict[str, dict[str, Any]], n: int, re
     task = build_task(config.env)
     seconds: dict[str, list[float]] = {name: [] for name in ("", *gates)}
     arms: dict[str, list[Group]] = {}
-    with opened(config, task) as parts:
-        arena = Arena(config, task, parts)
+    with closing(Arena(config, task)) as arena:
         arena.groups(min(n, 8), epoch=99)  # processes and games are loaded
         for repeat in range(repeats):
             for name in list(seconds)[:: -1 if repeat % 2 else 1]:
-                gate = [method(GATES, gates[name], "gates").build(config.seed)] if name else []
+                context = GateContext(name, config.seed, config.success_reward)
+                gate = {name: method(GATES, gates[name], "gates").build(context)} if name else {}
                 arms[name], took = arena.groups(n, gate)
                 seconds[name].append(took)
     found: dict[str, Any] = {}

@@ -21,11 +21,9 @@ from winnow.config import load_config
 from winnow.learner import Local
 from winnow.learner.batch import Row, collate
 from winnow.methods.advantage.otb import energy
-from winnow.rollout.evaluate import roll_out
-from winnow.rollout.runner import RolloutOptions, RolloutRunner
-from winnow.run.build import build_task, sampling_params
+from winnow.run.build import build_task
 from winnow.run.standalone import model_config, opened
-from winnow.types import Group
+from winnow.types import Group, Job, Visit
 
 GROUPS, SIZE = 64, 8
 
@@ -35,10 +33,8 @@ def study(model: str, recipe: str) -> dict[str, Any]:
     given = load_config(ROOT / "recipes" / f"{recipe}.yaml", [f"model={model}"])
     c = model_config(model, given.model_dump(exclude={"model"}))
     task = build_task(c.env)
-    with opened(c, task) as (policy, engine, rewarder):
-        options = RolloutOptions(sampling_params(c), c.max_prompt_length, c.seed)
-        runner = RolloutRunner(engine, task, policy.tokenizer, rewarder, options)
-        groups = roll_out(runner, task.train[:GROUPS], SIZE)
+    with opened(c, task) as (policy, roll_out, _):
+        groups = roll_out([Job(Visit(i, 0, prompt), SIZE) for i, prompt in enumerate(task.train[:GROUPS])])
         learner = Local().build(policy, c)
         parameters = [p for p in learner.model.parameters() if p.requires_grad]
         found = [_of_group(group, learner, parameters) for group in groups]

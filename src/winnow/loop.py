@@ -7,7 +7,7 @@ Everything that is dispatched comes back once, with a fate; the ledger is told a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,16 +16,18 @@ from .learner.base import Learner
 from .learner.step import OptimizerStep
 from .methods.filter import Filter
 from .methods.gate import Gate
+from .methods.gate.audit import rules_of
 from .methods.select import Selector
 from .methods.signal import Judge, Kind
-from .methods.size import GroupSize, RolloutBatch
+from .methods.size import GroupSize
 from .record.ledger import Ledger
 from .record.tally import Tally
 from .rollout.evaluate import Evaluation
 from .sampler import Sampler, SamplersLostError
-from .sampler.codec import group_from, group_state, visit_from, visit_state
-from .sampler.pace import Buffer
-from .types import Fate, Group, Prompt, Visit
+from .sampler.buffer import Buffer
+from .sampler.codec import Prompts, group_from, group_state, visit_from, visit_state
+from .sampler.pace import Pace
+from .types import Fate, Group, Job, Purpose, Visit
 
 MIN_FAILURES_JUDGED = 32
 """Rollouts of a step that must have come back before their failed share can stop the run."""
@@ -39,17 +41,20 @@ class RunStoppedError(RuntimeError):
 class Parts:
     """Everything the loop drives. Each part can be used alone."""
 
-    prompts: Sequence[Prompt]
+    prompts: Mapping[Purpose, Prompts]
     sampler: Sampler
     learner: Learner
     selector: Selector
-    rollout_batch: RolloutBatch
     group_size: GroupSize
     filter: Filter
     optimizer_step: OptimizerStep
     buffer: Buffer
+    pace: Pace
+    refill_round: int
+    """Groups of one round of a filter that refills."""
     ledger: Ledger
-    gates: list[Gate] = field(default_factory=list)
+    gates: dict[str, Gate] = field(default_factory=dict)
+    """By name."""
 
 
 @dataclass(frozen=True)
@@ -118,18 +123,29 @@ class Loop:
         self._judge_skipped(groups, bool(update["updated"]))
         self.step += 1
         with tally.phase("publish"):
-            parts.sampler.publish(parts.learner.weights(), self.step)
+            gates = self._gates_learn()
+            self.publish()
             failpoint("publish")
         with tally.phase("evaluate"):
             evaluation = self.hooks.evaluate(self.step)
             self.hooks.profile(self.step)
-        metrics = self._metrics(update, groups, evaluation)
+        metrics = self._metrics(update | gates, groups, evaluation)
         parts.group_size.observe(metrics)
         parts.selector.end_step()
-        for gate in parts.gates:
-            gate.end_step()
         parts.ledger.step(self.step - 1, seconds=tally.seconds, metrics=metrics, version=self.step - 1)
         self.hooks.record(self.step, metrics, finished)
+
+    def publish(self) -> None:
+        """Hand the newest weights and rules to the sampler."""
+        self.parts.sampler.publish(self.parts.learner.weights(), rules_of(self.parts.gates), self.step)
+
+    def _gates_learn(self) -> dict[str, float]:
+        """End the step for the gates; their metrics until then."""
+        metrics: dict[str, float] = {}
+        for gate in self.parts.gates.values():
+            metrics |= gate.metrics()
+            gate.end_step()
+        return metrics
 
     def _collect(self) -> tuple[list[Group], list[Group]]:
         """A batch for the next update, and every group that finished meanwhile."""
@@ -153,22 +169,12 @@ class Loop:
         return groups, finished
 
     def _collected(self) -> bool:
-        """Whether to train now. A sampler that goes on meanwhile need not have finished what is in flight."""
-        parts = self.parts
-        if parts.sampler.overlaps and self._stop is None:
-            return parts.buffer.ready(self.step)
-        return not parts.sampler.pending
-
-    def _wanted(self) -> int:
-        """Groups to start: as many as the batch lacks, or as can still be trained in time."""
-        parts = self.parts
-        if parts.sampler.overlaps:
-            left = (self.limits.max_steps - self.step) * parts.buffer.prompts_per_step - parts.buffer.outstanding
-            return min(parts.buffer.room(self.step, parts.sampler.version), left)
-        return parts.rollout_batch.next(parts.buffer.missing, parts.sampler.pending, self._tally.zero_share())
+        """Whether to train now; a run that stops first takes what is in flight."""
+        return self.parts.pace.ready(self.step) if self._stop is None else not self.parts.sampler.pending
 
     def _launch(self) -> None:
-        parts, in_flight, n = self.parts, self.parts.sampler.pending, self._wanted()
+        parts, in_flight = self.parts, self.parts.sampler.pending
+        n = parts.pace.room(self.step, self.limits.max_steps - self.step, self._tally.zero_share())
         if n <= 0 or (self._nothing_left and in_flight) or self._judge_barren():
             return
         visits = parts.selector.select(n)
@@ -188,12 +194,14 @@ class Loop:
 
     def _start(self, visit: Visit, size: int) -> None:
         self.parts.buffer.launched(visit, size, self.parts.sampler.version)
-        self.parts.sampler.launch(visit, size)
+        self.parts.sampler.launch(Job(visit, size))
 
     def _take(self, group: Group) -> None:
         """Observe before admitting: every finished group teaches the selector, also those a filter then drops."""
         parts = self.parts
         parts.buffer.landed(group)
+        for gate in parts.gates.values():
+            gate.observe(group)
         self._tally.finished(group)
         parts.selector.observe(group)
         failpoint("take")
@@ -217,9 +225,7 @@ class Loop:
     def _judge_barren(self) -> bool:
         """Whether to stop a refill that adds nothing, before it goes on; what was already accepted is still trained."""
         rounds, parts = self.parts.filter.max_refill_rounds, self.parts
-        if not parts.filter.refill or self._barren < rounds * max(
-            parts.rollout_batch.size, parts.buffer.prompts_per_step
-        ):
+        if not parts.filter.refill or self._barren < rounds * parts.refill_round:
             return False
         self._stop = RunStoppedError(
             f"step {self.step}: {self._barren} groups in a row had no signal (max_refill_rounds={rounds}), so the "
@@ -289,8 +295,6 @@ class Loop:
         self.num_tokens += self._tally.sampled_tokens
         metrics |= {"step": self.step, "num_tokens": self.num_tokens, "groups/effective": float(len(groups))}
         metrics |= update | self.parts.selector.metrics() | self.parts.sampler.metrics()
-        for gate in self.parts.gates:
-            metrics |= gate.metrics()
         if "learning_rate" in update:  # what plain SGD over all prompts_per_step groups would need (Active-RLOO, eq. 4)
             metrics["eta_eff"] = update["effective_learning_rate"] * self.parts.buffer.prompts_per_step / len(groups)
         if evaluation is not None:
@@ -300,7 +304,7 @@ class Loop:
     def state_dict(self) -> dict[str, Any]:
         """Everything of the loop that a checkpoint must hold besides weights, optimizer and ledger."""
         parts = self.parts
-        if parts.sampler.pending and not parts.sampler.overlaps:
+        if not parts.pace.settled():
             raise RuntimeError("a checkpoint is only taken between steps, when nothing is in flight")
         return {
             "step": self.step,
@@ -310,7 +314,7 @@ class Loop:
             "in_flight": [[visit_state(flight.visit), flight.size] for flight in parts.buffer.in_flight],
             "selector": parts.selector.state_dict(),
             "group_size": parts.group_size.state_dict(),
-            "gates": [gate.state_dict() for gate in parts.gates],
+            "gates": {name: gate.state_dict() for name, gate in parts.gates.items()},
             "step_scale": parts.optimizer_step.scale.state_dict(),
         }
 
@@ -321,11 +325,11 @@ class Loop:
         self.parts.buffer.groups = [group_from(g, self.parts.prompts) for g in state["waiting"]]
         self.parts.selector.load_state_dict(state["selector"])
         self.parts.group_size.load_state_dict(state["group_size"])
-        for gate, gate_state in zip(self.parts.gates, state["gates"], strict=True):
-            gate.load_state_dict(gate_state)
+        for name, gate in self.parts.gates.items():
+            gate.load_state_dict(state["gates"][name])
         self.parts.optimizer_step.scale.load_state_dict(state["step_scale"])
 
     def relaunch(self, state: dict[str, Any]) -> None:
         """Roll out again what was in flight when `state` was taken; it stays booked as dispatched."""
         for visit, size in state["in_flight"]:
-            self._start(visit_from(visit, self.parts.prompts), int(size))
+            self._start(visit_from(visit, self.parts.prompts["train"]), int(size))

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -17,7 +17,7 @@ Message = dict[str, Any]
 
 
 class Fate(StrEnum):
-    """What finally became of a rollout (or, for `SKIPPED`, of a prompt visit that never became one)."""
+    """The end of a rollout (or, for `SKIPPED`, of a prompt visit that never became one)."""
 
     TRAINED = "trained"
     """Its group entered an optimizer step."""
@@ -53,11 +53,21 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """A method's decision. `probability` is the chance with which a random decision came out as it did."""
+    """A method's decision."""
 
     keep: bool
     reason: str = ""
     probability: float = 1.0
+    """Chance with which a random decision came out as it did, overrides by an audit included."""
+    overridden: float | None = None
+    """An audit let pass what the method would have removed: the chance with which it does so. None: it did not."""
+    evidence: Mapping[str, Any] = field(default_factory=dict)
+    """What a gate's rule went by: numbers, texts and arrays, for the gate to learn from."""
+
+    @property
+    def removes(self) -> bool:
+        """Whether the method itself would remove it, carried out or not."""
+        return not self.keep or self.overridden is not None
 
 
 KEEP = Verdict(True)
@@ -72,6 +82,35 @@ class Visit:
     epoch: int
     prompt: Prompt
     verdict: Verdict = KEEP
+
+
+@dataclass(frozen=True, slots=True)
+class EnvStep:
+    """Checkpoint: every sibling has taken `k` environment steps or ended."""
+
+    k: int
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """Checkpoint: one sibling has sampled its `n`-th token of a turn."""
+
+    n: int
+
+
+Checkpoint = EnvStep | Token
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What a gate decided at a checkpoint; travels with its rollout or, of a whole group, with its group."""
+
+    gate: str
+    """The gate's name in this run."""
+    at: Checkpoint
+    verdict: Verdict
+    turn: int = 0
+    """Finished turns of the rollout (or environment steps of the group) by then."""
 
 
 @dataclass(slots=True)
@@ -128,6 +167,26 @@ class Rollout:
     """float32, one for each token that the model sampled, when it was asked for (DeepConf)."""
     last_hidden: np.ndarray | None = None
     """float32 [H]: last hidden state at its last token, when it was asked for and the rollout ended by itself."""
+    decisions: list[Decision] = field(default_factory=list)
+    """By gates that were asked about this rollout alone, in order."""
+
+    def decision_of(self, gate: str) -> Decision | None:
+        """What the gate of this name decided about it; None: it was not asked."""
+        return next((d for d in self.decisions if d.gate == gate), None)
+
+
+Purpose = Literal["train", "eval", "greedy", "profile", "probe"]
+"""What rollouts are for: an update, an evaluation (sampled, or greedy), a profile of pass rates, or a comparison of the
+engine with the learner. Each has its own sampling options and noise; gates are asked about `train` alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """An order to a sampler: `size` rollouts of a visit. Visits are numbered apart for each purpose."""
+
+    visit: Visit
+    size: int
+    purpose: Purpose = "train"
 
 
 @dataclass(slots=True)
@@ -136,8 +195,14 @@ class Group:
 
     visit: Visit
     rollouts: list[Rollout]
-    verdict: Verdict = KEEP
-    """What a gate decided, once; carried with the group."""
+    decisions: list[Decision] = field(default_factory=list)
+    """By gates that were asked about the whole group, in order."""
+    purpose: Purpose = "train"
+
+    @property
+    def verdict(self) -> Verdict:
+        """The verdict of the gate that cut the group; KEEP if none did."""
+        return next((d.verdict for d in self.decisions if not d.verdict.keep), KEEP)
 
     @property
     def prompt(self) -> Prompt:
@@ -156,23 +221,6 @@ class Group:
     def greedy_reward(self) -> float | None:
         """None without a greedy rollout, or when it has no reward."""
         return next((r.reward for r in self.rollouts if r.greedy), None)
-
-
-@dataclass(frozen=True, slots=True)
-class EnvStep:
-    """Checkpoint: every sibling has taken `k` environment steps or ended."""
-
-    k: int
-
-
-@dataclass(frozen=True, slots=True)
-class Token:
-    """Checkpoint: one sibling has sampled its `n`-th token of a turn."""
-
-    n: int
-
-
-Checkpoint = EnvStep | Token
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +243,11 @@ class GroupView:
     """float32 [n]: sampler log-probabilities of `sibling` so far."""
     confidence: np.ndarray | None = None
     """float32 [n]: confidences of its tokens (DeepConf), when a gate needs them."""
-    failed: tuple[bool, ...] = ()
-    """Per sibling, whether it failed: no evidence of what the policy does."""
+    absent: tuple[bool, ...] = ()
+    """Per sibling, whether it failed or was stopped alone: no evidence of what the policy does."""
     progress: tuple[float | None, ...] = ()
     """Per sibling, the last progress number that its environment gave; None: none so far."""
+    decisions: tuple[Decision, ...] = ()
+    """Earlier ones about the group or, at a token checkpoint, about `sibling`."""
+    turn: int = 0
+    """Finished turns of `sibling`, or environment steps of the group."""

@@ -18,13 +18,14 @@ from winnow.engine import ENGINES
 from winnow.methods.advantage import ADVANTAGES
 from winnow.methods.correct import CORRECTIONS, STEP_SCALES
 from winnow.methods.filter import FILTERS
-from winnow.methods.gate import GATES, env_steps
+from winnow.methods.gate import GATES, GateContext, env_steps
 from winnow.methods.select import SELECTORS
 from winnow.methods.signal import Judge, Kind
 from winnow.methods.size import ROLLOUT_BATCHES, SIZES
 from winnow.run.catalogue import TABLES, all_methods
 from winnow.types import EnvStep, GroupView, Prompt, Token, Visit
 
+from ..gates import ask
 from ..unit.test_batch import make_group, make_rollout
 
 SOURCE = Path(winnow.__file__).parent
@@ -107,24 +108,25 @@ def test_selectors_resume(name: str, k: int) -> None:
 @pytest.mark.parametrize("name", list(GATES))
 def test_gates(name: str) -> None:
     """Decides from the view alone: the same after a resume, at every checkpoint it names, whoever is asked first."""
-    gate = GATES[name]().build(seed=3)
-    assert isinstance(gate.at, Token) or list(env_steps(gate.at)) == sorted(set(env_steps(gate.at)))
+    gate = GATES[name]().build(GateContext(name, seed=3))
+    rule = gate.rule()
+    assert isinstance(rule.at, Token) or list(env_steps(rule)) == sorted(set(env_steps(rule)))
     rng = np.random.default_rng(0)
     views = []
     for number in range(20):
-        for k in env_steps(gate.at):
+        for k in env_steps(rule):
             lengths = rng.integers(0, k + 1, size=4)
             actions = tuple(tuple(rng.choice(["a", "b"], size=n).tolist()) for n in lengths)
             running = tuple(bool(n == k) for n in lengths)
             views.append(GroupView(Visit(number, 0, PROMPTS[0]), EnvStep(k), actions, actions, running))
-    verdicts = [gate.decide(view) for view in views]
+    verdicts = rule.decide(views)
     assert all((v.keep or v.reason) and 0 < v.probability <= 1 for v in verdicts)
     gate.observe(make_group(0, [1.0, 0.0]))
     assert all(isinstance(x, float) and np.isfinite(x) for x in gate.metrics().values())
     gate.end_step()
-    again = GATES[name]().build(seed=3)
+    again = GATES[name]().build(GateContext(name, seed=3))
     again.load_state_dict(json.loads(json.dumps(gate.state_dict())))
-    assert [again.decide(view) for view in reversed(views)] == [gate.decide(view) for view in views][::-1]
+    assert again.rule().decide(views[::-1]) == [ask(gate, view) for view in views][::-1]
 
 
 @pytest.mark.parametrize("name", list(SIZES))

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from winnow import Trainer
 from winnow.cli.main import app
 from winnow.config import ConfigError, validate
-from winnow.methods.gate.quality_head import FILE, QualityHead
+from winnow.methods.gate.quality_head import FILE, HeadWeights
 
 from .test_training import _train_until, assert_clean, fingerprint, resume, train
 
@@ -82,7 +82,7 @@ def test_survivors_are_as_many_as_the_advantage_needs(tiny_config: dict[str, Any
     gate = {key: value for key, value in ARROL.items() if key != "min_survivors"}
     for advantage, least in (("grpo", 2), ({"name": "max_at_k", "k": 3}, 3)):
         trainer = Trainer(config=validate(tiny_config | {"gates": [gate], "advantage": advantage}, "test"))
-        assert trainer.methods.gates[0].least == least
+        assert trainer.methods.gates["arrol"].least == least
 
 
 AMOUNT = ("eval_generations=4", "eval_prompts=6")
@@ -97,7 +97,7 @@ def vote(*arguments: str) -> Any:
 def test_the_head_votes(tiny_config: dict[str, Any]) -> None:
     train(tiny_config | {"gates": [ARROL]})
     run = Path(tiny_config["output_dir"])
-    QualityHead.load(run / "model")  # raises if it is none
+    HeadWeights.load(run / "model")  # raises if it is none
     assert (run / "checkpoints" / "step-000004" / FILE).is_file()
     every = "majority,deepconf-lowest,deepconf-bottom,deepconf-tail,logprob,head"
     found = vote(str(run), *AMOUNT, "--weights", every, "--json")

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import sqlite3
+import subprocess
 import threading
 import time
 from pathlib import Path
@@ -16,7 +17,8 @@ import pytest
 from winnow import Trainer
 from winnow.config import ConfigError
 from winnow.loop import RunStoppedError
-from winnow.sampler.pipe import Child
+from winnow.sampler.pipe import Pipe
+from winnow.sampler.pool import Member, SamplerPool
 
 from .. import parity
 from .test_training import assert_clean
@@ -30,17 +32,22 @@ def config(tiny_config: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.fixture
-def children(monkeypatch: pytest.MonkeyPatch) -> list[Child]:
+def children(monkeypatch: pytest.MonkeyPatch) -> list[Member]:
     """Every sampler that is started, in order."""
-    started: list[Child] = []
-    original = Child.__init__
+    started: list[Member] = []
+    original = SamplerPool._start
 
-    def remember(self: Child, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
-        started.append(self)
+    def remember(self: SamplerPool, slot: int) -> Member:
+        started.append(original(self, slot))
+        return started[-1]
 
-    monkeypatch.setattr(Child, "__init__", remember)
+    monkeypatch.setattr(SamplerPool, "_start", remember)
     return started
+
+
+def process_of(member: Member) -> subprocess.Popen[bytes]:
+    assert isinstance(member.channel, Pipe)
+    return member.channel.process
 
 
 def lags(run: Path) -> list[int]:
@@ -54,7 +61,7 @@ def metrics(run: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_a_sampler_goes_on_while_the_learner_works(config: dict[str, Any], children: list[Child]) -> None:
+def test_a_sampler_goes_on_while_the_learner_works(config: dict[str, Any], children: list[Member]) -> None:
     run = Path(config["output_dir"])
     Trainer(config=config).train()
     assert_clean(run)
@@ -63,7 +70,7 @@ def test_a_sampler_goes_on_while_the_learner_works(config: dict[str, Any], child
     found = {name: value for row in metrics(run) for name, value in row.items()}
     assert {"idle/learner", "idle/sampler", "throughput/tokens_per_s", "ess_ratio", "lag/mean"} <= found.keys()
     assert len(children) == 1
-    assert children[0].process.poll() is not None, "nothing is left behind"
+    assert process_of(children[0]).poll() is not None, "nothing is left behind"
     assert not (run / ".weights").exists()
 
 
@@ -75,7 +82,7 @@ def test_max_lag_0_trains_on_policy(config: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
-def test_two_samplers_share_the_work(config: dict[str, Any], children: list[Child]) -> None:
+def test_two_samplers_share_the_work(config: dict[str, Any], children: list[Member]) -> None:
     Trainer(config=config | {"sync": {"name": "processes", "samplers": 2}, "max_steps": 4}).train()
     assert_clean(Path(config["output_dir"]))
     assert len(children) == 2
@@ -127,14 +134,14 @@ def test_games_of_many_turns(config: dict[str, Any], tmp_path: Path) -> None:
 
 
 def test_a_killed_sampler_is_replaced_and_its_groups_are_launched_again(
-    config: dict[str, Any], children: list[Child]
+    config: dict[str, Any], children: list[Member]
 ) -> None:
     run = Path(config["output_dir"])
 
     def kill_the_first() -> None:
         while not (run / "metrics.jsonl").exists() or len(metrics(run)) < 3:
             time.sleep(0.01)
-        os.kill(children[0].process.pid, signal.SIGKILL)
+        os.kill(process_of(children[0]).pid, signal.SIGKILL)
 
     thread = threading.Thread(target=kill_the_first, daemon=True)
     thread.start()
@@ -148,13 +155,13 @@ def test_a_killed_sampler_is_replaced_and_its_groups_are_launched_again(
 
 
 @pytest.mark.slow
-def test_a_sampler_that_is_stopped_is_taken_for_stuck(config: dict[str, Any], children: list[Child]) -> None:
+def test_a_sampler_that_is_stopped_is_taken_for_stuck(config: dict[str, Any], children: list[Member]) -> None:
     run = Path(config["output_dir"])
 
     def stop_the_first() -> None:
         while not (run / "metrics.jsonl").exists() or len(metrics(run)) < 3:
             time.sleep(0.01)
-        os.kill(children[0].process.pid, signal.SIGSTOP)
+        os.kill(process_of(children[0]).pid, signal.SIGSTOP)
 
     thread = threading.Thread(target=stop_the_first, daemon=True)
     thread.start()
@@ -177,7 +184,7 @@ def test_samplers_that_keep_dying_end_the_run_with_their_last_words(
 
 @pytest.mark.slow
 def test_a_sampler_does_not_start_on_other_data_than_the_learner(
-    config: dict[str, Any], children: list[Child], tmp_path: Path
+    config: dict[str, Any], children: list[Member], tmp_path: Path
 ) -> None:
     data = tmp_path / "data.jsonl"
     rows = [{"prompt": f"{i} + {i} =", "answer": str(2 * i)} for i in range(24)]
@@ -188,12 +195,32 @@ def test_a_sampler_does_not_start_on_other_data_than_the_learner(
         while not (run / "metrics.jsonl").exists():
             time.sleep(0.01)
         data.write_text("".join(json.dumps(row) + "\n" for row in reversed(rows)))
-        os.kill(children[0].process.pid, signal.SIGKILL)
+        os.kill(process_of(children[0]).pid, signal.SIGKILL)
 
     threading.Thread(target=change_the_data, daemon=True).start()
     changes = {"env": {"name": "dataset", "path": str(data)}, "sync": {"name": "processes", "max_restarts": 1}}
     with pytest.raises(RunStoppedError, match="the task has changed since the learner started"):
         Trainer(config=config | changes | {"max_steps": 100_000, "eval_steps": None}).train()
+
+
+def test_rules_of_gates_are_asked_where_it_samples_and_learn_here(config: dict[str, Any]) -> None:
+    run, gate = Path(config["output_dir"]), {"name": "arrol", "at": 3, "cold_start": 2}
+    audit = {"epsilon": 0.2}
+    Trainer(config=config | {"gates": [gate], "audit": audit, "eval_steps": None}).train()
+    assert_clean(run)
+    with sqlite3.connect(run / "ledger.sqlite") as db:
+        pruned = db.execute("SELECT COUNT(*) FROM rollouts WHERE fate = 'pruned'").fetchone()[0]
+    assert pruned
+    rows = metrics(run)
+    assert sum(row.get("gate/arrol/asked", 0) for row in rows) > 0
+    assert rows[-1]["audit/arrol/removed"] > 0
+    assert [row["gate/arrol/cold"] for row in rows[:3]] == [1.0, 1.0, 0.0]
+    assert max(lags(run)) <= 2
+
+
+def test_a_rule_that_cannot_be_asked_ends_the_run_with_the_reason(config: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"after 10 environment steps.*task countdown has at most 1 turn"):
+        Trainer(config=config | {"gates": ["divergence"], "eval_steps": None}).train()
 
 
 def test_nothing_hangs_when_rejected_groups_are_not_replaced(config: dict[str, Any]) -> None:
@@ -239,7 +266,6 @@ def test_an_interrupted_run_goes_on_with_what_was_in_flight(config: dict[str, An
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"gates": ["arrol"]}, "gates: they learn in the learner's process"),
         ({"rollout_batch": "fixed", "filter": "zero_variance", "max_lag": 2}, "rollout_batch has no effect"),
         ({"sync": {"name": "processes", "samplers": 0}}, "samplers"),
         ({"sync": {"name": "processes", "timeout_s": 0}}, "timeout_s"),

@@ -11,6 +11,7 @@ import pytest
 
 from winnow import Trainer
 from winnow.base.noise import noise_key
+from winnow.rollout.evaluate import evaluate
 from winnow.sampler.in_process import KEPT, LAG_STREAM
 
 from ..parity import parity_reward
@@ -53,13 +54,9 @@ def test_evaluations_are_of_the_newest_weights(tiny_config: dict[str, Any], tmp_
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     config = tiny_config | {"model": str(run / "model"), "output_dir": str(tmp_path / "again")}
     last = Trainer(config=config, reward_funcs=parity_reward)
-    with last._sampler.newest():
-        again = last._evaluator.run(
-            last.task.test[: tiny_config["eval_prompts"]],
-            last._runner.options.params,
-            n=tiny_config["eval_generations"],
-            max_prompt_length=last.config.max_prompt_length,
-        )
+    prompts = last.task.test[: tiny_config["eval_prompts"]]
+    last._sampler.publish(last.learner.weights(), [], 0)
+    again = evaluate(last._sampler.run, prompts, n=tiny_config["eval_generations"])
     found = {k: v for k, v in lines[-1].items() if k.startswith("eval/pass")}
     assert found == {f"eval/{k}": v for k, v in again.metrics.items() if k.startswith("pass")}
     assert 0 < found["eval/pass@1"] < 1, "otherwise this proves nothing"

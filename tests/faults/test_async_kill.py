@@ -16,9 +16,11 @@ import pytest
 
 from winnow import Trainer
 from winnow.record.ledger import Ledger
-from winnow.sampler.pipe import SERVE, Child
+from winnow.sampler.pipe import SERVE
+from winnow.sampler.pool import Member, SamplerPool
 
 from .. import parity
+from ..e2e.test_async import process_of
 from ..e2e.test_training import assert_clean
 from .harness import run
 
@@ -66,14 +68,14 @@ def assert_trained(run_dir: Path, steps: int) -> None:
 
 def _kill_samplers(config: dict[str, Any], monkeypatch: pytest.MonkeyPatch, kills: int) -> None:
     """Train until that many samplers were killed at random moments of their lives, then to the end."""
-    started: list[Child] = []
-    original = Child.__init__
+    started: list[Member] = []
+    original = SamplerPool._start
 
-    def remember(self: Child, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
-        started.append(self)
+    def remember(self: SamplerPool, slot: int) -> Member:
+        started.append(original(self, slot))
+        return started[-1]
 
-    monkeypatch.setattr(Child, "__init__", remember)
+    monkeypatch.setattr(SamplerPool, "_start", remember)
     trainer = Trainer(config=config | {"max_steps": 100_000, "save_steps": 100_000})
     draws = random.Random(0)
 
@@ -83,10 +85,10 @@ def _kill_samplers(config: dict[str, Any], monkeypatch: pytest.MonkeyPatch, kill
                 time.sleep(0.01)
             child = started[number]
             if draws.random() < 0.7:  # else it may not even have started to work
-                while not child.ready and child.process.poll() is None:
+                while not child.ready and process_of(child).poll() is None:
                     time.sleep(0.01)
             time.sleep(draws.uniform(0, 0.5))
-            os.kill(child.process.pid, signal.SIGKILL)
+            os.kill(process_of(child).pid, signal.SIGKILL)
         while len(started) <= kills or not started[-1].ready:
             time.sleep(0.01)
         trainer._stop_requested = True

@@ -18,8 +18,9 @@ from winnow.env.base import OverlappingEnv
 from winnow.env.rewards.rewarder import Rewarder
 from winnow.env.workers.remote import EnvLostError, EnvPool
 from winnow.env.workers.worker import WorkerError
-from winnow.rollout.runner import RolloutOptions, RolloutRunner
-from winnow.types import Fate, Group, Prompt, Visit
+from winnow.rollout.options import RolloutOptions
+from winnow.rollout.runner import RolloutRunner
+from winnow.types import Fate, Group, Job, Prompt, Visit
 
 TOY = f"{Path(__file__).with_name('toy_env.py')}:CountingEnv"
 
@@ -134,9 +135,9 @@ def test_a_hundred_episodes_two_workers_killed_and_one_hung(tiny_model: Path) ->
     model, tokenizer = AutoModelForCausalLM.from_pretrained(tiny_model), AutoTokenizer.from_pretrained(tiny_model)
     engine, rewarder = LocalEngine(model, tokenizer, slots=32), Rewarder(())
     options = RolloutOptions(SamplingParams(60), 32, seed=0)
-    runner = RolloutRunner(engine, task, tokenizer, rewarder, options)
+    runner = RolloutRunner(engine, task, tokenizer, rewarder, {"train": options})
     for number, prompt in enumerate(task.train):
-        runner.launch(Visit(number, 0, prompt), 4)
+        runner.launch(Job(Visit(number, 0, prompt), 4))
     groups: list[Group] = []
     blows = {6: (0, signal.SIGKILL), 12: (1, signal.SIGSTOP), 30: (2, signal.SIGKILL)}
     for step in range(5_000):

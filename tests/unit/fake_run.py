@@ -13,8 +13,9 @@ from winnow.config import RunConfig, validate
 from winnow.loop import Hooks, Limits, Loop, Parts
 from winnow.record.ledger import Ledger
 from winnow.run.build import build_methods
-from winnow.sampler.pace import Buffer
-from winnow.types import Fate, Group, Prompt, Rollout, Verdict, Visit
+from winnow.sampler.buffer import Buffer
+from winnow.sampler.pace import InTurn
+from winnow.types import Decision, EnvStep, Fate, Group, Job, Prompt, Rollout, Verdict, Visit
 
 Outcome = list[float | None] | Verdict
 """The rewards of a group, None where a sibling was pruned; or the verdict it was cut with."""
@@ -38,7 +39,8 @@ def rollout(
 
 def finished(visit: Visit, outcome: Outcome, version: int = 0, size: int = 2) -> Group:
     if isinstance(outcome, Verdict):
-        return Group(visit, [rollout(i, None, version, Fate.CUT, outcome.reason) for i in range(size)], outcome)
+        members = [rollout(i, None, version, Fate.CUT, outcome.reason) for i in range(size)]
+        return Group(visit, members, [Decision("gate", EnvStep(10), outcome)])
     members = [
         rollout(i, r, version, None if r is not None else Fate.PRUNED, "" if r is not None else "pruned")
         for i, r in enumerate(outcome)
@@ -49,28 +51,26 @@ def finished(visit: Visit, outcome: Outcome, version: int = 0, size: int = 2) ->
 class FakeSampler:
     """Finishes whatever was started at the next poll; remembers how many groups each round started."""
 
-    overlaps = False
-
     def __init__(self, outcome: Callable[[Visit, int], Outcome]) -> None:
         self.outcome = outcome
         self.version = 0
         self.rounds: list[tuple[int, int]] = []
         """(policy version, groups) of each round."""
-        self._started: list[tuple[Visit, int]] = []
+        self._started: list[Job] = []
 
     @property
     def pending(self) -> int:
         return len(self._started)
 
-    def launch(self, visit: Visit, size: int) -> None:
-        self._started.append((visit, size))
+    def launch(self, job: Job) -> None:
+        self._started.append(job)
 
     def poll(self) -> list[Group]:
         started, self._started = self._started, []
         self.rounds.append((self.version, len(started)))
-        return [finished(visit, self.outcome(visit, size), self.version, size) for visit, size in started]
+        return [finished(j.visit, self.outcome(j.visit, j.size), self.version, j.size) for j in started]
 
-    def publish(self, weights: Any, version: int) -> None:
+    def publish(self, weights: Any, rules: Any, version: int) -> None:
         self.version = version
 
     def metrics(self) -> dict[str, float]:
@@ -107,16 +107,18 @@ class FakeRun:
         self.ledger.set_meta("max_lag", str(c.max_lag))
         self.metrics: list[dict[str, float]] = []
         m = self.methods
+        buffer = Buffer(c.prompts_per_step, c.max_lag, carry=m.rollout_batch.carry)
         parts = Parts(
-            prompts=self.prompts,
+            prompts={"train": self.prompts},
             sampler=self.sampler,
             learner=SimpleNamespace(weights=dict),  # type: ignore[arg-type]
             selector=m.selector,
-            rollout_batch=m.rollout_batch,
             group_size=m.group_size,
             filter=m.filter,
             optimizer_step=self.update,  # type: ignore[arg-type]
-            buffer=Buffer(c.prompts_per_step, c.max_lag, carry=m.rollout_batch.carry),
+            buffer=buffer,
+            pace=InTurn(buffer, self.sampler, m.rollout_batch),  # type: ignore[arg-type]
+            refill_round=max(m.rollout_batch.size, c.prompts_per_step),
             ledger=self.ledger,
         )
         hooks = Hooks(

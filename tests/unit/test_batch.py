@@ -11,7 +11,7 @@ from winnow.methods.advantage import ADVANTAGES
 from winnow.methods.filter import FILTERS
 from winnow.methods.loss import LossConfig
 from winnow.methods.signal import Judge, Kind, is_zero_variance
-from winnow.sampler.pace import Buffer, oldest
+from winnow.sampler.buffer import Buffer, oldest
 from winnow.types import Fate, Group, Prompt, Rollout, Visit
 
 

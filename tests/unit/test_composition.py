@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from winnow.base.noise import noise_key
-from winnow.sampler.pace import oldest
+from winnow.sampler.buffer import oldest
 from winnow.types import Verdict, Visit
 
 from .fake_run import FakeRun, Outcome

@@ -20,7 +20,7 @@ from winnow.methods.correct import STEP_SCALES
 from winnow.methods.correct.truncate import Truncate
 from winnow.methods.filter import FILTERS
 from winnow.methods.loss import LossConfig
-from winnow.sampler.pace import Buffer
+from winnow.sampler.buffer import Buffer
 from winnow.types import Group, Prompt, Rollout, Visit
 
 from .learner_models import VOCABULARY, assert_equal, learner_of, llama

@@ -19,16 +19,18 @@ from winnow.engine import LocalEngine, SamplingParams
 from winnow.env.base import StepResult
 from winnow.env.rewards.rewarder import Rewarder
 from winnow.methods.advantage import ADVANTAGES
-from winnow.methods.gate import GATES
+from winnow.methods.gate import GATES, GateContext
 from winnow.methods.gate.audit import AuditedGate, RuleAudit
 from winnow.methods.gate.divergence import RULES, Divergence, decide, fires
 from winnow.methods.gate.signals import SIGNALS
 from winnow.methods.signal import Judge
 from winnow.record.ledger import Ledger
 from winnow.record.tally import Tally
-from winnow.rollout.runner import RolloutOptions, RolloutRunner
-from winnow.types import EnvStep, Fate, GroupView, Prompt, Visit
+from winnow.rollout.options import RolloutOptions
+from winnow.rollout.runner import RolloutRunner
+from winnow.types import EnvStep, Fate, GroupView, Job, Prompt, Token, Verdict, Visit
 
+from ..gates import Fake, ask, named
 from .test_rollout import SHORT_TURNS, EchoEnv, StepGate, ToyTask, run
 
 
@@ -92,24 +94,26 @@ def test_the_reason_names_signal_value_threshold_and_step() -> None:
 
 
 def test_several_steps_and_task_types() -> None:
-    gate = Divergence(steps={2: 0.3, 3: 0.5}, per_task_type={"heat": {3: 0.9}, "cool": 0}).build(0)
-    assert gate.at == (EnvStep(2), EnvStep(3))
+    gate = Divergence(steps={2: 0.3, 3: 0.5}, per_task_type={"heat": {3: 0.9}, "cool": 0}).build(
+        GateContext("divergence")
+    )
+    assert gate.rule().at == (EnvStep(2), EnvStep(3))
     half = [["a", "b", "c"], ["a", "x", "c"]]  # 1/2 apart after two steps, 1/3 after three
     for kind, at_2, at_3 in (("other", True, False), ("heat", True, False), ("cool", True, True)):
-        assert gate.decide(view_of(half, 2, {"task_type": kind})).keep == at_2
-        assert gate.decide(view_of(half, 3, {"task_type": kind})).keep == at_3
+        assert ask(gate, view_of(half, 2, {"task_type": kind})).keep == at_2
+        assert ask(gate, view_of(half, 3, {"task_type": kind})).keep == at_3
     with pytest.raises(ValueError, match=r"column 'task_type'.*prompt 'p0' has only a"):
-        gate.decide(view_of(half, 2, {"a": 1}))
-    by_number = Divergence(k=2, per_task_type={"7": 0.9}, task_type="kind").build(0)
-    assert not by_number.decide(view_of(half, 2, {"kind": 7})).keep
+        ask(gate, view_of(half, 2, {"a": 1}))
+    by_number = Divergence(k=2, per_task_type={"7": 0.9}, task_type="kind").build(GateContext("divergence"))
+    assert not ask(by_number, view_of(half, 2, {"kind": 7})).keep
 
 
 def test_failed_siblings_are_no_evidence() -> None:
-    gate = Divergence(k=2, threshold=0.3).build(0)
+    gate = Divergence(k=2, threshold=0.3).build(GateContext("divergence"))
     actions = [["a", "b"], ["a", "b"], [], []]
-    assert gate.decide(view_of(actions, 2)).keep
-    assert not gate.decide(view_of(actions, 2, failed=(False, False, True, True))).keep
-    assert gate.decide(view_of(actions, 2, failed=(False, True, True, True))).keep, "one alone agrees with nobody"
+    assert ask(gate, view_of(actions, 2)).keep
+    assert not ask(gate, view_of(actions, 2, absent=(False, False, True, True))).keep
+    assert ask(gate, view_of(actions, 2, absent=(False, True, True, True))).keep, "one alone agrees with nobody"
 
 
 @pytest.mark.parametrize(
@@ -151,7 +155,7 @@ def different(group: int, sibling: int, step: int) -> str:
 
 def test_only_converged_groups_are_cut(policy: Any) -> None:
     task = task_of(lambda group, i, t: "look" if group == 1 else different(group, i, t))
-    gate = Divergence(k=2).build(0)
+    gate = Divergence(k=2).build(GateContext("divergence"))
     groups = run(policy, task, gates=[gate], max_tokens=200)
     assert [g.verdict.keep for g in groups] == [True, False, True]
     assert groups[1].verdict.reason == "converged: prefix_edit_distance 0 < 0.12 at step 2"
@@ -173,7 +177,7 @@ def test_the_gate_sees_what_the_signals_are_defined_on(policy: Any) -> None:
         for name, f in SIGNALS.items():
             if name == "termination_fraction":
                 continue
-            gate = Divergence(signal=name, k=3, threshold=1.0).build(0)
+            gate = Divergence(signal=name, k=3, threshold=1.0).build(GateContext("divergence"))
             for group in run(policy, task if names is None else task_of(names), gates=[gate], max_tokens=200):
                 if group.verdict.keep:
                     continue
@@ -189,14 +193,19 @@ def test_the_first_step_that_fires_cuts(policy: Any) -> None:
     def names(group: int, i: int, t: int) -> str:
         return "look" if group == 0 or (group == 1 and t > 1) else different(group, i, t)
 
-    groups = run(policy, task_of(names), gates=[Divergence(steps={1: 0.1, 3: 0.5}).build(0)], max_tokens=200)
+    groups = run(
+        policy,
+        task_of(names),
+        gates=[Divergence(steps={1: 0.1, 3: 0.5}).build(GateContext("divergence"))],
+        max_tokens=200,
+    )
     assert [g.verdict.reason.rpartition(" ")[2] for g in groups] == ["1", "3", ""]
     assert [[len(r.turns) for r in g.rollouts] for g in groups] == [[1] * 4, [3] * 4, [4] * 4]
 
 
 def test_it_acts_only_while_somebody_runs(policy: Any) -> None:
     """Everybody has ended by step 2, all alike: nothing is left to save, and the rewards count."""
-    gate = Divergence(k=3).build(0)
+    gate = Divergence(k=3).build(GateContext("divergence"))
     for group in run(policy, task_of(lambda g, i, t: "look", turns=2), gates=[gate], max_tokens=200):
         assert group.verdict.keep
         assert all(r.reward == 2.0 for r in group.rollouts)
@@ -213,7 +222,7 @@ def test_gates_at_the_same_step_are_asked_one_after_the_other(policy: Any) -> No
 
 def test_a_step_that_no_episode_reaches_is_refused(policy: Any) -> None:
     with pytest.raises(ValueError, match=r"after 5 environment steps.*at most 5 turns"):
-        run(policy, task_of(different), gates=[Divergence(steps={2: 0.1, 5: 0.1}).build(0)])
+        run(policy, task_of(different), gates=[Divergence(steps={2: 0.1, 5: 0.1}).build(GateContext("divergence"))])
 
 
 def test_who_waits_holds_no_slot_and_its_time_is_counted(policy: Any) -> None:
@@ -222,8 +231,8 @@ def test_who_waits_holds_no_slot_and_its_time_is_counted(policy: Any) -> None:
     task = task_of(different)
     rewarder = Rewarder(task.reward_funcs)
     options = RolloutOptions(SamplingParams(300), 32, seed=0)
-    runner = RolloutRunner(engine, task, policy[1], rewarder, options, [StepGate(2, True)])
-    runner.launch(Visit(0, 0, task.train[0]), 4)
+    runner = RolloutRunner(engine, task, policy[1], rewarder, {"train": options}, named([StepGate(2, True)]))
+    runner.launch(Job(Visit(0, 0, task.train[0]), 4))
     groups, alone = [], 0
     while runner.pending:
         for flight in runner._flights.values():
@@ -244,10 +253,56 @@ def test_who_waits_holds_no_slot_and_its_time_is_counted(policy: Any) -> None:
     assert all(r.barrier_wait_s == 0 for g in free for r in g.rollouts)
 
 
+class PruneFirst(Fake):
+    """Prunes the first siblings of a group in the middle of their first turn."""
+
+    at = Token(2)
+
+    def __init__(self, siblings: int) -> None:
+        self.siblings = siblings
+
+    def decide(self, view: GroupView) -> Verdict:
+        assert view.sibling is not None
+        return Verdict(view.sibling >= self.siblings, "pruned")
+
+
+@pytest.mark.parametrize("pruned", [2, 4])
+def test_pruned_siblings_are_no_evidence_either(policy: Any, pruned: int) -> None:
+    """Eight that do the same, of which some were stopped: those that are left agree."""
+    gate, seen = Divergence(k=2).build(GateContext("divergence")), StepGate(2, True)
+    task = task_of(lambda g, i, t: "look", size=8)
+    task.stop = ()
+    groups = run(policy, task, gates=[PruneFirst(pruned), seen, gate], size=8, max_tokens=400)
+    for group, view in zip(groups, seen.views, strict=True):
+        left = [r for r in group.rollouts if r.fate != Fate.PRUNED]
+        assert len(left) == 8 - pruned
+        assert view.absent == (True,) * pruned + (False,) * (8 - pruned)
+        (verdict,) = (d.verdict for d in group.decisions if d.gate == "divergence")
+        assert verdict.evidence == {"prefix_edit_distance": 0.0}
+        assert verdict.reason == "converged: prefix_edit_distance 0 < 0.12 at step 2"
+        assert {r.fate for r in left} == {Fate.CUT}
+    assert gate.metrics()["gate/divergence/prefix_edit_distance"] == 0.0
+
+
+@pytest.mark.parametrize("pruned", [2, 4])
+def test_to_be_pruned_is_not_to_have_ended(policy: Any, pruned: int) -> None:
+    gate = Divergence(k=2, termination=pruned / 8, threshold=0.0).build(GateContext("divergence"))
+    task = task_of(different, size=8)
+    task.stop = ()
+    groups = run(policy, task, gates=[PruneFirst(pruned), gate], size=8, max_tokens=400)
+    for group in groups:
+        assert sum(r.fate == Fate.PRUNED for r in group.rollouts) == pruned
+        assert group.verdict.keep
+        assert sum(r.reward == 4.0 for r in group.rollouts) == 8 - pruned
+    assert gate.metrics()["gate/divergence/asked"] == 3
+
+
 @pytest.mark.parametrize("epsilon", [1.0, 0.5])
 def test_an_overridden_cut_is_one_removal_whatever_the_steps(policy: Any, epsilon: float) -> None:
     gate = AuditedGate(
-        Divergence(steps={1: 0.1, 3: 0.1}).build(0), RuleAudit("divergence", epsilon), ADVANTAGES["grpo"]()
+        Divergence(steps={1: 0.1, 3: 0.1}).build(GateContext("divergence")),
+        RuleAudit("divergence", epsilon),
+        ADVANTAGES["grpo"](),
     )
     groups = run(policy, task_of(lambda g, i, t: "look"), gates=[gate], max_tokens=200)
     audited = [g for g in groups if g.verdict.keep]

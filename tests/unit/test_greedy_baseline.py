@@ -16,10 +16,12 @@ from winnow.methods.signal import BY_REWARDS
 from winnow.record.ledger import Ledger
 from winnow.record.records import sample
 from winnow.record.tally import Tally
-from winnow.rollout.runner import RolloutOptions, RolloutRunner
+from winnow.rollout.options import RolloutOptions
+from winnow.rollout.runner import RolloutRunner
 from winnow.sampler.codec import group_from, group_state
-from winnow.types import Fate, Group, GroupView, Token, Verdict, Visit
+from winnow.types import Fate, Group, GroupView, Job, Token, Verdict, Visit
 
+from ..gates import Fake, named
 from ..parity import parity_reward
 from .test_baselines import with_greedy
 from .test_batch import make_group
@@ -36,9 +38,9 @@ def policy(tiny_model: Path) -> tuple[Any, Any]:
 def run(policy: tuple[Any, Any], task: ToyTask, *, greedy: bool = True, gates: Any = (), **params: Any) -> list[Group]:
     engine, rewarder = LocalEngine(*policy, slots=8), Rewarder(task.reward_funcs)
     options = RolloutOptions(SamplingParams(**{"max_tokens": 12} | params), 32, seed=0, greedy_baseline=greedy)
-    runner = RolloutRunner(engine, task, policy[1], rewarder, options, gates)
+    runner = RolloutRunner(engine, task, policy[1], rewarder, {"train": options}, named(gates))
     for number, prompt in enumerate(task.train[:3]):
-        runner.launch(Visit(number, 0, prompt), SIZE)
+        runner.launch(Job(Visit(number, 0, prompt), SIZE))
     groups: list[Group] = []
     while runner.pending:
         groups += runner.poll()
@@ -62,7 +64,7 @@ def test_it_is_the_most_likely_completion_and_disturbs_nobody(policy) -> None:
             np.testing.assert_array_equal(r.token_ids, undisturbed.token_ids)
 
 
-class PruneEverything:
+class PruneEverything(Fake):
     at, needs = Token(2), frozenset({"hidden"})
 
     def __init__(self) -> None:
@@ -71,9 +73,6 @@ class PruneEverything:
     def decide(self, view: GroupView) -> Verdict:
         self.views.append(view)
         return Verdict(False, "no")
-
-    def observe(self, group: Group) -> None:
-        pass
 
 
 def test_token_gates_are_not_asked_about_it(policy) -> None:
@@ -162,6 +161,6 @@ def test_a_failed_baseline_counts_among_the_failures() -> None:
 
 def test_it_survives_a_checkpoint() -> None:
     group = with_greedy(make_group(0, [1.0, 0.0]), 0.5)
-    again = group_from(group_state(group), [group.prompt])
+    again = group_from(group_state(group), {"train": [group.prompt]})
     assert [r.greedy for r in again.rollouts] == [False, False, True]
     assert again.greedy_reward() == 0.5

@@ -14,9 +14,11 @@ import pytest
 from winnow.engine import LocalEngine, SamplingParams
 from winnow.env.base import StepResult
 from winnow.env.rewards.rewarder import Rewarder
-from winnow.rollout.runner import OVERLAP, RolloutOptions, RolloutRunner
-from winnow.types import EnvStep, Fate, Group, Verdict, Visit
+from winnow.rollout.options import RolloutOptions
+from winnow.rollout.runner import OVERLAP, RolloutRunner
+from winnow.types import EnvStep, Fate, Group, Job, Verdict, Visit
 
+from ..gates import Fake
 from .test_rollout import EchoEnv, ToyTask, policy, run  # noqa: F401
 
 
@@ -75,10 +77,10 @@ def test_what_runs_together_does_not_depend_on_how_long_they_take(policy: Any, p
         engine.step = counted  # type: ignore[method-assign]
         engine.submit = lambda r: (seen.extend((steps, q.id) for q in r), submit(r))[1]  # type: ignore[method-assign]
         runner = RolloutRunner(
-            engine, task, policy[1], Rewarder(task.reward_funcs), RolloutOptions(SamplingParams(200), 32, 0)
+            engine, task, policy[1], Rewarder(task.reward_funcs), {"train": RolloutOptions(SamplingParams(200), 32, 0)}
         )
         for number, prompt in enumerate(task.train[:3]):
-            runner.launch(Visit(number, 0, prompt), 4)
+            runner.launch(Job(Visit(number, 0, prompt), 4))
         while runner.pending:
             runner.poll()
         return seen
@@ -114,15 +116,13 @@ def test_one_that_cannot_be_reset_fails_its_rollout_only(policy: Any, pool: Thre
 
 
 def test_a_gate_waits_for_all_answers_and_cuts_the_group_once(policy: Any, pool: ThreadPoolExecutor) -> None:  # noqa: F811
-    class Cut:
-        at, needs, asked = EnvStep(2), frozenset[str](), 0
+    class Cut(Fake):
+        at, asked = EnvStep(2), 0
 
         def decide(self, view: Any) -> Verdict:
             Cut.asked += 1
             assert all(len(actions) == 2 for actions in view.actions)
             return Verdict(False, "enough")
-
-        def observe(self, group: Group) -> None: ...
 
     task = ToyTask(make=lambda _: Elsewhere(EchoEnv(4), pool, lambda: 0.002))  # type: ignore[arg-type,return-value]
     groups = run(policy, task, gates=[Cut()], max_tokens=200)

@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from winnow.sampler.pace import Buffer, oldest
+from winnow.sampler.buffer import Buffer, oldest
 from winnow.types import Group, Prompt, Rollout, Visit
 
 PROMPT = Prompt("p", 0, text="p")

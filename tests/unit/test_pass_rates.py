@@ -124,7 +124,7 @@ def test_an_interrupt_says_how_to_go_on(
     def interrupted(*args: Any, **kwargs: Any) -> Any:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("winnow.rollout.profile.roll_out", interrupted)
+    monkeypatch.setattr("winnow.rollout.runner.RolloutRunner.poll", interrupted)
     with pytest.raises(KeyboardInterrupt, match=f"0 of {PROMPTS} prompts .* the same command goes on"):
         profile_model(str(tiny_model), values, output=tmp_path / "p.jsonl")
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import queue
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,22 +13,26 @@ import numpy as np
 import pytest
 
 from winnow.config import validate
-from winnow.sampler import SamplersLostError, processes
-from winnow.sampler.codec import group_state
-from winnow.sampler.pipe import Message
-from winnow.sampler.processes import Processes, ProcessSampler
-from winnow.types import Fate, Group, Prompt, Rollout, Visit
+from winnow.methods.gate import GateContext, NamedRule, rule_from
+from winnow.methods.gate.overrides import Overrides
+from winnow.methods.gate.random_cut import RandomCut
+from winnow.sampler import SamplerContext, SamplersLostError, pool
+from winnow.sampler.base import SamplerRefusedError
+from winnow.sampler.codec import group_state, job_state
+from winnow.sampler.pool import Member, Message, PoolOptions, SamplerPool, Sent
+from winnow.sampler.weights import PublishedWeights
+from winnow.types import Fate, Group, Job, Prompt, Purpose, Rollout, Visit
 
 PROMPTS = [Prompt(f"p{i}", i, text="p") for i in range(9)]
+HELD_OUT = [Prompt(f"t{i}", i, text="t") for i in range(9)]
 ZEROS = (np.zeros(2, np.int64), np.ones(2, bool), np.zeros(2, np.float32), np.zeros(2, np.int32))
 
 
-class FakeChild:
-    """Remembers what it is told; the test speaks for it."""
+class FakeChannel:
+    """Remembers what it is told; the test speaks for the sampler."""
 
-    def __init__(self, slot: int, inbox: queue.SimpleQueue[Message], threads: int, start: dict[str, Any]) -> None:
-        self.slot, self.inbox, self.version = slot, inbox, start["version"]
-        self.ready, self.flights, self.counts, self.heard = True, {}, {}, float("inf")
+    def __init__(self, inbox: queue.SimpleQueue[Message]) -> None:
+        self.inbox = inbox
         self.told: list[dict[str, Any]] = []
         self.killed = False
 
@@ -38,70 +44,118 @@ class FakeChild:
         return "signal SIGKILL"
 
     def says(self, content: dict[str, Any] | None) -> None:
-        self.inbox.put(Message(self, content))  # type: ignore[arg-type]
+        self.inbox.put(Message(self, content))
 
 
-def group(visit: Visit) -> Group:
-    return Group(visit, [Rollout(0, (1,), *ZEROS, reward=1.0)])
+class FakeTransport:
+    """Weights that stay where they are."""
+
+    def __init__(self) -> None:
+        self.version = -1
+        self.removed = False
+
+    def write(self, weights: Mapping[str, Any], version: int) -> None:
+        self.version = version
+
+    def told(self) -> dict[str, Any]:
+        return {"weights": "somewhere", "version": self.version}
+
+    def remove(self) -> None:
+        self.removed = True
 
 
-def visit(number: int) -> Visit:
-    return Visit(number, 0, PROMPTS[number])
+def group(visit: Visit, purpose: Purpose = "train") -> Group:
+    return Group(visit, [Rollout(0, (1,), *ZEROS, reward=1.0)], purpose=purpose)
+
+
+def visit(number: int, prompts: list[Prompt] = PROMPTS) -> Visit:
+    return Visit(number, 0, prompts[number])
+
+
+def job(number: int, size: int = 1) -> Job:
+    return Job(visit(number), size)
+
+
+def channel_of_member(member: Member) -> FakeChannel:
+    assert isinstance(member.channel, FakeChannel)
+    return member.channel
+
+
+def channel_of(sampler: SamplerPool, slot: int) -> FakeChannel:
+    return channel_of_member(sampler._members[slot])
 
 
 @pytest.fixture
-def sampler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ProcessSampler:
-    monkeypatch.setattr(processes, "Child", FakeChild)
-    monkeypatch.setattr(processes, "fingerprints", lambda task, tokenizer: {})
-    monkeypatch.setattr(processes, "POLL_S", 0.01)
-    monkeypatch.setattr(processes, "STOP_S", 0.01)
+def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Builds a pool of two samplers that work; `max_turns` is the task's."""
+    monkeypatch.setattr(pool, "fingerprints", lambda task, tokenizer: {})
+    monkeypatch.setattr(pool, "POLL_S", 0.01)
+    monkeypatch.setattr(pool, "STOP_S", 0.01)
     config = validate({"model": "m", "env": "countdown", "output_dir": str(tmp_path)})
-    runner = SimpleNamespace(
-        engine=SimpleNamespace(version=0),
-        task=SimpleNamespace(train=PROMPTS),
-        tokenizer=None,
-        options=SimpleNamespace(greedy_baseline=False),
-    )
-    made = Processes(samplers=2, max_restarts=2).build(runner, config, 2)  # type: ignore[arg-type]
-    made.publish({}, 0)
-    return made
+
+    def build(max_turns: int = 1, transport: Any = None) -> SamplerPool:
+        task: Any = SimpleNamespace(train=PROMPTS, test=HELD_OUT, max_turns=max_turns)
+        context = SamplerContext(config, task, None, greedy_baseline=False, behind=2, runner=None)
+        options = PoolOptions(samplers=2, max_restarts=2)
+        sampler = SamplerPool(options, context, transport or FakeTransport(), FakeChannel)
+        sampler.publish({}, [], 0)
+        for member in sampler._members:
+            working(member)
+        return sampler
+
+    return build
 
 
-def test_work_is_shared_and_comes_back_in_visit_order(sampler: ProcessSampler) -> None:
+def working(member: Member) -> None:
+    member.ready, member.heard = True, float("inf")
+
+
+@pytest.fixture
+def sampler(made: Any) -> SamplerPool:
+    found: SamplerPool = made()
+    return found
+
+
+def test_work_is_shared_and_comes_back_in_visit_order(sampler: SamplerPool) -> None:
     for number in range(4):
-        sampler.launch(visit(number), 1)
-    first, second = sampler._children
-    assert [sorted(c.flights) for c in (first, second)] == [[0, 2], [1, 3]]
-    second.says({"group": group_state(group(visit(3)))})
-    first.says({"group": group_state(group(visit(0)))})
+        sampler.launch(job(number))
+    first, second = sampler._members
+    assert [sorted(m.flights) for m in (first, second)] == [
+        [("train", 0), ("train", 2)],
+        [("train", 1), ("train", 3)],
+    ]
+    channel_of_member(second).says({"group": group_state(group(visit(3)))})
+    channel_of_member(first).says({"group": group_state(group(visit(0)))})
     assert [g.visit.number for g in sampler.poll()] == [0, 3]
     assert sampler.pending == 2
 
 
-def test_a_late_or_double_result_is_dropped(sampler: ProcessSampler) -> None:
-    sampler.launch(visit(0), 1)
-    child = sampler._children[0]
+def test_a_late_or_double_result_is_dropped(sampler: SamplerPool) -> None:
+    sampler.launch(job(0))
+    child = sampler._members[0]
     for _ in range(2):
-        child.says({"group": group_state(group(visit(0)))})
+        channel_of_member(child).says({"group": group_state(group(visit(0)))})
     assert len(sampler.poll()) == 1
-    sampler.launch(visit(1), 1)
-    child.says(None)
+    sampler.launch(job(1))
+    channel_of_member(child).says(None)
     assert sampler.poll() == []
-    child.says({"group": group_state(group(visit(1)))})
+    channel_of_member(child).says({"group": group_state(group(visit(1)))})
     assert sampler.poll() == [], "what a replaced sampler still says does not count"
     assert sampler.pending == 1
 
 
-def test_a_dead_samplers_groups_are_launched_once_more_then_failed(sampler: ProcessSampler) -> None:
-    sampler.launch(visit(0), 3)
-    sampler.publish({}, 1)
-    sampler._children[0].says(None)
+def test_a_dead_samplers_groups_are_launched_once_more_then_failed(sampler: SamplerPool) -> None:
+    sampler.launch(job(0, 3))
+    sampler.publish({}, [], 1)
+    channel_of(sampler, 0).says(None)
     assert sampler.poll() == []
-    again = sampler._children[0]
+    again = sampler._members[0]
     assert again.version == 1
-    assert again.told == [{"launch": [0, 0, 0, {"keep": True, "reason": "", "probability": 1.0}], "size": 3}]
-    again.says(None)
-    sampler.poll()
+    working(again)
+    start, launched = channel_of(sampler, 0).told
+    assert start["start"]["version"] == 1, "the newest weights"
+    assert launched == {"launch": job_state(job(0, 3))}
+    channel_of_member(again).says(None)
     (failed,) = sampler.poll()
     assert [r.fate for r in failed.rollouts] == [Fate.FAILED] * 3
     assert "two samplers" in failed.rollouts[0].reason
@@ -109,89 +163,179 @@ def test_a_dead_samplers_groups_are_launched_once_more_then_failed(sampler: Proc
     assert sampler.metrics()["sampler/redispatched"] == 1
 
 
-def test_a_sampler_that_never_began_does_not_count(sampler: ProcessSampler) -> None:
-    sampler.launch(visit(0), 1)
-    sampler._children[0].ready = False
-    sampler._children[0].says(None)
+def test_a_sampler_that_never_began_does_not_count(sampler: SamplerPool) -> None:
+    sampler.launch(job(0))
+    sampler._members[0].ready = False
+    channel_of(sampler, 0).says(None)
     sampler.poll()
-    sampler._children[0].says(None)
+    channel_of(sampler, 0).says(None)
     assert sampler.poll() == sampler.poll() == []
     assert sampler.pending == 1
 
 
-def test_deaths_in_a_row_end_the_run_but_a_group_in_between_forgives(sampler: ProcessSampler) -> None:
+def test_deaths_in_a_row_end_the_run_but_a_group_in_between_forgives(sampler: SamplerPool) -> None:
     for number in range(3):
-        sampler._children[0].says(None)
+        channel_of(sampler, 0).says(None)
         sampler.poll()
-        sampler._children[0].flights = {}
-        sampler._send(sampler._children[0], processes.Sent(visit(number), 1, False))
-        sampler._children[0].says({"group": group_state(group(visit(number)))})
+        sampler._members[0].flights = {}
+        sampler._send(sampler._members[0], Sent(job(number), again=False))
+        channel_of(sampler, 0).says({"group": group_state(group(visit(number)))})
         sampler.poll()
     for _ in range(2):
-        sampler._children[0].says(None)
+        channel_of(sampler, 0).says(None)
         sampler.poll()
-    sampler._children[0].says(None)
+    channel_of(sampler, 0).says(None)
     with pytest.raises(SamplersLostError, match="3 times in a row"):
         sampler.poll()
 
 
-def test_silence_is_death(sampler: ProcessSampler) -> None:
-    silent = sampler._children[1]
+def test_silence_is_death(sampler: SamplerPool) -> None:
+    silent = sampler._members[1]
     silent.heard = 0.0
     sampler.poll()
-    assert silent.killed
-    assert sampler._children[1] is not silent
+    assert channel_of_member(silent).killed
+    assert sampler._members[1] is not silent
     assert sampler.metrics()["sampler/restarts"] == 1
 
 
-def test_the_version_is_the_oldest_that_is_known(sampler: ProcessSampler) -> None:
-    sampler.publish({}, 1)
+def test_the_version_is_the_oldest_that_is_known(sampler: SamplerPool) -> None:
+    sampler.publish({}, [], 1)
     assert sampler.version == 0
-    sampler._children[0].says({"loaded": 1, "metrics": {"mine": 2.0}})
+    channel_of(sampler, 0).says({"loaded": 1, "dtype": "float32", "metrics": {"mine": 2.0}})
     sampler.poll()
     assert sampler.version == 0
-    sampler._children[1].says({"loaded": 1, "metrics": {"mine": 4.0}})
+    channel_of(sampler, 1).says({"loaded": 1, "dtype": "float32", "metrics": {"mine": 4.0}})
     sampler.poll()
     assert sampler.version == 1
     assert sampler.metrics()["mine"] == 3.0
 
 
-def test_what_is_in_flight_at_the_end_comes_back_whatever_the_samplers_do(sampler: ProcessSampler) -> None:
+def test_what_is_in_flight_at_the_end_comes_back_whatever_the_samplers_do(sampler: SamplerPool) -> None:
     for number in range(3):
-        sampler.launch(visit(number), 1)
-    first, second = sampler._children
-    first.says({"stopped": [group_state(group(visit(0)))]})
-    second.says(None)
+        sampler.launch(job(number))
+    first, second = sampler._members
+    channel_of_member(first).says({"stopped": [group_state(group(visit(0)))]})
+    channel_of_member(second).says(None)
     groups = sampler.close()
     assert sorted(g.visit.number for g in groups) == [0, 1, 2]
-    assert all(c.killed for c in (first, second))
+    assert all(channel_of_member(m).killed for m in (first, second))
     assert sampler.close() == []
 
 
-def test_a_lost_sampler_does_not_hold_up_the_end(sampler: ProcessSampler, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processes, "STOP_S", 60.0)
+def test_a_lost_sampler_does_not_hold_up_the_end(sampler: SamplerPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool, "STOP_S", 60.0)
     for _ in range(3):
-        sampler._children[0].says(None)
+        channel_of(sampler, 0).says(None)
         if sampler._deaths[0] < 2:
             sampler.poll()
     with pytest.raises(SamplersLostError):
         sampler.poll()
-    (left,) = sampler._children
-    left.says({"stopped": []})
+    (left,) = sampler._members
+    channel_of_member(left).says({"stopped": []})
     assert sampler.close() == []
-    assert left.killed
+    assert channel_of_member(left).killed
 
 
-def test_new_groups_go_to_samplers_that_work(sampler: ProcessSampler) -> None:
-    sampler._children[0].ready = False
+def test_new_groups_go_to_samplers_that_work(sampler: SamplerPool) -> None:
+    sampler._members[0].ready = False
     for number in range(3):
-        sampler.launch(visit(number), 1)
-    assert [len(child.flights) for child in sampler._children] == [0, 3]
+        sampler.launch(job(number))
+    assert [len(member.flights) for member in sampler._members] == [0, 3]
 
 
-def test_only_the_newest_weights_are_kept_on_disk(sampler: ProcessSampler, tmp_path: Path) -> None:
+def test_only_the_newest_weights_are_kept_on_disk(made: Any, tmp_path: Path) -> None:
+    sampler = made(transport=PublishedWeights(tmp_path / ".weights"))
     for version in range(1, 12):
-        sampler.publish({}, version)
+        sampler.publish({}, [], version)
     assert sorted(int(p.stem) for p in (tmp_path / ".weights").iterdir()) == [9, 10, 11]
     sampler.close()
     assert not (tmp_path / ".weights").exists()
+
+
+def test_samplers_are_told_weights_and_rules_together(sampler: SamplerPool) -> None:
+    rule = RandomCut(k=3, share=0.4).build(GateContext("random", 7)).rule()
+    named = NamedRule("random", rule, Overrides("random", 7, 0.25))
+    sampler.publish({}, [named], 1)
+    for slot in range(2):
+        told = json.loads(json.dumps(channel_of(sampler, slot).told[-1]))
+        assert (told["weights"], told["version"]) == ("somewhere", 1)
+        assert [rule_from(state, type(rule)) for state in told["rules"]] == [named]
+    channel_of(sampler, 0).says(None)
+    sampler.poll()
+    assert channel_of(sampler, 0).told[0]["start"]["rules"] == told["rules"], "one that is started later, too"
+
+
+def evaluation(n: int, size: int = 1) -> list[Job]:
+    return [Job(visit(i, HELD_OUT), size, "eval") for i in range(n)]
+
+
+def test_jobs_come_back_in_order_while_groups_for_training_wait_for_poll(sampler: SamplerPool) -> None:
+    sampler.launch(job(0))
+    sampler.launch(job(1))
+    first, second = (channel_of(sampler, slot) for slot in range(2))
+    for number, channel in ((2, first), (0, first), (3, second), (1, second)):  # 0 and 2 go to the first
+        channel.says({"group": group_state(group(visit(number, HELD_OUT), "eval"))})
+        if number == 0:
+            channel.says({"group": group_state(group(visit(0)))})
+    found = sampler.run(evaluation(4))
+    assert [(g.visit.number, g.purpose, g.prompt.id) for g in found] == [(i, "eval", f"t{i}") for i in range(4)]
+    assert sampler.pending == 2, "one landed, one in flight; both are still to be polled"
+    assert [(g.visit.number, g.purpose, g.prompt.id) for g in sampler.poll()] == [(0, "train", "p0")]
+    second.says({"group": group_state(group(visit(1)))})
+    assert [g.visit.number for g in sampler.poll()] == [1]
+    assert sampler.pending == 0
+
+
+def test_equal_visit_numbers_of_two_purposes_are_two_groups(sampler: SamplerPool) -> None:
+    sampler.launch(job(0))
+    sampler._members[1].ready = False  # everything goes to the first
+    first = channel_of(sampler, 0)
+    first.says({"group": group_state(group(visit(0, HELD_OUT), "eval"))})
+    (found,) = sampler.run(evaluation(1))
+    assert (found.prompt.id, sampler.pending) == ("t0", 1)
+
+
+def test_a_job_whose_samplers_die_fails_and_does_not_hang(sampler: SamplerPool) -> None:
+    channel_of(sampler, 0).says(None)
+    sampler._members[1].ready = False
+    start, started = sampler._start, list[Member]()
+
+    def dies_once_more(slot: int) -> Member:
+        started.append(start(slot))
+        working(started[-1])
+        if len(started) == 1:
+            channel_of_member(started[-1]).says(None)
+        return started[-1]
+
+    sampler._start = dies_once_more  # type: ignore[method-assign]
+    (found,) = sampler.run(evaluation(1, size=3))
+    assert [r.fate for r in found.rollouts] == [Fate.FAILED] * 3
+    assert found.purpose == "eval"
+    assert sampler.poll() == []
+
+
+def test_few_environments_are_alive_beside_training(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool, "MAX_LIVE", 4)
+    sampler, most = made(max_turns=5), 0
+    sampler.launch(job(8, size=100))  # training does not count
+
+    def heard(*, wait: bool) -> list[Group]:
+        nonlocal most
+        flying = [s.job for m in sampler._members for s in m.flights.values() if s.job.purpose == "eval"]
+        most = max(most, sum(other.size for other in flying))
+        for member in sampler._members:
+            member.flights = {k: s for k, s in member.flights.items() if s.job.purpose == "train"}
+        return [group(other.visit, "eval") for other in flying]
+
+    monkeypatch.setattr(sampler, "_heard", heard)
+    assert [g.visit.number for g in sampler.run(evaluation(9, size=3))] == list(range(9))
+    assert most == 6, "two groups of three: four environments for each of two samplers"
+    assert len(sampler.run(evaluation(1, size=50))) == 1, "one group at least"
+
+
+@pytest.mark.parametrize("where", ["poll", "run"])
+def test_a_sampler_that_refuses_ends_the_run_with_its_reason(sampler: SamplerPool, where: str) -> None:
+    channel_of(sampler, 1).says({"refused": "gate divergence needs what is not there"})
+    with pytest.raises(SamplerRefusedError, match="gate divergence needs what is not there"):
+        sampler.poll() if where == "poll" else sampler.run(evaluation(2))
+    assert issubclass(SamplerRefusedError, SamplersLostError), "the loop saves, and says why"

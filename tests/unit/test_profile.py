@@ -14,8 +14,10 @@ import pytest
 from winnow.config import validate
 from winnow.env.rewards.rewarder import Rewarder
 from winnow.methods.pass_rates import BINS, histogram, parse_profile, summary
+from winnow.rollout.evaluate import run_jobs
 from winnow.rollout.profile import CHUNK, PassRate, ProfileError, Profiler, read_profile
-from winnow.run.build import build_policy, build_task, sampling_params
+from winnow.rollout.runner import RolloutRunner
+from winnow.run.build import build_policy, build_task, rollout_options, sampling_params
 
 LINE = {"id": "a", "n": 16, "correct": 3, "mean_reward": 0.1875}
 
@@ -142,10 +144,12 @@ class Bench:
 
     def profiler(self, reward: Any = by_parity, seed: int = 0) -> Profiler:
         self.rewarder = Rewarder(reward)
-        return Profiler(self.engine, self.task, self.policy.tokenizer, self.rewarder, seed=seed)
+        options = rollout_options(self.config.model_copy(update={"seed": seed}))
+        runner = RolloutRunner(self.engine, self.task, self.policy.tokenizer, self.rewarder, options)
+        return Profiler(lambda jobs: run_jobs(runner, jobs))
 
     def run(self, profiler: Profiler, prompts: Any, **options: Any) -> Iterator[PassRate]:
-        return profiler.run(prompts, sampling_params(self.config), **{"n": 4, "max_prompt_length": 16} | options)
+        return profiler.run(prompts, **{"n": 4} | options)
 
     def rates(self, prompts: Any, **options: Any) -> list[PassRate]:
         return list(self.run(self.profiler(), prompts, **options))

@@ -10,6 +10,7 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from winnow.env.base import StepResult
+from winnow.methods.gate import GateContext
 from winnow.methods.gate.divergence import Divergence
 from winnow.sampler.codec import group_from, group_state
 from winnow.types import Fate
@@ -43,7 +44,7 @@ def test_a_gate_sees_the_last_one_given_and_it_survives_a_checkpoint(policy: Any
     gate, task = StepGate(3, True), task_of((0.2, 0.4, 0.6), (0.5,), (), (0, None, 1))
     groups = run(policy, task, gates=[gate], max_tokens=200)
     assert [view.progress for view in gate.views] == [(0.6, 0.5, None, 1.0)] * 3
-    again = group_from(group_state(groups[0]), task.train)
+    again = group_from(group_state(groups[0]), {"train": task.train})
     assert [t.progress for t in again.rollouts[0].turns] == [0.2, 0.4, 0.6, None]
 
 
@@ -57,7 +58,7 @@ def test_what_is_no_number_between_0_and_1_fails_the_rollout(policy: Any, wrong:
 
 
 def test_the_gate_cuts_groups_that_have_not_come_anywhere(policy: Any) -> None:
-    gate = Divergence(k=2, threshold=0.0, progress=0.25).build(0)
+    gate = Divergence(k=2, threshold=0.0, progress=0.25).build(GateContext("divergence"))
     for best, keep in ((0.25, False), (0.3, True)):
         task = task_of((0.0, best), (0.1,), (), (0.0, 0.0))
         for group in run(policy, task, gates=[gate], max_tokens=200):
@@ -66,7 +67,7 @@ def test_the_gate_cuts_groups_that_have_not_come_anywhere(policy: Any) -> None:
 
 
 def test_an_environment_that_gives_none_is_an_error(policy: Any) -> None:
-    gate = Divergence(k=2, threshold=0.0, progress=0.25).build(0)
+    gate = Divergence(k=2, threshold=0.0, progress=0.25).build(GateContext("divergence"))
     with pytest.raises(ValueError, match=r"prompt 'p.' gave none by step 2; return StepResult\(info="):
         run(policy, task_of((), (), (), ()), gates=[gate], max_tokens=200)
 

@@ -15,14 +15,22 @@ from winnow.config import ConfigError
 from winnow.engine import LocalEngine, SamplingParams
 from winnow.env.rewards.rewarder import Rewarder
 from winnow.learner.batch import rows_of
+from winnow.methods.gate.base import GateContext
 from winnow.methods.gate.calibration import survival_factor
-from winnow.methods.gate.quality import Arrol, ArrolGate, _forced_beyond, _sampled_after
-from winnow.rollout.runner import RolloutOptions, RolloutRunner
-from winnow.types import Fate, Group, GroupView, Prompt, Rollout, Token, Turn, Verdict, Visit
+from winnow.methods.gate.quality import Arrol, ArrolGate, _sampled_after
+from winnow.methods.gate.quality_rule import forced_beyond
+from winnow.rollout.options import RolloutOptions
+from winnow.rollout.runner import RolloutRunner
+from winnow.types import Decision, Fate, Group, GroupView, Job, Prompt, Rollout, Token, Turn, Verdict, Visit
 
+from ..gates import ask, named, plain
 from .test_rollout import ToyTask
 
 H = 6
+
+
+def built(options: Arrol, seed: int = 0) -> ArrolGate:
+    return options.build(GateContext("arrol", seed))
 
 
 def view(number: int, sibling: int, size: int, hidden: np.ndarray, *, logp: float = -0.5, n: int = 4) -> GroupView:
@@ -39,7 +47,14 @@ def view(number: int, sibling: int, size: int, hidden: np.ndarray, *, logp: floa
     )
 
 
-def rollout(sibling: int, reward: float | None, survival_p: float = 1.0, hidden: np.ndarray | None = None) -> Rollout:
+def rollout(
+    sibling: int,
+    reward: float | None,
+    survival_p: float = 1.0,
+    hidden: np.ndarray | None = None,
+    verdict: Verdict | None = None,
+) -> Rollout:
+    """`verdict`: what the gate said about it at its fourth token; None: it was not asked."""
     ids, mask = np.arange(8), np.ones(8, bool)
     turns = [Turn("a", None, 0, 8, "eos")]
     versions = np.zeros(8, np.int32)
@@ -47,28 +62,31 @@ def rollout(sibling: int, reward: float | None, survival_p: float = 1.0, hidden:
     fate = None if reward is not None else Fate.PRUNED
     return Rollout(
         sibling, (1,), ids, mask, logp, versions, turns, reward=reward, fate=fate, survival_p=survival_p,
-        last_hidden=hidden,
+        last_hidden=hidden, decisions=[] if verdict is None else [Decision("arrol", Token(4), verdict)],
     )  # fmt: skip
+
+
+def group_of(number: int, members: list[Rollout]) -> Group:
+    return Group(Visit(number, 0, Prompt(f"p{number}", number, text="x")), members)
 
 
 def play(gate: Any, steps: int, *, groups: int = 12, size: int = 8, seed: int = 0, order: int = 1) -> list[Verdict]:
     """Optimizer steps with rollouts whose success shows in the first component of the hidden state."""
     verdicts = []
     for step in range(steps):
-        finished = []
+        finished, rule = [], gate.rule()
         for g in range(groups)[::order]:
             number = step * groups + g
             rng = np.random.default_rng([seed, number])
             hidden, noise = rng.normal(size=(size, H)), rng.random(size)
             members = []
             for i in range(size)[::order]:
-                verdict = gate.decide(view(number, i, size, hidden[i]))
+                (verdict,) = rule.decide([view(number, i, size, hidden[i])])
                 verdicts.append(verdict)
                 label = float(noise[i] < 1 / (1 + np.exp(1.5 - 2 * hidden[i, 0])))
                 kept = (label, verdict.probability) if verdict.keep else (None, 1.0)
-                members.append(rollout(i, *kept, hidden=hidden[i].astype(np.float32)))
-            visit = Visit(number, 0, Prompt(f"p{number}", number, text="x"))
-            finished.append(Group(visit, sorted(members, key=lambda r: r.sibling)))
+                members.append(rollout(i, *kept, hidden[i].astype(np.float32), verdict))
+            finished.append(group_of(number, sorted(members, key=lambda r: r.sibling)))
         for group in finished[::order]:
             gate.observe(group)
         gate.end_step()
@@ -76,7 +94,7 @@ def play(gate: Any, steps: int, *, groups: int = 12, size: int = 8, seed: int = 
 
 
 def test_nothing_is_pruned_while_it_is_cold_and_then_the_keep_rate_is_kept() -> None:
-    gate = Arrol(at=4, cold_start=5, min_survivors=0).build(0)
+    gate = built(Arrol(at=4, cold_start=5, min_survivors=0))
     assert all(v.keep and v.probability == 1 for v in play(gate, 5))
     verdicts = play(gate, 30, seed=1)
     assert np.mean([v.keep for v in verdicts]) == pytest.approx(0.5, abs=0.05)
@@ -86,14 +104,14 @@ def test_nothing_is_pruned_while_it_is_cold_and_then_the_keep_rate_is_kept() -> 
 def test_survivors_are_nearer_to_balance_and_literally_they_are_not() -> None:
     shares = {}
     for balance in ("target", "literal"):
-        gate = Arrol(at=4, cold_start=10, min_survivors=0, balance=balance).build(0)  # type: ignore[arg-type]
+        gate = built(Arrol(at=4, cold_start=10, min_survivors=0, balance=balance))  # type: ignore[arg-type]
         play(gate, 10)
         rng, kept, every = np.random.default_rng(9), [], []
         for number in range(400):
             hidden = rng.normal(size=H)
             label = rng.random() < 1 / (1 + np.exp(1.5 - 2 * hidden[0]))
             every.append(label)
-            if gate.decide(view(5000 + number, 0, 1, hidden)).keep:
+            if ask(gate, view(5000 + number, 0, 1, hidden)).keep:
                 kept.append(label)
         shares[balance] = np.mean(kept), np.mean(every)
     assert shares["target"][1] < 0.4
@@ -103,104 +121,113 @@ def test_survivors_are_nearer_to_balance_and_literally_they_are_not() -> None:
 
 @pytest.mark.parametrize("quality", ["head", "confidence", "logprob"])
 def test_order_changes_no_decision_within_a_step(quality: str) -> None:
-    forward, backward = (Arrol(at=4, cold_start=1, quality=quality).build(3) for _ in range(2))  # type: ignore[arg-type]
+    forward, backward = (built(Arrol(at=4, cold_start=1, quality=quality), 3) for _ in range(2))  # type: ignore[arg-type]
     play(forward, 1)
     play(backward, 1)
     a = play(forward, 1, seed=5)
     b = play(backward, 1, seed=5, order=-1)[::-1]
-    assert a == b
+    assert [plain(v) for v in a] == [plain(v) for v in b]
     assert not all(v.keep for v in a)
 
 
 @pytest.mark.parametrize("quality", ["head", "confidence", "logprob"])
 def test_many_are_decided_as_one_by_one(quality: str) -> None:
-    gates = [Arrol(at=4, cold_start=1, quality=quality).build(3) for _ in range(3)]  # type: ignore[arg-type]
+    gates = [built(Arrol(at=4, cold_start=1, quality=quality), 3) for _ in range(3)]  # type: ignore[arg-type]
     rng = np.random.default_rng(2)
     views = [view(900 + i // 8, i % 8, 8, rng.normal(size=H), logp=-rng.random()) for i in range(96)]
     views[7] = view(900, 7, 8, np.full(H, np.nan), logp=float("nan"))
     for gate in gates:
         play(gate, 1)
-    alone = [gates[0].decide(v) for v in views]
+    rule = gates[2].rule()
+    alone = [ask(gates[0], v) for v in views]
+    many = gates[1].rule().decide(views)
+    some = [v for i in range(0, 96, 5) for v in rule.decide(views[i : i + 5])]
     assert {v.keep for v in alone} == {True, False}
-    assert gates[1].decide_many(views) == alone
-    assert [v for i in range(0, 96, 5) for v in gates[2].decide_many(views[i : i + 5])] == alone
-    assert gates[1].decide_many([views[3], views[3]]) == [Verdict(True)] * 2, "further turns"
-    for gate in gates:
+    assert [plain(v) for v in alone] == [plain(v) for v in many] == [plain(v) for v in some]
+    again = rule.decide([views[3], views[3]])
+    assert [plain(v) for v in again] == [plain(alone[3])] * 2, "a rule remembers nothing"
+    for gate, verdicts in zip(gates, (alone, many, some), strict=True):
+        for number in range(12):
+            members = enumerate(verdicts[8 * number : 8 * number + 8])
+            rollouts = [rollout(i, float(i % 2) if v.keep else None, verdict=v) for i, v in members]
+            gate.observe(group_of(900 + number, rollouts))
         gate.end_step()
     assert gates[0].state_dict() == gates[1].state_dict() == gates[2].state_dict()
 
 
 @pytest.mark.parametrize(("size", "least"), [(8, 2), (5, 1), (3, 3), (2, 2), (1, 2), (6, 0)])
 def test_at_least_so_many_survive_and_the_chance_says_so(size: int, least: int) -> None:
-    gate = Arrol(at=4, cold_start=1, keep_rate=0.3, min_survivors=least).build(0)
+    gate = built(Arrol(at=4, cold_start=1, keep_rate=0.3, min_survivors=least))
     play(gate, 1)
     gate._survival_B[:] = 0.3
     kept = []
     for number in range(3000):
-        verdicts = [gate.decide(view(10_000 + number, i, size, np.ones(H))) for i in range(size)]
+        verdicts = gate.rule().decide([view(10_000 + number, i, size, np.ones(H)) for i in range(size)])
         alive = [v.keep for v in verdicts]
         assert sum(alive) >= min(least, size)
         chances = [v.probability if v.keep else 1 - v.probability for v in verdicts]
-        assert chances == pytest.approx([0.3 + _forced_beyond(0.3, size, least)] * size)
+        assert chances == pytest.approx([0.3 + forced_beyond(0.3, size, least)] * size)
         kept += alive
-        gate.observe(Group(Visit(10_000 + number, 0, Prompt("p", number, text="x")), []))
-    assert np.mean(kept) == pytest.approx(0.3 + _forced_beyond(0.3, size, least), abs=0.02)
+    assert np.mean(kept) == pytest.approx(0.3 + forced_beyond(0.3, size, least), abs=0.02)
 
 
-def test_a_rollout_is_decided_once_and_one_that_ends_early_survives() -> None:
-    gate = Arrol(at=4, cold_start=1, keep_rate=0.05, min_survivors=0).build(0)
+def test_one_that_was_pruned_or_ended_early_has_no_scored_outcome() -> None:
+    """That a rollout is asked about once is the runner's affair: test_audited.py."""
+    gate = built(Arrol(at=4, cold_start=1, keep_rate=0.05, min_survivors=0))
     play(gate, 1)
-    assert not gate.decide(view(900, 0, 2, np.ones(H))).keep
-    assert gate.decide(view(900, 0, 2, np.ones(H))) == Verdict(True)  # a further turn
+    pruned = ask(gate, view(900, 0, 2, np.ones(H)))
+    assert not pruned.keep
     before = gate._posterior.labels
-    gate.observe(Group(Visit(900, 0, Prompt("p", 0, text="x")), [rollout(0, None), rollout(1, 1.0)]))
+    gate.observe(group_of(900, [rollout(0, None, verdict=pruned), rollout(1, 1.0)]))
     assert gate._posterior.labels == before, "nobody was scored at the checkpoint and came to an end"
 
 
 def test_a_score_that_is_not_finite_survives_and_is_counted() -> None:
-    gate = Arrol(at=4, cold_start=1, min_survivors=0).build(0)
+    gate = built(Arrol(at=4, cold_start=1, min_survivors=0))
     play(gate, 1)
-    gate.head._layers[3][:] = np.nan
-    assert gate.decide(view(900, 0, 2, np.ones(H))) == Verdict(True, "its score is not finite")
-    assert gate.decide(view(900, 1, 2, np.full(H, np.inf))).keep
+    gate.head.weights.layers[3][:] = np.nan
+    verdicts = [ask(gate, view(900, i, 2, hidden)) for i, hidden in enumerate((np.ones(H), np.full(H, np.inf)))]
+    assert verdicts == [Verdict(True, "its score is not finite")] * 2
+    gate.observe(group_of(900, [rollout(i, 1.0, verdict=v) for i, v in enumerate(verdicts)]))
     assert gate.metrics()["gate/arrol/not_finite"] == 2
 
 
 @pytest.mark.parametrize("label", [0.0, 1.0])
 def test_a_buffer_of_one_class_keeps_at_random(label: float) -> None:
-    gate = Arrol(at=4, cold_start=1, min_survivors=0).build(0)
+    gate = built(Arrol(at=4, cold_start=1, min_survivors=0))
     for number in range(40):
-        gate.decide(view(number, 0, 1, np.random.default_rng(number).normal(size=H)))
-        gate.observe(Group(Visit(number, 0, Prompt("p", number, text="x")), [rollout(0, label)]))
+        verdict = ask(gate, view(number, 0, 1, np.random.default_rng(number).normal(size=H)))
+        gate.observe(group_of(number, [rollout(0, label, verdict=verdict)]))
+    assert gate.metrics()["gate/arrol/asked"] == 40
     gate.end_step()
     np.testing.assert_allclose(gate._survival_B, 0.5)
     assert gate.metrics()["gate/arrol/asked"] == 0
 
 
 def test_the_detection_length_follows_the_lengths() -> None:
-    gate = Arrol(quantile=0.5, share=0.5).build(0)
-    assert gate.at == Token(16)
+    gate = built(Arrol(quantile=0.5, share=0.5))
+    assert gate.rule().at == Token(16)
     gate.end_step()
-    assert gate.at == Token(16), "no length is known yet"
+    assert gate.rule().at == Token(16), "no length is known yet"
     for number, length in enumerate([10, 20, 30, 40, 50]):
         done = rollout(0, 1.0)
         done.turns[0].stop = length
-        gate.observe(Group(Visit(number, 0, Prompt("p", number, text="x")), [done]))
+        gate.observe(group_of(number, [done]))
     gate.end_step()
-    assert gate.at == Token(15)
-    assert Arrol(at=7).build(0).at == Token(7)
+    assert gate.rule().at == Token(15)
+    assert built(Arrol(at=7)).rule().at == Token(7)
 
 
 @pytest.mark.parametrize("quality", ["head", "confidence", "logprob"])
 def test_resume_is_exact(quality: str) -> None:
     options = Arrol(cold_start=2, quality=quality)  # type: ignore[arg-type]
-    a, b = options.build(1), options.build(1)
+    a, b = built(options, 1), built(options, 1)
     play(a, 4)
     import json
 
     b.load_state_dict(json.loads(json.dumps(a.state_dict(), allow_nan=False)))
-    assert a.at == b.at
-    assert play(a, 3, seed=7) == play(b, 3, seed=7)
+    assert a.rule().at == b.rule().at
+    assert [plain(v) for v in play(a, 3, seed=7)] == [plain(v) for v in play(b, 3, seed=7)]
     assert a.state_dict() == b.state_dict()
 
 
@@ -250,16 +277,19 @@ def test_survivors_have_the_tokens_that_they_have_without_pruning(tiny_model: Pa
     def run(gates: list[ArrolGate], *, fixed: bool) -> list[Group]:
         engine = LocalEngine(*policy, slots=6, fixed_slots=fixed)
         options = RolloutOptions(SamplingParams(12), 32, seed=0)
-        runner = RolloutRunner(engine, task, policy[1], Rewarder(task.reward_funcs), options, gates)
+        runner = RolloutRunner(engine, task, policy[1], Rewarder(task.reward_funcs), {"train": options}, named(gates))
         for number, prompt in enumerate(task.train[:6]):
-            runner.launch(Visit(number, 0, prompt), 4)
+            runner.launch(Job(Visit(number, 0, prompt), 4))
         groups: list[Group] = []
         while runner.pending:
             groups += runner.poll()
+        for gate in gates:
+            for group in groups:
+                gate.observe(group)
         return groups
 
     for fixed in (False, True):
-        gate = Arrol(at=3, cold_start=1).build(0)
+        gate = built(Arrol(at=3, cold_start=1))
         for _ in range(2):
             groups = run([gate], fixed=fixed)
             gate.end_step()
@@ -282,9 +312,9 @@ def test_confidence_and_last_hidden_are_those_of_a_forward_pass(tiny_model: Path
     report = frozenset({"confidence", "last_hidden"})
     options = RolloutOptions(SamplingParams(9, temperature=0.7, top_k=5), 32, seed=0, report=report)
     runner = RolloutRunner(
-        LocalEngine(model, tokenizer, slots=4), task, tokenizer, Rewarder(task.reward_funcs), options
+        LocalEngine(model, tokenizer, slots=4), task, tokenizer, Rewarder(task.reward_funcs), {"train": options}
     )
-    runner.launch(Visit(0, 0, task.train[0]), 3)
+    runner.launch(Job(Visit(0, 0, task.train[0]), 3))
     groups: list[Group] = []
     while runner.pending:
         groups += runner.poll()
@@ -324,41 +354,43 @@ def test_options_are_checked(options: dict[str, Any], message: str) -> None:
 
 
 def test_groups_of_0_1_and_all_survivors_and_early_ends_are_named_in_metrics() -> None:
-    gate = Arrol(at=4, cold_start=1, min_survivors=0).build(0)
+    gate = built(Arrol(at=4, cold_start=1, min_survivors=0))
     play(gate, 1)
     gate._survival_B[:] = 0.5
     seen = {"none": 0, "one": 0, "all": 0}
     for number in range(60):
-        kept = [gate.decide(view(500 + number, i, 3, np.ones(H))).keep for i in range(3)]
+        verdicts = [ask(gate, view(500 + number, i, 3, np.ones(H))) for i in range(3)]
+        kept = [v.keep for v in verdicts]
         seen["none"] += sum(kept) == 0
         seen["one"] += sum(kept) == 1
         seen["all"] += sum(kept) == 3
-        members = [rollout(i, 1.0 if alive else None) for i, alive in enumerate(kept)]
-        gate.observe(Group(Visit(500 + number, 0, Prompt("p", number, text="x")), members))
+        members = [rollout(i, 1.0 if v.keep else None, verdict=v) for i, v in enumerate(verdicts)]
+        gate.observe(group_of(500 + number, members))
     assert min(seen.values()) > 0
     found = gate.metrics()
     assert {name: found[f"gate/arrol/survivors/{name}"] for name in seen} == seen
     assert found["gate/arrol/ended_early"] == 0
-    gate.observe(Group(Visit(900, 0, Prompt("p", 9, text="x")), [rollout(0, 1.0)]))
+    gate.observe(group_of(900, [rollout(0, 1.0)]))
     assert gate.metrics()["gate/arrol/ended_early"] == 1
-    gate.head._layers[3][:] = np.nan
-    gate.decide(view(901, 0, 1, np.ones(H)))
-    gate.observe(Group(Visit(901, 0, Prompt("p", 9, text="x")), [rollout(0, 1.0)]))
+    gate.head.weights.layers[3][:] = np.nan
+    gate.observe(group_of(901, [rollout(0, 1.0, verdict=ask(gate, view(901, 0, 1, np.ones(H))))]))
     assert gate.metrics()["gate/arrol/ended_early"] == 1, "it was asked, though nothing could be said"
 
 
 def test_distinct_keeps_what_few_siblings_are_expected_to_say_and_holds_the_keep_rate() -> None:
-    gate = Arrol(at=4, cold_start=1, min_survivors=0, keep_rate=0.4, balance="distinct").build(0)
+    gate = built(Arrol(at=4, cold_start=1, min_survivors=0, keep_rate=0.4, balance="distinct"))
     rng, size = np.random.default_rng(0), 16
 
-    def ask(number: int) -> list[tuple[float, Verdict]]:
+    def asked_about(number: int) -> list[tuple[float, Verdict]]:
         logps = -rng.exponential(0.8, size)
-        return [(p, gate.decide(view(number, i, size, np.ones(H), logp=p))) for i, p in enumerate(logps)]
+        found = [(p, ask(gate, view(number, i, size, np.ones(H), logp=p))) for i, p in enumerate(logps)]
+        gate.observe(group_of(number, [rollout(i, None, verdict=v) for i, (_, v) in enumerate(found)]))
+        return found
 
     for number in range(60):
-        ask(number)
+        asked_about(number)
     gate.end_step()
-    asked = [pair for number in range(100, 400) for pair in ask(number)]
+    asked = [pair for number in range(100, 400) for pair in asked_about(number)]
     chances = np.array([v.probability if v.keep else 1 - v.probability for _, v in asked])
     novelty = np.array([1 / (1 + (size - 1) * np.exp(4 * np.float32(p))) for p, _ in asked])
     np.testing.assert_allclose(chances, np.clip(gate._factor * novelty, 0.05, 1), rtol=1e-5)
@@ -377,4 +409,5 @@ def test_tokens_saved_are_those_sampled_after_the_decision_in_any_turn() -> None
     member = rollout(0, 1.0)
     member.turns = [Turn("a", "b", 0, 2, "stop"), Turn("c", None, 4, 8, "eos")]
     member.action_mask[2:4] = False
-    assert [_sampled_after(member, n) for n in (1, 2, 3, 4)] == [5, 4, 1, 0]
+    decided = [Decision("arrol", Token(n), Verdict(True), turn) for n, turn in ((1, 0), (2, 0), (3, 1), (4, 1))]
+    assert [_sampled_after(member, d) for d in decided] == [5, 4, 1, 0]

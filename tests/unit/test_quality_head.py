@@ -11,10 +11,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from winnow.methods.gate.quality import Arrol
-from winnow.methods.gate.quality_head import FILE, Example, QualityHead
+from winnow.methods.gate.quality_head import FILE, Example, HeadWeights, QualityHead
 from winnow.methods.gate.quality_stats import Realised, auroc
 
-from .test_quality import H, play
+from .test_quality import H, built, play
 
 
 def test_a_head_that_diverges_is_thrown_away() -> None:
@@ -26,25 +26,25 @@ def test_a_head_that_diverges_is_thrown_away() -> None:
     with torch.no_grad():
         head._net[0].weight[:] = float("nan")
     head.fit()
-    assert (head.resets, head._net, head.score(np.ones(H, np.float32), -0.5)) == (1, None, 0.0)
+    assert (head.resets, head._net, head.weights.score(np.ones(H, np.float32), -0.5)) == (1, None, 0.0)
     head.fit()
-    assert np.isfinite(head.score(np.ones(H, np.float32), -0.5))
+    assert np.isfinite(head.weights.score(np.ones(H, np.float32), -0.5))
 
 
 def test_the_head_loads_alone(tmp_path: Path) -> None:
-    gate = Arrol(at=4).build(0)
+    gate = built(Arrol(at=4))
     gate.save(tmp_path)
     assert not list(tmp_path.iterdir()), "nothing is learned yet"
     with pytest.raises(ValueError, match=r"quality_head\.safetensors: is no quality head"):
-        QualityHead.load(tmp_path)
+        HeadWeights.load(tmp_path)
     play(gate, 3)
     gate.save(tmp_path)
-    alone = QualityHead.load(tmp_path)
+    alone = HeadWeights.load(tmp_path)
     hidden = np.random.default_rng(0).normal(size=H).astype(np.float32)
-    assert alone.score(hidden, -0.3) == gate.head.score(hidden, -0.3)
+    assert alone.score(hidden, -0.3) == gate.head.weights.score(hidden, -0.3)
     (tmp_path / "other.safetensors").write_bytes(b"nonsense")
     with pytest.raises(ValueError, match="is no quality head"):
-        QualityHead.load(tmp_path / "other.safetensors")
+        HeadWeights.load(tmp_path / "other.safetensors")
 
 
 def test_the_head_learns_what_the_hidden_state_and_the_logp_tell() -> None:
@@ -54,7 +54,7 @@ def test_the_head_learns_what_the_hidden_state_and_the_logp_tell() -> None:
             hidden, logp = rng.normal(size=H).astype(np.float32), float(-rng.random())
             label = bool(rng.random() < 1 / (1 + np.exp(-2 * hidden[0] - 4 * (logp + 0.5))))
             if step >= 40:
-                scores.append(head.score(hidden, logp))
+                scores.append(head.weights.score(hidden, logp))
                 labels.append(label)
             head.observe(Example(hidden, logp, label, 1.0))
         head.fit()
@@ -72,13 +72,13 @@ def test_the_head_learns_what_the_hidden_state_and_the_logp_tell() -> None:
     ],
 )
 def test_a_damaged_head_is_refused(tmp_path: Path, changes: dict[str, torch.Tensor], problem: str) -> None:
-    gate = Arrol(at=4).build(0)
+    gate = built(Arrol(at=4))
     play(gate, 3)
     gate.save(tmp_path)
     tensors = load_file(tmp_path / FILE)
     save_file(tensors | changes, tmp_path / FILE)
     with pytest.raises(ValueError, match=problem):
-        QualityHead.load(tmp_path)
+        HeadWeights.load(tmp_path)
 
 
 def test_huge_hidden_states_teach_nothing_and_reset_nothing() -> None:
@@ -99,10 +99,10 @@ def test_scores_do_not_depend_on_what_else_is_scored(size: int) -> None:
     for i in range(70):
         head.observe(Example(hidden[i], float(logp[i]), i % 3 == 0, 1.0))
     head.fit()
-    alone = [head.score(hidden[i].copy(), float(logp[i])) for i in range(70)]
+    alone = [head.weights.score(hidden[i].copy(), float(logp[i])) for i in range(70)]
     assert np.isnan(alone[5])
     for rows in (slice(None), slice(3, 40), slice(None, None, -2)):
-        np.testing.assert_array_equal(head.scores(hidden[rows], logp[rows]), alone[rows])
+        np.testing.assert_array_equal(head.weights.scores(hidden[rows], logp[rows]), alone[rows])
 
 
 def test_gradients_are_those_of_autograd() -> None:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import pytest
 
+from winnow.methods.gate import GateContext
 from winnow.methods.gate.random_cut import RandomCut
 from winnow.types import EnvStep, GroupView, Prompt, Verdict, Visit
 
+from ..gates import ask
+
 
 def decide(seed: int, ordinal: int, epoch: int = 0, number: int = 0, share: float = 0.3) -> Verdict:
-    gate = RandomCut(k=4, share=share).build(seed)
+    gate = RandomCut(k=4, share=share).build(GateContext("random", seed))
     view = GroupView(Visit(number, epoch, Prompt("p", ordinal, text="")), EnvStep(4), ((),) * 8, ((),) * 8, (True,) * 8)
-    return gate.decide(view)
+    return ask(gate, view)
 
 
 def test_it_cuts_its_share_and_tells_the_probability_of_what_came_out() -> None:

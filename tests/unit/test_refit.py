@@ -11,10 +11,12 @@ import pytest
 
 from winnow import Trainer
 from winnow.config import ConfigError
+from winnow.methods.gate import GateContext
 from winnow.methods.gate.divergence import Divergence
 from winnow.methods.gate.refit import LEAST, MOST, Refit
-from winnow.types import Verdict
+from winnow.types import Decision, EnvStep
 
+from ..gates import ask
 from .test_batch import make_group
 from .test_divergence import Walk, digest, view_of
 
@@ -98,7 +100,7 @@ def test_memory_is_bounded_and_the_state_is_exact() -> None:
 
 
 def test_the_gate_learns_from_groups_that_it_saw_and_that_came_to_their_end() -> None:
-    gate = Divergence(k=2, refit_every=1, precision=0.5).build(0)
+    gate = Divergence(k=2, refit_every=1, precision=0.5).build(GateContext("divergence"))
     seen = []
     for number, (actions, rewards, survival_p) in enumerate(
         [
@@ -112,13 +114,12 @@ def test_the_gate_learns_from_groups_that_it_saw_and_that_came_to_their_end() ->
         for rollout in group.rollouts:
             rollout.survival_p = survival_p
         object.__setattr__(view, "visit", group.visit)
-        assert isinstance(gate.decide(view), Verdict)
+        group.decisions.append(Decision("divergence", EnvStep(2), ask(gate, view), 2))
         gate.observe(group)
         seen.append(gate.state_dict()["seen"])
     assert seen[-1] == [[0.0, True, 4.0], [0.5, False, 1.0]]
     gate.observe(make_group(9, [1.0, 0.0]))  # ended before step k: never asked about
     assert gate.state_dict()["seen"] == seen[-1]
-    assert gate._asked == {}
     assert gate.metrics()["gate/divergence/threshold"] == 0.12
 
 

@@ -14,10 +14,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from winnow.engine import LocalEngine, SamplingParams
 from winnow.env.base import Env, StepResult
 from winnow.env.rewards.rewarder import Rewarder
-from winnow.rollout.evaluate import Evaluator, pass_at_k, summarize
-from winnow.rollout.runner import RolloutOptions, RolloutRunner
-from winnow.types import EnvStep, Fate, Group, GroupView, Prompt, Token, Verdict, Visit
+from winnow.rollout.evaluate import RollOut, evaluate, pass_at_k, run_jobs, summarize
+from winnow.rollout.options import RolloutOptions
+from winnow.rollout.runner import RolloutRunner
+from winnow.types import EnvStep, Fate, Group, GroupView, Job, Prompt, Token, Verdict, Visit
 
+from ..gates import Fake, named
 from ..parity import parity_reward
 
 
@@ -72,12 +74,17 @@ def run(
     engine = LocalEngine(*policy, slots=options.pop("slots", 8))
     params = SamplingParams(options.pop("max_tokens", 12), stop=options.pop("stop", ()))
     rewarder = Rewarder(task.reward_funcs)
-    runner = RolloutRunner(engine, task, policy[1], rewarder, RolloutOptions(params, 32, seed=0), gates)
+    runner = RolloutRunner(
+        engine, task, policy[1], rewarder, {"train": RolloutOptions(params, 32, seed=0)}, named(gates)
+    )
     for number, prompt in enumerate(task.train[:3]):
-        runner.launch(Visit(number, 0, prompt), size)
+        runner.launch(Job(Visit(number, 0, prompt), size))
     groups: list[Group] = []
     for _ in range(10_000):
-        groups += runner.poll()
+        for group in runner.poll():
+            groups.append(group)
+            for gate in gates:
+                gate.observe(group)
         if not runner.pending:
             break
     rewarder.close()
@@ -199,7 +206,7 @@ def test_a_prompt_that_cannot_be_encoded_fails_its_group(policy) -> None:
 SHORT_TURNS = ("=", "+", "-", "*", "/", ",")
 
 
-class HalfGate:
+class HalfGate(Fake):
     """Prunes odd siblings at the third token."""
 
     at = Token(3)
@@ -240,11 +247,11 @@ def test_a_token_gate_prunes_single_siblings(policy) -> None:
 
 
 class ManyGate(HalfGate):
-    """Prunes siblings from the second on, all at once."""
+    """Prunes siblings from the second on."""
 
-    def decide_many(self, views: Sequence[GroupView]) -> list[Verdict]:
-        self.views += views
-        return [Verdict(view.sibling == 0, "many", probability=0.25) for view in views]
+    def decide(self, view: GroupView) -> Verdict:
+        self.views.append(view)
+        return Verdict(view.sibling == 0, "many", probability=0.25)
 
 
 def test_who_was_pruned_by_one_gate_is_not_shown_to_the_next(policy) -> None:
@@ -255,7 +262,7 @@ def test_who_was_pruned_by_one_gate_is_not_shown_to_the_next(policy) -> None:
     assert chances == {("odd", 0.5), ("many", 0.125)}
 
 
-class StepGate:
+class StepGate(Fake):
     def __init__(self, k: int, keep: bool) -> None:
         self.at, self.needs, self.keep = EnvStep(k), frozenset(), keep
         self.views: list[GroupView] = []
@@ -296,7 +303,7 @@ def test_a_step_gate_that_keeps_changes_nothing(policy) -> None:
 def test_a_gate_whose_needs_are_not_met_is_refused(policy) -> None:
     gate = HalfGate()
     gate.needs = frozenset({"attention_maps"})
-    with pytest.raises(ValueError, match=r"HalfGate needs.*attention_maps"):
+    with pytest.raises(ValueError, match=r"HalfGate_0 needs.*attention_maps"):
         run(policy, ToyTask(), gates=[gate])
 
 
@@ -309,12 +316,19 @@ def test_stop_strings_cut_the_text_not_the_tokens(policy) -> None:
         assert policy[1].decode(r.token_ids).endswith("=")
 
 
+def rolls_out(engine: LocalEngine, task: ToyTask, tokenizer: Any, rewarder: Rewarder, max_tokens: int) -> RollOut:
+    sampled = RolloutOptions(SamplingParams(max_tokens), 32, seed=0)
+    greedy = RolloutOptions(SamplingParams(max_tokens, temperature=0.0), 32, seed=0)
+    runner = RolloutRunner(engine, task, tokenizer, rewarder, {"eval": sampled, "greedy": greedy})
+    return lambda jobs: run_jobs(runner, jobs)
+
+
 def test_evaluation_uses_noise_of_its_own_and_the_same_each_time(policy) -> None:
     task = ToyTask()
     engine = LocalEngine(*policy, slots=8)
     rewarder = Rewarder(task.reward_funcs)
-    evaluator = Evaluator(engine, task, policy[1], rewarder, seed=0)
-    first, second = (evaluator.run(task.train, SamplingParams(12), n=4, max_prompt_length=32) for _ in range(2))
+    rolled = rolls_out(engine, task, policy[1], rewarder, 12)
+    first, second = (evaluate(rolled, task.train, n=4) for _ in range(2))
     rewarder.close()
     assert first.metrics == second.metrics
     assert set(first.metrics) == {"failed", "pass@1", "pass@2", "pass@4", "avg@n", "mean_length", "greedy"}
@@ -370,8 +384,7 @@ def test_an_evaluation_keeps_few_environments_alive_at_once(policy, monkeypatch)
 
     task = ToyTask(make=lambda _: Counted(2))
     engine, rewarder = LocalEngine(*policy, slots=64), Rewarder(())
-    evaluator = Evaluator(engine, task, policy[1], rewarder, seed=0)
-    found = evaluator.run(task.train, SamplingParams(40), n=4, max_prompt_length=32, greedy=False)
+    found = evaluate(rolls_out(engine, task, policy[1], rewarder, 40), task.train, n=4, greedy=False)
     rewarder.close()
     assert [g.prompt.id for g in found.groups] == [p.id for p in task.train]
     assert (alive, most) == (0, 8)

@@ -190,7 +190,7 @@ def test_visits_that_an_audit_forced_move_the_trace_but_not_the_controller() -> 
     def step(selector: GresoSelector) -> None:
         selector.visits = len(PROMPTS)
         for prompt in PROMPTS[:6]:
-            forced = Visit(0, 1, prompt, Verdict(True, "audit: greso: hard, 1 zero-variance visits in a row", 0.2))
+            forced = Visit(0, 1, prompt, Verdict(True, "audit: greso: hard, 1 zero-variance visits in a row", 0.2, 0.2))
             selector.observe(finished(forced, HARD))
         for prompt in PROMPTS[6:]:
             selector.observe(finished(Visit(0, 1, prompt), MIXED))

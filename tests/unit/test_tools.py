@@ -18,8 +18,9 @@ from winnow.engine.base import Finished
 from winnow.env.base import OverlappingEnv, StepResult, Task
 from winnow.env.rewards.rewarder import Rewarder
 from winnow.env.tools import ToolUnavailableError, parse_tool_calls, parser_of, with_tools
-from winnow.rollout.runner import RolloutOptions, RolloutRunner
-from winnow.types import Fate, Prompt, Visit
+from winnow.rollout.options import RolloutOptions
+from winnow.rollout.runner import RolloutRunner
+from winnow.types import Fate, Job, Prompt, Visit
 
 from .test_tool_prompts import OneTurn, add, make_tokenizer
 
@@ -350,8 +351,8 @@ def roll(tokenizer, task, script, funcs=(), max_tokens=400):
     engine = Scripted(tokenizer, copy.deepcopy(script))
     rewarder = Rewarder(list(funcs))
     options = RolloutOptions(SamplingParams(max_tokens), 4_000, 0)
-    runner = RolloutRunner(engine, task, tokenizer, rewarder, options)
-    runner.launch(Visit(0, 0, task.train[0]), len(script))
+    runner = RolloutRunner(engine, task, tokenizer, rewarder, {"train": options})
+    runner.launch(Job(Visit(0, 0, task.train[0]), len(script)))
     groups = []
     while runner.pending:
         groups += runner.poll()

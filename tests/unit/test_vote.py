@@ -9,7 +9,7 @@ from winnow.env.base import Answering
 from winnow.env.countdown import CountdownConfig
 from winnow.env.rewards.math import same_answers
 from winnow.methods.gate import deepconf
-from winnow.methods.gate.quality_head import QualityHead
+from winnow.methods.gate.quality_head import HeadWeights
 from winnow.rollout.evaluate import rank_weights, weighted_vote
 from winnow.study.vote import WEIGHTS, by_head, logprob
 from winnow.types import Rollout
@@ -57,7 +57,7 @@ def test_weights_of_candidates() -> None:
     windows = [4 - 3 * i / 2048 for i in range(2049)][-204:]  # sorted as they come; a tenth of 2,049
     np.testing.assert_allclose(bottom([rollout([2.0, 4.0]), long]), [3, np.mean(windows)])
     np.testing.assert_allclose(logprob([rollout([2.0]), rollout([1.0]), rollout([3.0])]), [0.5, 1, 0])
-    head = QualityHead(0)
+    head = HeadWeights()
     np.testing.assert_allclose(by_head(head)([rollout([1.0]), rollout([1.0], np.ones(3))]), [0, 1])
     np.testing.assert_allclose(by_head(head)([rollout([1.0], np.full(3, np.nan)), rollout([1.0], np.ones(3))]), [0, 1])
 

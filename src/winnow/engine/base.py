@@ -57,10 +57,10 @@ class Reached:
 
     id: Hashable
     n: int
-    hidden: np.ndarray
-    """float32 [H]: input of the lm_head from which the n-th token was drawn."""
     logp: np.ndarray
     """float32 [n]."""
+    hidden: np.ndarray | None = None
+    """float32 [H]: input of the lm_head from which the n-th token was drawn; None from an engine without `hidden`."""
     confidence: np.ndarray | None = None
     """float32 [n] when it was asked for: minus the mean log-probability of the 20 likeliest tokens, before temperature
     and filters (DeepConf)."""
@@ -94,10 +94,23 @@ class Finished:
 Event = Reached | Finished
 
 
+CAPABILITIES = {
+    "logp": "log-probabilities of sampled tokens",
+    "raw_logp": "the same before temperature, top-k and top-p",
+    "checkpoints": "`Reached` events",
+    "exact_checkpoint": "a sequence that is cancelled at its event has sampled no further token",
+    "hidden": "last hidden states in `Reached`",
+    "last_hidden": "last hidden states in `Finished`",
+    "confidence": "DeepConf's confidence of every token",
+    "keep_kv": "keys and values survive from turn to turn",
+    "keyed_noise": "what is sampled is a function of a request's key, whatever else runs",
+}
+"""What an engine may provide, and rules may need."""
+
+
 class Engine(Protocol):
     provides: frozenset[str]
-    """What gates may need: a subset of {"hidden", "logp", "checkpoints", "confidence", "last_hidden",
-    "raw_logp"}."""
+    """A subset of `CAPABILITIES`."""
     version: int
     """Policy version of the weights in use."""
 

@@ -47,7 +47,7 @@ def kind_of_cut(verdict: Verdict) -> Kind:
 
 def forced(visit: Visit) -> bool:
     """Whether an audit rolled this visit out against its selector's will."""
-    return visit.verdict.keep and visit.verdict.reason.startswith("audit:")
+    return visit.verdict.overridden is not None
 
 
 def share_seen(group: Group) -> float:

@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
 
 import numpy as np
 
-from ..engine.base import Engine, SamplingParams
-from ..env.base import Task
-from ..env.rewards.rewarder import Rewarder
-from ..types import Fate, Group, Prompt, Visit
-from .runner import RolloutOptions, RolloutRunner
-
-EVALUATION_STREAM = 1
+from ..types import Fate, Group, Job, Prompt, Visit
+from .runner import RolloutRunner
 
 
 class RolloutsFailedError(RuntimeError):
@@ -46,65 +40,47 @@ class Evaluation:
     seconds: float
 
 
-class Evaluator:
-    """Rolls out prompts with an engine and judges them as training does, with noise of its own.
+RollOut = Callable[[Sequence[Job]], list[Group]]
+"""Runs jobs to their end with the newest weights; their groups in the same order, finished and scored."""
+
+
+def evaluate(
+    roll_out: RollOut, prompts: Sequence[Prompt], *, n: int, success_reward: float = 1.0, greedy: bool = True
+) -> Evaluation:
+    """`n` samples a prompt, and one greedy. Failed rollouts are left out and counted in `failed`.
 
     The noise does not depend on when the evaluation takes place, so two policies are compared on the same draws.
     """
-
-    def __init__(self, engine: Engine, task: Task, tokenizer: Any, rewarder: Rewarder, *, seed: int) -> None:
-        self.engine = engine
-        self.task = task
-        self.tokenizer = tokenizer
-        self.rewarder = rewarder
-        self.seed = seed
-
-    def run(
-        self,
-        prompts: Sequence[Prompt],
-        params: SamplingParams,
-        *,
-        n: int,
-        max_prompt_length: int,
-        success_reward: float = 1.0,
-        greedy: bool = True,
-    ) -> Evaluation:
-        """`n` samples a prompt under `params`, and one greedy. Failed rollouts are left out and counted in `failed`."""
-        started = time.monotonic()
-        sampled = self._rollouts(prompts, params, n, max_prompt_length)
-        metrics = summarize(sampled, success_reward)
-        groups = list(sampled)
-        if greedy:
-            zero = SamplingParams(params.max_tokens, temperature=0.0, stop=params.stop)
-            best = self._rollouts(prompts, zero, 1, max_prompt_length)
-            metrics["greedy"] = summarize(best, success_reward)["pass@1"]
-            groups += best
-        rollouts = [r for g in groups for r in g.rollouts]
-        tokens = sum(int(r.action_mask.sum()) for r in rollouts)
-        return Evaluation(metrics, sampled, len(rollouts), tokens, time.monotonic() - started)
-
-    def _rollouts(
-        self, prompts: Sequence[Prompt], params: SamplingParams, n: int, max_prompt_length: int
-    ) -> list[Group]:
-        options = RolloutOptions(params, max_prompt_length, self.seed, EVALUATION_STREAM)
-        return roll_out(RolloutRunner(self.engine, self.task, self.tokenizer, self.rewarder, options), prompts, n)
+    started = time.monotonic()
+    sampled = roll_out([Job(Visit(i, 0, prompt), n, "eval") for i, prompt in enumerate(prompts)])
+    metrics = summarize(sampled, success_reward)
+    groups = list(sampled)
+    if greedy:
+        best = roll_out([Job(Visit(i, 0, prompt), 1, "greedy") for i, prompt in enumerate(prompts)])
+        metrics["greedy"] = summarize(best, success_reward)["pass@1"]
+        groups += best
+    rollouts = [r for g in groups for r in g.rollouts]
+    tokens = sum(int(r.action_mask.sum()) for r in rollouts)
+    return Evaluation(metrics, sampled, len(rollouts), tokens, time.monotonic() - started)
 
 
 MAX_LIVE = 512
-"""Environments of an evaluation that are alive at once: each may hold tens of megabytes."""
+"""Environments that are alive at once beside training: each may hold tens of megabytes."""
 
 
-def roll_out(runner: RolloutRunner, prompts: Sequence[Prompt], n: int, epoch: int = 0) -> list[Group]:
-    """Groups of `n` finished and scored rollouts, one a prompt, in order. `epoch` is part of the noise key.
+def run_jobs(runner: RolloutRunner, jobs: Sequence[Job]) -> list[Group]:
+    """Run jobs of one purpose to their end, nothing else being in flight: finished and scored groups, in order.
 
     Of tasks with many turns, no more than `MAX_LIVE` environments (one group at least) are alive at once.
     """
-    most = max(1, MAX_LIVE // n) if runner.task.max_turns > 1 else len(prompts)
+    if busy := runner.pending or runner.engine.pending:
+        raise RuntimeError(f"the engine is still busy with {busy} other requests")
+    live = max(1, MAX_LIVE // max(job.size for job in jobs)) if jobs and runner.task.max_turns > 1 else len(jobs)
     groups: list[Group] = []
-    waiting = iter(enumerate(prompts))
-    while len(groups) < len(prompts):
-        for number, prompt in islice(waiting, most - runner.pending):
-            runner.launch(Visit(number, epoch, prompt), n)
+    waiting = iter(jobs)
+    while len(groups) < len(jobs):
+        for job in islice(waiting, live - runner.pending):
+            runner.launch(job)
         groups += runner.poll()
     return groups
 

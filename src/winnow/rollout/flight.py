@@ -1,4 +1,4 @@
-"""What the rollout runner knows of a group in flight: its siblings, what they have said so far, what gates owe it."""
+"""Groups in flight as the rollout runner knows them: siblings, what they have said so far, what gates owe them."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 
 from ..env.base import Env, OverlappingEnv, StepResult
-from ..methods.gate import Gate
-from ..types import KEEP, Checkpoint, Fate, Group, GroupView, Rollout, Turn, Verdict, Visit
+from ..types import Checkpoint, Decision, EnvStep, Fate, Group, GroupView, Job, Rollout, Turn, Visit
 
 
 @dataclass
@@ -38,6 +37,7 @@ class Sibling:
     waiting_since: float | None = None
     """When it came to the barrier of an environment-step gate, where it holds no slot of the engine; None elsewhere."""
     barrier_wait_s: float = 0.0
+    decisions: list[Decision] = field(default_factory=list)
     rollout: Rollout | None = None
 
     @property
@@ -65,9 +65,9 @@ class Sibling:
     def tokens(self) -> list[int]:
         return [int(t) for ids, *_ in self.segments for t in ids]
 
-    def survive(self, probability: float) -> None:
+    def decided(self, decision: Decision) -> None:
         """A gate has spoken, of this sibling alone or of its group; also counts for one that has ended by then."""
-        self.survival_p *= probability
+        self.survival_p *= decision.verdict.probability
         if self.rollout is not None:
             self.rollout.survival_p = self.survival_p
 
@@ -107,6 +107,7 @@ class Sibling:
             greedy=self.greedy,
             confidence=np.concatenate(self.confidences) if self.confidences else None,
             last_hidden=self.last_hidden,
+            decisions=self.decisions,
         )
         return self.rollout
 
@@ -115,25 +116,40 @@ class Sibling:
 class Flight:
     """One group in flight."""
 
-    visit: Visit
+    job: Job
     siblings: list[Sibling]
-    undecided: list[tuple[int, Gate]]
-    """What environment-step gates have still to decide, by ascending step."""
-    token_gates: dict[int, list[Gate]] = field(default_factory=dict)
-    """By token of a turn, who is asked there."""
-    verdict: Verdict = KEEP
+    undecided: list[tuple[int, str]]
+    """What rules at environment steps have still to decide, by ascending step: (step, gate)."""
+    token_gates: dict[int, list[str]] = field(default_factory=dict)
+    """By token of a turn, the gates whose rules are asked there."""
+    decisions: list[Decision] = field(default_factory=list)
+    """About the whole group."""
     group: Group | None = None
     ended: int = 0
     """The runner's clock when its last sibling ended."""
     scored: bool = False
 
     @property
+    def visit(self) -> Visit:
+        return self.job.visit
+
+    @property
+    def key(self) -> tuple[str, int]:
+        """The runner's name for it: purpose and number of the visit."""
+        return self.job.purpose, self.job.visit.number
+
+    @property
     def gated(self) -> list[Sibling]:
         """All but a greedy baseline."""
         return [s for s in self.siblings if not s.greedy]
 
+    def closed(self) -> Group:
+        """The group, of those who have come to their end."""
+        rollouts = [s.rollout for s in self.siblings if s.rollout is not None]
+        return Group(self.visit, rollouts, self.decisions, self.job.purpose)
+
     def view(self, at: Checkpoint) -> GroupView:
-        """What a gate sees of the group."""
+        """What a rule sees of the group."""
         gated = self.gated
         return GroupView(
             visit=self.visit,
@@ -141,8 +157,10 @@ class Flight:
             actions=tuple(tuple(t.action if t.canonical is None else t.canonical for t in s.turns) for s in gated),
             observations=tuple(tuple(t.observation or "" for t in s.turns) for s in gated),
             running=tuple(s.running for s in gated),
-            failed=tuple(s.rollout is not None and s.rollout.fate == Fate.FAILED for s in gated),
+            absent=tuple(s.rollout is not None and s.rollout.fate in (Fate.FAILED, Fate.PRUNED) for s in gated),
             progress=tuple(s.progress for s in gated),
+            decisions=tuple(self.decisions),
+            turn=at.k if isinstance(at, EnvStep) else 0,
         )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -26,7 +26,6 @@ from ..methods.correct import CORRECTIONS, STEP_SCALES, StepScale
 from ..methods.filter import Filter
 from ..methods.gate import GATES, Gate
 from ..methods.gate.audit import AuditedGate, RuleAudit
-from ..methods.gate.quality import ArrolGate
 from ..methods.loss import LossConfig
 from ..methods.select import SELECTORS, Selector
 from ..methods.select.audit import AuditedSelector
@@ -34,11 +33,15 @@ from ..methods.select.stream import StreamSelector
 from ..methods.signal import Judge
 from ..methods.size import ROLLOUT_BATCHES, SIZES, GroupSize, RolloutBatch
 from ..methods.size.rollout_batch import OneForOne
-from ..rollout.runner import RolloutRunner
-from ..sampler import SYNCS, Sampler
-from ..types import Prompt
+from ..rollout.options import RolloutOptions
+from ..sampler import SYNCS, Sampler, SamplerContext
+from ..sampler.base import SamplerOptions
+from ..types import Prompt, Purpose
 from .build_filter import build_filter, tolerance
 from .build_gates import build_gates
+
+PROBE_TOKENS = 16
+"""Longest rollouts by which engine and learner are compared."""
 
 
 @dataclass(frozen=True)
@@ -46,18 +49,19 @@ class Methods:
     selector: Selector
     rollout_batch: RolloutBatch
     group_size: GroupSize
-    gates: list[Gate]
+    gates: dict[str, Gate]
+    """By name."""
     filter: Filter
     judge: Judge
     advantage: Advantage
     step_scale: StepScale
 
     def save(self, directory: Path) -> None:
-        """What gates leave beside the weights: the quality head."""
-        for gate in self.gates:
+        """Write what gates leave beside the weights: the quality head."""
+        for gate in self.gates.values():
             inner = gate.gate if isinstance(gate, AuditedGate) else gate
-            if isinstance(inner, ArrolGate):
-                inner.save(directory)
+            if (save := getattr(inner, "save", None)) is not None:
+                save(directory)
 
 
 def build_methods(c: RunConfig, prompts: Sequence[Prompt]) -> Methods:
@@ -72,7 +76,7 @@ def build_methods(c: RunConfig, prompts: Sequence[Prompt]) -> Methods:
         selector=_selector(c, prompts, judge, advantage),
         rollout_batch=_rollout_batch(c, filter_),
         group_size=group_size,
-        gates=_gates(c, advantage, prompts, group_size),
+        gates=build_gates(c, advantage, prompts, group_size.smallest),
         filter=filter_,
         judge=judge,
         advantage=advantage,
@@ -104,7 +108,7 @@ def _selector(c: RunConfig, prompts: Sequence[Prompt], judge: Judge, advantage: 
     if c.audit is None:
         return cast(Selector, selector)
     if type(selector) is not StreamSelector:
-        return AuditedSelector(selector, _audit(c, c.audit, name_of(c.selector)), advantage)
+        return AuditedSelector(selector, _audit(c, c.audit), advantage)
     if not c.gates:
         raise ConfigError(
             "audit: nothing to audit: selector: uniform skips nothing, and there are no gates. Remove audit, or choose "
@@ -113,17 +117,8 @@ def _selector(c: RunConfig, prompts: Sequence[Prompt], judge: Judge, advantage: 
     return selector
 
 
-def _gates(c: RunConfig, advantage: Advantage, prompts: Sequence[Prompt], group_size: GroupSize) -> list[Gate]:
-    gates = build_gates(c, advantage, prompts, group_size.smallest)
-    if c.audit is None:
-        return gates
-    names = [name_of(spec) for spec in c.gates]
-    unique = [f"{name}_{i}" if names.count(name) > 1 else name for i, name in enumerate(names, 1)]
-    return [AuditedGate(g, _audit(c, c.audit, name), advantage) for g, name in zip(gates, unique, strict=True)]
-
-
-def _audit(c: RunConfig, audit: AuditConfig, name: str) -> RuleAudit:
-    return RuleAudit(name, audit.epsilon, audit.max_signal_loss, seed=c.seed)
+def _audit(c: RunConfig, audit: AuditConfig) -> RuleAudit:
+    return RuleAudit(name_of(c.selector), audit.epsilon, audit.max_signal_loss, seed=c.seed)
 
 
 def _group_size(c: RunConfig) -> GroupSize:
@@ -159,33 +154,28 @@ def _rollout_batch(c: RunConfig, filter_: Filter) -> RolloutBatch:
     return batch
 
 
-def build_sampler(c: RunConfig, runner: RolloutRunner, batch: RolloutBatch) -> Sampler:
+def sampler_options(c: RunConfig) -> SamplerOptions:
+    """What `sync` asks for."""
+    options: SamplerOptions = method(SYNCS, c.sync, "sync")
+    return options
+
+
+def build_sampler(c: RunConfig, context: SamplerContext) -> Sampler:
     """Raises ConfigError when what is old would be trained as if it were new, and on options without effect."""
     if c.max_lag and c.policy_loss == "plain" and name_of(c.correction) == "none":
         raise ConfigError(
             f"max_lag: {c.max_lag} trains on tokens of older policies, and policy_loss: plain does not correct for it; "
             "set correction: truncate, or policy_loss: clip"
         )
-    behind = c.max_lag - batch.carry  # what is carried over is a step older when it is trained
-    sampler: Sampler = method(SYNCS, c.sync, "sync").build(runner, c, behind)
-    if sampler.overlaps:
-        _check_overlap(c)
-    elif not behind and c.sync != RunConfig.model_fields["sync"].default:
-        raise ConfigError("sync: in_process has options for a sampler that is behind, but here none is; remove them")
-    return sampler
-
-
-def _check_overlap(c: RunConfig) -> None:
-    if c.gates:
-        raise ConfigError(
-            f"gates: they learn in the learner's process, and sync: {name_of(c.sync)} samples in others; use sync: "
-            "in_process, or no gates"
-        )
-    if c.rollout_batch != RunConfig.model_fields["rollout_batch"].default:
+    options = sampler_options(c)
+    if "beside" in options.provides and c.rollout_batch != RunConfig.model_fields["rollout_batch"].default:
         raise ConfigError(
             f"rollout_batch has no effect with sync: {name_of(c.sync)}, which starts groups as soon as they can "
             "still be trained within max_lag; remove it"
         )
+    if "beside" not in options.provides and not context.behind and c.sync != RunConfig.model_fields["sync"].default:
+        raise ConfigError("sync: in_process has options for a sampler that is behind, but here none is; remove them")
+    return options.build(context)
 
 
 def step_options(c: RunConfig) -> StepOptions:
@@ -254,6 +244,25 @@ def sampling_params(c: RunConfig, *, evaluation: bool = False) -> SamplingParams
     return SamplingParams(c.max_completion_length, c.temperature, c.top_p, c.top_k, tuple(c.stop))
 
 
+def rollout_options(
+    c: RunConfig, *, greedy_baseline: bool = False, report: frozenset[str] = frozenset()
+) -> dict[Purpose, RolloutOptions]:
+    """Those of every purpose; `greedy_baseline` is of training, `report` of evaluations."""
+    train, evaluation = sampling_params(c), sampling_params(c, evaluation=True)
+    greedy = SamplingParams(c.max_completion_length, temperature=0.0, stop=tuple(c.stop))
+
+    def options(params: SamplingParams, **more: Any) -> RolloutOptions:
+        return RolloutOptions(params, c.max_prompt_length, c.seed, **more)
+
+    return {
+        "train": options(train, greedy_baseline=greedy_baseline),
+        "eval": options(evaluation, report=report),
+        "greedy": options(greedy),
+        "profile": options(train),
+        "probe": options(replace(train, max_tokens=min(PROBE_TOKENS, train.max_tokens))),
+    }
+
+
 def quiet_transformers() -> None:
     """Keep transformers' own progress bars out of our display."""
     logging.disable_progress_bar()
@@ -311,8 +320,10 @@ def _load(auto_class: Any, source: str | Path, what: str, **options: Any) -> Any
         raise ConfigError(f"model: cannot load the {what} of '{source}'{missing}: {first}") from None
 
 
-def build_policy(c: RunConfig, model: Any, tokenizer: Any, checkpoint: Path | None) -> tuple[Policy, Engine]:
-    """The policy of a fresh run, or of `checkpoint`, and an engine with its weights as version 0.
+def build_policy(
+    c: RunConfig, model: Any, tokenizer: Any, checkpoint: Path | None, *, with_engine: bool = True
+) -> tuple[Policy, Engine | None]:
+    """The policy of a fresh run, or of `checkpoint`, and an engine with its weights as version 0 if there is to be one.
 
     `model` and `tokenizer` are used when given as objects. The engine is made before adapters are put in: it holds the
     plain architecture and is given merged weights.
@@ -327,7 +338,8 @@ def build_policy(c: RunConfig, model: Any, tokenizer: Any, checkpoint: Path | No
     else:
         base = model.to(device)
     require_finite(base, str(saved or c.model))
-    engine: Engine = method(ENGINES, c.engine, "engine").build(base, tokenizer)
+    options = method(ENGINES, c.engine, "engine")
+    engine: Engine | None = options.build(base, tokenizer) if with_engine else None
     if c.lora is not None:
         origin = weights_digest(base)
         return Policy(_with_lora(base, c.lora, saved), tokenizer, None, origin), engine

@@ -6,44 +6,64 @@ from collections.abc import Sequence
 
 from ..config import ConfigError, RunConfig, method
 from ..methods.advantage import Advantage
-from ..methods.gate import GATES, Gate
-from ..methods.gate.divergence import Divergence, DivergenceGate
-from ..methods.gate.quality import Arrol, ArrolGate
+from ..methods.gate import GATES, Gate, GateContext
+from ..methods.gate.audit import AuditedGate, RuleAudit
+from ..methods.gate.divergence import Divergence
+from ..methods.gate.quality import Arrol
 from ..types import Prompt
 
 
-def build_gates(c: RunConfig, advantage: Advantage, prompts: Sequence[Prompt], smallest: int) -> list[Gate]:
-    """`smallest`: rollouts of the smallest group that may be launched. Raises ConfigError naming the option."""
+def gate_names(c: RunConfig) -> list[str]:
+    """Names of the run's gates: those of the methods, numbered where one is there twice."""
+    names = [spec if isinstance(spec, str) else str(spec["name"]) for spec in c.gates]
+    return [f"{name}_{i}" if names.count(name) > 1 else name for i, name in enumerate(names, 1)]
+
+
+def rule_types(c: RunConfig) -> dict[str, type]:
+    """By gate, the class of the rules that it publishes."""
+    contexts = [GateContext(name) for name in gate_names(c)]
+    gates = [method(GATES, spec, "gates").build(context) for spec, context in zip(c.gates, contexts, strict=True)]
+    return {context.name: type(gate.rule()) for context, gate in zip(contexts, gates, strict=True)}
+
+
+def build_gates(c: RunConfig, advantage: Advantage, prompts: Sequence[Prompt], smallest: int) -> dict[str, Gate]:
+    """The gates of a run, by name. `smallest`: rollouts of the smallest group that may be launched.
+
+    Raises ConfigError naming the option.
+    """
     options = [method(GATES, spec, "gates") for spec in c.gates]
     for given in options:
         if isinstance(given, Divergence):
             _check_task_types(given, prompts)
-    gates: list[Gate] = [given.build(c.seed) for given in options]
-    if c.audit is None and any(isinstance(gate, DivergenceGate) and gate.refit is not None for gate in gates):
-        raise ConfigError(
-            "gates: refit_every needs audits, to see what the gate cuts; set audit: {epsilon: 0.2}, or remove it"
-        )
+            if c.audit is None and given.refit_every:
+                raise ConfigError(
+                    "gates: refit_every needs audits, to see what the gate cuts; set audit: {epsilon: 0.2}, or "
+                    "remove it"
+                )
+        if isinstance(given, Arrol):
+            _check_pruning(given, c, advantage, smallest)
     if sum(isinstance(given, Arrol) for given in options) > 1:
         raise ConfigError("gates: arrol can be there once: two would draw the same numbers; remove one")
-    for gate in gates:
-        if isinstance(gate, ArrolGate):
-            gate.success_reward = c.success_reward
-            if gate.options.min_survivors is None:
-                gate.least = advantage.smallest_group
-            _check_pruning(gate, c, advantage, smallest)
+    gates: dict[str, Gate] = {}
+    for given, name in zip(options, gate_names(c), strict=True):
+        gate = given.build(GateContext(name, c.seed, c.success_reward, advantage.smallest_group))
+        if c.audit is not None:
+            audit = RuleAudit(name, c.audit.epsilon, c.audit.max_signal_loss, seed=c.seed)
+            gate = AuditedGate(gate, audit, advantage)
+        gates[name] = gate
     return gates
 
 
-def _check_pruning(gate: ArrolGate, c: RunConfig, advantage: Advantage, smallest: int) -> None:
-    o = gate.options
+def _check_pruning(o: Arrol, c: RunConfig, advantage: Advantage, smallest: int) -> None:
+    least = advantage.smallest_group if o.min_survivors is None else o.min_survivors
     if o.at is not None and o.at >= c.max_completion_length:
         raise ConfigError(
             f"gates: arrol: at: {o.at} comes after max_completion_length={c.max_completion_length}, so nothing would "
             "be pruned; lower it, or leave it out"
         )
-    if gate.least >= smallest:
+    if least >= smallest:
         raise ConfigError(
-            f"gates: arrol: min_survivors: {gate.least} of groups that may have only {smallest} rollouts leaves "
+            f"gates: arrol: min_survivors: {least} of groups that may have only {smallest} rollouts leaves "
             "nothing to prune; lower it, or raise num_generations"
         )
     if not o.unbiased:
@@ -55,9 +75,9 @@ def _check_pruning(gate: ArrolGate, c: RunConfig, advantage: Advantage, smallest
             "gates: arrol: unbiased cannot know which pruned completions would have been truncated; set "
             "mask_truncated_completions: false, or remove unbiased"
         )
-    if gate.least < advantage.smallest_group:
+    if least < advantage.smallest_group:
         raise ConfigError(
-            f"gates: arrol: unbiased with min_survivors: {gate.least} would lose groups that are left with fewer than "
+            f"gates: arrol: unbiased with min_survivors: {least} would lose groups that are left with fewer than "
             f"{advantage.smallest_group}; set it to that, or leave it out"
         )
 

@@ -2,30 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from ..base.noise import noise_key
 from ..config import ConfigError, MethodSpec, RunConfig, validate
-from ..engine.base import Engine, Finished, Request
+from ..engine.base import Engine, Request
 from ..env.base import Task
 from ..env.prompting import encode_prompt
 from ..env.rewards.rewarder import Rewarder
 from ..learner import Learner
 from ..learner.agreement import require_agreement
-from ..types import Prompt, Rollout
-from .build import sampling_params
+from ..rollout.evaluate import RollOut
+from ..types import Job, Prompt, Visit
+from .build import sampler_options, sampling_params
 
-PROBE_STREAM = 9
-"""Keeps these draws apart from other noise."""
-PROBES, PROBE_TOKENS = 8, 16
-"""Sequences whose log-probabilities are compared at the start, and their tokens."""
-
+PROBED, PROBES_EACH = 4, 2
+"""Prompts whose log-probabilities are compared at the start, and rollouts of each."""
 MAY_CHANGE_ON_RESUME = frozenset(
     {"max_steps", "max_skipped_steps", "save_steps", "save_total_limit", "eval_steps", "log_completions", "report_to"}
     | {"max_failed_share", "reward_timeout_s", "sync"}
@@ -38,7 +31,8 @@ def refuse_changes(run_dir: Path, saved: Mapping[str, Any], config: RunConfig) -
     """Raises ConfigError with the difference when `config` would make the rest of the run something else."""
     before, now = (c.model_dump(mode="json") for c in (validate(saved), config))
     free = MAY_CHANGE_ON_RESUME | {"output_dir"}
-    if before["sync"] != now["sync"] and {_name(before["sync"]), _name(now["sync"])} != {"processes"}:
+    repeatable = any("repeatable" in sampler_options(validate(c)).provides for c in (saved, now))
+    if before["sync"] != now["sync"] and (repeatable or _name(before["sync"]) != _name(now["sync"])):
         free -= {"sync"}
     if config.lr_scheduler_type != "constant":
         free -= {"max_steps"}  # it shapes every later learning rate
@@ -54,15 +48,15 @@ def _name(spec: MethodSpec) -> Any:
 
 def check_by_name(c: RunConfig, **given: Any) -> None:
     """Raises ConfigError when something that samplers must build themselves was given as an object."""
-    if _name(c.sync) != "processes":
+    if "own_engine" not in sampler_options(c).provides:
         return
     for name, value in given.items():
         parts = value if isinstance(value, list | tuple) else [value]
         if not all(isinstance(part, str | dict | None) for part in parts):
             remedy = "a reward as 'file.py:function'" if name == "reward_funcs" else "by its name or path"
             raise ConfigError(
-                f"sync: processes starts samplers that build everything by name, so {name} cannot be an object; give "
-                f"it {remedy}, or train with sync: in_process"
+                f"sync: {_name(c.sync)} starts samplers that build everything by name, so {name} cannot be an object; "
+                f"give it {remedy}, or train with sync: in_process"
             )
 
 
@@ -72,8 +66,11 @@ def check_evaluation(c: RunConfig, task: Task) -> None:
         raise ConfigError("eval_steps is set, but the task has no held-out prompts; give it some, or remove eval_steps")
 
 
-def check_prompts(c: RunConfig, task: Task, rewarder: Rewarder, tokenizer: Any, engine: Engine) -> None:
-    """Try a few prompts on reward functions, tokenizer and engine: what fails for all of them fails here."""
+def check_prompts(c: RunConfig, task: Task, rewarder: Rewarder, tokenizer: Any, engine: Engine | None) -> None:
+    """Try a few prompts on reward functions, tokenizer and the engine, if it is here.
+
+    Raises ConfigError when all of them fail.
+    """
     first = task.train[0]
     rewarder.check(first.columns)
     if not rewarder.names and task.make_env(first) is None:
@@ -84,6 +81,8 @@ def check_prompts(c: RunConfig, task: Task, rewarder: Rewarder, tokenizer: Any, 
             ids = encode_prompt(tokenizer, prompt)
             if len(ids) > (limit := c.max_prompt_length):
                 raise ConfigError(f"prompt '{prompt.id}' has {len(ids)} tokens, over max_prompt_length={limit}")
+            if engine is None:
+                return
             engine.submit([Request("trial", ids, sampling_params(c), key=0)])
             engine.cancel(["trial"])
             return
@@ -92,31 +91,19 @@ def check_prompts(c: RunConfig, task: Task, rewarder: Rewarder, tokenizer: Any, 
     raise ConfigError(f"none of the first {len(causes)} prompts can be used; {causes[0]}")
 
 
-def check_agreement(c: RunConfig, prompts: Sequence[Prompt], tokenizer: Any, engine: Engine, learner: Learner) -> None:
+def check_agreement(
+    prompts: Sequence[Prompt], roll_out: RollOut, learner: Learner, engine_dtype: Callable[[], str]
+) -> None:
     """Sample a few tokens with the learner's weights and compare both sides' log-probabilities of them.
 
-    Raises ConfigError with the likely cause when they differ. Environments, rewards and every random state stay as
-    they are; the engine is left idle, with the learner's weights as version 0.
+    `roll_out` samples with these weights, in a type that `engine_dtype` tells afterwards; environments, rewards and
+    every random state stay as they are. Raises ConfigError with the likely cause when they differ, and when no prompt
+    can be used.
     """
-    if "logp" not in engine.provides:
-        return
-    engine.load_weights(learner.weights(), 0)
-    params = replace(sampling_params(c), max_tokens=min(PROBE_TOKENS, c.max_completion_length), stop=())
-    requests: dict[Hashable, Request] = {}
-    for prompt in prompts[:16]:
-        with contextlib.suppress(ValueError):  # some prompts may be unusable; `check_prompts` has found one that is not
-            ids = encode_prompt(tokenizer, prompt)
-            if len(ids) <= c.max_prompt_length:
-                new = [Request((prompt.id, i), ids, params, noise_key(c.seed, PROBE_STREAM, i)) for i in range(2)]
-                engine.submit(new)
-                requests |= {request.id: request for request in new}
-        if len(requests) >= PROBES:
-            break
-    rollouts = []
-    while engine.pending:
-        for event in engine.step():
-            if isinstance(event, Finished):
-                ids, everything = requests[event.id].prompt_ids, np.ones(len(event.token_ids), bool)
-                rollouts.append(Rollout(0, ids, event.token_ids, everything, event.logp, event.versions))
-    if rollouts:
-        require_agreement(rollouts, learner, str(getattr(engine, "dtype", "unknown")))
+    jobs = [Job(Visit(i, 0, prompt), PROBES_EACH, "probe") for i, prompt in enumerate(prompts[:PROBED])]
+    rollouts = [rollout for group in roll_out(jobs) for rollout in group.rollouts]
+    sampled = [rollout for rollout in rollouts if rollout.action_mask.any()]
+    if not sampled:
+        reason = next((rollout.reason for rollout in rollouts if rollout.reason), "no token was sampled")
+        raise ConfigError(f"none of the first {len(jobs)} prompts can be used; {reason}")
+    require_agreement(sampled, learner, engine_dtype())

@@ -1,4 +1,4 @@
-"""What a sampler process runs: engine, environments and rewards of a run, driven by messages (see `child.py`).
+"""What a sampler runs: engine, environments and rewards of a run, driven by messages (see `sampler/pool.py`).
 
 New weights take effect between two decode steps; rollouts under way go on with them.
 """
@@ -11,41 +11,48 @@ import os
 import queue
 import threading
 import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 
 from ..base.failpoint import failpoint
 from ..config import ConfigError, validate
 from ..env.rewards.rewarder import Rewarder
-from ..rollout.runner import RolloutOptions, RolloutRunner
-from ..sampler.codec import group_state, visit_from
-from ..sampler.weights import fingerprints
-from .build import build_policy, build_task, quiet_transformers, sampling_params
+from ..methods.gate import rule_from
+from ..rollout.runner import RolloutRunner
+from ..sampler.codec import group_state, job_from, prompts_of
+from ..sampler.weights import fingerprints, read_weights
+from .build import build_policy, build_task, quiet_transformers, rollout_options
+from .build_gates import rule_types
 
 HEARTBEAT_S = 1.0
 
 
 class Server:
-    """Owns everything that samples. ConfigError when it would not be what the learner has."""
+    """Owns everything that samples; `reply` sends a message to the learner.
 
-    def __init__(self, start: dict[str, Any], reply_fd: int) -> None:
+    Raises ConfigError when it would not be what the learner has, ValueError when a rule cannot be asked here.
+    """
+
+    def __init__(self, start: Mapping[str, Any], reply: Callable[[dict[str, Any]], None]) -> None:
         c = validate(start["config"])
         quiet_transformers()
         torch.set_num_threads(start["threads"])
         self.task = build_task(c.env)
+        self._prompts = prompts_of(self.task)
         # Whatever adapters the learner has are merged in what it publishes.
-        policy, self.engine = build_policy(c.model_copy(update={"lora": None, "beta": 0.0}), None, None, None)
+        policy, engine = build_policy(c.model_copy(update={"lora": None, "beta": 0.0}), None, None, None)
+        assert engine is not None
+        self.engine = engine
         self.rewarder = Rewarder(c.reward_funcs or self.task.reward_funcs, c.reward_weights, c.reward_timeout_s)
         self.rewarder.trainer_state = SimpleNamespace(global_step=start["version"], max_steps=c.max_steps)
-        options = RolloutOptions(
-            sampling_params(c), c.max_prompt_length, c.seed, greedy_baseline=start["greedy_baseline"]
-        )
+        options = rollout_options(c, greedy_baseline=start["greedy_baseline"])
         self.runner = RolloutRunner(self.engine, self.task, policy.tokenizer, self.rewarder, options)
-        self._reply_fd = reply_fd
+        self.rule_types = rule_types(c)
+        self._reply = reply
         self._born = self._told = time.monotonic()
         self._idle_s = 0.0
         self._tokens = 0
@@ -54,7 +61,7 @@ class Server:
                 raise ConfigError(f"the {name} has changed since the learner started; restore it, and resume the run")
 
     def serve(self, inbox: queue.SimpleQueue[dict[str, Any]], start: dict[str, Any]) -> None:
-        """Until it is told to stop. The weights to begin with are those of `start`, unless there are newer ones."""
+        """Serve until told to stop. The weights to begin with are those of `start`, unless there are newer ones."""
         found = [start]
         while True:
             for message in self._take(inbox, found):
@@ -62,7 +69,7 @@ class Server:
                     self._reply({"stopped": [group_state(group) for group in self.runner.abandon()]})
                     return
                 if "launch" in message:
-                    self.runner.launch(visit_from(message["launch"], self.task.train), message["size"])
+                    self.runner.launch(job_from(message["launch"], self._prompts))
             groups, found = [], []
             if self.runner.pending:
                 failpoint("sampler.step")
@@ -88,20 +95,17 @@ class Server:
 
     def _load(self, message: dict[str, Any]) -> None:
         failpoint("sampler.load")
-        self.engine.load_weights(load_file(message["weights"]), message["version"])
+        self.engine.load_weights(read_weights(message), message["version"])
+        self.runner.set_rules([rule_from(state, self.rule_types[state["name"]]) for state in message["rules"]])
         self.rewarder.trainer_state.global_step = message["version"]
-        self._reply({"loaded": message["version"], "metrics": self.rewarder.pop_metrics()})
+        dtype = str(getattr(self.engine, "dtype", "unknown"))
+        self._reply({"loaded": message["version"], "dtype": dtype, "metrics": self.rewarder.pop_metrics()})
         self._alive()
 
     def _alive(self) -> None:
         self._told = time.monotonic()
         counts = {"seconds": self._told - self._born, "idle_s": self._idle_s, "tokens": self._tokens}
         self._reply({"alive": counts})
-
-    def _reply(self, content: dict[str, Any]) -> None:
-        data = memoryview(json.dumps(content).encode() + b"\n")
-        while data:
-            data = data[os.write(self._reply_fd, data) :]
 
 
 def main() -> None:
@@ -113,10 +117,28 @@ def main() -> None:
     with Path(os.devnull).open() as devnull:
         os.dup2(devnull.fileno(), 0)
     threading.Thread(target=_read, args=(requests_fd, inbox), daemon=True).start()
+    serve(inbox, lambda content: _write(reply_fd, content))
+
+
+def serve(inbox: queue.SimpleQueue[dict[str, Any]], reply: Callable[[dict[str, Any]], None]) -> None:
+    """Run a sampler, whatever carries its messages; one that cannot do what is asked of it says why, and ends."""
     start = inbox.get()["start"]
-    server = Server(start, reply_fd)
-    server.serve(inbox, start)
-    server.rewarder.close()
+    try:
+        server = Server(start, reply)
+        server.runner.set_rules([rule_from(state, server.rule_types[state["name"]]) for state in start["rules"]])
+    except ValueError as error:
+        reply({"refused": str(error)})
+        return
+    try:
+        server.serve(inbox, start)
+    finally:
+        server.rewarder.close()
+
+
+def _write(fd: int, content: dict[str, Any]) -> None:
+    data = memoryview(json.dumps(content).encode() + b"\n")
+    while data:
+        data = data[os.write(fd, data) :]
 
 
 def _read(fd: int, inbox: queue.SimpleQueue[dict[str, Any]]) -> None:

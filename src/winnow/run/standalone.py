@@ -11,13 +11,13 @@ from typing import Any
 import torch
 
 from ..config import ConfigError, RunConfig, validate
-from ..engine.base import Engine
 from ..env.base import Task
 from ..env.rewards.rewarder import Rewarder
 from ..record.records import CONFIG, LEDGER
-from ..rollout.evaluate import Evaluator
+from ..rollout.evaluate import RollOut, evaluate, run_jobs
+from ..rollout.runner import RolloutRunner
 from . import checkpoint
-from .build import Policy, build_policy, build_task, sampling_params
+from .build import Policy, build_policy, build_task, rollout_options
 
 
 def evaluate_model(model: str, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -31,15 +31,8 @@ def evaluate_model(model: str, values: Mapping[str, Any]) -> dict[str, Any]:
     prompts = task.test[: c.eval_prompts]
     if not prompts:
         raise ConfigError(f"task {task.name} has no held-out prompts")
-    with opened(c, task) as (policy, engine, rewarder):
-        found = Evaluator(engine, task, policy.tokenizer, rewarder, seed=c.seed).run(
-            prompts,
-            sampling_params(c, evaluation=True),
-            n=c.eval_generations,
-            max_prompt_length=c.max_prompt_length,
-            success_reward=c.success_reward,
-            greedy=c.eval_greedy,
-        )
+    with opened(c, task) as (_, roll_out, _):
+        found = evaluate(roll_out, prompts, n=c.eval_generations, success_reward=c.success_reward, greedy=c.eval_greedy)
     return {
         "model": c.model,
         **found.metrics,
@@ -64,14 +57,21 @@ def model_config(model: str, values: Mapping[str, Any]) -> RunConfig:
 
 
 @contextmanager
-def opened(config: RunConfig, task: Task) -> Iterator[tuple[Policy, Engine, Rewarder]]:
-    """Model, engine and rewards of a configuration, for as long as the block lasts."""
+def opened(
+    config: RunConfig, task: Task, report: frozenset[str] = frozenset()
+) -> Iterator[tuple[Policy, RollOut, Rewarder]]:
+    """Model, what rolls out jobs with it, and rewards, for as long as the block lasts.
+
+    `report`: what rollouts of evaluations carry besides; see `RolloutOptions`.
+    """
     if config.threads:
         torch.set_num_threads(config.threads)
     policy, engine = build_policy(config, None, None, None)
     rewarder = Rewarder(config.reward_funcs or task.reward_funcs, config.reward_weights, config.reward_timeout_s)
+    assert engine is not None
+    runner = RolloutRunner(engine, task, policy.tokenizer, rewarder, rollout_options(config, report=report))
     try:
-        yield policy, engine, rewarder
+        yield policy, lambda jobs: run_jobs(runner, jobs), rewarder
     finally:
         rewarder.close()
 

@@ -9,6 +9,7 @@ import json
 import shutil
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,14 +23,19 @@ from ..config import ConfigError, RunConfig, config_of, validate
 from ..env.prompting import tokenizer_digest
 from ..env.rewards.rewarder import Rewarder, RewardSpec
 from ..learner.step import OptimizerStep
-from ..loop import Hooks, Limits, Loop, Parts
+from ..loop import Hooks, Limits, Loop, Parts, RunStoppedError
+from ..methods.gate.audit import rules_of
 from ..record.ledger import Ledger
 from ..record.progress import Display
 from ..record.records import CONFIG, LEDGER, METRICS, Records, RunDirectoryError, check_trackers, lock
-from ..rollout.evaluate import Evaluation, Evaluator
+from ..rollout.evaluate import Evaluation, evaluate, run_jobs
 from ..rollout.profile import Profiler
-from ..rollout.runner import RolloutOptions, RolloutRunner
-from ..sampler.pace import Buffer
+from ..rollout.runner import RolloutRunner
+from ..sampler import SamplerContext, SamplersLostError
+from ..sampler.base import SamplerRefusedError
+from ..sampler.buffer import Buffer
+from ..sampler.codec import prompts_of
+from ..sampler.pace import Beside, InTurn
 from ..types import Group
 from . import checkpoint
 from .build import (
@@ -40,7 +46,8 @@ from .build import (
     build_sampler,
     build_task,
     quiet_transformers,
-    sampling_params,
+    rollout_options,
+    sampler_options,
     step_options,
 )
 from .interrupt import StopSignals
@@ -108,7 +115,8 @@ class Trainer:
         self.task = build_task(c.env if isinstance(env, str | dict | None) else env)
         check_evaluation(c, self.task)
         given = None if isinstance(model, str | None) else model
-        policy, self.engine = build_policy(c, given, processing_class, self._checkpoint)
+        elsewhere = "own_engine" in sampler_options(c).provides
+        policy, self.engine = build_policy(c, given, processing_class, self._checkpoint, with_engine=not elsewhere)
         self.tokenizer = policy.tokenizer
         self._origin = policy.origin
         funcs = [reward_funcs] if callable(reward_funcs) or isinstance(reward_funcs, str) else reward_funcs
@@ -117,19 +125,18 @@ class Trainer:
         )
         check_prompts(c, self.task, self.rewarder, self.tokenizer, self.engine)
         self.learner = build_learner(policy, c)
-        check_agreement(c, self.task.train, self.tokenizer, self.engine, self.learner)
-        self.methods = build_methods(c, self.task.train)
-        params = sampling_params(c)
-        self._runner = RolloutRunner(
-            self.engine,
-            self.task,
-            self.tokenizer,
-            self.rewarder,
-            RolloutOptions(params, c.max_prompt_length, c.seed, greedy_baseline=self.methods.advantage.greedy_baseline),
-            self.methods.gates,
-        )
-        self._sampler = build_sampler(c, self._runner, self.methods.rollout_batch)
-        self._evaluator = Evaluator(self.engine, self.task, self.tokenizer, self.rewarder, seed=c.seed)
+        self.methods = m = build_methods(c, self.task.train)
+        greedy = m.advantage.greedy_baseline
+        runner = None
+        if self.engine is not None:
+            options = rollout_options(c, greedy_baseline=greedy)
+            runner = RolloutRunner(self.engine, self.task, self.tokenizer, self.rewarder, options, rules_of(m.gates))
+            if "logp" in self.engine.provides:
+                self.engine.load_weights(self.learner.weights(), 0)
+                dtype = str(getattr(self.engine, "dtype", "unknown"))
+                check_agreement(self.task.train, partial(run_jobs, runner), self.learner, lambda: dtype)
+        behind = c.max_lag - m.rollout_batch.carry  # what is carried over is a step older when it is trained
+        self._sampler = build_sampler(c, SamplerContext(c, self.task, self.tokenizer, greedy, behind, runner))
 
     @classmethod
     def resume(cls, run_dir: str | Path, overrides: Mapping[str, Any] | None = None, **kwargs: Any) -> Trainer:
@@ -240,16 +247,19 @@ class Trainer:
         c, m = self.config, self.methods
         ledger.judge = m.judge
         options = step_options(c)
+        beside = "beside" in sampler_options(c).provides
+        buffer = Buffer(c.prompts_per_step, c.max_lag, carry=m.rollout_batch.carry or beside)
         parts = Parts(
-            prompts=self.task.train,
+            prompts=prompts_of(self.task),
             sampler=self._sampler,
             learner=self.learner,
             selector=m.selector,
-            rollout_batch=m.rollout_batch,
             group_size=m.group_size,
             filter=m.filter,
             optimizer_step=OptimizerStep(self.learner, m.advantage, build_loss(c), m.step_scale, options),
-            buffer=Buffer(c.prompts_per_step, c.max_lag, carry=m.rollout_batch.carry or self._sampler.overlaps),
+            buffer=buffer,
+            pace=Beside(buffer, self._sampler) if beside else InTurn(buffer, self._sampler, m.rollout_batch),
+            refill_round=max(m.rollout_batch.size, c.prompts_per_step),
             ledger=ledger,
             gates=m.gates,
         )
@@ -265,8 +275,19 @@ class Trainer:
         if state is not None and self._checkpoint is not None:
             self._restore(loop, state)
         else:
-            self._sampler.publish(self.learner.weights(), 0)
+            self._start_sampler(loop)
         return loop
+
+    def _start_sampler(self, loop: Loop) -> None:
+        """First weights and rules. Samplers elsewhere are compared with the learner; those here have been."""
+        try:
+            loop.publish()
+            if self.engine is None:
+                check_agreement(self.task.train, self._sampler.run, self.learner, lambda: self._sampler.dtype)
+        except SamplerRefusedError as error:
+            raise ConfigError(str(error)) from None
+        except SamplersLostError as error:
+            raise RunStoppedError(f"step {loop.step}: {error}") from None
 
     def _restore(self, loop: Loop, state: Mapping[str, Any]) -> None:
         assert self._checkpoint is not None
@@ -280,7 +301,7 @@ class Trainer:
         self._seconds_before = float(state["seconds_total"])
         self.learner.load(self._checkpoint)
         self._sampler.load(self._checkpoint)
-        self._sampler.publish(self.learner.weights(), loop.step)
+        self._start_sampler(loop)
         loop.relaunch(state["loop"])
 
     def _baseline(self, ledger: Ledger, records: Records) -> None:
@@ -294,15 +315,10 @@ class Trainer:
         c = self.config
         if not c.eval_steps or (step % c.eval_steps and step != c.max_steps):
             return None
-        with self._sampler.newest():
-            evaluation = self._evaluator.run(
-                self.task.test[: c.eval_prompts],
-                sampling_params(c, evaluation=True),
-                n=c.eval_generations,
-                max_prompt_length=c.max_prompt_length,
-                success_reward=c.success_reward,
-                greedy=c.eval_greedy,
-            )
+        prompts = self.task.test[: c.eval_prompts]
+        evaluation = evaluate(
+            self._sampler.run, prompts, n=c.eval_generations, success_reward=c.success_reward, greedy=c.eval_greedy
+        )
         ledger.evaluation(step, rollouts=evaluation.rollouts, tokens=evaluation.tokens, seconds=evaluation.seconds)
         records.samples(step, evaluation.groups, "test")
         return evaluation
@@ -312,16 +328,8 @@ class Trainer:
         c, n = self.config, self.methods.selector.wants_profile(step)
         if not n or step == c.max_steps:
             return
-        profiler = Profiler(self.engine, self.task, self.tokenizer, self.rewarder, seed=c.seed)
-        with self._sampler.newest():
-            rates = profiler.run(
-                self.task.train,
-                sampling_params(c),
-                n=n,
-                max_prompt_length=c.max_prompt_length,
-                success_reward=c.success_reward,
-                epoch=step,
-            )
+        profiler = Profiler(self._sampler.run)
+        rates = profiler.run(self.task.train, n=n, success_reward=c.success_reward, epoch=step)
         self.methods.selector.profiled(rates)
         ledger.evaluation(step, rollouts=profiler.rollouts, tokens=profiler.tokens, seconds=profiler.seconds)
 

@@ -1,11 +1,10 @@
 """Where rollouts are made, and how new weights get there. `max_lag` bounds how old a trained token may be."""
 
-from .base import Sampler, SamplersLostError
+from .base import Sampler, SamplerContext, SamplersLostError
 from .in_process import InProcess
 from .processes import Processes
 
 SYNCS: dict[str, type] = {"in_process": InProcess, "processes": Processes}
-"""Name -> frozen dataclass of options with `build(runner, config, behind) -> Sampler`; `behind`: steps that the sampler
-itself may be behind the learner."""
+"""Name -> frozen dataclass of options with `provides` and `build(context) -> Sampler`."""
 
-__all__ = ["SYNCS", "Sampler", "SamplersLostError"]
+__all__ = ["SYNCS", "Sampler", "SamplerContext", "SamplersLostError"]

@@ -1,23 +1,57 @@
-"""What a sampler is: it rolls out visits with published weights, beside the learner or in turn with it."""
+"""What a sampler is: it runs jobs with published weights and rules, beside the learner or in turn with it."""
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, ClassVar, Protocol
 
 from ..base.weights import WeightSource
-from ..types import Group, Visit
+from ..config import RunConfig
+from ..env.base import Task
+from ..methods.gate import NamedRule
+from ..rollout.runner import RolloutRunner
+from ..types import Group, Job
 
 
 class SamplersLostError(RuntimeError):
     """Samplers keep dying; the message says how."""
 
 
-class Sampler(Protocol):
-    overlaps: bool
-    """Whether it goes on while the learner works: then groups are in flight between steps, paced by the buffer."""
+class SamplerRefusedError(SamplersLostError):
+    """A sampler cannot do what the run asks of it; the message says why and what to do."""
 
+
+@dataclass(frozen=True)
+class SamplerContext:
+    """What a sampler is made from."""
+
+    config: RunConfig
+    task: Task
+    tokenizer: Any
+    greedy_baseline: bool
+    """Every group in training has one more rollout, at temperature 0."""
+    behind: int
+    """Steps that the sampler itself may be behind the learner."""
+    runner: RolloutRunner | None
+    """Over the engine of the learner's process; None for samplers with engines of their own."""
+
+
+class SamplerOptions(Protocol):
+    """What stands in the table `sync`: a frozen dataclass of options."""
+
+    provides: ClassVar[frozenset[str]]
+    """`repeatable`: a run is a function of its seed, and resumes bit for bit. `beside`: it samples while the learner
+    works, so groups are in flight between steps. `own_engine`: it builds model, task and rewards by their names where
+    it runs, and the learner's process needs no engine."""
+
+    def build(self, context: SamplerContext) -> Sampler:
+        """Raises ConfigError when its options do not fit the run."""
+        ...
+
+
+class Sampler(Protocol):
     @property
     def version(self) -> int:
         """The oldest policy version that a token of a group launched now can have."""
@@ -25,27 +59,35 @@ class Sampler(Protocol):
 
     @property
     def pending(self) -> int:
-        """Groups launched and not yet returned."""
+        """Groups launched and not yet returned by `poll`."""
         ...
 
-    def launch(self, visit: Visit, size: int) -> None:
-        """Start `size` siblings of a visit."""
+    @property
+    def dtype(self) -> str:
+        """Type that engines compute with, e.g. `float32`; `unknown` when none has said."""
+        ...
+
+    def launch(self, job: Job) -> None:
+        """Start a group for training."""
         ...
 
     def poll(self) -> list[Group]:
-        """Go on, or wait a moment; returns the groups that are finished and scored."""
+        """Go on, or wait a moment; returns the groups for training that are finished and scored."""
         ...
 
-    def publish(self, weights: WeightSource, version: int) -> None:
-        """New weights; rollouts under way go on with them."""
+    def run(self, jobs: Sequence[Job]) -> list[Group]:
+        """Run jobs of another purpose to their end with the weights published last; their groups, in order."""
         ...
 
-    def newest(self) -> AbstractContextManager[None]:
-        """While it lasts, the engine of this process has the weights published last: for evaluations."""
+    def publish(self, weights: WeightSource, rules: Sequence[NamedRule], version: int) -> None:
+        """New weights, and rules of the gates.
+
+        Rollouts under way go on with them. Raises SamplerRefusedError when a rule cannot be asked there.
+        """
         ...
 
     def metrics(self) -> dict[str, float]:
-        """Since they were last asked for."""
+        """Figures since they were last asked for."""
         ...
 
     def save(self, directory: Path) -> None:
@@ -53,7 +95,7 @@ class Sampler(Protocol):
         ...
 
     def load(self, directory: Path) -> None:
-        """From a checkpoint; the weights of its step are published next."""
+        """Read it from a checkpoint; the weights of its step are published next."""
         ...
 
     def close(self) -> list[Group]:

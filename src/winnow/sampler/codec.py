@@ -1,4 +1,4 @@
-"""Groups as plain JSON values: inside a checkpoint, and on their way from a sampler to the learner."""
+"""Jobs and groups as plain JSON values: inside a checkpoint, and on their way between sampler and learner."""
 
 from __future__ import annotations
 
@@ -6,47 +6,101 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 from typing import Any
 
-from ..base.packed import pack, unpack
-from ..types import Fate, Group, Prompt, Rollout, Turn, Verdict, Visit
+import numpy as np
 
-_ARRAYS = ("token_ids", "action_mask", "sampler_logp", "versions")
+from ..base.packed import pack, unpack
+from ..env.base import Task
+from ..types import Decision, EnvStep, Fate, Group, Job, Prompt, Purpose, Rollout, Token, Turn, Verdict, Visit
+
+Prompts = Sequence[Prompt] | Mapping[int, Prompt]
+"""By ordinal."""
+PACKED = "packed"
+
+
+def prompts_of(task: Task) -> dict[Purpose, Prompts]:
+    """Where the prompts of each purpose are found."""
+    held_out = {prompt.ordinal: prompt for prompt in task.test}
+    return {"train": task.train, "profile": task.train, "probe": task.train, "eval": held_out, "greedy": held_out}
+
+
+def job_state(job: Job) -> dict[str, Any]:
+    """A job as plain JSON values; its prompt by ordinal."""
+    return {"visit": visit_state(job.visit), "size": job.size, "purpose": job.purpose}
+
+
+def job_from(state: Mapping[str, Any], prompts: Mapping[Purpose, Prompts]) -> Job:
+    """The job that `job_state` was given."""
+    return Job(visit_from(state["visit"], prompts[state["purpose"]]), state["size"], state["purpose"])
 
 
 def visit_state(visit: Visit) -> list[Any]:
     """A visit as plain JSON values; its prompt by ordinal."""
-    return [visit.number, visit.epoch, visit.prompt.ordinal, asdict(visit.verdict)]
+    return [visit.number, visit.epoch, visit.prompt.ordinal, _plain(asdict(visit.verdict))]
 
 
-def visit_from(state: Sequence[Any], prompts: Sequence[Prompt]) -> Visit:
+def visit_from(state: Sequence[Any], prompts: Prompts) -> Visit:
     """The visit that `visit_state` was given; `prompts` are those of its data set."""
     number, epoch, ordinal, verdict = state
-    return Visit(number, epoch, prompts[ordinal], Verdict(**verdict))
+    return Visit(number, epoch, prompts[ordinal], Verdict(**_real(verdict)))
 
 
 def group_state(group: Group) -> dict[str, Any]:
     """A finished group as plain JSON values; its prompt by ordinal."""
     return {
         "visit": visit_state(group.visit),
-        "verdict": asdict(group.verdict),
+        "decisions": [_decision_state(d) for d in group.decisions],
+        "purpose": group.purpose,
         "rollouts": [_rollout_state(r) for r in group.rollouts],
     }
 
 
-def group_from(state: Mapping[str, Any], prompts: Sequence[Prompt]) -> Group:
-    """The group that `group_state` was given; `prompts` are those of its data set."""
-    visit = visit_from(state["visit"], prompts)
-    return Group(visit, [_rollout_from(r) for r in state["rollouts"]], Verdict(**state["verdict"]))
+def group_from(state: Mapping[str, Any], prompts: Mapping[Purpose, Prompts]) -> Group:
+    """The group that `group_state` was given."""
+    visit = visit_from(state["visit"], prompts[state["purpose"]])
+    decisions = [_decision_from(d) for d in state["decisions"]]
+    return Group(visit, [_rollout_from(r) for r in state["rollouts"]], decisions, state["purpose"])
 
 
 def _rollout_state(rollout: Rollout) -> dict[str, Any]:
-    state = {f.name: getattr(rollout, f.name) for f in fields(rollout)}
-    state |= {name: pack(state[name]) for name in _ARRAYS}
-    return state | {"turns": [asdict(t) for t in rollout.turns], "prompt_ids": list(rollout.prompt_ids)}
+    state = {f.name: _plain(getattr(rollout, f.name)) for f in fields(rollout) if f.name not in ("turns", "decisions")}
+    state["turns"] = [asdict(t) for t in rollout.turns]
+    state["decisions"] = [_decision_state(d) for d in rollout.decisions]
+    return state
 
 
 def _rollout_from(state: Mapping[str, Any]) -> Rollout:
-    values = dict(state) | {name: unpack(state[name]) for name in _ARRAYS}
+    values = {name: _real(value) for name, value in state.items()}
     values["prompt_ids"] = tuple(state["prompt_ids"])
     values["turns"] = [Turn(**t) for t in state["turns"]]
+    values["decisions"] = [_decision_from(d) for d in state["decisions"]]
     values["fate"] = Fate(state["fate"]) if state["fate"] else None
     return Rollout(**values)
+
+
+def _decision_state(decision: Decision) -> dict[str, Any]:
+    at = ["token", decision.at.n] if isinstance(decision.at, Token) else ["step", decision.at.k]
+    return {"gate": decision.gate, "at": at, "verdict": _plain(asdict(decision.verdict)), "turn": decision.turn}
+
+
+def _decision_from(state: Mapping[str, Any]) -> Decision:
+    kind, n = state["at"]
+    at = Token(n) if kind == "token" else EnvStep(n)
+    return Decision(state["gate"], at, Verdict(**_real(state["verdict"])), state["turn"])
+
+
+def _plain(value: Any) -> Any:
+    """Arrays, wherever they are, become packed texts."""
+    if isinstance(value, np.ndarray):
+        return {PACKED: pack(value)}
+    if isinstance(value, Mapping):
+        return {key: _plain(inner) for key, inner in value.items()}
+    if isinstance(value, np.generic):
+        return value.item()
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _real(value: Any) -> Any:
+    """What `_plain` was given."""
+    if isinstance(value, Mapping):
+        return unpack(value[PACKED]) if set(value) == {PACKED} else {key: _real(inner) for key, inner in value.items()}
+    return value

@@ -5,21 +5,22 @@ Everything is a function of the seed: with a lag, too, a run can be repeated and
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from safetensors.torch import load_file, save_file
 
 from ..base.noise import noise_key
 from ..base.weights import WeightSource
-from ..config import RunConfig
 from ..engine.base import Engine
+from ..methods.gate import NamedRule
+from ..rollout.evaluate import run_jobs
 from ..rollout.runner import RolloutRunner
-from ..types import Group, Visit
+from ..types import Group, Job
+from .base import SamplerContext
 
 LAG_STREAM = 8
 """Keeps these draws apart from other noise."""
@@ -34,14 +35,15 @@ class InProcess:
     """`exact`: sample with the weights of `max_lag` steps ago (or of the start, in the first steps). `mixed`: of 0 to
     `max_lag` steps ago, drawn for each step."""
 
-    def build(self, runner: RolloutRunner, config: RunConfig, behind: int) -> InProcessSampler:
-        return InProcessSampler(runner, behind, self.lag == "mixed", config.seed)
+    provides: ClassVar[frozenset[str]] = frozenset({"repeatable"})
+
+    def build(self, context: SamplerContext) -> InProcessSampler:
+        assert context.runner is not None
+        return InProcessSampler(context.runner, context.behind, self.lag == "mixed", context.config.seed)
 
 
 class InProcessSampler:
     """Keeps the weights of `max_lag` steps besides the newest; with `max_lag = 0` none."""
-
-    overlaps = False
 
     def __init__(self, runner: RolloutRunner, max_lag: int, mixed: bool, seed: int) -> None:
         self.runner = runner
@@ -57,17 +59,32 @@ class InProcessSampler:
         return self.engine.version
 
     @property
+    def dtype(self) -> str:
+        return str(getattr(self.engine, "dtype", "unknown"))
+
+    @property
     def pending(self) -> int:
         return self.runner.pending
 
-    def launch(self, visit: Visit, size: int) -> None:
-        self.runner.launch(visit, size)
+    def launch(self, job: Job) -> None:
+        self.runner.launch(job)
 
     def poll(self) -> list[Group]:
         return self.runner.poll()
 
-    def publish(self, weights: WeightSource, version: int) -> None:
+    def run(self, jobs: Sequence[Job]) -> list[Group]:
+        used = self.engine.version
+        if used == self._newest:
+            return run_jobs(self.runner, jobs)
+        self._use(self._newest)
+        try:
+            return run_jobs(self.runner, jobs)
+        finally:
+            self._use(used)
+
+    def publish(self, weights: WeightSource, rules: Sequence[NamedRule], version: int) -> None:
         self._newest = version
+        self.runner.set_rules(rules)
         if not self.max_lag:
             self.engine.load_weights(weights, version)
             return
@@ -84,18 +101,6 @@ class InProcessSampler:
 
     def _use(self, version: int) -> None:
         self.engine.load_weights(self._kept[version], version)
-
-    @contextmanager
-    def newest(self) -> Iterator[None]:
-        used = self.engine.version
-        if used == self._newest:
-            yield
-            return
-        self._use(self._newest)
-        try:
-            yield
-        finally:
-            self._use(used)
 
     def metrics(self) -> dict[str, float]:
         return {}

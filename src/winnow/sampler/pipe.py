@@ -1,8 +1,5 @@
 """A sampler process as the learner sees it: JSON lines both ways, a tail of what it printed, an end for certain.
 
-    learner -> sampler   {"start": {...}}, {"weights": path, "version": v}, {"launch": visit, "size": n}, {"stop": true}
-    sampler -> learner   {"loaded": v}, {"group": ...}, {"alive": counts} at least every second, {"stopped": groups}
-
 Neither side ever waits for the other to read: threads do.
 """
 
@@ -16,11 +13,10 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections import deque
-from typing import Any, NamedTuple
+from typing import Any
 
-from ..types import Visit
+from .pool import Inbox, Message
 
 LAST_WORDS = 40
 """Lines of a sampler's prints that are kept."""
@@ -33,33 +29,10 @@ SERVE = (
 """A sampler dies with its learner from the first moment on: imports may take long."""
 
 
-class Sent(NamedTuple):
-    """A visit that a sampler works on."""
-
-    visit: Visit
-    size: int
-    again: bool
-    """Whether it was launched before, on a sampler that died."""
-
-
-class Message(NamedTuple):
-    child: Child
-    content: dict[str, Any] | None
-    """None: it has closed its output, for good."""
-
-
-class Child:
+class Pipe:
     """One process; what it says goes into `inbox`, its end, too. It dies with this process."""
 
-    def __init__(self, slot: int, inbox: queue.SimpleQueue[Message], threads: int, start: dict[str, Any]) -> None:
-        self.slot = slot
-        self.version: int = start["version"]
-        """Of the weights that it is known to have."""
-        self.ready = False
-        self.flights: dict[int, Sent] = {}
-        self.counts: dict[str, float] = {}
-        """Since its start: seconds, seconds idle, tokens sampled."""
-        self.heard = time.monotonic()
+    def __init__(self, inbox: Inbox, threads: int) -> None:
         self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._said: deque[str] = deque(maxlen=LAST_WORDS)
         self.process = _spawn(threads)
@@ -70,7 +43,6 @@ class Child:
         ]
         for thread in self._threads:
             thread.start()
-        self.send({"start": start})
 
     def send(self, content: dict[str, Any]) -> None:
         self._outbox.put(json.dumps(content).encode() + b"\n")
@@ -90,7 +62,7 @@ class Child:
         said = "\n".join(self._said).strip()
         return how + (f"; its last words:\n{said[-2000:]}" if said else "")
 
-    def _listen(self, inbox: queue.SimpleQueue[Message]) -> None:
+    def _listen(self, inbox: Inbox) -> None:
         assert self.process.stdout is not None
         with contextlib.suppress(ValueError, OSError):  # a line cut off by its death, or our own closing
             for line in self.process.stdout:

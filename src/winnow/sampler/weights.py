@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from safetensors.torch import save_file
+import torch
+from safetensors.torch import load_file, save_file
 
 from ..base.weights import WeightSource
 from ..env.base import Task
@@ -17,8 +19,27 @@ KEPT = 3
 
 
 def fingerprints(task: Task, tokenizer: Any) -> dict[str, str]:
-    """Of what a sampler builds for itself, and must build as the learner did."""
+    """Digests of what a sampler builds for itself, and must build as the learner did."""
     return {"task": task.fingerprint(), "tokenizer": tokenizer_digest(tokenizer)}
+
+
+class Transport(Protocol):
+    """How weights come from the learner to samplers."""
+
+    def write(self, weights: WeightSource, version: int) -> None:
+        """Make them the newest that samplers can read."""
+        ...
+
+    def told(self) -> dict[str, Any]:
+        """What a sampler must be told to read the newest: plain JSON values, `version` among them."""
+        ...
+
+    def remove(self) -> None: ...
+
+
+def read_weights(told: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """The weights that a sampler was told of."""
+    return load_file(told["weights"])
 
 
 class PublishedWeights:
@@ -31,6 +52,9 @@ class PublishedWeights:
 
     def path(self, version: int) -> Path:
         return self.directory / f"{version}.safetensors"
+
+    def told(self) -> dict[str, Any]:
+        return {"weights": str(self.path(self.version)), "version": self.version}
 
     def write(self, weights: WeightSource, version: int) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)

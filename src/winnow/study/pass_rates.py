@@ -60,7 +60,7 @@ def profile_model(
     config = model_config(model, values)
     task = build_task(config.env)
     wanted = list(task.train[:prompts])
-    with opened(config, task) as (policy, engine, rewarder):
+    with opened(config, task) as (policy, roll_out, rewarder):
         if not rewarder.names and task.make_env(wanted[0]) is None:
             raise ConfigError("there is no reward: give reward_funcs=['my_reward.py:my_reward']")
         rewarder.check(wanted[0].columns)
@@ -69,7 +69,7 @@ def profile_model(
         with ProfileFile(path, key, {"model": config.model, "task": task.name}) as file:
             cached = file.has(wanted)
             if not cached:
-                profiler = Profiler(engine, task, policy.tokenizer, rewarder, seed=config.seed)
+                profiler = Profiler(roll_out)
                 _fill(file, profiler, wanted, config, n, console or Console(quiet=True))
             rates = [file.rates[p.id] for p in wanted if p.id in file.rates]
             return {
@@ -214,15 +214,7 @@ def _fill(
                 continue
             before = {name: getattr(profiler, name) for name in COSTS}
             try:
-                rates = list(
-                    profiler.run(
-                        todo,
-                        sampling_params(config),
-                        n=n,
-                        max_prompt_length=config.max_prompt_length,
-                        success_reward=config.success_reward,
-                    )
-                )
+                rates = list(profiler.run(todo, n=n, success_reward=config.success_reward))
             except KeyboardInterrupt:
                 raise KeyboardInterrupt(
                     f"{len(file.rates)} of {len(prompts)} prompts are in {file.path}; the same command goes on"

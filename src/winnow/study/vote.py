@@ -13,13 +13,12 @@ from ..base.bootstrap import paired_bootstrap
 from ..config import ConfigError, RunConfig
 from ..env.base import Answering
 from ..methods.gate import deepconf
-from ..methods.gate.quality_head import FILE, QualityHead
-from ..rollout.evaluate import EVALUATION_STREAM, count_correct, rank_weights, roll_out, summarize, weighted_vote
-from ..rollout.runner import RolloutOptions, RolloutRunner
-from ..run.build import build_task, sampling_params
+from ..methods.gate.quality_head import FILE, HeadWeights
+from ..rollout.evaluate import count_correct, rank_weights, summarize, weighted_vote
+from ..run.build import build_task
 from ..run.checkpoint import STATE
 from ..run.standalone import model_config, opened
-from ..types import Rollout
+from ..types import Job, Rollout, Visit
 
 Weigh = Callable[[Sequence[Rollout]], np.ndarray]
 
@@ -48,7 +47,7 @@ WEIGHTS: dict[str, Weigh] = {
 """`head`, ranks of a run's quality head, comes with the run."""
 
 
-def by_head(head: QualityHead) -> Weigh:
+def by_head(head: HeadWeights) -> Weigh:
     """Rank of the head's score at the last token of the answer."""
 
     def weigh(rollouts: Sequence[Rollout]) -> np.ndarray:
@@ -84,14 +83,10 @@ def vote_model(model: str, values: Mapping[str, Any], weights: Sequence[str]) ->
     head = _head_of(c) if "head" in weights else None
     kinds = {name: _weigh(name, head) for name in dict.fromkeys(weights)}
     started = time.monotonic()
-    with opened(c, task) as (policy, engine, rewarder):
+    with opened(c, task, frozenset({"confidence", "last_hidden"})) as (policy, roll_out, _):
         if head is not None:
             _check_size(head, policy.model.config, c.model)
-        report = frozenset({"confidence", "last_hidden"})
-        params = sampling_params(c, evaluation=True)
-        options = RolloutOptions(params, c.max_prompt_length, c.seed, EVALUATION_STREAM, report)
-        runner = RolloutRunner(engine, task, policy.tokenizer, rewarder, options)
-        groups = roll_out(runner, prompts, c.eval_generations)
+        groups = roll_out([Job(Visit(i, 0, prompt), c.eval_generations, "eval") for i, prompt in enumerate(prompts)])
     won: dict[str, list[float]] = {name: [] for name in kinds}
     given: list[bool] = []
     for group in groups:
@@ -124,7 +119,7 @@ def vote_model(model: str, values: Mapping[str, Any], weights: Sequence[str]) ->
     }
 
 
-def _weigh(name: str, head: QualityHead | None) -> Weigh:
+def _weigh(name: str, head: HeadWeights | None) -> Weigh:
     if name == "head" and head is not None:
         return by_head(head)
     if name not in WEIGHTS:
@@ -132,7 +127,7 @@ def _weigh(name: str, head: QualityHead | None) -> Weigh:
     return WEIGHTS[name]
 
 
-def _head_of(c: RunConfig) -> QualityHead:
+def _head_of(c: RunConfig) -> HeadWeights:
     """Beside the weights, or in the checkpoint that they are part of."""
     model = Path(c.model)
     places = [model, *([model.parent] if (model.parent / STATE).is_file() else [])]
@@ -142,12 +137,12 @@ def _head_of(c: RunConfig) -> QualityHead:
             f"weights: head needs {model / FILE}, which a run with gate arrol and quality: head leaves there"
         )
     try:
-        return QualityHead.load(found)
+        return HeadWeights.load(found)
     except ValueError as error:
         raise ConfigError(f"weights: {error}") from None
 
 
-def _check_size(head: QualityHead, config: Any, model: str) -> None:
+def _check_size(head: HeadWeights, config: Any, model: str) -> None:
     size = getattr(config.get_text_config(), "hidden_size", None)
     if size not in (None, head.hidden_size):
         raise ConfigError(

@@ -16,7 +16,7 @@ import torch
 
 from ...base.noise import uniform
 from ...base.weights import Weights, state_of
-from ..base import Event, Finished, Reached, Request, SamplingParams
+from ..base import CAPABILITIES, Event, Finished, Reached, Request, SamplingParams
 from . import slots as col
 from .backend import Output, Prefilled, check_state
 from .cache import Chunk, KVCache, padded, plan
@@ -75,7 +75,7 @@ class _Prompt:
 class LocalEngine:
     """Implements `winnow.engine.base.Engine`. Not thread-safe."""
 
-    provides = frozenset({"hidden", "logp", "checkpoints", "confidence", "last_hidden", "raw_logp"})
+    provides = frozenset(CAPABILITIES)
 
     def __init__(
         self,
@@ -344,7 +344,7 @@ class LocalEngine:
             if row in hidden:
                 logp, more = self._table.sampled(row)[1].copy(), self._table.confidence_of(row)
                 raw = self._table.raw_logp_of(row)
-                events.append(Reached(request.id, len(logp), hidden[row], logp, more, raw))
+                events.append(Reached(request.id, len(logp), logp, hidden[row], more, raw))
             self._table.rearm(row)
         self._remove([row for row, reason in reasons.items() if reason])
         return events

@@ -7,22 +7,18 @@ shows what would have been lost. `estimates.py` turns the few that were overridd
 from __future__ import annotations
 
 import math
-import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import torch
 
-from ...base.noise import as_tensor, noise_key, uniform
-from ...types import Checkpoint, EnvStep, Fate, Group, GroupView, Token, Verdict
+from ...types import Decision, Fate, Group, Token
 from ..advantage import Advantage
 from ..filter.zero_variance import is_zero_variance
-from . import Gate, decide_many
+from .base import Gate, NamedRule, Rule, of_gate
 from .estimates import Estimate, Sums
+from .overrides import OVERRIDE, Overrides
 
-AUDIT_STREAM = 4
-"""Keeps the draws of audits apart from other noise."""
 WINDOW = 25
 """Steps after which a removal counts e times less for the controller."""
 
@@ -56,26 +52,16 @@ class RuleAudit:
         self.largest = 0.0
         """Largest signal seen, kept ones included."""
         self.whole, self.recent = Sums(), Sums()
-        self._key = seed, AUDIT_STREAM, zlib.crc32(name.encode())
+        self.seed = seed
 
-    def overrides(self, last_N: np.ndarray, *key: int) -> np.ndarray:
-        """bool [N]: which of the removals (*key, last) are overridden, at `probability`.
+    def overrides(self) -> Overrides:
+        """What draws the overrides at the present probability."""
+        return Overrides(self.name, self.seed, self.probability)
 
-        A function of seed, name, key and probability only: neither order nor batching changes it.
-        """
-        noise = as_tensor([noise_key(*self._key, *key)])
-        drawn: np.ndarray = uniform(noise, torch.from_numpy(last_N.astype(np.int64))).numpy()
-        return drawn < self.probability
-
-    def override(self, *key: int) -> tuple[bool, float]:
-        """Whether the removal `key` (prompt ordinal, epoch, sibling ...) is overridden, and with what probability."""
-        *before, last = key
-        return bool(self.overrides(np.array([last]), *before)[0]), self.probability
-
-    def removed(self, n: int = 1) -> None:
-        """`n` removals were carried out, at the present probability of an override."""
+    def removed(self, probability: float) -> None:
+        """A removal was carried out where it could have been overridden with `probability`."""
         for sums in (self.whole, self.recent):
-            sums.remove(self.probability, n)
+            sums.remove(probability, 1)
 
     def audited(self, probability: float, signal: float, tokens: float) -> None:
         """A removal that was overridden with `probability` has finished.
@@ -134,21 +120,6 @@ class RuleAudit:
         self.whole, self.recent = Sums.from_state(state["whole"]), Sums.from_state(state["recent"])
 
 
-def survival(p: float, epsilon: float) -> float:
-    """p + (1 - p) epsilon: chance to come through when what a rule removes is overridden with probability `epsilon`.
-
-    `p` is the chance to come through the rule alone, 0 or 1 if it is not random. Whichever way a survivor came, through
-    the rule or an override, this is the probability whose inverse is its Horvitz-Thompson weight: epsilon where a
-    deterministic rule was overridden, 1 where it keeps, and in between where the rule itself is random.
-    """
-    return p + (1 - p) * epsilon
-
-
-def keep_probability(verdict: Verdict) -> float:
-    """The chance with which the rule that gave this verdict would keep."""
-    return verdict.probability if verdict.keep else 1 - verdict.probability
-
-
 def squared_advantages(group: Group, advantage: Advantage) -> np.ndarray | None:
     """float64 [G], 0 for absent members; None where failures left too few rewards to tell: that is no evidence.
 
@@ -168,81 +139,45 @@ def squared_advantages(group: Group, advantage: Advantage) -> np.ndarray | None:
 
 
 class AuditedGate(Gate):
-    """Wraps a gate: its stops are overridden as `audit` draws, once for each sibling or group.
+    """Wraps a gate: keeps the account of its stops, carried out or overridden.
 
-    A token gate is asked at every turn that reaches its checkpoint; a sibling whose stop was overridden then runs to
-    its end, and counts as one removal. So does a group at a gate of several environment steps. `advantage` is the one
-    that the run trains with.
+    `advantage` is the one that the run trains with. `name` is that of the gate.
     """
 
     def __init__(self, gate: Gate, audit: RuleAudit, advantage: Advantage) -> None:
         self.gate = gate
         self.audit = audit
         self.advantage = advantage
-        self._chance: dict[tuple[int, int | None], float] = {}
-        """By visit and sibling, the probability with which the gate alone would have let it come so far."""
-        self._overridden: dict[tuple[int, int | None], tuple[float, int]] = {}
-        """By visit and sibling: probability of the override, and the turns finished by the checkpoint."""
 
-    @property
-    def at(self) -> Checkpoint | tuple[EnvStep, ...]:  # type: ignore[override]
-        return self.gate.at
+    def rule(self) -> Rule:
+        return self.gate.rule()
 
-    @property
-    def needs(self) -> frozenset[str]:  # type: ignore[override]
-        return self.gate.needs
-
-    def decide(self, view: GroupView) -> Verdict:
-        return self.decide_many([view])[0]
-
-    def decide_many(self, views: Sequence[GroupView]) -> list[Verdict]:
-        return [self._audited(view, v) for view, v in zip(views, decide_many(self.gate, views), strict=True)]
-
-    def _audited(self, view: GroupView, verdict: Verdict) -> Verdict:
-        """The gate's verdict, or its override.
-
-        A sibling has one draw for all its turns, so it survives them with `survival(p, epsilon)` if p is its chance to
-        survive them by the gate alone; the verdict's probability is the factor by which this turn has changed that.
-        """
-        key = view.visit.number, view.sibling
-        if not verdict.keep and key not in self._overridden:
-            sibling = () if view.sibling is None else (view.sibling,)
-            overridden, epsilon = self.audit.override(view.visit.prompt.ordinal, view.visit.epoch, *sibling)
-            if overridden:
-                at = view.checkpoint
-                turns = at.k if isinstance(at, EnvStep) else len(view.actions[view.sibling or 0])
-                self._overridden[key] = epsilon, turns
-            else:
-                self.audit.removed()
-        goes_on = verdict.keep or key in self._overridden
-        epsilon = self._overridden[key][0] if key in self._overridden else self.audit.probability
-        before = self._chance.get(key, 1.0)
-        after = self._chance[key] = before * keep_probability(verdict)
-        survives = survival(after, epsilon) / survival(before, epsilon)
-        reason = verdict.reason if verdict.keep or not goes_on else f"audit: {verdict.reason}"
-        return Verdict(goes_on, reason, survives if goes_on else 1 - survives)
+    def overrides(self) -> Overrides:
+        """What is published beside the rule."""
+        return self.audit.overrides()
 
     def observe(self, group: Group) -> None:
         """The gate learns first, also from what was overridden; then the account is kept."""
         self.gate.observe(group)
-        keys = [(group.visit.number, s) for s in (None, *(r.sibling for r in group.rollouts))]
-        overridden = {key[1]: self._overridden.pop(key) for key in keys if key in self._overridden}
-        for key in keys:
-            self._chance.pop(key, None)
+        name = self.audit.name
+        decisions = [*group.decisions, *(d for rollout in group.rollouts for d in rollout.decisions)]
+        taken = of_gate(decisions, name)
+        for decision in taken:
+            if not decision.verdict.keep:
+                self.audit.removed(decision.verdict.evidence[OVERRIDE])
         signal_G = squared_advantages(group, self.advantage)
         if signal_G is None:
             return
-        at = self.at
-        if not isinstance(at, Token):
-            override = overridden.get(None)
+        if not taken or not isinstance(taken[0].at, Token):
+            override = _override(taken)
             later = [turn for rollout in group.rollouts for turn in rollout.turns[override[1] if override else 0 :]]
             tokens = float(sum(turn.stop - turn.start for turn in later))
             self._book(override, float(signal_G.sum()), tokens)
             return
         for rollout, signal in zip(group.rollouts, signal_G.tolist(), strict=True):
             if rollout.fate != Fate.FAILED:
-                override = overridden.get(rollout.sibling)
-                start = rollout.turns[override[1]].start + at.n if override else 0
+                override = _override(of_gate(rollout.decisions, name))
+                start = rollout.turns[override[1]].start + taken[0].at.n if override else 0
                 self._book(override, signal, float(rollout.action_mask[start:].sum()))
 
     def _book(self, override: tuple[float, int] | None, signal: float, tokens: float) -> None:
@@ -259,9 +194,23 @@ class AuditedGate(Gate):
         return self.gate.metrics() | self.audit.metrics()
 
     def state_dict(self) -> dict[str, Any]:
-        """Taken between steps, when nothing is in flight; so what is remembered by visit is not part of it."""
+        """What is in flight carries its own decisions."""
         return {"gate": self.gate.state_dict(), "audit": self.audit.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.gate.load_state_dict(state["gate"])
         self.audit.load_state_dict(state["audit"])
+
+
+def _override(decisions: Sequence[Decision]) -> tuple[float, int] | None:
+    """Probability of the first override among decisions, and the turns finished by then."""
+    found = [(d.verdict.overridden, d.turn) for d in decisions if d.verdict.overridden is not None]
+    return found[0] if found else None
+
+
+def rules_of(gates: Mapping[str, Gate]) -> list[NamedRule]:
+    """What is published of the gates of a run, by their names."""
+    return [
+        NamedRule(name, gate.rule(), gate.overrides() if isinstance(gate, AuditedGate) else None)
+        for name, gate in gates.items()
+    ]

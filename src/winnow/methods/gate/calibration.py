@@ -14,6 +14,13 @@ Balance = Literal["target", "literal"]
 BISECTIONS = 100
 
 
+def bin_of(score: float, bins: int) -> int:
+    """Number of its bin of [0, 1]. Raises ValueError on a score outside."""
+    if not 0 <= score <= 1:
+        raise ValueError(f"scores must lie in [0, 1], not {score}")
+    return min(int(score * bins), bins - 1)
+
+
 class BinnedPosterior:
     """P(success | score) by Bayes' rule over `bins` equal bins of [0, 1] (Zadrozny and Elkan 2001; appendix A.4).
 
@@ -38,9 +45,7 @@ class BinnedPosterior:
 
     def bin_of(self, score: float) -> int:
         """Number of its bin. Raises ValueError on a score outside [0, 1]."""
-        if not 0 <= score <= 1:
-            raise ValueError(f"scores must lie in [0, 1], not {score}")
-        return min(int(score * self.bins), self.bins - 1)
+        return bin_of(score, self.bins)
 
     def observe(self, score: float, label: bool, weight: float = 1.0) -> None:
         """Learn one outcome. `weight`: 1 / (the chance with which this rollout's outcome came to be seen)."""

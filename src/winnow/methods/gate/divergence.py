@@ -9,15 +9,16 @@ anywhere, by the environment's progress number; and a threshold that is chosen a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, Final, Literal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Final, Literal
 
 import numpy as np
 
 from ...config import nearest
 from ...types import KEEP, EnvStep, Group, GroupView, Verdict
 from ..filter.zero_variance import is_zero_variance
+from .base import GateContext, of_gate
 from .refit import Refit
 from .signals import SIGNALS
 
@@ -144,49 +145,48 @@ class Divergence:
             return own
         return {self.k: own} if own else {}
 
-    def build(self, seed: int) -> DivergenceGate:
-        return DivergenceGate(self)
+    def build(self, context: GateContext) -> DivergenceGate:
+        return DivergenceGate(self, context)
 
 
 DEFAULTS: Final = Divergence()
 
 
-class DivergenceGate:
-    """Failed siblings are no evidence, and are left out. Without `refit_every` it remembers nothing of a group."""
+@dataclass(frozen=True)
+class DivergenceRule:
+    """Decides by the signals of those who are there; siblings that failed or were pruned are no evidence."""
 
-    needs: frozenset[str] = frozenset()
+    options: Divergence
+    threshold: float | None = None
+    """In place of that of the options, which was refitted; None: that of the options."""
 
-    def __init__(self, options: Divergence) -> None:
-        self.options = options
-        plans = (options.plan(), *map(options.plan, options.per_task_type))
-        self.at = tuple(EnvStep(k) for k in sorted({k for plan in plans for k in plan}))
-        self.refit = Refit(options.threshold, options.refit_every, options.precision) if options.refit_every else None
-        self._asked: dict[int, float] = {}
-        """With `refit`, by visit: the signal of groups in flight."""
-        self._values: list[float] = []
-        self._cut = 0
+    needs: ClassVar[frozenset[str]] = frozenset()
 
-    def decide(self, view: GroupView) -> Verdict:
-        """Raises ValueError when `per_task_type` is set and the prompt has no such column, and when `progress` is and
-        the environment gave none to any of the trajectories."""
+    @property
+    def at(self) -> tuple[EnvStep, ...]:
+        plans = (self.options.plan(), *map(self.options.plan, self.options.per_task_type))
+        return tuple(EnvStep(k) for k in sorted({k for plan in plans for k in plan}))
+
+    def decide(self, views: Sequence[GroupView]) -> list[Verdict]:
+        """Raises ValueError when `per_task_type` is set and a prompt has no such column, and when `progress` is and the
+        environment gave none to any of the trajectories."""
+        return [self._decide(view) for view in views]
+
+    def _decide(self, view: GroupView) -> Verdict:
         assert isinstance(view.checkpoint, EnvStep)
         o, k = self.options, view.checkpoint.k
         threshold = o.plan(self._task_type(view)).get(k)
-        sound = [i for i, failed in enumerate(view.failed or (False,) * len(view.actions)) if not failed]
-        if threshold is None or len(sound) < 2:
+        there = [i for i, absent in enumerate(view.absent or (False,) * len(view.actions)) if not absent]
+        if threshold is None or len(there) < 2:
             return KEEP
-        actions, observations = [view.actions[i] for i in sound], [view.observations[i] for i in sound]
-        if self.refit is not None:
-            threshold = self.refit.threshold
+        if self.threshold is not None:
+            threshold = self.threshold
+        actions, observations = [view.actions[i] for i in there], [view.observations[i] for i in there]
         values = {name: SIGNALS[name](actions, observations, k) for name in {o.signal, TERMINATION}}
         verdict = decide(values, o.signal, threshold, k, termination=o.termination, rule=o.rule)
         if o.progress is not None and verdict.keep:
-            verdict = stuck(view, sound, o.progress, k)
-        self._values.append(values[o.signal])
-        if self.refit is not None:
-            self._asked[view.visit.number] = values[o.signal]
-        self._cut += not verdict.keep
-        return verdict
+            verdict = stuck(view, there, o.progress, k)
+        return replace(verdict, evidence={o.signal: values[o.signal]})
 
     def _task_type(self, view: GroupView) -> str | None:
         if not self.options.per_task_type:
@@ -199,10 +199,29 @@ class DivergenceGate:
             )
         return str(prompt.columns[column])
 
+
+class DivergenceGate:
+    """Counts, and with `refit_every` moves the threshold."""
+
+    def __init__(self, options: Divergence, context: GateContext) -> None:
+        self.options = options
+        self.name = context.name
+        self.refit = Refit(options.threshold, options.refit_every, options.precision) if options.refit_every else None
+        self._values: list[float] = []
+        self._cut = 0
+
+    def rule(self) -> DivergenceRule:
+        return DivergenceRule(self.options, None if self.refit is None else self.refit.threshold)
+
     def observe(self, group: Group) -> None:
         """With `refit_every`, learn from groups that were asked about and came to their end."""
-        value, members = self._asked.pop(group.visit.number, None), group.siblings
-        if self.refit is not None and value is not None and all(r.reward is not None for r in members):
+        signal = self.options.signal
+        taken = [d.verdict for d in of_gate(group.decisions, self.name) if signal in d.verdict.evidence]
+        self._values += [verdict.evidence[signal] for verdict in taken]
+        self._cut += sum(verdict.removes for verdict in taken)
+        members = group.siblings
+        if self.refit is not None and taken and all(r.reward is not None for r in members):
+            value = taken[-1].evidence[signal]
             self.refit.observe(value, is_zero_variance(group.rewards()), members[0].survival_p)
 
     def end_step(self) -> None:
@@ -211,23 +230,16 @@ class DivergenceGate:
             self.refit.end_step()
 
     def metrics(self) -> dict[str, float]:
-        """Of this step: decisions taken, the share that cut, and the mean of the signal; nothing without decisions.
-
-        With `refit_every` also the threshold they went by, and the groups that the next will be chosen from.
+        """Decisions about the groups that this step brought back, the share that cut, and the mean of the signal;
+        nothing without decisions. With `refit_every` also the threshold, and how many groups the next is chosen from.
         """
-        refit = self.refit.metrics() if self.refit is not None else {}
-        found = {f"gate/divergence/{name}": value for name, value in refit.items()}
-        if not self._values:
-            return found
-        name, asked = self.options.signal, len(self._values)
-        return found | {
-            "gate/divergence/asked": float(asked),
-            "gate/divergence/cut_share": self._cut / asked,
-            f"gate/divergence/{name}": float(np.mean(self._values)),
-        }
+        found = dict(self.refit.metrics()) if self.refit is not None else {}
+        if asked := len(self._values):
+            found |= {"asked": float(asked), "cut_share": self._cut / asked}
+            found |= {self.options.signal: float(np.mean(self._values))}
+        return {f"gate/{self.name}/{name}": value for name, value in found.items()}
 
     def state_dict(self) -> dict[str, Any]:
-        """Taken between steps, when nothing is in flight."""
         return {} if self.refit is None else self.refit.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

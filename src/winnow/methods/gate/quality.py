@@ -2,40 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
-from itertools import islice
-from math import comb, exp
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
-import torch
 
-from ...base.noise import as_tensor, noise_key, uniform
-from ...types import KEEP, Fate, Group, GroupView, Rollout, Token, Verdict
+from ...types import Decision, Fate, Group, Rollout, Token
+from .base import GateContext
 from .calibration import Balance, BinnedPosterior, survival_factor, survival_probabilities
-from .deepconf import lowest
 from .quality_head import Example, QualityHead
+from .quality_rule import ArrolRule, Quality
 from .quality_stats import Realised
 from .window import Window
 
-__all__ = ["Arrol", "ArrolGate", "BinnedPosterior", "survival_probabilities"]
-
-QUALITY_STREAM = 7
-"""Keeps these draws apart from other noise."""
 REMEMBERED = 2048
 """Rollouts whose scores and lengths are remembered, pruned ones included."""
 FIRST_AT = 16
 """Where the first step looks, when no length is known yet; nothing is pruned by then."""
-
-Quality = Literal["head", "confidence", "logprob"]
-NEEDS: dict[Quality, frozenset[str]] = {
-    "head": frozenset({"hidden", "logp", "last_hidden"}),
-    "confidence": frozenset({"logp", "confidence"}),
-    "logprob": frozenset({"logp"}),
-}
 
 
 @dataclass(frozen=True)
@@ -87,42 +72,24 @@ class Arrol:
             if getattr(self, name) != getattr(Arrol, name):
                 raise ValueError(f"{name} has no effect with balance: {self.balance}; remove it")
 
-    def build(self, seed: int) -> ArrolGate:
-        return ArrolGate(self, seed)
-
-
-class _Asked(NamedTuple):
-    """A rollout at its detection token."""
-
-    hidden: np.ndarray | None
-    logp: float
-    score: float
-    """In [0, 1]."""
-    q: float
-    tokens: int
-    """Of the turn in which it was asked."""
-    chance: float
-    """With which this gate let it live."""
+    def build(self, context: GateContext) -> ArrolGate:
+        return ArrolGate(self, context)
 
 
 class ArrolGate:
     """Head, calibration and survival are fixed within an optimizer step, and learn between two: so neither the order in
     which rollouts come, nor what runs beside them, changes a decision.
 
-    A rollout survives if its draw is below its chance of survival, or among the `min_survivors` lowest of its group;
-    the verdict's probability is that of either. Rollouts that end before the detection token, further turns of a
-    rollout that was decided, and those whose score is not finite survive.
+    Rollouts that end before the detection token survive without having been asked about.
     """
 
-    def __init__(self, options: Arrol, seed: int) -> None:
-        self.needs = NEEDS[options.quality]
+    def __init__(self, options: Arrol, context: GateContext) -> None:
         self.options = options
-        self.head = QualityHead(seed)
-        self.least = 2 if options.min_survivors is None else options.min_survivors
+        self.head = QualityHead(context.seed)
+        self.least = context.smallest_group if options.min_survivors is None else options.min_survivors
         """Survivors of a group, at least."""
-        self.success_reward = 1.0
-        """The least reward of a right answer; the run's own."""
-        self._seed = seed
+        self.name = context.name
+        self._context = context
         self._steps = 0
         self._at = options.at or FIRST_AT
         self._posterior = BinnedPosterior(capacity=REMEMBERED)
@@ -133,111 +100,39 @@ class ArrolGate:
         """What recent rollouts score by the predictor of now, ascending."""
         self._lengths = Window(REMEMBERED)
         """Length of a rollout's last turn and how many rollouts it stands for."""
-        self._asked: dict[tuple[int, int], _Asked | None] = {}
-        """None: its score was not finite."""
-        self._draws: dict[int, tuple[list[float], float]] = {}
         self._q_B = self._posterior.table()
         self._survival_B = np.full(self._posterior.bins, options.keep_rate)
         self._novelty = Window(REMEMBERED)
-        """1 / (how many of a group are expected to have said the same by then: itself and, by its chance, others)."""
         self._factor = 1.0
         self._realised = Realised()
-
-    @property
-    def at(self) -> Token:
-        return Token(self._at)
 
     @property
     def cold(self) -> bool:
         """Whether the predictor still only learns."""
         return self._steps < self.options.cold_start
 
-    def decide(self, view: GroupView) -> Verdict:
-        return self.decide_many([view])[0]
-
-    def decide_many(self, views: Sequence[GroupView]) -> list[Verdict]:
-        """Of each what `decide` says: nobody's verdict depends on who else is asked."""
-        new = {(v.visit.number, v.sibling): v for v in views if (v.visit.number, v.sibling) not in self._asked}
-        verdicts = dict(zip(new, self._decide(list(new.values())), strict=True)) if new else {}
-        return [verdicts.pop((v.visit.number, v.sibling), KEEP) for v in views]
-
-    def _decide(self, views: list[GroupView]) -> list[Verdict]:
-        logp_N = np.array([_mean(v.logp) for v in views])
-        scores = self._scores(views, logp_N)
-        if not self.cold:
-            self._draw(views)
-        return [self._verdict(*each) for each in zip(views, logp_N.tolist(), scores, strict=True)]
-
-    def _verdict(self, view: GroupView, logp: float, score: float | None) -> Verdict:
-        assert view.sibling is not None
-        assert isinstance(view.checkpoint, Token)
-        key, n = (view.visit.number, view.sibling), view.checkpoint.n
-        if score is None:
-            self._realised.not_finite += 1
-            self._asked[key] = None
-            return Verdict(True, "its score is not finite")
-        number = self._posterior.bin_of(score)
-        self._bins.append(number)
-        novelty = 1 / (1 + (len(view.running) - 1) * exp(min(logp * n, 0.0)))
-        self._novelty.append(novelty)
-        q = float(self._q_B[number])
-        if self.cold:
-            self._asked[key] = _Asked(view.hidden, logp, score, q, n, 1.0)
-            self._realised.decided(1.0)
-            return KEEP
-        survival = self._survival(number, novelty)
-        draws, enough = self._draws[view.visit.number]
-        chance = survival + _forced_beyond(survival, len(draws), self.least)
-        self._realised.decided(chance)
-        self._asked[key] = _Asked(view.hidden, logp, score, q, n, chance)
-        if draws[view.sibling] < survival or draws[view.sibling] <= enough:
-            return Verdict(True, probability=chance)
-        reason = f"pruned at token {n}: predicted success {q:.2f}, survival {survival:.2f}"
-        return Verdict(False, reason, 1 - chance)
-
-    def _survival(self, number: int, novelty: float) -> float:
-        if self.options.balance == "distinct":
-            return min(max(self._factor * novelty, self.options.p_min), 1.0)
-        return float(self._survival_B[number])
-
-    def _scores(self, views: list[GroupView], logp_N: np.ndarray) -> list[float | None]:
-        """Their ranks among what recent rollouts would score today, in [0, 1]; None for what is not finite.
-
-        A head that learns moves its scale every step. With ranks the bins stay equally full, and with them the keep
-        rate stays what it should be; with the logistic function it swings widely from step to step.
-        """
-        if self.options.quality == "head":
-            hidden_NH = np.array([v.hidden for v in views])
-            raw_N = self.head.scores(hidden_NH, logp_N)
-        elif self.options.quality == "confidence":
-            raw_N = np.array([lowest(v.confidence) for v in views if v.confidence is not None])
-        else:
-            raw_N = logp_N
-        finite_N = np.isfinite(raw_N)
-        if self.options.quality == "head":
-            self.head.remember(hidden_NH[finite_N], logp_N[finite_N])
-        else:
-            self._raw.extend(raw_N[finite_N])
-        rank_N = np.searchsorted(self._scale_M, raw_N) / len(self._scale_M) if len(self._scale_M) else raw_N * 0 + 0.5
-        return [rank if finite else None for rank, finite in zip(rank_N.tolist(), finite_N.tolist(), strict=True)]
-
-    def _draw(self, views: list[GroupView]) -> None:
-        """For each new group one draw a sibling, and the highest of those that survive whatever their chance."""
-        new = {v.visit.number: v for v in views if v.visit.number not in self._draws}
-        sizes = [len(v.running) for v in new.values()]
-        keys = [noise_key(self._seed, QUALITY_STREAM, v.visit.prompt.ordinal, v.visit.epoch) for v in new.values()]
-        keys_N = as_tensor(keys).repeat_interleave(torch.tensor(sizes, dtype=torch.int64))
-        draws = iter(uniform(keys_N, torch.cat([torch.arange(0), *map(torch.arange, sizes)])).tolist())
-        for number, size in zip(new, sizes, strict=True):
-            draws_G = list(islice(draws, size))
-            self._draws[number] = draws_G, sorted(draws_G)[min(self.least, size) - 1] if self.least else -1.0
+    def rule(self) -> ArrolRule:
+        o, distinct = self.options, self.options.balance == "distinct"
+        return ArrolRule(
+            quality=o.quality,
+            n=self._at,
+            cold=self.cold,
+            seed=self._context.seed,
+            least=self.least,
+            scale_M=self._scale_M,
+            q_B=self._q_B,
+            survival_B=np.empty(0) if distinct else self._survival_B,
+            factor=self._factor,
+            p_min=o.p_min,
+            head=self.head.weights if o.quality == "head" else None,
+        )
 
     def observe(self, group: Group) -> None:
         """Learn from whoever came to an end; outcomes count 1 / survival, for those of the pruned are not seen."""
-        self._draws.pop(group.visit.number, None)
-        for rollout in group.siblings:
-            key = group.visit.number, rollout.sibling
-            early, asked = key not in self._asked, self._asked.pop(key, None)
+        decisions = [r.decision_of(self.name) for r in group.siblings]
+        self._remember([d.verdict.evidence for d in decisions if d is not None])
+        for rollout, decision in zip(group.siblings, decisions, strict=True):
+            asked = decision.verdict.evidence if decision is not None and "score" in decision.verdict.evidence else None
             if asked is not None:
                 self._realised.ended(pruned=rollout.fate == Fate.PRUNED)
             if rollout.reward is None or not rollout.turns:
@@ -245,18 +140,32 @@ class ArrolGate:
             label, weight = self._right(rollout.reward), 1 / rollout.survival_p
             self._learn(rollout.last_hidden, _mean(rollout.sampler_logp[rollout.action_mask]), label, weight)
             self._lengths.append(rollout.turns[-1].stop - rollout.turns[-1].start, weight)
-            self._realised.ended_early += early
-            if asked is not None:
-                self._posterior.observe(asked.score, label, weight)
-                self._learn(asked.hidden, asked.logp, label, weight)
-                saved = weight * (1 - asked.chance) * _sampled_after(rollout, asked.tokens)
-                self._realised.seen(asked.q, label, weight, saved)
+            self._realised.ended_early += decision is None
+            if asked is not None and decision is not None:
+                self._posterior.observe(asked["score"], label, weight)
+                self._learn(asked.get("hidden"), asked["logp"], label, weight)
+                saved = weight * (1 - asked["chance"]) * _sampled_after(rollout, decision)
+                self._realised.seen(asked["q"], label, weight, saved)
         survivors = sum(r.fate != Fate.PRUNED for r in group.siblings)
         labels = [self._right(r.reward) for r in group.siblings if r.reward is not None]
         self._realised.group(labels, survivors, len(group.siblings))
 
+    def _remember(self, asked: list[Mapping[str, Any]]) -> None:
+        """What rollouts looked like at their detection token, whatever became of them."""
+        scored = [evidence for evidence in asked if "score" in evidence]
+        self._realised.not_finite += len(asked) - len(scored)
+        for evidence in scored:
+            self._realised.decided(evidence["chance"])
+            self._bins.append(self._posterior.bin_of(evidence["score"]))
+            self._novelty.append(evidence["novelty"])
+            if self.options.quality != "head":
+                self._raw.append(evidence["raw"])
+        if scored and self.options.quality == "head":
+            hidden_NH = np.array([evidence["hidden"] for evidence in scored])
+            self.head.remember(hidden_NH, np.array([evidence["logp"] for evidence in scored]))
+
     def _right(self, reward: float) -> bool:
-        return reward >= self.success_reward - 1e-8  # as evaluations count
+        return reward >= self._context.success_reward - 1e-8  # as evaluations count
 
     def _learn(self, hidden: np.ndarray | None, logp: float, label: bool, weight: float) -> None:
         """Of the middle of a rollout, or of its end: the head is asked there, too, when answers are voted on."""
@@ -301,14 +210,14 @@ class ArrolGate:
             "target": self.options.target,
         }
         found |= {"head_resets": float(self.head.resets)} if self.options.quality == "head" else {}
-        return {f"gate/arrol/{name}": value for name, value in found.items()}
+        return {f"gate/{self.name}/{name}": value for name, value in found.items()}
 
     def save(self, directory: Path) -> None:
         """Write the head beside a checkpoint's or the finished model's weights."""
-        self.head.save(directory)
+        self.head.weights.save(directory)
 
     def state_dict(self) -> dict[str, Any]:
-        """Taken between steps, when nothing is in flight."""
+        """What is in flight carries its own decisions."""
         return {
             "steps": self._steps,
             "at": self._at,
@@ -336,28 +245,13 @@ class ArrolGate:
         self._survival_B = np.array(state["survival"], np.float64)
 
 
-def _sampled_after(rollout: Rollout, n: int) -> int:
-    """Tokens that it sampled after the first turn that had `n`, from its n-th on."""
-    start = next(turn.start for turn in rollout.turns if turn.stop - turn.start >= n)
-    return int(np.count_nonzero(rollout.action_mask[start + n :]))
+def _sampled_after(rollout: Rollout, decision: Decision) -> int:
+    """Tokens that it sampled after the decision."""
+    assert isinstance(decision.at, Token)
+    start = rollout.turns[decision.turn].start
+    return int(np.count_nonzero(rollout.action_mask[start + decision.at.n :]))
 
 
-def _mean(values_N: np.ndarray | None) -> float:
+def _mean(values_N: np.ndarray) -> float:
     """What `values_N.mean()` is, in a fifth of the time."""
-    assert values_N is not None
     return float(np.add.reduce(values_N) / len(values_N))
-
-
-@lru_cache(maxsize=4096)
-def _forced_beyond(p: float, size: int, least: int) -> float:
-    """Chance that a draw is not below p, but among the `least` lowest of `size` draws.
-
-    The k-th lowest of n uniform draws is Beta(k, n + 1 - k), and each draw is the k-th with chance 1 / n.
-    """
-    if least >= size:
-        return 1 - p
-    # P(draw > p and fewer than `least` others below it) = sum over k <= least of P(k-th lowest > p) / n
-    n, total = size, 0.0
-    for k in range(1, least + 1):
-        total += sum(comb(n, j) * p**j * (1 - p) ** (n - j) for j in range(k)) / n
-    return total

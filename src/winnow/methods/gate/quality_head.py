@@ -8,6 +8,7 @@ that, and together they tell most.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,6 +20,7 @@ from torch import nn
 
 from ...base.noise import noise_key
 from ...base.packed import pack, unpack
+from .base import Array
 from .window import Window
 
 HEAD_STREAM = 6
@@ -44,6 +46,80 @@ class Example(NamedTuple):
     """1 / (the chance with which its outcome came to be seen)."""
 
 
+@dataclass(frozen=True)
+class HeadWeights:
+    """A head to score with; without layers it has learned nothing, and says 0 to all."""
+
+    layers: list[Array] = field(default_factory=list)
+    """float32: weights [W, H + 1] and [1, W] of the two layers, each followed by its biases [W] and [1]."""
+    moments: tuple[float, float] = (0.0, 1.0)
+    """Mean and standard deviation of the log-probabilities, fixed at the last fit."""
+
+    def score(self, hidden: np.ndarray, logp: float) -> float:
+        """Logit of success, for float32 [H] and the mean log-probability; NaN if they are not finite.
+
+        0 before anything was learned.
+        """
+        return float(self.scores(hidden[None], np.array([logp]))[0])
+
+    def scores(self, hidden_NH: np.ndarray, logp_N: np.ndarray) -> np.ndarray:
+        """`score` of many, float [N]; to the last bit what it is of each alone."""
+        score_N = np.where(_normalisable(hidden_NH), 0.0, np.nan)
+        if self.layers:
+            finite_N = score_N == 0
+            # a product of matrices rounds differently with the number of rows, one of a vector with a matrix does not
+            score_N[finite_N] = self.logits(hidden_NH[finite_N, None], logp_N[finite_N, None])[:, 0]
+        return score_N
+
+    def logits(self, hidden_NH: np.ndarray, logp_N: np.ndarray) -> np.ndarray:
+        """[..., N] for [..., N, H] and [..., N]."""
+        first, bias, second, last = self.layers
+        hidden_NH, z_N = inputs_of(hidden_NH, logp_N, self.moments)
+        inner = hidden_NH @ first[:, :-1].T
+        inner += z_N[..., None] * first[:, -1]
+        inner += bias
+        return np.asarray(np.maximum(inner, 0, out=inner) @ second[0] + last[0])
+
+    def save(self, directory: Path) -> None:
+        """Write `quality_head.safetensors`; nothing before anything was learned."""
+        if self.layers:
+            tensors = {name: torch.from_numpy(layer) for name, layer in zip(_NAMES, self.layers, strict=True)}
+            save_file(tensors | {"moments": torch.tensor(self.moments, dtype=torch.float64)}, directory / FILE)
+
+    @classmethod
+    def load(cls, path: Path) -> HeadWeights:
+        """A head from a file, or from a directory that holds one. Raises ValueError when it is none."""
+        file = path / FILE if path.is_dir() else path
+        try:
+            with safe_open(str(file), "numpy") as tensors:
+                layers = [tensors.get_tensor(name) for name in _NAMES]
+                mean, deviation = map(float, tensors.get_tensor("moments").tolist())
+            width, size = layers[0].shape
+            if [layer.shape for layer in layers] != [(width, size), (width,), (1, width), (1,)]:
+                raise ValueError("its layers do not fit together")
+            if not (all(np.isfinite(layer).all() for layer in layers) and np.isfinite(mean) and 0 < deviation < np.inf):
+                raise ValueError("its numbers are not finite")
+        except (OSError, SafetensorError, TypeError, ValueError) as error:
+            raise ValueError(f"{file}: is no quality head ({error}); a run with gate arrol saves one") from None
+        return cls(layers, (mean, deviation))
+
+    @property
+    def hidden_size(self) -> int | None:
+        """Size of the states it was trained on; None before anything was learned."""
+        return self.layers[0].shape[1] - 1 if self.layers else None
+
+
+def inputs_of(hidden_NH: np.ndarray, logp_N: np.ndarray, moments: tuple[float, float]) -> tuple[np.ndarray, np.ndarray]:
+    """float32: normalised hidden states, and the log-probability, which counts as a few of them."""
+    size = hidden_NH.shape[-1]
+    centred_NH = hidden_NH - np.add.reduce(hidden_NH, -1, keepdims=True) / size
+    # row by row; einsum cuts rows of more than 8,192 wherever its buffer ends, and then rounds by their place
+    variance_N = (centred_NH[..., None, :] @ centred_NH[..., None])[..., 0, 0] / size
+    centred_NH /= np.sqrt(variance_N + 1e-5)[..., None]
+    mean, deviation = moments
+    return centred_NH, np.asarray(2 * (logp_N - mean) / deviation, np.float32)
+
+
 class QualityHead:
     """Two layers, trained with cross-entropy on the last `REMEMBERED` labelled rollouts; made for the first."""
 
@@ -59,34 +135,8 @@ class QualityHead:
         """Hidden state and log-probability."""
         self._net: nn.Sequential | None = None
         self._optimizer: torch.optim.AdamW | None = None
-        self._moments = (0.0, 1.0)
-        """Mean and standard deviation of the log-probabilities, fixed at the last fit."""
-        self._layers: list[np.ndarray] = []
-
-    def score(self, hidden: np.ndarray, logp: float) -> float:
-        """Logit of success, for float32 [H] and the mean log-probability; NaN if they are not finite.
-
-        0 before anything was learned.
-        """
-        return float(self.scores(hidden[None], np.array([logp]))[0])
-
-    def scores(self, hidden_NH: np.ndarray, logp_N: np.ndarray) -> np.ndarray:
-        """`score` of many, float [N]; to the last bit what it is of each alone."""
-        score_N = np.where(_normalisable(hidden_NH), 0.0, np.nan)
-        if self._layers:
-            finite_N = score_N == 0
-            # a product of matrices rounds differently with the number of rows, one of a vector with a matrix does not
-            score_N[finite_N] = self._logits(hidden_NH[finite_N, None], logp_N[finite_N, None])[:, 0]
-        return score_N
-
-    def _logits(self, hidden_NH: np.ndarray, logp_N: np.ndarray) -> np.ndarray:
-        """[..., N] for [..., N, H] and [..., N]."""
-        first, bias, second, last = self._layers
-        hidden_NH, z_N = self._inputs(hidden_NH, logp_N)
-        inner = hidden_NH @ first[:, :-1].T
-        inner += z_N[..., None] * first[:, -1]
-        inner += bias
-        return np.asarray(np.maximum(inner, 0, out=inner) @ second[0] + last[0])
+        self.weights = HeadWeights()
+        """As of the last fit."""
 
     def remember(self, hidden_NH: np.ndarray, logp_N: np.ndarray) -> None:
         """Rollouts at their detection token, whatever becomes of them."""
@@ -94,17 +144,8 @@ class QualityHead:
 
     def recent_scores(self) -> np.ndarray:
         """What the head of today says to the last `RECENT` rollouts, float [N]."""
-        return self._logits(*self._recent.columns()) if self._layers and len(self._recent) else np.empty(0)
-
-    def _inputs(self, hidden_NH: np.ndarray, logp_N: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """float32: normalised hidden states, and the log-probability, which counts as a few of them."""
-        size = hidden_NH.shape[-1]
-        centred_NH = hidden_NH - np.add.reduce(hidden_NH, -1, keepdims=True) / size
-        # row by row; einsum cuts rows of more than 8,192 wherever its buffer ends, and then rounds by their place
-        variance_N = (centred_NH[..., None, :] @ centred_NH[..., None])[..., 0, 0] / size
-        centred_NH /= np.sqrt(variance_N + 1e-5)[..., None]
-        mean, deviation = self._moments
-        return centred_NH, np.asarray(2 * (logp_N - mean) / deviation, np.float32)
+        there = self.weights.layers and len(self._recent)
+        return self.weights.logits(*self._recent.columns()) if there else np.empty(0)
 
     def observe(self, example: Example) -> None:
         """Remember a labelled rollout; an example that is not finite teaches nothing."""
@@ -129,15 +170,15 @@ class QualityHead:
             self._build(hidden_NH.shape[1])
         assert self._net is not None
         assert self._optimizer is not None
-        self._moments = float(logp_N.mean()), float(max(logp_N.std(), 1e-3))
+        moments = float(logp_N.mean()), float(max(logp_N.std(), 1e-3))
         draws = torch.Generator().manual_seed(noise_key(self._seed, HEAD_STREAM, self._fits) >> 1)
         for _ in range(UPDATES):
             picked = torch.randint(len(label_N), (BATCH,), generator=draws).numpy()
-            inputs = np.column_stack(self._inputs(hidden_NH[picked], logp_N[picked]))
+            inputs = np.column_stack(inputs_of(hidden_NH[picked], logp_N[picked], moments))
             labels, weights = (torch.from_numpy(c[picked].astype(np.float32)) for c in (label_N, weight_N))
             self._set_gradients(torch.from_numpy(inputs), labels, weights)
             self._optimizer.step()
-        self._publish()
+        self._publish(moments)
 
     @torch.no_grad()
     def _set_gradients(self, inputs_NI: torch.Tensor, label_N: torch.Tensor, weight_N: torch.Tensor) -> None:
@@ -160,43 +201,13 @@ class QualityHead:
         self._net = nn.Sequential(first, nn.ReLU(), second)
         self._optimizer = torch.optim.AdamW(self._net.parameters(), lr=LEARNING_RATE, fused=True)
 
-    def _publish(self) -> None:
-        """Hand the weights to `score`, which costs microseconds in NumPy; those that are not finite are dropped."""
+    def _publish(self, moments: tuple[float, float]) -> None:
+        """Copy the weights to where scoring costs microseconds, in NumPy; those that are not finite are dropped."""
         assert self._net is not None
-        self._layers = [p.detach().numpy().copy() for p in self._net.parameters()]
-        if not all(np.isfinite(layer).all() for layer in self._layers):
-            self._layers, self._net, self._optimizer = [], None, None
+        self.weights = HeadWeights([p.detach().numpy().copy() for p in self._net.parameters()], moments)
+        if not all(np.isfinite(layer).all() for layer in self.weights.layers):
+            self.weights, self._net, self._optimizer = HeadWeights(moments=moments), None, None
             self.resets += 1
-
-    def save(self, directory: Path) -> None:
-        """Write `quality_head.safetensors`, enough to score with; nothing before anything was learned."""
-        if self._layers:
-            tensors = {name: torch.from_numpy(layer) for name, layer in zip(_NAMES, self._layers, strict=True)}
-            save_file(tensors | {"moments": torch.tensor(self._moments, dtype=torch.float64)}, directory / FILE)
-
-    @classmethod
-    def load(cls, path: Path) -> QualityHead:
-        """A head to score with, from a file or a directory that holds one. Raises ValueError when it is none."""
-        file = path / FILE if path.is_dir() else path
-        head = cls()
-        try:
-            with safe_open(str(file), "numpy") as tensors:
-                layers = [tensors.get_tensor(name) for name in _NAMES]
-                mean, deviation = map(float, tensors.get_tensor("moments").tolist())
-            width, size = layers[0].shape
-            if [layer.shape for layer in layers] != [(width, size), (width,), (1, width), (1,)]:
-                raise ValueError("its layers do not fit together")
-            if not (all(np.isfinite(layer).all() for layer in layers) and np.isfinite(mean) and 0 < deviation < np.inf):
-                raise ValueError("its numbers are not finite")
-        except (OSError, SafetensorError, TypeError, ValueError) as error:
-            raise ValueError(f"{file}: is no quality head ({error}); a run with gate arrol saves one") from None
-        head._layers, head._moments = layers, (mean, deviation)
-        return head
-
-    @property
-    def hidden_size(self) -> int | None:
-        """Of the states it was trained on; None before anything was learned."""
-        return self._layers[0].shape[1] - 1 if self._layers else None
 
     def state_dict(self) -> dict[str, Any]:
         self._take_observed()
@@ -209,18 +220,18 @@ class QualityHead:
             "fits": self._fits,
             "resets": self.resets,
             "net": net,
-            "moments": list(self._moments),
+            "moments": list(self.weights.moments),
             "recent": self._recent.state_dict(),
             "examples": self._examples.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._fits, self.resets = int(state["fits"]), int(state["resets"])
-        self._moments = (float(state["moments"][0]), float(state["moments"][1]))
+        moments = float(state["moments"][0]), float(state["moments"][1])
         self._recent.load_state_dict(state["recent"])
         self._examples.load_state_dict(state["examples"])
         self._observed = []
-        self._layers, self._net, self._optimizer = [], None, None
+        self.weights, self._net, self._optimizer = HeadWeights(moments=moments), None, None
         if state["net"]:
             tensors = [torch.from_numpy(unpack(packed)) for packed in state["net"]]
             self._build(tensors[0].shape[1] - 1)
@@ -233,7 +244,7 @@ class QualityHead:
             rest = iter(tensors[len(parameters) :])
             for parameter in parameters:
                 self._optimizer.state[parameter] = {key: next(rest) for key in ("step", "exp_avg", "exp_avg_sq")}
-            self._publish()
+            self._publish(moments)
 
 
 def _normalisable(hidden_NH: np.ndarray) -> np.ndarray:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from ...base.noise import as_tensor, noise_key, uniform
 from ...types import EnvStep, Group, GroupView, Verdict
+from .base import GateContext, of_gate
 
 RANDOM_STREAM = 5
 """Keeps these draws apart from other noise."""
@@ -29,42 +30,63 @@ class RandomCut:
         if not 0 < self.share < 1:
             raise ValueError(f"share must lie in (0, 1), not {self.share}")
 
-    def build(self, seed: int) -> RandomCutGate:
-        return RandomCutGate(self, seed)
+    def build(self, context: GateContext) -> RandomCutGate:
+        return RandomCutGate(self, context)
+
+
+@dataclass(frozen=True)
+class RandomCutRule:
+    """Draws that are functions of seed, prompt and epoch, so they do not depend on what else runs."""
+
+    k: int
+    share: float
+    seed: int
+
+    needs: ClassVar[frozenset[str]] = frozenset()
+
+    @property
+    def at(self) -> EnvStep:
+        return EnvStep(self.k)
+
+    def decide(self, views: Sequence[GroupView]) -> list[Verdict]:
+        return [self._decide(view) for view in views]
+
+    def _decide(self, view: GroupView) -> Verdict:
+        key = noise_key(self.seed, RANDOM_STREAM, view.visit.prompt.ordinal, view.visit.epoch)
+        if float(uniform(as_tensor([key]), torch.tensor([self.k]))) < self.share:
+            return Verdict(False, f"random cut at step {self.k}", self.share)
+        return Verdict(True, probability=1 - self.share)
 
 
 class RandomCutGate:
-    """The draw is a function of seed, prompt and epoch, so it does not depend on what else runs."""
+    """Counts; there is nothing to learn."""
 
-    needs: frozenset[str] = frozenset()
-
-    def __init__(self, options: RandomCut, seed: int) -> None:
-        self.at = EnvStep(options.k)
-        self._options, self._seed = options, seed
+    def __init__(self, options: RandomCut, context: GateContext) -> None:
+        self._rule = RandomCutRule(options.k, options.share, context.seed)
+        self.name = context.name
         self._asked = self._cut = 0
 
-    def decide(self, view: GroupView) -> Verdict:
-        share, k = self._options.share, self._options.k
-        key = noise_key(self._seed, RANDOM_STREAM, view.visit.prompt.ordinal, view.visit.epoch)
-        cut = float(uniform(as_tensor([key]), torch.tensor([k]))) < share
-        self._asked += 1
-        self._cut += cut
-        return Verdict(False, f"random cut at step {k}", share) if cut else Verdict(True, probability=1 - share)
+    def rule(self) -> RandomCutRule:
+        return self._rule
 
     def observe(self, group: Group) -> None:
-        """Nothing is learned."""
+        for decision in of_gate(group.decisions, self.name):
+            self._asked += 1
+            self._cut += decision.verdict.removes
 
     def end_step(self) -> None:
         self._asked = self._cut = 0
 
     def metrics(self) -> dict[str, float]:
-        """Of this step: decisions taken, and the share that cut; nothing without decisions."""
+        """Decisions about the groups that this step brought back, and the share that cut; nothing without decisions."""
         if not self._asked:
             return {}
-        return {"gate/random/asked": float(self._asked), "gate/random/cut_share": self._cut / self._asked}
+        found = {"asked": float(self._asked), "cut_share": self._cut / self._asked}
+        return {f"gate/{self.name}/{name}": value for name, value in found.items()}
 
     def state_dict(self) -> dict[str, Any]:
+        """Empty."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        pass
+        """Nothing to load."""

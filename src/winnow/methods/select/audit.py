@@ -9,7 +9,8 @@ import numpy as np
 
 from ...types import Group, Verdict, Visit
 from ..advantage import Advantage
-from ..gate.audit import RuleAudit, keep_probability, squared_advantages, survival
+from ..gate.audit import RuleAudit, squared_advantages
+from ..gate.overrides import keep_probability, survival
 from ..pass_rates import PassRate
 from .stream import StreamSelector
 
@@ -25,8 +26,6 @@ class AuditedSelector:
         self.selector = selector
         self.audit = audit
         self.advantage = advantage
-        self._overridden: dict[int, float] = {}
-        """By visit, the probability of its override."""
         selector.override = self
 
     def select(self, n: int) -> list[Visit]:
@@ -34,7 +33,7 @@ class AuditedSelector:
 
     def draws(self, ordinals_N: np.ndarray, epoch: int) -> np.ndarray:
         """See `stream.Override`."""
-        return self.audit.overrides(ordinals_N, epoch)
+        return self.audit.overrides().draws(ordinals_N, epoch)
 
     def verdict(self, number: int, verdict: Verdict, drawn: bool) -> Verdict:
         """See `stream.Override`; the probability is that of `survival`."""
@@ -42,15 +41,14 @@ class AuditedSelector:
         if verdict.keep:
             return Verdict(True, verdict.reason, p)
         if not drawn:
-            self.audit.removed()
+            self.audit.removed(self.audit.probability)
             return Verdict(False, verdict.reason, 1 - p)
-        self._overridden[number] = self.audit.probability
-        return Verdict(True, f"audit: {verdict.reason}", p)
+        return Verdict(True, f"audit: {verdict.reason}", p, overridden=self.audit.probability)
 
     def observe(self, group: Group) -> None:
         """The selector learns first, also from what was overridden; then the account is kept."""
         self.selector.observe(group)
-        probability = self._overridden.pop(group.visit.number, None)
+        probability = group.visit.verdict.overridden
         signal_G = squared_advantages(group, self.advantage)
         if signal_G is None:
             return
@@ -74,7 +72,7 @@ class AuditedSelector:
         return self.selector.metrics() | self.audit.metrics()
 
     def state_dict(self) -> dict[str, Any]:
-        """Taken between steps, when nothing is in flight; so what is remembered by visit is not part of it."""
+        """Visits in flight carry their own verdicts."""
         return {"selector": self.selector.state_dict(), "audit": self.audit.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

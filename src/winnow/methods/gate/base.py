@@ -1,0 +1,138 @@
+"""What a gate is: a rule beside the engine that decides, and learning beside the loop.
+
+gate.rule() -> Rule            frozen within an optimizer step; published to samplers with the weights
+rule.decide(views)             beside the engine: stop this rollout, this group?
+gate.observe(group)            beside the loop: the decisions travel with the rollouts that they were about
+gate.end_step()                learn; the next `rule()` may be another one
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Annotated, Any, Protocol
+
+import numpy as np
+from pydantic import PlainSerializer, PlainValidator, TypeAdapter
+
+from ...base.packed import pack, unpack
+from ...types import Checkpoint, Decision, EnvStep, Group, GroupView, Token, Verdict
+from .overrides import Overrides
+
+Array = Annotated[
+    np.ndarray,
+    PlainValidator(lambda value: value if isinstance(value, np.ndarray) else unpack(value)),
+    PlainSerializer(pack),
+]
+"""An array among a rule's fields."""
+
+
+@dataclass(frozen=True)
+class GateContext:
+    """What a gate is told of the run it is part of."""
+
+    name: str
+    """Its own in this run; its decisions carry it."""
+    seed: int = 0
+    success_reward: float = 1.0
+    """The least reward of a right answer."""
+    smallest_group: int = 2
+    """Rewards that the advantage needs of a group."""
+
+
+class Rule(Protocol):
+    """A frozen dataclass whose fields pydantic can write as JSON (arrays: `Array`), so that it can travel.
+
+    It remembers nothing: what it decided before is in `GroupView.decisions`.
+    """
+
+    @property
+    def at(self) -> Checkpoint | tuple[EnvStep, ...]:
+        """`Token(n)`: asked about a rollout, once, when it has sampled n tokens of a turn. `EnvStep(k)`: asked about
+        the whole group when everybody has taken k steps or ended. Several of those: at each until it cuts the group.
+        """
+        ...
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """What the engine must provide, e.g. {"hidden"}."""
+        ...
+
+    def decide(self, views: Sequence[GroupView]) -> list[Verdict]:
+        """One verdict a view, in their order; none may depend on what else is asked at once."""
+        ...
+
+
+class Gate(Protocol):
+    def rule(self) -> Rule:
+        """What decides until the next one is published."""
+        ...
+
+    def observe(self, group: Group) -> None:
+        """Learn from every finished group; the gate's decisions are in `decisions` of the group and its rollouts."""
+        ...
+
+    def end_step(self) -> None:
+        """An optimizer step is over; called after `metrics`."""
+        ...
+
+    def metrics(self) -> dict[str, float]: ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+
+
+@dataclass(frozen=True)
+class NamedRule:
+    """A rule under its gate's name, and the overrides it is under, as the rollout runner asks it."""
+
+    name: str
+    rule: Rule
+    overrides: Overrides | None = None
+
+    def decide(self, views: Sequence[GroupView]) -> list[Decision]:
+        """Decisions on views, in their order."""
+        found = []
+        for view, verdict in zip(views, self.rule.decide(views), strict=True):
+            if self.overrides is not None:
+                earlier = [d for d in view.decisions if d.gate == self.name]
+                verdict = self.overrides.apply(view, verdict, earlier)
+            found.append(Decision(self.name, view.checkpoint, verdict, view.turn))
+        return found
+
+
+def env_steps(rule: Rule) -> tuple[int, ...]:
+    """The environment steps at which a rule is asked; none for a token checkpoint."""
+    at = rule.at
+    if isinstance(at, Token):
+        return ()
+    return (at.k,) if isinstance(at, EnvStep) else tuple(step.k for step in at)
+
+
+@lru_cache(maxsize=64)
+def _adapter(cls: type) -> TypeAdapter[Any]:
+    return TypeAdapter(cls)
+
+
+def rule_state(named: NamedRule) -> dict[str, Any]:
+    """A rule as plain JSON values."""
+    overrides = named.overrides
+    return {
+        "name": named.name,
+        "rule": _adapter(type(named.rule)).dump_python(named.rule, mode="json"),
+        "overrides": None if overrides is None else _adapter(Overrides).dump_python(overrides, mode="json"),
+    }
+
+
+def rule_from(state: Mapping[str, Any], rule: type) -> NamedRule:
+    """The rule of class `rule` that `rule_state` was given."""
+    under = state["overrides"]
+    overrides = None if under is None else _adapter(Overrides).validate_python(under)
+    return NamedRule(state["name"], _adapter(rule).validate_python(state["rule"]), overrides)
+
+
+def of_gate(decisions: Sequence[Decision], name: str) -> list[Decision]:
+    """Those that the gate of this name took."""
+    return [d for d in decisions if d.gate == name]

@@ -1,0 +1,27 @@
+"""How rollouts of each purpose are sampled."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..engine.base import SamplingParams
+from ..types import Purpose
+
+STREAMS: dict[Purpose, int] = {"train": 0, "eval": 1, "greedy": 1, "profile": 2, "probe": 9}
+"""Keeps the noise of one purpose apart from that of others."""
+
+
+@dataclass(frozen=True)
+class RolloutOptions:
+    """How the rollouts of one purpose are sampled.
+
+    `params.max_tokens` bounds a whole completion: sampled tokens and observations of all turns together.
+    """
+
+    params: SamplingParams
+    max_prompt_length: int
+    seed: int
+    report: frozenset[str] = frozenset()
+    """What rollouts carry beside what rules need: a subset of {"confidence", "last_hidden"}."""
+    greedy_baseline: bool = False
+    """Launch one more rollout a group, at temperature 0. No rule is asked about it, waits for it or sees it."""

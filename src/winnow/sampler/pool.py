@@ -1,0 +1,356 @@
+"""Samplers elsewhere, beside the learner: what they work on, whether they live, what is launched once more.
+
+A sampler that dies, or says nothing for `timeout_s`, is replaced by one with the newest weights. What it was working on
+is launched once more, and counts as failed when that one dies, too; one that had not begun to work does not count.
+
+Messages, plain JSON values, over whatever `Channel` there is:
+
+    learner -> sampler   {"start": {...}}, {"weights": ..., "version": v, "rules": [...]}, {"launch": job},
+                         {"stop": true}
+    sampler -> learner   {"loaded": v, "dtype": ...}, {"group": ...}, {"alive": counts} at least every second,
+                         {"refused": why}, {"stopped": groups}
+"""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from ..base.weights import WeightSource
+from ..config import ConfigError
+from ..env.workers.worker import START_TIMEOUT_S
+from ..methods.gate import NamedRule, rule_state
+from ..rollout.evaluate import MAX_LIVE
+from ..types import Fate, Group, Job, Rollout
+from .base import SamplerContext, SamplerRefusedError, SamplersLostError
+from .codec import group_from, job_state, prompts_of
+from .weights import Transport, fingerprints
+
+POLL_S = 0.2
+"""Longest wait for a message before the samplers are looked after."""
+STOP_S = 10.0
+"""What a sampler has to hand back what it was working on, at the end of a run."""
+
+
+class Channel(Protocol):
+    """The way to one sampler: what it says goes into the inbox that it was opened with, its end as None."""
+
+    def send(self, content: dict[str, Any]) -> None:
+        """Never waits for the other side to read."""
+        ...
+
+    def kill(self) -> str:
+        """End the sampler now, if it has not ended, with everything it started: how it ended and what it said last."""
+        ...
+
+
+class Message(NamedTuple):
+    channel: Channel
+    content: dict[str, Any] | None
+    """None: it has closed its output, for good."""
+
+
+Inbox = queue.SimpleQueue[Message]
+Open = Callable[[Inbox], Channel]
+"""Starts a sampler, which waits for its `start` message."""
+
+
+@dataclass(frozen=True)
+class PoolOptions:
+    """What all kinds of samplers elsewhere have in common."""
+
+    samplers: int = 1
+    threads: int = 1
+    """Of each sampler, for matrix products."""
+    timeout_s: float = 300.0
+    """Silence after which a sampler is taken for stuck."""
+    max_restarts: int = 3
+    """Deaths of a sampler without a finished group in between, after which the run stops."""
+
+    def __post_init__(self) -> None:
+        if self.samplers < 1 or self.threads < 1 or self.max_restarts < 1:
+            raise ValueError("samplers, threads and max_restarts must be at least 1")
+        if not self.timeout_s > 0:
+            raise ValueError(f"timeout_s must be > 0, not {self.timeout_s}")
+
+    def check(self, reward_timeout_s: float) -> None:
+        """Raises ConfigError when a sampler that waits for a reward would be taken for stuck."""
+        if self.timeout_s <= reward_timeout_s:
+            raise ConfigError(
+                f"sync: timeout_s={self.timeout_s:g} must be above reward_timeout_s={reward_timeout_s:g}, or a "
+                "sampler that waits for a reward is taken for stuck"
+            )
+
+
+class Sent(NamedTuple):
+    """A job that a sampler works on."""
+
+    job: Job
+    again: bool
+    """Whether it was launched before, on a sampler that died."""
+
+    @property
+    def key(self) -> tuple[str, int]:
+        return self.job.purpose, self.job.visit.number
+
+
+@dataclass(eq=False)
+class Member:
+    """One sampler as the learner knows it."""
+
+    slot: int
+    channel: Channel
+    version: int
+    """Policy version of the weights that it is known to have."""
+    dtype: str = "unknown"
+    """Type that its engine computes with."""
+    ready: bool = False
+    flights: dict[tuple[str, int], Sent] = field(default_factory=dict)
+    counts: dict[str, float] = field(default_factory=dict)
+    """Seconds, seconds idle and tokens sampled since its start."""
+    heard: float = field(default_factory=time.monotonic)
+
+
+class SamplerPool:
+    """See the module's docstring. `open_channel` starts a sampler."""
+
+    def __init__(self, options: PoolOptions, context: SamplerContext, transport: Transport, open_channel: Open) -> None:
+        self.options = options
+        self._prompts = prompts_of(context.task)
+        self._greedy = context.greedy_baseline
+        self._live = MAX_LIVE if context.task.max_turns > 1 else None
+        self._orders = {
+            "config": context.config.model_dump(mode="json"),
+            "threads": options.threads,
+            "greedy_baseline": self._greedy,
+            "fingerprints": fingerprints(context.task, context.tokenizer),
+        }
+        self._transport = transport
+        self._open = open_channel
+        self._rules: list[dict[str, Any]] = []
+        self._inbox: Inbox = queue.SimpleQueue()
+        self._members: list[Member] = []
+        self._deaths = [0] * options.samplers
+        """In a row."""
+        self._landed: list[Group] = []
+        """For training, not yet polled; those whose sampler died twice among them."""
+        self._reset()
+
+    def _reset(self) -> None:
+        self._since, self._waited = time.monotonic(), 0.0
+        self._restarts = self._redispatched = 0
+        self._logged: dict[str, list[float]] = {}
+        self._before = {member.slot: member.counts for member in self._members}
+
+    @property
+    def version(self) -> int:
+        return min(member.version for member in self._members)
+
+    @property
+    def dtype(self) -> str:
+        return next((member.dtype for member in self._members if member.ready), "unknown")
+
+    @property
+    def pending(self) -> int:
+        flying = (sent for member in self._members for sent in member.flights.values())
+        return sum(sent.job.purpose == "train" for sent in flying) + len(self._landed)
+
+    def launch(self, job: Job) -> None:
+        least = min(self._members, key=lambda member: (not member.ready, len(member.flights)))
+        self._send(least, Sent(job, again=False))
+
+    def _send(self, member: Member, sent: Sent) -> None:
+        member.flights[sent.key] = sent
+        member.channel.send({"launch": job_state(sent.job)})
+
+    def publish(self, weights: WeightSource, rules: Sequence[NamedRule], version: int) -> None:
+        self._transport.write(weights, version)
+        self._rules = [rule_state(rule) for rule in rules]
+        if not self._members:
+            self._members = [self._start(slot) for slot in range(self.options.samplers)]
+            return
+        for member in self._members:
+            member.channel.send(self._told())
+
+    def _told(self) -> dict[str, Any]:
+        return self._transport.told() | {"rules": self._rules}
+
+    def _start(self, slot: int) -> Member:
+        told = self._told()
+        member = Member(slot, self._open(self._inbox), told["version"])
+        member.channel.send({"start": self._orders | told})
+        return member
+
+    def poll(self) -> list[Group]:
+        started = time.monotonic()
+        groups, self._landed = self._landed, []
+        groups += self._heard(wait=not groups)
+        self._waited += time.monotonic() - started
+        return sorted(groups, key=lambda group: group.visit.number)
+
+    def run(self, jobs: Sequence[Job]) -> list[Group]:
+        waiting, found = deque(jobs), dict[int, Group]()
+        while len(found) < len(jobs):
+            while waiting and self._has_room(waiting[0]):
+                self.launch(waiting.popleft())
+            for group in self._heard(wait=True):
+                if group.purpose == "train":
+                    self._landed.append(group)
+                else:
+                    found[group.visit.number] = group
+        return [found[job.visit.number] for job in jobs]
+
+    def _has_room(self, job: Job) -> bool:
+        """Whether the environments of a job may live beside those of the others that are not for training."""
+        if self._live is None:
+            return True
+        flying = (s.job for member in self._members for s in member.flights.values() if s.job.purpose != "train")
+        live = sum(other.size for other in flying)
+        return live == 0 or live + job.size <= self._live * len(self._members)
+
+    def _heard(self, *, wait: bool) -> list[Group]:
+        """Groups that have come, waiting a moment for the first; samplers are looked after."""
+        groups: list[Group] = []
+        try:
+            groups += self._take(self._inbox.get(timeout=POLL_S if wait else 0))
+            while not self._inbox.empty():
+                groups += self._take(self._inbox.get())
+        except queue.Empty:
+            pass
+        return groups + self._watch()
+
+    def _take(self, message: Message) -> list[Group]:
+        """The groups in a message. A sampler that was replaced has no say any more."""
+        member = next((m for m in self._members if m.channel is message.channel), None)
+        if member is None:
+            return []
+        member.heard = time.monotonic()
+        if message.content is None:
+            return self._replace(member, "died")
+        return self._understood(member, message.content)
+
+    def _understood(self, member: Member, content: Mapping[str, Any]) -> list[Group]:
+        if "loaded" in content:
+            member.version, member.dtype, member.ready = content["loaded"], content["dtype"], True
+            for name, value in content["metrics"].items():
+                self._logged.setdefault(name, []).append(value)
+        elif "alive" in content:
+            member.counts = content["alive"]
+        elif "refused" in content:
+            raise SamplerRefusedError(content["refused"])
+        elif "group" in content and (key := _key(content["group"])) in member.flights:
+            del member.flights[key]
+            self._deaths[member.slot] = 0
+            return [group_from(content["group"], self._prompts)]
+        return []
+
+    def _watch(self) -> list[Group]:
+        groups: list[Group] = []
+        for member in list(self._members):
+            limit = self.options.timeout_s if member.ready else max(START_TIMEOUT_S, self.options.timeout_s)
+            if time.monotonic() - member.heard > limit:
+                groups += self._replace(member, f"said nothing for {limit:g} s and was killed")
+        return groups
+
+    def _replace(self, member: Member, what: str) -> list[Group]:
+        """Groups that failed with it; the others are launched once more. SamplersLostError when it keeps dying."""
+        how = member.channel.kill()
+        self._deaths[member.slot] += 1
+        self._restarts += 1
+        if self._deaths[member.slot] > self.options.max_restarts:
+            self._members.remove(member)
+            raise SamplersLostError(
+                f"sampler {member.slot} {what} ({how})\n{self._deaths[member.slot]} times in a row without a finished "
+                f"group (max_restarts={self.options.max_restarts})"
+            )
+        new = self._start(member.slot)
+        self._members[self._members.index(member)] = new
+        self._before[member.slot] = {}
+        failed = []
+        for sent in member.flights.values():
+            if sent.again and member.ready:
+                failed.append(self._failed_group(sent.job, f"two samplers that worked on it ended: {what}"))
+            else:
+                self._redispatched += 1
+                self._send(new, sent._replace(again=sent.again or member.ready))
+        return failed
+
+    def _failed_group(self, job: Job, reason: str, fate: Fate | None = Fate.FAILED) -> Group:
+        nothing = np.empty(0, np.int64), np.empty(0, bool), np.empty(0, np.float32), np.empty(0, np.int32)
+        size = job.size + (self._greedy and job.purpose == "train")
+        rollouts = [
+            Rollout(i, (), *nothing, stop_reason="failed", fate=fate, reason=reason, greedy=i == job.size)
+            for i in range(size)
+        ]
+        return Group(job.visit, rollouts, purpose=job.purpose)
+
+    def metrics(self) -> dict[str, float]:
+        """Idle shares of wall-clock time, tokens of finished groups per second, and what befell the samplers."""
+        elapsed = max(time.monotonic() - self._since, 1e-9)
+        spent = [
+            {key: value - self._before.get(member.slot, {}).get(key, 0.0) for key, value in member.counts.items()}
+            for member in self._members
+        ]
+        seconds = sum(s.get("seconds", 0.0) for s in spent)
+        found = {
+            "idle/learner": self._waited / elapsed,
+            "sampler/restarts": float(self._restarts),
+            "sampler/redispatched": float(self._redispatched),
+        }
+        if seconds:  # else none has reported since
+            found["idle/sampler"] = sum(s.get("idle_s", 0.0) for s in spent) / seconds
+            found["throughput/tokens_per_s"] = sum(s.get("tokens", 0.0) for s in spent) / elapsed
+        found |= {name: float(np.mean(values)) for name, values in self._logged.items()}
+        self._reset()
+        return found
+
+    def save(self, directory: Path) -> None:
+        """Nothing: what is in flight is the loop's, and is launched again."""
+
+    def load(self, directory: Path) -> None: ...
+
+    def close(self) -> list[Group]:
+        flying = [sent for member in self._members for sent in member.flights.values()]
+        try:
+            groups = [*self._landed, *self._stopped()]
+        finally:
+            for member in self._members:
+                member.channel.kill()
+        there = {(group.purpose, group.visit.number) for group in groups}
+        for sent in (sent for sent in flying if sent.key not in there):
+            groups.append(self._failed_group(sent.job, "", fate=None))  # its sampler did not answer
+        self._members, self._landed = [], []
+        self._transport.remove()
+        return [group for group in groups if group.purpose == "train"]
+
+    def _stopped(self) -> list[Group]:
+        """What the samplers hand back when they are told to stop, and what they had finished before."""
+        for member in self._members:
+            member.channel.send({"stop": True})
+        waiting = {id(member.channel) for member in self._members}
+        groups: list[Group] = []
+        deadline = time.monotonic() + STOP_S
+        while waiting and (left := deadline - time.monotonic()) > 0:
+            try:
+                channel, content = self._inbox.get(timeout=left)
+            except queue.Empty:
+                break
+            flights = next((m.flights for m in self._members if m.channel is channel), {})
+            if content is None or "stopped" in content:
+                waiting.discard(id(channel))
+            if content is not None:
+                found = [*content.get("stopped", []), *filter(None, [content.get("group")])]
+                groups += [group_from(state, self._prompts) for state in found if _key(state) in flights]
+        return groups
+
+
+def _key(state: Mapping[str, Any]) -> tuple[str, int]:
+    """Purpose and visit of a group as it travels."""
+    return state["purpose"], state["visit"][0]

@@ -1,0 +1,80 @@
+"""Gates in tests of the runner: real ones, and fakes that only decide."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from winnow.methods.gate import Gate, NamedRule
+from winnow.methods.gate.audit import AuditedGate
+from winnow.types import Group, GroupView, Verdict
+
+
+class Fake(Gate):
+    """A gate whose rule asks its own `decide(view)`; has `at` and `needs`."""
+
+    at: Any
+    needs: frozenset[str] = frozenset()
+
+    def decide(self, view: GroupView) -> Verdict:
+        raise NotImplementedError
+
+    def rule(self) -> FakeRule:
+        return FakeRule(self)
+
+    def observe(self, group: Group) -> None: ...
+
+    def end_step(self) -> None: ...
+
+    def metrics(self) -> dict[str, float]:
+        return {}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+
+
+@dataclass(frozen=True)
+class FakeRule:
+    fake: Fake
+
+    @property
+    def at(self) -> Any:
+        return self.fake.at
+
+    @property
+    def needs(self) -> frozenset[str]:
+        return self.fake.needs
+
+    def decide(self, views: Sequence[GroupView]) -> list[Verdict]:
+        return [self.fake.decide(view) for view in views]
+
+
+def ask(gate: Gate, view: GroupView) -> Verdict:
+    """What the gate's rule of now says."""
+    (verdict,) = gate.rule().decide([view])
+    return verdict
+
+
+def plain(verdict: Verdict) -> tuple[Any, ...]:
+    """A verdict that can be compared to the last bit, evidence included."""
+    evidence = {k: (v.dtype.str, v.tolist()) if isinstance(v, np.ndarray) else v for k, v in verdict.evidence.items()}
+    return verdict.keep, verdict.reason, verdict.probability, verdict.overridden, evidence
+
+
+def named(gates: Sequence[Gate]) -> list[NamedRule]:
+    """What a runner is given: rules by the names of their gates, fakes by those of their classes."""
+    return [
+        NamedRule(_name(gate, number), gate.rule(), gate.overrides() if isinstance(gate, AuditedGate) else None)
+        for number, gate in enumerate(gates)
+    ]
+
+
+def _name(gate: Gate, number: int) -> str:
+    if isinstance(gate, AuditedGate):
+        return gate.audit.name
+    return f"{type(gate).__name__}_{number}" if isinstance(gate, Fake) else gate.name  # type: ignore[attr-defined]
