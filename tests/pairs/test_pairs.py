@@ -111,14 +111,13 @@ def test_every_setting_alone_is_accepted(place: Place) -> None:
 
 
 def test_a_sample_of_pairs(place: Place, totals: Counter[str]) -> None:
-    run_all(place, totals, random.Random(0).sample(pairs(), 12))
+    run_all(place, totals, random.Random(0).sample(pairs(), 8))
 
 
 def test_a_sample_of_larger_compositions(place: Place, totals: Counter[str]) -> None:
-    run_all(place, totals, tuples(size=4, count=4, seed=0))
+    run_all(place, totals, tuples(size=4, count=3, seed=0))
 
 
-@pytest.mark.xfail(raises=TypeError, reason="groups that wait with what ARRoL has seen cannot be saved yet")
 def test_compositions_of_everything(place: Place, totals: Counter[str]) -> None:
     fates: Counter[str] = Counter()
     for i, (name, changes) in enumerate(CHANGES.items()):
@@ -163,7 +162,7 @@ def in_children(place: Place, settings: Settings) -> None:
 
 def test_a_composition_with_sampler_processes(place: Place) -> None:
     there = ("selector", "filter", "group_size", "policy_loss", "advantage", "correction", "step_scale")
-    in_children(place, {key: EVERYTHING[key] for key in there})
+    in_children(place, {key: EVERYTHING[key] for key in there} | {"gates": [HEAD], "audit": {"epsilon": 0.3}})
 
 
 @pytest.mark.slow
