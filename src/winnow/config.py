@@ -17,6 +17,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
 from .base.dotted import TargetError, class_for
+from .base.files import not_json
 from .base.paths import absolute_paths
 
 LossType = Literal["dapo", "grpo", "dr_grpo", "sequence_sum"]
@@ -67,6 +68,10 @@ class AuditConfig(BaseModel):
 
 CLIPPING = ("epsilon", "epsilon_high", "importance_sampling_level")
 """Keys that shape the clipped ratio."""
+
+
+REFERENCE = ("beta", "kl_estimator", "kl_in_reward", "reference_kl_steps")
+"""Keys for which a run keeps its initial model."""
 
 
 class RunConfig(BaseModel):
@@ -128,6 +133,7 @@ class RunConfig(BaseModel):
     beta: float = Field(0.0, ge=0)
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     kl_in_reward: bool = False
+    reference_kl_steps: int | None = Field(None, ge=1)
     entropy_coef: float = Field(0.0, ge=0)
 
     # the update
@@ -175,7 +181,14 @@ class RunConfig(BaseModel):
         defaults = type(self).model_fields
         return next((f"{n}: {getattr(self, n)}" for n in names if getattr(self, n) != defaults[n].default), "")
 
+    @property
+    def keeps_reference(self) -> bool:
+        """Whether the initial model is kept beside the policy."""
+        return self.beta > 0 or self.reference_kl_steps is not None
+
     def _check_kl(self) -> None:
+        if self.beta > 0 and (changed := self.changed(("reference_kl_steps",))):
+            raise ValueError(f"{changed} has no effect with beta > 0, where every step logs `kl`; remove one of them")
         if self.beta == 0 and (changed := self.changed(("kl_estimator", "kl_in_reward"))):
             raise ValueError(f"{changed} has no effect with beta: 0; remove it or set beta, e.g. 0.001")
         if self.kl_in_reward and (changed := self.changed(("kl_estimator",))):
@@ -240,19 +253,8 @@ def validate(values: Mapping[str, Any], where: str = "config") -> RunConfig:
     except ValidationError as error:
         raise ConfigError(explain(error, list(RunConfig.model_fields), where)) from None
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"{where}: {_not_json(values)} cannot be saved as JSON: {error}") from None
+        raise ConfigError(f"{where}: {not_json(values)} cannot be saved as JSON: {error}") from None
     return config
-
-
-def _not_json(value: Any, key: str = "") -> str:
-    """The first value in there that JSON cannot hold, with its key: `env.timeout_s: inf`."""
-    pairs = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list | tuple) else ()
-    for name, inner in pairs:
-        try:
-            json.dumps(inner, allow_nan=False)
-        except (TypeError, ValueError):
-            return _not_json(inner, f"{key}.{name}" if key else str(name))
-    return f"{key or 'an option'}: {value!r}"
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:

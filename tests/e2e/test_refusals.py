@@ -152,7 +152,9 @@ class TestOneRunOneDirectory:
         lines = (Path(tiny_config["output_dir"]) / "metrics.jsonl").read_text().splitlines()
         assert "rewards/f/mean" in json.loads(lines[-1])
 
-    @pytest.mark.parametrize("options", [{"lora": {"r": 2}}, {"beta": 0.1}], ids=["lora", "kl"])
+    @pytest.mark.parametrize(
+        "options", [{"lora": {"r": 2}}, {"beta": 0.1}, {"reference_kl_steps": 1}], ids=["lora", "kl", "drift"]
+    )
     def test_a_changed_base_model_is_refused(
         self, tiny_config: dict[str, Any], tiny_model: Path, tmp_path: Path, options: dict
     ) -> None:

@@ -93,8 +93,9 @@ def test_a_run_leaves_everything_behind(tiny_config: dict[str, Any]) -> None:
         },
         {"max_lag": 2, "step_scale": {"name": "ess", "reference": "measured"}},
         CARRYING | {"max_lag": 3, "lora": {"r": 2}, "sync": {"name": "in_process", "lag": "mixed"}},
+        {"reference_kl_steps": 2},
     ],
-    ids=["plain", "dapo", "lora", "kl", "kl_in_reward", "greso", "backoff", "reprofiled", "lagged", "mixed"],
+    ids=["plain", "dapo", "lora", "kl", "kl_in_reward", "greso", "backoff", "reprofiled", "lagged", "mixed", "drift"],
 )
 def test_resume_is_bit_exact_at_every_step(tiny_config: dict[str, Any], tmp_path: Path, options: dict) -> None:
     """N steps = k steps + resume + (N - k) steps, for every k."""
@@ -126,6 +127,24 @@ def test_a_penalty_in_the_reward_is_seen_by_advantages_alone(tiny_config: dict[s
     assert "kl_penalty" not in without[0]
 
 
+@pytest.mark.parametrize("adapters", [{}, {"lora": {"r": 2, "dropout": 0.1}}], ids=["full", "lora"])
+def test_measuring_the_distance_to_the_initial_policy_changes_nothing_else(
+    tiny_config: dict[str, Any], tmp_path: Path, adapters: dict[str, Any]
+) -> None:
+    found = []
+    for name, options in (("without", {}), ("with", {"reference_kl_steps": 1}), ("sparse", {"reference_kl_steps": 3})):
+        run = tmp_path / name
+        settings = {"eval_steps": None, "learning_rate": 1e-2, "save_steps": 100}
+        train(tiny_config | settings | adapters | options | {"output_dir": str(run)})
+        found.append(fingerprint(run)["metrics"])
+    without, with_, sparse = found
+    measured = [metrics.pop("kl") for metrics in with_]
+    assert abs(measured[0]) < 1e-5, "the first batch was sampled by the initial policy"
+    assert measured[-1] > 1e-3
+    assert with_ == without
+    assert [metrics.get("kl") for metrics in sparse] == [None, None, measured[2], None]
+
+
 @pytest.mark.parametrize("options", [{"kl_in_reward": True}, {"kl_estimator": "k2"}])
 def test_a_run_held_to_a_reference_can_be_evaluated_without_one(
     tiny_config: dict[str, Any], options: dict[str, Any]
@@ -134,6 +153,13 @@ def test_a_run_held_to_a_reference_can_be_evaluated_without_one(
 
     train(tiny_config | {"beta": 0.1, "max_steps": 1, "eval_steps": None} | options)
     assert model_config(tiny_config["output_dir"], {}).beta == 0
+
+
+def test_a_run_measured_against_a_reference_can_be_evaluated_without_one(tiny_config: dict[str, Any]) -> None:
+    from winnow.run.standalone import model_config
+
+    train(tiny_config | {"reference_kl_steps": 1, "max_steps": 1, "eval_steps": None})
+    assert not model_config(tiny_config["output_dir"], {}).keeps_reference
 
 
 def test_carried_groups_are_trained_one_step_late_and_booked_once(tiny_config: dict[str, Any]) -> None:

@@ -95,6 +95,7 @@ SWITCHES: list[Settings] = [
     {"epsilon": 0.01},
     {"epsilon_high": 0.28},
     {"beta": 0.05},
+    {"reference_kl_steps": 2},
     {"entropy_coef": 0.01},
     {"lr_scheduler_type": "linear", "warmup_steps": 1, "lr_end": 1e-3},
     {"lr_scheduler_type": "warmup_stable_decay", "lr_decay_steps": 2},

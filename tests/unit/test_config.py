@@ -44,6 +44,8 @@ def test_file_and_overrides(tmp_path: Path) -> None:
         ({"kl_estimator": "k1"}, "kl_estimator: k1 has no effect with beta: 0.*set beta"),
         ({"kl_in_reward": True}, "kl_in_reward: True has no effect with beta: 0.*set beta"),
         ({"kl_in_reward": True, "beta": 0.1, "kl_estimator": "k2"}, "kl_estimator: k2 has no effect with kl_in_reward"),
+        ({"reference_kl_steps": 5, "beta": 0.1}, "reference_kl_steps: 5 has no effect with beta > 0.*remove one"),
+        ({"reference_kl_steps": 0}, "reference_kl_steps: .*greater than or equal to 1"),
         ({"group_weighting": "tokens"}, "group_weighting: .*'equal'"),
         ({"lr_scheduler_type": "linear", "warmup_steps": 100}, "warmup_steps"),
         ({"lora": {"rank": 3}}, "unknown key 'lora.rank'"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,17 @@ def write_json(path: Path, value: Any) -> None:
     fsync(temporary)
     temporary.rename(path)
     fsync(path.parent)
+
+
+def not_json(value: Any, key: str = "") -> str:
+    """The first value in there that JSON cannot hold, with its key: `env.timeout_s: inf`."""
+    pairs = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list | tuple) else ()
+    for name, inner in pairs:
+        try:
+            json.dumps(inner, allow_nan=False)
+        except (TypeError, ValueError):
+            return not_json(inner, f"{key}.{name}" if key else str(name))
+    return f"{key or 'an option'}: {value!r}"
 
 
 def sha256(path: Path) -> str:

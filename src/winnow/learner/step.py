@@ -15,6 +15,7 @@ from ..methods.loss import LossConfig
 from ..types import Group
 from .base import Learner, Stats
 from .batch import rows_of, with_gradient
+from .drift import kl_to_reference
 from .kl_in_reward import penalised
 from .off_policy import lag_metrics, sampling_metrics
 
@@ -35,6 +36,8 @@ class StepOptions:
     """Weight rows by 1 / (their chance to survive the gates)."""
     kl_in_reward: float = 0.0
     """Reward that a rollout loses for a nat of divergence from the reference."""
+    reference_kl_steps: int | None = None
+    """Steps from one measurement of the KL to the reference to the next; None: never."""
 
 
 def scheduled_lr(step: int, options: StepOptions) -> float:
@@ -88,6 +91,7 @@ class OptimizerStep:
             "rows_with_gradient": float(len(teaching)),
             "updated": float(bool(teaching)),
             **penalty,
+            **self._drift(groups, step),
         }
         if not teaching:
             return metrics
@@ -116,6 +120,14 @@ class OptimizerStep:
         if not o.kl_in_reward:
             return groups, {}
         return penalised(groups, self.learner, self.advantage, o.kl_in_reward)
+
+    def _drift(self, groups: Sequence[Group], step: int) -> dict[str, float]:
+        """KL to the reference before the update, where it is due; steps are counted from 1, as in the metrics."""
+        every = self.options.reference_kl_steps
+        if every is None or (step + 1) % every:
+            return {}
+        kl = kl_to_reference(groups, self.learner)
+        return {} if kl is None else {"kl": kl}
 
 
 def _token_means(stats: Stats, loss: LossConfig) -> dict[str, float]:

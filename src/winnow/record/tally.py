@@ -24,6 +24,8 @@ class Tally:
         self.by_function: dict[str, list[float]] = {}
         self.kinds: Counter[Kind] = Counter()
         self.lengths: list[int] = []
+        self.distinct: list[float] = []
+        """Share of distinct completions in each group, of at least two that came to their end."""
         self.rollouts = 0
         self.sampled_tokens = 0
         """Sampled tokens, those of greedy baselines included, which every other figure leaves out."""
@@ -54,6 +56,9 @@ class Tally:
         if len(present):
             self.reward_sets.append(present)
         self.kinds[self.judge.kind(group)] += 1
+        if len(present) > 1:
+            ended = [rollout for rollout in group.siblings if rollout.reward is not None]
+            self.distinct.append(len({rollout.token_ids.tobytes() for rollout in ended}) / len(ended))
         for rollout in group.rollouts:
             self.rollouts += 1
             self.sampled_tokens += int(rollout.action_mask.sum())
@@ -103,6 +108,8 @@ class Tally:
             metrics["turns/clipped_ratio"] = ends.count("length") / len(ends)
         if self.barrier_wait_s:
             metrics["barrier_wait_s"] = self.barrier_wait_s
+        if self.distinct:
+            metrics["completions/distinct"] = float(np.mean(self.distinct))
         if self.reward_sets:
             metrics["reward"] = float(np.mean([r.mean() for r in self.reward_sets]))
             metrics["reward_std"] = float(np.mean([r.std() for r in self.reward_sets]))

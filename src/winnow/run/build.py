@@ -191,6 +191,7 @@ def step_options(c: RunConfig) -> StepOptions:
         mask_truncated_completions=c.mask_truncated_completions,
         seed=c.seed,
         kl_in_reward=c.beta if c.kl_in_reward else 0.0,
+        reference_kl_steps=c.reference_kl_steps,
         unbiased=any(getattr(method(GATES, spec, "gates"), "unbiased", False) for spec in c.gates),
     )
 
@@ -343,7 +344,7 @@ def build_policy(
     if c.lora is not None:
         origin = weights_digest(base)
         return Policy(_with_lora(base, c.lora, saved), tokenizer, None, origin), engine
-    if c.beta == 0:
+    if not c.keeps_reference:
         return Policy(base, tokenizer, None), engine
     start = base if saved is None else model if model is not None else load_causal_lm(c.model, device)
     reference = frozen_copy(start.to(device))

@@ -44,7 +44,8 @@ class Server:
         self.task = build_task(c.env)
         self._prompts = prompts_of(self.task)
         # Whatever adapters the learner has are merged in what it publishes.
-        policy, engine = build_policy(c.model_copy(update={"lora": None, "beta": 0.0}), None, None, None)
+        plain = c.model_copy(update={"lora": None, "beta": 0.0, "reference_kl_steps": None})
+        policy, engine = build_policy(plain, None, None, None)
         assert engine is not None
         self.engine = engine
         self.rewarder = Rewarder(c.reward_funcs or self.task.reward_funcs, c.reward_weights, c.reward_timeout_s)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ..config import ConfigError, RunConfig, validate
+from ..config import REFERENCE, ConfigError, RunConfig, validate
 from ..env.base import Task
 from ..env.rewards.rewarder import Rewarder
 from ..record.records import CONFIG, LEDGER
@@ -52,7 +52,7 @@ def model_config(model: str, values: Mapping[str, Any]) -> RunConfig:
     settings, source = _settings(model, values)
     if "env" not in settings:
         raise ConfigError(f"'{model}' is not a run, so the task must be named: env=countdown")
-    no_reference = {name: RunConfig.model_fields[name].default for name in ("beta", "kl_estimator", "kl_in_reward")}
+    no_reference = {name: RunConfig.model_fields[name].default for name in REFERENCE}
     return validate(settings | {"model": source, "lora": None} | no_reference, model)
 
 

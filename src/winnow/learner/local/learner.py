@@ -248,7 +248,7 @@ class LocalLearner:
         if self.reference is not None:
             return self._logp(batch, model=self.reference)[0]
         if not hasattr(self.model, "disable_adapter"):
-            raise ValueError("beta > 0 needs a reference model")
+            raise ValueError("there is no reference model; set beta or reference_kl_steps")
         with self.model.disable_adapter():
             return self._logp(batch)[0]
 
