@@ -165,6 +165,9 @@ class Rollout:
     """Sampled at temperature 0 as a baseline (ReMax): scored and booked, but in no statistic and no batch."""
     confidence: np.ndarray | None = None
     """float32, one for each token that the model sampled, when it was asked for (DeepConf)."""
+    raw_logp: np.ndarray | None = None
+    """float32, one for each token that the model sampled, when it was asked for: its log-probability (nats) under the
+    model itself, before temperature, top-k and top-p."""
     last_hidden: np.ndarray | None = None
     """float32 [H]: last hidden state at its last token, when it was asked for and the rollout ended by itself."""
     decisions: list[Decision] = field(default_factory=list)
@@ -243,6 +246,8 @@ class GroupView:
     """float32 [n]: sampler log-probabilities of `sibling` so far."""
     confidence: np.ndarray | None = None
     """float32 [n]: confidences of its tokens (DeepConf), when a gate needs them."""
+    raw_logp: np.ndarray | None = None
+    """float32 [n]: `logp` under the model itself, before temperature, top-k and top-p, when a gate needs it."""
     absent: tuple[bool, ...] = ()
     """Per sibling, whether it failed or was stopped alone: no evidence of what the policy does."""
     progress: tuple[float | None, ...] = ()

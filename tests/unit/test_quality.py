@@ -33,7 +33,17 @@ def built(options: Arrol, seed: int = 0) -> ArrolGate:
     return options.build(GateContext("arrol", seed))
 
 
-def view(number: int, sibling: int, size: int, hidden: np.ndarray, *, logp: float = -0.5, n: int = 4) -> GroupView:
+def view(
+    number: int,
+    sibling: int,
+    size: int,
+    hidden: np.ndarray,
+    *,
+    logp: float = -0.5,
+    model_logp: float | None = None,
+    n: int = 4,
+) -> GroupView:
+    """`model_logp`: before temperature, top-k and top-p; None: `logp`."""
     return GroupView(
         visit=Visit(number, 0, Prompt(f"p{number}", number, text="x")),
         checkpoint=Token(n),
@@ -44,6 +54,7 @@ def view(number: int, sibling: int, size: int, hidden: np.ndarray, *, logp: floa
         hidden=hidden.astype(np.float32),
         logp=np.full(n, logp, np.float32),
         confidence=np.full(n, -logp, np.float32),
+        raw_logp=np.full(n, logp if model_logp is None else model_logp, np.float32),
     )
 
 

@@ -92,6 +92,7 @@ class Rules:
                 hidden=event.hidden,
                 logp=event.logp,
                 confidence=event.confidence,
+                raw_logp=event.raw_logp,
                 absent=group.absent,
                 progress=group.progress,
                 decisions=tuple(sibling.decisions),

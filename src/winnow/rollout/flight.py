@@ -27,6 +27,7 @@ class Sibling:
     segments: list[tuple[np.ndarray, bool, np.ndarray, np.ndarray]] = field(default_factory=list)
     """(token ids, sampled?, log-probs, versions), in order."""
     confidences: list[np.ndarray] = field(default_factory=list)
+    raw_logps: list[np.ndarray] = field(default_factory=list)
     last_hidden: np.ndarray | None = None
     turns: list[Turn] = field(default_factory=list)
     length: int = 0
@@ -106,6 +107,7 @@ class Sibling:
             barrier_wait_s=self.barrier_wait_s,
             greedy=self.greedy,
             confidence=np.concatenate(self.confidences) if self.confidences else None,
+            raw_logp=np.concatenate(self.raw_logps) if self.raw_logps else None,
             last_hidden=self.last_hidden,
             decisions=self.decisions,
         )

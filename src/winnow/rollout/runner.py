@@ -127,6 +127,7 @@ class RolloutRunner:
             checkpoints=() if sibling.greedy else tuple(sorted(flight.token_gates)),
             keep=self._may_go_on(sibling),
             confidence="confidence" in report,
+            raw_logp="raw_logp" in report,
             last_hidden="last_hidden" in report,
         )
         try:
@@ -191,6 +192,8 @@ class RolloutRunner:
             sibling.last_hidden = f.hidden
             if f.confidence is not None:
                 sibling.confidences.append(f.confidence)
+            if f.raw_logp is not None:
+                sibling.raw_logps.append(f.raw_logp)
             if sibling.env is None:
                 sibling.finish(f.stop_reason)
             elif f.stop_reason == "length" and sibling.length >= self._longest(flight):
@@ -298,6 +301,8 @@ class RolloutRunner:
         for partial, text in zip(partials, texts, strict=True):
             sibling = by_id[partial.id]  # type: ignore[index]
             sibling.append(partial.token_ids, True, partial.logp, partial.versions)
+            if partial.raw_logp is not None:
+                sibling.raw_logps.append(partial.raw_logp)
             sibling.seconds += partial.seconds
             start = sibling.length - len(partial.token_ids)
             sibling.turns.append(Turn(text, None, start, sibling.length, "cancelled"))

@@ -13,7 +13,7 @@ from ..base.bootstrap import paired_bootstrap
 from ..config import ConfigError, RunConfig
 from ..env.base import Answering
 from ..methods.gate import deepconf
-from ..methods.gate.quality_head import FILE, HeadWeights
+from ..methods.gate.quality_head import FILE, HeadWeights, mean_logp
 from ..rollout.evaluate import count_correct, rank_weights, summarize, weighted_vote
 from ..run.build import build_task
 from ..run.checkpoint import STATE
@@ -34,7 +34,7 @@ def by_confidence(of_trace: Callable[[np.ndarray], float]) -> Weigh:
 
 def logprob(rollouts: Sequence[Rollout]) -> np.ndarray:
     """Rank of the mean log-probability."""
-    return rank_weights([_logp(r) for r in rollouts])
+    return rank_weights([mean_logp(r) for r in rollouts])
 
 
 WEIGHTS: dict[str, Weigh] = {
@@ -51,14 +51,10 @@ def by_head(head: HeadWeights) -> Weigh:
     """Rank of the head's score at the last token of the answer."""
 
     def weigh(rollouts: Sequence[Rollout]) -> np.ndarray:
-        scores = [np.nan if r.last_hidden is None else head.score(r.last_hidden, _logp(r)) for r in rollouts]
+        scores = [np.nan if r.last_hidden is None else head.score(r.last_hidden, mean_logp(r)) for r in rollouts]
         return rank_weights(np.nan_to_num(scores, nan=-1e9))
 
     return weigh
-
-
-def _logp(rollout: Rollout) -> float:
-    return float(rollout.sampler_logp[rollout.action_mask].mean())
 
 
 def _confidence(rollout: Rollout) -> np.ndarray:
@@ -83,7 +79,7 @@ def vote_model(model: str, values: Mapping[str, Any], weights: Sequence[str]) ->
     head = _head_of(c) if "head" in weights else None
     kinds = {name: _weigh(name, head) for name in dict.fromkeys(weights)}
     started = time.monotonic()
-    with opened(c, task, frozenset({"confidence", "last_hidden"})) as (policy, roll_out, _):
+    with opened(c, task, frozenset({"confidence", "last_hidden", "raw_logp"})) as (policy, roll_out, _):
         if head is not None:
             _check_size(head, policy.model.config, c.model)
         groups = roll_out([Job(Visit(i, 0, prompt), c.eval_generations, "eval") for i, prompt in enumerate(prompts)])

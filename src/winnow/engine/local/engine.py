@@ -327,7 +327,9 @@ class LocalEngine:
         rows = Rows(floats[0], greedy, ints[col.TOP_K] if filtered else None, floats[1] if filtered else None)
         tokens_N, logp_N = sample(logits_NV, uniform(ints[col.KEY], ints[col.COUNT]), rows)
         confidence_N = confidence(logits_NV) if table.confident[:n].any() else None
-        raw_logp_N = raw_logp(logits_NV, tokens_N) if table.raw[:n].any() else None
+        raw_logp_N = logp_N if table.raw[:n].any() else None
+        if (changed_N := table.transformed)[table.raw[:n]].any():
+            raw_logp_N = torch.where(self._to_device(changed_N), raw_logp(logits_NV, tokens_N), logp_N)
         return [x if x is None else x.cpu().numpy() for x in (tokens_N, logp_N, confidence_N, raw_logp_N)]
 
     def _settle(self, rows: list[int], hidden_NH: torch.Tensor) -> list[Event]:

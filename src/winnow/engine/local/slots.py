@@ -101,6 +101,12 @@ class SlotTable:
         count = self.ints[COUNT, row]
         return self.tokens[row, :count], self.logp[row, :count]
 
+    @property
+    def transformed(self) -> np.ndarray:
+        """bool [n]: rows drawn under a temperature or a filter; of all others `logp` is that of the model itself."""
+        n = self.n
+        return np.asarray((self.floats[0, :n] != 1) | (self.floats[1, :n] < 1) | (self.ints[TOP_K, :n] > 0))
+
     def confidence_of(self, row: int) -> np.ndarray | None:
         """A copy of the confidences of a row so far, if they were asked for."""
         return self.confidence[row, : self.ints[COUNT, row]].copy() if self.confident[row] else None

@@ -20,6 +20,7 @@ from torch import nn
 
 from ...base.noise import noise_key
 from ...base.packed import pack, unpack
+from ...types import Rollout
 from .base import Array
 from .window import Window
 
@@ -107,6 +108,15 @@ class HeadWeights:
     def hidden_size(self) -> int | None:
         """Size of the states it was trained on; None before anything was learned."""
         return self.layers[0].shape[1] - 1 if self.layers else None
+
+
+def mean_logp(rollout: Rollout) -> float:
+    """Mean log-probability of a whole rollout, nats: under the model itself where that was reported.
+
+    A head that was trained at one temperature then knows what it sees at another.
+    """
+    logp_N = rollout.sampler_logp[rollout.action_mask] if rollout.raw_logp is None else rollout.raw_logp
+    return float(np.add.reduce(logp_N) / len(logp_N))
 
 
 def inputs_of(hidden_NH: np.ndarray, logp_N: np.ndarray, moments: tuple[float, float]) -> tuple[np.ndarray, np.ndarray]:

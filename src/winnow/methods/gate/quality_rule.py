@@ -24,9 +24,9 @@ QUALITY_STREAM = 7
 
 Quality = Literal["head", "confidence", "logprob"]
 NEEDS: dict[Quality, frozenset[str]] = {
-    "head": frozenset({"hidden", "logp", "last_hidden"}),
+    "head": frozenset({"hidden", "logp", "raw_logp", "last_hidden"}),
     "confidence": frozenset({"logp", "confidence"}),
-    "logprob": frozenset({"logp"}),
+    "logprob": frozenset({"logp", "raw_logp"}),
 }
 
 
@@ -68,36 +68,45 @@ class ArrolRule:
         if not views:
             return []
         logp_N = np.array([_mean(v.logp) for v in views])
-        raw_N = self._raw(views, logp_N)
+        # what the model thinks does not depend on the temperature that it is sampled at; how often siblings agree does
+        input_N = np.array([_mean(v.raw_logp) for v in views]) if "raw_logp" in self.needs else logp_N
+        raw_N = self._raw(views, input_N)
         finite_N = np.isfinite(raw_N)
         scale_M = self.scale_M
         rank_N = np.searchsorted(scale_M, raw_N) / len(scale_M) if len(scale_M) else raw_N * 0 + 0.5
         draws = {} if self.cold else self._draws(views)
         return [
-            self._verdict(view, logp, score, raw, draws) if finite else Verdict(True, "its score is not finite")
-            for view, logp, score, raw, finite in zip(
-                views, logp_N.tolist(), rank_N.tolist(), raw_N.tolist(), finite_N.tolist(), strict=True
+            self._verdict(view, said, score, draws) if finite else Verdict(True, "its score is not finite")
+            for view, score, finite, *said in zip(
+                views,
+                rank_N.tolist(),
+                finite_N.tolist(),
+                logp_N.tolist(),
+                input_N.tolist(),
+                raw_N.tolist(),
+                strict=True,
             )
         ]
 
-    def _raw(self, views: Sequence[GroupView], logp_N: np.ndarray) -> np.ndarray:
+    def _raw(self, views: Sequence[GroupView], input_N: np.ndarray) -> np.ndarray:
         """float64 [N]: what the predictor says, on a scale of its own; NaN where it cannot."""
         if self.quality == "head":
             hidden_NH = np.array([v.hidden for v in views])
-            return (self.head or HeadWeights()).scores(hidden_NH, logp_N)
+            return (self.head or HeadWeights()).scores(hidden_NH, input_N)
         if self.quality == "confidence":
             return np.array([lowest(v.confidence) for v in views if v.confidence is not None])
-        return logp_N
+        return input_N
 
     def _verdict(
-        self, view: GroupView, logp: float, score: float, raw: float, draws: dict[int, tuple[list[float], float]]
+        self, view: GroupView, said: list[float], score: float, draws: dict[int, tuple[list[float], float]]
     ) -> Verdict:
+        """`said`: its mean log-probability as sampled, that of the model itself, and what the predictor says."""
         assert view.sibling is not None
-        number = bin_of(score, len(self.q_B))
+        (logp, model_logp, raw), number = said, bin_of(score, len(self.q_B))
         q, novelty = float(self.q_B[number]), novelty_of(logp, self.n, len(view.running))
-        evidence: dict[str, Any] = {"score": score, "raw": raw, "logp": logp, "q": q, "novelty": novelty, "chance": 1.0}
+        evidence: dict[str, Any] = {"score": score, "raw": raw, "q": q, "novelty": novelty, "chance": 1.0}
         if self.quality == "head":
-            evidence["hidden"] = view.hidden
+            evidence |= {"hidden": view.hidden, "logp": model_logp}
         if self.cold:
             return Verdict(True, evidence=evidence)
         survival = self._survival(number, novelty)
