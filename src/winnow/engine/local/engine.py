@@ -16,7 +16,7 @@ import torch
 
 from ...base.noise import uniform
 from ...base.weights import Weights, state_of
-from ..base import CAPABILITIES, Event, Finished, Reached, Request, SamplingParams
+from ..base import CAPABILITIES, Event, Finished, Request, SamplingParams
 from . import slots as col
 from .backend import Output, Prefilled, check_state
 from .cache import Chunk, KVCache, padded, plan
@@ -338,15 +338,12 @@ class LocalEngine:
         reasons = {row: self._stop_reason(row) for row in rows}
         hidden = self._hidden_of([row for row in rows if self._shows_hidden(row, reasons[row])], hidden_NH)
         for row, reason in reasons.items():
-            request = self._table.requests[row]
             if reason:
                 self._keep(row)
                 events.append(self._finished(row, reason, hidden.get(row)))
                 continue
             if row in hidden:
-                logp, more = self._table.sampled(row)[1].copy(), self._table.confidence_of(row)
-                raw = self._table.raw_logp_of(row)
-                events.append(Reached(request.id, len(logp), logp, hidden[row], more, raw))
+                events.append(self._table.reached(row, hidden[row]))
             self._table.rearm(row)
         self._remove([row for row, reason in reasons.items() if reason])
         return events

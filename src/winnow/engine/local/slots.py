@@ -8,7 +8,7 @@ from collections.abc import Hashable
 import numpy as np
 
 from ...base.noise import as_tensor
-from ..base import Finished, Request
+from ..base import Finished, Reached, Request
 
 NEVER = np.iinfo(np.int64).max
 TOKEN, POSITION, COUNT, KEY, TOP_K, ALARM, BORN, STOP_SET = range(8)
@@ -114,6 +114,10 @@ class SlotTable:
     def raw_logp_of(self, row: int) -> np.ndarray | None:
         """A copy of the untransformed log-probabilities of a row so far, if they were asked for."""
         return self.raw_logp[row, : self.ints[COUNT, row]].copy() if self.raw[row] else None
+
+    def reached(self, row: int, hidden: np.ndarray) -> Reached:
+        logp, more = self.sampled(row)[1].copy(), self.confidence_of(row)
+        return Reached(self.requests[row].id, len(logp), logp, hidden, more, self.raw_logp_of(row))
 
     def finished(self, row: int, reason: str, versions: np.ndarray, hidden: np.ndarray | None = None) -> Finished:
         tokens, logp = self.sampled(row)
