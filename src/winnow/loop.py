@@ -54,12 +54,12 @@ class Parts:
     """Groups of one round of a filter that refills."""
     ledger: Ledger
     gates: dict[str, Gate] = field(default_factory=dict)
-    """By name."""
+    """Gates by name."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """When to end: in success, or because going on is useless."""
+    """Limits at which a run ends: in success, or because going on is useless."""
 
     max_steps: int
     max_failed_share: float
@@ -68,7 +68,7 @@ class Limits:
 
 @dataclass
 class Hooks:
-    """What surrounds a step: evaluation, records, checkpoints, display."""
+    """Callbacks around a step: evaluation, records, checkpoints, display."""
 
     evaluate: Callable[[int], Evaluation | None]
     profile: Callable[[int], None]

@@ -62,7 +62,7 @@ class Verdict:
     overridden: float | None = None
     """An audit let pass what the method would have removed: the chance with which it does so. None: it did not."""
     evidence: Mapping[str, Any] = field(default_factory=dict)
-    """What a gate's rule went by: numbers, texts and arrays, for the gate to learn from."""
+    """Evidence that a gate's rule went by: numbers, texts and arrays, for the gate to learn from."""
 
     @property
     def removes(self) -> bool:
@@ -103,7 +103,7 @@ Checkpoint = EnvStep | Token
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What a gate decided at a checkpoint; travels with its rollout or, of a whole group, with its group."""
+    """Decision of a gate at a checkpoint; travels with its rollout or, about a whole group, with its group."""
 
     gate: str
     """The gate's name in this run."""
@@ -146,14 +146,14 @@ class Rollout:
     """int32 [T]: policy version that sampled the token; -1 off the mask."""
     turns: list[Turn] = field(default_factory=list)
     stop_reason: str = ""
-    """Why it ended: `eos` or `stop` (one turn), `env` (the environment ended it), `turns` (it had as many as the task
-    allows), `length` (its tokens were used up), `cancelled`, `failed`."""
+    """Reason for its end: `eos` or `stop` (one turn), `env` (the environment ended it), `turns` (it had as many as the
+    task allows), `length` (its tokens were used up), `cancelled`, `failed`."""
     text: str = ""
     """The completion as text, special tokens removed, cut before a stop string."""
     reward: float | None = None
     """Weighted sum of the reward functions; None when absent (failed, pruned, cut)."""
     rewards: dict[str, float | None] = field(default_factory=dict)
-    """By reward function name, before weighting."""
+    """Rewards by function name, before weighting."""
     fate: Fate | None = None
     reason: str = ""
     survival_p: float = 1.0
@@ -171,15 +171,15 @@ class Rollout:
     last_hidden: np.ndarray | None = None
     """float32 [H]: last hidden state at its last token, when it was asked for and the rollout ended by itself."""
     decisions: list[Decision] = field(default_factory=list)
-    """By gates that were asked about this rollout alone, in order."""
+    """Decisions of gates that were asked about this rollout alone, in order."""
 
     def decision_of(self, gate: str) -> Decision | None:
-        """What the gate of this name decided about it; None: it was not asked."""
+        """Decision of the gate of this name; None: it was not asked."""
         return next((d for d in self.decisions if d.gate == gate), None)
 
 
 Purpose = Literal["train", "eval", "greedy", "profile", "probe"]
-"""What rollouts are for: an update, an evaluation (sampled, or greedy), a profile of pass rates, or a comparison of the
+"""Purpose of rollouts: an update, an evaluation (sampled, or greedy), a profile of pass rates, or a comparison of the
 engine with the learner. Each has its own sampling options and noise; gates are asked about `train` alone."""
 
 
@@ -199,7 +199,7 @@ class Group:
     visit: Visit
     rollouts: list[Rollout]
     decisions: list[Decision] = field(default_factory=list)
-    """By gates that were asked about the whole group, in order."""
+    """Decisions of gates that were asked about the whole group, in order."""
     purpose: Purpose = "train"
 
     @property
@@ -253,6 +253,6 @@ class GroupView:
     progress: tuple[float | None, ...] = ()
     """Per sibling, the last progress number that its environment gave; None: none so far."""
     decisions: tuple[Decision, ...] = ()
-    """Earlier ones about the group or, at a token checkpoint, about `sibling`."""
+    """Earlier decisions about the group or, at a token checkpoint, about `sibling`."""
     turn: int = 0
     """Finished turns of `sibling`, or environment steps of the group."""

@@ -1,4 +1,4 @@
-"""What all commands share: consoles, errors, answers, settings and the arguments they have in common.
+"""Common parts of all commands: consoles, errors, answers, settings and the arguments they have in common.
 
 A command is a function under `@command(app)` of its family's file. What a configuration can say is `key=value`
 everywhere; an option names a file or says what to show.

@@ -1,4 +1,4 @@
-"""What a generation engine is: submit, cancel, step, load weights.
+"""Generation engines: submit, cancel, step, load weights.
 
 An engine knows nothing of groups, rewards or training. It can be used alone; see `docs/engine.md`.
 """
@@ -105,7 +105,7 @@ CAPABILITIES = {
     "keep_kv": "keys and values survive from turn to turn",
     "keyed_noise": "what is sampled is a function of a request's key, whatever else runs",
 }
-"""What an engine may provide, and rules may need."""
+"""Capabilities that an engine may provide, and rules may need."""
 
 
 class Engine(Protocol):

@@ -18,8 +18,8 @@ from ..types import Group
 
 CONFIG, METRICS, SAMPLES, LEDGER = "config.json", "metrics.jsonl", "samples.jsonl", "ledger.sqlite"
 GATE = "gate.jsonl"
-"""What a mid-trajectory gate would have gone by, for `winnow gate`: written by runs of many turns, with gates only if
-audits let groups come to their end that a gate would have cut."""
+"""Signals that a mid-trajectory gate would have gone by, for `winnow gate`: written by runs of many turns, with gates
+only if audits let groups end that a gate would have cut."""
 GATE_STEPS = 12
 """Environment steps at which it is written, at most."""
 

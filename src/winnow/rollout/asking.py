@@ -13,7 +13,7 @@ from .flight import Flight, Sibling
 
 
 class Rules:
-    """Those of one optimizer step.
+    """Rules of one optimizer step.
 
     Raises ValueError when the engine lacks what a rule needs, or nobody would be running where it is asked.
     """
@@ -33,7 +33,7 @@ class Rules:
                 )
         self._rules = {named.name: named for named in rules}
         self.needs: frozenset[str] = frozenset().union(*map(_needs, rules))
-        """What they need of the engine."""
+        """Capabilities of the engine that the rules need."""
 
     def assign(self, flight: Flight) -> None:
         """Note where a group is to be asked about; rules that come later do not change it."""
@@ -74,7 +74,7 @@ class Rules:
     def _views(
         reached: Sequence[tuple[Flight, Sibling, Reached]],
     ) -> list[tuple[Flight, Sibling, GroupView, list[str]]]:
-        """What rules see of each, and the gates that have not asked about it yet."""
+        """Views of those who came to a token, each with the gates that have not asked about it yet."""
         found: list[tuple[Flight, Sibling, GroupView, list[str]]] = []
         groups: dict[tuple[str, int, int], GroupView] = {}
         for flight, sibling, event in reached:
@@ -104,6 +104,6 @@ class Rules:
 
 
 def _needs(named: NamedRule) -> frozenset[str]:
-    """What the engine must provide for a rule; at tokens, the events and an end at once."""
+    """Capabilities that a rule needs of the engine; at tokens also checkpoints and an exact end there."""
     at_token = isinstance(named.rule.at, Token)
     return named.rule.needs | (frozenset({"checkpoints", "exact_checkpoint"}) if at_token else frozenset())

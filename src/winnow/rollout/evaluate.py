@@ -31,7 +31,7 @@ def pass_at_k(n: int, c: int, k: int) -> float:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What an evaluation found; `metrics` has plain names (`pass@1`, `greedy` ...)."""
+    """Results of an evaluation; `metrics` has plain names (`pass@1`, `greedy` ...)."""
 
     metrics: dict[str, float]
     groups: list[Group]

@@ -23,7 +23,7 @@ class Sibling:
     prompt_ids: tuple[int, ...] = ()
     env: Env | OverlappingEnv | None = None
     environment: Any = None
-    """What its environment lets reward functions see once it is closed."""
+    """State of the environment that reward functions may see once it is closed."""
     segments: list[tuple[np.ndarray, bool, np.ndarray, np.ndarray]] = field(default_factory=list)
     """(token ids, sampled?, log-probs, versions), in order."""
     confidences: list[np.ndarray] = field(default_factory=list)
@@ -34,9 +34,10 @@ class Sibling:
     seconds: float = 0.0
     survival_p: float = 1.0
     reward: float | None = None
-    """The last one that the environment gave."""
+    """Last reward that the environment gave."""
     waiting_since: float | None = None
-    """When it came to the barrier of an environment-step gate, where it holds no slot of the engine; None elsewhere."""
+    """Time at which it came to the barrier of an environment-step gate, where it holds no slot of the engine; None
+    elsewhere."""
     barrier_wait_s: float = 0.0
     decisions: list[Decision] = field(default_factory=list)
     rollout: Rollout | None = None
@@ -51,7 +52,7 @@ class Sibling:
 
     @property
     def progress(self) -> float | None:
-        """The last that its environment gave."""
+        """Last progress number that its environment gave."""
         return next((t.progress for t in reversed(self.turns) if t.progress is not None), None)
 
     def leave_barrier(self) -> None:
@@ -67,7 +68,7 @@ class Sibling:
         return [int(t) for ids, *_ in self.segments for t in ids]
 
     def decided(self, decision: Decision) -> None:
-        """A gate has spoken, of this sibling alone or of its group; also counts for one that has ended by then."""
+        """Count a gate's decision about this sibling or its group, also if it has ended by then."""
         self.survival_p *= decision.verdict.probability
         if self.rollout is not None:
             self.rollout.survival_p = self.survival_p
@@ -121,11 +122,11 @@ class Flight:
     job: Job
     siblings: list[Sibling]
     undecided: list[tuple[int, str]]
-    """What rules at environment steps have still to decide, by ascending step: (step, gate)."""
+    """Decisions still to come at environment steps, by ascending step: (step, gate)."""
     token_gates: dict[int, list[str]] = field(default_factory=dict)
-    """By token of a turn, the gates whose rules are asked there."""
+    """Gates whose rules are asked at a token of a turn, by token."""
     decisions: list[Decision] = field(default_factory=list)
-    """About the whole group."""
+    """Decisions about the whole group."""
     group: Group | None = None
     ended: int = 0
     """The runner's clock when its last sibling ended."""
@@ -151,7 +152,7 @@ class Flight:
         return Group(self.visit, rollouts, self.decisions, self.job.purpose)
 
     def view(self, at: Checkpoint) -> GroupView:
-        """What a rule sees of the group."""
+        """View of the group that a rule is given."""
         gated = self.gated
         return GroupView(
             visit=self.visit,
@@ -168,7 +169,7 @@ class Flight:
 
 @dataclass(frozen=True)
 class Awaited:
-    """What an overlapping environment owes a sibling: its first observation, or the answer to its last action."""
+    """Answer that an overlapping environment owes a sibling: its first observation, or that to its last action."""
 
     flight: Flight
     sibling: Sibling

@@ -22,6 +22,6 @@ class RolloutOptions:
     max_prompt_length: int
     seed: int
     report: frozenset[str] = frozenset()
-    """What rollouts carry beside what rules need: a subset of {"confidence", "last_hidden", "raw_logp"}."""
+    """Arrays that rollouts carry beside what rules need: a subset of {"confidence", "last_hidden", "raw_logp"}."""
     greedy_baseline: bool = False
     """Launch one more rollout a group, at temperature 0. No rule is asked about it, waits for it or sees it."""

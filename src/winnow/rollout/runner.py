@@ -215,7 +215,7 @@ class RolloutRunner:
         self._awaited.append(Awaited(flight, sibling, answer, self._clock + OVERLAP))
 
     def _take_answers(self) -> None:
-        """Of environments that work elsewhere: those that are due, or all when the engine has nothing else to do."""
+        """Take answers of environments that work elsewhere: those due, or all when the engine is idle."""
         idle = self.engine.pending == 0
         due = [a for a in self._awaited if idle or a.due <= self._clock]
         self._awaited = [a for a in self._awaited if not (idle or a.due <= self._clock)]

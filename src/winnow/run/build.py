@@ -1,4 +1,4 @@
-"""From configuration values to objects: model, tokenizer, task, engine, learner, methods."""
+"""Objects from configuration values: model, tokenizer, task, engine, learner, methods."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Methods:
     rollout_batch: RolloutBatch
     group_size: GroupSize
     gates: dict[str, Gate]
-    """By name."""
+    """Gates by name."""
     filter: Filter
     judge: Judge
     advantage: Advantage
@@ -85,7 +85,7 @@ def build_methods(c: RunConfig, prompts: Sequence[Prompt]) -> Methods:
 
 
 def _check_selector(c: RunConfig, advantage: Advantage) -> None:
-    """What skips prompts with equal rewards needs an advantage under which they teach nothing."""
+    """Refuse selectors that skip prompts with equal rewards where those teach. Raises ConfigError."""
     if not advantage.group_relative and name_of(c.selector) in ("greso", "backoff"):
         raise ConfigError(
             f"selector: {name_of(c.selector)} takes groups with equal rewards for worthless, but under advantage: "
@@ -155,7 +155,7 @@ def _rollout_batch(c: RunConfig, filter_: Filter) -> RolloutBatch:
 
 
 def sampler_options(c: RunConfig) -> SamplerOptions:
-    """What `sync` asks for."""
+    """Options of the method that `sync` names."""
     options: SamplerOptions = method(SYNCS, c.sync, "sync")
     return options
 
@@ -248,7 +248,7 @@ def sampling_params(c: RunConfig, *, evaluation: bool = False) -> SamplingParams
 def rollout_options(
     c: RunConfig, *, greedy_baseline: bool = False, report: frozenset[str] = frozenset()
 ) -> dict[Purpose, RolloutOptions]:
-    """Those of every purpose; `greedy_baseline` is of training, `report` of evaluations."""
+    """Sampling options of every purpose; `greedy_baseline` concerns training, `report` evaluations."""
     train, evaluation = sampling_params(c), sampling_params(c, evaluation=True)
     greedy = SamplingParams(c.max_completion_length, temperature=0.0, stop=tuple(c.stop))
 

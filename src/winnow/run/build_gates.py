@@ -1,4 +1,4 @@
-"""From configuration values to gates, and what they cannot be combined with."""
+"""Gates from configuration values, and refusals of what they cannot be combined with."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def gate_names(c: RunConfig) -> list[str]:
 
 
 def rule_types(c: RunConfig) -> dict[str, type]:
-    """By gate, the class of the rules that it publishes."""
+    """Classes of the rules that gates publish, by gate."""
     contexts = [GateContext(name) for name in gate_names(c)]
     gates = [method(GATES, spec, "gates").build(context) for spec, context in zip(c.gates, contexts, strict=True)]
     return {context.name: type(gate.rule()) for context, gate in zip(contexts, gates, strict=True)}

@@ -1,4 +1,4 @@
-"""What is checked before a run starts or goes on, so that what cannot work fails at once."""
+"""Checks before a run starts or goes on, so that what cannot work fails at once."""
 
 from __future__ import annotations
 

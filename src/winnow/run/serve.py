@@ -1,4 +1,4 @@
-"""What a sampler runs: engine, environments and rewards of a run, driven by messages (see `sampler/pool.py`).
+"""Sampler side of a run: engine, environments and rewards, driven by messages (see `sampler/pool.py`).
 
 New weights take effect between two decode steps; rollouts under way go on with them.
 """
@@ -82,7 +82,7 @@ class Server:
                 self._alive()
 
     def _take(self, inbox: queue.SimpleQueue[dict[str, Any]], found: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Those found and all there are, waiting when there is nothing to do; of several weights the newest count."""
+        """Messages found and all others there are; waits when there is nothing to do. Loads only the newest weights."""
         if not found and not self.runner.pending:
             started = time.monotonic()
             with contextlib.suppress(queue.Empty):

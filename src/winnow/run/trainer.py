@@ -1,4 +1,4 @@
-"""From a configuration to a finished run: builds every part, runs the loop, saves and resumes.
+"""Trainer of a run: builds every part from a configuration, runs the loop, saves and resumes.
 
 Trainer(model="path/or/hub-name", env="countdown", config={"max_steps": 200}).train()
 """

@@ -1,4 +1,4 @@
-"""Where rollouts are made, and how new weights get there. `max_lag` bounds how old a trained token may be."""
+"""Samplers: places where rollouts are made, and ways that new weights get there. `max_lag` bounds their age."""
 
 from .base import Sampler, SamplerContext, SamplersLostError
 from .in_process import InProcess

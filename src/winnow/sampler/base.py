@@ -1,4 +1,4 @@
-"""What a sampler is: it runs jobs with published weights and rules, beside the learner or in turn with it."""
+"""Samplers run jobs with published weights and rules, beside the learner or in turn with it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class SamplerRefusedError(SamplersLostError):
 
 @dataclass(frozen=True)
 class SamplerContext:
-    """What a sampler is made from."""
+    """Parts that a sampler is made from."""
 
     config: RunConfig
     task: Task
@@ -39,7 +39,7 @@ class SamplerContext:
 
 
 class SamplerOptions(Protocol):
-    """What stands in the table `sync`: a frozen dataclass of options."""
+    """Entries of the table `sync`: frozen dataclasses of options."""
 
     provides: ClassVar[frozenset[str]]
     """`repeatable`: a run is a function of its seed, and resumes bit for bit. `beside`: it samples while the learner

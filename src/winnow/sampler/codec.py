@@ -13,12 +13,12 @@ from ..env.base import Task
 from ..types import Decision, EnvStep, Fate, Group, Job, Prompt, Purpose, Rollout, Token, Turn, Verdict, Visit
 
 Prompts = Sequence[Prompt] | Mapping[int, Prompt]
-"""By ordinal."""
+"""Prompts by ordinal."""
 PACKED = "packed"
 
 
 def prompts_of(task: Task) -> dict[Purpose, Prompts]:
-    """Where the prompts of each purpose are found."""
+    """Prompts of each purpose, by ordinal."""
     held_out = {prompt.ordinal: prompt for prompt in task.test}
     return {"train": task.train, "profile": task.train, "probe": task.train, "eval": held_out, "greedy": held_out}
 

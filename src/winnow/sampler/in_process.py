@@ -93,7 +93,7 @@ class InProcessSampler:
         self._use(self._version_for(version))
 
     def _version_for(self, step: int) -> int:
-        """Whose weights sample for optimizer step `step`."""
+        """Version whose weights sample for optimizer step `step`."""
         behind = min(self.max_lag, step)
         if self.mixed:
             behind = noise_key(self._seed, LAG_STREAM, step) % (behind + 1)

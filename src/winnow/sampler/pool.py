@@ -36,7 +36,7 @@ from .weights import Transport, fingerprints
 POLL_S = 0.2
 """Longest wait for a message before the samplers are looked after."""
 STOP_S = 10.0
-"""What a sampler has to hand back what it was working on, at the end of a run."""
+"""Seconds that a sampler has, at the end of a run, to hand back what it was working on."""
 
 
 class Channel(Protocol):
@@ -64,11 +64,11 @@ Open = Callable[[Inbox], Channel]
 
 @dataclass(frozen=True)
 class PoolOptions:
-    """What all kinds of samplers elsewhere have in common."""
+    """Options that all kinds of samplers elsewhere have in common."""
 
     samplers: int = 1
     threads: int = 1
-    """Of each sampler, for matrix products."""
+    """Threads of each sampler, for matrix products."""
     timeout_s: float = 300.0
     """Silence after which a sampler is taken for stuck."""
     max_restarts: int = 3
@@ -138,9 +138,9 @@ class SamplerPool:
         self._inbox: Inbox = queue.SimpleQueue()
         self._members: list[Member] = []
         self._deaths = [0] * options.samplers
-        """In a row."""
+        """Deaths in a row of each sampler."""
         self._landed: list[Group] = []
-        """For training, not yet polled; those whose sampler died twice among them."""
+        """Groups for training, not yet polled; those whose sampler died twice among them."""
         self._reset()
 
     def _reset(self) -> None:
@@ -331,7 +331,7 @@ class SamplerPool:
         return [group for group in groups if group.purpose == "train"]
 
     def _stopped(self) -> list[Group]:
-        """What the samplers hand back when they are told to stop, and what they had finished before."""
+        """Groups that the samplers hand back when told to stop, and those that they had finished before."""
         for member in self._members:
             member.channel.send({"stop": True})
         waiting = {id(member.channel) for member in self._members}

@@ -1,4 +1,4 @@
-"""What learner and samplers must agree on: weights, published as files in the run's directory, and where all starts."""
+"""Weights published as files in the run's directory, and fingerprints on which learner and samplers must agree."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Transport(Protocol):
         ...
 
     def told(self) -> dict[str, Any]:
-        """What a sampler must be told to read the newest: plain JSON values, `version` among them."""
+        """Message from which a sampler reads the newest weights: plain JSON values, `version` among them."""
         ...
 
     def remove(self) -> None: ...

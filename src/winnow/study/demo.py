@@ -49,7 +49,7 @@ def run_demo(output: Path, overrides: Sequence[str], console: Console) -> dict[s
 
 
 def summary(run_dir: Path, page: Path) -> dict[str, Any]:
-    """What was trained, held-out figures before and after, tokens by fate, and where the report is."""
+    """Summary of the demo: training, held-out figures before and after, tokens by fate, and where the report is."""
     lines = [json.loads(line) for line in (run_dir / METRICS).read_text(encoding="utf-8").splitlines()]
     evaluations = [m for m in lines if "eval/pass@1" in m]
     with Ledger.open(run_dir / LEDGER, read_only=True) as ledger:

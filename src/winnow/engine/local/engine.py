@@ -120,7 +120,7 @@ class LocalEngine:
 
     @classmethod
     def from_pretrained(cls, path: str, **options: Any) -> LocalEngine:
-        """From a Hugging Face directory or hub name; runs no code from it. Options as in `__init__`."""
+        """Engine over a Hugging Face directory or hub name; runs no code from it. Options as in `__init__`."""
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
         model = AutoModelForCausalLM.from_pretrained(path, trust_remote_code=False)

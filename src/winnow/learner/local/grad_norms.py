@@ -53,7 +53,7 @@ class Rows:
 
 
 class RowSums:
-    """What is known of the gradients of the rows of a few micro-batches.
+    """Gradients of the rows of a few micro-batches, as far as they are known.
 
     For each parameter either sums over rows, [slots, ...], or functions from coefficients [B] of the rows of one
     micro-batch to the weighted sum, or both.

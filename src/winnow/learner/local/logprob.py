@@ -40,7 +40,7 @@ class TokenDistribution:
         return logits
 
     def _excluded(self, raw_NV: torch.Tensor, targets_N: torch.Tensor) -> torch.Tensor:
-        """What the engine drops, by its own arithmetic: float32, and one rule for ties."""
+        """Tokens that the engine drops, by its own arithmetic: float32, and one rule for ties."""
         n, device = len(raw_NV), raw_NV.device
         inverse_N = torch.full((n,), 1 / self.temperature if self.temperature > 0 else 1.0, device=device)
         top_k_N, top_p_N = torch.full((n,), self.top_k, device=device), torch.full((n,), self.top_p, device=device)

@@ -186,7 +186,7 @@ class Slots:
 
 @dataclass(frozen=True)
 class Found:
-    """What is known of the rows of some pools."""
+    """Gradients and rewards of the rows of some pools, as far as they are known."""
 
     slots: Slots
     rewards_B: torch.Tensor

@@ -48,14 +48,14 @@ class RuleAudit:
         self.epsilon = epsilon
         self.max_signal_loss = max_signal_loss
         self.probability = epsilon if max_signal_loss is None else 1.0
-        """Of an override, now."""
+        """Probability of an override, now."""
         self.largest = 0.0
         """Largest signal seen, kept ones included."""
         self.whole, self.recent = Sums(), Sums()
         self.seed = seed
 
     def overrides(self) -> Overrides:
-        """What draws the overrides at the present probability."""
+        """Draws of overrides at the present probability."""
         return Overrides(self.name, self.seed, self.probability)
 
     def removed(self, probability: float) -> None:
@@ -153,7 +153,7 @@ class AuditedGate(Gate):
         return self.gate.rule()
 
     def overrides(self) -> Overrides:
-        """What is published beside the rule."""
+        """Draws of overrides, published beside the rule."""
         return self.audit.overrides()
 
     def observe(self, group: Group) -> None:
@@ -194,7 +194,7 @@ class AuditedGate(Gate):
         return self.gate.metrics() | self.audit.metrics()
 
     def state_dict(self) -> dict[str, Any]:
-        """What is in flight carries its own decisions."""
+        """Gate and account; groups in flight carry their own decisions."""
         return {"gate": self.gate.state_dict(), "audit": self.audit.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -209,7 +209,7 @@ def _override(decisions: Sequence[Decision]) -> tuple[float, int] | None:
 
 
 def rules_of(gates: Mapping[str, Gate]) -> list[NamedRule]:
-    """What is published of the gates of a run, by their names."""
+    """Rules that a run's gates publish, under their names."""
     return [
         NamedRule(name, gate.rule(), gate.overrides() if isinstance(gate, AuditedGate) else None)
         for name, gate in gates.items()

@@ -1,4 +1,4 @@
-"""What a gate is: a rule beside the engine that decides, and learning beside the loop.
+"""Gates: a rule beside the engine that decides, and learning beside the loop.
 
 gate.rule() -> Rule            frozen within an optimizer step; published to samplers with the weights
 rule.decide(views)             beside the engine: stop this rollout, this group?
@@ -30,13 +30,13 @@ Array = Annotated[
 
 @dataclass(frozen=True)
 class GateContext:
-    """What a gate is told of the run it is part of."""
+    """Facts about the run that a gate is part of."""
 
     name: str
-    """Its own in this run; its decisions carry it."""
+    """Name of the gate in this run; its decisions carry it."""
     seed: int = 0
     success_reward: float = 1.0
-    """The least reward of a right answer."""
+    """Least reward of a right answer."""
     smallest_group: int = 2
     """Rewards that the advantage needs of a group."""
 
@@ -56,7 +56,7 @@ class Rule(Protocol):
 
     @property
     def needs(self) -> frozenset[str]:
-        """What the engine must provide, e.g. {"hidden"}."""
+        """Capabilities that the engine must provide, e.g. {"hidden"}."""
         ...
 
     def decide(self, views: Sequence[GroupView]) -> list[Verdict]:
@@ -66,7 +66,7 @@ class Rule(Protocol):
 
 class Gate(Protocol):
     def rule(self) -> Rule:
-        """What decides until the next one is published."""
+        """Rule that decides until the next one is published."""
         ...
 
     def observe(self, group: Group) -> None:
@@ -134,5 +134,5 @@ def rule_from(state: Mapping[str, Any], rule: type) -> NamedRule:
 
 
 def of_gate(decisions: Sequence[Decision], name: str) -> list[Decision]:
-    """Those that the gate of this name took."""
+    """Decisions that the gate of this name took."""
     return [d for d in decisions if d.gate == name]

@@ -1,4 +1,4 @@
-"""From scores to chances of success, and from those to chances of survival (ARRoL, section 4 and appendix A.4)."""
+"""Chances of success from scores, and chances of survival from those (ARRoL, section 4 and appendix A.4)."""
 
 from __future__ import annotations
 

@@ -158,7 +158,7 @@ class DivergenceRule:
 
     options: Divergence
     threshold: float | None = None
-    """In place of that of the options, which was refitted; None: that of the options."""
+    """Refitted threshold; None: that of the options."""
 
     needs: ClassVar[frozenset[str]] = frozenset()
 

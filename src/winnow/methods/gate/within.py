@@ -116,7 +116,7 @@ class Rules:
 
 @dataclass(frozen=True)
 class Price:
-    """What a survivor must be worth. At `low` more than wanted survive, at `high` fewer; `share` of `low` is right."""
+    """Least worth of a survivor. At `low` more than wanted survive, at `high` fewer; `share` of `low` is right."""
 
     low: float
     high: float
