@@ -141,7 +141,7 @@ class TestPrunedGroups:
             assert selector.z_N[0] == z
         selector.observe(of([0.0, 0.0, None, None]))
         assert selector._keep_probability(np.array([0]))[0] == pytest.approx(0.5**0.5)
-        skipped = selector._verdict(0, False)
+        skipped = selector.verdict_on(0, False)
         assert skipped.reason == "greso: hard, 0.5 zero-variance visits in a row"
         assert skipped.probability == pytest.approx(1 - 0.5**0.5)
 

@@ -1,9 +1,11 @@
 """Generation engines by name: the options of each, whose `build(model, tokenizer)` makes the engine."""
 
 from .base import Engine, Event, Finished, Reached, Request, SamplingParams
+from .local.backend import check_state
 from .local.engine import LocalEngine, LocalOptions
+from .local.requests import check_request
 
-ENGINES: dict[str, type[LocalOptions]] = {"local": LocalOptions}
+ENGINES: dict[str, type] = {"local": LocalOptions}
 
 __all__ = [
     "ENGINES",
@@ -15,4 +17,6 @@ __all__ = [
     "Reached",
     "Request",
     "SamplingParams",
+    "check_request",
+    "check_state",
 ]

@@ -109,6 +109,9 @@ CAPABILITIES = {
 
 
 class Engine(Protocol):
+    """An engine may also have `dtype`, the type that it computes with (e.g. `float32`); without it, the comparison with
+    the learner at the start allows for the rounding of bfloat16."""
+
     provides: frozenset[str]
     """A subset of `CAPABILITIES`."""
     version: int

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from operator import itemgetter
 
+from ..config import ConfigError
 from ..engine.base import Engine, Reached
 from ..env.base import Task
 from ..methods.gate import NamedRule, env_steps
@@ -15,19 +16,19 @@ from .flight import Flight, Sibling
 class Rules:
     """Rules of one optimizer step.
 
-    Raises ValueError when the engine lacks what a rule needs, or nobody would be running where it is asked.
+    Raises ConfigError when the engine lacks what a rule needs, or nobody would be running where it is asked.
     """
 
     def __init__(self, rules: Sequence[NamedRule], engine: Engine, task: Task) -> None:
         for named in rules:
             if missing := _needs(named) - engine.provides:
-                raise ValueError(
+                raise ConfigError(
                     f"gate {named.name} needs {sorted(missing)}, but engine {type(engine).__name__} "
                     f"does not provide it (only {sorted(engine.provides)})"
                 )
             last = max(env_steps(named.rule), default=0)
             if last >= task.max_turns:
-                raise ValueError(
+                raise ConfigError(
                     f"a gate is to be asked after {last} environment steps, but nobody is running by then: task "
                     f"{task.name} has at most {task.max_turns} turns (gate {named.name})"
                 )

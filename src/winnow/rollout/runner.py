@@ -64,7 +64,7 @@ class RolloutRunner:
     def set_rules(self, rules: Sequence[NamedRule]) -> None:
         """Ask these from now on; groups in flight keep the checkpoints that they were launched with.
 
-        Raises ValueError when the engine lacks what a rule needs, or nobody would be running where it is asked.
+        Raises ConfigError when the engine lacks what a rule needs, or nobody would be running where it is asked.
         """
         self._rules = Rules(rules, self.engine, self.task)
 

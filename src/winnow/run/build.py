@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -40,6 +41,8 @@ from ..types import Prompt, Purpose
 from .build_filter import build_filter, tolerance
 from .build_gates import build_gates
 
+_LOADING = threading.Lock()
+"""transformers loads one model at a time: in two threads at once it takes tied weights for missing."""
 PROBE_TOKENS = 16
 """Longest rollouts by which engine and learner are compared."""
 
@@ -314,7 +317,8 @@ def weights_digest(model: torch.nn.Module) -> str:
 
 def _load(auto_class: Any, source: str | Path, what: str, **options: Any) -> Any:
     try:
-        return auto_class.from_pretrained(str(source), trust_remote_code=False, **options)
+        with _LOADING:
+            return auto_class.from_pretrained(str(source), trust_remote_code=False, **options)
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         missing = "" if Path(source).is_dir() else " (no such directory, and not found as a hub name)"
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

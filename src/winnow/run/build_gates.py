@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..config import ConfigError, RunConfig, method
+from ..config import ConfigError, RunConfig, method, name_of
 from ..methods.advantage import Advantage
 from ..methods.gate import GATES, Gate, GateContext
 from ..methods.gate.audit import AuditedGate, RuleAudit
@@ -14,8 +14,8 @@ from ..types import Prompt
 
 
 def gate_names(c: RunConfig) -> list[str]:
-    """Names of the run's gates: those of the methods, numbered where one is there twice."""
-    names = [spec if isinstance(spec, str) else str(spec["name"]) for spec in c.gates]
+    """Names of the run's gates: those of the methods, without a path, numbered where one is there twice."""
+    names = [name_of(spec).rpartition(":")[2] for spec in c.gates]
     return [f"{name}_{i}" if names.count(name) > 1 else name for i, name in enumerate(names, 1)]
 
 

@@ -33,12 +33,12 @@ class BackoffSelector(TraceSelector):
         self.last_epoch_N = np.zeros(len(prompts), np.uint32)
         """Epoch of the last visit that was judged; a cut one counts, or what is always cut would be visited always."""
 
-    def _keeps(self, ordinals_N: np.ndarray, epoch: int) -> np.ndarray:
+    def keeps(self, ordinals_N: np.ndarray, epoch: int) -> np.ndarray:
         visits_N = np.floor(self.z_N[ordinals_N] + ROUNDING).astype(np.int64)
         keeps: np.ndarray = (visits_N == 0) | (epoch > self.last_epoch_N[ordinals_N] + visits_N)
         return keeps
 
-    def _verdict(self, ordinal: int, keep: bool) -> Verdict:
+    def verdict_on(self, ordinal: int, keep: bool) -> Verdict:
         return KEEP if keep else Verdict(False, f"backoff: {self.z_N[ordinal]:g} zero-variance visits in a row")
 
     def _judged(self, group: Group, kind: Kind) -> None:

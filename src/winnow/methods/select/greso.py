@@ -110,12 +110,12 @@ class GresoSelector(TraceSelector):
         keep_N: np.ndarray = 1.0 - skip_probability(self.z_N[ordinals_N], base_N)
         return np.maximum(keep_N, self.options.keep_floor)
 
-    def _keeps(self, ordinals_N: np.ndarray, epoch: int) -> np.ndarray:
+    def keeps(self, ordinals_N: np.ndarray, epoch: int) -> np.ndarray:
         key = as_tensor([noise_key(self.seed, SELECT_STREAM, epoch)])
         draws: np.ndarray = uniform(key, torch.from_numpy(ordinals_N.astype(np.int64))).numpy()
         return draws < self._keep_probability(ordinals_N)
 
-    def _verdict(self, ordinal: int, keep: bool) -> Verdict:
+    def verdict_on(self, ordinal: int, keep: bool) -> Verdict:
         z = float(self.z_N[ordinal])
         if z == 0:
             return KEEP

@@ -90,10 +90,10 @@ class PassRateSelector(StreamSelector):
             self.rate_N[ordinal] = rate
         return len(known)
 
-    def _keeps(self, ordinals_N: np.ndarray, epoch: int) -> np.ndarray:
+    def keeps(self, ordinals_N: np.ndarray, epoch: int) -> np.ndarray:
         return self._in_band(self.rate_N[ordinals_N])
 
-    def _verdict(self, ordinal: int, keep: bool) -> Verdict:
+    def verdict_on(self, ordinal: int, keep: bool) -> Verdict:
         if keep:
             return KEEP
         rate = float(self.rate_N[ordinal])

@@ -31,7 +31,7 @@ class Override(Protocol):
 class StreamSelector:
     """Every prompt once an epoch, in an order that is a function of (seed, epoch) alone.
 
-    A subclass overrides `_keeps`, and `_verdict` to give the reason; with neither, nothing is ever skipped.
+    A subclass overrides `keeps`, and `verdict_on` to give the reason; with neither, nothing is ever skipped.
     """
 
     def __init__(self, prompts: Sequence[Prompt], seed: int, *, shuffle: bool = True) -> None:
@@ -65,13 +65,13 @@ class StreamSelector:
             if epoch != self._order_epoch:
                 self._order, self._order_epoch = self._order_of(epoch), epoch
             ordinals = self._order[position : position + max(LOOK_AHEAD, 2 * missing)]
-            own = self._keeps(ordinals, epoch)
+            own = self.keeps(ordinals, epoch)
             drawn = np.zeros_like(own) if self.override is None else self.override.draws(ordinals, epoch)
             keeps = own | drawn
             kept = np.flatnonzero(keeps)[:missing]
             passed = int(kept[-1]) + 1 if len(kept) == missing else len(ordinals)
             for ordinal, keep, draw in zip(*(a[:passed].tolist() for a in (ordinals, own, drawn)), strict=True):
-                verdict = self._verdict(ordinal, keep)
+                verdict = self.verdict_on(ordinal, keep)
                 if self.override is not None:
                     verdict = self.override.verdict(self.visits, verdict, draw)
                 visits.append(Visit(self.visits, epoch, self.prompts[ordinal], verdict))
@@ -81,11 +81,11 @@ class StreamSelector:
             in_a_row = 0 if len(kept) else in_a_row + passed
         return visits
 
-    def _keeps(self, ordinals_N: np.ndarray, epoch: int) -> np.ndarray:
+    def keeps(self, ordinals_N: np.ndarray, epoch: int) -> np.ndarray:
         """bool [N]: which of these visits to roll out. A function of the state and of (seed, ordinal, epoch) only."""
         return np.ones(len(ordinals_N), dtype=bool)
 
-    def _verdict(self, ordinal: int, keep: bool) -> Verdict:
+    def verdict_on(self, ordinal: int, keep: bool) -> Verdict:
         return KEEP if keep else Verdict(False, "skipped")
 
     def observe(self, group: Group) -> None:
