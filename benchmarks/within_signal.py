@@ -55,7 +55,7 @@ class World:
 
 def within(world: World, history: float, *, distinct: bool) -> np.ndarray:
     """Chances of survival with `history` earlier outcomes of each prompt (up to 32)."""
-    failure_B, success_B = world.posterior._likelihood(0), world.posterior._likelihood(1)
+    failure_B, success_B = world.posterior.likelihood(0), world.posterior.likelihood(1)
     mean = world.right_NG.mean()
     share_N = world.seen_N / (2 * SIZE)
     weight_NP = rate_weights(PRIOR * mean + history * share_N, PRIOR * (1 - mean) + history * (1 - share_N))

@@ -74,13 +74,21 @@ class BinnedPosterior:
             if not len(self._labels):
                 return np.full(self.bins, 0.5)
             label_N, weight_N = self._labels.columns()
-            joint = [weight_N[label_N == label].sum() * self._likelihood(label) for label in (0, 1)]
+            joint = [weight_N[label_N == label].sum() * self.likelihood(label) for label in (0, 1)]
             self._posterior_B = joint[1] / (joint[0] + joint[1])
             self._posterior_B.flags.writeable = False
         return self._posterior_B
 
-    def _likelihood(self, label: int) -> np.ndarray:
-        """P(bin | outcome)."""
+    @property
+    def success(self) -> float:
+        """Share of successes of the remembered labels; 0.5 without labels."""
+        if not len(self._labels):
+            return 0.5
+        label_N, weight_N = self._labels.columns()
+        return float(weight_N[label_N == 1].sum() / weight_N.sum())
+
+    def likelihood(self, label: int) -> np.ndarray:
+        """P(bin | outcome), [bins], with Laplace smoothing."""
         seen = self._seen[label]
         bin_N, weight_N = seen.columns() if len(seen) else (np.empty(0, np.int64), np.empty(0))
         counts_B = np.bincount(bin_N, weight_N, self.bins)
@@ -133,12 +141,15 @@ def survival_probabilities(
     return np.clip(keep_rate + slope * (q_N - mean) + high, p_min, 1)
 
 
-def survival_factor(weights: ArrayLike, keep_rate: float, p_min: float) -> float:
-    """The c for which clip(c w, p_min, 1) has the mean `keep_rate` over positive `weights`, by bisection."""
+def survival_factor(weights: ArrayLike, keep_rate: float, p_min: float, count: np.ndarray | None = None) -> float:
+    """The c for which clip(c w, p_min, 1) has the mean `keep_rate` over positive `weights`, by bisection.
+
+    `count`: how often each of them stands there; None: equally often.
+    """
     w_M, low, high = np.asarray(weights, np.float64), 0.0, 1 / np.min(weights)
     for _ in range(BISECTIONS):
         c = (low + high) / 2
-        low, high = (c, high) if np.clip(c * w_M, p_min, 1).mean() < keep_rate else (low, c)
+        low, high = (c, high) if np.average(np.clip(c * w_M, p_min, 1), weights=count) < keep_rate else (low, c)
     return float(high)
 
 

@@ -16,6 +16,7 @@ from .quality_head import Example, QualityHead, mean_logp
 from .quality_rule import ArrolRule, Quality
 from .quality_stats import Realised
 from .window import Window
+from .within_table import PromptOutcomes
 
 REMEMBERED = 2048
 """Rollouts whose scores and lengths are remembered, pruned ones included."""
@@ -38,8 +39,9 @@ class Arrol:
     """Share of right answers that survivors should have."""
     strength: float = 1.0
     p_min: float = 0.05
-    balance: Balance | Literal["distinct"] = "target"
-    """`distinct`: not by success, but less often the more siblings are expected to have said the same so far."""
+    balance: Balance | Literal["distinct", "within"] = "target"
+    """`distinct`: not by success, but less often the more siblings are expected to have said the same so far.
+    `within`: by what a survivor is worth to its own group, given the outcomes of its prompt at earlier visits."""
     cold_start: int = 20
     """Optimizer steps in which the predictor learns and nothing is pruned."""
     min_survivors: int | None = None
@@ -58,16 +60,18 @@ class Arrol:
             )
         if self.min_survivors is not None and self.min_survivors < 0:
             raise ValueError(f"min_survivors must not be negative, not {self.min_survivors}")
-        balance = "target" if self.balance == "distinct" else self.balance
+        balance: Balance = self.balance if self.balance in ("target", "literal") else "target"
         survival_probabilities([], [], self.keep_rate, self.target, self.strength, self.p_min, balance)
         if self.p_min > self.keep_rate:
             raise ValueError(f"p_min={self.p_min} must not be above keep_rate={self.keep_rate}: it would replace it")
+        if self.balance == "within" and self.p_min == 0:
+            raise ValueError("balance: within needs p_min above 0: it asks what a survivor is worth at every keep rate")
         if self.unbiased and self.p_min == 0:
             raise ValueError("unbiased needs p_min above 0: what never survives cannot be weighted")
         for name in ("quantile", "share") if self.at is not None else ():
             if getattr(self, name) != getattr(Arrol, name):
                 raise ValueError(f"{name} has no effect beside at: {self.at}; remove one of them")
-        without = {"target": (), "literal": ("target",), "distinct": ("target", "strength")}[self.balance]
+        without = {"target": (), "literal": ("target",)}.get(self.balance, ("target", "strength"))
         for name in without:
             if getattr(self, name) != getattr(Arrol, name):
                 raise ValueError(f"{name} has no effect with balance: {self.balance}; remove it")
@@ -104,6 +108,8 @@ class ArrolGate:
         self._survival_B = np.full(self._posterior.bins, options.keep_rate)
         self._novelty = Window(REMEMBERED)
         self._factor = 1.0
+        self._prompts = PromptOutcomes(options.keep_rate, options.p_min, REMEMBERED)
+        """Under `within`."""
         self._realised = Realised()
 
     @property
@@ -125,12 +131,13 @@ class ArrolGate:
             factor=self._factor,
             p_min=o.p_min,
             head=self.head.weights if o.quality == "head" else None,
+            within=self._prompts.table,
         )
 
     def observe(self, group: Group) -> None:
         """Learn from whoever came to an end; outcomes count 1 / survival, for those of the pruned are not seen."""
         decisions = [r.decision_of(self.name) for r in group.siblings]
-        self._remember([d.verdict.evidence for d in decisions if d is not None])
+        self._remember([d.verdict.evidence for d in decisions if d is not None], group)
         for rollout, decision in zip(group.siblings, decisions, strict=True):
             asked = decision.verdict.evidence if decision is not None and "score" in decision.verdict.evidence else None
             if asked is not None:
@@ -147,17 +154,22 @@ class ArrolGate:
                 saved = weight * (1 - asked["chance"]) * _sampled_after(rollout, decision)
                 self._realised.seen(asked["q"], label, weight, saved)
         survivors = sum(r.fate != Fate.PRUNED for r in group.siblings)
-        labels = [self._right(r.reward) for r in group.siblings if r.reward is not None]
-        self._realised.group(labels, survivors, len(group.siblings))
+        judged = [(self._right(r.reward), 1 / r.survival_p) for r in group.siblings if r.reward is not None]
+        if judged and self.options.balance == "within":
+            self._prompts.visited(group.prompt.ordinal, judged)
+        self._realised.group([label for label, _ in judged], survivors, len(group.siblings))
 
-    def _remember(self, asked: list[Mapping[str, Any]]) -> None:
-        """What rollouts looked like at their detection token, whatever became of them."""
+    def _remember(self, asked: list[Mapping[str, Any]], group: Group) -> None:
+        """What rollouts of a group looked like at their detection token, whatever became of them."""
         scored = [evidence for evidence in asked if "score" in evidence]
         self._realised.not_finite += len(asked) - len(scored)
         for evidence in scored:
             self._realised.decided(evidence["chance"])
             self._bins.append(self._posterior.bin_of(evidence["score"]))
             self._novelty.append(evidence["novelty"])
+            if self.options.balance == "within":
+                number, known = self._posterior.bin_of(evidence["score"]), evidence.get("known", False)
+                self._prompts.asked(group.prompt.ordinal, number, len(group.siblings), known=known)
             if self.options.quality != "head":
                 self._raw.append(evidence["raw"])
         if scored and self.options.quality == "head":
@@ -184,6 +196,8 @@ class ArrolGate:
         if o.balance == "distinct":
             if len(self._novelty):
                 self._factor = survival_factor(self._novelty.columns()[0], o.keep_rate, o.p_min)
+        elif o.balance == "within":
+            self._prompts.end_step(self._posterior)
         else:
             self._survival_B = survival_probabilities(
                 self._q_B, buffer_M, o.keep_rate, o.target, o.strength, o.p_min, o.balance
@@ -229,6 +243,7 @@ class ArrolGate:
             "survival": self._survival_B.tolist(),
             "novelty": self._novelty.state_dict(),
             "factor": self._factor,
+            "prompts": self._prompts.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -241,6 +256,7 @@ class ArrolGate:
         self._lengths.load_state_dict(state["lengths"])
         self._novelty.load_state_dict(state["novelty"])
         self._factor = float(state["factor"])
+        self._prompts.load_state_dict(state["prompts"])
         self._set_scale()
         self._survival_B = np.array(state["survival"], np.float64)
 

@@ -123,8 +123,10 @@ class Price:
     share: float
 
 
-def price_of(rules: Rules, weight_NP: np.ndarray, keep_rate: float) -> Price:
+def price_of(rules: Rules, weight_NP: np.ndarray, keep_rate: float, count: np.ndarray | None = None) -> Price:
     """The price at which `keep_rate` of the siblings of N recent prompts are expected to survive.
+
+    `count` [N]: how many siblings of each there were; None: equally many.
 
     A group's signal is convex in how many it keeps, so the best answer jumps; at the jump the two sides are mixed.
     Where `p_min` alone keeps more, or keeping all is less, the nearer end.
@@ -133,7 +135,7 @@ def price_of(rules: Rules, weight_NP: np.ndarray, keep_rate: float) -> Price:
 
     def kept(price: float) -> float:
         picked_N = (signal_NC - price * kept_NC).argmax(1)
-        return float(kept_NC[np.arange(len(picked_N)), picked_N].mean())
+        return float(np.average(kept_NC[np.arange(len(picked_N)), picked_N], weights=count))
 
     low, high = -1e3, 1e3 + rules.size / rules.p_min
     for _ in range(BISECTIONS):
