@@ -87,7 +87,7 @@ class RunConfig(BaseModel):
     output_dir: str = "runs/winnow"
     seed: int = Field(0, ge=0, lt=2**63)
     device: str = "auto"
-    dtype: Literal["float32", "bfloat16"] = "float32"
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     threads: int | None = Field(None, ge=1, le=256)
 
     # the shape of a step

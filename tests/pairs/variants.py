@@ -96,6 +96,7 @@ SWITCHES: list[Settings] = [
     {"epsilon_high": 0.28},
     {"beta": 0.05},
     {"reference_kl_steps": 2},
+    {"dtype": "bfloat16"},
     {"entropy_coef": 0.01},
     {"lr_scheduler_type": "linear", "warmup_steps": 1, "lr_end": 1e-3},
     {"lr_scheduler_type": "warmup_stable_decay", "lr_decay_steps": 2},
@@ -108,7 +109,7 @@ SWITCHES: list[Settings] = [
 ]
 """Settings that belong to no method. A literal or switch needs no entry, unless it needs others."""
 NOT_SWEPT = frozenset(
-    {"model", "env", "reward_funcs", "reward_weights", "output_dir", "device", "threads", "max_steps"}
+    {"model", "env", "reward_funcs", "reward_weights", "output_dir", "device", "dtype", "threads", "max_steps"}
     | {"prompts_per_step", "max_prompt_length", "max_completion_length", "reward_timeout_s", "max_failed_share"}
     | {"max_skipped_steps", "learning_rate", "adam_beta1", "adam_beta2", "adam_epsilon", "save_steps"}
     | {"save_total_limit", "log_completions", "report_to"}

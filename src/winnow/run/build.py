@@ -100,6 +100,11 @@ def _check_in_update(c: RunConfig, advantage: Advantage) -> None:
     loss = build_loss(c)
     if isinstance(advantage, InUpdate) and (problem := advantage.problem(loss)):
         raise ConfigError(f"advantage: {name_of(c.advantage)} finds its baseline in the update: {problem}")
+    if isinstance(advantage, InUpdate) and advantage.weighing == "gradient" and c.dtype == "float16":
+        raise ConfigError(
+            f"advantage: {name_of(c.advantage)} squares gradients of single rollouts, which float16 rounds to 0; set "
+            "dtype: bfloat16 or float32"
+        )
 
 
 def _selector(c: RunConfig, prompts: Sequence[Prompt], judge: Judge, advantage: Advantage) -> Selector:

@@ -23,6 +23,7 @@ from ..base import Sizes, Stats
 from ..batch import MicroBatch, Row, collate, micro_batches, packed
 from .forward import Body, can_share_prompts, head_is_linear, predictions
 from .logprob import TokenDistribution, token_logp
+from .loss_scale import LossScale
 from .modes import checkpoint_layers, train_adapter_dropout
 from .pooled import PooledGradients, RowByRow, batched_if_exact
 from .terms import book, correction_weights, spread
@@ -40,7 +41,7 @@ class LearnerOptions:
     max_grad_norm: float | None = 1.0
     """None: no clipping."""
     compute_dtype: torch.dtype = torch.float32
-    """bfloat16: forward and backward under autocast; weights and optimizer stay float32."""
+    """bfloat16, float16: forward and backward under autocast; weights and optimizer stay float32."""
     matmul_precision: str = "highest"
     """float32 matrix products of the update; `medium` uses bfloat16 units (AMX, tensor cores) where there are any."""
     gradient_checkpointing: bool = False
@@ -76,6 +77,7 @@ class LocalLearner:
             checkpoint_layers(self._causal_lm)
         train_adapter_dropout(model)
         self._params = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        self._scale = LossScale() if options.compute_dtype == torch.float16 else None
         self._batches: list[MicroBatch] = []
         """Micro-batches of the step under way; its later iterations refer to what the first has found."""
         self._optimizer = torch.optim.AdamW(
@@ -120,11 +122,14 @@ class LocalLearner:
         if iteration == 0:
             o = self.options
             self._batches = micro_batches(rows, o.tokens_per_microbatch, pad_id=o.pad_id, device=self.device)
-        stats, loss = Stats(), self._over_batch(loss)
-        for batch in self._batches:
-            self.forward_backward(batch, loss, stats)
-            failpoint("gradient")
-        return stats
+        loss = self._over_batch(loss)
+        while True:
+            stats = Stats()
+            for batch in self._batches:
+                self.forward_backward(batch, loss, stats)
+                failpoint("gradient")
+            if self._scale is None or self._scale.fits(self._params.values()):
+                return stats
 
     def _over_batch(self, loss: LossConfig) -> LossConfig:
         """The loss, with a correction that has seen all micro-batches if it has to; that costs a forward pass more."""
@@ -142,7 +147,10 @@ class LocalLearner:
         return replace(loss, correction=correction.over_batch(parts))
 
     def forward_backward(self, batch: MicroBatch, loss: LossConfig, stats: Stats) -> None:
-        """Accumulate the gradients of one micro-batch. Raises FloatingPointError when the loss is not finite."""
+        """Accumulate the gradients of one micro-batch, times the loss scale under float16.
+
+        Raises FloatingPointError when the loss is not finite.
+        """
         with self._kernels():
             if batch.pools is not None and batch.pools.weighing == "gradient":
                 self._pooled.add(batch, loss, stats)
@@ -150,7 +158,7 @@ class LocalLearner:
             total = self._loss(batch, loss, stats)
             if not torch.isfinite(total):
                 raise FloatingPointError(f"the loss is {total.item()}; no update was made")
-            total.backward()
+            (total if self._scale is None else total * self._scale.factor).backward()
 
     @contextmanager
     def _kernels(self) -> Iterator[None]:

@@ -18,6 +18,11 @@ class Local:
 
     def build(self, policy: Policy, config: RunConfig) -> LocalLearner:
         c = config
+        device = next(policy.model.parameters()).device.type
+        if c.dtype == "float16" and device != "cuda":
+            raise ValueError(
+                f"dtype: float16 needs a CUDA device, and this run uses {device}; set dtype: bfloat16 or float32"
+            )
         options = LearnerOptions(
             beta1=c.adam_beta1,
             beta2=c.adam_beta2,

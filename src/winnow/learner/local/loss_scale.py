@@ -1,0 +1,43 @@
+"""Loss scaling for float16, whose smallest number is 6e-8: below it a gradient is 0."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+START, LARGEST = 2.0**16, 2.0**24
+PATIENCE = 2_000
+"""Updates without an overflow after which the factor is doubled; as in torch's GradScaler."""
+
+
+class LossScale:
+    """Factor on the loss of an update: a power of two, so that taking it off the gradients again is exact.
+
+    It is halved until all gradients are finite. In contrast to torch's GradScaler no batch is skipped: its gradients
+    are computed again. The factor is not part of checkpoints; a resume begins at `START`.
+    """
+
+    def __init__(self) -> None:
+        self.factor = START
+        self._clean = 0
+
+    def fits(self, params: Iterable[torch.nn.Parameter]) -> bool:
+        """Take the factor off the gradients; or, when one is not finite, clear all, halve the factor: False.
+
+        Raises FloatingPointError when gradients are not finite without a factor either.
+        """
+        gradients = [p.grad for p in params if p.grad is not None]
+        if all(bool(torch.isfinite(g).all()) for g in gradients):
+            for g in gradients:
+                g /= self.factor
+            self._clean += 1
+            if self._clean % PATIENCE == 0:
+                self.factor = min(2 * self.factor, LARGEST)
+            return True
+        if self.factor <= 1:
+            raise FloatingPointError("gradients overflow float16; no update was made. Set dtype: bfloat16 or float32")
+        for g in gradients:
+            g.zero_()
+        self.factor, self._clean = self.factor / 2, 0
+        return False
