@@ -311,6 +311,7 @@ class Loop:
             "num_tokens": self.num_tokens,
             "skipped_steps": self._skipped_steps,
             "waiting": [group_state(group) for group in parts.buffer.groups],
+            "spent": parts.buffer.spent,
             "in_flight": [[visit_state(flight.visit), flight.size] for flight in parts.buffer.in_flight],
             "selector": parts.selector.state_dict(),
             "group_size": parts.group_size.state_dict(),
@@ -323,6 +324,7 @@ class Loop:
         self.num_tokens = int(state["num_tokens"])
         self._skipped_steps = int(state["skipped_steps"])
         self.parts.buffer.groups = [group_from(g, self.parts.prompts) for g in state["waiting"]]
+        self.parts.buffer.spent = int(state["spent"])
         self.parts.selector.load_state_dict(state["selector"])
         self.parts.group_size.load_state_dict(state["group_size"])
         for name, gate in self.parts.gates.items():

@@ -116,6 +116,22 @@ def test_a_sampler_killed_fifty_times_in_one_run(config: dict[str, Any], monkeyp
     _kill_samplers(config, monkeypatch, kills=50)
 
 
+GATED = {
+    "gates": [{"name": "arrol", "at": 3, "cold_start": 2}],
+    "audit": {"epsilon": 0.2},
+    "selector": "greso",
+    "filter": {"name": "zero_variance", "max_refill_rounds": 100},  # what dies twice has no signal either
+}
+"""What each sampler decides by rules that the learner publishes."""
+
+
+@pytest.mark.slow
+def test_a_sampler_killed_fifty_times_with_gates_on(config: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    _kill_samplers(config | GATED, monkeypatch, kills=50)
+    with Ledger.open(Path(config["output_dir"]) / "ledger.sqlite", read_only=True) as ledger:
+        assert ledger.totals()["pruned"]["rollouts"] > 0
+
+
 def _kill_learner(config: dict[str, Any], kills: int) -> None:
     """Kill the learner at random lines of its metrics, look for orphans, go on; then to the end."""
     config = config | {"max_steps": 6 * kills + 6, "save_steps": 2}
