@@ -173,7 +173,8 @@ def test_nothing_is_claimed_before_there_is_evidence() -> None:
     assert audit.precision()[1:] == (0.0, 1.0)
     assert audit.signal_lost() == (0.0, 0.0, 0.0)
     assert audit.tokens_saved() == (0.0, 0.0, 0.0)
-    audit.removed(3)
+    for _ in range(3):
+        audit.removed(audit.probability)
     audit.kept(5.0)
     assert audit.signal_lost()[1:] == (0.0, 1.0)
     assert audit.tokens_saved()[1:] == (0.0, math.inf)
@@ -201,17 +202,25 @@ def test_bad_options_are_refused(bad: dict[str, float]) -> None:
         RuleAudit("rule", **({"epsilon": 0.1} | bad))
 
 
+def overridden(audit: RuleAudit, *key: int) -> bool:
+    """Whether the removal `key` is overridden now."""
+    *before, last = key
+    return bool(audit.overrides().draws(np.array([last]), *before)[0])
+
+
 def test_overrides_depend_on_the_key_alone() -> None:
     audit = RuleAudit("greso", 0.3, seed=5)
     ordinals = np.arange(2000)
-    whole = audit.overrides(ordinals, 3)
+    whole = audit.overrides().draws(ordinals, 3)
     assert 0.25 < whole.mean() < 0.35
-    np.testing.assert_array_equal(whole, np.concatenate([audit.overrides(part, 3) for part in np.split(ordinals, 8)]))
-    assert [audit.override(3, i)[0] for i in range(50)] == whole[:50].tolist()
+    np.testing.assert_array_equal(
+        whole, np.concatenate([audit.overrides().draws(part, 3) for part in np.split(ordinals, 8)])
+    )
+    assert [overridden(audit, 3, i) for i in range(50)] == whole[:50].tolist()
     for other in (RuleAudit("greso", 0.3, seed=6), RuleAudit("gate", 0.3, seed=5)):
-        assert (other.overrides(ordinals, 3) != whole).any()
-    assert (audit.overrides(ordinals, 4) != whole).any()
-    assert RuleAudit("greso", 1.0).overrides(ordinals, 0).all()
+        assert (other.overrides().draws(ordinals, 3) != whole).any()
+    assert (audit.overrides().draws(ordinals, 4) != whole).any()
+    assert RuleAudit("greso", 1.0).overrides().draws(ordinals, 0).all()
 
 
 # The controller, on a rule whose removals hold more or less of the signal as time goes by.
@@ -227,11 +236,10 @@ def controlled(value: Callable[[int], float], steps: int, max_signal_loss: float
         for i in range(16):
             signal = 8.0 * (rng.random() < value(step))
             total += signal
-            overridden, p = audit.override(seed, step, i)
-            if overridden:
-                audit.audited(p, signal, 100.0)
+            if overridden(audit, seed, step, i):
+                audit.audited(audit.probability, signal, 100.0)
             else:
-                audit.removed()
+                audit.removed(audit.probability)
                 lost += signal
         for signal in 8.0 * (rng.random(16) < 0.5):
             audit.kept(signal)
@@ -274,8 +282,8 @@ def test_a_resumed_audit_goes_on_exactly() -> None:
     second.load_state_dict(json.loads(json.dumps(first.state_dict())))
     for audit in (first, second):
         for i in range(20):
-            audit.removed()
-            audit.audited(audit.override(9, i)[1], 8.0 * (i % 3 == 0), 50.0 + i)
+            audit.removed(audit.probability)
+            audit.audited(audit.probability, 8.0 * (i % 3 == 0), 50.0 + i)
             audit.kept(4.0)
             audit.end_step()
     assert second.state_dict() == first.state_dict()

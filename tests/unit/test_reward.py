@@ -314,7 +314,7 @@ def test_pooled_reward_has_trls_signature(module):
         ("my_reward:length", "Did you mean 'my_rewards'"),
         ("my_rewards:VALUE", "not a function"),
         ("nowhere/rewards.py:length", "no such file"),
-        (":length", "expected 'module:function'"),
+        (":length", "expected 'module:name'"),
         (3, "expected a function or its name"),
     ],
 )

@@ -341,7 +341,7 @@ class Scripted:
 
     def _said(self, request):
         self.seen.append(self.tokenizer.decode(request.prompt_ids))
-        text = self.script[request.id[1]].pop(0) + "<e>"
+        text = self.script[request.id[2]].pop(0) + "<e>"
         ids = np.array(self.tokenizer.encode(text, add_special_tokens=False), np.int64)
         zeros = np.zeros(len(ids), np.float32)
         return Finished(request.id, ids, zeros, np.zeros(len(ids), np.int32), "eos", 0.0)
