@@ -24,7 +24,7 @@ ROUNDS = 4
 
 @dataclass(frozen=True)
 class Steps:
-    """What a set of thresholds does to the groups of a table."""
+    """Effect of a set of thresholds on the groups of a table."""
 
     signal: str
     steps: dict[int, float]
@@ -34,7 +34,7 @@ class Steps:
     tp: float
     precision: float | None
     saved_pct: float
-    """Of all environment steps: measured where the table has them, else as if every trajectory ran to the end."""
+    """Share of all environment steps: measured where the table has them, else as if every trajectory ran to the end."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ def best_steps(recorded: Mapping[int, Recorded], bound: Bound, t_max: int, most:
 
 
 def judged(recorded: Mapping[int, Recorded], signal: str, steps: Mapping[int, float], t_max: int) -> Steps:
-    """What a gate with these steps would have done."""
+    """Effect that a gate with these steps would have had."""
     table = _table(recorded, signal, t_max)
     cut, tp, saved = table.sums(np.array([steps.get(k, 0.0) for k in table.ks]))
     groups = float(table.weight_N.sum())
@@ -250,7 +250,7 @@ def config_section(found: Joint) -> str:
 
 
 def lines(found: Joint) -> list[str]:
-    """What the choice does, what one step could do, and how such choices fare on groups they do not know."""
+    """Effect of the choice, that of one step alone, and that of such choices on groups they do not know."""
     held = found.held_out
     precision = "–" if held["precision"] is None else f"{held['precision']:.3f}"
     folds, each = len(found.folds), ", ".join("none" if fold is None else _said(fold) for fold in found.folds)

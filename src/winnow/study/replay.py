@@ -50,7 +50,7 @@ class Recorded:
     steps_N: np.ndarray | None = None
     """Environment steps of all trajectories together."""
     steps_k_N: np.ndarray | None = None
-    """Those within the first k of each."""
+    """Environment steps within the first k of each trajectory."""
     weight_N: np.ndarray | None = None
     """How many groups each stands for; None: itself."""
 
@@ -239,13 +239,13 @@ def _where(path: Path, row: int) -> str:
 
 @dataclass(frozen=True)
 class SweepRow:
-    """What a threshold would have done. Percentages are of the environment steps of all groups."""
+    """Effect that a threshold would have had. Percentages are of the environment steps of all groups."""
 
     k: int
     signal: str
     threshold: float
     groups: float
-    """What the rows of the table stand for; so are the other counts."""
+    """Groups that the rows of the table stand for; so are the other counts."""
     cut: float
     tp: float
     """Cut and zero-variance."""
@@ -258,7 +258,7 @@ class SweepRow:
     raw_pct: float
     """cut (t_max - k) / (groups t_max)."""
     measured_pct: float | None
-    """From the steps that the trajectories really took, when the table has them."""
+    """Saving by the steps that the trajectories really took, when the table has them."""
     kept_norm: float | None
     """|A kept| / |A| of GRPO's advantages (in groups of one size, all that teach have the same); None without any."""
 

@@ -22,7 +22,7 @@ SMALL = 20
 
 @dataclass(frozen=True)
 class Bound:
-    """What a gate may get wrong; exactly one of the two."""
+    """Limit of what a gate may get wrong; exactly one of the two."""
 
     precision: float | None
     """tp / cut is at least this."""
@@ -88,14 +88,14 @@ class Choice:
 
 @dataclass(frozen=True)
 class Fold:
-    """What was chosen without these groups, and what it did to them. None: nothing met the bound."""
+    """Choice made without these groups, and its effect on them. None: nothing met the bound."""
 
     choice: Choice | None
     groups: float
     cut: float
     tp: float
     raw_pct: float
-    """Of the steps of this fold's groups."""
+    """Share of the steps of this fold's groups."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ class Calibration:
     t_max: int
     choice: Choice
     chosen: SweepRow
-    """What the choice would have done."""
+    """Effect that the choice would have had."""
     can_be_cut: str
     """See `replay.can_be_cut`; no other group is counted as a cut, right or wrong."""
     intervals: dict[str, tuple[float, float] | None]
@@ -116,7 +116,7 @@ class Calibration:
     held_out: dict[str, float | None]
     """`cut, tp, precision, raw_pct` over all folds, and `agree`, the folds that chose the same signal and step."""
     random: Arm
-    """As many cuts at the same step, at random among the groups that can be cut."""
+    """Control arm: as many cuts at the same step, at random among the groups that can be cut."""
     oracle: Arm
     """All zero-variance groups that can be cut and no other, at the same step."""
 
@@ -210,7 +210,7 @@ class Candidates:
 
 @dataclass(frozen=True)
 class Search:
-    """What is tried, and what counts."""
+    """Candidates of a search, and what counts."""
 
     bound: Bound
     t_max: int
@@ -218,7 +218,7 @@ class Search:
     per_task_type: bool = False
 
     def candidates(self, recorded: Mapping[int, Recorded]) -> Iterator[Candidates]:
-        """Those without a limit first."""
+        """Candidates, those without a limit first."""
         for or_rule in (False, True) if self.or_rule else (False,):
             for k, at in recorded.items():
                 for limit in _limits(at.signals[TERMINATION]) if or_rule else (None,):
@@ -374,7 +374,7 @@ def config_section(found: Calibration) -> str:
 
 
 def lines(found: Calibration) -> list[str]:
-    """What a reader must know beside the table."""
+    """Remarks that a reader needs beside the table."""
     row, held = asdict(found.chosen), found.held_out
     said = []
     for name, interval in found.intervals.items():

@@ -21,7 +21,7 @@ from .within_table import PromptOutcomes
 REMEMBERED = 2048
 """Rollouts whose scores and lengths are remembered, pruned ones included."""
 FIRST_AT = 16
-"""Where the first step looks, when no length is known yet; nothing is pruned by then."""
+"""Detection token of the first step, when no length is known yet; nothing is pruned by then."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Arrol:
     """Prune single rollouts at a token, by their predicted chance of success, towards a balanced group (ARRoL)."""
 
     quality: Quality = "head"
-    """What predicts: a trained head, DeepConf's trace confidence, or the mean log-probability so far."""
+    """Predictor: a trained head, DeepConf's trace confidence, or the mean log-probability so far."""
     at: int | None = None
     """Tokens of a turn after which the decision falls; None: `share` of a quantile of recent lengths."""
     quantile: float = 0.5
@@ -45,7 +45,7 @@ class Arrol:
     cold_start: int = 20
     """Optimizer steps in which the predictor learns and nothing is pruned."""
     min_survivors: int | None = None
-    """Of a group; None: as many as the advantage needs (2 where nobody says)."""
+    """Least number of a group; None: as many as the advantage needs (2 where nobody says)."""
     unbiased: bool = False
     """Weight what survivors add to the loss by 1 / (their chance of survival), as Horvitz and Thompson do."""
 
@@ -101,7 +101,7 @@ class ArrolGate:
         self._raw = Window(REMEMBERED)
         """Scores as they are, of predictors that know no scale."""
         self._scale_M = np.empty(0)
-        """What recent rollouts score by the predictor of now, ascending."""
+        """Scores of recent rollouts by the predictor of now, ascending."""
         self._lengths = Window(REMEMBERED)
         """Length of a rollout's last turn and how many rollouts it stands for."""
         self._q_B = self._posterior.table()
@@ -160,7 +160,7 @@ class ArrolGate:
         self._realised.group([label for label, _ in judged], survivors, len(group.siblings))
 
     def _remember(self, asked: list[Mapping[str, Any]], group: Group) -> None:
-        """What rollouts of a group looked like at their detection token, whatever became of them."""
+        """Remember a group's rollouts as they were at their detection token, whatever became of them."""
         scored = [evidence for evidence in asked if "score" in evidence]
         self._realised.not_finite += len(asked) - len(scored)
         for evidence in scored:
@@ -180,7 +180,7 @@ class ArrolGate:
         return reward >= self._context.success_reward - 1e-8  # as evaluations count
 
     def _learn(self, hidden: np.ndarray | None, logp: float, label: bool, weight: float) -> None:
-        """Of the middle of a rollout, or of its end: the head is asked there, too, when answers are voted on."""
+        """Learn from the middle of a rollout, or its end, where the head is asked when answers are voted on."""
         if hidden is not None and self.options.quality == "head":
             self.head.observe(Example(hidden, logp, label, weight))
 
@@ -216,7 +216,7 @@ class ArrolGate:
             self._scale_M = np.sort(self._raw.columns()[0])
 
     def metrics(self) -> dict[str, float]:
-        """Of this step."""
+        """Figures of this step."""
         found = self._realised.metrics() | {
             "detection_length": float(self._at),
             "cold": float(self.cold),
@@ -231,7 +231,7 @@ class ArrolGate:
         self.head.weights.save(directory)
 
     def state_dict(self) -> dict[str, Any]:
-        """What is in flight carries its own decisions."""
+        """Everything learned; groups in flight carry their own decisions."""
         return {
             "steps": self._steps,
             "at": self._at,

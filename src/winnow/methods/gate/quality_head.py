@@ -32,11 +32,11 @@ UPDATES, BATCH = 4, 256
 """Gradient steps after an optimizer step of the policy, and examples for each."""
 REMEMBERED, RECENT = 2048, 512
 LARGEST = 1e17
-"""Of a hidden state's numbers: the sum of a million squares is still a float32."""
+"""Bound of a hidden state's numbers: the sum of a million squares is still a float32."""
 
 
 class Example(NamedTuple):
-    """What a rollout looked like at the detection token, and what became of it."""
+    """Rollout as it was at the detection token, with its outcome."""
 
     hidden: np.ndarray
     """float32 [H]."""
@@ -146,14 +146,14 @@ class QualityHead:
         self._net: nn.Sequential | None = None
         self._optimizer: torch.optim.AdamW | None = None
         self.weights = HeadWeights()
-        """As of the last fit."""
+        """Weights of the last fit."""
 
     def remember(self, hidden_NH: np.ndarray, logp_N: np.ndarray) -> None:
         """Rollouts at their detection token, whatever becomes of them."""
         self._recent.extend(hidden_NH, logp_N)
 
     def recent_scores(self) -> np.ndarray:
-        """What the head of today says to the last `RECENT` rollouts, float [N]."""
+        """Scores of the last `RECENT` rollouts by the head of today, float [N]."""
         there = self.weights.layers and len(self._recent)
         return self.weights.logits(*self._recent.columns()) if there else np.empty(0)
 
@@ -192,7 +192,7 @@ class QualityHead:
 
     @torch.no_grad()
     def _set_gradients(self, inputs_NI: torch.Tensor, label_N: torch.Tensor, weight_N: torch.Tensor) -> None:
-        """Of the weighted mean cross-entropy; by hand, because autograd takes longer than the products."""
+        """Gradients of the weighted mean cross-entropy; by hand, because autograd takes longer than the products."""
         assert self._net is not None
         first, bias, second, last = self._net.parameters()
         inner_NW = torch.addmm(bias, inputs_NI, first.t()).relu_()

@@ -1,4 +1,4 @@
-"""What decides whether a rollout lives on: scores, posteriors and chances of survival, fixed for a step (ARRoL)."""
+"""Rule that decides whether a rollout lives on: scores, posteriors, chances of survival, fixed for a step (ARRoL)."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ class ArrolRule:
         return float(self.survival_B[number])
 
     def _draws(self, views: Sequence[GroupView]) -> dict[int, tuple[list[float], float]]:
-        """By visit: one draw a sibling, and the highest of those that survive whatever their chance."""
+        """Draws by visit: one a sibling, and the highest of those that survive whatever their chance."""
         groups = {v.visit.number: v for v in views}
         sizes = [len(v.running) for v in groups.values()]
         keys = [noise_key(self.seed, QUALITY_STREAM, v.visit.prompt.ordinal, v.visit.epoch) for v in groups.values()]

@@ -11,13 +11,13 @@ RELIABILITY_BINS = 10
 
 @dataclass
 class Realised:
-    """Of one optimizer step. Outcomes stand for 1 / (their chance to be seen) rollouts each."""
+    """Figures of one optimizer step. Outcomes stand for 1 / (their chance to be seen) rollouts each."""
 
     asked: int = 0
     returned: int = 0
-    """Of those asked, in this step or before, who came back."""
+    """Rollouts that came back, of those asked in this step or before."""
     pruned: int = 0
-    """Of those returned; an audit may have let them live."""
+    """Rollouts pruned, of those returned; an audit may have let them live."""
     not_finite: int = 0
     survival: float = 0.0
     """Sum of the chances of survival."""

@@ -22,7 +22,7 @@ from .within import Price, Rules, price_of, rate_weights, survival_within
 PRIOR = 4.0
 """Outcomes that the prior is worth."""
 DECAY = 0.99
-"""Of outcomes, by optimizer step: after 70 they count half."""
+"""Share of an outcome's weight that an optimizer step leaves: after 70 it counts half."""
 FORGOTTEN = 0.05
 """Outcomes below which a prompt is as good as new."""
 PROMPTS = 4096
@@ -48,7 +48,7 @@ class WithinTable:
     outcomes_N2: Array
     """float64 [N, 2]: their wins and losses beside the prior."""
     factor: float
-    """Of the chances, so that they come out at the keep rate."""
+    """Factor on the chances, so that they come out at the keep rate."""
 
     @cached_property
     def _rules(self) -> Rules:
@@ -79,13 +79,13 @@ class PromptOutcomes:
     def __init__(self, keep_rate: float, p_min: float, capacity: int) -> None:
         self._keep_rate, self._p_min = keep_rate, p_min
         self._seen: dict[int, tuple[float, float]] = {}
-        """By ordinal, last visit last."""
+        """Prompts by ordinal, last visit last."""
         self._asked = Window(capacity)
         """Ordinal, bin and size of the group."""
         self._new, self._all = 0, 0
         """Siblings asked about in this step, and how many of them of a prompt that was not known."""
         self._share_new = 1.0
-        """Of the last step."""
+        """Share of new ones in the last step."""
         self.table: WithinTable | None = None
         """None until somebody was asked about."""
 
