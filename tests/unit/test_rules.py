@@ -27,6 +27,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "random": ("random", {"k": 2, "share": 0.4}),
     "head": ("arrol", {"at": 4, "cold_start": 1}),
     "cold": ("arrol", {"at": 4}),
+    "paper": (
+        "arrol",
+        {"at": 4, "cold_start": 1, "head_inputs": "hidden", "head_lr": 3e-4, "scale": "sigmoid", "bins": 10},
+    ),
     "confidence": ("arrol", {"quality": "confidence", "cold_start": 1, "min_survivors": 0}),
     "logprob": ("arrol", {"quality": "logprob", "at": 4, "cold_start": 1, "balance": "literal"}),
     "distinct": ("arrol", {"quality": "logprob", "at": 4, "cold_start": 1, "balance": "distinct"}),

@@ -12,8 +12,8 @@ import numpy as np
 from ...types import Decision, Fate, Group, Rollout, Token
 from .base import GateContext
 from .calibration import Balance, BinnedPosterior, survival_factor, survival_probabilities
-from .quality_head import Example, QualityHead, mean_logp
-from .quality_rule import ArrolRule, Quality
+from .quality_head import LEARNING_RATE, WIDTH, Example, QualityHead, mean_logp
+from .quality_rule import ArrolRule, Quality, Scale
 from .quality_stats import Realised
 from .window import Window
 from .within_table import PromptOutcomes
@@ -30,6 +30,14 @@ class Arrol:
 
     quality: Quality = "head"
     """Predictor: a trained head, DeepConf's trace confidence, or the mean log-probability so far."""
+    head_inputs: Literal["hidden+logp", "hidden"] = "hidden+logp"
+    """Inputs of the head; `hidden`: the last hidden state alone, as in the paper."""
+    head_width: int = WIDTH
+    head_lr: float = LEARNING_RATE
+    scale: Scale = "rank"
+    """Way of scores into [0, 1]: by rank among recent ones; the paper's: `sigmoid` of the head's logit."""
+    bins: int = 20
+    """Number of bins of scores, each with a chance of success."""
     at: int | None = None
     """Tokens of a turn after which the decision falls; None: `share` of a quantile of recent lengths."""
     quantile: float = 0.5
@@ -52,6 +60,7 @@ class Arrol:
     def __post_init__(self) -> None:
         if self.at is not None and self.at < 1:
             raise ValueError(f"at counts tokens from 1, not {self.at}")
+        self._check_predictor()
         if not (0 < self.quantile <= 1 and 0 < self.share <= 1):
             raise ValueError(f"quantile and share must lie in (0, 1], not {self.quantile}, {self.share}")
         if self.cold_start < 1:
@@ -76,6 +85,17 @@ class Arrol:
             if getattr(self, name) != getattr(Arrol, name):
                 raise ValueError(f"{name} has no effect with balance: {self.balance}; remove it")
 
+    def _check_predictor(self) -> None:
+        if self.head_width < 1 or not 0 < self.head_lr < 1:
+            raise ValueError(
+                f"head_width must be at least 1 and head_lr lie in (0, 1), not {self.head_width}, {self.head_lr}"
+            )
+        if not 2 <= self.bins <= 1000:
+            raise ValueError(f"bins must lie in 2 to 1000, not {self.bins}: one bin tells no two scores apart")
+        for name in ("head_inputs", "head_width", "head_lr", "scale") if self.quality != "head" else ():
+            if getattr(self, name) != getattr(Arrol, name):
+                raise ValueError(f"{name} has no effect with quality: {self.quality}; remove it")
+
     def build(self, context: GateContext) -> ArrolGate:
         return ArrolGate(self, context)
 
@@ -89,14 +109,15 @@ class ArrolGate:
 
     def __init__(self, options: Arrol, context: GateContext) -> None:
         self.options = options
-        self.head = QualityHead(context.seed)
+        with_logp = options.head_inputs == "hidden+logp"
+        self.head = QualityHead(context.seed, options.head_width, options.head_lr, with_logp=with_logp)
         self.least = context.smallest_group if options.min_survivors is None else options.min_survivors
         """Survivors of a group, at least."""
         self.name = context.name
         self._context = context
         self._steps = 0
         self._at = options.at or FIRST_AT
-        self._posterior = BinnedPosterior(capacity=REMEMBERED)
+        self._posterior = BinnedPosterior(options.bins, REMEMBERED)
         self._bins = Window(REMEMBERED)
         self._raw = Window(REMEMBERED)
         """Scores as they are, of predictors that know no scale."""
@@ -131,6 +152,7 @@ class ArrolGate:
             factor=self._factor,
             p_min=o.p_min,
             head=self.head.weights if o.quality == "head" else None,
+            scale=o.scale,
             within=self._prompts.table,
         )
 
@@ -210,6 +232,8 @@ class ArrolGate:
         self._realised = Realised()
 
     def _set_scale(self) -> None:
+        if self.options.scale == "sigmoid":
+            return
         if self.options.quality == "head":
             self._scale_M = np.sort(self.head.recent_scores().astype(np.float64))
         elif len(self._raw):

@@ -2,7 +2,7 @@
 
 Input: the last hidden state at the detection token, and the mean log-probability of the tokens so far. Nothing flows
 back into the policy. The paper's head sees the hidden state alone; on small models the log-probability tells more than
-that, and together they tell most.
+that, and together they tell most. `with_logp=False` is the paper's.
 """
 
 from __future__ import annotations
@@ -133,8 +133,11 @@ def inputs_of(hidden_NH: np.ndarray, logp_N: np.ndarray, moments: tuple[float, f
 class QualityHead:
     """Two layers, trained with cross-entropy on the last `REMEMBERED` labelled rollouts; made for the first."""
 
-    def __init__(self, seed: int = 0) -> None:
-        self._seed = seed
+    def __init__(
+        self, seed: int = 0, width: int = WIDTH, learning_rate: float = LEARNING_RATE, *, with_logp: bool = True
+    ) -> None:
+        """`with_logp`: whether it sees the log-probability; without, the weights of that input are 0 and stay so."""
+        self._seed, self._width, self._learning_rate, self._with_logp = seed, width, learning_rate, with_logp
         self._fits = 0
         self.resets = 0
         """How often it was thrown away because its weights were not finite."""
@@ -185,6 +188,7 @@ class QualityHead:
         for _ in range(UPDATES):
             picked = torch.randint(len(label_N), (BATCH,), generator=draws).numpy()
             inputs = np.column_stack(inputs_of(hidden_NH[picked], logp_N[picked], moments))
+            inputs[:, -1] *= self._with_logp
             labels, weights = (torch.from_numpy(c[picked].astype(np.float32)) for c in (label_N, weight_N))
             self._set_gradients(torch.from_numpy(inputs), labels, weights)
             self._optimizer.step()
@@ -204,12 +208,14 @@ class QualityHead:
 
     def _build(self, size: int) -> None:
         generator = torch.Generator().manual_seed(noise_key(self._seed, HEAD_STREAM, 0, self.resets) >> 1)
-        first, second = nn.Linear(size + 1, WIDTH), nn.Linear(WIDTH, 1)
+        first, second = nn.Linear(size + 1, self._width), nn.Linear(self._width, 1)
         for layer in (first, second):
             nn.init.normal_(layer.weight, std=layer.in_features**-0.5, generator=generator)
             nn.init.zeros_(layer.bias)
+        with torch.no_grad():
+            first.weight[:, -1] *= self._with_logp
         self._net = nn.Sequential(first, nn.ReLU(), second)
-        self._optimizer = torch.optim.AdamW(self._net.parameters(), lr=LEARNING_RATE, fused=True)
+        self._optimizer = torch.optim.AdamW(self._net.parameters(), lr=self._learning_rate, fused=True)
 
     def _publish(self, moments: tuple[float, float]) -> None:
         """Copy the weights to where scoring costs microseconds, in NumPy; those that are not finite are dropped."""

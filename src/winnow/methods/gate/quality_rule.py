@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
-from math import comb, exp
+from math import comb, exp, tanh
 from typing import Any, Literal
 
 import numpy as np
@@ -24,6 +24,7 @@ QUALITY_STREAM = 7
 """Keeps these draws apart from other noise."""
 
 Quality = Literal["head", "confidence", "logprob"]
+Scale = Literal["rank", "sigmoid"]
 NEEDS: dict[Quality, frozenset[str]] = {
     "head": frozenset({"hidden", "logp", "raw_logp", "last_hidden"}),
     "confidence": frozenset({"logp", "confidence"}),
@@ -34,6 +35,8 @@ NEEDS: dict[Quality, frozenset[str]] = {
 @dataclass(frozen=True)
 class ArrolRule:
     """Scores become ranks among `scale_M`, ranks bins, bins posteriors `q_B` and chances of survival.
+
+    With `scale: sigmoid`, of a head, its chance of success takes the place of the rank.
 
     A rollout survives if its draw is below its chance of survival, or among the `least` lowest of its group; the
     verdict's probability is that of either. Those whose score is not finite survive.
@@ -56,6 +59,7 @@ class ArrolRule:
     factor: float
     p_min: float
     head: HeadWeights | None = None
+    scale: Scale = "rank"
     within: WithinTable | None = None
     """Survival by prompt and score."""
 
@@ -75,8 +79,7 @@ class ArrolRule:
         input_N = np.array([_mean(v.raw_logp) for v in views]) if "raw_logp" in self.needs else logp_N
         raw_N = self._raw(views, input_N)
         finite_N = np.isfinite(raw_N)
-        scale_M = self.scale_M
-        rank_N = np.searchsorted(scale_M, raw_N) / len(scale_M) if len(scale_M) else raw_N * 0 + 0.5
+        rank_N = self._rank(raw_N)
         draws = {} if self.cold else self._draws(views)
         return [
             self._verdict(view, said, score, draws) if finite else Verdict(True, "its score is not finite")
@@ -90,6 +93,12 @@ class ArrolRule:
                 strict=True,
             )
         ]
+
+    def _rank(self, raw_N: np.ndarray) -> np.ndarray:
+        """float64 [N] in [0, 1], or NaN."""
+        if self.scale == "sigmoid":
+            return np.array([0.5 + 0.5 * tanh(raw / 2) for raw in raw_N.tolist()])
+        return np.searchsorted(self.scale_M, raw_N) / len(self.scale_M) if len(self.scale_M) else raw_N * 0 + 0.5
 
     def _raw(self, views: Sequence[GroupView], input_N: np.ndarray) -> np.ndarray:
         """float64 [N]: what the predictor says, on a scale of its own; NaN where it cannot."""
