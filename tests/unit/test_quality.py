@@ -3,28 +3,21 @@
 from __future__ import annotations
 
 import itertools
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from winnow.config import ConfigError
-from winnow.engine import LocalEngine, SamplingParams
-from winnow.env.rewards.rewarder import Rewarder
 from winnow.learner.batch import rows_of
 from winnow.methods.gate.base import GateContext
 from winnow.methods.gate.calibration import survival_factor
 from winnow.methods.gate.quality import Arrol, ArrolGate, _sampled_after
 from winnow.methods.gate.quality_rule import forced_beyond
-from winnow.rollout.options import RolloutOptions
-from winnow.rollout.runner import RolloutRunner
-from winnow.types import Decision, Fate, Group, GroupView, Job, Prompt, Rollout, Token, Turn, Verdict, Visit
+from winnow.types import Decision, Fate, Group, GroupView, Prompt, Rollout, Token, Turn, Verdict, Visit
 
-from ..gates import ask, named, plain
-from .test_rollout import ToyTask
+from ..gates import ask, plain
 
 H = 6
 
@@ -279,65 +272,6 @@ def test_horvitz_thompson_gradients_are_unbiased() -> None:
     truth = gradient(pruned=False, unbiased=False)
     torch.testing.assert_close(gradient(pruned=True, unbiased=True), truth, rtol=1e-12, atol=1e-12)
     assert not torch.allclose(gradient(pruned=True, unbiased=False), truth, rtol=0.1)
-
-
-def test_survivors_have_the_tokens_that_they_have_without_pruning(tiny_model: Path) -> None:
-    policy = AutoModelForCausalLM.from_pretrained(tiny_model), AutoTokenizer.from_pretrained(tiny_model)
-    task = ToyTask()
-
-    def run(gates: list[ArrolGate], *, fixed: bool) -> list[Group]:
-        engine = LocalEngine(*policy, slots=6, fixed_slots=fixed)
-        options = RolloutOptions(SamplingParams(12), 32, seed=0)
-        runner = RolloutRunner(engine, task, policy[1], Rewarder(task.reward_funcs), {"train": options}, named(gates))
-        for number, prompt in enumerate(task.train[:6]):
-            runner.launch(Job(Visit(number, 0, prompt), 4))
-        groups: list[Group] = []
-        while runner.pending:
-            groups += runner.poll()
-        for gate in gates:
-            for group in groups:
-                gate.observe(group)
-        return groups
-
-    for fixed in (False, True):
-        gate = built(Arrol(at=3, cold_start=1))
-        for _ in range(2):
-            groups = run([gate], fixed=fixed)
-            gate.end_step()
-        free = run([], fixed=fixed)
-        pruned = [r for g in groups for r in g.rollouts if r.fate == Fate.PRUNED]
-        assert pruned
-        assert all(len(r.token_ids) == 3 and r.reward is None and r.survival_p < 1 for r in pruned)
-        for a, b in zip(groups, free, strict=True):
-            for x, y in zip(a.rollouts, b.rollouts, strict=True):
-                np.testing.assert_array_equal(x.token_ids, y.token_ids[: len(x.token_ids)])
-                if x.fate is None:
-                    assert len(x.token_ids) == len(y.token_ids)
-                    if fixed:
-                        np.testing.assert_array_equal(x.sampler_logp, y.sampler_logp)
-
-
-def test_confidence_and_last_hidden_are_those_of_a_forward_pass(tiny_model: Path) -> None:
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(tiny_model), AutoTokenizer.from_pretrained(tiny_model)
-    task = ToyTask()
-    report = frozenset({"confidence", "last_hidden"})
-    options = RolloutOptions(SamplingParams(9, temperature=0.7, top_k=5), 32, seed=0, report=report)
-    runner = RolloutRunner(
-        LocalEngine(model, tokenizer, slots=4), task, tokenizer, Rewarder(task.reward_funcs), {"train": options}
-    )
-    runner.launch(Job(Visit(0, 0, task.train[0]), 3))
-    groups: list[Group] = []
-    while runner.pending:
-        groups += runner.poll()
-    for r in groups[0].rollouts:
-        ids = torch.tensor([[*r.prompt_ids, *r.token_ids.tolist()]])
-        with torch.no_grad():
-            out = model(ids, output_hidden_states=True)
-        logp = out.logits[0].log_softmax(-1)[len(r.prompt_ids) - 1 : -1]
-        assert r.confidence is not None
-        assert r.last_hidden is not None
-        np.testing.assert_allclose(r.confidence, -logp.topk(20).values.mean(-1), rtol=1e-4)
-        np.testing.assert_allclose(r.last_hidden, out.hidden_states[-1][0, -2], rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize(

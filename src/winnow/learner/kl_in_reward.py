@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ..methods.advantage import Advantage
-from ..methods.filter.zero_variance import is_zero_variance
+from ..methods.signal import is_zero_variance
 from ..types import Group, Rollout
 from .base import Learner
 from .batch import Row

@@ -49,7 +49,7 @@ def save(run_dir: Path, step: int, state: Mapping[str, Any], write: Callable[[Pa
         _write_manifest(temporary, step)
         failpoint("checkpoint.manifest")
         fsync_tree(temporary)
-        failpoint("fsync")
+        failpoint("checkpoint.fsync")
         if target.exists():  # left by an attempt that a resume has rolled back
             shutil.rmtree(target)
         temporary.rename(target)

@@ -40,6 +40,3 @@ class ZeroVariance:
         if not is_zero_variance(rewards_G, self.atol):
             return Verdict(False, "no signal: every advantage is 0")
         return Verdict(False, f"zero variance: all rewards are {rewards_G[~np.isnan(rewards_G)].mean():g}")
-
-
-__all__ = ["ZeroVariance", "is_zero_variance"]

@@ -14,7 +14,7 @@ import numpy as np
 
 from ...types import Decision, Fate, Group, Token
 from ..advantage import Advantage
-from ..filter.zero_variance import is_zero_variance
+from ..signal import is_zero_variance
 from .base import Gate, NamedRule, Rule, of_gate
 from .estimates import Estimate, Sums
 from .overrides import OVERRIDE, Overrides

@@ -17,7 +17,7 @@ import numpy as np
 
 from ...config import nearest
 from ...types import KEEP, EnvStep, Group, GroupView, Verdict
-from ..filter.zero_variance import is_zero_variance
+from ..signal import is_zero_variance
 from .base import GateContext, of_gate
 from .refit import Refit
 from .signals import SIGNALS
