@@ -160,6 +160,7 @@ def in_children(place: Place, settings: Settings) -> None:
     examine(Path(config["output_dir"]), config)
 
 
+@pytest.mark.slow
 def test_a_composition_with_sampler_processes(place: Place) -> None:
     there = ("selector", "filter", "group_size", "policy_loss", "advantage", "correction", "step_scale")
     in_children(place, {key: EVERYTHING[key] for key in there} | {"gates": [HEAD], "audit": {"epsilon": 0.3}})

@@ -202,6 +202,7 @@ def test_a_run_with_a_filter_of_its_own_resumes_bit_for_bit(
     assert_clean(part)
 
 
+@pytest.mark.slow
 def test_sampler_processes_find_it_too(tiny_config: dict[str, Any], rules: str, tmp_path: Path) -> None:
     """A task and a filter of one's own, from a folder that only the learner's working directory names."""
     config = tiny_config | {
