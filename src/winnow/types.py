@@ -24,7 +24,7 @@ class Fate(StrEnum):
     FILTERED = "filtered"
     """Its group was dropped after the reward, e.g. because all rewards were equal."""
     PRUNED = "pruned"
-    """It was stopped alone at a token checkpoint."""
+    """It was stopped alone at a token."""
     CUT = "cut"
     """Its whole group was stopped at an environment step."""
     STALE = "stale"
@@ -86,28 +86,28 @@ class Visit:
 
 @dataclass(frozen=True, slots=True)
 class EnvStep:
-    """Checkpoint: every sibling has taken `k` environment steps or ended."""
+    """Gate point: every sibling has taken `k` environment steps or ended."""
 
     k: int
 
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """Checkpoint: one sibling has sampled its `n`-th token of a turn."""
+    """Gate point: one sibling has sampled its `n`-th token of a turn."""
 
     n: int
 
 
-Checkpoint = EnvStep | Token
+GatePoint = EnvStep | Token
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """Decision of a gate at a checkpoint; travels with its rollout or, about a whole group, with its group."""
+    """Decision of a gate at a gate point; travels with its rollout or, about a whole group, with its group."""
 
     gate: str
     """The gate's name in this run."""
-    at: Checkpoint
+    at: GatePoint
     verdict: Verdict
     turn: int = 0
     """Finished turns of the rollout (or environment steps of the group) by then."""
@@ -160,7 +160,7 @@ class Rollout:
     seconds: float = 0.0
     """Its share of the engine's wall-clock time: step time divided by rows alive, summed over its steps."""
     barrier_wait_s: float = 0.0
-    """Wall-clock seconds that it waited for its siblings at environment-step checkpoints, in no slot of the engine."""
+    """Wall-clock seconds that it waited for its siblings at environment steps of gates, in no slot of the engine."""
     greedy: bool = False
     """Sampled at temperature 0 as a baseline (ReMax): scored and booked, but in no statistic and no batch."""
     confidence: np.ndarray | None = None
@@ -228,10 +228,10 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class GroupView:
-    """Read-only view of a group in flight, given to a gate at a checkpoint."""
+    """Read-only view of a group in flight, given to a gate at a gate point."""
 
     visit: Visit
-    checkpoint: Checkpoint
+    at: GatePoint
     actions: tuple[tuple[str, ...], ...]
     """Per sibling, the actions of its finished turns, in the environment's normal form where it gave one."""
     observations: tuple[tuple[str, ...], ...]
@@ -239,9 +239,9 @@ class GroupView:
     running: tuple[bool, ...]
     """Per sibling, whether it is still being generated."""
     sibling: int | None = None
-    """At a token checkpoint, the sibling that reached it; None at an environment step."""
+    """At a token, the sibling that reached it; None at an environment step."""
     hidden: np.ndarray | None = None
-    """float32 [H]: last hidden state of `sibling` at the checkpoint, when the engine provides it."""
+    """float32 [H]: last hidden state of `sibling` at this point, when the engine provides it."""
     logp: np.ndarray | None = None
     """float32 [n]: sampler log-probabilities of `sibling` so far."""
     confidence: np.ndarray | None = None
@@ -253,6 +253,6 @@ class GroupView:
     progress: tuple[float | None, ...] = ()
     """Per sibling, the last progress number that its environment gave; None: none so far."""
     decisions: tuple[Decision, ...] = ()
-    """Earlier decisions about the group or, at a token checkpoint, about `sibling`."""
+    """Earlier decisions about the group or, at a token, about `sibling`."""
     turn: int = 0
     """Finished turns of `sibling`, or environment steps of the group."""

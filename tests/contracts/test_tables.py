@@ -107,7 +107,7 @@ def test_selectors_resume(name: str, k: int) -> None:
 
 @pytest.mark.parametrize("name", list(GATES))
 def test_gates(name: str) -> None:
-    """Decides from the view alone: the same after a resume, at every checkpoint it names, whoever is asked first."""
+    """Decides from the view alone: the same after a resume, at every gate point it names, whoever is asked first."""
     gate = GATES[name]().build(GateContext(name, seed=3))
     rule = gate.rule()
     assert isinstance(rule.at, Token) or list(env_steps(rule)) == sorted(set(env_steps(rule)))
@@ -190,7 +190,7 @@ def test_engines(name: str, tiny_model: Path) -> None:
     assert engine.step() == []
     prompt = tuple(tokenizer.encode("numbers 3 5 8 target 16 :"))
     params = SamplingParams(10)
-    engine.submit([Request((0, i), prompt, params, key=i, checkpoints=(2,)) for i in range(3)])
+    engine.submit([Request((0, i), prompt, params, key=i, report_at=(2,)) for i in range(3)])
     with pytest.raises(ValueError, match="already in use"):
         engine.submit([Request((0, 0), prompt, params, key=0)])
     assert engine.pending == 3

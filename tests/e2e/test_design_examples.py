@@ -126,7 +126,7 @@ def test_an_engine(config: dict[str, Any], tmp_path: Path) -> None:
 def test_an_engine_says_what_it_cannot_do(config: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="it wants top_p or top_k"):
         train(config | {"engine": "plain_engine.py:Plain", "top_k": 5})
-    with pytest.raises(ConfigError, match=r"'checkpoints', 'exact_checkpoint'.*engine PlainEngine does not provide"):
+    with pytest.raises(ConfigError, match=r"'exact_cancel', 'report_at'.*engine PlainEngine does not provide"):
         train(config | {"engine": "plain_engine.py:Plain", "gates": ["hesitant.py:Hesitant"]})
 
 

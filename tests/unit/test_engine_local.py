@@ -1,4 +1,4 @@
-"""The embedded engine against plain forward passes; batching, cancelling, checkpoints."""
+"""The embedded engine against plain forward passes; batching, cancelling, reports."""
 
 from __future__ import annotations
 
@@ -239,22 +239,22 @@ def test_cancel_returns_what_there_is_and_frees_the_slot() -> None:
     assert engine.pending == 0
 
 
-def test_cancelling_in_the_step_of_a_checkpoint_computes_no_further_token() -> None:
+def test_cancelling_in_the_step_of_a_report_computes_no_further_token() -> None:
     engine = make_engine()
-    engine.submit([one(max_tokens=10, checkpoints=(3,))])
+    engine.submit([one(max_tokens=10, report_at=(3,))])
     events = [event for _ in range(3) for event in engine.step()]
     assert [event.n for event in reached(events)] == [3]
     assert len(engine.cancel(["x"])[0].token_ids) == 3
 
 
-# ---- checkpoints -----------------------------------------------------------------------------------------------
+# ---- reports on the way --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["qwen2-tied", "qwen3", "gpt2", "opt"])
-def test_checkpoint_gives_the_hidden_state_the_token_was_drawn_from(name: str) -> None:
+def test_a_report_gives_the_hidden_state_the_token_was_drawn_from(name: str) -> None:
     model = make_model(name)
     engine = make_engine(model)
-    engine.submit([one((1, 2), 9, i, checkpoints=(1, 4, 9)) for i in range(3)])
+    engine.submit([one((1, 2), 9, i, report_at=(1, 4, 9)) for i in range(3)])
     events = [event for _ in range(9) for event in engine.step()]
     assert [(event.id, event.n) for event in reached(events)] == [(i, n) for n in (1, 4) for i in range(3)]
     done = {event.id: event for event in events if isinstance(event, Finished)}

@@ -141,8 +141,8 @@ def test_logits_that_are_not_finite_are_an_error_and_the_engine_says_it_is_dead(
         (one(params={"top_p": 0.0}), "top_p"),
         (one(params={"top_k": -1}), "top_k"),
         (one(params={"stop": ("a", "")}), "stop string is empty"),
-        (one(checkpoints=(3, 3)), "checkpoints"),
-        (one(checkpoints=(0,)), "checkpoints"),
+        (one(report_at=(3, 3)), "report_at"),
+        (one(report_at=(0,)), "report_at"),
     ],
 )
 def test_bad_requests_are_refused_by_name_and_none_of_the_call_is_taken(request_: Request, message: str) -> None:

@@ -39,7 +39,7 @@ def view(
     """`model_logp`: before temperature, top-k and top-p; None: `logp`."""
     return GroupView(
         visit=Visit(number, 0, Prompt(f"p{number}", number, text="x")),
-        checkpoint=Token(n),
+        at=Token(n),
         actions=((),) * size,
         observations=((),) * size,
         running=(True,) * size,

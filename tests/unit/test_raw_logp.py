@@ -33,10 +33,10 @@ def test_they_are_those_of_the_model_itself_and_change_nothing(name: str) -> Non
     assert transformed > 4
 
 
-def test_at_checkpoints_they_come_so_far() -> None:
+def test_in_reports_they_come_so_far() -> None:
     engine = LocalEngine(make_model("qwen2-tied"), word_tokenizer())
     (request, *_) = make_requests(1, max_tokens=9, temperature=0.6, top_p=0.9, top_k=0)
-    engine.submit([replace(request, raw_logp=True, checkpoints=(3, 6))])
+    engine.submit([replace(request, raw_logp=True, report_at=(3, 6))])
     seen = {}
     while engine.pending:
         for event in engine.step():

@@ -37,7 +37,7 @@ class Request:
     params: SamplingParams
     key: int
     """64-bit noise key (see `winnow.base.noise`): token j is drawn with `uniform(key, j)`, whatever else runs."""
-    checkpoints: tuple[int, ...] = ()
+    report_at: tuple[int, ...] = ()
     """Ascending counts of sampled tokens at which a `Reached` event is wanted."""
     keep: bool = False
     """Another turn may follow: keep keys and values when the sequence ends. A later request of the same id whose prompt
@@ -97,8 +97,8 @@ Event = Reached | Finished
 CAPABILITIES = {
     "logp": "log-probabilities of sampled tokens",
     "raw_logp": "the same before temperature, top-k and top-p",
-    "checkpoints": "`Reached` events",
-    "exact_checkpoint": "a sequence that is cancelled at its event has sampled no further token",
+    "report_at": "`Reached` events",
+    "exact_cancel": "a sequence that is cancelled at its event has sampled no further token",
     "hidden": "last hidden states in `Reached`",
     "last_hidden": "last hidden states in `Finished`",
     "confidence": "DeepConf's confidence of every token",

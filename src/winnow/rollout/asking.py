@@ -85,7 +85,7 @@ class Rules:
             group = groups[at]
             view = GroupView(  # `replace` takes three times as long
                 visit=group.visit,
-                checkpoint=group.checkpoint,
+                at=group.at,
                 actions=group.actions,
                 observations=group.observations,
                 running=group.running,
@@ -105,6 +105,6 @@ class Rules:
 
 
 def _needs(named: NamedRule) -> frozenset[str]:
-    """Capabilities that a rule needs of the engine; at tokens also checkpoints and an exact end there."""
+    """Capabilities that a rule needs of the engine; at tokens also reports and an exact end there."""
     at_token = isinstance(named.rule.at, Token)
-    return named.rule.needs | (frozenset({"checkpoints", "exact_checkpoint"}) if at_token else frozenset())
+    return named.rule.needs | (frozenset({"report_at", "exact_cancel"}) if at_token else frozenset())

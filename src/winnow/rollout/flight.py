@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from ..env.base import Env, OverlappingEnv, StepResult
-from ..types import Checkpoint, Decision, EnvStep, Fate, Group, GroupView, Job, Rollout, Turn, Visit
+from ..types import Decision, EnvStep, Fate, GatePoint, Group, GroupView, Job, Rollout, Turn, Visit
 
 
 @dataclass
@@ -151,12 +151,12 @@ class Flight:
         rollouts = [s.rollout for s in self.siblings if s.rollout is not None]
         return Group(self.visit, rollouts, self.decisions, self.job.purpose)
 
-    def view(self, at: Checkpoint) -> GroupView:
+    def view(self, at: GatePoint) -> GroupView:
         """View of the group that a rule is given."""
         gated = self.gated
         return GroupView(
             visit=self.visit,
-            checkpoint=at,
+            at=at,
             actions=tuple(tuple(t.action if t.canonical is None else t.canonical for t in s.turns) for s in gated),
             observations=tuple(tuple(t.observation or "" for t in s.turns) for s in gated),
             running=tuple(s.running for s in gated),

@@ -62,7 +62,7 @@ class RolloutRunner:
         self._rules = Rules(rules, engine, task)
 
     def set_rules(self, rules: Sequence[NamedRule]) -> None:
-        """Ask these from now on; groups in flight keep the checkpoints that they were launched with.
+        """Ask these from now on; groups in flight keep the gate points that they were launched with.
 
         Raises ConfigError when the engine lacks what a rule needs, or nobody would be running where it is asked.
         """
@@ -124,7 +124,7 @@ class RolloutRunner:
             prompt_ids=(*sibling.prompt_ids, *sibling.tokens()),
             params=params,
             key=key,
-            checkpoints=() if sibling.greedy else tuple(sorted(flight.token_gates)),
+            report_at=() if sibling.greedy else tuple(sorted(flight.token_gates)),
             keep=self._may_go_on(sibling),
             confidence="confidence" in report,
             raw_logp="raw_logp" in report,
@@ -285,7 +285,7 @@ class RolloutRunner:
             rollout.reward, rollout.rewards = sibling.reward, {"env": sibling.reward}
 
     def _ask_token_gates(self, events: Sequence[Reached]) -> None:
-        """Ask about all who came to a checkpoint in the same engine step; the pruned leave before the next one."""
+        """Ask about all who came to a gate point in the same engine step; the pruned leave before the next one."""
         pruned = self._rules.about_rollouts([(*self._whose(event.id), event) for event in events])
         self._cancel([(flight, sibling) for flight, sibling, _ in pruned])
         for _, sibling, reason in pruned:

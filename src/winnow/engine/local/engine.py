@@ -22,7 +22,7 @@ from .backend import Output, Prefilled, check_state
 from .cache import Chunk, KVCache, padded, plan
 from .kept import Kept, KeptSequences
 from .models import DTYPES, eos_ids, fixed_columns, longest, make_backend, tied_names
-from .requests import check_checkpoints, check_request
+from .requests import check_report_at, check_request
 from .sampling import Rows, confidence, raw_logp, sample
 from .slots import SlotTable, Stopwatch
 from .stops import StopTable
@@ -153,7 +153,7 @@ class LocalEngine:
             if kind not in checked:
                 check_request(request, self._backend.vocab_size, self._max_length)
                 checked.add(kind)
-            check_checkpoints(request)
+            check_report_at(request)
             new[request.id] = request
         for request in new.values():
             self._stops.add(request.params.stop)
@@ -350,7 +350,7 @@ class LocalEngine:
 
     def _shows_hidden(self, row: int, reason: str) -> bool:
         request = self._table.requests[row]
-        return request.last_hidden if reason else int(self._table.ints[col.COUNT, row]) in request.checkpoints
+        return request.last_hidden if reason else int(self._table.ints[col.COUNT, row]) in request.report_at
 
     def _hidden_of(self, rows: list[int], hidden_NH: torch.Tensor) -> dict[int, np.ndarray]:
         """float32 [H] by row; one copy from the device for all."""

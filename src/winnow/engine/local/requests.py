@@ -38,8 +38,8 @@ def check_request(request: Request, vocab_size: int, max_length: int | None) -> 
         raise ValueError(f"{who}: a stop string is empty")
 
 
-def check_checkpoints(request: Request) -> None:
-    """ValueError unless the checkpoints are positive and ascending."""
-    counts = request.checkpoints
+def check_report_at(request: Request) -> None:
+    """ValueError unless `report_at` is positive and ascending."""
+    counts = request.report_at
     if any(a >= b for a, b in zip((0, *counts), counts, strict=False)):
-        raise ValueError(f"request {request.id!r}: checkpoints must be positive and ascending, not {counts}")
+        raise ValueError(f"request {request.id!r}: report_at must be positive and ascending, not {counts}")

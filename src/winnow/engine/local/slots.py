@@ -93,7 +93,7 @@ class SlotTable:
         return np.asarray(count_N == self.ints[ALARM, :n])
 
     def rearm(self, row: int) -> None:
-        """Set the alarm to the next checkpoint or the limit."""
+        """Set the alarm to the next count of `report_at` or the limit."""
         self.ints[ALARM, row] = _next_alarm(self.requests[row], int(self.ints[COUNT, row]))
 
     def sampled(self, row: int) -> tuple[np.ndarray, np.ndarray]:
@@ -193,4 +193,4 @@ class Stopwatch:
 
 def _next_alarm(request: Request, count: int) -> int:
     limit = request.params.max_tokens
-    return min([c for c in request.checkpoints if c > count] + [limit])
+    return min([c for c in request.report_at if c > count] + [limit])

@@ -17,7 +17,7 @@ import numpy as np
 from pydantic import PlainSerializer, PlainValidator, TypeAdapter
 
 from ...base.packed import pack, unpack
-from ...types import Checkpoint, Decision, EnvStep, Group, GroupView, Token, Verdict
+from ...types import Decision, EnvStep, GatePoint, Group, GroupView, Token, Verdict
 from .overrides import Overrides
 
 Array = Annotated[
@@ -48,7 +48,7 @@ class Rule(Protocol):
     """
 
     @property
-    def at(self) -> Checkpoint | tuple[EnvStep, ...]:
+    def at(self) -> GatePoint | tuple[EnvStep, ...]:
         """`Token(n)`: asked about a rollout, once, when it has sampled n tokens of a turn. `EnvStep(k)`: asked about
         the whole group when everybody has taken k steps or ended. Several of those: at each until it cuts the group.
         """
@@ -99,12 +99,12 @@ class NamedRule:
             if self.overrides is not None:
                 earlier = [d for d in view.decisions if d.gate == self.name]
                 verdict = self.overrides.apply(view, verdict, earlier)
-            found.append(Decision(self.name, view.checkpoint, verdict, view.turn))
+            found.append(Decision(self.name, view.at, verdict, view.turn))
         return found
 
 
 def env_steps(rule: Rule) -> tuple[int, ...]:
-    """The environment steps at which a rule is asked; none for a token checkpoint."""
+    """The environment steps at which a rule is asked; none for a token."""
     at = rule.at
     if isinstance(at, Token):
         return ()

@@ -173,8 +173,8 @@ class DivergenceRule:
         return [self._decide(view) for view in views]
 
     def _decide(self, view: GroupView) -> Verdict:
-        assert isinstance(view.checkpoint, EnvStep)
-        o, k = self.options, view.checkpoint.k
+        assert isinstance(view.at, EnvStep)
+        o, k = self.options, view.at.k
         threshold = o.plan(self._task_type(view)).get(k)
         there = [i for i, absent in enumerate(view.absent or (False,) * len(view.actions)) if not absent]
         if threshold is None or len(there) < 2:

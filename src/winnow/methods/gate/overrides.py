@@ -21,7 +21,7 @@ AUDIT_STREAM = 4
 class Overrides:
     """Stops of one rule that are overridden at random; travels with the rule to where it is asked.
 
-    A sibling (or, at environment steps, a group) has one draw for all its checkpoints, and counts as one removal.
+    A sibling (or, at environment steps, a group) has one draw for all its gate points, and counts as one removal.
     """
 
     name: str
