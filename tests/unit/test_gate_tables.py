@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import yaml
 from typer.testing import CliRunner
@@ -20,6 +19,7 @@ from winnow.methods.gate.divergence import Divergence
 from winnow.methods.gate.recording import rows_of
 from winnow.methods.gate.signals import SIGNALS
 from winnow.record.records import Records
+from winnow.study.joint import choose_jointly
 from winnow.study.replay import ReplayError, correlate, read_recorded, sweep
 from winnow.study.replay_stats import Bound, Choice, calibrate
 from winnow.types import Turn
@@ -107,44 +107,15 @@ def test_nothing_by_the_or_rule_saves_more(tmp_path: Path, seed: int) -> None:
     assert found.chosen.measured_pct >= alone  # type: ignore[operator]
 
 
-def test_each_type_keeps_to_the_bound_and_small_ones_fall_back(tmp_path: Path) -> None:
-    rows = [r | {"task_type": "abcd"[min(int(r["task_id"][1:]) // 40, 3)]} for r in make_rows(n=130)]
-    rows = [r | {"reward_var": 0.25, "label": "mixed"} if r["task_type"] == "c" else r for r in rows]
-    recorded = read_recorded(write(tmp_path / "g.csv", rows))
-    found = calibrate(recorded, Bound(0.7, None), T_MAX, per_task_type=True)
-    own, at = found.choice.per_task_type, recorded[found.choice.k]
-    assert sorted(own) == ["a", "b", "c"], "ten groups are too few"
-    assert own["c"] == 0.0, "nothing of it can be cut rightly"
-    cut_N, types_N = found.choice.cuts(at), np.array(at.task_types)
-    value_N = at.signals[found.choice.signal]
-    assert not cut_N[types_N == "c"].any()
-    assert (cut_N == (value_N < found.choice.threshold))[types_N == "d"].all()
-    saved_N = at.steps_N - at.steps_k_N  # type: ignore[operator]
-    for kind in "ab":
-        mine_N = types_N == kind
-        assert (cut_N & at.zero_N)[mine_N].sum() >= 0.7 * cut_N[mine_N].sum()
-        for threshold in (x / 20 for x in range(21)):
-            other_N = (value_N < threshold) & mine_N
-            if (other_N & at.zero_N).sum() >= 0.7 * other_N.sum():
-                assert saved_N[other_N].sum() <= saved_N[cut_N & mine_N].sum()
-
-
 def test_what_the_choice_cuts_is_what_the_gate_cuts(tmp_path: Path) -> None:
-    """The section written, built as a gate, plans the same thresholds for every type."""
-    rows = [r | {"task_type": "ab"[int(r["task_id"][1:]) % 2]} for r in make_rows(n=80)]
-    path, output = write(tmp_path / "g.csv", rows), tmp_path / "gate.yaml"
-    command("calibrate", path, "--precision", 0.6, "--or-rule", "--per-task-type", "-o", output)
+    """The section written, built as a gate, is the choice."""
+    path, output = write(tmp_path / "g.csv", make_rows(n=80)), tmp_path / "gate.yaml"
+    command("calibrate", path, "--precision", 0.6, "--or-rule", "-o", output)
     options = method(GATES, yaml.safe_load(output.read_text())["gates"][0], "gates")
     assert isinstance(options, Divergence)
-    found = calibrate(read_recorded(path), Bound(0.6, None), T_MAX, or_rule=True, per_task_type=True)
-    c = found.choice
-    assert (options.signal, options.k, options.threshold, options.termination) == (
-        *(c.signal, c.k, c.threshold),
-        c.termination,
-    )
-    for kind in ("a", "b", "z"):
-        own = c.per_task_type.get(kind, c.threshold)
-        assert options.plan(kind) == ({c.k: own} if own else {})
+    c = calibrate(read_recorded(path), Bound(0.6, None), T_MAX, or_rule=True).choice
+    found = options.signal, options.k, options.threshold, options.termination
+    assert found == (c.signal, c.k, c.threshold, c.termination)
 
 
 def test_what_a_table_lacks_is_named(tmp_path: Path) -> None:
@@ -152,7 +123,7 @@ def test_what_a_table_lacks_is_named(tmp_path: Path) -> None:
     with pytest.raises(ReplayError, match="needs the columns steps, steps_k and termination_fraction"):
         calibrate(bare, Bound(0.6, None), T_MAX, or_rule=True)
     with pytest.raises(ReplayError, match="no column 'task_type'"):
-        calibrate(bare, Bound(0.6, None), T_MAX, per_task_type=True)
+        choose_jointly(bare, Bound(0.6, None), T_MAX, most=1, per_task_type=True)
     assert str(Choice("action_entropy", 5, 0.25, 0.9)) == "action_entropy < 0.25 or termination_fraction >= 0.9 at 5"
 
 

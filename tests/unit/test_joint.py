@@ -94,9 +94,12 @@ def test_one_step_is_what_calibrate_finds(tmp_path: Path) -> None:
     found = choose_jointly(recorded, Bound(0.6, None), T_MAX, most=2)
     assert found.best_single.saved_pct == pytest.approx(wanted.measured_pct)
     assert found.chosen.saved_pct >= found.best_single.saved_pct
-    assert found.held_out["cut"] is not None
-    again = judged(recorded, found.chosen.signal, found.chosen.steps, T_MAX)
-    assert again == found.chosen
+    assert found.held_out.cut > 0
+    rest = found.plan.rest
+    assert judged(recorded, rest.signal, rest.steps, T_MAX) == rest
+    assert (rest.cut, rest.tp, rest.saved_pct) == pytest.approx(
+        (found.chosen.cut, found.chosen.tp, found.chosen.saved_pct)
+    )
     assert choose_jointly(recorded, Bound(0.6, None), T_MAX, most=2) == found
     mixed = [r | {"reward_var": 0.25, "label": "mixed"} for r in make_rows()]
     with pytest.raises(ReplayError, match="no threshold of any signal"):
@@ -109,11 +112,59 @@ def test_what_it_writes_is_a_gate(tmp_path: Path) -> None:
     def run(*more: Any) -> Any:
         return CliRunner().invoke(app, ["gate", "calibrate", str(path), "--precision", "0.6", "--steps", "2", *more])
 
-    chosen = json.loads(run("-o", str(output), "--json").stdout)["chosen"]
+    chosen = json.loads(run("-o", str(output), "--json").stdout)["plan"]["rest"]
     [spec] = yaml.safe_load(output.read_text())["gates"]
     steps = {int(k): t for k, t in chosen["steps"].items()}
     assert method(GATES, spec, "gates") == Divergence(signal=chosen["signal"], steps=steps)
     shown = " ".join(run().stdout.split())
     assert "together" in shown
-    assert "held out (5 folds)" in shown
-    assert "goes without --or-rule" in " ".join(run("--or-rule").stderr.split())
+    assert "held out" in shown
+    assert "go without --or-rule" in " ".join(run("--or-rule").stderr.split())
+
+
+def typed(n: int = 130, seed: int = 0) -> list[dict[str, Any]]:
+    """Types a and b of 40 groups, c of 40 that all teach, d of 10. What `a` is cut by says nothing about `b`."""
+    rows = [r | {"task_type": "abcd"[min(int(r["task_id"][1:]) // 40, 3)]} for r in make_rows(n=n, seed=seed)]
+    for r in rows:
+        if r["task_type"] == "c":
+            r |= {"reward_var": 0.25, "label": "mixed"}
+        if r["task_type"] == "b":
+            r["prefix_edit_distance"], r["action_entropy"] = r["action_entropy"], 1 - r["action_entropy"]
+    return rows
+
+
+@pytest.mark.parametrize("most", [1, 2])
+def test_each_type_has_its_best_signal_within_the_bound(tmp_path: Path, most: int) -> None:
+    recorded, bound = read_recorded(write(tmp_path / "g.csv", typed())), Bound(0.7, None)
+    found = choose_jointly(recorded, bound, T_MAX, most=most, per_task_type=True)
+    assert sorted(found.plan.types) == ["a", "b", "c"], "ten groups are too few"
+    assert found.plan.types["c"] is None, "nothing of it can be cut rightly"
+    cut = tp = saved = steps = 0.0
+    for kind in "abcd":
+        part = {k: at.only(np.flatnonzero(np.array(at.task_types) == kind)) for k, at in recorded.items()}
+        steps += part[10].steps_N.sum()  # type: ignore[union-attr]
+        if (own := found.plan.types.get(kind, found.plan.rest)) is not None:
+            alone = judged(part, own.signal, own.steps, T_MAX)
+            if kind in found.plan.types:
+                assert own == best_steps(part, bound, T_MAX, most)
+                assert own.tp >= 0.7 * own.cut
+            cut, tp = cut + alone.cut, tp + alone.tp
+            saved += alone.saved_pct * part[10].steps_N.sum()  # type: ignore[union-attr]
+    assert (found.chosen.cut, found.chosen.tp) == (cut, tp)
+    assert found.chosen.saved_pct == pytest.approx(saved / steps)
+
+
+def test_the_gate_cuts_each_type_by_its_own_signal(tmp_path: Path) -> None:
+    """The section written, built as a gate, plans for every type what was chosen."""
+    path, output = write(tmp_path / "g.csv", typed()), tmp_path / "gate.yaml"
+    call = ["gate", "calibrate", str(path), "--precision", "0.7", "--per-task-type", "-o", str(output)]
+    done = CliRunner().invoke(app, call)
+    assert done.exit_code == 0, done.stderr
+    assert "by type" in done.stdout
+    options = method(GATES, yaml.safe_load(output.read_text())["gates"][0], "gates")
+    assert isinstance(options, Divergence)
+    plan = choose_jointly(read_recorded(path), Bound(0.7, None), T_MAX, most=1, per_task_type=True).plan
+    for kind in "abcdz":
+        own = plan.types.get(kind, plan.rest)
+        assert options.plan(kind) == ({} if own is None else own.steps)
+        assert own is None or options.signal_of(kind) == own.signal

@@ -153,7 +153,7 @@ def calibrate(
     limit: Limit,
     as_json: Json = False,
     or_rule: Annotated[bool, typer.Option("--or-rule", help="Try termination limits too.")] = False,
-    per_task_type: Annotated[bool, typer.Option("--per-task-type", help="A threshold for each task type.")] = False,
+    per_task_type: Annotated[bool, typer.Option("--per-task-type", help="Signal and steps for each type.")] = False,
     steps: Annotated[int, typer.Option("--steps", min=1, help="Most evaluation steps, chosen together.")] = 1,
     t_max: Horizon = 30,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="YAML file for the gate's section.")] = None,
@@ -167,15 +167,16 @@ def calibrate(
     if given is None or (groups.table and groups.run_dir):
         raise ReplayError("give one of a table and --from RUN_DIRECTORY")
     bound = limit.bound()
-    if steps > 1 and (or_rule or per_task_type or groups.picture):
-        raise ReplayError("--steps above 1 goes without --or-rule, --per-task-type and --picture")
+    jointly = steps > 1 or per_task_type
+    if jointly and (or_rule or groups.picture):
+        raise ReplayError("--steps above 1 and --per-task-type go without --or-rule and --picture")
     recorded = _recorded(replace(groups, table=given))
     if output is not None and not output.parent.is_dir():
         raise FileNotFoundError(f"{output}: its folder does not exist; make it first.")
-    if steps > 1:
-        _calibrate_jointly(recorded, bound, t_max, steps, output, as_json)
+    if jointly:
+        _calibrate_jointly(recorded, bound, t_max, output, as_json, most=steps, per_task_type=per_task_type)
         return
-    found = run(recorded, bound, t_max, or_rule=or_rule, per_task_type=per_task_type)
+    found = run(recorded, bound, t_max, or_rule=or_rule)
     if output is not None:
         output.write_text(config_section(found), encoding="utf-8")
     if groups.picture is not None:
@@ -191,11 +192,11 @@ def calibrate(
 
 
 def _calibrate_jointly(
-    recorded: dict[int, Any], bound: Any, t_max: int, most: int, output: Path | None, as_json: bool
+    recorded: dict[int, Any], bound: Any, t_max: int, output: Path | None, as_json: bool, **choice: Any
 ) -> None:
     from ..study.joint import choose_jointly, config_section, lines
 
-    found = choose_jointly(recorded, bound, t_max, most=most)
+    found = choose_jointly(recorded, bound, t_max, **choice)
     if output is not None:
         output.write_text(config_section(found), encoding="utf-8")
     show(asdict(found), as_json, lambda _: Group(*map(Text, lines(found)), Text(config_section(found), style="cyan")))

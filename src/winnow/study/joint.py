@@ -1,7 +1,8 @@
 """Several evaluation steps chosen together: what saves most when each group is cut at the first that fires.
 
 Chosen one by one, thresholds spend the same tolerance for wrong cuts several times, and later steps count groups that
-an earlier one has stopped. Here a set of (K, threshold) of one signal is judged as the gate `divergence` acts.
+an earlier one has stopped. Here a set of (K, threshold) of one signal is judged as the gate `divergence` acts; each
+task type may have a signal and a set of its own.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
+from typing import Any
 
 import numpy as np
 import yaml
@@ -16,10 +18,12 @@ import yaml
 from ..methods.gate.divergence import TERMINATION
 from ..methods.gate.refit import between
 from .replay import Recorded, ReplayError, check_horizon
-from .replay_stats import Bound, same_groups, savings, split
+from .replay_stats import Bound, all_steps, same_groups, savings, split
 
 ROUNDS = 4
 """Passes over all pairs of steps; more have never been seen to help."""
+SMALL = 20
+"""A task type with fewer groups has no gate of its own."""
 
 
 @dataclass(frozen=True)
@@ -38,16 +42,41 @@ class Steps:
 
 
 @dataclass(frozen=True)
+class Effect:
+    """What a gate did to some groups, as in `Steps`."""
+
+    cut: float
+    tp: float
+    precision: float | None
+    saved_pct: float
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Gate of all groups, and those of task types with one of their own; None: that type is never cut."""
+
+    rest: Steps
+    types: dict[str, Steps | None]
+
+    def __str__(self) -> str:
+        own = [f"{kind}: {'never' if s is None else f'{s.signal} {_said(s.steps)}'}" for kind, s in self.types.items()]
+        return "; ".join([f"{self.rest.signal} {_said(self.rest.steps)}", *own])
+
+
+@dataclass(frozen=True)
 class Joint:
-    """The chosen set, and what such choices did to groups that they were made without (`Steps` of the others)."""
+    """The chosen plan, and what such choices did to groups that they were made without."""
 
     bound: str
-    chosen: Steps
+    plan: Plan
+    """Each effect in it is that on the groups of its choice: `rest` on all, that of a type on the type's."""
+    chosen: Effect
+    """Effect of the plan on all groups."""
     best_single: Steps
-    """The best that one step can do."""
-    held_out: dict[str, float | None]
-    """`cut, tp, precision, saved_pct` over all folds."""
-    folds: tuple[dict[int, float] | None, ...]
+    """The best that one step can do for all groups."""
+    held_out: Effect
+    """Over all folds."""
+    folds: tuple[Plan | None, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,33 +105,72 @@ class _Table:
 
 
 def choose_jointly(
-    recorded: Mapping[int, Recorded], bound: Bound, t_max: int, *, most: int, folds: int = 5, seed: int = 0
+    recorded: Mapping[int, Recorded],
+    bound: Bound,
+    t_max: int,
+    *,
+    most: int,
+    per_task_type: bool = False,
+    folds: int = 5,
+    seed: int = 0,
 ) -> Joint:
     """The signal and at most `most` (K, threshold) that save most within `bound`, and how such choices fare held out.
 
     With two steps the answer is exact for each signal; with more, pairs of thresholds are improved in turn until none
-    can be. Raises ReplayError as `calibrate` does.
+    can be. `per_task_type` chooses so for each type of at least `SMALL` groups alone, within the bound in each; the
+    others have the choice of all. Raises ReplayError as `calibrate` does, and when the table has no types.
     """
     groups = same_groups(recorded)
     for at in recorded.values():
         check_horizon(at, t_max)
+        if per_task_type and at.task_types is None:
+            raise ReplayError(f"{at.source}: there is no column 'task_type'; name it with --map task_type=COLUMN")
     if len(groups) < folds:
         raise ReplayError(f"{len(groups)} groups cannot be split into {folds} folds; record more")
-    chosen, single = (best_steps(recorded, bound, t_max, n) for n in (most, 1))
-    if chosen is None or single is None:
+    plan, single = best_plan(recorded, bound, t_max, most, per_task_type), best_steps(recorded, bound, t_max, 1)
+    if plan is None or single is None:
         raise ReplayError(f"no threshold of any signal has {bound} with any cut; allow more, or record more groups")
-    cut = tp = saved = total = 0.0
-    found: list[dict[int, float] | None] = []
+    cut = tp = saved = 0.0
+    found: list[Plan | None] = []
     for without, mine in split(recorded, groups, folds, seed):
-        choice = best_steps(without, bound, t_max, most)
-        found.append(None if choice is None else choice.steps)
-        held = None if choice is None else judged(mine, choice.signal, choice.steps, t_max)
-        n = next(iter(mine.values())).weights_N.sum()
-        total += n
-        if held is not None:
-            cut, tp, saved = cut + held.cut, tp + held.tp, saved + held.saved_pct * n
-    held_out = {"cut": cut, "tp": tp, "precision": tp / cut if cut else None, "saved_pct": saved / total}
-    return Joint(str(bound), chosen, single, held_out, tuple(found))
+        found.append(best_plan(without, bound, t_max, most, per_task_type))
+        if (choice := found[-1]) is not None:
+            held = effect(mine, choice, t_max)
+            cut, tp = cut + held.cut, tp + held.tp
+            saved += held.saved_pct * all_steps(next(iter(mine.values())), t_max)
+    held_out = Effect(cut, tp, tp / cut if cut else None, saved / all_steps(next(iter(recorded.values())), t_max))
+    return Joint(str(bound), plan, effect(recorded, plan, t_max), single, held_out, tuple(found))
+
+
+def best_plan(
+    recorded: Mapping[int, Recorded], bound: Bound, t_max: int, most: int, per_task_type: bool
+) -> Plan | None:
+    """None when nothing with a cut meets the bound."""
+    rest = best_steps(recorded, bound, t_max, most)
+    if rest is None:
+        return None
+    parts = _by_type(recorded) if per_task_type else {}
+    large = {kind: part for kind, part in parts.items() if len(next(iter(part.values())).task_ids) >= SMALL}
+    return Plan(rest, {kind: best_steps(part, bound, t_max, most) for kind, part in large.items()})
+
+
+def effect(recorded: Mapping[int, Recorded], plan: Plan, t_max: int) -> Effect:
+    """Effect that a gate with this plan would have had."""
+    parts = {"": recorded} if not plan.types else _by_type(recorded)
+    cut = tp = saved = 0.0
+    for kind, part in parts.items():
+        own = plan.types.get(kind, plan.rest)
+        if own is not None:
+            held = judged(part, own.signal, own.steps, t_max)
+            cut, tp = cut + held.cut, tp + held.tp
+            saved += held.saved_pct * all_steps(next(iter(part.values())), t_max)
+    return Effect(cut, tp, tp / cut if cut else None, saved / all_steps(next(iter(recorded.values())), t_max))
+
+
+def _by_type(recorded: Mapping[int, Recorded]) -> dict[str, dict[int, Recorded]]:
+    kinds = sorted(set(next(iter(recorded.values())).task_types or ()))
+    of = {k: np.array(at.task_types, dtype=object) for k, at in recorded.items()}
+    return {kind: {k: at.only(np.flatnonzero(of[k] == kind)) for k, at in recorded.items()} for kind in kinds}
 
 
 def best_steps(recorded: Mapping[int, Recorded], bound: Bound, t_max: int, most: int) -> Steps | None:
@@ -242,29 +310,34 @@ def _most(sums_3M: np.ndarray, bound: Bound, teaching: float) -> int | None:
 
 def config_section(found: Joint) -> str:
     """The `gates` section of a run's YAML file."""
-    c = found.chosen
-    text: str = yaml.safe_dump(
-        {"gates": [{"name": "divergence", "signal": c.signal, "steps": c.steps}]}, sort_keys=False
-    )
-    return f"# of {c.groups:g} recorded groups {c.cut:g} cut, {c.tp:g} of them zero-variance ({found.bound})\n{text}"
+    rest, e = found.plan.rest, found.chosen
+    gate: dict[str, Any] = {"name": "divergence", "signal": rest.signal, "steps": rest.steps}
+    if types := found.plan.types:
+        own = {kind: 0 if s is None else {"signal": s.signal, "steps": s.steps} for kind, s in types.items()}
+        gate["per_task_type"] = own
+    text: str = yaml.safe_dump({"gates": [gate]}, sort_keys=False)
+    return f"# of {rest.groups:g} recorded groups {e.cut:g} cut, {e.tp:g} of them zero-variance ({found.bound})\n{text}"
 
 
 def lines(found: Joint) -> list[str]:
     """Effect of the choice, that of one step alone, and that of such choices on groups they do not know."""
-    held = found.held_out
-    precision = "–" if held["precision"] is None else f"{held['precision']:.3f}"
-    folds, each = len(found.folds), ", ".join("none" if fold is None else _said(fold) for fold in found.folds)
+    own = [f"  {kind:<8} {'never cut' if s is None else _line(s)}" for kind, s in found.plan.types.items()]
     return [
-        f"together   {_line(found.chosen)}",
+        f"together   {_line(found.plan.rest)}",
+        *([*own, f"by type    {_counts(found.chosen)}"] if own else ()),
         f"one step   {_line(found.best_single)}",
-        f"held out ({folds} folds): precision {precision}, {held['saved_pct']:.1f}% saved, {held['cut']:g} cut",
-        f"chosen without each fold: {each}",
+        f"held out   {_counts(found.held_out)} ({len(found.folds)} folds)",
+        f"chosen without each fold: {' | '.join('none' if fold is None else str(fold) for fold in found.folds)}",
     ]
 
 
 def _line(row: Steps) -> str:
+    return f"{row.signal} {_said(row.steps)}: {_counts(row)}"
+
+
+def _counts(row: Steps | Effect) -> str:
     share = "–" if row.precision is None else f"{row.precision:.3f}"
-    return f"{row.signal} {_said(row.steps)}: {row.cut:g} cut, {row.tp:g} rightly ({share}), {row.saved_pct:.1f}% saved"
+    return f"{row.cut:g} cut, {row.tp:g} rightly ({share}), {row.saved_pct:.1f}% saved"
 
 
 def _said(steps: Mapping[int, float]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, fields
 from itertools import pairwise
 from typing import Any
 
@@ -16,8 +16,6 @@ from ..methods.gate.refit import between, counts_under
 from .replay import Recorded, ReplayError, SweepRow, can_be_cut, check_horizon, counted
 
 RESAMPLES = 10_000
-SMALL = 20
-"""A task type with fewer groups has no threshold of its own."""
 
 
 @dataclass(frozen=True)
@@ -67,23 +65,18 @@ class Choice:
     k: int
     threshold: float
     termination: float | None = None
-    per_task_type: dict[str, float] = field(default_factory=dict)
 
     def cuts(self, at: Recorded) -> np.ndarray:
-        """bool [N]: which groups, at step k: of those in which somebody runs, and of a type of threshold 0 none."""
-        own = [self.per_task_type.get(kind, self.threshold) for kind in at.task_types or ("",) * len(at.task_ids)]
+        """bool [N]: which groups, at step k, of those in which somebody runs."""
         ended_N = None if self.termination is None else at.signal(TERMINATION)
-        cut_N = fires(at.signal(self.signal), np.array(own), ended_N, self.termination)  # type: ignore[arg-type]
-        never_N = np.array([self.per_task_type.get(kind) == 0 for kind in at.task_types or ()], bool)
-        return cut_N & at.running_N & ~never_N if self.per_task_type else cut_N & at.running_N
+        return fires(at.signal(self.signal), self.threshold, ended_N, self.termination) & at.running_N
 
     def row(self, at: Recorded, t_max: int) -> SweepRow:
         return counted(at, self.cuts(at), self.signal, self.threshold, t_max)
 
     def __str__(self) -> str:
         ended = "" if self.termination is None else f" or {TERMINATION} >= {self.termination:g}"
-        types = ", by task type" if self.per_task_type else ""
-        return f"{self.signal} < {self.threshold:g}{ended} at {self.k}{types}"
+        return f"{self.signal} < {self.threshold:g}{ended} at {self.k}"
 
 
 @dataclass(frozen=True)
@@ -127,7 +120,6 @@ def calibrate(
     t_max: int,
     *,
     or_rule: bool = False,
-    per_task_type: bool = False,
     folds: int = 5,
     seed: int = 0,
 ) -> Calibration:
@@ -136,16 +128,13 @@ def calibrate(
 
     A group of which nobody runs at step K cannot be cut there: it counts neither as a right cut nor as a wrong one.
     Every signal but the termination fraction, which is no divergence, is tried at every K, at every threshold that
-    makes a difference. `or_rule` also tries it with every termination limit. `per_task_type` then chooses a threshold
-    for each type of at least `SMALL` groups, at the same K, within the bound in each (0, never, where none is); the
-    others have the threshold of all. Raises ReplayError when nothing meets the bound, when there are fewer groups than
-    folds, when the Ks of the table hold different groups, and when it lacks types or, for the OR rule, measured steps.
+    makes a difference. `or_rule` also tries it with every termination limit. Raises ReplayError when nothing meets the
+    bound, when there are fewer groups than folds, when the Ks of the table hold different groups, and for the OR rule
+    when it lacks measured steps.
     """
     groups = same_groups(recorded)
     for at in recorded.values():
         check_horizon(at, t_max)
-        if per_task_type and at.task_types is None:
-            raise ReplayError(f"{at.source}: there is no column 'task_type'; name it with --map task_type=COLUMN")
         if or_rule and (at.steps_N is None or at.steps_k_N is None or TERMINATION not in at.signals):
             raise ReplayError(
                 f"{at.source}: the OR rule is chosen by the steps really saved, since who has ended saves none; it "
@@ -153,7 +142,7 @@ def calibrate(
             )
     if len(groups) < folds:
         raise ReplayError(f"{len(groups)} groups cannot be split into {folds} folds; record more")
-    search = Search(bound, t_max, or_rule, per_task_type)
+    search = Search(bound, t_max, or_rule)
     choice = search.best(recorded)
     if choice is None:
         raise ReplayError(f"no threshold of any signal has {bound} with any cut; allow more, or record more groups")
@@ -215,7 +204,6 @@ class Search:
     bound: Bound
     t_max: int
     or_rule: bool = False
-    per_task_type: bool = False
 
     def candidates(self, recorded: Mapping[int, Recorded]) -> Iterator[Candidates]:
         """Candidates, those without a limit first."""
@@ -243,10 +231,7 @@ class Search:
             m, score = self._most(c, teaching[c.k])
             if score is not None and (found is None or score > found[0]):
                 found = score, Choice(c.signal, c.k, c.threshold(m), c.limit)
-        if found is None:
-            return None
-        choice = found[1]
-        return replace(choice, per_task_type=self._types(recorded[choice.k], choice)) if self.per_task_type else choice
+        return None if found is None else found[1]
 
     def _most(self, c: Candidates, teaching: float) -> tuple[int, tuple[float, float, float] | None]:
         """The candidate that saves most within the bound, and by what it is ranked."""
@@ -255,16 +240,6 @@ class Search:
         scores = {m: (float(c.saved[m]), float(c.tp[m]), -float(c.cut[m])) for m in good_M.tolist()}
         most = max(scores, key=lambda m: scores[m], default=-1)
         return most, scores.get(most)
-
-    def _types(self, at: Recorded, choice: Choice) -> dict[str, float]:
-        types_N, found = np.array(at.task_types, dtype=object), {}
-        for kind in sorted(set(types_N)):
-            part = at.only(np.flatnonzero(types_N == kind))
-            if len(part.task_ids) >= SMALL:
-                c = self._of(part, choice.signal, choice.k, choice.termination)
-                m, score = self._most(c, float(part.weights_N[~part.zero_N].sum()))
-                found[str(kind)] = 0.0 if score is None else c.threshold(m)
-        return found
 
 
 def _limits(ended_N: np.ndarray) -> list[float]:
@@ -275,11 +250,16 @@ def _limits(ended_N: np.ndarray) -> list[float]:
 
 def savings(at: Recorded, t_max: int) -> np.ndarray:
     """float [N]: the share of all steps that cutting each group saves, if it stands for itself alone."""
-    w_N = at.weights_N
     if at.steps_N is not None and at.steps_k_N is not None and at.steps_N.sum() > 0:
-        measured: np.ndarray = (at.steps_N - at.steps_k_N) / (w_N * at.steps_N).sum()
+        measured: np.ndarray = (at.steps_N - at.steps_k_N) / all_steps(at, t_max)
         return measured
-    return np.full(len(w_N), (t_max - at.k) / (w_N.sum() * t_max))
+    return np.full(len(at.weights_N), (t_max - at.k) / all_steps(at, t_max))
+
+
+def all_steps(at: Recorded, t_max: int) -> float:
+    """Environment steps of all groups: measured, or as if every trajectory ran to the end (t_max a group)."""
+    measured = at.steps_k_N is not None and at.steps_N is not None and at.steps_N.sum() > 0
+    return float((at.weights_N * (at.steps_N if measured else t_max)).sum())
 
 
 def split(
@@ -366,7 +346,7 @@ def _arms(row: SweepRow, at: Recorded, t_max: int) -> tuple[Arm, Arm]:
 def config_section(found: Calibration) -> str:
     """The `gates` section of a run's YAML file."""
     row = found.chosen
-    chosen = {key: value for key, value in asdict(found.choice).items() if value not in (None, {})}
+    chosen = {key: value for key, value in asdict(found.choice).items() if value is not None}
     text: str = yaml.safe_dump({"gates": [{"name": "divergence", **chosen}]}, sort_keys=False)
     return (
         f"# of {row.groups:g} recorded groups {row.cut:g} cut, {row.tp:g} of them zero-variance ({found.bound})\n{text}"

@@ -80,6 +80,14 @@ def stuck(view: GroupView, sound: list[int], limit: float, k: int) -> Verdict:
 
 
 @dataclass(frozen=True)
+class OfType:
+    """Gate of one task type: a signal of its own, and its thresholds by evaluation step."""
+
+    signal: str
+    steps: dict[int, float]
+
+
+@dataclass(frozen=True)
 class Divergence:
     """Cut a group whose trajectories agree at an environment step (Zhai and Wang 2026)."""
 
@@ -93,8 +101,8 @@ class Divergence:
     rule: Literal["or", "and"] = "or"
     progress: float | None = None
     """Also cut when the best progress of a trajectory, as its environment tells it, is at most this."""
-    per_task_type: dict[str, float | dict[int, float]] = field(default_factory=dict)
-    """Task type -> a threshold at `k`, or steps of its own, or 0 for never. Other types: as above."""
+    per_task_type: dict[str, float | dict[int, float] | OfType] = field(default_factory=dict)
+    """Task type -> a threshold at `k`, steps of its own, a `signal` and `steps`, or 0 for never. Others: as above."""
     task_type: str = "task_type"
     """Column of the prompts that holds the type."""
     refit_every: int = 0
@@ -103,8 +111,9 @@ class Divergence:
     """With `refit_every`: the least share of the cuts that must be right."""
 
     def __post_init__(self) -> None:
-        if self.signal not in SIGNALS:
-            raise ValueError(f"signal: there is no {self.signal!r}.{nearest(self.signal, list(SIGNALS))}")
+        for signal in (self.signal, *map(self.signal_of, self.per_task_type)):
+            if signal not in SIGNALS:
+                raise ValueError(f"signal: there is no {signal!r}.{nearest(signal, list(SIGNALS))}")
         if self.steps and (self.k, self.threshold) != (Divergence.k, Divergence.threshold):
             raise ValueError("k and threshold have no effect beside steps; remove them, or steps")
         if self.rule == "and" and self.termination is None:
@@ -116,7 +125,7 @@ class Divergence:
         self._check_refit()
         if self.task_type != Divergence.task_type and not self.per_task_type:
             raise ValueError("task_type has no effect without per_task_type; remove it")
-        if self.steps and any(own and not isinstance(own, dict) for own in self.per_task_type.values()):
+        if self.steps and any(own and isinstance(own, (int, float)) for own in self.per_task_type.values()):
             raise ValueError("per_task_type: beside steps, a type needs steps of its own, e.g. {heat: {10: 0.1}}, or 0")
         for plan in (self.plan(), *map(self.plan, self.per_task_type)):
             for k, threshold in plan.items():
@@ -141,9 +150,15 @@ class Divergence:
         own = self.per_task_type.get(task_type) if task_type is not None else None
         if own is None:
             return self.steps or {self.k: self.threshold}
+        if isinstance(own, OfType):
+            return own.steps
         if isinstance(own, dict):
             return own
         return {self.k: own} if own else {}
+
+    def signal_of(self, task_type: str | None) -> str:
+        own = self.per_task_type.get(task_type) if task_type is not None else None
+        return own.signal if isinstance(own, OfType) else self.signal
 
     def build(self, context: GateContext) -> DivergenceGate:
         return DivergenceGate(self, context)
@@ -174,19 +189,19 @@ class DivergenceRule:
 
     def _decide(self, view: GroupView) -> Verdict:
         assert isinstance(view.at, EnvStep)
-        o, k = self.options, view.at.k
-        threshold = o.plan(self._task_type(view)).get(k)
+        o, k, kind = self.options, view.at.k, self._task_type(view)
+        threshold, signal = o.plan(kind).get(k), o.signal_of(kind)
         there = [i for i, absent in enumerate(view.absent or (False,) * len(view.actions)) if not absent]
         if threshold is None or len(there) < 2:
             return KEEP
         if self.threshold is not None:
             threshold = self.threshold
         actions, observations = [view.actions[i] for i in there], [view.observations[i] for i in there]
-        values = {name: SIGNALS[name](actions, observations, k) for name in {o.signal, TERMINATION}}
-        verdict = decide(values, o.signal, threshold, k, termination=o.termination, rule=o.rule)
+        values = {name: SIGNALS[name](actions, observations, k) for name in {signal, TERMINATION}}
+        verdict = decide(values, signal, threshold, k, termination=o.termination, rule=o.rule)
         if o.progress is not None and verdict.keep:
             verdict = stuck(view, there, o.progress, k)
-        return replace(verdict, evidence={o.signal: values[o.signal]})
+        return replace(verdict, evidence={signal: values[signal]})
 
     def _task_type(self, view: GroupView) -> str | None:
         if not self.options.per_task_type:
@@ -207,7 +222,8 @@ class DivergenceGate:
         self.options = options
         self.name = context.name
         self.refit = Refit(options.threshold, options.refit_every, options.precision) if options.refit_every else None
-        self._values: list[float] = []
+        self._values: dict[str, list[float]] = {}
+        """Signal -> what it was at each decision."""
         self._cut = 0
 
     def rule(self) -> DivergenceRule:
@@ -215,28 +231,29 @@ class DivergenceGate:
 
     def observe(self, group: Group) -> None:
         """With `refit_every`, learn from groups that were asked about and came to their end."""
-        signal = self.options.signal
-        taken = [d.verdict for d in of_gate(group.decisions, self.name) if signal in d.verdict.evidence]
-        self._values += [verdict.evidence[signal] for verdict in taken]
+        taken = [d.verdict for d in of_gate(group.decisions, self.name) if d.verdict.evidence]
+        for verdict in taken:
+            for signal, value in verdict.evidence.items():
+                self._values.setdefault(signal, []).append(value)
         self._cut += sum(verdict.removes for verdict in taken)
         members = group.siblings
         if self.refit is not None and taken and all(r.reward is not None for r in members):
-            value = taken[-1].evidence[signal]
+            value = taken[-1].evidence[self.options.signal]
             self.refit.observe(value, is_zero_variance(group.rewards()), members[0].survival_p)
 
     def end_step(self) -> None:
-        self._values, self._cut = [], 0
+        self._values, self._cut = {}, 0
         if self.refit is not None:
             self.refit.end_step()
 
     def metrics(self) -> dict[str, float]:
-        """Decisions about the groups that this step brought back, the share that cut, and the mean of the signal;
+        """Decisions about the groups that this step brought back, the share that cut, and the mean of each signal;
         nothing without decisions. With `refit_every` also the threshold, and how many groups the next is chosen from.
         """
         found = dict(self.refit.metrics()) if self.refit is not None else {}
-        if asked := len(self._values):
+        if asked := sum(map(len, self._values.values())):
             found |= {"asked": float(asked), "cut_share": self._cut / asked}
-            found |= {self.options.signal: float(np.mean(self._values))}
+            found |= {signal: float(np.mean(values)) for signal, values in self._values.items()}
         return {f"gate/{self.name}/{name}": value for name, value in found.items()}
 
     def state_dict(self) -> dict[str, Any]:
