@@ -2,6 +2,8 @@
 PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
+# Tests that run at a time; each uses one thread, and some a few processes.
+JOBS ?= 2
 # Some packages are built by calling `python`, which not every machine has.
 PIP := PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt
 
@@ -24,10 +26,10 @@ demo: $(VENV)/.installed ## warm-start, train, evaluate, report (about 10 minute
 	$(BIN)/winnow demo
 
 test: $(VENV)/.installed ## everything but the slow tests
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not slow"
 
 test-all: $(VENV)/.installed
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
 bench: $(VENV)/.bench ## engine and training step beside their peers; writes benchmarks/results/*.json
 	$(BIN)/python benchmarks/engine.py --out benchmarks/results/engine.json
