@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from winnow.methods.gate.audit import AuditedGate, RuleAudit, squared_advantages
 from winnow.methods.select import SELECTORS
 from winnow.methods.select.audit import AuditedSelector
 from winnow.methods.select.stream import StreamSelector
+from winnow.methods.signal import Judge
 from winnow.types import EnvStep, Fate, Group, GroupView, Prompt, Token, Verdict, Visit
 
 from ..gates import Fake
@@ -21,12 +23,12 @@ from .test_batch import make_group
 from .test_rollout import SHORT_TURNS, EchoEnv, ToyTask, run
 
 PROMPTS = [Prompt(f"p{i}", i, text=str(i)) for i in range(40)]
-GRPO = ADVANTAGES["grpo"]()
+JUDGE = Judge(advantage=ADVANTAGES["grpo"]())
 
 
 def build(name: str, prompts: list[Prompt], *, seed: int = 3, **audit: Any) -> AuditedSelector:
     selector: StreamSelector = SELECTORS[name]().build(prompts, seed=seed)
-    return AuditedSelector(selector, RuleAudit(name, **({"epsilon": 0.3} | audit), seed=seed), GRPO)
+    return AuditedSelector(selector, RuleAudit(name, **({"epsilon": 0.3} | audit), seed=seed), JUDGE)
 
 
 def answered(visit: Visit, teaches: bool) -> Group:
@@ -119,15 +121,17 @@ def test_a_long_history_hides_no_prompt() -> None:
 
 def test_failures_are_no_evidence_and_other_rules_stops_have_no_signal() -> None:
     failed = make_group(0, [1.0, None, None])
-    assert squared_advantages(failed, GRPO) is None
+    assert squared_advantages(failed, JUDGE) is None
     pruned = make_group(0, [1.0, None, None])
     for rollout in pruned.rollouts[1:]:
         rollout.fate = Fate.PRUNED
-    assert squared_advantages(pruned, GRPO).tolist() == [0.0, 0.0, 0.0]  # type: ignore[union-attr]
-    mixed = squared_advantages(make_group(0, [1.0, 0.0, None]), GRPO)
+    assert squared_advantages(pruned, JUDGE).tolist() == [0.0, 0.0, 0.0]  # type: ignore[union-attr]
+    mixed = squared_advantages(make_group(0, [1.0, 0.0, None]), JUDGE)
     np.testing.assert_allclose(mixed, [1.0, 1.0, 0.0], atol=1e-5)  # type: ignore[arg-type]
+    close = make_group(0, [1.0, 0.95])
+    assert squared_advantages(close, replace(JUDGE, atol=0.1)).tolist() == [0.0, 0.0], "as the run's filter has it"  # type: ignore[union-attr]
     greedy = make_group(0, [1.0, 0.0])
-    assert squared_advantages(greedy, ADVANTAGES["remax"]()) is None, "the greedy baseline failed"
+    assert squared_advantages(greedy, Judge(advantage=ADVANTAGES["remax"]())) is None, "the greedy baseline failed"
     selector = build("backoff", PROMPTS, epsilon=1.0)
     selector.selector.z_N[:] = 9
     for v in selector.select(4):
@@ -163,7 +167,7 @@ class Stops(Fake):
 
 
 def gated(policy: Any, task: ToyTask, gate: Fake, epsilon: float, **options: Any) -> tuple[AuditedGate, list[Group]]:
-    audited = AuditedGate(gate, RuleAudit("stops", epsilon), GRPO)
+    audited = AuditedGate(gate, RuleAudit("stops", epsilon), JUDGE)
     return audited, run(policy, task, gates=[audited], **options)
 
 
@@ -175,7 +179,7 @@ def test_an_overridden_sibling_runs_on_as_if_there_were_no_gate(policy: Any) -> 
         stopped = [k for k in inner.asked if k[1] % 2]  # type: ignore[attr-defined]
         audited, tokens = 0, 0.0
         for group, undisturbed in zip(groups, free, strict=True):
-            squares = squared_advantages(group, GRPO)
+            squares = squared_advantages(group, JUDGE)
             for r, same in zip(group.rollouts, undisturbed.rollouts, strict=True):
                 if r.fate == Fate.PRUNED:
                     assert (r.survival_p, r.reward) == (1 - epsilon, None)
@@ -192,7 +196,7 @@ def test_an_overridden_sibling_runs_on_as_if_there_were_no_gate(policy: Any) -> 
         assert 0 < audited <= len(stopped)
         whole = gate.audit.whole
         assert whole.tokens.wy == pytest.approx((1 / epsilon - 1) * tokens)
-        signal = [squared_advantages(g, GRPO) for g in groups]
+        signal = [squared_advantages(g, JUDGE) for g in groups]
         assert whole.audited_signal + whole.kept_signal == pytest.approx(sum(float(s.sum()) for s in signal))  # type: ignore[union-attr]
         assert inner.observed == [0, 1, 2]  # type: ignore[attr-defined]
 
@@ -240,7 +244,7 @@ def test_an_overridden_group_runs_on_and_survives_as_one(policy: Any, epsilon: f
     assert gate.audit.whole.tokens.wy == pytest.approx((1 / epsilon - 1) * later)
     assert gate.audit.whole.audited_signal == pytest.approx(4.0 * len(audited), rel=1e-4)
     state = json.loads(json.dumps(gate.state_dict()))
-    again = AuditedGate(Stops(EnvStep(2)), RuleAudit("stops", epsilon), GRPO)
+    again = AuditedGate(Stops(EnvStep(2)), RuleAudit("stops", epsilon), JUDGE)
     again.load_state_dict(state)
     assert again.metrics() == gate.metrics()
 
@@ -257,7 +261,7 @@ def test_a_stop_by_another_gate_is_evidence_of_no_value(policy: Any) -> None:
         def decide(self, view: GroupView) -> Verdict:
             return Verdict(False, "later")
 
-    audited = AuditedGate(Stops(Token(1)), RuleAudit("stops", 1.0), GRPO)
+    audited = AuditedGate(Stops(Token(1)), RuleAudit("stops", 1.0), JUDGE)
     run(policy, ToyTask(), gates=[audited, StopsAll(Token(3))])
     assert audited.audit.whole.audited > 0
     assert audited.audit.precision().value > 0.5

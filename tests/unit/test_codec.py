@@ -110,8 +110,8 @@ def test_jobs_find_their_prompts_by_purpose() -> None:
 @pytest.mark.parametrize("quality", ["head", "confidence"])
 def test_a_sampled_group_of_a_gate_comes_back_whole_and_teaches_the_same(tiny_model: Path, quality: Any) -> None:
     policy = AutoModelForCausalLM.from_pretrained(tiny_model), AutoTokenizer.from_pretrained(tiny_model)
-    task, context = ToyTask(), GateContext("arrol", smallest_group=0)
-    direct, through = (Arrol(at=3, cold_start=1, quality=quality).build(context) for _ in range(2))
+    task, context = ToyTask(), GateContext("arrol")
+    direct, through = (Arrol(at=3, cold_start=1, quality=quality, min_survivors=0).build(context) for _ in range(2))
     rewarder = Rewarder(task.reward_funcs)
     options = RolloutOptions(SamplingParams(12), 32, seed=0)
     runner = RolloutRunner(LocalEngine(*policy, slots=8), task, policy[1], rewarder, {"train": options})

@@ -302,7 +302,7 @@ def test_an_overridden_cut_is_one_removal_whatever_the_steps(policy: Any, epsilo
     gate = AuditedGate(
         Divergence(steps={1: 0.1, 3: 0.1}).build(GateContext("divergence")),
         RuleAudit("divergence", epsilon),
-        ADVANTAGES["grpo"](),
+        Judge(advantage=ADVANTAGES["grpo"]()),
     )
     groups = run(policy, task_of(lambda g, i, t: "look"), gates=[gate], max_tokens=200)
     audited = [g for g in groups if g.verdict.keep]

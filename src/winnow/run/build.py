@@ -76,10 +76,10 @@ def build_methods(c: RunConfig, prompts: Sequence[Prompt]) -> Methods:
     judge = Judge(c.success_reward, tolerance(filter_), advantage)
     _check_selector(c, advantage)
     return Methods(
-        selector=_selector(c, prompts, judge, advantage),
+        selector=_selector(c, prompts, judge),
         rollout_batch=_rollout_batch(c, filter_),
         group_size=group_size,
-        gates=build_gates(c, advantage, prompts, group_size.smallest),
+        gates=build_gates(c, judge, prompts, group_size.smallest),
         filter=filter_,
         judge=judge,
         advantage=advantage,
@@ -107,7 +107,7 @@ def _check_in_update(c: RunConfig, advantage: Advantage) -> None:
         )
 
 
-def _selector(c: RunConfig, prompts: Sequence[Prompt], judge: Judge, advantage: Advantage) -> Selector:
+def _selector(c: RunConfig, prompts: Sequence[Prompt], judge: Judge) -> Selector:
     options = method(SELECTORS, c.selector, "selector")
     try:
         selector = options.build(prompts, c.seed, judge)
@@ -116,7 +116,7 @@ def _selector(c: RunConfig, prompts: Sequence[Prompt], judge: Judge, advantage: 
     if c.audit is None:
         return cast(Selector, selector)
     if type(selector) is not StreamSelector:
-        return AuditedSelector(selector, _audit(c, c.audit), advantage)
+        return AuditedSelector(selector, _audit(c, c.audit), judge)
     if not c.gates:
         raise ConfigError(
             "audit: nothing to audit: selector: uniform skips nothing, and there are no gates. Remove audit, or choose "

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..config import ConfigError, RunConfig, method, name_of
-from ..methods.advantage import Advantage
 from ..methods.gate import GATES, Gate, GateContext
 from ..methods.gate.audit import AuditedGate, RuleAudit
 from ..methods.gate.divergence import Divergence
 from ..methods.gate.quality import Arrol
+from ..methods.signal import Judge
 from ..types import Prompt
 
 
@@ -26,7 +26,7 @@ def rule_types(c: RunConfig) -> dict[str, type]:
     return {context.name: type(gate.rule()) for context, gate in zip(contexts, gates, strict=True)}
 
 
-def build_gates(c: RunConfig, advantage: Advantage, prompts: Sequence[Prompt], smallest: int) -> dict[str, Gate]:
+def build_gates(c: RunConfig, judge: Judge, prompts: Sequence[Prompt], smallest: int) -> dict[str, Gate]:
     """The gates of a run, by name. `smallest`: rollouts of the smallest group that may be launched.
 
     Raises ConfigError naming the option.
@@ -41,21 +41,21 @@ def build_gates(c: RunConfig, advantage: Advantage, prompts: Sequence[Prompt], s
                     "remove it"
                 )
         if isinstance(given, Arrol):
-            _check_pruning(given, c, advantage, smallest)
+            _check_pruning(given, c, judge.least, smallest)
     if sum(isinstance(given, Arrol) for given in options) > 1:
         raise ConfigError("gates: arrol can be there once: two would draw the same numbers; remove one")
     gates: dict[str, Gate] = {}
     for given, name in zip(options, gate_names(c), strict=True):
-        gate = given.build(GateContext(name, c.seed, c.success_reward, advantage.smallest_group))
+        gate = given.build(GateContext(name, c.seed, judge))
         if c.audit is not None:
             audit = RuleAudit(name, c.audit.epsilon, c.audit.max_signal_loss, seed=c.seed)
-            gate = AuditedGate(gate, audit, advantage)
+            gate = AuditedGate(gate, audit, judge)
         gates[name] = gate
     return gates
 
 
-def _check_pruning(o: Arrol, c: RunConfig, advantage: Advantage, smallest: int) -> None:
-    least = advantage.smallest_group if o.min_survivors is None else o.min_survivors
+def _check_pruning(o: Arrol, c: RunConfig, needed: int, smallest: int) -> None:
+    least = needed if o.min_survivors is None else o.min_survivors
     if o.at is not None and o.at >= c.max_completion_length:
         raise ConfigError(
             f"gates: arrol: at: {o.at} comes after max_completion_length={c.max_completion_length}, so nothing would "
@@ -75,10 +75,10 @@ def _check_pruning(o: Arrol, c: RunConfig, advantage: Advantage, smallest: int) 
             "gates: arrol: unbiased cannot know which pruned completions would have been truncated; set "
             "mask_truncated_completions: false, or remove unbiased"
         )
-    if least < advantage.smallest_group:
+    if least < needed:
         raise ConfigError(
             f"gates: arrol: unbiased with min_survivors: {least} would lose groups that are left with fewer than "
-            f"{advantage.smallest_group}; set it to that, or leave it out"
+            f"{needed}; set it to that, or leave it out"
         )
 
 

@@ -13,8 +13,7 @@ from typing import Any
 import numpy as np
 
 from ...types import Decision, Fate, Group, Token
-from ..advantage import Advantage
-from ..signal import is_zero_variance
+from ..signal import Judge, Kind
 from .base import Gate, NamedRule, Rule, of_gate
 from .estimates import Estimate, Sums
 from .overrides import OVERRIDE, Overrides
@@ -120,17 +119,18 @@ class RuleAudit:
         self.whole, self.recent = Sums.from_state(state["whole"]), Sums.from_state(state["recent"])
 
 
-def squared_advantages(group: Group, advantage: Advantage) -> np.ndarray | None:
+def squared_advantages(group: Group, judge: Judge) -> np.ndarray | None:
     """float64 [G], 0 for absent members; None where failures left too few rewards to tell: that is no evidence.
 
     What another rule stopped has no signal: had this one stopped it first, nothing more would have been lost. An
     advantage that looks at the whole batch is given the group alone.
     """
-    rewards_G = group.rewards()
-    failed = any(r.fate == Fate.FAILED for r in group.rollouts)
-    if np.count_nonzero(~np.isnan(rewards_G)) < advantage.smallest_group:
-        return None if failed else np.zeros(len(rewards_G))
-    if advantage.group_relative and is_zero_variance(rewards_G):  # equal but for rounding: no filter would keep it
+    advantage, rewards_G = judge.advantage, group.rewards()
+    assert advantage is not None
+    kind = judge.of_rewards(rewards_G)
+    if kind is Kind.NOT_JUDGED and any(r.fate == Fate.FAILED for r in group.rollouts):
+        return None
+    if kind is Kind.NOT_JUDGED or (advantage.group_relative and kind.zero_variance):
         return np.zeros(len(rewards_G))
     if advantage.greedy_baseline and group.greedy_reward() is None:
         return None
@@ -141,13 +141,13 @@ def squared_advantages(group: Group, advantage: Advantage) -> np.ndarray | None:
 class AuditedGate(Gate):
     """Wraps a gate: keeps the account of its stops, carried out or overridden.
 
-    `advantage` is the one that the run trains with. `name` is that of the gate.
+    `judge` is the run's, with the advantage that it trains with.
     """
 
-    def __init__(self, gate: Gate, audit: RuleAudit, advantage: Advantage) -> None:
+    def __init__(self, gate: Gate, audit: RuleAudit, judge: Judge) -> None:
         self.gate = gate
         self.audit = audit
-        self.advantage = advantage
+        self.judge = judge
 
     def rule(self) -> Rule:
         return self.gate.rule()
@@ -165,7 +165,7 @@ class AuditedGate(Gate):
         for decision in taken:
             if not decision.verdict.keep:
                 self.audit.removed(decision.verdict.evidence[OVERRIDE])
-        signal_G = squared_advantages(group, self.advantage)
+        signal_G = squared_advantages(group, self.judge)
         if signal_G is None:
             return
         if not taken or not isinstance(taken[0].at, Token):

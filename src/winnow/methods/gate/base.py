@@ -18,6 +18,7 @@ from pydantic import PlainSerializer, PlainValidator, TypeAdapter
 
 from ...base.packed import pack, unpack
 from ...types import Decision, EnvStep, GatePoint, Group, GroupView, Token, Verdict
+from ..signal import BY_REWARDS, Judge
 from .overrides import Overrides
 
 Array = Annotated[
@@ -35,10 +36,8 @@ class GateContext:
     name: str
     """Name of the gate in this run; its decisions carry it."""
     seed: int = 0
-    success_reward: float = 1.0
-    """Least reward of a right answer."""
-    smallest_group: int = 2
-    """Rewards that the advantage needs of a group."""
+    judge: Judge = BY_REWARDS
+    """Which groups have a signal; also the reward of a right answer, and how many rewards the advantage needs."""
 
 
 class Rule(Protocol):

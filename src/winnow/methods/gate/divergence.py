@@ -17,7 +17,6 @@ import numpy as np
 
 from ...config import nearest
 from ...types import KEEP, EnvStep, Group, GroupView, Verdict
-from ..signal import is_zero_variance
 from .base import GateContext, of_gate
 from .refit import Refit
 from .signals import SIGNALS
@@ -221,6 +220,7 @@ class DivergenceGate:
     def __init__(self, options: Divergence, context: GateContext) -> None:
         self.options = options
         self.name = context.name
+        self.judge = context.judge
         self.refit = Refit(options.threshold, options.refit_every, options.precision) if options.refit_every else None
         self._values: dict[str, list[float]] = {}
         """Signal -> what it was at each decision."""
@@ -239,7 +239,8 @@ class DivergenceGate:
         members = group.siblings
         if self.refit is not None and taken and all(r.reward is not None for r in members):
             value = taken[-1].evidence[self.options.signal]
-            self.refit.observe(value, is_zero_variance(group.rewards()), members[0].survival_p)
+            zero_variance = self.judge.of_rewards(group.rewards()).zero_variance
+            self.refit.observe(value, zero_variance, members[0].survival_p)
 
     def end_step(self) -> None:
         self._values, self._cut = {}, 0

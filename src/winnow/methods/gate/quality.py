@@ -111,7 +111,7 @@ class ArrolGate:
         self.options = options
         with_logp = options.head_inputs == "hidden+logp"
         self.head = QualityHead(context.seed, options.head_width, options.head_lr, with_logp=with_logp)
-        self.least = context.smallest_group if options.min_survivors is None else options.min_survivors
+        self.least = context.judge.least if options.min_survivors is None else options.min_survivors
         """Survivors of a group, at least."""
         self.name = context.name
         self._context = context
@@ -199,7 +199,7 @@ class ArrolGate:
             self.head.remember(hidden_NH, np.array([evidence["logp"] for evidence in scored]))
 
     def _right(self, reward: float) -> bool:
-        return reward >= self._context.success_reward - 1e-8  # as evaluations count
+        return reward >= self._context.judge.max_reward - 1e-8  # as evaluations count
 
     def _learn(self, hidden: np.ndarray | None, logp: float, label: bool, weight: float) -> None:
         """Learn from the middle of a rollout, or its end, where the head is asked when answers are voted on."""

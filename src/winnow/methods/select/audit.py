@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 
 from ...types import Group, Verdict, Visit
-from ..advantage import Advantage
 from ..gate.audit import RuleAudit, squared_advantages
 from ..gate.overrides import keep_probability, survival
 from ..pass_rates import PassRate
+from ..signal import Judge
 from .stream import StreamSelector
 
 
@@ -19,13 +19,13 @@ class AuditedSelector:
     """Wraps a selector: its skips are overridden as `audit` draws, by (epoch, prompt).
 
     An overridden skip is one of the `n` visits of `select`, and its group is like any other: it teaches the selector,
-    and it is trained on. `advantage` is the one that the run trains with.
+    and it is trained on. `judge` is the run's, with the advantage that it trains with.
     """
 
-    def __init__(self, selector: StreamSelector, audit: RuleAudit, advantage: Advantage) -> None:
+    def __init__(self, selector: StreamSelector, audit: RuleAudit, judge: Judge) -> None:
         self.selector = selector
         self.audit = audit
-        self.advantage = advantage
+        self.judge = judge
         selector.override = self
 
     def select(self, n: int) -> list[Visit]:
@@ -49,7 +49,7 @@ class AuditedSelector:
         """The selector learns first, also from what was overridden; then the account is kept."""
         self.selector.observe(group)
         probability = group.visit.verdict.overridden
-        signal_G = squared_advantages(group, self.advantage)
+        signal_G = squared_advantages(group, self.judge)
         if signal_G is None:
             return
         if probability is None:
