@@ -89,8 +89,8 @@ class Loop:
         self.step = 0
         self.num_tokens = 0
         self._tally = Tally(judge)
-        self._barren = 0
-        self._last_rejected: list[str] = []
+        self._rejected: list[tuple[str, bool]] = []
+        """Groups in a row that a refill got nothing from: prompt and reason, and whether rewards were missing."""
         self._skipped_steps = 0
         self._nothing_left = False
         self._stop: RunStoppedError | None = None
@@ -150,8 +150,7 @@ class Loop:
     def _collect(self) -> tuple[list[Group], list[Group]]:
         """A batch for the next update, and every group that finished meanwhile."""
         parts, finished = self.parts, []
-        self._barren = 0
-        self._last_rejected = []
+        self._rejected = []
         self._nothing_left = False
         self._book_stale(parts.buffer.expire(self.step))
         while True:
@@ -206,31 +205,41 @@ class Loop:
         parts.selector.observe(group)
         failpoint("take")
         self._judge_failures()
-        reason = self.judge.refusal(group)
+        reason = refusal = self.judge.refusal(group)
         if reason is None:
             verdict = parts.filter.admit(group, self.judge.kind(group))
             if verdict.keep:
                 parts.buffer.add(group)
-                self._barren = 0
+                self._rejected = []
                 return
             reason = verdict.reason
         self._book(group, Fate.FILTERED, reason)
         if parts.filter.refill:
-            self._barren += 1
-            reason = next((r.reason for r in group.rollouts if r.reason), "")
-            self._last_rejected.append(f"{group.prompt.id} ({reason})")
+            first = next((r.reason for r in group.rollouts if r.reason), reason)
+            self._rejected.append((f"{group.prompt.id} ({first})", group.verdict.keep and refusal is not None))
         else:
             parts.buffer.spend()
 
     def _judge_barren(self) -> bool:
         """Whether to stop a refill that adds nothing, before it goes on; what was already accepted is still trained."""
-        rounds, parts = self.parts.filter.max_refill_rounds, self.parts
-        if not parts.filter.refill or self._barren < rounds * parts.refill_round:
+        rounds, parts, n = self.parts.filter.max_refill_rounds, self.parts, len(self._rejected)
+        if not parts.filter.refill or n < rounds * parts.refill_round:
             return False
+        lacking = sum(lacks for _, lacks in self._rejected)
+        said = (
+            f"{n} groups in a row had no signal"
+            if not lacking
+            else (f"of {n} groups in a row {lacking} lacked rewards, and the others had no signal")
+        )
+        remedy = (
+            "Look for why rollouts fail"
+            if 2 * lacking > n
+            else "The prompts are too easy or too hard for this policy: "
+            "use other prompts, more num_generations, or filter: keep_all"
+        )
         self._stop = RunStoppedError(
-            f"step {self.step}: {self._barren} groups in a row had no signal (max_refill_rounds={rounds}), so the "
-            f"batch cannot be filled; the last were: {'; '.join(self._last_rejected[-5:])}. The prompts are too easy "
-            "or too hard for this policy: use other prompts, more num_generations, or filter: keep_all"
+            f"step {self.step}: {said} (max_refill_rounds={rounds}), so the batch cannot be filled; the last were: "
+            f"{'; '.join(name for name, _ in self._rejected[-5:])}. {remedy}"
         )
         return True
 

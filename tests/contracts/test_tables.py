@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import winnow
-from winnow.engine import ENGINES
+from winnow.engine import ENGINES, ModelReference
 from winnow.methods.advantage import ADVANTAGES
 from winnow.methods.correct import CORRECTIONS, STEP_SCALES
 from winnow.methods.filter import FILTERS
@@ -185,7 +185,7 @@ def test_engines(name: str, tiny_model: Path) -> None:
     from winnow.engine import Finished, Reached, Request, SamplingParams
 
     model, tokenizer = AutoModelForCausalLM.from_pretrained(tiny_model), AutoTokenizer.from_pretrained(tiny_model)
-    engine = ENGINES[name]().build(model, tokenizer)
+    engine = ENGINES[name]().build(ModelReference("", model.device, model), tokenizer)
     assert engine.version == 0
     assert engine.step() == []
     prompt = tuple(tokenizer.encode("numbers 3 5 8 target 16 :"))

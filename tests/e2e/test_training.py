@@ -376,6 +376,15 @@ def test_what_a_barren_refill_had_accepted_is_still_trained(tiny_config: dict[st
         assert ledger.verify().ok
 
 
+def test_a_refill_that_failures_starve_blames_the_failures(tiny_config: dict[str, Any]) -> None:
+    def broken(completions: list[str], **_: object) -> list[float]:
+        raise ConnectionError("judge unreachable")
+
+    config = tiny_config | {"filter": {"name": "zero_variance", "max_refill_rounds": 2}, "max_failed_share": 1.0}
+    with pytest.raises(RunStoppedError, match=r"8 lacked rewards.*judge unreachable.*Look for why rollouts fail"):
+        Trainer(config=config | {"eval_steps": None}, reward_funcs=broken).train()
+
+
 def test_no_signal_anywhere_skips_updates_and_says_so(tiny_config: dict[str, Any]) -> None:
     config = tiny_config | {"filter": {"name": "zero_variance", "refill": False}, "eval_steps": None}
     Trainer(config=config, reward_funcs=lambda completions, **_: [0.0] * len(completions)).train()

@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers as hf
 
-from winnow.engine import ENGINES, LocalEngine, LocalOptions, Request
+from winnow.engine import ENGINES, LocalEngine, LocalOptions, ModelReference, Request
 from winnow.engine.local import hf as hf_module
 
 from .engine_models import (
@@ -223,7 +223,7 @@ def test_options_build_and_from_pretrained_give_the_same_engine(tmp_path: Path) 
     model.save_pretrained(tmp_path)
     TOKENIZER.save_pretrained(tmp_path)
     tokenizer = hf.AutoTokenizer.from_pretrained(tmp_path)
-    built = run(ENGINES["local"](slots=4).build(model, tokenizer), requests)
+    built = run(ENGINES["local"](slots=4).build(ModelReference("", model.device, model), tokenizer), requests)
     loaded = run(LocalEngine.from_pretrained(str(tmp_path), slots=4), requests)
     assert all(built[r.id].token_ids.tolist() == loaded[r.id].token_ids.tolist() for r in requests)
 

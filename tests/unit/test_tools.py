@@ -319,6 +319,7 @@ class Scripted:
     """An engine whose model says what a script tells it, turn by turn."""
 
     provides = frozenset()
+    clock = 0
 
     def __init__(self, tokenizer, script):
         self.tokenizer, self.script, self.requests = tokenizer, script, []

@@ -19,7 +19,7 @@ def evaluate(source: Source, as_json: Json = False) -> None:
     Settings of a run are its own unless overridden: env=countdown eval_prompts=256 eval_generations=16
     eval_temperature=0.6 eval_top_p=0.95.
     """
-    from ..run.build import quiet_transformers
+    from ..engine.loading import quiet_transformers
     from ..run.standalone import evaluate_model
 
     quiet_transformers()
@@ -38,7 +38,7 @@ def vote(
 
     Settings as for `eval`; 32 candidates a prompt unless eval_generations says otherwise.
     """
-    from ..run.build import quiet_transformers
+    from ..engine.loading import quiet_transformers
     from ..study.vote import render, vote_model
 
     quiet_transformers()

@@ -23,7 +23,8 @@ def warm_start(
     Overrides are options of the warm start (max_steps=300) and of the task (env=countdown env.count=4).
     """
     from ..config import build_options
-    from ..run.build import build_demonstrator, quiet_transformers
+    from ..engine.loading import quiet_transformers
+    from ..run.build import build_demonstrator
     from ..study.warm_start import WarmStartConfig
     from ..study.warm_start import warm_start as run
 
@@ -47,7 +48,7 @@ def pass_rates(
 
     The file is a pass-rate profile. The same command continues an interrupted one.
     """
-    from ..run.build import quiet_transformers
+    from ..engine.loading import quiet_transformers
     from ..study.pass_rates import profile_model, render
 
     quiet_transformers()

@@ -1,6 +1,7 @@
-"""Generation engines by name: the options of each, whose `build(model, tokenizer)` makes the engine."""
+"""Generation engines by name: the options of each, whose `build(ModelReference, tokenizer)` makes the engine."""
 
 from .base import Engine, Event, Finished, Reached, Request, SamplingParams
+from .loading import ModelReference
 from .local.backend import check_state
 from .local.engine import LocalEngine, LocalOptions
 from .local.requests import check_request
@@ -14,6 +15,7 @@ __all__ = [
     "Finished",
     "LocalEngine",
     "LocalOptions",
+    "ModelReference",
     "Reached",
     "Request",
     "SamplingParams",

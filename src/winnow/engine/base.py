@@ -116,6 +116,8 @@ class Engine(Protocol):
     """A subset of `CAPABILITIES`."""
     version: int
     """Policy version of the weights in use."""
+    clock: int
+    """Tokens so far of a sequence that had run all the time; patience with environments and rewards counts in these."""
 
     @property
     def pending(self) -> int:

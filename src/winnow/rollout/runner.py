@@ -1,10 +1,10 @@
 """Runs groups on an engine: asks the rules of gates, steps the environments, has finished groups scored.
 
 Every sibling that is launched comes back in its group exactly once, with its tokens as sampled. A stopped or failed
-sibling stays in the group with `reward = None` and a fate. Groups come back in launch order, and each a fixed number of
-engine steps after its last token (at once when the engine is idle); a reward that is slower is waited for. The same
-goes for the answers of environments that work elsewhere. So what runs together, and with it every rounding, does not
-depend on how long rewards and environments take.
+sibling stays in the group with `reward = None` and a fate. Groups come back in launch order, and each a fixed time
+after its last token, by the engine's clock (at once when the engine is idle); a reward that is slower is waited for.
+The same goes for the answers of environments that work elsewhere. So what runs together, and with it every rounding,
+does not depend on how long rewards and environments take.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .flight import Awaited, Flight, Sibling
 from .options import STREAMS, RolloutOptions
 
 OVERLAP = 8
-"""Engine steps that an environment which works elsewhere is given before it is waited for."""
+"""Tokens of a running sequence that an environment which works elsewhere is given before it is waited for."""
 
 
 class RolloutRunner:
@@ -57,8 +57,6 @@ class RolloutRunner:
             raise ValueError(f"task {task.name}: max_turn_length must be at least 1 or None, not {self._turn_length!r}")
         self._flights: dict[tuple[str, int], Flight] = {}
         self._awaited: list[Awaited] = []
-        self._clock = 0
-        """Engine steps so far."""
         self._rules = Rules(rules, engine, task)
 
     def set_rules(self, rules: Sequence[NamedRule]) -> None:
@@ -149,7 +147,6 @@ class RolloutRunner:
         events = self.engine.step()
         self._ask_token_gates([event for event in events if isinstance(event, Reached)])
         self._advance([event for event in events if isinstance(event, Finished)])
-        self._clock += 1
         self._take_answers()
         self._scores(wait=False)
         return self._in_order()
@@ -165,7 +162,8 @@ class RolloutRunner:
         for key, flight in list(self._flights.items()):
             if flight.job.purpose in blocked:
                 continue
-            if flight.group is None or (self.engine.pending and self._clock < flight.ended + self._patience(flight)):
+            due = flight.ended + self._patience(flight)
+            if flight.group is None or (self.engine.pending and self.engine.clock < due):
                 blocked.add(flight.job.purpose)
                 continue
             while not flight.scored:
@@ -212,13 +210,13 @@ class RolloutRunner:
         return self.options[flight.job.purpose].params.max_tokens
 
     def _await(self, flight: Flight, sibling: Sibling, answer: Any) -> None:
-        self._awaited.append(Awaited(flight, sibling, answer, self._clock + OVERLAP))
+        self._awaited.append(Awaited(flight, sibling, answer, self.engine.clock + OVERLAP))
 
     def _take_answers(self) -> None:
         """Take answers of environments that work elsewhere: those due, or all when the engine is idle."""
         idle = self.engine.pending == 0
-        due = [a for a in self._awaited if idle or a.due <= self._clock]
-        self._awaited = [a for a in self._awaited if not (idle or a.due <= self._clock)]
+        due = [a for a in self._awaited if idle or a.due <= self.engine.clock]
+        self._awaited = [a for a in self._awaited if not (idle or a.due <= self.engine.clock)]
         for flight, sibling, answer in ((a.flight, a.sibling, a.answer) for a in due):
             try:
                 result = answer.result()
@@ -333,7 +331,7 @@ class RolloutRunner:
                     self._submit(flight, sibling)
         if flight.group is None and not any(s.running for s in flight.siblings):
             self.engine.cancel((*flight.key, s.index) for s in flight.siblings)
-            flight.group, flight.ended = flight.closed(), self._clock
+            flight.group, flight.ended = flight.closed(), self.engine.clock
             unscored = any(r.fate is None and r.reward is None for r in flight.group.rollouts)
             if unscored and flight.job.purpose != "probe":
                 self.rewarder.start(flight.group, [s.environment for s in flight.siblings])

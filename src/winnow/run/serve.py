@@ -20,12 +20,13 @@ import torch
 
 from ..base.failpoint import failpoint
 from ..config import ConfigError, validate
+from ..engine.loading import quiet_transformers
 from ..env.rewards.rewarder import Rewarder
 from ..methods.gate import rule_from
 from ..rollout.runner import RolloutRunner
 from ..sampler.codec import group_state, job_from, prompts_of
 from ..sampler.weights import fingerprints, read_weights
-from .build import build_policy, build_task, quiet_transformers, rollout_options
+from .build import build_policy, build_task, rollout_options
 from .build_gates import rule_types
 
 HEARTBEAT_S = 1.0

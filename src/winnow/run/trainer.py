@@ -20,6 +20,7 @@ from rich.console import Console
 from ..base.failpoint import failpoint
 from ..base.files import readable, write_json
 from ..config import ConfigError, RunConfig, config_of, validate
+from ..engine.loading import quiet_transformers
 from ..env.prompting import tokenizer_digest
 from ..env.rewards.rewarder import Rewarder, RewardSpec
 from ..learner.step import OptimizerStep
@@ -45,7 +46,6 @@ from .build import (
     build_policy,
     build_sampler,
     build_task,
-    quiet_transformers,
     rollout_options,
     sampler_options,
     step_options,

@@ -12,10 +12,11 @@ from rich.console import Console
 from rich.text import Text
 
 from ..config import build_options, read_settings, validate
+from ..engine.loading import quiet_transformers
 from ..record.ledger import Ledger
 from ..record.progress import fate_line
 from ..record.records import LEDGER, METRICS
-from ..run.build import build_demonstrator, quiet_transformers
+from ..run.build import build_demonstrator
 from ..run.trainer import Trainer
 from ..types import Fate
 from .report import write_report

@@ -27,13 +27,14 @@ from rich.text import Text
 from ..base.failpoint import failpoint
 from ..base.files import write_json
 from ..config import ConfigError, RunConfig
+from ..engine.loading import weights_digest
 from ..env.base import Task
 from ..env.prompting import tokenizer_digest
 from ..env.rewards.rewarder import Rewarder
 from ..methods.pass_rates import BINS, PassRate, ProfileError, histogram, parse_profile, summary
 from ..rollout.evaluate import RolloutsFailedError
 from ..rollout.profile import CHUNK, Profiler
-from ..run.build import Policy, build_task, sampling_params, weights_digest
+from ..run.build import Policy, build_task, sampling_params
 from ..run.standalone import model_config, opened
 from ..types import Prompt
 

@@ -17,6 +17,7 @@ import torch
 from ...base.noise import uniform
 from ...base.weights import Weights, state_of
 from ..base import CAPABILITIES, Event, Finished, Request, SamplingParams
+from ..loading import ModelReference
 from . import slots as col
 from .backend import Output, Prefilled, check_state
 from .cache import Chunk, KVCache, padded, plan
@@ -59,8 +60,8 @@ class LocalOptions:
         if self.max_length is not None and self.max_length < 2:
             raise ValueError(f"max_length must be at least 2, not {self.max_length}")
 
-    def build(self, model: Any, tokenizer: Any, device: torch.device | str | None = None) -> LocalEngine:
-        return LocalEngine(model, tokenizer, device=device, **asdict(self))
+    def build(self, model: ModelReference, tokenizer: Any) -> LocalEngine:
+        return LocalEngine(model.load(), tokenizer, device=model.device, **asdict(self))
 
 
 @dataclass(slots=True)
@@ -113,7 +114,7 @@ class LocalEngine:
         self._prompts: dict[tuple[int, ...], _Prompt] = {}
         # With fixed slots nothing may depend on what else runs, so not on what had to make room either.
         self._kept = KeptSequences(0 if fixed_slots else slots)
-        self._steps = 0
+        self.clock = 0
         self._versions = Versions()
         self._waste = 0
         self._failure: str | None = None
@@ -192,7 +193,7 @@ class LocalEngine:
             prompt.prefilled = None  # computed by the old weights, and no running row needs it
         self._kept.clear()
         self.version = version
-        self._versions.swap(self._steps, version, self._table.ints[col.BORN, : self._table.n].min(initial=self._steps))
+        self._versions.swap(self.clock, version, self._table.ints[col.BORN, : self._table.n].min(initial=self.clock))
 
     def _finished(self, row: int, reason: str, hidden: np.ndarray | None = None) -> Finished:
         versions = self._versions.of(*self._table.ints[[col.BORN, col.COUNT], row])
@@ -218,7 +219,7 @@ class LocalEngine:
         output = outputs[0] if len(outputs) == 1 else _concatenate(outputs)
         tokens_N, logp_N, *extras = self._sample(output.logits_NV)
         alarms = table.record(tokens_N, logp_N, *extras)
-        self._steps += 1
+        self.clock += 1
         table.clock += watch.lap() / table.n
         if not np.isfinite(logp_N).all():
             row = int(np.flatnonzero(~np.isfinite(logp_N))[0])
@@ -309,7 +310,7 @@ class LocalEngine:
     def _insert(self, prefilled: Prefilled, index: list[int], requests: list[Request]) -> Output:
         longest = max(len(r.prompt_ids) + r.params.max_tokens for r in requests)
         self._cache.reserve(max(longest, prefilled.keys[0].shape[2]))
-        rows = self._table.append(requests, [self._stops.add(r.params.stop) for r in requests], self._steps)
+        rows = self._table.append(requests, [self._stops.add(r.params.stop) for r in requests], self.clock)
         lengths = [prefilled.lengths[i] for i in index]
         index_M = self._to_device(np.array(index))
         keys = [k.index_select(0, index_M) for k in prefilled.keys]
@@ -385,7 +386,7 @@ class LocalEngine:
                 self._cache.move(self._to_device(targets), self._to_device(sources), columns)
         if not self.pending:  # an idle engine remembers nothing that could change what comes next
             self._waste = 0
-            self._versions.forget(self._steps)
+            self._versions.forget(self.clock)
 
     def _to_device(self, array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self._backend.device)

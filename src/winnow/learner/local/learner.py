@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ...base.failpoint import failpoint
-from ...base.weights import StateWeights, WeightSource
+from ...base.weights import StateWeights, TensorSpec, WeightSource
 from ...methods.correct import OverBatch
 from ...methods.loss import LossConfig, kl_loss, policy_loss
 from ..base import Sizes, Stats
@@ -276,11 +276,10 @@ class LocalLearner:
         self._optimizer.zero_grad(set_to_none=True)
         return float(norm)
 
-    @torch.no_grad()
     def weights(self) -> WeightSource:
         if self._causal_lm is self.model:
             return StateWeights(self.model.state_dict())
-        return StateWeights(merged_state(self._causal_lm))
+        return MergedWeights(self._causal_lm)
 
     def save(self, directory: Path) -> None:
         self.model.save_pretrained(directory / "model")
@@ -313,23 +312,36 @@ def _identity(logits: torch.Tensor) -> torch.Tensor:
     return logits
 
 
-def merged_state(causal_lm: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """State dict of a model with LoRA layers injected, under the names of the model without them; W + delta merged.
+class MergedWeights:
+    """Weights of a model with LoRA layers injected, W + delta merged tensor by tensor; see `WeightSource`.
 
     The layers are not touched (merging and un-merging in place would drift).
     """
-    state = {}
-    deltas = {
-        f"{name}.weight": module.get_delta_weight("default")
-        for name, module in causal_lm.named_modules()
-        if hasattr(module, "get_delta_weight")
-    }
-    for name, value in causal_lm.state_dict().items():
-        if ".lora_" in name:
-            continue
-        plain = name.replace(".base_layer.", ".")
-        state[plain] = value + deltas[plain] if plain in deltas else value
-    return state
+
+    def __init__(self, causal_lm: torch.nn.Module) -> None:
+        self._state = {
+            name.replace(".base_layer.", "."): value
+            for name, value in causal_lm.state_dict().items()
+            if ".lora_" not in name
+        }
+        layers = ((f"{name}.weight", module) for name, module in causal_lm.named_modules())
+        self._adapted: dict[str, Any] = {name: module for name, module in layers if hasattr(module, "get_delta_weight")}
+
+    @property
+    def specs(self) -> Mapping[str, TensorSpec]:
+        return StateWeights(self._state).specs
+
+    def items(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name in self._state:
+            yield name, self._merged(name)
+
+    def state_dict(self) -> Mapping[str, torch.Tensor]:
+        return dict(self.items())
+
+    @torch.no_grad()
+    def _merged(self, name: str) -> torch.Tensor:
+        value, layer = self._state[name], self._adapted.get(name)
+        return value if layer is None else value + layer.get_delta_weight("default")
 
 
 def frozen_copy(model: torch.nn.Module) -> torch.nn.Module:

@@ -1,0 +1,92 @@
+"""Hugging Face models and tokenizers, from a directory or a hub name to a device."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging
+
+from ..config import ConfigError
+
+_LOADING = threading.Lock()
+"""transformers loads one model at a time: in two threads at once it takes tied weights for missing."""
+
+
+@dataclass(frozen=True)
+class ModelReference:
+    """Model that an engine is to serve, with its weights as version 0, and where."""
+
+    source: str
+    """Directory or hub name of a Hugging Face model; empty for an object that has neither."""
+    device: torch.device
+    loaded: Any = None
+    """The model on `device`, where this process has it anyway; it stays the caller's."""
+
+    def load(self) -> Any:
+        """The Hugging Face model, read only if nobody has yet. Raises ConfigError as `load_causal_lm` does."""
+        return load_causal_lm(self.source, self.device) if self.loaded is None else self.loaded
+
+
+def quiet_transformers() -> None:
+    """Keep transformers' own progress bars out of our display."""
+    logging.disable_progress_bar()
+
+
+def resolve_device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        return torch.empty(0, device=name).device
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigError(f"device: {name} cannot be used: {str(error).splitlines()[0]}") from None
+
+
+def load_tokenizer(source: str | Path) -> Any:
+    """Raises ConfigError when there is none, or when it would need code from the model's repository."""
+    return _load(AutoTokenizer, source, "tokenizer")
+
+
+def load_causal_lm(source: str | Path, device: torch.device) -> Any:
+    """A float32 causal LM.
+
+    Raises ConfigError when it cannot be loaded without running foreign code, or when its weights are incomplete.
+    """
+    options = {"dtype": torch.float32, "use_safetensors": True, "output_loading_info": True}
+    model, info = _load(AutoModelForCausalLM, source, "model", **options)
+    if info["missing_keys"]:
+        shown = ", ".join(sorted(info["missing_keys"])[:3])
+        raise ConfigError(f"model: '{source}' lacks weights, which would start at random: {shown}")
+    return model.to(device)
+
+
+def require_finite(model: torch.nn.Module, source: str) -> None:
+    for name, tensor in model.state_dict().items():
+        if tensor.is_floating_point() and not torch.isfinite(tensor).all():
+            raise ConfigError(f"model: the weights of '{source}' are not finite ({name})")
+
+
+def weights_digest(model: torch.nn.Module) -> str:
+    """SHA-256 over names, shapes and about a thousand elements of every tensor: cheap, yet no real change escapes."""
+    sha = hashlib.sha256()
+    for name, tensor in model.state_dict().items():
+        flat = tensor.detach().reshape(-1)
+        some = flat[:: max(1, len(flat) // 1024)].float().cpu().numpy()
+        sha.update(f"{name}{tuple(tensor.shape)}".encode() + some.tobytes())
+    return sha.hexdigest()
+
+
+def _load(auto_class: Any, source: str | Path, what: str, **options: Any) -> Any:
+    try:
+        with _LOADING:
+            return auto_class.from_pretrained(str(source), trust_remote_code=False, **options)
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        missing = "" if Path(source).is_dir() else " (no such directory, and not found as a hub name)"
+        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ConfigError(f"model: cannot load the {what} of '{source}'{missing}: {first}") from None
