@@ -1,0 +1,139 @@
+"""Gates beside samplers in other processes against gates in one process: do runs end alike? Every arm for every seed.
+
+The gate of small ALFWorld rooms and ARRoL with its head on chain sums, both with a lag of at
+most one step. What is finished is not done again, and a run that was cut off is resumed.
+
+    python benchmarks/sync_claims.py --out benchmarks/results/sync_claims.json --docs docs/claims.md
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import arrol_claims
+import claims_figures as f
+import gate_claims
+from arms import ROOT, Arm, fill, run_all, table, train, write_json
+
+TASKS = {"alfworld": "alfworld", "chain-sum": "chain-sum-arrol"}
+"""Task -> recipe."""
+GATES = {
+    "alfworld": "gates=[{name: divergence, k: 4, threshold: 0.12}]",
+    "chain-sum": "gates=[{name: arrol, cold_start: 10}]",
+}
+SYNCS = {"in-process": "in_process", "processes": "{name: processes, samplers: 1}"}
+FINAL = {"eval_generations": 8, "eval_greedy": True}
+ARMS = {
+    f"{task}-{sync}": Arm(f"{task}-{sync}", recipe, (GATES[task], f"sync={spec}", "max_lag=1", "eval_steps=null"))
+    for task, recipe in TASKS.items()
+    for sync, spec in SYNCS.items()
+}
+
+
+def _task(arm: str) -> str:
+    return next(task for task in TASKS if arm.startswith(task))
+
+
+def warm_model(name: str, work: Path) -> None:
+    """One model for all seeds."""
+    (work / name).mkdir(exist_ok=True)
+    if name == "warm-alfworld":
+        gate_claims.warm_model(0, work / name)
+    else:
+        arrol_claims.warm_model("chain-sum", 0, work / name)
+    done = work / f"{name}-s0"
+    done.mkdir(exist_ok=True)
+    write_json(done / "claim.json", {"arm": name, "seed": 0})
+
+
+def train_arm(arm: Arm, seed: int, work: Path) -> None:
+    from winnow.run.standalone import evaluate_model
+
+    model = next((work / f"warm-{_task(arm.name)}").glob("warm-*s0"))
+    run = train(arm, seed, work, [f"model={model}"])
+    said = {"arm": arm.name, "seed": seed}
+    write_json(run / "claim.json", said | {"deployed": evaluate_model(str(run), FINAL)})
+
+
+def write_figures(work: Path, out: Path | None, docs: Path | None) -> None:
+    runs, _ = f.read_runs(work, list(ARMS))
+    figures: dict[str, list[dict[str, Any]]] = {}
+    rows = []
+    for arm, by_seed in runs.items():
+        base = runs.get(f"{_task(arm)}-in-process", {})
+        figures[arm] = [
+            {
+                "seed": seed,
+                "pass@1": run.deployed["pass@1"],
+                "greedy": run.deployed.get("greedy"),
+                "tokens": run.data.tokens,
+                "stopped": stopped(run),
+            }
+            for seed, run in by_seed.items()
+        ]
+        same = arm.endswith("in-process")
+        rows.append(
+            [
+                arm,
+                str(len(by_seed)),
+                _text(f.over_seeds(by_seed, passed)),
+                "" if same else _text(f.difference(by_seed, base, passed), "{:+.3f}"),
+                _text(f.over_seeds(by_seed, stopped), "{:.2f}"),
+                "" if same else _text(f.cost_ratio(by_seed, base, lambda r: float(r.data.tokens)), "{:.2f}"),
+            ]
+        )
+    if out is not None:
+        out.write_text(json.dumps(figures, indent=1), encoding="utf-8")
+    if docs is not None:
+        head = ["arm", "seeds", "final pass@1", "difference", "stopped by the gate", "tokens"]
+        fill(docs, {"sync-gates": table(head, rows)})
+
+
+def passed(run: f.Run) -> float:
+    return float(run.deployed["pass@1"])
+
+
+def stopped(run: f.Run) -> float:
+    """Share of the groups that were cut, or of the rollouts that were pruned, over the second half of the run."""
+    rows = run.rows[len(run.rows) // 2 :]
+    found = [row.get("gate/divergence/cut_share", 1 - row.get("gate/arrol/keep_rate", 1.0)) for row in rows]
+    return float(sum(found) / len(found))
+
+
+def _text(value: f.Interval | None, form: str = "{:.3f}") -> str:
+    return "" if value is None else value.text(form)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--arms", nargs="+", default=list(ARMS))
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time; those of processes take two cores")
+    parser.add_argument("--work", type=Path, default=ROOT / "runs" / "sync-claims")
+    parser.add_argument("--out", type=Path, help="JSON file for the figures")
+    parser.add_argument("--docs", type=Path, help="Markdown file whose table is replaced")
+    parser.add_argument("--one", nargs=2, metavar=("ARM", "SEED"), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if unknown := set(options.arms) - set(ARMS):
+        parser.error(f"unknown arms {sorted(unknown)}; known: {', '.join(ARMS)}")
+    if options.one:
+        name, seed = options.one[0], int(options.one[1])
+        if name.startswith("warm-"):
+            warm_model(name, options.work)
+        else:
+            train_arm(ARMS[name], seed, options.work)
+        return
+    warm = sorted({f"warm-{_task(arm)}" for arm in options.arms})
+    ok = run_all(__file__, [warm], [0], options.work, 1)
+    ok = ok and run_all(__file__, [options.arms], options.seeds, options.work, options.jobs)
+    if options.out or options.docs:
+        write_figures(options.work, options.out, options.docs)
+    sys.exit(0 if ok else 1)
+
+
+if __name__ == "__main__":
+    main()
