@@ -4,6 +4,8 @@ One warm start; one calibration of the gate, on groups of that model; then for e
 runs of tier 3. What is finished is not done again, and a run that was cut off is resumed.
 
     python benchmarks/gate_claims.py --out benchmarks/results/gate_claims.json --docs docs/claims.md
+
+A few arms can be run alone, with `--arms`; the others' figures stay in the JSON file, and in the tables.
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ FINAL = {"eval_generations": 8, "eval_greedy": True}
 """All held-out games, after training."""
 GATE, WITHOUT_ZERO = "gates=[{gate}]", "filter={name: zero_variance, refill: false}"
 """`{gate}` and its like are what the calibration found."""
+PARTS = ("premise", "tiers")
 ARMS = (
     Arm("grpo", RECIPE),
     Arm("gate", RECIPE, (GATE,)),
@@ -178,21 +181,23 @@ def one(name: str, seed: int, work: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3])
-    parser.add_argument("--arms", nargs="+", default=["tiers", *(arm.name for arm in ARMS)])
+    parser.add_argument("--arms", nargs="+", default=[*PARTS, *(arm.name for arm in ARMS)])
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time, one thread each")
     parser.add_argument("--work", type=Path, default=ROOT / "runs" / "gate-claims")
     parser.add_argument("--out", type=Path, help="JSON file for the figures")
     parser.add_argument("--docs", type=Path, help="Markdown file whose tables are replaced")
     parser.add_argument("--one", nargs=2, metavar=("NAME", "SEED"), help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if unknown := set(options.arms) - {"tiers", *(arm.name for arm in ARMS)}:
+    if unknown := set(options.arms) - {*PARTS, *(arm.name for arm in ARMS)}:
         parser.error(f"unknown arms {sorted(unknown)}")
     if options.one:
         one(options.one[0], int(options.one[1]), options.work)
         return
     ok = run_all(__file__, [["warm"], ["calibration"]], [0], options.work, 1)
-    ok = ok and run_all(__file__, [options.arms], options.seeds, options.work, options.jobs)
-    ok = ok and run_all(__file__, [["premise"]], [0], options.work, 1)
+    arms = [arm for arm in options.arms if arm != "premise"]
+    ok = ok and run_all(__file__, [arms], options.seeds, options.work, options.jobs)
+    if "premise" in options.arms:
+        ok = ok and run_all(__file__, [["premise"]], [0], options.work, 1)
     if options.out or options.docs:
         from gate_tables import write_figures
 

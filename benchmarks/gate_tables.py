@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,43 +11,42 @@ from typing import Any
 import claims_figures as f
 import numpy as np
 from arms import fill, table
-from claims_figures import Interval, Run, Runs, interval
+from claims_figures import Interval, Run, interval
 from claims_tables import percent, text
 
 from winnow.record.records import GATE
 from winnow.study.compare import reached_at
 from winnow.study.report_data import read_lines
 
+Figures = dict[str, list[dict[str, Any]]]
+"""Arm -> what the JSON file keeps of each of its runs."""
 Tiers = list[dict[str, dict[str, Any]]]
 """Of every seed: by gate, by tier."""
 GATES = {"gate": "edit distance", "progress": "progress"}
 
 
 def write_figures(work: Path, arms: Sequence[str], *, out: Path | None, docs: Path | None) -> None:
-    """Write what is there so far; arms without a finished run are left out of the tables."""
+    """Write what is there so far. What is not in `work` is as it was in `out`, or left out."""
     runs, warm = f.read_runs(work, arms)
-    tiers = [json.loads(p.read_text(encoding="utf-8")) for p in sorted(work.glob("tiers-s*/claim.json"))]
-    chosen = json.loads((work / "calibration-s0" / "claim.json").read_text(encoding="utf-8"))
-    premise = json.loads((work / "premise-s0" / "claim.json").read_text(encoding="utf-8"))
+    said = json.loads(out.read_text(encoding="utf-8")) if out is not None and out.exists() else {}
+    for part in ("calibration", "premise"):
+        if (claim := work / f"{part}-s0" / "claim.json").exists():
+            said[part] = json.loads(claim.read_text(encoding="utf-8"))
+    if tiers := [json.loads(p.read_text(encoding="utf-8")) for p in sorted(work.glob("tiers-s*/claim.json"))]:
+        said["tiers"] = tiers
+    said["warm start"] = {seed: _plain(deployed) for seed, deployed in warm.items()}
+    k = said["calibration"]["chosen"]["k"]
+    new = {arm: [_summary(run, k) for run in by_seed.values()] for arm, by_seed in runs.items()}
+    kept: Figures = said.get("runs", {}) | new
+    said["runs"] = {arm: kept[arm] for arm in arms if arm in kept}
     if out is not None:
-        figures = {arm: [_summary(run) for run in by_seed.values()] for arm, by_seed in runs.items()}
-        said = {
-            "premise": premise,
-            "calibration": chosen,
-            "warm start": {seed: _plain(deployed) for seed, deployed in warm.items()},
-            "tiers": tiers,
-            "runs": figures,
-        }
         out.write_text(json.dumps(said, indent=1), encoding="utf-8")
     if docs is not None:
-        found = {
-            "gate-premise": premise_table(premise),
-            "gate-tier-1": tier_1(tiers),
-            "gate-tier-2": tier_2(tiers),
-            "gate-tier-3": tier_3(runs, chosen),
-        }
-        fill(docs, found)
-        draw(runs, docs.with_name("gate-claims.png"))
+        found = {"gate-tier-1": tier_1(said["tiers"]), "gate-tier-2": tier_2(said["tiers"])}
+        if "premise" in said:
+            found["gate-premise"] = premise_table(said["premise"])
+        fill(docs, found | {"gate-tier-3": tier_3(said["runs"])})
+        draw(said["runs"], docs.with_name("gate-claims.png"))
 
 
 def premise_table(premise: dict[str, list[dict[str, Any]]]) -> str:
@@ -110,29 +109,28 @@ def tier_2(tiers: Tiers) -> str:
     return table(["", "paper", *GATES.values()], rows)
 
 
-def tier_3(runs: Runs, chosen: dict[str, Any]) -> str:
+def tier_3(runs: Figures) -> str:
     base = runs["grpo"]
     rows = []
-    for arm, by_seed in runs.items():
+    for arm, found in runs.items():
         same = arm == "grpo"
         rows.append(
             [
                 arm,
-                str(len(by_seed)),
-                text(f.over_seeds(by_seed, lambda r: r.deployed["pass@1"])),
-                "" if same else text(f.difference(by_seed, base, lambda r: r.deployed["pass@1"]), "{:+.3f}"),
-                text(f.over_seeds(by_seed, lambda r: r.deployed["greedy"])),
-                text(f.cost_ratio(by_seed, base, lambda r: r.data.tokens), "{:.2f}"),
-                tokens_to_the_end_of(base, by_seed),
-                percent(f.over_seeds(by_seed, cut_share)),
-                percent(f.over_seeds(by_seed, zero_of_rest)),
-                "" if same else text(f.cost_ratio(by_seed, base, _norm), "{:.2f}"),
-                "" if same else text(f.cost_ratio(by_seed, base, _teaching), "{:.2f}"),
+                str(len(found)),
+                text(_over_seeds(found, lambda r: r["deployed"]["pass@1"])),
+                "" if same else text(_difference(found, base), "{:+.3f}"),
+                text(_over_seeds(found, lambda r: r["deployed"]["greedy"])),
+                text(_ratio(found, base, "tokens"), "{:.2f}"),
+                tokens_to_the_end_of(base, found),
+                percent(_over_seeds(found, lambda r: r["cut_share"])),
+                percent(_over_seeds(found, lambda r: r["zero_share"])),
+                "" if same else text(_ratio(found, base, "grad_norm"), "{:.2f}"),
+                "" if same else text(_ratio(found, base, "teaching"), "{:.2f}"),
             ]
         )
-    if "dapo" in runs:
-        share = f.over_seeds(runs["dapo"], lambda r: oracle_share(r, chosen["chosen"]["k"]))
-        rows.append(["oracle", str(len(runs["dapo"])), *["as dapo"] * 3, text(share, "{:.2f}"), *[""] * 5])
+    share = _over_seeds(base, lambda r: r["oracle_steps"])
+    rows.append(["oracle", str(len(base)), *["as grpo"] * 3, text(share, "{:.2f}"), *[""] * 5])
     head = [
         "arm",
         "seeds",
@@ -146,15 +144,34 @@ def tier_3(runs: Runs, chosen: dict[str, Any]) -> str:
     return table([*head, "zero-variance of the rest", "gradient norm", "predicted"], rows)
 
 
-def tokens_to_the_end_of(base: dict[int, Run], by_seed: dict[int, Run]) -> str:
+def _over_seeds(found: list[dict[str, Any]], value: Callable[[dict[str, Any]], float]) -> Interval | None:
+    return interval([value(run) for run in found])
+
+
+def _paired(found: list[dict[str, Any]], base: list[dict[str, Any]]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    by_seed = {run["seed"]: run for run in base}
+    return [(run, by_seed[run["seed"]]) for run in found if run["seed"] in by_seed]
+
+
+def _difference(found: list[dict[str, Any]], base: list[dict[str, Any]]) -> Interval | None:
+    return interval([a["deployed"]["pass@1"] - b["deployed"]["pass@1"] for a, b in _paired(found, base)])
+
+
+def _ratio(found: list[dict[str, Any]], base: list[dict[str, Any]], key: str) -> Interval | None:
+    return f.ratio([(a[key], b[key]) for a, b in _paired(found, base)])
+
+
+def mean_curve(found: list[dict[str, Any]]) -> list[tuple[float, float]]:
+    """(tokens, pass@1) at each evaluation, means over seeds."""
+    return [(p[1], p[3]) for p in np.mean([run["curve"] for run in found], axis=0).tolist()]
+
+
+def tokens_to_the_end_of(base: list[dict[str, Any]], found: list[dict[str, Any]]) -> str:
     """Where the mean curve over seeds first is at the baseline's mean end; single curves are too rough for that."""
-    seeds = [seed for seed in by_seed if seed in base]
-    curves = [f.curve({seed: runs[seed] for seed in seeds}) for runs in (by_seed, base)]
-    level = curves[1]["passed"][-1]
-    points = [
-        [SimpleNamespace(passed=p, tokens=t) for p, t in zip(c["passed"], c["tokens"], strict=True)] for c in curves
-    ]
-    own, others = (reached_at(c, level, lambda p: p.tokens) for c in points)  # type: ignore[arg-type]
+    pairs = _paired(found, base)
+    curves = [mean_curve([pair[i] for pair in pairs]) for i in (0, 1)]
+    points = [[SimpleNamespace(passed=passed, tokens=tokens) for tokens, passed in c] for c in curves]
+    own, others = (reached_at(c, curves[1][-1][1], lambda p: p.tokens) for c in points)  # type: ignore[arg-type]
     return "not reached" if own is None or not others else f"{own / others:.2f}"
 
 
@@ -171,8 +188,14 @@ def _cut(row: dict[str, float]) -> float:
 
 
 def zero_of_rest(run: Run) -> float:
-    """Zero-variance share of the groups that were not cut."""
-    return f.zero_share(run, 0, 1) / (1 - cut_share(run))
+    """Zero-variance share of the groups that were not cut.
+
+    What `divergence` cuts is counted as zero-variance, and what is cut at random is not judged.
+    """
+    judged = np.array([row["groups/judged"] for row in run.rows])
+    zero = judged * [row.get("frac_reward_zero_std", 0.0) for row in run.rows]
+    cut = sum(_cut(row) for row in run.rows if "gate/divergence/cut_share" in row)
+    return float((zero.sum() - cut) / (judged.sum() - cut))
 
 
 def _teaching(run: Run) -> float:
@@ -184,9 +207,11 @@ def _norm(run: Run) -> float:
     return float(np.mean(f.series(run, "grad_norm")))
 
 
-def oracle_share(run: Run, k: int) -> float:
-    """Environment steps that are left when every zero-variance group is stopped at step k."""
+def oracle_steps(run: Run, k: int) -> float | None:
+    """Environment steps that are left when every zero-variance group is stopped at step k; None with gates."""
     rows = [row for row in read_lines(run.data.path / GATE, []) if row["K"] == k]
+    if not rows:
+        return None
     steps = np.array([row["steps"] for row in rows], float)
     stopped = np.array([row["steps_k"] for row in rows], float)
     zero = np.array([row["reward_var"] == 0 for row in rows])
@@ -198,19 +223,23 @@ def _plain(deployed: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in deployed.items() if key != "model"}
 
 
-def _summary(run: Run) -> dict[str, Any]:
+def _summary(run: Run, k: int) -> dict[str, Any]:
     return {
         "seed": run.data.seed,
         "deployed": _plain(run.deployed),
         "tokens": run.data.tokens,
         "cut_share": cut_share(run),
         "zero_share": zero_of_rest(run),
+        "teaching": _teaching(run),
+        "oracle_steps": oracle_steps(run, k),
         "grad_norm": _norm(run),
         "curve": [[p.step, p.tokens, p.rollouts, round(p.passed, 5)] for p in run.data.curve],
+        "cut_by_step": [round(_cut(row) / max(row["groups/rolled_out"], 1), 4) for row in run.rows],
+        "zero_by_step": [round(row.get("frac_reward_zero_std", 0.0), 4) for row in run.rows],
     }
 
 
-def draw(runs: Runs, path: Path) -> None:
+def draw(runs: Figures, path: Path) -> None:
     """Held-out success against sampled tokens, and the groups cut beside the baseline's zero-variance groups."""
     import matplotlib
 
@@ -218,25 +247,22 @@ def draw(runs: Runs, path: Path) -> None:
     import matplotlib.pyplot as plt
 
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), constrained_layout=True)
-    for arm, by_seed in runs.items():
-        mean = f.curve(by_seed)
-        left.plot(np.array(mean["tokens"]) / 1e3, mean["passed"], marker="o", ms=3, label=f"{arm} (n={len(by_seed)})")
+    for arm, found in runs.items():
+        tokens, passed = zip(*mean_curve(found), strict=True)
+        left.plot(np.array(tokens) / 1e3, passed, marker="o", ms=3, label=f"{arm} (n={len(found)})")
     left.set(xlabel="sampled tokens, thousands", ylabel="held-out pass@1 (128 games)")
     left.legend(fontsize=8)
-    for arm, what in (("grpo", "zero-variance groups, baseline"), ("gate", "cut by the gate")):
-        if arm in runs:
-            shares = np.mean([_by_step(run, arm) for run in runs[arm].values()], axis=0)
+    lines = (
+        ("grpo", "zero_by_step", "zero-variance groups, baseline"),
+        ("gate", "cut_by_step", "cut by the gate"),
+        ("gate-progress", "cut_by_step", "cut by progress"),
+    )
+    for arm, key, what in lines:
+        shares = np.mean([run[key] for run in runs.get(arm, []) if key in run] or [[]], axis=0)
+        if len(shares) >= 5:
             right.plot(np.convolve(shares, np.ones(5) / 5, "valid"), label=what)
     right.set(xlabel="step", ylabel="share of the groups (5-step mean)", ylim=(0, 1))
     right.legend(fontsize=8)
     for axis in (left, right):
         axis.grid(alpha=0.3)
     figure.savefig(path, dpi=90)
-
-
-def _by_step(run: Run, arm: str) -> np.ndarray:
-    values = [
-        row["frac_reward_zero_std"] if arm == "grpo" else _cut(row) / max(row["groups/rolled_out"], 1)
-        for row in run.rows
-    ]
-    return np.array(values)
