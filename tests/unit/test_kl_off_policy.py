@@ -20,7 +20,7 @@ from winnow.learner.base import Stats
 from winnow.learner.batch import MicroBatch
 from winnow.learner.local.learner import LearnerOptions, LocalLearner
 from winnow.learner.local.logprob import TokenDistribution
-from winnow.methods.correct import Correction
+from winnow.methods.correct import Correction, Evidence
 from winnow.methods.correct.m2po import M2PO
 from winnow.methods.correct.mask import Mask
 from winnow.methods.correct.none import NoCorrection
@@ -169,7 +169,7 @@ def test_other_weights_are_those_of_the_policy_term(estimator: str, policy_loss:
     """The gradient is the sum of sampler(y) * w * (d estimate / d logp) * grad logp with the w of the policy term."""
     t = toy()
     mask = torch.ones_like(t.sampler, dtype=torch.bool)
-    weight, _ = correction(t.policy.detach(), t.sampler, mask, torch.zeros(len(mask), dtype=torch.float64))
+    weight, _ = correction(Evidence(t.policy.detach(), t.sampler, mask, torch.zeros(len(mask), dtype=torch.float64)))
     slope = SLOPES[estimator](t.policy, t.reference).detach()
     close(learned(t, config(estimator, policy_loss, correction)), of_coefficients(t, weight, slope))
 

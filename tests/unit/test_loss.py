@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from winnow.methods.correct.mask import Mask
-from winnow.methods.correct.ratios import Level
+from winnow.methods.correct.ratios import Evidence, Level
 from winnow.methods.correct.truncate import Truncate
 from winnow.methods.loss import LossConfig, kl_divergence, policy_loss
 
@@ -104,7 +104,7 @@ def test_bad_options_are_refused(bad: dict[str, float]) -> None:
 def test_truncated_importance_sampling(level: str) -> None:
     mask = torch.ones(B, T, dtype=torch.bool)
     mask[1, 3:] = False
-    weights, metrics = Truncate(level=level, low=0.5, high=2.0)(LOGP, OLD, mask, ADVANTAGES)
+    weights, metrics = Truncate(level=level, low=0.5, high=2.0)(Evidence(LOGP, OLD, mask, ADVANTAGES))
     for b in range(B):
         log_ratios = [(float(LOGP[b, t] - OLD[b, t]) if mask[b, t] else 0.0) for t in range(T)]
         for t in range(T):
@@ -117,9 +117,9 @@ def test_truncated_importance_sampling(level: str) -> None:
 
 def test_truncation_cannot_overflow() -> None:
     logp = torch.full((1, 4), 600.0)
-    weights, _ = Truncate()(logp, -logp, torch.ones(1, 4, dtype=torch.bool), torch.ones(1))
+    weights, _ = Truncate()(Evidence(logp, -logp, torch.ones(1, 4, dtype=torch.bool), torch.ones(1)))
     assert weights.item() == pytest.approx(8.0)
-    weights, _ = Truncate(high=None)(logp, -logp, torch.ones(1, 4, dtype=torch.bool), torch.ones(1))
+    weights, _ = Truncate(high=None)(Evidence(logp, -logp, torch.ones(1, 4, dtype=torch.bool), torch.ones(1)))
     assert torch.isfinite(weights).all()
     with pytest.raises(ValueError, match="low < high"):
         Truncate(low=2.0, high=1.0)
@@ -131,7 +131,7 @@ def test_truncation_cannot_overflow() -> None:
 def test_masking_element_by_element(level: Level, only_negative: bool, weigh: bool) -> None:
     low, high = 0.995, 1.005  # narrow enough that every kind of row is outside now and then
     rule = Mask(level=level, low=low, high=high, only_negative=only_negative, weigh=weigh)
-    weights, metrics = rule(LOGP, OLD, MASK, ADVANTAGES)
+    weights, metrics = rule(Evidence(LOGP, OLD, MASK, ADVANTAGES))
     weights, clipped, of = weights.expand(B, T), 0, 0
     for b in range(B):
         differences = (LOGP - OLD)[b, MASK[b]]
@@ -148,10 +148,12 @@ def test_masking_element_by_element(level: Level, only_negative: bool, weigh: bo
 
 def test_a_mask_never_gives_an_infinite_weight() -> None:
     far = torch.full((1, 4), 500.0)
-    weights, metrics = Mask(high=None)(far, -far, torch.ones(1, 4, dtype=torch.bool), torch.ones(1))
+    weights, metrics = Mask(high=None)(Evidence(far, -far, torch.ones(1, 4, dtype=torch.bool), torch.ones(1)))
     assert torch.isfinite(weights).all()
     assert metrics["clipped"] == 0
-    weights, _ = Mask(high=2.0, only_negative=True)(far, -far, torch.ones(1, 4, dtype=torch.bool), torch.ones(1))
+    weights, _ = Mask(high=2.0, only_negative=True)(
+        Evidence(far, -far, torch.ones(1, 4, dtype=torch.bool), torch.ones(1))
+    )
     assert torch.isfinite(weights).all()
     with pytest.raises(ValueError, match="low < high"):
         Mask(low=1.0, high=0.5)

@@ -18,6 +18,7 @@ from winnow.learner.step import OptimizerStep, StepOptions
 from winnow.methods.advantage import ADVANTAGES
 from winnow.methods.correct.m2po import M2PO, cutoff
 from winnow.methods.correct.none import NoScale
+from winnow.methods.correct.ratios import Evidence
 from winnow.methods.loss import LossConfig
 
 from .learner_models import assert_equal, learner_of, llama, random_rows
@@ -59,21 +60,23 @@ def test_weights_by_brute_force(spread: float) -> None:
     logp = sampler + spread * torch.randn(6, 9, dtype=torch.float64)
     logp[~mask] = 99.0
     A = torch.tensor([1.0, -2.0, 0.5, 0.0, -0.1, 3.0], dtype=torch.float64)
-    weights, counts = M2PO()(logp, sampler, mask, A)
+    weights, counts = M2PO()(Evidence(logp, sampler, mask, A))
     expected = brute_force(logp, sampler, mask, A)
     torch.testing.assert_close(weights[mask], expected[mask])
     dropped = int((expected[mask] == 0).sum())
     assert counts == {"clipped": dropped, "clipped_of": int(mask.sum())}
     assert (dropped > 0) == (spread > 0.1)
-    unweighed = M2PO(weigh=False)(logp, sampler, mask, A)[0]
+    unweighed = M2PO(weigh=False)(Evidence(logp, sampler, mask, A))[0]
     assert torch.equal(unweighed[mask], (expected[mask] > 0).double())
-    parts = [(logp[i : i + 2], sampler[i : i + 2], mask[i : i + 2], A[i : i + 2]) for i in (0, 2, 4)]
+    parts = [Evidence(logp[i : i + 2], sampler[i : i + 2], mask[i : i + 2], A[i : i + 2]) for i in (0, 2, 4)]
     cut = M2PO().over_batch(parts)
-    assert torch.equal(torch.cat([cut(*part)[0] for part in parts]), weights)
+    assert torch.equal(torch.cat([cut(part)[0] for part in parts]), weights)
 
 
 def test_far_off_tokens_that_clipping_would_not_bite_stay_finite() -> None:
-    weights, _ = M2PO()(torch.zeros(1, 2), torch.full((1, 2), -500.0), torch.ones(1, 2).bool(), -torch.ones(1))
+    weights, _ = M2PO()(
+        Evidence(torch.zeros(1, 2), torch.full((1, 2), -500.0), torch.ones(1, 2).bool(), -torch.ones(1))
+    )
     torch.testing.assert_close(weights, torch.full((1, 2), 1e6))
     with pytest.raises(ValueError, match="threshold must be above 0"):
         M2PO(threshold=0.0)

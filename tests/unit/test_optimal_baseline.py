@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from winnow.learner.base import Stats
 from winnow.learner.batch import Pool, Row, collate, micro_batches, rows_of, with_gradient
 from winnow.methods.advantage import ADVANTAGES, opo, optimal_baseline
+from winnow.methods.correct import Evidence
 from winnow.methods.correct.truncate import Truncate
 from winnow.methods.loss import LossConfig
 
@@ -174,7 +175,7 @@ def test_every_token_has_its_own_baseline_under_otb(level: str, budget: int) -> 
         logp = logits.log_softmax(-1).gather(1, batch.input_ids_BT[0, 3:, None])[:, 0]
         mask = batch.mask_BT[:1, 3:]
         sampled = torch.from_numpy(row.rollout.sampler_logp)[None]
-        w.append((loss.correction(logp[None], sampled, mask, torch.ones(1))[0] * mask)[0].detach().numpy())
+        w.append((loss.correction(Evidence(logp[None], sampled, mask, torch.ones(1)))[0] * mask)[0].detach().numpy())
         graph.append(logp)
         logps.append(logp.detach().numpy())
         squares.append(logits.softmax(-1).square().sum(-1).detach().numpy())

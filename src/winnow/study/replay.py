@@ -25,7 +25,7 @@ from ..methods.gate.divergence import TERMINATION, Rule, fires
 from ..methods.gate.signals import SIGNALS
 from ..record.records import GATE
 
-TEXT, NUMBERS = ("task_id", "task_type", "label"), ("K", "reward_var", "steps", "steps_k", "weight")
+TEXT = ("task_id", "task_type", "label")
 REQUIRED = ("K", "task_id", "reward_var")
 COLUMNS = (*REQUIRED, "task_type", "label", "steps", "steps_k", "weight", *SIGNALS)
 LABELS = {"all_fail": True, "mixed": False, "all_succeed": True}

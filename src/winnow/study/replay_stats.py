@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -40,21 +40,6 @@ class Bound:
         return (
             f"precision >= {self.precision:g}" if self.precision is not None else f"signal loss <= {self.signal_loss:g}"
         )
-
-
-@dataclass(frozen=True)
-class Arm:
-    """A rule to compare with, in expectation; as `SweepRow`."""
-
-    cut: float
-    tp: float
-    fp: float
-    precision: float | None
-    recall: float | None
-    safe_pct: float
-    raw_pct: float
-    measured_pct: float | None
-    kept_norm: float | None
 
 
 @dataclass(frozen=True)
@@ -108,9 +93,9 @@ class Calibration:
     folds: tuple[Fold, ...]
     held_out: dict[str, float | None]
     """`cut, tp, precision, raw_pct` over all folds, and `agree`, the folds that chose the same signal and step."""
-    random: Arm
-    """Control arm: as many cuts at the same step, at random among the groups that can be cut."""
-    oracle: Arm
+    random: SweepRow
+    """Control arm, in expectation: as many cuts at the same step, at random among the groups that can be cut."""
+    oracle: SweepRow
     """All zero-variance groups that can be cut and no other, at the same step."""
 
 
@@ -321,26 +306,23 @@ def _intervals(choice: Choice, at: Recorded, t_max: int, seed: int) -> dict[str,
     return found
 
 
-def _arms(row: SweepRow, at: Recorded, t_max: int) -> tuple[Arm, Arm]:
+def _arms(row: SweepRow, at: Recorded, t_max: int) -> tuple[SweepRow, SweepRow]:
     """At random among the groups that can be cut, and the oracle's."""
     run_N, zero_N = at.running_N, at.zero_N
-    n, zero = float(at.weights_N.sum()), at.count(zero_N)
-    share, teaching = 100 * (t_max - at.k) / (n * t_max), n - zero
     best, everything = (counted(at, cut_N, row.signal, row.threshold, t_max) for cut_N in (run_N & zero_N, run_N))
     hit = row.cut / everything.cut if everything.cut else 0.0
-    tp = hit * best.cut
-    random = Arm(
-        cut=row.cut,
+    tp, teaching = hit * best.cut, float(at.weights_N.sum()) - at.count(zero_N)
+    random = replace(
+        row,
         tp=tp,
         fp=row.cut - tp,
         precision=everything.precision if row.cut else None,
-        recall=tp / zero if zero else None,
-        safe_pct=tp * share,
-        raw_pct=row.raw_pct,
+        recall=None if best.recall is None else hit * best.recall,
+        safe_pct=hit * best.safe_pct,
         measured_pct=None if everything.measured_pct is None else hit * everything.measured_pct,
         kept_norm=math.sqrt(max(0.0, 1 - (row.cut - tp) / teaching)) if teaching else None,
     )
-    return random, Arm(**{f.name: getattr(best, f.name) for f in fields(Arm)})
+    return random, best
 
 
 def config_section(found: Calibration) -> str:

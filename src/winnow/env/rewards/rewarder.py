@@ -179,11 +179,6 @@ class Rewarder:
             self._settle(work)
         return [work.group for work in finished]
 
-    def failure_share(self) -> float:
-        """Failed rollouts among all that were to be scored; 0 before the first."""
-        total = self.counts["scored"] + self.counts["failed"]
-        return self.counts["failed"] / total if total else 0.0
-
     def pop_metrics(self) -> dict[str, float]:
         """Means of what functions gave to `log_metric` since the last call."""
         logged, self._metrics = self._metrics, []

@@ -17,7 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ...base.failpoint import failpoint
 from ...base.weights import StateWeights, TensorSpec, WeightSource
-from ...methods.correct import OverBatch
+from ...methods.correct import Evidence, OverBatch
 from ...methods.loss import LossConfig, kl_loss, policy_loss
 from ..base import Sizes, Stats
 from ..batch import MicroBatch, Row, collate, micro_batches, packed
@@ -143,7 +143,7 @@ class LocalLearner:
                 logp = self.batch_logp(batch)
             if loss.ratio_to_learner:
                 batch.old_logp_BT = logp
-            parts.append((logp, batch.sampler_logp_BT[:, 1:], batch.mask_BT[:, 1:], batch.advantages_B))
+            parts.append(Evidence(logp, batch.sampler_logp_BT[:, 1:], batch.mask_BT[:, 1:], batch.advantages_B))
         return replace(loss, correction=correction.over_batch(parts))
 
     def forward_backward(self, batch: MicroBatch, loss: LossConfig, stats: Stats) -> None:

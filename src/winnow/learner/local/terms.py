@@ -6,6 +6,7 @@ from typing import Protocol
 
 import torch
 
+from ...methods.correct import Evidence
 from ...methods.loss import LossConfig
 from ..base import Stats
 from ..batch import MicroBatch
@@ -29,7 +30,7 @@ def correction_weights(
         old_logp = batch.old_logp_BT
     # With clipping, the ratio to `old_logp` carries what has changed since; the weight only what was off before.
     corrected = old_logp if loss.ratio_to_learner else logp_BT.detach()
-    weights, metrics = loss.correction(corrected, sampler_logp, batch.mask_BT[:, 1:], batch.advantages_B)
+    weights, metrics = loss.correction(Evidence(corrected, sampler_logp, batch.mask_BT[:, 1:], batch.advantages_B))
     for name, number in metrics.items():
         stats.add(f"correction/{name}", number)
     return weights, old_logp

@@ -21,13 +21,7 @@ class Correction(Protocol):
     weigh: bool
     """False when weights are 0 or 1; then, too: a rollout must be weighed once, by the weight or by that ratio."""
 
-    def __call__(
-        self,
-        logp_BT: torch.Tensor,
-        sampler_logp_BT: torch.Tensor,
-        mask_BT: torch.Tensor,
-        advantages_B: torch.Tensor,
-    ) -> tuple[torch.Tensor, dict[str, float]]:
+    def __call__(self, on: Evidence) -> tuple[torch.Tensor, dict[str, float]]:
         """Detached weights, broadcastable to [B, T], and sums for the metrics."""
         ...
 
@@ -61,6 +55,7 @@ __all__ = [
     "CORRECTIONS",
     "STEP_SCALES",
     "Correction",
+    "Evidence",
     "OverBatch",
     "StepScale",
     "effective_sample_size",

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .ratios import Level, log_ratio
+from .ratios import Evidence, Level, log_ratio
 
 
 @dataclass(frozen=True)
@@ -28,11 +28,9 @@ class Bounded:
     def log_bounds(self) -> tuple[float, float]:
         return math.log(self.low) if self.low > 0 else -math.inf, math.inf if self.high is None else math.log(self.high)
 
-    def _judged(
-        self, logp_BT: torch.Tensor, sampler_logp_BT: torch.Tensor, mask_BT: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _judged(self, on: Evidence) -> tuple[torch.Tensor, torch.Tensor]:
         """Log ratios and which of them are out of bounds, [B, T] or [B, 1]."""
-        log_w = log_ratio(logp_BT, sampler_logp_BT, mask_BT, self.level)
+        log_w = log_ratio(on.logp_BT, on.sampler_logp_BT, on.mask_BT, self.level)
         low, high = self.log_bounds
         return log_w, (log_w < low) | (log_w > high)
 

@@ -33,19 +33,12 @@ class M2PO:
         if not 0 < self.threshold < math.inf:
             raise ValueError(f"threshold must be above 0, not {self.threshold}")
 
-    def __call__(
-        self,
-        logp_BT: torch.Tensor,
-        sampler_logp_BT: torch.Tensor,
-        mask_BT: torch.Tensor,
-        advantages_B: torch.Tensor,
-    ) -> tuple[torch.Tensor, dict[str, float]]:
-        part = logp_BT, sampler_logp_BT, mask_BT, advantages_B
-        return self.over_batch([part])(*part)
+    def __call__(self, on: Evidence) -> tuple[torch.Tensor, dict[str, float]]:
+        return self.over_batch([on])(on)
 
     def over_batch(self, parts: Iterable[Evidence]) -> Cut:
         """The cut, chosen over the tokens of all micro-batches together, so that their borders cannot matter."""
-        squared = [log_w[biting] ** 2 for log_w, biting in (_judged(*part) for part in parts)]
+        squared = [log_w[biting] ** 2 for log_w, biting in map(_judged, parts)]
         return Cut(cutoff(torch.cat(squared), self.threshold), self.weigh)
 
 
@@ -57,25 +50,17 @@ class Cut:
     weigh: bool
     active = True
 
-    def __call__(
-        self,
-        logp_BT: torch.Tensor,
-        sampler_logp_BT: torch.Tensor,
-        mask_BT: torch.Tensor,
-        advantages_B: torch.Tensor,
-    ) -> tuple[torch.Tensor, dict[str, float]]:
-        log_w, biting = _judged(logp_BT, sampler_logp_BT, mask_BT, advantages_B)
+    def __call__(self, on: Evidence) -> tuple[torch.Tensor, dict[str, float]]:
+        log_w, biting = _judged(on)
         dropped = biting & (log_w**2 >= self.cutoff)
         kept = weight(log_w) if self.weigh else torch.ones_like(log_w)
-        return torch.where(dropped, 0.0, kept), {"clipped": float(dropped.sum()), "clipped_of": float(mask_BT.sum())}
+        return torch.where(dropped, 0.0, kept), {"clipped": float(dropped.sum()), "clipped_of": float(on.mask_BT.sum())}
 
 
-def _judged(
-    logp_BT: torch.Tensor, sampler_logp_BT: torch.Tensor, mask_BT: torch.Tensor, advantages_B: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _judged(on: Evidence) -> tuple[torch.Tensor, torch.Tensor]:
     """Log ratios of tokens and which of them clipping could bite, both [B, T]."""
-    log_w = log_ratio(logp_BT, sampler_logp_BT, mask_BT, "token")
-    return log_w, log_w * advantages_B[:, None].sign() > 0
+    log_w = log_ratio(on.logp_BT, on.sampler_logp_BT, on.mask_BT, "token")
+    return log_w, log_w * on.advantages_B[:, None].sign() > 0
 
 
 def cutoff(squared_N: torch.Tensor, threshold: float) -> float:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from .bounded import Bounded
-from .ratios import weight
+from .ratios import Evidence, weight
 
 
 @dataclass(frozen=True)
@@ -27,16 +27,10 @@ class Mask(Bounded):
         if self.low == 0 and self.high is None and not self.weigh:
             raise ValueError("low: 0 and high: null mask nothing, and weigh: false leaves no weight; set a bound")
 
-    def __call__(
-        self,
-        logp_BT: torch.Tensor,
-        sampler_logp_BT: torch.Tensor,
-        mask_BT: torch.Tensor,
-        advantages_B: torch.Tensor,
-    ) -> tuple[torch.Tensor, dict[str, float]]:
-        log_w, outside = self._judged(logp_BT, sampler_logp_BT, mask_BT)
+    def __call__(self, on: Evidence) -> tuple[torch.Tensor, dict[str, float]]:
+        log_w, outside = self._judged(on)
         if self.only_negative:
-            outside = outside & (advantages_B[:, None] < 0)
+            outside = outside & (on.advantages_B[:, None] < 0)
         # Where only negative advantages are masked, others may be far off.
         kept = weight(log_w) if self.weigh else torch.ones_like(log_w)
-        return torch.where(outside, 0.0, kept), self._counts(outside, mask_BT)
+        return torch.where(outside, 0.0, kept), self._counts(outside, on.mask_BT)

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from .ratios import Evidence
+
 
 @dataclass(frozen=True)
 class NoCorrection:
@@ -16,14 +18,8 @@ class NoCorrection:
     active = False
     weigh = False
 
-    def __call__(
-        self,
-        logp_BT: torch.Tensor,
-        sampler_logp_BT: torch.Tensor,
-        mask_BT: torch.Tensor,
-        advantages_B: torch.Tensor,
-    ) -> tuple[torch.Tensor, dict[str, float]]:
-        return torch.ones_like(logp_BT[:, :1]), {}
+    def __call__(self, on: Evidence) -> tuple[torch.Tensor, dict[str, float]]:
+        return torch.ones_like(on.logp_BT[:, :1]), {}
 
 
 @dataclass(frozen=True)

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 
 Level = Literal["token", "sequence", "geometric"]
-Evidence = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
-"""Input of a correction: learner's and sampler's log-probabilities, mask [B, T], advantages [B]."""
 LARGEST = 1e6
 """Largest weight where no bound applies."""
+
+
+class Evidence(NamedTuple):
+    """Input of a correction: B rollouts of T positions."""
+
+    logp_BT: torch.Tensor
+    """Under the learner."""
+    sampler_logp_BT: torch.Tensor
+    mask_BT: torch.Tensor
+    """True for action tokens."""
+    advantages_B: torch.Tensor
 
 
 def log_ratio(

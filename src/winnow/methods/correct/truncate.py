@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from .bounded import Bounded
-from .ratios import weight
+from .ratios import Evidence, weight
 
 
 @dataclass(frozen=True)
@@ -17,12 +17,6 @@ class Truncate(Bounded):
     Active-RLOO's weight is `level: sequence, low: 0.1003, high: 9.974` (e^-2.3 and e^2.3).
     """
 
-    def __call__(
-        self,
-        logp_BT: torch.Tensor,
-        sampler_logp_BT: torch.Tensor,
-        mask_BT: torch.Tensor,
-        advantages_B: torch.Tensor,
-    ) -> tuple[torch.Tensor, dict[str, float]]:
-        log_w, outside = self._judged(logp_BT, sampler_logp_BT, mask_BT)
-        return weight(log_w.clamp(*self.log_bounds)), self._counts(outside, mask_BT)
+    def __call__(self, on: Evidence) -> tuple[torch.Tensor, dict[str, float]]:
+        log_w, outside = self._judged(on)
+        return weight(log_w.clamp(*self.log_bounds)), self._counts(outside, on.mask_BT)
