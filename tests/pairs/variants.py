@@ -53,6 +53,7 @@ VALUES: dict[tuple[str, str], list[Settings]] = {
         {"termination": 0.5, "rule": "and"},
         {"progress": 0.3},
         {"per_task_type": {"x": 0.7, "y": 0}},
+        {"per_task_type": {"x": {"signal": "action_entropy", "steps": {1: 0.7, 2: 0.5}}}},
         {"signal": "action_entropy", "threshold": 0.45},
         {"refit_every": 1},
     ],
