@@ -18,7 +18,6 @@ import itertools
 import json
 import math
 import os
-import platform
 import statistics
 import time
 from collections.abc import Callable
@@ -29,6 +28,7 @@ from typing import Any
 
 import torch
 import transformers as hf
+from machine import machine
 from tokenizers import Tokenizer, models
 
 from winnow.base.noise import noise_key
@@ -279,8 +279,7 @@ def main() -> None:
     limits = machine_limits(args.device)
     result: dict[str, Any] = {
         "what": __doc__,
-        "versions": {"torch": torch.__version__, "transformers": hf.__version__, "python": platform.python_version()},
-        "device": torch.cuda.get_device_name() if args.device == "cuda" else f"CPU, {os.cpu_count()} cores",
+        "machine": machine(args.device),
         "limits": limits,
         "workloads": {},
     }

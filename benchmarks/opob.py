@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -23,12 +22,12 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from machine import machine
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from winnow.learner.base import Stats
@@ -226,16 +225,8 @@ def main() -> None:
         return
     if options.out is None:
         parser.error("--out is required")
-    machine = {
-        "cpu": platform.processor() or platform.machine(),
-        "cores": len(os.sched_getaffinity(0)),
-        "threads": options.threads,
-        "load_average_at_start": os.getloadavg()[0],
-        "accelerator": torch.cuda.get_device_name() if options.device == "cuda" else None,
-        "torch": version("torch"),
-        "transformers": version("transformers"),
-    }
-    results: dict[str, Any] = {"machine": machine, "quick": options.quick, "cases": []}
+    said = machine(options.device) | {"threads": options.threads}
+    results: dict[str, Any] = {"machine": said, "quick": options.quick, "cases": []}
     for case in QUICK if options.quick else FULL:
         results["cases"].append(found := measure(case, 3 if options.quick else REPEATS[case.size], options.device))
         print(case, found["time_to_ordinary"]["opob"], found["time_to_apart"]["opob"], found["memory_to_ordinary"])

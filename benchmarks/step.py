@@ -15,19 +15,18 @@ import argparse
 import itertools
 import json
 import os
-import platform
 import statistics
 import tempfile
 import time
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from machine import machine
 from transformers import (
     AutoModelForCausalLM,
     PreTrainedTokenizerFast,
@@ -272,18 +271,6 @@ def _spread(values: list[float]) -> dict[str, float]:
     return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
 
-def machine(device: str) -> dict[str, Any]:
-    packages = ("torch", "transformers", "trl", "accelerate", "winnow-rl")
-    return {
-        "cpu": platform.processor() or platform.machine(),
-        "cores": len(os.sched_getaffinity(0)),
-        "load_average_at_start": os.getloadavg()[0],
-        "accelerator": torch.cuda.get_device_name() if device == "cuda" else None,
-        "python": platform.python_version(),
-        **{name: version(name) for name in packages},
-    }
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
@@ -296,7 +283,7 @@ def main() -> None:
     options = parser.parse_args()
     quick, device = options.quick, options.device
     threads = options.threads or sorted({1, len(os.sched_getaffinity(0))})
-    results: dict[str, Any] = {"machine": machine(device), "quick": quick, "workloads": []}
+    results: dict[str, Any] = {"machine": machine(device, "trl", "accelerate"), "quick": quick, "workloads": []}
     with tempfile.TemporaryDirectory() as directory:
         teaching_steps = 30 if quick else 150
         makers: dict[str, tuple[Callable[[], Workload], int]] = {
