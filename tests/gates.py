@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
-from winnow.methods.gate import Gate, NamedRule
+from winnow.methods.gate import Gate, GateContext, NamedRule
 from winnow.methods.gate.audit import AuditedGate
-from winnow.types import Group, GroupView, Verdict
+from winnow.types import Group, GroupView, Token, Verdict
 
 
 class Fake(Gate):
@@ -52,6 +52,37 @@ class FakeRule:
 
     def decide(self, views: Sequence[GroupView]) -> list[Verdict]:
         return [self.fake.decide(view) for view in views]
+
+
+@dataclass(frozen=True)
+class BrokenRule:
+    n: int
+    needs: ClassVar[frozenset[str]] = frozenset()
+
+    @property
+    def at(self) -> Token:
+        return Token(self.n)
+
+    def decide(self, views: Sequence[GroupView]) -> list[Verdict]:
+        return [Verdict(True, probability=1 / 0)]
+
+
+class BrokenGate(Fake):
+    def __init__(self, n: int) -> None:
+        self.n = n
+
+    def rule(self) -> BrokenRule:  # type: ignore[override]
+        return BrokenRule(self.n)
+
+
+@dataclass(frozen=True)
+class Broken:
+    """A gate by its dotted path, whose rule raises."""
+
+    at: int
+
+    def build(self, context: GateContext) -> BrokenGate:
+        return BrokenGate(self.at)
 
 
 def ask(gate: Gate, view: GroupView) -> Verdict:

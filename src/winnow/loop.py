@@ -122,13 +122,18 @@ class Loop:
         self._book_trained(groups, bool(update["updated"]))
         self._judge_skipped(groups, bool(update["updated"]))
         self.step += 1
+        evaluation = None
         with tally.phase("publish"):
             gates = self._gates_learn()
-            self.publish()
-            failpoint("publish")
-        with tally.phase("evaluate"):
-            evaluation = self.hooks.evaluate(self.step)
-            self.hooks.profile(self.step)
+        try:
+            with tally.phase("publish"):
+                self.publish()
+                failpoint("publish")
+            with tally.phase("evaluate"):
+                evaluation = self.hooks.evaluate(self.step)
+                self.hooks.profile(self.step)
+        except SamplersLostError as error:  # the step has taken place, and is booked; only its evaluation is missing
+            self._stop = RunStoppedError(f"step {self.step}: {error}")
         metrics = self._metrics(update | gates, groups, evaluation)
         parts.group_size.observe(metrics)
         parts.selector.end_step()

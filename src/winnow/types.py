@@ -243,7 +243,9 @@ class GroupView:
     hidden: np.ndarray | None = None
     """float32 [H]: last hidden state of `sibling` at this point, when the engine provides it."""
     logp: np.ndarray | None = None
-    """float32 [n]: sampler log-probabilities of `sibling` so far."""
+    """float32 [n]: sampler log-probabilities of `sibling` in this turn, so far."""
+    logp_before: float = 0.0
+    """Log-probability of what `sibling` sampled in earlier turns, in nats."""
     confidence: np.ndarray | None = None
     """float32 [n]: confidences of its tokens (DeepConf), when a gate needs them."""
     raw_logp: np.ndarray | None = None

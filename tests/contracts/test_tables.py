@@ -16,7 +16,7 @@ import torch
 import winnow
 from winnow.engine import ENGINES, ModelReference
 from winnow.methods.advantage import ADVANTAGES
-from winnow.methods.correct import CORRECTIONS, STEP_SCALES
+from winnow.methods.correct import CORRECTIONS, STEP_SCALES, Evidence
 from winnow.methods.filter import FILTERS
 from winnow.methods.gate import GATES, GateContext, env_steps
 from winnow.methods.select import SELECTORS
@@ -157,13 +157,13 @@ def test_corrections(name: str) -> None:
     logp, sampler = torch.randn(2, 3, 5) - 2
     mask = torch.ones(3, 5, dtype=torch.bool)
     mask[0, 2:] = False
-    weights, metrics = correct(logp.requires_grad_(), sampler, mask, torch.tensor([1.0, -1.0, 0.0]))
+    weights, metrics = correct(Evidence(logp.requires_grad_(), sampler, mask, torch.tensor([1.0, -1.0, 0.0])))
     assert torch.broadcast_shapes(weights.shape, (3, 5)) == (3, 5)
     assert torch.isfinite(weights).all()
     assert (weights >= 0).all()
     assert not weights.requires_grad
     assert all(np.isfinite(v) for v in metrics.values())
-    on_policy, _ = correct(sampler, sampler, mask, torch.ones(3))
+    on_policy, _ = correct(Evidence(sampler, sampler, mask, torch.ones(3)))
     assert (on_policy == 1).all()
 
 

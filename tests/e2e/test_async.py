@@ -223,6 +223,12 @@ def test_a_rule_that_cannot_be_asked_ends_the_run_with_the_reason(config: dict[s
         Trainer(config=config | {"gates": ["divergence"], "eval_steps": None}).train()
 
 
+def test_a_rule_that_fails_at_a_sampler_ends_the_run_by_its_name(config: dict[str, Any]) -> None:
+    gate = {"name": "tests.gates:Broken", "at": 2}
+    with pytest.raises(RunStoppedError, match=r"gate Broken: ZeroDivisionError: division by zero"):
+        Trainer(config=config | {"gates": [gate], "eval_steps": None}).train()
+
+
 def test_nothing_hangs_when_rejected_groups_are_not_replaced(config: dict[str, Any]) -> None:
     """Their places fill batches by themselves, while groups that teach wait for no one."""
     values = config | {"filter": {"name": "zero_variance", "refill": False}, "max_steps": 20, "prompts_per_step": 2}

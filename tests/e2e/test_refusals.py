@@ -12,6 +12,7 @@ from winnow import ConfigError, Trainer
 from winnow.loop import RunStoppedError
 from winnow.record.records import RunDirectoryError
 from winnow.run.checkpoint import CheckpointError
+from winnow.run.standalone import evaluate_model
 
 from ..parity import parity_reward
 from .test_training import assert_clean, fingerprint, resume, train
@@ -32,6 +33,30 @@ class TestRefusals:
         (run / "config.json").write_text(json.dumps(values | {"learning_rate": 0.5}))
         with pytest.raises(ConfigError, match=r"learning_rate: 0.001 then, 0.5 now"):
             resume(run)
+
+    @pytest.mark.parametrize("text", ["[]", '"x"', '{"model": ', ""])
+    def test_a_damaged_configuration(self, tmp_path: Path, text: str) -> None:
+        (tmp_path / "config.json").write_text(text)
+        (tmp_path / "ledger.sqlite").touch()
+        for use in (Trainer.resume, lambda path: evaluate_model(str(path), {})):
+            with pytest.raises(RunDirectoryError, match=r"config\.json"):
+                use(tmp_path)
+
+    @pytest.mark.parametrize(
+        ("targets", "words"),
+        [(["lm_head"], "lm_head is the embedding"), (["embed_tokens"], "embed_tokens is"), (["q_proj", "x"], "'x'")],
+    )
+    def test_adapters_on_what_cannot_have_them(
+        self, tiny_config: dict[str, Any], targets: list[str], words: str
+    ) -> None:
+        with pytest.raises(ConfigError, match=f"lora: target_modules: .*{words}"):
+            Trainer(config=tiny_config | {"lora": {"r": 2, "target_modules": targets}})
+
+    def test_unbiased_weights_beside_a_filter(self, tiny_config: dict[str, Any]) -> None:
+        """Which groups a filter takes depends on their survivors, and no weight of a survivor knows that."""
+        gates = {"gates": [{"name": "arrol", "at": 3, "unbiased": True}]}
+        with pytest.raises(ConfigError, match="unbiased cannot weigh a batch from which a filter took groups"):
+            Trainer(config=tiny_config | gates | {"filter": "zero_variance"})
 
     def test_more_steps_on_resume_are_fine(self, tiny_config: dict[str, Any], tmp_path: Path) -> None:
         train(tiny_config | {"max_steps": 2})

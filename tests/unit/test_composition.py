@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 
 from winnow.base.noise import noise_key
+from winnow.loop import RunStoppedError
+from winnow.sampler.base import SamplersLostError
 from winnow.sampler.buffer import oldest
 from winnow.types import Verdict, Visit
 
@@ -121,3 +123,22 @@ def test_a_filter_that_does_not_refill_spends_its_places_once(tmp_path: Path) ->
     run = start(tmp_path / "l", {"filter": {"name": "zero_variance", "refill": False}}).run()
     assert [n for _, n in run.sampler.rounds] == [BATCH] * STEPS
     assert all(metrics["groups/rolled_out"] == BATCH for metrics in run.metrics)
+
+
+def test_a_step_whose_evaluation_is_lost_is_whole_all_the_same(tmp_path: Path) -> None:
+    """What was trained is booked in a step that is in the ledger; else no resume could make the account right again."""
+    run, saved = FakeRun(tmp_path / "ledger.sqlite", outcome, {"prompts_per_step": 4, "max_steps": 5}), []
+
+    def lost(step: int) -> None:
+        if step == 2:
+            raise SamplersLostError("sampler 0 died")
+
+    run.loop.hooks.evaluate = lost
+    run.loop.hooks.save = lambda step, force: saved.append((step, force))
+    with pytest.raises(RunStoppedError, match="step 2: sampler 0 died"):
+        run.loop.run()
+    assert saved[-1] == (2, True)
+    assert [m["step"] for m in run.metrics] == [1, 2]
+    run.loop.close()
+    result = run.ledger.verify()
+    assert result.ok, result.problems

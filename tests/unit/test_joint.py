@@ -16,7 +16,7 @@ from winnow.cli.main import app
 from winnow.config import method
 from winnow.methods.gate import GATES
 from winnow.methods.gate.divergence import Divergence
-from winnow.study.joint import best_steps, choose_jointly, judged
+from winnow.study.joint import best_steps, choose_jointly, config_section, judged, lines
 from winnow.study.replay import Recorded, ReplayError, read_recorded
 from winnow.study.replay_stats import Bound, calibrate
 
@@ -92,10 +92,12 @@ def test_one_step_is_what_calibrate_finds(tmp_path: Path) -> None:
     recorded = read_recorded(write(tmp_path / "g.csv", make_rows(n=60)))
     wanted = calibrate(recorded, Bound(0.6, None), T_MAX).chosen
     found = choose_jointly(recorded, Bound(0.6, None), T_MAX, most=2)
+    assert found.best_single is not None
     assert found.best_single.saved_pct == pytest.approx(wanted.measured_pct)
+    rest = found.plan.rest
+    assert rest is not None
     assert found.chosen.saved_pct >= found.best_single.saved_pct
     assert found.held_out.cut > 0
-    rest = found.plan.rest
     assert judged(recorded, rest.signal, rest.steps, T_MAX) == rest
     assert (rest.cut, rest.tp, rest.saved_pct) == pytest.approx(
         (found.chosen.cut, found.chosen.tp, found.chosen.saved_pct)
@@ -168,3 +170,29 @@ def test_the_gate_cuts_each_type_by_its_own_signal(tmp_path: Path) -> None:
         own = plan.types.get(kind, plan.rest)
         assert options.plan(kind) == ({} if own is None else own.steps)
         assert own is None or options.signal_of(kind) == own.signal
+
+
+def test_a_type_is_cut_where_no_gate_for_all_would_do(tmp_path: Path) -> None:
+    rows = [r for r in make_rows(n=80) if r["K"] == 10]
+    for i, r in enumerate(rows):
+        worthless = i % 2 == 0
+        r |= {
+            "task_type": "ab"[i % 2],
+            "reward_var": 0.0 if worthless else 0.25,
+            "label": "all_fail" if worthless else "mixed",
+        }
+        r |= dict.fromkeys(("action_entropy", "prefix_edit_distance"), 0.4 if worthless else 0.2)
+    keep = ("K", "task_id", "task_type", "reward_var", "label", "steps", "steps_k", "action_entropy")
+    recorded = read_recorded(write(tmp_path / "g.csv", [{k: r[k] for k in keep} for r in rows]))
+    with pytest.raises(ReplayError, match="no threshold of any signal"):
+        choose_jointly(recorded, Bound(0.8, None), T_MAX, most=1)
+    found = choose_jointly(recorded, Bound(0.8, None), T_MAX, most=1, per_task_type=True)
+    assert found.plan.rest is None
+    assert found.best_single is None
+    assert found.plan.types["b"] is None
+    assert (found.chosen.cut, found.chosen.tp) == (40, 40)
+    [spec] = yaml.safe_load(config_section(found))["gates"]
+    options = method(GATES, spec, "gates")
+    assert isinstance(options, Divergence)
+    assert [options.plan(kind).get(10, 0.0) > 0.2 for kind in "abz"] == [True, False, False]
+    assert "together   never cut" in lines(found)[0]

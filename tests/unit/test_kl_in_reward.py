@@ -154,3 +154,16 @@ def test_a_step_without_signal_is_not_blown_up() -> None:
     (_, _), small = trained(groups_of(equal), ADVANTAGES["dr_grpo"](), 1e-3)
     (_, _), usual = trained(groups_of(REWARDS), ADVANTAGES["dr_grpo"](), 0.0)
     assert 0 < small["grad_norm"] < usual["grad_norm"] / 10
+
+
+@pytest.mark.parametrize("name", ["grpo", "reinforce_pp"])
+def test_a_penalty_alone_is_never_blown_up_to_the_size_of_a_reward(name: str) -> None:
+    """Both divide by a spread, of the group or of the batch; where rewards have none it would be the penalty's."""
+    groups = [
+        Group(Visit(n, 0, Prompt(str(n), n, text="")), [rollout(i, s, 0.0) for i, s in enumerate(SEQUENCES[n : n + 3])])
+        for n in range(2)
+    ]
+    learner = LocalLearner(model_of(0), TokenDistribution(V), LearnerOptions(), model_of(2))
+    found, metrics = penalised(groups, learner, ADVANTAGES[name](), 1e-3)
+    assert metrics["kl_penalty"] != 0
+    assert all((a == 0).all() for a in ADVANTAGES[name]().of_batch(found))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from winnow.config import ConfigError
 from winnow.methods.gate import GateContext
 from winnow.methods.gate.divergence import Divergence
 from winnow.methods.gate.refit import LEAST, MOST, Refit
-from winnow.types import Decision, EnvStep
+from winnow.types import Decision, EnvStep, Token, Verdict
 
 from ..gates import ask
 from .test_batch import make_group
@@ -102,22 +103,23 @@ def test_memory_is_bounded_and_the_state_is_exact() -> None:
 def test_the_gate_learns_from_groups_that_it_saw_and_that_came_to_their_end() -> None:
     gate = Divergence(k=2, refit_every=1, precision=0.5).build(GateContext("divergence"))
     seen = []
-    for number, (actions, rewards, survival_p) in enumerate(
+    for number, (actions, rewards, audited, pruned) in enumerate(
         [
-            ([["a", "b"], ["a", "b"]], [1.0, 1.0], 0.25),
-            ([["a", "b"], ["x", "b"]], [1.0, 0.0], 1.0),
-            ([["a", "b"], ["x", "b"]], [1.0, None], 1.0),  # cut or failed: it tells nothing
+            ([["a", "b"], ["a", "b"]], [1.0, 1.0], 0.25, [0.5, 1.0]),  # an audit let it on, then a token gate one of it
+            ([["a", "b"], ["x", "b"]], [1.0, 0.0], 1.0, [1.0, 1.0]),
+            ([["a", "b"], ["x", "b"]], [1.0, None], 1.0, [1.0, 1.0]),  # cut or failed: it tells nothing
         ]
     ):
         view = view_of(actions, 2)
         group = make_group(number, rewards)
-        for rollout in group.rollouts:
-            rollout.survival_p = survival_p
+        for rollout, p in zip(group.rollouts, pruned, strict=True):
+            rollout.decisions.append(Decision("arrol", Token(1), Verdict(True, probability=p)))
         object.__setattr__(view, "visit", group.visit)
-        group.decisions.append(Decision("divergence", EnvStep(2), ask(gate, view), 2))
+        verdict = replace(ask(gate, view), keep=True, probability=audited)
+        group.decisions.append(Decision("divergence", EnvStep(2), verdict, 2))
         gate.observe(group)
         seen.append(gate.state_dict()["seen"])
-    assert seen[-1] == [[0.0, True, 4.0], [0.5, False, 1.0]]
+    assert seen[-1] == [[0.0, True, 8.0], [0.5, False, 1.0]]
     gate.observe(make_group(9, [1.0, 0.0]))  # ended before step k: never asked about
     assert gate.state_dict()["seen"] == seen[-1]
     assert gate.metrics()["gate/divergence/threshold"] == 0.12

@@ -4,13 +4,25 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 
 from winnow.config import method
-from winnow.methods.gate import GATES, Gate, GateContext, NamedRule, env_steps, rule_from, rule_state
+from winnow.methods.gate import (
+    GATES,
+    Gate,
+    GateContext,
+    NamedRule,
+    RuleError,
+    check_rule,
+    env_steps,
+    rule_from,
+    rule_state,
+)
 from winnow.methods.gate import refit as refit_module
 from winnow.methods.gate.overrides import ALONE, OVERRIDE, Overrides
 from winnow.types import Decision, EnvStep, Fate, Group, GroupView, Prompt, Token, Verdict, Visit
@@ -192,3 +204,60 @@ def test_an_override_keeps_the_probability_it_was_drawn_with() -> None:
     asked = GroupView(visit, EnvStep(2), ((),), ((),), (True,), decisions=(others,))
     (later,) = named.decide([asked])
     assert not later.verdict.keep, "those of another gate are none of its own"
+
+
+def test_a_group_is_judged_where_it_was_to_be_asked_not_where_a_newer_rule_would() -> None:
+    """Groups in flight keep their gate point when a rule with another comes; earlier turns count for copies, too."""
+    spec = {"name": "arrol", "quality": "logprob", "cold_start": 1, "balance": "distinct"}
+    old, new = (method(GATES, spec | {"at": n}, "gates").build(GateContext("arrol")).rule() for n in (8, 2))
+    asked = view(0, 0, 4, np.zeros(H), logp=-0.1, n=8)
+    assert old.decide([asked])[0].evidence == new.decide([asked])[0].evidence
+    (later,) = old.decide([replace(asked, logp_before=-50.0)])
+    assert later.evidence["novelty"] == pytest.approx(1.0), "nobody else came this way"
+
+
+@dataclass(frozen=True)
+class Odd:
+    """A rule that answers what it was told to."""
+
+    answer: Any = None
+    at: Any = field(default=EnvStep(1))
+    needs: ClassVar[frozenset[str]] = frozenset()
+
+    def decide(self, views: Sequence[GroupView]) -> Any:
+        return self.answer(views) if callable(self.answer) else self.answer
+
+
+def failing(views: Sequence[GroupView]) -> list[Verdict]:
+    raise KeyError("x")
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (failing, "gate odd: KeyError: 'x'"),
+        ([], "a list of 1 verdicts"),
+        ([None], "a list of 1 verdicts"),
+        (Verdict(True), "a list of 1 verdicts"),
+        ([Verdict(True, probability=float("nan"))], "probability must lie in"),
+        ([Verdict(True, probability=0.0)], "probability must lie in"),
+        ([Verdict(True, evidence={"e": float("nan")})], "evidence 'e' must be a finite number"),
+        ([Verdict(True, evidence={"e": [np.zeros(2)]})], "evidence 'e' must be a finite number"),
+    ],
+)
+def test_a_rule_that_answers_nonsense_is_named(answer: Any, words: str) -> None:
+    with pytest.raises(RuleError, match=f"gate odd.*{words}" if "gate" not in words else words):
+        NamedRule("odd", Odd(answer)).decide([view(0, 0, 4, np.zeros(H))])
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        *(Odd(at=at) for at in (Token(0), EnvStep(0), (), (Token(2), Token(4)), (EnvStep(1), Token(2)), 3)),
+        SimpleNamespace(at=Token(2), needs=frozenset()),
+        Odd(answer=object()),
+    ],
+)
+def test_a_rule_that_could_not_be_asked_or_sent_is_refused_at_the_start(rule: Any) -> None:
+    with pytest.raises(RuleError, match=r"gate odd: (a rule's `at` must|its rule cannot travel)"):
+        check_rule(NamedRule("odd", rule))

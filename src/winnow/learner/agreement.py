@@ -42,7 +42,7 @@ def require_agreement(rollouts: Sequence[Rollout], learner: Learner, engine_dtyp
     `rollouts` were sampled with the learner's weights; `engine_dtype` is a key of `BOUNDS`, or anything if unknown.
     """
     found = compare(rollouts, learner)
-    bound = max(BOUNDS.get(engine_dtype, BOUNDS["bfloat16"]), BOUNDS[learner.precision])
+    bound = max(BOUNDS.get(engine_dtype, BOUNDS["bfloat16"]), BOUNDS.get(learner.precision, BOUNDS["bfloat16"]))
     if found.mean <= bound:  # not so for NaN either
         return found
     raise ConfigError(

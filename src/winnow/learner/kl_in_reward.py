@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
+
 from ..methods.advantage import Advantage
 from ..methods.signal import is_zero_variance
 from ..types import Group, Rollout
@@ -25,15 +27,16 @@ def penalised(
 
     Only advantages see them: filters, selectors, statistics and whatever else asks for a signal go by the rewards as
     they are. A group whose rewards are all equal teaches the penalty alone, at its small size; under an advantage that
-    is `scaled` by the spread of the group's rewards it keeps its own and teaches nothing, since that would blow the
-    penalty up to the size of a reward. Metrics: `kl`, nats a token, and `kl_penalty`, a rollout.
+    is `scaled` by the spread of the rewards (of the group, or of the batch where it is not relative to the group) it
+    keeps its own and teaches nothing, since that would blow the penalty up to the size of a reward. Metrics: `kl`,
+    nats a token, and `kl_penalty`, a rollout.
     """
     judged = [r for group in groups for r in group.rollouts if r.reward is not None]
     kl = log_ratios(judged, learner)
     of_rollout = {id(r): beta * d for r, d in zip(judged, kl, strict=True)}
-    found = []
+    found, batch_N = [], np.concatenate([group.rewards() for group in groups])
     for group in groups:
-        spared = advantage.scaled and is_zero_variance(group.rewards())
+        spared = advantage.scaled and is_zero_variance(group.rewards() if advantage.group_relative else batch_N)
         found.append(group if spared else replace(group, rollouts=[_less(r, of_rollout) for r in group.rollouts]))
     tokens = sum(int(r.action_mask.sum()) for r in judged)
     return found, {"kl": sum(kl) / max(tokens, 1), "kl_penalty": beta * sum(kl) / max(len(kl), 1)}

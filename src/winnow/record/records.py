@@ -14,6 +14,7 @@ from typing import IO, Any, Protocol
 
 from ..config import ConfigError, RunConfig
 from ..methods.gate.recording import rows_of
+from ..methods.signal import Judge
 from ..types import Group
 
 CONFIG, METRICS, SAMPLES, LEDGER = "config.json", "metrics.jsonl", "samples.jsonl", "ledger.sqlite"
@@ -26,6 +27,17 @@ GATE_STEPS = 12
 
 class RunDirectoryError(RuntimeError):
     """A run directory that cannot be used; the message names it and the remedy."""
+
+
+def read_config(run_dir: Path) -> dict[str, Any]:
+    """The configuration that a run was started with. Raises RunDirectoryError, naming the file."""
+    try:
+        values = json.loads((run_dir / CONFIG).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise RunDirectoryError(f"{run_dir}: not a run directory ({CONFIG}: {error})") from None
+    if not isinstance(values, dict):
+        raise RunDirectoryError(f"{run_dir / CONFIG}: damaged: a JSON object was expected; restore the file")
+    return values
 
 
 def lock(run_dir: Path) -> IO[str]:
@@ -126,12 +138,12 @@ class Records:
         """The first sibling of a few groups, readable."""
         self._append(SAMPLES, (sample(step, group, split) for group in groups[: self.config.log_completions]))
 
-    def signals(self, groups: Sequence[Group]) -> None:
+    def signals(self, groups: Sequence[Group], judge: Judge) -> None:
         """The divergence signals of every group that ran to its end, but where a gate spoke of single siblings."""
         if self._gate_steps:
             whole = [g for g in groups if sum(r.reward is not None for r in g.siblings) > 1]
             whole = [g for g in whole if len({r.survival_p for r in g.siblings}) == 1]
-            self._append(GATE, (row for group in whole for row in rows_of(group, self._gate_steps)))
+            self._append(GATE, (row for group in whole for row in rows_of(group, self._gate_steps, judge)))
 
     def _append(self, name: str, rows: Iterable[Mapping[str, Any]]) -> None:
         file = self._files[name]

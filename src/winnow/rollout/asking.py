@@ -92,6 +92,7 @@ class Rules:
                 sibling=sibling.index,
                 hidden=event.hidden,
                 logp=event.logp,
+                logp_before=sibling.sampled_logp(),
                 confidence=event.confidence,
                 raw_logp=event.raw_logp,
                 absent=group.absent,

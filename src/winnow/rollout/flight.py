@@ -64,6 +64,10 @@ class Sibling:
         self.segments.append((ids, sampled, logp, versions))
         self.length += len(ids)
 
+    def sampled_logp(self) -> float:
+        """Log-probability of all that it has sampled in finished turns."""
+        return float(sum(logp.sum() for _, sampled, logp, _ in self.segments if sampled))
+
     def tokens(self) -> list[int]:
         return [int(t) for ids, *_ in self.segments for t in ids]
 

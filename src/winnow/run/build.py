@@ -316,7 +316,19 @@ def _with_lora(base: Any, lora: LoraConfig, saved: Path | None) -> Any:
         target_modules=lora.target_modules,
         task_type="CAUSAL_LM",
     )
-    return peft.get_peft_model(base, options)
+    tied = base.get_input_embeddings().weight
+    model = peft.get_peft_model(base, options)
+    adapted = {name: module for name, module in model.named_modules() if hasattr(module, "get_delta_weight")}
+    for target in lora.target_modules if isinstance(lora.target_modules, list) else []:
+        if not any(f".{name}".endswith(f".{target}") for name in adapted):
+            raise ConfigError(f"lora: target_modules: no module of the model is called '{target}'")
+    for name, module in adapted.items():
+        if module.get_base_layer().weight is tied:
+            raise ConfigError(
+                f"lora: target_modules: {name.rpartition('.')[2]} is the embedding, or tied to it, and cannot have an "
+                "adapter here; leave it out"
+            )
+    return model
 
 
 def build_learner(policy: Policy, c: RunConfig) -> Learner:

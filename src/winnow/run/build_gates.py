@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..config import ConfigError, RunConfig, method, name_of
-from ..methods.gate import GATES, Gate, GateContext
+from ..methods.gate import GATES, Gate, GateContext, NamedRule, RuleError, check_rule
 from ..methods.gate.audit import AuditedGate, RuleAudit
 from ..methods.gate.divergence import Divergence
 from ..methods.gate.quality import Arrol
@@ -47,6 +47,10 @@ def build_gates(c: RunConfig, judge: Judge, prompts: Sequence[Prompt], smallest:
     gates: dict[str, Gate] = {}
     for given, name in zip(options, gate_names(c), strict=True):
         gate = given.build(GateContext(name, c.seed, judge))
+        try:
+            check_rule(NamedRule(name, gate.rule()))
+        except RuleError as error:
+            raise ConfigError(f"gates: {error}") from None
         if c.audit is not None:
             audit = RuleAudit(name, c.audit.epsilon, c.audit.max_signal_loss, seed=c.seed)
             gate = AuditedGate(gate, audit, judge)
@@ -70,6 +74,11 @@ def _check_pruning(o: Arrol, c: RunConfig, needed: int, smallest: int) -> None:
         return
     if len(c.gates) > 1:
         raise ConfigError("gates: arrol: unbiased weights know of no other gate; remove the others, or unbiased")
+    if any(name_of(spec) != "keep_all" for spec in (c.filter if isinstance(c.filter, list) else [c.filter])):
+        raise ConfigError(
+            "gates: arrol: unbiased cannot weigh a batch from which a filter took groups by what their survivors got; "
+            "set filter: keep_all, or remove unbiased"
+        )
     if c.mask_truncated_completions:
         raise ConfigError(
             "gates: arrol: unbiased cannot know which pruned completions would have been truncated; set "

@@ -22,7 +22,7 @@ from ..base.failpoint import failpoint
 from ..config import ConfigError, validate
 from ..engine.loading import quiet_transformers
 from ..env.rewards.rewarder import Rewarder
-from ..methods.gate import rule_from
+from ..methods.gate import RuleError, rule_from
 from ..rollout.runner import RolloutRunner
 from ..sampler.codec import group_state, job_from, prompts_of
 from ..sampler.weights import fingerprints, read_weights
@@ -133,6 +133,8 @@ def serve(inbox: queue.SimpleQueue[dict[str, Any]], reply: Callable[[dict[str, A
         return
     try:
         server.serve(inbox, start)
+    except RuleError as error:  # another sampler would fail alike
+        reply({"refused": str(error)})
     finally:
         server.rewarder.close()
 

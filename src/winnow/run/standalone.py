@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,7 +12,7 @@ import torch
 from ..config import REFERENCE, ConfigError, RunConfig, validate
 from ..env.base import Task
 from ..env.rewards.rewarder import Rewarder
-from ..record.records import CONFIG, LEDGER
+from ..record.records import LEDGER, read_config
 from ..rollout.evaluate import RollOut, evaluate, run_jobs
 from ..rollout.runner import RolloutRunner
 from . import checkpoint
@@ -81,7 +80,7 @@ def _settings(model: str, values: Mapping[str, Any]) -> tuple[dict[str, Any], st
     path = Path(model)
     if not (path / LEDGER).exists():
         return dict(values), model
-    settings = _merged(json.loads((path / CONFIG).read_text(encoding="utf-8")), values)
+    settings = _merged(read_config(path), values)
     if (path / "model").is_dir():
         return settings, str(path / "model")
     saved = checkpoint.latest(path)

@@ -28,7 +28,16 @@ from ..loop import Hooks, Limits, Loop, Parts, RunStoppedError
 from ..methods.gate.audit import rules_of
 from ..record.ledger import Ledger
 from ..record.progress import Display
-from ..record.records import CONFIG, LEDGER, METRICS, Records, RunDirectoryError, check_trackers, lock
+from ..record.records import (
+    CONFIG,
+    LEDGER,
+    METRICS,
+    Records,
+    RunDirectoryError,
+    check_trackers,
+    lock,
+    read_config,
+)
 from ..rollout.evaluate import Evaluation, evaluate, run_jobs
 from ..rollout.profile import Profiler
 from ..rollout.runner import RolloutRunner
@@ -142,10 +151,7 @@ class Trainer:
     def resume(cls, run_dir: str | Path, overrides: Mapping[str, Any] | None = None, **kwargs: Any) -> Trainer:
         """The trainer that goes on where `run_dir` was saved last; `overrides` may change only harmless keys."""
         run_dir = Path(run_dir)
-        try:
-            values = json.loads((run_dir / CONFIG).read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise RunDirectoryError(f"{run_dir}: not a run directory ({CONFIG}: {error})") from None
+        values = read_config(run_dir)
         for key, value in (overrides or {}).items():
             if key not in MAY_CHANGE_ON_RESUME:
                 allowed = ", ".join(sorted(MAY_CHANGE_ON_RESUME))
@@ -338,7 +344,7 @@ class Trainer:
         self.rewarder.trainer_state.global_step = step
         records.metrics(metrics)
         records.samples(step, groups, "train")
-        records.signals(groups)
+        records.signals(groups, self.methods.judge)
         self._display.update(step, metrics)
         failpoint("record")
 

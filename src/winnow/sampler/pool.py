@@ -276,7 +276,9 @@ class SamplerPool:
         failed = []
         for sent in member.flights.values():
             if sent.again and member.ready:
-                failed.append(self._failed_group(sent.job, f"two samplers that worked on it ended: {what}"))
+                said = how.rstrip().rpartition("\n")[2]
+                reason = f"two samplers that worked on it ended: {what} ({said[-300:]})"
+                failed.append(self._failed_group(sent.job, reason))
             else:
                 self._redispatched += 1
                 self._send(new, sent._replace(again=sent.again or member.ready))

@@ -53,14 +53,13 @@ class Effect:
 
 @dataclass(frozen=True)
 class Plan:
-    """Gate of all groups, and those of task types with one of their own; None: that type is never cut."""
+    """Gate of all groups, and those of task types with one of their own; None: never cut."""
 
-    rest: Steps
+    rest: Steps | None
     types: dict[str, Steps | None]
 
     def __str__(self) -> str:
-        own = [f"{kind}: {'never' if s is None else f'{s.signal} {_said(s.steps)}'}" for kind, s in self.types.items()]
-        return "; ".join([f"{self.rest.signal} {_said(self.rest.steps)}", *own])
+        return "; ".join([_gate(self.rest), *(f"{kind}: {_gate(own)}" for kind, own in self.types.items())])
 
 
 @dataclass(frozen=True)
@@ -68,11 +67,13 @@ class Joint:
     """The chosen plan, and what such choices did to groups that they were made without."""
 
     bound: str
+    groups: float
+    first_k: int
     plan: Plan
     """Each effect in it is that on the groups of its choice: `rest` on all, that of a type on the type's."""
     chosen: Effect
     """Effect of the plan on all groups."""
-    best_single: Steps
+    best_single: Steps | None
     """The best that one step can do for all groups."""
     held_out: Effect
     """Over all folds."""
@@ -128,7 +129,7 @@ def choose_jointly(
     if len(groups) < folds:
         raise ReplayError(f"{len(groups)} groups cannot be split into {folds} folds; record more")
     plan, single = best_plan(recorded, bound, t_max, most, per_task_type), best_steps(recorded, bound, t_max, 1)
-    if plan is None or single is None:
+    if plan is None:
         raise ReplayError(f"no threshold of any signal has {bound} with any cut; allow more, or record more groups")
     cut = tp = saved = 0.0
     found: list[Plan | None] = []
@@ -139,7 +140,9 @@ def choose_jointly(
             cut, tp = cut + held.cut, tp + held.tp
             saved += held.saved_pct * all_steps(next(iter(mine.values())), t_max)
     held_out = Effect(cut, tp, tp / cut if cut else None, saved / all_steps(next(iter(recorded.values())), t_max))
-    return Joint(str(bound), plan, effect(recorded, plan, t_max), single, held_out, tuple(found))
+    first = recorded[min(recorded)]
+    n = first.count(np.ones(len(first.task_ids), bool))
+    return Joint(str(bound), n, first.k, plan, effect(recorded, plan, t_max), single, held_out, tuple(found))
 
 
 def best_plan(
@@ -147,11 +150,10 @@ def best_plan(
 ) -> Plan | None:
     """None when nothing with a cut meets the bound."""
     rest = best_steps(recorded, bound, t_max, most)
-    if rest is None:
-        return None
     parts = _by_type(recorded) if per_task_type else {}
     large = {kind: part for kind, part in parts.items() if len(next(iter(part.values())).task_ids) >= SMALL}
-    return Plan(rest, {kind: best_steps(part, bound, t_max, most) for kind, part in large.items()})
+    plan = Plan(rest, {kind: best_steps(part, bound, t_max, most) for kind, part in large.items()})
+    return plan if any((plan.rest, *plan.types.values())) else None
 
 
 def effect(recorded: Mapping[int, Recorded], plan: Plan, t_max: int) -> Effect:
@@ -311,17 +313,22 @@ def _most(sums_3M: np.ndarray, bound: Bound, teaching: float) -> int | None:
 def config_section(found: Joint) -> str:
     """The `gates` section of a run's YAML file."""
     rest, e = found.plan.rest, found.chosen
-    gate: dict[str, Any] = {"name": "divergence", "signal": rest.signal, "steps": rest.steps}
+    never = {"k": found.first_k, "threshold": 0.0}
+    gate: dict[str, Any] = {"name": "divergence"} | (
+        never if rest is None else {"signal": rest.signal, "steps": rest.steps}
+    )
     if types := found.plan.types:
         own = {kind: 0 if s is None else {"signal": s.signal, "steps": s.steps} for kind, s in types.items()}
         gate["per_task_type"] = own
     text: str = yaml.safe_dump({"gates": [gate]}, sort_keys=False)
-    return f"# of {rest.groups:g} recorded groups {e.cut:g} cut, {e.tp:g} of them zero-variance ({found.bound})\n{text}"
+    return (
+        f"# of {found.groups:g} recorded groups {e.cut:g} cut, {e.tp:g} of them zero-variance ({found.bound})\n{text}"
+    )
 
 
 def lines(found: Joint) -> list[str]:
     """Effect of the choice, that of one step alone, and that of such choices on groups they do not know."""
-    own = [f"  {kind:<8} {'never cut' if s is None else _line(s)}" for kind, s in found.plan.types.items()]
+    own = [f"  {kind:<8} {_line(s)}" for kind, s in found.plan.types.items()]
     return [
         f"together   {_line(found.plan.rest)}",
         *([*own, f"by type    {_counts(found.chosen)}"] if own else ()),
@@ -331,8 +338,12 @@ def lines(found: Joint) -> list[str]:
     ]
 
 
-def _line(row: Steps) -> str:
-    return f"{row.signal} {_said(row.steps)}: {_counts(row)}"
+def _line(row: Steps | None) -> str:
+    return _gate(row) if row is None else f"{_gate(row)}: {_counts(row)}"
+
+
+def _gate(row: Steps | None) -> str:
+    return "never cut" if row is None else f"{row.signal} {_said(row.steps)}"
 
 
 def _counts(row: Steps | Effect) -> str:

@@ -36,7 +36,7 @@ class ReinforcePP:
     eps: float = 1e-6
     greedy_baseline: ClassVar[bool] = False
     group_relative: ClassVar[bool] = False
-    scaled: ClassVar[bool] = False
+    scaled: ClassVar[bool] = True
 
     @property
     def smallest_group(self) -> int:

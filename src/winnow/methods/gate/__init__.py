@@ -5,12 +5,23 @@ A gate only decides; `rollout/runner.py` stops what it says. `none` is the absen
 
 from __future__ import annotations
 
-from .base import Gate, GateContext, NamedRule, Rule, env_steps, rule_from, rule_state
+from .base import Gate, GateContext, NamedRule, Rule, RuleError, check_rule, env_steps, rule_from, rule_state
 from .divergence import Divergence
 from .quality import Arrol
 from .random_cut import RandomCut
 
-__all__ = ["GATES", "Gate", "GateContext", "NamedRule", "Rule", "env_steps", "rule_from", "rule_state"]
+__all__ = [
+    "GATES",
+    "Gate",
+    "GateContext",
+    "NamedRule",
+    "Rule",
+    "RuleError",
+    "check_rule",
+    "env_steps",
+    "rule_from",
+    "rule_state",
+]
 
 GATES: dict[str, type] = {"divergence": Divergence, "random": RandomCut, "arrol": Arrol}
 """Name -> frozen dataclass of options with `build(context) -> Gate`."""

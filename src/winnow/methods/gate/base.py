@@ -8,6 +8,8 @@ gate.end_step()                learn; the next `rule()` may be another one
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -83,6 +85,10 @@ class Gate(Protocol):
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
 
+class RuleError(ValueError):
+    """A rule raised, or answered with something else than verdicts; the message names the gate."""
+
+
 @dataclass(frozen=True)
 class NamedRule:
     """A rule under its gate's name, and the overrides it is under, as the rollout runner asks it."""
@@ -92,14 +98,62 @@ class NamedRule:
     overrides: Overrides | None = None
 
     def decide(self, views: Sequence[GroupView]) -> list[Decision]:
-        """Decisions on views, in their order."""
+        """Decisions on views, in their order. Raises RuleError."""
+        try:
+            verdicts = self.rule.decide(views)
+        except Exception as error:
+            what = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+            raise RuleError(f"gate {self.name}: {what}{str(error).removeprefix(f'gate {self.name}: ')}") from error
+        self._check(verdicts, len(views))
         found = []
-        for view, verdict in zip(views, self.rule.decide(views), strict=True):
+        for view, verdict in zip(views, verdicts, strict=True):
             if self.overrides is not None:
                 earlier = [d for d in view.decisions if d.gate == self.name]
                 verdict = self.overrides.apply(view, verdict, earlier)
             found.append(Decision(self.name, view.at, verdict, view.turn))
         return found
+
+    def _check(self, verdicts: Any, n: int) -> None:
+        if (
+            not isinstance(verdicts, Sequence)
+            or len(verdicts) != n
+            or not all(isinstance(v, Verdict) for v in verdicts)
+        ):
+            raise RuleError(f"gate {self.name}: decide must give a list of {n} verdicts, not {verdicts!r:.200}")
+        for verdict in verdicts:
+            if not 0 < verdict.probability <= 1:
+                raise RuleError(
+                    f"gate {self.name}: a verdict's probability must lie in (0, 1], not {verdict.probability}"
+                )
+            for key, value in verdict.evidence.items():
+                if not isinstance(value, EVIDENCE) or (isinstance(value, float) and not math.isfinite(value)):
+                    raise RuleError(
+                        f"gate {self.name}: evidence '{key}' must be a finite number, a text or an array, not "
+                        f"{value!r:.100}"
+                    )
+
+
+EVIDENCE = (float, int, str, type(None), np.ndarray, np.generic)
+"""Types of evidence, which travels with the verdict and is part of checkpoints."""
+
+
+def check_rule(named: NamedRule) -> None:
+    """Raises RuleError when a rule could not be asked, or cannot travel to where it is asked."""
+    at = named.rule.at
+    points = at if isinstance(at, tuple) else (at,)
+    tokens = [p.n for p in points if isinstance(p, Token)]
+    steps = [p.k for p in points if isinstance(p, EnvStep)]
+    if len(tokens) + len(steps) != len(points) or not points or (tokens and len(points) > 1) or min(tokens + steps) < 1:
+        raise RuleError(
+            f"gate {named.name}: a rule's `at` must be one Token(n), or one or several EnvStep(k), from 1 on, not {at}"
+        )
+    try:
+        json.dumps(rule_state(named), allow_nan=False)
+    except Exception as error:  # whatever pydantic has against the class
+        raise RuleError(
+            f"gate {named.name}: its rule cannot travel as JSON ({type(error).__name__}: {error}); a rule is a frozen "
+            "dataclass of plain values, and of arrays annotated `Array`"
+        ) from None
 
 
 def env_steps(rule: Rule) -> tuple[int, ...]:

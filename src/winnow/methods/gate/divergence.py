@@ -9,6 +9,7 @@ anywhere, by the environment's progress number; and a threshold that is chosen a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Final, Literal
@@ -240,7 +241,8 @@ class DivergenceGate:
         if self.refit is not None and taken and all(r.reward is not None for r in members):
             value = taken[-1].evidence[self.options.signal]
             zero_variance = self.judge.of_rewards(group.rewards()).zero_variance
-            self.refit.observe(value, zero_variance, members[0].survival_p)
+            decisions = [*group.decisions, *(d for r in members for d in r.decisions)]
+            self.refit.observe(value, zero_variance, math.prod(d.verdict.probability for d in decisions))
 
     def end_step(self) -> None:
         self._values, self._cut = {}, 0

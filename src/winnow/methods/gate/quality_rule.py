@@ -114,8 +114,9 @@ class ArrolRule:
     ) -> Verdict:
         """`said`: its mean log-probability as sampled, that of the model itself, and what the predictor says."""
         assert view.sibling is not None
-        (logp, model_logp, raw), number = said, bin_of(score, len(self.q_B))
-        q, novelty = float(self.q_B[number]), novelty_of(logp, self.n, len(view.running))
+        assert isinstance(view.at, Token)  # where the group was to be asked when it began; `self.n` may be newer
+        (logp, model_logp, raw), number, n = said, bin_of(score, len(self.q_B)), view.at.n
+        q, novelty = float(self.q_B[number]), novelty_of(logp + view.logp_before / n, n, len(view.running))
         evidence: dict[str, Any] = {"score": score, "raw": raw, "q": q, "novelty": novelty, "chance": 1.0}
         if self.quality == "head":
             evidence |= {"hidden": view.hidden, "logp": model_logp}
@@ -129,7 +130,7 @@ class ArrolRule:
         evidence["chance"] = chance = survival + forced_beyond(survival, len(draws_G), self.least)
         if draws_G[view.sibling] < survival or draws_G[view.sibling] <= enough:
             return Verdict(True, probability=chance, evidence=evidence)
-        reason = f"pruned at token {self.n}: predicted success {q:.2f}, survival {survival:.2f}"
+        reason = f"pruned at token {n}: predicted success {q:.2f}, survival {survival:.2f}"
         return Verdict(False, reason, 1 - chance, evidence=evidence)
 
     def _survival(self, number: int, novelty: float, ordinal: int) -> float:

@@ -8,17 +8,18 @@ from typing import Any
 import numpy as np
 
 from ...types import Fate, Group, Rollout
+from ..signal import BY_REWARDS, Judge, Kind
 from .signals import SIGNALS
 
 
-def rows_of(group: Group, steps: Sequence[int]) -> list[dict[str, Any]]:
+def rows_of(group: Group, steps: Sequence[int], judge: Judge = BY_REWARDS) -> list[dict[str, Any]]:
     """The rows of one finished group for such a table: one for each of `steps`.
 
     The group must have run to its end: under no gate, or under gates of whole groups whose cuts are audited. Then it
     stands for `weight` = 1 / (its chance to come so far) groups. A sibling that was pruned or failed is absent: from
     rewards and steps altogether, and from the signals at step k unless it had taken k steps by then, as a gate in the
-    run saw it. Raises ValueError when another member has no reward, when fewer than two have one, and when members
-    had unlike chances: the group's own is not known then.
+    run saw it. `reward_var` is 0 where `judge`, the run's, finds no signal. Raises ValueError when another member has
+    no reward, when fewer than two have one, and when members had unlike chances: the group's own is not known then.
     """
     members, visit = group.siblings, f"visit {group.visit.number}"
     ended = [r for r in members if r.reward is not None]
@@ -34,7 +35,7 @@ def rows_of(group: Group, steps: Sequence[int]) -> list[dict[str, Any]]:
     shared = {
         "task_id": f"{group.prompt.id}/{group.visit.epoch}",
         "task_type": str(group.prompt.columns.get("task_type", "")),
-        "reward_var": float(rewards_G.var()) if np.ptp(rewards_G) > 1e-8 else 0.0,
+        "reward_var": float(rewards_G.var()) if judge.kind(group) is Kind.SIGNAL else 0.0,
         "steps": sum(taken),
         "weight": 1 / chances.pop(),
     }

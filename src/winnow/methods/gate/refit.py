@@ -43,6 +43,7 @@ class Refit:
         """Value of the signal, whether the group was worthless, and how many groups it stands for."""
 
     def observe(self, value: float, worthless: bool, survival_p: float) -> None:
+        """`survival_p`: chance that the whole group came to its end, by all decisions about it and its members."""
         self._seen.append((value, worthless, 1 / survival_p))
 
     def end_step(self) -> None:
