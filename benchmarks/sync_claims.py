@@ -25,10 +25,15 @@ GATES = {
     "alfworld": "gates=[{name: divergence, k: 4, threshold: 0.12}]",
     "chain-sum": "gates=[{name: arrol, cold_start: 10}]",
 }
+STEPS = {"alfworld": 30, "chain-sum": 60}
 SYNCS = {"in-process": "in_process", "processes": "{name: processes, samplers: 1}"}
 FINAL = {"eval_generations": 8, "eval_greedy": True}
 ARMS = {
-    f"{task}-{sync}": Arm(f"{task}-{sync}", recipe, (GATES[task], f"sync={spec}", "max_lag=1", "eval_steps=null"))
+    f"{task}-{sync}": Arm(
+        f"{task}-{sync}",
+        recipe,
+        (GATES[task], f"sync={spec}", "max_lag=1", "eval_steps=null", f"max_steps={STEPS[task]}"),
+    )
     for task, recipe in TASKS.items()
     for sync, spec in SYNCS.items()
 }
