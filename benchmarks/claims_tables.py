@@ -35,7 +35,8 @@ def write_figures(
     runs, warm = f.read_runs(work, arms)
     if out is not None:
         said = json.loads(out.read_text(encoding="utf-8")) if out.exists() else {"runs": {}, "curves": {}}
-        said["warm start"] = said.get("warm start", {}) | {str(seed): deployed for seed, deployed in warm.items()}
+        plain = {str(seed): {k: v for k, v in found.items() if k != "model"} for seed, found in warm.items()}
+        said["warm start"] = said.get("warm start", {}) | plain
         for arm, by_seed in runs.items():
             said["runs"][arm] = [f.summary(run) for run in by_seed.values()]
             said["curves"][arm] = f.curve(by_seed)
