@@ -25,7 +25,7 @@ GATES = {
     "alfworld": "gates=[{name: divergence, k: 4, threshold: 0.12}]",
     "chain-sum": "gates=[{name: arrol, cold_start: 10}]",
 }
-STEPS = {"alfworld": 30, "chain-sum": 60}
+STEPS = {"alfworld": 20, "chain-sum": 40}
 SYNCS = {"in-process": "in_process", "processes": "{name: processes, samplers: 1}"}
 FINAL = {"eval_generations": 8, "eval_greedy": True}
 ARMS = {
