@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from typer.testing import CliRunner
@@ -13,14 +14,14 @@ from typer.testing import CliRunner
 from winnow import Trainer
 from winnow.cli.main import app
 from winnow.config import ConfigError
-from winnow.methods.gate import GATES
+from winnow.methods.gate import GATES, GateContext
 from winnow.record.ledger import Ledger
 from winnow.record.rule_audits import rules_of
 from winnow.study.report import write_report
-from winnow.types import Token
+from winnow.types import GroupView, Token, Verdict
 
+from ..gates import Fake
 from ..parity import parity_reward
-from ..unit.test_audited import Stops
 from .test_training import _train_until, assert_clean, fingerprint, resume, train
 
 GRESO = {
@@ -32,17 +33,31 @@ GRESO = {
 
 
 @dataclass(frozen=True)
-class StopsOptions:
+class OddRule:
     """Stops odd siblings at token 3."""
 
-    def build(self, seed: int) -> Stops:
-        return Stops(Token(3))
+    at: Token = Token(3)
+    needs: ClassVar[frozenset[str]] = frozenset()
+
+    def decide(self, views: Sequence[GroupView]) -> list[Verdict]:
+        return [Verdict(view.sibling is not None and view.sibling % 2 == 0, "stopped") for view in views]
+
+
+class OddGate(Fake):
+    def rule(self) -> OddRule:  # type: ignore[override]
+        return OddRule()
+
+
+@dataclass(frozen=True)
+class Odd:
+    def build(self, context: GateContext) -> OddGate:
+        return OddGate()
 
 
 def test_resume_is_bit_exact_with_greso_and_a_gate_under_audit(
     tiny_config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(GATES, "stops", StopsOptions)
+    monkeypatch.setitem(GATES, "stops", Odd)
     config = tiny_config | GRESO | {"gates": ["stops"], "num_generations": 4, "eval_steps": None, "max_steps": 6}
     whole = tmp_path / "whole"
     train(config | {"output_dir": str(whole)})
