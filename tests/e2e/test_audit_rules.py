@@ -36,7 +36,7 @@ GRESO = {
 class OddRule:
     """Stops odd siblings at token 3."""
 
-    at: Token = Token(3)
+    at: ClassVar[Token] = Token(3)
     needs: ClassVar[frozenset[str]] = frozenset()
 
     def decide(self, views: Sequence[GroupView]) -> list[Verdict]:
