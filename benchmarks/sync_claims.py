@@ -19,6 +19,9 @@ import claims_figures as f
 import gate_claims
 from arms import ROOT, Arm, fill, run_all, table, train, write_json
 
+from winnow.record.records import METRICS
+from winnow.study.report_data import read_lines
+
 TASKS = {"alfworld": "alfworld", "chain-sum": "chain-sum-arrol"}
 """Task -> recipe."""
 GATES = {
@@ -65,47 +68,52 @@ def train_arm(arm: Arm, seed: int, work: Path) -> None:
 
 
 def write_figures(work: Path, out: Path | None, docs: Path | None) -> None:
-    runs, _ = f.read_runs(work, list(ARMS))
-    figures: dict[str, list[dict[str, Any]]] = {}
+    """What is there so far."""
+    figures = {arm: found for arm in ARMS if (found := _read(work, arm))}
     rows = []
-    for arm, by_seed in runs.items():
-        base = runs.get(f"{_task(arm)}-in-process", {})
-        figures[arm] = [
-            {
-                "seed": seed,
-                "pass@1": run.deployed["pass@1"],
-                "greedy": run.deployed.get("greedy"),
-                "tokens": run.data.tokens,
-                "stopped": stopped(run),
-            }
-            for seed, run in by_seed.items()
-        ]
-        same = arm.endswith("in-process")
+    for arm, found in figures.items():
+        base = {run["seed"]: run for run in figures.get(f"{_task(arm)}-in-process", [])}
+        pairs = [] if arm.endswith("in-process") else [(r, base[r["seed"]]) for r in found if r["seed"] in base]
         rows.append(
             [
                 arm,
-                str(len(by_seed)),
-                _text(f.over_seeds(by_seed, passed)),
-                "" if same else _text(f.difference(by_seed, base, passed), "{:+.3f}"),
-                _text(f.over_seeds(by_seed, stopped), "{:.2f}"),
-                "" if same else _text(f.cost_ratio(by_seed, base, lambda r: float(r.data.tokens)), "{:.2f}"),
+                str(len(found)),
+                _text(f.interval([run["pass@1"] for run in found])),
+                _text(f.interval([a["pass@1"] - b["pass@1"] for a, b in pairs]), "{:+.3f}"),
+                _text(f.interval([run["greedy"] for run in found])),
+                _text(f.interval([run["stopped"] for run in found]), "{:.2f}"),
+                _text(f.ratio([(a["tokens"], b["tokens"]) for a, b in pairs]) if pairs else None, "{:.2f}"),
             ]
         )
     if out is not None:
         out.write_text(json.dumps(figures, indent=1), encoding="utf-8")
     if docs is not None:
-        head = ["arm", "seeds", "final pass@1", "difference", "stopped by the gate", "tokens"]
+        head = ["arm", "seeds", "final pass@1", "difference", "greedy", "stopped by the gate", "tokens"]
         fill(docs, {"sync-gates": table(head, rows)})
 
 
-def passed(run: f.Run) -> float:
-    return float(run.deployed["pass@1"])
+def _read(work: Path, arm: str) -> list[dict[str, Any]]:
+    """Figures of every finished run of an arm."""
+    found = []
+    for claim in sorted(work.glob(f"{arm}-s[0-9]*/claim.json")):
+        said = json.loads(claim.read_text(encoding="utf-8"))
+        rows = list(read_lines(claim.parent / METRICS, []))
+        found.append(
+            {
+                "seed": said["seed"],
+                "pass@1": said["deployed"]["pass@1"],
+                "greedy": said["deployed"]["greedy"],
+                "tokens": rows[-1]["num_tokens"],
+                "stopped": stopped(rows),
+            }
+        )
+    return found
 
 
-def stopped(run: f.Run) -> float:
+def stopped(rows: list[dict[str, Any]]) -> float:
     """Share of the groups that were cut, or of the rollouts that were pruned, over the second half of the run."""
-    rows = run.rows[len(run.rows) // 2 :]
-    found = [row.get("gate/divergence/cut_share", 1 - row.get("gate/arrol/keep_rate", 1.0)) for row in rows]
+    late = rows[len(rows) // 2 :]
+    found = [row.get("gate/divergence/cut_share", 1 - row.get("gate/arrol/keep_rate", 1.0)) for row in late]
     return float(sum(found) / len(found))
 
 
