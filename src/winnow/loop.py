@@ -230,18 +230,15 @@ class Loop:
         rounds, parts, n = self.parts.filter.max_refill_rounds, self.parts, len(self._rejected)
         if not parts.filter.refill or n < rounds * parts.refill_round:
             return False
-        lacking = sum(lacks for _, lacks in self._rejected)
-        said = (
-            f"{n} groups in a row had no signal"
-            if not lacking
-            else (f"of {n} groups in a row {lacking} lacked rewards, and the others had no signal")
+        said, remedy = (
+            f"{n} groups in a row had no signal",
+            "The prompts are too easy or too hard for this policy: use other prompts, more num_generations, or "
+            "filter: keep_all",
         )
-        remedy = (
-            "Look for why rollouts fail"
-            if 2 * lacking > n
-            else "The prompts are too easy or too hard for this policy: "
-            "use other prompts, more num_generations, or filter: keep_all"
-        )
+        if lacking := sum(lacks for _, lacks in self._rejected):
+            said = f"of {n} groups in a row {lacking} lacked rewards, and the others had no signal"
+        if 2 * lacking > n:
+            remedy = "Look for why rollouts fail"
         self._stop = RunStoppedError(
             f"step {self.step}: {said} (max_refill_rounds={rounds}), so the batch cannot be filled; the last were: "
             f"{'; '.join(name for name, _ in self._rejected[-5:])}. {remedy}"

@@ -14,6 +14,7 @@ from winnow import Trainer
 from winnow.config import ConfigError
 from winnow.methods.gate import GateContext
 from winnow.methods.gate.divergence import Divergence
+from winnow.methods.gate.overrides import ALONE, Overrides
 from winnow.methods.gate.refit import LEAST, MOST, Refit
 from winnow.types import Decision, EnvStep, Token, Verdict
 
@@ -123,6 +124,33 @@ def test_the_gate_learns_from_groups_that_it_saw_and_that_came_to_their_end() ->
     gate.observe(make_group(9, [1.0, 0.0]))  # ended before step k: never asked about
     assert gate.state_dict()["seen"] == seen[-1]
     assert gate.metrics()["gate/divergence/threshold"] == 0.12
+
+
+def test_the_gate_counts_decisions_by_its_own_signals_under_audits() -> None:
+    """Audits write chances of their own into the evidence; a group of one member has no signal at all."""
+    gate = Divergence(k=2, threshold=0.3, refit_every=1).build(GateContext("divergence"))
+    overrides = Overrides("divergence", 0, 0.5)
+    halves = [(["a", "b"], ["a", "b"]), (["a", "b"], ["x", "y"]), (["a", "b"], [])]
+    cut = 0
+    for number, (one, other) in enumerate(halves):
+        group = make_group(number, [1.0, 1.0] if other else [1.0])
+        view = view_of([one, other], 2, absent=(False, not other))
+        object.__setattr__(view, "visit", group.visit)
+        verdict = overrides.apply(view, ask(gate, view), [])
+        assert ALONE in verdict.evidence
+        group.decisions.append(Decision("divergence", EnvStep(2), verdict, 2))
+        gate.observe(group)
+        cut += verdict.removes
+    found = gate.metrics()
+    assert {name.rsplit("/")[-1] for name in found} == {
+        "threshold",
+        "remembered",
+        "asked",
+        "cut_share",
+        "prefix_edit_distance",
+    }
+    assert (found["gate/divergence/asked"], found["gate/divergence/cut_share"]) == (2.0, cut / 2)
+    assert found["gate/divergence/prefix_edit_distance"] == 0.5
 
 
 @pytest.mark.parametrize(

@@ -232,14 +232,14 @@ class DivergenceGate:
 
     def observe(self, group: Group) -> None:
         """With `refit_every`, learn from groups that were asked about and came to their end."""
-        taken = [d.verdict for d in of_gate(group.decisions, self.name) if d.verdict.evidence]
-        for verdict in taken:
-            for signal, value in verdict.evidence.items():
-                self._values.setdefault(signal, []).append(value)
-        self._cut += sum(verdict.removes for verdict in taken)
+        taken = [d.verdict for d in of_gate(group.decisions, self.name)]
+        judged = [(signal, verdict) for verdict in taken for signal in SIGNALS if signal in verdict.evidence]
+        for signal, verdict in judged:  # audits have entries of their own among the evidence
+            self._values.setdefault(signal, []).append(verdict.evidence[signal])
+            self._cut += verdict.removes
         members = group.siblings
-        if self.refit is not None and taken and all(r.reward is not None for r in members):
-            value = taken[-1].evidence[self.options.signal]
+        if self.refit is not None and judged and all(r.reward is not None for r in members):
+            value = judged[-1][1].evidence[self.options.signal]
             zero_variance = self.judge.of_rewards(group.rewards()).zero_variance
             decisions = [*group.decisions, *(d for r in members for d in r.decisions)]
             self.refit.observe(value, zero_variance, math.prod(d.verdict.probability for d in decisions))
