@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import re
@@ -24,6 +25,28 @@ class Arm:
     name: str
     recipe: str
     overrides: tuple[str, ...] = ()
+
+
+def read_options(
+    parser: argparse.ArgumentParser, arms: Sequence[str], work: str, *, jobs: int = 2, seeds: int = 4
+) -> Any:
+    """Command line of an experiment: its own options, and what all have. Exits when an arm is unknown.
+
+    `work` names the directory of its runs; `one` is (arm, seed) in the child process of a single job, else None.
+    """
+    parser.add_argument("--seeds", type=int, nargs="+", default=list(range(seeds)))
+    parser.add_argument("--arms", nargs="+", default=list(arms))
+    parser.add_argument("--jobs", type=int, default=jobs, help="runs at a time, one thread each")
+    parser.add_argument("--work", type=Path, default=ROOT / "runs" / work)
+    parser.add_argument("--out", type=Path, help="JSON file for the figures")
+    parser.add_argument("--docs", type=Path, help="Markdown file whose tables are replaced")
+    parser.add_argument("--one", nargs=2, metavar=("ARM", "SEED"), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if unknown := set(options.arms) - set(arms):
+        parser.error(f"unknown arms {sorted(unknown)}; known: {', '.join(arms)}")
+    if options.one is not None:
+        options.one = options.one[0], int(options.one[1])
+    return options
 
 
 def train(arm: Arm, seed: int, work: Path, extra: Sequence[str] = ()) -> Path:

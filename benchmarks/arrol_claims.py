@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from arms import ROOT, Arm, run_all, train, write_json
+from arms import ROOT, Arm, read_options, run_all, train, write_json
 
 TASKS = {"countdown": "countdown-arrol", "chain-sum": "chain-sum-arrol"}
 """Task -> recipe."""
@@ -86,19 +86,9 @@ def train_arm(arm: Arm, seed: int, work: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3])
-    parser.add_argument("--arms", nargs="+", default=list(ARMS))
-    parser.add_argument("--jobs", type=int, default=2, help="runs at a time, one thread each")
-    parser.add_argument("--work", type=Path, default=ROOT / "runs" / "arrol-claims")
-    parser.add_argument("--out", type=Path, help="JSON file for the figures")
-    parser.add_argument("--docs", type=Path, help="Markdown file whose tables are replaced")
-    parser.add_argument("--one", nargs=2, metavar=("NAME", "SEED"), help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if unknown := set(options.arms) - set(ARMS):
-        parser.error(f"unknown arms {sorted(unknown)}; known: {', '.join(ARMS)}")
+    options = read_options(argparse.ArgumentParser(description=__doc__.splitlines()[0]), list(ARMS), "arrol-claims")
     if options.one:
-        name, seed = options.one[0], int(options.one[1])
+        name, seed = options.one
         if name.startswith("warm-"):
             warm_model(name.removeprefix("warm-"), seed, options.work)
         else:

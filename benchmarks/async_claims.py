@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from arms import ROOT, Arm, run_all, train, write_json
+from arms import ROOT, Arm, read_options, run_all, train, write_json
 
 RECIPE = "countdown-lag"
 LAG = 12
@@ -79,20 +79,11 @@ def train_arm(arm: Arm, seed: int, work: Path, steps: int | None) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3])
-    parser.add_argument("--arms", nargs="+", default=list(ARMS))
-    parser.add_argument("--jobs", type=int, default=2, help="runs at a time, one thread each")
     parser.add_argument("--steps", type=int, help="fewer steps, to try the script")
-    parser.add_argument("--work", type=Path, default=ROOT / "runs" / "async-claims")
-    parser.add_argument("--out", type=Path, help="JSON file for the figures")
-    parser.add_argument("--docs", type=Path, help="Markdown file whose tables are replaced")
     parser.add_argument("--picture", type=Path, help="PNG file for the curves")
-    parser.add_argument("--one", nargs=2, metavar=("NAME", "SEED"), help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if unknown := set(options.arms) - set(ARMS):
-        parser.error(f"unknown arms {sorted(unknown)}; known: {', '.join(ARMS)}")
+    options = read_options(parser, list(ARMS), "async-claims")
     if options.one:
-        name, seed = options.one[0], int(options.one[1])
+        name, seed = options.one
         if name == "warm":
             warm_model(seed, options.work)
         else:

@@ -17,7 +17,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from arms import ROOT, Arm, run_all, train, write_json
+from arms import ROOT, Arm, read_options, run_all, train, write_json
 
 WARM_STEPS = 270
 DEPLOYMENT = {
@@ -107,21 +107,12 @@ def warm_model(seed: int, work: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3])
-    parser.add_argument("--arms", nargs="+", default=[arm.name for arm in ARMS])
-    parser.add_argument("--jobs", type=int, default=2, help="runs at a time, one thread each")
     parser.add_argument("--steps", type=int, help="fewer steps, to try the script")
-    parser.add_argument("--work", type=Path, default=ROOT / "runs" / "claims")
-    parser.add_argument("--out", type=Path, help="JSON file for the figures")
-    parser.add_argument("--docs", type=Path, help="Markdown file whose tables are replaced")
     parser.add_argument("--tables", nargs="+", help="those of --docs to replace; without it all, and the picture")
-    parser.add_argument("--one", nargs=2, metavar=("ARM", "SEED"), help=argparse.SUPPRESS)
-    options = parser.parse_args()
     by_name = {arm.name: arm for arm in ARMS}
-    if unknown := set(options.arms) - set(by_name):
-        parser.error(f"unknown arms {sorted(unknown)}; known: {', '.join(by_name)}")
+    options = read_options(parser, list(by_name), "claims")
     if options.one:
-        name, seed = options.one[0], int(options.one[1])
+        name, seed = options.one
         if name == "warm":
             warm_model(seed, options.work)
         elif name == "pass-rates":

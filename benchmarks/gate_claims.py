@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from arms import ROOT, Arm, run_all, train, write_json
+from arms import ROOT, Arm, read_options, run_all, train, write_json
 
 RECIPE = "alfworld"
 WARM_START = "warm-s0"
@@ -180,18 +180,9 @@ def one(name: str, seed: int, work: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3])
-    parser.add_argument("--arms", nargs="+", default=[*PARTS, *(arm.name for arm in ARMS)])
-    parser.add_argument("--jobs", type=int, default=2, help="runs at a time, one thread each")
-    parser.add_argument("--work", type=Path, default=ROOT / "runs" / "gate-claims")
-    parser.add_argument("--out", type=Path, help="JSON file for the figures")
-    parser.add_argument("--docs", type=Path, help="Markdown file whose tables are replaced")
-    parser.add_argument("--one", nargs=2, metavar=("NAME", "SEED"), help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if unknown := set(options.arms) - {*PARTS, *(arm.name for arm in ARMS)}:
-        parser.error(f"unknown arms {sorted(unknown)}")
+    options = read_options(parser, [*PARTS, *(arm.name for arm in ARMS)], "gate-claims")
     if options.one:
-        one(options.one[0], int(options.one[1]), options.work)
+        one(*options.one, options.work)
         return
     ok = run_all(__file__, [["warm"], ["calibration"]], [0], options.work, 1)
     arms = [arm for arm in options.arms if arm != "premise"]

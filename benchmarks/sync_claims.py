@@ -17,7 +17,7 @@ from typing import Any
 import arrol_claims
 import claims_figures as f
 import gate_claims
-from arms import ROOT, Arm, fill, run_all, table, train, write_json
+from arms import Arm, fill, read_options, run_all, table, train, write_json
 
 from winnow.record.records import METRICS
 from winnow.study.report_data import read_lines
@@ -123,18 +123,9 @@ def _text(value: f.Interval | None, form: str = "{:.3f}") -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--arms", nargs="+", default=list(ARMS))
-    parser.add_argument("--jobs", type=int, default=1, help="runs at a time; those of processes take two cores")
-    parser.add_argument("--work", type=Path, default=ROOT / "runs" / "sync-claims")
-    parser.add_argument("--out", type=Path, help="JSON file for the figures")
-    parser.add_argument("--docs", type=Path, help="Markdown file whose table is replaced")
-    parser.add_argument("--one", nargs=2, metavar=("ARM", "SEED"), help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if unknown := set(options.arms) - set(ARMS):
-        parser.error(f"unknown arms {sorted(unknown)}; known: {', '.join(ARMS)}")
+    options = read_options(parser, list(ARMS), "sync-claims", jobs=1, seeds=3)  # those of processes take two cores
     if options.one:
-        name, seed = options.one[0], int(options.one[1])
+        name, seed = options.one
         if name.startswith("warm-"):
             warm_model(name, options.work)
         else:
