@@ -2,92 +2,130 @@
 
     python benchmarks/against.py COMMIT --out benchmarks/results/against.json
 
-Each side runs its own benchmarks/engine.py and benchmarks/step.py, without their other sides, in processes of its own.
-A ratio is this tree's seconds over the other's, within one repeat: below 1 is faster.
+Each side runs its own benchmarks/engine.py and benchmarks/step.py, without their other sides, in a process that stays.
+They take turns, one short run each, so that a machine whose speed drifts disturbs both alike. A ratio is this tree's
+seconds over the other's of the same turn: below 1 is faster.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 THREADS = 1
+STEPS = 5
+"""Of a training run, after its first."""
 
 
-def engine_seconds() -> dict[str, float]:
-    """Median of several runs of each workload of the 0.7M model, in both precisions."""
+def engine_runs() -> dict[str, Callable[[], dict[str, float]]]:
+    """The workloads of the 0.7M model, in both precisions."""
     import engine
-    import torch
 
-    torch.set_num_threads(THREADS)
     found = {}
     for size, name in engine.WORKLOADS:
         if size == "0.7M":
             work, model = engine.WORKLOADS[size, name], engine.make_model(size, "cpu")
-            requests = engine.make_requests(work)
             for dtype in ("float32", "bfloat16"):
-                run = engine.engine_run(model, requests, work.slots, dtype)
-                run()
-                found[f"engine, {name}, {dtype}"] = statistics.median(run() for _ in range(3))
+                key = f"engine, {name}, {dtype}"
+                run = engine.engine_run(model, engine.make_requests(work), work.slots, dtype)
+                found[key] = lambda key=key, run=run: {key: run()}
     return found
 
 
-def step_seconds(steps: int) -> dict[str, float]:
-    """Median seconds of a whole step and its phases' means, on the demo's model and prompts."""
+def step_run(directory: str) -> Callable[[], dict[str, float]]:
+    """Median seconds of a whole step and the means of its phases, on the demo's model and prompts."""
     import step
     from workloads import short_workload
 
-    with tempfile.TemporaryDirectory() as directory:
-        work = short_workload(Path(directory), teaching_steps=30, prompts_per_step=32)
-        run = step.run_winnow(work, step.Setting(THREADS, "highest"), steps, "cpu")
-    return {"step": statistics.median(run.step_seconds)} | {f"step, {k}": v for k, v in run.phases.items() if v > 1e-3}
+    work = short_workload(Path(directory), teaching_steps=30, prompts_per_step=32)
+
+    def run() -> dict[str, float]:
+        found = step.run_winnow(work, step.Setting(THREADS, "highest"), STEPS, "cpu")
+        return {"step": statistics.median(found.step_seconds), **{f"step, {k}": v for k, v in found.phases.items()}}
+
+    return run
 
 
-def measure(tree: Path, steps: int) -> dict[str, float]:
-    """One repeat of one side, in a process that sees only its tree."""
+def serve() -> None:
+    """A side: runs the workload that a line names, and answers with its seconds."""
+    import torch
+
+    torch.set_num_threads(THREADS)
+    answers = sys.stdout
+    with contextlib.redirect_stdout(sys.stderr), tempfile.TemporaryDirectory() as directory:
+        runs = engine_runs() | {"step": step_run(directory)}
+        for run in runs.values():
+            run()
+        print(json.dumps(list(runs)), file=answers, flush=True)
+        for line in sys.stdin:
+            print(json.dumps(runs[line.strip()]()), file=answers, flush=True)
+
+
+@contextlib.contextmanager
+def side(tree: Path) -> Iterator[subprocess.Popen[str]]:
+    """A process that sees only its tree."""
     path = os.pathsep.join([str(tree / "src"), str(tree / "benchmarks")])
-    call = [sys.executable, "-P", __file__, "--side", str(steps)]
-    said = subprocess.run(call, env=os.environ | {"PYTHONPATH": path}, check=True, stdout=subprocess.PIPE, text=True)
-    found: dict[str, float] = json.loads(said.stdout.splitlines()[-1])
-    return found
+    call, pipe = [sys.executable, "-P", __file__, "--serve"], subprocess.PIPE
+    with subprocess.Popen(call, env=os.environ | {"PYTHONPATH": path}, stdin=pipe, stdout=pipe, text=True) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
-def compare(other: Path, repeats: int, steps: int) -> dict[str, Any]:
+def answer(process: subprocess.Popen[str], line: str = "") -> Any:
+    assert process.stdin is not None
+    assert process.stdout is not None
+    if line:
+        process.stdin.write(line + "\n")
+        process.stdin.flush()
+    return json.loads(process.stdout.readline())
+
+
+def compare(other: Path, repeats: int) -> dict[str, Any]:
     """Both sides in turn, the first one changing."""
     runs: list[dict[str, dict[str, float]]] = []
-    for repeat in range(repeats):
-        order = [("this", ROOT), ("other", other)]
-        runs.append({side: measure(tree, steps) for side, tree in (order if repeat % 2 == 0 else order[::-1])})
-        print(f"{repeat + 1}/{repeats}: {_ratios(runs)}", flush=True)
+    with side(ROOT) as this, side(other) as that:
+        sides = {"this": this, "other": that}
+        names, _ = (answer(process) for process in sides.values())
+        for repeat in range(repeats):
+            runs.append({name: {} for name in sides})
+            for workload in names:
+                for name in sorted(sides, reverse=repeat % 2 == 0):
+                    runs[-1][name] |= answer(sides[name], workload)
+            print(f"{repeat + 1}/{repeats}: { ({k: v['median'] for k, v in _ratios(runs).items()}) }", flush=True)
     return {"ratios": _ratios(runs), "runs": runs}
 
 
 def _ratios(runs: list[dict[str, dict[str, float]]]) -> dict[str, dict[str, float]]:
     found = {}
     for name in runs[0]["this"].keys() & runs[0]["other"].keys():
+        if min(runs[0]["this"][name], runs[0]["other"][name]) < 1e-3:
+            continue
         ratios = [run["this"][name] / run["other"][name] for run in runs]
         found[name] = {"median": statistics.median(ratios), "min": min(ratios), "max": max(ratios)}
     return {name: {k: round(v, 3) for k, v in found[name].items()} for name in sorted(found)}
 
 
 def main() -> None:
-    if sys.argv[1:2] == ["--side"]:
-        print(json.dumps(engine_seconds() | step_seconds(int(sys.argv[2]))))
+    if sys.argv[1:] == ["--serve"]:
+        serve()
         return
     from machine import machine
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("commit")
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
@@ -95,7 +133,7 @@ def main() -> None:
         git = ["git", "-C", str(ROOT), "worktree"]
         subprocess.run([*git, "add", "--detach", str(other), options.commit], check=True, capture_output=True)
         try:
-            found = compare(other, options.repeats, options.steps)
+            found = compare(other, options.repeats)
         finally:
             subprocess.run([*git, "remove", "--force", str(other)], check=True, capture_output=True)
     said = {"what": __doc__, "machine": machine("cpu"), "commit": options.commit, **found}

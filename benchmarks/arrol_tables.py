@@ -9,9 +9,11 @@ from typing import Any
 
 import claims_figures as f
 import numpy as np
+import summaries as sm
 from arms import fill, table
-from claims_figures import Run, Runs, interval
+from claims_figures import Run, interval
 from claims_tables import percent, text
+from summaries import Figures, Summary
 
 GATE = "gate/arrol/"
 COLD_STEPS = 20
@@ -20,44 +22,42 @@ COLUMNS = ("keep_rate", "success", "balance", "brier", "auroc", "accuracy")
 
 
 def write_figures(work: Path, arms: Mapping[str, Sequence[str]], *, out: Path | None, docs: Path | None) -> None:
-    """`arms`: task -> names. Arms without a finished run are left out."""
-    said: dict[str, Any] = {}
+    """`arms`: task -> names. What is not in `work` is as it was in `out`, or left out."""
+    said: dict[str, Any] = json.loads(out.read_text(encoding="utf-8")) if out is not None and out.exists() else {}
     tables: dict[str, str] = {}
     for task, names in arms.items():
-        runs, _ = f.read_runs(work, names)
-        runs = {name.removeprefix(f"{task}-"): by_seed for name, by_seed in runs.items()}
+        found, _ = f.read_runs(work, names)
+        new = {name.removeprefix(f"{task}-"): [_summary(r) for r in found[name].values()] for name in found}
+        kept = said.get(task, {"runs": {}, "votes": []})
+        runs = sm.merged(kept["runs"], new, [name.removeprefix(f"{task}-") for name in names])
         if "grpo" not in runs:
             continue
-        votes = votes_of(work, f"{task}-arrol")
-        said[task] = {
-            "runs": {a: [_summary(r) for r in by_seed.values()] for a, by_seed in runs.items()},
-            "votes": votes,
-        }
+        said[task] = {"runs": runs, "votes": votes_of(work, f"{task}-arrol") or kept["votes"]}
         tables[f"arrol-{task}"] = main_table(runs)
         tables[f"arrol-{task}-gate"] = gate_table(runs)
-        tables[f"arrol-{task}-votes"] = vote_table(votes)
+        tables[f"arrol-{task}-votes"] = vote_table(said[task]["votes"])
     if out is not None:
         out.write_text(json.dumps(said, indent=1), encoding="utf-8")
     if docs is not None:
         fill(docs, tables)
 
 
-def main_table(runs: Runs) -> str:
+def main_table(runs: Figures) -> str:
     rows = []
-    for arm, by_seed in runs.items():
+    for arm, found in runs.items():
         base = runs["dapo"] if arm.startswith("dapo") and "dapo" in runs else runs["grpo"]
         rows.append(
             [
                 arm,
-                str(len(by_seed)),
-                text(f.over_seeds(by_seed, lambda r: r.deployed["pass@1"])),
-                text(f.difference(by_seed, base, lambda r: r.deployed["pass@1"]), "{:+.3f}"),
-                text(f.over_seeds(by_seed, lambda r: r.deployed["greedy"])),
-                text(f.cost_ratio(by_seed, base, lambda r: r.data.tokens), "{:.2f}"),
-                text(f.cost_ratio(base, by_seed, lambda r: _seconds(r, "generate")), "{:.2f}"),
-                text(f.cost_ratio(base, by_seed, lambda r: _seconds(r, "update")), "{:.2f}"),
-                text(f.cost_ratio(base, by_seed, lambda r: _seconds(r, "generate") + _seconds(r, "update")), "{:.2f}"),
-                _to_level(base, by_seed),
+                str(len(found)),
+                text(sm.over_seeds(found, sm.passed)),
+                text(sm.difference(found, base, sm.passed), "{:+.3f}"),
+                text(sm.over_seeds(found, lambda r: r["deployed"]["greedy"])),
+                text(sm.ratio(found, base, lambda r: r["tokens"]), "{:.2f}"),
+                text(sm.ratio(base, found, lambda r: r["seconds"]["generate"]), "{:.2f}"),
+                text(sm.ratio(base, found, lambda r: r["seconds"]["update"]), "{:.2f}"),
+                text(sm.ratio(base, found, _both), "{:.2f}"),
+                _to_level(base, found),
             ]
         )
     head = [
@@ -74,20 +74,22 @@ def main_table(runs: Runs) -> str:
     return table([*head, f"time to {LEVEL:.0%} of the base's gain, times shorter"], rows)
 
 
-def _to_level(base: dict[int, Run], by_seed: dict[int, Run]) -> str:
+def _to_level(base: list[Summary], found: list[Summary]) -> str:
     """How many times earlier the mean curve has made `LEVEL` of the gain in held-out pass@1 that the base makes."""
-    _, target = _mean_curve(base)
+    _, target = _rising_curve(base)
     level = target[0] + LEVEL * (target[-1] - target[0])
-    reached = [_crossing(*_mean_curve(runs), level) for runs in (base, by_seed)]
+    reached = [_crossing(*_rising_curve(runs), level) for runs in (base, found)]
     return "never" if reached[0] is None or reached[1] is None else f"{reached[0] / reached[1]:.2f}"
 
 
-def _mean_curve(runs: dict[int, Run]) -> tuple[np.ndarray, np.ndarray]:
+def _rising_curve(found: list[Summary]) -> tuple[np.ndarray, np.ndarray]:
     """Seconds of generation and update at each evaluation (a median step's times the steps), and held-out pass@1."""
-    curves = [[p.passed for p in run.data.curve] for run in runs.values()]
-    steps = np.array([p.step for p in next(iter(runs.values())).data.curve], dtype=np.float64)
-    seconds = np.mean([_seconds(run, "generate") + _seconds(run, "update") for run in runs.values()])
-    return steps * seconds, np.maximum.accumulate(np.mean(curves, axis=0))
+    curve = sm.mean_curve(found)
+    return curve[:, 0] * np.mean([_both(run) for run in found]), np.maximum.accumulate(curve[:, 3])
+
+
+def _both(run: Summary) -> float:
+    return float(run["seconds"]["generate"] + run["seconds"]["update"])
 
 
 def _crossing(axis: np.ndarray, values: np.ndarray, level: float) -> float | None:
@@ -101,12 +103,12 @@ def _crossing(axis: np.ndarray, values: np.ndarray, level: float) -> float | Non
     return float(axis[i - 1] + share * (axis[i] - axis[i - 1]))
 
 
-def gate_table(runs: Runs) -> str:
+def gate_table(runs: Figures) -> str:
     """After the cold start; shares are means over steps."""
     rows = []
-    for arm, by_seed in runs.items():
-        gate = [f.over_seeds(by_seed, lambda r, c=c: _mean(r, GATE + c)) for c in COLUMNS]
-        seen = [f.over_seeds(by_seed, lambda r, c=c: _mean(r, c)) for c in ("reward", "frac_reward_zero_std")]
+    for arm, found in runs.items():
+        seen = [sm.over_seeds(found, lambda r, k=k: r["trained"][k]) for k in ("reward", "frac_reward_zero_std")]
+        gate = [sm.over_seeds(found, lambda r, c=c: r["gate"][c]) for c in COLUMNS]
         rows.append([arm, *("" if c is None else text(c, "{:.3f}") for c in (*seen, *gate))])
     head = [
         "arm",

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import claims_figures as f
 import numpy as np
+import summaries as sm
 from arms import fill, table
 from claims_figures import Interval, Run, interval
 from claims_tables import percent, text
+from summaries import Figures
 
 from winnow.record.records import GATE
 from winnow.study.compare import reached_at
 from winnow.study.report_data import read_lines
 
-Figures = dict[str, list[dict[str, Any]]]
-"""Arm -> what the JSON file keeps of each of its runs."""
 Tiers = list[dict[str, dict[str, Any]]]
 """Of every seed: by gate, by tier."""
 GATES = {"gate": "edit distance", "progress": "progress"}
@@ -37,8 +37,7 @@ def write_figures(work: Path, arms: Sequence[str], *, out: Path | None, docs: Pa
     said["warm start"] = {seed: _plain(deployed) for seed, deployed in warm.items()}
     k = said["calibration"]["chosen"]["k"]
     new = {arm: [_summary(run, k) for run in by_seed.values()] for arm, by_seed in runs.items()}
-    kept: Figures = said.get("runs", {}) | new
-    said["runs"] = {arm: kept[arm] for arm in arms if arm in kept}
+    said["runs"] = sm.merged(said.get("runs", {}), new, arms)
     if out is not None:
         out.write_text(json.dumps(said, indent=1), encoding="utf-8")
     if docs is not None:
@@ -118,18 +117,18 @@ def tier_3(runs: Figures) -> str:
             [
                 arm,
                 str(len(found)),
-                text(_over_seeds(found, lambda r: r["deployed"]["pass@1"])),
-                "" if same else text(_difference(found, base), "{:+.3f}"),
-                text(_over_seeds(found, lambda r: r["deployed"]["greedy"])),
-                text(_ratio(found, base, "tokens"), "{:.2f}"),
+                text(sm.over_seeds(found, sm.passed)),
+                "" if same else text(sm.difference(found, base, sm.passed), "{:+.3f}"),
+                text(sm.over_seeds(found, lambda r: r["deployed"]["greedy"])),
+                text(sm.ratio(found, base, lambda r: r["tokens"]), "{:.2f}"),
                 tokens_to_the_end_of(base, found),
-                percent(_over_seeds(found, lambda r: r["cut_share"])),
-                percent(_over_seeds(found, lambda r: r["zero_share"])),
-                "" if same else text(_ratio(found, base, "grad_norm"), "{:.2f}"),
-                "" if same else text(_ratio(found, base, "teaching"), "{:.2f}"),
+                percent(sm.over_seeds(found, lambda r: r["cut_share"])),
+                percent(sm.over_seeds(found, lambda r: r["zero_share"])),
+                "" if same else text(sm.ratio(found, base, lambda r: r["grad_norm"]), "{:.2f}"),
+                "" if same else text(sm.ratio(found, base, lambda r: r["teaching"]), "{:.2f}"),
             ]
         )
-    share = _over_seeds(base, lambda r: r["oracle_steps"])
+    share = sm.over_seeds(base, lambda r: r["oracle_steps"])
     rows.append(["oracle", str(len(base)), *["as grpo"] * 3, text(share, "{:.2f}"), *[""] * 5])
     head = [
         "arm",
@@ -144,34 +143,12 @@ def tier_3(runs: Figures) -> str:
     return table([*head, "zero-variance of the rest", "gradient norm", "predicted"], rows)
 
 
-def _over_seeds(found: list[dict[str, Any]], value: Callable[[dict[str, Any]], float]) -> Interval | None:
-    return interval([value(run) for run in found])
-
-
-def _paired(found: list[dict[str, Any]], base: list[dict[str, Any]]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    by_seed = {run["seed"]: run for run in base}
-    return [(run, by_seed[run["seed"]]) for run in found if run["seed"] in by_seed]
-
-
-def _difference(found: list[dict[str, Any]], base: list[dict[str, Any]]) -> Interval | None:
-    return interval([a["deployed"]["pass@1"] - b["deployed"]["pass@1"] for a, b in _paired(found, base)])
-
-
-def _ratio(found: list[dict[str, Any]], base: list[dict[str, Any]], key: str) -> Interval | None:
-    return f.ratio([(a[key], b[key]) for a, b in _paired(found, base)])
-
-
-def mean_curve(found: list[dict[str, Any]]) -> list[tuple[float, float]]:
-    """(tokens, pass@1) at each evaluation, means over seeds."""
-    return [(p[1], p[3]) for p in np.mean([run["curve"] for run in found], axis=0).tolist()]
-
-
 def tokens_to_the_end_of(base: list[dict[str, Any]], found: list[dict[str, Any]]) -> str:
     """Where the mean curve over seeds first is at the baseline's mean end; single curves are too rough for that."""
-    pairs = _paired(found, base)
-    curves = [mean_curve([pair[i] for pair in pairs]) for i in (0, 1)]
-    points = [[SimpleNamespace(passed=passed, tokens=tokens) for tokens, passed in c] for c in curves]
-    own, others = (reached_at(c, curves[1][-1][1], lambda p: p.tokens) for c in points)  # type: ignore[arg-type]
+    pairs = sm.paired(found, base)
+    curves = [sm.mean_curve([pair[i] for pair in pairs]).tolist() for i in (0, 1)]
+    points = [[SimpleNamespace(passed=passed, tokens=tokens) for _, tokens, _, passed in c] for c in curves]
+    own, others = (reached_at(c, curves[1][-1][3], lambda p: p.tokens) for c in points)  # type: ignore[arg-type]
     return "not reached" if own is None or not others else f"{own / others:.2f}"
 
 
@@ -248,8 +225,8 @@ def draw(runs: Figures, path: Path) -> None:
 
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), constrained_layout=True)
     for arm, found in runs.items():
-        tokens, passed = zip(*mean_curve(found), strict=True)
-        left.plot(np.array(tokens) / 1e3, passed, marker="o", ms=3, label=f"{arm} (n={len(found)})")
+        _, tokens, _, passed = sm.mean_curve(found).T
+        left.plot(tokens / 1e3, passed, marker="o", ms=3, label=f"{arm} (n={len(found)})")
     left.set(xlabel="sampled tokens, thousands", ylabel="held-out pass@1 (128 games)")
     left.legend(fontsize=8)
     lines = (

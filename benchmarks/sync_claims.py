@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import arrol_claims
-import claims_figures as f
 import gate_claims
+import summaries as sm
 from arms import Arm, fill, read_options, run_all, table, train, write_json
+from claims_tables import text
 
 from winnow.record.records import METRICS
 from winnow.study.report_data import read_lines
@@ -72,17 +73,17 @@ def write_figures(work: Path, out: Path | None, docs: Path | None) -> None:
     figures = {arm: found for arm in ARMS if (found := _read(work, arm))}
     rows = []
     for arm, found in figures.items():
-        base = {run["seed"]: run for run in figures.get(f"{_task(arm)}-in-process", [])}
-        pairs = [] if arm.endswith("in-process") else [(r, base[r["seed"]]) for r in found if r["seed"] in base]
+        base = figures.get(f"{_task(arm)}-in-process", [])
+        same = arm.endswith("in-process")
         rows.append(
             [
                 arm,
                 str(len(found)),
-                _text(f.interval([run["pass@1"] for run in found])),
-                _text(f.interval([a["pass@1"] - b["pass@1"] for a, b in pairs]), "{:+.3f}"),
-                _text(f.interval([run["greedy"] for run in found])),
-                _text(f.interval([run["stopped"] for run in found]), "{:.2f}"),
-                _text(f.ratio([(a["tokens"], b["tokens"]) for a, b in pairs]) if pairs else None, "{:.2f}"),
+                text(sm.over_seeds(found, lambda r: r["pass@1"])),
+                "" if same else text(sm.difference(found, base, lambda r: r["pass@1"]), "{:+.3f}"),
+                text(sm.over_seeds(found, lambda r: r["greedy"])),
+                text(sm.over_seeds(found, lambda r: r["stopped"]), "{:.2f}"),
+                "" if same else text(sm.ratio(found, base, lambda r: r["tokens"]), "{:.2f}"),
             ]
         )
     if out is not None:
@@ -115,10 +116,6 @@ def stopped(rows: list[dict[str, Any]]) -> float:
     late = rows[len(rows) // 2 :]
     found = [row.get("gate/divergence/cut_share", 1 - row.get("gate/arrol/keep_rate", 1.0)) for row in late]
     return float(sum(found) / len(found))
-
-
-def _text(value: f.Interval | None, form: str = "{:.3f}") -> str:
-    return "" if value is None else value.text(form)
 
 
 def main() -> None:

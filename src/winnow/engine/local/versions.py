@@ -22,6 +22,8 @@ class Versions:
 
     def of(self, born: int, count: int) -> np.ndarray:
         """int32 [count]: of the tokens of a sequence whose first one was sampled in step `born`."""
+        if self.unchanged_since(born):
+            return np.full(count, self._swaps[-1][1], dtype=np.int32)
         starts, versions = np.array(self._swaps).T
         steps = np.arange(born, born + count)
         return np.asarray(versions[np.searchsorted(starts, steps, side="right") - 1], dtype=np.int32)
