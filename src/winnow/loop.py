@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from .base.failpoint import failpoint
 from .learner.base import Learner
@@ -78,6 +78,17 @@ class Hooks:
     should_stop: Callable[[], bool]
 
 
+class _Rejected(NamedTuple):
+    """A group that a refill got nothing from."""
+
+    name: str
+    """Prompt and reason."""
+    lacks: bool
+    """Rewards are missing."""
+    teaches: bool
+    """It had a signal, and the filter did not want it."""
+
+
 class Loop:
     """Runs optimizer steps until `max_steps`. `step` is also the policy version: updates published so far."""
 
@@ -89,8 +100,8 @@ class Loop:
         self.step = 0
         self.num_tokens = 0
         self._tally = Tally(judge)
-        self._rejected: list[tuple[str, bool]] = []
-        """Groups in a row that a refill got nothing from: prompt and reason, and whether rewards were missing."""
+        self._rejected: list[_Rejected] = []
+        """In a row."""
         self._skipped_steps = 0
         self._nothing_left = False
         self._stop: RunStoppedError | None = None
@@ -221,7 +232,8 @@ class Loop:
         self._book(group, Fate.FILTERED, reason)
         if parts.filter.refill:
             first = next((r.reason for r in group.rollouts if r.reason), reason)
-            self._rejected.append((f"{group.prompt.id} ({first})", group.verdict.keep and refusal is not None))
+            lacks, teaches = group.verdict.keep and refusal is not None, refusal is None and self.judge.teaches(group)
+            self._rejected.append(_Rejected(f"{group.prompt.id} ({first})", lacks, teaches))
         else:
             parts.buffer.spend()
 
@@ -235,13 +247,15 @@ class Loop:
             "The prompts are too easy or too hard for this policy: use other prompts, more num_generations, or "
             "filter: keep_all",
         )
-        if lacking := sum(lacks for _, lacks in self._rejected):
+        if teaching := sum(group.teaches for group in self._rejected):
+            said = f"{n} groups in a row were rejected, {teaching} of them with a signal"
+            remedy = "Look at what the filter asks for"
+        elif lacking := sum(group.lacks for group in self._rejected):
             said = f"of {n} groups in a row {lacking} lacked rewards, and the others had no signal"
-        if 2 * lacking > n:
-            remedy = "Look for why rollouts fail"
+            remedy = "Look for why rollouts fail" if 2 * lacking > n else remedy
         self._stop = RunStoppedError(
             f"step {self.step}: {said} (max_refill_rounds={rounds}), so the batch cannot be filled; the last were: "
-            f"{'; '.join(name for name, _ in self._rejected[-5:])}. {remedy}"
+            f"{'; '.join(group.name for group in self._rejected[-5:])}. {remedy}"
         )
         return True
 

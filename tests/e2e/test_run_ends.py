@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sqlite3
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,10 @@ import pytest
 
 from winnow import Trainer
 from winnow.loop import RunStoppedError
+from winnow.methods.filter import Filter
+from winnow.methods.signal import Kind
 from winnow.record.ledger import Ledger
+from winnow.types import Group, Verdict
 
 from .test_training import CARRYING, assert_clean
 
@@ -108,6 +112,26 @@ def test_a_refill_that_failures_starve_blames_the_failures(tiny_config: dict[str
     config = tiny_config | {"filter": {"name": "zero_variance", "max_refill_rounds": 2}, "max_failed_share": 1.0}
     with pytest.raises(RunStoppedError, match=r"8 lacked rewards.*judge unreachable.*Look for why rollouts fail"):
         Trainer(config=config | {"eval_steps": None}, reward_funcs=broken).train()
+
+
+@dataclass(frozen=True)
+class Picky(Filter):
+    """Wants nothing."""
+
+    refill: bool = True
+    max_refill_rounds: int = 2
+
+    def admit(self, group: Group, kind: Kind) -> Verdict:
+        return Verdict(False, "not good enough")
+
+
+def test_a_filter_that_rejects_what_teaches_is_blamed(tiny_config: dict[str, Any]) -> None:
+    def differ(completions: list[str], **_: object) -> list[float]:
+        return [float(i % 2) for i in range(len(completions))]
+
+    config = tiny_config | {"filter": f"{__name__}:Picky", "eval_steps": None}
+    with pytest.raises(RunStoppedError, match=r"8 groups in a row were rejected, 8 of them.*not good enough.*filter"):
+        Trainer(config=config, reward_funcs=differ).train()
 
 
 def test_no_signal_anywhere_skips_updates_and_says_so(tiny_config: dict[str, Any]) -> None:
