@@ -146,6 +146,11 @@ def test_every_advantage_takes_the_penalised_rewards(advantage: Any, scaled: boo
     assert metrics["kl_penalty"] != 0
 
 
+def test_a_step_without_groups_trains_nothing() -> None:
+    _, metrics = trained([], ADVANTAGES["grpo"](), BETA)
+    assert metrics["kl_penalty"] == 0
+
+
 def test_a_step_without_signal_is_not_blown_up() -> None:
     """GRPO over a penalty of a thousandth would have advantages of the size of 1."""
     equal: list[list[float | None]] = [[1.0] * 4, [0.0] * 4]

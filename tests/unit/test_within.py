@@ -71,6 +71,17 @@ def test_the_signal_of_a_rule_is_that_of_groups_pruned_by_it() -> None:
         assert kept_C[c] == pytest.approx(kept_NG.mean(), abs=0.005)
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_a_rule_that_keeps_all_has_a_worth(seed: int) -> None:
+    """Chances that add up to a rounding error more than 1, and groups of a fractional size: copies count once."""
+    rng = np.random.default_rng(seed)
+    for _ in range(20):
+        failure_B, success_B = (x / x.sum() * (1 + 1e-15) for x in rng.random((2, 10)))
+        signal_NC, kept_NC = Rules(failure_B, success_B, 3.5, 0.05).worth(rate_weights(2, 3))
+        assert np.isfinite(signal_NC).all()
+        assert kept_NC.max() <= 1 + 1e-12
+
+
 @pytest.mark.parametrize(("wins", "losses"), [(1.0, 9.0), (9.0, 1.0), (5.0, 5.0), (0.5, 0.5), (40.0, 60.0)])
 def test_no_rule_at_the_same_keep_rate_leaves_more(wins: float, losses: float) -> None:
     """Random chances of survival for every bin, of any shape, at no more survivors."""

@@ -34,7 +34,7 @@ def penalised(
     judged = [r for group in groups for r in group.rollouts if r.reward is not None]
     kl = log_ratios(judged, learner)
     of_rollout = {id(r): beta * d for r, d in zip(judged, kl, strict=True)}
-    found, batch_N = [], np.concatenate([group.rewards() for group in groups])
+    found, batch_N = [], np.concatenate([np.zeros(0), *(group.rewards() for group in groups)])
     for group in groups:
         spared = advantage.scaled and is_zero_variance(group.rewards() if advantage.group_relative else batch_N)
         found.append(group if spared else replace(group, rollouts=[_less(r, of_rollout) for r in group.rollouts]))

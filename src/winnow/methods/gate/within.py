@@ -99,7 +99,7 @@ class Rules:
     def _kept_CP(self) -> np.ndarray:  # noqa: N802
         """kappa, by rule and pass rate."""
         a0_C1, a1_C1 = (self.survival_CB @ x_B[:, None] for x_B in (self.failure_B, self.success_B))
-        return np.asarray(RATES_P * a1_C1 + (1 - RATES_P) * a0_C1)
+        return np.asarray(np.minimum(RATES_P * a1_C1 + (1 - RATES_P) * a0_C1, 1))  # rounding must not pass 1
 
     @cached_property
     def _signal_CP(self) -> np.ndarray:  # noqa: N802
