@@ -22,12 +22,16 @@ COLUMNS = ("keep_rate", "success", "balance", "brier", "auroc", "accuracy")
 
 
 def write_figures(work: Path, arms: Mapping[str, Sequence[str]], *, out: Path | None, docs: Path | None) -> None:
-    """`arms`: task -> names. What is not in `work` is as it was in `out`, or left out."""
+    """`arms`: task -> names. What is not in `work` is as it was in `out`, or left out.
+
+    Seconds are kept of runs that ran beside those of `grpo`; others say nothing about speed.
+    """
     said: dict[str, Any] = json.loads(out.read_text(encoding="utf-8")) if out is not None and out.exists() else {}
     tables: dict[str, str] = {}
     for task, names in arms.items():
         found, _ = f.read_runs(work, names)
-        new = {name.removeprefix(f"{task}-"): [_summary(r) for r in found[name].values()] for name in found}
+        timed = f"{task}-grpo" in found
+        new = {name.removeprefix(f"{task}-"): [_summary(r, timed) for r in found[name].values()] for name in found}
         kept = said.get(task, {"runs": {}, "votes": []})
         runs = sm.merged(kept["runs"], new, [name.removeprefix(f"{task}-") for name in names])
         if "grpo" not in runs:
@@ -46,6 +50,7 @@ def main_table(runs: Figures) -> str:
     rows = []
     for arm, found in runs.items():
         base = runs["dapo"] if arm.startswith("dapo") and "dapo" in runs else runs["grpo"]
+        timed = all(run["seconds"] for run in (*base, *found))
         rows.append(
             [
                 arm,
@@ -54,10 +59,10 @@ def main_table(runs: Figures) -> str:
                 text(sm.difference(found, base, sm.passed), "{:+.3f}"),
                 text(sm.over_seeds(found, lambda r: r["deployed"]["greedy"])),
                 text(sm.ratio(found, base, lambda r: r["tokens"]), "{:.2f}"),
-                text(sm.ratio(base, found, lambda r: r["seconds"]["generate"]), "{:.2f}"),
-                text(sm.ratio(base, found, lambda r: r["seconds"]["update"]), "{:.2f}"),
-                text(sm.ratio(base, found, _both), "{:.2f}"),
-                _to_level(base, found),
+                text(sm.ratio(base, found, lambda r: r["seconds"]["generate"]), "{:.2f}") if timed else "",
+                text(sm.ratio(base, found, lambda r: r["seconds"]["update"]), "{:.2f}") if timed else "",
+                text(sm.ratio(base, found, _both), "{:.2f}") if timed else "",
+                _to_level(base, found) if timed else "",
             ]
         )
     head = [
@@ -147,12 +152,12 @@ def _seconds(run: Run, phase: str) -> float:
     return float(np.median([row[f"seconds/{phase}"] for row in run.rows]))
 
 
-def _summary(run: Run) -> dict[str, Any]:
+def _summary(run: Run, timed: bool) -> dict[str, Any]:
     return {
         "seed": run.data.seed,
         "deployed": {key: value for key, value in run.deployed.items() if key != "model"},
         "tokens": run.data.tokens,
-        "seconds": {phase: _seconds(run, phase) for phase in ("generate", "update")},
+        "seconds": {phase: _seconds(run, phase) for phase in ("generate", "update")} if timed else None,
         "trained": {key: _mean(run, key) for key in ("reward", "frac_reward_zero_std")},
         "gate": {key: _mean(run, GATE + key) for key in COLUMNS},
         "curve": [[p.step, p.tokens, p.rollouts, round(p.passed, 5)] for p in run.data.curve],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 from scipy import stats
 
-from winnow.study.compare import reached_at
 from winnow.study.compare_data import RunData, read_run_data
 from winnow.study.report_data import merge_steps, read_lines
 
@@ -84,36 +83,6 @@ def read_runs(work: Path, arms: Sequence[str]) -> tuple[Runs, dict[int, dict[str
     return runs, {int(w["seed"]): w["deployed"] for w in warm}
 
 
-def over_seeds(runs: dict[int, Run], value: Callable[[Run], float | None]) -> Interval | None:
-    found = [value(run) for run in runs.values()]
-    return interval([v for v in found if v is not None])
-
-
-def difference(runs: dict[int, Run], base: dict[int, Run], value: Callable[[Run], float]) -> Interval | None:
-    """Paired by seed."""
-    return interval([value(run) - value(base[seed]) for seed, run in runs.items() if seed in base])
-
-
-def cost_ratio(runs: dict[int, Run], base: dict[int, Run], value: Callable[[Run], float]) -> Interval | None:
-    return ratio([(value(run), value(base[seed])) for seed, run in runs.items() if seed in base])
-
-
-def to_level(
-    runs: dict[int, Run], base: dict[int, Run], goal: dict[int, Run], share: float, axis: str
-) -> tuple[Interval | None, int, int]:
-    """Cost of `runs` over that of `base` to reach `share` of goal's final pass@1; pairs that both reached it; pairs."""
-    pairs, n = [], 0
-    for seed, run in runs.items():
-        if seed not in base or seed not in goal:
-            continue
-        n += 1
-        level = share * passed(goal[seed])
-        costs = [reached_at(r.data.curve, level, lambda p: float(getattr(p, axis))) for r in (run, base[seed])]
-        if costs[0] and costs[1]:
-            pairs.append((costs[0], costs[1]))
-    return ratio(pairs), len(pairs), n
-
-
 def passed(run: Run) -> float:
     """Held-out pass@1 at the end, at the training temperature."""
     return run.data.curve[-1].passed
@@ -166,15 +135,6 @@ def around_firing(run: Run, width: int = 20) -> tuple[float, float] | None:
     return float(np.mean(values[max(0, at - width) : at])), float(np.mean(values[at : at + width]))
 
 
-def curve(runs: dict[int, Run]) -> dict[str, list[float]]:
-    """Means over seeds at each evaluation."""
-    points = list(zip(*(run.data.curve for run in runs.values()), strict=True))
-    mean: Callable[[str], list[float]] = lambda name: [  # noqa: E731
-        round(float(np.mean([getattr(p, name) for p in at])), 5) for at in points
-    ]
-    return {name: mean(name) for name in ("step", "tokens", "rollouts", "passed")}
-
-
 def summary(run: Run) -> dict[str, Any]:
     """What the JSON file keeps of one run."""
     deployed = {k: run.deployed[k] for k in ("pass@1", "pass@16", "greedy")}
@@ -189,8 +149,12 @@ def summary(run: Run) -> dict[str, Any]:
         "easy": zero_share(run, 0.5, 1, "frac_zero_easy"),
         "hard": zero_share(run, 0.5, 1, "frac_zero_hard"),
         "grad_norm": float(np.mean(series(run, "grad_norm"))),
+        "grad_norm_by_tenth": [round(tenth(run, "grad_norm", i), 4) for i in range(10)],
+        "p_easy": run.rows[-1].get("greso/p_easy"),
+        "p_hard": run.rows[-1].get("greso/p_hard"),
         "eta_eff_by_tenth": [round(tenth(run, "eta_eff", i), 8) for i in range(10)],
         "size_rose_at_step": fired_at(run),
+        "zero_variance_around": around_firing(run),
         "swing": swing(run),
         "deployed": deployed | {"diversity_ratio": deployed["pass@16"] / deployed["pass@1"]},
         "curve": [[p.step, p.tokens, p.rollouts, round(p.passed, 5)] for p in run.data.curve],

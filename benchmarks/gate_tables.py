@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import claims_figures as f
@@ -147,8 +146,7 @@ def tokens_to_the_end_of(base: list[dict[str, Any]], found: list[dict[str, Any]]
     """Where the mean curve over seeds first is at the baseline's mean end; single curves are too rough for that."""
     pairs = sm.paired(found, base)
     curves = [sm.mean_curve([pair[i] for pair in pairs]).tolist() for i in (0, 1)]
-    points = [[SimpleNamespace(passed=passed, tokens=tokens) for _, tokens, _, passed in c] for c in curves]
-    own, others = (reached_at(c, curves[1][-1][3], lambda p: p.tokens) for c in points)  # type: ignore[arg-type]
+    own, others = (reached_at(sm.points(c), curves[1][-1][3], lambda p: p.tokens) for c in curves)
     return "not reached" if own is None or not others else f"{own / others:.2f}"
 
 

@@ -9,6 +9,9 @@ import claims_figures as f
 import numpy as np
 from claims_figures import Interval
 
+from winnow.study.compare import reached_at
+from winnow.study.compare_data import Point
+
 Summary = dict[str, Any]
 """One run; has its `seed`."""
 Figures = dict[str, list[Summary]]
@@ -43,6 +46,29 @@ def ratio(found: Sequence[Summary], base: Sequence[Summary], value: Callable[[Su
 def passed(run: Summary) -> float:
     """Held-out pass@1 at the end, on all held-out prompts."""
     return float(run["deployed"]["pass@1"])
+
+
+def points(curve: Sequence[Sequence[float]]) -> list[Point]:
+    """Evaluations as `winnow compare` has them."""
+    return [Point(int(step), tokens, rollouts, passed) for step, tokens, rollouts, passed in curve]
+
+
+def to_level(
+    found: Sequence[Summary], base: Sequence[Summary], goal: Sequence[Summary], share: float, axis: str
+) -> tuple[Interval | None, int, int]:
+    """Cost of `found` over that of `base` to `share` of goal's final pass@1; pairs that both reached it; pairs."""
+    of_base, of_goal = ({run["seed"]: run for run in runs} for runs in (base, goal))
+    pairs, n = [], 0
+    for run in found:
+        if (seed := run["seed"]) in of_base and seed in of_goal:
+            n += 1
+            level = share * of_goal[seed]["curve"][-1][3]
+            costs = [
+                reached_at(points(r["curve"]), level, lambda p: float(getattr(p, axis))) for r in (run, of_base[seed])
+            ]
+            if costs[0] and costs[1]:
+                pairs.append((costs[0], costs[1]))
+    return f.ratio(pairs), len(pairs), n
 
 
 def mean_curve(found: Sequence[Summary]) -> np.ndarray:
