@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from winnow.engine import Request, SamplingParams
 from winnow.engine.local.cache import KVCache, padded, plan
-from winnow.engine.local.slots import COUNT, POSITION, SlotTable
-from winnow.engine.local.stops import StopTable
+from winnow.engine.slots import COUNT, POSITION, Drawn, SlotTable
+from winnow.engine.stops import StopTable
 
 from .engine_models import byte_tokenizer, word_tokenizer
 
@@ -69,18 +69,20 @@ def request(name: str, length: int = 3) -> Request:
 
 def test_slot_table_fills_holes_with_the_last_rows() -> None:
     table = SlotTable(8)
-    table.append([request(name, i + 1) for i, name in enumerate("abcdef")], [0] * 6, step=0)
-    table.record(np.arange(6), -np.arange(6.0))
+    table.append([request(name, i + 1) for i, name in enumerate("abcdef")], [0] * 6)
+    table.record(slice(0, 6), Drawn(np.arange(6), -np.arange(6.0), None, None), weights=3)
+    table.record(np.array([4, 0]), Drawn(np.array([40, 10]), -np.ones(2), None, None), weights=4)
     targets, sources = table.remove([1, 5, 2])
     assert (targets.tolist(), sources.tolist()) == ([1, 2], [3, 4])
     assert [r.id for r in table.requests] == ["a", "d", "e"]
     assert table.row_of == {"a": 0, "d": 1, "e": 2}
-    assert table.tokens[:3, 0].tolist() == [0, 3, 4]
+    assert table.tokens[:3].tolist() == [[0, 10, 0, 0, 0], [3, 0, 0, 0, 0], [4, 40, 0, 0, 0]]
+    assert table.weights[:3, :2].tolist() == [[3, 4], [3, 0], [3, 4]]
     assert table.ints[POSITION, :4].tolist() == [1, 4, 5, 0]
     order = table.sort()
     assert order.tolist() == [2, 1, 0]
     assert [r.id for r in table.requests] == ["e", "d", "a"]
-    assert table.ints[COUNT, :3].tolist() == [1, 1, 1]
+    assert table.ints[COUNT, :3].tolist() == [2, 1, 2]
 
 
 @pytest.fixture(scope="module")

@@ -10,15 +10,15 @@ from hypothesis import strategies as st
 from transformers import TopKLogitsWarper, TopPLogitsWarper
 
 from winnow.engine import SamplingParams
-from winnow.engine.local.sampling import BLOCK, Rows, draw, sample
+from winnow.engine.sampling import BLOCK, Transform, draw, sample
 
 from .engine_models import plain_logp
 
 LAST = 1 - 2.0**-24
 
 
-def rows(n: int, temperature: float = 1, top_k: int = 0, top_p: float = 1, greedy: bool = False) -> Rows:
-    return Rows(
+def rows(n: int, temperature: float = 1, top_k: int = 0, top_p: float = 1, greedy: bool = False) -> Transform:
+    return Transform(
         torch.full((n,), 1 / temperature),
         torch.ones(n, dtype=torch.bool) if greedy else None,
         torch.full((n,), top_k),
@@ -123,7 +123,7 @@ def test_greedy_takes_the_first_maximum_and_the_plain_logp() -> None:
 def test_a_row_does_not_depend_on_the_filters_of_others() -> None:
     gen = torch.Generator().manual_seed(2)
     logits, u = torch.randn(6, 200, generator=gen) * 2, torch.rand(6, generator=gen)
-    alone = [sample(logits[i : i + 1], u[i : i + 1], Rows(torch.ones(1), None, None, None)) for i in range(6)]
+    alone = [sample(logits[i : i + 1], u[i : i + 1], Transform(torch.ones(1), None, None, None)) for i in range(6)]
     mixed = rows(6)._replace(top_k_N=torch.tensor([0, 3, 0, 50, 0, 0]), top_p_N=torch.tensor([1, 1, 1, 1, 1, 0.5]))
     tokens, logp = sample(logits, u, mixed)
     for i in (0, 2, 4):

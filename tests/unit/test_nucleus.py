@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from winnow.engine.local.sampling import Rows, sample
+from winnow.engine.sampling import Transform, sample
 from winnow.learner.local.logprob import TokenDistribution, of_tokens
 
 N, V = 1000, 200
@@ -16,7 +16,7 @@ N, V = 1000, 200
 def both(logits_NV: torch.Tensor, options: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probabilities of the tokens that the engine draws: the engine's, and the learner's from the same logits."""
     n = len(logits_NV)
-    rows = Rows(
+    rows = Transform(
         torch.full((n,), 1 / options.get("temperature", 1.0)),
         None,
         torch.full((n,), options.get("top_k", 0)),

@@ -1,10 +1,10 @@
 """Generation engines by name: the options of each, whose `build(ModelReference, tokenizer)` makes the engine."""
 
 from .base import Engine, Event, Finished, Reached, Request, SamplingParams
+from .facts import Facts
 from .loading import ModelReference
-from .local.backend import check_state
 from .local.engine import LocalEngine, LocalOptions
-from .local.requests import check_request
+from .requests import check_request
 
 ENGINES: dict[str, type] = {"local": LocalOptions}
 
@@ -12,6 +12,7 @@ __all__ = [
     "ENGINES",
     "Engine",
     "Event",
+    "Facts",
     "Finished",
     "LocalEngine",
     "LocalOptions",
@@ -20,5 +21,4 @@ __all__ = [
     "Request",
     "SamplingParams",
     "check_request",
-    "check_state",
 ]

@@ -60,41 +60,5 @@ class Backend(Protocol):
         ...
 
     def load(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Take over a checked state dict (see `check_state`) by copy."""
+        """Take over a checked state dict (see `Facts.check_state`) by copy."""
         ...
-
-
-def check_state(
-    state: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Size], tied: Mapping[str, str]
-) -> dict[str, torch.Tensor]:
-    """`state` with tied names filled in, or ValueError naming what is missing, unknown, misshapen or not finite.
-
-    `tied` maps a name that may be absent to the name whose tensor it shares.
-    """
-    full = dict(state)
-    for name, source in tied.items():
-        if source not in full and name in full:
-            full[source] = full[name]
-        if name not in full and source in full:
-            full[name] = full[source]
-    missing, unknown = expected.keys() - full.keys(), full.keys() - expected.keys()
-    if missing or unknown:
-        raise ValueError(
-            f"weights do not fit the engine's model: missing {sorted(missing)[:5]}, unknown {sorted(unknown)[:5]} "
-            f"({len(missing)} and {len(unknown)} in all); pass the model's own state_dict() with adapters merged"
-        )
-    for name, tensor in full.items():
-        if tensor.shape != expected[name]:
-            raise ValueError(f"weight {name!r} has shape {list(tensor.shape)}, the engine needs {list(expected[name])}")
-        if not _is_finite(tensor):
-            raise ValueError(f"weight {name!r} is not finite; the old weights stay in use")
-    for name, source in tied.items():
-        if full[name] is not full[source] and not torch.equal(full[name], full[source]):
-            raise ValueError(f"weights {name!r} and {source!r} differ, but the model ties them")
-    return full
-
-
-def _is_finite(tensor: torch.Tensor) -> bool:
-    if tensor.numel() == 0 or not tensor.is_floating_point():
-        return True
-    return bool(torch.isfinite(torch.stack(tensor.detach().aminmax())).all())

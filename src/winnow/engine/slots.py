@@ -4,16 +4,30 @@ from __future__ import annotations
 
 import time
 from collections.abc import Hashable
+from typing import NamedTuple
 
 import numpy as np
 
-from ...base.noise import as_tensor
-from ..base import Finished, Reached, Request
+from ..base.noise import as_tensor
+from .base import Finished, Reached, Request
 
 NEVER = np.iinfo(np.int64).max
-TOKEN, POSITION, COUNT, KEY, TOP_K, ALARM, BORN, STOP_SET = range(8)
+TOKEN, POSITION, COUNT, KEY, TOP_K, ALARM, STOP_SET = range(7)
 DEVICE_ROWS = ALARM
 """Rows of `ints` above this one are read by the forward pass and the sampler."""
+
+
+Rows = slice | np.ndarray
+"""Rows of a table: neighbours, or int64 in any order."""
+
+
+class Drawn(NamedTuple):
+    """A token for each of N rows."""
+
+    tokens_N: np.ndarray
+    logp_N: np.ndarray
+    confidence_N: np.ndarray | None
+    raw_logp_N: np.ndarray | None
 
 
 class SlotTable:
@@ -22,14 +36,16 @@ class SlotTable:
     def __init__(self, slots: int) -> None:
         self.n = 0
         self.slots = slots
-        self.ints = np.zeros((8, slots), dtype=np.int64)
+        self.ints = np.zeros((7, slots), dtype=np.int64)
         """TOKEN last sampled; POSITION it will be written to; COUNT sampled so far; KEY of the noise; TOP_K; ALARM, the
-        count at which to look at the row; BORN, the engine step of its first token; STOP_SET."""
+        count at which to look at the row; STOP_SET."""
         self.floats = np.ones((2, slots), dtype=np.float32)
         """Inverse temperature and top-p."""
         self.greedy = np.zeros(slots, dtype=bool)
         self.tokens = np.zeros((slots, 0), dtype=np.int64)
         self.logp = np.zeros((slots, 0), dtype=np.float32)
+        self.weights = np.zeros((slots, 0), dtype=np.int32)
+        """Which weights sampled each token, by the number of their load."""
         self.confidence = np.zeros((slots, 0), dtype=np.float32)
         self.confident = np.zeros(slots, dtype=bool)
         """Rows of which `confidence` is wanted."""
@@ -41,20 +57,21 @@ class SlotTable:
         self.clock = 0.0
         """Engine seconds per running row, summed over all steps so far."""
         self._clock_in = np.zeros(slots)
+        self._index = np.arange(slots)
 
     @property
     def lengths(self) -> np.ndarray:
         """Columns of the cache that hold each running row, the token to be written next included."""
         return self.ints[POSITION, : self.n] + 1
 
-    def append(self, requests: list[Request], stop_sets: list[int], step: int) -> slice:
+    def append(self, requests: list[Request], stop_sets: list[int]) -> slice:
         """Start sequences behind the running ones; returns their rows."""
         rows = slice(self.n, self.n + len(requests))
         self._widen(max(r.params.max_tokens for r in requests))
         greedy = [r.params.temperature == 0 for r in requests]
         self.ints[:, rows] = np.array(
             [
-                (0, len(r.prompt_ids), 0, 0, 0 if g else r.params.top_k, _next_alarm(r, 0), step, stop_set)
+                (0, len(r.prompt_ids), 0, 0, 0 if g else r.params.top_k, _next_alarm(r, 0), stop_set)
                 for r, g, stop_set in zip(requests, greedy, stop_sets, strict=True)
             ],
             dtype=np.int64,
@@ -72,25 +89,17 @@ class SlotTable:
         self.n = rows.stop
         return rows
 
-    def record(
-        self,
-        tokens_N: np.ndarray,
-        logp_N: np.ndarray,
-        confidence_N: np.ndarray | None = None,
-        raw_logp_N: np.ndarray | None = None,
-    ) -> np.ndarray:
-        """Store one token for each running row; returns the rows whose count has reached their alarm (bool [N])."""
-        n, count_N = self.n, self.ints[COUNT, : self.n]
-        rows = np.arange(n)
-        self.tokens[rows, count_N] = tokens_N
-        self.logp[rows, count_N] = logp_N
-        if confidence_N is not None:
-            self.confidence[rows, count_N] = confidence_N
-        if raw_logp_N is not None:
-            self.raw_logp[rows, count_N] = raw_logp_N
-        self.ints[TOKEN, :n] = tokens_N
-        count_N += 1
-        return np.asarray(count_N == self.ints[ALARM, :n])
+    def record(self, rows: Rows, drawn: Drawn, weights: int) -> np.ndarray:
+        """Store one token for each of these rows; says which have reached the count of their alarm (bool, in order)."""
+        at = self._index[rows], self.ints[COUNT, rows]
+        self.tokens[at], self.logp[at], self.weights[at] = drawn.tokens_N, drawn.logp_N, weights
+        if drawn.confidence_N is not None:
+            self.confidence[at] = drawn.confidence_N
+        if drawn.raw_logp_N is not None:
+            self.raw_logp[at] = drawn.raw_logp_N
+        self.ints[TOKEN, rows] = drawn.tokens_N
+        self.ints[COUNT, rows] += 1
+        return np.asarray(self.ints[COUNT, rows] == self.ints[ALARM, rows])
 
     def rearm(self, row: int) -> None:
         """Set the alarm to the next count of `report_at` or the limit."""
@@ -101,11 +110,10 @@ class SlotTable:
         count = self.ints[COUNT, row]
         return self.tokens[row, :count], self.logp[row, :count]
 
-    @property
-    def transformed(self) -> np.ndarray:
-        """bool [n]: rows drawn under a temperature or a filter; of all others `logp` is that of the model itself."""
-        n = self.n
-        return np.asarray((self.floats[0, :n] != 1) | (self.floats[1, :n] < 1) | (self.ints[TOP_K, :n] > 0))
+    def transformed(self, rows: Rows) -> np.ndarray:
+        """bool: which are drawn under a temperature or a filter; of all others `logp` is that of the model itself."""
+        inverse_temperature, top_p = self.floats[:, rows]
+        return np.asarray((inverse_temperature != 1) | (top_p < 1) | (self.ints[TOP_K, rows] > 0))
 
     def confidence_of(self, row: int) -> np.ndarray | None:
         """A copy of the confidences of a row so far, if they were asked for."""
@@ -157,7 +165,7 @@ class SlotTable:
         for rows_last in (self.ints, self.floats):
             rows_last[:, targets] = rows_last[:, sources]
         flags, values = (self.greedy, self.confident, self.raw), (self.logp, self.confidence, self.raw_logp)
-        for rows_first in (*flags, *values, self.tokens, self._clock_in):
+        for rows_first in (*flags, *values, self.tokens, self.weights, self._clock_in):
             rows_first[targets] = rows_first[sources]
         moved = [self.requests[source] for source in sources]
         for target, request in zip(targets.tolist(), moved, strict=True):
@@ -175,6 +183,7 @@ class SlotTable:
         if extra > 0:
             self.tokens = np.pad(self.tokens, ((0, 0), (0, extra)))
             self.logp = np.pad(self.logp, ((0, 0), (0, extra)))
+            self.weights = np.pad(self.weights, ((0, 0), (0, extra)))
             self.confidence = np.pad(self.confidence, ((0, 0), (0, extra)))
             self.raw_logp = np.pad(self.raw_logp, ((0, 0), (0, extra)))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from ..base import Request
+from .base import Request
 
 LOWEST_TEMPERATURE = 1e-4
 """Below it float32 logits may overflow, and nothing but greedy sampling is meant."""

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from ...base.nucleus import lowest_kept, relative_weights
+from ..base.nucleus import lowest_kept, relative_weights
 
 BLOCK = 1024
 """Vocabularies longer than this are searched in two levels."""
@@ -18,7 +18,7 @@ CONFIDENT = 20
 """Tokens whose log-probabilities make a token's confidence."""
 
 
-class Rows(NamedTuple):
+class Transform(NamedTuple):
     """Sampling parameters of N rows."""
 
     inverse_temperature_N: torch.Tensor
@@ -31,19 +31,19 @@ class Rows(NamedTuple):
     """float32, 1 off."""
 
 
-def sample(logits_NV: torch.Tensor, uniform_N: torch.Tensor, rows: Rows) -> tuple[torch.Tensor, torch.Tensor]:
+def sample(logits_NV: torch.Tensor, uniform_N: torch.Tensor, transform: Transform) -> tuple[torch.Tensor, torch.Tensor]:
     """Tokens (int64 [N]) and log-probabilities (float32 [N], nats) under the distribution really drawn from.
 
     `uniform_N` in [0, 1). A greedy row takes the first of the most likely tokens. Logits that are
     not finite give a log-probability that is not finite.
     """
-    weights_NV = relative_weights(logits_NV, rows.inverse_temperature_N)
-    if rows.top_k_N is not None and rows.top_p_N is not None:
-        floor_N1 = lowest_kept(weights_NV, rows.top_k_N, rows.top_p_N)
+    weights_NV = relative_weights(logits_NV, transform.inverse_temperature_N)
+    if transform.top_k_N is not None and transform.top_p_N is not None:
+        floor_N1 = lowest_kept(weights_NV, transform.top_k_N, transform.top_p_N)
         weights_NV = weights_NV.masked_fill(weights_NV < floor_N1, 0)
     tokens_N, total_N = draw(weights_NV, uniform_N)
-    if rows.greedy_N is not None:
-        tokens_N = torch.where(rows.greedy_N, logits_NV.argmax(-1), tokens_N)
+    if transform.greedy_N is not None:
+        tokens_N = torch.where(transform.greedy_N, logits_NV.argmax(-1), tokens_N)
     weight_N = weights_NV.gather(1, tokens_N[:, None])[:, 0]
     return tokens_N, (weight_N.double() / total_N).log_().float()
 

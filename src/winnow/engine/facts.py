@@ -1,0 +1,95 @@
+"""What an engine needs to know of a Hugging Face model and tokenizer, and checks of weights against it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class Facts:
+    """A model and its tokenizer, as far as an engine's promises go."""
+
+    vocab_size: int
+    """Ids that can be sampled: those above the tokenizer's last are padding of the vocabulary."""
+    max_length: int | None
+    """Most tokens of a sequence; None without a limit."""
+    eos_ids: frozenset[int]
+    shapes: Mapping[str, torch.Size]
+    """Of the state dict."""
+    tied: Mapping[str, str]
+    """State-dict names whose tensor the model shares with an earlier name."""
+
+    @classmethod
+    def of(cls, model: Any, tokenizer: Any, max_length: int | None) -> Facts:
+        """`max_length`: the caller's limit; ValueError when it exceeds the model's. Weights are not looked at."""
+        vocab_size = int(min(max(tokenizer.get_vocab().values()) + 1, model.get_input_embeddings().weight.shape[0]))
+        return cls(
+            vocab_size,
+            _longest(model, max_length),
+            _eos_ids(model, tokenizer, vocab_size),
+            {name: tensor.shape for name, tensor in model.state_dict().items()},
+            _tied_names(model),
+        )
+
+    def check_state(self, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """`state` with tied names filled in, or ValueError naming what is missing, unknown, misshapen or not finite."""
+        full = dict(state)
+        for name, source in self.tied.items():
+            if source not in full and name in full:
+                full[source] = full[name]
+            if name not in full and source in full:
+                full[name] = full[source]
+        missing, unknown = self.shapes.keys() - full.keys(), full.keys() - self.shapes.keys()
+        if missing or unknown:
+            raise ValueError(
+                f"weights do not fit the engine's model: missing {sorted(missing)[:5]}, unknown {sorted(unknown)[:5]} "
+                f"({len(missing)} and {len(unknown)} in all); pass the model's own state_dict() with adapters merged"
+            )
+        for name, tensor in full.items():
+            if tensor.shape != self.shapes[name]:
+                raise ValueError(
+                    f"weight {name!r} has shape {list(tensor.shape)}, the engine needs {list(self.shapes[name])}"
+                )
+            if not _is_finite(tensor):
+                raise ValueError(f"weight {name!r} is not finite; the old weights stay in use")
+        for name, source in self.tied.items():
+            if full[name] is not full[source] and not torch.equal(full[name], full[source]):
+                raise ValueError(f"weights {name!r} and {source!r} differ, but the model ties them")
+        return full
+
+
+def _longest(model: Any, wanted: int | None) -> int | None:
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if wanted is not None and limit is not None and wanted > limit:
+        raise ValueError(f"max_length {wanted} exceeds the model's {limit} positions")
+    return wanted if wanted is not None else limit
+
+
+def _eos_ids(model: Any, tokenizer: Any, vocab_size: int) -> frozenset[int]:
+    """Of tokenizer, generation config and config; each may give none, one id or a list."""
+    found: set[int] = set()
+    for source in (tokenizer, getattr(model, "generation_config", None), model.config):
+        ids = getattr(source, "eos_token_id", None)
+        found |= set(ids) if isinstance(ids, list | tuple) else {ids} if ids is not None else set()
+    return frozenset(int(i) for i in found if 0 <= i < vocab_size)
+
+
+def _tied_names(model: Any) -> dict[str, str]:
+    first: dict[int, str] = {}
+    tied = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) in first:
+            tied[name] = first[id(tensor)]
+        else:
+            first[id(tensor)] = name
+    return tied
+
+
+def _is_finite(tensor: torch.Tensor) -> bool:
+    if tensor.numel() == 0 or not tensor.is_floating_point():
+        return True
+    return bool(torch.isfinite(torch.stack(tensor.detach().aminmax())).all())

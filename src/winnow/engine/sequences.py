@@ -1,0 +1,188 @@
+"""What engines share: requests that wait, sequences that run, how a token is drawn, and when a sequence ends.
+
+An engine computes hidden states and logits. All else is here, so that every engine says and samples the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..base.noise import uniform
+from . import slots as col
+from .base import Event, Finished, Request, SamplingParams
+from .facts import Facts
+from .requests import check_report_at, check_request
+from .sampling import Transform, confidence, raw_logp, sample
+from .slots import Drawn, Rows, SlotTable
+from .stops import StopTable
+
+
+class Sequences:
+    """Waiting and running sequences of an engine; the running ones are the rows of `table`."""
+
+    def __init__(self, facts: Facts, tokenizer: Any, slots: int, device: torch.device) -> None:
+        self.facts = facts
+        self.table = SlotTable(slots)
+        self.waiting: dict[Hashable, Request] = {}
+        self.clock = 0
+        self._stops = StopTable(tokenizer, facts.vocab_size, facts.eos_ids)
+        self._device = device
+        self._versions = np.zeros(1, dtype=np.int32)
+        """Of all weights so far, by the number of their load."""
+        self._failure: str | None = None
+
+    @property
+    def version(self) -> int:
+        return int(self._versions[-1])
+
+    @property
+    def pending(self) -> int:
+        return len(self.waiting) + self.table.n
+
+    # ---- in and out --------------------------------------------------------------------------------------------
+
+    def submit(self, requests: Iterable[Request]) -> list[Request]:
+        """Queue them, all or none. Raises ValueError as `Engine.submit` does."""
+        self.require_alive()
+        new: dict[Hashable, Request] = {}
+        checked: set[tuple[tuple[int, ...], SamplingParams]] = set()
+        for request in requests:
+            if request.id in new or request.id in self.waiting or request.id in self.table.row_of:
+                raise ValueError(f"request id {request.id!r} is already in use")
+            kind = (request.prompt_ids, request.params)
+            if kind not in checked:
+                check_request(request, self.facts.vocab_size, self.facts.max_length)
+                checked.add(kind)
+            check_report_at(request)
+            new[request.id] = request
+        for request in new.values():
+            self._stops.add(request.params.stop)
+        self.waiting.update(new)
+        return list(new.values())
+
+    def start(self, requests: list[Request]) -> slice:
+        """Out of the queue, behind the running ones; returns their rows."""
+        for request in requests:
+            self.waiting.pop(request.id, None)
+        return self.table.append(requests, [self._stops.add(r.params.stop) for r in requests])
+
+    def cancelled(self, ids: Iterable[Hashable]) -> tuple[list[Finished], list[Request], list[int]]:
+        """(what they had, requests that were waiting, rows that the engine must still remove)."""
+        self.require_alive()
+        events, left, rows = [], [], []
+        for id_ in dict.fromkeys(ids):
+            if id_ in self.waiting:
+                left.append(self.waiting.pop(id_))
+                empty = np.zeros(0)
+                args = empty.astype(np.int64), empty.astype(np.float32), empty.astype(np.int32)
+                events.append(Finished(id_, *args, "cancelled", 0.0))
+            elif id_ in self.table.row_of:
+                rows.append(self.table.row_of[id_])
+                events.append(self._finished(rows[-1], "cancelled", None))
+        return events, left, rows
+
+    def remove(self, rows: list[int]) -> tuple[np.ndarray, np.ndarray]:
+        """Drop rows; returns the moves (targets, sources) that closed the holes. An idle engine remembers nothing."""
+        moves = self.table.remove(rows)
+        if not self.pending:
+            self._versions = self._versions[-1:]
+        return moves
+
+    def loaded(self, version: int) -> None:
+        """What is sampled from now on is sampled by new weights."""
+        self._versions = np.append(self._versions if self.pending else [], version).astype(np.int32)
+
+    def unchanged(self, row: int) -> bool:
+        """Whether the weights in use have sampled all tokens of the row."""
+        return int(self.table.weights[row, 0]) == len(self._versions) - 1
+
+    # ---- a step ------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """An exception in here is the end of the engine; it is told again whenever somebody asks for more."""
+        self.require_alive()
+        try:
+            yield
+        except BaseException as error:
+            self._failure = f"{type(error).__name__}: {error}"
+            raise
+
+    def draw(self, logits_NV: torch.Tensor, rows: Rows) -> Drawn:
+        """The next token of each row, from float32 logits over the sampled vocabulary. Nothing is stored."""
+        table = self.table
+        ints = self.to_device(table.ints[: col.DEVICE_ROWS, rows])
+        floats = self.to_device(table.floats[:, rows])
+        greedy = self.to_device(table.greedy[rows]) if table.greedy[rows].any() else None
+        filtered = table.ints[col.TOP_K, rows].any() or (table.floats[1, rows] < 1).any()
+        transform = Transform(floats[0], greedy, ints[col.TOP_K] if filtered else None, floats[1] if filtered else None)
+        tokens_N, logp_N = sample(logits_NV, uniform(ints[col.KEY], ints[col.COUNT]), transform)
+        confidence_N = confidence(logits_NV) if table.confident[rows].any() else None
+        raw_logp_N = logp_N if table.raw[rows].any() else None
+        if (changed_N := table.transformed(rows))[table.raw[rows]].any():
+            raw_logp_N = torch.where(self.to_device(changed_N), raw_logp(logits_NV, tokens_N), logp_N)
+        extras = [x if x is None else x.cpu().numpy() for x in (confidence_N, raw_logp_N)]
+        return Drawn(tokens_N.cpu().numpy(), logp_N.cpu().numpy(), *extras)
+
+    def record(self, rows: Rows, drawn: Drawn) -> np.ndarray:
+        """Store a token of each row; says which must be looked at: bool, in the order of `rows`.
+
+        Raises FloatingPointError when the weights have diverged.
+        """
+        table = self.table
+        alarms = table.record(rows, drawn, len(self._versions) - 1)
+        self.clock += 1
+        if not np.isfinite(drawn.logp_N).all():
+            row = int(np.arange(table.slots)[rows][~np.isfinite(drawn.logp_N)][0])
+            raise FloatingPointError(
+                f"request {table.requests[row].id!r}: logits are not finite at token {table.ints[col.COUNT, row]} "
+                f"(policy version {self.version}); the weights have diverged"
+            )
+        return alarms | self._stops.alert[table.ints[col.STOP_SET, rows], drawn.tokens_N]
+
+    def settle(self, rows: list[int], hidden_of: Callable[[list[int]], torch.Tensor]) -> tuple[list[Event], list[int]]:
+        """Look at rows whose token or count may mean something: events, and the rows that have ended.
+
+        `hidden_of(rows)`: [len(rows), H], what their last tokens were drawn from.
+        """
+        events: list[Event] = []
+        reasons = {row: self._stop_reason(row) for row in rows}
+        shown = [row for row in rows if self._shows_hidden(row, reasons[row])]
+        hidden = dict(zip(shown, hidden_of(shown).float().cpu().numpy(), strict=True)) if shown else {}
+        for row, reason in reasons.items():
+            if reason:
+                events.append(self._finished(row, reason, hidden.get(row)))
+                continue
+            if row in hidden:
+                events.append(self.table.reached(row, hidden[row]))
+            self.table.rearm(row)
+        return events, [row for row, reason in reasons.items() if reason]
+
+    def _shows_hidden(self, row: int, reason: str) -> bool:
+        request = self.table.requests[row]
+        return request.last_hidden if reason else int(self.table.ints[col.COUNT, row]) in request.report_at
+
+    def _stop_reason(self, row: int) -> str:
+        tokens, _ = self.table.sampled(row)
+        stop_set = int(self.table.ints[col.STOP_SET, row])
+        if int(tokens[-1]) in self._stops.eos_ids:
+            return "eos"
+        if self._stops.alert[stop_set, tokens[-1]] and self._stops.completed(stop_set, tokens):
+            return "stop"
+        return "length" if len(tokens) == self.table.requests[row].params.max_tokens else ""
+
+    def _finished(self, row: int, reason: str, hidden: np.ndarray | None) -> Finished:
+        weights = self.table.weights[row, : self.table.ints[col.COUNT, row]]
+        return self.table.finished(row, reason, self._versions[weights], hidden)
+
+    def to_device(self, array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(self._device)
+
+    def require_alive(self) -> None:
+        if self._failure is not None:
+            raise RuntimeError(f"the engine failed earlier and cannot go on ({self._failure}); build a new one")
