@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from .base.failpoint import failpoint
+from .config import ConfigError
 from .learner.base import Learner
 from .learner.step import OptimizerStep
 from .methods.filter import Filter
@@ -70,6 +71,8 @@ class Limits:
 class Hooks:
     """Callbacks around a step: evaluation, records, checkpoints, display."""
 
+    published: Callable[[int], None]
+    """After the weights of an update went out. ConfigError ends the run: the engine does not do what it says."""
     evaluate: Callable[[int], Evaluation | None]
     profile: Callable[[int], None]
     record: Callable[[int, dict[str, float], list[Group]], None]
@@ -140,10 +143,11 @@ class Loop:
             with tally.phase("publish"):
                 self.publish()
                 failpoint("publish")
+                self.hooks.published(self.step)
             with tally.phase("evaluate"):
                 evaluation = self.hooks.evaluate(self.step)
                 self.hooks.profile(self.step)
-        except SamplersLostError as error:  # the step has taken place, and is booked; only its evaluation is missing
+        except (SamplersLostError, ConfigError) as error:  # the step has taken place; only its evaluation is missing
             self._stop = RunStoppedError(f"step {self.step}: {error}")
         metrics = self._metrics(update | gates, groups, evaluation)
         parts.group_size.observe(metrics)

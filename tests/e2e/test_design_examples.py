@@ -123,11 +123,30 @@ def test_an_engine(config: dict[str, Any], tmp_path: Path) -> None:
     assert rows(tmp_path / "local", "SELECT tokens FROM rollouts ORDER BY visit, sibling") == tokens, "same noise"
 
 
-def test_an_engine_says_what_it_cannot_do(config: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="it wants top_p or top_k"):
-        train(config | {"engine": "plain_engine.py:Plain", "top_k": 5})
+POOR = """
+from dataclasses import dataclass
+from plain_engine import Plain
+
+@dataclass(frozen=True)
+class Poor(Plain):
+    def build(self, model, tokenizer):
+        engine = super().build(model, tokenizer)
+        engine.provides = frozenset({"logp"})
+        return engine
+"""
+
+
+def test_an_engine_that_gates_can_use_and_one_that_they_cannot(config: dict[str, Any], tmp_path: Path) -> None:
+    gated = config | {"top_k": 5, "gates": ["hesitant.py:Hesitant"]}
+    runs = {}
+    for name in ("plain_engine.py:Plain", "local"):
+        runs[name] = tmp_path / name[:5]
+        train(gated | {"engine": name, "output_dir": str(runs[name])})
+    fates = [rows(run, "SELECT fate, tokens FROM rollouts ORDER BY visit, sibling") for run in runs.values()]
+    assert fates[0] == fates[1]
+    Path("poor.py").write_text(POOR)
     with pytest.raises(ConfigError, match=r"'exact_cancel', 'report_at'.*engine PlainEngine does not provide"):
-        train(config | {"engine": "plain_engine.py:Plain", "gates": ["hesitant.py:Hesitant"]})
+        train(gated | {"engine": "poor.py:Poor"})
 
 
 def test_a_learner(config: dict[str, Any], tmp_path: Path) -> None:

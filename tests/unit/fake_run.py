@@ -122,6 +122,7 @@ class FakeRun:
             ledger=self.ledger,
         )
         hooks = Hooks(
+            published=lambda step: None,
             evaluate=lambda step: None,
             profile=lambda step: None,
             record=lambda step, metrics, groups: self.metrics.append(metrics),

@@ -1,15 +1,17 @@
 """Generation engines by name: the options of each, whose `build(ModelReference, tokenizer)` makes the engine."""
 
-from .base import Engine, Event, Finished, Reached, Request, SamplingParams
+from .base import CAPABILITIES, Engine, Event, Finished, Reached, Request, SamplingParams
 from .facts import Facts
 from .loading import ModelReference
 from .local.engine import LocalEngine, LocalOptions
 from .requests import check_request
+from .sequences import Sequences
 from .vllm.options import VllmOptions
 
 ENGINES: dict[str, type] = {"local": LocalOptions, "vllm": VllmOptions}
 
 __all__ = [
+    "CAPABILITIES",
     "ENGINES",
     "Engine",
     "Event",
@@ -21,5 +23,7 @@ __all__ = [
     "Reached",
     "Request",
     "SamplingParams",
+    "Sequences",
+    "VllmOptions",
     "check_request",
 ]

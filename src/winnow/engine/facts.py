@@ -24,7 +24,7 @@ class Facts:
     """State-dict names whose tensor the model shares with an earlier name."""
 
     @classmethod
-    def of(cls, model: Any, tokenizer: Any, max_length: int | None) -> Facts:
+    def of(cls, model: Any, tokenizer: Any, max_length: int | None = None) -> Facts:
         """`max_length`: the caller's limit; ValueError when it exceeds the model's. Weights are not looked at."""
         vocab_size = int(min(max(tokenizer.get_vocab().values()) + 1, model.get_input_embeddings().weight.shape[0]))
         return cls(

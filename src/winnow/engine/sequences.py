@@ -67,8 +67,10 @@ class Sequences:
 
     def start(self, requests: list[Request]) -> slice:
         """Out of the queue, behind the running ones; returns their rows."""
+        if not requests:
+            return slice(self.table.n, self.table.n)
         for request in requests:
-            self.waiting.pop(request.id, None)
+            del self.waiting[request.id]
         return self.table.append(requests, [self._stops.add(r.params.stop) for r in requests])
 
     def cancelled(self, ids: Iterable[Hashable]) -> tuple[list[Finished], list[Request], list[int]]:

@@ -270,6 +270,7 @@ class Trainer:
             gates=m.gates,
         )
         hooks = Hooks(
+            published=self._compare_again,
             evaluate=lambda step: self._evaluate_if_due(ledger, records, step),
             profile=lambda step: self._profile_if_due(ledger, step),
             record=lambda step, metrics, groups: self._record(records, step, metrics, groups),
@@ -294,6 +295,11 @@ class Trainer:
             raise ConfigError(str(error)) from None
         except SamplersLostError as error:
             raise RunStoppedError(f"step {loop.step}: {error}") from None
+
+    def _compare_again(self, step: int) -> None:
+        """After the first update: only now does a head, a cache or an adapter that kept old weights show."""
+        if step == 1 and (self.engine is None or "logp" in self.engine.provides):
+            check_agreement(self.task.train, self._sampler.run, self.learner, lambda: self._sampler.dtype)
 
     def _restore(self, loop: Loop, state: Mapping[str, Any]) -> None:
         assert self._checkpoint is not None

@@ -8,19 +8,19 @@ request's tokens do not depend on who runs it. vLLM's sampler then finds one pos
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
+from contextlib import suppress
 from typing import Any, Final
 
 import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
-
 from vllm import EngineArgs, LLMEngine, TokensPrompt
 from vllm import SamplingParams as VllmParams
 from vllm.sampling_params import RequestOutputKind
 
 from ...base.weights import Weights, state_of
 from ...config import ConfigError
-from ..base import CAPABILITIES, Event, Finished, Request
+from ..base import CAPABILITIES, Event, Finished, Request, SamplingParams
 from ..facts import Facts
 from ..loading import ModelReference
 from ..sequences import Sequences
@@ -41,15 +41,17 @@ class VllmEngine:
         shell = model.loaded if model.loaded is not None else _shell(source)
         facts = Facts.of(shell, tokenizer, options.max_length)
         self.options = options
-        try:
-            self._llm = LLMEngine.from_engine_args(_arguments(source, shell.config, facts, options, model.device))
-        except (ValueError, RuntimeError, NotImplementedError) as error:
-            raise ConfigError(f"engine: vLLM cannot run '{source}': {str(error).strip().splitlines()[0]}") from error
-        self._runner = self._llm.model_executor.driver_worker.worker.model_runner
-        self._sequences = Sequences(facts, tokenizer, options.slots, self._runner.device)
-        self._head = _Head(self._runner, self._sequences)
         self._added = 0
         self._loads = 0
+        try:
+            self._llm = LLMEngine.from_engine_args(_arguments(source, shell.config, facts, options, model.device))
+            self._runner = self._llm.model_executor.driver_worker.worker.model_runner
+            self._sequences = Sequences(facts, tokenizer, options.slots, self._runner.device)
+            self._head = _Head(self._runner, self._sequences)
+            self._try_out()
+        except (ValueError, RuntimeError, NotImplementedError) as error:
+            raise ConfigError(f"engine: vLLM cannot run '{source}': {str(error).strip().splitlines()[0]}") from error
+        self._sequences.clock = 0
 
     @property
     def dtype(self) -> str:
@@ -112,20 +114,23 @@ class VllmEngine:
         alarms = sequences.record(rows, drawn)
         table.clock += watch.lap() / table.n
         place = {int(row): i for i, row in enumerate(rows)}
-        events, ended = sequences.settle(
-            rows[alarms].tolist(), lambda some: hidden_of([place[row] for row in some])
-        )
+        events, ended = sequences.settle(rows[alarms].tolist(), lambda some: hidden_of([place[row] for row in some]))
         self._remove(ended)
         table.clock += watch.lap() / max(table.n, 1)
         return events
+
+    def _try_out(self) -> None:
+        """Two tokens: some kernels say only now that they do not know a model's shapes."""
+        self.submit([Request("trial", (0,), SamplingParams(2, temperature=0), key=0)])
+        while self.pending:
+            self.step()
 
     def _admit(self) -> None:
         """Start waiting requests in free slots."""
         waiting = self._sequences.waiting
         free = self.options.slots - self._sequences.table.n
         requests = list(waiting.values())[:free]
-        if requests:
-            self._sequences.start(requests)
+        self._sequences.start(requests)
         for request in requests:
             self._add(request)
 
@@ -222,10 +227,8 @@ def _shell(source: str) -> Any:
     """The Hugging Face model without weights: its names, shapes and ties."""
     with torch.device("meta"):
         shell = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(source, trust_remote_code=False))
-    try:
+    with suppress(OSError):  # many models have none
         shell.generation_config = GenerationConfig.from_pretrained(source)
-    except OSError:
-        pass  # most small models have none
     return shell
 
 

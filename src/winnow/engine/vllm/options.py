@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 import tempfile
@@ -27,7 +28,7 @@ CACHE_BYTES = 4 << 30
 
 @dataclass(frozen=True)
 class VllmOptions:
-    """vLLM in this process: paged cache, prefix cache, its models and kernels. Sampling and reports are Winnow's own."""
+    """vLLM in this process: its scheduler, caches, models and kernels. Sampling and reports are Winnow's own."""
 
     slots: int = 256
     """Sequences that run at once (vLLM's `max_num_seqs`)."""
@@ -57,6 +58,7 @@ class VllmOptions:
         os.environ.update({name: value for name, value in ENVIRONMENT.items() if name not in os.environ})
         from .engine import VllmEngine
 
+        gc.collect()  # an engine that is gone takes vLLM's process groups with it: now, and not those of the next
         with ExitStack() as stack:
             source = model.source
             if not source:  # vLLM reads files

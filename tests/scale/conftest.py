@@ -1,0 +1,21 @@
+"""A model whose heads are large enough for vLLM's attention on a CPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def wide_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Hugging Face directory: two layers of two heads of 32, one token a Countdown word, barely taught."""
+    from winnow.env.countdown import CountdownConfig
+    from winnow.study.warm_start import WarmStartConfig, warm_start
+
+    path = tmp_path_factory.mktemp("models") / "wide"
+    sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 64, "num_layers": 2, "num_heads": 2}
+    config = WarmStartConfig(max_steps=30, batch_size=32, warmup_steps=5, **sizes)
+    warm_start(CountdownConfig(train_size=64, test_size=16).build(), path, config=config)
+    return path

@@ -1,0 +1,227 @@
+"""The vLLM engine beside the embedded one: the same tokens, reports and log-probabilities, come what may."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from winnow.base.noise import noise_key
+from winnow.config import ConfigError
+from winnow.engine import CAPABILITIES, Finished, LocalEngine, ModelReference, Reached, Request, SamplingParams
+from winnow.engine.vllm.options import VllmOptions
+
+from ..unit.engine_models import make_model, word_tokenizer
+
+pytest.importorskip("vllm")
+
+WIDE = {"hidden_size": 128, "intermediate_size": 128, "head_dim": 32}
+SMALL_CACHE = {"kv_cache_memory_bytes": 1 << 26}
+MODELS = ("qwen2-tied", "qwen3", "llama-tied")
+
+
+def build(name: str, folder: Path, **options: Any) -> tuple[Any, Any]:
+    """A vLLM engine over a saved model, and the embedded one over the same."""
+    model, tokenizer = make_model(name, **WIDE), word_tokenizer()
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    settings = {"slots": 8, "max_length": 128} | options
+    ours = LocalEngine(model, tokenizer, **settings)
+    theirs = VllmOptions(**settings, args=SMALL_CACHE).build(
+        ModelReference(str(folder), torch.device("cpu")), tokenizer
+    )
+    return theirs, ours
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def engines(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Any]]:
+    yield build(request.param, tmp_path_factory.mktemp(request.param))
+    gc.collect()
+
+
+def weights(engine: LocalEngine, seed: int) -> dict[str, torch.Tensor]:
+    """Others of the same shapes, tied where the model ties them."""
+    generator = torch.Generator().manual_seed(seed)
+    facts = engine._sequences.facts
+    state = {name: torch.randn(shape, generator=generator) * 0.2 for name, shape in facts.shapes.items()}
+    return {name: state[facts.tied.get(name, name)] for name in state}
+
+
+def requests(first: int = 0) -> list[Request]:
+    """More than there are slots, of all kinds; prompts in groups of four."""
+    return [
+        Request(
+            first + i,
+            tuple(1 + (i // 4 * 7 + j) % 50 for j in range(3 + i // 4 * 11)),
+            SamplingParams(
+                max_tokens=6 + i,
+                temperature=(1.0, 0.7, 0.0, 1.3)[i % 4],
+                top_p=(1, 0.9)[i % 2],
+                top_k=(0, 10, 0)[i % 3],
+                stop=("w1", "w2 w3") if i % 5 == 0 else (),
+            ),
+            noise_key(0, first + i),
+            report_at=(2, 5),
+            confidence=i % 2 == 0,
+            raw_logp=i % 3 == 0,
+            last_hidden=True,
+        )
+        for i in range(20)
+    ]
+
+
+def play(engine: Any, wanted: list[Request], script: dict[int, Any] | None = None) -> dict[Any, Any]:
+    """Events by kind, id and count; `script` has what to do before a step."""
+    engine.submit(wanted)
+    found: dict[Any, Any] = {}
+    step = 0
+    while engine.pending:
+        events = list((script or {}).get(step, lambda e: [])(engine) or [])
+        events += engine.step()
+        step += 1
+        found |= {(type(e).__name__, e.id, e.n if isinstance(e, Reached) else 0): e for e in events}
+    return found
+
+
+def assert_same(theirs: dict[Any, Any], ours: dict[Any, Any]) -> None:
+    assert theirs.keys() == ours.keys()
+    for key, event in theirs.items():
+        for field in fields(event):
+            a, b = getattr(event, field.name), getattr(ours[key], field.name)
+            if field.name == "seconds":
+                continue
+            if not isinstance(a, np.ndarray):
+                assert a == b, (key, field.name)
+            elif a.dtype.kind == "f":
+                np.testing.assert_allclose(a, b, atol=2e-4, err_msg=f"{key} {field.name}")
+            else:
+                np.testing.assert_array_equal(a, b, err_msg=f"{key} {field.name}")
+
+
+def test_what_is_sampled_and_said_is_the_same(engines: tuple[Any, Any]) -> None:
+    assert engines[0].provides == set(CAPABILITIES)
+    assert engines[0].dtype == "float32"
+    theirs, ours = (play(engine, requests()) for engine in engines)
+    assert_same(theirs, ours)
+    finished = [e for e in theirs.values() if isinstance(e, Finished)]
+    assert {"stop", "length"} <= {e.stop_reason for e in finished}
+    assert all(e.seconds > 0 for e in finished)
+
+
+def test_weights_between_two_steps(engines: tuple[Any, Any]) -> None:
+    """Running sequences go on and say which version drew each token; those that wait start with the new weights."""
+    for version, first in ((1, 100), (2, 200)):
+        state = weights(engines[1], version)
+        script = {3: lambda e, s=state, v=version: e.load_weights(s, v)}
+        theirs, ours = (play(engine, requests(first), script) for engine in engines)
+        assert_same(theirs, ours)
+        assert engines[0].version == version
+        versions = [set(e.versions.tolist()) for e in theirs.values() if isinstance(e, Finished)]
+        assert {version - 1, version} in versions
+        assert {version} in versions
+        assert_same(*(play(engine, requests(first)) for engine in engines))
+
+
+def test_cancelled_sequences_have_sampled_no_further(engines: tuple[Any, Any]) -> None:
+    def cancel(engine: Any) -> list[Finished]:
+        return engine.cancel([301, 302, 319, "unknown"])
+
+    theirs, ours = (play(engine, requests(300), {4: cancel}) for engine in engines)
+    assert_same(theirs, ours)
+    had = {e.id: len(e.token_ids) for e in theirs.values() if isinstance(e, Finished) and e.stop_reason == "cancelled"}
+    assert had == {301: 4, 302: 4, 319: 0}
+    assert engines[0].pending == 0
+    again = [play(engine, requests(300)) for engine in engines]
+    assert_same(*again)
+
+
+def test_what_does_not_depend_on_what_else_runs(engines: tuple[Any, Any]) -> None:
+    together = play(engines[0], requests(400))
+    for request in requests(400)[::5]:
+        alone = play(engines[0], [request])
+        assert_same(alone, {key: together[key] for key in alone})
+
+
+def test_a_second_turn_pays_only_for_what_is_new(engines: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the keys and values of the same weights, and of no others."""
+    theirs, ours = engines
+    computed: list[int] = []
+    execute = theirs._runner.execute_model
+
+    def counting(scheduled: Any, *rest: Any) -> Any:
+        computed.append(scheduled.total_num_scheduled_tokens)
+        return execute(scheduled, *rest)
+
+    monkeypatch.setattr(theirs._runner, "execute_model", counting)
+    first = Request("turn", tuple(1 + j % 50 for j in range(64)), SamplingParams(20), noise_key(9, 0), keep=True)
+    said = [play(engine, [first])["Finished", "turn", 0] for engine in engines]
+    prompt = (*first.prompt_ids, *said[1].token_ids.tolist(), 3, 4, 5)
+    second = Request("turn", prompt, SamplingParams(8), noise_key(9, 1))
+    computed.clear()
+    assert_same(*(play(engine, [second]) for engine in engines))
+    assert computed[0] <= 23 + 32, "whole blocks of 32 tokens are shared"
+    for engine in engines:
+        engine.load_weights(weights(ours, 7), 7)
+    computed.clear()
+    assert_same(*(play(engine, [second]) for engine in engines))
+    assert computed[0] == len(prompt)
+
+
+def test_requests_and_weights_that_cannot_be_are_refused(engines: tuple[Any, Any]) -> None:
+    theirs, ours = engines
+    before = theirs.version
+    for wrong, message in (
+        (Request(0, (), SamplingParams(2), 0), "the prompt is empty"),
+        (Request(0, (1,) * 100, SamplingParams(50), 0), "exceed the maximum length 128"),
+        (Request(0, (63,), SamplingParams(2), 0), "outside the vocabulary"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            theirs.submit([wrong])
+    state = weights(ours, 8)
+    name = next(iter(state))
+    for broken, message in (
+        ({k: v for k, v in state.items() if k != "model.norm.weight"}, "missing"),
+        (state | {name: state[name] * torch.nan}, "not finite"),
+        (state | {name: state[name][:-1]}, "has shape"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            theirs.load_weights(broken, before + 1)
+    assert theirs.version == before
+    assert_same(*(play(engine, requests(500)) for engine in engines))
+
+
+def test_an_engine_that_failed_says_so(tmp_path: Path) -> None:
+    engine, ours = build("qwen2-tied", tmp_path)
+    huge = {name: tensor * 1e30 for name, tensor in weights(ours, 9).items()}
+    engine.load_weights(huge, 1)
+    engine.submit(requests()[:2])
+    with pytest.raises(FloatingPointError, match=r"not finite at token 1 \(policy version 1\)"):
+        engine.step()
+    with pytest.raises(RuntimeError, match="the engine failed earlier"):
+        engine.step()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"slots": 0}, "slots must be at least 1"),
+        ({"args": {"max_num_seqs": 4}}, "max_num_seqs is set by Winnow"),
+        ({"gpu_memory_utilization": 2}, "gpu_memory_utilization"),
+    ],
+)
+def test_options_that_cannot_be_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        VllmOptions(**options)
+
+
+def test_a_model_that_vllm_cannot_run_is_refused_by_name(tmp_path: Path) -> None:
+    model, tokenizer = make_model("qwen2-tied"), word_tokenizer()  # heads of 8, which its CPU attention lacks
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=f"vLLM cannot run '{tmp_path}'"):
+        VllmOptions(args=SMALL_CACHE).build(ModelReference(str(tmp_path), torch.device("cpu")), tokenizer)
