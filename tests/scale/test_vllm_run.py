@@ -15,7 +15,7 @@ from winnow.config import ConfigError
 from winnow.loop import RunStoppedError
 from winnow.record.ledger import Ledger
 
-from ..parity import parity_reward
+from .. import parity
 
 pytest.importorskip("vllm")
 
@@ -40,8 +40,8 @@ def config(tiny_config: dict[str, Any], wide_model: Path) -> dict[str, Any]:
     return tiny_config | {"model": str(wide_model), "max_steps": 3, "engine": VLLM}
 
 
-def train(config: dict[str, Any], **options: Any) -> Path:
-    Trainer(config=config, reward_funcs=parity_reward, **options).train()
+def train(config: dict[str, Any]) -> Path:
+    Trainer(config=config | {"reward_funcs": [f"{parity.__file__}:parity_reward"]}).train()
     return Path(config["output_dir"])
 
 
@@ -65,6 +65,16 @@ def test_a_run_is_that_of_the_embedded_engine(config: dict[str, Any], tmp_path: 
     assert last[0]["updated"] == 1
     for name in ("loss", "grad_norm", "sampling/kl", "reward"):
         assert last[0][name] == pytest.approx(last[1][name], abs=1e-3)
+
+
+def test_samplers_with_vllm(config: dict[str, Any]) -> None:
+    """Each process has an engine of its own; gates are asked there, and evaluations run there."""
+    gated = {"gates": [{"name": "arrol", "at": 4, "cold_start": 1}], "correction": "truncate"}
+    run = train(config | gated | {"sync": {"name": "processes", "samplers": 1}, "max_lag": 1})
+    with Ledger.open(run / "ledger.sqlite", read_only=True) as ledger:
+        assert ledger.verify().ok
+        assert ledger.totals()["pruned"]["rollouts"] > 0
+    assert "eval/pass@1" in (run / "metrics.jsonl").read_text()
 
 
 def stale_head(monkeypatch: pytest.MonkeyPatch) -> None:
