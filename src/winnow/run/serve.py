@@ -30,15 +30,17 @@ from .build import build_policy, build_task, rollout_options
 from .build_gates import rule_types
 
 HEARTBEAT_S = 1.0
+Reply = Callable[[dict[str, Any]], None]
+ReadWeights = Callable[[Mapping[str, Any]], Mapping[str, torch.Tensor]]
 
 
 class Server:
-    """Owns everything that samples; `reply` sends a message to the learner.
+    """Owns everything that samples; `reply` sends a message to the learner, `read` gets published weights.
 
     Raises ConfigError when it would not be what the learner has, ValueError when a rule cannot be asked here.
     """
 
-    def __init__(self, start: Mapping[str, Any], reply: Callable[[dict[str, Any]], None]) -> None:
+    def __init__(self, start: Mapping[str, Any], reply: Reply, read: ReadWeights) -> None:
         c = validate(start["config"])
         quiet_transformers()
         torch.set_num_threads(start["threads"])
@@ -54,7 +56,7 @@ class Server:
         options = rollout_options(c, greedy_baseline=start["greedy_baseline"])
         self.runner = RolloutRunner(self.engine, self.task, policy.tokenizer, self.rewarder, options)
         self.rule_types = rule_types(c)
-        self._reply = reply
+        self._reply, self._read = reply, read
         self._born = self._told = time.monotonic()
         self._idle_s = 0.0
         self._tokens = 0
@@ -97,7 +99,7 @@ class Server:
 
     def _load(self, message: dict[str, Any]) -> None:
         failpoint("sampler.load")
-        self.engine.load_weights(read_weights(message), message["version"])
+        self.engine.load_weights(self._read(message), message["version"])
         self.runner.set_rules([rule_from(state, self.rule_types[state["name"]]) for state in message["rules"]])
         self.rewarder.trainer_state.global_step = message["version"]
         dtype = str(getattr(self.engine, "dtype", "unknown"))
@@ -122,11 +124,12 @@ def main() -> None:
     serve(inbox, lambda content: _write(reply_fd, content))
 
 
-def serve(inbox: queue.SimpleQueue[dict[str, Any]], reply: Callable[[dict[str, Any]], None]) -> None:
-    """Run a sampler, whatever carries its messages; one that cannot do what is asked of it says why, and ends."""
+def serve(inbox: queue.SimpleQueue[dict[str, Any]], reply: Reply, read: ReadWeights = read_weights) -> None:
+    """Run a sampler, whatever carries its messages and weights; one that cannot do what is asked of it says why, and
+    ends. `read` gets the weights that a message tells of."""
     start = inbox.get()["start"]
     try:
-        server = Server(start, reply)
+        server = Server(start, reply, read)
         server.runner.set_rules([rule_from(state, server.rule_types[state["name"]]) for state in start["rules"]])
     except ValueError as error:
         reply({"refused": str(error)})

@@ -3,8 +3,9 @@
 from .base import Sampler, SamplerContext, SamplersLostError
 from .in_process import InProcess
 from .processes import Processes
+from .ray import Ray
 
-SYNCS: dict[str, type] = {"in_process": InProcess, "processes": Processes}
+SYNCS: dict[str, type] = {"in_process": InProcess, "processes": Processes, "ray": Ray}
 """Name -> frozen dataclass of options with `provides` and `build(context) -> Sampler`."""
 
 __all__ = ["SYNCS", "Sampler", "SamplerContext", "SamplersLostError"]

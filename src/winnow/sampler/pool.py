@@ -3,7 +3,7 @@
 A sampler that dies, or says nothing for `timeout_s`, is replaced by one with the newest weights. What it was working on
 is launched once more, and counts as failed when that one dies, too; one that had not begun to work does not count.
 
-Messages, plain JSON values, over whatever `Channel` there is:
+Messages, plain JSON values but for what a transport puts in for `weights`, over whatever `Channel` there is:
 
     learner -> sampler   {"start": {...}}, {"weights": ..., "version": v, "rules": [...]}, {"launch": job},
                          {"stop": true}

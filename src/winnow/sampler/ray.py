@@ -1,0 +1,193 @@
+"""Samplers as Ray actors, on this machine or others of a cluster; weights are one object that all of them read."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import os
+import queue
+import threading
+import traceback
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from ..base.weights import WeightSource
+from ..config import ConfigError
+from .base import SamplerContext
+from .pool import Inbox, Message, PoolOptions, SamplerPool
+
+HEAR_S = 1.0
+"""Longest wait of a sampler that is asked what it has to say."""
+LOOK_S = 1.0
+"""Seconds between two looks whether an answer has come: a lost node never says that it is gone."""
+END_S = 10.0
+"""Seconds that a killed actor is waited for."""
+
+
+@dataclass(frozen=True)
+class Ray(PoolOptions):
+    """Samplers as actors of a Ray cluster, spread over its nodes."""
+
+    provides: ClassVar[frozenset[str]] = frozenset({"beside", "own_engine"})
+
+    ray_address: str | None = None
+    """Cluster to join, e.g. `auto`; None starts one on this machine, unless a driver is connected already."""
+    num_gpus: float = 0.0
+    """GPUs of each sampler. Of CPU cores it gets `threads`."""
+
+    def build(self, context: SamplerContext) -> SamplerPool:
+        """Raises ConfigError when Ray is not installed, no cluster answers, or it is too small."""
+        self.check(context.config.reward_timeout_s)
+        if importlib.util.find_spec("ray") is None:
+            raise ConfigError("sync: ray is not installed; pip install 'winnow-rl[ray]'")
+        self._connect()
+        return SamplerPool(self, context, RayWeights(), lambda inbox: ActorChannel(inbox, self))
+
+    def _connect(self) -> None:
+        import ray
+
+        if not ray.is_initialized():
+            cores = {} if self.ray_address else {"num_cpus": max(self.samplers * self.threads, os.cpu_count() or 1)}
+            try:
+                ray.init(self.ray_address, log_to_driver=False, include_dashboard=False, **cores)
+            except (ConnectionError, ValueError, RuntimeError) as error:
+                raise ConfigError(f"sync: ray_address={self.ray_address}: {str(error).splitlines()[0]}") from None
+        there = ray.cluster_resources()
+        for kind, each in (("CPU", float(self.threads)), ("GPU", self.num_gpus)):
+            if each * self.samplers > there.get(kind, 0.0):
+                raise ConfigError(
+                    f"sync: {self.samplers} samplers need {each * self.samplers:g} {kind}s, and the cluster has "
+                    f"{there.get(kind, 0.0):g}"
+                )
+
+
+class RayWeights:
+    """The newest weights as one object of Ray's store; the reference to it travels in messages."""
+
+    def __init__(self) -> None:
+        self._reference: Any = None
+        self._version = -1
+
+    def write(self, weights: WeightSource, version: int) -> None:
+        import ray
+
+        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
+        packed = {n: (t.reshape(-1).view(torch.uint8).numpy(), t.dtype, tuple(t.shape)) for n, t in tensors.items()}
+        self._reference, self._version = ray.put(packed), version
+
+    def told(self) -> dict[str, Any]:
+        return {"weights": self._reference, "version": self._version}
+
+    def remove(self) -> None:
+        self._reference = None
+
+
+def read_object(told: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Tensors over the store's own memory, not to be written to."""
+    import ray
+
+    packed = ray.get(told["weights"], timeout=60)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # that they cannot be written to
+        return {n: torch.from_numpy(raw).view(dtype).reshape(shape) for n, (raw, dtype, shape) in packed.items()}
+
+
+class ActorChannel:
+    """One actor; what it says goes into `inbox`, its end, too. It dies with the driver."""
+
+    def __init__(self, inbox: Inbox, options: Ray) -> None:
+        self._actor = (
+            remote_actor()
+            .options(
+                num_cpus=options.threads,
+                num_gpus=options.num_gpus,
+                max_restarts=0,
+                max_task_retries=0,
+                scheduling_strategy="SPREAD",
+                runtime_env={"env_vars": {"OMP_NUM_THREADS": str(options.threads)}},
+            )
+            .remote(os.getcwd())
+        )
+        self._last_words = ""
+        self._killed = threading.Event()
+        self._thread = threading.Thread(target=self._listen, args=(inbox,), daemon=True)
+        self._thread.start()
+
+    def send(self, content: dict[str, Any]) -> None:
+        self._actor.order.remote(content)
+
+    def kill(self) -> str:
+        import ray
+
+        self._killed.set()
+        with contextlib.suppress(Exception):  # it may be gone, and its node, too
+            ray.kill(self._actor, no_restart=True)
+        self._thread.join(timeout=END_S)
+        return self._last_words or "it was killed"
+
+    def _listen(self, inbox: Inbox) -> None:
+        """One question at a time. A node that is lost never answers: the pool notices the silence."""
+        import ray
+
+        try:
+            while True:
+                asked = self._actor.report.remote()
+                while not ray.wait([asked], timeout=LOOK_S)[0]:
+                    if self._killed.is_set():
+                        return
+                for content in ray.get(asked, timeout=LOOK_S):
+                    if "ended" in content:
+                        self._last_words = content["ended"]
+                        inbox.put(Message(self, None))
+                        return
+                    inbox.put(Message(self, content))
+        except Exception as error:
+            self._last_words = self._last_words or f"{type(error).__name__}: {error}".strip()
+            inbox.put(Message(self, None))
+
+
+class Actor:
+    """The other end, in a process of Ray's."""
+
+    def __init__(self, folder: str) -> None:
+        if os.path.isdir(folder):  # as the learner's, so that names of files mean the same
+            os.chdir(folder)
+        self._orders: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        self._reports: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def _serve(self) -> None:
+        ended = "it was told to stop"
+        try:  # by name, as a process is started: what builds a run is above samplers
+            importlib.import_module("winnow.run.serve").serve(self._orders, self._reports.put, read_object)
+        except BaseException:
+            ended = traceback.format_exc()[-2000:]
+        self._reports.put({"ended": ended})
+
+    def order(self, content: dict[str, Any]) -> None:
+        self._orders.put(content)
+
+    def report(self) -> list[dict[str, Any]]:
+        """What there is, waiting a moment for the first."""
+        found = []
+        with contextlib.suppress(queue.Empty):
+            found.append(self._reports.get(timeout=HEAR_S))
+            while True:
+                found.append(self._reports.get_nowait())
+        return found
+
+
+def remote_actor() -> Any:
+    """Orders come in the order in which they were given, also while a report is waited for."""
+    import ray
+
+    class SamplerActor(Actor):
+        order = ray.method(concurrency_group="orders")(Actor.order)
+        report = ray.method(concurrency_group="reports")(Actor.report)
+
+    return ray.remote(concurrency_groups={"orders": 1, "reports": 1})(SamplerActor)

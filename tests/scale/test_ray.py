@@ -1,0 +1,123 @@
+"""Samplers as Ray actors: whole runs, and what happens when actors die."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from winnow import Trainer
+from winnow.config import ConfigError
+from winnow.loop import RunStoppedError
+from winnow.record.ledger import Ledger
+
+from .. import parity
+
+ray = pytest.importorskip("ray")
+
+REWARD = f"{parity.__file__}:parity_reward"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster() -> Iterator[None]:
+    """One for all tests: it takes seconds to start."""
+    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture
+def config(tiny_config: dict[str, Any]) -> dict[str, Any]:
+    more = {"sync": {"name": "ray", "samplers": 2}, "max_lag": 1, "correction": "truncate", "reward_funcs": [REWARD]}
+    return tiny_config | more
+
+
+def assert_clean(config: dict[str, Any]) -> dict[str, dict[str, int]]:
+    with Ledger.open(Path(config["output_dir"]) / "ledger.sqlite", read_only=True) as ledger:
+        proof = ledger.verify()
+        assert proof.ok, proof.problems
+        return ledger.totals()
+
+
+def metrics(config: dict[str, Any]) -> list[dict[str, float]]:
+    return [json.loads(x) for x in (Path(config["output_dir"]) / "metrics.jsonl").read_text().splitlines()]
+
+
+def actors() -> list[psutil.Process]:
+    """Of this test's cluster."""
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):  # gone, or not yet buried
+            if "SamplerActor" in " ".join(process.cmdline()):
+                found.append(process)
+    return found
+
+
+def test_a_run_with_gates_and_evaluations(config: dict[str, Any]) -> None:
+    """And its resume; the lag bound holds for every trained token."""
+    config |= {"gates": [{"name": "arrol", "cold_start": 1}], "audit": {"epsilon": 0.3}, "num_generations": 8}
+    Trainer(config=config | {"max_steps": 3}).train()
+    Trainer.resume(config["output_dir"], {"max_steps": 5}).train()
+    totals = assert_clean(config)
+    assert totals["pruned"]["rollouts"] > 0
+    rows = metrics(config)
+    assert [row["step"] for row in rows if "loss" in row] == [1, 2, 3, 4, 5]
+    assert max(row.get("lag/max", 0) for row in rows) <= 1
+    assert sum("eval/pass@1" in row for row in rows) >= 3
+
+
+def test_actors_that_are_killed_are_replaced(config: dict[str, Any]) -> None:
+    """What they were working on is launched once more, and the run ends as if nothing had been."""
+    config |= {"max_steps": 40, "eval_steps": None, "save_steps": 100}
+    trainer = Trainer(config=config)
+    over, killed = threading.Event(), []
+
+    def kill() -> None:
+        while not over.wait(6) and len(killed) < 3:
+            if there := actors():
+                killed.append(there[0].pid)
+                there[0].kill()
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    trainer.train()
+    over.set()
+    killer.join()
+    assert killed
+    assert_clean(config)
+    rows = [row for row in metrics(config) if "loss" in row]
+    assert [row["step"] for row in rows] == list(range(1, 41))
+    assert sum(row["sampler/restarts"] for row in rows) >= 1
+    assert max(row.get("lag/max", 0) for row in rows) <= 1
+    deadline = time.monotonic() + 20
+    while actors() and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert not actors(), "nobody is left"
+
+
+def test_a_rule_that_fails_at_an_actor_ends_the_run_by_its_name(config: dict[str, Any]) -> None:
+    gate = {"name": "tests.gates:Broken", "at": 2}
+    with pytest.raises(RunStoppedError, match=r"gate Broken: ZeroDivisionError: division by zero"):
+        Trainer(config=config | {"gates": [gate], "eval_steps": None}).train()
+
+
+def test_an_actor_that_keeps_dying_is_named_with_its_last_words(config: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "dies.py").write_text("def reward(completions, **_):\n    return [1.0] * len(completions)\n")
+    trainer = Trainer(config=config | {"reward_funcs": [f"{tmp_path}/dies.py:reward"], "eval_steps": None})
+    (tmp_path / "dies.py").write_text("raise MemoryError('no room for the reward')\n")
+    with pytest.raises((RunStoppedError, ConfigError), match="no room for the reward"):
+        trainer.train()
+
+
+def test_a_cluster_that_is_too_small_is_refused(config: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="40 samplers need 40 CPUs, and the cluster has 4"):
+        Trainer(config=config | {"sync": {"name": "ray", "samplers": 40}})
+    with pytest.raises(ConfigError, match="need 2 GPUs, and the cluster has 0"):
+        Trainer(config=config | {"sync": {"name": "ray", "samplers": 2, "num_gpus": 1}})
