@@ -43,5 +43,6 @@ def test_what_a_page_names_is_there(page: Path) -> None:
 
 def test_every_capability_of_the_engine_is_explained() -> None:
     text = (ROOT / "docs" / "engine.md").read_text(encoding="utf-8")
-    explained = set(re.findall(r"^\| `(\w+)` \|", text.partition("`provides` names")[2].partition("\n## ")[0], re.MULTILINE))
+    table = text.partition("`provides` names")[2].partition("\n## ")[0]
+    explained = set(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE))
     assert explained == LocalEngine.provides
