@@ -25,6 +25,8 @@ HEAR_S = 1.0
 """Longest wait of a sampler that is asked what it has to say."""
 LOOK_S = 1.0
 """Seconds between two looks whether an answer has come: a lost node never says that it is gone."""
+FETCH_S = 60.0
+"""Most that an object that is there may take to come over."""
 END_S = 10.0
 """Seconds that a killed actor is waited for."""
 
@@ -36,7 +38,7 @@ class Ray(PoolOptions):
     provides: ClassVar[frozenset[str]] = frozenset({"beside", "own_engine"})
 
     ray_address: str | None = None
-    """Cluster to join, e.g. `auto`; None starts one on this machine, unless a driver is connected already."""
+    """Cluster to join, e.g. `auto`; None is that of RAY_ADDRESS, or one that is started on this machine."""
     num_gpus: float = 0.0
     """GPUs of each sampler. Of CPU cores it gets `threads`."""
 
@@ -52,7 +54,8 @@ class Ray(PoolOptions):
         import ray
 
         if not ray.is_initialized():
-            cores = {} if self.ray_address else {"num_cpus": max(self.samplers * self.threads, os.cpu_count() or 1)}
+            elsewhere = self.ray_address or os.environ.get("RAY_ADDRESS")
+            cores = {} if elsewhere else {"num_cpus": max(self.samplers * self.threads, os.cpu_count() or 1)}
             try:
                 ray.init(self.ray_address, log_to_driver=False, include_dashboard=False, **cores)
             except (ConnectionError, ValueError, RuntimeError) as error:
@@ -91,7 +94,7 @@ def read_object(told: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """Tensors over the store's own memory, not to be written to."""
     import ray
 
-    packed = ray.get(told["weights"], timeout=60)
+    packed = ray.get(told["weights"], timeout=FETCH_S)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # that they cannot be written to
         return {n: torch.from_numpy(raw).view(dtype).reshape(shape) for n, (raw, dtype, shape) in packed.items()}
@@ -140,7 +143,7 @@ class ActorChannel:
                 while not ray.wait([asked], timeout=LOOK_S)[0]:
                     if self._killed.is_set():
                         return
-                for content in ray.get(asked, timeout=LOOK_S):
+                for content in ray.get(asked, timeout=FETCH_S):
                     if "ended" in content:
                         self._last_words = content["ended"]
                         inbox.put(Message(self, None))
