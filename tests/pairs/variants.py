@@ -19,6 +19,8 @@ from winnow.run.catalogue import TABLES
 
 LISTS = ("gates",)
 """Fields that hold several methods."""
+EXTRAS = {("engine", "vllm"), ("sync", "ray")}
+"""Methods that need what `make test` does not install: tests/scale composes them with others."""
 ELSEWHERE = ("env",)
 """Tables that are no part of the sweep: an environment is what the others act in."""
 PROFILE = "<profile>"
@@ -171,6 +173,8 @@ def _of_field(field: str) -> Iterator[Variant]:
         raise LookupError(f"the table '{field}' has no field of its name in the configuration; see ELSEWHERE")
     default = RunConfig.model_fields[field].default
     for name, cls in TABLES[field].items():
+        if (field, name) in EXTRAS:
+            continue
         given = OPTIONS.get((field, name), {})
         required = [f.name for f in dataclasses.fields(cls) if _required(f) and f.name not in given]
         if required:
