@@ -196,6 +196,18 @@ def test_requests_and_weights_that_cannot_be_are_refused(engines: tuple[Any, Any
     assert_same(*(play(engine, requests(500)) for engine in engines))
 
 
+def test_the_process_stays_as_it_was(tmp_path: Path) -> None:
+    """Threads and random generators are the learner's, too."""
+    torch.manual_seed(5)
+    before, set_threads = torch.get_rng_state(), torch.set_num_threads
+    model, tokenizer = make_model("qwen2-tied", **WIDE), word_tokenizer()
+    torch.set_rng_state(before)
+    VllmOptions(args=SMALL_CACHE).build(ModelReference("", torch.device("cpu"), model), tokenizer)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.set_num_threads is set_threads
+    assert torch.get_num_threads() == 1
+
+
 def test_an_engine_that_failed_says_so(tmp_path: Path) -> None:
     engine, ours = build("qwen2-tied", tmp_path)
     huge = {name: tensor * 1e30 for name, tensor in weights(ours, 9).items()}

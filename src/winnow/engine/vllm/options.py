@@ -5,10 +5,15 @@ from __future__ import annotations
 import gc
 import importlib.util
 import os
+import random
 import tempfile
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
 
 from ...config import ConfigError
 from ..loading import ModelReference
@@ -19,6 +24,7 @@ if TYPE_CHECKING:
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine's core in this process: weights change between two steps
     "VLLM_USE_V2_MODEL_RUNNER": "0",  # in the newer runner nothing stands between hidden states and logits
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the learner computes in this process, too
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
 }
@@ -60,11 +66,27 @@ class VllmOptions:
 
         gc.collect()  # an engine that is gone takes vLLM's process groups with it: now, and not those of the next
         with ExitStack() as stack:
+            stack.enter_context(_process_as_it_was())
             source = model.source
             if not source:  # vLLM reads files
                 source = stack.enter_context(tempfile.TemporaryDirectory())
                 model.load().save_pretrained(source)
             return VllmEngine(source, model, tokenizer, self)
+
+
+@contextmanager
+def _process_as_it_was() -> Iterator[None]:
+    """vLLM seeds every random generator of its process, and on a CPU takes `torch.set_num_threads` away."""
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    set_threads, threads = torch.set_num_threads, torch.get_num_threads()
+    try:
+        yield
+    finally:
+        torch.set_num_threads = set_threads
+        torch.set_num_threads(threads)
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.set_rng_state(states[2])
 
 
 OURS = {
