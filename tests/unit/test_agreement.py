@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,18 +13,23 @@ import pytest
 import torch
 
 from winnow import Trainer
+from winnow.base.weights import Weights, state_of
 from winnow.config import ConfigError
+from winnow.engine import ModelReference
 from winnow.engine.base import SamplingParams
 from winnow.engine.local.engine import LocalEngine
 from winnow.learner.agreement import BOUNDS, compare, require_agreement
 from winnow.learner.batch import Row
 from winnow.learner.local.learner import LearnerOptions, LocalLearner
 from winnow.learner.local.logprob import TokenDistribution
+from winnow.loop import RunStoppedError
 from winnow.methods.loss import LossConfig
+from winnow.record.ledger import Ledger
 from winnow.run.preflight import check_agreement
 from winnow.study.warm_start import word_tokenizer
 from winnow.types import Rollout
 
+from .. import parity
 from ..parity import parity_reward
 from .learner_models import VOCABULARY, WORDS, learner_of, llama, sampled
 
@@ -141,3 +147,32 @@ def test_the_comparison_costs_little_and_leaves_random_states_alone(tiny_config:
     assert time.perf_counter() - started < 5, "well under a second on an idle machine"
     assert torch.equal(torch.get_rng_state(), before)
     assert (trainer.engine.pending, trainer.engine.version) == (0, 0)
+
+
+@dataclass(frozen=True)
+class Stale:
+    """The embedded engine, but whatever it is given after its first weights it only says that it has."""
+
+    def build(self, model: ModelReference, tokenizer: Any) -> LocalEngine:
+        engine = LocalEngine(model.load(), tokenizer)
+        load, first = engine.load_weights, {}
+
+        def keep(weights: Weights, version: int) -> None:
+            load(first.setdefault("state", {k: v.clone() for k, v in state_of(weights).items()}), version)
+
+        engine.load_weights = keep  # type: ignore[method-assign]
+        return engine
+
+
+@pytest.mark.parametrize("sync", ["in_process", {"name": "processes", "samplers": 1}])
+def test_old_weights_show_after_the_first_update(tiny_config: dict[str, Any], sync: Any) -> None:
+    """The step is booked whole, and the run is saved."""
+    config = {"engine": f"{__name__}:Stale", "learning_rate": 0.03, "warmup_steps": 0, "eval_steps": None, "sync": sync}
+    if sync != "in_process":
+        config |= {"max_lag": 1, "correction": "truncate"}
+    trainer = Trainer(config=tiny_config | config | {"reward_funcs": [f"{parity.__file__}:parity_reward"]})
+    with pytest.raises(RunStoppedError, match=r"step 1: engine: its log-probabilities are not the learner's"):
+        trainer.train()
+    with Ledger.open(Path(tiny_config["output_dir"]) / "ledger.sqlite", read_only=True) as ledger:
+        assert ledger.verify().ok
+        assert ledger.totals()["trained"]["visits"] == tiny_config["prompts_per_step"]
