@@ -25,22 +25,18 @@ SHARED = ("chain-sum",)
 """All seeds start from the model of seed 0, which takes minutes to make."""
 FINAL = {"eval_generations": 8, "eval_greedy": True}
 NO_GATE, DAPO = "gates=[]", "filter=zero_variance"
-SIZE = "group_weighting=size"
-"""A group that was pruned to half its rollouts counts half in the loss, in place of as much as the others."""
 CHANGES: dict[str, tuple[str, ...]] = {
     "grpo": (NO_GATE,),
-    "random": ("gates=[{name: arrol, quality: logprob, strength: 0}]", SIZE),
-    "arrol": (SIZE,),
+    "random": ("gates=[{name: arrol, quality: logprob, strength: 0}]",),
+    "arrol": (),
     "dapo": (NO_GATE, DAPO),
-    "dapo-arrol": (DAPO, SIZE),
-    "keep-25": ("gates=[{name: arrol, keep_rate: 0.25}]", SIZE),
-    "keep-75": ("gates=[{name: arrol, keep_rate: 0.75}]", SIZE),
-    "literal": ("gates=[{name: arrol, balance: literal}]", SIZE),
-    "distinct": ("gates=[{name: arrol, balance: distinct}]", SIZE),
-    "unbiased": ("gates=[{name: arrol, unbiased: true}]", SIZE),
-    "logprob": ("gates=[{name: arrol, quality: logprob}]", SIZE),
-    "random-equal": ("gates=[{name: arrol, quality: logprob, strength: 0}]",),
-    "arrol-equal": (),
+    "dapo-arrol": (DAPO,),
+    "keep-25": ("gates=[{name: arrol, keep_rate: 0.25}]",),
+    "keep-75": ("gates=[{name: arrol, keep_rate: 0.75}]",),
+    "literal": ("gates=[{name: arrol, balance: literal}]",),
+    "distinct": ("gates=[{name: arrol, balance: distinct}]",),
+    "unbiased": ("gates=[{name: arrol, unbiased: true}]",),
+    "logprob": ("gates=[{name: arrol, quality: logprob}]",),
 }
 """Arm -> what it changes. `random` prunes as much, whatever the prediction; a keep rate of 1 is `grpo`."""
 VOTES = ("majority", "deepconf-lowest", "logprob", "head")
