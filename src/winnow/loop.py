@@ -104,7 +104,7 @@ class Loop:
         self.num_tokens = 0
         self._tally = Tally(judge)
         self._rejected: list[_Rejected] = []
-        """In a row."""
+        """Groups in a row that a refill got nothing from."""
         self._skipped_steps = 0
         self._nothing_left = False
         self._stop: RunStoppedError | None = None

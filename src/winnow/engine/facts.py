@@ -19,7 +19,7 @@ class Facts:
     """Most tokens of a sequence; None without a limit."""
     eos_ids: frozenset[int]
     shapes: Mapping[str, torch.Size]
-    """Of the state dict."""
+    """Shapes in the state dict."""
     tied: Mapping[str, str]
     """State-dict names whose tensor the model shares with an earlier name."""
 
@@ -70,7 +70,7 @@ def _longest(model: Any, wanted: int | None) -> int | None:
 
 
 def _eos_ids(model: Any, tokenizer: Any, vocab_size: int) -> frozenset[int]:
-    """Of tokenizer, generation config and config; each may give none, one id or a list."""
+    """End-of-sequence ids of tokenizer, generation config and config; each may give none, one id or a list."""
     found: set[int] = set()
     for source in (tokenizer, getattr(model, "generation_config", None), model.config):
         ids = getattr(source, "eos_token_id", None)

@@ -33,7 +33,7 @@ class Sequences:
         self._stops = StopTable(tokenizer, facts.vocab_size, facts.eos_ids)
         self._device = device
         self._versions = np.zeros(1, dtype=np.int32)
-        """Of all weights so far, by the number of their load."""
+        """Policy versions of all weights so far, by the number of their load."""
         self._failure: str | None = None
 
     @property

@@ -160,7 +160,7 @@ class VllmEngine:
 
 
 class _Head:
-    """In the place of the model's `compute_logits`: draws a token for each row, and leaves only that one possible."""
+    """Stand-in for the model's `compute_logits`: draws a token for each row, and leaves only that one possible."""
 
     def __init__(self, runner: Any, sequences: Sequences) -> None:
         self.ids: dict[str, Hashable] = {}
