@@ -40,12 +40,19 @@ def config(tiny_config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+WORKER = ("PYTEST_XDIST_TESTRUNUID", "PYTEST_XDIST_WORKER")
+"""What tells the processes of tests that run at a time apart: a sampler has its learner's environment."""
+
+
 def samplers() -> list[psutil.Process]:
+    """Those that live and that tests in this process have started; orphans, too."""
     found = []
     for process in psutil.process_iter():
         try:
             if SERVE in process.cmdline() and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
+                theirs = process.environ()
+                if all(theirs.get(name) == os.environ.get(name) for name in WORKER):
+                    found.append(process)
         except (psutil.NoSuchProcess, psutil.AccessDenied):
             continue
     return found
@@ -80,6 +87,7 @@ def _kill_samplers(config: dict[str, Any], monkeypatch: pytest.MonkeyPatch, kill
     monkeypatch.setattr(SamplerPool, "_start", remember)
     trainer = Trainer(config=config | {"max_steps": 100_000, "save_steps": 100_000})
     draws = random.Random(0)
+    living: list[psutil.Process] = []
 
     def kill() -> None:
         for number in range(kills):
@@ -93,6 +101,7 @@ def _kill_samplers(config: dict[str, Any], monkeypatch: pytest.MonkeyPatch, kill
             os.kill(process_of(child).pid, signal.SIGKILL)
         while len(started) <= kills or not started[-1].ready:
             time.sleep(0.01)
+        living.extend(samplers())
         trainer._stop_requested = True
 
     thread = threading.Thread(target=kill, daemon=True)
@@ -106,6 +115,7 @@ def _kill_samplers(config: dict[str, Any], monkeypatch: pytest.MonkeyPatch, kill
     Trainer.resume(run_dir, {"max_steps": steps + 4}).train()
     assert_trained(run_dir, steps + 4)
     assert len(started) == kills + 2
+    assert len(living) == 1
     assert not samplers()
 
 
