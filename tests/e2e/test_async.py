@@ -192,7 +192,7 @@ def test_a_sampler_does_not_start_on_other_data_than_the_learner(
     run = Path(config["output_dir"])
 
     def change_the_data() -> None:
-        while not (run / "metrics.jsonl").exists():
+        while not (run / "metrics.jsonl").exists() or not (run / "metrics.jsonl").stat().st_size:
             time.sleep(0.01)
         data.write_text("".join(json.dumps(row) + "\n" for row in reversed(rows)))
         os.kill(process_of(children[0]).pid, signal.SIGKILL)
@@ -206,7 +206,8 @@ def test_a_sampler_does_not_start_on_other_data_than_the_learner(
 def test_rules_of_gates_are_asked_where_it_samples_and_learn_here(config: dict[str, Any]) -> None:
     run, gate = Path(config["output_dir"]), {"name": "arrol", "at": 3, "cold_start": 2}
     audit = {"epsilon": 0.2}
-    Trainer(config=config | {"gates": [gate], "audit": audit, "eval_steps": None}).train()
+    steps = {"max_steps": 8}  # with a lag of 2, samplers surely hear of a rule of step 2 before the last steps
+    Trainer(config=config | {"gates": [gate], "audit": audit, "eval_steps": None} | steps).train()
     assert_clean(run)
     with sqlite3.connect(run / "ledger.sqlite") as db:
         pruned = db.execute("SELECT COUNT(*) FROM rollouts WHERE fate = 'pruned'").fetchone()[0]

@@ -48,7 +48,7 @@ def engines(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 def weights(engine: LocalEngine, seed: int) -> dict[str, torch.Tensor]:
     """Others of the same shapes, tied where the model ties them."""
     generator = torch.Generator().manual_seed(seed)
-    facts = engine._sequences.facts
+    facts = engine.sequences.facts
     state = {name: torch.randn(shape, generator=generator) * 0.2 for name, shape in facts.shapes.items()}
     return {name: state[facts.tied.get(name, name)] for name in state}
 

@@ -4,8 +4,7 @@ from .base import CAPABILITIES, Engine, Event, Finished, Reached, Request, Sampl
 from .facts import Facts
 from .loading import ModelReference
 from .local.engine import LocalEngine, LocalOptions
-from .requests import check_request
-from .sequences import Sequences
+from .sequences import SequenceEngine, Sequences
 from .vllm.options import VllmOptions
 
 ENGINES: dict[str, type] = {"local": LocalOptions, "vllm": VllmOptions}
@@ -23,7 +22,7 @@ __all__ = [
     "Reached",
     "Request",
     "SamplingParams",
+    "SequenceEngine",
     "Sequences",
     "VllmOptions",
-    "check_request",
 ]

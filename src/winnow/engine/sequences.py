@@ -14,7 +14,7 @@ import torch
 
 from ..base.noise import uniform
 from . import slots as col
-from .base import Event, Finished, Request, SamplingParams
+from .base import CAPABILITIES, Event, Finished, Request, SamplingParams
 from .facts import Facts
 from .requests import check_report_at, check_request
 from .sampling import Transform, confidence, raw_logp, sample
@@ -188,3 +188,43 @@ class Sequences:
     def require_alive(self) -> None:
         if self._failure is not None:
             raise RuntimeError(f"the engine failed earlier and cannot go on ({self._failure}); build a new one")
+
+
+class SequenceEngine:
+    """What every engine over `Sequences` has. It adds `load_weights` and `_step`."""
+
+    provides = frozenset(CAPABILITIES)
+    sequences: Sequences
+
+    @property
+    def version(self) -> int:
+        return self.sequences.version
+
+    @property
+    def clock(self) -> int:
+        return self.sequences.clock
+
+    @property
+    def pending(self) -> int:
+        return self.sequences.pending
+
+    def submit(self, requests: Iterable[Request]) -> None:
+        self.sequences.submit(requests)
+
+    def cancel(self, ids: Iterable[Hashable]) -> list[Finished]:
+        events, _, rows = self.sequences.cancelled(ids)
+        self._remove(rows)
+        return events
+
+    @torch.inference_mode()
+    def step(self) -> list[Event]:
+        with self.sequences.step():
+            return self._step() if self.pending else []
+
+    def _step(self) -> list[Event]:
+        """One token of every running sequence; some run or wait."""
+        raise NotImplementedError
+
+    def _remove(self, rows: list[int]) -> None:
+        """Drop rows of the table; an engine that has more of them drops that, too."""
+        self.sequences.remove(rows)

@@ -16,10 +16,10 @@ import torch
 
 from ...base.weights import Weights, state_of
 from .. import slots as col
-from ..base import CAPABILITIES, Event, Finished, Request
+from ..base import Event, Finished, Request
 from ..facts import Facts
 from ..loading import ModelReference
-from ..sequences import Sequences
+from ..sequences import SequenceEngine, Sequences
 from ..slots import Stopwatch
 from .backend import Output, Prefilled
 from .cache import Chunk, KVCache, padded, plan
@@ -70,10 +70,8 @@ class _Prompt:
     index: int = 0
 
 
-class LocalEngine:
+class LocalEngine(SequenceEngine):
     """Implements `winnow.engine.base.Engine`. Not thread-safe."""
-
-    provides = frozenset(CAPABILITIES)
 
     def __init__(
         self,
@@ -100,7 +98,7 @@ class LocalEngine:
         self._column_size = sum(h * s for shapes in self._backend.kv_shapes[:1] for h, s in shapes) // 2
         if fixed_slots:
             self._cache.reserve(fixed_columns(facts.max_length))
-        self._sequences = Sequences(facts, tokenizer, rows, self._backend.device)
+        self.sequences = Sequences(facts, tokenizer, rows, self._backend.device)
         self._prompts: dict[tuple[int, ...], _Prompt] = {}
         # With fixed slots nothing may depend on what else runs, so not on what had to make room either.
         self._kept = KeptSequences(0 if fixed_slots else slots)
@@ -124,27 +122,15 @@ class LocalEngine:
         """Keys and values of one position."""
         return sum(h * s for shapes in self._backend.kv_shapes for h, s in shapes) * self._backend.dtype.itemsize
 
-    @property
-    def version(self) -> int:
-        return self._sequences.version
-
-    @property
-    def clock(self) -> int:
-        return self._sequences.clock
-
-    @property
-    def pending(self) -> int:
-        return self._sequences.pending
-
     # ---- requests ----------------------------------------------------------------------------------------------
 
     def submit(self, requests: Iterable[Request]) -> None:
-        for request in self._sequences.submit(requests):
+        for request in self.sequences.submit(requests):
             self._prompts.setdefault(request.prompt_ids, _Prompt()).waiting += 1
 
     def cancel(self, ids: Iterable[Hashable]) -> list[Finished]:
         ids = list(ids)
-        events, left, rows = self._sequences.cancelled(ids)
+        events, left, rows = self.sequences.cancelled(ids)
         for id_ in ids:
             self._kept.forget(id_)
         for request in left:
@@ -162,22 +148,17 @@ class LocalEngine:
     # ---- weights -----------------------------------------------------------------------------------------------
 
     def load_weights(self, weights: Weights, version: int) -> None:
-        self._sequences.require_alive()
-        self._backend.load(self._sequences.facts.check_state(state_of(weights)))
+        self.sequences.require_alive()
+        self._backend.load(self.sequences.facts.check_state(state_of(weights)))
         for prompt in self._prompts.values():
             prompt.prefilled = None  # computed by the old weights, and no running row needs it
         self._kept.clear()
-        self._sequences.loaded(version)
+        self.sequences.loaded(version)
 
     # ---- one step ----------------------------------------------------------------------------------------------
 
-    @torch.inference_mode()
-    def step(self) -> list[Event]:
-        with self._sequences.step():
-            return self._step() if self.pending else []
-
     def _step(self) -> list[Event]:
-        watch, sequences = Stopwatch(), self._sequences
+        watch, sequences = Stopwatch(), self.sequences
         table = sequences.table
         outputs = [self._decode()] if table.n else []
         outputs += self._admit()
@@ -196,7 +177,7 @@ class LocalEngine:
 
     def _decode(self) -> Output:
         """Feed the last token of every running row."""
-        table = self._sequences.table
+        table = self.sequences.table
         n = table.n
         if self.options.fixed_slots:
             rows, chunks = table.slots, [Chunk(0, table.slots, self._cache.capacity)]
@@ -209,7 +190,7 @@ class LocalEngine:
 
     def _plan(self) -> list[Chunk]:
         """Attention chunks; sorts the rows by length once padding has cost as much as moving them would."""
-        table = self._sequences.table
+        table = self.sequences.table
         lengths = table.lengths
         chunks = plan(lengths, self._column_size)
         self._waste += padded(chunks) - int(lengths.sum())
@@ -222,8 +203,8 @@ class LocalEngine:
 
     def _admit(self) -> list[Output]:
         """Start waiting requests in free slots; what their first token is drawn from, one entry a prefill."""
-        waiting = self._sequences.waiting
-        free = min(self.options.slots - self._sequences.table.n, len(waiting))
+        waiting = self.sequences.waiting
+        free = min(self.options.slots - self.sequences.table.n, len(waiting))
         if not free:
             return []
         requests = list(itertools.islice(waiting.values(), free))
@@ -273,7 +254,7 @@ class LocalEngine:
     def _insert(self, prefilled: Prefilled, index: list[int], requests: list[Request]) -> Output:
         longest = max(len(r.prompt_ids) + r.params.max_tokens for r in requests)
         self._cache.reserve(max(longest, prefilled.keys[0].shape[2]))
-        rows = self._sequences.start(requests)
+        rows = self.sequences.start(requests)
         lengths = [prefilled.lengths[i] for i in index]
         index_M = self._to_device(np.array(index))
         keys = [k.index_select(0, index_M) for k in prefilled.keys]
@@ -283,25 +264,25 @@ class LocalEngine:
 
     def _keep(self, row: int) -> None:
         """Keys and values of all but the last token, which has not been through the model; none of older weights."""
-        table = self._sequences.table
+        table = self.sequences.table
         request, (sampled, _) = table.requests[row], table.sampled(row)
-        if request.keep and self._sequences.unchanged(row):
+        if request.keep and self.sequences.unchanged(row):
             tokens = (*request.prompt_ids, *sampled[:-1].tolist())
             self._kept.put(request.id, Kept(tokens, *self._cache.copy_of(row, len(tokens))))
 
     def _remove(self, rows: list[int]) -> None:
         if not rows:
             return
-        targets, sources = self._sequences.remove(rows)
+        targets, sources = self.sequences.remove(rows)
         if len(targets):
-            columns = int(self._sequences.table.ints[col.POSITION, targets].max()) + 1
+            columns = int(self.sequences.table.ints[col.POSITION, targets].max()) + 1
             with torch.inference_mode():
                 self._cache.move(self._to_device(targets), self._to_device(sources), columns)
         if not self.pending:  # an idle engine remembers nothing that could change what comes next
             self._waste = 0
 
     def _to_device(self, array: np.ndarray) -> torch.Tensor:
-        return self._sequences.to_device(array)
+        return self.sequences.to_device(array)
 
 
 def _concatenate(outputs: list[Output]) -> Output:

@@ -7,7 +7,7 @@ request's tokens do not depend on who runs it. vLLM's sampler then finds one pos
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable
 from contextlib import suppress
 from typing import Any, Final
 
@@ -20,10 +20,10 @@ from vllm.sampling_params import RequestOutputKind
 
 from ...base.weights import Weights, state_of
 from ...config import ConfigError
-from ..base import CAPABILITIES, Event, Finished, Request, SamplingParams
+from ..base import Event, Request, SamplingParams
 from ..facts import Facts
 from ..loading import ModelReference
-from ..sequences import Sequences
+from ..sequences import SequenceEngine, Sequences
 from ..slots import COUNT, Drawn, Stopwatch
 from .options import CACHE_BYTES, VllmOptions
 
@@ -31,10 +31,8 @@ BLOCK_SIZE: Final = 32
 """On a CPU, where vLLM's own blocks of 128 tokens would share no short prompts."""
 
 
-class VllmEngine:
+class VllmEngine(SequenceEngine):
     """Implements `winnow.engine.base.Engine`. Not thread-safe."""
-
-    provides = frozenset(CAPABILITIES)
 
     def __init__(self, source: str, model: ModelReference, tokenizer: Any, options: VllmOptions) -> None:
         """`source` is a directory or hub name with the weights of `model`. Raises ConfigError when vLLM refuses it."""
@@ -46,61 +44,36 @@ class VllmEngine:
         try:
             self._llm = LLMEngine.from_engine_args(_arguments(source, shell.config, facts, options, model.device))
             self._runner = self._llm.model_executor.driver_worker.worker.model_runner
-            self._sequences = Sequences(facts, tokenizer, options.slots, self._runner.device)
-            self._head = _Head(self._runner, self._sequences)
+            self.sequences = Sequences(facts, tokenizer, options.slots, self._runner.device)
+            self._head = _Head(self._runner, self.sequences)
             self._try_out()
         except (ValueError, RuntimeError, NotImplementedError) as error:
             raise ConfigError(f"engine: vLLM cannot run '{source}': {str(error).strip().splitlines()[0]}") from error
-        self._sequences.clock = 0
+        self.sequences.clock = 0
 
     @property
     def dtype(self) -> str:
         """Type of weights, keys and values."""
         return str(self._llm.vllm_config.model_config.dtype).removeprefix("torch.")
 
-    @property
-    def version(self) -> int:
-        return self._sequences.version
-
-    @property
-    def clock(self) -> int:
-        return self._sequences.clock
-
-    @property
-    def pending(self) -> int:
-        return self._sequences.pending
-
-    def submit(self, requests: Iterable[Request]) -> None:
-        self._sequences.submit(requests)
-
-    def cancel(self, ids: Iterable[Hashable]) -> list[Finished]:
-        events, _, rows = self._sequences.cancelled(ids)
-        self._remove(rows)
-        return events
-
     def load_weights(self, weights: Weights, version: int) -> None:
-        self._sequences.require_alive()
-        state = self._sequences.facts.check_state(state_of(weights))
-        with self._sequences.step():
-            table = self._sequences.table
+        self.sequences.require_alive()
+        state = self.sequences.facts.check_state(state_of(weights))
+        with self.sequences.step():
+            table = self.sequences.table
             fresh = [r for row, r in enumerate(table.requests[: table.n]) if table.ints[COUNT, row] == 0]
             self._abort(fresh)  # what has no token yet starts again, so that its prompt is computed by the new weights
             self._runner.reload_weights(weights_iterator=iter(state.items()))
-            _retie(self._runner.model, self._sequences.facts)
+            _retie(self._runner.model, self.sequences.facts)
             self._loads += 1
-            self._sequences.loaded(version)
+            self.sequences.loaded(version)
             for request in fresh:
                 self._add(request)
 
     # ---- one step ----------------------------------------------------------------------------------------------
 
-    @torch.inference_mode()
-    def step(self) -> list[Event]:
-        with self._sequences.step():
-            return self._step() if self.pending else []
-
     def _step(self) -> list[Event]:
-        watch, sequences = Stopwatch(), self._sequences
+        watch, sequences = Stopwatch(), self.sequences
         table = sequences.table
         self._admit()
         sampled = {o.request_id: o.outputs[0].token_ids for o in self._llm.step()}
@@ -127,10 +100,10 @@ class VllmEngine:
 
     def _admit(self) -> None:
         """Start waiting requests in free slots."""
-        waiting = self._sequences.waiting
-        free = self.options.slots - self._sequences.table.n
+        waiting = self.sequences.waiting
+        free = self.options.slots - self.sequences.table.n
         requests = list(waiting.values())[:free]
-        self._sequences.start(requests)
+        self.sequences.start(requests)
         for request in requests:
             self._add(request)
 
@@ -154,9 +127,9 @@ class VllmEngine:
 
     def _remove(self, rows: list[int]) -> None:
         if rows:
-            table = self._sequences.table
+            table = self.sequences.table
             self._abort([table.requests[row] for row in rows])
-            self._sequences.remove(rows)
+            self.sequences.remove(rows)
 
 
 class _Head:
