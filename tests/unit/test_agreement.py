@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import shutil
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -27,7 +27,7 @@ from winnow.methods.loss import LossConfig
 from winnow.record.ledger import Ledger
 from winnow.run.preflight import check_agreement
 from winnow.study.warm_start import word_tokenizer
-from winnow.types import Rollout
+from winnow.types import Group, Rollout
 
 from .. import parity
 from ..parity import parity_reward
@@ -139,12 +139,11 @@ def test_a_run_is_refused_before_anything_is_written(
     assert not Path(tiny_config["output_dir"]).exists()
 
 
-def test_the_comparison_costs_little_and_leaves_random_states_alone(tiny_config: dict[str, Any]) -> None:
+def test_the_comparison_leaves_random_states_alone(tiny_config: dict[str, Any]) -> None:
     trainer = Trainer(config=tiny_config, reward_funcs=parity_reward)
     assert trainer.engine is not None
-    before, started = torch.get_rng_state(), time.perf_counter()
+    before = torch.get_rng_state()
     check_agreement(trainer.task.train, trainer._sampler.run, trainer.learner, lambda: "float32")
-    assert time.perf_counter() - started < 5, "well under a second on an idle machine"
     assert torch.equal(torch.get_rng_state(), before)
     assert (trainer.engine.pending, trainer.engine.version) == (0, 0)
 
@@ -162,6 +161,28 @@ class Stale:
 
         engine.load_weights = keep  # type: ignore[method-assign]
         return engine
+
+
+def test_probes_that_fail_after_the_first_update_are_tried_again(
+    tiny_config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An environment that is down for a moment does not end the run, and old weights show once it is back."""
+    config = {"engine": f"{__name__}:Stale", "learning_rate": 0.03, "warmup_steps": 0, "eval_steps": None}
+    trainer = Trainer(config=tiny_config | config, reward_funcs=parity_reward)
+    roll_out, tried = trainer._sampler.run, []
+
+    def down_at_first(jobs: Any) -> list[Group]:
+        tried.append(jobs)
+        groups = roll_out(jobs)
+        if len(tried) == 1:
+            for rollout in (r for group in groups for r in group.rollouts):
+                rollout.action_mask = np.zeros_like(rollout.action_mask)
+        return groups
+
+    monkeypatch.setattr(trainer._sampler, "run", down_at_first)
+    with pytest.raises(RunStoppedError, match=r"step 2: engine: its log-probabilities are not the learner's"):
+        trainer.train()
+    assert len(tried) == 2
 
 
 @pytest.mark.parametrize("sync", ["in_process", {"name": "processes", "samplers": 1}])

@@ -18,6 +18,8 @@ from ..methods.signal import Judge
 from ..types import Group
 
 CONFIG, METRICS, SAMPLES, LEDGER = "config.json", "metrics.jsonl", "samples.jsonl", "ledger.sqlite"
+START = "start.json"
+"""The ledger's mark before anything was booked: what a run that dies before its first checkpoint goes back to."""
 GATE = "gate.jsonl"
 """Signals that a mid-trajectory gate would have gone by, for `winnow gate`: written by runs of many turns, with gates
 only if audits let groups end that a gate would have cut."""

@@ -13,6 +13,7 @@ from ..env.prompting import encode_prompt
 from ..env.rewards.rewarder import Rewarder
 from ..learner import Learner
 from ..learner.agreement import require_agreement
+from ..record.records import CONFIG, LEDGER, START, RunDirectoryError
 from ..rollout.evaluate import RollOut
 from ..types import Job, Prompt, Visit
 from .build import sampler_options, sampling_params
@@ -40,6 +41,16 @@ def refuse_changes(run_dir: Path, saved: Mapping[str, Any], config: RunConfig) -
     if changed:
         shown = "; ".join(f"{k}: {before.get(k)!r} then, {now[k]!r} now" for k in changed)
         raise ConfigError(f"{run_dir}: the configuration has changed since the checkpoint: {shown}")
+
+
+def refuse_used_directory(run_dir: Path) -> None:
+    """Raises RunDirectoryError when a run was begun there."""
+    used = [name for name in (CONFIG, LEDGER, START, "checkpoints") if (run_dir / name).exists()]
+    if used:
+        raise RunDirectoryError(
+            f"{run_dir}: already holds a run ({', '.join(used)}); go on with "
+            f"`winnow resume {run_dir}`, or choose another output_dir"
+        )
 
 
 def _name(spec: MethodSpec) -> Any:
@@ -91,19 +102,23 @@ def check_prompts(c: RunConfig, task: Task, rewarder: Rewarder, tokenizer: Any, 
     raise ConfigError(f"none of the first {len(causes)} prompts can be used; {causes[0]}")
 
 
+class NothingSampledError(ConfigError):
+    """No probe could be sampled: no prompt can be used, or environments or rewards are down."""
+
+
 def check_agreement(
     prompts: Sequence[Prompt], roll_out: RollOut, learner: Learner, engine_dtype: Callable[[], str]
 ) -> None:
     """Sample a few tokens with the learner's weights and compare both sides' log-probabilities of them.
 
     `roll_out` samples with these weights, in a type that `engine_dtype` tells afterwards; environments, rewards and
-    every random state stay as they are. Raises ConfigError with the likely cause when they differ, and when no prompt
-    can be used.
+    every random state stay as they are. Raises ConfigError with the likely cause when they differ, and
+    NothingSampledError when there is nothing to compare.
     """
     jobs = [Job(Visit(i, 0, prompt), PROBES_EACH, "probe") for i, prompt in enumerate(prompts[:PROBED])]
     rollouts = [rollout for group in roll_out(jobs) for rollout in group.rollouts]
     sampled = [rollout for rollout in rollouts if rollout.action_mask.any()]
     if not sampled:
         reason = next((rollout.reason for rollout in rollouts if rollout.reason), "no token was sampled")
-        raise ConfigError(f"none of the first {len(jobs)} prompts can be used; {reason}")
+        raise NothingSampledError(f"none of the first {len(jobs)} prompts can be used; {reason}")
     require_agreement(sampled, learner, engine_dtype())

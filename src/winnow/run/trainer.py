@@ -9,7 +9,6 @@ import json
 import shutil
 import time
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -32,13 +31,14 @@ from ..record.records import (
     CONFIG,
     LEDGER,
     METRICS,
+    START,
     Records,
     RunDirectoryError,
     check_trackers,
     lock,
     read_config,
 )
-from ..rollout.evaluate import Evaluation, evaluate, run_jobs
+from ..rollout.evaluate import Evaluation, evaluate
 from ..rollout.profile import Profiler
 from ..rollout.runner import RolloutRunner
 from ..sampler import SamplerContext, SamplersLostError
@@ -62,15 +62,14 @@ from .build import (
 from .interrupt import StopSignals
 from .preflight import (
     MAY_CHANGE_ON_RESUME,
+    NothingSampledError,
     check_agreement,
     check_by_name,
     check_evaluation,
     check_prompts,
     refuse_changes,
+    refuse_used_directory,
 )
-
-START = "start.json"
-"""The ledger's mark before anything was booked: what a run that dies before its first checkpoint goes back to."""
 
 
 class Trainer:
@@ -98,6 +97,7 @@ class Trainer:
         self.console = console or Console(quiet=True)
         self.run_dir = Path(self.config.output_dir)
         self._stop_requested = False
+        self._compare_at = 1
         self._started = time.monotonic()
         self._seconds_before = 0.0
         c = self.config
@@ -109,7 +109,7 @@ class Trainer:
         try:
             self._checkpoint = self._find_checkpoint() if resume else None
             if not resume:
-                self._refuse_used_directory()
+                refuse_used_directory(self.run_dir)
             self._build(model, env, reward_funcs, processing_class)
         except BaseException:
             if self._held is not None:
@@ -140,12 +140,11 @@ class Trainer:
         if self.engine is not None:
             options = rollout_options(c, greedy_baseline=greedy)
             runner = RolloutRunner(self.engine, self.task, self.tokenizer, self.rewarder, options, rules_of(m.gates))
-            if "logp" in self.engine.provides:
-                self.engine.load_weights(self.learner.weights(), 0)
-                dtype = str(getattr(self.engine, "dtype", "unknown"))
-                check_agreement(self.task.train, partial(run_jobs, runner), self.learner, lambda: dtype)
         behind = c.max_lag - m.rollout_batch.carry  # what is carried over is a step older when it is trained
         self._sampler = build_sampler(c, SamplerContext(c, self.task, self.tokenizer, greedy, behind, runner))
+        if self.engine is not None:
+            self.engine.load_weights(self.learner.weights(), 0)
+            self._compare()
 
     @classmethod
     def resume(cls, run_dir: str | Path, overrides: Mapping[str, Any] | None = None, **kwargs: Any) -> Trainer:
@@ -173,7 +172,7 @@ class Trainer:
         if self._held is None:
             self.run_dir.mkdir(parents=True, exist_ok=True)
             self._held = lock(self.run_dir)
-            self._refuse_used_directory()  # again: another run may have come first
+            refuse_used_directory(self.run_dir)  # again: another run may have come first
         try:
             return self._train()
         finally:
@@ -212,14 +211,6 @@ class Trainer:
             if state["loop"]["step"] > self.config.max_steps:
                 raise ConfigError(f"max_steps={self.config.max_steps}, but the run is at step {state['loop']['step']}")
         return found
-
-    def _refuse_used_directory(self) -> None:
-        used = [name for name in (CONFIG, LEDGER, START, "checkpoints") if (self.run_dir / name).exists()]
-        if used:
-            raise RunDirectoryError(
-                f"{self.run_dir}: already holds a run ({', '.join(used)}); go on with "
-                f"`winnow resume {self.run_dir}`, or choose another output_dir"
-            )
 
     def _fingerprints(self) -> dict[str, str]:
         return {
@@ -290,16 +281,25 @@ class Trainer:
         try:
             loop.publish()
             if self.engine is None:
-                check_agreement(self.task.train, self._sampler.run, self.learner, lambda: self._sampler.dtype)
+                self._compare()
         except SamplerRefusedError as error:
             raise ConfigError(str(error)) from None
         except SamplersLostError as error:
             raise RunStoppedError(f"step {loop.step}: {error}") from None
 
-    def _compare_again(self, step: int) -> None:
-        """After the first update: only now does a head, a cache or an adapter that kept old weights show."""
-        if step == 1 and (self.engine is None or "logp" in self.engine.provides):
+    def _compare(self) -> None:
+        if self.engine is None or "logp" in self.engine.provides:
             check_agreement(self.task.train, self._sampler.run, self.learner, lambda: self._sampler.dtype)
+
+    def _compare_again(self, step: int) -> None:
+        """After the first update: only now does a head, a cache or an adapter that kept old weights show.
+
+        Probes that all fail, as while an environment is down, are tried again after the next one."""
+        if step == self._compare_at:
+            try:
+                self._compare()
+            except NothingSampledError:
+                self._compare_at += 1
 
     def _restore(self, loop: Loop, state: Mapping[str, Any]) -> None:
         assert self._checkpoint is not None
