@@ -1,8 +1,9 @@
 """Learners compute gradients and update the policy. A learner is one file and one line of this table."""
 
-from .base import Learner, Policy
+from .base import Learner, LearnerLostError, Policy
+from .fsdp.options import Fsdp
 from .local.options import Local
 
-LEARNERS: dict[str, type] = {"local": Local}
+LEARNERS: dict[str, type] = {"local": Local, "fsdp": Fsdp}
 
-__all__ = ["LEARNERS", "Learner", "Local", "Policy"]
+__all__ = ["LEARNERS", "Fsdp", "Learner", "LearnerLostError", "Local", "Policy"]

@@ -35,6 +35,10 @@ class Stats:
         return self.sums.get(name, 0.0) / max(self.sums.get(of, 0.0), 1.0)
 
 
+class LearnerLostError(RuntimeError):
+    """A rank of the learner has died, fallen silent or failed; the others cannot go on without it."""
+
+
 @dataclass(frozen=True)
 class Sizes:
     """Parameters of the policy."""
@@ -103,6 +107,10 @@ class Learner(Protocol):
 
     def export(self, directory: Path) -> None:
         """Write the policy as one ordinary Hugging Face model directory, adapters merged."""
+        ...
+
+    def close(self) -> None:
+        """End what was started elsewhere."""
         ...
 
 

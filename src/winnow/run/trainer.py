@@ -176,9 +176,8 @@ class Trainer:
         try:
             return self._train()
         finally:
-            self._sampler.close()
-            self.rewarder.close()
-            self._held.close()
+            for part in (self._sampler, self.learner, self.rewarder, self._held):
+                part.close()
 
     def _train(self) -> dict[str, float]:
         state = checkpoint.load_state(self._checkpoint) if self._checkpoint else None

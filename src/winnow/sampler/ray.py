@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import importlib.util
 import os
 import queue
 import threading
@@ -16,6 +15,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from ..base import cluster
 from ..base.weights import WeightSource
 from ..config import ConfigError
 from .base import SamplerContext
@@ -45,28 +45,13 @@ class Ray(PoolOptions):
     def build(self, context: SamplerContext) -> SamplerPool:
         """Raises ConfigError when Ray is not installed, no cluster answers, or it is too small."""
         self.check(context.config.reward_timeout_s)
-        if importlib.util.find_spec("ray") is None:
-            raise ConfigError("sync: ray is not installed; pip install 'winnow-rl[ray]'")
-        self._connect()
+        try:
+            cluster.join("sync", self.ray_address, [context.config.sync, context.config.learner])
+            cores, gpus = self.samplers * self.threads, self.samplers * self.num_gpus
+            cluster.require("sync", f"{self.samplers} samplers", CPU=cores, GPU=gpus)
+        except cluster.ClusterError as error:
+            raise ConfigError(str(error)) from None
         return SamplerPool(self, context, RayWeights(), lambda inbox: ActorChannel(inbox, self))
-
-    def _connect(self) -> None:
-        import ray
-
-        if not ray.is_initialized():
-            elsewhere = self.ray_address or os.environ.get("RAY_ADDRESS")
-            cores = {} if elsewhere else {"num_cpus": max(self.samplers * self.threads, os.cpu_count() or 1)}
-            try:
-                ray.init(self.ray_address, log_to_driver=False, include_dashboard=False, **cores)
-            except (ConnectionError, ValueError, RuntimeError) as error:
-                raise ConfigError(f"sync: ray_address={self.ray_address}: {str(error).splitlines()[0]}") from None
-        there = ray.cluster_resources()
-        for kind, each in (("CPU", float(self.threads)), ("GPU", self.num_gpus)):
-            if each * self.samplers > there.get(kind, 0.0):
-                raise ConfigError(
-                    f"sync: {self.samplers} samplers need {each * self.samplers:g} {kind}s, and the cluster has "
-                    f"{there.get(kind, 0.0):g}"
-                )
 
 
 class RayWeights:

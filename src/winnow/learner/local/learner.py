@@ -76,6 +76,7 @@ class LocalLearner:
         if options.gradient_checkpointing:
             checkpoint_layers(self._causal_lm)
         train_adapter_dropout(model)
+        self._place()
         self._params = {n: p for n, p in model.named_parameters() if p.requires_grad}
         self._scale = LossScale() if options.compute_dtype == torch.float16 else None
         self._batches: list[MicroBatch] = []
@@ -88,6 +89,9 @@ class LocalLearner:
             weight_decay=options.weight_decay,
             fused=True,
         )
+
+    def _place(self) -> None:
+        """Called once, before the optimizer is made: where several ranks cut the weights among them."""
 
     @property
     def device(self) -> torch.device:
@@ -134,8 +138,16 @@ class LocalLearner:
     def _over_batch(self, loss: LossConfig) -> LossConfig:
         """The loss, with a correction that has seen all micro-batches if it has to; that costs a forward pass more."""
         correction = loss.correction
-        if len(self._batches) == 1 or not isinstance(correction, OverBatch):
+        if self._passes() == 1 or not isinstance(correction, OverBatch):
             return loss
+        return replace(loss, correction=correction.over_batch(self._evidence(loss)))
+
+    def _passes(self) -> int:
+        """Forward and backward passes of the step under way, on whichever rank has the most."""
+        return len(self._batches)
+
+    def _evidence(self, loss: LossConfig) -> list[Evidence]:
+        """What a correction judges by, of every micro-batch."""
         parts = []
         for batch in self._batches:
             logp = batch.old_logp_BT
@@ -144,7 +156,7 @@ class LocalLearner:
             if loss.ratio_to_learner:
                 batch.old_logp_BT = logp
             parts.append(Evidence(logp, batch.sampler_logp_BT[:, 1:], batch.mask_BT[:, 1:], batch.advantages_B))
-        return replace(loss, correction=correction.over_batch(parts))
+        return parts
 
     def forward_backward(self, batch: MicroBatch, loss: LossConfig, stats: Stats) -> None:
         """Accumulate the gradients of one micro-batch, times the loss scale under float16.
@@ -156,9 +168,12 @@ class LocalLearner:
                 self._pooled.add(batch, loss, stats)
                 return
             total = self._loss(batch, loss, stats)
-            if not torch.isfinite(total):
-                raise FloatingPointError(f"the loss is {total.item()}; no update was made")
-            (total if self._scale is None else total * self._scale.factor).backward()
+            self._backward(total)
+
+    def _backward(self, total: torch.Tensor) -> None:
+        if not torch.isfinite(total):
+            raise FloatingPointError(f"the loss is {total.item()}; no update was made")
+        (total if self._scale is None else total * self._scale.factor).backward()
 
     @contextmanager
     def _kernels(self) -> Iterator[None]:
@@ -266,7 +281,7 @@ class LocalLearner:
         return torch.autocast(self.device.type, dtype=self.options.compute_dtype)
 
     def apply(self, lr: float) -> float:
-        norm = torch.nn.utils.clip_grad_norm_(self._params.values(), self.options.max_grad_norm or math.inf)
+        norm = self._clipped()
         if not torch.isfinite(norm):
             self._optimizer.zero_grad(set_to_none=True)
             raise FloatingPointError(f"the gradient norm is {norm.item()}; the weights were left as they were")
@@ -275,6 +290,12 @@ class LocalLearner:
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         return float(norm)
+
+    def close(self) -> None: ...
+
+    def _clipped(self) -> torch.Tensor:
+        """The norm of all gradients before they were clipped."""
+        return torch.nn.utils.clip_grad_norm_(self._params.values(), self.options.max_grad_norm or math.inf)
 
     def weights(self) -> WeightSource:
         if self._causal_lm is self.model:

@@ -17,23 +17,29 @@ class Local:
     """One process and one device: a Hugging Face causal LM, AdamW, full fine-tuning or LoRA."""
 
     def build(self, policy: Policy, config: RunConfig) -> LocalLearner:
-        c = config
         device = next(policy.model.parameters()).device.type
-        if c.dtype == "float16" and device != "cuda":
+        if config.dtype == "float16" and device != "cuda":
             raise ValueError(
                 f"dtype: float16 needs a CUDA device, and this run uses {device}; set dtype: bfloat16 or float32"
             )
-        options = LearnerOptions(
-            beta1=c.adam_beta1,
-            beta2=c.adam_beta2,
-            eps=c.adam_epsilon,
-            weight_decay=c.weight_decay,
-            max_grad_norm=c.max_grad_norm,
-            compute_dtype=getattr(torch, c.dtype),
-            matmul_precision=c.matmul_precision,
-            gradient_checkpointing=c.gradient_checkpointing,
-            tokens_per_microbatch=c.tokens_per_microbatch,
-            pad_id=policy.tokenizer.pad_token_id or 0,
-        )
-        distribution = TokenDistribution(policy.n_tokens, c.temperature, c.top_p, c.top_k)
-        return LocalLearner(policy.model, distribution, options, policy.reference)
+        return LocalLearner(policy.model, distribution(policy, config), options(policy, config), policy.reference)
+
+
+def options(policy: Policy, c: RunConfig) -> LearnerOptions:
+    return LearnerOptions(
+        beta1=c.adam_beta1,
+        beta2=c.adam_beta2,
+        eps=c.adam_epsilon,
+        weight_decay=c.weight_decay,
+        max_grad_norm=c.max_grad_norm,
+        compute_dtype=getattr(torch, c.dtype),
+        matmul_precision=c.matmul_precision,
+        gradient_checkpointing=c.gradient_checkpointing,
+        tokens_per_microbatch=c.tokens_per_microbatch,
+        pad_id=policy.tokenizer.pad_token_id or 0,
+    )
+
+
+def distribution(policy: Policy, c: RunConfig) -> TokenDistribution:
+    """What tokens are drawn from: the model's, transformed as the sampler does."""
+    return TokenDistribution(policy.n_tokens, c.temperature, c.top_p, c.top_k)

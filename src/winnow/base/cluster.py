@@ -1,0 +1,48 @@
+"""A Ray cluster to work on: joined, or started on this machine."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+
+class ClusterError(ValueError):
+    """There is no cluster, or no room on it."""
+
+
+def join(key: str, address: str | None, specs: Sequence[str | Mapping[str, Any]]) -> None:
+    """Connect this process, once. A cluster started here has room for all that `specs` ask for.
+
+    `key`: of the configuration, for errors. Raises ClusterError when Ray is not installed or no cluster answers.
+    """
+    if importlib.util.find_spec("ray") is None:
+        raise ClusterError(f"{key}: ray is not installed; pip install 'winnow-rl[ray]'")
+    import ray
+
+    if ray.is_initialized():
+        return
+    elsewhere = address or os.environ.get("RAY_ADDRESS")
+    cores = {} if elsewhere else {"num_cpus": max(sum(map(_cores, specs)), os.cpu_count() or 1)}
+    try:
+        ray.init(address, log_to_driver=False, include_dashboard=False, **cores)
+    except (ConnectionError, ValueError, RuntimeError) as error:
+        raise ClusterError(f"{key}: ray_address={address}: {str(error).splitlines()[0]}") from None
+
+
+def _cores(spec: str | Mapping[str, Any]) -> int:
+    """That a sync or a learner may ask for; one that is no part of the cluster counts, too."""
+    options: Mapping[str, Any] = {} if isinstance(spec, str) else spec
+    members = options.get("samplers", options.get("ranks", 2))
+    return int(members) * int(options.get("threads", 1))
+
+
+def require(key: str, who: str, **needed: float) -> None:
+    """Raises ClusterError when the whole cluster has less than `needed` of a resource."""
+    import ray
+
+    there = ray.cluster_resources()
+    for kind, amount in needed.items():
+        if amount > there.get(kind, 0.0):
+            raise ClusterError(f"{key}: {who} need {amount:g} {kind}s, and the cluster has {there.get(kind, 0.0):g}")

@@ -1,0 +1,1 @@
+"""The learner over several ranks: FSDP2 in Ray actors."""

@@ -1,0 +1,110 @@
+"""The learner over several ranks, as the driver sees it: rows are dealt out, what comes back is put together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...base.weights import TensorSpec
+from ...methods.loss import LossConfig
+from ..base import Sizes, Stats
+from ..batch import Row
+from .ranks import Ranks
+
+
+class FsdpLearner:
+    """See `Learner`. Siblings stay together on one rank."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, ranks: Ranks, sizes: Sizes, precision: str, specs: Mapping[str, TensorSpec]) -> None:
+        self.sizes = sizes
+        self.precision = precision
+        self._ranks = ranks
+        self._specs = specs
+        self._parts: list[list[Row]] = []
+        """Rows of each rank in the step under way."""
+
+    def accumulate(self, rows: Sequence[Row], loss: LossConfig, iteration: int = 0) -> Stats:
+        if iteration == 0:
+            self._parts = deal(rows, self._ranks.world)
+        seed = torch.initial_seed()
+        calls = [(part, rows[0], loss, iteration, seed) for part in self._parts]
+        return together(self._ranks.call("accumulate_part", calls))
+
+    def logp(self, rows: Sequence[Row], *, raw: bool = False) -> list[torch.Tensor]:
+        return self._logp(rows, raw=raw, reference=False)
+
+    def reference_logp(self, rows: Sequence[Row]) -> list[torch.Tensor]:
+        return self._logp(rows, raw=False, reference=True)
+
+    def _logp(self, rows: Sequence[Row], **named: bool) -> list[torch.Tensor]:
+        if not rows:
+            return []
+        parts = deal(rows, self._ranks.world)
+        found = self._ranks.call("logp_part", [(part, rows[0]) for part in parts], **named)
+        dealt = [row for part in parts for row in part]
+        by_row = {id(row): logp for row, logp in zip(dealt, [logp for some in found for logp in some], strict=True)}
+        return [by_row[id(row)] for row in rows]
+
+    def apply(self, lr: float) -> float:
+        return float(self._ranks.call("apply", lr)[0])
+
+    def weights(self) -> GatheredWeights:
+        return GatheredWeights(self._specs, partial(self._ranks.call, "gather"))
+
+    def save(self, directory: Path) -> None:
+        self._ranks.call("save", directory.absolute())
+
+    def load(self, directory: Path) -> None:
+        self._ranks.call("load", directory.absolute())
+
+    def export(self, directory: Path) -> None:
+        self._ranks.call("export", directory.absolute())
+
+    def close(self) -> None:
+        self._ranks.close()
+
+
+class GatheredWeights:
+    """Weights that are put together from all ranks when somebody asks for them; see `WeightSource`."""
+
+    def __init__(self, specs: Mapping[str, TensorSpec], gather: Any) -> None:
+        self.specs = specs
+        self._gather = gather
+
+    def items(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from self.state_dict().items()
+
+    def state_dict(self) -> Mapping[str, torch.Tensor]:
+        found: Mapping[str, torch.Tensor] = self._gather()[0]
+        return found
+
+
+def deal(rows: Sequence[Row], world: int) -> list[list[Row]]:
+    """Rows for each rank, whole groups each: the longest group first, to whoever has the fewest tokens."""
+    groups: dict[Any, list[Row]] = {}
+    for row in rows:
+        groups.setdefault(row.pool or row.rollout.prompt_ids, []).append(row)
+    parts: list[list[Row]] = [[] for _ in range(world)]
+    tokens = [0] * world
+    for group in sorted(groups.values(), key=lambda some: sum(row.length for row in some), reverse=True):
+        least = tokens.index(min(tokens))
+        parts[least] += group
+        tokens[least] += sum(row.length for row in group)
+    return parts
+
+
+def together(parts: Sequence[Stats]) -> Stats:
+    """Sums and rows of all ranks."""
+    whole = Stats()
+    for part in parts:
+        for name, value in part.sums.items():
+            whole.add(name, value)
+        for name in ("log_w_B", "log_ratio_N", "baselines", "row_norm_B"):
+            getattr(whole, name).extend(tensor.cpu() for tensor in getattr(part, name))
+    return whole

@@ -1,0 +1,53 @@
+"""Options of the learner over several ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ...base import cluster
+from ...config import RunConfig, name_of
+from ...methods.advantage import ADVANTAGES, InUpdate
+from ..base import LearnerLostError, Policy
+from .learner import FsdpLearner
+
+
+@dataclass(frozen=True)
+class Fsdp:
+    """Several ranks as Ray actors, weights and optimizer cut among them (FSDP2); full fine-tuning or LoRA."""
+
+    ranks: int = 2
+    threads: int = 1
+    """Threads, and CPU cores, of each rank."""
+    num_gpus: float = 0.0
+    """GPUs of each rank; with them ranks talk over NCCL, else over gloo."""
+    timeout_s: float = 600.0
+    """Silence after which a rank is taken for lost."""
+    ray_address: str | None = None
+    """Cluster to join, e.g. `auto`; None is that of RAY_ADDRESS, or one that is started on this machine."""
+
+    def __post_init__(self) -> None:
+        if self.ranks < 1 or self.threads < 1:
+            raise ValueError("ranks and threads must be at least 1")
+        if not self.timeout_s > 0:
+            raise ValueError(f"timeout_s must be > 0, not {self.timeout_s}")
+
+    def build(self, policy: Policy, config: RunConfig) -> FsdpLearner:
+        """Raises ValueError when ranks cannot train this, or the cluster has no room for them."""
+        kind = ADVANTAGES.get(name_of(config.advantage))
+        if isinstance(kind, type) and issubclass(kind, InUpdate):
+            raise ValueError(
+                f"learner: fsdp cannot find the baselines of advantage: {name_of(config.advantage)} in the update; use "
+                "learner: local, or an advantage that is known before it"
+            )
+        if config.dtype == "float16":
+            raise ValueError("learner: fsdp has no loss scale for dtype: float16; set dtype: bfloat16 or float32")
+        from .ranks import Ranks  # torch.distributed takes a while to import
+
+        cluster.join("learner", self.ray_address, [config.learner, config.sync])
+        cluster.require("learner", f"{self.ranks} ranks", CPU=self.ranks * self.threads, GPU=self.ranks * self.num_gpus)
+        try:
+            ranks = Ranks(self.ranks, self.threads, self.num_gpus, self.timeout_s)
+            policy.model.cpu()
+            return FsdpLearner(ranks, *ranks.build(policy, config))
+        except LearnerLostError as error:
+            raise ValueError(str(error)) from None

@@ -1,0 +1,52 @@
+"""A rank in a process of Ray's: joins the others, and does what the driver asks of all of them."""
+
+from __future__ import annotations
+
+import os
+import socket
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ...config import RunConfig
+from ..base import Policy
+from ..local.options import distribution, options
+from .sharded import ShardedLearner
+
+
+class Rank:
+    """One of `world` ranks; `folder` is the driver's, so that names of files mean the same."""
+
+    def __init__(self, rank: int, world: int, threads: int, folder: str) -> None:
+        if os.path.isdir(folder):
+            os.chdir(folder)
+        torch.set_num_threads(threads)
+        self.rank, self.world = rank, world
+
+    def address(self) -> str:
+        """Where ranks meet: this machine, and a port that was free a moment ago."""
+        import ray
+
+        host = ray.util.get_node_ip_address()
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as free:
+            free.bind((host, 0))
+            return f"tcp://{host}:{free.getsockname()[1]}"
+
+    def join(self, address: str, timeout_s: float) -> None:
+        backend = "nccl" if torch.cuda.is_available() else "gloo"
+        limit = timedelta(seconds=timeout_s)
+        dist.init_process_group(backend, init_method=address, rank=self.rank, world_size=self.world, timeout=limit)
+
+    def build(self, policy: Policy, config: RunConfig) -> dict[str, Any]:
+        """Cut the model; says what the whole is like."""
+        model, reference = policy.model, policy.reference
+        if torch.cuda.is_available():
+            model, reference = model.cuda(), reference.cuda() if reference is not None else None
+        learner = ShardedLearner(model, distribution(policy, config), options(policy, config), reference)
+        self.learner = learner
+        return {"sizes": learner.sizes, "precision": learner.precision, "specs": learner.weights().specs}
+
+    def call(self, name: str, *args: Any, **named: Any) -> Any:
+        return getattr(self.learner, name)(*args, **named)

@@ -1,0 +1,180 @@
+"""One rank of the learner: the learner of one process over weights that all ranks share (FSDP2).
+
+Every call is made on all ranks at once, each with its own rows. A pass through the model is a collective: a rank that
+has fewer micro-batches than another makes passes that count for nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import checkpoint as dcp
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from ...methods.correct import Evidence
+from ...methods.loss import LossConfig
+from ..base import Stats
+from ..batch import MicroBatch, Row, collate, packed
+from ..local.learner import LearnerOptions, LocalLearner
+from ..local.logprob import TokenDistribution
+
+OPTIMIZER_FOLDER = "optimizer"
+
+
+class Root(nn.Module):
+    """The module that owns what no layer does. Whatever needs weights runs inside its forward pass: only there are they
+    whole, and a decoder called by itself would go past it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, compute: Callable[[], Any]) -> Any:
+        return compute()
+
+
+class ShardedLearner(LocalLearner):
+    """See `Learner`; `filler`, which is trained with weight 0, may be any row."""
+
+    def __init__(
+        self,
+        model: Any,
+        distribution: TokenDistribution,
+        options: LearnerOptions,
+        reference: nn.Module | None = None,
+    ) -> None:
+        self._world = dist.get_world_size()
+        self._most = 1
+        super().__init__(model, distribution, options, reference)
+        self._share_prompts = False  # one more pass through the layers, and ranks would have to agree on it each time
+
+    def _place(self) -> None:
+        kinds = set(getattr(self._causal_lm, "_no_split_modules", None) or ())
+        for module in list(self._causal_lm.modules()):
+            if type(module).__name__ in kinds:
+                fully_shard(module, reshard_after_forward=True)
+        # The root, too: else it would keep whole weights beyond an update.
+        self._root = Root(self.model)
+        fully_shard(self._root, reshard_after_forward=True)
+
+    # ---- passes that all ranks make ----------------------------------------------------------------------------
+
+    def accumulate_part(self, rows: Sequence[Row], filler: Row, loss: LossConfig, iteration: int, seed: int) -> Stats:
+        """`accumulate` of this rank's rows."""
+        torch.manual_seed(seed + dist.get_rank())
+        if iteration == 0:
+            parts = packed(rows, self.options.tokens_per_microbatch)
+            self._most = _largest(len(parts), self.device)
+            self._filler = collate([replace(filler, weight=0.0)], self.options.pad_id, self.device)
+        stats = self.accumulate(rows, loss, iteration)
+        for _ in range(self._most - len(self._batches)):
+            self.forward_backward(replace(self._filler), loss, Stats())
+        return stats
+
+    def _passes(self) -> int:
+        return max(self._most, self._world)
+
+    def _evidence(self, loss: LossConfig) -> list[Evidence]:
+        """Of every micro-batch of every rank."""
+        mine = super()._evidence(loss)
+        for _ in range(self._most - len(self._batches)):
+            self.batch_logp(self._filler)
+        theirs: list[list[Evidence]] = [[] for _ in range(self._world)]
+        dist.all_gather_object(theirs, mine)
+        return [part for some in theirs for part in some]
+
+    def logp_part(self, rows: Sequence[Row], filler: Row, *, raw: bool, reference: bool) -> list[torch.Tensor]:
+        """`logp` or `reference_logp` of this rank's rows."""
+        missing = _largest(len(packed(rows, self.options.tokens_per_microbatch)), self.device)
+        missing -= len(packed(rows, self.options.tokens_per_microbatch))
+        found = self.reference_logp(rows) if reference else self.logp(rows, raw=raw)
+        for _ in range(missing):
+            self.reference_logp([filler]) if reference else self.logp([filler], raw=raw)
+        return found
+
+    def _logp(self, batch: MicroBatch, *, model: Any = None, **wanted: bool) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
+        inside = partial(super()._logp, batch, model=model, **wanted)
+        found: tuple[torch.Tensor, ...] = inside() if model is not None else self._root(inside)  # a reference is whole
+        return found
+
+    def _backward(self, total: torch.Tensor) -> None:
+        """Gradients are averaged over ranks, and the loss is a sum. All ranks stop where one must."""
+        finite = torch.isfinite(total.detach()).float()
+        dist.all_reduce(finite, dist.ReduceOp.MIN)
+        if not finite:
+            raise FloatingPointError(f"the loss is {total.item()} on rank {dist.get_rank()}; no update was made")
+        (total * self._world).backward()
+
+    def _clipped(self) -> torch.Tensor:
+        norm = super()._clipped()
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+    # ---- whole tensors -----------------------------------------------------------------------------------------
+
+    def gather(self) -> dict[str, torch.Tensor]:
+        """The weights as engines load them; on all ranks but the first, nothing."""
+        return _whole(self.weights().items())
+
+    def save(self, directory: Path) -> None:
+        """The model by the first rank, the optimizer's shards by each."""
+        weights = _whole(self.model.state_dict().items())
+        if dist.get_rank() == 0:
+            self.model.save_pretrained(directory / "model", state_dict=weights)
+        dcp.save(self._optimizer_state(), checkpoint_id=directory / OPTIMIZER_FOLDER)
+
+    def export(self, directory: Path) -> None:
+        weights = self.gather()
+        if dist.get_rank() == 0:
+            self._causal_lm.save_pretrained(directory, state_dict=weights)
+
+    def _optimizer_state(self) -> dict[str, torch.Tensor]:
+        return {
+            f"{name}:{key}": value
+            for name, param in self._params.items()
+            for key, value in self._optimizer.state.get(param, {}).items()
+        }
+
+    def load(self, directory: Path) -> None:
+        """The optimizer's state, of any number of ranks; weights come with the model."""
+        folder = directory / OPTIMIZER_FOLDER
+        if not folder.is_dir():
+            raise ValueError(f"{folder}: is missing; the checkpoint was not written by learner: fsdp")
+        saved = set(dcp.FileSystemReader(folder).read_metadata().state_dict_metadata)
+        names = {name.rpartition(":")[0] for name in saved}
+        if names and names != set(self._params):
+            different = sorted(names ^ set(self._params))[:3]
+            raise ValueError(f"{folder}: not the optimizer of this model; differs in {different}")
+        state: dict[str, torch.Tensor] = {}
+        for name in sorted(saved):
+            param_name, _, key = name.rpartition(":")
+            param = self._params[param_name]
+            state[name] = torch.zeros(()) if key == "step" else torch.zeros_like(param)
+        dcp.load(state, checkpoint_id=folder)
+        for name, value in state.items():
+            param_name, _, key = name.rpartition(":")
+            self._optimizer.state[self._params[param_name]][key] = value
+
+
+def _largest(mine: int, device: torch.device) -> int:
+    """The largest of the numbers that ranks have."""
+    found = torch.tensor(mine, device=device)
+    dist.all_reduce(found, dist.ReduceOp.MAX)
+    return int(found)
+
+
+def _whole(tensors: Any) -> dict[str, torch.Tensor]:
+    """Whole tensors on the first rank, one after the other; on the others nothing."""
+    found = {}
+    for name, tensor in tensors:
+        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        if dist.get_rank() == 0:
+            found[name] = whole.detach().cpu()
+    return found

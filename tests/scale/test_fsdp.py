@@ -1,0 +1,233 @@
+"""The learner over ranks: the same updates as in one process, resumes on as many ranks or others, lost ranks."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from winnow import Trainer
+from winnow.config import ConfigError, RunConfig, validate
+from winnow.learner import Learner, LearnerLostError, Local, Policy
+from winnow.learner.fsdp.learner import FsdpLearner
+from winnow.learner.fsdp.ranks import Ranks
+from winnow.loop import RunStoppedError
+from winnow.methods.correct import M2PO, Truncate
+from winnow.methods.loss import LossConfig
+from winnow.record.ledger import Ledger
+from winnow.study.warm_start import word_tokenizer
+
+from .. import parity
+from ..unit.learner_models import WORDS, llama, random_rows
+
+ray = pytest.importorskip("ray")
+
+REWARD = f"{parity.__file__}:parity_reward"
+FSDP = {"name": "fsdp", "ranks": 2, "timeout_s": 120}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster() -> Iterator[None]:
+    """One for all tests: it takes seconds to start."""
+    ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False)
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def ranks(cluster: None) -> Iterator[Ranks]:
+    """Two, for one model after the other: they take seconds to start."""
+    found = Ranks(world=2, threads=1, num_gpus=0, timeout_s=120)
+    yield found
+    found.close()
+
+
+def over(ranks: Ranks, policy: Policy, **changes: Any) -> FsdpLearner:
+    return FsdpLearner(ranks, *ranks.build(policy, config(**changes)))
+
+
+def config(**changes: Any) -> RunConfig:
+    return validate({"model": "given", "env": "countdown", "max_grad_norm": 0.5, "tokens_per_microbatch": 48} | changes)
+
+
+def policy(reference: bool = False, **model: Any) -> Policy:
+    causal_lm = llama(**model)
+    tokenizer = word_tokenizer([f"w{i}" for i in range(WORDS)], max_positions=64)
+    return Policy(causal_lm, tokenizer, copy.deepcopy(causal_lm) if reference else None)
+
+
+def updates(learner: Learner, loss: LossConfig, steps: int = 5, iterations: int = 1) -> list[dict[str, float]]:
+    """Of rows that differ from step to step, in number, too."""
+    found = []
+    for step in range(steps):
+        rows = random_rows(seed=step, n=1 + 4 * step)
+        for iteration in range(iterations):
+            stats = learner.accumulate(rows, loss, iteration)
+            weights = torch.cat(stats.log_w_B)
+            found.append(
+                stats.sums | {"norm": learner.apply(1e-3), "rows": float(len(weights)), "weight": float(weights.sum())}
+            )
+    return found
+
+
+def state(learner: Learner) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in learner.weights().items()}
+
+
+def difference(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> float:
+    assert ours.keys() == theirs.keys()
+    return max(float((ours[name] - theirs[name]).abs().max()) for name in ours)
+
+
+LOSSES = {
+    "plain": LossConfig(policy_loss="plain"),
+    "clip": LossConfig(policy_loss="clip"),
+    "kl and entropy": LossConfig(policy_loss="plain", beta=0.1, entropy_coef=0.01),
+    "truncate": LossConfig(policy_loss="plain", correction=Truncate()),
+    "over the batch": LossConfig(policy_loss="plain", correction=M2PO()),
+}
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("name", LOSSES)
+def test_five_clipped_updates_are_those_of_one_process(ranks: Ranks, name: str, tied: bool) -> None:
+    """In the first there is one row for two ranks."""
+    loss, iterations = LOSSES[name], 2 if name == "clip" else 1
+    parts = policy(reference=True, tie_word_embeddings=tied)
+    alone = Local().build(copy.deepcopy(parts), config())
+    before = state(alone)
+    cut = over(ranks, parts)
+    assert difference(state(cut), before) == 0
+    assert cut.sizes == alone.sizes
+    expected = updates(alone, loss, iterations=iterations)
+    found = updates(cut, loss, iterations=iterations)
+    assert difference(state(alone), before) > 1e-3
+    assert difference(state(cut), state(alone)) < 1e-5
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-4)
+    rows = random_rows(seed=9, n=7)
+    for mine, other in zip(cut.logp(rows), alone.logp(rows), strict=True):
+        torch.testing.assert_close(mine, other, rtol=0, atol=1e-4)
+    for mine, other in zip(cut.reference_logp(rows), alone.reference_logp(rows), strict=True):
+        torch.testing.assert_close(mine, other, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("changes", [{"gradient_checkpointing": True}, {"lora": {"r": 4}}])
+def test_with_recomputed_layers_and_with_adapters(ranks: Ranks, changes: dict[str, Any]) -> None:
+    peft = pytest.importorskip("peft")
+    parts = policy()
+    if "lora" in changes:
+        parts.model = peft.get_peft_model(parts.model, peft.LoraConfig(r=4, target_modules="all-linear"))
+    alone = Local().build(copy.deepcopy(parts), config(**changes))
+    before = state(alone)
+    cut = over(ranks, parts, **changes)
+    for learner in (alone, cut):
+        updates(learner, LOSSES["plain"])
+    assert difference(state(alone), before) > 1e-4
+    assert difference(state(cut), state(alone)) < 1e-5
+
+
+def test_a_loss_that_is_not_finite_on_one_rank_stops_all(ranks: Ranks) -> None:
+    """And leaves them able to go on."""
+    cut = over(ranks, policy())
+    before, rows = state(cut), random_rows(n=6)
+    rows[0].rollout.sampler_logp[:] = float("nan")
+    with pytest.raises(FloatingPointError, match=r"the loss is .* on rank \d; no update was made"):
+        cut.accumulate(rows, LOSSES["truncate"])
+    assert difference(state(cut), before) == 0
+
+
+@pytest.fixture
+def run_config(tiny_config: dict[str, Any]) -> dict[str, Any]:
+    return tiny_config | {"learner": FSDP, "reward_funcs": [REWARD], "eval_steps": None}
+
+
+def figures(config: dict[str, Any]) -> list[dict[str, float]]:
+    rows = map(json.loads, (Path(config["output_dir"]) / "metrics.jsonl").read_text().splitlines())
+    return [row for row in rows if "loss" in row]
+
+
+def assert_clean(config: dict[str, Any]) -> None:
+    with Ledger.open(Path(config["output_dir"]) / "ledger.sqlite", read_only=True) as ledger:
+        proof = ledger.verify()
+        assert proof.ok, proof.problems
+
+
+def test_a_run_over_ranks_and_samplers_and_its_resumes(run_config: dict[str, Any], tmp_path: Path) -> None:
+    """All methods on; then on as many ranks, and on another number of them."""
+    everything = {
+        "sync": {"name": "ray", "samplers": 2},
+        "max_lag": 2,
+        "num_generations": 8,
+        "selector": "greso",
+        "filter": "zero_variance",
+        "gates": [{"name": "arrol", "cold_start": 1}],
+        "audit": {"epsilon": 0.3},
+        "correction": "truncate",
+        "step_scale": "ess",
+        "policy_loss": "plain",
+        "eval_steps": 2,
+    }
+    config = run_config | everything
+    Trainer(config=config | {"max_steps": 3}).train()
+    Trainer.resume(config["output_dir"], {"max_steps": 5}).train()
+    assert_clean(config)
+    assert [row["step"] for row in figures(config)] == [1, 2, 3, 4, 5]
+    assert max(row.get("lag/max", 0) for row in figures(config)) <= 2
+    assert all(row["updated"] for row in figures(config))
+
+
+def test_a_resume_on_as_many_ranks_is_exact(run_config: dict[str, Any], tmp_path: Path) -> None:
+    whole = run_config | {"max_steps": 4, "save_steps": 2, "output_dir": str(tmp_path / "whole")}
+    Trainer(config=whole).train()
+    config = run_config | {"save_steps": 2}
+    Trainer(config=config | {"max_steps": 2}).train()
+    Trainer.resume(config["output_dir"], {"max_steps": 4}).train()
+    for ours, theirs in zip(figures(config), figures(whole), strict=True):
+        assert {k: v for k, v in ours.items() if "seconds" not in k and "time" not in k} == {
+            k: v for k, v in theirs.items() if "seconds" not in k and "time" not in k
+        }
+
+
+def test_a_rank_that_dies_is_named_and_the_run_resumed(run_config: dict[str, Any]) -> None:
+    config = run_config | {"max_steps": 1000, "save_steps": 1}
+    trainer = Trainer(config=config)
+    pid = ray.get(trainer.learner._ranks._actors[1].__ray_call__.remote(lambda self: os.getpid()))  # type: ignore[attr-defined]
+
+    def kill() -> None:
+        while not Path(config["output_dir"], "metrics.jsonl").exists() or len(figures(config)) < 2:
+            time.sleep(0.05)
+        os.kill(pid, signal.SIGKILL)
+
+    threading.Thread(target=kill, daemon=True).start()
+    with pytest.raises(RunStoppedError, match=r"learner: rank \d failed"):
+        trainer.train()
+    steps = len(figures(config))
+    Trainer.resume(config["output_dir"], {"max_steps": steps + 1}).train()
+    assert_clean(config)
+
+
+def test_what_ranks_cannot_train_is_refused(run_config: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="learner: fsdp cannot find the baselines of advantage: opob"):
+        Trainer(config=run_config | {"advantage": "opob", "policy_loss": "plain"})
+    with pytest.raises(ConfigError, match="learner: 90 ranks need 90 CPUs, and the cluster has 8"):
+        Trainer(config=run_config | {"learner": {"name": "fsdp", "ranks": 90}})
+
+
+def test_a_silent_rank_is_given_up(cluster: None) -> None:
+    ranks = Ranks(world=1, threads=1, num_gpus=0, timeout_s=60)
+    cut = over(ranks, policy())
+    ranks.timeout_s = 3
+    pid = ray.get(ranks._actors[0].__ray_call__.remote(lambda self: os.getpid()))
+    os.kill(pid, signal.SIGSTOP)
+    with pytest.raises(LearnerLostError, match="rank 0 said nothing for 3 s"):
+        cut.apply(1e-3)
