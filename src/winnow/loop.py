@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from .base.failpoint import failpoint
 from .config import ConfigError
-from .learner.base import Learner, LearnerLostError
+from .learner.base import Learner
 from .learner.step import OptimizerStep
 from .methods.filter import Filter
 from .methods.gate import Gate
@@ -116,8 +116,6 @@ class Loop:
                 self.one_step()
             except SamplersLostError as error:
                 self._stop = RunStoppedError(f"step {self.step}: {error}")
-            except LearnerLostError as error:  # with it went the weights: the last checkpoint is what there is
-                raise RunStoppedError(f"step {self.step}: {error}") from None
             if self._stop is not None:
                 self.hooks.save(self.step, True)
                 raise self._stop

@@ -6,12 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..config import ConfigError, MethodSpec, RunConfig, validate
+from ..config import ConfigError, MethodSpec, RunConfig, method, validate
 from ..engine.base import Engine, Request
 from ..env.base import Task
 from ..env.prompting import encode_prompt
 from ..env.rewards.rewarder import Rewarder
-from ..learner import Learner
+from ..learner import LEARNERS, Learner
 from ..learner.agreement import require_agreement
 from ..record.records import CONFIG, LEDGER, START, RunDirectoryError
 from ..rollout.evaluate import RollOut
@@ -22,10 +22,10 @@ PROBED, PROBES_EACH = 4, 2
 """Prompts whose log-probabilities are compared at the start, and rollouts of each."""
 MAY_CHANGE_ON_RESUME = frozenset(
     {"max_steps", "max_skipped_steps", "save_steps", "save_total_limit", "eval_steps", "log_completions", "report_to"}
-    | {"max_failed_share", "reward_timeout_s", "sync"}
+    | {"max_failed_share", "reward_timeout_s", "sync", "learner"}
 )
 """Keys that a resume may override; any other would make the rest of the run something else. Of `sync` the options of
-sampler processes alone: runs with them cannot be repeated anyway."""
+sampler processes alone: runs with them cannot be repeated anyway. Of `learner` those that say where it runs."""
 
 
 def refuse_changes(run_dir: Path, saved: Mapping[str, Any], config: RunConfig) -> None:
@@ -35,6 +35,9 @@ def refuse_changes(run_dir: Path, saved: Mapping[str, Any], config: RunConfig) -
     repeatable = any("repeatable" in sampler_options(validate(c)).provides for c in (saved, now))
     if before["sync"] != now["sync"] and (repeatable or _name(before["sync"]) != _name(now["sync"])):
         free -= {"sync"}
+    elastic = all("elastic" in getattr(method(LEARNERS, c["learner"], "learner"), "provides", ()) for c in (saved, now))
+    if not elastic or _name(before["learner"]) != _name(now["learner"]):
+        free -= {"learner"}
     if config.lr_scheduler_type != "constant":
         free -= {"max_steps"}  # it shapes every later learning rate
     changed = [k for k in now if before.get(k) != now[k] and k not in free]

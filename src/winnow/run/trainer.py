@@ -22,6 +22,7 @@ from ..config import ConfigError, RunConfig, config_of, validate
 from ..engine.loading import quiet_transformers
 from ..env.prompting import tokenizer_digest
 from ..env.rewards.rewarder import Rewarder, RewardSpec
+from ..learner import LearnerLostError
 from ..learner.step import OptimizerStep
 from ..loop import Hooks, Limits, Loop, Parts, RunStoppedError
 from ..methods.gate.audit import rules_of
@@ -175,6 +176,8 @@ class Trainer:
             refuse_used_directory(self.run_dir)  # again: another run may have come first
         try:
             return self._train()
+        except LearnerLostError as error:  # with it went the weights: the last checkpoint is what there is
+            raise RunStoppedError(f"{error}\ngo on with: winnow resume {self.run_dir}") from None
         finally:
             for part in (self._sampler, self.learner, self.rewarder, self._held):
                 part.close()
@@ -317,8 +320,7 @@ class Trainer:
 
     def _baseline(self, ledger: Ledger, records: Records) -> None:
         """Held-out figures before the first update, as step 0."""
-        evaluation = self._evaluate_if_due(ledger, records, 0)
-        if evaluation is not None:
+        if (evaluation := self._evaluate_if_due(ledger, records, 0)) is not None:
             metrics = {"step": 0, "num_tokens": 0} | {f"eval/{k}": v for k, v in evaluation.metrics.items()}
             self._record(records, 0, metrics, [])
 
@@ -371,9 +373,8 @@ class Trainer:
         ledger.set_meta("saved", str(step))
 
     def _write_weights(self, directory: Path) -> None:
-        self.learner.save(directory)
-        self._sampler.save(directory)
-        self.methods.save(directory)
+        for part in (self.learner, self._sampler, self.methods):
+            part.save(directory)
         self.tokenizer.save_pretrained(directory / "model")
 
     def _finish(self, ledger: Ledger, loop: Loop) -> dict[str, float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from ...base import cluster
 from ...config import RunConfig, name_of
@@ -14,6 +15,9 @@ from .learner import FsdpLearner
 @dataclass(frozen=True)
 class Fsdp:
     """Several ranks as Ray actors, weights and optimizer cut among them (FSDP2); full fine-tuning or LoRA."""
+
+    provides: ClassVar[frozenset[str]] = frozenset({"elastic"})
+    """Options may change on a resume: they say where it runs, and the update is the same."""
 
     ranks: int = 2
     threads: int = 1
