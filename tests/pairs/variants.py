@@ -19,7 +19,7 @@ from winnow.run.catalogue import TABLES
 
 LISTS = ("gates",)
 """Fields that hold several methods."""
-EXTRAS = {("engine", "vllm"), ("sync", "ray")}
+EXTRAS = {("engine", "vllm"), ("sync", "ray"), ("learner", "fsdp")}
 """Methods that need what `make test` does not install: tests/scale composes them with others."""
 ELSEWHERE = ("env",)
 """Tables that are no part of the sweep: an environment is what the others act in."""

@@ -1,0 +1,173 @@
+"""A cluster of three nodes: what a run survives when a node goes, freezes, or the driver is killed."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from winnow import Trainer
+from winnow.loop import RunStoppedError
+from winnow.record.ledger import Ledger
+
+from .. import parity
+
+ray = pytest.importorskip("ray")
+from ray.cluster_utils import Cluster  # noqa: E402
+
+REWARD = f"{parity.__file__}:parity_reward"
+SILENCE_S = 6.0
+
+
+@pytest.fixture
+def cluster() -> Iterator[Any]:
+    """A head that nothing is placed on, and two nodes."""
+    found = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+    for _ in range(2):
+        found.add_node(num_cpus=3)
+    yield found
+    ray.shutdown()
+    found.shutdown()
+
+
+@pytest.fixture
+def config(tiny_config: dict[str, Any], cluster: Any) -> dict[str, Any]:
+    sync = {"name": "ray", "samplers": 2, "timeout_s": SILENCE_S, "ray_address": cluster.address}
+    more = {"max_lag": 1, "correction": "truncate", "reward_funcs": [REWARD], "reward_timeout_s": 2.0}
+    return tiny_config | more | {"sync": sync, "eval_steps": None, "max_steps": 100_000, "save_steps": 100_000}
+
+
+def rows(config: dict[str, Any]) -> list[dict[str, float]]:
+    path = Path(config["output_dir"], "metrics.jsonl")
+    found = map(json.loads, path.read_text().splitlines()) if path.exists() else []
+    return [row for row in found if "loss" in row]
+
+
+def assert_clean(config: dict[str, Any]) -> None:
+    with Ledger.open(Path(config["output_dir"]) / "ledger.sqlite", read_only=True) as ledger:
+        proof = ledger.verify()
+        assert proof.ok, proof.problems
+        assert ledger.in_flight() == []
+    assert [row["step"] for row in rows(config)] == list(range(1, len(rows(config)) + 1))
+    assert max(row.get("lag/max", 0) for row in rows(config)) <= 1
+
+
+def processes(kind: str) -> list[psutil.Process]:
+    """Actors of a class, of this test's cluster."""
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):  # gone, or not yet buried
+            if f"ray::{kind}" in " ".join(process.cmdline()) and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return found
+
+
+def wait_for(condition: Callable[[], Any], timeout_s: float = 120) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "it never came to this"
+        time.sleep(0.05)
+
+
+def train_while(config: dict[str, Any], happens: Callable[[], None]) -> dict[str, Any]:
+    """Train; after two steps it happens, and once a sampler was replaced two more steps are the last."""
+    trainer = Trainer(config=config)
+    failures: list[BaseException] = []
+
+    def act() -> None:
+        try:
+            wait_for(lambda: len(rows(config)) >= 2)
+            happens()
+            wait_for(lambda: sum(row["sampler/restarts"] for row in rows(config)) >= 1)
+            steps = len(rows(config))
+            wait_for(lambda: len(rows(config)) >= steps + 2)
+        except BaseException as error:
+            failures.append(error)
+        trainer._stop_requested = True
+
+    thread = threading.Thread(target=act, daemon=True)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    thread.join()
+    assert not failures, failures
+    return config
+
+
+def test_a_node_that_goes_with_its_samplers(config: dict[str, Any], cluster: Any) -> None:
+    """Nobody says that it is gone: silence does. What was under way there is launched once more, elsewhere."""
+    train_while(config, lambda: cluster.remove_node(cluster.worker_nodes.copy().pop(), allow_graceful=False))
+    assert_clean(config)
+    assert sum(row["sampler/redispatched"] for row in rows(config)) >= 1
+
+
+def test_a_sampler_that_freezes(config: dict[str, Any]) -> None:
+    frozen: list[psutil.Process] = []
+
+    def freeze() -> None:
+        frozen.append(processes("SamplerActor")[0])
+        frozen[0].suspend()
+
+    train_while(config, freeze)
+    assert_clean(config)
+    wait_for(lambda: not frozen[0].is_running() or frozen[0].status() == psutil.STATUS_ZOMBIE, 30)
+
+
+def test_a_node_that_goes_with_a_rank(config: dict[str, Any], cluster: Any) -> None:
+    """The run ends with the rank's name, and goes on with the ranks that there is room for."""
+    learner = {"name": "fsdp", "ranks": 4, "timeout_s": 60, "ray_address": cluster.address}
+    config |= {"learner": learner, "sync": config["sync"] | {"samplers": 1}, "save_steps": 1}
+    trainer = Trainer(config=config)
+
+    def remove() -> None:
+        wait_for(lambda: len(rows(config)) >= 2)
+        cluster.remove_node(cluster.worker_nodes.copy().pop(), allow_graceful=False)
+
+    threading.Thread(target=remove, daemon=True).start()
+    with pytest.raises(RunStoppedError, match=r"learner: rank \d.* (failed|said nothing)(.|\n)*winnow resume"):
+        trainer.train()
+    steps = len(rows(config))
+    fewer = {"max_steps": steps + 1, "learner": learner | {"ranks": 1}}
+    Trainer.resume(config["output_dir"], fewer).train()
+    assert_clean(config)
+
+
+DRIVER = """
+import json, sys
+from winnow import Trainer
+config = json.loads(sys.argv[1])
+Trainer(config=config).train()
+"""
+
+
+def test_a_driver_that_is_killed(config: dict[str, Any], cluster: Any) -> None:
+    """Its actors end with it, and the run goes on from its last checkpoint: on the same cluster, then on a new one."""
+    config |= {"save_steps": 2}
+    paths = os.pathsep.join(path for path in sys.path if path)
+    driver = subprocess.Popen(
+        [sys.executable, "-c", DRIVER, json.dumps(config)], env=os.environ | {"PYTHONPATH": paths}
+    )
+    wait_for(lambda: len(rows(config)) >= 3, 240)
+    assert processes("SamplerActor")
+    driver.send_signal(signal.SIGKILL)
+    driver.wait()
+    wait_for(lambda: not processes("SamplerActor"), 60)
+    steps = len(rows(config))
+    Trainer.resume(config["output_dir"], {"max_steps": steps + 2}).train()
+    assert_clean(config)
+    ray.shutdown()
+    sync = config["sync"] | {"ray_address": "local"}
+    Trainer.resume(config["output_dir"], {"max_steps": steps + 4, "sync": sync}).train()
+    assert_clean(config)
+    assert len(rows(config)) == steps + 4
