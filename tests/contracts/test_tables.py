@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import winnow
-from winnow.engine import ENGINES, ModelReference
+from winnow.engine import ENGINES, LocalEngine, ModelReference
 from winnow.methods.advantage import ADVANTAGES
 from winnow.methods.correct import CORRECTIONS, STEP_SCALES, Evidence
 from winnow.methods.filter import FILTERS
@@ -222,6 +222,11 @@ def test_the_catalogue_names_files_that_exist() -> None:
         assert (SOURCE.parent / m["file"]).is_file()
         assert len(m["summary"]) > 10
         assert "(" not in m["summary"].split()[0], "a docstring of its own, not the signature dataclasses put there"
+
+
+def test_the_catalogue_says_what_engines_provide() -> None:
+    provides = {m["name"]: set(m["provides"]) for m in all_methods() if m["field"] == "engine"}
+    assert provides == {"local": LocalEngine.provides, "vllm": LocalEngine.provides}
 
 
 @pytest.mark.parametrize("path", sorted(SOURCE.rglob("*.py")), ids=lambda p: str(p.relative_to(SOURCE)))

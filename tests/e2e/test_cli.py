@@ -17,6 +17,7 @@ import yaml
 from typer.testing import CliRunner
 
 from winnow.cli.main import app
+from winnow.run.placement import does_not_fit
 
 REWARD = """
 def words(completions, numbers, **columns):
@@ -116,6 +117,21 @@ def test_dry_run_writes_nothing(recipe: Path, tmp_path: Path) -> None:
     assert plan["max_sampled_tokens_per_step"] == 128
     assert plan["trained_parameters"] == plan["parameters"] > 0
     assert not (tmp_path / "run").exists()
+
+
+def test_dry_run_with_samplers_says_what_they_need_and_what_does_not_fit(recipe: Path) -> None:
+    planned = winnow("train", recipe, "--dry-run", "--json", "sync={name: processes, samplers: 3}", "max_lag=1")
+    plan = json.loads(planned.stdout)
+    assert (plan["samplers"]["count"], plan["samplers"]["cpus"]) == (3, 1)
+    assert 500 <= plan["samplers"]["mib"] < 520
+    assert [node["node"] for node in plan["nodes"]] == ["this machine"]
+    wanted = {
+        "ranks": {"count": 2, "cpus": 2, "gpus": 0, "mib": 600},
+        "samplers": {"count": 3, "cpus": 1, "gpus": 0, "mib": 500},
+    }
+    nodes = [{"node": "a", "cpus": 4, "gpus": 0, "mib": 2000}, {"node": "b", "cpus": 2, "gpus": 0, "mib": 900}]
+    assert does_not_fit(wanted, nodes) == ["2 of 3 samplers: no node has 1 CPUs, 0 GPUs and 500 MiB left for each"]
+    assert does_not_fit(wanted, [*nodes, nodes[1], nodes[1]]) == []
 
 
 @pytest.mark.parametrize(

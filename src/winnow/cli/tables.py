@@ -31,5 +31,7 @@ def _render(found: list[dict[str, Any]]) -> RenderableType:
             lines.append(Text.from_markup(f"\n[bold]{field}[/]"))
         lines.append(Text.from_markup(f"  [cyan]{m['name']}[/]  {escape(m['summary'])}"))
         options = ", ".join(f"{k}={v}" for k, v in m["options"].items())
+        if "provides" in m:
+            lines.append(Text(f"    provides: {', '.join(m['provides'])}", style="dim"))
         lines.append(Text(f"    {m['file']}" + (f"  options: {options}" if options else ""), style="dim"))
     return Group(*lines)

@@ -26,7 +26,10 @@ def train(
 
     trainer = Trainer(config=load_config(config, overrides or ()), console=progress_console(as_json))
     if dry_run:
-        show(plan(trainer), as_json)
+        try:
+            show(plan(trainer), as_json)
+        finally:
+            trainer.learner.close()
         return
     show(trainer.train() | {"run": str(trainer.run_dir)}, as_json)
 

@@ -36,14 +36,16 @@ TABLES: dict[str, Mapping[str, type]] = {
 
 
 def all_methods() -> list[dict[str, Any]]:
-    """Every method, an entry each: `field, name, summary, file, options` (option -> default)."""
+    """Every method, an entry each: `field, name, summary, file, options` (option -> default), maybe `provides`."""
     found = []
     for field, table in TABLES.items():
         for name in table:
             cls = table[name]
             summary = (inspect.getdoc(cls) or "").split("\n\n")[0].replace("\n", " ")
             file = cls.__module__.replace(".", "/") + ".py"
-            found.append({"field": field, "name": name, "summary": summary, "file": file, "options": options(cls)})
+            entry = {"field": field, "name": name, "summary": summary, "file": file, "options": options(cls)}
+            provides = getattr(cls, "provides", None)
+            found.append(entry | ({"provides": sorted(provides)} if provides else {}))
     return found
 
 

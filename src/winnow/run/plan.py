@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .placement import placement
+
 if TYPE_CHECKING:
     from .trainer import Trainer
 
@@ -37,6 +39,7 @@ def plan(trainer: Trainer) -> dict[str, Any]:
         "kv_cache_mib": round(getattr(trainer.engine, "kv_bytes_per_token", 0) * _slots(trainer) * longest / MIB, 1),
         "threads": torch.get_num_threads(),
         "output_dir": c.output_dir,
+        **placement(trainer, rollouts),
     }
 
 

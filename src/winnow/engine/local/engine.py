@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import asdict, dataclass
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 import torch
@@ -39,6 +39,8 @@ SORT_COST = 16
 @dataclass(frozen=True, slots=True)
 class LocalOptions:
     """The embedded engine: continuous batching in this process over any Hugging Face causal LM with a KV cache."""
+
+    provides: ClassVar[frozenset[str]] = SequenceEngine.provides
 
     slots: int = 256
     """Sequences that run at once."""

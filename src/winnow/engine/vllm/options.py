@@ -10,13 +10,14 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
 
 from ...config import ConfigError
 from ..loading import ModelReference
+from ..sequences import SequenceEngine
 
 if TYPE_CHECKING:
     from .engine import VllmEngine
@@ -35,6 +36,8 @@ CACHE_BYTES = 4 << 30
 @dataclass(frozen=True)
 class VllmOptions:
     """vLLM in this process: its scheduler, caches, models and kernels. Sampling and reports are Winnow's own."""
+
+    provides: ClassVar[frozenset[str]] = SequenceEngine.provides
 
     slots: int = 256
     """Sequences that run at once (vLLM's `max_num_seqs`)."""

@@ -1,0 +1,99 @@
+"""Where the parts of a run would be: memory of samplers and ranks, nodes of the cluster, and what does not fit."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+from transformers import AutoConfig
+
+from ..config import MethodSpec, method
+from ..learner import LEARNERS, Fsdp
+from ..sampler.pool import PoolOptions
+from .build import sampler_options
+
+if TYPE_CHECKING:
+    from .trainer import Trainer
+
+MIB = 2**20
+PROCESS_MIB = 500
+"""What a process takes before it has a model; measured: 390 MiB for a sampler, 470 for a rank."""
+
+
+def placement(trainer: Trainer, rollouts: int) -> dict[str, Any]:
+    """`samplers`, `ranks`, `nodes` and `does_not_fit`; nothing for a run of one process. `rollouts`: of one step."""
+    found: dict[str, Any] = {}
+    parameters, trained = trainer.learner.sizes.total, trainer.learner.sizes.trained
+    sampling, learner = sampler_options(trainer.config), method(LEARNERS, trainer.config.learner, "learner")
+    if isinstance(sampling, PoolOptions):
+        found["samplers"] = {
+            "count": sampling.samplers,
+            "cpus": sampling.threads,
+            "gpus": getattr(sampling, "num_gpus", 0.0),
+            "mib": round(PROCESS_MIB + (4 * parameters + _kv_bytes(trainer, rollouts // sampling.samplers)) / MIB),
+        }
+    if isinstance(learner, Fsdp):
+        whole, kept = 4 * parameters, (4 * parameters + 12 * trained) / learner.ranks
+        found["ranks"] = {
+            "count": learner.ranks,
+            "cpus": learner.threads,
+            "gpus": learner.num_gpus,
+            "mib": round(PROCESS_MIB + max(whole, kept) / MIB),
+            "mib_once_cut": round(PROCESS_MIB + kept / MIB),
+        }
+    if found:
+        found["nodes"] = nodes = _nodes(trainer.config.sync, trainer.config.learner)
+        found["does_not_fit"] = does_not_fit(found, nodes)
+    return found
+
+
+def _kv_bytes(trainer: Trainer, rollouts: int) -> int:
+    """Keys and values of as many of a step's rollouts as run at once, in float32, at their longest."""
+    c = trainer.config
+    text = AutoConfig.from_pretrained(c.model, trust_remote_code=False).get_text_config()
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    slots = c.engine.get("slots", 256) if isinstance(c.engine, dict) else 256
+    each = 2 * text.num_hidden_layers * heads * width * 4 * (c.max_prompt_length + c.max_completion_length)
+    return int(each * min(max(rollouts, 1), int(slots)))
+
+
+def _nodes(*specs: MethodSpec) -> list[dict[str, Any]]:
+    """Of the cluster that these are on, else this machine."""
+    if any((spec if isinstance(spec, str) else spec.get("name")) in ("ray", "fsdp") for spec in specs):
+        import ray
+
+        alive = [node for node in ray.nodes() if node["Alive"]]
+        return [
+            {
+                "node": f"{node['NodeManagerAddress']} ({node['NodeID'][:6]})",
+                "cpus": node["Resources"].get("CPU", 0.0),
+                "gpus": node["Resources"].get("GPU", 0.0),
+                "mib": round(node["Resources"].get("memory", 0.0) / MIB),
+            }
+            for node in alive
+        ]
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return [{"node": "this machine", "cpus": os.cpu_count(), "gpus": 0.0, "mib": round(memory / MIB)}]
+
+
+def does_not_fit(wanted: dict[str, dict[str, Any]], nodes: list[dict[str, Any]]) -> list[str]:
+    """Place processes where most memory is left, ranks first; sentences about those that found no place."""
+    left = [dict(node) for node in nodes]
+    problems = []
+    for kind in ("ranks", "samplers"):
+        if kind not in wanted:
+            continue
+        each, missing = wanted[kind], 0
+        for _ in range(each["count"]):
+            room = [node for node in left if all(node[key] >= each[key] for key in ("cpus", "gpus", "mib"))]
+            if not room:
+                missing += 1
+                continue
+            best = max(room, key=lambda node: node["mib"])
+            for key in ("cpus", "gpus", "mib"):
+                best[key] -= each[key]
+        if missing:
+            need = f"{each['cpus']:g} CPUs, {each['gpus']:g} GPUs and {each['mib']} MiB"
+            problems.append(f"{missing} of {each['count']} {kind}: no node has {need} left for each")
+    return problems
