@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 
 from ...base.weights import TensorSpec
 from ...methods.loss import LossConfig
+from ...types import Rollout
 from ..base import Sizes, Stats
 from ..batch import Row
 from .ranks import Ranks
@@ -33,8 +35,8 @@ class FsdpLearner:
         if iteration == 0:
             self._parts = deal(rows, self._ranks.world)
         seed = torch.initial_seed()
-        calls = [(part, rows[0], loss, iteration, seed) for part in self._parts]
-        return together(self._ranks.call("accumulate_part", calls))
+        calls = [([bare(row) for row in part], bare(rows[0]), loss, iteration, seed) for part in self._parts]
+        return together(self._ranks.each("accumulate_part", calls))
 
     def logp(self, rows: Sequence[Row], *, raw: bool = False) -> list[torch.Tensor]:
         return self._logp(rows, raw=raw, reference=False)
@@ -46,25 +48,25 @@ class FsdpLearner:
         if not rows:
             return []
         parts = deal(rows, self._ranks.world)
-        found = self._ranks.call("logp_part", [(part, rows[0]) for part in parts], **named)
+        found = self._ranks.each("logp_part", [([bare(row) for row in part], bare(rows[0])) for part in parts], **named)
         dealt = [row for part in parts for row in part]
         by_row = {id(row): logp for row, logp in zip(dealt, [logp for some in found for logp in some], strict=True)}
         return [by_row[id(row)] for row in rows]
 
     def apply(self, lr: float) -> float:
-        return float(self._ranks.call("apply", lr)[0])
+        return float(self._ranks.same("apply", lr)[0])
 
     def weights(self) -> GatheredWeights:
-        return GatheredWeights(self._specs, partial(self._ranks.call, "gather"))
+        return GatheredWeights(self._specs, partial(self._ranks.same, "gather"))
 
     def save(self, directory: Path) -> None:
-        self._ranks.call("save", directory.absolute())
+        self._ranks.same("save", directory.absolute())
 
     def load(self, directory: Path) -> None:
-        self._ranks.call("load", directory.absolute())
+        self._ranks.same("load", directory.absolute())
 
     def export(self, directory: Path) -> None:
-        self._ranks.call("export", directory.absolute())
+        self._ranks.same("export", directory.absolute())
 
     def close(self) -> None:
         self._ranks.close()
@@ -97,6 +99,14 @@ def deal(rows: Sequence[Row], world: int) -> list[list[Row]]:
         parts[least] += group
         tokens[least] += sum(row.length for row in group)
     return parts
+
+
+def bare(row: Row) -> Row:
+    """Only what the update reads: rollouts also carry hidden states, decisions and what they cost."""
+    r = row.rollout
+    return replace(
+        row, rollout=Rollout(r.sibling, r.prompt_ids, r.token_ids, r.action_mask, r.sampler_logp, r.versions)
+    )
 
 
 def together(parts: Sequence[Stats]) -> Stats:

@@ -56,10 +56,13 @@ class Ranks:
         found = self.all("build", [(ray.put(policy), config)] * self.world)[0]
         return found["sizes"], found["precision"], found["specs"]
 
-    def call(self, name: str, *args: Any, **named: Any) -> list[Any]:
-        """What a method of the learner gives on each rank. `args`: the same for all, or one list of them by rank."""
-        by_rank = args[0] if len(args) == 1 and isinstance(args[0], list) else [args] * self.world
-        return self.all("call", [(name, *each) for each in by_rank], **named)
+    def same(self, name: str, *args: Any) -> list[Any]:
+        """What a method of the learner gives on each rank, with the same arguments for all."""
+        return self.each(name, [args] * self.world)
+
+    def each(self, name: str, by_rank: Sequence[tuple[Any, ...]], **named: Any) -> list[Any]:
+        """The same with arguments of its own for every rank; `named` are for all."""
+        return self.all("call", [(name, *args) for args in by_rank], **named)
 
     def all(self, method: str, by_rank: Sequence[tuple[Any, ...]], **named: Any) -> list[Any]:
         """Answers of all ranks, in order. What one of them raises about numbers is raised here."""
