@@ -1,6 +1,7 @@
 """The failures that a user can cause or must be told of; the command prints them without a traceback."""
 
 from ..env.workers.sandbox import SandboxError
+from ..learner import LearnerLostError
 from ..loop import RunStoppedError
 from ..record.ledger import LedgerError
 from ..record.records import RunDirectoryError
@@ -12,6 +13,7 @@ EXPECTED = (
     OSError,
     FloatingPointError,
     CheckpointError,
+    LearnerLostError,
     LedgerError,
     RunDirectoryError,
     RunStoppedError,

@@ -51,7 +51,9 @@ class Fsdp:
         cluster.require("learner", f"{self.ranks} ranks", CPU=self.ranks * self.threads, GPU=self.ranks * self.num_gpus)
         try:
             ranks = Ranks(self.ranks, self.threads, self.num_gpus, self.timeout_s)
-            policy.model.cpu()
+            for model in (policy.model, policy.reference):
+                if model is not None:
+                    model.cpu()  # each rank has its own device
             return FsdpLearner(ranks, *ranks.build(policy, config))
         except LearnerLostError as error:
             raise ValueError(str(error)) from None
