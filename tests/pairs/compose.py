@@ -19,14 +19,13 @@ from typing import Any
 
 from winnow import ConfigError, Trainer
 
-from .. import parity
 from .harness import STEPS, Outcome, Place, check
 from .variants import Settings, Variant, compatible, together, variants
-from .world import World, load_model, make_model, write_profile
+from .world import World, WorldConfig, load_model, make_model, write_profile
 
 PROCESSES: Settings = {
-    "env": {"name": "countdown", "train_size": 24, "test_size": 8},
-    "reward_funcs": [f"{parity.__file__}:parity_reward"],
+    "env": f"{WorldConfig.__module__}:{WorldConfig.__name__}",
+    "reward_funcs": [],
     "sync": "processes",
     "max_lag": 2,
 }
