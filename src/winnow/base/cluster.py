@@ -56,3 +56,15 @@ def require(key: str, who: str, **needed: float) -> None:
     for kind, amount in needed.items():
         if amount > there.get(kind, 0.0):
             raise ClusterError(f"{key}: {who} need {amount:g} {kind}s, and the cluster has {there.get(kind, 0.0):g}")
+
+
+def alive_nodes() -> list[dict[str, Any]]:
+    """Nodes as Ray describes them."""
+    import ray
+
+    return [node for node in ray.nodes() if node["Alive"]]
+
+
+def node_name(node: Mapping[str, Any]) -> str:
+    """Address and the beginning of its id: several nodes may have one address."""
+    return f"{node['NodeManagerAddress']} ({node['NodeID'][:6]})"

@@ -80,12 +80,12 @@ class Nodes:
 
         self.node_s = node_s
         self.problems: list[str] = []
-        self.alive = [node for node in ray.nodes() if node["Alive"]]
+        self.alive = cluster.alive_nodes()
         self.probes: dict[str, Any] = {}
         for node in self.alive:
             there = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
             options = ray.remote(Probe).options(num_cpus=0, max_restarts=0, scheduling_strategy=there)
-            self.probes[_name(node)] = options.remote()
+            self.probes[cluster.node_name(node)] = options.remote()
         self._started = list(self.probes.values())
 
     def ask(self, method: str, *arguments: Sequence[Any]) -> dict[str, Any]:
@@ -133,14 +133,14 @@ def check(address: str | None = None, shared: Path | None = None, node_s: float 
             _shared(nodes, shared.absolute())
     finally:
         nodes.close()
-    rows = [_row(node, facts.get(_name(node), {})) for node in nodes.alive]
+    rows = [_row(node, facts.get(cluster.node_name(node), {})) for node in nodes.alive]
     return {"nodes": rows, "problems": nodes.problems}
 
 
 def _row(node: dict[str, Any], facts: dict[str, Any]) -> dict[str, Any]:
     there = node["Resources"]
     return {
-        "node": _name(node),
+        "node": cluster.node_name(node),
         "cpus": there.get("CPU", 0.0),
         "gpus": there.get("GPU", 0.0),
         "memory_gib": round(there.get("memory", 0.0) / 2**30, 1),
@@ -183,7 +183,7 @@ def _shared(nodes: Nodes, path: Path) -> None:
 
 
 def versions() -> dict[str, str]:
-    """Of what must be the same on all nodes."""
+    """Versions of what must be the same on all nodes."""
     found = {"python": platform.python_version()}
     for name in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -200,7 +200,3 @@ def different(theirs: dict[str, str], mine: dict[str, str]) -> list[str]:
         for name in dict.fromkeys([*mine, *theirs])
         if theirs.get(name) != mine.get(name)
     ]
-
-
-def _name(node: dict[str, Any]) -> str:
-    return f"{node['NodeManagerAddress']} ({node['NodeID'][:6]})"

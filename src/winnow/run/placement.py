@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import AutoConfig
 
+from ..base import cluster
 from ..config import MethodSpec, method
 from ..learner import LEARNERS, Fsdp
 from ..sampler.pool import PoolOptions
@@ -59,19 +60,16 @@ def _kv_bytes(trainer: Trainer, rollouts: int) -> int:
 
 
 def _nodes(*specs: MethodSpec) -> list[dict[str, Any]]:
-    """Of the cluster that these are on, else this machine."""
+    """Nodes of the cluster that these are on, else this machine."""
     if any((spec if isinstance(spec, str) else spec.get("name")) in ("ray", "fsdp") for spec in specs):
-        import ray
-
-        alive = [node for node in ray.nodes() if node["Alive"]]
         return [
             {
-                "node": f"{node['NodeManagerAddress']} ({node['NodeID'][:6]})",
+                "node": cluster.node_name(node),
                 "cpus": node["Resources"].get("CPU", 0.0),
                 "gpus": node["Resources"].get("GPU", 0.0),
                 "mib": round(node["Resources"].get("memory", 0.0) / MIB),
             }
-            for node in alive
+            for node in cluster.alive_nodes()
         ]
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return [{"node": "this machine", "cpus": os.cpu_count(), "gpus": 0.0, "mib": round(memory / MIB)}]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -75,7 +75,7 @@ class FsdpLearner:
 class GatheredWeights:
     """Weights that are put together from all ranks when somebody asks for them; see `WeightSource`."""
 
-    def __init__(self, specs: Mapping[str, TensorSpec], gather: Any) -> None:
+    def __init__(self, specs: Mapping[str, TensorSpec], gather: Callable[[], list[Any]]) -> None:
         self.specs = specs
         self._gather = gather
 

@@ -54,6 +54,10 @@ class Fsdp:
             for model in (policy.model, policy.reference):
                 if model is not None:
                     model.cpu()  # each rank has its own device
-            return FsdpLearner(ranks, *ranks.build(policy, config))
+            try:
+                return FsdpLearner(ranks, *ranks.build(policy, config))
+            except BaseException:
+                ranks.close()
+                raise
         except LearnerLostError as error:
             raise ValueError(str(error)) from None

@@ -53,6 +53,8 @@ class ShardedLearner(LocalLearner):
     ) -> None:
         self._world = dist.get_world_size()
         self._most = 1
+        self._fillers: list[MicroBatch] = []
+        """Passes that this rank makes for company in the step under way."""
         super().__init__(model, distribution, options, reference)
         self._share_prompts = False  # one more pass through the layers, and ranks would have to agree on it each time
 
@@ -71,30 +73,35 @@ class ShardedLearner(LocalLearner):
         """`accumulate` of this rank's rows."""
         torch.manual_seed(seed + dist.get_rank())
         if iteration == 0:
-            parts = packed(rows, self.options.tokens_per_microbatch)
-            self._most = _largest(len(parts), self.device)
-            self._filler = collate([replace(filler, weight=0.0)], self.options.pad_id, self.device)
+            self._most, missing = self._missing(rows)
+            empty = [replace(filler, weight=0.0)]
+            self._fillers = [collate(empty, self.options.pad_id, self.device) for _ in range(missing)]
         stats = self.accumulate(rows, loss, iteration)
-        for _ in range(self._most - len(self._batches)):
-            self.forward_backward(replace(self._filler), loss, Stats())
+        for batch in self._fillers:
+            self.forward_backward(batch, loss, Stats())
         return stats
 
+    def _missing(self, rows: Sequence[Row]) -> tuple[int, int]:
+        """Micro-batches of the rank that has most, and how many fewer this one has."""
+        mine = len(packed(rows, self.options.tokens_per_microbatch))
+        most = torch.tensor(mine, device=self.device)
+        dist.all_reduce(most, dist.ReduceOp.MAX)
+        return int(most), int(most) - mine
+
     def _passes(self) -> int:
+        """As in one process; with several ranks more than one, for none of them has all rows."""
         return max(self._most, self._world)
 
-    def _evidence(self, loss: LossConfig) -> list[Evidence]:
-        """Of every micro-batch of every rank."""
-        mine = super()._evidence(loss)
-        for _ in range(self._most - len(self._batches)):
-            self.batch_logp(self._filler)
+    def _evidence(self, loss: LossConfig, batches: Sequence[MicroBatch]) -> list[Evidence]:
+        """Evidence of every micro-batch of every rank; fillers make the passes that others make, and say nothing."""
+        mine = super()._evidence(loss, [*batches, *self._fillers])[: len(batches)]
         theirs: list[list[Evidence]] = [[] for _ in range(self._world)]
         dist.all_gather_object(theirs, mine)
         return [part for some in theirs for part in some]
 
     def logp_part(self, rows: Sequence[Row], filler: Row, *, raw: bool, reference: bool) -> list[torch.Tensor]:
         """`logp` or `reference_logp` of this rank's rows."""
-        missing = _largest(len(packed(rows, self.options.tokens_per_microbatch)), self.device)
-        missing -= len(packed(rows, self.options.tokens_per_microbatch))
+        _, missing = self._missing(rows)
         found = self.reference_logp(rows) if reference else self.logp(rows, raw=raw)
         for _ in range(missing):
             self.reference_logp([filler]) if reference else self.logp([filler], raw=raw)
@@ -161,13 +168,6 @@ class ShardedLearner(LocalLearner):
         for name, value in state.items():
             param_name, _, key = name.rpartition(":")
             self._optimizer.state[self._params[param_name]][key] = value
-
-
-def _largest(mine: int, device: torch.device) -> int:
-    """The largest of the numbers that ranks have."""
-    found = torch.tensor(mine, device=device)
-    dist.all_reduce(found, dist.ReduceOp.MAX)
-    return int(found)
 
 
 def _whole(tensors: Any) -> dict[str, torch.Tensor]:

@@ -140,16 +140,16 @@ class LocalLearner:
         correction = loss.correction
         if self._passes() == 1 or not isinstance(correction, OverBatch):
             return loss
-        return replace(loss, correction=correction.over_batch(self._evidence(loss)))
+        return replace(loss, correction=correction.over_batch(self._evidence(loss, self._batches)))
 
     def _passes(self) -> int:
         """Forward and backward passes of the step under way, on whichever rank has the most."""
         return len(self._batches)
 
-    def _evidence(self, loss: LossConfig) -> list[Evidence]:
+    def _evidence(self, loss: LossConfig, batches: Sequence[MicroBatch]) -> list[Evidence]:
         """What a correction judges by, of every micro-batch."""
         parts = []
-        for batch in self._batches:
+        for batch in batches:
             logp = batch.old_logp_BT
             if logp is None or not loss.ratio_to_learner:
                 logp = self.batch_logp(batch)
