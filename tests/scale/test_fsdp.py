@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import os
 import signal
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +20,18 @@ import torch
 from winnow import Trainer
 from winnow.config import ConfigError, RunConfig, validate
 from winnow.learner import Learner, LearnerLostError, Local, Policy
+from winnow.learner.batch import Pool, Row
 from winnow.learner.fsdp.learner import FsdpLearner
 from winnow.learner.fsdp.ranks import Ranks
 from winnow.loop import RunStoppedError
+from winnow.methods.advantage.in_update import Weighing
 from winnow.methods.correct import M2PO, Truncate
 from winnow.methods.loss import LossConfig
 from winnow.record.ledger import Ledger
 from winnow.study.warm_start import word_tokenizer
 
 from .. import parity
-from ..unit.learner_models import WORDS, llama, random_rows
+from ..unit.learner_models import WORDS, gemma2, llama, random_rows
 
 ray = pytest.importorskip("ray")
 
@@ -137,12 +141,69 @@ def test_with_recomputed_layers_and_with_adapters(ranks: Ranks, changes: dict[st
     assert difference(state(cut), state(alone)) < 1e-5
 
 
+def in_pools(rows: list[Row], weighing: Weighing) -> list[Row]:
+    """Three groups, whose rewards are not all equal."""
+    return [replace(row, advantage=float(i % 4 == 0), pool=Pool(i % 3, weighing)) for i, row in enumerate(rows)]
+
+
+@pytest.mark.parametrize("tokens", [16, 60, 10_000])
+@pytest.mark.parametrize("weighing", ["gradient", "energy"])
+@pytest.mark.parametrize("model", ["untied", "tied", "adapters"])
+def test_baselines_of_the_update_are_those_of_one_process(
+    ranks: Ranks, weighing: Weighing, tokens: int, model: str
+) -> None:
+    """OPOB and OTB; with groups that are spread over several micro-batches, which ranks have in different numbers."""
+    parts = policy(tie_word_embeddings=model == "tied")
+    changes = {"advantage": "opob" if weighing == "gradient" else "otb", "tokens_per_microbatch": tokens}
+    if model == "adapters":
+        peft = pytest.importorskip("peft")
+        parts.model = peft.get_peft_model(parts.model, peft.LoraConfig(r=4, target_modules="all-linear"))
+        changes["lora"] = {"r": 4}
+    alone = Local().build(copy.deepcopy(parts), config(**changes))
+    before = state(alone)
+    cut = over(ranks, parts, **changes)
+    loss = LossConfig(policy_loss="plain", correction=Truncate())
+    for step in range(5):
+        rows = in_pools(random_rows(seed=step, n=3 + 3 * step), weighing)
+        found, expected = [learner.accumulate(rows, loss) for learner in (cut, alone)]
+        assert cut.apply(1e-3) == pytest.approx(alone.apply(1e-3), rel=1e-4)
+        assert found.sums == pytest.approx(expected.sums, rel=1e-4, abs=1e-5)
+        for name in ("baselines", "row_norm_B"):
+            ours, theirs = (
+                torch.cat(getattr(stats, name) or [torch.zeros(0)]).sort()[0] for stats in (found, expected)
+            )
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+    assert difference(state(alone), before) > 1e-4
+    assert difference(state(cut), state(alone)) < 1e-5
+
+
+def test_gradients_that_are_not_finite_on_one_rank_stop_all(ranks: Ranks) -> None:
+    cut = over(ranks, policy(), advantage="opob")
+    before, rows = state(cut), in_pools(random_rows(n=9), "gradient")
+    loss = LossConfig(policy_loss="plain")
+    with pytest.raises(FloatingPointError, match=r"rank \d: gradient norms up to nan.*; no update was made$"):
+        cut.accumulate([replace(rows[0], weight=math.nan), *rows[1:]], loss)
+    assert difference(state(cut), before) == 0
+    cut.accumulate(rows, loss)
+    cut.apply(1e-3)
+    assert 0 < difference(state(cut), before) < 0.01
+
+
+def test_a_model_whose_rows_cannot_be_told_apart_is_refused(ranks: Ranks) -> None:
+    with pytest.raises(ValueError, match="cannot find the baselines of opob with gradient_checkpointing"):
+        over(ranks, policy(), advantage="opob", gradient_checkpointing=True)
+    parts = policy()
+    parts.model = gemma2()
+    with pytest.raises(ValueError, match="cannot find the baselines of opob with a head of another kind"):
+        over(ranks, parts, advantage="opob")
+
+
 def test_a_loss_that_is_not_finite_on_one_rank_stops_all(ranks: Ranks) -> None:
     """And leaves them able to go on."""
     cut = over(ranks, policy())
     before, rows = state(cut), random_rows(n=6)
     rows[0].rollout.sampler_logp[:] = float("nan")
-    with pytest.raises(FloatingPointError, match=r"the loss is .* on rank \d; no update was made"):
+    with pytest.raises(FloatingPointError, match=r"rank \d: the loss is nan; no update was made$"):
         cut.accumulate(rows, LOSSES["truncate"])
     assert difference(state(cut), before) == 0
 
@@ -177,6 +238,7 @@ def test_a_run_over_ranks_and_samplers_and_its_resumes(run_config: dict[str, Any
         "filter": "zero_variance",
         "gates": [{"name": "arrol", "cold_start": 1}],
         "audit": {"epsilon": 0.3},
+        "advantage": "opob",
         "correction": "truncate",
         "step_scale": "ess",
         "policy_loss": "plain",
@@ -220,8 +282,9 @@ def test_a_rank_that_dies_is_named_and_the_run_resumed(run_config: dict[str, Any
 
 
 def test_what_ranks_cannot_train_is_refused(run_config: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="learner: fsdp cannot find the baselines of advantage: opob"):
-        Trainer(config=run_config | {"advantage": "opob", "policy_loss": "plain"})
+    opob = {"advantage": "opob", "policy_loss": "plain", "gradient_checkpointing": True}
+    with pytest.raises(ConfigError, match="learner: fsdp cannot find the baselines of opob with gradient_checkpointing"):
+        Trainer(config=run_config | opob)
     with pytest.raises(ConfigError, match="learner: 90 ranks need 90 CPUs, and the cluster has 8"):
         Trainer(config=run_config | {"learner": {"name": "fsdp", "ranks": 90}})
 

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ...base import cluster
-from ...config import RunConfig, name_of
-from ...methods.advantage import ADVANTAGES, InUpdate
+from ...config import RunConfig
 from ..base import LearnerLostError, Policy
 from .learner import FsdpLearner
 
@@ -37,12 +36,6 @@ class Fsdp:
 
     def build(self, policy: Policy, config: RunConfig) -> FsdpLearner:
         """Raises ValueError when ranks cannot train this, or the cluster has no room for them."""
-        kind = ADVANTAGES.get(name_of(config.advantage))
-        if isinstance(kind, type) and issubclass(kind, InUpdate):
-            raise ValueError(
-                f"learner: fsdp cannot find the baselines of advantage: {name_of(config.advantage)} in the update; use "
-                "learner: local, or an advantage that is known before it"
-            )
         if config.dtype == "float16":
             raise ValueError("learner: fsdp has no loss scale for dtype: float16; set dtype: bfloat16 or float32")
         from .ranks import Ranks  # torch.distributed takes a while to import

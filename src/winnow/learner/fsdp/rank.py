@@ -10,7 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ...config import RunConfig
+from ...config import RunConfig, name_of
+from ...methods.advantage import ADVANTAGES
 from ..base import Policy
 from ..local.options import distribution, options
 from .sharded import ShardedLearner
@@ -44,8 +45,14 @@ class Rank:
         model, reference = policy.model, policy.reference
         if torch.cuda.is_available():
             model, reference = model.cuda(), reference.cuda() if reference is not None else None
-        learner = ShardedLearner(model, distribution(policy, config), options(policy, config), reference)
-        self.learner = learner
+        kind = ADVANTAGES.get(name_of(config.advantage))
+        self.learner = learner = ShardedLearner(
+            model,
+            distribution(policy, config),
+            options(policy, config),
+            reference,
+            gradient_baselines=getattr(kind, "weighing", None) == "gradient",
+        )
         return {"sizes": learner.sizes, "precision": learner.precision, "specs": learner.weights().specs}
 
     def call(self, name: str, *args: Any, **named: Any) -> Any:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +17,18 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial
 
 from ...methods.correct import Evidence
 from ...methods.loss import LossConfig
 from ..base import Stats
-from ..batch import MicroBatch, Row, collate, packed
+from ..batch import MicroBatch, Row, packed
+from ..local.grad_norms import UnsupportedModelError
 from ..local.learner import LearnerOptions, LocalLearner
 from ..local.logprob import TokenDistribution
+from ..local.modes import train_adapter_dropout
+from ..local.pooled import Batched, RowByRow, exactly_batched
+from ..local.token_baselines import spread_over_several
 
 OPTIMIZER_FOLDER = "optimizer"
 
@@ -50,15 +54,26 @@ class ShardedLearner(LocalLearner):
         distribution: TokenDistribution,
         options: LearnerOptions,
         reference: nn.Module | None = None,
+        *,
+        gradient_baselines: bool = False,
     ) -> None:
+        """Raises ValueError when `gradient_baselines`, those of OPOB, cannot be found for this model."""
         self._world = dist.get_world_size()
+        self._gradient_baselines = gradient_baselines
         self._most = 1
+        self._filler: Row
+        self._failed = ""
+        """Why this rank cannot go on."""
         self._fillers: list[MicroBatch] = []
         """Passes that this rank makes for company in the step under way."""
+        self._kept: dict[nn.Parameter, torch.Tensor] = {}
+        """Whole gradients of this rank's rows, where their baselines are found from gradients."""
         super().__init__(model, distribution, options, reference)
         self._share_prompts = False  # one more pass through the layers, and ranks would have to agree on it each time
 
     def _place(self) -> None:
+        if self._gradient_baselines:
+            self._try_gradient_baselines()
         kinds = set(getattr(self._causal_lm, "_no_split_modules", None) or ())
         for module in list(self._causal_lm.modules()):
             if type(module).__name__ in kinds:
@@ -67,26 +82,95 @@ class ShardedLearner(LocalLearner):
         self._root = Root(self.model)
         fully_shard(self._root, reshard_after_forward=True)
 
+    def _try_gradient_baselines(self) -> None:
+        """While the model is whole: a backward pass for each row would be one more collective for each."""
+        if self.options.gradient_checkpointing or not self._own_head:
+            why = (
+                "with gradient_checkpointing" if self.options.gradient_checkpointing else "with a head of another kind"
+            )
+            raise ValueError(f"learner: fsdp cannot find the baselines of opob {why}; use learner: local")
+        params = [p for p in self.model.parameters() if p.requires_grad]
+        self.model.eval()
+        try:
+            exactly_batched(self._causal_lm, RowByRow(params, super()._logp), self.distribution, self._autocast)
+        except UnsupportedModelError as error:
+            raise ValueError(
+                f"learner: fsdp cannot find the baselines of opob for {type(self._causal_lm).__name__}: {error}; use "
+                "learner: local"
+            ) from None
+        finally:
+            train_adapter_dropout(self.model)
+
+    @cached_property
+    def _pooled(self) -> Batched:
+        return Batched(self._causal_lm, self.distribution, self._autocast, self._root, self._keep)
+
+    def _keep(self, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
+        self._kept[parameter] = self._kept[parameter].add_(gradient) if parameter in self._kept else gradient
+
     # ---- passes that all ranks make ----------------------------------------------------------------------------
 
     def accumulate_part(self, rows: Sequence[Row], filler: Row, loss: LossConfig, iteration: int, seed: int) -> Stats:
         """`accumulate` of this rank's rows."""
         torch.manual_seed(seed + dist.get_rank())
-        if iteration == 0:
-            self._most, missing = self._missing(rows)
-            empty = [replace(filler, weight=0.0)]
-            self._fillers = [collate(empty, self.options.pad_id, self.device) for _ in range(missing)]
+        self._filler = replace(filler, weight=0.0)
+        self._failed = ""
         stats = self.accumulate(rows, loss, iteration)
         for batch in self._fillers:
             self.forward_backward(batch, loss, Stats())
+        if filler.pool is not None and filler.pool.weighing == "gradient":
+            self._deal_gradients()
         return stats
 
-    def _missing(self, rows: Sequence[Row]) -> tuple[int, int]:
-        """Micro-batches of the rank that has most, and how many fewer this one has."""
-        mine = len(packed(rows, self.options.tokens_per_microbatch))
+    def _cut(self, rows: Sequence[Row]) -> list[MicroBatch]:
+        batches = super()._cut(rows)
+        self._most, missing = self._missing(len(batches))
+        self._fillers = [batch for _ in range(missing) for batch in super(ShardedLearner, self)._cut([self._filler])]
+        return batches
+
+    def _missing(self, mine: int) -> tuple[int, int]:
+        """Passes of the rank that makes most, and how many fewer this one would make."""
         most = torch.tensor(mine, device=self.device)
         dist.all_reduce(most, dist.ReduceOp.MAX)
         return int(most), int(most) - mine
+
+    def _ahead(self, loss: LossConfig) -> LossConfig:
+        """All ranks make their passes over pools in several micro-batches first: else one would, and another not."""
+        loss = super()._ahead(loss)
+        _, missing = self._missing(len(spread_over_several(self._batches)))
+        self._token_baselines.ahead(self._batches, loss)
+        for _ in range(missing):
+            self.batch_logp((self._batches or self._fillers)[0])
+        return loss
+
+    def forward_backward(self, batch: MicroBatch, loss: LossConfig, stats: Stats) -> None:
+        if batch.pools is None or batch.pools.weighing != "gradient":
+            super().forward_backward(batch, loss, stats)
+            return
+        try:
+            super().forward_backward(batch, loss, stats)
+        except FloatingPointError as error:  # the others go on
+            self._failed = str(error)
+
+    def _deal_gradients(self) -> None:
+        """Every rank's part of the sum of all ranks' gradients. All ranks stop where one must."""
+        kept, self._kept = self._kept, {}
+        self._all_or_none(self._failed)
+        for p in self._params.values():
+            mine = kept.pop(p, None)
+            whole = torch.zeros(p.shape, dtype=p.dtype, device=self.device) if mine is None else mine.to(p.dtype)
+            assert isinstance(p, DTensor)
+            cut = DTensor.from_local(whole, p.device_mesh, [Partial()]).redistribute(placements=p.placements)
+            p.grad = cut if p.grad is None else p.grad + cut
+
+    def _all_or_none(self, why: str) -> None:
+        """Called on all ranks: if there is a reason on one of them, FloatingPointError on all."""
+        failed = torch.tensor(float(bool(why)), device=self.device)
+        dist.all_reduce(failed, dist.ReduceOp.MAX)
+        if failed:
+            reasons = [""] * self._world
+            dist.all_gather_object(reasons, why)
+            raise FloatingPointError("; ".join(f"rank {rank}: {why}" for rank, why in enumerate(reasons) if why))
 
     def _passes(self) -> int:
         """As in one process; with several ranks more than one, for none of them has all rows."""
@@ -101,7 +185,7 @@ class ShardedLearner(LocalLearner):
 
     def logp_part(self, rows: Sequence[Row], filler: Row, *, raw: bool, reference: bool) -> list[torch.Tensor]:
         """`logp` or `reference_logp` of this rank's rows."""
-        _, missing = self._missing(rows)
+        _, missing = self._missing(len(packed(rows, self.options.tokens_per_microbatch)))
         found = self.reference_logp(rows) if reference else self.logp(rows, raw=raw)
         for _ in range(missing):
             self.reference_logp([filler]) if reference else self.logp([filler], raw=raw)
@@ -114,10 +198,7 @@ class ShardedLearner(LocalLearner):
 
     def _backward(self, total: torch.Tensor) -> None:
         """Gradients are averaged over ranks, and the loss is a sum. All ranks stop where one must."""
-        finite = torch.isfinite(total.detach()).float()
-        dist.all_reduce(finite, dist.ReduceOp.MIN)
-        if not finite:
-            raise FloatingPointError(f"the loss is {total.item()} on rank {dist.get_rank()}; no update was made")
+        self._all_or_none("" if torch.isfinite(total) else f"the loss is {total.item()}; no update was made")
         (total * self._world).backward()
 
     def _clipped(self) -> torch.Tensor:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -217,75 +218,81 @@ class UnsupportedModelError(Exception):
 
 
 class RowHooks:
-    """Norms and sums of the gradients of the trainable parameters of `body`, one micro-batch at a time."""
+    """Norms and sums of the gradients of the trainable parameters of `body`, one micro-batch at a time.
+
+    Parameters are known by what they are between passes, which need not be what a pass computes with.
+    """
 
     def __init__(self, body: nn.Module) -> None:
         """Raises UnsupportedModelError. The forward pass of `body` must take `input_ids`."""
         self.body = body
-        self._names = {p: n for n, p in body.named_parameters() if p.requires_grad}
+        self._trained: dict[nn.Module, dict[str, nn.Parameter]] = {}
+        """The trainable parameters of modules themselves, by name."""
         self._hooked: list[nn.Module] = []
-        self._scales: dict[nn.Module, int] = {}
-        """Norms of other classes than LayerNorm, and the number of dimensions of their input."""
+        self._scales: list[nn.Module] = []
+        """Norms of other classes than LayerNorm."""
         for name, module in body.named_modules():
-            own = [p for p in module.parameters(recurse=False) if p.requires_grad]
-            if own and type(module) in (nn.Linear, Conv1D, nn.Embedding, nn.LayerNorm):
+            own = {n: p for n, p in module.named_parameters(recurse=False) if p.requires_grad}
+            if not own:
+                continue
+            self._trained[module] = own
+            if type(module) in (nn.Linear, Conv1D, nn.Embedding, nn.LayerNorm):
                 self._hooked.append(module)
-            elif own and "Norm" in type(module).__name__ and all(p.ndim == 1 for p in own):
-                self._scales[module] = 0
-            elif own:
+            elif "Norm" in type(module).__name__ and all(p.ndim == 1 for p in own.values()):
+                self._scales.append(module)
+            else:
                 raise UnsupportedModelError(f"{name}: {type(module).__name__}")
-        self._look_at_dimensions()
         self._uses: dict[nn.Module, Uses] = {}
         self._leaves: dict[nn.Parameter, torch.Tensor] = {}
-
-    @torch.no_grad()
-    def _look_at_dimensions(self) -> None:
-        def look(module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
-            self._scales[module] = args[0].ndim
-
-        handles = [module.register_forward_pre_hook(look) for module in self._scales]
-        try:
-            self.body(input_ids=torch.zeros(1, 2, dtype=torch.long, device=next(self.body.parameters()).device))
-        finally:
-            for handle in handles:
-                handle.remove()
+        """Scales of norms, one for each row."""
 
     @contextmanager
-    def watching(self, rows: Rows, sums: RowSums) -> Iterator[tuple[Callable[..., Any], list[torch.Tensor]]]:
-        """A forward function in place of `body`, and the squared norms [B] that its backward pass will have left."""
-        B, squares = len(rows), []
-        overrides = {name: p.detach() for p, name in self._names.items()}
-        self._leaves = {}
-        for module, ndim in self._scales.items():
-            for p in module.parameters(recurse=False):
-                if p.requires_grad:
-                    leaf = p.detach().expand(B, *(1,) * (ndim - 2), -1).clone().requires_grad_()
-                    self._leaves[p] = overrides[self._names[p]] = leaf
-        self._uses = {module: Uses() for module in self._hooked}
-
-        def look(module: nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
-            uses, x = self._uses[module], args[0].detach()
-            if len(output) != B:  # positions, which all rows have in common
-                output, x = output.expand(B, *output.shape[1:]), x.expand(B, *x.shape[1:])
-            if not output.requires_grad:
-                output.requires_grad_()
-            uses.inputs.append(x)
-
-            def keep(gradient: torch.Tensor) -> None:
-                uses.gradients.append(gradient)
-                if uses.complete:
-                    squares.append(self._terms(module, uses, rows, sums))
-
-            output.register_hook(keep)
-            return output
-
-        handles = [module.register_forward_hook(look) for module in self._hooked]
+    def watching(self, rows: Rows, sums: RowSums) -> Iterator[list[torch.Tensor]]:
+        """Inside, no parameter of `body` gets a gradient; the squared norms [B] that its backward pass will leave."""
+        squares: list[torch.Tensor] = []
+        self._uses, self._leaves = {module: Uses() for module in self._hooked}, {}
+        handles = [module.register_forward_hook(partial(self._look, rows, sums, squares)) for module in self._hooked]
+        for module in self._scales:
+            one = _Scales(self._leaves, self._trained[module], len(rows))
+            handles += [
+                module.register_forward_pre_hook(one.put),
+                module.register_forward_hook(one.take, always_call=True),
+            ]
+        trained = {p for own in self._trained.values() for p in own.values()}
+        for p in trained:
+            p.requires_grad_(False)
         try:
-            yield lambda **inputs: torch.func.functional_call(self.body, overrides, kwargs=inputs), squares
+            yield squares
         finally:
+            for p in trained:
+                p.requires_grad_(True)
             for handle in handles:
                 handle.remove()
             self._uses, self._leaves = {}, {}
+
+    def _look(
+        self,
+        rows: Rows,
+        sums: RowSums,
+        squares: list[torch.Tensor],
+        module: nn.Module,
+        args: tuple[torch.Tensor, ...],
+        output: torch.Tensor,
+    ) -> torch.Tensor:
+        B, uses, x = len(rows), self._uses[module], args[0].detach()
+        if len(output) != B:  # positions, which all rows have in common
+            output, x = output.expand(B, *output.shape[1:]), x.expand(B, *x.shape[1:])
+        if not output.requires_grad:
+            output.requires_grad_()
+        uses.inputs.append(x)
+
+        def keep(gradient: torch.Tensor) -> None:
+            uses.gradients.append(gradient)
+            if uses.complete:
+                squares.append(self._terms(module, uses, rows, sums))
+
+        output.register_hook(keep)
+        return output
 
     def of_scales(self, rows: Rows, sums: RowSums) -> list[torch.Tensor]:
         """The squared norms that come without hooks, after the backward pass."""
@@ -298,16 +305,16 @@ class RowHooks:
     def embedded(self, parameter: nn.Parameter) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Ids and gradients of the embedding that has this weight, [B, T] and [B, T, H], after the backward pass."""
         for module, uses in self._uses.items():
-            if isinstance(module, nn.Embedding) and module.weight is parameter:
+            if isinstance(module, nn.Embedding) and self._trained[module]["weight"] is parameter:
                 return _ids_and_gradient(module, uses)
         return None
 
     def _terms(self, module: nn.Module, uses: Uses, rows: Rows, sums: RowSums) -> torch.Tensor:
-        trained = {n: p for n, p in module.named_parameters(recurse=False) if p.requires_grad}
+        trained = self._trained[module]
         square_B = torch.zeros(len(rows), device=rows.slot_B.device)
         weight, bias = trained.get("weight"), trained.get("bias")
         if isinstance(module, nn.Embedding):
-            return square_B + embedding_term(module.weight, *_ids_and_gradient(module, uses), rows, sums)
+            return square_B + embedding_term(weight, *_ids_and_gradient(module, uses), rows, sums)
         x, y = uses.joined()
         if isinstance(module, nn.LayerNorm) and weight is not None:
             normal = nn.functional.layer_norm(x, module.normalized_shape, eps=module.eps)
@@ -318,6 +325,26 @@ class RowHooks:
         if bias is not None:
             square_B = square_B + direct_term(bias, at_least_float32(y).sum(1), rows, sums)
         return square_B
+
+
+class _Scales:
+    """Puts scales of its own for each row into a norm while that computes."""
+
+    def __init__(self, leaves: dict[nn.Parameter, torch.Tensor], trained: dict[str, nn.Parameter], rows: int) -> None:
+        self._leaves, self._trained, self._rows = leaves, trained, rows
+        self._usual: dict[str, nn.Parameter | None] = {}
+
+    def put(self, module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+        self._usual = {name: module._parameters[name] for name in self._trained}
+        for name, p in self._trained.items():
+            if p not in self._leaves:
+                whole = getattr(module, name).detach()
+                shape = self._rows, *(1,) * (args[0].ndim - 2), len(whole)
+                self._leaves[p] = whole.expand(shape).clone().requires_grad_()
+            module._parameters[name] = self._leaves[p]  # type: ignore[assignment]
+
+    def take(self, module: nn.Module, *_: object) -> None:
+        module._parameters.update(self._usual)
 
 
 def _ids_and_gradient(module: nn.Embedding, uses: Uses) -> tuple[torch.Tensor, torch.Tensor]:

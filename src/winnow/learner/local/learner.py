@@ -124,9 +124,8 @@ class LocalLearner:
 
     def accumulate(self, rows: Sequence[Row], loss: LossConfig, iteration: int = 0) -> Stats:
         if iteration == 0:
-            o = self.options
-            self._batches = micro_batches(rows, o.tokens_per_microbatch, pad_id=o.pad_id, device=self.device)
-        loss = self._over_batch(loss)
+            self._batches = self._cut(rows)
+        loss = self._ahead(loss)
         while True:
             stats = Stats()
             for batch in self._batches:
@@ -135,7 +134,11 @@ class LocalLearner:
             if self._scale is None or self._scale.fits(self._params.values()):
                 return stats
 
-    def _over_batch(self, loss: LossConfig) -> LossConfig:
+    def _cut(self, rows: Sequence[Row]) -> list[MicroBatch]:
+        o = self.options
+        return micro_batches(rows, o.tokens_per_microbatch, pad_id=o.pad_id, device=self.device)
+
+    def _ahead(self, loss: LossConfig) -> LossConfig:
         """The loss, with a correction that has seen all micro-batches if it has to; that costs a forward pass more."""
         correction = loss.correction
         if self._passes() == 1 or not isinstance(correction, OverBatch):

@@ -11,6 +11,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -23,7 +24,7 @@ from ..batch import MicroBatch, Pools
 from .forward import predictions
 from .grad_norms import RowHooks, Rows, RowSums, UnsupportedModelError
 from .logprob import TokenDistribution
-from .row_head import RowHead, Tokens
+from .row_head import HeadPass, RowHead, Tokens
 from .terms import Logp, book, correction_weights, spread
 
 ALONE_TOKENS = 300
@@ -39,6 +40,18 @@ class PooledGradients(Protocol):
         Raises FloatingPointError when a norm or a loss is not finite.
         """
         ...
+
+
+Give = Callable[[nn.Parameter, torch.Tensor], None]
+"""Takes a part of a parameter's gradient."""
+
+
+def add_to_grad(parameter: nn.Parameter, gradient: torch.Tensor) -> None:
+    parameter.grad = gradient.to(parameter.dtype) if parameter.grad is None else parameter.grad.add_(gradient)
+
+
+def _as_it_is(compute: Callable[[], Any]) -> Any:
+    return compute()
 
 
 class RowByRow:
@@ -64,7 +77,7 @@ class RowByRow:
             sums, where = RowSums(slots.count), slots.rows(0, number_B, rewards_B)
             found = [self.of_row(row, loss, stats, where.part(b, b + 1), sums) for b, row in enumerate(rows)]
             norm_sq_B, loss_B = (torch.stack(values) for values in zip(*found, strict=True))
-            finish(Found(slots, rewards_B, number_B, norm_sq_B, loss_B), sums, [], stats)
+            finish(Found(slots, rewards_B, number_B, norm_sq_B, loss_B), sums, [], stats, add_to_grad)
 
     def of_row(
         self, row: MicroBatch, loss: LossConfig, stats: Stats, where: Rows, sums: RowSums
@@ -82,15 +95,23 @@ class RowByRow:
 
 
 class Batched:
-    """One backward pass for all rows of a micro-batch."""
+    """One backward pass for all rows of a micro-batch.
+
+    What needs the model's weights is run by `whole`; gradients go to `give`.
+    """
 
     def __init__(
-        self, body: nn.Module, head: nn.Module, distribution: TokenDistribution, autocast: Callable[[], Any]
+        self,
+        causal_lm: Any,
+        distribution: TokenDistribution,
+        autocast: Callable[[], Any],
+        whole: Callable[[Callable[[], Any]], Any] = _as_it_is,
+        give: Give = add_to_grad,
     ) -> None:
         """Raises UnsupportedModelError."""
-        self.hooks = RowHooks(body)
-        self.head = RowHead(head, distribution)
-        self.autocast = autocast
+        self.hooks = RowHooks(causal_lm.get_decoder())
+        self.head = RowHead(causal_lm.get_output_embeddings(), distribution)
+        self.autocast, self.whole, self.give = autocast, whole, give
         self._parts: list[Found] = []
         self._sums = RowSums(0)
 
@@ -108,19 +129,15 @@ class Batched:
         if batch is pools.pieces[-1]:
             lengths = [len(part.rewards_B) for part in self._parts]
             parts, sums, self._parts, self._sums = self._parts, self._sums, [], RowSums(0)
-            finish(joined(parts), sums, lengths, stats)
+            finish(joined(parts), sums, lengths, stats, self.give)
 
     def of_rows(
         self, batch: MicroBatch, loss: LossConfig, stats: Stats, rows: Rows, sums: RowSums
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Squared gradient norms and losses at an advantage of 1, both [B]."""
-        mask, targets = batch.mask_BT[:, 1:], batch.input_ids_BT[:, 1:]
-        row_N = mask.nonzero()[:, 0]
-        with self.hooks.watching(rows, sums) as (forward, squares):
-            with self.autocast():
-                states_NH = predictions(lambda **inputs: forward(**inputs).last_hidden_state, batch, share=False)
-                tokens = Tokens(states_NH.detach(), targets[mask], row_N, row_N.to(states_NH.dtype))
-                head = self.head(tokens)
+        mask = batch.mask_BT[:, 1:]
+        with self.hooks.watching(rows, sums) as squares:
+            states_NH, tokens, head = self.whole(partial(self._forward, batch))
             logp, entropy = spread(mask, head.logp_N), spread(mask, head.entropy_N)
             weights, _ = correction_weights(batch, loss, logp, stats)
             coefficient_BT = -(mask * weights * batch.row_weight_B.to(logp.dtype)[:, None])
@@ -128,11 +145,20 @@ class Batched:
             if states_NH.requires_grad:
                 states_NH.backward(head.states_gradient_NH * tokens.coefficient_N[:, None].to(states_NH.dtype))
             squares += self.hooks.of_scales(rows, sums)
-            if (weight := self.head.head.weight).requires_grad:
+            if self.head.weight is not None:
+                embedded = self.hooks.embedded(self.head.weight)
                 with self.autocast():
-                    squares.append(self.head.terms(head, tokens, rows, sums, self.hooks.embedded(weight)))
+                    squares.append(self.whole(partial(self.head.terms, head, tokens, rows, sums, embedded)))
         book(stats, batch, logp, entropy)
         return torch.stack(squares).sum(0), (coefficient_BT * logp).sum(1)
+
+    def _forward(self, batch: MicroBatch) -> tuple[torch.Tensor, Tokens, HeadPass]:
+        mask, targets = batch.mask_BT[:, 1:], batch.input_ids_BT[:, 1:]
+        row_N = mask.nonzero()[:, 0]
+        with self.autocast():
+            states_NH = predictions(lambda **inputs: self.hooks.body(**inputs).last_hidden_state, batch, share=False)
+            tokens = Tokens(states_NH.detach(), targets[mask], row_N, row_N.to(states_NH.dtype))
+            return states_NH, tokens, self.head(tokens)
 
 
 class ByLength:
@@ -201,7 +227,7 @@ def joined(parts: list[Found]) -> Found:
     return Found(parts[0].slots, *(torch.cat(column) for column in columns))
 
 
-def finish(found: Found, sums: RowSums, lengths: list[int], stats: Stats) -> None:
+def finish(found: Found, sums: RowSums, lengths: list[int], stats: Stats, give: Give) -> None:
     """Baselines, and from them the gradient. `lengths`: rows of each micro-batch that functions in `sums` refer to."""
     if not (torch.isfinite(found.norm_sq_B).all() and torch.isfinite(found.loss_B).all()):
         worst = float(found.norm_sq_B.max()) ** 0.5
@@ -214,7 +240,7 @@ def finish(found: Found, sums: RowSums, lengths: list[int], stats: Stats) -> Non
     advantage_B = found.rewards_B - baseline_B
     pieces = list(advantage_B.split(lengths)) if lengths else []
     for parameter, gradient in sums.gradient(found.slots.factors(baseline_P), pieces):
-        parameter.grad = gradient.to(parameter.dtype) if parameter.grad is None else parameter.grad.add_(gradient)
+        give(parameter, gradient)
     stats.add("loss", float((advantage_B * found.loss_B).sum()))
     stats.baselines.append(baseline_P)
     stats.row_norm_B.append(found.norm_sq_B.sqrt())
@@ -244,24 +270,34 @@ def batched_if_exact(
 
     Dropout must be off.
     """
-    body, head = causal_lm.get_decoder(), causal_lm.get_output_embeddings()
     try:
-        if type(head) is not nn.Linear:
-            raise UnsupportedModelError(f"its head is a {type(head).__name__}")
-        if not {*body.parameters(), head.weight}.issuperset(row_by_row.params):
-            raise UnsupportedModelError("it has trainable parameters outside of its decoder and head")
-        batched = Batched(body, head, distribution, autocast)
-        together, apart = _trial(batched, row_by_row, distribution.n_tokens, causal_lm.device)
-        if not torch.allclose(together, apart, rtol=3e-2):
-            raise UnsupportedModelError(f"a trial gave norms of {together.tolist()} instead of {apart.tolist()}")
-    except (UnsupportedModelError, RuntimeError) as error:
+        return ByLength(exactly_batched(causal_lm, row_by_row, distribution, autocast), row_by_row)
+    except UnsupportedModelError as error:
         warnings.warn(
             f"{type(causal_lm).__name__}: the gradients of rollouts are computed one rollout at a time, which may take "
             f"twice as long as all at once: {error}",
             stacklevel=2,
         )
         return row_by_row
-    return ByLength(batched, row_by_row)
+
+
+def exactly_batched(
+    causal_lm: Any, row_by_row: RowByRow, distribution: TokenDistribution, autocast: Callable[[], Any]
+) -> Batched:
+    """Raises UnsupportedModelError, also when a trial does not give the norms of `row_by_row`."""
+    body, head = causal_lm.get_decoder(), causal_lm.get_output_embeddings()
+    if type(head) is not nn.Linear:
+        raise UnsupportedModelError(f"its head is a {type(head).__name__}")
+    if not {*body.parameters(), head.weight}.issuperset(row_by_row.params):
+        raise UnsupportedModelError("it has trainable parameters outside of its decoder and head")
+    batched = Batched(causal_lm, distribution, autocast)
+    try:
+        together, apart = _trial(batched, row_by_row, distribution.n_tokens, causal_lm.device)
+    except RuntimeError as error:
+        raise UnsupportedModelError(str(error)) from None
+    if not torch.allclose(together, apart, rtol=3e-2):
+        raise UnsupportedModelError(f"a trial gave norms of {together.tolist()} instead of {apart.tolist()}")
+    return batched
 
 
 def _trial(

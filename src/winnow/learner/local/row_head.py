@@ -67,6 +67,8 @@ class RowHead:
     def __init__(self, head: Any, distribution: TokenDistribution) -> None:
         self.head = head
         self.distribution = distribution
+        self.weight: Any = head.weight if head.weight.requires_grad else None
+        """As it is between passes; None when it is not trained."""
 
     @property
     def _at_once(self) -> int:
@@ -108,14 +110,14 @@ class RowHead:
             held = found.logits_gradient_NV
             to_logits = self._part(some)[3] if held is None else held[ends[start] : ends[stop]]
             x_BAH, y_BAV = some.by_row(to_logits, start, ends[start : stop + 1])
-            square_B = product_term(self.head.weight, y_BAV, x_BAH, part, sums, hold=held is not None)
+            square_B = product_term(self.weight, y_BAV, x_BAH, part, sums, hold=held is not None)
             squares.append(square_B if there is None else square_B + _shared(x_BAH, y_BAV, *there))
         return torch.cat(squares)
 
     def _of_long_row(self, tokens: Tokens, rows: Rows, sums: RowSums, embedded: Embedded | None) -> torch.Tensor:
         """Norm term of one row with more tokens than may be held at once."""
         wide = at_least_float32(tokens.states_NH[:0]).dtype
-        product_VH = torch.zeros(self.head.weight.shape, dtype=wide, device=tokens.row_N.device)
+        product_VH = torch.zeros(self.weight.shape, dtype=wide, device=tokens.row_N.device)
         square_B = product_VH.new_zeros(1)
         for some in tokens.split(self._at_once):
             y_AV = self._part(some)[3]
@@ -123,7 +125,7 @@ class RowHead:
             product_VH += y_AV.t() @ x_AH
             if embedded is not None:
                 square_B = square_B + _shared(x_AH[None], y_AV[None], *embedded)
-        sums.add(self.head.weight, product_VH[None], rows)
+        sums.add(self.weight, product_VH[None], rows)
         return square_B + product_VH.square().sum()
 
     def _slices(self, ends: list[int]) -> Iterator[tuple[int, int]]:

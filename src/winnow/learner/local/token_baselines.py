@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from ...methods.advantage.otb import energy, token_baselines, token_sums
@@ -17,6 +19,15 @@ class TokenBaselines:
     def __init__(self, logp: Logp) -> None:
         self.logp = logp
         self._baseline_PT = torch.zeros(0)
+        self._ahead: dict[int, torch.Tensor] = {}
+        """Baselines that were found ahead, by the list of their micro-batches."""
+
+    def ahead(self, batches: Sequence[MicroBatch], loss: LossConfig) -> None:
+        """Find those that would take passes of their own now: one for each of `spread_over_several(batches)`."""
+        first = [
+            batch.pools for batch in spread_over_several(batches) if batch.pools and batch is batch.pools.pieces[0]
+        ]
+        self._ahead = {id(pools.pieces): token_baselines(self._over(pools, loss)) for pools in first}
 
     def __call__(
         self,
@@ -32,7 +43,8 @@ class TokenBaselines:
         if len(pools.pieces) == 1:
             self._baseline_PT = token_baselines(_sums(batch, pools, energy(logp_BT.detach(), squares_BT, weights)))
         elif batch is pools.pieces[0]:
-            self._baseline_PT = token_baselines(self._over(pools, loss))
+            found = self._ahead.pop(id(pools.pieces), None)
+            self._baseline_PT = token_baselines(self._over(pools, loss)) if found is None else found
         return self._baseline_PT[pools.number_B, : logp_BT.shape[1]]
 
     @torch.no_grad()
@@ -45,6 +57,11 @@ class TokenBaselines:
             weights, _ = correction_weights(piece, loss, logp_BT, Stats())
             total[..., : logp_BT.shape[1]] += _sums(piece, piece.pools, energy(logp_BT, squares_BT, weights))
         return total
+
+
+def spread_over_several(batches: Sequence[MicroBatch]) -> list[MicroBatch]:
+    """Those whose pools find baselines of tokens, and are in other micro-batches, too."""
+    return [b for b in batches if b.pools and b.pools.weighing == "energy" and len(b.pools.pieces) > 1]
 
 
 def _sums(batch: MicroBatch, pools: Pools, energy_BT: torch.Tensor) -> torch.Tensor:
