@@ -42,7 +42,7 @@ FSDP = {"name": "fsdp", "ranks": 2, "timeout_s": 120}
 @pytest.fixture(scope="module", autouse=True)
 def cluster() -> Iterator[None]:
     """One for all tests: it takes seconds to start."""
-    ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False)
+    ray.init("local", num_cpus=8, include_dashboard=False, log_to_driver=False)
     yield
     ray.shutdown()
 
@@ -189,6 +189,45 @@ def test_gradients_that_are_not_finite_on_one_rank_stop_all(ranks: Ranks) -> Non
     assert 0 < difference(state(cut), before) < 0.01
 
 
+@pytest.mark.parametrize("weighing", [None, "gradient", "energy"])
+def test_bfloat16_is_as_far_off_as_in_one_process(ranks: Ranks, weighing: Weighing | None) -> None:
+    """Where products are rounded: gradients and log-probabilities agree with float32 about as well."""
+    parts = policy()
+    found: list[list[float]] = []
+    moved = []
+    for dtype, over_ranks in [("float32", False), ("bfloat16", False), ("bfloat16", True)]:
+        changes = {"dtype": dtype, "advantage": "opob" if weighing == "gradient" else "otb" if weighing else "rloo"}
+        same = copy.deepcopy(parts)
+        learner = over(ranks, same, **changes) if over_ranks else Local().build(same, config(**changes))
+        before, rows = state(learner), random_rows(n=12)
+        learner.accumulate(in_pools(rows, weighing) if weighing else rows, LossConfig(policy_loss="plain"))
+        norm = learner.apply(1e-3)
+        found.append([norm, *torch.cat(learner.logp(rows)).tolist()])
+        moved.append(torch.cat([(after - before[name]).flatten() for name, after in state(learner).items()]))
+    exact, alone, cut = (torch.tensor(values) for values in found)
+    assert 0 < (cut - exact).abs().max() < 3 * (alone - exact).abs().max()
+    assert cut[0] == pytest.approx(float(exact[0]), rel=0.03)
+    assert torch.nn.functional.cosine_similarity(moved[2], moved[0], dim=0) > 0.9
+
+
+@pytest.mark.parametrize("weighing", [None, "gradient"])
+def test_weights_are_cut_among_some_ranks_and_copied_to_others(cluster: None, weighing: Weighing | None) -> None:
+    """HSDP: two groups of two ranks."""
+    parts, four = policy(tie_word_embeddings=True), Ranks(world=4, threads=1, num_gpus=0, timeout_s=120)
+    try:
+        changes = {"advantage": "opob" if weighing else "rloo"}
+        alone = Local().build(copy.deepcopy(parts), config(**changes))
+        cut = FsdpLearner(four, *four.build(parts, config(**changes), 2))
+        for step in range(3):
+            rows = random_rows(seed=step, n=2 + 5 * step)
+            for learner in (alone, cut):
+                learner.accumulate(in_pools(rows, weighing) if weighing else rows, LossConfig(policy_loss="plain"))
+                learner.apply(1e-3)
+        assert difference(state(cut), state(alone)) < 1e-5
+    finally:
+        four.close()
+
+
 def test_a_model_whose_rows_cannot_be_told_apart_is_refused(ranks: Ranks) -> None:
     with pytest.raises(ValueError, match="cannot find the baselines of opob with gradient_checkpointing"):
         over(ranks, policy(), advantage="opob", gradient_checkpointing=True)
@@ -283,7 +322,9 @@ def test_a_rank_that_dies_is_named_and_the_run_resumed(run_config: dict[str, Any
 
 def test_what_ranks_cannot_train_is_refused(run_config: dict[str, Any]) -> None:
     opob = {"advantage": "opob", "policy_loss": "plain", "gradient_checkpointing": True}
-    with pytest.raises(ConfigError, match="learner: fsdp cannot find the baselines of opob with gradient_checkpointing"):
+    with pytest.raises(
+        ConfigError, match="learner: fsdp cannot find the baselines of opob with gradient_checkpointing"
+    ):
         Trainer(config=run_config | opob)
     with pytest.raises(ConfigError, match="learner: 90 ranks need 90 CPUs, and the cluster has 8"):
         Trainer(config=run_config | {"learner": {"name": "fsdp", "ranks": 90}})

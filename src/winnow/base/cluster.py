@@ -36,7 +36,8 @@ def join(key: str, address: str | None, specs: Sequence[str | Mapping[str, Any]]
             raise ClusterError(f"{key}: ray_address={elsewhere}: nobody answers there ({error})") from None
     cores = {} if elsewhere else {"num_cpus": max(sum(map(_cores, specs)), os.cpu_count() or 1)}
     try:
-        ray.init(address, log_to_driver=False, include_dashboard=False, **cores)
+        # "local", or Ray would join whatever it finds running on this machine.
+        ray.init(address or (None if elsewhere else "local"), log_to_driver=False, include_dashboard=False, **cores)
     except (ConnectionError, ValueError, RuntimeError) as error:
         raise ClusterError(f"{key}: ray_address={address}: {str(error).splitlines()[0]}") from None
 

@@ -19,6 +19,8 @@ class Fsdp:
     """Options may change on a resume: they say where it runs, and the update is the same."""
 
     ranks: int = 2
+    fsdp_size: int | None = None
+    """Ranks that cut the weights among them; each group of so many has all weights (HSDP). None: all ranks."""
     threads: int = 1
     """Threads, and CPU cores, of each rank."""
     num_gpus: float = 0.0
@@ -31,6 +33,8 @@ class Fsdp:
     def __post_init__(self) -> None:
         if self.ranks < 1 or self.threads < 1:
             raise ValueError("ranks and threads must be at least 1")
+        if self.fsdp_size is not None and (self.fsdp_size < 1 or self.ranks % self.fsdp_size):
+            raise ValueError(f"fsdp_size must divide ranks={self.ranks}, not {self.fsdp_size}")
         if not self.timeout_s > 0:
             raise ValueError(f"timeout_s must be > 0, not {self.timeout_s}")
 
@@ -48,7 +52,7 @@ class Fsdp:
                 if model is not None:
                     model.cpu()  # each rank has its own device
             try:
-                return FsdpLearner(ranks, *ranks.build(policy, config))
+                return FsdpLearner(ranks, *ranks.build(policy, config, self.fsdp_size))
             except BaseException:
                 ranks.close()
                 raise

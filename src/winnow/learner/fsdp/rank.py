@@ -40,7 +40,7 @@ class Rank:
         limit = timedelta(seconds=timeout_s)
         dist.init_process_group(backend, init_method=address, rank=self.rank, world_size=self.world, timeout=limit)
 
-    def build(self, policy: Policy, config: RunConfig) -> dict[str, Any]:
+    def build(self, policy: Policy, config: RunConfig, fsdp_size: int | None) -> dict[str, Any]:
         """Cut the model; says what the whole is like."""
         model, reference = policy.model, policy.reference
         if torch.cuda.is_available():
@@ -51,6 +51,7 @@ class Rank:
             distribution(policy, config),
             options(policy, config),
             reference,
+            fsdp_size=fsdp_size,
             gradient_baselines=getattr(kind, "weighing", None) == "gradient",
         )
         return {"sizes": learner.sizes, "precision": learner.precision, "specs": learner.weights().specs}

@@ -49,11 +49,13 @@ class Ranks:
             self.close()
             raise
 
-    def build(self, policy: Policy, config: RunConfig) -> tuple[Sizes, str, Mapping[str, TensorSpec]]:
+    def build(
+        self, policy: Policy, config: RunConfig, fsdp_size: int | None = None
+    ) -> tuple[Sizes, str, Mapping[str, TensorSpec]]:
         """Cut the model: sizes, precision and weights of the whole."""
         import ray
 
-        found = self.all("build", [(ray.put(policy), config)] * self.world)[0]
+        found = self.all("build", [(ray.put(policy), config, fsdp_size)] * self.world)[0]
         return found["sizes"], found["precision"], found["specs"]
 
     def same(self, name: str, *args: Any) -> list[Any]:

@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import checkpoint as dcp
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial
 
 from ...methods.correct import Evidence
@@ -55,10 +56,15 @@ class ShardedLearner(LocalLearner):
         options: LearnerOptions,
         reference: nn.Module | None = None,
         *,
+        fsdp_size: int | None = None,
         gradient_baselines: bool = False,
     ) -> None:
-        """Raises ValueError when `gradient_baselines`, those of OPOB, cannot be found for this model."""
+        """Raises ValueError when `gradient_baselines`, those of OPOB, cannot be found for this model.
+
+        `fsdp_size`: of the groups of ranks that cut the weights among them; all have the same.
+        """
         self._world = dist.get_world_size()
+        self._fsdp_size = fsdp_size or self._world
         self._gradient_baselines = gradient_baselines
         self._most = 1
         self._filler: Row
@@ -74,13 +80,18 @@ class ShardedLearner(LocalLearner):
     def _place(self) -> None:
         if self._gradient_baselines:
             self._try_gradient_baselines()
+        groups = (self._world // self._fsdp_size, self._fsdp_size)
+        mesh = init_device_mesh(self.device.type, groups, mesh_dim_names=("replicate", "shard"))
+        cut: dict[str, Any] = {"mesh": mesh if groups[0] > 1 else mesh["shard"], "reshard_after_forward": True}
+        # Layers come together in the type that they compute in; what is between them stays as it is under autocast.
+        half = MixedPrecisionPolicy(self.options.compute_dtype, torch.float32, cast_forward_inputs=False)
         kinds = set(getattr(self._causal_lm, "_no_split_modules", None) or ())
         for module in list(self._causal_lm.modules()):
             if type(module).__name__ in kinds:
-                fully_shard(module, reshard_after_forward=True)
+                fully_shard(module, mp_policy=half, **cut)
         # The root, too: else it would keep whole weights beyond an update.
         self._root = Root(self.model)
-        fully_shard(self._root, reshard_after_forward=True)
+        fully_shard(self._root, **cut)
 
     def _try_gradient_baselines(self) -> None:
         """While the model is whole: a backward pass for each row would be one more collective for each."""
@@ -160,7 +171,9 @@ class ShardedLearner(LocalLearner):
             mine = kept.pop(p, None)
             whole = torch.zeros(p.shape, dtype=p.dtype, device=self.device) if mine is None else mine.to(p.dtype)
             assert isinstance(p, DTensor)
-            cut = DTensor.from_local(whole, p.device_mesh, [Partial()]).redistribute(placements=p.placements)
+            cut = DTensor.from_local(whole, p.device_mesh, [Partial()] * p.device_mesh.ndim).redistribute(
+                placements=p.placements
+            )
             p.grad = cut if p.grad is None else p.grad + cut
 
     def _all_or_none(self, why: str) -> None:
