@@ -14,6 +14,7 @@ from winnow import Trainer
 from winnow.config import ConfigError
 from winnow.loop import RunStoppedError
 from winnow.record.ledger import Ledger
+from winnow.run.standalone import evaluate_model
 
 from .. import parity
 
@@ -65,6 +66,9 @@ def test_a_run_is_that_of_the_embedded_engine(config: dict[str, Any], tmp_path: 
     assert last[0]["updated"] == 1
     for name in ("loss", "grad_norm", "sampling/kl", "reward"):
         assert last[0][name] == pytest.approx(last[1][name], abs=1e-3)
+    found = evaluate_model(str(theirs), {"eval_generations": 1, "eval_prompts": 2})  # by vLLM, which loads the model
+    assert found["prompts"] == 2
+    assert found["failed"] == 0
 
 
 def test_samplers_with_vllm(config: dict[str, Any]) -> None:

@@ -26,7 +26,8 @@ from .window import Window
 
 HEAD_STREAM = 6
 """Keeps its draws apart from other noise."""
-FILE = "quality_head.safetensors"
+FILE = "gate/quality_head.safetensors"
+"""Not beside the weights of a model: engines load every such file that they find there."""
 WIDTH, LEARNING_RATE = 128, 1e-3
 UPDATES, BATCH = 4, 256
 """Gradient steps after an optimizer step of the policy, and examples for each."""
@@ -82,9 +83,10 @@ class HeadWeights:
         return np.asarray(np.maximum(inner, 0, out=inner) @ second[0] + last[0])
 
     def save(self, directory: Path) -> None:
-        """Write `quality_head.safetensors`; nothing before anything was learned."""
+        """Write `FILE`; nothing before anything was learned."""
         if self.layers:
             tensors = {name: torch.from_numpy(layer) for name, layer in zip(_NAMES, self.layers, strict=True)}
+            (directory / FILE).parent.mkdir(exist_ok=True)
             save_file(tensors | {"moments": torch.tensor(self.moments, dtype=torch.float64)}, directory / FILE)
 
     @classmethod
