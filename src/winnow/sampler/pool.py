@@ -141,6 +141,8 @@ class SamplerPool:
         """Deaths in a row of each sampler."""
         self._landed: list[Group] = []
         """Groups for training, not yet polled; those whose sampler died twice among them."""
+        self._pending = 0
+        """Groups for training, launched and not yet polled: what is in flight is not counted again at each poll."""
         self._reset()
 
     def _reset(self) -> None:
@@ -159,10 +161,10 @@ class SamplerPool:
 
     @property
     def pending(self) -> int:
-        flying = (sent for member in self._members for sent in member.flights.values())
-        return sum(sent.job.purpose == "train" for sent in flying) + len(self._landed)
+        return self._pending
 
     def launch(self, job: Job) -> None:
+        self._pending += job.purpose == "train"
         least = min(self._members, key=lambda member: (not member.ready, len(member.flights)))
         self._send(least, Sent(job, again=False))
 
@@ -193,6 +195,7 @@ class SamplerPool:
         groups, self._landed = self._landed, []
         groups += self._heard(wait=not groups)
         self._waited += time.monotonic() - started
+        self._pending -= len(groups)
         return sorted(groups, key=lambda group: group.visit.number)
 
     def run(self, jobs: Sequence[Job]) -> list[Group]:

@@ -1,0 +1,255 @@
+"""What a group costs the driver: 1 to 64 simulated samplers, 10^2 to 10^5 groups in flight.
+
+    python benchmarks/scale_driver.py --out benchmarks/results/scale_driver.json
+
+Loop, pool, codec, selector (GRESO), filter, pace, buffer and ledger are those of a run; samplers answer with groups of
+8 rollouts x 64 to 256 tokens, encoded as a sampler does. Weights and updates are left out. The unit is CPU time of
+this process, by part, each without the parts inside it:
+
+    transport   the messages' bytes made objects: JSON lines (`pipe`), or pickle, as Ray does (`ray`)
+    decode      groups made of them (`sampler/codec.py`)
+    pool        launched, taken, watched over
+    ledger      visits and fates booked
+    loop        everything else: selector, filter, pace, buffer, tally
+
+`--polled` groups come at each poll: 1, when the driver waits for each; more, when it is busy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import pickle
+import statistics
+import tempfile
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Literal
+
+import numpy as np
+from machine import machine
+
+from winnow.config import validate
+from winnow.loop import Hooks, Limits, Loop, Parts
+from winnow.record.ledger import Ledger
+from winnow.run.build import build_methods
+from winnow.sampler import SamplerContext, pool
+from winnow.sampler.buffer import Buffer
+from winnow.sampler.codec import group_from, group_state
+from winnow.sampler.pace import Beside
+from winnow.sampler.pool import Inbox, Message, PoolOptions, SamplerPool
+from winnow.study.warm_start import word_tokenizer
+from winnow.types import Group, Prompt, Rollout, Turn, Visit
+
+Kind = Literal["pipe", "ray"]
+SIBLINGS, SHORTEST, LONGEST, PROMPT_TOKENS, VOCABULARY = 8, 64, 256, 100, 32_000
+MAX_LAG = 9
+"""A step then trains a tenth of what is in flight."""
+PROMPTS = [Prompt(f"p{i}", i, text="p") for i in range(100_000)]
+PARTS = ("transport", "decode", "pool", "ledger", "loop")
+
+
+def recorded(version: int, seed: int) -> Group:
+    """A finished group; one of four has equal rewards."""
+    rng = np.random.default_rng(seed)
+    prompt_ids = tuple(rng.integers(0, VOCABULARY, PROMPT_TOKENS).tolist())
+    rollouts = []
+    for sibling in range(SIBLINGS):
+        n = int(rng.integers(SHORTEST, LONGEST + 1))
+        text = " ".join(f"{word:04x}" for word in rng.integers(0, 1 << 16, n))
+        logp = -rng.exponential(0.5, n).astype(np.float32)
+        arrays = rng.integers(0, VOCABULARY, n), np.ones(n, bool), logp, np.full(n, version, np.int32)
+        reward = float(seed > 0 and sibling % 2)
+        more: dict[str, Any] = {"reward": reward, "rewards": {"correct": reward}, "seconds": 0.1, "stop_reason": "eos"}
+        rollouts.append(Rollout(sibling, prompt_ids, *arrays, [Turn(text, None, 0, n, "eos")], text=text, **more))
+    return Group(Visit(0, 0, PROMPTS[0]), rollouts)
+
+
+class Shares:
+    """CPU seconds by part, each without the parts inside it."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._parts = ["loop"]
+        self._at = time.process_time()
+
+    def book(self) -> None:
+        now = time.process_time()
+        self.seconds[self._parts[-1]] = self.seconds.get(self._parts[-1], 0.0) + now - self._at
+        self._at = now
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        self.book()
+        self._parts.append(name)
+        yield
+        self.book()
+        self._parts.pop()
+
+    def watch(self, owner: Any, method: str, name: str) -> None:
+        inner = getattr(owner, method)
+
+        def timed(*args: Any, **named: Any) -> Any:
+            with self.part(name):
+                return inner(*args, **named)
+
+        setattr(owner, method, timed)
+
+
+class Samplers:
+    """All of them. Each answers its jobs in order, when it is told to; weights it has at once."""
+
+    def __init__(self, kind: Kind, shares: Shares) -> None:
+        self.kind, self.shares = kind, shares
+        self.version = 0
+        self._working: deque[tuple[Channel, dict[str, Any]]] = deque()
+        self._messages: dict[tuple[int, int], dict[str, Any]] = {}
+        self._answered = 0
+
+    def told(self, channel: Channel, content: dict[str, Any]) -> None:
+        if "launch" in content:
+            self._working.append((channel, content["launch"]))
+            return
+        start = content.get("start", content)
+        self.version = start["version"]
+        channel.inbox.put(Message(channel, {"loaded": self.version, "dtype": "float32", "metrics": {}}))
+
+    def answer(self, n: int) -> None:
+        with self.shares.part("simulation"):
+            for _ in range(min(n, len(self._working))):
+                channel, job = self._working.popleft()
+                data = self.encoded(job["visit"])
+                with self.shares.part("transport"):
+                    content = json.loads(data) if self.kind == "pipe" else pickle.loads(data)
+                channel.inbox.put(Message(channel, content))
+
+    def encoded(self, visit: list[Any]) -> bytes:
+        self._answered += 1
+        key = self.version, self._answered % 4
+        if key not in self._messages:
+            self._messages = {k: v for k, v in self._messages.items() if k[0] == self.version}
+            self._messages[key] = group_state(recorded(*key))
+        content = {"group": self._messages[key] | {"visit": visit}}
+        return json.dumps(content).encode() if self.kind == "pipe" else pickle.dumps(content, 5)
+
+
+class Channel:
+    def __init__(self, inbox: Inbox, samplers: Samplers) -> None:
+        self.inbox, self.samplers = inbox, samplers
+
+    def send(self, content: dict[str, Any]) -> None:
+        with self.samplers.shares.part("transport"):
+            json.dumps(content) if self.samplers.kind == "pipe" else pickle.dumps(content, 5)
+        with self.samplers.shares.part("simulation"):
+            self.samplers.told(self, content)
+
+    def kill(self) -> str:
+        return "it was killed"
+
+
+class Nowhere:
+    """Weights that nobody reads."""
+
+    version = -1
+
+    def write(self, weights: Any, version: int) -> None:
+        self.version = version
+
+    def told(self) -> dict[str, Any]:
+        return {"weights": "nowhere", "version": self.version}
+
+    def remove(self) -> None: ...
+
+
+def loop_of(kind: Kind, samplers: int, in_flight: int, polled: int, folder: Path, shares: Shares) -> Loop:
+    settings = {"model": "m", "env": "countdown", "output_dir": str(folder), "selector": "greso", "max_lag": MAX_LAG}
+    c = validate(settings | {"num_generations": SIBLINGS, "filter": "zero_variance", "correction": "truncate"})
+    task: Any = SimpleNamespace(train=PROMPTS, test=[], max_turns=1, fingerprint=lambda: "")
+    context = SamplerContext(c, task, word_tokenizer(["w"], 8), greedy_baseline=False, behind=MAX_LAG, runner=None)
+    simulated = Samplers(kind, shares)
+    options = PoolOptions(samplers=samplers, timeout_s=1e9)
+    sampler = SamplerPool(options, context, Nowhere(), lambda inbox: Channel(inbox, simulated))
+    methods = build_methods(c, PROMPTS)
+    buffer = Buffer(in_flight // (MAX_LAG + 1), MAX_LAG, carry=True)
+    updated: Any = lambda groups, step: {"updated": 1.0}  # noqa: E731
+    learner: Any = SimpleNamespace(weights=dict)
+    ledger = Ledger.open(folder / "ledger.sqlite")
+    ledger.judge = methods.judge
+    ours = methods.selector, methods.group_size, methods.filter, updated, buffer, Beside(buffer, sampler)
+    parts = Parts({"train": PROMPTS}, sampler, learner, *ours, buffer.prompts_per_step, ledger)
+    nothing: Callable[..., Any] = lambda *_: None  # noqa: E731
+    hooks = Hooks(nothing, nothing, nothing, nothing, nothing, lambda: False)
+    poll = sampler.poll
+    sampler.poll = lambda: (simulated.answer(polled), poll())[1]  # type: ignore[method-assign]
+    pool.group_from = group_from
+    for owner, names, part in (
+        (pool, ("group_from",), "decode"),
+        (sampler, ("launch", "poll", "publish"), "pool"),
+        (ledger, ("visit", "finish", "step"), "ledger"),
+    ):
+        for name in names:
+            shares.watch(owner, name, part)
+    return Loop(parts, hooks, Limits(10**9, 1.0, 10**9), methods.judge)
+
+
+def measure(kind: Kind, samplers: int, in_flight: int, polled: int, groups: int) -> dict[str, Any]:
+    """Microseconds of a group by part, in the middle of a run: after the pipeline is full, over whole steps."""
+    with tempfile.TemporaryDirectory() as directory:
+        shares = Shares()
+        loop = loop_of(kind, samplers, in_flight, polled, Path(directory), shares)
+        loop.publish()
+        loop.one_step()
+        before = _finished(loop)
+        shares.book()
+        shares.seconds.clear()
+        started = time.perf_counter()
+        while _finished(loop) - before < groups:
+            loop.one_step()
+        shares.book()
+        wall = time.perf_counter() - started
+        done = _finished(loop) - before
+        loop.parts.ledger.close()
+    found = {part: round(1e6 * shares.seconds.get(part, 0.0) / done, 1) for part in PARTS}
+    total = sum(found.values())
+    return {"us_a_group": found | {"total": round(total, 1)}, "groups": done, "wall_s": round(wall, 2)}
+
+
+def _finished(loop: Loop) -> int:
+    return int(loop.parts.ledger._db.execute("SELECT COUNT(*) FROM outcomes").fetchone()[0])
+
+
+def message_bytes(kind: Kind) -> int:
+    samplers = Samplers(kind, Shares())
+    return round(statistics.mean(len(samplers.encoded([0, 0, 0, {"keep": True}])) for _ in range(4)))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--samplers", type=int, nargs="+", default=[1, 8, 64])
+    parser.add_argument("--in-flight", type=int, nargs="+", default=[100, 1_000, 10_000, 100_000])
+    parser.add_argument("--polled", type=int, nargs="+", default=[1, 16])
+    parser.add_argument("--groups", type=int, default=2_000, help="that are measured, at least")
+    parser.add_argument("--repeats", type=int, default=3)
+    options = parser.parse_args()
+    said: dict[str, Any] = {"what": __doc__, "machine": machine("cpu"), "cells": []}
+    said["message_bytes"] = {kind: message_bytes(kind) for kind in ("pipe", "ray")}
+    print(said["message_bytes"], flush=True)
+    for in_flight in options.in_flight:
+        for n in options.samplers:
+            for polled in options.polled:
+                cell: dict[str, Any] = {"in_flight": in_flight, "samplers": n, "polled": polled, "pipe": [], "ray": []}
+                for _ in range(options.repeats):
+                    for kind in ("pipe", "ray"):
+                        cell[kind].append(measure(kind, n, in_flight, polled, options.groups))
+                said["cells"].append(cell)
+                print(in_flight, n, polled, {k: [m["us_a_group"] for m in cell[k]] for k in ("pipe", "ray")}, flush=True)
+                options.out.write_text(json.dumps(said, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
