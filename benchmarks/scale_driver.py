@@ -11,8 +11,6 @@ this process, by part, each without the parts inside it:
     pool        launched, taken, watched over
     ledger      visits and fates booked
     loop        everything else: selector, filter, pace, buffer, tally
-
-`--polled` groups come at each poll: 1, when the driver waits for each; more, when it is busy.
 """
 
 from __future__ import annotations
@@ -50,6 +48,13 @@ SIBLINGS, SHORTEST, LONGEST, PROMPT_TOKENS, VOCABULARY = 8, 64, 256, 100, 32_000
 MAX_LAG = 9
 """A step then trains a tenth of what is in flight."""
 PROMPTS = [Prompt(f"p{i}", i, text="p") for i in range(100_000)]
+SENT: tuple[Kind, ...] = ("pipe", "ray")
+CELLS = [
+    *((samplers, in_flight, 1) for in_flight in (100, 1_000, 10_000) for samplers in (1, 8, 64)),
+    (8, 1_000, 64),
+    *((samplers, 100_000, 1) for samplers in (1, 64)),
+]
+"""Samplers, groups in flight, and groups that have come at each poll: one, when the driver waits for each."""
 PARTS = ("transport", "decode", "pool", "ledger", "loop")
 
 
@@ -230,24 +235,18 @@ def message_bytes(kind: Kind) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--samplers", type=int, nargs="+", default=[1, 8, 64])
-    parser.add_argument("--in-flight", type=int, nargs="+", default=[100, 1_000, 10_000, 100_000])
-    parser.add_argument("--polled", type=int, nargs="+", default=[1, 16])
     parser.add_argument("--groups", type=int, default=2_000, help="that are measured, at least")
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=3, help="of cells with less than 10^5 groups in flight")
     options = parser.parse_args()
     said: dict[str, Any] = {"what": __doc__, "machine": machine("cpu"), "cells": []}
-    said["message_bytes"] = {kind: message_bytes(kind) for kind in ("pipe", "ray")}
-    print(said["message_bytes"], flush=True)
-    for in_flight in options.in_flight:
-        for n in options.samplers:
-            for polled in options.polled:
-                cell: dict[str, Any] = {"in_flight": in_flight, "samplers": n, "polled": polled, "pipe": [], "ray": []}
-                for _ in range(options.repeats):
-                    for kind in ("pipe", "ray"):
-                        cell[kind].append(measure(kind, n, in_flight, polled, options.groups))
-                said["cells"].append(cell)
-                print(in_flight, n, polled, {k: [m["us_a_group"] for m in cell[k]] for k in ("pipe", "ray")}, flush=True)
+    said["message_bytes"] = {kind: message_bytes(kind) for kind in SENT}
+    for samplers, in_flight, polled in CELLS:
+        cell: dict[str, Any] = {"in_flight": in_flight, "samplers": samplers, "polled": polled, "pipe": [], "ray": []}
+        said["cells"].append(cell)
+        for _ in range(options.repeats if in_flight < 100_000 else 1):
+            for kind in SENT:
+                cell[kind].append(measure(kind, samplers, in_flight, polled, options.groups))
+                print(samplers, in_flight, polled, kind, cell[kind][-1], flush=True)
                 options.out.write_text(json.dumps(said, indent=1) + "\n", encoding="utf-8")
 
 

@@ -11,13 +11,24 @@ import numpy as np
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from winnow.base.packed import pack
 from winnow.engine import LocalEngine, SamplingParams
 from winnow.env.rewards.rewarder import Rewarder
 from winnow.methods.gate import GateContext
 from winnow.methods.gate.quality import Arrol
 from winnow.rollout.options import RolloutOptions
 from winnow.rollout.runner import RolloutRunner
-from winnow.sampler.codec import group_from, group_state, job_from, job_state, prompts_of, visit_from, visit_state
+from winnow.sampler.codec import (
+    ARRAYS,
+    PACKED,
+    group_from,
+    group_state,
+    job_from,
+    job_state,
+    prompts_of,
+    visit_from,
+    visit_state,
+)
 from winnow.types import Decision, EnvStep, Fate, Group, Job, Prompt, Rollout, Token, Turn, Verdict, Visit
 
 from ..gates import named
@@ -94,6 +105,27 @@ def test_a_group_keeps_all_it_has() -> None:
     assert again.prompt is PROMPTS[3]
     assert again.rollouts[0].decisions[0].verdict.evidence["hidden"].flags.writeable
     assert travelled(group_state(again)) == state
+
+
+def test_a_group_without_tokens_travels() -> None:
+    nothing = [np.empty(0, t) for t in (np.int64, bool, np.float32, np.int32)]
+    for rollouts in ([], [Rollout(0, (1,), *nothing), Rollout(1, (2, 3), *nothing)]):
+        group = Group(Visit(0, 0, PROMPTS[0]), rollouts)
+        same(group_from(travelled(group_state(group)), {"train": PROMPTS}), group)
+
+
+def test_groups_in_a_checkpoint_of_0_1_are_read() -> None:
+    """There each rollout had its own arrays and prompt."""
+    arrays = np.array([5, 6, 7]), np.array([True, False, True]), np.zeros(3, np.float32), np.zeros(3, np.int32)
+    group = Group(Visit(0, 0, PROMPTS[0]), [Rollout(i, (3, 4), *arrays, reward=1.0) for i in range(2)])
+    state = group_state(group)
+    del state["arrays"], state["prompt_ids"]
+    for row, rollout in zip(state["rollouts"], group.rollouts, strict=True):
+        row["prompt_ids"] = list(rollout.prompt_ids)
+        for name in ARRAYS:
+            value = getattr(rollout, name)
+            row[name] = None if value is None else {PACKED: pack(value)}
+    same(group_from(travelled(state), {"train": PROMPTS}), group)
 
 
 def test_jobs_find_their_prompts_by_purpose() -> None:

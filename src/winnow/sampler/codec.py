@@ -8,13 +8,16 @@ from typing import Any
 
 import numpy as np
 
-from ..base.packed import pack, unpack
+from ..base.packed import pack, pack_all, unpack, unpack_all
 from ..env.base import Task
 from ..types import Decision, EnvStep, Fate, Group, Job, Prompt, Purpose, Rollout, Token, Turn, Verdict, Visit
 
 Prompts = Sequence[Prompt] | Mapping[int, Prompt]
 """Prompts by ordinal."""
 PACKED = "packed"
+ARRAYS = ("token_ids", "action_mask", "sampler_logp", "versions", "confidence", "raw_logp", "last_hidden")
+"""Fields of a rollout that are arrays. Those of a whole group travel as one."""
+_PLAIN = tuple(f.name for f in fields(Rollout) if f.name not in (*ARRAYS, "prompt_ids", "turns", "decisions"))
 
 
 def prompts_of(task: Task) -> dict[Purpose, Prompts]:
@@ -46,11 +49,14 @@ def visit_from(state: Sequence[Any], prompts: Prompts) -> Visit:
 
 def group_state(group: Group) -> dict[str, Any]:
     """A finished group as plain JSON values; its prompt by ordinal."""
+    prompt_ids = group.rollouts[0].prompt_ids if group.rollouts else ()
     return {
         "visit": visit_state(group.visit),
         "decisions": [_decision_state(d) for d in group.decisions],
         "purpose": group.purpose,
-        "rollouts": [_rollout_state(r) for r in group.rollouts],
+        "prompt_ids": list(prompt_ids),
+        "rollouts": [_rollout_state(r, prompt_ids) for r in group.rollouts],
+        "arrays": pack_all([getattr(r, name) for r in group.rollouts for name in ARRAYS]),
     }
 
 
@@ -58,19 +64,27 @@ def group_from(state: Mapping[str, Any], prompts: Mapping[Purpose, Prompts]) -> 
     """The group that `group_state` was given."""
     visit = visit_from(state["visit"], prompts[state["purpose"]])
     decisions = [_decision_from(d) for d in state["decisions"]]
-    return Group(visit, [_rollout_from(r) for r in state["rollouts"]], decisions, state["purpose"])
+    if "arrays" in state:
+        arrays = unpack_all(state["arrays"])
+    else:  # of an older checkpoint: each rollout has its own
+        arrays = [_real(r[name]) for r in state["rollouts"] for name in ARRAYS]
+    prompt_ids, n = tuple(state.get("prompt_ids", ())), len(ARRAYS)
+    rollouts = [_rollout_from(r, prompt_ids, arrays[i * n : (i + 1) * n]) for i, r in enumerate(state["rollouts"])]
+    return Group(visit, rollouts, decisions, state["purpose"])
 
 
-def _rollout_state(rollout: Rollout) -> dict[str, Any]:
-    state = {f.name: _plain(getattr(rollout, f.name)) for f in fields(rollout) if f.name not in ("turns", "decisions")}
+def _rollout_state(rollout: Rollout, prompt_ids: tuple[int, ...]) -> dict[str, Any]:
+    state = {name: _plain(getattr(rollout, name)) for name in _PLAIN}
+    if rollout.prompt_ids != prompt_ids:
+        state["prompt_ids"] = list(rollout.prompt_ids)
     state["turns"] = [asdict(t) for t in rollout.turns]
     state["decisions"] = [_decision_state(d) for d in rollout.decisions]
     return state
 
 
-def _rollout_from(state: Mapping[str, Any]) -> Rollout:
-    values = {name: _real(value) for name, value in state.items()}
-    values["prompt_ids"] = tuple(state["prompt_ids"])
+def _rollout_from(state: Mapping[str, Any], prompt_ids: tuple[int, ...], arrays: Sequence[Any]) -> Rollout:
+    values = {**state, **dict(zip(ARRAYS, arrays, strict=True))}
+    values["prompt_ids"] = tuple(state["prompt_ids"]) if "prompt_ids" in state else prompt_ids
     values["turns"] = [Turn(**t) for t in state["turns"]]
     values["decisions"] = [_decision_from(d) for d in state["decisions"]]
     values["fate"] = Fate(state["fate"]) if state["fate"] else None
