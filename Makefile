@@ -7,7 +7,7 @@ JOBS ?= 2
 # Some packages are built by calling `python`, which not every machine has.
 PIP := PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test test-all install-scale test-scale bench bench-claims lint clean
+.PHONY: demo test test-all install-scale test-scale bench bench-scale bench-claims lint clean
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -54,6 +54,12 @@ bench: $(VENV)/.bench ## engine and training step beside their peers; writes ben
 	$(BIN)/python benchmarks/arrol.py --out benchmarks/results/arrol.json
 	$(BIN)/python benchmarks/opob.py --out benchmarks/results/opob.json
 	$(BIN)/python benchmarks/async_wall.py --out benchmarks/results/async_wall.json
+
+bench-scale: $(SCALE)/.installed ## Ray beside pipes, ranks beside one process, vLLM beside the embedded engine, what the driver takes
+	$(SCALE)/bin/python benchmarks/scale_driver.py --out benchmarks/results/scale_driver.json
+	$(SCALE)/bin/python benchmarks/scale_channels.py --out benchmarks/results/scale_channels.json
+	$(SCALE)/bin/python benchmarks/scale_learner.py --out benchmarks/results/scale_learner.json
+	$(SCALE)/bin/python benchmarks/engine_vllm.py --out benchmarks/results/engine_vllm.json
 
 bench-claims: $(VENV)/.bench ## the papers' claims, four seeds an arm: hours; can be stopped and started again
 	$(BIN)/python benchmarks/claims.py --out benchmarks/results/claims.json --docs docs/claims.md

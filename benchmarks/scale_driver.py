@@ -50,9 +50,10 @@ MAX_LAG = 9
 PROMPTS = [Prompt(f"p{i}", i, text="p") for i in range(100_000)]
 SENT: tuple[Kind, ...] = ("pipe", "ray")
 CELLS = [
-    *((samplers, in_flight, 1) for in_flight in (100, 1_000, 10_000) for samplers in (1, 8, 64)),
+    *((samplers, 1_000, 1) for samplers in (1, 8, 64)),
     (8, 1_000, 64),
-    *((samplers, 100_000, 1) for samplers in (1, 64)),
+    *((8, in_flight, 1) for in_flight in (100, 10_000, 100_000)),
+    (64, 100_000, 1),
 ]
 """Samplers, groups in flight, and groups that have come at each poll: one, when the driver waits for each."""
 PARTS = ("transport", "decode", "pool", "ledger", "loop")
@@ -235,7 +236,7 @@ def message_bytes(kind: Kind) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--groups", type=int, default=2_000, help="that are measured, at least")
+    parser.add_argument("--groups", type=int, default=1_500, help="that are measured, at least")
     parser.add_argument("--repeats", type=int, default=3, help="of cells with less than 10^5 groups in flight")
     options = parser.parse_args()
     said: dict[str, Any] = {"what": __doc__, "machine": machine("cpu"), "cells": []}
