@@ -11,6 +11,8 @@ this process, by part, each without the parts inside it:
     pool        launched, taken, watched over
     ledger      visits and fates booked
     loop        everything else: selector, filter, pace, buffer, tally
+
+Beside it: bytes of a message, and CPU time to read it, by tokens of a rollout.
 """
 
 from __future__ import annotations
@@ -59,13 +61,13 @@ CELLS = [
 PARTS = ("transport", "decode", "pool", "ledger", "loop")
 
 
-def recorded(version: int, seed: int) -> Group:
-    """A finished group; one of four has equal rewards."""
+def recorded(version: int, seed: int, shortest: int = SHORTEST, longest: int = LONGEST) -> Group:
+    """A finished group; that of seed 0 has equal rewards."""
     rng = np.random.default_rng(seed)
     prompt_ids = tuple(rng.integers(0, VOCABULARY, PROMPT_TOKENS).tolist())
     rollouts = []
     for sibling in range(SIBLINGS):
-        n = int(rng.integers(SHORTEST, LONGEST + 1))
+        n = int(rng.integers(shortest, longest + 1))
         text = " ".join(f"{word:04x}" for word in rng.integers(0, 1 << 16, n))
         logp = -rng.exponential(0.5, n).astype(np.float32)
         arrays = rng.integers(0, VOCABULARY, n), np.ones(n, bool), logp, np.full(n, version, np.int32)
@@ -228,9 +230,21 @@ def _finished(loop: Loop) -> int:
     return int(loop.parts.ledger._db.execute("SELECT COUNT(*) FROM outcomes").fetchone()[0])
 
 
-def message_bytes(kind: Kind) -> int:
-    samplers = Samplers(kind, Shares())
-    return round(statistics.mean(len(samplers.encoded([0, 0, 0, {"keep": True}])) for _ in range(4)))
+def message(tokens: int, repeats: int = 9) -> dict[str, Any]:
+    """Bytes of a group's message with rollouts of so many tokens, and the CPU time (us) until it is a group."""
+    group = group_state(recorded(0, 1, tokens, tokens))
+    sides: dict[str, tuple[bytes, Callable[[bytes], Any]]] = {
+        "pipe": (json.dumps(group).encode(), json.loads),
+        "ray": (pickle.dumps(group, 5), pickle.loads),
+    }
+    found: dict[str, list[float]] = {side: [] for side in sides}
+    for _ in range(repeats):
+        for side, (data, load) in sides.items():
+            started = time.process_time()
+            group_from(load(data), {"train": PROMPTS})
+            found[side].append(1e6 * (time.process_time() - started))
+    read = {side: {"bytes": len(sides[side][0]), "us": statistics.median(us[1:])} for side, us in found.items()}
+    return {"tokens": tokens, **read}
 
 
 def main() -> None:
@@ -240,7 +254,8 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3, help="of cells with less than 10^5 groups in flight")
     options = parser.parse_args()
     said: dict[str, Any] = {"what": __doc__, "machine": machine("cpu"), "cells": []}
-    said["message_bytes"] = {kind: message_bytes(kind) for kind in SENT}
+    said["messages"] = [message(tokens) for tokens in (20, 160, 1_000, 8_000)]
+    print(said["messages"], flush=True)
     for samplers, in_flight, polled in CELLS:
         cell: dict[str, Any] = {"in_flight": in_flight, "samplers": samplers, "polled": polled, "pipe": [], "ray": []}
         said["cells"].append(cell)

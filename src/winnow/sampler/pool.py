@@ -331,7 +331,7 @@ class SamplerPool:
         there = {(group.purpose, group.visit.number) for group in groups}
         for sent in (sent for sent in flying if sent.key not in there):
             groups.append(self._failed_group(sent.job, "", fate=None))  # its sampler did not answer
-        self._members, self._landed = [], []
+        self._members, self._landed, self._pending = [], [], 0
         self._transport.remove()
         return [group for group in groups if group.purpose == "train"]
 
