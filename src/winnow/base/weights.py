@@ -54,6 +54,43 @@ class StateWeights:
         return self._state
 
 
+class FiniteWeights:
+    """The weights of another source. Raises FloatingPointError where one is not finite, with its name."""
+
+    def __init__(self, source: WeightSource) -> None:
+        self._source = source
+
+    @property
+    def specs(self) -> Mapping[str, TensorSpec]:
+        return self._source.specs
+
+    def items(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in self._source.items():
+            _require_finite(name, tensor)
+            yield name, tensor
+
+    def state_dict(self) -> Mapping[str, torch.Tensor]:
+        state = self._source.state_dict()
+        for name, tensor in state.items():
+            _require_finite(name, tensor)
+        return state
+
+
+def _require_finite(name: str, tensor: torch.Tensor) -> None:
+    if not is_finite(tensor):
+        raise FloatingPointError(
+            f"the learner's weight {name!r} is not finite; it was not published, and nothing was saved since the last "
+            "checkpoint"
+        )
+
+
+def is_finite(tensor: torch.Tensor) -> bool:
+    """Whether all of its elements are; makes no copy of it."""
+    if tensor.numel() == 0 or not tensor.is_floating_point():
+        return True
+    return bool(torch.isfinite(torch.stack(tensor.detach().aminmax())).all())
+
+
 Weights = WeightSource | Mapping[str, torch.Tensor]
 """Weights that an engine takes: a source, or a plain state dict from who uses the engine alone."""
 

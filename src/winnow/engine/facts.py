@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from ..base.weights import is_finite
+
 
 @dataclass(frozen=True)
 class Facts:
@@ -54,7 +56,7 @@ class Facts:
                 raise ValueError(
                     f"weight {name!r} has shape {list(tensor.shape)}, the engine needs {list(self.shapes[name])}"
                 )
-            if not _is_finite(tensor):
+            if not is_finite(tensor):
                 raise ValueError(f"weight {name!r} is not finite; the old weights stay in use")
         for name, source in self.tied.items():
             if full[name] is not full[source] and not torch.equal(full[name], full[source]):
@@ -87,9 +89,3 @@ def _tied_names(model: Any) -> dict[str, str]:
         else:
             first[id(tensor)] = name
     return tied
-
-
-def _is_finite(tensor: torch.Tensor) -> bool:
-    if tensor.numel() == 0 or not tensor.is_floating_point():
-        return True
-    return bool(torch.isfinite(torch.stack(tensor.detach().aminmax())).all())

@@ -1,0 +1,52 @@
+"""A learner whose weights have become NaN: nobody samples with them, nothing is saved, and the run ends by the name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from winnow import Trainer
+from winnow.run import checkpoint
+
+from .. import parity
+from ..e2e.test_training import assert_clean
+
+WEIGHT = "model.layers.1.mlp.down_proj.weight"
+
+
+def poisoned(trainer: Trainer, at_update: int) -> Trainer:
+    """Whose optimizer leaves a NaN behind, although the gradient was finite."""
+    apply, updates = trainer.learner.apply, 0
+
+    def apply_badly(lr: float) -> float:
+        nonlocal updates
+        norm, updates = apply(lr), updates + 1
+        if updates == at_update:
+            with torch.no_grad():
+                trainer.learner.model.get_parameter(WEIGHT)[0, 0] = torch.nan  # type: ignore[attr-defined]
+        return norm
+
+    trainer.learner.apply = apply_badly  # type: ignore[method-assign]
+    return trainer
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"max_lag": 2}, {"max_lag": 1, "sync": "processes"}],
+    ids=["in process", "lagged", "processes"],
+)
+def test_poisoned_weights_end_the_run_by_their_name(tiny_config: dict[str, Any], options: dict[str, Any]) -> None:
+    options = options | {"reward_funcs": [f"{parity.__file__}:parity_reward"], "eval_steps": None}
+    trainer = poisoned(Trainer(config=tiny_config | options), at_update=3)
+    with pytest.raises(
+        FloatingPointError, match=f"the learner's weight '{WEIGHT}' is not finite; it was not published"
+    ):
+        trainer.train()
+    run = Path(tiny_config["output_dir"])
+    assert checkpoint.steps(run) == [1, 2]
+    Trainer.resume(run).train()
+    assert_clean(run)
+    assert checkpoint.steps(run) == [1, 2, 3, 4]
