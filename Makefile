@@ -7,7 +7,7 @@ JOBS ?= 2
 # Some packages are built by calling `python`, which not every machine has.
 PIP := PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test test-all install-scale test-scale bench bench-scale bench-claims lint clean
+.PHONY: demo test test-all install-scale test-scale test-scale-all bench bench-scale bench-claims lint clean
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -42,7 +42,10 @@ $(SCALE)/.installed: pyproject.toml constraints-scale.txt
 	$(SCALE)/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec
 	touch $@
 
-test-scale: $(SCALE)/.installed ## vLLM on the CPU, and Ray
+test-scale: $(SCALE)/.installed ## vLLM on the CPU, and Ray; without the slow tests
+	$(SCALE)/bin/python -m pytest tests/scale -m "not slow"
+
+test-scale-all: $(SCALE)/.installed
 	$(SCALE)/bin/python -m pytest tests/scale
 
 bench: $(VENV)/.bench ## engine and training step beside their peers; writes benchmarks/results/*.json

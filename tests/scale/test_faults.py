@@ -1,0 +1,189 @@
+"""Faults of samplers and ranks in runs with every method on: accounts stay clean, and errors name who it was."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from winnow import Trainer
+from winnow.loop import RunStoppedError
+from winnow.record.ledger import Ledger
+from winnow.run import checkpoint
+from winnow.sampler.pool import SamplerPool
+
+from .. import parity
+from ..faults.test_async_kill import assert_trained
+from ..faults.test_poisoned_weights import WEIGHT, poisoned
+from .test_nodes import processes, rows, wait_for
+
+ray = pytest.importorskip("ray")
+
+REWARD = f"{parity.__file__}:parity_reward"
+FSDP = {"name": "fsdp", "ranks": 2, "timeout_s": 120}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster() -> Iterator[None]:
+    """One for all tests: it takes seconds to start."""
+    ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False)
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture
+def config(tiny_config: dict[str, Any]) -> dict[str, Any]:
+    return tiny_config | {"reward_funcs": [REWARD], "save_steps": 1}
+
+
+def train_while(config: dict[str, Any], act: Callable[[SamplerPool], None]) -> int:
+    """Train while something is done to the samplers, then stop; the steps that were made."""
+    trainer = Trainer(config=config | {"max_steps": 100_000, "save_steps": 100_000})
+    failures: list[BaseException] = []
+
+    def acting() -> None:
+        try:
+            act(trainer._sampler)  # type: ignore[arg-type]
+        except BaseException as error:
+            failures.append(error)
+        trainer._stop_requested = True
+
+    thread = threading.Thread(target=acting, daemon=True)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    thread.join(60)
+    assert not failures, failures
+    return int(rows(config)[-1]["step"])
+
+
+EVERYTHING = {
+    "sync": {"name": "ray", "samplers": 2, "max_restarts": 50},
+    "max_lag": 2,
+    "num_generations": 8,
+    "max_failed_share": 1.0,  # deaths in quick succession fail what they hit twice
+    "selector": "greso",
+    "filter": {"name": "zero_variance", "max_refill_rounds": 100},  # what dies twice has no signal either
+    "gates": [{"name": "arrol", "at": 3, "cold_start": 1}],
+    "audit": {"epsilon": 0.3},
+    "correction": "truncate",
+    "step_scale": "ess",
+    "policy_loss": "plain",
+    "eval_steps": 2,
+}
+
+
+def kill_samplers(config: dict[str, Any], kills: int) -> None:
+    """At random moments of their lives; then some steps in peace, and a resume."""
+    draws = random.Random(0)
+
+    def kill(pool: SamplerPool) -> None:
+        killed: set[int] = set()
+        for _ in range(kills):
+            if draws.random() < 0.7:  # else it may not even have started to work
+                wait_for(lambda: any(member.ready for member in pool._members))
+            time.sleep(draws.uniform(0, 0.5))
+            wait_for(lambda: {p.pid for p in processes("SamplerActor")} - killed)
+            victim = draws.choice(sorted({p.pid for p in processes("SamplerActor")} - killed))
+            os.kill(victim, signal.SIGKILL)
+            killed.add(victim)
+        steps = len(rows(config))
+        wait_for(lambda: len(rows(config)) >= steps + 4)
+
+    steps = train_while(config, kill)
+    assert sum(row["sampler/restarts"] for row in rows(config)) >= kills
+    wait_for(lambda: not processes("SamplerActor"), 30)
+    Trainer.resume(config["output_dir"], {"max_steps": steps + 2}).train()
+    assert_trained(Path(config["output_dir"]), steps + 2)
+    with Ledger.open(Path(config["output_dir"]) / "ledger.sqlite", read_only=True) as ledger:
+        assert ledger.totals()["pruned"]["rollouts"] > 0
+    assert sum("eval/pass@1" in row for row in rows(config)) >= steps // 2
+    wait_for(lambda: not processes("SamplerActor"), 30)
+
+
+def test_samplers_killed_at_random_moments(config: dict[str, Any]) -> None:
+    kill_samplers(config | EVERYTHING, kills=5)
+
+
+@pytest.mark.slow
+def test_samplers_killed_fifty_times_in_one_run(config: dict[str, Any]) -> None:
+    kill_samplers(config | EVERYTHING, kills=50)
+
+
+def test_poisoned_weights_reach_no_actor(config: dict[str, Any]) -> None:
+    config |= {"sync": "ray", "max_lag": 1, "eval_steps": None}
+    with pytest.raises(
+        FloatingPointError, match=f"the learner's weight '{WEIGHT}' is not finite; it was not published"
+    ):
+        poisoned(Trainer(config=config), at_update=3).train()
+    assert checkpoint.steps(Path(config["output_dir"])) == [1, 2]
+    wait_for(lambda: not processes("SamplerActor"), 30)
+    Trainer.resume(config["output_dir"]).train()
+    assert_trained(Path(config["output_dir"]), 4)
+
+
+def on_rank(trainer: Trainer, rank: int, act: Callable[[Any], None]) -> None:
+    """Do something to a rank where it runs."""
+    actor = trainer.learner._ranks._actors[rank]  # type: ignore[attr-defined]
+    ray.get(actor.__ray_call__.remote(act), timeout=60)
+
+
+def test_poisoned_weights_of_a_rank(config: dict[str, Any]) -> None:
+    """Only one of them has a NaN, in its own shard."""
+
+    def poison(rank: Any) -> None:
+        import torch
+
+        apply, updates = rank.learner.apply, []
+
+        def apply_badly(lr: float) -> float:
+            norm = apply(lr)
+            updates.append(norm)
+            if len(updates) == 3:
+                with torch.no_grad():
+                    next(iter(rank.learner._params.values())).to_local().view(-1)[0] = torch.nan
+            return norm
+
+        rank.learner.apply = apply_badly
+
+    trainer = Trainer(config=config | {"learner": FSDP, "eval_steps": None})
+    on_rank(trainer, 1, poison)
+    with pytest.raises(FloatingPointError, match=r"the learner's weight '.*' is not finite; it was not published"):
+        trainer.train()
+    assert checkpoint.steps(Path(config["output_dir"])) == [1, 2]
+    wait_for(lambda: not processes("Rank"), 30)
+    Trainer.resume(config["output_dir"]).train()
+    assert_trained(Path(config["output_dir"]), 4)
+
+
+def test_a_rank_that_raises_is_named_with_its_last_words(config: dict[str, Any]) -> None:
+    """The other waits for it, inside an operation that only both can end."""
+
+    def fail(rank: Any) -> None:
+        apply, updates = rank.learner.apply, []
+
+        def apply_badly(lr: float) -> float:
+            updates.append(lr)
+            if len(updates) == 3:
+                raise KeyError("no such weight")
+            return float(apply(lr))
+
+        rank.learner.apply = apply_badly
+
+    trainer = Trainer(config=config | {"learner": FSDP, "sync": {"name": "ray", "samplers": 1}, "max_lag": 1})
+    on_rank(trainer, 1, fail)
+    with pytest.raises(
+        RunStoppedError, match=r"learner: rank 1 failed: (.|\n)*KeyError: 'no such weight'(.|\n)*resume"
+    ):
+        trainer.train()
+    wait_for(lambda: not processes("Rank") and not processes("SamplerActor"), 30)
+    Trainer.resume(config["output_dir"]).train()
+    assert_trained(Path(config["output_dir"]), 4)
+    wait_for(lambda: not processes("Rank") and not processes("SamplerActor"), 30)
