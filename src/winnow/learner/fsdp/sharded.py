@@ -20,10 +20,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial
 
+from ...base.weights import packed, require_finite
 from ...methods.correct import Evidence
 from ...methods.loss import LossConfig
 from ..base import Stats
-from ..batch import MicroBatch, Row, packed
+from ..batch import MicroBatch, Row
+from ..batch import packed as in_micro_batches
 from ..local.grad_norms import UnsupportedModelError
 from ..local.learner import LearnerOptions, LocalLearner
 from ..local.logprob import TokenDistribution
@@ -198,7 +200,7 @@ class ShardedLearner(LocalLearner):
 
     def logp_part(self, rows: Sequence[Row], filler: Row, *, raw: bool, reference: bool) -> list[torch.Tensor]:
         """`logp` or `reference_logp` of this rank's rows."""
-        _, missing = self._missing(len(packed(rows, self.options.tokens_per_microbatch)))
+        _, missing = self._missing(len(in_micro_batches(rows, self.options.tokens_per_microbatch)))
         found = self.reference_logp(rows) if reference else self.logp(rows, raw=raw)
         for _ in range(missing):
             self.reference_logp([filler]) if reference else self.logp([filler], raw=raw)
@@ -221,8 +223,18 @@ class ShardedLearner(LocalLearner):
     # ---- whole tensors -----------------------------------------------------------------------------------------
 
     def gather(self) -> dict[str, torch.Tensor]:
-        """The weights as engines load them; on all ranks but the first, nothing."""
-        return _whole(self.weights().items())
+        """The weights as engines load them; on all ranks but the first, nothing. FloatingPointError if not finite."""
+        found = _whole(self.weights().items())
+        for name, tensor in found.items():
+            require_finite(name, tensor)
+        return found
+
+    def put(self) -> list[Any]:
+        """The same in Ray's store: a reference, in a list that Ray leaves as it is."""
+        import ray
+
+        found = self.gather()
+        return [ray.put(packed(found.items()))] if found else []
 
     def save(self, directory: Path) -> None:
         """The model by the first rank, the optimizer's shards by each."""
