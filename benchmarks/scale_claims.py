@@ -95,6 +95,8 @@ def main() -> None:
     ok = run_all(__file__, [["warm"], options.arms], options.seeds, options.work, options.jobs)
     paths = sorted(path for arm in ["warm", *ARMS] for path in options.work.glob(f"{arm}-s*/claim.json"))
     runs = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
+    for run in runs:
+        run["deployed"].pop("model", None)  # a path
     if options.out:
         write_json(options.out, runs)
     if options.docs:
