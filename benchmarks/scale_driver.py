@@ -47,15 +47,15 @@ from winnow.types import Group, Prompt, Rollout, Turn, Visit
 
 Kind = Literal["pipe", "ray"]
 SIBLINGS, SHORTEST, LONGEST, PROMPT_TOKENS, VOCABULARY = 8, 64, 256, 100, 32_000
-MAX_LAG = 9
-"""A step then trains a tenth of what is in flight."""
+GROUPS_A_STEP = 1_000
+"""At most, and a tenth of what is in flight: `max_lag` is what that needs."""
 PROMPTS = [Prompt(f"p{i}", i, text="p") for i in range(100_000)]
 SENT: tuple[Kind, ...] = ("pipe", "ray")
 CELLS = [
-    *((samplers, 1_000, 1) for samplers in (1, 8, 64)),
-    (8, 1_000, 64),
-    *((8, in_flight, 1) for in_flight in (100, 10_000, 100_000)),
+    *((8, in_flight, 1) for in_flight in (1_000, 100, 10_000, 100_000)),
+    *((samplers, 1_000, 1) for samplers in (1, 64)),
     (64, 100_000, 1),
+    (8, 1_000, 64),
 ]
 """Samplers, groups in flight, and groups that have come at each poll: one, when the driver waits for each."""
 PARTS = ("transport", "decode", "pool", "ledger", "loop")
@@ -174,15 +174,17 @@ class Nowhere:
 
 
 def loop_of(kind: Kind, samplers: int, in_flight: int, polled: int, folder: Path, shares: Shares) -> Loop:
-    settings = {"model": "m", "env": "countdown", "output_dir": str(folder), "selector": "greso", "max_lag": MAX_LAG}
+    a_step = min(in_flight // 10, GROUPS_A_STEP)
+    max_lag = in_flight // a_step - 1
+    settings = {"model": "m", "env": "countdown", "output_dir": str(folder), "selector": "greso", "max_lag": max_lag}
     c = validate(settings | {"num_generations": SIBLINGS, "filter": "zero_variance", "correction": "truncate"})
     task: Any = SimpleNamespace(train=PROMPTS, test=[], max_turns=1, fingerprint=lambda: "")
-    context = SamplerContext(c, task, word_tokenizer(["w"], 8), greedy_baseline=False, behind=MAX_LAG, runner=None)
+    context = SamplerContext(c, task, word_tokenizer(["w"], 8), greedy_baseline=False, behind=max_lag, runner=None)
     simulated = Samplers(kind, shares)
     options = PoolOptions(samplers=samplers, timeout_s=1e9)
     sampler = SamplerPool(options, context, Nowhere(), lambda inbox: Channel(inbox, simulated))
     methods = build_methods(c, PROMPTS)
-    buffer = Buffer(in_flight // (MAX_LAG + 1), MAX_LAG, carry=True)
+    buffer = Buffer(a_step, max_lag, carry=True)
     updated: Any = lambda groups, step: {"updated": 1.0}  # noqa: E731
     learner: Any = SimpleNamespace(weights=dict)
     ledger = Ledger.open(folder / "ledger.sqlite")
@@ -250,7 +252,7 @@ def message(tokens: int, repeats: int = 9) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--groups", type=int, default=1_500, help="that are measured, at least")
+    parser.add_argument("--groups", type=int, default=1_000, help="that are measured, at least")
     parser.add_argument("--repeats", type=int, default=3, help="of cells with less than 10^5 groups in flight")
     options = parser.parse_args()
     said: dict[str, Any] = {"what": __doc__, "machine": machine("cpu"), "cells": []}
@@ -260,7 +262,7 @@ def main() -> None:
         cell: dict[str, Any] = {"in_flight": in_flight, "samplers": samplers, "polled": polled, "pipe": [], "ray": []}
         said["cells"].append(cell)
         for _ in range(options.repeats if in_flight < 100_000 else 1):
-            for kind in SENT:
+            for kind in SENT if in_flight < 100_000 else SENT[1:]:
                 cell[kind].append(measure(kind, samplers, in_flight, polled, options.groups))
                 print(samplers, in_flight, polled, kind, cell[kind][-1], flush=True)
                 options.out.write_text(json.dumps(said, indent=1) + "\n", encoding="utf-8")
