@@ -35,8 +35,8 @@ from winnow.methods.loss import LossConfig
 from winnow.study.warm_start import word_tokenizer
 
 LOSS = LossConfig(policy_loss="plain")
-CASES = {"0.7M": opob.Case("0.7M", 128, 16_384), "25M": opob.Case("25M", 128, 4_096)}
-REPEATS = {"0.7M": 9, "25M": 5}
+CASES = {"0.7M": opob.Case("0.7M", 128, 4_096), "25M": opob.Case("25M", 128, 2_048)}
+REPEATS = {"0.7M": 7, "25M": 3}
 PATIENCE_S = 600.0
 
 
@@ -136,6 +136,7 @@ def measure(size: str) -> dict[str, Any]:
             own, after = time.process_time() - own, used(sides[name].actors, reset=False)
             cpu = sum(a["cpu"] - b["cpu"] for a, b in zip(after, before, strict=True))
             found[name] = {"seconds": seconds, "cpu_seconds": cpu, "driver_cpu_seconds": own}
+            print(size, name, found[name], flush=True)
         rounds.append(found)
     memory = {
         name: [
