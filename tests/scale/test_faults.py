@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
@@ -17,17 +18,18 @@ from winnow import Trainer
 from winnow.loop import RunStoppedError
 from winnow.record.ledger import Ledger
 from winnow.run import checkpoint
-from winnow.sampler.pool import SamplerPool
+from winnow.sampler.pool import Member, SamplerPool
 
 from .. import parity
 from ..faults.test_async_kill import assert_trained
 from ..faults.test_poisoned_weights import WEIGHT, poisoned
-from .test_nodes import processes, rows, wait_for
+from .test_nodes import assert_clean, more_steps, processes, restarts, rows, train_while, wait_for
 
 ray = pytest.importorskip("ray")
 
 REWARD = f"{parity.__file__}:parity_reward"
 FSDP = {"name": "fsdp", "ranks": 2, "timeout_s": 120}
+ENDLESS = {"max_steps": 100_000, "save_steps": 100_000}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -41,27 +43,6 @@ def cluster() -> Iterator[None]:
 @pytest.fixture
 def config(tiny_config: dict[str, Any]) -> dict[str, Any]:
     return tiny_config | {"reward_funcs": [REWARD], "save_steps": 1}
-
-
-def train_while(config: dict[str, Any], act: Callable[[SamplerPool], None]) -> int:
-    """Train while something is done to the samplers, then stop; the steps that were made."""
-    trainer = Trainer(config=config | {"max_steps": 100_000, "save_steps": 100_000})
-    failures: list[BaseException] = []
-
-    def acting() -> None:
-        try:
-            act(trainer._sampler)  # type: ignore[arg-type]
-        except BaseException as error:
-            failures.append(error)
-        trainer._stop_requested = True
-
-    thread = threading.Thread(target=acting, daemon=True)
-    thread.start()
-    with pytest.raises(KeyboardInterrupt):
-        trainer.train()
-    thread.join(60)
-    assert not failures, failures
-    return int(rows(config)[-1]["step"])
 
 
 EVERYTHING = {
@@ -85,20 +66,22 @@ def kill_samplers(config: dict[str, Any], kills: int) -> None:
     draws = random.Random(0)
 
     def kill(pool: SamplerPool) -> None:
-        killed: set[int] = set()
+        killed, before = set[int](), list[Member]()
         for _ in range(kills):
-            if draws.random() < 0.7:  # else it may not even have started to work
-                wait_for(lambda: any(member.ready for member in pool._members))
+            if draws.random() < 0.7:  # they have finished groups since; else they may not even have started
+                wait_for(lambda before=before: pool._members != before and not any(pool._deaths))  # type: ignore[misc]
             time.sleep(draws.uniform(0, 0.5))
             wait_for(lambda: {p.pid for p in processes("SamplerActor")} - killed)
             victim = draws.choice(sorted({p.pid for p in processes("SamplerActor")} - killed))
+            before = list(pool._members)
             os.kill(victim, signal.SIGKILL)
             killed.add(victim)
-        steps = len(rows(config))
-        wait_for(lambda: len(rows(config)) >= steps + 4)
+        assert len(rows(config)) >= kills // 10, "it went on between the deaths"
+        more_steps(config, 4)
 
-    steps = train_while(config, kill)
-    assert sum(row["sampler/restarts"] for row in rows(config)) >= kills
+    train_while(config | ENDLESS, kill)
+    steps = len(rows(config))
+    assert restarts(config) >= kills
     wait_for(lambda: not processes("SamplerActor"), 30)
     Trainer.resume(config["output_dir"], {"max_steps": steps + 2}).train()
     assert_trained(Path(config["output_dir"]), steps + 2)
@@ -187,3 +170,71 @@ def test_a_rank_that_raises_is_named_with_its_last_words(config: dict[str, Any])
     Trainer.resume(config["output_dir"]).train()
     assert_trained(Path(config["output_dir"]), 4)
     wait_for(lambda: not processes("Rank") and not processes("SamplerActor"), 30)
+
+
+VLLM = {"name": "vllm", "slots": 16, "max_length": 64, "args": {"kv_cache_memory_bytes": 1 << 26}}
+
+
+@pytest.fixture
+def vllm_config(config: dict[str, Any], wide_model: Path) -> dict[str, Any]:
+    pytest.importorskip("vllm")
+    sync = {"name": "ray", "samplers": 1, "max_restarts": 1}
+    return config | {"model": str(wide_model), "engine": VLLM, "sync": sync, "max_lag": 1, "eval_steps": None}
+
+
+def end_core(member: Member) -> None:
+    """Of the vLLM engine that a sampler has: what it is asked next fails."""
+
+    def end(actor: Any) -> None:
+        import gc
+
+        from winnow.engine.vllm.engine import VllmEngine
+
+        gc.unfreeze()  # vLLM hides what it has made
+        [engine] = [x for x in gc.get_objects() if isinstance(x, VllmEngine)]
+        engine._llm.engine_core.shutdown()
+
+    with contextlib.suppress(ray.exceptions.RayError):  # it may be gone before it has answered
+        ray.get(member.channel._actor.__ray_call__.remote(end), timeout=60)  # type: ignore[attr-defined]
+
+
+def test_a_vllm_core_that_dies_and_an_actor_that_is_killed(vllm_config: dict[str, Any]) -> None:
+    """Both while sequences run: the sampler is replaced, and what it worked on is launched once more."""
+
+    def kill(member: Member) -> None:
+        os.kill(processes("SamplerActor")[0].pid, signal.SIGKILL)
+
+    def act(pool: SamplerPool) -> None:
+        for fault in (end_core, kill):
+            more_steps(vllm_config)
+            [member] = pool._members
+            wait_for(lambda member=member: member.flights)  # type: ignore[misc]
+            fault(member)
+            wait_for(lambda member=member: pool._members[0] is not member and pool._members[0].ready)  # type: ignore[misc]
+        more_steps(vllm_config)
+
+    train_while(vllm_config | ENDLESS, act)
+    assert_clean(vllm_config, interrupted=True)
+    assert restarts(vllm_config) == 2
+    assert sum(row["sampler/redispatched"] for row in rows(vllm_config)) >= 1
+    wait_for(lambda: not processes("SamplerActor"), 30)
+
+
+@pytest.mark.slow
+def test_vllm_cores_that_keep_dying_are_named_with_their_last_words(vllm_config: dict[str, Any]) -> None:
+    trainer, ended = Trainer(config=vllm_config | ENDLESS), threading.Event()
+
+    def keep_ending() -> None:
+        seen: list[Member] = []
+        while not ended.wait(0.01):
+            for member in [m for m in trainer._sampler._members if m.ready and m not in seen]:  # type: ignore[attr-defined]
+                seen.append(member)
+                end_core(member)
+
+    threading.Thread(target=keep_ending, daemon=True).start()
+    words = r"sampler 0 died \((.|\n)*pipeline model parallel group is not initialized(.|\n)*2 times in a row"
+    with pytest.raises(RunStoppedError, match=words):
+        trainer.train()
+    ended.set()
+    assert_clean(vllm_config, interrupted=True)
+    wait_for(lambda: not processes("SamplerActor"), 30)

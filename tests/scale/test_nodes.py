@@ -22,6 +22,7 @@ from winnow.config import ConfigError
 from winnow.loop import RunStoppedError
 from winnow.record.ledger import Ledger
 from winnow.run import cluster_check
+from winnow.sampler.pool import SamplerPool
 
 from .. import parity
 
@@ -56,11 +57,12 @@ def rows(config: dict[str, Any]) -> list[dict[str, float]]:
     return [row for row in found if "loss" in row]
 
 
-def assert_clean(config: dict[str, Any]) -> None:
+def assert_clean(config: dict[str, Any], *, interrupted: bool = False) -> None:
+    """Every step once, the bound held; what an interrupted run had in flight still waits for its resume."""
     with Ledger.open(Path(config["output_dir"]) / "ledger.sqlite", read_only=True) as ledger:
         proof = ledger.verify()
         assert proof.ok, proof.problems
-        assert ledger.in_flight() == []
+        assert interrupted or ledger.in_flight() == []
     assert [row["step"] for row in rows(config)] == list(range(1, len(rows(config)) + 1))
     assert max(row.get("lag/max", 0) for row in rows(config)) <= 1
 
@@ -82,35 +84,51 @@ def wait_for(condition: Callable[[], Any], timeout_s: float = 120) -> None:
         time.sleep(0.05)
 
 
-def train_while(config: dict[str, Any], happens: Callable[[], None]) -> dict[str, Any]:
-    """Train; after two steps it happens, and once a sampler was replaced two more steps are the last."""
+def train_while(config: dict[str, Any], act: Callable[[SamplerPool], None]) -> None:
+    """Train while something is done to the samplers; when it is over, stop."""
     trainer = Trainer(config=config)
     failures: list[BaseException] = []
 
-    def act() -> None:
+    def acting() -> None:
         try:
-            wait_for(lambda: len(rows(config)) >= 2)
-            happens()
-            wait_for(lambda: sum(row["sampler/restarts"] for row in rows(config)) >= 1)
-            steps = len(rows(config))
-            wait_for(lambda: len(rows(config)) >= steps + 2)
+            act(trainer._sampler)  # type: ignore[arg-type]
         except BaseException as error:
             failures.append(error)
         trainer._stop_requested = True
 
-    thread = threading.Thread(target=act, daemon=True)
+    thread = threading.Thread(target=acting, daemon=True)
     thread.start()
     with pytest.raises(KeyboardInterrupt):
         trainer.train()
-    thread.join()
+    thread.join(60)
     assert not failures, failures
-    return config
+
+
+def more_steps(config: dict[str, Any], n: int = 2) -> None:
+    before = len(rows(config))
+    wait_for(lambda: len(rows(config)) >= before + n)
+
+
+def restarts(config: dict[str, Any]) -> float:
+    return sum(row["sampler/restarts"] for row in rows(config))
+
+
+def train_past(config: dict[str, Any], happens: Callable[[], None]) -> None:
+    """Train; after two steps it happens, and once a sampler was replaced two more steps are the last."""
+
+    def act(pool: SamplerPool) -> None:
+        more_steps(config)
+        happens()
+        wait_for(lambda: restarts(config) >= 1)
+        more_steps(config)
+
+    train_while(config, act)
 
 
 def test_a_node_that_goes_with_its_samplers(config: dict[str, Any], cluster: Any) -> None:
     """Nobody says that it is gone: silence does. What was under way there is launched once more, elsewhere."""
-    train_while(config, lambda: cluster.remove_node(cluster.worker_nodes.copy().pop(), allow_graceful=False))
-    assert_clean(config)
+    train_past(config, lambda: cluster.remove_node(cluster.worker_nodes.copy().pop(), allow_graceful=False))
+    assert_clean(config, interrupted=True)
     assert sum(row["sampler/redispatched"] for row in rows(config)) >= 1
 
 
@@ -121,9 +139,57 @@ def test_a_sampler_that_freezes(config: dict[str, Any]) -> None:
         frozen.append(processes("SamplerActor")[0])
         frozen[0].suspend()
 
-    train_while(config, freeze)
-    assert_clean(config)
+    train_past(config, freeze)
+    assert_clean(config, interrupted=True)
     wait_for(lambda: not frozen[0].is_running() or frozen[0].status() == psutil.STATUS_ZOMBIE, 30)
+
+
+def node_of(sampler: psutil.Process) -> list[psutil.Process]:
+    """All processes of a sampler's node."""
+    raylet = sampler.parent()
+    assert raylet is not None
+    return [raylet, *raylet.children(recursive=True)]
+
+
+@contextlib.contextmanager
+def stopped(processes: list[psutil.Process]) -> Iterator[None]:
+    for process in processes:
+        process.suspend()
+    try:
+        yield
+    finally:
+        for process in processes:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.resume()
+
+
+def test_a_node_that_stops_for_a_moment_is_waited_for(config: dict[str, Any]) -> None:
+    config |= {"sync": config["sync"] | {"timeout_s": 60}}
+
+    def act(pool: SamplerPool) -> None:
+        more_steps(config)
+        with stopped(node_of(processes("SamplerActor")[0])):
+            time.sleep(8)
+        more_steps(config, 4)
+
+    train_while(config, act)
+    assert_clean(config, interrupted=True)
+    assert restarts(config) == 0
+
+
+def test_a_node_that_stops_for_long_is_done_without(config: dict[str, Any]) -> None:
+    """Its samplers are replaced; when it goes on, what they still say is of no account."""
+
+    def act(pool: SamplerPool) -> None:
+        more_steps(config)
+        with stopped(node_of(processes("SamplerActor")[0])):
+            wait_for(lambda: restarts(config) >= 1, 300)
+            more_steps(config)
+        more_steps(config, 4)
+
+    train_while(config, act)
+    assert_clean(config, interrupted=True)
+    wait_for(lambda: not processes("SamplerActor"), 30)
 
 
 def test_a_node_that_goes_with_a_rank(config: dict[str, Any], cluster: Any) -> None:
