@@ -326,7 +326,7 @@ class Loop:
         metrics = self._tally.metrics()
         self.num_tokens += self._tally.sampled_tokens
         metrics |= {"step": self.step, "num_tokens": self.num_tokens, "groups/effective": float(len(groups))}
-        metrics |= update | self.parts.selector.metrics() | self.parts.sampler.metrics()
+        metrics |= update | self.parts.selector.metrics() | self.parts.sampler.metrics() | self.parts.learner.metrics()
         if "learning_rate" in update:  # what plain SGD over all prompts_per_step groups would need (Active-RLOO, eq. 4)
             metrics["eta_eff"] = update["effective_learning_rate"] * self.parts.buffer.prompts_per_step / len(groups)
         if evaluation is not None:

@@ -17,8 +17,9 @@ import pytest
 from winnow import Trainer
 from winnow.config import ConfigError
 from winnow.loop import RunStoppedError
+from winnow.sampler.member import Member
 from winnow.sampler.pipe import Pipe
-from winnow.sampler.pool import Member, SamplerPool
+from winnow.sampler.pool import SamplerPool
 
 from .. import parity
 from .test_training import assert_clean

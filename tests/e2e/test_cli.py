@@ -132,6 +132,8 @@ def test_dry_run_with_samplers_says_what_they_need_and_what_does_not_fit(recipe:
     nodes = [{"node": "a", "cpus": 4, "gpus": 0, "mib": 2000}, {"node": "b", "cpus": 2, "gpus": 0, "mib": 900}]
     assert does_not_fit(wanted, nodes) == ["2 of 3 samplers: no node has 1 CPUs, 0 GPUs and 500 MiB left for each"]
     assert does_not_fit(wanted, [*nodes, nodes[1], nodes[1]]) == []
+    wanted["samplers"]["to_start"] = 1
+    assert does_not_fit(wanted, nodes)[0].endswith("left for each; the run starts without them")
 
 
 @pytest.mark.parametrize(

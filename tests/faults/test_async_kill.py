@@ -16,8 +16,9 @@ import pytest
 
 from winnow import Trainer
 from winnow.record.ledger import Ledger
+from winnow.sampler.member import Member
 from winnow.sampler.pipe import SERVE
-from winnow.sampler.pool import Member, SamplerPool
+from winnow.sampler.pool import SamplerPool
 
 from .. import parity
 from ..e2e.test_async import process_of

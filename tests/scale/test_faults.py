@@ -69,7 +69,7 @@ def kill_samplers(config: dict[str, Any], kills: int) -> None:
         killed, before = set[int](), list[Member]()
         for _ in range(kills):
             if draws.random() < 0.7:  # they have finished groups since; else they may not even have started
-                wait_for(lambda before=before: pool._members != before and not any(pool._deaths))  # type: ignore[misc]
+                wait_for(lambda before=before: pool._members != before and not any(m.deaths for m in pool._members))  # type: ignore[misc]
             time.sleep(draws.uniform(0, 0.5))
             wait_for(lambda: {p.pid for p in processes("SamplerActor")} - killed)
             victim = draws.choice(sorted({p.pid for p in processes("SamplerActor")} - killed))
@@ -214,7 +214,7 @@ def test_a_vllm_core_that_dies_and_an_actor_that_is_killed(vllm_config: dict[str
         more_steps(vllm_config)
 
     train_while(vllm_config | ENDLESS, act)
-    assert_clean(vllm_config, interrupted=True)
+    assert_clean(vllm_config)
     assert restarts(vllm_config) == 2
     assert sum(row["sampler/redispatched"] for row in rows(vllm_config)) >= 1
     wait_for(lambda: not processes("SamplerActor"), 30)
@@ -236,5 +236,5 @@ def test_vllm_cores_that_keep_dying_are_named_with_their_last_words(vllm_config:
     with pytest.raises(RunStoppedError, match=words):
         trainer.train()
     ended.set()
-    assert_clean(vllm_config, interrupted=True)
+    assert_clean(vllm_config)
     wait_for(lambda: not processes("SamplerActor"), 30)

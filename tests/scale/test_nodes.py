@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from winnow.config import ConfigError
 from winnow.loop import RunStoppedError
 from winnow.record.ledger import Ledger
 from winnow.run import cluster_check
+from winnow.sampler import pool
 from winnow.sampler.pool import SamplerPool
 
 from .. import parity
@@ -34,11 +36,11 @@ SILENCE_S = 6.0
 
 
 @pytest.fixture
-def cluster() -> Iterator[Any]:
-    """A head that nothing is placed on, and two nodes."""
+def cluster(request: pytest.FixtureRequest) -> Iterator[Any]:
+    """A head that nothing is placed on, and two nodes; or nodes of as many cores as the test says."""
     found = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
-    for _ in range(2):
-        found.add_node(num_cpus=3)
+    for cores in getattr(request, "param", [3, 3]):
+        found.add_node(num_cpus=cores)
     yield found
     ray.shutdown()
     found.shutdown()
@@ -48,21 +50,21 @@ def cluster() -> Iterator[Any]:
 def config(tiny_config: dict[str, Any], cluster: Any) -> dict[str, Any]:
     sync = {"name": "ray", "samplers": 2, "timeout_s": SILENCE_S, "ray_address": cluster.address}
     more = {"max_lag": 1, "correction": "truncate", "reward_funcs": [REWARD], "reward_timeout_s": 2.0}
-    return tiny_config | more | {"sync": sync, "eval_steps": None, "max_steps": 100_000, "save_steps": 100_000}
+    endless = {"max_steps": 100_000, "max_skipped_steps": 100_000, "save_steps": 100_000}
+    return tiny_config | more | endless | {"sync": sync, "eval_steps": None}
 
 
 def rows(config: dict[str, Any]) -> list[dict[str, float]]:
     path = Path(config["output_dir"], "metrics.jsonl")
-    found = map(json.loads, path.read_text().splitlines()) if path.exists() else []
-    return [row for row in found if "loss" in row]
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def assert_clean(config: dict[str, Any], *, interrupted: bool = False) -> None:
+def assert_clean(config: dict[str, Any]) -> None:
     """Every step once, the bound held; what an interrupted run had in flight still waits for its resume."""
     with Ledger.open(Path(config["output_dir"]) / "ledger.sqlite", read_only=True) as ledger:
         proof = ledger.verify()
         assert proof.ok, proof.problems
-        assert interrupted or ledger.in_flight() == []
+        assert ledger.in_flight() == [] or not proof.finished
     assert [row["step"] for row in rows(config)] == list(range(1, len(rows(config)) + 1))
     assert max(row.get("lag/max", 0) for row in rows(config)) <= 1
 
@@ -87,21 +89,18 @@ def wait_for(condition: Callable[[], Any], timeout_s: float = 120) -> None:
 def train_while(config: dict[str, Any], act: Callable[[SamplerPool], None]) -> None:
     """Train while something is done to the samplers; when it is over, stop."""
     trainer = Trainer(config=config)
-    failures: list[BaseException] = []
-
-    def acting() -> None:
+    with ThreadPoolExecutor(1) as beside:  # nodes are added from the main thread
+        run = beside.submit(trainer.train)
         try:
             act(trainer._sampler)  # type: ignore[arg-type]
-        except BaseException as error:
-            failures.append(error)
-        trainer._stop_requested = True
-
-    thread = threading.Thread(target=acting, daemon=True)
-    thread.start()
-    with pytest.raises(KeyboardInterrupt):
-        trainer.train()
-    thread.join(60)
-    assert not failures, failures
+        except AssertionError:
+            if run.done():
+                run.result()
+            raise
+        finally:
+            trainer._stop_requested = True
+        with pytest.raises(KeyboardInterrupt):
+            run.result()
 
 
 def more_steps(config: dict[str, Any], n: int = 2) -> None:
@@ -116,7 +115,7 @@ def restarts(config: dict[str, Any]) -> float:
 def train_past(config: dict[str, Any], happens: Callable[[], None]) -> None:
     """Train; after two steps it happens, and once a sampler was replaced two more steps are the last."""
 
-    def act(pool: SamplerPool) -> None:
+    def act(_: SamplerPool) -> None:
         more_steps(config)
         happens()
         wait_for(lambda: restarts(config) >= 1)
@@ -128,8 +127,52 @@ def train_past(config: dict[str, Any], happens: Callable[[], None]) -> None:
 def test_a_node_that_goes_with_its_samplers(config: dict[str, Any], cluster: Any) -> None:
     """Nobody says that it is gone: silence does. What was under way there is launched once more, elsewhere."""
     train_past(config, lambda: cluster.remove_node(cluster.worker_nodes.copy().pop(), allow_graceful=False))
-    assert_clean(config, interrupted=True)
+    assert_clean(config)
     assert sum(row["sampler/redispatched"] for row in rows(config)) >= 1
+
+
+@pytest.mark.parametrize("cluster", [[1]], indirect=True)
+def test_samplers_join_and_leave_with_their_nodes(config: dict[str, Any], cluster: Any) -> None:
+    """It starts with the one that there is room for. One that waits for room does not hold up the others."""
+    config["sync"] |= {"min_samplers": 1}
+
+    def both_work() -> bool:
+        return all(rows(config)[-1][f"sampler/{slot}/groups"] > 0 for slot in range(2))
+
+    def change(_: SamplerPool) -> None:
+        more_steps(config)
+        first = cluster.worker_nodes.copy().pop()
+        assert {row["sampler/ready"] for row in rows(config)} <= {0, 1}
+        cluster.add_node(num_cpus=1)
+        wait_for(both_work)
+        cluster.remove_node(first, allow_graceful=False)
+        wait_for(lambda: restarts(config) >= 1)
+        steps = len(rows(config))
+        more_steps(config, 3)
+        assert {row["sampler/ready"] for row in rows(config)[steps : steps + 3]} <= {0, 1}
+        cluster.add_node(num_cpus=1)
+        wait_for(both_work)
+
+    train_while(config, change)
+    assert_clean(config)
+
+
+@pytest.mark.parametrize("cluster", [[1]], indirect=True)
+def test_a_run_whose_samplers_find_no_place_stops(
+    config: dict[str, Any], cluster: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config["sync"] |= {"min_samplers": 0}
+
+    def remove() -> None:
+        more_steps(config)
+        monkeypatch.setattr(pool, "START_TIMEOUT_S", 20.0)
+        cluster.remove_node(cluster.worker_nodes.copy().pop(), allow_graceful=False)
+
+    trainer = Trainer(config=config)
+    threading.Thread(target=remove, daemon=True).start()
+    with pytest.raises(RunStoppedError, match="for 20 s 0 of 2 samplers had a place to run, and 1 are needed"):
+        trainer.train()
+    assert_clean(config)
 
 
 def test_a_sampler_that_freezes(config: dict[str, Any]) -> None:
@@ -140,7 +183,7 @@ def test_a_sampler_that_freezes(config: dict[str, Any]) -> None:
         frozen[0].suspend()
 
     train_past(config, freeze)
-    assert_clean(config, interrupted=True)
+    assert_clean(config)
     wait_for(lambda: not frozen[0].is_running() or frozen[0].status() == psutil.STATUS_ZOMBIE, 30)
 
 
@@ -173,7 +216,7 @@ def test_a_node_that_stops_for_a_moment_is_waited_for(config: dict[str, Any]) ->
         more_steps(config, 4)
 
     train_while(config, act)
-    assert_clean(config, interrupted=True)
+    assert_clean(config)
     assert restarts(config) == 0
 
 
@@ -188,7 +231,7 @@ def test_a_node_that_stops_for_long_is_done_without(config: dict[str, Any]) -> N
         more_steps(config, 4)
 
     train_while(config, act)
-    assert_clean(config, interrupted=True)
+    assert_clean(config)
     wait_for(lambda: not processes("SamplerActor"), 30)
 
 

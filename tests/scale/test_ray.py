@@ -73,6 +73,20 @@ def test_a_run_with_gates_and_evaluations(config: dict[str, Any]) -> None:
     assert sum("eval/pass@1" in row for row in rows) >= 3
 
 
+def assert_figures(rows: list[dict[str, float]]) -> None:
+    """Of both samplers; one that has not reported in a step has fewer there."""
+    for slot in range(2):
+        found = [{k.removeprefix(f"sampler/{slot}/"): v for k, v in row.items()} for row in rows]
+        whole = [
+            row for row in found if {"tokens_per_s", "idle", "groups", "lag", "restarts", "memory_mib"} <= row.keys()
+        ]
+        assert whole
+        assert all(0 <= row["idle"] <= 1 and row["lag"] >= 0 and row["memory_mib"] > 100 for row in whole)
+        assert max(row["tokens_per_s"] for row in whole) > 0
+        assert sum(row["groups"] for row in found) > 0
+    assert all(row["sampler/restarts"] == sum(row[f"sampler/{slot}/restarts"] for slot in range(2)) for row in rows)
+
+
 def test_actors_that_are_killed_are_replaced(config: dict[str, Any]) -> None:
     """What they were working on is launched once more, and the run ends as if nothing had been."""
     config |= {"max_steps": 40, "eval_steps": None, "save_steps": 100}
@@ -96,6 +110,7 @@ def test_actors_that_are_killed_are_replaced(config: dict[str, Any]) -> None:
     assert [row["step"] for row in rows] == list(range(1, 41))
     assert sum(row["sampler/restarts"] for row in rows) >= 1
     assert max(row.get("lag/max", 0) for row in rows) <= 1
+    assert_figures(rows)
     deadline = time.monotonic() + 20
     while actors() and time.monotonic() < deadline:
         time.sleep(0.2)

@@ -111,7 +111,7 @@ class FakeRun:
         parts = Parts(
             prompts={"train": self.prompts},
             sampler=self.sampler,
-            learner=SimpleNamespace(weights=dict),  # type: ignore[arg-type]
+            learner=SimpleNamespace(weights=dict, metrics=dict),  # type: ignore[arg-type]
             selector=m.selector,
             group_size=m.group_size,
             filter=m.filter,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import queue
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +20,8 @@ from winnow.methods.gate.random_cut import RandomCut
 from winnow.sampler import SamplerContext, SamplersLostError, pool
 from winnow.sampler.base import SamplerRefusedError
 from winnow.sampler.codec import group_state, job_state
-from winnow.sampler.pool import Member, Message, PoolOptions, SamplerPool, Sent
+from winnow.sampler.member import Member, Message, Sent
+from winnow.sampler.pool import PoolOptions, SamplerPool
 from winnow.sampler.weights import PublishedWeights
 from winnow.types import Fate, Group, Job, Prompt, Purpose, Rollout, Visit
 
@@ -29,12 +31,16 @@ ZEROS = (np.zeros(2, np.int64), np.ones(2, bool), np.zeros(2, np.float32), np.ze
 
 
 class FakeChannel:
-    """Remembers what it is told; the test speaks for the sampler."""
+    """Remembers what it is told; the test speaks for the sampler. It has a place where there is room."""
+
+    room = True
 
     def __init__(self, inbox: queue.SimpleQueue[Message]) -> None:
         self.inbox = inbox
         self.told: list[dict[str, Any]] = []
         self.killed = False
+        if self.room:
+            self.says({"placed": "here"})
 
     def send(self, content: dict[str, Any]) -> None:
         self.told.append(content)
@@ -90,6 +96,7 @@ def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Builds a pool of two samplers that work; `max_turns` is the task's."""
     monkeypatch.setattr(pool, "fingerprints", lambda task, tokenizer: {})
     monkeypatch.setattr(pool, "POLL_S", 0.01)
+    monkeypatch.setattr(pool, "SETTLE_S", 0.0)
     monkeypatch.setattr(pool, "STOP_S", 0.01)
     config = validate({"model": "m", "env": "countdown", "output_dir": str(tmp_path)})
 
@@ -99,6 +106,7 @@ def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         options = PoolOptions(samplers=2, max_restarts=2)
         sampler = SamplerPool(options, context, transport or FakeTransport(), FakeChannel)
         sampler.publish({}, [], 0)
+        sampler.poll()
         for member in sampler._members:
             working(member)
         return sampler
@@ -149,13 +157,12 @@ def test_a_dead_samplers_groups_are_launched_once_more_then_failed(sampler: Samp
     sampler.publish({}, [], 1)
     channel_of(sampler, 0).says(None)
     assert sampler.poll() == []
+    assert channel_of(sampler, 1).told[-1] == {"launch": job_state(job(0, 3))}, "at once, on another"
     again = sampler._members[0]
     assert again.version == 1
-    working(again)
-    start, launched = channel_of(sampler, 0).told
+    (start,) = channel_of(sampler, 0).told
     assert start["start"]["version"] == 1, "the newest weights"
-    assert launched == {"launch": job_state(job(0, 3))}
-    channel_of_member(again).says(None)
+    channel_of(sampler, 1).says(None)
     (failed,) = sampler.poll()
     assert [r.fate for r in failed.rollouts] == [Fate.FAILED] * 3
     assert "two samplers" in failed.rollouts[0].reason
@@ -165,11 +172,10 @@ def test_a_dead_samplers_groups_are_launched_once_more_then_failed(sampler: Samp
 
 def test_a_sampler_that_never_began_does_not_count(sampler: SamplerPool) -> None:
     sampler.launch(job(0))
-    sampler._members[0].ready = False
-    channel_of(sampler, 0).says(None)
-    sampler.poll()
-    channel_of(sampler, 0).says(None)
-    assert sampler.poll() == sampler.poll() == []
+    for slot in (0, 1, 0):
+        sampler._members[slot].ready = False
+        channel_of(sampler, slot).says(None)
+        assert sampler.poll() == []
     assert sampler.pending == 1
 
 
@@ -177,16 +183,129 @@ def test_deaths_in_a_row_end_the_run_but_a_group_in_between_forgives(sampler: Sa
     for number in range(3):
         channel_of(sampler, 0).says(None)
         sampler.poll()
-        sampler._members[0].flights = {}
-        sampler._send(sampler._members[0], Sent(job(number), again=False))
+        sampler._members[0].flights = {("train", number): Sent(job(number))}
         channel_of(sampler, 0).says({"group": group_state(group(visit(number)))})
         sampler.poll()
     for _ in range(2):
         channel_of(sampler, 0).says(None)
         sampler.poll()
     channel_of(sampler, 0).says(None)
-    with pytest.raises(SamplersLostError, match="3 times in a row"):
+    with pytest.raises(SamplersLostError, match=r"sampler 0 on here died(.|\n)*3 times in a row"):
         sampler.poll()
+
+
+def test_samplers_that_go_together_fail_nothing(sampler: SamplerPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What one was working on is not sent to another of the same node just before that one is missed, too."""
+    monkeypatch.setattr(pool, "SETTLE_S", 60.0)
+    sampler.launch(job(0))
+    for slot in (0, 1):
+        channel_of(sampler, slot).says(None)
+        assert sampler.poll() == []
+        working(sampler._members[slot])
+    assert sampler.pending == 1
+    sampler._settled = 0.0
+    sampler.poll()
+    assert sum(len(member.flights) for member in sampler._members) == 1
+
+
+def test_work_goes_to_samplers_that_are_heard_of(sampler: SamplerPool) -> None:
+    first, second = sampler._members
+    first.heard = time.monotonic() - 0.6 * sampler.options.timeout_s
+    for number in range(3):
+        sampler.launch(job(number))
+    assert [len(member.flights) for member in (first, second)] == [0, 3]
+
+
+@pytest.fixture
+def no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever is started from now on waits."""
+    monkeypatch.setattr(FakeChannel, "room", False)
+
+
+def test_a_sampler_that_has_no_place_is_waited_for(sampler: SamplerPool, no_room: None) -> None:
+    """It is neither told anything nor given work, counts for no version, and is not taken for silent."""
+    sampler.launch(job(0))
+    channel_of(sampler, 0).says(None)
+    sampler.poll()
+    waits = sampler._members[0]
+    waits.heard = 0.0
+    sampler.publish({}, [], 1)
+    sampler.publish({}, [], 2)
+    sampler.launch(job(1))
+    assert sampler.poll() == []
+    assert (sampler._members[0], channel_of_member(waits).told) == (waits, [])
+    assert [len(member.flights) for member in sampler._members] == [0, 2]
+    channel_of(sampler, 1).says({"loaded": 2, "dtype": "float32", "metrics": {}})
+    sampler.poll()
+    assert sampler.version == 2
+    channel_of_member(waits).says({"placed": "there"})
+    sampler.poll()
+    (start,) = channel_of_member(waits).told
+    assert (start["start"]["version"], waits.version, waits.name) == (2, 2, "sampler 0 on there")
+
+
+def test_work_waits_for_a_place_and_the_run_does_not_wait_for_ever(
+    sampler: SamplerPool, no_room: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool, "START_TIMEOUT_S", 0.0)
+    sampler.launch(job(0))
+    for slot in (1, 0):
+        channel_of(sampler, slot).says(None)
+        sampler.poll()
+    assert (sampler.pending, sampler.version) == (1, 0)
+    sampler.launch(job(1))
+    channel_of(sampler, 1).says({"placed": "there"})
+    sampler.poll()
+    assert [told["launch"]["visit"][0] for told in channel_of(sampler, 1).told[1:]] == [0, 1]
+    channel_of(sampler, 1).says(None)
+    sampler.options = PoolOptions(samplers=2, max_restarts=9, timeout_s=0.1)
+    with pytest.raises(SamplersLostError, match=r"for 0.1 s 0 of 2 samplers had a place"):
+        sampler.run(evaluation(1))
+    assert sorted(group.visit.number for group in sampler.close()) == [0, 1]
+
+
+def test_work_begins_when_as_many_as_asked_for_have_a_place(sampler: SamplerPool) -> None:
+    first, second = sampler._members
+    second.where, sampler._needed = None, 2
+    for number in range(4):
+        sampler.launch(job(number))
+    assert not first.flights
+    channel_of_member(second).says({"placed": "there"})
+    sampler.poll()
+    assert [len(member.flights) for member in (first, second)] == [2, 2]
+
+
+def test_figures_of_each_sampler(sampler: SamplerPool) -> None:
+    for number in range(3):
+        sampler.launch(job(number))
+    counts = {"seconds": 10.0, "idle_s": 4.0, "tokens": 100.0, "memory_mib": 321.0}
+    channel_of(sampler, 0).says({"group": group_state(group(visit(0)))})
+    channel_of(sampler, 0).says({"alive": counts})
+    channel_of(sampler, 0).says({"loaded": 0, "dtype": "float32", "metrics": {}})
+    sampler.poll()
+    sampler.publish({}, [], 1)
+    channel_of(sampler, 0).says({"loaded": 1, "dtype": "float32", "metrics": {}})
+    sampler.poll()
+    sampler.publish({}, [], 2)
+    channel_of(sampler, 1).says(None)
+    sampler.poll()
+    found = sampler.metrics()
+    own = {"restarts": 0, "groups": 1, "lag": 0, "idle": 0.4, "tokens_per_s": 10, "memory_mib": 321}
+    assert {k: v for k, v in found.items() if k.startswith("sampler/0/")} == {
+        f"sampler/0/{k}": v for k, v in own.items()
+    }
+    assert {k: v for k, v in found.items() if k.startswith("sampler/1/")} == {
+        "sampler/1/restarts": 1,
+        "sampler/1/groups": 0,
+        "sampler/1/lag": 1,
+    }
+    assert (found["sampler/ready"], found["idle/sampler"]) == (1, 0.4)
+    assert sampler.nodes == {"sampler/0": "here", "sampler/1": "here"}
+    channel_of(sampler, 0).says({"alive": counts | {"seconds": 14.0, "idle_s": 5.0, "memory_mib": 300.0}})
+    sampler.poll()
+    again = sampler.metrics()
+    assert (again["sampler/0/idle"], again["sampler/0/tokens_per_s"], again["sampler/0/memory_mib"]) == (0.25, 0, 300)
+    assert (again["sampler/0/groups"], again["sampler/1/restarts"]) == (0, 0)
 
 
 def test_silence_is_death(sampler: SamplerPool) -> None:
@@ -226,7 +345,7 @@ def test_a_lost_sampler_does_not_hold_up_the_end(sampler: SamplerPool, monkeypat
     monkeypatch.setattr(pool, "STOP_S", 60.0)
     for _ in range(3):
         channel_of(sampler, 0).says(None)
-        if sampler._deaths[0] < 2:
+        if sampler._members[0].deaths < 2:
             sampler.poll()
     with pytest.raises(SamplersLostError):
         sampler.poll()
@@ -296,18 +415,8 @@ def test_equal_visit_numbers_of_two_purposes_are_two_groups(sampler: SamplerPool
 
 
 def test_a_job_whose_samplers_die_fails_and_does_not_hang(sampler: SamplerPool) -> None:
-    channel_of(sampler, 0).says(None)
-    sampler._members[1].ready = False
-    start, started = sampler._start, list[Member]()
-
-    def dies_once_more(slot: int) -> Member:
-        started.append(start(slot))
-        working(started[-1])
-        if len(started) == 1:
-            channel_of_member(started[-1]).says(None)
-        return started[-1]
-
-    sampler._start = dies_once_more  # type: ignore[method-assign]
+    for slot in range(2):
+        channel_of(sampler, slot).says(None)
     (found,) = sampler.run(evaluation(1, size=3))
     assert [r.fate for r in found.rollouts] == [Fate.FAILED] * 3
     assert found.purpose == "eval"

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from winnow.learner.off_policy import LAG_BANDS
+from winnow.sampler.member import Member
 
 from .test_report import card, make_run, page
 
@@ -96,3 +97,19 @@ def test_the_charts_draw_the_bands_that_are_written() -> None:
     source = (ASSETS / "off_policy.js").read_text()
     assert json.dumps(list(LAG_BANDS)) in source
     assert not [w for w in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(") if w in source]
+
+
+class NoChannel:
+    def send(self, content: dict[str, Any]) -> None: ...
+
+    def kill(self) -> str:
+        return ""
+
+
+def test_samplers_and_ranks_have_charts_of_their_own() -> None:
+    """The names that the page looks for are those that are logged."""
+    source = (ASSETS / "workers.js").read_text()
+    member = Member(0, NoChannel(), where="", counts={"seconds": 1.0, "idle_s": 0.0, "tokens": 1.0, "memory_mib": 1.0})
+    for name in member.metrics():
+        assert f'["sampler", "{name.rpartition("/")[2]}"' in source
+    assert '["rank", "memory_mib"' in source

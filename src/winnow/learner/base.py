@@ -97,6 +97,10 @@ class Learner(Protocol):
         """Weights as engines load them."""
         ...
 
+    def metrics(self) -> dict[str, float]:
+        """Figures of now that are not of an update."""
+        ...
+
     def save(self, directory: Path) -> None:
         """Write what a resume needs: trained weights (a Hugging Face or PEFT directory `model`), optimizer."""
         ...

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections import Counter
 from collections.abc import Mapping
@@ -24,14 +25,21 @@ FATE_COLORS = {
     "failed": "red",
 }
 LINE_EVERY_S = 10.0
+WORKERS_SHOWN = 8
+CELLS = {"tokens_per_s": "{:,.0f} tok/s", "idle": "idle {:.0%}", "lag": "lag {:.0f}", "memory_mib": "{:,.0f} MiB"}
 
 
 class Display:
-    """Shows reward, zero-variance share, tokens by fate, speed and time left, and warns. Use as a context manager."""
+    """Shows reward, zero-variance share, tokens by fate, speed, samplers elsewhere and time left, and warns.
+
+    Use as a context manager.
+    """
 
     def __init__(self, console: Console, *, start: int, max_steps: int) -> None:
         self.console = console
         self._tokens: Counter[str] = Counter()
+        self._restarts: Counter[str] = Counter()
+        """Of each sampler, over the whole run."""
         self._evaluation = ""
         self._last_line = 0.0
         self._watch: EssWatch | None = EssWatch()
@@ -57,11 +65,13 @@ class Display:
         if self._live:
             self._live.stop()
 
-    def update(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Show one step's metrics (names of metrics.jsonl)."""
+    def update(self, step: int, metrics: Mapping[str, float], nodes: Mapping[str, str] | None = None) -> None:
+        """Show one step's metrics (names of metrics.jsonl); `nodes`: where samplers are, e.g. {"sampler/0": ...}."""
         for name, value in metrics.items():
             if name.startswith("tokens/"):
                 self._tokens[name.removeprefix("tokens/")] += int(value)
+        for name in workers_in(metrics):
+            self._restarts[name] += int(metrics.get(f"{name}/restarts", 0))
         if "eval/pass@1" in metrics:
             self._evaluation = f"held-out pass@1 {metrics['eval/pass@1']:.3f} (step {step})"
         if self._watch and self._watch.observe(metrics):
@@ -69,7 +79,8 @@ class Display:
             self._watch = None
         if self._live:
             self._progress.update(self._bar, completed=step)
-            self._live.update(Group(self._table(metrics), fate_line(self._tokens), self._progress))
+            workers = workers_table(metrics, self._restarts, nodes or {})
+            self._live.update(Group(self._table(metrics), fate_line(self._tokens), *workers, self._progress))
         elif "eval/pass@1" in metrics or time.monotonic() - self._last_line > LINE_EVERY_S or step == self._max_steps:
             self._last_line = time.monotonic()
             self.console.print(self._line(step, metrics), highlight=False)
@@ -81,6 +92,9 @@ class Display:
             parts.append(f"reward {metrics['reward']:.3f}  zero-variance {zero:.0%}")
         if "tokens_per_second" in metrics:
             parts.append(f"{metrics['tokens_per_second']:,.0f} tok/s")
+        if "sampler/ready" in metrics:
+            count = sum(name.startswith("sampler/") for name in workers_in(metrics))
+            parts.append(f"{metrics['sampler/ready']:.0f} of {count} samplers")
         if "eval/pass@1" in metrics:
             parts.append(self._evaluation)
         return "  ".join(parts)
@@ -104,3 +118,23 @@ def fate_line(tokens: Mapping[str, int]) -> Text:
     for fate, count in sorted(tokens.items(), key=lambda item: -item[1]):
         line.append(f"{fate} {count / total:.0%}  ", style=FATE_COLORS.get(fate, ""))
     return line
+
+
+def workers_in(metrics: Mapping[str, float]) -> list[str]:
+    """Samplers and ranks of their own that `metrics` has figures of: `sampler/0`, `sampler/1`, `rank/0`, ..."""
+    found = (re.match(r"(sampler|rank)/\d+(?=/)", name) for name in metrics)
+    return list(dict.fromkeys(match[0] for match in found if match))
+
+
+def workers_table(metrics: Mapping[str, float], restarts: Mapping[str, int], nodes: Mapping[str, str]) -> list[Table]:
+    """A line for each of the first of them; nothing without any."""
+    table, names = Table.grid(padding=(0, 2)), workers_in(metrics)
+    for name in names[:WORKERS_SHOWN]:
+        figures = {key: metrics.get(f"{name}/{key}") for key in CELLS}
+        cells = ["" if value is None else CELLS[key].format(value) for key, value in figures.items()]
+        waits = name.startswith("sampler/") and figures["lag"] is None
+        again = f"restarts {restarts[name]}" if restarts.get(name) else ""
+        table.add_row(name.replace("/", " "), *cells, again, "waits for a place" if waits else nodes.get(name, ""))
+    if len(names) > WORKERS_SHOWN:
+        table.add_row(f"and {len(names) - WORKERS_SHOWN} more")
+    return [table] if names else []

@@ -29,6 +29,7 @@ def placement(trainer: Trainer, rollouts: int) -> dict[str, Any]:
     if isinstance(sampling, PoolOptions):
         found["samplers"] = {
             "count": sampling.samplers,
+            "to_start": sampling.least,
             "cpus": sampling.threads,
             "gpus": getattr(sampling, "num_gpus", 0.0),
             "mib": round(PROCESS_MIB + (4 * parameters + _kv_bytes(trainer, rollouts // sampling.samplers)) / MIB),
@@ -93,5 +94,10 @@ def does_not_fit(wanted: dict[str, dict[str, Any]], nodes: list[dict[str, Any]])
                 best[key] -= each[key]
         if missing:
             need = f"{each['cpus']:g} CPUs, {each['gpus']:g} GPUs and {each['mib']} MiB"
-            problems.append(f"{missing} of {each['count']} {kind}: no node has {need} left for each")
+            waits = (
+                "; the run starts without them"
+                if each["count"] - missing >= each.get("to_start", each["count"])
+                else ""
+            )
+            problems.append(f"{missing} of {each['count']} {kind}: no node has {need} left for each{waits}")
     return problems

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from ..base.failpoint import failpoint
+from ..base.memory import resident_mib
 from ..config import ConfigError, validate
 from ..engine.loading import quiet_transformers
 from ..env.rewards.rewarder import Rewarder
@@ -100,6 +101,7 @@ class Server:
     def _load(self, message: dict[str, Any]) -> None:
         failpoint("sampler.load")
         self.engine.load_weights(self._read(message), message["version"])
+        del message["weights"]  # or an object of Ray's would be kept for as long as the message
         self.runner.set_rules([rule_from(state, self.rule_types[state["name"]]) for state in message["rules"]])
         self.rewarder.trainer_state.global_step = message["version"]
         dtype = str(getattr(self.engine, "dtype", "unknown"))
@@ -109,7 +111,7 @@ class Server:
     def _alive(self) -> None:
         self._told = time.monotonic()
         counts = {"seconds": self._told - self._born, "idle_s": self._idle_s, "tokens": self._tokens}
-        self._reply({"alive": counts})
+        self._reply({"alive": counts | {"memory_mib": resident_mib()}})
 
 
 def main() -> None:

@@ -352,7 +352,7 @@ class Trainer:
         records.metrics(metrics)
         records.samples(step, groups, "train")
         records.signals(groups, self.methods.judge)
-        self._display.update(step, metrics)
+        self._display.update(step, metrics, self._sampler.nodes)
         failpoint("record")
 
     def _seconds(self) -> float:

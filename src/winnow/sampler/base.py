@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
@@ -55,6 +55,11 @@ class Sampler(Protocol):
     @property
     def version(self) -> int:
         """The oldest policy version that a token of a group launched now can have."""
+        ...
+
+    @property
+    def nodes(self) -> Mapping[str, str]:
+        """Where samplers are, by the first part of their metrics' names; nothing of those on this machine."""
         ...
 
     @property

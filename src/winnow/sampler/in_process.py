@@ -5,7 +5,7 @@ Everything is a function of the seed: with a lag, too, a run can be repeated and
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
@@ -57,6 +57,10 @@ class InProcessSampler:
     @property
     def version(self) -> int:
         return self.engine.version
+
+    @property
+    def nodes(self) -> Mapping[str, str]:
+        return {}
 
     @property
     def dtype(self) -> str:

@@ -16,7 +16,7 @@ import threading
 from collections import deque
 from typing import Any
 
-from .pool import Inbox, Message
+from .member import Inbox, Message
 
 LAST_WORDS = 40
 """Lines of a sampler's prints that are kept."""
@@ -36,6 +36,7 @@ class Pipe:
         self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._said: deque[str] = deque(maxlen=LAST_WORDS)
         self.process = _spawn(threads)
+        inbox.put(Message(self, {"placed": ""}))
         self._threads = [
             threading.Thread(target=self._listen, args=(inbox,), daemon=True),
             threading.Thread(target=self._overhear, daemon=True),

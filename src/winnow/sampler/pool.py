@@ -1,14 +1,16 @@
 """Samplers elsewhere, beside the learner: what they work on, whether they live, what is launched once more.
 
 A sampler that dies, or says nothing for `timeout_s`, is replaced by one with the newest weights. What it was working on
-is launched once more, and counts as failed when that one dies, too; one that had not begun to work does not count.
+is launched once more on those that are there, and counts as failed when that one dies, too; one that had not begun to
+work does not count. A sampler without a place, as on a cluster that has no room now, is waited for: it is told nothing,
+has no work, and joins with the newest weights whenever it gets one.
 
 Messages, plain JSON values but for what a transport puts in for `weights`, over whatever `Channel` there is:
 
     learner -> sampler   {"start": {...}}, {"weights": ..., "version": v, "rules": [...]}, {"launch": job},
                          {"stop": true}
-    sampler -> learner   {"loaded": v, "dtype": ...}, {"group": ...}, {"alive": counts} at least every second,
-                         {"refused": why}, {"stopped": groups}
+    sampler -> learner   {"placed": where}, {"loaded": v, "dtype": ...}, {"group": ...},
+                         {"alive": counts} at least every second, {"refused": why}, {"stopped": groups}
 """
 
 from __future__ import annotations
@@ -17,9 +19,9 @@ import queue
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -31,35 +33,19 @@ from ..rollout.evaluate import MAX_LIVE
 from ..types import Fate, Group, Job, Rollout
 from .base import SamplerContext, SamplerRefusedError, SamplersLostError
 from .codec import group_from, job_state, prompts_of
+from .member import Channel, Inbox, Member, Message, Sent
 from .weights import Transport, fingerprints
 
 POLL_S = 0.2
 """Longest wait for a message before the samplers are looked after."""
+SETTLE_S = 2.0
+"""Seconds from a death until work is sent out again: several samplers may go together, with their node."""
 STOP_S = 10.0
 """Seconds that a sampler has, at the end of a run, to hand back what it was working on."""
 
 
-class Channel(Protocol):
-    """The way to one sampler: what it says goes into the inbox that it was opened with, its end as None."""
-
-    def send(self, content: dict[str, Any]) -> None:
-        """Never waits for the other side to read."""
-        ...
-
-    def kill(self) -> str:
-        """End the sampler now, if it has not ended, with everything it started: how it ended and what it said last."""
-        ...
-
-
-class Message(NamedTuple):
-    channel: Channel
-    content: dict[str, Any] | None
-    """None: it has closed its output, for good."""
-
-
-Inbox = queue.SimpleQueue[Message]
 Open = Callable[[Inbox], Channel]
-"""Starts a sampler, which waits for its `start` message."""
+"""Asks for a sampler, which waits for its `start` message."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +66,11 @@ class PoolOptions:
         if not self.timeout_s > 0:
             raise ValueError(f"timeout_s must be > 0, not {self.timeout_s}")
 
+    @property
+    def least(self) -> int:
+        """Samplers that must have a place before work begins."""
+        return self.samplers
+
     def check(self, reward_timeout_s: float) -> None:
         """Raises ConfigError when a sampler that waits for a reward would be taken for stuck."""
         if self.timeout_s <= reward_timeout_s:
@@ -87,35 +78,6 @@ class PoolOptions:
                 f"sync: timeout_s={self.timeout_s:g} must be above reward_timeout_s={reward_timeout_s:g}, or a "
                 "sampler that waits for a reward is taken for stuck"
             )
-
-
-class Sent(NamedTuple):
-    """A job that a sampler works on."""
-
-    job: Job
-    again: bool
-    """Whether it was launched before, on a sampler that died."""
-
-    @property
-    def key(self) -> tuple[str, int]:
-        return self.job.purpose, self.job.visit.number
-
-
-@dataclass(eq=False)
-class Member:
-    """One sampler as the learner knows it."""
-
-    slot: int
-    channel: Channel
-    version: int
-    """Policy version of the weights that it is known to have."""
-    dtype: str = "unknown"
-    """Type that its engine computes with."""
-    ready: bool = False
-    flights: dict[tuple[str, int], Sent] = field(default_factory=dict)
-    counts: dict[str, float] = field(default_factory=dict)
-    """Seconds, seconds idle and tokens sampled since its start."""
-    heard: float = field(default_factory=time.monotonic)
 
 
 class SamplerPool:
@@ -137,8 +99,13 @@ class SamplerPool:
         self._rules: list[dict[str, Any]] = []
         self._inbox: Inbox = queue.SimpleQueue()
         self._members: list[Member] = []
-        self._deaths = [0] * options.samplers
-        """Deaths in a row of each sampler."""
+        self._needed = options.least
+        """Samplers without which there is no work: `least` until it has begun, then one."""
+        self._waiting: deque[Sent] = deque()
+        """Launched, while no sampler had a place or it was not known who is left."""
+        self._settled = 0.0
+        """When it is."""
+        self._short_since: float | None = None
         self._landed: list[Group] = []
         """Groups for training, not yet polled; those whose sampler died twice among them."""
         self._pending = 0
@@ -147,17 +114,32 @@ class SamplerPool:
 
     def _reset(self) -> None:
         self._since, self._waited = time.monotonic(), 0.0
-        self._restarts = self._redispatched = 0
+        self._redispatched = 0
         self._logged: dict[str, list[float]] = {}
-        self._before = {member.slot: member.counts for member in self._members}
+        for member in self._members:
+            member.begin_spell()
+
+    @property
+    def _placed(self) -> list[Member]:
+        return [member for member in self._members if member.where is not None]
 
     @property
     def version(self) -> int:
-        return min(member.version for member in self._members)
+        """Samplers that get a place later begin with the newest."""
+        return min((member.version for member in self._placed), default=self._transport.version)
 
     @property
     def dtype(self) -> str:
         return next((member.dtype for member in self._members if member.ready), "unknown")
+
+    @property
+    def nodes(self) -> dict[str, str]:
+        """Where samplers are, by their metrics' names."""
+        return {f"sampler/{member.slot}": member.where for member in self._members if member.where}
+
+    @property
+    def _flying(self) -> list[Sent]:
+        return [*self._waiting, *(sent for member in self._members for sent in member.flights.values())]
 
     @property
     def pending(self) -> int:
@@ -165,30 +147,42 @@ class SamplerPool:
 
     def launch(self, job: Job) -> None:
         self._pending += job.purpose == "train"
-        least = min(self._members, key=lambda member: (not member.ready, len(member.flights)))
-        self._send(least, Sent(job, again=False))
+        self._dispatch(Sent(job))
 
-    def _send(self, member: Member, sent: Sent) -> None:
-        member.flights[sent.key] = sent
-        member.channel.send({"launch": job_state(sent.job)})
+    def _dispatch(self, *jobs: Sent) -> None:
+        """Send these and what waits to those with the least work; to one that has long been silent only if all are."""
+        self._waiting += jobs
+        now = time.monotonic()
+        if len(placed := self._placed) < self._needed or now < self._settled:
+            return
+        self._needed, silent = 1, now - self.options.timeout_s / 2
+        while self._waiting:
+            member = min(placed, key=lambda m: (m.heard < silent, not m.ready, len(m.flights)))
+            sent = self._waiting.popleft()
+            member.flights[sent.key] = sent
+            member.channel.send({"launch": job_state(sent.job)})
 
     def publish(self, weights: WeightSource, rules: Sequence[NamedRule], version: int) -> None:
+        for member in self._placed:
+            member.spell.lag = max(member.spell.lag, self._transport.version - member.version)
         self._transport.write(weights, version)
         self._rules = [rule_state(rule) for rule in rules]
         if not self._members:
             self._members = [self._start(slot) for slot in range(self.options.samplers)]
-            return
-        for member in self._members:
+        for member in self._placed:
             member.channel.send(self._told())
 
     def _told(self) -> dict[str, Any]:
         return self._transport.told() | {"rules": self._rules}
 
     def _start(self, slot: int) -> Member:
-        told = self._told()
-        member = Member(slot, self._open(self._inbox), told["version"])
-        member.channel.send({"start": self._orders | told})
-        return member
+        return Member(slot, self._open(self._inbox))
+
+    def _begin(self, member: Member, where: str) -> None:
+        """It has a place, and starts with the newest weights."""
+        member.where, member.version = where, self._transport.version
+        member.channel.send({"start": self._orders | self._told()})
+        self._dispatch()
 
     def poll(self) -> list[Group]:
         started = time.monotonic()
@@ -214,9 +208,8 @@ class SamplerPool:
         """Whether the environments of a job may live beside those of the others that are not for training."""
         if self._live is None:
             return True
-        flying = (s.job for member in self._members for s in member.flights.values() if s.job.purpose != "train")
-        live = sum(other.size for other in flying)
-        return live == 0 or live + job.size <= self._live * len(self._members)
+        live = sum(sent.job.size for sent in self._flying if sent.job.purpose != "train")
+        return live == 0 or live + job.size <= self._live * len(self._placed)
 
     def _heard(self, *, wait: bool) -> list[Group]:
         """Groups that have come, waiting a moment for the first; samplers are looked after."""
@@ -227,7 +220,9 @@ class SamplerPool:
                 groups += self._take(self._inbox.get())
         except queue.Empty:
             pass
-        return groups + self._watch()
+        groups += self._watch()
+        self._dispatch()
+        return groups
 
     def _take(self, message: Message) -> list[Group]:
         """The groups in a message. A sampler that was replaced has no say any more."""
@@ -240,7 +235,9 @@ class SamplerPool:
         return self._understood(member, message.content)
 
     def _understood(self, member: Member, content: Mapping[str, Any]) -> list[Group]:
-        if "loaded" in content:
+        if "placed" in content:
+            self._begin(member, content["placed"])
+        elif "loaded" in content:
             member.version, member.dtype, member.ready = content["loaded"], content["dtype"], True
             for name, value in content["metrics"].items():
                 self._logged.setdefault(name, []).append(value)
@@ -250,41 +247,54 @@ class SamplerPool:
             raise SamplerRefusedError(content["refused"])
         elif "group" in content and (key := _key(content["group"])) in member.flights:
             del member.flights[key]
-            self._deaths[member.slot] = 0
+            member.deaths = 0
+            member.spell.groups += 1
             return [group_from(content["group"], self._prompts)]
         return []
 
     def _watch(self) -> list[Group]:
         groups: list[Group] = []
-        for member in list(self._members):
-            limit = self.options.timeout_s if member.ready else max(START_TIMEOUT_S, self.options.timeout_s)
-            if time.monotonic() - member.heard > limit:
+        now, start_s = time.monotonic(), max(START_TIMEOUT_S, self.options.timeout_s)
+        for member in self._placed:
+            limit = self.options.timeout_s if member.ready else start_s
+            if now - member.heard > limit:
                 groups += self._replace(member, f"said nothing for {limit:g} s and was killed")
+        there = len(self._placed)
+        if there >= self._needed:
+            self._short_since = None
+        elif self._short_since is None:
+            self._short_since = now
+        elif now - self._short_since > start_s:
+            raise SamplersLostError(
+                f"for {start_s:g} s {there} of {self.options.samplers} samplers had a place to run, and {self._needed} "
+                "are needed to go on: nothing has room for them (see `ray status`)"
+            )
         return groups
 
     def _replace(self, member: Member, what: str) -> list[Group]:
         """Groups that failed with it; the others are launched once more. SamplersLostError when it keeps dying."""
         how = member.channel.kill()
-        self._deaths[member.slot] += 1
-        self._restarts += 1
-        if self._deaths[member.slot] > self.options.max_restarts:
+        deaths = member.deaths + 1
+        if deaths > self.options.max_restarts:
             self._members.remove(member)
             raise SamplersLostError(
-                f"sampler {member.slot} {what} ({how})\n{self._deaths[member.slot]} times in a row without a finished "
-                f"group (max_restarts={self.options.max_restarts})"
+                f"{member.name} {what} ({how})\n{deaths} times in a row without a finished group "
+                f"(max_restarts={self.options.max_restarts})"
             )
         new = self._start(member.slot)
+        new.deaths, new.spell = deaths, replace(member.spell, counts={}, restarts=member.spell.restarts + 1)
         self._members[self._members.index(member)] = new
-        self._before[member.slot] = {}
-        failed = []
+        failed, again = [], []
         for sent in member.flights.values():
             if sent.again and member.ready:
                 said = how.rstrip().rpartition("\n")[2]
                 reason = f"two samplers that worked on it ended: {what} ({said[-300:]})"
                 failed.append(self._failed_group(sent.job, reason))
             else:
-                self._redispatched += 1
-                self._send(new, sent._replace(again=sent.again or member.ready))
+                again.append(sent._replace(again=sent.again or member.ready))
+        self._redispatched += len(again)
+        self._settled = time.monotonic() + SETTLE_S
+        self._dispatch(*again)
         return failed
 
     def _failed_group(self, job: Job, reason: str, fate: Fate | None = Fate.FAILED) -> Group:
@@ -299,19 +309,17 @@ class SamplerPool:
     def metrics(self) -> dict[str, float]:
         """Idle shares of wall-clock time, tokens of finished groups per second, and what befell the samplers."""
         elapsed = max(time.monotonic() - self._since, 1e-9)
-        spent = [
-            {key: value - self._before.get(member.slot, {}).get(key, 0.0) for key, value in member.counts.items()}
-            for member in self._members
-        ]
-        seconds = sum(s.get("seconds", 0.0) for s in spent)
+        spent = [found for member in self._members if (found := member.spent)]
         found = {
             "idle/learner": self._waited / elapsed,
-            "sampler/restarts": float(self._restarts),
+            "sampler/ready": float(sum(member.ready for member in self._members)),
+            "sampler/restarts": float(sum(member.spell.restarts for member in self._members)),
             "sampler/redispatched": float(self._redispatched),
         }
-        if seconds:  # else none has reported since
-            found["idle/sampler"] = sum(s.get("idle_s", 0.0) for s in spent) / seconds
-            found["throughput/tokens_per_s"] = sum(s.get("tokens", 0.0) for s in spent) / elapsed
+        if spent:  # else none has reported since
+            found["idle/sampler"] = sum(s["idle_s"] for s in spent) / sum(s["seconds"] for s in spent)
+            found["throughput/tokens_per_s"] = sum(s["tokens"] for s in spent) / elapsed
+        found |= {name: value for member in self._members for name, value in member.metrics().items()}
         found |= {name: float(np.mean(values)) for name, values in self._logged.items()}
         self._reset()
         return found
@@ -322,7 +330,7 @@ class SamplerPool:
     def load(self, directory: Path) -> None: ...
 
     def close(self) -> list[Group]:
-        flying = [sent for member in self._members for sent in member.flights.values()]
+        flying = self._flying
         try:
             groups = [*self._landed, *self._stopped()]
         finally:
@@ -332,14 +340,15 @@ class SamplerPool:
         for sent in (sent for sent in flying if sent.key not in there):
             groups.append(self._failed_group(sent.job, "", fate=None))  # its sampler did not answer
         self._members, self._landed, self._pending = [], [], 0
+        self._waiting.clear()
         self._transport.remove()
         return [group for group in groups if group.purpose == "train"]
 
     def _stopped(self) -> list[Group]:
         """Groups that the samplers hand back when told to stop, and those that they had finished before."""
-        for member in self._members:
+        for member in self._placed:
             member.channel.send({"stop": True})
-        waiting = {id(member.channel) for member in self._members}
+        waiting = {id(member.channel) for member in self._placed}
         groups: list[Group] = []
         deadline = time.monotonic() + STOP_S
         while waiting and (left := deadline - time.monotonic()) > 0:

@@ -19,7 +19,8 @@ from ..base import cluster
 from ..base.weights import WeightSource
 from ..config import ConfigError
 from .base import SamplerContext
-from .pool import Inbox, Message, PoolOptions, SamplerPool
+from .member import Inbox, Message
+from .pool import PoolOptions, SamplerPool
 
 HEAR_S = 1.0
 """Longest wait of a sampler that is asked what it has to say."""
@@ -41,14 +42,25 @@ class Ray(PoolOptions):
     """Cluster to join, e.g. `auto`; None is that of RAY_ADDRESS, or one that is started on this machine."""
     num_gpus: float = 0.0
     """GPUs of each sampler. Of CPU cores it gets `threads`."""
+    min_samplers: int | None = None
+    """Samplers with which the run starts; the others join when the cluster has room for them. None: all of them."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.min_samplers is not None and not 0 <= self.min_samplers <= self.samplers:
+            raise ValueError(f"min_samplers must be 0 to samplers={self.samplers}, not {self.min_samplers}")
+
+    @property
+    def least(self) -> int:
+        return self.samplers if self.min_samplers is None else max(self.min_samplers, 1)
 
     def build(self, context: SamplerContext) -> SamplerPool:
         """Raises ConfigError when Ray is not installed, no cluster answers, or it is too small."""
         self.check(context.config.reward_timeout_s)
         try:
             cluster.join("sync", self.ray_address, [context.config.sync, context.config.learner])
-            cores, gpus = self.samplers * self.threads, self.samplers * self.num_gpus
-            cluster.require("sync", f"{self.samplers} samplers", CPU=cores, GPU=gpus)
+            n = self.samplers if self.min_samplers is None else self.min_samplers
+            cluster.require("sync", f"{n} samplers", CPU=n * self.threads, GPU=n * self.num_gpus)
         except cluster.ClusterError as error:
             raise ConfigError(str(error)) from None
         return SamplerPool(self, context, RayWeights(), lambda inbox: ActorChannel(inbox, self))
@@ -59,17 +71,27 @@ class RayWeights:
 
     def __init__(self) -> None:
         self._reference: Any = None
-        self._version = -1
+        self.version = -1
 
     def write(self, weights: WeightSource, version: int) -> None:
+        """Ray keeps an object until nobody has a reference: older weights until the last sampler has read them."""
         import ray
 
         tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
         packed = {n: (t.reshape(-1).view(torch.uint8).numpy(), t.dtype, tuple(t.shape)) for n, t in tensors.items()}
-        self._reference, self._version = ray.put(packed), version
+        self._reference = None  # the store may have no room for two
+        try:
+            self._reference, self.version = ray.put(packed), version
+        except (ray.exceptions.ObjectStoreFullError, ray.exceptions.OutOfDiskError) as error:
+            mib = sum(raw.nbytes for raw, *_ in packed.values()) / 2**20
+            raise ConfigError(
+                f"sync: ray: no room for the weights ({mib:,.0f} MiB) in Ray's object store, nor where it spills to: "
+                f"{str(error).strip().splitlines()[0]}\nstart Ray with more (`ray start --object-store-memory=BYTES`, "
+                "init's object_store_memory), or make room on that disk"
+            ) from None
 
     def told(self) -> dict[str, Any]:
-        return {"weights": self._reference, "version": self._version}
+        return {"weights": self._reference, "version": self.version}
 
     def remove(self) -> None:
         self._reference = None
@@ -86,7 +108,10 @@ def read_object(told: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 
 
 class ActorChannel:
-    """One actor; what it says goes into `inbox`, its end, too. It dies with the driver."""
+    """One actor; what it says goes into `inbox`, its end, too. It dies with the driver.
+
+    While the cluster has no room it is pending: an autoscaler sees its demand, and what it is asked is answered later.
+    """
 
     def __init__(self, inbox: Inbox, options: Ray) -> None:
         self._actor = (
@@ -147,6 +172,7 @@ class Actor:
             os.chdir(folder)
         self._orders: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self._reports: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        self._reports.put({"placed": node()})
         threading.Thread(target=self._serve, daemon=True).start()
 
     def _serve(self) -> None:
@@ -168,6 +194,13 @@ class Actor:
             while True:
                 found.append(self._reports.get_nowait())
         return found
+
+
+def node() -> str:
+    """The one that this process runs on: address and id."""
+    import ray
+
+    return f"{ray.util.get_node_ip_address()} ({ray.get_runtime_context().get_node_id()[:6]})"
 
 
 def remote_actor() -> Any:

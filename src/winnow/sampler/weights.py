@@ -26,6 +26,9 @@ def fingerprints(task: Task, tokenizer: Any) -> dict[str, str]:
 class Transport(Protocol):
     """How weights come from the learner to samplers."""
 
+    version: int
+    """That of the newest; -1 before there are any."""
+
     def write(self, weights: WeightSource, version: int) -> None:
         """Make them the newest that samplers can read."""
         ...

@@ -62,7 +62,8 @@ def _fill_in(runs: Sequence[Run], points: int, share: float) -> str:
         "differences": _differences(runs),
         "runs": [_run_data(run, points, share) for run in runs],
     }
-    return render_page(title, data, "charts.js", "bars.js", "reliability.js", "off_policy.js", "report.js")
+    scripts = ("charts", "bars", "reliability", "off_policy", "workers", "report")
+    return render_page(title, data, *(f"{name}.js" for name in scripts))
 
 
 def render_page(title: str, data: object, *scripts: str) -> str:

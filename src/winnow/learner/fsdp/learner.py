@@ -59,6 +59,11 @@ class FsdpLearner:
     def weights(self) -> GatheredWeights:
         return GatheredWeights(self._specs, partial(self._ranks.same, "gather"), partial(self._ranks.same, "put"))
 
+    def metrics(self) -> dict[str, float]:
+        """Memory that each rank holds."""
+        found = self._ranks.all("memory_mib", [()] * self._ranks.world)
+        return {f"rank/{rank}/memory_mib": mib for rank, mib in enumerate(found)}
+
     def save(self, directory: Path) -> None:
         self._ranks.same("save", directory.absolute())
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ...base.memory import resident_mib
 from ...config import RunConfig, name_of
 from ...methods.advantage import ADVANTAGES
 from ..base import Policy
@@ -55,6 +56,9 @@ class Rank:
             gradient_baselines=getattr(kind, "weighing", None) == "gradient",
         )
         return {"sizes": learner.sizes, "precision": learner.precision, "specs": learner.weights().specs}
+
+    def memory_mib(self) -> float:
+        return resident_mib()
 
     def call(self, name: str, *args: Any, **named: Any) -> Any:
         return getattr(self.learner, name)(*args, **named)

@@ -305,6 +305,9 @@ class LocalLearner:
             return StateWeights(self.model.state_dict())
         return MergedWeights(self._causal_lm)
 
+    def metrics(self) -> dict[str, float]:
+        return {}
+
     def save(self, directory: Path) -> None:
         self.model.save_pretrained(directory / "model")
         state = {}

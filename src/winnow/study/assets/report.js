@@ -79,6 +79,7 @@
       [`Precision of ${rule}`, { share: true, format: charts.percent, keys: bounded(`audit/${rule}/precision`) }],
       [`Removals of ${rule} carried out`, { zero: true, share: true, format: charts.percent, keys: [[`audit/${rule}/carried_out`, "share"]] }],
     ]) }] : []),
+    ...workers(runs),
     { id: "time", title: "Time", charts: [
       ["Tokens per second", { zero: true, keys: [["tokens_per_second", "tokens/s"]] }],
       ["Seconds a step", { zero: true, format: charts.duration, keys: [["step_time", "step"]] }],
