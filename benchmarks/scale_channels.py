@@ -34,7 +34,8 @@ from winnow.config import RunConfig, validate
 from winnow.engine.loading import load_causal_lm, load_tokenizer
 from winnow.run.build import build_task
 from winnow.sampler import SamplerContext
-from winnow.sampler.pool import Message, SamplerPool
+from winnow.sampler.member import Message
+from winnow.sampler.pool import SamplerPool
 from winnow.sampler.processes import Processes
 from winnow.sampler.ray import Ray
 from winnow.study.warm_start import WarmStartConfig, small_model, word_tokenizer

@@ -40,8 +40,9 @@ from winnow.run.build import build_methods
 from winnow.sampler import SamplerContext, pool
 from winnow.sampler.buffer import Buffer
 from winnow.sampler.codec import group_from, group_state
+from winnow.sampler.member import Inbox, Message
 from winnow.sampler.pace import Beside
-from winnow.sampler.pool import Inbox, Message, PoolOptions, SamplerPool
+from winnow.sampler.pool import PoolOptions, SamplerPool
 from winnow.study.warm_start import word_tokenizer
 from winnow.types import Group, Prompt, Rollout, Turn, Visit
 
@@ -148,6 +149,7 @@ class Samplers:
 class Channel:
     def __init__(self, inbox: Inbox, samplers: Samplers) -> None:
         self.inbox, self.samplers = inbox, samplers
+        inbox.put(Message(self, {"placed": ""}))
 
     def send(self, content: dict[str, Any]) -> None:
         with self.samplers.shares.part("transport"):
@@ -186,7 +188,7 @@ def loop_of(kind: Kind, samplers: int, in_flight: int, polled: int, folder: Path
     methods = build_methods(c, PROMPTS)
     buffer = Buffer(a_step, max_lag, carry=True)
     updated: Any = lambda groups, step: {"updated": 1.0}  # noqa: E731
-    learner: Any = SimpleNamespace(weights=dict)
+    learner: Any = SimpleNamespace(weights=dict, metrics=dict)
     ledger = Ledger.open(folder / "ledger.sqlite")
     ledger.judge = methods.judge
     ours = methods.selector, methods.group_size, methods.filter, updated, buffer, Beside(buffer, sampler)
