@@ -258,7 +258,9 @@ def figures(config: dict[str, Any]) -> list[dict[str, float]]:
 
 
 def untimed(row: dict[str, float]) -> dict[str, float]:
-    return {name: value for name, value in row.items() if not name.endswith("time") and "second" not in name}
+    """What does not depend on the machine."""
+    measured = ("time", "memory_mib")
+    return {name: value for name, value in row.items() if not name.endswith(measured) and "second" not in name}
 
 
 def assert_clean(config: dict[str, Any]) -> None:
@@ -290,6 +292,7 @@ def test_a_run_over_ranks_and_samplers_and_its_resumes(run_config: dict[str, Any
     assert [row["step"] for row in figures(config)] == [1, 2, 3, 4, 5]
     assert max(row.get("lag/max", 0) for row in figures(config)) <= 2
     assert all(row["updated"] for row in figures(config))
+    assert [min(row[f"rank/{rank}/memory_mib"] > 100 for row in figures(config)[3:]) for rank in range(3)] == [True] * 3
 
 
 def test_a_resume_on_as_many_ranks_is_exact(run_config: dict[str, Any], tmp_path: Path) -> None:
