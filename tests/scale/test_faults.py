@@ -18,7 +18,8 @@ from winnow import Trainer
 from winnow.loop import RunStoppedError
 from winnow.record.ledger import Ledger
 from winnow.run import checkpoint
-from winnow.sampler.pool import Member, SamplerPool
+from winnow.sampler.member import Member
+from winnow.sampler.pool import SamplerPool
 
 from .. import parity
 from ..faults.test_async_kill import assert_trained
@@ -35,7 +36,7 @@ ENDLESS = {"max_steps": 100_000, "save_steps": 100_000}
 @pytest.fixture(scope="module", autouse=True)
 def cluster() -> Iterator[None]:
     """One for all tests: it takes seconds to start."""
-    ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False)
+    ray.init("local", num_cpus=8, include_dashboard=False, log_to_driver=False)
     yield
     ray.shutdown()
 
@@ -232,7 +233,7 @@ def test_vllm_cores_that_keep_dying_are_named_with_their_last_words(vllm_config:
                 end_core(member)
 
     threading.Thread(target=keep_ending, daemon=True).start()
-    words = r"sampler 0 died \((.|\n)*pipeline model parallel group is not initialized(.|\n)*2 times in a row"
+    words = r"sampler 0 on .* died \((.|\n)*pipeline model parallel group is not initialized(.|\n)*2 times in a row"
     with pytest.raises(RunStoppedError, match=words):
         trainer.train()
     ended.set()

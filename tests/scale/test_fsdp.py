@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from winnow import Trainer
+from winnow.base.weights import RemoteWeights, unpacked
 from winnow.config import ConfigError, RunConfig, validate
 from winnow.learner import Learner, LearnerLostError, Local, Policy
 from winnow.learner.batch import Pool, Row
@@ -235,6 +236,12 @@ def test_a_model_whose_rows_cannot_be_told_apart_is_refused(ranks: Ranks) -> Non
     parts.model = gemma2()
     with pytest.raises(ValueError, match="cannot find the baselines of opob with a head of another kind"):
         over(ranks, parts, advantage="opob")
+
+
+def test_samplers_read_what_the_first_rank_has_put(ranks: Ranks) -> None:
+    cut = over(ranks, policy(tie_word_embeddings=True))
+    assert isinstance(cut.weights(), RemoteWeights)
+    assert difference(unpacked(ray.get(cut.weights().put(), timeout=60)), state(cut)) == 0
 
 
 def test_a_loss_that_is_not_finite_on_one_rank_stops_all(ranks: Ranks) -> None:

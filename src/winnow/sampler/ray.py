@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import math
 import os
 import queue
 import threading
 import traceback
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import torch
 
 from ..base import cluster
-from ..base.weights import WeightSource
+from ..base.weights import RemoteWeights, WeightSource, packed, unpacked
 from ..config import ConfigError
 from .base import SamplerContext
 from .member import Inbox, Message
@@ -77,18 +77,17 @@ class RayWeights:
         """Ray keeps an object until nobody has a reference: older weights until the last sampler has read them."""
         import ray
 
-        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
-        packed = {n: (t.reshape(-1).view(torch.uint8).numpy(), t.dtype, tuple(t.shape)) for n, t in tensors.items()}
         self._reference = None  # the store may have no room for two
         try:
-            self._reference, self.version = ray.put(packed), version
+            put = weights.put() if isinstance(weights, RemoteWeights) else ray.put(packed(weights.items()))
         except (ray.exceptions.ObjectStoreFullError, ray.exceptions.OutOfDiskError) as error:
-            mib = sum(raw.nbytes for raw, *_ in packed.values()) / 2**20
+            mib = sum(math.prod(spec.shape) * spec.dtype.itemsize for spec in weights.specs.values()) / 2**20
             raise ConfigError(
                 f"sync: ray: no room for the weights ({mib:,.0f} MiB) in Ray's object store, nor where it spills to: "
                 f"{str(error).strip().splitlines()[0]}\nstart Ray with more (`ray start --object-store-memory=BYTES`, "
                 "init's object_store_memory), or make room on that disk"
             ) from None
+        self._reference, self.version = put, version
 
     def told(self) -> dict[str, Any]:
         return {"weights": self._reference, "version": self.version}
@@ -101,10 +100,7 @@ def read_object(told: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """Tensors over the store's own memory, not to be written to."""
     import ray
 
-    packed = ray.get(told["weights"], timeout=FETCH_S)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # that they cannot be written to
-        return {n: torch.from_numpy(raw).view(dtype).reshape(shape) for n, (raw, dtype, shape) in packed.items()}
+    return unpacked(ray.get(told["weights"], timeout=FETCH_S))
 
 
 class ActorChannel:
