@@ -224,10 +224,11 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     said = json.loads(options.out.read_text(encoding="utf-8")) if options.out.exists() else {"sizes": {}}
-    said |= {"what": __doc__, "machine": machine("cpu", "ray")}
+    said["what"] = __doc__
     ray.init("local", num_cpus=max(4, SAMPLERS), include_dashboard=False, log_to_driver=False)
     for size in options.only:
-        said["sizes"][size] = found = measure(size, options.repeats)
+        load = machine("cpu", "ray")  # as it was when this size began
+        said["sizes"][size] = found = measure(size, options.repeats) | {"machine": load}
         print(
             size,
             {
