@@ -55,8 +55,10 @@ def config(tiny_config: dict[str, Any], cluster: Any) -> dict[str, Any]:
 
 
 def rows(config: dict[str, Any]) -> list[dict[str, float]]:
+    """Of steps; before the first there may be an evaluation."""
     path = Path(config["output_dir"], "metrics.jsonl")
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    found = map(json.loads, path.read_text().splitlines()) if path.exists() else []
+    return [row for row in found if row["step"] > 0]
 
 
 def assert_clean(config: dict[str, Any]) -> None:
