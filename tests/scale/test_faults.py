@@ -77,7 +77,7 @@ def kill_samplers(config: dict[str, Any], kills: int) -> None:
             before = list(pool._members)
             os.kill(victim, signal.SIGKILL)
             killed.add(victim)
-        assert len(rows(config)) >= kills // 10, "it went on between the deaths"
+        assert len(rows(config)) >= max(1, kills // 10), "it went on between the deaths"
         more_steps(config, 4)
 
     train_while(config | ENDLESS, kill)
@@ -234,8 +234,10 @@ def test_vllm_cores_that_keep_dying_are_named_with_their_last_words(vllm_config:
 
     threading.Thread(target=keep_ending, daemon=True).start()
     words = r"sampler 0 on .* died \((.|\n)*pipeline model parallel group is not initialized(.|\n)*2 times in a row"
-    with pytest.raises(RunStoppedError, match=words):
-        trainer.train()
-    ended.set()
+    try:
+        with pytest.raises(RunStoppedError, match=words):
+            trainer.train()
+    finally:
+        ended.set()
     assert_clean(vllm_config)
     wait_for(lambda: not processes("SamplerActor"), 30)

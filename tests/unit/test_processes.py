@@ -318,6 +318,9 @@ def test_silence_is_death(sampler: SamplerPool) -> None:
 
 
 def test_the_version_is_the_oldest_that_is_known(sampler: SamplerPool) -> None:
+    for slot in range(2):
+        channel_of(sampler, slot).says({"loaded": 0, "dtype": "float32", "metrics": {}})
+    sampler.poll()
     sampler.publish({}, [], 1)
     assert sampler.version == 0
     channel_of(sampler, 0).says({"loaded": 1, "dtype": "float32", "metrics": {"mine": 2.0}})
@@ -327,6 +330,18 @@ def test_the_version_is_the_oldest_that_is_known(sampler: SamplerPool) -> None:
     sampler.poll()
     assert sampler.version == 1
     assert sampler.metrics()["mine"] == 3.0
+
+
+def test_a_sampler_that_starts_holds_nobody_up(sampler: SamplerPool) -> None:
+    """It begins with the newest weights that it was told of; whatever is launched on it comes after them."""
+    sampler._members[1].ready = False
+    for version in (1, 2, 3):
+        sampler.publish({}, [], version)
+        channel_of(sampler, 0).says({"loaded": version, "dtype": "float32", "metrics": {}})
+        sampler.poll()
+        assert sampler.version == version
+    assert [message["version"] for message in channel_of(sampler, 1).told if "weights" in message] == [1, 2, 3]
+    assert sampler.metrics()["sampler/1/lag"] <= 1
 
 
 def test_what_is_in_flight_at_the_end_comes_back_whatever_the_samplers_do(sampler: SamplerPool) -> None:

@@ -44,7 +44,7 @@ class RemoteWeights(WeightSource, Protocol):
     """Weights that are in other processes of a Ray cluster, and are finite."""
 
     def put(self) -> Any:
-        """A reference to all of them in Ray's store, `packed`, without a way through this process."""
+        """A reference to all of them in Ray's store, `as_bytes`, without a way through this process."""
         ...
 
 
@@ -102,16 +102,16 @@ def is_finite(tensor: torch.Tensor) -> bool:
     return bool(torch.isfinite(torch.stack(tensor.detach().aminmax())).all())
 
 
-Packed = dict[str, tuple[np.ndarray, torch.dtype, tuple[int, ...]]]
+AsBytes = dict[str, tuple[np.ndarray, torch.dtype, tuple[int, ...]]]
 """Tensors as bytes, with type and shape: Ray keeps arrays outside of what it pickles, tensors not."""
 
 
-def packed(tensors: Iterable[tuple[str, torch.Tensor]]) -> Packed:
+def as_bytes(tensors: Iterable[tuple[str, torch.Tensor]]) -> AsBytes:
     whole = ((name, tensor.detach().cpu().contiguous()) for name, tensor in tensors)
     return {n: (t.reshape(-1).view(torch.uint8).numpy(), t.dtype, tuple(t.shape)) for n, t in whole}
 
 
-def unpacked(weights: Packed) -> dict[str, torch.Tensor]:
+def from_bytes(weights: AsBytes) -> dict[str, torch.Tensor]:
     """Tensors over the same memory; where that is Ray's, they are not to be written to."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # that they cannot be written to

@@ -96,12 +96,13 @@ class Server:
             found.append(inbox.get())
         if weights := [message for message in found if "weights" in message]:
             self._load(weights[-1])
+        for message in weights:  # or what Ray has would be kept for as long as the message
+            del message["weights"]
         return found
 
     def _load(self, message: dict[str, Any]) -> None:
         failpoint("sampler.load")
         self.engine.load_weights(self._read(message), message["version"])
-        del message["weights"]  # or an object of Ray's would be kept for as long as the message
         self.runner.set_rules([rule_from(state, self.rule_types[state["name"]]) for state in message["rules"]])
         self.rewarder.trainer_state.global_step = message["version"]
         dtype = str(getattr(self.engine, "dtype", "unknown"))

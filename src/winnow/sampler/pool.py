@@ -15,6 +15,7 @@ Messages, plain JSON values but for what a transport puts in for `weights`, over
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import time
 from collections import deque
@@ -107,7 +108,7 @@ class SamplerPool:
         """When it is."""
         self._short_since: float | None = None
         self._landed: list[Group] = []
-        """Groups for training, not yet polled; those whose sampler died twice among them."""
+        """Groups for training, not yet polled."""
         self._pending = 0
         """Groups for training, launched and not yet polled: what is in flight is not counted again at each poll."""
         self._reset()
@@ -171,6 +172,8 @@ class SamplerPool:
             self._members = [self._start(slot) for slot in range(self.options.samplers)]
         for member in self._placed:
             member.channel.send(self._told())
+            if not member.ready:  # it loads the newest that it was told of before it begins with any job
+                member.version = version
 
     def _told(self) -> dict[str, Any]:
         return self._transport.told() | {"rules": self._rules}
@@ -215,12 +218,14 @@ class SamplerPool:
         """Groups that have come, waiting a moment for the first; samplers are looked after."""
         groups: list[Group] = []
         try:
-            groups += self._take(self._inbox.get(timeout=POLL_S if wait else 0))
-            while not self._inbox.empty():
-                groups += self._take(self._inbox.get())
-        except queue.Empty:
-            pass
-        groups += self._watch()
+            with contextlib.suppress(queue.Empty):
+                groups += self._take(self._inbox.get(timeout=POLL_S if wait else 0))
+                while not self._inbox.empty():
+                    groups += self._take(self._inbox.get())
+            groups += self._watch()
+        except SamplersLostError:
+            self._landed += [group for group in groups if group.purpose == "train"]
+            raise
         self._dispatch()
         return groups
 
@@ -277,6 +282,7 @@ class SamplerPool:
         deaths = member.deaths + 1
         if deaths > self.options.max_restarts:
             self._members.remove(member)
+            self._waiting += member.flights.values()
             raise SamplersLostError(
                 f"{member.name} {what} ({how})\n{deaths} times in a row without a finished group "
                 f"(max_restarts={self.options.max_restarts})"
@@ -294,7 +300,8 @@ class SamplerPool:
                 again.append(sent._replace(again=sent.again or member.ready))
         self._redispatched += len(again)
         self._settled = time.monotonic() + SETTLE_S
-        self._dispatch(*again)
+        self._waiting.extendleft(reversed(again))
+        self._dispatch()
         return failed
 
     def _failed_group(self, job: Job, reason: str, fate: Fate | None = Fate.FAILED) -> Group:

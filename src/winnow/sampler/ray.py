@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import torch
 
 from ..base import cluster
-from ..base.weights import RemoteWeights, WeightSource, packed, unpacked
+from ..base.weights import RemoteWeights, WeightSource, as_bytes, from_bytes
 from ..config import ConfigError
 from .base import SamplerContext
 from .member import Inbox, Message
@@ -79,7 +79,7 @@ class RayWeights:
 
         self._reference = None  # the store may have no room for two
         try:
-            put = weights.put() if isinstance(weights, RemoteWeights) else ray.put(packed(weights.items()))
+            put = weights.put() if isinstance(weights, RemoteWeights) else ray.put(as_bytes(weights.items()))
         except (ray.exceptions.ObjectStoreFullError, ray.exceptions.OutOfDiskError) as error:
             mib = sum(math.prod(spec.shape) * spec.dtype.itemsize for spec in weights.specs.values()) / 2**20
             raise ConfigError(
@@ -100,7 +100,7 @@ def read_object(told: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """Tensors over the store's own memory, not to be written to."""
     import ray
 
-    return unpacked(ray.get(told["weights"], timeout=FETCH_S))
+    return from_bytes(ray.get(told["weights"], timeout=FETCH_S))
 
 
 class ActorChannel:
@@ -193,10 +193,11 @@ class Actor:
 
 
 def node() -> str:
-    """The one that this process runs on: address and id."""
+    """The one that this process runs on."""
     import ray
 
-    return f"{ray.util.get_node_ip_address()} ({ray.get_runtime_context().get_node_id()[:6]})"
+    here = {"NodeManagerAddress": ray.util.get_node_ip_address(), "NodeID": ray.get_runtime_context().get_node_id()}
+    return cluster.node_name(here)
 
 
 def remote_actor() -> Any:

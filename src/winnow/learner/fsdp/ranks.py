@@ -69,7 +69,9 @@ class Ranks:
     def all(self, method: str, by_rank: Sequence[tuple[Any, ...]], **named: Any) -> list[Any]:
         """Answers of all ranks, in order. What one of them raises about numbers is raised here."""
         import ray
+        from ray.exceptions import ObjectStoreFullError, OutOfDiskError
 
+        harmless = FloatingPointError, ValueError, ObjectStoreFullError, OutOfDiskError  # no rank waits for another
         asked = [getattr(a, method).remote(*args, **named) for a, args in zip(self._actors, by_rank, strict=True)]
         answers: dict[Any, Any] = {}
         deadline = time.monotonic() + self.timeout_s
@@ -84,7 +86,7 @@ class Ranks:
                     answers[reference] = ray.get(reference, timeout=self.timeout_s)
                 except Exception as error:
                     cause = getattr(error, "cause", None)
-                    if isinstance(cause, FloatingPointError | ValueError):  # raised by all of them
+                    if isinstance(cause, harmless):
                         raise cause from None
                     kind, said = type(error).__name__, str(error).strip()[-2000:]
                     self._lost(f"rank {asked.index(reference)} failed: {kind}: {said}")

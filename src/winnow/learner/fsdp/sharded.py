@@ -20,12 +20,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial
 
-from ...base.weights import packed, require_finite
+from ...base.weights import as_bytes, require_finite
 from ...methods.correct import Evidence
 from ...methods.loss import LossConfig
 from ..base import Stats
-from ..batch import MicroBatch, Row
-from ..batch import packed as in_micro_batches
+from ..batch import MicroBatch, Row, packed
 from ..local.grad_norms import UnsupportedModelError
 from ..local.learner import LearnerOptions, LocalLearner
 from ..local.logprob import TokenDistribution
@@ -151,7 +150,8 @@ class ShardedLearner(LocalLearner):
         """All ranks make their passes over pools in several micro-batches first: else one would, and another not."""
         loss = super()._ahead(loss)
         _, missing = self._missing(len(spread_over_several(self._batches)))
-        self._token_baselines.ahead(self._batches, loss)
+        with self._kernels():
+            self._token_baselines.ahead(self._batches, loss)
         for _ in range(missing):
             self.batch_logp((self._batches or self._fillers)[0])
         return loss
@@ -200,7 +200,7 @@ class ShardedLearner(LocalLearner):
 
     def logp_part(self, rows: Sequence[Row], filler: Row, *, raw: bool, reference: bool) -> list[torch.Tensor]:
         """`logp` or `reference_logp` of this rank's rows."""
-        _, missing = self._missing(len(in_micro_batches(rows, self.options.tokens_per_microbatch)))
+        _, missing = self._missing(len(packed(rows, self.options.tokens_per_microbatch)))
         found = self.reference_logp(rows) if reference else self.logp(rows, raw=raw)
         for _ in range(missing):
             self.reference_logp([filler]) if reference else self.logp([filler], raw=raw)
@@ -234,7 +234,7 @@ class ShardedLearner(LocalLearner):
         import ray
 
         found = self.gather()
-        return [ray.put(packed(found.items()))] if found else []
+        return [ray.put(as_bytes(found.items()))] if found else []
 
     def save(self, directory: Path) -> None:
         """The model by the first rank, the optimizer's shards by each."""

@@ -250,18 +250,18 @@ class RowHooks:
     def watching(self, rows: Rows, sums: RowSums) -> Iterator[list[torch.Tensor]]:
         """Inside, no parameter of `body` gets a gradient; the squared norms [B] that its backward pass will leave."""
         squares: list[torch.Tensor] = []
-        self._uses, self._leaves = {module: Uses() for module in self._hooked}, {}
-        handles = [module.register_forward_hook(partial(self._look, rows, sums, squares)) for module in self._hooked]
-        for module in self._scales:
-            one = _Scales(self._leaves, self._trained[module], len(rows))
-            handles += [
-                module.register_forward_pre_hook(one.put),
-                module.register_forward_hook(one.take, always_call=True),
-            ]
         trained = {p for own in self._trained.values() for p in own.values()}
-        for p in trained:
-            p.requires_grad_(False)
+        self._uses, self._leaves = {module: Uses() for module in self._hooked}, {}
+        handles: list[Any] = []
         try:
+            for p in trained:
+                p.requires_grad_(False)
+            for module in self._hooked:
+                handles.append(module.register_forward_hook(partial(self._look, rows, sums, squares)))
+            for module in self._scales:
+                one = _Scales(self._leaves, self._trained[module], len(rows))
+                handles.append(module.register_forward_pre_hook(one.put))
+                handles.append(module.register_forward_hook(one.take, always_call=True))
             yield squares
         finally:
             for p in trained:

@@ -129,9 +129,12 @@
     return [...found(false).map((k) => chart(k, false)), ...found(true).map((k) => chart(k, true))];
   }
 
+  /** Of several runs the chart shows the one that is picked. */
+  const ofPicked = (spec) => several && (spec.stacked || spec.ofPicked);
+
   function curvesOf(spec) {
     const table = (r) => (spec.evals ? r.evals : r.metrics);
-    if (spec.stacked || !several) {
+    if (ofPicked(spec) || !several) {
       const run = runs[several ? focus : 0];
       return spec.keys.map(([k, name, shade], n) => ({ table: table(run), key: k, name, color: shade || runColor(n), band: n ? undefined : spec.band }))
         .filter((c) => logged(c.table, c.key));
@@ -144,7 +147,7 @@
   }
 
   function legendOf(spec) {
-    if (several && !spec.stacked) {
+    if (several && !ofPicked(spec)) {
       const keys = spec.keys.filter(([k]) => runs.some((r) => logged(spec.evals ? r.evals : r.metrics, k))).slice(0, 2);
       return keys.length > 1 ? keys.map(([, name], j) => key(name, "soft", j ? "line dash" : "line")) : [];
     }
@@ -158,7 +161,7 @@
     const plot = el("div", { class: "plot" });
     const legend = el("div", { class: "legend" }, ...legendOf(spec));
     mounts.push(() => charts.mount(plot, spec, () => curvesOf(spec)));
-    if (several && spec.stacked) onFocus.push(() => legend.replaceChildren(...legendOf(spec)));
+    if (ofPicked(spec)) onFocus.push(() => legend.replaceChildren(...legendOf(spec)));
     return el("div", { class: "card chart" }, el("div", { class: "top" }, el("h3", {}, title), legend), plot);
   }
 
@@ -186,7 +189,7 @@
     const node = section(plan.id, plan.title, ...(plan.marks ? plan.marks() : []).map((m) => el("p", { class: "above" }, key(m.text, m.color, "line dash"))),
       drawn.length ? el("div", { class: plan.wide ? "grid wide" : "grid" }, ...drawn.map(([t, s]) => chartCard(t, s, mounts))) : null,
       missing.length ? el("p", { class: "soft below" }, `Not logged by ${several ? "these runs" : "this run"}: ${missing.join(" · ")}.`) : null);
-    if (drawn.some(([, s]) => s.stacked)) node.firstChild.append(picker() || "");
+    if (drawn.some(([, s]) => s.stacked || s.ofPicked)) node.firstChild.append(picker() || "");
     return node;
   }
 

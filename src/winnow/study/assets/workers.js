@@ -13,7 +13,12 @@ const workers = (runs) => {
   const logged = [...new Set(runs.flatMap((r) => Object.keys(r.metrics)))];
   const keys = (kind, figure) => logged.map((k) => new RegExp(`^${kind}/(\\d+)/${figure}$`).exec(k)).filter(Boolean)
     .sort((a, b) => a[1] - b[1]).map(([k, n]) => [k, `${kind} ${n}`]);
-  const drawn = FIGURES.map(([kind, figure, title, how]) => [title, { ...how, keys: keys(kind, figure) }]).filter(([, spec]) => spec.keys.length);
+  const SHOWN = 8;
+  const drawn = FIGURES.map(([kind, figure, title, how]) => {
+    const found = keys(kind, figure);
+    const first = found.length > SHOWN ? ` (the first ${SHOWN} of ${found.length})` : "";
+    return [title + first, { ...how, ofPicked: true, keys: found.slice(0, SHOWN) }];
+  }).filter(([, spec]) => spec.keys.length);
   const all = [["Samplers that work", { zero: true, keys: [["sampler/ready", "samplers"]] }],
     ["Started once more", { zero: true, keys: [["sampler/restarts", "samplers"], ["sampler/redispatched", "groups"]] }]];
   return drawn.length ? [{ id: "workers", title: "Samplers and ranks", charts: [...drawn, ...(logged.includes("sampler/ready") ? all : [])] }] : [];
