@@ -165,7 +165,7 @@ OF_SAMPLERS = {"sampler killed": kill, "sampler frozen": freeze, "node removed":
 
 
 def of_samplers(config: dict[str, Any], cluster: Cluster, fault: Any, repeats: int, report: Report) -> None:
-    """In one run, each when the last is over and both samplers work."""
+    """In one run, each when the last is over and all samplers work."""
     watched = Watched(Trainer(config=config))
     failures: list[BaseException] = []
 
@@ -178,8 +178,6 @@ def of_samplers(config: dict[str, Any], cluster: Cluster, fault: Any, repeats: i
         since = time.time()
         fault(pid, node, cluster)
         wait_for("a replacement", lambda: watched.first("weights", since))
-        if len(cluster.worker_nodes) < 2:
-            cluster.add_node(num_cpus=NODE_CPUS)
         return {phase: at - since for phase in PHASES if (at := watched.first(phase, since))}
 
     def act() -> None:
@@ -302,18 +300,21 @@ FAULTS = (*OF_SAMPLERS, "rank killed", "driver killed")
 
 
 def measure(name: str, work: Path, repeats: int, report: Report) -> None:
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
-    try:
-        for _ in range(2):
-            cluster.add_node(num_cpus=NODE_CPUS)
-        config = configuration(work, cluster.address, name.replace(" ", "-"))
-        if name in OF_SAMPLERS:
-            of_samplers(config, cluster, OF_SAMPLERS[name], repeats, report)
-        else:
-            (of_ranks if name == "rank killed" else of_drivers)(config, repeats, report)
-    finally:
-        ray.shutdown()
-        cluster.shutdown()
+    """A lost node takes a cluster each time; the others happen on one."""
+    again = repeats if name == "node removed" else 1
+    for n in range(again):
+        cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+        try:
+            for _ in range(2):
+                cluster.add_node(num_cpus=NODE_CPUS)
+            config = configuration(work, cluster.address, f"{name.replace(' ', '-')}-{n}")
+            if name in OF_SAMPLERS:
+                of_samplers(config, cluster, OF_SAMPLERS[name], repeats // again, report)
+            else:
+                (of_ranks if name == "rank killed" else of_drivers)(config, repeats, report)
+        finally:
+            ray.shutdown()
+            cluster.shutdown()
 
 
 def summary(runs: list[Seconds]) -> dict[str, Any]:
