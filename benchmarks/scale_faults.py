@@ -6,7 +6,8 @@ and until the replacement has weights.
 Three nodes of `ray.cluster_utils.Cluster` on one machine, the head without actors; two samplers, ARRoL, lag 2. Faults
 of samplers come one after the other in one run. Ranks and drivers that are killed end the run: it is resumed at once,
 and seconds until then are in the figures; the driver is a process of its own, and noticed is when its actors are gone.
-Frozen samplers and lost nodes are noticed by their silence of `timeout_s`. The accounts of every run are verified.
+Frozen samplers are noticed by their silence of `timeout_s`. A removed node's processes are killed, and connections end
+with them: a machine without power would be noticed by `timeout_s`. The accounts of every run are verified.
 """
 
 from __future__ import annotations
@@ -88,7 +89,8 @@ class Watched:
 
         def sent(member: Any, what: Any) -> None:
             send(member, what)
-            self._note("launched once more" if what.again else "launched")
+            if what.job.purpose == "train":
+                self._note("launched once more" if what.again else "launched")
 
         def heard(member: Any, content: Any) -> Any:
             first = "loaded" in content and not member.ready
@@ -242,7 +244,7 @@ def of_drivers(config: dict[str, Any], repeats: int, report: Report) -> None:
     driver, _ = start_driver(config)
     for _ in range(repeats):
         before = steps(config)
-        wait_for("steps", lambda before=before: steps(config) >= before + 4)  # type: ignore[misc]
+        wait_for("steps", lambda before=before: steps(config) >= before + 4 and actors())  # type: ignore[misc]
         since = time.time()
         driver.kill()
         driver.wait()
