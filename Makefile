@@ -58,10 +58,11 @@ bench: $(VENV)/.bench ## engine and training step beside their peers; writes ben
 	$(BIN)/python benchmarks/opob.py --out benchmarks/results/opob.json
 	$(BIN)/python benchmarks/async_wall.py --out benchmarks/results/async_wall.json
 
-bench-scale: $(SCALE)/.installed ## Ray beside pipes, ranks beside one process, vLLM beside the embedded engine, what the driver takes
+bench-scale: $(SCALE)/.installed ## Ray beside pipes, ranks beside one process, vLLM beside the embedded engine, what the driver takes and faults cost
 	$(SCALE)/bin/python benchmarks/scale_driver.py --out benchmarks/results/scale_driver.json
 	$(SCALE)/bin/python benchmarks/scale_channels.py --out benchmarks/results/scale_channels.json
 	$(SCALE)/bin/python benchmarks/scale_learner.py --out benchmarks/results/scale_learner.json
+	$(SCALE)/bin/python benchmarks/scale_faults.py --out benchmarks/results/scale_faults.json
 	$(SCALE)/bin/python benchmarks/engine_vllm.py --out benchmarks/results/engine_vllm.json
 
 bench-claims: $(VENV)/.bench ## the papers' claims, four seeds an arm: hours; can be stopped and started again
