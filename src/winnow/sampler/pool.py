@@ -159,9 +159,11 @@ class SamplerPool:
         self._needed, silent = 1, now - self.options.timeout_s / 2
         while self._waiting:
             member = min(placed, key=lambda m: (m.heard < silent, not m.ready, len(m.flights)))
-            sent = self._waiting.popleft()
-            member.flights[sent.key] = sent
-            member.channel.send({"launch": job_state(sent.job)})
+            self._send(member, self._waiting.popleft())
+
+    def _send(self, member: Member, sent: Sent) -> None:
+        member.flights[sent.key] = sent
+        member.channel.send({"launch": job_state(sent.job)})
 
     def publish(self, weights: WeightSource, rules: Sequence[NamedRule], version: int) -> None:
         for member in self._placed:
