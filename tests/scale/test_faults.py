@@ -93,7 +93,7 @@ def kill_samplers(config: dict[str, Any], kills: int) -> None:
 
 
 def test_samplers_killed_at_random_moments(config: dict[str, Any]) -> None:
-    kill_samplers(config | EVERYTHING, kills=5)
+    kill_samplers(config | EVERYTHING, kills=3)
 
 
 @pytest.mark.slow
@@ -119,6 +119,7 @@ def on_rank(trainer: Trainer, rank: int, act: Callable[[Any], None]) -> None:
     ray.get(actor.__ray_call__.remote(act), timeout=60)
 
 
+@pytest.mark.slow
 def test_poisoned_weights_of_a_rank(config: dict[str, Any]) -> None:
     """Only one of them has a NaN, in its own shard."""
 
@@ -147,6 +148,7 @@ def test_poisoned_weights_of_a_rank(config: dict[str, Any]) -> None:
     assert_trained(Path(config["output_dir"]), 4)
 
 
+@pytest.mark.slow
 def test_a_rank_that_raises_is_named_with_its_last_words(config: dict[str, Any]) -> None:
     """The other waits for it, inside an operation that only both can end."""
 
@@ -199,6 +201,7 @@ def end_core(member: Member) -> None:
         ray.get(member.channel._actor.__ray_call__.remote(end), timeout=60)  # type: ignore[attr-defined]
 
 
+@pytest.mark.slow
 def test_a_vllm_core_that_dies_and_an_actor_that_is_killed(vllm_config: dict[str, Any]) -> None:
     """Both while sequences run: the sampler is replaced, and what it worked on is launched once more."""
 

@@ -211,20 +211,21 @@ def test_bfloat16_is_as_far_off_as_in_one_process(ranks: Ranks, weighing: Weighi
     assert torch.nn.functional.cosine_similarity(moved[2], moved[0], dim=0) > 0.9
 
 
-@pytest.mark.parametrize("weighing", [None, "gradient"])
-def test_weights_are_cut_among_some_ranks_and_copied_to_others(cluster: None, weighing: Weighing | None) -> None:
+def test_weights_are_cut_among_some_ranks_and_copied_to_others(cluster: None) -> None:
     """HSDP: two groups of two ranks."""
     parts, four = policy(tie_word_embeddings=True), Ranks(world=4, threads=1, num_gpus=0, timeout_s=120)
+    weighings: tuple[Weighing | None, ...] = (None, "gradient")
     try:
-        changes = {"advantage": "opob" if weighing else "rloo"}
-        alone = Local().build(copy.deepcopy(parts), config(**changes))
-        cut = FsdpLearner(four, *four.build(parts, config(**changes), 2))
-        for step in range(3):
-            rows = random_rows(seed=step, n=2 + 5 * step)
-            for learner in (alone, cut):
-                learner.accumulate(in_pools(rows, weighing) if weighing else rows, LossConfig(policy_loss="plain"))
-                learner.apply(1e-3)
-        assert difference(state(cut), state(alone)) < 1e-5
+        for weighing in weighings:
+            changes = {"advantage": "opob" if weighing else "rloo"}
+            alone = Local().build(copy.deepcopy(parts), config(**changes))
+            cut = FsdpLearner(four, *four.build(parts, config(**changes), 2))
+            for step in range(3):
+                rows = random_rows(seed=step, n=2 + 5 * step)
+                for learner in (alone, cut):
+                    learner.accumulate(in_pools(rows, weighing) if weighing else rows, LossConfig(policy_loss="plain"))
+                    learner.apply(1e-3)
+            assert difference(state(cut), state(alone)) < 1e-5
     finally:
         four.close()
 
@@ -308,6 +309,7 @@ def test_a_run_over_ranks_and_samplers_and_its_resumes(run_config: dict[str, Any
     assert [min(row[f"rank/{rank}/memory_mib"] > 100 for row in figures(config)[3:]) for rank in range(3)] == [True] * 3
 
 
+@pytest.mark.slow
 def test_a_resume_on_as_many_ranks_is_exact(run_config: dict[str, Any], tmp_path: Path) -> None:
     whole = run_config | {"max_steps": 4, "save_steps": 2, "output_dir": str(tmp_path / "whole")}
     Trainer(config=whole).train()
@@ -318,6 +320,7 @@ def test_a_resume_on_as_many_ranks_is_exact(run_config: dict[str, Any], tmp_path
         assert untimed(ours) == untimed(theirs)
 
 
+@pytest.mark.slow
 def test_a_rank_that_dies_is_named_and_the_run_resumed(run_config: dict[str, Any]) -> None:
     config = run_config | {"max_steps": 1000, "save_steps": 1}
     trainer = Trainer(config=config)

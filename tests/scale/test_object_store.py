@@ -82,6 +82,7 @@ def large_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_a_run_keeps_no_old_weights(store: None, tiny_config: dict[str, Any], large_model: Path) -> None:
     sync = {"name": "ray", "samplers": 2}
     config = tiny_config | {"model": str(large_model), "sync": sync, "max_lag": 1, "correction": "truncate"}

@@ -108,6 +108,7 @@ def test_both_samplers_say_how_they_do(config: dict[str, Any]) -> None:
         assert own["tokens_per_s"] > 0
 
 
+@pytest.mark.slow
 def test_actors_that_are_killed_are_replaced(config: dict[str, Any]) -> None:
     """What they were working on is launched once more, and the run ends as if nothing had been."""
     config |= {"max_steps": 40, "eval_steps": None, "save_steps": 100}
