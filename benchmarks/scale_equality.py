@@ -6,7 +6,8 @@
 A model of 0.9M parameters, float32 and float64. Every update is five steps of AdamW at 1e-3, clipped to a norm of 0.5,
 over groups of four rollouts of 4 to 40 tokens from a sampler that is off the policy; some steps have a rank without
 rows. Figures are largest differences: of weights, absolute, beside those of one process that cuts micro-batches
-differently; of gradient norms (and of the norms of single rollouts), relative. What the JSON file has is not done again.
+differently; of gradient norms (and of the norms of single rollouts), relative. What the JSON file has is not
+done again.
 """
 
 from __future__ import annotations

@@ -178,6 +178,20 @@ def test_baselines_of_the_update_are_those_of_one_process(
     assert difference(state(cut), state(alone)) < 1e-5
 
 
+@pytest.mark.parametrize("weighing", [None, "gradient", "energy"])
+def test_in_float64_nothing_is_left_of_the_difference(ranks: Ranks, weighing: Weighing | None) -> None:
+    parts = policy()
+    parts.model.double()
+    changes = {"advantage": "opob" if weighing == "gradient" else "otb" if weighing else "rloo"}
+    pair = [over(ranks, copy.deepcopy(parts), **changes), Local().build(parts, config(**changes))]
+    for step in range(5):
+        rows = random_rows(seed=step, n=3 + 3 * step)
+        for learner in pair:
+            learner.accumulate(in_pools(rows, weighing) if weighing else rows, LOSSES["truncate"])
+            learner.apply(1e-3)
+    assert difference(state(pair[0]), state(pair[1])) < 1e-12
+
+
 def test_gradients_that_are_not_finite_on_one_rank_stop_all(ranks: Ranks) -> None:
     cut = over(ranks, policy(), advantage="opob")
     before, rows = state(cut), in_pools(random_rows(n=9), "gradient")
