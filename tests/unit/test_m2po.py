@@ -107,7 +107,7 @@ def test_the_update_does_not_depend_on_micro_batches(
     assert same == pytest.approx(metrics, rel=1e-5, abs=1e-9)
     for a, b in zip(whole, pieces, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
-    monkeypatch.setattr(LocalLearner, "_over_batch", lambda self, loss: loss)
+    monkeypatch.setattr(LocalLearner, "_ahead", lambda self, loss: loss)
     assert trained(1)[1]["correction/clipped_share"] != metrics["correction/clipped_share"]
 
 
