@@ -282,7 +282,7 @@ def in_a_table(said: dict[str, Any]) -> str:
     rows = [
         [
             name,
-            f"{exact[name]:.0e}",
+            f"{exact[name]:.0e}" if name in exact else "",
             *(f"{max(cell[column] for cell in some):.0e}" for column in ("weights", "rounding", "norms", "logp")),
         ]
         for name, some in lines.items()

@@ -46,7 +46,7 @@ def read(told: dict[str, Any]) -> float:
 
 
 def spilled() -> bool:
-    return "Spilled" in memory_summary(stats_only=True)
+    return "Spilled" in memory_summary(ray.get_runtime_context().gcs_address, stats_only=True)
 
 
 def test_versions_that_nobody_reads_any_more_leave_the_store(store: None) -> None:
