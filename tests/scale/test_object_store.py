@@ -51,10 +51,10 @@ def spilled() -> bool:
 
 def test_versions_that_nobody_reads_any_more_leave_the_store(store: None) -> None:
     reader, published = ray.remote(read), RayWeights()
-    for version in range(8):
-        published.write(weights(25, version), version)
+    for version in range(24):
+        published.write(weights(8, version), version)
         assert ray.get(reader.remote(published.told()), timeout=60) == version
-    assert not spilled(), "three fit: the newest, and those that are just being let go"
+    assert not spilled(), "nine fit: the newest, and those that are just being let go"
 
 
 def test_weights_larger_than_the_store_arrive(store: None) -> None:
