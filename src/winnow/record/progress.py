@@ -39,7 +39,7 @@ class Display:
         self.console = console
         self._tokens: Counter[str] = Counter()
         self._restarts: Counter[str] = Counter()
-        """Of each sampler, over the whole run."""
+        """Restarts of each sampler, over the whole run."""
         self._evaluation = ""
         self._last_line = 0.0
         self._watch: EssWatch | None = EssWatch()

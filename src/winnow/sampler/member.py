@@ -51,7 +51,7 @@ class Spell:
     """What happened to the sampler of a slot, and to those it replaced, since figures were last asked for."""
 
     counts: dict[str, float] = field(default_factory=dict)
-    """Those of the sampler at the beginning."""
+    """Counts of the sampler at the beginning."""
     restarts: int = 0
     groups: int = 0
     lag: int = 0
@@ -72,7 +72,7 @@ class Member:
     """Type that its engine computes with."""
     ready: bool = False
     deaths: int = 0
-    """In a row, of the samplers of this slot, without a finished group in between."""
+    """Deaths in a row of the samplers of this slot, without a finished group in between."""
     flights: dict[tuple[str, int], Sent] = field(default_factory=dict)
     counts: dict[str, float] = field(default_factory=dict)
     """Seconds, seconds idle and tokens sampled since its start, and MiB of memory that it holds."""

@@ -60,7 +60,7 @@ class TokenBaselines:
 
 
 def spread_over_several(batches: Sequence[MicroBatch]) -> list[MicroBatch]:
-    """Those whose pools find baselines of tokens, and are in other micro-batches, too."""
+    """Micro-batches whose pools find baselines of tokens, and are in others, too."""
     return [b for b in batches if b.pools and b.pools.weighing == "energy" and len(b.pools.pieces) > 1]
 
 
