@@ -3,125 +3,23 @@
 from __future__ import annotations
 
 import json
-import queue
-import time
-from collections.abc import Mapping
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 
-from winnow.config import validate
 from winnow.methods.gate import GateContext, NamedRule, rule_from
 from winnow.methods.gate.overrides import Overrides
 from winnow.methods.gate.random_cut import RandomCut
-from winnow.sampler import SamplerContext, SamplersLostError, pool
+from winnow.sampler import SamplersLostError, pool
 from winnow.sampler.base import SamplerRefusedError
 from winnow.sampler.codec import group_state, job_state
-from winnow.sampler.member import Member, Message, Sent
-from winnow.sampler.pool import PoolOptions, SamplerPool
+from winnow.sampler.member import Sent
+from winnow.sampler.pool import SamplerPool
 from winnow.sampler.weights import PublishedWeights
-from winnow.types import Fate, Group, Job, Prompt, Purpose, Rollout, Visit
+from winnow.types import Fate, Group
 
-PROMPTS = [Prompt(f"p{i}", i, text="p") for i in range(9)]
-HELD_OUT = [Prompt(f"t{i}", i, text="t") for i in range(9)]
-ZEROS = (np.zeros(2, np.int64), np.ones(2, bool), np.zeros(2, np.float32), np.zeros(2, np.int32))
-
-
-class FakeChannel:
-    """Remembers what it is told; the test speaks for the sampler. It has a place where there is room."""
-
-    room = True
-
-    def __init__(self, inbox: queue.SimpleQueue[Message]) -> None:
-        self.inbox = inbox
-        self.told: list[dict[str, Any]] = []
-        self.killed = False
-        if self.room:
-            self.says({"placed": "here"})
-
-    def send(self, content: dict[str, Any]) -> None:
-        self.told.append(content)
-
-    def kill(self) -> str:
-        self.killed = True
-        return "signal SIGKILL"
-
-    def says(self, content: dict[str, Any] | None) -> None:
-        self.inbox.put(Message(self, content))
-
-
-class FakeTransport:
-    """Weights that stay where they are."""
-
-    def __init__(self) -> None:
-        self.version = -1
-        self.removed = False
-
-    def write(self, weights: Mapping[str, Any], version: int) -> None:
-        self.version = version
-
-    def told(self) -> dict[str, Any]:
-        return {"weights": "somewhere", "version": self.version}
-
-    def remove(self) -> None:
-        self.removed = True
-
-
-def group(visit: Visit, purpose: Purpose = "train") -> Group:
-    return Group(visit, [Rollout(0, (1,), *ZEROS, reward=1.0)], purpose=purpose)
-
-
-def visit(number: int, prompts: list[Prompt] = PROMPTS) -> Visit:
-    return Visit(number, 0, prompts[number])
-
-
-def job(number: int, size: int = 1) -> Job:
-    return Job(visit(number), size)
-
-
-def channel_of_member(member: Member) -> FakeChannel:
-    assert isinstance(member.channel, FakeChannel)
-    return member.channel
-
-
-def channel_of(sampler: SamplerPool, slot: int) -> FakeChannel:
-    return channel_of_member(sampler._members[slot])
-
-
-@pytest.fixture
-def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Builds a pool of two samplers that work; `max_turns` is the task's."""
-    monkeypatch.setattr(pool, "fingerprints", lambda task, tokenizer: {})
-    monkeypatch.setattr(pool, "POLL_S", 0.01)
-    monkeypatch.setattr(pool, "SETTLE_S", 0.0)
-    monkeypatch.setattr(pool, "STOP_S", 0.01)
-    config = validate({"model": "m", "env": "countdown", "output_dir": str(tmp_path)})
-
-    def build(max_turns: int = 1, transport: Any = None) -> SamplerPool:
-        task: Any = SimpleNamespace(train=PROMPTS, test=HELD_OUT, max_turns=max_turns)
-        context = SamplerContext(config, task, None, greedy_baseline=False, behind=2, runner=None)
-        options = PoolOptions(samplers=2, max_restarts=2)
-        sampler = SamplerPool(options, context, transport or FakeTransport(), FakeChannel)
-        sampler.publish({}, [], 0)
-        sampler.poll()
-        for member in sampler._members:
-            working(member)
-        return sampler
-
-    return build
-
-
-def working(member: Member) -> None:
-    member.ready, member.heard = True, float("inf")
-
-
-@pytest.fixture
-def sampler(made: Any) -> SamplerPool:
-    found: SamplerPool = made()
-    return found
+from .fake_samplers import HELD_OUT, channel_of, channel_of_member, evaluation, group, job, visit
 
 
 def test_work_is_shared_and_comes_back_in_visit_order(sampler: SamplerPool) -> None:
@@ -194,120 +92,6 @@ def test_deaths_in_a_row_end_the_run_but_a_group_in_between_forgives(sampler: Sa
         sampler.poll()
 
 
-def test_samplers_that_go_together_fail_nothing(sampler: SamplerPool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What one was working on is not sent to another of the same node just before that one is missed, too."""
-    monkeypatch.setattr(pool, "SETTLE_S", 60.0)
-    sampler.launch(job(0))
-    for slot in (0, 1):
-        channel_of(sampler, slot).says(None)
-        assert sampler.poll() == []
-        working(sampler._members[slot])
-    assert sampler.pending == 1
-    sampler._settled = 0.0
-    sampler.poll()
-    assert sum(len(member.flights) for member in sampler._members) == 1
-
-
-def test_work_goes_to_samplers_that_are_heard_of(sampler: SamplerPool) -> None:
-    first, second = sampler._members
-    first.heard = time.monotonic() - 0.6 * sampler.options.timeout_s
-    for number in range(3):
-        sampler.launch(job(number))
-    assert [len(member.flights) for member in (first, second)] == [0, 3]
-
-
-@pytest.fixture
-def no_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever is started from now on waits."""
-    monkeypatch.setattr(FakeChannel, "room", False)
-
-
-def test_a_sampler_that_has_no_place_is_waited_for(sampler: SamplerPool, no_room: None) -> None:
-    """It is neither told anything nor given work, counts for no version, and is not taken for silent."""
-    sampler.launch(job(0))
-    channel_of(sampler, 0).says(None)
-    sampler.poll()
-    waits = sampler._members[0]
-    waits.heard = 0.0
-    sampler.publish({}, [], 1)
-    sampler.publish({}, [], 2)
-    sampler.launch(job(1))
-    assert sampler.poll() == []
-    assert (sampler._members[0], channel_of_member(waits).told) == (waits, [])
-    assert [len(member.flights) for member in sampler._members] == [0, 2]
-    channel_of(sampler, 1).says({"loaded": 2, "dtype": "float32", "metrics": {}})
-    sampler.poll()
-    assert sampler.version == 2
-    channel_of_member(waits).says({"placed": "there"})
-    sampler.poll()
-    (start,) = channel_of_member(waits).told
-    assert (start["start"]["version"], waits.version, waits.name) == (2, 2, "sampler 0 on there")
-
-
-def test_work_waits_for_a_place_and_the_run_does_not_wait_for_ever(
-    sampler: SamplerPool, no_room: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(pool, "START_TIMEOUT_S", 0.0)
-    sampler.launch(job(0))
-    for slot in (1, 0):
-        channel_of(sampler, slot).says(None)
-        sampler.poll()
-    assert (sampler.pending, sampler.version) == (1, 0)
-    sampler.launch(job(1))
-    channel_of(sampler, 1).says({"placed": "there"})
-    sampler.poll()
-    assert [told["launch"]["visit"][0] for told in channel_of(sampler, 1).told[1:]] == [0, 1]
-    channel_of(sampler, 1).says(None)
-    sampler.options = PoolOptions(samplers=2, max_restarts=9, timeout_s=0.1)
-    with pytest.raises(SamplersLostError, match=r"for 0.1 s 0 of 2 samplers had a place"):
-        sampler.run(evaluation(1))
-    assert sorted(group.visit.number for group in sampler.close()) == [0, 1]
-
-
-def test_work_begins_when_as_many_as_asked_for_have_a_place(sampler: SamplerPool) -> None:
-    first, second = sampler._members
-    second.where, sampler._needed = None, 2
-    for number in range(4):
-        sampler.launch(job(number))
-    assert not first.flights
-    channel_of_member(second).says({"placed": "there"})
-    sampler.poll()
-    assert [len(member.flights) for member in (first, second)] == [2, 2]
-
-
-def test_figures_of_each_sampler(sampler: SamplerPool) -> None:
-    for number in range(3):
-        sampler.launch(job(number))
-    counts = {"seconds": 10.0, "idle_s": 4.0, "tokens": 100.0, "memory_mib": 321.0}
-    channel_of(sampler, 0).says({"group": group_state(group(visit(0)))})
-    channel_of(sampler, 0).says({"alive": counts})
-    channel_of(sampler, 0).says({"loaded": 0, "dtype": "float32", "metrics": {}})
-    sampler.poll()
-    sampler.publish({}, [], 1)
-    channel_of(sampler, 0).says({"loaded": 1, "dtype": "float32", "metrics": {}})
-    sampler.poll()
-    sampler.publish({}, [], 2)
-    channel_of(sampler, 1).says(None)
-    sampler.poll()
-    found = sampler.metrics()
-    own = {"restarts": 0, "groups": 1, "lag": 0, "idle": 0.4, "tokens_per_s": 10, "memory_mib": 321}
-    assert {k: v for k, v in found.items() if k.startswith("sampler/0/")} == {
-        f"sampler/0/{k}": v for k, v in own.items()
-    }
-    assert {k: v for k, v in found.items() if k.startswith("sampler/1/")} == {
-        "sampler/1/restarts": 1,
-        "sampler/1/groups": 0,
-        "sampler/1/lag": 1,
-    }
-    assert (found["sampler/ready"], found["idle/sampler"]) == (1, 0.4)
-    assert sampler.nodes == {"sampler/0": "here", "sampler/1": "here"}
-    channel_of(sampler, 0).says({"alive": counts | {"seconds": 14.0, "idle_s": 5.0, "memory_mib": 300.0}})
-    sampler.poll()
-    again = sampler.metrics()
-    assert (again["sampler/0/idle"], again["sampler/0/tokens_per_s"], again["sampler/0/memory_mib"]) == (0.25, 0, 300)
-    assert (again["sampler/0/groups"], again["sampler/1/restarts"]) == (0, 0)
-
-
 def test_silence_is_death(sampler: SamplerPool) -> None:
     silent = sampler._members[1]
     silent.heard = 0.0
@@ -315,33 +99,6 @@ def test_silence_is_death(sampler: SamplerPool) -> None:
     assert channel_of_member(silent).killed
     assert sampler._members[1] is not silent
     assert sampler.metrics()["sampler/restarts"] == 1
-
-
-def test_the_version_is_the_oldest_that_is_known(sampler: SamplerPool) -> None:
-    for slot in range(2):
-        channel_of(sampler, slot).says({"loaded": 0, "dtype": "float32", "metrics": {}})
-    sampler.poll()
-    sampler.publish({}, [], 1)
-    assert sampler.version == 0
-    channel_of(sampler, 0).says({"loaded": 1, "dtype": "float32", "metrics": {"mine": 2.0}})
-    sampler.poll()
-    assert sampler.version == 0
-    channel_of(sampler, 1).says({"loaded": 1, "dtype": "float32", "metrics": {"mine": 4.0}})
-    sampler.poll()
-    assert sampler.version == 1
-    assert sampler.metrics()["mine"] == 3.0
-
-
-def test_a_sampler_that_starts_holds_nobody_up(sampler: SamplerPool) -> None:
-    """It begins with the newest weights that it was told of; whatever is launched on it comes after them."""
-    sampler._members[1].ready = False
-    for version in (1, 2, 3):
-        sampler.publish({}, [], version)
-        channel_of(sampler, 0).says({"loaded": version, "dtype": "float32", "metrics": {}})
-        sampler.poll()
-        assert sampler.version == version
-    assert [message["version"] for message in channel_of(sampler, 1).told if "weights" in message] == [1, 2, 3]
-    assert sampler.metrics()["sampler/1/lag"] <= 1
 
 
 def test_what_is_in_flight_at_the_end_comes_back_whatever_the_samplers_do(sampler: SamplerPool) -> None:
@@ -397,10 +154,6 @@ def test_samplers_are_told_weights_and_rules_together(sampler: SamplerPool) -> N
     channel_of(sampler, 0).says(None)
     sampler.poll()
     assert channel_of(sampler, 0).told[0]["start"]["rules"] == told["rules"], "one that is started later, too"
-
-
-def evaluation(n: int, size: int = 1) -> list[Job]:
-    return [Job(visit(i, HELD_OUT), size, "eval") for i in range(n)]
 
 
 def test_jobs_come_back_in_order_while_groups_for_training_wait_for_poll(sampler: SamplerPool) -> None:

@@ -1,0 +1,154 @@
+"""Samplers that come, start and go, and what is known of each, without any process."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from winnow.sampler import SamplersLostError, pool
+from winnow.sampler.codec import group_state
+from winnow.sampler.pool import PoolOptions, SamplerPool
+
+from .fake_samplers import FakeChannel, channel_of, channel_of_member, evaluation, group, job, visit, working
+
+
+def test_samplers_that_go_together_fail_nothing(sampler: SamplerPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What one was working on is not sent to another of the same node just before that one is missed, too."""
+    monkeypatch.setattr(pool, "SETTLE_S", 60.0)
+    sampler.launch(job(0))
+    for slot in (0, 1):
+        channel_of(sampler, slot).says(None)
+        assert sampler.poll() == []
+        working(sampler._members[slot])
+    assert sampler.pending == 1
+    sampler._settled = 0.0
+    sampler.poll()
+    assert sum(len(member.flights) for member in sampler._members) == 1
+
+
+def test_work_goes_to_samplers_that_are_heard_of(sampler: SamplerPool) -> None:
+    first, second = sampler._members
+    first.heard = time.monotonic() - 0.6 * sampler.options.timeout_s
+    for number in range(3):
+        sampler.launch(job(number))
+    assert [len(member.flights) for member in (first, second)] == [0, 3]
+
+
+@pytest.fixture
+def no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever is started from now on waits."""
+    monkeypatch.setattr(FakeChannel, "room", False)
+
+
+def test_a_sampler_that_has_no_place_is_waited_for(sampler: SamplerPool, no_room: None) -> None:
+    """It is neither told anything nor given work, counts for no version, and is not taken for silent."""
+    sampler.launch(job(0))
+    channel_of(sampler, 0).says(None)
+    sampler.poll()
+    waits = sampler._members[0]
+    waits.heard = 0.0
+    sampler.publish({}, [], 1)
+    sampler.publish({}, [], 2)
+    sampler.launch(job(1))
+    assert sampler.poll() == []
+    assert (sampler._members[0], channel_of_member(waits).told) == (waits, [])
+    assert [len(member.flights) for member in sampler._members] == [0, 2]
+    channel_of(sampler, 1).says({"loaded": 2, "dtype": "float32", "metrics": {}})
+    sampler.poll()
+    assert sampler.version == 2
+    channel_of_member(waits).says({"placed": "there"})
+    sampler.poll()
+    (start,) = channel_of_member(waits).told
+    assert (start["start"]["version"], waits.version, waits.name) == (2, 2, "sampler 0 on there")
+
+
+def test_work_waits_for_a_place_and_the_run_does_not_wait_for_ever(
+    sampler: SamplerPool, no_room: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool, "START_TIMEOUT_S", 0.0)
+    sampler.launch(job(0))
+    for slot in (1, 0):
+        channel_of(sampler, slot).says(None)
+        sampler.poll()
+    assert (sampler.pending, sampler.version) == (1, 0)
+    sampler.launch(job(1))
+    channel_of(sampler, 1).says({"placed": "there"})
+    sampler.poll()
+    assert [told["launch"]["visit"][0] for told in channel_of(sampler, 1).told[1:]] == [0, 1]
+    channel_of(sampler, 1).says(None)
+    sampler.options = PoolOptions(samplers=2, max_restarts=9, timeout_s=0.1)
+    with pytest.raises(SamplersLostError, match=r"for 0.1 s 0 of 2 samplers had a place"):
+        sampler.run(evaluation(1))
+    assert sorted(group.visit.number for group in sampler.close()) == [0, 1]
+
+
+def test_work_begins_when_as_many_as_asked_for_have_a_place(sampler: SamplerPool) -> None:
+    first, second = sampler._members
+    second.where, sampler._needed = None, 2
+    for number in range(4):
+        sampler.launch(job(number))
+    assert not first.flights
+    channel_of_member(second).says({"placed": "there"})
+    sampler.poll()
+    assert [len(member.flights) for member in (first, second)] == [2, 2]
+
+
+def test_figures_of_each_sampler(sampler: SamplerPool) -> None:
+    for number in range(3):
+        sampler.launch(job(number))
+    counts = {"seconds": 10.0, "idle_s": 4.0, "tokens": 100.0, "memory_mib": 321.0}
+    channel_of(sampler, 0).says({"group": group_state(group(visit(0)))})
+    channel_of(sampler, 0).says({"alive": counts})
+    channel_of(sampler, 0).says({"loaded": 0, "dtype": "float32", "metrics": {}})
+    sampler.poll()
+    sampler.publish({}, [], 1)
+    channel_of(sampler, 0).says({"loaded": 1, "dtype": "float32", "metrics": {}})
+    sampler.poll()
+    sampler.publish({}, [], 2)
+    channel_of(sampler, 1).says(None)
+    sampler.poll()
+    found = sampler.metrics()
+    own = {"restarts": 0, "groups": 1, "lag": 0, "idle": 0.4, "tokens_per_s": 10, "memory_mib": 321}
+    assert {k: v for k, v in found.items() if k.startswith("sampler/0/")} == {
+        f"sampler/0/{k}": v for k, v in own.items()
+    }
+    assert {k: v for k, v in found.items() if k.startswith("sampler/1/")} == {
+        "sampler/1/restarts": 1,
+        "sampler/1/groups": 0,
+        "sampler/1/lag": 1,
+    }
+    assert (found["sampler/ready"], found["idle/sampler"]) == (1, 0.4)
+    assert sampler.nodes == {"sampler/0": "here", "sampler/1": "here"}
+    channel_of(sampler, 0).says({"alive": counts | {"seconds": 14.0, "idle_s": 5.0, "memory_mib": 300.0}})
+    sampler.poll()
+    again = sampler.metrics()
+    assert (again["sampler/0/idle"], again["sampler/0/tokens_per_s"], again["sampler/0/memory_mib"]) == (0.25, 0, 300)
+    assert (again["sampler/0/groups"], again["sampler/1/restarts"]) == (0, 0)
+
+
+def test_the_version_is_the_oldest_that_is_known(sampler: SamplerPool) -> None:
+    for slot in range(2):
+        channel_of(sampler, slot).says({"loaded": 0, "dtype": "float32", "metrics": {}})
+    sampler.poll()
+    sampler.publish({}, [], 1)
+    assert sampler.version == 0
+    channel_of(sampler, 0).says({"loaded": 1, "dtype": "float32", "metrics": {"mine": 2.0}})
+    sampler.poll()
+    assert sampler.version == 0
+    channel_of(sampler, 1).says({"loaded": 1, "dtype": "float32", "metrics": {"mine": 4.0}})
+    sampler.poll()
+    assert sampler.version == 1
+    assert sampler.metrics()["mine"] == 3.0
+
+
+def test_a_sampler_that_starts_holds_nobody_up(sampler: SamplerPool) -> None:
+    """It begins with the newest weights that it was told of; whatever is launched on it comes after them."""
+    sampler._members[1].ready = False
+    for version in (1, 2, 3):
+        sampler.publish({}, [], version)
+        channel_of(sampler, 0).says({"loaded": version, "dtype": "float32", "metrics": {}})
+        sampler.poll()
+        assert sampler.version == version
+    assert [message["version"] for message in channel_of(sampler, 1).told if "weights" in message] == [1, 2, 3]
+    assert sampler.metrics()["sampler/1/lag"] <= 1
