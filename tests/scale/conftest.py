@@ -1,11 +1,21 @@
-"""A model whose heads are large enough for vLLM's attention on a CPU."""
+"""A cluster of a module's own, and a model whose heads are large enough for vLLM's attention on a CPU."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+
+@pytest.fixture(scope="module")
+def local_cluster() -> Iterator[None]:
+    """One for all tests of a module: it takes seconds to start."""
+    ray = pytest.importorskip("ray")
+    ray.init("local", num_cpus=8, include_dashboard=False, log_to_driver=False)
+    yield
+    ray.shutdown()
 
 
 @pytest.fixture(scope="session")

@@ -8,7 +8,7 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,18 +27,11 @@ from ..faults.test_poisoned_weights import WEIGHT, poisoned
 from .test_nodes import assert_clean, more_steps, processes, restarts, rows, train_while, wait_for
 
 ray = pytest.importorskip("ray")
+pytestmark = pytest.mark.usefixtures("local_cluster")
 
 REWARD = f"{parity.__file__}:parity_reward"
 FSDP = {"name": "fsdp", "ranks": 2, "timeout_s": 120}
 ENDLESS = {"max_steps": 100_000, "save_steps": 100_000}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def cluster() -> Iterator[None]:
-    """One for all tests: it takes seconds to start."""
-    ray.init("local", num_cpus=8, include_dashboard=False, log_to_driver=False)
-    yield
-    ray.shutdown()
 
 
 @pytest.fixture

@@ -35,21 +35,14 @@ from .. import parity
 from ..unit.learner_models import WORDS, gemma2, llama, random_rows
 
 ray = pytest.importorskip("ray")
+pytestmark = pytest.mark.usefixtures("local_cluster")
 
 REWARD = f"{parity.__file__}:parity_reward"
 FSDP = {"name": "fsdp", "ranks": 2, "timeout_s": 120}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def cluster() -> Iterator[None]:
-    """One for all tests: it takes seconds to start."""
-    ray.init("local", num_cpus=8, include_dashboard=False, log_to_driver=False)
-    yield
-    ray.shutdown()
-
-
 @pytest.fixture(scope="module")
-def ranks(cluster: None) -> Iterator[Ranks]:
+def ranks(local_cluster: None) -> Iterator[Ranks]:
     """Two, for one model after the other: they take seconds to start."""
     found = Ranks(world=2, threads=1, num_gpus=0, timeout_s=120)
     yield found
@@ -225,7 +218,7 @@ def test_bfloat16_is_as_far_off_as_in_one_process(ranks: Ranks, weighing: Weighi
     assert torch.nn.functional.cosine_similarity(moved[2], moved[0], dim=0) > 0.9
 
 
-def test_weights_are_cut_among_some_ranks_and_copied_to_others(cluster: None) -> None:
+def test_weights_are_cut_among_some_ranks_and_copied_to_others(local_cluster: None) -> None:
     """HSDP: two groups of two ranks."""
     parts, four = policy(tie_word_embeddings=True), Ranks(world=4, threads=1, num_gpus=0, timeout_s=120)
     weighings: tuple[Weighing | None, ...] = (None, "gradient")
@@ -364,7 +357,7 @@ def test_what_ranks_cannot_train_is_refused(run_config: dict[str, Any]) -> None:
         Trainer(config=run_config | {"learner": {"name": "fsdp", "ranks": 90}})
 
 
-def test_a_silent_rank_is_given_up(cluster: None) -> None:
+def test_a_silent_rank_is_given_up(local_cluster: None) -> None:
     ranks = Ranks(world=1, threads=1, num_gpus=0, timeout_s=60)
     cut = over(ranks, policy())
     ranks.timeout_s = 3

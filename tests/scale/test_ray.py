@@ -6,7 +6,6 @@ import contextlib
 import json
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +20,9 @@ from winnow.record.ledger import Ledger
 from .. import parity
 
 ray = pytest.importorskip("ray")
+pytestmark = pytest.mark.usefixtures("local_cluster")
 
 REWARD = f"{parity.__file__}:parity_reward"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def cluster() -> Iterator[None]:
-    """One for all tests: it takes seconds to start."""
-    ray.init("local", num_cpus=4, include_dashboard=False, log_to_driver=False)
-    yield
-    ray.shutdown()
 
 
 @pytest.fixture
@@ -154,7 +146,7 @@ def test_an_actor_that_keeps_dying_is_named_with_its_last_words(config: dict[str
 
 
 def test_a_cluster_that_is_too_small_is_refused(config: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="40 samplers need 40 CPUs, and the cluster has 4"):
+    with pytest.raises(ConfigError, match="40 samplers need 40 CPUs, and the cluster has 8"):
         Trainer(config=config | {"sync": {"name": "ray", "samplers": 40}})
     with pytest.raises(ConfigError, match="need 2 GPUs, and the cluster has 0"):
         Trainer(config=config | {"sync": {"name": "ray", "samplers": 2, "num_gpus": 1}})
