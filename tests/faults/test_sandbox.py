@@ -26,13 +26,17 @@ from winnow.env.workers.seccomp import DENIED, program
 needs_bubblewrap = pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
 pytestmark = needs_bubblewrap
 OPTIONS = SandboxOptions(timeout_s=4.0, memory_mb=128, disk_mb=4, max_output=10_000)
+OWN_UID = FIRST_UID + 16 * (1 + os.getpid() % 250)
+"""Other tests use the sandbox meanwhile, in other processes; nobody else has these users."""
 
 
 @pytest.fixture(scope="module")
 def sandbox() -> Iterator[Sandbox]:
-    sandbox = Sandbox(OPTIONS)
-    yield sandbox
-    sandbox.close()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "FIRST_UID", OWN_UID)
+        sandbox = Sandbox(OPTIONS)
+        yield sandbox
+        sandbox.close()
 
 
 def inside() -> list[psutil.Process]:
@@ -41,7 +45,7 @@ def inside() -> list[psutil.Process]:
     found = []
     for p in psutil.process_iter(["uids"]):
         uids = p.info["uids"]
-        if (uids and FIRST_UID <= uids.real < FIRST_UID + 16) or (p.pid in mine and "bwrap" in p.name()):
+        if (uids and OWN_UID <= uids.real < OWN_UID + 16) or (p.pid in mine and "bwrap" in p.name()):
             found.append(p)
     return found
 

@@ -23,7 +23,8 @@ pytest.importorskip("vllm")
 
 WIDE = {"hidden_size": 128, "intermediate_size": 128, "head_dim": 32}
 SMALL_CACHE = {"kv_cache_memory_bytes": 1 << 26}
-MODELS = ("qwen2-tied", "qwen3", "llama-tied")
+MODELS = (("qwen2-tied", 1), ("qwen3", 1), ("llama-tied", 1), ("qwen2-tied", 2), ("qwen3", 2))
+"""Kind of model, and how many processes each of its layers is cut among."""
 
 
 def build(name: str, folder: Path, **options: Any) -> tuple[Any, Any]:
@@ -31,17 +32,21 @@ def build(name: str, folder: Path, **options: Any) -> tuple[Any, Any]:
     model, tokenizer = make_model(name, **WIDE), word_tokenizer()
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    settings = {"slots": 8, "max_length": 128} | options
+    settings: dict[str, Any] = {"slots": 8, "max_length": 128}
     ours = LocalEngine(model, tokenizer, **settings)
-    theirs = VllmOptions(**settings, args=SMALL_CACHE).build(
+    theirs = VllmOptions(**settings, **options, args=SMALL_CACHE).build(
         ModelReference(str(folder), torch.device("cpu")), tokenizer
     )
     return theirs, ours
 
 
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(scope="module", params=MODELS, ids=lambda p: f"{p[0]}-{p[1]}")
 def engines(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Any]]:
-    yield build(request.param, tmp_path_factory.mktemp(request.param))
+    name, ranks = request.param
+    both = build(name, tmp_path_factory.mktemp(name), tensor_parallel_size=ranks)
+    yield both
+    both[0].close()
+    del both
     gc.collect()
 
 
@@ -152,13 +157,13 @@ def test_a_second_turn_pays_only_for_what_is_new(engines: tuple[Any, Any], monke
     """With the keys and values of the same weights, and of no others."""
     theirs, ours = engines
     computed: list[int] = []
-    execute = theirs._runner.execute_model
+    execute = theirs._core.runner.execute_model
 
     def counting(scheduled: Any, *rest: Any) -> Any:
         computed.append(scheduled.total_num_scheduled_tokens)
         return execute(scheduled, *rest)
 
-    monkeypatch.setattr(theirs._runner, "execute_model", counting)
+    monkeypatch.setattr(theirs._core.runner, "execute_model", counting)
     first = Request("turn", tuple(1 + j % 50 for j in range(64)), SamplingParams(20), noise_key(9, 0), keep=True)
     said = [play(engine, [first])["Finished", "turn", 0] for engine in engines]
     prompt = (*first.prompt_ids, *said[1].token_ids.tolist(), 3, 4, 5)
@@ -223,6 +228,7 @@ def test_an_engine_that_failed_says_so(tmp_path: Path) -> None:
     ("options", "message"),
     [
         ({"slots": 0}, "slots must be at least 1"),
+        ({"tensor_parallel_size": 0}, "tensor_parallel_size must be at least 1"),
         ({"args": {"max_num_seqs": 4}}, "max_num_seqs is set by Winnow"),
         ({"gpu_memory_utilization": 2}, "gpu_memory_utilization"),
     ],

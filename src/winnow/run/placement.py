@@ -9,6 +9,7 @@ from transformers import AutoConfig
 
 from ..base import cluster
 from ..config import MethodSpec, method
+from ..engine import ENGINES
 from ..learner import LEARNERS, Fsdp
 from ..sampler.pool import PoolOptions
 from .build import sampler_options
@@ -27,12 +28,14 @@ def placement(trainer: Trainer, rollouts: int) -> dict[str, Any]:
     parameters, trained = trainer.learner.sizes.total, trainer.learner.sizes.trained
     sampling, learner = sampler_options(trainer.config), method(LEARNERS, trainer.config.learner, "learner")
     if isinstance(sampling, PoolOptions):
+        processes = getattr(method(ENGINES, trainer.config.engine, "engine"), "tensor_parallel_size", 1)
+        bytes_ = 4 * parameters + _kv_bytes(trainer, rollouts // sampling.samplers)
         found["samplers"] = {
             "count": sampling.samplers,
             "to_start": sampling.least,
             "cpus": sampling.threads,
             "gpus": getattr(sampling, "num_gpus", 0.0),
-            "mib": round(PROCESS_MIB + (4 * parameters + _kv_bytes(trainer, rollouts // sampling.samplers)) / MIB),
+            "mib": round(processes * PROCESS_MIB + bytes_ / MIB),
         }
     if isinstance(learner, Fsdp):
         whole, kept = 4 * parameters, (4 * parameters + 12 * trained) / learner.ranks

@@ -17,7 +17,8 @@ import torch
 
 from ..base import cluster
 from ..base.weights import RemoteWeights, WeightSource, as_bytes, from_bytes
-from ..config import ConfigError
+from ..config import ConfigError, method
+from ..engine import ENGINES
 from .base import SamplerContext
 from .member import Inbox, Message
 from .pool import PoolOptions, SamplerPool
@@ -57,6 +58,9 @@ class Ray(PoolOptions):
     def build(self, context: SamplerContext) -> SamplerPool:
         """Raises ConfigError when Ray is not installed, no cluster answers, or it is too small."""
         self.check(context.config.reward_timeout_s)
+        parts = getattr(method(ENGINES, context.config.engine, "engine"), "tensor_parallel_size", 1)
+        if 0 < self.num_gpus < parts:
+            raise ConfigError(f"sync: num_gpus={self.num_gpus:g}: engine: tensor_parallel_size={parts} needs {parts}")
         try:
             cluster.join("sync", self.ray_address, [context.config.sync, context.config.learner])
             n = self.samplers if self.min_samplers is None else self.min_samplers

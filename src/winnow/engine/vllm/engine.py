@@ -14,9 +14,6 @@ from typing import Any, Final
 import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
-from vllm import EngineArgs, LLMEngine, TokensPrompt
-from vllm import SamplingParams as VllmParams
-from vllm.sampling_params import RequestOutputKind
 
 from ...base.weights import Weights, state_of
 from ...config import ConfigError
@@ -25,6 +22,7 @@ from ..facts import Facts
 from ..loading import ModelReference
 from ..sequences import SequenceEngine, Sequences
 from ..slots import COUNT, Drawn, Stopwatch
+from .core import Core, LeadingCore, RankExecutor
 from .options import CACHE_BYTES, VllmOptions
 
 BLOCK_SIZE: Final = 32
@@ -42,10 +40,10 @@ class VllmEngine(SequenceEngine):
         self._added = 0
         self._loads = 0
         try:
-            self._llm = LLMEngine.from_engine_args(_arguments(source, shell.config, facts, options, model.device))
-            self._runner = self._llm.model_executor.driver_worker.worker.model_runner
-            self.sequences = Sequences(facts, tokenizer, options.slots, self._runner.device)
-            self._head = _Head(self._runner, self.sequences)
+            core = LeadingCore if options.tensor_parallel_size > 1 else Core
+            self._core = core(_arguments(source, shell.config, facts, options, model.device), bool(facts.tied))
+            self.sequences = Sequences(facts, tokenizer, options.slots, self._core.runner.device)
+            self._head = _Head(self._core, self.sequences)
             self._try_out()
         except (ValueError, RuntimeError, NotImplementedError) as error:
             raise ConfigError(f"engine: vLLM cannot run '{source}': {str(error).strip().splitlines()[0]}") from error
@@ -54,7 +52,7 @@ class VllmEngine(SequenceEngine):
     @property
     def dtype(self) -> str:
         """Type of weights, keys and values."""
-        return str(self._llm.vllm_config.model_config.dtype).removeprefix("torch.")
+        return str(self._core.config.model_config.dtype).removeprefix("torch.")
 
     def load_weights(self, weights: Weights, version: int) -> None:
         self.sequences.require_alive()
@@ -63,12 +61,15 @@ class VllmEngine(SequenceEngine):
             table = self.sequences.table
             fresh = [r for row, r in enumerate(table.requests[: table.n]) if table.ints[COUNT, row] == 0]
             self._abort(fresh)  # what has no token yet starts again, so that its prompt is computed by the new weights
-            self._runner.reload_weights(weights_iterator=iter(state.items()))
-            _retie(self._runner.model, self.sequences.facts)
+            self._core.load(state)
             self._loads += 1
             self.sequences.loaded(version)
             for request in fresh:
                 self._add(request)
+
+    def close(self) -> None:
+        """End the processes that its layers are cut among, but for this one; they end with it in any case."""
+        self._core.close()
 
     # ---- one step ----------------------------------------------------------------------------------------------
 
@@ -76,7 +77,7 @@ class VllmEngine(SequenceEngine):
         watch, sequences = Stopwatch(), self.sequences
         table = sequences.table
         self._admit()
-        sampled = {o.request_id: o.outputs[0].token_ids for o in self._llm.step()}
+        sampled = self._core.step()
         names = [name for name, token_ids in sampled.items() if token_ids]
         if not names:  # prompts longer than a step takes
             return []
@@ -110,20 +111,12 @@ class VllmEngine(SequenceEngine):
     def _add(self, request: Request) -> None:
         """Keys and values are shared with whoever began alike under the same weights: siblings, and a turn before."""
         name, self._added = str(self._added), self._added + 1
-        prompt = TokensPrompt(prompt_token_ids=list(request.prompt_ids), cache_salt=str(self._loads))
-        params = VllmParams(
-            temperature=0,
-            max_tokens=request.params.max_tokens,
-            ignore_eos=True,
-            detokenize=False,
-            output_kind=RequestOutputKind.DELTA,
-        )
-        inner = self._llm.add_request(name, prompt, params)
+        inner = self._core.add(name, request.prompt_ids, str(self._loads), request.params.max_tokens)
         self._head.know(request.id, name, inner)
 
     def _abort(self, requests: list[Request]) -> None:
         names = [self._head.forget(request.id) for request in requests]
-        self._llm.abort_request(names)
+        self._core.abort(names)
 
     def _remove(self, rows: list[int]) -> None:
         if rows:
@@ -133,17 +126,16 @@ class VllmEngine(SequenceEngine):
 
 
 class _Head:
-    """Stand-in for the model's `compute_logits`: draws a token for each row, and leaves only that one possible."""
+    """Draws a token for each row where the model hands its logits on, and knows vLLM's names for the requests."""
 
-    def __init__(self, runner: Any, sequences: Sequences) -> None:
+    def __init__(self, core: Core, sequences: Sequences) -> None:
         self.ids: dict[str, Hashable] = {}
         """Request by vLLM's name for it, of which it has an outer and an inner one."""
         self._names: dict[Hashable, tuple[str, str]] = {}
-        self._runner = runner
+        self._runner = core.runner
         self._sequences = sequences
-        self._compute = runner.model.compute_logits
         self._drawn: tuple[dict[Hashable, int], Drawn, torch.Tensor] | None = None
-        runner.model.compute_logits = self
+        core.draw_by(self._draw)
 
     def know(self, id_: Hashable, outer: str, inner: str) -> None:
         self._names[id_] = (outer, inner)
@@ -155,17 +147,15 @@ class _Head:
         del self.ids[outer], self.ids[inner]
         return outer
 
-    def __call__(self, hidden_NH: torch.Tensor, *rest: Any, **named: Any) -> torch.Tensor:
-        logits_NV: torch.Tensor = self._compute(hidden_NH, *rest, **named)
+    def _draw(self, hidden_NH: torch.Tensor, logits_NV: torch.Tensor) -> torch.Tensor | None:
         names = self._runner.input_batch.req_ids
         if len(names) != len(hidden_NH):
-            return logits_NV  # vLLM tries itself out
+            return None  # vLLM tries itself out
         ids = [self.ids[name] for name in names]
         rows = np.array([self._sequences.table.row_of[id_] for id_ in ids])
         drawn = self._sequences.draw(logits_NV[:, : self._sequences.facts.vocab_size].float(), rows)
         self._drawn = {id_: i for i, id_ in enumerate(ids)}, drawn, hidden_NH
-        only = torch.full_like(logits_NV, -torch.inf)
-        return only.scatter_(1, self._sequences.to_device(drawn.tokens_N)[:, None], 0.0)
+        return self._sequences.to_device(drawn.tokens_N)
 
     def take(self, names: list[str]) -> tuple[Drawn, Any]:
         """What was drawn for these, in order, and their hidden states by place in that order."""
@@ -177,7 +167,7 @@ class _Head:
         return picked, lambda some: hidden_NH[self._sequences.to_device(at[some])]
 
 
-def _arguments(source: str, config: Any, facts: Facts, options: VllmOptions, device: torch.device) -> EngineArgs:
+def _arguments(source: str, config: Any, facts: Facts, options: VllmOptions, device: torch.device) -> dict[str, Any]:
     saved = getattr(config, "dtype", None) or torch.float32  # vLLM's `auto` makes half precision of float32
     cpu = device.type == "cpu"
     on_cpu = {"block_size": BLOCK_SIZE, "kv_cache_memory_bytes": CACHE_BYTES, "enforce_eager": True} if cpu else {}
@@ -187,13 +177,15 @@ def _arguments(source: str, config: Any, facts: Facts, options: VllmOptions, dev
         "async_scheduling": False,
         "enable_prefix_caching": True,
         "max_num_seqs": options.slots,
+        "tensor_parallel_size": options.tensor_parallel_size,
+        "distributed_executor_backend": RankExecutor if options.tensor_parallel_size > 1 else None,
         "max_model_len": facts.max_length,
         "dtype": options.dtype or str(saved).removeprefix("torch."),
         "gpu_memory_utilization": options.gpu_memory_utilization,
         "enforce_eager": options.enforce_eager,
         "disable_log_stats": True,
     }
-    return EngineArgs(**{**ours, **on_cpu, **options.args})
+    return {**ours, **on_cpu, **options.args}
 
 
 def _shell(source: str) -> Any:
@@ -203,15 +195,3 @@ def _shell(source: str) -> Any:
     with suppress(OSError):  # many models have none
         shell.generation_config = GenerationConfig.from_pretrained(source)
     return shell
-
-
-def _retie(model: Any, facts: Facts) -> None:
-    """vLLM's reload leaves a tied head with the old weights, and on a CPU with a packed copy of them."""
-    head, embedding = getattr(model, "lm_head", None), getattr(getattr(model, "model", None), "embed_tokens", None)
-    if not facts.tied or head is None or embedding is None or head is embedding:
-        return
-    head.tie_weights(embedding)
-    if hasattr(head, "cpu_linear"):
-        from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
-
-        dispatch_cpu_unquantized_gemm(head, remove_weight=False)

@@ -47,6 +47,8 @@ class VllmOptions:
     """Longest prompt plus completion (`max_model_len`); None is the model's limit."""
     gpu_memory_utilization: float = 0.5
     """Share of a GPU's memory, weights included. Without effect on a CPU."""
+    tensor_parallel_size: int = 1
+    """GPUs, or on a CPU processes, that each layer is cut among; all on the machine of the engine."""
     enforce_eager: bool = False
     """No CUDA graphs and no compilation."""
     args: dict[str, Any] = field(default_factory=dict)
@@ -55,6 +57,8 @@ class VllmOptions:
     def __post_init__(self) -> None:
         if self.slots < 1:
             raise ValueError(f"slots must be at least 1, not {self.slots}")
+        if self.tensor_parallel_size < 1:
+            raise ValueError(f"tensor_parallel_size must be at least 1, not {self.tensor_parallel_size}")
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ValueError(f"gpu_memory_utilization must lie in (0, 1], not {self.gpu_memory_utilization}")
         if taken := sorted(set(self.args) & OURS):
@@ -103,6 +107,7 @@ OURS = {
     "gpu_memory_utilization",
     "enforce_eager",
     "tensor_parallel_size",
+    "distributed_executor_backend",
     "pipeline_parallel_size",
     "speculative_config",
 }

@@ -1,0 +1,267 @@
+"""vLLM's synchronous core, whole or cut into several processes.
+
+With tensor parallelism each rank is a core of its own over its part of every layer, in a process of its own. All do the
+same in the same order (as with vLLM's `external_launcher`): the engine's process, rank 0, tells the others what it is
+about to do. Tokens are drawn on rank 0 alone.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from typing import Any, Final
+
+import torch
+from vllm import EngineArgs, LLMEngine, TokensPrompt
+from vllm import SamplingParams as VllmParams
+from vllm.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel, get_tp_group
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
+
+Shapes = list[tuple[str, tuple[int, ...], torch.dtype]]
+Draw = Callable[[torch.Tensor, torch.Tensor], torch.Tensor | None]
+"""(hidden states [N, H], logits [N, V]) to the token of each row [N]; None when vLLM tries itself out."""
+
+GRACE_S: Final = 10.0
+"""Seconds that a call which waits for a rank that ended has to notice."""
+FOLLOW: Final = (
+    "import sys; from winnow.base.parent import die_with; die_with(int(sys.argv[1])); "
+    "from winnow.engine.vllm.core import follow; follow()"
+)
+
+
+class Core:
+    """One rank's vLLM, and the only rank's where there is one. Raises ValueError and its like when vLLM refuses."""
+
+    def __init__(self, arguments: Mapping[str, Any], tied: bool) -> None:
+        self._llm = LLMEngine.from_engine_args(EngineArgs(**arguments))
+        self.config = self._llm.vllm_config
+        self.runner = self._llm.model_executor.driver_worker.worker.model_runner
+        self._tied = tied
+
+    def draw_by(self, draw: Draw) -> None:
+        """Draw tokens where the model hands its logits on; vLLM's sampler then finds one possible token."""
+        compute = self.runner.model.compute_logits
+
+        def only_what_is_drawn(hidden_NH: torch.Tensor, *rest: Any, **named: Any) -> torch.Tensor:
+            logits_NV: torch.Tensor = compute(hidden_NH, *rest, **named)
+            tokens_N = draw(hidden_NH, logits_NV)
+            if tokens_N is None:
+                return logits_NV
+            return torch.full_like(logits_NV, -torch.inf).scatter_(1, tokens_N[:, None], 0.0)
+
+        self.runner.model.compute_logits = only_what_is_drawn
+
+    def add(self, name: str, prompt_ids: tuple[int, ...], salt: str, max_tokens: int) -> str:
+        """vLLM's inner name of the request. Keys and values are shared under the same salt."""
+        params = VllmParams(
+            temperature=0,
+            max_tokens=max_tokens,
+            ignore_eos=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.DELTA,
+        )
+        prompt = TokensPrompt(prompt_token_ids=list(prompt_ids), cache_salt=salt)
+        return str(self._llm.add_request(name, prompt, params))
+
+    def abort(self, names: list[str]) -> None:
+        self._llm.abort_request(names)
+
+    def step(self) -> dict[str, list[int]]:
+        """Tokens by request; none for a request in prefill."""
+        return {o.request_id: o.outputs[0].token_ids for o in self._llm.step()}
+
+    def load(self, state: Mapping[str, torch.Tensor]) -> None:
+        self._load(state.items())
+
+    def close(self) -> None:
+        """End the other ranks, where there are some; they end with this process, too."""
+
+    def _load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        self.runner.reload_weights(weights_iterator=iter(weights))
+        _retie(self.runner.model, self._tied)
+
+
+class RankExecutor(ExecutorWithExternalLauncher):
+    """Of one rank among several. On a CPU they talk by gloo: over shared memory they would wait for one that died."""
+
+    def _distributed_args(self) -> tuple[str, int, int]:
+        method, rank, local_rank = super()._distributed_args()
+        return (
+            f"{method}?rank_of={rank}",
+            rank,
+            local_rank,
+        )  # vLLM shares memory among ranks whose addresses are the same
+
+
+class LeadingCore(Core):
+    """Rank 0 of several. The others end with this process, and this one with them if it waits for them."""
+
+    def __init__(self, arguments: Mapping[str, Any], tied: bool) -> None:
+        size = int(arguments["tensor_parallel_size"])
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "WORLD_SIZE": str(size)}
+        self._ranks = _Ranks([_start(rank, address) for rank in range(1, size)])
+        try:
+            with self._ranks.telling((dict(arguments), tied)), _environment(address | {"RANK": "0", "LOCAL_RANK": "0"}):
+                super().__init__(arguments, tied)
+        except BaseException:
+            self.close()
+            raise
+
+    def draw_by(self, draw: Draw) -> None:
+        def draw_and_tell(hidden_NH: torch.Tensor, logits_NV: torch.Tensor) -> torch.Tensor | None:
+            tokens_N = draw(hidden_NH, logits_NV)
+            return None if tokens_N is None else get_tp_group().broadcast(tokens_N)
+
+        super().draw_by(draw_and_tell)
+
+    def add(self, name: str, prompt_ids: tuple[int, ...], salt: str, max_tokens: int) -> str:
+        with self._ranks.telling(("add", name, prompt_ids, salt, max_tokens)):
+            return super().add(name, prompt_ids, salt, max_tokens)
+
+    def abort(self, names: list[str]) -> None:
+        with self._ranks.telling(("abort", names)):
+            super().abort(names)
+
+    def step(self) -> dict[str, list[int]]:
+        with self._ranks.telling(("step",)):
+            return super().step()
+
+    def load(self, state: Mapping[str, torch.Tensor]) -> None:
+        shapes: Shapes = [(name, tuple(tensor.shape), tensor.dtype) for name, tensor in state.items()]
+        with self._ranks.telling(("load", shapes)):
+            device = self.runner.device
+            self._load((name, get_tp_group().broadcast(t.to(device).contiguous())) for name, t in state.items())
+
+    def close(self) -> None:
+        self._ranks.close()
+        destroy_model_parallel()
+        destroy_distributed_environment()  # or the next engine of this process would take the groups for its own
+
+
+class FollowingCore(Core):
+    """Any other rank: does what it is told, with the tokens and weights of rank 0."""
+
+    def __init__(self, arguments: Mapping[str, Any], tied: bool) -> None:
+        super().__init__(arguments, tied)
+        self.draw_by(self._hear)
+
+    def load_shapes(self, shapes: Shapes) -> None:
+        device = self.runner.device
+        empty = ((name, torch.empty(shape, dtype=dtype, device=device)) for name, shape, dtype in shapes)
+        self._load((name, get_tp_group().broadcast(tensor)) for name, tensor in empty)
+
+    def _hear(self, hidden_NH: torch.Tensor, logits_NV: torch.Tensor) -> torch.Tensor | None:
+        if len(self.runner.input_batch.req_ids) != len(hidden_NH):
+            return None
+        return get_tp_group().broadcast(torch.empty(len(hidden_NH), dtype=torch.int64, device=hidden_NH.device))
+
+
+class _Ranks:
+    """The processes of all ranks but the first."""
+
+    def __init__(self, processes: list[subprocess.Popen[bytes]]) -> None:
+        self._processes = processes
+        self._closed = threading.Event()
+        self._idle = threading.Event()
+        self._idle.set()
+        self._ended = ""
+        for rank, process in enumerate(processes, 1):
+            threading.Thread(target=self._watch, args=(rank, process), daemon=True).start()
+
+    @contextmanager
+    def telling(self, order: tuple[Any, ...]) -> Iterator[None]:
+        """Tell all of them; the body does the same here. Raises RuntimeError when one has ended."""
+        self._idle.clear()
+        try:
+            for process in self._processes:
+                assert process.stdin is not None
+                with suppress(OSError):  # it has ended, which `_watch` says better
+                    pickle.dump(order, process.stdin)
+                    process.stdin.flush()
+            if self._ended:
+                raise RuntimeError(self._ended)
+            yield
+        finally:
+            self._idle.set()
+
+    def close(self) -> None:
+        self._closed.set()
+        for process in self._processes:
+            process.kill()
+            process.wait()
+            with suppress(OSError):
+                process.stdin.close()  # type: ignore[union-attr]
+
+    def _watch(self, rank: int, process: subprocess.Popen[bytes]) -> None:
+        status = process.wait()
+        if self._closed.is_set():
+            return
+        self._ended = f"rank {rank} of vLLM's tensor parallelism ended with exit status {status}; see what it printed"
+        if not self._idle.wait(
+            GRACE_S
+        ):  # a collective that waits for the dead may wait for ever, and cannot be stopped
+            print(f"engine: vllm: {self._ended}", file=sys.stderr, flush=True)
+            os._exit(1)
+
+
+def follow() -> None:
+    """A rank's life: orders come through its standard input, the first says what it is."""
+    orders = sys.stdin.buffer
+    arguments, tied = pickle.load(orders)
+    core = FollowingCore(arguments, tied)
+    do: dict[str, Callable[..., Any]] = {
+        "add": core.add,
+        "abort": core.abort,
+        "step": core.step,
+        "load": core.load_shapes,
+    }
+    with torch.inference_mode(), suppress(EOFError):
+        while True:
+            name, *args = pickle.load(orders)
+            do[name](*args)
+
+
+def _start(rank: int, address: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    paths = dict.fromkeys([*(os.path.abspath(p) for p in sys.path), os.getcwd()])
+    env = os.environ | address | {"RANK": str(rank), "LOCAL_RANK": str(rank), "PYTHONPATH": os.pathsep.join(paths)}
+    command = [sys.executable, "-c", FOLLOW, str(os.getpid())]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, env=env)
+
+
+def _free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+@contextmanager
+def _environment(names: Mapping[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in names}
+    os.environ.update(names)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def _retie(model: Any, tied: bool) -> None:
+    """vLLM's reload leaves a tied head with the old weights, and on a CPU with a packed copy of them."""
+    head, embedding = getattr(model, "lm_head", None), getattr(getattr(model, "model", None), "embed_tokens", None)
+    if not tied or head is None or embedding is None or head is embedding:
+        return
+    head.tie_weights(embedding)
+    if hasattr(head, "cpu_linear"):
+        from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+
+        dispatch_cpu_unquantized_gemm(head, remove_weight=False)

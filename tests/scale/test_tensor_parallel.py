@@ -1,0 +1,117 @@
+"""vLLM cut into two processes, one of which ends; what it samples is tested with the engine of one process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from winnow import Trainer
+from winnow.config import ConfigError
+from winnow.engine import ModelReference
+from winnow.engine.vllm.options import VllmOptions
+from winnow.record.ledger import Ledger
+
+from .. import parity
+from ..unit.engine_models import make_model, word_tokenizer
+from .test_vllm_engine import SMALL_CACHE, WIDE, build, requests
+from .test_vllm_run import EVERYTHING, VLLM
+
+pytest.importorskip("vllm")
+
+STUCK = """
+import os, signal, sys, time
+import psutil
+from pathlib import Path
+from tests.scale.test_vllm_engine import build, requests
+engine, _ = build("qwen2-tied", Path(sys.argv[1]), tensor_parallel_size=2)
+other = psutil.Process().children()[0]
+engine.submit(requests())
+engine.step()
+other.suspend()
+if os.fork() == 0:
+    time.sleep(1)
+    other.kill()
+    os._exit(0)
+engine.step()
+print("went on")
+"""
+
+
+def followers() -> list[psutil.Process]:
+    """Of this process's engines and of its samplers'."""
+    children = psutil.Process().children(recursive=True)
+    return [p for p in children if p.is_running() and "winnow.engine.vllm.core" in " ".join(p.cmdline())]
+
+
+def test_the_other_ranks_end_with_the_engine(tmp_path: Path) -> None:
+    engine, _ = build("qwen2-tied", tmp_path, tensor_parallel_size=2)
+    (other,) = followers()
+    engine.close()
+    assert not other.is_running()
+    assert not {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT"} & set(os.environ)
+
+
+def test_an_engine_whose_other_rank_has_ended_says_so(tmp_path: Path) -> None:
+    engine, _ = build("qwen2-tied", tmp_path, tensor_parallel_size=2)
+    (other,) = followers()
+    other.send_signal(signal.SIGKILL)
+    other.wait(30)
+    engine.submit(requests()[:2])
+    with pytest.raises(RuntimeError, match="rank 1 of vLLM's tensor parallelism ended"):
+        engine.step()
+    with pytest.raises(RuntimeError, match="the engine failed earlier"):
+        engine.step()
+    engine.close()
+
+
+def test_a_rank_that_ends_in_the_middle_of_a_step_leaves_nobody_waiting(tmp_path: Path) -> None:
+    """The engine's process waits for it in a collective, where no exception reaches it."""
+    done = subprocess.run([sys.executable, "-c", STUCK, str(tmp_path)], capture_output=True, text=True, timeout=180)
+    assert done.returncode == 1, done.stderr[-2000:]
+    assert "rank 1 of vLLM's tensor parallelism ended with exit status -9" in done.stderr
+    assert "went on" not in done.stdout
+
+
+def test_a_model_that_cannot_be_cut_is_refused_by_name(tmp_path: Path) -> None:
+    model, tokenizer = make_model("qwen2-tied", **WIDE), word_tokenizer()
+    model.save_pretrained(tmp_path)
+    options = VllmOptions(slots=8, max_length=128, tensor_parallel_size=3, args=SMALL_CACHE)
+    with pytest.raises(ConfigError, match=f"vLLM cannot run '{tmp_path}'"):
+        options.build(ModelReference(str(tmp_path), torch.device("cpu")), tokenizer)
+    assert followers() == []
+
+
+@pytest.fixture
+def config(tiny_config: dict[str, Any], wide_model: Path) -> dict[str, Any]:
+    engine = VLLM | {"tensor_parallel_size": 2}
+    reward = {"reward_funcs": [f"{parity.__file__}:parity_reward"]}
+    return tiny_config | EVERYTHING | reward | {"model": str(wide_model), "max_steps": 3, "engine": engine}
+
+
+@pytest.mark.usefixtures("local_cluster")
+def test_a_sampler_over_two_ranks(config: dict[str, Any]) -> None:
+    """With every method on; nothing of it is left."""
+    Trainer(config=config | {"sync": {"name": "ray", "samplers": 1, "threads": 1}}).train()
+    with Ledger.open(Path(config["output_dir"]) / "ledger.sqlite", read_only=True) as ledger:
+        proof = ledger.verify()
+        assert proof.ok, proof.problems
+        assert ledger.totals()["trained"]["rollouts"] > 0
+    deadline = time.monotonic() + 60
+    while followers() and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert followers() == []
+
+
+@pytest.mark.usefixtures("local_cluster")
+def test_samplers_with_fewer_gpus_than_ranks_are_refused(config: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="sync: num_gpus=1: engine: tensor_parallel_size=2 needs 2"):
+        Trainer(config=config | {"sync": {"name": "ray", "num_gpus": 1}})
