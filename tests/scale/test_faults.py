@@ -195,7 +195,7 @@ def end_core(member: Member) -> None:
                 engine = next((x for x in gc.get_objects() if isinstance(x, VllmEngine)), None)
             while not engine._loads:
                 time.sleep(0.001)
-            engine._llm.engine_core.shutdown()
+            engine._core._llm.engine_core.shutdown()
 
         threading.Thread(target=wait_and_end, daemon=True).start()
 

@@ -89,14 +89,14 @@ def stale_head(monkeypatch: pytest.MonkeyPatch) -> None:
         first.append(model.lm_head.weight.detach().clone())
         model.lm_head.cpu_linear = lambda x, weight, bias: torch.nn.functional.linear(x, first[0], bias)
 
-    monkeypatch.setattr("winnow.engine.vllm.engine._retie", keep)
+    monkeypatch.setattr("winnow.engine.vllm.core._retie", keep)
 
 
 def stale_prefixes(monkeypatch: pytest.MonkeyPatch) -> None:
-    from winnow.engine.vllm import engine
+    from winnow.engine.vllm import core
 
-    prompt = engine.TokensPrompt
-    monkeypatch.setattr(engine, "TokensPrompt", lambda cache_salt, **rest: prompt(cache_salt="0", **rest))
+    prompt = core.TokensPrompt
+    monkeypatch.setattr(core, "TokensPrompt", lambda cache_salt, **rest: prompt(cache_salt="0", **rest))
 
 
 @pytest.mark.parametrize("cause", [stale_head, stale_prefixes])

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import signal
 import socket
 import subprocess
 import sys
@@ -28,6 +29,8 @@ Shapes = list[tuple[str, tuple[int, ...], torch.dtype]]
 Draw = Callable[[torch.Tensor, torch.Tensor], torch.Tensor | None]
 """(hidden states [N, H], logits [N, V]) to the token of each row [N]; None when vLLM tries itself out."""
 
+LOOK_S: Final = 1.0
+"""Seconds between two looks at the other ranks."""
 GRACE_S: Final = 10.0
 """Seconds that a call which waits for a rank that ended has to notice."""
 FOLLOW: Final = (
@@ -171,9 +174,7 @@ class _Ranks:
         self._closed = threading.Event()
         self._idle = threading.Event()
         self._idle.set()
-        self._ended = ""
-        for rank, process in enumerate(processes, 1):
-            threading.Thread(target=self._watch, args=(rank, process), daemon=True).start()
+        threading.Thread(target=self._watch, daemon=True).start()
 
     @contextmanager
     def telling(self, order: tuple[Any, ...]) -> Iterator[None]:
@@ -182,12 +183,16 @@ class _Ranks:
         try:
             for process in self._processes:
                 assert process.stdin is not None
-                with suppress(OSError):  # it has ended, which `_watch` says better
+                with suppress(OSError):  # it has ended
                     pickle.dump(order, process.stdin)
                     process.stdin.flush()
-            if self._ended:
-                raise RuntimeError(self._ended)
+            if told := self.ended():
+                raise RuntimeError(told)
             yield
+        except RuntimeError as error:  # of a collective without that rank; it says less
+            if told := self.ended():
+                raise RuntimeError(told) from error
+            raise
         finally:
             self._idle.set()
 
@@ -199,20 +204,27 @@ class _Ranks:
             with suppress(OSError):
                 process.stdin.close()  # type: ignore[union-attr]
 
-    def _watch(self, rank: int, process: subprocess.Popen[bytes]) -> None:
-        status = process.wait()
-        if self._closed.is_set():
-            return
-        self._ended = f"rank {rank} of vLLM's tensor parallelism ended with exit status {status}; see what it printed"
-        if not self._idle.wait(
-            GRACE_S
-        ):  # a collective that waits for the dead may wait for ever, and cannot be stopped
-            print(f"engine: vllm: {self._ended}", file=sys.stderr, flush=True)
-            os._exit(1)
+    def _watch(self) -> None:
+        while not self._closed.wait(LOOK_S):
+            if self.ended() and not self._idle.wait(GRACE_S):
+                # A collective may wait for the dead for ever, and no exception reaches it.
+                print(f"engine: vllm: {self.ended()}", file=sys.stderr, flush=True)
+                os._exit(1)
+
+    def ended(self) -> str:
+        """How one of them ended, if any has."""
+        found = ((rank, process.poll()) for rank, process in enumerate(self._processes, 1))
+        told = (
+            f"rank {rank} of vLLM's tensor parallelism ended with exit status {status}; see what it printed"
+            for rank, status in found
+            if status is not None
+        )
+        return next(told, "")
 
 
 def follow() -> None:
     """A rank's life: orders come through its standard input, the first says what it is."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for rank 0, which may have a step to finish
     orders = sys.stdin.buffer
     arguments, tied = pickle.load(orders)
     core = FollowingCore(arguments, tied)
