@@ -82,7 +82,7 @@ def processes(kind: str) -> list[psutil.Process]:
     return found
 
 
-def wait_for(condition: Callable[[], Any], timeout_s: float = 120) -> None:
+def wait_for(condition: Callable[[], Any], timeout_s: float = 300) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, "it never came to this"
