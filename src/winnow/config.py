@@ -56,6 +56,8 @@ class LoraConfig(BaseModel):
     alpha: int = Field(32, ge=1)
     dropout: float = Field(0.0, ge=0, lt=1)
     target_modules: str | list[str] = "all-linear"
+    merge: bool = True
+    """Engines get whole weights, adapters merged in; else the adapters alone."""
 
 
 class AuditConfig(BaseModel):

@@ -52,6 +52,12 @@ class TestRefusals:
         with pytest.raises(ConfigError, match=f"lora: target_modules: .*{words}"):
             Trainer(config=tiny_config | {"lora": {"r": 2, "target_modules": targets}})
 
+    def test_adapters_alone_for_an_engine_of_whole_weights(self, tiny_config: dict[str, Any]) -> None:
+        with pytest.raises(
+            ConfigError, match=r"merge: false .* engine: local takes whole weights; set lora.merge: true"
+        ):
+            Trainer(config=tiny_config | {"lora": {"r": 2, "merge": False}})
+
     def test_unbiased_weights_beside_a_filter(self, tiny_config: dict[str, Any]) -> None:
         """Which groups a filter takes depends on their survivors, and no weight of a survivor knows that."""
         gates = {"gates": [{"name": "arrol", "at": 3, "unbiased": True}]}

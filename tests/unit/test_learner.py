@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from winnow.engine.base import SamplingParams
 from winnow.engine.local.engine import LocalEngine
 from winnow.learner.base import Stats
 from winnow.learner.batch import PASS_TOKENS, Row, collate, micro_batches
 from winnow.learner.local import logprob
-from winnow.learner.local.learner import LearnerOptions, LocalLearner
+from winnow.learner.local.learner import LearnerOptions, LocalLearner, MergedWeights
 from winnow.learner.local.logprob import TokenDistribution, token_logp
 from winnow.methods.correct.truncate import Truncate
 from winnow.methods.loss import LossConfig
@@ -222,6 +224,23 @@ def test_lora_trains_adapters_only_and_merges_exactly(tokenizer: Any) -> None:
     assert not torch.equal(merged.model.layers[0].mlp.up_proj.weight, before["model.layers.0.mlp.up_proj.weight"])
     engine.load_weights(learner.weights(), version=3)
     assert_engine_agrees(engine, learner, SamplingParams(12))
+
+
+def test_adapters_alone_are_what_is_published_and_a_whole_model_what_is_exported(tmp_path: Path) -> None:
+    options = LearnerOptions(merge_adapters=False)
+    learner = LocalLearner(with_adapters(llama()), TokenDistribution(VOCABULARY), options)
+    learner.forward_backward(collate(random_rows(), pad_id=0), LossConfig(policy_loss="plain"), Stats())
+    learner.apply(1e-2)
+    alone, whole = learner.weights(), MergedWeights(learner.model.get_base_model())
+    layer = learner.model.get_base_model().model.layers[0].self_attn.q_proj
+    assert all(".lora_A.weight" in name or ".lora_B.weight" in name for name in alone.specs)
+    state = alone.state_dict()
+    name = "model.layers.0.self_attn.q_proj"
+    delta = state[f"{name}.lora_B.weight"] @ state[f"{name}.lora_A.weight"] * 2  # alpha / r
+    torch.testing.assert_close(whole.state_dict()[f"{name}.weight"], layer.get_base_layer().weight + delta)
+    learner.export(tmp_path)
+    saved = load_file(tmp_path / "model.safetensors")
+    assert torch.equal(saved[f"{name}.weight"], whole.state_dict()[f"{name}.weight"])
 
 
 # ---------------------------------------------------------------- the engine's numbers

@@ -20,7 +20,8 @@ class TensorSpec:
 
 
 class WeightSource(Protocol):
-    """Weights under the names of the Hugging Face model's `state_dict()`, adapters merged; a version is no part of it.
+    """Weights under the names of the Hugging Face model's `state_dict()`, adapters merged, or adapters alone (see
+    `adapters_of`); a version is no part of it.
 
     Valid until the learner's next update.
     """
@@ -63,6 +64,13 @@ class StateWeights:
 
     def state_dict(self) -> Mapping[str, torch.Tensor]:
         return self._state
+
+
+def adapters_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """A [r, in] and B [out, r] of the LoRA layers in a model, under the names that peft saves them by, without its
+    prefix: `model.layers.0.self_attn.q_proj.lora_A.weight`."""
+    state = model.state_dict().items()
+    return {name.replace(".default.", "."): tensor for name, tensor in state if ".lora_" in name}
 
 
 class FiniteWeights:

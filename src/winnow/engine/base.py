@@ -104,6 +104,7 @@ CAPABILITIES = {
     "confidence": "DeepConf's confidence of every token",
     "keep_kv": "keys and values survive from turn to turn",
     "keyed_noise": "what is sampled is a function of a request's key, whatever else runs",
+    "adapters": "`load_weights` takes LoRA adapters alone, over a model that stays as it is",
 }
 """Capabilities that an engine may provide, and rules may need."""
 
@@ -145,7 +146,8 @@ class Engine(Protocol):
     def load_weights(self, weights: Weights, version: int) -> None:
         """Swap weights between two decode steps; running sequences keep their KV cache and go on.
 
-        `weights` has the names of the Hugging Face model's `state_dict()`. Raises ValueError on a missing, unknown,
-        misshapen or non-finite tensor, and leaves the old weights in place.
+        `weights` has the names of the Hugging Face model's `state_dict()`, or those of its adapters if the engine was
+        built for them. Raises ValueError on a missing, unknown, misshapen or non-finite tensor, and leaves the old
+        weights in place.
         """
         ...

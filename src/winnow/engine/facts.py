@@ -24,6 +24,8 @@ class Facts:
     """Shapes in the state dict."""
     tied: Mapping[str, str]
     """State-dict names whose tensor the model shares with an earlier name."""
+    wanted: str = "the model's own state_dict() with adapters merged"
+    """What `shapes` are of, for who passes something else."""
 
     @classmethod
     def of(cls, model: Any, tokenizer: Any, max_length: int | None = None) -> Facts:
@@ -49,7 +51,7 @@ class Facts:
         if missing or unknown:
             raise ValueError(
                 f"weights do not fit the engine's model: missing {sorted(missing)[:5]}, unknown {sorted(unknown)[:5]} "
-                f"({len(missing)} and {len(unknown)} in all); pass the model's own state_dict() with adapters merged"
+                f"({len(missing)} and {len(unknown)} in all); pass {self.wanted}"
             )
         for name, tensor in full.items():
             if tensor.shape != self.shapes[name]:

@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
-from ..config import ConfigError
+from ..config import ConfigError, LoraConfig
 
 _LOADING = threading.Lock()
 """transformers loads one model at a time: in two threads at once it takes tied weights for missing."""
@@ -28,6 +28,8 @@ class ModelReference:
     device: torch.device
     loaded: Any = None
     """The model on `device`, where this process has it anyway; it stays the caller's."""
+    adapters: LoraConfig | None = None
+    """What weights to load will be: these alone, for an engine that provides `adapters`. None: whole weights."""
 
     def load(self) -> Any:
         """The Hugging Face model, read only if nobody has yet. Raises ConfigError as `load_causal_lm` does."""
@@ -64,6 +66,21 @@ def load_causal_lm(source: str | Path, device: torch.device) -> Any:
         shown = ", ".join(sorted(info["missing_keys"])[:3])
         raise ConfigError(f"model: '{source}' lacks weights, which would start at random: {shown}")
     return model.to(device)
+
+
+def peft_config(lora: LoraConfig) -> Any:
+    """The same as peft has it. Raises ConfigError without peft."""
+    try:
+        import peft
+    except ImportError:
+        raise ConfigError("lora: peft is not installed; pip install 'winnow-rl[peft]'") from None
+    return peft.LoraConfig(
+        r=lora.r,
+        lora_alpha=lora.alpha,
+        lora_dropout=lora.dropout,
+        target_modules=lora.target_modules,
+        task_type="CAUSAL_LM",
+    )
 
 
 def require_finite(model: torch.nn.Module, source: str) -> None:

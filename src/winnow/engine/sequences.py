@@ -193,7 +193,7 @@ class Sequences:
 class SequenceEngine:
     """What every engine over `Sequences` has. It adds `load_weights` and `_step`."""
 
-    provides = frozenset(CAPABILITIES)
+    provides = frozenset(CAPABILITIES) - {"adapters"}
     sequences: Sequences
 
     @property

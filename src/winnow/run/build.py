@@ -14,6 +14,7 @@ from ..engine.loading import (
     ModelReference,
     load_causal_lm,
     load_tokenizer,
+    peft_config,
     require_finite,
     resolve_device,
     weights_digest,
@@ -277,7 +278,7 @@ def build_policy(
     """The policy of a fresh run, or of `checkpoint`, and an engine with its weights as version 0 if there is to be one.
 
     `model` and `tokenizer` are used when given as objects. The engine is made before adapters are put in: it holds the
-    plain architecture and is given merged weights.
+    plain architecture, and is given merged weights, or adapters that it adds itself.
     """
     device = resolve_device(c.device)
     if model is not None and tokenizer is None:
@@ -289,9 +290,9 @@ def build_policy(
     else:
         base = model.to(device)
     require_finite(base, str(saved or c.model))
-    options = method(ENGINES, c.engine, "engine")
-    served = ModelReference(c.model, device, base)
-    engine: Engine | None = options.build(served, tokenizer) if with_engine else None
+    _check_adapters(c)
+    source = c.model if model is None else ""  # whatever its name says, the object may have weights of its own
+    engine = build_engine(c, ModelReference(source, device, base), tokenizer) if with_engine else None
     if c.lora is not None:
         origin = weights_digest(base)
         return Policy(_with_lora(base, c.lora, saved), tokenizer, None, origin), engine
@@ -302,20 +303,29 @@ def build_policy(
     return Policy(base, tokenizer, reference, weights_digest(reference)), engine
 
 
+def build_engine(c: RunConfig, model: ModelReference, tokenizer: Any) -> Engine:
+    """Raises ConfigError when it cannot run the model, or take its adapters."""
+    adapters = c.lora if c.lora is not None and not c.lora.merge else None
+    engine: Engine = method(ENGINES, c.engine, "engine").build(replace(model, adapters=adapters), tokenizer)
+    return engine
+
+
+def _check_adapters(c: RunConfig) -> None:
+    """Raises ConfigError when adapters come alone to an engine that takes whole weights only."""
+    options = method(ENGINES, c.engine, "engine")
+    if c.lora is not None and not c.lora.merge and "adapters" not in getattr(options, "provides", ()):
+        raise ConfigError(
+            f"lora: merge: false publishes adapters alone, and engine: {name_of(c.engine)} takes whole weights; set "
+            "lora.merge: true, or engine: vllm"
+        )
+
+
 def _with_lora(base: Any, lora: LoraConfig, saved: Path | None) -> Any:
-    try:
-        import peft
-    except ImportError:
-        raise ConfigError("lora: peft is not installed; pip install 'winnow-rl[peft]'") from None
+    options = peft_config(lora)
+    import peft
+
     if saved is not None:
         return peft.PeftModel.from_pretrained(base, str(saved), is_trainable=True)
-    options = peft.LoraConfig(
-        r=lora.r,
-        lora_alpha=lora.alpha,
-        lora_dropout=lora.dropout,
-        target_modules=lora.target_modules,
-        task_type="CAUSAL_LM",
-    )
     tied = base.get_input_embeddings().weight
     model = peft.get_peft_model(base, options)
     adapted = {name: module for name, module in model.named_modules() if hasattr(module, "get_delta_weight")}

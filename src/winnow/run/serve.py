@@ -21,13 +21,13 @@ import torch
 from ..base.failpoint import failpoint
 from ..base.memory import resident_mib
 from ..config import ConfigError, validate
-from ..engine.loading import quiet_transformers
+from ..engine.loading import ModelReference, load_tokenizer, quiet_transformers, resolve_device
 from ..env.rewards.rewarder import Rewarder
 from ..methods.gate import RuleError, rule_from
 from ..rollout.runner import RolloutRunner
 from ..sampler.codec import group_state, job_from, prompts_of
 from ..sampler.weights import fingerprints, read_weights
-from .build import build_policy, build_task, rollout_options
+from .build import build_engine, build_task, rollout_options
 from .build_gates import rule_types
 
 HEARTBEAT_S = 1.0
@@ -47,21 +47,18 @@ class Server:
         torch.set_num_threads(start["threads"])
         self.task = build_task(c.env)
         self._prompts = prompts_of(self.task)
-        # Whatever adapters the learner has are merged in what it publishes.
-        plain = c.model_copy(update={"lora": None, "beta": 0.0, "reference_kl_steps": None})
-        policy, engine = build_policy(plain, None, None, None)
-        assert engine is not None
-        self.engine = engine
+        tokenizer = load_tokenizer(c.model)
+        self.engine = build_engine(c, ModelReference(c.model, resolve_device(c.device)), tokenizer)
         self.rewarder = Rewarder(c.reward_funcs or self.task.reward_funcs, c.reward_weights, c.reward_timeout_s)
         self.rewarder.trainer_state = SimpleNamespace(global_step=start["version"], max_steps=c.max_steps)
         options = rollout_options(c, greedy_baseline=start["greedy_baseline"])
-        self.runner = RolloutRunner(self.engine, self.task, policy.tokenizer, self.rewarder, options)
+        self.runner = RolloutRunner(self.engine, self.task, tokenizer, self.rewarder, options)
         self.rule_types = rule_types(c)
         self._reply, self._read = reply, read
         self._born = self._told = time.monotonic()
         self._idle_s = 0.0
         self._tokens = 0
-        for name, mine in fingerprints(self.task, policy.tokenizer).items():
+        for name, mine in fingerprints(self.task, tokenizer).items():
             if start["fingerprints"][name] != mine:
                 raise ConfigError(f"the {name} has changed since the learner started; restore it, and resume the run")
 

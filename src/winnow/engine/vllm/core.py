@@ -25,6 +25,8 @@ from vllm.distributed.parallel_state import destroy_distributed_environment, des
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 
+from .adapters import Adapters, AdapterSlot
+
 Shapes = list[tuple[str, tuple[int, ...], torch.dtype]]
 Draw = Callable[[torch.Tensor, torch.Tensor], torch.Tensor | None]
 """(hidden states [N, H], logits [N, V]) to the token of each row [N]; None when vLLM tries itself out."""
@@ -42,11 +44,12 @@ FOLLOW: Final = (
 class Core:
     """One rank's vLLM, and the only rank's where there is one. Raises ValueError and its like when vLLM refuses."""
 
-    def __init__(self, arguments: Mapping[str, Any], tied: bool) -> None:
+    def __init__(self, arguments: Mapping[str, Any], tied: bool, adapters: Adapters | None = None) -> None:
         self._llm = LLMEngine.from_engine_args(EngineArgs(**arguments))
         self.config = self._llm.vllm_config
         self.runner = self._llm.model_executor.driver_worker.worker.model_runner
         self._tied = tied
+        self._slot = None if adapters is None else AdapterSlot(self.runner, adapters)
 
     def draw_by(self, draw: Draw) -> None:
         """Draw tokens where the model hands its logits on; vLLM's sampler then finds one possible token."""
@@ -71,7 +74,7 @@ class Core:
             output_kind=RequestOutputKind.DELTA,
         )
         prompt = TokensPrompt(prompt_token_ids=list(prompt_ids), cache_salt=salt)
-        return str(self._llm.add_request(name, prompt, params))
+        return str(self._llm.add_request(name, prompt, params, lora_request=self._slot and self._slot.request))
 
     def abort(self, names: list[str]) -> None:
         self._llm.abort_request(names)
@@ -87,6 +90,9 @@ class Core:
         """End the other ranks, where there are some; they end with this process, too."""
 
     def _load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        if self._slot is not None:
+            self._slot.load(dict(weights))
+            return
         self.runner.reload_weights(weights_iterator=iter(weights))
         _retie(self.runner.model, self._tied)
 
@@ -106,13 +112,14 @@ class RankExecutor(ExecutorWithExternalLauncher):
 class LeadingCore(Core):
     """Rank 0 of several. The others end with this process, and this one with them if it waits for them."""
 
-    def __init__(self, arguments: Mapping[str, Any], tied: bool) -> None:
+    def __init__(self, arguments: Mapping[str, Any], tied: bool, adapters: Adapters | None = None) -> None:
         size = int(arguments["tensor_parallel_size"])
         address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "WORLD_SIZE": str(size)}
         self._ranks = _Ranks([_start(rank, address) for rank in range(1, size)])
         try:
-            with self._ranks.telling((dict(arguments), tied)), _environment(address | {"RANK": "0", "LOCAL_RANK": "0"}):
-                super().__init__(arguments, tied)
+            told = self._ranks.telling((dict(arguments), tied, adapters))
+            with told, _environment(address | {"RANK": "0", "LOCAL_RANK": "0"}):
+                super().__init__(arguments, tied, adapters)
         except BaseException:
             self.close()
             raise
@@ -151,8 +158,8 @@ class LeadingCore(Core):
 class FollowingCore(Core):
     """Any other rank: does what it is told, with the tokens and weights of rank 0."""
 
-    def __init__(self, arguments: Mapping[str, Any], tied: bool) -> None:
-        super().__init__(arguments, tied)
+    def __init__(self, arguments: Mapping[str, Any], tied: bool, adapters: Adapters | None) -> None:
+        super().__init__(arguments, tied, adapters)
         self.draw_by(self._hear)
 
     def load_shapes(self, shapes: Shapes) -> None:
@@ -226,8 +233,7 @@ def follow() -> None:
     """A rank's life: orders come through its standard input, the first says what it is."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for rank 0, which may have a step to finish
     orders = sys.stdin.buffer
-    arguments, tied = pickle.load(orders)
-    core = FollowingCore(arguments, tied)
+    core = FollowingCore(*pickle.load(orders))
     do: dict[str, Callable[..., Any]] = {
         "add": core.add,
         "abort": core.abort,

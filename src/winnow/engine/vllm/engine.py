@@ -22,6 +22,7 @@ from ..facts import Facts
 from ..loading import ModelReference
 from ..sequences import SequenceEngine, Sequences
 from ..slots import COUNT, Drawn, Stopwatch
+from .adapters import Adapters
 from .core import Core, LeadingCore, RankExecutor
 from .options import CACHE_BYTES, VllmOptions
 
@@ -40,8 +41,11 @@ class VllmEngine(SequenceEngine):
         self._added = 0
         self._loads = 0
         try:
+            adapters = None if model.adapters is None else Adapters.of(_shell(source), model.adapters)
+            self._wanted = facts if adapters is None else adapters.facts(facts)
+            arguments = _arguments(source, shell.config, facts, options, model.device)
             core = LeadingCore if options.tensor_parallel_size > 1 else Core
-            self._core = core(_arguments(source, shell.config, facts, options, model.device), bool(facts.tied))
+            self._core = core(arguments | (adapters.arguments() if adapters else {}), bool(facts.tied), adapters)
             self.sequences = Sequences(facts, tokenizer, options.slots, self._core.runner.device)
             self._head = _Head(self._core, self.sequences)
             self._try_out()
@@ -56,7 +60,7 @@ class VllmEngine(SequenceEngine):
 
     def load_weights(self, weights: Weights, version: int) -> None:
         self.sequences.require_alive()
-        state = self.sequences.facts.check_state(state_of(weights))
+        state = self._wanted.check_state(state_of(weights))
         with self.sequences.step():
             table = self.sequences.table
             fresh = [r for row, r in enumerate(table.requests[: table.n]) if table.ints[COUNT, row] == 0]

@@ -37,7 +37,7 @@ CACHE_BYTES = 4 << 30
 class VllmOptions:
     """vLLM in this process: its scheduler, caches, models and kernels. Sampling and reports are Winnow's own."""
 
-    provides: ClassVar[frozenset[str]] = SequenceEngine.provides
+    provides: ClassVar[frozenset[str]] = SequenceEngine.provides | {"adapters"}
 
     slots: int = 256
     """Sequences that run at once (vLLM's `max_num_seqs`)."""
@@ -109,6 +109,11 @@ OURS = {
     "tensor_parallel_size",
     "distributed_executor_backend",
     "pipeline_parallel_size",
+    "enable_lora",
+    "max_loras",
+    "max_cpu_loras",
+    "max_lora_rank",
+    "lora_target_modules",
     "speculative_config",
 }
 """Arguments of vLLM that options above stand for, or that would break what an engine promises."""

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial
 
-from ...base.weights import as_bytes, require_finite
+from ...base.weights import WeightSource, as_bytes, require_finite
 from ...methods.correct import Evidence
 from ...methods.loss import LossConfig
 from ..base import Stats
@@ -225,10 +225,7 @@ class ShardedLearner(LocalLearner):
 
     def gather(self) -> dict[str, torch.Tensor]:
         """The weights as engines load them; on all ranks but the first, nothing. FloatingPointError if not finite."""
-        found = _whole(self.weights().items())
-        for name, tensor in found.items():
-            require_finite(name, tensor)
-        return found
+        return _finite(self.weights())
 
     def put(self) -> list[Any]:
         """The same in Ray's store: a reference, in a list that Ray leaves as it is."""
@@ -245,7 +242,7 @@ class ShardedLearner(LocalLearner):
         dcp.save(self._optimizer_state(), checkpoint_id=directory / OPTIMIZER_FOLDER)
 
     def export(self, directory: Path) -> None:
-        weights = self.gather()
+        weights = _finite(self._merged_weights())
         if dist.get_rank() == 0:
             self._causal_lm.save_pretrained(directory, state_dict=weights)
 
@@ -275,6 +272,13 @@ class ShardedLearner(LocalLearner):
         for name, value in state.items():
             param_name, _, key = name.rpartition(":")
             self._optimizer.state[self._params[param_name]][key] = value
+
+
+def _finite(weights: WeightSource) -> dict[str, torch.Tensor]:
+    found = _whole(weights.items())
+    for name, tensor in found.items():
+        require_finite(name, tensor)
+    return found
 
 
 def _whole(tensors: Any) -> dict[str, torch.Tensor]:

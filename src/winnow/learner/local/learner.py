@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ...base.failpoint import failpoint
-from ...base.weights import StateWeights, TensorSpec, WeightSource
+from ...base.weights import StateWeights, TensorSpec, WeightSource, adapters_of
 from ...methods.correct import Evidence, OverBatch
 from ...methods.loss import LossConfig, kl_loss, policy_loss
 from ..base import Sizes, Stats
@@ -48,6 +48,8 @@ class LearnerOptions:
     tokens_per_microbatch: int = 16_384
     """Padded tokens of one forward and backward pass; a longer row goes alone."""
     pad_id: int = 0
+    merge_adapters: bool = True
+    """Publish whole weights under LoRA, too; else the adapters alone."""
 
 
 class LocalLearner:
@@ -301,6 +303,9 @@ class LocalLearner:
         return torch.nn.utils.clip_grad_norm_(self._params.values(), self.options.max_grad_norm or math.inf)
 
     def weights(self) -> WeightSource:
+        return self._merged_weights() if self.options.merge_adapters else StateWeights(adapters_of(self._causal_lm))
+
+    def _merged_weights(self) -> WeightSource:
         if self._causal_lm is self.model:
             return StateWeights(self.model.state_dict())
         return MergedWeights(self._causal_lm)
@@ -317,7 +322,7 @@ class LocalLearner:
         save_file(state, directory / OPTIMIZER_FILE)
 
     def export(self, directory: Path) -> None:
-        self._causal_lm.save_pretrained(directory, state_dict=dict(self.weights().state_dict()))
+        self._causal_lm.save_pretrained(directory, state_dict=dict(self._merged_weights().state_dict()))
 
     def load(self, directory: Path) -> None:
         """The optimizer's state; weights come with the model.

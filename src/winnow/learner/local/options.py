@@ -37,6 +37,7 @@ def options(policy: Policy, c: RunConfig) -> LearnerOptions:
         gradient_checkpointing=c.gradient_checkpointing,
         tokens_per_microbatch=c.tokens_per_microbatch,
         pad_id=policy.tokenizer.pad_token_id or 0,
+        merge_adapters=c.lora is None or c.lora.merge,
     )
 
 
