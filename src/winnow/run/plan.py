@@ -35,6 +35,7 @@ def plan(trainer: Trainer) -> dict[str, Any]:
         "evaluations": evaluations,
         "weights_mib": round(4 * parameters / MIB, 1),
         "gradients_and_optimizer_mib": round(12 * trained / MIB, 1),
+        "published_mib": round(sum(spec.bytes for spec in trainer.learner.weights().specs.values()) / MIB, 1),
         "engine_weights_mib": round(4 * parameters / MIB, 1),
         "kv_cache_mib": round(getattr(trainer.engine, "kv_bytes_per_token", 0) * _slots(trainer) * longest / MIB, 1),
         "threads": torch.get_num_threads(),

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final, get_args
 
-import peft
 import torch
 from vllm.config.lora import MaxLoRARanks
 from vllm.lora.lora_model import LoRAModel
@@ -35,7 +34,10 @@ class Adapters:
     @classmethod
     def of(cls, shell: Any, lora: LoraConfig) -> Adapters:
         """Those that a run has over this model; `shell` is taken. Raises ValueError where there can be none."""
-        adapted = peft.get_peft_model(shell, peft_config(lora)).get_base_model()
+        options = peft_config(lora)
+        import peft
+
+        adapted = peft.get_peft_model(shell, options).get_base_model()
         shapes = {name: tensor.shape for name, tensor in adapters_of(adapted).items()}
         _refuse(name.partition(".lora_embedding_")[0] for name in shapes if ".lora_embedding_" in name)
         return cls(shapes, lora.r, lora.alpha / lora.r)
@@ -97,5 +99,6 @@ class AdapterSlot:
 def _refuse(modules: Iterable[str]) -> None:
     if names := sorted({module.rpartition(".")[2] for module in modules}):
         raise ValueError(
-            f"its LoRA has no place for {', '.join(names)}; leave it out of lora.target_modules, or set lora.merge: true"
+            f"its LoRA has no place for {', '.join(names)}; leave that out of lora.target_modules, or set "
+            "lora.merge: true"
         )
