@@ -24,6 +24,7 @@ from winnow.record.ledger import Ledger
 from .. import parity
 from ..unit.engine_models import make_model, word_tokenizer
 from .test_vllm_engine import SMALL_CACHE, WIDE, build, requests
+from .test_vllm_lora import Parts, assert_adapters_change_between_steps
 from .test_vllm_run import EVERYTHING, VLLM
 
 pytest.importorskip("vllm")
@@ -90,6 +91,15 @@ def test_a_model_that_cannot_be_cut_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=f"vLLM cannot run '{tmp_path}'"):
         options.build(ModelReference(str(tmp_path), torch.device("cpu")), tokenizer)
     assert followers() == []
+
+
+def test_adapters_alone_over_two_ranks(tmp_path: Path) -> None:
+    """A head with one, too; ranks get them from the first, and each takes its part."""
+    parts = Parts("qwen3", tmp_path, ranks=2)
+    try:
+        assert_adapters_change_between_steps(parts)
+    finally:
+        parts.theirs.close()
 
 
 @pytest.fixture
