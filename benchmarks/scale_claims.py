@@ -19,7 +19,8 @@ from typing import Any
 
 from arms import Arm, fill, read_options, run_all, table, train, write_json
 from claims import DEPLOYMENT, warm_model
-from machine import processor
+
+from winnow.base.processor import processor
 
 EVERYTHING = (
     "prompts_per_step=16",

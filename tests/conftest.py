@@ -35,6 +35,7 @@ def tiny_config(tiny_model: Path, tmp_path: Path) -> dict[str, object]:
         "model": str(tiny_model),
         "env": {"name": "countdown", "train_size": 24, "test_size": 8},
         "output_dir": str(tmp_path / "run"),
+        "threads": 1,
         "max_steps": 4,
         "prompts_per_step": 4,
         "num_generations": 4,

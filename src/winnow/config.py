@@ -89,8 +89,8 @@ class RunConfig(BaseModel):
     output_dir: str = "runs/winnow"
     seed: int = Field(0, ge=0, lt=2**63)
     device: str = "auto"
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    threads: int | None = Field(None, ge=1, le=256)
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    threads: int | str | None = "auto"
 
     # the shape of a step
     max_steps: int = Field(100, ge=1)
@@ -172,6 +172,8 @@ class RunConfig(BaseModel):
 
     @model_validator(mode="after")
     def _cross_checks(self) -> RunConfig:
+        if self.threads not in ("auto", None, *range(1, 257)):
+            raise ValueError(f"threads must be auto, or a number from 1 to 256, not {self.threads!r}")
         if self.policy_loss == "plain" and (changed := self.changed(CLIPPING)):
             raise ValueError(f"{changed} has no effect with policy_loss: plain; remove it or use policy_loss: clip")
         self._check_kl()

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
 from ..config import ConfigError, LoraConfig
@@ -81,6 +81,16 @@ def peft_config(lora: LoraConfig) -> Any:
         target_modules=lora.target_modules,
         task_type="CAUSAL_LM",
     )
+
+
+def shell_of(source: str | Path) -> Any:
+    """The causal LM without weights, on the meta device: its names, shapes and ties. No random number is drawn.
+
+    Raises ConfigError as `load_causal_lm` does.
+    """
+    config = _load(AutoConfig, source, "model")
+    with torch.random.fork_rng(devices=[]), torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, trust_remote_code=False)
 
 
 def require_finite(model: torch.nn.Module, source: str) -> None:

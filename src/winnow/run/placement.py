@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from transformers import AutoConfig
 
 from ..base import cluster
-from ..config import MethodSpec, method
+from ..config import MethodSpec, RunConfig, method
 from ..engine import ENGINES
 from ..learner import LEARNERS, Fsdp
 from ..sampler.pool import PoolOptions
@@ -52,14 +52,22 @@ def placement(trainer: Trainer, rollouts: int) -> dict[str, Any]:
     return found
 
 
+def engine_bytes(c: RunConfig) -> int:
+    """Bytes of an engine's weight, key or value."""
+    dtype = c.engine.get("dtype") if isinstance(c.engine, dict) else None
+    return 2 if dtype in ("bfloat16", "float16") else 4
+
+
 def _kv_bytes(trainer: Trainer, rollouts: int) -> int:
-    """Keys and values of as many of a step's rollouts as run at once, in float32, at their longest."""
+    """Keys and values of as many of a step's rollouts as run at once, at their longest."""
     c = trainer.config
     text = AutoConfig.from_pretrained(c.model, trust_remote_code=False).get_text_config()
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     slots = c.engine.get("slots", 256) if isinstance(c.engine, dict) else 256
-    each = 2 * text.num_hidden_layers * heads * width * 4 * (c.max_prompt_length + c.max_completion_length)
+    each = (
+        2 * text.num_hidden_layers * heads * width * engine_bytes(c) * (c.max_prompt_length + c.max_completion_length)
+    )
     return int(each * min(max(rollouts, 1), int(slots)))
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .placement import placement
+from .placement import engine_bytes, placement
 
 if TYPE_CHECKING:
     from .trainer import Trainer
@@ -36,10 +36,14 @@ def plan(trainer: Trainer) -> dict[str, Any]:
         "weights_mib": round(4 * parameters / MIB, 1),
         "gradients_and_optimizer_mib": round(12 * trained / MIB, 1),
         "published_mib": round(sum(spec.bytes for spec in trainer.learner.weights().specs.values()) / MIB, 1),
-        "engine_weights_mib": round(4 * parameters / MIB, 1),
+        "engine_weights_mib": round(engine_bytes(c) * parameters / MIB, 1),
         "kv_cache_mib": round(getattr(trainer.engine, "kv_bytes_per_token", 0) * _slots(trainer) * longest / MIB, 1),
+        "dtype": c.dtype,
+        "dtype_because": trainer.machine.why["dtype"],
         "threads": torch.get_num_threads(),
+        "threads_because": trainer.machine.why["threads"],
         "output_dir": c.output_dir,
+        **({"warnings": warnings} if (warnings := trainer.machine.warnings()) else {}),
         **placement(trainer, rollouts),
     }
 

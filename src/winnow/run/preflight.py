@@ -13,7 +13,7 @@ from ..env.prompting import encode_prompt
 from ..env.rewards.rewarder import Rewarder
 from ..learner import LEARNERS, Learner
 from ..learner.agreement import require_agreement
-from ..record.records import CONFIG, LEDGER, START, RunDirectoryError
+from ..record.records import CONFIG, LEDGER, START, RunDirectoryError, read_config
 from ..rollout.evaluate import RollOut
 from ..types import Job, Prompt, Visit
 from .build import sampler_options, sampling_params
@@ -22,10 +22,20 @@ PROBED, PROBES_EACH = 4, 2
 """Prompts whose log-probabilities are compared at the start, and rollouts of each."""
 MAY_CHANGE_ON_RESUME = frozenset(
     {"max_steps", "max_skipped_steps", "save_steps", "save_total_limit", "eval_steps", "log_completions", "report_to"}
-    | {"max_failed_share", "reward_timeout_s", "sync", "learner"}
+    | {"max_failed_share", "reward_timeout_s", "sync", "learner", "threads"}
 )
 """Keys that a resume may override; any other would make the rest of the run something else. Of `sync` the options of
-sampler processes alone: runs with them cannot be repeated anyway. Of `learner` those that say where it runs."""
+sampler processes alone: runs with them cannot be repeated anyway. Of `learner` those that say where it runs. Another
+number of threads changes how sums are rounded."""
+
+
+def resumed_config(run_dir: Path, overrides: Mapping[str, Any]) -> RunConfig:
+    """The saved configuration of a run with these keys changed. Raises ConfigError naming one that may not."""
+    for key in overrides:
+        if key not in MAY_CHANGE_ON_RESUME:
+            allowed = ", ".join(sorted(MAY_CHANGE_ON_RESUME))
+            raise ConfigError(f"'{key}' cannot change on a resume; only these can: {allowed}. Start a new run instead")
+    return validate(read_config(run_dir) | dict(overrides) | {"output_dir": str(run_dir)}, str(run_dir / CONFIG))
 
 
 def refuse_changes(run_dir: Path, saved: Mapping[str, Any], config: RunConfig) -> None:

@@ -7,8 +7,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from ..config import REFERENCE, ConfigError, RunConfig, validate
 from ..env.base import Task
 from ..env.rewards.rewarder import Rewarder
@@ -17,6 +15,7 @@ from ..rollout.evaluate import RollOut, evaluate, run_jobs
 from ..rollout.runner import RolloutRunner
 from . import checkpoint
 from .build import Policy, build_policy, build_task, rollout_options
+from .machine import settle
 
 
 def evaluate_model(model: str, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -63,8 +62,9 @@ def opened(
 
     `report`: what rollouts of evaluations carry besides; see `RolloutOptions`.
     """
-    if config.threads:
-        torch.set_num_threads(config.threads)
+    machine = settle(config)
+    machine.set_threads()
+    config = machine.config
     policy, engine = build_policy(config, None, None, None)
     rewarder = Rewarder(config.reward_funcs or task.reward_funcs, config.reward_weights, config.reward_timeout_s)
     assert engine is not None

@@ -18,7 +18,7 @@ from rich.console import Console
 
 from ..base.failpoint import failpoint
 from ..base.files import readable, write_json
-from ..config import ConfigError, RunConfig, config_of, validate
+from ..config import ConfigError, RunConfig, config_of
 from ..engine.loading import quiet_transformers
 from ..env.prompting import tokenizer_digest
 from ..env.rewards.rewarder import Rewarder, RewardSpec
@@ -37,7 +37,6 @@ from ..record.records import (
     RunDirectoryError,
     check_trackers,
     lock,
-    read_config,
 )
 from ..rollout.evaluate import Evaluation, evaluate
 from ..rollout.profile import Profiler
@@ -61,8 +60,8 @@ from .build import (
     step_options,
 )
 from .interrupt import StopSignals
+from .machine import settle
 from .preflight import (
-    MAY_CHANGE_ON_RESUME,
     NothingSampledError,
     check_agreement,
     check_by_name,
@@ -70,6 +69,7 @@ from .preflight import (
     check_prompts,
     refuse_changes,
     refuse_used_directory,
+    resumed_config,
 )
 
 
@@ -101,10 +101,7 @@ class Trainer:
         self._compare_at = 1
         self._started = time.monotonic()
         self._seconds_before = 0.0
-        c = self.config
-        if c.threads:
-            torch.set_num_threads(c.threads)
-        torch.manual_seed(c.seed)
+        torch.manual_seed(self.config.seed)
         self._trained = False
         self._held = lock(self.run_dir) if resume else None
         try:
@@ -125,6 +122,9 @@ class Trainer:
         self.task = build_task(c.env if isinstance(env, str | dict | None) else env)
         check_evaluation(c, self.task)
         given = None if isinstance(model, str | None) else model
+        self.machine = settle(c, given, resumed=self._held is not None)
+        self.config = c = self.machine.config
+        self.machine.set_threads()
         elsewhere = "own_engine" in sampler_options(c).provides
         policy, self.engine = build_policy(c, given, processing_class, self._checkpoint, with_engine=not elsewhere)
         self.tokenizer = policy.tokenizer
@@ -150,17 +150,7 @@ class Trainer:
     @classmethod
     def resume(cls, run_dir: str | Path, overrides: Mapping[str, Any] | None = None, **kwargs: Any) -> Trainer:
         """The trainer that goes on where `run_dir` was saved last; `overrides` may change only harmless keys."""
-        run_dir = Path(run_dir)
-        values = read_config(run_dir)
-        for key, value in (overrides or {}).items():
-            if key not in MAY_CHANGE_ON_RESUME:
-                allowed = ", ".join(sorted(MAY_CHANGE_ON_RESUME))
-                raise ConfigError(
-                    f"'{key}' cannot change on a resume; only these can: {allowed}. Start a new run instead"
-                )
-            values[key] = value
-        config = validate(values | {"output_dir": str(run_dir)}, str(run_dir / CONFIG))
-        return cls(config=config, resume=True, **kwargs)
+        return cls(config=resumed_config(Path(run_dir), overrides or {}), resume=True, **kwargs)
 
     def train(self) -> dict[str, float]:
         """Run to the end, once; returns the last evaluation and totals.
@@ -185,6 +175,7 @@ class Trainer:
     def _train(self) -> dict[str, float]:
         state = checkpoint.load_state(self._checkpoint) if self._checkpoint else None
         write_json(self.run_dir / CONFIG, self.config.model_dump(mode="json"))
+        self.machine.say(self.console)
         self.rewarder.trainer_state = SimpleNamespace(global_step=0, max_steps=self.config.max_steps)
         with Ledger.open(self.run_dir / LEDGER) as ledger:
             self._open_ledger(ledger, state)

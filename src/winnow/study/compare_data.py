@@ -119,8 +119,9 @@ def _groups(row: Row) -> float:
 def methods_of(runs: Sequence[RunData]) -> dict[str, list[RunData]]:
     """Runs by method, in the order given: those whose configurations differ only in what a seed brings with it.
 
-    That is `seed`, `output_dir`, `model` (the seed's warm start), and a selector's `profile` of that model. Raises
-    CompareError on a seed twice in a method, and on runs of a method that were evaluated at different steps.
+    That is `seed`, `output_dir`, `model` (the seed's warm start), a selector's `profile` of that model, and `threads`,
+    which each run measures. Raises CompareError on a seed twice in a method, and on runs of a method that were
+    evaluated at different steps.
     """
     grouped: dict[str, list[RunData]] = {}
     for run in runs:
@@ -141,7 +142,7 @@ def single_runs(runs: Sequence[RunData]) -> dict[str, list[RunData]]:
 
 
 def _identity(config: Mapping[str, Any]) -> str:
-    rest = {k: v for k, v in (_DEFAULTS | dict(config)).items() if k not in ("seed", "output_dir", "model")}
+    rest = {k: v for k, v in (_DEFAULTS | dict(config)).items() if k not in ("seed", "output_dir", "model", "threads")}
     rest |= {k: {"name": rest[k]} for k in _METHODS if isinstance(rest.get(k), str)}
     if isinstance(rest.get("selector"), dict):
         rest["selector"] = {k: v for k, v in rest["selector"].items() if k != "profile"}

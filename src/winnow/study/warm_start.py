@@ -21,7 +21,10 @@ from torch.nn.functional import cross_entropy
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from ..base.files import readable
+from ..base.processor import usable_threads
 from ..env.base import Demonstrator
+from ..run.machine import choose_threads
+from ..run.speed import Matrices
 
 PAD, EOS = "<pad>", "<eos>"
 IGNORED = -100
@@ -45,8 +48,8 @@ class WarmStartConfig:
     num_kv_heads: int = 1
     max_positions: int = 512
     seed: int = 0
-    threads: int | None = None
-    """CPU threads while teaching; None leaves torch's setting."""
+    threads: int | Literal["auto"] | None = "auto"
+    """CPU threads while teaching; `auto` measures, None leaves torch's setting."""
     matmul_precision: Literal["highest", "high", "medium"] = "medium"
     """`medium` lets the CPU multiply in bfloat16 where it has AMX; weights stay float32."""
 
@@ -148,7 +151,7 @@ def _teach(
     losses: list[float] = []
     precision, threads = torch.get_float32_matmul_precision(), torch.get_num_threads()
     torch.set_float32_matmul_precision(config.matmul_precision)
-    torch.set_num_threads(config.threads or threads)
+    torch.set_num_threads(_threads(model, config) or threads)
     model.train()
     try:
         with Progress(transient=True) as progress:
@@ -168,6 +171,12 @@ def _teach(
         torch.set_num_threads(threads)
     model.eval()
     return sum(losses[-20:]) / len(losses[-20:])
+
+
+def _threads(model: torch.nn.Module, config: WarmStartConfig) -> int | None:
+    if config.threads != "auto":
+        return config.threads
+    return choose_threads(Matrices.of(model), config.batch_size, torch.float32, usable_threads())[0]
 
 
 def _lr_share(step: int, config: WarmStartConfig) -> float:

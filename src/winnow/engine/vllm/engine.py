@@ -13,13 +13,13 @@ from typing import Any, Final
 
 import numpy as np
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers import GenerationConfig
 
 from ...base.weights import Weights, state_of
 from ...config import ConfigError
 from ..base import Event, Request, SamplingParams
 from ..facts import Facts
-from ..loading import ModelReference
+from ..loading import ModelReference, shell_of
 from ..sequences import SequenceEngine, Sequences
 from ..slots import COUNT, Drawn, Stopwatch
 from .adapters import Adapters
@@ -194,8 +194,7 @@ def _arguments(source: str, config: Any, facts: Facts, options: VllmOptions, dev
 
 def _shell(source: str) -> Any:
     """The Hugging Face model without weights: its names, shapes and ties."""
-    with torch.device("meta"):
-        shell = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(source, trust_remote_code=False))
+    shell = shell_of(source)
     with suppress(OSError):  # many models have none
         shell.generation_config = GenerationConfig.from_pretrained(source)
     return shell

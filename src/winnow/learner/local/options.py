@@ -32,7 +32,7 @@ def options(policy: Policy, c: RunConfig) -> LearnerOptions:
         eps=c.adam_epsilon,
         weight_decay=c.weight_decay,
         max_grad_norm=c.max_grad_norm,
-        compute_dtype=getattr(torch, c.dtype),
+        compute_dtype=torch.float32 if c.dtype == "auto" else getattr(torch, c.dtype),  # a run has settled `auto`
         matmul_precision=c.matmul_precision,
         gradient_checkpointing=c.gradient_checkpointing,
         tokens_per_microbatch=c.tokens_per_microbatch,

@@ -1,0 +1,146 @@
+"""What `dtype: auto` and `threads: auto` are on this machine; a run saves what was chosen and keeps it on a resume."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from ..base.processor import bfloat16_units, processor, usable_threads
+from ..config import RunConfig, method, name_of
+from ..engine import ENGINES
+from ..engine.loading import resolve_device, shell_of
+from ..sampler import Processes
+from .build import sampler_options
+from .speed import Matrices, seconds_by_threads, times_slower
+
+PAYS_FROM = 10_000_000
+"""Parameters of a model from which bfloat16 pays; measured (docs/benchmarks.md)."""
+WORTH = 1.1
+"""A second thread must make it so many times faster, and a type slower by as much earns a warning."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a run computes with here, and why."""
+
+    config: RunConfig
+    """With a type and a number in the place of `auto`."""
+    why: Mapping[str, str]
+    """Reasons, by key of the configuration."""
+    preferred: str
+    """What `dtype: auto` chooses here."""
+    matrices: Matrices
+    device: torch.device
+
+    def set_threads(self) -> None:
+        if isinstance(self.config.threads, int):
+            torch.set_num_threads(self.config.threads)
+
+    def say(self, console: Console) -> None:
+        for key, reason in self.why.items():
+            console.print(f"{key}: {getattr(self.config, key)} ({reason})", highlight=False)
+        for warning in self.warnings():
+            console.print(f"warning: {warning}", style="yellow", highlight=False)
+
+    def warnings(self) -> list[str]:
+        """What the configuration makes slow here; a type is measured for half a second."""
+        found = []
+        c, cores = self.config, usable_threads()
+        if isinstance(c.threads, int) and c.threads > cores:
+            found.append(f"threads: {c.threads}, but this process may use {cores} here; threads=auto measures again")
+        if c.dtype != self.preferred:
+            dtype, other = getattr(torch, c.dtype), getattr(torch, self.preferred)
+            slower = times_slower(dtype, other, self.matrices, self.device)
+            if slower > WORTH:
+                found.append(
+                    f"dtype: {c.dtype} takes {slower:.1f} times as long as {self.preferred} here, measured with "
+                    f"products of this model's sizes on {_name(self.device)}; dtype: auto would be {self.preferred}"
+                )
+        return found
+
+
+def settle(c: RunConfig, model: Any = None, *, resumed: bool = False) -> Machine:
+    """Chooses what is `auto`. `model`: the object, if there is one; else `c.model` is looked at without its weights.
+
+    Raises ConfigError when there is no such model or device.
+    """
+    device = resolve_device(c.device)
+    matrices = Matrices.of(shell_of(c.model) if model is None else model)
+    preferred, reason = choose_dtype(c, matrices.parameters, device)
+    given = "as the run began" if resumed else "as configured"
+    why, chosen = {"dtype": given, "threads": given}, {}
+    if c.dtype == "auto":
+        why["dtype"], chosen = reason, {"dtype": preferred} | _engine(c, preferred)
+    if c.threads == "auto":
+        computes = getattr(torch, chosen.get("dtype", c.dtype))
+        rollouts = min(256, c.prompts_per_step * c.num_generations)
+        chosen["threads"], why["threads"] = (
+            choose_threads(matrices, rollouts, computes, _usable(c))
+            if device.type == "cpu"
+            else (None, f"torch's; the work is done on {device.type}")
+        )
+    return Machine(c.model_copy(update=chosen), why, preferred, matrices, device)
+
+
+def choose_dtype(c: RunConfig, parameters: int, device: torch.device, info: str | None = None) -> tuple[str, str]:
+    """The type to compute with, and why. `info`: text of /proc/cpuinfo; None is this machine's."""
+    if c.matmul_precision != "highest":
+        return "float32", f"matmul_precision: {c.matmul_precision} says how it is multiplied"
+    if parameters < PAYS_FROM:
+        return "float32", f"bfloat16 pays from {PAYS_FROM / 1e6:g} million parameters, the model has {parameters:,}"
+    if device.type == "cuda":
+        fast = torch.cuda.is_bf16_supported(including_emulation=False)
+        return ("bfloat16", "the GPU has it") if fast else ("float32", "the GPU has no bfloat16")
+    units = bfloat16_units(info) if device.type == "cpu" else []
+    if not units:
+        return "float32", f"{device.type} without amx_bf16 or avx512_bf16"
+    return "bfloat16", f"the processor multiplies it fast ({units[0]})"
+
+
+def choose_threads(matrices: Matrices, rows: int, dtype: torch.dtype, usable: int) -> tuple[int, str]:
+    """The fewest threads that are about as fast as any number of them, measured; and why.
+
+    `rows`: sequences that are generated at once. `usable`: most threads that may be taken.
+    """
+    if usable == 1:
+        return 1, "no more cores may be used"
+    return fewest(seconds_by_threads(matrices, rows, dtype, counts_up_to(usable)))
+
+
+def fewest(seconds: Mapping[int, float]) -> tuple[int, str]:
+    """The choice among what was measured: seconds by number of threads."""
+    best = min(seconds.values())
+    shown = ", ".join(f"{n}: {1e3 * s:.3g} ms" for n, s in seconds.items())
+    chosen = min(n for n, s in seconds.items() if s <= WORTH * best)
+    return chosen, f"measured with products of this model's sizes ({shown})"
+
+
+def counts_up_to(most: int) -> Sequence[int]:
+    """1, 2, 4 ... and `most`."""
+    return sorted({most, *(2**i for i in range(most.bit_length()))} & set(range(1, most + 1)))
+
+
+def _usable(c: RunConfig) -> int:
+    """Threads for the learner's process: sampler processes have theirs at the same time."""
+    options = sampler_options(c)
+    taken = options.samplers * options.threads if isinstance(options, Processes) else 0
+    return max(1, usable_threads() - taken)
+
+
+def _engine(c: RunConfig, dtype: str) -> dict[str, Any]:
+    """The engine computes in bfloat16, too, unless it was told what to, or nothing weighs what it samples.
+
+    The loss weighs tokens by the ratio of the learner's probability to the engine's own, so that both may round.
+    """
+    uncorrected = c.policy_loss == "plain" and name_of(c.correction) == "none"
+    if dtype != "bfloat16" or uncorrected or getattr(method(ENGINES, c.engine, "engine"), "dtype", "") is not None:
+        return {}
+    return {"engine": ({"name": c.engine} if isinstance(c.engine, str) else c.engine) | {"dtype": dtype}}
+
+
+def _name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else processor()

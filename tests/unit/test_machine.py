@@ -1,0 +1,239 @@
+"""What `dtype: auto` and `threads: auto` choose: by flags of the processor, and by what was measured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import winnow.base.processor as processor_module
+import winnow.run.machine as machine_module
+from winnow.base.processor import bfloat16_units, processor, usable_threads
+from winnow.config import ConfigError, RunConfig, validate
+from winnow.run.machine import PAYS_FROM, choose_dtype, counts_up_to, fewest, settle
+from winnow.run.speed import BUDGET_S, ROUNDS, Matrices, in_turn, seconds_by_threads, times_slower
+
+AMX = "model name\t: Xeon\nflags\t\t: fpu avx2 avx512f avx512_bf16 amx_bf16\n\nmodel name\t: other\nflags\t\t: fpu\n"
+ZEN4 = "model name\t: EPYC\nflags\t\t: avx2 avx512f avx512_bf16\n"
+AVX2 = "model name\t: Core\nflags\t\t: sse2 avx2\n"
+ARM = "processor\t: 0\nFeatures\t: fp asimd bf16\n"
+CPU = torch.device("cpu")
+
+
+def config(**changes: Any) -> RunConfig:
+    return validate({"model": "given", "env": "countdown", "threads": 1} | changes)
+
+
+def large() -> LlamaForCausalLM:
+    """A model for which bfloat16 pays, without weights."""
+    sizes = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 2, "num_attention_heads": 8}
+    with torch.device("meta"):
+        model = LlamaForCausalLM(LlamaConfig(vocab_size=32_000, **sizes))
+    assert model.num_parameters() >= PAYS_FROM
+    return model
+
+
+@pytest.fixture
+def on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], None]:
+    """Puts a processor of this description in the place of this machine's."""
+
+    def pretend(info: str) -> None:
+        (tmp_path / "cpuinfo").write_text(info)
+        monkeypatch.setattr(processor_module, "CPUINFO", tmp_path / "cpuinfo")
+
+    return pretend
+
+
+@pytest.mark.parametrize(
+    ("info", "name", "units"),
+    [
+        (AMX, "Xeon (avx2, avx512f, avx512_bf16, amx_bf16)", ["amx_bf16", "avx512_bf16"]),
+        (ZEN4, "EPYC (avx2, avx512f, avx512_bf16)", ["avx512_bf16"]),
+        (AVX2, "Core (avx2)", []),
+        (ARM, None, []),
+        ("", None, []),
+    ],
+)
+def test_flags_of_the_first_core(info: str, name: str | None, units: list[str]) -> None:
+    assert bfloat16_units(info) == units
+    assert processor(info) == name or (name is None and processor(info))
+
+
+@pytest.mark.parametrize(("said", "threads"), [("3", 3), ("4,2", 4), ("", None), ("0", None), ("many", None)])
+def test_usable_threads_are_what_the_environment_says_or_the_cores(said: str, threads: int | None) -> None:
+    assert usable_threads({"OMP_NUM_THREADS": said}) == (threads or usable_threads({})) >= 1
+
+
+@pytest.mark.parametrize(
+    ("info", "parameters", "changes", "dtype", "reason"),
+    [
+        (AMX, PAYS_FROM, {}, "bfloat16", "amx_bf16"),
+        (ZEN4, PAYS_FROM, {}, "bfloat16", "avx512_bf16"),
+        (AVX2, PAYS_FROM, {}, "float32", "without amx_bf16 or avx512_bf16"),
+        (AMX, PAYS_FROM - 1, {}, "float32", "million parameters"),
+        (AMX, PAYS_FROM, {"matmul_precision": "medium"}, "float32", "matmul_precision: medium"),
+    ],
+)
+def test_the_type_by_processor_and_size(
+    info: str, parameters: int, changes: dict[str, Any], dtype: str, reason: str
+) -> None:
+    found, because = choose_dtype(config(**changes), parameters, CPU, info)
+    assert found == dtype
+    assert reason in because
+
+
+@pytest.mark.parametrize(
+    ("changes", "engine"),
+    [
+        ({}, {"name": "local", "dtype": "bfloat16"}),
+        ({"engine": {"name": "local", "slots": 7}}, {"name": "local", "slots": 7, "dtype": "bfloat16"}),
+        ({"engine": {"name": "local", "dtype": "float32"}}, {"name": "local", "dtype": "float32"}),
+        ({"policy_loss": "plain"}, "local"),
+        (
+            {"policy_loss": "plain", "correction": "truncate"},
+            {"name": "local", "dtype": "bfloat16"},
+        ),
+    ],
+)
+def test_the_engine_follows_where_the_loss_weighs_what_it_samples(
+    on: Callable[[str], None], changes: dict[str, Any], engine: Any
+) -> None:
+    on(AMX)
+    settled = settle(config(**changes), large())
+    assert settled.config.dtype == settled.preferred == "bfloat16"
+    assert settled.config.engine == engine
+    assert settled.warnings() == []
+    on(AVX2)
+    there = settle(config(**changes), large())
+    assert (there.config.dtype, there.config.engine) == ("float32", config(**changes).engine)
+    kept = settle(settled.config, large(), resumed=True)
+    assert kept.config == settled.config, "a resume elsewhere does the same"
+    assert kept.why["dtype"] == "as the run began"
+
+
+def test_a_given_type_is_kept_and_its_cost_is_told(on: Callable[[str], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    on(AVX2)
+    settled = settle(config(dtype="bfloat16"), large())
+    assert (settled.config.dtype, settled.config.engine) == ("bfloat16", "local")
+    asked = []
+
+    def slower(dtype: torch.dtype, than: torch.dtype, *rest: Any) -> float:
+        asked.append((dtype, than))
+        return factor
+
+    monkeypatch.setattr(machine_module, "times_slower", slower)
+    factor = 7.25
+    (warning,) = settled.warnings()
+    assert "dtype: bfloat16 takes 7.2 times as long as float32 here" in warning
+    assert "Core (avx2)" in warning
+    factor = 1.05
+    assert settled.warnings() == []
+    assert asked == [(torch.bfloat16, torch.float32)] * 2
+
+
+def test_more_threads_than_cores_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    (warning,) = settle(config(threads=3, dtype="float32", matmul_precision="high"), large()).warnings()
+    assert "threads: 3, but this process may use 2" in warning
+
+
+def test_sampler_processes_keep_their_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    beside = {"sync": {"name": "processes", "samplers": 2}, "max_lag": 1, "threads": "auto"}
+    settled = settle(config(**beside), large())
+    assert settled.config.threads == 1
+    assert settled.why["threads"] == "no more cores may be used"
+
+
+@pytest.mark.parametrize("threads", [0, 257, "fast", 1.5])
+def test_threads_that_are_none(threads: Any) -> None:
+    with pytest.raises(ConfigError, match="threads"):
+        config(threads=threads)
+
+
+class Clock:
+    """Time that passes only when a side is run."""
+
+    def __init__(self) -> None:
+        self.now, self.turns = 0.0, 0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def side(self, seconds: float) -> Callable[[], None]:
+        def turn() -> None:
+            self.now += seconds
+            self.turns += 1
+
+        return turn
+
+
+def test_sides_take_turns_for_half_a_second() -> None:
+    clock = Clock()
+    found = in_turn({1: clock.side(0.02), 2: clock.side(0.01)}, clock)
+    assert {n: {round(s, 9) for s in times} for n, times in found.items()} == {1: {0.02}, 2: {0.01}}
+    assert BUDGET_S <= clock.now < BUDGET_S + 0.04
+    assert len(found[1]) == len(found[2]) > ROUNDS
+
+
+def test_short_turns_are_repeated() -> None:
+    clock = Clock()
+    found = in_turn({"a": clock.side(1e-4)}, clock)
+    assert clock.turns > 10 * len(found["a"])
+    assert found["a"][0] == pytest.approx(1e-4)
+
+
+def test_hopeless_numbers_of_threads_are_tried_no_further() -> None:
+    clock = Clock()
+    sides = {1: clock.side(0.1), 2: clock.side(1.0), 4: clock.side(10.0)}
+    assert set(in_turn(sides, clock)) == {1}
+    assert clock.now < 5, "four threads were never tried"
+    assert set(in_turn(sides, clock, drop=False)) == {1, 2, 4}
+
+
+def test_slow_sides_have_some_rounds_all_the_same() -> None:
+    clock = Clock()
+    found = in_turn({"a": clock.side(5.0), "b": clock.side(9.0)}, clock)
+    assert [len(times) for times in found.values()] == [ROUNDS, ROUNDS]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "chosen"),
+    [({1: 0.1, 2: 0.05}, 2), ({1: 0.1, 2: 0.095}, 1), ({1: 0.1, 2: 1.0}, 1), ({1: 0.4, 2: 0.2, 4: 0.19}, 2)],
+)
+def test_the_fewest_threads_that_are_about_as_fast(seconds: dict[int, float], chosen: int) -> None:
+    found, why = fewest(seconds)
+    assert found == chosen
+    assert "1: " in why
+    assert " ms" in why
+
+
+@pytest.mark.parametrize(("most", "counts"), [(1, [1]), (2, [1, 2]), (6, [1, 2, 4, 6]), (8, [1, 2, 4, 8])])
+def test_counts(most: int, counts: list[int]) -> None:
+    assert counts_up_to(most) == counts
+
+
+def test_matrices_of_a_model() -> None:
+    found = Matrices.of(large())
+    assert found.parameters == large().num_parameters()
+    assert (4096, 512) in found.shapes, "of the vocabulary a part"
+    assert (1024, 512) in found.shapes
+    assert (512, 1024) in found.shapes
+    assert found.rows(1) == 1
+    assert found.rows(10**9) < 10**4
+
+
+def test_measuring_leaves_the_process_as_it_was(tiny_model: Path) -> None:
+    state, threads = torch.get_rng_state(), torch.get_num_threads()
+    settled = settle(config(model=str(tiny_model)))
+    seconds = seconds_by_threads(settled.matrices, 16, torch.float32, [1, 2])
+    assert set(seconds) <= {1, 2}
+    assert 1 in seconds
+    assert all(s > 0 for s in seconds.values())
+    assert times_slower(torch.bfloat16, torch.float32, settled.matrices, CPU) > 0
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.get_num_threads() == threads
