@@ -38,7 +38,7 @@ class Arena:
     def __init__(self, config: RunConfig, task: Task) -> None:
         c = config
         self.config, self.task = config, task
-        if c.threads:
+        if isinstance(c.threads, int):
             torch.set_num_threads(c.threads)
         policy, engine = build_policy(c, None, None, None)
         assert engine is not None

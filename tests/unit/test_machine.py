@@ -93,6 +93,7 @@ def test_the_type_by_processor_and_size(
         ({"engine": {"name": "local", "slots": 7}}, {"name": "local", "slots": 7, "dtype": "bfloat16"}),
         ({"engine": {"name": "local", "dtype": "float32"}}, {"name": "local", "dtype": "float32"}),
         ({"policy_loss": "plain"}, "local"),
+        ({"engine": "vllm"}, "vllm"),
         (
             {"policy_loss": "plain", "correction": "truncate"},
             {"name": "local", "dtype": "bfloat16"},

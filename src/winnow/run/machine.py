@@ -11,7 +11,7 @@ from rich.console import Console
 
 from ..base.processor import bfloat16_units, processor, usable_threads
 from ..config import RunConfig, method, name_of
-from ..engine import ENGINES
+from ..engine import ENGINES, LocalOptions
 from ..engine.loading import resolve_device, shell_of
 from ..sampler import Processes
 from .build import sampler_options
@@ -132,12 +132,14 @@ def _usable(c: RunConfig) -> int:
 
 
 def _engine(c: RunConfig, dtype: str) -> dict[str, Any]:
-    """The engine computes in bfloat16, too, unless it was told what to, or nothing weighs what it samples.
+    """The embedded engine computes in bfloat16, too, unless it was told what to, or nothing weighs what it samples.
 
-    The loss weighs tokens by the ratio of the learner's probability to the engine's own, so that both may round.
+    Both sides may round where the loss weighs tokens by the ratio of the learner's probability to the engine's own.
+    vLLM takes the type of the saved model by itself.
     """
     uncorrected = c.policy_loss == "plain" and name_of(c.correction) == "none"
-    if dtype != "bfloat16" or uncorrected or getattr(method(ENGINES, c.engine, "engine"), "dtype", "") is not None:
+    options = method(ENGINES, c.engine, "engine")
+    if dtype != "bfloat16" or uncorrected or not isinstance(options, LocalOptions) or options.dtype is not None:
         return {}
     return {"engine": ({"name": c.engine} if isinstance(c.engine, str) else c.engine) | {"dtype": dtype}}
 
