@@ -56,6 +56,7 @@ bench: $(VENV)/.bench ## engine and training step beside their peers; writes ben
 	$(BIN)/python benchmarks/turns.py --out benchmarks/results/turns.json
 	$(BIN)/python benchmarks/arrol.py --out benchmarks/results/arrol.json
 	$(BIN)/python benchmarks/opob.py --out benchmarks/results/opob.json
+	$(BIN)/python benchmarks/precision.py --out benchmarks/results/precision.json
 	$(BIN)/python benchmarks/async_wall.py --out benchmarks/results/async_wall.json
 
 bench-scale: $(SCALE)/.installed ## Ray beside pipes, ranks beside one process, vLLM beside the embedded engine, what the driver takes and faults cost

@@ -2,7 +2,8 @@
 
     python benchmarks/precision.py --out benchmarks/results/precision.json [--model DIRECTORY] [--only demo ...]
 
-Within a repeat every setting runs once, and ratios are taken there, so that a busy machine disturbs all alike. All
+Within a repeat every setting runs once, and ratios are taken there, so that a busy machine disturbs all alike; those
+of CPU seconds tell what a type costs where others want the cores, and those of wall-clock what a thread gains. All
 settings generate the same number of tokens (ends of sequences are taken from the model) and update on the same rows.
 bfloat16 is what `dtype: auto` means by it: the engine's weights in bfloat16, and the update under autocast.
 `nats_apart` is the mean difference of both sides' log-probabilities of sampled tokens. `--model`: a pretrained one.
@@ -16,7 +17,7 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -65,11 +66,11 @@ def llama(hidden: int, layers: int) -> dict[str, int]:
 
 CASES = {
     "demo": Case(32, 12, 12),
-    "2M": Case(16, 16, 32, llama(192, 4)),
-    "6M": Case(16, 16, 32, llama(256, 6)),
-    "12M": Case(8, 16, 32, llama(384, 6)),
-    "25M": Case(8, 16, 32, llama(512, 8)),
-    "pretrained": Case(4, 32, 32),
+    "2M": Case(8, 16, 24, llama(192, 4)),
+    "5M": Case(4, 16, 24, llama(256, 6)),
+    "10M": Case(4, 16, 24, llama(384, 6)),
+    "23M": Case(4, 16, 24, llama(512, 8)),
+    "pretrained": Case(2, 32, 16),
 }
 
 
@@ -94,12 +95,12 @@ def requests_of(case: Case, vocabulary: int) -> list[Request]:
     return [Request(i, tuple(ids[i // SIBLINGS]), params, noise_key(0, i)) for i in range(case.groups * SIBLINGS)]
 
 
-def generate(engine: LocalEngine, requests: Sequence[Request]) -> tuple[float, list[Finished]]:
-    started, ended = time.perf_counter(), []
+def generate(engine: LocalEngine, requests: Sequence[Request]) -> list[Finished]:
+    ended = []
     engine.submit(requests)
     while engine.pending:
         ended += [event for event in engine.step() if isinstance(event, Finished)]
-    return time.perf_counter() - started, sorted(ended, key=lambda event: event.id)
+    return sorted(ended, key=lambda event: event.id)
 
 
 def rows_of(requests: Sequence[Request], ended: Sequence[Finished]) -> list[Row]:
@@ -113,11 +114,16 @@ def rows_of(requests: Sequence[Request], ended: Sequence[Finished]) -> list[Row]
     return rows
 
 
-def update(learner: LocalLearner, rows: Sequence[Row]) -> float:
-    started = time.perf_counter()
+def update(learner: LocalLearner, rows: Sequence[Row]) -> None:
     learner.accumulate(rows, LOSS)
     learner.apply(0.0)  # the same weights for every setting
-    return time.perf_counter() - started
+
+
+def timed(part: str, run: Callable[..., Any], *arguments: Any) -> dict[str, float]:
+    """Seconds by wall clock and of the CPU."""
+    wall, cpu = time.perf_counter(), time.process_time()
+    run(*arguments)
+    return {part: time.perf_counter() - wall, f"{part} cpu": time.process_time() - cpu}
 
 
 def measure(case: Case, directory: Path | None, threads: Sequence[int], repeats: int) -> dict[str, Any]:
@@ -132,44 +138,42 @@ def measure(case: Case, directory: Path | None, threads: Sequence[int], repeats:
         for dtype in DTYPES
     }
     requests = requests_of(case, engines["float32"].sequences.facts.vocab_size)
-    rows = {dtype: rows_of(requests, generate(engines[dtype], requests)[1]) for dtype in DTYPES}
+    rows = {dtype: rows_of(requests, generate(engines[dtype], requests)) for dtype in DTYPES}
     apart = {
         f"engine {a}, update {b}": compare([row.rollout for row in rows[a]], learners[b]).mean
         for a in DTYPES
         for b in DTYPES
     }
-    seconds: dict[str, dict[str, list[float]]] = {}
-    for _ in range(repeats + 1):
+    times: dict[str, dict[str, list[float]]] = {}
+    for repeat in range(repeats + 1):  # the first warms up
         for n in threads:
             torch.set_num_threads(n)
             for dtype in DTYPES:
-                found = seconds.setdefault(f"{dtype}, {n}", {"generation": [], "update": []})
-                found["generation"].append(generate(engines[dtype], requests)[0])
-                found["update"].append(update(learners[dtype], rows["float32"]))
-    for found in seconds.values():
-        for times in found.values():
-            del times[0]  # it warms up
-            assert len(times) == repeats
+                found = times.setdefault(f"{dtype}, {n}", {})
+                taken = timed("generation", generate, engines[dtype], requests)
+                taken |= timed("update", update, learners[dtype], rows["float32"])
+                for part, seconds in taken.items() if repeat else ():
+                    found.setdefault(part, []).append(seconds)
     return {
         "parameters": model.num_parameters(),
         "rollouts": len(requests),
         "prompt_tokens": case.prompt,
         "new_tokens": case.new,
-        "seconds": seconds,
-        "times_faster": ratios(seconds, threads),
+        "seconds": times,
+        "times_faster": ratios(times, threads),
         "nats_apart": apart,
     }
 
 
-def ratios(seconds: dict[str, dict[str, list[float]]], threads: Sequence[int]) -> dict[str, Any]:
+def ratios(times: dict[str, dict[str, list[float]]], threads: Sequence[int]) -> dict[str, Any]:
     """Times faster than what each name ends with, within a repeat."""
     first = threads[0]
     pairs = {f"bfloat16 than float32, {n} thread{'s'[: n > 1]}": (f"float32, {n}", f"bfloat16, {n}") for n in threads}
     pairs |= {f"{d}, {n} threads than {first}": (f"{d}, {first}", f"{d}, {n}") for d in DTYPES for n in threads[1:]}
     return {
         name: {
-            part: spread([a / b for a, b in zip(seconds[slow][part], seconds[fast][part], strict=True)])
-            for part in ("generation", "update")
+            part: spread([a / b for a, b in zip(times[slow][part], times[fast][part], strict=True)])
+            for part in times[slow]
         }
         for name, (slow, fast) in pairs.items()
     }

@@ -108,15 +108,16 @@ def choose_threads(matrices: Matrices, rows: int, dtype: torch.dtype, usable: in
     """
     if usable == 1:
         return 1, "no more cores may be used"
-    return fewest(seconds_by_threads(matrices, rows, dtype, counts_up_to(usable)))
+    counts = counts_up_to(usable)
+    return fewest(counts, seconds_by_threads(matrices, rows, dtype, counts))
 
 
-def fewest(seconds: Mapping[int, float]) -> tuple[int, str]:
-    """The choice among what was measured: seconds by number of threads."""
+def fewest(counts: Sequence[int], seconds: Mapping[int, float]) -> tuple[int, str]:
+    """The choice among what was measured: seconds by number of threads, without those that were hopeless."""
     best = min(seconds.values())
-    shown = ", ".join(f"{n}: {1e3 * s:.3g} ms" for n, s in seconds.items())
+    shown = [(f"{1e3 * seconds[n]:.3g} ms" if n in seconds else "far slower") + f" on {n}" for n in counts]
     chosen = min(n for n, s in seconds.items() if s <= WORTH * best)
-    return chosen, f"measured with products of this model's sizes ({shown})"
+    return chosen, f"measured with products of this model's sizes: {', '.join(shown)}"
 
 
 def counts_up_to(most: int) -> Sequence[int]:
