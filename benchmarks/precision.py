@@ -70,7 +70,7 @@ CASES = {
     "5M": Case(4, 16, 24, llama(256, 6)),
     "10M": Case(4, 16, 24, llama(384, 6)),
     "23M": Case(4, 16, 24, llama(512, 8)),
-    "pretrained": Case(2, 32, 16),
+    "pretrained": Case(2, 16, 12),
 }
 
 
@@ -127,6 +127,7 @@ def timed(part: str, run: Callable[..., Any], *arguments: Any) -> dict[str, floa
 
 
 def measure(case: Case, directory: Path | None, threads: Sequence[int], repeats: int) -> dict[str, Any]:
+    torch.set_num_threads(threads[0])
     model, tokenizer = model_of(case, directory)
     engines = {dtype: LocalEngine(model, tokenizer, dtype=dtype) for dtype in DTYPES}
     learners = {
