@@ -17,7 +17,7 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -126,7 +126,8 @@ def timed(part: str, run: Callable[..., Any], *arguments: Any) -> dict[str, floa
     return {part: time.perf_counter() - wall, f"{part} cpu": time.process_time() - cpu}
 
 
-def measure(case: Case, directory: Path | None, threads: Sequence[int], repeats: int) -> dict[str, Any]:
+def measure(case: Case, directory: Path | None, threads: Sequence[int], repeats: int) -> Iterator[dict[str, Any]]:
+    """What is known after each repeat."""
     torch.set_num_threads(threads[0])
     model, tokenizer = model_of(case, directory)
     engines = {dtype: LocalEngine(model, tokenizer, dtype=dtype) for dtype in DTYPES}
@@ -155,15 +156,17 @@ def measure(case: Case, directory: Path | None, threads: Sequence[int], repeats:
                 taken |= timed("update", update, learners[dtype], rows["float32"])
                 for part, seconds in taken.items() if repeat else ():
                     found.setdefault(part, []).append(seconds)
-    return {
-        "parameters": model.num_parameters(),
-        "rollouts": len(requests),
-        "prompt_tokens": case.prompt,
-        "new_tokens": case.new,
-        "seconds": times,
-        "times_faster": ratios(times, threads),
-        "nats_apart": apart,
-    }
+        if repeat:
+            yield {
+                "parameters": model.num_parameters(),
+                "rollouts": len(requests),
+                "prompt_tokens": case.prompt,
+                "new_tokens": case.new,
+                "repeats": repeat,
+                "seconds": times,
+                "times_faster": ratios(times, threads),
+                "nats_apart": apart,
+            }
 
 
 def ratios(times: dict[str, dict[str, list[float]]], threads: Sequence[int]) -> dict[str, Any]:
@@ -199,8 +202,9 @@ def main() -> None:
         if name == "pretrained" and options.model is None:
             continue
         directory = options.model if name == "pretrained" else None
-        said["models"][name] = found = measure(CASES[name], directory, options.threads, options.repeats)
-        options.out.write_text(json.dumps(said, indent=1) + "\n", encoding="utf-8")
+        for found in measure(CASES[name], directory, options.threads, options.repeats):
+            said["models"][name] = found
+            options.out.write_text(json.dumps(said, indent=1) + "\n", encoding="utf-8")
         print(name, found["parameters"], flush=True)
         for pair, parts in found["times_faster"].items():
             print("  ", pair, {k: {s: round(v, 2) for s, v in w.items()} for k, w in parts.items()}, flush=True)
