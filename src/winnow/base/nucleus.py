@@ -10,8 +10,8 @@ import torch
 
 def relative_weights(logits_NV: torch.Tensor, inverse_temperature_N: torch.Tensor) -> torch.Tensor:
     """float32 [N, V]: probabilities up to a factor, the likeliest token of each row at 1."""
-    scaled_NV = logits_NV * inverse_temperature_N[:, None]
-    return (scaled_NV - scaled_NV.amax(-1, keepdim=True)).exp_()
+    scaled_NV = logits_NV.float() * inverse_temperature_N[:, None]
+    return scaled_NV.sub_(scaled_NV.amax(-1, keepdim=True)).exp_()
 
 
 def lowest_kept(weights_NV: torch.Tensor, top_k_N: torch.Tensor, top_p_N: torch.Tensor) -> torch.Tensor:

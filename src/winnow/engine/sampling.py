@@ -6,14 +6,18 @@ vocabulary of 150,000 keeps the weights of its rare tokens.
 
 from __future__ import annotations
 
+import itertools
 from typing import NamedTuple
 
 import torch
 
 from ..base.nucleus import lowest_kept, relative_weights
 
-BLOCK = 1024
-"""Vocabularies longer than this are searched in two levels."""
+BLOCK, PIECE = 1024, 64
+"""Vocabularies longer than a block are searched in two levels. A block's sum is that, in float64, of float32 sums of
+pieces, which are too short for a rare token to be rounded away."""
+CACHED = 1 << 19
+"""Logits sampled at a time: several passes over them should find them in the processor's cache."""
 CONFIDENT = 20
 """Tokens whose log-probabilities make a token's confidence."""
 
@@ -37,6 +41,19 @@ def sample(logits_NV: torch.Tensor, uniform_N: torch.Tensor, transform: Transfor
     `uniform_N` in [0, 1). A greedy row takes the first of the most likely tokens. Logits that are
     not finite give a log-probability that is not finite.
     """
+    rows = max(1, CACHED // logits_NV.shape[1])
+    if len(logits_NV) > rows and logits_NV.device.type == "cpu":
+        given = [logits_NV, uniform_N, *transform]
+        parts = zip(*(itertools.repeat(None) if x is None else x.split(rows) for x in given), strict=False)
+        sampled = [_sample(logits, uniform, Transform(*rest)) for logits, uniform, *rest in parts]
+        tokens, logp = zip(*sampled, strict=True)
+        return torch.cat(tokens), torch.cat(logp)
+    return _sample(logits_NV, uniform_N, transform)
+
+
+def _sample(
+    logits_NV: torch.Tensor, uniform_N: torch.Tensor, transform: Transform
+) -> tuple[torch.Tensor, torch.Tensor]:
     weights_NV = relative_weights(logits_NV, transform.inverse_temperature_N)
     if transform.top_k_N is not None and transform.top_p_N is not None:
         floor_N1 = lowest_kept(weights_NV, transform.top_k_N, transform.top_p_N)
@@ -68,17 +85,22 @@ def draw(weights_NV: torch.Tensor, uniform_N: torch.Tensor) -> tuple[torch.Tenso
         return _passing(cdf_NV, total_N * uniform_N), total_N
     V = weights_NV.shape[1]
     whole = V // BLOCK * BLOCK
-    sums_NB = weights_NV[:, :whole].unflatten(1, (-1, BLOCK)).sum(-1, dtype=torch.float64)
-    sums_NB = torch.cat([sums_NB, weights_NV[:, whole:].sum(-1, keepdim=True, dtype=torch.float64)], 1)
+    pieces_NBP = weights_NV[:, :whole].unflatten(1, (-1, BLOCK // PIECE, PIECE)).sum(-1)
+    rest_N1 = weights_NV[:, whole:].sum(-1, keepdim=True, dtype=torch.float64)
+    sums_NB = torch.cat([pieces_NBP.sum(-1, dtype=torch.float64), rest_N1], 1)
     cdf_NB = sums_NB.cumsum(-1)
     total_N = cdf_NB[:, -1].contiguous()
     target_N = total_N * uniform_N
     block_N1 = _passing(cdf_NB, target_N)[:, None]
     before_N = (cdf_NB.gather(1, block_N1) - sums_NB.gather(1, block_N1))[:, 0]
-    columns_NC = block_N1 * BLOCK + torch.arange(BLOCK, device=weights_NV.device)
-    inside_NC = weights_NV.gather(1, columns_NC.clamp(max=V - 1)).masked_fill(columns_NC >= V, 0)
+    first_N = block_N1[:, 0] * BLOCK
+    start_N = first_N.clamp(max=V - BLOCK)  # the last block is shorter: it is read with the end of the one before it
+    inside_NC = weights_NV.unfold(1, BLOCK, 1)[torch.arange(len(start_N), device=start_N.device), start_N]
+    if whole < V:
+        columns_C = torch.arange(BLOCK, device=weights_NV.device)
+        inside_NC = inside_NC.masked_fill(columns_C < (first_N - start_N)[:, None], 0)
     inner_N = _passing(inside_NC.cumsum(-1, dtype=torch.float64), target_N - before_N)
-    return (block_N1[:, 0] * BLOCK + inner_N).clamp_(max=V - 1), total_N
+    return start_N + inner_N, total_N
 
 
 def _passing(cdf_NV: torch.Tensor, target_N: torch.Tensor) -> torch.Tensor:

@@ -116,7 +116,7 @@ class Sequences:
             raise
 
     def draw(self, logits_NV: torch.Tensor, rows: Rows) -> Drawn:
-        """The next token of each row, from float32 logits over the sampled vocabulary. Nothing is stored."""
+        """The next token of each row, from logits over the sampled vocabulary. Nothing is stored."""
         table = self.table
         ints = self.to_device(table.ints[: col.DEVICE_ROWS, rows])
         floats = self.to_device(table.floats[:, rows])

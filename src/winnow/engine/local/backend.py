@@ -23,7 +23,7 @@ class Output:
     hidden_NH: torch.Tensor
     """Input of the lm_head."""
     logits_NV: torch.Tensor
-    """float32, before temperature."""
+    """Before temperature, in the type of the weights or float32."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -105,9 +105,7 @@ class HFBackend:
     def _forward(self, ids: torch.Tensor, **inputs: Any) -> Output:
         logits = self._model(input_ids=ids, use_cache=True, **inputs, **self._last_only).logits[:, -1]
         assert self._hidden is not None
-        return Output(
-            self._hidden.view(len(ids), -1, self._hidden.shape[-1])[:, -1], logits[:, : self.vocab_size].float()
-        )
+        return Output(self._hidden.view(len(ids), -1, self._hidden.shape[-1])[:, -1], logits[:, : self.vocab_size])
 
     def prefill(self, prompts: list[tuple[int, ...]]) -> Prefilled:
         cache = DynamicCache()
@@ -164,7 +162,7 @@ class HFBackend:
             positions = torch.tensor([len(s) - back for s in sequences], device=self.device)
             cached = self.decode(tokens, positions, cache, [Chunk(0, 2, 16)]).logits_NV
         plain = torch.cat([self.prefill([s]).last.logits_NV for s in sequences])
-        gap = (cached.log_softmax(-1) - plain.log_softmax(-1)).abs().max().item()
+        gap = (cached.float().log_softmax(-1) - plain.float().log_softmax(-1)).abs().max().item()
         if not gap < (1e-3 if self.dtype == torch.float32 else 0.5):
             raise ValueError(
                 f"{type(self._model).__name__} gives other log-probabilities with a cache of rows of different lengths "

@@ -157,7 +157,7 @@ class _Head:
             return None  # vLLM tries itself out
         ids = [self.ids[name] for name in names]
         rows = np.array([self._sequences.table.row_of[id_] for id_ in ids])
-        drawn = self._sequences.draw(logits_NV[:, : self._sequences.facts.vocab_size].float(), rows)
+        drawn = self._sequences.draw(logits_NV[:, : self._sequences.facts.vocab_size], rows)
         self._drawn = {id_: i for i, id_ in enumerate(ids)}, drawn, hidden_NH
         return self._sequences.to_device(drawn.tokens_N)
 
