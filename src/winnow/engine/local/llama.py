@@ -15,6 +15,7 @@ import torch.nn.functional as F  # noqa: N812
 from .backend import Output, Prefilled
 from .cache import Chunk, KVCache
 from .kept import Kept, causal_mask, stacked
+from .linear import Linear
 
 CLASSES = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
 ROPE_TYPES = frozenset({"default", "linear", "llama3", "yarn"})
@@ -22,16 +23,15 @@ PREFIX = "model.layers.{}."
 
 
 class Layer(NamedTuple):
-    """Weights of a layer as [in, out] matrices."""
+    """Weights of a layer."""
 
-    qkv: torch.Tensor
-    qkv_bias: torch.Tensor | None
+    qkv: Linear
     q_norm: torch.Tensor | None
     """[D], the attention scale included."""
     k_norm: torch.Tensor | None
-    out: torch.Tensor
-    gate_up: torch.Tensor
-    down: torch.Tensor
+    out: Linear
+    gate_up: Linear
+    down: Linear
 
 
 def supports(model: Any) -> bool:
@@ -74,10 +74,12 @@ class LlamaBackend:
     def load(self, state: Mapping[str, torch.Tensor]) -> None:
         source = state["model.embed_tokens.weight"]
         head = state.get("lm_head.weight", source)
-        embedding = self._copy(source)
-        untied = embedding if head.data_ptr() == source.data_ptr() else self._copy(head)
         layers = [self._pack(state, PREFIX.format(i)) for i in range(self._n_layers)]
-        self._embedding, self._head, self._layers = embedding, untied[: self.vocab_size], layers
+        self._embedding, self._head, self._layers = (
+            self._copy(source),
+            Linear(self._copy(head[: self.vocab_size])),
+            layers,
+        )
         self._norm = self._copy(state["model.norm.weight"])
 
     def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -87,8 +89,8 @@ class LlamaBackend:
         def get(name: str) -> torch.Tensor:
             return state[prefix + name].detach().to(self.device, torch.float32)
 
-        def pack(*matrices: torch.Tensor) -> torch.Tensor:
-            return torch.cat(matrices).t().contiguous().to(self.dtype)
+        def pack(*matrices: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
+            return Linear(torch.cat(matrices).to(self.dtype), bias)
 
         scale = self._size**-0.5
         before, after = get("input_layernorm.weight"), get("post_attention_layernorm.weight")
@@ -106,7 +108,7 @@ class LlamaBackend:
             bias = torch.cat([q_bias, self._interleave(k_bias), v_bias]).to(self.dtype)
         gate_up = pack(get("mlp.gate_proj.weight") * after, get("mlp.up_proj.weight") * after)
         out, down = pack(get("self_attn.o_proj.weight")), pack(get("mlp.down_proj.weight"))
-        return Layer(pack(q, k, v), bias, q_norm, k_norm, out, gate_up, down)
+        return Layer(pack(q, k, v, bias=bias), q_norm, k_norm, out, gate_up, down)
 
     def _interleave(self, tensor: torch.Tensor) -> torch.Tensor:
         """[heads * D, ...] with the two halves of each head woven together: j, j + D/2, j + 1, ..."""
@@ -123,8 +125,7 @@ class LlamaBackend:
     def _qkv(self, layer: Layer, x_NH: torch.Tensor, rotation: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Queries [N, heads, D], keys and values [N, kv heads, D], rotated; the attention scale is in the queries."""
         normed = F.rms_norm(x_NH, x_NH.shape[-1:], eps=self._eps)
-        qkv = normed @ layer.qkv if layer.qkv_bias is None else torch.addmm(layer.qkv_bias, normed, layer.qkv)
-        qkv = qkv.view(len(x_NH), -1, self._size)
+        qkv = layer.qkv(normed).view(len(x_NH), -1, self._size)
         qk, v = qkv.split([self._heads + self._kv_heads, self._kv_heads], dim=1)
         if layer.q_norm is not None and layer.k_norm is not None:
             q, k = qk.split([self._heads, self._kv_heads], dim=1)
@@ -140,12 +141,12 @@ class LlamaBackend:
         return q, k, v
 
     def _feed_forward(self, layer: Layer, x_NH: torch.Tensor) -> None:
-        gate, up = (F.rms_norm(x_NH, x_NH.shape[-1:], eps=self._eps) @ layer.gate_up).chunk(2, dim=-1)
-        x_NH.addmm_(F.silu(gate).mul_(up), layer.down)
+        gate, up = layer.gate_up(F.rms_norm(x_NH, x_NH.shape[-1:], eps=self._eps)).chunk(2, dim=-1)
+        layer.down.add_to(x_NH, F.silu(gate).mul_(up))
 
     def _output(self, x_NH: torch.Tensor) -> Output:
         hidden = F.rms_norm(x_NH, x_NH.shape[-1:], self._norm, self._eps)
-        return Output(hidden, F.linear(hidden, self._head).float())
+        return Output(hidden, self._head(hidden))
 
     def prefill(self, prompts: list[tuple[int, ...]]) -> Prefilled:
         B, P = len(prompts), max(map(len, prompts))
@@ -156,8 +157,7 @@ class LlamaBackend:
             q, k, v = (t.view(B, P, -1, self._size).transpose(1, 2) for t in self._qkv(layer, x, rotation))
             keys.append(k)
             values.append(v)
-            attended = self._attend_all(q, k, v, None)
-            x.addmm_(attended, layer.out)
+            layer.out.add_to(x, self._attend_all(q, k, v, None))
             self._feed_forward(layer, x)
         return Prefilled(keys, values, [len(p) for p in prompts], self._last(x, prompts))
 
@@ -174,7 +174,7 @@ class LlamaBackend:
             q, k, v = (t.view(B, S, -1, self._size) for t in self._qkv(layer, x, rotation))
             all_keys[rows, :, positions_BS] = k
             all_values[rows, :, positions_BS] = v
-            x.addmm_(self._attend_all(q.transpose(1, 2), all_keys, all_values, mask), layer.out)
+            layer.out.add_to(x, self._attend_all(q.transpose(1, 2), all_keys, all_values, mask))
             self._feed_forward(layer, x)
         lengths = [len(kept.tokens) + len(tail) for kept, tail in zip(past, tails, strict=True)]
         return Prefilled(keys, values, lengths, self._last(x, tails))
@@ -211,7 +211,7 @@ class LlamaBackend:
                 attended[a:b] = _attend(
                     q[a:b], keys[a:b, :, :columns], values[a:b, :, :columns], cache.mask[a:b, :columns]
                 )
-            x.addmm_(attended.view(n, -1), layer.out)
+            layer.out.add_to(x, attended.view(n, -1))
             self._feed_forward(layer, x)
         return self._output(x)
 
