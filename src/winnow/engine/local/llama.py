@@ -219,8 +219,14 @@ class LlamaBackend:
 def _attend(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask_NC: torch.Tensor) -> torch.Tensor:
     """q: [N, heads, groups, D]; keys, values: [N, heads, C, D]; the mask is added. Returns the shape of q."""
     n, heads = q.shape[:2]
-    if q.dtype != torch.float32 or q.device.type != "cpu":
+    if q.device.type != "cpu":
         return F.scaled_dot_product_attention(q, keys, values, attn_mask=mask_NC[:, None, None], scale=1.0)
+    if q.dtype != torch.float32:  # one query a head has a kernel of its own, a quarter faster
+        single, mask = q.reshape(n, -1, 1, q.shape[-1]), mask_NC[:, None, None]
+        attended = F.scaled_dot_product_attention(
+            single, keys, values, attn_mask=mask, scale=1.0, enable_gqa=single.shape[1] != heads
+        )
+        return attended.view_as(q)
     # Two batched products take half the time of the fused kernel on short rows, and the same on long ones.
     mask = mask_NC[:, None, None].expand(n, heads, 1, -1).flatten(0, 1)
     scores = torch.baddbmm(mask, q.flatten(0, 1), keys.flatten(0, 1).transpose(1, 2))
