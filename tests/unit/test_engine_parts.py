@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from winnow.engine import Request, SamplingParams
 from winnow.engine.local.cache import KVCache, padded, plan
+from winnow.engine.local.linear import Linear
 from winnow.engine.slots import COUNT, POSITION, Drawn, SlotTable
 from winnow.engine.stops import StopTable
 
@@ -132,3 +133,25 @@ def test_few_tokens_are_looked_at(tokenizers: dict[str, Any]) -> None:
     table = StopTable(tokenizers["bytes"], 256, frozenset())
     assert (table.add(("END",)), table.add(("END",))) == (1, 1)
     assert table.alert[1].sum() <= 3
+
+
+@pytest.mark.parametrize(("dtype", "atol"), [(torch.float32, 1e-5), (torch.bfloat16, 5e-2), (torch.float64, 1e-12)])
+@pytest.mark.parametrize("n", [1, 130])
+def test_linear_is_the_product_with_the_transposed_weight(dtype: torch.dtype, atol: float, n: int) -> None:
+    gen = torch.Generator().manual_seed(n)
+    weight, bias, x, before = (torch.randn(*s, generator=gen).to(dtype) for s in ((24, 40), (24,), (n, 40), (n, 24)))
+    exact = x.double() @ weight.double().t()
+    close = {"atol": atol * 40**0.5, "rtol": 1e-2 if dtype == torch.bfloat16 else 1e-5}
+    torch.testing.assert_close(Linear(weight)(x).double(), exact, **close)
+    torch.testing.assert_close(Linear(weight, bias)(x).double(), exact + bias.double(), **close)
+    after = before.clone()
+    Linear(weight).add_to(after, x)
+    torch.testing.assert_close(after.double(), before.double() + exact, **close)
+
+
+def test_linear_keeps_a_copy() -> None:
+    weight, x = torch.randn(8, 8), torch.randn(2, 8)
+    linear = Linear(weight)
+    product = linear(x)
+    weight.zero_()
+    assert torch.equal(linear(x), product)

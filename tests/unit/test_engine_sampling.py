@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from transformers import TopKLogitsWarper, TopPLogitsWarper
 
 from winnow.engine import SamplingParams
-from winnow.engine.sampling import BLOCK, Transform, draw, sample
+from winnow.engine.sampling import BLOCK, CACHED, Transform, draw, sample
 
 from .engine_models import plain_logp
 
@@ -138,3 +138,20 @@ def test_logits_that_are_not_finite_show_in_the_logp(bad: float, size: int) -> N
     tokens, logp = sample(logits, torch.tensor([0.3, 0.3]), rows(2))
     assert torch.isfinite(logp).tolist() == [True, False]
     assert ((tokens >= 0) & (tokens < size)).all()
+
+
+@pytest.mark.parametrize("size", [40 * BLOCK, 40 * BLOCK + 1, 41 * BLOCK - 1])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_long_vocabulary_is_sampled_in_parts_as_if_row_by_row(size: int, dtype: torch.dtype) -> None:
+    n = 2 * CACHED // size + 1
+    gen = torch.Generator().manual_seed(size)
+    logits, u = (torch.randn(n, size, generator=gen) * 3).to(dtype), torch.rand(n, generator=gen)
+    logits[::2, -1] = 40  # the last token, in the last, shorter block
+    mixed = rows(n)._replace(inverse_temperature_N=torch.linspace(0.5, 2, n), greedy_N=torch.arange(n) % 3 == 1)
+    mixed.top_k_N[5], mixed.top_p_N[7] = 3, 0.5
+    tokens, logp = sample(logits, u, mixed)
+    assert (tokens[::2] == size - 1).all()
+    for i in range(n):
+        alone = Transform(*(x[i : i + 1] for x in mixed))  # type: ignore[union-attr]
+        token, of_token = sample(logits[i : i + 1].float(), u[i : i + 1], alone)
+        assert (tokens[i], logp[i]) == (token[0], of_token[0])
