@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import time
 from importlib.metadata import version
 from typing import Any
 
@@ -22,3 +23,14 @@ def machine(device: str, *packages: str) -> dict[str, Any]:
         "python": platform.python_version(),
         **{name: version(name) for name in ("torch", "transformers", "winnow-rl", *packages)},
     }
+
+
+def matmul_rate(dtype: torch.dtype) -> float:
+    """FLOP/s of a large matrix product with the threads that are set, the best of a few."""
+    a = torch.randn(2048, 2048).to(dtype)
+    times = []
+    for _ in range(12):
+        started = time.perf_counter()
+        a @ a
+        times.append(time.perf_counter() - started)
+    return 2 * 2048**3 / min(times)

@@ -51,6 +51,10 @@ class Setting:
     matmul_precision: str
     rows_per_microbatch: int = 256
     """TRL only; Winnow cuts by tokens."""
+    tokens_per_microbatch: int = 16_384
+    dtype: str = "float32"
+    """Of forward and backward pass (under autocast), and of generation."""
+    gradient_checkpointing: bool = False
 
 
 @dataclass
@@ -61,7 +65,7 @@ class Run:
     lengths: list[int]
     zero_variance: list[bool]
     phases: dict[str, float] = field(default_factory=dict)
-    """Mean seconds of a step, Winnow only."""
+    """Mean seconds of a step."""
 
     @property
     def seconds(self) -> float:
@@ -85,10 +89,11 @@ class Run:
 
 
 class Judge:
-    """A cheap reward that depends on the text alone: 1 for a pseudo-random tenth of all completions."""
+    """A cheap reward: 1 for a pseudo-random tenth of all completions, by their texts; or, if the workload says how many
+    groups have equal rewards, for the first of each other."""
 
-    def __init__(self, num_generations: int) -> None:
-        self.num_generations = num_generations
+    def __init__(self, w: Workload) -> None:
+        self.w = w
         self.lengths: list[int] = []
         self.zero_variance: list[bool] = []
 
@@ -96,15 +101,22 @@ class Judge:
         def pseudo_random(completions: list[str], completion_ids: list[Any], **_: Any) -> list[float | None]:
             rewards = [float(zlib.crc32(c.encode()) / 2**32 < REWARDED_SHARE) for c in completions]
             self.lengths += [len(ids) for ids in completion_ids]
-            for start in range(0, len(rewards), self.num_generations):
-                self.zero_variance.append(len(set(rewards[start : start + self.num_generations])) == 1)
+            size, share = self.w.num_generations, self.w.zero_variance_share
+            for start in range(0, len(rewards), size):
+                if share is not None:
+                    number = len(self.zero_variance)
+                    same = int((number + 1) * share) > int(number * share)
+                    rewards[start : start + size] = [float(not same)] + [0.0] * (size - 1)
+                self.zero_variance.append(len(set(rewards[start : start + size])) == 1)
             return list(rewards)
 
         return pseudo_random
 
-    def run(self, marks: list[float], w: Workload, phases: dict[str, float] | None = None) -> Run:
+    def run(self, marks: list[float], phases: list[dict[str, float]]) -> Run:
+        """The run but for its first step; `phases` are those of each step."""
         seconds = [b - a for a, b in itertools.pairwise(marks)]
-        return Run(seconds, self.lengths[w.rollouts :], self.zero_variance[w.prompts_per_step :], phases or {})
+        means = {name: round(statistics.mean(p[name] for p in phases[1:]), 5) for name in phases[1]}
+        return Run(seconds, self.lengths[self.w.rollouts :], self.zero_variance[self.w.prompts_per_step :], means)
 
 
 # ---------------------------------------------------------------- Winnow
@@ -138,7 +150,7 @@ class TimedTrainer(Trainer):
 
 
 def run_winnow(w: Workload, setting: Setting, steps: int, device: str) -> Run:
-    judge = Judge(w.num_generations)
+    judge = Judge(w)
     with tempfile.TemporaryDirectory() as directory:
         trainer = TimedTrainer(
             model=str(w.model_dir),
@@ -150,6 +162,10 @@ def run_winnow(w: Workload, setting: Setting, steps: int, device: str) -> Run:
                 "device": device,
                 "threads": setting.threads,
                 "matmul_precision": setting.matmul_precision,
+                "dtype": setting.dtype,
+                "engine": {"name": "local", "dtype": setting.dtype},
+                "gradient_checkpointing": setting.gradient_checkpointing,
+                "tokens_per_microbatch": setting.tokens_per_microbatch,
                 "max_steps": steps + 1,
                 "prompts_per_step": w.prompts_per_step,
                 "num_generations": w.num_generations,
@@ -162,9 +178,8 @@ def run_winnow(w: Workload, setting: Setting, steps: int, device: str) -> Run:
             },
         )
         trainer.train()
-    counted = trainer.phases[1:]
-    phases = {k.removeprefix("seconds/"): statistics.mean(p[k] for p in counted) for k in counted[0]}
-    return judge.run(trainer.marks, w, {k: round(v, 5) for k, v in phases.items() if "total" not in k})
+    phases = [{k.removeprefix("seconds/"): v for k, v in p.items() if "total" not in k} for p in trainer.phases]
+    return judge.run(trainer.marks, phases)
 
 
 # ---------------------------------------------------------------- TRL
@@ -185,7 +200,16 @@ def run_trl(w: Workload, setting: Setting, steps: int, device: str) -> Run:
     torch.set_num_threads(setting.threads)
     torch.set_float32_matmul_precision(setting.matmul_precision)
     rows = min(setting.rows_per_microbatch, w.rollouts)
-    clock, judge = StepClock(), Judge(w.num_generations)
+    clock, judge = StepClock(), Judge(w)
+    generation: list[float] = []
+
+    class Timed(GRPOTrainer):
+        def _generate_and_score_completions(self, inputs: Any) -> Any:
+            start = time.perf_counter()
+            found = super()._generate_and_score_completions(inputs)
+            generation.append(time.perf_counter() - start)
+            return found
+
     try:
         with tempfile.TemporaryDirectory() as directory:
             config = GRPOConfig(
@@ -200,14 +224,14 @@ def run_trl(w: Workload, setting: Setting, steps: int, device: str) -> Run:
                 beta=0.0,
                 shuffle_dataset=False,
                 use_cpu=device == "cpu",
-                bf16=False,
-                gradient_checkpointing=False,
+                bf16=setting.dtype == "bfloat16",
+                gradient_checkpointing=setting.gradient_checkpointing,
                 report_to="none",
                 logging_strategy="no",
                 save_strategy="no",
                 disable_tqdm=True,
             )
-            trainer = GRPOTrainer(
+            trainer = Timed(
                 model=AutoModelForCausalLM.from_pretrained(w.model_dir, dtype=torch.float32),
                 reward_funcs=judge.function(),
                 args=config,
@@ -219,7 +243,9 @@ def run_trl(w: Workload, setting: Setting, steps: int, device: str) -> Run:
             trainer.train()
     finally:
         torch.set_float32_matmul_precision("highest")
-    return judge.run(clock.marks, w)
+    steps_seconds = [b - a for a, b in itertools.pairwise([clock.marks[0], *clock.marks])]
+    phases = [{"generate": g, "update": s - g} for g, s in zip(generation, steps_seconds, strict=True)]
+    return judge.run(clock.marks, phases)
 
 
 # ---------------------------------------------------------------- measuring

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,10 +11,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from winnow.env.countdown import CountdownConfig
 from winnow.study.warm_start import WarmStartConfig, warm_start, word_tokenizer
+
+NEVER = "<jupyter_script>"
+"""A token of SmolLM2's vocabulary that comes up in no chat."""
 
 
 @dataclass(frozen=True)
@@ -24,6 +29,8 @@ class Workload:
     max_completion_length: int
     learning_rate: float
     num_generations: int = 8
+    zero_variance_share: float | None = None
+    """Groups with equal rewards, exactly; None: as it comes."""
 
     @property
     def rollouts(self) -> int:
@@ -101,3 +108,26 @@ def long_tail_model(tokenizer: Any, n_prompt_words: int) -> LlamaForCausalLM:
     head[:, :3] = logits_3V.t() / 3**0.5
     model.lm_head.weight.copy_(head)
     return model
+
+
+def chat_workload(directory: Path, model: Path, *, long_tail: bool, prompts_per_step: int) -> Workload:
+    """A pretrained chat model and questions, rendered with its chat template.
+
+    Its completions end where it ends them; but unless `long_tail`, a token that it never samples stands for the end of
+    a text, so that all are of one length and no side is told.
+    """
+    name = "long_tail" if long_tail else "equal"
+    path, rng = directory / name, np.random.default_rng(0)
+    shutil.copytree(model, path)
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    questions = [f"What is {a} times {b}? Think step by step." for a, b in rng.integers(11, 99, (256, 2))]
+    texts = [
+        tokenizer.apply_chat_template([{"role": "user", "content": q}], tokenize=False, add_generation_prompt=True)
+        for q in questions
+    ]
+    if not long_tail:
+        tokenizer.eos_token = NEVER
+        tokenizer.save_pretrained(path)
+        for file in (path / "config.json", path / "generation_config.json"):
+            file.write_text(json.dumps(json.loads(file.read_text()) | {"eos_token_id": tokenizer.eos_token_id}))
+    return Workload(name, path, texts, prompts_per_step, 256 if long_tail else 64, 1e-6, 8, 3 / 8)

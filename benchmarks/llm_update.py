@@ -1,0 +1,126 @@
+"""A GRPO step of a pretrained model of 135M parameters, Winnow's against TRL's `GRPOTrainer`: time and memory.
+
+    python benchmarks/llm_update.py --model DIRECTORY --out benchmarks/results/llm_update.json
+
+`DIRECTORY`: SmolLM2-135M-Instruct. Same prompts, group size, token budget, learning rate and loss; one update a step,
+three of eight groups with equal rewards. Every run is a process of its own, which begins with a step that is not
+counted, and sides alternate; peak memory is the whole process's. Workloads: `equal`, completions of 64 tokens;
+`long_tail`, of up to 256, where the model ends them. The update alone is the step less generation; its share of the
+machine's matrix rate counts multiply-adds that the loss needs: prompts once a group, recomputed ones not at all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from machine import machine, matmul_rate
+from step import SIDES, Setting, _spread
+from transformers import AutoConfig, AutoTokenizer
+from workloads import Workload, chat_workload
+
+
+def settings(dtype: str, threads: int) -> dict[str, Setting]:
+    """TRL with its own number of rows; it recomputes layers unless told not to, which here only costs time."""
+    return {
+        "winnow": Setting(threads, "highest", dtype=dtype),
+        "trl": Setting(threads, "highest", rows_per_microbatch=8, dtype=dtype),
+    }
+
+
+def one_run(model: Path, name: str, side: str, setting: Setting, steps: int) -> dict[str, Any]:
+    """Of one side, in this process; call it in a fresh one."""
+    with tempfile.TemporaryDirectory() as directory:
+        w = chat_workload(Path(directory), model, long_tail=name == "long_tail", prompts_per_step=8)
+        torch.set_num_threads(setting.threads)
+        rate = matmul_rate(getattr(torch, setting.dtype))
+        run = SIDES[side](w, setting, steps, "cpu")
+        needed = flops(w, run.lengths, run.zero_variance) / steps
+    return run.summary() | {
+        "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+        "update_share_of_matmul_rate": needed / run.phases["update"] / rate if side == "winnow" else None,
+        "matmul_rate": rate,
+    }
+
+
+def flops(w: Workload, lengths: list[int], equal: list[bool]) -> float:
+    """Of forward and backward passes over the groups with a signal."""
+    c, tokenizer = AutoConfig.from_pretrained(w.model_dir), AutoTokenizer.from_pretrained(w.model_dir)
+    prompt = len(tokenizer(w.prompts[0])["input_ids"])
+    kv = c.num_key_value_heads * c.head_dim
+    layer = 2 * c.hidden_size * (c.hidden_size + kv) + 3 * c.hidden_size * c.intermediate_size
+    total = 0.0
+    for number, same in enumerate(equal):
+        if same:
+            continue
+        total += c.num_hidden_layers * prompt * (layer + c.hidden_size * prompt)
+        for n in lengths[number * w.num_generations : (number + 1) * w.num_generations]:
+            attention = 2 * c.hidden_size * (prompt + n / 2)
+            total += n * (c.num_hidden_layers * (layer + attention) + c.hidden_size * c.vocab_size)
+    return 6 * total
+
+
+def in_a_process(model: Path, name: str, side: str, setting: Setting, steps: int) -> dict[str, Any]:
+    arguments = ["--model", str(model), "--one", name, side, json.dumps(asdict(setting)), "--steps", str(steps)]
+    run = subprocess.run([sys.executable, __file__, *arguments], stdout=subprocess.PIPE, text=True, check=True)
+    return dict(json.loads(run.stdout.splitlines()[-1]))
+
+
+def measure(model: Path, name: str, of_side: dict[str, Setting], repeats: int, steps: int) -> dict[str, Any]:
+    runs: list[dict[str, Any]] = []
+    for repeat in range(repeats):
+        order = list(of_side)[:: 1 if repeat % 2 == 0 else -1]
+        runs.append({side: in_a_process(model, name, side, of_side[side], steps) for side in order})
+        print(name, {side: (r["step_seconds"], r["phases"], round(r["peak_mib"])) for side, r in runs[-1].items()})
+    pairs = [(run["winnow"], run["trl"]) for run in runs]
+    seconds = [[sum(r["step_seconds"]) / steps for r in pair] for pair in pairs]
+    return {
+        "workload": name,
+        "settings": {side: asdict(setting) for side, setting in of_side.items()},
+        "runs": runs,
+        "step_times_faster": _spread([b / a for a, b in seconds]),
+        "tokens_per_second_ratio": _spread([a["tokens_per_second"] / b["tokens_per_second"] for a, b in pairs]),
+        "update_times_faster": _spread([b["phases"]["update"] / a["phases"]["update"] for a, b in pairs]),
+        "peak_memory_ratio": _spread([a["peak_mib"] / b["peak_mib"] for a, b in pairs]),
+        "update_share_of_matmul_rate": _spread([a["update_share_of_matmul_rate"] for a, _ in pairs]),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--dtype", nargs="+", choices=["float32", "bfloat16"], default=["bfloat16", "float32"])
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--only", choices=["equal", "long_tail"])
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=1)
+    parser.add_argument("--one", nargs=3, metavar=("WORKLOAD", "SIDE", "SETTING"), help="used by the benchmark itself")
+    options = parser.parse_args()
+    if options.one:
+        name, side, setting = options.one
+        print(json.dumps(one_run(options.model, name, side, Setting(**json.loads(setting)), options.steps)))
+        return
+    if options.out is None:
+        parser.error("--out is required")
+    results: dict[str, Any] = {"machine": machine("cpu", "trl", "accelerate"), "runs": []}
+    for dtype in options.dtype:
+        for name in [options.only] if options.only else ["equal", "long_tail"]:
+            of_side = settings(dtype, options.threads)
+            found = measure(options.model, name, of_side, options.repeats, options.steps)
+            results["runs"].append({"dtype": dtype} | found)
+            options.out.parent.mkdir(parents=True, exist_ok=True)
+            options.out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
