@@ -15,7 +15,7 @@ from winnow.engine.base import SamplingParams
 from winnow.engine.local.engine import LocalEngine
 from winnow.learner.base import Stats
 from winnow.learner.batch import PASS_TOKENS, Row, collate, micro_batches
-from winnow.learner.local import logprob
+from winnow.learner.local import logprob, vocabulary
 from winnow.learner.local.learner import LearnerOptions, LocalLearner, MergedWeights
 from winnow.learner.local.logprob import TokenDistribution, token_logp
 from winnow.methods.correct.truncate import Truncate
@@ -45,14 +45,16 @@ def tokenizer() -> Any:
 
 
 @pytest.mark.parametrize("rows_a_chunk", [1, 3, 7, 100])
+@pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("options", [{}, {"temperature": 0.6}, {"top_p": 0.8}, {"top_k": 4, "top_p": 0.9}])
 def test_chunked_log_softmax_is_the_naive_one_forward_and_backward(
-    monkeypatch: pytest.MonkeyPatch, rows_a_chunk: int, options: dict[str, float]
+    monkeypatch: pytest.MonkeyPatch, rows_a_chunk: int, bias: bool, options: dict[str, float]
 ) -> None:
     monkeypatch.setattr(logprob, "CHUNK_ELEMENTS", rows_a_chunk * VOCABULARY)
+    monkeypatch.setattr(vocabulary, "SLICE_ELEMENTS", 20 * rows_a_chunk)
     torch.manual_seed(0)
     hidden = torch.randn(20, 8, dtype=torch.float64, requires_grad=True)
-    head = torch.nn.Linear(8, VOCABULARY + 5, dtype=torch.float64)
+    head = torch.nn.Linear(8, VOCABULARY + 5, bias=bias, dtype=torch.float64)
     targets = torch.randint(VOCABULARY, (20,))
     upstream = torch.randn(2, 20, dtype=torch.float64)
     distribution = TokenDistribution(VOCABULARY, **options)
@@ -60,7 +62,7 @@ def test_chunked_log_softmax_is_the_naive_one_forward_and_backward(
     logp, entropy, squares = token_logp(hidden, head, targets, distribution)
     (upstream[0] * logp + upstream[1] * entropy).sum().backward()
     ours = [logp.detach(), entropy.detach(), hidden.grad.clone(), head.weight.grad.clone()]
-    hidden.grad = head.weight.grad = head.bias.grad = None
+    hidden.grad = head.weight.grad = None
 
     naive_logp, naive_entropy = naive(head(hidden), targets, **options)
     (upstream[0] * naive_logp + upstream[1] * naive_entropy).sum().backward()
@@ -94,7 +96,7 @@ def naive(
 def test_chunks_in_a_whole_update(monkeypatch: pytest.MonkeyPatch) -> None:
     batch, loss = collate(random_rows(), pad_id=0), LossConfig(entropy_coef=0.1, policy_loss="plain")
     whole, stats = gradients(llama().double(), [batch], loss)
-    monkeypatch.setattr(logprob, "CHUNK_ELEMENTS", 4 * VOCABULARY)
+    monkeypatch.setattr(vocabulary, "SLICE_ELEMENTS", 4 * VOCABULARY)
     chunked, chunked_stats = gradients(llama().double(), [batch], loss)
     assert_equal(chunked, whole)
     assert chunked_stats.sums == pytest.approx(stats.sums)

@@ -9,6 +9,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from ...base.nucleus import lowest_kept, relative_weights
+from .vocabulary import sliced_logp
 
 CHUNK_ELEMENTS = 1 << 26
 """Logits held at once, forward or backward (256 MiB in float32)."""
@@ -30,12 +31,17 @@ class TokenDistribution:
     top_p: float = 1.0
     top_k: int = 0
 
+    @property
+    def whole(self) -> bool:
+        """Whether every id has its probability."""
+        return not self.top_k and self.top_p >= 1
+
     def logits(self, raw_NV: torch.Tensor, targets_N: torch.Tensor) -> torch.Tensor:
         """[N, V'] in float32 (float64 stays), excluded tokens at -inf. The target stays: its ratio must be finite."""
         logits = at_least_float32(raw_NV[:, : self.n_tokens])
         if self.temperature > 0:
             logits = logits / self.temperature
-        if self.top_k or self.top_p < 1:
+        if not self.whole:
             logits = logits.masked_fill(self._excluded(raw_NV[:, : self.n_tokens].detach(), targets_N), -torch.inf)
         return logits
 
@@ -47,6 +53,14 @@ class TokenDistribution:
         weights_NV = relative_weights(raw_NV.float(), inverse_N)
         excluded = weights_NV < lowest_kept(weights_NV, top_k_N, top_p_N)
         return excluded.scatter(-1, targets_N[:, None], False)
+
+
+def in_the_type_of_autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """As a matrix product takes its factors here."""
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return tensors
+    return tuple(x.to(torch.get_autocast_dtype(device)) for x in tensors)
 
 
 def of_tokens(
@@ -72,9 +86,13 @@ def token_logp(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Log-probability (nats) of each target, entropy and sum of squares of each position's distribution: `of_tokens`.
 
-    `head` maps [n, H] to raw logits [n, V]. Positions go through it in chunks of at most `CHUNK_ELEMENTS` logits,
-    recomputed in the backward pass when there is more than one chunk.
+    `head` maps [n, H] to raw logits [n, V]. If it is a plain matrix, and no filter has to see the whole vocabulary, that
+    is taken in slices. Else positions go through it in chunks of at most `CHUNK_ELEMENTS` logits, recomputed in the
+    backward pass when there is more than one chunk.
     """
+    if type(head) is torch.nn.Linear and head.bias is None and distribution.whole and distribution.temperature > 0:
+        hidden, weight = in_the_type_of_autocast(hidden_NH, head.weight[: distribution.n_tokens])
+        return sliced_logp(hidden, weight, targets_N, distribution.temperature, squares=squares)
 
     def chunk(hidden: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         return of_tokens(head(hidden), targets, distribution, squares=squares)
