@@ -24,7 +24,7 @@ from ..batch import MicroBatch, Row, collate, micro_batches, packed
 from .forward import Body, can_share_prompts, head_is_linear, predictions
 from .logprob import TokenDistribution, token_logp
 from .loss_scale import LossScale
-from .modes import checkpoint_layers, train_adapter_dropout
+from .modes import WideAttention, checkpoint_layers, train_adapter_dropout
 from .pooled import PooledGradients, RowByRow, batched_if_exact
 from .terms import book, correction_weights, spread
 from .token_baselines import TokenBaselines
@@ -182,12 +182,15 @@ class LocalLearner:
 
     @contextmanager
     def _kernels(self) -> Iterator[None]:
-        """The matrix precision of the update. Below the highest, a CPU's fused attention is slower than plain."""
+        """The matrix precision of the update, and a CPU's attention: below the highest, fused is slower than plain."""
         previous, precision = torch.get_float32_matmul_precision(), self.options.matmul_precision
-        plain_attention = precision != "highest" and self.device.type == "cpu"
+        on_cpu = self.device.type == "cpu"
         torch.set_float32_matmul_precision(precision)
         try:
-            with sdpa_kernel(SDPBackend.MATH) if plain_attention else nullcontext():
+            with (
+                sdpa_kernel(SDPBackend.MATH) if on_cpu and precision != "highest" else nullcontext(),
+                WideAttention() if on_cpu and self.options.compute_dtype == torch.bfloat16 else nullcontext(),
+            ):
                 yield
         finally:
             torch.set_float32_matmul_precision(previous)
