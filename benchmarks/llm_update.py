@@ -3,7 +3,7 @@
     python benchmarks/llm_update.py --model DIRECTORY --out benchmarks/results/llm_update.json
 
 `DIRECTORY`: SmolLM2-135M-Instruct. Same prompts, group size, token budget, learning rate and loss; one update a step,
-three of eight groups with equal rewards. Every run is a process of its own, which begins with a step that is not
+one of four groups with equal rewards. Every run is a process of its own, which begins with a step that is not
 counted, and sides alternate; peak memory is the whole process's. Workloads: `equal`, completions of 64 tokens;
 `long_tail`, of up to 256, where the model ends them. The update alone is the step less generation; its share of the
 machine's matrix rate counts multiply-adds that the loss needs: prompts once a group, recomputed ones not at all.
@@ -15,9 +15,11 @@ import argparse
 import json
 import os
 import resource
+import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -32,7 +34,7 @@ from workloads import Workload, chat_workload
 def settings(dtype: str, threads: int) -> dict[str, Setting]:
     """TRL with its own number of rows; it recomputes layers unless told not to, which here only costs time."""
     return {
-        "winnow": Setting(threads, "highest", dtype=dtype),
+        "winnow": Setting(threads, "highest", tokens_per_microbatch=2048, dtype=dtype),
         "trl": Setting(threads, "highest", rows_per_microbatch=8, dtype=dtype),
     }
 
@@ -40,7 +42,7 @@ def settings(dtype: str, threads: int) -> dict[str, Setting]:
 def one_run(model: Path, name: str, side: str, setting: Setting, steps: int) -> dict[str, Any]:
     """Of one side, in this process; call it in a fresh one."""
     with tempfile.TemporaryDirectory() as directory:
-        w = chat_workload(Path(directory), model, long_tail=name == "long_tail", prompts_per_step=8)
+        w = chat_workload(Path(directory), model, long_tail=name == "long_tail", prompts_per_step=4)
         torch.set_num_threads(setting.threads)
         rate = matmul_rate(getattr(torch, setting.dtype))
         run = SIDES[side](w, setting, steps, "cpu")
@@ -69,20 +71,21 @@ def flops(w: Workload, lengths: list[int], equal: list[bool]) -> float:
     return 6 * total
 
 
-def in_a_process(model: Path, name: str, side: str, setting: Setting, steps: int) -> dict[str, Any]:
-    arguments = ["--model", str(model), "--one", name, side, json.dumps(asdict(setting)), "--steps", str(steps)]
+def in_a_process(model: Path, name: str, side: str, setting: Setting, options: argparse.Namespace) -> dict[str, Any]:
+    arguments = ["--model", str(model), "--one", name, side, json.dumps(asdict(setting)), "--steps", str(options.steps)]
+    arguments += ["--processor-time"] * options.processor_time
     run = subprocess.run([sys.executable, __file__, *arguments], stdout=subprocess.PIPE, text=True, check=True)
     return dict(json.loads(run.stdout.splitlines()[-1]))
 
 
-def measure(model: Path, name: str, of_side: dict[str, Setting], repeats: int, steps: int) -> dict[str, Any]:
+def measure(name: str, of_side: dict[str, Setting], options: argparse.Namespace) -> dict[str, Any]:
     runs: list[dict[str, Any]] = []
-    for repeat in range(repeats):
+    for repeat in range(options.repeats):
         order = list(of_side)[:: 1 if repeat % 2 == 0 else -1]
-        runs.append({side: in_a_process(model, name, side, of_side[side], steps) for side in order})
+        runs.append({side: in_a_process(options.model, name, side, of_side[side], options) for side in order})
         print(name, {side: (r["step_seconds"], r["phases"], round(r["peak_mib"])) for side, r in runs[-1].items()})
     pairs = [(run["winnow"], run["trl"]) for run in runs]
-    seconds = [[sum(r["step_seconds"]) / steps for r in pair] for pair in pairs]
+    seconds = [[statistics.mean(r["step_seconds"]) for r in pair] for pair in pairs]
     return {
         "workload": name,
         "settings": {side: asdict(setting) for side, setting in of_side.items()},
@@ -101,22 +104,30 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--dtype", nargs="+", choices=["float32", "bfloat16"], default=["bfloat16", "float32"])
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--processor-time", action="store_true", help="of one thread, where other work is going on")
     parser.add_argument("--only", choices=["equal", "long_tail"])
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--steps", type=int, default=1)
     parser.add_argument("--one", nargs=3, metavar=("WORKLOAD", "SIDE", "SETTING"), help="used by the benchmark itself")
     options = parser.parse_args()
+    threads = 1 if options.processor_time else options.threads
     if options.one:
+        if options.processor_time:
+            time.perf_counter = time.process_time  # which both sides tell the time by
         name, side, setting = options.one
         print(json.dumps(one_run(options.model, name, side, Setting(**json.loads(setting)), options.steps)))
         return
     if options.out is None:
         parser.error("--out is required")
-    results: dict[str, Any] = {"machine": machine("cpu", "trl", "accelerate"), "runs": []}
+    results: dict[str, Any] = {
+        "machine": machine("cpu", "trl", "accelerate"),
+        "processor_time": options.processor_time,
+        "runs": [],
+    }
     for dtype in options.dtype:
         for name in [options.only] if options.only else ["equal", "long_tail"]:
-            of_side = settings(dtype, options.threads)
-            found = measure(options.model, name, of_side, options.repeats, options.steps)
+            of_side = settings(dtype, threads)
+            found = measure(name, of_side, options)
             results["runs"].append({"dtype": dtype} | found)
             options.out.parent.mkdir(parents=True, exist_ok=True)
             options.out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")

@@ -120,7 +120,7 @@ def chat_workload(directory: Path, model: Path, *, long_tail: bool, prompts_per_
     path, rng = directory / name, np.random.default_rng(0)
     shutil.copytree(model, path)
     tokenizer = AutoTokenizer.from_pretrained(path)
-    questions = [f"What is {a} times {b}? Think step by step." for a, b in rng.integers(11, 99, (256, 2))]
+    questions = [f"What is {a} times {b}?" for a, b in rng.integers(11, 99, (256, 2))]
     texts = [
         tokenizer.apply_chat_template([{"role": "user", "content": q}], tokenize=False, add_generation_prompt=True)
         for q in questions
@@ -130,4 +130,4 @@ def chat_workload(directory: Path, model: Path, *, long_tail: bool, prompts_per_
         tokenizer.save_pretrained(path)
         for file in (path / "config.json", path / "generation_config.json"):
             file.write_text(json.dumps(json.loads(file.read_text()) | {"eos_token_id": tokenizer.eos_token_id}))
-    return Workload(name, path, texts, prompts_per_step, 256 if long_tail else 64, 1e-6, 8, 3 / 8)
+    return Workload(name, path, texts, prompts_per_step, 256 if long_tail else 64, 1e-6, 8, 1 / 4)
