@@ -175,13 +175,56 @@ def test_weights_and_distribution_are_those_of_the_loss(
     assert stats.sums["correction/clipped_of"] > 0
 
 
-def test_rows_with_the_same_long_prompt_are_kept_apart() -> None:
+@pytest.mark.parametrize("pass_cost", [0.0, 1e9])
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "gpt2"])
+def test_a_prompt_that_rows_share_is_computed_once(
+    name: str, pass_cost: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grad_norms, "PASS_COST", pass_cost)
+    learner = learner_of(MODELS[name]().double())
+    rows = with_long_prompts(pooled_rows(4, binary=pass_cost == 0))
+    (batch,) = micro_batches(rows, 10_000, pad_id=0)
+    assert batch.shared is not None
+    assert batch.shared.tokens >= pooled.SHARED_TOKENS
+    assert learner._pooled.batched.share
+    lengths = []
+    learner._causal_lm.get_input_embeddings().register_forward_hook(lambda _, args, out: lengths.append(args[0].shape))
+    stats = update(learner, [batch], PLAIN)
+    assert lengths[0] == (3, 200)
+    assert lengths[1][1] < 30
+    assert_same(learner, rows, PLAIN, stats, 1e-6)
+
+
+def with_long_prompts(rows: list[Row]) -> list[Row]:
+    """A prompt of 199 or 200 tokens for each pool."""
+    prompts = [
+        tuple(np.random.default_rng(p).integers(0, VOCABULARY, 200 - p % 2).tolist())
+        for p in range(1 + max(row.pool.number for row in rows))
+    ]
+    return [replace(r, rollout=replace(r.rollout, prompt_ids=prompts[r.pool.number])) for r in rows]
+
+
+def test_rows_with_the_same_long_prompt_may_be_kept_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not learner_of(gpt2())._pooled.batched.share
+    monkeypatch.setattr(pooled, "SHARED_TOKENS", 1_000)
     learner = learner_of(llama().double())
-    prompt = tuple(np.random.default_rng(0).integers(0, VOCABULARY, 200).tolist())
-    rows = [replace(r, rollout=replace(r.rollout, prompt_ids=prompt)) for r in pooled_rows(4)]
+    rows = with_long_prompts(pooled_rows(4))
     (batch,) = micro_batches(rows, 10_000, pad_id=0)
     assert batch.shared is not None
     assert_same(learner, rows, PLAIN, update(learner, [batch], PLAIN), 1e-5)
+
+
+def test_prompts_shared_over_a_budget_and_by_completions_of_one_token() -> None:
+    learner = learner_of(llama(tie_word_embeddings=True).double())
+    rows = with_long_prompts(pooled_rows(6))
+    batches = micro_batches(rows, 1_500, pad_id=0)
+    assert len(batches) > 1
+    assert_same(learner, rows, PLAIN, update(learner, batches, PLAIN), 1e-6)
+    learner.model.zero_grad()
+    for row in rows:
+        r = row.rollout
+        r.token_ids, r.action_mask, r.sampler_logp = r.token_ids[:1], np.ones(1, bool), r.sampler_logp[:1]
+    assert_same(learner, rows, PLAIN, update(learner, micro_batches(rows, 10_000, pad_id=0), PLAIN), 1e-6)
 
 
 def test_one_precision_is_enough() -> None:

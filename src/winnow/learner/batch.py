@@ -61,6 +61,11 @@ class SharedPrompts:
     longest_prompt: int
     longest_completion: int
 
+    @property
+    def tokens(self) -> int:
+        """Of all prompts, padded."""
+        return len(self.first_U) * self.longest_prompt
+
 
 @dataclass(frozen=True)
 class Pools:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -19,98 +18,16 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from ..batch import SharedPrompts
 from .logprob import at_least_float32
+from .row_sums import Rows, RowSums, Weighted
+from .row_uses import OfPrompts, Uses
 
 PASS_COST = 50.0
 """Measured on a CPU: multiply-adds of a Gram matrix in whose time one number of a product is squared and added up (30
 to 80; most where a sum does not fit into the cache)."""
 AT_ONCE = 1 << 19
 """Numbers of products made at once, so that they are still in the cache when they are added up."""
-
-
-@dataclass(frozen=True)
-class Rows:
-    """Some rows of one micro-batch, and where their gradients are added up."""
-
-    piece: int
-    """Number of the micro-batch."""
-    start: int
-    """First of these rows in the micro-batch."""
-    slot_B: torch.Tensor
-    """Sum that each row's gradient goes to."""
-    centred_B: torch.Tensor | None = None
-    """Coefficients with which it goes to the last sum, too."""
-
-    def __len__(self) -> int:
-        return len(self.slot_B)
-
-    def part(self, start: int, stop: int) -> Rows:
-        centred_B = None if self.centred_B is None else self.centred_B[start:stop]
-        return Rows(self.piece, self.start + start, self.slot_B[start:stop], centred_B)
-
-    def of(self, coefficient_B: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-        """Coefficients of these rows from those of the micro-batch."""
-        return coefficient_B[self.start : self.start + len(self)].to(like.dtype)
-
-
-class RowSums:
-    """Gradients of the rows of a few micro-batches, as far as they are known.
-
-    For each parameter either sums over rows, [slots, ...], or functions from coefficients [B] of the rows of one
-    micro-batch to the weighted sum, or both.
-    """
-
-    def __init__(self, slots: int) -> None:
-        self.slots = slots
-        self._sums: dict[nn.Parameter, torch.Tensor] = {}
-        self._later: list[tuple[int, nn.Parameter, Callable[[torch.Tensor], torch.Tensor]]] = []
-        self._scratch = torch.zeros(0)
-        self._pairs: tuple[torch.Tensor, torch.Tensor] | None = None
-
-    def add(self, parameter: nn.Parameter, gradient_BX: torch.Tensor, rows: Rows) -> None:
-        """Sum up gradients of each row, [B, *parameter.shape]."""
-        flat = gradient_BX.reshape(len(gradient_BX), -1)
-        if parameter not in self._sums:
-            self._sums[parameter] = flat.new_zeros(self.slots, *parameter.shape)
-        sums = self._sums[parameter].view(self.slots, -1)
-        sums.index_add_(0, rows.slot_B, flat)
-        if rows.centred_B is not None:
-            sums[-1].addmv_(flat.t(), rows.centred_B.to(flat.dtype))
-
-    def add_later(self, parameter: nn.Parameter, weighted: Callable[[torch.Tensor], torch.Tensor], rows: Rows) -> None:
-        self._later.append((rows.piece, parameter, weighted))
-
-    def settle(self, rows: Rows) -> None:
-        """Turn the functions, all of this micro-batch, into sums, so that what they hold on to is freed."""
-        while self._later:
-            _, parameter, weighted = self._later.pop()
-            coefficients = [(rows.slot_B == slot).double() for slot in range(self.slots)]
-            if rows.centred_B is not None:
-                coefficients[-1] = rows.centred_B
-            found = torch.stack([weighted(c_B) for c_B in coefficients])
-            self._sums[parameter] = self._sums[parameter] + found if parameter in self._sums else found
-
-    def gradient(
-        self, factor_S: torch.Tensor, coefficient_B: list[torch.Tensor]
-    ) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
-        """Parameters and parts of their gradients, with the factors of sums, and the coefficients of micro-batches."""
-        while self._later:
-            piece, parameter, weighted = self._later.pop()
-            yield parameter, weighted(coefficient_B[piece])
-        for parameter, sums in self._sums.items():
-            yield parameter, torch.tensordot(factor_S.to(sums.dtype), sums, 1)
-
-    def pairs(self, x_BTI: torch.Tensor) -> torch.Tensor:
-        """Products of all pairs of tokens of a row, [B, T, T]; layers one after the other often have the same input."""
-        if self._pairs is None or self._pairs[0].data_ptr() != x_BTI.data_ptr() or self._pairs[0].shape != x_BTI.shape:
-            self._pairs = x_BTI, at_least_float32(torch.bmm(x_BTI, x_BTI.mT))
-        return self._pairs[1]
-
-    def scratch(self, size: int, like: torch.Tensor) -> torch.Tensor:
-        """Memory that is used again and again."""
-        if self._scratch.numel() < size or self._scratch.dtype != like.dtype:
-            self._scratch = like.new_empty(size)
-        return self._scratch[:size]
 
 
 def product_term(
@@ -121,10 +38,11 @@ def product_term(
     sums: RowSums,
     *,
     hold: bool = True,
+    weighted: Weighted | None = None,
 ) -> torch.Tensor:
     """Squared norms [B] of the products over T, [B, I, J] as `parameter` is; their weighted sum goes to `sums`.
 
-    `hold`: whether both factors may be kept until then.
+    `hold`: whether both factors may be kept until then. `weighted`: a cheaper way to that sum.
     """
     right_BTJ = right_BTJ.to(left_BTI.dtype)
     B, T, I_, J = *left_BTI.shape, right_BTJ.shape[-1]
@@ -132,18 +50,22 @@ def product_term(
     if not hold or (not few_tokens and sums.slots * I_ * J <= B * T * (I_ + J)):
         return _made_products(parameter, left_BTI, right_BTJ, rows, sums)
 
-    def weighted(coefficient_B: torch.Tensor) -> torch.Tensor:
-        a_B11, left, right = rows.of(coefficient_B, left_BTI)[:, None, None], left_BTI, right_BTJ
-        if not a_B11.all():
-            there = a_B11[:, 0, 0] != 0
-            a_B11, left, right = a_B11[there], left[there], right[there]
-        left, right = (a_B11 * left, right) if I_ < J else (left, a_B11 * right)
-        return at_least_float32(left.flatten(0, 1).t() @ right.flatten(0, 1))
-
-    sums.add_later(parameter, weighted, rows)
+    sums.add_later(parameter, weighted or partial(_weighted_product, left_BTI, right_BTJ, rows), rows)
     if T * (I_ + J) > I_ * J:
         return _made_products(parameter, left_BTI, right_BTJ, rows, None)
     return (at_least_float32(torch.bmm(left_BTI, left_BTI.mT)) * sums.pairs(right_BTJ)).flatten(1).sum(1)
+
+
+def _weighted_product(
+    left_BTI: torch.Tensor, right_BTJ: torch.Tensor, rows: Rows, coefficient_B: torch.Tensor
+) -> torch.Tensor:
+    """Weighted sum over rows of the products over T."""
+    a_B11, left, right = rows.of(coefficient_B, left_BTI)[:, None, None], left_BTI, right_BTJ
+    if not a_B11.all():
+        there = a_B11[:, 0, 0] != 0
+        a_B11, left, right = a_B11[there], left[there], right[there]
+    left, right = (a_B11 * left, right) if left.shape[-1] < right.shape[-1] else (left, a_B11 * right)
+    return at_least_float32(left.flatten(0, 1).t() @ right.flatten(0, 1))
 
 
 def _made_products(
@@ -195,24 +117,6 @@ def embedding_term(
     return gradient_UH.new_zeros(B).index_add_(0, row_U, gradient_UH.square().sum(1))
 
 
-class Uses:
-    """Inputs of a module and gradients of its outputs; a module may be used more than once."""
-
-    def __init__(self) -> None:
-        self.inputs: list[torch.Tensor] = []
-        self.gradients: list[torch.Tensor] = []
-
-    @property
-    def complete(self) -> bool:
-        return len(self.gradients) == len(self.inputs)
-
-    def joined(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Along T: the gradient is the sum over uses as it is over tokens. Last used comes first in `gradients`."""
-        if len(self.inputs) == 1:
-            return self.inputs[0], self.gradients[0]
-        return torch.cat(self.inputs, 1), torch.cat(self.gradients[::-1], 1)
-
-
 class UnsupportedModelError(Exception):
     """The model has trainable parameters that only a backward pass for each row can tell apart."""
 
@@ -226,6 +130,8 @@ class RowHooks:
     def __init__(self, body: nn.Module) -> None:
         """Raises UnsupportedModelError. The forward pass of `body` must take `input_ids`."""
         self.body = body
+        self._prompts: SharedPrompts | None = None
+        """Those that a forward pass under way is over."""
         self._trained: dict[nn.Module, dict[str, nn.Parameter]] = {}
         """The trainable parameters of modules themselves, by name."""
         self._hooked: list[nn.Module] = []
@@ -245,13 +151,47 @@ class RowHooks:
         self._uses: dict[nn.Module, Uses] = {}
         self._leaves: dict[nn.Parameter, torch.Tensor] = {}
         """Scales of norms, one for each row."""
+        self._prompt_leaves: dict[nn.Parameter, torch.Tensor] = {}
+        """The same, one for each prompt."""
+        self._of_prompts: dict[nn.Parameter, torch.Tensor] = {}
+        """Gradients at prompts of scales, for each row."""
+
+    @property
+    def can_share(self) -> bool:
+        """Whether it knows how to tell the gradients of rows apart that share a prompt."""
+        return all(type(module) in (nn.Linear, nn.Embedding) for module in self._hooked)
+
+    @contextmanager
+    def over_prompts(self, prompts: SharedPrompts) -> Iterator[None]:
+        """Inside, forward passes are over these prompts; a backward pass through them is due for each of their rows."""
+        self._prompts = prompts
+        try:
+            yield
+        finally:
+            self._prompts = None
+
+    def passed(self, rows: torch.Tensor, prompt_B: torch.Tensor) -> None:
+        """A backward pass through the prompts of these rows, one of each at most, is over."""
+        for uses in self._uses.values():
+            if uses.of_prompts is not None:
+                uses.of_prompts.take(rows)
+        for p, leaf in self._prompt_leaves.items():
+            if leaf.grad is not None:
+                whole = self._of_prompts.setdefault(p, leaf.grad.new_zeros(len(prompt_B), *p.shape))
+                whole[rows] = leaf.grad.reshape(-1, *p.shape)[prompt_B[rows]]
+                leaf.grad = None
+
+    def of_shared(self, rows: Rows, sums: RowSums) -> list[torch.Tensor]:
+        """The squared norms that had to wait for passes through prompts."""
+        modules = [module for module, uses in self._uses.items() if uses.of_prompts is not None]
+        return [self._terms(module, self._uses[module], rows, sums) for module in modules]
 
     @contextmanager
     def watching(self, rows: Rows, sums: RowSums) -> Iterator[list[torch.Tensor]]:
         """Inside, no parameter of `body` gets a gradient; the squared norms [B] that its backward pass will leave."""
         squares: list[torch.Tensor] = []
         trained = {p for own in self._trained.values() for p in own.values()}
-        self._uses, self._leaves = {module: Uses() for module in self._hooked}, {}
+        self._uses = {module: Uses() for module in self._hooked}
         handles: list[Any] = []
         try:
             for p in trained:
@@ -259,7 +199,7 @@ class RowHooks:
             for module in self._hooked:
                 handles.append(module.register_forward_hook(partial(self._look, rows, sums, squares)))
             for module in self._scales:
-                one = _Scales(self._leaves, self._trained[module], len(rows))
+                one = _Scales(partial(self._leaves_now, len(rows)), self._trained[module])
                 handles.append(module.register_forward_pre_hook(one.put))
                 handles.append(module.register_forward_hook(one.take, always_call=True))
             yield squares
@@ -268,7 +208,13 @@ class RowHooks:
                 p.requires_grad_(True)
             for handle in handles:
                 handle.remove()
-            self._uses, self._leaves = {}, {}
+            self._uses, self._leaves, self._prompt_leaves, self._of_prompts = {}, {}, {}, {}
+
+    def _leaves_now(self, rows: int) -> tuple[dict[nn.Parameter, torch.Tensor], int]:
+        """Scales of what passes, and how many of each it takes."""
+        if self._prompts is None:
+            return self._leaves, rows
+        return self._prompt_leaves, len(self._prompts.first_U)
 
     def _look(
         self,
@@ -280,6 +226,8 @@ class RowHooks:
         output: torch.Tensor,
     ) -> torch.Tensor:
         B, uses, x = len(rows), self._uses[module], args[0].detach()
+        if self._prompts is not None:
+            return self._look_at_prompts(self._prompts, uses, x, output)
         if len(output) != B:  # positions, which all rows have in common
             output, x = output.expand(B, *output.shape[1:]), x.expand(B, *x.shape[1:])
         if not output.requires_grad:
@@ -294,12 +242,31 @@ class RowHooks:
         output.register_hook(keep)
         return output
 
+    def _look_at_prompts(
+        self, prompts: SharedPrompts, uses: Uses, x: torch.Tensor, output: torch.Tensor
+    ) -> torch.Tensor:
+        if uses.of_prompts is not None:
+            raise UnsupportedModelError("a module is used more than once for a prompt")
+        if not output.requires_grad:
+            output.requires_grad_()
+        B = len(prompts.prompt_B)
+        found = uses.of_prompts = OfPrompts(x, prompts.prompt_B, output.new_zeros(B, *output.shape[1:]).detach())
+
+        def keep(gradient: torch.Tensor) -> None:
+            found.arrived_U = gradient
+
+        output.register_hook(keep)
+        return output
+
     def of_scales(self, rows: Rows, sums: RowSums) -> list[torch.Tensor]:
         """The squared norms that come without hooks, after the backward pass."""
         found = []
-        for p, leaf in self._leaves.items():
-            if leaf.grad is not None:
-                found.append(direct_term(p, leaf.grad.reshape(len(rows), *p.shape), rows, sums))
+        for p in {**self._leaves, **self._prompt_leaves}:
+            parts = [self._of_prompts[p]] if p in self._of_prompts else []
+            if p in self._leaves and (gradient := self._leaves[p].grad) is not None:
+                parts.append(gradient.reshape(len(rows), *p.shape))
+            if parts:
+                found.append(direct_term(p, torch.stack(parts).sum(0), rows, sums))
         return found
 
     def embedded(self, parameter: nn.Parameter) -> tuple[torch.Tensor, torch.Tensor] | None:
@@ -321,7 +288,7 @@ class RowHooks:
             square_B = square_B + direct_term(weight, (y * normal).sum(1), rows, sums)
         elif weight is not None:
             left, right = (x.to(y.dtype), y) if isinstance(module, Conv1D) else (y, x)
-            square_B = square_B + product_term(weight, left, right, rows, sums)
+            square_B = square_B + product_term(weight, left, right, rows, sums, weighted=_apart(uses, rows))
         if bias is not None:
             square_B = square_B + direct_term(bias, at_least_float32(y).sum(1), rows, sums)
         return square_B
@@ -330,21 +297,37 @@ class RowHooks:
 class _Scales:
     """Puts scales of its own for each row into a norm while that computes."""
 
-    def __init__(self, leaves: dict[nn.Parameter, torch.Tensor], trained: dict[str, nn.Parameter], rows: int) -> None:
-        self._leaves, self._trained, self._rows = leaves, trained, rows
+    def __init__(
+        self,
+        leaves: Callable[[], tuple[dict[nn.Parameter, torch.Tensor], int]],
+        trained: dict[str, nn.Parameter],
+    ) -> None:
+        self._leaves, self._trained = leaves, trained
         self._usual: dict[str, nn.Parameter | None] = {}
 
     def put(self, module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
         self._usual = {name: module._parameters[name] for name in self._trained}
+        leaves, rows = self._leaves()
         for name, p in self._trained.items():
-            if p not in self._leaves:
+            if p not in leaves:
                 whole = getattr(module, name).detach()
-                shape = self._rows, *(1,) * (args[0].ndim - 2), len(whole)
-                self._leaves[p] = whole.expand(shape).clone().requires_grad_()
-            module._parameters[name] = self._leaves[p]  # type: ignore[assignment]
+                shape = rows, *(1,) * (args[0].ndim - 2), len(whole)
+                leaves[p] = whole.expand(shape).clone().requires_grad_()
+            module._parameters[name] = leaves[p]  # type: ignore[assignment]
 
     def take(self, module: nn.Module, *_: object) -> None:
         module._parameters.update(self._usual)
+
+
+def _apart(uses: Uses, rows: Rows) -> Weighted | None:
+    """The weighted sum over rows of a linear layer's gradients, where prompts and completions are best summed apart."""
+    prompts = uses.of_prompts
+    if prompts is None:
+        return None
+    parts: list[Weighted] = [partial(prompts.weighted, rows)]
+    if uses.inputs:
+        parts.append(partial(_weighted_product, uses.gradients[0], uses.inputs[0].to(uses.gradients[0].dtype), rows))
+    return lambda coefficient_B: torch.stack([part(coefficient_B) for part in parts]).sum(0)
 
 
 def _ids_and_gradient(module: nn.Embedding, uses: Uses) -> tuple[torch.Tensor, torch.Tensor]:

@@ -116,7 +116,9 @@ class LocalLearner:
             return row_by_row
         self.model.eval()  # without the dropout of adapters, which would make the trial another draw
         try:
-            return batched_if_exact(self._causal_lm, row_by_row, self.distribution, self._autocast)
+            return batched_if_exact(
+                self._causal_lm, row_by_row, self.distribution, self._autocast, share_prompts=self._share_prompts
+            )
         finally:
             train_adapter_dropout(self.model)
 

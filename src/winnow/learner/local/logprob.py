@@ -86,8 +86,8 @@ def token_logp(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Log-probability (nats) of each target, entropy and sum of squares of each position's distribution: `of_tokens`.
 
-    `head` maps [n, H] to raw logits [n, V]. If it is a plain matrix, and no filter has to see the whole vocabulary, that
-    is taken in slices. Else positions go through it in chunks of at most `CHUNK_ELEMENTS` logits, recomputed in the
+    `head` maps [n, H] to raw logits [n, V]. A plain matrix is taken in slices of the vocabulary, unless a filter has to
+    see it whole. Else positions go through `head` in chunks of at most `CHUNK_ELEMENTS` logits, recomputed in the
     backward pass when there is more than one chunk.
     """
     if type(head) is torch.nn.Linear and head.bias is None and distribution.whole and distribution.temperature > 0:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
@@ -20,17 +21,23 @@ from torch import nn
 from ...methods.advantage import optimal_baseline
 from ...methods.loss import LossConfig
 from ..base import Stats
-from ..batch import MicroBatch, Pools
-from .forward import predictions
-from .grad_norms import RowHooks, Rows, RowSums, UnsupportedModelError
+from ..batch import MicroBatch, Pools, SharedPrompts
+from .forward import predictions, selected
+from .grad_norms import RowHooks, UnsupportedModelError
 from .logprob import TokenDistribution
 from .row_head import HeadPass, RowHead, Tokens
+from .row_sums import Rows, RowSums
 from .terms import Logp, book, correction_weights, spread
 
 ALONE_TOKENS = 300
 """Mean length of rows, padded, from which a backward pass for each of them is no slower on a CPU: measured with models
 of 0.7M and 25M parameters, it lies between 150 and 400. It also takes a fraction of the memory. Other devices were not
 measured; there a row alone may leave most of a device idle."""
+
+
+SHARED_TOKENS = 256
+"""Tokens of the prompts of a micro-batch from which they are computed once; that takes a backward pass for each
+sibling."""
 
 
 class PooledGradients(Protocol):
@@ -109,6 +116,8 @@ class Batched:
         give: Give = add_to_grad,
     ) -> None:
         """Raises UnsupportedModelError."""
+        self.share = False
+        """Whether prompts may be computed once."""
         self.hooks = RowHooks(causal_lm.get_decoder())
         self.head = RowHead(causal_lm.get_output_embeddings(), distribution)
         self.autocast, self.whole, self.give = autocast, whole, give
@@ -122,7 +131,8 @@ class Batched:
             self._slots = Slots.of(numbers, torch.cat([piece.advantages_B for piece in pools.pieces]), pools.mean_P)
             self._parts, self._sums = [], RowSums(self._slots.count)
         rows = self._slots.rows(len(self._parts), pools.number_B, rewards_B)
-        norm_sq_B, loss_B = self.of_rows(batch, loss, stats, rows, self._sums)
+        shared = self.share and batch.shared is not None and batch.shared.tokens >= SHARED_TOKENS
+        norm_sq_B, loss_B = self.of_rows(batch, loss, stats, rows, self._sums, share=shared)
         self._parts.append(Found(self._slots, rewards_B, pools.number_B, norm_sq_B, loss_B))
         if not pools.fits:
             self._sums.settle(rows)
@@ -132,18 +142,24 @@ class Batched:
             finish(joined(parts), sums, lengths, stats, self.give)
 
     def of_rows(
-        self, batch: MicroBatch, loss: LossConfig, stats: Stats, rows: Rows, sums: RowSums
+        self, batch: MicroBatch, loss: LossConfig, stats: Stats, rows: Rows, sums: RowSums, *, share: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Squared gradient norms and losses at an advantage of 1, both [B]."""
-        mask = batch.mask_BT[:, 1:]
+        """Squared gradient norms and losses at an advantage of 1, both [B]. `share`: compute prompts once."""
+        mask, handover = batch.mask_BT[:, 1:], Handover()
+        shared = batch.shared if share else None
         with self.hooks.watching(rows, sums) as squares:
-            states_NH, tokens, head = self.whole(partial(self._forward, batch))
+            states_NH, tokens, head = self.whole(partial(self._forward, batch, shared, handover))
             logp, entropy = spread(mask, head.logp_N), spread(mask, head.entropy_N)
             weights, _ = correction_weights(batch, loss, logp, stats)
             coefficient_BT = -(mask * weights * batch.row_weight_B.to(logp.dtype)[:, None])
             tokens = replace(tokens, coefficient_N=coefficient_BT[mask])
             if states_NH.requires_grad:
                 states_NH.backward(head.states_gradient_NH * tokens.coefficient_N[:, None].to(states_NH.dtype))
+            if shared is not None:
+                for some in one_of_each(shared.prompt_B):
+                    handover.backward(some)
+                    self.hooks.passed(some, shared.prompt_B)
+                squares += self.hooks.of_shared(rows, sums)
             squares += self.hooks.of_scales(rows, sums)
             if self.head.weight is not None:
                 embedded = self.hooks.embedded(self.head.weight)
@@ -152,13 +168,52 @@ class Batched:
         book(stats, batch, logp, entropy)
         return torch.stack(squares).sum(0), (coefficient_BT * logp).sum(1)
 
-    def _forward(self, batch: MicroBatch) -> tuple[torch.Tensor, Tokens, HeadPass]:
+    def _forward(
+        self, batch: MicroBatch, shared: SharedPrompts | None, handover: Handover
+    ) -> tuple[torch.Tensor, Tokens, HeadPass]:
         mask, targets = batch.mask_BT[:, 1:], batch.input_ids_BT[:, 1:]
         row_N = mask.nonzero()[:, 0]
+
+        def body(**inputs: Any) -> torch.Tensor:
+            cache = inputs.get("past_key_values")
+            before = shared is not None and cache is not None and not cache.get_seq_length()
+            with self.hooks.over_prompts(shared) if shared and before else nullcontext():
+                states: torch.Tensor = self.hooks.body(**inputs).last_hidden_state
+            return states
+
         with self.autocast():
-            states_NH = predictions(lambda **inputs: self.hooks.body(**inputs).last_hidden_state, batch, share=False)
+            states_NH = predictions(body, batch, share=shared is not None, handed=handover)
             tokens = Tokens(states_NH.detach(), targets[mask], row_N, row_N.to(states_NH.dtype))
             return states_NH, tokens, self.head(tokens)
+
+
+class Handover:
+    """What rows take of the prompts that they share, cut off there, so that gradients can go on row by row."""
+
+    def __init__(self) -> None:
+        self._cuts: list[tuple[torch.Tensor, tuple[torch.Tensor, ...], torch.Tensor]] = []
+
+    def __call__(self, of_prompts: torch.Tensor, index: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        taken = selected(of_prompts.detach(), index)
+        if of_prompts.requires_grad:
+            self._cuts.append((of_prompts, index, taken.requires_grad_()))
+        return taken
+
+    def backward(self, rows: torch.Tensor) -> None:
+        """From what these rows have taken, one row of a prompt at most, through their prompts."""
+        gradients = []
+        for of_prompts, index, taken in self._cuts:
+            gradient = torch.zeros_like(of_prompts)
+            if taken.grad is not None:
+                gradient[tuple(some[rows] for some in index)] = taken.grad[rows]
+            gradients.append(gradient)
+        torch.autograd.backward([cut[0] for cut in self._cuts], gradients, retain_graph=True)
+
+
+def one_of_each(prompt_B: torch.Tensor) -> list[torch.Tensor]:
+    """All rows, in parts in which no prompt comes twice."""
+    place_B = (torch.tril(prompt_B[:, None] == prompt_B, diagonal=-1)).sum(1)
+    return [(place_B == k).nonzero()[:, 0] for k in range(int(place_B.max()) + 1)]
 
 
 class ByLength:
@@ -264,14 +319,21 @@ def _pools(batch: MicroBatch) -> Pools:
 
 
 def batched_if_exact(
-    causal_lm: Any, row_by_row: RowByRow, distribution: TokenDistribution, autocast: Callable[[], Any]
+    causal_lm: Any,
+    row_by_row: RowByRow,
+    distribution: TokenDistribution,
+    autocast: Callable[[], Any],
+    *,
+    share_prompts: bool,
 ) -> PooledGradients:
     """`ByLength` where the model allows it and a trial gives the same norms, else `row_by_row`, with a warning.
 
     Dropout must be off.
     """
     try:
-        return ByLength(exactly_batched(causal_lm, row_by_row, distribution, autocast), row_by_row)
+        batched = exactly_batched(causal_lm, row_by_row, distribution, autocast)
+        batched.share = share_prompts and _shares_exactly(batched, row_by_row)
+        return ByLength(batched, row_by_row)
     except UnsupportedModelError as error:
         warnings.warn(
             f"{type(causal_lm).__name__}: the gradients of rollouts are computed one rollout at a time, which may take "
@@ -292,7 +354,7 @@ def exactly_batched(
         raise UnsupportedModelError("it has trainable parameters outside of its decoder and head")
     batched = Batched(causal_lm, distribution, autocast)
     try:
-        together, apart = _trial(batched, row_by_row, distribution.n_tokens, causal_lm.device)
+        together, apart = _trial(batched, row_by_row, share=False)
     except RuntimeError as error:
         raise UnsupportedModelError(str(error)) from None
     if not torch.allclose(together, apart, rtol=3e-2):
@@ -300,15 +362,28 @@ def exactly_batched(
     return batched
 
 
-def _trial(
-    batched: Batched, row_by_row: RowByRow, n_tokens: int, device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor]:
-    ids_BT = (torch.arange(3 * 8, device=device).view(3, 8) * 7 + 1) % n_tokens
-    mask_BT = torch.arange(8, device=device) >= torch.tensor([[2], [3], [4]], device=device)
+def _shares_exactly(batched: Batched, row_by_row: RowByRow) -> bool:
+    if not batched.hooks.can_share:
+        return False
+    try:
+        return torch.allclose(*_trial(batched, row_by_row, share=True), rtol=3e-2)
+    except (RuntimeError, UnsupportedModelError):
+        return False
+
+
+def _trial(batched: Batched, row_by_row: RowByRow, *, share: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Squared norms of three rows, the first two with the same prompt, together and apart."""
+    device = batched.head.head.weight.device
+    ids_BT = (torch.arange(3 * 8, device=device).view(3, 8) * 7 + 1) % batched.head.distribution.n_tokens
+    ids_BT[1, :3] = ids_BT[0, :3]
+    length_B = torch.tensor([3, 3, 4], device=device)
+    mask_BT = torch.arange(8, device=device) >= length_B[:, None]
     mask_BT[1, 5:] = False
     ones_B = torch.ones(3, dtype=torch.float64, device=device)
-    batch = MicroBatch(ids_BT, mask_BT, torch.zeros_like(ids_BT, dtype=torch.float32), ones_B, ones_B)
+    first_U, prompt_B = torch.tensor([0, 2], device=device), torch.tensor([0, 0, 1], device=device)
+    shared = SharedPrompts(first_U, prompt_B, length_B, 4, 5)
+    batch = MicroBatch(ids_BT, mask_BT, torch.zeros_like(ids_BT, dtype=torch.float32), ones_B, ones_B, shared)
     loss, rows = LossConfig(policy_loss="plain"), Rows(0, 0, torch.zeros_like(ids_BT[:, 0]))
-    together = batched.of_rows(batch, loss, Stats(), rows, RowSums(1))[0]
+    together = batched.of_rows(batch, loss, Stats(), rows, RowSums(1), share=share)[0]
     apart = [row_by_row.of_row(one_row(batch, b), loss, Stats(), rows.part(b, b + 1), RowSums(1))[0] for b in range(3)]
     return together.float(), torch.stack(apart).float()

@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
-from .grad_norms import Rows, RowSums, product_term
+from .grad_norms import product_term
 from .logprob import CHUNK_ELEMENTS, TokenDistribution, at_least_float32, of_tokens
+from .row_sums import Rows, RowSums
 
 Embedded = tuple[torch.Tensor, torch.Tensor]
 
