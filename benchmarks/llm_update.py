@@ -3,7 +3,7 @@
     python benchmarks/llm_update.py --model DIRECTORY --out benchmarks/results/llm_update.json
 
 `DIRECTORY`: SmolLM2-135M-Instruct. Same prompts, group size, token budget, learning rate and loss; one update a step,
-one of four groups with equal rewards. Every run is a process of its own, which begins with a step that is not
+one of four groups of `equal` with equal rewards. Every run is a process of its own, which begins with a step that is not
 counted, and sides alternate; peak memory is the whole process's. Workloads: `equal`, completions of 64 tokens;
 `long_tail`, of up to 256, where the model ends them. The update alone is the step less generation; its share of the
 machine's matrix rate counts multiply-adds that the loss needs: prompts once a group, recomputed ones not at all.
@@ -34,7 +34,7 @@ from workloads import Workload, chat_workload
 def settings(dtype: str, threads: int) -> dict[str, Setting]:
     """TRL with its own number of rows; it recomputes layers unless told not to, which here only costs time."""
     return {
-        "winnow": Setting(threads, "highest", tokens_per_microbatch=2048, dtype=dtype),
+        "winnow": Setting(threads, "highest", tokens_per_microbatch=1024, dtype=dtype),
         "trl": Setting(threads, "highest", rows_per_microbatch=8, dtype=dtype),
     }
 
@@ -42,7 +42,8 @@ def settings(dtype: str, threads: int) -> dict[str, Setting]:
 def one_run(model: Path, name: str, side: str, setting: Setting, steps: int) -> dict[str, Any]:
     """Of one side, in this process; call it in a fresh one."""
     with tempfile.TemporaryDirectory() as directory:
-        w = chat_workload(Path(directory), model, long_tail=name == "long_tail", prompts_per_step=4)
+        long_tail = name == "long_tail"
+        w = chat_workload(Path(directory), model, long_tail=long_tail, prompts_per_step=2 if long_tail else 4)
         torch.set_num_threads(setting.threads)
         rate = matmul_rate(getattr(torch, setting.dtype))
         run = SIDES[side](w, setting, steps, "cpu")

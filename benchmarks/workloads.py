@@ -130,4 +130,4 @@ def chat_workload(directory: Path, model: Path, *, long_tail: bool, prompts_per_
         tokenizer.save_pretrained(path)
         for file in (path / "config.json", path / "generation_config.json"):
             file.write_text(json.dumps(json.loads(file.read_text()) | {"eos_token_id": tokenizer.eos_token_id}))
-    return Workload(name, path, texts, prompts_per_step, 256 if long_tail else 64, 1e-6, 8, 1 / 4)
+    return Workload(name, path, texts, prompts_per_step, 256 if long_tail else 64, 1e-6, 8, 0 if long_tail else 1 / 4)

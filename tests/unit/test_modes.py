@@ -14,7 +14,7 @@ from winnow.learner.base import Stats
 from winnow.learner.batch import collate
 from winnow.learner.local.learner import LearnerOptions, LocalLearner
 from winnow.learner.local.logprob import TokenDistribution
-from winnow.learner.local.modes import checkpoint_layers
+from winnow.learner.local.modes import WideAttention, checkpoint_layers
 from winnow.methods.loss import LossConfig
 from winnow.study.warm_start import word_tokenizer
 
@@ -84,6 +84,22 @@ def test_checkpointing_recomputes_layers_and_gives_the_same_gradients(kind: str)
     trained.forward_backward(batch, loss, Stats())
     assert calls == 2, "once forward, once in the backward pass"
     assert_equal([p.grad for p in model.parameters() if p.grad is not None], expected, tolerance=1e-5)
+
+
+@pytest.mark.parametrize(("columns", "dtype"), [(512, torch.float32), (513, torch.bfloat16)])
+def test_attention_of_few_columns_is_in_float32(columns: int, dtype: torch.dtype) -> None:
+    q, k = torch.randn(1, 2, 4, 8), torch.randn(1, 2, columns, 8)
+    mask = torch.zeros(4, columns, dtype=torch.bfloat16)
+    with torch.autocast("cpu", torch.bfloat16), WideAttention():
+        assert torch.nn.functional.scaled_dot_product_attention(q, k, k, attn_mask=mask).dtype == dtype
+
+
+def test_checkpointing_under_bfloat16() -> None:
+    batch, loss = collate(random_rows(), pad_id=0), LossConfig(policy_loss="plain")
+    expected, _ = gradients(llama(), [batch], loss, compute_dtype=torch.bfloat16)
+    model = llama()
+    found, _ = gradients(model, [batch], loss, compute_dtype=torch.bfloat16, gradient_checkpointing=True)
+    assert_equal(found, expected, tolerance=1e-2)
 
 
 def test_checkpointing_of_a_class_without_layers_is_refused() -> None:
