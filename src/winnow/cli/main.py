@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from . import cluster, evaluate, gate, prepare, record, tables, train
+from . import cluster, evaluate, gate, models, prepare, record, tables, train
 
 app = typer.Typer(
     add_completion=False,
@@ -13,7 +13,7 @@ app = typer.Typer(
     rich_markup_mode="rich",
     help="Post-train language models with group-relative RL and pay only for rollouts that teach.",
 )
-for family in (train, evaluate, prepare, record, gate, cluster, tables):
+for family in (train, evaluate, prepare, models, record, gate, cluster, tables):
     app.add_typer(family.app)
 
 

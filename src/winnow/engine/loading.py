@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
 from ..config import ConfigError, LoraConfig
+from .pretrained import located
 
 _LOADING = threading.Lock()
 """transformers loads one model at a time: in two threads at once it takes tied weights for missing."""
@@ -24,7 +25,8 @@ class ModelReference:
     """Model that an engine is to serve, with its weights as version 0, and where."""
 
     source: str
-    """Directory or hub name of a Hugging Face model; empty where an object was given, which may be in neither."""
+    """Directory or hub name of a Hugging Face model, none of our own names; empty where an object was given, which may be
+    in neither."""
     device: torch.device
     loaded: Any = None
     """The model on `device`, where this process has it anyway; it stays the caller's."""
@@ -110,9 +112,10 @@ def weights_digest(model: torch.nn.Module) -> str:
 
 
 def _load(auto_class: Any, source: str | Path, what: str, **options: Any) -> Any:
+    directory = located(str(source))
     try:
         with _LOADING:
-            return auto_class.from_pretrained(str(source), trust_remote_code=False, **options)
+            return auto_class.from_pretrained(directory, trust_remote_code=False, **options)
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         missing = "" if Path(source).is_dir() else " (no such directory, and not found as a hub name)"
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

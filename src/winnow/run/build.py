@@ -19,6 +19,7 @@ from ..engine.loading import (
     resolve_device,
     weights_digest,
 )
+from ..engine.pretrained import located
 from ..env import ENVS
 from ..env.base import Demonstrator, Task
 from ..learner import LEARNERS, Learner, Policy
@@ -291,7 +292,7 @@ def build_policy(
         base = model.to(device)
     require_finite(base, str(saved or c.model))
     _check_adapters(c)
-    source = c.model if model is None else ""  # whatever its name says, the object may have weights of its own
+    source = located(c.model) if model is None else ""  # whatever its name says, the object may have other weights
     engine = build_engine(c, ModelReference(source, device, base), tokenizer) if with_engine else None
     if c.lora is not None:
         origin = weights_digest(base)

@@ -22,6 +22,7 @@ from ..base.failpoint import failpoint
 from ..base.memory import resident_mib
 from ..config import ConfigError, validate
 from ..engine.loading import ModelReference, load_tokenizer, quiet_transformers, resolve_device
+from ..engine.pretrained import located
 from ..env.rewards.rewarder import Rewarder
 from ..methods.gate import RuleError, rule_from
 from ..rollout.runner import RolloutRunner
@@ -48,7 +49,7 @@ class Server:
         self.task = build_task(c.env)
         self._prompts = prompts_of(self.task)
         tokenizer = load_tokenizer(c.model)
-        self.engine = build_engine(c, ModelReference(c.model, resolve_device(c.device)), tokenizer)
+        self.engine = build_engine(c, ModelReference(located(c.model), resolve_device(c.device)), tokenizer)
         self.rewarder = Rewarder(c.reward_funcs or self.task.reward_funcs, c.reward_weights, c.reward_timeout_s)
         self.rewarder.trainer_state = SimpleNamespace(global_step=start["version"], max_steps=c.max_steps)
         options = rollout_options(c, greedy_baseline=start["greedy_baseline"])

@@ -10,12 +10,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from ...base.cache import cache_dir
 from .worker import WorkerError, WorkerPool
 
 
 def kept(task: str, folder: str, key: Any) -> Path:
-    """Path of the file for a `key` (JSON): <task>/<folder>/<hash>.json in $WINNOW_CACHE, else ~/.cache/winnow."""
-    root = Path(os.environ.get("WINNOW_CACHE") or Path.home() / ".cache" / "winnow").resolve()
+    """Path of the file for a `key` (JSON): <task>/<folder>/<hash>.json in the cache."""
+    root = cache_dir()
     (root / task / folder).mkdir(parents=True, exist_ok=True)
     name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:24]
     return root / task / folder / f"{name}.json"

