@@ -7,7 +7,7 @@ JOBS ?= 2
 # Some packages are built by calling `python`, which not every machine has.
 PIP := PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test test-all install-scale test-scale test-scale-all bench bench-llm bench-scale bench-claims lint clean
+.PHONY: demo demo-llm test test-all install-scale test-scale test-scale-all bench bench-llm bench-scale bench-claims lint clean
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -24,6 +24,9 @@ $(VENV)/.bench: $(VENV)/.installed
 
 demo: $(VENV)/.installed ## warm-start, train, evaluate, report (about 10 minutes on two cores)
 	$(BIN)/winnow demo
+
+demo-llm: $(VENV)/.installed ## the same with a pretrained chat model of 135M parameters, fetched first
+	$(BIN)/winnow demo-llm
 
 test: $(VENV)/.installed ## everything but the slow tests
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not slow"

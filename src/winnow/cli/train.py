@@ -1,4 +1,4 @@
-"""`winnow train`, `resume` and `demo`: runs."""
+"""`winnow train`, `resume`, `demo` and `demo-llm`: runs."""
 
 from __future__ import annotations
 
@@ -56,3 +56,18 @@ def demo(
     from ..study.demo import render, run_demo
 
     show(run_demo(output, overrides or (), progress_console(as_json)), as_json, render)
+
+
+@command(app, "demo-llm")
+def demo_llm(
+    overrides: Overrides = None,
+    output: Annotated[Path, typer.Option("-o", "--output", help="Run directory to make.")] = Path("runs/demo-llm"),
+    as_json: Json = False,
+) -> None:
+    """Train a pretrained chat model of 135M parameters on arithmetic, and show its answers before and after.
+
+    It is fetched first, as by `winnow models get`. Overrides change the demo's configuration: seed=1 max_steps=100.
+    """
+    from ..study.demo import render, run_demo
+
+    show(run_demo(output, overrides or (), progress_console(as_json), "llm"), as_json, render)

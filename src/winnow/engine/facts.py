@@ -20,6 +20,7 @@ class Facts:
     max_length: int | None
     """Most tokens of a sequence; None without a limit."""
     eos_ids: frozenset[int]
+    """What ends a sequence: end-of-sequence ids and the special token that ends a turn in the chat template."""
     shapes: Mapping[str, torch.Size]
     """Shapes in the state dict."""
     tied: Mapping[str, str]
@@ -34,7 +35,7 @@ class Facts:
         return cls(
             vocab_size,
             _longest(model, max_length),
-            _eos_ids(model, tokenizer, vocab_size),
+            _eos_ids(model, tokenizer, vocab_size) | _end_of_turn(tokenizer, vocab_size),
             {name: tensor.shape for name, tensor in model.state_dict().items()},
             _tied_names(model),
         )
@@ -80,6 +81,20 @@ def _eos_ids(model: Any, tokenizer: Any, vocab_size: int) -> frozenset[int]:
         ids = getattr(source, "eos_token_id", None)
         found |= set(ids) if isinstance(ids, list | tuple) else {ids} if ids is not None else set()
     return frozenset(int(i) for i in found if 0 <= i < vocab_size)
+
+
+def _end_of_turn(tokenizer: Any, vocab_size: int) -> frozenset[int]:
+    """The special token that the chat template puts behind an assistant's words. Many tokenizers call it no end of
+    sequence, and a model that has learned to say it would talk on."""
+    mark = "\u241fwinnow\u241f"
+    turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": mark}]
+    try:
+        _, found, tail = tokenizer.apply_chat_template(turns, tokenize=False).rpartition(mark)
+    except Exception:  # there is no template, or it wants other turns
+        return frozenset()
+    ids = tokenizer.encode(tail.lstrip(), add_special_tokens=False) if found else []
+    special = ids and tokenizer.added_tokens_decoder.get(ids[0])
+    return frozenset(ids[:1]) if special and special.special and ids[0] < vocab_size else frozenset()
 
 
 def _tied_names(model: Any) -> dict[str, str]:

@@ -183,6 +183,8 @@ def _prompt_of(row: Row, config: DatasetConfig) -> tuple[str | None, tuple[Messa
     if config.prompt_format == "text":
         return "\n\n".join(_plain_content(m, row.where) for m in messages), None
     if config.system_prompt is not None:
+        if messages[0]["role"] == "system":
+            raise DataError(f"{row.where}: has a system message already; remove that, or system_prompt")
         messages.insert(0, {"role": "system", "content": config.system_prompt})
     return None, tuple(messages)
 

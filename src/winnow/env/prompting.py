@@ -47,7 +47,7 @@ def encode_prompt(tokenizer: Any, prompt: Prompt, observation: str | None = None
 
     Text is encoded with the tokenizer's own special tokens; messages with its chat template and generation prompt. With
     tools, the observation goes to the end of the last message, as in TRL. Raises PromptError when the result is empty,
-    or messages meet a tokenizer without chat template, or tools one whose template cannot show them.
+    messages meet a tokenizer without chat template or a template that refuses them, or tools one that cannot show them.
     """
     if prompt.messages is None:
         ids = tokenizer.encode((prompt.text or "") + (observation or ""))
@@ -61,7 +61,10 @@ def encode_prompt(tokenizer: Any, prompt: Prompt, observation: str | None = None
             messages[-1] = {**messages[-1], "content": messages[-1]["content"] + (observation or "")}
         elif observation is not None:
             messages.append({"role": "user", "content": observation})
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **tools)
+        try:
+            text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **tools)
+        except Exception as error:  # whatever a template may raise, e.g. that it knows no system messages
+            raise PromptError(f"prompt '{prompt.id}': the chat template refuses its messages: {error}") from None
         ids = tokenizer.encode(text, add_special_tokens=False)
     if not ids:
         raise PromptError(f"prompt '{prompt.id}' is empty after tokenization")

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..base.dotted import nearest
+from .made import PREFIX, made_rows
 
 MAX_LINE = 64 << 20
 """Longest line of a JSONL file in bytes."""
@@ -31,11 +32,14 @@ class Row:
 def read_rows(paths: str | Sequence[str], split: str = "train", subset: str | None = None) -> list[Row]:
     """All rows of one or several sources, in order.
 
-    A source is a `.jsonl`, `.json` (one object a line) or `.parquet` file, a glob of such files, or a directory or hub
-    name for `datasets.load_dataset`. Raises DataError.
+    A source is a `.jsonl`, `.json` (one object a line) or `.parquet` file, a glob of such files, `made:` and the name of
+    a data set of `made.py`, or a directory or hub name for `datasets.load_dataset`. Raises DataError.
     """
     rows: list[Row] = []
     for source in [paths] if isinstance(paths, str) else paths:
+        if source.startswith(PREFIX):
+            rows.extend(_made(source, split))
+            continue
         if not source.endswith(SUFFIXES) and not has_magic(source):
             rows.extend(_hugging_face(source, split, subset))
             continue
@@ -44,6 +48,15 @@ def read_rows(paths: str | Sequence[str], split: str = "train", subset: str | No
     if not rows:
         raise DataError(f"{paths}: no rows")
     return rows
+
+
+def _made(source: str, split: str) -> Iterator[Row]:
+    try:
+        rows = made_rows(source.removeprefix(PREFIX), split)
+    except ValueError as error:
+        raise DataError(str(error)) from None
+    for number, values in enumerate(rows, start=1):
+        yield Row(f"{source}[{split}], row {number}", values)
 
 
 def _files(source: str) -> list[Path]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -91,12 +93,13 @@ def check_evaluation(c: RunConfig, task: Task) -> None:
 
 
 def check_prompts(c: RunConfig, task: Task, rewarder: Rewarder, tokenizer: Any, engine: Engine | None) -> None:
-    """Try a few prompts on reward functions, tokenizer and the engine, if it is here.
+    """Try a few prompts on reward functions, tokenizer and the engine, if it is here; warn of those that are too long.
 
-    Raises ConfigError when all of them fail.
+    Raises ConfigError when all that are tried fail.
     """
     first = task.train[0]
     rewarder.check(first.columns)
+    _warn_of_long_prompts(c, task, tokenizer)
     if not rewarder.names and task.make_env(first) is None:
         raise ConfigError("there is no reward: give reward_funcs, e.g. 'my_reward.py:my_reward'")
     causes = []
@@ -113,6 +116,38 @@ def check_prompts(c: RunConfig, task: Task, rewarder: Rewarder, tokenizer: Any, 
         except ValueError as error:
             causes.append(str(error).removeprefix("request 'trial': "))
     raise ConfigError(f"none of the first {len(causes)} prompts can be used; {causes[0]}")
+
+
+LONGEST = 8
+"""Prompts of the most characters, of which the tokens are counted; only if one has too many, those of all are."""
+
+
+def _warn_of_long_prompts(c: RunConfig, task: Task, tokenizer: Any) -> None:
+    """Say how many prompts are over the limit: they fail whenever they are drawn, and are never cut."""
+    limit = c.max_prompt_length
+    for part, prompts in (("training", task.train), ("held-out", task.test)):
+        likely = sorted(prompts, key=_characters, reverse=True)[:LONGEST]
+        if task.max_turns > 1 or max(_tokens(tokenizer, likely), default=0) <= limit:
+            continue
+        lengths = _tokens(tokenizer, prompts)
+        warnings.warn(
+            f"{sum(n > limit for n in lengths)} of {len(prompts)} {part} prompts have over {limit} tokens (the longest "
+            f"{max(lengths)}) and fail; raise max_prompt_length, or leave them out of the data",
+            stacklevel=2,
+        )
+
+
+def _characters(prompt: Prompt) -> int:
+    return len(prompt.text or "") + sum(len(str(message.get("content"))) for message in prompt.messages or ())
+
+
+def _tokens(tokenizer: Any, prompts: Sequence[Prompt]) -> list[int]:
+    """Lengths of the prompts that can be encoded."""
+    lengths = []
+    for prompt in prompts:
+        with suppress(ValueError):
+            lengths.append(len(encode_prompt(tokenizer, prompt)))
+    return lengths
 
 
 class NothingSampledError(ConfigError):

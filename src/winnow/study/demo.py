@@ -1,4 +1,4 @@
-"""`winnow demo`: warm start, training, evaluation, report, and five lines that say what happened."""
+"""`winnow demo` and `demo-llm`: a model, training, evaluation, report, and a few lines that say what happened."""
 
 from __future__ import annotations
 
@@ -8,14 +8,17 @@ from importlib.resources import as_file, files
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
 from rich.text import Text
 
 from ..config import build_options, read_settings, validate
 from ..engine.loading import quiet_transformers
+from ..engine.pretrained import PRETRAINED
+from ..engine.pretrained import get as get_model
 from ..record.ledger import Ledger
 from ..record.progress import fate_line
-from ..record.records import LEDGER, METRICS
+from ..record.records import LEDGER, METRICS, SAMPLES
 from ..run.build import build_demonstrator
 from ..run.trainer import Trainer
 from ..types import Fate
@@ -23,20 +26,31 @@ from .report import write_report
 from .warm_start import WarmStartConfig, warm_start
 
 
-def run_demo(output: Path, overrides: Sequence[str], console: Console) -> dict[str, Any]:
-    """Train the recipe `assets/demo.yaml` end to end in `output`; goes on with what an interrupted demo has left.
+RECIPES = {"countdown": "demo.yaml", "llm": "demo-llm.yaml"}
+"""What `run_demo` can train, and its file in `assets`."""
+SHOWN = 6
+"""Held-out questions whose first answers are shown before and after."""
 
-    Overrides are `key=value` of the recipe. Returns `summary`.
+
+def run_demo(output: Path, overrides: Sequence[str], console: Console, recipe: str = "countdown") -> dict[str, Any]:
+    """Train one of `RECIPES` end to end in `output`; goes on with what an interrupted demo has left.
+
+    A recipe that has `warm_start` makes its model; another's is fetched. Overrides are `key=value` of the recipe.
+    Returns `summary`.
     """
     quiet_transformers()
     model_dir, run_dir = output / "warm-start", output / "run"
-    with as_file(files("winnow.study") / "assets" / "demo.yaml") as recipe:
-        values = read_settings(recipe, overrides, {"seed": 0, "model": str(model_dir), "output_dir": str(run_dir)})
-    warm_options = {"seed": values["seed"]} | values.pop("warm_start")
+    with as_file(files("winnow.study") / "assets" / RECIPES[recipe]) as file:
+        values = read_settings(file, overrides, {"seed": 0, "model": str(model_dir)})
+    values["output_dir"] = str(run_dir)
+    warm_options = values.pop("warm_start", None)
     config = validate(values, "demo")
-    if not (model_dir / "config.json").exists():
+    if warm_options is None and config.model in PRETRAINED:
+        console.rule(f"the model: {config.model}")
+        get_model(config.model, console.print)
+    elif warm_options is not None and not (model_dir / "config.json").exists():
         console.rule("warm start: a small model learns from generated solutions")
-        options = build_options(WarmStartConfig, warm_options, "warm_start")
+        options = build_options(WarmStartConfig, {"seed": values["seed"]} | warm_options, "warm_start")
         warm_start(build_demonstrator(config.env), model_dir, config=options)
     console.rule("reinforcement learning")
     if (run_dir / LEDGER).exists():
@@ -61,13 +75,34 @@ def summary(run_dir: Path, page: Path) -> dict[str, Any]:
         "seconds": lines[-1]["seconds_total"],
         "pass@1": [m["eval/pass@1"] for m in (evaluations[0], evaluations[-1])],
         "greedy": [m["eval/greedy"] for m in (evaluations[0], evaluations[-1])],
+        "answers": _answers(run_dir),
         "tokens": {str(f): int(totals[f]["tokens"]) for f in Fate if f in totals and totals[f]["tokens"]},
         "report": str(page),
     }
 
 
-def render(found: Mapping[str, Any]) -> Text:
-    """Five lines of a summary, and what to try next."""
+def _answers(run_dir: Path) -> list[dict[str, str]]:
+    """Of a chat model: what it said to a few held-out questions in the first evaluation and in the last."""
+    lines = [json.loads(line) for line in (run_dir / SAMPLES).read_text(encoding="utf-8").splitlines()]
+    tested = [line for line in lines if line["split"] == "test" and isinstance(line["prompt"], list)]
+    by_step: dict[int, dict[int, dict[str, Any]]] = {}
+    for line in tested:
+        by_step.setdefault(line["step"], {})[line["visit"]] = line
+    if not by_step:
+        return []
+    first, last = by_step[min(by_step)], by_step[max(by_step)]
+    return [
+        {
+            "question": line["prompt"][-1]["content"],
+            "before": line["completion"],
+            "after": last[visit]["completion"],
+        }
+        for visit, line in list(first.items())[:SHOWN]
+    ]
+
+
+def render(found: Mapping[str, Any]) -> RenderableType:
+    """Five lines of a summary and what to try next; before them a chat model's answers before and after."""
     (before, after), (greedy_before, greedy_after) = found["pass@1"], found["greedy"]
     lines = (
         f"trained    {found['step']} steps in {found['seconds']:.0f} s; the model is in {found['run']}/model",
@@ -77,4 +112,10 @@ def render(found: Mapping[str, Any]) -> Text:
         f"report     {found['report']}",
         f"next       winnow verify {found['run']}",
     )
-    return Text("\n").join(line if isinstance(line, Text) else Text(line) for line in lines)
+    text = Text("\n").join(line if isinstance(line, Text) else Text(line) for line in lines)
+    if not found["answers"]:
+        return text
+    table = Table("held-out question", "before", "after")
+    for answer in found["answers"]:
+        table.add_row(*(Text(answer[key].replace("\n", " ")) for key in ("question", "before", "after")))
+    return Group(table, text)

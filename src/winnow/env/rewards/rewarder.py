@@ -35,6 +35,7 @@ from .scores import LARGEST, Outcome, arguments_of, plain_score, read_score, rea
 BUILTIN = {
     "countdown": "winnow.env.countdown:countdown_reward",
     "math": "winnow.env.rewards.math:math_reward",
+    "exact": "winnow.env.rewards.exact:exact_answer",
 }
 """Reward functions that can be asked for by a plain name."""
 STANDARD = ("prompts", "completions", "completion_ids", "trainer_state", "log_metric", "environments")

@@ -1,0 +1,110 @@
+"""What chat models need of prompts and stops, shown with a tokenizer that has special tokens and a template."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from winnow import Trainer
+from winnow.config import ConfigError
+from winnow.engine.facts import Facts
+from winnow.env.dataset import DatasetConfig
+from winnow.env.prompting import PromptError, encode_prompt
+from winnow.env.rows import DataError
+from winnow.types import Prompt
+
+SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+NO_SYSTEM = (
+    "{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}" + CHATML
+)
+
+
+def chat_tokenizer(template: str | None = CHATML, eos: str = SPECIAL[0]) -> Any:
+    """Bytes and three special tokens; as with many base models, the one that ends a turn is not the tokenizer's end."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    core = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate([*SPECIAL, *alphabet])}, merges=[]))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    core.add_special_tokens(list(SPECIAL))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token=eos, pad_token=SPECIAL[0])
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+@pytest.fixture
+def chat_model(tmp_path: Path) -> Path:
+    """A directory with a Llama of one layer that nobody taught anything, and the tokenizer above."""
+    tokenizer = chat_tokenizer()
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=256,
+        eos_token_id=0,
+        pad_token_id=0,
+    )
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def ends(model: Path, template: str | None) -> set[str]:
+    tokenizer = chat_tokenizer(template)
+    facts = Facts.of(LlamaForCausalLM.from_pretrained(model), tokenizer)
+    return {tokenizer.convert_ids_to_tokens(i) for i in facts.eos_ids}
+
+
+def test_a_turn_ends_a_sequence_whatever_the_tokenizer_calls_its_end(chat_model: Path) -> None:
+    assert ends(chat_model, CHATML) == {"<|endoftext|>", "<|im_end|>"}
+
+
+@pytest.mark.parametrize("template", [None, CHATML.replace("<|im_end|>", ""), "{{ raise_exception('no') }}"])
+def test_ordinary_text_behind_a_turn_ends_nothing(chat_model: Path, template: str | None) -> None:
+    assert ends(chat_model, template) == {"<|endoftext|>"}
+
+
+def test_a_template_that_refuses_a_system_prompt_is_named(chat_model: Path, tmp_path: Path) -> None:
+    tokenizer = chat_tokenizer(NO_SYSTEM)
+    prompt = Prompt("p", 0, messages=({"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}))
+    with pytest.raises(PromptError, match="refuses its messages: System role not supported"):
+        encode_prompt(tokenizer, prompt)
+    tokenizer.save_pretrained(chat_model)
+    with pytest.raises(ConfigError, match="System role not supported"):
+        trainer(chat_model, tmp_path, ["hi", "you"], system_prompt="be brief")
+
+
+def test_two_system_messages_are_refused(tmp_path: Path) -> None:
+    rows = [{"prompt": [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}]}]
+    with pytest.raises(DataError, match=r"line 1: has a system message already"):
+        DatasetConfig(path=jsonl(tmp_path, rows), system_prompt="c").build()
+
+
+def test_prompts_that_are_too_long_are_counted_at_the_start(chat_model: Path, tmp_path: Path) -> None:
+    short, long = "a" * 8, "b" * 100
+    with pytest.warns(UserWarning, match=r"2 of 5 training prompts have over 80 tokens \(the longest \d+\)"):
+        trainer(chat_model, tmp_path, [short, "c", long, "d", long + "e"])
+
+
+def jsonl(folder: Path, rows: list[dict[str, Any]]) -> str:
+    path = folder / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def trainer(model: Path, folder: Path, questions: list[str], **options: Any) -> Trainer:
+    rows = [{"prompt": [{"role": "user", "content": question}], "ground_truth": "x"} for question in questions]
+    env = {"name": "dataset", "path": jsonl(folder, rows), **options}
+    settings = {"output_dir": str(folder / "run"), "max_prompt_length": 80, "max_completion_length": 4}
+    return Trainer(str(model), env, "exact", settings)
