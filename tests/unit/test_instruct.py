@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from typer.testing import CliRunner
 
 from winnow import Trainer
+from winnow.cli.main import app
 from winnow.config import ConfigError
 from winnow.engine.facts import Facts
 from winnow.env.dataset import DatasetConfig
@@ -51,7 +53,7 @@ def chat_model(tmp_path: Path) -> Path:
         num_hidden_layers=1,
         num_attention_heads=2,
         num_key_value_heads=1,
-        max_position_embeddings=256,
+        max_position_embeddings=512,
         eos_token_id=0,
         pad_token_id=0,
     )
@@ -76,7 +78,7 @@ def test_ordinary_text_behind_a_turn_ends_nothing(chat_model: Path, template: st
 
 
 def test_a_template_that_refuses_a_system_prompt_is_named(chat_model: Path, tmp_path: Path) -> None:
-    tokenizer = chat_tokenizer(NO_SYSTEM)
+    tokenizer = chat_tokenizer(NO_SYSTEM + CHATML)
     prompt = Prompt("p", 0, messages=({"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}))
     with pytest.raises(PromptError, match="refuses its messages: System role not supported"):
         encode_prompt(tokenizer, prompt)
@@ -108,3 +110,18 @@ def trainer(model: Path, folder: Path, questions: list[str], **options: Any) -> 
     env = {"name": "dataset", "path": jsonl(folder, rows), **options}
     settings = {"output_dir": str(folder / "run"), "max_prompt_length": 80, "max_completion_length": 4}
     return Trainer(str(model), env, "exact", settings)
+
+
+def test_demo_llm_in_small(chat_model: Path, tmp_path: Path) -> None:
+    small = ["max_steps=2", "warmup_steps=0", "prompts_per_step=2", "num_generations=2", "max_completion_length=4"]
+    small += ["max_prompt_length=256", "eval_prompts=3", "eval_steps=1", "save_steps=1", "filter=keep_all"]
+    small += [f"model={chat_model}", "dtype=float32", "engine.dtype=float32", "-o", str(tmp_path / "demo")]
+    found = CliRunner().invoke(app, ["demo-llm", *small, "--json"])
+    assert found.exit_code == 0, found.output
+    summary = json.loads(found.stdout)
+    assert summary["step"] == 2
+    assert [answer["question"].startswith("What is ") for answer in summary["answers"]] == [True] * 3
+    assert (tmp_path / "demo" / "report.html").is_file()
+    shown = CliRunner().invoke(app, ["demo-llm", *small])  # finds that all is done, and says it for people
+    assert shown.exit_code == 0, shown.output
+    assert "held-out question" in shown.stdout

@@ -1,8 +1,8 @@
 """Data sets that are made on the spot: `path: made:arithmetic`. No training row has the operands of a test row.
 
 `arithmetic` is sums, differences and times tables, to be answered as the example before each question is: by the whole
-equation and nothing else. `gsm-1`, `gsm-2` and `gsm-3` are word problems of one, two and three steps in GSM8K's own format
-(`question`, and an `answer` ending in `#### 42`).
+equation and nothing else. `gsm-1`, `gsm-2` and `gsm-3` are word problems of one, two and three steps in GSM8K's own
+format (`question`, and an `answer` ending in `#### 42`).
 """
 
 from __future__ import annotations

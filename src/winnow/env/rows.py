@@ -32,8 +32,8 @@ class Row:
 def read_rows(paths: str | Sequence[str], split: str = "train", subset: str | None = None) -> list[Row]:
     """All rows of one or several sources, in order.
 
-    A source is a `.jsonl`, `.json` (one object a line) or `.parquet` file, a glob of such files, `made:` and the name of
-    a data set of `made.py`, or a directory or hub name for `datasets.load_dataset`. Raises DataError.
+    A source is a `.jsonl`, `.json` (one object a line) or `.parquet` file, a glob of such files, `made:` and a name in
+    `made.MADE`, or a directory or hub name for `datasets.load_dataset`. Raises DataError.
     """
     rows: list[Row] = []
     for source in [paths] if isinstance(paths, str) else paths:

@@ -25,7 +25,6 @@ from ..types import Fate
 from .report import write_report
 from .warm_start import WarmStartConfig, warm_start
 
-
 RECIPES = {"countdown": "demo.yaml", "llm": "demo-llm.yaml"}
 """What `run_demo` can train, and its file in `assets`."""
 SHOWN = 6
