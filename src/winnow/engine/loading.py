@@ -25,8 +25,8 @@ class ModelReference:
     """Model that an engine is to serve, with its weights as version 0, and where."""
 
     source: str
-    """Directory or hub name of a Hugging Face model, none of our own names; empty where an object was given, which may be
-    in neither."""
+    """Directory or hub name of a Hugging Face model, none of our own names; empty where an object was given, which may
+    be in neither."""
     device: torch.device
     loaded: Any = None
     """The model on `device`, where this process has it anyway; it stays the caller's."""
