@@ -62,9 +62,10 @@ bench: $(VENV)/.bench ## engine and training step beside their peers; writes ben
 	$(BIN)/python benchmarks/precision.py --out benchmarks/results/precision.json
 	$(BIN)/python benchmarks/async_wall.py --out benchmarks/results/async_wall.json
 
-# LLM: directory of a pretrained model.
-bench-llm: $(VENV)/.bench $(SCALE)/.installed ## generation with a pretrained model beside its peers
+# LLM: directory of SmolLM2-135M-Instruct, which `winnow models get smollm2-135m` names.
+bench-llm: $(VENV)/.bench $(SCALE)/.installed ## generation and a step with a pretrained model of 135M parameters beside its peers
 	$(BIN)/python benchmarks/llm_generation.py --model $(LLM) --vllm-python $(SCALE)/bin/python --out benchmarks/results/llm_generation.json
+	$(BIN)/python benchmarks/llm_update.py --model $(LLM) --out benchmarks/results/llm_update.json
 
 bench-scale: $(SCALE)/.installed ## Ray beside pipes, ranks beside one process, vLLM beside the embedded engine, what the driver takes and faults cost
 	$(SCALE)/bin/python benchmarks/scale_driver.py --out benchmarks/results/scale_driver.json

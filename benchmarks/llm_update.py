@@ -2,11 +2,11 @@
 
     python benchmarks/llm_update.py --model DIRECTORY --out benchmarks/results/llm_update.json
 
-`DIRECTORY`: SmolLM2-135M-Instruct. Same prompts, group size, token budget, learning rate and loss; one update a step,
-one of four groups of `equal` with equal rewards. Every run is a process of its own, which begins with a step that is
-not counted, and sides alternate; peak memory is the whole process's. Workloads: `equal`, completions of 64 tokens;
-`long_tail`, of up to 256, where the model ends them. The update alone is the step less generation; its share of the
-machine's matrix rate counts multiply-adds that the loss needs: prompts once a group, recomputed ones not at all.
+`DIRECTORY`: SmolLM2-135M-Instruct. Same prompts, group size, token budget, learning rate and loss; one update a step.
+Every run is a process of its own, which begins with a step that is not counted, and sides alternate; peak memory is the
+whole process's. Workloads: `equal`, completions of 64 tokens, one of four groups with equal rewards; `long_tail`, of up
+to 256, where the model ends them, all groups with a signal. The update alone is the step less generation; its share of
+the machine's matrix rate counts multiply-adds that the loss needs: prompts once a group, recomputed ones not at all.
 """
 
 from __future__ import annotations

@@ -181,11 +181,11 @@ def test_a_prompt_that_rows_share_is_computed_once(
     name: str, pass_cost: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(grad_norms, "PASS_COST", pass_cost)
+    monkeypatch.setattr(pooled, "SHARED_PRODUCTS", 0)
     learner = learner_of(MODELS[name]().double())
     rows = with_long_prompts(pooled_rows(4, binary=pass_cost == 0))
     (batch,) = micro_batches(rows, 10_000, pad_id=0)
     assert batch.shared is not None
-    assert batch.shared.tokens >= pooled.SHARED_TOKENS
     assert learner._pooled.batched.share
     lengths = []
     learner._causal_lm.get_input_embeddings().register_forward_hook(lambda _, args, out: lengths.append(args[0].shape))
@@ -204,9 +204,8 @@ def with_long_prompts(rows: list[Row]) -> list[Row]:
     return [replace(r, rollout=replace(r.rollout, prompt_ids=prompts[r.pool.number])) for r in rows]
 
 
-def test_rows_with_the_same_long_prompt_may_be_kept_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_of_a_small_model_with_the_same_long_prompt_are_kept_apart() -> None:
     assert not learner_of(gpt2())._pooled.batched.share
-    monkeypatch.setattr(pooled, "SHARED_TOKENS", 1_000)
     learner = learner_of(llama().double())
     rows = with_long_prompts(pooled_rows(4))
     (batch,) = micro_batches(rows, 10_000, pad_id=0)
@@ -214,7 +213,8 @@ def test_rows_with_the_same_long_prompt_may_be_kept_apart(monkeypatch: pytest.Mo
     assert_same(learner, rows, PLAIN, update(learner, [batch], PLAIN), 1e-5)
 
 
-def test_prompts_shared_over_a_budget_and_by_completions_of_one_token() -> None:
+def test_prompts_shared_over_a_budget_and_by_completions_of_one_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pooled, "SHARED_PRODUCTS", 0)
     learner = learner_of(llama(tie_word_embeddings=True).double())
     rows = with_long_prompts(pooled_rows(6))
     batches = micro_batches(rows, 1_500, pad_id=0)
