@@ -37,7 +37,7 @@ measured; there a row alone may leave most of a device idle."""
 
 SHARED_PRODUCTS = 4e9
 """Multiply-adds of one pass over the prompts of a micro-batch from which they are computed once. That takes a backward
-pass for each sibling: measured on a CPU, at 5e9 (25M parameters) it saves 8%, at 3e8 (0.7M) it costs 20%."""
+pass for each sibling: measured on a CPU, at 5e9 (25M parameters) it saves 6 to 9%, at 3e8 (0.7M) it costs 20%."""
 
 
 class PooledGradients(Protocol):
