@@ -186,12 +186,14 @@ class LocalLearner:
     def _kernels(self) -> Iterator[None]:
         """The matrix precision of the update, and a CPU's attention: below the highest, fused is slower than plain."""
         previous, precision = torch.get_float32_matmul_precision(), self.options.matmul_precision
-        on_cpu = self.device.type == "cpu"
+        on_cpu, o = self.device.type == "cpu", self.options
+        # Layers that are recomputed would be without it: it does not reach into backward passes.
+        wide = on_cpu and o.compute_dtype == torch.bfloat16 and not o.gradient_checkpointing
         torch.set_float32_matmul_precision(precision)
         try:
             with (
                 sdpa_kernel(SDPBackend.MATH) if on_cpu and precision != "highest" else nullcontext(),
-                WideAttention() if on_cpu and self.options.compute_dtype == torch.bfloat16 else nullcontext(),
+                WideAttention() if wide else nullcontext(),
             ):
                 yield
         finally:
