@@ -102,7 +102,7 @@ def test_checkpointing_under_bfloat16() -> None:
         trained = LocalLearner(model, TokenDistribution(VOCABULARY), options)
         trained.forward_backward(batch, LossConfig(policy_loss="plain"), Stats())
         found.append([p.grad for p in model.parameters() if p.grad is not None])
-    assert_equal(found[1], found[0], tolerance=1e-2)
+    assert_equal(found[1], found[0], tolerance=5e-2)
 
 
 def test_checkpointing_of_a_class_without_layers_is_refused() -> None:
