@@ -71,7 +71,6 @@ class AuditConfig(BaseModel):
 CLIPPING = ("epsilon", "epsilon_high", "importance_sampling_level")
 """Keys that shape the clipped ratio."""
 
-
 REFERENCE = ("beta", "kl_estimator", "kl_in_reward", "reference_kl_steps")
 """Keys for which a run keeps its initial model."""
 

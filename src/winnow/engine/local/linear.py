@@ -25,7 +25,7 @@ class Linear:
 
     def add_to(self, sum_NO: torch.Tensor, x_NI: torch.Tensor) -> None:
         """Add x @ weight.t() to `sum_NO` in place; for a matrix without bias."""
-        if self._packed:
+        if self._packed or sum_NO.dtype != x_NI.dtype:
             sum_NO.add_(self(x_NI))
         else:
             sum_NO.addmm_(x_NI, self._weight)

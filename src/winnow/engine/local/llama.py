@@ -1,7 +1,9 @@
 """Forward pass of the Llama family over its Hugging Face weights, with fewer and larger operations.
 
-At load, Q, K and V become one matrix and so do gate and up; norm weights and the attention scale are folded into the
-matrices behind them; the columns of a rotary head are interleaved, so that the rotation is one complex product.
+At load, Q, K and V become one matrix and so do gate and up; the columns of a rotary head are interleaved, so that the
+rotation is one complex product. In float32 norm weights and the attention scale are folded into the matrices behind
+them. In half precision they are not: matrices are rounded as a learner rounds them under autocast, and hidden states
+between products stay float32 as there, or engine and learner would be different policies.
 """
 
 from __future__ import annotations
@@ -25,11 +27,14 @@ PREFIX = "model.layers.{}."
 class Layer(NamedTuple):
     """Weights of a layer."""
 
+    before: torch.Tensor | None
+    """[H], of the norm before attention; None where it is folded in."""
     qkv: Linear
     q_norm: torch.Tensor | None
-    """[D], the attention scale included."""
+    """[D]; with the attention scale where that is folded in."""
     k_norm: torch.Tensor | None
     out: Linear
+    after: torch.Tensor | None
     gate_up: Linear
     down: Linear
 
@@ -61,9 +66,12 @@ class LlamaBackend:
     ) -> None:
         config = model.config
         self.device, self.dtype, self.vocab_size = device, dtype, vocab_size
+        self._folded = dtype == torch.float32
         self._heads = config.num_attention_heads
         self._kv_heads = config.num_key_value_heads
         self._size = getattr(config, "head_dim", None) or config.hidden_size // self._heads
+        self._scale = 1.0 if self._folded else self._size**-0.5
+        """Of attention, as far as it is not folded in."""
         self._eps = config.rms_norm_eps
         self._n_layers = config.num_hidden_layers
         self.kv_shapes = [((self._kv_heads, self._size),) * 2] * self._n_layers
@@ -76,14 +84,14 @@ class LlamaBackend:
         head = state.get("lm_head.weight", source)
         layers = [self._pack(state, PREFIX.format(i)) for i in range(self._n_layers)]
         self._embedding, self._head, self._layers = (
-            self._copy(source),
-            Linear(self._copy(head[: self.vocab_size])),
+            self._copy(source, torch.float32),
+            Linear(self._copy(head[: self.vocab_size], self.dtype)),
             layers,
         )
-        self._norm = self._copy(state["model.norm.weight"])
+        self._norm = self._copy(state["model.norm.weight"], torch.float32)
 
-    def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.detach().to(self.device, self.dtype, copy=True)
+    def _copy(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return tensor.detach().to(self.device, dtype, copy=True)
 
     def _pack(self, state: Mapping[str, torch.Tensor], prefix: str) -> Layer:
         def get(name: str) -> torch.Tensor:
@@ -92,23 +100,24 @@ class LlamaBackend:
         def pack(*matrices: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
             return Linear(torch.cat(matrices).to(self.dtype), bias)
 
-        scale = self._size**-0.5
         before, after = get("input_layernorm.weight"), get("post_attention_layernorm.weight")
-        q, k, v = (get(f"self_attn.{p}_proj.weight") * before for p in "qkv")
+        inward, up, scale = (before, after, self._size**-0.5) if self._folded else (1, 1, 1)
+        q, k, v = (get(f"self_attn.{p}_proj.weight") * inward for p in "qkv")
         q, k = self._interleave(q), self._interleave(k)
         bias = q_norm = k_norm = None
         if prefix + "self_attn.q_norm.weight" in state:
-            q_norm = (self._interleave(get("self_attn.q_norm.weight")) * scale).to(self.dtype)
-            k_norm = self._interleave(get("self_attn.k_norm.weight")).to(self.dtype)
+            q_norm = self._interleave(get("self_attn.q_norm.weight")) * scale
+            k_norm = self._interleave(get("self_attn.k_norm.weight"))
         else:
             q = q * scale
         if prefix + "self_attn.q_proj.bias" in state:
             q_bias, k_bias, v_bias = (get(f"self_attn.{p}_proj.bias") for p in "qkv")
             q_bias = self._interleave(q_bias) * (1 if q_norm is not None else scale)
             bias = torch.cat([q_bias, self._interleave(k_bias), v_bias]).to(self.dtype)
-        gate_up = pack(get("mlp.gate_proj.weight") * after, get("mlp.up_proj.weight") * after)
+        gate_up = pack(get("mlp.gate_proj.weight") * up, get("mlp.up_proj.weight") * up)
         out, down = pack(get("self_attn.o_proj.weight")), pack(get("mlp.down_proj.weight"))
-        return Layer(pack(q, k, v, bias=bias), q_norm, k_norm, out, gate_up, down)
+        norms = (None, None) if self._folded else (before, after)
+        return Layer(norms[0], pack(q, k, v, bias=bias), q_norm, k_norm, out, norms[1], gate_up, down)
 
     def _interleave(self, tensor: torch.Tensor) -> torch.Tensor:
         """[heads * D, ...] with the two halves of each head woven together: j, j + D/2, j + 1, ..."""
@@ -123,14 +132,13 @@ class LlamaBackend:
         return torch.complex(cos[0, :, :half], sin[0, :, :half])[:, None].to(self.device)
 
     def _qkv(self, layer: Layer, x_NH: torch.Tensor, rotation: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Queries [N, heads, D], keys and values [N, kv heads, D], rotated; the attention scale is in the queries."""
-        normed = F.rms_norm(x_NH, x_NH.shape[-1:], eps=self._eps)
-        qkv = layer.qkv(normed).view(len(x_NH), -1, self._size)
+        """Queries [N, heads, D], keys and values [N, kv heads, D], rotated."""
+        qkv = layer.qkv(self._normed(x_NH, layer.before)).view(len(x_NH), -1, self._size)
         qk, v = qkv.split([self._heads + self._kv_heads, self._kv_heads], dim=1)
         if layer.q_norm is not None and layer.k_norm is not None:
             q, k = qk.split([self._heads, self._kv_heads], dim=1)
-            q = F.rms_norm(q, (self._size,), layer.q_norm, self._eps)
-            k = F.rms_norm(k, (self._size,), layer.k_norm, self._eps)
+            q = F.rms_norm(q.float(), (self._size,), layer.q_norm, self._eps)
+            k = F.rms_norm(k.float(), (self._size,), layer.k_norm, self._eps)
             qk = torch.cat([q, k], dim=1)
         if self.dtype == torch.float32:
             torch.view_as_complex(qk.unflatten(-1, (-1, 2))).mul_(rotation)
@@ -140,12 +148,16 @@ class LlamaBackend:
         q, k = qk.split([self._heads, self._kv_heads], dim=1)
         return q, k, v
 
+    def _normed(self, x_NH: torch.Tensor, weight_H: torch.Tensor | None) -> torch.Tensor:
+        """What a product takes of float32 hidden states."""
+        return F.rms_norm(x_NH, x_NH.shape[-1:], weight_H, self._eps).to(self.dtype)
+
     def _feed_forward(self, layer: Layer, x_NH: torch.Tensor) -> None:
-        gate, up = layer.gate_up(F.rms_norm(x_NH, x_NH.shape[-1:], eps=self._eps)).chunk(2, dim=-1)
+        gate, up = layer.gate_up(self._normed(x_NH, layer.after)).chunk(2, dim=-1)
         layer.down.add_to(x_NH, F.silu(gate).mul_(up))
 
     def _output(self, x_NH: torch.Tensor) -> Output:
-        hidden = F.rms_norm(x_NH, x_NH.shape[-1:], self._norm, self._eps)
+        hidden = self._normed(x_NH, self._norm)
         return Output(hidden, self._head(hidden))
 
     def prefill(self, prompts: list[tuple[int, ...]]) -> Prefilled:
@@ -187,7 +199,7 @@ class LlamaBackend:
         """Attention of every position, [B, heads, S, D] each, as [B * S, heads * D]; without a mask it is causal."""
         shared = self._heads != self._kv_heads
         attended = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=mask is None, scale=1.0, enable_gqa=shared
+            q, k, v, attn_mask=mask, is_causal=mask is None, scale=self._scale, enable_gqa=shared
         )
         return attended.transpose(1, 2).reshape(q.shape[0] * q.shape[2], -1)
 
@@ -201,7 +213,7 @@ class LlamaBackend:
         x = self._embedding[tokens_N]
         rotation = self._rotation[positions_N]
         flat = cache.open(positions_N, self._kv_heads)
-        attended = x.new_empty(n, self._kv_heads, groups, self._size)
+        attended = x.new_empty(n, self._kv_heads, groups, self._size, dtype=self.dtype)
         for layer, keys, values in zip(self._layers, cache.keys, cache.values, strict=True):
             q, k, v = self._qkv(layer, x, rotation)
             keys.view(-1, self._size).index_copy_(0, flat, k.reshape(-1, self._size))
@@ -209,22 +221,27 @@ class LlamaBackend:
             q = q.reshape(n, self._kv_heads, groups, self._size)
             for a, b, columns in chunks:
                 attended[a:b] = _attend(
-                    q[a:b], keys[a:b, :, :columns], values[a:b, :, :columns], cache.mask[a:b, :columns]
+                    q[a:b], keys[a:b, :, :columns], values[a:b, :, :columns], cache.mask[a:b, :columns], self._scale
                 )
             layer.out.add_to(x, attended.view(n, -1))
             self._feed_forward(layer, x)
         return self._output(x)
 
 
-def _attend(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask_NC: torch.Tensor) -> torch.Tensor:
-    """q: [N, heads, groups, D]; keys, values: [N, heads, C, D]; the mask is added. Returns the shape of q."""
+def _attend(
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask_NC: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """q: [N, heads, groups, D]; keys, values: [N, heads, C, D]; the mask is added. Returns the shape of q.
+
+    `scale` is 1 in float32, where the queries have it.
+    """
     n, heads = q.shape[:2]
     if q.device.type != "cpu":
-        return F.scaled_dot_product_attention(q, keys, values, attn_mask=mask_NC[:, None, None], scale=1.0)
+        return F.scaled_dot_product_attention(q, keys, values, attn_mask=mask_NC[:, None, None], scale=scale)
     if q.dtype != torch.float32:  # one query a head has a kernel of its own, a quarter faster
         single, mask = q.reshape(n, -1, 1, q.shape[-1]), mask_NC[:, None, None]
         attended = F.scaled_dot_product_attention(
-            single, keys, values, attn_mask=mask, scale=1.0, enable_gqa=single.shape[1] != heads
+            single, keys, values, attn_mask=mask, scale=scale, enable_gqa=single.shape[1] != heads
         )
         return attended.view_as(q)
     # Two batched products take half the time of the fused kernel on short rows, and the same on long ones.
