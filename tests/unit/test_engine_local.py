@@ -97,7 +97,7 @@ def test_bfloat16_stays_near(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["qwen2", "qwen3", "llama3-rope"])
 def test_in_bfloat16_matrices_are_rounded_as_under_autocast(name: str) -> None:
-    """A move of matrices too small for bfloat16 is none to a learner under autocast, so it must be none to the engine."""
+    """A move of matrices too small for bfloat16 is none to a learner under autocast, so it is none to the engine."""
     model, requests = make_model(name), [one((1, 2, 3), 12, k) for k in range(4)]
     state = {n: (t.bfloat16().float() if t.ndim > 1 else t) for n, t in model.state_dict().items()}
     moved = {n: t * (1 + 2**-11) if n.endswith("proj.weight") or n == "lm_head.weight" else t for n, t in state.items()}
