@@ -93,6 +93,7 @@ def test_a_model_that_cannot_be_cut_is_refused_by_name(tmp_path: Path) -> None:
     assert followers() == []
 
 
+@pytest.mark.slow
 def test_adapters_alone_over_two_ranks(tmp_path: Path) -> None:
     """A head with one, too; ranks get them from the first, and each takes its part."""
     parts = Parts("qwen3", tmp_path, ranks=2)

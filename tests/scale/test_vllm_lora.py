@@ -212,6 +212,7 @@ def test_an_adapter_that_stays_as_it_was_shows_after_the_first_update(
     assert len(loaded) > 2
 
 
+@pytest.mark.slow
 def test_samplers_in_processes(config: dict[str, Any]) -> None:
     """Adapters go through files, and nothing else does."""
     options = {"sync": {"name": "processes", "samplers": 1}, "max_lag": 1, "correction": "truncate"}

@@ -14,6 +14,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any, Final
@@ -196,8 +197,11 @@ class _Ranks:
             if told := self.ended():
                 raise RuntimeError(told)
             yield
-        except RuntimeError as error:  # of a collective without that rank; it says less
-            if told := self.ended():
+        except RuntimeError as error:  # of a collective without that rank; it says less, and may come before its end
+            deadline = time.monotonic() + LOOK_S
+            while not (told := self.ended()) and time.monotonic() < deadline:
+                time.sleep(0.05)
+            if told:
                 raise RuntimeError(told) from error
             raise
         finally:
