@@ -30,7 +30,7 @@ from statistics import NormalDist
 from typing import Any
 
 import torch
-from machine import machine
+from machine import machine, matmul_rate
 from transformers import AutoConfig, AutoTokenizer
 
 SIBLINGS = 8
@@ -106,17 +106,12 @@ def machine_limits(dtype: str, threads: int, clock: str) -> dict[str, float]:
     """Operations a second of a matrix product, and bytes a second read from memory; the best of several."""
     torch.set_num_threads(threads)
     now = time.process_time if clock == "processor" else time.perf_counter
-    a, big = torch.randn(2048, 2048).to(getattr(torch, dtype)), torch.zeros(1 << 27)
-
-    def best(call: Any) -> float:
-        times = []
-        for _ in range(8):
-            started = now()
-            call()
-            times.append(now() - started)
-        return min(times)
-
-    return {"flops": 2 * 2048**3 / best(lambda: a @ a), "bytes": 4 * big.numel() / best(big.sum)}
+    big, times = torch.zeros(1 << 27), []
+    for _ in range(8):
+        started = now()
+        big.sum()
+        times.append(now() - started)
+    return {"flops": matmul_rate(getattr(torch, dtype), now), "bytes": 4 * big.numel() / min(times)}
 
 
 def shares(config: Any, work: Json, found: Json, limits: dict[str, float], dtype: str) -> Json:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import time
+from collections.abc import Callable
 from importlib.metadata import version
 from typing import Any
 
@@ -25,12 +26,12 @@ def machine(device: str, *packages: str) -> dict[str, Any]:
     }
 
 
-def matmul_rate(dtype: torch.dtype) -> float:
+def matmul_rate(dtype: torch.dtype, clock: Callable[[], float] = time.perf_counter) -> float:
     """FLOP/s of a large matrix product with the threads that are set, the best of a few."""
     a = torch.randn(2048, 2048).to(dtype)
     times = []
     for _ in range(12):
-        started = time.perf_counter()
+        started = clock()
         a @ a
-        times.append(time.perf_counter() - started)
+        times.append(clock() - started)
     return 2 * 2048**3 / min(times)

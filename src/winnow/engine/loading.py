@@ -71,7 +71,7 @@ def load_causal_lm(source: str | Path, device: torch.device) -> Any:
 
 
 def peft_config(lora: LoraConfig) -> Any:
-    """The same as peft has it. Raises ConfigError without peft."""
+    """Our options as a peft `LoraConfig`. Raises ConfigError without peft."""
     try:
         import peft
     except ImportError:

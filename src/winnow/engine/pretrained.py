@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -131,9 +132,17 @@ def _manifest(directory: Path) -> dict[str, Any]:
 
 @contextmanager
 def _alone(directory: Path) -> Iterator[None]:
-    """Nobody else makes this directory meanwhile."""
+    """Nobody else makes this directory meanwhile. Raises ConfigError when somebody does for too long."""
+    deadline = time.monotonic() + DOWNLOAD_TIMEOUT_S
     with directory.with_name(f".{directory.name}.lock").open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise ConfigError(f"models: another process holds {file.name}; end it, and try again") from None
+                time.sleep(0.2)
         yield
 
 

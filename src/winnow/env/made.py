@@ -121,7 +121,7 @@ def _story(name: str, draw: Callable[[random.Random], Operands], question: str, 
 
 
 def _value(term: str) -> int:
-    """Of `a + b`, `a - b`, `a * b` or `a / b`, the last without a remainder."""
+    """Value of `a + b`, `a - b`, `a * b` or `a / b`, the last without a remainder."""
     left, sign, right = term.split()
     a, b = int(left), int(right)
     return {"+": a + b, "-": a - b, "*": a * b, "/": a // b}[sign]

@@ -63,7 +63,7 @@ class SharedPrompts:
 
     @property
     def tokens(self) -> int:
-        """Of all prompts, padded."""
+        """Tokens of all prompts, padded."""
         return len(self.first_U) * self.longest_prompt
 
 

@@ -28,7 +28,7 @@ class Machine:
     """What a run computes with here, and why."""
 
     config: RunConfig
-    """With a type and a number in the place of `auto`."""
+    """The configuration with a type and a number in the place of `auto`."""
     why: Mapping[str, str]
     """Reasons, by key of the configuration."""
     preferred: str

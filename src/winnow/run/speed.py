@@ -35,7 +35,7 @@ class Matrices:
     """The matrices of a model."""
 
     parameters: int
-    """Of the whole model."""
+    """Number of parameters of the whole model."""
     shapes: tuple[tuple[int, int], ...]
     """Outputs and inputs of each size that there is."""
 

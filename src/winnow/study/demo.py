@@ -81,7 +81,7 @@ def summary(run_dir: Path, page: Path) -> dict[str, Any]:
 
 
 def _answers(run_dir: Path) -> list[dict[str, str]]:
-    """Of a chat model: what it said to a few held-out questions in the first evaluation and in the last."""
+    """Answers of a chat model: what it said to a few held-out questions in the first evaluation and in the last."""
     lines = [json.loads(line) for line in (run_dir / SAMPLES).read_text(encoding="utf-8").splitlines()]
     tested = [line for line in lines if line["split"] == "test" and isinstance(line["prompt"], list)]
     by_step: dict[int, dict[int, dict[str, Any]]] = {}

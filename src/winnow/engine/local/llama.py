@@ -71,7 +71,7 @@ class LlamaBackend:
         self._kv_heads = config.num_key_value_heads
         self._size = getattr(config, "head_dim", None) or config.hidden_size // self._heads
         self._scale = 1.0 if self._folded else self._size**-0.5
-        """Of attention, as far as it is not folded in."""
+        """Factor of attention scores; 1 where the queries have it."""
         self._eps = config.rms_norm_eps
         self._n_layers = config.num_hidden_layers
         self.kv_shapes = [((self._kv_heads, self._size),) * 2] * self._n_layers

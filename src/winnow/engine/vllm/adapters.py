@@ -26,14 +26,14 @@ class Adapters:
     """What an adapter looks like."""
 
     shapes: Mapping[str, torch.Size]
-    """By name, see `adapters_of`."""
+    """Shapes by name, see `adapters_of`."""
     rank: int
     scaling: float
     """The model's output gets `scaling` B A x."""
 
     @classmethod
     def of(cls, shell: Any, lora: LoraConfig) -> Adapters:
-        """Those that a run has over this model; `shell` is taken. Raises ValueError where there can be none."""
+        """Adapters that a run has over this model; `shell` is taken. Raises ValueError where there can be none."""
         options = peft_config(lora)
         import peft
 
@@ -48,11 +48,11 @@ class Adapters:
         return {name.partition(".lora_")[0] for name in self.shapes}
 
     def facts(self, whole: Facts) -> Facts:
-        """Those of the model, for weights that are these adapters."""
+        """Facts of the model, for weights that are these adapters."""
         return replace(whole, shapes=self.shapes, tied={}, wanted="the adapters of lora alone")
 
     def arguments(self) -> dict[str, Any]:
-        """For vLLM's `EngineArgs`. Raises ValueError for a rank over vLLM's largest."""
+        """Arguments for vLLM's `EngineArgs`. Raises ValueError for a rank over vLLM's largest."""
         ranks = [rank for rank in sorted(get_args(MaxLoRARanks)) if rank >= self.rank]
         if not ranks:
             raise ValueError(f"its LoRA has no rank {self.rank}; set lora.r to {max(get_args(MaxLoRARanks))} or less")

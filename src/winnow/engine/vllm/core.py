@@ -99,7 +99,7 @@ class Core:
 
 
 class RankExecutor(ExecutorWithExternalLauncher):
-    """Of one rank among several. On a CPU they talk by gloo: over shared memory they would wait for one that died."""
+    """Executor of one rank. On a CPU ranks talk by gloo: over shared memory they would wait for one that died."""
 
     def _distributed_args(self) -> tuple[str, int, int]:
         method, rank, local_rank = super()._distributed_args()

@@ -131,7 +131,7 @@ class RowHooks:
         """Raises UnsupportedModelError. The forward pass of `body` must take `input_ids`."""
         self.body = body
         self._prompts: SharedPrompts | None = None
-        """Those that a forward pass under way is over."""
+        """Prompts that a forward pass under way is over."""
         self._trained: dict[nn.Module, dict[str, nn.Parameter]] = {}
         """The trainable parameters of modules themselves, by name."""
         self._hooked: list[nn.Module] = []
@@ -152,7 +152,7 @@ class RowHooks:
         self._leaves: dict[nn.Parameter, torch.Tensor] = {}
         """Scales of norms, one for each row."""
         self._prompt_leaves: dict[nn.Parameter, torch.Tensor] = {}
-        """The same, one for each prompt."""
+        """Scales as in `_leaves`, one for each prompt."""
         self._of_prompts: dict[nn.Parameter, torch.Tensor] = {}
         """Gradients at prompts of scales, for each row."""
 

@@ -56,7 +56,7 @@ class TokenDistribution:
 
 
 def in_the_type_of_autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """As a matrix product takes its factors here."""
+    """Tensors in the type in which a matrix product takes its factors here."""
     device = tensors[0].device.type
     if not torch.is_autocast_enabled(device):
         return tensors

@@ -201,7 +201,7 @@ class Handover:
         return taken
 
     def backward(self, rows: torch.Tensor) -> None:
-        """From what these rows have taken, one row of a prompt at most, through their prompts."""
+        """Go back from what these rows have taken, one row of a prompt at most, through their prompts."""
         gradients = []
         for of_prompts, index, taken in self._cuts:
             gradient = torch.zeros_like(of_prompts)

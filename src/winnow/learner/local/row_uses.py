@@ -53,7 +53,7 @@ class OfPrompts:
         self.arrived_U = None
 
     def weighted(self, rows: Rows, coefficient_B: torch.Tensor) -> torch.Tensor:
-        """Of a linear layer: gradients of a prompt's rows can be added up before the product."""
+        """Weighted sum of a linear layer's gradients [out, in]: a prompt's rows are added up before the product."""
         y = self.gradient
         scaled = y * rows.of(coefficient_B, y)[:, None, None]
         left_UPI = y.new_zeros(len(self.input_U), *y.shape[1:]).index_add_(0, self.prompt_B, scaled)

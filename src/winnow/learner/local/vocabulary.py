@@ -24,7 +24,10 @@ def sliced_logp(
     *,
     squares: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """As `of_tokens` of `hidden @ weight.T`, for a distribution without filters. Both are of the type to compute in."""
+    """Log-probability (nats), entropy and sum of squares [N] of `hidden @ weight.T`, as `of_tokens` without filters.
+
+    `hidden_NH` and `weight_VH` are of the type to compute in; results are float32, or float64 of float64.
+    """
     found: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = _Sliced.apply(
         hidden_NH, weight_VH, targets_N, temperature, squares
     )
