@@ -321,8 +321,11 @@ def test_many_at_once_each_with_its_own_answer(sandbox: Sandbox) -> None:
     assert [f.result(60).stdout for f in futures] == [f"{i**2}\n" for i in range(12)]
 
 
-def test_closing_ends_what_runs() -> None:
-    own = Sandbox(OPTIONS)
+@pytest.mark.parametrize("pause", [0, 0.5])
+def test_closing_ends_what_runs(pause: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a pause, bubblewrap tells how its child ended before it is killed itself."""
+    own, killpg = Sandbox(OPTIONS), os.killpg
+    monkeypatch.setattr(os, "killpg", lambda *group: (time.sleep(pause), killpg(*group)))
     futures = [own.start("import time; time.sleep(60)") for _ in range(4)]
     time.sleep(0.3)
     own.close()

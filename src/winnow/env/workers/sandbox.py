@@ -151,7 +151,7 @@ class _Run:
         self._code = code.encode("utf-8", "surrogatepass")
         self._process: subprocess.Popen[bytes] | None = None
         self._files: list[IO[bytes]] = []
-        self._status = b""
+        self._killed = False
 
     def spawn(self) -> None:
         code, filter_, status = (self._file() for _ in range(3))
@@ -204,12 +204,14 @@ class _Run:
         stdout, stderr = (data[: o.max_output].decode("utf-8", "replace") for data in outputs)
         if reason:
             return Outcome(stdout, stderr, None, reason == "time", reason == "output")
+        if self._killed:  # by `Sandbox.close`; bubblewrap may still have told how its child ended
+            raise SandboxError("the sandbox was closed")
         if o.unsafe:
             code = process.returncode
             return Outcome(stdout, stderr, code if code >= 0 else 128 - code)
         exit_code = self._told("exit-code")
         if exit_code is None:
-            why = "the sandbox was closed" if self._sandbox._closed else stderr.strip()[-300:] or "it was killed"
+            why = stderr.strip()[-300:] or "it was killed"
             raise SandboxError(f"sandbox: could not be started: {why}{_advice(why)}")
         return Outcome(stdout, stderr, exit_code)
 
@@ -258,6 +260,7 @@ class _Run:
         process = self._process
         if process is None or process.poll() is not None:
             return
+        self._killed = True
         with contextlib.suppress(ProcessLookupError, PermissionError):
             if (child := self._told("child-pid")) is not None:
                 os.kill(child, signal.SIGKILL)
