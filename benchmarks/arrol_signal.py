@@ -32,7 +32,7 @@ from winnow.run.build import build_policy, build_task, rollout_options
 from winnow.run.standalone import model_config
 from winnow.types import GroupView, Job, Token, Verdict, Visit
 
-GROUPS, SIZE, DRAWS, FITS = 800, 16, 20, 60
+SIZE, DRAWS, FITS = 16, 20, 60
 KEEP_RATE, P_MIN = 0.5, 0.05
 
 
@@ -62,7 +62,7 @@ class Recorded:
     """How many siblings had sampled the same tokens by then, itself included."""
 
 
-def record(run: Path, at: int) -> Recorded:
+def record(run: Path, at: int, n_groups: int) -> Recorded:
     c = model_config(str(run), {})
     task = build_task(c.env)
     policy, engine = build_policy(c, None, None, None)
@@ -71,7 +71,7 @@ def record(run: Path, at: int) -> Recorded:
     rule = NamedRule("recorder", Recorder(Token(at)))
     runner = RolloutRunner(engine, task, policy.tokenizer, rewarder, rollout_options(c), [rule])
     try:
-        groups = run_jobs(runner, [Job(Visit(i, 0, p), SIZE) for i, p in enumerate(task.train[:GROUPS])])
+        groups = run_jobs(runner, [Job(Visit(i, 0, p), SIZE) for i, p in enumerate(task.train[:n_groups])])
     finally:
         rewarder.close()
     rows = []
@@ -132,9 +132,9 @@ def outcome(seen: Recorded, chance_N: np.ndarray, judged_N: np.ndarray) -> dict[
     return {k: float(v) for k, v in (means | {"mixed": mixed.mean(), "signal": signal.mean()}).items()}
 
 
-def judge(run: Path, at: int) -> dict[str, Any]:
-    seen = record(run, at)
-    teach_N = seen.group_N < GROUPS // 2
+def judge(run: Path, at: int, n_groups: int) -> dict[str, Any]:
+    seen = record(run, at, n_groups)
+    teach_N = seen.group_N < n_groups // 2
     score_N, q_N = predicted(seen, teach_N)
     found: dict[str, Any] = {n: outcome(seen, p, ~teach_N) for n, p in rules(seen, q_N, teach_N).items()}
     within = [
@@ -164,6 +164,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--work", type=Path, default=ROOT / "runs" / "arrol-claims", help="where arrol_claims.py ran")
     parser.add_argument("--tasks", nargs="+", default=["countdown", "chain-sum"])
+    parser.add_argument("--groups", type=int, default=800, help="half of them teach, half are pruned")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--docs", type=Path)
     options = parser.parse_args()
@@ -171,7 +172,7 @@ def main() -> None:
     for task in options.tasks:
         for run in sorted(options.work.glob(f"{task}-grpo-s[0-9]*")):
             length = json.loads((run / "claim.json").read_text(encoding="utf-8"))["deployed"]["mean_length"]
-            said.setdefault(task, []).append(judge(run, max(1, round(length / 2))))
+            said.setdefault(task, []).append(judge(run, max(1, round(length / 2)), options.groups))
             print(task, run.name, json.dumps(said[task][-1]), flush=True)
     if options.out:
         write_json(options.out, said)

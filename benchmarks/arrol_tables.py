@@ -141,9 +141,16 @@ def vote_table(votes: list[dict[str, Any]]) -> str:
     return table(["weights", "maj@32", "points over majority"], rows)
 
 
-def _mean(run: Run, key: str) -> float | None:
-    """Over the steps after the cold start."""
-    rows = [row[key] for row in run.rows if row["step"] > COLD_STEPS and key in row]
+def gate_figures(run: Run, after: int) -> dict[str, dict[str, float | None]]:
+    """Means over the steps after that many: of what was trained, and of the gate."""
+    return {
+        "trained": {key: _mean(run, key, after) for key in ("reward", "frac_reward_zero_std")},
+        "gate": {key: _mean(run, GATE + key, after) for key in COLUMNS},
+    }
+
+
+def _mean(run: Run, key: str, after: int) -> float | None:
+    rows = [row[key] for row in run.rows if row["step"] > after and key in row]
     return float(np.mean(rows)) if rows else None
 
 
@@ -158,7 +165,6 @@ def _summary(run: Run, timed: bool) -> dict[str, Any]:
         "deployed": {key: value for key, value in run.deployed.items() if key != "model"},
         "tokens": run.data.tokens,
         "seconds": {phase: _seconds(run, phase) for phase in ("generate", "update")} if timed else None,
-        "trained": {key: _mean(run, key) for key in ("reward", "frac_reward_zero_std")},
-        "gate": {key: _mean(run, GATE + key) for key in COLUMNS},
+        **gate_figures(run, after=COLD_STEPS),
         "curve": [[p.step, p.tokens, p.rollouts, round(p.passed, 5)] for p in run.data.curve],
     }
