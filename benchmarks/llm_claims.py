@@ -24,17 +24,18 @@ from winnow.study.compare import reached_at
 from winnow.study.compare_data import Point
 
 RECIPE, MODEL = "arithmetic-smollm2", "smollm2-135m"
-STEPS = 40
+STEPS = 24
 COMMON = (
     f"model={MODEL}",
     "threads=1",
     f"max_steps={STEPS}",
-    "eval_steps=10",
+    "eval_steps=6",
     "eval_prompts=128",
     "eval_generations=2",
-    "save_steps=10",
+    "eval_greedy=false",
+    "save_steps=6",
 )
-FINAL = {"eval_prompts": 256, "eval_generations": 4, "eval_greedy": True}
+FINAL = {"eval_prompts": 256, "eval_generations": 2, "eval_greedy": True}
 VOTES = ("majority", "logprob", "head")
 SHARE = 0.95
 """Of what GRPO ends with on a seed: the level to which costs are compared."""
@@ -45,7 +46,7 @@ REFILL = "filter=zero_variance"
 FIXED = "rollout_batch={name: fixed, surplus: discard}"
 GRESO = ("selector=greso", "rollout_batch=adaptive", "max_lag=1")
 ADAPTIVE = ("num_generations=4", "prompts_per_step=32", "group_size={name: adaptive_k, tau: 0.5, window: 5}")
-GATE = "gates=[{name: arrol, cold_start: 10}]"
+GATE = "gates=[{name: arrol, cold_start: 6}]"
 SIXTEEN = ("num_generations=16", "prompts_per_step=8")
 LAG = ("max_lag=8", "correction={name: truncate, level: sequence, high: 8}")
 VCPO = ("advantage=opob", "step_scale=ess")
@@ -92,7 +93,7 @@ def summary(run: f.Run) -> dict[str, Any]:
         "zero_variance": f.zero_share(run, 0.0, 1.0),
         "curve": [[p.step, p.tokens, p.rollouts, round(p.passed, 5)] for p in run.data.curve],
         "seconds_at": [round(seconds[p.step], 2) for p in run.data.curve],
-        **gate_figures(run, after=10),
+        **gate_figures(run, after=6),
     }
 
 

@@ -94,6 +94,7 @@ def test_samplers_killed_fifty_times_in_one_run(config: dict[str, Any]) -> None:
     kill_samplers(config | EVERYTHING, kills=50)
 
 
+@pytest.mark.slow
 def test_poisoned_weights_reach_no_actor(config: dict[str, Any]) -> None:
     config |= {"sync": "ray", "max_lag": 1, "eval_steps": None}
     with pytest.raises(

@@ -76,6 +76,7 @@ def test_an_engine_whose_other_rank_has_ended_says_so(tmp_path: Path) -> None:
     assert not {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT"} & set(os.environ)
 
 
+@pytest.mark.slow
 def test_a_rank_that_ends_in_the_middle_of_a_step_leaves_nobody_waiting(tmp_path: Path) -> None:
     """The engine's process waits for it in a collective, where no exception reaches it."""
     done = subprocess.run([sys.executable, "-c", STUCK, str(tmp_path)], capture_output=True, text=True, timeout=180)
@@ -111,6 +112,7 @@ def config(tiny_config: dict[str, Any], wide_model: Path) -> dict[str, Any]:
     return tiny_config | methods | reward | {"model": str(wide_model), "max_steps": 3, "engine": engine}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("local_cluster")
 def test_a_sampler_over_two_ranks(config: dict[str, Any]) -> None:
     """With every method on; nothing of it is left."""

@@ -219,6 +219,7 @@ def test_samplers_in_processes(config: dict[str, Any]) -> None:
     assert_clean(train(config | options))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("local_cluster")
 def test_samplers_and_ranks_of_a_cluster(config: dict[str, Any]) -> None:
     """Adapters are put together from two ranks, and go through Ray's store."""
@@ -228,6 +229,7 @@ def test_samplers_and_ranks_of_a_cluster(config: dict[str, Any]) -> None:
     assert (run / "model" / "config.json").is_file()
 
 
+@pytest.mark.slow
 def test_samplers_elsewhere_refuse_by_name_what_vllm_cannot_do(config: dict[str, Any]) -> None:
     options = {"sync": {"name": "processes", "samplers": 1}, "max_lag": 1, "correction": "truncate"}
     with pytest.raises(ConfigError, match="its LoRA has no rank 1000; set lora"):
