@@ -33,7 +33,7 @@ COMMON = (
     "eval_prompts=128",
     "eval_generations=2",
     "eval_greedy=false",
-    "save_steps=6",
+    "save_steps=12",
 )
 FINAL = {"eval_prompts": 256, "eval_generations": 2, "eval_greedy": True}
 VOTES = ("majority", "logprob", "head")
@@ -54,18 +54,19 @@ ARMS = {
     arm.name: arm
     for arm in (
         Arm("arithmetic-grpo", RECIPE, GRPO),
+        Arm("arithmetic-lag8", RECIPE, LAG),
         Arm("arithmetic-dapo", RECIPE, (*DAPO, REFILL, FIXED)),
         Arm("arithmetic-greso", RECIPE, (*DAPO, REFILL, *GRESO)),
         Arm("arithmetic-rloo", RECIPE),
         Arm("arithmetic-active-adaptive-k", RECIPE, ADAPTIVE),
         Arm("arithmetic-grpo-16", RECIPE, (*GRPO, *SIXTEEN)),
         Arm("arithmetic-arrol", RECIPE, (*GRPO, *SIXTEEN, GATE)),
-        Arm("arithmetic-lag8", RECIPE, LAG),
         Arm("arithmetic-lag8-vcpo", RECIPE, (*LAG, *VCPO)),
         Arm("arithmetic-all", RECIPE, (*ADAPTIVE[1:], "num_generations=8", *GRESO, *LAG[1:], *VCPO, GATE)),
     )
 }
-"""`rloo` is the recipe itself. All have 128 rollouts a step, but for those that size or refill it themselves."""
+"""`rloo` is the recipe itself. All have 128 rollouts a step, but for those that size or refill it themselves. Runs with a
+lag of 8 hold nine copies of the weights (6 GB): two of them are better not run at a time, hence the order."""
 
 
 def train_arm(arm: Arm, seed: int, work: Path, extra: list[str]) -> None:
