@@ -65,8 +65,8 @@ ARMS = {
         Arm("arithmetic-all", RECIPE, (*ADAPTIVE[1:], "num_generations=8", *GRESO, *LAG[1:], *VCPO, GATE)),
     )
 }
-"""`rloo` is the recipe itself. All have 128 rollouts a step, but for those that size or refill it themselves. Runs with a
-lag of 8 hold nine copies of the weights (6 GB): two of them are better not run at a time, hence the order."""
+"""`rloo` is the recipe itself. All have 128 rollouts a step, but for those that size or refill it themselves.
+Runs with a lag of 8 hold nine copies of the weights (6 GB); their places in this list keep two from running at once."""
 
 
 def train_arm(arm: Arm, seed: int, work: Path, extra: list[str]) -> None:

