@@ -62,9 +62,9 @@ bench: $(VENV)/.bench ## engine and training step beside their peers; writes ben
 	$(BIN)/python benchmarks/precision.py --out benchmarks/results/precision.json
 	$(BIN)/python benchmarks/async_wall.py --out benchmarks/results/async_wall.json
 
-# LLM: directory of SmolLM2-135M-Instruct, which `winnow models get smollm2-135m` names.
+# LLM: directory of SmolLM2-135M-Instruct, which `winnow models get smollm2-135m` names; GGUF: a file of it, for llama.cpp.
 bench-llm: $(VENV)/.bench $(SCALE)/.installed ## generation and a step with a pretrained model of 135M parameters beside its peers
-	$(BIN)/python benchmarks/llm_generation.py --model $(LLM) --vllm-python $(SCALE)/bin/python --out benchmarks/results/llm_generation.json
+	$(BIN)/python benchmarks/llm_generation.py --model $(LLM) --vllm-python $(SCALE)/bin/python $(if $(GGUF),--gguf $(GGUF)) --out benchmarks/results/llm_generation.json
 	$(BIN)/python benchmarks/llm_update.py --model $(LLM) --out benchmarks/results/llm_update.json
 
 bench-scale: $(SCALE)/.installed ## Ray beside pipes, ranks beside one process, vLLM beside the embedded engine, what the driver takes and faults cost
