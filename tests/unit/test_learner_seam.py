@@ -8,16 +8,19 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 import winnow
 from winnow.base.weights import StateWeights, state_of
 from winnow.config import ConfigError, validate
+from winnow.engine.facts import Facts
 from winnow.learner.base import Stats
 from winnow.learner.batch import collate, micro_batches
 from winnow.methods.correct.truncate import Truncate
 from winnow.methods.loss import LossConfig
 from winnow.run.build import build_learner
 
+from .engine_models import word_tokenizer
 from .learner_models import assert_equal, learner_of, llama, naive_logp, random_rows
 
 
@@ -60,6 +63,22 @@ def test_weights_say_what_comes_before_it_comes() -> None:
     plain = {"a": torch.zeros(2)}
     assert state_of(plain) is plain
     assert state_of(StateWeights(plain)) is plain
+
+
+@pytest.mark.parametrize("adapted", [False, True])
+def test_what_a_model_ties_is_published_once_and_saved_whole(adapted: bool, tmp_path: Path) -> None:
+    model: Any = llama(tie_word_embeddings=True)
+    embeddings, facts = model.get_input_embeddings().weight, Facts.of(model, word_tokenizer(model.config.vocab_size))
+    if adapted:
+        peft = pytest.importorskip("peft")
+        model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    learner = learner_of(model)
+    assert "lm_head.weight" not in learner.weights().specs
+    found = facts.check_state(learner.weights().state_dict())
+    assert found["lm_head.weight"].data_ptr() == embeddings.data_ptr()
+    learner.export(tmp_path)
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path)
+    torch.testing.assert_close(saved.get_output_embeddings().weight, embeddings)
 
 
 def test_sizes_count_what_is_trained() -> None:

@@ -25,8 +25,8 @@ class TensorSpec:
 
 
 class WeightSource(Protocol):
-    """Weights under the names of the Hugging Face model's `state_dict()`, adapters merged, or adapters alone (see
-    `adapters_of`); a version is no part of it.
+    """Weights under the names of the Hugging Face model's `state_dict()`, tied ones once, adapters merged, or adapters
+    alone (see `adapters_of`); a version is no part of it.
 
     Valid until the learner's next update.
     """
@@ -69,6 +69,24 @@ class StateWeights:
 
     def state_dict(self) -> Mapping[str, torch.Tensor]:
         return self._state
+
+
+def tied_names(model: torch.nn.Module) -> dict[str, str]:
+    """State-dict names whose tensor the model shares with an earlier name, and that name."""
+    first: dict[int, str] = {}
+    tied = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) in first:
+            tied[name] = first[id(tensor)]
+        else:
+            first[id(tensor)] = name
+    return tied
+
+
+def state_once(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The state dict, with what the model ties only under its first name; engines fill the others in."""
+    tied = tied_names(model)
+    return {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
 
 
 def adapters_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..base.weights import is_finite
+from ..base.weights import is_finite, tied_names
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Facts:
             _longest(model, max_length),
             _eos_ids(model, tokenizer, vocab_size) | _end_of_turn(tokenizer, vocab_size),
             {name: tensor.shape for name, tensor in model.state_dict().items()},
-            _tied_names(model),
+            tied_names(model),
         )
 
     def check_state(self, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -95,14 +95,3 @@ def _end_of_turn(tokenizer: Any, vocab_size: int) -> frozenset[int]:
     ids = tokenizer.encode(tail.lstrip(), add_special_tokens=False) if found else []
     special = ids and tokenizer.added_tokens_decoder.get(ids[0])
     return frozenset(ids[:1]) if special and special.special and ids[0] < vocab_size else frozenset()
-
-
-def _tied_names(model: Any) -> dict[str, str]:
-    first: dict[int, str] = {}
-    tied = {}
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        if id(tensor) in first:
-            tied[name] = first[id(tensor)]
-        else:
-            first[id(tensor)] = name
-    return tied

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ...base.failpoint import failpoint
-from ...base.weights import StateWeights, TensorSpec, WeightSource, adapters_of
+from ...base.weights import StateWeights, TensorSpec, WeightSource, adapters_of, state_once
 from ...methods.correct import Evidence, OverBatch
 from ...methods.loss import LossConfig, kl_loss, policy_loss
 from ..base import Sizes, Stats
@@ -314,7 +314,7 @@ class LocalLearner:
 
     def _merged_weights(self) -> WeightSource:
         if self._causal_lm is self.model:
-            return StateWeights(self.model.state_dict())
+            return StateWeights(state_once(self.model))
         return MergedWeights(self._causal_lm)
 
     def metrics(self) -> dict[str, float]:
@@ -360,7 +360,7 @@ class MergedWeights:
     def __init__(self, causal_lm: torch.nn.Module) -> None:
         self._state = {
             name.replace(".base_layer.", "."): value
-            for name, value in causal_lm.state_dict().items()
+            for name, value in state_once(causal_lm).items()
             if ".lora_" not in name
         }
         layers = ((f"{name}.weight", module) for name, module in causal_lm.named_modules())
