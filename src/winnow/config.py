@@ -17,11 +17,13 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
 from .base.dotted import TargetError, class_for
+from .base.elsewhere import ELSEWHERE
 from .base.files import not_json
 from .base.paths import absolute_paths
 
 LossType = Literal["dapo", "grpo", "dr_grpo", "sequence_sum"]
 GroupWeighting = Literal["equal", "size"]
+Optim = Literal["adamw_torch_fused", "adamw_torch_8bit", "adamw_torch_4bit"]
 
 MethodSpec = str | dict[str, Any]
 """A name from a method table or a class of your own (`my_pkg.rules:AtLeast`, `rules.py:AtLeast`), or, with options,
@@ -30,22 +32,6 @@ MethodSpec = str | dict[str, Any]
 
 class ConfigError(ValueError):
     """A configuration that cannot run; the message names the key, the value and the remedy."""
-
-
-ELSEWHERE = {
-    "scale_rewards": "choose `advantage: grpo` (scaled by the group's std) or `advantage: dr_grpo` (not scaled)",
-    "per_device_train_batch_size": "use `prompts_per_step` (prompts) and `num_generations` (rollouts of each)",
-    "gradient_accumulation_steps": "use `tokens_per_microbatch`; accumulation follows from it",
-    "train_batch_size": "use `prompts_per_step`",
-    "dataset_name": "use `env: {name: dataset, path: ...}`",
-    "train_dataset": "use `env: {name: dataset, path: ...}`",
-    "max_staleness": "use `max_lag`",
-    "use_peft": "use `lora: {r: 16}`",
-    "lora_r": "use `lora: {r: 16}`",
-    "resume_from_checkpoint": "run `winnow resume RUN`",
-    "per_device_eval_batch_size": "use `eval_prompts` and `eval_generations`",
-}
-"""Names that users of other trainers try, and what does the same here."""
 
 
 class LoraConfig(BaseModel):
@@ -143,6 +129,7 @@ class RunConfig(BaseModel):
     warmup_steps: int = Field(0, ge=0)
     lr_end: float = Field(0.0, ge=0)
     lr_decay_steps: int | None = Field(None, ge=1)
+    optim: Optim = "adamw_torch_fused"
     adam_beta1: float = Field(0.9, ge=0, lt=1)
     adam_beta2: float = Field(0.999, ge=0, lt=1)
     adam_epsilon: float = Field(1e-8, gt=0)

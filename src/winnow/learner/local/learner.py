@@ -25,6 +25,7 @@ from .forward import Body, can_share_prompts, head_is_linear, predictions
 from .logprob import TokenDistribution, token_logp
 from .loss_scale import LossScale
 from .modes import WideAttention, checkpoint_layers, train_adapter_dropout
+from .optimizer import adamw, load_state, saved_state, set_learning_rate
 from .pooled import PooledGradients, RowByRow, batched_if_exact
 from .terms import book, correction_weights, spread
 from .token_baselines import TokenBaselines
@@ -34,6 +35,8 @@ OPTIMIZER_FILE = "optimizer.safetensors"
 
 @dataclass(frozen=True)
 class LearnerOptions:
+    optim: str = "adamw_torch_fused"
+    """AdamW's states: as PyTorch has them, or of 8 or 4 bits (see `optimizer`)."""
     beta1: float = 0.9
     beta2: float = 0.999
     eps: float = 1e-8
@@ -83,13 +86,12 @@ class LocalLearner:
         self._scale = LossScale() if options.compute_dtype == torch.float16 else None
         self._batches: list[MicroBatch] = []
         """Micro-batches of the step under way; its later iterations refer to what the first has found."""
-        self._optimizer = torch.optim.AdamW(
+        self._optimizer = adamw(
+            options.optim,
             self._params.values(),
-            lr=0.0,
             betas=(options.beta1, options.beta2),
             eps=options.eps,
             weight_decay=options.weight_decay,
-            fused=True,
         )
 
     def _place(self) -> None:
@@ -297,8 +299,7 @@ class LocalLearner:
         if not torch.isfinite(norm):
             self._optimizer.zero_grad(set_to_none=True)
             raise FloatingPointError(f"the gradient norm is {norm.item()}; the weights were left as they were")
-        for group in self._optimizer.param_groups:
-            group["lr"] = lr
+        set_learning_rate(self._optimizer, lr)
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         return float(norm)
@@ -322,11 +323,7 @@ class LocalLearner:
 
     def save(self, directory: Path) -> None:
         self.model.save_pretrained(directory / "model")
-        state = {}
-        for name, param in self._params.items():
-            for key, value in self._optimizer.state.get(param, {}).items():
-                state[f"{name}:{key}"] = value.detach().contiguous()
-        save_file(state, directory / OPTIMIZER_FILE)
+        save_file(saved_state(self._optimizer, self._params), directory / OPTIMIZER_FILE)
 
     def export(self, directory: Path) -> None:
         self._causal_lm.save_pretrained(directory, state_dict=dict(self._merged_weights().state_dict()))
@@ -336,15 +333,8 @@ class LocalLearner:
 
         Raises ValueError when the file's parameters are not this model's.
         """
-        state = load_file(directory / OPTIMIZER_FILE)
-        names = {name.rpartition(":")[0] for name in state}
-        if names and names != set(self._params):
-            different = sorted(names ^ set(self._params))[:3]
-            raise ValueError(f"{directory / OPTIMIZER_FILE}: not the optimizer of this model; differs in {different}")
-        for name, value in state.items():
-            param_name, _, key = name.rpartition(":")
-            param = self._params[param_name]
-            self._optimizer.state[param][key] = value.to(param.device) if value.ndim else value
+        file = directory / OPTIMIZER_FILE
+        load_state(self._optimizer, self._params, load_file(file), str(file))
 
 
 def _identity(logits: torch.Tensor) -> torch.Tensor:

@@ -27,6 +27,7 @@ class Local:
 
 def options(policy: Policy, c: RunConfig) -> LearnerOptions:
     return LearnerOptions(
+        optim=c.optim,
         beta1=c.adam_beta1,
         beta2=c.adam_beta2,
         eps=c.adam_epsilon,
