@@ -58,7 +58,7 @@ def winnow(model: str, dtype: str, slots: int) -> Side:
     from winnow.engine import LocalEngine, Request, SamplingParams
 
     tokenizer = AutoTokenizer.from_pretrained(model)
-    tokenizer.eos_token = None
+    tokenizer.eos_token = tokenizer.chat_template = None  # nothing ends a sequence, not even the end of a turn
     loaded = load(model, dtype)
     engine = LocalEngine(loaded, tokenizer, slots=slots)
     spent = {"draw": 0.0}
