@@ -116,7 +116,7 @@ NOT_SWEPT = frozenset(
     | {"prompts_per_step", "max_prompt_length", "max_completion_length", "reward_timeout_s", "max_failed_share"}
     | {"max_skipped_steps", "learning_rate", "adam_beta1", "adam_beta2", "adam_epsilon", "save_steps"}
     | {"save_total_limit", "log_completions", "report_to"}
-    | {"eval_temperature", "eval_top_p", "eval_top_k", "eval_greedy", "matmul_precision"}
+    | {"eval_temperature", "eval_top_p", "eval_top_k", "eval_greedy", "matmul_precision", "optim"}
 )
 """Fields whose value changes numbers but no path, or that make the place where a run happens."""
 
