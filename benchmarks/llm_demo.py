@@ -51,7 +51,8 @@ def _once(file: Path, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 def _train(directory: Path, seed: int, overrides: list[str]) -> dict[str, Any]:
     from winnow.study.demo import run_demo
 
-    return run_demo(directory, [f"seed={seed}", *overrides], Console(), "llm")
+    found = run_demo(directory, [f"seed={seed}", *overrides], Console(), "llm")
+    return {key: value for key, value in found.items() if key not in ("run", "report")}
 
 
 def _untrained(level: str) -> dict[str, Any]:
