@@ -28,6 +28,7 @@ def outcome(future: Any) -> StepResult | EnvLostError | None:
     return result
 
 
+@pytest.mark.slow
 def test_a_hundred_episodes_two_workers_killed_and_one_hung(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("WINNOW_CACHE", str(tmp_path))
     config = AlfworldConfig(train_size=4, test_size=0, receptacles=3, objects=3, style="words", workers=4, timeout_s=6)

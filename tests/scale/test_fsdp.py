@@ -357,6 +357,7 @@ def test_what_ranks_cannot_train_is_refused(run_config: dict[str, Any]) -> None:
         Trainer(config=run_config | {"learner": {"name": "fsdp", "ranks": 90}})
 
 
+@pytest.mark.slow
 def test_a_silent_rank_is_given_up(local_cluster: None) -> None:
     ranks = Ranks(world=1, threads=1, num_gpus=0, timeout_s=60)
     cut = over(ranks, policy())

@@ -211,6 +211,7 @@ def stopped(processes: list[psutil.Process]) -> Iterator[None]:
                 process.resume()
 
 
+@pytest.mark.slow
 def test_a_node_that_stops_for_a_moment_is_waited_for(config: dict[str, Any]) -> None:
     config |= {"sync": config["sync"] | {"timeout_s": 60}}
 
@@ -225,6 +226,7 @@ def test_a_node_that_stops_for_a_moment_is_waited_for(config: dict[str, Any]) ->
     assert restarts(config) == 0
 
 
+@pytest.mark.slow
 def test_a_node_that_stops_for_long_is_done_without(config: dict[str, Any]) -> None:
     """Its samplers are replaced; when it goes on, what they still say is of no account."""
 

@@ -131,12 +131,14 @@ def test_actors_that_are_killed_are_replaced(config: dict[str, Any]) -> None:
     assert not actors(), "nobody is left"
 
 
+@pytest.mark.slow
 def test_a_rule_that_fails_at_an_actor_ends_the_run_by_its_name(config: dict[str, Any]) -> None:
     gate = {"name": "tests.gates:Broken", "at": 2}
     with pytest.raises(RunStoppedError, match=r"gate Broken: ZeroDivisionError: division by zero"):
         Trainer(config=config | {"gates": [gate], "eval_steps": None}).train()
 
 
+@pytest.mark.slow
 def test_an_actor_that_keeps_dying_is_named_with_its_last_words(config: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "dies.py").write_text("def reward(completions, **_):\n    return [1.0] * len(completions)\n")
     trainer = Trainer(config=config | {"reward_funcs": [f"{tmp_path}/dies.py:reward"], "eval_steps": None})
