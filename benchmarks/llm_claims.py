@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +65,7 @@ ARMS = {
     )
 }
 """`rloo` is the recipe itself. All have 128 rollouts a step, but for those that size or refill it themselves.
-Runs with a lag of 8 hold nine copies of the weights (6 GB); their places in this list keep two from running at once."""
+Runs with a lag of 8 hold nine copies of the weights (5 GB), so they are far apart in this list."""
 
 
 def train_arm(arm: Arm, seed: int, work: Path, extra: list[str]) -> None:
@@ -101,13 +100,12 @@ def summary(run: f.Run) -> dict[str, Any]:
 def main_table(runs: sm.Figures) -> str:
     base, rows = runs["arithmetic-grpo"], []
     for arm, found in runs.items():
-        own = [] if arm == "arithmetic-grpo" else [(sm.difference(found, base, sm.passed), "{:+.3f}")]
         rows.append(
             [
                 arm.removeprefix("arithmetic-"),
                 str(len(found)),
                 text(sm.over_seeds(found, sm.passed)),
-                "".join(text(value, form) for value, form in own),
+                "" if found is base else text(sm.difference(found, base, sm.passed), "{:+.3f}"),
                 text(sm.over_seeds(found, lambda r: r["deployed"]["greedy"])),
                 percent(sm.over_seeds(found, lambda r: r["zero_variance"])),
                 text(sm.ratio(found, base, lambda r: r["tokens"]), "{:.2f}"),
@@ -132,8 +130,7 @@ def to_level(found: list[sm.Summary], base: list[sm.Summary], axis: str) -> str:
 def _reached(run: sm.Summary, level: float, axis: str) -> float | None:
     costs = run["seconds_at"] if axis == "seconds" else [point[1] for point in run["curve"]]
     curve = [Point(i, cost, 0, point[3]) for i, (cost, point) in enumerate(zip(costs, run["curve"], strict=True))]
-    cost: Callable[[Point], float] = lambda p: p.tokens  # noqa: E731
-    return reached_at(curve, level, cost)
+    return reached_at(curve, level, lambda point: point.tokens)
 
 
 def write_figures(work: Path, out: Path | None, docs: Path | None) -> None:

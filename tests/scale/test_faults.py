@@ -32,7 +32,7 @@ pytestmark = pytest.mark.usefixtures("local_cluster")
 REWARD = f"{parity.__file__}:parity_reward"
 FSDP = {"name": "fsdp", "ranks": 2, "timeout_s": 120}
 ENDLESS = {"max_steps": 100_000, "save_steps": 100_000, "learning_rate": 1e-6}
-"""And slow to learn: when all is solved, a run ends."""
+"""Has no end by itself: it learns slowly, since a run whose prompts are all solved stops."""
 
 
 @pytest.fixture

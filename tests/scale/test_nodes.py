@@ -321,7 +321,9 @@ def test_a_node_that_does_not_answer_is_named(cluster: Any) -> None:
     finally:
         raylet.resume()
     assert len(found["nodes"]) == 3
-    assert [problem for problem in found["problems"] if name in problem] == [f"{name}: no answer within 30 s"]
+    (problem,) = (problem for problem in found["problems"] if name in problem)
+    # Ray may give the node up before the check does
+    assert problem in (f"{name}: no answer within 30 s", f"{name}: its node or process ended before it answered")
 
 
 def test_an_address_where_nobody_answers(tiny_config: dict[str, Any]) -> None:

@@ -101,8 +101,11 @@ class Nodes:
             try:
                 answers[name] = ray.get(reference, timeout=0.1)
             except Exception as error:
-                silent = isinstance(error, ray.exceptions.GetTimeoutError) or not str(error).strip()
-                said = f"no answer within {self.node_s:g} s" if silent else str(error).strip().splitlines()[0]
+                said = (str(error).strip() or type(error).__name__).splitlines()[0]
+                if isinstance(error, ray.exceptions.GetTimeoutError):
+                    said = f"no answer within {self.node_s:g} s"
+                elif isinstance(error, ray.exceptions.ActorDiedError):
+                    said = "its node or process ended before it answered"
                 self.problems.append(f"{name}: {said}")
                 del self.probes[name]
         return answers

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 Parameters = Mapping[str, torch.nn.Parameter]
+"""Trained parameters by name."""
 LOW_BIT = {"adamw_torch_8bit": "AdamW8bit", "adamw_torch_4bit": "AdamW4bit"}
 """Names as in transformers -> torchao's classes: states in blocks of 256 or 128 numbers with a scale each."""
 
@@ -33,9 +34,7 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
             group["lr"] = lr
 
 
-def saved_state(
-    optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.nn.Parameter]
-) -> dict[str, torch.Tensor]:
+def saved_state(optimizer: torch.optim.Optimizer, parameters: Parameters) -> dict[str, torch.Tensor]:
     """Plain tensors: `parameter:key`, or `parameter:key.part` of a state of fewer bits."""
     found = {}
     for name, parameter in parameters.items():
@@ -75,11 +74,9 @@ def _parts(value: torch.Tensor) -> dict[str, torch.Tensor]:
     return {"": value} if flatten is None else {f".{part}": getattr(value, part) for part in flatten()[0]}
 
 
-def _buffer(optimizer: torch.optim.Optimizer, parameter: torch.nn.Parameter, key: str) -> torch.Tensor:
+def _buffer(optimizer: Any, parameter: torch.nn.Parameter, key: str) -> torch.Tensor:
     """An empty state, as the optimizer itself makes it before its first step."""
-    if key == "step":
-        return torch.zeros((), device="cpu" if hasattr(optimizer, "_new_buffer") else parameter.device)
-    if hasattr(optimizer, "_new_buffer"):
-        made: torch.Tensor = optimizer._new_buffer(parameter, key == "exp_avg")
-        return made
-    return torch.zeros_like(parameter, memory_format=torch.preserve_format)
+    if isinstance(optimizer, torch.optim.AdamW):
+        return torch.zeros((), device=parameter.device) if key == "step" else torch.zeros_like(parameter)
+    made: torch.Tensor = torch.zeros(()) if key == "step" else optimizer._new_buffer(parameter, key == "exp_avg")
+    return made
