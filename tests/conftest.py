@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -12,9 +13,37 @@ import hypothesis
 import pytest
 import torch
 
+from winnow.base.forkserver import Child, ForkServer
+
 torch.set_num_threads(1)
 hypothesis.settings.register_profile("winnow", deadline=None)  # a busy machine is no failure
 hypothesis.settings.load_profile("winnow")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def imports_once() -> Iterator[None]:
+    """Sampler processes of all runs come from the same server, as those of one run do: imports take seconds."""
+    kept: set[ForkServer] = set()
+    original = ForkServer.fork
+
+    def fork(self: ForkServer) -> Child:
+        kept.add(self)
+        return original(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ForkServer, "fork", fork)
+        yield
+    kept.clear()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pyfunc_call() -> Generator[None, None, None]:
+    """The same environment in every test: it is what tells servers apart."""
+    name = os.environ.pop("PYTEST_CURRENT_TEST")
+    try:
+        return (yield)
+    finally:
+        os.environ["PYTEST_CURRENT_TEST"] = name
 
 
 @pytest.fixture(scope="session")

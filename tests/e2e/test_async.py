@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import sqlite3
-import subprocess
 import threading
 import time
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 import pytest
 
 from winnow import Trainer
+from winnow.base.forkserver import Child
 from winnow.config import ConfigError
 from winnow.loop import RunStoppedError
 from winnow.sampler.member import Member
@@ -46,7 +46,7 @@ def children(monkeypatch: pytest.MonkeyPatch) -> list[Member]:
     return started
 
 
-def process_of(member: Member) -> subprocess.Popen[bytes]:
+def process_of(member: Member) -> Child:
     assert isinstance(member.channel, Pipe)
     return member.channel.process
 

@@ -16,8 +16,8 @@ import pytest
 
 from winnow import Trainer
 from winnow.record.ledger import Ledger
+from winnow.run.serve import PROCESS_NAME
 from winnow.sampler.member import Member
-from winnow.sampler.pipe import SERVE
 from winnow.sampler.pool import SamplerPool
 
 from .. import parity
@@ -50,7 +50,7 @@ def samplers() -> list[psutil.Process]:
     found = []
     for process in psutil.process_iter():
         try:
-            if SERVE in process.cmdline() and process.status() != psutil.STATUS_ZOMBIE:
+            if process.name() == PROCESS_NAME and process.status() != psutil.STATUS_ZOMBIE:
                 theirs = process.environ()
                 if all(theirs.get(name) == os.environ.get(name) for name in WORKER):
                     found.append(process)

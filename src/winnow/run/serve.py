@@ -20,6 +20,7 @@ import torch
 
 from ..base.failpoint import failpoint
 from ..base.memory import resident_mib
+from ..base.parent import call_itself
 from ..config import ConfigError, validate
 from ..engine.loading import ModelReference, load_tokenizer, quiet_transformers, resolve_device
 from ..engine.pretrained import located
@@ -32,6 +33,7 @@ from .build import build_engine, build_task, rollout_options
 from .build_gates import rule_types
 
 HEARTBEAT_S = 1.0
+PROCESS_NAME = "winnow-sampler"
 Reply = Callable[[dict[str, Any]], None]
 ReadWeights = Callable[[Mapping[str, Any]], Mapping[str, torch.Tensor]]
 
@@ -115,6 +117,7 @@ class Server:
 
 def main() -> None:
     """Serve the learner over standard input and output."""
+    call_itself(PROCESS_NAME)
     reply_fd = os.dup(1)
     os.dup2(2, 1)  # what environments and rewards print is no message
     inbox: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()

@@ -10,32 +10,29 @@ import json
 import os
 import queue
 import signal
-import subprocess
 import sys
 import threading
 from collections import deque
 from typing import Any
 
+from ..base.forkserver import Child, ForkServer, forkserver
 from .member import Inbox, Message
 
 LAST_WORDS = 40
 """Lines of a sampler's prints that are kept."""
 
 
-SERVE = (
-    "import sys; from winnow.base.parent import die_with; die_with(int(sys.argv[1])); "
-    "from winnow.run.serve import main; main()"
-)
-"""A sampler dies with its learner from the first moment on: imports may take long."""
+SERVE = "winnow.run.serve:main"
+"""By name: what builds a run is above samplers."""
 
 
 class Pipe:
     """One process; what it says goes into `inbox`, its end, too. It dies with this process."""
 
-    def __init__(self, inbox: Inbox, threads: int) -> None:
+    def __init__(self, inbox: Inbox, process: Child) -> None:
         self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._said: deque[str] = deque(maxlen=LAST_WORDS)
-        self.process = _spawn(threads)
+        self.process = process
         inbox.put(Message(self, {"placed": ""}))
         self._threads = [
             threading.Thread(target=self._listen, args=(inbox,), daemon=True),
@@ -50,48 +47,48 @@ class Pipe:
 
     def kill(self) -> str:
         """End it now, if it has not ended, with everything it started; returns how it ended and what it said last."""
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.kill()
         status = self.process.wait()
         self._outbox.put(None)
         for thread in self._threads:
             thread.join(timeout=10)
         for pipe in (self.process.stdin, self.process.stdout, self.process.stderr):
             with contextlib.suppress(OSError):
-                pipe.close()  # type: ignore[union-attr]
+                pipe.close()
         how = f"exit status {status}" if status >= 0 else f"signal {signal.Signals(-status).name}"
         said = "\n".join(self._said).strip()
         return how + (f"; its last words:\n{said[-2000:]}" if said else "")
 
     def _listen(self, inbox: Inbox) -> None:
-        assert self.process.stdout is not None
         with contextlib.suppress(ValueError, OSError):  # a line cut off by its death, or our own closing
             for line in self.process.stdout:
                 inbox.put(Message(self, json.loads(line)))
         inbox.put(Message(self, None))
 
     def _overhear(self) -> None:
-        assert self.process.stderr is not None
         with contextlib.suppress(ValueError, OSError):
             for line in self.process.stderr:
                 self._said.append(line.decode("utf-8", "replace").rstrip())
 
     def _talk(self) -> None:
-        assert self.process.stdin is not None
         with contextlib.suppress(ValueError, OSError):
             while (line := self._outbox.get()) is not None:
                 self.process.stdin.write(line)
                 self.process.stdin.flush()
 
 
-def _spawn(threads: int) -> subprocess.Popen[bytes]:
-    paths = dict.fromkeys([*(os.path.abspath(p) for p in sys.path), os.getcwd()])
-    env = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": str(threads)}
-    return subprocess.Popen(
-        [sys.executable, "-c", SERVE, str(os.getpid())],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        env=env,
-        start_new_session=True,
-    )
+class Pipes:
+    """Starts samplers on this machine; what they import is imported once, until `close`."""
+
+    def __init__(self, threads: int) -> None:
+        self._threads = threads
+        self._server: ForkServer | None = None
+
+    def __call__(self, inbox: Inbox) -> Pipe:
+        paths = dict.fromkeys([*(os.path.abspath(p) for p in sys.path), os.getcwd()])
+        env = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": str(self._threads)}
+        self._server = forkserver(SERVE, env)
+        return Pipe(inbox, self._server.fork())
+
+    def close(self) -> None:
+        self._server = None

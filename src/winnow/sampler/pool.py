@@ -82,9 +82,16 @@ class PoolOptions:
 
 
 class SamplerPool:
-    """See the module's docstring. `open_channel` starts a sampler."""
+    """See the module's docstring. `open_channel` starts a sampler; `ended` is called when there are none any more."""
 
-    def __init__(self, options: PoolOptions, context: SamplerContext, transport: Transport, open_channel: Open) -> None:
+    def __init__(
+        self,
+        options: PoolOptions,
+        context: SamplerContext,
+        transport: Transport,
+        open_channel: Open,
+        ended: Callable[[], None] = lambda: None,
+    ) -> None:
         self.options = options
         self._prompts = prompts_of(context.task)
         self._greedy = context.greedy_baseline
@@ -96,7 +103,7 @@ class SamplerPool:
             "fingerprints": fingerprints(context.task, context.tokenizer),
         }
         self._transport = transport
-        self._open = open_channel
+        self._open, self._ended = open_channel, ended
         self._rules: list[dict[str, Any]] = []
         self._inbox: Inbox = queue.SimpleQueue()
         self._members: list[Member] = []
@@ -345,6 +352,7 @@ class SamplerPool:
         finally:
             for member in self._members:
                 member.channel.kill()
+            self._ended()
         there = {(group.purpose, group.visit.number) for group in groups}
         for sent in (sent for sent in flying if sent.key not in there):
             groups.append(self._failed_group(sent.job, "", fate=None))  # its sampler did not answer

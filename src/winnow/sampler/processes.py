@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from .base import SamplerContext
-from .pipe import Pipe
+from .pipe import Pipes
 from .pool import PoolOptions, SamplerPool
 from .weights import PublishedWeights
 
@@ -24,4 +24,5 @@ class Processes(PoolOptions):
     def build(self, context: SamplerContext) -> SamplerPool:
         self.check(context.config.reward_timeout_s)
         transport = PublishedWeights(Path(context.config.output_dir) / WEIGHTS)
-        return SamplerPool(self, context, transport, lambda inbox: Pipe(inbox, self.threads))
+        pipes = Pipes(self.threads)
+        return SamplerPool(self, context, transport, pipes, pipes.close)

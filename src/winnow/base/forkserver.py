@@ -1,0 +1,245 @@
+"""Processes that are forked off one that has made their imports, once: they begin at once, and share its memory.
+
+What a sampler imports takes seconds of a processor and 400 MB. `multiprocessing` has a forkserver, too, but a child of
+it imports the user's script once more. Imports nothing heavy: it comes before all else there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import traceback
+import weakref
+from collections.abc import Callable
+
+from .parent import die_with
+
+SERVE = (
+    "import sys; from winnow.base.parent import die_with; die_with(int(sys.argv[1])); "
+    "from winnow.base.forkserver import serve; serve(*sys.argv[2:])"
+)
+"""It dies with its parent from the first moment on, and what it forked with it: imports may take long."""
+KILLED = -int(signal.SIGKILL)
+
+
+class Child:
+    """A forked process: its pipes, and how it ended. Killed, at the latest, with its server."""
+
+    def __init__(self, server: ForkServer, stdin: int, stdout: int, stderr: int, status: int) -> None:
+        self._server = server
+        self.stdin, self.stdout, self.stderr = os.fdopen(stdin, "wb"), os.fdopen(stdout, "rb"), os.fdopen(stderr, "rb")
+        self._status = os.fdopen(status, "rb")
+        self._lock = threading.Lock()
+        self._pid: int | None = None
+        self._ended: int | None = None
+
+    @property
+    def pid(self) -> int:
+        """Waits until it has begun. 0: it could not."""
+        with self._lock:
+            if self._pid is None:
+                self._pid = int(self._status.readline() or 0)
+        return self._pid
+
+    def poll(self) -> int | None:
+        """As `subprocess.Popen.poll`."""
+        if self._ended is None and self.pid and not select.select([self._status], [], [], 0)[0]:
+            return None
+        return self.wait()
+
+    def wait(self) -> int:
+        """Exit status, or the negative number of the signal that ended it, as `subprocess.Popen.wait`."""
+        begun = self.pid
+        with self._lock:
+            if self._ended is None:
+                self._ended = int((begun and self._status.readline()) or KILLED)
+            return self._ended
+
+    def kill(self) -> None:
+        """End it, with what it started."""
+        if self._pid is None and self._server.importing:
+            self._server.kill()
+        if self.poll() is None:
+            for end in (os.killpg, os.kill):  # it may have no group yet
+                with contextlib.suppress(ProcessLookupError):
+                    end(self.pid, signal.SIGKILL)
+
+
+class ForkServer:
+    """A process with the imports of `target` ("module:function"), which its children run."""
+
+    def __init__(self, target: str, env: dict[str, str]) -> None:
+        self._socket, theirs = socket.socketpair()
+        with theirs:
+            fd = theirs.fileno()
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", SERVE, str(os.getpid()), target, str(fd)],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,  # libraries' notes; a failed import is said by the children
+                env=env,
+                pass_fds=[fd],
+                start_new_session=True,
+            )
+        weakref.finalize(self, _end, self._socket, self._process)
+
+    @property
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
+    @property
+    def importing(self) -> bool:
+        """Whether none of those asked for can have begun."""
+        return self.alive and not select.select([self._socket], [], [], 0)[0]
+
+    def kill(self) -> None:
+        """With its children."""
+        self._process.kill()
+        self._process.wait()
+
+    def fork(self) -> Child:
+        """A process, in a session of its own. Does not wait for it to begin."""
+        (in_r, in_w), (out_r, out_w), (err_r, err_w), (status_r, status_w) = (os.pipe() for _ in range(4))
+        theirs = [in_r, out_w, err_w, status_w]
+        try:
+            with contextlib.suppress(OSError):  # the server has ended: the pipes say so
+                socket.send_fds(self._socket, [b"f"], theirs)
+        finally:
+            for fd in theirs:
+                os.close(fd)
+        return Child(self, in_w, out_r, err_r, status_r)
+
+
+def _end(connection: socket.socket, process: subprocess.Popen[bytes]) -> None:
+    connection.close()
+    process.kill()
+    process.wait()
+
+
+class _Servers(threading.local):
+    """Those of this thread: the kernel ends them with it, and with them their children."""
+
+    def __init__(self) -> None:
+        self.known: weakref.WeakValueDictionary[tuple[object, ...], ForkServer] = weakref.WeakValueDictionary()
+
+
+_servers = _Servers()
+
+
+def forkserver(target: str, env: dict[str, str]) -> ForkServer:
+    """The one with this environment and folder, as long as anybody keeps it."""
+    key = target, os.getcwd(), os.getpid(), frozenset(env.items())
+    found = _servers.known.get(key)
+    if found is None or not found.alive:
+        found = _servers.known[key] = ForkServer(target, env)
+    return found
+
+
+def serve(target: str, fd: str) -> None:
+    """The server's side; in a child it returns when that has done what it is for."""
+    begin = _imported(target)
+    with socket.socket(fileno=int(fd)) as connection:
+        connection.send(b"i")  # stays there: imported
+        child = _listen(connection)
+    if child:
+        begin()
+
+
+def _imported(target: str) -> Callable[[], None]:
+    """The target, or what says in every child why it cannot be imported."""
+    module, name = target.split(":")
+    try:
+        found: Callable[[], None] = getattr(importlib.import_module(module), name)
+        return found
+    except BaseException:
+        said = traceback.format_exc()
+
+        def fail() -> None:
+            sys.exit(said)
+
+        return fail
+
+
+def _listen(connection: socket.socket) -> bool:
+    """Fork at every request and tell how children ended. True: this is a child; False: nobody asks any more."""
+    woken, wake = os.pipe()
+    for end in (woken, wake):
+        os.set_blocking(end, False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(wake)
+    told: dict[int, int] = {}
+    while True:
+        ready, _, _ = select.select([woken, connection.fileno()], [], [])
+        if woken in ready:
+            os.read(woken, 4096)
+            _reap(told)
+        if connection.fileno() in ready:
+            try:
+                _, fds, *_ = socket.recv_fds(connection, 1, 4)
+            except ConnectionResetError:
+                return False
+            if not fds:
+                return False
+            if _fork(fds, told):
+                signal.set_wakeup_fd(-1)
+                for end in (woken, wake):
+                    os.close(end)
+                return True
+
+
+def _reap(told: dict[int, int]) -> None:
+    while told and (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)):
+        pid = ended.si_pid
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(pid, signal.SIGKILL)  # what it started, before its number can be another's
+        _, status = os.waitpid(pid, 0)
+        _tell(told[pid], os.waitstatus_to_exitcode(status))
+        os.close(told.pop(pid))
+
+
+def _tell(fd: int, what: object) -> None:
+    with contextlib.suppress(BrokenPipeError):  # nobody asks any more
+        os.write(fd, f"{what}\n".encode())
+
+
+def _fork(fds: list[int], told: dict[int, int]) -> bool:
+    """Whether this is the child."""
+    server = os.getpid()
+    *streams, status = fds
+    try:
+        pid = os.fork()
+    except OSError as error:  # memory, or the number of processes
+        _tell(streams[2], f"cannot start a process: {error}")
+        for fd in fds:
+            os.close(fd)
+        return False
+    if pid:
+        for fd in streams:
+            os.close(fd)
+        told[pid] = status
+        _tell(status, pid)
+        return False
+    os.setsid()
+    die_with(server)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    for i, fd in enumerate(streams):
+        os.dup2(fd, i)
+    for fd in (*fds, *told.values()):
+        os.close(fd)
+    _reseed()
+    return True
+
+
+def _reseed() -> None:
+    """Or the random numbers of a user's code would be the same in every child; `random` does it itself."""
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed()
+    if torch := sys.modules.get("torch"):
+        torch.seed()
