@@ -13,6 +13,7 @@ import pytest
 from winnow import Trainer
 from winnow.loop import RunStoppedError
 from winnow.methods.filter import Filter
+from winnow.methods.select import stream
 from winnow.methods.signal import Kind
 from winnow.record.ledger import Ledger
 from winnow.types import Group, Verdict
@@ -69,8 +70,9 @@ def test_a_best_of_k_group_short_of_k_is_not_trained_on(tiny_config: dict[str, A
     ids=["keep_all", "active", "dapo", "greso", "greso-active"],
 )
 def test_all_solved_or_all_hopeless_ends_with_a_message_and_a_saved_run(
-    tiny_config: dict[str, Any], reward: Any, options: dict[str, Any], message: str
+    tiny_config: dict[str, Any], reward: Any, options: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(stream, "PATIENCE", 1000)
     trainer = Trainer(config=tiny_config | {"eval_steps": None, "max_steps": 1000} | options, reward_funcs=reward)
     with pytest.raises(RunStoppedError, match=message):
         trainer.train()

@@ -89,6 +89,7 @@ def _kill_samplers(config: dict[str, Any], monkeypatch: pytest.MonkeyPatch, kill
     trainer = Trainer(config=config | {"max_steps": 100_000, "save_steps": 100_000})
     draws = random.Random(0)
     living: list[psutil.Process] = []
+    run_dir = Path(config["output_dir"])
 
     def kill() -> None:
         for number in range(kills):
@@ -98,7 +99,9 @@ def _kill_samplers(config: dict[str, Any], monkeypatch: pytest.MonkeyPatch, kill
             if draws.random() < 0.7:  # else it may not even have started to work
                 while not child.ready and process_of(child).poll() is None:
                     time.sleep(0.01)
-            time.sleep(draws.uniform(0, 0.5))
+            time.sleep(draws.uniform(0, 1))
+            while number == kills - 1 and not (run_dir / "metrics.jsonl").exists():  # some step is made between deaths
+                time.sleep(0.01)
             os.kill(process_of(child).pid, signal.SIGKILL)
         while len(started) <= kills or not started[-1].ready:
             time.sleep(0.01)
@@ -110,7 +113,6 @@ def _kill_samplers(config: dict[str, Any], monkeypatch: pytest.MonkeyPatch, kill
     with pytest.raises(KeyboardInterrupt):
         trainer.train()
     thread.join(10)
-    run_dir = Path(config["output_dir"])
     steps = int(sorted((run_dir / "checkpoints").glob("step-*"))[-1].name.removeprefix("step-"))
     assert steps >= least, "it went on between the deaths"
     Trainer.resume(run_dir, {"max_steps": steps + 4}).train()

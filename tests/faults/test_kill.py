@@ -66,11 +66,12 @@ def test_kill_at_every_hit(config: dict[str, Any], undisturbed: dict) -> None:
         assert_recovers(config, hit, undisturbed["fingerprint"])
 
 
-def test_killed_ten_times_at_random_moments(config: dict[str, Any], undisturbed: dict) -> None:
+@pytest.mark.parametrize("kills", [3, pytest.param(10, marks=pytest.mark.slow)])
+def test_killed_at_random_moments(config: dict[str, Any], kills: int) -> None:
     """Some steps and a random fraction of a step after each restart, with checkpoints only every third step."""
     rng = random.Random(0)
-    config = config | {"max_steps": 60, "save_steps": 3}
-    for kill in range(10):
+    config = config | {"max_steps": 6 * kills, "save_steps": 3}
+    for kill in range(kills):
         code = run(config, kill_at_line=3 * kill + rng.randint(1, 5), delay_s=rng.uniform(0, 0.1))
         assert code == -signal.SIGKILL
     assert run(config) == 0

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from winnow.config import ConfigError, method
-from winnow.methods.gate import GATES
+from winnow.methods.gate import GATES, within_table
 from winnow.methods.gate.calibration import BinnedPosterior
 from winnow.methods.gate.quality import Arrol, ArrolGate
-from winnow.methods.gate.within_table import DECAY, PRIOR, PROMPTS, PromptOutcomes
+from winnow.methods.gate.within_table import DECAY, PRIOR, PromptOutcomes
 from winnow.types import Group, GroupView, Prompt, Verdict, Visit
 
 from ..gates import plain
@@ -106,7 +106,8 @@ def test_resume_is_exact() -> None:
     assert a.state_dict() == b.state_dict()
 
 
-def test_outcomes_count_what_they_are_worth_decay_and_are_bounded() -> None:
+def test_outcomes_count_what_they_are_worth_decay_and_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(within_table, "PROMPTS", 64)
     memory, posterior = PromptOutcomes(0.5, 0.05, 64), BinnedPosterior()
     memory.asked(7, 3, 8, known=False)
     memory.visited(7, [(True, 1.0), (False, 1.0), (False, 1.0)])
@@ -119,10 +120,10 @@ def test_outcomes_count_what_they_are_worth_decay_and_are_bounded() -> None:
     worth = 21**2 / 401
     wins, losses = DECAY * worth * 20 / 21, DECAY * worth / 21
     assert memory.table.beta_of(8) == pytest.approx((PRIOR / 2 + wins, PRIOR / 2 + losses))
-    for ordinal in range(PROMPTS + 10):
+    for ordinal in range(64 + 10):
         memory.visited(ordinal, [(True, 1.0)])
     memory.end_step(posterior)
-    assert len(memory.table.ordinals_N) == PROMPTS
+    assert len(memory.table.ordinals_N) == 64
     assert memory.table.ordinals_N[0] == 8 + 2, "those visited last are remembered"
     for _ in range(400):
         memory.end_step(posterior)
