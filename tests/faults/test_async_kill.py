@@ -100,7 +100,7 @@ def _kill_samplers(config: dict[str, Any], monkeypatch: pytest.MonkeyPatch, kill
                 while not child.ready and process_of(child).poll() is None:
                     time.sleep(0.01)
             time.sleep(draws.uniform(0, 1))
-            while number == kills - 1 and not (run_dir / "metrics.jsonl").exists():  # some step is made between deaths
+            while number == kills - 1 and not (run_dir / "metrics.jsonl").stat().st_size:  # a step between deaths
                 time.sleep(0.01)
             os.kill(process_of(child).pid, signal.SIGKILL)
         while len(started) <= kills or not started[-1].ready:
