@@ -25,7 +25,7 @@ from winnow.env.workers.seccomp import DENIED, program
 
 needs_bubblewrap = pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
 pytestmark = needs_bubblewrap
-OPTIONS = SandboxOptions(timeout_s=4.0, memory_mb=128, disk_mb=4, max_output=10_000)
+OPTIONS = SandboxOptions(timeout_s=3.0, memory_mb=128, disk_mb=4, max_output=10_000)
 OWN_UID = FIRST_UID + 16 * (1 + os.getpid() % 250)
 """Other tests use the sandbox meanwhile, in other processes; nobody else has these users."""
 

@@ -87,7 +87,7 @@ def kill_samplers(config: dict[str, Any], kills: int) -> None:
 
 
 def test_samplers_killed_at_random_moments(config: dict[str, Any]) -> None:
-    kill_samplers(config | EVERYTHING, kills=3)
+    kill_samplers(config | EVERYTHING, kills=2)
 
 
 @pytest.mark.slow

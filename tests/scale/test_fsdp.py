@@ -218,6 +218,7 @@ def test_bfloat16_is_as_far_off_as_in_one_process(ranks: Ranks, weighing: Weighi
     assert torch.nn.functional.cosine_similarity(moved[2], moved[0], dim=0) > 0.9
 
 
+@pytest.mark.slow
 def test_weights_are_cut_among_some_ranks_and_copied_to_others(local_cluster: None) -> None:
     """HSDP: two groups of two ranks."""
     parts, four = policy(tie_word_embeddings=True), Ranks(world=4, threads=1, num_gpus=0, timeout_s=120)
@@ -290,10 +291,10 @@ def assert_clean(config: dict[str, Any]) -> None:
         assert proof.ok, proof.problems
 
 
-def test_a_run_over_ranks_and_samplers_and_its_resumes(run_config: dict[str, Any], tmp_path: Path) -> None:
+def test_a_run_over_ranks_and_a_sampler_and_its_resume(run_config: dict[str, Any], tmp_path: Path) -> None:
     """All methods on; the second half on three ranks."""
     everything = {
-        "sync": {"name": "ray", "samplers": 2},
+        "sync": "ray",
         "max_lag": 2,
         "num_generations": 8,
         "selector": "greso",

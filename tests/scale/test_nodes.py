@@ -310,6 +310,7 @@ def test_every_node_is_tried(cluster: Any, tmp_path: Path, monkeypatch: pytest.M
     assert sum("does not arrive here" in problem for problem in problems) == 3
 
 
+@pytest.mark.slow
 def test_a_node_that_does_not_answer_is_named(cluster: Any) -> None:
     ray.init(address=cluster.address, log_to_driver=False)
     silent = cluster.worker_nodes.copy().pop()
