@@ -63,11 +63,13 @@ def test_a_run_with_gates_and_evaluations(config: dict[str, Any]) -> None:
     assert [row["step"] for row in rows if "loss" in row] == [1, 2, 3, 4, 5]
     assert max(row.get("lag/max", 0) for row in rows) <= 1
     assert sum("eval/pass@1" in row for row in rows) >= 3
+    assert all(any(f"sampler/{slot}/memory_mib" in row for row in rows) for slot in range(2))
 
 
 FIGURES = ("tokens_per_s", "idle", "groups", "lag", "restarts", "memory_mib")
 
 
+@pytest.mark.slow
 def test_both_samplers_say_how_they_do(config: dict[str, Any]) -> None:
     """In one step or another: where a sampler has not reported since the last one, some figures are missing."""
     endless = {"max_steps": 100_000, "max_skipped_steps": 100_000, "save_steps": 100_000, "eval_steps": None}
