@@ -7,7 +7,7 @@ JOBS ?= 2
 # Some packages are built by calling `python`, which not every machine has.
 PIP := PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo demo-llm test test-all install-scale test-scale test-scale-all bench bench-llm bench-scale bench-claims lint clean
+.PHONY: install demo demo-llm test test-all install-scale test-scale test-scale-all bench bench-llm bench-scale bench-claims lint clean
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -17,6 +17,8 @@ $(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/python
 	$(PIP) torch==2.13.0
 	$(PIP) -e '.[dev,peft,math,reasoning-gym,textworld,alfworld,hub,gguf,gate,torchao,tensorboard]'
 	touch $@
+
+install: $(VENV)/.installed
 
 $(VENV)/.bench: $(VENV)/.installed
 	$(PIP) -e '.[bench]'
@@ -66,6 +68,7 @@ bench: $(VENV)/.bench ## engine and training step beside their peers; writes ben
 # LLM: directory of SmolLM2-135M-Instruct, which `winnow models get smollm2-135m` names; GGUF: a file of it, for llama.cpp.
 bench-llm: $(VENV)/.bench $(SCALE)/.installed ## generation and a step with a pretrained model of 135M parameters beside its peers
 	$(BIN)/python benchmarks/llm_generation.py --model $(LLM) --vllm-python $(SCALE)/bin/python $(if $(GGUF),--gguf $(GGUF)) --out benchmarks/results/llm_generation.json
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/llm_profile.py --model $(LLM) --out benchmarks/results/llm_profile.json
 	$(BIN)/python benchmarks/llm_update.py --model $(LLM) --out benchmarks/results/llm_update.json
 
 bench-scale: $(SCALE)/.installed ## Ray beside pipes, ranks beside one process, vLLM beside the embedded engine, what the driver takes and faults cost

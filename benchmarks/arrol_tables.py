@@ -129,12 +129,12 @@ def gate_table(runs: Figures) -> str:
 
 def votes_of(work: Path, arm: str) -> list[dict[str, Any]]:
     claims = [json.loads(p.read_text(encoding="utf-8")) for p in sorted(work.glob(f"{arm}-s[0-9]*/claim.json"))]
-    return [claim["votes"]["votes"] | {"pass@1": claim["votes"]["pass@1"]} for claim in claims]
+    return [claim["votes"]["votes"] | {"pass@1": claim["votes"]["pass@1"], "seed": claim["seed"]} for claim in claims]
 
 
 def vote_table(votes: list[dict[str, Any]]) -> str:
     rows = []
-    for name in (key for key in (votes[0] if votes else {}) if key != "pass@1"):
+    for name in (key for key in (votes[0] if votes else {}) if key not in ("pass@1", "seed")):
         share = interval([v[name]["share"] for v in votes])
         gain = interval([v[name]["share"] - v["majority"]["share"] for v in votes])
         rows.append([name, percent(share), "" if name == "majority" else text(gain, "{:+.1f}", 100)])

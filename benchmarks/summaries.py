@@ -19,9 +19,13 @@ Figures = dict[str, list[Summary]]
 
 
 def merged(old: Mapping[str, list[Summary]], new: Mapping[str, list[Summary]], arms: Sequence[str]) -> Figures:
-    """Arms that were not run again keep their figures."""
-    found = {**old, **new}
-    return {arm: found[arm] for arm in arms if arm in found}
+    """Arms and seeds that were not run again keep their figures."""
+    found: dict[str, list[Summary]] = {}
+    for arm in arms:
+        by_seed = {run["seed"]: run for runs in (old, new) for run in runs.get(arm, [])}
+        if by_seed:
+            found[arm] = [by_seed[seed] for seed in sorted(by_seed)]
+    return found
 
 
 def over_seeds(found: Sequence[Summary], value: Callable[[Summary], float | None]) -> Interval | None:
