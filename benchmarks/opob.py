@@ -31,7 +31,7 @@ from machine import machine
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from winnow.learner.base import Stats
-from winnow.learner.batch import MicroBatch, Pool, Row, micro_batches
+from winnow.learner.batch import Budget, MicroBatch, Pool, Row, micro_batches
 from winnow.learner.local.learner import LearnerOptions, LocalLearner
 from winnow.learner.local.logprob import TokenDistribution
 from winnow.learner.local.pooled import RowByRow
@@ -109,8 +109,8 @@ def sides_of(case: Case, learner: LocalLearner, device: str) -> dict[str, Callab
     """An update on each side, but for the optimizer's step."""
     rows = rows_of(case)
     plain_rows = [replace(row, advantage=row.advantage - 0.5, pool=None) for row in rows]
-    ordinary, apart = (micro_batches(plain_rows, case.tokens, pad_id=0, device=device) for _ in range(2))
-    pooled = micro_batches(rows, case.tokens, pad_id=0, device=device)
+    ordinary, apart = (micro_batches(plain_rows, Budget(case.tokens), pad_id=0, device=device) for _ in range(2))
+    pooled = micro_batches(rows, Budget(case.tokens), pad_id=0, device=device)
     for batch in apart:
         batch.shared = None
     row_by_row = RowByRow(list(learner._params.values()), learner._logp)

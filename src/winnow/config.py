@@ -11,7 +11,7 @@ import difflib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
@@ -135,9 +135,9 @@ class RunConfig(BaseModel):
     adam_epsilon: float = Field(1e-8, gt=0)
     weight_decay: float = Field(0.0, ge=0)
     max_grad_norm: float | None = Field(1.0, gt=0)
-    tokens_per_microbatch: int = Field(16384, ge=1)
+    tokens_per_microbatch: Literal["auto"] | Annotated[int, Field(ge=1)] = "auto"
     matmul_precision: Literal["highest", "high", "medium"] = "highest"
-    gradient_checkpointing: bool = False
+    gradient_checkpointing: bool | Literal["auto"] = "auto"
     lora: LoraConfig | None = None
 
     # evaluation on held-out prompts

@@ -133,6 +133,7 @@ class Loop:
             self.num_tokens += sum(tally.lengths)
             return  # nothing to train on: the step has not taken place
         with tally.phase("update"):
+            parts.sampler.make_room()
             update = parts.optimizer_step(groups, self.step)
         self._book_trained(groups, bool(update["updated"]))
         self._judge_skipped(groups, bool(update["updated"]))

@@ -73,6 +73,8 @@ class FakeSampler:
     def publish(self, weights: Any, rules: Any, version: int) -> None:
         self.version = version
 
+    def make_room(self) -> None: ...
+
     def metrics(self) -> dict[str, float]:
         return {}
 

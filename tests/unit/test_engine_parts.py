@@ -37,25 +37,39 @@ def test_plan_splits_where_lengths_differ_much() -> None:
 
 
 def test_cache_keeps_contents_when_it_grows_and_moves_rows() -> None:
-    cache = KVCache([((2, 4), (2, 3))], 4, torch.float32, CPU)
-    cache.reserve(10)
+    cache = KVCache([((2, 4), (2, 3))], 100, torch.float32, CPU)
+    cache.reserve(3, 10)
+    assert (cache.rows, cache.columns) == (16, 64)
     keys, values = torch.randn(3, 2, 5, 4), torch.randn(3, 2, 5, 3)
-    cache.insert(torch.tensor([0, 1, 2]), [keys], [values], [5, 2, 3])
-    cache.reserve(100)
-    assert cache.capacity >= 100
+    cache.insert(slice(0, 3), torch.tensor([0, 1, 2]), [keys], [values], [5, 2, 3])
+    cache.reserve(3, 100)
+    cache.reserve(17, 100)
+    assert (cache.rows, cache.columns) == (32, 128)
     order = torch.tensor([2, 0, 1])
     cache.move(torch.arange(3), order, 5)
     for row, source in enumerate(order.tolist()):
         length = [5, 2, 3][source]
         assert torch.equal(cache.keys[0][row, :, :length], keys[source, :, :length])
         assert torch.equal(cache.values[0][row, :, :length], values[source, :, :length])
-        assert torch.equal(cache.mask[row] == 0, torch.arange(cache.capacity) < length)
+        assert torch.equal(cache.mask[row] == 0, torch.arange(cache.columns) < length)
+
+
+def test_cache_has_no_more_rows_than_slots_and_can_be_emptied() -> None:
+    cache = KVCache([((2, 4), (2, 3))], 20, torch.float32, CPU)
+    cache.reserve(17, 10)
+    assert cache.rows == 20
+    with pytest.raises(ValueError, match="21 rows in 20 slots"):
+        cache.reserve(21, 10)
+    cache.clear()
+    assert (cache.rows, cache.columns, cache.keys[0].numel(), cache.mask.numel()) == (0, 0, 0, 0)
+    cache.reserve(1, 5)
+    assert cache.mask[0].tolist() == [0] + 63 * [-np.inf]
 
 
 def test_open_unmasks_and_addresses_the_written_column() -> None:
     cache = KVCache([((3, 4), (3, 4))], 2, torch.float32, CPU)
-    cache.reserve(8)
-    cache.insert(torch.tensor([0, 1]), [torch.zeros(2, 3, 4, 4)], [torch.zeros(2, 3, 4, 4)], [4, 2])
+    cache.reserve(2, 8)
+    cache.insert(slice(0, 2), torch.tensor([0, 1]), [torch.zeros(2, 3, 4, 4)], [torch.zeros(2, 3, 4, 4)], [4, 2])
     index = cache.open(torch.tensor([4, 2]), 3)
     new = torch.randn(6, 4)
     cache.keys[0].view(-1, 4).index_copy_(0, index, new)

@@ -8,9 +8,8 @@ import pytest
 import torch
 from transformers import Gemma2Config, Gemma2ForCausalLM
 
-import winnow.learner.batch as batching
 from winnow.learner.base import Stats
-from winnow.learner.batch import Row, collate, micro_batches
+from winnow.learner.batch import Budget, Row, collate, micro_batches
 from winnow.learner.local.learner import LearnerOptions, LocalLearner, frozen_copy
 from winnow.learner.local.logprob import TokenDistribution
 from winnow.methods.loss import LossConfig
@@ -43,14 +42,11 @@ def siblings(groups: int, size: int) -> list[Row]:
 
 @pytest.mark.parametrize("tokens", [40, 10_000])
 @pytest.mark.parametrize("loss", [LossConfig(policy_loss="plain"), LossConfig(beta=0.1, entropy_coef=0.05)])
-def test_prompts_computed_once_give_the_same_gradient(
-    monkeypatch: pytest.MonkeyPatch, tokens: int, loss: LossConfig
-) -> None:
+def test_prompts_computed_once_give_the_same_gradient(tokens: int, loss: LossConfig) -> None:
     rows = siblings(4, 3)
-    apart = micro_batches(rows, tokens, pad_id=0)
+    apart = micro_batches(rows, Budget(tokens), pad_id=0)
     assert all(b.shared is None for b in apart)
-    monkeypatch.setattr(batching, "PASS_TOKENS", -100)
-    together = micro_batches(rows, tokens, pad_id=0)
+    together = micro_batches(rows, Budget(tokens, pass_tokens=-100), pad_id=0)
     assert all(b.shared is not None for b in together)
     for make in (llama, gpt2):
         expected, stats = gradients(make().double(), apart, loss, reference=make().double())
@@ -70,14 +66,15 @@ def test_prompts_are_shared_where_it_pays() -> None:
     assert shared.prompt_B.tolist() == [0] * 8 + [1] * 8
 
 
-def test_completions_of_one_token_need_no_second_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_completions_of_one_token_need_no_second_pass() -> None:
     rows = siblings(2, 3)
     for row in rows:
         r = row.rollout
         r.token_ids, r.action_mask, r.sampler_logp = r.token_ids[:1], r.action_mask[:1], r.sampler_logp[:1]
     expected, _ = gradients(llama().double(), [collate(rows, pad_id=0)], LossConfig())
-    monkeypatch.setattr(batching, "PASS_TOKENS", -100)
-    assert_equal(gradients(llama().double(), [collate(rows, pad_id=0)], LossConfig())[0], expected, tolerance=1e-6)
+    batch = collate(rows, pad_id=0, budget=Budget(pass_tokens=-100))
+    assert batch.shared is not None
+    assert_equal(gradients(llama().double(), [batch], LossConfig())[0], expected, tolerance=1e-6)
 
 
 def test_windows_and_checkpointing_keep_prompts_apart() -> None:

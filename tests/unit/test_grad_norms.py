@@ -13,7 +13,7 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from winnow.learner.base import Stats
-from winnow.learner.batch import MicroBatch, Pool, Row, collate, micro_batches
+from winnow.learner.batch import Budget, MicroBatch, Pool, Row, collate, micro_batches
 from winnow.learner.local import grad_norms, logprob, pooled, row_head
 from winnow.learner.local.learner import LearnerOptions, LocalLearner
 from winnow.learner.local.logprob import TokenDistribution
@@ -121,7 +121,7 @@ def test_one_backward_pass_is_as_good_as_one_for_each_rollout(
     learner = learner_of(MODELS[name]().double())
     assert isinstance(learner._pooled, ByLength)
     rows = pooled_rows(binary=rewards == "binary")
-    stats = update(learner, micro_batches(rows, budget, pad_id=0), PLAIN)
+    stats = update(learner, micro_batches(rows, Budget(budget), pad_id=0), PLAIN)
     assert_same(learner, rows, PLAIN, stats, 1e-6)
 
 
@@ -134,7 +134,7 @@ def test_pools_may_be_cut_anywhere(
     monkeypatch.setattr(grad_norms, "PASS_COST", pass_cost)
     learner = learner_of(llama(tie_word_embeddings=True).double())
     rows = pooled_rows(1, pools=pools, binary=binary)
-    batches = micro_batches(rows, budget, pad_id=0)
+    batches = micro_batches(rows, Budget(budget), pad_id=0)
     assert len(batches) > 1
     for _ in range(2):
         learner.model.zero_grad()
@@ -148,7 +148,7 @@ def test_a_large_vocabulary_is_taken_in_pieces(at_once: int, tied: bool, monkeyp
         monkeypatch.setattr(module, "CHUNK_ELEMENTS", at_once * VOCABULARY)
     learner = learner_of(llama(tie_word_embeddings=tied, vocab_size=VOCABULARY + 5).double())
     rows = pooled_rows(2)
-    assert_same(learner, rows, PLAIN, update(learner, micro_batches(rows, 10_000, pad_id=0), PLAIN), 1e-6)
+    assert_same(learner, rows, PLAIN, update(learner, micro_batches(rows, Budget(10_000), pad_id=0), PLAIN), 1e-6)
 
 
 @pytest.mark.parametrize(
@@ -170,7 +170,7 @@ def test_weights_and_distribution_are_those_of_the_loss(
         for row in rows:
             logp = learner.batch_logp(collate([row], pad_id=0))[0, -len(row.rollout.token_ids) :].numpy()
             row.rollout.sampler_logp[:] = logp + 0.5 * np.sin(np.arange(len(logp)) + row.rollout.sibling)
-    stats = update(learner, micro_batches(rows, 60, pad_id=0), loss)
+    stats = update(learner, micro_batches(rows, Budget(60), pad_id=0), loss)
     assert_same(learner, rows, loss, stats, 1e-6)
     assert stats.sums["correction/clipped_of"] > 0
 
@@ -184,7 +184,7 @@ def test_a_prompt_that_rows_share_is_computed_once(
     monkeypatch.setattr(pooled, "SHARED_PRODUCTS", 0)
     learner = learner_of(MODELS[name]().double())
     rows = with_long_prompts(pooled_rows(4, binary=pass_cost == 0))
-    (batch,) = micro_batches(rows, 10_000, pad_id=0)
+    (batch,) = micro_batches(rows, Budget(10_000), pad_id=0)
     assert batch.shared is not None
     assert learner._pooled.batched.share
     lengths = []
@@ -208,7 +208,7 @@ def test_rows_of_a_small_model_with_the_same_long_prompt_are_kept_apart() -> Non
     assert not learner_of(gpt2())._pooled.batched.share
     learner = learner_of(llama().double())
     rows = with_long_prompts(pooled_rows(4))
-    (batch,) = micro_batches(rows, 10_000, pad_id=0)
+    (batch,) = micro_batches(rows, Budget(10_000), pad_id=0)
     assert batch.shared is not None
     assert_same(learner, rows, PLAIN, update(learner, [batch], PLAIN), 1e-5)
 
@@ -217,23 +217,23 @@ def test_prompts_shared_over_a_budget_and_by_completions_of_one_token(monkeypatc
     monkeypatch.setattr(pooled, "SHARED_PRODUCTS", 0)
     learner = learner_of(llama(tie_word_embeddings=True).double())
     rows = with_long_prompts(pooled_rows(6))
-    batches = micro_batches(rows, 1_500, pad_id=0)
+    batches = micro_batches(rows, Budget(1_500), pad_id=0)
     assert len(batches) > 1
     assert_same(learner, rows, PLAIN, update(learner, batches, PLAIN), 1e-6)
     learner.model.zero_grad()
     for row in rows:
         r = row.rollout
         r.token_ids, r.action_mask, r.sampler_logp = r.token_ids[:1], np.ones(1, bool), r.sampler_logp[:1]
-    assert_same(learner, rows, PLAIN, update(learner, micro_batches(rows, 10_000, pad_id=0), PLAIN), 1e-6)
+    assert_same(learner, rows, PLAIN, update(learner, micro_batches(rows, Budget(10_000), pad_id=0), PLAIN), 1e-6)
 
 
 def test_one_precision_is_enough() -> None:
     rows = pooled_rows(5)
     learner = learner_of(llama())
-    assert_same(learner, rows, PLAIN, update(learner, micro_batches(rows, 60, pad_id=0), PLAIN), 1e-5)
+    assert_same(learner, rows, PLAIN, update(learner, micro_batches(rows, Budget(60), pad_id=0), PLAIN), 1e-5)
     half = learner_of(llama(), compute_dtype=torch.bfloat16)
     assert isinstance(half._pooled, ByLength)
-    stats = update(half, micro_batches(rows, 60, pad_id=0), PLAIN)
+    stats = update(half, micro_batches(rows, Budget(60), pad_id=0), PLAIN)
     assert_same(half, rows, PLAIN, stats, 0.05)
 
 
@@ -262,7 +262,7 @@ def test_other_models_take_one_backward_pass_a_rollout(make: Callable[[], Any], 
     learner = learner_of(make().double(), **options)
     assert isinstance(learner._pooled, RowByRow)
     rows = pooled_rows(6)
-    assert_same(learner, rows, PLAIN, update(learner, micro_batches(rows, 60, pad_id=0), PLAIN), 1e-6)
+    assert_same(learner, rows, PLAIN, update(learner, micro_batches(rows, Budget(60), pad_id=0), PLAIN), 1e-6)
 
 
 @pytest.mark.parametrize(("tokens", "alone"), [(60, 0), (13, 9)])
@@ -274,7 +274,7 @@ def test_blocks_of_long_rows_go_one_row_at_a_time(tokens: int, alone: int, monke
     original = RowByRow.of_row
     monkeypatch.setattr(RowByRow, "of_row", lambda *args: seen.append(1) or original(*args))
     rows = pooled_rows(9)
-    assert_same(learner, rows, PLAIN, update(learner, micro_batches(rows, 10_000, pad_id=0), PLAIN), 1e-6)
+    assert_same(learner, rows, PLAIN, update(learner, micro_batches(rows, Budget(10_000), pad_id=0), PLAIN), 1e-6)
     assert len(seen) == alone
 
 
@@ -290,9 +290,9 @@ def test_what_is_not_finite_is_no_update(options: dict[str, Any]) -> None:
     rows = pooled_rows(7)
     infinite = [replace(row, weight=math.inf) if i == 3 else row for i, row in enumerate(rows)]
     with pytest.raises(FloatingPointError, match="no update was made"):
-        update(learner, micro_batches(infinite, 10_000, pad_id=0), PLAIN)
+        update(learner, micro_batches(infinite, Budget(10_000), pad_id=0), PLAIN)
     learner.model.zero_grad()
-    assert_same(learner, rows, PLAIN, update(learner, micro_batches(rows, 60, pad_id=0), PLAIN), 1e-5)
+    assert_same(learner, rows, PLAIN, update(learner, micro_batches(rows, Budget(60), pad_id=0), PLAIN), 1e-5)
 
 
 def test_only_trainable_parameters_get_a_gradient_and_nothing_is_left_behind() -> None:
@@ -302,6 +302,6 @@ def test_only_trainable_parameters_get_a_gradient_and_nothing_is_left_behind() -
     learner = learner_of(model.double())
     assert isinstance(learner._pooled, ByLength)
     rows = pooled_rows(8)
-    assert_same(learner, rows, PLAIN, update(learner, micro_batches(rows, 60, pad_id=0), PLAIN), 1e-6)
+    assert_same(learner, rows, PLAIN, update(learner, micro_batches(rows, Budget(60), pad_id=0), PLAIN), 1e-6)
     assert all((p.grad is not None) == p.requires_grad for p in model.parameters())
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())

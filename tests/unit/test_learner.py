@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from winnow.engine.base import SamplingParams
 from winnow.engine.local.engine import LocalEngine
 from winnow.learner.base import Stats
-from winnow.learner.batch import PASS_TOKENS, Row, collate, micro_batches
+from winnow.learner.batch import PASS_TOKENS, Budget, Row, collate, micro_batches
 from winnow.learner.local import logprob, vocabulary
 from winnow.learner.local.learner import LearnerOptions, LocalLearner, MergedWeights
 from winnow.learner.local.logprob import TokenDistribution, token_logp
@@ -108,9 +108,9 @@ def test_chunks_in_a_whole_update(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_accumulation_over_micro_batches_is_one_batch() -> None:
     rows, loss = random_rows(n=9), LossConfig(beta=0.1, entropy_coef=0.05)
     together, stats = gradients(
-        llama().double(), micro_batches(rows, 10_000, pad_id=0), loss, reference=llama().double()
+        llama().double(), micro_batches(rows, Budget(10_000), pad_id=0), loss, reference=llama().double()
     )
-    pieces = micro_batches(rows, 30, pad_id=0)
+    pieces = micro_batches(rows, Budget(30), pad_id=0)
     assert len(pieces) > 3
     apart, apart_stats = gradients(llama().double(), pieces, loss, reference=llama().double())
     assert_equal(apart, together)
@@ -133,7 +133,7 @@ def test_micro_batches_of_ragged_rows_are_hardly_padded() -> None:
         row.rollout.token_ids = np.zeros(10 if i % 10 else 400, np.int64)
         row.rollout.action_mask = np.ones(len(row.rollout.token_ids), bool)
         row.rollout.sampler_logp = np.zeros(len(row.rollout.token_ids), np.float32)
-    batches = micro_batches(rows, 100_000, pad_id=0)
+    batches = micro_batches(rows, Budget(100_000), pad_id=0)
     assert sum(len(b.input_ids_BT) for b in batches) == 300
     assert sum(b.input_ids_BT.numel() for b in batches) <= sum(r.length for r in rows) + len(batches) * PASS_TOKENS
     assert len(batches) <= 5

@@ -14,6 +14,15 @@ import winnow.base.processor as processor_module
 import winnow.run.machine as machine_module
 from winnow.base.processor import bfloat16_units, processor, usable_threads
 from winnow.config import ConfigError, RunConfig, validate
+from winnow.run.activations import (
+    AT_MOST,
+    LONGEST,
+    ON_CPU,
+    bytes_per_token,
+    choose_checkpointing,
+    choose_tokens,
+    memory_of,
+)
 from winnow.run.machine import PAYS_FROM, choose_dtype, counts_up_to, fewest, settle
 from winnow.run.speed import BUDGET_S, ROUNDS, Matrices, in_turn, seconds_by_threads, times_slower
 
@@ -35,6 +44,12 @@ def large() -> LlamaForCausalLM:
         model = LlamaForCausalLM(LlamaConfig(vocab_size=32_000, **sizes))
     assert model.num_parameters() >= PAYS_FROM
     return model
+
+
+def small() -> LlamaForCausalLM:
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    with torch.device("meta"):
+        return LlamaForCausalLM(LlamaConfig(vocab_size=100, **sizes))
 
 
 @pytest.fixture
@@ -238,3 +253,51 @@ def test_measuring_leaves_the_process_as_it_was(tiny_model: Path) -> None:
     assert times_slower(torch.bfloat16, torch.float32, settled.matrices, CPU) > 0
     assert torch.equal(torch.get_rng_state(), state)
     assert torch.get_num_threads() == threads
+
+
+class TestActivations:
+    def test_estimate_is_what_a_backward_pass_keeps(self) -> None:
+        """Within a factor of two of what autograd saves for a token more, the vocabulary's part left out."""
+        sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4}
+        model = LlamaForCausalLM(LlamaConfig(vocab_size=50, **sizes))
+        weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+
+        def saved(tokens: int) -> int:
+            found: dict[int, int] = {}
+
+            def note(tensor: torch.Tensor) -> torch.Tensor:
+                storage = tensor.untyped_storage()
+                if storage.data_ptr() not in weights:
+                    found[storage.data_ptr()] = storage.nbytes()
+                return tensor
+
+            with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+                kept = model.get_decoder()(input_ids=torch.zeros(1, tokens, dtype=torch.int64), use_cache=False)
+            assert kept.last_hidden_state.requires_grad
+            return sum(found.values())
+
+        one_more = (saved(48) - saved(16)) / 32
+        assert 0.5 < bytes_per_token(model) / one_more < 2
+
+    def test_micro_batches_are_smaller_for_larger_models(self) -> None:
+        tokens = [choose_tokens(m, CPU)[0] for m in (large(), small())]
+        assert tokens[0] == ON_CPU // bytes_per_token(large()) < tokens[1] == AT_MOST
+
+    def test_layers_are_recomputed_where_the_longest_row_would_not_fit(self) -> None:
+        model = large()
+        fits = int(memory_of(CPU) * LONGEST / bytes_per_token(model))
+        assert not choose_checkpointing(model, CPU, fits)[0]
+        assert choose_checkpointing(model, CPU, fits + 1)[0]
+        assert not choose_checkpointing(torch.nn.Linear(1 << 12, 1 << 12), CPU, 10**9)[0], "it has no layers"
+
+    def test_a_run_keeps_what_was_chosen_or_configured(self) -> None:
+        settled = settle(config(dtype="float32"), large())
+        assert settled.config.tokens_per_microbatch == choose_tokens(large(), CPU)[0]
+        assert settled.config.gradient_checkpointing is False
+        assert "GiB" in settled.why["tokens_per_microbatch"]
+        longest = settle(config(dtype="float32", max_completion_length=10**9), large())
+        assert longest.config.gradient_checkpointing is True
+        assert "1,000,000," in longest.why["gradient_checkpointing"]
+        kept = settle(config(dtype="float32", tokens_per_microbatch=7, gradient_checkpointing=True), large())
+        assert (kept.config.tokens_per_microbatch, kept.config.gradient_checkpointing) == (7, True)
+        assert "tokens_per_microbatch" not in kept.why

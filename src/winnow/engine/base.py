@@ -111,7 +111,8 @@ CAPABILITIES = {
 
 class Engine(Protocol):
     """An engine may also have `dtype`, the type that it computes with (e.g. `float32`); without it, the comparison with
-    the learner at the start allows for the rounding of bfloat16."""
+    the learner at the start allows for the rounding of bfloat16. It may have `release()`, called before an update in
+    the same process: the memory of weights is the learner's until the next `load_weights`, before any other step."""
 
     provides: frozenset[str]
     """A subset of `CAPABILITIES`."""

@@ -6,6 +6,7 @@ then those without any gradient are left out, then the rest is cut into micro-ba
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import cast
@@ -19,7 +20,7 @@ from ..methods.loss import LossConfig, LossType
 from ..types import Fate, Group, Rollout
 
 PASS_TOKENS = 512
-"""Tokens whose computation costs about as much as one more forward and backward pass does by itself."""
+"""Tokens whose computation costs about as much as one more forward and backward pass does by itself, at most."""
 BLOCK = 0.75
 """Share of the token budget for rows whose activations are kept, in part, until their common baselines are found."""
 
@@ -188,27 +189,46 @@ def with_gradient(rows: Sequence[Row], loss: LossConfig) -> list[Row]:
     return [row for row in alive if (row.advantage != 0 if row.pool is None else len(rewards[row.pool]) > 1)]
 
 
-def micro_batches(
-    rows: Sequence[Row], tokens_per_microbatch: int, *, pad_id: int, device: torch.device | str = "cpu"
-) -> list[MicroBatch]:
-    """Rows of similar length together, longest first, each micro-batch at most `tokens_per_microbatch` padded tokens.
+@dataclass(frozen=True)
+class Budget:
+    """What a micro-batch may be."""
 
-    A row over that budget is a micro-batch of its own. One ends early when its padding has grown to `PASS_TOKENS`.
+    tokens: int = sys.maxsize
+    """Tokens that it computes, padding included; a row over that is a micro-batch of its own."""
+    pass_tokens: int = PASS_TOKENS
+    """Tokens that cost as much as a pass more: padding, or prompts that are computed twice, may cost no more."""
+    share: bool = True
+    """Whether a prompt can be computed once for all of its rows."""
+
+    @staticmethod
+    def for_model(tokens: int, parameters: int, *, share: bool) -> Budget:
+        """A pass more costs as much as 512 tokens at 0.6 million parameters and 64 at 135 million, measured on CPUs."""
+        return Budget(tokens, min(PASS_TOKENS, max(64, 300_000_000 // max(parameters, 1))), share)
+
+
+NO_LIMIT = Budget()
+
+
+def micro_batches(
+    rows: Sequence[Row], budget: Budget, *, pad_id: int, device: torch.device | str = "cpu"
+) -> list[MicroBatch]:
+    """Rows of similar length together, longest first, or siblings together, whichever computes fewer tokens.
+
     Pools come in blocks of at most `BLOCK` of the budget, if they are not larger themselves, and only the rows of a
     block are put together so.
     """
     if any(row.pool is None for row in rows):
-        return [collate(part, pad_id, device) for part in packed(rows, tokens_per_microbatch)]
+        return [collate(part, pad_id, device, budget) for part in packed(rows, budget)]
     found: list[MicroBatch] = []
-    for block in _blocks(rows, int(BLOCK * tokens_per_microbatch)):
+    for block in _blocks(rows, int(BLOCK * budget.tokens)):
         numbers = {pool: p for p, pool in enumerate(dict.fromkeys(row.pool for row in block))}
         mean_P = torch.tensor(
             [np.mean([row.advantage for row in block if row.pool == pool]) for pool in numbers], device=device
         )
-        fits = sum(row.length for row in block) <= tokens_per_microbatch
+        fits = sum(row.length for row in block) <= budget.tokens
         pieces: list[MicroBatch] = []
-        for part in packed(block, tokens_per_microbatch):
-            batch = collate(part, pad_id, device)
+        for part in packed(block, budget):
+            batch = collate(part, pad_id, device, budget)
             number_B = torch.tensor([numbers[row.pool] for row in part], device=device)
             batch.pools = Pools(cast(Pool, part[0].pool).weighing, number_B, mean_P, pieces, fits)
             pieces.append(batch)
@@ -233,22 +253,94 @@ def _blocks(rows: Sequence[Row], tokens: int) -> list[list[Row]]:
     return blocks
 
 
-def packed(rows: Sequence[Row], tokens: int) -> list[list[Row]]:
+def packed(rows: Sequence[Row], budget: Budget) -> list[list[Row]]:
     """What `micro_batches` puts together when there are no pools."""
+    by_length = sorted(rows, key=lambda row: row.length, reverse=True)
+    if not budget.share:
+        return _cut(by_length, budget)
+    longest: dict[tuple[int, ...], int] = {}
+    for row in by_length:
+        longest.setdefault(row.rollout.prompt_ids, row.length)
+    siblings = sorted(by_length, key=lambda row: (-longest[row.rollout.prompt_ids], row.rollout.prompt_ids))
+    return min((_cut(order, budget) for order in (by_length, siblings)), key=lambda parts: _cost(parts, budget))
+
+
+def _cut(rows: Sequence[Row], budget: Budget) -> list[list[Row]]:
+    """Parts of rows in this order, each as large as may be."""
     parts: list[list[Row]] = []
-    current: list[Row] = []
-    padding = 0
-    for row in sorted(rows, key=lambda r: r.length, reverse=True):
-        longest = current[0].length if current else row.length
-        padding += longest - row.length
-        if current and (longest * (len(current) + 1) > tokens or padding > PASS_TOKENS):
-            parts.append(current)
-            current, padding = [], 0
-        current.append(row)
-    return [*parts, current] if current else parts
+    extent = Extent()
+    for row in rows:
+        grown = extent.with_row(row)
+        if not parts or grown.computed(budget) > budget.tokens or grown.padding(budget) > budget.pass_tokens:
+            parts.append([])
+            grown = Extent().with_row(row)
+        parts[-1].append(row)
+        extent = grown
+    return parts
 
 
-def collate(rows: Sequence[Row], pad_id: int, device: torch.device | str = "cpu") -> MicroBatch:
+def _cost(parts: Sequence[Sequence[Row]], budget: Budget) -> int:
+    """In tokens."""
+    return sum(Extent.of(part).computed(budget) + budget.pass_tokens for part in parts)
+
+
+@dataclass(frozen=True)
+class Extent:
+    """What a micro-batch of some rows would compute."""
+
+    rows: int = 0
+    longest: int = 0
+    prompts: frozenset[tuple[int, ...]] = frozenset()
+    longest_prompt: int = 0
+    longest_completion: int = 0
+    tokens: int = 0
+    """Of the rows, prompts and all."""
+    shared_tokens: int = 0
+    """Of the rows' completions, and of each prompt once."""
+
+    @staticmethod
+    def of(rows: Sequence[Row]) -> Extent:
+        extent = Extent()
+        for row in rows:
+            extent = extent.with_row(row)
+        return extent
+
+    def with_row(self, row: Row) -> Extent:
+        prompt, completion = row.rollout.prompt_ids, len(row.rollout.token_ids)
+        new = prompt not in self.prompts
+        return Extent(
+            self.rows + 1,
+            max(self.longest, row.length),
+            self.prompts | {prompt} if new else self.prompts,
+            max(self.longest_prompt, len(prompt)),
+            max(self.longest_completion, completion),
+            self.tokens + row.length,
+            self.shared_tokens + completion + new * len(prompt),
+        )
+
+    def shares(self, budget: Budget) -> bool:
+        """Whether to compute each prompt once, which takes a pass more."""
+        return budget.share and self._apart - self._together > budget.pass_tokens
+
+    def computed(self, budget: Budget) -> int:
+        """Tokens that are computed, padding included."""
+        return self._together if self.shares(budget) else self._apart
+
+    def padding(self, budget: Budget) -> int:
+        return self.computed(budget) - (self.shared_tokens if self.shares(budget) else self.tokens)
+
+    @property
+    def _apart(self) -> int:
+        return self.rows * self.longest
+
+    @property
+    def _together(self) -> int:
+        return len(self.prompts) * self.longest_prompt + self.rows * self.longest_completion
+
+
+def collate(
+    rows: Sequence[Row], pad_id: int, device: torch.device | str = "cpu", budget: Budget = NO_LIMIT
+) -> MicroBatch:
     """Right-pad rows into one micro-batch."""
     B, T = len(rows), max(row.length for row in rows)
     ids = np.full((B, T), pad_id, dtype=np.int64)
@@ -266,25 +358,20 @@ def collate(rows: Sequence[Row], pad_id: int, device: torch.device | str = "cpu"
         sampler_logp_BT=torch.from_numpy(logp).to(device),
         advantages_B=torch.tensor([row.advantage for row in rows], dtype=torch.float64, device=device),
         row_weight_B=torch.tensor([row.weight for row in rows], dtype=torch.float64, device=device),
-        shared=share_prompts(rows, device),
+        shared=share_prompts(rows, device) if Extent.of(rows).shares(budget) else None,
     )
 
 
-def share_prompts(rows: Sequence[Row], device: torch.device | str = "cpu") -> SharedPrompts | None:
-    """Shared prompts of the rows; None when sharing would save fewer than `PASS_TOKENS` tokens."""
+def share_prompts(rows: Sequence[Row], device: torch.device | str = "cpu") -> SharedPrompts:
+    """Shared prompts of the rows."""
     first: dict[tuple[int, ...], int] = {}
     for b, row in enumerate(rows):
         first.setdefault(row.rollout.prompt_ids, b)
     number = {prompt: u for u, prompt in enumerate(first)}
-    longest_prompt = max(map(len, first))
-    longest_completion = max(len(row.rollout.token_ids) for row in rows)
-    plain = len(rows) * max(row.length for row in rows)
-    if plain - len(first) * longest_prompt - len(rows) * longest_completion <= PASS_TOKENS:
-        return None
     return SharedPrompts(
         first_U=torch.tensor(list(first.values()), device=device),
         prompt_B=torch.tensor([number[row.rollout.prompt_ids] for row in rows], device=device),
         length_B=torch.tensor([len(row.rollout.prompt_ids) for row in rows], device=device),
-        longest_prompt=longest_prompt,
-        longest_completion=longest_completion,
+        longest_prompt=max(map(len, first)),
+        longest_completion=max(len(row.rollout.token_ids) for row in rows),
     )

@@ -1,4 +1,4 @@
-"""What `dtype: auto` and `threads: auto` are on this machine; a run saves what was chosen and keeps it on a resume."""
+"""What `auto` is on this machine, of every key that has it; a run saves what was chosen and keeps it on a resume."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from ..config import RunConfig, method, name_of
 from ..engine import ENGINES, LocalOptions
 from ..engine.loading import resolve_device, shell_of
 from ..sampler import Processes
+from .activations import choose_checkpointing, choose_tokens
 from .build import sampler_options
 from .speed import Matrices, seconds_by_threads, times_slower
 
@@ -28,7 +29,7 @@ class Machine:
     """What a run computes with here, and why."""
 
     config: RunConfig
-    """The configuration with a type and a number in the place of `auto`."""
+    """The configuration with a value in the place of every `auto`."""
     why: Mapping[str, str]
     """Reasons, by key of the configuration."""
     preferred: str
@@ -69,7 +70,8 @@ def settle(c: RunConfig, model: Any = None, *, resumed: bool = False) -> Machine
     Raises ConfigError when there is no such model or device.
     """
     device = resolve_device(c.device)
-    matrices = Matrices.of(shell_of(c.model) if model is None else model)
+    shell = shell_of(c.model) if model is None else model
+    matrices = Matrices.of(shell)
     preferred, reason = choose_dtype(c, matrices.parameters, device)
     given = "as the run began" if resumed else "as configured"
     why, chosen = {"dtype": given, "threads": given}, {}
@@ -83,6 +85,13 @@ def settle(c: RunConfig, model: Any = None, *, resumed: bool = False) -> Machine
             if device.type == "cpu"
             else (None, f"torch's; the work is done on {device.type}")
         )
+    if c.tokens_per_microbatch == "auto":
+        chosen["tokens_per_microbatch"], why["tokens_per_microbatch"] = choose_tokens(shell, device)
+    if c.gradient_checkpointing == "auto":
+        longest = c.max_prompt_length + c.max_completion_length
+        chosen["gradient_checkpointing"], reason = choose_checkpointing(shell, device, longest)
+        if chosen["gradient_checkpointing"]:
+            why["gradient_checkpointing"] = reason
     return Machine(c.model_copy(update=chosen), why, preferred, matrices, device)
 
 

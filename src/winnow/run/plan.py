@@ -38,6 +38,8 @@ def plan(trainer: Trainer) -> dict[str, Any]:
         "published_mib": round(sum(spec.bytes for spec in trainer.learner.weights().specs.values()) / MIB, 1),
         "engine_weights_mib": round(engine_bytes(c) * parameters / MIB, 1),
         "kv_cache_mib": round(getattr(trainer.engine, "kv_bytes_per_token", 0) * _slots(trainer) * longest / MIB, 1),
+        "tokens_per_microbatch": c.tokens_per_microbatch,
+        "gradient_checkpointing": c.gradient_checkpointing,
         "dtype": c.dtype,
         "dtype_because": trainer.machine.why["dtype"],
         "threads": torch.get_num_threads(),

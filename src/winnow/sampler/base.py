@@ -91,6 +91,10 @@ class Sampler(Protocol):
         """
         ...
 
+    def make_room(self) -> None:
+        """The learner is about to update: give up what memory it could use until the next `publish`."""
+        ...
+
     def metrics(self) -> dict[str, float]:
         """Figures since they were last asked for."""
         ...

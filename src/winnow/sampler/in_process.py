@@ -106,6 +106,10 @@ class InProcessSampler:
     def _use(self, version: int) -> None:
         self.engine.load_weights(self._kept[version], version)
 
+    def make_room(self) -> None:
+        if release := getattr(self.engine, "release", None):
+            release()
+
     def metrics(self) -> dict[str, float]:
         return {}
 

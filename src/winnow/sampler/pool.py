@@ -322,6 +322,9 @@ class SamplerPool:
         ]
         return Group(job.visit, rollouts, purpose=job.purpose)
 
+    def make_room(self) -> None:
+        """Samplers have memory of their own, and sample meanwhile."""
+
     def metrics(self) -> dict[str, float]:
         """Idle shares of wall-clock time, tokens of finished groups per second, and what befell the samplers."""
         elapsed = max(time.monotonic() - self._since, 1e-9)

@@ -62,3 +62,7 @@ class Backend(Protocol):
     def load(self, state: Mapping[str, torch.Tensor]) -> None:
         """Take over a checked state dict (see `Facts.check_state`) by copy."""
         ...
+
+    def release(self) -> None:
+        """Give up the memory of the weights until the next `load`, as far as that is possible."""
+        ...

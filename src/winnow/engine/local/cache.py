@@ -1,4 +1,4 @@
-"""Keys and values of all slots, preallocated: row = slot, column = position in the sequence.
+"""Keys and values of the slots in use, preallocated: row = slot, column = position in the sequence.
 
 Every running row is one of the first N slots, so a decode step reads plain views. Rows have different lengths;
 attention runs over chunks of neighbouring rows, each over only as many columns as its longest row needs.
@@ -24,7 +24,10 @@ class Chunk(NamedTuple):
 
 
 class KVCache:
-    """`keys[l]` and `values[l]`: [slots, heads, capacity, D]; `mask`: [slots, capacity], 0 where filled, else -inf."""
+    """`keys[l]` and `values[l]`: [rows, heads, columns, D]; `mask`: [rows, columns], 0 where filled, else -inf.
+
+    Empty at first; `reserve` makes it as large as it needs to be, with at most `slots` rows.
+    """
 
     def __init__(
         self,
@@ -33,41 +36,52 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
+        self._shapes, self._slots = shapes, slots
         self._new: dict[str, Any] = {"dtype": dtype, "device": device}
-        self.capacity = 0
-        self.keys = [torch.zeros(slots, heads, 0, size, **self._new) for (heads, size), _ in shapes]
-        self.values = [torch.zeros(slots, heads, 0, size, **self._new) for _, (heads, size) in shapes]
-        self.mask = torch.zeros(slots, 0, **self._new)
         self._rows = torch.arange(slots, device=device)
+        self.clear()
 
-    def reserve(self, columns: int) -> None:
-        """Grow to at least this many columns."""
-        if columns <= self.capacity:
+    def clear(self) -> None:
+        """Give up the memory and all that is in it."""
+        self.rows = self.columns = 0
+        self.keys = [torch.zeros(0, heads, 0, size, **self._new) for (heads, size), _ in self._shapes]
+        self.values = [torch.zeros(0, heads, 0, size, **self._new) for _, (heads, size) in self._shapes]
+        self.mask = torch.zeros(0, 0, **self._new)
+
+    def reserve(self, rows: int, columns: int) -> None:
+        """Grow to at least so many of both. Raises ValueError for more rows than slots."""
+        if rows > self._slots:
+            raise ValueError(f"{rows} rows in {self._slots} slots")
+        if rows <= self.rows and columns <= self.columns:
             return
-        capacity = -(-columns // 64) * 64
+        if rows > self.rows:
+            rows = min(self._slots, max(-(-rows // GRAIN) * GRAIN, 2 * self.rows))
+        rows, columns = max(rows, self.rows), max(-(-columns // 64) * 64, self.columns)
         for tensors in (self.keys, self.values):
             for i, old in enumerate(tensors):
-                new = torch.zeros(*old.shape[:2], capacity, old.shape[3], **self._new)
-                new[:, :, : self.capacity] = old
-                tensors[i] = new
-        mask = torch.full((len(self.mask), capacity), -torch.inf, **self._new)
-        mask[:, : self.capacity] = self.mask
+                tensors[i] = torch.zeros(rows, old.shape[1], columns, old.shape[3], **self._new)
+                tensors[i][: self.rows, :, : self.columns] = old
+        mask = torch.full((rows, columns), -torch.inf, **self._new)
+        mask[: self.rows, : self.columns] = self.mask
         # Slots that never held a row are computed too when shapes are fixed: give their softmax one column.
-        mask[:, 0] = 0
-        self.mask, self.capacity = mask, capacity
+        mask[self.rows :, 0] = 0
+        self.mask, self.rows, self.columns = mask, rows, columns
 
     def insert(
-        self, rows: torch.Tensor, keys: list[torch.Tensor], values: list[torch.Tensor], lengths: list[int]
+        self,
+        rows: slice,
+        index_M: torch.Tensor,
+        keys: list[torch.Tensor],
+        values: list[torch.Tensor],
+        lengths: list[int],
     ) -> None:
-        """Put prompts of `lengths` (keys[l]: [M, heads, P, D]) into `rows` [M]."""
+        """Put the prompts `index_M` of those in keys[l] and values[l], [B, heads, P, D], into M rows."""
         width = keys[0].shape[2]
         for cached, new in zip(self.keys + self.values, keys + values, strict=True):
-            cached[:, :, :width].index_copy_(0, rows, new)
-        columns = torch.arange(self.capacity, device=rows.device)
-        filled = torch.zeros(len(rows), self.capacity, **self._new)
-        self.mask.index_copy_(
-            0, rows, filled.masked_fill_(columns >= torch.tensor(lengths, device=rows.device)[:, None], -torch.inf)
-        )
+            cached[rows, :, :width] = new.index_select(0, index_M)
+        columns = torch.arange(self.columns, device=index_M.device)
+        beyond = columns >= torch.tensor(lengths, device=index_M.device)[:, None]
+        self.mask[rows] = torch.zeros(beyond.shape, **self._new).masked_fill_(beyond, -torch.inf)
 
     def copy_of(self, row: int, columns: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Keys and values of the first columns of a row, one [heads, columns, D] a layer."""
@@ -87,11 +101,11 @@ class KVCache:
         The index counts columns of a layer with that many heads: `keys[l].view(-1, D)[index]`.
         """
         n = len(positions_N)
-        self.mask.view(-1).index_fill_(0, self._rows[:n] * self.capacity + positions_N, 0)
+        self.mask.view(-1).index_fill_(0, self._rows[:n] * self.columns + positions_N, 0)
         if heads == 1:
-            return self._rows[:n] * self.capacity + positions_N
+            return self._rows[:n] * self.columns + positions_N
         head_rows = self._rows[:n, None] * heads + torch.arange(heads, device=positions_N.device)
-        return (head_rows * self.capacity + positions_N[:, None]).view(-1)
+        return (head_rows * self.columns + positions_N[:, None]).view(-1)
 
 
 def plan(lengths_N: np.ndarray, elements_per_column: int) -> list[Chunk]:

@@ -99,12 +99,13 @@ class LocalEngine(SequenceEngine):
         self._cache = KVCache(self._backend.kv_shapes, rows, self._backend.dtype, self._backend.device)
         self._column_size = sum(h * s for shapes in self._backend.kv_shapes[:1] for h, s in shapes) // 2
         if fixed_slots:
-            self._cache.reserve(fixed_columns(facts.max_length))
+            self._cache.reserve(rows, fixed_columns(facts.max_length))
         self.sequences = Sequences(facts, tokenizer, rows, self._backend.device)
         self._prompts: dict[tuple[int, ...], _Prompt] = {}
         # With fixed slots nothing may depend on what else runs, so not on what had to make room either.
         self._kept = KeptSequences(0 if fixed_slots else slots)
         self._waste = 0
+        self._released = False
 
     @classmethod
     def from_pretrained(cls, path: str, **options: Any) -> LocalEngine:
@@ -152,14 +153,32 @@ class LocalEngine(SequenceEngine):
     def load_weights(self, weights: Weights, version: int) -> None:
         self.sequences.require_alive()
         self._backend.load(self.sequences.facts.check_state(state_of(weights)))
-        for prompt in self._prompts.values():
-            prompt.prefilled = None  # computed by the old weights, and no running row needs it
-        self._kept.clear()
+        self._forget()
+        self._released = False
         self.sequences.loaded(version)
+
+    def release(self) -> None:
+        """Give up the memory of the weights, and of the KV cache if nothing runs, until `load_weights` is called.
+
+        The learner has it meanwhile, where both share a device. Raises nothing; `step` does, until then.
+        """
+        self._released = True
+        self._backend.release()
+        self._forget()
+        if not self.sequences.table.n and not self.options.fixed_slots:
+            self._cache.clear()
+
+    def _forget(self) -> None:
+        """What older weights computed and no running row needs."""
+        for prompt in self._prompts.values():
+            prompt.prefilled = None
+        self._kept.clear()
 
     # ---- one step ----------------------------------------------------------------------------------------------
 
     def _step(self) -> list[Event]:
+        if self._released:
+            raise RuntimeError("the engine's weights were released; call load_weights before the next step")
         watch, sequences = Stopwatch(), self.sequences
         table = sequences.table
         outputs = [self._decode()] if table.n else []
@@ -182,7 +201,7 @@ class LocalEngine(SequenceEngine):
         table = self.sequences.table
         n = table.n
         if self.options.fixed_slots:
-            rows, chunks = table.slots, [Chunk(0, table.slots, self._cache.capacity)]
+            rows, chunks = table.slots, [Chunk(0, table.slots, self._cache.columns)]
         else:
             rows, chunks = n, self._plan()
         ints = self._to_device(table.ints[[col.TOKEN, col.POSITION], :rows])
@@ -255,13 +274,11 @@ class LocalEngine(SequenceEngine):
 
     def _insert(self, prefilled: Prefilled, index: list[int], requests: list[Request]) -> Output:
         longest = max(len(r.prompt_ids) + r.params.max_tokens for r in requests)
-        self._cache.reserve(max(longest, prefilled.keys[0].shape[2]))
         rows = self.sequences.start(requests)
+        self._cache.reserve(rows.stop, max(longest, prefilled.keys[0].shape[2]))
         lengths = [prefilled.lengths[i] for i in index]
         index_M = self._to_device(np.array(index))
-        keys = [k.index_select(0, index_M) for k in prefilled.keys]
-        values = [v.index_select(0, index_M) for v in prefilled.values]
-        self._cache.insert(self._to_device(np.arange(rows.start, rows.stop)), keys, values, lengths)
+        self._cache.insert(rows, index_M, prefilled.keys, prefilled.values, lengths)
         return Output(prefilled.last.hidden_NH[index_M], prefilled.last.logits_NV[index_M])
 
     def _keep(self, row: int) -> None:

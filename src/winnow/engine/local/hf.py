@@ -102,6 +102,9 @@ class HFBackend:
     def load(self, state: Mapping[str, torch.Tensor]) -> None:
         self._model.load_state_dict(dict(state), strict=True)
 
+    def release(self) -> None:
+        """Keeps them: the model they belong to cannot be without."""
+
     def _forward(self, ids: torch.Tensor, **inputs: Any) -> Output:
         logits = self._model(input_ids=ids, use_cache=True, **inputs, **self._last_only).logits[:, -1]
         assert self._hidden is not None
@@ -153,10 +156,11 @@ class HFBackend:
         """Two sequences of different lengths, cached and not: refuse a model for which that makes a difference."""
         sequences = [tuple((7 * i + 3 * j + 1) % self.vocab_size for j in range(4 + 3 * i)) for i in range(2)]
         cache = KVCache(self.kv_shapes, 2, self.dtype, self.device)
-        cache.reserve(16)
+        cache.reserve(2, 16)
         for row, sequence in enumerate(sequences):
             done = self.prefill([sequence[:-2]])
-            cache.insert(torch.tensor([row], device=self.device), done.keys, done.values, [len(sequence) - 2])
+            only = torch.zeros(1, dtype=torch.int64, device=self.device)
+            cache.insert(slice(row, row + 1), only, done.keys, done.values, [len(sequence) - 2])
         for back in (2, 1):
             tokens = torch.tensor([s[-back] for s in sequences], device=self.device)
             positions = torch.tensor([len(s) - back for s in sequences], device=self.device)

@@ -90,6 +90,9 @@ class LlamaBackend:
         )
         self._norm = self._copy(state["model.norm.weight"], torch.float32)
 
+    def release(self) -> None:
+        del self._embedding, self._head, self._layers, self._norm
+
     def _copy(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         return tensor.detach().to(self.device, dtype, copy=True)
 

@@ -201,7 +201,7 @@ class ShardedLearner(LocalLearner):
 
     def logp_part(self, rows: Sequence[Row], filler: Row, *, raw: bool, reference: bool) -> list[torch.Tensor]:
         """`logp` or `reference_logp` of this rank's rows."""
-        _, missing = self._missing(len(packed(rows, self.options.tokens_per_microbatch)))
+        _, missing = self._missing(len(packed(rows, self._budget)))
         found = self.reference_logp(rows) if reference else self.logp(rows, raw=raw)
         for _ in range(missing):
             self.reference_logp([filler]) if reference else self.logp([filler], raw=raw)

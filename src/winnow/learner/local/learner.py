@@ -20,7 +20,7 @@ from ...base.weights import StateWeights, TensorSpec, WeightSource, adapters_of,
 from ...methods.correct import Evidence, OverBatch
 from ...methods.loss import LossConfig, kl_loss, policy_loss
 from ..base import Sizes, Stats
-from ..batch import MicroBatch, Row, collate, micro_batches, packed
+from ..batch import Budget, MicroBatch, Row, collate, micro_batches, packed
 from .forward import Body, can_share_prompts, head_is_linear, predictions
 from .logprob import TokenDistribution, token_logp
 from .loss_scale import LossScale
@@ -80,6 +80,8 @@ class LocalLearner:
         )
         if options.gradient_checkpointing:
             checkpoint_layers(self._causal_lm)
+        parameters = sum(p.numel() for p in model.parameters())
+        self._budget = Budget.for_model(options.tokens_per_microbatch, parameters, share=self._share_prompts)
         train_adapter_dropout(model)
         self._place()
         self._params = {n: p for n, p in model.named_parameters() if p.requires_grad}
@@ -141,8 +143,7 @@ class LocalLearner:
                 return stats
 
     def _cut(self, rows: Sequence[Row]) -> list[MicroBatch]:
-        o = self.options
-        return micro_batches(rows, o.tokens_per_microbatch, pad_id=o.pad_id, device=self.device)
+        return micro_batches(rows, self._budget, pad_id=self.options.pad_id, device=self.device)
 
     def _ahead(self, loss: LossConfig) -> LossConfig:
         """The loss, with a correction that has seen all micro-batches if it has to; that costs a forward pass more."""
@@ -252,8 +253,8 @@ class LocalLearner:
     def _of_rows(self, rows: Sequence[Row], logp: Callable[[MicroBatch], torch.Tensor]) -> list[torch.Tensor]:
         """What `logp` gives, [B, T-1], at the action tokens of each row."""
         found: dict[int, torch.Tensor] = {}
-        for part in packed(rows, self.options.tokens_per_microbatch):
-            batch = collate(part, self.options.pad_id, self.device)
+        for part in packed(rows, self._budget):
+            batch = collate(part, self.options.pad_id, self.device, self._budget)
             logp_BT, mask_BT = logp(batch), batch.mask_BT[:, 1:]
             found |= {id(row): logp_T[mask_T] for row, logp_T, mask_T in zip(part, logp_BT, mask_BT, strict=True)}
         return [found[id(row)] for row in rows]

@@ -26,6 +26,8 @@ class Local:
 
 
 def options(policy: Policy, c: RunConfig) -> LearnerOptions:
+    """A run has settled what is `auto`; elsewhere it is the learner's own default."""
+    tokens, checkpointing = c.tokens_per_microbatch, c.gradient_checkpointing
     return LearnerOptions(
         optim=c.optim,
         beta1=c.adam_beta1,
@@ -33,10 +35,10 @@ def options(policy: Policy, c: RunConfig) -> LearnerOptions:
         eps=c.adam_epsilon,
         weight_decay=c.weight_decay,
         max_grad_norm=c.max_grad_norm,
-        compute_dtype=torch.float32 if c.dtype == "auto" else getattr(torch, c.dtype),  # a run has settled `auto`
+        compute_dtype=torch.float32 if c.dtype == "auto" else getattr(torch, c.dtype),
         matmul_precision=c.matmul_precision,
-        gradient_checkpointing=c.gradient_checkpointing,
-        tokens_per_microbatch=c.tokens_per_microbatch,
+        gradient_checkpointing=checkpointing is True,
+        tokens_per_microbatch=LearnerOptions.tokens_per_microbatch if tokens == "auto" else tokens,
         pad_id=policy.tokenizer.pad_token_id or 0,
         merge_adapters=c.lora is None or c.lora.merge,
     )
