@@ -24,6 +24,7 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import AutoTokenizer
 
 from winnow.base.noise import noise_key
+from winnow.base.processor import bfloat16_units
 from winnow.engine import LocalEngine, Request, SamplingParams
 
 KINDS = {
@@ -90,12 +91,13 @@ def measure(model_path: str, dtype: str) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", required=True, help="directory of SmolLM2-135M-Instruct")
-    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
+    fast = "bfloat16" if bfloat16_units() else "float32"
+    parser.add_argument("--dtype", default=fast, choices=("bfloat16", "float32"))
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     said = {"machine": machine("cpu"), "threads": torch.get_num_threads(), "dtype": options.dtype}
     said |= measure(options.model, options.dtype)
-    options.out.write_text(json.dumps(said, indent=1), encoding="utf-8")
+    options.out.write_text(json.dumps(said, indent=1) + "\n", encoding="utf-8")
     print(json.dumps(said, indent=1))
 
 

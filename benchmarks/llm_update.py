@@ -32,9 +32,10 @@ from workloads import Workload, chat_workload
 
 
 def settings(dtype: str, threads: int) -> dict[str, Setting]:
-    """TRL with its own number of rows; it recomputes layers unless told not to, which here only costs time."""
+    """Winnow as it chooses by itself; TRL with its own number of rows, and not recomputing layers, which it would do
+    unless told not to, and which here only costs time."""
     return {
-        "winnow": Setting(threads, "highest", tokens_per_microbatch=1024, dtype=dtype),
+        "winnow": Setting(threads, "highest", tokens_per_microbatch="auto", dtype=dtype),
         "trl": Setting(threads, "highest", rows_per_microbatch=8, dtype=dtype),
     }
 

@@ -51,7 +51,7 @@ class Setting:
     matmul_precision: str
     rows_per_microbatch: int = 256
     """TRL only; Winnow cuts by tokens."""
-    tokens_per_microbatch: int = 16_384
+    tokens_per_microbatch: int | str = 16_384
     dtype: str = "float32"
     """Of forward and backward pass (under autocast), and of generation."""
     gradient_checkpointing: bool = False

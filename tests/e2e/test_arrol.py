@@ -114,8 +114,8 @@ def test_the_head_votes(tiny_config: dict[str, Any]) -> None:
         assert message in result.output.replace("\n", " ") + str(result.stderr).replace("\n", " ")
 
 
-def test_a_vote_in_which_nobody_can_be_read_says_so(tiny_config: dict[str, Any], tmp_path: Path) -> None:
-    rows = [{"prompt": f"numbers {i} 2 3 target 6 :", "answer": "6"} for i in range(1, 7)]
+def test_a_vote_reads_answers_as_rewards_do_or_says_so(tiny_config: dict[str, Any], tmp_path: Path) -> None:
+    rows = [{"prompt": f"numbers {i} 2 3 target 6 :", "ground_truth": "6"} for i in range(1, 7)]
     (tmp_path / "d.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     config = tmp_path / "c.yaml"
     env = {"name": "dataset", "path": str(tmp_path / "d.jsonl"), "test_size": 3}
@@ -125,3 +125,6 @@ def test_a_vote_in_which_nobody_can_be_read_says_so(tiny_config: dict[str, Any],
     result = CliRunner().invoke(app, ["vote", str(tiny_config["model"]), "--config", str(config), "eval_generations=2"])
     assert result.exit_code != 0
     assert "reads no answer in any of the 6 completions" in (result.output + result.stderr).replace("\n", " ")
+    config.write_text(json.dumps({"env": env, "max_completion_length": 8, "reward_funcs": ["exact"]}))
+    found = vote(str(tiny_config["model"]), "--config", str(config), "eval_generations=2", "--json")
+    assert (found["answered"], found["judged"]) == (1.0, 3), "all of a completion is the answer where `exact` rewards"

@@ -11,14 +11,14 @@ import numpy as np
 
 from ..base.bootstrap import paired_bootstrap
 from ..config import ConfigError, RunConfig
-from ..env.base import Answering
+from ..env.base import Answering, Task
 from ..methods.gate import deepconf
 from ..methods.gate.quality_head import FILE, HeadWeights, mean_logp
 from ..rollout.evaluate import count_correct, rank_weights, summarize, weighted_vote
 from ..run.build import build_task
 from ..run.checkpoint import STATE
 from ..run.standalone import model_config, opened
-from ..types import Job, Rollout, Visit
+from ..types import Job, Prompt, Rollout, Visit
 
 Weigh = Callable[[Sequence[Rollout]], np.ndarray]
 
@@ -72,8 +72,7 @@ def vote_model(model: str, values: Mapping[str, Any], weights: Sequence[str]) ->
     c = model_config(model, values)
     task = build_task(c.env)
     prompts = task.test[: c.eval_prompts]
-    if not isinstance(task, Answering):
-        raise ConfigError(f"task {task.name} does not say which answers are the same (Task.answers), so none can win")
+    same_answers = _reader(task, c.reward_funcs)
     if not prompts:
         raise ConfigError(f"task {task.name} has no held-out prompts")
     head = _head_of(c) if "head" in weights else None
@@ -88,7 +87,7 @@ def vote_model(model: str, values: Mapping[str, Any], weights: Sequence[str]) ->
     for group in groups:
         candidates = [r for r in group.rollouts if r.reward is not None and r.action_mask.any()]
         if candidates:
-            answers = task.answers(group.prompt, [r.text for r in candidates])
+            answers = same_answers(group.prompt, [r.text for r in candidates])
             given += [answer is not None for answer in answers]
             for name, weigh in kinds.items():
                 won[name].append(_right(candidates, answers, weigh(candidates), c.success_reward))
@@ -113,6 +112,15 @@ def vote_model(model: str, values: Mapping[str, Any], weights: Sequence[str]) ->
         "tokens": sum(int(r.action_mask.sum()) for g in groups for r in g.rollouts),
         "seconds": round(time.monotonic() - started, 3),
     }
+
+
+def _reader(task: Task, reward_funcs: Sequence[Any] | None) -> Callable[[Prompt, Sequence[str]], list[str | None]]:
+    """How answers are read off completions: as the task says, but where `exact` alone rewards, all of a text is one."""
+    if list(reward_funcs or ()) == ["exact"]:
+        return lambda _, texts: [text.strip() or None for text in texts]
+    if not isinstance(task, Answering):
+        raise ConfigError(f"task {task.name} does not say which answers are the same (Task.answers), so none can win")
+    return task.answers
 
 
 def _weigh(name: str, head: HeadWeights | None) -> Weigh:
