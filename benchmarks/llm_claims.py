@@ -63,7 +63,7 @@ ARMS = {
         Arm("arithmetic-grpo-16", RECIPE, (*GRPO, *SIXTEEN)),
         Arm("arithmetic-arrol", RECIPE, (*GRPO, *SIXTEEN, GATE)),
         Arm("arithmetic-lag8-vcpo", RECIPE, (*LAG, *VCPO)),
-        Arm("arithmetic-all", RECIPE, (*ADAPTIVE[1:], "num_generations=8", *GRESO, *LAG[1:], *VCPO, GATE)),
+        Arm("arithmetic-all", RECIPE, (REFILL, ADAPTIVE[-1], *GRESO, *LAG[1:], *VCPO, GATE)),
     )
 }
 """`rloo` is the recipe itself. All have 128 rollouts a step, but for those that size or refill it themselves.

@@ -48,6 +48,7 @@ def one_run(model: Path, name: str, side: str, setting: Setting, steps: int) -> 
         torch.set_num_threads(setting.threads)
         rate = matmul_rate(getattr(torch, setting.dtype))
         run = SIDES[side](w, setting, steps, "cpu")
+        assert long_tail or set(run.lengths) == {w.max_completion_length}, "a side has ended texts"
         needed = flops(w, run.lengths, run.zero_variance) / steps
     return run.summary() | {
         "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,

@@ -126,8 +126,9 @@ def chat_workload(directory: Path, model: Path, *, long_tail: bool, prompts_per_
         for q in questions
     ]
     if not long_tail:
-        tokenizer.eos_token = NEVER
+        tokenizer.eos_token, tokenizer.chat_template = NEVER, None  # a turn's end, too, would end a text
         tokenizer.save_pretrained(path)
+        path.joinpath("chat_template.jinja").unlink(missing_ok=True)
         for file in (path / "config.json", path / "generation_config.json"):
             file.write_text(json.dumps(json.loads(file.read_text()) | {"eos_token_id": tokenizer.eos_token_id}))
     return Workload(name, path, texts, prompts_per_step, 256 if long_tail else 64, 1e-6, 8, 0 if long_tail else 1 / 4)
