@@ -69,6 +69,7 @@ bench: $(VENV)/.bench ## engine and training step beside their peers; writes ben
 bench-llm: $(VENV)/.bench $(SCALE)/.installed ## generation and a step with a pretrained model of 135M parameters beside its peers
 	$(BIN)/python benchmarks/llm_generation.py --model $(LLM) --vllm-python $(SCALE)/bin/python $(if $(GGUF),--gguf $(GGUF)) --out benchmarks/results/llm_generation.json
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/llm_profile.py --model $(LLM) --out benchmarks/results/llm_profile.json
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/int8.py --model $(LLM) --out benchmarks/results/int8.json
 	$(BIN)/python benchmarks/llm_update.py --model $(LLM) --out benchmarks/results/llm_update.json
 
 bench-scale: $(SCALE)/.installed ## Ray beside pipes, ranks beside one process, vLLM beside the embedded engine, what the driver takes and faults cost
