@@ -27,6 +27,7 @@ from .loss_scale import LossScale
 from .modes import WideAttention, checkpoint_layers, train_adapter_dropout
 from .optimizer import adamw, load_state, saved_state, set_learning_rate
 from .pooled import PooledGradients, RowByRow, batched_if_exact
+from .recompute import recomputing_if_exact
 from .terms import book, correction_weights, spread
 from .token_baselines import TokenBaselines
 
@@ -75,11 +76,13 @@ class LocalLearner:
         self._causal_lm: Any = model.get_base_model() if hasattr(model, "peft_config") else model
         model.eval()
         self._own_head = head_is_linear(self._causal_lm, distribution.n_tokens)
-        self._share_prompts = not options.gradient_checkpointing and can_share_prompts(
-            self._causal_lm, self._body(self._causal_lm), distribution.n_tokens
-        )
+        self._share_prompts, self._recomputing = False, None
         if options.gradient_checkpointing:
             checkpoint_layers(self._causal_lm)
+        else:
+            trial = self._causal_lm, self._body(self._causal_lm), distribution.n_tokens
+            self._share_prompts = can_share_prompts(*trial)
+            self._recomputing = recomputing_if_exact(*trial)
         parameters = sum(p.numel() for p in model.parameters())
         self._budget = Budget.for_model(options.tokens_per_microbatch, parameters, share=self._share_prompts)
         train_adapter_dropout(model)
@@ -177,7 +180,8 @@ class LocalLearner:
             if batch.pools is not None and batch.pools.weighing == "gradient":
                 self._pooled.add(batch, loss, stats)
                 return
-            total = self._loss(batch, loss, stats)
+            with nullcontext() if self._recomputing is None else self._recomputing.forward():
+                total = self._loss(batch, loss, stats)
             self._backward(total)
 
     def _backward(self, total: torch.Tensor) -> None:

@@ -1,0 +1,146 @@
+"""Norms and gated activations, computed again in the backward pass instead of being kept for it.
+
+They are little work, yet nearly half of what the layers of a decoder would keep: what a norm has between its input and
+its output, that output, the gate's activation, and the product with it. Their own inputs are kept. Whole layers are
+another matter: `modes.checkpoint_layers`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+GATED = ("gate_proj", "up_proj", "down_proj", "act_fn")
+"""Parts of a feed-forward layer down(act(gate(x)) * up(x))."""
+WORTH = 100_000_000
+"""Parameters from which it is done. Measured on a CPU: it takes no time at 135 million (docs/benchmarks.md), 3% of an
+update at 14 and 7% at 0.7, whose activations are small anyway."""
+
+
+class Again:
+    """One use of a function: what it has made is forgotten, and made again from its inputs when it is asked for."""
+
+    def __init__(self, function: Callable[..., torch.Tensor], inputs: Sequence[torch.Tensor], module: nn.Module):
+        self._function, self._module = function, module
+        self._inputs = [x.detach() for x in inputs]
+        self._versions = [x._version for x in inputs]
+        self._with_gradient = [x.requires_grad for x in inputs]
+        kind = inputs[0].device.type
+        self._autocast = kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
+        self._made: tuple[torch.Tensor, list[torch.Tensor]] | None = None
+
+    def output(self) -> torch.Tensor:
+        return self._make()[0].detach()
+
+    def gradients(self, of_output: torch.Tensor) -> list[torch.Tensor | None]:
+        """Of the inputs, then of the parameters of the module; this is the last that is asked in a backward pass."""
+        output, leaves = self._make()
+        self._made, self._inputs, self._versions = None, [], []
+        wanted = [x for x in leaves if x.requires_grad]
+        found = iter(torch.autograd.grad(output, wanted, of_output, allow_unused=True))
+        return [next(found) if x.requires_grad else None for x in leaves]
+
+    def _make(self) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        if self._made is None:
+            if [x._version for x in self._inputs] != self._versions:
+                raise RuntimeError(f"{type(self._module).__name__}: its input was overwritten after it had been used")
+            inputs = [x.detach().requires_grad_(g) for x, g in zip(self._inputs, self._with_gradient, strict=True)]
+            with torch.enable_grad(), torch.autocast(*self._autocast):
+                self._made = self._function(*inputs), [*inputs, *self._module.parameters(recurse=False)]
+        return self._made
+
+
+class _Forgotten(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, again: Again, function: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> torch.Tensor:
+        """`inputs` are those of the function, which knows how many, and parameters."""
+        ctx.again = again
+        return function()
+
+    @staticmethod
+    def backward(ctx: Any, of_output: torch.Tensor) -> Any:
+        return None, None, *ctx.again.gradients(of_output)
+
+
+class Recomputing:
+    """The norms and gated feed-forward layers of a model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._forwards: dict[nn.Module, Callable[..., Any]] = {}
+        """Of the modules that compute otherwise inside `forward`."""
+        self._outputs: dict[int, tuple[weakref.ref[torch.Tensor], int, Again]] = {}
+        """Outputs that can be made again, with their versions, by address."""
+        for module in model.modules():
+            if "Norm" in type(module).__name__:
+                self._forwards[module] = partial(self._norm, module, module.forward)
+            elif all(isinstance(getattr(module, name, None), nn.Module) for name in GATED):
+                self._forwards[module] = partial(self._gated, module)
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """Forward passes inside keep less for their backward passes."""
+        try:
+            for module, forward in self._forwards.items():
+                module.forward = forward
+            with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
+                yield
+        finally:
+            self._outputs.clear()
+            for module in self._forwards:
+                del module.__dict__["forward"]
+
+    def _norm(self, module: nn.Module, usual: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if kwargs or len(args) != 1:
+            return usual(*args, **kwargs)
+        return self._again(module, usual, args[0])
+
+    def _gated(self, module: Any, x: torch.Tensor) -> Any:
+        def product(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+            activated: torch.Tensor = module.act_fn(gate) * up
+            return activated
+
+        return module.down_proj(self._again(module, product, module.gate_proj(x), module.up_proj(x)))
+
+    def _again(self, module: nn.Module, function: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> torch.Tensor:
+        parameters = list(module.parameters(recurse=False))
+        if not torch.is_grad_enabled() or not any(x.requires_grad for x in (*inputs, *parameters)):
+            return function(*inputs)
+        again = Again(function, inputs, module)
+        output: torch.Tensor = _Forgotten.apply(again, partial(function, *inputs), *inputs, *parameters)
+        self._outputs[output.data_ptr()] = weakref.ref(output), output._version, again
+        return output
+
+    def _pack(self, saved: torch.Tensor) -> torch.Tensor | tuple[Again, torch.Size]:
+        """What is kept of a tensor that an operation saves; it may be a view of one that can be made again."""
+        reference, version, again = self._outputs.get(saved.data_ptr(), (None, 0, None))
+        output = reference() if reference is not None else None
+        if output is None or again is None or output._version != version:
+            return saved
+        same = saved.dtype == output.dtype and saved.numel() == output.numel()
+        return (again, saved.shape) if same and saved.is_contiguous() and output.is_contiguous() else saved
+
+    @staticmethod
+    def _unpack(kept: torch.Tensor | tuple[Again, torch.Size]) -> torch.Tensor:
+        if isinstance(kept, torch.Tensor):
+            return kept
+        again, shape = kept
+        return again.output().reshape(shape)
+
+
+@torch.no_grad()
+def recomputing_if_exact(model: Any, body: Callable[..., torch.Tensor], n_tokens: int) -> Recomputing | None:
+    """None for small models, and where a trial of `body` gives other numbers: a class may make something else of the
+    same parts."""
+    if sum(p.numel() for p in model.parameters()) < WORTH:
+        return None
+    found, device = Recomputing(model), model.get_input_embeddings().weight.device
+    ids_BT = (torch.arange(2 * 8, device=device).view(2, 8) * 7 + 1) % n_tokens
+    usual = body(input_ids=ids_BT, use_cache=False)
+    with found.forward():
+        return found if torch.equal(body(input_ids=ids_BT, use_cache=False), usual) else None
