@@ -165,6 +165,7 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=ROOT / "runs" / "arrol-claims", help="where arrol_claims.py ran")
     parser.add_argument("--tasks", nargs="+", default=["countdown", "chain-sum"])
     parser.add_argument("--groups", type=int, default=800, help="half of them teach, half are pruned")
+    parser.add_argument("--at", type=int, help="detection token (default: half of the mean length)")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--docs", type=Path)
     options = parser.parse_args()
@@ -172,7 +173,7 @@ def main() -> None:
     for task in options.tasks:
         for run in sorted(options.work.glob(f"{task}-grpo-s[0-9]*")):
             length = json.loads((run / "claim.json").read_text(encoding="utf-8"))["deployed"]["mean_length"]
-            said.setdefault(task, []).append(judge(run, max(1, round(length / 2)), options.groups))
+            said.setdefault(task, []).append(judge(run, options.at or max(1, round(length / 2)), options.groups))
             print(task, run.name, json.dumps(said[task][-1]), flush=True)
     if options.out:
         write_json(options.out, said)

@@ -329,6 +329,29 @@ def test_groups_of_0_1_and_all_survivors_and_early_ends_are_named_in_metrics() -
     assert gate.metrics()["gate/arrol/ended_early"] == 1, "it was asked, though nothing could be said"
 
 
+@pytest.mark.parametrize("alike", [True, False])
+def test_metrics_say_whether_siblings_can_be_told_apart(alike: bool) -> None:
+    gate, rng, size = built(Arrol(at=4, cold_start=20, min_survivors=0)), np.random.default_rng(0), 8
+    for step in range(12):
+        for number in range(step * 12, step * 12 + 12):
+            hidden = np.repeat(rng.normal(size=(1, H)), size, 0) if alike else rng.normal(size=(size, H))
+            right = rng.random(size) < 1 / (1 + np.exp(-3 * hidden[:, 0]))
+            logp = 0.0 if alike else -2.0
+            verdicts = [ask(gate, view(number, i, size, hidden[i], logp=logp)) for i in range(size)]
+            h = hidden.astype(np.float32)
+            members = [rollout(i, float(right[i]), hidden=h[i], verdict=v) for i, v in enumerate(verdicts)]
+            gate.observe(group_of(number, members))
+        found = gate.metrics()
+        gate.end_step()
+    assert found["gate/arrol/auroc"] > 0.7, "questions can be told apart"
+    if alike:
+        assert found["gate/arrol/auroc_within"] == 0.5
+        assert found["gate/arrol/novelty"] == pytest.approx(1 / size)
+    else:
+        assert found["gate/arrol/auroc_within"] > 0.7
+        assert found["gate/arrol/novelty"] == pytest.approx(1 / (1 + 7 * np.exp(-8.0)))
+
+
 def test_distinct_keeps_what_few_siblings_are_expected_to_say_and_holds_the_keep_rate() -> None:
     gate = built(Arrol(at=4, cold_start=1, min_survivors=0, keep_rate=0.4, balance="distinct"))
     rng, size = np.random.default_rng(0), 16

@@ -160,6 +160,7 @@ class ArrolGate:
         """Learn from whoever came to an end; outcomes count 1 / survival, for those of the pruned are not seen."""
         decisions = [r.decision_of(self.name) for r in group.siblings]
         self._remember([d.verdict.evidence for d in decisions if d is not None], group)
+        scored: list[tuple[float, bool, float]] = []
         for rollout, decision in zip(group.siblings, decisions, strict=True):
             asked = decision.verdict.evidence if decision is not None and "score" in decision.verdict.evidence else None
             if asked is not None:
@@ -175,6 +176,9 @@ class ArrolGate:
                 self._learn(asked.get("hidden"), asked.get("logp", 0.0), label, weight)
                 saved = weight * (1 - asked["chance"]) * _sampled_after(rollout, decision)
                 self._realised.seen(asked["q"], label, weight, saved)
+                scored.append((asked["score"], label, weight))
+        if scored:
+            self._realised.siblings(scored)
         survivors = sum(r.fate != Fate.PRUNED for r in group.siblings)
         judged = [(self._right(r.reward), 1 / r.survival_p) for r in group.siblings if r.reward is not None]
         if judged and self.options.balance == "within":
@@ -186,7 +190,7 @@ class ArrolGate:
         scored = [evidence for evidence in asked if "score" in evidence]
         self._realised.not_finite += len(asked) - len(scored)
         for evidence in scored:
-            self._realised.decided(evidence["chance"])
+            self._realised.decided(evidence["chance"], evidence["novelty"])
             self._bins.append(self._posterior.bin_of(evidence["score"]))
             self._novelty.append(evidence["novelty"])
             if self.options.balance == "within":

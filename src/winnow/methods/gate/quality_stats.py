@@ -21,6 +21,10 @@ class Realised:
     not_finite: int = 0
     survival: float = 0.0
     """Sum of the chances of survival."""
+    novelty: float = 0.0
+    """Sum over rollouts of one over the number of siblings expected to have said the same by then."""
+    within: list[float] = field(default_factory=list)
+    """AUROC among the siblings of each group of which some are right."""
     outcomes: list[tuple[float, bool, float, float]] = field(default_factory=list)
     """(predicted success, success, weight, tokens that pruning saved of the like of it)."""
     groups: list[tuple[float, int]] = field(default_factory=list)
@@ -30,9 +34,10 @@ class Realised:
     ended_early: int = 0
     """Rollouts that came to an end before anybody asked."""
 
-    def decided(self, survival: float) -> None:
+    def decided(self, survival: float, novelty: float) -> None:
         self.asked += 1
         self.survival += survival
+        self.novelty += novelty
 
     def ended(self, *, pruned: bool) -> None:
         self.returned += 1
@@ -40,6 +45,12 @@ class Realised:
 
     def seen(self, q: float, label: bool, weight: float, saved: float) -> None:
         self.outcomes.append((q, label, weight, saved))
+
+    def siblings(self, scored: list[tuple[float, bool, float]]) -> None:
+        """(score, success, weight) of a group's rollouts."""
+        score_N, label_N, weight_N = (np.array(column) for column in zip(*scored, strict=True))
+        if 0 < label_N.sum() < len(label_N):
+            self.within.append(auroc(score_N, label_N, weight_N))
 
     def group(self, labels: list[bool], survivors: int, size: int) -> None:
         self.survivors.append((survivors, size))
@@ -50,8 +61,9 @@ class Realised:
         """`keep_rate` is what was carried out, `expected_keep_rate` the mean chance to survive, forced survivors
         included, audits not. `tokens_saved` is estimated from what survivors went on to sample. `positive_share` and
         `balance`, E[p (1 - p)], are of groups as they come back, before a filter; `success` is that of all rollouts
-        asked, estimated, `brier`, `auroc` and `accuracy` of the predictions. `survivors/none`, `one` and `all` count
-        groups.
+        asked, estimated, `brier`, `auroc` and `accuracy` of the predictions. `auroc_within` is among siblings, 0.5
+        where none can be told apart; `novelty` is 1 / G where all had said the same when they were asked.
+        `survivors/none`, `one` and `all` count groups.
         """
         found = {
             "asked": float(self.asked),
@@ -63,6 +75,9 @@ class Realised:
         }
         if self.asked:
             found["expected_keep_rate"] = self.survival / self.asked
+            found["novelty"] = self.novelty / self.asked
+        if self.within:
+            found["auroc_within"] = float(np.mean(self.within))
         if self.returned:
             found["keep_rate"] = 1 - self.pruned / self.returned
         if self.groups:
