@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 from winnow.base.bootstrap import paired_bootstrap
 from winnow.record.ledger import Ledger, LedgerError
@@ -218,6 +220,23 @@ def test_equal_names_are_told_apart_and_defaults_do_not_matter(tmp_path: Path) -
     c = make(tmp_path / "c/grpo-s1", [0.1, 0.2], seed=1, beta=0.0)  # a key that an older run does not have
     methods = by_name(compare([a, b, c]))
     assert {name: len(m.runs) for name, m in methods.items()} == {"grpo": 2, "grpo (2)": 1}
+
+
+def test_what_auto_chose_on_another_machine_is_no_other_method(tmp_path: Path) -> None:
+    a = make(tmp_path / "grpo-s0", [0.1, 0.2], seed=0, tokens_per_microbatch=879, threads=2)
+    b = make(tmp_path / "grpo-s1", [0.1, 0.2], seed=1, tokens_per_microbatch=16_384, gradient_checkpointing=True)
+    assert {name: len(m.runs) for name, m in by_name(compare([a, b])).items()} == {"grpo": 2}
+
+
+@pytest.mark.parametrize(("width", "tables"), [(60, 5), (80, 4), (400, 1)])
+def test_many_methods_stay_legible_in_a_narrow_terminal(tmp_path: Path, width: int, tables: int) -> None:
+    found = compare([make(tmp_path / f"method-named-{c}", [0.1, 0.2], seed=0, beta=ord(c) / 10) for c in "abcdefghij"])
+    page = io.StringIO()
+    Console(width=width, file=page).print(render(found))
+    shown = page.getvalue()
+    assert shown.count("┏") == tables
+    assert all(f"method-named-{c}" in shown for c in "abcdefghij")
+    assert "…" not in shown
 
 
 def test_the_profile_of_a_seed_is_no_other_method(tmp_path: Path) -> None:

@@ -19,6 +19,8 @@ from .report_data import Row, merge_steps, read_lines
 PASSED = "eval/pass@1"
 _DEFAULTS = {name: f.default for name, f in RunConfig.model_fields.items() if not f.is_required()}
 """A run of an earlier version lacks the keys that came later."""
+_OF_A_SEED = {"seed", "output_dir", "model", "threads", "tokens_per_microbatch", "gradient_checkpointing"}
+"""What differs between seeds of one method, or between the machines that they ran on and changes no result."""
 _METHODS = [name for name, f in RunConfig.model_fields.items() if f.annotation == MethodSpec]
 
 
@@ -120,8 +122,8 @@ def methods_of(runs: Sequence[RunData]) -> dict[str, list[RunData]]:
     """Runs by method, in the order given: those whose configurations differ only in what a seed brings with it.
 
     That is `seed`, `output_dir`, `model` (the seed's warm start), a selector's `profile` of that model, and `threads`,
-    which each run measures. Raises CompareError on a seed twice in a method, and on runs of a method that were
-    evaluated at different steps.
+    `tokens_per_microbatch` and `gradient_checkpointing`, which `auto` chooses by the machine. Raises CompareError on a
+    seed twice in a method, and on runs of a method that were evaluated at different steps.
     """
     grouped: dict[str, list[RunData]] = {}
     for run in runs:
@@ -142,7 +144,7 @@ def single_runs(runs: Sequence[RunData]) -> dict[str, list[RunData]]:
 
 
 def _identity(config: Mapping[str, Any]) -> str:
-    rest = {k: v for k, v in (_DEFAULTS | dict(config)).items() if k not in ("seed", "output_dir", "model", "threads")}
+    rest = {k: v for k, v in (_DEFAULTS | dict(config)).items() if k not in _OF_A_SEED}
     rest |= {k: {"name": rest[k]} for k in _METHODS if isinstance(rest.get(k), str)}
     if isinstance(rest.get("selector"), dict):
         rest["selector"] = {k: v for k, v in rest["selector"].items() if k != "profile"}

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.console import Group as Lines
-from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -23,6 +23,8 @@ MAX_POINTS = 500
 CAUTION = "With few seeds 95% intervals are too narrow: on normal data they cover 76% at 3 seeds, 84% at 5, 89% at 10."
 """Coverage of `paired_bootstrap`, simulated; tests/unit/test_compare.py checks it."""
 COUNTS = ("tokens", "rollouts", "steps")
+LABEL_WIDTH, METHOD_WIDTH = 24, 18
+"""Columns of a terminal that a measure's label is broken to, and that a method needs."""
 
 
 def to_json(found: Comparison) -> dict[str, Any]:
@@ -31,25 +33,46 @@ def to_json(found: Comparison) -> dict[str, Any]:
 
 
 def render(found: Comparison) -> RenderableType:
-    """One row a measure, one column a method: the mean, and below it what it is to the baseline."""
+    """One row a measure, one column a method: the mean, and below it what it is to the baseline.
+
+    Methods that do not fit beside each other come in tables one below the other.
+    """
+    explained = (
+        f"mean [95% interval]; below it the paired difference (or ratio, ×) to {visible(found.baseline)}. {CAUTION}"
+    )
+    return Lines(
+        _Tables(found),
+        Text(explained, style="dim"),
+        *(Text(f"note: {visible(note)}", style="yellow") for note in found.notes),
+    )
+
+
+@dataclass(frozen=True)
+class _Tables:
+    found: Comparison
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        methods = self.found.methods
+        longest = max(len(m.label) for m in self.found.measures)
+        beside = max(1, (options.max_width - min(longest, LABEL_WIDTH)) // METHOD_WIDTH)
+        for start in range(0, len(methods), beside):
+            yield _table(self.found, methods[start : start + beside])
+
+
+def _table(found: Comparison, methods: Sequence[MethodResult]) -> Table:
     table = Table("", show_lines=True, header_style="bold")
-    for method in found.methods:
-        table.add_column(Text(f"{visible(method.name)}\n{_seeds(method)}"), justify="right")
+    for method in methods:
+        table.add_column(Text(f"{visible(method.name)}\n{_seeds(method)}"), justify="right", overflow="fold")
     for m in found.measures:
         cells = []
-        for method in found.methods:
+        for method in methods:
             mean, against, state = cell(found, m, method)
             text = mean + (f"\n{against}" if against else "")
             if len(found.methods) > 2:
                 text = text.replace(" [", "\n[").replace(" (", "\n(")
             cells.append(Text(text, style={"good": "green", "bad": "red"}.get(state, "")))
         table.add_row(m.label, *cells)
-    explained = (
-        f"mean [95% interval]; below it the paired difference (or ratio, ×) to {visible(found.baseline)}. {CAUTION}"
-    )
-    return Lines(
-        table, Text(explained, style="dim"), *(Text(f"note: {visible(note)}", style="yellow") for note in found.notes)
-    )
+    return table
 
 
 def cell(found: Comparison, m: Measure, method: MethodResult) -> tuple[str, str, str]:
