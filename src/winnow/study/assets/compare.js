@@ -2,7 +2,7 @@
 /* Draws a comparison of methods. Strings are only ever set as text, never as markup. */
 (() => {
   const data = JSON.parse(document.getElementById("data").textContent);
-  const color = (n) => `c${n % 8}`;
+  const color = (n) => `c${n % 12}`;
 
   function el(tag, props, ...children) {
     const node = document.createElement(tag);

@@ -21,7 +21,7 @@
   const key = (name, swatch, kind = "") =>
     el("span", { class: "key" }, el("span", { class: `swatch ${kind}`, swatch }), el("span", { dir: "auto" }, name));
   const logged = (table, name) => (table[name] || []).some((v) => v !== null);
-  const runColor = (n) => `c${n % 8}`;
+  const runColor = (n) => `c${n % 12}`;
 
   /* Which charts there are: [title, {keys: [[metric, name], ...], ...how it is drawn}]. */
   const PLAN = [
