@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError,
 
 from .base.dotted import TargetError, class_for
 from .base.elsewhere import ELSEWHERE
+from .base.errors import ConfigError as ConfigError
 from .base.files import not_json
 from .base.paths import absolute_paths
 
@@ -28,10 +29,6 @@ Optim = Literal["adamw_torch_fused", "adamw_torch_8bit", "adamw_torch_4bit"]
 MethodSpec = str | dict[str, Any]
 """A name from a method table or a class of your own (`my_pkg.rules:AtLeast`, `rules.py:AtLeast`), or, with options,
 `{name: ..., option: value}`."""
-
-
-class ConfigError(ValueError):
-    """A configuration that cannot run; the message names the key, the value and the remedy."""
 
 
 class LoraConfig(BaseModel):
@@ -275,9 +272,14 @@ def read_settings(
 
 
 def config_of(
-    model: Any, env: Any, reward_funcs: Any, config: RunConfig | Mapping[str, Any] | str | Path | None
+    model: Any,
+    env: Any,
+    reward_funcs: Any,
+    config: RunConfig | Mapping[str, Any] | str | Path | None,
+    *,
+    rows: bool = False,
 ) -> RunConfig:
-    """The configuration of a `Trainer`: what is given as arguments wins.
+    """The configuration of a `Trainer`: what is given as arguments wins. `rows`: the data are given in Python.
 
     Paths become absolute, so that a run can be resumed from anywhere.
     """
@@ -291,6 +293,8 @@ def config_of(
         values["model"] = model if isinstance(model, str) else str(getattr(model, "name_or_path", "") or "given object")
     if env is not None:
         values["env"] = env if isinstance(env, str | dict) else getattr(env, "name", type(env).__name__)
+    elif rows:
+        values.setdefault("env", "dataset")
     return validate(absolute_paths(values, METHODS))
 
 
@@ -346,7 +350,7 @@ def _number(text: str) -> Any:
 
 def name_of(spec: MethodSpec) -> str:
     """The name in a method spec."""
-    return spec if isinstance(spec, str) else str(spec["name"])
+    return spec if isinstance(spec, str) else str(spec.get("name"))
 
 
 def method(table: Mapping[str, type], spec: MethodSpec, field: str) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import re
 
@@ -9,9 +10,11 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from winnow.env import rows
+from winnow import ConfigError
+from winnow.env import row_files
 from winnow.env.dataset import DatasetConfig, content_of
-from winnow.env.rows import DataError
+from winnow.env.row_files import DataError
+from winnow.env.workers.functions import FunctionError
 
 
 def write(path, *values, end="\n"):
@@ -54,6 +57,59 @@ def test_accepted_oddities(tmp_path):
     assert [p.text for p in build(path).train] == ["a", "b"]
 
 
+def test_formats(tmp_path):
+    """Every form of a file gives the same rows."""
+    datasets = pytest.importorskip("datasets")
+    rows = [{"prompt": f"{i} + 1 =\nsay 'it'", "answer": i + 1, "hint": "a,b"} for i in range(3)]
+    data = datasets.Dataset.from_list(rows)
+    data.save_to_disk(str(tmp_path / "disk"))
+    datasets.DatasetDict(train=data, test=data.select([0])).save_to_disk(str(tmp_path / "splits"))
+    data.to_csv(str(tmp_path / "a.csv"))
+    data.to_parquet(str(tmp_path / "a.parquet"))
+    data.to_json(str(tmp_path / "a.jsonl.gz"), compression="gzip")
+    (tmp_path / "a.json").write_text("\ufeff" + json.dumps(rows, indent=2), encoding="utf-8")
+    (tmp_path / "a.csv.gz").write_bytes(gzip.compress((tmp_path / "a.csv").read_bytes()))
+    (tmp_path / "a.json.gz").write_bytes(gzip.compress((tmp_path / "a.json").read_bytes()))
+    write(tmp_path / "lines.json", *rows)
+    for name in ("disk", "splits", "a.csv", "a.parquet", "a.jsonl.gz", "a.json", "a.csv.gz", "a.json.gz", "lines.json"):
+        found = [{"prompt": p.text, **p.columns} for p in build(tmp_path / name).train]
+        assert found == rows, name
+    assert len(build(tmp_path / "splits", split="test").train) == 1
+    assert [p.text for p in DatasetConfig(path="x").with_rows(data.to_pandas()).train] == [r["prompt"] for r in rows]
+    assert [p.text for p in DatasetConfig(path="x").with_rows(data).train] == [r["prompt"] for r in rows]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.json", b'[{"prompt": "a"}, 3]', "a.json, entry 2: expected an object .* found int"),
+        ("a.json", b'[{"prompt": "a"}', "a.json: not valid JSON"),
+        ("a.json", b"[{}]", "a.json, entry 1: no column 'prompt'"),
+        ("a.json", b"[]", "no rows"),
+        ("a.csv", b"prompt,answer\na,1,2\n", "a.csv: cannot be read as CSV.*Expected 2 columns, got 3"),
+        ("a.csv", b"", "a.csv: cannot be read as CSV"),
+        ("a.csv", b"prompt\n12\n", "a.csv, row 1: 'prompt' must be text"),
+        ("a.csv", b"prompt\n\xff\xfe\n", "a.csv.*(UTF|must be text)"),
+        ("a.jsonl.gz", b'{"prompt": "a"}', "a.jsonl.gz: cannot be read: Not a gzipped file"),
+        (
+            "a.jsonl.gz",
+            gzip.compress(b'{"prompt": "a"}\n' * 99)[:-9],
+            "a.jsonl.gz: cannot be read: Compressed file ended",
+        ),
+        ("a.csv.gz", b"prompt", "a.csv.gz: cannot be read: Not a gzipped file"),
+    ],
+)
+def test_damaged_files(tmp_path, name, content, message):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=message):
+        build(tmp_path / name)
+
+
+def test_data_errors_are_configuration_errors():
+    assert issubclass(DataError, ConfigError)
+    assert issubclass(FunctionError, ConfigError)
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [
@@ -92,7 +148,7 @@ def test_bad_lines_are_named(tmp_path, line, message):
 
 
 def test_very_long_line(tmp_path, monkeypatch):
-    monkeypatch.setattr(rows, "MAX_LINE", 1 << 20)
+    monkeypatch.setattr(row_files, "MAX_LINE", 1 << 20)
     path = write(tmp_path / "a.jsonl", {"prompt": "a"}, {"prompt": "b" * (1 << 20)})
     with pytest.raises(DataError, match="line 2: longer than 1 MiB"):
         build(path)
@@ -145,7 +201,7 @@ def test_hugging_face_directory(tmp_path, monkeypatch):
     assert [(p.text, p.columns) for p in task.test] == [("c", {"answer": 3})]
     with pytest.raises(DataError, match="Hugging Face dataset"):
         build(data, split="validation")
-    with pytest.raises(DataError, match="Hugging Face dataset"):
+    with pytest.raises(DataError, match="nowhere: no such file or directory"):
         build(tmp_path / "nowhere")
 
 

@@ -17,7 +17,7 @@ from winnow.config import ConfigError
 from winnow.engine.facts import Facts
 from winnow.env.dataset import DatasetConfig
 from winnow.env.prompting import PromptError, encode_prompt
-from winnow.env.rows import DataError
+from winnow.env.row_files import DataError
 from winnow.types import Prompt
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")

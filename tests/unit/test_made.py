@@ -12,7 +12,7 @@ from winnow.env.dataset import DatasetConfig
 from winnow.env.made import EXAMPLE, MADE, PREFIX, SIZES, made_rows
 from winnow.env.rewards.exact import exact_answer
 from winnow.env.rewards.math import gold_answer
-from winnow.env.rows import DataError
+from winnow.env.row_files import DataError
 
 ROOT = Path(__file__).resolve().parents[2]
 LEVELS = [name for name in MADE if name.startswith("gsm")]

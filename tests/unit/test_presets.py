@@ -12,7 +12,7 @@ import pytest
 from winnow.env.dataset import DatasetConfig
 from winnow.env.presets import PRESETS
 from winnow.env.rewards.rewarder import Rewarder
-from winnow.env.rows import DataError
+from winnow.env.row_files import DataError
 from winnow.types import Group, Rollout, Visit
 
 GSM8K = {

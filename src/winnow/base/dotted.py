@@ -15,8 +15,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from .errors import ConfigError
 
-class TargetError(ValueError):
+
+class TargetError(ConfigError):
     """A dotted path that leads nowhere, or to something else; the message says what is there."""
 
 

@@ -6,7 +6,7 @@ ELSEWHERE = {
     "gradient_accumulation_steps": "use `tokens_per_microbatch`; accumulation follows from it",
     "train_batch_size": "use `prompts_per_step`",
     "dataset_name": "use `env: {name: dataset, path: ...}`",
-    "train_dataset": "use `env: {name: dataset, path: ...}`",
+    "train_dataset": "use `env: {name: dataset, path: ...}`, or in Python Trainer(train_dataset=...)",
     "max_staleness": "use `max_lag`",
     "use_peft": "use `lora: {r: 16}`",
     "lora_r": "use `lora: {r: 16}`",

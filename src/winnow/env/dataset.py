@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -14,7 +14,8 @@ from ..types import Message, Prompt
 from .base import Env, RewardFn
 from .presets import PRESETS
 from .rewards.math import same_answers
-from .rows import DataError, Row, read_rows
+from .row_files import DataError, Row
+from .rows import read_rows, rows_of
 
 RESERVED = ("prompts", "completions", "completion_ids", "trainer_state", "log_metric", "environments")
 """Arguments of reward functions that a column must not be called."""
@@ -24,10 +25,11 @@ SHOWN = 5
 
 @dataclass(frozen=True)
 class DatasetConfig:
-    """JSONL or parquet files or a Hugging Face data set with a `prompt` column, or in the format of a preset."""
+    """Files or a Hugging Face data set with a `prompt` column, or in the format of a preset."""
 
     path: str | list[str]
-    """`.jsonl` or `.parquet` file(s) or globs, or a directory or hub name for `datasets.load_dataset`."""
+    """`.jsonl`, `.json`, `.csv` (each also `.gz`) or `.parquet` file(s) or globs, a directory of `save_to_disk`, or a
+    directory or hub name for `datasets.load_dataset`."""
     test: str | list[str] | None = None
     """Held-out data in the same form; an error if it shares prompts with `path`."""
     test_size: int | float = 0
@@ -64,23 +66,31 @@ class DatasetConfig:
             raise ValueError("dataset: system_prompt makes chat messages and has no effect with prompt_format: text")
 
     def build(self) -> DatasetTask:
-        return DatasetTask(self)
+        train = read_rows(self.path, self.split, self.subset)
+        test = None if self.test is None else read_rows(self.test, self.test_split, self.subset)
+        return DatasetTask(self, train, test)
+
+    def with_rows(self, train: Iterable[Any], test: Iterable[Any] | None = None) -> DatasetTask:
+        """The task of rows in Python instead of `path`: a `datasets.Dataset`, a pandas data frame or any iterable of
+        mappings, read to its end. Raises DataError naming the row."""
+        rows = rows_of(train, "train_dataset")
+        return DatasetTask(self, rows, None if test is None else rows_of(test, "eval_dataset"))
 
 
 class DatasetTask:
-    """The task. Raises DataError (a ValueError) naming file and line for data that cannot be used."""
+    """The task: training rows and held-out ones. Raises DataError naming file and line for data that cannot be used."""
 
     name = "dataset"
     max_turns = 1
     stop: tuple[str, ...] = ()
 
-    def __init__(self, config: DatasetConfig) -> None:
+    def __init__(self, config: DatasetConfig, train: Sequence[Row], test: Sequence[Row] | None = None) -> None:
         self.config = config
         self.reward_funcs: list[RewardFn] = list(PRESETS[config.preset].reward_funcs) if config.preset else []
-        self.train = _prompts(read_rows(config.path, config.split, config.subset), config)
+        self.train = _prompts(train, config)
         self.test: list[Prompt] = []
-        if config.test is not None:
-            self.test = _prompts(read_rows(config.test, config.test_split, config.subset), config)
+        if test is not None:
+            self.test = _prompts(test, config)
             _refuse_overlap(self.train, self.test)
         elif config.test_size:
             self.train, self.test = _split(self.train, config.test_size)

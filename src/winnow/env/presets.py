@@ -13,7 +13,7 @@ from typing import Any
 
 from .base import RewardFn
 from .rewards.math import last_boxed, math_reward
-from .rows import DataError, Row
+from .row_files import DataError, Row
 
 BOXED = "\nPlease reason step by step, and put your final answer within \\boxed{}."
 

@@ -59,7 +59,7 @@ class PythonToolConfig(DatasetConfig):
 
     def build(self) -> PythonTool:  # type: ignore[override]
         own = {field.name: getattr(self, field.name) for field in fields(DatasetConfig)}
-        return PythonTool(DatasetTask(DatasetConfig(**own)), self)
+        return PythonTool(DatasetConfig(**own).build(), self)
 
 
 class PythonTool:

@@ -234,6 +234,11 @@ def build_loss(c: RunConfig) -> LossConfig:
 
 def build_task(spec: MethodSpec | Task) -> Task:
     """A task by name, or the object itself. Raises ConfigError when it is unknown or has no training prompts."""
+    if isinstance(spec, str | dict) and name_of(spec) == "dataset" and "path" not in spec:
+        raise ConfigError(
+            "env: dataset needs a path, or in Python train_dataset, which is not kept with a run and has to be given "
+            "to Trainer.resume too"
+        )
     task: Task = spec if isinstance(spec, Task) else method(ENVS, spec, "env").build()
     if not task.train:
         raise ConfigError(f"env: task {task.name} has no training prompts")

@@ -72,20 +72,6 @@ def _name(spec: MethodSpec) -> Any:
     return spec if isinstance(spec, str) else spec.get("name")
 
 
-def check_by_name(c: RunConfig, **given: Any) -> None:
-    """Raises ConfigError when something that samplers must build themselves was given as an object."""
-    if "own_engine" not in sampler_options(c).provides:
-        return
-    for name, value in given.items():
-        parts = value if isinstance(value, list | tuple) else [value]
-        if not all(isinstance(part, str | dict | None) for part in parts):
-            remedy = "a reward as 'file.py:function'" if name == "reward_funcs" else "by its name or path"
-            raise ConfigError(
-                f"sync: {_name(c.sync)} starts samplers that build everything by name, so {name} cannot be an object; "
-                f"give it {remedy}, or train with sync: in_process"
-            )
-
-
 def check_evaluation(c: RunConfig, task: Task) -> None:
     """Raises ConfigError when there is nothing to evaluate on."""
     if c.eval_steps and not task.test:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -38,8 +38,6 @@ from ..record.records import (
     check_trackers,
     lock,
 )
-from ..rollout.evaluate import Evaluation, evaluate
-from ..rollout.profile import Profiler
 from ..rollout.runner import RolloutRunner
 from ..sampler import SamplerContext, SamplersLostError
 from ..sampler.base import SamplerRefusedError
@@ -54,17 +52,17 @@ from .build import (
     build_methods,
     build_policy,
     build_sampler,
-    build_task,
     rollout_options,
     sampler_options,
     step_options,
 )
+from .evaluating import Evaluations
+from .given import Given
 from .interrupt import StopSignals
 from .machine import settle
 from .preflight import (
     NothingSampledError,
     check_agreement,
-    check_by_name,
     check_evaluation,
     check_prompts,
     refuse_changes,
@@ -77,9 +75,11 @@ class Trainer:
     """One run.
 
     `model`: a Hugging Face directory or hub name, or a loaded causal LM (then give `processing_class`, its tokenizer).
-    `env`: a task's name, `{"name": ..., options}`, or a `Task` object. `reward_funcs`: functions with TRL's signature,
-    or their names `module:function`; without them the task's own. `config`: a RunConfig, a dict of its keys, or a YAML
-    file; `model` and `env` given here win.
+    `env`: a task's name, `{"name": ..., options}`, or a `Task` object. `train_dataset`, `eval_dataset`: rows instead of
+    it, each a `datasets.Dataset`, a pandas data frame or any iterable of mappings, read to its end; `env` may then be
+    `{"name": "dataset", options}` without paths. They are not kept with the run: give them to `resume` too.
+    `reward_funcs`: functions with TRL's signature, or their names `module:function`; without them the task's own.
+    `config`: a RunConfig, a dict of its keys, or a YAML file; `model` and `env` given here win.
     Raises ConfigError on anything that cannot run, before anything is written.
     """
 
@@ -91,10 +91,40 @@ class Trainer:
         config: RunConfig | Mapping[str, Any] | str | Path | None = None,
         processing_class: Any = None,
         *,
+        train_dataset: Iterable[Any] | None = None,
+        eval_dataset: Iterable[Any] | None = None,
         console: Console | None = None,
-        resume: bool = False,
     ) -> None:
-        self.config = config_of(model, env, reward_funcs, config)
+        given = Given(model, env, reward_funcs, processing_class, train_dataset, eval_dataset)
+        self._set_up(given, config, console, resume=False)
+
+    @classmethod
+    def resume(
+        cls,
+        run_dir: str | Path,
+        overrides: Mapping[str, Any] | None = None,
+        *,
+        console: Console | None = None,
+        **given: Any,
+    ) -> Trainer:
+        """The trainer that goes on where `run_dir` was saved last; `overrides` may change only harmless keys.
+
+        `given`: the arguments of `Trainer` that were objects, again.
+        """
+        trainer = cls.__new__(cls)
+        trainer._set_up(Given(**given), resumed_config(Path(run_dir), overrides or {}), console, resume=True)
+        return trainer
+
+    def _set_up(
+        self,
+        given: Given,
+        config: RunConfig | Mapping[str, Any] | str | Path | None,
+        console: Console | None,
+        resume: bool,
+    ) -> None:
+        given = given.sorted_out()
+        rows = given.train_dataset is not None
+        self.config = config_of(given.model, given.env, given.reward_funcs, config, rows=rows)
         self.console = console or Console(quiet=True)
         self.run_dir = Path(self.config.output_dir)
         self._stop_requested = False
@@ -108,31 +138,31 @@ class Trainer:
             self._checkpoint = self._find_checkpoint() if resume else None
             if not resume:
                 refuse_used_directory(self.run_dir)
-            self._build(model, env, reward_funcs, processing_class)
+            self._build(given)
         except BaseException:
             if self._held is not None:
                 self._held.close()
             raise
 
-    def _build(self, model: Any, env: Any, reward_funcs: Any, processing_class: Any) -> None:
+    def _build(self, given: Given) -> None:
         c = self.config
         check_trackers(c.report_to)
-        check_by_name(c, model=model, env=env, reward_funcs=reward_funcs, processing_class=processing_class)
+        given.require_names(c)
         quiet_transformers()
-        self.task = build_task(c.env if isinstance(env, str | dict | None) else env)
+        self.task = given.task(c)
         check_evaluation(c, self.task)
-        given = None if isinstance(model, str | None) else model
-        self.machine = settle(c, given, resumed=self._held is not None)
+        model = given.loaded_model
+        self.machine = settle(c, model, resumed=self._held is not None)
         self.config = c = self.machine.config
         self.machine.set_threads()
         elsewhere = "own_engine" in sampler_options(c).provides
-        policy, self.engine = build_policy(c, given, processing_class, self._checkpoint, with_engine=not elsewhere)
+        policy, self.engine = build_policy(
+            c, model, given.processing_class, self._checkpoint, with_engine=not elsewhere
+        )
         self.tokenizer = policy.tokenizer
         self._origin = policy.origin
-        funcs = [reward_funcs] if callable(reward_funcs) or isinstance(reward_funcs, str) else reward_funcs
-        self.rewarder = Rewarder(
-            funcs or c.reward_funcs or self.task.reward_funcs, c.reward_weights, c.reward_timeout_s
-        )
+        funcs = given.reward_list or c.reward_funcs or self.task.reward_funcs
+        self.rewarder = Rewarder(funcs, c.reward_weights, c.reward_timeout_s)
         check_prompts(c, self.task, self.rewarder, self.tokenizer, self.engine)
         self.learner = build_learner(policy, c)
         self.methods = m = build_methods(c, self.task.train)
@@ -146,11 +176,6 @@ class Trainer:
         if self.engine is not None:
             self.engine.load_weights(self.learner.weights(), 0)
             self._compare()
-
-    @classmethod
-    def resume(cls, run_dir: str | Path, overrides: Mapping[str, Any] | None = None, **kwargs: Any) -> Trainer:
-        """The trainer that goes on where `run_dir` was saved last; `overrides` may change only harmless keys."""
-        return cls(config=resumed_config(Path(run_dir), overrides or {}), resume=True, **kwargs)
 
     def train(self) -> dict[str, float]:
         """Run to the end, once; returns the last evaluation and totals.
@@ -182,11 +207,14 @@ class Trainer:
             shutil.rmtree(self.run_dir / "model", ignore_errors=True)  # of an earlier end of this run
             records = Records(self.run_dir, self.config, (state or {}).get("offsets"), max_turns=self.task.max_turns)
             try:
-                loop = self._loop(ledger, records, state)
+                evaluations = Evaluations(
+                    self.config, self.task, self._sampler.run, self.methods.selector, ledger, records
+                )
+                loop = self._loop(evaluations, state)
                 with Display(self.console, start=loop.step, max_steps=self.config.max_steps) as display:
                     self._display = display
                     if state is None:
-                        self._baseline(ledger, records)
+                        self._baseline(records, evaluations)
                     with self._signals():
                         loop.run()
                 if self._stop_requested and loop.step < self.config.max_steps:
@@ -233,8 +261,8 @@ class Trainer:
             ledger.set_meta("finished", "false")
             write_json(start, ledger.mark())
 
-    def _loop(self, ledger: Ledger, records: Records, state: Mapping[str, Any] | None) -> Loop:
-        c, m = self.config, self.methods
+    def _loop(self, evaluations: Evaluations, state: Mapping[str, Any] | None) -> Loop:
+        c, m, ledger, records = self.config, self.methods, evaluations.ledger, evaluations.records
         ledger.judge = m.judge
         options = step_options(c)
         beside = "beside" in sampler_options(c).provides
@@ -255,8 +283,8 @@ class Trainer:
         )
         hooks = Hooks(
             published=self._compare_again,
-            evaluate=lambda step: self._evaluate_if_due(ledger, records, step),
-            profile=lambda step: self._profile_if_due(ledger, step),
+            evaluate=evaluations.evaluate,
+            profile=evaluations.profile,
             record=lambda step, metrics, groups: self._record(records, step, metrics, groups),
             save=lambda step, force: self._save_if_due(ledger, records, loop, step, force),
             should_stop=lambda: self._stop_requested,
@@ -309,33 +337,11 @@ class Trainer:
         self._start_sampler(loop)
         loop.relaunch(state["loop"])
 
-    def _baseline(self, ledger: Ledger, records: Records) -> None:
+    def _baseline(self, records: Records, evaluations: Evaluations) -> None:
         """Held-out figures before the first update, as step 0."""
-        if (evaluation := self._evaluate_if_due(ledger, records, 0)) is not None:
+        if (evaluation := evaluations.evaluate(0)) is not None:
             metrics = {"step": 0, "num_tokens": 0} | {f"eval/{k}": v for k, v in evaluation.metrics.items()}
             self._record(records, 0, metrics, [])
-
-    def _evaluate_if_due(self, ledger: Ledger, records: Records, step: int) -> Evaluation | None:
-        c = self.config
-        if not c.eval_steps or (step % c.eval_steps and step != c.max_steps):
-            return None
-        prompts = self.task.test[: c.eval_prompts]
-        evaluation = evaluate(
-            self._sampler.run, prompts, n=c.eval_generations, success_reward=c.success_reward, greedy=c.eval_greedy
-        )
-        ledger.evaluation(step, rollouts=evaluation.rollouts, tokens=evaluation.tokens, seconds=evaluation.seconds)
-        records.samples(step, evaluation.groups, "test")
-        return evaluation
-
-    def _profile_if_due(self, ledger: Ledger, step: int) -> None:
-        """Give the selector fresh pass rates of all training prompts; booked as an evaluation."""
-        c, n = self.config, self.methods.selector.wants_profile(step)
-        if not n or step == c.max_steps:
-            return
-        profiler = Profiler(self._sampler.run)
-        rates = profiler.run(self.task.train, n=n, success_reward=c.success_reward, epoch=step)
-        self.methods.selector.profiled(rates)
-        ledger.evaluation(step, rollouts=profiler.rollouts, tokens=profiler.tokens, seconds=profiler.seconds)
 
     def _record(self, records: Records, step: int, metrics: dict[str, float], groups: list[Group]) -> None:
         metrics |= self.rewarder.pop_metrics() | {"seconds_total": self._seconds()}

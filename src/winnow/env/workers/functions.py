@@ -9,12 +9,13 @@ from types import SimpleNamespace
 from typing import Any
 
 from ...base.dotted import TargetError, load
+from ...base.errors import ConfigError
 
 VERL_ARGUMENTS = ("data_source", "solution_str", "ground_truth")
 MAX_ERROR = 2_000
 
 
-class FunctionError(ValueError):
+class FunctionError(ConfigError):
     """A function that does not exist; the message gives the nearest name."""
 
 

@@ -1,0 +1,135 @@
+"""Rows of one file: JSONL, JSON, CSV and parquet, the first three also compressed with gzip."""
+
+from __future__ import annotations
+
+import codecs
+import gzip
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+from ..base.errors import ConfigError
+
+MAX_LINE = 64 << 20
+"""Longest line of a JSONL file in bytes."""
+
+
+class DataError(ConfigError):
+    """Data that cannot be used; the message names the file and the line or row, and the remedy."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    where: str
+    """Place for messages, e.g. `train.jsonl, line 3`."""
+    values: dict[str, Any]
+
+
+def read_file(path: Path) -> Iterator[Row]:
+    """Rows of a file whose name ends with one of `SUFFIXES`. Raises DataError naming file, line and remedy."""
+    name = path.name.removesuffix(".gz")
+    reader = FORMATS.get(Path(name).suffix)
+    if reader is None:
+        raise DataError(f"{path}: not a {', '.join(SUFFIXES)} file")
+    try:
+        yield from reader(path)
+    except (OSError, EOFError) as error:
+        raise DataError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
+
+
+def _open(path: Path) -> BinaryIO:
+    return cast(BinaryIO, gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb"))
+
+
+def _json(path: Path) -> Iterator[Row]:
+    """A list of objects, or else one object a line."""
+    with _open(path) as file:
+        start = file.read(1024).removeprefix(codecs.BOM_UTF8).lstrip()
+        if not start.startswith(b"["):
+            yield from _jsonl(path)
+            return
+        file.seek(0)
+        values = _parsed(file.read().removeprefix(codecs.BOM_UTF8), str(path))
+    for number, value in enumerate(values, start=1):
+        yield Row(where := f"{path}, entry {number}", _object(value, where))
+
+
+def _jsonl(path: Path) -> Iterator[Row]:
+    with _open(path) as file:
+        number = 0
+        while line := file.readline(MAX_LINE + 1):
+            number += 1
+            where = f"{path}, line {number}"
+            if len(line) > MAX_LINE:
+                raise DataError(f"{where}: longer than {MAX_LINE >> 20} MiB; is this JSONL, one object a line?")
+            if number == 1:
+                line = line.removeprefix(codecs.BOM_UTF8)
+            if line.strip():
+                yield Row(where, _object(_parsed(line, where), where))
+
+
+def _object(value: Any, where: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise DataError(f'{where}: expected an object like {{"prompt": ...}}, found {type(value).__name__}')
+    return value
+
+
+def _parsed(line: bytes, where: str) -> Any:
+    try:
+        text = line.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{where}: byte {error.start + 1} is not UTF-8; save the file as UTF-8") from None
+    if "\0" in text:
+        raise DataError(f"{where}: contains a NUL byte at column {text.index(chr(0)) + 1}")
+    try:
+        value = json.loads(text, parse_constant=_no_constant)
+    except json.JSONDecodeError as error:
+        raise DataError(f"{where}: not valid JSON: {error.msg} (column {error.colno})") from None
+    except (RecursionError, ValueError) as error:
+        raise DataError(f"{where}: not valid JSON: {error}") from None
+    if "\\u" in text:
+        try:
+            json.dumps(value, ensure_ascii=False).encode("utf-8")
+        except UnicodeEncodeError as error:
+            lone = error.object[error.start]
+            raise DataError(f"{where}: contains a lone surrogate ({lone!r}), which is not text; remove it") from None
+    return value
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _csv(path: Path) -> Iterator[Row]:
+    """Comma-separated with a header line; columns of numbers become numbers, as with `datasets`."""
+    import pyarrow
+    import pyarrow.csv
+
+    try:
+        with _open(path) as file:
+            table = pyarrow.csv.read_csv(file, parse_options=pyarrow.csv.ParseOptions(newlines_in_values=True))
+    except pyarrow.ArrowException as error:
+        raise DataError(f"{path}: cannot be read as CSV: {error}") from None
+    yield from _table(path, table)
+
+
+def _parquet(path: Path) -> Iterator[Row]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        table = pyarrow.parquet.read_table(path)
+        yield from _table(path, table)
+    except (OSError, UnicodeDecodeError, pyarrow.ArrowException) as error:
+        raise DataError(f"{path}: cannot be read as parquet: {error}") from None
+
+
+def _table(path: Path, table: Any) -> Iterator[Row]:
+    for number, row in enumerate(table.to_pylist(), start=1):
+        yield Row(f"{path}, row {number}", row)
+
+
+FORMATS = {".jsonl": _jsonl, ".json": _json, ".csv": _csv, ".parquet": _parquet}
+SUFFIXES = (*FORMATS, ".jsonl.gz", ".json.gz", ".csv.gz")

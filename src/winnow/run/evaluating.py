@@ -1,0 +1,48 @@
+"""Evaluations of a run and profiles for its selector, when they are due."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..config import RunConfig
+from ..env.base import Task
+from ..methods.select import Selector
+from ..record.ledger import Ledger
+from ..record.records import Records
+from ..rollout.evaluate import Evaluation, RollOut, evaluate
+from ..rollout.profile import Profiler
+
+
+@dataclass(frozen=True)
+class Evaluations:
+    """What is sampled besides training, and booked as evaluation."""
+
+    config: RunConfig
+    task: Task
+    roll_out: RollOut
+    selector: Selector
+    ledger: Ledger
+    records: Records
+
+    def evaluate(self, step: int) -> Evaluation | None:
+        """Held-out figures, every `eval_steps` and at the end."""
+        c = self.config
+        if not c.eval_steps or (step % c.eval_steps and step != c.max_steps):
+            return None
+        prompts = self.task.test[: c.eval_prompts]
+        found = evaluate(
+            self.roll_out, prompts, n=c.eval_generations, success_reward=c.success_reward, greedy=c.eval_greedy
+        )
+        self.ledger.evaluation(step, rollouts=found.rollouts, tokens=found.tokens, seconds=found.seconds)
+        self.records.samples(step, found.groups, "test")
+        return found
+
+    def profile(self, step: int) -> None:
+        """Give the selector fresh pass rates of all training prompts, if it wants them."""
+        n = self.selector.wants_profile(step)
+        if not n or step == self.config.max_steps:
+            return
+        profiler = Profiler(self.roll_out)
+        rates = profiler.run(self.task.train, n=n, success_reward=self.config.success_reward, epoch=step)
+        self.selector.profiled(rates)
+        self.ledger.evaluation(step, rollouts=profiler.rollouts, tokens=profiler.tokens, seconds=profiler.seconds)
