@@ -7,8 +7,8 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -17,13 +17,15 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
 from .base.dotted import TargetError, class_for
-from .base.elsewhere import ELSEWHERE
 from .base.errors import ConfigError as ConfigError
+from .base.explain import explain
+from .base.explain import nearest as nearest
 from .base.files import not_json
 from .base.paths import absolute_paths
 
 LossType = Literal["dapo", "grpo", "dr_grpo", "sequence_sum"]
 GroupWeighting = Literal["equal", "size"]
+Schedule = Literal["constant", "constant_with_warmup", "linear", "cosine", "warmup_stable_decay"]
 Optim = Literal["adamw_torch_fused", "adamw_torch_8bit", "adamw_torch_4bit"]
 
 MethodSpec = str | dict[str, Any]
@@ -76,6 +78,7 @@ class RunConfig(BaseModel):
 
     # the shape of a step
     max_steps: int = Field(100, ge=1)
+    num_train_epochs: float | None = Field(None, gt=0)
     prompts_per_step: int = Field(32, ge=1)
     num_generations: int = Field(8, ge=2)
     max_lag: int = Field(0, ge=0)
@@ -87,7 +90,9 @@ class RunConfig(BaseModel):
     temperature: float = Field(1.0, gt=0)
     top_p: float = Field(1.0, gt=0, le=1)
     top_k: int = Field(0, ge=0)
+    min_p: float = Field(0.0, ge=0, lt=1)
     stop: list[str] = []
+    chat_template_kwargs: dict[str, Any] = {}
     mask_truncated_completions: bool = False
     reward_timeout_s: float = Field(30.0, gt=0, le=86_400)
     max_failed_share: float = Field(0.5, ge=0, le=1)
@@ -122,8 +127,8 @@ class RunConfig(BaseModel):
 
     # the update
     learning_rate: float = Field(1e-6, ge=0)
-    lr_scheduler_type: Literal["constant", "linear", "warmup_stable_decay"] = "constant"
-    warmup_steps: int = Field(0, ge=0)
+    lr_scheduler_type: Schedule = "constant"
+    warmup_steps: int | float = Field(0, ge=0)
     lr_end: float = Field(0.0, ge=0)
     lr_decay_steps: int | None = Field(None, ge=1)
     optim: Optim = "adamw_torch_fused"
@@ -151,6 +156,7 @@ class RunConfig(BaseModel):
     save_steps: int = Field(50, ge=1)
     save_total_limit: int = Field(2, ge=1)
     log_completions: int = Field(8, ge=0)
+    run_name: str | None = None
     report_to: list[Literal["tensorboard", "wandb", "trackio"]] = []
 
     @model_validator(mode="after")
@@ -184,52 +190,37 @@ class RunConfig(BaseModel):
                 "it, or kl_in_reward"
             )
 
+    @property
+    def warmup(self) -> int:
+        """Steps of the warm-up; `warmup_steps` below 1 is a share of all."""
+        w = self.warmup_steps
+        return math.ceil(w * self.max_steps) if w < 1 else int(w)
+
     def _check_schedule(self) -> None:
-        kind, decay = self.lr_scheduler_type, self.lr_decay_steps
-        if kind == "constant" and self.lr_end:
-            raise ValueError("lr_end has no effect with lr_scheduler_type: constant; remove it or choose linear")
+        kind, decay, warmup, steps = self.lr_scheduler_type, self.lr_decay_steps, self.warmup, self.max_steps
+        if self.num_train_epochs is not None:
+            if changed := self.changed(("max_steps",)):
+                raise ValueError(f"{changed} and num_train_epochs both say how long to train; remove one")
+            return  # until the data have said how many steps these are
+        if self.warmup_steps != warmup and self.warmup_steps >= 1:
+            raise ValueError(f"warmup_steps must be a whole number, or a share below 1, not {self.warmup_steps}")
+        if kind.startswith("constant") and self.lr_end:
+            raise ValueError(f"lr_end has no effect with lr_scheduler_type: {kind}; remove it or choose linear")
         if kind != "warmup_stable_decay" and decay is not None:
             raise ValueError(
                 f"lr_decay_steps has no effect with lr_scheduler_type: {kind}; remove it or choose warmup_stable_decay"
             )
-        if kind == "linear" and self.warmup_steps >= self.max_steps:
-            raise ValueError(f"warmup_steps ({self.warmup_steps}) must be below max_steps ({self.max_steps})")
+        if kind in ("linear", "cosine") and warmup >= steps:
+            raise ValueError(f"warmup_steps ({warmup}) must be below max_steps ({steps})")
         if kind == "warmup_stable_decay":
             if decay is None:
                 raise ValueError("lr_scheduler_type: warmup_stable_decay needs lr_decay_steps, the steps of the decay")
-            if self.warmup_steps + decay > self.max_steps:
-                raise ValueError(
-                    f"warmup_steps ({self.warmup_steps}) + lr_decay_steps ({decay}) exceed max_steps ({self.max_steps})"
-                )
+            if warmup + decay > steps:
+                raise ValueError(f"warmup_steps ({warmup}) + lr_decay_steps ({decay}) exceed max_steps ({steps})")
 
 
 METHODS = tuple(name for name, kind in RunConfig.__annotations__.items() if "MethodSpec" in kind)
 """Keys whose values are methods."""
-
-
-def nearest(name: str, known: Sequence[str]) -> str:
-    """` Did you mean 'x'?`, or the list of what is known."""
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
-    if close:
-        return f" Did you mean '{close[0]}'?"
-    return f" Known: {', '.join(sorted(known))}." if known else " This version has none."
-
-
-def explain(error: ValidationError, known: Sequence[str], where: str) -> str:
-    """pydantic's errors as one line each, with the nearest valid name for unknown keys."""
-    lines = []
-    for e in error.errors():
-        key = ".".join(str(part) for part in e["loc"])
-        if e["type"] == "extra_forbidden":
-            hint = f" Here {ELSEWHERE[key]}." if key in ELSEWHERE else nearest(key, known)
-            lines.append(f"unknown key '{key}'.{hint}")
-        elif e["type"] == "missing":
-            lines.append(f"missing key '{key}'")
-        elif not e["loc"]:
-            lines.append(str(e["msg"]).removeprefix("Value error, "))
-        else:
-            lines.append(f"{key}: {e['msg']} (got {e['input']!r})")
-    return "\n".join(f"{where}: {line}" for line in lines)
 
 
 def validate(values: Mapping[str, Any], where: str = "config") -> RunConfig:

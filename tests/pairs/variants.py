@@ -92,6 +92,7 @@ SWITCHES: list[Settings] = [
     {"temperature": 0.7},
     {"top_p": 0.8},
     {"top_k": 10},
+    {"min_p": 0.1},
     {"stop": ["w2"]},
     {"audit": {"epsilon": 0.5}},
     {"audit": {"epsilon": 0.5, "max_signal_loss": 0.5}},
@@ -115,7 +116,7 @@ NOT_SWEPT = frozenset(
     {"model", "env", "reward_funcs", "reward_weights", "output_dir", "device", "dtype", "threads", "max_steps"}
     | {"prompts_per_step", "max_prompt_length", "max_completion_length", "reward_timeout_s", "max_failed_share"}
     | {"max_skipped_steps", "learning_rate", "adam_beta1", "adam_beta2", "adam_epsilon", "save_steps"}
-    | {"save_total_limit", "log_completions", "report_to"}
+    | {"save_total_limit", "log_completions", "report_to", "run_name", "num_train_epochs", "chat_template_kwargs"}
     | {"eval_temperature", "eval_top_p", "eval_top_k", "eval_greedy", "matmul_precision", "optim"}
 )
 """Fields whose value changes numbers but no path, or that make the place where a run happens."""

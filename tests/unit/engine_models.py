@@ -125,7 +125,7 @@ def plain_logits(model: Any, prompt_ids: tuple[int, ...], token_ids: np.ndarray)
 
 
 def plain_logp(logits_TV: torch.Tensor, params: SamplingParams, token_ids: np.ndarray) -> np.ndarray:
-    """float64 [T]: temperature, then top-k, then top-p, written the long way."""
+    """float64 [T]: temperature, then top-k, then top-p, then min-p, written the long way."""
     out = []
     for row, token in zip(logits_TV.numpy(), token_ids.tolist(), strict=True):
         if params.temperature:
@@ -139,5 +139,7 @@ def plain_logp(logits_TV: torch.Tensor, params: SamplingParams, token_ids: np.nd
             share = np.cumsum(p[order[:kept]]) / p[order[:kept]].sum()
             kept = int((share < params.top_p).sum()) + 1
         p[order[kept:]] = 0
+        if params.temperature:
+            p[p < params.min_p * p.max()] = 0
         out.append(np.log(p[token] / p.sum()))
     return np.array(out)

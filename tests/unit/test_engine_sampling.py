@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import TopKLogitsWarper, TopPLogitsWarper
+from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from winnow.engine import SamplingParams
 from winnow.engine.sampling import BLOCK, CACHED, Transform, draw, sample
@@ -17,12 +17,15 @@ from .engine_models import plain_logp
 LAST = 1 - 2.0**-24
 
 
-def rows(n: int, temperature: float = 1, top_k: int = 0, top_p: float = 1, greedy: bool = False) -> Transform:
+def rows(
+    n: int, temperature: float = 1, top_k: int = 0, top_p: float = 1, greedy: bool = False, min_p: float = 0
+) -> Transform:
     return Transform(
         torch.full((n,), 1 / temperature),
         torch.ones(n, dtype=torch.bool) if greedy else None,
         torch.full((n,), top_k),
         torch.full((n,), top_p),
+        torch.full((n,), min_p),
     )
 
 
@@ -86,20 +89,23 @@ def test_rare_tokens_of_a_large_vocabulary_keep_their_weight() -> None:
     temperature=st.sampled_from([0.3, 1.0, 2.5]),
     top_k=st.sampled_from([0, 1, 3, 5000]),
     top_p=st.sampled_from([1e-6, 0.3, 0.95, 1.0]),
+    min_p=st.sampled_from([0.0, 0.03, 0.5]),
 )
 def test_logp_is_that_of_the_distribution_drawn_from(
-    seed: int, size: int, temperature: float, top_k: int, top_p: float
+    seed: int, size: int, temperature: float, top_k: int, top_p: float, min_p: float
 ) -> None:
     gen = torch.Generator().manual_seed(seed)
     logits = torch.randn(8, size, generator=gen) * 3
-    tokens, logp = sample(logits, torch.rand(8, generator=gen), rows(8, temperature, top_k, top_p))
-    params = SamplingParams(1, temperature, top_p, top_k)
+    tokens, logp = sample(logits, torch.rand(8, generator=gen), rows(8, temperature, top_k, top_p, min_p=min_p))
+    params = SamplingParams(1, temperature, top_p, top_k, min_p=min_p)
     expected = plain_logp(logits.double(), params, tokens.numpy())
     np.testing.assert_allclose(logp.numpy(), expected, atol=2e-5)
 
 
-@pytest.mark.parametrize(("top_k", "top_p"), [(7, 1.0), (0, 0.7), (20, 0.5)])
-def test_filters_keep_the_tokens_that_transformers_keeps(top_k: int, top_p: float) -> None:
+@pytest.mark.parametrize(
+    ("top_k", "top_p", "min_p"), [(7, 1.0, 0.0), (0, 0.7, 0.0), (20, 0.5, 0.0), (0, 1.0, 0.1), (20, 0.9, 0.05)]
+)
+def test_filters_keep_the_tokens_that_transformers_keeps(top_k: int, top_p: float, min_p: float) -> None:
     gen = torch.Generator().manual_seed(1)
     logits = (torch.randn(1, 50, generator=gen) * 2).expand(4000, 50)
     warped = logits[:1]
@@ -107,7 +113,9 @@ def test_filters_keep_the_tokens_that_transformers_keeps(top_k: int, top_p: floa
         warped = TopKLogitsWarper(top_k)(None, warped)
     if top_p < 1:
         warped = TopPLogitsWarper(top_p)(None, warped)
-    tokens, logp = sample(logits, torch.arange(4000) / 4000, rows(4000, 1, top_k, top_p))
+    if min_p:
+        warped = MinPLogitsWarper(min_p)(None, warped)
+    tokens, logp = sample(logits, torch.arange(4000) / 4000, rows(4000, 1, top_k, top_p, min_p=min_p))
     assert set(tokens.tolist()) == set(torch.isfinite(warped[0]).nonzero()[:, 0].tolist())
     np.testing.assert_allclose(logp, warped[0].log_softmax(-1)[tokens], atol=1e-5)
 
@@ -123,7 +131,9 @@ def test_greedy_takes_the_first_maximum_and_the_plain_logp() -> None:
 def test_a_row_does_not_depend_on_the_filters_of_others() -> None:
     gen = torch.Generator().manual_seed(2)
     logits, u = torch.randn(6, 200, generator=gen) * 2, torch.rand(6, generator=gen)
-    alone = [sample(logits[i : i + 1], u[i : i + 1], Transform(torch.ones(1), None, None, None)) for i in range(6)]
+    alone = [
+        sample(logits[i : i + 1], u[i : i + 1], Transform(torch.ones(1), None, None, None, None)) for i in range(6)
+    ]
     mixed = rows(6)._replace(top_k_N=torch.tensor([0, 3, 0, 50, 0, 0]), top_p_N=torch.tensor([1, 1, 1, 1, 1, 0.5]))
     tokens, logp = sample(logits, u, mixed)
     for i in (0, 2, 4):

@@ -1,4 +1,4 @@
-"""Sampler and learner keep the same tokens under top-k and top-p, ties of rounded logits included."""
+"""Sampler and learner keep the same tokens under top-k, top-p and min-p, ties of rounded logits included."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ def both(logits_NV: torch.Tensor, options: dict[str, Any]) -> tuple[torch.Tensor
         None,
         torch.full((n,), options.get("top_k", 0)),
         torch.full((n,), options.get("top_p", 1.0)),
+        torch.full((n,), options.get("min_p", 0.0)),
     )
     uniform = torch.rand(n, generator=torch.Generator().manual_seed(1))
     tokens, logp = sample(logits_NV, uniform, rows)
@@ -35,6 +36,8 @@ def both(logits_NV: torch.Tensor, options: dict[str, Any]) -> tuple[torch.Tensor
         {"top_k": 20},
         {"top_k": 20, "top_p": 0.8},
         {"top_k": 20, "top_p": 0.95, "temperature": 1.3},
+        {"min_p": 0.1},
+        {"top_k": 20, "top_p": 0.95, "min_p": 0.02, "temperature": 1.3},
     ],
 )
 def test_both_have_the_same_distribution_of_bfloat16_logits(options: dict[str, Any]) -> None:

@@ -96,6 +96,8 @@ def test_wandb_and_trackio_are_driven_through_their_common_interface(tmp_path: P
     tracker.close()
     assert [name for name, _ in calls] == ["init", "log", "finish"]
     assert calls[0][1]["name"] == tmp_path.name
+    WandbLike(Module(), tmp_path, config.model_copy(update={"run_name": "mine"}))
+    assert calls[-1][1]["name"] == "mine"
     assert calls[0][1]["config"]["model"] == "m"
     assert calls[1][1] == ({"reward": 1.0}, 3)
 

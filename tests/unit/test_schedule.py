@@ -9,6 +9,7 @@ import torch
 
 from winnow.config import ConfigError, validate
 from winnow.learner.step import StepOptions, scheduled_lr
+from winnow.run.preflight import in_steps
 
 GOOD = {"model": "m", "env": "countdown"}
 
@@ -19,7 +20,7 @@ def rates(**options: Any) -> list[float]:
     step_options = StepOptions(
         learning_rate=c.learning_rate,
         lr_scheduler_type=c.lr_scheduler_type,
-        warmup_steps=c.warmup_steps,
+        warmup_steps=c.warmup,
         lr_end=c.lr_end,
         lr_decay_steps=c.lr_decay_steps,
         max_steps=c.max_steps,
@@ -47,6 +48,33 @@ def test_linear_goes_to_zero_as_in_hugging_face() -> None:
                 assert ours[step] == pytest.approx(theirs.get_last_lr()[0], abs=1e-15)
             optimizer.step()
             theirs.step()
+
+
+def test_cosine_is_that_of_hugging_face() -> None:
+    transformers = pytest.importorskip("transformers")
+    for warmup in (0, 3):
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+        theirs = transformers.get_cosine_schedule_with_warmup(optimizer, warmup, 10)
+        low = transformers.get_cosine_with_min_lr_schedule_with_warmup(optimizer, warmup, 10, min_lr=0.2)
+        ours = rates(lr_scheduler_type="cosine", warmup_steps=warmup)
+        lowest = rates(lr_scheduler_type="cosine", warmup_steps=warmup, lr_end=0.2)
+        for step in range(warmup, 11):
+            assert ours[step] == pytest.approx(theirs.lr_lambdas[0](step), abs=1e-15)
+            assert lowest[step] == pytest.approx(low.lr_lambdas[0](step), abs=1e-15)
+
+
+def test_warmup_as_a_share() -> None:
+    assert rates(warmup_steps=0.25) == rates(warmup_steps=3)
+    assert rates(lr_scheduler_type="constant_with_warmup", warmup_steps=0.4) == rates(warmup_steps=4)
+
+
+def test_epochs_become_steps_when_the_data_are_known() -> None:
+    linear = GOOD | {"lr_scheduler_type": "linear"}
+    c = validate(linear | {"num_train_epochs": 1.5, "prompts_per_step": 8, "warmup_steps": 0.5})
+    assert (steps := in_steps(c, 90)).max_steps == 17
+    assert (steps.num_train_epochs, steps.warmup) == (None, 9)
+    with pytest.raises(ConfigError, match=r"warmup_steps \(150\) must be below max_steps \(12\)"):
+        in_steps(validate(linear | {"num_train_epochs": 1, "warmup_steps": 150}), 384)
 
 
 def test_linear_is_a_ramp_between_any_two_rates() -> None:
@@ -77,7 +105,11 @@ def test_stable_then_decay() -> None:
             r"warmup_steps \(41\) \+ lr_decay_steps \(60\) exceed max_steps \(100\)",
         ),
         ({"lr_scheduler_type": "linear", "lr_end": -1.0}, "lr_end: .*greater than or equal to 0"),
-        ({"lr_scheduler_type": "cosine"}, "lr_scheduler_type: .*'warmup_stable_decay'"),
+        ({"lr_scheduler_type": "polynomial"}, "lr_scheduler_type: .*'warmup_stable_decay'"),
+        ({"lr_scheduler_type": "cosine", "warmup_steps": 100}, r"warmup_steps \(100\) must be below max_steps"),
+        ({"warmup_steps": 2.5}, "whole number, or a share below 1, not 2.5"),
+        ({"num_train_epochs": 2, "max_steps": 7}, "both say how long to train; remove one"),
+        ({"num_train_epochs": 0}, "num_train_epochs: .*greater than 0"),
     ],
 )
 def test_options_without_effect_or_sense_are_refused(values: dict[str, Any], message: str) -> None:

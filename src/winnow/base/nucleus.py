@@ -1,4 +1,4 @@
-"""Which tokens top-k and top-p keep: one rule for who samples and who trains.
+"""Which tokens top-k, top-p and min-p keep: one rule for who samples and who trains.
 
 Rounded logits (bfloat16) often tie, and two rules for ties are two distributions.
 """
@@ -14,11 +14,14 @@ def relative_weights(logits_NV: torch.Tensor, inverse_temperature_N: torch.Tenso
     return scaled_NV.sub_(scaled_NV.amax(-1, keepdim=True)).exp_()
 
 
-def lowest_kept(weights_NV: torch.Tensor, top_k_N: torch.Tensor, top_p_N: torch.Tensor) -> torch.Tensor:
+def lowest_kept(
+    weights_NV: torch.Tensor, top_k_N: torch.Tensor, top_p_N: torch.Tensor, min_p_N: torch.Tensor
+) -> torch.Tensor:
     """[N, 1]: tokens of a smaller weight are dropped.
 
-    Kept are each row's `top_k` heaviest tokens (0: all), of them the fewest that hold `top_p` of their sum, and all
-    that weigh as much as the lightest of those: ties stay. Sums are float64.
+    `weights_NV`: the heaviest of each row at 1. Kept are each row's `top_k` heaviest tokens (0: all), of them the
+    fewest that hold `top_p` of their sum, and all that weigh as much as the lightest of those: ties stay. Of all these,
+    those that weigh at least `min_p`. Sums are float64.
     """
     V = weights_NV.shape[1]
     k_N = torch.where(top_k_N > 0, top_k_N, V).clamp(max=V)
@@ -29,4 +32,4 @@ def lowest_kept(weights_NV: torch.Tensor, top_k_N: torch.Tensor, top_p_N: torch.
     before_NK = cdf_NK - top_NK
     kept_N = (before_NK < top_p_N[:, None].double() * cdf_NK[:, -1:]).sum(-1)
     last_N = torch.where(top_p_N < 1, kept_N, k_N).clamp(min=1) - 1
-    return top_NK.gather(1, torch.minimum(last_N, k_N - 1)[:, None])
+    return torch.maximum(top_NK.gather(1, torch.minimum(last_N, k_N - 1)[:, None]), min_p_N[:, None])

@@ -26,6 +26,8 @@ class SamplingParams:
     """0 turns it off."""
     stop: tuple[str, ...] = ()
     """Strings that end a sequence; their tokens stay in `token_ids`."""
+    min_p: float = 0.0
+    """Leave out tokens less likely than this share of the likeliest one's probability; 0 turns it off."""
 
 
 @dataclass(frozen=True, slots=True)

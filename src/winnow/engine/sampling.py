@@ -30,9 +30,11 @@ class Transform(NamedTuple):
     greedy_N: torch.Tensor | None
     """bool; None when no row is greedy."""
     top_k_N: torch.Tensor | None
-    """int64, 0 off; None (with `top_p_N`) when no row filters."""
+    """int64, 0 off; None (with the others) when no row filters."""
     top_p_N: torch.Tensor | None
     """float32, 1 off."""
+    min_p_N: torch.Tensor | None
+    """float32, 0 off."""
 
 
 def sample(logits_NV: torch.Tensor, uniform_N: torch.Tensor, transform: Transform) -> tuple[torch.Tensor, torch.Tensor]:
@@ -55,8 +57,9 @@ def _sample(
     logits_NV: torch.Tensor, uniform_N: torch.Tensor, transform: Transform
 ) -> tuple[torch.Tensor, torch.Tensor]:
     weights_NV = relative_weights(logits_NV, transform.inverse_temperature_N)
-    if transform.top_k_N is not None and transform.top_p_N is not None:
-        floor_N1 = lowest_kept(weights_NV, transform.top_k_N, transform.top_p_N)
+    _, _, *filters = transform
+    if all(of_row is not None for of_row in filters):
+        floor_N1 = lowest_kept(weights_NV, *filters)  # type: ignore[arg-type]
         weights_NV = weights_NV.masked_fill(weights_NV < floor_N1, 0)
     tokens_N, total_N = draw(weights_NV, uniform_N)
     if transform.greedy_N is not None:

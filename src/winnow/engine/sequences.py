@@ -121,8 +121,8 @@ class Sequences:
         ints = self.to_device(table.ints[: col.DEVICE_ROWS, rows])
         floats = self.to_device(table.floats[:, rows])
         greedy = self.to_device(table.greedy[rows]) if table.greedy[rows].any() else None
-        filtered = table.ints[col.TOP_K, rows].any() or (table.floats[1, rows] < 1).any()
-        transform = Transform(floats[0], greedy, ints[col.TOP_K] if filtered else None, floats[1] if filtered else None)
+        filters = (ints[col.TOP_K], *floats[1:]) if table.filtered(rows).any() else (None, None, None)
+        transform = Transform(floats[0], greedy, *filters)
         tokens_N, logp_N = sample(logits_NV, uniform(ints[col.KEY], ints[col.COUNT]), transform)
         confidence_N = confidence(logits_NV) if table.confident[rows].any() else None
         raw_logp_N = logp_N if table.raw[rows].any() else None

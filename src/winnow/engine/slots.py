@@ -39,8 +39,8 @@ class SlotTable:
         self.ints = np.zeros((7, slots), dtype=np.int64)
         """TOKEN last sampled; POSITION it will be written to; COUNT sampled so far; KEY of the noise; TOP_K; ALARM, the
         count at which to look at the row; STOP_SET."""
-        self.floats = np.ones((2, slots), dtype=np.float32)
-        """Inverse temperature and top-p."""
+        self.floats = np.ones((3, slots), dtype=np.float32)
+        """Inverse temperature, top-p and min-p."""
         self.greedy = np.zeros(slots, dtype=bool)
         self.tokens = np.zeros((slots, 0), dtype=np.int64)
         self.logp = np.zeros((slots, 0), dtype=np.float32)
@@ -78,7 +78,10 @@ class SlotTable:
         ).T
         self.ints[KEY, rows] = as_tensor([r.key for r in requests]).numpy()
         self.floats[:, rows] = np.array(
-            [(1, 1) if g else (1 / r.params.temperature, r.params.top_p) for r, g in zip(requests, greedy, strict=True)]
+            [
+                (1, 1, 0) if g else (1 / p.temperature, p.top_p, p.min_p)
+                for p, g in zip((r.params for r in requests), greedy, strict=True)
+            ]
         ).T
         self.greedy[rows] = greedy
         self.confident[rows] = [r.confidence for r in requests]
@@ -112,8 +115,12 @@ class SlotTable:
 
     def transformed(self, rows: Rows) -> np.ndarray:
         """bool: which are drawn under a temperature or a filter; of all others `logp` is that of the model itself."""
-        inverse_temperature, top_p = self.floats[:, rows]
-        return np.asarray((inverse_temperature != 1) | (top_p < 1) | (self.ints[TOP_K, rows] > 0))
+        return np.asarray((self.floats[0, rows] != 1) | self.filtered(rows))
+
+    def filtered(self, rows: Rows) -> np.ndarray:
+        """bool: which have tokens left out by top-k, top-p or min-p."""
+        _, top_p, min_p = self.floats[:, rows]
+        return np.asarray((top_p < 1) | (min_p > 0) | (self.ints[TOP_K, rows] > 0))
 
     def confidence_of(self, row: int) -> np.ndarray | None:
         """A copy of the confidences of a row so far, if they were asked for."""

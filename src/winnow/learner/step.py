@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -44,15 +45,18 @@ def scheduled_lr(step: int, options: StepOptions) -> float:
     """Learning rate of step `step` (from 0): linear warm-up to `learning_rate`, then as `lr_scheduler_type` says.
 
     `constant`. `linear`: straight to `lr_end`, which step `max_steps` would have (as in Hugging Face, so the last step
-    is one increment short of it). `warmup_stable_decay`: constant, but the last `lr_decay_steps` go to `lr_end` so.
+    is one increment short of it). `cosine`: the same way along half a cosine. `warmup_stable_decay`: constant, but the
+    last `lr_decay_steps` go straight to `lr_end`.
     """
     o = options
     if step < o.warmup_steps:
         return o.learning_rate * (step + 1) / o.warmup_steps
-    if o.lr_scheduler_type == "constant":
+    if o.lr_scheduler_type.startswith("constant"):
         return o.learning_rate
     turning = o.max_steps - o.warmup_steps if o.lr_decay_steps is None else o.lr_decay_steps
     left = min(max((o.max_steps - step) / turning, 0.0), 1.0)
+    if o.lr_scheduler_type == "cosine":
+        left = 0.5 * (1.0 - math.cos(math.pi * left))
     return o.learning_rate * left + o.lr_end * (1.0 - left)
 
 

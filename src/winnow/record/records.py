@@ -88,7 +88,7 @@ class WandbLike:
 
     def __init__(self, module: Any, run_dir: Path, config: RunConfig, **options: Any) -> None:
         self._module = module
-        module.init(project="winnow", name=run_dir.name, config=config.model_dump(), **options)
+        module.init(project="winnow", name=config.run_name or run_dir.name, config=config.model_dump(), **options)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         self._module.log(dict(metrics), step=step)

@@ -115,7 +115,7 @@ class RolloutRunner:
         turn = left if self._turn_length is None else min(left, self._turn_length)
         params = replace(o.params, max_tokens=turn, stop=self._stop(flight))
         if sibling.greedy:
-            params = replace(params, temperature=0.0, top_p=1.0, top_k=0)
+            params = replace(params, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0)
         report = o.report | (self._rules.needs if flight.job.purpose == "train" else frozenset())
         request = Request(
             id=(*flight.key, sibling.index),

@@ -20,6 +20,7 @@ from ..engine.loading import (
     weights_digest,
 )
 from ..engine.pretrained import located
+from ..engine.template import with_template_values
 from ..env import ENVS
 from ..env.base import Demonstrator, Task
 from ..learner import LEARNERS, Learner, Policy
@@ -191,7 +192,7 @@ def step_options(c: RunConfig) -> StepOptions:
     return StepOptions(
         learning_rate=c.learning_rate,
         lr_scheduler_type=c.lr_scheduler_type,
-        warmup_steps=c.warmup_steps,
+        warmup_steps=c.warmup,
         lr_end=c.lr_end,
         lr_decay_steps=c.lr_decay_steps,
         max_steps=c.max_steps,
@@ -256,7 +257,7 @@ def build_demonstrator(spec: MethodSpec) -> Demonstrator:
 def sampling_params(c: RunConfig, *, evaluation: bool = False) -> SamplingParams:
     if evaluation:
         return SamplingParams(c.max_completion_length, c.eval_temperature, c.eval_top_p, c.eval_top_k, tuple(c.stop))
-    return SamplingParams(c.max_completion_length, c.temperature, c.top_p, c.top_k, tuple(c.stop))
+    return SamplingParams(c.max_completion_length, c.temperature, c.top_p, c.top_k, tuple(c.stop), c.min_p)
 
 
 def rollout_options(
@@ -289,7 +290,7 @@ def build_policy(
     device = resolve_device(c.device)
     if model is not None and tokenizer is None:
         raise ConfigError("processing_class: give the tokenizer of the model object")
-    tokenizer = tokenizer or load_tokenizer(c.model)
+    tokenizer = with_template_values(tokenizer or load_tokenizer(c.model), c.chat_template_kwargs)
     saved = checkpoint / "model" if checkpoint else None
     if model is None or (saved and not c.lora):
         base = load_causal_lm(saved if saved and not c.lora else c.model, device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -66,6 +67,15 @@ def refuse_used_directory(run_dir: Path) -> None:
             f"{run_dir}: already holds a run ({', '.join(used)}); go on with "
             f"`winnow resume {run_dir}`, or choose another output_dir"
         )
+
+
+def in_steps(c: RunConfig, prompts: int) -> RunConfig:
+    """With `num_train_epochs` as `max_steps`: an epoch has a step for every `prompts_per_step` of the training prompts,
+    whatever a selector skips or a filter refills. Raises ConfigError."""
+    if c.num_train_epochs is None:
+        return c
+    steps = math.ceil(c.num_train_epochs * prompts / c.prompts_per_step)
+    return validate(c.model_dump() | {"max_steps": steps, "num_train_epochs": None})
 
 
 def _name(spec: MethodSpec) -> Any:

@@ -24,6 +24,7 @@ from ..base.parent import call_itself
 from ..config import ConfigError, validate
 from ..engine.loading import ModelReference, load_tokenizer, quiet_transformers, resolve_device
 from ..engine.pretrained import located
+from ..engine.template import with_template_values
 from ..env.rewards.rewarder import Rewarder
 from ..methods.gate import RuleError, rule_from
 from ..rollout.runner import RolloutRunner
@@ -50,7 +51,7 @@ class Server:
         torch.set_num_threads(start["threads"])
         self.task = build_task(c.env)
         self._prompts = prompts_of(self.task)
-        tokenizer = load_tokenizer(c.model)
+        tokenizer = with_template_values(load_tokenizer(c.model), c.chat_template_kwargs)
         self.engine = build_engine(c, ModelReference(located(c.model), resolve_device(c.device)), tokenizer)
         self.rewarder = Rewarder(c.reward_funcs or self.task.reward_funcs, c.reward_weights, c.reward_timeout_s)
         self.rewarder.trainer_state = SimpleNamespace(global_step=start["version"], max_steps=c.max_steps)

@@ -65,6 +65,7 @@ from .preflight import (
     check_agreement,
     check_evaluation,
     check_prompts,
+    in_steps,
     refuse_changes,
     refuse_used_directory,
     resumed_config,
@@ -150,6 +151,7 @@ class Trainer:
         given.require_names(c)
         quiet_transformers()
         self.task = given.task(c)
+        self.config = c = in_steps(c, len(self.task.train))
         check_evaluation(c, self.task)
         model = given.loaded_model
         self.machine = settle(c, model, resumed=self._held is not None)

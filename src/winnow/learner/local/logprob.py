@@ -30,11 +30,12 @@ class TokenDistribution:
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
+    min_p: float = 0.0
 
     @property
     def whole(self) -> bool:
         """Whether every id has its probability."""
-        return not self.top_k and self.top_p >= 1
+        return not self.top_k and self.top_p >= 1 and not self.min_p
 
     def logits(self, raw_NV: torch.Tensor, targets_N: torch.Tensor) -> torch.Tensor:
         """[N, V'] in float32 (float64 stays), excluded tokens at -inf. The target stays: its ratio must be finite."""
@@ -49,9 +50,9 @@ class TokenDistribution:
         """Tokens that the engine drops, by its own arithmetic: float32, and one rule for ties."""
         n, device = len(raw_NV), raw_NV.device
         inverse_N = torch.full((n,), 1 / self.temperature if self.temperature > 0 else 1.0, device=device)
-        top_k_N, top_p_N = torch.full((n,), self.top_k, device=device), torch.full((n,), self.top_p, device=device)
+        filters = [torch.full((n,), value, device=device) for value in (self.top_k, self.top_p, self.min_p)]
         weights_NV = relative_weights(raw_NV.float(), inverse_N)
-        excluded = weights_NV < lowest_kept(weights_NV, top_k_N, top_p_N)
+        excluded = weights_NV < lowest_kept(weights_NV, *filters)
         return excluded.scatter(-1, targets_N[:, None], False)
 
 

@@ -1,0 +1,70 @@
+"""Values for a chat template's variables: as if every call gave them, saved with the tokenizer, checked."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from winnow import ConfigError
+from winnow.engine.template import with_template_values
+from winnow.env.prompting import encode_prompt
+from winnow.types import Prompt
+
+from .test_instruct import CHATML, chat_tokenizer
+
+THINKING = CHATML + (
+    "{%- if add_generation_prompt and enable_thinking is defined and enable_thinking is false -%}"
+    "{{ '<think>\n\n</think>\n\n' }}{%- endif -%}"
+)
+"""As Qwen3's."""
+MESSAGES = ({"role": "user", "content": "2+2?"},)
+
+
+def shown(tokenizer: Any, **given: Any) -> str:
+    return str(tokenizer.apply_chat_template(list(MESSAGES), tokenize=False, add_generation_prompt=True, **given))
+
+
+@pytest.mark.parametrize("value", [False, True])
+def test_as_if_given_to_every_call(value: bool, tmp_path: Path) -> None:
+    plain = chat_tokenizer(THINKING)
+    tokenizer = with_template_values(plain, {"enable_thinking": value})
+    assert plain.chat_template == THINKING
+    assert shown(tokenizer) == shown(plain, enable_thinking=value)
+    assert ("<think>" in shown(tokenizer)) == (value is False)
+    assert shown(tokenizer, enable_thinking=not value) == shown(plain, enable_thinking=not value), "who says so wins"
+    ids = encode_prompt(tokenizer, Prompt("p", 0, messages=MESSAGES))
+    assert tokenizer.decode(ids) == shown(tokenizer)
+    tokenizer.save_pretrained(tmp_path)
+    assert shown(AutoTokenizer.from_pretrained(tmp_path)) == shown(tokenizer)
+
+
+@pytest.mark.parametrize(
+    "value", ['it\'s "so"\n{{ 1 }} %} ✓ 🙂', 3, -0.5, None, True, ["a", None], {"a": {"b": [1, False]}, "c": "\\d"}]
+)
+def test_any_json_value(value: Any) -> None:
+    template = "{{ hints | string }}|{% if hints is none %}none{% endif %}"
+    tokenizer = with_template_values(chat_tokenizer(template), {"hints": value})
+    assert shown(tokenizer) == shown(chat_tokenizer(template), hints=value)
+
+
+def test_nothing_to_do() -> None:
+    tokenizer = chat_tokenizer(None)
+    assert with_template_values(tokenizer, {}) is tokenizer
+
+
+@pytest.mark.parametrize(
+    ("template", "values", "message"),
+    [
+        (None, {"enable_thinking": False}, "the tokenizer has no chat template"),
+        (CHATML, {"enable_thinking": False}, "has no 'enable_thinking'. This version has none"),
+        (THINKING, {"enable_thinkin": False}, "Did you mean 'enable_thinking'?"),
+        (THINKING, {"messages": []}, "has no 'messages'. Known: enable_thinking"),
+        (THINKING, {"x %}{{ 1 }}": 1}, "has no 'x"),
+    ],
+)
+def test_names_that_the_template_does_not_use(template: str | None, values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=f"chat_template_kwargs: .*{message.replace('?', '.')}"):
+        with_template_values(chat_tokenizer(template), values)
