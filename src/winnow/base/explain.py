@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from pydantic import ValidationError
 
-from .elsewhere import ELSEWHERE
+from .elsewhere import answers
 
 
 def nearest(name: str, known: Sequence[str]) -> str:
@@ -19,13 +19,14 @@ def nearest(name: str, known: Sequence[str]) -> str:
 
 
 def explain(error: ValidationError, known: Sequence[str], where: str) -> str:
-    """pydantic's errors as one line each, with the nearest valid name for unknown keys."""
+    """pydantic's errors as one line each, with what an unknown key is called here, or the nearest valid name."""
     lines = []
     for e in error.errors():
         key = ".".join(str(part) for part in e["loc"])
         if e["type"] == "extra_forbidden":
-            hint = f" Here {ELSEWHERE[key]}." if key in ELSEWHERE else nearest(key, known)
-            lines.append(f"unknown key '{key}'.{hint}")
+            for name, answer in answers(key, e["input"]):
+                hint = f" Here {answer}." if answer else nearest(name, known)
+                lines.append(f"unknown key '{name}'.{hint}")
         elif e["type"] == "missing":
             lines.append(f"missing key '{key}'")
         elif not e["loc"]:
