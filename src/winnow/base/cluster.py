@@ -9,6 +9,8 @@ import socket
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from .install import install
+
 ANSWER_S = 5.0
 """Most that the head of a cluster may take to answer."""
 
@@ -23,7 +25,7 @@ def join(key: str, address: str | None, specs: Sequence[str | Mapping[str, Any]]
     `key`: of the configuration, for errors. Raises ClusterError when Ray is not installed or no cluster answers.
     """
     if importlib.util.find_spec("ray") is None:
-        raise ClusterError(f"{key}: ray is not installed; pip install 'winnow-rl[ray]'")
+        raise ClusterError(f"{key}: ray is not installed; {install('ray')}")
     import ray
 
     if ray.is_initialized():

@@ -20,6 +20,7 @@ import weakref
 from collections.abc import Callable
 
 from .parent import die_with
+from .quiet import quiet_imports
 
 SERVE = (
     "import sys; from winnow.base.parent import die_with; die_with(int(sys.argv[1])); "
@@ -155,6 +156,7 @@ def serve(target: str, fd: str) -> None:
 def _imported(target: str) -> Callable[[], None]:
     """The target, or what says in every child why it cannot be imported."""
     module, name = target.split(":")
+    quiet_imports()
     try:
         found: Callable[[], None] = getattr(importlib.import_module(module), name)
         return found

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import typer
 
+from .. import __version__
+from ..base.quiet import quiet_imports
 from . import cluster, evaluate, gate, models, prepare, record, tables, train
 
 app = typer.Typer(
-    add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
@@ -15,6 +18,22 @@ app = typer.Typer(
 )
 for family in (train, evaluate, prepare, models, record, gate, cluster, tables):
     app.add_typer(family.app)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"winnow {__version__}")
+        raise typer.Exit
+
+
+_VERSION = typer.Option("--version", callback=_version, is_eager=True, help="Print the version and end.")
+
+
+@app.callback()
+def _options(
+    version: Annotated[bool, _VERSION] = False,
+) -> None:
+    quiet_imports()
 
 
 def main() -> None:

@@ -1,12 +1,14 @@
-"""`winnow methods`: what there is to choose from."""
+"""`winnow methods`, `schema` and `doctor`: what there is to choose from, and what this machine can do."""
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import typer
 from rich.console import Group, RenderableType
 from rich.markup import escape
+from rich.table import Table
 from rich.text import Text
 
 from .console import Json, command, show
@@ -20,6 +22,37 @@ def methods(as_json: Json = False) -> None:
     from ..run.catalogue import all_methods
 
     show(all_methods(), as_json, _render)
+
+
+@command(app)
+def schema(as_json: Json = False) -> None:
+    """Print the JSON Schema of the configuration, by which editors complete and check YAML.
+
+    With the Red Hat YAML extension: `# yaml-language-server: $schema=winnow.schema.json` on a file's first line.
+    """
+    from ..run.schema import config_schema
+
+    show(config_schema(), as_json, lambda found: Text(json.dumps(found, indent=2)))
+
+
+@command(app)
+def doctor(as_json: Json = False) -> None:
+    """Say what this machine can do, and the remedy for each lack."""
+    from ..run.doctor import examine
+
+    show(examine(), as_json, _findings)
+
+
+def _findings(found: list[dict[str, str]]) -> Table:
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    table.add_column(no_wrap=True)
+    table.add_column()
+    for finding in found:
+        said, remedy = Text(finding["found"]), finding["remedy"]
+        if remedy:
+            said.append(f"\n{remedy}", style="yellow")
+        table.add_row(Text(finding["what"], style="yellow" if remedy else "green"), said)
+    return table
 
 
 def _render(found: list[dict[str, Any]]) -> RenderableType:

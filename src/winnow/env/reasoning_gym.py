@@ -16,6 +16,7 @@ from functools import lru_cache
 from typing import Any, Literal
 
 from ..base.dotted import nearest
+from ..base.install import install
 from ..types import Prompt
 from .base import Env, RewardFn
 from .countdown import extract_answer
@@ -204,7 +205,7 @@ def _dataset(source: str) -> Any:
         import reasoning_gym
         from reasoning_gym.factory import DATASETS
     except ImportError:
-        raise ImportError("the package is missing; pip install 'winnow-rl[reasoning-gym]'") from None
+        raise ImportError(f"the package is missing; {install('reasoning-gym')}") from None
     values = json.loads(source)
     if values["task"] not in DATASETS:
         raise ValueError(f"unknown task '{values['task']}'.{nearest(values['task'], list(DATASETS))}")

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..base.dotted import nearest
+from ..base.install import install
 from .made import PREFIX, made_rows
 from .row_files import SUFFIXES, DataError, Row, read_file
 
@@ -64,7 +65,7 @@ def _hugging_face(source: str, split: str, subset: str | None) -> Iterator[Row]:
     except ImportError:
         raise DataError(
             f"{source}: not a {', '.join(SUFFIXES)} file, and for a Hugging Face dataset the package 'datasets' is "
-            "missing; pip install 'winnow-rl[hub]'"
+            f"missing; {install('hub')}"
         ) from None
     try:
         if any((directory / name).is_file() for name in ("state.json", "dataset_dict.json")):

@@ -12,6 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, Any, Protocol
 
+from ..base.install import install
 from ..config import ConfigError, RunConfig
 from ..methods.gate.recording import rows_of
 from ..methods.signal import Judge
@@ -59,7 +60,7 @@ def check_trackers(names: Sequence[str]) -> None:
     """Raises ConfigError with the install command when a tracker's package is missing."""
     for name in names:
         if find_spec(name) is None:
-            raise ConfigError(f"report_to: {name} is not installed; pip install 'winnow-rl[{name}]'")
+            raise ConfigError(f"report_to: {name} is not installed; {install(name)}")
 
 
 class Tracker(Protocol):

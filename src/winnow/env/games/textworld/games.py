@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from ....base.dotted import nearest
+from ....base.install import install
 from ...workers.kept import load_json, save_json
 from ..react import NOTHING, worded, words
 from .play import LOST, WON, TextWorldEnv, play, readable, understood
@@ -234,5 +235,5 @@ def _textworld() -> Any:
     try:
         import textworld
     except ImportError:
-        raise ImportError("the package is missing; pip install 'winnow-rl[textworld]'") from None
+        raise ImportError(f"the package is missing; {install('textworld')}") from None
     return textworld

@@ -1,0 +1,142 @@
+"""Install lines name where this copy came from, and a schema, a doctor and a version that a newcomer asks for first."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from winnow import __version__
+from winnow.base import install as install_module
+from winnow.base.install import install
+from winnow.cli.main import app
+from winnow.config import METHODS, load_config
+from winnow.env.workers.sandbox import SandboxError
+from winnow.run import doctor
+from winnow.run.schema import config_schema
+
+ROOT = Path(__file__).parents[2]
+CHECKOUT = f"pip install -e '{ROOT}[ray]'"
+
+
+class Distribution:
+    def __init__(self, origin: dict[str, Any] | None) -> None:
+        self.origin = origin
+
+    def read_text(self, name: str) -> str | None:
+        assert name == "direct_url.json"
+        return None if self.origin is None else json.dumps(self.origin)
+
+
+@pytest.mark.parametrize(
+    ("origin", "line"),
+    [
+        ({"url": "file:///a%20b/winnow", "dir_info": {"editable": True}}, "pip install -e '/a b/winnow[ray]'"),
+        ({"url": "file:///opt/winnow", "dir_info": {}}, "pip install '/opt/winnow[ray]'"),
+        (
+            {"url": "file:///w/winnow_rl-0.2.0-py3-none-any.whl", "archive_info": {}},
+            "pip install 'winnow-rl[ray] @ file:///w/winnow_rl-0.2.0-py3-none-any.whl'",
+        ),
+        (
+            {"url": "https://host/winnow.git", "vcs_info": {"vcs": "git"}},
+            "pip install 'winnow-rl[ray] @ git+https://host/winnow.git'",
+        ),
+        (None, CHECKOUT),
+    ],
+)
+def test_an_extra_comes_from_where_the_package_came(
+    origin: dict[str, Any] | None, line: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(install_module, "distribution", lambda name: Distribution(origin))
+    assert install("ray") == line
+
+
+def test_a_package_that_is_not_installed_comes_from_its_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> None:
+        raise install_module.PackageNotFoundError(name)
+
+    monkeypatch.setattr(install_module, "distribution", missing)
+    assert install("ray") == CHECKOUT
+
+
+def test_no_page_or_message_names_a_registry() -> None:
+    """The name is on none: whoever took it would be installed."""
+    pages = [*ROOT.glob("docs/*.md"), ROOT / "README.md", *ROOT.glob("src/winnow/**/*.py")]
+    assert len(pages) > 200
+    assert [str(page) for page in pages if "install 'winnow-rl" in page.read_text(encoding="utf-8")] == []
+
+
+@pytest.fixture(scope="module")
+def schema() -> dict[str, Any]:
+    found = config_schema()
+    jsonschema.Draft202012Validator.check_schema(found)
+    return found
+
+
+@pytest.mark.parametrize("recipe", sorted(p.name for p in (ROOT / "recipes").glob("*.yaml")))
+def test_recipes_are_valid_by_the_schema(recipe: str, schema: dict[str, Any]) -> None:
+    path = ROOT / "recipes" / recipe
+    jsonschema.validate(yaml.safe_load(path.read_text(encoding="utf-8")), schema)
+    saved = load_config(path).model_dump(mode="json")
+    jsonschema.validate(saved, schema)
+    assert set(saved) == set(schema["properties"]) - {"variants"}
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"learning_rat": 1e-6},
+        {"max_steps": 0},
+        {"selector": "gresso"},
+        {"selector": {"name": "greso", "alpha": 1}},
+        {"gates": "arrol"},
+        {"gates": [{"name": "arrol", "keep_it": 0.5}]},
+        {"filter": ["zero_varianc"]},
+        {"dtype": "int8"},
+    ],
+)
+def test_the_schema_refuses(wrong: dict[str, Any], schema: dict[str, Any]) -> None:
+    good = {"model": "m", "env": "countdown"}
+    jsonschema.validate(good | {"selector": "mine.py:Mine", "filter": ["zero_variance", "keep_all"]}, schema)
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(good | wrong, schema)
+
+
+def test_commands() -> None:
+    run = CliRunner().invoke
+    assert run(app, ["--version"]).stdout.strip() == f"winnow {__version__}"
+    assert set(METHODS) < set(json.loads(run(app, ["schema"]).stdout)["properties"])
+    found = {finding["what"]: finding for finding in json.loads(run(app, ["doctor", "--json"]).stdout)}
+    assert found["winnow"] == {"what": "winnow", "found": __version__, "remedy": ""}
+    assert {"Python", "processor", "threads", "memory", "disk here", "sandbox", "GPU", "hub"} < set(found)
+    assert "extra ray" in run(app, ["doctor"]).stdout
+
+
+def test_a_doctor_names_remedies(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def no_sandbox(options: Any) -> None:
+        raise SandboxError("sandbox: bwrap is not installed. apt install bubblewrap")
+
+    monkeypatch.setattr(doctor, "Sandbox", no_sandbox)
+    monkeypatch.setattr(doctor, "LITTLE_MEMORY", 2**60)
+    monkeypatch.setattr(doctor, "LITTLE_DISK", 2**70)
+    monkeypatch.setattr(doctor, "version", lambda name: (_ for _ in ()).throw(doctor.PackageNotFoundError(name)))
+    monkeypatch.setattr(doctor, "usable_threads", lambda: 0)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    found = {finding["what"]: finding for finding in doctor.examine()}
+    for what, remedy in {
+        "sandbox": "apt install bubblewrap",
+        "memory": "need more",
+        "disk here": "WINNOW_CACHE",
+        "threads": "OMP_NUM_THREADS",
+        "C++ compiler": "apt install g++",
+        "extra peft": "[peft]'",
+    }.items():
+        assert remedy in found[what]["remedy"], what
+    assert found["sandbox"]["found"] == "none: bwrap is not installed"
+    assert found["hub"]["found"] == "not asked: HF_HUB_OFFLINE is set"
