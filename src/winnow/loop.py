@@ -93,6 +93,13 @@ class _Rejected(NamedTuple):
     """It had a signal, and the filter did not want it."""
 
 
+class Batch(NamedTuple):
+    """What an update is made of, and every group that finished while it was collected."""
+
+    groups: list[Group]
+    finished: list[Group]
+
+
 class Loop:
     """Runs optimizer steps until `max_steps`. `step` is also the policy version: updates published so far."""
 
@@ -110,6 +117,11 @@ class Loop:
         self._nothing_left = False
         self._stop: RunStoppedError | None = None
 
+    @property
+    def stop(self) -> RunStoppedError | None:
+        """Why the run cannot usefully go on, if it cannot."""
+        return self._stop
+
     def run(self) -> None:
         """Train to `max_steps` or until `should_stop`; RunStoppedError, after saving, when going on is useless."""
         while self.step < self.limits.max_steps and not self.hooks.should_stop():
@@ -125,16 +137,27 @@ class Loop:
 
     def one_step(self) -> None:
         """Collect a batch, update, publish, evaluate, record."""
-        parts, tally = self.parts, Tally(self.judge)
-        self._tally = tally
-        with tally.phase("generate"):
+        batch = self.collect()
+        if not batch.groups and self._stop is not None:
+            return  # nothing to train on: the step has not taken place
+        with self._tally.phase("update"):
+            self.parts.sampler.make_room()
+            update = self.parts.optimizer_step(batch.groups, self.step)
+        self.complete(batch, update)
+
+    def collect(self) -> Batch:
+        """A batch for the next update; without groups when the run cannot go on."""
+        self._tally = Tally(self.judge)
+        with self._tally.phase("generate"):
             groups, finished = self._collect()
         if self._stop is not None and not groups:
-            self.num_tokens += sum(tally.lengths)
-            return  # nothing to train on: the step has not taken place
-        with tally.phase("update"):
-            parts.sampler.make_room()
-            update = parts.optimizer_step(groups, self.step)
+            self.num_tokens += sum(self._tally.lengths)
+        return Batch(groups, finished)
+
+    def complete(self, batch: Batch, update: dict[str, float]) -> None:
+        """Book a batch that was trained on, publish, evaluate, record. `update`: metrics, among them `updated`."""
+        parts, tally = self.parts, self._tally
+        groups, finished = batch
         self._book_trained(groups, bool(update["updated"]))
         self._judge_skipped(groups, bool(update["updated"]))
         self.step += 1

@@ -1,0 +1,1 @@
+"""Winnow inside other trainers."""

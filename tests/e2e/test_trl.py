@@ -1,0 +1,227 @@
+"""Winnow inside TRL, which really runs: the batch it trains on, its account, resume, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("trl")
+
+from datasets import Dataset
+from trl import GRPOConfig, GRPOTrainer
+
+from winnow import ConfigError
+from winnow.integrations.trl import WinnowGRPOTrainer
+from winnow.loop import RunStoppedError
+from winnow.record.ledger import Ledger
+from winnow.record.records import RunDirectoryError
+from winnow.study.report import write_report
+
+G, PROMPTS = 4, 4
+
+
+def parity(completions: list[str], row: list[int], **columns: Any) -> list[float]:
+    """Every third prompt is solved whatever is said."""
+    return [1.0 if i % 3 == 0 else float(len(c.split()) % 2) for c, i in zip(completions, row, strict=True)]
+
+
+@pytest.fixture
+def data(tiny_model: Path) -> Dataset:
+    words = ["1", "2", "3", "4", "5", "6"]
+    return Dataset.from_list([{"prompt": f"{words[i % 6]} {words[i // 6]} 2", "row": i} for i in range(24)])
+
+
+@pytest.fixture
+def arguments(tiny_model: Path, data: Dataset, tmp_path: Path) -> dict[str, Any]:
+    return {"model": str(tiny_model), "reward_funcs": parity, "train_dataset": data, "args": settings(tmp_path / "out")}
+
+
+def settings(out: Path, **more: Any) -> GRPOConfig:
+    return GRPOConfig(
+        output_dir=str(out),
+        per_device_train_batch_size=G * PROMPTS,
+        num_generations=G,
+        max_completion_length=8,
+        learning_rate=1e-3,
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        report_to="none",
+        disable_tqdm=True,
+        **({"max_steps": 4, "logging_steps": 1, "save_strategy": "no"} | more),
+    )
+
+
+def metrics(out: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (out / "winnow" / "metrics.jsonl").read_text().splitlines()]
+
+
+def proven(out: Path) -> dict[str, dict[str, float]]:
+    with Ledger.open(out / "winnow" / "ledger.sqlite", read_only=True) as ledger:
+        proof = ledger.verify()
+        assert proof.ok, proof.problems
+        assert ledger.get_meta("finished") == "true"
+        return ledger.totals()
+
+
+class Watched(WinnowGRPOTrainer):
+    """Keeps the tensors that TRL trains on."""
+
+    def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
+        output = super()._generate_and_score_completions(inputs)
+        self.seen = [*getattr(self, "seen", []), {k: v.clone() for k, v in output.items()}]
+        return output
+
+
+def test_without_methods_the_batches_are_those_of_trl(arguments: dict[str, Any], tmp_path: Path) -> None:
+    """TRL's own advantages, tensors and token counts of the same rows come back unchanged."""
+
+    class Compared(WinnowGRPOTrainer):
+        def _rolled_out(self, rows: list[dict[str, Any]]) -> Any:
+            found = super()._rolled_out(rows)
+            self.own = {k: v.clone() for k, v in found[0].items()}
+            return found
+
+        def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
+            output = super()._generate_and_score_completions(inputs)
+            assert set(output) == set(self.own)
+            for key, value in output.items():
+                torch.testing.assert_close(value, self.own[key], rtol=1e-4, atol=1e-4, msg=key)
+            self.compared = getattr(self, "compared", 0) + 1
+            return output
+
+    for loss_type in ("dapo", "grpo", "dr_grpo"):
+        args = settings(tmp_path / loss_type, loss_type=loss_type)
+        trainer = Compared(**arguments | {"args": args})
+        trainer.train()
+        assert trainer.compared == 4
+        totals = proven(tmp_path / loss_type)
+        assert totals["trained"]["rollouts"] == 4 * G * PROMPTS
+
+
+def test_full_batches_of_groups_that_teach(arguments: dict[str, Any], tmp_path: Path) -> None:
+    trainer = Watched(**arguments, selector="greso", filter="zero_variance", advantage="rloo", audit={"epsilon": 0.2})
+    trainer.train()
+    for batch in trainer.seen:
+        assert batch["advantages"].shape == (G * PROMPTS,)
+        groups = batch["advantages"].view(PROMPTS, G)
+        assert (groups.abs().sum(1) > 0).all()
+        torch.testing.assert_close(groups.sum(1), torch.zeros(PROMPTS), atol=1e-5, rtol=0)
+        assert batch["num_items_in_batch"] == batch["completion_mask"].sum()
+        prompts = [
+            tuple(ids[mask.bool()].tolist())
+            for ids, mask in zip(batch["prompt_ids"], batch["prompt_mask"], strict=True)
+        ]
+        assert all(len(set(prompts[i * G : (i + 1) * G])) == 1 for i in range(PROMPTS))
+    totals = proven(tmp_path / "out")
+    assert totals["trained"]["rollouts"] == 4 * G * PROMPTS
+    assert totals["filtered"]["rollouts"] > 0
+    lines = metrics(tmp_path / "out")
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]
+    assert all(np.isfinite(line["loss"]) and line["groups/effective"] == PROMPTS for line in lines)
+    assert lines[-1]["num_tokens"] == totals["trained"]["tokens"] + totals["filtered"]["tokens"]
+
+
+@pytest.mark.parametrize("loss_type", ["dapo", "grpo", "dr_grpo"])
+def test_what_a_filter_drops_without_refill_has_no_part_in_the_loss(
+    loss_type: str, arguments: dict[str, Any], tmp_path: Path
+) -> None:
+    """The gradient is that of TRL on the rows left alone."""
+    args = settings(tmp_path / "out", loss_type=loss_type, max_steps=1)
+    dropping = {"name": "zero_variance", "refill": False}
+    trainer = Watched(**arguments | {"args": args}, filter=dropping, advantage="dr_grpo")
+    trainer.train()
+    (batch,) = trainer.seen
+    left = int((batch["completion_mask"].sum(1) > 0).sum())
+    assert 0 < left < G * PROMPTS
+    assert left % G == 0
+
+    def gradient(rows: int) -> torch.Tensor:
+        plain = GRPOTrainer(**arguments | {"args": settings(tmp_path / "plain", loss_type=loss_type)})
+        plain.current_gradient_accumulation_steps = 1
+        plain.model.train()
+        some = {k: v[:rows] if v.dim() else v for k, v in batch.items()}
+        if rows == left and loss_type != "dapo":
+            some["advantages"] = some["advantages"] * left / (G * PROMPTS)
+        plain.compute_loss(plain.model, some).backward()
+        return torch.cat([p.grad.flatten() for p in plain.model.parameters() if p.grad is not None])
+
+    torch.testing.assert_close(gradient(G * PROMPTS), gradient(left), rtol=1e-4, atol=1e-7)
+
+
+def test_a_resumed_run_goes_on_with_its_account(arguments: dict[str, Any], tmp_path: Path) -> None:
+    methods = {"selector": "greso", "filter": "zero_variance"}
+    first = settings(tmp_path / "out", max_steps=2, save_strategy="steps", save_steps=2)
+    WinnowGRPOTrainer(**arguments | {"args": first}, **methods).train()
+    state = json.loads((tmp_path / "out" / "checkpoint-2" / "winnow.json").read_text())
+    assert state["loop"]["step"] == 2
+    longer = settings(tmp_path / "out", max_steps=4, save_strategy="steps", save_steps=2)
+    trainer = WinnowGRPOTrainer(**arguments | {"args": longer}, **methods)
+    trainer.train(resume_from_checkpoint=True)
+    assert [line["step"] for line in metrics(tmp_path / "out")] == [1, 2, 3, 4]
+    assert proven(tmp_path / "out")["trained"]["rollouts"] == 4 * G * PROMPTS
+    with pytest.raises(RunDirectoryError, match=r"saved with other filter; go on with the same"):
+        WinnowGRPOTrainer(**arguments | {"args": longer}, selector="greso").train(resume_from_checkpoint=True)
+    with pytest.raises(RunDirectoryError, match="already holds a run"):
+        WinnowGRPOTrainer(**arguments | {"args": longer}, **methods).train()
+
+
+def test_several_updates_on_a_batch(arguments: dict[str, Any], tmp_path: Path) -> None:
+    args = settings(
+        tmp_path / "out", max_steps=8, num_iterations=2, gradient_accumulation_steps=1, steps_per_generation=2
+    )
+    trainer = WinnowGRPOTrainer(**arguments | {"args": args}, filter="zero_variance", advantage="rloo")
+    trainer.train()
+    assert [line["step"] for line in metrics(tmp_path / "out")] == [1, 2]
+    assert proven(tmp_path / "out")["trained"]["rollouts"] == 2 * 2 * G * PROMPTS
+
+
+def test_the_page(arguments: dict[str, Any], tmp_path: Path) -> None:
+    WinnowGRPOTrainer(**arguments, filter="zero_variance").train()
+    page = tmp_path / "page.html"
+    write_report([tmp_path / "out" / "winnow"], page)
+    assert "zero_variance" in page.read_text(encoding="utf-8")
+
+
+def test_prompts_that_never_teach_end_the_run(arguments: dict[str, Any], tmp_path: Path) -> None:
+    always = {"reward_funcs": lambda completions, **columns: [1.0] * len(completions)}
+    with pytest.raises(RunStoppedError, match="had no signal"):
+        WinnowGRPOTrainer(**arguments | always, filter="zero_variance").train()
+    with Ledger.open(tmp_path / "out" / "winnow" / "ledger.sqlite", read_only=True) as ledger:
+        assert ledger.verify().ok
+
+
+def test_a_completion_without_any_reward_is_no_zero(arguments: dict[str, Any], tmp_path: Path) -> None:
+    def some(completions: list[str], row: list[int], **columns: Any) -> list[float | None]:
+        return [None if k % G == 1 else r for k, r in enumerate(parity(completions, row))]
+
+    WinnowGRPOTrainer(**arguments | {"reward_funcs": some}, filter="zero_variance").train()
+    totals = proven(tmp_path / "out")
+    assert totals["failed"]["rollouts"] >= 4 * PROMPTS
+    assert totals["trained"]["rollouts"] == 4 * PROMPTS * (G - 1)
+
+
+@pytest.mark.parametrize(
+    ("methods", "args", "message"),
+    [
+        ({"selector": "gresso"}, {}, "Did you mean 'greso'"),
+        ({"advantage": "opob"}, {}, "baseline"),
+        ({"advantage": "remax"}, {}, "TRL samples all alike"),
+        ({"filter": "zero_variance", "rollout_batch": "adaptive"}, {}, "surplus: carry trains groups one step after"),
+        ({}, {"scale_rewards": "batch"}, "scale_rewards: batch has no name here"),
+        ({}, {"save_strategy": "steps", "save_steps": 3, "num_iterations": 2}, "save every 2 steps"),
+        ({"filter": {"name": "zero_variance", "refill": False}}, {"loss_type": "bnpo"}, "loss_type: bnpo counts them"),
+        ({}, {"multi_objective_aggregation": "normalize_then_sum"}, "of the weighted sum of the rewards"),
+    ],
+)
+def test_refusals(
+    methods: dict[str, Any], args: dict[str, Any], message: str, arguments: dict[str, Any], tmp_path: Path
+) -> None:
+    given = arguments | {"args": settings(tmp_path / "out", **args)}
+    with pytest.raises(ConfigError, match=message):
+        WinnowGRPOTrainer(**given, **methods)
