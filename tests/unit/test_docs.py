@@ -37,7 +37,7 @@ def test_what_a_page_names_is_there(page: Path) -> None:
         assert "".join(command) in commands(), command
     for module, names in MODULE.findall(text):
         found = importlib.import_module(module)
-        for name in filter(None, (n.strip() for n in names.split(","))):
+        for name in filter(None, (n.partition(" as ")[0].strip() for n in names.split(","))):
             assert hasattr(found, name), f"{module}.{name}"
 
 
