@@ -107,6 +107,10 @@ def test_the_schema_refuses(wrong: dict[str, Any], schema: dict[str, Any]) -> No
         jsonschema.validate(good | wrong, schema)
 
 
+def test_the_citation_is_of_this_version() -> None:
+    assert yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))["version"] == __version__
+
+
 def test_commands() -> None:
     run = CliRunner().invoke
     assert run(app, ["--version"]).stdout.strip() == f"winnow {__version__}"
