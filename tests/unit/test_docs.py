@@ -27,7 +27,11 @@ def commands() -> set[str]:
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
 def test_what_a_page_names_is_there(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
-    inside = page.name in ("README.md", "CONTRIBUTING.md", "design.md")  # the others also name folders that a run or a user makes
+    inside = page.name in (
+        "README.md",
+        "CONTRIBUTING.md",
+        "design.md",
+    )  # the others also name folders that a run or a user makes
     for named in FILE.findall(text) + (FOLDER.findall(text) if inside else []):
         places = [ROOT / named, ROOT / "src" / "winnow" / named, *(ROOT / "src" / "winnow").glob(f"*/{named}")]
         assert any(p.exists() for p in places), named

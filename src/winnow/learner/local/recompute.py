@@ -7,17 +7,22 @@ another matter: `modes.checkpoint_layers`.
 
 from __future__ import annotations
 
+import ast
+import inspect
+import textwrap
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-GATED = ("gate_proj", "up_proj", "down_proj", "act_fn")
-"""Parts of a feed-forward layer down(act(gate(x)) * up(x))."""
+GATED = "self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))"
+"""All that a feed-forward layer may do to be computed otherwise here."""
+TRIED, TRIED_SIZE = 64, 1 << 20
+"""Parameters whose gradients a trial compares, at most, and the largest of them."""
 WORTH = 100_000_000
 """Parameters from which it is done. Measured on a CPU: it takes no time at 135 million (docs/benchmarks.md), 3% of an
 update at 14 and 7% at 0.7, whose activations are small anyway."""
@@ -27,6 +32,7 @@ class Again:
     """One use of a function: what it has made is forgotten, and made again from its inputs when it is asked for."""
 
     def __init__(self, function: Callable[..., torch.Tensor], inputs: Sequence[torch.Tensor], module: nn.Module):
+        """`module`: whose parameters the function has, besides its inputs."""
         self._function, self._module = function, module
         self._inputs = [x.detach() for x in inputs]
         self._versions = [x._version for x in inputs]
@@ -52,7 +58,7 @@ class Again:
                 raise RuntimeError(f"{type(self._module).__name__}: its input was overwritten after it had been used")
             inputs = [x.detach().requires_grad_(g) for x, g in zip(self._inputs, self._with_gradient, strict=True)]
             with torch.enable_grad(), torch.autocast(*self._autocast):
-                self._made = self._function(*inputs), [*inputs, *self._module.parameters(recurse=False)]
+                self._made = self._function(*inputs), [*inputs, *self._module.parameters()]
         return self._made
 
 
@@ -68,6 +74,12 @@ class _Forgotten(torch.autograd.Function):
         return None, None, *ctx.again.gradients(of_output)
 
 
+class _Kept(NamedTuple):
+    tensor: torch.Tensor
+    version: int
+    """Version it was saved with: hooks make torch leave the comparison to them."""
+
+
 class Recomputing:
     """The norms and gated feed-forward layers of a model."""
 
@@ -77,10 +89,12 @@ class Recomputing:
         self._outputs: dict[int, tuple[weakref.ref[torch.Tensor], int, Again]] = {}
         """Outputs that can be made again, with their versions, by address."""
         for module in model.modules():
-            if "Norm" in type(module).__name__:
+            if "forward" in vars(module):
+                continue  # somebody else computes it otherwise already
+            if "Norm" in type(module).__name__ and not [*module.children()] and not [*module.buffers()]:
                 self._forwards[module] = partial(self._norm, module, module.forward)
-            elif all(isinstance(getattr(module, name, None), nn.Module) for name in GATED):
-                self._forwards[module] = partial(self._gated, module)
+            elif _is_gated(module):
+                self._forwards[module] = partial(self._gated, module, module.forward)
 
     @contextmanager
     def forward(self) -> Iterator[None]:
@@ -100,15 +114,19 @@ class Recomputing:
             return usual(*args, **kwargs)
         return self._again(module, usual, args[0])
 
-    def _gated(self, module: Any, x: torch.Tensor) -> Any:
+    def _gated(self, module: Any, usual: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if kwargs or len(args) != 1:
+            return usual(*args, **kwargs)
+        (x,) = args
+
         def product(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
             activated: torch.Tensor = module.act_fn(gate) * up
             return activated
 
-        return module.down_proj(self._again(module, product, module.gate_proj(x), module.up_proj(x)))
+        return module.down_proj(self._again(module.act_fn, product, module.gate_proj(x), module.up_proj(x)))
 
     def _again(self, module: nn.Module, function: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> torch.Tensor:
-        parameters = list(module.parameters(recurse=False))
+        parameters = list(module.parameters())
         if not torch.is_grad_enabled() or not any(x.requires_grad for x in (*inputs, *parameters)):
             return function(*inputs)
         again = Again(function, inputs, module)
@@ -116,31 +134,79 @@ class Recomputing:
         self._outputs[output.data_ptr()] = weakref.ref(output), output._version, again
         return output
 
-    def _pack(self, saved: torch.Tensor) -> torch.Tensor | tuple[Again, torch.Size]:
-        """What is kept of a tensor that an operation saves; it may be a view of one that can be made again."""
+    def _pack(self, saved: torch.Tensor) -> _Kept | tuple[Again, torch.Size]:
+        """What is kept of a tensor that an operation saves; it may be a view of one that can be made again.
+
+        It is detached: an operation may save its own output, whose graph would then hold itself for good."""
         reference, version, again = self._outputs.get(saved.data_ptr(), (None, 0, None))
         output = reference() if reference is not None else None
-        if output is None or again is None or output._version != version:
-            return saved
-        same = saved.dtype == output.dtype and saved.numel() == output.numel()
-        return (again, saved.shape) if same and saved.is_contiguous() and output.is_contiguous() else saved
+        if output is not None and again is not None and output._version == version:
+            same = saved.dtype == output.dtype and saved.numel() == output.numel()
+            if same and saved.is_contiguous() and output.is_contiguous():
+                return again, saved.shape
+        return _Kept(saved.detach(), saved._version)
 
     @staticmethod
-    def _unpack(kept: torch.Tensor | tuple[Again, torch.Size]) -> torch.Tensor:
-        if isinstance(kept, torch.Tensor):
-            return kept
+    def _unpack(kept: _Kept | tuple[Again, torch.Size]) -> torch.Tensor:
+        if isinstance(kept, _Kept):
+            if kept.tensor._version != kept.version:
+                raise RuntimeError("a tensor that the gradient needs was overwritten after it had been used")
+            return kept.tensor
         again, shape = kept
         return again.output().reshape(shape)
 
 
-@torch.no_grad()
+def _is_gated(module: nn.Module) -> bool:
+    """Whether its class does what `GATED` says and nothing else, by its source: a trial would not come to a clamp."""
+    if not all(isinstance(getattr(module, name, None), nn.Module) for name in ("gate_proj", "up_proj", "act_fn")):
+        return False
+    try:
+        found = ast.parse(textwrap.dedent(inspect.getsource(type(module).forward))).body[0]
+    except (OSError, TypeError, SyntaxError):
+        return False
+    if not isinstance(found, ast.FunctionDef) or found.decorator_list or len(found.args.args) != 2:
+        return False
+    given = found.args.args[1].arg
+    for name in (node for node in ast.walk(found) if isinstance(node, ast.Name) and node.id == given):
+        name.id = "x"
+    match found.body:
+        case [ast.Return(value=ast.expr() as value)]:
+            pass
+        case [ast.Assign(targets=[ast.Name(id=one)], value=value), ast.Return(value=ast.Name(id=other))] if (
+            one == other
+        ):
+            pass
+        case _:
+            return False
+    return ast.unparse(value) == GATED
+
+
 def recomputing_if_exact(model: Any, body: Callable[..., torch.Tensor], n_tokens: int) -> Recomputing | None:
-    """None for small models, and where a trial of `body` gives other numbers: a class may make something else of the
-    same parts."""
+    """None for small models, and where a trial of `body` fails or gives other numbers or gradients: a class may make
+    something else of the same parts."""
     if sum(p.numel() for p in model.parameters()) < WORTH:
         return None
     found, device = Recomputing(model), model.get_input_embeddings().weight.device
     ids_BT = (torch.arange(2 * 8, device=device).view(2, 8) * 7 + 1) % n_tokens
-    usual = body(input_ids=ids_BT, use_cache=False)
-    with found.forward():
-        return found if torch.equal(body(input_ids=ids_BT, use_cache=False), usual) else None
+    small = sorted((p for p in model.parameters() if p.requires_grad and p.numel() <= TRIED_SIZE), key=torch.numel)
+
+    def trial() -> tuple[torch.Tensor, list[torch.Tensor | None]]:
+        output = body(input_ids=ids_BT, use_cache=False)
+        ramp = torch.linspace(-1, 1, output.numel(), device=device, dtype=output.dtype).view_as(output)
+        total = (output * ramp).sum()
+        return output.detach(), list(torch.autograd.grad(total, small[:TRIED], allow_unused=True)) if small else []
+
+    usual, gradients = trial()
+    try:
+        with found.forward():
+            again, their_gradients = trial()
+    except Exception:  # whatever a class may do that is not foreseen here
+        return None
+    alike = (_alike(one, other) for one, other in zip(their_gradients, gradients, strict=True))
+    return found if torch.equal(again, usual) and all(alike) else None
+
+
+def _alike(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    return bool((one - other).abs().max() <= 1e-3 * other.abs().max())
