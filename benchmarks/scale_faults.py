@@ -79,7 +79,7 @@ class Watched:
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
-        self.pool: Any = trainer._sampler
+        self.pool: Any = trainer.sampler
         self.events: list[tuple[str, float]] = []
         replace, send, understood = self.pool._replace, self.pool._send, self.pool._understood
 
@@ -188,7 +188,7 @@ def of_samplers(config: dict[str, Any], cluster: Cluster, fault: Any, repeats: i
                 report(once())
         except BaseException as error:
             failures.append(error)
-        watched.trainer._stop_requested = True
+        watched.trainer.stop()
 
     thread = threading.Thread(target=act, daemon=True)
     thread.start()
@@ -227,7 +227,7 @@ def of_ranks(config: dict[str, Any], repeats: int, report: Report) -> None:
             report(after(since, noticed, watched))
         since, noticed = killed[0], ended
         trainer = Trainer.resume(config["output_dir"], {})
-    trainer._stop_requested = True
+    trainer.stop()
     with contextlib.suppress(KeyboardInterrupt):
         trainer.train()
     verify(config)

@@ -37,7 +37,7 @@ from workloads import Workload, long_tail_workload, short_workload
 
 from winnow.env.base import Env, RewardFn
 from winnow.run.trainer import Trainer
-from winnow.types import Group, Prompt
+from winnow.types import Prompt
 
 REWARDED_SHARE = 0.1
 """At 8 siblings 43% of the groups then have equal rewards, as in the middle of a run on Countdown."""
@@ -140,19 +140,23 @@ class Prompts:
         return self.name
 
 
-class TimedTrainer(Trainer):
+class Marks(TrainerCallback):
     """Notes when each step has ended."""
 
-    def _record(self, records: Any, step: int, metrics: dict[str, float], groups: list[Group]) -> None:
-        super()._record(records, step, metrics, groups)
-        self.marks = [*getattr(self, "marks", []), time.perf_counter()]
-        self.phases = [*getattr(self, "phases", []), {k: v for k, v in metrics.items() if k.startswith("seconds/")}]
+    def __init__(self) -> None:
+        self.marks: list[float] = []
+        self.phases: list[dict[str, float]] = []
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.marks.append(time.perf_counter())
+        self.phases.append({k: v for k, v in state.log_history[-1].items() if k.startswith("seconds/")})
 
 
 def run_winnow(w: Workload, setting: Setting, steps: int, device: str) -> Run:
     judge = Judge(w)
     with tempfile.TemporaryDirectory() as directory:
-        trainer = TimedTrainer(
+        kept = Marks()
+        trainer = Trainer(
             model=str(w.model_dir),
             env=Prompts([Prompt(str(i), i, text=text) for i, text in enumerate(w.prompts)]),
             reward_funcs=[judge.function()],
@@ -176,10 +180,11 @@ def run_winnow(w: Workload, setting: Setting, steps: int, device: str) -> Run:
                 "save_steps": 10_000,
                 "log_completions": 0,
             },
+            callbacks=[kept],
         )
         trainer.train()
-    phases = [{k.removeprefix("seconds/"): v for k, v in p.items() if "total" not in k} for p in trainer.phases]
-    return judge.run(trainer.marks, phases)
+    phases = [{k.removeprefix("seconds/"): v for k, v in p.items() if "total" not in k} for p in kept.phases]
+    return judge.run(kept.marks, phases)
 
 
 # ---------------------------------------------------------------- TRL

@@ -11,16 +11,29 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .config import ConfigError, RunConfig, load_config
     from .engine.local.engine import LocalEngine
+    from .run.callbacks import TrainerCallback, TrainerControl, TrainerState
     from .run.trainer import Trainer
 
 __version__ = "0.1.0"
-__all__ = ["ConfigError", "LocalEngine", "RunConfig", "Trainer", "load_config"]
+__all__ = [
+    "ConfigError",
+    "LocalEngine",
+    "RunConfig",
+    "Trainer",
+    "TrainerCallback",
+    "TrainerControl",
+    "TrainerState",
+    "load_config",
+]
 
 _HOMES = {
     "ConfigError": "config",
     "LocalEngine": "engine.local.engine",
     "RunConfig": "config",
     "Trainer": "run.trainer",
+    "TrainerCallback": "run.callbacks",
+    "TrainerControl": "run.callbacks",
+    "TrainerState": "run.callbacks",
     "load_config": "config",
 }
 

@@ -80,6 +80,8 @@ class Hooks:
     save: Callable[[int, bool], None]
     """`save(step, force)`: on its own schedule, or now."""
     should_stop: Callable[[], bool]
+    begin: Callable[[int], None] = lambda step: None
+    """Before a step selects its prompts."""
 
 
 class _Rejected(NamedTuple):
@@ -125,18 +127,23 @@ class Loop:
     def run(self) -> None:
         """Train to `max_steps` or until `should_stop`; RunStoppedError, after saving, when going on is useless."""
         while self.step < self.limits.max_steps and not self.hooks.should_stop():
-            try:
-                self.one_step()
-            except SamplersLostError as error:
-                self._stop = RunStoppedError(f"step {self.step}: {error}")
-            if self._stop is not None:
-                self.hooks.save(self.step, True)
-                raise self._stop
-            self.hooks.save(self.step, False)
+            self.advance()
         self.hooks.save(self.step, True)
+
+    def advance(self) -> None:
+        """One step, saved when it is due; RunStoppedError, after saving, when going on is useless."""
+        try:
+            self.one_step()
+        except SamplersLostError as error:
+            self._stop = RunStoppedError(f"step {self.step}: {error}")
+        if self._stop is not None:
+            self.hooks.save(self.step, True)
+            raise self._stop
+        self.hooks.save(self.step, False)
 
     def one_step(self) -> None:
         """Collect a batch, update, publish, evaluate, record."""
+        self.hooks.begin(self.step)
         batch = self.collect()
         if not batch.groups and self._stop is not None:
             return  # nothing to train on: the step has not taken place

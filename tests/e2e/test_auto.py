@@ -49,7 +49,8 @@ def test_bfloat16_is_kept_on_a_processor_that_would_not_choose_it(
 ) -> None:
     cpuinfo.write_text(FAST)
     whole, part, heard = Path(tiny_config["output_dir"]), tmp_path / "part", Console(file=io.StringIO(), width=1000)
-    trainer = Trainer(config=tiny_config, reward_funcs=parity_reward, console=heard)
+    trainer = Trainer(config=tiny_config, reward_funcs=parity_reward)
+    trainer.console = heard
     assert (trainer.learner.precision, trainer.engine.dtype) == ("bfloat16", "bfloat16")
     trainer.train()
     assert saved(whole)["dtype"] == "bfloat16"
@@ -64,7 +65,9 @@ def test_bfloat16_is_kept_on_a_processor_that_would_not_choose_it(
     cpuinfo.write_text(SLOW)
     monkeypatch.setattr(machine_module, "times_slower", lambda *_: 3.0)
     heard = Console(file=io.StringIO(), width=1000)
-    Trainer.resume(part, reward_funcs=parity_reward, console=heard).train()
+    again = Trainer.resume(part, reward_funcs=parity_reward)
+    again.console = heard
+    again.train()
     assert "dtype: bfloat16 (as the run began)" in heard.file.getvalue()
     assert "warning: dtype: bfloat16 takes 3.0 times as long as float32 here" in heard.file.getvalue()
     assert fingerprint(part) == fingerprint(whole)

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from winnow import Trainer
+from winnow import Trainer, TrainerCallback, TrainerState
 from winnow.record.ledger import Ledger
 from winnow.run.checkpoint import CheckpointError
 
@@ -231,22 +231,17 @@ def test_a_resume_without_its_checkpoints_is_refused_and_keeps_the_model(tiny_co
 
 def _train_until(config: dict[str, Any], k: int) -> None:
     """Interrupt after step k, as Ctrl-C does: the trainer saves and says how to go on."""
-    seen = 0
-
     trainer = Trainer(config=config, reward_funcs=parity_reward)
-    record = trainer._record
 
-    def counting(records: Any, step: int, *args: Any) -> None:
-        nonlocal seen
-        record(records, step, *args)
-        seen = step
-        if step == k:
-            os.kill(os.getpid(), signal.SIGINT)
+    class CtrlC(TrainerCallback):
+        def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+            if state.global_step == k:
+                os.kill(os.getpid(), signal.SIGINT)
 
-    trainer._record = counting  # type: ignore[method-assign]
+    trainer.add_callback(CtrlC)
     with pytest.raises(KeyboardInterrupt, match=f"saved at step {k}; go on with: winnow resume"):
         trainer.train()
-    assert seen == k
+    assert trainer.state.global_step == k
 
 
 def test_accumulation_and_budget_do_not_change_what_is_trained(tiny_config: dict[str, Any], tmp_path: Path) -> None:

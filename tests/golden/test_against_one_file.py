@@ -28,6 +28,7 @@ from winnow.learner.step import OptimizerStep, StepOptions
 from winnow.methods.advantage import ADVANTAGES
 from winnow.methods.correct.none import NoScale
 from winnow.methods.loss import LossConfig
+from winnow.run.callbacks import TrainerCallback, TrainerState
 from winnow.run.trainer import Trainer
 from winnow.types import Group, Prompt, Rollout, Visit
 
@@ -57,12 +58,14 @@ class Puzzles:
         return self.name
 
 
-class Recorded(Trainer):
+class Recorded(TrainerCallback):
     """Keeps every step's groups and metrics."""
 
-    def _record(self, records: Any, step: int, metrics: dict[str, float], groups: list[Group]) -> None:
-        self.steps = [*getattr(self, "steps", []), (metrics, groups)]
-        super()._record(records, step, metrics, groups)
+    def __init__(self) -> None:
+        self.steps: list[tuple[dict[str, float], list[Group]]] = []
+
+    def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        self.steps.append((state.log_history[-1], kwargs["groups"]))
 
 
 def settings_of(oracle: ModuleType, **values: Any) -> Any:
@@ -93,14 +96,15 @@ def run_config(s: Any, output_dir: Path, **values: Any) -> dict[str, Any]:
 
 def run_winnow(oracle: ModuleType, model: Any, tokenizer: Any, s: Any, tmp_path: Path, **values: Any) -> Recorded:
     config = run_config(s, tmp_path / "run", **values)
-    trainer = Recorded(model=model, env=puzzle_task(oracle), config=config, processing_class=tokenizer)
-    trainer.train()
-    return trainer
+    recorded = Recorded()
+    task = puzzle_task(oracle)
+    Trainer(model, task, config=config, processing_class=tokenizer, callbacks=[recorded]).train()
+    return recorded
 
 
-def assert_same_run(trainer: Recorded, model: Any, steps: list[Any], reference: Any, s: Any, *, rtol: float) -> None:
+def assert_same_run(recorded: Recorded, model: Any, steps: list[Any], reference: Any, s: Any, *, rtol: float) -> None:
     """Tokens, rewards and advantages are equal outright; what is computed from them within `rtol`."""
-    for (metrics, groups), step in zip(trainer.steps, steps, strict=True):
+    for (metrics, groups), step in zip(recorded.steps, steps, strict=True):
         rollouts = [r for g in groups for r in g.rollouts]
         assert [r.token_ids.tolist() for r in rollouts] == [r.token_ids for r in step.rollouts_N]
         assert [r.reward for r in rollouts] == step.rewards_N
@@ -144,8 +148,8 @@ def test_run_is_the_oracles(
     s = settings_of(oracle, **values)
     model, reference = make_model(), make_model()
     steps = list(oracle.train(reference, tokenizer, oracle.puzzles(N_PUZZLES, seed=0), STEPS, s))
-    trainer = run_winnow(oracle, model, tokenizer, s, tmp_path)
-    assert_same_run(trainer, model, steps, reference, s, rtol=1e-9)
+    recorded = run_winnow(oracle, model, tokenizer, s, tmp_path)
+    assert_same_run(recorded, model, steps, reference, s, rtol=1e-9)
     lengths = [len(r.token_ids) for step in steps for r in step.rollouts_N]
     assert min(lengths) < s.max_new_tokens == max(lengths)
     assert sum(any(step.advantages_N) for step in steps) >= 2
@@ -168,8 +172,8 @@ def test_run_with_clipping_is_the_oracles(oracle: ModuleType, make_model: Any, t
     s = settings_of(oracle, policy_loss="clip", epsilon_high=0.28, beta=0.05)
     model, reference = make_model(), make_model()
     steps = list(oracle.train(reference, tokenizer, oracle.puzzles(N_PUZZLES, seed=0), STEPS, s))
-    trainer = run_winnow(oracle, model, tokenizer, s, tmp_path, tokens_per_microbatch=64)
-    assert_same_run(trainer, model, steps, reference, s, rtol=1e-5)
+    recorded = run_winnow(oracle, model, tokenizer, s, tmp_path, tokens_per_microbatch=64)
+    assert_same_run(recorded, model, steps, reference, s, rtol=1e-5)
 
 
 def test_run_does_not_depend_on_slots_or_shared_prompts(
@@ -179,8 +183,8 @@ def test_run_does_not_depend_on_slots_or_shared_prompts(
     s = settings_of(oracle, advantage="rloo", policy_loss="plain")
     reference, model = make_model(), make_model()
     steps = list(oracle.train(reference, tokenizer, oracle.puzzles(N_PUZZLES, seed=0), STEPS, s))
-    trainer = run_winnow(oracle, model, tokenizer, s, tmp_path, engine={"name": "local", "slots": 5})
-    assert_same_run(trainer, model, steps, reference, s, rtol=1e-9)
+    recorded = run_winnow(oracle, model, tokenizer, s, tmp_path, engine={"name": "local", "slots": 5})
+    assert_same_run(recorded, model, steps, reference, s, rtol=1e-9)
 
 
 # ---------------------------------------------------------------- one update, off-policy

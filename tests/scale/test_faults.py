@@ -235,7 +235,7 @@ def test_vllm_cores_that_keep_dying_are_named_with_their_last_words(vllm_config:
     def keep_ending() -> None:
         seen: list[Member] = []
         while not ended.wait(0.01):
-            for member in [m for m in trainer._sampler._members if m not in seen]:  # type: ignore[attr-defined]
+            for member in [m for m in trainer.sampler._members if m not in seen]:  # type: ignore[attr-defined]
                 seen.append(member)
                 end_core(member)
 

@@ -95,7 +95,7 @@ def train_while(config: dict[str, Any], act: Callable[[SamplerPool], None]) -> N
     with ThreadPoolExecutor(1) as beside:  # nodes are added from the main thread
         run = beside.submit(trainer.train)
         try:
-            act(trainer._sampler)  # type: ignore[arg-type]
+            act(trainer.sampler)  # type: ignore[arg-type]
         except AssertionError:
             if run.done():
                 run.result()

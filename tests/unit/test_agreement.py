@@ -143,7 +143,7 @@ def test_the_comparison_leaves_random_states_alone(tiny_config: dict[str, Any]) 
     trainer = Trainer(config=tiny_config, reward_funcs=parity_reward)
     assert trainer.engine is not None
     before = torch.get_rng_state()
-    check_agreement(trainer.task.train, trainer._sampler.run, trainer.learner, lambda: "float32")
+    check_agreement(trainer.task.train, trainer.sampler.run, trainer.learner, lambda: "float32")
     assert torch.equal(torch.get_rng_state(), before)
     assert (trainer.engine.pending, trainer.engine.version) == (0, 0)
 
@@ -169,7 +169,7 @@ def test_probes_that_fail_after_the_first_update_are_tried_again(
     """An environment that is down for a moment does not end the run, and old weights show once it is back."""
     config = {"engine": f"{__name__}:Stale", "learning_rate": 0.03, "warmup_steps": 0, "eval_steps": None}
     trainer = Trainer(config=tiny_config | config, reward_funcs=parity_reward)
-    roll_out, tried = trainer._sampler.run, []
+    roll_out, tried = trainer.sampler.run, []
 
     def down_at_first(jobs: Any) -> list[Group]:
         tried.append(jobs)
@@ -179,7 +179,7 @@ def test_probes_that_fail_after_the_first_update_are_tried_again(
                 rollout.action_mask = np.zeros_like(rollout.action_mask)
         return groups
 
-    monkeypatch.setattr(trainer._sampler, "run", down_at_first)
+    monkeypatch.setattr(trainer.sampler, "run", down_at_first)
     with pytest.raises(RunStoppedError, match=r"step 2: engine: its log-probabilities are not the learner's"):
         trainer.train()
     assert len(tried) == 2

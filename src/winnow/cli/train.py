@@ -24,12 +24,11 @@ def train(
     from ..run.plan import plan
     from ..run.trainer import Trainer
 
-    trainer = Trainer(config=load_config(config, overrides or ()), console=progress_console(as_json))
+    trainer = Trainer(config=load_config(config, overrides or ()))
+    trainer.console = progress_console(as_json)
     if dry_run:
-        try:
+        with trainer:
             show(plan(trainer), as_json)
-        finally:
-            trainer.learner.close()
         return
     show(trainer.train() | {"run": str(trainer.run_dir)}, as_json)
 
@@ -39,7 +38,8 @@ def resume(run: Run, overrides: Overrides = None, as_json: Json = False) -> None
     """Go on where a run was saved last."""
     from ..run.trainer import Trainer
 
-    trainer = Trainer.resume(run, settings(overrides), console=progress_console(as_json))
+    trainer = Trainer.resume(run, settings(overrides))
+    trainer.console = progress_console(as_json)
     show(trainer.train() | {"run": str(run)}, as_json)
 
 

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..config import RunConfig
+from ..config import ConfigError, RunConfig
 from ..env.base import Task
 from ..methods.select import Selector
 from ..record.ledger import Ledger
 from ..record.records import Records
 from ..rollout.evaluate import Evaluation, RollOut, evaluate
 from ..rollout.profile import Profiler
+
+
+def require_held_out(task: Task) -> None:
+    """Raises ConfigError when there is nothing to evaluate on."""
+    if not task.test:
+        raise ConfigError("eval_dataset: there are no held-out prompts to evaluate on; give some (env: test)")
 
 
 @dataclass(frozen=True)
@@ -29,6 +35,12 @@ class Evaluations:
         c = self.config
         if not c.eval_steps or (step % c.eval_steps and step != c.max_steps):
             return None
+        return self.now(step)
+
+    def now(self, step: int) -> Evaluation:
+        """Held-out figures. Raises ConfigError without held-out prompts."""
+        c = self.config
+        require_held_out(self.task)
         prompts = self.task.test[: c.eval_prompts]
         found = evaluate(
             self.roll_out, prompts, n=c.eval_generations, success_reward=c.success_reward, greedy=c.eval_greedy

@@ -52,10 +52,8 @@ def run_demo(output: Path, overrides: Sequence[str], console: Console, recipe: s
         options = build_options(WarmStartConfig, {"seed": values["seed"]} | warm_options, "warm_start")
         warm_start(build_demonstrator(config.env), model_dir, config=options)
     console.rule("reinforcement learning")
-    if (run_dir / LEDGER).exists():
-        trainer = Trainer.resume(run_dir, console=console)
-    else:
-        trainer = Trainer(config=config, console=console)
+    trainer = Trainer.resume(run_dir) if (run_dir / LEDGER).exists() else Trainer(config=config)
+    trainer.console = console
     trainer.train()
     page = output / "report.html"
     write_report([run_dir], page)

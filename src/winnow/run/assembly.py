@@ -1,0 +1,114 @@
+"""Every part of a run, built from its configuration and checked; nothing is written yet."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..config import RunConfig
+from ..engine.base import Engine
+from ..engine.loading import quiet_transformers
+from ..env.base import Task
+from ..env.prompting import tokenizer_digest
+from ..env.rewards.rewarder import Rewarder
+from ..learner.base import Learner
+from ..methods.gate.audit import rules_of
+from ..record.records import check_trackers
+from ..rollout.runner import RolloutRunner
+from ..sampler import Sampler, SamplerContext
+from .build import Methods, build_learner, build_methods, build_policy, build_sampler, rollout_options, sampler_options
+from .given import Given
+from .machine import Machine, settle
+from .preflight import check_agreement, check_evaluation, check_prompts, in_steps
+
+
+@dataclass
+class Assembly:
+    """Parts of a run, and what they share."""
+
+    config: RunConfig
+    """With what was `auto` settled."""
+    task: Task
+    machine: Machine
+    engine: Engine | None
+    """None: samplers elsewhere have theirs."""
+    tokenizer: Any
+    rewarder: Rewarder
+    learner: Learner
+    methods: Methods
+    sampler: Sampler
+    origin: str
+    """Digest of the weights that adapters or a KL penalty refer to."""
+    begun: float
+    """`time.monotonic()` before anything was loaded."""
+
+    @property
+    def fingerprints(self) -> dict[str, str]:
+        """What a resume must find unchanged."""
+        return {
+            "task": self.task.fingerprint(),
+            "tokenizer": tokenizer_digest(self.tokenizer),
+            "base model": self.origin,
+            "reward functions": ", ".join(self.rewarder.names),
+        }
+
+    def compare(self) -> None:
+        """Hold the sampler's log-probabilities against the learner's.
+
+        Raises ConfigError when they differ, NothingSampledError when all probes failed.
+        """
+        if self.engine is None or "logp" in self.engine.provides:
+            check_agreement(self.task.train, self.sampler.run, self.learner, lambda: self.sampler.dtype)
+
+    def save(self, directory: Path) -> None:
+        """Write what a resume needs of the parts."""
+        for part in (self.learner, self.sampler, self.methods):
+            part.save(directory)
+        self.tokenizer.save_pretrained(directory / "model")
+
+    def export(self, directory: Path) -> None:
+        """Write the policy as an ordinary Hugging Face directory, with what was fitted for it."""
+        self.learner.export(directory)
+        self.tokenizer.save_pretrained(directory)
+        self.methods.save(directory)
+
+    def close(self) -> None:
+        """End processes that parts have started."""
+        for part in (self.sampler, self.learner, self.rewarder):
+            part.close()
+
+
+def assemble(c: RunConfig, given: Given, checkpoint: Path | None, *, resumed: bool) -> Assembly:
+    """The parts of the run that `c` describes; weights from `checkpoint` if there is one. Raises ConfigError."""
+    begun = time.monotonic()
+    check_trackers(c.report_to)
+    given.require_names(c)
+    quiet_transformers()
+    task = given.task(c)
+    c = in_steps(c, len(task.train))
+    check_evaluation(c, task)
+    model = given.loaded_model
+    machine = settle(c, model, resumed=resumed)
+    c = machine.config
+    machine.set_threads()
+    elsewhere = "own_engine" in sampler_options(c).provides
+    policy, engine = build_policy(c, model, given.processing_class, checkpoint, with_engine=not elsewhere)
+    funcs = given.reward_list or c.reward_funcs or task.reward_funcs
+    rewarder = Rewarder(funcs, c.reward_weights, c.reward_timeout_s)
+    check_prompts(c, task, rewarder, policy.tokenizer, engine)
+    learner = build_learner(policy, c)
+    m = build_methods(c, task.train)
+    greedy = m.advantage.greedy_baseline
+    runner = None
+    if engine is not None:
+        options = rollout_options(c, greedy_baseline=greedy)
+        runner = RolloutRunner(engine, task, policy.tokenizer, rewarder, options, rules_of(m.gates))
+    behind = c.max_lag - m.rollout_batch.carry  # what is carried over is a step older when it is trained
+    sampler = build_sampler(c, SamplerContext(c, task, policy.tokenizer, greedy, behind, runner))
+    built = Assembly(c, task, machine, engine, policy.tokenizer, rewarder, learner, m, sampler, policy.origin, begun)
+    if engine is not None:
+        engine.load_weights(learner.weights(), 0)
+        built.compare()
+    return built

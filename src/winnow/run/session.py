@@ -1,0 +1,274 @@
+"""A run that is going on: its directory, ledger and loop, from the first step or a checkpoint to `model/`."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from rich.console import Console
+
+from ..base.failpoint import failpoint
+from ..base.files import readable, write_json
+from ..config import ConfigError
+from ..learner.step import OptimizerStep
+from ..loop import Hooks, Limits, Loop, Parts, RunStoppedError
+from ..record.ledger import Ledger
+from ..record.progress import Display
+from ..record.records import CONFIG, LEDGER, METRICS, START, Records
+from ..rollout.evaluate import Evaluation
+from ..sampler import SamplersLostError
+from ..sampler.base import SamplerRefusedError
+from ..sampler.buffer import Buffer
+from ..sampler.codec import prompts_of
+from ..sampler.pace import Beside, InTurn
+from ..types import Group
+from . import checkpoint
+from .assembly import Assembly
+from .build import build_loss, sampler_options, step_options
+from .callbacks import Callbacks
+from .evaluating import Evaluations
+from .interrupt import StopSignals
+from .preflight import NothingSampledError
+
+
+class Session:
+    """Opens the run directory, which the caller holds the lock of, and runs steps until it is closed.
+
+    `found`: the checkpoint to go on from. Raises ConfigError, CheckpointError or RunStoppedError when it cannot.
+    """
+
+    def __init__(self, built: Assembly, callbacks: Callbacks, console: Console, found: Path | None) -> None:
+        self.built = built
+        self.config = built.config
+        self.run_dir = Path(built.config.output_dir)
+        self.stop_requested = False
+        self._callbacks = callbacks
+        self._console = console
+        self._compare_at = 1
+        self._metrics: dict[str, float] = {}
+        state = checkpoint.load_state(found) if found else None
+        self._seconds_before = float(state["seconds_total"]) if state else 0.0
+        with ExitStack() as stack:
+            self._open(stack, state, found)
+            self._open_parts = stack.pop_all()
+
+    def _open(self, stack: ExitStack, state: Mapping[str, Any] | None, found: Path | None) -> None:
+        c, built = self.config, self.built
+        write_json(self.run_dir / CONFIG, c.model_dump(mode="json"))
+        built.machine.say(self._console)
+        built.rewarder.trainer_state = SimpleNamespace(global_step=0, max_steps=c.max_steps)
+        self.ledger = stack.enter_context(Ledger.open(self.run_dir / LEDGER))
+        self._open_ledger(state)
+        shutil.rmtree(self.run_dir / "model", ignore_errors=True)  # of an earlier end of this run
+        offsets = (state or {}).get("offsets")
+        self._records = Records(self.run_dir, c, offsets, max_turns=built.task.max_turns)
+        stack.callback(self._records.close)
+        self._evaluations = Evaluations(
+            c, built.task, built.sampler.run, built.methods.selector, self.ledger, self._records
+        )
+        self.loop = self._loop()
+        if state is not None and found is not None:
+            self._restore(state, found)
+        else:
+            self._start_sampler()
+        self._display = stack.enter_context(Display(self._console, start=self.loop.step, max_steps=c.max_steps))
+        self._tell("on_train_begin")
+        if state is None:
+            self._baseline()
+
+    def _open_ledger(self, state: Mapping[str, Any] | None) -> None:
+        """Void what a crash has rolled back, or start the account."""
+        ledger, start = self.ledger, self.run_dir / START
+        if state is not None:
+            ledger.rollback(state["ledger"], reason=f"resumed from step {state['loop']['step']}")
+        elif saved := ledger.get_meta("saved"):
+            raise checkpoint.CheckpointError(
+                f"{self.run_dir}: its checkpoints are gone (the last was of step {saved}), so the run cannot go on; "
+                "restore them, or start a new run elsewhere"
+            )
+        elif start.exists():
+            ledger.rollback(
+                json.loads(start.read_text(encoding="utf-8")), reason="restarted before the first checkpoint"
+            )
+        else:
+            ledger.set_meta("max_lag", str(self.config.max_lag))
+            ledger.set_meta("max_reward", str(self.config.success_reward))
+            ledger.set_meta("finished", "false")
+            write_json(start, ledger.mark())
+
+    def _loop(self) -> Loop:
+        c, m, built = self.config, self.built.methods, self.built
+        self.ledger.judge = m.judge
+        beside = "beside" in sampler_options(c).provides
+        buffer = Buffer(c.prompts_per_step, c.max_lag, carry=m.rollout_batch.carry or beside)
+        parts = Parts(
+            prompts=prompts_of(built.task),
+            sampler=built.sampler,
+            learner=built.learner,
+            selector=m.selector,
+            group_size=m.group_size,
+            filter=m.filter,
+            optimizer_step=OptimizerStep(built.learner, m.advantage, build_loss(c), m.step_scale, step_options(c)),
+            buffer=buffer,
+            pace=Beside(buffer, built.sampler) if beside else InTurn(buffer, built.sampler, m.rollout_batch),
+            refill_round=max(m.rollout_batch.size, c.prompts_per_step),
+            ledger=self.ledger,
+            gates=m.gates,
+        )
+        hooks = Hooks(
+            begin=lambda step: self._tell("on_step_begin"),
+            published=self._compare_again,
+            evaluate=self._evaluate,
+            profile=self._evaluations.profile,
+            record=self._record,
+            save=self._save_if_due,
+            should_stop=lambda: self.stop_requested or self._callbacks.control.should_training_stop,
+        )
+        return Loop(parts, hooks, Limits(c.max_steps, c.max_failed_share, c.max_skipped_steps), m.judge)
+
+    def _start_sampler(self) -> None:
+        """First weights and rules. Samplers elsewhere are compared with the learner; those here have been."""
+        try:
+            self.loop.publish()
+            if self.built.engine is None:
+                self.built.compare()
+        except SamplerRefusedError as error:
+            raise ConfigError(str(error)) from None
+        except SamplersLostError as error:
+            raise RunStoppedError(f"step {self.loop.step}: {error}") from None
+
+    def _restore(self, state: Mapping[str, Any], found: Path) -> None:
+        for name, now in self.built.fingerprints.items():
+            if state["fingerprints"][name] != now:
+                raise ConfigError(
+                    f"{self.run_dir}: the {name} is not the one this run was saved with; restore it, or start a new run"
+                )
+        self.loop.load_state_dict(state["loop"])
+        self._at(self.loop.step)
+        self.built.learner.load(found)
+        self.built.sampler.load(found)
+        self._start_sampler()
+        self.loop.relaunch(state["loop"])
+
+    def run(self) -> None:
+        """Train to `max_steps`, or until a callback asks for the end.
+
+        Raises RunStoppedError when going on is useless, KeyboardInterrupt after saving when it was interrupted.
+        """
+
+        def announce() -> None:
+            self._console.print("finishing this step, then saving; once more to stop at once", style="yellow")
+
+        with StopSignals(self.request_stop, announce):
+            self.loop.run()
+        if self.stop_requested and self.loop.step < self.config.max_steps:
+            raise KeyboardInterrupt(f"saved at step {self.loop.step}; go on with: winnow resume {self.run_dir}")
+
+    def step(self) -> dict[str, float]:
+        """One optimizer step, saved when it is due; returns its metrics. Raises RunStoppedError as `run` does."""
+        self.loop.advance()
+        return dict(self._metrics)
+
+    def request_stop(self) -> None:
+        """End `run` after the step under way; also from a signal handler or another thread."""
+        self.stop_requested = True
+
+    def evaluate(self) -> dict[str, float]:
+        """Held-out figures of the policy as it is, booked as evaluation. Raises ConfigError without held-out data."""
+        found = self._evaluations.now(self.loop.step)
+        metrics = {f"eval/{name}": value for name, value in found.metrics.items()}
+        self._tell("on_evaluate", metrics=metrics)
+        return metrics
+
+    def finish(self) -> dict[str, float]:
+        """Save the model as an ordinary Hugging Face directory and close the account; last evaluation and totals."""
+        self._save_if_due(self.loop.step, True)
+        self.built.export(self.run_dir / "model")
+        readable(self.run_dir / "model")
+        self.loop.close()
+        self.ledger.set_meta("finished", "true")
+        self._tell("on_train_end")
+        last = {"step": self.loop.step, "num_tokens": self.loop.num_tokens, "seconds_total": self._seconds()}
+        for line in (self.run_dir / METRICS).read_text(encoding="utf-8").splitlines():
+            last |= {k: v for k, v in json.loads(line).items() if k.startswith("eval/")}
+        return last
+
+    def leave(self) -> None:
+        """Save, so that the run can be resumed."""
+        self._save_if_due(self.loop.step, True)
+        self._tell("on_train_end")
+
+    def close(self) -> None:
+        """Close ledger, records and display."""
+        self._open_parts.close()
+
+    def _compare_again(self, step: int) -> None:
+        """After the first update: only now does a head, a cache or an adapter that kept old weights show.
+
+        Probes that all fail, as while an environment is down, are tried again after the next one."""
+        if step == self._compare_at:
+            try:
+                self.built.compare()
+            except NothingSampledError:
+                self._compare_at += 1
+
+    def _evaluate(self, step: int) -> Evaluation | None:
+        wished = self._callbacks.take("should_evaluate")
+        return self._evaluations.now(step) if wished else self._evaluations.evaluate(step)
+
+    def _baseline(self) -> None:
+        """Held-out figures before the first update, as step 0."""
+        if (evaluation := self._evaluate(0)) is not None:
+            metrics = {"step": 0, "num_tokens": 0} | {f"eval/{k}": v for k, v in evaluation.metrics.items()}
+            self._record(0, metrics, [])
+
+    def _record(self, step: int, metrics: dict[str, float], groups: list[Group]) -> None:
+        metrics |= self.built.rewarder.pop_metrics() | {"seconds_total": self._seconds()}
+        self._at(step)
+        self._records.metrics(metrics)
+        self._records.samples(step, groups, "train")
+        self._records.signals(groups, self.built.methods.judge)
+        self._display.update(step, metrics, self.built.sampler.nodes)
+        failpoint("record")
+        self._metrics = metrics
+        self._callbacks.state.log_history = [dict(metrics)]
+        if step:
+            self._tell("on_step_end", groups=groups)
+        self._tell("on_log", logs=dict(metrics))
+        if evaluation := {key: value for key, value in metrics.items() if key.startswith("eval/")}:
+            self._tell("on_evaluate", metrics=evaluation)
+
+    def _at(self, step: int) -> None:
+        """Tell rewards and callbacks how far the run is."""
+        self.built.rewarder.trainer_state.global_step = step
+        self._callbacks.state.global_step = step
+        self._callbacks.state.epoch = step * self.config.prompts_per_step / len(self.built.task.train)
+
+    def _tell(self, event: str, **kwargs: Any) -> None:
+        model = getattr(self.built.learner, "model", None)
+        self._callbacks.call(event, self.config, model=model, processing_class=self.built.tokenizer, **kwargs)
+
+    def _seconds(self) -> float:
+        return self._seconds_before + time.monotonic() - self.built.begun
+
+    def _save_if_due(self, step: int, force: bool) -> None:
+        due = self._callbacks.take("should_save") or force or step % self.config.save_steps == 0
+        if not due or step in checkpoint.steps(self.run_dir):
+            return
+        state = {
+            "loop": self.loop.state_dict(),
+            "config": self.config.model_dump(mode="json"),
+            "fingerprints": self.built.fingerprints,
+            "offsets": self._records.offsets(),
+            "seconds_total": self._seconds(),
+            "ledger": self.ledger.mark(),
+        }
+        checkpoint.save(self.run_dir, step, state, self.built.save, keep_last=self.config.save_total_limit)
+        self.ledger.set_meta("saved", str(step))
+        self._tell("on_save")
