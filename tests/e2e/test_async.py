@@ -257,7 +257,7 @@ def test_an_interrupted_run_goes_on_with_what_was_in_flight(config: dict[str, An
         def stop(line: int = stop_at, trainer: Trainer = trainer) -> None:
             while not (run / "metrics.jsonl").exists() or len(metrics(run)) <= line:
                 time.sleep(0.005)
-            trainer._stop_requested = True
+            trainer.stop()
 
         threading.Thread(target=stop, daemon=True).start()
         with pytest.raises(KeyboardInterrupt):

@@ -55,8 +55,8 @@ def test_evaluations_are_of_the_newest_weights(tiny_config: dict[str, Any], tmp_
     config = tiny_config | {"model": str(run / "model"), "output_dir": str(tmp_path / "again")}
     last = Trainer(config=config, reward_funcs=parity_reward)
     prompts = last.task.test[: tiny_config["eval_prompts"]]
-    last._sampler.publish(last.learner.weights(), [], 0)
-    again = evaluate(last._sampler.run, prompts, n=tiny_config["eval_generations"])
+    last.sampler.publish(last.learner.weights(), [], 0)
+    again = evaluate(last.sampler.run, prompts, n=tiny_config["eval_generations"])
     found = {k: v for k, v in lines[-1].items() if k.startswith("eval/pass")}
     assert found == {f"eval/{k}": v for k, v in again.metrics.items() if k.startswith("pass")}
     assert 0 < found["eval/pass@1"] < 1, "otherwise this proves nothing"

@@ -106,7 +106,7 @@ def _kill_samplers(config: dict[str, Any], monkeypatch: pytest.MonkeyPatch, kill
         while len(started) <= kills or not started[-1].ready:
             time.sleep(0.01)
         living.extend(samplers())
-        trainer._stop_requested = True
+        trainer.stop()
 
     thread = threading.Thread(target=kill, daemon=True)
     thread.start()

@@ -101,7 +101,7 @@ def train_while(config: dict[str, Any], act: Callable[[SamplerPool], None]) -> N
                 run.result()
             raise
         finally:
-            trainer._stop_requested = True
+            trainer.stop()
         with pytest.raises(KeyboardInterrupt):
             run.result()
 

@@ -87,7 +87,7 @@ def test_both_samplers_say_how_they_do(config: dict[str, Any]) -> None:
                         if len(own) == len(FIGURES) and own["groups"]:
                             found[slot] = own
         finally:
-            trainer._stop_requested = True
+            trainer.stop()
 
     looker = threading.Thread(target=look)
     looker.start()
