@@ -196,6 +196,28 @@ def test_prompts_that_never_teach_end_the_run(arguments: dict[str, Any], tmp_pat
         assert ledger.verify().ok
 
 
+def test_what_was_collected_before_the_loop_gave_up_is_trained(arguments: dict[str, Any], tmp_path: Path) -> None:
+    def one_teaches(completions: list[str], row: list[int], **columns: Any) -> list[float]:
+        return [float(k % 2) if i == 0 else 1.0 for k, i in enumerate(row)]
+
+    found = Watched(
+        **arguments | {"reward_funcs": one_teaches},
+        selector={"name": "uniform", "shuffle": False},
+        filter={"name": "zero_variance", "max_refill_rounds": 3},
+    )
+    with pytest.raises(RunStoppedError, match="12 groups in a row had no signal"):
+        found.train()
+    assert found.state.global_step == len(found.seen) == 1
+    (batch,) = found.seen
+    assert len(batch["prompt_ids"]) == G * PROMPTS
+    assert batch["completion_mask"][:G].any(dim=1).all()
+    assert not batch["completion_mask"][G:].any()
+    assert batch["advantages"][:G].abs().min() > 0
+    with Ledger.open(tmp_path / "out" / "winnow" / "ledger.sqlite", read_only=True) as ledger:
+        assert ledger.verify().ok
+        assert ledger.totals()["trained"]["rollouts"] == G
+
+
 def test_a_completion_without_any_reward_is_no_zero(arguments: dict[str, Any], tmp_path: Path) -> None:
     def some(completions: list[str], row: list[int], **columns: Any) -> list[float | None]:
         return [None if k % G == 1 else r for k, r in enumerate(parity(completions, row))]
@@ -212,6 +234,7 @@ def test_a_completion_without_any_reward_is_no_zero(arguments: dict[str, Any], t
         ({"selector": "gresso"}, {}, "Did you mean 'greso'"),
         ({"advantage": "opob"}, {}, "baseline"),
         ({"advantage": "remax"}, {}, "TRL samples all alike"),
+        ({"selector": {"name": "pass_rate", "refresh_steps": 5}}, {}, "not made inside TRL"),
         ({"filter": "zero_variance", "rollout_batch": "adaptive"}, {}, "surplus: carry trains groups one step after"),
         ({}, {"scale_rewards": "batch"}, "scale_rewards: batch has no name here"),
         ({}, {"save_strategy": "steps", "save_steps": 3, "num_iterations": 2}, "save every 2 steps"),

@@ -62,6 +62,7 @@ def test_a_package_that_is_not_installed_comes_from_its_checkout(monkeypatch: py
 
     monkeypatch.setattr(install_module, "distribution", missing)
     assert install("ray") == CHECKOUT
+    assert install("") == CHECKOUT.replace("[ray]", "")
 
 
 def test_no_page_or_message_names_a_registry() -> None:

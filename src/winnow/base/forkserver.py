@@ -125,7 +125,7 @@ def _end(connection: socket.socket, process: subprocess.Popen[bytes]) -> None:
 
 
 class _Servers(threading.local):
-    """Those of this thread: the kernel ends them with it, and with them their children."""
+    """Servers of this thread: the kernel ends them with it, and with them their children."""
 
     def __init__(self) -> None:
         self.known: weakref.WeakValueDictionary[tuple[object, ...], ForkServer] = weakref.WeakValueDictionary()

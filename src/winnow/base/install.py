@@ -12,8 +12,10 @@ NAME = "winnow-rl"
 
 
 def install(extra: str) -> str:
-    """The command that installs `extra` from where this copy came: its checkout, directory, wheel or address."""
-    return f"pip install {_requirement(f'[{extra}]')}"
+    """The command that installs `extra` from where this copy came: its checkout, directory, wheel or address.
+
+    `extra`: empty for the package alone."""
+    return f"pip install {_requirement(f'[{extra}]' if extra else '')}"
 
 
 def _requirement(extras: str) -> str:

@@ -86,6 +86,10 @@ def _methods(c: RunConfig, task: DatasetTask, loss_type: str) -> Methods:
         raise ConfigError("advantage: its baseline is found in the update, which is TRL's here; use `winnow train`")
     if m.advantage.greedy_baseline:
         raise ConfigError("advantage: it needs a greedy rollout beside each group, and TRL samples all alike")
+    if getattr(getattr(m.selector, "options", None), "refresh_steps", None):
+        raise ConfigError(
+            "selector: refresh_steps asks for profiles of all prompts, which are not made inside TRL; leave it out"
+        )
     if not getattr(m.filter, "refill", True) and loss_type not in LOSSES:
         raise ConfigError(f"filter: refill: false leaves rows out, and loss_type: {loss_type} counts them all the same")
     return m
@@ -100,7 +104,7 @@ class LoopInTrl:
         self.run_dir = Path(c.output_dir)
         self._trainer = trainer
         self._task = DatasetConfig(path="train_dataset").with_rows(trainer.train_dataset)
-        self._sampler = _Sampler(trainer, roll_out, self._task)
+        self._sampler = _Sampler(trainer, roll_out)
         self._methods = _methods(c, self._task, trainer.loss_type)
         self._loop: Loop | None = None
         self._resumed: dict[str, Any] | None = None
@@ -108,12 +112,17 @@ class LoopInTrl:
         self._logs: dict[str, float] = {}
 
     def batch(self) -> dict[str, Any]:
-        """TRL's tensors of the next generation batch. Raises RunStoppedError when none can be had any more."""
+        """TRL's tensors of the next generation batch. Raises RunStoppedError when none can be had any more.
+
+        What was collected before the loop gave up is still trained on; the call after it raises.
+        """
         self._complete()
         loop = self._loop or self._begin()
-        self._batch = loop.collect()
-        if loop.stop is not None:
-            raise loop.stop
+        if loop.stop is None:
+            self._batch = loop.collect()
+        if self._batch is None or (loop.stop is not None and not self._batch.groups):
+            self._batch = None
+            raise cast(RunStoppedError, loop.stop)
         return self._tensors(self._batch)
 
     def logged(self, logs: Mapping[str, float]) -> None:
@@ -135,6 +144,7 @@ class LoopInTrl:
             self._loop, self._batch = None, None
 
     def state_dict(self) -> dict[str, Any]:
+        """The state of the loop, its configuration and task, and how far records and ledger were written."""
         self._complete()
         assert self._loop is not None
         return {
@@ -212,21 +222,17 @@ class LoopInTrl:
             self._sampler.forget()
 
     def _tensors(self, batch: Batch) -> dict[str, Any]:
-        """The rows of the batch with their advantages; places that stay empty are taken by rows without a token."""
+        """The rows of the batch with their advantages; places that stay empty are taken by a row without a token."""
         wanted = self.config.prompts_per_step * self.config.num_generations
         rows = [self._sampler.row(group, rollout) for group in batch.groups for rollout in group.rollouts]
         left, advantages = len(rows), [float(row["advantages"]) for row in rows]
         if self._own_advantages:
             of_groups = self._methods.advantage.of_batch(batch.groups)
             advantages = [a for group in of_groups for a in np.nan_to_num(group).tolist()]  # without a reward: 0
-        trained = {group.visit.number for group in batch.groups}
-        others = (group for group in batch.finished if group.visit.number not in trained)
-        while len(rows) < wanted:
-            group = next(others)
-            rows += [self._sampler.row(group, rollout) for rollout in group.rollouts]
-        more = (
-            wanted / left if left and self._trainer.loss_type != "dapo" else 1.0
-        )  # its mean is over rows, empty or not
+        group = (batch.groups or batch.finished)[0]
+        rows += [self._sampler.row(group, group.rollouts[0])] * (wanted - left)
+        of_rows = self._trainer.loss_type != "dapo"  # these losses are means over rows, empty or not
+        more = wanted / left if left and of_rows else 1.0
         merged = _merged(rows, self._trainer._tokenizer.pad_token_id)
         merged["completion_mask"][left:] = 0
         device = merged["completion_mask"].device
@@ -241,8 +247,8 @@ class _Sampler:
     nodes: Mapping[str, str] = {}
     dtype = "unknown"
 
-    def __init__(self, trainer: Any, roll_out: RollOut, task: DatasetTask) -> None:
-        self._trainer, self._roll_out, self._task = trainer, roll_out, task
+    def __init__(self, trainer: Any, roll_out: RollOut) -> None:
+        self._trainer, self._roll_out = trainer, roll_out
         self._jobs: list[Job] = []
         self._rows: dict[tuple[int, int], dict[str, torch.Tensor]] = {}
         self.version = 0
@@ -331,12 +337,13 @@ class _Sampler:
 
 
 def _row(output: Mapping[str, torch.Tensor], i: int, length: int) -> dict[str, torch.Tensor]:
+    """Row `i` of TRL's tensors without padding: [prompt length] and [completion `length`]; a ratio may be [1]."""
     prompt = output["prompt_mask"][i].bool()
     row = {key: output[key][i][prompt] for key in PADDED_LEFT} | {"advantages": output["advantages"][i]}
     for key in (*PADDED_RIGHT, *BY_TOKEN):
         if key in output:
             whole = output[key][i]
-            row[key] = whole if whole.shape == (1,) else whole[:length]  # a ratio may be one of the sequence
+            row[key] = whole if whole.shape == (1,) else whole[:length]
     return row
 
 
@@ -353,6 +360,3 @@ def _merged(rows: Sequence[Mapping[str, torch.Tensor]], pad_token: int) -> dict[
             parts.append(pad(row[key], (missing, 0) if left else (0, missing), value=fill))
         merged[key] = torch.stack(parts)
     return merged
-
-
-__all__ = ["LoopInTrl", "RunStoppedError", "run_config"]

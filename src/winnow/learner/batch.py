@@ -280,7 +280,7 @@ def _cut(rows: Sequence[Row], budget: Budget) -> list[list[Row]]:
 
 
 def _cost(parts: Sequence[Sequence[Row]], budget: Budget) -> int:
-    """In tokens."""
+    """Cost of computing these micro-batches, in tokens."""
     return sum(Extent.of(part).computed(budget) + budget.pass_tokens for part in parts)
 
 
@@ -294,9 +294,9 @@ class Extent:
     longest_prompt: int = 0
     longest_completion: int = 0
     tokens: int = 0
-    """Of the rows, prompts and all."""
+    """Tokens of the rows, prompts and all."""
     shared_tokens: int = 0
-    """Of the rows' completions, and of each prompt once."""
+    """Tokens of the rows' completions, and of each prompt once."""
 
     @staticmethod
     def of(rows: Sequence[Row]) -> Extent:

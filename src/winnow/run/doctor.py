@@ -103,7 +103,7 @@ def _extras() -> Iterator[Finding]:
     try:
         declared = distribution(NAME)
     except PackageNotFoundError:
-        yield "extras", "unknown: the package is not installed", f"{install('dev').partition('[')[0]}'"
+        yield "extras", "unknown: the package is not installed", install("")
         return
     for extra in declared.metadata.get_all("Provides-Extra") or []:
         for text in declared.requires or []:

@@ -45,7 +45,7 @@ class Again:
         return self._make()[0].detach()
 
     def gradients(self, of_output: torch.Tensor) -> list[torch.Tensor | None]:
-        """Of the inputs, then of the parameters of the module; this is the last that is asked in a backward pass."""
+        """Gradients of the inputs, then of the module's parameters; the last that is asked in a backward pass."""
         output, leaves = self._make()
         self._made, self._inputs, self._versions = None, [], []
         wanted = [x for x in leaves if x.requires_grad]
@@ -85,7 +85,7 @@ class Recomputing:
 
     def __init__(self, model: nn.Module) -> None:
         self._forwards: dict[nn.Module, Callable[..., Any]] = {}
-        """Of the modules that compute otherwise inside `forward`."""
+        """Forwards of the modules that compute otherwise inside `forward`."""
         self._outputs: dict[int, tuple[weakref.ref[torch.Tensor], int, Again]] = {}
         """Outputs that can be made again, with their versions, by address."""
         for module in model.modules():
