@@ -7,7 +7,7 @@ JOBS ?= 2
 # Some packages are built by calling `python`, which not every machine has.
 PIP := PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt
 
-.PHONY: install demo demo-llm test test-all install-scale test-scale test-scale-all bench bench-llm bench-scale bench-claims lint clean
+.PHONY: install demo demo-llm test test-all install-scale test-scale test-scale-all bench bench-llm bench-scale bench-claims dist lock lint clean
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -85,6 +85,17 @@ bench-claims: $(VENV)/.bench ## the papers' claims, four seeds an arm: hours; ca
 	$(BIN)/python benchmarks/arrol_claims.py --out benchmarks/results/arrol_claims.json --docs docs/claims.md
 	$(BIN)/python benchmarks/arrol_signal.py --out benchmarks/results/arrol_signal.json --docs docs/claims.md
 	$(BIN)/python benchmarks/async_claims.py --out benchmarks/results/async_claims.json --docs docs/claims.md --picture docs/async-claims.png
+
+# Reproducible: the time in the archives is that of the last commit.
+dist: $(VENV)/.installed ## wheel, sdist and a list of what they need; tried in an environment with nothing else
+	rm -rf dist build
+	$(PIP) build cyclonedx-bom
+	SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct) $(BIN)/python -m build --outdir dist
+	$(BIN)/cyclonedx-py requirements locks/winnow.txt --pyproject pyproject.toml -o dist/sbom.json
+	$(BIN)/python locks/try_dist.py dist
+
+lock: $(VENV)/.installed ## versions and hashes of everything that an installation gets; see locks/README.md
+	$(BIN)/python locks/make_locks.py
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

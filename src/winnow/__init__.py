@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from .run.callbacks import TrainerCallback, TrainerControl, TrainerState
     from .run.trainer import Trainer
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = [
     "ConfigError",
     "LocalEngine",

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
+import tomllib
 from pathlib import Path
 from typing import Any
 
 import jsonschema
 import pytest
 import yaml
+from packaging.requirements import Requirement
 from typer.testing import CliRunner
 
 from winnow import __version__
@@ -106,6 +109,30 @@ def test_the_schema_refuses(wrong: dict[str, Any], schema: dict[str, Any]) -> No
     jsonschema.validate(good | {"selector": "mine.py:Mine", "filter": ["zero_variance", "keep_all"]}, schema)
     with pytest.raises(jsonschema.ValidationError):
         jsonschema.validate(good | wrong, schema)
+
+
+def test_the_package_data_names_every_file_that_is_no_python() -> None:
+    source = ROOT / "src" / "winnow"
+    globs = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["tool"]["setuptools"]["package-data"]["winnow"]
+    files = {p.relative_to(source) for p in source.rglob("*") if p.is_file() and p.suffix not in (".py", ".pyc")}
+    assert {p for p in files if not any(p.match(glob) for glob in globs)} == set()
+
+
+@pytest.mark.parametrize(("lock", "kind"), [("winnow", ""), ("dev", ""), ("scale", "-scale")])
+def test_locks_are_of_what_the_tests_run_with(lock: str, kind: str) -> None:
+    """Every version that is pinned is the one of the lock, and what the package asks for is there."""
+    lines = (ROOT / "locks" / f"{lock}.txt").read_text("utf-8").splitlines()[1:]
+    locked = dict(line.partition(" --hash=sha256:")[0].split("==") for line in lines)
+    assert all(re.fullmatch(r"[\w.-]+==\S+ --hash=sha256:[0-9a-f]{64}", line) for line in lines)
+    pins = [
+        Requirement(line) for line in (ROOT / f"constraints{kind}.txt").read_text("utf-8").splitlines() if "==" in line
+    ]
+    for pin in pins:
+        name = pin.name.lower().replace("_", "-")
+        assert name not in locked or pin.specifier.contains(locked[name]), pin
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    for needed in map(Requirement, project["dependencies"]):
+        assert needed.name == "torch" or needed.specifier.contains(locked[needed.name.lower()]), needed
 
 
 def test_the_citation_is_of_this_version() -> None:

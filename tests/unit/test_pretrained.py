@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -216,3 +217,20 @@ def test_the_hub_comes_first(hub: str, tiny_model: Path, cache: Path, tmp_path: 
     assert found["source"] == f"HuggingFaceTB/SmolLM2-135M-Instruct at {Hub.revision}"
     for name in ("model.safetensors", "tokenizer.json", "config.json"):
         assert (Path(found["directory"]) / name).read_bytes() == (tiny_model / name).read_bytes()
+
+
+def test_a_directory_that_brings_code_is_refused_and_nothing_of_it_runs(tiny_model: Path, tmp_path: Path) -> None:
+    mine, mark = tmp_path / "model", tmp_path / "it ran"
+    shutil.copytree(tiny_model, mine)
+    (mine / "evil.py").write_text(f"open({str(mark)!r}, 'w').close()\nclass Evil: pass\n")
+    for name, mapped in (
+        ("config.json", {"AutoConfig": "evil.Evil", "AutoModelForCausalLM": "evil.Evil"}),
+        ("tokenizer_config.json", {"AutoTokenizer": ["evil.Evil", "evil.Evil"]}),
+    ):
+        values = json.loads((mine / name).read_text()) | {"auto_map": mapped, "tokenizer_class": "Evil"}
+        (mine / name).write_text(json.dumps(values | ({"model_type": "evil"} if name == "config.json" else {})))
+    with pytest.raises(ConfigError, match=r"model: cannot load the model of .*: .*trust_remote_code|custom code"):
+        load_causal_lm(mine, torch.device("cpu"))
+    with pytest.raises(ConfigError, match="model: cannot load the tokenizer of"):
+        load_tokenizer(mine)
+    assert not mark.exists()
