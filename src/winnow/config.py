@@ -157,7 +157,7 @@ class RunConfig(BaseModel):
     save_total_limit: int = Field(2, ge=1)
     log_completions: int = Field(8, ge=0)
     run_name: str | None = None
-    report_to: list[Literal["tensorboard", "wandb", "trackio"]] = []
+    report_to: list[Literal["tensorboard", "wandb", "trackio", "mlflow"]] = []
 
     @model_validator(mode="after")
     def _cross_checks(self) -> RunConfig:

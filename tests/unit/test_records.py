@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from winnow.config import ConfigError, RunConfig, validate
-from winnow.record.records import METRICS, SAMPLES, Records, RunDirectoryError, WandbLike, check_trackers, lock
+from winnow.config import RunConfig, validate
+from winnow.record.records import METRICS, SAMPLES, Records, RunDirectoryError, lock
 
 from .test_batch import make_group
 
@@ -65,43 +65,3 @@ def test_two_holders_of_one_directory(tmp_path: Path) -> None:
         lock(tmp_path)
     held.close()
     lock(tmp_path).close()
-
-
-def test_tensorboard_gets_every_metric(tmp_path: Path, config: RunConfig) -> None:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    records = Records(tmp_path, config.model_copy(update={"report_to": ["tensorboard"]}))
-    for step in (1, 2):
-        records.metrics({"step": step, "reward": step / 4})
-    records.close()
-    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    assert [(e.step, e.value) for e in events.Scalars("reward")] == [(1, 0.25), (2, 0.5)]
-
-
-def test_wandb_and_trackio_are_driven_through_their_common_interface(tmp_path: Path, config: RunConfig) -> None:
-    calls: list[tuple[str, Any]] = []
-
-    class Module:
-        def init(self, **options: Any) -> None:
-            calls.append(("init", options))
-
-        def log(self, metrics: dict[str, float], step: int) -> None:
-            calls.append(("log", (metrics, step)))
-
-        def finish(self) -> None:
-            calls.append(("finish", None))
-
-    tracker = WandbLike(Module(), tmp_path, config, dir="d")
-    tracker.log({"reward": 1.0}, 3)
-    tracker.close()
-    assert [name for name, _ in calls] == ["init", "log", "finish"]
-    assert calls[0][1]["name"] == tmp_path.name
-    WandbLike(Module(), tmp_path, config.model_copy(update={"run_name": "mine"}))
-    assert calls[-1][1]["name"] == "mine"
-    assert calls[0][1]["config"]["model"] == "m"
-    assert calls[1][1] == ({"reward": 1.0}, 3)
-
-
-def test_a_missing_tracker_names_the_remedy() -> None:
-    with pytest.raises(ConfigError, match=r"pip install .*\[trackio\]'"):
-        check_trackers(["trackio"])

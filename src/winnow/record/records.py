@@ -7,16 +7,14 @@ import json
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Any
 
-from ..base.install import install
-from ..config import ConfigError, RunConfig
+from ..config import RunConfig
 from ..methods.gate.recording import rows_of
 from ..methods.signal import Judge
 from ..types import Group
+from .trackers import Trackers
 
 CONFIG, METRICS, SAMPLES, LEDGER = "config.json", "metrics.jsonl", "samples.jsonl", "ledger.sqlite"
 START = "start.json"
@@ -56,66 +54,26 @@ def lock(run_dir: Path) -> IO[str]:
     return file
 
 
-def check_trackers(names: Sequence[str]) -> None:
-    """Raises ConfigError with the install command when a tracker's package is missing."""
-    for name in names:
-        if find_spec(name) is None:
-            raise ConfigError(f"report_to: {name} is not installed; {install(name)}")
-
-
-class Tracker(Protocol):
-    def log(self, metrics: Mapping[str, float], step: int) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class TensorBoard:
-    def __init__(self, run_dir: Path) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        self._writer = SummaryWriter(str(run_dir / "tensorboard"))
-
-    def log(self, metrics: Mapping[str, float], step: int) -> None:
-        for name, value in metrics.items():
-            self._writer.add_scalar(name, value, step)
-        self._writer.flush()
-
-    def close(self) -> None:
-        self._writer.close()
-
-
-class WandbLike:
-    """wandb and trackio share an interface: init, log, finish."""
-
-    def __init__(self, module: Any, run_dir: Path, config: RunConfig, **options: Any) -> None:
-        self._module = module
-        module.init(project="winnow", name=config.run_name or run_dir.name, config=config.model_dump(), **options)
-
-    def log(self, metrics: Mapping[str, float], step: int) -> None:
-        self._module.log(dict(metrics), step=step)
-
-    def close(self) -> None:
-        self._module.finish()
-
-
-def open_tracker(name: str, run_dir: Path, config: RunConfig) -> Tracker:
-    if name == "tensorboard":
-        return TensorBoard(run_dir)
-    options = {"dir": str(run_dir)} if name == "wandb" else {}
-    return WandbLike(import_module(name), run_dir, config, **options)
-
-
 class Records:
-    """Appends to the run's files. After a resume, lines beyond the checkpoint's offsets are cut off first."""
+    """Appends to the run's files. After a resume, lines beyond the checkpoint's offsets are cut off first.
+
+    `offsets`, `step`: those of the checkpoint that the run goes on from.
+    """
 
     def __init__(
-        self, run_dir: Path, config: RunConfig, offsets: Mapping[str, int] | None = None, *, max_turns: int = 1
+        self,
+        run_dir: Path,
+        config: RunConfig,
+        offsets: Mapping[str, int] | None = None,
+        *,
+        step: int | None = None,
+        max_turns: int = 1,
     ) -> None:
         self.run_dir = run_dir
         every = -(-(max_turns - 1) // GATE_STEPS)
         self._gate_steps = range(every, max_turns, every) if every and (config.audit or not config.gates) else ()
         self.config = config
-        self._trackers = [open_tracker(name, run_dir, config) for name in config.report_to]
+        self._trackers = Trackers(run_dir, config, step)
         self._files: dict[str, IO[bytes]] = {}
         for name in (METRICS, SAMPLES, GATE) if self._gate_steps else (METRICS, SAMPLES):
             file = (run_dir / name).open("ab")
@@ -134,8 +92,7 @@ class Records:
         if bad:
             raise FloatingPointError(f"metrics that are not finite: {', '.join(bad)}")
         self._append(METRICS, [metrics])
-        for tracker in self._trackers:
-            tracker.log(metrics, int(metrics["step"]))
+        self._trackers.log(metrics, int(metrics["step"]))
 
     def samples(self, step: int, groups: Sequence[Group], split: str) -> None:
         """The first sibling of a few groups, readable."""
@@ -161,8 +118,7 @@ class Records:
         return {name: file.tell() for name, file in self._files.items()}
 
     def close(self) -> None:
-        for tracker in self._trackers:
-            tracker.close()
+        self._trackers.close()
         for file in self._files.values():
             file.close()
 

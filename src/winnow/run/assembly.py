@@ -15,7 +15,7 @@ from ..env.prompting import tokenizer_digest
 from ..env.rewards.rewarder import Rewarder
 from ..learner.base import Learner
 from ..methods.gate.audit import rules_of
-from ..record.records import check_trackers
+from ..record.trackers import check_trackers
 from ..rollout.runner import RolloutRunner
 from ..sampler import Sampler, SamplerContext
 from .build import Methods, build_learner, build_methods, build_policy, build_sampler, rollout_options, sampler_options

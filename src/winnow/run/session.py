@@ -66,8 +66,8 @@ class Session:
         self.ledger = stack.enter_context(Ledger.open(self.run_dir / LEDGER))
         self._open_ledger(state)
         shutil.rmtree(self.run_dir / "model", ignore_errors=True)  # of an earlier end of this run
-        offsets = (state or {}).get("offsets")
-        self._records = Records(self.run_dir, c, offsets, max_turns=built.task.max_turns)
+        offsets, step = (state["offsets"], state["loop"]["step"]) if state else (None, None)
+        self._records = Records(self.run_dir, c, offsets, step=step, max_turns=built.task.max_turns)
         stack.callback(self._records.close)
         self._evaluations = Evaluations(
             c, built.task, built.sampler.run, built.methods.selector, self.ledger, self._records
