@@ -1,7 +1,8 @@
-"""`winnow verify` and `report`: what a run did, read off its directory."""
+"""`winnow verify`, `report` and `watch`: what a run did or does, read off its directory."""
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -38,3 +39,22 @@ def report(
     write_report(runs, output)
     found = {"page": str(output), "runs": [str(run) for run in runs], "bytes": output.stat().st_size}
     show(found, as_json, lambda f: f"{f['page']} ({f['bytes'] / 1e6:.2f} MB)")
+
+
+@command(app)
+def watch(
+    runs: Annotated[list[Path], typer.Argument(help="One or more run directories; they may go on.")],
+    host: Annotated[
+        str, typer.Option(help="Address to listen on; another than this machine's own needs --token.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="0: any that is free.")] = 8642,
+    token: Annotated[str | None, typer.Option(help="Secret that the address must carry as ?token=.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Serve the report page of running runs; it keeps itself up to date. Ctrl-C ends it."""
+    from ..study.watch import Watch
+
+    with Watch(runs, host, port, token) as server:
+        show({"url": server.url, "runs": [str(run) for run in runs]}, as_json, lambda f: f"{f['url']}  (Ctrl-C ends)")
+        with suppress(KeyboardInterrupt):
+            server.serve_forever()

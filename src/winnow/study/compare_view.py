@@ -117,7 +117,7 @@ def write_page(found: Comparison, output: Path) -> None:
         ],
     }
     partial = output.with_name(output.name + ".partial")
-    partial.write_text(render_page(title, data, "charts.js", "compare.js"), encoding="utf-8")
+    partial.write_text(render_page(title, data, "dom.js", "charts.js", "compare.js"), encoding="utf-8")
     os.replace(partial, output)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import html
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from .report_data import Run, columns, read_run, thin
 MAX_BYTES = 2_000_000
 MAX_POINTS = 500
 MAX_SAMPLES = 300
+SCRIPTS = ("dom", "charts", "bars", "reliability", "off_policy", "workers", "samples", "plan", "report", "live")
 
 Card = dict[str, str]
 
@@ -30,40 +31,43 @@ def write_report(runs: Sequence[Path], output: Path) -> None:
     Long series are averaged and samples thinned until the page is under 2 MB. Raises ValueError when there is no
     run or one of them is not a run directory, and OSError when `output` cannot be written.
     """
-    if not runs:
-        raise ValueError("a report needs at least one run directory.")
     output = Path(output)
-    if not output.parent.is_dir():
+    if runs and not output.parent.is_dir():
         raise FileNotFoundError(f"{output}: its folder does not exist; make it first.")
-    read = [read_run(Path(run), max_samples=max(8, MAX_SAMPLES // len(runs))) for run in runs]
-    _tell_apart(read, [Path(run) for run in runs])
-    page = _page(read)
+    page = page_of(report_data(runs))
     partial = output.with_name(output.name + ".partial")
     partial.write_text(page, encoding="utf-8")
     os.replace(partial, output)
 
 
-def _page(runs: Sequence[Run]) -> str:
+def report_data(runs: Sequence[Path]) -> dict[str, Any]:
+    """What the page of these runs says, as JSON: long series averaged and samples thinned until it fits."""
+    if not runs:
+        raise ValueError("a report needs at least one run directory.")
+    read = [read_run(Path(run), max_samples=max(8, MAX_SAMPLES // len(runs))) for run in runs]
+    _tell_apart(read, [Path(run) for run in runs])
     points, share = MAX_POINTS, 1.0
     while True:
-        page = _fill_in(runs, points, share)
-        if len(page.encode()) <= MAX_BYTES or points < 16:
-            return page
+        data = _said(read, points, share)
+        if len(page_of(data).encode()) <= MAX_BYTES or points < 16:
+            return data
         points, share = points // 2, share / 2
 
 
-def _fill_in(runs: Sequence[Run], points: int, share: float) -> str:
-    title = "Winnow: " + ", ".join(run.name for run in runs)
-    data = {
-        "title": title,
+def page_of(data: Mapping[str, Any]) -> str:
+    """The page that shows `report_data`."""
+    return render_page(data["title"], data, *(f"{name}.js" for name in SCRIPTS))
+
+
+def _said(runs: Sequence[Run], points: int, share: float) -> dict[str, Any]:
+    return {
+        "title": "Winnow: " + ", ".join(run.name for run in runs),
         "fates": [*FATES, "void"],
         "cards": _cards(runs[0]) if len(runs) == 1 else [],
         "comparison": _comparison(runs) if len(runs) > 1 else None,
         "differences": _differences(runs),
         "runs": [_run_data(run, points, share) for run in runs],
     }
-    scripts = ("charts", "bars", "reliability", "off_policy", "workers", "report")
-    return render_page(title, data, *(f"{name}.js" for name in scripts))
 
 
 def render_page(title: str, data: object, *scripts: str) -> str:
@@ -93,6 +97,7 @@ def _run_data(run: Run, points: int, share: float) -> dict[str, Any]:
     every = max(1, round(1 / share))
     return {
         "name": run.name,
+        "heading": _heading(run),
         "metrics": columns(thin(run.rows, points)),
         "evals": columns(thin(run.evaluations, points)),
         "averaged": max(1, -(-len(run.rows) // points)),
@@ -106,6 +111,28 @@ def _run_data(run: Run, points: int, share: float) -> dict[str, Any]:
         "config": _flat(run.config or {}),
         "notes": run.notes,
     }
+
+
+def _heading(run: Run) -> dict[str, str]:
+    """`title`: model and task; `note`: the methods that are not the plain ones, the day it began and its folder."""
+    config = run.config or {}
+    model = Path(str(config.get("model", ""))).name
+    env = config.get("env")
+    path = str(env.get("path", "")) if isinstance(env, dict) else ""
+    task = path.rpartition("/")[2].removeprefix("made:") or _names(env)
+    title = " on ".join(part for part in (model, task) if part) or run.name
+    plain = {"selector": "uniform", "group_size": "fixed", "filter": "keep_all", "step_scale": "none", "gates": ""}
+    methods = [_names(config.get(key)) for key in ("advantage", *plain)]
+    shown = [name for name, none in zip(methods, ("", *plain.values()), strict=True) if name not in ("", none)]
+    lag = f"max_lag {config['max_lag']}" if config.get("max_lag") else ""
+    return {"title": title, "note": " · ".join(part for part in (*shown, lag, run.begun, run.name) if part)}
+
+
+def _names(spec: object) -> str:
+    """Names in one method spec or a list of them."""
+    specs = spec if isinstance(spec, list) else [spec]
+    found = [one.get("name") if isinstance(one, dict) else one for one in specs]
+    return ", ".join(str(name) for name in found if name)
 
 
 def _totals(run: Run) -> dict[str, Any] | None:
@@ -135,6 +162,9 @@ def _cards(run: Run) -> list[Card]:
     sampled = sum(run.tokens.get(fate, 0) for fate in FATES)
     if sampled:
         trained = f"{run.tokens.get('trained', 0) / sampled:.0%} of them in groups that were trained on"
+        idle = _series(run.rows, "frac_reward_zero_std")
+        if idle and _names((run.config or {}).get("filter")) == "keep_all":
+            trained += f", {_mean(idle):.0%} of these without signal"
         cards.append(_card("Tokens sampled", count_text(sampled), trained))
     zero = _series(run.rows, "frac_reward_zero_std")
     if zero:

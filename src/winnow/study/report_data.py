@@ -10,6 +10,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import date
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,8 @@ class Run:
     """One run directory as read. `rows` has one dict a step, `evaluations` one a step with `eval/` keys."""
 
     name: str
+    begun: str = ""
+    """Day on which its configuration was written."""
     config: dict[str, Any] | None = None
     rows: list[Row] = field(default_factory=list)
     evaluations: list[Row] = field(default_factory=list)
@@ -76,6 +79,8 @@ def read_run(path: Path, *, max_samples: int) -> Run:
         raise ValueError(f"{path}: not a run directory: {problem}. Name the output_dir of a run.")
     run = Run(name=visible(path.resolve().name))
     run.config = _read_config(path / "config.json", run.notes)
+    if run.config is not None:
+        run.begun = date.fromtimestamp((path / "config.json").stat().st_mtime).isoformat()
     run.profile = _read_profile((run.config or {}).get("selector"))
     merged = merge_steps(read_lines(path / "metrics.jsonl", run.notes))
     run.rows = [row for row in merged if any(not k.startswith("eval/") for k in row if k not in CUMULATIVE)]

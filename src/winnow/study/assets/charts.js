@@ -7,6 +7,8 @@ const charts = (() => {
     seconds: { key: "seconds_total", label: "wall clock", format: duration },
   };
   const live = new Set();
+  /** What was switched off and which axis is logarithmic, by the chart's title. */
+  const chosen = new Map();
   let axis = "step";
   let smoothing = true;
 
@@ -71,7 +73,7 @@ const charts = (() => {
 
   function xAxis() {
     return {
-      stroke: color("faint"), font: "11px system-ui", size: 24, gap: 4, space: 56,
+      stroke: color("soft"), font: "11px system-ui", size: 24, gap: 4, space: 56,
       grid: { stroke: color("grid"), width: 1 }, ticks: { show: false },
       values: (_, ticks) => ticks.map((t) => AXES[axis].format(t)),
     };
@@ -79,7 +81,7 @@ const charts = (() => {
 
   function yAxis(format, log) {
     return {
-      stroke: color("faint"), font: "11px system-ui", gap: 4, space: 34,
+      stroke: color("soft"), font: "11px system-ui", gap: 4, space: 34,
       size: (_, texts) => 12 + 6.4 * Math.max(2, ...(texts || []).map((t) => t.length)),
       grid: { stroke: color("grid"), width: 1, ...(log ? { filter: decades } : {}) }, ticks: { show: false },
       values: (_, ticks, axisIndex, space, step) => ticks.map((t) => (t === null ? "" : format === compact && !log && Math.abs(t) < 1000 ? rounded(t, step) : format(t))),
@@ -110,44 +112,19 @@ const charts = (() => {
     };
   }
 
-  function tooltip(entries, format) {
-    const box = document.createElement("div");
-    box.className = "tip";
-    box.hidden = true;
-    const line = (name, value, dot) => {
-      const row = document.createElement("div");
-      row.className = "row";
-      const key = document.createElement("span");
-      key.className = "key";
-      const swatch = document.createElement("span");
-      swatch.className = "swatch";
-      swatch.style.setProperty("--swatch", dot);
-      const text = document.createElement("span");
-      text.textContent = name;
-      key.append(swatch, text);
-      const number = document.createElement("span");
-      number.textContent = format(value);
-      row.append(key, number);
-      return row;
+  /** Values of the curves where the cursor is, or the last ones, into the legend. */
+  function values(entries, cells, at, format) {
+    const show = (u) => {
+      const x = u.data[0];
+      const i = u.cursor.idx == null || u.cursor.left < 0 ? x.length - 1 : u.cursor.idx;
+      at.textContent = `${AXES[axis].label} ${AXES[axis].format(x[i])}`;
+      entries.forEach((e, n) => {
+        let j = i;
+        while (j > 0 && e.values[j] == null && u.cursor.left < 0) j--;
+        cells[n].textContent = e.values[j] == null ? "" : format(e.values[j]);
+      });
     };
-    return {
-      hooks: {
-        init: (u) => u.root.parentElement.append(box),
-        setCursor: (u) => {
-          const i = u.cursor.idx;
-          const shown = i == null || u.cursor.left < 0 ? [] : entries.filter((e) => e.values[i] != null && (!e.part || e.values[i] > 0));
-          box.hidden = !shown.length;
-          if (box.hidden) return;
-          const title = document.createElement("b");
-          title.textContent = `${AXES[axis].label} ${AXES[axis].format(u.data[0][i])}`;
-          box.replaceChildren(title, ...shown.map((e) => line(e.name, e.values[i], e.color)));
-          const left = u.bbox.left / devicePixelRatio + u.cursor.left;
-          const flip = left > u.width / 2;
-          box.style.left = flip ? "" : `${left + 12}px`;
-          box.style.right = flip ? `${u.width - left + 12}px` : "";
-        },
-      },
-    };
+    return { hooks: { setCursor: show, ready: show } };
   }
 
   /** Dashed lines across the plot; `marks` are {color} and where they are on each axis. */
@@ -224,39 +201,115 @@ const charts = (() => {
     return { series, data, entries };
   }
 
-  /** Draw `spec` into `box`; again whenever the width, the theme, the axis or the smoothing changes. */
-  function mount(box, spec, getCurves) {
+  /** The legend: where the cursor is, then a switch for each curve with its colour, name and value. */
+  function fillLegend(legend, curves, made, off, spec, draw) {
+    const at = dom.el("span", { class: "at" });
+    const cells = new Map();
+    const switches = curves.map((c) => {
+      const cell = dom.el("span", { class: "number" });
+      cells.set(c.name, cell);
+      const flip = () => { off.has(c.name) ? off.delete(c.name) : off.add(c.name); draw(c.name); };
+      return dom.el("button", { class: "switch", "aria-pressed": String(!off.has(c.name)), "data-name": c.name, onclick: flip },
+        dom.key(c.name, c.color, spec.stacked ? "" : c.dash ? "line dash" : "line"), cell);
+    });
+    legend.replaceChildren(at, ...switches);
+    return values(made.entries, made.entries.map((e) => cells.get(e.name)), at, spec.format || compact);
+  }
+
+  function save(name, url) {
+    dom.el("a", { href: url, download: name }).click();
+  }
+
+  /** `x, curve, curve, ...` as logged, without smoothing. */
+  function csv(curves) {
+    const drawn = curves.map((c) => select(c.table, [c.key])).map((d) => d.slice(0, 2));
+    const [x, ...columns] = uPlot.join(drawn);
+    const quoted = (text) => `"${text.replaceAll('"', '""')}"`;
+    const head = [AXES[axis].key, ...curves.map((c) => quoted(c.name))].join(",");
+    return [head, ...x.map((at, i) => [at, ...columns.map((c) => c[i] ?? "")].join(","))].join("\n");
+  }
+
+  function picture(plot, title) {
+    const from = plot.ctx.canvas;
+    const canvas = dom.el("canvas", { width: from.width, height: from.height + 30 * devicePixelRatio });
+    const ctx = canvas.getContext("2d");
+    ctx.fillStyle = color("card");
+    ctx.fillRect(0, 0, canvas.width, canvas.height);
+    ctx.fillStyle = color("ink");
+    ctx.font = `600 ${14 * devicePixelRatio}px system-ui`;
+    ctx.fillText(title, 12 * devicePixelRatio, 20 * devicePixelRatio);
+    ctx.drawImage(from, 0, 30 * devicePixelRatio);
+    return canvas.toDataURL("image/png");
+  }
+
+  /** Left and right move the cursor from value to value. */
+  function walk(event, plot) {
+    const by = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
+    if (!by || !plot) return;
+    event.preventDefault();
+    const last = plot.data[0].length - 1;
+    const i = Math.max(0, Math.min(last, (plot.cursor.idx ?? last + (by < 0 ? 1 : 0)) + by));
+    plot.setCursor({ left: plot.valToPos(plot.data[0][i], "x"), top: 10 });
+  }
+
+  /** Draw `spec` into `plot`, `legend` and `tools`; again whenever the width, the theme, the axis or the smoothing changes. */
+  function mount({ plot: box, legend, tools, title }, spec, getCurves) {
     let plot = null;
+    const kept = chosen.get(title) || { off: new Set(), log: !!spec.log };
+    chosen.set(title, kept);
+    const file = title.replace(/[^\w@]+/g, "-");
     const height = spec.height || 210;
-    const draw = () => {
+    const draw = (name) => {
       if (plot) plot.destroy();
+      plot = null;
       box.replaceChildren();
       box.style.minHeight = `${height}px`;
       const width = box.clientWidth;
-      const curves = getCurves();
-      if (!width || !curves.length) return;
-      const made = spec.stacked ? stack(curves) : lines(spec, curves);
-      if (!made.data[0].length) return;
+      const all = getCurves();
+      const curves = all.filter((c) => !kept.off.has(c.name));
+      const drawn = { ...spec, log: kept.log };
+      const made = !width || !curves.length ? null : spec.stacked ? stack(curves) : lines(drawn, curves);
+      const shown = made && made.data[0].length ? made : { entries: [] };
+      const plugin = fillLegend(legend, all, shown, kept.off, spec, draw);
+      if (name) [...legend.children].find((c) => c.dataset.name === name)?.focus();
+      if (!shown.data) return;
       const format = spec.format || compact;
       const holder = document.createElement("div");
       box.append(holder);
       plot = new uPlot({
         width, height, series: made.series, bands: made.bands, padding: [8, 10, 0, 0], legend: { show: false },
-        scales: { x: { time: false }, y: scaleOf(spec) },
-        axes: [xAxis(), yAxis(format, spec.log)],
+        scales: { x: { time: false }, y: scaleOf(drawn) },
+        axes: [xAxis(), yAxis(format, kept.log)],
         cursor: { y: false, points: { show: !spec.stacked, size: 7 }, drag: { x: true, y: false }, sync: { key: "x" } },
-        plugins: [tooltip(made.entries, format), marker(spec.marks ? spec.marks() : [])],
+        plugins: [plugin, marker(spec.marks ? spec.marks() : [])],
       }, made.data, holder);
+      const ends = made.entries.slice(0, 8).map((e) => `${e.name} ${format(e.values.findLast((v) => v != null))}`);
+      box.setAttribute("aria-label", `${title}, at ${AXES[axis].label} ${AXES[axis].format(made.data[0].at(-1))}: ${ends.join(", ")}`);
     };
-    const chart = { draw, resize: () => (plot && box.clientWidth ? plot.setSize({ width: box.clientWidth, height }) : draw()) };
+    box.setAttribute("role", "img");
+    box.tabIndex = 0;
+    box.addEventListener("keydown", (event) => walk(event, plot));
+    const tool = (text, label, act, pressed) => dom.el("button", { "aria-label": `${label}: ${title}`, title: label, "aria-pressed": pressed, onclick: act }, text);
+    tools.append(...(spec.stacked ? [] : [tool("log", "Logarithmic y axis", (e) => {
+      kept.log = !kept.log;
+      e.currentTarget.setAttribute("aria-pressed", String(kept.log));
+      draw();
+    }, String(kept.log))]),
+    tool("csv", "Save the values", () => save(`${file}.csv`, `data:text/csv;charset=utf-8,${encodeURIComponent(csv(getCurves()))}`)),
+    tool("png", "Save the picture", () => plot && save(`${file}.png`, picture(plot, title))));
+    const observer = new ResizeObserver(() => chart.resize());
+    const chart = { draw: () => draw(), observer, resize: () => (plot && box.clientWidth ? plot.setSize({ width: box.clientWidth, height }) : draw()) };
     live.add(chart);
-    new ResizeObserver(() => chart.resize()).observe(box);
+    observer.observe(box);
     draw();
   }
 
   const redraw = () => live.forEach((chart) => chart.draw());
   return {
     mount, redraw, compact, duration, percent,
+    axis: () => axis,
+    smooth: () => smoothing,
+    clear: () => { live.forEach((chart) => chart.observer.disconnect()); live.clear(); },
     setAxis: (name) => { axis = name; redraw(); },
     setSmoothing: (on) => { smoothing = on; redraw(); },
   };

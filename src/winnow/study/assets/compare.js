@@ -4,25 +4,17 @@
   const data = JSON.parse(document.getElementById("data").textContent);
   const color = (n) => `c${n % 12}`;
 
-  function el(tag, props, ...children) {
-    const node = document.createElement(tag);
-    for (const [name, value] of Object.entries(props || {})) {
-      if (name === "swatch") node.style.setProperty("--swatch", `var(--${value})`);
-      else node.setAttribute(name, value);
-    }
-    node.append(...children);
-    return node;
-  }
-  const key = (name, n) => el("span", { class: "key" }, el("span", { class: "swatch line", swatch: color(n) }), el("span", { dir: "auto" }, name));
+  const { el } = dom;
+  const key = (name, n) => dom.key(name, color(n), "line");
 
   function table() {
     const cell = ([mean, against, state]) => el("td", { class: "pair" }, el("div", {}, mean), el("div", { class: state || "soft" }, against));
     return el("div", { class: "card scroll", style: "margin-top:20px" }, el("table", {},
-      el("thead", {}, el("tr", {}, el("th", {}, ""), ...data.methods.map((m, n) => el("th", {}, key(m.name, n), el("div", { class: "soft" }, m.seeds))))),
+      el("thead", {}, el("tr", {}, el("th", {}, "measure"), ...data.methods.map((m, n) => el("th", {}, key(m.name, n), el("div", { class: "soft" }, m.seeds))))),
       el("tbody", {}, ...data.measures.map((label, i) => el("tr", {}, el("td", {}, label), ...data.methods.map((m) => cell(m.cells[i])))))));
   }
 
-  const plot = el("div", { class: "plot" });
+  const [plot, legend, tools] = ["plot", "legend", "tools"].map((name) => el("div", { class: name }));
   document.getElementById("app").append(
     el("header", {}, el("div", { class: "brand" }, "Winnow"), el("h1", { dir: "auto" }, `${data.methods.length} methods compared`)),
     table(),
@@ -30,12 +22,12 @@
       el("b", { dir: "auto" }, data.baseline), `. Coloured where the interval excludes no difference. ${data.caution}`),
     el("ul", { class: "notes" }, ...data.notes.map((n) => el("li", { dir: "auto" }, n))),
     el("section", {}, el("div", { class: "card chart" }, el("div", { class: "top" },
-      el("h3", {}, "Held-out pass@1 against tokens generated"), el("div", { class: "legend" }, ...data.methods.map((m, n) => key(m.name, n)))), plot),
+      el("h3", {}, "Held-out pass@1 against tokens generated"), tools), plot, legend),
       el("p", { class: "soft below" }, "Lines are means over seeds at each evaluation, at the mean number of tokens sampled in training by then; bands reach from the worst to the best seed.")),
     el("section", {}, el("div", { class: "head" }, el("h2", {}, "Runs")), el("div", { class: "card" },
       ...data.methods.map((m, n) => el("div", {}, key(m.name, n), el("ul", { class: "notes" }, ...m.runs.map((r) => el("li", { dir: "auto" }, r))))))));
   charts.setAxis("tokens");
-  charts.mount(plot, { points: true, share: true, height: 420 }, () => data.methods.map((m, n) => (
+  charts.mount({ plot, legend, tools, title: "Held-out pass@1 against tokens generated" }, { points: true, share: true, height: 420 }, () => data.methods.map((m, n) => (
     { name: m.name, table: m.curve, key: "mean", color: color(n), band: m.runs.length > 1 ? ["low", "high"] : null })));
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", charts.redraw);
 })();

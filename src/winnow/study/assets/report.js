@@ -1,134 +1,15 @@
 "use strict";
-/* Builds the page from the data in it. Strings of a run are only ever set as text, never as markup. */
-(() => {
-  const data = JSON.parse(document.getElementById("data").textContent);
-  const runs = data.runs;
+/* Builds the page from `data`. `view` is what a page that is built again keeps: which runs are hidden, which is picked. */
+const report = (data, view) => {
+  const { el, key } = dom;
+  const { runs } = data;
   const several = runs.length > 1;
-  const hidden = new Set();
-  let focus = 0;
+  const { hidden } = view;
+  let focus = Math.min(view.focus, runs.length - 1);
   const onFocus = [];
-
-  function el(tag, props, ...children) {
-    const node = document.createElement(tag);
-    for (const [key, value] of Object.entries(props || {})) {
-      if (key === "swatch") node.style.setProperty("--swatch", `var(--${value})`);
-      else if (key.startsWith("on")) node.addEventListener(key.slice(2), value);
-      else if (value !== false && value != null) node.setAttribute(key, value);
-    }
-    node.append(...children.filter((c) => c != null));
-    return node;
-  }
-  const key = (name, swatch, kind = "") =>
-    el("span", { class: "key" }, el("span", { class: `swatch ${kind}`, swatch }), el("span", { dir: "auto" }, name));
   const logged = (table, name) => (table[name] || []).some((v) => v !== null);
   const runColor = (n) => `c${n % 12}`;
-
-  /* Which charts there are: [title, {keys: [[metric, name], ...], ...how it is drawn}]. */
-  const PLAN = [
-    { id: "learning", title: "Learning", wide: true, charts: [
-      ["Training reward", { keys: [["reward", "reward"]], height: 250 }],
-      ["Held-out evaluation", { evals: true, points: true, height: 250, share: true,
-        keys: passAtK() }],
-    ] },
-    { id: "tokens", title: "Where every token went", wide: true, charts: [
-      ["Sampled tokens a step, by fate", { stacked: true, height: 250,
-        keys: data.fates.filter((f) => f !== "void" && f !== "skipped").map((f) => [`tokens/${f}`, f, f]) }],
-      ["Groups without signal", { stacked: true, share: true, format: charts.percent, height: 250,
-        keys: [["frac_zero_hard", "hard (below the maximum)", "hard"], ["frac_zero_easy", "easy (at the maximum)", "easy"]] }],
-    ] },
-    { id: "groups", title: "Groups and completions", charts: [
-      ["Groups without signal", { several: true, share: true, format: charts.percent, keys: [["frac_reward_zero_std", "zero variance"]] }],
-      ["Visits skipped before the rollout", { zero: true, keys: [["select/skipped", "a step"]] }],
-      ["Base probabilities of GRESO", { share: true, zero: true, keys: [["greso/p_easy", "easy"], ["greso/p_hard", "hard"]] }],
-      ["Prompts in the pass-rate band", { share: true, zero: true, format: charts.percent, keys: [["pass_rate/in_band", "share"]] }],
-      ["Group size", { zero: true, keys: [["groups/size_mean", "rollouts a group"]] }],
-      ["Groups that were trained on", { zero: true, keys: [["groups/effective", "effective groups"]] }],
-      ["Reward spread within groups", { zero: true, keys: [["reward_std", "standard deviation"]] }],
-      ["Completion length", { zero: true, keys: [["completions/mean_length", "mean"], ["completions/max_length", "maximum"]] }],
-      ["Rewards by function", { zero: true, keys: rewardParts() }],
-      ["Failed rollouts", { zero: true, share: true, format: charts.percent, keys: [["rollouts/failed_share", "share"]] }],
-      ["Completions cut at the limit", { share: true, format: charts.percent, zero: true, keys: [["completions/clipped_ratio", "share"]] }],
-      ["Length in the evaluation", { evals: true, points: true, zero: true, keys: [["eval/mean_length", "mean length"]] }],
-    ] },
-    { id: "update", title: "Update", charts: [
-      ["Gradient norm", { zero: true, keys: [["grad_norm", "before clipping"]] }],
-      ["Entropy", { keys: [["entropy", "nats a token"]] }],
-      ["KL to the reference", { keys: [["kl", "KL"]] }],
-      ["Learning rate", { zero: true, keys: [["learning_rate", "set"], ["effective_learning_rate", "effective"], ["eta_eff", "eta / (1 - f_zero)"]] }],
-      ["Loss", { keys: [["loss", "loss"]] }],
-      ["Importance ratio", { keys: [["sampling/importance_sampling_ratio/mean", "mean"]] }],
-      ["Clipped tokens", { zero: true, format: charts.percent, keys: [["clip_ratio/region_mean", "all"], ["clip_ratio/low_mean", "low"], ["clip_ratio/high_mean", "high"]] }],
-    ] },
-    ...(runs.some((r) => r.offPolicy) ? [{ ...offPolicy, marks, charts: offPolicy.charts.map(([title, spec]) => [title, { ...spec, marks }]) }] : []),
-    ...(runs.some((r) => logged(r.metrics, "gate/arrol/asked")) ? [{ id: "pruning", title: "Pruned while generated", charts: [
-      ["Share of rollouts kept", { zero: true, share: true, format: charts.percent,
-        keys: [["gate/arrol/keep_rate", "kept"], ["gate/arrol/expected_keep_rate", "expected"]] }],
-      ["Right answers", { zero: true, share: true, format: charts.percent,
-        keys: [["gate/arrol/positive_share", "of those trained"], ["gate/arrol/success", "of all asked"], ["gate/arrol/target", "target"]] }],
-      ["Balance of trained groups, mean p (1 - p)", { zero: true, keys: [["gate/arrol/balance", "balance"]] }],
-      ["How well success is told apart", { share: true,
-        keys: [["gate/arrol/auroc", "AUROC"], ["gate/arrol/auroc_within", "AUROC among siblings"], ["gate/arrol/accuracy", "accuracy"]] }],
-      ["Brier score", { zero: true, keys: [["gate/arrol/brier", "mean squared error"]] }],
-      ["Tokens saved", { zero: true, keys: [["gate/arrol/tokens_saved", "a step, estimated"]] }],
-      ["Where the decision falls", { zero: true, keys: [["gate/arrol/detection_length", "token"]] }],
-      ["Groups by survivors", { zero: true, keys: [["gate/arrol/survivors/none", "none"], ["gate/arrol/survivors/one", "one"], ["gate/arrol/survivors/all", "all"]] }],
-      ["Rollouts without a decision", { zero: true,
-        keys: [["gate/arrol/ended_early", "ended before it"], ["gate/arrol/not_finite", "score not finite"]] }],
-    ] }] : []),
-    ...(auditedRules().length ? [{ id: "rules", title: "Rules under audit", charts: auditedRules().flatMap((rule) => [
-      [`Signal lost by ${rule}`, { zero: true, share: true, format: charts.percent, keys: bounded(`audit/${rule}/signal_lost`) }],
-      [`Precision of ${rule}`, { share: true, format: charts.percent, keys: bounded(`audit/${rule}/precision`) }],
-      [`Removals of ${rule} carried out`, { zero: true, share: true, format: charts.percent, keys: [[`audit/${rule}/carried_out`, "share"]] }],
-    ]) }] : []),
-    ...workers(runs),
-    { id: "time", title: "Time", charts: [
-      ["Tokens per second", { zero: true, keys: [["tokens_per_second", "tokens/s"]] }],
-      ["Seconds a step", { zero: true, format: charts.duration, keys: [["step_time", "step"]] }],
-      ["Seconds a step, by phase", { stacked: true, format: charts.duration, keys: phases() }],
-    ] },
-  ];
-
-  /** pass@1, pass@k of the largest k, and greedy. */
-  function passAtK() {
-    const found = runs.flatMap((r) => Object.keys(r.evals)).map((k) => /^eval\/pass@(\d+)$/.exec(k)).filter(Boolean);
-    const most = Math.max(1, ...found.map((m) => +m[1]));
-    return [...new Set(["pass@1", `pass@${most}`, "greedy"])].map((name) => [`eval/${name}`, name]);
-  }
-
-  function auditedRules() {
-    const found = runs.flatMap((r) => Object.keys(r.metrics)).map((k) => /^audit\/(.+)\/carried_out$/.exec(k)).filter(Boolean);
-    return [...new Set(found.map((m) => m[1]))];
-  }
-
-  /** An estimate with its 95% interval. */
-  function bounded(k) {
-    return [[k, "estimate"], [`${k}_high`, "upper bound"], [`${k}_low`, "lower bound"]];
-  }
-
-  /** Steps to mark, of the runs that are shown. */
-  function marks() {
-    return runs.flatMap((r, n) => hidden.has(n) ? [] : (r.offPolicy || []).map((m) => (several ? { ...m, text: `${r.name}: ${m.text}`, color: runColor(n) } : m)));
-  }
-
-  function rewardParts() {
-    const names = new Set(runs.flatMap((r) => Object.keys(r.metrics)).filter((k) => /^rewards\/.+\/mean$/.test(k)));
-    return [...names].map((k) => [k, k.slice(8, -5)]);
-  }
-
-  function phases() {
-    const names = new Set(runs.flatMap((r) => Object.keys(r.metrics)).filter((k) => k.startsWith("seconds/")));
-    return [...names].map((k, n) => [k, k.slice(8), runColor(n)]);
-  }
-
-  /** Charts for what the plan does not name. */
-  function rest() {
-    const named = new Set([...PLAN, offPolicy].flatMap((s) => s.charts.flatMap(([, c]) => [...c.keys.map(([k]) => k), ...(c.band || [])])));
-    ["step", "num_tokens", "seconds_total"].forEach((k) => named.add(k));
-    const found = (evals) => [...new Set(runs.flatMap((r) => Object.keys(evals ? r.evals : r.metrics)))]
-      .filter((k) => !named.has(k) && k.startsWith("eval/") === evals);
-    const chart = (k, evals) => [k, { evals, points: evals, keys: [[k, k]] }];
-    return [...found(false).map((k) => chart(k, false)), ...found(true).map((k) => chart(k, true))];
-  }
+  const { sections: PLAN, rest } = plan(data, { runs, several, hidden, logged, runColor });
 
   /** Of several runs the chart shows the one that is picked. */
   const ofPicked = (spec) => several && (spec.stacked || spec.ofPicked);
@@ -147,23 +28,18 @@
     }))).filter((c) => logged(c.table, c.key));
   }
 
-  function legendOf(spec) {
-    if (several && !ofPicked(spec)) {
-      const keys = spec.keys.filter(([k]) => runs.some((r) => logged(spec.evals ? r.evals : r.metrics, k))).slice(0, 2);
-      return keys.length > 1 ? keys.map(([, name], j) => key(name, "soft", j ? "line dash" : "line")) : [];
-    }
-    const curves = curvesOf(spec);
-    if (curves.length < 2) return [];
-    const shown = spec.stacked ? curves.filter((c) => c.table[c.key].some((v) => v > 0)) : curves;
-    return shown.map((c) => key(c.name, c.color, spec.stacked ? "" : "line"));
-  }
-
   function chartCard(title, spec, mounts) {
     const plot = el("div", { class: "plot" });
-    const legend = el("div", { class: "legend" }, ...legendOf(spec));
-    mounts.push(() => charts.mount(plot, spec, () => curvesOf(spec)));
-    if (ofPicked(spec)) onFocus.push(() => legend.replaceChildren(...legendOf(spec)));
-    return el("div", { class: "card chart" }, el("div", { class: "top" }, el("h3", {}, title), legend), plot);
+    const legend = el("div", { class: "legend" });
+    const tools = el("div", { class: "tools" });
+    mounts.push(() => charts.mount({ plot, legend, tools, title }, spec, () => curvesOf(spec)));
+    return el("div", { class: "card chart" }, el("div", { class: "top" }, el("h3", {}, title), tools), plot, legend);
+  }
+
+  /** Whether nothing of a chart ever changes. */
+  function flat(spec) {
+    const curves = curvesOf(spec).map((c) => c.table[c.key].filter((v) => v !== null));
+    return !spec.evals && curves.length > 0 && curves.every((v) => v.length > 2 && v.every((x) => x === v[0]));
   }
 
   function picker() {
@@ -175,7 +51,7 @@
   }
 
   function setFocus(n) {
-    focus = n;
+    focus = view.focus = n;
     onFocus.forEach((f) => f());
     charts.redraw();
   }
@@ -187,8 +63,12 @@
     const drawn = wanted.filter(([, spec]) =>
       runs.some((r) => spec.keys.some(([k]) => logged(spec.evals ? r.evals : r.metrics, k))));
     const missing = wanted.filter((c) => !drawn.includes(c)).map(([title]) => title);
+    const still = several ? [] : drawn.filter(([, spec]) => flat(spec));
+    const moving = drawn.filter((c) => !still.includes(c));
+    const grid = (list) => el("div", { class: plan.wide ? "grid wide" : "grid" }, ...list.map(([t, s]) => chartCard(t, s, mounts)));
     const node = section(plan.id, plan.title, ...(plan.marks ? plan.marks() : []).map((m) => el("p", { class: "above" }, key(m.text, m.color, "line dash"))),
-      drawn.length ? el("div", { class: plan.wide ? "grid wide" : "grid" }, ...drawn.map(([t, s]) => chartCard(t, s, mounts))) : null,
+      moving.length ? grid(moving) : null,
+      still.length ? el("details", { class: "fold below" }, el("summary", {}, `Never changed: ${still.map(([t]) => t).join(" · ")}`), grid(still)) : null,
       missing.length ? el("p", { class: "soft below" }, `Not logged by ${several ? "these runs" : "this run"}: ${missing.join(" · ")}.`) : null);
     if (drawn.some(([, s]) => s.stacked || s.ofPicked)) node.firstChild.append(picker() || "");
     return node;
@@ -291,21 +171,21 @@
   }
 
   function toolbar() {
-    const choice = (label, options, pick) => {
-      const buttons = options.map(([value, name], n) => el("button", { "aria-pressed": n === 0, onclick: (e) => {
+    const choice = (label, options, current, pick) => {
+      const buttons = options.map(([value, name]) => el("button", { "aria-pressed": String(value === current), onclick: (e) => {
         buttons.forEach((b) => b.setAttribute("aria-pressed", b === e.currentTarget));
         pick(value);
       } }, name));
       return el("span", { class: "seg" }, el("span", { class: "hint" }, label), el("div", { role: "group", "aria-label": label || "Smoothing" }, ...buttons));
     };
-    const titles = [...document.querySelectorAll("section")].map((s) => [s.id, s.id[0].toUpperCase() + s.id.slice(1)]);
+    const titles = [...document.querySelectorAll("#app > section")].map((s) => [s.id, s.id[0].toUpperCase() + s.id.slice(1)]);
     const chips = several ? el("div", { class: "legend" }, ...runs.map((r, n) => el("label", { class: "key" },
-      el("input", { type: "checkbox", checked: "", onchange: (e) => { e.target.checked ? hidden.delete(n) : hidden.add(n); charts.redraw(); } }),
+      el("input", { type: "checkbox", checked: hidden.has(n) ? null : "", onchange: (e) => { e.target.checked ? hidden.delete(n) : hidden.add(n); charts.redraw(); } }),
       key(r.name, runColor(n))))) : null;
     return el("div", { class: "bar" },
       el("nav", {}, ...titles.map(([id, title]) => el("a", { href: `#${id}` }, title))), chips,
-      choice("x axis", [["step", "step"], ["tokens", "tokens"], ["seconds", "time"]], charts.setAxis),
-      choice("", [[true, "smooth"], [false, "raw"]], charts.setSmoothing),
+      choice("x axis", [["step", "step"], ["tokens", "tokens"], ["seconds", "time"]], charts.axis(), charts.setAxis),
+      choice("", [[true, "smooth"], [false, "raw"]], charts.smooth(), charts.setSmoothing),
       el("button", { onclick: toggleTheme, "aria-label": "Light or dark", title: "Light or dark" }, "◐"));
   }
 
@@ -321,72 +201,20 @@
     const averaged = Math.max(...runs.map((r) => r.averaged));
     const sections = PLAN.map((plan) => chartSection(plan, mounts));
     sections[1].append(el("div", { class: "totals" }, el("div", { class: "card totals", style: "margin:0" }, ...runs.map(stackBar)), totalsCard()));
-    const other = rest();
-    if (other.length) sections.push(folded(chartSection({ id: "more", title: "Everything else that was logged", charts: other }, mounts), other.length));
+    if (rest.length) sections.push(folded(chartSection({ id: "more", title: "Everything else that was logged", charts: rest }, mounts), rest.length));
     const app = document.getElementById("app");
-    app.append(
-      el("header", {}, el("div", { class: "brand" }, "Winnow"), el("h1", { dir: "auto" }, several ? `${runs.length} runs compared` : runs[0].name)),
+    const [{ heading }] = runs;
+    app.replaceChildren(
+      el("header", {}, el("div", { class: "brand" }, "Winnow"), el("h1", { dir: "auto" }, several ? `${runs.length} runs compared` : heading.title),
+        several ? null : el("p", { class: "soft", dir: "auto" }, heading.note)),
       several ? comparison() : el("div", { class: "cards" }, ...data.cards.map((c) => el("div", { class: "card" },
         el("div", { class: "label" }, c.label), el("div", { class: `value ${c.state}` }, c.value), el("div", { class: "note" }, c.note)))),
-      ...sections, reliabilitySection() || "", profileSection() || "", samplesSection(), proofSection(), configSection(),
-      el("footer", {}, "Drag over a chart to zoom, double-click to see all of it. ",
+      ...sections, reliabilitySection() || "", profileSection() || "", samples({ data, runs, several, section, runColor }), proofSection(), configSection(),
+      el("footer", {}, "Drag over a chart to zoom, double-click to see all of it; arrow keys move along it. A legend's entries can be switched off. ",
         averaged > 1 ? `Long series are means over up to ${averaged} steps.` : ""));
     app.insertBefore(toolbar(), sections[0]);
     mounts.forEach((mount) => mount());
-    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", charts.redraw);
-  }
-
-  function samplesSection() {
-    const all = runs.flatMap((r, n) => r.samples.map((s) => ({ ...s, run: n })));
-    const list = el("div", { class: "samples" });
-    const status = el("span", { class: "soft" });
-    const more = el("button", { class: "more", onclick: () => show(shown + 12) }, "Show more");
-    const options = (name, values, label) => el("select", { "aria-label": name, onchange: () => show(8) },
-      el("option", { value: "" }, label), ...values.map((v) => el("option", { value: v }, v)));
-    const distinct = (k) => [...new Set(all.map((s) => s[k]).filter((v) => v != null))].map(String);
-    const run = several ? options("Run", runs.map((r) => r.name), "all runs") : null;
-    const fate = options("Fate", distinct("fate"), "every fate");
-    const split = options("Split", distinct("split"), "every split");
-    const best = Math.max(...all.map((s) => s.reward ?? -Infinity));
-    const reward = options("Reward", ["best reward", "below the best", "no reward"], "every reward");
-    const order = el("select", { "aria-label": "Order", onchange: () => show(8) }, el("option", { value: "new" }, "newest first"), el("option", { value: "old" }, "oldest first"));
-    const search = el("input", { type: "search", placeholder: "Search in prompts and completions", "aria-label": "Search", oninput: () => show(8) });
-    let shown = 8;
-
-    const fits = (s) => (!run || !run.value || runs[s.run].name === run.value)
-      && (!fate.value || String(s.fate) === fate.value) && (!split.value || String(s.split) === split.value)
-      && (!reward.value || (reward.value === "no reward" ? s.reward == null : s.reward != null && (s.reward >= best) === (reward.value === "best reward")))
-      && (!search.value || `${s.prompt}\n${s.completion}\n${s.prompt_id}`.toLowerCase().includes(search.value.toLowerCase()));
-    function show(n) {
-      shown = n;
-      const found = all.filter(fits);
-      if (order.value === "new") found.reverse();
-      list.replaceChildren(...found.slice(0, n).map(sampleCard));
-      status.textContent = `${found.length} of ${all.length} samples`;
-      more.hidden = found.length <= n;
-    }
-    if (!all.length) return section("samples", "Sample rollouts", el("p", { class: "soft" }, "No samples were written (samples.jsonl is missing or empty)."));
-    const node = section("samples", "Sample rollouts", el("div", { class: "filters" }, ...[run, fate, split, reward, order, search].filter(Boolean)), list, more);
-    node.firstChild.append(status);
-    show(8);
-    return node;
-  }
-
-  function sampleCard(s) {
-    const shade = data.fates.includes(s.fate) ? s.fate : "soft";
-    const parts = Object.entries(s.rewards || {}).map(([k, v]) => `${k} ${v == null ? "–" : charts.compact(v)}`);
-    const facts = [`step ${s.step ?? "–"}`, s.prompt_id == null ? null : `prompt ${s.prompt_id}`, s.sibling == null ? null : `sibling ${s.sibling}`,
-      s.tokens == null ? null : `${s.tokens} tokens`, s.stop_reason ? `ended by ${s.stop_reason}` : null, s.reason || null, ...parts].filter(Boolean);
-    if (s.group_rewards.length > 1) facts.push(`rewards in the group ${s.group_rewards.map((r) => (typeof r === "number" ? charts.compact(r) : "–")).join(" ")}`);
-    const text = (label, value) => el("div", {}, el("div", { class: "label" }, label), el("pre", { dir: "auto" }, value || "(empty)"));
-    return el("article", { class: "card sample" },
-      el("div", { class: "facts" }, s.split && s.split !== "train" ? el("span", { class: "badge", swatch: "c0" }, s.split) : null,
-        s.fate ? el("span", { class: "badge", swatch: shade }, s.fate) : null,
-        el("span", { class: "reward" }, s.reward == null ? "no reward" : `reward ${charts.compact(s.reward)}`),
-        several ? key(runs[s.run].name, runColor(s.run)) : null,
-        ...facts.map((f) => el("span", { dir: "auto" }, f))),
-      el("div", { class: "texts" }, text("Prompt", s.prompt), text("Completion", s.completion)));
   }
 
   page();
-})();
+};

@@ -1,0 +1,125 @@
+"""The report page of runs that go on, served over HTTP: the same page and the same data as `winnow report`.
+
+Read only. Whoever asks must name this server as its host, which a page elsewhere that a browser was lured to cannot do
+(DNS rebinding), and carry the token where there is one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import ipaddress
+import json
+import threading
+from collections.abc import Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any, ClassVar
+from urllib.parse import parse_qs, urlsplit
+
+from ..config import ConfigError
+from ..record.records import CONFIG, LEDGER, METRICS, SAMPLES
+from .report import page_of, report_data
+
+CHANGING = (CONFIG, METRICS, SAMPLES, LEDGER, f"{LEDGER}-wal")
+HEADERS = {
+    "Cache-Control": "no-store",
+    "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
+    "img-src data:; connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+}
+
+
+def mark_of(runs: Sequence[Path]) -> str:
+    """A digest that changes when any of the runs' files grows, without reading them."""
+    sha = hashlib.sha256()
+    for file in (run / name for run in runs for name in CHANGING):
+        found = file.stat() if file.exists() else None
+        sha.update(f"{file}{found and (found.st_size, found.st_mtime_ns)}".encode())
+    return sha.hexdigest()[:16]
+
+
+class Watch(ThreadingHTTPServer):
+    """Serves `/`, the page, and `/data.json`, what a page asks for again; use `serve_forever` and `server_close`.
+
+    `host`: other than of this machine alone only with a `token`, which the address then carries. `port`: 0 for any
+    that is free. Raises ConfigError when that cannot be, ValueError when one of `runs` is no run directory.
+    """
+
+    daemon_threads = True
+
+    def __init__(self, runs: Sequence[Path], host: str = "127.0.0.1", port: int = 0, token: str | None = None) -> None:
+        if not _of_this_machine(host) and not token:
+            raise ConfigError(f"--host {host}: others can reach it, so give --token, a secret that the address carries")
+        self.runs, self.token = [Path(run) for run in runs], token
+        self._held, self._mark, self._data = threading.Lock(), "", {}  # type: ignore[var-annotated]
+        self.document()
+        try:
+            super().__init__((host, port), _Asked)
+        except (OSError, OverflowError) as error:
+            raise ConfigError(f"cannot listen on {host}:{port} ({error}); --port 0 takes a free one") from None
+        port = self.server_address[1]
+        self.hosts = {f"{name}:{port}" for name in (host, "127.0.0.1", "localhost", "[::1]")}
+        self.url = f"http://{host}:{port}/" + (f"?token={token}" if token else "")
+
+    def document(self) -> tuple[str, dict[str, Any]]:
+        """The data of the page and its mark, read again only when a file of the runs has changed."""
+        with self._held:
+            mark = mark_of(self.runs)
+            if mark != self._mark:
+                self._data = report_data(self.runs)
+                self._mark = mark
+            return self._mark, self._data
+
+
+def _of_this_machine(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+class _Asked(BaseHTTPRequestHandler):
+    """One request."""
+
+    server: Watch
+    timeout = 30
+    server_version, sys_version = "winnow", ""
+    kinds: ClassVar[dict[str, str]] = {"/": "text/html; charset=utf-8", "/data.json": "application/json"}
+
+    def do_GET(self) -> None:
+        asked = urlsplit(self.path)
+        given = parse_qs(asked.query).get("token", [""])[0]
+        if self.server.token is None and self.headers.get("Host") not in self.server.hosts:
+            return self._answer(403, b"this page is served under its own address alone\n")
+        if self.server.token is not None and not hmac.compare_digest(given.encode(), self.server.token.encode()):
+            return self._answer(403, b"the address lacks ?token=, or has another one\n")
+        if asked.path not in self.kinds:
+            return self._answer(404, b"there is only /\n")
+        try:
+            mark, data = self.server.document()
+        except (OSError, ValueError) as error:
+            return self._answer(503, f"{error}\n".encode())
+        if self.headers.get("If-None-Match") == mark:
+            return self._answer(304, b"")
+        body = page_of(data | {"live": mark}) if asked.path == "/" else json.dumps(data, allow_nan=False)
+        return self._answer(200, body.encode(), self.kinds[asked.path], mark)
+
+    do_HEAD = do_GET
+
+    def _answer(self, status: int, body: bytes, kind: str = "text/plain; charset=utf-8", mark: str = "") -> None:
+        self.send_response(status)
+        for name, value in HEADERS.items():
+            self.send_header(name, value)
+        if mark:
+            self.send_header("ETag", mark)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Nothing: the console is the user's."""

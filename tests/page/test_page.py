@@ -1,0 +1,164 @@
+"""The page in a real Chromium, from a file and from `winnow watch`: sizes, keyboard, contrast, export, hostile text."""
+
+from __future__ import annotations
+
+import csv
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.unit.test_report import HOSTILE, make_run, sample
+from tests.unit.test_watch import serving
+from winnow.study.report import write_report
+
+playwright = pytest.importorskip("playwright.sync_api", reason="the package playwright drives the browser")
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here: apt install chromium")
+QUIET = ["--no-sandbox", "--disable-background-networking", "--disable-component-update", "--disable-sync"]
+
+CONTRAST = """() => {
+  const parse = (c) => c.match(/[\\d.]+/g).map(Number);
+  const lum = ([r, g, b]) => [r, g, b].map((v) => v / 255)
+    .map((v) => v <= .03928 ? v / 12.92 : ((v + .055) / 1.055) ** 2.4)
+    .reduce((sum, v, i) => sum + v * [.2126, .7152, .0722][i], 0);
+  const over = ([r, g, b, a = 1], under) => [r, g, b].map((v, i) => a * v + (1 - a) * under[i]);
+  const back = (node) => {
+    if (!node) return [255, 255, 255];
+    const own = getComputedStyle(node).backgroundColor;
+    const c = own.startsWith("color(") ? parse(own).map((v, i) => i < 3 ? 255 * v : v) : parse(own);
+    return (c[3] ?? 1) === 1 ? c.slice(0, 3) : over(c, back(node.parentElement));
+  };
+  const bad = [];
+  const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+  while (walker.nextNode()) {
+    const node = walker.currentNode.parentElement;
+    if (!walker.currentNode.textContent.trim() || !node.checkVisibility()) continue;
+    if (node.matches("script, noscript, option")) continue;
+    const under = back(node);
+    const ink = over(parse(getComputedStyle(node).color), under);
+    const [a, b] = [lum(ink), lum(under)].sort((x, y) => y - x);
+    const ratio = (a + .05) / (b + .05);
+    if (ratio < 4.5) bad.push([walker.currentNode.textContent.trim().slice(0, 30), node.className, +ratio.toFixed(2)]);
+  }
+  return bad;
+}"""
+SMALL = """() => [...document.querySelectorAll("button, select, input[type=search], summary, label.key, nav a")]
+  .filter((n) => n.checkVisibility()).map((n) => [n.textContent.slice(0, 20), n.getBoundingClientRect().height])
+  .filter(([, height]) => height < 43.5)"""
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with playwright.sync_playwright() as p:
+        found = p.chromium.launch(executable_path=CHROMIUM, args=QUIET)
+        yield found
+        found.close()
+
+
+class Tab:
+    """A page that keeps what its console complained of."""
+
+    def __init__(self, browser: Any, address: str, **options: Any) -> None:
+        self.page = browser.new_page(**options)
+        self.complaints: list[str] = []
+        self.page.on("console", lambda m: self.complaints.append(m.text) if m.type in ("error", "warning") else None)
+        self.page.on("pageerror", lambda e: self.complaints.append(str(e)))
+        self.page.goto(address)
+        self.page.wait_for_selector(".uplot")
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Pages of one run, of four and of a hostile one."""
+    root = tmp_path_factory.mktemp("pages")
+    runs = [make_run(root / name, steps=60, seed=n) for n, name in enumerate(["grpo", "greso", "dapo", "all of them"])]
+    hostile = [sample(1, HOSTILE, 1.0, prompt=HOSTILE, completion=HOSTILE, prompt_id=HOSTILE)]
+    evil = make_run(root / "<img src=x onerror=alert(1)>", steps=4, samples=hostile)
+    found = {name: root / f"{name}.html" for name in ("one", "four", "hostile")}
+    write_report(runs[:1], found["one"])
+    write_report(runs, found["four"])
+    write_report([evil, runs[0]], found["hostile"])
+    return found
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [390, 1280, 1920])
+@pytest.mark.parametrize("name", ["one", "four"])
+def test_sizes_and_contrast(browser: Any, pages: dict[str, Path], name: str, width: int, scheme: str) -> None:
+    viewport = {"width": width, "height": 900}
+    tab = Tab(browser, pages[name].as_uri(), viewport=viewport, color_scheme=scheme)
+    assert tab.page.evaluate("document.documentElement.scrollWidth") <= width
+    assert tab.page.evaluate(CONTRAST) == []
+    assert tab.page.locator("nav a").first.is_visible()
+    if width == 390:
+        assert tab.page.evaluate(SMALL) == []
+    assert tab.complaints == []
+    tab.page.close()
+
+
+def test_charts_by_keyboard_and_their_legends(browser: Any, pages: dict[str, Path], tmp_path: Path) -> None:
+    tab = Tab(browser, pages["one"].as_uri(), viewport={"width": 1280, "height": 900})
+    card = tab.page.locator(".chart", has=tab.page.get_by_role("heading", name="Held-out evaluation"))
+    plot, at = card.locator(".plot"), card.locator(".at")
+    assert str(plot.get_attribute("aria-label")).startswith("Held-out evaluation, at step 60: pass@1 0.46")
+    assert at.inner_text() == "step 60"
+    plot.focus()
+    tab.page.keyboard.press("ArrowLeft")
+    tab.page.keyboard.press("ArrowLeft")
+    tab.page.wait_for_function("node => node.textContent === 'step 40'", arg=at.element_handle())
+    switch = card.get_by_role("button", name="pass@1")
+    assert switch.inner_text().split() == ["pass@1", "0.36"]
+    switch.focus()
+    tab.page.keyboard.press("Enter")
+    assert switch.get_attribute("aria-pressed") == "false"
+    assert tab.page.evaluate("document.activeElement.dataset.name") == "pass@1"
+    with tab.page.expect_download() as download:
+        card.get_by_role("button", name="Save the values").click()
+    download.value.save_as(tmp_path / "values.csv")
+    rows = list(csv.reader((tmp_path / "values.csv").read_text().splitlines()))
+    assert rows[0] == ["step", "pass@1", "pass@8", "greedy"]
+    assert [row[0] for row in rows[1:]] == ["0", "20", "40", "60"]
+    assert [float(row[1]) for row in rows[1:]] == pytest.approx([0.16, 0.26, 0.36, 0.46])
+    with tab.page.expect_download() as download:
+        card.get_by_role("button", name="Save the picture").click()
+    download.value.save_as(tmp_path / "picture.png")
+    assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
+    card.get_by_role("button", name="Logarithmic y axis").click()
+    assert card.get_by_role("button", name="Logarithmic y axis").get_attribute("aria-pressed") == "true"
+    assert tab.complaints == []
+    tab.page.close()
+
+
+def test_nothing_of_a_run_becomes_markup(browser: Any, pages: dict[str, Path]) -> None:
+    tab = Tab(browser, pages["hostile"].as_uri())
+    assert tab.page.locator("img").count() == 0
+    tab.page.get_by_label("Search", exact=True).fill("alert(1)")
+    assert "alert(1)" in tab.page.locator(".sample pre").first.inner_text()
+    assert tab.complaints == []
+    tab.page.close()
+
+
+def test_a_page_that_keeps_up(browser: Any, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", steps=20)
+    with serving(run) as server:
+        tab = Tab(browser, server.url)
+        chart = tab.page.locator(".chart").first
+        assert chart.locator(".at").inner_text() == "step 20"
+        tab.page.get_by_label("Fate", exact=True).select_option("filtered")
+        tab.page.get_by_role("button", name="tokens", exact=True).click()
+        tab.page.locator("#config summary").click()
+        with (run / "metrics.jsonl").open("a") as file:
+            row = {"step": 21, "reward": 0.5, "num_tokens": 9_870_000, "seconds_total": 999.0}
+            file.write(json.dumps(row) + "\n")
+        playwright.expect(chart.locator(".at")).to_have_text("sampled tokens 9.87M", timeout=15_000)
+        assert tab.page.get_by_label("Fate", exact=True).input_value() == "filtered"
+        assert tab.page.locator("#config details").evaluate("node => node.open")
+        assert set(tab.page.locator(".sample .badge").all_inner_texts()) == {"filtered"}
+        tab.page.get_by_role("button", name="pause").click()
+        assert tab.page.get_by_role("status").inner_text() == "paused"
+        assert tab.complaints == []
+        tab.page.close()

@@ -1,0 +1,118 @@
+"""The server of `winnow watch`: whom it answers, what it says, and that it says it anew when a run goes on."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from winnow.cli.main import app
+from winnow.config import ConfigError
+from winnow.study.watch import Watch
+
+from .test_report import make_run
+
+
+@contextmanager
+def serving(*runs: Path, **options: Any) -> Iterator[Watch]:
+    with Watch(runs, **options) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        try:
+            yield server
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def ask(server: Watch, path: str, method: str = "GET", **headers: str) -> tuple[http.client.HTTPResponse, bytes]:
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_address[1], timeout=20)
+    connection.putrequest(method, path, skip_host="Host" in headers)
+    for name, value in headers.items():
+        connection.putheader(name.replace("_", "-"), value)
+    connection.endheaders()
+    answer = connection.getresponse()
+    return answer, answer.read()
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    return make_run(tmp_path / "run", steps=20)
+
+
+def test_page_and_data(run: Path) -> None:
+    with serving(run) as server:
+        page, html = ask(server, "/")
+        assert (page.status, page.getheader("Content-Type")) == (200, "text/html; charset=utf-8")
+        assert "connect-src 'self'" in str(page.getheader("Content-Security-Policy"))
+        assert b"pass@1" in html
+        answer, body = ask(server, "/data.json")
+        data = json.loads(body)
+        assert data["runs"][0]["metrics"]["step"][-1] == 20
+        mark = str(answer.getheader("ETag"))
+        assert f'"live":"{mark}"'.encode() in html
+        assert ask(server, "/data.json", If_None_Match=mark)[0].status == 304
+        with (run / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps({"step": 21, "reward": 0.5, "num_tokens": 10**6, "seconds_total": 99.0}) + "\n")
+        answer, body = ask(server, "/data.json", If_None_Match=mark)
+        assert answer.status == 200
+        assert json.loads(body)["runs"][0]["metrics"]["step"][-1] == 21
+
+
+def test_who_is_answered(run: Path) -> None:
+    with serving(run) as server:
+        assert ask(server, "/", Host="evil.example")[0].status == 403
+        assert ask(server, "/../../etc/passwd")[0].status == 404
+        assert ask(server, "/data.json", method="POST")[0].status == 501
+        answer, body = ask(server, "/", method="HEAD")
+        assert (answer.status, body) == (200, b"")
+    with serving(run, token="geheim") as server:
+        assert server.url.endswith("/?token=geheim")
+        assert ask(server, "/")[0].status == 403
+        assert ask(server, "/?token=geheix")[0].status == 403
+        assert ask(server, "/?token=gehe%C3%AFm")[0].status == 403
+        assert ask(server, "/?token=geheim", Host="laptop.lan:99")[0].status == 200
+
+
+def test_a_run_that_goes_away_is_said(run: Path) -> None:
+    with serving(run) as server:
+        for file in run.iterdir():
+            file.unlink()
+        answer, body = ask(server, "/data.json")
+        assert answer.status == 503
+        assert b"not a run directory" in body
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"host": "0.0.0.0"}, "others can reach it, so give --token"),
+        ({"host": "192.0.2.1", "token": "t"}, "cannot listen on 192.0.2.1"),
+        ({"port": 70000}, "cannot listen on 127.0.0.1:70000"),
+    ],
+)
+def test_refusals(options: dict[str, Any], message: str, run: Path) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Watch([run], **options)
+
+
+def test_a_port_that_is_taken(run: Path) -> None:
+    with serving(run) as server, pytest.raises(ConfigError, match="--port 0 takes a free one"):
+        Watch([run], port=server.server_address[1])
+
+
+def test_the_command_says_where(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(self: Watch, poll_interval: float = 0.5) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Watch, "serve_forever", interrupted)
+    found = CliRunner().invoke(app, ["watch", str(run), "--port", "0", "--json"])
+    assert found.exit_code == 0, found.output
+    assert json.loads(found.stdout)["url"].startswith("http://127.0.0.1:")
