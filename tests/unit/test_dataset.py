@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import datetime
 import gzip
+import hashlib
+import itertools
 import json
+import random
 import re
+import threading
+import warnings
 
+import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
 
 from winnow import ConfigError
 from winnow.env import row_files
+from winnow.env import rows as rows_module
 from winnow.env.dataset import DatasetConfig, content_of
 from winnow.env.row_files import DataError
 from winnow.env.workers.functions import FunctionError
@@ -270,3 +278,101 @@ def test_fingerprint_sees_every_change(tmp_path):
         write(path, value)
         prints |= {build(path).fingerprint(), build(path).fingerprint()}
     assert len(prints) == 3
+
+
+def test_prompts_are_kept_on_disk_as_they_were(tmp_path, monkeypatch):
+    """Whatever becomes of the file: what was read stays, with types that JSON does not have."""
+    monkeypatch.setenv("WINNOW_CACHE", str(tmp_path / "cache"))
+    day = datetime.date(2026, 1, 2)
+    table = pyarrow.Table.from_pylist([{"prompt": f"p{i}", "day": day, "list": [i, None]} for i in range(3000)])
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet", row_group_size=700)
+    task = build(tmp_path / "a.parquet")
+    (tmp_path / "a.parquet").unlink()
+    assert list((tmp_path / "cache").iterdir()) == []
+    assert task.train[2999].columns == {"day": day, "list": [2999, None]}
+    assert [p.text for p in task.train[-2:]] == ["p2998", "p2999"]
+    assert [p.text for p in task.train[::1500]] == ["p0", "p1500"]
+    assert task.train[np.int32(7)] == list(task.train)[7]
+    assert len(list(task.train)) == 3000
+    with pytest.raises(IndexError):
+        task.train[3000]
+    assert task.train == build_rows(table.to_pylist()).train == build_rows(table).train
+    assert task.train != task.train[1:]
+
+
+def build_rows(rows, **options):
+    return DatasetConfig(path="x", **options).with_rows(rows)
+
+
+def test_what_cannot_be_written_down_is_kept_in_memory():
+    lock = threading.Lock()
+    task = build_rows([{"prompt": "a", "lock": lock}, {"prompt": "b", "lock": None}])
+    assert task.train[0].columns["lock"] is lock
+    assert task.train[1].columns == {"lock": None}
+
+
+def test_a_full_disk_is_named(tmp_path, monkeypatch):
+    monkeypatch.setenv("WINNOW_CACHE", str(tmp_path / "file"))
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DataError, match=r"file: rows cannot be kept there: .*; set WINNOW_CACHE"):
+        build_rows([{"prompt": "a"}])
+
+
+def plain_ids(rows):
+    """The rule of ids, one row at a time: a row's own, or a hash of its content with a number if that is taken."""
+    taken = []
+    for row in rows:
+        base = row.get("id") or hashlib.sha256(row["prompt"].strip().encode()).hexdigest()[:16]
+        name, number = base, 2
+        while name in taken:
+            name, number = f"{base}-{number}", number + 1
+        taken.append(name)
+    return taken
+
+
+def test_ids_are_those_of_the_plain_rule():
+    """Also where rows give themselves ids that look like those which are made."""
+    rng = random.Random(0)
+    made = [hashlib.sha256(f"p{i}".encode()).hexdigest()[:16] for i in range(8)]
+    for _ in range(30):
+        own = rng.sample([*made, *(f"{m}-2" for m in made), *(f"{m}-3" for m in made), "x"], 4)
+        rows = [{"prompt": f"p{rng.randrange(8)}"} for _ in range(40)]
+        for name in own:  # before any row whose made id it is, or its own would be taken
+            rows.insert(0, {"prompt": f"q{name}", "id": name})
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            assert [p.id for p in build_rows(rows).train] == plain_ids(rows)
+    late = [{"prompt": "p0"}, {"prompt": "q", "id": made[0]}]
+    with pytest.raises(
+        DataError, match=f"train_dataset, row 2: id '{made[0]}' is taken already by train_dataset, row 1"
+    ):
+        build_rows(late)
+
+
+def test_fingerprints_are_what_they_were(tmp_path):
+    """Runs that were saved before must be found again."""
+    rows = [{"prompt": "a", "n": 1}, {"prompt": "b ", "id": "x"}, {"prompt": [{"role": "user", "content": "c"}]}]
+    task = build_rows(rows)
+    assert [p.id for p in task.train] == ["ca978112ca1bbdca", "x", "cf95ef7c37d02158"]
+    assert task.fingerprint() == "21ecebbec67b70fd0078bae3adf31f7f65aa677a665bbf1720c9d31c7e24d942"
+
+
+def test_what_has_no_end_is_refused(monkeypatch):
+    with pytest.raises(DataError, match=r"train_dataset: a cycle without .* give itertools.islice\(train_dataset, n\)"):
+        build_rows(itertools.cycle([{"prompt": "a"}]))
+    monkeypatch.setattr(rows_module, "MOST_UNCOUNTED", 50)
+    assert len(build_rows({"prompt": f"p{i}"} for i in range(50)).train) == 50
+    with pytest.raises(DataError, match=r"train_dataset: a generator .* give itertools.islice"):
+        build_rows({"prompt": f"p{i}"} for i in itertools.count())
+    assert len(build_rows([{"prompt": f"p{i}"} for i in range(51)]).train) == 51
+    datasets = pytest.importorskip("datasets")
+    stream = datasets.Dataset.from_list([{"prompt": f"p{i}"} for i in range(60)]).to_iterable_dataset()
+    with pytest.raises(DataError, match=r"a IterableDataset .* give train_dataset.take\(n\)"):
+        build_rows(stream)
+    assert [p.text for p in build_rows(stream.take(3)).train] == ["p0", "p1", "p2"]
+
+
+def test_longest_prompts():
+    task = build_rows([{"prompt": chr(97 + i) * n} for i, n in enumerate((3, 9, 1, 9, 5))])
+    assert [p.ordinal for p in task.train.longest(3)] == [1, 3, 4]
+    assert [p.ordinal for p in task.train.longest(9)] == [1, 3, 4, 0, 2]

@@ -9,6 +9,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+import numpy as np
+
 from ..base.dotted import nearest
 from ..types import Message, Prompt
 from .base import Env, RewardFn
@@ -16,8 +18,9 @@ from .presets import PRESETS
 from .rewards.math import same_answers
 from .row_files import DataError, Row
 from .rows import read_rows, rows_of
+from .stored import Store, StoredPrompts, content_of, first_with, rank_of_content
 
-RESERVED = ("prompts", "completions", "completion_ids", "trainer_state", "log_metric", "environments")
+RESERVED = frozenset({"prompts", "completions", "completion_ids", "trainer_state", "log_metric", "environments"})
 """Arguments of reward functions that a column must not be called."""
 SHOWN = 5
 """Ids named in an error message."""
@@ -84,17 +87,23 @@ class DatasetTask:
     max_turns = 1
     stop: tuple[str, ...] = ()
 
-    def __init__(self, config: DatasetConfig, train: Sequence[Row], test: Sequence[Row] | None = None) -> None:
+    def __init__(self, config: DatasetConfig, train: Iterable[Row], test: Iterable[Row] | None = None) -> None:
         self.config = config
         self.reward_funcs: list[RewardFn] = list(PRESETS[config.preset].reward_funcs) if config.preset else []
-        self.train = _prompts(train, config)
-        self.test: list[Prompt] = []
+        self._fingerprint: str | None = None
+        store = _stored(train, config)
+        stores = [store]
+        self.train = StoredPrompts(store, config.prompt_column)
+        self.test: Sequence[Prompt] = []
         if test is not None:
-            self.test = _prompts(test, config)
-            _refuse_overlap(self.train, self.test)
+            stores.append(_stored(test, config))
+            self.test = held_out = StoredPrompts(stores[1], config.prompt_column)
+            _refuse_overlap(self.train, held_out)
         elif config.test_size:
             self.train, self.test = _split(self.train, config.test_size)
         self._warn_of_duplicates()
+        for each in stores:
+            each.forget_contents()
 
     def make_env(self, prompt: Prompt) -> Env | None:
         return None
@@ -104,52 +113,43 @@ class DatasetTask:
         return same_answers(texts)
 
     def fingerprint(self) -> str:
-        digest = hashlib.sha256(json.dumps(asdict(self.config), sort_keys=True).encode())
-        for part in (self.train, self.test):
-            for prompt in part:
-                row = [prompt.id, content_of(prompt), dict(prompt.columns)]
-                digest.update(json.dumps(row, sort_keys=True, default=str).encode())
-            digest.update(b"\n")
-        return digest.hexdigest()
+        if self._fingerprint is None:
+            digest = hashlib.sha256(json.dumps(asdict(self.config), sort_keys=True).encode())
+            encode = json.JSONEncoder(sort_keys=True, default=str).encode
+            for part in (self.train, self.test):
+                for prompt in part:
+                    digest.update(encode([prompt.id, content_of(prompt), prompt.columns]).encode())
+                digest.update(b"\n")
+            self._fingerprint = digest.hexdigest()
+        return self._fingerprint
 
     def _warn_of_duplicates(self) -> None:
-        seen: dict[str, str] = {}
-        repeated = [p for p in self.train if seen.setdefault(content_of(p), p.id) != p.id]
-        if repeated:
-            first = repeated[0]
+        first_N = first_with(self.train.digests())
+        repeated = np.flatnonzero(first_N != np.arange(len(first_N)))
+        if len(repeated):
+            one = int(repeated[0])
             warnings.warn(
                 f"{self.config.path}: {len(repeated)} of {len(self.train)} prompts repeat an earlier one, e.g. "
-                f"'{first.id}' repeats '{seen[content_of(first)]}'; they are kept",
+                f"'{self.train[one].id}' repeats '{self.train[int(first_N[one])].id}'; they are kept",
                 stacklevel=2,
             )
 
 
-def content_of(prompt: Prompt) -> str:
-    """Identity of a prompt: its text, or its roles and words."""
-    if prompt.messages is None:
-        return (prompt.text or "").strip()
-    return json.dumps([[m["role"], m.get("content")] for m in prompt.messages], sort_keys=True)
-
-
-def _prompts(rows: Sequence[Row], config: DatasetConfig) -> list[Prompt]:
-    if config.preset is not None:
-        rows = [Row(row.where, PRESETS[config.preset].convert(row)) for row in rows]
-    names = list(dict.fromkeys(name for row in rows for name in row.values))
-    for name in names:
-        if name in RESERVED:
-            raise DataError(f"{config.path}: a column must not be called '{name}', an argument of reward functions")
-    prompts: list[Prompt] = []
-    places: dict[str, str] = {}
-    for ordinal, row in enumerate(rows):
+def _stored(rows: Iterable[Row], config: DatasetConfig) -> Store:
+    """The rows with what is found in them, read once. Raises DataError naming the row."""
+    store = Store()
+    convert = PRESETS[config.preset].convert if config.preset is not None else None
+    for row in rows:
+        if convert is not None:
+            row = Row(row.place, row.number, convert(row))
         text, messages = _prompt_of(row, config)
-        columns = {name: row.values.get(name) for name in names if name != config.prompt_column}
-        prompt = Prompt("", ordinal, text, messages, columns)
-        prompt_id = _given_id(row, config) or _content_id(prompt, places)
-        if prompt_id in places:
-            raise DataError(f"{row.where}: id '{prompt_id}' is taken already by {places[prompt_id]}; ids must differ")
-        places[prompt_id] = row.where
-        prompts.append(Prompt(prompt_id, ordinal, text, messages, columns))
-    return prompts
+        if reserved := RESERVED.intersection(row.values):
+            raise DataError(
+                f"{row.where}: a column must not be called '{min(reserved)}', an argument of reward functions"
+            )
+        store.add(row, _given_id(row, config), text, messages)
+    store.finish()
+    return store
 
 
 def _given_id(row: Row, config: DatasetConfig) -> str | None:
@@ -159,17 +159,6 @@ def _given_id(row: Row, config: DatasetConfig) -> str | None:
     if isinstance(value, bool) or not isinstance(value, str | int) or value == "":
         raise DataError(f"{row.where}: '{config.id_column}' must be text or a whole number, found {value!r:.60}")
     return str(value)
-
-
-def _content_id(prompt: Prompt, taken: dict[str, str]) -> str:
-    """A hash of the prompt; repeated prompts get a number."""
-    base = hashlib.sha256(content_of(prompt).encode()).hexdigest()[:16]
-    if base not in taken:
-        return base
-    number = 2
-    while f"{base}-{number}" in taken:
-        number += 1
-    return f"{base}-{number}"
 
 
 def _prompt_of(row: Row, config: DatasetConfig) -> tuple[str | None, tuple[Message, ...] | None]:
@@ -224,28 +213,30 @@ def _check_text(text: str, where: str) -> None:
         raise DataError(f"{where} is empty")
     if "\0" in text:
         raise DataError(f"{where} contains a NUL character")
+    if not text.isascii():
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise DataError(f"{where} contains a lone surrogate ({text[error.start]!r}), which is not text") from None
 
 
-def _refuse_overlap(train: Sequence[Prompt], test: Sequence[Prompt]) -> None:
-    known = {content_of(p) for p in train}
-    shared = [p.id for p in test if content_of(p) in known]
+def _refuse_overlap(train: StoredPrompts, test: StoredPrompts) -> None:
+    first_N = first_with(np.concatenate([train.digests(), test.digests()]))
+    shared = np.flatnonzero(first_N[len(train) :] < len(train)).tolist()
     if shared:
+        named = ", ".join(test[i].id for i in shared[:SHOWN])
         more = f" and {len(shared) - SHOWN} more" if len(shared) > SHOWN else ""
         raise DataError(
-            f"test: {len(shared)} of {len(test)} prompts are also in the training data: "
-            f"{', '.join(shared[:SHOWN])}{more}; remove them from one side, or use test_size"
+            f"test: {len(shared)} of {len(test)} prompts are also in the training data: {named}{more}; remove them "
+            "from one side, or use test_size"
         )
 
 
-def _split(prompts: Sequence[Prompt], test_size: int | float) -> tuple[list[Prompt], list[Prompt]]:
+def _split(prompts: StoredPrompts, test_size: int | float) -> tuple[StoredPrompts, StoredPrompts]:
     """Train and test, without a prompt in both: the contents with the lowest hashes are held out."""
-    contents = sorted({content_of(p) for p in prompts}, key=lambda c: hashlib.sha256(c.encode()).digest())
-    n = round(test_size * len(contents)) if test_size < 1 else int(test_size)
-    if not 0 < n < len(contents):
-        raise DataError(f"test_size={test_size} would hold out {n} of {len(contents)} different prompts")
-    held_out = set(contents[:n])
-    parts: tuple[list[Prompt], list[Prompt]] = ([], [])
-    for p in prompts:
-        part = parts[content_of(p) in held_out]
-        part.append(Prompt(p.id, len(part), p.text, p.messages, p.columns))
-    return parts
+    rank_N = rank_of_content(prompts.digests())
+    different = int(rank_N.max()) + 1
+    n = round(test_size * different) if test_size < 1 else int(test_size)
+    if not 0 < n < different:
+        raise DataError(f"test_size={test_size} would hold out {n} of {different} different prompts")
+    return prompts.part(rank_N >= n), prompts.part(rank_N < n)

@@ -13,11 +13,13 @@ import re
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
 from typing import Any
 
 from ..types import Prompt
 from .base import OverlappingEnv, RewardFn, StepResult
 from .dataset import DatasetConfig, DatasetTask
+from .stored import changed
 from .workers.sandbox import Outcome, Sandbox, SandboxOptions
 
 INSTRUCTION = (
@@ -74,8 +76,8 @@ class PythonTool:
         self.reward_funcs: list[RewardFn] = task.reward_funcs
         self._sandbox = Sandbox(config.sandbox())
         self._task = task
-        self.train = [_instructed(p, config.instruction) for p in task.train]
-        self.test = [_instructed(p, config.instruction) for p in task.test]
+        self.train = changed(task.train, partial(_instructed, instruction=config.instruction))
+        self.test = changed(task.test, partial(_instructed, instruction=config.instruction))
 
     def make_env(self, prompt: Prompt) -> OverlappingEnv:
         return PythonToolEnv(self._sandbox.start, self.config.max_calls, self.config.max_observation)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import codecs
 import gzip
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, cast
@@ -14,6 +14,8 @@ from ..base.errors import ConfigError
 
 MAX_LINE = 64 << 20
 """Longest line of a JSONL file in bytes."""
+BATCH = 1024
+"""Rows of a table that are Python objects at a time."""
 
 
 class DataError(ConfigError):
@@ -22,9 +24,15 @@ class DataError(ConfigError):
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    where: str
-    """Place for messages, e.g. `train.jsonl, line 3`."""
+    place: str
+    """Source and what it is counted in, e.g. `train.jsonl, line`."""
+    number: int
     values: dict[str, Any]
+
+    @property
+    def where(self) -> str:
+        """Place for messages, e.g. `train.jsonl, line 3`."""
+        return f"{self.place} {self.number}"
 
 
 def read_file(path: Path) -> Iterator[Row]:
@@ -53,7 +61,7 @@ def _json(path: Path) -> Iterator[Row]:
         file.seek(0)
         values = _parsed(file.read().removeprefix(codecs.BOM_UTF8), str(path))
     for number, value in enumerate(values, start=1):
-        yield Row(where := f"{path}, entry {number}", _object(value, where))
+        yield Row(f"{path}, entry", number, _object(value, f"{path}, entry {number}"))
 
 
 def _jsonl(path: Path) -> Iterator[Row]:
@@ -67,7 +75,7 @@ def _jsonl(path: Path) -> Iterator[Row]:
             if number == 1:
                 line = line.removeprefix(codecs.BOM_UTF8)
             if line.strip():
-                yield Row(where, _object(_parsed(line, where), where))
+                yield Row(f"{path}, line", number, _object(_parsed(line, where), where))
 
 
 def _object(value: Any, where: str) -> dict[str, Any]:
@@ -84,7 +92,7 @@ def _parsed(line: bytes, where: str) -> Any:
     if "\0" in text:
         raise DataError(f"{where}: contains a NUL byte at column {text.index(chr(0)) + 1}")
     try:
-        value = json.loads(text, parse_constant=_no_constant)
+        value = _JSON.decode(text)
     except json.JSONDecodeError as error:
         raise DataError(f"{where}: not valid JSON: {error.msg} (column {error.colno})") from None
     except (RecursionError, ValueError) as error:
@@ -102,6 +110,9 @@ def _no_constant(name: str) -> None:
     raise ValueError(f"{name} is not JSON")
 
 
+_JSON = json.JSONDecoder(parse_constant=_no_constant)
+
+
 def _csv(path: Path) -> Iterator[Row]:
     """Comma-separated with a header line; columns of numbers become numbers, as with `datasets`."""
     import pyarrow
@@ -112,7 +123,7 @@ def _csv(path: Path) -> Iterator[Row]:
             table = pyarrow.csv.read_csv(file, parse_options=pyarrow.csv.ParseOptions(newlines_in_values=True))
     except pyarrow.ArrowException as error:
         raise DataError(f"{path}: cannot be read as CSV: {error}") from None
-    yield from _table(path, table)
+    yield from _batches(path, table.to_batches(BATCH))
 
 
 def _parquet(path: Path) -> Iterator[Row]:
@@ -120,15 +131,16 @@ def _parquet(path: Path) -> Iterator[Row]:
     import pyarrow.parquet
 
     try:
-        table = pyarrow.parquet.read_table(path)
-        yield from _table(path, table)
+        with pyarrow.parquet.ParquetFile(path) as file:
+            yield from _batches(path, file.iter_batches(BATCH))
     except (OSError, UnicodeDecodeError, pyarrow.ArrowException) as error:
         raise DataError(f"{path}: cannot be read as parquet: {error}") from None
 
 
-def _table(path: Path, table: Any) -> Iterator[Row]:
-    for number, row in enumerate(table.to_pylist(), start=1):
-        yield Row(f"{path}, row {number}", row)
+def _batches(path: Path, batches: Iterable[Any]) -> Iterator[Row]:
+    rows = (row for batch in batches for row in batch.to_pylist())
+    for number, row in enumerate(rows, start=1):
+        yield Row(f"{path}, row", number, row)
 
 
 FORMATS = {".jsonl": _jsonl, ".json": _json, ".csv": _csv, ".parquet": _parquet}

@@ -4,34 +4,42 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from glob import glob, has_magic
+from itertools import count, cycle, repeat
 from pathlib import Path
 from typing import Any
 
 from ..base.dotted import nearest
 from ..base.install import install
 from .made import PREFIX, made_rows
-from .row_files import SUFFIXES, DataError, Row, read_file
+from .row_files import BATCH, SUFFIXES, DataError, Row, read_file
+
+MOST_UNCOUNTED = 10_000_000
+"""Rows that an iterable without a length may give before it is taken for one without an end."""
 
 
-def read_rows(paths: str | Sequence[str], split: str = "train", subset: str | None = None) -> list[Row]:
-    """All rows of one or several sources, in order.
+def read_rows(paths: str | Sequence[str], split: str = "train", subset: str | None = None) -> Iterator[Row]:
+    """All rows of one or several sources, in order, one at a time.
 
     A source is a file in a format of `row_files.FORMATS`, a glob of such files, `made:` and a name in `made.MADE`, a
     directory of `Dataset.save_to_disk`, or a directory or hub name for `datasets.load_dataset`. Raises DataError.
     """
-    rows: list[Row] = []
+    empty = True
     for source in [paths] if isinstance(paths, str) else paths:
-        if source.startswith(PREFIX):
-            rows.extend(_made(source, split))
-            continue
-        if not source.endswith(SUFFIXES) and not has_magic(source):
-            rows.extend(_hugging_face(source, split, subset))
-            continue
-        for file in _files(source):
-            rows.extend(read_file(file))
-    if not rows:
+        for row in _of_source(source, split, subset):
+            empty = False
+            yield row
+    if empty:
         raise DataError(f"{paths}: no rows")
-    return rows
+
+
+def _of_source(source: str, split: str, subset: str | None) -> Iterator[Row]:
+    if source.startswith(PREFIX):
+        yield from _made(source, split)
+    elif not source.endswith(SUFFIXES) and not has_magic(source):
+        yield from _hugging_face(source, split, subset)
+    else:
+        for file in _files(source):
+            yield from read_file(file)
 
 
 def _made(source: str, split: str) -> Iterator[Row]:
@@ -40,7 +48,7 @@ def _made(source: str, split: str) -> Iterator[Row]:
     except ValueError as error:
         raise DataError(str(error)) from None
     for number, values in enumerate(rows, start=1):
-        yield Row(f"{source}[{split}], row {number}", values)
+        yield Row(f"{source}[{split}], row", number, values)
 
 
 def _files(source: str) -> list[Path]:
@@ -80,25 +88,49 @@ def _hugging_face(source: str, split: str, subset: str | None) -> Iterator[Row]:
             f"{reason[0] if reason else type(error).__name__}"
         ) from None
     for number, values in enumerate(rows, start=1):
-        yield Row(f"{source}[{split}], row {number}", dict(values))
+        yield Row(f"{source}[{split}], row", number, dict(values))
 
 
-def rows_of(data: Iterable[Any], name: str) -> list[Row]:
-    """Rows of a `datasets.Dataset`, a pandas data frame, or any iterable of mappings; read to its end.
+def rows_of(data: Iterable[Any], name: str) -> Iterator[Row]:
+    """Rows of a `datasets.Dataset`, a pandas data frame, an arrow table, or any iterable of mappings; read to its end,
+    one at a time.
 
-    `name` is what messages call it. Raises DataError naming the row.
+    `name` is what messages call it. Raises DataError naming the row, or for an iterable that does not end.
     """
     if isinstance(data, Mapping):
         splits = ", ".join(map(repr, data))
         raise DataError(f"{name}: has splits or columns {splits}; give one split, e.g. dataset['train'], or rows")
-    if hasattr(data, "to_dict") and hasattr(data, "columns"):
-        data = data.to_dict("records")
-    rows = []
-    for number, values in enumerate(data, start=1):
-        where = f"{name}, row {number}"
+    if isinstance(data, count | cycle | repeat):
+        raise _endless(data, name)
+    uncounted, number = not hasattr(data, "__len__"), 0
+    for number, values in enumerate(_one_by_one(data), start=1):
         if not isinstance(values, Mapping):
-            raise DataError(f'{where}: expected a mapping like {{"prompt": ...}}, found {type(values).__name__}')
-        rows.append(Row(where, dict(values)))
-    if not rows:
+            found = type(values).__name__
+            raise DataError(f'{name}, row {number}: expected a mapping like {{"prompt": ...}}, found {found}')
+        if uncounted and number > MOST_UNCOUNTED:
+            raise _endless(data, name)
+        yield Row(f"{name}, row", number, dict(values))
+    if not number:
         raise DataError(f"{name}: no rows")
-    return rows
+
+
+def _one_by_one(data: Any) -> Iterator[Any]:
+    """The rows, of a table without making objects of all of them at once."""
+    if hasattr(data, "to_dict") and hasattr(data, "columns"):
+        for start in range(0, len(data), BATCH):
+            yield from data.iloc[start : start + BATCH].to_dict("records")
+    elif hasattr(data, "to_batches") and hasattr(data, "to_pylist"):
+        for batch in data.to_batches(BATCH):
+            yield from batch.to_pylist()
+    else:
+        yield from data
+
+
+def _endless(data: Any, name: str) -> DataError:
+    """Epochs, ids and what selectors know of a prompt need a number of prompts that is known at the start."""
+    kind = type(data).__name__
+    take = f"{name}.take(n)" if hasattr(data, "take") else f"itertools.islice({name}, n)"
+    return DataError(
+        f"{name}: a {kind} without a length or, so far as was looked ({MOST_UNCOUNTED:,} rows), an end; training needs "
+        f"a number of prompts that is known at the start: give {take}, or a list, a Dataset or a file"
+    )

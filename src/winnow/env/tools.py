@@ -17,6 +17,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
+from itertools import chain
 from typing import Any
 
 from transformers.utils import get_json_schema
@@ -24,6 +25,7 @@ from transformers.utils import get_json_schema
 from ..types import Prompt
 from .base import OverlappingEnv, RewardFn, StepResult, Task
 from .prompting import ToolPrompt, ToolResults
+from .stored import changed
 from .workers.deadlines import Deadlines
 from .workers.remote import EnvLostError
 from .workers.worker import WorkerError
@@ -160,8 +162,10 @@ class ToolTask:
         self.reward_funcs: Sequence[RewardFn] = task.reward_funcs
         self.max_turns = iterations + 1
         self._task, self._kits, self._parse, self._deadlines = task, kits, parse, deadlines
-        self.train = [self._equipped(p) for p in task.train]
-        self.test = [self._equipped(p) for p in task.test]
+        for prompt in chain(task.train, task.test):
+            self._equipped(prompt)
+        self.train = changed(task.train, self._equipped)
+        self.test = changed(task.test, self._equipped)
 
     def make_env(self, prompt: Prompt) -> OverlappingEnv:
         return ToolEnv(self._kit(prompt), prompt, self._parse, self.max_turns, self._deadlines)

@@ -14,6 +14,7 @@ from ..engine.base import Engine, Request
 from ..env.base import Task
 from ..env.prompting import encode_prompt
 from ..env.rewards.rewarder import Rewarder
+from ..env.stored import StoredPrompts
 from ..learner import LEARNERS, Learner
 from ..learner.agreement import require_agreement
 from ..record.records import CONFIG, LEDGER, START, RunDirectoryError, read_config
@@ -95,7 +96,7 @@ def check_prompts(c: RunConfig, task: Task, rewarder: Rewarder, tokenizer: Any, 
     """
     first = task.train[0]
     rewarder.check(first.columns)
-    _warn_of_long_prompts(c, task, tokenizer)
+    warn_of_long_prompts(c.max_prompt_length, task, tokenizer)
     if not rewarder.names and task.make_env(first) is None:
         raise ConfigError("there is no reward: give reward_funcs, e.g. 'my_reward.py:my_reward'")
     causes = []
@@ -115,22 +116,30 @@ def check_prompts(c: RunConfig, task: Task, rewarder: Rewarder, tokenizer: Any, 
 
 
 LONGEST = 8
-"""Prompts of the most characters, of which the tokens are counted; only if one has too many, those of all are."""
+"""Prompts of the most characters, of which the tokens are counted; only if one has too many, those of more are."""
+COUNTED = 10_000
+"""Most prompts of which the tokens are counted."""
 
 
-def _warn_of_long_prompts(c: RunConfig, task: Task, tokenizer: Any) -> None:
-    """Say how many prompts are over the limit: they fail whenever they are drawn, and are never cut."""
-    limit = c.max_prompt_length
+def warn_of_long_prompts(limit: int, task: Task, tokenizer: Any) -> None:
+    """Say how many prompts have over `limit` tokens: they fail whenever they are drawn, and are never cut."""
     for part, prompts in (("training", task.train), ("held-out", task.test)):
-        likely = sorted(prompts, key=_characters, reverse=True)[:LONGEST]
-        if task.max_turns > 1 or max(_tokens(tokenizer, likely), default=0) <= limit:
+        longest = max(_tokens(tokenizer, _longest(prompts)), default=0) if task.max_turns == 1 else 0
+        if longest <= limit:
             continue
-        lengths = _tokens(tokenizer, prompts)
+        some = prompts[:: -(-len(prompts) // COUNTED)]
+        lengths = _tokens(tokenizer, some)
         warnings.warn(
-            f"{sum(n > limit for n in lengths)} of {len(prompts)} {part} prompts have over {limit} tokens (the longest "
-            f"{max(lengths)}) and fail; raise max_prompt_length, or leave them out of the data",
+            f"{sum(n > limit for n in lengths)} of {len(some)} {part} prompts have over {limit} tokens (the longest "
+            f"{max(longest, *lengths)}) and fail; raise max_prompt_length, or leave them out of the data",
             stacklevel=2,
         )
+
+
+def _longest(prompts: Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, StoredPrompts):
+        return prompts.longest(LONGEST)
+    return sorted(prompts, key=_characters, reverse=True)[:LONGEST]
 
 
 def _characters(prompt: Prompt) -> int:

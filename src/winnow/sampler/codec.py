@@ -10,6 +10,7 @@ import numpy as np
 
 from ..base.packed import pack, pack_all, unpack, unpack_all
 from ..env.base import Task
+from ..env.stored import StoredPrompts
 from ..types import Decision, EnvStep, Fate, Group, Job, Prompt, Purpose, Rollout, Token, Turn, Verdict, Visit
 
 Prompts = Sequence[Prompt] | Mapping[int, Prompt]
@@ -22,7 +23,8 @@ _PLAIN = tuple(f.name for f in fields(Rollout) if f.name not in (*ARRAYS, "promp
 
 def prompts_of(task: Task) -> dict[Purpose, Prompts]:
     """Prompts of each purpose, by ordinal."""
-    held_out = {prompt.ordinal: prompt for prompt in task.test}
+    stored = isinstance(task.test, StoredPrompts)
+    held_out: Prompts = task.test if stored else {prompt.ordinal: prompt for prompt in task.test}
     return {"train": task.train, "profile": task.train, "probe": task.train, "eval": held_out, "greedy": held_out}
 
 

@@ -84,8 +84,8 @@ class PassRateSelector(StreamSelector):
         return self.options.n if every and step % every == 0 else 0
 
     def profiled(self, rates: Iterable[Measured]) -> int:
-        ordinals = {prompt.id: prompt.ordinal for prompt in self.prompts}
-        known = [(ordinals[r.id], r.correct / r.n) for r in rates if r.id in ordinals]
+        given = {r.id: r.correct / r.n for r in rates}
+        known = [(ordinal, given[prompt.id]) for ordinal, prompt in enumerate(self.prompts) if prompt.id in given]
         for ordinal, rate in known:
             self.rate_N[ordinal] = rate
         return len(known)

@@ -1,0 +1,264 @@
+"""Prompts of a data set on disk: in memory a row costs some tens of bytes, however long it is.
+
+Rows are read once and put one after another into a file without a name in the cache directory, which ends with its
+object. What becomes of the source afterwards does not matter, whatever kind of source it was.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import pickle
+import re
+import tempfile
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from operator import eq
+from typing import Any, overload
+
+import numpy as np
+
+from ..base.cache import cache_dir
+from ..types import Message, Prompt
+from .row_files import DataError, Row
+
+_MADE_ID = re.compile(r"([0-9a-f]{16})(-[0-9]+)?")
+"""Form of the ids that rows without one get."""
+BUFFER = 1 << 20
+
+
+def content_of(prompt: Prompt) -> str:
+    """Identity of a prompt: its text, or its roles and words."""
+    return _content(prompt.text, prompt.messages)
+
+
+def _content(text: str | None, messages: Sequence[Message] | None) -> str:
+    if messages is None:
+        return (text or "").strip()
+    return json.dumps([[m["role"], m.get("content")] for m in messages], sort_keys=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One row as it is stored."""
+
+    place: int
+    number: int
+    """With `place`, where it came from."""
+    id: str | None
+    """The id that the row gave itself."""
+    text: str | None
+    messages: tuple[Message, ...] | None
+    columns: dict[str, Any]
+
+
+class Store:
+    """Rows in the order in which they were put in. Raises DataError when the disk is full."""
+
+    def __init__(self) -> None:
+        folder = cache_dir()
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._file = tempfile.TemporaryFile("w+b", BUFFER, dir=folder)  # noqa: SIM115  (it ends with the store)
+        except OSError as error:
+            raise _no_room(error) from None
+        self._offsets = array("q", [0])
+        self._kept: dict[int, tuple[Any, ...]] = {}
+        """Rows given in Python with something that cannot be written down."""
+        self._places: dict[str, int] = {}
+        self.columns: dict[str, None] = {}
+        """Names of all columns, in the order in which they came up."""
+        self._digests = bytearray()
+        self._id_keys = array("Q")
+        self._characters = array("I")
+        self.ids: dict[int, str] = {}
+        """Ids that are neither the row's own nor just a hash of its content: those of repeated prompts."""
+
+    def __len__(self) -> int:
+        return len(self._offsets) - 1
+
+    def add(self, row: Row, own_id: str | None, text: str | None, messages: tuple[Message, ...] | None) -> None:
+        """Put in a row with the prompt that was found in it."""
+        self.columns.update(dict.fromkeys(row.values))
+        place = self._places.setdefault(row.place, len(self._places))
+        record = (place, row.number, own_id, text, messages, row.values)
+        try:
+            data = pickle.dumps(record, pickle.HIGHEST_PROTOCOL)
+        except Exception:  # whatever an object's own way to be pickled may raise
+            self._kept[len(self)], data = record, b""
+        try:
+            self._file.write(data)
+        except OSError as error:
+            raise _no_room(error) from None
+        digest = hashlib.sha256(_content(text, messages).encode()).digest()
+        self._digests += digest[:16]
+        self._id_keys.append(_id_key(own_id, digest))
+        self._characters.append(min(_characters(text, messages), 2**32 - 1))
+        self._offsets.append(self._offsets[-1] + len(data))
+
+    def finish(self) -> None:
+        """To be called behind the last row. Raises DataError when two rows gave themselves the same id."""
+        try:
+            self._file.flush()
+        except OSError as error:
+            raise _no_room(error) from None
+        self._resolve_ids()
+        self._id_keys = array("Q")
+
+    def forget_contents(self) -> None:
+        """Free the digests, which nobody needs once contents have been compared."""
+        self._digests = bytearray()
+
+    def __getitem__(self, row: int) -> Record:
+        start, stop = self._offsets[row], self._offsets[row + 1]
+        if start == stop:
+            return Record(*self._kept[row])
+        return Record(*pickle.loads(os.pread(self._file.fileno(), stop - start, start)))
+
+    def where(self, row: int) -> str:
+        """Place for messages."""
+        record = self[row]
+        return f"{list(self._places)[record.place]} {record.number}"
+
+    def digests(self) -> np.ndarray:
+        """uint64 [N, 2]: of each row's content, the first 16 bytes of its SHA-256."""
+        return np.frombuffer(self._digests, ">u8").reshape(-1, 2).astype(np.uint64)
+
+    def characters(self) -> np.ndarray:
+        """uint32 [N]: lengths of the prompts."""
+        return np.frombuffer(self._characters, np.uint32).copy()
+
+    def _resolve_ids(self) -> None:
+        """Number repeated prompts. Only rows whose keys are equal can have equal ids."""
+        keys_N = np.frombuffer(self._id_keys, np.uint64)
+        _, inverse_N, counts = np.unique(keys_N, return_inverse=True, return_counts=True)
+        taken: dict[str, int] = {}
+        last: dict[str, int] = {}
+        for row in np.flatnonzero(counts[inverse_N] > 1).tolist():
+            own = self[row].id
+            name = own or f"{int(keys_N[row]):016x}"
+            if own is not None and name in taken:
+                there = self.where(taken[name])
+                raise DataError(f"{self.where(row)}: id '{name}' is taken already by {there}; ids must differ")
+            base = name
+            while name in taken:
+                last[base] = last.get(base, 1) + 1
+                name = f"{base}-{last[base]}"
+            taken[name] = row
+            if own is None and name != base:
+                self.ids[row] = name
+
+
+def _no_room(error: OSError) -> DataError:
+    return DataError(
+        f"{cache_dir()}: rows cannot be kept there: {error.strerror}; set WINNOW_CACHE to a directory with more room"
+    )
+
+
+def _id_key(own_id: str | None, digest: bytes) -> int:
+    """The same for ids that are the same, or that numbers might make the same."""
+    if own_id is None:
+        return int.from_bytes(digest[:8], "big")
+    made = _MADE_ID.fullmatch(own_id)
+    return int(made[1], 16) if made else int.from_bytes(hashlib.sha256(own_id.encode()).digest()[:8], "big")
+
+
+def _characters(text: str | None, messages: Sequence[Message] | None) -> int:
+    return len(text or "") + sum(len(str(message.get("content"))) for message in messages or ())
+
+
+class StoredPrompts(Sequence[Prompt]):
+    """Prompts of some rows of a store, made when they are asked for.
+
+    `rows_N`: the rows, all without it. `change` is applied to each prompt.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        prompt_column: str,
+        rows_N: np.ndarray | None = None,
+        change: Callable[[Prompt], Prompt] | None = None,
+    ) -> None:
+        self._store, self._prompt_column, self._change = store, prompt_column, change
+        self._rows_N = np.arange(len(store), dtype=np.uint32) if rows_N is None else rows_N.astype(np.uint32)
+        self._columns = [name for name in store.columns if name != prompt_column]
+
+    def __len__(self) -> int:
+        return len(self._rows_N)
+
+    @overload
+    def __getitem__(self, index: int) -> Prompt: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Prompt]: ...
+    def __getitem__(self, index: int | slice) -> Prompt | list[Prompt]:
+        if isinstance(index, slice):
+            return [self._prompt(i) for i in range(*index.indices(len(self)))]
+        return self._prompt(range(len(self))[index])
+
+    def __iter__(self) -> Iterator[Prompt]:
+        return map(self._prompt, range(len(self)))
+
+    def __eq__(self, other: object) -> bool:
+        """Whether these are the same prompts; reads them all."""
+        return isinstance(other, Sequence) and len(self) == len(other) and all(map(eq, self, other))
+
+    def map(self, change: Callable[[Prompt], Prompt]) -> StoredPrompts:
+        """The same prompts, each as `change` makes it."""
+        return StoredPrompts(self._store, self._prompt_column, self._rows_N, change)
+
+    def part(self, wanted_N: np.ndarray) -> StoredPrompts:
+        """Prompts of those rows for which `wanted_N`, bool [N] over all rows of the store, is true."""
+        return StoredPrompts(self._store, self._prompt_column, np.flatnonzero(wanted_N), self._change)
+
+    def longest(self, n: int) -> list[Prompt]:
+        """The `n` of the most characters."""
+        characters_N = self._store.characters()[self._rows_N].astype(np.int64)
+        return [self._prompt(i) for i in np.argsort(-characters_N, kind="stable")[:n].tolist()]
+
+    def digests(self) -> np.ndarray:
+        """See `Store.digests`."""
+        found: np.ndarray = self._store.digests()[self._rows_N]
+        return found
+
+    def _prompt(self, ordinal: int) -> Prompt:
+        row = int(self._rows_N[ordinal])
+        record = self._store[row]
+        name = record.id or self._store.ids.get(row)
+        if name is None:
+            content = _content(record.text, record.messages)
+            name = hashlib.sha256(content.encode()).hexdigest()[:16]
+        values = record.columns
+        columns = {column: values.get(column) for column in self._columns}
+        prompt = Prompt(name, ordinal, record.text, record.messages, columns)
+        return prompt if self._change is None else self._change(prompt)
+
+
+def changed(prompts: Sequence[Prompt], change: Callable[[Prompt], Prompt]) -> Sequence[Prompt]:
+    """Each prompt as `change` makes it: now, or for stored ones when it is asked for."""
+    return prompts.map(change) if isinstance(prompts, StoredPrompts) else [change(p) for p in prompts]
+
+
+def first_with(digests_N2: np.ndarray) -> np.ndarray:
+    """int64 [N]: of each row, the first row with the same content."""
+    order = np.lexsort((digests_N2[:, 1], digests_N2[:, 0]))
+    first_N = np.empty(len(order), np.int64)
+    first_N[order] = order[np.maximum.accumulate(np.where(_begins(digests_N2[order]), np.arange(len(order)), 0))]
+    return first_N
+
+
+def rank_of_content(digests_N2: np.ndarray) -> np.ndarray:
+    """int64 [N]: of each row, the rank of its content among all different ones, by digest."""
+    order = np.lexsort((digests_N2[:, 1], digests_N2[:, 0]))
+    rank_N = np.empty(len(order), np.int64)
+    rank_N[order] = np.cumsum(_begins(digests_N2[order])) - 1
+    return rank_N
+
+
+def _begins(sorted_N2: np.ndarray) -> np.ndarray:
+    """bool [N]: whether a row differs from the one before."""
+    begins_N = np.ones(len(sorted_N2), dtype=bool)
+    begins_N[1:] = (sorted_N2[1:] != sorted_N2[:-1]).any(axis=1)
+    return begins_N
