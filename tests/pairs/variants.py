@@ -36,6 +36,7 @@ ANY_GATE: Settings = {"gates": [{"name": "divergence", "k": 1, "threshold": 0.6}
 
 OPTIONS: dict[tuple[str, str], Settings] = {
     ("selector", "greso"): {"p_easy": 0.2, "p_hard": 0.2},
+    ("selector", "ordered"): {"by": "number"},
     ("selector", "pass_rate"): {"profile": PROFILE},
     ("group_size", "adaptive_k"): {"window": 1, "tau": 0.1, "high": 6},
     ("gates", "divergence"): {"k": 1, "threshold": 0.6},
@@ -47,6 +48,7 @@ OPTIONS: dict[tuple[str, str], Settings] = {
 
 VALUES: dict[tuple[str, str], list[Settings]] = {
     ("selector", "greso"): [{"keep_floor": 0.5}, {"target": 1.0}],
+    ("selector", "ordered"): [{"by": "task_type", "levels": ["y", "x"]}],
     ("selector", "pass_rate"): [{"refresh_steps": 1, "n": 2, "low": 0.0}],
     ("group_size", "adaptive_k"): [{"tau_down": 0.05, "dwell": 1}],
     ("gates", "divergence"): [

@@ -131,6 +131,11 @@ def test_sections_of_other_trainers(theirs: dict[str, Any]) -> None:
             {"actor_rollout_ref": {"rollout": {"n": 8}}},
             "unknown key 'actor_rollout_ref.rollout.n'. Here use `num_generations`.",
         ),
+        (
+            {"shuffle_dataset": False},
+            "unknown key 'shuffle_dataset'. Here use `selector: ordered` for the order",
+        ),
+        ({"data": {"shuffle": False}}, "unknown key 'data.shuffle'. Here use `selector: ordered` for the order"),
         ({"actor_rollout_ref": {}}, "unknown key 'actor_rollout_ref'."),
         ({"learning_rat": 1e-6}, "unknown key 'learning_rat'. Did you mean 'learning_rate'?"),
     ],

@@ -336,3 +336,42 @@ class TestPassRate:
         dead = self.write(tmp_path / "dead.jsonl", {p.id: 0.0 for p in PROMPTS})
         with pytest.raises(ValueError, match=r"dead.jsonl: no prompt has a pass rate in"):
             build(profile=dead).build(PROMPTS, 0)
+
+
+def graded(*levels: Any) -> list[Prompt]:
+    return [Prompt(f"p{i}", i, text=str(i), columns={"level": level, "n": i}) for i, level in enumerate(levels)]
+
+
+@pytest.mark.parametrize(
+    ("options", "order"),
+    [
+        ({}, [0, 1, 2, 3, 4]),
+        ({"descending": True}, [4, 3, 2, 1, 0]),
+        ({"by": "level"}, [2, 4, 0, 3, 1]),
+        ({"by": "level", "descending": True}, [1, 0, 3, 2, 4]),
+        ({"by": "level", "levels": ["2", "-1", "30.5"]}, [0, 3, 2, 4, 1]),
+    ],
+)
+def test_ordered(options: dict[str, Any], order: list[int]) -> None:
+    """The same in every epoch, whatever the seed; prompts of one level keep the order of the data."""
+    for seed in (0, 1):
+        visits = SELECTORS["ordered"](**options).build(graded(2, 30.5, -1, 2, -1), seed).select(12)
+        assert [v.prompt.ordinal for v in visits] == (order * 3)[:12]
+        assert [v.epoch for v in visits] == [0] * 5 + [1] * 5 + [2] * 2
+
+
+@pytest.mark.parametrize(
+    ("options", "levels", "message"),
+    [
+        ({"by": "levl"}, [1], r"'p0' has no column 'levl' \(columns: level, n\)\. Did you mean 'level'\?"),
+        ({"by": "level"}, [1, None], "'p1' has no value in column 'level'"),
+        ({"by": "level"}, [1, float("nan")], "'p1' has nan in column 'level', which is no number"),
+        ({"by": "level"}, ["hard", "easy"], r"'p0' has the word 'hard' .* levels: \[hard, easy\]"),
+        ({"by": "level", "levels": ["easy"]}, ["easy", "hard"], "'p1' has level 'hard', which is none of levels: easy"),
+        ({"levels": ["easy"]}, [1], "levels has no effect without by"),
+        ({"by": "level", "levels": ["a", "a"]}, ["a"], "a value twice"),
+    ],
+)
+def test_what_cannot_be_ordered(options: dict[str, Any], levels: list[Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        SELECTORS["ordered"](**options).build(graded(*levels), 0)

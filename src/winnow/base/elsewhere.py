@@ -11,6 +11,10 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 _LEAVE_OUT = "leave it out: "
+_ORDER = (
+    "use `selector: ordered` for the order of the data, or `selector: {name: ordered, by: ...}` for that of a column; "
+    "without it prompts come in an order drawn from `seed`"
+)
 _FLAT = {
     # the data
     "use `env: {name: dataset, path: ...}`": "dataset_name data_path train_files train_file",
@@ -19,8 +23,9 @@ _FLAT = {
     "eval_dataset val_files",
     "use `env: {name: dataset, split: ..., test_split: ..., subset: ...}`": "dataset_config dataset_train_split "
     "dataset_test_split dataset_split",
-    "prompts come in an order drawn from `seed`, without a seed of their own": "data_seed shuffle_dataset shuffle "
-    "ignore_data_skip dataloader_drop_last train_sampling_strategy length_column_name group_by_length",
+    "prompts come in an order drawn from `seed`, without a seed of their own": "data_seed ignore_data_skip "
+    "dataloader_drop_last",
+    _ORDER: "shuffle_dataset shuffle curriculum train_sampling_strategy length_column_name group_by_length",
     _LEAVE_OUT + "every column goes to the reward functions that name it": "remove_unused_columns label_names",
     _LEAVE_OUT + "prompts are in memory, without loader processes": "dataloader_num_workers dataloader_pin_memory "
     "dataloader_persistent_workers dataloader_prefetch_factor dataloader_multiprocessing_context dataloader_in_order",
@@ -155,7 +160,7 @@ _NESTED = {
     "use `max_prompt_length`": "data.max_prompt_length *.rollout.prompt_length",
     "use `prompts_per_step`": "data.train_batch_size data.gen_batch_size",
     "use `chat_template_kwargs`": "data.apply_chat_template_kwargs* *.sampling.extra_body*",
-    "prompts come in an order drawn from `seed`": "data.shuffle data.seed",
+    _ORDER: "data.shuffle data.seed data.sampler*",
     "over-long prompts fail, are counted at the start, and are never cut": "data.filter_overlong* data.truncation",
     "use `env: {name: dataset, ...}`": "data.*",
     "use `model`": "*.model.path model.name *.model.name model.path",

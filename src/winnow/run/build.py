@@ -121,8 +121,8 @@ def _selector(c: RunConfig, prompts: Sequence[Prompt], judge: Judge) -> Selector
         return AuditedSelector(selector, _audit(c, c.audit), judge)
     if not c.gates:
         raise ConfigError(
-            "audit: nothing to audit: selector: uniform skips nothing, and there are no gates. Remove audit, or choose "
-            "e.g. selector: greso"
+            f"audit: nothing to audit: selector: {name_of(c.selector)} skips nothing, and there are no gates. Remove "
+            "audit, or choose e.g. selector: greso"
         )
     return selector
 

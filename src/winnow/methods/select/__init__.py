@@ -9,6 +9,7 @@ from ...types import Group, Visit
 from ..pass_rates import PassRate
 from .backoff import Backoff
 from .greso import Greso
+from .ordered import Ordered
 from .pass_rate import PassRate as PassRateBand
 from .uniform import Uniform
 
@@ -44,5 +45,11 @@ class Selector(Protocol):
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
 
-SELECTORS: dict[str, type] = {"uniform": Uniform, "greso": Greso, "backoff": Backoff, "pass_rate": PassRateBand}
+SELECTORS: dict[str, type] = {
+    "uniform": Uniform,
+    "ordered": Ordered,
+    "greso": Greso,
+    "backoff": Backoff,
+    "pass_rate": PassRateBand,
+}
 """Name -> frozen dataclass of options with `build(prompts, seed, judge) -> Selector`."""

@@ -29,17 +29,17 @@ class Override(Protocol):
 
 
 class StreamSelector:
-    """Every prompt once an epoch, in an order that is a function of (seed, epoch) alone.
+    """Every prompt once an epoch, in an order that is a function of (seed, epoch) alone, or in that of `order_N`.
 
     A subclass overrides `keeps`, and `verdict_on` to give the reason; with neither, nothing is ever skipped.
     """
 
-    def __init__(self, prompts: Sequence[Prompt], seed: int, *, shuffle: bool = True) -> None:
+    def __init__(self, prompts: Sequence[Prompt], seed: int, *, order_N: np.ndarray | None = None) -> None:
         if not prompts:
             raise ValueError("there are no training prompts to select from")
         self.prompts = prompts
         self.seed = seed
-        self.shuffle = shuffle
+        self._fixed_N = order_N
         self.override: Override | None = None
         self.visits = 0
         self.skipped = 0
@@ -47,9 +47,9 @@ class StreamSelector:
         self._order, self._order_epoch = self._order_of(0), 0
 
     def _order_of(self, epoch: int) -> np.ndarray:
-        n = len(self.prompts)
-        order = np.random.default_rng((self.seed, epoch)).permutation(n) if self.shuffle else np.arange(n)
-        return order.astype(np.int32)
+        if self._fixed_N is not None:
+            return self._fixed_N
+        return np.random.default_rng((self.seed, epoch)).permutation(len(self.prompts)).astype(np.int32)
 
     @property
     def epoch(self) -> int:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from ...types import Prompt
 from ..signal import BY_REWARDS, Judge
 from .stream import StreamSelector
@@ -17,4 +19,4 @@ class Uniform:
     shuffle: bool = True
 
     def build(self, prompts: Sequence[Prompt], seed: int, judge: Judge = BY_REWARDS) -> StreamSelector:
-        return StreamSelector(prompts, seed, shuffle=self.shuffle)
+        return StreamSelector(prompts, seed, order_N=None if self.shuffle else np.arange(len(prompts)))
