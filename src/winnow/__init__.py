@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .config import ConfigError, RunConfig, load_config
     from .engine.local.engine import LocalEngine
+    from .env.rewards.reward_model import RewardModel
     from .run.callbacks import TrainerCallback, TrainerControl, TrainerState
     from .run.trainer import Trainer
 
@@ -18,6 +19,7 @@ __version__ = "0.2.0"
 __all__ = [
     "ConfigError",
     "LocalEngine",
+    "RewardModel",
     "RunConfig",
     "Trainer",
     "TrainerCallback",
@@ -29,6 +31,7 @@ __all__ = [
 _HOMES = {
     "ConfigError": "config",
     "LocalEngine": "engine.local.engine",
+    "RewardModel": "env.rewards.reward_model",
     "RunConfig": "config",
     "Trainer": "run.trainer",
     "TrainerCallback": "run.callbacks",

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
 from .base.dotted import TargetError, class_for
 from .base.errors import ConfigError as ConfigError
@@ -31,6 +31,13 @@ Optim = Literal["adamw_torch_fused", "adamw_torch_8bit", "adamw_torch_4bit"]
 MethodSpec = str | dict[str, Any]
 """A name from a method table or a class of your own (`my_pkg.rules:AtLeast`, `rules.py:AtLeast`), or, with options,
 `{name: ..., option: value}`."""
+
+
+RewardNames = Annotated[
+    list[str],
+    BeforeValidator(lambda given: [given] if isinstance(given, str) else given, json_schema_input_type=str | list[str]),
+]
+"""Names of reward functions and reward models; one alone needs no list."""
 
 
 class LoraConfig(BaseModel):
@@ -68,7 +75,7 @@ class RunConfig(BaseModel):
     # what is trained, on what
     model: str
     env: MethodSpec
-    reward_funcs: list[str] | None = None
+    reward_funcs: RewardNames | None = None
     reward_weights: list[float] | None = None
     output_dir: str = "runs/winnow"
     seed: int = Field(0, ge=0, lt=2**63)

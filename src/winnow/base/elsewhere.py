@@ -11,6 +11,10 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 _LEAVE_OUT = "leave it out: "
+_REWARD_MODEL = (
+    "use `reward_funcs: [...]` with the directory or hub name of a sequence-classification model, a reward model, or "
+    "with functions of your own"
+)
 _ORDER = (
     "use `selector: ordered` for the order of the data, or `selector: {name: ordered, by: ...}` for that of a column; "
     "without it prompts come in an order drawn from `seed`"
@@ -72,6 +76,7 @@ _FLAT = {
     "use `epsilon` and `epsilon_high`": "clip_range cliprange clip_ratio clip_ratio_low clip_ratio_high delta",
     "use `beta`": "kl_coef kl_loss_coef kl_beta use_kl_loss",
     "use `kl_in_reward` with `beta`": "use_kl_in_reward",
+    _REWARD_MODEL: "reward_model reward_model_path reward_model_name_or_path reward_model_config",
     "use `kl_estimator`": "kl_loss_type kl_penalty",
     "use `loss_type`": "loss_agg_mode",
     "use `policy_loss: clip` or `plain`; SAPO and VESPO are not here": "sapo_temperature_neg sapo_temperature_pos "
@@ -204,7 +209,8 @@ _NESTED = {
     "there is no critic: advantages are relative to the group": "critic.* algorithm.gamma algorithm.lam "
     "trainer.critic_warmup",
     "use `reward_funcs: [file.py:function]`; verl's compute_score works as it is": "custom_reward_function.* "
-    "reward.custom_reward_function.* reward_model.* reward.*",
+    "reward.custom_reward_function.*",
+    _REWARD_MODEL: "reward_model.* reward.*",
     "use `advantage: grpo`, `rloo`, `reinforce_pp`, `remax`, ...; `winnow methods` lists them": ""
     "algorithm.adv_estimator orchestrator.advantage* algorithm.advantage*",
     "choose `advantage: grpo` (scaled by the group's std) or `advantage: dr_grpo` (not scaled)": ""

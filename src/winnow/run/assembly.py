@@ -51,7 +51,7 @@ class Assembly:
             "task": self.task.fingerprint(),
             "tokenizer": tokenizer_digest(self.tokenizer),
             "base model": self.origin,
-            "reward functions": ", ".join(self.rewarder.names),
+            "reward functions": self.rewarder.fingerprint(),
         }
 
     def compare(self) -> None:
@@ -96,7 +96,7 @@ def assemble(c: RunConfig, given: Given, checkpoint: Path | None, *, resumed: bo
     elsewhere = "own_engine" in sampler_options(c).provides
     policy, engine = build_policy(c, model, given.processing_class, checkpoint, with_engine=not elsewhere)
     funcs = given.reward_list or c.reward_funcs or task.reward_funcs
-    rewarder = Rewarder(funcs, c.reward_weights, c.reward_timeout_s)
+    rewarder = Rewarder(funcs, c.reward_weights, c.reward_timeout_s, device=c.device)
     check_prompts(c, task, rewarder, policy.tokenizer, engine)
     learner = build_learner(policy, c)
     m = build_methods(c, task.train)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
+from ..base.weights import weights_digest
 from ..config import CLIPPING, AuditConfig, ConfigError, LoraConfig, MethodSpec, RunConfig, method, name_of
 from ..engine import ENGINES
 from ..engine.base import Engine, SamplingParams
@@ -17,7 +18,6 @@ from ..engine.loading import (
     peft_config,
     require_finite,
     resolve_device,
-    weights_digest,
 )
 from ..engine.pretrained import located
 from ..engine.template import with_template_values

@@ -95,7 +95,7 @@ def check_prompts(c: RunConfig, task: Task, rewarder: Rewarder, tokenizer: Any, 
     Raises ConfigError when all that are tried fail.
     """
     first = task.train[0]
-    rewarder.check(first.columns)
+    rewarder.check(first.columns, first.messages is not None)
     warn_of_long_prompts(c.max_prompt_length, task, tokenizer)
     if not rewarder.names and task.make_env(first) is None:
         raise ConfigError("there is no reward: give reward_funcs, e.g. 'my_reward.py:my_reward'")

@@ -53,7 +53,8 @@ class Server:
         self._prompts = prompts_of(self.task)
         tokenizer = with_template_values(load_tokenizer(c.model), c.chat_template_kwargs)
         self.engine = build_engine(c, ModelReference(located(c.model), resolve_device(c.device)), tokenizer)
-        self.rewarder = Rewarder(c.reward_funcs or self.task.reward_funcs, c.reward_weights, c.reward_timeout_s)
+        funcs = c.reward_funcs or self.task.reward_funcs
+        self.rewarder = Rewarder(funcs, c.reward_weights, c.reward_timeout_s, device=c.device)
         self.rewarder.trainer_state = SimpleNamespace(global_step=start["version"], max_steps=c.max_steps)
         options = rollout_options(c, greedy_baseline=start["greedy_baseline"])
         self.runner = RolloutRunner(self.engine, self.task, tokenizer, self.rewarder, options)

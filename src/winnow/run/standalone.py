@@ -66,7 +66,8 @@ def opened(
     machine.set_threads()
     config = machine.config
     policy, engine = build_policy(config, None, None, None)
-    rewarder = Rewarder(config.reward_funcs or task.reward_funcs, config.reward_weights, config.reward_timeout_s)
+    funcs = config.reward_funcs or task.reward_funcs
+    rewarder = Rewarder(funcs, config.reward_weights, config.reward_timeout_s, device=config.device)
     assert engine is not None
     runner = RolloutRunner(engine, task, policy.tokenizer, rewarder, rollout_options(config, report=report))
     try:

@@ -26,8 +26,8 @@ from rich.text import Text
 
 from ..base.failpoint import failpoint
 from ..base.files import write_json
+from ..base.weights import weights_digest
 from ..config import ConfigError, RunConfig
-from ..engine.loading import weights_digest
 from ..env.base import Task
 from ..env.prompting import tokenizer_digest
 from ..env.rewards.rewarder import Rewarder
@@ -64,7 +64,7 @@ def profile_model(
     with opened(config, task) as (policy, roll_out, rewarder):
         if not rewarder.names and task.make_env(wanted[0]) is None:
             raise ConfigError("there is no reward: give reward_funcs=['my_reward.py:my_reward']")
-        rewarder.check(wanted[0].columns)
+        rewarder.check(wanted[0].columns, wanted[0].messages is not None)
         key = profile_key(config, task, policy, rewarder, n)
         path = output or default_path(task.name, key)
         with ProfileFile(path, key, {"model": config.model, "task": task.name}) as file:

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import inspect
 import math
+import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...base.dotted import nearest
 from ...types import Fate, Group, Rollout
@@ -31,6 +33,9 @@ from ..workers.functions import (
 from ..workers.worker import WorkerError, WorkerPool
 from .pooled import PooledReward, completion_text, verl_arguments, verl_reward
 from .scores import LARGEST, Outcome, arguments_of, plain_score, read_score, read_scores
+
+if TYPE_CHECKING:
+    from .reward_model import RewardModel
 
 BUILTIN = {
     "countdown": "winnow.env.countdown:countdown_reward",
@@ -58,6 +63,8 @@ class _Function:
     """Function called in a worker, once a group."""
     pooled: PooledReward | None = None
     """Function called in a worker, once a completion."""
+    model: RewardModel | None = None
+    """The reward model that `call` is."""
 
 
 @dataclass(eq=False)
@@ -92,8 +99,9 @@ class _Work:
 class Rewarder:
     """Calls reward functions once per group and writes `rollout.rewards` and `rollout.reward`, or fate and reason.
 
-    `reward_funcs` are callables, `"module:function"`, `"path/to/file.py:function"`, or names in `BUILTIN`. Those given
-    by name run in worker processes that are killed when `timeout_s` is over; callables run in a thread of this
+    `reward_funcs` are callables, `"module:function"`, `"path/to/file.py:function"`, names in `BUILTIN`, or reward
+    models: a directory, a hub name `owner/model`, or a loaded model (see `RewardModel`). Functions given by name run in
+    worker processes that are killed when `timeout_s` is over; callables and reward models run in a thread of this
     process (coroutine functions on an event loop), which can be left behind but not killed. The reward is the sum of
     the functions' values, weighted; None means that a function does not apply. A rollout whose environment has already
     set a reward keeps it. An element of a returned list may be an exception: it fails that rollout alone.
@@ -109,8 +117,10 @@ class Rewarder:
         timeout_s: float = 30.0,
         *,
         workers: int = 2,
+        device: str = "auto",
     ) -> None:
         specs = [reward_funcs] if callable(reward_funcs) or isinstance(reward_funcs, str) else list(reward_funcs)
+        self._device = device
         if weights is None:
             weights = [1.0] * len(specs)
         if len(weights) != len(specs) or not all(math.isfinite(w) for w in weights):
@@ -136,10 +146,17 @@ class Rewarder:
     def names(self) -> list[str]:
         return [f.name for f in self._functions]
 
-    def check(self, columns: Collection[str]) -> None:
-        """Raises ValueError when a function needs a column that the data does not have."""
+    def fingerprint(self) -> str:
+        """Names of the functions; a reward model's with a digest of its weights."""
+        return ", ".join(f"{f.name}@{f.model.digest()}" if f.model else f.name for f in self._functions)
+
+    def check(self, columns: Collection[str], conversational: bool = False) -> None:
+        """Raises ValueError when a function needs a column that the data does not have, or a reward model cannot be
+        asked about messages."""
         for function in self._functions:
             _check_columns(function, columns)
+            if function.model is not None and conversational:
+                function.model.require_chat_template()
 
     def score(self, groups: Sequence[Group]) -> None:
         """Score groups and wait for all of them. Raises RuntimeError while groups given to `start` are being scored."""
@@ -197,6 +214,9 @@ class Rewarder:
     def _function(self, spec: RewardSpec, weight: float) -> _Function:
         if isinstance(spec, str) and spec in BUILTIN:
             spec = load_function(BUILTIN[spec])
+        if (model := _reward_model(spec, self._device)) is not None:
+            asked = dict.fromkeys(("prompts", "completions"), True)
+            return _Function(function_name(model), weight, asked, call=model, model=model)
         if isinstance(spec, PooledReward):
             return _Function(function_name(spec), weight, dict.fromkeys(spec.columns, True), pooled=spec)
         if isinstance(spec, str):
@@ -213,7 +233,7 @@ class Rewarder:
             known = ", ".join(BUILTIN)
             raise FunctionError(
                 f"reward_funcs: unknown name '{target}'. Built in: {known}; your own are given as 'module:function' or "
-                "'path/to/file.py:function'"
+                "'path/to/file.py:function', reward models as a directory or 'owner/model' of the hub"
             )
         try:
             found = self._pool.call("winnow.env.workers.functions:inspect_function", {"target": target}).result()
@@ -277,6 +297,19 @@ class Rewarder:
         else:
             rollout.reward = sum(values)
         self.counts["failed" if cause else "scored"] += 1
+
+
+def _reward_model(spec: Any, device: str) -> RewardModel | None:
+    """The reward model that is given, or named: a directory, or a hub name of two parts. Raises ConfigError."""
+    path = isinstance(spec, str) and ":" not in spec and not spec.endswith(".py")
+    named = path and (Path(spec).is_dir() or spec.count("/") == 1)
+    if not named and "torch" not in sys.modules:
+        return None
+    from .reward_model import RewardModel, is_model
+
+    if isinstance(spec, RewardModel):
+        return spec
+    return RewardModel(spec, device=device) if named or is_model(spec) else None
 
 
 def _is_async(function: Callable[..., Any]) -> bool:

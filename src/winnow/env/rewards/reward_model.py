@@ -1,0 +1,147 @@
+"""Reward models: the score that a sequence-classification model with one output gives to a prompt with its completion.
+
+They run in this process, in the thread of reward functions, without gradients. Imported only where there is one:
+workers do without torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
+
+from ...base.errors import ConfigError
+from ...base.weights import weights_digest
+from ..prompting import tokenizer_digest
+
+TOKENS_AT_ONCE = 16_384
+"""Tokens of a forward pass, padding included."""
+
+
+class RewardModel:
+    """A reward function of TRL's signature: one number for each completion, from the model's only output.
+
+    `model`: a directory, a hub name, or a loaded `AutoModelForSequenceClassification`, which stays where it is.
+    `processing_class`: its tokenizer; None loads that of the same name. As in TRL, messages are put together by the
+    chat template of this tokenizer, and plain texts are joined. On a CPU the weights become float32, elsewhere they
+    keep their type. A text that the model cannot score fails alone. Raises ConfigError for what is no reward model.
+    """
+
+    def __init__(self, model: Any, processing_class: Any = None, *, device: str = "auto") -> None:
+        self.source = model if isinstance(model, str) else str(getattr(model, "name_or_path", "") or "")
+        self.model = _loaded(model, device) if isinstance(model, str) else model
+        _require_one_output(self.model.config, self.source or type(self.model).__name__)
+        if processing_class is None:
+            if not self.source:
+                raise ConfigError("reward_funcs: give a loaded reward model as RewardModel(model, its tokenizer)")
+            processing_class = _from_pretrained(AutoTokenizer, self.source, "tokenizer")
+        self.tokenizer = processing_class
+        if self.tokenizer.pad_token_id is None:
+            self.tokenizer.pad_token = self.tokenizer.eos_token
+        self.model.config.pad_token_id = self.tokenizer.pad_token_id
+        self.model.eval()
+        self.__name__ = Path(self.source).name or type(self.model).__name__
+
+    def digest(self) -> str:
+        """SHA-256 that changes with the weights, the vocabulary or the chat template."""
+        content = weights_digest(self.model) + tokenizer_digest(self.tokenizer)
+        return hashlib.sha256(content.encode()).hexdigest()
+
+    def require_chat_template(self) -> None:
+        """Raises ConfigError when it cannot be asked about messages."""
+        if not self.tokenizer.chat_template:
+            raise ConfigError(
+                f"reward_funcs: the prompts are lists of messages, but the tokenizer of '{self.__name__}' has no chat "
+                "template; use a reward model with one, or give text prompts"
+            )
+
+    def __call__(
+        self, prompts: Sequence[Any], completions: Sequence[Any], **columns: Any
+    ) -> list[float | Exception | None]:
+        """A score for each completion, or the reason why it has none."""
+        found: list[float | Exception | None] = [None] * len(completions)
+        rows: dict[int, list[int]] = {}
+        for i, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
+            try:
+                rows[i] = self._encoded(prompt, completion)
+            except Exception as error:  # whatever a chat template may raise
+                found[i] = error
+        for part in _parts(rows):
+            for i, score in zip(part, self._scores([rows[i] for i in part]), strict=True):
+                found[i] = score
+        return found
+
+    def _encoded(self, prompt: Any, completion: Any) -> list[int]:
+        if isinstance(prompt, str):
+            text = prompt + completion
+        else:
+            text = self.tokenizer.apply_chat_template([*prompt, *completion], tokenize=False)
+        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
+        longest = getattr(self.model.config, "max_position_embeddings", None)
+        if not ids or (longest is not None and len(ids) > longest):
+            raise ValueError(f"a text of {len(ids)} tokens, and the model takes 1 to {longest or 'any number'}")
+        return ids
+
+    @torch.inference_mode()
+    def _scores(self, rows: Sequence[list[int]]) -> list[float]:
+        """Padded on the right, as models look for the last token that is not padding."""
+        longest, device = max(map(len, rows)), self.model.device
+        ids_BT = torch.full((len(rows), longest), self.tokenizer.pad_token_id, device=device)
+        mask_BT = torch.zeros_like(ids_BT)
+        for i, ids in enumerate(rows):
+            ids_BT[i, : len(ids)] = torch.tensor(ids, device=device)
+            mask_BT[i, : len(ids)] = 1
+        scores: list[float] = self.model(input_ids=ids_BT, attention_mask=mask_BT).logits[:, 0].float().tolist()
+        return scores
+
+
+def is_model(spec: Any) -> bool:
+    """Whether a reward function is a loaded model, which could be called, too, but not like this."""
+    return isinstance(spec, torch.nn.Module) and hasattr(spec, "config")
+
+
+def _parts(rows: dict[int, list[int]]) -> Iterator[list[int]]:
+    """Keys of rows of like length that make up a forward pass together."""
+    part: list[int] = []
+    for i in sorted(rows, key=lambda i: len(rows[i])):
+        if part and (len(part) + 1) * len(rows[i]) > TOKENS_AT_ONCE:
+            yield part
+            part = []
+        part.append(i)
+    if part:
+        yield part
+
+
+def _loaded(source: str, device: str) -> Any:
+    _require_one_output(_from_pretrained(AutoConfig, source, "model"), source)
+    name = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+    dtype = torch.float32 if name == "cpu" else "auto"
+    options = {"dtype": dtype, "use_safetensors": True, "output_loading_info": True}
+    model, info = _from_pretrained(AutoModelForSequenceClassification, source, "model", **options)
+    if info["missing_keys"]:
+        shown = ", ".join(sorted(info["missing_keys"])[:3])
+        raise ConfigError(f"reward_funcs: '{source}' lacks weights of a reward model, which would be random: {shown}")
+    return model.requires_grad_(False).to(name)
+
+
+def _require_one_output(config: Any, source: str) -> None:
+    if (n := getattr(config, "num_labels", None)) != 1:
+        kinds = ", ".join(getattr(config, "architectures", None) or ["of no known kind"])
+        raise ConfigError(
+            f"reward_funcs: '{source}' ({kinds}) has num_labels={n}; a reward model is a sequence-classification model "
+            "with num_labels=1, whose only output is the score"
+        )
+
+
+def _from_pretrained(auto_class: Any, source: str, what: str, **options: Any) -> Any:
+    try:
+        return auto_class.from_pretrained(source, trust_remote_code=False, **options)
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        missing = "" if Path(source).is_dir() else " (no such directory, and not found as a hub name)"
+        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ConfigError(f"reward_funcs: cannot load the {what} of '{source}'{missing}: {first}") from None
