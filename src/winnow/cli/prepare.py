@@ -18,19 +18,20 @@ def warm_start(
     overrides: Overrides = None,
     as_json: Json = False,
 ) -> None:
-    """Make a small tokenizer and model and teach it from generated solutions; saves a Hugging Face directory.
+    """Make a small model, or take `model=DIR`, and teach it from solutions; saves a Hugging Face directory.
 
-    Overrides are options of the warm start (max_steps=300) and of the task (env=countdown env.count=4).
+    Overrides are options of the warm start (max_steps=300) and of the task (env=countdown env.count=4). Solutions are
+    the task's own, or a column of your data (env=dataset env.path=rows.jsonl completion_column=solution).
     """
     from ..config import build_options
     from ..engine.loading import quiet_transformers
-    from ..run.build import build_demonstrator
+    from ..run.build import build_task
     from ..study.warm_start import WarmStartConfig
     from ..study.warm_start import warm_start as run
 
     quiet_transformers()
     values = settings(overrides, env="countdown")
-    task = build_demonstrator(values.pop("env"))
+    task = build_task(values.pop("env"))
     show(run(task, output, config=build_options(WarmStartConfig, values, "warm start")), as_json)
 
 

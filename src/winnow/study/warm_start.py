@@ -1,8 +1,9 @@
-"""Warm start: a small model from scratch, taught from a task's demonstrations until it solves some prompts.
+"""Warm start: a small model from scratch, or a pretrained one, taught from demonstrations until it solves some prompts.
 
-The result is an ordinary Hugging Face directory: a Llama model and a word-level tokenizer (one token a word), which
-`from_pretrained` loads. (For a Qwen2 model `AutoTokenizer` would insist on Qwen2's own byte-level tokenizer.) The loss
-is the mean cross-entropy of completion tokens and end of sequence; prompts carry none.
+The result is an ordinary Hugging Face directory, which `from_pretrained` loads. A new model is a Llama with a tokenizer
+of its task: one token a word where the task knows all words, bytes and what they often make up for rows of data. (For a
+Qwen2 model `AutoTokenizer` would insist on Qwen2's own byte-level tokenizer.) The loss is the mean cross-entropy of
+completion tokens and end of sequence; prompts carry none.
 """
 
 from __future__ import annotations
@@ -22,21 +23,38 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTra
 
 from ..base.files import readable
 from ..base.processor import usable_threads
-from ..env.base import Demonstrator
+from ..engine.loading import load_causal_lm, load_tokenizer, resolve_device
+from ..env.base import Demonstrator, Task
+from ..env.prompting import encode_prompt
+from ..learner.local.forward import head_is_linear
 from ..run.machine import choose_threads
 from ..run.speed import Matrices
+from ..types import Prompt
+from .demonstrations import EOS, PAD, RowDemonstrations, byte_tokenizer, plain_tokenizer
 
-PAD, EOS = "<pad>", "<eos>"
 IGNORED = -100
+PART_TOKENS = 1024
+"""Tokens that a pretrained model is taught at a time; the gradient is that of the whole batch."""
+NEW_MODEL = (
+    *("hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads"),
+    *("max_positions", "vocab_size"),
+)
+"""Options that shape a model made from scratch."""
 
 
 @dataclass(frozen=True)
 class WarmStartConfig:
     """Size of the model and how long it is taught. The defaults suit Countdown on two CPU cores."""
 
+    model: str | None = None
+    """Directory or hub name of a pretrained model to teach; None: a new one is made."""
+    completion_column: str | None = None
+    """Column of the data with the completions to teach; None: the first of completion, solution, answer, ground_truth
+    that there is. No effect on tasks that show solutions themselves."""
     max_steps: int = 330
     batch_size: int = 128
-    learning_rate: float = 3e-3
+    learning_rate: float | None = None
+    """None: 3e-3 for a new model, 2e-5 for a pretrained one."""
     warmup_steps: int = 30
     final_lr_share: float = 0.05
     """The learning rate decays linearly to this share of its peak."""
@@ -47,6 +65,8 @@ class WarmStartConfig:
     num_heads: int = 4
     num_kv_heads: int = 1
     max_positions: int = 512
+    vocab_size: int = 2048
+    """Most tokens of a tokenizer that is made from rows of data."""
     seed: int = 0
     threads: int | Literal["auto"] | None = "auto"
     """CPU threads while teaching; `auto` measures, None leaves torch's setting."""
@@ -62,34 +82,47 @@ class WarmStartConfig:
                 f"warm start: num_heads={self.num_heads} must divide hidden_size={self.hidden_size} and be a multiple "
                 f"of num_kv_heads={self.num_kv_heads}"
             )
-        if self.learning_rate <= 0:
+        if self.rate <= 0:
             raise ValueError(f"warm start: learning_rate must be positive, got {self.learning_rate}")
+        changed = [name for name in NEW_MODEL if getattr(self, name) != getattr(WarmStartConfig, name)]
+        if self.model is not None and changed:
+            raise ValueError(f"warm start: {changed[0]} shapes a new model and has no effect with model; remove it")
+
+    @property
+    def rate(self) -> float:
+        """Peak of the learning rate."""
+        return self.learning_rate if self.learning_rate is not None else 3e-3 if self.model is None else 2e-5
 
 
-def warm_start(task: Demonstrator, output_dir: str | Path, *, config: WarmStartConfig | None = None) -> dict[str, Any]:
-    """Teach a new model from `task.demonstrations` and save it in `output_dir`.
+Shown = Demonstrator | RowDemonstrations
+
+
+def warm_start(
+    task: Demonstrator | Task, output_dir: str | Path, *, config: WarmStartConfig | None = None
+) -> dict[str, Any]:
+    """Teach a model from `task.demonstrations`, or from a column of the rows of a task that has none, and save it in
+    `output_dir`.
 
     Deterministic for a seed and a thread count. Returns `{output_dir, parameters, vocab_size, steps, loss, seconds}`,
-    with the mean loss (nats a token) of the last 20 steps. Raises TypeError if the task has no demonstrations,
-    FileExistsError if the directory holds anything, FloatingPointError if the loss is not finite.
+    with the mean loss (nats a token) of the last 20 steps, and for rows how many `demonstrations` there were. Raises
+    TypeError if the task has neither, ConfigError for rows or a model that cannot be used, FileExistsError if the
+    directory holds anything, FloatingPointError if the loss is not finite.
     """
     config = config or WarmStartConfig()
-    if not isinstance(task, Demonstrator):
-        raise TypeError(f"warm start: task {getattr(task, 'name', task)!r} has no demonstrations to teach from")
+    shown = _shown(task, config)
     output = Path(output_dir)
     if output.exists() and any(output.iterdir()):
         raise FileExistsError(f"warm start: {output} is not empty; choose another directory or remove it")
     start = time.monotonic()
-    tokenizer = word_tokenizer(task.vocabulary(), config.max_positions)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
-        model = small_model(tokenizer, config)
-        loss = _teach(model, tokenizer, task, config)
+        model, tokenizer = _pretrained(config.model) if config.model is not None else _new(shown, config)
+        loss = _teach(model, tokenizer, shown, config)
     output.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(output)
     tokenizer.save_pretrained(output)
     readable(output)
-    return {
+    found = {
         "output_dir": str(output),
         "parameters": model.num_parameters(),
         "vocab_size": len(tokenizer),
@@ -97,6 +130,33 @@ def warm_start(task: Demonstrator, output_dir: str | Path, *, config: WarmStartC
         "loss": loss,
         "seconds": time.monotonic() - start,
     }
+    return found | ({"demonstrations": len(shown)} if isinstance(shown, RowDemonstrations) else {})
+
+
+def _shown(task: Any, config: WarmStartConfig) -> Shown:
+    """The task itself, if it shows solutions, or its rows."""
+    if isinstance(task, Demonstrator):
+        if config.completion_column is not None:
+            raise ValueError(f"warm start: completion_column has no effect: {task.name} shows solutions itself")  # type: ignore[attr-defined]
+        return task
+    if not getattr(task, "train", None):
+        raise TypeError(f"warm start: task {getattr(task, 'name', task)!r} has no demonstrations to teach from")
+    return RowDemonstrations(task.name, task.train, config.completion_column)
+
+
+def _new(shown: Shown, config: WarmStartConfig) -> tuple[Any, PreTrainedTokenizerFast]:
+    if isinstance(shown, RowDemonstrations):
+        tokenizer = byte_tokenizer(shown, config.vocab_size, config.max_positions)
+    else:
+        tokenizer = word_tokenizer(shown.vocabulary(), config.max_positions)
+    return small_model(tokenizer, config), tokenizer
+
+
+def _pretrained(source: str) -> tuple[Any, Any]:
+    tokenizer = load_tokenizer(source)
+    if tokenizer.eos_token_id is None:
+        raise ValueError(f"warm start: the tokenizer of '{source}' has no end of sequence, which completions end with")
+    return load_causal_lm(source, resolve_device("auto")), tokenizer
 
 
 def word_tokenizer(words: Sequence[str], max_positions: int) -> PreTrainedTokenizerFast:
@@ -107,14 +167,7 @@ def word_tokenizer(words: Sequence[str], max_positions: int) -> PreTrainedTokeni
         raise ValueError(f"warm start: words of a vocabulary must not be empty or contain blanks: {split[:5]!r}")
     tokenizer = Tokenizer(models.WordLevel(vocabulary))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token=PAD,
-        eos_token=EOS,
-        padding_side="left",
-        model_max_length=max_positions,
-        clean_up_tokenization_spaces=False,
-    )
+    return plain_tokenizer(tokenizer, max_positions)
 
 
 def small_model(tokenizer: PreTrainedTokenizerFast, config: WarmStartConfig) -> LlamaForCausalLM:
@@ -142,12 +195,11 @@ def small_model(tokenizer: PreTrainedTokenizerFast, config: WarmStartConfig) -> 
     return model
 
 
-def _teach(
-    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, task: Demonstrator, config: WarmStartConfig
-) -> float:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate, betas=(0.9, 0.98), fused=True)
+def _teach(model: Any, tokenizer: Any, shown: Shown, config: WarmStartConfig) -> float:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=config.rate, betas=(0.9, 0.98), fused=True)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _lr_share(step, config))
-    batches = _batches(task, tokenizer, config)
+    batches = _batches(shown, tokenizer, config, longest=model.config.max_position_embeddings)
+    linear = head_is_linear(model, len(tokenizer))
     losses: list[float] = []
     precision, threads = torch.get_float32_matmul_precision(), torch.get_num_threads()
     torch.set_float32_matmul_precision(config.matmul_precision)
@@ -157,7 +209,7 @@ def _teach(
         with Progress(transient=True) as progress:
             bar = progress.add_task("warm start", total=config.max_steps)
             for step, batch in enumerate(islice(batches, config.max_steps)):
-                loss = _backward(model, batch)
+                loss = _backward(model, batch, linear=linear)
                 torch.nn.utils.clip_grad_norm_(model.parameters(), config.max_grad_norm)
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=True)
@@ -191,26 +243,42 @@ Rows = tuple[torch.Tensor, torch.Tensor]
 """int64 ids [B,T] and labels [B,T], padded on the right; labels are `IGNORED` off what is taught."""
 
 
-def _batches(task: Demonstrator, tokenizer: PreTrainedTokenizerFast, config: WarmStartConfig) -> Iterator[list[Rows]]:
-    """Endless batches, each cut into parts of similar lengths where lengths differ much."""
-    demonstrations = iter(task.demonstrations(config.seed))
+def _batches(shown: Shown, tokenizer: Any, config: WarmStartConfig, longest: int | None = None) -> Iterator[list[Rows]]:
+    """Endless batches, each cut into parts: of similar lengths where lengths differ much, small for a large model."""
+    demonstrations: Iterator[tuple[Any, Any]] = iter(shown.demonstrations(config.seed))
+    limit = longest or config.max_positions
     while True:
         pairs = [(p, [c] if isinstance(c, str) else c) for p, c in islice(demonstrations, config.batch_size)]
-        encoded = iter(tokenizer([text for prompt, parts in pairs for text in (prompt, *parts)])["input_ids"])
-        rows = [_row(list(islice(encoded, 1 + len(parts))), tokenizer.eos_token_id) for _, parts in pairs]
-        longest = max(len(ids) for ids, _ in rows)
-        if longest > config.max_positions:
-            raise ValueError(
-                f"warm start: a demonstration of {longest} tokens exceeds max_positions={config.max_positions}"
-            )
-        yield [_padded(part, tokenizer.pad_token_id) for part in _parts(rows)]
+        texts = [text for _, parts in pairs for text in parts]
+        encoded = iter(tokenizer(texts, add_special_tokens=False)["input_ids"])
+        prompts = _prompt_ids(tokenizer, [prompt for prompt, _ in pairs])
+        rows = [
+            _row([ids, *islice(encoded, len(parts))], tokenizer.eos_token_id)
+            for ids, (_, parts) in zip(prompts, pairs, strict=True)
+        ]
+        if (most := max(len(ids) for ids, _ in rows)) > limit:
+            option = "max_positions" if config.model is None else "the model's max_position_embeddings"
+            raise ValueError(f"warm start: a demonstration of {most} tokens exceeds {option}={limit}")
+        parts_of = _parts(rows, None if config.model is None else PART_TOKENS)
+        yield [_padded(part, tokenizer.pad_token_id or 0) for part in parts_of]
 
 
-def _parts(rows: list[tuple[list[int], list[int]]]) -> list[list[tuple[list[int], list[int]]]]:
-    """The rows themselves, or parts in which no row is much longer than another."""
+def _prompt_ids(tokenizer: Any, prompts: Sequence[str | Prompt]) -> list[list[int]]:
+    """As a rollout encodes them."""
+    if all(isinstance(prompt, str) for prompt in prompts):
+        found: list[list[int]] = tokenizer(list(prompts))["input_ids"]
+        return found
+    return [list(encode_prompt(tokenizer, prompt)) for prompt in prompts if isinstance(prompt, Prompt)]
+
+
+def _parts(
+    rows: list[tuple[list[int], list[int]]], tokens: int | None = None
+) -> list[list[tuple[list[int], list[int]]]]:
+    """The rows themselves, or parts in which no row is much longer than another, of at most so many tokens."""
     parts: list[list[tuple[list[int], list[int]]]] = []
     for row in sorted(rows, key=lambda r: len(r[0])):
-        if parts and len(row[0]) <= 2 * len(parts[-1][0][0]) + 16:
+        fits = tokens is None or not parts or (len(parts[-1]) + 1) * len(row[0]) <= tokens
+        if parts and fits and len(row[0]) <= 2 * len(parts[-1][0][0]) + 16:
             parts[-1].append(row)
         else:
             parts.append([row])
@@ -223,12 +291,12 @@ def _padded(rows: list[tuple[list[int], list[int]]], pad: int) -> Rows:
     return ids_BT, torch.tensor([labels + [IGNORED] * (length - len(labels)) for _, labels in rows])
 
 
-def _backward(model: LlamaForCausalLM, batch: list[Rows]) -> float:
+def _backward(model: Any, batch: list[Rows], *, linear: bool = True) -> float:
     """Gradient of the mean over all labels of the batch; returns that mean."""
     labels = [int((labels_BT[:, 1:] != IGNORED).sum()) for _, labels_BT in batch]
     mean = 0.0
     for (ids_BT, labels_BT), n in zip(batch, labels, strict=True):
-        loss = _loss(model, ids_BT, labels_BT) * (n / sum(labels))
+        loss = _loss(model, ids_BT.to(model.device), labels_BT.to(model.device), linear=linear) * (n / sum(labels))
         loss.backward()
         mean += loss.item()
     return mean
@@ -252,9 +320,16 @@ def _row(encoded: list[list[int]], eos: int) -> tuple[list[int], list[int]]:
     return ids, labels
 
 
-def _loss(model: LlamaForCausalLM, ids_BT: torch.Tensor, labels_BT: torch.Tensor) -> torch.Tensor:
-    """Mean cross-entropy over labelled tokens. Only their logits are computed; right padding needs no mask."""
-    hidden_BTD = model.model(input_ids=ids_BT[:, :-1], use_cache=False).last_hidden_state
+def _loss(model: Any, ids_BT: torch.Tensor, labels_BT: torch.Tensor, *, linear: bool = True) -> torch.Tensor:
+    """Mean cross-entropy over labelled tokens; right padding needs no mask.
+
+    Only their logits are computed, where these are `linear` in the hidden states.
+    """
     targets_BT = labels_BT[:, 1:]
     labelled_BT = targets_BT != IGNORED
-    return cross_entropy(model.lm_head(hidden_BTD[labelled_BT]), targets_BT[labelled_BT])
+    if linear:
+        hidden_BTD = model.get_decoder()(input_ids=ids_BT[:, :-1], use_cache=False).last_hidden_state
+        logits_NV = model.get_output_embeddings()(hidden_BTD[labelled_BT])
+    else:
+        logits_NV = model(input_ids=ids_BT[:, :-1], use_cache=False).logits[labelled_BT]
+    return cross_entropy(logits_NV, targets_BT[labelled_BT])
