@@ -14,9 +14,8 @@ import re
 import tempfile
 from array import array
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from operator import eq
-from typing import Any, overload
+from typing import Any, NamedTuple, overload
 
 import numpy as np
 
@@ -40,8 +39,7 @@ def _content(text: str | None, messages: Sequence[Message] | None) -> str:
     return json.dumps([[m["role"], m.get("content")] for m in messages], sort_keys=True)
 
 
-@dataclass(frozen=True, slots=True)
-class Record:
+class Record(NamedTuple):
     """One row as it is stored."""
 
     place: int
@@ -65,7 +63,7 @@ class Store:
         except OSError as error:
             raise _no_room(error) from None
         self._offsets = array("q", [0])
-        self._kept: dict[int, tuple[Any, ...]] = {}
+        self._kept: dict[int, Record] = {}
         """Rows given in Python with something that cannot be written down."""
         self._places: dict[str, int] = {}
         self.columns: dict[str, None] = {}
@@ -83,9 +81,9 @@ class Store:
         """Put in a row with the prompt that was found in it."""
         self.columns.update(dict.fromkeys(row.values))
         place = self._places.setdefault(row.place, len(self._places))
-        record = (place, row.number, own_id, text, messages, row.values)
+        record = Record(place, row.number, own_id, text, messages, row.values)
         try:
-            data = pickle.dumps(record, pickle.HIGHEST_PROTOCOL)
+            data = pickle.dumps(tuple(record), pickle.HIGHEST_PROTOCOL)
         except Exception:  # whatever an object's own way to be pickled may raise
             self._kept[len(self)], data = record, b""
         try:
@@ -114,8 +112,8 @@ class Store:
     def __getitem__(self, row: int) -> Record:
         start, stop = self._offsets[row], self._offsets[row + 1]
         if start == stop:
-            return Record(*self._kept[row])
-        return Record(*pickle.loads(os.pread(self._file.fileno(), stop - start, start)))
+            return self._kept[row]
+        return Record._make(pickle.loads(os.pread(self._file.fileno(), stop - start, start)))
 
     def where(self, row: int) -> str:
         """Place for messages."""
