@@ -18,7 +18,7 @@ import pyarrow.parquet
 import pytest
 
 from winnow import ConfigError
-from winnow.env import row_files
+from winnow.env import row_files, stored
 from winnow.env import rows as rows_module
 from winnow.env.dataset import DatasetConfig, content_of
 from winnow.env.row_files import DataError
@@ -311,11 +311,18 @@ def test_what_cannot_be_written_down_is_kept_in_memory():
     assert task.train[1].columns == {"lock": None}
 
 
-def test_a_full_disk_is_named(tmp_path, monkeypatch):
+@pytest.mark.parametrize("buffer", [0, 1 << 20])
+def test_a_full_disk_is_named(monkeypatch, buffer):
+    """Whether it is full at a row or at the end."""
+    monkeypatch.setattr(stored, "_file_without_name", lambda: open("/dev/full", "w+b", buffer))  # noqa: SIM115
+    with pytest.raises(DataError, match=r"rows cannot be kept there: No space left on device; set WINNOW_CACHE"):
+        build_rows([{"prompt": "a"}])
+
+
+def test_a_cache_that_cannot_be_written_to_is_no_hindrance(tmp_path, monkeypatch):
     monkeypatch.setenv("WINNOW_CACHE", str(tmp_path / "file"))
     (tmp_path / "file").write_text("")
-    with pytest.raises(DataError, match=r"file: rows cannot be kept there: .*; set WINNOW_CACHE"):
-        build_rows([{"prompt": "a"}])
+    assert build_rows([{"prompt": "a"}]).train[0].text == "a"
 
 
 def plain_ids(rows):

@@ -1,11 +1,13 @@
 """Prompts of a data set on disk: in memory a row costs some tens of bytes, however long it is.
 
-Rows are read once and put one after another into a file without a name in the cache directory, which ends with its
-object. What becomes of the source afterwards does not matter, whatever kind of source it was.
+Rows are read once and put one after another into a file without a name, which ends with its object: in the cache
+directory, as the one for temporary files is in memory on many machines. What becomes of the source afterwards does not
+matter, whatever kind of source it was.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -15,7 +17,7 @@ import tempfile
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from operator import eq
-from typing import Any, NamedTuple, overload
+from typing import Any, BinaryIO, NamedTuple, cast, overload
 
 import numpy as np
 
@@ -56,12 +58,7 @@ class Store:
     """Rows in the order in which they were put in. Raises DataError when the disk is full."""
 
     def __init__(self) -> None:
-        folder = cache_dir()
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            self._file = tempfile.TemporaryFile("w+b", BUFFER, dir=folder)  # noqa: SIM115  (it ends with the store)
-        except OSError as error:
-            raise _no_room(error) from None
+        self._file = _file_without_name()
         self._offsets = array("q", [0])
         self._kept: dict[int, Record] = {}
         """Rows given in Python with something that cannot be written down."""
@@ -73,6 +70,10 @@ class Store:
         self._characters = array("I")
         self.ids: dict[int, str] = {}
         """Ids that are neither the row's own nor just a hash of its content: those of repeated prompts."""
+
+    def __del__(self) -> None:
+        with contextlib.suppress(OSError, AttributeError):  # what is in its buffer may not fit; it may not be there
+            self._file.close()
 
     def __len__(self) -> int:
         return len(self._offsets) - 1
@@ -147,6 +148,18 @@ class Store:
             taken[name] = row
             if own is None and name != base:
                 self.ids[row] = name
+
+
+def _file_without_name() -> BinaryIO:
+    folder = cache_dir()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        return cast(BinaryIO, tempfile.TemporaryFile("w+b", BUFFER, dir=folder))
+    except OSError:  # a home that cannot be written to
+        try:
+            return cast(BinaryIO, tempfile.TemporaryFile("w+b", BUFFER))
+        except OSError as error:
+            raise _no_room(error) from None
 
 
 def _no_room(error: OSError) -> DataError:
