@@ -14,6 +14,7 @@ pytest.importorskip("trl")
 
 from datasets import Dataset
 from trl import GRPOConfig, GRPOTrainer
+from trl.trainer.utils import split_tensor_dict
 
 from winnow import ConfigError
 from winnow.integrations.trl import WinnowGRPOTrainer
@@ -82,8 +83,8 @@ def test_without_methods_the_batches_are_those_of_trl(arguments: dict[str, Any],
     """TRL's own advantages, tensors and token counts of the same rows come back unchanged."""
 
     class Compared(WinnowGRPOTrainer):
-        def _rolled_out(self, rows: list[dict[str, Any]]) -> Any:
-            found = super()._rolled_out(rows)
+        def _rolled_out(self, *args: Any) -> Any:
+            found = super()._rolled_out(*args)
             self.own = {k: v.clone() for k, v in found[0].items()}
             return found
 
@@ -131,27 +132,32 @@ def test_full_batches_of_groups_that_teach(arguments: dict[str, Any], tmp_path: 
 def test_what_a_filter_drops_without_refill_has_no_part_in_the_loss(
     loss_type: str, arguments: dict[str, Any], tmp_path: Path
 ) -> None:
-    """The gradient is that of TRL on the rows left alone."""
-    args = settings(tmp_path / "out", loss_type=loss_type, max_steps=1)
+    """The gradient is that of TRL on the rows left alone, in micro-batches of which the last has empty rows."""
+    parts = 8
+    args = settings(tmp_path / "out", loss_type=loss_type, max_steps=1, gradient_accumulation_steps=parts)
+    args.per_device_train_batch_size, args.generation_batch_size = G * PROMPTS // parts, G * PROMPTS
     dropping = {"name": "zero_variance", "refill": False}
     trainer = Watched(**arguments | {"args": args}, filter=dropping, advantage="dr_grpo")
     trainer.train()
     (batch,) = trainer.seen
-    left = int((batch["completion_mask"].sum(1) > 0).sum())
-    assert 0 < left < G * PROMPTS
-    assert left % G == 0
+    full = batch["completion_mask"].sum(1) > 0
+    assert 0 < full.sum() < G * PROMPTS
+    assert full.sum() % G == 0
+    assert len(full) == -(-int(full.sum()) // parts) * parts
 
-    def gradient(rows: int) -> torch.Tensor:
-        plain = GRPOTrainer(**arguments | {"args": settings(tmp_path / "plain", loss_type=loss_type)})
-        plain.current_gradient_accumulation_steps = 1
+    def gradient(parts: int, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        args = settings(tmp_path / "plain", loss_type=loss_type, gradient_accumulation_steps=parts)
+        plain = GRPOTrainer(**arguments | {"args": args})
+        plain.current_gradient_accumulation_steps = parts
         plain.model.train()
-        some = {k: v[:rows] if v.dim() else v for k, v in batch.items()}
-        if rows == left and loss_type != "dapo":
-            some["advantages"] = some["advantages"] * left / (G * PROMPTS)
-        plain.compute_loss(plain.model, some).backward()
+        for part in split_tensor_dict(batch, parts):
+            plain.compute_loss(plain.model, part).backward()
         return torch.cat([p.grad.flatten() for p in plain.model.parameters() if p.grad is not None])
 
-    torch.testing.assert_close(gradient(G * PROMPTS), gradient(left), rtol=1e-4, atol=1e-7)
+    left = {k: v[full] if v.dim() else v for k, v in batch.items()}
+    if loss_type != "dapo":
+        left["advantages"] = left["advantages"] * float(full.sum()) / len(full)
+    torch.testing.assert_close(gradient(parts, batch), gradient(1, left), rtol=1e-4, atol=1e-7)
 
 
 def test_a_resumed_run_goes_on_with_its_account(arguments: dict[str, Any], tmp_path: Path) -> None:
@@ -196,23 +202,20 @@ def test_prompts_that_never_teach_end_the_run(arguments: dict[str, Any], tmp_pat
         assert ledger.verify().ok
 
 
-def test_what_was_collected_before_the_loop_gave_up_is_trained(arguments: dict[str, Any], tmp_path: Path) -> None:
-    def one_teaches(completions: list[str], row: list[int], **columns: Any) -> list[float]:
-        return [float(k % 2) if i == 0 else 1.0 for k, i in enumerate(row)]
+def test_what_was_collected_before_a_stop_is_trained(arguments: dict[str, Any], tmp_path: Path) -> None:
+    """One prompt of the first generation teaches and none ever after: a batch of one group, then the end."""
+    calls = []
 
-    found = Watched(
-        **arguments | {"reward_funcs": one_teaches},
-        selector={"name": "uniform", "shuffle": False},
-        filter={"name": "zero_variance", "max_refill_rounds": 3},
-    )
-    with pytest.raises(RunStoppedError, match="12 groups in a row had no signal"):
-        found.train()
-    assert found.state.global_step == len(found.seen) == 1
-    (batch,) = found.seen
-    assert len(batch["prompt_ids"]) == G * PROMPTS
-    assert batch["completion_mask"][:G].any(dim=1).all()
-    assert not batch["completion_mask"][G:].any()
-    assert batch["advantages"][:G].abs().min() > 0
+    def once(completions: list[str], **columns: Any) -> list[float]:
+        calls.append(len(completions))
+        return [float(len(calls) == 1 and i == 0) for i in range(len(completions))]
+
+    trainer = Watched(**arguments | {"reward_funcs": once}, filter="zero_variance", advantage="rloo")
+    with pytest.raises(RunStoppedError, match="had no signal"):
+        trainer.train()
+    (batch,) = trainer.seen
+    assert (batch["completion_mask"].sum(1) > 0).sum() == G
+    assert trainer.state.global_step == 1
     with Ledger.open(tmp_path / "out" / "winnow" / "ledger.sqlite", read_only=True) as ledger:
         assert ledger.verify().ok
         assert ledger.totals()["trained"]["rollouts"] == G
@@ -232,13 +235,26 @@ def test_a_completion_without_any_reward_is_no_zero(arguments: dict[str, Any], t
     ("methods", "args", "message"),
     [
         ({"selector": "gresso"}, {}, "Did you mean 'greso'"),
-        ({"advantage": "opob"}, {}, "baseline"),
+        ({"selector": {"name": "pass_rate", "refresh_steps": 5}}, {}, "make a profile with `winnow pass-rates`"),
+        ({"advantage": "otb"}, {}, "which TRL's forward pass does not give"),
+        ({"advantage": "opob"}, {"num_iterations": 2}, "opob finds its baseline once a generation"),
+        ({"advantage": "opob"}, {"beta": 0.1}, "set beta: 0"),
+        ({"step_scale": "ess"}, {}, "all samples are effective"),
+        ({"step_scale": "ess", "engine": "local"}, {"top_p": 0.9}, "know temperature alone"),
+        ({"gates": ["arrol"]}, {"repetition_penalty": 1.1}, "repetition_penalty: not with gates"),
+        ({"gates": [{"name": "divergence", "k": 1}]}, {}, "nobody is running by then"),
+        ({"gates": ["arrol"]}, {"loss_type": "bnpo"}, "bnpo weighs micro-batches alike"),
+        ({"env": "countdown"}, {}, "give one of the two"),
+        ({"selectr": "greso"}, {}, "Did you mean 'selector'"),
         ({"advantage": "remax"}, {}, "TRL samples all alike"),
-        ({"selector": {"name": "pass_rate", "refresh_steps": 5}}, {}, "not made inside TRL"),
         ({"filter": "zero_variance", "rollout_batch": "adaptive"}, {}, "surplus: carry trains groups one step after"),
         ({}, {"scale_rewards": "batch"}, "scale_rewards: batch has no name here"),
         ({}, {"save_strategy": "steps", "save_steps": 3, "num_iterations": 2}, "save every 2 steps"),
-        ({"filter": {"name": "zero_variance", "refill": False}}, {"loss_type": "bnpo"}, "loss_type: bnpo counts them"),
+        (
+            {"filter": {"name": "zero_variance", "refill": False}},
+            {"loss_type": "bnpo"},
+            "bnpo weighs micro-batches alike",
+        ),
         ({}, {"multi_objective_aggregation": "normalize_then_sum"}, "of the weighted sum of the rewards"),
     ],
 )

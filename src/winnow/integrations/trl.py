@@ -11,16 +11,23 @@ TRL. Pinned to TRL 1.16, whose hooks are private.
 
 from __future__ import annotations
 
+import inspect
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 
 from ..base.install import install
-from ..config import MethodSpec
-from .trl_loop import LoopInTrl, run_config
+from ..config import ConfigError, MethodSpec, nearest
+from ..env.base import Task
+from ..env.dataset import DatasetConfig
+from ..run.build import build_task
+from ..types import Group, Rollout
+from .trl_config import run_config
+from .trl_engine import as_rollout_func
+from .trl_loop import LoopInTrl
 
 try:
     from trl import GRPOTrainer
@@ -30,32 +37,64 @@ except ImportError:
 STATE = "winnow.json"
 """What a checkpoint of TRL's holds for a resume."""
 
+METHODS = frozenset(
+    ("selector", "rollout_batch", "group_size", "filter", "gates", "advantage", "step_scale", "audit", "engine")
+)
+"""Arguments that are Winnow's; their values are those of its configuration."""
+
+
+def env_reward(completions: Sequence[Any], env_reward: Sequence[float | None], **columns: Any) -> list[float | None]:
+    """Reward function: what the environment of each rollout gave last; None where it gave nothing."""
+    return list(env_reward)
+
+
+def _with_prompts(task: Task, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments with the prompts of a task as TRL's data set. Raises ConfigError when there is one already."""
+    if kwargs.get("train_dataset") is not None:
+        raise ConfigError("train_dataset: env brings its own prompts; give one of the two")
+    rows = [{**p.columns, "prompt": p.text if p.messages is None else list(p.messages)} for p in task.train]
+    return kwargs | {"train_dataset": rows}
+
 
 class WinnowGRPOTrainer(GRPOTrainer):
     """TRL's `GRPOTrainer` with Winnow's methods; all other arguments are TRL's.
 
-    `selector`, `rollout_batch`, `filter`, `advantage`, `audit`: as in Winnow's configuration, names or `{name: ...,
-    options}`. Without `advantage` TRL's own advantages are kept. The ledger and the page's data are in
-    `output_dir/winnow`: `winnow report OUT/winnow`, `winnow verify OUT/winnow`. `train_dataset` is read to its end; TRL
-    counts its epochs by its own order, which Winnow's selector replaces, so `max_steps` says better how long to train.
-    Raises ConfigError for what cannot work in here, with the reason.
+    `selector`, `rollout_batch`, `group_size`, `filter`, `gates`, `advantage`, `step_scale`, `audit`: as in Winnow's
+    configuration, names or `{name: ..., options}`. Without `advantage` TRL's own advantages are kept. `engine`: `local`
+    or `vllm` of Winnow's samples instead of TRL, as it must for gates and environments. `env`: a task of Winnow's in
+    place of `train_dataset`, with its environments of many turns; reward it by `env_reward`. The ledger and the page's
+    data are in `output_dir/winnow`: `winnow report OUT/winnow`, `winnow verify OUT/winnow`. `train_dataset` is read to
+    its end; TRL counts its epochs by its own order, which Winnow's selector replaces, so `max_steps` says better how
+    long to train. Raises ConfigError for what cannot work in here, with the reason.
     """
 
     def __init__(
         self,
         *args: Any,
-        selector: MethodSpec = "uniform",
-        rollout_batch: MethodSpec = "exact",
-        filter: MethodSpec | list[MethodSpec] = "keep_all",  # as the key is called
-        advantage: MethodSpec | None = None,
-        audit: Mapping[str, Any] | None = None,
+        env: MethodSpec | Task | None = None,
         **kwargs: Any,
     ) -> None:
+        if unknown := set(kwargs) - METHODS - set(inspect.signature(GRPOTrainer.__init__).parameters):
+            name = min(unknown)
+            raise ConfigError(f"WinnowGRPOTrainer: there is no argument '{name}'.{nearest(name, sorted(METHODS))}")
+        methods = {name: kwargs.pop(name, None) for name in METHODS}
+        given = None if env is None else build_task(env)
+        if given is not None:
+            kwargs = _with_prompts(given, kwargs)
         super().__init__(*args, **kwargs)
-        methods = {"selector": selector, "rollout_batch": rollout_batch, "filter": filter, "audit": audit}
-        c = run_config(self, methods | {"advantage": advantage})
-        self._winnow = LoopInTrl(self, c, self._rolled_out, own_advantages=advantage is not None)
+        if methods["gates"] or given is not None:
+            methods["engine"] = methods["engine"] or "local"
+        c = run_config(self, methods | {"env": "dataset" if given is None else given.name})
+        rows = cast(Iterable[Any], self.train_dataset)
+        task = given or cast(Task, DatasetConfig(path="train_dataset").with_rows(rows))
+        own_advantages = methods["advantage"] is not None
+        self._winnow = LoopInTrl(self, c, task, self._rolled_out, own_advantages=own_advantages)
+        self.add_callback(self._winnow.scaling)
         self._scored: tuple[Any, ...] = ()
+        self._sampled: list[Rollout] | None = None
+        """What Winnow's engine has sampled, while TRL scores it."""
+        self._training_on: dict[str, Any] | None = None
+        """Tensors of the micro-batch whose loss is computed."""
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         try:
@@ -70,15 +109,53 @@ class WinnowGRPOTrainer(GRPOTrainer):
             return cast(dict[str, Any], super()._generate_and_score_completions(inputs))
         return self._winnow.batch()
 
-    def _rolled_out(self, rows: list[dict[str, Any]]) -> tuple[dict[str, Any], tuple[Any, ...]]:
-        """TRL's own tensors of these rows, and rewards [B, F], completions and their ids."""
-        output = super()._generate_and_score_completions(rows)
+    def _rolled_out(
+        self, rows: list[dict[str, Any]], size: int, sampled: list[Group] | None
+    ) -> tuple[dict[str, Any], tuple[Any, ...]]:
+        """TRL's own tensors of these rows, `size` a prompt, and rewards [B, F], completions and their ids.
+
+        `sampled`: what Winnow's engine has made of them; None: TRL generates.
+        """
+        usual = self.num_generations, self.rollout_func
+        self.num_generations = size
+        if sampled is not None:
+            self._sampled = [rollout for group in sampled for rollout in group.rollouts]
+            self.rollout_func = as_rollout_func(self._sampled, self._tokenizer.pad_token_id)
+        try:
+            output = super()._generate_and_score_completions(rows)
+        finally:
+            self.num_generations, self.rollout_func = usual
+            self._sampled = None
         return output, self._scored
 
     def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> torch.Tensor:
-        rewards: torch.Tensor = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+        """Rewards [B, F]; what has no fate yet is scored, and the rest NaN, which TRL takes for absent."""
+        given = inputs, prompts, completions, completion_ids_list
+        if self._sampled is None:
+            rewards: torch.Tensor = super()._calculate_rewards(*given)
+        else:
+            left = [i for i, rollout in enumerate(self._sampled) if rollout.fate is None]
+            rewards = torch.full((len(prompts), len(self.reward_funcs)), torch.nan, device=self.accelerator.device)
+            if left:
+                rewards[left] = super()._calculate_rewards(*([values[i] for i in left] for values in given))
+            for column, values in self._pending_extra_logs.items():  # a table of all completions
+                by_row = dict(zip(left, values, strict=False))
+                self._pending_extra_logs[column] = [by_row.get(i) for i in range(len(prompts))]
         self._scored = rewards, completions, completion_ids_list
         return rewards
+
+    def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
+        self._training_on = inputs if model.training else None
+        try:
+            return cast(torch.Tensor, super()._compute_loss(model, inputs))
+        finally:
+            self._training_on = None
+
+    def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
+        found = super()._get_per_token_logps_and_entropies(*args, **kwargs)
+        if self._training_on is not None:
+            self._winnow.scaling.saw(found[0], self._training_on)
+        return found
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         self._winnow.logged(logs)

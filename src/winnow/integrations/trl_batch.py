@@ -1,0 +1,81 @@
+"""TRL's tensors, row by row and as the rectangle that it trains on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn.functional import pad
+
+from ..config import ConfigError
+
+PADDED_LEFT, PADDED_RIGHT = ("prompt_ids", "prompt_mask"), ("completion_ids", "completion_mask", "tool_mask")
+BY_TOKEN = ("old_per_token_logps", "ref_per_token_logps", "sampling_per_token_logps", "importance_sampling_ratio")
+TOKEN_MEANS = ("dapo", "cispo", "vespo")
+"""Losses of TRL's whose mean is over the tokens of the batch; that of the others is over rows."""
+
+Tensors = dict[str, torch.Tensor]
+
+
+def check_tensors(output: Mapping[str, Any]) -> None:
+    """Raises ConfigError on tensors that belong to no text."""
+    if unknown := set(output) - {*PADDED_LEFT, *PADDED_RIGHT, *BY_TOKEN, "advantages", "num_items_in_batch"}:
+        raise ConfigError(f"train_dataset: Winnow inside TRL works on text, and found {', '.join(sorted(unknown))}")
+
+
+def row_of(output: Mapping[str, torch.Tensor], i: int, length: int) -> Tensors:
+    """TRL's tensors of row `i` without padding: prompts [P], completions [T], P and T tokens; advantages []."""
+    prompt = output["prompt_mask"][i].bool()
+    row = {key: output[key][i][prompt] for key in PADDED_LEFT} | {"advantages": output["advantages"][i]}
+    for key in (*PADDED_RIGHT, *BY_TOKEN):
+        if key in output:
+            whole = output[key][i]
+            row[key] = whole if whole.shape == (1,) else whole[:length]  # a ratio may be one of the sequence
+    return row
+
+
+def batch_of(
+    rows: Sequence[Tensors],
+    advantages_N: np.ndarray,
+    times_N: np.ndarray,
+    count: int,
+    *,
+    loss_type: str,
+    parts: int,
+    empty: Tensors,
+    pad_token: int,
+) -> Tensors:
+    """The rectangle of N rows, padded as TRL pads, with as many rows without a token as it takes to cut it in `parts`.
+
+    Each row stands for `times_N` of the `count` rows that the loss is a mean of; `empty` is what rows without a token
+    are copied from. The loss is then TRL's on the N rows alone, whatever is added.
+    """
+    n = len(rows)
+    total = max(parts, -(-n // parts) * parts)
+    merged = _merged([*rows, *[empty] * (total - n)], pad_token)
+    merged["completion_mask"][n:] = 0
+    times_N = times_N if loss_type in TOKEN_MEANS or not count else times_N * total / count
+    device = merged["completion_mask"].device
+    weighted = np.concatenate([advantages_N * times_N, np.zeros(total - n)])
+    merged["advantages"] = torch.tensor(weighted, dtype=torch.float32, device=device)
+    tokens_B = (merged["completion_mask"] * merged.get("tool_mask", 1)).sum(1)
+    if loss_type in TOKEN_MEANS and (times_N != 1).any():
+        tokens_B = tokens_B * torch.tensor(np.concatenate([times_N, np.zeros(total - n)]), device=device)
+    return merged | {"num_items_in_batch": tokens_B.sum()}
+
+
+def _merged(rows: Sequence[Tensors], pad_token: int) -> Tensors:
+    """Rows of several generations as one rectangle."""
+    merged = {}
+    for key in rows[0].keys() - {"advantages"}:
+        longest = max(len(row[key]) for row in rows)
+        fill = {"prompt_ids": pad_token, "completion_ids": pad_token, "tool_mask": 1}.get(key, 0)
+        left = key in PADDED_LEFT
+        parts = []
+        for row in rows:
+            missing = longest - len(row[key])
+            parts.append(pad(row[key], (missing, 0) if left else (0, missing), value=fill))
+        merged[key] = torch.stack(parts)
+    return merged

@@ -1,0 +1,116 @@
+"""Winnow's configuration of a run inside TRL, and what it cannot be."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from ..config import ConfigError, RunConfig, method, name_of, validate
+from ..env.base import Task
+from ..methods.advantage import InUpdate
+from ..methods.select import SELECTORS
+from ..run.build import Methods, build_methods
+from .trl_engine import TrlModel, with_precision
+
+SCALES = {"group": "grpo", "none": "dr_grpo", True: "grpo", False: "dr_grpo"}
+"""TRL's `scale_rewards` -> the advantage that tells which groups teach; TRL's own are kept."""
+IN_UPDATE = ("opob", "otb")
+
+
+def run_config(trainer: Any, methods: Mapping[str, Any]) -> RunConfig:
+    """Winnow's configuration of a run inside TRL. Raises ConfigError for what cannot work there, with the reason."""
+    args = trainer.args
+    if trainer.accelerator.num_processes > 1:
+        raise ConfigError(
+            f"{trainer.accelerator.num_processes} processes: inside TRL Winnow chooses prompts in one; use one GPU, or "
+            "`winnow train` with learner: fsdp"
+        )
+    advantage = methods["advantage"] or SCALES.get(args.scale_rewards)
+    if advantage is None:
+        raise ConfigError(
+            f"scale_rewards: {args.scale_rewards} has no name here; give WinnowGRPOTrainer(advantage=...), e.g. "
+            "'reinforce_pp', which normalises over the batch"
+        )
+    every = args.steps_per_generation * trainer.num_iterations
+    if args.save_strategy == "steps" and args.save_steps % every:
+        raise ConfigError(
+            f"save_steps: {args.save_steps} would save amid a generation batch, which a resume begins anew; save every "
+            f"{every} steps (steps_per_generation * num_iterations), or a multiple"
+        )
+    if trainer.args.multi_objective_aggregation != "sum_then_normalize":
+        raise ConfigError("multi_objective_aggregation: Winnow's advantages are of the weighted sum of the rewards")
+    given = {k: v for k, v in methods.items() if v is not None}
+    if "engine" in given:
+        given["engine"] = with_precision(given["engine"], TrlModel(trainer).precision)
+    if name_of(advantage) in IN_UPDATE:
+        given["policy_loss"] = "plain"  # as TRL's is in the first update on a batch
+    return validate(
+        given
+        | {
+            "advantage": advantage,
+            "model": str(getattr(trainer.model.config, "name_or_path", "") or "given object"),
+            "output_dir": f"{args.output_dir}/winnow",
+            "seed": args.seed,
+            "max_steps": max(1, args.max_steps),
+            "prompts_per_step": args.generation_batch_size // trainer.num_generations,
+            "num_generations": trainer.num_generations,
+            "max_completion_length": trainer.max_completion_length,
+            "max_prompt_length": 2**31,  # TRL knows no limit but the model's
+            "temperature": args.temperature,
+            "top_p": args.top_p,
+            "top_k": max(args.top_k or 0, 0),
+            "min_p": args.min_p or 0.0,
+            "mask_truncated_completions": trainer.mask_truncated_completions,
+            "beta": args.beta,
+            "entropy_coef": args.entropy_coef or 0.0,
+            "learning_rate": args.learning_rate,
+        },
+        "WinnowGRPOTrainer",
+    )
+
+
+def methods_of(trainer: Any, c: RunConfig, task: Task, *, by_engine: bool) -> Methods:
+    """The methods of a run inside TRL. Raises ConfigError for those that cannot work there, with the reason."""
+    m, args = build_methods(c, task.train), trainer.args
+    for reason in _reasons(trainer, c, m, by_engine):
+        raise ConfigError(reason)
+    several = trainer.num_iterations > 1 or args.steps_per_generation > args.gradient_accumulation_steps
+    if isinstance(m.advantage, InUpdate) and several:
+        raise ConfigError(
+            f"advantage: {name_of(c.advantage)} finds its baseline once a generation, with the policy of then; "
+            "have one update a generation: num_iterations=1 and steps_per_generation=gradient_accumulation_steps"
+        )
+    if name_of(c.step_scale) != "none":
+        if not (several or args.use_vllm or by_engine):
+            raise ConfigError(
+                "step_scale: without effect here: TRL samples with the model that it updates once, so all samples are "
+                "effective; remove it, or use vLLM, engine='local' or num_iterations above 1"
+            )
+        if c.top_p < 1 or c.top_k or c.min_p:
+            raise ConfigError("step_scale: TRL's log-probabilities know temperature alone; leave top_p, top_k, min_p")
+    return m
+
+
+def _reasons(trainer: Any, c: RunConfig, m: Methods, by_engine: bool) -> Iterator[str]:
+    """Why these methods cannot work inside TRL."""
+    advantage = m.advantage
+    if isinstance(advantage, InUpdate) and advantage.weighing == "energy":
+        yield "advantage: its baseline needs the probabilities of all tokens, which TRL's forward pass does not give"
+    if isinstance(advantage, InUpdate) and trainer.args.off_policy_mask_threshold is not None:
+        yield "advantage: off_policy_mask_threshold goes by a sign that its baseline decides; remove one of them"
+    if isinstance(advantage, InUpdate) and trainer.top_entropy_quantile < 1:
+        yield "advantage: its baseline knows nothing of top_entropy_quantile; remove one of them"
+    if advantage.greedy_baseline:
+        yield "advantage: it needs a greedy rollout beside each group, and TRL samples all alike"
+    if trainer.loss_type == "bnpo" and (c.gates or not getattr(m.filter, "refill", True)):
+        yield (
+            "loss_type: bnpo weighs micro-batches alike, however many rows gates and refill: false leave in them; use "
+            "dapo"
+        )
+    if getattr(method(SELECTORS, c.selector, "selector"), "refresh_steps", None):
+        yield (
+            "selector: refresh_steps rolls out all prompts now and then, which TRL cannot be asked for; make a profile "
+            "with `winnow pass-rates` and give profile"
+        )
+    if m.group_size.largest != m.group_size.smallest and trainer.args.use_vllm and not by_engine:
+        yield "group_size: TRL's vLLM is built for num_generations; use engine='vllm', or group_size: fixed"

@@ -1,0 +1,174 @@
+"""Winnow's engine inside TRL: groups sampled under gates, with environments or without, before TRL scores them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import torch
+
+from ..base.weights import StateWeights, WeightSource, state_once
+from ..config import ConfigError, MethodSpec, RunConfig, name_of
+from ..engine.loading import ModelReference
+from ..engine.template import with_template_values
+from ..env.base import Task
+from ..env.rewards.rewarder import Rewarder
+from ..learner.agreement import require_agreement
+from ..learner.base import Learner
+from ..learner.batch import Row
+from ..learner.local.learner import MergedWeights
+from ..methods.gate import NamedRule
+from ..rollout.evaluate import run_jobs
+from ..rollout.runner import RolloutRunner
+from ..run.build import build_engine, rollout_options
+from ..types import Group, Job, Rollout
+
+COMPARED = 8
+"""Rollouts by which engine and model are compared."""
+
+
+class TrlModel:
+    """TRL's model as Winnow's loop knows a learner: what it gives engines, and what it thinks of sampled tokens."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+
+    @property
+    def model(self) -> Any:
+        return self._trainer.accelerator.unwrap_model(self._trainer.model)
+
+    @property
+    def precision(self) -> str:
+        """Type that it computes with, e.g. `float32`."""
+        args = self._trainer.args
+        kept = str(next(self.model.parameters()).dtype).removeprefix("torch.")
+        return "bfloat16" if args.bf16 else "float16" if args.fp16 else kept
+
+    def weights(self) -> WeightSource:
+        """Weights as engines load them, adapters merged."""
+        if hasattr(self.model, "get_base_model"):
+            return MergedWeights(self.model.get_base_model())
+        return StateWeights(state_once(self.model))
+
+    def merged(self) -> Any:
+        """The Hugging Face model without adapters: itself, or a copy into which they are merged."""
+        if hasattr(self.model, "get_base_model"):
+            return copy.deepcopy(self.model).merge_and_unload()
+        return self.model
+
+    @torch.no_grad()
+    def logp(self, rows: Sequence[Row], *, raw: bool = False) -> list[torch.Tensor]:
+        """Log-probabilities [A] of the A action tokens of each row; `raw`: before temperature."""
+        trainer, model, found = self._trainer, self._trainer.model, []
+        training = model.training
+        model.eval()
+        try:
+            for row in rows:
+                r = row.rollout
+                ids = torch.tensor([[*r.prompt_ids, *r.token_ids.tolist()]], device=trainer.accelerator.device)
+                logp = trainer._get_per_token_logps_and_entropies(
+                    model, ids, torch.ones_like(ids), len(r.token_ids), compute_entropy=False
+                )[0][0]
+                found.append(logp[torch.from_numpy(r.action_mask).to(logp.device)])
+        finally:
+            model.train(training)
+        return found
+
+    def metrics(self) -> dict[str, float]:
+        return {}
+
+
+class _ScoredByTrl:
+    """A rewarder that leaves the rewards of finished groups to TRL."""
+
+    names = ("TRL",)
+
+    def __init__(self) -> None:
+        self._groups: list[Group] = []
+
+    def start(self, group: Group, environments: Sequence[Any]) -> None:
+        self._groups.append(group)
+
+    def done(self, wait: bool) -> list[Group]:
+        groups, self._groups = self._groups, []
+        return groups
+
+
+def check_engine(trainer: Any) -> None:
+    """Raises ConfigError on what TRL's own generation would do and Winnow's engine does not, with the remedy."""
+    args = trainer.args
+    refused = {
+        "use_vllm": (args.use_vllm, "vLLM as TRL runs it cannot be asked amid a sequence; set engine='vllm' instead"),
+        "tools": (bool(trainer.tools), "give the task as env=..."),
+        "environment_factory": (trainer.environment_factories is not None, "give the task as env=..."),
+        "rollout_func": (trainer.rollout_func is not None, "the engine is the rollout function; remove one of them"),
+        "repetition_penalty": (args.repetition_penalty != 1.0, "the engine has none; leave it out"),
+        "generation_kwargs": (bool(args.generation_kwargs), "the engine takes temperature, top_p, top_k and min_p"),
+    }
+    for name, (given, remedy) in refused.items():
+        if given:
+            raise ConfigError(f"{name}: not with gates, env or engine, for which Winnow's engine samples: {remedy}")
+
+
+def with_precision(spec: MethodSpec, precision: str) -> MethodSpec:
+    """The engine's options, of the type that the model is trained in unless they name one."""
+    options = {"name": spec} if isinstance(spec, str) else dict(spec)
+    return {"dtype": precision} | options if precision in ("float32", "bfloat16", "float16") else options
+
+
+class EngineInTrl:
+    """Runs jobs to their end with TRL's model. Raises ConfigError when a gate cannot be asked there."""
+
+    def __init__(self, trainer: Any, c: RunConfig, task: Task, rules: Sequence[NamedRule]) -> None:
+        check_engine(trainer)
+        self.model = TrlModel(trainer)
+        device = trainer.accelerator.device
+        source = "" if name_of(c.engine) == "local" else c.model
+        tokenizer = with_template_values(trainer._tokenizer, trainer.chat_template_kwargs)
+        self._engine = build_engine(c, ModelReference(source, device, self.model.merged()), tokenizer)
+        self._runner = RolloutRunner(
+            self._engine, task, tokenizer, cast(Rewarder, _ScoredByTrl()), rollout_options(c), rules
+        )
+        self._compare = not (c.top_k or c.min_p or c.top_p < 1.0)  # TRL's log-probabilities know temperature alone
+
+    def publish(self, weights: WeightSource, rules: Sequence[NamedRule], version: int) -> None:
+        """New weights, and rules of the gates."""
+        self._runner.set_rules(rules)
+        self._engine.load_weights(weights, version)
+
+    def release(self) -> None:
+        """Give up what memory the update could use, until the next `publish`."""
+        if release := getattr(self._engine, "release", None):
+            release()
+
+    @property
+    def dtype(self) -> str:
+        return str(getattr(self._engine, "dtype", "unknown"))
+
+    def run(self, jobs: Sequence[Job]) -> list[Group]:
+        """Groups of the jobs, in order, without rewards; the first are compared with TRL's model.
+
+        Raises ConfigError with the likely cause when engine and model disagree about what was sampled.
+        """
+        groups = run_jobs(self._runner, jobs)
+        sampled = [r for group in groups for r in group.rollouts if r.action_mask.any()]
+        if self._compare and sampled:
+            require_agreement(sampled[:COMPARED], cast(Learner, self.model), self.dtype)
+            self._compare = False
+        return groups
+
+
+def as_rollout_func(rollouts: Sequence[Rollout], pad_token: int) -> Any:
+    """TRL's rollout function that gives these; one that has no token, as it failed, is given a pad token."""
+
+    def rollout_func(prompts: Sequence[Any], trainer: Any) -> Mapping[str, Any]:
+        return {
+            "prompt_ids": [list(r.prompt_ids) or [pad_token] for r in rollouts],
+            "completion_ids": [r.token_ids.tolist() or [pad_token] for r in rollouts],
+            "logprobs": [r.sampler_logp.tolist() or [0.0] for r in rollouts],
+            "env_mask": [r.action_mask.astype(int).tolist() or [0] for r in rollouts],
+            "env_reward": [r.reward for r in rollouts],
+        }
+
+    return rollout_func

@@ -1,0 +1,135 @@
+"""TRL's generation and rewards as a sampler of Winnow's loop."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..base.weights import StateWeights, WeightSource
+from ..methods.gate import NamedRule
+from ..types import Fate, Group, Job, Rollout
+from .trl_batch import Tensors, check_tensors, row_of
+from .trl_engine import EngineInTrl
+
+RollOut = Callable[[list[dict[str, Any]], int, list[Group] | None], tuple[dict[str, Any], tuple[Any, ...]]]
+"""Rows of the data set, one a rollout, rollouts of a prompt, and what Winnow's engine has sampled of them, if it has
+-> TRL's tensors of them, and (rewards [B, F], completions, completion ids)."""
+
+
+class TrlSampler:
+    """TRL's generation, or Winnow's engine in it, and TRL's rewards, as a sampler in turn with the learner."""
+
+    nodes: Mapping[str, str] = {}
+
+    def __init__(self, trainer: Any, roll_out: RollOut, engine: EngineInTrl | None) -> None:
+        self._trainer, self._roll_out, self._engine = trainer, roll_out, engine
+        self._jobs: list[Job] = []
+        self._rows: dict[tuple[int, int], Tensors] = {}
+        self.version = 0
+
+    @property
+    def learner(self) -> Any:
+        """What the loop publishes: TRL's own generation needs nothing, as it is with the model itself."""
+        nothing = SimpleNamespace(weights=lambda: StateWeights({}), metrics=dict)
+        return nothing if self._engine is None else self._engine.model
+
+    @property
+    def dtype(self) -> str:
+        return "unknown" if self._engine is None else self._engine.dtype
+
+    @property
+    def pending(self) -> int:
+        return len(self._jobs)
+
+    def launch(self, job: Job) -> None:
+        self._jobs.append(job)
+
+    def poll(self) -> list[Group]:
+        jobs, self._jobs = self._jobs, []
+        if not jobs:
+            return []
+        size = jobs[0].size  # a step's groups have the same
+        groups = None if self._engine is None else self._engine.run(jobs)
+        data = self._trainer.train_dataset
+        rows = [dict(data[job.visit.prompt.ordinal]) for job in jobs for _ in range(size)]
+        output, scored = self._roll_out(rows, size, groups)
+        check_tensors(output)
+        tensors = [row_of(output, i, len(ids)) for i, ids in enumerate(scored[2])]
+        if groups is None:
+            rollouts = self._rollouts(tensors, *scored[1:])
+            groups = [Group(job.visit, [next(rollouts) for _ in range(size)]) for job in jobs]
+            for group in groups:
+                for sibling, rollout in enumerate(group.rollouts):
+                    rollout.sibling = sibling
+        everybody = [(group, rollout) for group in groups for rollout in group.rollouts]
+        for (group, rollout), row, rewards_F in zip(everybody, tensors, scored[0], strict=True):
+            self._rows[group.visit.number, rollout.sibling] = row
+            self._reward(rollout, rewards_F)
+        return groups
+
+    def row(self, group: Group, rollout: Rollout) -> Tensors:
+        """TRL's tensors of one rollout, without padding."""
+        return self._rows[group.visit.number, rollout.sibling]
+
+    def forget(self) -> None:
+        self._rows.clear()
+
+    def _reward(self, rollout: Rollout, rewards_F: torch.Tensor) -> None:
+        """Give a rollout that has no fate yet TRL's rewards [F] by function; NaN: it returned None."""
+        t = self._trainer
+        rollout.reward = None
+        if rollout.fate is not None:
+            return
+        values = zip(t.reward_func_names, rewards_F.tolist(), strict=True)
+        rollout.rewards = {name: None if math.isnan(value) else value for name, value in values}
+        if torch.isnan(rewards_F).all():
+            rollout.fate, rollout.reason = Fate.FAILED, "every reward function returned None"
+        else:
+            rollout.reward = float((rewards_F * t.reward_weights.to(rewards_F.device)).nansum())
+
+    def _rollouts(self, rows: Sequence[Tensors], completions: Sequence[Any], ids: Sequence[Any]) -> Iterator[Rollout]:
+        """Rollouts that TRL has generated, from its tensors [T] of each."""
+        ends = {*self._trainer.eos_token_ids, self._trainer._tokenizer.pad_token_id}
+        for tensors, completion, token_ids in zip(rows, completions, ids, strict=True):
+            mask = tensors.get("tool_mask", torch.ones(len(token_ids))).bool().cpu().numpy()
+            logp = tensors.get("sampling_per_token_logps", tensors.get("old_per_token_logps"))
+            yield Rollout(
+                sibling=0,
+                prompt_ids=tuple(tensors["prompt_ids"].tolist()),
+                token_ids=np.array(token_ids, dtype=np.int64),
+                action_mask=mask,
+                sampler_logp=np.zeros(len(mask), np.float32) if logp is None else logp.float().cpu().numpy() * mask,
+                versions=np.where(mask, self.version, -1).astype(np.int32),
+                stop_reason="eos" if token_ids and token_ids[-1] in ends else "length",
+                text=completion if isinstance(completion, str) else str(completion[-1].get("content") or ""),
+            )
+
+    def publish(self, weights: WeightSource, rules: Sequence[NamedRule], version: int) -> None:
+        self.version = version
+        if self._engine is not None:
+            self._engine.publish(weights, rules, version)
+
+    def make_room(self) -> None:
+        if self._engine is not None:
+            self._engine.release()
+
+    def metrics(self) -> dict[str, float]:
+        return {}
+
+    def run(self, jobs: Sequence[Job]) -> list[Group]:
+        raise NotImplementedError("TRL evaluates by itself")
+
+    def save(self, directory: Path) -> None:
+        pass
+
+    def load(self, directory: Path) -> None:
+        pass
+
+    def close(self) -> list[Group]:
+        return []

@@ -1,0 +1,99 @@
+"""What methods ask of TRL's update: gradient norms of single rollouts (OPOB), and the learning rate of a step (ESS)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import TrainerCallback
+
+from ..learner.off_policy import sampling_metrics
+from ..methods.advantage import InUpdate, optimal_baseline
+from ..methods.correct import StepScale
+from ..types import Group
+
+
+class StepScaling(TrainerCallback):
+    """Scales the learning rate of TRL's next optimizer step by what its rows, as they enter the loss, are worth.
+
+    As `OptimizerStep` of Winnow's own loop: over rows with tokens and an advantage, of the whole step.
+    """
+
+    def __init__(self, scale: StepScale) -> None:
+        self._scale = scale
+        self._log_ratio_N: list[torch.Tensor] = []
+        self._log_w_B: list[torch.Tensor] = []
+        self._rates: list[float] = []
+        self.metrics: dict[str, float] = {}
+        """Metrics of the last optimizer step."""
+
+    def saw(self, logp_BT: torch.Tensor, inputs: Mapping[str, torch.Tensor]) -> None:
+        """Take a micro-batch: the policy's log-probabilities [B, T] and TRL's tensors."""
+        sampler_BT = inputs.get("sampling_per_token_logps", inputs.get("old_per_token_logps"))
+        mask_BT = (inputs["completion_mask"] * inputs.get("tool_mask", 1)).bool()
+        rows_B = mask_BT.any(1) & (inputs["advantages"] != 0)
+        if sampler_BT is None or not rows_B.any():
+            return
+        log_ratio_BT = torch.nan_to_num(logp_BT.detach() - sampler_BT) * mask_BT  # vLLM has no answer for some tokens
+        self._log_ratio_N.append(log_ratio_BT[rows_B][mask_BT[rows_B]])
+        self._log_w_B.append(log_ratio_BT[rows_B].sum(1))
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
+        self._rates = [group["lr"] for group in optimizer.param_groups]
+        self.metrics = {}
+        if not self._log_w_B:
+            return
+        self.metrics = sampling_metrics(torch.cat(self._log_ratio_N), torch.cat(self._log_w_B))
+        self._log_ratio_N, self._log_w_B = [], []
+        scale = self._scale(self.metrics["ess_ratio"])
+        for group, rate in zip(optimizer.param_groups, self._rates, strict=True):
+            group["lr"] = rate * scale
+        rates = {"learning_rate": self._rates[0], "effective_learning_rate": self._rates[0] * scale}
+        self.metrics |= rates | self._scale.metrics()
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
+        for group, rate in zip(optimizer.param_groups, self._rates, strict=True):
+            group["lr"] = rate
+
+
+def squared_norms(trainer: Any, rows: Sequence[Mapping[str, torch.Tensor]]) -> np.ndarray:
+    """|u|^2 of each row, float64 [B]: u is the gradient of its log-probability as TRL's loss weighs its tokens.
+
+    A forward and a backward pass for each row. Up to a factor that all rows share, which no baseline depends on.
+    """
+    parameters = [p for p in trainer.model.parameters() if p.requires_grad]
+    found = np.zeros(len(rows))
+    for i, row in enumerate(rows):
+        mask_T = row["completion_mask"] * row.get("tool_mask", 1)
+        if not mask_T.any():
+            continue
+        ids = torch.cat([row["prompt_ids"], row["completion_ids"]])[None]
+        there = torch.cat([row["prompt_mask"], row["completion_mask"]])[None]
+        with trainer.compute_loss_context_manager():
+            logp_T = trainer._get_per_token_logps_and_entropies(trainer.model, ids, there, len(mask_T))[0][0]
+            u = (logp_T * mask_T * row.get("importance_sampling_ratio", 1)).sum()
+            if trainer.loss_type in ("grpo", "sapo"):
+                u = u / mask_T.sum()
+            gradients = torch.autograd.grad(u, parameters, allow_unused=True)
+        found[i] = sum(float(g.double().square().sum()) for g in gradients if g is not None)
+    return found
+
+
+def with_baselines(advantage: InUpdate, groups: Sequence[Group], norms: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Advantages [G] of each group, with the baseline at which the gradient varies least; NaN without a reward.
+
+    `norms`: |u|^2 of each group's rollouts, [G].
+    """
+    rewards = [group.rewards() for group in groups]
+    factors = [advantage.factor(rewards_G) for rewards_G in rewards]
+    if not rewards:
+        return []
+    everybody = np.concatenate(rewards)
+    weights = np.concatenate([n * f**2 for n, f in zip(norms, factors, strict=True)])
+    of_group = np.repeat(np.arange(len(rewards)), [len(r) for r in rewards])
+    pools = of_group if advantage.scope == "group" else np.zeros_like(of_group)
+    baselines = optimal_baseline(everybody, np.zeros(len(everybody)), weights, pools)
+    found = (everybody - baselines) * np.repeat(factors, [len(r) for r in rewards])
+    return np.split(found, np.cumsum([len(r) for r in rewards])[:-1])
