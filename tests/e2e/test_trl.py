@@ -43,19 +43,21 @@ def arguments(tiny_model: Path, data: Dataset, tmp_path: Path) -> dict[str, Any]
 
 
 def settings(out: Path, **more: Any) -> GRPOConfig:
-    return GRPOConfig(
-        output_dir=str(out),
-        per_device_train_batch_size=G * PROMPTS,
-        num_generations=G,
-        max_completion_length=8,
-        learning_rate=1e-3,
-        use_cpu=True,
-        bf16=False,
-        gradient_checkpointing=False,
-        report_to="none",
-        disable_tqdm=True,
-        **({"max_steps": 4, "logging_steps": 1, "save_strategy": "no"} | more),
-    )
+    usual: dict[str, Any] = {
+        "per_device_train_batch_size": G * PROMPTS,
+        "num_generations": G,
+        "max_completion_length": 8,
+        "learning_rate": 1e-3,
+        "max_steps": 4,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "use_cpu": True,
+        "bf16": False,
+        "gradient_checkpointing": False,
+        "report_to": "none",
+        "disable_tqdm": True,
+    }
+    return GRPOConfig(output_dir=str(out), **usual | more)
 
 
 def metrics(out: Path) -> list[dict[str, float]]:
@@ -134,8 +136,8 @@ def test_what_a_filter_drops_without_refill_has_no_part_in_the_loss(
 ) -> None:
     """The gradient is that of TRL on the rows left alone, in micro-batches of which the last has empty rows."""
     parts = 8
-    args = settings(tmp_path / "out", loss_type=loss_type, max_steps=1, gradient_accumulation_steps=parts)
-    args.per_device_train_batch_size, args.generation_batch_size = G * PROMPTS // parts, G * PROMPTS
+    cut = {"gradient_accumulation_steps": parts, "per_device_train_batch_size": G * PROMPTS // parts}
+    args = settings(tmp_path / "out", loss_type=loss_type, max_steps=1, **cut)
     dropping = {"name": "zero_variance", "refill": False}
     trainer = Watched(**arguments | {"args": args}, filter=dropping, advantage="dr_grpo")
     trainer.train()

@@ -24,12 +24,13 @@ from ..config import ConfigError, MethodSpec, nearest
 from ..env.base import Task
 from ..env.dataset import DatasetConfig
 from ..run.build import build_task
-from ..types import Group, Rollout
+from ..types import Group, Prompt, Rollout
 from .trl_config import run_config
 from .trl_engine import as_rollout_func
 from .trl_loop import LoopInTrl
 
 try:
+    from datasets import Dataset
     from trl import GRPOTrainer
 except ImportError:
     raise ImportError(f"winnow.integrations.trl needs TRL; {install('trl')}") from None
@@ -52,8 +53,13 @@ def _with_prompts(task: Task, kwargs: dict[str, Any]) -> dict[str, Any]:
     """The arguments with the prompts of a task as TRL's data set. Raises ConfigError when there is one already."""
     if kwargs.get("train_dataset") is not None:
         raise ConfigError("train_dataset: env brings its own prompts; give one of the two")
-    rows = [{**p.columns, "prompt": p.text if p.messages is None else list(p.messages)} for p in task.train]
-    return kwargs | {"train_dataset": rows}
+    rows = [{"prompt": _row_of(prompt)["prompt"]} for prompt in task.train]
+    return kwargs | {"train_dataset": Dataset.from_list(rows)}
+
+
+def _row_of(prompt: Prompt) -> dict[str, Any]:
+    """A prompt as a row of TRL's: its columns, of whatever type they are, and the prompt itself."""
+    return {**prompt.columns, "prompt": prompt.text if prompt.messages is None else list(prompt.messages)}
 
 
 class WinnowGRPOTrainer(GRPOTrainer):
@@ -90,6 +96,7 @@ class WinnowGRPOTrainer(GRPOTrainer):
         own_advantages = methods["advantage"] is not None
         self._winnow = LoopInTrl(self, c, task, self._rolled_out, own_advantages=own_advantages)
         self.add_callback(self._winnow.scaling)
+        self._by_env = given is not None
         self._scored: tuple[Any, ...] = ()
         self._sampled: list[Rollout] | None = None
         """What Winnow's engine has sampled, while TRL scores it."""
@@ -110,12 +117,15 @@ class WinnowGRPOTrainer(GRPOTrainer):
         return self._winnow.batch()
 
     def _rolled_out(
-        self, rows: list[dict[str, Any]], size: int, sampled: list[Group] | None
+        self, prompts: list[Prompt], size: int, sampled: list[Group] | None
     ) -> tuple[dict[str, Any], tuple[Any, ...]]:
-        """TRL's own tensors of these rows, `size` a prompt, and rewards [B, F], completions and their ids.
+        """TRL's own tensors of these prompts, `size` rollouts of each, and rewards [B, F], completions and their ids.
 
         `sampled`: what Winnow's engine has made of them; None: TRL generates.
         """
+        data = cast(Any, self.train_dataset)
+        found = [_row_of(p) if self._by_env else dict(data[p.ordinal]) for p in prompts]
+        rows = [dict(row) for row in found for _ in range(size)]
         usual = self.num_generations, self.rollout_func
         self.num_generations = size
         if sampled is not None:

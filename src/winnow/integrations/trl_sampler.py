@@ -13,12 +13,12 @@ import torch
 
 from ..base.weights import StateWeights, WeightSource
 from ..methods.gate import NamedRule
-from ..types import Fate, Group, Job, Rollout
+from ..types import Fate, Group, Job, Prompt, Rollout
 from .trl_batch import Tensors, check_tensors, row_of
 from .trl_engine import EngineInTrl
 
-RollOut = Callable[[list[dict[str, Any]], int, list[Group] | None], tuple[dict[str, Any], tuple[Any, ...]]]
-"""Rows of the data set, one a rollout, rollouts of a prompt, and what Winnow's engine has sampled of them, if it has
+RollOut = Callable[[list[Prompt], int, list[Group] | None], tuple[dict[str, Any], tuple[Any, ...]]]
+"""Prompts, rollouts of each, and what Winnow's engine has sampled of them, if it has
 -> TRL's tensors of them, and (rewards [B, F], completions, completion ids)."""
 
 
@@ -56,9 +56,7 @@ class TrlSampler:
             return []
         size = jobs[0].size  # a step's groups have the same
         groups = None if self._engine is None else self._engine.run(jobs)
-        data = self._trainer.train_dataset
-        rows = [dict(data[job.visit.prompt.ordinal]) for job in jobs for _ in range(size)]
-        output, scored = self._roll_out(rows, size, groups)
+        output, scored = self._roll_out([job.visit.prompt for job in jobs], size, groups)
         check_tensors(output)
         tensors = [row_of(output, i, len(ids)) for i, ids in enumerate(scored[2])]
         if groups is None:

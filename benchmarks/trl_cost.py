@@ -1,0 +1,132 @@
+"""What a method of Winnow's costs inside TRL: steps of `WinnowGRPOTrainer` with it, and of TRL alone beside them.
+
+    python benchmarks/trl_cost.py --out benchmarks/results/trl_cost.json
+
+One process and thread. TRL alone runs beside each method, in turn and from the same weights; a ratio is the mean step
+of the method over that of TRL alone in the same round, without each run's first step. A method that changes what is
+rolled out or trained does other work than TRL alone: the rollouts sampled and trained a step are beside its time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import statistics
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from arms import write_json
+from datasets import Dataset
+from machine import machine
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, PrinterCallback, TrainerCallback
+from trl import GRPOConfig, GRPOTrainer
+
+from winnow.env.countdown import CountdownConfig, countdown_reward
+from winnow.integrations.trl import WinnowGRPOTrainer
+from winnow.record.ledger import Ledger
+from winnow.study.warm_start import WarmStartConfig, warm_start
+
+PROMPTS, G = 16, 8
+ARMS: dict[str, dict[str, Any]] = {
+    "uniform": {},
+    "greso": {"selector": "greso"},
+    "zero_variance, refill": {"filter": "zero_variance"},
+    "zero_variance, no refill": {"filter": {"name": "zero_variance", "refill": False}},
+    "rloo": {"advantage": "rloo"},
+    "opob": {"advantage": "opob"},
+    "adaptive_k": {"group_size": {"name": "adaptive_k", "tau": 0.1, "window": 1}},
+    "engine: local": {"engine": "local"},
+    "engine: local, ess": {"engine": "local", "step_scale": "ess"},
+    "arrol": {"gates": [{"name": "arrol", "cold_start": 1, "at": 4}]},
+}
+
+
+class Clock(TrainerCallback):
+    """When each step ended."""
+
+    def __init__(self) -> None:
+        self.marks: list[float] = []
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        self.marks.append(time.perf_counter())
+
+
+def solved(completions: list[str], **columns: Any) -> list[float | None]:
+    """Reward of the task under TRL's signature."""
+    return countdown_reward(completions, *(columns[name] for name in ("numbers", "target", "style")))
+
+
+def run(start: Path, methods: Mapping[str, Any] | None, steps: int) -> dict[str, float]:
+    """Mean seconds of a step after the first, and rollouts a step; `methods` None: TRL alone."""
+    clock, task = Clock(), CountdownConfig().build()
+    with tempfile.TemporaryDirectory() as out:
+        args = GRPOConfig(
+            output_dir=out,
+            per_device_train_batch_size=PROMPTS * G,
+            num_generations=G,
+            max_completion_length=24,
+            learning_rate=1e-5,
+            lr_scheduler_type="constant",
+            max_steps=steps + 1,
+            use_cpu=True,
+            bf16=False,
+            gradient_checkpointing=False,
+            report_to="none",
+            logging_strategy="no",
+            save_strategy="no",
+            disable_tqdm=True,
+        )
+        side: Any = GRPOTrainer if methods is None else WinnowGRPOTrainer
+        trainer = side(
+            model=AutoModelForCausalLM.from_pretrained(start, dtype=torch.float32),
+            reward_funcs=solved,
+            args=args,
+            train_dataset=Dataset.from_list([{"prompt": p.text, **p.columns} for p in task.train]),
+            processing_class=PreTrainedTokenizerFast.from_pretrained(start),
+            callbacks=[clock],
+            **methods or {},
+        )
+        trainer.remove_callback(PrinterCallback)
+        trainer.train()
+        found = {"seconds": (clock.marks[-1] - clock.marks[0]) / steps, "sampled": PROMPTS * G, "trained": PROMPTS * G}
+        if methods is not None:
+            lines = [json.loads(x) for x in (Path(out) / "winnow" / "metrics.jsonl").read_text().splitlines()][1:]
+            found["sampled"] = statistics.mean(line["rollouts/sampled"] for line in lines)
+            with Ledger.open(Path(out) / "winnow" / "ledger.sqlite", read_only=True) as ledger:
+                found["trained"] = ledger.totals()["trained"]["rollouts"] / (steps + 1)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=3)
+    options = parser.parse_args()
+    logging.disable(logging.WARNING)
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as work:
+        start = Path(work) / "start"
+        warm_start(CountdownConfig().build(), start, config=WarmStartConfig(max_steps=120, threads=1))
+        result: dict[str, Any] = {"machine": machine("cpu", "trl"), "prompts": PROMPTS, "group": G, "arms": {}}
+        rounds: dict[str, list[dict[str, Any]]] = {name: [] for name in ARMS}
+        for _ in range(options.rounds):
+            for name, methods in ARMS.items():
+                alone, there = run(start, None, options.steps), run(start, methods, options.steps)
+                rounds[name].append({"alone": alone, "winnow": there, "ratio": there["seconds"] / alone["seconds"]})
+                ratios = [r["ratio"] for r in rounds[name]]
+                result["arms"][name] = {
+                    "ratio": {"median": statistics.median(ratios), "min": min(ratios), "max": max(ratios)},
+                    "rounds": rounds[name],
+                }
+                write_json(options.out, result)
+                print(name, {k: round(v, 2) for k, v in result["arms"][name]["ratio"].items()}, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,253 @@
+"""Methods inside TRL that reach into generation or the update: gates, environments, Adaptive-K, OPOB, the ESS rate."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("trl")
+
+from transformers import TrainerCallback
+from trl import GRPOTrainer
+
+from winnow import ConfigError
+from winnow.env.base import StepResult
+from winnow.integrations.trl import WinnowGRPOTrainer, env_reward
+from winnow.methods.correct import effective_sample_size
+from winnow.types import Prompt
+
+from .test_trl import PROMPTS, G, Watched, arguments, data, metrics, parity, proven, settings
+
+__all__ = ["arguments", "data"]  # fixtures
+
+PRUNING = {"name": "arrol", "quality": "logprob", "at": 2, "cold_start": 1}
+
+
+def test_arrol_prunes_while_winnows_engine_samples(arguments: dict[str, Any], tmp_path: Path) -> None:
+    """What is pruned is neither scored nor trained; prompts are tokenized as TRL does."""
+    scored = []
+
+    def counted(completions: list[str], **columns: Any) -> list[float]:
+        scored.append(len(completions))
+        return parity(completions, **columns)
+
+    trainer = Watched(**arguments | {"reward_funcs": counted}, gates=[PRUNING])
+    trainer.train()
+    totals = proven(tmp_path / "out")
+    assert totals["pruned"]["rollouts"] > 0
+    assert sum(scored) == totals["trained"]["rollouts"] == sum(len(batch["advantages"]) for batch in trainer.seen)
+    assert totals["trained"]["rollouts"] + totals["pruned"]["rollouts"] == 4 * G * PROMPTS
+    texts = {tuple(trainer.processing_class(text=row["prompt"])["input_ids"]) for row in arguments["train_dataset"]}
+    for batch in trainer.seen:
+        for ids, mask in zip(batch["prompt_ids"], batch["prompt_mask"], strict=True):
+            assert tuple(ids[mask.bool()].tolist()) in texts
+    logged = [line for line in trainer.state.log_history if "winnow/groups/effective" in line]
+    assert [line["winnow/groups/effective"] for line in logged] == [PROMPTS] * 3  # the last one's comes after training
+
+
+@dataclass
+class Echo:
+    """Two turns; the reward is whether the two actions have as many words."""
+
+    said: list[str] = field(default_factory=list)
+
+    def reset(self) -> str | None:
+        return None
+
+    def step(self, text: str) -> StepResult:
+        self.said.append(text)
+        first = len(self.said) == 1
+        return StepResult(
+            " 3 4" if first else None, float(len({len(t.split()) for t in self.said}) == 1), done=not first
+        )
+
+
+class Twice:
+    """A task of two turns on Countdown's words."""
+
+    name, max_turns, max_turn_length = "twice", 2, 4
+    stop: tuple[str, ...] = ()
+    test: Sequence[Prompt] = ()
+    reward_funcs: Sequence[Any] = ()
+    train = tuple(Prompt(f"p{i}", i, text=f"{1 + i} 2 3") for i in range(6))
+
+    def make_env(self, prompt: Prompt) -> Echo:
+        return Echo()
+
+    def fingerprint(self) -> str:
+        return self.name
+
+
+def test_the_divergence_gate_cuts_in_an_environment(arguments: dict[str, Any], tmp_path: Path) -> None:
+    """Its observations are no part of the loss, and cut groups none of a batch."""
+    given = arguments | {"reward_funcs": env_reward, "train_dataset": None}
+    gate = {"name": "divergence", "k": 1, "threshold": 0.7}
+    trainer = Watched(
+        **given | {"args": settings(tmp_path / "out", max_completion_length=12)}, env=Twice(), gates=[gate]
+    )
+    trainer.train()
+    totals = proven(tmp_path / "out")
+    assert totals["cut"]["rollouts"] > 0
+    assert totals["trained"]["rollouts"] > 0
+    for batch in trainer.seen:
+        observed = (batch["tool_mask"] == 0) & batch["completion_mask"].bool()
+        assert (observed.sum(1) == 2).all()
+        assert batch["num_items_in_batch"] == (batch["completion_mask"] * batch["tool_mask"]).sum()
+
+
+def test_adaptive_k_doubles_the_groups(arguments: dict[str, Any], tmp_path: Path) -> None:
+    """With TRL's own advantages, of groups of either size."""
+    size = {"name": "adaptive_k", "tau": 0.1, "window": 1}
+    trainer = Watched(**arguments, group_size=size)
+    trainer.train()
+    assert [len(batch["advantages"]) for batch in trainer.seen] == [G * PROMPTS, *[2 * G * PROMPTS] * 3]
+    torch.testing.assert_close(
+        trainer.seen[1]["advantages"].view(PROMPTS, 2 * G).sum(1), torch.zeros(PROMPTS), atol=1e-5, rtol=0
+    )
+    assert trainer.num_generations == G
+    assert proven(tmp_path / "out")["trained"]["rollouts"] == 7 * G * PROMPTS
+
+
+@pytest.mark.parametrize("loss_type", ["dapo", "grpo"])
+def test_opob_weighs_by_the_gradients_of_trls_loss(loss_type: str, arguments: dict[str, Any], tmp_path: Path) -> None:
+    """Sum over a group of |u|^2 times advantage is 0, with u from TRL's own loss of each row alone."""
+    args = settings(tmp_path / "out", max_steps=1, loss_type=loss_type)
+    trainer = Watched(**arguments | {"args": args}, filter="zero_variance", advantage="opob")
+    trainer.train()
+    (batch,) = trainer.seen
+    plain = GRPOTrainer(**arguments | {"args": settings(tmp_path / "plain", loss_type=loss_type)})
+    plain.current_gradient_accumulation_steps = 1
+    plain.model.train()
+    norms = []
+    for i in range(G * PROMPTS):
+        plain.model.zero_grad()
+        row = {k: v[i : i + 1] if v.dim() else v for k, v in batch.items()}
+        plain.compute_loss(plain.model, row | {"advantages": torch.ones(1)}).backward()
+        norms.append(sum(float(p.grad.square().sum()) for p in plain.model.parameters() if p.grad is not None))
+    advantages = batch["advantages"].view(PROMPTS, G)
+    weighted = torch.tensor(norms).view(PROMPTS, G) * advantages
+    torch.testing.assert_close(weighted.sum(1) / weighted.abs().sum(1), torch.zeros(PROMPTS), atol=1e-4, rtol=0)
+    assert (advantages.mean(1).abs() > 1e-3).any(), "the mean reward would have done"
+    torch.testing.assert_close(advantages.amax(1) - advantages.amin(1), torch.ones(PROMPTS))
+
+
+def test_the_rate_of_a_step_follows_the_effective_sample_size(arguments: dict[str, Any], tmp_path: Path) -> None:
+    """Of the second update on a batch, which is no longer on policy; the rate is back at the schedule's afterwards."""
+    rates: list[float] = []
+
+    class Rates(TrainerCallback):
+        def on_pre_optimizer_step(self, *args: Any, optimizer: Any = None, **kwargs: Any) -> None:
+            rates.append(optimizer.param_groups[0]["lr"])
+
+        def on_step_end(self, *args: Any, optimizer: Any = None, **kwargs: Any) -> None:
+            rates.append(optimizer.param_groups[0]["lr"])
+
+    class Measured(WinnowGRPOTrainer):
+        def _compute_loss(self, model: Any, inputs: Any) -> Any:
+            ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
+            there = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1)
+            width = inputs["completion_ids"].shape[1]
+            with torch.no_grad():
+                logp = self._get_per_token_logps_and_entropies(model, ids, there, width)[0]
+            log_w = ((logp - inputs["old_per_token_logps"]) * inputs["completion_mask"]).sum(1)[
+                inputs["advantages"] != 0
+            ]
+            self.shares = [*getattr(self, "shares", []), effective_sample_size(log_w) / len(log_w)]
+            return super()._compute_loss(model, inputs)
+
+    args = settings(tmp_path / "out", num_iterations=2, max_steps=4, learning_rate=3e-2, lr_scheduler_type="constant")
+    trainer = Measured(**arguments | {"args": args}, step_scale="ess")
+    trainer.add_callback(Rates())
+    trainer.train()
+    before, after = rates[::2], rates[1::2]
+    np.testing.assert_allclose(before, 3e-2 * np.sqrt(trainer.shares), rtol=1e-5)
+    assert min(trainer.shares) < 0.98
+    assert after == [3e-2] * 4
+    (_, second) = metrics(tmp_path / "out")
+    assert second["ess_ratio"] == pytest.approx(trainer.shares[-1], rel=1e-5)
+    assert second["effective_learning_rate"] == pytest.approx(before[-1])
+
+
+def test_adapters_are_merged_for_the_engine(arguments: dict[str, Any], tmp_path: Path) -> None:
+    """The engine's first samples, and those after updates, are compared with TRL's model."""
+    peft = pytest.importorskip("peft")
+    lora = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    trainer = WinnowGRPOTrainer(**arguments, engine="local", peft_config=lora, step_scale="ess", filter="zero_variance")
+    trainer.train()
+    lines = metrics(tmp_path / "out")
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]
+    assert all(line["sampling/sampling_logp_difference/max"] < 1e-3 for line in lines)
+    assert all(line["ess_ratio"] == pytest.approx(1, abs=1e-3) for line in lines)
+
+
+OPTIONS: dict[str, list[Any]] = {
+    "selector": ["uniform", "greso", "backoff", "pass_rate"],
+    "filter": ["keep_all", "zero_variance", {"name": "zero_variance", "refill": False}],
+    "gates": [[], [PRUNING]],
+    "advantage": [None, "grpo", "rloo", "dr_grpo", "max_at_k", "opo", "reinforce_pp", "opob", "otb", "remax"],
+    "step_scale": ["none", "ess"],
+}
+
+
+def expected(methods: dict[str, Any]) -> str | None:
+    """What the refusal of these names; None: they work."""
+    if methods["advantage"] in ("otb", "remax"):
+        return "advantage"
+    if methods["advantage"] == "reinforce_pp" and methods["selector"] in ("greso", "backoff"):
+        return "selector"
+    if methods["advantage"] == "reinforce_pp" and methods["filter"] != "keep_all":
+        return "filter"
+    if methods["step_scale"] == "ess" and not methods["gates"]:
+        return "step_scale"
+    return None
+
+
+def two_steps(methods: dict[str, Any], arguments: dict[str, Any], out: Path) -> None:
+    """Two steps with these methods, or their refusal by name before anything is written."""
+    ids = [row["row"] for row in arguments["train_dataset"]]
+    profile = out.parent / "profile.jsonl"
+    profile.write_text(
+        "".join(json.dumps({"id": f"r{i}", "n": 4, "correct": i % 4, "mean_reward": 0.5}) + "\n" for i in ids)
+    )
+    rows = arguments["train_dataset"].map(lambda row: {"id": f"r{row['row']}"})
+    if methods["selector"] == "pass_rate":
+        methods = methods | {"selector": {"name": "pass_rate", "profile": str(profile)}}
+    given = arguments | {"train_dataset": rows, "args": settings(out, max_steps=2)}
+    if (named := expected(methods)) is not None:
+        with pytest.raises(ConfigError, match=named):
+            WinnowGRPOTrainer(**given, **methods)
+        assert not (out / "winnow").exists()
+        return
+    WinnowGRPOTrainer(**given, **methods).train()
+    assert [line["step"] for line in metrics(out)] == [1, 2]
+    assert proven(out)["trained"]["rollouts"] > 0
+
+
+def combinations() -> list[dict[str, Any]]:
+    return [dict(zip(OPTIONS, values, strict=True)) for values in itertools.product(*OPTIONS.values())]
+
+
+def sample() -> list[dict[str, Any]]:
+    """Some of the combinations, in which every option is there, and the advantages with everything else in turn."""
+    every = {name: itertools.cycle(values) for name, values in OPTIONS.items() if name != "advantage"}
+    return [{name: next(it) for name, it in every.items()} | {"advantage": a} for a in OPTIONS["advantage"]]
+
+
+@pytest.mark.parametrize("i", range(len(OPTIONS["advantage"])))
+def test_methods_together(i: int, arguments: dict[str, Any], tmp_path: Path) -> None:
+    two_steps(sample()[i], arguments, tmp_path / "out")
+
+
+@pytest.mark.slow
+def test_all_methods_together(arguments: dict[str, Any], tmp_path: Path) -> None:
+    for i, methods in enumerate(combinations()):
+        (tmp_path / str(i)).mkdir()
+        two_steps(methods, arguments, tmp_path / str(i) / "out")
