@@ -71,6 +71,10 @@ class Nothing:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
+        (
+            {"train_dataset": ROWS, "reward_funcs": 7},
+            "reward_funcs: expected a function, a reward model or their names",
+        ),
         ({"env": 3}, "env: a int is neither rows of data nor a task"),
         ({"env": Nothing()}, r"a Nothing is neither rows of data nor a task \(no train, test, make_env, fingerprint\)"),
         ({"env": ROWS, "train_dataset": ROWS}, "give one of them"),

@@ -365,16 +365,20 @@ def test_fingerprints_are_what_they_were(tmp_path):
 
 
 def test_what_has_no_end_is_refused(monkeypatch):
-    with pytest.raises(DataError, match=r"train_dataset: a cycle without .* give itertools.islice\(train_dataset, n\)"):
+    with pytest.raises(
+        DataError, match=r"train_dataset: a cycle has no end; .* give itertools.islice\(train_dataset, n\)"
+    ):
         build_rows(itertools.cycle([{"prompt": "a"}]))
     monkeypatch.setattr(rows_module, "MOST_UNCOUNTED", 50)
     assert len(build_rows({"prompt": f"p{i}"} for i in range(50)).train) == 50
-    with pytest.raises(DataError, match=r"train_dataset: a generator .* give itertools.islice"):
+    with pytest.raises(
+        DataError, match=r"a generator has no length, and no end within 50 rows; .* give itertools.islice"
+    ):
         build_rows({"prompt": f"p{i}"} for i in itertools.count())
     assert len(build_rows([{"prompt": f"p{i}"} for i in range(51)]).train) == 51
     datasets = pytest.importorskip("datasets")
     stream = datasets.Dataset.from_list([{"prompt": f"p{i}"} for i in range(60)]).to_iterable_dataset()
-    with pytest.raises(DataError, match=r"a IterableDataset .* give train_dataset.take\(n\)"):
+    with pytest.raises(DataError, match=r"a IterableDataset has no length.* give train_dataset.take\(n\)"):
         build_rows(stream)
     assert [p.text for p in build_rows(stream.take(3)).train] == ["p0", "p1", "p2"]
 

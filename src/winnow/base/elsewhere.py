@@ -31,7 +31,7 @@ _FLAT = {
     "dataloader_drop_last",
     _ORDER: "shuffle_dataset shuffle curriculum train_sampling_strategy length_column_name group_by_length",
     _LEAVE_OUT + "every column goes to the reward functions that name it": "remove_unused_columns label_names",
-    _LEAVE_OUT + "prompts are in memory, without loader processes": "dataloader_num_workers dataloader_pin_memory "
+    _LEAVE_OUT + "prompts are read without loader processes": "dataloader_num_workers dataloader_pin_memory "
     "dataloader_persistent_workers dataloader_prefetch_factor dataloader_multiprocessing_context dataloader_in_order",
     # the shape of a step
     "use `prompts_per_step` (prompts) and `num_generations` (rollouts of each)": "per_device_train_batch_size "

@@ -35,7 +35,12 @@ class Given:
         return [self.reward_funcs] if one else self.reward_funcs  # type: ignore[list-item, return-value]
 
     def sorted_out(self) -> Given:
-        """With rows that came as `env` in their place. Raises ConfigError for what is neither rows nor a task."""
+        """With rows that came as `env` in their place. Raises ConfigError for what is neither rows nor a task, and for
+        rewards that are none."""
+        if not (callable(self.reward_funcs) or isinstance(self.reward_funcs, Iterable | None)):
+            raise ConfigError(
+                f"reward_funcs: expected a function, a reward model or their names, got {self.reward_funcs!r}"
+            )
         env = self.env
         if isinstance(env, str | dict | None | Task):
             return self
