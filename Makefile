@@ -7,7 +7,7 @@ JOBS ?= 2
 # Some packages are built by calling `python`, which not every machine has.
 PIP := PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt
 
-.PHONY: install demo demo-llm test test-all install-scale test-scale test-scale-all bench bench-llm bench-scale bench-claims dist lock lint clean
+.PHONY: install demo demo-llm test test-all install-scale test-scale test-scale-all bench bench-llm bench-scale bench-claims dist docs lock lint clean
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -96,6 +96,10 @@ dist: $(VENV)/.installed ## wheel, sdist and a list of what they need; tried in 
 
 lock: $(VENV)/.installed ## versions and hashes of everything that an installation gets; see locks/README.md
 	$(BIN)/python locks/make_locks.py
+
+docs: $(VENV)/.installed ## the documentation as a site, in site/; links are checked
+	$(PIP) -e '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict -q
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

@@ -249,7 +249,6 @@ class TestRefusedAtTheStart:
             ({"max_prompt_length": 2}, "over max_prompt_length=2"),
             ({"stop": [""]}, "stop string is empty"),
             ({"temperature": 1e-9}, "temperature"),
-            ({"report_to": ["trackio"]}, "trackio is not installed"),
             ({"device": "cuda:99"}, "device"),
             (
                 {"filter": "zero_variance", "advantage": "remax"},

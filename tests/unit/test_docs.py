@@ -50,3 +50,22 @@ def test_every_capability_of_the_engine_is_explained() -> None:
     table = text.partition("`provides` names")[2].partition("\n## ")[0]
     explained = set(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE))
     assert explained == set(CAPABILITIES)
+
+
+def test_every_page_is_in_the_site() -> None:
+    """As `make docs` builds it: none is left out, and none is named that is not there."""
+    text = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:\n")[2]
+    assert sorted(re.findall(r": ([\w-]+\.md)$", text, re.MULTILINE)) == sorted(
+        page.name for page in (ROOT / "docs").glob("*.md")
+    )
+
+
+def test_what_the_reference_names_is_there() -> None:
+    named = re.findall(r"^::: ([\w.]+)$", (ROOT / "docs" / "reference.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert len(named) > 10
+    for name in named:
+        module, _, member = name.rpartition(".")
+        try:
+            assert hasattr(importlib.import_module(module), member), name
+        except ImportError:
+            importlib.import_module(name)
