@@ -1,0 +1,52 @@
+"""The rectangle that TRL trains on: its loss weighs tokens as Winnow's own update does."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("trl")
+
+from winnow.integrations.trl_batch import batch_of
+from winnow.learner.batch import token_weights
+
+LONGEST = 9
+
+
+@pytest.mark.parametrize("parts", [1, 4])
+@pytest.mark.parametrize("loss_type", ["dapo", "grpo", "dr_grpo"])
+@pytest.mark.parametrize(("times", "pruned"), [([1.0] * 5, 0), ([1.0, 2.0, 4.0, 1.0, 1.25], 3)])
+def test_tokens_weigh_what_they_weigh_in_winnows_own_update(
+    times: list[float], pruned: int, loss_type: str, parts: int
+) -> None:
+    lengths_N, times_N = np.array([3, 1, 9, 4, 4]), np.array(times)
+    advantages_N = np.array([1.0, -2.0, 0.5, 0.0, 3.0])
+
+    def row(length: int) -> dict[str, torch.Tensor]:
+        ones = torch.ones(length, dtype=torch.long)
+        two = torch.ones(2, dtype=torch.long)
+        return {"prompt_ids": two, "prompt_mask": two, "completion_ids": ones, "completion_mask": ones}
+
+    batch = batch_of(
+        [row(length) for length in lengths_N],
+        advantages_N,
+        times_N,
+        5 + pruned,
+        loss_type=loss_type,
+        parts=parts,
+        empty=row(2),
+        pad_token=0,
+    )
+    B = len(batch["advantages"])
+    assert {1: 5, 4: 8}[parts] == B
+    tokens_B = batch["completion_mask"].sum(1)
+    assert tokens_B.tolist() == [*lengths_N, *[0] * (B - 5)]
+    of_trl = {
+        "dapo": batch["advantages"] / batch["num_items_in_batch"],
+        "grpo": batch["advantages"] / tokens_B.clamp(min=1) / B,
+        "dr_grpo": batch["advantages"] / LONGEST / B,
+    }[loss_type]
+    own = advantages_N * token_weights(lengths_N.astype(float), loss_type, LONGEST, times_N, 5 + pruned)
+    np.testing.assert_allclose(of_trl[:5].numpy(), own, rtol=1e-6)
+    assert (of_trl[5:] == 0).all()
