@@ -32,6 +32,7 @@ from . import checkpoint
 from .assembly import Assembly
 from .build import build_loss, sampler_options, step_options
 from .callbacks import Callbacks
+from .card import write_card
 from .evaluating import Evaluations
 from .interrupt import StopSignals
 from .preflight import NothingSampledError
@@ -189,14 +190,16 @@ class Session:
     def finish(self) -> dict[str, float]:
         """Save the model as an ordinary Hugging Face directory and close the account; last evaluation and totals."""
         self._save_if_due(self.loop.step, True)
+        rows = [json.loads(line) for line in (self.run_dir / METRICS).read_text(encoding="utf-8").splitlines()]
         self.built.export(self.run_dir / "model")
-        readable(self.run_dir / "model")
         self.loop.close()
+        write_card(self.run_dir / "model", self.config, self.ledger.totals(), rows)
+        readable(self.run_dir / "model")
         self.ledger.set_meta("finished", "true")
         self._tell("on_train_end")
         last = {"step": self.loop.step, "num_tokens": self.loop.num_tokens, "seconds_total": self._seconds()}
-        for line in (self.run_dir / METRICS).read_text(encoding="utf-8").splitlines():
-            last |= {k: v for k, v in json.loads(line).items() if k.startswith("eval/")}
+        for row in rows:
+            last |= {k: v for k, v in row.items() if k.startswith("eval/")}
         return last
 
     def leave(self) -> None:

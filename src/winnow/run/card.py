@@ -1,0 +1,90 @@
+"""The model card of a finished run: `model/README.md`, with what was done to the model and what it cost."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from huggingface_hub import ModelCard, ModelCardData
+
+from .. import __version__
+from ..config import RunConfig, name_of
+from ..types import Fate
+from .catalogue import all_methods
+
+SHOWN = ("selector", "group_size", "gates", "filter", "advantage", "correction", "step_scale", "learner", "sync")
+"""Fields whose methods the card names."""
+
+
+def write_card(
+    directory: Path, c: RunConfig, totals: Mapping[str, Mapping[str, float]], metrics: Sequence[Mapping[str, float]]
+) -> None:
+    """Write the card into `directory`, with the metadata that a hub reads.
+
+    `totals`: rollouts and tokens by fate, of the ledger. `metrics`: rows of metrics.jsonl.
+    """
+    base = None if Path(c.model).exists() else c.model
+    head = ModelCardData(base_model=base, library_name="transformers", tags=["winnow", "reinforcement-learning"])
+    parts = [
+        f"# {Path(c.model).name}, trained with Winnow",
+        f"{_steps(metrics)} of group-relative reinforcement learning from `{c.model}` on `{name_of(c.env)}`, by "
+        f"Winnow {__version__}.",
+        _evaluations(metrics),
+        "## Methods",
+        "\n".join(_methods(c)),
+        "## Where the rollouts went",
+        _fates(totals),
+        "## The same run again",
+        "    winnow train config.yaml",
+        "with this `config.yaml`:",
+        _settings(c),
+    ]
+    text = f"---\n{head.to_yaml()}\n---\n\n" + "\n\n".join(part for part in parts if part) + "\n"
+    text = text.replace(str(Path.home()), "~")  # the card is made to be shown to others
+    ModelCard(text).save(directory / "README.md")
+
+
+def _steps(metrics: Sequence[Mapping[str, float]]) -> str:
+    step = int(metrics[-1]["step"]) if metrics else 0
+    return "One optimizer step" if step == 1 else f"{step:,} optimizer steps"
+
+
+def _evaluations(metrics: Sequence[Mapping[str, float]]) -> str:
+    """Held-out figures of the first and the last evaluation; nothing without two."""
+    rows = [row for row in metrics if "eval/pass@1" in row]
+    if len(rows) < 2:
+        return ""
+    first, last = rows[0], rows[-1]
+    names = [name for name in last if name.startswith("eval/pass@") or name == "eval/greedy"]
+    lines = [
+        f"| {name.removeprefix('eval/')} | {first[name]:.3f} | {last[name]:.3f} |" for name in names if name in first
+    ]
+    head = f"| held-out | step {int(first['step']):,} | step {int(last['step']):,} |\n|---|---|---|\n"
+    return head + "\n".join(lines)
+
+
+def _methods(c: RunConfig) -> list[str]:
+    """A line for each method, with the paper that it is from."""
+    known = {(entry["field"], entry["name"]): entry["summary"] for entry in all_methods()}
+    lines = []
+    for field in SHOWN:
+        chosen = getattr(c, field)
+        for spec in chosen if isinstance(chosen, list) else [chosen]:
+            name = name_of(spec)
+            lines.append(f"- `{field}: {name}`" + (f": {known[field, name]}" if (field, name) in known else ""))
+    return lines
+
+
+def _fates(totals: Mapping[str, Mapping[str, float]]) -> str:
+    rows = [(fate, totals[fate]) for fate in (*Fate, "void", "evaluation") if any(totals.get(fate, {}).values())]
+    lines = [f"| {fate} | {row['rollouts']:,.0f} | {row['tokens']:,.0f} |" for fate, row in rows]
+    return "| fate | rollouts | sampled tokens |\n|---|---|---|\n" + "\n".join(lines)
+
+
+def _settings(c: RunConfig) -> str:
+    """What differs from the defaults, without where the run was."""
+    changed = c.model_dump(mode="json", exclude_defaults=True, exclude={"output_dir", "report_to", "run_name"})
+    text: Any = yaml.safe_dump(changed, sort_keys=False, allow_unicode=True)
+    return f"```yaml\n{text}```"
