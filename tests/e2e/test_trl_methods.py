@@ -186,6 +186,22 @@ def test_adapters_are_merged_for_the_engine(arguments: dict[str, Any], tmp_path:
     assert all(line["ess_ratio"] == pytest.approx(1, abs=1e-3) for line in lines)
 
 
+def test_a_resumed_run_goes_on_with_its_gates(arguments: dict[str, Any], tmp_path: Path) -> None:
+    methods: dict[str, Any] = {"gates": [PRUNING], "step_scale": {"name": "ess", "reference": "measured"}}
+    saving = {"save_strategy": "steps", "save_steps": 2}
+    first = settings(tmp_path / "out", max_steps=2, **saving)
+    WinnowGRPOTrainer(**arguments | {"args": first}, **methods).train()
+    again = WinnowGRPOTrainer(**arguments | {"args": settings(tmp_path / "out", **saving)}, **methods)
+    again.train(resume_from_checkpoint=True)
+    assert [line["step"] for line in metrics(tmp_path / "out")] == [1, 2, 3, 4]
+    proven(tmp_path / "out")
+    before, after = (
+        json.loads((tmp_path / "out" / f"checkpoint-{step}" / "winnow.json").read_text())["loop"] for step in (2, 4)
+    )
+    assert after["gates"]["arrol"]["steps"] == before["gates"]["arrol"]["steps"] + 2
+    assert after["step_scale"] == before["step_scale"] != {"seen": []}
+
+
 OPTIONS: dict[str, list[Any]] = {
     "selector": ["uniform", "greso", "backoff", "pass_rate"],
     "filter": ["keep_all", "zero_variance", {"name": "zero_variance", "refill": False}],
