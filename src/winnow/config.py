@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -14,23 +13,23 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
-from .base.dotted import TargetError, class_for
 from .base.errors import ConfigError as ConfigError
 from .base.explain import explain
 from .base.explain import nearest as nearest
 from .base.files import not_json
+from .base.options import MethodSpec as MethodSpec
+from .base.options import build_options as build_options
+from .base.options import method as method
+from .base.options import name_of as name_of
+from .base.options import number
 from .base.paths import absolute_paths
+from .base.schedule import OWN, Schedule, check_schedule
 
 LossType = Literal["dapo", "grpo", "dr_grpo", "sequence_sum"]
 GroupWeighting = Literal["equal", "size"]
-Schedule = Literal["constant", "constant_with_warmup", "linear", "cosine", "warmup_stable_decay"]
 Optim = Literal["adamw_torch_fused", "adamw_torch_8bit", "adamw_torch_4bit"]
-
-MethodSpec = str | dict[str, Any]
-"""A name from a method table or a class of your own (`my_pkg.rules:AtLeast`, `rules.py:AtLeast`), or, with options,
-`{name: ..., option: value}`."""
 
 
 RewardNames = Annotated[
@@ -138,6 +137,7 @@ class RunConfig(BaseModel):
     warmup_steps: int | float = Field(0, ge=0)
     lr_end: float = Field(0.0, ge=0)
     lr_decay_steps: int | None = Field(None, ge=1)
+    lr_scheduler_kwargs: dict[str, bool | int | float | str] = {}
     optim: Optim = "adamw_torch_fused"
     adam_beta1: float = Field(0.9, ge=0, lt=1)
     adam_beta2: float = Field(0.999, ge=0, lt=1)
@@ -211,15 +211,15 @@ class RunConfig(BaseModel):
             return  # until the data have said how many steps these are
         if self.warmup_steps != warmup and self.warmup_steps >= 1:
             raise ValueError(f"warmup_steps must be a whole number, or a share below 1, not {self.warmup_steps}")
-        if kind.startswith("constant") and self.lr_end:
-            raise ValueError(f"lr_end has no effect with lr_scheduler_type: {kind}; remove it or choose linear")
-        if kind != "warmup_stable_decay" and decay is not None:
-            raise ValueError(
-                f"lr_decay_steps has no effect with lr_scheduler_type: {kind}; remove it or choose warmup_stable_decay"
-            )
-        if kind in ("linear", "cosine") and warmup >= steps:
-            raise ValueError(f"warmup_steps ({warmup}) must be below max_steps ({steps})")
-        if kind == "warmup_stable_decay":
+        own = kind in OWN and not self.lr_scheduler_kwargs
+        if self.lr_end and (not own or kind.startswith("constant")):
+            instead = "remove it or choose linear" if own else "its end is an option of lr_scheduler_kwargs"
+            raise ValueError(f"lr_end has no effect with lr_scheduler_type: {kind}; {instead}")
+        if decay is not None and (not own or kind != "warmup_stable_decay"):
+            instead = "remove it or choose warmup_stable_decay" if own else "give all in lr_scheduler_kwargs"
+            raise ValueError(f"lr_decay_steps has no effect with lr_scheduler_type: {kind}; {instead}")
+        check_schedule(kind, self.lr_scheduler_kwargs, self.learning_rate, warmup, steps)
+        if own and kind == "warmup_stable_decay":
             if decay is None:
                 raise ValueError("lr_scheduler_type: warmup_stable_decay needs lr_decay_steps, the steps of the decay")
             if warmup + decay > steps:
@@ -320,7 +320,7 @@ def apply_override(values: dict[str, Any], override: str) -> None:
     except yaml.YAMLError:
         raise ConfigError(f"override '{override}': the value is not valid YAML") from None
     if isinstance(value, str):
-        value = _number(value)
+        value = number(value)
     *parents, last = key.split(".")
     for parent in parents:
         section = values.setdefault(parent, _default_section(parent))
@@ -336,54 +336,3 @@ def _default_section(key: str) -> Any:
     """Start of an override into a section that the file does not have: the default method, or nothing."""
     field = RunConfig.model_fields.get(key)
     return field.default if field is not None and isinstance(field.default, str) else {}
-
-
-def _number(text: str) -> Any:
-    """YAML 1.1 reads 1e-5 as a string; people mean the number."""
-    try:
-        return float(text)
-    except ValueError:
-        return text
-
-
-def name_of(spec: MethodSpec) -> str:
-    """The name in a method spec."""
-    return spec if isinstance(spec, str) else str(spec.get("name"))
-
-
-def method(table: Mapping[str, type], spec: MethodSpec, field: str) -> Any:
-    """The options object a method spec stands for. Raises ConfigError with the nearest valid name."""
-    options = {"name": spec} if isinstance(spec, str) else dict(spec)
-    if "name" not in options:
-        raise ConfigError(f"{field}: needs a `name`; one of {', '.join(sorted(table))}")
-    name = str(options.pop("name"))
-    if ":" in name:
-        try:
-            return build_options(class_for(table, name), options, f"{field} ({name})")
-        except TargetError as error:
-            raise ConfigError(f"{field}: {error}") from None
-    if name not in table:
-        raise ConfigError(f"{field}: unknown name {name!r}.{nearest(name, list(table))}")
-    return build_options(table[name], options, f"{field} ({name})")
-
-
-def build_options(cls: type, options: Mapping[str, Any], where: str) -> Any:
-    """An instance of a frozen dataclass from plain values, each checked against its annotation."""
-    known = [f.name for f in dataclasses.fields(cls) if f.init]
-    for key in options:
-        if key not in known:
-            hint = nearest(key, known) if known else " It has no options."
-            raise ConfigError(f"{where}: unknown option '{key}'.{hint}")
-    numbers = {k: _number(v) if isinstance(v, str) else v for k, v in options.items()}
-    try:
-        return TypeAdapter(cls).validate_python(numbers if _accepts(cls, numbers) else dict(options))
-    except ValidationError as error:
-        raise ConfigError(explain(error, known, where)) from None
-
-
-def _accepts(cls: type, options: Mapping[str, Any]) -> bool:
-    try:
-        TypeAdapter(cls).validate_python(options)
-    except ValidationError:
-        return False
-    return True

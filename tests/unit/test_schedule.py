@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import get_scheduler
 
 from winnow.config import ConfigError, validate
 from winnow.learner.step import StepOptions, scheduled_lr
@@ -23,6 +24,7 @@ def rates(**options: Any) -> list[float]:
         warmup_steps=c.warmup,
         lr_end=c.lr_end,
         lr_decay_steps=c.lr_decay_steps,
+        lr_scheduler_kwargs=c.lr_scheduler_kwargs,
         max_steps=c.max_steps,
         num_iterations=1,
         max_completion_length=1,
@@ -61,6 +63,40 @@ def test_cosine_is_that_of_hugging_face() -> None:
         for step in range(warmup, 11):
             assert ours[step] == pytest.approx(theirs.lr_lambdas[0](step), abs=1e-15)
             assert lowest[step] == pytest.approx(low.lr_lambdas[0](step), abs=1e-15)
+
+
+@pytest.mark.parametrize(
+    ("kind", "kwargs"),
+    [
+        ("cosine", {"num_cycles": 1.5}),
+        ("cosine_with_restarts", {}),
+        ("cosine_with_restarts", {"num_cycles": 3}),
+        ("cosine_with_min_lr", {"min_lr": 1e-3}),
+        ("cosine_with_min_lr", {"min_lr_rate": 0.1, "num_cycles": 0.7}),
+        ("polynomial", {}),
+        ("polynomial", {"lr_end": 1e-3, "power": 2.0}),
+        ("inverse_sqrt", {}),
+        ("inverse_sqrt", {"timescale": 5}),
+        ("warmup_stable_decay", {"num_decay_steps": 4}),
+        ("warmup_stable_decay", {"num_decay_steps": 4, "decay_type": "1-sqrt", "min_lr_ratio": 0.1}),
+    ],
+)
+@pytest.mark.parametrize("warmup", [0, 3])
+def test_others_are_those_of_transformers(kind: str, kwargs: dict[str, Any], warmup: int) -> None:
+    """Step by step, but for the warm-up, which there wastes its first step on a rate of 0."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.01)
+    theirs = get_scheduler(kind, optimizer, warmup, 20, kwargs)
+    ours = rates(
+        lr_scheduler_type=kind, lr_scheduler_kwargs=kwargs, warmup_steps=warmup, learning_rate=0.01, max_steps=20
+    )
+    assert len(set(ours)) > 3
+    for step in range(21):
+        if step >= warmup:
+            assert ours[step] == theirs.get_last_lr()[0]
+        else:
+            assert ours[step] == pytest.approx(0.01 * (step + 1) / warmup)
+        optimizer.step()
+        theirs.step()
 
 
 def test_warmup_as_a_share() -> None:
@@ -105,7 +141,13 @@ def test_stable_then_decay() -> None:
             r"warmup_steps \(41\) \+ lr_decay_steps \(60\) exceed max_steps \(100\)",
         ),
         ({"lr_scheduler_type": "linear", "lr_end": -1.0}, "lr_end: .*greater than or equal to 0"),
-        ({"lr_scheduler_type": "polynomial"}, "lr_scheduler_type: .*'warmup_stable_decay'"),
+        ({"lr_scheduler_type": "greedy"}, "lr_scheduler_type: .*'warmup_stable_decay'"),
+        ({"lr_scheduler_type": "polynomial", "learning_rate": 1e-8}, r"lr_end \(1e-07\) must be smaller than initial"),
+        ({"lr_scheduler_type": "polynomial", "lr_end": 1e-8}, "its end is an option of lr_scheduler_kwargs"),
+        ({"lr_scheduler_type": "cosine_with_min_lr"}, "One of min_lr or min_lr_rate should be set"),
+        ({"lr_scheduler_type": "inverse_sqrt", "lr_scheduler_kwargs": {"scale": 2}}, "unexpected keyword .*'scale'"),
+        ({"lr_scheduler_type": "inverse_sqrt", "lr_scheduler_kwargs": {"timescale": 0}}, "division by zero"),
+        ({"lr_scheduler_kwargs": {"num_cycles": 2}}, "has no effect with lr_scheduler_type: constant; remove it"),
         ({"lr_scheduler_type": "cosine", "warmup_steps": 100}, r"warmup_steps \(100\) must be below max_steps"),
         ({"warmup_steps": 2.5}, "whole number, or a share below 1, not 2.5"),
         ({"num_train_epochs": 2, "max_steps": 7}, "both say how long to train; remove one"),

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from ..base.failpoint import failpoint
 from ..base.noise import noise_key
+from ..base.schedule import OWN, transformers_share
 from ..methods.advantage import Advantage
 from ..methods.correct import StepScale
 from ..methods.loss import LossConfig
@@ -33,6 +35,7 @@ class StepOptions:
     seed: int
     lr_end: float = 0.0
     lr_decay_steps: int | None = None
+    lr_scheduler_kwargs: Mapping[str, Any] = field(default_factory=dict)
     unbiased: bool = False
     """Weight rows by 1 / (their chance to survive the gates)."""
     kl_in_reward: float = 0.0
@@ -46,13 +49,18 @@ def scheduled_lr(step: int, options: StepOptions) -> float:
 
     `constant`. `linear`: straight to `lr_end`, which step `max_steps` would have (as in Hugging Face, so the last step
     is one increment short of it). `cosine`: the same way along half a cosine. `warmup_stable_decay`: constant, but the
-    last `lr_decay_steps` go straight to `lr_end`.
+    last `lr_decay_steps` go straight to `lr_end`. Others, and these with `lr_scheduler_kwargs`, as transformers has
+    them, but for the warm-up: its first step has a rate of 0 there.
     """
     o = options
     if step < o.warmup_steps:
         return o.learning_rate * (step + 1) / o.warmup_steps
     if o.lr_scheduler_type.startswith("constant"):
         return o.learning_rate
+    if o.lr_scheduler_kwargs or o.lr_scheduler_type not in OWN:
+        kwargs = tuple(sorted(o.lr_scheduler_kwargs.items()))
+        share = transformers_share(o.lr_scheduler_type, kwargs, o.learning_rate, o.warmup_steps, o.max_steps)
+        return o.learning_rate * share(step)
     turning = o.max_steps - o.warmup_steps if o.lr_decay_steps is None else o.lr_decay_steps
     left = min(max((o.max_steps - step) / turning, 0.0), 1.0)
     if o.lr_scheduler_type == "cosine":

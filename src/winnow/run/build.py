@@ -195,6 +195,7 @@ def step_options(c: RunConfig) -> StepOptions:
         warmup_steps=c.warmup,
         lr_end=c.lr_end,
         lr_decay_steps=c.lr_decay_steps,
+        lr_scheduler_kwargs=c.lr_scheduler_kwargs,
         max_steps=c.max_steps,
         num_iterations=c.num_iterations,
         max_completion_length=c.max_completion_length,

@@ -1,0 +1,68 @@
+"""Options of a method from what a configuration says of it: `name`, or `{name: ..., option: value}`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from .dotted import TargetError, class_for
+from .errors import ConfigError
+from .explain import explain, nearest
+
+MethodSpec = str | dict[str, Any]
+"""A name from a method table or a class of your own (`my_pkg.rules:AtLeast`, `rules.py:AtLeast`), or, with options,
+`{name: ..., option: value}`."""
+
+
+def number(text: str) -> Any:
+    """The number that a text stands for: YAML 1.1 reads 1e-5 as a string."""
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
+def name_of(spec: MethodSpec) -> str:
+    """The name in a method spec."""
+    return spec if isinstance(spec, str) else str(spec.get("name"))
+
+
+def method(table: Mapping[str, type], spec: MethodSpec, field: str) -> Any:
+    """The options object a method spec stands for. Raises ConfigError with the nearest valid name."""
+    options = {"name": spec} if isinstance(spec, str) else dict(spec)
+    if "name" not in options:
+        raise ConfigError(f"{field}: needs a `name`; one of {', '.join(sorted(table))}")
+    name = str(options.pop("name"))
+    if ":" in name:
+        try:
+            return build_options(class_for(table, name), options, f"{field} ({name})")
+        except TargetError as error:
+            raise ConfigError(f"{field}: {error}") from None
+    if name not in table:
+        raise ConfigError(f"{field}: unknown name {name!r}.{nearest(name, list(table))}")
+    return build_options(table[name], options, f"{field} ({name})")
+
+
+def build_options(cls: type, options: Mapping[str, Any], where: str) -> Any:
+    """An instance of a frozen dataclass from plain values, each checked against its annotation."""
+    known = [f.name for f in dataclasses.fields(cls) if f.init]
+    for key in options:
+        if key not in known:
+            hint = nearest(key, known) if known else " It has no options."
+            raise ConfigError(f"{where}: unknown option '{key}'.{hint}")
+    numbers = {k: number(v) if isinstance(v, str) else v for k, v in options.items()}
+    try:
+        return TypeAdapter(cls).validate_python(numbers if _accepts(cls, numbers) else dict(options))
+    except ValidationError as error:
+        raise ConfigError(explain(error, known, where)) from None
+
+
+def _accepts(cls: type, options: Mapping[str, Any]) -> bool:
+    try:
+        TypeAdapter(cls).validate_python(options)
+    except ValidationError:
+        return False
+    return True
