@@ -20,16 +20,16 @@ from .base.explain import explain
 from .base.explain import nearest as nearest
 from .base.files import not_json
 from .base.options import MethodSpec as MethodSpec
+from .base.options import Pairs, number
 from .base.options import build_options as build_options
 from .base.options import method as method
 from .base.options import name_of as name_of
-from .base.options import number
 from .base.paths import absolute_paths
 from .base.schedule import OWN, Schedule, check_schedule
 
 LossType = Literal["dapo", "grpo", "dr_grpo", "sequence_sum"]
 GroupWeighting = Literal["equal", "size"]
-Optim = Literal["adamw_torch_fused", "adamw_torch_8bit", "adamw_torch_4bit"]
+Optim = Literal["adamw_torch", "adamw_torch_fused", "adamw_torch_8bit", "adamw_torch_4bit", "adafactor", "muon", "sgd"]
 
 
 RewardNames = Annotated[
@@ -61,6 +61,9 @@ class AuditConfig(BaseModel):
 
 CLIPPING = ("epsilon", "epsilon_high", "importance_sampling_level")
 """Keys that shape the clipped ratio."""
+
+ADAM = ("adam_beta1", "adam_beta2", "adam_epsilon")
+"""Keys of optimizers that are AdamW in part."""
 
 REFERENCE = ("beta", "kl_estimator", "kl_in_reward", "reference_kl_steps")
 """Keys for which a run keeps its initial model."""
@@ -139,6 +142,7 @@ class RunConfig(BaseModel):
     lr_decay_steps: int | None = Field(None, ge=1)
     lr_scheduler_kwargs: dict[str, bool | int | float | str] = {}
     optim: Optim = "adamw_torch_fused"
+    optim_args: Pairs = {}
     adam_beta1: float = Field(0.9, ge=0, lt=1)
     adam_beta2: float = Field(0.999, ge=0, lt=1)
     adam_epsilon: float = Field(1e-8, gt=0)
@@ -172,6 +176,8 @@ class RunConfig(BaseModel):
             raise ValueError(f"threads must be auto, or a number from 1 to 256, not {self.threads!r}")
         if self.policy_loss == "plain" and (changed := self.changed(CLIPPING)):
             raise ValueError(f"{changed} has no effect with policy_loss: plain; remove it or use policy_loss: clip")
+        if self.optim in ("sgd", "adafactor") and (changed := self.changed(ADAM)):
+            raise ValueError(f"{changed} has no effect with optim: {self.optim}; remove it, or see optim_args")
         self._check_kl()
         self._check_schedule()
         return self

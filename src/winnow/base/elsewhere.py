@@ -102,7 +102,7 @@ _FLAT = {
     "use `warmup_steps`, as a share of all steps below 1": "warmup_ratio lr_warmup_steps_ratio lr_warmup_steps",
     "use `lr_end` and `lr_decay_steps`": "min_lr min_lr_ratio",
     "use `lr_scheduler_type`": "lr_scheduler warmup_style scheduler",
-    "use `adam_beta1`, `adam_beta2`, `adam_epsilon` and `weight_decay`": "optim_args betas",
+    "use `adam_beta1` and `adam_beta2`": "betas",
     "use `max_grad_norm`": "grad_clip clip_grad gradient_clipping",
     _LEAVE_OUT + "all trained parameters have the same optimizer": "optim_target_modules",
     "use `dtype: bfloat16`": "bf16 bf16_full_eval",

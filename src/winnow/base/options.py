@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import TypeAdapter, ValidationError
+import yaml
+from pydantic import AfterValidator, BeforeValidator, TypeAdapter, ValidationError
 
 from .dotted import TargetError, class_for
 from .errors import ConfigError
@@ -15,6 +16,31 @@ from .explain import explain, nearest
 MethodSpec = str | dict[str, Any]
 """A name from a method table or a class of your own (`my_pkg.rules:AtLeast`, `rules.py:AtLeast`), or, with options,
 `{name: ..., option: value}`."""
+
+Scalar = bool | int | float | str
+
+
+def _pairs(given: Any) -> Any:
+    """`a=1, b=x` as a mapping; everything else as it is."""
+    if not isinstance(given, str):
+        return given
+    found = [part.partition("=") for part in given.split(",") if part.strip()]
+    if not all(key.strip() and separator for key, separator, _ in found):
+        raise ValueError(f"expected `key=value, ...` or a section, not {given!r}")
+    try:
+        return {key.strip(): yaml.safe_load(value) for key, _, value in found}
+    except yaml.YAMLError:
+        raise ValueError(f"the values of {given!r} are not valid YAML") from None
+
+
+Pairs = Annotated[
+    dict[str, Scalar],
+    BeforeValidator(_pairs, json_schema_input_type=str | dict[str, Scalar]),
+    AfterValidator(
+        lambda given: {key: number(value) if isinstance(value, str) else value for key, value in given.items()}
+    ),
+]
+"""Arguments as a section, or as text in the way of transformers: `momentum=0.9,nesterov=true`."""
 
 
 def number(text: str) -> Any:

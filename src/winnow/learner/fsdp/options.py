@@ -8,7 +8,7 @@ from typing import ClassVar
 from ...base import cluster
 from ...config import RunConfig
 from ..base import LearnerLostError, Policy
-from ..local.optimizer import LOW_BIT
+from ..local.optimizer import WHOLE
 from .learner import FsdpLearner
 
 
@@ -43,8 +43,11 @@ class Fsdp:
         """Raises ValueError when ranks cannot train this, or the cluster has no room for them."""
         if config.dtype == "float16":
             raise ValueError("learner: fsdp has no loss scale for dtype: float16; set dtype: bfloat16 or float32")
-        if config.optim in LOW_BIT:
-            raise ValueError(f"learner: fsdp has no optim: {config.optim}; its ranks cut AdamW's states among them")
+        if config.optim not in WHOLE:
+            raise ValueError(
+                f"learner: fsdp has no optim: {config.optim}: its ranks cut AdamW's states among them; set optim: "
+                "adamw_torch_fused, or learner: local"
+            )
         from .ranks import Ranks  # torch.distributed takes a while to import
 
         cluster.join("learner", self.ray_address, [config.learner, config.sync])

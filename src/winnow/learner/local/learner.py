@@ -1,4 +1,4 @@
-"""The learner of one process: a Hugging Face causal LM, AdamW, full fine-tuning or LoRA."""
+"""The learner of one process: a Hugging Face causal LM, its optimizer, full fine-tuning or LoRA."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import copy
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from .forward import Body, can_share_prompts, head_is_linear, predictions
 from .logprob import TokenDistribution, token_logp
 from .loss_scale import LossScale
 from .modes import WideAttention, checkpoint_layers, train_adapter_dropout
-from .optimizer import adamw, load_state, saved_state, set_learning_rate
+from .optimizer import load_state, make_optimizer, saved_state, set_learning_rate
 from .pooled import PooledGradients, RowByRow, batched_if_exact
 from .recompute import recomputing_if_exact
 from .terms import book, correction_weights, spread
@@ -37,7 +37,8 @@ OPTIMIZER_FILE = "optimizer.safetensors"
 @dataclass(frozen=True)
 class LearnerOptions:
     optim: str = "adamw_torch_fused"
-    """AdamW's states: as PyTorch has them, or of 8 or 4 bits (see `optimizer`)."""
+    optim_args: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of the optimizer that have no key of their own."""
     beta1: float = 0.9
     beta2: float = 0.999
     eps: float = 1e-8
@@ -91,12 +92,15 @@ class LocalLearner:
         self._scale = LossScale() if options.compute_dtype == torch.float16 else None
         self._batches: list[MicroBatch] = []
         """Micro-batches of the step under way; its later iterations refer to what the first has found."""
-        self._optimizer = adamw(
+        ends = (model.get_input_embeddings(), model.get_output_embeddings())
+        self._optimizer = make_optimizer(
             options.optim,
-            self._params.values(),
+            self._params,
+            ends=[end.weight for end in ends if end is not None],
             betas=(options.beta1, options.beta2),
             eps=options.eps,
             weight_decay=options.weight_decay,
+            args=options.optim_args,
         )
 
     def _place(self) -> None:

@@ -1,8 +1,9 @@
-"""AdamW, with states of 32, 8 or 4 bits, and how its state is saved."""
+"""Optimizers by the names of transformers, and how their states are saved."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import inspect
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -11,23 +12,118 @@ from ...base.install import install
 
 Parameters = Mapping[str, torch.nn.Parameter]
 """Trained parameters by name."""
+WHOLE = ("adamw_torch", "adamw_torch_fused")
+"""AdamW with states of 32 bits; the first loops over parameters in Python, the second is one kernel."""
 LOW_BIT = {"adamw_torch_8bit": "AdamW8bit", "adamw_torch_4bit": "AdamW4bit"}
 """Names as in transformers -> torchao's classes: states in blocks of 256 or 128 numbers with a scale each."""
+SET_ELSEWHERE = {"params", "lr", "betas", "eps", "weight_decay"}
+FIXED = {"fused", "foreach", "capturable", "maximize", "differentiable", "relative_step", "warmup_init"}
+OWN_KEYS = SET_ELSEWHERE | FIXED | {"ns_coefficients"}
+"""Arguments that `optim_args` may not have: other keys set them, or they are no single values, or they change what a
+learning rate means."""
 
 
-def adamw(name: str, parameters: Iterable[torch.nn.Parameter], **options: Any) -> torch.optim.Optimizer:
-    """`name` is a value of `optim`. Raises ValueError when its library is missing."""
-    if name not in LOW_BIT:
-        return torch.optim.AdamW(parameters, lr=0.0, fused=True, **options)
+class Several:
+    """Optimizers that share the parameters among them, as one."""
+
+    def __init__(self, *parts: torch.optim.Optimizer) -> None:
+        self.parts = parts
+        self.state = parts[0].state
+        for part in parts:
+            part.state = self.state  # each looks up its own parameters alone
+        self.param_groups = [group for part in parts for group in part.param_groups]
+
+    def step(self) -> None:
+        for part in self.parts:
+            part.step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for part in self.parts:
+            part.zero_grad(set_to_none)
+
+
+Optimizer = torch.optim.Optimizer | Several
+
+
+def make_optimizer(
+    name: str,
+    parameters: Parameters,
+    *,
+    ends: Collection[torch.nn.Parameter] = (),
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    args: Mapping[str, Any] | None = None,
+) -> Optimizer:
+    """`name` is a value of `optim`, `args` those of `optim_args`. `ends`: embeddings and head, which Muon leaves to
+    AdamW. Raises ValueError when its library is missing, or it has no such arguments.
+    """
+    every = list(parameters.values())
+    adam: dict[str, Any] = {"betas": betas, "eps": eps, "weight_decay": weight_decay}
+    cls: Any
+    if name in WHOLE:
+        cls, options = torch.optim.AdamW, adam | {"fused": name == "adamw_torch_fused"}
+    elif name == "sgd":
+        cls, options = torch.optim.SGD, {"weight_decay": weight_decay}
+    elif name == "adafactor":
+        from transformers.optimization import Adafactor
+
+        cls, options = Adafactor, {"scale_parameter": False, "relative_step": False, "weight_decay": weight_decay}
+    elif name == "muon":
+        cls, options = _muon(), {"adjust_lr_fn": "match_rms_adamw", "weight_decay": weight_decay}
+    else:
+        cls, options = _low_bit(name), adam
+    options |= _checked(cls, name, args or {})
+    if name != "muon":
+        return _made(cls, every, options)
+    kept = {id(p) for p in ends}
+    matrices = [p for p in every if p.ndim == 2 and id(p) not in kept]
+    if not matrices:
+        raise ValueError("optim: muon trains matrices of layers, and none is trained here; use optim: adamw_torch")
+    theirs = {id(p) for p in matrices}
+    rest = [p for p in every if id(p) not in theirs]
+    first: torch.optim.Optimizer = _made(cls, matrices, options)
+    return Several(first, torch.optim.AdamW(rest, lr=0.0, fused=True, **adam)) if rest else first
+
+
+def _made(cls: Any, parameters: list[torch.nn.Parameter], options: Mapping[str, Any]) -> torch.optim.Optimizer:
+    try:
+        made: torch.optim.Optimizer = cls(parameters, lr=0.0, **options)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"optim_args: {error}") from None
+    return made
+
+
+def _checked(cls: Any, name: str, args: Mapping[str, Any]) -> Mapping[str, Any]:
+    known = sorted(set(inspect.signature(cls).parameters) - OWN_KEYS)
+    for key, value in args.items():
+        if isinstance(value, str) and key != "adjust_lr_fn":
+            raise ValueError(f"optim_args: {key} must be a number, true or false, not {value!r}")
+        if key not in known:
+            raise ValueError(
+                f"optim_args: optim: {name} has no '{key}' here; it has {', '.join(known) or 'none'}; keys of their "
+                "own are learning_rate, weight_decay, adam_beta1, adam_beta2 and adam_epsilon"
+            )
+    return args
+
+
+def _muon() -> type[torch.optim.Optimizer]:
+    found: type[torch.optim.Optimizer] | None = getattr(torch.optim, "Muon", None)
+    if found is None:
+        raise ValueError(f"optim: muon needs torch 2.9 or later, and this is {torch.__version__}")
+    return found
+
+
+def _low_bit(name: str) -> Callable[..., torch.optim.Optimizer]:
     try:
         from torchao import optim
     except ImportError:
         raise ValueError(f"optim: {name} needs torchao; {install('torchao')}") from None
-    made: torch.optim.Optimizer = getattr(optim, LOW_BIT[name])(parameters, lr=0.0, **options)
-    return made
+    found: Callable[..., torch.optim.Optimizer] = getattr(optim, LOW_BIT[name])
+    return found
 
 
-def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
+def set_learning_rate(optimizer: Optimizer, lr: float) -> None:
     """torchao's is a tensor, so that its compiled step stays as it is."""
     for group in optimizer.param_groups:
         if isinstance(group["lr"], torch.Tensor):
@@ -36,8 +132,8 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
             group["lr"] = lr
 
 
-def saved_state(optimizer: torch.optim.Optimizer, parameters: Parameters) -> dict[str, torch.Tensor]:
-    """Plain tensors: `parameter:key`, or `parameter:key.part` of a state of fewer bits."""
+def saved_state(optimizer: Optimizer, parameters: Parameters) -> dict[str, torch.Tensor]:
+    """Plain tensors: `parameter:key`, or `parameter:key.part` of a state of fewer bits. Numbers are of 64 bits."""
     found = {}
     for name, parameter in parameters.items():
         for key, value in optimizer.state.get(parameter, {}).items():
@@ -46,39 +142,68 @@ def saved_state(optimizer: torch.optim.Optimizer, parameters: Parameters) -> dic
     return found
 
 
-def load_state(
-    optimizer: torch.optim.Optimizer,
-    parameters: Parameters,
-    state: Mapping[str, torch.Tensor],
-    where: str,
-) -> None:
-    """Raises ValueError when the parameters, or their states' bits, are not this optimizer's."""
+def load_state(optimizer: Optimizer, parameters: Parameters, state: Mapping[str, torch.Tensor], where: str) -> None:
+    """Raises ValueError when the parameters, or the kind of their states, are not this optimizer's."""
     names = {name.rpartition(":")[0] for name in state}
     if names and names != set(parameters):
         different = sorted(names ^ set(parameters))[:3]
         raise ValueError(f"{where}: not the optimizer of this model; differs in {different}")
     for name in names:
         parameter = parameters[name]
-        own: dict[str, torch.Tensor] = {}
-        for key in ("step", "exp_avg", "exp_avg_sq"):
-            buffer = _buffer(optimizer, parameter, key)
-            for part, tensor in _parts(buffer).items():
-                saved = state.get(f"{name}:{key}{part}")
-                if saved is None or saved.shape != tensor.shape or saved.dtype != tensor.dtype:
+        own: dict[str, Any] = _empty(_of(optimizer, parameter), parameter)
+        expected = {f"{name}:{key}{part}" for key, value in own.items() for part in _parts(value)}
+        if expected != {key for key in state if key.rpartition(":")[0] == name}:
+            raise ValueError(f"{where}: its states are of another kind than this optim; differs in {name}")
+        for key, value in own.items():
+            for part, tensor in _parts(value).items():
+                saved = state[f"{name}:{key}{part}"]
+                if saved.shape != tensor.shape or saved.dtype != tensor.dtype:
                     raise ValueError(f"{where}: its states are of another kind than this optim; differs in {name}")
-                tensor.copy_(saved)
-            own[key] = buffer
+                if isinstance(value, torch.Tensor):
+                    tensor.copy_(saved)
+                else:
+                    own[key] = saved.item()
         optimizer.state[parameter] = own
 
 
-def _parts(value: torch.Tensor) -> dict[str, torch.Tensor]:
+def _of(optimizer: Optimizer, parameter: torch.nn.Parameter) -> torch.optim.Optimizer:
+    """The one of several that trains this parameter."""
+    for part in optimizer.parts if isinstance(optimizer, Several) else [optimizer]:
+        if any(parameter is p for group in part.param_groups for p in group["params"]):
+            return part
+    raise KeyError("a parameter that no optimizer trains")
+
+
+def _parts(value: Any) -> dict[str, torch.Tensor]:
+    if not isinstance(value, torch.Tensor):
+        return {"": torch.tensor(value, dtype=torch.int64 if isinstance(value, int) else torch.float64)}
     flatten = getattr(value, "__tensor_flatten__", None)
     return {"": value} if flatten is None else {f".{part}": getattr(value, part) for part in flatten()[0]}
 
 
-def _buffer(optimizer: Any, parameter: torch.nn.Parameter, key: str) -> torch.Tensor:
-    """An empty state, as the optimizer itself makes it before its first step."""
-    if isinstance(optimizer, torch.optim.AdamW):
-        return torch.zeros((), device=parameter.device) if key == "step" else torch.zeros_like(parameter)
-    made: torch.Tensor = torch.zeros(()) if key == "step" else optimizer._new_buffer(parameter, key == "exp_avg")
-    return made
+def _empty(optimizer: Any, parameter: torch.nn.Parameter) -> dict[str, Any]:
+    """The states of a parameter before the first step, as the optimizer itself makes them."""
+    kind = type(optimizer).__name__
+    if kind in ("Muon", "SGD"):
+        return {"momentum_buffer": torch.zeros_like(parameter)}
+    if kind == "Adafactor":
+        return _empty_adafactor(optimizer, parameter)
+    on_device = optimizer.defaults.get("fused")
+    found: dict[str, Any] = {"step": torch.zeros((), device=parameter.device if on_device else "cpu")}
+    for key in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")[: 3 if optimizer.defaults["amsgrad"] else 2]:
+        whole = kind == "AdamW"
+        found[key] = torch.zeros_like(parameter) if whole else optimizer._new_buffer(parameter, key == "exp_avg")
+    return found
+
+
+def _empty_adafactor(optimizer: Any, parameter: torch.nn.Parameter) -> dict[str, Any]:
+    shape = parameter.shape
+    found: dict[str, Any] = {"step": 0}
+    if optimizer.defaults["beta1"] is not None:
+        found["exp_avg"] = torch.zeros_like(parameter)
+    if len(shape) >= 2:
+        found["exp_avg_sq_row"] = parameter.new_zeros(shape[:-1])
+        found["exp_avg_sq_col"] = parameter.new_zeros(shape[:-2] + shape[-1:])
+    else:
+        found["exp_avg_sq"] = torch.zeros_like(parameter)
+    return found | {"RMS": parameter.new_zeros(())}

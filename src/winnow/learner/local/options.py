@@ -14,7 +14,7 @@ from .logprob import TokenDistribution
 
 @dataclass(frozen=True)
 class Local:
-    """One process and one device: a Hugging Face causal LM, AdamW, full fine-tuning or LoRA."""
+    """One process and one device: a Hugging Face causal LM, full fine-tuning or LoRA."""
 
     def build(self, policy: Policy, config: RunConfig) -> LocalLearner:
         device = next(policy.model.parameters()).device.type
@@ -30,6 +30,7 @@ def options(policy: Policy, c: RunConfig) -> LearnerOptions:
     tokens, checkpointing = c.tokens_per_microbatch, c.gradient_checkpointing
     return LearnerOptions(
         optim=c.optim,
+        optim_args=c.optim_args,
         beta1=c.adam_beta1,
         beta2=c.adam_beta2,
         eps=c.adam_epsilon,
