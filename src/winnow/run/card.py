@@ -29,8 +29,8 @@ def write_card(
     head = ModelCardData(base_model=base, library_name="transformers", tags=["winnow", "reinforcement-learning"])
     parts = [
         f"# {Path(c.model).name}, trained with Winnow",
-        f"{_steps(metrics)} of group-relative reinforcement learning from `{base or Path(c.model).name}` on `{name_of(c.env)}`, by "
-        f"Winnow {__version__}.",
+        f"{_steps(metrics)} of group-relative reinforcement learning from `{base or Path(c.model).name}` on "
+        f"`{name_of(c.env)}`, by Winnow {__version__}.",
         _evaluations(metrics),
         "## Methods",
         "\n".join(_methods(c)),
