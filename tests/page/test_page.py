@@ -133,6 +133,20 @@ def test_charts_by_keyboard_and_their_legends(browser: Any, pages: dict[str, Pat
     tab.page.close()
 
 
+def test_samples_of_one_prompt_and_their_siblings(browser: Any, pages: dict[str, Path]) -> None:
+    tab = Tab(browser, pages["one"].as_uri())
+    card = tab.page.locator(".sample").first
+    card.get_by_text("2 siblings").click()
+    assert card.locator(".siblings pre").all_inner_texts() == ["3 + 5", "(empty)"]
+    assert card.locator(".siblings .reward").all_inner_texts() == ["reward 0", "no reward"]
+    card.get_by_role("button", name="this prompt over steps").click()
+    assert tab.page.locator("#samples .head .soft").inner_text().startswith("1 of 60 samples")
+    tab.page.get_by_label("Search", exact=True).fill("")
+    assert tab.page.locator("#samples .head .soft").inner_text().startswith("60 of 60 samples")
+    assert tab.complaints == []
+    tab.page.close()
+
+
 def test_nothing_of_a_run_becomes_markup(browser: Any, pages: dict[str, Path]) -> None:
     tab = Tab(browser, pages["hostile"].as_uri())
     assert tab.page.locator("img").count() == 0
@@ -157,7 +171,7 @@ def test_a_page_that_keeps_up(browser: Any, tmp_path: Path) -> None:
         playwright.expect(chart.locator(".at")).to_have_text("sampled tokens 9.87M", timeout=15_000)
         assert tab.page.get_by_label("Fate", exact=True).input_value() == "filtered"
         assert tab.page.locator("#config details").evaluate("node => node.open")
-        assert set(tab.page.locator(".sample .badge").all_inner_texts()) == {"filtered"}
+        assert set(tab.page.locator(".sample > .facts .badge").all_inner_texts()) == {"filtered"}
         tab.page.get_by_role("button", name="pause").click()
         assert tab.page.get_by_role("status").inner_text() == "paused"
         assert tab.complaints == []

@@ -71,6 +71,7 @@ def sample(step: int, fate: str, reward: float | None, **changes: Any) -> dict[s
     base |= {"prompt": "Use 3, 5 and 2 to make 16.", "completion": "3 + 5 = 8 , 8 * 2 = 16", "reward": reward}
     base |= {"rewards": {"correct": reward, "format": 1.0}, "fate": fate, "reason": "", "stop_reason": "eos"}
     base["group_rewards"] = [reward, 0.0, None]
+    base["siblings"] = [{"reward": 0.0, "fate": "trained", "completion": "3 + 5"}, {"reward": None, "fate": "failed"}]
     return base | {"tokens": 12, "split": "train"} | changes
 
 

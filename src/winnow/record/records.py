@@ -22,6 +22,8 @@ START = "start.json"
 GATE = "gate.jsonl"
 """Signals that a mid-trajectory gate would have gone by, for `winnow gate`: written by runs of many turns, with gates
 only if audits let groups end that a gate would have cut."""
+SIBLINGS, SIBLING_TEXT = 7, 300
+"""Siblings beside the first that a sample has, and characters of each."""
 GATE_STEPS = 12
 """Environment steps at which it is written, at most."""
 
@@ -124,8 +126,9 @@ class Records:
 
 
 def sample(step: int, group: Group, split: str) -> dict[str, Any]:
-    """One line of samples.jsonl: the group's first rollout and what its siblings got."""
+    """One line of samples.jsonl: the group's first rollout, and of the others how they begin and what they got."""
     r, prompt = group.rollouts[0], group.prompt
+    others = [s for s in group.siblings if s is not r][:SIBLINGS]
     return {
         "step": step,
         "visit": group.visit.number,
@@ -142,4 +145,8 @@ def sample(step: int, group: Group, split: str) -> dict[str, Any]:
         "stop_reason": r.stop_reason,
         "tokens": int(r.action_mask.sum()),
         "split": split,
+        "siblings": [
+            {"reward": s.reward, "fate": str(s.fate) if s.fate else None, "completion": s.text[:SIBLING_TEXT]}
+            for s in others
+        ],
     }

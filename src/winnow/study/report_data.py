@@ -39,6 +39,7 @@ SAMPLE_KEYS = (
 )
 RELIABILITY = "gate/arrol/reliability/"
 BINS_OF_TEN = tuple("0123456789")
+MAX_SIBLINGS = 16
 MAX_TEXT = 4_000
 """Characters kept of a prompt or completion."""
 
@@ -282,6 +283,12 @@ def _sample(line: Mapping[str, Any]) -> dict[str, Any]:
     rewards = line.get("rewards")
     siblings = line.get("group_rewards")
     sample["group_rewards"] = plain(siblings[:64]) if isinstance(siblings, list) else []
+    others = line.get("siblings")
+    sample["siblings"] = [
+        {"reward": plain(s.get("reward")), "fate": plain(s.get("fate")), "completion": _text(s.get("completion"))}
+        for s in (others[:MAX_SIBLINGS] if isinstance(others, list) else [])
+        if isinstance(s, dict)
+    ]
     sample["rewards"] = plain(rewards) if isinstance(rewards, dict) and len(rewards) > 1 else {}
     return sample
 

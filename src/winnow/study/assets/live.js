@@ -5,7 +5,7 @@
   const view = { hidden: new Set(), focus: 0 };
   const first = JSON.parse(document.getElementById("data").textContent);
   const app = document.getElementById("app");
-  const controls = () => [...app.querySelectorAll("select, input, details, button, a, .plot")];
+  const controls = () => [...app.querySelectorAll("select, input, details, button, a, .plot")].filter((c) => !c.closest(".samples"));
 
   /** Build it again, with what was chosen, opened, scrolled to and focused. */
   function again(data) {
