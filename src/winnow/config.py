@@ -65,7 +65,10 @@ CLIPPING = ("epsilon", "epsilon_high", "importance_sampling_level")
 ADAM = ("adam_beta1", "adam_beta2", "adam_epsilon")
 """Keys of optimizers that are AdamW in part."""
 
-REFERENCE = ("beta", "kl_estimator", "kl_in_reward", "reference_kl_steps")
+REFERENCE = (
+    *("beta", "kl_estimator", "kl_in_reward", "reference_kl_steps"),
+    *("sync_ref_model", "ref_model_mixup_alpha", "ref_model_sync_steps"),
+)
 """Keys for which a run keeps its initial model."""
 
 
@@ -132,6 +135,9 @@ class RunConfig(BaseModel):
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     kl_in_reward: bool = False
     reference_kl_steps: int | None = Field(None, ge=1)
+    sync_ref_model: bool = False
+    ref_model_mixup_alpha: float = Field(0.6, gt=0, le=1)
+    ref_model_sync_steps: int = Field(512, ge=1)
     entropy_coef: float = Field(0.0, ge=0)
 
     # the update
@@ -201,6 +207,19 @@ class RunConfig(BaseModel):
             raise ValueError(
                 f"{changed} has no effect with kl_in_reward, where the penalty is the log ratio of the rollout; remove "
                 "it, or kl_in_reward"
+            )
+
+        if not self.sync_ref_model:
+            if changed := self.changed(("ref_model_mixup_alpha", "ref_model_sync_steps")):
+                raise ValueError(
+                    f"{changed} has no effect without sync_ref_model; remove it or set sync_ref_model: true"
+                )
+        elif self.beta == 0:
+            raise ValueError("sync_ref_model has no effect with beta: 0; remove it or set beta, e.g. 0.001")
+        elif self.lora is not None:
+            raise ValueError(
+                "sync_ref_model needs a reference of its own, and with lora it is the model without its adapters, "
+                "which never changes; remove one of them"
             )
 
     @property

@@ -30,6 +30,8 @@ CARRYING = {
     "env": {"name": "countdown", "train_size": 6, "test_size": 8},
 }
 """GRESO with surplus groups that wait, over several epochs of six prompts."""
+OPOB = {"advantage": "opob", "policy_loss": "plain"}
+SYNCED = {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 2, "ref_model_mixup_alpha": 0.5}
 WALL_CLOCK = ("seconds", "tokens_per_second", "step_time", "barrier_wait_s")
 
 
@@ -93,8 +95,13 @@ def test_a_run_leaves_everything_behind(tiny_config: dict[str, Any]) -> None:
         {"max_lag": 2, "step_scale": {"name": "ess", "reference": "measured"}},
         CARRYING | {"max_lag": 3, "lora": {"r": 2}, "sync": {"name": "in_process", "lag": "mixed"}},
         {"reference_kl_steps": 2},
+        SYNCED | {"optim": "muon", "lr_scheduler_type": "inverse_sqrt", "warmup_steps": 2},
+        {"optim": "adafactor", "step_scale": "ess", "lr_scheduler_type": "cosine_with_restarts"} | OPOB,
     ],
-    ids=["plain", "dapo", "lora", "kl", "kl_in_reward", "greso", "backoff", "reprofiled", "lagged", "mixed", "drift"],
+    ids=[
+        *("plain", "dapo", "lora", "kl", "kl_in_reward", "greso", "backoff", "reprofiled", "lagged", "mixed", "drift"),
+        *("muon, synced reference", "adafactor, ess, opob"),
+    ],
 )
 def test_resume_is_bit_exact_at_every_step(tiny_config: dict[str, Any], tmp_path: Path, options: dict) -> None:
     """N steps = k steps + resume + (N - k) steps, for every k."""
@@ -144,7 +151,21 @@ def test_measuring_the_distance_to_the_initial_policy_changes_nothing_else(
     assert [metrics.get("kl") for metrics in sparse] == [None, None, measured[2], None]
 
 
-@pytest.mark.parametrize("options", [{"kl_in_reward": True}, {"kl_estimator": "k2"}])
+def test_a_reference_that_follows_changes_the_penalty_and_nothing_before_it(
+    tiny_config: dict[str, Any], tmp_path: Path
+) -> None:
+    found = []
+    for name, options in (("fixed", {"beta": 0.1}), ("synced", SYNCED)):
+        run = tmp_path / name
+        train(tiny_config | options | {"output_dir": str(run), "learning_rate": 1e-2, "save_steps": 100})
+        found.append(fingerprint(run))
+        assert_clean(run)
+    fixed, synced = (found["metrics"] for found in found)
+    assert synced[:3] == fixed[:3], "the first two steps, and what was evaluated before"
+    assert 0 < synced[3]["kl"] < fixed[3]["kl"], "after half of the way to the policy"
+
+
+@pytest.mark.parametrize("options", [{"kl_in_reward": True}, {"kl_estimator": "k2"}, SYNCED])
 def test_a_run_held_to_a_reference_can_be_evaluated_without_one(
     tiny_config: dict[str, Any], options: dict[str, Any]
 ) -> None:

@@ -120,6 +120,24 @@ def test_five_clipped_updates_are_those_of_one_process(ranks: Ranks, name: str, 
         torch.testing.assert_close(mine, other, rtol=0, atol=1e-4)
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_reference_follows_as_in_one_process_and_is_kept(ranks: Ranks, tied: bool, tmp_path: Path) -> None:
+    parts = policy(reference=True, tie_word_embeddings=tied)
+    learners = Local().build(copy.deepcopy(parts), config()), over(ranks, parts)
+    start = learners[0].reference_logp(random_rows(seed=9))
+    for learner in learners:
+        updates(learner, LossConfig(beta=0.1), steps=2)
+        learner.sync_reference(0.6)
+    alone, cut = (torch.cat(learner.reference_logp(random_rows(seed=9))) for learner in learners)
+    assert float((alone - torch.cat(start)).abs().max()) > 1e-3
+    torch.testing.assert_close(cut, alone, rtol=0, atol=1e-4)
+    learners[1].save(tmp_path)
+    resumed = over(ranks, policy(reference=True, tie_word_embeddings=tied))
+    assert not torch.equal(torch.cat(resumed.reference_logp(random_rows(seed=9))), cut)
+    resumed.load(tmp_path)
+    assert torch.equal(torch.cat(resumed.reference_logp(random_rows(seed=9))), cut)
+
+
 @pytest.mark.parametrize("changes", [{"gradient_checkpointing": True}, {"lora": {"r": 4}}])
 def test_with_recomputed_layers_and_with_adapters(ranks: Ranks, changes: dict[str, Any]) -> None:
     peft = pytest.importorskip("peft")

@@ -83,8 +83,8 @@ _FLAT = {
     "vespo_k_pos vespo_lambda_pos vespo_k_neg vespo_lambda_neg",
     "use `entropy_coef`, a constant; there is no controller and no mask by entropy": "top_entropy_quantile "
     "use_adaptive_entropy entropy_coef_min entropy_coef_max entropy_coef_delta entropy_target entropy_coeff",
-    "the reference is the initial model and stays it; measure with `reference_kl_steps`": "sync_ref_model "
-    "ref_model_mixup_alpha ref_model_sync_steps ref_model",
+    "the reference is the initial model, or follows with `sync_ref_model`; measure with `reference_kl_steps`": ""
+    "ref_model",
     "use `filter: zero_variance`": "filter_groups dynamic_sampling",
     # the model
     "use `model`, a directory or hub name": "model_name_or_path model_name model_path base_model tokenizer_name",

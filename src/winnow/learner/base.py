@@ -86,6 +86,10 @@ class Learner(Protocol):
         """Log-probabilities under the reference model. Raises ValueError without one."""
         ...
 
+    def sync_reference(self, alpha: float) -> None:
+        """Mix the policy into the reference: (1 - alpha) reference + alpha policy. Raises ValueError without one."""
+        ...
+
     def apply(self, lr: float) -> float:
         """Clip, step the optimizer at this learning rate, clear gradients; returns the norm before clipping.
 

@@ -42,6 +42,10 @@ class StepOptions:
     """Reward that a rollout loses for a nat of divergence from the reference."""
     reference_kl_steps: int | None = None
     """Steps from one measurement of the KL to the reference to the next; None: never."""
+    ref_model_sync_steps: int | None = None
+    """Steps after which the policy is mixed into the reference; None: never."""
+    ref_model_mixup_alpha: float = 0.6
+    """Share of the policy in the mixture."""
 
 
 def scheduled_lr(step: int, options: StepOptions) -> float:
@@ -85,6 +89,13 @@ class OptimizerStep:
 
         Raises FloatingPointError when an advantage, the loss or the gradient is not finite.
         """
+        metrics = self._update(groups, step)
+        every = self.options.ref_model_sync_steps
+        if every is not None and (step + 1) % every == 0:
+            self.learner.sync_reference(self.options.ref_model_mixup_alpha)
+        return metrics
+
+    def _update(self, groups: Sequence[Group], step: int) -> dict[str, float]:
         o = self.options
         torch.manual_seed(noise_key(o.seed, 2, step))  # adapter dropout is the only user of torch's generator
         rewarded, penalty = self._rewarded(groups)

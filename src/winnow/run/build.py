@@ -24,7 +24,7 @@ from ..engine.template import with_template_values
 from ..env import ENVS
 from ..env.base import Demonstrator, Task
 from ..learner import LEARNERS, Learner, Policy
-from ..learner.local.learner import frozen_copy
+from ..learner.local.reference import frozen_copy
 from ..learner.step import StepOptions
 from ..methods.advantage import ADVANTAGES, Advantage, InUpdate
 from ..methods.correct import CORRECTIONS, STEP_SCALES, StepScale
@@ -203,6 +203,8 @@ def step_options(c: RunConfig) -> StepOptions:
         seed=c.seed,
         kl_in_reward=c.beta if c.kl_in_reward else 0.0,
         reference_kl_steps=c.reference_kl_steps,
+        ref_model_sync_steps=c.ref_model_sync_steps if c.sync_ref_model else None,
+        ref_model_mixup_alpha=c.ref_model_mixup_alpha,
         unbiased=any(getattr(method(GATES, spec, "gates"), "unbiased", False) for spec in c.gates),
     )
 

@@ -56,6 +56,9 @@ class FsdpLearner:
     def apply(self, lr: float) -> float:
         return float(self._ranks.same("apply", lr)[0])
 
+    def sync_reference(self, alpha: float) -> None:
+        self._ranks.same("sync_reference", alpha)
+
     def weights(self) -> GatheredWeights:
         return GatheredWeights(self._specs, partial(self._ranks.same, "gather"), partial(self._ranks.same, "put"))
 

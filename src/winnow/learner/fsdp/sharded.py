@@ -217,6 +217,9 @@ class ShardedLearner(LocalLearner):
         self._all_or_none("" if torch.isfinite(total) else f"the loss is {total.item()}; no update was made")
         (total * self._world).backward()
 
+    def _whole_tensor(self, parameter: torch.Tensor) -> torch.Tensor:
+        return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+
     def _clipped(self) -> torch.Tensor:
         norm = super()._clipped()
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
@@ -239,6 +242,7 @@ class ShardedLearner(LocalLearner):
         weights = _whole(self.model.state_dict().items())
         if dist.get_rank() == 0:
             self.model.save_pretrained(directory / "model", state_dict=weights)
+            self._save_reference(directory)
         dcp.save(self._optimizer_state(), checkpoint_id=directory / OPTIMIZER_FOLDER)
 
     def export(self, directory: Path) -> None:
@@ -272,6 +276,7 @@ class ShardedLearner(LocalLearner):
         for name, value in state.items():
             param_name, _, key = name.rpartition(":")
             self._optimizer.state[self._params[param_name]][key] = value
+        self._load_reference(directory)
 
 
 def _finite(weights: WeightSource) -> dict[str, torch.Tensor]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -28,6 +27,7 @@ from .modes import WideAttention, checkpoint_layers, train_adapter_dropout
 from .optimizer import load_state, make_optimizer, saved_state, set_learning_rate
 from .pooled import PooledGradients, RowByRow, batched_if_exact
 from .recompute import recomputing_if_exact
+from .reference import load_reference, mix, save_reference
 from .terms import book, correction_weights, spread
 from .token_baselines import TokenBaselines
 
@@ -74,6 +74,7 @@ class LocalLearner:
         self.distribution = distribution
         self.options = options
         self.reference = reference
+        self._reference_moved = False
         self._causal_lm: Any = model.get_base_model() if hasattr(model, "peft_config") else model
         model.eval()
         self._own_head = head_is_linear(self._causal_lm, distribution.n_tokens)
@@ -258,6 +259,15 @@ class LocalLearner:
         with self._kernels():
             return self._of_rows(rows, self._under_reference)
 
+    def sync_reference(self, alpha: float) -> None:
+        if self.reference is None:
+            raise ValueError("there is no reference model to sync; set beta, without lora")
+        mix(self.reference, self.model, alpha, self._whole_tensor)
+        self._reference_moved = True
+
+    def _whole_tensor(self, parameter: torch.Tensor) -> torch.Tensor:
+        return parameter
+
     def _of_rows(self, rows: Sequence[Row], logp: Callable[[MicroBatch], torch.Tensor]) -> list[torch.Tensor]:
         """What `logp` gives, [B, T-1], at the action tokens of each row."""
         found: dict[int, torch.Tensor] = {}
@@ -333,17 +343,27 @@ class LocalLearner:
     def save(self, directory: Path) -> None:
         self.model.save_pretrained(directory / "model")
         save_file(saved_state(self._optimizer, self._params), directory / OPTIMIZER_FILE)
+        self._save_reference(directory)
+
+    def _save_reference(self, directory: Path) -> None:
+        """The initial model itself is not in checkpoints."""
+        if self.reference is not None and self._reference_moved:
+            save_reference(self.reference, directory)
 
     def export(self, directory: Path) -> None:
         self._causal_lm.save_pretrained(directory, state_dict=dict(self._merged_weights().state_dict()))
 
     def load(self, directory: Path) -> None:
-        """The optimizer's state; weights come with the model.
+        """The optimizer's state, and a reference that has moved; weights come with the model.
 
-        Raises ValueError when the file's parameters are not this model's.
+        Raises ValueError when a file's parameters are not this model's.
         """
         file = directory / OPTIMIZER_FILE
         load_state(self._optimizer, self._params, load_file(file), str(file))
+        self._load_reference(directory)
+
+    def _load_reference(self, directory: Path) -> None:
+        self._reference_moved = self.reference is not None and load_reference(self.reference, directory)
 
 
 def _identity(logits: torch.Tensor) -> torch.Tensor:
@@ -380,8 +400,3 @@ class MergedWeights:
     def _merged(self, name: str) -> torch.Tensor:
         value, layer = self._state[name], self._adapted.get(name)
         return value if layer is None else value + layer.get_delta_weight("default")
-
-
-def frozen_copy(model: torch.nn.Module) -> torch.nn.Module:
-    """The reference for a KL penalty under full fine-tuning."""
-    return copy.deepcopy(model).requires_grad_(False).eval()

@@ -1,0 +1,49 @@
+"""The model that a KL penalty refers to, beside the policy: made, mixed with it, kept."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+
+REFERENCE_FILE = "reference.safetensors"
+
+
+def frozen_copy(model: torch.nn.Module) -> torch.nn.Module:
+    """The reference for a KL penalty under full fine-tuning."""
+    return copy.deepcopy(model).requires_grad_(False).eval()
+
+
+@torch.no_grad()
+def mix(
+    reference: torch.nn.Module,
+    policy: torch.nn.Module,
+    alpha: float,
+    whole: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor,
+) -> None:
+    """reference = (1 - alpha) reference + alpha policy, parameter by parameter, as TRL's `SyncRefModelCallback`."""
+    for theirs, ours in zip(reference.parameters(), policy.parameters(), strict=True):
+        theirs.mul_(1.0 - alpha).add_(whole(ours), alpha=alpha)
+
+
+def save_reference(reference: torch.nn.Module, directory: Path) -> None:
+    """Write it into a checkpoint."""
+    save_file({name: p.detach().contiguous() for name, p in reference.named_parameters()}, directory / REFERENCE_FILE)
+
+
+@torch.no_grad()
+def load_reference(reference: torch.nn.Module, directory: Path) -> bool:
+    """Load what was written, if anything was. Raises ValueError when it is another model's."""
+    file = directory / REFERENCE_FILE
+    if not file.exists():
+        return False
+    saved: Mapping[str, torch.Tensor] = load_file(file)
+    own = dict(reference.named_parameters())
+    if saved.keys() != own.keys() or any(saved[name].shape != p.shape for name, p in own.items()):
+        raise ValueError(f"{file}: not the reference of this model")
+    for name, parameter in own.items():
+        parameter.copy_(saved[name])
+    return True
