@@ -173,6 +173,10 @@ class RunConfig(BaseModel):
     save_steps: int = Field(50, ge=1)
     save_total_limit: int = Field(2, ge=1)
     log_completions: int = Field(8, ge=0)
+    push_to_hub: bool = False
+    hub_model_id: str | None = None
+    hub_strategy: Literal["end", "every_save"] = "end"
+    hub_private_repo: bool | None = None
     run_name: str | None = None
     report_to: list[Literal["tensorboard", "wandb", "trackio", "mlflow"]] = []
 
@@ -184,6 +188,8 @@ class RunConfig(BaseModel):
             raise ValueError(f"{changed} has no effect with policy_loss: plain; remove it or use policy_loss: clip")
         if self.optim in ("sgd", "adafactor") and (changed := self.changed(ADAM)):
             raise ValueError(f"{changed} has no effect with optim: {self.optim}; remove it, or see optim_args")
+        if not self.push_to_hub and (changed := self.changed(("hub_model_id", "hub_strategy", "hub_private_repo"))):
+            raise ValueError(f"{changed} has no effect without push_to_hub; remove it or set push_to_hub: true")
         self._check_kl()
         self._check_schedule()
         return self

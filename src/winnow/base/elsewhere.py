@@ -109,8 +109,9 @@ _FLAT = {
     "use `dtype: float16`": "fp16 fp16_full_eval",
     "use `matmul_precision: high`": "tf32",
     _LEAVE_OUT + "logits and log-probabilities are float32": "cast_lm_head_to_fp32",
-    "use `gradient_checkpointing`, which has no options": "gradient_checkpointing_kwargs activation_checkpointing "
-    "activation_checkpointing_kwargs",
+    "use `gradient_checkpointing`": "activation_checkpointing",
+    _LEAVE_OUT + "`gradient_checkpointing` recomputes layers as with use_reentrant false, and has no other way": ""
+    "gradient_checkpointing_kwargs activation_checkpointing_kwargs",
     _LEAVE_OUT + "the loss holds no logits of a long vocabulary anyway": "use_liger_kernel liger_kernel_config "
     "torch_empty_cache_steps use_liger",
     _LEAVE_OUT + "nothing is compiled but the step of 8 and 4 bit optimizers": "torch_compile torch_compile_backend "
@@ -139,8 +140,10 @@ _FLAT = {
     _LEAVE_OUT + "checkpoints hold all that a resume needs": "save_only_model save_on_each_node enable_jit_checkpoint",
     "the last model is saved; `eval_steps` and `save_total_limit` keep others beside it": "load_best_model_at_end "
     "metric_for_best_model greater_is_better",
-    "upload the run's `model/` with `hf upload`; runs do not push by themselves": "push_to_hub hub_token "
-    "hub_private_repo hub_model_id hub_strategy hub_always_push hub_revision log_completions_hub_repo",
+    "set HF_TOKEN in the environment, or run `hf auth login`: a configuration is kept with the run": "hub_token",
+    _LEAVE_OUT + "uploads wait for each other, none is left out, and all go to the main branch": "hub_always_push "
+    "hub_revision",
+    "use `log_completions`, which keeps them with the run, and `report_to`": "log_completions_hub_repo",
     _LEAVE_OUT + "every step is a line of metrics.jsonl, and the console shows them": "logging_strategy logging_steps "
     "logging_first_step log_on_each_node logging_nan_inf_filter include_num_input_tokens_seen log_level "
     "log_level_replica disable_tqdm debug skip_memory_metrics",

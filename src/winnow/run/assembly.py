@@ -20,6 +20,7 @@ from ..rollout.runner import RolloutRunner
 from ..sampler import Sampler, SamplerContext
 from .build import Methods, build_learner, build_methods, build_policy, build_sampler, rollout_options, sampler_options
 from .given import Given
+from .hub import check_hub
 from .machine import Machine, settle
 from .preflight import check_agreement, check_evaluation, check_prompts, in_steps
 
@@ -84,6 +85,7 @@ def assemble(c: RunConfig, given: Given, checkpoint: Path | None, *, resumed: bo
     """The parts of the run that `c` describes; weights from `checkpoint` if there is one. Raises ConfigError."""
     begun = time.monotonic()
     check_trackers(c.report_to)
+    check_hub(c)
     given.require_names(c)
     quiet_transformers()
     task = given.task(c)

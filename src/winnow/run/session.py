@@ -34,6 +34,7 @@ from .build import build_loss, sampler_options, step_options
 from .callbacks import Callbacks
 from .card import write_card
 from .evaluating import Evaluations
+from .hub import push_if_due
 from .interrupt import StopSignals
 from .preflight import NothingSampledError
 
@@ -196,6 +197,7 @@ class Session:
         write_card(self.run_dir / "model", self.config, self.ledger.totals(), rows)
         readable(self.run_dir / "model")
         self.ledger.set_meta("finished", "true")
+        push_if_due(self.run_dir, self.config)
         self._tell("on_train_end")
         last = {"step": self.loop.step, "num_tokens": self.loop.num_tokens, "seconds_total": self._seconds()}
         for row in rows:
@@ -272,6 +274,7 @@ class Session:
             "seconds_total": self._seconds(),
             "ledger": self.ledger.mark(),
         }
-        checkpoint.save(self.run_dir, step, state, self.built.save, keep_last=self.config.save_total_limit)
+        saved = checkpoint.save(self.run_dir, step, state, self.built.save, keep_last=self.config.save_total_limit)
         self.ledger.set_meta("saved", str(step))
+        push_if_due(self.run_dir, self.config, saved)
         self._tell("on_save")
