@@ -194,11 +194,8 @@ def test_a_failing_upload_is_a_warning_and_can_be_tried_again(here: Hub, tiny_co
     here.broken = False
     found = CliRunner().invoke(app, ["push", run, "hub_private_repo=true", "--json"])
     assert found.exit_code == 0, found.output
-    assert json.loads(found.stdout) == {
-        "repo": "tester/run",
-        "url": f"{here.url}/tester/run/commit/{1:040x}",
-        "folder": f"{run}/model",
-    }
+    url = f"{here.url}/tester/run/commit/{1:040x}"
+    assert json.loads(found.stdout) == {"repo": "tester/run", "url": url, "folder": f"{run}/model"}
     assert here.files["model.safetensors"] == (Path(run) / "model" / "model.safetensors").read_bytes()
     assert TOKEN not in again.output + found.output + "".join(str(w.message) for w in warned)
 

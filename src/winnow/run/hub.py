@@ -57,8 +57,13 @@ def push(run_dir: Path, c: RunConfig, folder: Path | None = None) -> Pushed:
         repo = api.create_repo(_name(c), private=c.hub_private_repo, exist_ok=True).repo_id
         # Whole weights beside an earlier checkpoint's adapters would be loaded as a model under adapters.
         stale = None if (folder / "adapter_config.json").exists() else ["adapter_*"]
-        message = "Upload of a finished run by Winnow" if step is None else f"Step {step}, by Winnow"
-        done = api.upload_folder(folder_path=folder, repo_id=repo, commit_message=message, delete_patterns=stale)
+        done = api.upload_folder(
+            folder_path=folder,
+            repo_id=repo,
+            commit_message="Upload of a finished run by Winnow" if step is None else f"Step {step}, by Winnow",
+            delete_patterns=stale,
+            ignore_patterns=None if step is None else ["README.md"],  # peft's is a form that nobody has filled in
+        )
     except Exception as error:  # of the network, the hub or the disk: whatever it is, the run goes on
         said = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise PushError(
