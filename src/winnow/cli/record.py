@@ -1,15 +1,14 @@
-"""`winnow verify`, `report`, `watch` and `push`: what a run did or does, read off its directory."""
+"""`winnow verify`, `report` and `watch`: what a run did or does, read off its directory."""
 
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from .console import Json, Overrides, Run, command, show
+from .console import Json, Run, command, show
 
 app = typer.Typer()
 
@@ -59,20 +58,3 @@ def watch(
         show({"url": server.url, "runs": [str(run) for run in runs]}, as_json, lambda f: f"{f['url']}  (Ctrl-C ends)")
         with suppress(KeyboardInterrupt):
             server.serve_forever()
-
-
-@command(app)
-def push(run: Run, overrides: Overrides = None, as_json: Json = False) -> None:
-    """Upload a run's model to a Hugging Face hub, once more or for the first time: hub_model_id=me/name.
-
-    The finished `model/`, or that of the last checkpoint. The token is that of HF_TOKEN or `hf auth login`.
-    """
-    from ..config import read_settings, validate
-    from ..record.records import CONFIG, read_config
-    from ..run.hub import check_hub
-    from ..run.hub import push as upload
-
-    values = read_settings(None, overrides or (), read_config(run)) | {"push_to_hub": True, "output_dir": str(run)}
-    config = validate(values, str(run / CONFIG))
-    check_hub(config)
-    show(asdict(upload(run, config)), as_json, lambda f: f"{f['folder']} is in {f['repo']}: {f['url']}")

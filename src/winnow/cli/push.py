@@ -1,0 +1,28 @@
+"""`winnow push`: a run's model to a hub."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+import typer
+
+from .console import Json, Overrides, Run, command, show
+
+app = typer.Typer()
+
+
+@command(app)
+def push(run: Run, overrides: Overrides = None, as_json: Json = False) -> None:
+    """Upload a run's model to a Hugging Face hub, once more or for the first time: hub_model_id=me/name.
+
+    The finished `model/`, or that of the last checkpoint. The token is that of HF_TOKEN or `hf auth login`.
+    """
+    from ..config import read_settings, validate
+    from ..record.records import CONFIG, read_config
+    from ..run.hub import check_hub
+    from ..run.hub import push as upload
+
+    values = read_settings(None, overrides or (), read_config(run)) | {"push_to_hub": True, "output_dir": str(run)}
+    config = validate(values, str(run / CONFIG))
+    check_hub(config)
+    show(asdict(upload(run, config)), as_json, lambda f: f"{f['folder']} is in {f['repo']}: {f['url']}")
