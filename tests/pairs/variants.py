@@ -102,10 +102,13 @@ SWITCHES: list[Settings] = [
     {"epsilon_high": 0.28},
     {"beta": 0.05},
     {"reference_kl_steps": 2},
+    {"beta": 0.05, "sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 0.5},
     {"dtype": "bfloat16"},
     {"entropy_coef": 0.01},
     {"lr_scheduler_type": "linear", "warmup_steps": 1, "lr_end": 1e-3},
     {"lr_scheduler_type": "warmup_stable_decay", "lr_decay_steps": 2},
+    {"lr_scheduler_type": "cosine_with_restarts", "lr_scheduler_kwargs": {"num_cycles": 2}},
+    {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr_rate": 0.1}},
     {"weight_decay": 0.1},
     {"max_grad_norm": None},
     {"tokens_per_microbatch": 40},
@@ -119,7 +122,8 @@ NOT_SWEPT = frozenset(
     | {"prompts_per_step", "max_prompt_length", "max_completion_length", "reward_timeout_s", "max_failed_share"}
     | {"max_skipped_steps", "learning_rate", "adam_beta1", "adam_beta2", "adam_epsilon", "save_steps"}
     | {"save_total_limit", "log_completions", "report_to", "run_name", "num_train_epochs", "chat_template_kwargs"}
-    | {"eval_temperature", "eval_top_p", "eval_top_k", "eval_greedy", "matmul_precision", "optim"}
+    | {"eval_temperature", "eval_top_p", "eval_top_k", "eval_greedy", "matmul_precision", "optim", "optim_args"}
+    | {"push_to_hub", "hub_model_id", "hub_private_repo", "hub_strategy"}
 )
 """Fields whose value changes numbers but no path, or that make the place where a run happens."""
 

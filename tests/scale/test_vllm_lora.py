@@ -19,7 +19,7 @@ from winnow.config import ConfigError, LoraConfig
 from winnow.engine import Finished, LocalEngine, ModelReference
 from winnow.engine.loading import peft_config
 from winnow.engine.vllm.options import VllmOptions
-from winnow.learner.local.learner import MergedWeights
+from winnow.learner.local.merged import MergedWeights
 from winnow.loop import RunStoppedError
 from winnow.record.ledger import Ledger
 from winnow.run.standalone import evaluate_model

@@ -17,7 +17,7 @@ from ..env.rewards.rewarder import Rewarder
 from ..learner.agreement import require_agreement
 from ..learner.base import Learner
 from ..learner.batch import Row
-from ..learner.local.learner import MergedWeights
+from ..learner.local.merged import MergedWeights
 from ..methods.gate import NamedRule
 from ..rollout.evaluate import run_jobs
 from ..rollout.runner import RolloutRunner

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ...base.failpoint import failpoint
-from ...base.weights import StateWeights, TensorSpec, WeightSource, adapters_of, state_once
+from ...base.weights import StateWeights, WeightSource, adapters_of, state_once
 from ...methods.correct import Evidence, OverBatch
 from ...methods.loss import LossConfig, kl_loss, policy_loss
 from ..base import Sizes, Stats
@@ -23,6 +23,7 @@ from ..batch import Budget, MicroBatch, Row, collate, micro_batches, packed
 from .forward import Body, can_share_prompts, head_is_linear, predictions
 from .logprob import TokenDistribution, token_logp
 from .loss_scale import LossScale
+from .merged import MergedWeights
 from .modes import WideAttention, checkpoint_layers, train_adapter_dropout
 from .optimizer import load_state, make_optimizer, saved_state, set_learning_rate
 from .pooled import PooledGradients, RowByRow, batched_if_exact
@@ -368,35 +369,3 @@ class LocalLearner:
 
 def _identity(logits: torch.Tensor) -> torch.Tensor:
     return logits
-
-
-class MergedWeights:
-    """Weights of a model with LoRA layers injected, W + delta merged tensor by tensor; see `WeightSource`.
-
-    The layers are not touched (merging and un-merging in place would drift).
-    """
-
-    def __init__(self, causal_lm: torch.nn.Module) -> None:
-        self._state = {
-            name.replace(".base_layer.", "."): value
-            for name, value in state_once(causal_lm).items()
-            if ".lora_" not in name
-        }
-        layers = ((f"{name}.weight", module) for name, module in causal_lm.named_modules())
-        self._adapted: dict[str, Any] = {name: module for name, module in layers if hasattr(module, "get_delta_weight")}
-
-    @property
-    def specs(self) -> Mapping[str, TensorSpec]:
-        return StateWeights(self._state).specs
-
-    def items(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for name in self._state:
-            yield name, self._merged(name)
-
-    def state_dict(self) -> Mapping[str, torch.Tensor]:
-        return dict(self.items())
-
-    @torch.no_grad()
-    def _merged(self, name: str) -> torch.Tensor:
-        value, layer = self._state[name], self._adapted.get(name)
-        return value if layer is None else value + layer.get_delta_weight("default")

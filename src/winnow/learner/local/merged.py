@@ -1,0 +1,42 @@
+"""Weights of a model with adapters, as those of the model without."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from ...base.weights import StateWeights, TensorSpec, state_once
+
+
+class MergedWeights:
+    """Weights of a model with LoRA layers injected, W + delta merged tensor by tensor; see `WeightSource`.
+
+    The layers are not touched (merging and un-merging in place would drift).
+    """
+
+    def __init__(self, causal_lm: torch.nn.Module) -> None:
+        self._state = {
+            name.replace(".base_layer.", "."): value
+            for name, value in state_once(causal_lm).items()
+            if ".lora_" not in name
+        }
+        layers = ((f"{name}.weight", module) for name, module in causal_lm.named_modules())
+        self._adapted: dict[str, Any] = {name: module for name, module in layers if hasattr(module, "get_delta_weight")}
+
+    @property
+    def specs(self) -> Mapping[str, TensorSpec]:
+        return StateWeights(self._state).specs
+
+    def items(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name in self._state:
+            yield name, self._merged(name)
+
+    def state_dict(self) -> Mapping[str, torch.Tensor]:
+        return dict(self.items())
+
+    @torch.no_grad()
+    def _merged(self, name: str) -> torch.Tensor:
+        value, layer = self._state[name], self._adapted.get(name)
+        return value if layer is None else value + layer.get_delta_weight("default")
