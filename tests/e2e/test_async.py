@@ -207,7 +207,7 @@ def test_a_sampler_does_not_start_on_other_data_than_the_learner(
 def test_rules_of_gates_are_asked_where_it_samples_and_learn_here(config: dict[str, Any]) -> None:
     run, gate = Path(config["output_dir"]), {"name": "arrol", "at": 3, "cold_start": 2}
     audit = {"epsilon": 0.2}
-    steps = {"max_steps": 8}  # with a lag of 2, samplers surely hear of a rule of step 2 before the last steps
+    steps = {"max_steps": 20}  # few or none of 8 steps meet a rule that is heard of after step 2
     Trainer(config=config | {"gates": [gate], "audit": audit, "eval_steps": None} | steps).train()
     assert_clean(run)
     with sqlite3.connect(run / "ledger.sqlite") as db:

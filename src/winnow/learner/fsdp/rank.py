@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 from datetime import timedelta
 from typing import Any
 
@@ -27,19 +26,23 @@ class Rank:
         torch.set_num_threads(threads)
         self.rank, self.world = rank, world
 
-    def address(self) -> str:
-        """Where ranks meet: this machine, and a port that was free a moment ago."""
+    def listen(self, timeout_s: float) -> tuple[str, int] | None:
+        """Host and port where ranks meet: at rank 0, which holds the port from the start, so that nobody takes it."""
         import ray
 
+        if self.rank:
+            return None
         host = ray.util.get_node_ip_address()
-        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as free:
-            free.bind((host, 0))
-            return f"tcp://{host}:{free.getsockname()[1]}"
+        limit = timedelta(seconds=timeout_s)
+        self.store = dist.TCPStore(host, 0, self.world, is_master=True, timeout=limit, wait_for_workers=False)
+        return host, self.store.port
 
-    def join(self, address: str, timeout_s: float) -> None:
+    def join(self, host: str, port: int, timeout_s: float) -> None:
         backend = "nccl" if torch.cuda.is_available() else "gloo"
         limit = timedelta(seconds=timeout_s)
-        dist.init_process_group(backend, init_method=address, rank=self.rank, world_size=self.world, timeout=limit)
+        if self.rank:
+            self.store = dist.TCPStore(host, port, self.world, is_master=False, timeout=limit)
+        dist.init_process_group(backend, store=self.store, rank=self.rank, world_size=self.world, timeout=limit)
 
     def build(self, policy: Policy, config: RunConfig, fsdp_size: int | None) -> dict[str, Any]:
         """Cut the model; says what the whole is like."""

@@ -43,8 +43,8 @@ class Ranks:
                     runtime_env={"env_vars": {"OMP_NUM_THREADS": str(threads)}},
                 )
                 self._actors.append(actor.remote(rank, world, threads, os.getcwd()))
-            address = self.all("address", [()] * world)[0]
-            self.all("join", [(address, timeout_s)] * world)
+            host, port = self.all("listen", [(timeout_s,)] * world)[0]
+            self.all("join", [(host, port, timeout_s)] * world)
         except BaseException:
             self.close()
             raise
