@@ -21,6 +21,7 @@ OPTIONS = {
     "reasoning_gym": [{"task": "gcd", "train_size": 12, "test_size": 4}],
     "dataset": [{"test_size": 3}],
     "python_tool": [{"test_size": 3}],
+    "agent": [{"test_size": 3, "agent": f"{__file__}:agent"}],
     "textworld": [
         {"options": {"level": 1}, "train_size": 1, "test_size": 1, "style": style} for style in ("words", "react")
     ],
@@ -28,6 +29,10 @@ OPTIONS = {
 }
 EXTRAS = {"alfworld", "textworld"}
 """Tasks whose package is an extra of that name."""
+
+
+def agent(prompt, base_url):
+    """What `env: agent` is given; nothing is asked here."""
 
 
 def cases():
@@ -52,7 +57,7 @@ def config(request, tmp_path):
         pytest.importorskip(name)
     if name == "python_tool" and shutil.which("bwrap") is None:
         pytest.skip("bubblewrap is not installed")
-    if name in ("dataset", "python_tool"):
+    if name in ("dataset", "python_tool", "agent"):
         path = tmp_path / "rows.jsonl"
         path.write_text("\n".join(json.dumps({"prompt": f"p{i}", "answer": i}) for i in range(12)))
         options = options | {"path": str(path)}

@@ -13,7 +13,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from winnow.env.prompting import PromptError, ToolResults, encode_observation, encode_prompt
+from winnow.env.prompting import NextMessages, PromptError, encode_observation, encode_prompt
 from winnow.env.tools import with_tools
 from winnow.types import Prompt
 
@@ -101,12 +101,12 @@ def test_results_continue_the_conversation_exactly(tokenizer):
     )
     for answer in (said + "<e>", said):
         sampled = np.array(tokenizer.encode(answer, add_special_tokens=False))
-        added = encode_observation(tokenizer, prompt, ToolResults(results), sampled)
+        added = encode_observation(tokenizer, prompt, NextMessages(results), sampled)
         assert tokenizer.decode([*encode_prompt(tokenizer, prompt), *sampled.tolist(), *added]) == whole
 
 
 def test_results_survive_copies():
-    results = ToolResults([{"role": "tool", "name": "add", "content": "3"}])
+    results = NextMessages([{"role": "tool", "name": "add", "content": "3"}])
     for other in (copy.deepcopy(results), pickle.loads(pickle.dumps(results))):
         assert (other, other.messages) == ("3", results.messages)
 
@@ -128,7 +128,7 @@ def test_templates_that_hide_something_are_refused(template, missing):
 
 def test_templates_that_take_back_what_they_showed_are_refused():
     fickle = make_tokenizer("{{ messages | length }}" + TEMPLATE)
-    results = ToolResults([{"role": "tool", "name": "add", "content": "3"}])
+    results = NextMessages([{"role": "tool", "name": "add", "content": "3"}])
     with pytest.raises(PromptError, match="shows a tool call otherwise"):
         encode_observation(fickle, with_tools(OneTurn(), [add]).train[0], results, np.array([1]))
 
@@ -147,7 +147,7 @@ def test_the_same_tokens_as_trl():
     )
     theirs = GRPOTrainer._get_tool_suffix_ids(trainer, messages)
     sampled = np.array(tokenizer.encode("x<e>", add_special_tokens=False))
-    assert encode_observation(tokenizer, prompt, ToolResults(messages), sampled) == theirs
+    assert encode_observation(tokenizer, prompt, NextMessages(messages), sampled) == theirs
     asked = tokenizer.apply_chat_template(
         list(prompt.messages), tools=[add], add_generation_prompt=True, tokenize=True, return_dict=False
     )

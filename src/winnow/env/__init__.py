@@ -30,6 +30,7 @@ ENVS: Mapping[str, type] = LazyTable(
         "reasoning_gym": ".reasoning_gym:ReasoningGymConfig",
         "dataset": ".dataset:DatasetConfig",
         "python_tool": ".python_tool:PythonToolConfig",
+        "agent": ".agents:AgentConfig",
         "textworld": ".games.textworld.task:TextWorldConfig",
         "alfworld": ".games.alfworld.task:AlfworldConfig",
     }

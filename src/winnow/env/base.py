@@ -47,6 +47,18 @@ class StepResult:
         return None if given is None else float(given)
 
 
+class Said(str):
+    """What the model said in a turn, as environments are given it."""
+
+    stop_reason: str
+    """`eos`, `stop` or, where the turn is cut off, `length`."""
+
+    def __new__(cls, text: str, stop_reason: str) -> Said:
+        said = super().__new__(cls, text)
+        said.stop_reason = stop_reason
+        return said
+
+
 @runtime_checkable
 class Env(Protocol):
     """A single-use environment: made for one sibling, reset once, stepped until done.
@@ -58,7 +70,9 @@ class Env(Protocol):
         """First observation, appended to the prompt; None for none."""
         ...
 
-    def step(self, text: str) -> StepResult: ...
+    def step(self, text: str) -> StepResult:
+        """What the text, a `Said`, does."""
+        ...
 
 
 @runtime_checkable

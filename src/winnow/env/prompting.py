@@ -28,27 +28,38 @@ class ToolPrompt(Prompt):
     """JSON schemas, for the chat template's `tools`."""
 
 
-class ToolResults(str):
-    """An observation that tools gave: as text the contents of its messages, for the chat template the messages."""
+class NextMessages(str):
+    """An observation of messages: as text their contents, for the chat template the messages themselves.
+
+    What tools gave, or an agent asks. As first observation they are the prompt, with the `tools` that they offer.
+    """
 
     messages: tuple[Message, ...]
+    tools: tuple[Mapping[str, Any], ...]
 
-    def __new__(cls, messages: Sequence[Message]) -> ToolResults:
-        results = super().__new__(cls, "\n".join(str(m["content"]) for m in messages))
-        results.messages = tuple(messages)
-        return results
+    def __new__(cls, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> NextMessages:
+        text = super().__new__(cls, "\n".join(str(m["content"]) for m in messages))
+        text.messages, text.tools = tuple(messages), tuple(tools)
+        return text
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return ToolResults, (self.messages,)
+        return NextMessages, (self.messages, self.tools)
 
 
 def encode_prompt(tokenizer: Any, prompt: Prompt, observation: str | None = None) -> tuple[int, ...]:
     """Token ids of a prompt, with an environment's first observation appended (as a user message, if conversational).
 
     Text is encoded with the tokenizer's own special tokens; messages with its chat template and generation prompt. With
-    tools, the observation goes to the end of the last message, as in TRL. Raises PromptError when the result is empty,
-    messages meet a tokenizer without chat template or a template that refuses them, or tools one that cannot show them.
+    tools, the observation goes to the end of the last message, as in TRL. What an agent asks is all of the prompt.
+
+    Raises PromptError when the result is empty, messages meet a tokenizer without chat template or a template that
+    refuses them, or tools one that cannot show them.
     """
+    if isinstance(observation, NextMessages):
+        asked: type[Prompt] = ToolPrompt if observation.tools else Prompt
+        offered: dict[str, Any] = {"tools": observation.tools} if observation.tools else {}
+        prompt = asked(prompt.id, prompt.ordinal, messages=observation.messages, **offered)
+        observation = None
     if prompt.messages is None:
         ids = tokenizer.encode((prompt.text or "") + (observation or ""))
     else:
@@ -114,12 +125,15 @@ def encode_observation(tokenizer: Any, prompt: Prompt, observation: str, sampled
     For messages it is what the chat template puts between an assistant's words and its next generation prompt; an
     end-of-turn token that the model has already sampled is not repeated.
     """
-    if prompt.messages is None:
+    added: Sequence[Message] = [{"role": "user", "content": observation}]
+    if isinstance(observation, NextMessages):
+        added = observation.messages
+        if added[0]["role"] == "tool":
+            return _without_sampled_end(tokenizer, _after_tool_call(tokenizer, added), sampled)
+    elif prompt.messages is None:
         return list(tokenizer.encode(observation, add_special_tokens=False))
-    if isinstance(observation, ToolResults):
-        return _without_sampled_end(tokenizer, _after_tool_call(tokenizer, observation.messages), sampled)
-    turn: list[Message] = [*prompt.messages, {"role": "assistant", "content": _MARK}]
-    turn.append({"role": "user", "content": observation})
+    before = prompt.messages or [{"role": "user", "content": "?"}]
+    turn: list[Message] = [*before, {"role": "assistant", "content": _MARK}, *added]
     text = tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
     return _without_sampled_end(tokenizer, text.rpartition(_MARK)[2], sampled)
 

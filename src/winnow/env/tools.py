@@ -24,7 +24,7 @@ from transformers.utils import get_json_schema
 
 from ..types import Prompt
 from .base import OverlappingEnv, RewardFn, StepResult, Task
-from .prompting import ToolPrompt, ToolResults
+from .prompting import NextMessages, ToolPrompt
 from .stored import changed
 from .workers.deadlines import Deadlines
 from .workers.remote import EnvLostError
@@ -227,7 +227,7 @@ class ToolEnv:
         begun = [(name, self._tried(partial(self._call, name, arguments))) for name, arguments in calls]
         results = [(name, self._tried(finish)) for name, finish in begun]
         messages = [{"role": "tool", "name": name, "content": str(result)} for name, result in results]
-        return StepResult(ToolResults(messages), self._reward(), action=json.dumps(calls, sort_keys=True))
+        return StepResult(NextMessages(messages), self._reward(), action=json.dumps(calls, sort_keys=True))
 
     def _call(self, name: str, arguments: Any) -> Callable[[], Any]:
         if name not in self._tools:

@@ -18,7 +18,7 @@ import numpy as np
 
 from ..base.noise import noise_key
 from ..engine.base import Engine, Finished, Reached, Request
-from ..env.base import OverlappingEnv, StepResult, Task
+from ..env.base import OverlappingEnv, Said, StepResult, Task
 from ..env.prompting import PromptError, cut_at_stop, decode, encode_observation, encode_prompt
 from ..env.rewards.rewarder import Rewarder
 from ..env.rewards.scores import LARGEST
@@ -232,12 +232,12 @@ class RolloutRunner:
             self._settle(flight)
 
     def _step_env(self, flight: Flight, sibling: Sibling, turn: Turn) -> None:
-        env = sibling.env
+        env, said = sibling.env, Said(turn.action, turn.stop_reason)
         try:
             if isinstance(env, OverlappingEnv):
-                self._await(flight, sibling, env.start_step(turn.action))
+                self._await(flight, sibling, env.start_step(said))
                 return
-            self._observed(flight, sibling, env.step(turn.action))  # type: ignore[union-attr]
+            self._observed(flight, sibling, env.step(said))  # type: ignore[union-attr]
         except (Exception, SystemExit) as error:
             self._fail(sibling, f"the environment raised {type(error).__name__}: {error}")
 

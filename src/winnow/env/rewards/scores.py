@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ...types import Group, Rollout
-from ..prompting import ToolResults
+from ..prompting import NextMessages
 
 Outcome = float | Exception | None
 """A reward, the cause why there is none, or None for "does not apply"."""
@@ -38,7 +38,7 @@ def messages_of(rollout: Rollout) -> list[dict[str, Any]]:
     for i, turn in enumerate(rollout.turns):
         messages.append({"role": "assistant", "content": turn.action})
         if turn.observation is not None and i < len(rollout.turns) - 1:
-            tools = turn.observation.messages if isinstance(turn.observation, ToolResults) else ()
+            tools = turn.observation.messages if isinstance(turn.observation, NextMessages) else ()
             messages += [dict(m) for m in tools] or [{"role": "user", "content": turn.observation}]
     return messages
 

@@ -1,0 +1,82 @@
+"""Whole runs of agents that ask the policy over HTTP: account, resume, samplers in other processes, gates."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from winnow import Trainer
+
+from ..unit.test_instruct import chat_model  # noqa: F401
+from .test_training import assert_clean, fingerprint
+
+AGENT = '''
+"""Asks twice; the reward varies within almost every group."""
+
+import json
+import urllib.request
+
+
+def ask(base_url, messages):
+    body = json.dumps({"messages": messages}).encode()
+    with urllib.request.urlopen(f"{base_url}/chat/completions", body, timeout=60) as reply:
+        choice = json.load(reply)["choices"][0]
+    return choice["message"], choice["finish_reason"]
+
+
+def solve(prompt, base_url):
+    messages = [{"role": "user", "content": prompt}]
+    first, why = ask(base_url, messages)
+    assert why in ("stop", "length")
+    second, _ = ask(base_url, [*messages, first, {"role": "user", "content": "Sure?"}])
+    return len(first["content"] + second["content"]) % 2
+'''
+
+
+@pytest.fixture
+def config(chat_model: Path, tmp_path: Path) -> dict[str, Any]:  # noqa: F811
+    (tmp_path / "agent.py").write_text(AGENT)
+    rows = [json.dumps({"prompt": f"What is {n} and {n}?"}) for n in range(12)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows))
+    env = {"name": "agent", "path": str(tmp_path / "rows.jsonl"), "agent": f"{tmp_path}/agent.py:solve", "test_size": 3}
+    return {
+        "model": str(chat_model),
+        "env": env | {"max_turns": 3, "max_turn_length": 8},
+        "output_dir": str(tmp_path / "run"),
+        "threads": 1,
+        "max_steps": 4,
+        "prompts_per_step": 3,
+        "num_generations": 4,
+        "max_prompt_length": 128,
+        "max_completion_length": 96,
+        "learning_rate": 1e-3,
+        "save_steps": 1,
+        "eval_steps": 2,
+    }
+
+
+def test_it_trains_and_a_resume_goes_on_exactly(config: dict[str, Any], tmp_path: Path) -> None:
+    Trainer(config=config).train()
+    run = Path(config["output_dir"])
+    assert_clean(run)
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert any(row.get("reward") not in (None, 0.0, 1.0) for row in rows)
+    other = tmp_path / "other"
+    Trainer(config=config | {"output_dir": str(other), "max_steps": 2}).train()
+    Trainer.resume(other, {"max_steps": 4}).train()
+    assert fingerprint(other) == fingerprint(run)
+
+
+def test_in_other_processes_with_a_gate_and_audits(config: dict[str, Any]) -> None:
+    more = {
+        "sync": "processes",
+        "max_lag": 2,
+        "correction": "truncate",
+        "gates": [{"name": "divergence", "k": 1, "threshold": 0.6}],
+        "audit": {"epsilon": 0.3},
+    }
+    Trainer(config=config | more | {"selector": "greso", "filter": "zero_variance"}).train()
+    assert_clean(Path(config["output_dir"]))

@@ -1,0 +1,254 @@
+"""Agents that ask the policy over HTTP, in whole rollouts, with an engine that says what a script tells it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import threading
+import urllib.error
+import urllib.request
+
+import pytest
+
+from winnow.env.agents import AgentConfig, with_agent
+from winnow.env.tools import with_tools
+from winnow.types import Fate
+
+from .test_tool_prompts import OneTurn, add, make_tokenizer
+from .test_tool_rollouts import roll
+from .test_tools import call
+
+GOES_ON = [{"role": "user", "content": "Go on."}]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return make_tokenizer()
+
+
+def ask(base_url, messages, **more):
+    """The message that the policy answers, or (status, what is said) if it refuses."""
+    body = json.dumps({"model": "policy", "messages": messages, **more}).encode()
+    request = urllib.request.Request(f"{base_url}/chat/completions", body, {"Content-Type": "application/json"})
+    try:
+        with urllib.request.urlopen(request, timeout=20) as answer:
+            text = answer.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, json.loads(error.read())["error"]["message"]
+    return text if more.get("stream") else json.loads(text)["choices"][0]["message"]
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+def chat(base_url, prompt, asked=("first",)):
+    """Say what is in `asked`, one after the other; gives what was answered."""
+    messages, said = [*prompt], []
+    for text in asked:
+        messages.append(user(text))
+        messages.append(ask(base_url, messages))
+        said.append(messages[-1]["content"])
+    return said
+
+
+def test_what_was_sampled_is_trained_and_nothing_else(tokenizer):
+    def agent(base_url, prompt, answer):
+        said = chat(base_url, prompt, ["What is two and two?", "Sure?"])
+        return float(answer in said[-1])
+
+    task = with_agent(OneTurn({"answer": "4"}), agent)
+    rollouts, seen = roll(tokenizer, task, [[" It is 5 ", "No, 4."], ["4", "Yes."]])
+    assert [r.reward for r in rollouts] == [1.0, 0.0]
+    assert [r.stop_reason for r in rollouts] == ["env", "env"]
+    assert seen[0] == "<s>user\nCount.<e>\n<s>user\nWhat is two and two?<e>\n<s>assistant\n"
+    assert seen[2] == f"{seen[0]} It is 5 <e>\n<s>user\nSure?<e>\n<s>assistant\n"  # as sampled, white space and all
+    ids, sampled = rollouts[0].token_ids, rollouts[0].action_mask
+    assert tokenizer.decode(ids[sampled]) == " It is 5 <e>No, 4.<e>"
+    assert tokenizer.decode(ids[~sampled]) == "\n<s>user\nSure?<e>\n<s>assistant\n"
+
+
+def test_calls_of_tools_are_what_with_tools_makes_of_them(tokenizer):
+    """An agent with a loop of its own, and the same tool run by Winnow: the same tokens."""
+    offered = list(with_tools(OneTurn(), [add]).train[0].tools)
+
+    def agent(base_url, prompt):
+        messages = list(prompt)
+        while True:
+            said = ask(base_url, messages, tools=offered)
+            messages.append(said)
+            if "tool_calls" not in said:
+                return None
+            for made in said["tool_calls"]:
+                assert made["function"]["name"] == "add"
+                result = str(add(**json.loads(made["function"]["arguments"])))
+                messages.append({"role": "tool", "tool_call_id": made["id"], "content": result})
+
+    script = [["Hm. " + call("add", a=1, b=2), call("add", a=3, b=3) + call("add", a=5, b=5), "6"], ["0"]]
+    judge = lambda completions, **_: [float("6" in str(c)) for c in completions]  # noqa: E731
+    ours, seen = roll(tokenizer, with_agent(OneTurn(), agent), script, [judge])
+    theirs, expected = roll(tokenizer, with_tools(OneTurn(), [add]), script, [judge])
+    assert seen == expected
+    for a, b in zip(ours, theirs, strict=True):
+        assert (a.token_ids == b.token_ids).all()
+        assert (a.action_mask == b.action_mask).all()
+        assert a.turns[0].canonical == b.turns[0].canonical or len(a.turns) == 1
+    assert [r.reward for r in ours] == [r.reward for r in theirs]
+
+
+def test_async_agents_and_streams(tokenizer):
+    async def agent(base_url, prompt, model, api_key):
+        assert (model, api_key) == ("policy", "unused")
+        text = await asyncio.to_thread(ask, base_url, prompt, stream=True)
+        *chunks, done, _ = text.split("\n\n")
+        assert done == "data: [DONE]"
+        pieces = [json.loads(c.removeprefix("data: "))["choices"][0] for c in chunks]
+        assert pieces[-1]["finish_reason"] == "stop"
+        return float("".join(p["delta"].get("content") or "" for p in pieces) == "yes")
+
+    rollouts, _ = roll(tokenizer, with_agent(OneTurn(), agent), [["yes"], ["no"]])
+    assert [r.reward for r in rollouts] == [1.0, 0.0]
+
+
+def test_the_same_request_again_is_given_the_same_answer(tokenizer):
+    """As clients do whose connection was lost; it is one turn."""
+    said = []
+
+    def agent(base_url, prompt):
+        twice = [threading.Thread(target=lambda: said.append(ask(base_url, prompt)["content"])) for _ in range(2)]
+        for each in twice:
+            each.start()
+        for each in twice:
+            each.join()
+        said.append(ask(base_url, prompt)["content"])
+        return 1
+
+    (rollout,), _ = roll(tokenizer, with_agent(OneTurn(), agent), [["hello", "never said"]])
+    assert said == ["hello"] * 3
+    assert len(rollout.turns) == 1
+    assert rollout.reward == 1.0
+
+
+def raises(base_url, prompt):
+    return chat(base_url, prompt)[3]
+
+
+def silent(base_url):
+    return 1.0
+
+
+def says_no_number(base_url, prompt):
+    ask(base_url, prompt)
+    return "1.0"
+
+
+def rewrites(base_url, prompt):
+    said = ask(base_url, prompt)
+    assert ask(base_url, [user("Forget that."), said, *GOES_ON])[0] == 400
+    return 1.0
+
+
+def puts_words_into_its_mouth(base_url, prompt):
+    ask(base_url, prompt)
+    ask(base_url, [*prompt, {"role": "assistant", "content": "What I would have said"}, *GOES_ON])
+    return 1.0
+
+
+def adds_nothing(base_url, prompt):
+    ask(base_url, [*prompt, ask(base_url, prompt)])
+    return 1.0
+
+
+def shows_a_picture(base_url, prompt):
+    picture = {"type": "image_url", "image_url": {"url": "x"}}
+    assert ask(base_url, [{"role": "user", "content": [picture]}])[0] == 400
+    return 1.0
+
+
+def sleeps(base_url, prompt):
+    ask(base_url, prompt)
+    threading.Event().wait(3)
+
+
+@pytest.mark.parametrize(
+    ("agent", "reason"),
+    [
+        (raises, r"agent raises raised IndexError: list index out of range"),
+        (silent, r"agent silent ended without asking the policy anything"),
+        (says_no_number, r"agent says_no_number returned str; it must be the reward, or None"),
+        (rewrites, r"messages\[0\] \(user\) is not what it was in the request before"),
+        (puts_words_into_its_mouth, r"messages\[1\] \(assistant\) is not what it was"),
+        (adds_nothing, r"the request has 2 messages, none behind the 2 known ones"),
+        (shows_a_picture, r"ended without asking the policy anything"),
+        (sleeps, r"TimeoutError: took over 0.5 s"),
+    ],
+)
+def test_an_agent_that_fails_is_no_reward_of_0(tokenizer, agent, reason):
+    rollouts, _ = roll(tokenizer, with_agent(OneTurn(), agent, timeout_s=0.5), [["a", "b"], ["a", "b"]])
+    assert [r.fate for r in rollouts] == [Fate.FAILED] * 2
+    assert [r.reward for r in rollouts] == [None] * 2
+    assert all(re.search(reason, r.reason) for r in rollouts), rollouts[0].reason
+
+
+def test_when_a_rollout_ends_nobody_answers_any_more(tokenizer):
+    refused = threading.Event()
+
+    def agent(base_url, prompt):
+        messages = list(prompt)
+        while True:
+            said = ask(base_url, messages)
+            if isinstance(said, tuple):
+                assert said[0] in (404, 410)
+                refused.set()
+                raise RuntimeError(said[1])
+            messages += [said, *GOES_ON]
+
+    (rollout,), _ = roll(tokenizer, with_agent(OneTurn(), agent, max_turns=2), [["a", "b"]])
+    assert (rollout.stop_reason, len(rollout.turns), rollout.reward) == ("turns", 2, 0.0)
+    assert refused.wait(5)
+
+
+def test_settings_of_requests_have_no_effect_and_that_is_said(tokenizer):
+    def agent(base_url, prompt):
+        assert ask(base_url, prompt, n=2) == (400, "a request is an object, for one answer (n=1)")
+        assert ask(base_url.replace("/v1", "x/v1"), prompt)[0] == 404
+        ask(base_url, prompt, temperature=0.2, max_tokens=5, n=1, stop=None)
+        return 1
+
+    with pytest.warns(UserWarning, match="agent: its requests set max_tokens, temperature; the run's settings hold"):
+        rollouts, _ = roll(tokenizer, with_agent(OneTurn(), agent), [["a"], ["a"]])
+    assert [r.reward for r in rollouts] == [1.0, 1.0]
+
+
+def wants_question(question, base_url):
+    return 0.0
+
+
+def test_what_cannot_be_is_refused_at_once():
+    with pytest.raises(ValueError, match="it wants question, but there is only answer, api_key, base_url"):
+        with_agent(OneTurn({"answer": "4"}), wants_question)
+    many = OneTurn()
+    many.max_turns = 3
+    with pytest.raises(ValueError, match="has an environment of its own"):
+        with_agent(many, silent)
+    with pytest.raises(ValueError, match="max_turns must be at least 1"):
+        with_agent(OneTurn(), silent, max_turns=0)
+    with pytest.raises(ValueError, match="give `agent`, the function"):
+        AgentConfig(path="rows.jsonl")
+
+
+def test_from_a_configuration(tokenizer, tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "Two and two?", "answer": "4"}\n')
+    (tmp_path / "mine.py").write_text(
+        "import json, urllib.request\n\n\n"
+        "def solve(prompt, answer, base_url):\n"
+        "    body = json.dumps({'messages': [{'role': 'user', 'content': prompt}]}).encode()\n"
+        "    with urllib.request.urlopen(f'{base_url}/chat/completions', body) as reply:\n"
+        "        return float(json.load(reply)['choices'][0]['message']['content'] == answer)\n"
+    )
+    task = AgentConfig(path=str(tmp_path / "rows.jsonl"), agent=f"{tmp_path}/mine.py:solve", max_turns=1).build()
+    rollouts, _ = roll(tokenizer, task, [["4"], ["5"]])
+    assert [r.reward for r in rollouts] == [1.0, 0.0]
+    other = AgentConfig(path=str(tmp_path / "rows.jsonl"), agent=f"{tmp_path}/mine.py:solve").build()
+    assert other.fingerprint() != task.fingerprint()
