@@ -86,7 +86,7 @@ bench-claims: $(VENV)/.bench ## the papers' claims, four seeds an arm: hours; ca
 	$(BIN)/python benchmarks/arrol_signal.py --out benchmarks/results/arrol_signal.json --docs docs/claims.md
 	$(BIN)/python benchmarks/async_claims.py --out benchmarks/results/async_claims.json --docs docs/claims.md --picture docs/async-claims.png
 
-# Reproducible: the time in the archives is that of the last commit.
+# The wheel is the same, byte for byte, from every clone of a commit: its times are the commit's. (The sdist has those of the files.)
 dist: $(VENV)/.installed ## wheel, sdist and a list of what they need; tried in an environment with nothing else
 	rm -rf dist build
 	$(PIP) build cyclonedx-bom
