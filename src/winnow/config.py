@@ -103,6 +103,7 @@ class RunConfig(BaseModel):
     top_p: float = Field(1.0, gt=0, le=1)
     top_k: int = Field(0, ge=0)
     min_p: float = Field(0.0, ge=0, lt=1)
+    repetition_penalty: float = Field(1.0, gt=0, le=100)
     stop: list[str] = []
     chat_template_kwargs: dict[str, Any] = {}
     mask_truncated_completions: bool = False

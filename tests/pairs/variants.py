@@ -95,6 +95,7 @@ SWITCHES: list[Settings] = [
     {"top_p": 0.8},
     {"top_k": 10},
     {"min_p": 0.1},
+    {"repetition_penalty": 1.3},
     {"stop": ["w2"]},
     {"audit": {"epsilon": 0.5}},
     {"audit": {"epsilon": 0.5, "max_signal_loss": 0.5}},

@@ -56,10 +56,9 @@ _FLAT = {
     "ds3_gather_for_generation",
     _LEAVE_OUT + "the embedded engine batches continuously by itself; see `engine`": "cache_implementation use_cache "
     "use_transformers_continuous_batching transformers_continuous_batching_config use_transformers_paged",
-    "use `stop`, `temperature`, `top_p`, `top_k` and `min_p`; there are no others": "generation_kwargs "
-    "vllm_structured_outputs_regex",
-    "there is none: the learner has to compute the same distribution, and a penalty makes it a function of every "
-    "earlier token": "repetition_penalty frequency_penalty presence_penalty",
+    "use `stop`, `temperature`, `top_p`, `top_k`, `min_p` and `repetition_penalty`; there are no others": ""
+    "generation_kwargs vllm_structured_outputs_regex",
+    "use `repetition_penalty`": "frequency_penalty presence_penalty",
     "use `chat_template_kwargs`": "apply_chat_template_kwargs enable_thinking",
     "tasks bound their turns: `env: {name: python_tool, max_calls: ...}`, or the task's `max_turns`": ""
     "max_tool_calling_iterations max_turns",
@@ -194,8 +193,8 @@ _NESTED = {
     "use `policy_loss`, `importance_sampling_level` and `correction`": "*.policy_loss.* *.clip_ratio_c trainer.loss.* "
     "algorithm.rollout_correction.* *.rollout_is*",
     "use `num_generations`": "*.rollout.n orchestrator.rollouts_per_example rollouts_per_example",
-    "use `temperature`, `top_p`, `top_k` and `min_p`": "*.rollout.temperature *.rollout.top_p *.rollout.top_k "
-    "*.sampling.temperature *.sampling.top_* *.sampling.min_p *.sampling.repetition_penalty",
+    "use `temperature`, `top_p`, `top_k`, `min_p` and `repetition_penalty`": "*.rollout.temperature *.rollout.top_p "
+    "*.rollout.top_k *.sampling.temperature *.sampling.top_* *.sampling.min_p *.sampling.repetition_penalty",
     "use `eval_temperature`, `eval_top_p`, `eval_top_k`, `eval_generations` and `eval_greedy`": "*.val_kwargs.* "
     "*.eval.sampling.* *.eval.rollouts_per_example",
     "use `engine: local` or `engine: vllm`": "*.rollout.name *.rollout.mode",

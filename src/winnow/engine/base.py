@@ -28,6 +28,8 @@ class SamplingParams:
     """Strings that end a sequence; their tokens stay in `token_ids`."""
     min_p: float = 0.0
     """Leave out tokens less likely than this share of the likeliest one's probability; 0 turns it off."""
+    repetition_penalty: float = 1.0
+    """Logits of tokens that prompt and completion already have are divided by it where positive, else multiplied."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,6 +34,8 @@ def check_request(request: Request, vocab_size: int, max_length: int | None) -> 
         raise ValueError(f"{who}: top_p must be in (0, 1], not {params.top_p}")
     if not 0 <= params.min_p < 1:
         raise ValueError(f"{who}: min_p must be in [0, 1), not {params.min_p}")
+    if not 0 < params.repetition_penalty < math.inf:
+        raise ValueError(f"{who}: repetition_penalty must be positive, not {params.repetition_penalty}")
     if params.top_k < 0:
         raise ValueError(f"{who}: top_k must be >= 0 (0 turns it off), not {params.top_k}")
     if not all(params.stop):

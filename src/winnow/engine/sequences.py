@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from ..base.noise import uniform
+from ..base.repetition import penalized, seen
 from . import slots as col
 from .base import CAPABILITIES, Event, Finished, Request, SamplingParams
 from .facts import Facts
@@ -123,7 +124,11 @@ class Sequences:
         greedy = self.to_device(table.greedy[rows]) if table.greedy[rows].any() else None
         filters = (ints[col.TOP_K], *floats[1:]) if table.filtered(rows).any() else (None, None, None)
         transform = Transform(floats[0], greedy, *filters)
-        tokens_N, logp_N = sample(logits_NV, uniform(ints[col.KEY], ints[col.COUNT]), transform)
+        drawn_from_NV = logits_NV
+        if (table.penalty[rows] != 1).any():
+            seen_NV = seen(self.to_device(table.context[rows]), logits_NV.shape[1])
+            drawn_from_NV = penalized(logits_NV.float(), seen_NV, self.to_device(table.penalty[rows])[:, None])
+        tokens_N, logp_N = sample(drawn_from_NV, uniform(ints[col.KEY], ints[col.COUNT]), transform)
         confidence_N = confidence(logits_NV) if table.confident[rows].any() else None
         raw_logp_N = logp_N if table.raw[rows].any() else None
         if (changed_N := table.transformed(rows))[table.raw[rows]].any():

@@ -42,6 +42,10 @@ class SlotTable:
         self.floats = np.ones((3, slots), dtype=np.float32)
         """Inverse temperature, top-p and min-p."""
         self.greedy = np.zeros(slots, dtype=bool)
+        self.penalty = np.ones(slots, dtype=np.float32)
+        """Repetition penalty."""
+        self.context = np.zeros((slots, 0), dtype=np.int64)
+        """All tokens of the rows that have a penalty, prompt and all; the first again in columns not yet used."""
         self.tokens = np.zeros((slots, 0), dtype=np.int64)
         self.logp = np.zeros((slots, 0), dtype=np.float32)
         self.weights = np.zeros((slots, 0), dtype=np.int32)
@@ -84,6 +88,7 @@ class SlotTable:
             ]
         ).T
         self.greedy[rows] = greedy
+        self._remember(rows, requests)
         self.confident[rows] = [r.confidence for r in requests]
         self.raw[rows] = [r.raw_logp for r in requests]
         self._clock_in[rows] = self.clock
@@ -100,6 +105,10 @@ class SlotTable:
             self.confidence[at] = drawn.confidence_N
         if drawn.raw_logp_N is not None:
             self.raw_logp[at] = drawn.raw_logp_N
+        if (penalized := self.penalty[rows] != 1).any():
+            some = self._index[rows][penalized]
+            at = some, np.array([len(self.requests[row].prompt_ids) for row in some]) + self.ints[COUNT, some]
+            self.context[at] = drawn.tokens_N[penalized]
         self.ints[TOKEN, rows] = drawn.tokens_N
         self.ints[COUNT, rows] += 1
         return np.asarray(self.ints[COUNT, rows] == self.ints[ALARM, rows])
@@ -114,8 +123,8 @@ class SlotTable:
         return self.tokens[row, :count], self.logp[row, :count]
 
     def transformed(self, rows: Rows) -> np.ndarray:
-        """bool: which are drawn under a temperature or a filter; of all others `logp` is that of the model itself."""
-        return np.asarray((self.floats[0, rows] != 1) | self.filtered(rows))
+        """bool: which are drawn under a temperature, penalty or filter; all others have the model's own `logp`."""
+        return np.asarray((self.floats[0, rows] != 1) | (self.penalty[rows] != 1) | self.filtered(rows))
 
     def filtered(self, rows: Rows) -> np.ndarray:
         """bool: which have tokens left out by top-k, top-p or min-p."""
@@ -172,7 +181,7 @@ class SlotTable:
         for rows_last in (self.ints, self.floats):
             rows_last[:, targets] = rows_last[:, sources]
         flags, values = (self.greedy, self.confident, self.raw), (self.logp, self.confidence, self.raw_logp)
-        for rows_first in (*flags, *values, self.tokens, self.weights, self._clock_in):
+        for rows_first in (*flags, *values, self.tokens, self.weights, self.penalty, self.context, self._clock_in):
             rows_first[targets] = rows_first[sources]
         moved = [self.requests[source] for source in sources]
         for target, request in zip(targets.tolist(), moved, strict=True):
@@ -184,6 +193,18 @@ class SlotTable:
         order = np.argsort(-self.ints[POSITION, : self.n], kind="stable")
         self._move(np.arange(self.n), order)
         return order
+
+    def _remember(self, rows: slice, requests: list[Request]) -> None:
+        """What a repetition penalty goes by."""
+        self.penalty[rows] = [r.params.repetition_penalty for r in requests]
+        some = [(row, r) for row, r in enumerate(requests, rows.start) if r.params.repetition_penalty != 1]
+        longest = max((len(r.prompt_ids) + r.params.max_tokens for _, r in some), default=0)
+        if (extra := longest - self.context.shape[1]) > 0:
+            first_N1 = self.context[:, :1] if self.context.shape[1] else np.zeros((self.slots, 1), np.int64)
+            self.context = np.concatenate([self.context, np.repeat(first_N1, extra, 1)], 1)
+        for row, r in some:
+            self.context[row] = r.prompt_ids[0]
+            self.context[row, : len(r.prompt_ids)] = r.prompt_ids
 
     def _widen(self, columns: int) -> None:
         extra = columns - self.tokens.shape[1]

@@ -103,7 +103,7 @@ def check_engine(trainer: Any) -> None:
         "tools": (bool(trainer.tools), "give the task as env=..."),
         "environment_factory": (trainer.environment_factories is not None, "give the task as env=..."),
         "rollout_func": (trainer.rollout_func is not None, "the engine is the rollout function; remove one of them"),
-        "repetition_penalty": (args.repetition_penalty != 1.0, "the engine has none; leave it out"),
+        "repetition_penalty": (args.repetition_penalty != 1.0, "TRL's log-probabilities know none; leave it out"),
         "generation_kwargs": (bool(args.generation_kwargs), "the engine takes temperature, top_p, top_k and min_p"),
     }
     for name, (given, remedy) in refused.items():

@@ -260,7 +260,8 @@ def build_demonstrator(spec: MethodSpec) -> Demonstrator:
 def sampling_params(c: RunConfig, *, evaluation: bool = False) -> SamplingParams:
     if evaluation:
         return SamplingParams(c.max_completion_length, c.eval_temperature, c.eval_top_p, c.eval_top_k, tuple(c.stop))
-    return SamplingParams(c.max_completion_length, c.temperature, c.top_p, c.top_k, tuple(c.stop), c.min_p)
+    drawn = {"min_p": c.min_p, "repetition_penalty": c.repetition_penalty}
+    return SamplingParams(c.max_completion_length, c.temperature, c.top_p, c.top_k, tuple(c.stop), **drawn)
 
 
 def rollout_options(

@@ -287,8 +287,9 @@ class LocalLearner:
         with self._autocast():
             states_NH = predictions(self._body(model), batch, share=self._share_prompts)
             head = model.get_output_embeddings() if self._own_head else _identity
+            context = self.distribution.context(batch.input_ids_BT, batch.mask_BT)
             logp_N, entropy_N, squares_N = token_logp(
-                states_NH, head, targets[mask], self.distribution, squares=squares
+                states_NH, head, targets[mask], self.distribution, context, squares=squares
             )
         entropy_N = entropy_N if with_entropy_grad else entropy_N.detach()
         logp, entropy, squared = (spread(mask, values) for values in (logp_N, entropy_N, squares_N))

@@ -9,6 +9,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from ...base.nucleus import lowest_kept, relative_weights
+from ...base.repetition import penalized, seen
 from .vocabulary import sliced_logp
 
 CHUNK_ELEMENTS = 1 << 26
@@ -17,6 +18,30 @@ CHUNK_ELEMENTS = 1 << 26
 
 def at_least_float32(x: torch.Tensor) -> torch.Tensor:
     return x if x.dtype == torch.float64 else x.float()
+
+
+@dataclass(frozen=True)
+class Context:
+    """What each of N tokens comes after: the first `before_N` of row `row_N` of `ids_BT`."""
+
+    ids_BT: torch.Tensor
+    row_N: torch.Tensor
+    before_N: torch.Tensor
+
+    @classmethod
+    def of(cls, ids_BT: torch.Tensor, mask_BT: torch.Tensor) -> Context:
+        """Of the tokens of a mask, whose first column is False."""
+        row_N, before_N = mask_BT.nonzero(as_tuple=True)
+        return cls(ids_BT, row_N, before_N)
+
+    def part(self, some: slice) -> Context:
+        return Context(self.ids_BT, self.row_N[some], self.before_N[some])
+
+    def ids(self) -> torch.Tensor:
+        """[N, L]: the tokens before each; the row's first instead of those that come later."""
+        ids_NL = self.ids_BT[self.row_N]
+        later_NL = torch.arange(ids_NL.shape[1], device=ids_NL.device) >= self.before_N[:, None]
+        return torch.where(later_NL, ids_NL[:, :1], ids_NL)
 
 
 @dataclass(frozen=True)
@@ -31,19 +56,30 @@ class TokenDistribution:
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
+    repetition_penalty: float = 1.0
 
     @property
     def whole(self) -> bool:
         """Whether every id has its probability."""
         return not self.top_k and self.top_p >= 1 and not self.min_p
 
-    def logits(self, raw_NV: torch.Tensor, targets_N: torch.Tensor) -> torch.Tensor:
+    @property
+    def plain(self) -> bool:
+        """Whether logits are divided by a temperature, and that is all."""
+        return self.whole and self.temperature > 0 and self.repetition_penalty == 1
+
+    def context(self, ids_BT: torch.Tensor, mask_BT: torch.Tensor) -> Context | None:
+        """What the tokens of a mask come after, if it matters."""
+        return None if self.repetition_penalty == 1 else Context.of(ids_BT, mask_BT)
+
+    def logits(self, raw_NV: torch.Tensor, targets_N: torch.Tensor, context: Context | None = None) -> torch.Tensor:
         """[N, V'] in float32 (float64 stays), excluded tokens at -inf. The target stays: its ratio must be finite."""
-        logits = at_least_float32(raw_NV[:, : self.n_tokens])
-        if self.temperature > 0:
-            logits = logits / self.temperature
+        whole_NV = at_least_float32(raw_NV[:, : self.n_tokens])
+        if context is not None:
+            whole_NV = penalized(whole_NV, seen(context.ids(), self.n_tokens), self.repetition_penalty)
+        logits = whole_NV / self.temperature if self.temperature > 0 else whole_NV
         if not self.whole:
-            logits = logits.masked_fill(self._excluded(raw_NV[:, : self.n_tokens].detach(), targets_N), -torch.inf)
+            logits = logits.masked_fill(self._excluded(whole_NV.detach(), targets_N), -torch.inf)
         return logits
 
     def _excluded(self, raw_NV: torch.Tensor, targets_N: torch.Tensor) -> torch.Tensor:
@@ -65,13 +101,18 @@ def in_the_type_of_autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def of_tokens(
-    raw_NV: torch.Tensor, targets_N: torch.Tensor, distribution: TokenDistribution, *, squares: bool = False
+    raw_NV: torch.Tensor,
+    targets_N: torch.Tensor,
+    distribution: TokenDistribution,
+    context: Context | None = None,
+    *,
+    squares: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Log-probability of each target, entropy of each position's distribution, and its sum of squares, all [N].
 
     The last is 0 unless asked for, and never has a gradient.
     """
-    logp = distribution.logits(raw_NV, targets_N).log_softmax(-1)
+    logp = distribution.logits(raw_NV, targets_N, context).log_softmax(-1)
     entropy = -(logp.exp() * logp.masked_fill(logp == -torch.inf, 0)).sum(-1)
     squared = (2 * logp.detach()).exp().sum(-1) if squares else torch.zeros_like(entropy.detach())
     return logp.gather(-1, targets_N[:, None])[:, 0], entropy, squared
@@ -82,6 +123,7 @@ def token_logp(
     head: Callable[[torch.Tensor], torch.Tensor],
     targets_N: torch.Tensor,
     distribution: TokenDistribution,
+    context: Context | None = None,
     *,
     squares: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -91,19 +133,19 @@ def token_logp(
     see it whole. Else positions go through `head` in chunks of at most `CHUNK_ELEMENTS` logits, recomputed in the
     backward pass when there is more than one chunk.
     """
-    if type(head) is torch.nn.Linear and head.bias is None and distribution.whole and distribution.temperature > 0:
+    if type(head) is torch.nn.Linear and head.bias is None and distribution.plain:
         hidden, weight = in_the_type_of_autocast(hidden_NH, head.weight[: distribution.n_tokens])
         return sliced_logp(hidden, weight, targets_N, distribution.temperature, squares=squares)
 
-    def chunk(hidden: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        return of_tokens(head(hidden), targets, distribution, squares=squares)
+    def chunk(some: slice) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        before = None if context is None else context.part(some)
+        return of_tokens(head(hidden_NH[some]), targets_N[some], distribution, before, squares=squares)
 
-    rows = max(1, CHUNK_ELEMENTS // distribution.n_tokens)
+    widest = max(distribution.n_tokens, 0 if context is None else context.ids_BT.shape[1])
+    rows = max(1, CHUNK_ELEMENTS // widest)
     if len(hidden_NH) <= rows:
-        return chunk(hidden_NH, targets_N)
-    parts = [
-        checkpoint(chunk, h, t, use_reentrant=False)
-        for h, t in zip(hidden_NH.split(rows), targets_N.split(rows), strict=True)
-    ]
+        return chunk(slice(None))
+    starts = range(0, len(hidden_NH), rows)
+    parts = [checkpoint(chunk, slice(start, start + rows), use_reentrant=False) for start in starts]
     logp_N, entropy_N, squares_N = (torch.cat([part[k] for part in parts]) for k in range(3))
     return logp_N, entropy_N, squares_N

@@ -47,4 +47,4 @@ def options(policy: Policy, c: RunConfig) -> LearnerOptions:
 
 def distribution(policy: Policy, c: RunConfig) -> TokenDistribution:
     """What tokens are drawn from: the model's, transformed as the sampler does."""
-    return TokenDistribution(policy.n_tokens, c.temperature, c.top_p, c.top_k, c.min_p)
+    return TokenDistribution(policy.n_tokens, c.temperature, c.top_p, c.top_k, c.min_p, c.repetition_penalty)

@@ -184,7 +184,8 @@ class Batched:
 
         with self.autocast():
             states_NH = predictions(body, batch, share=shared is not None, handed=handover)
-            tokens = Tokens(states_NH.detach(), targets[mask], row_N, row_N.to(states_NH.dtype))
+            context = self.head.distribution.context(batch.input_ids_BT, batch.mask_BT)
+            tokens = Tokens(states_NH.detach(), targets[mask], row_N, row_N.to(states_NH.dtype), context)
             return states_NH, tokens, self.head(tokens)
 
 

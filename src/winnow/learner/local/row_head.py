@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from .grad_norms import product_term
-from .logprob import CHUNK_ELEMENTS, TokenDistribution, at_least_float32, of_tokens
+from .logprob import CHUNK_ELEMENTS, Context, TokenDistribution, at_least_float32, of_tokens
 from .row_sums import Rows, RowSums
 
 Embedded = tuple[torch.Tensor, torch.Tensor]
@@ -26,9 +26,11 @@ class Tokens:
     row_N: torch.Tensor
     coefficient_N: torch.Tensor
     """Coefficient of a token's log-probability in the loss."""
+    context: Context | None = None
 
     def part(self, some: slice) -> Tokens:
-        return Tokens(self.states_NH[some], self.targets_N[some], self.row_N[some], self.coefficient_N[some])
+        context = None if self.context is None else self.context.part(some)
+        return Tokens(self.states_NH[some], self.targets_N[some], self.row_N[some], self.coefficient_N[some], context)
 
     def split(self, size: int) -> list[Tokens]:
         return [self.part(slice(start, start + size)) for start in range(0, len(self.row_N), size)]
@@ -88,7 +90,7 @@ class RowHead:
         states = tokens.states_NH.detach().requires_grad_()
         fixed = {name: p.detach() for name, p in self.head.named_parameters()}
         raw_NV = torch.func.functional_call(self.head, fixed, (states,))
-        logp_N, entropy_N, _ = of_tokens(raw_NV, tokens.targets_N, self.distribution)
+        logp_N, entropy_N, _ = of_tokens(raw_NV, tokens.targets_N, self.distribution, tokens.context)
         to_states, to_logits = torch.autograd.grad(logp_N.sum(), [states, raw_NV])
         return logp_N.detach(), entropy_N.detach(), to_states, to_logits
 
