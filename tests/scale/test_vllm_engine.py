@@ -70,6 +70,7 @@ def requests(first: int = 0) -> list[Request]:
                 top_p=(1, 0.9)[i % 2],
                 top_k=(0, 10, 0)[i % 3],
                 stop=("w1", "w2 w3") if i % 5 == 0 else (),
+                repetition_penalty=(1.0, 1.0, 1.0, 1.4)[i % 4],
             ),
             noise_key(0, first + i),
             report_at=(2, 5),
