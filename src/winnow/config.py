@@ -20,12 +20,13 @@ from .base.explain import explain
 from .base.explain import nearest as nearest
 from .base.files import not_json
 from .base.options import MethodSpec as MethodSpec
-from .base.options import Pairs, number
+from .base.options import Pairs, number, refuse_truths
 from .base.options import build_options as build_options
 from .base.options import method as method
 from .base.options import name_of as name_of
 from .base.paths import absolute_paths
 from .base.schedule import OWN, Schedule, check_schedule
+from .base.settings_yaml import load_yaml
 
 LossType = Literal["dapo", "grpo", "dr_grpo", "sequence_sum"]
 GroupWeighting = Literal["equal", "size"]
@@ -271,6 +272,7 @@ def validate(values: Mapping[str, Any], where: str = "config") -> RunConfig:
         raise ConfigError(explain(error, list(RunConfig.model_fields), where)) from None
     except (TypeError, ValueError) as error:
         raise ConfigError(f"{where}: {not_json(values)} cannot be saved as JSON: {error}") from None
+    refuse_truths(values, config.model_dump(), where)
     return config
 
 
@@ -332,7 +334,7 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     """A YAML file of `key: value` lines. Raises ConfigError naming the file and the line."""
     path = Path(path)
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        values = load_yaml(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -348,7 +350,7 @@ def apply_override(values: dict[str, Any], override: str) -> None:
     if not separator or not key:
         raise ConfigError(f"override '{override}': expected key=value")
     try:
-        value = yaml.safe_load(text)
+        value = load_yaml(text)
     except yaml.YAMLError:
         raise ConfigError(f"override '{override}': the value is not valid YAML") from None
     if isinstance(value, str):

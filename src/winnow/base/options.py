@@ -12,6 +12,7 @@ from pydantic import AfterValidator, BeforeValidator, TypeAdapter, ValidationErr
 from .dotted import TargetError, class_for
 from .errors import ConfigError
 from .explain import explain, nearest
+from .settings_yaml import load_yaml
 
 MethodSpec = str | dict[str, Any]
 """A name from a method table or a class of your own (`my_pkg.rules:AtLeast`, `rules.py:AtLeast`), or, with options,
@@ -28,7 +29,7 @@ def _pairs(given: Any) -> Any:
     if not all(key.strip() and separator for key, separator, _ in found):
         raise ValueError(f"expected `key=value, ...` or a section, not {given!r}")
     try:
-        return {key.strip(): yaml.safe_load(value) for key, _, value in found}
+        return {key.strip(): load_yaml(value) for key, _, value in found}
     except yaml.YAMLError:
         raise ValueError(f"the values of {given!r} are not valid YAML") from None
 
@@ -81,9 +82,21 @@ def build_options(cls: type, options: Mapping[str, Any], where: str) -> Any:
             raise ConfigError(f"{where}: unknown option '{key}'.{hint}")
     numbers = {k: number(v) if isinstance(v, str) else v for k, v in options.items()}
     try:
-        return TypeAdapter(cls).validate_python(numbers if _accepts(cls, numbers) else dict(options))
+        built: Any = TypeAdapter(cls).validate_python(numbers if _accepts(cls, numbers) else dict(options))
     except ValidationError as error:
         raise ConfigError(explain(error, known, where)) from None
+    refuse_truths(options, {key: getattr(built, key) for key in options}, where)
+    return built
+
+
+def refuse_truths(given: Mapping[str, Any], taken: Mapping[str, Any], where: str) -> None:
+    """Raises ConfigError where true or false, or YAML's yes, on, no, off, was given and a number was taken for it."""
+    for key in given.keys() & taken.keys():
+        was, now = given[key], taken[key]
+        if isinstance(was, bool) and isinstance(now, int | float) and not isinstance(now, bool):
+            raise ConfigError(f"{where}: {key}: expected a number, not {str(was).lower()}")
+        if isinstance(was, Mapping) and isinstance(now, Mapping):
+            refuse_truths(was, now, f"{where}: {key}")
 
 
 def _accepts(cls: type, options: Mapping[str, Any]) -> bool:
