@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: first finish the step and save, then stop at once."""
+"""Ctrl-C, SIGTERM, and a terminal that goes away: first finish the step and save, then stop at once."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ SPEAK_S = 5.0
 
 
 class StopSignals:
-    """First SIGINT or SIGTERM: finish the step and save. Second: stop at once (a resume redoes the step).
+    """First SIGINT, SIGTERM or SIGHUP: finish the step and save. Second: stop at once (a resume redoes the step).
+
+    A SIGHUP that is ignored, as under `nohup`, stays so.
 
     `request` runs in the signal handler, between any two instructions of the main thread: it may set a flag, no more.
     `announce` tells the user, from a thread of its own: printing is not safe in a handler (it may come in the middle
@@ -31,7 +33,8 @@ class StopSignals:
     def __enter__(self) -> None:
         if threading.current_thread() is threading.main_thread():
             self._speaker.start()
-            for number in (signal.SIGINT, signal.SIGTERM):
+            hangup = [] if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else [signal.SIGHUP]
+            for number in (signal.SIGINT, signal.SIGTERM, *hangup):
                 self._previous[number] = signal.signal(number, self._handle)
 
     def __exit__(self, *exc: object) -> None:
