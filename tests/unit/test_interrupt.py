@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import importlib
 import signal
+import sys
 from pathlib import Path
 
 import pytest
 
+from winnow.cli import run
 from winnow.run.interrupt import StopSignals
 
 
@@ -37,3 +39,14 @@ def test_the_second_signal_stops_at_once_and_handlers_are_put_back() -> None:
             signal.raise_signal(signal.SIGINT)
     assert said == [1]
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_ctrl_c_while_the_command_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Importing:
+        def __getattr__(self, name: str) -> None:
+            raise KeyboardInterrupt
+
+    monkeypatch.setitem(sys.modules, "winnow.cli.main", Importing())
+    with pytest.raises(SystemExit) as ended:
+        run()
+    assert ended.value.code == 130

@@ -36,9 +36,5 @@ def _options(
     quiet_imports()
 
 
-def main() -> None:
-    app()
-
-
 if __name__ == "__main__":
-    main()
+    app()
