@@ -9,11 +9,9 @@ import shlex
 from pathlib import Path
 
 import pytest
-import yaml
 from typer.testing import CliRunner
 
 from winnow.cli.main import app
-from winnow.config import validate
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "data.md"
 TEXT = PAGE.read_text(encoding="utf-8")
@@ -48,10 +46,3 @@ def test_the_whole_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert done.exit_code == 0, done.output
     assert Path("sums.html").exists()
     assert Path("models/taught/model.safetensors").exists()
-
-
-def test_its_settings_are_settings() -> None:
-    blocks = [yaml.safe_load(block) for block in re.findall(r"```yaml\n(.*?)```", TEXT, re.DOTALL)]
-    assert len(blocks) == 4
-    for block in blocks:
-        validate({"model": "m", "env": "countdown"} | block)

@@ -1,0 +1,104 @@
+"""Pages of the documentation as a stranger reads them: commands and settings that exist, and the tutorial run whole."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+import yaml
+from typer.testing import CliRunner
+
+from winnow.cli.main import app
+from winnow.config import METHODS, RunConfig, method, validate
+from winnow.run.catalogue import TABLES
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+COMMANDS: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+LINE = re.compile(r"^(?: {4}|\$ )?winnow ([a-z][^`\n]*)$", re.MULTILINE)
+PLACEHOLDER = re.compile(r"\b(RUN|FILE|DIRECTORY|ADDRESS)\b|\.\.\.")
+
+
+def commands_of(text: str) -> list[list[str]]:
+    """Lines that begin with `winnow`, without their comments; a backslash goes on in the next line."""
+    lines = LINE.findall(re.sub(r"\\\n\s*", " ", text))
+    return [shlex.split(line, comments=True) for line in lines]
+
+
+def cases() -> list[Any]:
+    found = [(page, command) for page in PAGES for command in commands_of(page.read_text(encoding="utf-8"))]
+    return [pytest.param(command, id=f"{page.stem}: {' '.join(command)[:60]}") for page, command in found]
+
+
+@pytest.mark.parametrize("command", cases())
+def test_a_command_has_the_options_that_a_page_gives_it(command: list[str]) -> None:
+    name, *arguments = command
+    found = COMMANDS[name]
+    while arguments and arguments[0] in getattr(found, "commands", {}):
+        found = found.commands[arguments.pop(0)]
+    context = found.make_context(name, [], resilient_parsing=True)
+    found.make_parser(context).parse_args(args=list(arguments))
+    if name in ("train", "resume", "demo", "demo-llm"):
+        for override in (a for a in arguments if "=" in a and not a.startswith("-")):
+            key = override.partition("=")[0].partition(".")[0]
+            assert key in RunConfig.model_fields or key in ("variant", "warm_start"), override
+
+
+def settings() -> list[Any]:
+    found = []
+    for page in PAGES:
+        blocks = re.findall(r"^```yaml\n(.*?)^```", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+        found += [pytest.param(block, id=f"{page.stem}-{i}") for i, block in enumerate(blocks)]
+    return found
+
+
+@pytest.mark.parametrize("block", settings())
+def test_settings_of_pages_are_settings(block: str) -> None:
+    """Keys, values, and options of methods."""
+    values = yaml.safe_load(block)
+    config = validate({"model": "m", "env": "countdown", "output_dir": "runs/x"} | values)
+    for key in METHODS:
+        table, spec = TABLES.get(key), getattr(config, key)
+        for each in spec if isinstance(spec, list) else [spec]:
+            if table is not None and ":" not in str(each):
+                method(table, each, key)
+
+
+def test_there_is_something_to_check() -> None:
+    assert len(cases()) > 40
+    assert len(settings()) > 12
+
+
+TUTORIAL = (ROOT / "docs" / "tutorial.md").read_text(encoding="utf-8")
+FILES = re.findall(r"^(?:.* )?`(\w+\.\w+)`:\n\n((?: {4}.*\n|\n)+)", TUTORIAL, re.MULTILINE)
+SHORTER = {
+    "warm-start": ["max_steps=20", "batch_size=16", "threads=1", "hidden_size=32", "num_heads=2", "num_layers=1"],
+    "train": ["max_steps=2", "max_skipped_steps=3", "filter=keep_all", "threads=1"],
+}
+
+
+def test_the_tutorial_from_top_to_bottom(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert [name for name, _ in FILES] == ["puzzles.jsonl", "my_reward.py", "mine.yaml"]
+    for name, content in FILES:
+        Path(name).write_text(textwrap.dedent(content), encoding="utf-8")
+    commands = commands_of(TUTORIAL)
+    assert [command[0] for command in commands] == [
+        *("warm-start", "train", "train", "train", "verify", "report", "report", "pass-rates")
+    ]
+    for command in commands:
+        done = CliRunner().invoke(app, [*command, *SHORTER.get(command[0], [])])
+        assert done.exit_code == 0, f"{command}: {done.output}"
+    assert Path("both.html").exists()
+    assert Path("after.jsonl").exists()
+    (code,) = re.findall(r"\n## The same from Python\n\n((?: {4}.*\n|\n)+)", TUTORIAL)
+    before, run, after = textwrap.dedent(code).partition('"max_steps": 10')
+    assert run
+    exec(before + '"max_steps": 1, "filter": "keep_all", "threads": 1' + after, {})
+    assert Path("runs/mine-py/model").is_dir()
