@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.unit.test_report import HOSTILE, make_run, sample
+from tests.unit.test_report import HOSTILE, decision, make_run, sample
 from tests.unit.test_watch import serving
 from winnow.study.report import write_report
 
@@ -76,7 +76,10 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Pages of one run, of four and of a hostile one."""
     root = tmp_path_factory.mktemp("pages")
     runs = [make_run(root / name, steps=60, seed=n) for n, name in enumerate(["grpo", "greso", "dapo", "all of them"])]
-    hostile = [sample(1, HOSTILE, 1.0, prompt=HOSTILE, completion=HOSTILE, prompt_id=HOSTILE)]
+    turns = [{"at": 0, "chars": [1] * len(HOSTILE), "logp": [-1.0] * len(HOSTILE)}]
+    gates = [decision(n, n % 2 == 0, gate=HOSTILE, reason=HOSTILE) for n in range(0, 30, 5)]
+    texts = {"prompt": HOSTILE, "completion": HOSTILE, "prompt_id": HOSTILE, "turns": turns, "decisions": gates}
+    hostile = [sample(1, HOSTILE, 1.0, **texts)]
     evil = make_run(root / "<img src=x onerror=alert(1)>", steps=4, samples=hostile)
     found = {name: root / f"{name}.html" for name in ("one", "four", "hostile")}
     write_report(runs[:1], found["one"])
@@ -137,7 +140,8 @@ def test_samples_of_one_prompt_and_their_siblings(browser: Any, pages: dict[str,
     tab = Tab(browser, pages["one"].as_uri())
     card = tab.page.locator(".sample").first
     card.get_by_text("2 siblings").click()
-    assert card.locator(".siblings pre").all_inner_texts() == ["3 + 5", "(empty)"]
+    stopped = "■ arrol stopped at token 3: pruned at token 3: predicted success 0.10, survival 0.20"
+    assert card.locator(".siblings pre").all_inner_texts() == [f"3 + 5{stopped}", "(empty)"]
     assert card.locator(".siblings .reward").all_inner_texts() == ["reward 0", "no reward"]
     card.get_by_role("button", name="this prompt over steps").click()
     assert tab.page.locator("#samples .head .soft").inner_text().startswith("1 of 60 samples")
@@ -147,11 +151,39 @@ def test_samples_of_one_prompt_and_their_siblings(browser: Any, pages: dict[str,
     tab.page.close()
 
 
+def test_tokens_say_their_probability_and_gates_stand_where_they_decided(browser: Any, pages: dict[str, Path]) -> None:
+    tab = Tab(browser, pages["one"].as_uri())
+    card = tab.page.locator(".sample").first
+    text, said = card.locator("pre.tokens"), card.locator(".said")
+    assert text.locator(".token").all_inner_texts()[:4] == ["3", " +", " 5", " ="]
+    assert text.evaluate("node => [...node.childNodes].map((n) => n.textContent).join('|')") == (
+        "3| +| 5| =| 8|▸ arrol kept at token 3: score 0.5, predicted success 0.625| ,| 8| *| 2| =| 16|"
+    )
+    assert text.locator(".token").evaluate_all("nodes => nodes.map((n) => n.className)") == [
+        *["token "] * 4,
+        *["token p0", "token p1", "token p3"],
+        *["token "] * 4,
+        "token  silent",
+    ]
+    text.locator(".token").nth(5).hover()
+    assert said.inner_text() == 'token 6: " ,", -2.43 nats, 8.8%'
+    text.focus()
+    tab.page.keyboard.press("ArrowLeft")
+    assert said.inner_text() == 'token 5: " 8", -0.81 nats, 44.5%'
+    assert text.locator(".chosen").count() == 1
+    for _ in range(20):
+        tab.page.keyboard.press("ArrowRight")
+    assert said.inner_text() == "token 12: without a character, -0.20 nats, 81.9%"
+    assert tab.complaints == []
+    tab.page.close()
+
+
 def test_nothing_of_a_run_becomes_markup(browser: Any, pages: dict[str, Path]) -> None:
     tab = Tab(browser, pages["hostile"].as_uri())
     assert tab.page.locator("img").count() == 0
     tab.page.get_by_label("Search", exact=True).fill("alert(1)")
     assert "alert(1)" in tab.page.locator(".sample pre").first.inner_text()
+    assert tab.page.locator(".sample .mark").count() == 7
     assert tab.complaints == []
     tab.page.close()
 

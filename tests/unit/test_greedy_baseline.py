@@ -14,7 +14,7 @@ from winnow.engine import LocalEngine, SamplingParams
 from winnow.env.rewards.rewarder import Rewarder
 from winnow.methods.signal import BY_REWARDS
 from winnow.record.ledger import Ledger
-from winnow.record.records import sample
+from winnow.record.samples import sample
 from winnow.record.tally import Tally
 from winnow.rollout.options import RolloutOptions
 from winnow.rollout.runner import RolloutRunner

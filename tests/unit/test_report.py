@@ -6,6 +6,7 @@ import json
 import math
 import random
 from html.parser import HTMLParser
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,10 @@ import numpy as np
 import pytest
 
 from winnow.record.ledger import Ledger
+from winnow.study.printable import visible
 from winnow.study.report import count_text, seconds_text, write_report
-from winnow.study.report_data import MAX_TEXT, read_run, thin, visible
+from winnow.study.report_data import read_run, thin
+from winnow.study.report_samples import MAX_TEXT
 from winnow.types import Fate, Group, Prompt, Rollout, Visit
 
 HOSTILE = "</script><script>alert(1)</script><!-- \"'` & \x00\x1b[31m\x85 \u202egnirts\u202c \u2028 \ud800 نص عربي 🙂"
@@ -66,12 +69,23 @@ def metrics_row(step: int, steps: int, draw: random.Random) -> dict[str, float]:
     return row
 
 
+def decision(char: int, keep: bool, **changes: Any) -> dict[str, Any]:
+    base = {"gate": "arrol", "turn": 0, "token": 3, "char": char, "keep": keep, "reason": "", "overridden": None}
+    return base | changes
+
+
 def sample(step: int, fate: str, reward: float | None, **changes: Any) -> dict[str, Any]:
     base = {"step": step, "visit": 32 * step, "prompt_id": f"countdown-{step}", "epoch": 0, "sibling": step % 8}
     base |= {"prompt": "Use 3, 5 and 2 to make 16.", "completion": "3 + 5 = 8 , 8 * 2 = 16", "reward": reward}
     base |= {"rewards": {"correct": reward, "format": 1.0}, "fate": fate, "reason": "", "stop_reason": "eos"}
     base["group_rewards"] = [reward, 0.0, None]
-    base["siblings"] = [{"reward": 0.0, "fate": "trained", "completion": "3 + 5"}, {"reward": None, "fate": "failed"}]
+    base["turns"] = [{"at": 0, "chars": [1, *[2] * 9, 3, 0], "logp": [-0.01 * 3**n for n in range(7)] + [-0.2] * 5}]
+    base["decisions"] = [decision(9, True, evidence={"score": 0.5, "q": 0.625, "raw": 0.1})]
+    pruned = decision(5, False, reason="pruned at token 3: predicted success 0.10, survival 0.20")
+    base["siblings"] = [
+        {"reward": 0.0, "fate": "trained", "completion": "3 + 5", "decisions": [pruned]},
+        {"reward": None, "fate": "failed"},
+    ]
     return base | {"tokens": 12, "split": "train"} | changes
 
 
@@ -298,6 +312,52 @@ def test_samples_show_every_fate_and_messages_as_paragraphs(tmp_path: Path) -> N
     assert trained == sorted(trained)
     assert trained[-1] > 1900
     assert next(s for s in shown if s["fate"] == "failed")["prompt"] == "user: 2+2?\n\nassistant: 4"
+
+
+def js(text: str, start: int, end: int) -> str:
+    """`text.slice(start, end)` in a browser."""
+    return text.encode("utf-16-le")[2 * start : 2 * end].decode("utf-16-le", "replace")
+
+
+def test_tokens_and_marks_are_placed_in_the_text_that_is_shown(tmp_path: Path) -> None:
+    pieces = ["🙂", "\x1b[", "", "31m", "\ud800", "نص", " end"]
+    text = "".join(pieces)
+    turns = [{"at": 0, "chars": [len(p) for p in pieces], "logp": [-0.5, None, *[-1.0] * 5]}]
+    decisions = [decision(3, True), decision(len(text) + 9, False, reason="far"), decision(6, True, overridden=0.1)]
+    samples = [sample(1, "trained", 1.0, completion=text, turns=turns, decisions=decisions)]
+    (shown,) = page(make_run(tmp_path / "run", steps=5, samples=samples)).data["runs"][0]["samples"]
+    ((at, chars, logp),) = shown["turns"]
+    ends = [at + sum(chars[:n]) for n in range(len(chars) + 1)]
+    assert [js(shown["completion"], a, b) for a, b in pairwise(ends)] == [visible(p) for p in pieces]
+    assert logp == [-0.5, None, *[-1.0] * 5]
+    assert [stand for _, stand, _ in shown["marks"]] == ["kept", "stopped", "overridden"]
+    kept, far, _ = (place for place, *_ in shown["marks"])
+    assert js(shown["completion"], 0, kept) == visible(text[:3])
+    assert far > len(shown["completion"].encode("utf-16-le")) // 2
+
+
+def test_what_a_gate_decided_is_said_with_its_numbers(tmp_path: Path) -> None:
+    (first, *_) = page(make_run(tmp_path / "run")).data["runs"][0]["samples"]
+    assert [said for *_, said in first["marks"]] == ["arrol kept at token 3: score 0.5, predicted success 0.625"]
+    said = "arrol stopped at token 3: pruned at token 3: predicted success 0.10, survival 0.20"
+    assert first["siblings"][0]["marks"] == [[5, "stopped", said]]
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {},
+        {"turns": None, "decisions": 5},
+        {"turns": [{"at": "0", "chars": [1], "logp": [-1.0]}, [], {"at": 0}], "decisions": [{"char": -1}, {}, "x"]},
+        {"turns": [{"at": 0, "chars": [1, 10**12], "logp": [-1.0, 0.0]}, {"at": 0, "chars": [1], "logp": ["-1"]}]},
+        {"turns": [{"at": 0, "chars": [1, True], "logp": [-1.0, 0.0]}, {"at": 0, "chars": [1], "logp": [-1.0, 0.0]}]},
+    ],
+)
+def test_samples_of_older_runs_and_damaged_ones_have_no_tokens(tmp_path: Path, odd: dict[str, Any]) -> None:
+    line = {k: v for k, v in sample(1, "trained", 1.0).items() if k not in ("turns", "decisions")} | odd
+    (shown,) = page(make_run(tmp_path / "run", steps=5, samples=[line])).data["runs"][0]["samples"]
+    assert (shown["turns"], shown["marks"]) == ([], [])
+    assert shown["completion"] == line["completion"]
 
 
 def test_several_runs_are_compared(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from ..config import RunConfig
 from ..methods.gate.recording import rows_of
 from ..methods.signal import Judge
 from ..types import Group
+from .samples import sample
 from .trackers import Trackers
 
 CONFIG, METRICS, SAMPLES, LEDGER = "config.json", "metrics.jsonl", "samples.jsonl", "ledger.sqlite"
@@ -22,8 +23,6 @@ START = "start.json"
 GATE = "gate.jsonl"
 """Signals that a mid-trajectory gate would have gone by, for `winnow gate`: written by runs of many turns, with gates
 only if audits let groups end that a gate would have cut."""
-SIBLINGS, SIBLING_TEXT = 7, 300
-"""Siblings beside the first that a sample has, and characters of each."""
 GATE_STEPS = 12
 """Environment steps at which it is written, at most."""
 
@@ -59,7 +58,7 @@ def lock(run_dir: Path) -> IO[str]:
 class Records:
     """Appends to the run's files. After a resume, lines beyond the checkpoint's offsets are cut off first.
 
-    `offsets`, `step`: those of the checkpoint that the run goes on from.
+    `offsets`, `step`: those of the checkpoint that the run goes on from. `tokenizer`: for the tokens of samples.
     """
 
     def __init__(
@@ -70,11 +69,13 @@ class Records:
         *,
         step: int | None = None,
         max_turns: int = 1,
+        tokenizer: Any = None,
     ) -> None:
         self.run_dir = run_dir
         every = -(-(max_turns - 1) // GATE_STEPS)
         self._gate_steps = range(every, max_turns, every) if every and (config.audit or not config.gates) else ()
         self.config = config
+        self._tokenizer = tokenizer
         self._trackers = Trackers(run_dir, config, step)
         self._files: dict[str, IO[bytes]] = {}
         for name in (METRICS, SAMPLES, GATE) if self._gate_steps else (METRICS, SAMPLES):
@@ -98,7 +99,8 @@ class Records:
 
     def samples(self, step: int, groups: Sequence[Group], split: str) -> None:
         """The first sibling of a few groups, readable."""
-        self._append(SAMPLES, (sample(step, group, split) for group in groups[: self.config.log_completions]))
+        shown = groups[: self.config.log_completions]
+        self._append(SAMPLES, (sample(step, group, split, self._tokenizer) for group in shown))
 
     def signals(self, groups: Sequence[Group], judge: Judge) -> None:
         """The divergence signals of every group that ran to its end, but where a gate spoke of single siblings."""
@@ -123,30 +125,3 @@ class Records:
         self._trackers.close()
         for file in self._files.values():
             file.close()
-
-
-def sample(step: int, group: Group, split: str) -> dict[str, Any]:
-    """One line of samples.jsonl: the group's first rollout, and of the others how they begin and what they got."""
-    r, prompt = group.rollouts[0], group.prompt
-    others = [s for s in group.siblings if s is not r][:SIBLINGS]
-    return {
-        "step": step,
-        "visit": group.visit.number,
-        "prompt_id": prompt.id,
-        "epoch": group.visit.epoch,
-        "sibling": r.sibling,
-        "prompt": prompt.text if prompt.messages is None else list(prompt.messages),
-        "completion": r.text,
-        "reward": r.reward,
-        "rewards": r.rewards,
-        "group_rewards": [s.reward for s in group.siblings],
-        "fate": str(r.fate) if r.fate else None,
-        "reason": r.reason,
-        "stop_reason": r.stop_reason,
-        "tokens": int(r.action_mask.sum()),
-        "split": split,
-        "siblings": [
-            {"reward": s.reward, "fate": str(s.fate) if s.fate else None, "completion": s.text[:SIBLING_TEXT]}
-            for s in others
-        ],
-    }

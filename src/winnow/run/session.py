@@ -69,7 +69,8 @@ class Session:
         self._open_ledger(state)
         shutil.rmtree(self.run_dir / "model", ignore_errors=True)  # of an earlier end of this run
         offsets, step = (state["offsets"], state["loop"]["step"]) if state else (None, None)
-        self._records = Records(self.run_dir, c, offsets, step=step, max_turns=built.task.max_turns)
+        turns = built.task.max_turns
+        self._records = Records(self.run_dir, c, offsets, step=step, max_turns=turns, tokenizer=built.tokenizer)
         stack.callback(self._records.close)
         self._evaluations = Evaluations(
             c, built.task, built.sampler.run, built.methods.selector, self.ledger, self._records

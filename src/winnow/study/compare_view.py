@@ -16,8 +16,8 @@ from rich.text import Text
 
 from ..base.bootstrap import Estimate
 from .compare import Comparison, Measure, MethodResult
+from .printable import visible
 from .report import count_text, render_page
-from .report_data import visible
 
 MAX_POINTS = 500
 CAUTION = "With few seeds 95% intervals are too narrow: on normal data they cover 76% at 3 seeds, 84% at 5, 89% at 10."

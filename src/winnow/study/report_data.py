@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import date
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -21,31 +20,13 @@ from ..record.collapse import off_policy_marks
 from ..record.ledger import Ledger, LedgerError
 from ..record.proof import verdict
 from ..record.rule_audits import HEAD, rows
+from .printable import plain, visible
+from .report_samples import thin_samples
 
 Row = dict[str, float]
 CUMULATIVE = ("step", "num_tokens", "seconds_total")
-SAMPLE_KEYS = (
-    "step",
-    "visit",
-    "prompt_id",
-    "epoch",
-    "sibling",
-    "reward",
-    "fate",
-    "reason",
-    "stop_reason",
-    "tokens",
-    "split",
-)
 RELIABILITY = "gate/arrol/reliability/"
 BINS_OF_TEN = tuple("0123456789")
-MAX_SIBLINGS = 16
-MAX_TEXT = 4_000
-"""Characters kept of a prompt or completion."""
-
-_CONTROL = [code for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\n\t"]
-_DIRECTION = [0x061C, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A), 0xFEFF]
-_INVISIBLE = {code: f"\\x{code:02x}" for code in _CONTROL} | {code: f"\\u{code:04x}" for code in _DIRECTION}
 
 
 @dataclass
@@ -89,24 +70,8 @@ def read_run(path: Path, *, max_samples: int) -> Run:
     run.off_policy = off_policy_marks(run.rows, CUMULATIVE)
     run.evaluations = [row for row in merged if any(k.startswith("eval/") for k in row)]
     _read_ledger(path / "ledger.sqlite", run)
-    run.samples = _thin_samples(read_lines(path / "samples.jsonl", run.notes), max_samples)
+    run.samples = thin_samples(read_lines(path / "samples.jsonl", run.notes), max_samples)
     return run
-
-
-def visible(text: str) -> str:
-    """`text` with control and direction-changing characters made visible, and lone surrogates replaced."""
-    return text.encode("utf-8", "replace").decode().translate(_INVISIBLE)
-
-
-def plain(value: Any) -> Any:
-    """`value` as JSON can hold it and a page can show it."""
-    if isinstance(value, Mapping):
-        return {visible(str(k)): plain(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(v) for v in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    return value if value is None or isinstance(value, bool | int | float) else visible(str(value))
 
 
 def thin(rows: Sequence[Row], max_points: int) -> list[Row]:
@@ -242,65 +207,3 @@ def _read_ledger(path: Path, run: Run) -> None:
         run.proof["again"] = {"head": recurrence.HEAD, "rows": recurrence.rows(again)}
     run.totals = result.totals
     run.tokens = {name: row["tokens"] for name, row in result.totals.items() if name not in ("in_flight", "evaluation")}
-
-
-def _thin_samples(lines: Iterator[dict[str, Any]], limit: int) -> list[dict[str, Any]]:
-    """Samples thinned to about `limit`: every kind (split, fate) evenly over the run."""
-    kinds: dict[tuple[str, str], _Thinned] = {}
-    for line in lines:
-        kind = str(line.get("split")), str(line.get("fate"))
-        if kind in kinds or len(kinds) < 32:
-            kinds.setdefault(kind, _Thinned(limit)).add(line)
-    share = max(1, limit // max(1, len(kinds)))
-    kept = [line for thinned in kinds.values() for line in thinned.spread(share)]
-    return sorted((_sample(line) for line in kept), key=lambda s: (_number(s["step"]), _number(s["visit"])))
-
-
-class _Thinned:
-    """Every n-th of a stream, n doubling so that fewer than `2 * limit` are ever held."""
-
-    def __init__(self, limit: int) -> None:
-        self.limit, self.stride, self.seen = limit, 1, 0
-        self.kept: list[dict[str, Any]] = []
-
-    def add(self, item: dict[str, Any]) -> None:
-        if self.seen % self.stride == 0:
-            self.kept.append(item)
-        self.seen += 1
-        if len(self.kept) >= 2 * self.limit:
-            self.kept = self.kept[::2]
-            self.stride *= 2
-
-    def spread(self, n: int) -> list[dict[str, Any]]:
-        step = max(1, len(self.kept) / n)
-        return list(islice((self.kept[int(i * step)] for i in range(n) if int(i * step) < len(self.kept)), n))
-
-
-def _sample(line: Mapping[str, Any]) -> dict[str, Any]:
-    sample = {key: plain(line.get(key)) for key in SAMPLE_KEYS}
-    sample["prompt"] = _text(line.get("prompt"))
-    sample["completion"] = _text(line.get("completion"))
-    rewards = line.get("rewards")
-    siblings = line.get("group_rewards")
-    sample["group_rewards"] = plain(siblings[:64]) if isinstance(siblings, list) else []
-    others = line.get("siblings")
-    sample["siblings"] = [
-        {"reward": plain(s.get("reward")), "fate": plain(s.get("fate")), "completion": _text(s.get("completion"))}
-        for s in (others[:MAX_SIBLINGS] if isinstance(others, list) else [])
-        if isinstance(s, dict)
-    ]
-    sample["rewards"] = plain(rewards) if isinstance(rewards, dict) and len(rewards) > 1 else {}
-    return sample
-
-
-def _text(value: Any) -> str:
-    """A string, or a list of messages as `role: content` paragraphs; long ones are cut and say so."""
-    if isinstance(value, list) and all(isinstance(m, dict) for m in value):
-        value = "\n\n".join(f"{m.get('role', '?')}: {m.get('content', '')}" for m in value)
-    text = "" if value is None else value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-    cut = f" … ({len(text) - MAX_TEXT:,} more characters)" if len(text) > MAX_TEXT else ""
-    return visible(text[:MAX_TEXT]) + cut
-
-
-def _number(value: Any) -> float:
-    return float(value) if isinstance(value, int | float) else -1.0

@@ -1,0 +1,140 @@
+"""Samples of a run, as readers of its page see them: text, the tokens it is made of, and what gates decided where.
+
+Shapes: N is the number of tokens looked at.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+
+from ..env.prompting import decode
+from ..types import Decision, Group, Rollout, Token, Turn
+
+SIBLINGS, SIBLING_TEXT = 7, 300
+"""Siblings beside the first that a sample has, and characters of each."""
+MAX_TOKENS = 256
+"""Tokens of a sample whose log-probabilities are written."""
+MAX_DECISIONS = 16
+"""Decisions of gates that are written of a rollout."""
+BEFORE = 8
+"""Tokens decoded ahead of one, so that it has the characters that it has in the text."""
+UNFINISHED = "\ufffd"
+"""A decoder's sign for bytes that are no character yet."""
+
+
+def sample(step: int, group: Group, split: str, tokenizer: Any = None) -> dict[str, Any]:
+    """One line of samples.jsonl: the group's first rollout, and of the others how they begin and what they got.
+
+    `turns` needs a `tokenizer`: each has where it begins `at` in the completion, and of its tokens the `chars` and the
+    `logp`, the log-probability in nats under which the sampler drew it (null: the model did not sample it).
+    """
+    r, prompt = group.rollouts[0], group.prompt
+    others = [s for s in group.siblings if s is not r][:SIBLINGS]
+    return {
+        "step": step,
+        "visit": group.visit.number,
+        "prompt_id": prompt.id,
+        "epoch": group.visit.epoch,
+        "sibling": r.sibling,
+        "prompt": prompt.text if prompt.messages is None else list(prompt.messages),
+        "completion": r.text,
+        "reward": r.reward,
+        "rewards": r.rewards,
+        "group_rewards": [s.reward for s in group.siblings],
+        "fate": str(r.fate) if r.fate else None,
+        "reason": r.reason,
+        "stop_reason": r.stop_reason,
+        "tokens": int(r.action_mask.sum()),
+        "split": split,
+        "turns": _turns(r, tokenizer),
+        "decisions": _decisions(group, r, tokenizer),
+        "siblings": [
+            {
+                "reward": s.reward,
+                "fate": str(s.fate) if s.fate else None,
+                "completion": s.text[:SIBLING_TEXT],
+                "decisions": _decisions(group, s, tokenizer),
+            }
+            for s in others
+        ],
+    }
+
+
+def token_chars(tokenizer: Any, ids_N: np.ndarray) -> list[int]:
+    """Characters of the decoded text that each of `ids_N` adds.
+
+    A special token adds none. One with part of a character adds none either: the token that completes it does.
+    """
+    n = len(ids_N)
+    before = [ids_N[max(0, i - BEFORE) : i] for i in range(n)]
+    upto = [ids_N[max(0, i - BEFORE) : i + 1] for i in range(n)]
+    *lengths, whole = _lengths(tokenizer, [*before, *upto, ids_N])
+    chars = [after - start for start, after in zip(lengths[:n], lengths[n:], strict=True)]
+    if sum(chars) == whole and min(chars, default=0) >= 0:
+        return chars
+    ends = accumulate(_lengths(tokenizer, [ids_N[: i + 1] for i in range(len(ids_N))]), max)
+    return np.diff([0, *ends]).tolist()
+
+
+def _lengths(tokenizer: Any, sequences: Sequence[np.ndarray]) -> list[int]:
+    return [len(text.rstrip(UNFINISHED)) for text in decode(tokenizer, sequences)]
+
+
+def _places(r: Rollout) -> list[tuple[int, Turn]]:
+    """Turns, each with where it begins in the text. A rollout that was made without turns is one."""
+    turns = r.turns or [Turn(r.text, None, 0, len(r.token_ids), r.stop_reason)]
+    ends = accumulate(len(t.action) + len(t.observation or "") for t in turns)
+    return list(zip([0, *ends], turns, strict=False))
+
+
+def _turns(r: Rollout, tokenizer: Any) -> list[dict[str, Any]]:
+    """Tokens of each turn; none where log-probabilities are unknown or all 0, or the text is not that of the tokens."""
+    if tokenizer is None or not r.sampler_logp.any():
+        return []
+    if not r.turns and decode(tokenizer, [r.token_ids]) != [r.text]:
+        return []
+    found, left = [], MAX_TOKENS
+    for at, turn in _places(r):
+        tokens = slice(turn.start, min(turn.stop, turn.start + left))
+        ends = [min(end, len(turn.action)) for end in accumulate(token_chars(tokenizer, r.token_ids[tokens]))]
+        chars = np.diff([0, *ends]).tolist()
+        logp = zip(r.sampler_logp[tokens].tolist(), r.action_mask[tokens].tolist(), strict=True)
+        found.append({"at": at, "chars": chars, "logp": [_rounded(v, 2) if sampled else None for v, sampled in logp]})
+        left -= len(chars)
+        if not left:
+            break
+    return found
+
+
+def _decisions(group: Group, r: Rollout, tokenizer: Any) -> list[dict[str, Any]]:
+    """Decisions of gates on a rollout or its group, in the order of `char`, where in its text they were taken."""
+    if r.greedy:
+        return []
+    places = _places(r)
+    found = [_decision(d, r, places, tokenizer) for d in (*group.decisions, *r.decisions)[:MAX_DECISIONS]]
+    return sorted(found, key=lambda d: d["char"])
+
+
+def _decision(d: Decision, r: Rollout, places: Sequence[tuple[int, Turn]], tokenizer: Any) -> dict[str, Any]:
+    """At a token, `char` is where it ends; at an environment step, where the answer to that turn ends."""
+    v = d.verdict
+    char, point = len(r.text), {"step": d.turn}
+    if d.turn < len(places):
+        char, turn = places[d.turn]
+    if isinstance(d.at, Token):
+        point = {"turn": d.turn, "token": d.at.n}
+        if d.turn < len(places) and tokenizer is not None:
+            (n,) = _lengths(tokenizer, [r.token_ids[turn.start : min(turn.stop, turn.start + d.at.n)]])
+            char += min(n, len(turn.action))
+    numbers = {k: _rounded(float(e), 4) for k, e in v.evidence.items() if isinstance(e, int | float | np.number)}
+    said = {"keep": v.keep, "reason": v.reason, "probability": v.probability, "overridden": v.overridden}
+    return {"gate": d.gate, **point, "char": char, **said, "evidence": numbers}
+
+
+def _rounded(value: float, digits: int) -> float | None:
+    return round(value, digits) if math.isfinite(value) else None
