@@ -46,6 +46,10 @@ CONTRAST = """() => {
   }
   return bad;
 }"""
+BELOW = "([head, edge]) => head.getBoundingClientRect().top >= edge && head.getBoundingClientRect().top < edge + 40"
+DRAWN = (
+    """() => [...document.querySelectorAll(".plot")].every((p) => !p.checkVisibility() || p.querySelector(".uplot"))"""
+)
 SMALL = """() => [...document.querySelectorAll("button, select, input[type=search], summary, label.key, nav a")]
   .filter((n) => n.checkVisibility()).map((n) => [n.textContent.slice(0, 20), n.getBoundingClientRect().height])
   .filter(([, height]) => height < 43.5)"""
@@ -73,7 +77,7 @@ class Tab:
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Pages of one run, of four and of a hostile one."""
+    """Pages of one run, of four, of those six times each, and of a hostile one."""
     root = tmp_path_factory.mktemp("pages")
     runs = [make_run(root / name, steps=60, seed=n) for n, name in enumerate(["grpo", "greso", "dapo", "all of them"])]
     turns = [{"at": 0, "chars": [1] * len(HOSTILE), "logp": [-1.0] * len(HOSTILE)}]
@@ -81,9 +85,10 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     texts = {"prompt": HOSTILE, "completion": HOSTILE, "prompt_id": HOSTILE, "turns": turns, "decisions": gates}
     hostile = [sample(1, HOSTILE, 1.0, **texts)]
     evil = make_run(root / "<img src=x onerror=alert(1)>", steps=4, samples=hostile)
-    found = {name: root / f"{name}.html" for name in ("one", "four", "hostile")}
+    found = {name: root / f"{name}.html" for name in ("one", "four", "many", "hostile")}
     write_report(runs[:1], found["one"])
     write_report(runs, found["four"])
+    write_report(runs * 6, found["many"])
     write_report([evil, runs[0]], found["hostile"])
     return found
 
@@ -132,6 +137,65 @@ def test_charts_by_keyboard_and_their_legends(browser: Any, pages: dict[str, Pat
     assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
     card.get_by_role("button", name="Logarithmic y axis").click()
     assert card.get_by_role("button", name="Logarithmic y axis").get_attribute("aria-pressed") == "true"
+    assert tab.complaints == []
+    tab.page.close()
+
+
+@pytest.mark.parametrize("width", [390, 1280])
+def test_a_jump_ends_below_the_bar(browser: Any, pages: dict[str, Path], width: int) -> None:
+    tab = Tab(browser, pages["many"].as_uri(), viewport={"width": width, "height": 900})
+    bar = tab.page.locator(".bar")
+    height = bar.bounding_box()["height"] if width == 1280 else 0  # on a phone it scrolls away
+    assert height == 0 or height > 72, "several rows of runs"
+    for name in ("Update", "Tokens"):
+        tab.page.evaluate("scrollTo({ top: 0, behavior: 'instant' })")
+        tab.page.locator("nav").get_by_role("link", name=name).click()
+        head = tab.page.locator(f"#{name.lower()} h2").element_handle()
+        tab.page.wait_for_function(BELOW, arg=[head, height])
+    assert tab.complaints == []
+    tab.page.close()
+
+
+def test_what_is_dragged_over_is_what_all_charts_show(browser: Any, pages: dict[str, Path]) -> None:
+    """Those out of sight, too, once they are looked at; a double-click shows all of it again."""
+    tab = Tab(browser, pages["one"].as_uri(), viewport={"width": 1280, "height": 600})
+    titles = ("Training reward", "Tokens per second")
+    first, last = (tab.page.locator(".chart", has=tab.page.get_by_role("heading", name=t, exact=True)) for t in titles)
+
+    def across(card: Any, share: float) -> tuple[float, float]:
+        box = card.locator(".u-over").bounding_box()
+        return box["x"] + share * box["width"], box["y"] + box["height"] / 2
+
+    def step_at(card: Any, share: float) -> float:
+        card.scroll_into_view_if_needed()
+        tab.page.evaluate("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
+        card.locator(".u-over").wait_for()
+        tab.page.mouse.move(*across(card, share))
+        return float(card.locator(".at").inner_text().removeprefix("step "))
+
+    assert (step_at(first, 0.02), step_at(last, 0.98)) == (1, 59)
+    first.scroll_into_view_if_needed()
+    tab.page.mouse.move(*across(first, 0.25))
+    tab.page.mouse.down()
+    tab.page.mouse.move(*across(first, 0.5), steps=4)
+    tab.page.mouse.up()
+    for card in (first, last):
+        assert step_at(card, 0.02) == pytest.approx(15, abs=1)
+        assert step_at(card, 0.98) == pytest.approx(30, abs=1)
+    tab.page.mouse.dblclick(*across(last, 0.5))
+    assert (step_at(last, 0.98), step_at(first, 0.02)) == (59, 1)
+    assert tab.complaints == []
+    tab.page.close()
+
+
+def test_charts_out_of_sight_are_drawn_when_there_is_time(browser: Any, pages: dict[str, Path]) -> None:
+    tab = Tab(browser, pages["many"].as_uri(), viewport={"width": 1280, "height": 600})
+    tab.page.wait_for_function(DRAWN)
+    assert tab.page.locator(".uplot").count() > 15
+    folded = tab.page.locator("#more .plot").first
+    assert folded.locator(".uplot").count() == 0
+    tab.page.locator("#more summary").first.click()
+    folded.locator(".uplot").wait_for()
     assert tab.complaints == []
     tab.page.close()
 

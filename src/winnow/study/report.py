@@ -49,9 +49,19 @@ def report_data(runs: Sequence[Path]) -> dict[str, Any]:
     points, share = MAX_POINTS, 1.0
     while True:
         data = _said(read, points, share)
-        if len(page_of(data).encode()) <= MAX_BYTES or points < 16:
+        size = len(page_of(data).encode())
+        if size <= MAX_BYTES or points < 16:
             return data
-        points, share = points // 2, share / 2
+        points, share = _less(data, size, points, share)
+
+
+def _less(data: Mapping[str, Any], size: int, points: int, share: float) -> tuple[int, float]:
+    """Points of a chart and share of the samples that should fit. Samples get what charts leave, at least a third."""
+    texts = sum(len(_embed(run["samples"])) for run in data["runs"])
+    curves = sum(len(_embed([run["metrics"], run["evals"]])) for run in data["runs"])
+    room = 0.97 * MAX_BYTES - (size - texts - curves)
+    for_texts = min(texts, max(0.0, room / 3, room - curves))
+    return max(8, int(points * min(1.0, (room - for_texts) / curves))), share * for_texts / texts
 
 
 def page_of(data: Mapping[str, Any]) -> str:
@@ -94,7 +104,7 @@ def _asset(name: str) -> str:
 
 
 def _run_data(run: Run, points: int, share: float) -> dict[str, Any]:
-    every = max(1, round(1 / share))
+    kept = int(share * len(run.samples))
     return {
         "name": run.name,
         "heading": _heading(run),
@@ -107,7 +117,7 @@ def _run_data(run: Run, points: int, share: float) -> dict[str, Any]:
         "profile": run.profile,
         "reliability": run.reliability,
         "offPolicy": run.off_policy,
-        "samples": run.samples[::every],
+        "samples": [run.samples[i * len(run.samples) // kept] for i in range(kept)],
         "config": _flat(run.config or {}),
         "notes": run.notes,
     }

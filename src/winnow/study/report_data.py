@@ -172,13 +172,19 @@ def read_lines(path: Path, notes: list[str]) -> Iterator[dict[str, Any]]:
 def merge_steps(lines: Iterator[dict[str, Any]]) -> list[Row]:
     """Rows of metrics, one a step, ascending. A line of an earlier step means a restart: later rows are dropped."""
     by_step: dict[float, Row] = {}
+    names: dict[str, str] = {}
+    last = -math.inf
     for line in lines:
         row = {k: float(v) for k, v in line.items() if isinstance(v, int | float) and math.isfinite(v)}
         if "step" not in row:
             continue
-        for step in [s for s in by_step if s > row["step"]]:
-            del by_step[step]
-        by_step.setdefault(row["step"], {}).update({visible(k): v for k, v in row.items()})
+        step = row["step"]
+        if step < last:
+            for later in [s for s in by_step if s > step]:
+                del by_step[later]
+        last = step
+        names.update((k, visible(k)) for k in row.keys() - names.keys())
+        by_step.setdefault(step, {}).update({names[k]: v for k, v in row.items()})
     rows = list(by_step.values())
     for key in CUMULATIVE[1:]:
         highest = 0.0

@@ -11,6 +11,8 @@ const charts = (() => {
   const chosen = new Map();
   let axis = "step";
   let smoothing = true;
+  /** The part of the x axis that all charts show, [from, to]; null: all of it. */
+  let zoom = null;
 
   /** 1234567 -> "1.23M", 0.000123 -> "1.2e-4". */
   function compact(value) {
@@ -121,7 +123,8 @@ const charts = (() => {
       entries.forEach((e, n) => {
         let j = i;
         while (j > 0 && e.values[j] == null && u.cursor.left < 0) j--;
-        cells[n].textContent = e.values[j] == null ? "" : format(e.values[j]);
+        const text = e.values[j] == null ? "" : format(e.values[j]);
+        if (cells[n].textContent !== text) cells[n].textContent = text;
       });
     };
     return { hooks: { setCursor: show, ready: show } };
@@ -165,13 +168,13 @@ const charts = (() => {
       if (c.band) {
         bands.push({ series: [series.length, series.length + 1], fill: faded(stroke, 0.14) });
         for (const edge of [high, low]) {
-          series.push({ spanGaps: true, stroke: faded(stroke, 0.3), width: 0.5, points: { show: false } });
+          series.push({ spanGaps: true, stroke: faded(stroke, 0.3), width: 0.5, points: { show: false }, quiet: true });
           data.push(edge);
         }
       }
       if (smooth) {
         const bySmooth = new Map(smoothed(c.data[1]).map((v, i) => [c.data[0][i], v]));
-        series.push({ ...common, stroke: faded(stroke, curves.length > 2 ? 0.12 : 0.28), width: 1 });
+        series.push({ ...common, stroke: faded(stroke, curves.length > 2 ? 0.12 : 0.28), width: 1, quiet: true });
         series.push({ ...common, stroke, width: 2, dash: c.dash });
         data.push(values, joined[0].map((x) => bySmooth.get(x) ?? null));
       } else {
@@ -252,18 +255,53 @@ const charts = (() => {
     plot.setCursor({ left: plot.valToPos(plot.data[0][i], "x"), top: 10 });
   }
 
-  /** Draw `spec` into `plot`, `legend` and `tools`; again whenever the width, the theme, the axis or the smoothing changes. */
+  /** The chart that is dragged over. */
+  let source = null;
+
+  /** Keeps the part that was dragged over: uPlot shows it in the charts in sight, the others do once they are. */
+  function zoomTo(part) {
+    zoom = part;
+    live.forEach((chart) => { if (chart.seen) chart.zoom = part; });
+  }
+  const zoomer = { hooks: {
+    setSelect: (u) => u === source && u.select.width > 0 && zoomTo([0, u.select.width].map((w) => u.posToVal(u.select.left + w, "x"))),
+    ready: (u) => {
+      u.over.addEventListener("mousedown", () => { source = u; });
+      u.over.addEventListener("dblclick", () => zoomTo(null));
+    },
+  } };
+
+  /** A dot at the cursor for each curve, but for edges of bands and what is drawn smoothed beside. */
+  const DOT = "width:7px;height:7px;margin:-3.5px 0 0 -3.5px";
+  const dot = (u, n) => (u.series[n].quiet ? null : dom.el("div", { style: DOT }));
+
+  /** Buttons of a chart: log axis, values, picture. */
+  function toolsOf(spec, title, kept, draw, getCurves, getPlot) {
+    const file = title.replace(/[^\w@]+/g, "-");
+    const tool = (text, label, act, pressed) => dom.el("button", { "aria-label": `${label}: ${title}`, title: label, "aria-pressed": pressed, onclick: act }, text);
+    return [...(spec.stacked ? [] : [tool("log", "Logarithmic y axis", (e) => {
+      kept.log = !kept.log;
+      e.currentTarget.setAttribute("aria-pressed", String(kept.log));
+      draw();
+    }, String(kept.log))]),
+    tool("csv", "Save the values", () => save(`${file}.csv`, `data:text/csv;charset=utf-8,${encodeURIComponent(csv(getCurves()))}`)),
+    tool("png", "Save the picture", () => getPlot() && save(`${file}.png`, picture(getPlot(), title)))];
+  }
+
+  /** Draw `spec` into `plot`, `legend` and `tools`; again whenever the width, the theme, the axis or the smoothing changes.
+   * What is in sight is drawn first, and only that follows the cursor. */
   function mount({ plot: box, legend, tools, title }, spec, getCurves) {
     let plot = null;
     const kept = chosen.get(title) || { off: new Set(), log: !!spec.log };
     chosen.set(title, kept);
-    const file = title.replace(/[^\w@]+/g, "-");
     const height = spec.height || 210;
+    const chart = { seen: false, stale: true, zoom: null, unfolded: () => box.checkVisibility() };
     const draw = (name) => {
       if (plot) plot.destroy();
       plot = null;
+      chart.stale = false;
+      chart.zoom = zoom;
       box.replaceChildren();
-      box.style.minHeight = `${height}px`;
       const width = box.clientWidth;
       const all = getCurves();
       const curves = all.filter((c) => !kept.off.has(c.name));
@@ -280,37 +318,60 @@ const charts = (() => {
         width, height, series: made.series, bands: made.bands, padding: [8, 10, 0, 0], legend: { show: false },
         scales: { x: { time: false }, y: scaleOf(drawn) },
         axes: [xAxis(), yAxis(format, kept.log)],
-        cursor: { y: false, points: { show: !spec.stacked, size: 7 }, drag: { x: true, y: false }, sync: { key: "x" } },
-        plugins: [plugin, marker(spec.marks ? spec.marks() : [])],
+        cursor: { y: false, points: { show: spec.stacked ? false : dot, size: 7 }, drag: { x: true, y: false }, sync: { key: "x", filters: { pub: () => true, sub: () => chart.seen } } },
+        plugins: [plugin, marker(spec.marks ? spec.marks() : []), zoomer],
       }, made.data, holder);
+      if (zoom) plot.setScale("x", { min: zoom[0], max: zoom[1] });
       const ends = made.entries.slice(0, 8).map((e) => `${e.name} ${format(e.values.findLast((v) => v != null))}`);
       box.setAttribute("aria-label", `${title}, at ${AXES[axis].label} ${AXES[axis].format(made.data[0].at(-1))}: ${ends.join(", ")}`);
     };
     box.setAttribute("role", "img");
     box.tabIndex = 0;
+    box.style.minHeight = `${height}px`;
     box.addEventListener("keydown", (event) => walk(event, plot));
-    const tool = (text, label, act, pressed) => dom.el("button", { "aria-label": `${label}: ${title}`, title: label, "aria-pressed": pressed, onclick: act }, text);
-    tools.append(...(spec.stacked ? [] : [tool("log", "Logarithmic y axis", (e) => {
-      kept.log = !kept.log;
-      e.currentTarget.setAttribute("aria-pressed", String(kept.log));
-      draw();
-    }, String(kept.log))]),
-    tool("csv", "Save the values", () => save(`${file}.csv`, `data:text/csv;charset=utf-8,${encodeURIComponent(csv(getCurves()))}`)),
-    tool("png", "Save the picture", () => plot && save(`${file}.png`, picture(plot, title))));
-    const observer = new ResizeObserver(() => chart.resize());
-    const chart = { draw: () => draw(), observer, resize: () => (plot && box.clientWidth ? plot.setSize({ width: box.clientWidth, height }) : draw()) };
+    tools.append(...toolsOf(spec, title, kept, draw, getCurves, () => plot));
+    fillLegend(legend, getCurves(), { entries: [] }, kept.off, spec, draw);
+    chart.draw = () => draw();
+    const size = new ResizeObserver(() => {
+      const width = box.clientWidth;
+      if (plot && width && plot.width !== width) plot.setSize({ width, height });
+      else if (!plot && width) later(chart);
+    });
+    const sight = new IntersectionObserver((found) => {
+      chart.seen = found.at(-1).isIntersecting;
+      if (chart.seen && (chart.stale || chart.zoom !== zoom)) draw();
+    }, { rootMargin: "150px" });
+    chart.stop = () => { size.disconnect(); sight.disconnect(); };
     live.add(chart);
-    observer.observe(box);
-    draw();
+    size.observe(box);
+    sight.observe(box);
   }
 
-  const redraw = () => live.forEach((chart) => chart.draw());
+  /** Draw what is out of sight one by one, when there is nothing else to do. */
+  let waiting = false;
+  const idle = window.requestIdleCallback || ((act) => setTimeout(act, 50));
+  function later(chart) {
+    chart.stale = true;
+    if (waiting) return;
+    waiting = true;
+    idle(() => {
+      waiting = false;
+      const [first, ...more] = [...live].filter((c) => c.stale && c.unfolded());
+      if (first) first.draw();
+      if (more.length) later(more[0]);
+    });
+  }
+
+  function redraw() {
+    live.forEach((chart) => (chart.seen ? chart.draw() : later(chart)));
+  }
+
   return {
     mount, redraw, compact, duration, percent,
     axis: () => axis,
     smooth: () => smoothing,
-    clear: () => { live.forEach((chart) => chart.observer.disconnect()); live.clear(); },
-    setAxis: (name) => { axis = name; redraw(); },
+    clear: () => { live.forEach((chart) => chart.stop()); live.clear(); },
+    setAxis: (name) => { axis = name; zoom = null; redraw(); },
     setSmoothing: (on) => { smoothing = on; redraw(); },
   };
 })();

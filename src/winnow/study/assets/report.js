@@ -182,11 +182,20 @@ const report = (data, view) => {
     const chips = several ? el("div", { class: "legend" }, ...runs.map((r, n) => el("label", { class: "key" },
       el("input", { type: "checkbox", checked: hidden.has(n) ? null : "", onchange: (e) => { e.target.checked ? hidden.delete(n) : hidden.add(n); charts.redraw(); } }),
       key(r.name, runColor(n))))) : null;
-    return el("div", { class: "bar" },
+    const bar = el("div", { class: "bar" },
       el("nav", {}, ...titles.map(([id, title]) => el("a", { href: `#${id}` }, title))), chips,
       choice("x axis", [["step", "step"], ["tokens", "tokens"], ["seconds", "time"]], charts.axis(), charts.setAxis),
       choice("", [[true, "smooth"], [false, "raw"]], charts.smooth(), charts.setSmoothing),
       el("button", { onclick: toggleTheme, "aria-label": "Light or dark", title: "Light or dark" }, "◐"));
+    new ResizeObserver(() => clear(bar)).observe(bar);
+    return bar;
+  }
+
+  /** What is jumped to comes to stand below the bar, where the bar stays at the top. */
+  function clear(bar) {
+    if (!bar.isConnected) return;
+    const height = getComputedStyle(bar).position === "sticky" ? bar.offsetHeight : 0;
+    document.documentElement.style.setProperty("--bar", `${height}px`);
   }
 
   function toggleTheme() {

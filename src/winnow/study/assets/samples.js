@@ -86,8 +86,9 @@ const samples = ({ data, runs, several, section, runColor }) => {
       return chars.map((n, i) => ({ start: end, end: (end += n), logp: logp[i] }));
     });
     const pre = el("pre", { dir: "auto" }, ...marked(s, tokens));
-    if (!tokens.length) return [pre];
-    const said = el("div", { class: "soft said", "aria-live": "polite" }, "Point at a token, or walk with the arrow keys.");
+    const said = el("span", { class: "soft said", "aria-live": "polite" });
+    const shown = [el("div", { class: "textname" }, el("span", { class: "label" }, "Completion"), said), pre];
+    if (!tokens.length) return shown;
     let chosen = null;
     const choose = (node) => {
       if (!node) return;
@@ -108,14 +109,14 @@ const samples = ({ data, runs, several, section, runColor }) => {
       event.preventDefault();
       choose(spans()[Math.max(0, Math.min(tokens.length - 1, chosen ? +chosen.dataset.n + by : 0))]);
     });
-    return [pre, said];
+    return shown;
   }
 
   /** What the shades say, of runs that have written tokens. */
   function shades(all) {
     if (!all.some((s) => s.turns.length)) return null;
     return el("p", { class: "soft above shades" }, "Probability of a token when it was sampled: ",
-      ...SHADES.toReversed().map(([limit, name]) => el("span", { class: name }, `under ${100 * limit}%`)));
+      ...SHADES.toReversed().map(([limit, name]) => el("span", { class: name }, `under ${100 * limit}%`)), " Point at one for its number, or walk with the arrow keys.");
   }
 
   /** `only(s)` shows nothing but the samples of its prompt, from the first step to the last. */
@@ -126,7 +127,7 @@ const samples = ({ data, runs, several, section, runColor }) => {
       s.tokens == null ? null : `${s.tokens} tokens`, s.stop_reason ? `ended by ${s.stop_reason}` : null, s.reason || null, ...parts].filter(Boolean);
     if (s.group_rewards.length > 1) facts.push(`rewards in the group ${s.group_rewards.map((r) => (typeof r === "number" ? charts.compact(r) : "–")).join(" ")}`);
     const over = s.prompt_id == null ? null : el("button", { class: "link", onclick: () => only(s) }, "this prompt over steps");
-    const siblings = s.siblings.length ? el("details", { class: "siblings" }, el("summary", {}, `${s.siblings.length} siblings`),
+    const siblings = s.siblings.length ? el("details", { class: "siblings" }, el("summary", {}, `${s.siblings.length} ${s.siblings.length === 1 ? "sibling" : "siblings"}`),
       el("div", { class: "grid" }, ...s.siblings.map((other) => el("div", {},
         el("div", { class: "facts" }, other.fate ? el("span", { class: "badge", swatch: data.fates.includes(other.fate) ? other.fate : "soft" }, other.fate) : null,
           el("span", { class: "reward" }, other.reward == null ? "no reward" : `reward ${charts.compact(other.reward)}`)),
@@ -139,7 +140,7 @@ const samples = ({ data, runs, several, section, runColor }) => {
         ...facts.map((f) => el("span", { dir: "auto" }, f)), over),
       el("div", { class: "texts" },
         el("div", {}, el("div", { class: "label" }, "Prompt"), el("pre", { dir: "auto" }, s.prompt || "(empty)")),
-        el("div", {}, el("div", { class: "label" }, "Completion"), ...completion(s))), siblings);
+        el("div", {}, ...completion(s))), siblings);
   }
 
   return samplesSection();
