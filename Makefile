@@ -7,7 +7,7 @@ JOBS ?= 2
 # Some packages are built by calling `python`, which not every machine has.
 PIP := PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt
 
-.PHONY: install demo demo-llm test test-all install-scale test-scale test-scale-all bench bench-llm bench-scale bench-claims dist docs lock lint clean
+.PHONY: install demo demo-llm test test-all install-scale test-scale test-scale-all install-peers test-peers bench bench-llm bench-scale bench-claims dist docs lock lint clean
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -52,6 +52,18 @@ test-scale: $(SCALE)/.installed ## vLLM on the CPU, and Ray; without the slow te
 
 test-scale-all: $(SCALE)/.installed
 	$(SCALE)/bin/python -m pytest -n $(JOBS) --dist loadfile tests/scale
+
+# Environments and rewards of other packages, which pin libraries of their own.
+PEERS := .venv-peers
+install-peers: $(PEERS)/.installed
+$(PEERS)/.installed: pyproject.toml constraints-peers.txt
+	$(PYTHON) -m venv $(PEERS)
+	$(PEERS)/bin/python -m pip install -q --disable-pip-version-check -c constraints-peers.txt torch==2.13.0
+	$(PEERS)/bin/python -m pip install -q --disable-pip-version-check -c constraints-peers.txt -e '.[verifiers]' verl pytest pytest-xdist hypothesis psutil
+	touch $@
+
+test-peers: $(PEERS)/.installed ## environments of verifiers, rewards and data of verl, as they are installed (2 GB)
+	$(PEERS)/bin/python -m pytest -n $(JOBS) --dist loadfile tests/peers
 
 bench: $(VENV)/.bench ## engine and training step beside their peers; writes benchmarks/results/*.json
 	$(BIN)/python benchmarks/engine.py --out benchmarks/results/engine.json

@@ -22,12 +22,13 @@ OPTIONS = {
     "dataset": [{"test_size": 3}],
     "python_tool": [{"test_size": 3}],
     "agent": [{"test_size": 3, "agent": f"{__file__}:agent"}],
+    "verifiers": [{"config": {"taskset": {"id": "tests.peers.sums_env"}}}],
     "textworld": [
         {"options": {"level": 1}, "train_size": 1, "test_size": 1, "style": style} for style in ("words", "react")
     ],
     "alfworld": [{"train_size": 2, "test_size": 1, "style": style} for style in ("words", "react")],
 }
-EXTRAS = {"alfworld", "textworld"}
+EXTRAS = {"alfworld", "textworld", "verifiers"}
 """Tasks whose package is an extra of that name."""
 
 

@@ -31,6 +31,7 @@ ENVS: Mapping[str, type] = LazyTable(
         "dataset": ".dataset:DatasetConfig",
         "python_tool": ".python_tool:PythonToolConfig",
         "agent": ".agents:AgentConfig",
+        "verifiers": ".agents.verifiers:VerifiersConfig",
         "textworld": ".games.textworld.task:TextWorldConfig",
         "alfworld": ".games.alfworld.task:AlfworldConfig",
     }
