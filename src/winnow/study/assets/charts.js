@@ -6,6 +6,8 @@ const charts = (() => {
     tokens: { key: "num_tokens", label: "sampled tokens", format: compact },
     seconds: { key: "seconds_total", label: "wall clock", format: duration },
   };
+  /** Curves of a chart beyond which what was smoothed is not drawn beside it. */
+  const CROWD = 8;
   const live = new Set();
   /** What was switched off and which axis is logarithmic, by the chart's title. */
   const chosen = new Map();
@@ -174,9 +176,12 @@ const charts = (() => {
       }
       if (smooth) {
         const bySmooth = new Map(smoothed(c.data[1]).map((v, i) => [c.data[0][i], v]));
-        series.push({ ...common, stroke: faded(stroke, curves.length > 2 ? 0.12 : 0.28), width: 1, quiet: true });
-        series.push({ ...common, stroke, width: 2, dash: c.dash });
-        data.push(values, joined[0].map((x) => bySmooth.get(x) ?? null));
+        if (full.length <= CROWD) {
+          series.push({ ...common, stroke: faded(stroke, curves.length > 2 ? 0.12 : 0.28), width: 1, quiet: true });
+          data.push(values);
+        }
+        series.push({ ...common, stroke, width: full.length <= CROWD ? 2 : 1.4, dash: c.dash });
+        data.push(joined[0].map((x) => bySmooth.get(x) ?? null));
       } else {
         series.push({ ...common, stroke, width: spec.points ? 2 : 1.6, dash: c.dash });
         data.push(values);

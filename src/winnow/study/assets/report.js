@@ -8,7 +8,9 @@ const report = (data, view) => {
   let focus = Math.min(view.focus, runs.length - 1);
   const onFocus = [];
   const logged = (table, name) => (table[name] || []).some((v) => v !== null);
-  const runColor = (n) => `c${n % 12}`;
+  const runColor = (n) => `c${n % 24}`;
+  /** With so many runs, what is shown of each takes one line. */
+  const many = runs.length > 6;
   const { sections: PLAN, rest } = plan(data, { runs, several, hidden, logged, runColor });
 
   /** Of several runs the chart shows the one that is picked. */
@@ -88,12 +90,18 @@ const report = (data, view) => {
     const fates = data.fates.filter((f) => run.tokens[f] > 0);
     const share = (f) => (100 * run.tokens[f]) / total;
     const percent = (v) => (v >= 0.95 ? `${v.toFixed(v < 9.95 ? 1 : 0)}%` : "<1%");
-    return el("div", {},
+    return el("div", { class: many ? "line" : false },
       el("div", { class: "stackname" }, el("b", { dir: "auto" }, several ? run.name : "The whole run"), el("span", { class: "soft" }, `${charts.compact(total)} tokens${run.tokens.void > 0 ? ", void included" : ""}`)),
       el("div", { class: "stack", role: "img", "aria-label": fates.map((f) => `${f} ${percent(share(f))}`).join(", ") },
         ...fates.map((f) => el("div", { class: f, style: `flex:${share(f)} 1 0`, swatch: f, title: `${f}: ${charts.compact(run.tokens[f])} tokens, ${percent(share(f))}` },
           share(f) >= 7 ? percent(share(f)) : ""))),
-      el("div", { class: "legend below" }, ...fates.map((f) => key(`${f} ${percent(share(f))}`, f))));
+      many ? null : el("div", { class: "legend below" }, ...fates.map((f) => key(`${f} ${percent(share(f))}`, f))));
+  }
+
+  /** A bar for each run; of many runs the colours are said once. */
+  function stackBars() {
+    const fates = data.fates.filter((f) => runs.some((r) => r.tokens[f] > 0));
+    return el("div", { class: "card totals", style: "margin:0" }, ...runs.map(stackBar), many ? el("div", { class: "legend" }, ...fates.map((f) => key(f, f))) : null);
   }
 
   /** `kind` is how it fits a phone: "cards" makes a block of each row, "narrow" leaves out the prompt tokens. */
@@ -117,16 +125,22 @@ const report = (data, view) => {
   }
 
   function proofSection() {
-    return section("proof", "Proof of the ledger", ...runs.map((run) => el("div", { class: "card", style: "margin-bottom:10px" },
+    const tables = ({ rules, again }) => [
+      ...(rules ? [el("h3", {}, "What the rules got wrong"), table(rules.head, rules.rows, (row) => row[0], "cards"),
+        el("p", { class: "soft" }, "Estimates from removals that were overridden at random, with 95% intervals.")] : []),
+      ...(again ? [el("h3", {}, "Prompts without signal, visited again"), table(again.head, again.rows, (row) => row[0], "cards"),
+        el("p", { class: "soft" }, "Of the visits of a prompt whose groups had no signal at its visit before: the share that had none again.")] : [])];
+    const more = (proof) => {
+      const found = proof ? tables(proof) : [];
+      if (!found.length) return null;
+      const names = found.filter((node) => node.tagName === "H3").map((node) => node.textContent);
+      return several ? el("details", { class: "rules" }, el("summary", {}, names.join(" · ")), ...found) : el("div", { class: "rules" }, ...found);
+    };
+    return section("proof", "Proof of the ledger", ...runs.map((run) => el("div", { class: "card" },
       several ? el("h3", { dir: "auto" }, run.name) : null,
       run.proof ? el("p", { class: run.proof.ok ? "good" : "bad" }, run.proof.verdict) : el("p", { class: "soft" }, "No proof: there is no readable ledger."),
       run.proof && run.proof.problems.length ? el("ul", { class: "notes" }, ...run.proof.problems.map((p) => el("li", {}, p))) : null,
-      run.proof && run.proof.rules ? el("div", { class: "rules" },
-        el("h3", {}, "What the rules got wrong"), table(run.proof.rules.head, run.proof.rules.rows, (row) => row[0], "cards"),
-        el("p", { class: "soft" }, "Estimates from removals that were overridden at random, with 95% intervals.")) : null,
-      run.proof && run.proof.again ? el("div", { class: "rules" },
-        el("h3", {}, "Prompts without signal, visited again"), table(run.proof.again.head, run.proof.again.rows, (row) => row[0], "cards"),
-        el("p", { class: "soft" }, "Of the visits of a prompt whose groups had no signal at its visit before: the share that had none again.")) : null,
+      more(run.proof),
       run.notes.length ? el("ul", { class: "notes" }, ...run.notes.map((n) => el("li", {}, n))) : null)));
   }
 
@@ -209,7 +223,7 @@ const report = (data, view) => {
     const mounts = [];
     const averaged = Math.max(...runs.map((r) => r.averaged));
     const sections = PLAN.map((plan) => chartSection(plan, mounts));
-    sections[1].append(el("div", { class: "totals" }, el("div", { class: "card totals", style: "margin:0" }, ...runs.map(stackBar)), totalsCard()));
+    sections[1].append(el("div", { class: "totals" }, stackBars(), totalsCard()));
     if (rest.length) sections.push(folded(chartSection({ id: "more", title: "Everything else that was logged", charts: rest }, mounts), rest.length));
     const app = document.getElementById("app");
     const [{ heading }] = runs;

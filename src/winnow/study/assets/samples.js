@@ -4,7 +4,7 @@ const samples = ({ data, runs, several, section, runColor }) => {
   const { el, key } = dom;
 
   function samplesSection() {
-    const all = runs.flatMap((r, n) => r.samples.map((s) => ({ ...s, run: n })));
+    const all = runs.flatMap((r, n) => r.samples.map((s) => ({ ...s, run: n }))).sort((a, b) => (a.step ?? -1) - (b.step ?? -1));
     const list = el("div", { class: "samples" });
     const status = el("span", { class: "soft" });
     const more = el("button", { class: "more", onclick: () => show(shown + 12) }, "Show more");
