@@ -76,6 +76,7 @@ bench: $(VENV)/.bench ## engine and training step beside their peers; writes ben
 	$(BIN)/python benchmarks/precision.py --out benchmarks/results/precision.json
 	$(BIN)/python benchmarks/async_wall.py --out benchmarks/results/async_wall.json
 	$(BIN)/python benchmarks/sampler_start.py --out benchmarks/results/sampler_start.json
+	$(BIN)/python benchmarks/page.py --out benchmarks/results/page.json
 
 # LLM: directory of SmolLM2-135M-Instruct, which `winnow models get smollm2-135m` names; GGUF: a file of it, for llama.cpp.
 bench-llm: $(VENV)/.bench $(SCALE)/.installed ## generation and a step with a pretrained model of 135M parameters beside its peers

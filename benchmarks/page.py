@@ -259,6 +259,8 @@ def main() -> None:
     parser.add_argument("--work", type=Path, help="folder for the run directories; those of an earlier call are used")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
+    if shutil.which("chromium") is None:
+        raise SystemExit("no Chromium here: apt install chromium")
     with tempfile.TemporaryDirectory() as temporary:
         work = options.work or Path(temporary)
         runs = [work / f"run-{n}" for n in range(options.runs)]

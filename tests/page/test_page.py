@@ -95,7 +95,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [390, 1280, 1920])
-@pytest.mark.parametrize("name", ["one", "four"])
+@pytest.mark.parametrize("name", ["one", "four", "many"])
 def test_sizes_and_contrast(browser: Any, pages: dict[str, Path], name: str, width: int, scheme: str) -> None:
     viewport = {"width": width, "height": 900}
     tab = Tab(browser, pages[name].as_uri(), viewport=viewport, color_scheme=scheme)
@@ -239,6 +239,13 @@ def test_tokens_say_their_probability_and_gates_stand_where_they_decided(browser
         tab.page.keyboard.press("ArrowRight")
     assert said.inner_text() == "token 12: without a character, -0.20 nats, 81.9%"
     assert tab.complaints == []
+    tab.page.close()
+
+
+def test_the_newest_samples_are_those_of_all_runs(browser: Any, pages: dict[str, Path]) -> None:
+    tab = Tab(browser, pages["four"].as_uri())
+    newest = tab.page.locator(".sample > .facts > .key").all_inner_texts()[:4]
+    assert sorted(newest) == ["all of them", "dapo", "greso", "grpo"]
     tab.page.close()
 
 

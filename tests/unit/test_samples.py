@@ -106,6 +106,8 @@ def test_a_gate_at_an_environment_step_is_marked_where_the_answer_ends(policy) -
             assert cut["reason"] == "converged"
             assert r.text[: looked["char"]] == r.turns[0].action + (r.turns[0].observation or "")
             assert cut["char"] == len(r.text), "nobody has come further"
+        others = sample(1, group, "train", policy[1])["siblings"]
+        assert [[d["step"] for d in s["decisions"]] for s in others] == [[2], [2], [2]], "siblings have the cut alone"
 
 
 def test_what_is_written_of_tokens_is_bounded() -> None:

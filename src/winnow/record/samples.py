@@ -31,10 +31,12 @@ def sample(step: int, group: Group, split: str, tokenizer: Any = None) -> dict[s
     """One line of samples.jsonl: the group's first rollout, and of the others how they begin and what they got.
 
     `turns` needs a `tokenizer`: each has where it begins `at` in the completion, and of its tokens the `chars` and the
-    `logp`, the log-probability in nats under which the sampler drew it (null: the model did not sample it).
+    `logp`, the log-probability in nats under which the sampler drew it (null: the model did not sample it). Of
+    decisions about the whole group, siblings have only the cut.
     """
     r, prompt = group.rollouts[0], group.prompt
     others = [s for s in group.siblings if s is not r][:SIBLINGS]
+    cuts = [d for d in group.decisions if not d.verdict.keep]
     return {
         "step": step,
         "visit": group.visit.number,
@@ -52,13 +54,13 @@ def sample(step: int, group: Group, split: str, tokenizer: Any = None) -> dict[s
         "tokens": int(r.action_mask.sum()),
         "split": split,
         "turns": _turns(r, tokenizer),
-        "decisions": _decisions(group, r, tokenizer),
+        "decisions": _decisions(group.decisions, r, tokenizer),
         "siblings": [
             {
                 "reward": s.reward,
                 "fate": str(s.fate) if s.fate else None,
                 "completion": s.text[:SIBLING_TEXT],
-                "decisions": _decisions(group, s, tokenizer),
+                "decisions": _decisions(cuts, s, tokenizer),
             }
             for s in others
         ],
@@ -111,12 +113,12 @@ def _turns(r: Rollout, tokenizer: Any) -> list[dict[str, Any]]:
     return found
 
 
-def _decisions(group: Group, r: Rollout, tokenizer: Any) -> list[dict[str, Any]]:
+def _decisions(about_group: Sequence[Decision], r: Rollout, tokenizer: Any) -> list[dict[str, Any]]:
     """Decisions of gates on a rollout or its group, in the order of `char`, where in its text they were taken."""
     if r.greedy:
         return []
     places = _places(r)
-    found = [_decision(d, r, places, tokenizer) for d in (*group.decisions, *r.decisions)[:MAX_DECISIONS]]
+    found = [_decision(d, r, places, tokenizer) for d in (*about_group, *r.decisions)[:MAX_DECISIONS]]
     return sorted(found, key=lambda d: d["char"])
 
 
