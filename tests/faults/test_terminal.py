@@ -23,7 +23,7 @@ from ..e2e.test_training import assert_clean
 
 def test_the_run_is_saved_when_the_terminal_closes(tiny_config: dict[str, Any], tmp_path: Path) -> None:
     run = Path(tiny_config["output_dir"])
-    more = {"max_steps": 100_000, "save_steps": 50_000, "eval_steps": None}
+    more = {"max_steps": 100_000, "save_steps": 50_000, "eval_steps": None, "learning_rate": 1e-9}  # never solved
     reward = {"reward_funcs": [f"{parity.__file__}:parity_reward"]}
     (tmp_path / "c.yaml").write_text(yaml.safe_dump(tiny_config | more | reward))
     child, terminal = pty.fork()
