@@ -17,6 +17,8 @@ from winnow.cli.main import app
 from winnow.config import METHODS, RunConfig, method, validate
 from winnow.run.catalogue import TABLES
 
+from ..unit.test_instruct import chat_model  # noqa: F401
+
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 COMMANDS: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]
@@ -74,31 +76,67 @@ def test_there_is_something_to_check() -> None:
     assert len(settings()) > 12
 
 
-TUTORIAL = (ROOT / "docs" / "tutorial.md").read_text(encoding="utf-8")
-FILES = re.findall(r"^(?:.* )?`(\w+\.\w+)`:\n\n((?: {4}.*\n|\n)+)", TUTORIAL, re.MULTILINE)
 SHORTER = {
     "warm-start": ["max_steps=20", "batch_size=16", "threads=1", "hidden_size=32", "num_heads=2", "num_layers=1"],
     "train": ["max_steps=2", "max_skipped_steps=3", "filter=keep_all", "threads=1"],
 }
 
 
-def test_the_tutorial_from_top_to_bottom(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def make_files(text: str) -> list[str]:
+    """In the working directory: an indented block behind the name of a file."""
+    found = re.findall(r"^(?:.* )?`([\w-]+\.\w+)`(?: \(.*\))?:\n\n((?: {4}.*\n|\n)+)", text, re.MULTILINE)
+    for name, content in found:
+        Path(name).write_text(textwrap.dedent(content), encoding="utf-8")
+    return [name for name, _ in found]
+
+
+def run_commands(text: str, shorter: dict[str, list[str]]) -> list[str]:
+    commands = commands_of(text)
+    for command in commands:
+        done = CliRunner().invoke(app, [*command, *shorter.get(command[0], [])])
+        assert done.exit_code == 0, f"{command}: {done.output}"
+    return [command[0] for command in commands]
+
+
+def python_of(text: str) -> str:
+    (code,) = re.findall(r"\n## The same from Python\n\n((?: {4}.*\n|\n)+)", text)
+    return textwrap.dedent(code)
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    assert [name for name, _ in FILES] == ["puzzles.jsonl", "my_reward.py", "mine.yaml"]
-    for name, content in FILES:
-        Path(name).write_text(textwrap.dedent(content), encoding="utf-8")
-    commands = commands_of(TUTORIAL)
-    assert [command[0] for command in commands] == [
+    return tmp_path
+
+
+def test_the_tutorial_from_top_to_bottom(here: Path) -> None:
+    text = (ROOT / "docs" / "tutorial.md").read_text(encoding="utf-8")
+    assert make_files(text) == ["puzzles.jsonl", "my_reward.py", "mine.yaml"]
+    assert run_commands(text, SHORTER) == [
         *("warm-start", "train", "train", "train", "verify", "report", "report", "pass-rates")
     ]
-    for command in commands:
-        done = CliRunner().invoke(app, [*command, *SHORTER.get(command[0], [])])
-        assert done.exit_code == 0, f"{command}: {done.output}"
     assert Path("both.html").exists()
     assert Path("after.jsonl").exists()
-    (code,) = re.findall(r"\n## The same from Python\n\n((?: {4}.*\n|\n)+)", TUTORIAL)
-    before, run, after = textwrap.dedent(code).partition('"max_steps": 10')
+    before, run, after = python_of(text).partition('"max_steps": 10')
     assert run
     exec(before + '"max_steps": 1, "filter": "keep_all", "threads": 1' + after, {})
     assert Path("runs/mine-py/model").is_dir()
+
+
+def test_the_tutorial_of_an_agent(here: Path, chat_model: Path) -> None:  # noqa: F811
+    """Whole but for the fetching; the model is one that nobody taught anything."""
+    text = (ROOT / "docs" / "tutorial-agent.md").read_text(encoding="utf-8")
+    assert make_files(text) == ["sums.jsonl", "my_agent.py", "agent.yaml"]
+    fetch = "    winnow models get smollm2-135m\n"
+    assert fetch in text
+    shorter = {"train": [*SHORTER["train"], f"model={chat_model}", *LONGER]}
+    assert run_commands(text.replace(fetch, ""), shorter) == ["train", "train", "verify", "report"]
+    code = python_of(text).replace("smollm2-135m", str(chat_model)).replace('"max_prompt_length": 96, ', "")
+    before, run, after = code.partition('"max_steps": 10')
+    assert run
+    exec(before + '"max_steps": 1, "filter": "keep_all", "threads": 1' + after.replace(": 96", ": 256"), {})
+    assert Path("runs/agent-py/model").is_dir()
+
+
+LONGER = ["max_prompt_length=256", "max_completion_length=256"]  # a letter is a token of the model that stands in
