@@ -135,7 +135,7 @@ def test_the_tutorial_of_an_agent(here: Path, chat_model: Path) -> None:  # noqa
     code = python_of(text).replace("smollm2-135m", str(chat_model)).replace('"max_prompt_length": 96, ', "")
     before, run, after = code.partition('"max_steps": 10')
     assert run
-    exec(before + '"max_steps": 1, "filter": "keep_all", "threads": 1' + after.replace(": 96", ": 256"), {})
+    exec(before + '"max_steps": 1, "filter": "keep_all", "threads": 1' + after.replace(": 128", ": 256"), {})
     assert Path("runs/agent-py/model").is_dir()
 
 

@@ -1,4 +1,4 @@
-"""Files that are whole or absent: fsync, atomic JSON, digests, modes."""
+"""Files that are whole or absent: fsync, atomic JSON, digests; and their owner's alone."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,24 @@ def readable(directory: Path) -> None:
         path.chmod(0o666 & ~umask)
 
 
-def write_json(path: Path, value: Any) -> None:
-    """Write a small file so that it is whole or absent."""
+def private_directory(path: Path) -> None:
+    """Make a directory that only its owner can enter (0700); one that is there keeps its mode."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.mkdir(mode=0o700, exist_ok=True)
+
+
+def private_file(path: Path) -> Path:
+    """Make an empty file that only its owner can read (0600), unless it is there; for others to open."""
+    with suppress(FileExistsError):
+        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
+    return path
+
+
+def write_json(path: Path, value: Any, *, private: bool = False) -> None:
+    """Write a small file so that it is whole or absent; `private`: only its owner can read it."""
     temporary = path.with_name(f".{path.name}.writing")
+    if private:
+        private_file(temporary)
     temporary.write_text(json.dumps(value, indent=1, allow_nan=False), encoding="utf-8")
     fsync(temporary)
     temporary.rename(path)

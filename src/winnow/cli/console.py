@@ -37,8 +37,6 @@ def command(app: typer.Typer, name: str | None = None) -> Callable[[Command], Co
         groups = {key: hint for key, hint in hints.items() if isinstance(hint, type) and is_dataclass(hint)}
 
         def called(**given: Any) -> None:
-            from .errors import EXPECTED
-
             for key, group in groups.items():
                 given[key] = group(**{f.name: given.pop(f.name) for f in fields(group)})
             try:
@@ -46,7 +44,11 @@ def command(app: typer.Typer, name: str | None = None) -> Callable[[Command], Co
             except KeyboardInterrupt as interrupt:
                 err.print(str(interrupt) or "interrupted", style="yellow", markup=False, highlight=False)
                 raise typer.Exit(130) from None
-            except EXPECTED as error:
+            except Exception as error:
+                from .errors import EXPECTED  # here, as it imports the learners, which take seconds
+
+                if not isinstance(error, EXPECTED):
+                    raise
                 err.print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
                 raise typer.Exit(1) from None
 

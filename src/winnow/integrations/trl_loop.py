@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from ..base.files import write_json
+from ..base.files import private_directory, write_json
 from ..config import RunConfig
 from ..env.base import Task
 from ..loop import Batch, Hooks, Limits, Loop, Parts
@@ -110,8 +110,8 @@ class LoopInTrl:
         c, m, state = self.config, self._methods, self._resumed
         if state is None:
             refuse_used_directory(self.run_dir)
-        self.run_dir.mkdir(parents=True, exist_ok=True)
-        write_json(self.run_dir / CONFIG, c.model_dump(mode="json"))
+        private_directory(self.run_dir)
+        write_json(self.run_dir / CONFIG, c.model_dump(mode="json"), private=True)
         ledger = Ledger.open(self.run_dir / LEDGER)
         ledger.judge = m.judge
         if state is not None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import sqlite3
 from pathlib import Path
 
+from ..base.files import private_file
+
 SCHEMA_VERSION = 1
 APPLICATION_ID = 0x57696E6E  # "Winn"
 BUSY_TIMEOUT_S = 10.0
@@ -76,6 +78,8 @@ def _connect(path: Path, read_only: bool) -> sqlite3.Connection:
     if read_only:
         # Without a write-ahead log nobody is writing; `immutable` then keeps SQLite from making one.
         uri += "?mode=ro" if path.with_name(path.name + "-wal").exists() else "?mode=ro&immutable=1"
+    else:
+        private_file(path)  # SQLite gives its log the same mode
     return sqlite3.connect(uri, uri=True, timeout=BUSY_TIMEOUT_S, isolation_level=None)
 
 

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
+from ..base.files import private_file
 from ..config import RunConfig
 from ..methods.gate.recording import rows_of
 from ..methods.signal import Judge
@@ -44,7 +45,7 @@ def read_config(run_dir: Path) -> dict[str, Any]:
 
 def lock(run_dir: Path) -> IO[str]:
     """Hold the directory until the file is closed. Raises RunDirectoryError when another run has it."""
-    file = (run_dir / "run.lock").open("w")
+    file = private_file(run_dir / "run.lock").open("w")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
@@ -79,7 +80,7 @@ class Records:
         self._trackers = Trackers(run_dir, config, step)
         self._files: dict[str, IO[bytes]] = {}
         for name in (METRICS, SAMPLES, GATE) if self._gate_steps else (METRICS, SAMPLES):
-            file = (run_dir / name).open("ab")
+            file = private_file(run_dir / name).open("ab")
             size, wanted = file.tell(), (offsets or {}).get(name, 0)
             if size < wanted:
                 file.close()

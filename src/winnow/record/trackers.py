@@ -173,4 +173,4 @@ def _kept(run_dir: Path) -> dict[str, str]:
 
 
 def _keep(run_dir: Path, tracker: str, identity: str) -> None:
-    write_json(run_dir / KEPT, _kept(run_dir) | {tracker: identity})
+    write_json(run_dir / KEPT, _kept(run_dir) | {tracker: identity}, private=True)

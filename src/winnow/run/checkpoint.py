@@ -18,7 +18,7 @@ from typing import Any
 from safetensors import SafetensorError
 
 from ..base.failpoint import failpoint
-from ..base.files import fsync, fsync_tree, readable, sha256
+from ..base.files import fsync, fsync_tree, private_directory, readable, sha256
 
 MANIFEST = "manifest.json"
 STATE = "state.json"
@@ -36,12 +36,12 @@ def save(run_dir: Path, step: int, state: Mapping[str, Any], write: Callable[[Pa
     checkpoints as they were.
     """
     root = run_dir / "checkpoints"
-    root.mkdir(parents=True, exist_ok=True)
+    private_directory(root)
     target, temporary = root / f"step-{step:06d}", root / f".writing-step-{step:06d}"
     for leftover in root.glob(".writing-*"):
         shutil.rmtree(leftover)
     try:
-        temporary.mkdir()
+        private_directory(temporary)
         write(temporary)
         readable(temporary)
         failpoint("checkpoint.weights")

@@ -62,7 +62,7 @@ class Session:
 
     def _open(self, stack: ExitStack, state: Mapping[str, Any] | None, found: Path | None) -> None:
         c, built = self.config, self.built
-        write_json(self.run_dir / CONFIG, c.model_dump(mode="json"))
+        write_json(self.run_dir / CONFIG, c.model_dump(mode="json"), private=True)
         built.machine.say(self._console)
         built.rewarder.trainer_state = SimpleNamespace(global_step=0, max_steps=c.max_steps)
         self.ledger = stack.enter_context(Ledger.open(self.run_dir / LEDGER))
@@ -103,7 +103,7 @@ class Session:
             ledger.set_meta("max_lag", str(self.config.max_lag))
             ledger.set_meta("max_reward", str(self.config.success_reward))
             ledger.set_meta("finished", "false")
-            write_json(start, ledger.mark())
+            write_json(start, ledger.mark(), private=True)
 
     def _loop(self) -> Loop:
         c, m, built = self.config, self.built.methods, self.built

@@ -13,7 +13,7 @@ from typing import IO, Any
 import torch
 from rich.console import Console
 
-from ..base.files import readable
+from ..base.files import private_directory, readable
 from ..config import ConfigError, RunConfig, config_of
 from ..env.rewards.rewarder import RewardSpec
 from ..learner import LearnerLostError
@@ -211,7 +211,7 @@ class Trainer:
 
     def _begun(self) -> Session:
         if self._held is None:
-            self.run_dir.mkdir(parents=True, exist_ok=True)
+            private_directory(self.run_dir)
             self._held = lock(self.run_dir)
             refuse_used_directory(self.run_dir)  # again: another run may have come first
         session = Session(self._built, self._callbacks, self.console, self._checkpoint)
