@@ -34,8 +34,9 @@ import numpy as np
 from machine import machine
 
 from winnow.config import validate
-from winnow.loop import Hooks, Limits, Loop, Parts
+from winnow.loop import Hooks, Loop, Parts
 from winnow.record.ledger import Ledger
+from winnow.record.stopping import Limits
 from winnow.run.build import build_methods
 from winnow.sampler import SamplerContext, pool
 from winnow.sampler.buffer import Buffer

@@ -34,8 +34,8 @@ from machine import machine
 from ray.cluster_utils import Cluster
 
 from winnow import Trainer
-from winnow.loop import RunStoppedError
 from winnow.record.ledger import Ledger
+from winnow.record.stopping import RunStoppedError
 
 TIMEOUT_S = 10.0
 NODE_CPUS = 4

@@ -20,9 +20,10 @@ from .methods.filter import Filter
 from .methods.gate import Gate
 from .methods.gate.audit import rules_of
 from .methods.select import Selector
-from .methods.signal import Judge, Kind
+from .methods.signal import Judge
 from .methods.size import GroupSize
 from .record.ledger import Ledger
+from .record.stopping import Limits, RunStoppedError, Usefulness
 from .record.tally import Tally
 from .rollout.evaluate import Evaluation
 from .sampler import Sampler, SamplersLostError
@@ -30,13 +31,6 @@ from .sampler.buffer import Buffer
 from .sampler.codec import Prompts, group_from, group_state, visit_from, visit_state
 from .sampler.pace import Pace
 from .types import Fate, Group, Job, Purpose, Visit
-
-MIN_FAILURES_JUDGED = 32
-"""Rollouts of a step that must have come back before their failed share can stop the run."""
-
-
-class RunStoppedError(RuntimeError):
-    """The run cannot usefully go on; the message says why and what to do. What was reached is saved."""
 
 
 @dataclass
@@ -59,15 +53,6 @@ class Parts:
     """Gates by name."""
 
 
-@dataclass(frozen=True)
-class Limits:
-    """Limits at which a run ends: in success, or because going on is useless."""
-
-    max_steps: int
-    max_failed_share: float
-    max_skipped_steps: int
-
-
 @dataclass
 class Hooks:
     """Callbacks around a step: evaluation, records, checkpoints, display."""
@@ -82,17 +67,6 @@ class Hooks:
     should_stop: Callable[[], bool]
     begin: Callable[[int], None] = lambda step: None
     """Before a step selects its prompts."""
-
-
-class _Rejected(NamedTuple):
-    """A group that a refill got nothing from."""
-
-    name: str
-    """Prompt and reason."""
-    lacks: bool
-    """Rewards are missing."""
-    teaches: bool
-    """It had a signal, and the filter did not want it."""
 
 
 class Batch(NamedTuple):
@@ -113,9 +87,7 @@ class Loop:
         self.step = 0
         self.num_tokens = 0
         self._tally = Tally(judge)
-        self._rejected: list[_Rejected] = []
-        """Groups in a row that a refill got nothing from."""
-        self._skipped_steps = 0
+        self._useful = Usefulness(judge, limits, parts.filter, parts.refill_round)
         self._nothing_left = False
         self._stop: RunStoppedError | None = None
 
@@ -166,7 +138,8 @@ class Loop:
         parts, tally = self.parts, self._tally
         groups, finished = batch
         self._book_trained(groups, bool(update["updated"]))
-        self._judge_skipped(groups, bool(update["updated"]))
+        useless = self._useful.of_step(self.step, groups, bool(update["updated"]), tally)
+        self._stop = self._stop or useless
         self.step += 1
         evaluation = None
         with tally.phase("publish"):
@@ -204,7 +177,7 @@ class Loop:
     def _collect(self) -> tuple[list[Group], list[Group]]:
         """A batch for the next update, and every group that finished meanwhile."""
         parts, finished = self.parts, []
-        self._rejected = []
+        self._useful.begin_step()
         self._nothing_left = False
         self._book_stale(parts.buffer.expire(self.step))
         while True:
@@ -228,7 +201,10 @@ class Loop:
     def _launch(self) -> None:
         parts, in_flight = self.parts, self.parts.sampler.pending
         n = parts.pace.room(self.step, self.limits.max_steps - self.step, self._tally.zero_share())
-        if n <= 0 or (self._nothing_left and in_flight) or self._judge_barren():
+        if n <= 0 or (self._nothing_left and in_flight):
+            return
+        self._stop = self._useful.of_refill(self.step)
+        if self._stop is not None:
             return
         visits = parts.selector.select(n)
         parts.ledger.visit(visits, step=self.step, version=parts.sampler.version)
@@ -258,70 +234,20 @@ class Loop:
         self._tally.finished(group)
         parts.selector.observe(group)
         failpoint("take")
-        self._judge_failures()
+        self._stop = self._stop or self._useful.of_failures(self.step, self._tally, parts.buffer.prompts_per_step)
         reason = refusal = self.judge.refusal(group)
         if reason is None:
             verdict = parts.filter.admit(group, self.judge.kind(group))
             if verdict.keep:
                 parts.buffer.add(group)
-                self._rejected = []
+                self._useful.accepted()
                 return
             reason = verdict.reason
         self._book(group, Fate.FILTERED, reason)
         if parts.filter.refill:
-            first = next((r.reason for r in group.rollouts if r.reason), reason)
-            lacks, teaches = group.verdict.keep and refusal is not None, refusal is None and self.judge.teaches(group)
-            self._rejected.append(_Rejected(f"{group.prompt.id} ({first})", lacks, teaches))
+            self._useful.rejected(group, reason, refusal)
         else:
             parts.buffer.spend()
-
-    def _judge_barren(self) -> bool:
-        """Whether to stop a refill that adds nothing, before it goes on; what was already accepted is still trained."""
-        rounds, parts, n = self.parts.filter.max_refill_rounds, self.parts, len(self._rejected)
-        if not parts.filter.refill or n < rounds * parts.refill_round:
-            return False
-        said, remedy = (
-            f"{n} groups in a row had no signal",
-            "The prompts are too easy or too hard for this policy: use other prompts, more num_generations, or "
-            "filter: keep_all",
-        )
-        if teaching := sum(group.teaches for group in self._rejected):
-            said = f"{n} groups in a row were rejected, {teaching} of them with a signal"
-            remedy = "Look at what the filter asks for"
-        elif lacking := sum(group.lacks for group in self._rejected):
-            said = f"of {n} groups in a row {lacking} lacked rewards, and the others had no signal"
-            remedy = "Look for why rollouts fail" if 2 * lacking > n else remedy
-        self._stop = RunStoppedError(
-            f"step {self.step}: {said} (max_refill_rounds={rounds}), so the batch cannot be filled; the last were: "
-            f"{'; '.join(group.name for group in self._rejected[-5:])}. {remedy}"
-        )
-        return True
-
-    def _judge_failures(self) -> None:
-        tally = self._tally
-        enough = sum(tally.sizes) >= MIN_FAILURES_JUDGED or tally.groups >= self.parts.buffer.prompts_per_step
-        if self._stop is None and enough and tally.failed_share() > self.limits.max_failed_share:
-            cause, count = tally.failed.most_common(1)[0]
-            self._stop = RunStoppedError(
-                f"step {self.step}: {tally.failed_share():.0%} of the rollouts failed (max_failed_share="
-                f"{self.limits.max_failed_share:.0%}); most often ({count}x): {cause}"
-            )
-
-    def _judge_skipped(self, groups: list[Group], updated: bool) -> None:
-        """Stop a run whose prompts are all solved, or all hopeless: it would only spend tokens.
-
-        An update without any signal, by a KL or entropy term alone, counts as skipped too.
-        """
-        taught = updated and any(self.judge.teaches(group) for group in groups)
-        self._skipped_steps = 0 if taught else self._skipped_steps + 1
-        if self._stop is None and self._skipped_steps >= self.limits.max_skipped_steps:
-            kinds = self._tally.kinds
-            self._stop = RunStoppedError(
-                f"step {self.step}: {self._skipped_steps} steps in a row had no group with a signal (max_skipped_steps="
-                f"{self.limits.max_skipped_steps}); of the last {self._tally.groups} groups {kinds[Kind.EASY]} were "
-                f"solved and {kinds[Kind.HARD]} failed throughout, and {self._tally.failed_share():.0%} of the "
-                "rollouts could not be judged. Use other prompts, or more num_generations"
-            )
 
     def _book_stale(self, groups: list[Group]) -> None:
         for group in groups:
@@ -372,7 +298,8 @@ class Loop:
         return {
             "step": self.step,
             "num_tokens": self.num_tokens,
-            "skipped_steps": self._skipped_steps,
+            "skipped_steps": self._useful.skipped_steps,
+            "solved_steps": self._useful.solved_steps,
             "waiting": [group_state(group) for group in parts.buffer.groups],
             "spent": parts.buffer.spent,
             "in_flight": [[visit_state(flight.visit), flight.size] for flight in parts.buffer.in_flight],
@@ -385,7 +312,8 @@ class Loop:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.step = int(state["step"])
         self.num_tokens = int(state["num_tokens"])
-        self._skipped_steps = int(state["skipped_steps"])
+        self._useful.skipped_steps = int(state["skipped_steps"])
+        self._useful.solved_steps = int(state.get("solved_steps", 0))
         self.parts.buffer.groups = [group_from(g, self.parts.prompts) for g in state["waiting"]]
         self.parts.buffer.spent = int(state["spent"])
         self.parts.selector.load_state_dict(state["selector"])

@@ -16,7 +16,7 @@ import pytest
 from winnow import Trainer
 from winnow.base.forkserver import Child
 from winnow.config import ConfigError
-from winnow.loop import RunStoppedError
+from winnow.record.stopping import RunStoppedError
 from winnow.sampler.member import Member
 from winnow.sampler.pipe import Pipe
 from winnow.sampler.pool import SamplerPool

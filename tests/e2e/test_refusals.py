@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from winnow import ConfigError, Trainer
-from winnow.loop import RunStoppedError
 from winnow.record.records import RunDirectoryError
+from winnow.record.stopping import RunStoppedError
 from winnow.run.checkpoint import CheckpointError
 from winnow.run.standalone import evaluate_model
 

@@ -11,11 +11,13 @@ from typing import Any
 import pytest
 
 from winnow import Trainer
-from winnow.loop import RunStoppedError
 from winnow.methods.filter import Filter
 from winnow.methods.select import stream
 from winnow.methods.signal import Kind
 from winnow.record.ledger import Ledger
+from winnow.record.stopping import RunStoppedError, TaskSolvedError
+from winnow.study.compare import compare
+from winnow.study.compare_data import methods_of, read_run_data
 from winnow.types import Group, Verdict
 
 from .test_training import CARRYING, assert_clean
@@ -74,17 +76,58 @@ def test_all_solved_or_all_hopeless_ends_with_a_message_and_a_saved_run(
 ) -> None:
     monkeypatch.setattr(stream, "PATIENCE", 1000)
     trainer = Trainer(config=tiny_config | {"eval_steps": None, "max_steps": 1000} | options, reward_funcs=reward)
-    with pytest.raises(RunStoppedError, match=message):
+    run, by_selector = Path(tiny_config["output_dir"]), message.startswith("nothing is left to")
+    if reward is _solved and not by_selector:
         trainer.train()
-    run = Path(tiny_config["output_dir"])
+        assert (run / "model" / "config.json").exists()
+    else:
+        with pytest.raises(RunStoppedError, match=message):
+            trainer.train()
     assert_clean(run)
     assert list((run / "checkpoints").glob("step-*")) or (run / "start.json").exists()
 
 
+MANY = {"eval_steps": 4, "max_steps": 1000, "max_skipped_steps": 3, "filter": "keep_all"}
+
+
+@pytest.mark.parametrize("solved_from", [0, 2])
+def test_a_solved_task_is_a_success(tiny_config: dict[str, Any], solved_from: int) -> None:
+    """Saved as a model, evaluated at its end, finished; of several seeds one may be solved earlier than another."""
+    runs = []
+    for seed, at in ((0, 1), (1, 5 + solved_from)):
+
+        def half(completions: list[str], trainer_state: Any, at: int = at, **columns: object) -> list[float]:
+            return [float(i % 2 or trainer_state.global_step >= at) for i in range(len(completions))]
+
+        run = Path(f"{tiny_config['output_dir']}-{seed}")
+        runs.append(run)
+        found = Trainer(config=tiny_config | MANY | {"output_dir": str(run), "seed": seed}, reward_funcs=half).train()
+        assert found["step"] == at + 3
+        rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        assert rows[-1]["step"] == found["step"]
+        assert rows[-1]["eval/pass@1"] == found["eval/pass@1"]
+        assert (run / "model" / "config.json").exists()
+        assert_clean(run)
+        with Ledger.open(run / "ledger.sqlite", read_only=True) as ledger:
+            assert ledger.get_meta("finished") == "true"
+    first, second = map(read_run_data, runs)
+    assert first.solved
+    assert second.solved
+    assert list(methods_of([first, second]).values()) == [[first, second]]
+    assert "not finished" not in str(compare(runs, seeds=False))
+
+
+def test_one_that_is_solved_in_a_loop_of_ones_own(tiny_config: dict[str, Any]) -> None:
+    options = {"filter": {"name": "zero_variance", "max_refill_rounds": 2}, "eval_steps": None, "max_steps": 50}
+    with Trainer(config=tiny_config | options, reward_funcs=_solved) as trainer, pytest.raises(TaskSolvedError):
+        trainer.step()
+    assert (Path(tiny_config["output_dir"]) / "model" / "config.json").exists()
+
+
 def test_refill_that_adds_nothing_stops_with_the_prompts_named(tiny_config: dict[str, Any]) -> None:
     config = tiny_config | {"filter": {"name": "zero_variance", "max_refill_rounds": 2}}
-    trainer = Trainer(config=config, reward_funcs=lambda completions, **_: [1.0] * len(completions))
-    with pytest.raises(RunStoppedError, match=r"countdown-.*zero variance: all rewards are 1"):
+    trainer = Trainer(config=config, reward_funcs=lambda completions, **_: [0.0] * len(completions))
+    with pytest.raises(RunStoppedError, match=r"countdown-.*zero variance: all rewards are 0"):
         trainer.train()
     run = Path(config["output_dir"])
     assert_clean(run)

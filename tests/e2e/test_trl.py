@@ -18,9 +18,9 @@ from trl.trainer.utils import split_tensor_dict
 
 from winnow import ConfigError
 from winnow.integrations.trl import WinnowGRPOTrainer
-from winnow.loop import RunStoppedError
 from winnow.record.ledger import Ledger
 from winnow.record.records import RunDirectoryError
+from winnow.record.stopping import RunStoppedError
 from winnow.study.report import write_report
 
 G, PROMPTS = 4, 4

@@ -13,7 +13,7 @@ pytest.importorskip("verifiers")
 from winnow import Trainer
 from winnow.config import ConfigError
 from winnow.env.agents.verifiers import VerifiersConfig
-from winnow.loop import RunStoppedError
+from winnow.record.stopping import RunStoppedError
 
 from ..e2e.test_training import assert_clean, fingerprint
 from ..unit.test_instruct import chat_model

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from winnow import Trainer
-from winnow.loop import RunStoppedError
 from winnow.record.ledger import Ledger
+from winnow.record.stopping import RunStoppedError
 from winnow.run import checkpoint
 from winnow.sampler.member import Member
 from winnow.sampler.pool import SamplerPool

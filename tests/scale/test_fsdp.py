@@ -24,11 +24,11 @@ from winnow.learner import Learner, LearnerLostError, Local, Policy
 from winnow.learner.batch import Pool, Row
 from winnow.learner.fsdp.learner import FsdpLearner
 from winnow.learner.fsdp.ranks import Ranks
-from winnow.loop import RunStoppedError
 from winnow.methods.advantage.in_update import Weighing
 from winnow.methods.correct import M2PO, Truncate
 from winnow.methods.loss import LossConfig
 from winnow.record.ledger import Ledger
+from winnow.record.stopping import RunStoppedError
 from winnow.study.warm_start import word_tokenizer
 
 from .. import parity

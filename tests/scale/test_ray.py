@@ -14,8 +14,8 @@ import pytest
 
 from winnow import Trainer
 from winnow.config import ConfigError
-from winnow.loop import RunStoppedError
 from winnow.record.ledger import Ledger
+from winnow.record.stopping import RunStoppedError
 
 from .. import parity
 

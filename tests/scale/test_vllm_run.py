@@ -12,8 +12,8 @@ import torch
 
 from winnow import Trainer
 from winnow.config import ConfigError
-from winnow.loop import RunStoppedError
 from winnow.record.ledger import Ledger
+from winnow.record.stopping import RunStoppedError
 from winnow.run.standalone import evaluate_model
 
 from .. import parity

@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 
 from winnow.config import RunConfig, validate
-from winnow.loop import Hooks, Limits, Loop, Parts
+from winnow.loop import Hooks, Loop, Parts
 from winnow.record.ledger import Ledger
+from winnow.record.stopping import Limits
 from winnow.run.build import build_methods
 from winnow.sampler.buffer import Buffer
 from winnow.sampler.pace import InTurn

@@ -22,9 +22,9 @@ from winnow.learner.agreement import BOUNDS, compare, require_agreement
 from winnow.learner.batch import Row
 from winnow.learner.local.learner import LearnerOptions, LocalLearner
 from winnow.learner.local.logprob import TokenDistribution
-from winnow.loop import RunStoppedError
 from winnow.methods.loss import LossConfig
 from winnow.record.ledger import Ledger
+from winnow.record.stopping import RunStoppedError
 from winnow.run.preflight import check_agreement
 from winnow.study.warm_start import word_tokenizer
 from winnow.types import Group, Rollout

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from winnow.base.noise import noise_key
-from winnow.loop import RunStoppedError
+from winnow.record.stopping import RunStoppedError
 from winnow.sampler.base import SamplersLostError
 from winnow.sampler.buffer import oldest
 from winnow.types import Verdict, Visit

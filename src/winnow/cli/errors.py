@@ -2,9 +2,9 @@
 
 from ..env.workers.sandbox import SandboxError
 from ..learner import LearnerLostError
-from ..loop import RunStoppedError
 from ..record.ledger import LedgerError
 from ..record.records import RunDirectoryError
+from ..record.stopping import RunStoppedError
 from ..rollout.evaluate import RolloutsFailedError
 from ..run.checkpoint import CheckpointError
 

@@ -13,11 +13,12 @@ import numpy as np
 from ..base.files import private_directory, write_json
 from ..config import RunConfig
 from ..env.base import Task
-from ..loop import Batch, Hooks, Limits, Loop, Parts
+from ..loop import Batch, Hooks, Loop, Parts
 from ..methods.advantage import InUpdate
 from ..methods.gate.audit import rules_of
 from ..record.ledger import Ledger
 from ..record.records import CONFIG, LEDGER, Records, RunDirectoryError
+from ..record.stopping import Limits
 from ..run.build import step_options
 from ..run.preflight import refuse_used_directory
 from ..sampler.buffer import Buffer

@@ -17,10 +17,11 @@ from ..base.failpoint import failpoint
 from ..base.files import readable, write_json
 from ..config import ConfigError
 from ..learner.step import OptimizerStep
-from ..loop import Hooks, Limits, Loop, Parts, RunStoppedError
+from ..loop import Hooks, Loop, Parts
 from ..record.ledger import Ledger
 from ..record.progress import Display
 from ..record.records import CONFIG, LEDGER, METRICS, START, Records
+from ..record.stopping import Limits, RunStoppedError, TaskSolvedError
 from ..rollout.evaluate import Evaluation
 from ..sampler import SamplersLostError
 from ..sampler.base import SamplerRefusedError
@@ -50,6 +51,7 @@ class Session:
         self.config = built.config
         self.run_dir = Path(built.config.output_dir)
         self.stop_requested = False
+        self._solved = False
         self._callbacks = callbacks
         self._console = console
         self._compare_at = 1
@@ -162,16 +164,28 @@ class Session:
     def run(self) -> None:
         """Train to `max_steps`, or until a callback asks for the end.
 
-        Raises RunStoppedError when going on is useless, KeyboardInterrupt after saving when it was interrupted.
+        A task that is solved is an end, too. Raises RunStoppedError when going on is useless for another reason,
+        KeyboardInterrupt after saving when it was interrupted.
         """
 
         def announce() -> None:
             self._console.print("finishing this step, then saving; once more to stop at once", style="yellow")
 
         with StopSignals(self.request_stop, announce):
-            self.loop.run()
-        if self.stop_requested and self.loop.step < self.config.max_steps:
+            try:
+                self.loop.run()
+            except TaskSolvedError as solved:
+                self._console.print(str(solved), style="green", markup=False)
+                self.solved()
+        if self.stop_requested and not self._solved and self.loop.step < self.config.max_steps:
             raise KeyboardInterrupt(f"saved at step {self.loop.step}; go on with: winnow resume {self.run_dir}")
+
+    def solved(self) -> None:
+        """Nothing is left to learn: the last figures are of now, not of the last time that an evaluation was due."""
+        self._solved, step = True, self.loop.step
+        if self.config.eval_steps and step % self.config.eval_steps:
+            metrics = {"step": step, "num_tokens": self.loop.num_tokens, "seconds_total": self._seconds()}
+            self._records.metrics(metrics | self.evaluate())
 
     def step(self) -> dict[str, float]:
         """One optimizer step, saved when it is due; returns its metrics. Raises RunStoppedError as `run` does."""
@@ -198,6 +212,7 @@ class Session:
         write_card(self.run_dir / "model", self.config, self.ledger.totals(), rows)
         readable(self.run_dir / "model")
         self.ledger.set_meta("finished", "true")
+        self.ledger.set_meta("solved", str(self._solved).lower())
         push_if_due(self.run_dir, self.config)
         self._tell("on_train_end")
         last = {"step": self.loop.step, "num_tokens": self.loop.num_tokens, "seconds_total": self._seconds()}

@@ -17,8 +17,8 @@ from ..base.files import private_directory, readable
 from ..config import ConfigError, RunConfig, config_of
 from ..env.rewards.rewarder import RewardSpec
 from ..learner import LearnerLostError
-from ..loop import RunStoppedError
 from ..record.records import RunDirectoryError, lock
+from ..record.stopping import RunStoppedError, TaskSolvedError
 from . import checkpoint
 from .assembly import assemble
 from .callbacks import Callbacks, TrainerState
@@ -144,8 +144,9 @@ class Trainer:
         """One optimizer step; returns its metrics, as in metrics.jsonl. Saves every `save_steps`.
 
         For loops of one's own: `with trainer: ...` saves at the end, and writes `model/` if `max_steps` was reached;
-        or end with `finish()` or `close()`. Raises RunStoppedError when going on is useless, ConfigError after the
-        last step; what it raises closes the run as it was saved last.
+        or end with `finish()` or `close()`. Raises TaskSolvedError when nothing is left to learn (the run is then
+        finished), RunStoppedError when going on is useless otherwise, ConfigError after the last step; what they
+        raise closes the run as it was saved last.
         """
         with self._running() as session:
             if session.loop.step < self.config.max_steps:
@@ -202,12 +203,21 @@ class Trainer:
             if self._session is None:
                 self._session = self._begun()
             yield self._session
+        except TaskSolvedError:  # of one's own loop: `train` ends by itself
+            self._finish_solved()
+            raise
         except LearnerLostError as error:  # with it went the weights: the last checkpoint is what there is
             self._end()
             raise RunStoppedError(f"{error}\ngo on with: winnow resume {self.run_dir}") from None
         except BaseException:
             self._end()
             raise
+
+    def _finish_solved(self) -> None:
+        if self._session is not None:
+            self._session.solved()
+            self._session.finish()
+        self._end()
 
     def _begun(self) -> Session:
         if self._held is None:

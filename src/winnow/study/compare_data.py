@@ -45,6 +45,8 @@ class RunData:
     path: Path
     config: dict[str, Any]
     finished: bool
+    solved: bool
+    """Ended before `max_steps`, as nothing was left to learn."""
     curve: tuple[Point, ...]
     pass_at: dict[int, float]
     """The last evaluation's pass@k, by k."""
@@ -79,8 +81,8 @@ def read_run_data(path: Path) -> RunData:
     found = {name: re.fullmatch(r"eval/pass@([0-9]+)", name) for name in last}
     with Ledger.open(path / LEDGER, read_only=True) as ledger:
         totals = ledger.totals()
-        finished = ledger.get_meta("finished") == "true"
-    if finished and curve[-1].step != (steps := config.get("max_steps")):
+        finished, solved = (ledger.get_meta(key) == "true" for key in ("finished", "solved"))
+    if finished and not solved and curve[-1].step != (steps := config.get("max_steps")):
         notes.append(
             f"{METRICS} is damaged: the run took {steps} steps, but the last evaluation in it is of {curve[-1].step}."
         )
@@ -88,6 +90,7 @@ def read_run_data(path: Path) -> RunData:
         path=path,
         config=config,
         finished=finished,
+        solved=solved,
         curve=tuple(curve),
         pass_at={int(m[1]): last[name] for name, m in found.items() if m},
         tokens=sum(totals[fate]["tokens"] for fate in FATES),
@@ -151,6 +154,13 @@ def _identity(config: Mapping[str, Any]) -> str:
     return json.dumps(rest, sort_keys=True)
 
 
+def _alike(a: RunData, b: RunData) -> bool:
+    """Evaluated at the same steps, as far as both went; only a solved run may have ended earlier, at any step."""
+    due = [[p.step for p in (run.curve[:-1] if run.solved else run.curve)] for run in (a, b)]
+    n = min(map(len, due)) if a.solved or b.solved else max(map(len, due))
+    return due[0][:n] == due[1][:n]
+
+
 def _check_method(runs: Sequence[RunData]) -> None:
     by_seed: dict[int, RunData] = {}
     for run in runs:
@@ -158,7 +168,8 @@ def _check_method(runs: Sequence[RunData]) -> None:
         if other is not run:
             raise CompareError(f"{other.path} and {run.path}: the same method with the same seed {run.seed}; keep one")
         first = runs[0]
-        if (steps := [p.step for p in run.curve]) != (wanted := [p.step for p in first.curve]):
+        steps, wanted = [p.step for p in run.curve], [p.step for p in first.curve]
+        if not _alike(run, first):
             raise CompareError(
                 f"{first.path} and {run.path}: one method, evaluated at different steps ({_steps(wanted)}; "
                 f"{_steps(steps)}); train them alike, or compare them without --seeds"

@@ -1,0 +1,127 @@
+"""Reasons for which a run cannot usefully go on, judged by what its groups taught."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ..methods.filter import Filter
+from ..methods.signal import Judge, Kind
+from ..types import Group
+from .tally import Tally
+
+MIN_FAILURES_JUDGED = 32
+"""Rollouts of a step that must have come back before their failed share can stop the run."""
+
+
+class RunStoppedError(RuntimeError):
+    """The run cannot usefully go on; the message says why and what to do. What was reached is saved."""
+
+
+class TaskSolvedError(RunStoppedError):
+    """Nothing is left to learn, as every rollout has the full reward. A success: the run is finished where it is."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Limits at which a run ends: in success, or because going on is useless."""
+
+    max_steps: int
+    max_failed_share: float
+    max_skipped_steps: int
+
+
+class _Rejected(NamedTuple):
+    """A group that a refill got nothing from."""
+
+    name: str
+    """Prompt and reason."""
+    lacks: bool
+    """Rewards are missing."""
+    teaches: bool
+    """It had a signal, and the filter did not want it."""
+    kind: Kind
+
+
+class Usefulness:
+    """What went by without teaching, and for how long; each judgement is the reason to stop, or None.
+
+    `refill_round`: groups of one round of a filter that refills.
+    """
+
+    def __init__(self, judge: Judge, limits: Limits, filter_: Filter, refill_round: int) -> None:
+        self._judge, self._limits, self._filter, self._refill_round = judge, limits, filter_, refill_round
+        self._rejected: list[_Rejected] = []
+        """Groups in a row that a refill got nothing from."""
+        self.skipped_steps = 0
+        """Steps in a row without a signal."""
+        self.solved_steps = 0
+        """Of these, those in a row at the end in which every group was solved."""
+
+    def begin_step(self) -> None:
+        self._rejected = []
+
+    accepted = begin_step
+
+    def rejected(self, group: Group, reason: str, refusal: str | None) -> None:
+        """A filter that refills did not want this group, or it was refused before (`refusal`)."""
+        first = next((r.reason for r in group.rollouts if r.reason), reason)
+        lacks, teaches = group.verdict.keep and refusal is not None, refusal is None and self._judge.teaches(group)
+        self._rejected.append(_Rejected(f"{group.prompt.id} ({first})", lacks, teaches, self._judge.kind(group)))
+
+    def of_refill(self, step: int) -> RunStoppedError | None:
+        """A refill that adds nothing, before it goes on; what was already accepted is still trained."""
+        rounds, n = self._filter.max_refill_rounds, len(self._rejected)
+        if not self._filter.refill or n < rounds * self._refill_round:
+            return None
+        if all(group.kind is Kind.EASY for group in self._rejected):
+            return TaskSolvedError(f"step {step}: solved: every rollout of {n} groups in a row had the full reward")
+        said, remedy = (
+            f"{n} groups in a row had no signal",
+            "The prompts are too easy or too hard for this policy: use other prompts, more num_generations, or "
+            "filter: keep_all",
+        )
+        if teaching := sum(group.teaches for group in self._rejected):
+            said = f"{n} groups in a row were rejected, {teaching} of them with a signal"
+            remedy = "Look at what the filter asks for"
+        elif lacking := sum(group.lacks for group in self._rejected):
+            said = f"of {n} groups in a row {lacking} lacked rewards, and the others had no signal"
+            remedy = "Look for why rollouts fail" if 2 * lacking > n else remedy
+        return RunStoppedError(
+            f"step {step}: {said} (max_refill_rounds={rounds}), so the batch cannot be filled; the last were: "
+            f"{'; '.join(group.name for group in self._rejected[-5:])}. {remedy}"
+        )
+
+    def of_failures(self, step: int, tally: Tally, prompts_per_step: int) -> RunStoppedError | None:
+        """Too many rollouts that failed."""
+        enough = sum(tally.sizes) >= MIN_FAILURES_JUDGED or tally.groups >= prompts_per_step
+        if not enough or tally.failed_share() <= self._limits.max_failed_share:
+            return None
+        cause, count = tally.failed.most_common(1)[0]
+        return RunStoppedError(
+            f"step {step}: {tally.failed_share():.0%} of the rollouts failed (max_failed_share="
+            f"{self._limits.max_failed_share:.0%}); most often ({count}x): {cause}"
+        )
+
+    def of_step(self, step: int, groups: Sequence[Group], updated: bool, tally: Tally) -> RunStoppedError | None:
+        """Prompts that are all solved, or all hopeless: going on would only spend tokens.
+
+        An update without any signal, by a KL or entropy term alone, counts as skipped too.
+        """
+        taught, kinds = updated and any(self._judge.teaches(group) for group in groups), tally.kinds
+        solved = not taught and 0 < tally.groups == kinds[Kind.EASY]
+        self.skipped_steps = 0 if taught else self.skipped_steps + 1
+        self.solved_steps = self.solved_steps + 1 if solved else 0
+        if self.skipped_steps < self._limits.max_skipped_steps:
+            return None
+        if self.solved_steps >= self._limits.max_skipped_steps:
+            return TaskSolvedError(
+                f"step {step}: solved: every rollout of {self.solved_steps} steps had the full reward"
+            )
+        return RunStoppedError(
+            f"step {step}: {self.skipped_steps} steps in a row had no group with a signal (max_skipped_steps="
+            f"{self._limits.max_skipped_steps}); of the last {tally.groups} groups {kinds[Kind.EASY]} were "
+            f"solved and {kinds[Kind.HARD]} failed throughout, and {tally.failed_share():.0%} of the "
+            "rollouts could not be judged. Use other prompts, or more num_generations"
+        )
