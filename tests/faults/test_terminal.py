@@ -28,6 +28,7 @@ def test_the_run_is_saved_when_the_terminal_closes(tiny_config: dict[str, Any], 
     (tmp_path / "c.yaml").write_text(yaml.safe_dump(tiny_config | more | reward))
     child, terminal = pty.fork()
     if not child:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored where the tests run under `nohup`
         os.execv(sys.executable, [sys.executable, "-m", "winnow.cli.main", "train", str(tmp_path / "c.yaml")])
     deadline = time.monotonic() + 120
     metrics = run / "metrics.jsonl"
@@ -36,7 +37,11 @@ def test_the_run_is_saved_when_the_terminal_closes(tiny_config: dict[str, Any], 
         if select.select([terminal], [], [], 0.2)[0]:
             os.read(terminal, 1 << 16)
     os.close(terminal)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) != -signal.SIGHUP
+    while (ended := os.waitpid(child, os.WNOHANG))[0] == 0:
+        if time.monotonic() > deadline + 120:
+            os.kill(child, signal.SIGKILL)
+        time.sleep(0.1)
+    assert os.waitstatus_to_exitcode(ended[1]) not in (-signal.SIGHUP, -signal.SIGKILL)
     done = len(metrics.read_bytes().splitlines())
     assert steps(run)[-1] == done
     Trainer.resume(run, {"max_steps": done + 1}).train()
