@@ -232,13 +232,23 @@ class TestOneRunOneDirectory:
         config = tiny_config | {"filter": {"name": "zero_variance", "max_refill_rounds": 1}, "max_steps": 2}
 
         def equal(completions: list[str], **_: object) -> list[float]:
-            return [1.0] * len(completions)
+            return [0.0] * len(completions)
 
         with pytest.raises(RunStoppedError):
             Trainer(config=config, reward_funcs=equal).train()
         for _ in range(3):
             with pytest.raises(RunStoppedError, match="step 0"):
                 Trainer.resume(config["output_dir"], reward_funcs=equal).train()
+
+    def test_nor_is_one_of_a_task_that_was_solved_before(self, tiny_config: dict[str, Any]) -> None:
+        config = tiny_config | {"filter": {"name": "zero_variance", "max_refill_rounds": 1}, "max_steps": 2}
+
+        def equal(completions: list[str], **_: object) -> list[float]:
+            return [1.0] * len(completions)
+
+        assert Trainer(config=config, reward_funcs=equal).train()["step"] == 0
+        assert Trainer.resume(config["output_dir"], reward_funcs=equal).train()["step"] == 0
+        assert_clean(Path(config["output_dir"]))
 
 
 class TestRefusedAtTheStart:

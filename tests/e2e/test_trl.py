@@ -20,7 +20,7 @@ from winnow import ConfigError
 from winnow.integrations.trl import WinnowGRPOTrainer
 from winnow.record.ledger import Ledger
 from winnow.record.records import RunDirectoryError
-from winnow.record.stopping import RunStoppedError
+from winnow.record.stopping import RunStoppedError, TaskSolvedError
 from winnow.study.report import write_report
 
 G, PROMPTS = 4, 4
@@ -196,9 +196,12 @@ def test_the_page(arguments: dict[str, Any], tmp_path: Path) -> None:
     assert "zero_variance" in page.read_text(encoding="utf-8")
 
 
-def test_prompts_that_never_teach_end_the_run(arguments: dict[str, Any], tmp_path: Path) -> None:
-    always = {"reward_funcs": lambda completions, **columns: [1.0] * len(completions)}
-    with pytest.raises(RunStoppedError, match="had no signal"):
+@pytest.mark.parametrize(("reward", "error"), [(0.0, RunStoppedError), (1.0, TaskSolvedError)])
+def test_prompts_that_never_teach_end_the_run(
+    arguments: dict[str, Any], tmp_path: Path, reward: float, error: type[Exception]
+) -> None:
+    always = {"reward_funcs": lambda completions, **columns: [reward] * len(completions)}
+    with pytest.raises(error, match=r"had no signal|solved"):
         WinnowGRPOTrainer(**arguments | always, filter="zero_variance").train()
     with Ledger.open(tmp_path / "out" / "winnow" / "ledger.sqlite", read_only=True) as ledger:
         assert ledger.verify().ok
