@@ -172,14 +172,16 @@ def test_a_run_held_to_a_reference_can_be_evaluated_without_one(
     from winnow.run.standalone import model_config
 
     train(tiny_config | {"beta": 0.1, "max_steps": 1, "eval_steps": None} | options)
-    assert model_config(tiny_config["output_dir"], {}).beta == 0
+    with model_config(tiny_config["output_dir"], {}) as (config, _):
+        assert config.beta == 0
 
 
 def test_a_run_measured_against_a_reference_can_be_evaluated_without_one(tiny_config: dict[str, Any]) -> None:
     from winnow.run.standalone import model_config
 
     train(tiny_config | {"reference_kl_steps": 1, "max_steps": 1, "eval_steps": None})
-    assert not model_config(tiny_config["output_dir"], {}).keeps_reference
+    with model_config(tiny_config["output_dir"], {}) as (config, _):
+        assert not config.keeps_reference
 
 
 def test_carried_groups_are_trained_one_step_late_and_booked_once(tiny_config: dict[str, Any]) -> None:

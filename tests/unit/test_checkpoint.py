@@ -1,6 +1,9 @@
 from __future__ import annotations
 
 import errno
+import os
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -78,3 +81,58 @@ def test_a_state_that_is_not_finite_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="JSON"):
         checkpoint.save(tmp_path, 1, {"x": float("nan")}, write_weights, keep_last=1)
     assert checkpoint.steps(tmp_path) == []
+
+
+def test_reader_of_a_running_run_keeps_what_it_reads(tmp_path: Path) -> None:
+    """`winnow eval` of a run that saves and rotates all the time: always a whole checkpoint, and always a new one."""
+    save(tmp_path, 1, keep=1)
+    stop = threading.Event()
+
+    def run() -> None:
+        step = 2
+        while not stop.is_set():
+            save(tmp_path, step, keep=1)
+            step += 1
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        seen = []
+        for _ in range(40):
+            with checkpoint.held(tmp_path) as directory:
+                assert directory is not None
+                while directory.name == f"step-{checkpoint.steps(tmp_path)[-1]:06d}":
+                    time.sleep(0.001)  # until the run has taken it away
+                assert (directory / "model" / "weights.bin").read_bytes() == bytes(range(256))
+                assert checkpoint.load_state(directory)["step"] == int(directory.name[5:])
+                seen.append(directory.name)
+    finally:
+        stop.set()
+        thread.join()
+    assert seen == sorted(set(seen))
+    assert not list((tmp_path / "checkpoints").glob(".reading-*"))
+
+
+def test_held_checkpoint_may_be_absent_or_damaged(tmp_path: Path) -> None:
+    with checkpoint.held(tmp_path / "nothing") as directory:
+        assert directory is None
+    weights = save(tmp_path, 1) / "model" / "weights.bin"
+    weights.write_bytes(b"x")
+    with pytest.raises(CheckpointError, match=str(weights)), checkpoint.held(tmp_path):
+        pass
+
+
+def test_links_that_a_killed_reader_left_are_removed(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    left, used = (tmp_path / "checkpoints" / name for name in (".reading-old", ".reading-new"))
+    left.mkdir()
+    used.mkdir()
+    os.utime(left, (0, 0))
+    save(tmp_path, 2)
+    assert (left.exists(), used.exists()) == (False, True)
+
+
+def test_directory_that_cannot_be_listed_is_not_taken_for_an_empty_one(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").write_text("not a directory")
+    with pytest.raises(CheckpointError, match=r"checkpoints: cannot be read \(Not a directory\)"):
+        checkpoint.latest(tmp_path)

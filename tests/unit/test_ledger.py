@@ -285,6 +285,9 @@ def test_files_that_are_no_ledger_are_refused(tmp_path: Path) -> None:
     with sqlite3.connect(tmp_path / "empty") as db:
         db.execute("PRAGMA user_version = 99")
     refused("empty", r"newer Winnow \(ledger schema 99.*Upgrade")
+    with sqlite3.connect(tmp_path / "empty") as db:
+        db.execute("PRAGMA user_version = 1")
+    refused("empty", r"earlier Winnow \(ledger schema 1.*new run directory")
     (tmp_path / "folder").mkdir()
     refused("folder", "cannot open")
     with pytest.raises(FileNotFoundError, match="the folder does not exist"):

@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from winnow.record.ledger import Ledger
-from winnow.record.proof import render, to_json, verdict
+from winnow.record.proof import Proof, render, to_json, verdict, verify
 from winnow.types import Fate, Group, Prompt, Rollout, Verdict, Visit
 
 
@@ -46,6 +46,12 @@ def path(tmp_path: Path) -> Iterator[Path]:
     return path
 
 
+def account(path: Path) -> Proof:
+    """What the rows say, whatever their checksums do: as if a wrong Winnow had written them."""
+    with sqlite3.connect(path) as db:
+        return verify(db)
+
+
 def problems(path: Path, *damage: str) -> list[str]:
     """The problems found of a ledger that lost its unique indices and was then tampered with."""
     with sqlite3.connect(path) as db:
@@ -53,18 +59,17 @@ def problems(path: Path, *damage: str) -> list[str]:
             db.execute(f"DROP INDEX {index}")
         for statement in damage:
             db.execute(statement)
-    with Ledger.open(path, read_only=True) as ledger:
-        proof = ledger.verify()
+    proof = account(path)
     assert proof.ok == (not proof.problems)
     return proof.problems
 
 
 def copy(table: str, where: str) -> str:
     columns = {
-        "visits": "visit, step, version, epoch, prompt_id, ordinal, keep, reason, probability, time",
-        "outcomes": "visit, step, fate, reason, group_size, time",
+        "visits": "visit, step, version, epoch, prompt_id, ordinal, keep, reason, probability, time, checksum",
+        "outcomes": "visit, step, fate, reason, group_size, time, checksum",
         "rollouts": "visit, sibling, step, fate, reason, prompt_tokens, tokens, env_tokens, reward, rewards,"
-        " first_version, last_version, seconds, stop_reason, survival_p",
+        " first_version, last_version, seconds, stop_reason, survival_p, checksum",
     }[table]
     return f"INSERT INTO {table} ({columns}) SELECT {columns} FROM {table} WHERE {where} LIMIT 1"
 
@@ -107,7 +112,7 @@ def test_right_account_has_no_problem(path: Path) -> None:
             "1 rows of visits were voided by restart 1, which",
         ),
         ("UPDATE meta SET value = 'x' WHERE key = 'max_lag'", "max_lag in the meta table is not a whole number: 'x'"),
-        ("INSERT INTO restarts VALUES (1, '', '{\"visits\": 2}', 0)", "restart 1 voided 2 rows of visits, found 0"),
+        ("INSERT INTO restarts VALUES (1, '', '{\"visits\": 2}', 0, 0)", "restart 1 voided 2 rows of visits, found 0"),
     ],
 )
 def test_every_kind_of_damage_is_found(path: Path, damage: str, problem: str) -> None:
@@ -164,16 +169,14 @@ def test_verdict_of_a_wrong_account(path: Path) -> None:
         db.execute("DELETE FROM visits WHERE visit = 11")
         db.execute("DELETE FROM outcomes WHERE visit = 11")
         db.execute("DELETE FROM visits WHERE visit = 3")
-    with Ledger.open(path, read_only=True) as ledger:
-        assert verdict(ledger.verify()).startswith("2 problems (10 visits, 18 rollouts")
+    assert verdict(account(path)).startswith("2 problems (10 visits, 18 rollouts")
 
 
 @pytest.mark.parametrize("damage", ['{"a": ', "[]", '{"audit/greso/precision": "x"}'])
 def test_damaged_metrics_do_not_take_the_proof_with_them(path: Path, damage: str) -> None:
     with sqlite3.connect(path) as db:
         db.execute("UPDATE steps SET metrics = ?", (damage,))
-    with Ledger.open(path, read_only=True) as ledger:
-        result = ledger.verify()
+    result = account(path)
     assert result.rules == {}
     assert result.ok == ("greso" in damage)
     assert result.ok or "metrics of step 2" in result.problems[0]

@@ -15,13 +15,18 @@ app = typer.Typer()
 
 @command(app)
 def verify(run: Run, as_json: Json = False) -> None:
-    """Prove from the ledger alone that everything dispatched came back exactly once, and show where it went."""
+    """Prove from the ledger that everything dispatched came back exactly once, and show where it went.
+
+    A ledger that is damaged, or not the one that the newest checkpoint was saved with, is told as such.
+    """
     from ..record.ledger import Ledger
     from ..record.proof import render, to_json
     from ..record.records import LEDGER
+    from ..run.checkpoint import marks
 
+    found = marks(run)
     with Ledger.open(run / LEDGER, read_only=True) as ledger:
-        proof = ledger.verify()
+        proof = ledger.verify(found)
     show(to_json(proof), as_json, lambda _: render(proof))
     if not proof.ok:
         raise typer.Exit(1)

@@ -24,6 +24,7 @@ from ..config import ConfigError, MethodSpec, nearest
 from ..env.base import Task
 from ..env.dataset import DatasetConfig
 from ..run.build import build_task
+from ..run.checkpoint import TRL_STATE
 from ..types import Group, Prompt, Rollout
 from .trl_config import run_config
 from .trl_engine import as_rollout_func
@@ -35,7 +36,6 @@ try:
 except ImportError:
     raise ImportError(f"winnow.integrations.trl needs TRL; {install('trl')}") from None
 
-STATE = "winnow.json"
 """What a checkpoint of TRL's holds for a resume."""
 
 METHODS = frozenset(
@@ -174,9 +174,9 @@ class WinnowGRPOTrainer(GRPOTrainer):
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         super()._save_checkpoint(model, trial)
         directory = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
-        (directory / STATE).write_text(json.dumps(self._winnow.state_dict()), encoding="utf-8")
+        (directory / TRL_STATE).write_text(json.dumps(self._winnow.state_dict()), encoding="utf-8")
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is not None:
-            self._winnow.load_state_dict(Path(checkpoint) / STATE)
+            self._winnow.load_state_dict(Path(checkpoint) / TRL_STATE)

@@ -31,9 +31,10 @@ from ..base.failpoint import failpoint
 from ..base.files import fsync
 from ..methods.signal import Judge, Kind
 from ..types import Fate, Group, Rollout, Visit
-from .ledger_file import LedgerError, open_file
+from .ledger_file import UNREADABLE, LedgerError, damaged, open_file
 from .proof import Proof, group_fate, totals, verify
 from .recurrence import Again, recurrence
+from .rows import damage, insert
 
 _CANONICAL = {
     "visits": "SELECT visit, step, version, epoch, prompt_id, ordinal, keep, reason, probability"
@@ -85,7 +86,7 @@ class Ledger:
 
     def set_meta(self, key: str, value: str) -> None:
         with self._transaction() as db:
-            _set_meta(db, key, value)
+            insert(db, "meta", [(key, value)])
         if key == "max_reward":
             self.judge = replace(self.judge, max_reward=float(value))
 
@@ -104,8 +105,8 @@ class Ledger:
         ]
         try:
             with self._transaction() as db:
-                _insert(db, "visits", dispatched)
-                _insert(db, "outcomes", skipped)
+                insert(db, "visits", dispatched)
+                insert(db, "outcomes", skipped)
         except sqlite3.IntegrityError as error:
             raise ValueError(f"step {step}: {self._booked_twice([v.number for v in visits])}") from error
 
@@ -130,10 +131,10 @@ class Ledger:
             if db.execute("SELECT 1 FROM visits WHERE visit = ? AND void = 0", (number,)).fetchone() is None:
                 raise ValueError(f"visit {number}: never dispatched; book it with visit() first.")
             try:
-                _insert(db, "outcomes", [(number, step, fate, _clean(reason), len(rows), mean, kind, time.time())])
+                insert(db, "outcomes", [(number, step, fate, _clean(reason), len(rows), mean, kind, time.time())])
             except sqlite3.IntegrityError as error:
                 raise ValueError(f"visit {number}: already finished; {self._outcome(number)}.") from error
-            _insert(db, "rollouts", rows)
+            insert(db, "rollouts", rows)
 
     def step(
         self, step: int, *, seconds: Mapping[str, float], metrics: Mapping[str, float], version: int | None = None
@@ -149,7 +150,7 @@ class Ledger:
             raise ValueError(f"step {step}: seconds must be finite and not negative, got {negative}.")
         with self._transaction() as db:
             try:
-                _insert(db, "steps", [(step, version, _json(seconds), _json(metrics), time.time())])
+                insert(db, "steps", [(step, version, _json(seconds), _json(metrics), time.time())])
             except sqlite3.IntegrityError as error:
                 raise ValueError(f"step {step}: already booked.") from error
             failpoint("ledger.step")
@@ -157,7 +158,7 @@ class Ledger:
     def evaluation(self, step: int, rollouts: int, tokens: int, seconds: float) -> None:
         """Book what an evaluation cost; its rollouts have no fate."""
         with self._transaction() as db:
-            _insert(db, "evaluations", [(step, int(rollouts), int(tokens), float(seconds), time.time())])
+            insert(db, "evaluations", [(step, int(rollouts), int(tokens), float(seconds), time.time())])
 
     def mark(self) -> dict[str, Any]:
         """The cut for a checkpoint, durable on return: by table the last row, the rows that count, and their SHA-256.
@@ -178,10 +179,9 @@ class Ledger:
         Returns `restart` (its number), `voided` (rows by table) and `in_flight` (visit numbers to roll out again;
         they stay booked). Raises LedgerError, and voids nothing, when what the mark covers is not intact.
         """
-        prefixes = {table: _Prefix(table) for table in TABLES}
-        found = {table: prefix.extend(self._db, until=_covered(mark, table)) for table, prefix in prefixes.items()}
-        wrong = [_difference(table, mark[table], found[table]) for table in TABLES if dict(mark[table]) != found[table]]
-        if wrong:
+        self._refuse_damage()
+        prefixes, found = self._up_to(mark)
+        if wrong := _differences(mark, found):
             raise LedgerError(
                 f"{self.path}: the ledger is not the one this checkpoint was saved with: {'; '.join(wrong)}. "
                 "Resume from another checkpoint, or restore the ledger that belongs to this one."
@@ -194,15 +194,16 @@ class Ledger:
                 ).rowcount
                 for table in TABLES
             }
-            db.execute("INSERT INTO restarts VALUES (?, ?, ?, ?)", (number, _clean(reason), _json(voided), time.time()))
-            _set_meta(db, "finished", "false")
+            insert(db, "restarts", [(number, _clean(reason), _json(voided), time.time())])
+            insert(db, "meta", [("finished", "false")])
             failpoint("ledger.rollback")
         self._prefix = prefixes
         return {"restart": number, "voided": voided, "in_flight": self.in_flight()}
 
     def in_flight(self) -> list[int]:
         """Numbers of the visits that are dispatched and not finished, ascending."""
-        return [row[0] for row in self._db.execute("SELECT visit FROM visit_fates WHERE fate IS NULL ORDER BY visit")]
+        with self._reading() as db:
+            return [row[0] for row in db.execute("SELECT visit FROM visit_fates WHERE fate IS NULL ORDER BY visit")]
 
     def totals(self) -> dict[str, dict[str, float]]:
         """`visits, rollouts, prompt_tokens, tokens, seconds` by fate, then `in_flight`, `void` and `evaluation`.
@@ -210,24 +211,59 @@ class Ledger:
         Tokens are sampled ones; seconds are shares of the engine's wall clock. A visit counts under its group's fate, a
         rollout under its own.
         """
-        return totals(self._db)
+        with self._reading() as db:
+            return totals(db)
 
     def digest(self) -> str:
         """SHA-256 of every row that counts, wall times left out: equal for a resumed and an uninterrupted run."""
         sha = hashlib.sha256()
-        for table, query in _CANONICAL.items():
-            sha.update(table.encode())
-            for row in self._db.execute(query):
-                sha.update(repr(_without_wall_times(row) if table == "steps" else row).encode())
+        with self._reading() as db:
+            for table, query in _CANONICAL.items():
+                sha.update(table.encode())
+                for row in db.execute(query):
+                    sha.update(repr(_without_wall_times(row) if table == "steps" else row).encode())
         return sha.hexdigest()
 
-    def verify(self) -> Proof:
-        """Prove exactly-once accounting from the file alone; see `winnow.record.proof.verify`."""
-        return verify(self._db)
+    def verify(self, marks: Mapping[str, Mapping[str, Any]] | None = None) -> Proof:
+        """Prove exactly-once accounting from the file alone; see `winnow.record.proof.verify`.
+
+        `marks`: those of checkpoints, by the name of each; a ledger that one of them does not belong to is a problem.
+        Raises LedgerError on a ledger that is damaged: a row that is not as it was written, or is missing.
+        """
+        with self._reading() as db:
+            self._refuse_damage()
+            proof = verify(db)
+            problems = [
+                f"not the ledger that {name} was saved with: {difference}"
+                for name, mark in (marks or {}).items()
+                for difference in _differences(mark, self._up_to(mark)[1])
+            ]
+        return replace(proof, ok=proof.ok and not problems, problems=[*problems, *proof.problems])
 
     def recurrence(self) -> list[Again]:
         """Share of zero-variance prompts that are so again, by epochs between; see `winnow.record.recurrence`."""
-        return recurrence(self._db)
+        with self._reading() as db:
+            return recurrence(db)
+
+    def _refuse_damage(self) -> None:
+        if found := damage(self._db):
+            raise LedgerError(damaged(self.path, "; ".join(found)))
+
+    def _up_to(self, mark: Mapping[str, Any]) -> tuple[dict[str, _Prefix], dict[str, dict[str, Any]]]:
+        """The rows that `mark` covers, and what a mark of just those would be now."""
+        prefixes = {table: _Prefix(table) for table in TABLES}
+        return prefixes, {t: prefix.extend(self._db, until=_covered(mark, t)) for t, prefix in prefixes.items()}
+
+    @contextmanager
+    def _reading(self) -> Iterator[sqlite3.Connection]:
+        """One state of the ledger, also while another process writes it. Raises LedgerError where it is damaged."""
+        try:
+            self._db.execute("BEGIN")
+            yield self._db
+        except UNREADABLE as error:
+            raise LedgerError(damaged(self.path, error)) from error
+        finally:
+            self._undo()
 
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
@@ -267,7 +303,7 @@ def _zero_variance(kind: Kind) -> str | None:
 
 
 class _Prefix:
-    """Running SHA-256 over the rows of a table that count, in the order they were booked."""
+    """Running SHA-256 over the checksums of the rows that count, in the order they were booked."""
 
     def __init__(self, table: str) -> None:
         self.table = table
@@ -276,34 +312,12 @@ class _Prefix:
 
     def extend(self, db: sqlite3.Connection, until: int | None = None) -> dict[str, Any]:
         bound = (1 << 63) - 1 if until is None else until
-        query = f"SELECT * FROM {self.table} WHERE row > ? AND row <= ? AND void = 0 ORDER BY row"
+        query = f"SELECT row, checksum FROM {self.table} WHERE row > ? AND row <= ? AND void = 0 ORDER BY row"
         for row in db.execute(query, (self.last, bound)):
             self._sha.update(repr(row).encode())
             self.last = row[0]
             self.rows += 1
         return {"last": self.last, "rows": self.rows, "sha256": self._sha.copy().hexdigest()}
-
-
-_COLUMNS = {
-    "visits": "visit, step, version, epoch, prompt_id, ordinal, keep, reason, probability, time",
-    "outcomes": "visit, step, fate, reason, group_size, mean_reward, zero_variance, time",
-    "rollouts": "visit, sibling, step, fate, reason, prompt_tokens, tokens, env_tokens, reward, rewards,"
-    " first_version, last_version, seconds, stop_reason, survival_p",
-    "steps": "step, version, seconds, metrics, time",
-    "evaluations": "step, rollouts, tokens, seconds, time",
-}
-_INSERT = {
-    table: f"INSERT INTO {table} ({columns}) VALUES ({', '.join('?' * (columns.count(',') + 1))})"
-    for table, columns in _COLUMNS.items()
-}
-
-
-def _insert(db: sqlite3.Connection, table: str, rows: Sequence[tuple[Any, ...]]) -> None:
-    db.executemany(_INSERT[table], rows)
-
-
-def _set_meta(db: sqlite3.Connection, key: str, value: str) -> None:
-    db.execute("INSERT INTO meta VALUES (?, ?) ON CONFLICT (key) DO UPDATE SET value = excluded.value", (key, value))
 
 
 def _visit_row(v: Visit, step: int, version: int, now: float) -> tuple[Any, ...]:
@@ -357,7 +371,11 @@ def _covered(mark: Mapping[str, Any], table: str) -> int:
         raise LedgerError(f"not a mark of the ledger: no last row of {table!r} in {dict(mark)!r}.") from error
 
 
-def _difference(table: str, want: Mapping[str, Any], got: Mapping[str, Any]) -> str:
-    if want.get("rows") != got["rows"]:
-        return f"{table} has {got['rows']} of the {want.get('rows')} rows"
-    return f"the {got['rows']} rows of {table} have other contents"
+def _differences(mark: Mapping[str, Any], found: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    return [
+        f"{table} has {got['rows']} of the {mark[table].get('rows')} rows"
+        if mark[table].get("rows") != got["rows"]
+        else f"the {got['rows']} rows of {table} have other contents"
+        for table, got in found.items()
+        if dict(mark[table]) != got
+    ]

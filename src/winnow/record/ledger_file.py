@@ -7,33 +7,39 @@ from pathlib import Path
 
 from ..base.files import private_file
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 APPLICATION_ID = 0x57696E6E  # "Winn"
 BUSY_TIMEOUT_S = 10.0
 
-_SCHEMA = """
-CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
+SCHEMA = """
+CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL, checksum INTEGER NOT NULL) WITHOUT ROWID;
 CREATE TABLE visits (
   row INTEGER PRIMARY KEY, visit INTEGER NOT NULL, step INTEGER NOT NULL, version INTEGER NOT NULL,
   epoch INTEGER NOT NULL, prompt_id TEXT NOT NULL, ordinal INTEGER NOT NULL, keep INTEGER NOT NULL,
-  reason TEXT NOT NULL, probability REAL NOT NULL, time REAL NOT NULL, void INTEGER NOT NULL DEFAULT 0);
+  reason TEXT NOT NULL, probability REAL NOT NULL, time REAL NOT NULL,
+  checksum INTEGER NOT NULL, void INTEGER NOT NULL DEFAULT 0);
 CREATE TABLE outcomes (
   row INTEGER PRIMARY KEY, visit INTEGER NOT NULL, step INTEGER NOT NULL, fate TEXT NOT NULL, reason TEXT NOT NULL,
   group_size INTEGER NOT NULL, mean_reward REAL, zero_variance TEXT, time REAL NOT NULL,
-  void INTEGER NOT NULL DEFAULT 0);
+ 
+  checksum INTEGER NOT NULL, void INTEGER NOT NULL DEFAULT 0);
 CREATE TABLE rollouts (
   row INTEGER PRIMARY KEY, visit INTEGER NOT NULL, sibling INTEGER NOT NULL, step INTEGER NOT NULL,
   fate TEXT NOT NULL, reason TEXT NOT NULL, prompt_tokens INTEGER NOT NULL, tokens INTEGER NOT NULL,
   env_tokens INTEGER NOT NULL, reward REAL, rewards TEXT NOT NULL, first_version INTEGER, last_version INTEGER,
-  seconds REAL NOT NULL, stop_reason TEXT NOT NULL, survival_p REAL NOT NULL, void INTEGER NOT NULL DEFAULT 0);
+  seconds REAL NOT NULL, stop_reason TEXT NOT NULL, survival_p REAL NOT NULL,
+  checksum INTEGER NOT NULL, void INTEGER NOT NULL DEFAULT 0);
 CREATE TABLE steps (
   row INTEGER PRIMARY KEY, step INTEGER NOT NULL, version INTEGER, seconds TEXT NOT NULL, metrics TEXT NOT NULL,
-  time REAL NOT NULL, void INTEGER NOT NULL DEFAULT 0);
+  time REAL NOT NULL,
+  checksum INTEGER NOT NULL, void INTEGER NOT NULL DEFAULT 0);
 CREATE TABLE evaluations (
   row INTEGER PRIMARY KEY, step INTEGER NOT NULL, rollouts INTEGER NOT NULL, tokens INTEGER NOT NULL,
-  seconds REAL NOT NULL, time REAL NOT NULL, void INTEGER NOT NULL DEFAULT 0);
+  seconds REAL NOT NULL, time REAL NOT NULL,
+  checksum INTEGER NOT NULL, void INTEGER NOT NULL DEFAULT 0);
 CREATE TABLE restarts (
-  number INTEGER PRIMARY KEY, reason TEXT NOT NULL, voided TEXT NOT NULL, time REAL NOT NULL);
+  number INTEGER PRIMARY KEY, reason TEXT NOT NULL, voided TEXT NOT NULL, time REAL NOT NULL,
+  checksum INTEGER NOT NULL);
 CREATE UNIQUE INDEX one_visit ON visits (visit) WHERE void = 0;
 CREATE UNIQUE INDEX one_outcome ON outcomes (visit) WHERE void = 0;
 CREATE UNIQUE INDEX one_rollout ON rollouts (visit, sibling) WHERE void = 0;
@@ -43,6 +49,10 @@ CREATE VIEW visit_fates AS
          o.fate, o.reason, o.step AS finished, o.group_size, o.mean_reward, o.zero_variance
   FROM visits v LEFT JOIN outcomes o ON o.visit = v.visit AND o.void = 0 WHERE v.void = 0;
 """
+
+
+UNREADABLE = (sqlite3.DatabaseError, UnicodeDecodeError)
+"""What reading a damaged file raises; the second when SQLite quotes bytes of it in its message."""
 
 
 class LedgerError(RuntimeError):
@@ -63,10 +73,12 @@ def open_file(path: Path, read_only: bool) -> sqlite3.Connection:
         _check(path, connection, read_only)
     except sqlite3.OperationalError as error:
         connection.close()
-        raise LedgerError(f"{path}: cannot use: {error}. Is another process using this run directory?") from error
-    except sqlite3.DatabaseError as error:
+        raise LedgerError(
+            f"{path}: cannot use: {error}. Is another process using this run directory, or the file damaged?"
+        ) from error
+    except UNREADABLE as error:
         connection.close()
-        raise LedgerError(_damaged(path, error)) from error
+        raise LedgerError(damaged(path, error)) from error
     except BaseException:
         connection.close()
         raise
@@ -99,9 +111,14 @@ def _check(path: Path, db: sqlite3.Connection, read_only: bool) -> None:
             f"{path}: written by a newer Winnow (ledger schema {version}, this one reads {SCHEMA_VERSION}). "
             "Upgrade winnow-rl to read it."
         )
-    result = db.execute("PRAGMA quick_check(1)").fetchone()[0]
+    if version < SCHEMA_VERSION:
+        raise LedgerError(
+            f"{path}: written by an earlier Winnow (ledger schema {version}, without checksums; this one has "
+            f"{SCHEMA_VERSION}). Read it and finish its run with winnow-rl 0.1, or start a new run directory."
+        )
+    result = db.execute("PRAGMA integrity_check(1)").fetchone()[0]
     if result != "ok":
-        raise LedgerError(_damaged(path, result))
+        raise LedgerError(damaged(path, result))
     if not read_only:
         db.execute("PRAGMA journal_mode = WAL")
         db.execute("PRAGMA synchronous = NORMAL")
@@ -111,8 +128,9 @@ def _create(db: sqlite3.Connection) -> None:
     db.execute("PRAGMA journal_mode = WAL")
     db.execute("PRAGMA synchronous = NORMAL")
     pragmas = f"PRAGMA application_id = {APPLICATION_ID}; PRAGMA user_version = {SCHEMA_VERSION};"
-    db.executescript(f"BEGIN IMMEDIATE; {_SCHEMA} {pragmas} COMMIT;")
+    db.executescript(f"BEGIN IMMEDIATE; {SCHEMA} {pragmas} COMMIT;")
 
 
-def _damaged(path: Path, detail: object) -> str:
+def damaged(path: Path, detail: object) -> str:
+    """What to tell the user of a file whose contents are not what was written."""
     return f"{path}: damaged or not an SQLite file ({detail}). Restore it from a copy, or start a new run directory."

@@ -9,9 +9,13 @@ a checkpoint either is whole or is not there.
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +23,15 @@ from safetensors import SafetensorError
 
 from ..base.failpoint import failpoint
 from ..base.files import fsync, fsync_tree, private_directory, readable, sha256
+from ..record.records import START
 
 MANIFEST = "manifest.json"
 STATE = "state.json"
+TRL_STATE = "winnow.json"
+"""What a checkpoint of a run inside TRL holds of ours."""
 FORMAT = 1
+ABANDONED_S = 86_400.0
+"""Age of a reader's links to a checkpoint that nobody can be loading any more."""
 
 
 class CheckpointError(RuntimeError):
@@ -60,6 +69,9 @@ def save(run_dir: Path, step: int, state: Mapping[str, Any], write: Callable[[Pa
         if not isinstance(error, OSError | SafetensorError):
             raise
         raise CheckpointError(f"{target}: could not be saved: {error}; earlier checkpoints are untouched") from error
+    for abandoned in root.glob(".reading-*"):
+        if time.time() - abandoned.stat().st_mtime > ABANDONED_S:
+            shutil.rmtree(abandoned, ignore_errors=True)
     for old in steps(run_dir)[:-keep_last]:
         shutil.rmtree(root / f"step-{old:06d}")
     return target
@@ -73,9 +85,15 @@ def _write_manifest(directory: Path, step: int) -> None:
 
 
 def steps(run_dir: Path) -> list[int]:
-    """Steps of the checkpoints there are, ascending."""
-    names = [re.fullmatch(r"step-([0-9]+)", p.name) for p in (run_dir / "checkpoints").glob("step-*")]
-    return sorted(int(name[1]) for name in names if name)
+    """Steps of the checkpoints there are, ascending. Raises CheckpointError where they cannot be listed."""
+    try:
+        names = os.listdir(run_dir / "checkpoints")
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise CheckpointError(f"{run_dir / 'checkpoints'}: cannot be read ({error.strerror})") from None
+    found = [re.fullmatch(r"step-([0-9]+)", name) for name in names]
+    return sorted(int(name[1]) for name in found if name)
 
 
 def latest(run_dir: Path) -> Path | None:
@@ -83,13 +101,55 @@ def latest(run_dir: Path) -> Path | None:
     found = steps(run_dir)
     if not found:
         return None
-    directory = run_dir / "checkpoints" / f"step-{found[-1]:06d}"
+    directory = _directory(run_dir, found)
     try:
         verify(directory)
     except CheckpointError as error:
         earlier = f" To resume from step {found[-2]} instead, remove {directory}." if len(found) > 1 else ""
         raise CheckpointError(f"{error}.{earlier}") from None
     return directory
+
+
+def _directory(run_dir: Path, found: list[int]) -> Path:
+    return run_dir / "checkpoints" / f"step-{found[-1]:06d}"
+
+
+@contextmanager
+def held(run_dir: Path) -> Iterator[Path | None]:
+    """The newest checkpoint, verified, and there for as long as the block lasts; None when there is none.
+
+    A run that goes on takes its old checkpoints away; this is a directory of links to the files of one. Raises
+    CheckpointError when it is damaged.
+    """
+    root = run_dir / "checkpoints"
+    with tempfile.TemporaryDirectory(prefix=".reading-", dir=root if os.access(root, os.W_OK) else None) as own:
+        held = None
+        while held is None and (found := steps(run_dir)):
+            held = _linked(_directory(run_dir, found), Path(own))
+        yield held
+
+
+def _linked(directory: Path, into: Path) -> Path | None:
+    """None when the run took the checkpoint away; then there is a newer one."""
+    target = into / directory.name
+    try:
+        shutil.copytree(directory, target, copy_function=_link)
+        verify(target)
+    except (OSError, CheckpointError) as error:
+        shutil.rmtree(target, ignore_errors=True)
+        if not directory.exists():
+            return None
+        raise CheckpointError(str(error).replace(str(target), str(directory))) from None
+    return target
+
+
+def _link(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except FileNotFoundError:
+        raise
+    except OSError:  # another file system, or files of another user
+        shutil.copyfile(source, target)
 
 
 def verify(directory: Path) -> None:
@@ -109,6 +169,28 @@ def verify(directory: Path) -> None:
             raise CheckpointError(f"{path}: missing")
         if path.stat().st_size != size or sha256(path) != digest:
             raise CheckpointError(f"{path}: damaged (its SHA-256 is not the manifest's)")
+
+
+def marks(run_dir: Path) -> dict[str, dict[str, Any]]:
+    """The ledger's marks of what this run can go on from, by the name of each: its start, its newest checkpoint.
+
+    Also those of a run inside TRL. A running run may take a checkpoint away meanwhile; then it is the next one's mark.
+    Raises CheckpointError naming a file that is there and cannot be read.
+    """
+    saved = [run_dir / "checkpoints" / f"step-{step:06d}" / STATE for step in steps(run_dir)[-1:]]
+    of_trl = sorted(
+        run_dir.glob(f"checkpoint-[0-9]*/{TRL_STATE}"), key=lambda path: int(path.parent.name.rpartition("-")[2])
+    )
+    found = {}
+    for path in (run_dir / START, *saved, *of_trl[-1:]):
+        try:
+            values = json.loads(path.read_text(encoding="utf-8"))
+            found[str(path.relative_to(run_dir))] = values if path.name == START else dict(values["ledger"])
+        except FileNotFoundError:
+            continue
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise CheckpointError(f"{path}: damaged or unreadable ({error!r})") from None
+    return found
 
 
 def load_state(directory: Path) -> dict[str, Any]:

@@ -6,6 +6,7 @@ The token is the one of HF_TOKEN or `hf auth login`. It is in no configuration, 
 from __future__ import annotations
 
 import warnings
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,7 +49,13 @@ def push(run_dir: Path, c: RunConfig, folder: Path | None = None) -> Pushed:
 
     Raises PushError, which names the cause and the command to try again; ConfigError when there is nothing yet.
     """
-    folder = folder or _latest(run_dir)
+    with ExitStack() as stack:
+        source, folder = (folder, folder) if folder else _latest(run_dir, stack)
+        return _upload(run_dir, c, source, folder)
+
+
+def _upload(run_dir: Path, c: RunConfig, source: Path, folder: Path) -> Pushed:
+    """`source`: where the files of `folder` are now."""
     step = _step(folder)
     try:
         from huggingface_hub import HfApi
@@ -56,9 +63,9 @@ def push(run_dir: Path, c: RunConfig, folder: Path | None = None) -> Pushed:
         api = HfApi(library_name="winnow")
         repo = api.create_repo(_name(c), private=c.hub_private_repo, exist_ok=True).repo_id
         # Whole weights beside an earlier checkpoint's adapters would be loaded as a model under adapters.
-        stale = None if (folder / "adapter_config.json").exists() else ["adapter_*"]
+        stale = None if (source / "adapter_config.json").exists() else ["adapter_*"]
         done = api.upload_folder(
-            folder_path=folder,
+            folder_path=source,
             repo_id=repo,
             commit_message="Upload of a finished run by Winnow" if step is None else f"Step {step}, by Winnow",
             delete_patterns=stale,
@@ -89,13 +96,14 @@ def _name(c: RunConfig) -> str:
     return c.hub_model_id or Path(c.output_dir).absolute().name
 
 
-def _latest(run_dir: Path) -> Path:
+def _latest(run_dir: Path, stack: ExitStack) -> tuple[Path, Path]:
+    """The newest model as it stays while `stack` is open, and the directory it is of."""
     if (run_dir / "model").is_dir():
-        return run_dir / "model"
-    found = checkpoint.latest(run_dir)
+        return run_dir / "model", run_dir / "model"
+    found = stack.enter_context(checkpoint.held(run_dir))
     if found is None:
         raise ConfigError(f"{run_dir}: has neither a model nor a checkpoint yet")
-    return found / "model"
+    return found / "model", run_dir / "checkpoints" / found.name / "model"
 
 
 def _step(folder: Path) -> int | None:

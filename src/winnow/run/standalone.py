@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,15 +24,16 @@ def evaluate_model(model: str, values: Mapping[str, Any]) -> dict[str, Any]:
     `model` is a run directory (its configuration is the default for `values`), a Hugging Face directory or a hub name.
     Raises ConfigError when there is no task or no held-out prompt.
     """
-    c = model_config(model, values)
-    task = build_task(c.env)
-    prompts = task.test[: c.eval_prompts]
-    if not prompts:
-        raise ConfigError(f"task {task.name} has no held-out prompts")
-    with opened(c, task) as (_, roll_out, _):
-        found = evaluate(roll_out, prompts, n=c.eval_generations, success_reward=c.success_reward, greedy=c.eval_greedy)
+    with model_config(model, values) as (c, name):
+        task = build_task(c.env)
+        prompts = task.test[: c.eval_prompts]
+        if not prompts:
+            raise ConfigError(f"task {task.name} has no held-out prompts")
+        n, best = c.eval_generations, c.success_reward
+        with opened(c, task) as (_, roll_out, _):
+            found = evaluate(roll_out, prompts, n=n, success_reward=best, greedy=c.eval_greedy)
     return {
-        "model": c.model,
+        "model": name,
         **found.metrics,
         "prompts": len(prompts),
         "n": c.eval_generations,
@@ -42,16 +43,20 @@ def evaluate_model(model: str, values: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def model_config(model: str, values: Mapping[str, Any]) -> RunConfig:
-    """The configuration to use a model under; its `model` is the directory or name to load the policy from.
+@contextmanager
+def model_config(model: str, values: Mapping[str, Any]) -> Iterator[tuple[RunConfig, str]]:
+    """The configuration to use a model under, and the name of that model: its directory, or that on a hub.
 
-    A run's own configuration is the default for `values`. Raises ConfigError when there is no task, or no whole model.
+    The configuration's own `model` is a directory that stays for as long as the block lasts: a run that goes on may
+    take the checkpoint away. A run's own configuration is the default for `values`. Raises ConfigError when there is no
+    task, or no whole model; CheckpointError when the newest checkpoint is damaged.
     """
-    settings, source = _settings(model, values)
-    if "env" not in settings:
-        raise ConfigError(f"'{model}' is not a run, so the task must be named: env=countdown")
-    no_reference = {name: RunConfig.model_fields[name].default for name in REFERENCE}
-    return validate(settings | {"model": source, "lora": None} | no_reference, model)
+    with ExitStack() as stack:
+        settings, source, name = _settings(stack, model, values)
+        if "env" not in settings:
+            raise ConfigError(f"'{model}' is not a run, so the task must be named: env=countdown")
+        no_reference = {key: RunConfig.model_fields[key].default for key in REFERENCE}
+        yield validate(settings | {"model": source, "lora": None} | no_reference, model), name
 
 
 @contextmanager
@@ -76,20 +81,20 @@ def opened(
         rewarder.close()
 
 
-def _settings(model: str, values: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
-    """Configuration values and the directory or name to load the policy from."""
+def _settings(stack: ExitStack, model: str, values: Mapping[str, Any]) -> tuple[dict[str, Any], str, str]:
+    """Configuration values, the directory or name to load the policy from, and what it is called."""
     path = Path(model)
     if not (path / LEDGER).exists():
-        return dict(values), model
+        return dict(values), model, model
     settings = _merged(read_config(path), values)
     if (path / "model").is_dir():
-        return settings, str(path / "model")
-    saved = checkpoint.latest(path)
+        return settings, str(path / "model"), str(path / "model")
+    saved = stack.enter_context(checkpoint.held(path))
     if saved is None:
         raise ConfigError(f"{path}: has neither a finished model nor a checkpoint yet")
     if settings.get("lora"):
         raise ConfigError(f"{path}: has adapters only so far; finish it with `winnow resume {path}`, then evaluate")
-    return settings, str(saved / "model")
+    return settings, str(saved / "model"), str(path / "checkpoints" / saved.name / "model")
 
 
 def _merged(settings: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import json
 import os
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -58,16 +59,17 @@ def profile_model(
     `output` was made for something else or is being written by another process, RolloutsFailedError when no rollout
     of the first prompts can be judged, KeyboardInterrupt, saying how to go on, when it was interrupted.
     """
-    config = model_config(model, values)
-    task = build_task(config.env)
-    wanted = list(task.train[:prompts])
-    with opened(config, task) as (policy, roll_out, rewarder):
+    with ExitStack() as stack:
+        config, name = stack.enter_context(model_config(model, values))
+        task = build_task(config.env)
+        wanted = list(task.train[:prompts])
+        policy, roll_out, rewarder = stack.enter_context(opened(config, task))
         if not rewarder.names and task.make_env(wanted[0]) is None:
             raise ConfigError("there is no reward: give reward_funcs=['my_reward.py:my_reward']")
         rewarder.check(wanted[0].columns, wanted[0].messages is not None)
         key = profile_key(config, task, policy, rewarder, n)
         path = output or default_path(task.name, key)
-        with ProfileFile(path, key, {"model": config.model, "task": task.name}) as file:
+        with ProfileFile(path, key, {"model": name, "task": task.name}) as file:
             cached = file.has(wanted)
             if not cached:
                 profiler = Profiler(roll_out)

@@ -20,6 +20,7 @@ from ..record.collapse import off_policy_marks
 from ..record.ledger import Ledger, LedgerError
 from ..record.proof import verdict
 from ..record.rule_audits import HEAD, rows
+from ..run.checkpoint import CheckpointError, marks
 from .printable import plain, visible
 from .report_samples import thin_samples
 
@@ -201,9 +202,10 @@ def _read_ledger(path: Path, run: Run) -> None:
         run.notes.append("ledger.sqlite is missing: tokens by fate are those of metrics.jsonl, and there is no proof.")
         return
     try:
+        found = marks(path.parent)
         with Ledger.open(path, read_only=True) as ledger:
-            result, again = ledger.verify(), ledger.recurrence()
-    except (LedgerError, OSError) as error:
+            result, again = ledger.verify(found), ledger.recurrence()
+    except (LedgerError, CheckpointError, OSError) as error:
         run.notes.append(f"ledger.sqlite cannot be used: {visible(str(error).replace(str(path), path.name))}")
         return
     run.proof = {"ok": result.ok, "verdict": verdict(result), "problems": [visible(p) for p in result.problems]}

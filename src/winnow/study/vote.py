@@ -69,19 +69,20 @@ def vote_model(model: str, values: Mapping[str, Any], weights: Sequence[str]) ->
     candidates that gave an answer at all; `judged`: prompts with a vote. Raises ConfigError for a task whose answers
     cannot be counted, unknown weights, `head` without a head of this model, and when nobody gave an answer.
     """
-    c = model_config(model, values)
-    task = build_task(c.env)
-    prompts = task.test[: c.eval_prompts]
-    same_answers = _reader(task, c.reward_funcs)
-    if not prompts:
-        raise ConfigError(f"task {task.name} has no held-out prompts")
-    head = _head_of(c) if "head" in weights else None
-    kinds = {name: _weigh(name, head) for name in dict.fromkeys(weights)}
-    started = time.monotonic()
-    with opened(c, task, frozenset({"confidence", "last_hidden", "raw_logp"})) as (policy, roll_out, _):
-        if head is not None:
-            _check_size(head, policy.model.config, c.model)
-        groups = roll_out([Job(Visit(i, 0, prompt), c.eval_generations, "eval") for i, prompt in enumerate(prompts)])
+    with model_config(model, values) as (c, shown):
+        task = build_task(c.env)
+        prompts = task.test[: c.eval_prompts]
+        same_answers = _reader(task, c.reward_funcs)
+        if not prompts:
+            raise ConfigError(f"task {task.name} has no held-out prompts")
+        head = _head_of(c) if "head" in weights else None
+        kinds = {name: _weigh(name, head) for name in dict.fromkeys(weights)}
+        started = time.monotonic()
+        with opened(c, task, frozenset({"confidence", "last_hidden", "raw_logp"})) as (policy, roll_out, _):
+            if head is not None:
+                _check_size(head, policy.model.config, shown)
+            n = c.eval_generations
+            groups = roll_out([Job(Visit(i, 0, prompt), n, "eval") for i, prompt in enumerate(prompts)])
     won: dict[str, list[float]] = {name: [] for name in kinds}
     given: list[bool] = []
     for group in groups:
@@ -101,7 +102,7 @@ def vote_model(model: str, values: Mapping[str, Any], weights: Sequence[str]) ->
             "look at what the model says (winnow eval), and how the task marks answers"
         )
     return {
-        "model": c.model,
+        "model": shown,
         **summarize(groups, c.success_reward),
         "answered": float(np.mean(given)),
         "judged": len(won[next(iter(won))]),
