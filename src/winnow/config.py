@@ -109,6 +109,9 @@ class RunConfig(BaseModel):
     chat_template_kwargs: dict[str, Any] = {}
     mask_truncated_completions: bool = False
     reward_timeout_s: float = Field(30.0, gt=0, le=86_400)
+    reward_memory_mb: int = Field(2_048, ge=64, le=1_000_000)
+    reward_env: list[str] = []
+    reward_sandbox: Literal["bwrap"] | None = None
     max_failed_share: float = Field(0.5, ge=0, le=1)
     max_skipped_steps: int = Field(20, ge=1)
 

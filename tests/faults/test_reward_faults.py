@@ -14,6 +14,7 @@ import pytest
 
 from winnow.env.rewards.math import math_reward
 from winnow.env.rewards.rewarder import Rewarder
+from winnow.env.rewards.workers import RewardWorkers
 from winnow.types import Fate, Group, Prompt, Rollout, Visit
 
 
@@ -203,7 +204,7 @@ def test_function_by_name_that_hangs_is_killed_also_when_the_caller_is_not_the_m
     first, second = group("hang", "x"), group("y", number=1)
 
     def run() -> None:
-        rewarder = Rewarder(f"{module}:hangs", timeout_s=0.3, workers=1)
+        rewarder = Rewarder(f"{module}:hangs", timeout_s=0.3, workers=RewardWorkers(1))
         rewarder.score([first, second])
         rewarder.close()
 
@@ -234,7 +235,7 @@ def test_function_by_name_that_goes_wrong(module, name, cause):
 
 def test_answer_that_cannot_be_computed_fails_alone():
     g = group("\\boxed{42}", "\\boxed{9^{9^{9^{9^{9}}}}}", "\\boxed{41}", answer="42")
-    rewarder = Rewarder(math_reward, timeout_s=2, workers=2)
+    rewarder = Rewarder(math_reward, timeout_s=2, workers=RewardWorkers(2))
     rewarder.score([g])
     rewarder.close()
     np.testing.assert_array_equal(g.rewards(), [1.0, np.nan, 0.0])
@@ -246,7 +247,7 @@ def test_nothing_is_left_behind(module):
     process = psutil.Process()
 
     def run() -> None:
-        rewarder = Rewarder([f"{module}:dies", raises], workers=1)
+        rewarder = Rewarder([f"{module}:dies", raises], workers=RewardWorkers(1))
         rewarder.score([group("x", number=i) for i in range(3)])
         rewarder.close()
 

@@ -19,8 +19,9 @@ from typing import Any
 import psutil
 import pytest
 
-from winnow.env.workers import sandbox as module
-from winnow.env.workers.sandbox import FIRST_UID, Outcome, Sandbox, SandboxError, SandboxOptions
+from winnow.env.workers import bubblewrap as module
+from winnow.env.workers.bubblewrap import FIRST_UID, SandboxError
+from winnow.env.workers.sandbox import Outcome, Sandbox, SandboxOptions
 from winnow.env.workers.seccomp import DENIED, program
 
 needs_bubblewrap = pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")

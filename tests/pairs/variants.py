@@ -121,6 +121,7 @@ SWITCHES: list[Settings] = [
 NOT_SWEPT = frozenset(
     {"model", "env", "reward_funcs", "reward_weights", "output_dir", "device", "dtype", "threads", "max_steps"}
     | {"prompts_per_step", "max_prompt_length", "max_completion_length", "reward_timeout_s", "max_failed_share"}
+    | {"reward_memory_mb", "reward_env", "reward_sandbox"}
     | {"max_skipped_steps", "learning_rate", "adam_beta1", "adam_beta2", "adam_epsilon", "save_steps"}
     | {"save_total_limit", "log_completions", "report_to", "run_name", "num_train_epochs", "chat_template_kwargs"}
     | {"eval_temperature", "eval_top_p", "eval_top_k", "eval_greedy", "matmul_precision", "optim", "optim_args"}

@@ -19,7 +19,7 @@ from winnow.base import install as install_module
 from winnow.base.install import install
 from winnow.cli.main import app
 from winnow.config import METHODS, load_config
-from winnow.env.workers.sandbox import SandboxError
+from winnow.env.workers.bubblewrap import SandboxError
 from winnow.run import doctor
 from winnow.run.schema import config_schema
 

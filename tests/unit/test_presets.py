@@ -12,6 +12,7 @@ import pytest
 from winnow.env.dataset import DatasetConfig
 from winnow.env.presets import PRESETS
 from winnow.env.rewards.rewarder import Rewarder
+from winnow.env.rewards.workers import RewardWorkers
 from winnow.env.row_files import DataError
 from winnow.types import Group, Rollout, Visit
 
@@ -73,7 +74,7 @@ def test_every_preset_is_tried():
 @pytest.fixture(scope="module")
 def scorers():
     """One rewarder for all presets: they share the math reward."""
-    rewarder = Rewarder("math", timeout_s=20, workers=1)
+    rewarder = Rewarder("math", timeout_s=20, workers=RewardWorkers(1))
     yield rewarder
     rewarder.close()
 

@@ -14,7 +14,8 @@ import pytest
 from winnow.env import ENVS
 from winnow.env.base import OverlappingEnv
 from winnow.env.python_tool import PythonTool, PythonToolConfig, PythonToolEnv
-from winnow.env.workers.sandbox import Outcome, SandboxError
+from winnow.env.workers.bubblewrap import SandboxError
+from winnow.env.workers.sandbox import Outcome
 
 needs_bubblewrap = pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
 
@@ -147,7 +148,7 @@ def test_what_cannot_be_is_refused(values: dict[str, Any]) -> None:
 
 def test_without_a_sandbox_the_task_is_refused(rows: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "winnow.env.workers.sandbox.shutil.which", lambda name, **kw: None if name == "bwrap" else "/bin/true"
+        "winnow.env.workers.bubblewrap.shutil.which", lambda name, **kw: None if name == "bwrap" else "/bin/true"
     )
     with pytest.raises(SandboxError, match="bubblewrap is not installed"):
         PythonToolConfig(str(rows)).build()

@@ -9,6 +9,7 @@ import pytest
 
 from winnow.env.reasoning_gym import ReasoningGymConfig, reasoning_gym_reward, score
 from winnow.env.rewards.rewarder import Rewarder
+from winnow.env.rewards.workers import RewardWorkers
 from winnow.types import Group, Rollout, Visit
 
 
@@ -53,7 +54,7 @@ def test_verifier_that_executes_model_output_does_so_elsewhere_and_without_secre
         Rollout(i, (1,), np.array([5]), np.ones(1, bool), np.zeros(1, np.float32), np.zeros(1, np.int32), text=text)
         for i, text in enumerate((prompt.columns["answer"], attack))
     ]
-    rewarder = Rewarder(task.reward_funcs, timeout_s=20, workers=1)
+    rewarder = Rewarder(task.reward_funcs, timeout_s=20, workers=RewardWorkers(1))
     rewarder.score([Group(Visit(0, 0, prompt), rollouts)])
     rewarder.close()
     assert rollouts[0].reward == 1.0

@@ -1,6 +1,6 @@
 """The failures that a user can cause or must be told of; the command prints them without a traceback."""
 
-from ..env.workers.sandbox import SandboxError
+from ..env.workers.bubblewrap import SandboxError
 from ..learner import LearnerLostError
 from ..record.ledger import LedgerError
 from ..record.records import RunDirectoryError

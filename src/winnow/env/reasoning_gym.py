@@ -80,7 +80,7 @@ class ReasoningGym:
             self.test = self._draw(pool, "test", config.test_size, ())
             self.train = self._draw(pool, "train", config.train_size, {p.columns["question"] for p in self.test})
         except WorkerError as error:
-            raise ValueError(f"reasoning_gym: {error.detail.partition(': ')[2]}") from None
+            raise ValueError(f"reasoning_gym: {error.detail}") from None
         finally:
             pool.close()
 

@@ -18,7 +18,16 @@ from ..methods.gate.audit import rules_of
 from ..record.trackers import check_trackers
 from ..rollout.runner import RolloutRunner
 from ..sampler import Sampler, SamplerContext
-from .build import Methods, build_learner, build_methods, build_policy, build_sampler, rollout_options, sampler_options
+from .build import (
+    Methods,
+    build_learner,
+    build_methods,
+    build_policy,
+    build_rewarder,
+    build_sampler,
+    rollout_options,
+    sampler_options,
+)
 from .given import Given
 from .hub import check_hub
 from .machine import Machine, settle
@@ -97,8 +106,7 @@ def assemble(c: RunConfig, given: Given, checkpoint: Path | None, *, resumed: bo
     machine.set_threads()
     elsewhere = "own_engine" in sampler_options(c).provides
     policy, engine = build_policy(c, model, given.processing_class, checkpoint, with_engine=not elsewhere)
-    funcs = given.reward_list or c.reward_funcs or task.reward_funcs
-    rewarder = Rewarder(funcs, c.reward_weights, c.reward_timeout_s, device=c.device)
+    rewarder = build_rewarder(c, task, given.reward_list)
     check_prompts(c, task, rewarder, policy.tokenizer, engine)
     learner = build_learner(policy, c)
     m = build_methods(c, task.train)

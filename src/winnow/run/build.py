@@ -23,6 +23,8 @@ from ..engine.pretrained import located
 from ..engine.template import with_template_values
 from ..env import ENVS
 from ..env.base import Demonstrator, Task
+from ..env.rewards.rewarder import Rewarder, RewardSpec
+from ..env.rewards.workers import RewardWorkers
 from ..learner import LEARNERS, Learner, Policy
 from ..learner.local.reference import frozen_copy
 from ..learner.step import StepOptions
@@ -247,6 +249,13 @@ def build_task(spec: MethodSpec | Task) -> Task:
     if not task.train:
         raise ConfigError(f"env: task {task.name} has no training prompts")
     return task
+
+
+def build_rewarder(c: RunConfig, task: Task, given: Sequence[RewardSpec] | None = None) -> Rewarder:
+    """Of what was `given` as objects, else of `reward_funcs`, else the task's own."""
+    workers = RewardWorkers(2, c.reward_memory_mb, tuple(c.reward_env), c.reward_sandbox)
+    functions = given or c.reward_funcs or task.reward_funcs
+    return Rewarder(functions, c.reward_weights, c.reward_timeout_s, workers=workers, device=c.device)
 
 
 def build_demonstrator(spec: MethodSpec) -> Demonstrator:

@@ -18,7 +18,8 @@ from .. import __version__
 from ..base.cache import cache_dir
 from ..base.install import NAME, install
 from ..base.processor import bfloat16_units, processor, usable_threads
-from ..env.workers.sandbox import Sandbox, SandboxError, SandboxOptions
+from ..env.workers.bubblewrap import SandboxError
+from ..env.workers.sandbox import Sandbox, SandboxOptions
 
 GIB = 2**30
 LITTLE_DISK, LITTLE_MEMORY = 5 * GIB, 4 * GIB

@@ -26,7 +26,8 @@ PROBED, PROBES_EACH = 4, 2
 """Prompts whose log-probabilities are compared at the start, and rollouts of each."""
 MAY_CHANGE_ON_RESUME = frozenset(
     {"max_steps", "max_skipped_steps", "save_steps", "save_total_limit", "eval_steps", "log_completions", "report_to"}
-    | {"max_failed_share", "reward_timeout_s", "sync", "learner", "threads"}
+    | {"max_failed_share", "reward_timeout_s", "reward_memory_mb", "reward_env", "reward_sandbox"}
+    | {"sync", "learner", "threads"}
     | {"push_to_hub", "hub_model_id", "hub_strategy", "hub_private_repo"}
 )
 """Keys that a resume may override; any other would make the rest of the run something else. Of `sync` the options of

@@ -25,12 +25,11 @@ from ..config import ConfigError, validate
 from ..engine.loading import ModelReference, load_tokenizer, quiet_transformers, resolve_device
 from ..engine.pretrained import located
 from ..engine.template import with_template_values
-from ..env.rewards.rewarder import Rewarder
 from ..methods.gate import RuleError, rule_from
 from ..rollout.runner import RolloutRunner
 from ..sampler.codec import group_state, job_from, prompts_of
 from ..sampler.weights import fingerprints, read_weights
-from .build import build_engine, build_task, rollout_options
+from .build import build_engine, build_rewarder, build_task, rollout_options
 from .build_gates import rule_types
 
 HEARTBEAT_S = 1.0
@@ -53,8 +52,7 @@ class Server:
         self._prompts = prompts_of(self.task)
         tokenizer = with_template_values(load_tokenizer(c.model), c.chat_template_kwargs)
         self.engine = build_engine(c, ModelReference(located(c.model), resolve_device(c.device)), tokenizer)
-        funcs = c.reward_funcs or self.task.reward_funcs
-        self.rewarder = Rewarder(funcs, c.reward_weights, c.reward_timeout_s, device=c.device)
+        self.rewarder = build_rewarder(c, self.task)
         self.rewarder.trainer_state = SimpleNamespace(global_step=start["version"], max_steps=c.max_steps)
         options = rollout_options(c, greedy_baseline=start["greedy_baseline"])
         self.runner = RolloutRunner(self.engine, self.task, tokenizer, self.rewarder, options)

@@ -14,7 +14,7 @@ from ..record.records import LEDGER, read_config
 from ..rollout.evaluate import RollOut, evaluate, run_jobs
 from ..rollout.runner import RolloutRunner
 from . import checkpoint
-from .build import Policy, build_policy, build_task, rollout_options
+from .build import Policy, build_policy, build_rewarder, build_task, rollout_options
 from .machine import settle
 
 
@@ -71,8 +71,7 @@ def opened(
     machine.set_threads()
     config = machine.config
     policy, engine = build_policy(config, None, None, None)
-    funcs = config.reward_funcs or task.reward_funcs
-    rewarder = Rewarder(funcs, config.reward_weights, config.reward_timeout_s, device=config.device)
+    rewarder = build_rewarder(config, task)
     assert engine is not None
     runner = RolloutRunner(engine, task, policy.tokenizer, rewarder, rollout_options(config, report=report))
     try:

@@ -30,9 +30,10 @@ from ..workers.functions import (
     load_function,
     parameters_of,
 )
-from ..workers.worker import WorkerError, WorkerPool
+from ..workers.worker import WorkerError
 from .pooled import PooledReward, completion_text, verl_arguments, verl_reward
 from .scores import LARGEST, Outcome, arguments_of, plain_score, read_score, read_scores
+from .workers import RewardWorkers
 
 if TYPE_CHECKING:
     from .reward_model import RewardModel
@@ -116,7 +117,7 @@ class Rewarder:
         weights: Sequence[float] | None = None,
         timeout_s: float = 30.0,
         *,
-        workers: int = 2,
+        workers: RewardWorkers | None = None,
         device: str = "auto",
     ) -> None:
         specs = [reward_funcs] if callable(reward_funcs) or isinstance(reward_funcs, str) else list(reward_funcs)
@@ -130,7 +131,8 @@ class Rewarder:
         self.last_error = ""
         self.trainer_state = SimpleNamespace(global_step=0, max_steps=0)
         """Passed to functions that name it; the attributes are those of TRL's that exist here."""
-        self._pool = WorkerPool(workers, timeout_s)
+        self._workers = workers or RewardWorkers()
+        self._pool = self._workers.pool(specs, timeout_s)
         self._threads = ThreadRunner(timeout_s)
         self._loop = LoopRunner(timeout_s)
         self._work: list[_Work] = []
@@ -223,6 +225,11 @@ class Rewarder:
             return self._by_name(spec, weight)
         if not callable(spec):
             raise ValueError(f"reward_funcs: expected a function or its name, got {spec!r}")
+        if self._workers.sandbox and not _built_in(spec):
+            raise ValueError(
+                f"reward_sandbox: {function_name(spec)} was given as a Python object, which runs in this process; give "
+                "it by name: 'module:function' or 'path/to/file.py:function'"
+            )
         parameters = parameters_of(spec)
         if set(VERL_ARGUMENTS) <= set(parameters):
             return _Function(function_name(spec), weight, {"**": False}, call=partial(_verl_group, spec))
@@ -238,7 +245,7 @@ class Rewarder:
         try:
             found = self._pool.call("winnow.env.workers.functions:inspect_function", {"target": target}).result()
         except WorkerError as error:
-            raise FunctionError(f"reward_funcs: cannot load {error.detail.partition(': ')[2]}") from None
+            raise FunctionError(f"reward_funcs: cannot load {error.detail}") from None
         if set(VERL_ARGUMENTS) <= set(found["parameters"]):
             return _Function(found["name"], weight, {}, pooled=verl_reward(found["name"], target))
         return _Function(found["name"], weight, found["parameters"], target=target)
@@ -265,7 +272,7 @@ class Rewarder:
             if "trainer_state" in chosen:
                 chosen["trainer_state"] = vars(self.trainer_state)
             call = {"target": function.target, "kwargs": chosen, "log_metric": log_metric}
-            return self._pool.call("winnow.env.workers.functions:call_function", call)
+            return self._pool.call("winnow.env.workers.functions:call_function", call, called=function.target)
         assert function.call is not None
         if log_metric:
             chosen["log_metric"] = lambda name, value: self._metrics.append((str(name), float(value)))
@@ -287,7 +294,7 @@ class Rewarder:
         judged = list(zip(self._functions, outcomes, strict=True))
         rollout.rewards = {f.name: None if isinstance(o, Exception) else o for f, o in judged}
         values = [f.weight * o for f, o in judged if isinstance(o, float)]
-        cause = next((f"reward {f.name}: {describe_error(o)}" for f, o in judged if isinstance(o, Exception)), "")
+        cause = next((f"reward {f.name}: {_said(o)}" for f, o in judged if isinstance(o, Exception)), "")
         if not cause and not values:
             cause = "no reward function applied"
         if not cause and not abs(sum(values)) <= LARGEST:
@@ -315,6 +322,14 @@ def _reward_model(spec: Any, device: str) -> RewardModel | None:
 def _is_async(function: Callable[..., Any]) -> bool:
     """Whether calling it gives a coroutine, also for an instance whose class has `async def __call__`."""
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+
+
+def _said(error: Exception) -> str:
+    return error.detail if isinstance(error, WorkerError) else describe_error(error)
+
+
+def _built_in(function: Any) -> bool:
+    return str(getattr(function, "__module__", "")).partition(".")[0] == __name__.partition(".")[0]
 
 
 def _unique_names(functions: list[_Function]) -> list[_Function]:

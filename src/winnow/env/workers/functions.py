@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import os
+import sysconfig
+import traceback
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +16,7 @@ from ...base.errors import ConfigError
 
 VERL_ARGUMENTS = ("data_source", "solution_str", "ground_truth")
 MAX_ERROR = 2_000
+_OWN = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
 
 
 class FunctionError(ConfigError):
@@ -72,13 +76,26 @@ async def _wait(value: Any) -> Any:
 
 
 def describe_error(error: BaseException) -> str:
-    """`Type: message` in one line of printable text, never raising."""
+    """`Type: message (file.py:12)` in one line of printable text, never raising.
+
+    The place is the innermost one that is neither Winnow's nor a library's.
+    """
     try:
         message = " ".join(str(error).split())
     except Exception:
         message = "(its message cannot be shown)"
     text = f"{type(error).__name__}: {message}" if message else type(error).__name__
-    return text[:MAX_ERROR].encode("utf-8", "replace").decode()
+    return (text[:MAX_ERROR] + _place(error)).encode("utf-8", "replace").decode()
+
+
+def _place(error: BaseException) -> str:
+    libraries = tuple(os.path.join(path, "") for path in (*sysconfig.get_paths().values(), _OWN))
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if os.path.isfile(f.filename)]
+    own = [f for f in frames if not f.filename.startswith(libraries)]
+    if not own:
+        return ""
+    file = os.path.relpath(own[-1].filename)
+    return f" ({os.path.basename(file) if file.startswith('..') else file}:{own[-1].lineno})"
 
 
 def json_default(value: Any) -> Any:

@@ -48,7 +48,7 @@ def making(task: str, workers: int, timeout_s: float) -> Iterator[WorkerPool]:
     try:
         yield pool
     except WorkerError as error:
-        detail = error.detail.partition(": ")[2].removeprefix("ValueError: ").removeprefix(f"{task}: ")
+        detail = error.detail.removeprefix("ValueError: ").removeprefix(f"{task}: ")
         raise ValueError(f"{task}: {detail}") from None
     finally:
         pool.close()

@@ -8,7 +8,6 @@ fails the rollout. Nothing is tried twice: a step may have had its effect.
 from __future__ import annotations
 
 import itertools
-import re
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
@@ -100,7 +99,7 @@ class RemoteEnv:
 
     def _told(self, error: WorkerError) -> Exception:
         """Error that the environment raised, or the cause of its loss."""
-        detail = re.sub(rf"^{__name__}:\w+: ", "", error.detail)
+        detail = error.detail
         if error.kind != "raised":
             self._home.last_words = detail
             return EnvLostError(f"its worker process was lost: {detail}")

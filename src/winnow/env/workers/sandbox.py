@@ -1,10 +1,8 @@
 """Runs Python that a model wrote in bubblewrap: no network, no files but /usr, no privileges, bounded resources.
 
-The order matters: a user id of its own for each slot (when started as root; bubblewrap run as root is unsafe), then
-bubblewrap with new namespaces, no capabilities and a system-call filter, then resource limits. The wall clock and
-the amount of output are watched from outside, and everything inside dies with its first process. What is not bounded
-is the sum over a program's processes: up to `processes` of them may use `memory_mb` each. A program that exploits a
-fault of the kernel itself is not held.
+Within what `bubblewrap` contains come resource limits. The wall clock and the amount of output are watched from
+outside, and everything inside dies with its first process. What is not bounded is the sum over a program's processes:
+up to `processes` of them may use `memory_mb` each.
 """
 
 from __future__ import annotations
@@ -14,7 +12,6 @@ import json
 import os
 import queue
 import selectors
-import shutil
 import signal
 import subprocess
 import sys
@@ -24,21 +21,15 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import IO
 
+from .bubblewrap import SandboxError, advice, bubblewrapped, found, slot_user
 from .seccomp import program
 
-FIRST_UID = 61_184
-"""User ids of the slots when started as root; of nobody else, in the range left to containers."""
 LARGEST = 1_000_000
 """Largest value of an option; beyond it the system's calls for times and limits overflow."""
 GRACE_S = 5.0
 """Beyond its time, for starting and ending a sandbox."""
-
-
-class SandboxError(RuntimeError):
-    """No sandbox could be had, or one failed to start. Nothing was run outside it."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +54,8 @@ class SandboxOptions:
     """Processes and threads at once."""
     disk_mb: int = 16
     """Megabytes of files in /tmp, which live in memory."""
+    files: int = 1_024
+    """Files and directories in /tmp; each costs the kernel about a kilobyte."""
     max_output: int = 65_536
     """Bytes of stdout and of stderr."""
     slots: int = 2
@@ -73,7 +66,7 @@ class SandboxOptions:
     """Run without a sandbox, with resource limits only. For machines that are one themselves."""
 
     def __post_init__(self) -> None:
-        for name in ("timeout_s", "memory_mb", "processes", "disk_mb", "max_output", "slots"):
+        for name in ("timeout_s", "memory_mb", "processes", "disk_mb", "files", "max_output", "slots"):
             if not 0 < getattr(self, name) <= LARGEST:
                 raise ValueError(f"sandbox: {name} must lie in (0, {LARGEST:,}], not {getattr(self, name)}")
         if self.unsafe and self.python != SandboxOptions.python:
@@ -85,7 +78,7 @@ class Sandbox:
 
     def __init__(self, options: SandboxOptions | None = None) -> None:
         self.options = options or SandboxOptions()
-        self._command = [] if self.options.unsafe else _bubblewrap(self.options)
+        self._command = [] if self.options.unsafe else _contained(self.options)
         self._limits = _limits(self.options)
         self._slots: queue.SimpleQueue[int] = queue.SimpleQueue()
         for slot in range(self.options.slots):
@@ -159,7 +152,7 @@ class _Run:
         filter_.write(b"" if self._options.unsafe else program())
         for file in (code, filter_):
             file.seek(0)
-        uid = FIRST_UID + self._slot if os.geteuid() == 0 and not self._options.unsafe else None
+        uid = None if self._options.unsafe else slot_user(self._slot)
         passed: tuple[int, ...] = ()
         if self._options.unsafe:
             command = [*self._sandbox._limits, sys.executable, "-I", "-"]
@@ -212,7 +205,7 @@ class _Run:
         exit_code = self._told("exit-code")
         if exit_code is None:
             why = stderr.strip()[-300:] or "it was killed"
-            raise SandboxError(f"sandbox: could not be started: {why}{_advice(why)}")
+            raise SandboxError(f"sandbox: could not be started: {why}{advice(why)}")
         return Outcome(stdout, stderr, exit_code)
 
     def _collect(self, process: subprocess.Popen[bytes], deadline: float) -> tuple[list[bytes], str]:
@@ -278,11 +271,13 @@ class _Run:
             file.close()
 
 
+def _contained(o: SandboxOptions) -> list[str]:
+    command = bubblewrapped(o.python, o.disk_mb, o.files)
+    return [*command, "--as-pid-1", "--clearenv", "--setenv", "PATH", "/usr/bin:/bin", "--chdir", "/tmp"]
+
+
 def _limits(o: SandboxOptions) -> list[str]:
     """A command before the program that gives up its right to more."""
-    prlimit = shutil.which("prlimit", path="/usr/bin:/bin")
-    if prlimit is None:
-        raise SandboxError("sandbox: prlimit is missing; install util-linux")
     limits = {
         "as": o.memory_mb << 20,
         "cpu": int(o.timeout_s) + 1,
@@ -294,58 +289,4 @@ def _limits(o: SandboxOptions) -> list[str]:
     }
     if not o.unsafe:  # outside a namespace of its own it would count all of the user's processes
         limits["nproc"] = o.processes
-    return [prlimit, *(f"--{name}={value}:{value}" for name, value in limits.items()), "--"]
-
-
-def _bubblewrap(o: SandboxOptions) -> list[str]:
-    """The command up to what differs between programs. Raises SandboxError when there is no bubblewrap."""
-    if sys.platform != "linux":
-        raise SandboxError(f"sandbox: needs Linux, this is {sys.platform}; use a Linux machine, or pass unsafe: true")
-    bwrap = shutil.which("bwrap", path="/usr/bin:/bin:/usr/local/bin")
-    if bwrap is None:
-        raise SandboxError(
-            "sandbox: bubblewrap is not installed; install it (Debian, Ubuntu: apt-get install bubblewrap), or pass "
-            "unsafe: true if this machine may run what a model writes"
-        )
-    try:
-        program()
-    except KeyError as error:
-        raise SandboxError(f"sandbox: no system-call filter for the machine {error}; use x86_64 or aarch64") from None
-    command = [bwrap, "--unshare-all", "--unshare-user", "--uid", "65534", "--gid", "65534", "--disable-userns"]
-    command += ["--die-with-parent", "--new-session", "--as-pid-1", "--cap-drop", "ALL", "--clearenv"]
-    command += ["--setenv", "PATH", "/usr/bin:/bin", "--ro-bind", "/usr", "/usr"]
-    for path in ("/bin", "/lib", "/lib64"):
-        if os.path.islink(path):
-            command += ["--symlink", os.readlink(path), path]
-        elif os.path.isdir(path):
-            command += ["--ro-bind", path, path]
-    for path in _installation(o.python):
-        command += ["--ro-bind", path, path]
-    # What bubblewrap itself writes to, / and /dev, is memory without a bound: read-only from here on.
-    command += ["--proc", "/proc", "--dev", "/dev", "--remount-ro", "/dev"]
-    return [*command, "--size", str(o.disk_mb << 20), "--tmpfs", "/tmp", "--chdir", "/tmp"]
-
-
-def _installation(python: str) -> list[str]:
-    """Directories outside /usr that an interpreter needs."""
-    if not os.access(python, os.X_OK):
-        raise SandboxError(f"sandbox: there is no interpreter {python}; set python to one that everybody may read")
-    if Path(os.path.realpath(python)).is_relative_to("/usr") and Path(python).is_relative_to("/usr"):
-        return []
-    asked = subprocess.run(
-        [python, "-I", "-c", "import sys; print(sys.prefix); print(sys.base_prefix)"],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-    )
-    return [path for path in dict.fromkeys(asked.stdout.split("\n")) if path and not path.startswith("/usr/")]
-
-
-def _advice(why: str) -> str:
-    if "uid map" in why or "namespace" in why.lower() or "Operation not permitted" in why:
-        return (
-            " (unprivileged user namespaces are needed: sysctl kernel.unprivileged_userns_clone, "
-            "kernel.apparmor_restrict_unprivileged_userns, user.max_user_namespaces)"
-        )
-    return ""
+    return [found("prlimit"), *(f"--{name}={value}:{value}" for name, value in limits.items()), "--"]

@@ -26,12 +26,12 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from typing import Any, Literal
 
-from ...base.parent import die_with
-from .functions import describe_error, json_default, load_function
+from .cage import Cage, Slot
+from .functions import json_default
 
 MAX_REPLY = 4 << 20
 """Longest reply in bytes."""
@@ -47,8 +47,8 @@ Kind = Literal["timeout", "died", "raised"]
 class WorkerError(RuntimeError):
     """A call that gave no result: it ran out of time, its process died, or the function raised."""
 
-    def __init__(self, kind: Kind, detail: str) -> None:
-        super().__init__(detail)
+    def __init__(self, kind: Kind, detail: str, target: str = "") -> None:
+        super().__init__(f"{target}: {detail}" if target else detail)
         self.kind = kind
         self.detail = detail
 
@@ -57,16 +57,25 @@ class WorkerPool:
     """`size` worker processes, started at the first call and again after a death.
 
     `timeout_s` bounds one call from the moment its function is imported; `memory_mb` bounds a worker's data segment
-    (Linux). At most `max_pending` calls wait; `call` blocks when they do. Thread-safe. Close it, or leave it to the
-    end of the program.
+    (Linux). Workers see the variables `env` of this process's environment, besides those that hold no secret, and live
+    in `cage` if there is one. At most `max_pending` calls wait; `call` blocks when they do. Thread-safe. Close it, or
+    leave it to the end of the program.
     """
 
     def __init__(
-        self, size: int = 2, timeout_s: float = 30.0, *, max_pending: int = 4_096, memory_mb: int = 4_096
+        self,
+        size: int = 2,
+        timeout_s: float = 30.0,
+        *,
+        max_pending: int = 4_096,
+        memory_mb: int = 4_096,
+        env: Sequence[str] = (),
+        cage: Cage | None = None,
     ) -> None:
         if size < 1 or not 0 < timeout_s <= 1e6 or max_pending < 1 or memory_mb < 64:
             raise ValueError("WorkerPool: size, max_pending from 1, timeout_s in (0, 1,000,000], memory_mb from 64")
         self.size, self.timeout_s, self.memory_mb = size, timeout_s, memory_mb
+        self._env, self._cage = tuple(env), cage
         self._jobs: queue.Queue[_Job | None] = queue.Queue(max_pending)
         self._workers: list[_Worker] = []
         self._threads: list[threading.Thread] = []
@@ -74,13 +83,13 @@ class WorkerPool:
         self._closed = False
         _open_pools.add(self)
 
-    def call(self, target: str, kwargs: Mapping[str, Any]) -> Future[Any]:
-        """Queue `target(**kwargs)`; the future holds its JSON result or raises WorkerError.
+    def call(self, target: str, kwargs: Mapping[str, Any], *, called: str = "") -> Future[Any]:
+        """Queue `target(**kwargs)`; the future holds its JSON result or raises WorkerError, which says `called`.
 
         Raises TypeError when `kwargs` is not JSON, RuntimeError when the pool is closed or stays full.
         """
         body = json.dumps({"target": target, "kwargs": dict(kwargs)}, default=json_default)
-        job = _Job(target, body)
+        job = _Job(target, body, called or target)
         with self._lock:
             if self._closed:
                 raise RuntimeError("WorkerPool: the pool is closed")
@@ -112,7 +121,8 @@ class WorkerPool:
                 thread.join(timeout=10)
 
     def _start_thread(self) -> None:
-        worker = _Worker(self.memory_mb)
+        slot, where = len(self._workers), self._cage
+        worker = _Worker(lambda: _spawn(self.memory_mb, self._env, None if where is None else where.slot(slot)))
         thread = threading.Thread(target=self._serve, args=(worker,), name="winnow-worker", daemon=True)
         self._workers.append(worker)
         self._threads.append(thread)
@@ -137,8 +147,9 @@ class WorkerPool:
 
 
 class _Job:
-    def __init__(self, target: str, body: str) -> None:
+    def __init__(self, target: str, body: str, called: str) -> None:
         self.target = target
+        self.called = called
         self.body = body
         self.future: Future[Any] = Future()
 
@@ -154,8 +165,8 @@ class _Job:
 class _Worker:
     """One process, used by one thread; `kill` may come from any."""
 
-    def __init__(self, memory_mb: int) -> None:
-        self._memory_mb = memory_mb
+    def __init__(self, spawn: Callable[[], subprocess.Popen[bytes]]) -> None:
+        self._spawn = spawn
         self._process: subprocess.Popen[bytes] | None = None
         self._lock = threading.Lock()
         self._killed = False
@@ -179,7 +190,7 @@ class _Worker:
         except WorkerError as error:
             if error.kind != "raised":
                 self.end()
-            raise WorkerError(error.kind, f"{job.target}: {error.detail}") from None
+            raise WorkerError(error.kind, error.detail, job.called) from None
 
     def kill(self) -> None:
         """End the process for good. May come from any thread; the serving thread then cleans up with `end`."""
@@ -215,7 +226,7 @@ class _Worker:
             if self._process is None:
                 self._received = self._stderr = b""
                 self._imported.clear()
-                self._process = _spawn(self._memory_mb)
+                self._process = self._spawn()
             return self._process
 
     def _send(self, process: subprocess.Popen[bytes], data: bytes, deadline: float) -> None:
@@ -258,7 +269,7 @@ class _Worker:
                     raise WorkerError("died", f"reply of over {MAX_REPLY} bytes; the worker was killed")
                 left = deadline - time.monotonic()
                 if left <= 0:
-                    raise WorkerError("timeout", f"{late}; the worker was killed")
+                    raise WorkerError("timeout", f"{late}; the worker was killed{self._last_words()}")
                 for ready, _ in selector.select(left):
                     self._take(process, ready.fileobj, selector)
 
@@ -287,20 +298,30 @@ class _Worker:
         except subprocess.TimeoutExpired:
             return WorkerError("died", "the worker closed its pipes and was killed")
         how = f"exit status {status}" if status >= 0 else f"signal {signal.Signals(-status).name}"
+        return WorkerError("died", f"the worker died ({how}){self._last_words()}")
+
+    def _last_words(self) -> str:
         said = self._stderr.decode("utf-8", "replace").strip()
-        return WorkerError("died", f"the worker died ({how})" + (f"; its last words: {said[-300:]}" if said else ""))
+        return f"; its last words: {said[-300:]}" if said else ""
 
 
-def _spawn(memory_mb: int) -> subprocess.Popen[bytes]:
-    process = subprocess.Popen(
-        [sys.executable, "-m", "winnow.env.workers.worker", str(os.getpid()), str(memory_mb)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        bufsize=0,
-        env=worker_environment(),
-        start_new_session=True,
-    )
+def _spawn(memory_mb: int, env: Sequence[str], slot: Slot | None) -> subprocess.Popen[bytes]:
+    values = worker_environment() | {name: os.environ[name] for name in env}
+    # A worker in a cage cannot see its parent; bubblewrap then ends it.
+    command = [sys.executable, "-m", "winnow.env.workers.serving", str(0 if slot else os.getpid()), str(memory_mb)]
+    with contextlib.ExitStack() as files:
+        options: dict[str, Any] = {"env": values}
+        if slot is not None:
+            command, options = slot.around(command, values, files)
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            bufsize=0,
+            start_new_session=True,
+            **options,
+        )
     for pipe in (process.stdin, process.stdout, process.stderr):
         assert pipe is not None
         os.set_blocking(pipe.fileno(), False)
@@ -333,58 +354,3 @@ def shared_pool() -> WorkerPool:
 def _close_pools() -> None:
     for pool in list(_open_pools):
         pool.close()
-
-
-# ---------------------------------------------------------------- the worker's side
-
-
-def main() -> None:
-    """Serve requests in the main thread (so that signals work there) until the input ends."""
-    parent, memory_mb = int(sys.argv[1]), int(sys.argv[2])
-    die_with(parent)
-    _limit_memory(memory_mb)
-    requests_fd, replies_fd = os.dup(0), os.dup(1)
-    with open(os.devnull) as devnull:
-        os.dup2(devnull.fileno(), 0)
-    os.dup2(2, 1)
-    requests: queue.Queue[bytes] = queue.Queue()
-    threading.Thread(target=_read_requests, args=(requests_fd, requests), daemon=True).start()
-    while True:
-        _serve_one(json.loads(requests.get()), replies_fd)
-
-
-def _serve_one(request: dict[str, Any], replies_fd: int) -> None:
-    serial, call = request["id"], request["call"]
-    try:
-        function = load_function(call["target"])
-        _reply(replies_fd, {"id": serial, "loaded": True})
-        reply = json.dumps({"id": serial, "result": function(**call["kwargs"])}, default=json_default)
-    except BaseException as error:
-        reply = json.dumps({"id": serial, "error": describe_error(error)})
-    _reply(replies_fd, reply)
-
-
-def _reply(fd: int, reply: str | dict[str, Any]) -> None:
-    data = memoryview(((reply if isinstance(reply, str) else json.dumps(reply)) + "\n").encode())
-    while data:
-        data = data[os.write(fd, data) :]
-
-
-def _read_requests(fd: int, requests: queue.Queue[bytes]) -> None:
-    """Hand on whole lines; at the end of the input end this process and all it started."""
-    with open(fd, "rb") as stream:
-        for line in stream:
-            requests.put(line)
-    os.killpg(os.getpgrp(), signal.SIGKILL)
-
-
-def _limit_memory(megabytes: int) -> None:
-    if sys.platform == "linux":
-        import resource
-
-        resource.setrlimit(resource.RLIMIT_DATA, (megabytes << 20, megabytes << 20))
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-
-
-if __name__ == "__main__":
-    main()

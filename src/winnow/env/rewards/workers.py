@@ -1,0 +1,33 @@
+"""The processes of reward functions that are given by name."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from ..workers.cage import Cage
+from ..workers.worker import WorkerPool
+
+
+@dataclass(frozen=True)
+class RewardWorkers:
+    """What they may use, and what they see."""
+
+    size: int = 2
+    memory_mb: int = 2_048
+    """Megabytes of data of one process (Linux)."""
+    env: tuple[str, ...] = ()
+    """Names of environment variables that they see, such as the key of a judge; of all others only harmless ones."""
+    sandbox: Literal["bwrap"] | None = None
+    """`bwrap`: they live in bubblewrap, without network; see `Cage`."""
+
+    def pool(self, specs: Sequence[Any], timeout_s: float) -> WorkerPool:
+        """Raises ValueError naming a variable that is not set, SandboxError where there is no bubblewrap."""
+        if missing := [name for name in self.env if name not in os.environ]:
+            raise ValueError(f"reward_env: not set in the environment: {', '.join(missing)}")
+        files = [spec.rpartition(":")[0] for spec in specs if isinstance(spec, str) and ".py:" in spec]
+        shown = [os.path.dirname(os.path.abspath(os.path.expanduser(file))) for file in files]
+        cage = Cage(shown) if self.sandbox else None
+        return WorkerPool(self.size, timeout_s, memory_mb=self.memory_mb, env=self.env, cage=cage)

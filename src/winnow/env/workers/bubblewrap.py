@@ -1,0 +1,106 @@
+"""Commands that run something in bubblewrap: new namespaces, no capabilities, no network, no files but those named.
+
+The order matters: a user id of its own when started as root (bubblewrap run as root is unsafe), then a mount namespace
+with a bounded /tmp, then bubblewrap with a system-call filter. A program that exploits a fault of the kernel itself is
+not held; the kernel's version is visible.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from .seccomp import program
+
+FIRST_UID = 61_184
+"""User ids of the slots when started as root; of nobody else, in the range left to containers."""
+_SCRATCH = "/sys"
+"""Where the bounded file system is mounted before bubblewrap shows it as /tmp: a directory that every machine has, that
+every user may enter, and that nothing inside needs."""
+_MOUNT = f'mount -t tmpfs -o "size=$1,nr_inodes=$2,mode=0755" tmpfs {_SCRATCH} && shift 2 && exec "$@"'
+
+
+class SandboxError(RuntimeError):
+    """No sandbox could be had, or one failed to start. Nothing was run outside it."""
+
+
+def slot_user(slot: int) -> int | None:
+    """User and group to start as; None for the one that there is."""
+    return FIRST_UID + slot if os.geteuid() == 0 else None
+
+
+def bubblewrapped(python: str, disk_mb: int, files: int, shown: Sequence[str] = ()) -> list[str]:
+    """The command up to what is run, to be followed by more options of bubblewrap, `--` and the program.
+
+    Inside there are /usr without /usr/local, the installation of `python`, the directories `shown`, all read-only,
+    and /tmp for `disk_mb` megabytes of memory in up to `files` files and directories. Raises SandboxError where that
+    cannot be had.
+    """
+    if sys.platform != "linux":
+        raise SandboxError(f"sandbox: needs Linux, this is {sys.platform}; use a Linux machine, or pass unsafe: true")
+    bwrap = shutil.which("bwrap", path="/usr/bin:/bin:/usr/local/bin")
+    if bwrap is None:
+        raise SandboxError(
+            "sandbox: bubblewrap is not installed; install it (Debian, Ubuntu: apt-get install bubblewrap), or pass "
+            "unsafe: true if this machine may run what a model writes"
+        )
+    try:
+        program()
+    except KeyError as error:
+        raise SandboxError(f"sandbox: no system-call filter for the machine {error}; use x86_64 or aarch64") from None
+    # The owner is root of a user namespace of his own, where he may mount; bubblewrap cannot limit the number of files.
+    mounted = [found("unshare"), "--user", "--map-root-user", "--mount", "--", "/bin/sh", "-c", _MOUNT, "sh"]
+    command = [*mounted, str(disk_mb << 20), str(files + 1), bwrap, "--unshare-all", "--unshare-user"]
+    command += ["--uid", "65534", "--gid", "65534", "--disable-userns", "--hostname", "sandbox"]
+    command += ["--die-with-parent", "--new-session", "--cap-drop", "ALL", "--ro-bind", "/usr", "/usr"]
+    installation = _installation(python)
+    if not any(Path(path).is_relative_to("/usr/local") for path in (*installation, *shown, os.path.realpath(python))):
+        command += ["--tmpfs", "/usr/local", "--remount-ro", "/usr/local"]
+    for path in ("/bin", "/lib", "/lib64"):
+        if os.path.islink(path):
+            command += ["--symlink", os.readlink(path), path]
+        elif os.path.isdir(path):
+            command += ["--ro-bind", path, path]
+    # What bubblewrap itself writes to, / and /dev, is memory without a bound: the caller remounts / read-only.
+    command += ["--proc", "/proc", "--dev", "/dev", "--remount-ro", "/dev", "--bind", _SCRATCH, "/tmp"]
+    for path in dict.fromkeys([*installation, *shown]):
+        command += ["--ro-bind", path, path]
+    return command
+
+
+def found(name: str) -> str:
+    """Path of a program of util-linux. Raises SandboxError when it is missing."""
+    path = shutil.which(name, path="/usr/bin:/bin")
+    if path is None:
+        raise SandboxError(f"sandbox: {name} is missing; install util-linux")
+    return path
+
+
+def advice(why: str) -> str:
+    """What to do about a sandbox that did not start, as far as its message tells."""
+    if "uid map" in why or "namespace" in why.lower() or "Operation not permitted" in why or "unshare" in why:
+        return (
+            " (unprivileged user namespaces are needed: sysctl kernel.unprivileged_userns_clone, "
+            "kernel.apparmor_restrict_unprivileged_userns, user.max_user_namespaces)"
+        )
+    return ""
+
+
+def _installation(python: str) -> list[str]:
+    """Directories outside /usr that an interpreter needs."""
+    if not os.access(python, os.X_OK):
+        raise SandboxError(f"sandbox: there is no interpreter {python}; set python to one that everybody may read")
+    if Path(os.path.realpath(python)).is_relative_to("/usr") and Path(python).is_relative_to("/usr"):
+        return []
+    asked = subprocess.run(
+        [python, "-I", "-c", "import sys; print(sys.prefix); print(sys.base_prefix)"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    return [path for path in dict.fromkeys(asked.stdout.split("\n")) if path and not path.startswith("/usr/")]

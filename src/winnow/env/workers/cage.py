@@ -1,0 +1,79 @@
+"""Worker processes in bubblewrap: reward code without network, that can write nothing and read little."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .bubblewrap import SandboxError, bubblewrapped, slot_user
+from .seccomp import program
+
+FIRST_SLOT = 128
+"""The slots before are those of programs that models write."""
+DISK_MB, FILES = 64, 1_024
+
+
+class Cage:
+    """What the workers of one pool may see: Python, the directories it imports from, `shown`; and /tmp, each its own.
+
+    Raises SandboxError where there is no bubblewrap, where what Python needs cannot be read by the users that workers
+    run as, and where one of those directories is a home directory.
+    """
+
+    def __init__(self, shown: Sequence[str] = (), python: str = sys.executable) -> None:
+        paths = [os.path.abspath(path) for path in (*sys.path, os.getcwd(), *shown) if os.path.exists(path)]
+        shown = [path for path in dict.fromkeys(paths) if not Path(path).is_relative_to("/usr")]
+        for path in shown:
+            if path in (os.path.expanduser("~"), "/"):
+                raise SandboxError(
+                    f"reward_sandbox: Python imports from {path}, and everything there would be shown; start from a "
+                    "directory of its own, and unset PYTHONPATH"
+                )
+        self.python = python
+        self._command = bubblewrapped(python, DISK_MB, FILES, shown)
+        if os.geteuid() == 0:
+            for path in (os.path.realpath(python), *shown):
+                _require_readable(path)
+
+    def slot(self, number: int) -> Slot:
+        """Place of one worker; two at once need two."""
+        return Slot(self, FIRST_SLOT + number)
+
+    @property
+    def command(self) -> list[str]:
+        return [*self._command, "--chdir", os.getcwd(), "--remount-ro", "/"]
+
+
+@dataclass(frozen=True)
+class Slot:
+    cage: Cage
+    number: int
+
+    def around(
+        self, command: Sequence[str], env: Mapping[str, str], files: ExitStack
+    ) -> tuple[list[str], dict[str, Any]]:
+        """The command in its cage, and options of `Popen`; what it has opened closes with `files`."""
+        uid = slot_user(self.number)
+        filter_ = files.enter_context(tempfile.TemporaryFile())  # noqa: SIM115 - closed with `files`
+        filter_.write(program())
+        filter_.seek(0)
+        inside = ["--seccomp", str(filter_.fileno()), "--", self.cage.python, *command[1:]]
+        values = {name: value for name, value in env.items() if name != "TMPDIR"} | {"HOME": "/tmp"}
+        options = {"env": values, "pass_fds": (filter_.fileno(),), "user": uid, "group": uid}
+        return [*self.cage.command, *inside], options | {"extra_groups": None if uid is None else ()}
+
+
+def _require_readable(path: str) -> None:
+    """Raises SandboxError unless every user may read it: as root, workers run as a user of their own."""
+    for part in (*reversed(Path(path).parents), Path(path)):
+        if not part.stat().st_mode & (0o001 if part.is_dir() else 0o004):
+            raise SandboxError(
+                f"reward_sandbox: {path} cannot be read by other users, which workers are when a run is started as "
+                f"root (mode of {part}); start it as an ordinary user, or install Python and the code elsewhere"
+            )
