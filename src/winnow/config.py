@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from .base.errors import ConfigError as ConfigError
 from .base.explain import explain
@@ -38,6 +38,16 @@ RewardNames = Annotated[
     BeforeValidator(lambda given: [given] if isinstance(given, str) else given, json_schema_input_type=str | list[str]),
 ]
 """Names of reward functions and reward models; one alone needs no list."""
+
+
+COLDEST = 1e-4
+"""Lowest temperature: engines refuse what only greedy sampling can mean."""
+
+
+def _greedy_or_warm(temperature: float) -> float:
+    if 0 < temperature < COLDEST:
+        raise ValueError(f"must be 0 (greedy) or at least {COLDEST}")
+    return temperature
 
 
 class LoraConfig(BaseModel):
@@ -100,12 +110,12 @@ class RunConfig(BaseModel):
     # generation
     max_prompt_length: int = Field(512, ge=1)
     max_completion_length: int = Field(256, ge=1)
-    temperature: float = Field(1.0, gt=0)
+    temperature: float = Field(1.0, ge=COLDEST)
     top_p: float = Field(1.0, gt=0, le=1)
     top_k: int = Field(0, ge=0)
     min_p: float = Field(0.0, ge=0, lt=1)
     repetition_penalty: float = Field(1.0, gt=0, le=100)
-    stop: list[str] = []
+    stop: list[Annotated[str, Field(min_length=1)]] = []
     chat_template_kwargs: dict[str, Any] = {}
     mask_truncated_completions: bool = False
     reward_timeout_s: float = Field(30.0, gt=0, le=86_400)
@@ -168,7 +178,7 @@ class RunConfig(BaseModel):
     eval_steps: int | None = Field(None, ge=1)
     eval_prompts: int = Field(128, ge=1)
     eval_generations: int = Field(8, ge=1)
-    eval_temperature: float = Field(1.0, ge=0)
+    eval_temperature: Annotated[float, AfterValidator(_greedy_or_warm)] = Field(1.0, ge=0)
     eval_top_p: float = Field(1.0, gt=0, le=1)
     eval_top_k: int = Field(0, ge=0)
     eval_greedy: bool = True

@@ -257,7 +257,7 @@ class TestRefusedAtTheStart:
         [
             ({"max_completion_length": 100_000}, "maximum length 512"),
             ({"max_prompt_length": 2}, "over max_prompt_length=2"),
-            ({"stop": [""]}, "stop string is empty"),
+            ({"stop": [""]}, "stop.0: String should have at least 1 character"),
             ({"temperature": 1e-9}, "temperature"),
             ({"device": "cuda:99"}, "device"),
             (

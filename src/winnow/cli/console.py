@@ -18,7 +18,7 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-out, err = Console(), Console(stderr=True)
+out, err = Console(markup=False), Console(stderr=True, markup=False)  # paths and data are text, whatever they hold
 
 Command = TypeVar("Command", bound=Callable[..., None])
 Json = Annotated[bool, typer.Option("--json", help="Print the answer as JSON on standard output, nothing else.")]
@@ -42,14 +42,14 @@ def command(app: typer.Typer, name: str | None = None) -> Callable[[Command], Co
             try:
                 run(**given)
             except KeyboardInterrupt as interrupt:
-                err.print(str(interrupt) or "interrupted", style="yellow", markup=False, highlight=False)
+                err.print(str(interrupt) or "interrupted", style="yellow", highlight=False)
                 raise typer.Exit(130) from None
             except Exception as error:
                 from .errors import EXPECTED  # here, as it imports the learners, which take seconds
 
                 if not isinstance(error, EXPECTED):
                     raise
-                err.print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
+                err.print(f"error: {error}", style="red", highlight=False, soft_wrap=True)
                 raise typer.Exit(1) from None
 
         parameters = [p for own in signature(run).parameters.values() for p in _options(own, hints[own.name])]

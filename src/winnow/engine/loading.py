@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import torch
 from safetensors import SafetensorError
@@ -14,7 +16,7 @@ from transformers.utils import logging
 
 from ..base.install import install
 from ..config import ConfigError, LoraConfig
-from .pretrained import located
+from .pretrained import HUB_TIMEOUT_S, located
 
 _LOADING = threading.Lock()
 """transformers loads one model at a time: in two threads at once it takes tied weights for missing."""
@@ -101,12 +103,33 @@ def require_finite(model: torch.nn.Module, source: str) -> None:
             raise ConfigError(f"model: the weights of '{source}' are not finite ({name})")
 
 
+@cache
+def hub_answers(source: str) -> bool:
+    """Whether the hub says anything at all about a model, be it that there is none, within `HUB_TIMEOUT_S`."""
+    from huggingface_hub import constants, get_session
+
+    if constants.HF_HUB_OFFLINE:
+        return False
+    try:
+        get_session().head(f"{constants.ENDPOINT}/{quote(source)}", timeout=HUB_TIMEOUT_S)
+    except Exception:  # whatever its client and the user's proxy may raise
+        return False
+    return True
+
+
 def _load(auto_class: Any, source: str | Path, what: str, **options: Any) -> Any:
     directory = located(str(source))
+    if not Path(directory).is_dir() and not hub_answers(directory):
+        options["local_files_only"] = True  # what was fetched before is used; the hub's client would retry for a minute
     try:
         with _LOADING:
             return auto_class.from_pretrained(directory, trust_remote_code=False, **options)
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        if options.get("local_files_only"):
+            raise ConfigError(
+                f"model: cannot load the {what} of '{source}': no such directory, and the hub cannot be reached, nor "
+                "has the model been fetched from it before; correct the path, or see to the network"
+            ) from None
         missing = "" if Path(source).is_dir() else " (no such directory, and not found as a hub name)"
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ConfigError(f"model: cannot load the {what} of '{source}'{missing}: {first}") from None

@@ -53,7 +53,7 @@ def encode_prompt(tokenizer: Any, prompt: Prompt, observation: str | None = None
     tools, the observation goes to the end of the last message, as in TRL. What an agent asks is all of the prompt.
 
     Raises PromptError when the result is empty, messages meet a tokenizer without chat template or a template that
-    refuses them, or tools one that cannot show them.
+    refuses them, or tools one that cannot show them, and when the tokenizer knows no token for a part of the text.
     """
     if isinstance(observation, NextMessages):
         asked: type[Prompt] = ToolPrompt if observation.tools else Prompt
@@ -61,7 +61,7 @@ def encode_prompt(tokenizer: Any, prompt: Prompt, observation: str | None = None
         prompt = asked(prompt.id, prompt.ordinal, messages=observation.messages, **offered)
         observation = None
     if prompt.messages is None:
-        ids = tokenizer.encode((prompt.text or "") + (observation or ""))
+        ids = _encoded(tokenizer, prompt, (prompt.text or "") + (observation or ""))
     else:
         messages: list[Message] = list(prompt.messages)
         require_chat_template(tokenizer, prompt)
@@ -76,10 +76,18 @@ def encode_prompt(tokenizer: Any, prompt: Prompt, observation: str | None = None
             text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **tools)
         except Exception as error:  # whatever a template may raise, e.g. that it knows no system messages
             raise PromptError(f"prompt '{prompt.id}': the chat template refuses its messages: {error}") from None
-        ids = tokenizer.encode(text, add_special_tokens=False)
+        ids = _encoded(tokenizer, prompt, text, add_special_tokens=False)
     if not ids:
         raise PromptError(f"prompt '{prompt.id}' is empty after tokenization")
     return tuple(ids)
+
+
+def _encoded(tokenizer: Any, prompt: Prompt, text: str, **options: Any) -> Sequence[int]:
+    try:
+        ids: Sequence[int] = tokenizer.encode(text, **options)
+    except Exception as error:  # its own class: a vocabulary without bytes or an unknown token does not have every text
+        raise PromptError(f"prompt '{prompt.id}': the tokenizer cannot encode its text: {error}") from None
+    return ids
 
 
 def require_chat_template(tokenizer: Any, prompt: Prompt) -> None:

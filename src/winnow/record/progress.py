@@ -102,13 +102,17 @@ class Display:
     def _table(self, metrics: Mapping[str, float]) -> Table:
         table = Table.grid(padding=(0, 2))
         table.add_row(
-            f"reward [bold]{metrics.get('reward', 0.0):.3f}[/]",
-            f"zero-variance [bold]{metrics.get('frac_reward_zero_std', 0.0):.0%}[/]",
-            f"length [bold]{metrics.get('completions/mean_length', 0.0):.1f}[/]",
-            f"[bold]{metrics.get('tokens_per_second', 0.0):,.0f}[/] tok/s",
+            _bold("reward ", f"{metrics.get('reward', 0.0):.3f}"),
+            _bold("zero-variance ", f"{metrics.get('frac_reward_zero_std', 0.0):.0%}"),
+            _bold("length ", f"{metrics.get('completions/mean_length', 0.0):.1f}"),
+            _bold("", f"{metrics.get('tokens_per_second', 0.0):,.0f}", " tok/s"),
             self._evaluation,
         )
         return table
+
+
+def _bold(before: str, value: str, after: str = "") -> Text:
+    return Text.assemble(before, (value, "bold"), after)
 
 
 def fate_line(tokens: Mapping[str, int]) -> Text:

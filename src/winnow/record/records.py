@@ -43,6 +43,19 @@ def read_config(run_dir: Path) -> dict[str, Any]:
     return values
 
 
+def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
+    """Rows of metrics.jsonl. Raises RunDirectoryError naming file and line of one that is damaged."""
+    rows = []
+    for number, line in enumerate((run_dir / METRICS).read_bytes().splitlines(), 1):
+        try:
+            rows.append(json.loads(line))
+        except ValueError as error:
+            raise RunDirectoryError(
+                f"{run_dir / METRICS}:{number}: damaged: {error}; remove the line (what was trained is not concerned)"
+            ) from None
+    return rows
+
+
 def lock(run_dir: Path) -> IO[str]:
     """Hold the directory until the file is closed. Raises RunDirectoryError when another run has it."""
     file = private_file(run_dir / "run.lock").open("w")

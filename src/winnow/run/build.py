@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -352,6 +352,7 @@ def _with_lora(base: Any, lora: LoraConfig, saved: Path | None) -> Any:
     for target in lora.target_modules if isinstance(lora.target_modules, list) else []:
         if not any(f".{name}".endswith(f".{target}") for name in adapted):
             raise ConfigError(f"lora: target_modules: no module of the model is called '{target}'")
+    _refuse_fused(base, adapted)
     for name, module in adapted.items():
         if module.get_base_layer().weight is tied:
             raise ConfigError(
@@ -359,6 +360,19 @@ def _with_lora(base: Any, lora: LoraConfig, saved: Path | None) -> Any:
                 "adapter here; leave it out"
             )
     return model
+
+
+def _refuse_fused(base: Any, adapted: Mapping[str, Any]) -> None:
+    fused = [name for name, module in adapted.items() if hasattr(module, "parameter_name")]
+    if not fused:  # peft wraps so a tensor of a module that is no layer
+        return
+    name = next((name for name in fused if "experts" in name), fused[0])
+    tensor = f"{name.removesuffix('.base_layer').removeprefix('base_model.model.')}.{adapted[name].parameter_name}"
+    layers = dict.fromkeys(name.rpartition(".")[2] for name in adapted if name not in fused)
+    raise ConfigError(
+        f"lora: target_modules: {type(base).__name__} keeps its experts as single tensors ({tensor}), which "
+        f"cannot have adapters here; name its layers, e.g. target_modules: [{', '.join(layers) or 'q_proj'}]"
+    )
 
 
 def build_learner(policy: Policy, c: RunConfig) -> Learner:

@@ -113,7 +113,8 @@ def check_prompts(c: RunConfig, task: Task, rewarder: Rewarder, tokenizer: Any, 
             engine.cancel(["trial"])
             return
         except ValueError as error:
-            causes.append(str(error).removeprefix("request 'trial': "))
+            cause = str(error).removeprefix("request 'trial': ")
+            causes.append(cause.replace("max_tokens", "max_completion_length"))
     raise ConfigError(f"none of the first {len(causes)} prompts can be used; {causes[0]}")
 
 

@@ -20,7 +20,7 @@ from ..learner.step import OptimizerStep
 from ..loop import Hooks, Loop, Parts
 from ..record.ledger import Ledger
 from ..record.progress import Display
-from ..record.records import CONFIG, LEDGER, METRICS, START, Records
+from ..record.records import CONFIG, LEDGER, START, Records, read_metrics
 from ..record.stopping import Limits, RunStoppedError, TaskSolvedError
 from ..rollout.evaluate import Evaluation
 from ..sampler import SamplersLostError
@@ -206,7 +206,7 @@ class Session:
     def finish(self) -> dict[str, float]:
         """Save the model as an ordinary Hugging Face directory and close the account; last evaluation and totals."""
         self._save_if_due(self.loop.step, True)
-        rows = [json.loads(line) for line in (self.run_dir / METRICS).read_text(encoding="utf-8").splitlines()]
+        rows = read_metrics(self.run_dir)
         self.built.export(self.run_dir / "model")
         self.loop.close()
         write_card(self.run_dir / "model", self.config, self.ledger.totals(), rows)

@@ -18,7 +18,7 @@ from ..engine.pretrained import PRETRAINED
 from ..engine.pretrained import get as get_model
 from ..record.ledger import Ledger
 from ..record.progress import fate_line
-from ..record.records import LEDGER, METRICS, SAMPLES
+from ..record.records import LEDGER, SAMPLES, read_metrics
 from ..run.build import build_demonstrator
 from ..run.trainer import Trainer
 from ..types import Fate
@@ -62,7 +62,7 @@ def run_demo(output: Path, overrides: Sequence[str], console: Console, recipe: s
 
 def summary(run_dir: Path, page: Path) -> dict[str, Any]:
     """Summary of the demo: training, held-out figures before and after, tokens by fate, and where the report is."""
-    lines = [json.loads(line) for line in (run_dir / METRICS).read_text(encoding="utf-8").splitlines()]
+    lines = read_metrics(run_dir)
     evaluations = [m for m in lines if "eval/pass@1" in m]
     with Ledger.open(run_dir / LEDGER, read_only=True) as ledger:
         totals = ledger.totals()

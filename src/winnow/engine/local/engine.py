@@ -30,6 +30,8 @@ T = TypeVar("T")
 
 PREFILL_TOKENS = 16_384
 """Prompt tokens of one prefill, padding included."""
+MOST_SLOTS = 65_536
+"""What a slot keeps besides its sequence takes seconds to lay out when there are more."""
 FIXED_ROWS = 32
 """With fixed slots, rows computed are a multiple of this."""
 SORT_COST = 16
@@ -52,8 +54,8 @@ class LocalOptions:
     """Longest prompt plus completion; None is the model's limit."""
 
     def __post_init__(self) -> None:
-        if self.slots < 1:
-            raise ValueError(f"slots must be at least 1, not {self.slots}")
+        if not 1 <= self.slots <= MOST_SLOTS:
+            raise ValueError(f"slots must be from 1 to {MOST_SLOTS}, not {self.slots}")
         if self.dtype is not None and self.dtype not in DTYPES:
             raise ValueError(f"dtype must be one of {sorted(DTYPES)} or None, not {self.dtype!r}")
         if self.max_length is not None and self.max_length < 2:

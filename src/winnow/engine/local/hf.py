@@ -36,7 +36,8 @@ def refuse_unsupported(model: Any, max_length: int | None) -> None:
         if max_length is None or max_length > window:
             raise ValueError(
                 f"{name} has {option}={window}, and the embedded engine attends to whole sequences; "
-                f"set max_length to at most {window} (it is {max_length})"
+                f"set the engine's max_length (engine.max_length in a configuration) to at most {window}; "
+                f"it is {max_length}"
             )
 
 
