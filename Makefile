@@ -7,7 +7,7 @@ JOBS ?= 2
 # Some packages are built by calling `python`, which not every machine has.
 PIP := PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt
 
-.PHONY: install demo demo-llm test test-all install-scale test-scale test-scale-all install-peers test-peers bench bench-llm bench-scale bench-claims dist docs lock lint clean
+.PHONY: install demo demo-llm test test-all install-scale test-scale test-scale-all install-peers test-peers soak fuzz bench bench-llm bench-scale bench-claims dist docs lock lint clean
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -64,6 +64,18 @@ $(PEERS)/.installed: pyproject.toml constraints-peers.txt
 
 test-peers: $(PEERS)/.installed ## environments of verifiers, rewards and data of verl, as they are installed (2 GB)
 	$(PEERS)/bin/python -m pytest -n $(JOBS) --dist loadfile tests/peers
+
+# Both write as they go and can be stopped and started again; `build/` is not kept in the repository.
+soak: $(VENV)/.installed ## 1,000 kills and signals at random moments of randomly composed runs: half an hour
+	mkdir -p build
+	$(BIN)/python -m tests.faults.soak build/soak.jsonl --out benchmarks/results/soak.json
+
+# SECONDS: for each of the parsers.
+SECONDS ?= 3600
+fuzz: $(VENV)/.installed ## a coverage-guided search for input that breaks a parser: an hour each
+	mkdir -p build
+	$(PIP) atheris==3.0.0
+	$(BIN)/python -m tests.fuzz.fuzz build/fuzz.jsonl --seconds $(SECONDS) --corpus build/fuzz-corpus --found build/fuzz-found --out benchmarks/results/fuzz.json
 
 bench: $(VENV)/.bench ## engine and training step beside their peers; writes benchmarks/results/*.json
 	$(BIN)/python benchmarks/engine.py --out benchmarks/results/engine.json

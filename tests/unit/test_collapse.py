@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import io
 import random
 
 import pytest
-from rich.console import Console
 
 from winnow.record.collapse import PATIENCE, EssWatch, low_ess, reward_collapse
-from winnow.record.progress import Display
 
 
 def rows_of(name: str, values: list[float | None]) -> list[dict[str, float]]:
@@ -30,14 +27,6 @@ def test_a_spell_is_patient_and_steps_without_an_update_do_not_end_it() -> None:
     still = low_ess(rows_of("ess_ratio", [0.1] * 40))
     assert still is not None
     assert still.length == 40
-
-
-def test_the_console_is_told_once() -> None:
-    out = io.StringIO()
-    with Display(Console(file=out, width=300), start=0, max_steps=100) as display:
-        for row in rows_of("ess_ratio", [0.1] * 20 + [0.9] + [0.1] * 20):
-            display.update(int(row["step"]), row)
-    assert out.getvalue().count("warning: the effective sample size was under 30% of the rollouts") == 1
 
 
 @pytest.mark.parametrize(

@@ -168,7 +168,7 @@ def test_duplicate_ids_are_refused_while_in_use() -> None:
 def test_models_that_cannot_work_are_refused_with_the_reason() -> None:
     small = {key: SIZES[key] for key in ("vocab_size", "hidden_size", "num_hidden_layers")}
     windowed = hf.MistralForCausalLM(hf.MistralConfig(**SIZES, sliding_window=16))
-    with pytest.raises(ValueError, match=r"sliding_window=16.*set max_length to at most 16"):
+    with pytest.raises(ValueError, match=r"sliding_window=16.*max_length.* to at most 16"):
         make_engine(windowed)
     mamba = hf.MambaForCausalLM(hf.MambaConfig(**small, state_size=4))
     with pytest.raises(ValueError, match="MambaForCausalLM"):

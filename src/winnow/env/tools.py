@@ -13,7 +13,6 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -37,7 +36,7 @@ Call = tuple[str, Any]
 Parser = Callable[[str], list[Call]]
 
 MAX_ITERATIONS = 16
-_CALL = re.compile(r"<tool_call>\s*(.+?)\s*</tool_call>", re.DOTALL)
+_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 
 
 class ToolUnavailableError(RuntimeError):
@@ -53,9 +52,17 @@ def parse_tool_calls(text: str) -> list[Call]:
     If one of them is malformed there is none, as in TRL.
     """
     try:
-        return [_checked(json.loads(found)) for found in _CALL.findall(text)]
-    except ValueError:
+        return [_checked(json.loads(found)) for found in _between(text, _OPEN, _CLOSE)]
+    except (ValueError, RecursionError):
         return []
+
+
+def _between(text: str, start: str, end: str) -> Iterator[str]:
+    """What stands between two marks, each time. A pattern would look at the rest again for every `start`."""
+    at = 0
+    while (at := text.find(start, at)) >= 0 and (stop := text.find(end, at)) >= 0:
+        yield text[at + len(start) : stop]
+        at = stop + len(end)
 
 
 def parser_of(tokenizer: Any, tools: Sequence[Tool | Mapping[str, Any]] = ()) -> Parser:
@@ -68,7 +75,7 @@ def parser_of(tokenizer: Any, tools: Sequence[Tool | Mapping[str, Any]] = ()) ->
         try:
             message = tokenizer.parse_response(text, prefix=start, tools=list(tools) or None) or {}
             return [_checked(call.get("function", call)) for call in message.get("tool_calls") or ()]
-        except (ValueError, TypeError, AttributeError):
+        except (ValueError, TypeError, AttributeError, RecursionError):
             return []
 
     return parse

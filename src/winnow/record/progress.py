@@ -13,8 +13,6 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 from rich.table import Table
 from rich.text import Text
 
-from .collapse import EssWatch
-
 FATE_COLORS = {
     "trained": "green",
     "filtered": "yellow",
@@ -30,7 +28,7 @@ CELLS = {"tokens_per_s": "{:,.0f} tok/s", "idle": "idle {:.0%}", "lag": "lag {:.
 
 
 class Display:
-    """Shows reward, zero-variance share, tokens by fate, speed, samplers elsewhere and time left, and warns.
+    """Shows reward, zero-variance share, tokens by fate, speed, samplers elsewhere, time left and warnings.
 
     Use as a context manager.
     """
@@ -42,8 +40,6 @@ class Display:
         """Restarts of each sampler, over the whole run."""
         self._evaluation = ""
         self._last_line = 0.0
-        self._watch: EssWatch | None = EssWatch()
-        """None: it has spoken, once is enough."""
         self._progress = Progress(
             TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
             BarColumn(),
@@ -74,9 +70,6 @@ class Display:
             self._restarts[name] += int(metrics.get(f"{name}/restarts", 0))
         if "eval/pass@1" in metrics:
             self._evaluation = f"held-out pass@1 {metrics['eval/pass@1']:.3f} (step {step})"
-        if self._watch and self._watch.observe(metrics):
-            self.console.print(f"warning: {self._watch.message}", style="yellow", highlight=False)
-            self._watch = None
         if self._live:
             self._progress.update(self._bar, completed=step)
             workers = workers_table(metrics, self._restarts, nodes or {})
@@ -84,6 +77,10 @@ class Display:
         elif "eval/pass@1" in metrics or time.monotonic() - self._last_line > LINE_EVERY_S or step == self._max_steps:
             self._last_line = time.monotonic()
             self.console.print(self._line(step, metrics), highlight=False)
+
+    def warn(self, message: str) -> None:
+        """Say what is wrong, above what is live."""
+        self.console.print(f"warning: {message}", style="yellow", highlight=False)
 
     def _line(self, step: int, metrics: Mapping[str, float]) -> str:
         zero = metrics.get("frac_reward_zero_std", 0.0)

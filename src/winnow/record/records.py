@@ -19,6 +19,8 @@ from .samples import sample
 from .trackers import Trackers
 
 CONFIG, METRICS, SAMPLES, LEDGER = "config.json", "metrics.jsonl", "samples.jsonl", "ledger.sqlite"
+WARNINGS = "warnings.jsonl"
+"""What `Watchdogs` found; absent where they found nothing."""
 START = "start.json"
 """The ledger's mark before anything was booked: what a run that dies before its first checkpoint goes back to."""
 GATE = "gate.jsonl"
@@ -110,6 +112,11 @@ class Records:
             raise FloatingPointError(f"metrics that are not finite: {', '.join(bad)}")
         self._append(METRICS, [metrics])
         self._trackers.log(metrics, int(metrics["step"]))
+
+    def warning(self, step: int, message: str) -> None:
+        """One line of warnings.jsonl. Those of steps that a resume takes back stay: they were true."""
+        with private_file(self.run_dir / WARNINGS).open("ab") as file:
+            file.write(json.dumps({"step": step, "warning": message}).encode() + b"\n")
 
     def samples(self, step: int, groups: Sequence[Group], split: str) -> None:
         """The first sibling of a few groups, readable."""

@@ -113,7 +113,8 @@ class Tally:
         if self.reward_sets:
             metrics["reward"] = float(np.mean([r.mean() for r in self.reward_sets]))
             metrics["reward_std"] = float(np.mean([r.std() for r in self.reward_sets]))
-        metrics |= {f"rewards/{name}/mean": float(np.mean(v)) for name, v in sorted(self.by_function.items())}
+        for name, values in sorted(self.by_function.items()):
+            metrics |= {f"rewards/{name}/mean": float(np.mean(values)), f"rewards/{name}/std": float(np.std(values))}
         metrics |= {f"tokens/{fate}": float(count) for fate, count in sorted(self.tokens.items())}
         return metrics | {f"seconds/{name}": s for name, s in self.seconds.items()}
 

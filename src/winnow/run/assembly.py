@@ -13,6 +13,7 @@ from ..engine.loading import quiet_transformers
 from ..env.base import Task
 from ..env.prompting import tokenizer_digest
 from ..env.rewards.rewarder import Rewarder
+from ..learner.agreement import Agreement
 from ..learner.base import Learner
 from ..methods.gate.audit import rules_of
 from ..record.trackers import check_trackers
@@ -53,6 +54,8 @@ class Assembly:
     """Digest of the weights that adapters or a KL penalty refer to."""
     begun: float
     """`time.monotonic()` before anything was loaded."""
+    agreement: Agreement | None = None
+    """What the last comparison of sampler and learner found."""
 
     @property
     def fingerprints(self) -> dict[str, str]:
@@ -65,12 +68,14 @@ class Assembly:
         }
 
     def compare(self) -> None:
-        """Hold the sampler's log-probabilities against the learner's.
+        """Hold the sampler's log-probabilities against the learner's; `agreement` is what was found.
 
         Raises ConfigError when they differ, NothingSampledError when all probes failed.
         """
         if self.engine is None or "logp" in self.engine.provides:
-            check_agreement(self.task.train, self.sampler.run, self.learner, lambda: self.sampler.dtype)
+            self.agreement = check_agreement(
+                self.task.train, self.sampler.run, self.learner, lambda: self.sampler.dtype
+            )
 
     def save(self, directory: Path) -> None:
         """Write what a resume needs of the parts."""

@@ -16,7 +16,7 @@ from ..env.prompting import encode_prompt
 from ..env.rewards.rewarder import Rewarder
 from ..env.stored import StoredPrompts
 from ..learner import LEARNERS, Learner
-from ..learner.agreement import require_agreement
+from ..learner.agreement import Agreement, require_agreement
 from ..record.records import CONFIG, LEDGER, START, RunDirectoryError, read_config
 from ..rollout.evaluate import RollOut
 from ..types import Job, Prompt, Visit
@@ -164,7 +164,7 @@ class NothingSampledError(ConfigError):
 
 def check_agreement(
     prompts: Sequence[Prompt], roll_out: RollOut, learner: Learner, engine_dtype: Callable[[], str]
-) -> None:
+) -> Agreement:
     """Sample a few tokens with the learner's weights and compare both sides' log-probabilities of them.
 
     `roll_out` samples with these weights, in a type that `engine_dtype` tells afterwards; environments, rewards and
@@ -177,4 +177,4 @@ def check_agreement(
     if not sampled:
         reason = next((rollout.reason for rollout in rollouts if rollout.reason), "no token was sampled")
         raise NothingSampledError(f"none of the first {len(jobs)} prompts can be used; {reason}")
-    require_agreement(sampled, learner, engine_dtype())
+    return require_agreement(sampled, learner, engine_dtype())

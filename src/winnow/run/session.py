@@ -20,8 +20,9 @@ from ..learner.step import OptimizerStep
 from ..loop import Hooks, Loop, Parts
 from ..record.ledger import Ledger
 from ..record.progress import Display
-from ..record.records import CONFIG, LEDGER, START, Records, read_metrics
+from ..record.records import CONFIG, LEDGER, METRICS, START, Records, read_metrics
 from ..record.stopping import Limits, RunStoppedError, TaskSolvedError
+from ..record.watchdogs import Watchdogs, first_gap
 from ..rollout.evaluate import Evaluation
 from ..sampler import SamplersLostError
 from ..sampler.base import SamplerRefusedError
@@ -83,6 +84,8 @@ class Session:
         else:
             self._start_sampler()
         self._display = stack.enter_context(Display(self._console, start=self.loop.step, max_steps=c.max_steps))
+        self._watchdogs = Watchdogs(c, first_gap(self.run_dir / METRICS))
+        self._look_at_agreement(self.loop.step)
         self._tell("on_train_begin")
         if state is None:
             self._baseline()
@@ -236,8 +239,18 @@ class Session:
         if step == self._compare_at:
             try:
                 self.built.compare()
+                self._look_at_agreement(step)
             except NothingSampledError:
                 self._compare_at += 1
+
+    def _look_at_agreement(self, step: int) -> None:
+        found, self.built.agreement = self.built.agreement, None
+        if found is not None and (message := self._watchdogs.probed(found.mean)):
+            self._warn(step, message)
+
+    def _warn(self, step: int, message: str) -> None:
+        self._records.warning(step, message)
+        self._display.warn(message)
 
     def _evaluate(self, step: int) -> Evaluation | None:
         wished = self._callbacks.take("should_evaluate")
@@ -256,6 +269,8 @@ class Session:
         self._records.samples(step, groups, "train")
         self._records.signals(groups, self.built.methods.judge)
         self._display.update(step, metrics, self.built.sampler.nodes)
+        for message in self._watchdogs.observe(metrics):
+            self._warn(step, message)
         failpoint("record")
         self._metrics = metrics
         self._callbacks.state.log_history = [dict(metrics)]

@@ -119,6 +119,7 @@ def _run_data(run: Run, points: int, share: float) -> dict[str, Any]:
         "offPolicy": run.off_policy,
         "samples": [run.samples[i * len(run.samples) // kept] for i in range(kept)],
         "config": _flat(run.config or {}),
+        "warnings": run.warnings,
         "notes": run.notes,
     }
 

@@ -19,6 +19,7 @@ from ..record import recurrence
 from ..record.collapse import off_policy_marks
 from ..record.ledger import Ledger, LedgerError
 from ..record.proof import verdict
+from ..record.records import WARNINGS
 from ..record.rule_audits import HEAD, rows
 from ..run.checkpoint import CheckpointError, marks
 from .printable import plain, visible
@@ -51,6 +52,8 @@ class Run:
     """Marks of a collapse, if there is one, of a run with stale tokens or a correction; None: such a run it is not."""
     profile: dict[str, Any] | None = None
     """`labels`, `counts` and `caption` of the pass rates that its selector went by, or a `note` why there are none."""
+    warnings: list[str] = field(default_factory=list)
+    """What watchdogs said while it ran."""
     notes: list[str] = field(default_factory=list)
 
 
@@ -71,6 +74,7 @@ def read_run(path: Path, *, max_samples: int) -> Run:
     run.off_policy = off_policy_marks(run.rows, CUMULATIVE)
     run.evaluations = [row for row in merged if any(k.startswith("eval/") for k in row)]
     _read_ledger(path / "ledger.sqlite", run)
+    run.warnings = _warnings(path / WARNINGS, run.notes)
     run.samples = thin_samples(read_lines(path / "samples.jsonl", run.notes), max_samples)
     return run
 
@@ -145,6 +149,17 @@ def _read_profile(selector: Any) -> dict[str, Any] | None:
         f"{s['in_band']:,} in between; mean pass rate {s['mean_pass_rate']:.3f}"
     )
     return {"labels": list(BINS), "counts": histogram(rates), "caption": visible(caption)}
+
+
+def _warnings(path: Path, notes: list[str]) -> list[str]:
+    """Each once, with the first step at which it was said."""
+    if not path.is_file():
+        return []
+    first: dict[str, str] = {}
+    for line in read_lines(path, notes):
+        step, message = line.get("step"), visible(str(line.get("warning")))
+        first.setdefault(message, f"Step {step}: {message}." if isinstance(step, int) else message)
+    return list(first.values())
 
 
 def read_lines(path: Path, notes: list[str]) -> Iterator[dict[str, Any]]:

@@ -18,10 +18,10 @@ from typing import Any, ClassVar
 from urllib.parse import parse_qs, urlsplit
 
 from ..config import ConfigError
-from ..record.records import CONFIG, LEDGER, METRICS, SAMPLES
+from ..record.records import CONFIG, LEDGER, METRICS, SAMPLES, WARNINGS
 from .report import page_of, report_data
 
-CHANGING = (CONFIG, METRICS, SAMPLES, LEDGER, f"{LEDGER}-wal")
+CHANGING = (CONFIG, METRICS, SAMPLES, WARNINGS, LEDGER, f"{LEDGER}-wal")
 HEADERS = {
     "Cache-Control": "no-store",
     "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "

@@ -144,6 +144,12 @@ const report = (data, view) => {
       run.notes.length ? el("ul", { class: "notes" }, ...run.notes.map((n) => el("li", {}, n))) : null)));
   }
 
+  /** What went wrong while a run went on. */
+  function warnings() {
+    const said = runs.flatMap((run) => run.warnings.map((w) => el("li", { dir: "auto" }, several ? `${run.name}: ${w}` : w)));
+    return said.length ? el("div", { class: "card warnings" }, el("h3", { class: "bad" }, "Warnings"), el("ul", { class: "notes" }, ...said)) : "";
+  }
+
   function configSection() {
     const pairs = (list) => el("div", { class: "config" }, ...list.flatMap(([k, v]) => [el("span", {}, k), el("span", { dir: "auto" }, v)]));
     const differing = Object.entries(data.differences);
@@ -232,10 +238,10 @@ const report = (data, view) => {
         several ? null : el("p", { class: "soft", dir: "auto" }, heading.note)),
       several ? comparison() : el("div", { class: "cards" }, ...data.cards.map((c) => el("div", { class: "card" },
         el("div", { class: "label" }, c.label), el("div", { class: `value ${c.state}` }, c.value), el("div", { class: "note" }, c.note)))),
-      ...sections, reliabilitySection() || "", profileSection() || "", samples({ data, runs, several, section, runColor }), proofSection(), configSection(),
+      warnings(), ...sections, reliabilitySection() || "", profileSection() || "", samples({ data, runs, several, section, runColor }), proofSection(), configSection(),
       el("footer", {}, "Drag over a chart to zoom, double-click to see all of it; arrow keys move along it. A legend's entries can be switched off. ",
         averaged > 1 ? `Long series are means over up to ${averaged} steps.` : ""));
-    app.insertBefore(toolbar(), sections[0]);
+    app.insertBefore(toolbar(), app.querySelector(".warnings") || sections[0]);
     mounts.forEach((mount) => mount());
   }
 

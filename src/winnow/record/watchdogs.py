@@ -1,0 +1,126 @@
+"""Failures that leave a run going: each is told from the metrics of a step, within two steps, and said once.
+
+Real systems trained on through them for hours: a sampler that kept its initial weights after a resume, a tied head that
+was never updated, a reward that was the same for everything, an evaluation that did not happen, a learning rate of 0.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+from ..config import RunConfig
+from .collapse import EssWatch
+
+Metrics = Mapping[str, float]
+GAP = "sampling/sampling_logp_difference/mean"
+GROWN = 4
+"""How many times the first step's difference of engine and learner is no rounding any more."""
+SMALLEST_GAP = 1e-4
+"""Differences under it are rounding in any case, nats a token."""
+SAME_STEPS = 2
+"""Steps in a row with one and the same reward for everything, or with no learning rate, before it is said."""
+NO_RATE = 1e-6
+"""Share of the highest learning rate at which nothing is learned any more."""
+
+
+class Watchdogs:
+    """Looks at every step's metrics, and at probes of engine and learner.
+
+    `first_gap`: the difference at the run's first step, of one that is resumed.
+    """
+
+    def __init__(self, config: RunConfig, first_gap: float | None = None) -> None:
+        self._config = config
+        self._first_gap = first_gap
+        self._ess = EssWatch()
+        self._same: dict[str, tuple[float, int]] = {}
+        """The one reward of each function, and for how many steps in a row."""
+        self._still = 0
+        """Steps in a row with a learning rate of next to nothing."""
+        self._rules: list[Callable[[Metrics], str | None]] = [
+            *(self._low_ess, self._old_weights, self._one_reward, self._no_evaluation, self._no_learning)
+        ]
+
+    def observe(self, row: Metrics) -> Iterator[str]:
+        """Warnings that a row of metrics.jsonl gives rise to; of each kind the first only."""
+        for rule in [*self._rules]:
+            if (message := rule(row)) is not None:
+                self._rules.remove(rule)
+                yield message
+
+    def probed(self, gap: float) -> str | None:
+        """Engine and learner, compared by probes: at the start of this process, and after its first update."""
+        message = self._grown(gap)
+        if message is None or self._old_weights not in self._rules:
+            return None
+        self._rules.remove(self._old_weights)
+        return message
+
+    def _low_ess(self, row: Metrics) -> str | None:
+        return self._ess.message if self._ess.observe(row) else None
+
+    def _old_weights(self, row: Metrics) -> str | None:
+        if GAP not in row or row.get("lag/max", 0) > 0 or self._config.num_iterations > 1:
+            return None  # the policy has moved since the tokens were sampled, as it should
+        if self._first_gap is None:
+            self._first_gap = row[GAP]
+        message = self._grown(row[GAP])
+        if message and row.get("learning_rate") == 0:
+            message += ". The learning rate is 0, so it cannot be the policy that has moved"
+        return message
+
+    def _grown(self, gap: float) -> str | None:
+        if self._first_gap is None or gap <= max(GROWN * self._first_gap, SMALLEST_GAP):
+            return None
+        return (
+            f"the engine does not sample from the learner's weights: the log-probabilities of fresh tokens differ by "
+            f"{gap:.2g} nats on average, {self._first_gap:.2g} at the first step. It may have kept old ones (after a "
+            "resume, or in a tied head that is not updated), or adapters are not merged"
+        )
+
+    def _one_reward(self, row: Metrics) -> str | None:
+        for key in [key for key in row if key.startswith("rewards/") and key.endswith("/std")]:
+            name = key.removeprefix("rewards/").removesuffix("/std")
+            value, mean = row[key], row[f"rewards/{name}/mean"]
+            before, steps = self._same.get(name, (mean, 0))
+            self._same[name] = (mean, steps + 1 if value == 0 and before == mean else int(value == 0))
+            if self._same[name][1] >= SAME_STEPS:
+                return (
+                    f"the reward function '{name}' gave {mean:g} to every completion of {SAME_STEPS} steps in a row: "
+                    "look at samples.jsonl, and whether it reads the columns and the completions that it means to"
+                )
+        return None
+
+    def _no_evaluation(self, row: Metrics) -> str | None:
+        every, step = self._config.eval_steps, row["step"]
+        due = every and (step % every == 0 or step == self._config.max_steps)
+        if not due or any(key.startswith("eval/") for key in row):
+            return None
+        return f"there was no evaluation at step {step:.0f}, where eval_steps={every} asks for one"
+
+    def _no_learning(self, row: Metrics) -> str | None:
+        nothing = NO_RATE * self._config.learning_rate
+        self._still = self._still + 1 if row.get("learning_rate", math.inf) <= nothing > 0 else 0
+        if self._still < SAME_STEPS:
+            return None
+        return (
+            f"the learning rate is {row['learning_rate']:.2g} since step {row['step'] - SAME_STEPS + 1:.0f}, of "
+            f"{self._config.learning_rate:g} at most: lr_scheduler_type={self._config.lr_scheduler_type} has ended the "
+            "training before max_steps; see lr_scheduler_kwargs, lr_decay_steps and warmup_steps"
+        )
+
+
+def first_gap(metrics: Path) -> float | None:
+    """Difference of engine and learner at the first step of a run that tells it, if there is one."""
+    with metrics.open("rb") as lines:
+        for line in lines:
+            try:
+                row = json.loads(line)
+            except ValueError:
+                continue  # its damage is told elsewhere
+            if GAP in row:
+                return float(row[GAP])
+    return None
