@@ -23,7 +23,7 @@ from .methods.select import Selector
 from .methods.signal import Judge
 from .methods.size import GroupSize
 from .record.ledger import Ledger
-from .record.stopping import Limits, RunStoppedError, Usefulness
+from .record.stopping import Limits, RunStoppedError, Usefulness, out_of_memory
 from .record.tally import Tally
 from .rollout.evaluate import Evaluation
 from .sampler import Sampler, SamplersLostError
@@ -108,6 +108,8 @@ class Loop:
             self.one_step()
         except SamplersLostError as error:
             self._stop = RunStoppedError(f"step {self.step}: {error}")
+        except (MemoryError, RuntimeError) as error:
+            raise out_of_memory(error, self.step) or error from None
         if self._stop is not None:
             self.hooks.save(self.step, True)
             raise self._stop

@@ -15,6 +15,8 @@ from ..base.errors import ConfigError
 
 MAX_LINE = 64 << 20
 """Longest line of a JSONL file in bytes."""
+MAX_LIST = 1 << 30
+"""Longest list in one JSON file in bytes, also when it is unpacked: all of it is in memory at a time."""
 BATCH = 1024
 """Rows of a table that are Python objects at a time."""
 
@@ -60,7 +62,9 @@ def _json(path: Path) -> Iterator[Row]:
             yield from _jsonl(path)
             return
         file.seek(0)
-        values = _parsed(file.read().removeprefix(codecs.BOM_UTF8), str(path))
+        if len(content := file.read(MAX_LIST + 1)) > MAX_LIST:
+            raise DataError(f"{path}: a list longer than {MAX_LIST >> 20} MiB; make it JSONL, one object a line")
+        values = _parsed(content.removeprefix(codecs.BOM_UTF8), str(path))
     for number, value in enumerate(values, start=1):
         yield Row(f"{path}, entry", number, _object(value, f"{path}, entry {number}"))
 

@@ -23,6 +23,24 @@ class TaskSolvedError(RunStoppedError):
     """Nothing is left to learn, as every rollout has the full reward. A success: the run is finished where it is."""
 
 
+class OutOfMemoryError(RunStoppedError):
+    """Memory was not enough in the middle of a step: nothing is saved, and the run goes on from its last checkpoint."""
+
+
+def out_of_memory(error: BaseException, step: int) -> OutOfMemoryError | None:
+    """What to say of an error if it is about memory, on a GPU, on a CPU or in Python; None if it is not."""
+    text = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    if not isinstance(error, MemoryError) and not any(words in str(error) for words in _NO_MEMORY):
+        return None
+    return OutOfMemoryError(
+        f"step {step}: out of memory: {text}. Look at what else uses it and go on with `winnow resume`, or start a run "
+        "with smaller tokens_per_microbatch, engine.slots, max_completion_length, or gradient_checkpointing: true"
+    )
+
+
+_NO_MEMORY = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")
+
+
 @dataclass(frozen=True)
 class Limits:
     """Limits at which a run ends: in success, or because going on is useless."""

@@ -165,6 +165,8 @@ def verify(directory: Path) -> None:
         raise CheckpointError(f"{directory}: format {manifest.get('format')}, this version reads format {FORMAT}")
     for name, (size, digest) in entries.items():
         path = directory / name
+        if Path(name).is_absolute() or ".." in Path(name).parts:
+            raise CheckpointError(f"{directory / MANIFEST}: names {name!r}, which is outside of its directory")
         if not path.is_file():
             raise CheckpointError(f"{path}: missing")
         if path.stat().st_size != size or sha256(path) != digest:
