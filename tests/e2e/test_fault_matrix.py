@@ -185,7 +185,7 @@ def test_28_rotation_never_follows_a_link(tiny_config: dict[str, Any], tmp_path:
 def test_25_steps_that_do_not_divide_the_data(
     tiny_config: dict[str, Any], tmp_path: Path, prompts: int, of_a_step: int
 ) -> None:
-    """Fewer prompts than a step wants, a last batch that is not whole, an epoch that ends with a step: nothing is lost."""
+    """Fewer prompts than a step wants, a last batch that is not whole, an epoch that ends with a step."""
     env = {"name": "countdown", "train_size": prompts, "test_size": 2}
     config = tiny_config | {"env": env, "prompts_per_step": of_a_step, "eval_steps": None, "max_steps": 5}
     run = Path(config["output_dir"])

@@ -45,6 +45,17 @@ def test_what_a_page_names_is_there(page: Path) -> None:
             assert hasattr(found, name), f"{module}.{name}"
 
 
+def test_the_tests_that_pages_name_exist() -> None:
+    """Of the fault matrix above all: `file.py::test_name`, below `tests/`."""
+    named = {
+        found for page in PAGES for found in re.findall(r"`([\w/]+\.py)::(\w+)`", page.read_text(encoding="utf-8"))
+    }
+    assert len(named) > 60
+    for file, name in named:
+        text = (ROOT / "tests" / file).read_text(encoding="utf-8")
+        assert re.search(rf"def {name}\(", text), f"{file}::{name}"
+
+
 def test_every_capability_of_the_engine_is_explained() -> None:
     text = (ROOT / "docs" / "engine.md").read_text(encoding="utf-8")
     table = text.partition("`provides` names")[2].partition("\n## ")[0]
