@@ -52,7 +52,7 @@ def test_the_tests_that_pages_name_exist() -> None:
     }
     assert len(named) > 60
     for file, name in named:
-        text = (ROOT / "tests" / file).read_text(encoding="utf-8")
+        text = (ROOT / "tests" / file.removeprefix("tests/")).read_text(encoding="utf-8")
         assert re.search(rf"def {name}\(", text), f"{file}::{name}"
 
 
