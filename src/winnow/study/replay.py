@@ -18,10 +18,11 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-from pyarrow import csv, json, parquet
+from pyarrow import csv, parquet
 
 from ..base.install import install
 from ..config import nearest
+from ..env.row_files import read_file
 from ..methods.gate.divergence import TERMINATION, Rule, fires
 from ..methods.gate.signals import SIGNALS
 from ..record.records import GATE
@@ -148,13 +149,22 @@ def _read(path: Path, mapping: Mapping[str, str]) -> pa.Table:
     text = {mapping.get(name, name): pa.string() for name in TEXT}
     try:
         if path.suffix == ".jsonl":
-            return json.read_json(path)
+            return _table(path, [row.values for row in read_file(path)])
         if path.suffix in (".parquet", ".pq"):
             return parquet.read_table(path)
         options = csv.ConvertOptions(column_types=text, strings_can_be_null=True)
         return csv.read_csv(path, convert_options=options)
     except pa.ArrowInvalid as error:
         raise ReplayError(f"{path}: not a CSV, JSONL or Parquet table: {error}") from None
+
+
+def _table(path: Path, rows: Sequence[Mapping[str, Any]]) -> pa.Table:
+    """Rows as a table. pyarrow's own reader of JSON ends the process at a line that is `null`."""
+    names = dict.fromkeys(name for row in rows for name in row)
+    try:
+        return pa.table({name: [row.get(name) for row in rows] for name in names})
+    except (pa.ArrowException, OverflowError) as error:
+        raise ReplayError(f"{path}: a column has values of several types, or too large ones: {error}") from None
 
 
 def _columns(path: Path, table: pa.Table, mapping: Mapping[str, str]) -> dict[str, str]:
