@@ -322,11 +322,14 @@ def _model_file(name: str) -> Callable[[bytes, Path], object]:
         import torch
 
         from winnow.engine.loading import load_causal_lm, load_tokenizer, require_finite
+        from winnow.env.prompting import encode_prompt
+        from winnow.types import Prompt
 
         shutil.copytree(_model(), folder, dirs_exist_ok=True)
         (folder / name).write_bytes(data)
         if name.startswith("tokenizer"):
-            return load_tokenizer(folder)
+            tokenizer = load_tokenizer(folder)
+            return encode_prompt(tokenizer, Prompt("p", 0, text="w1 p0 é")), tokenizer.decode([1, 2, 3])
         return require_finite(load_causal_lm(folder, torch.device("cpu")), "fuzz")
 
     return run

@@ -124,12 +124,13 @@ def _load(auto_class: Any, source: str | Path, what: str, **options: Any) -> Any
     try:
         with _LOADING:
             return auto_class.from_pretrained(directory, trust_remote_code=False, **options)
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+    except Exception as error:  # a directory may hold anything, and the loaders of models raise anything
         if options.get("local_files_only"):
             raise ConfigError(
                 f"model: cannot load the {what} of '{source}': no such directory, and the hub cannot be reached, nor "
                 "has the model been fetched from it before; correct the path, or see to the network"
             ) from None
         missing = "" if Path(source).is_dir() else " (no such directory, and not found as a hub name)"
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ConfigError(f"model: cannot load the {what} of '{source}'{missing}: {first}") from None
+        own = isinstance(error, OSError | ValueError | RuntimeError | SafetensorError)
+        first = (str(error) if own else f"{type(error).__name__}: {error}").strip() or type(error).__name__
+        raise ConfigError(f"model: cannot load the {what} of '{source}'{missing}: {first.splitlines()[0]}") from None

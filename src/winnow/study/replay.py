@@ -154,7 +154,7 @@ def _read(path: Path, mapping: Mapping[str, str]) -> pa.Table:
             return parquet.read_table(path)
         options = csv.ConvertOptions(column_types=text, strings_can_be_null=True)
         return csv.read_csv(path, convert_options=options)
-    except pa.ArrowInvalid as error:
+    except (pa.ArrowException, UnicodeDecodeError) as error:
         raise ReplayError(f"{path}: not a CSV, JSONL or Parquet table: {error}") from None
 
 
