@@ -7,7 +7,7 @@ JOBS ?= 2
 # Some packages are built by calling `python`, which not every machine has.
 PIP := PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt
 
-.PHONY: install demo demo-llm test test-all install-scale test-scale test-scale-all install-peers test-peers soak fuzz bench bench-llm bench-scale bench-claims dist docs lock lint clean
+.PHONY: install demo demo-llm test test-all install-scale test-scale test-scale-all install-peers test-peers soak fuzz bench bench-llm bench-scale bench-claims dist audit docs lock lint clean
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -121,6 +121,10 @@ dist: $(VENV)/.installed ## wheel, sdist and a list of what they need; tried in 
 
 lock: $(VENV)/.installed ## versions and hashes of everything that an installation gets; see locks/README.md
 	$(BIN)/python locks/make_locks.py
+
+audit: $(VENV)/.installed ## what is installed against the lock: versions, licences, vendored files; known holes where a network answers
+	$(PIP) pip-audit
+	$(BIN)/python locks/audit.py
 
 docs: $(VENV)/.installed ## the documentation as a site, in site/; links are checked
 	$(PIP) -e '.[docs]'

@@ -42,7 +42,8 @@ class _Vfs(Structure):
 _Write = CFUNCTYPE(c_int, c_void_p, c_void_p, c_int, c_int64)
 _Truncate = CFUNCTYPE(c_int, c_void_p, c_int64)
 _Sync = CFUNCTYPE(c_int, c_void_p, c_int)
-_Open = CFUNCTYPE(c_int, c_void_p, c_char_p, c_void_p, c_int, POINTER(c_int))
+_Open = CFUNCTYPE(c_int, c_void_p, c_void_p, c_void_p, c_int, POINTER(c_int))
+"""The name is a pointer: SQLite keeps it, and what follows it in memory."""
 _Delete = CFUNCTYPE(c_int, c_void_p, c_char_p, c_int)
 
 
@@ -103,10 +104,10 @@ def recorded(sqlite: ctypes.CDLL) -> Iterator[Log]:
     own = sqlite.sqlite3_vfs_find(None)
     open_own, delete_own = (cast(own.contents.functions[i], kind) for i, kind in ((_OPEN, _Open), (_DELETE, _Delete)))
 
-    def open_(_: int, name: bytes | None, file: int, flags: int, flags_out: Any) -> int:
+    def open_(_: int, name: int | None, file: int, flags: int, flags_out: Any) -> int:
         result = open_own(cast(own, c_void_p), name, file, flags, flags_out)
         if not result and name:
-            names[file] = Path(name.decode()).name
+            names[file] = Path(ctypes.string_at(name).decode()).name
             shadowed = _shadow(cast(file, POINTER(_File)), names, log, kept)
             kept.append(shadowed)
         return result
