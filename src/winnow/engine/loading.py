@@ -18,6 +18,10 @@ from ..base.install import install
 from ..config import ConfigError, LoraConfig
 from .pretrained import HUB_TIMEOUT_S, located
 
+WEIGHTS = ("*.safetensors", "*.bin")
+LEAST_BYTES = 0.1
+"""Bytes a parameter at least: quantised weights have 0.25 and more, shared ones are counted once."""
+MOST_LAYERS = 2_000
 _LOADING = threading.Lock()
 """transformers loads one model at a time: in two threads at once it takes tied weights for missing."""
 
@@ -64,12 +68,38 @@ def load_causal_lm(source: str | Path, device: torch.device) -> Any:
 
     Raises ConfigError when it cannot be loaded without running foreign code, or when its weights are incomplete.
     """
+    _require_weights_for(source)
     options = {"dtype": torch.float32, "use_safetensors": True, "output_loading_info": True}
     model, info = _load(AutoModelForCausalLM, source, "model", **options)
     if info["missing_keys"]:
         shown = ", ".join(sorted(info["missing_keys"])[:3])
         raise ConfigError(f"model: '{source}' lacks weights, which would start at random: {shown}")
     return model.to(device)
+
+
+def _require_weights_for(source: str | Path) -> None:
+    """ConfigError where a directory's configuration describes a far larger model than its files hold.
+
+    transformers would make what is missing at random first, in whatever memory that takes.
+    """
+    directory = Path(located(str(source)))
+    held = sum(file.stat().st_size for pattern in WEIGHTS for file in directory.glob(pattern))
+    if not held:
+        return
+    try:
+        config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
+        with _LOADING, torch.device("meta"):
+            layers = config.get_text_config().num_hidden_layers
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False) if layers <= MOST_LAYERS else None
+    except Exception:  # told by the loader itself, which reads the same files
+        return
+    wanted = sum(p.numel() for p in model.parameters()) if model is not None else None
+    if wanted is None or wanted > held / LEAST_BYTES:
+        described = f"{layers} layers" if wanted is None else f"{wanted:,} parameters"
+        raise ConfigError(
+            f"model: the config.json of '{source}' describes {described}, its weights are {held:,} bytes; restore "
+            "the file that belongs to them"
+        )
 
 
 def peft_config(lora: LoraConfig) -> Any:
