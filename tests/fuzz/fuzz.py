@@ -11,6 +11,7 @@ import argparse
 import json
 import os
 import re
+import resource
 import subprocess
 import sys
 import time
@@ -21,6 +22,7 @@ from typing import Any
 from .targets import HANG_S, MEMORY_MIB, TARGETS
 
 _RUNS = re.compile(r"#(\d+)\s")
+_SUMS = ("inputs", "seconds", "cpu_seconds")
 _WRITTEN = re.compile(r"Test unit written to (\S+)")
 
 
@@ -40,7 +42,7 @@ def session(name: str, seconds: int, corpus: Path, found: Path) -> dict[str, Any
     if TARGETS[name].words:
         limits.append(f"-dict={words}")
     options = [*limits, f"-artifact_prefix={found / name}/", "-print_final_stats=1", str(learned)]
-    started = time.monotonic()
+    started, cpu = time.monotonic(), _cpu()
     done = subprocess.run(
         [sys.executable, "-m", "tests.fuzz.search", name, *options],
         stdin=subprocess.DEVNULL,
@@ -55,6 +57,7 @@ def session(name: str, seconds: int, corpus: Path, found: Path) -> dict[str, Any
     line: dict[str, Any] = {
         "target": name,
         "seconds": round(time.monotonic() - started, 1),
+        "cpu_seconds": round(_cpu() - cpu, 1),
         "inputs": max(runs, default=0),
     }
     if written := _WRITTEN.search(done.stdout):
@@ -64,13 +67,18 @@ def session(name: str, seconds: int, corpus: Path, found: Path) -> dict[str, Any
     return line
 
 
+def _cpu() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
 def totals(log: Path) -> dict[str, dict[str, float]]:
-    """By target: inputs, seconds, findings."""
-    found: dict[str, dict[str, float]] = defaultdict(lambda: {"inputs": 0, "seconds": 0, "findings": 0})
+    """By target: inputs, seconds by the clock and of the processor, findings."""
+    found: dict[str, dict[str, float]] = defaultdict(lambda: dict.fromkeys((*_SUMS, "findings"), 0))
     for line in map(json.loads, log.read_text().splitlines() if log.exists() else ()):
         of_target = found[line["target"]]
-        of_target["inputs"] += line["inputs"]
-        of_target["seconds"] += line["seconds"]
+        for key in _SUMS:
+            of_target[key] = round(of_target[key] + line[key], 1)
         of_target["findings"] += "finding" in line
     return dict(found)
 

@@ -20,6 +20,7 @@ from pyarrow import csv, parquet
 from typer.testing import CliRunner
 
 from winnow.cli.main import app
+from winnow.env.row_files import DataError
 from winnow.methods.gate.recording import rows_of
 from winnow.methods.gate.signals import SIGNALS
 from winnow.study.replay import ReplayError, correlate, read_recorded, sweep
@@ -236,8 +237,11 @@ def test_files_that_are_no_tables_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ReplayError, match="not a CSV"):
         read_recorded(ragged)
     (no_parquet := tmp_path / "x.parquet").write_bytes(b"PAR1 no")
-    with pytest.raises(ReplayError, match="not a CSV, JSONL or Parquet"):
+    with pytest.raises(DataError, match=r"x\.parquet: cannot be read as parquet"):
         read_recorded(no_parquet)
+    parquet.write_table(pa.table([[1], [2]], names=["K", "K"]), columns := tmp_path / "columns.parquet")
+    with pytest.raises(DataError, match="two columns 'K'"):
+        read_recorded(columns)
     (twice := tmp_path / "twice.csv").write_text("K,task_id,reward_var,reward_var,action_entropy\n1,a,0,0,0\n")
     with pytest.raises(ReplayError, match="2 columns 'reward_var'"):
         read_recorded(twice)

@@ -137,16 +137,28 @@ def _parquet(path: Path) -> Iterator[Row]:
 
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
+            names = file.schema_arrow.names
+            if twice := {name for name in names if names.count(name) > 1}:
+                raise DataError(f"{path}: there are two columns '{min(twice)}'; keep one")
             yield from _batches(path, file.iter_batches(BATCH))
     except (OSError, UnicodeDecodeError, pyarrow.ArrowException) as error:
         raise DataError(f"{path}: cannot be read as parquet: {error}") from None
 
 
 def _batches(path: Path, batches: Iterable[Any]) -> Iterator[Row]:
-    rows = (row for batch in batches for row in batch.to_pylist())
-    for number, row in enumerate(rows, start=1):
-        yield Row(f"{path}, row", number, row)
+    number = 0
+    for batch in batches:
+        try:
+            rows = batch.to_pylist()
+        except UnicodeDecodeError:
+            raise
+        except (ArithmeticError, ValueError) as error:
+            after = f"{path}, rows {number + 1} to {number + batch.num_rows}"
+            raise DataError(f"{after}: a date or duration that Python cannot hold ({error}); leave it out") from None
+        for row in rows:
+            number += 1
+            yield Row(f"{path}, row", number, row)
 
 
-FORMATS = {".jsonl": _jsonl, ".json": _json, ".csv": _csv, ".parquet": _parquet}
+FORMATS = {".jsonl": _jsonl, ".json": _json, ".csv": _csv, ".parquet": _parquet, ".pq": _parquet}
 SUFFIXES = (*FORMATS, ".jsonl.gz", ".json.gz", ".csv.gz")

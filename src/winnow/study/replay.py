@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-from pyarrow import csv, parquet
+from pyarrow import csv
 
 from ..base.install import install
 from ..config import nearest
@@ -148,10 +148,8 @@ def _read(path: Path, mapping: Mapping[str, str]) -> pa.Table:
         raise FileNotFoundError(f"{path}: no such file")
     text = {mapping.get(name, name): pa.string() for name in TEXT}
     try:
-        if path.suffix == ".jsonl":
+        if path.suffix in (".jsonl", ".parquet", ".pq"):
             return _table(path, [row.values for row in read_file(path)])
-        if path.suffix in (".parquet", ".pq"):
-            return parquet.read_table(path)
         options = csv.ConvertOptions(column_types=text, strings_can_be_null=True)
         return csv.read_csv(path, convert_options=options)
     except (pa.ArrowException, UnicodeDecodeError) as error:
