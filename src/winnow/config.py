@@ -24,7 +24,7 @@ from .base.options import Pairs, number, refuse_truths
 from .base.options import build_options as build_options
 from .base.options import method as method
 from .base.options import name_of as name_of
-from .base.paths import absolute_paths
+from .base.paths import absolute_paths, below_home, out_of_home
 from .base.schedule import OWN, Schedule, check_schedule
 from .base.settings_yaml import load_yaml
 
@@ -287,6 +287,15 @@ def validate(values: Mapping[str, Any], where: str = "config") -> RunConfig:
         raise ConfigError(f"{where}: {not_json(values)} cannot be saved as JSON: {error}") from None
     refuse_truths(values, config.model_dump(), where)
     return config
+
+
+def as_saved(config: RunConfig) -> dict[str, Any]:
+    """JSON values for a run's files and trackers, which name nobody's home directory; `from_saved` undoes it."""
+    return below_home(config.model_dump(mode="json"), METHODS)
+
+
+def from_saved(values: Mapping[str, Any]) -> dict[str, Any]:
+    return out_of_home(values, METHODS)
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:

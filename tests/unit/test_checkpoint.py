@@ -98,10 +98,11 @@ def test_reader_of_a_running_run_keeps_what_it_reads(tmp_path: Path) -> None:
     thread.start()
     try:
         seen = []
-        for _ in range(40):
+        for _ in range(200):
             with checkpoint.held(tmp_path) as directory:
                 assert directory is not None
                 while directory.name == f"step-{checkpoint.steps(tmp_path)[-1]:06d}":
+                    assert thread.is_alive(), "a save failed beside a reader"
                     time.sleep(0.001)  # until the run has taken it away
                 assert (directory / "model" / "weights.bin").read_bytes() == bytes(range(256))
                 assert checkpoint.load_state(directory)["step"] == int(directory.name[5:])

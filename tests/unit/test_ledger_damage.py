@@ -12,7 +12,9 @@ import pytest
 from typer.testing import CliRunner
 
 from winnow.cli.main import app
+from winnow.record import ahead
 from winnow.record.ledger import TABLES, Ledger, LedgerError
+from winnow.record.rows import damage
 from winnow.study.report import write_report
 
 from .test_ledger import book_step, ledger, path, visit
@@ -136,3 +138,45 @@ def test_commands_say_it_without_a_traceback(path: Path, marks: list[dict[str, o
     assert (done.exit_code, "ledger.sqlite: damaged" in done.output.replace("\n", "")) == (1, True)
     write_report([run], run / "report.html")
     assert "ledger.sqlite cannot be used" in (run / "report.html").read_text()
+
+
+def test_check_ahead_says_what_the_check_in_turn_says(
+    path: Path, marks: list[dict[str, object]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Begun before rows were booked and damaged: what it read is found, and what came after it, too."""
+    monkeypatch.setattr(ahead, "SMALL_BYTES", 0)
+    with Ledger.open(path) as ledger:
+        ledger.rollback(marks[2], reason="whole")
+        assert ahead.result(path) == ([], {}), "nothing was begun"
+    with closing(sqlite3.connect(path)) as db:
+        db.execute("UPDATE rollouts SET tokens = tokens + 1 WHERE row = 3")
+        db.commit()
+    ahead.begin(path)
+    found, read = ahead.result(path)
+    assert len(found) == 1
+    assert "rollouts, row 3:" in found[0]
+    assert read["rollouts"] > 30
+    ahead.begin(path)
+    with Ledger.open(path) as ledger, pytest.raises(LedgerError, match="rollouts, row 3:"):
+        ledger.rollback(marks[2], reason="killed")
+
+
+def test_rows_booked_after_the_check_ahead_are_checked(
+    path: Path, marks: list[dict[str, object]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    last = len(contents(path)[2])  # type: ignore[arg-type]
+    monkeypatch.setattr(ahead, "result", lambda of: ([], {"rollouts": last - 1}))
+    with closing(sqlite3.connect(path)) as db:
+        for row, told in ((last - 1, False), (last, True)):
+            db.execute("UPDATE rollouts SET tokens = tokens + 1 WHERE row = ?", (row,))
+            assert any(f"rollouts, row {row}:" in text for text in damage(db, path)) is told
+
+
+def test_check_ahead_of_what_is_no_ledger_is_left_to_whoever_opens_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ahead, "SMALL_BYTES", 0)
+    (file := tmp_path / "ledger.sqlite").write_bytes(b"no ledger at all")
+    for name in (file, tmp_path / "absent"):
+        ahead.begin(name)
+        assert ahead.result(name) == ([], {})

@@ -18,6 +18,8 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from ..base.redact import redact
+
 out, err = Console(markup=False), Console(stderr=True, markup=False)  # paths and data are text, whatever they hold
 
 Command = TypeVar("Command", bound=Callable[..., None])
@@ -49,7 +51,7 @@ def command(app: typer.Typer, name: str | None = None) -> Callable[[Command], Co
 
                 if not isinstance(error, EXPECTED):
                     raise
-                err.print(f"error: {error}", style="red", highlight=False, soft_wrap=True)
+                err.print(f"error: {redact(str(error))}", style="red", highlight=False, soft_wrap=True)
                 raise typer.Exit(1) from None
 
         parameters = [p for own in signature(run).parameters.values() for p in _options(own, hints[own.name])]

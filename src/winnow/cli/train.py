@@ -36,6 +36,10 @@ def train(
 @command(app)
 def resume(run: Run, overrides: Overrides = None, as_json: Json = False) -> None:
     """Go on where a run was saved last."""
+    from ..record import ahead
+    from ..record.ledger_file import LEDGER
+
+    ahead.begin(run / LEDGER)
     from ..run.trainer import Trainer
 
     trainer = Trainer.resume(run, settings(overrides))

@@ -12,6 +12,7 @@ from typing import Any, Literal
 import numpy as np
 
 from ..base.dotted import nearest
+from ..base.paths import tilde
 from ..types import Message, Prompt
 from .base import Env, RewardFn
 from .presets import PRESETS
@@ -114,7 +115,8 @@ class DatasetTask:
 
     def fingerprint(self) -> str:
         if self._fingerprint is None:
-            digest = hashlib.sha256(json.dumps(asdict(self.config), sort_keys=True).encode())
+            own = {k: tilde(v) if isinstance(v, str) else v for k, v in asdict(self.config).items()}
+            digest = hashlib.sha256(json.dumps(own, sort_keys=True).encode())
             encode = json.JSONEncoder(sort_keys=True, default=str).encode
             for part in (self.train, self.test):
                 for prompt in part:

@@ -11,7 +11,7 @@ from typing import Any, cast
 import numpy as np
 
 from ..base.files import private_directory, write_json
-from ..config import RunConfig
+from ..config import RunConfig, as_saved
 from ..env.base import Task
 from ..loop import Batch, Hooks, Loop, Parts
 from ..methods.advantage import InUpdate
@@ -89,7 +89,7 @@ class LoopInTrl:
         assert self._loop is not None
         return {
             "loop": self._loop.state_dict(),
-            "config": self.config.model_dump(mode="json"),
+            "config": as_saved(self.config),
             "task": self._task.fingerprint(),
             "offsets": self._records.offsets(),
             "ledger": self._loop.parts.ledger.mark(),
@@ -100,7 +100,7 @@ class LoopInTrl:
         if not path.is_file():
             raise RunDirectoryError(f"{path}: missing; this checkpoint was not saved by WinnowGRPOTrainer")
         state = json.loads(path.read_text(encoding="utf-8"))
-        now = self.config.model_dump(mode="json")
+        now = as_saved(self.config)
         changed = [k for k, v in state["config"].items() if now.get(k) != v and k not in ("max_steps", "output_dir")]
         if changed or state["task"] != self._task.fingerprint():
             what = ", ".join(changed) or "train_dataset"
@@ -112,7 +112,7 @@ class LoopInTrl:
         if state is None:
             refuse_used_directory(self.run_dir)
         private_directory(self.run_dir)
-        write_json(self.run_dir / CONFIG, c.model_dump(mode="json"), private=True)
+        write_json(self.run_dir / CONFIG, as_saved(c), private=True)
         ledger = Ledger.open(self.run_dir / LEDGER)
         ledger.judge = m.judge
         if state is not None:

@@ -246,7 +246,7 @@ class Ledger:
             return recurrence(db)
 
     def _refuse_damage(self) -> None:
-        if found := damage(self._db):
+        if found := damage(self._db, self.path):
             raise LedgerError(damaged(self.path, "; ".join(found)))
 
     def _up_to(self, mark: Mapping[str, Any]) -> tuple[dict[str, _Prefix], dict[str, dict[str, Any]]]:
@@ -313,10 +313,11 @@ class _Prefix:
     def extend(self, db: sqlite3.Connection, until: int | None = None) -> dict[str, Any]:
         bound = (1 << 63) - 1 if until is None else until
         query = f"SELECT row, checksum FROM {self.table} WHERE row > ? AND row <= ? AND void = 0 ORDER BY row"
-        for row in db.execute(query, (self.last, bound)):
-            self._sha.update(repr(row).encode())
-            self.last = row[0]
-            self.rows += 1
+        found = db.execute(query, (self.last, bound))
+        while rows := found.fetchmany(4096):
+            self._sha.update("".join(map(repr, rows)).encode())
+            self.last = rows[-1][0]
+            self.rows += len(rows)
         return {"last": self.last, "rows": self.rows, "sha256": self._sha.copy().hexdigest()}
 
 

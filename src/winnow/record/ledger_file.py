@@ -7,6 +7,8 @@ from pathlib import Path
 
 from ..base.files import private_file
 
+LEDGER = "ledger.sqlite"
+"""Its name in a run directory."""
 SCHEMA_VERSION = 2
 APPLICATION_ID = 0x57696E6E  # "Winn"
 BUSY_TIMEOUT_S = 10.0
@@ -66,7 +68,7 @@ def open_file(path: Path, read_only: bool) -> sqlite3.Connection:
     if not read_only and not path.parent.is_dir():
         raise FileNotFoundError(f"{path}: cannot make a ledger here, the folder does not exist.")
     try:
-        connection = _connect(path, read_only)
+        connection = connect(path, read_only)
     except sqlite3.Error as error:
         raise LedgerError(f"{path}: cannot open: {error}.") from error
     try:
@@ -85,7 +87,7 @@ def open_file(path: Path, read_only: bool) -> sqlite3.Connection:
     return connection
 
 
-def _connect(path: Path, read_only: bool) -> sqlite3.Connection:
+def connect(path: Path, read_only: bool) -> sqlite3.Connection:
     uri = path.resolve().as_uri()
     if read_only:
         # Without a write-ahead log nobody is writing; `immutable` then keeps SQLite from making one.

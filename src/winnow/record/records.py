@@ -11,14 +11,16 @@ from pathlib import Path
 from typing import IO, Any
 
 from ..base.files import private_file
-from ..config import RunConfig
+from ..base.redact import redact
+from ..config import RunConfig, from_saved
 from ..methods.gate.recording import rows_of
 from ..methods.signal import Judge
 from ..types import Group
+from .ledger_file import LEDGER as LEDGER
 from .samples import sample
 from .trackers import Trackers
 
-CONFIG, METRICS, SAMPLES, LEDGER = "config.json", "metrics.jsonl", "samples.jsonl", "ledger.sqlite"
+CONFIG, METRICS, SAMPLES = "config.json", "metrics.jsonl", "samples.jsonl"
 WARNINGS = "warnings.jsonl"
 """What `Watchdogs` found; absent where they found nothing."""
 START = "start.json"
@@ -42,7 +44,7 @@ def read_config(run_dir: Path) -> dict[str, Any]:
         raise RunDirectoryError(f"{run_dir}: not a run directory ({CONFIG}: {error})") from None
     if not isinstance(values, dict):
         raise RunDirectoryError(f"{run_dir / CONFIG}: damaged: a JSON object was expected; restore the file")
-    return values
+    return from_saved(values)
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
@@ -116,7 +118,7 @@ class Records:
     def warning(self, step: int, message: str) -> None:
         """One line of warnings.jsonl. Those of steps that a resume takes back stay: they were true."""
         with private_file(self.run_dir / WARNINGS).open("ab") as file:
-            file.write(json.dumps({"step": step, "warning": message}).encode() + b"\n")
+            file.write(json.dumps({"step": step, "warning": redact(message)}).encode() + b"\n")
 
     def samples(self, step: int, groups: Sequence[Group], split: str) -> None:
         """The first sibling of a few groups, readable."""

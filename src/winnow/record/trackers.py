@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from ..base.files import write_json
 from ..base.install import install
-from ..config import ConfigError, RunConfig
+from ..config import ConfigError, RunConfig, as_saved
 
 PROJECT = "winnow"
 KEPT = "trackers.json"
@@ -53,7 +53,7 @@ class Wandb:
         self._run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", PROJECT),
             name=config.run_name or run_dir.name,
-            config=config.model_dump(mode="json"),
+            config=as_saved(config),
             dir=str(run_dir),
             id=kept.get("wandb"),
             resume="allow" if "wandb" in kept else None,
@@ -73,7 +73,7 @@ class Trackio:
     def __init__(self, run_dir: Path, config: RunConfig, step: int | None) -> None:
         trackio = import_module("trackio")
         kept, name = _kept(run_dir).get("trackio"), config.run_name or run_dir.name
-        settings, resume = config.model_dump(mode="json"), "allow" if kept else "never"
+        settings, resume = as_saved(config), "allow" if kept else "never"
         self._run = trackio.init(project=PROJECT, name=kept or name, config=settings, resume=resume, embed=False)
         _keep(run_dir, "trackio", self._run.name)
 
@@ -99,7 +99,7 @@ class MLflow:
         experiment = found.experiment_id if found else self._client.create_experiment(name)
         self._id = self._client.create_run(experiment, run_name=config.run_name or run_dir.name).info.run_id
         _keep(run_dir, "mlflow", self._id)
-        for key, value in config.model_dump(mode="json").items():
+        for key, value in as_saved(config).items():
             self._client.log_param(self._id, key, str(value)[:500])
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from ..base.redact import redact
 from ..env.base import Env, OverlappingEnv, StepResult
 from ..types import Decision, EnvStep, Fate, GatePoint, Group, GroupView, Job, Rollout, Turn, Visit
 
@@ -106,7 +107,7 @@ class Sibling:
             stop_reason=stop_reason,
             text="".join(t.action + (t.observation or "") for t in self.turns),
             fate=fate,
-            reason=reason,
+            reason=redact(reason),
             survival_p=self.survival_p,
             seconds=self.seconds,
             barrier_wait_s=self.barrier_wait_s,

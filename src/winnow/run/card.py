@@ -10,6 +10,7 @@ import yaml
 from huggingface_hub import ModelCard, ModelCardData
 
 from .. import __version__
+from ..base.redact import redact
 from ..config import RunConfig, name_of
 from ..types import Fate
 from .catalogue import all_methods
@@ -42,8 +43,7 @@ def write_card(
         _settings(c),
     ]
     text = f"---\n{head.to_yaml()}\n---\n\n" + "\n\n".join(part for part in parts if part) + "\n"
-    text = text.replace(str(Path.home()), "~")  # the card is made to be shown to others
-    ModelCard(text).save(directory / "README.md")
+    ModelCard(redact(text)).save(directory / "README.md")
 
 
 def _steps(metrics: Sequence[Mapping[str, float]]) -> str:

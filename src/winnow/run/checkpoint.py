@@ -15,7 +15,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +47,7 @@ def save(run_dir: Path, step: int, state: Mapping[str, Any], write: Callable[[Pa
     root = run_dir / "checkpoints"
     private_directory(root)
     target, temporary = root / f"step-{step:06d}", root / f".writing-step-{step:06d}"
-    for leftover in root.glob(".writing-*"):
+    for leftover in (*root.glob(".writing-*"), *root.glob(".removing-*")):
         shutil.rmtree(leftover)
     try:
         private_directory(temporary)
@@ -60,7 +60,7 @@ def save(run_dir: Path, step: int, state: Mapping[str, Any], write: Callable[[Pa
         fsync_tree(temporary)
         failpoint("checkpoint.fsync")
         if target.exists():  # left by an attempt that a resume has rolled back
-            shutil.rmtree(target)
+            _remove(target)
         temporary.rename(target)
         failpoint("checkpoint.rename")
         fsync(root)
@@ -70,11 +70,19 @@ def save(run_dir: Path, step: int, state: Mapping[str, Any], write: Callable[[Pa
             raise
         raise CheckpointError(f"{target}: could not be saved: {error}; earlier checkpoints are untouched") from error
     for abandoned in root.glob(".reading-*"):
-        if time.time() - abandoned.stat().st_mtime > ABANDONED_S:
-            shutil.rmtree(abandoned, ignore_errors=True)
+        with suppress(FileNotFoundError):  # its reader is done
+            if time.time() - abandoned.stat().st_mtime > ABANDONED_S:
+                shutil.rmtree(abandoned, ignore_errors=True)
     for old in steps(run_dir)[:-keep_last]:
-        shutil.rmtree(root / f"step-{old:06d}")
+        _remove(root / f"step-{old:06d}")
     return target
+
+
+def _remove(directory: Path) -> None:
+    """At once for whoever looks by its name: a reader must not take half of it for a damaged one."""
+    moved = directory.with_name(f".removing-{directory.name}")
+    directory.rename(moved)
+    shutil.rmtree(moved)
 
 
 def _write_manifest(directory: Path, step: int) -> None:
@@ -157,7 +165,7 @@ def verify(directory: Path) -> None:
     try:
         manifest = json.loads((directory / MANIFEST).read_text(encoding="utf-8"))
         entries = {str(name): (int(e["bytes"]), str(e["sha256"])) for name, e in manifest["files"].items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ArithmeticError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{directory / MANIFEST}: missing or unreadable ({error!r})") from None
     if STATE not in entries:
         raise CheckpointError(f"{directory / MANIFEST}: does not cover {STATE}")

@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from ..config import ConfigError, MethodSpec, RunConfig, method, validate
+from ..config import ConfigError, MethodSpec, RunConfig, as_saved, from_saved, method, validate
 from ..engine.base import Engine, Request
 from ..env.base import Task
 from ..env.prompting import encode_prompt
@@ -46,7 +46,7 @@ def resumed_config(run_dir: Path, overrides: Mapping[str, Any]) -> RunConfig:
 
 def refuse_changes(run_dir: Path, saved: Mapping[str, Any], config: RunConfig) -> None:
     """Raises ConfigError with the difference when `config` would make the rest of the run something else."""
-    before, now = (c.model_dump(mode="json") for c in (validate(saved), config))
+    before, now = (as_saved(c) for c in (validate(from_saved(saved)), config))
     free = MAY_CHANGE_ON_RESUME | {"output_dir"}
     repeatable = any("repeatable" in sampler_options(validate(c)).provides for c in (saved, now))
     if before["sync"] != now["sync"] and (repeatable or _name(before["sync"]) != _name(now["sync"])):

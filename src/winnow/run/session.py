@@ -15,7 +15,7 @@ from rich.console import Console
 
 from ..base.failpoint import failpoint
 from ..base.files import readable, write_json
-from ..config import ConfigError
+from ..config import ConfigError, as_saved
 from ..learner.step import OptimizerStep
 from ..loop import Hooks, Loop, Parts
 from ..record.ledger import Ledger
@@ -65,7 +65,7 @@ class Session:
 
     def _open(self, stack: ExitStack, state: Mapping[str, Any] | None, found: Path | None) -> None:
         c, built = self.config, self.built
-        write_json(self.run_dir / CONFIG, c.model_dump(mode="json"), private=True)
+        write_json(self.run_dir / CONFIG, as_saved(c), private=True)
         built.machine.say(self._console)
         built.rewarder.trainer_state = SimpleNamespace(global_step=0, max_steps=c.max_steps)
         self.ledger = stack.enter_context(Ledger.open(self.run_dir / LEDGER))
@@ -299,7 +299,7 @@ class Session:
             return
         state = {
             "loop": self.loop.state_dict(),
-            "config": self.config.model_dump(mode="json"),
+            "config": as_saved(self.config),
             "fingerprints": self.built.fingerprints,
             "offsets": self._records.offsets(),
             "seconds_total": self._seconds(),

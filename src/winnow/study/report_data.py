@@ -14,6 +14,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
+from ..base.redact import redact
 from ..methods.pass_rates import BINS, histogram, read_profile, summary
 from ..record import recurrence
 from ..record.collapse import off_policy_marks
@@ -123,6 +124,14 @@ def _take_reliability(rows: Sequence[Row]) -> dict[str, Any] | None:
     return {"points": [[round(v, 4) for v in point] for point in points], "caption": caption}
 
 
+def _redacted(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _redacted(v) for key, v in value.items()}
+    return (
+        [_redacted(v) for v in value] if isinstance(value, list) else redact(value) if isinstance(value, str) else value
+    )
+
+
 def _read_config(path: Path, notes: list[str]) -> dict[str, Any] | None:
     if not path.is_file():
         notes.append("config.json is missing.")
@@ -132,7 +141,8 @@ def _read_config(path: Path, notes: list[str]) -> dict[str, Any] | None:
     except ValueError as error:
         notes.append(f"config.json cannot be read: {visible(str(error))}.")
         return None
-    return plain(config) if isinstance(config, dict) else {"config": plain(config)}
+    config = plain(config)
+    return _redacted(config if isinstance(config, dict) else {"config": config})
 
 
 def _read_profile(selector: Any) -> dict[str, Any] | None:

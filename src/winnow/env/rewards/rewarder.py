@@ -20,6 +20,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from ...base.dotted import nearest
+from ...base.redact import redact
 from ...types import Fate, Group, Rollout
 from ..workers.calls import LoopRunner, ThreadRunner
 from ..workers.functions import (
@@ -299,7 +300,7 @@ class Rewarder:
             cause = "no reward function applied"
         if not cause and not abs(sum(values)) <= LARGEST:
             cause = f"the weighted sum of rewards is {sum(values)}"
-        if cause:
+        if cause := redact(cause, self._workers.env):
             rollout.fate, rollout.reason, self.last_error = Fate.FAILED, cause, cause
         else:
             rollout.reward = sum(values)

@@ -1,0 +1,46 @@
+"""Texts that are kept or shown to others, without secrets of the environment, credentials in URLs and the home path."""
+
+from __future__ import annotations
+
+import os
+import pwd
+import re
+from collections.abc import Iterable
+
+_SECRET_NAME = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL|COOKIE", re.IGNORECASE)
+_SHORTEST = 6
+"""Characters from which a variable's value is looked for: a shorter one stands in harmless words."""
+_USER = re.compile(r"(\b[a-z][a-z0-9+.-]*://)[^\s/?#@'\"<>]+@", re.IGNORECASE)
+_QUERY = re.compile(r"([?&][\w.-]*(?:key|token|secret|passw|sig|auth|credential)[\w.-]*=)[^\s&#'\"<>)]+", re.IGNORECASE)
+_BEARER = re.compile(r"\b(Bearer\s+)[\w.~+/=-]{8,}", re.IGNORECASE)
+
+
+def home() -> str:
+    """The home directory without a final slash; empty where there is none, or it is `/`, as in some containers."""
+    found = os.path.expanduser("~")
+    return "" if found in ("~", "/") else found.rstrip("/")
+
+
+def redact(text: str, names: Iterable[str] = ()) -> str:
+    """`text` with `$NAME` for values of variables that are named like secrets (or in `names`), `***` for user,
+    password and tokens in URLs, and `~` for the home directory."""
+    if not text:
+        return text
+    own = {name for name in os.environ if _SECRET_NAME.search(name)} | set(names)
+    values = {os.environ.get(name, ""): name for name in sorted(own)}
+    for value in sorted(values, key=len, reverse=True):  # one may be part of another
+        if len(value) >= _SHORTEST:
+            text = text.replace(value, f"${values[value]}")
+    text = _BEARER.sub(r"\1***", _QUERY.sub(r"\1***", _USER.sub(r"\1***@", text)))
+    for path in _homes():
+        text = re.sub(rf"(?<![\w.-]){re.escape(path)}(?![\w.-])", "~", text)
+    return text
+
+
+def _homes() -> list[str]:
+    """Of this process, and of its user: a worker without this environment knows the latter alone."""
+    try:
+        users = pwd.getpwuid(os.getuid()).pw_dir.rstrip("/")
+    except KeyError:
+        users = ""
+    return sorted({home(), users} - {""}, key=len, reverse=True)
