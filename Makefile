@@ -7,7 +7,7 @@ JOBS ?= 2
 # Some packages are built by calling `python`, which not every machine has.
 PIP := PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt
 
-.PHONY: install demo demo-llm test test-all install-scale test-scale test-scale-all install-peers test-peers soak fuzz bench bench-llm bench-scale bench-claims dist audit docs lock lint clean
+.PHONY: install demo demo-llm test test-all install-scale test-scale test-scale-all install-peers test-peers soak fuzz anywhere bench bench-llm bench-scale bench-claims dist audit docs lock lint clean
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -24,8 +24,10 @@ $(VENV)/.bench: $(VENV)/.installed
 	$(PIP) -e '.[bench]'
 	touch $@
 
+# OUT, SETTINGS: where it goes, and `key=value` that change it.
+OUT ?= runs/demo
 demo: $(VENV)/.installed ## warm-start, train, evaluate, report (about 10 minutes on two cores)
-	$(BIN)/winnow demo
+	$(BIN)/winnow demo -o "$(OUT)" $(SETTINGS)
 
 demo-llm: $(VENV)/.installed ## the same with a pretrained chat model of 135M parameters, fetched first
 	$(BIN)/winnow demo-llm
@@ -76,6 +78,11 @@ fuzz: $(VENV)/.installed ## a coverage-guided search for input that breaks a par
 	mkdir -p build
 	$(PIP) atheris==3.0.0
 	$(BIN)/python -m tests.fuzz.fuzz build/fuzz.jsonl --seconds $(SECONDS) --corpus build/fuzz-corpus --found build/fuzz-found --out benchmarks/results/fuzz.json
+
+# As root: the tests then run as `nobody`. PYTHONS that are not there fail.
+PYTHONS ?= python3.11 python3.12 python3.13
+anywhere: ## demo and test as an ordinary user, read-only, without a home, on one core, under odd names
+	$(PYTHON) -m tests.anywhere --pythons $(PYTHONS) --out benchmarks/results/anywhere.json
 
 bench: $(VENV)/.bench ## engine and training step beside their peers; writes benchmarks/results/*.json
 	$(BIN)/python benchmarks/engine.py --out benchmarks/results/engine.json

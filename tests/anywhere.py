@@ -1,0 +1,117 @@
+"""`make demo` and `make test` where they are hard to run: `python -m tests.anywhere --pythons python3.12 ...`.
+
+For each Python a copy of the last commit in a folder whose name has spaces and letters that are not ASCII, set up by
+make, then read-only; an ordinary user without a home (if this is started as root), one core, 4 GB of memory, no
+bubblewrap on the PATH and no variable of the caller's but those of pip. One JSON line for each command and Python.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import pwd
+import resource
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDER = "ein Ordner für 模型"
+MEMORY = 4 << 30
+HIDDEN = ("bwrap", "chromium")
+DEMO = ("max_steps=3", "warm_start.max_steps=40", "env.train_size=200", "eval_steps=3")
+"""What makes the demo short; without `--whole`."""
+
+
+def path_without(hidden: Sequence[str], folder: Path) -> str:
+    """A PATH of links to every program of this one's but some."""
+    folder.mkdir()
+    for place in map(Path, ("/usr/local/bin", "/usr/bin", "/bin")):
+        for program in place.iterdir():
+            if program.name not in hidden and not (folder / program.name).exists():
+                (folder / program.name).symlink_to(program)
+    return str(folder)
+
+
+def restricted(user: pwd.struct_passwd | None) -> Any:
+    """What a child does to itself before it begins."""
+
+    def confine() -> None:
+        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+        resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
+        if user is not None:
+            os.setgroups([])
+            os.setgid(user.pw_gid)
+            os.setuid(user.pw_uid)
+        os.umask(0o022)
+
+    return confine
+
+
+def try_python(python: str, folder: Path, arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    user = pwd.getpwnam("nobody") if os.getuid() == 0 else None
+    tree, out = folder / FOLDER / "winnow", folder / FOLDER / "out"
+    tree.mkdir(parents=True)
+    out.mkdir()
+    archive = subprocess.run(["git", "archive", "HEAD"], cwd=ROOT, check=True, capture_output=True).stdout
+    subprocess.run(["tar", "x", "-C", str(tree)], input=archive, check=True)
+    (scratch := folder / "tmp").mkdir()
+    if user is not None:
+        folder.chmod(0o755)
+        subprocess.run(["chown", "-R", f"{user.pw_uid}:{user.pw_gid}", str(folder)], check=True)
+    kept = {k: v for k, v in os.environ.items() if k.startswith("PIP_") or k in ("LANG", "LD_LIBRARY_PATH")}
+    environment = kept | {"PATH": path_without(HIDDEN, folder / "bin"), "TMPDIR": str(scratch), "PIP_NO_CACHE_DIR": "1"}
+    found = []
+
+    def run(what: str, *command: str) -> bool:
+        started = time.monotonic()
+        log = folder / f"{what}.log"
+        with log.open("w") as file:
+            code = subprocess.run(
+                command, cwd=tree, env=environment, stdout=file, stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL, preexec_fn=restricted(user), timeout=arguments.timeout, check=False,
+            ).returncode  # fmt: skip
+        shutil.copy(log, arguments.logs / f"{what}-{Path(python).name}.log")
+        last = [line for line in log.read_text(errors="replace").splitlines() if line.strip()][-1:]
+        seconds = round(time.monotonic() - started)
+        found.append({"python": python, "what": what, "code": code, "seconds": seconds, "said": " ".join(last)[:300]})
+        print(json.dumps(found[-1]), flush=True)
+        return code == 0
+
+    if run("install", "make", "install", f"PYTHON={python}"):
+        subprocess.run(["chmod", "-R", "a-w", str(tree)], check=True)
+        short = () if arguments.whole else (f"SETTINGS={' '.join(DEMO)}",)
+        run("demo", "make", "demo", f"OUT={out / 'demo'}", *short)
+        run("test", "make", "test", "JOBS=1")
+        subprocess.run(["chmod", "-R", "u+w", str(tree)], check=True)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--pythons", nargs="+", default=["python3.11", "python3.12", "python3.13"])
+    parser.add_argument("--whole", action="store_true", help="the demo as it is, not a short one")
+    parser.add_argument("--timeout", type=int, default=3600)
+    parser.add_argument("--logs", type=Path, default=Path("build/anywhere"))
+    parser.add_argument("--out", type=Path, default=None)
+    arguments = parser.parse_args()
+    arguments.logs.mkdir(parents=True, exist_ok=True)
+    found = []
+    for python in arguments.pythons:
+        with tempfile.TemporaryDirectory(prefix="anywhere-", ignore_cleanup_errors=True) as folder:
+            found += try_python(python, Path(folder), arguments)
+    if arguments.out:
+        machine = {"platform": platform.platform(), "memory_bytes": MEMORY, "cores": 1}
+        arguments.out.write_text(json.dumps({"machine": machine, "commands": found}, indent=1) + "\n")
+    sys.exit(any(line["code"] for line in found))
+
+
+if __name__ == "__main__":
+    main()
