@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from .base.failpoint import failpoint
+from .base.typed import require_types
 from .base.weights import FiniteWeights, RemoteWeights
 from .config import ConfigError
 from .learner.base import Learner
@@ -317,6 +318,8 @@ class Loop:
         self._useful.skipped_steps = int(state["skipped_steps"])
         self._useful.solved_steps = int(state.get("solved_steps", 0))
         self.parts.buffer.groups = [group_from(g, self.parts.prompts) for g in state["waiting"]]
+        for group in self.parts.buffer.groups:
+            require_types(group)
         self.parts.buffer.spent = int(state["spent"])
         self.parts.selector.load_state_dict(state["selector"])
         self.parts.group_size.load_state_dict(state["group_size"])

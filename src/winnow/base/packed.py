@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import math
 import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -21,8 +22,12 @@ def pack(array: np.ndarray) -> dict[str, Any]:
 
 def unpack(state: Mapping[str, Any]) -> np.ndarray:
     """The array that `pack` was given."""
-    data = zlib.decompress(base64.b64decode(state["zlib"]))
-    return np.frombuffer(data, np.dtype(state["dtype"])).reshape(state["shape"]).copy()
+    dtype, shape = np.dtype(state["dtype"]), tuple(state["shape"])
+    size = math.prod(shape) * dtype.itemsize
+    data = zlib.decompressobj().decompress(base64.b64decode(state["zlib"]), size + 1)  # bombs stay packed
+    if len(data) != size:
+        raise ValueError(f"an array of {shape} {dtype} has {size} bytes")
+    return np.frombuffer(data, dtype).reshape(shape).copy()
 
 
 def pack_all(arrays: Sequence[np.ndarray | None]) -> dict[str, Any]:

@@ -14,13 +14,18 @@ import re
 import shutil
 import tempfile
 import time
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from pydantic import ConfigDict, Field, NonNegativeInt, PositiveInt, TypeAdapter, ValidationError
 from safetensors import SafetensorError
+from typing_extensions import TypedDict  # pydantic cannot read that of typing before Python 3.12
 
+from ..base.errors import ConfigError
+from ..base.explain import explain
 from ..base.failpoint import failpoint
 from ..base.files import fsync, fsync_tree, private_directory, readable, sha256
 from ..record.records import START
@@ -32,6 +37,30 @@ TRL_STATE = "winnow.json"
 FORMAT = 1
 ABANDONED_S = 86_400.0
 """Age of a reader's links to a checkpoint that nobody can be loading any more."""
+
+
+class _Mark(TypedDict):
+    last: Annotated[int, Field(ge=0, lt=1 << 63)]
+    rows: int
+    sha256: str
+
+
+class _Loop(TypedDict):
+    __pydantic_config__ = ConfigDict(extra="allow")  # type: ignore[misc]
+    step: NonNegativeInt
+    in_flight: list[tuple[list[Any], PositiveInt]]
+
+
+class _State(TypedDict):
+    loop: _Loop
+    config: dict[str, Any]
+    fingerprints: dict[str, str]
+    offsets: dict[str, NonNegativeInt]
+    seconds_total: float
+    ledger: dict[str, _Mark]
+
+
+_STATE = TypeAdapter(_State)
 
 
 class CheckpointError(RuntimeError):
@@ -206,3 +235,26 @@ def marks(run_dir: Path) -> dict[str, dict[str, Any]]:
 def load_state(directory: Path) -> dict[str, Any]:
     state: dict[str, Any] = json.loads((directory / STATE).read_text(encoding="utf-8"))
     return state
+
+
+def load_run_state(directory: Path) -> dict[str, Any]:
+    """The state that a session saved. Raises CheckpointError naming what is not of its kind."""
+    with understood(directory):
+        state = load_state(directory)
+        _STATE.validate_python(state)
+        return state
+
+
+@contextmanager
+def understood(directory: Path) -> Iterator[None]:
+    """Whatever reading a state raises becomes a CheckpointError: it is whole, but Winnow has not written it so."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except (LookupError, TypeError, AttributeError, ArithmeticError, ValueError, zlib.error) as error:
+        said = explain(error, [], "state") if isinstance(error, ValidationError) else f"{type(error).__name__}: {error}"
+        raise CheckpointError(
+            f"{directory / STATE}: not what this version saves, though its SHA-256 is right ({said:.300}); "
+            "it is of another program or version. Resume from another checkpoint, or start a new run"
+        ) from error

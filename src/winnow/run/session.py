@@ -57,7 +57,7 @@ class Session:
         self._console = console
         self._compare_at = 1
         self._metrics: dict[str, float] = {}
-        state = checkpoint.load_state(found) if found else None
+        state = checkpoint.load_run_state(found) if found else None
         self._seconds_before = float(state["seconds_total"]) if state else 0.0
         with ExitStack() as stack:
             self._open(stack, state, found)
@@ -153,16 +153,18 @@ class Session:
 
     def _restore(self, state: Mapping[str, Any], found: Path) -> None:
         for name, now in self.built.fingerprints.items():
-            if state["fingerprints"][name] != now:
+            if state["fingerprints"].get(name) != now:
                 raise ConfigError(
                     f"{self.run_dir}: the {name} is not the one this run was saved with; restore it, or start a new run"
                 )
-        self.loop.load_state_dict(state["loop"])
+        with checkpoint.understood(found):
+            self.loop.load_state_dict(state["loop"])
         self._at(self.loop.step)
         self.built.learner.load(found)
         self.built.sampler.load(found)
         self._start_sampler()
-        self.loop.relaunch(state["loop"])
+        with checkpoint.understood(found):
+            self.loop.relaunch(state["loop"])
 
     def run(self) -> None:
         """Train to `max_steps`, or until a callback asks for the end.

@@ -112,7 +112,7 @@ class Trainer:
         """The checkpoint to go on from; None to start again from the beginning."""
         found = checkpoint.latest(self.run_dir)
         if found:
-            state = checkpoint.load_state(found)
+            state = checkpoint.load_run_state(found)
             refuse_changes(self.run_dir, state["config"], config)
             if state["loop"]["step"] > config.max_steps:
                 raise ConfigError(f"max_steps={config.max_steps}, but the run is at step {state['loop']['step']}")
