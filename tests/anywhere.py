@@ -89,7 +89,8 @@ def try_python(python: str, folder: Path, arguments: argparse.Namespace) -> list
         subprocess.run(["chmod", "-R", "a-w", str(tree)], check=True)
         short = () if arguments.whole else (f"SETTINGS={' '.join(DEMO)}",)
         run("demo", "make", "demo", f"OUT={out / 'demo'}", *short)
-        run("test", "make", "test", "JOBS=1")
+        if not arguments.no_tests:
+            run("test", "make", "test", "JOBS=1")
         subprocess.run(["chmod", "-R", "u+w", str(tree)], check=True)
     return found
 
@@ -98,6 +99,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--pythons", nargs="+", default=["python3.11", "python3.12", "python3.13"])
     parser.add_argument("--whole", action="store_true", help="the demo as it is, not a short one")
+    parser.add_argument("--no-tests", action="store_true", help="the demo alone")
     parser.add_argument("--timeout", type=int, default=3600)
     parser.add_argument("--logs", type=Path, default=Path("build/anywhere"))
     parser.add_argument("--out", type=Path, default=None)

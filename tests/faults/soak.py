@@ -29,6 +29,7 @@ from typing import Any
 
 import psutil
 
+from winnow.base.processor import processor
 from winnow.run.serve import PROCESS_NAME
 
 from ..e2e.test_training import assert_clean, fingerprint
@@ -286,6 +287,7 @@ def totals(log: Path) -> dict[str, Any]:
     held = [line["held"] for line in lines]
     leaks = {key: {"first": held[0][key], "last": held[-1][key], "max": max(h[key] for h in held)} for key in held[0]}
     return {
+        "machine": {"cpu": processor(), "cores": len(os.sched_getaffinity(0))},
         "trials": len(lines),
         "faults": count(faults),
         "by kind": dict(faults.most_common()),

@@ -19,6 +19,8 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+from winnow.base.processor import processor
+
 from .targets import HANG_S, MEMORY_MIB, TARGETS
 
 _RUNS = re.compile(r"#(\d+)\s")
@@ -106,7 +108,9 @@ def main() -> None:
             if findings >= arguments.most:
                 break
     if arguments.out:
-        arguments.out.write_text(json.dumps(totals(arguments.log), indent=1) + "\n")
+        machine = {"cpu": processor(), "cores": len(os.sched_getaffinity(0))}
+        found = {"machine": machine, "targets": totals(arguments.log)}
+        arguments.out.write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":
