@@ -314,6 +314,9 @@ def read_settings(
     """
     values = dict(defaults or {}) | (read_yaml(path) if path is not None else {})
     variants = values.pop("variants", {})
+    sections = variants.values() if isinstance(variants, dict) and all(isinstance(k, str) for k in variants) else [None]
+    if not all(isinstance(section, dict) for section in sections):
+        raise ConfigError(f"{path}: variants: expected names with settings, {{name: {{key: value}}}}")
     chosen = [o.removeprefix("variant=") for o in overrides if path is not None and o.startswith("variant=")]
     for name in chosen:
         if name not in variants:
