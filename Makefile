@@ -5,7 +5,8 @@ BIN := $(VENV)/bin
 # Tests that run at a time; each uses one thread, and some a few processes.
 JOBS ?= 2
 # Some packages are built by calling `python`, which not every machine has.
-PIP := PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt
+INSTALL := PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pip install -q --disable-pip-version-check
+PIP := $(INSTALL) -c constraints.txt
 
 .PHONY: install demo demo-llm test test-all install-scale test-scale test-scale-all install-peers test-peers soak fuzz anywhere bench bench-llm bench-scale bench-claims dist audit docs lock lint clean
 
@@ -18,7 +19,7 @@ EXTRAS := dev,peft,math,reasoning-gym,textworld,alfworld,hub,gguf,gate,torchao,t
 $(VENV)/.installed: pyproject.toml constraints.txt locks/dev.txt | $(BIN)/python
 	$(PIP) torch==2.13.0
 	if $(BIN)/python locks/applies.py; then \
-	  $(BIN)/python -m pip install -q --disable-pip-version-check --no-deps --require-hashes -r locks/dev.txt && $(PIP) --no-deps -e .; \
+	  $(INSTALL) --no-deps --require-hashes -r locks/dev.txt && $(PIP) --no-deps -e .; \
 	else $(PIP) -e '.[$(EXTRAS)]'; fi
 	touch $@
 

@@ -12,13 +12,14 @@ import json
 import os
 import platform
 import pwd
-import resource
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -40,12 +41,32 @@ def path_without(hidden: Sequence[str], folder: Path) -> str:
     return str(folder)
 
 
-def restricted(user: pwd.struct_passwd | None) -> Any:
+@contextmanager
+def bounded_memory() -> Iterator[Path | None]:
+    """A control group of `MEMORY`, which all that run in it share; None where this process may not make one."""
+    for root, limit in (("/sys/fs/cgroup/memory", "memory.limit_in_bytes"), ("/sys/fs/cgroup", "memory.max")):
+        group = Path(root) / f"winnow-anywhere-{os.getpid()}"
+        try:
+            group.mkdir()
+            (group / limit).write_text(str(MEMORY))
+        except OSError:
+            continue
+        yield group
+        for pid in (group / "cgroup.procs").read_text().split():
+            os.kill(int(pid), signal.SIGKILL)
+        time.sleep(0.5)
+        group.rmdir()
+        return
+    yield None
+
+
+def restricted(user: pwd.struct_passwd | None, group: Path | None) -> Any:
     """What a child does to itself before it begins."""
 
     def confine() -> None:
-        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
-        resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
+        os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
+        if group is not None:
+            (group / "cgroup.procs").write_text(str(os.getpid()))
         if user is not None:
             os.setgroups([])
             os.setgid(user.pw_gid)
@@ -55,7 +76,7 @@ def restricted(user: pwd.struct_passwd | None) -> Any:
     return confine
 
 
-def try_python(python: str, folder: Path, arguments: argparse.Namespace) -> list[dict[str, Any]]:
+def try_python(python: str, folder: Path, group: Path | None, arguments: argparse.Namespace) -> list[dict[str, Any]]:
     user = pwd.getpwnam("nobody") if os.getuid() == 0 else None
     tree, out = folder / FOLDER / "winnow", folder / FOLDER / "out"
     tree.mkdir(parents=True)
@@ -76,7 +97,7 @@ def try_python(python: str, folder: Path, arguments: argparse.Namespace) -> list
         with log.open("w") as file:
             code = subprocess.run(
                 command, cwd=tree, env=environment, stdout=file, stderr=subprocess.STDOUT,
-                stdin=subprocess.DEVNULL, preexec_fn=restricted(user), timeout=arguments.timeout, check=False,
+                stdin=subprocess.DEVNULL, preexec_fn=restricted(user, group), timeout=arguments.timeout, check=False,
             ).returncode  # fmt: skip
         shutil.copy(log, arguments.logs / f"{what}-{Path(python).name}.log")
         last = [line for line in log.read_text(errors="replace").splitlines() if line.strip()][-1:]
@@ -105,12 +126,16 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=None)
     arguments = parser.parse_args()
     arguments.logs.mkdir(parents=True, exist_ok=True)
-    found = []
+    found, bounded = [], False
     for python in arguments.pythons:
-        with tempfile.TemporaryDirectory(prefix="anywhere-", ignore_cleanup_errors=True) as folder:
-            found += try_python(python, Path(folder), arguments)
+        with (
+            tempfile.TemporaryDirectory(prefix="anywhere-", ignore_cleanup_errors=True) as folder,
+            bounded_memory() as group,
+        ):
+            found += try_python(python, Path(folder), group, arguments)
+            bounded = group is not None
     if arguments.out:
-        machine = {"platform": platform.platform(), "memory_bytes": MEMORY, "cores": 1}
+        machine = {"platform": platform.platform(), "memory_bytes": MEMORY if bounded else None, "cores": 1}
         arguments.out.write_text(json.dumps({"machine": machine, "commands": found}, indent=1) + "\n")
     sys.exit(any(line["code"] for line in found))
 
