@@ -13,7 +13,7 @@ from winnow.cli.main import app
 from winnow.engine import CAPABILITIES
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").glob("*.md"))]
 FILE = re.compile(r"`((?:[\w-]+/)+[\w.-]+\.(?:py|md))`")
 FOLDER = re.compile(r"`((?:[\w-]+/)+)`")
 LINK = re.compile(r"\]\(([\w./-]+\.(?:md|png))(?:#[\w-]+)?\)")

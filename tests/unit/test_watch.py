@@ -22,7 +22,7 @@ from .test_report import make_run
 
 @contextmanager
 def serving(*runs: Path, **options: Any) -> Iterator[Watch]:
-    with Watch(runs, **options) as server:
+    with Watch(runs, **{"token": "geheim"} | options) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
         try:
@@ -34,7 +34,7 @@ def serving(*runs: Path, **options: Any) -> Iterator[Watch]:
 
 def ask(server: Watch, path: str, method: str = "GET", **headers: str) -> tuple[http.client.HTTPResponse, bytes]:
     connection = http.client.HTTPConnection("127.0.0.1", server.server_address[1], timeout=20)
-    connection.putrequest(method, path, skip_host="Host" in headers)
+    connection.putrequest(method, path if "?" in path else f"{path}?token=geheim", skip_host="Host" in headers)
     for name, value in headers.items():
         connection.putheader(name.replace("_", "-"), value)
     connection.endheaders()
@@ -68,14 +68,15 @@ def test_page_and_data(run: Path) -> None:
 
 def test_who_is_answered(run: Path) -> None:
     with serving(run) as server:
-        assert ask(server, "/", Host="evil.example")[0].status == 403
         assert ask(server, "/../../etc/passwd")[0].status == 404
         assert ask(server, "/data.json", method="POST")[0].status == 501
         answer, body = ask(server, "/", method="HEAD")
         assert (answer.status, body) == (200, b"")
-    with serving(run, token="geheim") as server:
         assert server.url.endswith("/?token=geheim")
-        assert ask(server, "/")[0].status == 403
+        for path in ("/?", "/data.json?", "/?x=geheim"):
+            answer, body = ask(server, path, Host="evil.example")
+            assert answer.status == 403
+            assert b"lacks ?token=" in body
         assert ask(server, "/?token=geheix")[0].status == 403
         assert ask(server, "/?token=gehe%C3%AFm")[0].status == 403
         assert ask(server, "/?token=geheim", Host="laptop.lan:99")[0].status == 200
@@ -93,7 +94,6 @@ def test_a_run_that_goes_away_is_said(run: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"host": "0.0.0.0"}, "others can reach it, so give --token"),
         ({"host": "192.0.2.1", "token": "t"}, "cannot listen on 192.0.2.1"),
         ({"port": 70000}, "cannot listen on 127.0.0.1:70000"),
     ],
@@ -115,4 +115,7 @@ def test_the_command_says_where(run: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(Watch, "serve_forever", interrupted)
     found = CliRunner().invoke(app, ["watch", str(run), "--port", "0", "--json"])
     assert found.exit_code == 0, found.output
-    assert json.loads(found.stdout)["url"].startswith("http://127.0.0.1:")
+    urls = [json.loads(found.stdout)["url"]]
+    assert urls[0].startswith("http://127.0.0.1:")
+    urls.append(Watch([run]).url)
+    assert len({url.partition("?token=")[2] for url in urls} - {""}) == 2, "each has a secret of its own"

@@ -49,11 +49,9 @@ def report(
 @command(app)
 def watch(
     runs: Annotated[list[Path], typer.Argument(help="One or more run directories; they may go on.")],
-    host: Annotated[
-        str, typer.Option(help="Address to listen on; another than this machine's own needs --token.")
-    ] = "127.0.0.1",
+    host: Annotated[str, typer.Option(help="Address to listen on; others reach any but this one.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="0: any that is free.")] = 8642,
-    token: Annotated[str | None, typer.Option(help="Secret that the address must carry as ?token=.")] = None,
+    token: Annotated[str | None, typer.Option(help="Secret that the address carries; by default a new one.")] = None,
     as_json: Json = False,
 ) -> None:
     """Serve the report page of running runs; it keeps itself up to date. Ctrl-C ends it."""

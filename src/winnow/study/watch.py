@@ -1,15 +1,15 @@
 """The report page of runs that go on, served over HTTP: the same page and the same data as `winnow report`.
 
-Read only. Whoever asks must name this server as its host, which a page elsewhere that a browser was lured to cannot do
-(DNS rebinding), and carry the token where there is one.
+Read only. Whoever asks must carry the token: pages show what a run says, and other users of this machine, or a page of
+the web that a browser was lured to (DNS rebinding), can reach its ports, too.
 """
 
 from __future__ import annotations
 
 import hashlib
 import hmac
-import ipaddress
 import json
+import secrets
 import threading
 from collections.abc import Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -44,25 +44,21 @@ def mark_of(runs: Sequence[Path]) -> str:
 class Watch(ThreadingHTTPServer):
     """Serves `/`, the page, and `/data.json`, what a page asks for again; use `serve_forever` and `server_close`.
 
-    `host`: other than of this machine alone only with a `token`, which the address then carries. `port`: 0 for any
-    that is free. Raises ConfigError when that cannot be, ValueError when one of `runs` is no run directory.
+    `token`: the secret that the address carries; made anew without one. `port`: 0 for any that is free. Raises
+    ConfigError when that cannot be, ValueError when one of `runs` is no run directory.
     """
 
     daemon_threads = True
 
     def __init__(self, runs: Sequence[Path], host: str = "127.0.0.1", port: int = 0, token: str | None = None) -> None:
-        if not _of_this_machine(host) and not token:
-            raise ConfigError(f"--host {host}: others can reach it, so give --token, a secret that the address carries")
-        self.runs, self.token = [Path(run) for run in runs], token
+        self.runs, self.token = [Path(run) for run in runs], token or secrets.token_urlsafe(16)
         self._held, self._mark, self._data = threading.Lock(), "", {}  # type: ignore[var-annotated]
         self.document()
         try:
             super().__init__((host, port), _Asked)
         except (OSError, OverflowError) as error:
             raise ConfigError(f"cannot listen on {host}:{port} ({error}); --port 0 takes a free one") from None
-        port = self.server_address[1]
-        self.hosts = {f"{name}:{port}" for name in (host, "127.0.0.1", "localhost", "[::1]")}
-        self.url = f"http://{host}:{port}/" + (f"?token={token}" if token else "")
+        self.url = f"http://{host}:{self.server_address[1]}/?token={self.token}"
 
     def document(self) -> tuple[str, dict[str, Any]]:
         """The data of the page and its mark, read again only when a file of the runs has changed."""
@@ -72,13 +68,6 @@ class Watch(ThreadingHTTPServer):
                 self._data = report_data(self.runs)
                 self._mark = mark
             return self._mark, self._data
-
-
-def _of_this_machine(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 class _Asked(BaseHTTPRequestHandler):
@@ -92,9 +81,7 @@ class _Asked(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         asked = urlsplit(self.path)
         given = parse_qs(asked.query).get("token", [""])[0]
-        if self.server.token is None and self.headers.get("Host") not in self.server.hosts:
-            return self._answer(403, b"this page is served under its own address alone\n")
-        if self.server.token is not None and not hmac.compare_digest(given.encode(), self.server.token.encode()):
+        if not hmac.compare_digest(given.encode(), self.server.token.encode()):
             return self._answer(403, b"the address lacks ?token=, or has another one\n")
         if asked.path not in self.kinds:
             return self._answer(404, b"there is only /\n")
