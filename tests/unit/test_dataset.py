@@ -10,7 +10,6 @@ import json
 import random
 import re
 import threading
-import tracemalloc
 import warnings
 
 import numpy as np
@@ -388,21 +387,3 @@ def test_longest_prompts():
     task = build_rows([{"prompt": chr(97 + i) * n} for i, n in enumerate((3, 9, 1, 9, 5))])
     assert [p.ordinal for p in task.train.longest(3)] == [1, 3, 4]
     assert [p.ordinal for p in task.train.longest(9)] == [1, 3, 4, 0, 2]
-
-
-def test_a_row_costs_a_few_bytes_of_memory(tmp_path):
-    """Rows stay on the disk: version 0.1 held 1.3 kB for each of these."""
-
-    def peak(count):
-        path = tmp_path / f"{count}.jsonl"
-        path.write_text("".join(json.dumps({"prompt": f"{i} {'x' * 300}", "answer": i}) + "\n" for i in range(count)))
-        tracemalloc.start()
-        try:
-            task = DatasetConfig(str(path)).build()
-            assert len(task.train) == count
-            return tracemalloc.get_traced_memory()[1]
-        finally:
-            tracemalloc.stop()
-
-    few, many = peak(3_000), peak(9_000)
-    assert (many - few) / 6_000 < 150

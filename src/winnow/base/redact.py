@@ -38,7 +38,7 @@ def redact(text: str, names: Iterable[str] = ()) -> str:
 
 
 def _homes() -> list[str]:
-    """Of this process, and of its user: a worker without this environment knows the latter alone."""
+    """Home directories of this process and of its user, which a worker without this environment knows alone."""
     try:
         users = pwd.getpwuid(os.getuid()).pw_dir.rstrip("/")
     except KeyError:
