@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from ..base.redact import redact
 from ..env.base import Env, OverlappingEnv, StepResult
 from ..types import Decision, EnvStep, Fate, GatePoint, Group, GroupView, Job, Rollout, Turn, Visit
 
@@ -107,7 +106,7 @@ class Sibling:
             stop_reason=stop_reason,
             text="".join(t.action + (t.observation or "") for t in self.turns),
             fate=fate,
-            reason=redact(reason),
+            reason=reason,
             survival_p=self.survival_p,
             seconds=self.seconds,
             barrier_wait_s=self.barrier_wait_s,

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from ..base.noise import noise_key
+from ..base.redact import redact
 from ..engine.base import Engine, Finished, Reached, Request
 from ..env.base import OverlappingEnv, Said, StepResult, Task
 from ..env.prompting import PromptError, cut_at_stop, decode, encode_observation, encode_prompt
@@ -349,4 +350,4 @@ class RolloutRunner:
 
     @staticmethod
     def _fail(sibling: Sibling, reason: str) -> None:
-        sibling.finish("failed", fate=Fate.FAILED, reason=reason)
+        sibling.finish("failed", fate=Fate.FAILED, reason=redact(reason))
