@@ -189,7 +189,9 @@ def _run() -> Path:
         mark = ledger.mark()
     with closing(sqlite3.connect(folder / "ledger.sqlite")) as db:
         db.execute("PRAGMA journal_mode=DELETE")
-    save(folder, 2, {"ledger": mark, "loop": {"step": 2}}, lambda d: (d / "w").write_bytes(b"w"), keep_last=2) and None
+    state = {"ledger": mark, "loop": {"step": 2, "in_flight": [[[1, 0, 3, {}], 4]]}, "config": {"model": "m"}}
+    state |= {"fingerprints": {"task": "x"}, "offsets": {"metrics.jsonl": 9}, "seconds_total": 1.5}
+    save(folder, 2, state, lambda d: (d / "w").write_bytes(b"w"), keep_last=2)
     (folder / "config.json").write_text('{"model": "m", "selector": {"name": "greso"}}')
     (folder / "metrics.jsonl").write_text(
         '{"step": 1, "reward": 0.5, "num_tokens": 3, "tokens/trained": 3, "ess_ratio": 0.2, "lag/max": 1}\n'
@@ -240,7 +242,7 @@ def _checkpoint(file: str, seal: bool) -> Callable[[bytes, Path], object]:
     """`seal`: with a manifest that is right about the bytes, as somebody who made the checkpoint would write it."""
 
     def run(data: bytes, folder: Path) -> object:
-        from winnow.run.checkpoint import load_state, marks, verify
+        from winnow.run.checkpoint import load_run_state, marks, verify
 
         shutil.copytree(_run(), folder, dirs_exist_ok=True)
         directory = next((folder / "checkpoints").glob("step-*"))
@@ -251,7 +253,7 @@ def _checkpoint(file: str, seal: bool) -> Callable[[bytes, Path], object]:
             (directory / "manifest.json").write_text(json.dumps(manifest))
         found = marks(folder)
         verify(directory)
-        return load_state(directory), found
+        return load_run_state(directory), found
 
     return run
 
