@@ -31,6 +31,10 @@ ACCEPTED = {"jericho", "fast-downward-textworld"}
 """GPL: what TextWorld asks for, in an extra that nothing else needs; it is installed beside Winnow, never with it."""
 
 
+SILENT = {"zss": "BSD, as its repository says"}
+"""Packages that some builds install without their licence."""
+
+
 def locked(name: str) -> dict[str, str]:
     """Package -> version. Raises ValueError naming a line without version and hash."""
     found = {}
@@ -50,7 +54,8 @@ def licence(found: Distribution) -> str:
     classified = [parts[-1] for parts in classes if parts[0] == "License"]
     own = [text.strip().splitlines()[0] for text in found.metadata.get_all("License") or [] if text.strip()]
     files = [str(file) for file in found.files or [] if re.search(r"(?i)licen[cs]e|copying", file.name)]
-    return ", ".join(said or classified or own) or (f"see {files[0]}" if files else "")
+    found_there = ", ".join(said or classified or own) or (f"see {files[0]}" if files else "")
+    return found_there or SILENT.get(found.metadata["Name"], "")
 
 
 def installed() -> dict[str, Distribution]:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Generator, Iterator
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("ALFWORLD_DATA", tempfile.gettempdir())  # the package makes this folder when it is imported
+if not os.access(os.path.expanduser("~"), os.W_OK):  # as with `make anywhere`
+    os.environ.setdefault("HF_HOME", tempfile.mkdtemp(prefix="winnow-tests-hf-"))
 
 import hypothesis
 import pytest

@@ -18,7 +18,7 @@ def main() -> None:
         elif order == "start":
             print(subprocess.Popen(["sleep", "60"]).pid, flush=True)
         elif order == "environment":
-            print(os.environ.get("COLOUR"), os.getcwd(), os.getpgid(0) == os.getpid(), flush=True)
+            print(os.environ.get("COLOUR"), os.getpgid(0) == os.getpid(), os.getcwd(), flush=True)
         elif order == "fail":
             raise ValueError("on order")
         elif order.startswith("exit"):

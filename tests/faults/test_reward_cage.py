@@ -34,7 +34,7 @@ def one(completions, **_): return [1.0] * len(completions)
 def wrong(completions, **_):
     return [{}["answer"] for _ in completions]
 def big(completions, **_):
-    held = bytearray(1 << 30)
+    held = bytearray(400 << 20)
     return [1.0] * len(completions)
 def forks(completions, **_):
     os.fork()
@@ -83,10 +83,10 @@ def scored(code: Path, name: str, workers: RewardWorkers | None = None, calls: i
 
 
 def test_memory_is_bounded_and_the_next_call_has_a_worker(code: Path) -> None:
-    found = scored(code, "big", RewardWorkers(1, memory_mb=512))
+    found = scored(code, "big", RewardWorkers(1, memory_mb=256))
     assert [r.reward for r in found] == [None, None]
     assert "MemoryError" in found[0].reason
-    assert [r.reward for r in scored(code, "big", RewardWorkers(1, memory_mb=2048))] == [1.0, 1.0]
+    assert [r.reward for r in scored(code, "big", RewardWorkers(1, memory_mb=1024))] == [1.0, 1.0]
 
 
 def test_a_reward_that_raises_names_its_line(code: Path) -> None:

@@ -238,3 +238,17 @@ def test_what_plays_imports_little():
     code = "import sys, winnow.env.games.textworld.play, winnow.env.workers.remote; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert not {"torch", "textworld", "transformers", "jericho"} & set(loaded)
+
+
+def test_a_game_is_made_below_a_folder_whose_name_is_not_ascii(tmp_path):
+    """Inform 7 itself can neither be there nor write there."""
+    from winnow.env.games.textworld.games import digest_of
+
+    games = []
+    for folder in ("plain", "Spiele für 模型"):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("WINNOW_CACHE", str(tmp_path / folder))
+            replace(CONFIG, train_size=2, test_size=1).build()
+        games.append(sorted(digest_of(game) for game in (tmp_path / folder).rglob("game.z8")))
+    assert len(games[0]) == 3
+    assert games[0] == games[1]

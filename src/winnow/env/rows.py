@@ -83,9 +83,10 @@ def _hugging_face(source: str, split: str, subset: str | None) -> Iterator[Row]:
             rows = datasets.load_dataset(source, subset, split=split)
     except Exception as error:
         reason = str(error).strip().splitlines()
+        remedy = "; set HF_HOME to a folder that you can write" if isinstance(error, PermissionError) else ""
         raise DataError(
             f"{source}: cannot be loaded as a Hugging Face dataset (split '{split}'): "
-            f"{reason[0] if reason else type(error).__name__}"
+            f"{reason[0] if reason else type(error).__name__}{remedy}"
         ) from None
     for number, values in enumerate(rows, start=1):
         yield Row(f"{source}[{split}], row", number, dict(values))

@@ -13,6 +13,7 @@ import os
 import random
 import re
 import shutil
+import tempfile
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from functools import cache
@@ -26,6 +27,8 @@ from ..react import NOTHING, worded, words
 from .play import LOST, WON, TextWorldEnv, play, readable, understood
 
 DEFAULT_LEVEL = 5
+INFORM = "inform"
+"""Name of a link to the compiler, where its own path will not do."""
 STROLL = 60
 """Commands tried on a game to see what it can say."""
 ATTEMPTS = 20
@@ -53,6 +56,19 @@ def intact(game: Path) -> bool:
 # ---------------------------------------------------------------- making
 
 
+def _scratch(partial: Path, package: Path) -> Path:
+    """The folder to compile a game in: Inform 7 finds and makes nothing in folders whose names are not ASCII."""
+    if str(partial).isascii() and str(package).isascii():
+        scratch = partial
+    else:
+        place = tempfile.gettempdir()
+        scratch = Path(tempfile.mkdtemp(prefix="winnow-game-", dir=place if place.isascii() else "/tmp"))
+        (scratch / INFORM).symlink_to(package / "thirdparty" / "inform7-6M62")
+        os.environ["INFORM_HOME"] = str(scratch / INFORM)
+    os.environ["HOME"] = str(scratch)  # Inform 7 writes a folder there
+    return scratch
+
+
 def generate(challenge: str, options: dict[str, Any], grammar: dict[str, Any], seed: int, folder: str) -> None:
     """Make a game in `folder`, or a file `folder.failed` when this seed gives none.
 
@@ -65,19 +81,24 @@ def generate(challenge: str, options: dict[str, Any], grammar: dict[str, Any], s
     partial = target.with_name(f"{target.name}.{os.getpid()}")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    os.environ["HOME"] = str(partial)  # Inform 7 writes a folder there
+    scratch = _scratch(partial, Path(textworld.__file__).parent)
     wanted = textworld.GameOptions()
     wanted.seeds = seed
-    wanted.path = str(partial / "game.z8")
+    wanted.path = str(scratch / "game.z8")
     _set(wanted.grammar, grammar, wanted.grammar.__slots__, "grammar")
     try:
         compile_game(_game(challenge, options, seed, wanted), wanted)
     except QuestGenerationError as error:
-        shutil.rmtree(partial)
+        shutil.rmtree(scratch)
+        shutil.rmtree(partial, ignore_errors=True)
         save_json(target.with_suffix(".failed"), str(error))
         return
-    (partial / "game.ni").unlink(missing_ok=True)
-    shutil.rmtree(partial / "Inform", ignore_errors=True)
+    (scratch / "game.ni").unlink(missing_ok=True)
+    shutil.rmtree(scratch / "Inform", ignore_errors=True)
+    if scratch != partial:
+        (scratch / INFORM).unlink()
+        shutil.copytree(scratch, partial, dirs_exist_ok=True)
+        shutil.rmtree(scratch)
     (partial / "digest").write_text(digest_of(partial / "game.z8"), encoding="utf-8")
     if not intact(target):
         shutil.rmtree(target, ignore_errors=True)
