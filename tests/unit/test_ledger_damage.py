@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import signal
 import sqlite3
 from contextlib import closing
 from pathlib import Path
@@ -180,3 +181,15 @@ def test_check_ahead_of_what_is_no_ledger_is_left_to_whoever_opens_it(
     for name in (file, tmp_path / "absent"):
         ahead.begin(name)
         assert ahead.result(name) == ([], {})
+
+
+def test_a_check_ahead_that_hangs_is_done_without(
+    path: Path, marks: list[dict[str, object]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ahead, "SMALL_BYTES", 0)
+    monkeypatch.setattr(ahead, "LONGEST_S", 0.2)
+    ahead.begin(path)
+    (process,) = ahead._begun.values()
+    process.send_signal(signal.SIGSTOP)
+    assert ahead.result(path) == ([], {})
+    assert process.returncode == -signal.SIGKILL

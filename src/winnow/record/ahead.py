@@ -17,6 +17,9 @@ from pathlib import Path
 SMALL_BYTES = 8 << 20
 """A ledger below this is read faster than a process starts."""
 
+LONGEST_S = 600.0
+"""Seconds that its answer is waited for; then the rows are read here."""
+
 _begun: dict[Path, subprocess.Popen[bytes]] = {}
 
 
@@ -35,7 +38,11 @@ def result(path: Path) -> tuple[list[str], dict[str, int]]:
     if process is None:
         return [], {}
     atexit.unregister(process.kill)
-    said = process.communicate()[0]
+    try:
+        said = process.communicate(timeout=LONGEST_S)[0]
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.communicate()
     return json.loads(said) if process.returncode == 0 else ([], {})
 
 
