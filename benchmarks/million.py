@@ -31,6 +31,8 @@ from winnow.engine.base import Event, Finished, Request
 PROMPTS_PER_STEP, SIBLINGS, PROMPTS = 512, 8, 20_000
 WORDS = [f"w{i}" for i in range(60)]
 LONGEST = 6
+BEGUN = Path("begun")
+"""Made in the working directory when the engine is first asked for a batch: the run has started, or been resumed."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,8 @@ class InstantEngine:
         return [self._finished(self._waiting.pop(i), "cancelled") for i in ids if i in self._waiting]
 
     def step(self) -> list[Event]:
+        if len(self._waiting) > SIBLINGS * 10 and not BEGUN.exists():  # more than the sequences that a start compares
+            BEGUN.touch()
         found: list[Event] = [self._finished(r, "eos") for r in self._waiting.values()]
         self._waiting.clear()
         self.clock += 1
@@ -115,7 +119,8 @@ def timed(*command: str, folder: Path) -> dict[str, float]:
     before = time.monotonic()
     path = os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
     with (folder / "log").open("w+") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=os.environ | {"PYTHONPATH": path})
+        environment = os.environ | {"PYTHONPATH": path}
+        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment, cwd=folder)
         _, status, used = os.wait4(process.pid, 0)
         log.seek(0)
         if status:
@@ -138,7 +143,10 @@ def measured(rollouts: int) -> dict[str, Any]:
         found["report"] = timed(winnow, "report", str(run), "-o", str(folder / "page.html"), folder=folder)
         found["report"]["page_mib"] = round((folder / "page.html").stat().st_size / 2**20, 2)
         found["ledger_mib"] = round((run / "ledger.sqlite").stat().st_size / 2**20, 1)
+        (folder / BEGUN).unlink()
+        started = time.time()
         found["resume_and_one_step"] = timed(winnow, "resume", str(run), f"max_steps={steps + 1}", folder=folder)
+        found["resume"] = {"seconds": round((folder / BEGUN).stat().st_mtime - started, 2)}
         found["run_per_1000_rollouts_s"] = round(1000 * found["run"]["seconds"] / found["rollouts"], 3)
     return found
 

@@ -21,6 +21,7 @@ from winnow.integrations.trl import WinnowGRPOTrainer
 from winnow.record.ledger import Ledger
 from winnow.record.records import RunDirectoryError
 from winnow.record.stopping import RunStoppedError, TaskSolvedError
+from winnow.run.checkpoint import CheckpointError
 from winnow.study.report import write_report
 
 G, PROMPTS = 4, 4
@@ -177,6 +178,22 @@ def test_a_resumed_run_goes_on_with_its_account(arguments: dict[str, Any], tmp_p
         WinnowGRPOTrainer(**arguments | {"args": longer}, selector="greso").train(resume_from_checkpoint=True)
     with pytest.raises(RunDirectoryError, match="already holds a run"):
         WinnowGRPOTrainer(**arguments | {"args": longer}, **methods).train()
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [("offsets", None, "offsets"), ("loop", {"step": 2, "in_flight": [], "visits": 3}, "KeyError|TypeError")],
+)
+def test_a_state_of_another_program_is_refused(
+    arguments: dict[str, Any], tmp_path: Path, key: str, value: Any, said: str
+) -> None:
+    first = settings(tmp_path / "out", max_steps=1, save_strategy="steps", save_steps=1)
+    WinnowGRPOTrainer(**arguments | {"args": first}, selector="greso").train()
+    file = tmp_path / "out" / "checkpoint-1" / "winnow.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {key: value}))
+    longer = settings(tmp_path / "out", max_steps=2, save_strategy="steps", save_steps=1)
+    with pytest.raises(CheckpointError, match=rf"winnow\.json: not what this version saves.*({said})"):
+        WinnowGRPOTrainer(**arguments | {"args": longer}, selector="greso").train(resume_from_checkpoint=True)
 
 
 def test_several_updates_on_a_batch(arguments: dict[str, Any], tmp_path: Path) -> None:

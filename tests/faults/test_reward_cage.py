@@ -8,7 +8,7 @@ import site
 import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -195,13 +195,16 @@ def test_what_a_caged_worker_starts_ends_with_it(pool: WorkerPool) -> None:
     def sleeping() -> list[int]:
         return [p.pid for p in psutil.process_iter() if "987654" in _command(p)]
 
+    def soon(condition: Callable[[], bool]) -> bool:
+        deadline = time.monotonic() + 10
+        while not condition() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return condition()
+
     assert pool.call("judged:daemon", {}).result(60) == "started"
-    assert sleeping()
+    assert soon(lambda: bool(sleeping()))  # the shell becomes `sleep` a moment later
     pool.close()
-    deadline = time.monotonic() + 10
-    while sleeping() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not sleeping()
+    assert soon(lambda: not sleeping())
 
 
 def _command(process: psutil.Process) -> str:

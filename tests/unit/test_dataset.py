@@ -162,6 +162,12 @@ def test_very_long_line(tmp_path, monkeypatch):
         build(path)
 
 
+def test_equal_columns_of_a_table(tmp_path):
+    (path := tmp_path / "a.csv").write_text("prompt,answer,answer\na,1,2\n")
+    with pytest.raises(DataError, match=r"a\.csv: there are two columns 'answer'; keep one"):
+        build(path)
+
+
 @pytest.mark.parametrize("content", ["", "\n\n"])
 def test_no_rows(tmp_path, content):
     path = tmp_path / "a.jsonl"

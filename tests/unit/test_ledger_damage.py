@@ -148,7 +148,7 @@ def test_check_ahead_says_what_the_check_in_turn_says(
     monkeypatch.setattr(ahead, "SMALL_BYTES", 0)
     with Ledger.open(path) as ledger:
         ledger.rollback(marks[2], reason="whole")
-        assert ahead.result(path) == ([], {}), "nothing was begun"
+        assert ahead.result(path) is None, "nothing was begun"
     with closing(sqlite3.connect(path)) as db:
         db.execute("UPDATE rollouts SET tokens = tokens + 1 WHERE row = 3")
         db.commit()
@@ -180,7 +180,7 @@ def test_check_ahead_of_what_is_no_ledger_is_left_to_whoever_opens_it(
     (file := tmp_path / "ledger.sqlite").write_bytes(b"no ledger at all")
     for name in (file, tmp_path / "absent"):
         ahead.begin(name)
-        assert ahead.result(name) == ([], {})
+        assert ahead.result(name) is None
 
 
 def test_a_check_ahead_that_hangs_is_done_without(
@@ -191,5 +191,17 @@ def test_a_check_ahead_that_hangs_is_done_without(
     ahead.begin(path)
     (process,) = ahead._begun.values()
     process.send_signal(signal.SIGSTOP)
-    assert ahead.result(path) == ([], {})
+    assert ahead.result(path) is None
     assert process.returncode == -signal.SIGKILL
+
+
+def test_damaged_pages_are_told_by_the_check_ahead(
+    path: Path, marks: list[dict[str, object]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ahead, "SMALL_BYTES", 0)
+    whole = path.read_bytes()
+    for start in range(4096, len(whole), 4096):
+        path.write_bytes(whole[:start] + bytes(4096) + whole[start + 4096 :])
+        ahead.begin(path)
+        with pytest.raises(LedgerError, match="damaged"), Ledger.open(path) as ledger:
+            ledger.rollback(marks[2], reason="killed")

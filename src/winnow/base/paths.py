@@ -15,26 +15,27 @@ OPTIONS = ("path", "test", "games", "data", "python", "profile")
 
 def absolute_paths(values: Mapping[str, Any], methods: Sequence[str]) -> dict[str, Any]:
     """Values with absolute paths where these exist: `model`, `reward_funcs`, files and `file.py:Name` of `methods`."""
-    result = _changed(values, methods, _absolute)
-    out = result.get("output_dir")  # which need not exist; a relative one stays what the user wrote
-    return result | ({"output_dir": os.path.expanduser(out)} if isinstance(out, str) else {})
+    # The output directory need not exist; a relative one stays what the user wrote.
+    return _changed(values, methods, _absolute, output=os.path.expanduser)
 
 
 def below_home(values: Mapping[str, Any], methods: Sequence[str]) -> dict[str, Any]:
     """The same values with `~/` for the home directory, so that no file of a run says whose it was."""
-    return _changed(values, methods, tilde)
+    return _changed(values, methods, tilde, output=tilde)
 
 
 def out_of_home(values: Mapping[str, Any], methods: Sequence[str]) -> dict[str, Any]:
     """What `below_home` was given, where the home directory is the same; else the same file in another home."""
-    return _changed(values, methods, os.path.expanduser)
+    return _changed(values, methods, os.path.expanduser, output=os.path.expanduser)
 
 
-def _changed(values: Mapping[str, Any], methods: Sequence[str], change: Callable[[str], str]) -> dict[str, Any]:
+def _changed(
+    values: Mapping[str, Any], methods: Sequence[str], change: Callable[[str], str], output: Callable[[str], str]
+) -> dict[str, Any]:
     result = dict(values)
-    for key in ("model", "reward_funcs", "output_dir"):
-        if result.get(key) is not None and (key != "output_dir" or change is not _absolute):
-            result[key] = _each(result[key], change)
+    for key, its in (("model", change), ("reward_funcs", change), ("output_dir", output)):
+        if result.get(key) is not None:
+            result[key] = _each(result[key], its)
     return result | {key: _of_method(result[key], change) for key in methods if key in result}
 
 

@@ -6,7 +6,8 @@ import codecs
 import gzip
 import json
 import zlib
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, cast
@@ -126,6 +127,7 @@ def _csv(path: Path) -> Iterator[Row]:
     try:
         with _open(path) as file:
             table = pyarrow.csv.read_csv(file, parse_options=pyarrow.csv.ParseOptions(newlines_in_values=True))
+        _distinct(table.column_names, path)
     except pyarrow.ArrowException as error:
         raise DataError(f"{path}: cannot be read as CSV: {error}") from None
     yield from _batches(path, table.to_batches(BATCH))
@@ -137,12 +139,16 @@ def _parquet(path: Path) -> Iterator[Row]:
 
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
-            names = file.schema_arrow.names
-            if twice := {name for name in names if names.count(name) > 1}:
-                raise DataError(f"{path}: there are two columns '{min(twice)}'; keep one")
+            _distinct(file.schema_arrow.names, path)
             yield from _batches(path, file.iter_batches(BATCH))
     except (OSError, UnicodeDecodeError, pyarrow.ArrowException) as error:
         raise DataError(f"{path}: cannot be read as parquet: {error}") from None
+
+
+def _distinct(names: Sequence[str], path: Path) -> None:
+    """A row has one value of each name; the others would be lost."""
+    if twice := {name for name, times in Counter(names).items() if times > 1}:
+        raise DataError(f"{path}: there are two columns '{min(twice)}'; keep one")
 
 
 def _batches(path: Path, batches: Iterable[Any]) -> Iterator[Row]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,6 +19,7 @@ from ..record.ledger import Ledger
 from ..record.records import CONFIG, LEDGER, Records, RunDirectoryError
 from ..record.stopping import Limits
 from ..run.build import step_options
+from ..run.checkpoint import load_state_in_trl, understood
 from ..run.preflight import refuse_used_directory
 from ..sampler.buffer import Buffer
 from ..sampler.codec import prompts_of
@@ -48,6 +48,7 @@ class LoopInTrl:
         self.scaling = StepScaling(m.step_scale)
         self._loop: Loop | None = None
         self._resumed: dict[str, Any] | None = None
+        self._resumed_from = Path()
         self._batch: Batch | None = None
         self._logs: dict[str, float] = {}
 
@@ -96,16 +97,15 @@ class LoopInTrl:
         }
 
     def load_state_dict(self, path: Path) -> None:
-        """Raises RunDirectoryError when the checkpoint is not of this data and these methods."""
+        """Raises RunDirectoryError for one of other data or methods, CheckpointError for what is no checkpoint."""
         if not path.is_file():
             raise RunDirectoryError(f"{path}: missing; this checkpoint was not saved by WinnowGRPOTrainer")
-        state = json.loads(path.read_text(encoding="utf-8"))
-        now = as_saved(self.config)
+        state, now = load_state_in_trl(path), as_saved(self.config)
         changed = [k for k, v in state["config"].items() if now.get(k) != v and k not in ("max_steps", "output_dir")]
         if changed or state["task"] != self._task.fingerprint():
             what = ", ".join(changed) or "train_dataset"
             raise RunDirectoryError(f"{path}: saved with other {what}; go on with the same, or start a new run")
-        self._resumed = state
+        self._resumed, self._resumed_from = state, path
 
     def _begin(self) -> Loop:
         c, m, state = self.config, self._methods, self._resumed
@@ -147,7 +147,8 @@ class LoopInTrl:
         )
         self._loop = Loop(parts, hooks, Limits(10**9, c.max_failed_share, c.max_skipped_steps), m.judge)
         if state is not None:
-            self._loop.load_state_dict(state["loop"])
+            with understood(self._resumed_from):
+                self._loop.load_state_dict(state["loop"])
         self._loop.publish()
         return self._loop
 

@@ -32,28 +32,34 @@ def begin(path: Path) -> None:
         atexit.register(process.kill)
 
 
-def result(path: Path) -> tuple[list[str], dict[str, int]]:
-    """What is damaged, and the last row of each table that was read: nothing where no check was begun, or it failed."""
+def begun(path: Path) -> bool:
+    return path.resolve() in _begun
+
+
+def result(path: Path) -> tuple[list[str], dict[str, int]] | None:
+    """What `rows.examined` finds, of the ledger as it was when the check began; None where none began, or it failed."""
     process = _begun.pop(path.resolve(), None)
     if process is None:
-        return [], {}
+        return None
     atexit.unregister(process.kill)
     try:
         said = process.communicate(timeout=LONGEST_S)[0]
     except subprocess.TimeoutExpired:
         process.kill()
         process.communicate()
-    return json.loads(said) if process.returncode == 0 else ([], {})
+    if process.returncode != 0:
+        return None
+    found, last = json.loads(said)
+    return found, last
 
 
 def _check(path: Path) -> tuple[list[str], dict[str, int]]:
     from .ledger_file import connect
-    from .rows import NUMBERED, damaged_rows
+    from .rows import examined
 
     with closing(connect(path, read_only=True)) as db:
         db.execute("BEGIN")  # one state, should somebody write
-        last = {t: db.execute(f"SELECT COALESCE(MAX({n}), 0) FROM {t}").fetchone()[0] for t, n in NUMBERED.items()}
-        return [found for table in NUMBERED for found in damaged_rows(db, table)], last
+        return examined(db)
 
 
 if __name__ == "__main__":

@@ -67,8 +67,12 @@ class Ledger:
 
         Raises FileNotFoundError (read-only and absent) and LedgerError (not a ledger, corrupt, of a newer Winnow).
         """
-        path = Path(path)
-        return cls(path, open_file(path, read_only))
+        connection = open_file(path := Path(path), read_only)
+        try:
+            return cls(path, connection)
+        except (*UNREADABLE, ValueError) as error:
+            connection.close()
+            raise LedgerError(damaged(path, error)) from error
 
     def close(self) -> None:
         self._db.close()

@@ -6,6 +6,7 @@ import sqlite3
 from pathlib import Path
 
 from ..base.files import private_file
+from . import ahead
 
 LEDGER = "ledger.sqlite"
 """Its name in a run directory."""
@@ -118,9 +119,10 @@ def _check(path: Path, db: sqlite3.Connection, read_only: bool) -> None:
             f"{path}: written by an earlier Winnow (ledger schema {version}, without checksums; this one has "
             f"{SCHEMA_VERSION}). Read it and finish its run with winnow-rl 0.1, or start a new run directory."
         )
-    result = db.execute("PRAGMA integrity_check(1)").fetchone()[0]
-    if result != "ok":
-        raise LedgerError(damaged(path, result))
+    if not ahead.begun(path):  # which looks at everything, and is asked before anything is booked
+        result = db.execute("PRAGMA integrity_check(1)").fetchone()[0]
+        if result != "ok":
+            raise LedgerError(damaged(path, result))
     if not read_only:
         db.execute("PRAGMA journal_mode = WAL")
         db.execute("PRAGMA synchronous = NORMAL")

@@ -51,6 +51,14 @@ class _Loop(TypedDict):
     in_flight: list[tuple[list[Any], PositiveInt]]
 
 
+class _StateInTrl(TypedDict):
+    loop: _Loop
+    config: dict[str, Any]
+    task: str
+    offsets: dict[str, NonNegativeInt]
+    ledger: dict[str, _Mark]
+
+
 class _State(TypedDict):
     loop: _Loop
     config: dict[str, Any]
@@ -61,6 +69,7 @@ class _State(TypedDict):
 
 
 _STATE = TypeAdapter(_State)
+_STATE_IN_TRL = TypeAdapter(_StateInTrl)
 
 
 class CheckpointError(RuntimeError):
@@ -239,14 +248,22 @@ def load_state(directory: Path) -> dict[str, Any]:
 
 def load_run_state(directory: Path) -> dict[str, Any]:
     """The state that a session saved. Raises CheckpointError naming what is not of its kind."""
-    with understood(directory):
+    with understood(directory / STATE):
         state = load_state(directory)
         _STATE.validate_python(state)
         return state
 
 
+def load_state_in_trl(file: Path) -> dict[str, Any]:
+    """The same of a run inside TRL."""
+    with understood(file):
+        state: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        _STATE_IN_TRL.validate_python(state)
+        return state
+
+
 @contextmanager
-def understood(directory: Path) -> Iterator[None]:
+def understood(file: Path) -> Iterator[None]:
     """Whatever reading a state raises becomes a CheckpointError: it is whole, but Winnow has not written it so."""
     try:
         yield
@@ -255,6 +272,6 @@ def understood(directory: Path) -> Iterator[None]:
     except (LookupError, TypeError, AttributeError, ArithmeticError, ValueError, zlib.error) as error:
         said = explain(error, [], "state") if isinstance(error, ValidationError) else f"{type(error).__name__}: {error}"
         raise CheckpointError(
-            f"{directory / STATE}: not what this version saves, though its SHA-256 is right ({said:.300}); "
+            f"{file}: not what this version saves, though it is whole ({said:.300}); "
             "it is of another program or version. Resume from another checkpoint, or start a new run"
         ) from error

@@ -157,13 +157,13 @@ class Session:
                 raise ConfigError(
                     f"{self.run_dir}: the {name} is not the one this run was saved with; restore it, or start a new run"
                 )
-        with checkpoint.understood(found):
+        with checkpoint.understood(found / checkpoint.STATE):
             self.loop.load_state_dict(state["loop"])
         self._at(self.loop.step)
         self.built.learner.load(found)
         self.built.sampler.load(found)
         self._start_sampler()
-        with checkpoint.understood(found):
+        with checkpoint.understood(found / checkpoint.STATE):
             self.loop.relaunch(state["loop"])
 
     def run(self) -> None:
