@@ -19,8 +19,8 @@ import traceback
 import weakref
 from collections.abc import Callable
 
+from .imports import lasting_imports, quiet_imports
 from .parent import die_with
-from .quiet import quiet_imports
 
 SERVE = (
     "import sys; from winnow.base.parent import die_with; die_with(int(sys.argv[1])); "
@@ -158,7 +158,8 @@ def _imported(target: str) -> Callable[[], None]:
     module, name = target.split(":")
     quiet_imports()
     try:
-        found: Callable[[], None] = getattr(importlib.import_module(module), name)
+        with lasting_imports():
+            found: Callable[[], None] = getattr(importlib.import_module(module), name)
         return found
     except BaseException:
         said = traceback.format_exc()

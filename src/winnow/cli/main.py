@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from .. import __version__
-from ..base.quiet import quiet_imports
+from ..base.imports import quiet_imports
 from . import cluster, evaluate, gate, models, prepare, push, record, tables, train
 
 app = typer.Typer(

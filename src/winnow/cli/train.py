@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from ..base.imports import lasting_imports
 from .console import Json, Overrides, Run, command, progress_console, settings, show
 
 app = typer.Typer()
@@ -20,9 +21,10 @@ def train(
     as_json: Json = False,
 ) -> None:
     """Train as a YAML file says, `key=value` arguments winning."""
-    from ..config import load_config
-    from ..run.plan import plan
-    from ..run.trainer import Trainer
+    with lasting_imports():
+        from ..config import load_config
+        from ..run.plan import plan
+        from ..run.trainer import Trainer
 
     trainer = Trainer(config=load_config(config, overrides or ()))
     trainer.console = progress_console(as_json)
@@ -40,7 +42,8 @@ def resume(run: Run, overrides: Overrides = None, as_json: Json = False) -> None
     from ..record.ledger_file import LEDGER
 
     ahead.begin(run / LEDGER)
-    from ..run.trainer import Trainer
+    with lasting_imports():
+        from ..run.trainer import Trainer
 
     trainer = Trainer.resume(run, settings(overrides))
     trainer.console = progress_console(as_json)
