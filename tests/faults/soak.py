@@ -76,7 +76,9 @@ class Trial:
         self.rng = random.Random(f"soak {number}")
         self.processes = settings.get("sync") == "processes"
         self.folder, self.number = place.folder / f"trial {number}", number
-        self.settings = place.config(settings) | {"max_steps": STEPS, "save_steps": self.rng.randint(1, 3)}
+        # Two runs are compared, and each would measure how many threads are fastest here, and sum in another order.
+        own = {"max_steps": STEPS, "save_steps": self.rng.randint(1, 3), "threads": 1}
+        self.settings = place.config(settings) | own
         self.counts: Counter[str] = Counter()
         self.seconds = 1.0
         (self.folder / "tmp").mkdir(parents=True)
