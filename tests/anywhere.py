@@ -33,12 +33,22 @@ DEMO = ("max_steps=3", "warm_start.max_steps=40", "env.train_size=200", "eval_st
 
 def path_without(hidden: Sequence[str], folder: Path) -> str:
     """A PATH of links to every program of this one's but some."""
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)
     for place in map(Path, ("/usr/local/bin", "/usr/bin", "/bin")):
         for program in place.iterdir():
             if program.name not in hidden and not (folder / program.name).exists():
                 (folder / program.name).symlink_to(program)
     return str(folder)
+
+
+@contextmanager
+def folder_for(python: str, kept_in: Path | None) -> Iterator[Path]:
+    if kept_in is not None:
+        (folder := kept_in / Path(python).name).mkdir(parents=True, exist_ok=True)
+        yield folder.resolve()
+        return
+    with tempfile.TemporaryDirectory(prefix="anywhere-", ignore_cleanup_errors=True) as folder:
+        yield Path(folder)
 
 
 @contextmanager
@@ -79,15 +89,15 @@ def restricted(user: pwd.struct_passwd | None, group: Path | None) -> Any:
 def try_python(python: str, folder: Path, group: Path | None, arguments: argparse.Namespace) -> list[dict[str, Any]]:
     user = pwd.getpwnam("nobody") if os.getuid() == 0 else None
     tree, out = folder / FOLDER / "winnow", folder / FOLDER / "out"
-    tree.mkdir(parents=True)
-    out.mkdir()
+    tree.mkdir(parents=True, exist_ok=True)
+    out.mkdir(exist_ok=True)
     archive = subprocess.run(["git", "archive", "HEAD"], cwd=ROOT, check=True, capture_output=True).stdout
     subprocess.run(["tar", "x", "-C", str(tree)], input=archive, check=True)
-    (scratch := folder / "tmp").mkdir()
+    (scratch := folder / "tmp").mkdir(exist_ok=True)
     if user is not None:
         folder.chmod(0o755)
-        subprocess.run(["chown", "-R", f"{user.pw_uid}:{user.pw_gid}", str(folder)], check=True)
-    kept = {k: v for k, v in os.environ.items() if k.startswith("PIP_") or k in ("LANG", "LD_LIBRARY_PATH")}
+        subprocess.run(["chown", "-hR", f"{user.pw_uid}:{user.pw_gid}", str(folder)], check=True)
+    kept = {k: v for k, v in os.environ.items() if k.startswith("PIP_") or k == "LANG"}
     environment = kept | {"PATH": path_without(HIDDEN, folder / "bin"), "TMPDIR": str(scratch), "PIP_NO_CACHE_DIR": "1"}
     found = []
 
@@ -124,15 +134,13 @@ def main() -> None:
     parser.add_argument("--timeout", type=int, default=3600)
     parser.add_argument("--logs", type=Path, default=Path("build/anywhere"))
     parser.add_argument("--out", type=Path, default=None)
+    parser.add_argument("--folder", type=Path, help="keep what is set up, for another call")
     arguments = parser.parse_args()
     arguments.logs.mkdir(parents=True, exist_ok=True)
     found, bounded = [], False
     for python in arguments.pythons:
-        with (
-            tempfile.TemporaryDirectory(prefix="anywhere-", ignore_cleanup_errors=True) as folder,
-            bounded_memory() as group,
-        ):
-            found += try_python(python, Path(folder), group, arguments)
+        with folder_for(python, arguments.folder) as folder, bounded_memory() as group:
+            found += try_python(python, folder, group, arguments)
             bounded = group is not None
     if arguments.out:
         machine = {"platform": platform.platform(), "memory_bytes": MEMORY if bounded else None, "cores": 1}

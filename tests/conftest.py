@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections import deque
 from collections.abc import Generator, Iterator
 from pathlib import Path
 
@@ -17,7 +18,8 @@ import hypothesis
 import pytest
 import torch
 
-from winnow.base.forkserver import Child, ForkServer
+from winnow.base.forkserver import ForkServer, forkserver
+from winnow.sampler import pipe
 
 torch.set_num_threads(1)
 hypothesis.settings.register_profile("winnow", deadline=None)  # a busy machine is no failure
@@ -26,16 +28,20 @@ hypothesis.settings.load_profile("winnow")
 
 @pytest.fixture(scope="session", autouse=True)
 def imports_once() -> Iterator[None]:
-    """Sampler processes of all runs come from the same server, as those of one run do: imports take seconds."""
-    kept: set[ForkServer] = set()
-    original = ForkServer.fork
+    """Sampler processes of all runs come from the same server, as those of one run do: imports take seconds.
 
-    def fork(self: ForkServer) -> Child:
-        kept.add(self)
-        return original(self)
+    Two at most, of 300 MB each: tests that change variables have one of their own.
+    """
+    kept: deque[ForkServer] = deque(maxlen=2)
+
+    def kept_for_others(target: str, env: dict[str, str]) -> ForkServer:
+        server = forkserver(target, env)
+        if server not in kept:
+            kept.append(server)
+        return server
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ForkServer, "fork", fork)
+        patch.setattr(pipe, "forkserver", kept_for_others)
         yield
     kept.clear()
 

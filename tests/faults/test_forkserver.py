@@ -128,8 +128,11 @@ def test_a_server_nobody_keeps_ends() -> None:
     server = ForkServer(TARGET, ENV)
     mine = {p.pid for p in psutil.Process().children()} - before
     assert len(mine) == 1
+    child = server.fork()
+    child.stdin.close()
     del server
-    assert not psutil.pid_exists(*mine)
+    assert child.wait() == 0, "a child keeps it"
+    assert not psutil.pid_exists(*mine), "until it has ended"
 
 
 def test_threads_have_servers_of_their_own(server: ForkServer) -> None:

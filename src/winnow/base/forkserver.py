@@ -34,7 +34,8 @@ class Child:
     """A forked process: its pipes, and how it ended. Killed, at the latest, with its server."""
 
     def __init__(self, server: ForkServer, stdin: int, stdout: int, stderr: int, status: int) -> None:
-        self._server = server
+        self._server: ForkServer | None = server
+        """Kept until this has ended: when nobody keeps it any more it ends, and its 300 MB are free."""
         self.stdin, self.stdout, self.stderr = os.fdopen(stdin, "wb"), os.fdopen(stdout, "rb"), os.fdopen(stderr, "rb")
         self._status = os.fdopen(status, "rb")
         self._lock = threading.Lock()
@@ -61,12 +62,14 @@ class Child:
         with self._lock:
             if self._ended is None:
                 self._ended = int((begun and self._status.readline()) or KILLED)
+                self._server = None
             return self._ended
 
     def kill(self) -> None:
         """End it, with what it started."""
-        if self._pid is None and self._server.importing:
-            self._server.kill()
+        server = self._server
+        if self._pid is None and server is not None and server.importing:
+            server.kill()
         if self.poll() is None:
             for end in (os.killpg, os.kill):  # it may have no group yet
                 with contextlib.suppress(ProcessLookupError):

@@ -19,13 +19,9 @@ def quiet_imports() -> None:
 
 @contextmanager
 def lasting_imports() -> Iterator[None]:
-    """Without garbage collections, which find nothing in what lasts as long as the process: a sixth of the time.
-
-    Later ones pass by what was imported, and forked processes go on sharing it.
-    """
+    """Without garbage collections, which find nothing in what lasts as long as the process: a sixth of the time."""
     gc.disable()
     try:
         yield
     finally:
-        gc.freeze()
         gc.enable()
