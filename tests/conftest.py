@@ -30,9 +30,9 @@ hypothesis.settings.load_profile("winnow")
 def imports_once() -> Iterator[None]:
     """Sampler processes of all runs come from the same server, as those of one run do: imports take seconds.
 
-    Two at most, of 300 MB each: tests that change variables have one of their own.
+    The last alone, of 300 to 400 MB: tests that change variables have one of their own.
     """
-    kept: deque[ForkServer] = deque(maxlen=2)
+    kept: deque[ForkServer] = deque(maxlen=1)
 
     def kept_for_others(target: str, env: dict[str, str]) -> ForkServer:
         server = forkserver(target, env)
