@@ -110,7 +110,8 @@ def try_python(python: str, folder: Path, group: Path | None, arguments: argpars
                 stdin=subprocess.DEVNULL, preexec_fn=restricted(user, group), timeout=arguments.timeout, check=False,
             ).returncode  # fmt: skip
         shutil.copy(log, arguments.logs / f"{what}-{Path(python).name}.log")
-        last = [line for line in log.read_text(errors="replace").splitlines() if line.strip()][-1:]
+        lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+        last = [line for line in lines if " passed" in line and " in " in line][-1:] or lines[-1:]
         seconds = round(time.monotonic() - started)
         found.append({"python": python, "what": what, "code": code, "seconds": seconds, "said": " ".join(last)[:300]})
         print(json.dumps(found[-1]), flush=True)
