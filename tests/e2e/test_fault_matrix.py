@@ -176,9 +176,12 @@ def test_28_rotation_never_follows_a_link(tiny_config: dict[str, Any], tmp_path:
     train(tiny_config | {"max_steps": 1, "save_total_limit": 1})
     run = Path(tiny_config["output_dir"])
     os.symlink(precious, run / "checkpoints" / "step-000000")
-    with pytest.raises(OSError, match="symbolic link"):
+    with pytest.raises(CheckpointError, match=r"step-000000: a symbolic link, not what this run saved; remove it"):
         Trainer.resume(run, {"max_steps": 3, "save_total_limit": 1}, reward_funcs=parity_reward).train()
     assert (precious / "thesis").read_text() == "years"
+    (run / "checkpoints" / "step-000000").unlink()
+    resume(run)
+    assert checkpoint.steps(run) == [3]
 
 
 @pytest.mark.parametrize(("prompts", "of_a_step"), [(3, 4), (5, 4), (4, 4)])

@@ -117,7 +117,12 @@ def save(run_dir: Path, step: int, state: Mapping[str, Any], write: Callable[[Pa
 
 
 def _remove(directory: Path) -> None:
-    """At once for whoever looks by its name: a reader must not take half of it for a damaged one."""
+    """At once for whoever looks by its name: a reader must not take half of it for a damaged one.
+
+    Raises CheckpointError for a link: what it leads to is not the run's to remove.
+    """
+    if directory.is_symlink():
+        raise CheckpointError(f"{directory}: a symbolic link, not what this run saved; remove it, and resume")
     moved = directory.with_name(f".removing-{directory.name}")
     directory.rename(moved)
     shutil.rmtree(moved)

@@ -250,7 +250,7 @@ class _Grammar:
     """A game's grammar, which tells what an operator did. `text` may stand without the goal."""
 
     def __init__(self, text: str, types: Sequence[tuple[str, Sequence[str]]]) -> None:
-        _parse_once()
+        _mend_grammar()
         self._grammar = pddl.GameLogic("", text).grammar
         self._world = logic.GameLogic()
         for name, parents in types:
@@ -291,12 +291,20 @@ class _Shared(dict[Any, Any]):
 
 
 @lru_cache(maxsize=1)
-def _parse_once() -> None:
-    """Keep what TextWorld's grammar parses anew at every use: its rules and queries are always the same few."""
+def _mend_grammar() -> None:
+    """Keep what TextWorld's grammar parses anew at every use: its rules and queries are always the same few.
+
+    Its expressions are given their variables by name: it writes to `locals()`, which has no effect from Python 3.13 on.
+    """
 
     class Rule(textgen.Rule):
         parse_conjunctive_query = staticmethod(lru_cache(maxsize=4_096)(textgen.Rule.parse_conjunctive_query))
 
+    def derive(self: Any, context: dict[str, Any] | None = None) -> list[Any]:
+        variables = dict((context or self.context)["variables"])
+        return [textgen.TerminalSymbol(eval(self.expression, vars(textgen), variables))]
+
+    textgen.EvalSymbol.derive = derive
     textgen.Rule = Rule
     textgen._parse_and_convert = lru_cache(maxsize=4_096)(textgen._parse_and_convert)
 
