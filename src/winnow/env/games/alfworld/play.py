@@ -13,7 +13,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, cast
+from unittest.mock import patch
 
 from ....base.install import install
 from ...base import StepResult
@@ -294,15 +295,17 @@ class _Shared(dict[Any, Any]):
 def _mend_grammar() -> None:
     """Keep what TextWorld's grammar parses anew at every use: its rules and queries are always the same few.
 
-    Its expressions are given their variables by name: it writes to `locals()`, which has no effect from Python 3.13 on.
+    Its expressions find their variables in its module: it writes them to `locals()`, in vain from Python 3.13 on.
     """
 
     class Rule(textgen.Rule):
         parse_conjunctive_query = staticmethod(lru_cache(maxsize=4_096)(textgen.Rule.parse_conjunctive_query))
 
+    evaluated = textgen.EvalSymbol.derive
+
     def derive(self: Any, context: dict[str, Any] | None = None) -> list[Any]:
-        variables = dict((context or self.context)["variables"])
-        return [textgen.TerminalSymbol(eval(self.expression, vars(textgen), variables))]
+        with patch.dict(vars(textgen), (context or self.context)["variables"]):
+            return cast(list[Any], evaluated(self, context))
 
     textgen.EvalSymbol.derive = derive
     textgen.Rule = Rule
