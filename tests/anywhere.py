@@ -144,7 +144,13 @@ def main() -> None:
             found += try_python(python, folder, group, arguments)
             bounded = group is not None
     if arguments.out:
-        machine = {"platform": platform.platform(), "memory_bytes": MEMORY if bounded else None, "cores": 1}
+        model = next(line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name"))
+        machine = {
+            "cpu": model.partition(":")[2].strip(),
+            "platform": platform.platform(),
+            "memory_bytes": MEMORY if bounded else None,
+            "cores": 1,
+        }
         arguments.out.write_text(json.dumps({"machine": machine, "commands": found}, indent=1) + "\n")
     sys.exit(any(line["code"] for line in found))
 

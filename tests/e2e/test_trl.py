@@ -194,6 +194,9 @@ def test_a_state_of_another_program_is_refused(
     longer = settings(tmp_path / "out", max_steps=2, save_strategy="steps", save_steps=1)
     with pytest.raises(CheckpointError, match=rf"winnow\.json: not what this version saves.*({said})"):
         WinnowGRPOTrainer(**arguments | {"args": longer}, selector="greso").train(resume_from_checkpoint=True)
+    file.write_text(file.read_text()[:-9])
+    with pytest.raises(CheckpointError, match=r"winnow\.json: damaged .*; resume from another checkpoint"):
+        WinnowGRPOTrainer(**arguments | {"args": longer}, selector="greso").train(resume_from_checkpoint=True)
 
 
 def test_several_updates_on_a_batch(arguments: dict[str, Any], tmp_path: Path) -> None:

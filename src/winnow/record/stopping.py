@@ -75,7 +75,7 @@ class Usefulness:
         self.skipped_steps = 0
         """Steps in a row without a signal."""
         self.solved_steps = 0
-        """Of these, those in a row at the end in which every group was solved."""
+        """The last of these in a row in which every group was solved."""
 
     def begin_step(self) -> None:
         self._rejected = []

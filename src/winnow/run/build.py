@@ -252,7 +252,7 @@ def build_task(spec: MethodSpec | Task) -> Task:
 
 
 def build_rewarder(c: RunConfig, task: Task, given: Sequence[RewardSpec] | None = None) -> Rewarder:
-    """Of what was `given` as objects, else of `reward_funcs`, else the task's own."""
+    """The rewarder of what was `given` as objects, else of `reward_funcs`, else the task's own."""
     workers = RewardWorkers(2, c.reward_memory_mb, tuple(c.reward_env), c.reward_sandbox)
     functions = given or c.reward_funcs or task.reward_funcs
     return Rewarder(functions, c.reward_weights, c.reward_timeout_s, workers=workers, device=c.device)

@@ -262,7 +262,10 @@ def load_run_state(directory: Path) -> dict[str, Any]:
 def load_state_in_trl(file: Path) -> dict[str, Any]:
     """The same of a run inside TRL."""
     with understood(file):
-        state: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        try:
+            state: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        except ValueError as error:  # no manifest of ours vouches for this file
+            raise CheckpointError(f"{file}: damaged ({error}); resume from another checkpoint") from None
         _STATE_IN_TRL.validate_python(state)
         return state
 
@@ -277,6 +280,6 @@ def understood(file: Path) -> Iterator[None]:
     except (LookupError, TypeError, AttributeError, ArithmeticError, ValueError, zlib.error) as error:
         said = explain(error, [], "state") if isinstance(error, ValidationError) else f"{type(error).__name__}: {error}"
         raise CheckpointError(
-            f"{file}: not what this version saves, though it is whole ({said:.300}); "
+            f"{file}: not what this version saves ({said:.300}); "
             "it is of another program or version. Resume from another checkpoint, or start a new run"
         ) from error

@@ -37,7 +37,7 @@ class VerifiersConfig:
     timeout_s: float = 300.0
     """Seconds that an episode may take between an answer and its next request, or its end with its rewards."""
     seed: int = field(default=0, repr=False)
-    """Of the choice of held-out tasks."""
+    """Seed of the choice of held-out tasks."""
 
     def __post_init__(self) -> None:
         if self.test_size < 0 or (self.test_size >= 1 and self.test_size != int(self.test_size)):

@@ -30,7 +30,7 @@ class Context:
 
     @classmethod
     def of(cls, ids_BT: torch.Tensor, mask_BT: torch.Tensor) -> Context:
-        """Of the tokens of a mask, whose first column is False."""
+        """The context of the tokens of a mask, whose first column is False."""
         row_N, before_N = mask_BT.nonzero(as_tuple=True)
         return cls(ids_BT, row_N, before_N)
 

@@ -14,7 +14,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, cast
-from unittest.mock import patch
 
 from ....base.install import install
 from ...base import StepResult
@@ -304,8 +303,15 @@ def _mend_grammar() -> None:
     evaluated = textgen.EvalSymbol.derive
 
     def derive(self: Any, context: dict[str, Any] | None = None) -> list[Any]:
-        with patch.dict(vars(textgen), (context or self.context)["variables"]):
+        names, given = vars(textgen), (context or self.context)["variables"]
+        shadowed = {name: names[name] for name in given if name in names}
+        names.update(given)
+        try:
             return cast(list[Any], evaluated(self, context))
+        finally:
+            for name in given:
+                del names[name]
+            names.update(shadowed)
 
     textgen.EvalSymbol.derive = derive
     textgen.Rule = Rule
