@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from ...base.typed import LARGEST
 from ...types import KEEP, Group, Prompt, Verdict, Visit
 from ..pass_rates import PassRate
 
@@ -108,4 +109,6 @@ class StreamSelector:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.visits = int(state["visits"])
+        if not 0 <= self.visits < LARGEST:
+            raise ValueError(f"visits cannot be {self.visits}")
         self._order, self._order_epoch = self._order_of(self.epoch), self.epoch
