@@ -11,8 +11,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from .base.failpoint import failpoint
-from .base.typed import require_types
+from .base.typed import in_range, require_like, require_types
 from .base.weights import FiniteWeights, RemoteWeights
 from .config import ConfigError
 from .learner.base import Learner
@@ -306,6 +308,11 @@ class Loop:
             "waiting": [group_state(group) for group in parts.buffer.groups],
             "spent": parts.buffer.spent,
             "in_flight": [[visit_state(flight.visit), flight.size] for flight in parts.buffer.in_flight],
+        } | self._state_of_parts()
+
+    def _state_of_parts(self) -> dict[str, Any]:
+        parts = self.parts
+        return {
             "selector": parts.selector.state_dict(),
             "group_size": parts.group_size.state_dict(),
             "gates": {name: gate.state_dict() for name, gate in parts.gates.items()},
@@ -313,6 +320,8 @@ class Loop:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Raises LookupError, TypeError or ValueError on a state that no run of this configuration has had."""
+        require_like(state, self._state_of_parts(), "loop")
         self.step = int(state["step"])
         self.num_tokens = int(state["num_tokens"])
         self._useful.skipped_steps = int(state["skipped_steps"])
@@ -320,6 +329,7 @@ class Loop:
         self.parts.buffer.groups = [group_from(g, self.parts.prompts) for g in state["waiting"]]
         for group in self.parts.buffer.groups:
             require_types(group)
+            _require_trainable(group, self.step)
         self.parts.buffer.spent = int(state["spent"])
         self.parts.selector.load_state_dict(state["selector"])
         self.parts.group_size.load_state_dict(state["group_size"])
@@ -330,4 +340,18 @@ class Loop:
     def relaunch(self, state: dict[str, Any]) -> None:
         """Roll out again what was in flight when `state` was taken; it stays booked as dispatched."""
         for visit, size in state["in_flight"]:
-            self._start(visit_from(visit, self.parts.prompts["train"]), int(size))
+            size = int(in_range(size, 1, self.parts.group_size.largest, "size"))
+            self._start(visit_from(visit, self.parts.prompts["train"]), size)
+
+
+def _require_trainable(group: Group, step: int) -> None:
+    """Raises ValueError for a group that cannot have waited for optimizer step `step`."""
+    where = f"visit {group.visit.number}"
+    if not group.rollouts:
+        raise ValueError(f"{where} waits without rollouts")
+    for rollout in group.rollouts:
+        versions = rollout.versions[rollout.action_mask]
+        if not ((versions >= 0) & (versions <= step)).all():
+            raise ValueError(f"{where}: tokens of a policy that step {step} does not know")
+        if not np.isfinite(rollout.sampler_logp).all():
+            raise ValueError(f"{where}: log-probabilities that are not finite")

@@ -182,7 +182,7 @@ def test_a_resumed_run_goes_on_with_its_account(arguments: dict[str, Any], tmp_p
 
 @pytest.mark.parametrize(
     ("key", "value", "said"),
-    [("offsets", None, "offsets"), ("loop", {"step": 2, "in_flight": [], "visits": 3}, "KeyError|TypeError")],
+    [("offsets", None, "offsets"), ("loop", {"step": 2, "in_flight": [], "visits": 3}, "missing key 'loop.spent'")],
 )
 def test_a_state_of_another_program_is_refused(
     arguments: dict[str, Any], tmp_path: Path, key: str, value: Any, said: str

@@ -7,18 +7,22 @@ import hashlib
 import json
 import random
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from winnow import Trainer
-from winnow.base.packed import pack, unpack
+from winnow import ConfigError, Trainer
+from winnow.base.packed import pack, pack_all, unpack, unpack_all
 from winnow.cli.errors import EXPECTED
 from winnow.run.checkpoint import CheckpointError
+from winnow.sampler.codec import ARRAYS
 
-from ..pairs.world import make_model
+from ..pairs.compose import make_place
+from ..pairs.variants import Variant, together, variants
+from ..pairs.world import World, make_model
 
 VALUES = [None, -1, 1e999, "x", [], {}, [None], 2**70, True]
 
@@ -70,50 +74,144 @@ def state_of(saved: Path) -> Any:
     return json.loads(next(saved.glob("checkpoints/*/state.json")).read_text())
 
 
+def odd(array: np.ndarray, rng: random.Random) -> np.ndarray:
+    """The arrays of a whole group are one of bytes: there, the change is to any of them."""
+    kind = array.dtype
+    values = [-1, 3, 2**40, 2**63 - 1] if kind.kind in "iu" else [-1, 1e300, np.nan, np.inf]
+    flat = array.ravel().copy()
+    with np.errstate(over="ignore"):
+        flat[rng.randrange(flat.size)] = np.array(rng.choice(values)).astype(kind)
+    return flat.reshape(array.shape)
+
+
 def changed(state: Any, rng: random.Random) -> Any:
+    """One place is another value, or gone; of an array, one of its numbers is another."""
     state, path = copy.deepcopy(state), rng.choice([*places(state)])
     inside = state
     for key in path[:-1]:
         inside = inside[key]
-    if (value := rng.choice([*VALUES, "removed"])) == "removed":
+    if path[-1] == "zlib" and rng.random() < 0.7 and (array := unpack(inside)).size:
+        inside |= pack(odd(array, rng))
+    elif (value := rng.choice([*VALUES, "removed"])) == "removed":
         del inside[path[-1]]
     else:
         inside[path[-1]] = value
     return state
 
 
+def refusals(saved: Path, folder: Path, seeds: Iterable[str], resume: Callable[[Path], None]) -> list[str]:
+    """What a resume says of states that are each changed at one place. Anything unexpected is raised."""
+    state, found = state_of(saved), []
+    for seed in seeds:
+        run = with_state(saved, folder / "changed", changed(state, random.Random(seed)))
+        try:
+            resume(run)
+        except EXPECTED as error:
+            found.append(f"{seed}: {error}")
+        except Exception as error:
+            error.add_note(seed)
+            raise
+        shutil.rmtree(run)
+    assert [text for text in found if str(folder) not in text] == []
+    return found
+
+
 @pytest.mark.parametrize(
-    "numbers", [range(25), pytest.param(range(25, 400), marks=pytest.mark.slow)], ids=["few", "many"]
+    "numbers", [range(25), pytest.param(range(25, 1500), marks=pytest.mark.slow)], ids=["few", "many"]
 )
 def test_any_state_is_refused_by_name_or_trained_on(saved: Path, tmp_path: Path, numbers: range) -> None:
-    state, refusals = state_of(saved), []
-    for number in numbers:
-        run = with_state(saved, tmp_path / str(number), changed(state, random.Random(f"state {number}")))
-        try:
-            resumed(run)
-        except EXPECTED as error:
-            refusals.append(str(error))
-        shutil.rmtree(run)
-    assert len(refusals) > len(numbers) / 2
-    assert [text for text in refusals if str(tmp_path) not in text] == []
+    assert len(refusals(saved, tmp_path, [f"state {n}" for n in numbers], resumed)) > len(numbers) / 2
+
+
+def with_state_of_their_own() -> list[Variant]:
+    found = [v for v in variants() if v.fields & {"selector", "group_size", "gates", "step_scale", "audit"}]
+    return [*found, *(v for v in variants() if v.name == "rollout_batch=adaptive")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", with_state_of_their_own(), ids=str)
+def test_the_state_of_any_method_is_refused_by_name_or_trained_on(tmp_path: Path, variant: Variant) -> None:
+    place, audit = make_place(tmp_path), next(v for v in variants() if v.name == "audit={epsilon:0.5}")
+    audited = [variant, audit] if "gates" in variant.fields else [variant]
+    settings = {"max_lag": 2} | together(*audited) | {"threads": 1, "max_steps": 2, "save_total_limit": 1}
+    Trainer(config=place.config(settings), env=World()).train()
+
+    def resume(run: Path) -> None:
+        Trainer.resume(run, {"max_steps": 3}, env=World()).train()
+
+    found = refusals(tmp_path / "whole", tmp_path, [f"{variant.name} {n}" for n in range(20)], resume)
+    assert len(found) > 10
 
 
 def test_the_state_as_it_was_is_taken(saved: Path, tmp_path: Path) -> None:
     resumed(with_state(saved, tmp_path / "run", state_of(saved)))
 
 
-def test_what_is_wrong_is_named(saved: Path, tmp_path: Path) -> None:
+def of_first(state: Any, **values: Any) -> None:
+    state["loop"]["waiting"][0]["rollouts"][0] |= values
+
+
+def with_arrays(state: Any, name: str, value: Any) -> None:
+    """Of the first rollout that waits, the first number of an array."""
+    group = state["loop"]["waiting"][0]
+    arrays = unpack_all(group["arrays"])
+    arrays[ARRAYS.index(name)][0] = value
+    group["arrays"] = pack_all(arrays)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda s: of_first(s, reward="1.0"), r"Rollout\.reward cannot be '1\.0'"),
+        (lambda s: of_first(s, prompt_ids=[3, 64]), "the token 64, which is outside the vocabulary of 64"),
+        (lambda s: of_first(s, prompt_ids=[3] * 99), "10[0-9] tokens, more than the model's 64 positions"),
+        (lambda s: with_arrays(s, "token_ids", -1), "the token -1, which is outside"),
+        (lambda s: with_arrays(s, "versions", 4), "tokens of a policy that step 3 does not know"),
+        (lambda s: with_arrays(s, "sampler_logp", np.nan), "log-probabilities that are not finite"),
+        (lambda s: s["loop"]["waiting"][0].update(rollouts=[]), "waits without rollouts"),
+        (lambda s: s["loop"]["waiting"][0]["arrays"]["like"][0].__setitem__(0, "O"), "'O' has no numbers"),
+        (lambda s: s["loop"]["in_flight"].append([[9, 0, 3, {}], 2**62]), "size cannot be 46"),
+        (lambda s: s["loop"].update(spent=-1), r"loop\.spent: Input should be greater"),
+        (lambda s: s["loop"].update(step=2), "of step 2, in step-000003"),
+        (lambda s: s["loop"]["selector"].update(p=[0.5, -0.1]), "p cannot be -0.1"),
+        (lambda s: s["loop"]["selector"].update(z=pack(np.ones(7, np.float32))), r"loop\.selector\.z is no array of"),
+        (lambda s: s["loop"]["selector"].update(seen=[0.0]), r"loop\.selector\.seen is no list of"),
+        (lambda s: s.update(seconds_total=1e999), "the number Infinity is not finite"),
+        (lambda s: s["ledger"].pop("steps"), "no mark of steps"),
+    ],
+)
+def test_what_is_wrong_is_named(saved: Path, tmp_path: Path, change: Callable[[Any], Any], said: str) -> None:
     state = state_of(saved)
-    state["loop"]["waiting"][0]["rollouts"][0]["reward"] = "1.0"
-    with pytest.raises(
-        CheckpointError, match=r"state\.json: not what this version saves.*Rollout\.reward cannot be '1.0'"
-    ):
+    change(state)
+    with pytest.raises(CheckpointError, match=rf"state\.json: not what this version saves.*{said}"):
         resumed(with_state(saved, tmp_path / "run", state))
 
 
-def test_a_packed_bomb_stays_packed() -> None:
-    import numpy as np
+def test_weights_that_a_sampler_behind_needs_are_missed_by_name(saved: Path, tmp_path: Path) -> None:
+    run = with_state(saved, tmp_path / "run", state_of(saved))
+    (directory,) = (run / "checkpoints").iterdir()
+    manifest = json.loads((directory / "manifest.json").read_text())
+    kept = [name for name in manifest["files"] if name.startswith("sampler-weights/")]
+    for name in kept:
+        del manifest["files"][name]
+        (directory / name).unlink()
+    (directory / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(ConfigError, match=r"no weights of version 2 \(sampler-weights\) to sample with"):
+        resumed(run)
 
+
+def test_a_packed_bomb_stays_packed() -> None:
     bomb = pack(np.zeros(1 << 24, np.uint8)) | {"shape": [10]}
     with pytest.raises(ValueError, match="has 10 bytes"):
         unpack(bomb)
+
+
+@pytest.mark.parametrize("dtype", ["O", "|O8", "V8", "M8[s]", "S8", None, [["a", "<i8"]]])
+def test_bytes_are_never_taken_for_pointers(dtype: Any) -> None:
+    """NumPy makes objects of them, and follows them."""
+    arrays = pack_all([np.full(1, 0x4141414141414141)])
+    arrays["like"][0][0] = dtype
+    with pytest.raises((ValueError, TypeError)):
+        unpack_all(arrays)
+    with pytest.raises((ValueError, TypeError)):
+        unpack(pack(np.zeros(1)) | {"dtype": dtype})

@@ -189,7 +189,8 @@ def _run() -> Path:
         mark = ledger.mark()
     with closing(sqlite3.connect(folder / "ledger.sqlite")) as db:
         db.execute("PRAGMA journal_mode=DELETE")
-    state = {"ledger": mark, "loop": {"step": 2, "in_flight": [[[1, 0, 3, {}], 4]]}, "config": {"model": "m"}}
+    counts = {"step": 2, "num_tokens": 70, "skipped_steps": 0, "solved_steps": 0, "spent": 0}
+    state = {"ledger": mark, "loop": counts | {"in_flight": [[[1, 0, 3, {}], 4]]}, "config": {"model": "m"}}
     state |= {"fingerprints": {"task": "x"}, "offsets": {"metrics.jsonl": 9}, "seconds_total": 1.5}
     save(folder, 2, state, lambda d: (d / "w").write_bytes(b"w"), keep_last=2)
     (folder / "config.json").write_text('{"model": "m", "selector": {"name": "greso"}}')

@@ -299,3 +299,47 @@ def test_a_resumed_audit_goes_on_exactly() -> None:
             audit.end_step()
     assert second.state_dict() == first.state_dict()
     assert second.metrics() == first.metrics()
+
+
+def test_a_rule_that_removes_nothing_for_long_keeps_its_bounds() -> None:
+    """Weights fade, but not to where their squares are 0."""
+    audit = RuleAudit("rule", 0.05, 0.1)
+    for _ in range(5):
+        audit.removed(0.5)
+        audit.audited(0.5, 1.0, 3.0)
+    early = tuple(audit.recent.signal.bounded(1.0))
+    for _ in range(20_000):
+        audit.kept(1.0)
+        audit.end_step()
+    assert tuple(audit.recent.signal.bounded(1.0)) == pytest.approx(early)
+    assert audit.probability == audit.epsilon
+    audit.removed(0.9)
+    audit.end_step()
+    assert audit.recent.signal.bounded(1.0).high == pytest.approx(1.0), "what was seen so long ago says nothing"
+    audit.audited(0.9, 0.0, 3.0)
+    assert audit.recent.signal.bounded(1.0).value == pytest.approx(0.0, abs=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (("probability",), 0.0),
+        (("probability",), 1.5),
+        (("largest",), -1.0),
+        (("whole", "removed"), -1),
+        (("whole", "lost"), [1.0]),
+        (("recent", "lost", "a"), 0.0),
+        (("recent", "signal", "w"), None),
+    ],
+)
+def test_an_account_that_no_audit_has_is_refused(path: tuple[str, ...], value: Any) -> None:
+    audit = RuleAudit("rule", 0.05, 0.1)
+    audit.audited(0.5, 1.0, 3.0)
+    state = json.loads(json.dumps(audit.state_dict()))
+    RuleAudit("rule", 0.05, 0.1).load_state_dict(state)
+    inside = state
+    for key in path[:-1]:
+        inside = inside[key]
+    inside[path[-1]] = value
+    with pytest.raises((TypeError, ValueError)):
+        RuleAudit("rule", 0.05, 0.1).load_state_dict(state)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from winnow.base.packed import pack
 from winnow.methods.gate.quality import BinnedPosterior, survival_probabilities
 
 
@@ -71,6 +72,15 @@ def test_posterior_resumes_exactly() -> None:
     for posterior in (a, b):
         posterior.observe(0.5, True, 1.5)
     np.testing.assert_array_equal(a.table(), b.table())
+
+
+@pytest.mark.parametrize("number", [-1, 20, 2**63 - 1])
+def test_a_bin_that_is_none_is_not_loaded(number: int) -> None:
+    """Counting does not look at bounds: NumPy would write beyond the end."""
+    state = BinnedPosterior().state_dict()
+    state["seen"][0] = {"columns": [pack(np.array([3, number])), pack(np.ones(2))]}
+    with pytest.raises(ValueError, match="where 0 to 19 can be"):
+        BinnedPosterior().load_state_dict(state)
 
 
 BUFFERS = {mean: np.random.default_rng(3).beta(4 * mean, 4 * (1 - mean), 5_000) for mean in (0.15, 0.3, 0.5, 0.8)}

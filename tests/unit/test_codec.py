@@ -16,6 +16,7 @@ from winnow.engine import LocalEngine, SamplingParams
 from winnow.env.rewards.rewarder import Rewarder
 from winnow.methods.gate import GateContext
 from winnow.methods.gate.quality import Arrol
+from winnow.methods.select.trace import EASY
 from winnow.rollout.options import RolloutOptions
 from winnow.rollout.runner import RolloutRunner
 from winnow.sampler.codec import (
@@ -172,7 +173,7 @@ def test_a_sampled_group_of_a_gate_comes_back_whole_and_teaches_the_same(tiny_mo
 def test_an_overridden_visit_in_flight_keeps_its_override() -> None:
     """It is rolled out again after a resume, and is then an audited one."""
     selector = build("backoff", PROMPTS, epsilon=1.0)
-    selector.selector.z_N[:] = 9
+    selector.selector.z_N[:], selector.selector.kind_N[:] = 9, EASY
     visits = selector.select(3)
     assert [v.verdict.overridden for v in visits] == [1.0] * 3
     resumed = build("backoff", PROMPTS, epsilon=1.0)

@@ -8,13 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import winnow
 from winnow.base.weights import StateWeights, state_of
 from winnow.config import ConfigError, validate
 from winnow.engine.facts import Facts
-from winnow.learner.base import Stats
+from winnow.learner.base import Policy, Stats
 from winnow.learner.batch import Budget, collate, micro_batches
 from winnow.methods.correct.truncate import Truncate
 from winnow.methods.loss import LossConfig
@@ -87,6 +89,16 @@ def test_sizes_count_what_is_trained() -> None:
     total = sum(p.numel() for p in model.parameters())
     sizes = learner_of(model).sizes
     assert (sizes.total, sizes.trained) == (total, total - model.model.embed_tokens.weight.numel())
+
+
+def test_a_vocabulary_with_gaps_reaches_to_its_last_id() -> None:
+    """What the engine samples has a probability in the learner."""
+    model, tokenizer = llama(), word_tokenizer(20)
+    words = {word: i if i < 10 else i + 5 for word, i in tokenizer.get_vocab().items()}
+    gaps = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(words, unk_token=next(iter(words)))))
+    assert (len(gaps), max(words.values())) == (20, 24)
+    policy = Policy(model, gaps, None)
+    assert policy.n_tokens == Facts.of(model, gaps).vocab_size == 25
 
 
 @pytest.mark.parametrize("spec", ["lokal", {"name": "local", "ranks": 2}])

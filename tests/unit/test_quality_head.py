@@ -6,12 +6,14 @@ import itertools
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from winnow.base.packed import pack
 from winnow.methods.gate.quality import Arrol
 from winnow.methods.gate.quality_head import FILE, Example, HeadWeights, QualityHead
 from winnow.methods.gate.quality_rule import ArrolRule
@@ -160,6 +162,32 @@ def test_a_head_of_hidden_states_alone_never_looks_at_the_logp() -> None:
     assert again.weights.score(hidden, -3.0) == heads[0].weights.score(hidden, -0.1)
     assert not heads[0].weights.layers[0][:, -1].any()
     assert heads[1].weights.score(hidden, -0.1) != heads[1].weights.score(hidden, -3.0)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda net: net.pop(5), "an optimizer's state, that this gate does not have"),
+        (lambda net: net.pop(), "an optimizer's state, that this gate does not have"),
+        (lambda net: net.__setitem__(5, pack(np.zeros(3, np.float32))), "an optimizer's state, that"),
+        (lambda net: net.__setitem__(1, pack(np.zeros(128))), "an optimizer's state, that"),
+        (lambda net: net.__setitem__(0, pack(np.zeros((128, 1), np.float32))), "layers do not fit together"),
+        (lambda net: net.__setitem__(1, pack(np.zeros(127, np.float32))), "layers do not fit together"),
+    ],
+)
+def test_a_state_whose_shapes_do_not_fit_is_refused(change: Any, said: str) -> None:
+    """The fused AdamW does not look at them, and would write beyond the end."""
+    rng, head = np.random.default_rng(0), QualityHead(0)
+    for i in range(20):
+        head.observe(Example(rng.normal(size=H).astype(np.float32), -0.5, i % 2 == 0, 1.0))
+    head.fit()
+    state = json.loads(json.dumps(head.state_dict()))
+    QualityHead(0).load_state_dict(state)
+    with pytest.raises(ValueError, match="a head of 128 units"):
+        QualityHead(0, 64).load_state_dict(state)
+    change(state["net"])
+    with pytest.raises(ValueError, match=said):
+        QualityHead(0).load_state_dict(state)
 
 
 @pytest.mark.parametrize(("width", "rate"), [(16, 3e-4), (200, 1e-2)])

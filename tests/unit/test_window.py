@@ -11,7 +11,7 @@ from winnow.methods.gate.window import Window
 
 @given(st.integers(1, 7), st.lists(st.integers(0, 9), max_size=8))
 def test_it_holds_the_last_rows_whenever_it_is_read(capacity: int, bursts: list[int]) -> None:
-    window, rows = Window(capacity), []
+    window, rows = Window(capacity, 3), []
     for burst in bursts:
         for _ in range(burst):
             rows.append((np.full(2, len(rows), np.float32), float(len(rows)), len(rows) % 2 == 0))
@@ -26,7 +26,7 @@ def test_it_holds_the_last_rows_whenever_it_is_read(capacity: int, bursts: list[
 
 
 def test_it_resumes_exactly() -> None:
-    window, other = Window(3), Window(3)
+    window, other = Window(3, 2), Window(3, 2)
     for i in range(5):
         window.append(np.float32([i, 0.1]), i)
     other.load_state_dict(json.loads(json.dumps(window.state_dict())))
@@ -35,6 +35,6 @@ def test_it_resumes_exactly() -> None:
     for mine, theirs in zip(window.columns(), other.columns(), strict=True):
         np.testing.assert_array_equal(mine, theirs)
         assert mine.dtype == theirs.dtype
-    empty = Window(2)
-    empty.load_state_dict(json.loads(json.dumps(Window(2).state_dict())))
+    empty = Window(2, 1)
+    empty.load_state_dict(json.loads(json.dumps(Window(2, 1).state_dict())))
     assert len(empty) == 0

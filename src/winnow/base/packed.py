@@ -21,8 +21,8 @@ def pack(array: np.ndarray) -> dict[str, Any]:
 
 
 def unpack(state: Mapping[str, Any]) -> np.ndarray:
-    """The array that `pack` was given."""
-    dtype, shape = np.dtype(state["dtype"]), tuple(state["shape"])
+    """The array that `pack` was given. Raises ValueError where it is none of numbers."""
+    dtype, shape = _numbers(state["dtype"]), tuple(state["shape"])
     size = math.prod(shape) * dtype.itemsize
     data = zlib.decompressobj().decompress(base64.b64decode(state["zlib"]), size + 1)  # bombs stay packed
     if len(data) != size:
@@ -45,10 +45,18 @@ def unpack_all(state: Mapping[str, Any]) -> list[np.ndarray | None]:
         if like is None:
             found.append(None)
             continue
-        array: np.ndarray = np.ndarray(like[1], like[0], data, at)
+        array: np.ndarray = np.ndarray(like[1], _numbers(like[0]), data, at)
         found.append(array)
         at += -(-array.nbytes // ALIGNED) * ALIGNED
     return found
+
+
+def _numbers(name: Any) -> np.dtype[Any]:
+    """NumPy would take bytes for pointers where they are said to be objects, and follow them."""
+    dtype = np.dtype(name)
+    if dtype.kind not in "biuf" or not isinstance(name, str):
+        raise ValueError(f"an array of {name!r:.50} has no numbers")
+    return dtype
 
 
 def _aligned(data: bytes) -> bytes:

@@ -31,7 +31,7 @@ class Facts:
     @classmethod
     def of(cls, model: Any, tokenizer: Any, max_length: int | None = None) -> Facts:
         """`max_length`: the caller's limit; ValueError when it exceeds the model's. Weights are not looked at."""
-        vocab_size = int(min(max(tokenizer.get_vocab().values()) + 1, model.get_input_embeddings().weight.shape[0]))
+        vocab_size = n_tokens(model, tokenizer)
         return cls(
             vocab_size,
             _longest(model, max_length),
@@ -65,6 +65,11 @@ class Facts:
             if full[name] is not full[source] and not torch.equal(full[name], full[source]):
                 raise ValueError(f"weights {name!r} and {source!r} differ, but the model ties them")
         return full
+
+
+def n_tokens(model: Any, tokenizer: Any) -> int:
+    """Ids that can be sampled: to the tokenizer's last, which is beyond its length where ids are left out."""
+    return int(min(max(tokenizer.get_vocab().values()) + 1, model.get_input_embeddings().num_embeddings))
 
 
 def _longest(model: Any, wanted: int | None) -> int | None:

@@ -149,6 +149,8 @@ class LoopInTrl:
         if state is not None:
             with understood(self._resumed_from):
                 self._loop.load_state_dict(state["loop"])
+                if buffer.groups:
+                    raise ValueError("groups wait for a later step, which those inside TRL never do")
         self._loop.publish()
         return self._loop
 

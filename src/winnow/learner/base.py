@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -10,7 +10,9 @@ from typing import Any, Protocol
 import torch
 
 from ..base.weights import WeightSource
+from ..engine.facts import n_tokens
 from ..methods.loss import LossConfig
+from ..types import Rollout
 from .batch import Row
 
 
@@ -41,10 +43,35 @@ class LearnerLostError(RuntimeError):
 
 @dataclass(frozen=True)
 class Sizes:
-    """Parameters of the policy."""
+    """The policy in numbers."""
 
     total: int
+    """Parameters."""
     trained: int
+    """Parameters that are trained."""
+    vocab_size: int
+    """Ids that can be sampled, as `Policy.n_tokens`."""
+    max_length: int | None
+    """Most tokens of a sequence; None without a limit."""
+
+    @classmethod
+    def of(cls, model: torch.nn.Module, trained: Iterable[torch.nn.Parameter], vocab_size: int) -> Sizes:
+        """Of a Hugging Face model, wrapped by peft or not."""
+        config: Any = model.config
+        return cls(
+            sum(p.numel() for p in model.parameters()),
+            sum(p.numel() for p in trained),
+            vocab_size,
+            getattr(config.get_text_config(), "max_position_embeddings", None),
+        )
+
+    def require_fit(self, rollout: Rollout) -> None:
+        """Raises ValueError for a rollout that this policy cannot have sampled, as one from a file may be."""
+        ids = (*rollout.prompt_ids, *rollout.token_ids.tolist())
+        if (wrong := next((i for i in ids if not 0 <= i < self.vocab_size), None)) is not None:
+            raise ValueError(f"a rollout has the token {wrong}, which is outside the vocabulary of {self.vocab_size}")
+        if self.max_length is not None and len(ids) > self.max_length:
+            raise ValueError(f"a rollout has {len(ids)} tokens, more than the model's {self.max_length} positions")
 
 
 class Learner(Protocol):
@@ -135,6 +162,5 @@ class Policy:
 
     @property
     def n_tokens(self) -> int:
-        """Ids that can be sampled: those the tokenizer can decode."""
-        model: Any = self.model
-        return int(min(len(self.tokenizer), model.get_input_embeddings().num_embeddings))
+        """Ids that can be sampled, as engines count them."""
+        return n_tokens(self.model, self.tokenizer)

@@ -112,7 +112,8 @@ class Ledger:
                 insert(db, "visits", dispatched)
                 insert(db, "outcomes", skipped)
         except sqlite3.IntegrityError as error:
-            raise ValueError(f"step {step}: {self._booked_twice([v.number for v in visits])}") from error
+            twice = self._booked_twice([v.number for v in visits])
+            raise ValueError(f"{self.path}: step {step}: {twice}") from error
 
     def finish(self, group: Group, *, step: int) -> None:
         """Book the fate of a group and of each of its rollouts; `step` is the one that trained it, else the current.
@@ -121,23 +122,24 @@ class Ledger:
         visit that is unknown or already finished, a reward that is not finite or that its fate excludes.
         """
         number = group.visit.number
-        rows = [_rollout_row(number, step, r) for r in group.rollouts]
+        where = f"{self.path}: visit {number}"
+        rows = [_rollout_row(where, number, step, r) for r in group.rollouts]
         fate = group_fate([row[3] for row in rows]) if rows else None
         if fate is None:
-            raise ValueError(f"visit {number}: a group without rollouts cannot be finished.")
+            raise ValueError(f"{where}: a group without rollouts cannot be finished.")
         if len({row[1] for row in rows}) < len(rows):
-            raise ValueError(f"visit {number}: the same sibling twice in {sorted(r.sibling for r in group.rollouts)}.")
+            raise ValueError(f"{where}: the same sibling twice in {sorted(r.sibling for r in group.rollouts)}.")
         rewards = [r.reward for r in group.siblings if r.reward is not None]
         mean = math.fsum(rewards) / len(rewards) if rewards else None
         kind = _zero_variance(self.judge.kind(group))
         reason = next((r.reason for r in group.rollouts if r.fate == fate and r.reason), group.verdict.reason)
         with self._transaction() as db:
             if db.execute("SELECT 1 FROM visits WHERE visit = ? AND void = 0", (number,)).fetchone() is None:
-                raise ValueError(f"visit {number}: never dispatched; book it with visit() first.")
+                raise ValueError(f"{where}: never dispatched; book it with visit() first.")
             try:
                 insert(db, "outcomes", [(number, step, fate, _clean(reason), len(rows), mean, kind, time.time())])
             except sqlite3.IntegrityError as error:
-                raise ValueError(f"visit {number}: already finished; {self._outcome(number)}.") from error
+                raise ValueError(f"{where}: already finished; {self._outcome(number)}.") from error
             insert(db, "rollouts", rows)
 
     def step(
@@ -156,7 +158,7 @@ class Ledger:
             try:
                 insert(db, "steps", [(step, version, _json(seconds), _json(metrics), time.time())])
             except sqlite3.IntegrityError as error:
-                raise ValueError(f"step {step}: already booked.") from error
+                raise ValueError(f"{self.path}: step {step}: already booked.") from error
             failpoint("ledger.step")
 
     def evaluation(self, step: int, rollouts: int, tokens: int, seconds: float) -> None:
@@ -330,8 +332,8 @@ def _visit_row(v: Visit, step: int, version: int, now: float) -> tuple[Any, ...]
     return v.number, step, version, v.epoch, _clean(v.prompt.id), v.prompt.ordinal, *decision, now
 
 
-def _rollout_row(visit: int, step: int, r: Rollout) -> tuple[Any, ...]:
-    where = f"visit {visit}, sibling {r.sibling}"
+def _rollout_row(where: str, visit: int, step: int, r: Rollout) -> tuple[Any, ...]:
+    where = f"{where}, sibling {r.sibling}"
     if r.fate is None or r.fate == Fate.SKIPPED:
         raise ValueError(f"{where}: a finished rollout needs a fate other than skipped, got {r.fate}.")
     if r.reward is not None and not math.isfinite(r.reward):

@@ -9,6 +9,7 @@ a checkpoint either is whole or is not there.
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import shutil
@@ -18,9 +19,9 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NotRequired
 
-from pydantic import ConfigDict, Field, NonNegativeInt, PositiveInt, TypeAdapter, ValidationError
+from pydantic import AfterValidator, ConfigDict, Field, PositiveInt, TypeAdapter, ValidationError
 from safetensors import SafetensorError
 from typing_extensions import TypedDict  # pydantic cannot read that of typing before Python 3.12
 
@@ -28,6 +29,8 @@ from ..base.errors import ConfigError
 from ..base.explain import explain
 from ..base.failpoint import failpoint
 from ..base.files import fsync, fsync_tree, private_directory, readable, sha256
+from ..base.typed import LARGEST
+from ..record.ledger import TABLES
 from ..record.records import START
 
 MANIFEST = "manifest.json"
@@ -39,15 +42,31 @@ ABANDONED_S = 86_400.0
 """Age of a reader's links to a checkpoint that nobody can be loading any more."""
 
 
+_Count = Annotated[int, Field(strict=True, ge=0, lt=LARGEST)]
+
+
 class _Mark(TypedDict):
-    last: Annotated[int, Field(ge=0, lt=1 << 63)]
-    rows: int
+    last: _Count
+    rows: _Count
     sha256: str
+
+
+def _of_every_table(marks: dict[str, Any]) -> dict[str, Any]:
+    if missing := set(TABLES) - set(marks):
+        raise ValueError(f"no mark of {', '.join(sorted(missing))}")
+    return marks
+
+
+_Marks = Annotated[dict[str, _Mark], AfterValidator(_of_every_table)]
 
 
 class _Loop(TypedDict):
     __pydantic_config__ = ConfigDict(extra="allow")  # type: ignore[misc]
-    step: NonNegativeInt
+    step: _Count
+    num_tokens: _Count
+    skipped_steps: _Count
+    solved_steps: NotRequired[_Count]  # absent from those of version 0.1
+    spent: _Count
     in_flight: list[tuple[list[Any], PositiveInt]]
 
 
@@ -55,17 +74,17 @@ class _StateInTrl(TypedDict):
     loop: _Loop
     config: dict[str, Any]
     task: str
-    offsets: dict[str, NonNegativeInt]
-    ledger: dict[str, _Mark]
+    offsets: dict[str, _Count]
+    ledger: _Marks
 
 
 class _State(TypedDict):
     loop: _Loop
     config: dict[str, Any]
     fingerprints: dict[str, str]
-    offsets: dict[str, NonNegativeInt]
-    seconds_total: float
-    ledger: dict[str, _Mark]
+    offsets: dict[str, _Count]
+    seconds_total: Annotated[float, Field(ge=0, allow_inf_nan=False)]
+    ledger: _Marks
 
 
 _STATE = TypeAdapter(_State)
@@ -84,7 +103,7 @@ def save(run_dir: Path, step: int, state: Mapping[str, Any], write: Callable[[Pa
     """
     root = run_dir / "checkpoints"
     private_directory(root)
-    target, temporary = root / f"step-{step:06d}", root / f".writing-step-{step:06d}"
+    target, temporary = root / _name(step), root / f".writing-{_name(step)}"
     for leftover in (*root.glob(".writing-*"), *root.glob(".removing-*")):
         shutil.rmtree(leftover)
     try:
@@ -112,8 +131,12 @@ def save(run_dir: Path, step: int, state: Mapping[str, Any], write: Callable[[Pa
             if time.time() - abandoned.stat().st_mtime > ABANDONED_S:
                 shutil.rmtree(abandoned, ignore_errors=True)
     for old in steps(run_dir)[:-keep_last]:
-        _remove(root / f"step-{old:06d}")
+        _remove(root / _name(old))
     return target
+
+
+def _name(step: int) -> str:
+    return f"step-{step:06d}"
 
 
 def _remove(directory: Path) -> None:
@@ -162,7 +185,7 @@ def latest(run_dir: Path) -> Path | None:
 
 
 def _directory(run_dir: Path, found: list[int]) -> Path:
-    return run_dir / "checkpoints" / f"step-{found[-1]:06d}"
+    return run_dir / "checkpoints" / _name(found[-1])
 
 
 @contextmanager
@@ -230,7 +253,7 @@ def marks(run_dir: Path) -> dict[str, dict[str, Any]]:
     Also those of a run inside TRL. A running run may take a checkpoint away meanwhile; then it is the next one's mark.
     Raises CheckpointError naming a file that is there and cannot be read.
     """
-    saved = [run_dir / "checkpoints" / f"step-{step:06d}" / STATE for step in steps(run_dir)[-1:]]
+    saved = [run_dir / "checkpoints" / _name(step) / STATE for step in steps(run_dir)[-1:]]
     of_trl = sorted(
         run_dir.glob(f"checkpoint-[0-9]*/{TRL_STATE}"), key=lambda path: int(path.parent.name.rpartition("-")[2])
     )
@@ -247,7 +270,25 @@ def marks(run_dir: Path) -> dict[str, dict[str, Any]]:
 
 
 def load_state(directory: Path) -> dict[str, Any]:
-    state: dict[str, Any] = json.loads((directory / STATE).read_text(encoding="utf-8"))
+    return _parsed(directory / STATE)
+
+
+def _parsed(file: Path) -> dict[str, Any]:
+    """Raises ValueError, as on other text that is no JSON, on numbers that no state holds: what they would do next, as
+    a count or a probability, is not for every part to ask."""
+
+    def number(text: str) -> float:
+        if not math.isfinite(value := float(text)):
+            raise ValueError(f"the number {text:.50} is not finite")
+        return value
+
+    def whole(text: str) -> int:
+        if not -LARGEST < (value := int(text)) < LARGEST:
+            raise ValueError(f"the number {text:.50} is too large")
+        return value
+
+    text = file.read_text(encoding="utf-8")
+    state: dict[str, Any] = json.loads(text, parse_float=number, parse_constant=number, parse_int=whole)
     return state
 
 
@@ -256,6 +297,8 @@ def load_run_state(directory: Path) -> dict[str, Any]:
     with understood(directory / STATE):
         state = load_state(directory)
         _STATE.validate_python(state)
+        if directory.name != _name(step := state["loop"]["step"]):
+            raise ValueError(f"of step {step}, in {directory.name}")
         return state
 
 
@@ -263,7 +306,7 @@ def load_state_in_trl(file: Path) -> dict[str, Any]:
     """The same of a run inside TRL."""
     with understood(file):
         try:
-            state: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+            state = _parsed(file)
         except ValueError as error:  # no manifest of ours vouches for this file
             raise CheckpointError(f"{file}: damaged ({error}); resume from another checkpoint") from None
         _STATE_IN_TRL.validate_python(state)

@@ -114,8 +114,8 @@ class Trainer:
         if found:
             state = checkpoint.load_run_state(found)
             refuse_changes(self.run_dir, state["config"], config)
-            if state["loop"]["step"] > config.max_steps:
-                raise ConfigError(f"max_steps={config.max_steps}, but the run is at step {state['loop']['step']}")
+            if (step := state["loop"]["step"]) > config.max_steps:
+                raise ConfigError(f"{self.run_dir}: max_steps={config.max_steps}, but the run is at step {step}")
         return found
 
     @property

@@ -20,7 +20,7 @@ from ..methods.gate import NamedRule
 from ..rollout.evaluate import run_jobs
 from ..rollout.runner import RolloutRunner
 from ..types import Group, Job
-from .base import SamplerContext
+from .base import SamplerContext, SamplerRefusedError
 
 LAG_STREAM = 8
 """Keeps these draws apart from other noise."""
@@ -104,6 +104,8 @@ class InProcessSampler:
         return step - behind
 
     def _use(self, version: int) -> None:
+        if version not in self._kept:
+            raise SamplerRefusedError(f"the checkpoint has no weights of version {version} ({KEPT}) to sample with")
         self.engine.load_weights(self._kept[version], version)
 
     def make_room(self) -> None:

@@ -114,7 +114,7 @@ class LocalLearner:
 
     @property
     def sizes(self) -> Sizes:
-        return Sizes(sum(p.numel() for p in self.model.parameters()), sum(p.numel() for p in self._params.values()))
+        return Sizes.of(self.model, self._params.values(), self.distribution.n_tokens)
 
     @property
     def precision(self) -> str:

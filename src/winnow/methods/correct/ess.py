@@ -9,6 +9,8 @@ from typing import Any, Literal
 
 import torch
 
+from ...base.typed import in_range
+
 
 def effective_sample_size(log_w_B: torch.Tensor) -> float:
     """(sum w)^2 / sum w^2, between 1 and B, from log weights [B] of any size (VCPO, section 2.2; Kong 1992).
@@ -82,4 +84,4 @@ class EssScale:
         return {"seen": list(self._seen)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._seen = [float(ratio) for ratio in state["seen"]]
+        self._seen = [in_range(float(ratio), 0, 1, "seen") for ratio in state["seen"]]

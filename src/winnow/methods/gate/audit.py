@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from ...base.typed import in_range
 from ...types import Decision, Fate, Group, Token
 from ..signal import Judge, Kind
 from .base import Gate, NamedRule, Rule, of_gate
@@ -115,7 +116,8 @@ class RuleAudit:
         return {"probability": self.probability, "largest": self.largest} | sums
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.probability, self.largest = float(state["probability"]), float(state["largest"])
+        self.probability = in_range(float(state["probability"]), self.epsilon, 1, "probability")
+        self.largest = in_range(float(state["largest"]), 0, math.inf, "largest")
         self.whole, self.recent = Sums.from_state(state["whole"]), Sums.from_state(state["recent"])
 
 

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import ArrayLike
 
-from .window import Window
+from .window import POSITIVE, Window
 
 Balance = Literal["target", "literal"]
 BISECTIONS = 100
@@ -37,9 +37,9 @@ class BinnedPosterior:
                 f"{bins}, {capacity}, {alpha}"
             )
         self.bins, self.capacity, self.alpha = bins, capacity, alpha
-        self._seen = Window(capacity), Window(capacity)
+        self._seen = Window(capacity, 2), Window(capacity, 2)
         """(bin, weight) of failures and of successes."""
-        self._labels = Window(2 * capacity)
+        self._labels = Window(2 * capacity, 2)
         """(success, weight)."""
         self._posterior_B: np.ndarray | None = None
 
@@ -99,8 +99,8 @@ class BinnedPosterior:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         for kind, kept in zip(self._seen, state["seen"], strict=True):
-            kind.load_state_dict(kept)
-        self._labels.load_state_dict(state["labels"])
+            kind.load_state_dict(kept, (0, self.bins - 1), POSITIVE)  # what is counted without a look at the bounds
+        self._labels.load_state_dict(state["labels"], (0, 1), POSITIVE)
         self._posterior_B = None
 
 

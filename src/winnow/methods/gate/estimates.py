@@ -38,6 +38,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
+from ...base.typed import in_range, require_types
+
+FADED = 1e-60
+"""Largest weight of removals so long ago that their sums fade no more: further on, squares would be 0."""
 Z = 1.959963984540054
 """Normal quantile of a two-sided 95% interval."""
 
@@ -78,7 +82,9 @@ class WeightedMean:
         self.ayy += w * v * y * y
 
     def decay(self, factor: float) -> None:
-        """Multiply every weight so far by `factor`."""
+        """Multiply every weight so far by `factor`. No estimate changes by that, but next to later weights they do."""
+        if self.top_w < FADED:
+            return
         for name in ("w", "wy", "top_w", "top_v"):
             setattr(self, name, getattr(self, name) * factor)
         for name in ("a", "ay", "ayy"):
@@ -189,8 +195,17 @@ class Sums:
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> Sums:
+        """Raises TypeError or ValueError on what `state_dict` cannot have given."""
         values: dict[str, Any] = {k: WeightedMean(**v) if isinstance(v, Mapping) else v for k, v in state.items()}
-        return cls(**values)
+        require_types(found := cls(**values))
+        for part in (found, found.valuable, found.signal, found.lost, found.tokens):
+            for name, value in vars(part).items():
+                if isinstance(value, int | float):
+                    in_range(value, 0, math.inf, name)
+        for mean in (found.valuable, found.signal, found.lost, found.tokens):
+            if mean.w and min(mean.a, mean.top_w, mean.top_v) < FADED**3:
+                raise ValueError("sums over audits without a weight")
+        return found
 
 
 def share_of(mean: Estimate, n: float, rest: float) -> Estimate:

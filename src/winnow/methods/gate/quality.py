@@ -9,13 +9,14 @@ from typing import Any, Literal
 
 import numpy as np
 
+from ...base.typed import LARGEST, in_range
 from ...types import Decision, Fate, Group, Rollout, Token
 from .base import GateContext
 from .calibration import Balance, BinnedPosterior, survival_factor, survival_probabilities
 from .quality_head import LEARNING_RATE, WIDTH, Example, QualityHead, mean_logp
 from .quality_rule import ArrolRule, Quality, Scale
 from .quality_stats import Realised
-from .window import Window
+from .window import POSITIVE, Window
 from .within_table import PromptOutcomes
 
 REMEMBERED = 2048
@@ -118,16 +119,16 @@ class ArrolGate:
         self._steps = 0
         self._at = options.at or FIRST_AT
         self._posterior = BinnedPosterior(options.bins, REMEMBERED)
-        self._bins = Window(REMEMBERED)
-        self._raw = Window(REMEMBERED)
+        self._bins = Window(REMEMBERED, 1)
+        self._raw = Window(REMEMBERED, 1)
         """Scores as they are, of predictors that know no scale."""
         self._scale_M = np.empty(0)
         """Scores of recent rollouts by the predictor of now, ascending."""
-        self._lengths = Window(REMEMBERED)
+        self._lengths = Window(REMEMBERED, 2)
         """Length of a rollout's last turn and how many rollouts it stands for."""
         self._q_B = self._posterior.table()
         self._survival_B = np.full(self._posterior.bins, options.keep_rate)
-        self._novelty = Window(REMEMBERED)
+        self._novelty = Window(REMEMBERED, 1)
         self._factor = 1.0
         self._prompts = PromptOutcomes(options.keep_rate, options.p_min, REMEMBERED)
         """Under `within`."""
@@ -275,16 +276,16 @@ class ArrolGate:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._steps, self._at = int(state["steps"]), int(state["at"])
+        self._steps, self._at = int(state["steps"]), int(in_range(state["at"], 1, LARGEST - 1, "at"))
         self.head.load_state_dict(state["head"])
         self._posterior.load_state_dict(state["posterior"])
         self._q_B = self._posterior.table()
-        self._bins.load_state_dict(state["bins"])
+        self._bins.load_state_dict(state["bins"], (0, self._posterior.bins - 1))
         self._raw.load_state_dict(state["raw"])
-        self._lengths.load_state_dict(state["lengths"])
-        self._novelty.load_state_dict(state["novelty"])
-        self._factor = float(state["factor"])
-        self._prompts.load_state_dict(state["prompts"])
+        self._lengths.load_state_dict(state["lengths"], (0, LARGEST), POSITIVE)
+        self._novelty.load_state_dict(state["novelty"], (0, 1))
+        self._factor = in_range(float(state["factor"]), 0, LARGEST, "factor")
+        self._prompts.load_state_dict(state["prompts"], self._posterior.bins)
         self._set_scale()
         self._survival_B = np.array(state["survival"], np.float64)
 

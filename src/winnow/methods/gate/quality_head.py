@@ -7,7 +7,7 @@ that, and together they tell most. `with_logp=False` is the paper's.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,6 +20,7 @@ from torch import nn
 
 from ...base.noise import noise_key
 from ...base.packed import pack, unpack
+from ...base.typed import in_range
 from ...types import Rollout
 from .base import Array
 from .window import Window
@@ -97,9 +98,7 @@ class HeadWeights:
             with safe_open(str(file), "numpy") as tensors:
                 layers = [tensors.get_tensor(name) for name in _NAMES]
                 mean, deviation = map(float, tensors.get_tensor("moments").tolist())
-            width, size = layers[0].shape
-            if [layer.shape for layer in layers] != [(width, size), (width,), (1, width), (1,)]:
-                raise ValueError("its layers do not fit together")
+            _require_layers(layers)
             if not (all(np.isfinite(layer).all() for layer in layers) and np.isfinite(mean) and 0 < deviation < np.inf):
                 raise ValueError("its numbers are not finite")
         except (OSError, SafetensorError, TypeError, ValueError) as error:
@@ -143,10 +142,10 @@ class QualityHead:
         self._fits = 0
         self.resets = 0
         """How often it was thrown away because its weights were not finite."""
-        self._examples = Window(REMEMBERED)
+        self._examples = Window(REMEMBERED, 4)
         self._observed: list[Example] = []
         """Not yet among them."""
-        self._recent = Window(RECENT)
+        self._recent = Window(RECENT, 2)
         """Hidden state and log-probability."""
         self._net: nn.Sequential | None = None
         self._optimizer: torch.optim.AdamW | None = None
@@ -244,25 +243,41 @@ class QualityHead:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Raises ValueError, among others, on what `state_dict` cannot have given: AdamW does not look at shapes."""
         self._fits, self.resets = int(state["fits"]), int(state["resets"])
-        moments = float(state["moments"][0]), float(state["moments"][1])
+        moments = float(state["moments"][0]), in_range(float(state["moments"][1]), 1e-9, LARGEST, "moments")
         self._recent.load_state_dict(state["recent"])
         self._examples.load_state_dict(state["examples"])
         self._observed = []
         self.weights, self._net, self._optimizer = HeadWeights(moments=moments), None, None
         if state["net"]:
-            tensors = [torch.from_numpy(unpack(packed)) for packed in state["net"]]
-            self._build(tensors[0].shape[1] - 1)
+            layers = [unpack(packed) for packed in state["net"]]
+            layers, adam = layers[: len(_NAMES)], layers[len(_NAMES) :]
+            width, size = _require_layers(layers)
+            like = [shape for layer in layers for shape in ((), layer.shape, layer.shape)]
+            wrong = [a for a in (*layers, *adam) if a.dtype != np.float32]
+            if width != self._width or wrong or [a.shape for a in adam] != like:
+                raise ValueError(f"a head of {width} units, or an optimizer's state, that this gate does not have")
+            self._build(size - 1)
             assert self._net is not None
             assert self._optimizer is not None
-            parameters = list(self._net.parameters())
-            with torch.no_grad():
-                for parameter, tensor in zip(parameters, tensors, strict=False):
-                    parameter.copy_(tensor)
-            rest = iter(tensors[len(parameters) :])
-            for parameter in parameters:
+            rest = iter(map(torch.from_numpy, adam))
+            for parameter, layer in zip(self._net.parameters(), layers, strict=True):
+                with torch.no_grad():
+                    parameter.copy_(torch.from_numpy(layer))
                 self._optimizer.state[parameter] = {key: next(rest) for key in ("step", "exp_avg", "exp_avg_sq")}
             self._publish(moments)
+        known = (self.weights.hidden_size, *(w.columns()[0].shape[1] for w in (self._recent, self._examples) if len(w)))
+        if len({size for size in known if size is not None}) > 1:
+            raise ValueError(f"hidden states of several sizes: {known}")
+
+
+def _require_layers(layers: Sequence[np.ndarray]) -> tuple[int, int]:
+    """Units and inputs, the log-probability among these. Raises ValueError where the layers are not a head's."""
+    width, size = layers[0].shape
+    if [layer.shape for layer in layers] != [(width, size), (width,), (1, width), (1,)] or size < 2:
+        raise ValueError("its layers do not fit together")
+    return width, size
 
 
 def _normalisable(hidden_NH: np.ndarray) -> np.ndarray:

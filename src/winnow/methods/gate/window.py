@@ -9,12 +9,15 @@ import numpy as np
 
 from ...base.packed import pack, unpack
 
+POSITIVE = 1e-300, 1e300
+"""Limits of weights."""
+
 
 class Window:
-    """Keeps the last `capacity` rows."""
+    """Keeps the last `capacity` rows of `width` columns."""
 
-    def __init__(self, capacity: int) -> None:
-        self.capacity = capacity
+    def __init__(self, capacity: int, width: int) -> None:
+        self.capacity, self.width = capacity, width
         self._columns: list[np.ndarray] = []
         self._new: list[Sequence[Any]] = []
 
@@ -43,5 +46,17 @@ class Window:
     def state_dict(self) -> dict[str, Any]:
         return {"columns": [pack(column) for column in self.columns()]}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._columns, self._new = [unpack(column) for column in state["columns"]], []
+    def load_state_dict(self, state: Mapping[str, Any], *limits: tuple[float, float]) -> None:
+        """Raises ValueError on columns that `state_dict` cannot have given; `limits`: least and largest of each."""
+        columns = [unpack(column) for column in state["columns"]]
+        if columns and (
+            len(columns) != self.width
+            or any(c.dtype.kind not in "bif" or c.ndim == 0 for c in columns)
+            or not 0 < len(columns[0]) <= self.capacity
+            or any(len(c) != len(columns[0]) for c in columns)
+        ):
+            raise ValueError(f"no {self.width} columns of at most {self.capacity} numbers each")
+        for column, (low, high) in zip(columns, limits, strict=False):
+            if not low <= column.min() <= column.max() <= high:
+                raise ValueError(f"numbers from {column.min()} to {column.max()}, where {low} to {high} can be")
+        self._columns, self._new = columns, []

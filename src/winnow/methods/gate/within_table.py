@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from pydantic import TypeAdapter
 
+from ...base.typed import LARGEST
 from .base import Array
 from .calibration import BinnedPosterior, survival_factor
 from .window import Window
@@ -80,7 +81,7 @@ class PromptOutcomes:
         self._keep_rate, self._p_min = keep_rate, p_min
         self._seen: dict[int, tuple[float, float]] = {}
         """Prompts by ordinal, last visit last."""
-        self._asked = Window(capacity)
+        self._asked = Window(capacity, 3)
         """Ordinal, bin and size of the group."""
         self._new, self._all = 0, 0
         """Siblings asked about in this step, and how many of them of a prompt that was not known."""
@@ -150,9 +151,9 @@ class PromptOutcomes:
             "table": None if self.table is None else _TABLE.dump_python(self.table, mode="json"),
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], bins: int) -> None:
         self._seen = {int(n): (float(wins), float(losses)) for n, wins, losses in state["seen"]}
-        self._asked.load_state_dict(state["asked"])
+        self._asked.load_state_dict(state["asked"], (0, LARGEST), (0, bins - 1), (1, LARGEST))
         self._new, self._all, self._share_new = state["new"]
         self.table = None if state["table"] is None else _TABLE.validate_python(state["table"])
 

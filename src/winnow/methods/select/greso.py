@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from ...base.noise import as_tensor, noise_key, uniform
+from ...base.typed import in_range
 from ...types import KEEP, Group, Prompt, Verdict
 from ..signal import BY_REWARDS, Judge, Kind, forced, share_seen
 from .trace import EASY, HARD, KINDS, TraceSelector
@@ -150,5 +151,5 @@ class GresoSelector(TraceSelector):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
-        self.p = dict(zip((EASY, HARD), map(float, state["p"]), strict=True))
+        self.p = {kind: in_range(float(p), 0, 1, "p") for kind, p in zip((EASY, HARD), state["p"], strict=True)}
         self._seen = dict(zip(JUDGED, map(float, state["seen"]), strict=True))

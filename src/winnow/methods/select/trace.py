@@ -59,3 +59,6 @@ class TraceSelector(StreamSelector):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
         self.z_N, self.kind_N = unpack(state["z"]), unpack(state["kind"])
+        known_N = (self.kind_N <= HARD) & ((self.z_N == 0) | (self.z_N > 0) & (self.kind_N != EFFECTIVE))
+        if not known_N.all():
+            raise ValueError("a trace of zero-variance visits that are of no kind, or of no number")

@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ...base.typed import in_range
+
 DWELL = 10
 
 
@@ -106,6 +108,6 @@ class AdaptiveSize:
         return {"size": self._size, "history": list(self._history), "steps": self._steps}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._size = int(state["size"])
+        self._size = int(in_range(state["size"], self.smallest, self.largest, "size"))
         self._history = [float(share) for share in state["history"]]
         self._steps = None if state["steps"] is None else int(state["steps"])
