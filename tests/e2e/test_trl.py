@@ -22,7 +22,11 @@ from winnow.record.ledger import Ledger
 from winnow.record.records import RunDirectoryError
 from winnow.record.stopping import RunStoppedError, TaskSolvedError
 from winnow.run.checkpoint import CheckpointError
+from winnow.sampler.codec import group_state
 from winnow.study.report import write_report
+from winnow.types import Prompt, Visit
+
+from ..unit.fake_samplers import group
 
 G, PROMPTS = 4, 4
 
@@ -182,7 +186,10 @@ def test_a_resumed_run_goes_on_with_its_account(arguments: dict[str, Any], tmp_p
 
 @pytest.mark.parametrize(
     ("key", "value", "said"),
-    [("offsets", None, "offsets"), ("loop", {"step": 2, "in_flight": [], "visits": 3}, "missing key 'loop.spent'")],
+    [
+        ("offsets", None, "offsets"),
+        ("loop", {"step": 2, "in_flight": [], "visits": 3}, "missing key 'loop.num_tokens'"),
+    ],
 )
 def test_a_state_of_another_program_is_refused(
     arguments: dict[str, Any], tmp_path: Path, key: str, value: Any, said: str
@@ -197,6 +204,19 @@ def test_a_state_of_another_program_is_refused(
     file.write_text(file.read_text()[:-9])
     with pytest.raises(CheckpointError, match=r"winnow\.json: damaged .*; resume from another checkpoint"):
         WinnowGRPOTrainer(**arguments | {"args": longer}, selector="greso").train(resume_from_checkpoint=True)
+
+
+def test_groups_that_wait_are_refused(arguments: dict[str, Any], tmp_path: Path) -> None:
+    """TRL trains every batch at once, so nothing of ours does; their tokens would be looked at by nobody."""
+    first = settings(tmp_path / "out", max_steps=1, save_strategy="steps", save_steps=1)
+    WinnowGRPOTrainer(**arguments | {"args": first}).train()
+    file = tmp_path / "out" / "checkpoint-1" / "winnow.json"
+    state = json.loads(file.read_text())
+    state["loop"]["waiting"] = [group_state(group(Visit(0, 0, Prompt("p", 0, text="1"))))]
+    file.write_text(json.dumps(state))
+    longer = settings(tmp_path / "out", max_steps=2, save_strategy="steps", save_steps=1)
+    with pytest.raises(CheckpointError, match=r"winnow\.json: not what this version saves.*groups wait"):
+        WinnowGRPOTrainer(**arguments | {"args": longer}).train(resume_from_checkpoint=True)
 
 
 def test_several_updates_on_a_batch(arguments: dict[str, Any], tmp_path: Path) -> None:

@@ -196,7 +196,7 @@ def test_weights_that_a_sampler_behind_needs_are_missed_by_name(saved: Path, tmp
         del manifest["files"][name]
         (directory / name).unlink()
     (directory / "manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(ConfigError, match=r"no weights of version 2 \(sampler-weights\) to sample with"):
+    with pytest.raises(ConfigError, match=r"no sampler-weights/2\.safetensors, the weights to sample with"):
         resumed(run)
 
 

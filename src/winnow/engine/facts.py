@@ -84,8 +84,14 @@ def _eos_ids(model: Any, tokenizer: Any, vocab_size: int) -> frozenset[int]:
     found: set[int] = set()
     for source in (tokenizer, getattr(model, "generation_config", None), model.config):
         ids = getattr(source, "eos_token_id", None)
-        found |= set(ids) if isinstance(ids, list | tuple) else {ids} if ids is not None else set()
-    return frozenset(int(i) for i in found if 0 <= i < vocab_size)
+        given = ids if isinstance(ids, list | tuple) else [] if ids is None else [ids]
+        if wrong := [i for i in given if not isinstance(i, int) or isinstance(i, bool)]:
+            kind = type(source).__name__
+            raise ValueError(
+                f"{model.config.name_or_path}: eos_token_id of its {kind} is {wrong[0]!r:.50}, no token id"
+            )
+        found |= set(given)
+    return frozenset(i for i in found if 0 <= i < vocab_size)
 
 
 def _end_of_turn(tokenizer: Any, vocab_size: int) -> frozenset[int]:

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
 from ..base.weights import weights_digest
-from ..config import CLIPPING, AuditConfig, ConfigError, LoraConfig, MethodSpec, RunConfig, method, name_of
+from ..config import CLIPPING, AuditConfig, ConfigError, MethodSpec, RunConfig, method, name_of
 from ..engine import ENGINES
 from ..engine.base import Engine, SamplingParams
 from ..engine.loading import (
     ModelReference,
     load_causal_lm,
     load_tokenizer,
-    peft_config,
     require_finite,
     resolve_device,
 )
@@ -44,6 +43,7 @@ from ..rollout.options import RolloutOptions
 from ..sampler import SYNCS, Sampler, SamplerContext
 from ..sampler.base import SamplerOptions
 from ..types import Prompt, Purpose
+from .build_adapters import check_adapters, with_lora
 from .build_filter import build_filter, tolerance
 from .build_gates import build_gates
 
@@ -310,12 +310,12 @@ def build_policy(
     else:
         base = model.to(device)
     require_finite(base, str(saved or c.model))
-    _check_adapters(c)
+    check_adapters(c)
     source = located(c.model) if model is None else ""  # whatever its name says, the object may have other weights
     engine = build_engine(c, ModelReference(source, device, base), tokenizer) if with_engine else None
     if c.lora is not None:
         origin = weights_digest(base)
-        return Policy(_with_lora(base, c.lora, saved), tokenizer, None, origin), engine
+        return Policy(with_lora(base, c.lora, saved), tokenizer, None, origin), engine
     if not c.keeps_reference:
         return Policy(base, tokenizer, None), engine
     start = base if saved is None else model if model is not None else load_causal_lm(c.model, device)
@@ -328,51 +328,6 @@ def build_engine(c: RunConfig, model: ModelReference, tokenizer: Any) -> Engine:
     adapters = c.lora if c.lora is not None and not c.lora.merge else None
     engine: Engine = method(ENGINES, c.engine, "engine").build(replace(model, adapters=adapters), tokenizer)
     return engine
-
-
-def _check_adapters(c: RunConfig) -> None:
-    """Raises ConfigError when adapters come alone to an engine that takes whole weights only."""
-    options = method(ENGINES, c.engine, "engine")
-    if c.lora is not None and not c.lora.merge and "adapters" not in getattr(options, "provides", ()):
-        raise ConfigError(
-            f"lora: merge: false publishes adapters alone, and engine: {name_of(c.engine)} takes whole weights; set "
-            "lora.merge: true, or engine: vllm"
-        )
-
-
-def _with_lora(base: Any, lora: LoraConfig, saved: Path | None) -> Any:
-    options = peft_config(lora)
-    import peft
-
-    if saved is not None:
-        return peft.PeftModel.from_pretrained(base, str(saved), is_trainable=True)
-    tied = base.get_input_embeddings().weight
-    model = peft.get_peft_model(base, options)
-    adapted = {name: module for name, module in model.named_modules() if hasattr(module, "get_delta_weight")}
-    for target in lora.target_modules if isinstance(lora.target_modules, list) else []:
-        if not any(f".{name}".endswith(f".{target}") for name in adapted):
-            raise ConfigError(f"lora: target_modules: no module of the model is called '{target}'")
-    _refuse_fused(base, adapted)
-    for name, module in adapted.items():
-        if module.get_base_layer().weight is tied:
-            raise ConfigError(
-                f"lora: target_modules: {name.rpartition('.')[2]} is the embedding, or tied to it, and cannot have an "
-                "adapter here; leave it out"
-            )
-    return model
-
-
-def _refuse_fused(base: Any, adapted: Mapping[str, Any]) -> None:
-    fused = [name for name, module in adapted.items() if hasattr(module, "parameter_name")]
-    if not fused:  # peft wraps so a tensor of a module that is no layer
-        return
-    name = next((name for name in fused if "experts" in name), fused[0])
-    tensor = f"{name.removesuffix('.base_layer').removeprefix('base_model.model.')}.{adapted[name].parameter_name}"
-    layers = dict.fromkeys(name.rpartition(".")[2] for name in adapted if name not in fused)
-    raise ConfigError(
-        f"lora: target_modules: {type(base).__name__} keeps its experts as single tensors ({tensor}), which "
-        f"cannot have adapters here; name its layers, e.g. target_modules: [{', '.join(layers) or 'q_proj'}]"
-    )
 
 
 def build_learner(policy: Policy, c: RunConfig) -> Learner:

@@ -104,9 +104,13 @@ class InProcessSampler:
         return step - behind
 
     def _use(self, version: int) -> None:
+        file = f"{KEPT}/{version}.safetensors"
         if version not in self._kept:
-            raise SamplerRefusedError(f"the checkpoint has no weights of version {version} ({KEPT}) to sample with")
-        self.engine.load_weights(self._kept[version], version)
+            raise SamplerRefusedError(f"the checkpoint has no {file}, the weights to sample with")
+        try:
+            self.engine.load_weights(self._kept[version], version)
+        except ValueError as error:
+            raise ValueError(f"weights of version {version} ({file}): {error}") from None
 
     def make_room(self) -> None:
         if release := getattr(self.engine, "release", None):

@@ -9,6 +9,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
+from ...base.weights import is_finite
+
 REFERENCE_FILE = "reference.safetensors"
 
 
@@ -45,5 +47,7 @@ def load_reference(reference: torch.nn.Module, directory: Path) -> bool:
     if saved.keys() != own.keys() or any(saved[name].shape != p.shape for name, p in own.items()):
         raise ValueError(f"{file}: not the reference of this model")
     for name, parameter in own.items():
+        if not is_finite(saved[name]):
+            raise ValueError(f"{file}: {name} is not finite")
         parameter.copy_(saved[name])
     return True

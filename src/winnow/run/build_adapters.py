@@ -1,0 +1,82 @@
+"""Adapters (LoRA): put into a model, or refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+
+from ..base.weights import is_finite
+from ..config import ConfigError, LoraConfig, RunConfig, method, name_of
+from ..engine import ENGINES
+from ..engine.loading import peft_config
+
+ADAPTERS = "adapter_model.safetensors"
+
+
+def check_adapters(c: RunConfig) -> None:
+    """Raises ConfigError when adapters come alone to an engine that takes whole weights only."""
+    options = method(ENGINES, c.engine, "engine")
+    if c.lora is not None and not c.lora.merge and "adapters" not in getattr(options, "provides", ()):
+        raise ConfigError(
+            f"lora: merge: false publishes adapters alone, and engine: {name_of(c.engine)} takes whole weights; set "
+            "lora.merge: true, or engine: vllm"
+        )
+
+
+def with_lora(base: Any, lora: LoraConfig, saved: Path | None) -> Any:
+    """`base` with adapters: fresh ones, or those of the directory `saved`. Its settings are not read, they are `lora`.
+
+    Raises ConfigError on layers that are not there or cannot have adapters, and on saved ones of another kind.
+    """
+    options = peft_config(lora)
+    import peft
+
+    tied = base.get_input_embeddings().weight
+    model = peft.get_peft_model(base, options)
+    adapted = {name: module for name, module in model.named_modules() if hasattr(module, "get_delta_weight")}
+    for target in lora.target_modules if isinstance(lora.target_modules, list) else []:
+        if not any(f".{name}".endswith(f".{target}") for name in adapted):
+            raise ConfigError(f"lora: target_modules: no module of the model is called '{target}'")
+    _refuse_fused(base, adapted)
+    for name, module in adapted.items():
+        if module.get_base_layer().weight is tied:
+            raise ConfigError(
+                f"lora: target_modules: {name.rpartition('.')[2]} is the embedding, or tied to it, and cannot have an "
+                "adapter here; leave it out"
+            )
+    if saved is not None:
+        _load(model, saved / ADAPTERS)
+    return model
+
+
+def _load(model: Any, file: Path) -> None:
+    import peft
+
+    try:
+        found = load_file(file)
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"{file}: cannot be read ({error})") from None
+    own = peft.get_peft_model_state_dict(model)
+    kinds = [{name: (tensor.shape, tensor.dtype) for name, tensor in state.items()} for state in (own, found)]
+    if wrong := sorted({name for name, _ in kinds[0].items() ^ kinds[1].items()}):
+        raise ConfigError(f"{file}: not the adapters of this configuration; differs in {', '.join(wrong[:3])}")
+    if wrong := [name for name, tensor in found.items() if not is_finite(tensor)]:
+        raise ConfigError(f"{file}: {wrong[0]} is not finite")
+    peft.set_peft_model_state_dict(model, found)
+
+
+def _refuse_fused(base: Any, adapted: Mapping[str, Any]) -> None:
+    fused = [name for name, module in adapted.items() if hasattr(module, "parameter_name")]
+    if not fused:  # peft wraps so a tensor of a module that is no layer
+        return
+    name = next((name for name in fused if "experts" in name), fused[0])
+    tensor = f"{name.removesuffix('.base_layer').removeprefix('base_model.model.')}.{adapted[name].parameter_name}"
+    layers = dict.fromkeys(name.rpartition(".")[2] for name in adapted if name not in fused)
+    raise ConfigError(
+        f"lora: target_modules: {type(base).__name__} keeps its experts as single tensors ({tensor}), which "
+        f"cannot have adapters here; name its layers, e.g. target_modules: [{', '.join(layers) or 'q_proj'}]"
+    )
