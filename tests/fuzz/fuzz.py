@@ -41,7 +41,7 @@ def session(name: str, seconds: int, corpus: Path, found: Path) -> dict[str, Any
     words.write_text("".join(f'"{word}"\n' for word in escaped))
     (found / name).mkdir(parents=True, exist_ok=True)
     limits = [f"-max_total_time={seconds}", f"-timeout={HANG_S}", f"-report_slow_units={HANG_S}"]
-    limits += [f"-rss_limit_mb={MEMORY_MIB}", "-max_len=16384"]
+    limits += [f"-rss_limit_mb={MEMORY_MIB}", "-max_len=32768"]
     if TARGETS[name].words:
         limits.append(f"-dict={words}")
     options = [*limits, f"-artifact_prefix={found / name}/", "-print_final_stats=1", str(learned)]

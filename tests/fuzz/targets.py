@@ -7,7 +7,6 @@ may raise nothing at all. It must return within `HANG_S`, within `MEMORY_MIB`, a
 from __future__ import annotations
 
 import gzip
-import hashlib
 import io
 import json
 import shutil
@@ -21,6 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from winnow.cli.errors import EXPECTED
+
+from . import states
 
 HANG_S = 20
 MEMORY_MIB = 4096
@@ -189,8 +190,8 @@ def _run() -> Path:
         mark = ledger.mark()
     with closing(sqlite3.connect(folder / "ledger.sqlite")) as db:
         db.execute("PRAGMA journal_mode=DELETE")
-    counts = {"step": 2, "num_tokens": 70, "skipped_steps": 0, "solved_steps": 0, "spent": 0}
-    state = {"ledger": mark, "loop": counts | {"in_flight": [[[1, 0, 3, {}], 4]]}, "config": {"model": "m"}}
+    loop = {"step": 2, "num_tokens": 70, "skipped_steps": 0, "spent": 0, "in_flight": [[[1, 0, 3, {}], 4]]}
+    state: dict[str, Any] = {"ledger": mark, "loop": loop, "config": {"model": "m"}}
     state |= {"fingerprints": {"task": "x"}, "offsets": {"metrics.jsonl": 9}, "seconds_total": 1.5}
     save(folder, 2, state, lambda d: (d / "w").write_bytes(b"w"), keep_last=2)
     (folder / "config.json").write_text('{"model": "m", "selector": {"name": "greso"}}')
@@ -237,26 +238,6 @@ def _ledger(data: bytes, folder: Path) -> object:
     assert proof.ok or not whole, f"a whole ledger was called damaged: {proof.problems}"
     with Ledger.open(file) as ledger:
         return ledger.rollback(list(found.values())[-1], reason="fuzz")
-
-
-def _checkpoint(file: str, seal: bool) -> Callable[[bytes, Path], object]:
-    """`seal`: with a manifest that is right about the bytes, as somebody who made the checkpoint would write it."""
-
-    def run(data: bytes, folder: Path) -> object:
-        from winnow.run.checkpoint import load_run_state, marks, verify
-
-        shutil.copytree(_run(), folder, dirs_exist_ok=True)
-        directory = next((folder / "checkpoints").glob("step-*"))
-        (directory / file).write_bytes(data)
-        if seal:
-            manifest = json.loads((directory / "manifest.json").read_bytes())
-            manifest["files"][file] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-            (directory / "manifest.json").write_text(json.dumps(manifest))
-        found = marks(folder)
-        verify(directory)
-        return load_run_state(directory), found
-
-    return run
 
 
 # ---------------------------------------------------------------- tables and tensors
@@ -380,8 +361,12 @@ TARGETS = {
     "countdown": Target(_countdown, lambda: [b"<answer>1+2+3</answer>", b"1 + 2 = 3 , 3 + 3 = 6"], (), words=MATHS),
     "answers": Target(_exact, lambda: [b"so \\boxed{\\frac{1}{2}}", b"#### 1,000"], (), words=MATHS),
     "request": Target(_request, lambda: [json.dumps(REQUEST).encode()], (ValueError, RecursionError), words=JSON_WORDS),
-    "manifest": Target(_checkpoint("manifest.json", seal=False), _file_of("manifest.json"), words=JSON_WORDS),
-    "state": Target(_checkpoint("state.json", seal=True), _file_of("state.json"), words=JSON_WORDS),
+    "manifest": Target(
+        states.checkpoint("manifest.json", _run, seal=False), _file_of("manifest.json"), words=JSON_WORDS
+    ),
+    "state": Target(states.checkpoint("state.json", _run, seal=True), _file_of("state.json"), words=JSON_WORDS),
+    "waiting": Target(states.resume("waiting"), states.seeds("waiting"), words=(*JSON_WORDS, '"O"')),
+    "methods": Target(states.resume("methods"), states.seeds("methods"), words=JSON_WORDS),
     "ledger": Target(_ledger, _file_of("ledger.sqlite")),
     "metrics": Target(_page_of("metrics.jsonl"), _file_of("metrics.jsonl"), words=JSON_WORDS),
     "samples": Target(_page_of("samples.jsonl"), _file_of("samples.jsonl"), words=JSON_WORDS),

@@ -270,12 +270,13 @@ def marks(run_dir: Path) -> dict[str, dict[str, Any]]:
 
 
 def load_state(directory: Path) -> dict[str, Any]:
-    return _parsed(directory / STATE)
+    return parsed(directory / STATE)
 
 
-def _parsed(file: Path) -> dict[str, Any]:
-    """Raises ValueError, as on other text that is no JSON, on numbers that no state holds: what they would do next, as
-    a count or a probability, is not for every part to ask."""
+def parsed(file: Path) -> dict[str, Any]:
+    """The JSON of a state. Raises ValueError where it is none, and on numbers that no state holds: what they would be
+    as a count or a probability is not for every part to ask.
+    """
 
     def number(text: str) -> float:
         if not math.isfinite(value := float(text)):
@@ -306,7 +307,7 @@ def load_state_in_trl(file: Path) -> dict[str, Any]:
     """The same of a run inside TRL."""
     with understood(file):
         try:
-            state = _parsed(file)
+            state = parsed(file)
         except ValueError as error:  # no manifest of ours vouches for this file
             raise CheckpointError(f"{file}: damaged ({error}); resume from another checkpoint") from None
         _STATE_IN_TRL.validate_python(state)
