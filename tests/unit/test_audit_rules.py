@@ -343,3 +343,11 @@ def test_an_account_that_no_audit_has_is_refused(path: tuple[str, ...], value: A
     inside[path[-1]] = value
     with pytest.raises((TypeError, ValueError)):
         RuleAudit("rule", 0.05, 0.1).load_state_dict(state)
+
+
+def test_an_account_of_huge_rewards_is_taken() -> None:
+    audit = RuleAudit("rule", 0.05, 0.1)
+    audit.audited(0.05, 1e15, 1e6)
+    again = RuleAudit("rule", 0.05, 0.1)
+    again.load_state_dict(json.loads(json.dumps(audit.state_dict())))
+    assert again.state_dict() == audit.state_dict()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from functools import cache
@@ -45,7 +46,9 @@ def require_like(given: Any, own: Any, name: str) -> None:
             raise TypeError(f"{name} is no list" + (f" of {len(own)}" if own else ""))
         for i, (inner, like) in enumerate(zip(given, own, strict=False)):
             require_like(inner, like, f"{name}[{i}]")
-    elif own is not None and not _is(given, type(own)):
+    elif own is not None and not _is(
+        given, float if type(own) is int else type(own)
+    ):  # a setting may be a whole number
         raise TypeError(f"{name} cannot be {given!r:.50}")
 
 
@@ -71,9 +74,10 @@ def _is(value: Any, hint: Any) -> bool:
         return any(_is(value, each) for each in arguments)
     if origin is Literal:
         return value in arguments
-    if hint in (int, float):
-        own = int if hint is int else int | float
-        return isinstance(value, own) and not isinstance(value, bool) and -LARGEST < value < LARGEST
+    if hint is float:
+        return (isinstance(value, float) and math.isfinite(value)) or _is(value, int)
+    if hint is int:
+        return isinstance(value, int) and not isinstance(value, bool) and -LARGEST < value < LARGEST
     if not isinstance(value, origin or hint):
         return False
     if isinstance(value, Mapping) and arguments:

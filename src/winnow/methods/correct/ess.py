@@ -84,4 +84,4 @@ class EssScale:
         return {"seen": list(self._seen)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._seen = [in_range(float(ratio), 0, 1, "seen") for ratio in state["seen"]]
+        self._seen = [in_range(float(ratio), 0, 1 + 1e-9, "seen") for ratio in state["seen"]]
