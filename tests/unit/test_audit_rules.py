@@ -301,23 +301,37 @@ def test_a_resumed_audit_goes_on_exactly() -> None:
     assert second.metrics() == first.metrics()
 
 
-def test_a_rule_that_removes_nothing_for_long_keeps_its_bounds() -> None:
-    """Weights fade, but not to where their squares are 0."""
-    audit = RuleAudit("rule", 0.05, 0.1)
+@pytest.mark.parametrize("every", [None, 10], ids=["idle", "removals now and then"])
+def test_audits_of_long_ago_are_forgotten_as_if_there_had_been_none(every: int | None) -> None:
+    """Their weights fade to where squares are 0."""
+    audit = RuleAudit("rule", 0.001, 0.1)
     for _ in range(5):
         audit.removed(0.5)
-        audit.audited(0.5, 1.0, 3.0)
+        audit.audited(0.5, 0.0, 3.0)
     early = tuple(audit.recent.signal.bounded(1.0))
-    for _ in range(20_000):
+    for step in range(20_000):
         audit.kept(1.0)
+        if every and step % every == 0:
+            audit.removed(0.001)
         audit.end_step()
-    assert tuple(audit.recent.signal.bounded(1.0)) == pytest.approx(early)
-    assert audit.probability == audit.epsilon
-    audit.removed(0.9)
-    audit.end_step()
-    assert audit.recent.signal.bounded(1.0).high == pytest.approx(1.0), "what was seen so long ago says nothing"
+        assert audit.probability >= 0.001
+        if step == 2_000 and not every:
+            assert tuple(audit.recent.signal.bounded(1.0)) == pytest.approx(early)
+        if step % 500 == 0:
+            again = RuleAudit("rule", 0.001, 0.1)
+            again.load_state_dict(json.loads(json.dumps(audit.state_dict())))
+    assert audit.recent.signal.w == audit.recent.signal.a == 0
+    assert audit.probability == 0.9, "nothing is known of what it removes"
     audit.audited(0.9, 0.0, 3.0)
-    assert audit.recent.signal.bounded(1.0).value == pytest.approx(0.0, abs=1e-9)
+    assert audit.recent.signal.bounded(1.0).value == 0
+
+
+def test_a_rare_removal_after_frequent_audits_has_bounds_that_are_numbers() -> None:
+    audit = RuleAudit("rule", 1e-4, 0.1)
+    for _ in range(4):
+        audit.audited(0.3, 0.0, 100.0)
+    audit.removed(1e-4)
+    assert math.isfinite(audit.metrics()["audit/rule/tokens_saved_high"])
 
 
 @pytest.mark.parametrize(
@@ -329,6 +343,7 @@ def test_a_rule_that_removes_nothing_for_long_keeps_its_bounds() -> None:
         (("whole", "removed"), -1),
         (("whole", "lost"), [1.0]),
         (("recent", "lost", "a"), 0.0),
+        (("recent", "lost", "w"), 1e-200),
         (("recent", "signal", "w"), None),
     ],
 )
@@ -347,7 +362,7 @@ def test_an_account_that_no_audit_has_is_refused(path: tuple[str, ...], value: A
 
 def test_an_account_of_huge_rewards_is_taken() -> None:
     audit = RuleAudit("rule", 0.05, 0.1)
-    audit.audited(0.05, 1e15, 1e6)
+    audit.audited(0.05, 1e60, 1e6)
     again = RuleAudit("rule", 0.05, 0.1)
     again.load_state_dict(json.loads(json.dumps(audit.state_dict())))
     assert again.state_dict() == audit.state_dict()

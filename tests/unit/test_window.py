@@ -3,15 +3,17 @@ from __future__ import annotations
 import json
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from winnow.base.packed import pack
 from winnow.methods.gate.window import Window
 
 
 @given(st.integers(1, 7), st.lists(st.integers(0, 9), max_size=8))
 def test_it_holds_the_last_rows_whenever_it_is_read(capacity: int, bursts: list[int]) -> None:
-    window, rows = Window(capacity, 3), []
+    window, rows = Window(capacity, "Ffb"), []
     for burst in bursts:
         for _ in range(burst):
             rows.append((np.full(2, len(rows), np.float32), float(len(rows)), len(rows) % 2 == 0))
@@ -26,7 +28,7 @@ def test_it_holds_the_last_rows_whenever_it_is_read(capacity: int, bursts: list[
 
 
 def test_it_resumes_exactly() -> None:
-    window, other = Window(3, 2), Window(3, 2)
+    window, other = Window(3, "Fi"), Window(3, "Fi")
     for i in range(5):
         window.append(np.float32([i, 0.1]), i)
     other.load_state_dict(json.loads(json.dumps(window.state_dict())))
@@ -35,6 +37,29 @@ def test_it_resumes_exactly() -> None:
     for mine, theirs in zip(window.columns(), other.columns(), strict=True):
         np.testing.assert_array_equal(mine, theirs)
         assert mine.dtype == theirs.dtype
-    empty = Window(2, 1)
-    empty.load_state_dict(json.loads(json.dumps(Window(2, 1).state_dict())))
+    empty = Window(2, "i")
+    empty.load_state_dict(json.loads(json.dumps(Window(2, "i").state_dict())))
     assert len(empty) == 0
+
+
+@pytest.mark.parametrize(
+    "columns",
+    [
+        [np.zeros((3, 2)), np.zeros(3)],
+        [np.zeros(3), np.zeros(3, int)],
+        [np.zeros((3, 2)), np.zeros(2, int)],
+        [np.zeros((4, 2)), np.zeros(4, int)],
+        [np.zeros((0, 2)), np.zeros(0, int)],
+        [np.zeros((3, 2))],
+        [np.zeros((3, 2)), np.full(3, 9)],
+    ],
+)
+def test_columns_of_another_kind_are_refused(columns: list[np.ndarray]) -> None:
+    with pytest.raises(ValueError, match="where"):
+        Window(3, "Fi").load_state_dict({"columns": [pack(column) for column in columns]}, (-1, 1), (0, 8))
+
+
+def test_a_window_of_too_many_rows_is_not_unpacked() -> None:
+    bomb = pack(np.zeros(1)) | {"shape": [1 << 40]}
+    with pytest.raises(ValueError, match="rows, where at most 3 are"):
+        Window(3, "f").load_state_dict({"columns": [bomb]})

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed import checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial
@@ -31,6 +30,7 @@ from ..local.logprob import TokenDistribution
 from ..local.modes import train_adapter_dropout
 from ..local.pooled import Batched, RowByRow, exactly_batched
 from ..local.token_baselines import spread_over_several
+from .shards import load_shards, save_shards
 
 OPTIMIZER_FOLDER = "optimizer"
 
@@ -243,7 +243,7 @@ class ShardedLearner(LocalLearner):
         if dist.get_rank() == 0:
             self.model.save_pretrained(directory / "model", state_dict=weights)
             self._save_reference(directory)
-        dcp.save(self._optimizer_state(), checkpoint_id=directory / OPTIMIZER_FOLDER)
+        save_shards(self._optimizer_state(), directory / OPTIMIZER_FOLDER)
 
     def export(self, directory: Path) -> None:
         weights = _finite(self._merged_weights())
@@ -262,18 +262,12 @@ class ShardedLearner(LocalLearner):
         folder = directory / OPTIMIZER_FOLDER
         if not folder.is_dir():
             raise ValueError(f"{folder}: is missing; the checkpoint was not written by learner: fsdp")
-        saved = set(dcp.FileSystemReader(folder).read_metadata().state_dict_metadata)
-        names = {name.rpartition(":")[0] for name in saved}
-        if names and names != set(self._params):
-            different = sorted(names ^ set(self._params))[:3]
-            raise ValueError(f"{folder}: not the optimizer of this model; differs in {different}")
-        state: dict[str, torch.Tensor] = {}
-        for name in sorted(saved):
-            param_name, _, key = name.rpartition(":")
-            param = self._params[param_name]
-            state[name] = torch.zeros(()) if key == "step" else torch.zeros_like(param)
-        dcp.load(state, checkpoint_id=folder)
-        for name, value in state.items():
+        state = {
+            f"{name}:{key}": torch.zeros(()) if key == "step" else torch.zeros_like(param)
+            for name, param in self._params.items()
+            for key in ("step", "exp_avg", "exp_avg_sq")
+        }
+        for name, value in load_shards(state, folder).items():
             param_name, _, key = name.rpartition(":")
             self._optimizer.state[self._params[param_name]][key] = value
         self._load_reference(directory)

@@ -37,9 +37,9 @@ class BinnedPosterior:
                 f"{bins}, {capacity}, {alpha}"
             )
         self.bins, self.capacity, self.alpha = bins, capacity, alpha
-        self._seen = Window(capacity, 2), Window(capacity, 2)
+        self._seen = Window(capacity, "if"), Window(capacity, "if")
         """(bin, weight) of failures and of successes."""
-        self._labels = Window(2 * capacity, 2)
+        self._labels = Window(2 * capacity, "bf")
         """(success, weight)."""
         self._posterior_B: np.ndarray | None = None
 

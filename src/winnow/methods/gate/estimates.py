@@ -41,7 +41,7 @@ from typing import Any, NamedTuple
 from ...base.typed import in_range, require_types
 
 FADED = 1e-60
-"""Largest weight of removals so long ago that their sums fade no more: further on, squares would be 0."""
+"""Sum of weights of audits that are forgotten: their squares are next to 0, and later removals have none to go by."""
 Z = 1.959963984540054
 """Normal quantile of a two-sided 95% interval."""
 
@@ -83,8 +83,8 @@ class WeightedMean:
 
     def decay(self, factor: float) -> None:
         """Multiply every weight so far by `factor`. No estimate changes by that, but next to later weights they do."""
-        if self.top_w < FADED:
-            return
+        if self.w < FADED:
+            self.w = self.wy = self.a = self.ay = self.ayy = 0.0
         for name in ("w", "wy", "top_w", "top_v"):
             setattr(self, name, getattr(self, name) * factor)
         for name in ("a", "ay", "ayy"):
@@ -119,7 +119,7 @@ class WeightedMean:
             return Estimate(self.wy / self.w if self.w > 0 else math.nan, 0.0, math.inf)
         m = self.wy / self.w
         squares = self.ayy - 2 * m * self.ay + m * m * (self.a + self.top_w * self.top_v)
-        h = student(n - 1) * math.sqrt(max(0.0, squares) * n / (n - 1)) / self.wy
+        h = min(student(n - 1) * math.sqrt(max(0.0, squares) * n / (n - 1)) / self.wy, 700.0)  # exp is finite
         return Estimate(m, m * math.exp(-h), m * math.exp(h))
 
 
@@ -203,7 +203,7 @@ class Sums:
                 if isinstance(value, int | float):
                     in_range(value, 0, math.inf, name)
         for mean in (found.valuable, found.signal, found.lost, found.tokens):
-            if mean.w and min(mean.a, mean.top_w, mean.top_v) < FADED**3:
+            if mean.w and min(mean.w, mean.a, mean.top_w, mean.top_v) < FADED**3:
                 raise ValueError("sums over audits without a weight")
         return found
 

@@ -119,16 +119,16 @@ class ArrolGate:
         self._steps = 0
         self._at = options.at or FIRST_AT
         self._posterior = BinnedPosterior(options.bins, REMEMBERED)
-        self._bins = Window(REMEMBERED, 1)
-        self._raw = Window(REMEMBERED, 1)
+        self._bins = Window(REMEMBERED, "i")
+        self._raw = Window(REMEMBERED, "f")
         """Scores as they are, of predictors that know no scale."""
         self._scale_M = np.empty(0)
         """Scores of recent rollouts by the predictor of now, ascending."""
-        self._lengths = Window(REMEMBERED, 2)
+        self._lengths = Window(REMEMBERED, "if")
         """Length of a rollout's last turn and how many rollouts it stands for."""
         self._q_B = self._posterior.table()
         self._survival_B = np.full(self._posterior.bins, options.keep_rate)
-        self._novelty = Window(REMEMBERED, 1)
+        self._novelty = Window(REMEMBERED, "f")
         self._factor = 1.0
         self._prompts = PromptOutcomes(options.keep_rate, options.p_min, REMEMBERED)
         """Under `within`."""
@@ -283,7 +283,7 @@ class ArrolGate:
         self._bins.load_state_dict(state["bins"], (0, self._posterior.bins - 1))
         self._raw.load_state_dict(state["raw"])
         self._lengths.load_state_dict(state["lengths"], (0, LARGEST), POSITIVE)
-        self._novelty.load_state_dict(state["novelty"], (0, 1))
+        self._novelty.load_state_dict(state["novelty"], (1e-9, 1))
         self._factor = in_range(float(state["factor"]), 0, LARGEST, "factor")
         self._prompts.load_state_dict(state["prompts"], self._posterior.bins)
         self._set_scale()

@@ -142,10 +142,10 @@ class QualityHead:
         self._fits = 0
         self.resets = 0
         """How often it was thrown away because its weights were not finite."""
-        self._examples = Window(REMEMBERED, 4)
+        self._examples = Window(REMEMBERED, "Ffbf")
         self._observed: list[Example] = []
         """Not yet among them."""
-        self._recent = Window(RECENT, 2)
+        self._recent = Window(RECENT, "Ff")
         """Hidden state and log-probability."""
         self._net: nn.Sequential | None = None
         self._optimizer: torch.optim.AdamW | None = None

@@ -14,10 +14,13 @@ POSITIVE = 1e-300, 1e300
 
 
 class Window:
-    """Keeps the last `capacity` rows of `width` columns."""
+    """Keeps the last `capacity` rows.
 
-    def __init__(self, capacity: int, width: int) -> None:
-        self.capacity, self.width = capacity, width
+    `kinds`: a letter for each column, as NumPy's kinds: `b`, `i`, `f`; a large one for columns of arrays.
+    """
+
+    def __init__(self, capacity: int, kinds: str) -> None:
+        self.capacity, self.kinds = capacity, kinds
         self._columns: list[np.ndarray] = []
         self._new: list[Sequence[Any]] = []
 
@@ -48,14 +51,13 @@ class Window:
 
     def load_state_dict(self, state: Mapping[str, Any], *limits: tuple[float, float]) -> None:
         """Raises ValueError on columns that `state_dict` cannot have given; `limits`: least and largest of each."""
+        rows = {column["shape"][0] for column in state["columns"]}
+        if len(rows) > 1 or not all(0 < n <= self.capacity for n in rows):
+            raise ValueError(f"columns of {sorted(rows)} rows, where at most {self.capacity} are")
         columns = [unpack(column) for column in state["columns"]]
-        if columns and (
-            len(columns) != self.width
-            or any(c.dtype.kind not in "bif" or c.ndim == 0 for c in columns)
-            or not 0 < len(columns[0]) <= self.capacity
-            or any(len(c) != len(columns[0]) for c in columns)
-        ):
-            raise ValueError(f"no {self.width} columns of at most {self.capacity} numbers each")
+        found = "".join(c.dtype.kind.upper() if c.ndim == 2 else c.dtype.kind if c.ndim == 1 else "?" for c in columns)
+        if columns and found != self.kinds:
+            raise ValueError(f"columns of kinds {found!r}, where {self.kinds!r} are")
         for column, (low, high) in zip(columns, limits, strict=False):
             if not low <= column.min() <= column.max() <= high:
                 raise ValueError(f"numbers from {column.min()} to {column.max()}, where {low} to {high} can be")

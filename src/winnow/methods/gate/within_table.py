@@ -81,7 +81,7 @@ class PromptOutcomes:
         self._keep_rate, self._p_min = keep_rate, p_min
         self._seen: dict[int, tuple[float, float]] = {}
         """Prompts by ordinal, last visit last."""
-        self._asked = Window(capacity, 3)
+        self._asked = Window(capacity, "iii")
         """Ordinal, bin and size of the group."""
         self._new, self._all = 0, 0
         """Siblings asked about in this step, and how many of them of a prompt that was not known."""

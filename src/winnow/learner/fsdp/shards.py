@@ -1,0 +1,49 @@
+"""Tensors that ranks share, in a folder: safetensors with the place of each shard, for any number of ranks to read.
+
+PyTorch's own format is not used: its index is a pickle, which runs what it says.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+
+def save_shards(state: dict[str, torch.Tensor], folder: Path) -> None:
+    """Called on all ranks at once."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if state:
+        dcp.save(state, storage_writer=HuggingFaceStorageWriter(str(folder), save_distributed=True))
+
+
+def load_shards(state: dict[str, torch.Tensor], folder: Path) -> dict[str, torch.Tensor]:
+    """`state` with what was saved, or nothing where nothing was. Called on all ranks at once.
+
+    Raises ValueError where names, shapes or types are not those of `state`, or a shard is missing or damaged.
+    """
+    try:
+        saved = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
+    except (SafetensorError, OSError, LookupError, TypeError, AttributeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{folder}: cannot be read ({type(error).__name__}: {error})") from None
+    if not saved:
+        return {}
+    if different := sorted(saved.keys() ^ state.keys())[:3]:
+        raise ValueError(f"{folder}: not the optimizer of this model; differs in {different}")
+    for name, tensor in state.items():
+        if not _is_whole(saved[name], tensor):
+            raise ValueError(f"{folder}: not the optimizer of this model; differs in {name}")
+    dcp.load(state, storage_reader=HuggingFaceStorageReader(str(folder)))
+    return state
+
+
+def _is_whole(saved: object, tensor: torch.Tensor) -> bool:
+    if not isinstance(saved, TensorStorageMetadata):
+        return False
+    numbers = sum(chunk.sizes.numel() for chunk in saved.chunks)
+    return (saved.size, saved.properties.dtype, numbers) == (tensor.shape, tensor.dtype, tensor.numel())
