@@ -340,8 +340,9 @@ class Loop:
     def relaunch(self, state: dict[str, Any]) -> None:
         """Roll out again what was in flight when `state` was taken; it stays booked as dispatched."""
         for visit, size in state["in_flight"]:
-            size = int(in_range(size, 1, self.parts.group_size.largest, "size"))
-            self._start(visit_from(visit, self.parts.prompts["train"]), size)
+            again = visit_from(visit, self.parts.prompts["train"])
+            require_types(again)
+            self._start(again, int(in_range(size, 1, self.parts.group_size.largest, "size")))
 
 
 def _require_trainable(group: Group, step: int) -> None:
@@ -355,3 +356,5 @@ def _require_trainable(group: Group, step: int) -> None:
             raise ValueError(f"{where}: tokens of a policy that step {step} does not know")
         if not np.isfinite(rollout.sampler_logp).all():
             raise ValueError(f"{where}: log-probabilities that are not finite")
+        if not 0 < rollout.survival_p <= 1 + 1e-9:
+            raise ValueError(f"{where}: survived with the chance {rollout.survival_p}")

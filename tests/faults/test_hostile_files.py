@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import random
 import shutil
@@ -19,7 +18,7 @@ from winnow.cli.errors import EXPECTED
 from ..pairs.compose import make_place
 from ..pairs.variants import together, variants
 from ..pairs.world import World
-from .test_hostile_state import changed
+from .test_hostile_state import changed, seal
 
 ANYWHERE = ("not finite; it was not published",)
 """What is told of a weight, not of a file: moments may be any numbers, and only an update shows what they lead to."""
@@ -35,18 +34,6 @@ def saved(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     settings |= {"lora": {"r": 2}} if request.param == "lora" else {}
     Trainer(config=place.config(settings), env=World()).train()
     return place.folder / "whole"
-
-
-def seal(directory: Path) -> None:
-    """A manifest that is right about what is there."""
-    manifest = json.loads((directory / "manifest.json").read_text())
-    for name in [*manifest["files"]]:
-        if (directory / name).exists():
-            data = (directory / name).read_bytes()
-            manifest["files"][name] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-        else:
-            del manifest["files"][name]
-    (directory / "manifest.json").write_text(json.dumps(manifest))
 
 
 def change(file: Path, rng: random.Random) -> None:
@@ -117,3 +104,17 @@ def test_an_end_that_is_no_token_is_named(saved: Path, tmp_path: Path, value: An
     seal(directory)
     with pytest.raises(ValueError, match=r"eos_token_id of its GenerationConfig is .*, no token id"):
         Trainer.resume(run, {"max_steps": 3}, env=World())
+
+
+@pytest.mark.parametrize("steps", [-1.0, float("nan"), 1e30])
+def test_steps_that_no_optimizer_has_made_are_named(saved: Path, tmp_path: Path, steps: float) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(saved, run)
+    (directory,) = (run / "checkpoints").iterdir()
+    file = directory / "optimizer.safetensors"
+    tensors = load_file(file)
+    name = next(name for name in tensors if name.endswith(":step"))
+    save_file(tensors | {name: torch.full_like(tensors[name], steps)}, file)
+    seal(directory)
+    with pytest.raises(ValueError, match=r"optimizer\.safetensors: .* has made .* steps"):
+        Trainer.resume(run, {"max_steps": 3}, env=World()).train()

@@ -17,7 +17,7 @@ import pytest
 from winnow import ConfigError, Trainer
 from winnow.base.packed import pack, pack_all, unpack, unpack_all
 from winnow.cli.errors import EXPECTED
-from winnow.run.checkpoint import CheckpointError
+from winnow.run.checkpoint import CheckpointError, marks
 from winnow.sampler.codec import ARRAYS
 
 from ..pairs.compose import make_place
@@ -54,14 +54,25 @@ def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
             yield from places(inner, (*path, key))
 
 
+def seal(directory: Path, *but: str) -> None:
+    """A manifest that is right about what is there."""
+    if "manifest.json" in but:
+        return
+    manifest = json.loads((directory / "manifest.json").read_text())
+    for name in [*manifest["files"]]:
+        if (directory / name).exists():
+            data = (directory / name).read_bytes()
+            manifest["files"][name] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+        else:
+            del manifest["files"][name]
+    (directory / "manifest.json").write_text(json.dumps(manifest))
+
+
 def with_state(saved: Path, to: Path, state: Any) -> Path:
     shutil.copytree(saved, to)
     (directory,) = (to / "checkpoints").iterdir()
-    data = json.dumps(state).encode()
-    (directory / "state.json").write_bytes(data)
-    manifest = json.loads((directory / "manifest.json").read_text())
-    manifest["files"]["state.json"] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-    (directory / "manifest.json").write_text(json.dumps(manifest))
+    (directory / "state.json").write_text(json.dumps(state))
+    seal(directory)
     return to
 
 
@@ -168,9 +179,11 @@ def with_arrays(state: Any, name: str, value: Any) -> None:
         (lambda s: with_arrays(s, "token_ids", -1), "the token -1, which is outside"),
         (lambda s: with_arrays(s, "versions", 4), "tokens of a policy that step 3 does not know"),
         (lambda s: with_arrays(s, "sampler_logp", np.nan), "log-probabilities that are not finite"),
+        (lambda s: of_first(s, survival_p=0.0), "survived with the chance 0.0"),
         (lambda s: s["loop"]["waiting"][0].update(rollouts=[]), "waits without rollouts"),
+        (lambda s: s["loop"]["in_flight"].append([["x", 0, 3, {"keep": True}], 4]), "Visit.number cannot be 'x'"),
         (lambda s: s["loop"]["waiting"][0]["arrays"]["like"][0].__setitem__(0, "O"), "'O' has no numbers"),
-        (lambda s: s["loop"]["in_flight"].append([[9, 0, 3, {}], 2**62]), "size cannot be 46"),
+        (lambda s: s["loop"]["in_flight"].append([[9, 0, 3, {"keep": True}], 2**62]), "size cannot be 46"),
         (lambda s: s["loop"].update(spent=-1), r"loop\.spent: Input should be greater"),
         (lambda s: s["loop"].update(step=2), "of step 2, in step-000003"),
         (lambda s: s["loop"]["selector"].update(p=[0.5, -0.1]), "p cannot be -0.1"),
@@ -190,23 +203,47 @@ def test_what_is_wrong_is_named(saved: Path, tmp_path: Path, change: Callable[[A
 def test_weights_that_a_sampler_behind_needs_are_missed_by_name(saved: Path, tmp_path: Path) -> None:
     run = with_state(saved, tmp_path / "run", state_of(saved))
     (directory,) = (run / "checkpoints").iterdir()
-    manifest = json.loads((directory / "manifest.json").read_text())
-    kept = [name for name in manifest["files"] if name.startswith("sampler-weights/")]
-    for name in kept:
-        del manifest["files"][name]
-        (directory / name).unlink()
-    (directory / "manifest.json").write_text(json.dumps(manifest))
+    for file in (directory / "sampler-weights").iterdir():
+        file.unlink()
+    seal(directory)
     with pytest.raises(ConfigError, match=r"no sampler-weights/2\.safetensors, the weights to sample with"):
         resumed(run)
 
 
-def test_a_packed_bomb_stays_packed() -> None:
-    bomb = pack(np.zeros(1 << 24, np.uint8)) | {"shape": [10]}
-    with pytest.raises(ValueError, match="has 10 bytes"):
+@pytest.mark.parametrize(
+    ("shape", "said"), [([10], "has 10 bytes"), ([1 << 31], "none that a state has"), ([-1], "none")]
+)
+def test_a_packed_bomb_stays_packed(shape: list[int], said: str) -> None:
+    bomb = pack(np.zeros(1 << 24, np.uint8)) | {"shape": shape}
+    with pytest.raises(ValueError, match=said):
         unpack(bomb)
 
 
-@pytest.mark.parametrize("dtype", ["O", "|O8", "V8", "M8[s]", "S8", None, [["a", "<i8"]]])
+@pytest.mark.parametrize("name", ["state.json", "manifest.json"])
+def test_what_is_nested_too_deeply_is_named(saved: Path, tmp_path: Path, name: str) -> None:
+    run = with_state(saved, tmp_path / "run", state_of(saved))
+    (directory,) = (run / "checkpoints").iterdir()
+    (directory / name).write_text("[" * 200_000)
+    seal(directory, name)
+    with pytest.raises(CheckpointError, match=rf"{name}.*nested too deeply"):
+        resumed(run)
+
+
+def test_a_mark_that_is_nested_too_deeply_is_named(saved: Path, tmp_path: Path) -> None:
+    run = with_state(saved, tmp_path / "run", state_of(saved))
+    next(run.glob("checkpoints/*/state.json")).write_text("[" * 200_000)
+    with pytest.raises(CheckpointError, match=r"state\.json.*nested too deeply"):
+        marks(run)
+
+
+def test_a_failed_sibling_that_outgrew_the_model_waits_with_its_group(saved: Path, tmp_path: Path) -> None:
+    """An observation may be longer than what the model has left; nobody trains on such a rollout."""
+    state = state_of(saved)
+    of_first(state, prompt_ids=[3] * 99, reward=None, fate="failed")
+    resumed(with_state(saved, tmp_path / "run", state))
+
+
+@pytest.mark.parametrize("dtype", ["O", "|O8", "V8", "M8[s]", "S8", "g", None, [["a", "<i8"]]])
 def test_bytes_are_never_taken_for_pointers(dtype: Any) -> None:
     """NumPy makes objects of them, and follows them."""
     arrays = pack_all([np.full(1, 0x4141414141414141)])

@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 
+MOST = 1 << 30
+"""Bytes of an array, at most: a small text may be a thousand times as many."""
 ALIGNED = 8
 """Bytes at a multiple of which each of many arrays begins."""
 
@@ -23,7 +25,8 @@ def pack(array: np.ndarray) -> dict[str, Any]:
 def unpack(state: Mapping[str, Any]) -> np.ndarray:
     """The array that `pack` was given. Raises ValueError where it is none of numbers."""
     dtype, shape = _numbers(state["dtype"]), tuple(state["shape"])
-    size = math.prod(shape) * dtype.itemsize
+    if not 0 <= (size := math.prod(shape) * dtype.itemsize) <= MOST:
+        raise ValueError(f"an array of {shape} {dtype} is none that a state has")
     data = zlib.decompressobj().decompress(base64.b64decode(state["zlib"]), size + 1)  # bombs stay packed
     if len(data) != size:
         raise ValueError(f"an array of {shape} {dtype} has {size} bytes")
@@ -54,7 +57,7 @@ def unpack_all(state: Mapping[str, Any]) -> list[np.ndarray | None]:
 def _numbers(name: Any) -> np.dtype[Any]:
     """NumPy would take bytes for pointers where they are said to be objects, and follow them."""
     dtype = np.dtype(name)
-    if dtype.kind not in "biuf" or not isinstance(name, str):
+    if dtype.kind not in "biuf" or dtype.itemsize > ALIGNED or not isinstance(name, str):
         raise ValueError(f"an array of {name!r:.50} has no numbers")
     return dtype
 

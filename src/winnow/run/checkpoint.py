@@ -229,7 +229,7 @@ def _link(source: str, target: str) -> None:
 def verify(directory: Path) -> None:
     """Compare every file with the manifest. Raises CheckpointError naming the first difference."""
     try:
-        manifest = json.loads((directory / MANIFEST).read_text(encoding="utf-8"))
+        manifest = _json(directory / MANIFEST)
         entries = {str(name): (int(e["bytes"]), str(e["sha256"])) for name, e in manifest["files"].items()}
     except (OSError, ArithmeticError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{directory / MANIFEST}: missing or unreadable ({error!r})") from None
@@ -260,7 +260,7 @@ def marks(run_dir: Path) -> dict[str, dict[str, Any]]:
     found = {}
     for path in (run_dir / START, *saved, *of_trl[-1:]):
         try:
-            values = json.loads(path.read_text(encoding="utf-8"))
+            values = _json(path)
             found[str(path.relative_to(run_dir))] = values if path.name == START else dict(values["ledger"])
         except FileNotFoundError:
             continue
@@ -288,9 +288,16 @@ def parsed(file: Path) -> dict[str, Any]:
             raise ValueError(f"the number {text:.50} is too large")
         return value
 
-    text = file.read_text(encoding="utf-8")
-    state: dict[str, Any] = json.loads(text, parse_float=number, parse_constant=number, parse_int=whole)
+    state: dict[str, Any] = _json(file, parse_float=number, parse_constant=number, parse_int=whole)
     return state
+
+
+def _json(file: Path, **hooks: Any) -> Any:
+    """Raises ValueError, also on what is nested too deeply for Python."""
+    try:
+        return json.loads(file.read_text(encoding="utf-8"), **hooks)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
 
 
 def load_run_state(directory: Path) -> dict[str, Any]:

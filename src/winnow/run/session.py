@@ -160,7 +160,8 @@ class Session:
         with checkpoint.understood(found / checkpoint.STATE):
             self.loop.load_state_dict(state["loop"])
             for rollout in (r for group in self.loop.parts.buffer.groups for r in group.rollouts):
-                self.built.learner.sizes.require_fit(rollout)
+                if rollout.reward is not None:  # those without one are not trained on, and may have outgrown the model
+                    self.built.learner.sizes.require_fit(rollout)
         self._at(self.loop.step)
         self.built.learner.load(found)
         self.built.sampler.load(found)

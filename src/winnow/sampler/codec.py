@@ -85,7 +85,7 @@ def _rollout_state(rollout: Rollout, prompt_ids: tuple[int, ...]) -> dict[str, A
 
 
 def _rollout_from(state: Mapping[str, Any], prompt_ids: tuple[int, ...], arrays: Sequence[Any]) -> Rollout:
-    if [None if a is None else (a.dtype.kind, len(a)) for a in arrays[:4]] != [(k, len(arrays[0])) for k in "ibfi"]:
+    if [None if a is None else (a.dtype.kind, a.shape) for a in arrays[:4]] != [(k, (len(arrays[0]),)) for k in "ibfi"]:
         raise ValueError("a rollout's tokens, mask, log-probabilities and versions do not belong together")
     values = {**state, **dict(zip(ARRAYS, arrays, strict=True))}
     values["prompt_ids"] = tuple(state["prompt_ids"]) if "prompt_ids" in state else prompt_ids

@@ -28,6 +28,7 @@ from ..local.grad_norms import UnsupportedModelError
 from ..local.learner import LearnerOptions, LocalLearner
 from ..local.logprob import TokenDistribution
 from ..local.modes import train_adapter_dropout
+from ..local.optimizer import MOST_STEPS
 from ..local.pooled import Batched, RowByRow, exactly_batched
 from ..local.token_baselines import spread_over_several
 from .shards import load_shards, save_shards
@@ -269,6 +270,8 @@ class ShardedLearner(LocalLearner):
         }
         for name, value in load_shards(state, folder).items():
             param_name, _, key = name.rpartition(":")
+            if key == "step" and not 0 <= value.item() < MOST_STEPS:
+                raise ValueError(f"{folder}: {param_name} has made {value.item()} steps")
             self._optimizer.state[self._params[param_name]][key] = value
         self._load_reference(directory)
 

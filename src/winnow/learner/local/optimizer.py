@@ -14,6 +14,8 @@ Parameters = Mapping[str, torch.nn.Parameter]
 """Trained parameters by name."""
 WHOLE = ("adamw_torch", "adamw_torch_fused")
 """AdamW with states of 32 bits; the first loops over parameters in Python, the second is one kernel."""
+MOST_STEPS = 1 << 53
+"""Updates that a state has seen are fewer; a float counts no further."""
 LOW_BIT = {"adamw_torch_8bit": "AdamW8bit", "adamw_torch_4bit": "AdamW4bit"}
 """Names as in transformers -> torchao's classes: states in blocks of 256 or 128 numbers with a scale each."""
 SET_ELSEWHERE = {"params", "lr", "betas", "eps", "weight_decay"}
@@ -159,6 +161,8 @@ def load_state(optimizer: Optimizer, parameters: Parameters, state: Mapping[str,
                 saved = state[f"{name}:{key}{part}"]
                 if saved.shape != tensor.shape or saved.dtype != tensor.dtype:
                     raise ValueError(f"{where}: its states are of another kind than this optim; differs in {name}")
+                if key == "step" and not 0 <= saved.item() < MOST_STEPS:
+                    raise ValueError(f"{where}: {name} has made {saved.item()} steps")
                 if isinstance(value, torch.Tensor):
                     tensor.copy_(saved)
                 else:

@@ -287,7 +287,7 @@ class ArrolGate:
         self._factor = in_range(float(state["factor"]), 0, LARGEST, "factor")
         self._prompts.load_state_dict(state["prompts"], self._posterior.bins)
         self._set_scale()
-        self._survival_B = np.array(state["survival"], np.float64)
+        self._survival_B = np.array([in_range(p, 0, 1, "survival") for p in state["survival"]], np.float64)
 
 
 def _sampled_after(rollout: Rollout, decision: Decision) -> int:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from pydantic import TypeAdapter
 
-from ...base.typed import LARGEST
+from ...base.typed import LARGEST, in_range
 from .base import Array
 from .calibration import BinnedPosterior, survival_factor
 from .window import Window
@@ -50,6 +50,17 @@ class WithinTable:
     """float64 [N, 2]: their wins and losses beside the prior."""
     factor: float
     """Factor on the chances, so that they come out at the keep rate."""
+
+    def __post_init__(self) -> None:
+        """Raises ValueError on what a step cannot have fixed."""
+        bins, n = self.failure_B.shape, len(self.ordinals_N)
+        shapes = [a.shape for a in (self.failure_B, self.success_B, self.ordinals_N, self.outcomes_N2)]
+        numbers = (self.size, self.p_min, *self.prior)
+        if shapes != [bins, bins, (n,), (n, 2)] or len(bins) != 1 or min(numbers) <= 0 or self.factor < 0:
+            raise ValueError(f"a table of arrays {shapes}, or of numbers that are none of a gate")
+        for array in (self.failure_B, self.success_B, self.outcomes_N2):
+            if not (array >= 0).all():
+                raise ValueError("a table of chances or outcomes below 0")
 
     @cached_property
     def _rules(self) -> Rules:
@@ -102,7 +113,7 @@ class PromptOutcomes:
         """
         label_N, weight_N = np.array(judged, np.float64).T
         worth = float(weight_N.sum() ** 2 / (weight_N**2).sum())
-        share = float(weight_N @ label_N / weight_N.sum())
+        share = min(float(weight_N @ label_N / weight_N.sum()), 1.0)
         wins, losses = self._seen.pop(ordinal, (0.0, 0.0))
         self._seen[ordinal] = wins + share * worth, losses + (1 - share) * worth
         if len(self._seen) > PROMPTS:
@@ -152,10 +163,17 @@ class PromptOutcomes:
         }
 
     def load_state_dict(self, state: Mapping[str, Any], bins: int) -> None:
-        self._seen = {int(n): (float(wins), float(losses)) for n, wins, losses in state["seen"]}
+        self._seen = {}
+        for ordinal, *pair in state["seen"]:
+            wins, losses = (in_range(float(count), 0, LARGEST, "seen") for count in pair)
+            self._seen[int(ordinal)] = wins, losses
         self._asked.load_state_dict(state["asked"], (0, LARGEST), (0, bins - 1), (1, LARGEST))
-        self._new, self._all, self._share_new = state["new"]
+        new, asked, share = state["new"]
+        self._new, self._all = int(in_range(new, 0, LARGEST, "new")), int(in_range(asked, 0, LARGEST, "new"))
+        self._share_new = in_range(float(share), 0, 1, "new")
         self.table = None if state["table"] is None else _TABLE.validate_python(state["table"])
+        if self.table is not None and len(self.table.failure_B) != bins:
+            raise ValueError(f"a table of {len(self.table.failure_B)} bins, where {bins} are")
 
 
 _TABLE = TypeAdapter(WithinTable)
