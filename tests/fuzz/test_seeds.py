@@ -20,6 +20,12 @@ def test_what_the_fuzzer_starts_from(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", TARGETS)
+def test_what_is_nested_deeper_than_python_goes(name: str) -> None:
+    for data in (b"[" * 200_000, b'{"a":' * 100_000, b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"):
+        one_input(name, data)
+
+
+@pytest.mark.parametrize("name", TARGETS)
 def test_whole_inputs_are_taken(name: str, tmp_path: Path) -> None:
     """A target that refuses everything would test nothing."""
     TARGETS[name].run(TARGETS[name].seeds()[0], tmp_path)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
+from torch.distributed import checkpoint as dcp
 
 from winnow.learner.fsdp.shards import load_shards, save_shards
 
@@ -35,6 +36,12 @@ def test_what_was_saved_comes_back_and_is_no_pickle(tmp_path: Path) -> None:
 def test_nothing_comes_back_as_nothing(tmp_path: Path) -> None:
     save_shards({}, tmp_path / "o")
     assert load_shards(zeros(), tmp_path / "o") == {}
+
+
+def test_the_format_with_a_pickle_is_refused(tmp_path: Path) -> None:
+    dcp.save(state(), checkpoint_id=tmp_path / "o")
+    with pytest.raises(ValueError, match=r"\.metadata is not read; an earlier version saved it"):
+        load_shards(zeros(), tmp_path / "o")
 
 
 def change(folder: Path, tensors: dict[str, torch.Tensor] | None = None, **offsets: Any) -> None:

@@ -54,6 +54,14 @@ def not_json(value: Any, key: str = "") -> str:
     return f"{key or 'an option'}: {value!r}"
 
 
+def from_json(text: str | bytes, **hooks: Any) -> Any:
+    """`json.loads` of what anybody may have written: ValueError also on what is nested too deeply for Python."""
+    try:
+        return json.loads(text, **hooks)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+
+
 def sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from ..base.failpoint import failpoint
-from ..base.files import fsync
+from ..base.files import from_json, fsync
 from ..methods.signal import Judge, Kind
 from ..types import Fate, Group, Rollout, Visit
 from .ledger_file import UNREADABLE, LedgerError, damaged, open_file
@@ -364,7 +364,7 @@ def _clean(text: str) -> str:
 
 def _without_wall_times(row: tuple[Any, ...]) -> tuple[Any, ...]:
     step, version, metrics = row
-    return step, version, sorted((k, v) for k, v in json.loads(metrics).items() if not _is_wall_time(k))
+    return step, version, sorted((k, v) for k, v in from_json(metrics).items() if not _is_wall_time(k))
 
 
 def _is_wall_time(key: str) -> bool:

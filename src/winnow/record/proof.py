@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sqlite3
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -13,6 +12,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from ..base.files import from_json
 from ..types import Fate
 from .rule_audits import Rules, audited_rules, rules_table
 
@@ -253,7 +253,7 @@ def _lag(db: sqlite3.Connection, max_lag: str | None) -> Iterator[str]:
 
 
 def _voids(db: sqlite3.Connection) -> Iterator[str]:
-    booked = {number: json.loads(voided) for number, voided in db.execute("SELECT number, voided FROM restarts")}
+    booked = {number: from_json(voided) for number, voided in db.execute("SELECT number, voided FROM restarts")}
     found: dict[int, dict[str, int]] = {number: {} for number in booked}
     for table in ("visits", "outcomes", "rollouts", "steps", "evaluations"):
         for number, rows in db.execute(f"SELECT void, COUNT(*) FROM {table} WHERE void <> 0 GROUP BY void"):

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from ..base.files import private_file
+from ..base.files import from_json, private_file
 from ..base.redact import redact
 from ..config import RunConfig, from_saved
 from ..methods.gate.recording import rows_of
@@ -39,7 +39,7 @@ class RunDirectoryError(RuntimeError):
 def read_config(run_dir: Path) -> dict[str, Any]:
     """The configuration that a run was started with. Raises RunDirectoryError, naming the file."""
     try:
-        values = json.loads((run_dir / CONFIG).read_text(encoding="utf-8"))
+        values = from_json((run_dir / CONFIG).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise RunDirectoryError(f"{run_dir}: not a run directory ({CONFIG}: {error})") from None
     if not isinstance(values, dict):
@@ -52,7 +52,7 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
     rows = []
     for number, line in enumerate((run_dir / METRICS).read_bytes().splitlines(), 1):
         try:
-            rows.append(json.loads(line))
+            rows.append(from_json(line))
         except ValueError as error:
             raise RunDirectoryError(
                 f"{run_dir / METRICS}:{number}: damaged: {error}; remove the line (what was trained is not concerned)"

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 import sqlite3
 from collections.abc import Callable, Mapping
 
 from rich.table import Table
+
+from ..base.files import from_json
 
 Rules = dict[str, dict[str, float]]
 """Rule -> figure -> value, as `RuleAudit.metrics` has them; a figure that is not known yet is absent."""
@@ -35,7 +36,7 @@ def audited_rules(db: sqlite3.Connection) -> Rules:
     if row is None:
         return {}
     try:
-        metrics = json.loads(row[1])
+        metrics = from_json(row[1])
     except (ValueError, TypeError) as error:
         raise ValueError(f"the metrics of step {row[0]} are damaged ({error})") from None
     if not isinstance(metrics, dict):

@@ -6,11 +6,11 @@ was never updated, a reward that was the same for everything, an evaluation that
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
+from ..base.files import from_json
 from ..config import RunConfig
 from .collapse import EssWatch
 
@@ -118,7 +118,7 @@ def first_gap(metrics: Path) -> float | None:
     with metrics.open("rb") as lines:
         for line in lines:
             try:
-                row = json.loads(line)
+                row = from_json(line)
             except ValueError:
                 continue  # its damage is told elsewhere
             if GAP in row:

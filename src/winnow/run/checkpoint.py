@@ -28,7 +28,7 @@ from typing_extensions import TypedDict  # pydantic cannot read that of typing b
 from ..base.errors import ConfigError
 from ..base.explain import explain
 from ..base.failpoint import failpoint
-from ..base.files import fsync, fsync_tree, private_directory, readable, sha256
+from ..base.files import from_json, fsync, fsync_tree, private_directory, readable, sha256
 from ..base.typed import LARGEST
 from ..record.ledger import TABLES
 from ..record.records import START
@@ -229,7 +229,7 @@ def _link(source: str, target: str) -> None:
 def verify(directory: Path) -> None:
     """Compare every file with the manifest. Raises CheckpointError naming the first difference."""
     try:
-        manifest = _json(directory / MANIFEST)
+        manifest = from_json((directory / MANIFEST).read_text(encoding="utf-8"))
         entries = {str(name): (int(e["bytes"]), str(e["sha256"])) for name, e in manifest["files"].items()}
     except (OSError, ArithmeticError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{directory / MANIFEST}: missing or unreadable ({error!r})") from None
@@ -260,7 +260,7 @@ def marks(run_dir: Path) -> dict[str, dict[str, Any]]:
     found = {}
     for path in (run_dir / START, *saved, *of_trl[-1:]):
         try:
-            values = _json(path)
+            values = from_json(path.read_text(encoding="utf-8"))
             found[str(path.relative_to(run_dir))] = values if path.name == START else dict(values["ledger"])
         except FileNotFoundError:
             continue
@@ -288,16 +288,9 @@ def parsed(file: Path) -> dict[str, Any]:
             raise ValueError(f"the number {text:.50} is too large")
         return value
 
-    state: dict[str, Any] = _json(file, parse_float=number, parse_constant=number, parse_int=whole)
+    text = file.read_text(encoding="utf-8")
+    state: dict[str, Any] = from_json(text, parse_float=number, parse_constant=number, parse_int=whole)
     return state
-
-
-def _json(file: Path, **hooks: Any) -> Any:
-    """Raises ValueError, also on what is nested too deeply for Python."""
-    try:
-        return json.loads(file.read_text(encoding="utf-8"), **hooks)
-    except RecursionError:
-        raise ValueError("nested too deeply") from None
 
 
 def load_run_state(directory: Path) -> dict[str, Any]:

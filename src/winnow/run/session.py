@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import time
 from collections.abc import Mapping
@@ -101,9 +100,9 @@ class Session:
                 "restore them, or start a new run elsewhere"
             )
         elif start.exists():
-            ledger.rollback(
-                json.loads(start.read_text(encoding="utf-8")), reason="restarted before the first checkpoint"
-            )
+            with checkpoint.understood(start):
+                mark = checkpoint.parsed(start)
+            ledger.rollback(mark, reason="restarted before the first checkpoint")
         else:
             ledger.set_meta("max_lag", str(self.config.max_lag))
             ledger.set_meta("max_reward", str(self.config.success_reward))

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from ..base.bootstrap import MIN_SEEDS, Estimate, paired_bootstrap
+from ..base.files import from_json
 from ..config import nearest
 from .compare_data import CompareError, Point, RunData, methods_of, read_run_data, single_runs
 
@@ -233,7 +234,7 @@ def _profile_costs(name: str, runs: Sequence[RunData]) -> list[str]:
             continue
         if selector.get("profile"):
             with suppress(OSError, ValueError, KeyError, TypeError):  # a profile of other origin has no such file
-                meta = json.loads(Path(f"{selector['profile']}.meta.json").read_text("utf-8"))
+                meta = from_json(Path(f"{selector['profile']}.meta.json").read_text("utf-8"))
                 before.append(float(meta["cost"]["tokens"]))
         if selector.get("refresh_steps"):
             during.append(run.evaluation_tokens)

@@ -10,6 +10,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
+from ..base.files import from_json
 from ..config import MethodSpec, RunConfig
 from ..record.ledger import Ledger
 from ..record.proof import FATES
@@ -67,7 +68,7 @@ def read_run_data(path: Path) -> RunData:
     """Raises CompareError when `path` is no run directory or was never evaluated, LedgerError on a bad ledger."""
     notes: list[str] = []
     try:
-        config = json.loads((path / CONFIG).read_text(encoding="utf-8"))
+        config = from_json((path / CONFIG).read_text(encoding="utf-8"))
         if not isinstance(config, dict):
             raise ValueError("not a JSON object")
         int(config.get("seed", 0))

@@ -26,7 +26,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..base.failpoint import failpoint
-from ..base.files import write_json
+from ..base.files import from_json, write_json
 from ..base.weights import weights_digest
 from ..config import ConfigError, RunConfig
 from ..env.base import Task
@@ -177,7 +177,7 @@ class ProfileFile:
 
     def _check_meta(self) -> None:
         try:
-            meta = json.loads(self.meta_path.read_text(encoding="utf-8"))
+            meta = from_json(self.meta_path.read_text(encoding="utf-8"))
             key, tried = dict(meta["key"]), int(meta["tried"])
             cost = {name: meta["cost"][name] + 0 for name in COSTS}
         except (OSError, ValueError, KeyError, TypeError) as error:

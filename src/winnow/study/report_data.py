@@ -6,7 +6,6 @@ becomes a note for the reader, never a crash.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -14,6 +13,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
+from ..base.files import from_json
 from ..base.redact import redact
 from ..methods.pass_rates import BINS, histogram, read_profile, summary
 from ..record import recurrence
@@ -137,7 +137,7 @@ def _read_config(path: Path, notes: list[str]) -> dict[str, Any] | None:
         notes.append("config.json is missing.")
         return None
     try:
-        config = json.loads(path.read_text("utf-8", "replace"))
+        config = from_json(path.read_text("utf-8", "replace"))
     except ValueError as error:
         notes.append(f"config.json cannot be read: {visible(str(error))}.")
         return None
@@ -182,7 +182,7 @@ def read_lines(path: Path, notes: list[str]) -> Iterator[dict[str, Any]]:
     with path.open(encoding="utf-8", errors="replace") as lines:
         for number, line in enumerate(lines, 1):
             try:
-                value = json.loads(line)
+                value = from_json(line)
             except ValueError:
                 value = None
             if isinstance(value, dict):

@@ -5,7 +5,6 @@ PyTorch's own format is not used: its index is a pickle, which runs what it says
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import torch
@@ -29,8 +28,10 @@ def load_shards(state: dict[str, torch.Tensor], folder: Path) -> dict[str, torch
     """
     try:
         saved = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
-    except (SafetensorError, OSError, LookupError, TypeError, AttributeError, json.JSONDecodeError) as error:
+    except (SafetensorError, OSError, LookupError, TypeError, AttributeError, ValueError, RecursionError) as error:
         raise ValueError(f"{folder}: cannot be read ({type(error).__name__}: {error})") from None
+    if other := sorted(file.name for file in folder.iterdir() if file.suffix != ".safetensors"):
+        raise ValueError(f"{folder}: {other[0]} is not read; an earlier version saved it. Start a new run")
     if not saved:
         return {}
     if different := sorted(saved.keys() ^ state.keys())[:3]:
