@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from winnow.cli.main import app
 from winnow.record import ahead
 from winnow.record.ledger import TABLES, Ledger, LedgerError
-from winnow.record.rows import damage
+from winnow.record.rows import damage, examined
 from winnow.study.report import write_report
 
 from .test_ledger import book_step, ledger, path, visit
@@ -91,7 +91,6 @@ def test_every_flipped_byte_is_found_or_changes_nothing(path: Path, marks: list[
         ("UPDATE outcomes SET fate = 'filtered'", r"row 5: not what was written.*and 35 more rows of outcomes"),
         ("DELETE FROM steps WHERE row = 3", "steps has 19 rows, the last of them is number 20"),
         ("UPDATE meta SET value = '99' WHERE key = 'max_lag'", "meta, key max_lag: not what was written"),
-        ("DROP INDEX one_visit", "its tables are not those of a ledger"),
         ("UPDATE rollouts SET rewards = CAST(x'ff' AS TEXT) WHERE row = 2", "Could not decode"),
         ("UPDATE visits SET visit = 'x' WHERE row = 2", "visits, row 2: not what was written"),
     ],
@@ -103,6 +102,32 @@ def test_changed_rows_are_named(path: Path, marks: list[dict[str, object]], chan
         ledger.verify()
     with Ledger.open(path) as ledger, pytest.raises(LedgerError, match=f"damaged.*{message}"):
         ledger.rollback(marks[2], reason="killed")
+
+
+ENDLESS = "WITH RECURSIVE n(row) AS (SELECT 1 UNION ALL SELECT row + 1 FROM n) SELECT row, '' AS key FROM n"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "DROP INDEX one_visit",
+        "CREATE TRIGGER t AFTER INSERT ON visits BEGIN DELETE FROM rollouts; END",
+        "CREATE TABLE more (x)",
+        f"DROP TABLE evaluations; CREATE VIEW evaluations AS {ENDLESS}",
+        f"DROP TABLE meta; CREATE VIEW meta AS {ENDLESS}",
+        f"DROP VIEW visit_fates; CREATE VIEW visit_fates AS {ENDLESS}",
+    ],
+)
+def test_tables_of_somebody_else_are_refused_before_anything_runs(
+    path: Path, marks: list[dict[str, object]], change: str
+) -> None:
+    """A view may never end, and a trigger does what it likes with the rows."""
+    with closing(sqlite3.connect(path)) as db:
+        db.executescript(change)
+        assert examined(db) == (["its tables are not a ledger's"], {})
+    for read_only in (True, False):
+        with pytest.raises(LedgerError, match=r"damaged.*its tables are not a ledger's"):
+            Ledger.open(path, read_only=read_only)
 
 
 def test_lost_tail_and_older_copy_are_told_by_the_checkpoint(path: Path, marks: list[dict[str, object]]) -> None:

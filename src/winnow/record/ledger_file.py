@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
+from contextlib import closing
 from pathlib import Path
 
 from ..base.files import private_file
@@ -119,6 +120,8 @@ def _check(path: Path, db: sqlite3.Connection, read_only: bool) -> None:
             f"{path}: written by an earlier Winnow (ledger schema {version}, without checksums; this one has "
             f"{SCHEMA_VERSION}). Read it and finish its run with winnow-rl 0.1, or start a new run directory."
         )
+    if found := schema_damage(db):
+        raise LedgerError(damaged(path, found))
     if not ahead.begun(path):  # which looks at everything, and is asked before anything is booked
         result = db.execute("PRAGMA integrity_check(1)").fetchone()[0]
         if result != "ok":
@@ -126,6 +129,14 @@ def _check(path: Path, db: sqlite3.Connection, read_only: bool) -> None:
     if not read_only:
         db.execute("PRAGMA journal_mode = WAL")
         db.execute("PRAGMA synchronous = NORMAL")
+
+
+def schema_damage(db: sqlite3.Connection) -> str:
+    """What is wrong with the tables, indexes, views and triggers; empty if nothing is. Reads no row of them."""
+    query = "SELECT sql FROM sqlite_master WHERE sql IS NOT NULL ORDER BY name"
+    with closing(sqlite3.connect(":memory:")) as new:
+        new.executescript(SCHEMA)
+        return "" if new.execute(query).fetchall() == db.execute(query).fetchall() else "its tables are not a ledger's"
 
 
 def _create(db: sqlite3.Connection) -> None:

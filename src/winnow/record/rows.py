@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from . import ahead
-from .ledger_file import SCHEMA, UNREADABLE
+from .ledger_file import UNREADABLE, schema_damage
 
 SHOWN = 5
 """Damaged rows of one table are named up to this number, then counted."""
@@ -62,18 +62,12 @@ def damage(db: sqlite3.Connection, path: Path) -> list[str]:
 
 def examined(db: sqlite3.Connection) -> tuple[list[str], dict[str, int]]:
     """What is damaged in all that is there, and the last row of each numbered table."""
+    if found := schema_damage(db):  # first, as a view of somebody's may never end
+        return [found], {}
     if structure := [str(row[0]) for row in db.execute(f"PRAGMA integrity_check({SHOWN})") if row[0] != "ok"]:
         return structure, {}
     last = {t: db.execute(f"SELECT COALESCE(MAX({n}), 0) FROM {t}").fetchone()[0] for t, n in NUMBERED.items()}
-    return [*_schema(db), *(found for table in NUMBERED for found in damaged_rows(db, table))], last
-
-
-def _schema(db: sqlite3.Connection) -> Iterator[str]:
-    query = "SELECT sql FROM sqlite_master WHERE sql IS NOT NULL ORDER BY name"
-    with sqlite3.connect(":memory:") as new:
-        new.executescript(SCHEMA)
-        if new.execute(query).fetchall() != db.execute(query).fetchall():
-            yield "its tables are not those of a ledger"
+    return [found for table in NUMBERED for found in damaged_rows(db, table)], last
 
 
 def damaged_rows(db: sqlite3.Connection, table: str, after: int = 0) -> Iterator[str]:
