@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import socket
 import threading
 import urllib.error
 import urllib.request
@@ -12,6 +13,7 @@ import urllib.request
 import pytest
 
 from winnow.env.agents import AgentConfig, with_agent
+from winnow.env.agents.endpoint import Endpoint
 from winnow.env.tools import with_tools
 from winnow.types import Fate
 
@@ -208,6 +210,23 @@ def test_when_a_rollout_ends_nobody_answers_any_more(tokenizer):
     (rollout,), _ = roll(tokenizer, with_agent(OneTurn(), agent, max_turns=2), [["a", "b"]])
     assert (rollout.stop_reason, len(rollout.turns), rollout.reward) == ("turns", 2, 0.0)
     assert refused.wait(60)
+
+
+@pytest.mark.parametrize("length", ["67108864", "9" * 5000])
+def test_nothing_is_kept_of_who_has_no_secret(length, capfd):
+    """The answer comes before the body; a connection that stands still is closed."""
+    server = Endpoint()
+    try:
+        with socket.create_connection(server.server_address[:2], timeout=10) as stranger:
+            stranger.sendall(f"POST /wrong/v1/chat/completions HTTP/1.1\r\nContent-Length: {length}\r\n\r\n".encode())
+            said = b""
+            while more := stranger.recv(4096):
+                said += more
+    finally:
+        server.close()
+    assert said.startswith(b"HTTP/1.1 404")
+    assert 0 < server.RequestHandlerClass.timeout <= 60
+    assert "Traceback" not in capfd.readouterr().err
 
 
 def test_settings_of_requests_have_no_effect_and_that_is_said(tokenizer):

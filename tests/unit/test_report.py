@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from winnow.base.printable import visible
 from winnow.record.ledger import Ledger
-from winnow.study.printable import visible
 from winnow.study.report import count_text, seconds_text, write_report
 from winnow.study.report_data import read_run, thin
 from winnow.study.report_samples import MAX_TEXT

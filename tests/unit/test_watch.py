@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -119,3 +120,15 @@ def test_the_command_says_where(run: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert urls[0].startswith("http://127.0.0.1:")
     urls.append(Watch([run]).url)
     assert len({url.partition("?token=")[2] for url in urls} - {""}) == 2, "each has a secret of its own"
+
+
+@pytest.mark.parametrize("sent", [b"GET http://[ HTTP/1.0\r\n\r\n", b"\x16\x03\x01 TLS\r\n\r\n", b"GET / HT"])
+def test_what_strangers_send_is_not_told_on_the_console(run: Path, capfd: Any, sent: bytes) -> None:
+    with serving(run) as server:
+        with socket.create_connection(server.server_address[:2], timeout=20) as stranger:
+            stranger.sendall(sent)
+            stranger.shutdown(socket.SHUT_WR)
+            while stranger.recv(4096):
+                pass
+        assert ask(server, "/data.json")[0].status == 200
+    assert "Traceback" not in capfd.readouterr().err

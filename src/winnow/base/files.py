@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import stat
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -52,6 +53,17 @@ def not_json(value: Any, key: str = "") -> str:
         except (TypeError, ValueError):
             return not_json(inner, f"{key}.{name}" if key else str(name))
     return f"{key or 'an option'}: {value!r}"
+
+
+def bytes_of(file: Path, most: int = 1 << 30) -> bytes:
+    """What an ordinary file holds. Raises OSError on pipes and devices, which may never end, and beyond `most`."""
+    with open(os.open(file, os.O_RDONLY | os.O_NONBLOCK), "rb") as opened:
+        info = os.fstat(opened.fileno())
+        if not stat.S_ISREG(info.st_mode):
+            raise OSError(f"{file}: is not an ordinary file")
+        if info.st_size > most:
+            raise OSError(f"{file}: has {info.st_size:,} bytes, more than {most:,}")
+        return opened.read()
 
 
 def from_json(text: str | bytes, **hooks: Any) -> Any:

@@ -18,6 +18,7 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from ..base.printable import visible
 from ..base.redact import redact
 
 out, err = Console(markup=False), Console(stderr=True, markup=False)  # paths and data are text, whatever they hold
@@ -51,7 +52,7 @@ def command(app: typer.Typer, name: str | None = None) -> Callable[[Command], Co
 
                 if not isinstance(error, EXPECTED):
                     raise
-                err.print(f"error: {redact(str(error))}", style="red", highlight=False, soft_wrap=True)
+                err.print(f"error: {visible(redact(str(error)))}", style="red", highlight=False, soft_wrap=True)
                 raise typer.Exit(1) from None
 
         parameters = [p for own in signature(run).parameters.values() for p in _options(own, hints[own.name])]

@@ -53,7 +53,7 @@ def _made(source: str, split: str) -> Iterator[Row]:
 
 def _files(source: str) -> list[Path]:
     if has_magic(source):
-        found = sorted(Path(p) for p in glob(source, recursive=True))
+        found = sorted(path for p in glob(source, recursive=True) if (path := Path(p)).is_file())
         if not found:
             raise DataError(f"{source}: no file matches")
         return found

@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from ..base.files import bytes_of
 from ..env.rewards.scores import LARGEST
 
 BINS = ("0", *(f"({i / 10:g}, {(i + 1) / 10:g}]" for i in range(9)), "(0.9, 1)", "1")
@@ -73,7 +74,7 @@ def read_profile(path: str | Path) -> dict[str, PassRate]:
     """
     path = Path(path)
     try:
-        content = path.read_bytes()
+        content = bytes_of(path)
     except FileNotFoundError:
         raise FileNotFoundError(f"{path}: no such profile; make it with `winnow pass-rates MODEL -o {path}`") from None
     rates = parse_profile(content, path)

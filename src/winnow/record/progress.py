@@ -13,6 +13,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 from rich.table import Table
 from rich.text import Text
 
+from ..base.printable import visible
+
 FATE_COLORS = {
     "trained": "green",
     "filtered": "yellow",
@@ -80,7 +82,7 @@ class Display:
 
     def warn(self, message: str) -> None:
         """Say what is wrong, above what is live."""
-        self.console.print(f"warning: {message}", style="yellow", highlight=False)
+        self.console.print(visible(f"warning: {message}"), style="yellow", highlight=False)
 
     def _line(self, step: int, metrics: Mapping[str, float]) -> str:
         zero = metrics.get("frac_reward_zero_std", 0.0)

@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..base.files import from_json
+from ..base.printable import visible
 from ..types import Fate
 from .rule_audits import Rules, audited_rules, rules_table
 
@@ -295,7 +296,7 @@ def render(result: Proof) -> RenderableType:
         if name in FATES or any(row.values()):
             share = f"{row['tokens'] / sampled:.1%}" if name in FATES and sampled else ""
             cells = [f"{row[c]:,.0f}" for c in COLUMNS[:-1]] + [f"{row['seconds']:,.1f}"]
-            table.add_row(name.replace("_", " "), *cells, share, end_section=name == FATES[-1])
-    problems = [Text(f"- {problem}", style="red") for problem in result.problems]
+            table.add_row(visible(name.replace("_", " ")), *cells, share, end_section=name == FATES[-1])
+    problems = [Text(visible(f"- {problem}"), style="red") for problem in result.problems]
     rules = [rules_table(result.rules)] if result.rules else []
     return Lines(table, *rules, *problems, Text(verdict(result), style="bold green" if result.ok else "bold red"))

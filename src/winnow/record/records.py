@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from ..base.files import from_json, private_file
+from ..base.files import bytes_of, from_json, private_file
 from ..base.redact import redact
 from ..config import RunConfig, from_saved
 from ..methods.gate.recording import rows_of
@@ -21,6 +21,8 @@ from .samples import sample
 from .trackers import Trackers
 
 CONFIG, METRICS, SAMPLES = "config.json", "metrics.jsonl", "samples.jsonl"
+MOST_CONFIG = 16 << 20
+"""Bytes of a configuration, at most."""
 WARNINGS = "warnings.jsonl"
 """What `Watchdogs` found; absent where they found nothing."""
 START = "start.json"
@@ -39,7 +41,7 @@ class RunDirectoryError(RuntimeError):
 def read_config(run_dir: Path) -> dict[str, Any]:
     """The configuration that a run was started with. Raises RunDirectoryError, naming the file."""
     try:
-        values = from_json((run_dir / CONFIG).read_text(encoding="utf-8"))
+        values = from_json(bytes_of(run_dir / CONFIG, MOST_CONFIG))
     except (OSError, ValueError) as error:
         raise RunDirectoryError(f"{run_dir}: not a run directory ({CONFIG}: {error})") from None
     if not isinstance(values, dict):

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from rich.table import Table
 
 from ..base.files import from_json
+from ..base.printable import visible
 
 Rules = dict[str, dict[str, float]]
 """Rule -> figure -> value, as `RuleAudit.metrics` has them; a figure that is not known yet is absent."""
@@ -79,5 +80,5 @@ def rules_table(rules: Rules) -> Table:
     for name in HEAD:
         made.add_column(name.replace(" ", "\n"), justify="left" if name == "rule" else "right", no_wrap=True)
     for row in rows(rules):
-        made.add_row(*(cell.replace(" (", "\n(") for cell in row))
+        made.add_row(*(visible(cell).replace(" (", "\n(") for cell in row))
     return made

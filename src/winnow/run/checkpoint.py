@@ -28,7 +28,7 @@ from typing_extensions import TypedDict  # pydantic cannot read that of typing b
 from ..base.errors import ConfigError
 from ..base.explain import explain
 from ..base.failpoint import failpoint
-from ..base.files import from_json, fsync, fsync_tree, private_directory, readable, sha256
+from ..base.files import bytes_of, from_json, fsync, fsync_tree, private_directory, readable, sha256
 from ..base.typed import LARGEST
 from ..record.ledger import TABLES
 from ..record.records import START
@@ -229,7 +229,7 @@ def _link(source: str, target: str) -> None:
 def verify(directory: Path) -> None:
     """Compare every file with the manifest. Raises CheckpointError naming the first difference."""
     try:
-        manifest = from_json((directory / MANIFEST).read_text(encoding="utf-8"))
+        manifest = from_json(bytes_of(directory / MANIFEST))
         entries = {str(name): (int(e["bytes"]), str(e["sha256"])) for name, e in manifest["files"].items()}
     except (OSError, ArithmeticError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{directory / MANIFEST}: missing or unreadable ({error!r})") from None
@@ -260,7 +260,7 @@ def marks(run_dir: Path) -> dict[str, dict[str, Any]]:
     found = {}
     for path in (run_dir / START, *saved, *of_trl[-1:]):
         try:
-            values = from_json(path.read_text(encoding="utf-8"))
+            values = from_json(bytes_of(path))
             found[str(path.relative_to(run_dir))] = values if path.name == START else dict(values["ledger"])
         except FileNotFoundError:
             continue
@@ -288,7 +288,7 @@ def parsed(file: Path) -> dict[str, Any]:
             raise ValueError(f"the number {text:.50} is too large")
         return value
 
-    text = file.read_text(encoding="utf-8")
+    text = bytes_of(file).decode()
     state: dict[str, Any] = from_json(text, parse_float=number, parse_constant=number, parse_int=whole)
     return state
 

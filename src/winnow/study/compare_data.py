@@ -10,11 +10,11 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from ..base.files import from_json
+from ..base.files import bytes_of, from_json
 from ..config import MethodSpec, RunConfig
 from ..record.ledger import Ledger
 from ..record.proof import FATES
-from ..record.records import CONFIG, LEDGER, METRICS
+from ..record.records import CONFIG, LEDGER, METRICS, MOST_CONFIG
 from .report_data import Row, merge_steps, read_lines
 
 PASSED = "eval/pass@1"
@@ -68,11 +68,11 @@ def read_run_data(path: Path) -> RunData:
     """Raises CompareError when `path` is no run directory or was never evaluated, LedgerError on a bad ledger."""
     notes: list[str] = []
     try:
-        config = from_json((path / CONFIG).read_text(encoding="utf-8"))
+        config = from_json(bytes_of(path / CONFIG, MOST_CONFIG))
         if not isinstance(config, dict):
             raise ValueError("not a JSON object")
         int(config.get("seed", 0))
-    except (OSError, ValueError, TypeError) as error:
+    except (OSError, ValueError, TypeError, OverflowError) as error:
         raise CompareError(f"{path}: not a run directory ({CONFIG}: {error}); name the output_dir of a run") from None
     rows = merge_steps(read_lines(path / METRICS, notes))
     curve = _curve(rows)

@@ -15,8 +15,8 @@ from rich.table import Table
 from rich.text import Text
 
 from ..base.bootstrap import Estimate
+from ..base.printable import visible
 from .compare import Comparison, Measure, MethodResult
-from .printable import visible
 from .report import count_text, render_page
 
 MAX_POINTS = 500

@@ -13,17 +13,17 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from ..base.files import from_json
+from ..base.files import bytes_of, from_json
+from ..base.printable import plain, visible
 from ..base.redact import redact
 from ..methods.pass_rates import BINS, histogram, read_profile, summary
 from ..record import recurrence
 from ..record.collapse import off_policy_marks
 from ..record.ledger import Ledger, LedgerError
 from ..record.proof import verdict
-from ..record.records import WARNINGS
+from ..record.records import MOST_CONFIG, WARNINGS
 from ..record.rule_audits import HEAD, rows
 from ..run.checkpoint import CheckpointError, marks
-from .printable import plain, visible
 from .report_samples import thin_samples
 
 Row = dict[str, float]
@@ -137,8 +137,8 @@ def _read_config(path: Path, notes: list[str]) -> dict[str, Any] | None:
         notes.append("config.json is missing.")
         return None
     try:
-        config = from_json(path.read_text("utf-8", "replace"))
-    except ValueError as error:
+        config = from_json(bytes_of(path, MOST_CONFIG).decode("utf-8", "replace"))
+    except (OSError, ValueError) as error:
         notes.append(f"config.json cannot be read: {visible(str(error))}.")
         return None
     config = plain(config)

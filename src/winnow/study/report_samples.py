@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Mapping
 from itertools import accumulate, islice, pairwise
 from typing import Any
 
+from ..base.printable import plain, visible
 from ..methods.gate.overrides import ALONE, OVERRIDE
-from .printable import plain, visible
 
 SAMPLE_KEYS = (
     "step",

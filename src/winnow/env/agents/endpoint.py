@@ -21,6 +21,8 @@ from .messages import RequestError, messages_of, tools_of, wire
 MODEL = "policy"
 LARGEST = 64 << 20
 """Bytes of a request."""
+STALLED_S = 30
+"""Seconds without a byte after which a connection is closed."""
 HEEDED = {"model", "messages", "tools", "stream", "stream_options", "n"}
 
 
@@ -55,6 +57,9 @@ class Endpoint(ThreadingHTTPServer):
             self._unheeded |= keys
             warnings.warn(f"agent: its requests set {', '.join(new)}; the run's settings hold instead", stacklevel=2)
 
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Nothing: a connection that broke is its own affair."""
+
     def close(self) -> None:
         self.shutdown()
         self.server_close()
@@ -64,6 +69,7 @@ class _Request(BaseHTTPRequestHandler):
     """One request."""
 
     server: Endpoint
+    timeout = STALLED_S
     protocol_version = "HTTP/1.1"
     server_version, sys_version = "winnow", ""
 
@@ -73,14 +79,15 @@ class _Request(BaseHTTPRequestHandler):
         self._json(*((200, {"object": "list", "data": [model]}) if found else _error(404, "no such address")))
 
     def do_POST(self) -> None:
-        size = self.headers.get("Content-Length", "")
-        if not size.isdecimal() or int(size) > LARGEST:
-            self.close_connection = True
-            return self._json(*_error(413, f"Content-Length must be at most {LARGEST}, not {size!r}"))
-        body = self.rfile.read(int(size))
         conversation = self._conversation("/v1/chat/completions")
-        if conversation is None:
+        if conversation is None:  # before anything of a stranger's is kept
+            self.close_connection = True
             return self._json(*_error(404, "no such address, or its rollout has ended; there is /v1/chat/completions"))
+        size = self.headers.get("Content-Length", "")
+        if not size.isdecimal() or len(size) > len(str(LARGEST)) or int(size) > LARGEST:
+            self.close_connection = True
+            return self._json(*_error(413, f"Content-Length must be at most {LARGEST}, not {size[:20]!r}"))
+        body = self.rfile.read(int(size))
         try:
             given = json.loads(body)
             if not isinstance(given, dict) or given.get("n") not in (None, 1):
