@@ -61,3 +61,9 @@ def test_reference_answer_is_looked_for_in_known_columns():
     for row in ({}, {"answer": None}, {"answer": " "}, {"reward_model": "x"}):
         with pytest.raises(ValueError, match="reference answer"):
             gold_answer(row)
+
+
+def test_boxes_that_never_close_take_no_longer_than_others() -> None:
+    assert last_boxed("\\boxed{" * 200_000) is None
+    assert last_boxed("\\boxed{" * 200_000 + "7}") == "7"
+    assert last_boxed("\\boxed{1} and \\boxed{2 {3}} and \\boxed{4") == "2 {3}"

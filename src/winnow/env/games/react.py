@@ -16,7 +16,7 @@ NOTHING = "Nothing happens."
 """Answer to a command that it does not understand or that is not possible."""
 UNKNOWN = "<unk>"
 """Stands for a word that the vocabulary lacks."""
-_ACTION = re.compile(r"\baction[ \t]*(?:\*\*|__)?[ \t]*:", re.IGNORECASE)
+_ACTION = re.compile(r"\baction[ \t]*(?:(?:\*\*|__)[ \t]*)?:", re.IGNORECASE)
 _EDGES = " \t\r\"'`*_<>[](){}“”‘’"
 _TITLE = re.compile(r"-=.*=-")
 _PUNCTUATION = re.compile(r"([^\w\s])")

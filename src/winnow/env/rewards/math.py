@@ -50,15 +50,14 @@ def final_answer(text: str) -> str | None:
 
 def last_boxed(text: str) -> str | None:
     r"""Content of the last `\boxed{...}` with balanced braces; None if there is none."""
-    end = len(text)
-    while (start := text.rfind("\\boxed{", 0, end)) >= 0:
-        depth = 0
-        for i in range(start + len("\\boxed"), len(text)):
-            depth += {"{": 1, "}": -1}.get(text[i], 0)
-            if depth == 0:
-                return text[start + len("\\boxed{") : i]
-        end = start
-    return None
+    opened: list[int] = []
+    last, end = -1, -1
+    for brace in re.finditer("[{}]", text):
+        if brace[0] == "{":
+            opened.append(brace.start())
+        elif opened and (start := opened.pop()) > last and text.endswith("\\boxed", 0, start):
+            last, end = start, brace.start()
+    return text[last + 1 : end] if last >= 0 else None
 
 
 def gold_answer(row: Row) -> str:
