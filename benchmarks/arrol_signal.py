@@ -28,7 +28,7 @@ from winnow.methods.gate.quality_head import Example, QualityHead
 from winnow.methods.gate.quality_stats import auroc
 from winnow.rollout.evaluate import run_jobs
 from winnow.rollout.runner import RolloutRunner
-from winnow.run.build import build_policy, build_task, rollout_options
+from winnow.run.build import build_policy, build_success, build_task, rollout_options
 from winnow.run.standalone import model_config
 from winnow.types import GroupView, Job, Token, Verdict, Visit
 
@@ -68,6 +68,7 @@ def record(run: Path, at: int, n_groups: int) -> Recorded:
     policy, engine = build_policy(c, None, None, None)
     rewarder = Rewarder(c.reward_funcs or task.reward_funcs, c.reward_weights, c.reward_timeout_s)
     assert engine is not None
+    success = build_success(c, rewarder.aliases, c.reward_weights)
     rule = NamedRule("recorder", Recorder(Token(at)))
     runner = RolloutRunner(engine, task, policy.tokenizer, rewarder, rollout_options(c), [rule])
     try:
@@ -80,7 +81,7 @@ def record(run: Path, at: int, n_groups: int) -> Recorded:
         for r in group.rollouts:
             if (asked := r.decision_of("recorder")) is not None and r.reward is not None:
                 hidden, logp = (asked.verdict.evidence[name] for name in ("hidden", "logp"))
-                right, alike = r.reward >= c.success_reward - 1e-8, said[r.token_ids[:at].tobytes()]
+                right, alike = success.right(r), said[r.token_ids[:at].tobytes()]
                 rows.append((group.visit.number, right, hidden, logp.mean(), logp.sum(), alike))
     return Recorded(*(np.array(column) for column in zip(*rows, strict=True)))
 

@@ -94,7 +94,7 @@ def tier_1_and_2(config: RunConfig, gates: dict[str, dict[str, Any]], n: int, re
         arena.groups(min(n, 8), epoch=99)  # processes and games are loaded
         for repeat in range(repeats):
             for name in list(seconds)[:: -1 if repeat % 2 else 1]:
-                context = GateContext(name, config.seed, config.success_reward)
+                context = GateContext(name, config.seed)
                 gate = {name: method(GATES, gates[name], "gates").build(context)} if name else {}
                 arms[name], took = arena.groups(n, gate)
                 seconds[name].append(took)

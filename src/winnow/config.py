@@ -50,6 +50,21 @@ def _greedy_or_warm(temperature: float) -> float:
     return temperature
 
 
+class SuccessConfig(BaseModel):
+    """What counts as a right answer: a reward of at least `at_least`, of one function or of the weighted sum of all."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    function: str | None = None
+    at_least: float = 1.0
+
+
+def _success(given: Any) -> Any:
+    """A number is the least reward of a right answer, a text the function that decides."""
+    if isinstance(given, str):
+        return {"function": given}
+    return {"at_least": given} if isinstance(given, int | float) and not isinstance(given, bool) else given
+
+
 class LoraConfig(BaseModel):
     """Low-rank adapters through peft; leave `lora` out for full fine-tuning."""
 
@@ -182,7 +197,7 @@ class RunConfig(BaseModel):
     eval_top_p: float = Field(1.0, gt=0, le=1)
     eval_top_k: int = Field(0, ge=0)
     eval_greedy: bool = True
-    success_reward: float = 1.0
+    success: Annotated[SuccessConfig | None, BeforeValidator(_success)] = None
 
     # what is kept
     save_steps: int = Field(50, ge=1)
@@ -194,6 +209,18 @@ class RunConfig(BaseModel):
     hub_private_repo: bool | None = None
     run_name: str | None = None
     report_to: list[Literal["tensorboard", "wandb", "trackio", "mlflow"]] = []
+
+    @model_validator(mode="before")
+    @classmethod
+    def _older_names(cls, values: Any) -> Any:
+        """`success_reward: x` of version 0.2 is `success: {at_least: x}`."""
+        if not isinstance(values, dict) or "success_reward" not in values:
+            return values
+        older = values["success_reward"]
+        rest = {key: value for key, value in values.items() if key != "success_reward"}
+        if rest.get("success") is not None:
+            raise ValueError("success_reward and success both say what counts as right; remove success_reward")
+        return rest | {"success": {"at_least": older}}
 
     @model_validator(mode="after")
     def _cross_checks(self) -> RunConfig:

@@ -234,6 +234,7 @@ class Loop:
         """Observe before admitting: every finished group teaches the selector, also those a filter then drops."""
         parts = self.parts
         parts.buffer.landed(group)
+        self.judge.success.observe(group.rollouts)
         for gate in parts.gates.values():
             gate.observe(group)
         self._tally.finished(group)
@@ -305,6 +306,7 @@ class Loop:
             "num_tokens": self.num_tokens,
             "skipped_steps": self._useful.skipped_steps,
             "solved_steps": self._useful.solved_steps,
+            "undecided": self.judge.success.undecided,
             "waiting": [group_state(group) for group in parts.buffer.groups],
             "spent": parts.buffer.spent,
             "in_flight": [[visit_state(flight.visit), flight.size] for flight in parts.buffer.in_flight],
@@ -326,6 +328,8 @@ class Loop:
         self.num_tokens = int(state["num_tokens"])
         self._useful.skipped_steps = int(state["skipped_steps"])
         self._useful.solved_steps = int(state.get("solved_steps", 0))
+        if not self.judge.success.declared:
+            self.judge.success.undecided = self.judge.success.undecided or str(state.get("undecided", ""))
         self.parts.buffer.groups = [group_from(g, self.parts.prompts) for g in state["waiting"]]
         for group in self.parts.buffer.groups:
             require_types(group)

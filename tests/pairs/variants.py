@@ -115,7 +115,7 @@ SWITCHES: list[Settings] = [
     {"tokens_per_microbatch": 40},
     {"lora": {"r": 2}},
     {"eval_steps": 1, "eval_prompts": 2, "eval_generations": 2},
-    {"success_reward": 0.25},
+    {"success": {"at_least": 0.25}},
 ]
 """Settings that belong to no method. A literal or switch needs no entry, unless it needs others."""
 NOT_SWEPT = frozenset(

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from winnow.methods.signal import Judge
+from winnow.methods.success import Success
 from winnow.record.ledger import Ledger, LedgerError, _zero_variance
 from winnow.types import Fate, Group, Prompt, Rollout, Verdict, Visit
 
@@ -105,17 +106,16 @@ def test_rollout_without_a_sampled_token_has_no_version(ledger: Ledger, path: Pa
     ],
 )
 def test_zero_variance_kind(rewards: list[float], maximum: float, kind: str | None) -> None:
-    assert _zero_variance(Judge(maximum).of_rewards(np.array(rewards))) == kind
+    of = group(0, [Fate.FILTERED] * len(rewards), rewards)
+    assert _zero_variance(Judge(Success(at_least=maximum)).kind(of)) == kind
 
 
-def test_maximum_reward_of_the_run_decides_easy(path: Path) -> None:
+def test_what_counts_as_right_in_the_run_decides_easy(path: Path) -> None:
     with Ledger.open(path) as ledger:
-        ledger.set_meta("max_reward", "2.5")
-    with Ledger.open(path) as ledger:
+        ledger.judge = Judge(Success(at_least=2.5))
         ledger.visit([visit(0), visit(1)], step=0, version=0)
         ledger.finish(group(0, [Fate.FILTERED] * 2, [1.0, 1.0]), step=0)
         ledger.finish(group(1, [Fate.FILTERED] * 2, [2.5, 2.5]), step=0)
-        assert ledger.get_meta("max_reward") == "2.5"
         assert ledger.get_meta("absent", "x") == "x"
     with sqlite3.connect(path) as db:
         assert db.execute("SELECT zero_variance FROM outcomes ORDER BY visit").fetchall() == [("hard",), ("easy",)]

@@ -72,7 +72,7 @@ def test_the_same_call_finds_the_file(
     assert again == first | {"cached": True}
     assert path.read_bytes() == before
     assert len(read_profile(path)) == first["profiled"]
-    others = [{"temperature": 0.5}, {"seed": 1}, {"success_reward": 0.5}, {"stop": ["="]}, {"top_k": 3}]
+    others = [{"temperature": 0.5}, {"seed": 1}, {"success": 0.5}, {"stop": ["="]}, {"top_k": 3}]
     paths = {profile_model(str(tiny_model), values | o, n=2, prompts=2)["profile"] for o in others}
     paths.add(profile_model(str(tiny_model), values, n=3, prompts=2)["profile"])
     assert len(paths | {str(path)}) == len(others) + 2

@@ -14,6 +14,7 @@ import pytest
 from winnow.config import validate
 from winnow.env.rewards.rewarder import Rewarder
 from winnow.methods.pass_rates import BINS, histogram, parse_profile, summary
+from winnow.methods.success import Success
 from winnow.rollout.evaluate import run_jobs
 from winnow.rollout.profile import CHUNK, PassRate, ProfileError, Profiler, read_profile
 from winnow.rollout.runner import RolloutRunner
@@ -177,7 +178,7 @@ def test_profiles_are_keyed_by_prompt_and_epoch(bench: Bench) -> None:
 def test_failed_rollouts_are_no_zeros(bench: Bench) -> None:
     prompts = bench.task.train[:40]
     profiler = bench.profiler(some_fail)
-    rates = {r.id: r for r in bench.run(profiler, prompts, success_reward=2.0)}
+    rates = {r.id: r for r in bench.run(profiler, prompts, success=Success(at_least=2.0))}
     dead = {p.id for p in prompts if p.columns["numbers"][0] % 2 == 0}
     assert dead
     assert dead <= set(profiler.unjudged)

@@ -18,6 +18,7 @@ from winnow.methods.select.greso import Greso, GresoSelector, adjust, rollout_ba
 from winnow.methods.select.stream import PATIENCE
 from winnow.methods.signal import Judge, Kind
 from winnow.methods.size import ROLLOUT_BATCHES
+from winnow.methods.success import Success
 from winnow.types import Group, Prompt, Visit
 
 from .test_batch import make_group
@@ -128,7 +129,7 @@ class TestGreso:
         assert selector.p[1] == pytest.approx(0.51), "a step without groups says nothing"
 
     def test_easy_means_all_at_the_maximum_reward_of_the_run(self) -> None:
-        selector = Greso().build(PROMPTS, 0, Judge(max_reward=2.0))
+        selector = Greso().build(PROMPTS, 0, Judge(Success(at_least=2.0)))
         selector.observe(finished(Visit(0, 0, PROMPTS[0]), EASY))
         assert selector.kind_N[0] == 2
         selector.observe(finished(Visit(0, 0, PROMPTS[0]), [2.0, 2.0]))

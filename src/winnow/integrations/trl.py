@@ -39,7 +39,8 @@ except ImportError:
 """What a checkpoint of TRL's holds for a resume."""
 
 METHODS = frozenset(
-    ("selector", "rollout_batch", "group_size", "filter", "gates", "advantage", "step_scale", "audit", "engine")
+    {"selector", "rollout_batch", "group_size", "filter", "gates", "advantage", "step_scale", "audit", "engine"}
+    | {"success"}
 )
 """Arguments that are Winnow's; their values are those of its configuration."""
 
@@ -66,12 +67,13 @@ class WinnowGRPOTrainer(GRPOTrainer):
     """TRL's `GRPOTrainer` with Winnow's methods; all other arguments are TRL's.
 
     `selector`, `rollout_batch`, `group_size`, `filter`, `gates`, `advantage`, `step_scale`, `audit`: as in Winnow's
-    configuration, names or `{name: ..., options}`. Without `advantage` TRL's own advantages are kept. `engine`: `local`
-    or `vllm` of Winnow's samples instead of TRL, as it must for gates and environments. `env`: a task of Winnow's in
-    place of `train_dataset`, with its environments of many turns; reward it by `env_reward`. The ledger and the page's
-    data are in `output_dir/winnow`: `winnow report OUT/winnow`, `winnow verify OUT/winnow`. `train_dataset` is read to
-    its end; TRL counts its epochs by its own order, which Winnow's selector replaces, so `max_steps` says better how
-    long to train. Raises ConfigError for what cannot work in here, with the reason.
+    configuration, names or `{name: ..., options}`. `success`: what counts as right, as there. Without `advantage`
+    TRL's own advantages are kept. `engine`: `local` or `vllm` of Winnow's samples instead of TRL, as it must for gates
+    and environments. `env`: a task of Winnow's in place of `train_dataset`, with its environments of many turns;
+    reward it by `env_reward`. The ledger and the page's data are in `output_dir/winnow`: `winnow report OUT/winnow`,
+    `winnow verify OUT/winnow`. `train_dataset` is read to its end; TRL counts its epochs by its own order, which
+    Winnow's selector replaces, so `max_steps` says better how long to train. Raises ConfigError for what cannot work
+    in here, with the reason.
     """
 
     def __init__(

@@ -9,7 +9,7 @@ from ..config import ConfigError, RunConfig, method, name_of, validate
 from ..env.base import Task
 from ..methods.advantage import InUpdate
 from ..methods.select import SELECTORS
-from ..run.build import Methods, build_methods
+from ..run.build import Methods, build_methods, build_success
 from .trl_engine import TrlModel, with_precision
 
 SCALES = {"group": "grpo", "none": "dr_grpo", True: "grpo", False: "dr_grpo"}
@@ -71,7 +71,9 @@ def run_config(trainer: Any, methods: Mapping[str, Any]) -> RunConfig:
 
 def methods_of(trainer: Any, c: RunConfig, task: Task, *, by_engine: bool) -> Methods:
     """The methods of a run inside TRL. Raises ConfigError for those that cannot work there, with the reason."""
-    m, args = build_methods(c, task.train), trainer.args
+    args = trainer.args
+    names = {name: name for name in trainer.reward_func_names}
+    m = build_methods(c, task.train, build_success(c, names, args.reward_weights))
     for reason in _reasons(trainer, c, m, by_engine):
         raise ConfigError(reason)
     several = trainer.num_iterations > 1 or args.steps_per_generation > args.gradient_accumulation_steps

@@ -119,7 +119,7 @@ class LoopInTrl:
             ledger.rollback(state["ledger"], reason=f"resumed from step {state['loop']['step']}")
         else:
             ledger.set_meta("max_lag", "0")
-            ledger.set_meta("max_reward", str(c.success_reward))
+            ledger.set_meta("success", str(m.judge.success))
             ledger.set_meta("finished", "false")
         self._records = Records(self.run_dir, c, (state or {}).get("offsets"), tokenizer=self._trainer._tokenizer)
         buffer = Buffer(c.prompts_per_step, 0)

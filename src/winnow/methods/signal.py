@@ -7,13 +7,15 @@ that was cut at random: neither is in any share.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 import numpy as np
 
 from ..types import Group, Verdict, Visit
 from .advantage import Advantage
+from .success import Success
 
 
 class Kind(StrEnum):
@@ -22,11 +24,12 @@ class Kind(StrEnum):
     SIGNAL = "signal"
     """Some advantage is not 0."""
     EASY = "easy"
-    """No signal, and the best reward is the maximum."""
+    """No signal, and every member is right (`Success`)."""
     HARD = "hard"
-    """No signal, and the best reward is below the maximum; or cut, because nobody came anywhere."""
+    """No signal, and some member is wrong; or cut, because nobody came anywhere."""
     UNKNOWN = "unknown"
-    """No signal, and whether easy or hard is not known: cut, because all members did the same."""
+    """No signal, and whether easy or hard is not known: cut, because all members did the same, or what counts as right
+    is undecided."""
     NOT_JUDGED = "not judged"
     """Too few rewards to tell (failures), or cut for no evidence (the control arm)."""
 
@@ -75,7 +78,7 @@ class Judge:
     the group teaches all the same (`teaches`).
     """
 
-    max_reward: float = 1.0
+    success: Success = field(default_factory=Success)
     atol: float = 1e-8
     advantage: Advantage | None = None
     """None: rewards alone decide."""
@@ -84,22 +87,27 @@ class Judge:
         """Kind of a group as it is: pruned and failed siblings are absent."""
         if not group.verdict.keep:
             return kind_of_cut(group.verdict)
-        rewards_G = group.rewards()
-        kind = self.of_rewards(rewards_G)
+        kind = self.of_rewards(group.rewards())
+        if kind.zero_variance:
+            return self._level(group, all)
         if kind is not Kind.SIGNAL or self.advantage is None or not self.advantage.group_relative:
             return kind
         if np.nan_to_num(self.advantage.of_batch([group])[0]).any():
             return kind
-        return self._level(float(np.nanmax(rewards_G)))
+        return self._level(group, any)
 
     def of_rewards(self, rewards_G: np.ndarray) -> Kind:
-        """Kind by rewards alone: float [G], NaN where a member is absent."""
+        """Kind by rewards alone, `UNKNOWN` when they are equal: float [G], NaN where a member is absent."""
         if np.count_nonzero(~np.isnan(rewards_G)) < self.least:
             return Kind.NOT_JUDGED
-        return self._level(float(np.nanmin(rewards_G))) if is_zero_variance(rewards_G, self.atol) else Kind.SIGNAL
+        return Kind.UNKNOWN if is_zero_variance(rewards_G, self.atol) else Kind.SIGNAL
 
-    def _level(self, reward: float) -> Kind:
-        return Kind.EASY if reward >= self.max_reward - self.atol else Kind.HARD
+    def _level(self, group: Group, enough: Callable[[list[bool | None]], bool]) -> Kind:
+        """Kind of a group without signal: easy if `enough` (all or any) of its members are right."""
+        right = [self.success.right(rollout) for rollout in group.siblings if rollout.reward is not None]
+        if None in right:
+            return Kind.UNKNOWN
+        return Kind.EASY if enough(right) else Kind.HARD
 
     def teaches(self, group: Group) -> bool:
         """Whether an update on this group alone could have a gradient of the rewards."""

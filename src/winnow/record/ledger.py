@@ -10,7 +10,7 @@ at most one outcome; a (visit, sibling) is booked once; whatever is not finished
 The fate of a visit is that of the member that got furthest: trained, stale, surplus, filtered, cut, pruned, failed.
 The column `zero_variance` of an outcome is what the run's `judge` says of the group: `easy`, `hard` or `unknown` if it
 has no signal, `none` if it has, NULL where it is not judged. Until a run sets its judge, rewards equal within 1e-8
-decide, and the maximum is `max_reward` of the meta table (1.0 unless set).
+decide, and a reward of 1 is right.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from typing import Any
 
 from ..base.failpoint import failpoint
 from ..base.files import from_json, fsync
-from ..methods.signal import Judge, Kind
+from ..methods.signal import BY_REWARDS, Kind
 from ..types import Fate, Group, Rollout, Visit
 from .ledger_file import UNREADABLE, LedgerError, damaged, open_file
 from .proof import Proof, group_fate, totals, verify
@@ -59,7 +59,7 @@ class Ledger:
         self.path = path
         self._db = connection
         self._prefix: dict[str, _Prefix] = {}
-        self.judge = Judge(float(self.get_meta("max_reward") or 1.0))
+        self.judge = BY_REWARDS
 
     @classmethod
     def open(cls, path: str | os.PathLike[str], *, read_only: bool = False) -> Ledger:
@@ -84,15 +84,13 @@ class Ledger:
         self.close()
 
     def get_meta(self, key: str, default: str | None = None) -> str | None:
-        """A small string about the run: `run_id`, `config_hash`, `max_lag`, `max_reward`, `finished` ("true")."""
+        """A small string about the run: `run_id`, `config_hash`, `max_lag`, `success`, `finished` ("true")."""
         row = self._db.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()
         return default if row is None else row[0]
 
     def set_meta(self, key: str, value: str) -> None:
         with self._transaction() as db:
             insert(db, "meta", [(key, value)])
-        if key == "max_reward":
-            self.judge = replace(self.judge, max_reward=float(value))
 
     def visit(self, visits: Sequence[Visit], *, step: int, version: int) -> None:
         """Book visits as they are dispatched (in flight from now on), or as skipped where their verdict says so.

@@ -70,13 +70,14 @@ class Display:
                 self._tokens[name.removeprefix("tokens/")] += int(value)
         for name in workers_in(metrics):
             self._restarts[name] += int(metrics.get(f"{name}/restarts", 0))
-        if "eval/pass@1" in metrics:
-            self._evaluation = f"held-out pass@1 {metrics['eval/pass@1']:.3f} (step {step})"
+        evaluated = next((name for name in ("pass@1", "avg@n") if f"eval/{name}" in metrics), None)
+        if evaluated is not None:
+            self._evaluation = f"held-out {evaluated} {metrics[f'eval/{evaluated}']:.3f} (step {step})"
         if self._live:
             self._progress.update(self._bar, completed=step)
             workers = workers_table(metrics, self._restarts, nodes or {})
             self._live.update(Group(self._table(metrics), fate_line(self._tokens), *workers, self._progress))
-        elif "eval/pass@1" in metrics or time.monotonic() - self._last_line > LINE_EVERY_S or step == self._max_steps:
+        elif evaluated is not None or time.monotonic() - self._last_line > LINE_EVERY_S or step == self._max_steps:
             self._last_line = time.monotonic()
             self.console.print(self._line(step, metrics), highlight=False)
 
@@ -94,7 +95,7 @@ class Display:
         if "sampler/ready" in metrics:
             count = sum(name.startswith("sampler/") for name in workers_in(metrics))
             parts.append(f"{metrics['sampler/ready']:.0f} of {count} samplers")
-        if "eval/pass@1" in metrics:
+        if "eval/avg@n" in metrics:
             parts.append(self._evaluation)
         return "  ".join(parts)
 

@@ -106,6 +106,7 @@ class Usefulness:
         elif lacking := sum(group.lacks for group in self._rejected):
             said = f"of {n} groups in a row {lacking} lacked rewards, and the others had no signal"
             remedy = "Look for why rollouts fail" if 2 * lacking > n else remedy
+        remedy += self._unknown()
         return RunStoppedError(
             f"step {step}: {said} (max_refill_rounds={rounds}), so the batch cannot be filled; the last were: "
             f"{'; '.join(group.name for group in self._rejected[-5:])}. {remedy}"
@@ -141,5 +142,10 @@ class Usefulness:
             f"step {step}: {self.skipped_steps} steps in a row had no group with a signal (max_skipped_steps="
             f"{self._limits.max_skipped_steps}); of the last {tally.groups} groups {kinds[Kind.EASY]} were "
             f"solved and {kinds[Kind.HARD]} failed throughout, and {tally.failed_share():.0%} of the "
-            "rollouts could not be judged. Use other prompts, or more num_generations"
+            f"rollouts could not be judged. Use other prompts, or more num_generations{self._unknown()}"
         )
+
+    def _unknown(self) -> str:
+        """What to add where the run might be over because all is solved, and nothing says whether it is."""
+        success = self._judge.success
+        return f". Whether the prompts are solved is unknown: success is {success}" if success.undecided else ""

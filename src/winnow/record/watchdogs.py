@@ -25,6 +25,9 @@ SAME_STEPS = 2
 NO_RATE = 1e-6
 """Share of the highest learning rate at which nothing is learned any more."""
 
+MISSED = 0.3
+"""Mean reward in excess of pass@1 from which right answers may be counted as wrong."""
+
 
 class Watchdogs:
     """Looks at every step's metrics, and at probes of engine and learner.
@@ -41,7 +44,8 @@ class Watchdogs:
         self._still = 0
         """Steps in a row with a learning rate of next to nothing."""
         self._rules: list[Callable[[Metrics], str | None]] = [
-            *(self._low_ess, self._old_weights, self._one_reward, self._no_evaluation, self._no_learning)
+            *(self._low_ess, self._old_weights, self._one_reward, self._no_evaluation, self._no_learning),
+            self._near_misses,
         ]
 
     def observe(self, row: Metrics) -> Iterator[str]:
@@ -110,6 +114,18 @@ class Watchdogs:
             f"the learning rate is {row['learning_rate']:.2g} since step {row['step'] - SAME_STEPS + 1:.0f}, of "
             f"{self._config.learning_rate:g} at most: lr_scheduler_type={self._config.lr_scheduler_type} has ended the "
             "training before max_steps; see lr_scheduler_kwargs, lr_decay_steps and warmup_steps"
+        )
+
+    def _near_misses(self, row: Metrics) -> str | None:
+        """Rewards that are high without being right, where a reward of 1 is right by default."""
+        if self._config.success is not None or "eval/pass@1" not in row:
+            return None
+        reward, right = row["eval/avg@n"], row["eval/pass@1"]
+        if reward - right < MISSED:
+            return None
+        return (
+            f"held-out rewards average {reward:.2f}, but only {right:.0%} reach 1, which counts as right by default. "
+            "If right answers get less (a penalty, partial credit), set `success: {at_least: X}`"
         )
 
 

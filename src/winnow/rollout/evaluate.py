@@ -9,6 +9,7 @@ from itertools import islice
 
 import numpy as np
 
+from ..methods.success import Success
 from ..types import Fate, Group, Job, Prompt, Visit
 from .runner import RolloutRunner
 
@@ -45,19 +46,26 @@ RollOut = Callable[[Sequence[Job]], list[Group]]
 
 
 def evaluate(
-    roll_out: RollOut, prompts: Sequence[Prompt], *, n: int, success_reward: float = 1.0, greedy: bool = True
+    roll_out: RollOut, prompts: Sequence[Prompt], *, n: int, success: Success | None = None, greedy: bool = True
 ) -> Evaluation:
     """`n` samples a prompt, and one greedy. Failed rollouts are left out and counted in `failed`.
+
+    `success` says what counts as right (default: a reward of 1); while that is undecided, there is no pass@k.
 
     The noise does not depend on when the evaluation takes place, so two policies are compared on the same draws.
     """
     started = time.monotonic()
     sampled = roll_out([Job(Visit(i, 0, prompt), n, "eval") for i, prompt in enumerate(prompts)])
-    metrics = summarize(sampled, success_reward)
+    success = success or Success()
+    success.observe(r for group in sampled for r in group.rollouts)
+    metrics = summarize(sampled, success)
     groups = list(sampled)
     if greedy:
         best = roll_out([Job(Visit(i, 0, prompt), 1, "greedy") for i, prompt in enumerate(prompts)])
-        metrics["greedy"] = summarize(best, success_reward)["pass@1"]
+        success.observe(r for group in best for r in group.rollouts)
+        judged = summarize(best, success)
+        if "pass@1" in judged:
+            metrics["greedy"] = judged["pass@1"]
         groups += best
     rollouts = [r for g in groups for r in g.rollouts]
     tokens = sum(int(r.action_mask.sum()) for r in rollouts)
@@ -113,25 +121,28 @@ def weighted_vote(answers: Sequence[Hashable | None], weights: Sequence[float] |
     return max(sums, key=lambda answer: sums[answer]) if sums else None
 
 
-def count_correct(rewards: np.ndarray, success_reward: float) -> int:
-    """How many rewards (float64 [n], none NaN) reach `success_reward`, within 1e-8."""
-    return int((rewards >= success_reward - 1e-8).sum())
+def count_correct(group: Group, success: Success) -> tuple[int, int]:
+    """How many rollouts of a group can be judged, and how many of those are right."""
+    right = [judged for r in group.rollouts if (judged := success.right(r)) is not None]
+    return len(right), sum(right)
 
 
-def summarize(groups: Sequence[Group], success_reward: float = 1.0) -> dict[str, float]:
+def summarize(groups: Sequence[Group], success: Success | None = None) -> dict[str, float]:
     """pass@k for k = 1, 2, 4 ... up to the largest group, mean reward (`avg@n`), mean length, share of failures.
 
-    pass@k is a mean over the groups with at least k judged rollouts. RolloutsFailedError when there is none.
+    pass@k is a mean over the groups with at least k judged rollouts; it is absent while `success` (default: a reward of
+    1) is undecided. Raises RolloutsFailedError when no rollout has a reward.
     """
+    success = success or Success()
     counts, rewards, lengths, failed, total = [], [], [], 0, 0
     for group in groups:
-        judged = group.rewards()[~np.isnan(group.rewards())]
+        scored = group.rewards()[~np.isnan(group.rewards())]
         total += len(group.rollouts)
         failed += sum(r.fate == Fate.FAILED for r in group.rollouts)
         lengths += [int(r.action_mask.sum()) for r in group.rollouts]
-        if len(judged):
-            counts.append((len(judged), count_correct(judged, success_reward)))
-            rewards.append(float(judged.mean()))
+        if len(scored):
+            counts.append(count_correct(group, success))
+            rewards.append(float(scored.mean()))
     metrics = {"failed": failed / max(total, 1)}
     if not counts:
         raise RolloutsFailedError(f"no rollout could be judged: all {total} failed; {_first_reason(groups)}")

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from ..methods.pass_rates import PassRate, ProfileError, read_profile
+from ..methods.success import Success
 from ..types import Group, Job, Prompt, Visit
 from .evaluate import RollOut, count_correct
 
@@ -36,10 +37,10 @@ class Profiler:
         self.unjudged: dict[str, str] = {}
 
     def run(
-        self, prompts: Sequence[Prompt], *, n: int = 16, success_reward: float = 1.0, epoch: int = 0
+        self, prompts: Sequence[Prompt], *, n: int = 16, success: Success | None = None, epoch: int = 0
     ) -> Iterator[PassRate]:
         """The pass rates of `prompts`, in their order, from `n` rollouts each; a prompt without judged rollouts is
-        left out and named in `unjudged`.
+        left out and named in `unjudged`. `success` says what counts as right; default: a reward of 1.
 
         Every `epoch` draws fresh noise, the same one whenever it is asked for: a refresh passes a number it has not
         used. Nothing of it is in flight while the caller has a result, so weights may change in between. Raises
@@ -54,14 +55,14 @@ class Profiler:
             self.rollouts += sum(len(g.rollouts) for g in groups)
             self.tokens += sum(int(r.action_mask.sum()) for g in groups for r in g.rollouts)
             self.seconds += time.monotonic() - started
-            rates = [self._pass_rate(group, success_reward) for group in groups]
+            rates = [self._pass_rate(group, success or Success()) for group in groups]
             yield from (rate for rate in rates if rate is not None)
 
-    def _pass_rate(self, group: Group, success_reward: float) -> PassRate | None:
-        rewards_G = group.rewards()
-        judged = rewards_G[~np.isnan(rewards_G)]
-        if not len(judged):
+    def _pass_rate(self, group: Group, success: Success) -> PassRate | None:
+        success.observe(group.rollouts)
+        judged, correct = count_correct(group, success)
+        if not judged:
             causes = [r.reason for r in group.rollouts if r.reason]
-            self.unjudged[group.prompt.id] = causes[0] if causes else "no cause was given"
+            self.unjudged[group.prompt.id] = causes[0] if causes else f"success is {success}"
             return None
-        return PassRate(group.prompt.id, len(judged), count_correct(judged, success_reward), float(judged.mean()))
+        return PassRate(group.prompt.id, judged, correct, float(np.nanmean(group.rewards())))

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
 from ..base.weights import weights_digest
-from ..config import CLIPPING, AuditConfig, ConfigError, MethodSpec, RunConfig, method, name_of
+from ..config import CLIPPING, AuditConfig, ConfigError, MethodSpec, RunConfig, method, name_of, nearest
 from ..engine import ENGINES
 from ..engine.base import Engine, SamplingParams
 from ..engine.loading import (
@@ -39,6 +39,7 @@ from ..methods.select.stream import StreamSelector
 from ..methods.signal import Judge
 from ..methods.size import ROLLOUT_BATCHES, SIZES, GroupSize, RolloutBatch
 from ..methods.size.rollout_batch import OneForOne
+from ..methods.success import Success, default_success
 from ..rollout.options import RolloutOptions
 from ..sampler import SYNCS, Sampler, SamplerContext
 from ..sampler.base import SamplerOptions
@@ -71,13 +72,31 @@ class Methods:
                 save(directory)
 
 
-def build_methods(c: RunConfig, prompts: Sequence[Prompt]) -> Methods:
-    """Raises ConfigError naming the field and the nearest valid name."""
+def build_success(c: RunConfig, functions: Mapping[str, str], weights: Sequence[float] | None) -> Success:
+    """What counts as right in a run.
+
+    `functions`: names of the reward functions, by each name that they may be given. `weights`: theirs, if any were
+    given. Raises ConfigError when `success` names none of them.
+    """
+    names = list(dict.fromkeys(functions.values()))
+    if c.success is None:
+        return default_success(names, weights)
+    decides = c.success.function
+    if decides is not None and decides not in (known := {"env": "env", **functions}):
+        raise ConfigError(f"success: function: unknown reward function '{decides}'.{nearest(decides, list(known))}")
+    return Success(decides and known[decides], c.success.at_least)
+
+
+def build_methods(c: RunConfig, prompts: Sequence[Prompt], success: Success | None = None) -> Methods:
+    """The methods of a run. `success` says what counts as right; default: a reward of 1.
+
+    Raises ConfigError naming the field and the nearest valid name.
+    """
     group_size = _group_size(c)
     advantage = _advantage(c, group_size)
     _check_in_update(c, advantage)
     filter_ = build_filter(c, advantage)
-    judge = Judge(c.success_reward, tolerance(filter_), advantage)
+    judge = Judge(success or Success(), tolerance(filter_), advantage)
     _check_selector(c, advantage)
     return Methods(
         selector=_selector(c, prompts, judge),

@@ -53,11 +53,11 @@ def _steps(metrics: Sequence[Mapping[str, float]]) -> str:
 
 def _evaluations(metrics: Sequence[Mapping[str, float]]) -> str:
     """Held-out figures of the first and the last evaluation; nothing without two."""
-    rows = [row for row in metrics if "eval/pass@1" in row]
+    rows = [row for row in metrics if "eval/avg@n" in row]
     if len(rows) < 2:
         return ""
     first, last = rows[0], rows[-1]
-    names = [name for name in last if name.startswith("eval/pass@") or name == "eval/greedy"]
+    names = [name for name in last if name.startswith("eval/pass@") or name == "eval/greedy"] or ["eval/avg@n"]
     lines = [
         f"| {name.removeprefix('eval/')} | {first[name]:.3f} | {last[name]:.3f} |" for name in names if name in first
     ]

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 from ..config import ConfigError, RunConfig
 from ..env.base import Task
-from ..methods.select import Selector
 from ..record.ledger import Ledger
 from ..record.records import Records
 from ..rollout.evaluate import Evaluation, RollOut, evaluate
 from ..rollout.profile import Profiler
+from .build import Methods
 
 
 def require_held_out(task: Task) -> None:
@@ -26,7 +26,7 @@ class Evaluations:
     config: RunConfig
     task: Task
     roll_out: RollOut
-    selector: Selector
+    methods: Methods
     ledger: Ledger
     records: Records
 
@@ -42,19 +42,18 @@ class Evaluations:
         c = self.config
         require_held_out(self.task)
         prompts = self.task.test[: c.eval_prompts]
-        found = evaluate(
-            self.roll_out, prompts, n=c.eval_generations, success_reward=c.success_reward, greedy=c.eval_greedy
-        )
+        success = self.methods.judge.success
+        found = evaluate(self.roll_out, prompts, n=c.eval_generations, success=success, greedy=c.eval_greedy)
         self.ledger.evaluation(step, rollouts=found.rollouts, tokens=found.tokens, seconds=found.seconds)
         self.records.samples(step, found.groups, "test")
         return found
 
     def profile(self, step: int) -> None:
         """Give the selector fresh pass rates of all training prompts, if it wants them."""
-        n = self.selector.wants_profile(step)
+        n = self.methods.selector.wants_profile(step)
         if not n or step == self.config.max_steps:
             return
         profiler = Profiler(self.roll_out)
-        rates = profiler.run(self.task.train, n=n, success_reward=self.config.success_reward, epoch=step)
-        self.selector.profiled(rates)
+        rates = profiler.run(self.task.train, n=n, success=self.methods.judge.success, epoch=step)
+        self.methods.selector.profiled(rates)
         self.ledger.evaluation(step, rollouts=profiler.rollouts, tokens=profiler.tokens, seconds=profiler.seconds)

@@ -33,6 +33,7 @@ def plan(trainer: Trainer) -> dict[str, Any]:
         "max_sampled_tokens": rollouts * c.max_completion_length * c.max_steps,
         "epochs": round(c.max_steps * c.prompts_per_step / len(trainer.task.train), 2),
         "evaluations": evaluations,
+        "right": str(trainer.methods.judge.success),
         "weights_mib": round(4 * parameters / MIB, 1),
         "gradients_and_optimizer_mib": round(12 * trained / MIB, 1),
         "published_mib": round(sum(spec.bytes for spec in trainer.learner.weights().specs.values()) / MIB, 1),

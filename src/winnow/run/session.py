@@ -51,7 +51,7 @@ class Session:
         self.config = built.config
         self.run_dir = Path(built.config.output_dir)
         self.stop_requested = False
-        self._solved = False
+        self._solved = self._said_undecided = False
         self._callbacks = callbacks
         self._console = console
         self._compare_at = 1
@@ -74,9 +74,7 @@ class Session:
         turns = built.task.max_turns
         self._records = Records(self.run_dir, c, offsets, step=step, max_turns=turns, tokenizer=built.tokenizer)
         stack.callback(self._records.close)
-        self._evaluations = Evaluations(
-            c, built.task, built.sampler.run, built.methods.selector, self.ledger, self._records
-        )
+        self._evaluations = Evaluations(c, built.task, built.sampler.run, built.methods, self.ledger, self._records)
         self.loop = self._loop()
         if state is not None and found is not None:
             self._restore(state, found)
@@ -85,6 +83,7 @@ class Session:
         self._display = stack.enter_context(Display(self._console, start=self.loop.step, max_steps=c.max_steps))
         self._watchdogs = Watchdogs(c, first_gap(self.run_dir / METRICS))
         self._look_at_agreement(self.loop.step)
+        self._look_at_success(self.loop.step)
         self._tell("on_train_begin")
         if state is None:
             self._baseline()
@@ -105,7 +104,7 @@ class Session:
             ledger.rollback(mark, reason="restarted before the first checkpoint")
         else:
             ledger.set_meta("max_lag", str(self.config.max_lag))
-            ledger.set_meta("max_reward", str(self.config.success_reward))
+            ledger.set_meta("success", str(self.built.methods.judge.success))
             ledger.set_meta("finished", "false")
             write_json(start, ledger.mark(), private=True)
 
@@ -252,6 +251,12 @@ class Session:
         if found is not None and (message := self._watchdogs.probed(found.mean)):
             self._warn(step, message)
 
+    def _look_at_success(self, step: int) -> None:
+        success = self.built.methods.judge.success
+        if success.undecided and not self._said_undecided:
+            self._said_undecided = True
+            self._warn(step, f"success: {success}. No pass@k is reported, and the run cannot end as solved")
+
     def _warn(self, step: int, message: str) -> None:
         self._records.warning(step, message)
         self._display.warn(message)
@@ -273,6 +278,7 @@ class Session:
         self._records.samples(step, groups, "train")
         self._records.signals(groups, self.built.methods.judge)
         self._display.update(step, metrics, self.built.sampler.nodes)
+        self._look_at_success(step)
         for message in self._watchdogs.observe(metrics):
             self._warn(step, message)
         failpoint("record")

@@ -14,7 +14,7 @@ from ..record.records import LEDGER, read_config
 from ..rollout.evaluate import RollOut, evaluate, run_jobs
 from ..rollout.runner import RolloutRunner
 from . import checkpoint
-from .build import Policy, build_policy, build_rewarder, build_task, rollout_options
+from .build import Policy, build_policy, build_rewarder, build_success, build_task, rollout_options
 from .machine import settle
 
 
@@ -29,11 +29,12 @@ def evaluate_model(model: str, values: Mapping[str, Any]) -> dict[str, Any]:
         prompts = task.test[: c.eval_prompts]
         if not prompts:
             raise ConfigError(f"task {task.name} has no held-out prompts")
-        n, best = c.eval_generations, c.success_reward
-        with opened(c, task) as (_, roll_out, _):
-            found = evaluate(roll_out, prompts, n=n, success_reward=best, greedy=c.eval_greedy)
+        with opened(c, task) as (_, roll_out, rewarder):
+            success = build_success(c, rewarder.aliases, c.reward_weights)
+            found = evaluate(roll_out, prompts, n=c.eval_generations, success=success, greedy=c.eval_greedy)
     return {
         "model": name,
+        "right": str(success),
         **found.metrics,
         "prompts": len(prompts),
         "n": c.eval_generations,

@@ -25,7 +25,7 @@ from ..config import nearest
 from .compare_data import CompareError, Point, RunData, methods_of, read_run_data, single_runs
 
 SAME_EVALUATION = (
-    *("env", "eval_prompts", "eval_generations", "eval_temperature", "eval_top_p", "eval_top_k", "success_reward"),
+    *("env", "eval_prompts", "eval_generations", "eval_temperature", "eval_top_p", "eval_top_k", "success"),
     "max_completion_length",
 )
 """Settings that must agree for pass@1 of two runs to mean the same."""

@@ -72,12 +72,18 @@ def read_run_data(path: Path) -> RunData:
         if not isinstance(config, dict):
             raise ValueError("not a JSON object")
         int(config.get("seed", 0))
+        if "success_reward" in config:  # of version 0.2
+            least = config.pop("success_reward")
+            config["success"] = None if least == 1 else {"function": None, "at_least": least}
     except (OSError, ValueError, TypeError, OverflowError) as error:
         raise CompareError(f"{path}: not a run directory ({CONFIG}: {error}); name the output_dir of a run") from None
     rows = merge_steps(read_lines(path / METRICS, notes))
     curve = _curve(rows)
     if not curve:
-        raise CompareError(f"{path}: has no held-out evaluation to compare ({PASSED}); train it with eval_steps set")
+        remedy = "train it with eval_steps set"
+        if any("eval/avg@n" in row for row in rows):
+            remedy = "nothing told right answers from others; train it with success set"
+        raise CompareError(f"{path}: has no held-out evaluation to compare ({PASSED}); {remedy}")
     last = [row for row in rows if PASSED in row][-1]
     found = {name: re.fullmatch(r"eval/pass@([0-9]+)", name) for name in last}
     with Ledger.open(path / LEDGER, read_only=True) as ledger:

@@ -63,19 +63,25 @@ def run_demo(output: Path, overrides: Sequence[str], console: Console, recipe: s
 def summary(run_dir: Path, page: Path) -> dict[str, Any]:
     """Summary of the demo: training, held-out figures before and after, tokens by fate, and where the report is."""
     lines = read_metrics(run_dir)
-    evaluations = [m for m in lines if "eval/pass@1" in m]
+    evaluations = [m for m in lines if "eval/avg@n" in m]
     with Ledger.open(run_dir / LEDGER, read_only=True) as ledger:
         totals = ledger.totals()
     return {
         "run": str(run_dir),
         "step": lines[-1]["step"],
         "seconds": lines[-1]["seconds_total"],
-        "pass@1": [m["eval/pass@1"] for m in (evaluations[0], evaluations[-1])],
-        "greedy": [m["eval/greedy"] for m in (evaluations[0], evaluations[-1])],
+        **_first_and_last(evaluations),
         "answers": _answers(run_dir),
         "tokens": {str(f): int(totals[f]["tokens"]) for f in Fate if f in totals and totals[f]["tokens"]},
         "report": str(page),
     }
+
+
+def _first_and_last(evaluations: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:
+    """Held-out figures before and after, by name; without pass@1 where nothing tells right answers from others."""
+    first, last = evaluations[0], evaluations[-1]
+    names = [name for name in ("pass@1", "greedy", "avg@n") if f"eval/{name}" in last]
+    return {name: [first[f"eval/{name}"], last[f"eval/{name}"]] for name in names}
 
 
 def _answers(run_dir: Path) -> list[dict[str, str]]:
@@ -100,11 +106,12 @@ def _answers(run_dir: Path) -> list[dict[str, str]]:
 
 def render(found: Mapping[str, Any]) -> RenderableType:
     """Five lines of a summary and what to try next; before them a chat model's answers before and after."""
-    (before, after), (greedy_before, greedy_after) = found["pass@1"], found["greedy"]
+    evaluated = next(name for name in ("pass@1", "avg@n") if name in found)
+    before, after = found[evaluated]
+    greedy = "  greedy {:.3f} -> {:.3f}".format(*found["greedy"]) if "greedy" in found else ""
     lines = (
         f"trained    {found['step']} steps in {found['seconds']:.0f} s; the model is in {found['run']}/model",
-        f"held-out   pass@1 {before:.3f} -> {after:.3f} ({after / max(before, 1e-9):.1f}x), "
-        f"greedy {greedy_before:.3f} -> {greedy_after:.3f}",
+        f"held-out   {evaluated} {before:.3f} -> {after:.3f} ({after / max(before, 1e-9):.1f}x){greedy}",
         fate_line(found["tokens"]),
         f"report     {found['report']}",
         f"next       winnow verify {found['run']}",

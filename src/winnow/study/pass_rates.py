@@ -33,9 +33,10 @@ from ..env.base import Task
 from ..env.prompting import tokenizer_digest
 from ..env.rewards.rewarder import Rewarder
 from ..methods.pass_rates import BINS, PassRate, ProfileError, histogram, parse_profile, summary
+from ..methods.success import Success, require_decided
 from ..rollout.evaluate import RolloutsFailedError
 from ..rollout.profile import CHUNK, Profiler
-from ..run.build import Policy, build_task, sampling_params
+from ..run.build import Policy, build_success, build_task, sampling_params
 from ..run.standalone import model_config, opened
 from ..types import Prompt
 
@@ -67,13 +68,15 @@ def profile_model(
         if not rewarder.names and task.make_env(wanted[0]) is None:
             raise ConfigError("there is no reward: give reward_funcs=['my_reward.py:my_reward']")
         rewarder.check(wanted[0].columns, wanted[0].messages is not None)
-        key = profile_key(config, task, policy, rewarder, n)
+        success = build_success(config, rewarder.aliases, config.reward_weights)
+        require_decided(success)
+        key = profile_key(config, task, policy, rewarder, success, n)
         path = output or default_path(task.name, key)
         with ProfileFile(path, key, {"model": name, "task": task.name}) as file:
             cached = file.has(wanted)
             if not cached:
                 profiler = Profiler(roll_out)
-                _fill(file, profiler, wanted, config, n, console or Console(quiet=True))
+                _fill(file, profiler, wanted, success, n, console or Console(quiet=True))
             rates = [file.rates[p.id] for p in wanted if p.id in file.rates]
             return {
                 "profile": str(path),
@@ -88,7 +91,9 @@ def profile_model(
             }
 
 
-def profile_key(config: RunConfig, task: Task, policy: Policy, rewarder: Rewarder, n: int) -> dict[str, Any]:
+def profile_key(
+    config: RunConfig, task: Task, policy: Policy, rewarder: Rewarder, success: Success, n: int
+) -> dict[str, Any]:
     """Everything that decides a profile's lines."""
     sampling = asdict(sampling_params(config))
     sampling["stop"] = list(dict.fromkeys((*sampling["stop"], *task.stop)))
@@ -100,7 +105,7 @@ def profile_key(config: RunConfig, task: Task, policy: Policy, rewarder: Rewarde
         "sampling": sampling,
         "max_prompt_length": config.max_prompt_length,
         "seed": config.seed,
-        "success_reward": config.success_reward,
+        "success": [success.function, success.at_least],
         "reward functions": rewarder.names,
         "reward weights": config.reward_weights,
     }
@@ -204,7 +209,7 @@ def _short(value: Any) -> str:
 
 
 def _fill(
-    file: ProfileFile, profiler: Profiler, prompts: Sequence[Prompt], config: RunConfig, n: int, console: Console
+    file: ProfileFile, profiler: Profiler, prompts: Sequence[Prompt], success: Success, n: int, console: Console
 ) -> None:
     """Chunks keep their borders whatever is there already, so that a resumed file has the same batches."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
@@ -217,7 +222,8 @@ def _fill(
                 continue
             before = {name: getattr(profiler, name) for name in COSTS}
             try:
-                rates = list(profiler.run(todo, n=n, success_reward=config.success_reward))
+                rates = list(profiler.run(todo, n=n, success=success))
+                require_decided(success)
             except KeyboardInterrupt:
                 raise KeyboardInterrupt(
                     f"{len(file.rates)} of {len(prompts)} prompts are in {file.path}; the same command goes on"

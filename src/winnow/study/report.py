@@ -166,6 +166,8 @@ def _cards(run: Run) -> list[Card]:
     if passed:
         gain = f"{passed[-1] / passed[0]:.2f}× the start" if len(passed) > 1 and passed[0] > 0 else "one evaluation"
         cards.append(_card("Held-out pass@1", _first_to_last(passed), f"{gain}; best {max(passed):.3f}"))
+    elif held_out := _series(run.evaluations, "eval/avg@n"):
+        cards.append(_card("Held-out reward", _first_to_last(held_out), "mean; nothing says what is right (success)"))
     rewards = _series(run.rows, "reward")
     if rewards:
         ends = [_mean(rewards[: _tenth(rewards)]), _mean(rewards[-_tenth(rewards) :])]
@@ -180,7 +182,7 @@ def _cards(run: Run) -> list[Card]:
     zero = _series(run.rows, "frac_reward_zero_std")
     if zero:
         last = _tenth(zero)
-        kinds = [(k, _series(run.rows, f"frac_zero_{k}")) for k in ("easy", "hard")]
+        kinds = [(k, _series(run.rows, f"frac_zero_{k}")) for k in ("easy", "hard", "unknown")]
         split = ", ".join(f"{kind} {_mean(values[-last:]):.0%}" for kind, values in kinds if values)
         cards.append(_card("Groups without signal", f"{_mean(zero[-last:]):.0%}", f"{split}; last tenth of the steps"))
     if run.rows:

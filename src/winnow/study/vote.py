@@ -14,8 +14,9 @@ from ..config import ConfigError, RunConfig
 from ..env.base import Answering, Task
 from ..methods.gate import deepconf
 from ..methods.gate.quality_head import FILE, HeadWeights, mean_logp
-from ..rollout.evaluate import count_correct, rank_weights, summarize, weighted_vote
-from ..run.build import build_task
+from ..methods.success import Success, require_decided
+from ..rollout.evaluate import rank_weights, summarize, weighted_vote
+from ..run.build import build_success, build_task
 from ..run.checkpoint import STATE
 from ..run.standalone import model_config, opened
 from ..types import Job, Prompt, Rollout, Visit
@@ -78,20 +79,22 @@ def vote_model(model: str, values: Mapping[str, Any], weights: Sequence[str]) ->
         head = _head_of(c) if "head" in weights else None
         kinds = {name: _weigh(name, head) for name in dict.fromkeys(weights)}
         started = time.monotonic()
-        with opened(c, task, frozenset({"confidence", "last_hidden", "raw_logp"})) as (policy, roll_out, _):
+        with opened(c, task, frozenset({"confidence", "last_hidden", "raw_logp"})) as (policy, roll_out, rewarder):
+            success = build_success(c, rewarder.aliases, c.reward_weights)
             if head is not None:
                 _check_size(head, policy.model.config, shown)
             n = c.eval_generations
             groups = roll_out([Job(Visit(i, 0, prompt), n, "eval") for i, prompt in enumerate(prompts)])
+    require_decided(success, (r for group in groups for r in group.rollouts))
     won: dict[str, list[float]] = {name: [] for name in kinds}
     given: list[bool] = []
     for group in groups:
-        candidates = [r for r in group.rollouts if r.reward is not None and r.action_mask.any()]
+        candidates = [r for r in group.rollouts if success.right(r) is not None and r.action_mask.any()]
         if candidates:
             answers = same_answers(group.prompt, [r.text for r in candidates])
             given += [answer is not None for answer in answers]
             for name, weigh in kinds.items():
-                won[name].append(_right(candidates, answers, weigh(candidates), c.success_reward))
+                won[name].append(_right(candidates, answers, weigh(candidates), success))
     if not given:
         raise ConfigError(
             "no completion was given a reward, so no vote can be judged; look at reward_funcs and prompts"
@@ -103,7 +106,7 @@ def vote_model(model: str, values: Mapping[str, Any], weights: Sequence[str]) ->
         )
     return {
         "model": shown,
-        **summarize(groups, c.success_reward),
+        **summarize(groups, success),
         "answered": float(np.mean(given)),
         "judged": len(won[next(iter(won))]),
         "votes": {name: _interval(won[name], won[next(iter(won))]) for name in won},
@@ -155,13 +158,12 @@ def _check_size(head: HeadWeights, config: Any, model: str) -> None:
         )
 
 
-def _right(candidates: Sequence[Rollout], answers: list[str | None], weights: np.ndarray, success: float) -> float:
+def _right(candidates: Sequence[Rollout], answers: list[str | None], weights: np.ndarray, success: Success) -> float:
     """Whether the winner is right; ties and lost votes are decided by who came first."""
     winner = weighted_vote(answers, weights)
     if winner is None:
         return 0.0
-    reward = candidates[answers.index(str(winner))].reward
-    return float(count_correct(np.array([reward]), success))
+    return float(bool(success.right(candidates[answers.index(str(winner))])))
 
 
 def _interval(won: list[float], baseline: list[float]) -> dict[str, Any]:

@@ -144,6 +144,13 @@ class Rewarder:
             self.close()
             raise
         self._functions = _unique_names(functions)
+        self._specs = specs
+
+    @property
+    def aliases(self) -> dict[str, str]:
+        """Name of each function, by that name and by the text that it was given as."""
+        given = {spec: name for spec, name in zip(self._specs, self.names, strict=True) if isinstance(spec, str)}
+        return given | {name: name for name in self.names}
 
     @property
     def names(self) -> list[str]:

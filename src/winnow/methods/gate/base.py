@@ -39,7 +39,7 @@ class GateContext:
     """Name of the gate in this run; its decisions carry it."""
     seed: int = 0
     judge: Judge = BY_REWARDS
-    """Which groups have a signal; also the reward of a right answer, and how many rewards the advantage needs."""
+    """Which groups have a signal; also what counts as right, and how many rewards the advantage needs."""
 
 
 class Rule(Protocol):

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from ...base.errors import ConfigError
 from ...base.typed import LARGEST, in_range
 from ...types import Decision, Fate, Group, Rollout, Token
 from .base import GateContext
@@ -98,6 +99,9 @@ class Arrol:
                 raise ValueError(f"{name} has no effect with quality: {self.quality}; remove it")
 
     def build(self, context: GateContext) -> ArrolGate:
+        """Raises ConfigError when nothing tells right answers from others, which is what the gate learns."""
+        if (success := context.judge.success).undecided and self.balance != "distinct":
+            raise ConfigError(f"gates: arrol learns which answers are right, but success is {success}")
         return ArrolGate(self, context)
 
 
@@ -166,9 +170,9 @@ class ArrolGate:
             asked = decision.verdict.evidence if decision is not None and "score" in decision.verdict.evidence else None
             if asked is not None:
                 self._realised.ended(pruned=rollout.fate == Fate.PRUNED)
-            if rollout.reward is None or not rollout.turns:
+            label, weight = self._right(rollout), 1 / rollout.survival_p
+            if label is None or not rollout.turns:
                 continue
-            label, weight = self._right(rollout.reward), 1 / rollout.survival_p
             self._learn(rollout.last_hidden, mean_logp(rollout), label, weight)
             self._lengths.append(rollout.turns[-1].stop - rollout.turns[-1].start, weight)
             self._realised.ended_early += decision is None
@@ -181,7 +185,8 @@ class ArrolGate:
         if scored:
             self._realised.siblings(scored)
         survivors = sum(r.fate != Fate.PRUNED for r in group.siblings)
-        judged = [(self._right(r.reward), 1 / r.survival_p) for r in group.siblings if r.reward is not None]
+        labels = [(self._right(r), 1 / r.survival_p) for r in group.siblings]
+        judged = [(label, weight) for label, weight in labels if label is not None]
         if judged and self.options.balance == "within":
             self._prompts.visited(group.prompt.ordinal, judged)
         self._realised.group([label for label, _ in judged], survivors, len(group.siblings))
@@ -203,8 +208,8 @@ class ArrolGate:
             hidden_NH = np.array([evidence["hidden"] for evidence in scored])
             self.head.remember(hidden_NH, np.array([evidence["logp"] for evidence in scored]))
 
-    def _right(self, reward: float) -> bool:
-        return reward >= self._context.judge.max_reward - 1e-8  # as evaluations count
+    def _right(self, rollout: Rollout) -> bool | None:
+        return self._context.judge.success.right(rollout)
 
     def _learn(self, hidden: np.ndarray | None, logp: float, label: bool, weight: float) -> None:
         """Learn from the middle of a rollout, or its end, where the head is asked when answers are voted on."""

@@ -128,6 +128,8 @@ class GresoSelector(TraceSelector):
 
     def _judged(self, group: Group, kind: Kind) -> None:
         """Count for the controller what it let through, not what an audit forced: that would be read as exploration."""
+        if kind is Kind.UNKNOWN and group.verdict.keep:
+            kind = Kind.HARD  # as in the trace
         if not forced(group.visit):
             self._seen[kind] += share_seen(group) if group.verdict.keep else 1
 

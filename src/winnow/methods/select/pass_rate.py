@@ -48,7 +48,10 @@ class PassRate:
             raise ValueError("n has no effect without refresh_steps: the profile that is read has its own; remove it")
 
     def build(self, prompts: Sequence[Prompt], seed: int, judge: Judge = BY_REWARDS) -> PassRateSelector:
-        """Raises ValueError when the profile cannot be read, is for other prompts, or leaves none in the band."""
+        """Raises ValueError when the profile cannot be read, is for other prompts, or leaves none in the band, and when
+        it is to be refreshed but nothing tells right answers from others."""
+        if self.refresh_steps is not None and judge.success.undecided:
+            raise ValueError(f"refresh_steps: counts right answers, but success is {judge.success}")
         selector = PassRateSelector(prompts, seed, self)
         if self.profile is not None:
             rates = read_profile(self.profile)

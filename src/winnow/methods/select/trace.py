@@ -13,7 +13,8 @@ from ..signal import Judge, Kind, share_seen
 from .stream import StreamSelector
 
 EFFECTIVE, EASY, HARD = 0, 1, 2
-KINDS = {Kind.SIGNAL: EFFECTIVE, Kind.EASY: EASY, Kind.HARD: HARD}
+KINDS = {Kind.SIGNAL: EFFECTIVE, Kind.EASY: EASY, Kind.HARD: HARD, Kind.UNKNOWN: HARD}
+"""Equal rewards of which nothing says that they are right count as hard."""
 LONGEST = float(np.iinfo(np.uint16).max)
 
 

@@ -11,7 +11,8 @@ const plan = (data, { runs, several, hidden, logged, runColor }) => {
       ["Sampled tokens a step, by fate", { stacked: true, height: 250,
         keys: data.fates.filter((f) => f !== "void" && f !== "skipped").map((f) => [`tokens/${f}`, f, f]) }],
       ["Groups without signal", { stacked: true, share: true, format: charts.percent, height: 250,
-        keys: [["frac_zero_hard", "hard (below the maximum)", "hard"], ["frac_zero_easy", "easy (at the maximum)", "easy"]] }],
+        keys: [["frac_zero_hard", "hard (not all right)", "hard"], ["frac_zero_easy", "easy (all right)", "easy"],
+          ["frac_zero_unknown", "not known to be right", "void"]] }],
     ] },
     { id: "groups", title: "Groups and completions", charts: [
       ["Groups without signal", { several: true, share: true, format: charts.percent, keys: [["frac_reward_zero_std", "zero variance"]] }],
@@ -65,8 +66,9 @@ const plan = (data, { runs, several, hidden, logged, runColor }) => {
     ] },
   ];
 
-  /** pass@1, pass@k of the largest k, and greedy. */
+  /** pass@1, pass@k of the largest k, and greedy; without pass@k the mean reward. */
   function passAtK() {
+    if (!runs.some((r) => "eval/pass@1" in r.evals)) return [["eval/avg@n", "mean reward"]];
     const found = runs.flatMap((r) => Object.keys(r.evals)).map((k) => /^eval\/pass@(\d+)$/.exec(k)).filter(Boolean);
     const most = Math.max(1, ...found.map((m) => +m[1]));
     return [...new Set(["pass@1", `pass@${most}`, "greedy"])].map((name) => [`eval/${name}`, name]);

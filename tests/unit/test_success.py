@@ -1,0 +1,137 @@
+"""What counts as right: the default, a function that decides, and when nothing says it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from winnow.config import ConfigError, validate
+from winnow.methods.gate.base import GateContext
+from winnow.methods.gate.quality import Arrol
+from winnow.methods.select.greso import Greso
+from winnow.methods.select.pass_rate import PassRate
+from winnow.methods.signal import Judge, Kind
+from winnow.methods.success import Success, default_success
+from winnow.rollout.evaluate import summarize
+from winnow.run.build import build_success
+from winnow.types import Fate, Group, Prompt, Rollout, Visit
+
+PROMPTS = [Prompt(f"p{i}", i, text="") for i in range(4)]
+
+
+def group_of(*rewards: dict[str, float | None], number: int = 0) -> Group:
+    """Siblings with these rewards by function; the reward is their sum, absent where there is none."""
+    rollouts = []
+    for i, by_function in enumerate(rewards):
+        values = [value for value in by_function.values() if value is not None]
+        one = np.zeros(1)
+        rollout = Rollout(i, (1,), one.astype(np.int64), one == 0, one, one.astype(np.int32), rewards=dict(by_function))
+        rollout.reward = sum(values) if values else None
+        rollout.fate = None if values else Fate.FAILED
+        rollouts.append(rollout)
+    return Group(Visit(number, 0, PROMPTS[number % 4]), rollouts)
+
+
+WRONG, RIGHT = {"format": 1.0, "correct": 0.0}, {"format": 0.0, "correct": 1.0}
+FUNCTIONS = {"format": "format", "correct": "correct"}
+
+
+def success_of(given: Any, functions: dict[str, str] = FUNCTIONS, weights: list[float] | None = None) -> Success:
+    return build_success(validate({"model": "m", "env": "countdown", "success": given}), functions, weights)
+
+
+@pytest.mark.parametrize(
+    ("functions", "weights", "undecided"),
+    [
+        ([], None, ""),
+        (["a"], None, ""),
+        (["a"], [1.0], ""),
+        (["a"], [0.5], "reward_weights: [0.5]"),
+        (["a", "b"], None, "2 reward functions: a, b"),
+        (["a", "b"], [1.0, 0.0], "2 reward functions: a, b"),
+    ],
+)
+def test_a_default_only_where_it_can_be_meant(functions: list[str], weights: Any, undecided: str) -> None:
+    assert default_success(functions, weights).undecided == undecided
+
+
+def test_a_function_decides_for_kinds_and_pass_at_k() -> None:
+    """Format 1 + correctness 0, and the reverse: the same reward, and only one of them is right."""
+    judge = Judge(success_of({"function": "correct"}))
+    for group, kind, passed in (
+        (group_of(WRONG, WRONG), Kind.HARD, 0.0),
+        (group_of(RIGHT, RIGHT), Kind.EASY, 1.0),
+        (group_of(RIGHT, WRONG), Kind.HARD, 0.5),
+    ):
+        assert judge.kind(group) is kind
+        assert summarize([group], judge.success)["pass@1"] == passed
+
+
+@pytest.mark.parametrize("given", [{"at_least": 0.9}, 0.9])
+def test_the_least_reward_of_a_right_answer(given: Any) -> None:
+    group = group_of({"r": 0.95}, {"r": 0.95})
+    assert Judge(success_of(given, {"r": "r"})).kind(group) is Kind.EASY
+    assert summarize([group], success_of(given, {"r": "r"}))["pass@1"] == 1.0
+    assert summarize([group], success_of(None, {"r": "r"}))["pass@1"] == 0.0
+
+
+def test_while_undecided_nothing_is_called_right_or_wrong() -> None:
+    judge = Judge(success_of(None))
+    group = group_of(WRONG, WRONG)
+    assert judge.kind(group) is Kind.UNKNOWN
+    found = summarize([group], judge.success)
+    assert found["avg@n"] == 1.0
+    assert not [name for name in found if name.startswith("pass@")]
+
+
+def test_a_reward_above_the_default_shows_that_it_is_not_meant() -> None:
+    success = success_of(None, {"r": "r"})
+    judge, group = Judge(success), group_of({"r": 1.0}, {"r": 1.0})
+    success.observe(group.rollouts)
+    assert judge.kind(group) is Kind.EASY
+    success.observe(group_of({"r": 2.0}, {"r": None}).rollouts)
+    assert judge.kind(group) is Kind.UNKNOWN
+    assert "a reward of 2, above 1" in str(success)
+    declared = success_of(1, {"r": "r"})
+    declared.observe(group_of({"r": 2.0}).rollouts)
+    assert not declared.undecided
+
+
+def test_a_rollout_that_the_function_does_not_judge_is_left_out() -> None:
+    success = success_of("correct")
+    group = group_of(RIGHT, {"format": 1.0, "correct": None}, {"format": None, "correct": None})
+    assert [success.right(rollout) for rollout in group.rollouts] == [True, None, None]
+    assert summarize([group], success)["pass@1"] == 1.0
+
+
+def test_functions_by_the_name_that_they_were_given_by() -> None:
+    functions = {"my_rewards.py:correct": "correct", "correct": "correct"}
+    assert success_of("my_rewards.py:correct", functions).function == "correct"
+    assert success_of("env", {}).function == "env"
+    with pytest.raises(ConfigError, match=r"success: function: unknown reward function 'corect'.*correct"):
+        success_of("corect")
+
+
+def test_the_key_of_version_0_2_still_works() -> None:
+    c = validate({"model": "m", "env": "countdown", "success_reward": 0.5})
+    assert c.success is not None
+    assert (c.success.function, c.success.at_least) == (None, 0.5)
+    with pytest.raises(ConfigError, match="success_reward and success"):
+        validate({"model": "m", "env": "countdown", "success_reward": 0.5, "success": 1})
+
+
+def test_greso_takes_equal_rewards_of_unknown_worth_for_hard() -> None:
+    selector = Greso(p_hard=0.25).build(PROMPTS, 0, Judge(success_of(None)))
+    selector.observe(group_of(WRONG, WRONG))
+    assert selector.verdict_on(0, True).probability == 0.25
+
+
+def test_what_counts_right_answers_refuses_to_guess() -> None:
+    undecided = Judge(success_of(None))
+    with pytest.raises(ConfigError, match=r"gates: arrol .* undecided .*2 reward functions"):
+        Arrol().build(GateContext("arrol", 0, undecided))
+    assert Arrol(balance="distinct").build(GateContext("arrol", 0, undecided))
+    with pytest.raises(ValueError, match="refresh_steps"):
+        PassRate(refresh_steps=2).build(PROMPTS, 0, undecided)
