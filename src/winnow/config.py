@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
+from .base.chat_template import template_text
 from .base.errors import ConfigError as ConfigError
 from .base.explain import explain
 from .base.explain import nearest as nearest
@@ -131,6 +132,7 @@ class RunConfig(BaseModel):
     min_p: float = Field(0.0, ge=0, lt=1)
     repetition_penalty: float = Field(1.0, gt=0, le=100)
     stop: list[Annotated[str, Field(min_length=1)]] = []
+    chat_template: Annotated[str, AfterValidator(template_text)] | None = None
     chat_template_kwargs: dict[str, Any] = {}
     mask_truncated_completions: bool = False
     reward_timeout_s: float = Field(30.0, gt=0, le=86_400)

@@ -59,6 +59,7 @@ _FLAT = {
     "use `stop`, `temperature`, `top_p`, `top_k`, `min_p` and `repetition_penalty`; there are no others": ""
     "generation_kwargs vllm_structured_outputs_regex",
     "use `repetition_penalty`": "frequency_penalty presence_penalty",
+    "use `chat_template`, the text of a template or a file": "chat_template_path custom_chat_template",
     "use `chat_template_kwargs`": "apply_chat_template_kwargs enable_thinking",
     "tasks bound their turns: `env: {name: python_tool, max_calls: ...}`, or the task's `max_turns`": ""
     "max_tool_calling_iterations max_turns",
@@ -166,6 +167,7 @@ _NESTED = {
     "sampling.max_*tokens",
     "use `max_prompt_length`": "data.max_prompt_length *.rollout.prompt_length",
     "use `prompts_per_step`": "data.train_batch_size data.gen_batch_size",
+    "use `chat_template`, the text of a template or a file": "*.custom_chat_template *.chat_template",
     "use `chat_template_kwargs`": "data.apply_chat_template_kwargs* *.sampling.extra_body*",
     _ORDER: "data.shuffle data.seed data.sampler*",
     "over-long prompts fail, are counted at the start, and are never cut": "data.filter_overlong* data.truncation",

@@ -24,13 +24,17 @@ def train(
     with lasting_imports():
         from ..config import load_config
         from ..run.plan import plan
+        from ..run.prompt_example import on_one_line
         from ..run.trainer import Trainer
 
     trainer = Trainer(config=load_config(config, overrides or ()))
     trainer.console = progress_console(as_json)
     if dry_run:
         with trainer:
-            show(plan(trainer), as_json)
+            found = plan(trainer)
+            if found["prompt_example"] and not as_json:
+                found["prompt_example"] = on_one_line(found["prompt_example"])
+            show(found, as_json)
         return
     show(trainer.train() | {"run": str(trainer.run_dir)}, as_json)
 

@@ -1,4 +1,4 @@
-"""Values for a chat template's own variables, e.g. `enable_thinking: false` of Qwen3."""
+"""The chat template of a configuration, and values for its variables, e.g. `enable_thinking: false` of Qwen3."""
 
 from __future__ import annotations
 
@@ -13,31 +13,85 @@ GIVEN = ("messages", "tools", "documents", "add_generation_prompt", "bos_token",
 """Variables that every template is given, as are functions like `raise_exception`."""
 
 
-def with_template_values(tokenizer: Any, values: Mapping[str, Any]) -> Any:
-    """A copy of the tokenizer whose chat template has these values where a caller gives none.
+_MARK = "\u241fwinnow\u241f"
 
-    They are written into the template, so that whoever loads the trained model asks it as it was trained. Raises
-    ConfigError without a template, and for a name that it does not use.
+
+def with_template(tokenizer: Any, template: str | None, values: Mapping[str, Any]) -> Any:
+    """A copy of the tokenizer with this chat template, a text or the name of one of its own, and these values in it.
+
+    Raises ConfigError for a template that cannot be compiled or leaves out what the user says, and as
+    `with_template_values`.
+    """
+    if template is None:
+        return with_template_values(tokenizer, values)
+    from jinja2 import TemplateSyntaxError
+
+    own = _templates(tokenizer)
+    if "{" not in template:
+        if template not in own:
+            raise ConfigError(
+                f"chat_template: neither a file nor a template of the tokenizer ({template!r}).{nearest(template, own)}"
+            )
+        template = own[template]
+    tokenizer = copy.copy(tokenizer)
+    tokenizer.chat_template = template
+    try:
+        shown = tokenizer.apply_chat_template([{"role": "user", "content": _MARK}], tokenize=False)
+    except TemplateSyntaxError as error:
+        raise ConfigError(f"chat_template: line {error.lineno}: {error.message}; correct the template") from None
+    except Exception:  # it may want other messages; the first prompts are tried with it
+        shown = _MARK
+    if _MARK not in shown:
+        raise ConfigError("chat_template: leaves out what the user says; show every message's 'content'")
+    return with_template_values(tokenizer, values)
+
+
+def with_template_values(tokenizer: Any, values: Mapping[str, Any]) -> Any:
+    """A copy of the tokenizer whose chat templates have these values where a caller gives none.
+
+    They are written into every template that uses them, so that whoever loads the trained model asks it as it was
+    trained. Raises ConfigError without a template, and for a name that none uses.
     """
     if not values:
         return tokenizer
+    templates = _templates(tokenizer)
+    if not templates:
+        raise ConfigError("chat_template_kwargs: the tokenizer has no chat template; remove them, or set chat_template")
+    used = {name: _variables(template, values) for name, template in templates.items()}
+    free = sorted(set().union(*used.values()))
+    for name in values:
+        if name not in free:
+            raise ConfigError(f"chat_template_kwargs: the model's chat template has no '{name}'.{nearest(name, free)}")
+    for which, template in templates.items():
+        lines = [
+            f"{{% if {k} is not defined %}}{{% set {k} = {_literal(v)} %}}{{% endif %}}"
+            for k, v in values.items()
+            if k in used[which]
+        ]
+        if not template.startswith("".join(lines)):
+            templates[which] = "".join(lines) + template
+    tokenizer = copy.copy(tokenizer)
+    tokenizer.chat_template = templates if isinstance(tokenizer.chat_template, dict | list) else templates["default"]
+    return tokenizer
+
+
+def _templates(tokenizer: Any) -> dict[str, str]:
+    """The tokenizer's templates by name; one alone is `default`."""
+    given = getattr(tokenizer, "chat_template", None)
+    if isinstance(given, list | tuple):
+        return {each["name"]: each["template"] for each in given}
+    return dict(given) if isinstance(given, Mapping) else {} if given is None else {"default": given}
+
+
+def _variables(template: str, values: Mapping[str, Any]) -> set[str]:
+    """Names that a template leaves to its caller; those of `values` for one that cannot be parsed here."""
     from jinja2 import Environment, TemplateError, meta
 
-    template = getattr(tokenizer, "chat_template", None)
-    if not isinstance(template, str):
-        raise ConfigError("chat_template_kwargs: the tokenizer has no chat template; remove them, or use a chat model")
     try:
         used = meta.find_undeclared_variables(Environment(extensions=["jinja2.ext.loopcontrols"]).parse(template))
     except TemplateError:  # one with tags of its own; transformers will say what is wrong with it, if anything
         used = set(values)
-    free = sorted(used - {*GIVEN, "raise_exception", "strftime_now", "namespace", "range"})
-    for name in values:
-        if name not in free:
-            raise ConfigError(f"chat_template_kwargs: the model's chat template has no '{name}'.{nearest(name, free)}")
-    lines = (f"{{% if {k} is not defined %}}{{% set {k} = {_literal(v)} %}}{{% endif %}}" for k, v in values.items())
-    tokenizer = copy.copy(tokenizer)
-    tokenizer.chat_template = "".join(lines) + template
-    return tokenizer
+    return used - {*GIVEN, "raise_exception", "strftime_now", "namespace", "range"}
 
 
 def _literal(value: Any) -> str:

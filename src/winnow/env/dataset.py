@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import json
 import warnings
@@ -23,6 +24,8 @@ from .stored import Store, StoredPrompts, content_of, first_with, rank_of_conten
 
 RESERVED = frozenset({"prompts", "completions", "completion_ids", "trainer_state", "log_metric", "environments"})
 """Arguments of reward functions that a column must not be called."""
+PICTURES = ("images", "image", "videos", "video", "audios", "audio")
+"""Columns that hold a part of the prompt in data for models of several modalities."""
 SHOWN = 5
 """Ids named in an error message."""
 
@@ -140,18 +143,53 @@ class DatasetTask:
 def _stored(rows: Iterable[Row], config: DatasetConfig) -> Store:
     """The rows with what is found in them, read once. Raises DataError naming the row."""
     store = Store()
+    as_json: list[str] = []
     convert = PRESETS[config.preset].convert if config.preset is not None else None
     for row in rows:
         if convert is not None:
             row = Row(row.place, row.number, convert(row))
-        text, messages = _prompt_of(row, config)
+        text, messages = _prompt_of(row, config, as_json)
+        _refuse_pictures(row, config)
         if reserved := RESERVED.intersection(row.values):
             raise DataError(
                 f"{row.where}: a column must not be called '{min(reserved)}', an argument of reward functions"
             )
         store.add(row, _given_id(row, config), text, messages)
     store.finish()
+    if as_json:
+        warnings.warn(
+            f"{as_json[0]}: '{config.prompt_column}' is a list of messages written as text, as in {len(as_json)} of "
+            f"{len(store)} rows; it is read as messages. Store lists to be rid of this warning",
+            stacklevel=2,
+        )
     return store
+
+
+def _refuse_pictures(row: Row, config: DatasetConfig) -> None:
+    for column in PICTURES:
+        value = row.values.get(column)
+        missing = value is None or (isinstance(value, float) and value != value)  # as pandas writes it
+        empty = missing or (hasattr(value, "__len__") and len(value) == 0)
+        if column != config.prompt_column and not empty:
+            raise DataError(
+                f"{row.where}: column '{column}' is a part of the prompt that the model would not be given: only text "
+                "reaches it. Remove the column, or rename it if rewards or environments alone read it"
+            )
+
+
+def _written_messages(text: str) -> list[Any] | None:
+    """The messages that a text is, written as JSON or by Python; None: it is anything else."""
+    if text.lstrip()[:1] not in ("[", "{") or "role" not in text or "content" not in text:
+        return None
+    for read in (json.loads, ast.literal_eval):
+        try:
+            found = read(text.strip())
+        except (ValueError, SyntaxError, RecursionError, MemoryError):
+            continue
+        found = [found] if isinstance(found, dict) else found
+        if found and all(isinstance(m, dict) and isinstance(m.get("role"), str) and "content" in m for m in found):
+            return list(found)
+    return None
 
 
 def _given_id(row: Row, config: DatasetConfig) -> str | None:
@@ -163,8 +201,11 @@ def _given_id(row: Row, config: DatasetConfig) -> str | None:
     return str(value)
 
 
-def _prompt_of(row: Row, config: DatasetConfig) -> tuple[str | None, tuple[Message, ...] | None]:
-    """Text or messages of a row, whichever it has. Raises DataError."""
+def _prompt_of(row: Row, config: DatasetConfig, as_json: list[str]) -> tuple[str | None, tuple[Message, ...] | None]:
+    """Text or messages of a row, whichever it has; the place goes to `as_json` if they are written as text.
+
+    Raises DataError.
+    """
     column = config.prompt_column
     if column not in row.values:
         has = list(row.values)
@@ -173,6 +214,9 @@ def _prompt_of(row: Row, config: DatasetConfig) -> tuple[str | None, tuple[Messa
             "Name it with prompt_column, or choose a preset"
         )
     value = row.values[column]
+    if isinstance(value, str) and (written := _written_messages(value)) is not None:
+        as_json.append(row.where)
+        value = written
     if isinstance(value, str):
         _check_text(value, f"{row.where}: '{column}'")
         if config.system_prompt is None:
@@ -199,7 +243,12 @@ def _message(value: Any, where: str) -> Message:
     calls = isinstance(message.get("tool_calls"), list) and content is None
     if isinstance(content, str):
         _check_text(content, where)
-    elif not parts and not calls:
+    elif parts:
+        for part in content:
+            if not isinstance(part.get("text"), str):
+                kind = part.get("type")
+                raise DataError(f"{where}: a part of type '{kind}' does not reach the model, only text does; remove it")
+    elif not calls:
         raise DataError(f"{where}: 'content' must be text or a list of parts, found {value.get('content')!r:.60}")
     return message
 

@@ -12,12 +12,10 @@ from weakref import WeakSet
 import numpy as np
 
 from ..types import Message, Prompt
+from .chat import PromptError as PromptError
+from .chat import is_begun, joined, rendered
 
-_MARK = "\u241fwinnow\u241f"
-
-
-class PromptError(ValueError):
-    """A prompt that this model cannot be given; the message names the prompt and the remedy."""
+_QUESTION: Message = {"role": "user", "content": "?"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +47,9 @@ class NextMessages(str):
 def encode_prompt(tokenizer: Any, prompt: Prompt, observation: str | None = None) -> tuple[int, ...]:
     """Token ids of a prompt, with an environment's first observation appended (as a user message, if conversational).
 
-    Text is encoded with the tokenizer's own special tokens; messages with its chat template and generation prompt. With
-    tools, the observation goes to the end of the last message, as in TRL. What an agent asks is all of the prompt.
+    Text is encoded with the special tokens that the tokenizer puts before a text, unless it begins with them; messages
+    with the chat template and its generation prompt, or so that an assistant's turn with which they end is continued.
+    With tools, the observation goes to the end of the last message, as in TRL. What an agent asks is all of the prompt.
 
     Raises PromptError when the result is empty, messages meet a tokenizer without chat template or a template that
     refuses them, or tools one that cannot show them, and when the tokenizer knows no token for a part of the text.
@@ -63,38 +62,60 @@ def encode_prompt(tokenizer: Any, prompt: Prompt, observation: str | None = None
     if prompt.messages is None:
         ids = _encoded(tokenizer, prompt, (prompt.text or "") + (observation or ""))
     else:
-        messages: list[Message] = list(prompt.messages)
         require_chat_template(tokenizer, prompt)
         tools: dict[str, Any] = {}
         if isinstance(prompt, ToolPrompt):
             require_tool_template(tokenizer, prompt)
             tools = {"tools": list(prompt.tools) or None}
-            messages[-1] = {**messages[-1], "content": messages[-1]["content"] + (observation or "")}
-        elif observation is not None:
-            messages.append({"role": "user", "content": observation})
+        messages = _with_observation(prompt, observation)
         try:
-            text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **tools)
+            text = rendered(tokenizer, messages, **tools)
         except Exception as error:  # whatever a template may raise, e.g. that it knows no system messages
             raise PromptError(f"prompt '{prompt.id}': the chat template refuses its messages: {error}") from None
-        ids = _encoded(tokenizer, prompt, text, add_special_tokens=False)
+        ids = _encoded(tokenizer, prompt, text, whole=True)
     if not ids:
         raise PromptError(f"prompt '{prompt.id}' is empty after tokenization")
     return tuple(ids)
 
 
-def _encoded(tokenizer: Any, prompt: Prompt, text: str, **options: Any) -> Sequence[int]:
+def _with_observation(prompt: Prompt, observation: str | None) -> list[Message]:
+    """Its messages with the first observation, before an assistant's turn that they begin."""
+    messages: list[Message] = list(prompt.messages or ())
+    begun = [messages.pop()] if len(messages) > 1 and is_begun(messages) else []
+    if isinstance(prompt, ToolPrompt):
+        messages[-1] = {**messages[-1], "content": messages[-1]["content"] + (observation or "")}
+    elif observation is not None:
+        messages.append({"role": "user", "content": observation})
+    return messages + begun
+
+
+def _encoded(tokenizer: Any, prompt: Prompt, text: str, *, whole: bool = False) -> Sequence[int]:
+    """`whole`: the text has its special tokens, as a chat template writes them."""
     try:
-        ids: Sequence[int] = tokenizer.encode(text, **options)
+        bare: list[int] = tokenizer.encode(text, add_special_tokens=False)
+        return bare if whole else as_beginning(tokenizer, tokenizer.encode(text), bare)
     except Exception as error:  # its own class: a vocabulary without bytes or an unknown token does not have every text
         raise PromptError(f"prompt '{prompt.id}': the tokenizer cannot encode its text: {error}") from None
-    return ids
+
+
+def as_beginning(tokenizer: Any, full: list[int], bare: list[int]) -> list[int]:
+    """Ids of a text that more follows: what the tokenizer puts before it once, and nothing behind it.
+
+    `full`, `bare`: the text encoded with and without the tokenizer's special tokens.
+    """
+    if not bare:
+        return [i for i in full if i != tokenizer.eos_token_id or i == tokenizer.bos_token_id]
+    for n in range(len(full) - len(bare) + 1):
+        if full[n : n + len(bare)] == bare:
+            return bare if bare[:n] == full[:n] else full[: n + len(bare)]
+    return full
 
 
 def require_chat_template(tokenizer: Any, prompt: Prompt) -> None:
     if not getattr(tokenizer, "chat_template", None):
         raise PromptError(
             f"prompt '{prompt.id}' is a list of messages, but the tokenizer has no chat template; "
-            "use a chat model, or give text prompts"
+            "use a chat model, set chat_template, or give text prompts"
         )
 
 
@@ -102,18 +123,16 @@ _shows_tools: WeakSet[Any] = WeakSet()
 
 
 def require_tool_template(tokenizer: Any, prompt: Prompt) -> None:
-    """Raises PromptError unless the chat template shows tools, calls of them, and what they return."""
+    """Raises PromptError unless the chat template shows tools, calls of them, and what they return, also to a policy
+    that goes on from its own call."""
     if tokenizer in _shows_tools:
         return
     parts = ("offer", "name", "key", "value", "result")
     offer, name, key, value, result = marks = [f"winnow_{part}" for part in parts]
     call = {"type": "function", "function": {"name": name, "arguments": {key: value}}}
     schema = {"type": "function", "function": {"name": offer, "description": "", "parameters": {"type": "object"}}}
-    messages = [
-        {"role": "user", "content": "?"},
-        {"role": "assistant", "content": "", "tool_calls": [call]},
-        {"role": "tool", "name": name, "content": result},
-    ]
+    results: list[Message] = [{"role": "tool", "name": name, "content": result}]
+    messages = [_QUESTION, {"role": "assistant", "content": "", "tool_calls": [call]}, *results]
     shown = error = ""
     try:
         shown = tokenizer.apply_chat_template(messages, tools=[schema], tokenize=False)
@@ -124,52 +143,42 @@ def require_tool_template(tokenizer: Any, prompt: Prompt) -> None:
             f"prompt '{prompt.id}' has tools, but the chat template leaves out their {', '.join(missing)}; use a model "
             f"or template made for tool calls{error}"
         )
+    ids = encode_observation(tokenizer, prompt, NextMessages(results), np.array([], np.int64))
+    if result not in tokenizer.decode(ids):
+        raise PromptError(
+            f"prompt '{prompt.id}' has tools, but the chat template does not show a result behind its call, so turns "
+            "cannot be joined; set chat_template to one that does"
+        )
     _shows_tools.add(tokenizer)
 
 
 def encode_observation(tokenizer: Any, prompt: Prompt, observation: str, sampled: np.ndarray) -> list[int]:
     """Token ids that carry an observation between two turns; what was sampled is never re-tokenized.
 
-    For messages it is what the chat template puts between an assistant's words and its next generation prompt; an
-    end-of-turn token that the model has already sampled is not repeated.
+    For messages it is what the chat template puts between an assistant's words or call and where the policy goes on,
+    from the end of the turn on; an end of turn that the policy has sampled is not repeated. What the template would
+    take back of earlier turns, such as thoughts, stays. Raises PromptError when the template cannot show it.
     """
+    before: Sequence[Message] = prompt.messages or [_QUESTION]
     added: Sequence[Message] = [{"role": "user", "content": observation}]
+    tools: Sequence[Any] = prompt.tools if isinstance(prompt, ToolPrompt) else ()
     if isinstance(observation, NextMessages):
-        added = observation.messages
+        added, tools = observation.messages, tools or observation.tools
         if added[0]["role"] == "tool":
-            return _without_sampled_end(tokenizer, _after_tool_call(tokenizer, added), sampled)
+            before = [_QUESTION]
     elif prompt.messages is None:
         return list(tokenizer.encode(observation, add_special_tokens=False))
-    before = prompt.messages or [{"role": "user", "content": "?"}]
-    turn: list[Message] = [*before, {"role": "assistant", "content": _MARK}, *added]
-    text = tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
-    return _without_sampled_end(tokenizer, text.rpartition(_MARK)[2], sampled)
-
-
-def _after_tool_call(tokenizer: Any, results: Sequence[Message]) -> str:
-    """Text that the chat template puts behind an assistant's tool call, from its end of turn on (as TRL finds it).
-
-    Raises PromptError when the template shows a call otherwise once there are results.
-    """
-    call = {"type": "function", "function": {"name": results[0]["name"], "arguments": {}}}
-    turn = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
-    before = tokenizer.apply_chat_template(turn, tokenize=False)
-    text = str(tokenizer.apply_chat_template([*turn, *results], tokenize=False, add_generation_prompt=True))
-    if tokenizer.eos_token in before:
-        before = before[: before.rindex(tokenizer.eos_token)]
-    if not text.startswith(before):
+    if is_begun(before):
+        before = before[:-1] or [_QUESTION]
+    templates = tokenizer.chat_template
+    named = {"chat_template": "tool_use"} if tools and isinstance(templates, dict) and "tool_use" in templates else {}
+    try:
+        return joined(tokenizer, before, added, sampled, named)
+    except Exception as error:  # whatever a template may raise
         raise PromptError(
-            "the chat template shows a tool call otherwise once there is a result, so turns cannot be joined; "
-            "use a template that keeps what it has shown, such as TRL's training templates"
-        )
-    return text[len(before) :]
-
-
-def _without_sampled_end(tokenizer: Any, text: str, sampled: np.ndarray) -> list[int]:
-    ids = list(tokenizer.encode(text, add_special_tokens=False))
-    if ids and len(sampled) and ids[0] == int(sampled[-1]):
-        return ids[1:]
-    return ids
+            f"prompt '{prompt.id}': the chat template cannot join turns: {error}; set chat_template to one that keeps "
+            "what it has shown"
+        ) from None
 
 
 def decode(tokenizer: Any, sequences: Sequence[np.ndarray]) -> list[str]:
@@ -182,8 +191,10 @@ def decode(tokenizer: Any, sequences: Sequence[np.ndarray]) -> list[str]:
 
 
 def tokenizer_digest(tokenizer: Any) -> str:
-    """SHA-256 over vocabulary and chat template."""
-    content = json.dumps(tokenizer.get_vocab(), sort_keys=True) + str(tokenizer.chat_template)
+    """SHA-256 over vocabulary and chat templates."""
+    templates = tokenizer.chat_template
+    shown = json.dumps(templates, sort_keys=True) if isinstance(templates, dict) else str(templates)
+    content = json.dumps(tokenizer.get_vocab(), sort_keys=True) + shown
     return hashlib.sha256(content.encode()).hexdigest()
 
 

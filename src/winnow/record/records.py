@@ -25,6 +25,8 @@ MOST_CONFIG = 16 << 20
 """Bytes of a configuration, at most."""
 WARNINGS = "warnings.jsonl"
 """What `Watchdogs` found; absent where they found nothing."""
+PROMPT = "prompt.json"
+"""A prompt as the model gets it; absent where an agent writes them."""
 START = "start.json"
 """The ledger's mark before anything was booked: what a run that dies before its first checkpoint goes back to."""
 GATE = "gate.jsonl"

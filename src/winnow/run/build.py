@@ -19,7 +19,7 @@ from ..engine.loading import (
     resolve_device,
 )
 from ..engine.pretrained import located
-from ..engine.template import with_template_values
+from ..engine.template import with_template
 from ..env import ENVS
 from ..env.base import Demonstrator, Task
 from ..env.rewards.rewarder import Rewarder, RewardSpec
@@ -322,7 +322,7 @@ def build_policy(
     device = resolve_device(c.device)
     if model is not None and tokenizer is None:
         raise ConfigError("processing_class: give the tokenizer of the model object")
-    tokenizer = with_template_values(tokenizer or load_tokenizer(c.model), c.chat_template_kwargs)
+    tokenizer = with_template(tokenizer or load_tokenizer(c.model), c.chat_template, c.chat_template_kwargs)
     saved = checkpoint / "model" if checkpoint else None
     if model is None or (saved and not c.lora):
         base = load_causal_lm(saved if saved and not c.lora else c.model, device)

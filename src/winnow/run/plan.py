@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .placement import engine_bytes, placement
+from .prompt_example import prompt_example
 
 if TYPE_CHECKING:
     from .trainer import Trainer
@@ -19,6 +20,7 @@ def plan(trainer: Trainer) -> dict[str, Any]:
     c, parameters, trained = trainer.config, trainer.learner.sizes.total, trainer.learner.sizes.trained
     rollouts = rollouts_per_step(trainer)
     longest = c.max_prompt_length + c.max_completion_length
+    example = prompt_example(trainer.task, trainer.tokenizer)
     evaluations = c.max_steps // c.eval_steps + 1 if c.eval_steps else 0
     return {
         "model": c.model,
@@ -27,6 +29,9 @@ def plan(trainer: Trainer) -> dict[str, Any]:
         "device": str(trainer.learner.device),
         "train_prompts": len(trainer.task.train),
         "test_prompts": len(trainer.task.test),
+        "prompt_example": example.text if example else None,
+        "prompt_tokens": example.tokens if example else None,
+        **({"prompt_followed_by": example.follows} if example and example.follows else {}),
         "steps": c.max_steps,
         "rollouts_per_step": rollouts,
         "max_sampled_tokens_per_step": rollouts * c.max_completion_length,

@@ -9,10 +9,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from ..config import ConfigError, MethodSpec, RunConfig, as_saved, from_saved, method, validate
 from ..engine.base import Engine, Request
 from ..env.base import Task
-from ..env.prompting import encode_prompt
+from ..env.prompting import encode_observation, encode_prompt
 from ..env.rewards.rewarder import Rewarder
 from ..env.stored import StoredPrompts
 from ..learner import LEARNERS, Learner
@@ -21,6 +23,7 @@ from ..record.records import CONFIG, LEDGER, START, RunDirectoryError, read_conf
 from ..rollout.evaluate import RollOut
 from ..types import Job, Prompt, Visit
 from .build import sampler_options, sampling_params
+from .prompt_example import warn_of_plain_text
 
 PROBED, PROBES_EACH = 4, 2
 """Prompts whose log-probabilities are compared at the start, and rollouts of each."""
@@ -98,6 +101,7 @@ def check_prompts(c: RunConfig, task: Task, rewarder: Rewarder, tokenizer: Any, 
     """
     first = task.train[0]
     rewarder.check(first.columns, first.messages is not None)
+    warn_of_plain_text(task, tokenizer)
     warn_of_long_prompts(c.max_prompt_length, task, tokenizer)
     if not rewarder.names and task.make_env(first) is None:
         raise ConfigError("there is no reward: give reward_funcs, e.g. 'my_reward.py:my_reward'")
@@ -107,6 +111,8 @@ def check_prompts(c: RunConfig, task: Task, rewarder: Rewarder, tokenizer: Any, 
             ids = encode_prompt(tokenizer, prompt)
             if len(ids) > (limit := c.max_prompt_length):
                 raise ConfigError(f"prompt '{prompt.id}' has {len(ids)} tokens, over max_prompt_length={limit}")
+            if task.max_turns > 1:
+                encode_observation(tokenizer, prompt, "?", np.array([], np.int64))
             if engine is None:
                 return
             engine.submit([Request("trial", ids, sampling_params(c), key=0)])

@@ -24,7 +24,7 @@ from ..base.parent import call_itself
 from ..config import ConfigError, validate
 from ..engine.loading import ModelReference, load_tokenizer, quiet_transformers, resolve_device
 from ..engine.pretrained import located
-from ..engine.template import with_template_values
+from ..engine.template import with_template
 from ..methods.gate import RuleError, rule_from
 from ..rollout.runner import RolloutRunner
 from ..sampler.codec import group_state, job_from, prompts_of
@@ -50,7 +50,7 @@ class Server:
         torch.set_num_threads(start["threads"])
         self.task = build_task(c.env)
         self._prompts = prompts_of(self.task)
-        tokenizer = with_template_values(load_tokenizer(c.model), c.chat_template_kwargs)
+        tokenizer = with_template(load_tokenizer(c.model), c.chat_template, c.chat_template_kwargs)
         self.engine = build_engine(c, ModelReference(located(c.model), resolve_device(c.device)), tokenizer)
         self.rewarder = build_rewarder(c, self.task)
         self.rewarder.trainer_state = SimpleNamespace(global_step=start["version"], max_steps=c.max_steps)

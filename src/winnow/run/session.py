@@ -6,6 +6,7 @@ import shutil
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +20,7 @@ from ..learner.step import OptimizerStep
 from ..loop import Hooks, Loop, Parts
 from ..record.ledger import Ledger
 from ..record.progress import Display
-from ..record.records import CONFIG, LEDGER, METRICS, START, Records, read_metrics
+from ..record.records import CONFIG, LEDGER, METRICS, PROMPT, START, Records, read_metrics
 from ..record.stopping import Limits, RunStoppedError, TaskSolvedError
 from ..record.watchdogs import Watchdogs, first_gap
 from ..rollout.evaluate import Evaluation
@@ -38,6 +39,7 @@ from .evaluating import Evaluations
 from .hub import push_if_due
 from .interrupt import StopSignals
 from .preflight import NothingSampledError
+from .prompt_example import prompt_example
 
 
 class Session:
@@ -66,6 +68,7 @@ class Session:
         c, built = self.config, self.built
         write_json(self.run_dir / CONFIG, as_saved(c), private=True)
         built.machine.say(self._console)
+        self._show_prompt(again=state is not None)
         built.rewarder.trainer_state = SimpleNamespace(global_step=0, max_steps=c.max_steps)
         self.ledger = stack.enter_context(Ledger.open(self.run_dir / LEDGER))
         self._open_ledger(state)
@@ -87,6 +90,15 @@ class Session:
         self._tell("on_train_begin")
         if state is None:
             self._baseline()
+
+    def _show_prompt(self, *, again: bool) -> None:
+        """Keep one prompt as the model gets it for the page; the start of a run says it."""
+        example = prompt_example(self.built.task, self.built.tokenizer)
+        if example is None:
+            return
+        write_json(self.run_dir / PROMPT, asdict(example), private=True)
+        if not again:
+            self._console.print(example.line(), highlight=False, markup=False, soft_wrap=True)
 
     def _open_ledger(self, state: Mapping[str, Any] | None) -> None:
         """Void what a crash has rolled back, or start the account."""

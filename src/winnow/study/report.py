@@ -117,6 +117,7 @@ def _run_data(run: Run, points: int, share: float) -> dict[str, Any]:
         "profile": run.profile,
         "reliability": run.reliability,
         "offPolicy": run.off_policy,
+        "prompt": run.prompt,
         "samples": [run.samples[i * len(run.samples) // kept] for i in range(kept)],
         "config": _flat(run.config or {}),
         "warnings": run.warnings,

@@ -21,7 +21,7 @@ from ..record import recurrence
 from ..record.collapse import off_policy_marks
 from ..record.ledger import Ledger, LedgerError
 from ..record.proof import verdict
-from ..record.records import MOST_CONFIG, WARNINGS
+from ..record.records import MOST_CONFIG, PROMPT, WARNINGS
 from ..record.rule_audits import HEAD, rows
 from ..run.checkpoint import CheckpointError, marks
 from .report_samples import thin_samples
@@ -29,6 +29,8 @@ from .report_samples import thin_samples
 Row = dict[str, float]
 CUMULATIVE = ("step", "num_tokens", "seconds_total")
 RELIABILITY = "gate/arrol/reliability/"
+LONGEST_PROMPT = 4_000
+"""Characters of the prompt that is shown, at most."""
 BINS_OF_TEN = tuple("0123456789")
 
 
@@ -47,6 +49,8 @@ class Run:
     totals: dict[str, dict[str, float]] | None = None
     proof: dict[str, Any] | None = None
     samples: list[dict[str, Any]] = field(default_factory=list)
+    prompt: dict[str, str] | None = None
+    """`text` and `caption` of a prompt as the model gets it."""
     reliability: dict[str, Any] | None = None
     """`points` and `caption` of what a gate predicted and what came true."""
     off_policy: list[dict[str, Any]] | None = None
@@ -76,6 +80,7 @@ def read_run(path: Path, *, max_samples: int) -> Run:
     run.evaluations = [row for row in merged if any(k.startswith("eval/") for k in row)]
     _read_ledger(path / "ledger.sqlite", run)
     run.warnings = _warnings(path / WARNINGS, run.notes)
+    run.prompt = _read_prompt(path / PROMPT, run.notes)
     run.samples = thin_samples(read_lines(path / "samples.jsonl", run.notes), max_samples)
     return run
 
@@ -159,6 +164,22 @@ def _read_profile(selector: Any) -> dict[str, Any] | None:
         f"{s['in_band']:,} in between; mean pass rate {s['mean_pass_rate']:.3f}"
     )
     return {"labels": list(BINS), "counts": histogram(rates), "caption": visible(caption)}
+
+
+def _read_prompt(path: Path, notes: list[str]) -> dict[str, str] | None:
+    if not path.is_file():
+        return None
+    try:
+        found = from_json(bytes_of(path, MOST_CONFIG).decode("utf-8", "replace"))
+        text, tokens, name = str(found["text"]), int(found["tokens"]), str(found["id"])
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        notes.append(f"{path.name} cannot be read: {visible(str(error))}.")
+        return None
+    if len(text) > LONGEST_PROMPT:
+        text = f"{text[: LONGEST_PROMPT // 2]}\n[...]\n{text[-LONGEST_PROMPT // 2 :]}"
+    follows = f"; {found['follows']} follows" if found.get("follows") else ""
+    caption = f"Prompt '{name}' with its special tokens: {tokens:,} tokens{follows}."
+    return {"text": visible(redact(text)), "caption": visible(caption)}
 
 
 def _warnings(path: Path, notes: list[str]) -> list[str]:

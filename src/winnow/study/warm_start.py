@@ -21,11 +21,15 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.nn.functional import cross_entropy
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from ..base.chat_template import template_text
 from ..base.files import readable
 from ..base.processor import usable_threads
+from ..config import ConfigError
 from ..engine.loading import load_causal_lm, load_tokenizer, resolve_device
+from ..engine.template import with_template
 from ..env.base import Demonstrator, Task
-from ..env.prompting import encode_prompt
+from ..env.chat import end_of_turn
+from ..env.prompting import as_beginning, encode_prompt
 from ..learner.local.forward import head_is_linear
 from ..run.machine import choose_threads
 from ..run.speed import Matrices
@@ -51,6 +55,8 @@ class WarmStartConfig:
     completion_column: str | None = None
     """Column of the data with the completions to teach; None: the first of completion, solution, answer, ground_truth
     that there is. No effect on tasks that show solutions themselves."""
+    chat_template: str | None = None
+    """Text of a chat template, or a file with it, for the model that is saved; None: the one it has."""
     max_steps: int = 330
     batch_size: int = 128
     learning_rate: float | None = None
@@ -110,6 +116,10 @@ def warm_start(
     """
     config = config or WarmStartConfig()
     shown = _shown(task, config)
+    try:
+        template = None if config.chat_template is None else template_text(config.chat_template)
+    except ValueError as error:
+        raise ConfigError(f"warm start: chat_template: {error}") from None
     output = Path(output_dir)
     if output.exists() and any(output.iterdir()):
         raise FileExistsError(f"warm start: {output} is not empty; choose another directory or remove it")
@@ -117,6 +127,7 @@ def warm_start(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
         model, tokenizer = _pretrained(config.model) if config.model is not None else _new(shown, config)
+        tokenizer = with_template(tokenizer, template, {})
         loss = _teach(model, tokenizer, shown, config)
     output.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(output)
@@ -252,10 +263,11 @@ def _batches(shown: Shown, tokenizer: Any, config: WarmStartConfig, longest: int
         texts = [text for _, parts in pairs for text in parts]
         encoded = iter(tokenizer(texts, add_special_tokens=False)["input_ids"])
         prompts = _prompt_ids(tokenizer, [prompt for prompt, _ in pairs])
-        rows = [
-            _row([ids, *islice(encoded, len(parts))], tokenizer.eos_token_id)
-            for ids, (_, parts) in zip(prompts, pairs, strict=True)
-        ]
+        rows = []
+        for ids, (prompt, parts) in zip(prompts, pairs, strict=True):
+            in_chat = isinstance(prompt, Prompt) and prompt.messages is not None
+            end = end_of_turn(tokenizer) if in_chat else tokenizer.eos_token_id
+            rows.append(_row([ids, *islice(encoded, len(parts))], end))
         if (most := max(len(ids) for ids, _ in rows)) > limit:
             option = "max_positions" if config.model is None else "the model's max_position_embeddings"
             raise ValueError(f"warm start: a demonstration of {most} tokens exceeds {option}={limit}")
@@ -266,8 +278,9 @@ def _batches(shown: Shown, tokenizer: Any, config: WarmStartConfig, longest: int
 def _prompt_ids(tokenizer: Any, prompts: Sequence[str | Prompt]) -> list[list[int]]:
     """As a rollout encodes them."""
     if all(isinstance(prompt, str) for prompt in prompts):
-        found: list[list[int]] = tokenizer(list(prompts))["input_ids"]
-        return found
+        full = tokenizer(list(prompts))["input_ids"]
+        bare = tokenizer(list(prompts), add_special_tokens=False)["input_ids"]
+        return [as_beginning(tokenizer, *each) for each in zip(full, bare, strict=True)]
     return [list(encode_prompt(tokenizer, prompt)) for prompt in prompts if isinstance(prompt, Prompt)]
 
 
@@ -305,7 +318,8 @@ def _backward(model: Any, batch: list[Rows], *, linear: bool = True) -> float:
 def _row(encoded: list[list[int]], eos: int) -> tuple[list[int], list[int]]:
     """Ids and labels of one demonstration: prompt, action, observation, action, ..., action.
 
-    As in a rollout, an end of sequence stands behind every action. Raises ValueError if it does not end with an action.
+    As in a rollout, an end of sequence or of the template's turn follows every action. Raises ValueError if it does not
+    end with an action.
     """
     if len(encoded) % 2:
         raise ValueError(

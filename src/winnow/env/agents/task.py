@@ -185,7 +185,7 @@ class AgentEnv:
     async def _after(self, action: str | None) -> StepResult:
         asked = await self._conversation.next()
         if not isinstance(asked, Returned):
-            return StepResult(NextMessages(asked.messages), action=action)
+            return StepResult(NextMessages(asked.messages, asked.tools), action=action)
         if not isinstance(asked.value, Real | None):
             kind = type(asked.value).__name__
             raise TypeError(f"{self._label} returned {kind}; it must be the reward, or None")

@@ -16,6 +16,8 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTok
 
 from ...base.errors import ConfigError
 from ...base.weights import weights_digest
+from ...types import Message
+from ..chat import is_begun
 from ..prompting import tokenizer_digest
 
 TOKENS_AT_ONCE = 16_384
@@ -79,7 +81,7 @@ class RewardModel:
         if isinstance(prompt, str):
             text = prompt + completion
         else:
-            text = self.tokenizer.apply_chat_template([*prompt, *completion], tokenize=False)
+            text = self.tokenizer.apply_chat_template(_conversation(prompt, completion), tokenize=False)
         ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
         longest = getattr(self.model.config, "max_position_embeddings", None)
         if not ids or (longest is not None and len(ids) > longest):
@@ -97,6 +99,15 @@ class RewardModel:
             mask_BT[i, : len(ids)] = 1
         scores: list[float] = self.model(input_ids=ids_BT, attention_mask=mask_BT).logits[:, 0].float().tolist()
         return scores
+
+
+def _conversation(prompt: Sequence[Message], completion: Sequence[Message]) -> list[Message]:
+    """Prompt and completion, which may continue a turn that the prompt begins."""
+    if not completion or not is_begun(prompt):
+        return [*prompt, *completion]
+    begun, first = prompt[-1], completion[0]
+    turn = {**begun, **first, "content": f"{begun['content']}{first.get('content') or ''}"}
+    return [*prompt[:-1], turn, *completion[1:]]
 
 
 def is_model(spec: Any) -> bool:

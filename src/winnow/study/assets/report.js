@@ -150,6 +150,16 @@ const report = (data, view) => {
     return said.length ? el("div", { class: "card warnings" }, el("h3", { class: "bad" }, "Warnings"), el("ul", { class: "notes" }, ...said)) : "";
   }
 
+  /** A prompt as the model got it, of each run that has kept one. */
+  function promptSection() {
+    const shown = runs.filter((r) => r.prompt);
+    if (!shown.length) return null;
+    return section("prompt", "A prompt as the model got it", ...shown.map(({ name, prompt }) => el("div", { class: "card" },
+      several ? el("h3", { dir: "auto" }, name) : null,
+      el("pre", { class: "prompt", dir: "auto" }, prompt.text),
+      el("p", { class: "soft below", dir: "auto" }, prompt.caption))));
+  }
+
   function configSection() {
     const pairs = (list) => el("div", { class: "config" }, ...list.flatMap(([k, v]) => [el("span", {}, k), el("span", { dir: "auto" }, v)]));
     const differing = Object.entries(data.differences);
@@ -238,7 +248,7 @@ const report = (data, view) => {
         several ? null : el("p", { class: "soft", dir: "auto" }, heading.note)),
       several ? comparison() : el("div", { class: "cards" }, ...data.cards.map((c) => el("div", { class: "card" },
         el("div", { class: "label" }, c.label), el("div", { class: `value ${c.state}` }, c.value), el("div", { class: "note" }, c.note)))),
-      warnings(), ...sections, reliabilitySection() || "", profileSection() || "", samples({ data, runs, several, section, runColor }), proofSection(), configSection(),
+      warnings(), ...sections, reliabilitySection() || "", profileSection() || "", samples({ data, runs, several, section, runColor }), promptSection() || "", proofSection(), configSection(),
       el("footer", {}, "Drag over a chart to zoom, double-click to see all of it; arrow keys move along it. A legend's entries can be switched off. ",
         averaged > 1 ? `Long series are means over up to ${averaged} steps.` : ""));
     app.insertBefore(toolbar(), app.querySelector(".warnings") || sections[0]);

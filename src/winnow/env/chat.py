@@ -1,0 +1,251 @@
+"""Chat templates: messages as text, and the tokens that join two turns of an assistant.
+
+The end of a turn is the template's own, which need not be the tokenizer's end of sequence, nor a single token. It is
+derived by rendering a turn whose content is a mark.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+
+from ..types import Message
+
+_MARK = "\u241fwinnow\u241f"
+_CALL_MARK = "winnow_mark"
+"""Of plain letters: templates write arguments in their own ways."""
+_USER: Message = {"role": "user", "content": "?"}
+_OPENING = re.compile(r"\s*(<[^<>\s]+>|\[[A-Z_]+\])")
+
+
+class PromptError(ValueError):
+    """A prompt that this model cannot be given; the message names the prompt and the remedy."""
+
+
+def is_begun(messages: Sequence[Message]) -> bool:
+    """Whether messages end in an assistant's turn that the policy is to continue."""
+    last = messages[-1]
+    return last["role"] == "assistant" and last.get("content") is not None and not last.get("tool_calls")
+
+
+def rendered(tokenizer: Any, messages: Sequence[Message], **options: Any) -> str:
+    """Messages as text, up to where the policy goes on: behind a generation prompt, or in a turn that they begin.
+
+    Raises PromptError for contents other than text, and whatever the template raises.
+    """
+    if not (parts := _parts(messages)):
+        return _ready(tokenizer, messages, options)
+    with suppress(Exception):  # whatever a template that knows no parts may raise
+        text = _ready(tokenizer, messages, options)
+        if all(part.strip() in text for part in parts):
+            return text
+    plain = []
+    for message in messages:
+        content = message.get("content")
+        in_parts = isinstance(content, list | tuple)
+        plain.append({**message, "content": "".join(part["text"] for part in content)} if in_parts else message)
+    return _ready(tokenizer, plain, options)
+
+
+def _parts(messages: Sequence[Message]) -> list[str]:
+    """Texts of contents that come in parts, which some templates leave out without a word, and others insist on."""
+    found = []
+    for message in messages:
+        content = message.get("content")
+        for part in content if isinstance(content, list | tuple) else ():
+            if not isinstance(part.get("text"), str):
+                kind = part.get("type")
+                raise PromptError(f"a message has a part of type '{kind}'; the model is given text only: remove it")
+            found.append(part["text"])
+    return found
+
+
+def _ready(tokenizer: Any, messages: Sequence[Message], options: Mapping[str, Any]) -> str:
+    if is_begun(messages):
+        return _continued(tokenizer, messages, options)
+    return _applied(tokenizer, messages, add_generation_prompt=True, **options)
+
+
+def _applied(tokenizer: Any, messages: Sequence[Message], **options: Any) -> str:
+    return str(tokenizer.apply_chat_template(list(messages), tokenize=False, **options))
+
+
+def _continued(tokenizer: Any, messages: Sequence[Message], options: Mapping[str, Any]) -> str:
+    """Messages as text without the end of the last turn.
+
+    A template that reads thoughts out of a turn (Qwen3's) shows an empty, closed one before a thought that is only
+    begun, or refuses it. The begun turn then goes behind the header of an earlier turn, or the generation prompt.
+    """
+    *before, last = messages
+    refusal: Exception | None = None
+    try:
+        text = _applied(tokenizer, messages, continue_final_message=True, **options)
+    except Exception as error:  # whatever a template, or the search for the end of the turn, may raise
+        refusal = error
+    opening = _OPENING.match(last["content"]) if isinstance(last["content"], str) else None
+    if refusal is None and (opening is None or not before):
+        return text
+    if refusal is not None and (not before or not isinstance(last["content"], str)):
+        raise refusal
+    try:
+        known = _applied(tokenizer, before, **options)
+        marked = _applied(tokenizer, [*before, {**last, "content": _MARK}, _USER], **options)
+        ready = _applied(tokenizer, before, add_generation_prompt=True, **options)
+    except Exception:  # one that wants other turns
+        if refusal is not None:
+            raise refusal from None
+        return text
+    header, found, _ = marked.partition(_MARK)
+    choices = [] if refusal is not None else [text]
+    choices += [header + last["content"]] if found else []
+    tag = opening[1] if opening else ""
+    opened = bool(tag) and ready.rstrip().endswith(tag)
+    choices.append((ready.rstrip().removesuffix(tag) if opened else ready) + last["content"])
+    right = known.count(tag) + last["content"].count(tag)
+    return next((choice for choice in choices if not tag or choice.count(tag) == right), choices[0])
+
+
+@dataclass(frozen=True)
+class _Turns:
+    """How a chat template ends the turns of an assistant."""
+
+    marks: frozenset[int]
+    """Tokens of the tokenizer that are more than a piece of text."""
+    special: frozenset[int]
+    ends: frozenset[int]
+    """Those of the marks that end a turn."""
+    end: int | None
+    """The one of `ends` that a last turn has first; None if there is none."""
+    text: str
+    """End of a turn that is ordinary text; empty if there is none."""
+
+
+_KNOWN: WeakKeyDictionary[Any, dict[str, _Turns]] = WeakKeyDictionary()
+
+
+def _turns(tokenizer: Any, options: Mapping[str, Any]) -> _Turns:
+    template = str(tokenizer.get_chat_template(options.get("chat_template")))
+    known = _KNOWN.setdefault(tokenizer, {})
+    if template not in known:
+        known[template] = _derived(tokenizer, options)
+    return known[template]
+
+
+def _derived(tokenizer: Any, options: Mapping[str, Any]) -> _Turns:
+    added = {i: token for i, token in tokenizer.added_tokens_decoder.items() if token.content.strip()}
+    marks, special = frozenset(added), frozenset(i for i, token in added.items() if token.special)
+    turn: Message = {"role": "assistant", "content": _MARK}
+    try:
+        alone = _behind(_MARK, _applied(tokenizer, [_USER, turn], **options))
+        followed = _behind(_MARK, _applied(tokenizer, [_USER, turn, _USER], add_generation_prompt=True, **options))
+    except Exception:  # one that wants other turns: what begins with a mark of its own is joined all the same
+        return _Turns(marks, special, frozenset(), None, "")
+    alone_ids, followed_ids = _encoded(tokenizer, alone), _encoded(tokenizer, followed)
+    same = _common(alone_ids, followed_ids)
+    ends = marks.intersection(alone_ids[:same])
+    if not ends and same < min(len(alone_ids), len(followed_ids)):
+        last, other = alone_ids[same], followed_ids[same]
+        if {last, other} <= marks and followed_ids.count(other) > 1:  # the last turn ends otherwise than all others
+            ends = frozenset((last, other))
+    text = alone if not ends and followed.startswith(alone) else ""
+    end = next((token for token in alone_ids if token in ends), None)
+    return _Turns(marks, special, ends, end, text.rstrip() or text)
+
+
+def end_of_turn(tokenizer: Any) -> int:
+    """The token to teach as the end of an assistant's turn: the template's own, else the end of sequence."""
+    turns = _turns(tokenizer, {})
+    eos = int(tokenizer.eos_token_id)
+    return eos if turns.end is None or eos in turns.ends else turns.end
+
+
+def joined(
+    tokenizer: Any,
+    before: Sequence[Message],
+    added: Sequence[Message],
+    sampled: np.ndarray,
+    options: Mapping[str, Any],
+) -> list[int]:
+    """Tokens from the end of an assistant's turn, so far as it has not been `sampled`, to where the policy goes on.
+
+    `added` are the messages behind the turn; results of tools follow a call. Raises PromptError when the template does
+    not show the turn before them, and whatever it raises.
+    """
+    turn: Message = {"role": "assistant", "content": _MARK}
+    mark = _MARK
+    if added[0]["role"] == "tool":
+        call = {"name": added[0]["name"], "arguments": {"key": _CALL_MARK}}
+        turn = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": call}]}
+        mark = _CALL_MARK
+    turns = _turns(tokenizer, options)
+    text = _behind(mark, rendered(tokenizer, [*before, turn, *added], **options))
+    ids = _encoded(tokenizer, text)
+    start, ends = 0, turns.ends
+    if mark == _CALL_MARK:
+        alone = _encoded(tokenizer, _behind(mark, _applied(tokenizer, [*before, turn], **options)))
+        start = _end_of_call(turns, ids, alone)
+        ends |= {*ids[start : start + 1]} & turns.special & set(alone[start : start + 1])
+    elif turns.text and text.startswith(turns.text) and _ends_with(tokenizer, sampled, turns.text):
+        return _encoded(tokenizer, text[len(turns.text) :])
+    return _unsampled(tokenizer, ids, start, ends, turns.marks, sampled)
+
+
+def _end_of_call(turns: _Turns, ids: Sequence[int], alone: Sequence[int]) -> int:
+    """Where in `ids`, tokens behind an argument of a call, the turn ends; `alone`: the same without results."""
+    same = _common(ids, alone)
+    for i in range(min(same + 1, len(ids))):
+        if ids[i] in turns.ends:
+            return i
+    last = max((i for i, token in enumerate(alone) if token in turns.special), default=-1)
+    return last if 0 <= last < same == len(alone) else same  # some end a call otherwise than what is said
+
+
+def _unsampled(
+    tokenizer: Any, ids: list[int], start: int, ends: frozenset[int], marks: frozenset[int], sampled: np.ndarray
+) -> list[int]:
+    """`ids` from `start` on, without an end of turn that has been sampled.
+
+    Where a template ends turns with nothing, the policy ends them with the mark that begins the next one. Ordinary
+    tokens count for nothing: a turn that was cut off may end in the same one by chance.
+    """
+    stop, first = start, 0
+    for i in range(start, len(ids)):
+        if not first and ids[i] in marks:
+            first = i + 1
+        if ids[i] in ends:
+            stop = i + 1
+        elif tokenizer.decode([ids[i]]).strip():
+            break
+    region = ids[: stop if stop > start else first]
+    last = int(sampled[-1]) if len(sampled) else None
+    if last in marks and last in region:
+        return ids[len(region) - region[::-1].index(last) :]
+    return ids[stop:] if last in ends else ids[start:]
+
+
+def _ends_with(tokenizer: Any, sampled: np.ndarray, text: str) -> bool:
+    tail = [int(token) for token in sampled[-4 * len(text) :]]
+    return str(tokenizer.decode(tail, clean_up_tokenization_spaces=False)).endswith(text)
+
+
+def _behind(mark: str, text: str) -> str:
+    _, found, tail = text.rpartition(mark)
+    if not found:
+        raise PromptError("the chat template leaves out what the assistant said or called once more follows")
+    return tail
+
+
+def _encoded(tokenizer: Any, text: str) -> list[int]:
+    return list(tokenizer.encode(text, add_special_tokens=False))
+
+
+def _common(a: Sequence[int], b: Sequence[int]) -> int:
+    """Tokens with which both begin."""
+    return len(list(takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False))))

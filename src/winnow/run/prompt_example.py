@@ -1,0 +1,82 @@
+"""One prompt as the model gets it: for the plan, the start of a run and its page; and a warning of plain text."""
+
+from __future__ import annotations
+
+import warnings
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from ..base.printable import visible
+from ..env.agents import AgentTask
+from ..env.base import Task
+from ..env.chat import rendered
+from ..env.prompting import encode_prompt
+from ..types import Prompt
+
+TRIED = 16
+"""Prompts of which the first that can be encoded is shown."""
+HEAD, TAIL = 160, 80
+"""Characters shown on one line, from the beginning and the end of a longer prompt."""
+_MARK = "\u241fwinnow\u241f"
+
+
+@dataclass(frozen=True)
+class PromptExample:
+    """A training prompt with its special tokens, and what follows it before the policy is asked."""
+
+    id: str
+    text: str
+    tokens: int
+    follows: str | None
+
+    def line(self) -> str:
+        """What a run says of it at its start."""
+        more = f", then {self.follows}" if self.follows else ""
+        return f"prompt '{visible(self.id)}' ({self.tokens} tokens{more}): {on_one_line(self.text)}"
+
+
+def on_one_line(text: str) -> str:
+    """A text for a console: line ends as `\\n`, the middle of a long one left out."""
+    text = visible(text).replace("\n", "\\n").replace("\t", "\\t")
+    return text if len(text) <= HEAD + TAIL else f"{text[:HEAD]} [...] {text[-TAIL:]}"
+
+
+def prompt_example(task: Task, tokenizer: Any) -> PromptExample | None:
+    """The first training prompt that can be encoded; no environment is started. None: an agent writes the prompts, or
+    there is none."""
+    if isinstance(task, AgentTask):
+        return None
+    for prompt in task.train[:TRIED]:
+        with suppress(ValueError):
+            ids = list(encode_prompt(tokenizer, prompt))
+            text = str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+            follows = "the environment's first observation, if it has one" if task.max_turns > 1 else None
+            return PromptExample(prompt.id, text, len(ids), follows)
+    return None
+
+
+def warn_of_plain_text(task: Task, tokenizer: Any) -> None:
+    """Say that text prompts are given to a chat model as they are, without its template."""
+    first = task.train[0]
+    if first.messages is not None or not getattr(tokenizer, "chat_template", None) or isinstance(task, AgentTask):
+        return
+    if not _looks_rendered(first, tokenizer):
+        warnings.warn(
+            f"prompt '{first.id}' is plain text, and the model has a chat template, which is not applied to text; for "
+            'a chat give messages, [{"role": "user", "content": ...}], or set system_prompt; ignore this if the text '
+            "is meant as it is",
+            stacklevel=2,
+        )
+
+
+def _looks_rendered(prompt: Prompt, tokenizer: Any) -> bool:
+    """Whether the text has a special token of the template, or what the template writes before an answer."""
+    text = prompt.text or ""
+    try:
+        shown = rendered(tokenizer, [{"role": "user", "content": _MARK}])
+    except Exception:  # a template that wants other messages
+        return False
+    special = [t.content for t in tokenizer.added_tokens_decoder.values() if t.special and t.content in shown]
+    ready = shown.rpartition(_MARK)[2].strip().splitlines()
+    return any(mark in text for mark in special if mark != tokenizer.bos_token) or bool(ready and ready[-1] in text)
