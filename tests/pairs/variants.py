@@ -123,7 +123,8 @@ NOT_SWEPT = frozenset(
     | {"prompts_per_step", "max_prompt_length", "max_completion_length", "reward_timeout_s", "max_failed_share"}
     | {"reward_memory_mb", "reward_env", "reward_sandbox"}
     | {"max_skipped_steps", "learning_rate", "adam_beta1", "adam_beta2", "adam_epsilon", "save_steps"}
-    | {"save_total_limit", "log_completions", "report_to", "run_name", "num_train_epochs", "chat_template_kwargs"}
+    | {"save_total_limit", "log_completions", "report_to", "run_name", "num_train_epochs"}
+    | {"chat_template", "chat_template_kwargs"}
     | {"eval_temperature", "eval_top_p", "eval_top_k", "eval_greedy", "matmul_precision", "optim", "optim_args"}
     | {"push_to_hub", "hub_model_id", "hub_private_repo", "hub_strategy"}
 )

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from winnow import Trainer
@@ -18,6 +21,8 @@ from winnow.engine.facts import Facts
 from winnow.env.dataset import DatasetConfig
 from winnow.env.prompting import PromptError, encode_prompt
 from winnow.env.row_files import DataError
+from winnow.run.prompt_example import on_one_line
+from winnow.study.report import report_data
 from winnow.types import Prompt
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
@@ -110,6 +115,74 @@ def trainer(model: Path, folder: Path, questions: list[str], **options: Any) -> 
     env = {"name": "dataset", "path": jsonl(folder, rows), **options}
     settings = {"output_dir": str(folder / "run"), "max_prompt_length": 80, "max_completion_length": 4}
     return Trainer(str(model), env, "exact", settings)
+
+
+PLAIN = "is plain text, and the model has a chat template"
+
+
+def test_plain_text_for_a_chat_model_is_named_once(chat_model: Path, tmp_path: Path) -> None:
+    settings = {"output_dir": str(tmp_path / "run"), "max_prompt_length": 80, "max_completion_length": 4}
+
+    def warned(text: str, model: Path = chat_model) -> int:
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            Trainer(str(model), None, "exact", settings, train_dataset=[{"prompt": text, "ground_truth": "x"}] * 2)
+        return sum(PLAIN in str(warning.message) for warning in seen)
+
+    assert warned("2+2?") == 1
+    assert warned("<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n") == 0
+    chat_tokenizer(None).save_pretrained(chat_model)
+    (chat_model / "chat_template.jinja").unlink()
+    assert warned("2+2?") == 0
+
+
+def test_one_prompt_is_shown(chat_model: Path, tmp_path: Path) -> None:
+    """In the plan, at the start of a run and on its page, as the model gets it."""
+    text = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    row = {"prompt": [{"role": "user", "content": "hi"}], "ground_truth": "x"}
+    env = f"env={{name: dataset, path: {jsonl(tmp_path, [row])}}}"
+    config = tmp_path / "c.yaml"
+    config.write_text(f"model: {chat_model}\nmax_completion_length: 4\nmax_steps: 1\nprompts_per_step: 2\n")
+    given = [str(config), env, "num_generations=2", "reward_funcs=exact", "dtype=float32", "threads=1"]
+    given += [f"output_dir={tmp_path / 'run'}"]
+    plan = json.loads(CliRunner().invoke(app, ["train", *given, "--dry-run", "--json"]).stdout)
+    assert plan["prompt_example"] == text
+    assert plan["prompt_tokens"] == len(chat_tokenizer().encode(text, add_special_tokens=False))
+    shown = CliRunner().invoke(app, ["train", *given, "--dry-run"]).stdout
+    assert on_one_line(text) in "".join(line.rstrip() for line in shown.splitlines()).replace(" " * 29, "")
+
+
+def test_a_run_shows_its_prompt_and_keeps_its_template(chat_model: Path, tmp_path: Path) -> None:
+    """A template that the configuration gives decides the prompt, is saved with the model, and survives a resume."""
+    template = "{% for m in messages %}<|im_start|>{{ m['content'] }}<|im_end|>{% endfor %}<|im_start|>"
+    file = tmp_path / "own.jinja"
+    file.write_text(template)
+    rows = [{"prompt": [{"role": "user", "content": "hi" * 200}]}, {"prompt": [{"role": "user", "content": "you"}]}]
+    settings: dict[str, Any] = {"output_dir": str(tmp_path / "run"), "chat_template": str(file), "save_steps": 1}
+    settings |= {"max_steps": 1, "prompts_per_step": 2, "num_generations": 2, "max_completion_length": 4, "threads": 1}
+    first = Trainer(str(chat_model), None, reward, settings, train_dataset=rows)
+    first.console = Console(file=io.StringIO(), width=80)
+    first.train()
+    said = first.console.file.getvalue()  # type: ignore[attr-defined]
+    assert "(403 tokens): <|im_start|>hihi" in said
+    assert "hi [...] hi" in said
+    assert "hi<|im_end|><|im_start|>\n" in said
+    (run,) = report_data([tmp_path / "run"])["runs"]
+    assert run["prompt"]["text"] == "<|im_start|>" + "hi" * 200 + "<|im_end|><|im_start|>"
+    assert "403 tokens" in run["prompt"]["caption"]
+    file.unlink()
+    again = Trainer.resume(
+        tmp_path / "run", {"max_steps": 2}, model=str(chat_model), reward_funcs=reward, train_dataset=rows
+    )
+    again.train()
+    saved = AutoTokenizer.from_pretrained(tmp_path / "run" / "model")
+    assert saved.chat_template == template
+    with pytest.raises(ConfigError, match="chat_template"):
+        Trainer.resume(tmp_path / "run", {"chat_template": CHATML})
+
+
+def reward(completions: list[Any], **columns: Any) -> list[float]:
+    return [float(i % 2) for i in range(len(completions))]
 
 
 def test_demo_llm_in_small(chat_model: Path, tmp_path: Path) -> None:

@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from winnow.env.prompting import PromptError, cut_at_stop, decode, encode_observation, encode_prompt
@@ -21,8 +24,18 @@ def chat_tokenizer() -> PreTrainedTokenizerFast:
     backend = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<e>", additional_special_tokens=["<s>"])
-    tokenizer.chat_template = TEMPLATE
+    return tokenizer_of(backend, TEMPLATE)
+
+
+def tokenizer_of(backend: Tokenizer, template: str, eos: str = "<e>", **options: str) -> PreTrainedTokenizerFast:
+    special = ["<s>", "<end>", "<return>", "<user>", "<eom>"]
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(backend.to_str()),
+        eos_token=eos,
+        additional_special_tokens=special,
+        **options,
+    )
+    tokenizer.chat_template = template
     return tokenizer
 
 
@@ -48,6 +61,108 @@ def test_an_observation_continues_the_conversation_exactly(chat_tokenizer) -> No
         added = encode_observation(chat_tokenizer, prompt, "right", sampled)
         whole = chat_tokenizer.decode([*start, *sampled.tolist(), *added])
         assert whole == "<s>user\n2+2?<e>\n<s>assistant\n4<e>\n<s>user\nright<e>\n<s>assistant\n"
+
+
+LLAMA2 = (
+    "{% for m in messages %}{% if m.role == 'user' %}<s>[INST] {{ m.content }} [/INST]"
+    "{% else %} {{ m.content }} <e>{% endif %}{% endfor %}"
+)
+LAST_ENDS_OTHERWISE = (
+    "{% for m in messages %}<s>{{ m.role }}:{{ m.content }}"
+    "{{ '<return>' if loop.last and m.role == 'assistant' else '<end>' }}{% endfor %}"
+    "{% if add_generation_prompt %}<s>assistant:{% endif %}"
+)
+NEXT_ROLE_ENDS = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<s>"
+TWO_MARKS = TEMPLATE.replace("<e>", "<eom><end>")
+TEXT_MARK = TEMPLATE.replace("<e>", "\n#END#")
+NEW_LINE_MARK = TEMPLATE.replace("<e>", "\n<end>")
+
+
+@pytest.mark.parametrize(
+    ("template", "sampled", "whole"),
+    [
+        (LLAMA2, "4<e>", "4<e><s>[INST] right [/INST]"),
+        (LLAMA2, "4 <e>", "4 <e><s>[INST] right [/INST]"),
+        (LLAMA2, "4", "4 <e><s>[INST] right [/INST]"),
+        (LLAMA2, "4 ", "4  <e><s>[INST] right [/INST]"),  # a blank by chance, with which the end begins
+        (NEW_LINE_MARK, "4\n", "4\n\n<end>\n<s>user\nright\n<end>\n<s>assistant\n"),
+        (NEW_LINE_MARK, "4\n<end>", "4\n<end>\n<s>user\nright\n<end>\n<s>assistant\n"),
+        (TEXT_MARK, "4\n#END#", "4\n#END#\n<s>user\nright\n#END#\n<s>assistant\n"),
+        (TEXT_MARK, "4\n", "4\n\n#END#\n<s>user\nright\n#END#\n<s>assistant\n"),
+        (TWO_MARKS, "4<eom>", "4<eom><end>\n<s>user\nright<eom><end>\n<s>assistant\n"),
+        (TWO_MARKS, "4<end>", "4<end>\n<s>user\nright<eom><end>\n<s>assistant\n"),
+        (LAST_ENDS_OTHERWISE, "4<return>", "4<return><s>user:right<end><s>assistant:"),
+        (LAST_ENDS_OTHERWISE, "4<end>", "4<end><s>user:right<end><s>assistant:"),
+        (LAST_ENDS_OTHERWISE, "4", "4<end><s>user:right<end><s>assistant:"),
+        (NEXT_ROLE_ENDS, "4<user>", "4<user>right<s>"),
+        (NEXT_ROLE_ENDS, "4", "4<user>right<s>"),
+        (TEMPLATE, "4<end>", "4<end><e>\n<s>user\nright<e>\n<s>assistant\n"),  # another end than the template's
+    ],
+)
+def test_turns_are_joined_by_the_templates_own_end(chat_tokenizer, template: str, sampled: str, whole: str) -> None:
+    tokenizer = tokenizer_of(chat_tokenizer.backend_tokenizer, template)
+    ids = np.array(tokenizer.encode(sampled, add_special_tokens=False))
+    added = encode_observation(tokenizer, chat("2+2?"), "right", ids)
+    assert tokenizer.decode([*ids.tolist(), *added]) == whole
+
+
+def test_a_template_that_hides_the_answer_is_refused(chat_tokenizer) -> None:
+    tokenizer = tokenizer_of(chat_tokenizer.backend_tokenizer, "{{ messages[-1].content }}")
+    with pytest.raises(PromptError, match=r"prompt 'p': .* leaves out what the assistant said"):
+        encode_observation(tokenizer, chat("2+2?"), "right", np.array([1]))
+
+
+def test_a_begun_turn_is_continued(chat_tokenizer) -> None:
+    prompt = chat("2+2?", "<think>\nWell")
+    ids = encode_prompt(chat_tokenizer, prompt)
+    assert chat_tokenizer.decode(ids) == "<s>user\n2+2?<e>\n<s>assistant\n<think>\nWell"
+    ids = encode_prompt(chat_tokenizer, prompt, "go")
+    assert chat_tokenizer.decode(ids).endswith("2+2?<e>\n<s>user\ngo<e>\n<s>assistant\n<think>\nWell")
+    sampled = np.array(chat_tokenizer.encode(" 4<e>", add_special_tokens=False))
+    added = encode_observation(chat_tokenizer, prompt, "right", sampled)
+    assert chat_tokenizer.decode(added) == "\n<s>user\nright<e>\n<s>assistant\n"
+
+
+def test_a_begun_thought_is_not_closed_by_the_template() -> None:
+    trl = pytest.importorskip("trl")
+    from .test_tool_prompts import make_tokenizer
+
+    for name in ("qwen3", "qwen3_5_think_training", "glm4moe"):
+        template = (Path(trl.__file__).parent / "chat_templates" / f"{name}.jinja").read_text(encoding="utf-8")
+        tokenizer = make_tokenizer(template)
+        text = tokenizer.decode(encode_prompt(tokenizer, chat("2+2?", "<think>\nWell")))
+        assert text.endswith("<think>\nWell"), name
+        assert text.count("<think>") == 1, name
+        assert "</think>" not in text, name
+
+
+@pytest.mark.parametrize("single", ["<s> $A", "$A <e>", "<s> $A <e>"])
+def test_a_text_begins_once_and_does_not_end(chat_tokenizer, single: str) -> None:
+    tokenizer = tokenizer_of(chat_tokenizer.backend_tokenizer, TEMPLATE, bos_token="<s>")
+    ids = [(token, tokenizer.convert_tokens_to_ids(token)) for token in ("<s>", "<e>") if token in single]
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=single, pair="$A $B", special_tokens=ids)
+    before = "<s>" if "<s>" in single else ""
+    for text, expected in (("hi", before + "hi"), ("<s>user\nhi", "<s>user\nhi")):
+        assert tokenizer.decode(encode_prompt(tokenizer, Prompt("t", 0, text=text))) == expected
+
+
+PARTS = ({"role": "user", "content": [{"type": "text", "text": "2+"}, {"type": "text", "text": "2?"}]},)
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        (TEMPLATE, "<s>user\n2+2?<e>\n<s>assistant\n"),  # it would write the list as Python does
+        ("{% for m in messages %}>{{ m.content if m.content is string else '' }}{% endfor %}", ">2+2?"),
+        ("{% for m in messages %}{% for p in m.content %}[{{ p.text }}]{% endfor %}{% endfor %}", "[2+][2?]"),
+    ],
+)
+def test_parts_of_text_are_shown(chat_tokenizer, template: str, expected: str) -> None:
+    tokenizer = tokenizer_of(chat_tokenizer.backend_tokenizer, template)
+    assert tokenizer.decode(encode_prompt(tokenizer, Prompt("p", 0, messages=PARTS))) == expected
+    image = Prompt("p", 0, messages=({"role": "user", "content": [{"type": "image", "image": "a.png"}]},))
+    with pytest.raises(PromptError, match="part of type 'image'"):
+        encode_prompt(tokenizer, image)
 
 
 def test_messages_without_a_template_are_refused(chat_tokenizer) -> None:

@@ -156,3 +156,11 @@ def test_a_run_with_it_is_resumed_with_the_same_weights_only(saved, tiny_config,
     other.model.score.weight.mul_(2)
     with pytest.raises(ConfigError, match="the reward functions is not the one this run was saved with"):
         Trainer.resume(tmp_path / "run", {"max_steps": 4}, reward_funcs=other).train()
+
+
+def test_a_begun_turn_and_its_completion_are_one(saved) -> None:
+    model = RewardModel(saved)
+    prompt = [{"role": "user", "content": "why?"}, {"role": "assistant", "content": "1 2 "}]
+    whole = [[{"role": "user", "content": "why?"}], [{"role": "assistant", "content": "1 2 3"}]]
+    (begun,) = model([prompt], [[{"role": "assistant", "content": "3"}]])
+    assert begun == model([whole[0]], [whole[1]])[0]

@@ -9,8 +9,9 @@ import pytest
 from transformers import AutoTokenizer
 
 from winnow import ConfigError
-from winnow.engine.template import with_template_values
-from winnow.env.prompting import encode_prompt
+from winnow.config import validate
+from winnow.engine.template import with_template, with_template_values
+from winnow.env.prompting import encode_prompt, tokenizer_digest
 from winnow.types import Prompt
 
 from .test_instruct import CHATML, chat_tokenizer
@@ -68,3 +69,65 @@ def test_nothing_to_do() -> None:
 def test_names_that_the_template_does_not_use(template: str | None, values: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=f"chat_template_kwargs: .*{message.replace('?', '.')}"):
         with_template_values(chat_tokenizer(template), values)
+
+
+def test_several_templates_get_the_values(tmp_path: Path) -> None:
+    plain = chat_tokenizer({"default": THINKING, "tool_use": CHATML + "{{ tools | length }}"})  # type: ignore[arg-type]
+    tokenizer = with_template_values(plain, {"enable_thinking": False})
+    assert shown(tokenizer) == shown(plain, enable_thinking=False)
+    assert shown(tokenizer, tools=[{}]) == shown(plain, tools=[{}])
+    assert tokenizer_digest(tokenizer) != tokenizer_digest(plain)
+    tokenizer.save_pretrained(tmp_path)
+    again = AutoTokenizer.from_pretrained(tmp_path)
+    assert (shown(again), shown(again, tools=[{}])) == (shown(tokenizer), shown(tokenizer, tools=[{}]))
+    assert tokenizer_digest(again) == tokenizer_digest(tokenizer)
+    assert with_template_values(again, {"enable_thinking": False}).chat_template == tokenizer.chat_template
+    with pytest.raises(ConfigError, match="has no 'enable_thinkin'"):
+        with_template_values(plain, {"enable_thinkin": False})
+
+
+OWN = "{% for m in messages %}[{{ m['content'] }}]{% endfor %}{{ '>' if tone is not defined else tone }}"
+
+
+def test_a_template_as_text_or_file(tmp_path: Path) -> None:
+    file = tmp_path / "own.jinja"
+    file.write_text(OWN)
+    configured = [validate({"model": "m", "env": "countdown", "chat_template": given}) for given in (OWN, str(file))]
+    assert [c.chat_template for c in configured] == [OWN, OWN], "a run keeps the text, whatever becomes of the file"
+    plain = chat_tokenizer(None)
+    tokenizer = with_template(plain, OWN, {"tone": "!"})
+    assert (shown(tokenizer), plain.chat_template) == ("[2+2?]!", None)
+    assert tokenizer_digest(tokenizer) != tokenizer_digest(plain)
+    tokenizer.save_pretrained(tmp_path / "model")
+    assert shown(AutoTokenizer.from_pretrained(tmp_path / "model")) == "[2+2?]!"
+    several = chat_tokenizer({"default": CHATML, "short": OWN})  # type: ignore[arg-type]
+    assert shown(with_template(several, "short", {})) == "[2+2?]>", "one of the tokenizer's own, by name"
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("nowhere/own.jinja", "no such file"),
+        (".", "is a directory"),
+        ("empty.jinja", "is no chat template"),
+        (7, "valid string"),
+    ],
+)
+def test_files_that_are_no_template(given: Any, message: str, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("empty.jinja").write_text("Hello\n")
+    with pytest.raises(ConfigError, match=f"chat_template.*{message}"):
+        validate({"model": "m", "env": "countdown", "chat_template": given})
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("a\n{% for m in messages %}", "line 2: .*endfor"),
+        ("{{ 'always the same' }}", "leaves out what the user says"),
+        ("chatml", "neither a file nor a template of the tokenizer"),
+    ],
+)
+def test_templates_that_cannot_be_used(template: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=f"chat_template: {message}"):
+        with_template(chat_tokenizer(), template, {})

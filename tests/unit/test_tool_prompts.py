@@ -126,11 +126,70 @@ def test_templates_that_hide_something_are_refused(template, missing):
         encode_prompt(make_tokenizer(template), prompt)
 
 
-def test_templates_that_take_back_what_they_showed_are_refused():
-    fickle = make_tokenizer("{{ messages | length }}" + TEMPLATE)
+def test_templates_that_hide_a_call_once_it_is_answered_are_refused():
+    hides = TEMPLATE.replace("m.tool_calls or []", "((m.tool_calls or []) if answers == 0 else [])")
+    hides = "{% set answers = messages | selectattr('role', 'equalto', 'tool') | list | length %}" + hides
+    tokenizer = make_tokenizer(hides)
     results = NextMessages([{"role": "tool", "name": "add", "content": "3"}])
-    with pytest.raises(PromptError, match="shows a tool call otherwise"):
-        encode_observation(fickle, with_tools(OneTurn(), [add]).train[0], results, np.array([1]))
+    prompt = Prompt("p0", 0, messages=({"role": "user", "content": "Count."},))
+    with pytest.raises(PromptError, match=r"prompt 'p0': .* cannot join turns: .* leaves out what the assistant said"):
+        encode_observation(tokenizer, prompt, results, np.array([1]))
+
+
+def trl_template(name):
+    trl = pytest.importorskip("trl")
+    return (Path(trl.__file__).parent / "chat_templates" / f"{name}.jinja").read_text(encoding="utf-8")
+
+
+RESULT = "<|im_start|>user\n<tool_response>\n3\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen2_5"])
+@pytest.mark.parametrize("eos", ["<|im_end|>", "<|endoftext|>"])
+def test_results_follow_qwens_own_end_of_turn(name, eos):
+    """Qwen3's own template shows an empty thought before a last call only; the tokenizer of a base model ends texts
+    otherwise than its template ends turns."""
+    tokenizer = make_tokenizer(trl_template(name))
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_end|>", "<|endoftext|>"]})
+    tokenizer.eos_token = eos
+    prompt = with_tools(OneTurn(), [add]).train[0]
+    assert tokenizer.decode(encode_prompt(tokenizer, prompt)).endswith("<|im_start|>assistant\n")
+    results = NextMessages([{"role": "tool", "name": "add", "content": "3"}])
+    call = '<think>\nhm\n</think>\n\n<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
+    for said, expected in ((call + "<|im_end|>", "\n" + RESULT), (call, "<|im_end|>\n" + RESULT)):
+        sampled = np.array(tokenizer.encode(said, add_special_tokens=False))
+        assert tokenizer.decode(encode_observation(tokenizer, prompt, results, sampled)) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "special", "said", "expected"),
+    [
+        ("glm4moe", ["<|observation|>", "<|user|>"], "</tool_call><|observation|>", "\n<tool_response>\n3"),
+        ("glm4moe", ["<|observation|>", "<|user|>"], "</tool_call>", "<|observation|>\n<tool_response>\n3"),
+        ("gptoss", ["<|call|>", "<|start|>", "<|end|>"], "{}<|call|>", "<|start|>functions.add to=assistant"),
+        ("gptoss", ["<|call|>", "<|start|>", "<|end|>"], "{}", "<|call|><|start|>functions.add to=assistant"),
+        ("gemma4", ["<|tool_response>", "<turn|>"], "<tool_call|><|tool_response>", "response:add"),
+        ("llama3_1", ["<|eot_id|>"], "{}<|eot_id|>", "<|start_header_id|>ipython"),
+    ],
+)
+def test_results_where_a_call_ends_otherwise(name, special, said, expected):
+    tokenizer = make_tokenizer(trl_template(name))
+    tokenizer.add_special_tokens({"additional_special_tokens": special})
+    prompt = with_tools(OneTurn(), [add]).train[0]
+    encode_prompt(tokenizer, prompt)
+    results = NextMessages([{"role": "tool", "name": "add", "content": "3"}])
+    sampled = np.array(tokenizer.encode(said, add_special_tokens=False))
+    assert tokenizer.decode(encode_observation(tokenizer, prompt, results, sampled)).startswith(expected)
+
+
+def test_tools_choose_the_template_for_tools():
+    tokenizer = make_tokenizer({"default": "{{ raise_exception('no tools') }}", "tool_use": TEMPLATE})
+    prompt = with_tools(OneTurn(), [add]).train[0]
+    assert tokenizer.decode(encode_prompt(tokenizer, prompt)).endswith("Count.<e>\n<s>assistant\n")
+    results = NextMessages([{"role": "tool", "name": "add", "content": "3"}])
+    for observation in (results, "more"):
+        added = tokenizer.decode(encode_observation(tokenizer, prompt, observation, np.array([], int)))
+        assert added.startswith("<e>\n<s>tool add\n3" if observation is results else "<e>\n<s>user\nmore")
 
 
 def test_the_same_tokens_as_trl():

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from winnow import ConfigError, Trainer
@@ -17,6 +19,8 @@ from winnow.env.prompting import encode_prompt
 from winnow.study import warm_start as module
 from winnow.study.demonstrations import RowDemonstrations
 from winnow.study.warm_start import IGNORED, WarmStartConfig, _backward, _batches, warm_start
+
+from .test_instruct import chat_tokenizer
 
 TINY = WarmStartConfig(
     max_steps=250,
@@ -180,3 +184,28 @@ def test_parts_and_heads_give_the_same_gradient(made: Made, monkeypatch: pytest.
     assert parts[0] < parts[1] == parts[2]
     for grad in grads[1:]:
         torch.testing.assert_close(grad, grads[0], atol=1e-12, rtol=0)
+
+
+def test_a_conversation_is_taught_with_the_templates_own_end_of_turn() -> None:
+    """And with a template of one's own; a tokenizer that ends texts by itself adds nothing to a prompt."""
+    tokenizer = chat_tokenizer()
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="$A <|endoftext|>", pair="$A $B", special_tokens=[("<|endoftext|>", 0)]
+    )
+    rows = [{"prompt": [{"role": "user", "content": "hi"}], "solution": "you"}, {"prompt": "hi", "solution": "you"}]
+    config = WarmStartConfig(batch_size=2)
+    (batch,) = islice(_batches(RowDemonstrations("x", task(rows).train), tokenizer, config), 1)
+    texts = {tokenizer.decode([i for i in row.tolist() if i]) for ids, _ in batch for row in ids}
+    ends = {tokenizer.decode(row[row != IGNORED]) for _, labels in batch for row in labels}
+    assert texts == {"<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nyou<|im_end|>", "hiyou"}
+    assert ends == {"you<|im_end|>", "you<|endoftext|>"}
+
+
+def test_a_warm_start_with_a_template_of_ones_own(tmp_path: Path) -> None:
+    rows = [{"prompt": [{"role": "user", "content": f"say {i}"}], "solution": str(i)} for i in range(4)]
+    template = "{% for m in messages %}Q: {{ m.content }}\n{% endfor %}A: "
+    config = replace(TINY, max_steps=1, chat_template=template)
+    warm_start(task(rows), tmp_path / "m", config=config)
+    assert AutoTokenizer.from_pretrained(tmp_path / "m").chat_template == template
+    with pytest.raises(ConfigError, match="warm start: chat_template: no such file"):
+        warm_start(task(rows), tmp_path / "n", config=replace(TINY, chat_template="no/such.jinja"))

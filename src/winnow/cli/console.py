@@ -100,6 +100,8 @@ def show(found: Any, as_json: bool, render: Callable[[Any], RenderableType] | No
 
 def _lines(values: Mapping[str, Any]) -> Table:
     table = Table.grid(padding=(0, 2))
+    table.add_column()
+    table.add_column(overflow="fold")
     for name, value in values.items():
         table.add_row(name, f"{value:.4g}" if isinstance(value, float) else str(value))
     return table

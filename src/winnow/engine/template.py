@@ -29,9 +29,8 @@ def with_template(tokenizer: Any, template: str | None, values: Mapping[str, Any
     own = _templates(tokenizer)
     if "{" not in template:
         if template not in own:
-            raise ConfigError(
-                f"chat_template: neither a file nor a template of the tokenizer ({template!r}).{nearest(template, own)}"
-            )
+            close = nearest(template, list(own))
+            raise ConfigError(f"chat_template: neither a file nor a template of the tokenizer ({template!r}).{close}")
         template = own[template]
     tokenizer = copy.copy(tokenizer)
     tokenizer.chat_template = template

@@ -42,23 +42,23 @@ def rendered(tokenizer: Any, messages: Sequence[Message], **options: Any) -> str
     """
     if not (parts := _parts(messages)):
         return _ready(tokenizer, messages, options)
-    with suppress(Exception):  # whatever a template that knows no parts may raise
-        text = _ready(tokenizer, messages, options)
-        if all(part.strip() in text for part in parts):
-            return text
     plain = []
     for message in messages:
-        content = message.get("content")
+        content: Any = message.get("content")
         in_parts = isinstance(content, list | tuple)
         plain.append({**message, "content": "".join(part["text"] for part in content)} if in_parts else message)
-    return _ready(tokenizer, plain, options)
+    with suppress(Exception):  # whatever a template that insists on parts may raise
+        text = _ready(tokenizer, plain, options)
+        if all(part.strip() in text for part in parts):
+            return text
+    return _ready(tokenizer, messages, options)
 
 
 def _parts(messages: Sequence[Message]) -> list[str]:
     """Texts of contents that come in parts, which some templates leave out without a word, and others insist on."""
     found = []
     for message in messages:
-        content = message.get("content")
+        content: Any = message.get("content")
         for part in content if isinstance(content, list | tuple) else ():
             if not isinstance(part.get("text"), str):
                 kind = part.get("type")

@@ -6,7 +6,7 @@ import ast
 import hashlib
 import json
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Sized
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -169,7 +169,7 @@ def _refuse_pictures(row: Row, config: DatasetConfig) -> None:
     for column in PICTURES:
         value = row.values.get(column)
         missing = value is None or (isinstance(value, float) and value != value)  # as pandas writes it
-        empty = missing or (hasattr(value, "__len__") and len(value) == 0)
+        empty = missing or (isinstance(value, Sized) and len(value) == 0)
         if column != config.prompt_column and not empty:
             raise DataError(
                 f"{row.where}: column '{column}' is a part of the prompt that the model would not be given: only text "
@@ -238,7 +238,7 @@ def _message(value: Any, where: str) -> Message:
     if not isinstance(value, dict) or not isinstance(value.get("role"), str):
         raise DataError(f'{where}: expected {{"role": ..., "content": ...}}, found {value!r:.60}')
     message = {k: v for k, v in value.items() if v is not None}
-    content = message.get("content")
+    content: Any = message.get("content")
     parts = isinstance(content, list) and bool(content) and all(isinstance(part, dict) for part in content)
     calls = isinstance(message.get("tool_calls"), list) and content is None
     if isinstance(content, str):
