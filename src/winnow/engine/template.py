@@ -48,7 +48,7 @@ def with_template(tokenizer: Any, template: str | None, values: Mapping[str, Any
 def with_template_values(tokenizer: Any, values: Mapping[str, Any]) -> Any:
     """A copy of the tokenizer whose chat templates have these values where a caller gives none.
 
-    They are written into every template that uses them, so that whoever loads the trained model asks it as it was
+    They are written into every template that uses them, so that the trained model is asked later as it was
     trained. Raises ConfigError without a template, and for a name that none uses.
     """
     if not values:
