@@ -20,6 +20,7 @@ from .base.errors import ConfigError as ConfigError
 from .base.explain import explain
 from .base.explain import nearest as nearest
 from .base.files import not_json
+from .base.foreign_values import translated
 from .base.options import MethodSpec as MethodSpec
 from .base.options import Pairs, number, refuse_truths
 from .base.options import build_options as build_options
@@ -203,7 +204,7 @@ class RunConfig(BaseModel):
 
     # what is kept
     save_steps: int = Field(50, ge=1)
-    save_total_limit: int = Field(2, ge=1)
+    save_total_limit: int | None = Field(2, ge=1)
     log_completions: int = Field(8, ge=0)
     push_to_hub: bool = False
     hub_model_id: str | None = None
@@ -306,7 +307,8 @@ METHODS = tuple(name for name, kind in RunConfig.__annotations__.items() if "Met
 
 
 def validate(values: Mapping[str, Any], where: str = "config") -> RunConfig:
-    """Raises ConfigError naming every bad key."""
+    """Raises ConfigError naming every bad key. Values of TRL that can mean one thing are taken as that."""
+    values = translated(values)
     try:
         config = RunConfig.model_validate(dict(values))
         json.dumps(config.model_dump(), allow_nan=False)

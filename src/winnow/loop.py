@@ -7,7 +7,7 @@ Everything that is dispatched comes back once, with a fate; the ledger is told a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -25,6 +25,7 @@ from .methods.gate.audit import rules_of
 from .methods.select import Selector
 from .methods.signal import Judge
 from .methods.size import GroupSize
+from .record.failures import FailureWatch, cause_of
 from .record.ledger import Ledger
 from .record.stopping import Limits, RunStoppedError, Usefulness, out_of_memory
 from .record.tally import Tally
@@ -70,6 +71,8 @@ class Hooks:
     should_stop: Callable[[], bool]
     begin: Callable[[int], None] = lambda step: None
     """Before a step selects its prompts."""
+    warn: Callable[[int, str], None] = lambda step, message: None
+    """After a step is recorded: rollouts were lost, or the step trained nothing; once for each cause."""
 
 
 class Batch(NamedTuple):
@@ -91,6 +94,9 @@ class Loop:
         self.num_tokens = 0
         self._tally = Tally(judge)
         self._useful = Usefulness(judge, limits, parts.filter, parts.refill_round)
+        self._failures = FailureWatch(parts.ledger.failures())
+        self._untrained: set[str] = set()
+        """Causes of steps that trained nothing, already reported."""
         self._nothing_left = False
         self._stop: RunStoppedError | None = None
 
@@ -143,7 +149,8 @@ class Loop:
         parts, tally = self.parts, self._tally
         groups, finished = batch
         self._book_trained(groups, bool(update["updated"]))
-        useless = self._useful.of_step(self.step, groups, bool(update["updated"]), tally)
+        useless = self._useful.of_step(self.step, groups, update, tally)
+        untrained = self._useful.untrained(groups, update, tally)
         self._stop = self._stop or useless
         self.step += 1
         evaluation = None
@@ -164,6 +171,17 @@ class Loop:
         parts.selector.end_step()
         parts.ledger.step(self.step - 1, seconds=tally.seconds, metrics=metrics, version=self.step - 1)
         self.hooks.record(self.step, metrics, finished)
+        self.warn_of_failures(finished, "rollouts")
+        if evaluation is not None:
+            self.warn_of_failures(evaluation.groups, "held-out rollouts")
+        if untrained is not None and cause_of(untrained) not in self._untrained:
+            self._untrained.add(cause_of(untrained))
+            self.hooks.warn(self.step, f"the step trained nothing: {untrained}")
+
+    def warn_of_failures(self, groups: Sequence[Group], what: str) -> None:
+        """Report causes of failed rollouts that were not reported before; `what` they are."""
+        for message in self._failures.observe(groups, what):
+            self.hooks.warn(self.step, message)
 
     def publish(self) -> None:
         """Hand the newest weights and rules to the sampler. Raises FloatingPointError when a weight is not finite."""
@@ -249,6 +267,8 @@ class Loop:
                 self._useful.accepted()
                 return
             reason = verdict.reason
+        elif group.verdict.keep:
+            self._tally.refused[reason] += 1
         self._book(group, Fate.FILTERED, reason)
         if parts.filter.refill:
             self._useful.rejected(group, reason, refusal)

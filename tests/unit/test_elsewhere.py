@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from inspect import signature
 from typing import Any
 
 import pytest
 
-from winnow.base.elsewhere import FLAT, NESTED
+from winnow.base.elsewhere import FLAT, NESTED, reward_elsewhere
 from winnow.config import ConfigError, RunConfig, validate
+from winnow.env.rewards.rewarder import Rewarder
 
 GOOD = {"model": "m", "env": "countdown"}
 OURS = set(RunConfig.model_fields)
@@ -143,3 +145,121 @@ def test_sections_of_other_trainers(theirs: dict[str, Any]) -> None:
 def test_what_is_said(settings: dict[str, Any], message: str) -> None:
     (line,) = answer(settings)
     assert line.startswith(message)
+
+
+def test_every_default_of_trl() -> None:
+    """Each default of a key that is here, too, works or is answered."""
+    trl = pytest.importorskip("trl")
+    refused = {}
+    for field in dataclasses.fields(trl.GRPOConfig):
+        if field.name in OURS:
+            missing = field.default is dataclasses.MISSING
+            value = field.default_factory() if missing else field.default  # type: ignore[misc]
+            try:
+                validate(GOOD | {field.name: value})
+            except ConfigError as error:
+                refused[field.name] = str(error)
+    assert "Here use a number of steps, or `num_train_epochs`" in refused.pop("max_steps")
+    assert "remove it or set push_to_hub: true" in refused.pop("hub_strategy")
+    assert refused == {}
+
+
+@pytest.mark.parametrize("owner", ["ScriptArguments", "ModelConfig", "DatasetMixtureConfig", "GRPOTrainer"])
+def test_every_key_and_argument_of_trls_scripts(owner: str) -> None:
+    trl = pytest.importorskip("trl")
+    kind = getattr(trl, owner)
+    is_data = dataclasses.is_dataclass(kind)
+    theirs = {f.name for f in dataclasses.fields(kind)} if is_data else set(signature(kind.__init__).parameters)
+    theirs -= OURS | {"self", "args"}
+    assert sorted(theirs - set(FLAT)) == []
+
+
+def test_a_usual_yaml_of_trl() -> None:
+    """Each line works, or is answered with what to write."""
+    theirs = {
+        "model_name_or_path": "m",
+        "dataset_name": "d",
+        "dataset_config": "default",
+        "reward_funcs": ["think_format_reward"],
+        "system_prompt": "Be brief.",
+        "output_dir": "out",
+        "overwrite_output_dir": True,
+        "max_steps": -1,
+        "num_train_epochs": 1,
+        "per_device_train_batch_size": 8,
+        "gradient_accumulation_steps": 4,
+        "learning_rate": "1.0e-6",
+        "lr_scheduler_type": "cosine",
+        "warmup_ratio": 0.1,
+        "max_completion_length": 512,
+        "num_generations": 8,
+        "use_vllm": True,
+        "vllm_device": "auto",
+        "bf16": True,
+        "logging_steps": 1,
+        "log_completions": True,
+        "report_to": "none",
+        "save_strategy": "steps",
+        "save_total_limit": None,
+        "top_k": -1,
+        "min_p": None,
+        "max_grad_norm": 0,
+        "chat_template_kwargs": None,
+        "tools": ["t.py:f"],
+        "environment_factory": "t.py:Env",
+    }
+    lines = answer(theirs)
+    assert [line for line in lines if "'. Here " not in line] == []
+    answered = {line.partition("'")[2].partition("'")[0] for line in lines}
+    assert answered == set(theirs) - OURS
+    config = validate(GOOD | {key: value for key, value in theirs.items() if key in OURS})
+    assert (config.report_to, config.log_completions, config.save_total_limit) == ([], 8, None)
+    assert (config.top_k, config.min_p, config.max_grad_norm, config.chat_template_kwargs) == (0, 0.0, None, {})
+    assert config.num_train_epochs == 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"loss_type": "cispo"}, "Here use `policy_loss: plain` with `correction: {name: truncate, level: token"),
+        ({"loss_type": "bnpo"}, "Here use `loss_type: dapo`"),
+        ({"report_to": "all"}, "Here name the trackers"),
+        ({"report_to": ["all"]}, "Here name the trackers"),
+        ({"save_steps": 0.1}, "Here use a number of steps"),
+        ({"max_steps": -1}, "Here use a number of steps, or `num_train_epochs`"),
+        ({"optim": "paged_adamw_8bit"}, "Here use `optim: adamw_torch_8bit`"),
+        ({"max_completion_length": None}, "Here use a number of tokens"),
+    ],
+)
+def test_values_that_are_answered(settings: dict[str, Any], message: str) -> None:
+    (line,) = answer(settings)
+    assert message in line
+
+
+def test_a_tracker_alone_is_a_list() -> None:
+    assert validate(GOOD | {"report_to": "tensorboard"}).report_to == ["tensorboard"]
+    assert validate(GOOD | {"log_completions": False}).log_completions == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("think_format_reward", "Did you mean 'trl.rewards:think_format_reward'?"),
+        ("trl.rewards.think_format_reward", "Did you mean 'trl.rewards:think_format_reward'?"),
+        ("my_package.rewards.exact", "Did you mean 'my_package.rewards:exact'?"),
+        ("accuracy", "Did you mean 'trl.rewards:accuracy_reward'?"),
+        ("get_soft_overlong_punishment", "makes a reward function"),
+        ("rewards/mine.py", "Name a function of the file: 'rewards/mine.py:function'."),
+        ("exakt", "Did you mean 'exact'?"),
+    ],
+)
+def test_rewards_as_trl_names_them(name: str, message: str) -> None:
+    with pytest.raises(ValueError, match=rf"unknown name '{re.escape(name)}'\. ?.*{re.escape(message)}"):
+        Rewarder([name]).close()
+
+
+def test_every_reward_of_trl_is_suggested() -> None:
+    rewards = pytest.importorskip("trl.rewards")
+    for name in rewards._import_structure.values() if hasattr(rewards, "_import_structure") else []:
+        for one in name:
+            assert f"trl.rewards:{one}" in reward_elsewhere(one, ())

@@ -21,6 +21,7 @@ from winnow.engine.facts import Facts
 from winnow.env.dataset import DatasetConfig
 from winnow.env.prompting import PromptError, encode_prompt
 from winnow.env.row_files import DataError
+from winnow.run.preflight import warn_of_refused_prompts
 from winnow.run.prompt_example import on_one_line
 from winnow.study.report import report_data
 from winnow.types import Prompt
@@ -102,6 +103,26 @@ def test_prompts_that_are_too_long_are_counted_at_the_start(chat_model: Path, tm
     short, long = "a" * 8, "b" * 100
     with pytest.warns(UserWarning, match=r"2 of 5 training prompts have over 80 tokens \(the longest \d+\)"):
         trainer(chat_model, tmp_path, [short, "c", long, "d", long + "e"])
+
+
+@pytest.mark.parametrize("by", ["role", "content"])
+def test_prompts_that_the_template_refuses_are_counted_at_the_start(tmp_path: Path, by: str) -> None:
+    """One unusual role among many rows; or one of several hundred texts."""
+    rule = "m.role == 'system'" if by == "role" else "'no' in m.content"
+    refuse = "{% for m in messages %}{% if RULE %}{{ raise_exception('Not this one') }}{% endif %}{% endfor %}"
+    count, refused = (1000, (7, 501)) if by == "role" else (200, (31, 32))
+    rows = [{"id": str(i), "prompt": [{"role": "user", "content": f"q{i}"}]} for i in range(count)]
+    for i in refused:
+        odd = [{"role": "system", "content": "s"}] if by == "role" else []
+        rows[i]["prompt"] = [*odd, {"role": "user", "content": f"no{i}"}]
+    task = DatasetConfig(path=jsonl(tmp_path, rows)).build()
+    with pytest.warns(UserWarning, match="cannot be encoded") as said:
+        warn_of_refused_prompts(task, chat_tokenizer(refuse.replace("RULE", rule) + CHATML))
+    (message,) = [str(one.message) for one in said]
+    assert message.startswith(
+        f"2 of {count} training prompts cannot be encoded and fail, the first: prompt '{refused[0]}': the chat "
+        "template refuses its messages: Not this one"
+    )
 
 
 def jsonl(folder: Path, rows: list[dict[str, Any]]) -> str:

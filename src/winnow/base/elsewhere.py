@@ -6,7 +6,8 @@ sections, where a `*` stands for anything and the first pattern that fits counts
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -21,12 +22,18 @@ _ORDER = (
 )
 _FLAT = {
     # the data
-    "use `env: {name: dataset, path: ...}`": "dataset_name data_path train_files train_file",
+    "use `env: {name: dataset, path: ...}`": "dataset_name data_path train_files train_file dataset_mixture datasets",
+    "use `env: {name: dataset, path: ..., system_prompt: ...}`": "system_prompt",
+    "use `env: {name: dataset, path: ..., prompt_column: ...}`": "dataset_prompt_column dataset_text_field",
+    "use `env: python_tool` or a task of your own, `env: tasks.py:MyTask`; in Python winnow.env.tools.with_tools "
+    "makes a task with tools for Trainer(env=...)": "tools environment_factory",
+    "use `env` with a task of many turns, see docs/environments.md, or `engine`": "rollout_func",
     "use `env: {name: dataset, path: ...}`, or in Python Trainer(train_dataset=...)": "train_dataset",
     "use `env: {name: dataset, path: ..., test: ...}`, or in Python Trainer(eval_dataset=...)": ""
     "eval_dataset val_files",
-    "use `env: {name: dataset, split: ..., test_split: ..., subset: ...}`": "dataset_config dataset_train_split "
-    "dataset_test_split dataset_split",
+    "use `env: {name: dataset, split: ..., test_split: ..., subset: ...}`": "dataset_config dataset_configs "
+    "dataset_train_split dataset_test_split dataset_split eval_split test_split_size",
+    _LEAVE_OUT + "data are read to their end and kept on disk": "dataset_streaming streaming dataset_num_proc",
     "prompts come in an order drawn from `seed`, without a seed of their own": "data_seed ignore_data_skip "
     "dataloader_drop_last",
     _ORDER: "shuffle_dataset shuffle curriculum train_sampling_strategy length_column_name group_by_length",
@@ -47,6 +54,8 @@ _FLAT = {
     "use `max_prompt_length` and `max_completion_length`": "seq_len max_seq_length max_length max_model_len",
     # generation
     "use `engine: vllm` (extra `vllm`), with its options in that section": "use_vllm vllm_mode vllm_model_impl",
+    "use `engine: {name: vllm}`; its device and type follow from `device` and `dtype`": "vllm_device vllm_dtype",
+    _LEAVE_OUT + "vLLM has its default here": "vllm_enable_prefix_caching",
     "use `engine: {name: vllm, gpu_memory_utilization: ...}`": "vllm_gpu_memory_utilization gpu_memory_utilization",
     "use `engine: {name: vllm, tensor_parallel_size: ...}`": "vllm_tensor_parallel_size tensor_parallel_size",
     "use `max_prompt_length` and `max_completion_length`, from which vLLM's longest sequence follows": ""
@@ -57,7 +66,7 @@ _FLAT = {
     _LEAVE_OUT + "the embedded engine batches continuously by itself; see `engine`": "cache_implementation use_cache "
     "use_transformers_continuous_batching transformers_continuous_batching_config use_transformers_paged",
     "use `stop`, `temperature`, `top_p`, `top_k`, `min_p` and `repetition_penalty`; there are no others": ""
-    "generation_kwargs vllm_structured_outputs_regex",
+    "generation_kwargs vllm_structured_outputs_regex vllm_guided_decoding_regex guided_decoding_regex",
     "use `repetition_penalty`": "frequency_penalty presence_penalty",
     "use `chat_template`, the text of a template or a file": "chat_template_path custom_chat_template",
     "use `chat_template_kwargs`": "apply_chat_template_kwargs enable_thinking",
@@ -77,6 +86,11 @@ _FLAT = {
     "use `beta`": "kl_coef kl_loss_coef kl_beta use_kl_loss",
     "use `kl_in_reward` with `beta`": "use_kl_in_reward",
     _REWARD_MODEL: "reward_model reward_model_path reward_model_name_or_path reward_model_config",
+    _LEAVE_OUT + "a reward model is read with the tokenizer of its own directory": "reward_processing_classes",
+    "use `reward_funcs: [file.py:function]`, where the function has its own constants": "cosine_min_value_wrong "
+    "cosine_max_value_wrong cosine_min_value_correct cosine_max_value_correct cosine_max_len repetition_n_grams "
+    "repetition_max_penalty max_completion_len soft_punish_cache code_language code_provider code_eval_scoring_mode "
+    "code_eval_test_batch_size parallel_code_exec_per_proc e2b_router_url morph_router_url ioi_provider",
     "use `kl_estimator`": "kl_loss_type kl_penalty",
     "use `loss_type`": "loss_agg_mode",
     "use `policy_loss: clip` or `plain`; SAPO and VESPO are not here": "sapo_temperature_neg sapo_temperature_pos "
@@ -84,17 +98,21 @@ _FLAT = {
     "use `entropy_coef`, a constant; there is no controller and no mask by entropy": "top_entropy_quantile "
     "use_adaptive_entropy entropy_coef_min entropy_coef_max entropy_coef_delta entropy_target entropy_coeff",
     "the reference is the initial model, or follows with `sync_ref_model`; measure with `reference_kl_steps`": ""
-    "ref_model",
+    "ref_model ref_model_init_kwargs",
     "use `filter: zero_variance`": "filter_groups dynamic_sampling",
     # the model
     "use `model`, a directory or hub name": "model_name_or_path model_name model_path base_model tokenizer_name",
     "load the model yourself and give it to Trainer(model=..., processing_class=...)": "model_init_kwargs "
-    "attn_implementation torch_dtype load_in_8bit load_in_4bit model_revision",
+    "attn_implementation torch_dtype load_in_8bit load_in_4bit model_revision quantization_config bnb_4bit_quant_type "
+    "use_bnb_nested_quant bnb_4bit_quant_storage bnb_4bit_compute_dtype",
+    "give it to Trainer(processing_class=...), or save it in the directory of `model`": "tokenizer processing_class",
     "there is no such switch: code from a model's repository is never run": "trust_remote_code",
     "use `lora: {r: 16}`": "use_peft lora_r peft_config",
     "use `lora: {alpha: 32}`": "lora_alpha",
     "use `lora: {dropout: 0.05}`": "lora_dropout",
     "use `lora: {target_modules: ...}`": "lora_target_modules",
+    "`lora` has r, alpha, dropout, target_modules and merge; for other adapters load a PeftModel and give it to "
+    "Trainer(model=...)": "lora_target_parameters lora_modules_to_save lora_task_type use_rslora use_dora",
     _LEAVE_OUT + "models train without dropout, but for `lora: {dropout: ...}`": "disable_dropout",
     _LEAVE_OUT + "an auxiliary loss for routers is not here": "router_aux_loss_coef",
     # the update
@@ -105,15 +123,16 @@ _FLAT = {
     "use `adam_beta1` and `adam_beta2`": "betas",
     "use `max_grad_norm`": "grad_clip clip_grad gradient_clipping",
     _LEAVE_OUT + "all trained parameters have the same optimizer": "optim_target_modules",
-    "use `dtype: bfloat16`": "bf16 bf16_full_eval",
+    "use `optim`, `optim_args` and `learning_rate`; the optimizer is built here": "optimizers",
+    "use `dtype: bfloat16`": "bf16 bf16_full_eval mixed_precision",
     "use `dtype: float16`": "fp16 fp16_full_eval",
     "use `matmul_precision: high`": "tf32",
     _LEAVE_OUT + "logits and log-probabilities are float32": "cast_lm_head_to_fp32",
     "use `gradient_checkpointing`": "activation_checkpointing",
     _LEAVE_OUT + "`gradient_checkpointing` recomputes layers as with use_reentrant false, and has no other way": ""
-    "gradient_checkpointing_kwargs activation_checkpointing_kwargs",
+    "gradient_checkpointing_kwargs activation_checkpointing_kwargs gradient_checkpointing_use_reentrant",
     _LEAVE_OUT + "the loss holds no logits of a long vocabulary anyway": "use_liger_kernel liger_kernel_config "
-    "torch_empty_cache_steps use_liger",
+    "torch_empty_cache_steps use_liger use_liger_loss",
     _LEAVE_OUT + "nothing is compiled but the step of 8 and 4 bit optimizers": "torch_compile torch_compile_backend "
     "torch_compile_mode",
     _LEAVE_OUT + "it is no part of this loss": "label_smoothing_factor neftune_noise_alpha",
@@ -123,37 +142,42 @@ _FLAT = {
     "use `device: cpu`": "use_cpu no_cuda",
     "use `learner: {name: fsdp, ranks: ...}` (Ray)": "fsdp fsdp_config deepspeed accelerator_config parallelism_config "
     "ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph ddp_backend ddp_timeout "
-    "local_rank n_gpus_per_node nnodes num_processes",
+    "ignore_bias_buffers local_rank n_gpus_per_node nnodes num_processes",
     "runs are bit-identical with the same `seed` and `threads`": "full_determinism",
     # evaluation
     "use `eval_steps`, which evaluates before the first step and at the end, too": "eval_strategy eval_delay "
-    "eval_on_start test_freq val_before_train do_eval eval_interval",
+    "evaluation_strategy eval_on_start test_freq val_before_train do_eval eval_interval",
     "use `eval_prompts` and `eval_generations`": "per_device_eval_batch_size num_generations_eval",
     _LEAVE_OUT + "evaluations sample and judge; there is no loss to gather": "prediction_loss_only "
-    "eval_do_concat_batches eval_use_gather_object eval_accumulation_steps include_for_metrics batch_eval_metrics",
+    "eval_do_concat_batches eval_use_gather_object eval_accumulation_steps include_for_metrics batch_eval_metrics "
+    "compute_metrics data_collator preprocess_logits_for_metrics",
+    "run `winnow eval`, or in Python give Trainer(callbacks=...)": "benchmarks",
+    "give them in Python, Trainer(callbacks=[...])": "callbacks",
     "run `winnow eval`": "do_predict val_only",
     "run `winnow train FILE`": "do_train",
     # what is kept and shown
     "run `winnow resume RUN`": "resume_from_checkpoint resume_mode resume resume_step "
     "restore_callback_states_from_checkpoint",
-    "use `save_steps`": "save_strategy save_freq save_interval ckpt_interval",
+    "use `save_steps`; the last step is always saved": "save_strategy save_freq save_interval ckpt_interval",
     _LEAVE_OUT + "checkpoints hold all that a resume needs": "save_only_model save_on_each_node enable_jit_checkpoint",
     "the last model is saved; `eval_steps` and `save_total_limit` keep others beside it": "load_best_model_at_end "
     "metric_for_best_model greater_is_better",
     "set HF_TOKEN in the environment, or run `hf auth login`: a configuration is kept with the run": "hub_token",
     _LEAVE_OUT + "uploads wait for each other, none is left out, and all go to the main branch": "hub_always_push "
-    "hub_revision",
+    "hub_revision hub_model_revision push_to_hub_revision overwrite_hub_revision",
+    "use a new `output_dir`, or `winnow resume RUN`: a run never overwrites another": "overwrite_output_dir",
     "use `log_completions`, which keeps them with the run, and `report_to`": "log_completions_hub_repo",
     _LEAVE_OUT + "every step is a line of metrics.jsonl, and the console shows them": "logging_strategy logging_steps "
     "logging_first_step log_on_each_node logging_nan_inf_filter include_num_input_tokens_seen log_level "
     "log_level_replica disable_tqdm debug skip_memory_metrics",
     "use `log_completions`, a number of rollouts": "num_completions_to_print log_unique_prompts log_multimodal "
-    "log_val_generations",
+    "wandb_log_unique_prompts log_val_generations",
     "use `report_to`": "logger use_wandb wandb_mode",
     "the project is called winnow; set WANDB_PROJECT or the tracker's own variable for another": "project "
-    "trackio_space_id trackio_bucket_id trackio_static_space_id wandb_project project_name",
+    "trackio_space_id trackio_bucket_id trackio_static_space_id wandb_project project_name "
+    "wandb_entity wandb_run_group",
     "use `run_name`": "wandb_name experiment_name exp_name",
-    "use `output_dir`": "default_local_dir save_dir ckpt_path",
+    "use `output_dir`": "default_local_dir save_dir ckpt_path logging_dir",
 }
 FLAT = {key: answer for answer, keys in _FLAT.items() for key in keys.split()}
 """What to write, by the key that somebody wrote."""
@@ -253,3 +277,29 @@ def answers(key: str, value: Any) -> Iterator[tuple[str, str | None]]:
     else:
         found = FLAT.get(key) or next((answer for pattern, answer in NESTED if fnmatchcase(key, pattern)), None)
         yield key, found
+
+
+_REWARDS = ("accuracy_reward", "reasoning_accuracy_reward", "think_format_reward")
+_REWARD_FACTORIES = ("get_soft_overlong_punishment", "get_cosine_scaled_reward", "get_repetition_penalty_reward")
+"""Names in `trl.rewards`, which TRL's scripts take without a module."""
+
+
+def reward_elsewhere(target: str, own: Iterable[str]) -> str:
+    """` Did you mean 'trl.rewards:think_format_reward'?` for a reward as TRL's scripts name it, or empty text.
+
+    `own`: plain names that are known here.
+    """
+    module, _, name = target.rpartition(".")
+    if name in _REWARD_FACTORIES:
+        return (
+            f" trl.rewards:{name} makes a reward function: call it in a file of your own, `made = {name}(...)`, and "
+            "name that, 'my_rewards.py:made'."
+        )
+    if name == "py":
+        return f" Name a function of the file: '{target}:function'."
+    if module:
+        return f" Did you mean '{module}:{name}'?"
+    close = get_close_matches(target, (*own, *_REWARDS), n=1, cutoff=0.6)
+    if not close:
+        return ""
+    return f" Did you mean '{f'trl.rewards:{close[0]}' if close[0] in _REWARDS else close[0]}'?"

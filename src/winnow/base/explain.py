@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pydantic import ValidationError
 
 from .elsewhere import answers
+from .foreign_values import answer_to
 
 
 def nearest(name: str, known: Sequence[str]) -> str:
@@ -32,5 +33,6 @@ def explain(error: ValidationError, known: Sequence[str], where: str) -> str:
         elif not e["loc"]:
             lines.append(str(e["msg"]).removeprefix("Value error, "))
         else:
-            lines.append(f"{key}: {e['msg']} (got {e['input']!r})")
+            answer = answer_to(str(e["loc"][0]), e["input"])
+            lines.append(f"{key}: {e['msg']} (got {e['input']!r})" + (f". Here {answer}." if answer else ""))
     return "\n".join(f"{where}: {line}" for line in lines)

@@ -94,11 +94,12 @@ def show(found: Any, as_json: bool, render: Callable[[Any], RenderableType] | No
     if as_json:
         print(json.dumps(found))
     else:
-        shown = (render or _lines)(found)
+        shown = (render or lines)(found)
         out.print(shown, highlight=False, soft_wrap=isinstance(shown, str | Text))
 
 
-def _lines(values: Mapping[str, Any]) -> Table:
+def lines(values: Mapping[str, Any]) -> Table:
+    """One line a key."""
     table = Table.grid(padding=(0, 2))
     table.add_column()
     table.add_column(overflow="fold")

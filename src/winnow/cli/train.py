@@ -3,14 +3,37 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import RenderableType
 
 from ..base.imports import lasting_imports
-from .console import Json, Overrides, Run, command, progress_console, settings, show
+from ..base.printable import visible
+from .console import Json, Overrides, Run, command, lines, progress_console, settings, show
+
+if TYPE_CHECKING:
+    from ..run.trainer import Trainer
 
 app = typer.Typer()
+
+
+FAILED = "failed rollouts"
+
+
+def _train(trainer: Trainer, as_json: bool) -> None:
+    """Train to the end; show the last evaluation, totals, and how many rollouts failed by cause."""
+    from ..record.failures import failures_of
+
+    found: dict[str, Any] = {**trainer.train()}
+    if failed := failures_of(trainer.run_dir):
+        found[FAILED] = failed
+    show(found | {"run": str(trainer.run_dir)}, as_json, _table)
+
+
+def _table(found: dict[str, Any]) -> RenderableType:
+    failed = "\n".join(f"{count}x {visible(cause)}" for cause, count in found.get(FAILED, {}).items())
+    return lines(found | ({FAILED: failed} if failed else {}))
 
 
 @command(app)
@@ -36,7 +59,7 @@ def train(
                 found["prompt_example"] = on_one_line(found["prompt_example"])
             show(found, as_json)
         return
-    show(trainer.train() | {"run": str(trainer.run_dir)}, as_json)
+    _train(trainer, as_json)
 
 
 @command(app)
@@ -51,7 +74,7 @@ def resume(run: Run, overrides: Overrides = None, as_json: Json = False) -> None
 
     trainer = Trainer.resume(run, settings(overrides))
     trainer.console = progress_console(as_json)
-    show(trainer.train() | {"run": str(run)}, as_json)
+    _train(trainer, as_json)
 
 
 @command(app)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -144,8 +145,10 @@ class LoopInTrl:
             record=self._record,
             save=lambda step, force: None,
             should_stop=lambda: False,
+            warn=self._warn,
         )
-        self._loop = Loop(parts, hooks, Limits(10**9, c.max_failed_share, c.max_skipped_steps), m.judge)
+        limits = Limits(10**9, c.max_failed_share, c.max_skipped_steps, c.mask_truncated_completions)
+        self._loop = Loop(parts, hooks, limits, m.judge)
         if state is not None:
             with understood(self._resumed_from):
                 self._loop.load_state_dict(state["loop"])
@@ -162,6 +165,10 @@ class LoopInTrl:
         for name, value in metrics.items():
             if name not in (*self._logs, "step"):
                 logged[f"winnow/{name}"].append(value)
+
+    def _warn(self, step: int, message: str) -> None:
+        self._records.warning(step, message)
+        warnings.warn(message, stacklevel=2)
 
     def _complete(self) -> None:
         """The batch before, which TRL has trained on by now."""

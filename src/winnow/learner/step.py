@@ -166,6 +166,7 @@ def _token_means(stats: Stats, loss: LossConfig) -> dict[str, float]:
         metrics["kl"] = stats.mean("kl")
     if loss.correction.active:
         metrics["correction/clipped_share"] = stats.mean("correction/clipped", of="correction/clipped_of")
+        metrics["correction/masked_share"] = stats.mean("correction/masked", of="correction/masked_of")
     return metrics
 
 

@@ -49,6 +49,10 @@ _CANONICAL = {
 """Columns that a resumed and an uninterrupted run must share: all but wall-clock ones, in a fixed order."""
 
 TABLES = tuple(_CANONICAL)
+_FAILURES = (
+    "SELECT r.reason, v.prompt_id, COUNT(*) FROM rollouts r JOIN visits v ON v.visit = r.visit AND v.void = 0"
+    " WHERE r.fate = 'failed' AND r.void = 0 GROUP BY r.reason, v.prompt_id ORDER BY MIN(r.row)"
+)
 
 
 class Ledger:
@@ -217,6 +221,10 @@ class Ledger:
         """
         with self._reading() as db:
             return totals(db)
+
+    def failures(self) -> list[tuple[str, str, int]]:
+        """Reason, prompt id and count of the rollouts that failed, in the order in which they were booked."""
+        return self._db.execute(_FAILURES).fetchall()
 
     def digest(self) -> str:
         """SHA-256 of every row that counts, wall times left out: equal for a resumed and an uninterrupted run."""

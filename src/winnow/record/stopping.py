@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -48,6 +48,8 @@ class Limits:
     max_steps: int
     max_failed_share: float
     max_skipped_steps: int
+    mask_truncated: bool = False
+    """Completions that ran out of tokens are left out of the loss."""
 
 
 class _Rejected(NamedTuple):
@@ -117,18 +119,20 @@ class Usefulness:
         enough = sum(tally.sizes) >= MIN_FAILURES_JUDGED or tally.groups >= prompts_per_step
         if not enough or tally.failed_share() <= self._limits.max_failed_share:
             return None
-        cause, count = tally.failed.most_common(1)[0]
+        cause, count = tally.failed.most_common()[0]
         return RunStoppedError(
             f"step {step}: {tally.failed_share():.0%} of the rollouts failed (max_failed_share="
             f"{self._limits.max_failed_share:.0%}); most often ({count}x): {cause}"
         )
 
-    def of_step(self, step: int, groups: Sequence[Group], updated: bool, tally: Tally) -> RunStoppedError | None:
+    def of_step(
+        self, step: int, groups: Sequence[Group], update: Mapping[str, float], tally: Tally
+    ) -> RunStoppedError | None:
         """Prompts that are all solved, or all hopeless: going on would only spend tokens.
 
         An update without any signal, by a KL or entropy term alone, counts as skipped too.
         """
-        taught, kinds = updated and any(self._judge.teaches(group) for group in groups), tally.kinds
+        taught, kinds = bool(update["updated"]) and any(self._judge.teaches(g) for g in groups), tally.kinds
         solved = not taught and 0 < tally.groups == kinds[Kind.EASY]
         self.skipped_steps = 0 if taught else self.skipped_steps + 1
         self.solved_steps = self.solved_steps + 1 if solved else 0
@@ -137,6 +141,11 @@ class Usefulness:
         if self.solved_steps >= self._limits.max_skipped_steps:
             return TaskSolvedError(
                 f"step {step}: solved: every rollout of {self.solved_steps} steps had the full reward"
+            )
+        if cause := self.untrained(groups, update, tally):
+            return RunStoppedError(
+                f"step {step}: {self.skipped_steps} steps in a row trained nothing (max_skipped_steps="
+                f"{self._limits.max_skipped_steps}). In the last of them {cause}"
             )
         return RunStoppedError(
             f"step {step}: {self.skipped_steps} steps in a row had no group with a signal (max_skipped_steps="
@@ -149,3 +158,33 @@ class Usefulness:
         """What to add where the run might be over because all is solved, and nothing says whether it is."""
         success = self._judge.success
         return f". Whether the prompts are solved is unknown: success is {success}" if success.undecided else ""
+
+    def untrained(self, groups: Sequence[Group], update: Mapping[str, float], tally: Tally) -> str | None:
+        """Why a step trained on none of its rollouts, unless their rewards are simply equal; None otherwise."""
+        members = [r for group in groups for r in group.siblings if r.reward is not None]
+        cut = sum(r.stop_reason == "length" for r in members) if self._limits.mask_truncated else 0
+        missed = cut == len(members) or (not update["updated"] and tally.kinds[Kind.SIGNAL] > 0)
+        if cut and missed:
+            return (
+                f"{cut} of {len(members)} completions were cut off at max_completion_length, and "
+                "mask_truncated_completions leaves those out of the loss; no other completion had a gradient. Raise "
+                "max_completion_length, or set mask_truncated_completions: false"
+            )
+        if not groups and tally.failed.total and tally.refused.total() == tally.groups:
+            (reason, count), (cause, failed) = tally.refused.most_common(1)[0], tally.failed.most_common()[0]
+            return (
+                f"none of the {tally.groups} groups could be trained on ({count}x: {reason}), because "
+                f"{tally.failed_share():.0%} of the rollouts failed, most often ({failed}x): {cause}"
+            )
+        if update.get("correction/masked_share") == 1:
+            return (
+                "the correction left out every token: the policy is too far from the one that sampled. Widen the "
+                "bounds of `correction`, or lower max_lag, num_iterations or learning_rate"
+            )
+        if update["updated"] and update.get("grad_norm") == 0:
+            clipped = update.get("clip_ratio/region_mean", 0.0)
+            return (
+                f"the gradient was 0 although advantages were not: {clipped:.0%} of the tokens were clipped. See "
+                "epsilon, learning_rate and which parameters are trained"
+            )
+        return None

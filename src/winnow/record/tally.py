@@ -11,6 +11,7 @@ import numpy as np
 
 from ..methods.signal import Judge, Kind
 from ..types import Fate, Group
+from .failures import Failures
 
 
 class Tally:
@@ -30,7 +31,9 @@ class Tally:
         self.sampled_tokens = 0
         """Sampled tokens, those of greedy baselines included, which every other figure leaves out."""
         self.truncated = 0
-        self.failed: Counter[str] = Counter()
+        self.failed = Failures()
+        self.refused: Counter[str] = Counter()
+        """Groups that lack rewards, by reason."""
         self.turns: list[list[str]] = []
         """Reasons why the turns of each rollout ended."""
         self.barrier_wait_s = 0.0
@@ -64,7 +67,7 @@ class Tally:
             self.sampled_tokens += int(rollout.action_mask.sum())
             self.barrier_wait_s += rollout.barrier_wait_s
             if rollout.fate == Fate.FAILED:
-                self.failed[rollout.reason] += 1
+                self.failed.add(rollout.reason, group.prompt.id)
         for rollout in group.siblings:
             self.lengths.append(int(rollout.action_mask.sum()))
             self.truncated += rollout.stop_reason == "length"
@@ -89,7 +92,7 @@ class Tally:
         return zero / self.judged if self.judged else None
 
     def failed_share(self) -> float:
-        return sum(self.failed.values()) / max(self.rollouts, 1)
+        return self.failed.total / max(self.rollouts, 1)
 
     def metrics(self) -> dict[str, float]:
         step_time = time.monotonic() - self._started

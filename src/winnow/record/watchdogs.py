@@ -7,7 +7,7 @@ was never updated, a reward that was the same for everything, an evaluation that
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 
 from ..base.files import from_json
@@ -32,28 +32,33 @@ MISSED = 0.3
 class Watchdogs:
     """Looks at every step's metrics, and at probes of engine and learner.
 
-    `first_gap`: the difference at the run's first step, of one that is resumed.
+    `first_gap`: the difference at the run's first step, of one that is resumed. `in_threads`: reward functions that run
+    in a thread of this process.
     """
 
-    def __init__(self, config: RunConfig, first_gap: float | None = None) -> None:
+    def __init__(self, config: RunConfig, first_gap: float | None = None, in_threads: Collection[str] = ()) -> None:
         self._config = config
+        self._in_threads = in_threads
         self._first_gap = first_gap
         self._ess = EssWatch()
         self._same: dict[str, tuple[float, int]] = {}
-        """The one reward of each function, and for how many steps in a row."""
+        """The one reward of each function, and for how many steps in a row; reported at `SAME_STEPS`, once."""
+        self._constant: set[str] = set()
+        """Reward functions already reported as constant."""
         self._still = 0
         """Steps in a row with a learning rate of next to nothing."""
         self._rules: list[Callable[[Metrics], str | None]] = [
-            *(self._low_ess, self._old_weights, self._one_reward, self._no_evaluation, self._no_learning),
+            *(self._low_ess, self._old_weights, self._no_evaluation, self._no_learning),
             self._near_misses,
         ]
 
     def observe(self, row: Metrics) -> Iterator[str]:
-        """Warnings that a row of metrics.jsonl gives rise to; of each kind the first only."""
+        """Warnings that a row of metrics.jsonl gives rise to; each kind once, constant rewards once a function."""
         for rule in [*self._rules]:
             if (message := rule(row)) is not None:
                 self._rules.remove(rule)
                 yield message
+        yield from self._one_reward(row)
 
     def probed(self, gap: float) -> str | None:
         """Engine and learner, compared by probes: at the start of this process, and after its first update."""
@@ -85,18 +90,38 @@ class Watchdogs:
             "resume, or in a tied head that is not updated), or adapters are not merged"
         )
 
-    def _one_reward(self, row: Metrics) -> str | None:
+    def _one_reward(self, row: Metrics) -> Iterator[str]:
         for key in [key for key in row if key.startswith("rewards/") and key.endswith("/std")]:
             name = key.removeprefix("rewards/").removesuffix("/std")
             value, mean = row[key], row[f"rewards/{name}/mean"]
             before, steps = self._same.get(name, (mean, 0))
             self._same[name] = (mean, steps + 1 if value == 0 and before == mean else int(value == 0))
-            if self._same[name][1] >= SAME_STEPS:
-                return (
+            if self._same[name][1] >= SAME_STEPS and name not in self._constant:
+                self._constant.add(name)
+                message = (
                     f"the reward function '{name}' gave {mean:g} to every completion of {SAME_STEPS} steps in a row: "
                     "look at samples.jsonl, and whether it reads the columns and the completions that it means to"
                 )
-        return None
+                causes = "; ".join(self._causes_of_zero(name, row)) if mean == 0 else ""
+                yield f"{message}. Possible causes: {causes}" if causes else message
+
+    def _causes_of_zero(self, name: str, row: Metrics) -> Iterator[str]:
+        """Why a function may give 0 to every completion; the causes that the run's figures show come first."""
+        c = self._config
+        clipped = row.get("completions/clipped_ratio", 0.0)
+        if clipped > 0:
+            yield (
+                f"{clipped:.0%} of the completions are cut off at max_completion_length ({c.max_completion_length}), "
+                "perhaps before their answer"
+            )
+        if name in self._in_threads:
+            yield (
+                "it was given as an object and runs in a thread, where signals, which math-verify's timeouts need, do "
+                "not work: give it by name, 'module:function' or 'file.py:function'"
+            )
+        if c.stop:
+            yield f"completions end at a stop string ({', '.join(map(repr, c.stop))}), perhaps before their answer"
+        yield "the prompt does not ask for the answer format that it looks for"
 
     def _no_evaluation(self, row: Metrics) -> str | None:
         every, step = self._config.eval_steps, row["step"]

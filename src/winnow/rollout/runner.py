@@ -23,6 +23,8 @@ from ..env.base import OverlappingEnv, Said, StepResult, Task
 from ..env.prompting import PromptError, cut_at_stop, decode, encode_observation, encode_prompt
 from ..env.rewards.rewarder import Rewarder
 from ..env.rewards.scores import LARGEST
+from ..env.workers.functions import describe_error
+from ..env.workers.worker import WorkerError
 from ..methods.gate import NamedRule
 from ..types import Decision, Fate, Group, Job, Purpose, Turn
 from .asking import Rules
@@ -94,7 +96,7 @@ class RolloutRunner:
                 else:
                     shared = sibling.prompt_ids = shared or self._encode(job, None)
             except (Exception, SystemExit) as error:
-                self._fail(sibling, f"could not start: {error}")
+                self._fail(sibling, f"could not start: {_described(error)}")
                 continue
             self._submit(flight, sibling)
         self._settle(flight)
@@ -228,7 +230,7 @@ class RolloutRunner:
                     self._observed(flight, sibling, result)
             except Exception as error:
                 if sibling.running:
-                    self._fail(sibling, f"the environment failed: {type(error).__name__}: {error}")
+                    self._fail(sibling, f"the environment failed: {_described(error)}")
         for flight in {a.flight.key: a.flight for a in due}.values():
             self._settle(flight)
 
@@ -240,7 +242,7 @@ class RolloutRunner:
                 return
             self._observed(flight, sibling, env.step(said))  # type: ignore[union-attr]
         except (Exception, SystemExit) as error:
-            self._fail(sibling, f"the environment raised {type(error).__name__}: {error}")
+            self._fail(sibling, f"the environment raised {_described(error)}")
 
     def _observed(self, flight: Flight, sibling: Sibling, result: Any) -> None:
         """The environment has answered the sibling's last turn. TypeError or ValueError when that is no answer."""
@@ -351,3 +353,10 @@ class RolloutRunner:
     @staticmethod
     def _fail(sibling: Sibling, reason: str) -> None:
         sibling.finish("failed", fate=Fate.FAILED, reason=redact(reason))
+
+
+def _described(error: BaseException) -> str:
+    """Cause with file and line; what a worker or the check of a prompt says is complete already."""
+    if isinstance(error, WorkerError):
+        return error.detail
+    return str(error) if isinstance(error, PromptError) else describe_error(error)

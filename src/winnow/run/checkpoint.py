@@ -95,8 +95,10 @@ class CheckpointError(RuntimeError):
     """A checkpoint that cannot be used; the message says which file and what to do."""
 
 
-def save(run_dir: Path, step: int, state: Mapping[str, Any], write: Callable[[Path], None], *, keep_last: int) -> Path:
-    """Write one checkpoint and remove the oldest beyond `keep_last`; returns its directory.
+def save(
+    run_dir: Path, step: int, state: Mapping[str, Any], write: Callable[[Path], None], *, keep_last: int | None
+) -> Path:
+    """Write one checkpoint and remove the oldest beyond `keep_last` (None: none); returns its directory.
 
     `write` puts weights and optimizer into the directory it is given. A failure (disk full ...) leaves the earlier
     checkpoints as they were.
@@ -130,8 +132,9 @@ def save(run_dir: Path, step: int, state: Mapping[str, Any], write: Callable[[Pa
         with suppress(FileNotFoundError):  # its reader is done
             if time.time() - abandoned.stat().st_mtime > ABANDONED_S:
                 shutil.rmtree(abandoned, ignore_errors=True)
-    for old in steps(run_dir)[:-keep_last]:
-        _remove(root / _name(old))
+    if keep_last is not None:
+        for old in steps(run_dir)[:-keep_last]:
+            _remove(root / _name(old))
     return target
 
 

@@ -44,6 +44,8 @@ class Given:
         env = self.env
         if isinstance(env, str | dict | None | Task):
             return self
+        if callable(env) or (isinstance(env, list | tuple) and env and all(map(callable, env))):
+            raise ConfigError("env: reward functions are no task; give them as Trainer(reward_funcs=...)")
         if not isinstance(env, Iterable):
             lacks = [name for name in ("train", "test", "make_env", "fingerprint") if not hasattr(env, name)]
             raise ConfigError(f"env: a {type(env).__name__} is neither rows of data nor a task (no {', '.join(lacks)})")

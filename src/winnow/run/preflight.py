@@ -71,7 +71,7 @@ def refuse_used_directory(run_dir: Path) -> None:
     if used:
         raise RunDirectoryError(
             f"{run_dir}: already holds a run ({', '.join(used)}); go on with "
-            f"`winnow resume {run_dir}`, or choose another output_dir"
+            f"`winnow resume {run_dir}` (Trainer.resume in Python), or choose another output_dir"
         )
 
 
@@ -95,7 +95,7 @@ def check_evaluation(c: RunConfig, task: Task) -> None:
 
 
 def check_prompts(c: RunConfig, task: Task, rewarder: Rewarder, tokenizer: Any, engine: Engine | None) -> None:
-    """Try a few prompts on reward functions, tokenizer and the engine, if it is here; warn of those that are too long.
+    """Try a few prompts on reward functions, tokenizer and the engine, if it is here; warn of those that will fail.
 
     Raises ConfigError when all that are tried fail.
     """
@@ -103,6 +103,7 @@ def check_prompts(c: RunConfig, task: Task, rewarder: Rewarder, tokenizer: Any, 
     rewarder.check(first.columns, first.messages is not None)
     warn_of_plain_text(task, tokenizer)
     warn_of_long_prompts(c.max_prompt_length, task, tokenizer)
+    warn_of_refused_prompts(task, tokenizer)
     if not rewarder.names and task.make_env(first) is None:
         raise ConfigError("there is no reward: give reward_funcs, e.g. 'my_reward.py:my_reward'")
     causes = []
@@ -127,7 +128,9 @@ def check_prompts(c: RunConfig, task: Task, rewarder: Rewarder, tokenizer: Any, 
 LONGEST = 8
 """Prompts of the most characters, of which the tokens are counted; only if one has too many, those of more are."""
 COUNTED = 10_000
-"""Most prompts of which the tokens are counted."""
+"""Most prompts of which the tokens are counted, or those that the chat template refuses."""
+TRIED = 256
+"""Prompts that the chat template is tried on, besides one of each sequence of roles; all only if one is refused."""
 
 
 def warn_of_long_prompts(limit: int, task: Task, tokenizer: Any) -> None:
@@ -143,6 +146,37 @@ def warn_of_long_prompts(limit: int, task: Task, tokenizer: Any) -> None:
             f"{max(longest, *lengths)}) and fail; raise max_prompt_length, or leave them out of the data",
             stacklevel=2,
         )
+
+
+def warn_of_refused_prompts(task: Task, tokenizer: Any) -> None:
+    """Report how many prompts the chat template refuses or the tokenizer cannot encode: they fail whenever drawn."""
+    if task.max_turns > 1:  # what is encoded begins with the environment's first observation
+        return
+    for part, prompts in (("training", task.train), ("held-out", task.test)):
+        some = prompts[:: -(-len(prompts) // COUNTED) or 1]
+        one_of_each = {_shape(prompt): prompt for prompt in some}
+        tried = [*one_of_each.values(), *some[:: -(-len(some) // TRIED) or 1]]
+        if not any(_refusal(tokenizer, prompt) for prompt in tried):
+            continue
+        refusals = [refusal for prompt in some if (refusal := _refusal(tokenizer, prompt))]
+        warnings.warn(
+            f"{len(refusals)} of {len(some)} {part} prompts cannot be encoded and fail, the first: {refusals[0]}. "
+            "Change these rows, leave them out of the data, or use another chat template",
+            stacklevel=2,
+        )
+
+
+def _shape(prompt: Prompt) -> tuple[Any, ...]:
+    """What chat templates usually refuse messages by: roles, kinds of content, and other keys."""
+    return tuple((m.get("role"), type(m.get("content")), *sorted(m.keys())) for m in prompt.messages or ())
+
+
+def _refusal(tokenizer: Any, prompt: Prompt) -> str:
+    try:
+        encode_prompt(tokenizer, prompt)
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
 def _longest(prompts: Sequence[Prompt]) -> list[Prompt]:

@@ -84,7 +84,7 @@ class Session:
         else:
             self._start_sampler()
         self._display = stack.enter_context(Display(self._console, start=self.loop.step, max_steps=c.max_steps))
-        self._watchdogs = Watchdogs(c, first_gap(self.run_dir / METRICS))
+        self._watchdogs = Watchdogs(c, first_gap(self.run_dir / METRICS), built.rewarder.in_threads)
         self._look_at_agreement(self.loop.step)
         self._look_at_success(self.loop.step)
         self._tell("on_train_begin")
@@ -147,8 +147,10 @@ class Session:
             record=self._record,
             save=self._save_if_due,
             should_stop=lambda: self.stop_requested or self._callbacks.control.should_training_stop,
+            warn=self._warn,
         )
-        return Loop(parts, hooks, Limits(c.max_steps, c.max_failed_share, c.max_skipped_steps), m.judge)
+        limits = Limits(c.max_steps, c.max_failed_share, c.max_skipped_steps, c.mask_truncated_completions)
+        return Loop(parts, hooks, limits, m.judge)
 
     def _start_sampler(self) -> None:
         """First weights and rules. Samplers elsewhere are compared with the learner; those here have been."""
@@ -282,6 +284,7 @@ class Session:
         if (evaluation := self._evaluate(0)) is not None:
             metrics = {"step": 0, "num_tokens": 0} | {f"eval/{k}": v for k, v in evaluation.metrics.items()}
             self._record(0, metrics, [])
+            self.loop.warn_of_failures(evaluation.groups, "held-out rollouts")
 
     def _record(self, step: int, metrics: dict[str, float], groups: list[Group]) -> None:
         metrics |= self.built.rewarder.pop_metrics() | {"seconds_total": self._seconds()}

@@ -26,6 +26,7 @@ from .evaluating import require_held_out
 from .given import Given
 from .preflight import refuse_changes, refuse_used_directory, resumed_config
 from .session import Session
+from .trl_arguments import config_from, given_again, refuse_resume
 
 
 class Trainer:
@@ -36,7 +37,8 @@ class Trainer:
     it, each a `datasets.Dataset`, a pandas data frame or any iterable of mappings, read to its end; `env` may then be
     `{"name": "dataset", options}` without paths. They are not kept with the run: give them to `resume` too.
     `reward_funcs`: functions with TRL's signature, or their names `module:function`; without them the task's own.
-    `config`: a RunConfig, a dict of its keys, or a YAML file; `model` and `env` given here win.
+    `config`: a RunConfig, a dict of its keys, or a YAML file; `model` and `env` given here win. A `GRPOConfig` of TRL,
+    also as `args`, and a `LoraConfig` as `peft_config` are taken as the keys that say the same.
     `callbacks`: objects or classes with methods of `TrainerCallback`; those of transformers work.
     Raises ConfigError on anything that cannot run, before anything is written.
     """
@@ -49,17 +51,21 @@ class Trainer:
         model: Any = None,
         env: Any = None,
         reward_funcs: Sequence[RewardSpec] | RewardSpec | None = None,
-        config: RunConfig | Mapping[str, Any] | str | Path | None = None,
+        config: Any = None,
         processing_class: Any = None,
         *,
         train_dataset: Iterable[Any] | None = None,
         eval_dataset: Iterable[Any] | None = None,
-        callbacks: Iterable[Any] = (),
+        callbacks: Iterable[Any] | None = (),
+        args: Any = None,
+        peft_config: Any = None,
+        **others: Any,
     ) -> None:
+        config = config_from(config, args, peft_config, others)
         given = Given(model, env, reward_funcs, processing_class, train_dataset, eval_dataset).sorted_out()
         rows = given.train_dataset is not None
         whole = config_of(given.model, given.env, given.reward_funcs, config, rows=rows)
-        self._set_up(given, whole, callbacks, resume=False)
+        self._set_up(given, whole, callbacks or (), resume=False)
 
     @classmethod
     def resume(
@@ -75,7 +81,7 @@ class Trainer:
         `given`: the arguments of `Trainer` that were objects, again.
         """
         trainer = cls.__new__(cls)
-        again = Given(**given).sorted_out()
+        again = Given(**given_again(given)).sorted_out()
         saved = resumed_config(Path(run_dir), overrides or {})
         rows = again.train_dataset is not None
         whole = config_of(again.model, again.env, again.reward_funcs, saved, rows=rows)
@@ -85,6 +91,7 @@ class Trainer:
     def _set_up(self, given: Given, config: RunConfig, callbacks: Iterable[Any], *, resume: bool) -> None:
         self.console = Console(quiet=True)
         self.run_dir = Path(config.output_dir)
+        self._resumed = resume
         self._session: Session | None = None
         self._stop_requested = self._ended = False
         torch.manual_seed(config.seed)
@@ -131,11 +138,13 @@ class Trainer:
         """Take back a callback, by itself or its class."""
         self._callbacks.remove(callback)
 
-    def train(self) -> dict[str, float]:
+    def train(self, resume_from_checkpoint: Any = None) -> dict[str, float]:
         """Run to the end, once; returns the last evaluation and totals.
 
-        Raises RunStoppedError when going on is useless, KeyboardInterrupt after saving when it was interrupted.
+        `resume_from_checkpoint`: as in TRL, for a trainer that `Trainer.resume` made; else ConfigError. Raises
+        RunStoppedError when going on is useless, KeyboardInterrupt after saving when it was interrupted.
         """
+        refuse_resume(resume_from_checkpoint, self.run_dir, resumed=self._resumed)
         with self._running() as session:
             session.run()
         return self.finish()

@@ -12,10 +12,12 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from ..base.printable import visible
 from ..config import build_options, read_settings, validate
 from ..engine.loading import quiet_transformers
 from ..engine.pretrained import PRETRAINED
 from ..engine.pretrained import get as get_model
+from ..record.failures import failures_of
 from ..record.ledger import Ledger
 from ..record.progress import fate_line
 from ..record.records import LEDGER, SAMPLES, read_metrics
@@ -72,6 +74,7 @@ def summary(run_dir: Path, page: Path) -> dict[str, Any]:
         "seconds": lines[-1]["seconds_total"],
         **_first_and_last(evaluations),
         "answers": _answers(run_dir),
+        "failed": failures_of(run_dir),
         "tokens": {str(f): int(totals[f]["tokens"]) for f in Fate if f in totals and totals[f]["tokens"]},
         "report": str(page),
     }
@@ -105,17 +108,19 @@ def _answers(run_dir: Path) -> list[dict[str, str]]:
 
 
 def render(found: Mapping[str, Any]) -> RenderableType:
-    """Five lines of a summary and what to try next; before them a chat model's answers before and after."""
+    """Lines of a summary and what to try next; before them a chat model's answers before and after."""
     evaluated = next(name for name in ("pass@1", "avg@n") if name in found)
     before, after = found[evaluated]
     greedy = "  greedy {:.3f} -> {:.3f}".format(*found["greedy"]) if "greedy" in found else ""
-    lines = (
+    failed = [f"failed     {count}x {visible(str(cause))}" for cause, count in found["failed"].items()]
+    lines: list[str | Text] = [
         f"trained    {found['step']} steps in {found['seconds']:.0f} s; the model is in {found['run']}/model",
         f"held-out   {evaluated} {before:.3f} -> {after:.3f} ({after / max(before, 1e-9):.1f}x){greedy}",
         fate_line(found["tokens"]),
+        *failed,
         f"report     {found['report']}",
         f"next       winnow verify {found['run']}",
-    )
+    ]
     text = Text("\n").join(line if isinstance(line, Text) else Text(line) for line in lines)
     if not found["answers"]:
         return text

@@ -20,6 +20,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from ...base.dotted import nearest
+from ...base.elsewhere import reward_elsewhere
 from ...base.redact import redact
 from ...types import Fate, Group, Rollout
 from ..workers.calls import LoopRunner, ThreadRunner
@@ -156,6 +157,12 @@ class Rewarder:
     def names(self) -> list[str]:
         return [f.name for f in self._functions]
 
+    @property
+    def in_threads(self) -> list[str]:
+        """Names of the users' functions that run in a thread of this process."""
+        called = [(f.name, f.call) for f in self._functions if f.call is not None and f.model is None]
+        return [name for name, call in called if not (_is_async(call) or _built_in(call))]
+
     def fingerprint(self) -> str:
         """Names of the functions; a reward model's with a digest of its weights."""
         return ", ".join(f"{f.name}@{f.model.digest()}" if f.model else f.name for f in self._functions)
@@ -245,15 +252,16 @@ class Rewarder:
 
     def _by_name(self, target: str, weight: float) -> _Function:
         if ":" not in target:
-            known = ", ".join(BUILTIN)
+            known, hint = ", ".join(BUILTIN), reward_elsewhere(target, BUILTIN)
             raise FunctionError(
-                f"reward_funcs: unknown name '{target}'. Built in: {known}; your own are given as 'module:function' or "
-                "'path/to/file.py:function', reward models as a directory or 'owner/model' of the hub"
+                f"reward_funcs: unknown name '{target}'.{hint} Built in: {known}; your own are given "
+                "as 'module:function' or 'path/to/file.py:function', reward models as a directory or "
+                "'owner/model' of the hub"
             )
         try:
             found = self._pool.call("winnow.env.workers.functions:inspect_function", {"target": target}).result()
         except WorkerError as error:
-            raise FunctionError(f"reward_funcs: cannot load {error.detail}") from None
+            raise FunctionError(f"reward_funcs: cannot load {self._workers.with_hidden(error.detail)}") from None
         if set(VERL_ARGUMENTS) <= set(found["parameters"]):
             return _Function(found["name"], weight, {}, pooled=verl_reward(found["name"], target))
         return _Function(found["name"], weight, found["parameters"], target=target)
@@ -297,12 +305,15 @@ class Rewarder:
         for rollout, row in zip(work.rollouts, by_rollout, strict=True):
             self._write(rollout, row)
 
+    def _said(self, error: Exception) -> str:
+        return self._workers.with_hidden(error.detail) if isinstance(error, WorkerError) else describe_error(error)
+
     def _write(self, rollout: Rollout, outcomes: Sequence[Outcome]) -> None:
         """The reward, or fate and reason, of one rollout."""
         judged = list(zip(self._functions, outcomes, strict=True))
         rollout.rewards = {f.name: None if isinstance(o, Exception) else o for f, o in judged}
         values = [f.weight * o for f, o in judged if isinstance(o, float)]
-        cause = next((f"reward {f.name}: {_said(o)}" for f, o in judged if isinstance(o, Exception)), "")
+        cause = next((f"reward {f.name}: {self._said(o)}" for f, o in judged if isinstance(o, Exception)), "")
         if not cause and not values:
             cause = "no reward function applied"
         if not cause and not abs(sum(values)) <= LARGEST:
@@ -330,10 +341,6 @@ def _reward_model(spec: Any, device: str) -> RewardModel | None:
 def _is_async(function: Callable[..., Any]) -> bool:
     """Whether calling it gives a coroutine, also for an instance whose class has `async def __call__`."""
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
-
-
-def _said(error: Exception) -> str:
-    return error.detail if isinstance(error, WorkerError) else describe_error(error)
 
 
 def _built_in(function: Any) -> bool:

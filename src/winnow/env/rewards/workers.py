@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from ..workers.cage import Cage
-from ..workers.worker import WorkerPool
+from ..workers.worker import WorkerPool, worker_environment
 
 
 @dataclass(frozen=True)
@@ -31,3 +32,18 @@ class RewardWorkers:
         shown = [os.path.dirname(os.path.abspath(os.path.expanduser(file))) for file in files]
         cage = Cage(shown) if self.sandbox else None
         return WorkerPool(self.size, timeout_s, memory_mb=self.memory_mb, env=self.env, cage=cage)
+
+    def with_hidden(self, cause: str) -> str:
+        """The cause of a failure; if it names a variable that is set here and that workers do not see, with the remedy.
+
+        Variables are named as `KeyError: 'JUDGE_API_KEY'` and clients of judges name them.
+        """
+        seen = worker_environment().keys() | set(self.env)
+        named = dict.fromkeys(re.findall(r"\b[A-Z][A-Z0-9]*(?:_[A-Z0-9]+)+\b", cause))
+        hidden = [name for name in named if name in os.environ and name not in seen]
+        if not hidden:
+            return cause
+        return (
+            f"{cause}; {', '.join(hidden)} is set here, but reward functions given by name do not see it: add "
+            f"reward_env: [{', '.join((*self.env, *hidden))}]"
+        )

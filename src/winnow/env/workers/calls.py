@@ -41,7 +41,7 @@ class _Call:
 
     def fail(self, error: BaseException) -> None:
         if not isinstance(error, Exception):  # sys.exit() in there must not end whoever asks for the result
-            error = RuntimeError(f"raised {type(error).__name__}: {error}")
+            error = RuntimeError(f"raised {type(error).__name__}: {error}").with_traceback(error.__traceback__)
         with contextlib.suppress(InvalidStateError):
             self.future.set_exception(error)
 
@@ -181,4 +181,4 @@ async def _contained(function: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
     try:
         return await function()
     except (SystemExit, KeyboardInterrupt) as error:
-        raise RuntimeError(f"raised {type(error).__name__}: {error}") from None
+        raise RuntimeError(f"raised {type(error).__name__}: {error}").with_traceback(error.__traceback__) from None

@@ -78,7 +78,7 @@ async def _wait(value: Any) -> Any:
 def describe_error(error: BaseException) -> str:
     """`Type: message (file.py:12)` in one line of printable text, never raising.
 
-    The place is the innermost one that is neither Winnow's nor a library's.
+    The place is the innermost one that is neither Winnow's nor a library's; else where a library was entered.
     """
     try:
         message = " ".join(str(error).split())
@@ -89,13 +89,18 @@ def describe_error(error: BaseException) -> str:
 
 
 def _place(error: BaseException) -> str:
-    libraries = tuple(os.path.join(path, "") for path in (*sysconfig.get_paths().values(), _OWN))
+    paths = sysconfig.get_paths()
+    libraries = tuple(os.path.join(path, "") for path in (*paths.values(), _OWN))
+    packages = tuple(os.path.join(paths[name], "") for name in ("purelib", "platlib"))
     frames = [f for f in traceback.extract_tb(error.__traceback__) if os.path.isfile(f.filename)]
+    frames = [f for f in frames if not f.filename.startswith(os.path.join(_OWN, ""))]
     own = [f for f in frames if not f.filename.startswith(libraries)]
-    if not own:
+    entered = [f for f in frames if f.filename.startswith(packages)]
+    if not own and not entered:
         return ""
-    file = os.path.relpath(own[-1].filename)
-    return f" ({os.path.basename(file) if file.startswith('..') else file}:{own[-1].lineno})"
+    frame = own[-1] if own else entered[0]
+    file = os.path.relpath(frame.filename)
+    return f" ({os.path.basename(file) if file.startswith('..') else file}:{frame.lineno})"
 
 
 def json_default(value: Any) -> Any:

@@ -33,6 +33,10 @@ def correction_weights(
     weights, metrics = loss.correction(Evidence(corrected, sampler_logp, batch.mask_BT[:, 1:], batch.advantages_B))
     for name, number in metrics.items():
         stats.add(f"correction/{name}", number)
+    if loss.correction.active:
+        mask_BT = batch.mask_BT[:, 1:]
+        stats.add("correction/masked", float(((weights == 0) & mask_BT).sum()))
+        stats.add("correction/masked_of", float(mask_BT.sum()))
     return weights, old_logp
 
 

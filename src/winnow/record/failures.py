@@ -1,0 +1,88 @@
+"""Rollouts that failed, by cause."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+from ..types import Fate, Group
+from .ledger import Ledger
+from .ledger_file import LEDGER
+
+_PLACE = re.compile(r" \(([^()]+:\d+)\)")
+"""File and line of an exception, as `describe_error` writes them."""
+_ERROR = re.compile(r"\b[A-Z]\w*:")
+_VARYING = re.compile(r"'[^']*'|\"[^\"]*\"|\d+")
+
+
+def cause_of(reason: str, prompt_id: str = "") -> str:
+    """What reasons of one cause share: error and place, or the text without the prompt's id, quotes and numbers.
+
+    An exception's message often quotes the completion, so its type and its file and line decide where they are known.
+    """
+    places, error = _PLACE.findall(reason), _ERROR.search(reason)
+    if places and error:
+        return f"{reason[: error.end()]} ({places[-1]})"
+    own = re.sub(rf"(?<!\w){re.escape(prompt_id)}(?!\w)", "_", reason) if prompt_id else reason
+    return _VARYING.sub("_", own)
+
+
+class Failures:
+    """Counts of failed rollouts by cause, each with its first reason and that prompt's id."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+        self._first: dict[str, tuple[str, str]] = {}
+
+    def add(self, reason: str, prompt_id: str, count: int = 1) -> None:
+        cause = cause_of(reason, prompt_id)
+        self.counts[cause] += count
+        self._first.setdefault(cause, (reason, prompt_id))
+
+    @property
+    def total(self) -> int:
+        return sum(self.counts.values())
+
+    def most_common(self) -> list[tuple[str, int]]:
+        """First reason and count of each cause, the most frequent first."""
+        return [(self._first[cause][0], count) for cause, count in self.counts.most_common()]
+
+    def first(self, cause: str) -> tuple[str, str]:
+        """First reason of a cause, and the prompt's id."""
+        return self._first[cause]
+
+
+def failures_of(run_dir: Path) -> dict[str, int]:
+    """Failed rollouts of a whole run by their first reason, from its ledger; the most frequent cause first."""
+    failed = Failures()
+    with Ledger.open(run_dir / LEDGER, read_only=True) as ledger:
+        for reason, prompt_id, count in ledger.failures():
+            failed.add(reason, prompt_id, count)
+    return dict(failed.most_common())
+
+
+class FailureWatch:
+    """One warning for each cause of failing rollouts in a run. `known`: (reason, prompt id, count) of earlier steps."""
+
+    def __init__(self, known: Iterable[tuple[str, str, int]] = ()) -> None:
+        self._warned = {("rollouts", cause_of(reason, prompt_id)) for reason, prompt_id, _ in known}
+
+    def observe(self, groups: Sequence[Group], what: str = "rollouts") -> Iterator[str]:
+        """A warning for each cause that is new for `what`, with its share of `groups`."""
+        failed, rollouts = Failures(), 0
+        for group in groups:
+            rollouts += len(group.rollouts)
+            for rollout in group.rollouts:
+                if rollout.fate == Fate.FAILED:
+                    failed.add(rollout.reason, group.prompt.id)
+        for cause, count in failed.counts.most_common():
+            if (what, cause) in self._warned:
+                continue
+            self._warned.add((what, cause))
+            reason, prompt_id = failed.first(cause)
+            yield (
+                f"{count} of {rollouts} {what} failed ({count / rollouts:.0%}): {reason}; first at prompt "
+                f"'{prompt_id}'. They are left out and never count as reward 0; this cause is not reported again"
+            )

@@ -1,0 +1,197 @@
+"""Arguments of TRL's `GRPOTrainer` that users give to `Trainer`: what they mean here, or what to write instead."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from ..base.elsewhere import FLAT
+from ..base.foreign_values import answer_to
+from ..config import ConfigError, RunConfig, nearest
+
+Config = RunConfig | Mapping[str, Any] | str | Path | None
+OWN = frozenset(
+    ("model", "env", "reward_funcs", "config", "processing_class", "train_dataset", "eval_dataset", "callbacks")
+)
+"""Arguments of `Trainer`."""
+OF_BATCH = ("per_device_train_batch_size", "generation_batch_size", "steps_per_generation")
+WITHOUT_EFFECT = ("logging_", "log_level", "log_on_", "dataloader_", "disable_tqdm", "remove_unused_columns", "debug")
+"""Beginnings of fields that change neither the training nor what is kept of it."""
+
+
+def config_from(config: Any, args: Any, peft_config: Any, others: Mapping[str, Any]) -> Config:
+    """The configuration, whichever of TRL's arguments it came in.
+
+    `others`: arguments that `Trainer` does not have. Raises ConfigError with what to write for what means nothing or
+    several things here, TypeError for a name that nobody knows.
+    """
+    for name, value in others.items():
+        _refuse(name, value, f"write Trainer(config={{'{name}': ...}})")
+    if args is not None and config is not None:
+        raise ConfigError("args: `config` is given, too; give one of them")
+    given = config if args is None else args
+    if _is_arguments(given):
+        given = _from_arguments(given, "config" if args is None else "args")
+    elif not isinstance(given, RunConfig | Mapping | str | Path | None):
+        raise ConfigError(f"config: expected a RunConfig, a dict or a YAML file, not a {type(given).__name__}")
+    if peft_config is None:
+        return given
+    from ..config import load_config
+
+    whole = load_config(given) if isinstance(given, str | Path) else given
+    values = whole.model_dump() if isinstance(whole, RunConfig) else dict(whole or {})
+    if values.get("lora") is not None:
+        raise ConfigError("peft_config: the configuration has `lora`, too; give one of them")
+    return values | {"lora": _lora(peft_config)}
+
+
+def given_again(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of `Trainer.resume` that were objects; raises ConfigError or TypeError for others, as `config_from`."""
+    for name in ("args", "config", "peft_config"):
+        if given.get(name) is not None:
+            raise ConfigError(
+                f"{name}: a resumed run keeps its configuration; keys that may change are the second argument, "
+                "Trainer.resume(run_dir, {'max_steps': ...})"
+            )
+    for name, value in given.items():
+        if name not in OWN and name not in ("args", "peft_config"):
+            _refuse(name, value, f"write Trainer.resume(run_dir, {{'{name}': ...}})")
+    return {name: value for name, value in given.items() if name in OWN - {"config"}}
+
+
+def refuse_resume(checkpoint: Any, run_dir: Path, resumed: bool) -> None:
+    """Raises ConfigError for a `resume_from_checkpoint` that is not the run that this trainer goes on with."""
+    if not checkpoint:
+        return
+    wanted = run_dir if checkpoint is True else _run_of(Path(checkpoint))
+    if resumed and wanted.resolve() == run_dir.resolve():
+        return
+    raise ConfigError(
+        f"resume_from_checkpoint: this Trainer begins a new run in {run_dir}. Go on with a run by "
+        f"Trainer.resume('{wanted}', ...).train(), or `winnow resume {wanted}`; a run without checkpoints needs no "
+        "resume_from_checkpoint"
+    )
+
+
+def _run_of(checkpoint: Path) -> Path:
+    """Run directory of one of its checkpoints, or of itself."""
+    return checkpoint.parent.parent if checkpoint.parent.name == "checkpoints" else checkpoint
+
+
+def _refuse(name: str, value: Any, remedy: str) -> None:
+    nothing = value is None or value == (None, None)
+    if name in RunConfig.model_fields:
+        raise ConfigError(f"{name}: a key of the configuration; {remedy}")
+    if name not in FLAT:
+        raise TypeError(f"Trainer: there is no argument '{name}'.{nearest(name, sorted(OWN))}")
+    if not nothing:
+        raise ConfigError(f"Trainer: there is no argument '{name}'. Here {FLAT[name]}.")
+
+
+def _is_arguments(value: Any) -> bool:
+    """Whether it is a `TrainingArguments` of transformers', as `GRPOConfig` is; nothing is imported to find out."""
+    return any(cls.__name__ == "TrainingArguments" for cls in type(value).__mro__)
+
+
+def _from_arguments(args: Any, where: str) -> dict[str, Any]:
+    """Keys of the configuration that say what a `GRPOConfig` says, its defaults included.
+
+    Raises ConfigError naming every field that was changed and has no certain counterpart.
+    """
+    usual = type(args)(output_dir=args.output_dir, use_cpu=args.use_cpu)
+    fields = [field.name for field in dataclasses.fields(args) if field.init]
+    changed = {name for name in fields if getattr(args, name) != getattr(usual, name)}
+    given = {name: value for name, value in args.to_dict().items() if name in fields}
+    values = {name: value for name, value in given.items() if name in RunConfig.model_fields and value is not None}
+    _settle_same_names(values, changed, args)
+    values |= dict(_other_names(changed, args))
+    answers = [*_answers(changed - values.keys() - _settled(args), given)]
+    if answers:
+        raise ConfigError("\n".join(f"{where}: {line}" for line in answers))
+    return values
+
+
+def _settle_same_names(values: dict[str, Any], changed: set[str], args: Any) -> None:
+    """Drop what has a meaning only together with something else."""
+    if values["max_steps"] > 0:
+        values.pop("num_train_epochs", None)
+    if not args.push_to_hub:
+        values.pop("hub_strategy", None)
+    if str(getattr(args.eval_strategy, "value", args.eval_strategy)) == "no":
+        values.pop("eval_steps", None)
+    if "gradient_checkpointing" not in changed:  # a matter of memory alone, which `auto` decides
+        values.pop("gradient_checkpointing", None)
+
+
+def _other_names(changed: set[str], args: Any) -> Iterator[tuple[str, Any]]:
+    """Keys whose names differ, where there is no doubt."""
+    if args.use_cpu:
+        yield "device", "cpu"
+    if args.fp16:
+        yield "dtype", "float16"
+    elif "bf16" in changed and not args.bf16:
+        yield "dtype", "float32"
+    if _one_update(args):
+        yield "prompts_per_step", args.generation_batch_size // args.num_generations
+    if getattr(args, "scale_rewards", None) in ("none", False):
+        yield "advantage", "dr_grpo"
+
+
+def _one_update(args: Any) -> bool:
+    """Whether a generation batch is one update, as here."""
+    steps = getattr(args, "steps_per_generation", None)
+    return steps is not None and steps == args.gradient_accumulation_steps
+
+
+def _settled(args: Any) -> set[str]:
+    """Fields that `_other_names` and `_settle_same_names` have taken into account."""
+    strategy = str(getattr(args.eval_strategy, "value", args.eval_strategy))
+    found = {"use_cpu", "bf16", "fp16", "num_train_epochs", "hub_strategy", "eval_steps", "gradient_checkpointing"}
+    found |= {"activation_checkpointing"}
+    if _one_update(args):
+        found |= {*OF_BATCH, "gradient_accumulation_steps"}
+    if strategy in ("no", "steps"):
+        found |= {"eval_strategy", "do_eval"}
+    if getattr(args, "scale_rewards", None) in ("none", False):
+        found |= {"scale_rewards"}
+    return found
+
+
+def _answers(names: set[str], given: Mapping[str, Any]) -> Iterator[str]:
+    """A line for each of these fields, but for those without effect here."""
+    for name in sorted(names):
+        if name.startswith(WITHOUT_EFFECT):
+            continue
+        answer = FLAT.get(name) or answer_to(name, given.get(name)) or "there is nothing like it; leave it out"
+        yield f"{name}={given.get(name)!r}: here {answer}"
+
+
+def _lora(peft_config: Any) -> dict[str, Any]:
+    """The section `lora` for a `peft.LoraConfig`. Raises ConfigError for what it cannot say."""
+    if type(peft_config).__name__ != "LoraConfig":
+        raise ConfigError(
+            f"peft_config: a {type(peft_config).__name__}; only a peft.LoraConfig has a counterpart, "
+            "`lora: {r: ..., alpha: ...}`. Load a PeftModel yourself and give it to Trainer(model=...)"
+        )
+    usual, free = type(peft_config)(), {"r", "lora_alpha", "lora_dropout", "target_modules", "task_type"}
+    fields = [field.name for field in dataclasses.fields(peft_config) if field.init]
+    other = [n for n in fields if n not in free and getattr(peft_config, n) != getattr(usual, n)]
+    if other:
+        raise ConfigError(
+            f"peft_config: {', '.join(f'{n}={getattr(peft_config, n)!r}' for n in other)}: `lora` has r, alpha, "
+            "dropout, target_modules and merge alone; load a PeftModel yourself and give it to Trainer(model=...)"
+        )
+    targets = peft_config.target_modules
+    if targets is None:
+        raise ConfigError(
+            "peft_config: without target_modules peft chooses layers by the model's type; name them, e.g. "
+            "LoraConfig(target_modules='all-linear'), which is the default of `lora`"
+        )
+    return {
+        "r": peft_config.r,
+        "alpha": peft_config.lora_alpha,
+        "dropout": peft_config.lora_dropout,
+        "target_modules": targets if isinstance(targets, str) else sorted(targets),
+    }
