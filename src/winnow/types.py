@@ -118,6 +118,7 @@ class Turn:
     """One action of the model and what the environment answered."""
 
     action: str
+    """The sampled tokens as text, up to and with a stop string; see `env.prompting.decode` for special tokens."""
     observation: str | None
     start: int
     """Index into `Rollout.token_ids` of the action's first token."""
@@ -128,6 +129,15 @@ class Turn:
     """The action in the environment's own normal form; None: it gave none."""
     progress: float | None = None
     """How far the environment says the task has come, in [0, 1]; None: it does not say."""
+    stop_string: str = ""
+    """The stop string that `action` ends with; empty: none ended it."""
+    message: Message | None = None
+    """The action as a chat message with its `tool_calls`; None: the environment parsed none."""
+
+    @property
+    def compared(self) -> str:
+        """What gates compare: the normal form, or the action without its stop string."""
+        return self.action.removesuffix(self.stop_string) if self.canonical is None else self.canonical
 
 
 @dataclass(slots=True)
@@ -149,11 +159,13 @@ class Rollout:
     """Reason for its end: `eos` or `stop` (one turn), `env` (the environment ended it), `turns` (it had as many as the
     task allows), `length` (its tokens were used up), `cancelled`, `failed`."""
     text: str = ""
-    """The completion as text, special tokens removed, cut before a stop string."""
+    """Actions and the environment's answers as one text, for display. `completion_of` gives what rewards get."""
     reward: float | None = None
     """Weighted sum of the reward functions; None when absent (failed, pruned, cut)."""
     rewards: dict[str, float | None] = field(default_factory=dict)
     """Rewards by function name, before weighting."""
+    extra: dict[str, Any] = field(default_factory=dict)
+    """Values by column that reward functions gave to `log_extra`."""
     fate: Fate | None = None
     reason: str = ""
     survival_p: float = 1.0

@@ -14,7 +14,7 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from winnow.engine import LocalEngine, SamplingParams
-from winnow.env.base import OverlappingEnv
+from winnow.env.base import OverlappingEnv, Said
 from winnow.env.rewards.rewarder import Rewarder
 from winnow.env.workers.remote import EnvLostError, EnvPool
 from winnow.env.workers.worker import WorkerError
@@ -62,6 +62,13 @@ def test_an_episode_in_another_process(pool: EnvPool, tmp_path: Path) -> None:
     while log.read_text() != "reset\nclose\n" and time.monotonic() < deadline:
         time.sleep(0.01)
     assert log.read_text() == "reset\nclose\n"
+
+
+def test_what_ended_a_turn_is_known_in_another_process(pool: EnvPool) -> None:
+    env = pool.make(TOY.replace("CountingEnv", "HearingEnv"), {"turns": 1})
+    answer(env.start_reset())
+    said = Said("go</a>", "stop", "</a>", "<think>go</a>")
+    assert answer(env.start_step(said)).observation == "stop </a> <think>go</a>"
 
 
 def test_what_an_environment_raises_is_told_and_harms_nobody(pool: EnvPool) -> None:

@@ -6,7 +6,7 @@ import os
 import time
 from pathlib import Path
 
-from winnow.env.base import StepResult
+from winnow.env.base import Said, StepResult
 
 
 class CountingEnv:
@@ -43,3 +43,9 @@ class CountingEnv:
 class OddEnv(CountingEnv):
     def reset(self) -> str | None:
         return 7  # type: ignore[return-value]
+
+
+class HearingEnv(CountingEnv):
+    def step(self, text: str) -> StepResult:
+        assert isinstance(text, Said)
+        return StepResult(f"{text.stop_reason} {text.stop_string} {text.whole}")

@@ -241,6 +241,29 @@ def test_settings_of_requests_have_no_effect_and_that_is_said(tokenizer):
     assert [r.reward for r in rollouts] == [1.0, 1.0]
 
 
+def test_a_stop_string_is_left_out_of_answers_unless_it_is_asked_for(tokenizer):
+    """As in OpenAI's API and in vLLM's. Calls are parsed before it is left out."""
+    offered = list(with_tools(OneTurn(), [add]).train[0].tools)
+    said = []
+
+    def agent(base_url, prompt):
+        messages = list(prompt)
+        for more in ({}, {"include_stop_str_in_output": True}, {}):
+            messages.append(ask(base_url, messages, tools=offered, **more))
+            said.append(messages[-1])
+            messages.append(user("On."))
+        return 1
+
+    task = with_agent(OneTurn(), agent)
+    task.stop = ("</answer>", "</tool_call>")
+    script = ["<answer>4</answer>", "<answer>5</answer>", call("add", a=1, b=2)]
+    rollouts, _ = roll(tokenizer, task, [script])
+    assert [message["content"] for message in said] == ["<answer>4", "<answer>5</answer>", None]
+    assert said[2]["tool_calls"][0]["function"]["name"] == "add"
+    assert [turn.action for turn in rollouts[0].turns] == script
+    assert rollouts[0].turns[0].compared == "<answer>4"
+
+
 def wants_question(question, base_url):
     return 0.0
 

@@ -14,7 +14,7 @@ import pytest
 
 pytest.importorskip("alfworld")
 
-from winnow.env.base import Demonstrator, OverlappingEnv, Task
+from winnow.env.base import Demonstrator, OverlappingEnv, Said, Task
 from winnow.env.games.alfworld import library
 from winnow.env.games.alfworld.play import AlfworldEnv, deeds, game_of
 from winnow.env.games.alfworld.rooms import TASK_TYPES, plans_of
@@ -137,7 +137,8 @@ def test_fingerprint_follows_what_decides_prompts_and_rewards(task):
 def test_what_cannot_be_done_does_nothing_and_costs_a_step(task):
     prompt = task.train[0]
     plan = card_of(task, prompt)["plan"]
-    results = play(task, prompt, ["", "dance", "take moon 1 from sky 1", plan[-1], "look", *plan])
+    ended = [*plan[:-1], Said(f"{plan[-1]} ;", "stop", ";")]  # a stop string ends a command, it is none
+    results = play(task, prompt, ["look ;", "dance", "take moon 1 from sky 1", plan[-1], "look", *ended])
     assert [r.observation for r in results[:4]] == [worded(NOTHING)] * 4
     assert results[4].observation != worded(NOTHING)
     assert not any(r.done or r.reward for r in results[:-1])

@@ -11,10 +11,11 @@ import pytest
 
 from winnow.env.dataset import DatasetConfig
 from winnow.env.presets import PRESETS
+from winnow.env.rewards.exact import exact_answer
 from winnow.env.rewards.rewarder import Rewarder
 from winnow.env.rewards.workers import RewardWorkers
 from winnow.env.row_files import DataError
-from winnow.types import Group, Rollout, Visit
+from winnow.types import Group, Prompt, Rollout, Visit
 
 GSM8K = {
     "question": "Ann has 1,200 apples and buys 34. How many has she?",
@@ -97,6 +98,32 @@ def test_prompt_columns_and_reward(tmp_path, preset, scorers):
     assert [f.__name__ for f in task.reward_funcs] == ["math_reward"]
     scorers.score([group])
     assert group.rewards().tolist() == [1.0, 0.0], [r.reason for r in rollouts]
+
+
+@pytest.mark.parametrize("value", [{"target": 16, "numbers": [3, 5]}, ["Lyon", "Nice"], 4, 4.5, True])
+@pytest.mark.parametrize("preset", ["verl", "dapo_math", "verifiers"])
+def test_ground_truths_keep_their_type(tmp_path, preset, value):
+    row = {"verl": VERL | {"reward_model": {"style": "rule", "ground_truth": value}}}
+    row |= {"dapo_math": row["verl"], "verifiers": VERIFIERS | {"answer": value}}
+    task = DatasetConfig(path=as_file(tmp_path, row[preset]), preset=preset).build()
+    found = task.train[0].columns["ground_truth"]
+    assert (type(found), found) == (type(value), value)
+    assert len(task.fingerprint()) == 64
+
+
+def test_numbers_and_lists_are_judged_as_they_are_written(scorers):
+    gold = {"4": 4, "0.5": 0.5, "[1, 2]": [1, 2], "0": 0}
+    for text, value in gold.items():
+        prompt = Prompt("p", 0, text="?", columns={"ground_truth": value})
+        said = [f"\\boxed{{{text}}}", "\\boxed{7}"]
+        rollouts = [
+            Rollout(i, (1,), np.array([5]), np.ones(1, bool), np.zeros(1, np.float32), np.zeros(1, np.int32), text=t)
+            for i, t in enumerate(said)
+        ]
+        group = Group(Visit(0, 0, prompt), rollouts)
+        scorers.score([group])
+        assert group.rewards().tolist() == [1.0, 0.0], (value, [r.reason for r in rollouts])
+        assert exact_answer([text, "no"], [value, value]) == [1.0, 0.0]
 
 
 def test_text_format_for_models_without_chat_template(tmp_path):

@@ -1,14 +1,24 @@
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
-from winnow.env.prompting import PromptError, cut_at_stop, decode, encode_observation, encode_prompt
+from winnow.env.prompting import (
+    PromptError,
+    cut_at_stop,
+    decode,
+    decode_whole,
+    encode_observation,
+    encode_prompt,
+    stop_string_of,
+    without_end,
+)
 from winnow.types import Prompt
 
 TEMPLATE = (
@@ -179,9 +189,24 @@ def test_an_empty_prompt_is_refused(chat_tokenizer) -> None:
 @pytest.mark.parametrize("text", ["emoji 🙂", "עברית", "a<s>b", "\x00\x07", "x" * 5000])
 def test_decode_agrees_with_the_tokenizer(chat_tokenizer, text: str) -> None:
     ids = np.array(chat_tokenizer.encode(text, add_special_tokens=False))
-    assert decode(chat_tokenizer, [ids, ids[:1]])[0] == chat_tokenizer.decode(ids, skip_special_tokens=True)
+    assert decode(chat_tokenizer, [ids, ids[:1]])[0] == chat_tokenizer.decode(ids) == text
 
 
-def test_cut_at_stop() -> None:
-    assert cut_at_stop("one. two! three", ("!", ".")) == "one"
+def test_special_tokens_are_text_unless_they_begin_end_or_pad_one(chat_tokenizer) -> None:
+    tokenizer = copy.deepcopy(chat_tokenizer)
+    tokenizer.add_special_tokens({"bos_token": "<b>", "pad_token": "<p>"})
+    tokenizer.add_tokens([AddedToken("<think>", special=True), AddedToken("<turn>", special=True)], special_tokens=True)
+    ids = np.array(tokenizer.encode("<b><think>2<e>3<p><turn>", add_special_tokens=False))
+    assert decode(tokenizer, [ids]) == ["<think>23<turn>"]
+    assert decode(tokenizer, [without_end(tokenizer, ids)]) == ["<think>23"]
+    assert decode_whole(tokenizer, ids) == "<b><think>2<e>3<p><turn>"
+    assert without_end(tokenizer, ids[:3]).tolist() == ids[:3].tolist(), "an ordinary token that ends a turn is text"
+
+
+def test_cut_at_stop_keeps_the_stop_string() -> None:
+    assert cut_at_stop("one. two! three", ("!", ".")) == "one."
     assert cut_at_stop("none", ("!",)) == "none"
+    assert cut_at_stop("4</answer>\n\n", ("\n", "</answer>")) == "4</answer>"
+    assert cut_at_stop("a==b", ("==b", "=")) == "a=", "the first that is complete"
+    assert stop_string_of("4.\n", ("\n", ".\n", "!")) == ".\n"
+    assert stop_string_of("4", ("\n",)) == ""

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
+import signal
 import threading
+import warnings
 
 import numpy as np
 import pytest
@@ -12,6 +15,7 @@ import torch
 
 from winnow.env.rewards.pooled import PooledReward, verl_reward
 from winnow.env.rewards.rewarder import Rewarder
+from winnow.record.samples import sample
 from winnow.types import Fate, Group, Prompt, Rollout, Turn, Visit
 
 
@@ -86,6 +90,7 @@ def test_keyword_function_gets_everything():
         "environments",
         "trainer_state",
         "log_metric",
+        "log_extra",
     }
     assert seen["environments"] == ["env"]
     assert seen["trainer_state"] == {"step": 3}
@@ -237,7 +242,11 @@ async def later(completions):
     await asyncio.sleep(0)
     return [0.5 for _ in completions]
 
+async def one_later(text):
+    return float(len(text))
+
 def everything(**kwargs):
+    kwargs["log_extra"]("step", [kwargs["trainer_state"].global_step] * 2)
     return [float(len(kwargs))] * len(kwargs["completions"])
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
@@ -255,7 +264,8 @@ VALUE = 3
 def test_functions_by_name_run_in_another_process(module):
     g = group("a", "bb", bonus=10)
     rewarder = scored(["my_rewards:length", f"{module}:later", "my_rewards:everything"], g)
-    assert g.rollouts[1].rewards == {"length": 12.0, "later": 0.5, "everything": 5.0}
+    assert g.rollouts[1].rewards == {"length": 12.0, "later": 0.5, "everything": 7.0}
+    assert [r.extra for r in g.rollouts] == [{"step": 0}, {"step": 0}]
     assert rewarder.pop_metrics()["pid"] != os.getpid()
     assert rewarder.pop_metrics() == {}
 
@@ -267,6 +277,115 @@ def test_metrics_are_averaged():
         return [0.0] * len(completions)
 
     assert scored(f, group("a", "bbb")).pop_metrics() == {"length": 2.0}
+
+
+def test_columns_of_log_extra_are_kept_with_the_rollouts():
+    def f(completions, log_extra, log_metric):
+        log_extra("length", [len(c) for c in completions])
+        log_extra("odd", np.array([1.5, float("nan")]))
+        return [0.0, 0.0]
+
+    g = group("a", "bbb")
+    scored(f, g)
+    assert [r.extra for r in g.rollouts] == [{"length": 1, "odd": 1.5}, {"length": 3, "odd": "nan"}]
+    assert sample(0, g, "train")["extra"] == {"length": 1, "odd": 1.5}
+
+    def short(completions, log_extra):
+        log_extra("length", [1])
+        return [0.0, 0.0]
+
+    failed = group("a", "b")
+    scored(short, failed)
+    assert "column 'length' has 1 values for 2 completions" in failed.rollouts[0].reason
+    assert "extra" not in sample(0, failed, "train")
+
+
+@pytest.mark.parametrize("by_name", [True, False])
+@pytest.mark.parametrize("kind", ["judge", "Judge", "bound", "hidden"])
+def test_async_verl_functions(tmp_path, kind, by_name):
+    """Awaited, on one event loop for all calls, whatever hides that they are async."""
+    file = tmp_path / "judges.py"
+    file.write_text(
+        "import asyncio, functools\n"
+        "loops = []\n"
+        "async def judge(data_source, solution_str, ground_truth, extra_info=None, factor=1):\n"
+        "    loops.append(asyncio.get_running_loop())\n"
+        "    assert loops[0] is loops[-1]\n"
+        "    await asyncio.sleep(0)\n"
+        "    if solution_str == 'bad': raise ValueError('cannot parse')\n"
+        "    return {'score': factor * float(solution_str == ground_truth)}\n"
+        "class _Judge:\n"
+        "    async def __call__(self, data_source, solution_str, ground_truth, extra_info):\n"
+        "        return solution_str == ground_truth\n"
+        "Judge = _Judge()\n"
+        "bound = functools.partial(functools.partial(judge, factor=1), extra_info=None)\n"
+        "def hidden(data_source, solution_str, ground_truth, extra_info):\n"
+        "    return judge(data_source, solution_str, ground_truth)\n"
+    )
+    namespace: dict = {}
+    exec(file.read_text(), namespace)
+    g = group("42", "41", "bad", data_source="x", ground_truth="42")
+    scored(f"{file}:{kind}" if by_name else namespace[kind], g)
+    expected = [1.0, 0.0, 0.0 if kind == "Judge" else np.nan]
+    np.testing.assert_array_equal(g.rewards(), expected, err_msg=str([r.reason for r in g.rollouts]))
+
+
+def test_targets_of_pooled_rewards_and_hidden_coroutines_are_awaited(module):
+    reward = PooledReward("later", f"{module}:one_later", lambda text, row: {"text": text}, ())
+    assert reward(completions=["x", "yy"]) == [1.0, 2.0]
+
+    async def later(completions):
+        return [3.0]
+
+    g = group("a")
+    scored([lambda completions: later(completions)], g)
+    assert g.rollouts[0].reward == 3.0
+
+
+def guarded(completions):
+    """As open-r1's and others' do with math-verify: what raises is worth 0."""
+    try:
+        signal.signal(signal.SIGALRM, signal.getsignal(signal.SIGALRM))
+        return [1.0]
+    except ValueError:
+        return [0.0]
+
+
+def test_functions_that_need_signals_are_named_where_these_do_not_work():
+    with pytest.warns(UserWarning, match=r"reward guarded: it sets a signal handler.*give it by name"):
+        scored(guarded, group("a"))
+    by_name = group("a")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        scored(f"{__file__}:guarded", by_name)
+    assert by_name.rollouts[0].reward == 1.0
+
+    async def unguarded(completions):
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+
+    g = group("a")
+    with pytest.warns(UserWarning, match="reward unguarded"):
+        scored(unguarded, g)
+    assert re.search(r"reward unguarded: ValueError: signal only works.*give it by name", g.rollouts[0].reason)
+    assert signal.signal(signal.SIGALRM, signal.getsignal(signal.SIGALRM)) == signal.getsignal(signal.SIGALRM)
+
+
+@pytest.mark.parametrize("by_name", [True, False])
+@pytest.mark.parametrize("kind", ["judge", "value_of"])
+def test_ground_truths_that_are_no_text_reach_functions_as_they_are(tmp_path, kind, by_name):
+    file = tmp_path / "judges.py"
+    file.write_text(
+        "def judge(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "    return float(str(ground_truth) == solution_str)\n"
+        "def value_of(completions, ground_truth):\n"
+        "    return [float(str(g) == c) for g, c in zip(ground_truth, completions)]\n"
+    )
+    namespace: dict = {}
+    exec(file.read_text(), namespace)
+    for value in ({"target": 16, "numbers": [3, None]}, ["Lyon", "Nice"], 4, 4.5, True):
+        g = group(str(value), "no", data_source="x", ground_truth=value)
+        scored(f"{file}:{kind}" if by_name else namespace[kind], g)
+        assert g.rewards().tolist() == [1.0, 0.0]
 
 
 @pytest.mark.parametrize("by_name", [True, False])
@@ -338,8 +457,24 @@ def test_missing_columns_are_found_before_and_during_a_run():
     rewarder.check(["answer", "more"])
     with pytest.raises(ValueError, match=r"needs a column 'answer'.*Did you mean 'answers'"):
         rewarder.check(["answers"])
+    for argument in ("prompt", "completion"):
+        singular = Rewarder(eval(f"lambda {argument}, completions, **columns: [1.0]"))
+        with pytest.raises(ValueError, match=rf"'{argument}' is no argument or column; write '{argument}s', a list"):
+            singular.check(["answer"])
+        singular.check(["answer", argument])
+        singular.close()
     g = group("x", answers=1)
     rewarder.score([g])
     rewarder.close()
     assert g.rollouts[0].fate is Fate.FAILED
     assert "needs a column 'answer'" in rewarder.last_error
+
+
+@pytest.mark.parametrize("arguments", ["max_length, cache", "ngrams=3", ""])
+def test_a_factory_is_no_reward_function(arguments):
+    namespace: dict = {}
+    exec(f"def get_penalty({arguments}): return lambda completions: [0.0]", namespace)
+    rewarder = Rewarder(namespace["get_penalty"])
+    with pytest.raises(ValueError, match=r"reward get_penalty: .*call it in a file, `mine = get_penalty\(...\)`"):
+        rewarder.check(["answer"])
+    rewarder.close()

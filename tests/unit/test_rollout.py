@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +12,14 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from winnow.engine import LocalEngine, SamplingParams
-from winnow.env.base import Env, StepResult
+from winnow.env.base import Env, Said, StepResult
+from winnow.env.rewards.pooled import completion_text
 from winnow.env.rewards.rewarder import Rewarder
+from winnow.env.rewards.scores import completion_of
 from winnow.rollout.evaluate import RollOut, evaluate, pass_at_k, run_jobs, summarize
 from winnow.rollout.options import RolloutOptions
 from winnow.rollout.runner import RolloutRunner
-from winnow.types import EnvStep, Fate, Group, GroupView, Job, Prompt, Token, Verdict, Visit
+from winnow.types import EnvStep, Fate, Group, GroupView, Job, Prompt, Token, Turn, Verdict, Visit
 
 from ..gates import Fake, named
 from ..parity import parity_reward
@@ -307,13 +309,56 @@ def test_a_gate_whose_needs_are_not_met_is_refused(policy) -> None:
         run(policy, ToyTask(), gates=[gate])
 
 
-def test_stop_strings_cut_the_text_not_the_tokens(policy) -> None:
-    groups = run(policy, ToyTask(), stop=("=",))
+def test_a_stop_string_is_part_of_what_is_judged(policy) -> None:
+    task = ToyTask(reward_funcs=[lambda completions: [float(c.endswith("=")) for c in completions]])
+    groups = run(policy, task, stop=("=",))
     stopped = [r for g in groups for r in g.rollouts if r.stop_reason == "stop"]
     assert stopped
     for r in stopped:
-        assert "=" not in r.text
-        assert policy[1].decode(r.token_ids).endswith("=")
+        assert policy[1].decode(r.token_ids) == r.text == r.turns[0].action
+        assert r.turns[0].compared == r.text.removesuffix("=")
+        assert r.reward == 1.0
+    assert all(r.reward == 0.0 for g in groups for r in g.rollouts if r.stop_reason != "stop")
+
+
+@dataclass
+class Teller:
+    """An environment whose words would be rewarded."""
+
+    heard: list[Said]
+
+    def reset(self) -> str | None:
+        return None
+
+    def step(self, text: str) -> StepResult:
+        assert isinstance(text, Said)
+        self.heard.append(text)
+        return StepResult("8 9")
+
+
+def test_rewards_get_what_was_sampled_and_no_word_of_the_environment(policy) -> None:
+    heard: list[Said] = []
+    completions: list[str] = []
+    ids: list[list[int]] = []
+
+    def judge(**given: Any) -> list[float]:
+        completions.extend(given["completions"])
+        ids.extend(given["completion_ids"])
+        return [1.0] * len(given["completions"])
+
+    task = ToyTask(make=lambda _: Teller(heard), max_turns=2, stop=SHORT_TURNS, reward_funcs=[judge])
+    groups = run(policy, task, max_tokens=400)
+    rollouts = [r for g in groups for r in g.rollouts]
+    assert sum(len(r.turns) == 2 for r in rollouts) >= 9
+    expected = {"".join(t.action for t in r.turns): r.token_ids.tolist() for r in rollouts}
+    assert len(completions) == 12
+    assert dict(zip(completions, ids, strict=True)) == expected, "ids have the tokens of answers between turns"
+    ended = {(str(said), said.stop_string) for said in heard if said.stop_reason == "stop"}
+    assert ended
+    assert all(text.endswith(stop) and stop in SHORT_TURNS for text, stop in ended)
+    asked = [Prompt("p", 0, messages=({"role": "user", "content": "?"},)), Prompt("t", 0, text="?")]
+    alone = replace(rollouts[0], text="go8 9", turns=[Turn("go", "8 9", 0, 1, "eos")])
+    assert [completion_text(completion_of(prompt, alone)) for prompt in asked] == ["go", "go"]
 
 
 def rolls_out(engine: LocalEngine, task: ToyTask, tokenizer: Any, rewarder: Rewarder, max_tokens: int) -> RollOut:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from winnow.env.base import Demonstrator, OverlappingEnv, Task
+from winnow.env.base import Demonstrator, OverlappingEnv, Said, Task
 from winnow.env.games.react import NOTHING, worded
 from winnow.env.games.textworld.play import TextWorldEnv, readable, spelled_as_in, understood
 from winnow.env.games.textworld.task import TextWorldConfig
@@ -128,6 +128,8 @@ def test_what_is_no_command_of_the_game_does_nothing_and_costs_a_step(task):
     assert results[-1].observation.strip() in task.train[0].text
     assert not any(r.done or r.reward for r in results)
     assert results[0].action == "restart"
+    ended = play(task, task.train[0], ["look ;", Said("look ;", "stop", ";")])
+    assert [r.observation == nothing for r in ended] == [True, False], "a stop string ends a command, it is none"
     foul = walk(task)[::2]
     foul.insert(1, "restart")
     assert play(task, task.train[0], foul)[-1].reward == 1.0

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import copy
+import json
 
 import numpy as np
 import pytest
+from tokenizers import AddedToken
 
 from winnow.engine import SamplingParams
 from winnow.engine.base import Finished
 from winnow.env.rewards.rewarder import Rewarder
-from winnow.env.tools import with_tools
+from winnow.env.tools import parser_of, with_tools
 from winnow.rollout.options import RolloutOptions
 from winnow.rollout.runner import RolloutRunner
-from winnow.types import Fate, Job, Visit
+from winnow.sampler.codec import group_from, group_state
+from winnow.types import Fate, Group, Job, Visit
 
 from .test_tool_prompts import OneTurn, add, make_tokenizer
 from .test_tools import Counter, call, fail
@@ -25,7 +28,7 @@ def tokenizer():
 
 
 class Scripted:
-    """An engine whose model says what a script tells it, turn by turn."""
+    """An engine whose model says what a script tells it, turn by turn, up to a stop string or its end of turn."""
 
     provides = frozenset()
     clock = 0
@@ -51,10 +54,12 @@ class Scripted:
 
     def _said(self, request):
         self.seen.append(self.tokenizer.decode(request.prompt_ids))
-        text = self.script[request.id[2]].pop(0) + "<e>"
+        text = self.script[request.id[2]].pop(0)
+        reason = "stop" if text.endswith(request.params.stop) else "eos"
+        text += "<e>" if reason == "eos" else ""
         ids = np.array(self.tokenizer.encode(text, add_special_tokens=False), np.int64)
         zeros = np.zeros(len(ids), np.float32)
-        return Finished(request.id, ids, zeros, np.zeros(len(ids), np.int32), "eos", 0.0)
+        return Finished(request.id, ids, zeros, np.zeros(len(ids), np.int32), reason, 0.0)
 
 
 def roll(tokenizer, task, script, funcs=(), max_tokens=400):
@@ -108,3 +113,67 @@ def test_reward_functions_see_environments_and_messages_as_in_trl(tokenizer):
     task = with_tools(OneTurn({"start": 1}), environment_factory=Plain)
     rollouts, _ = roll(tokenizer, task, [[call("increment", by=4), "done"], ["no"]], [judged])
     assert [r.reward for r in rollouts] == [5.0, 1.0]
+
+
+def special_tokenizer(*marks):
+    tokenizer = make_tokenizer()
+    tokenizer.add_tokens([AddedToken(mark, special=True, normalized=False) for mark in marks], special_tokens=True)
+    return tokenizer
+
+
+def test_marks_that_are_special_tokens_are_seen_and_calls_are_messages_as_in_trl():
+    seen = []
+
+    def judge(completions, **_):
+        seen.extend(completions)
+        return [1.0] * len(completions)
+
+    task = with_tools(OneTurn(), [add])
+    script = [["<think>Hm.</think> " + call("add", a=1, b=2), "<think></think>3"]]
+    rollouts, _ = roll(special_tokenizer("<tool_call>", "</tool_call>", "<think>", "</think>"), task, script, [judge])
+    function = {"name": "add", "arguments": {"a": 1, "b": 2}}
+    assert seen == [
+        [
+            {
+                "role": "assistant",
+                "content": "<think>Hm.</think>",
+                "tool_calls": [{"type": "function", "function": function}],
+            },
+            {"role": "tool", "name": "add", "content": "3"},
+            {"role": "assistant", "content": "<think></think>3"},
+        ]
+    ]
+    state = group_state(Group(Visit(0, 0, task.train[0]), rollouts))
+    (again,) = group_from(json.loads(json.dumps(state)), {"train": task.train}).rollouts
+    assert [t.message for t in again.turns] == [t.message for t in rollouts[0].turns]
+
+
+def test_a_response_template_gets_the_marks_and_the_end_of_the_turn():
+    tokenizer = special_tokenizer("<|call>", "<call|>")
+    tokenizer.response_template = {
+        "defaults": {"role": "assistant"},
+        "start_anchor": "<s>assistant\n",
+        "fields": {
+            "tool_calls": {
+                "open": "<|call>",
+                "close_pattern": r"<call\|><e>",
+                "content": "json",
+                "repeats": True,
+                "transform": {"type": "function", "function": "{content}"},
+            },
+            "content": {"close_pattern": r"<e>\s*|$", "content": "text"},
+        },
+    }
+    task = with_tools(OneTurn(), [add], parse=parser_of(tokenizer, [add]))
+    script = [['<|call>{"name": "add", "arguments": {"a": 1, "b": 2}}<call|>', "3"]]
+    ((first,), _) = roll(tokenizer, task, script, [lambda completions: [1.0]])
+    assert [t.observation for t in first.turns] == ["3", None]
+    assert first.turns[0].message["content"] == ""
+
+
+def test_a_call_that_no_turn_follows_is_a_message_too():
+    task = with_tools(OneTurn(), [add], max_tool_calling_iterations=1)
+    seen = []
+    script = [[call("add", a=1, b=2), call("add", a=3, b=2)]]
+    roll(make_tokenizer(), task, script, [lambda completions: seen.extend(completions) or [1.0]])
+    assert [len(m.get("tool_calls", [])) for m in seen[0]] == [1, 0, 1]

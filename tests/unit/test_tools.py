@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import signal
 import threading
 from concurrent.futures import Future
 from typing import Any
@@ -207,6 +208,37 @@ def test_a_call_that_has_failed_before_anybody_looks_is_no_call_that_was_not_mad
     monkeypatch.setattr(LoopRunner, "submit", answered)
     _, (result,) = play(with_tools(OneTurn(), [slow_add]), call("slow_add", a=1, b=2))
     assert [m["content"] for m in result.observation.messages] == ["{'error': 'at once'}"]
+
+
+def test_lists_are_passed_on_as_in_trl():
+    def rows() -> list:
+        """Rows."""
+        return [{"type": "text", "text": "a"}]
+
+    _, (result,) = play(with_tools(OneTurn(), [rows]), call("rows"))
+    assert result.observation.messages == (
+        {"role": "tool", "name": "rows", "content": [{"type": "text", "text": "a"}]},
+    )
+
+
+def test_tools_that_need_signals_are_not_blamed_on_the_model():
+    def timed() -> str:
+        """Sets a timeout of its own."""
+        signal.signal(signal.SIGALRM, lambda *_: None)
+        return "done"
+
+    def guarded() -> str:
+        """Catches its failure."""
+        try:
+            return timed()
+        except ValueError as error:
+            return f"error: {error}"
+
+    task = with_tools(OneTurn(), [timed, guarded])
+    with pytest.raises(ToolUnavailableError, match=r"tool timed: signal only works.*with_tools\(timeout_s=...\)"):
+        play(task, call("timed"))
+    with pytest.warns(UserWarning, match="tool guarded: it sets a signal handler"):
+        play(task, call("guarded"))
 
 
 def test_threads_end_with_the_task():

@@ -7,13 +7,17 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
-from ..types import Prompt
+from ..types import Message, Prompt
 
 RewardFn = Callable[..., "list[float | None]"]
 """TRL's signature: `f(prompts, completions, completion_ids, **columns) -> list[float | None]`, sync or async.
 
-Only the arguments it names are passed (all of them if it takes `**kwargs`). `prompts` and `completions` are strings
-for text prompts and lists of messages for conversational ones. `None` means "not applicable".
+Only the arguments it names are passed (all of them if it takes `**kwargs`). For text prompts, `prompts` and
+`completions` are strings: a completion is what the policy sampled, over several turns its actions one after another,
+without the environment's answers. For conversational prompts they are lists of messages: the assistant's turns, with
+`tool_calls` where an environment parsed some, and the answers in between. A stop string is part of a completion.
+`completion_ids` has all tokens after the prompt, including those of answers between turns. `None` means "not
+applicable".
 """
 
 
@@ -28,7 +32,9 @@ class StepResult:
     info: Mapping[str, Any] = field(default_factory=dict)
     """Known here: `progress`, a number in [0, 1], how far the task has come; gates may look at it."""
     action: str | None = None
-    """The action in the environment's own normal form, which gates compare; None: the text as it was given."""
+    """The action in the environment's own normal form, which gates compare; None: the text before a stop string."""
+    message: Message | None = None
+    """The action as a chat message with its `tool_calls`, which reward functions are given in its place."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.action, str | None):
@@ -52,11 +58,26 @@ class Said(str):
 
     stop_reason: str
     """`eos`, `stop` or, where the turn is cut off, `length`."""
+    stop_string: str
+    """The stop string that the text ends with; empty: none ended it."""
+    whole: str
+    """The text with every special token, for parsers of tool calls."""
 
-    def __new__(cls, text: str, stop_reason: str) -> Said:
+    def __new__(cls, text: str, stop_reason: str, stop_string: str = "", whole: str | None = None) -> Said:
         said = super().__new__(cls, text)
-        said.stop_reason = stop_reason
+        said.stop_reason, said.stop_string = stop_reason, stop_string
+        said.whole = text if whole is None else whole
         return said
+
+
+def before_stop(text: str) -> str:
+    """Return what was said before the stop string. A command, for example, does not include its end mark."""
+    return text.removesuffix(getattr(text, "stop_string", ""))
+
+
+def whole_text(text: str) -> str:
+    """Return what was said with every special token, or a plain `text` as it is."""
+    return getattr(text, "whole", text)
 
 
 @runtime_checkable
@@ -71,7 +92,7 @@ class Env(Protocol):
         ...
 
     def step(self, text: str) -> StepResult:
-        """What the text, a `Said`, does."""
+        """What the text, a `Said`, does. It is what was sampled, up to and with a stop string."""
         ...
 
 

@@ -22,7 +22,9 @@ from .row_files import DataError, Row
 from .rows import read_rows, rows_of
 from .stored import Store, StoredPrompts, content_of, first_with, rank_of_content
 
-RESERVED = frozenset({"prompts", "completions", "completion_ids", "trainer_state", "log_metric", "environments"})
+RESERVED = frozenset(
+    {"prompts", "completions", "completion_ids", "trainer_state", "log_metric", "log_extra", "environments"}
+)
 """Arguments of reward functions that a column must not be called."""
 PICTURES = ("images", "image", "videos", "video", "audios", "audio")
 """Columns that hold a part of the prompt in data for models of several modalities."""

@@ -52,8 +52,7 @@ def _verl(row: Row) -> Values:
         raise DataError(f"{row.where}: 'reward_model' must be an object with 'style' and 'ground_truth'")
     if reward_model.get("style") == "model":
         raise DataError(f"{row.where}: reward_model style 'model' needs a reward model; give reward_funcs of your own")
-    gold = reward_model["ground_truth"]
-    return row.values | {"ground_truth": gold if isinstance(gold, str) else json.dumps(gold)}
+    return row.values | {"ground_truth": reward_model["ground_truth"]}
 
 
 def _verifiers(row: Row) -> Values:
@@ -66,7 +65,9 @@ def _verifiers(row: Row) -> Values:
             info = json.loads(info)
         except ValueError:
             raise DataError(f"{row.where}: 'info' is text but not JSON") from None
-    return row.values | {"prompt": prompt, "info": info or {}, "ground_truth": _text(row, "answer")}
+    answer = row.values.get("answer")
+    gold = _text(row, "answer") if isinstance(answer, str | None) else answer
+    return row.values | {"prompt": prompt, "info": info or {}, "ground_truth": gold}
 
 
 def _text(row: Row, column: str) -> str:

@@ -182,12 +182,28 @@ def encode_observation(tokenizer: Any, prompt: Prompt, observation: str, sampled
 
 
 def decode(tokenizer: Any, sequences: Sequence[np.ndarray]) -> list[str]:
-    """Text of several sequences, special tokens removed, at the speed of the tokenizer's own batch decoder."""
-    plain = [[int(t) for t in ids] for ids in sequences]
+    """Text of several sequences. Special tokens such as `<think>` are part of it, but not bos, eos and padding."""
+    unsaid = {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id}
+    return _decoded(tokenizer, [[int(t) for t in ids if int(t) not in unsaid] for ids in sequences])
+
+
+def decode_whole(tokenizer: Any, ids: np.ndarray) -> str:
+    """Text of a sequence with every special token, as parsers of tool calls need it."""
+    return _decoded(tokenizer, [ids.tolist()])[0]
+
+
+def without_end(tokenizer: Any, ids: np.ndarray) -> np.ndarray:
+    """Token ids without a special token at their end, which only ended the turn."""
+    (shown,) = _decoded(tokenizer, [ids[-1:].tolist()], skip_special_tokens=True)
+    return ids if shown else ids[:-1]
+
+
+def _decoded(tokenizer: Any, ids: list[list[int]], skip_special_tokens: bool = False) -> list[str]:
+    """Text of several sequences, at the speed of the tokenizer's own batch decoder."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
-        return list(backend.decode_batch(plain, skip_special_tokens=True))
-    return [tokenizer.decode(ids, skip_special_tokens=True) for ids in plain]
+        return list(backend.decode_batch(ids, skip_special_tokens=skip_special_tokens))
+    return [tokenizer.decode(each, skip_special_tokens=skip_special_tokens) for each in ids]
 
 
 def tokenizer_digest(tokenizer: Any) -> str:
@@ -199,6 +215,11 @@ def tokenizer_digest(tokenizer: Any) -> str:
 
 
 def cut_at_stop(text: str, stop: Sequence[str]) -> str:
-    """The text before the earliest stop string."""
-    ends = [text.index(s) for s in stop if s in text]
+    """The text up to and with the stop string that is complete first; its token may have had more characters."""
+    ends = [text.index(s) + len(s) for s in stop if s in text]
     return text[: min(ends)] if ends else text
+
+
+def stop_string_of(text: str, stop: Sequence[str]) -> str:
+    """The stop string that a text ends with, the longest of several; empty if there is none."""
+    return max((s for s in stop if text.endswith(s)), key=len, default="")

@@ -13,20 +13,24 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from typing import Any
 
 from transformers.utils import get_json_schema
 
-from ..types import Prompt
-from .base import OverlappingEnv, RewardFn, StepResult, Task
+from ..types import Message, Prompt
+from .base import OverlappingEnv, RewardFn, StepResult, Task, whole_text
 from .prompting import NextMessages, ToolPrompt
 from .stored import changed
 from .workers.deadlines import Deadlines
+from .workers.functions import function_name
 from .workers.remote import EnvLostError
+from .workers.signals import noticing_signals
 from .workers.worker import WorkerError
 
 Tool = Callable[..., Any]
@@ -36,6 +40,10 @@ Call = tuple[str, Any]
 Parser = Callable[[str], list[Call]]
 
 MAX_ITERATIONS = 16
+NO_SIGNALS = (
+    "it sets a signal handler, which fails in the thread where tools run; remove its own timeout: "
+    "with_tools(timeout_s=...) bounds the calls of a turn"
+)
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 
 
@@ -65,20 +73,52 @@ def _between(text: str, start: str, end: str) -> Iterator[str]:
         at = stop + len(end)
 
 
-def parser_of(tokenizer: Any, tools: Sequence[Tool | Mapping[str, Any]] = ()) -> Parser:
+def parser_of(tokenizer: Any, tools: Sequence[Tool | Mapping[str, Any]] = ()) -> ResponseParser:
     """A parser by the tokenizer's own `response_template`. Raises ValueError when it has none."""
     if getattr(tokenizer, "response_template", None) is None:
         raise ValueError("with_tools: the tokenizer has no response_template; leave out `parse` for <tool_call> JSON")
     start = tokenizer.apply_chat_template([{"role": "user", "content": ""}], tokenize=False, add_generation_prompt=True)
+    return ResponseParser(tokenizer, start, list(tools) or None)
 
-    def parse(text: str) -> list[Call]:
+
+@dataclass(frozen=True)
+class ResponseParser:
+    """Calls `parse_response` of a tokenizer; made by `parser_of`."""
+
+    tokenizer: Any
+    start: str
+    """The generation prompt."""
+    tools: Sequence[Tool | Mapping[str, Any]] | None
+
+    def __call__(self, text: str) -> list[Call]:
         try:
-            message = tokenizer.parse_response(text, prefix=start, tools=list(tools) or None) or {}
-            return [_checked(call.get("function", call)) for call in message.get("tool_calls") or ()]
+            return [_checked(call.get("function", call)) for call in self._message(text).get("tool_calls") or ()]
         except (ValueError, TypeError, AttributeError, RecursionError):
             return []
 
-    return parse
+    def content(self, text: str) -> str:
+        """Return what a text says besides thoughts and calls."""
+        return str(self._message(text).get("content") or "")
+
+    def _message(self, text: str) -> dict[str, Any]:
+        return self.tokenizer.parse_response(text, prefix=self.start, tools=self.tools) or {}
+
+
+def message_of(text: str, parse: Parser) -> Message | None:
+    """Return the assistant's turn as a message with `tool_calls`, or None when it calls nothing."""
+    whole = whole_text(text)
+    calls = parse(whole)
+    if not calls:
+        return None
+    content = text
+    if isinstance(parse, ResponseParser):
+        content = parse.content(whole)
+    elif parse is parse_tool_calls:
+        for inner in _between(text, _OPEN, _CLOSE):
+            content = content.replace(f"{_OPEN}{inner}{_CLOSE}", "", 1)
+    functions = [{"name": name, "arguments": arguments} for name, arguments in calls]
+    tool_calls = [{"type": "function", "function": function} for function in functions]
+    return {"role": "assistant", "content": content.strip(), "tool_calls": tool_calls}
 
 
 def _checked(call: Any) -> Call:
@@ -196,6 +236,11 @@ class ToolTask:
         return ToolPrompt(prompt.id, prompt.ordinal, messages=prompt.messages, columns=prompt.columns, tools=schemas)
 
 
+def _content(result: Any) -> Any:
+    """A tool's result as content of a message, as in TRL: a list as it is, all else as text."""
+    return result if isinstance(result, list) else str(result)
+
+
 class ToolEnv:
     """Implements `OverlappingEnv`. Tools run in this process under a deadline."""
 
@@ -227,14 +272,16 @@ class ToolEnv:
         return observation
 
     def _step(self, text: str) -> StepResult:
-        calls = self._parse(text)
+        message = message_of(text, self._parse)
         self._turns_left -= 1
-        if not calls or not self._turns_left:
-            return StepResult(None, self._reward(), done=True)
+        if message is None or not self._turns_left:
+            return StepResult(None, self._reward(), done=True, message=message)
+        calls = [(call["function"]["name"], call["function"]["arguments"]) for call in message["tool_calls"]]
         begun = [(name, self._tried(partial(self._call, name, arguments))) for name, arguments in calls]
         results = [(name, self._tried(finish)) for name, finish in begun]
-        messages = [{"role": "tool", "name": name, "content": str(result)} for name, result in results]
-        return StepResult(NextMessages(messages), self._reward(), action=json.dumps(calls, sort_keys=True))
+        messages = [{"role": "tool", "name": name, "content": _content(result)} for name, result in results]
+        action = json.dumps(calls, sort_keys=True)
+        return StepResult(NextMessages(messages), self._reward(), action=action, message=message)
 
     def _call(self, name: str, arguments: Any) -> Callable[[], Any]:
         if name not in self._tools:
@@ -245,7 +292,16 @@ class ToolEnv:
         """Call it; what it returns is then to be had from what is returned here. Async functions run side by side."""
         if inspect.iscoroutinefunction(function):
             return self._deadlines.submit_async(partial(function, **arguments)).result
-        result = function(**arguments)
+        attempts: list[bool] = []
+        try:
+            with noticing_signals(lambda: attempts.append(True)):
+                result = function(**arguments)
+        except Exception as error:
+            if attempts:
+                raise ToolUnavailableError(f"tool {function_name(function)}: {error}; {NO_SIGNALS}") from error
+            raise
+        if attempts:
+            warnings.warn(f"tool {function_name(function)}: {NO_SIGNALS}", stacklevel=2)
         return lambda: result
 
     def _tried(self, step: Callable[[], Any]) -> Any:

@@ -47,6 +47,7 @@ def sample(step: int, group: Group, split: str, tokenizer: Any = None) -> dict[s
         "completion": r.text,
         "reward": r.reward,
         "rewards": r.rewards,
+        **_extra(r),
         "group_rewards": [s.reward for s in group.siblings],
         "fate": str(r.fate) if r.fate else None,
         "reason": r.reason,
@@ -60,6 +61,7 @@ def sample(step: int, group: Group, split: str, tokenizer: Any = None) -> dict[s
                 "reward": s.reward,
                 "fate": str(s.fate) if s.fate else None,
                 "completion": s.text[:SIBLING_TEXT],
+                **_extra(s),
                 "decisions": _decisions(cuts, s, tokenizer),
             }
             for s in others
@@ -67,10 +69,16 @@ def sample(step: int, group: Group, split: str, tokenizer: Any = None) -> dict[s
     }
 
 
+def _extra(r: Rollout) -> dict[str, Any]:
+    """What reward functions gave to `log_extra`, by column."""
+    return {"extra": r.extra} if r.extra else {}
+
+
 def token_chars(tokenizer: Any, ids_N: np.ndarray) -> list[int]:
     """Characters of the decoded text that each of `ids_N` adds.
 
-    A special token adds none. One with part of a character adds none either: the token that completes it does.
+    One that `decode` leaves out adds none. One with part of a character adds none either: the token that completes it
+    does.
     """
     n = len(ids_N)
     before = [ids_N[max(0, i - BEFORE) : i] for i in range(n)]

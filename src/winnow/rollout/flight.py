@@ -161,7 +161,7 @@ class Flight:
         return GroupView(
             visit=self.visit,
             at=at,
-            actions=tuple(tuple(t.action if t.canonical is None else t.canonical for t in s.turns) for s in gated),
+            actions=tuple(tuple(t.compared for t in s.turns) for s in gated),
             observations=tuple(tuple(t.observation or "" for t in s.turns) for s in gated),
             running=tuple(s.running for s in gated),
             absent=tuple(s.rollout is not None and s.rollout.fate in (Fate.FAILED, Fate.PRUNED) for s in gated),

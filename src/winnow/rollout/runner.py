@@ -20,7 +20,16 @@ from ..base.noise import noise_key
 from ..base.redact import redact
 from ..engine.base import Engine, Finished, Reached, Request
 from ..env.base import OverlappingEnv, Said, StepResult, Task
-from ..env.prompting import PromptError, cut_at_stop, decode, encode_observation, encode_prompt
+from ..env.prompting import (
+    PromptError,
+    cut_at_stop,
+    decode,
+    decode_whole,
+    encode_observation,
+    encode_prompt,
+    stop_string_of,
+    without_end,
+)
 from ..env.rewards.rewarder import Rewarder
 from ..env.rewards.scores import LARGEST
 from ..env.workers.functions import describe_error
@@ -180,13 +189,15 @@ class RolloutRunner:
 
     def _advance(self, finished: list[Finished]) -> None:
         """Take what the engine sampled: end the rollout, or step its environment and go on."""
-        texts = decode(self.tokenizer, [f.token_ids for f in finished]) if finished else []
-        for f, text in zip(finished, texts, strict=True):
+        for f, text in zip(finished, self._texts(finished), strict=True):
             flight, sibling = self._whose(f.id)
             if not sibling.running:
                 continue
-            action = cut_at_stop(text, self._stop(flight)) if f.stop_reason == "stop" else text
-            turn = Turn(action, None, sibling.length, sibling.length + len(f.token_ids), f.stop_reason)
+            turn = Turn(text, None, sibling.length, sibling.length + len(f.token_ids), f.stop_reason)
+            if f.stop_reason == "stop":
+                stop = self._stop(flight)
+                turn.action = cut_at_stop(text, stop)
+                turn.stop_string = stop_string_of(turn.action, stop)
             sibling.append(f.token_ids, True, f.logp, f.versions)
             sibling.turns.append(turn)
             sibling.seconds += f.seconds
@@ -203,6 +214,10 @@ class RolloutRunner:
                 self._step_env(flight, sibling, turn)
         for flight in {id(flight): flight for flight, _ in (self._whose(f.id) for f in finished)}.values():
             self._settle(flight)
+
+    def _texts(self, finished: Sequence[Finished]) -> list[str]:
+        ids = [without_end(self.tokenizer, f.token_ids) if f.stop_reason == "eos" else f.token_ids for f in finished]
+        return decode(self.tokenizer, ids) if ids else []
 
     def _whose(self, request: Any) -> tuple[Flight, Sibling]:
         purpose, number, sibling = request
@@ -235,7 +250,10 @@ class RolloutRunner:
             self._settle(flight)
 
     def _step_env(self, flight: Flight, sibling: Sibling, turn: Turn) -> None:
-        env, said = sibling.env, Said(turn.action, turn.stop_reason)
+        env, whole = sibling.env, decode_whole(self.tokenizer, sibling.segments[-1][0])
+        if turn.stop_reason == "stop":
+            whole = cut_at_stop(whole, self._stop(flight))
+        said = Said(turn.action, turn.stop_reason, turn.stop_string, whole)
         try:
             if isinstance(env, OverlappingEnv):
                 self._await(flight, sibling, env.start_step(said))
@@ -251,7 +269,7 @@ class RolloutRunner:
         if not isinstance(result.observation, str | None):
             raise TypeError(f"an observation must be a text or None, not {type(result.observation).__name__}")
         turn = sibling.turns[-1]
-        turn.observation, turn.canonical = result.observation, result.action
+        turn.observation, turn.canonical, turn.message = result.observation, result.action, result.message
         try:
             turn.progress = result.progress
         except (TypeError, ValueError) as error:

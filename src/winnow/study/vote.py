@@ -12,6 +12,8 @@ import numpy as np
 from ..base.bootstrap import paired_bootstrap
 from ..config import ConfigError, RunConfig
 from ..env.base import Answering, Task
+from ..env.rewards.pooled import completion_text
+from ..env.rewards.scores import completion_of
 from ..methods.gate import deepconf
 from ..methods.gate.quality_head import FILE, HeadWeights, mean_logp
 from ..methods.success import Success, require_decided
@@ -91,7 +93,8 @@ def vote_model(model: str, values: Mapping[str, Any], weights: Sequence[str]) ->
     for group in groups:
         candidates = [r for r in group.rollouts if success.right(r) is not None and r.action_mask.any()]
         if candidates:
-            answers = same_answers(group.prompt, [r.text for r in candidates])
+            texts = [completion_text(completion_of(group.prompt, r)) for r in candidates]
+            answers = same_answers(group.prompt, texts)
             given += [answer is not None for answer in answers]
             for name, weigh in kinds.items():
                 won[name].append(_right(candidates, answers, weigh(candidates), success))

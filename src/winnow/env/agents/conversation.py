@@ -54,10 +54,12 @@ class Conversation:
         self._known: list[Message] = []
         """What the last request had, with the answer to it if there is one."""
         self._request: tuple[list[Message], tuple[Mapping[str, Any], ...]] | None = None
+        self._with_stop = False
+        """Whether the last request wants the stop string that ends an answer."""
         self._turns = 0
         self._over = ""
 
-    def ask(self, messages: list[Message], tools: tuple[Mapping[str, Any], ...]) -> Answer:
+    def ask(self, messages: list[Message], tools: tuple[Mapping[str, Any], ...], with_stop: bool = False) -> Answer:
         """Waits for the policy's answer. The same request again, as clients send it when a connection is lost, is given
         the same answer.
 
@@ -70,6 +72,7 @@ class Conversation:
             if (messages, tools) != self._request:
                 try:
                     self._take(messages, tools)
+                    self._with_stop = with_stop
                 except RequestError as error:
                     self._fail(error)
                     raise
@@ -108,7 +111,8 @@ class Conversation:
         with self._lock:
             assert self._reply is not None
             assert self._request is not None
-            message = answer_of(text, self._parse if self._request[1] else None, self._turns)
+            parse = self._parse if self._request[1] else None
+            message = answer_of(text, parse, self._turns, self._with_stop)
             self._turns += 1
             self._known.append(message)
             self._next = Future()

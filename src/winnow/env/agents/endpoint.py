@@ -23,7 +23,9 @@ LARGEST = 64 << 20
 """Bytes of a request."""
 STALLED_S = 30
 """Seconds without a byte after which a connection is closed."""
-HEEDED = {"model", "messages", "tools", "stream", "stream_options", "n"}
+WITH_STOP = "include_stop_str_in_output"
+"""vLLM's name for an answer with the stop string that ended it."""
+HEEDED = {"model", "messages", "tools", "stream", "stream_options", "n", WITH_STOP}
 
 
 class Endpoint(ThreadingHTTPServer):
@@ -94,7 +96,7 @@ class _Request(BaseHTTPRequestHandler):
                 raise RequestError("a request is an object, for one answer (n=1)")
             self.server.unheeded({key for key, value in given.items() if value is not None} - HEEDED)
             messages = messages_of(given.get("messages"))
-            answer = conversation.ask(messages, tools_of(given.get("tools")))
+            answer = conversation.ask(messages, tools_of(given.get("tools")), bool(given.get(WITH_STOP)))
         except OverError as error:
             return self._json(*_error(410, str(error)))
         except (ValueError, RecursionError) as error:

@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ...types import Message
-from ..tools import Parser
+from ..base import before_stop
+from ..tools import Parser, message_of
 
 
 class RequestError(ValueError):
@@ -72,15 +73,16 @@ def tools_of(given: Any) -> tuple[Mapping[str, Any], ...]:
     return tuple(tools)
 
 
-def answer_of(text: str, parse: Parser | None, turn: int) -> Message:
-    """What the policy said as a message; `parse` finds tool calls, where the request offered tools."""
-    calls = parse(text) if parse else []
-    if not calls:
-        return {"role": "assistant", "content": text}
-    said = text.partition("<tool_call>")[0].strip()
-    functions = [{"name": name, "arguments": arguments} for name, arguments in calls]
-    named = [{"id": f"call_{turn}_{i}", "type": "function", "function": f} for i, f in enumerate(functions)]
-    return {"role": "assistant", "content": said, "tool_calls": named}
+def answer_of(text: str, parse: Parser | None, turn: int, with_stop: bool = False) -> Message:
+    """What the policy said as a message; `parse` finds tool calls, where the request offered tools.
+
+    A stop string that ended the turn is left out, as in OpenAI's API, unless the request wants it.
+    """
+    message = message_of(text, parse) if parse else None
+    if message is None:
+        return {"role": "assistant", "content": text if with_stop else before_stop(text)}
+    named = [{"id": f"call_{turn}_{i}", **call} for i, call in enumerate(message["tool_calls"])]
+    return {**message, "tool_calls": named}
 
 
 def wire(message: Message) -> dict[str, Any]:

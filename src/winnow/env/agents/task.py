@@ -27,7 +27,7 @@ from functools import partial
 from numbers import Real
 from typing import Any
 
-from ...types import Prompt
+from ...types import Message, Prompt
 from ..base import OverlappingEnv, RewardFn, StepResult, Task
 from ..dataset import DatasetConfig
 from ..prompting import NextMessages
@@ -160,7 +160,7 @@ class AgentEnv:
         said = self._conversation.answer(text, cut=getattr(text, "stop_reason", None) == "length")
         calls = [call["function"] for call in said.get("tool_calls", ())]
         action = json.dumps([[c["name"], c["arguments"]] for c in calls], sort_keys=True) if calls else None
-        return self._deadlines.submit_async(lambda: self._after(action))
+        return self._deadlines.submit_async(lambda: self._after(action, said if calls else None))
 
     def close(self) -> None:
         self._forget()
@@ -182,14 +182,15 @@ class AgentEnv:
             raise RuntimeError(f"{self._label} ended without asking the policy anything")
         return NextMessages(asked.messages, asked.tools)
 
-    async def _after(self, action: str | None) -> StepResult:
+    async def _after(self, action: str | None, message: Message | None) -> StepResult:
         asked = await self._conversation.next()
         if not isinstance(asked, Returned):
-            return StepResult(NextMessages(asked.messages, asked.tools), action=action)
+            return StepResult(NextMessages(asked.messages, asked.tools), action=action, message=message)
         if not isinstance(asked.value, Real | None):
             kind = type(asked.value).__name__
             raise TypeError(f"{self._label} returned {kind}; it must be the reward, or None")
-        return StepResult(None, None if asked.value is None else float(asked.value), done=True, action=action)
+        reward = None if asked.value is None else float(asked.value)
+        return StepResult(None, reward, done=True, action=action, message=message)
 
 
 async def _wait(value: Any) -> Any:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from .pooled import completion_text
+from .pooled import completion_text, gold_text
 
 
-def exact_answer(completions: Sequence[Any], ground_truth: Sequence[str], **_: Any) -> list[float | None]:
+def exact_answer(completions: Sequence[Any], ground_truth: Sequence[Any], **_: Any) -> list[float | None]:
     """1.0 for the reference answer and nothing else, blanks around it aside; else 0.0."""
     said = (completion_text(completion).strip() for completion in completions)
-    return [float(text == gold) for text, gold in zip(said, ground_truth, strict=True)]
+    return [float(text == gold_text(gold)) for text, gold in zip(said, ground_truth, strict=True)]

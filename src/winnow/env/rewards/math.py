@@ -13,7 +13,7 @@ from typing import Any
 
 from ...base.install import install
 from ..workers.worker import WorkerError, shared_pool
-from .pooled import PooledReward, Row
+from .pooled import PooledReward, Row, gold_text
 
 GOLD_COLUMNS = ("ground_truth", "answer", "solution")
 """Columns that may hold the reference answer, in this order; then `reward_model`."""
@@ -65,7 +65,7 @@ def gold_answer(row: Row) -> str:
     reward_model = row.get("reward_model")
     nested = reward_model.get("ground_truth") if isinstance(reward_model, Mapping) else None
     for value in (*(row.get(name) for name in GOLD_COLUMNS), nested):
-        if value is not None and (reference := _reference(str(value))):
+        if value is not None and (reference := _reference(gold_text(value))):
             return reference
     raise ValueError(f"the math reward needs a column with the reference answer: {', '.join(GOLD_COLUMNS)}")
 

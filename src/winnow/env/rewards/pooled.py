@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
+from ..workers.functions import json_default
 from ..workers.worker import WorkerPool, shared_pool
 
 Row = Mapping[str, Any]
@@ -15,9 +17,9 @@ Row = Mapping[str, Any]
 class PooledReward:
     """Scores each completion by a call of its own, so that one that hangs fails alone.
 
-    `target` is a `module:function` called in a worker with `arguments(text, row)`; it returns a number, None, or a dict
-    with `score`. `columns` names the columns that `arguments` reads. Called directly it has TRL's signature, waits, and
-    raises WorkerError for a completion that could not be scored.
+    `target` is a `module:function`, sync or async, called in a worker with `arguments(text, row)`; it returns a number,
+    None, or a dict with `score`. `columns` names the columns that `arguments` reads. Called directly it has TRL's
+    signature, waits, and raises WorkerError for a completion that could not be scored.
     """
 
     def __init__(
@@ -51,6 +53,11 @@ class PooledReward:
 def completion_text(completion: Any) -> str:
     """A completion as text: itself, or what the assistant said last."""
     return completion if isinstance(completion, str) else str(completion[-1]["content"])
+
+
+def gold_text(value: Any) -> str:
+    """A reference answer as text. Lists, objects and truth values, which data sets may have, are written as JSON."""
+    return json.dumps(value, default=json_default) if isinstance(value, bool | list | dict) else str(value)
 
 
 def verl_reward(name: str, target: str) -> PooledReward:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import math
 import sys
+import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
@@ -19,22 +20,25 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from ...base.dotted import nearest
 from ...base.elsewhere import reward_elsewhere
 from ...base.redact import redact
 from ...types import Fate, Group, Rollout
 from ..workers.calls import LoopRunner, ThreadRunner
 from ..workers.functions import (
+    LOGGERS,
     VERL_ARGUMENTS,
     FunctionError,
+    RewardLogs,
     describe_error,
     function_name,
     load_function,
     parameters_of,
 )
+from ..workers.signals import awaited_noticing, called_noticing
 from ..workers.worker import WorkerError
-from .pooled import PooledReward, completion_text, verl_arguments, verl_reward
-from .scores import LARGEST, Outcome, arguments_of, plain_score, read_score, read_scores
+from .pooled import PooledReward, verl_reward
+from .scores import LARGEST, STANDARD, Outcome, arguments_of, check_columns, read_score, read_scores
+from .verl import verl_group, verl_group_async
 from .workers import RewardWorkers
 
 if TYPE_CHECKING:
@@ -46,8 +50,10 @@ BUILTIN = {
     "exact": "winnow.env.rewards.exact:exact_answer",
 }
 """Reward functions that can be asked for by a plain name."""
-STANDARD = ("prompts", "completions", "completion_ids", "trainer_state", "log_metric", "environments")
-"""Arguments that are not columns."""
+NO_SIGNALS = (
+    "it sets a signal handler, as math-verify does, which fails in the thread of a function given as an object, so its "
+    "rewards may be wrong; give it by name: 'module:function' or 'path/to/file.py:function'"
+)
 POLL_S = 0.1
 
 RewardSpec = Callable[..., Any] | str
@@ -77,16 +83,18 @@ class _Pending:
     function: _Function
     futures: list[Future[Any]]
     """One for each rollout, or a single one for all."""
+    logs: RewardLogs
     per_completion: bool = False
 
-    def outcomes(self, n: int) -> tuple[list[Outcome], list[tuple[str, float]]]:
-        """An outcome for each of n rollouts, and what a worker logged."""
+    def outcomes(self, n: int) -> list[Outcome]:
+        """An outcome for each of n rollouts. Takes over what a worker logged."""
         if self.per_completion:
-            return [read_score(_result(f)) for f in self.futures], []
+            return [read_score(_result(f)) for f in self.futures]
         result = _result(self.futures[0])
         if self.function.target is None or isinstance(result, Exception):
-            return read_scores(result, n), []
-        return read_scores(result["value"], n), [(name, value) for name, value in result["metrics"]]
+            return read_scores(result, n)
+        self.logs.metrics, self.logs.extra = result["metrics"], result["extra"]
+        return read_scores(result["value"], n)
 
 
 @dataclass(eq=False)
@@ -139,6 +147,9 @@ class Rewarder:
         self._loop = LoopRunner(timeout_s)
         self._work: list[_Work] = []
         self._metrics: list[tuple[str, float]] = []
+        self._signals: set[str] = set()
+        """Names of functions that have set a signal handler in their thread."""
+        self._warned: set[str] = set()
         try:
             functions = [self._function(spec, w) for spec, w in zip(specs, weights, strict=True)]
         except BaseException:
@@ -171,7 +182,7 @@ class Rewarder:
         """Raises ValueError when a function needs a column that the data does not have, or a reward model cannot be
         asked about messages."""
         for function in self._functions:
-            _check_columns(function, columns)
+            check_columns(function.name, function.parameters, columns)
             if function.model is not None and conversational:
                 function.model.require_chat_template()
 
@@ -209,10 +220,16 @@ class Rewarder:
             if finished or not wait or not self._work:
                 break
             _wait_for_one([f for work in self._work for f in work.unfinished()])
+        self._warn_of_signals()
         self._work = [work for work in self._work if work not in finished]
         for work in finished:
             self._settle(work)
         return [work.group for work in finished]
+
+    def _warn_of_signals(self) -> None:
+        for name in self._signals - self._warned:
+            self._warned.add(name)
+            warnings.warn(f"reward {name}: {NO_SIGNALS}", stacklevel=3)
 
     def pop_metrics(self) -> dict[str, float]:
         """Means of what functions gave to `log_metric` since the last call."""
@@ -235,7 +252,8 @@ class Rewarder:
             asked = dict.fromkeys(("prompts", "completions"), True)
             return _Function(function_name(model), weight, asked, call=model, model=model)
         if isinstance(spec, PooledReward):
-            return _Function(function_name(spec), weight, dict.fromkeys(spec.columns, True), pooled=spec)
+            asked = dict.fromkeys(spec.columns, True)
+            return _Function(function_name(spec), weight, {**asked, "**": False}, pooled=spec)
         if isinstance(spec, str):
             return self._by_name(spec, weight)
         if not callable(spec):
@@ -247,7 +265,8 @@ class Rewarder:
             )
         parameters = parameters_of(spec)
         if set(VERL_ARGUMENTS) <= set(parameters):
-            return _Function(function_name(spec), weight, {"**": False}, call=partial(_verl_group, spec))
+            group = verl_group_async if _is_async(spec) else verl_group
+            return _Function(function_name(spec), weight, {"**": False}, call=partial(group, spec))
         return _Function(function_name(spec), weight, parameters, call=spec)
 
     def _by_name(self, target: str, weight: float) -> _Function:
@@ -263,57 +282,67 @@ class Rewarder:
         except WorkerError as error:
             raise FunctionError(f"reward_funcs: cannot load {self._workers.with_hidden(error.detail)}") from None
         if set(VERL_ARGUMENTS) <= set(found["parameters"]):
-            return _Function(found["name"], weight, {}, pooled=verl_reward(found["name"], target))
+            return _Function(found["name"], weight, {"**": False}, pooled=verl_reward(found["name"], target))
         return _Function(found["name"], weight, found["parameters"], target=target)
 
     def _begin(self, function: _Function, arguments: dict[str, Any]) -> _Pending:
+        n = len(arguments["completions"])
+        logs = RewardLogs(n)
         try:
             if function.pooled is not None:
                 columns = {k: v for k, v in arguments.items() if k not in STANDARD}
-                _check_columns(function, columns)
-                return _Pending(function, function.pooled.submit(self._pool, arguments["completions"], columns), True)
-            return _Pending(function, [self._call(function, arguments)])
+                check_columns(function.name, function.parameters, columns)
+                futures = function.pooled.submit(self._pool, arguments["completions"], columns)
+                return _Pending(function, futures, logs, True)
+            return _Pending(function, [self._call(function, arguments, n, logs)], logs)
         except Exception as error:
             failed: Future[Any] = Future()
             failed.set_exception(error)
-            return _Pending(function, [failed])
+            return _Pending(function, [failed], logs)
 
-    def _call(self, function: _Function, arguments: dict[str, Any]) -> Future[Any]:
-        _check_columns(function, [k for k in arguments if k not in STANDARD])
+    def _call(self, function: _Function, arguments: dict[str, Any], n: int, logs: RewardLogs) -> Future[Any]:
+        check_columns(function.name, function.parameters, [k for k in arguments if k not in STANDARD])
         accepted = function.parameters
-        log_metric = "log_metric" in accepted or "**" in accepted
+        loggers = [name for name in LOGGERS if name in accepted or "**" in accepted]
         chosen = {k: v for k, v in arguments.items() if k in accepted or "**" in accepted}
         if function.target is not None:
-            chosen = {k: v for k, v in chosen.items() if k in accepted or k not in ("environments", "trainer_state")}
+            if "environments" not in accepted:
+                chosen.pop("environments", None)
             if "trainer_state" in chosen:
                 chosen["trainer_state"] = vars(self.trainer_state)
-            call = {"target": function.target, "kwargs": chosen, "log_metric": log_metric}
+            call = {"target": function.target, "kwargs": chosen, "n": n, "loggers": loggers}
             return self._pool.call("winnow.env.workers.functions:call_function", call, called=function.target)
         assert function.call is not None
-        if log_metric:
-            chosen["log_metric"] = lambda name, value: self._metrics.append((str(name), float(value)))
-        bound = partial(function.call, **chosen)
-        return self._loop.submit(bound) if _is_async(function.call) else self._threads.submit(bound)
+        bound = partial(function.call, **chosen, **{name: getattr(logs, name) for name in loggers})
+        notice = partial(self._signals.add, function.name)
+        if _is_async(bound):
+            return self._loop.submit(partial(awaited_noticing, bound, notice))
+        return self._threads.submit(partial(called_noticing, bound, notice))
 
     def _settle(self, work: _Work) -> None:
         by_rollout: list[list[Outcome]] = [[] for _ in work.rollouts]
         for pending in work.pending:
-            outcomes, logged = pending.outcomes(len(work.rollouts))
-            self._metrics.extend(logged)
+            outcomes = pending.outcomes(len(work.rollouts))
+            self._metrics.extend((name, value) for name, value in pending.logs.metrics)
+            for column, values in pending.logs.extra.items():
+                for rollout, value in zip(work.rollouts, values, strict=True):
+                    rollout.extra[column] = value
             for row, outcome in zip(by_rollout, outcomes, strict=True):
                 row.append(outcome)
         for rollout, row in zip(work.rollouts, by_rollout, strict=True):
             self._write(rollout, row)
 
-    def _said(self, error: Exception) -> str:
-        return self._workers.with_hidden(error.detail) if isinstance(error, WorkerError) else describe_error(error)
+    def _said(self, function: _Function, error: Exception) -> str:
+        if isinstance(error, WorkerError):
+            return self._workers.with_hidden(error.detail)
+        return describe_error(error) + (f"; {NO_SIGNALS}" if function.name in self._signals else "")
 
     def _write(self, rollout: Rollout, outcomes: Sequence[Outcome]) -> None:
         """The reward, or fate and reason, of one rollout."""
         judged = list(zip(self._functions, outcomes, strict=True))
         rollout.rewards = {f.name: None if isinstance(o, Exception) else o for f, o in judged}
         values = [f.weight * o for f, o in judged if isinstance(o, float)]
-        cause = next((f"reward {f.name}: {self._said(o)}" for f, o in judged if isinstance(o, Exception)), "")
+        cause = next((f"reward {f.name}: {self._said(f, o)}" for f, o in judged if isinstance(o, Exception)), "")
         if not cause and not values:
             cause = "no reward function applied"
         if not cause and not abs(sum(values)) <= LARGEST:
@@ -340,6 +369,8 @@ def _reward_model(spec: Any, device: str) -> RewardModel | None:
 
 def _is_async(function: Callable[..., Any]) -> bool:
     """Whether calling it gives a coroutine, also for an instance whose class has `async def __call__`."""
+    while isinstance(function, partial):
+        function = function.func
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
@@ -354,26 +385,6 @@ def _unique_names(functions: list[_Function]) -> list[_Function]:
         if seen[function.name] > 1:
             function.name = f"{function.name}_{seen[function.name]}"
     return functions
-
-
-def _check_columns(function: _Function, columns: Collection[str]) -> None:
-    for name, needed in function.parameters.items():
-        if needed and name not in STANDARD and name not in columns:
-            has = ", ".join(sorted(columns)) or "none"
-            hint = nearest(name, list(columns)).split(" It has")[0]
-            raise ValueError(f"reward {function.name} needs a column '{name}', but the data has: {has}.{hint}")
-
-
-def _verl_group(compute_score: Callable[..., Any], completions: list[Any], **arguments: Any) -> list[Any]:
-    """verl's function over a group; a completion on which it raises fails alone."""
-    scores: list[Any] = []
-    for i, completion in enumerate(completions):
-        row = {k: v[i] for k, v in arguments.items() if k not in STANDARD and isinstance(v, list)}
-        try:
-            scores.append(plain_score(compute_score(**verl_arguments(completion_text(completion), row))))
-        except Exception as error:
-            scores.append(error)
-    return scores
 
 
 def _result(future: Future[Any]) -> Any:

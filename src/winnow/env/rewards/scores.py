@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from ...types import Group, Rollout
+from ...base.dotted import nearest
+from ...base.errors import ConfigError
+from ...types import Group, Message, Prompt, Rollout
 from ..prompting import NextMessages
+from ..workers.functions import LOGGERS
 
 Outcome = float | Exception | None
 """A reward, the cause why there is none, or None for "does not apply"."""
 
 
+SAMPLED = ("prompts", "completions", "completion_ids", "environments")
+"""Arguments with one entry for each rollout that are not columns."""
+STANDARD = (*SAMPLED, "trainer_state", *LOGGERS)
+"""Arguments that are not columns."""
+PLURALS = {"prompt": "prompts", "completion": "completions"}
+"""Arguments of no other meaning that users write, and what they are called."""
 LARGEST = 1e30
 """Rewards beyond it (or NaN) would overflow in statistics: a failure of the function."""
 
@@ -22,25 +31,52 @@ def arguments_of(group: Group, rollouts: Sequence[Rollout]) -> dict[str, Any]:
     arguments: dict[str, Any] = {name: [value] * n for name, value in prompt.columns.items()}
     if prompt.messages is None:
         arguments["prompts"] = [prompt.text] * n
-        arguments["completions"] = [r.text for r in rollouts]
     else:
         arguments["prompts"] = [[dict(m) for m in prompt.messages] for _ in rollouts]
-        arguments["completions"] = [messages_of(r) for r in rollouts]
+    arguments["completions"] = [completion_of(prompt, r) for r in rollouts]
     arguments["completion_ids"] = [r.token_ids.tolist() for r in rollouts]
     return arguments
 
 
-def messages_of(rollout: Rollout) -> list[dict[str, Any]]:
+def completion_of(prompt: Prompt, rollout: Rollout) -> str | list[Message]:
+    """What reward functions get of a rollout: for a text prompt all that was sampled, for messages `messages_of`."""
+    if prompt.messages is not None:
+        return messages_of(rollout)
+    return "".join(turn.action for turn in rollout.turns) if rollout.turns else rollout.text
+
+
+def messages_of(rollout: Rollout) -> list[Message]:
     """A completion as chat messages: what the assistant said and, between turns, what it was answered."""
-    if len(rollout.turns) <= 1:
+    if not rollout.turns:
         return [{"role": "assistant", "content": rollout.text}]
-    messages = []
+    messages: list[Message] = []
     for i, turn in enumerate(rollout.turns):
-        messages.append({"role": "assistant", "content": turn.action})
+        messages.append(dict(turn.message or {"role": "assistant", "content": turn.action}))
         if turn.observation is not None and i < len(rollout.turns) - 1:
             tools = turn.observation.messages if isinstance(turn.observation, NextMessages) else ()
             messages += [dict(m) for m in tools] or [{"role": "user", "content": turn.observation}]
     return messages
+
+
+def check_columns(function: str, accepted: Mapping[str, bool], columns: Collection[str]) -> None:
+    """Raise ConfigError when a function cannot be called: `accepted` are its parameters, and whether each is needed."""
+    missing = [name for name, needed in accepted.items() if needed and name not in STANDARD and name not in columns]
+    if not {"**", *SAMPLED, *columns}.intersection(accepted):
+        raise ConfigError(
+            f"reward {function}: its arguments ({', '.join(accepted) or 'none'}) are neither completions nor "
+            f"columns; if it makes the reward function, call it in a file, `mine = {function}(...)`, and give "
+            "that by name: 'my_rewards.py:mine'"
+        )
+    if not missing:
+        return
+    if (plural := PLURALS.get(missing[0])) is not None:
+        raise ConfigError(
+            f"reward {function}: '{missing[0]}' is no argument or column; write '{plural}', a list with one entry "
+            "for each rollout"
+        )
+    has = ", ".join(sorted(columns)) or "none"
+    hint = nearest(missing[0], list(columns)).split(" It has")[0]
+    raise ConfigError(f"reward {function} needs a column '{missing[0]}', but the data has: {has}.{hint}")
 
 
 def plain_score(value: Any) -> Any:

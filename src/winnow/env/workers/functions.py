@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import math
 import os
 import sysconfig
+import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -58,17 +60,61 @@ def inspect_function(target: str) -> dict[str, Any]:
     return {"name": function_name(function), "parameters": parameters_of(function)}
 
 
-def call_function(target: str, kwargs: dict[str, Any], log_metric: bool = False) -> dict[str, Any]:
-    """Call a function by name in this process: `{value, metrics}`, with what it gave to `log_metric`."""
-    metrics: list[tuple[str, float]] = []
+def call_function(target: str, kwargs: dict[str, Any], n: int, loggers: Sequence[str] = ()) -> dict[str, Any]:
+    """Call a function by name for `n` rollouts in this process: `{value, metrics, extra}`, with what it logged."""
+    logs = RewardLogs(n)
     if kwargs.get("trainer_state") is not None:
         kwargs = kwargs | {"trainer_state": SimpleNamespace(**kwargs["trainer_state"])}
-    if log_metric:
-        kwargs = kwargs | {"log_metric": lambda name, value: metrics.append((str(name), float(value)))}
-    value = load_function(target)(**kwargs)
-    if inspect.isawaitable(value):
-        value = asyncio.run(_wait(value))
-    return {"value": value, "metrics": metrics}
+    kwargs = kwargs | {name: getattr(logs, name) for name in loggers}
+    value = awaited(load_function(target)(**kwargs))
+    return {"value": value, "metrics": logs.metrics, "extra": logs.extra}
+
+
+class RewardLogs:
+    """What one call of a reward function for `n` rollouts logs. Its methods are the arguments that TRL passes."""
+
+    def __init__(self, n: int) -> None:
+        self._n = n
+        self.metrics: list[tuple[str, float]] = []
+        self.extra: dict[str, list[Any]] = {}
+
+    def log_metric(self, name: str, value: float) -> None:
+        self.metrics.append((str(name), float(value)))
+
+    def log_extra(self, column: str, values: Sequence[Any]) -> None:
+        """Record a value for each completion. Raises ValueError for another number of values."""
+        values = list(values)
+        if len(values) != self._n:
+            raise ValueError(f"log_extra: column '{column}' has {len(values)} values for {self._n} completions")
+        self.extra[str(column)] = [_loggable(value) for value in values]
+
+
+LOGGERS = ("log_metric", "log_extra")
+"""Methods of `RewardLogs` that reward functions may name."""
+
+
+def _loggable(value: Any) -> Any:
+    """A number, text, truth value or None as it is, all else as text."""
+    if getattr(value, "shape", None) == ():
+        value = value.item()
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value if isinstance(value, str | bool | int | float | None) else str(value)
+
+
+_thread = threading.local()
+
+
+def awaited(value: Any) -> Any:
+    """Return the value, or what awaiting it gives.
+
+    Each thread keeps one event loop: an async client that a function keeps belongs to the loop of its first call.
+    """
+    if not inspect.isawaitable(value):
+        return value
+    if not hasattr(_thread, "loop"):
+        _thread.loop = asyncio.new_event_loop()
+    return _thread.loop.run_until_complete(_wait(value))
 
 
 async def _wait(value: Any) -> Any:

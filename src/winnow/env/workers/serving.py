@@ -11,7 +11,7 @@ import threading
 from typing import Any
 
 from ...base.parent import die_with
-from .functions import describe_error, json_default, load_function
+from .functions import awaited, describe_error, json_default, load_function
 
 
 def main() -> None:
@@ -38,7 +38,7 @@ def _serve_one(request: dict[str, Any], replies_fd: int) -> None:
     try:
         function = load_function(call["target"])
         _reply(worker, replies_fd, {"id": serial, "loaded": True})
-        reply = json.dumps({"id": serial, "result": function(**call["kwargs"])}, default=json_default)
+        reply = json.dumps({"id": serial, "result": awaited(function(**call["kwargs"]))}, default=json_default)
     except BaseException as error:
         reply = json.dumps({"id": serial, "error": describe_error(error)})
     _reply(worker, replies_fd, reply)

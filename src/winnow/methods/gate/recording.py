@@ -42,7 +42,7 @@ def rows_of(group: Group, steps: Sequence[int], judge: Judge = BY_REWARDS) -> li
     rows = []
     for k in steps:
         seen = [r for r in members if r.reward is not None or _answered(r) >= k]
-        actions = [[t.action if t.canonical is None else t.canonical for t in r.turns] for r in seen]
+        actions = [[t.compared for t in r.turns] for r in seen]
         observations = [[t.observation or "" for t in r.turns] for r in seen]
         signals = {name: f(actions, observations, k) for name, f in SIGNALS.items()}
         rows.append({"K": k, **shared, "steps_k": sum(min(n, k) for n in taken)} | signals)

@@ -16,7 +16,7 @@ from functools import lru_cache
 from typing import Any, cast
 
 from ....base.install import install
-from ...base import StepResult
+from ...base import StepResult, before_stop
 from ...workers.kept import load_json
 from ..react import NOTHING, Style, normal_form, parse_action, worded
 
@@ -75,6 +75,7 @@ class AlfworldEnv:
         return None
 
     def step(self, text: str) -> StepResult:
+        text = before_stop(text)
         command = parse_action(text) if self._style == "react" else normal_form(text)
         answer = self._game.answer(self._path, command or "")
         self._path = answer.path

@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping
 from functools import lru_cache
 from typing import Any, Literal
 
-from ...base import StepResult
+from ...base import StepResult, before_stop
 from ...workers.kept import load_json
 from ..react import NOTHING, Style, normal_form, parse_action, worded, words
 
@@ -51,6 +51,7 @@ class TextWorldEnv:
         return None
 
     def step(self, text: str) -> StepResult:
+        text = before_stop(text)
         command = parse_action(text) if self._style == "react" else spelled_as_in(self._card, normal_form(text))
         if command is None or not understood(self._card, command):
             return StepResult(self._shown(NOTHING), self._earned, action=command or "")

@@ -1,0 +1,47 @@
+"""Notices user code that sets a signal handler outside the main thread, where Python refuses it.
+
+Such code (math-verify's own timeouts, `signal.alarm` in a tool) often catches the error and returns a wrong answer.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+from .functions import awaited
+
+_notice: ContextVar[Callable[[], None] | None] = ContextVar("notice", default=None)
+_set_handler = signal.signal
+
+
+@contextmanager
+def noticing_signals(notice: Callable[[], None]) -> Iterator[None]:
+    """Call `notice` when the code inside calls `signal.signal`. Meant for threads other than the main one."""
+    signal.signal = _noticed
+    token = _notice.set(notice)
+    try:
+        yield
+    finally:
+        _notice.reset(token)
+
+
+def called_noticing(call: Callable[[], Any], notice: Callable[[], None]) -> Any:
+    """Return what a function returns, awaited if it must be."""
+    with noticing_signals(notice):
+        return awaited(call())
+
+
+async def awaited_noticing(call: Callable[[], Awaitable[Any]], notice: Callable[[], None]) -> Any:
+    """The same for an async function, on the event loop that runs this."""
+    with noticing_signals(notice):
+        return await call()
+
+
+def _noticed(signalnum: Any, handler: Any) -> Any:
+    notice = _notice.get()
+    if notice is not None:
+        notice()
+    return _set_handler(signalnum, handler)
