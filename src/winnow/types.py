@@ -128,6 +128,9 @@ class Turn:
     """The action in the environment's own normal form; None: it gave none."""
     progress: float | None = None
     """How far the environment says the task has come, in [0, 1]; None: it does not say."""
+    taken: bool = False
+    """Whether it is a step: the action is whole and, where there is an environment, answered. What the token budget, a
+    gate or a failure ended half-way is none."""
 
 
 @dataclass(slots=True)
@@ -233,7 +236,7 @@ class GroupView:
     visit: Visit
     at: GatePoint
     actions: tuple[tuple[str, ...], ...]
-    """Per sibling, the actions of its finished turns, in the environment's normal form where it gave one."""
+    """Per sibling, the actions that it has taken, in the environment's normal form where it gave one."""
     observations: tuple[tuple[str, ...], ...]
     """Per sibling, the answer to each of its actions."""
     running: tuple[bool, ...]
