@@ -71,7 +71,7 @@ def by_progress(groups: Sequence[Group], steps: Sequence[int], limits: Sequence[
     total = sum(_steps(g) for g in groups)
     rows = []
     for k in steps:
-        best = np.array([max(t.progress or 0.0 for r in g.siblings for t in _taken(r)[:k][-1:]) for g in groups])
+        best = np.array([max(_progress(r, k) for r in g.siblings) for g in groups])
         left = np.array([sum(max(0, len(_taken(r)) - k) for r in g.siblings) for g in groups])
         for limit in limits:
             cut = (best <= limit) & (left > 0)
@@ -118,9 +118,7 @@ def tier_1(
     tokens = np.array([[_tokens(g) for g in groups] for groups in (base, gated)], float)
     steps = np.array([[_steps(g) for g in groups] for groups in (base, gated)], float)
     first = max(gate.plan())
-    before = [
-        [[t.canonical for t in _taken(r)[:first]] for g in groups for r in g.siblings] for groups in (base, gated)
-    ]
+    before = [[_actions(r, first) for g in groups for r in g.siblings] for groups in (base, gated)]
     pairs = [(a, b) for x, y in zip(*before, strict=True) for a, b in zip(x, y, strict=True)]
     ratios = [1 - with_gate / without for without, with_gate in seconds]
     stopped = np.array([_tokens(g, first) for g in base], float)
@@ -200,6 +198,15 @@ def _tokens(group: Group, turns: int | None = None) -> int:
 
 def _steps(group: Group) -> int:
     return sum(len(_taken(r)) for r in group.siblings)
+
+
+def _actions(rollout: Rollout, k: int) -> list[str | None]:
+    return [turn.canonical for turn in _taken(rollout)[:k]]
+
+
+def _progress(rollout: Rollout, k: int) -> float:
+    """As its environment put it after step k, or its last before."""
+    return max((turn.progress or 0.0 for turn in _taken(rollout)[:k][-1:]), default=0.0)
 
 
 def _taken(rollout: Rollout) -> list[Turn]:
