@@ -171,8 +171,7 @@ class Ledger:
     def probes(self, rollouts: Sequence[Rollout]) -> None:
         """Book what a comparison of engine and learner has sampled: no fate, no step, and never voided.
 
-        The sums are in the meta table: a resume compares again, and the rows that count are those of a run that nothing
-        has interrupted.
+        In the meta table: a resume compares again, and the rows that count are those of an uninterrupted run.
         """
         with self._transaction() as db:
             sums = probed(db)
