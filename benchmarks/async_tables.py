@@ -18,10 +18,12 @@ Figures = dict[str, list[dict[str, Any]]]
 SYNC, LAG = "lag0-tis8", "lag12-"
 CHARTS = {
     "held-out pass@1": "eval/pass@1",
-    "effective sample size / rollouts": "ess_ratio",
+    "effective sample size / rollouts": "ess_ratio/with_gradient",
     "KL sampler to learner, nats a token": "sampling/kl",
     "gradient norm": "grad_norm",
 }
+SHOWN = ("ess_ratio/with_gradient", "sampling/kl", "grad_norm", "effective_learning_rate")
+"""Metrics of a run whose medians over the steps are in its summary."""
 DRAWN = (SYNC, "lag12-plain", "lag12-tis8", "lag12-ess-only", "lag12-opob-only", "lag12-vcpo")
 
 
@@ -54,7 +56,7 @@ def _methods(runs: Figures) -> str:
                 text(_over_seeds(found, "pass@1")),
                 text(_difference(found, runs[SYNC]), "{:+.3f}") if SYNC in runs and arm != SYNC else "",
                 text(_over_seeds(found, "greedy")),
-                text(_over_seeds(found, "ess_ratio")),
+                text(_over_seeds(found, "ess_ratio/with_gradient")),
                 text(_over_seeds(found, "sampling/kl"), "{:.4f}"),
                 text(_over_seeds(found, "grad_norm"), "{:.2f}"),
                 text(_over_seeds(found, "effective_learning_rate"), "{:.2f}", 1e4),
@@ -78,7 +80,7 @@ def _lags(runs: Figures) -> str:
     lags = sorted({int(arm.removeprefix("lag").split("-")[0]) for arm in runs})
     rows = []
     for variant in ("tis8", "vcpo"):
-        for measure, key in (("final pass@1", "pass@1"), ("ESS ratio", "ess_ratio")):
+        for measure, key in (("final pass@1", "pass@1"), ("ESS ratio", "ess_ratio/with_gradient")):
             cells = [runs.get(f"lag{lag}-{variant}", []) for lag in lags]
             rows.append([variant, measure, *(text(_over_seeds(found, key)) if found else "" for found in cells)])
     return table(["variant", "", *(f"lag {lag}" for lag in lags)], rows)
@@ -120,7 +122,7 @@ def _summary(run: Run) -> dict[str, Any]:
         "greedy": run.deployed["greedy"],
         "best held-out pass@1": max(p.passed for p in run.data.curve),
         "steps": len(run.rows),
-        **{key: _middle(run, key) for key in ("ess_ratio", "sampling/kl", "grad_norm", "effective_learning_rate")},
+        **{key: _middle(run, key) for key in SHOWN},
     }
 
 

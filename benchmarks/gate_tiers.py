@@ -24,7 +24,7 @@ from winnow.rollout.evaluate import run_jobs
 from winnow.rollout.runner import RolloutRunner
 from winnow.run.build import build_learner, build_loss, build_policy, build_task, rollout_options, step_options
 from winnow.study.replay_stats import RESAMPLES
-from winnow.types import Group, Job, Visit
+from winnow.types import Group, Job, Rollout, Turn, Visit
 
 BUFFER_EPOCHS = 1_000_000
 """Epochs of recorded groups are counted from here: keeps their noise apart from that of training."""
@@ -71,8 +71,8 @@ def by_progress(groups: Sequence[Group], steps: Sequence[int], limits: Sequence[
     total = sum(_steps(g) for g in groups)
     rows = []
     for k in steps:
-        best = np.array([max(r.turns[:k][-1].progress or 0.0 for r in g.siblings) for g in groups])
-        left = np.array([sum(max(0, len(r.turns) - k) for r in g.siblings) for g in groups])
+        best = np.array([max(_progress(r, k) for r in g.siblings) for g in groups])
+        left = np.array([sum(max(0, len(_taken(r)) - k) for r in g.siblings) for g in groups])
         for limit in limits:
             cut = (best <= limit) & (left > 0)
             counts = {
@@ -118,11 +118,11 @@ def tier_1(
     tokens = np.array([[_tokens(g) for g in groups] for groups in (base, gated)], float)
     steps = np.array([[_steps(g) for g in groups] for groups in (base, gated)], float)
     first = max(gate.plan())
-    before = [[[t.canonical for t in r.turns[:first]] for g in groups for r in g.siblings] for groups in (base, gated)]
+    before = [[_actions(r, first) for g in groups for r in g.siblings] for groups in (base, gated)]
     pairs = [(a, b) for x, y in zip(*before, strict=True) for a, b in zip(x, y, strict=True)]
     ratios = [1 - with_gate / without for without, with_gate in seconds]
     stopped = np.array([_tokens(g, first) for g in base], float)
-    left = np.array([any(len(r.turns) > first for r in g.siblings) for g in base])
+    left = np.array([any(len(_taken(r)) > first for r in g.siblings) for g in base])
     return {
         "groups": len(base),
         "cut": int(cut.sum()),
@@ -197,4 +197,18 @@ def _tokens(group: Group, turns: int | None = None) -> int:
 
 
 def _steps(group: Group) -> int:
-    return sum(len(r.turns) for r in group.siblings)
+    return sum(len(_taken(r)) for r in group.siblings)
+
+
+def _actions(rollout: Rollout, k: int) -> list[str | None]:
+    return [turn.canonical for turn in _taken(rollout)[:k]]
+
+
+def _progress(rollout: Rollout, k: int) -> float:
+    """As its environment put it after step k, or its last before."""
+    return max((turn.progress or 0.0 for turn in _taken(rollout)[:k][-1:]), default=0.0)
+
+
+def _taken(rollout: Rollout) -> list[Turn]:
+    """Its environment steps."""
+    return [turn for turn in rollout.turns if turn.taken]

@@ -133,6 +133,9 @@ class Turn:
     """The stop string that `action` ends with; empty: none ended it."""
     message: Message | None = None
     """The action as a chat message with its `tool_calls`; None: the environment parsed none."""
+    taken: bool = False
+    """Whether it is a step: the action is whole and, where there is an environment, answered. What the token budget, a
+    gate or a failure ended half-way is none."""
 
     @property
     def compared(self) -> str:
@@ -245,7 +248,7 @@ class GroupView:
     visit: Visit
     at: GatePoint
     actions: tuple[tuple[str, ...], ...]
-    """Per sibling, the actions of its finished turns, in the environment's normal form where it gave one."""
+    """Per sibling, the actions that it has taken, in the environment's normal form where it gave one."""
     observations: tuple[tuple[str, ...], ...]
     """Per sibling, the answer to each of its actions."""
     running: tuple[bool, ...]

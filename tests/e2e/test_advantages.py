@@ -14,6 +14,7 @@ from winnow.learner import batch
 from winnow.learner.local import pooled
 from winnow.learner.local.grad_norms import RowHooks
 from winnow.run.plan import plan
+from winnow.study.compare_data import read_run_data
 
 from .test_training import _train_until, assert_clean, fingerprint, resume, train
 
@@ -54,6 +55,8 @@ def test_remax_is_bit_exact_after_a_resume_at_every_step(tiny_config: dict[str, 
     assert last["groups/size_mean"] == 4
     tokens = db.execute("SELECT SUM(tokens) FROM rollouts").fetchone()[0]
     assert last["num_tokens"] == tokens, "its tokens were paid for"
+    assert sum(m.get("rollouts/sampled", 0) for m in metrics_of(whole)) == 3 * 4 * 5
+    assert read_run_data(whole).curve[-1].rollouts == 3 * 4 * 5, "comparisons count what was paid for"
 
 
 def test_a_baseline_that_fails_takes_its_group_with_it(tiny_config: dict[str, Any]) -> None:

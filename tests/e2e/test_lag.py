@@ -38,12 +38,23 @@ def test_the_sampler_is_exactly_max_lag_steps_behind(tiny_config: dict[str, Any]
     assert_clean(run)
 
 
-def test_a_mixed_lag_is_drawn_from_the_seed(tiny_config: dict[str, Any]) -> None:
-    train(tiny_config | {"max_lag": 3, "max_steps": STEPS, "sync": {"name": "in_process", "lag": "mixed"}})
+MIXED = {"max_lag": 3, "max_steps": STEPS, "sync": {"name": "in_process", "lag": "mixed"}}
+
+
+def test_a_mixed_lag_is_drawn_for_each_group(tiny_config: dict[str, Any]) -> None:
+    """Every age of 0 to 3 steps is in one batch or another, and most batches have several."""
+    train(tiny_config | MIXED)
     run = Path(tiny_config["output_dir"])
-    behind = [noise_key(0, LAG_STREAM, s) % (min(3, s) + 1) for s in range(STEPS)]
-    assert versions(run) == [(s, s - b, s - b) for s, b in enumerate(behind)]
-    assert len(set(behind)) > 1
+    with sqlite3.connect(run / "ledger.sqlite") as db:
+        query = "SELECT step, visit, MIN(first_version), MAX(last_version) FROM rollouts GROUP BY visit ORDER BY visit"
+        groups = list(db.execute(query))
+    drawn = [step - noise_key(0, LAG_STREAM, visit) % (min(3, step) + 1) for step, visit, *_ in groups]
+    assert [(first, last) for *_, first, last in groups] == [(version, version) for version in drawn]
+    ages: dict[int, set[int]] = {}
+    for (step, *_), version in zip(groups, drawn, strict=True):
+        ages.setdefault(step, set()).add(step - version)
+    assert set().union(*ages.values()) == {0, 1, 2, 3}
+    assert sum(len(found) > 1 for found in ages.values()) >= STEPS - 2
     assert_clean(run)
 
 

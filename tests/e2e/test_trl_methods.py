@@ -155,9 +155,7 @@ def test_the_rate_of_a_step_follows_the_effective_sample_size(arguments: dict[st
             width = inputs["completion_ids"].shape[1]
             with torch.no_grad():
                 logp = self._get_per_token_logps_and_entropies(model, ids, there, width)[0]
-            log_w = ((logp - inputs["old_per_token_logps"]) * inputs["completion_mask"]).sum(1)[
-                inputs["advantages"] != 0
-            ]
+            log_w = ((logp - inputs["old_per_token_logps"]) * inputs["completion_mask"]).sum(1)
             self.shares = [*getattr(self, "shares", []), effective_sample_size(log_w) / len(log_w)]
             return super()._compute_loss(model, inputs)
 

@@ -11,12 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from rich.console import Console
 
 from winnow import Trainer
 from winnow.base.weights import Weights, state_of
+from winnow.config import validate
 from winnow.engine import ModelReference
 from winnow.engine.local.engine import LocalEngine
 from winnow.record.watchdogs import GAP, Watchdogs, first_gap
@@ -157,6 +159,20 @@ def test_a_reward_that_is_always_the_same(tiny_config: dict[str, Any]) -> None:
     assert "the reward function 'half' gave 0.5 to every completion of 2 steps in a row" in said[2]
 
 
+def test_a_reward_that_is_always_the_same_but_for_rounding(tiny_config: dict[str, Any]) -> None:
+    """Standard deviation and mean of a hundred times 0.1 are not 0 and 0.1."""
+    for reward in (0.1, -0.2, 1e6 / 3):
+        dogs, rows = Watchdogs(validate(tiny_config | {"eval_steps": None})), []
+        for step, n in enumerate((96, 101), 1):
+            values = [reward] * n
+            mean, std = float(np.mean(values)), float(np.std(values))
+            rows.append({"step": step, "rewards/format/mean": mean, "rewards/format/std": std})
+        said = [message for row in rows for message in dogs.observe(row)]
+        assert len(said) == 1
+        assert f"the reward function 'format' gave {reward:g} to every completion" in said[0]
+    assert rows[0]["rewards/format/std"] != 0
+
+
 def test_an_evaluation_that_is_skipped(tiny_config: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     def quietly(self: Evaluations, step: int) -> Evaluation | None:
         return self.now(step) if step == 0 else None
@@ -180,8 +196,6 @@ def test_a_learning_rate_that_a_schedule_has_brought_to_0(tiny_config: dict[str,
 
 def test_what_is_no_failure(tiny_config: dict[str, Any]) -> None:
     """A difference of stale tokens; a warm-up's first step; a learning rate that is meant to be 0."""
-    from winnow.config import validate
-
     dogs = Watchdogs(validate(tiny_config | {"warmup_steps": 2, "eval_steps": None}))
     rows: list[dict[str, float]] = [
         {"step": 1, GAP: 1e-6, "lag/max": 0, "learning_rate": 0.0, "updated": 1},
@@ -196,8 +210,6 @@ def test_what_is_no_failure(tiny_config: dict[str, Any]) -> None:
 
 
 def test_the_console_is_told_once(tiny_config: dict[str, Any]) -> None:
-    from winnow.config import validate
-
     dogs = Watchdogs(validate(tiny_config | {"eval_steps": None}))
     ratios = [0.1] * 20 + [0.9] + [0.1] * 20
     said = [m for step, ratio in enumerate(ratios, 1) for m in dogs.observe({"step": step, "ess_ratio": ratio})]

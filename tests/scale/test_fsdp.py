@@ -24,8 +24,10 @@ from winnow.learner import Learner, LearnerLostError, Local, Policy
 from winnow.learner.batch import Pool, Row
 from winnow.learner.fsdp.learner import FsdpLearner
 from winnow.learner.fsdp.ranks import Ranks
+from winnow.learner.step import OptimizerStep, StepOptions
+from winnow.methods.advantage import ADVANTAGES
 from winnow.methods.advantage.in_update import Weighing
-from winnow.methods.correct import M2PO, Truncate
+from winnow.methods.correct import M2PO, STEP_SCALES, Truncate
 from winnow.methods.loss import LossConfig
 from winnow.record.ledger import Ledger
 from winnow.record.stopping import RunStoppedError
@@ -33,6 +35,8 @@ from winnow.study.warm_start import word_tokenizer
 
 from .. import parity
 from ..unit.learner_models import WORDS, gemma2, llama, random_rows
+from ..unit.test_batch import make_group
+from ..unit.test_off_policy import STEP
 
 ray = pytest.importorskip("ray")
 pytestmark = pytest.mark.usefixtures("local_cluster")
@@ -385,3 +389,26 @@ def test_a_silent_rank_is_given_up(local_cluster: None) -> None:
     os.kill(pid, signal.SIGSTOP)
     with pytest.raises(LearnerLostError, match="rank 0 said nothing for 3 s"):
         cut.apply(1e-3)
+
+
+def test_rollouts_without_a_gradient_count_in_the_step_size_as_in_one_process(ranks: Ranks) -> None:
+    """Their ratios take a forward pass, in which ranks may have different numbers of rows."""
+    parts = policy()
+    learners: list[Learner] = [Local().build(copy.deepcopy(parts), config()), over(ranks, parts)]
+    loss = LossConfig(policy_loss="plain", correction=Truncate())
+    for rewards in (
+        [[1.0, 0.0, 0.0], [0.0, 0.0, 0.0]],
+        [[1.0, 1.0], [0.0, 1.0], [1.0, 1.0], [0.0, 0.0, 0.0, 0.0, 0.0]],
+    ):
+        found = []
+        for learner in learners:
+            options = StepOptions(learning_rate=1e-2, **STEP)
+            step = OptimizerStep(learner, ADVANTAGES["rloo"](), loss, STEP_SCALES["ess"]().build(), options)
+            groups = [
+                make_group(n, list(some), [2 + n + i for i in range(len(some))]) for n, some in enumerate(rewards)
+            ]
+            found.append(step(groups, 0))
+        assert found[1] == pytest.approx(found[0], rel=1e-4, abs=1e-5)
+        assert found[0]["rows_with_gradient"] < found[0]["rows"]
+        assert found[0]["effective_learning_rate"] < 0.99 * found[0]["learning_rate"]
+    assert difference(state(learners[1]), state(learners[0])) < 1e-5

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+import random
+from fractions import Fraction
 from itertools import pairwise
 from typing import Any
 
@@ -28,7 +30,7 @@ def sizes(size: GroupSize, history: list[float]) -> list[int]:
 def test_one_way_is_equation_5_with_the_whole_history(history: list[float], tau: float, window: int) -> None:
     size, expected = 4, [4]
     for t in range(1, len(history) + 1):
-        if t >= window and sum(history[t - window : t]) / window > tau:
+        if t >= window and sum(history[t - window : t]) / window > tau + 1e-9:
             size = 8
         expected.append(size)
     assert sizes(AdaptiveK(tau=tau, window=window).build(4), history) == expected
@@ -45,6 +47,22 @@ def test_the_papers_constants_and_the_strict_threshold() -> None:
     assert sizes(o.build(4), [1.0] * 5) == [4] * 5 + [8]
     assert sizes(o.build(4), [0.5] * 20) == [4] * 21, "over tau, not at it"
     assert sizes(o.build(4), [0.0] * 5 + [1.0] * 3 + [0.0] * 40)[-41:] == [8] * 41, "high stays"
+
+
+def test_a_mean_that_is_tau_does_not_exceed_it() -> None:
+    """Five shares of 7 to 33 groups whose mean is exactly 1/2 or 1/4; as floats every thirtieth exceeds it."""
+    draw, ties = random.Random(0), 0
+    while ties < 300:
+        groups = draw.randint(7, 33)
+        zero = [draw.randint(0, groups) for _ in range(5)]
+        tau = draw.choice([0.5, 0.25])
+        history = [n / groups for n in zero]
+        if Fraction(sum(zero), 5 * groups) == Fraction(tau):
+            ties += 1
+            assert next_size(4, history, 4, 8, tau, 5) == 4
+            two_way = AdaptiveK(tau=0.9, tau_down=tau, dwell=1).build(4)
+            two_way.load_state_dict({"size": 8, "history": history, "steps": 9})
+            assert two_way._wanted() == 8
 
 
 def test_two_way_goes_back_by_what_was_seen_since_the_change() -> None:

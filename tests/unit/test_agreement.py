@@ -25,7 +25,9 @@ from winnow.learner.local.logprob import TokenDistribution
 from winnow.methods.loss import LossConfig
 from winnow.record.ledger import Ledger
 from winnow.record.stopping import RunStoppedError
+from winnow.run import preflight
 from winnow.run.preflight import check_agreement
+from winnow.study.report import report_data
 from winnow.study.warm_start import word_tokenizer
 from winnow.types import Group, Rollout
 
@@ -183,6 +185,37 @@ def test_probes_that_fail_after_the_first_update_are_tried_again(
     with pytest.raises(RunStoppedError, match=r"step 2: engine: its log-probabilities are not the learner's"):
         trainer.train()
     assert len(tried) == 2
+
+
+@pytest.mark.parametrize("sync", ["in_process", {"name": "processes", "samplers": 1}])
+def test_probes_are_in_the_account(tiny_config: dict[str, Any], monkeypatch: pytest.MonkeyPatch, sync: Any) -> None:
+    """Those before and after the first update, and those of a resume."""
+    tokens: list[int] = []
+    check = preflight.require_agreement
+
+    def counted(rollouts: Any, *rest: Any) -> Any:
+        tokens.append(sum(int(r.action_mask.sum()) for r in rollouts))
+        return check(rollouts, *rest)
+
+    monkeypatch.setattr(preflight, "require_agreement", counted)
+    config = tiny_config | {"max_steps": 2, "save_steps": 1, "eval_steps": None, "sync": sync}
+    if sync != "in_process":
+        config |= {"max_lag": 1, "correction": "truncate"}
+    run = Path(tiny_config["output_dir"])
+    Trainer(config=config | {"reward_funcs": [f"{parity.__file__}:parity_reward"]}).train()
+    shutil.rmtree(run / "checkpoints" / "step-000002")
+    Trainer.resume(run).train()
+    assert len(tokens) == 3
+    assert min(tokens) > 0
+    with Ledger.open(run / "ledger.sqlite", read_only=True) as ledger:
+        found, proof = ledger.totals(), ledger.verify()
+    assert proof.ok
+    assert found["probe"]["tokens"] == sum(tokens)
+    assert found["probe"]["rollouts"] >= len(tokens)
+    assert found["probe"]["seconds"] > 0
+    assert f"| probe | {found['probe']['rollouts']} | {sum(tokens)} |" in (run / "model" / "README.md").read_text()
+    (page,) = report_data([run])["runs"]
+    assert {row[0]: row[4] for row in page["totals"]["rows"]}["probe"] == f"{sum(tokens):,}"
 
 
 @pytest.mark.parametrize("sync", ["in_process", {"name": "processes", "samplers": 1}])

@@ -24,6 +24,7 @@ def test_a_spell_is_patient_and_steps_without_an_update_do_not_end_it() -> None:
     assert (found.first["step"], found.length) == (start, PATIENCE + 1)
     assert f"for {PATIENCE + 1} updates, from step {start}: updates are dominated" in found.message
     assert low_ess(rows_of("ess_ratio", [0.1] * (PATIENCE - 1))) is None
+    assert low_ess(rows_of("ess_ratio/with_gradient", [0.1] * PATIENCE)) is not None, "where no other is known"
     still = low_ess(rows_of("ess_ratio", [0.1] * 40))
     assert still is not None
     assert still.length == 40

@@ -22,6 +22,7 @@ from winnow.methods.advantage import ADVANTAGES
 from winnow.methods.gate import GATES, GateContext
 from winnow.methods.gate.audit import AuditedGate, RuleAudit
 from winnow.methods.gate.divergence import RULES, Divergence, decide, fires
+from winnow.methods.gate.recording import rows_of
 from winnow.methods.gate.signals import SIGNALS
 from winnow.methods.signal import Judge
 from winnow.record.ledger import Ledger
@@ -295,6 +296,36 @@ def test_to_be_pruned_is_not_to_have_ended(policy: Any, pruned: int) -> None:
         assert group.verdict.keep
         assert sum(r.reward == 4.0 for r in group.rollouts) == 8 - pruned
     assert gate.metrics()["gate/divergence/asked"] == 3
+
+
+@pytest.mark.parametrize("k", [1, 2, 3])
+def test_half_an_action_is_no_step(policy: Any, k: int) -> None:
+    """Some siblings use up their tokens within their k-th action: they have taken k - 1 steps and ended.
+
+    So a gate sees it in the run, and so the table has it that is recorded without one.
+    """
+    seen = StepGate(k, True)
+    gates = [seen, Divergence(k=k, threshold=0.0).build(GateContext("divergence"))]
+    task = task_of(lambda g, i, t: "look", turns=4, size=8)
+    task.stop = ()
+    groups = run(policy, task, gates=gates, size=8, max_tokens=30)
+    half = 0
+    for view in seen.views:
+        group = groups[view.visit.number]
+        whole = [[t for t in r.turns if t.stop_reason != "length"] for r in group.rollouts]
+        half += sum(len(own) == k - 1 and len(r.turns) == k for own, r in zip(whole, group.rollouts, strict=True))
+        assert [len(a) for a in view.actions] == [min(len(own), k) for own in whole]
+        assert {action for actions in view.actions for action in actions} <= {"look"}, "no fragment is compared"
+        (row,) = rows_of(group, [k])
+        (verdict,) = (d.verdict for d in group.decisions if d.gate == "divergence")
+        ended = sum(len(own) < k for own in whole) / 8
+        assert row["termination_fraction"] == ended
+        assert row["prefix_edit_distance"] == verdict.evidence["prefix_edit_distance"]
+        assert (row["steps"], row["steps_k"]) == (
+            sum(len(own) for own in whole),
+            sum(min(len(own), k) for own in whole),
+        )
+    assert half, "otherwise this proves nothing"
 
 
 @pytest.mark.parametrize("epsilon", [1.0, 0.5])

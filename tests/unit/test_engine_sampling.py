@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
+
 import numpy as np
 import pytest
 import torch
@@ -9,10 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
+from winnow.base.noise import noise_key
 from winnow.engine import SamplingParams
+from winnow.engine.base import Finished, Request
+from winnow.engine.local.engine import LocalEngine
 from winnow.engine.sampling import BLOCK, CACHED, Transform, draw, sample
+from winnow.study.warm_start import word_tokenizer
 
 from .engine_models import plain_logp
+from .learner_models import WORDS, llama
 
 LAST = 1 - 2.0**-24
 
@@ -165,3 +173,34 @@ def test_a_long_vocabulary_is_sampled_in_parts_as_if_row_by_row(size: int, dtype
         alone = Transform(*(x[i : i + 1] for x in mixed))  # type: ignore[union-attr]
         token, of_token = sample(logits[i : i + 1].float(), u[i : i + 1], alone)
         assert (tokens[i], logp[i]) == (token[0], of_token[0])
+
+
+FILTERED: list[dict[str, float]] = [
+    {},
+    {"temperature": 0.6, "repetition_penalty": 1.3},
+    {"temperature": 0.8, "top_k": 9, "top_p": 0.9, "min_p": 0.02, "repetition_penalty": 1.2},
+]
+
+
+@pytest.mark.parametrize("params", FILTERED, ids=["plain", "temperature", "filtered"])
+def test_tokens_come_as_often_as_their_log_probabilities_say(params: dict[str, float]) -> None:
+    """20,000 sequences of two tokens, each with a key of its own: every pair against its reported probability."""
+    n = 20_000
+    engine = LocalEngine(llama(), word_tokenizer([f"w{i}" for i in range(WORDS)], max_positions=64), slots=2000)
+    engine.submit([Request(i, (5, 9, 3), SamplingParams(2, **params), noise_key(0, i)) for i in range(n)])
+    counts: Counter[tuple[int, ...]] = Counter()
+    logps: dict[tuple[int, ...], float] = {}
+    while engine.pending:
+        for event in engine.step():
+            if isinstance(event, Finished):
+                drawn = tuple(event.token_ids.tolist())
+                counts[drawn] += 1
+                logp = float(event.logp.sum())
+                assert logps.setdefault(drawn, logp) == pytest.approx(logp, abs=1e-4), "as often as it is drawn"
+    expected = {drawn: n * math.exp(logp) for drawn, logp in logps.items()}
+    common = [drawn for drawn, times in expected.items() if times >= 5]
+    assert len(common) > 15
+    chi_squared = sum((counts[drawn] - expected[drawn]) ** 2 / expected[drawn] for drawn in common)
+    rare, of_rare = n - sum(counts[d] for d in common), n - sum(expected[d] for d in common)
+    assert abs(rare - of_rare) < 4 * math.sqrt(of_rare + 1)
+    assert abs(chi_squared - len(common)) < 4 * math.sqrt(2 * len(common))

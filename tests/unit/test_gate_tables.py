@@ -133,7 +133,7 @@ def test_what_a_table_lacks_is_named(tmp_path: Path) -> None:
 def test_a_group_weighs_the_inverse_of_its_chance() -> None:
     group = make_group(0, [1.0, 0.0])
     for rollout in group.rollouts:
-        rollout.turns, rollout.survival_p = [Turn("a", "o", 0, 1, "eos")], 0.2
+        rollout.turns, rollout.survival_p = [Turn("a", "o", 0, 1, "eos", taken=True)], 0.2
     assert rows_of(group, [1])[0]["weight"] == 5.0
     group.rollouts[0].survival_p = 1.0
     with pytest.raises(ValueError, match="unlike chances"):

@@ -135,7 +135,7 @@ def test_statistics_leave_it_out_and_token_counts_do_not(tmp_path: Path) -> None
     metrics = tally.metrics()
     assert metrics["reward"] == metrics["rewards/f/mean"] == metrics["frac_zero_easy"] == 1.0
     assert metrics["groups/size_mean"] == metrics["completions/mean_length"] == 3.0
-    assert tally.sampled_tokens == 12
+    assert (tally.sampled_tokens, metrics["rollouts/sampled"]) == (12, 4.0), "they were paid for"
     assert sample(0, group, "train")["group_rewards"] == [1.0] * 3
     for r in group.rollouts:
         r.fate = Fate.TRAINED

@@ -231,7 +231,19 @@ def test_totals_equal_a_count_by_hand(ledger: Ledger) -> None:
         assert {k: totals[fate][k] for k in want[fate]} == want[fate]
         assert totals[fate]["seconds"] == 0.25 * want[fate]["rollouts"]
     assert totals["evaluation"] == {"visits": 0, "rollouts": 32, "prompt_tokens": 0, "tokens": 300, "seconds": 2.5}
+    assert not any(totals["probe"].values())
     assert ledger.verify().ok
+
+
+def test_probes_are_booked_apart_and_stay_booked_after_a_restart(ledger: Ledger) -> None:
+    mark, digest = ledger.mark(), ledger.digest()
+    for _ in range(2):
+        ledger.probes(group(0, [Fate.TRAINED, Fate.FILTERED]).rollouts)
+        ledger.rollback(mark, reason="resumed")
+    assert ledger.totals()["probe"] == {"visits": 0, "rollouts": 4, "prompt_tokens": 0, "tokens": 20, "seconds": 1.0}
+    assert sum(row["tokens"] for row in ledger.totals().values()) == 20
+    assert ledger.digest() == digest
+    assert ledger.verify({"a checkpoint": mark}).ok
 
 
 def test_read_only_never_writes(path: Path) -> None:

@@ -12,6 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from winnow.methods.advantage import ADVANTAGES, max_at_k, rloo
+from winnow.methods.signal import Judge, Kind
+
+from .test_batch import make_group
 
 reward = st.one_of(st.just(math.nan), st.sampled_from([0.0, 1.0, 0.1]), st.floats(-10, 10))
 
@@ -39,6 +42,19 @@ def test_equals_brute_force_over_all_subsets(rewards: list[float], k: int) -> No
     assert isinstance(of_torch, torch.Tensor)
     np.testing.assert_allclose(of_numpy, expected, rtol=1e-9, atol=1e-9)
     np.testing.assert_array_equal(of_torch.numpy(), of_numpy)
+
+
+@pytest.mark.parametrize(("low", "high"), [(0.0, 1.0), (0.1, 0.7), (0.3, 1.1)])
+def test_with_too_few_failures_to_matter_there_is_no_signal(low: float, high: float) -> None:
+    """Every k rollouts hold a success: all advantages are 0, and not what rounding leaves of them."""
+    for n in range(2, 33):
+        for k in range(2, n + 1):
+            for failures in {1, (k - 1) // 2, k - 1} - {0, n}:
+                rewards = [low] * failures + [high] * (n - failures)
+                found = max_at_k(np.array(rewards), k)
+                assert found.any() == (failures >= min(k, n - 1)), (n, k, failures)
+                kind = Judge(high, advantage=ADVANTAGES["max_at_k"](k=k)).kind(make_group(0, [*rewards]))
+                assert (kind is Kind.EASY) == (not found.any())
 
 
 @given(rewards=st.lists(reward, min_size=1, max_size=12))

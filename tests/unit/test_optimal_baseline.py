@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from winnow.learner.base import Stats
 from winnow.learner.batch import Budget, Pool, Row, collate, micro_batches, rows_of, with_gradient
 from winnow.methods.advantage import ADVANTAGES, opo, optimal_baseline
+from winnow.methods.advantage.otb import at_tokens, token_baselines, token_sums
 from winnow.methods.correct import Evidence
 from winnow.methods.correct.truncate import Truncate
 from winnow.methods.loss import LossConfig
@@ -141,19 +142,21 @@ def test_blocks_hold_whole_pools(budget: int) -> None:
 
 
 def otb_by_hand(rows: list[Row], logps: list[np.ndarray], squares: list[np.ndarray], w: list[np.ndarray]) -> list[Any]:
-    """Advantage of every token after the prompt, in loops; 0 where the environment spoke."""
+    """Advantage of every token after the prompt, in loops; 0 where the environment spoke.
+
+    Siblings are compared at their t-th sampled token.
+    """
     weights = []
     for row, logp, square, w_T in zip(rows, logps, squares, w, strict=True):
-        mask = row.rollout.action_mask
-        weights.append(np.where(mask, np.cumsum(mask * w_T**2 * (1 - 2 * np.exp(logp) + square)), 0))
+        energies = w_T**2 * (1 - 2 * np.exp(logp) + square)
+        weights.append(np.cumsum(energies[row.rollout.action_mask]))
     advantages = []
     for row in rows:
         a = np.zeros(len(row.rollout.token_ids))
-        for t in range(len(a)):
-            beside = [j for j, r in enumerate(rows) if r.pool == row.pool and t < len(weights[j])]
-            if row.rollout.action_mask[t]:
-                total = sum(weights[j][t] for j in beside)
-                a[t] = row.advantage - sum(weights[j][t] * rows[j].advantage for j in beside) / total
+        for t, place in enumerate(np.flatnonzero(row.rollout.action_mask)):
+            siblings = [j for j, r in enumerate(rows) if r.pool == row.pool and t < len(weights[j])]
+            total = sum(weights[j][t] for j in siblings)
+            a[place] = row.advantage - sum(weights[j][t] * rows[j].advantage for j in siblings) / total
         advantages.append(a)
     return advantages
 
@@ -162,18 +165,20 @@ def otb_by_hand(rows: list[Row], logps: list[np.ndarray], squares: list[np.ndarr
     ("level", "budget"), [("token", 10_000), ("sequence", 10_000), ("sequence", 40), ("token", 15)]
 )
 def test_every_token_has_its_own_baseline_under_otb(level: str, budget: int) -> None:
+    """Prompts differ in length, as those of random resets do, and environments speak in between."""
     model = llama().double()
     learner, loss = learner_of(model), LossConfig(policy_loss="plain", correction=Truncate(level=level, high=3.0))
     rewards, rows = np.random.default_rng(0).random(8), []
     for i, row in enumerate(random_rows(3, 8)):
-        rollout = replace(row.rollout, prompt_ids=(3, 4, 5 + i % 2))
-        rows.append(replace(row, rollout=rollout, advantage=float(rewards[i]), pool=Pool(i % 2, "energy")))
+        rows.append(replace(row, advantage=float(rewards[i]), pool=Pool(i % 2, "energy")))
+    assert len({len(row.rollout.prompt_ids) for row in rows}) > 3
     total, logps, squares, w, graph = 0.0, [], [], [], []
     for row in rows:
         batch = collate([row], pad_id=0)
-        logits = model(input_ids=batch.input_ids_BT).logits[0, 2:-1]
-        logp = logits.log_softmax(-1).gather(1, batch.input_ids_BT[0, 3:, None])[:, 0]
-        mask = batch.mask_BT[:1, 3:]
+        prompt = len(row.rollout.prompt_ids)
+        logits = model(input_ids=batch.input_ids_BT).logits[0, prompt - 1 : -1]
+        logp = logits.log_softmax(-1).gather(1, batch.input_ids_BT[0, prompt:, None])[:, 0]
+        mask = batch.mask_BT[:1, prompt:]
         sampled = torch.from_numpy(row.rollout.sampler_logp)[None]
         w.append((loss.correction(Evidence(logp[None], sampled, mask, torch.ones(1)))[0] * mask)[0].detach().numpy())
         graph.append(logp)
@@ -188,6 +193,16 @@ def test_every_token_has_its_own_baseline_under_otb(level: str, budget: int) -> 
     assert_equal([p.grad for p in model.parameters() if p.grad is not None], list(expected), tolerance=1e-6)
     assert stats.sums["loss"] == pytest.approx(total.item(), rel=1e-6)
     assert len(torch.cat(stats.baselines)) == stats.sums["tokens"]
+
+
+def test_otb_learns_from_siblings_whose_prompts_differ_in_length() -> None:
+    """By padded column each of them would be alone, with its own reward for a baseline."""
+    rewards_B, number_B = torch.tensor([1.0, 0.0]), torch.zeros(2, dtype=torch.int64)
+    mask_BT = torch.tensor([[0, 1, 1, 0, 0, 0, 0], [0, 0, 0, 1, 0, 0, 1]]).bool()
+    energy_BT = torch.tensor([[9.0, 1, 2, 9, 9, 9, 9], [9, 9, 9, 3, 9, 9, 3]])
+    found_PA = token_baselines(token_sums(rewards_B, energy_BT, mask_BT, number_B, 1))
+    assert found_PA.tolist() == [[1 / 4, 3 / 9]]
+    assert at_tokens(found_PA, number_B, mask_BT)[mask_BT].tolist() == [1 / 4, 3 / 9, 1 / 4, 3 / 9]
 
 
 def test_opob_is_nowhere_worse_than_other_baselines() -> None:

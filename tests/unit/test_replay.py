@@ -158,7 +158,7 @@ def test_rows_of_a_group_can_be_read_back(tmp_path: Path) -> None:
         group = make_group(number, rewards)
         for i, rollout in enumerate(group.rollouts):
             names = "abc" if number == 0 and i == 0 else "abd"
-            rollout.turns = [Turn(f"Thought. {a}", "o", 0, 1, "eos", canonical=a) for a in names]
+            rollout.turns = [Turn(f"Thought. {a}", "o", 0, 1, "eos", canonical=a, taken=True) for a in names]
         rows += rows_of(group, [2, 3])
     recorded = read_recorded(write(tmp_path / "g.parquet", rows))
     assert recorded[3].zero_N.tolist() == [False, True, True]
@@ -174,7 +174,7 @@ def test_rows_of_a_group_can_be_read_back(tmp_path: Path) -> None:
 def test_a_stopped_sibling_is_absent_from_every_signal(fate: Fate, stopped: int) -> None:
     """Eight trajectories that are the same: nothing diverges and nobody has ended, whoever was stopped half-way."""
     group = make_group(0, [None] * stopped + [1.0] * (8 - stopped))
-    whole = [Turn(a, f"saw {a}", 0, 1, "eos") for a in "abcdef"]
+    whole = [Turn(a, f"saw {a}", 0, 1, "eos", taken=True) for a in "abcdef"]
     for rollout in group.rollouts:
         rollout.turns = whole[:]
         if rollout.reward is None:  # in its third turn

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,16 @@ class TestFormulas:
         assert adjust(1.0, 0.0, 0.1) == 1.0
         assert adjust(0.95, 0.0, 0.1, cap=0.95) == 0.95
 
+    @pytest.mark.parametrize("easy_share", [1 / 3, 1 / 5, 2 / 3])
+    def test_a_share_that_is_the_target_counts_as_over_it(self, easy_share: float) -> None:
+        """Whatever both are in floating point: 4/24 hard groups are at the default target of 0.25 * (1 - 1/3)."""
+        for part in (easy_share, 1 - easy_share):
+            target = Fraction(1, 4) * Fraction(part).limit_denominator(100)
+            for groups in range(1, 400):
+                for zero in range(groups + 1):
+                    lower = adjust(0.5, zero / groups, 0.25 * part) < 0.5
+                    assert lower == (Fraction(zero, groups) >= target), (zero, groups)
+
 
 class TestGreso:
     def build(self, **options: Any) -> GresoSelector:
@@ -127,6 +138,18 @@ class TestGreso:
         assert selector.p[2] == pytest.approx(0.49), "2 of 6 hard, target 1/6"
         selector.end_step()
         assert selector.p[1] == pytest.approx(0.51), "a step without groups says nothing"
+
+    def test_a_tie_of_groups_that_were_seen_in_part(self) -> None:
+        """A sixth of the groups is hard, a twelfth easy, and of each `seen` of `size` siblings are known."""
+        for size, seen in ((6, 2), (7, 3), (10, 3), (12, 5)):
+            for times in (1, 2, 3, 5):
+                selector = Greso().build([Prompt(str(i), i, text="") for i in range(60)], seed=1)
+                selector.select(60)
+                visits = selector.select(60)
+                for visit, kind in zip(visits, [EASY, HARD, HARD, *[MIXED] * 9] * times, strict=False):
+                    selector.observe(finished(visit, [*kind, *[kind[0]] * (seen - 2), *[None] * (size - seen)]))
+                selector.end_step()
+                assert [selector.p[1], selector.p[2]] == pytest.approx([0.49, 0.49]), (size, seen, times)
 
     def test_easy_means_all_at_the_maximum_reward_of_the_run(self) -> None:
         selector = Greso().build(PROMPTS, 0, Judge(Success(at_least=2.0)))

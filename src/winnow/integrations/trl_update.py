@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from transformers import TrainerCallback
 
-from ..learner.off_policy import sampling_metrics
+from ..learner.off_policy import ess_ratio, sampling_metrics
 from ..methods.advantage import InUpdate, optimal_baseline
 from ..methods.correct import StepScale
 from ..types import Group
@@ -18,13 +18,15 @@ from ..types import Group
 class StepScaling(TrainerCallback):
     """Scales the learning rate of TRL's next optimizer step by what its rows, as they enter the loss, are worth.
 
-    As `OptimizerStep` of Winnow's own loop: over rows with tokens and an advantage, of the whole step.
+    As `OptimizerStep` of Winnow's own loop: over all rows with tokens, of the whole step.
     """
 
     def __init__(self, scale: StepScale) -> None:
         self._scale = scale
         self._log_ratio_N: list[torch.Tensor] = []
         self._log_w_B: list[torch.Tensor] = []
+        self._teaching_B: list[torch.Tensor] = []
+        """Which rows have an advantage."""
         self._rates: list[float] = []
         self.metrics: dict[str, float] = {}
         """Metrics of the last optimizer step."""
@@ -33,20 +35,25 @@ class StepScaling(TrainerCallback):
         """Take a micro-batch: the policy's log-probabilities [B, T] and TRL's tensors."""
         sampler_BT = inputs.get("sampling_per_token_logps", inputs.get("old_per_token_logps"))
         mask_BT = (inputs["completion_mask"] * inputs.get("tool_mask", 1)).bool()
-        rows_B = mask_BT.any(1) & (inputs["advantages"] != 0)
+        rows_B = mask_BT.any(1)
         if sampler_BT is None or not rows_B.any():
             return
         log_ratio_BT = torch.nan_to_num(logp_BT.detach() - sampler_BT) * mask_BT  # vLLM has no answer for some tokens
-        self._log_ratio_N.append(log_ratio_BT[rows_B][mask_BT[rows_B]])
+        teaching_B = rows_B & (inputs["advantages"] != 0)
+        self._log_ratio_N.append(log_ratio_BT[teaching_B][mask_BT[teaching_B]])
         self._log_w_B.append(log_ratio_BT[rows_B].sum(1))
+        self._teaching_B.append(teaching_B[rows_B])
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
         self._rates = [group["lr"] for group in optimizer.param_groups]
         self.metrics = {}
         if not self._log_w_B:
             return
-        self.metrics = sampling_metrics(torch.cat(self._log_ratio_N), torch.cat(self._log_w_B))
-        self._log_ratio_N, self._log_w_B = [], []
+        log_w_B, teaching_B = torch.cat(self._log_w_B), torch.cat(self._teaching_B)
+        self.metrics = {"ess_ratio": ess_ratio(log_w_B)}
+        if teaching_B.any():
+            self.metrics |= sampling_metrics(torch.cat(self._log_ratio_N), log_w_B[teaching_B])
+        self._log_ratio_N, self._log_w_B, self._teaching_B = [], [], []
         scale = self._scale(self.metrics["ess_ratio"])
         for group, rate in zip(optimizer.param_groups, self._rates, strict=True):
             group["lr"] = rate * scale

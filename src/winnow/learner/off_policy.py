@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from ..methods.correct import effective_sample_size
+from .base import Learner
 from .batch import Row
 
 LAG_BANDS = {"0": 0, "1": 1, "2": 2, "3-4": 3, "5-8": 5, "9-16": 9, "17_up": 17}
@@ -23,8 +24,8 @@ def sampling_metrics(log_ratio_N: torch.Tensor, log_w_B: torch.Tensor) -> dict[s
     `log_ratio_N`: log(learner / sampler) of every action token, nats; `log_w_B`: of every rollout, their sum.
     `sampling/sampling_logp_difference`: |log ratio| of tokens. `sampling/importance_sampling_ratio`: ratio of tokens.
     `sampling/kl`: KL(sampler || learner), nats a token, by Schulman's k3 (2020): the mean of ratio - 1 - log ratio over
-    the sampler's own tokens; unbiased, never negative. `sampling/log_ratio`: quantiles of log_w_B. `ess_ratio`:
-    effective sample size over B (VCPO). Raises ValueError on empty input.
+    the sampler's own tokens; unbiased, never negative. `sampling/log_ratio`: quantiles of log_w_B.
+    `ess_ratio/with_gradient`: effective sample size over B. Raises ValueError on empty input.
     """
     d_N, log_w_B = log_ratio_N.detach().double(), log_w_B.detach().double()
     ratio_N = d_N.exp()
@@ -42,7 +43,23 @@ def sampling_metrics(log_ratio_N: torch.Tensor, log_w_B: torch.Tensor) -> dict[s
         "sampling/log_ratio/max": log_w_B.max(),
     }
     metrics = dict(zip(found, torch.stack(list(found.values())).tolist(), strict=True))
-    return metrics | {"ess_ratio": effective_sample_size(log_w_B) / len(log_w_B)}
+    return metrics | {"ess_ratio/with_gradient": ess_ratio(log_w_B)}
+
+
+def ess_ratio(log_w_B: torch.Tensor) -> float:
+    """Effective sample size over the number of rollouts (VCPO, equation 4), from their log ratios."""
+    return effective_sample_size(log_w_B) / len(log_w_B)
+
+
+def log_weights(rows: Sequence[Row], learner: Learner) -> torch.Tensor:
+    """log(learner / sampler) of whole rollouts, float64 [B], by a forward pass; 0 for one without a sampled token."""
+    log_w_B = torch.zeros(len(rows), dtype=torch.float64)
+    sampled = [b for b, row in enumerate(rows) if row.rollout.action_mask.any()]
+    for b, logp_A in zip(sampled, learner.logp([rows[b] for b in sampled]) if sampled else [], strict=True):
+        rollout = rows[b].rollout
+        sampler_A = torch.from_numpy(rollout.sampler_logp[rollout.action_mask])
+        log_w_B[b] = (logp_A.cpu().double() - sampler_A.double()).sum()
+    return log_w_B
 
 
 def lag_metrics(rows: Sequence[Row], version: int) -> dict[str, float]:

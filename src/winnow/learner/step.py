@@ -17,10 +17,10 @@ from ..methods.correct import StepScale
 from ..methods.loss import LossConfig
 from ..types import Group
 from .base import Learner, Stats
-from .batch import rows_of, with_gradient
+from .batch import Row, rows_of, with_gradient
 from .drift import kl_to_reference
 from .kl_in_reward import penalised
-from .off_policy import lag_metrics, sampling_metrics
+from .off_policy import ess_ratio, lag_metrics, log_weights, sampling_metrics
 
 
 @dataclass(frozen=True)
@@ -109,6 +109,8 @@ class OptimizerStep:
             equal_groups=self.loss.equal_groups,
         )
         teaching = with_gradient(rows, self.loss)
+        kept = {id(row) for row in teaching}
+        without_gradient = [row for row in rows if id(row) not in kept]
         metrics = {
             "rows": float(len(rows)),
             "rows_with_gradient": float(len(teaching)),
@@ -121,8 +123,9 @@ class OptimizerStep:
         for iteration in range(o.num_iterations):
             stats = self.learner.accumulate(teaching, self.loss, iteration)
             lr = scheduled_lr(step, o)
-            sampling = sampling_metrics(torch.cat(stats.log_ratio_N), torch.cat(stats.log_w_B))
-            effective_lr = lr * self.scale(sampling["ess_ratio"])
+            log_w_B = torch.cat(stats.log_w_B)
+            sampling = sampling_metrics(torch.cat(stats.log_ratio_N), log_w_B) | self._ess(log_w_B, without_gradient)
+            effective_lr = lr * self.scale(sampling["ess_ratio"]) if "ess_ratio" in sampling else lr
             norm = self.learner.apply(effective_lr)
             failpoint("applied")
         return metrics | {
@@ -136,6 +139,17 @@ class OptimizerStep:
             **_token_means(stats, self.loss),
             **_found_baselines(stats),
         }
+
+    def _ess(self, log_w_B: torch.Tensor, others: Sequence[Row]) -> dict[str, float]:
+        """Effective share of all rollouts of the batch, where it is needed or nothing but `log_w_B` goes into it.
+
+        `others` have no gradient, and their ratios take a forward pass.
+        """
+        if not others:
+            return {"ess_ratio": ess_ratio(log_w_B)}
+        if not getattr(self.scale, "active", True):
+            return {}
+        return {"ess_ratio": ess_ratio(torch.cat([log_w_B.cpu().double(), log_weights(others, self.learner)]))}
 
     def _rewarded(self, groups: Sequence[Group]) -> tuple[Sequence[Group], dict[str, float]]:
         """The groups with the rewards that their advantages are made of, and metrics of what was taken off."""

@@ -17,8 +17,13 @@ PATIENCE = 5
 ADVICE = "updates are dominated by few rollouts; lower max_lag, or use step_scale: ess"
 
 
+def ess_of(metrics: Metrics) -> float | None:
+    """Effective share of the batch's rollouts or, where that is not known, of those with a gradient."""
+    return metrics.get("ess_ratio", metrics.get("ess_ratio/with_gradient"))
+
+
 class EssWatch:
-    """Looks for spells of updates whose `ess_ratio` is under `LOW`. Steps without an update are passed over."""
+    """Looks for spells of updates whose `ess_of` is under `LOW`. Steps without an update are passed over."""
 
     def __init__(self) -> None:
         self.first: Metrics = {}
@@ -27,9 +32,10 @@ class EssWatch:
 
     def observe(self, metrics: Metrics) -> bool:
         """True when a spell has just become `PATIENCE` updates long."""
-        if "ess_ratio" not in metrics:
+        ess = ess_of(metrics)
+        if ess is None:
             return False
-        self.length = self.length + 1 if metrics["ess_ratio"] < LOW else 0
+        self.length = self.length + 1 if ess < LOW else 0
         if self.length == 1:
             self.first = metrics
         return self.length == PATIENCE

@@ -32,7 +32,7 @@ from ..base.files import from_json, fsync
 from ..methods.signal import BY_REWARDS, Kind
 from ..types import Fate, Group, Rollout, Visit
 from .ledger_file import UNREADABLE, LedgerError, damaged, open_file
-from .proof import Proof, group_fate, totals, verify
+from .proof import PROBE, Proof, group_fate, probed, totals, verify
 from .recurrence import Again, recurrence
 from .rows import damage, insert
 
@@ -168,6 +168,19 @@ class Ledger:
         with self._transaction() as db:
             insert(db, "evaluations", [(step, int(rollouts), int(tokens), float(seconds), time.time())])
 
+    def probes(self, rollouts: Sequence[Rollout]) -> None:
+        """Book what a comparison of engine and learner has sampled: no fate, no step, and never voided.
+
+        In the meta table: a resume compares again, and the rows that count are those of an uninterrupted run.
+        """
+        with self._transaction() as db:
+            sums = probed(db)
+            for rollout in rollouts:
+                sums["rollouts"] += 1
+                sums["tokens"] += int(rollout.action_mask.sum())
+                sums["seconds"] += rollout.seconds
+            insert(db, "meta", [(PROBE, _json(sums))])
+
     def mark(self) -> dict[str, Any]:
         """The cut for a checkpoint, durable on return: by table the last row, the rows that count, and their SHA-256.
 
@@ -214,7 +227,7 @@ class Ledger:
             return [row[0] for row in db.execute("SELECT visit FROM visit_fates WHERE fate IS NULL ORDER BY visit")]
 
     def totals(self) -> dict[str, dict[str, float]]:
-        """`visits, rollouts, prompt_tokens, tokens, seconds` by fate, then `in_flight`, `void` and `evaluation`.
+        """`visits, rollouts, prompt_tokens, tokens, seconds` by fate; then `in_flight`, `void`, `evaluation`, `probe`.
 
         Tokens are sampled ones; seconds are shares of the engine's wall clock. A visit counts under its group's fate, a
         rollout under its own.

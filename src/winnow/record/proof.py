@@ -19,6 +19,8 @@ from .rule_audits import Rules, audited_rules, rules_table
 
 FATES = tuple(fate.value for fate in Fate)
 COLUMNS = ("visits", "rollouts", "prompt_tokens", "tokens", "seconds")
+PROBE = "probe"
+"""Rollouts by which engine and learner are compared: a row of the totals, and a key of the meta table."""
 SHOWN = 5
 """Problems of one kind are spelled out this often, then counted."""
 
@@ -51,7 +53,7 @@ def group_fate(fates: Iterable[str]) -> str:
 def totals(db: sqlite3.Connection) -> dict[str, dict[str, float]]:
     """See `Ledger.totals`."""
     table: dict[str, dict[str, float]] = {
-        name: dict.fromkeys(COLUMNS, 0) for name in (*FATES, "in_flight", "void", "evaluation")
+        name: dict.fromkeys(COLUMNS, 0) for name in (*FATES, "in_flight", "void", "evaluation", PROBE)
     }
     for fate, n in db.execute("SELECT COALESCE(fate, 'in_flight'), COUNT(*) FROM visit_fates GROUP BY 1"):
         table.setdefault(fate, dict.fromkeys(COLUMNS, 0))["visits"] = n
@@ -63,7 +65,16 @@ def totals(db: sqlite3.Connection) -> dict[str, dict[str, float]]:
     table["void"]["visits"] = db.execute("SELECT COUNT(*) FROM visits WHERE void > 0").fetchone()[0]
     cost = db.execute("SELECT SUM(rollouts), SUM(tokens), SUM(seconds) FROM evaluations WHERE void = 0").fetchone()
     table["evaluation"].update(zip(("rollouts", "tokens", "seconds"), (v or 0 for v in cost), strict=True))
+    table[PROBE].update(probed(db))
     return table
+
+
+def probed(db: sqlite3.Connection) -> dict[str, float]:
+    """Rollouts, tokens and seconds of comparisons of engine and learner; ledgers of earlier versions have none."""
+    types = {"rollouts": "INTEGER", "tokens": "INTEGER", "seconds": "REAL"}
+    sums = ", ".join(f"CAST(json_extract(value, '$.{name}') AS {kind})" for name, kind in types.items())
+    found = db.execute(f"SELECT {sums} FROM meta WHERE key = ?", (PROBE,)).fetchone()
+    return dict(zip(types, found or (0, 0, 0.0), strict=True))
 
 
 def verify(db: sqlite3.Connection) -> Proof:

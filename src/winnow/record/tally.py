@@ -29,7 +29,7 @@ class Tally:
         """Share of distinct completions in each group, of at least two that came to their end."""
         self.rollouts = 0
         self.sampled_tokens = 0
-        """Sampled tokens, those of greedy baselines included, which every other figure leaves out."""
+        """Sampled tokens. They and `rollouts` include greedy baselines, which other figures leave out."""
         self.truncated = 0
         self.failed = Failures()
         self.refused: Counter[str] = Counter()
@@ -99,7 +99,7 @@ class Tally:
         metrics = {
             "groups/rolled_out": float(self.groups),
             "groups/judged": float(self.judged),
-            "rollouts/sampled": float(len(self.lengths)),
+            "rollouts/sampled": float(self.rollouts),
             "step_time": step_time,
             "tokens_per_second": self.sampled_tokens / max(step_time, 1e-9),
         }

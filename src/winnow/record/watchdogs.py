@@ -22,6 +22,8 @@ SMALLEST_GAP = 1e-4
 """Differences under it are rounding in any case, nats a token."""
 SAME_STEPS = 2
 """Steps in a row with one and the same reward for everything, or with no learning rate, before it is said."""
+ROUNDING = 1e-9
+"""A reward that never varies, such as 0.1, has a standard deviation of no more than this, relative to its size."""
 NO_RATE = 1e-6
 """Share of the highest learning rate at which nothing is learned any more."""
 
@@ -95,7 +97,9 @@ class Watchdogs:
             name = key.removeprefix("rewards/").removesuffix("/std")
             value, mean = row[key], row[f"rewards/{name}/mean"]
             before, steps = self._same.get(name, (mean, 0))
-            self._same[name] = (mean, steps + 1 if value == 0 and before == mean else int(value == 0))
+            rounding = ROUNDING * max(1.0, abs(mean))
+            one, again = value <= rounding, abs(before - mean) <= rounding
+            self._same[name] = (mean, steps + 1 if one and again else int(one))
             if self._same[name][1] >= SAME_STEPS and name not in self._constant:
                 self._constant.add(name)
                 message = (

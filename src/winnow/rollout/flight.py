@@ -158,11 +158,12 @@ class Flight:
     def view(self, at: GatePoint) -> GroupView:
         """View of the group that a rule is given."""
         gated = self.gated
+        steps = [[t for t in s.turns if t.taken] for s in gated]
         return GroupView(
             visit=self.visit,
             at=at,
-            actions=tuple(tuple(t.compared for t in s.turns) for s in gated),
-            observations=tuple(tuple(t.observation or "" for t in s.turns) for s in gated),
+            actions=tuple(tuple(t.compared for t in own) for own in steps),
+            observations=tuple(tuple(t.observation or "" for t in own) for own in steps),
             running=tuple(s.running for s in gated),
             absent=tuple(s.rollout is not None and s.rollout.fate in (Fate.FAILED, Fate.PRUNED) for s in gated),
             progress=tuple(s.progress for s in gated),

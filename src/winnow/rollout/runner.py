@@ -207,6 +207,7 @@ class RolloutRunner:
             if f.raw_logp is not None:
                 sibling.raw_logps.append(f.raw_logp)
             if sibling.env is None:
+                turn.taken = True
                 sibling.finish(f.stop_reason)
             elif f.stop_reason == "length" and sibling.length >= self._longest(flight):
                 self._end_episode(flight, sibling, "length")  # the action may be half of what was meant
@@ -281,10 +282,11 @@ class RolloutRunner:
                 self._fail(sibling, f"the environment gave a reward of {sibling.reward}")
                 return
         if result.done or len(sibling.turns) >= self.task.max_turns:
+            turn.taken = True
             self._end_episode(flight, sibling, "env" if result.done else "turns")
             return
         ids = encode_observation(self.tokenizer, flight.visit.prompt, result.observation or "", sibling.segments[-1][0])
-        n = len(ids)
+        n, turn.taken = len(ids), True
         if sibling.length + n >= self._longest(flight):
             self._end_episode(flight, sibling, "length")
             return

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from ..methods.gate.audit import rules_of
 from ..record.trackers import check_trackers
 from ..rollout.runner import RolloutRunner
 from ..sampler import Sampler, SamplerContext
+from ..types import Group, Job, Rollout
 from .build import (
     Methods,
     build_learner,
@@ -57,6 +59,8 @@ class Assembly:
     """`time.monotonic()` before anything was loaded."""
     agreement: Agreement | None = None
     """What the last comparison of sampler and learner found."""
+    probed: list[Rollout] = field(default_factory=list)
+    """What comparisons have sampled and nobody has booked."""
 
     @property
     def fingerprints(self) -> dict[str, str]:
@@ -74,9 +78,12 @@ class Assembly:
         Raises ConfigError when they differ, NothingSampledError when all probes failed.
         """
         if self.engine is None or "logp" in self.engine.provides:
-            self.agreement = check_agreement(
-                self.task.train, self.sampler.run, self.learner, lambda: self.sampler.dtype
-            )
+            self.agreement = check_agreement(self.task.train, self._probe, self.learner, lambda: self.sampler.dtype)
+
+    def _probe(self, jobs: Sequence[Job]) -> list[Group]:
+        groups = self.sampler.run(jobs)
+        self.probed += [rollout for group in groups for rollout in group.rollouts]
+        return groups
 
     def save(self, directory: Path) -> None:
         """Write what a resume needs of the parts."""

@@ -78,7 +78,9 @@ def _methods(c: RunConfig) -> list[str]:
 
 
 def _fates(totals: Mapping[str, Mapping[str, float]]) -> str:
-    rows = [(fate, totals[fate]) for fate in (*Fate, "void", "evaluation") if any(totals.get(fate, {}).values())]
+    rows = [
+        (fate, totals[fate]) for fate in (*Fate, "void", "evaluation", "probe") if any(totals.get(fate, {}).values())
+    ]
     lines = [f"| {fate} | {row['rollouts']:,.0f} | {row['tokens']:,.0f} |" for fate, row in rows]
     return "| fate | rollouts | sampled tokens |\n|---|---|---|\n" + "\n".join(lines)
 

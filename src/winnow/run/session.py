@@ -119,6 +119,7 @@ class Session:
             ledger.set_meta("success", str(self.built.methods.judge.success))
             ledger.set_meta("finished", "false")
             write_json(start, ledger.mark(), private=True)
+        self._book_probes()
 
     def _loop(self) -> Loop:
         c, m, built = self.config, self.built.methods, self.built
@@ -157,7 +158,7 @@ class Session:
         try:
             self.loop.publish()
             if self.built.engine is None:
-                self.built.compare()
+                self._compare()
         except SamplerRefusedError as error:
             raise ConfigError(str(error)) from None
         except SamplersLostError as error:
@@ -255,10 +256,21 @@ class Session:
         Probes that all fail, as while an environment is down, are tried again after the next one."""
         if step == self._compare_at:
             try:
-                self.built.compare()
+                self._compare()
                 self._look_at_agreement(step)
             except NothingSampledError:
                 self._compare_at += 1
+
+    def _compare(self) -> None:
+        try:
+            self.built.compare()
+        finally:
+            self._book_probes()
+
+    def _book_probes(self) -> None:
+        probed, self.built.probed = self.built.probed, []
+        if probed:
+            self.ledger.probes(probed)
 
     def _look_at_agreement(self, step: int) -> None:
         found, self.built.agreement = self.built.agreement, None

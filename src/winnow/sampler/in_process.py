@@ -33,7 +33,7 @@ class InProcess:
 
     lag: Literal["exact", "mixed"] = "exact"
     """`exact`: sample with the weights of `max_lag` steps ago (or of the start, in the first steps). `mixed`: of 0 to
-    `max_lag` steps ago, drawn for each step."""
+    `max_lag` steps ago, drawn for each group, so that the groups of a batch have different ages."""
 
     provides: ClassVar[frozenset[str]] = frozenset({"repeatable"})
 
@@ -53,10 +53,12 @@ class InProcessSampler:
         self._seed = seed
         self._newest = 0
         self._kept: dict[int, dict[str, torch.Tensor]] = {}
+        self._waiting: dict[int, list[Job]] = {}
+        """Jobs for other weights than the engine's, by version. The engine has one version at a time."""
 
     @property
     def version(self) -> int:
-        return self.engine.version
+        return self._newest - min(self.max_lag, self._newest)
 
     @property
     def nodes(self) -> Mapping[str, str]:
@@ -68,12 +70,21 @@ class InProcessSampler:
 
     @property
     def pending(self) -> int:
-        return self.runner.pending
+        return self.runner.pending + sum(len(jobs) for jobs in self._waiting.values())
 
     def launch(self, job: Job) -> None:
-        self.runner.launch(job)
+        version = self._version_for(job)
+        if version == self.engine.version:
+            self.runner.launch(job)
+        else:
+            self._waiting.setdefault(version, []).append(job)
 
     def poll(self) -> list[Group]:
+        if self._waiting and not self.runner.pending:
+            version = min(self._waiting)
+            self._use(version)
+            for job in self._waiting.pop(version):
+                self.runner.launch(job)
         return self.runner.poll()
 
     def run(self, jobs: Sequence[Job]) -> list[Group]:
@@ -94,14 +105,13 @@ class InProcessSampler:
             return
         self._kept[version] = {name: tensor.detach().clone() for name, tensor in weights.items()}
         self._kept = {v: kept for v, kept in self._kept.items() if v >= version - self.max_lag}
-        self._use(self._version_for(version))
+        self._use(self.version)
 
-    def _version_for(self, step: int) -> int:
-        """Version whose weights sample for optimizer step `step`."""
-        behind = min(self.max_lag, step)
-        if self.mixed:
-            behind = noise_key(self._seed, LAG_STREAM, step) % (behind + 1)
-        return step - behind
+    def _version_for(self, job: Job) -> int:
+        """Version whose weights sample the group."""
+        if not self.mixed:
+            return self.version
+        return self._newest - noise_key(self._seed, LAG_STREAM, job.visit.number) % (self._newest - self.version + 1)
 
     def _use(self, version: int) -> None:
         file = f"{KEPT}/{version}.safetensors"

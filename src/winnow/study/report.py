@@ -14,6 +14,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from ..record.collapse import ess_of
 from ..record.proof import COLUMNS, FATES
 from .report_data import Run, columns, read_run, thin
 
@@ -190,7 +191,7 @@ def _cards(run: Run) -> list[Card]:
         speed = _series(run.rows, "tokens_per_second")
         note = f"{len(run.rows):,} steps" + (f", {count_text(_mean(speed))} tokens/s" if speed else "")
         cards.append(_card("Wall clock", seconds_text(run.rows[-1]["seconds_total"]), note))
-    ess = _series(run.rows, "ess_ratio")
+    ess = [share for share in map(ess_of, run.rows) if share is not None]
     if run.off_policy is not None and ess:
         shares = f"{_mean(ess[: _tenth(ess)]):.0%} → {_mean(ess[-_tenth(ess) :]):.0%}"
         ok = False if run.off_policy else None

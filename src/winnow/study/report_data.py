@@ -260,4 +260,5 @@ def _read_ledger(path: Path, run: Run) -> None:
     if again:
         run.proof["again"] = {"head": recurrence.HEAD, "rows": recurrence.rows(again)}
     run.totals = result.totals
-    run.tokens = {name: row["tokens"] for name, row in result.totals.items() if name not in ("in_flight", "evaluation")}
+    untrained = ("in_flight", "evaluation", "probe")
+    run.tokens = {name: row["tokens"] for name, row in result.totals.items() if name not in untrained}

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ...methods.advantage.otb import energy, token_baselines, token_sums
+from ...methods.advantage.otb import at_tokens, energy, token_baselines, token_sums
 from ...methods.loss import LossConfig
 from ..base import Stats
 from ..batch import MicroBatch, Pools
@@ -18,7 +18,7 @@ class TokenBaselines:
 
     def __init__(self, logp: Logp) -> None:
         self.logp = logp
-        self._baseline_PT = torch.zeros(0)
+        self._baseline_PA = torch.zeros(0)
         self._ahead: dict[int, torch.Tensor] = {}
         """Baselines that were found ahead, by the list of their micro-batches."""
 
@@ -37,25 +37,26 @@ class TokenBaselines:
         squares_BT: torch.Tensor,
         weights: torch.Tensor,
     ) -> torch.Tensor:
-        """Baselines of the tokens after the first, float64 [B, T-1]; `weights` are those of the loss."""
+        """Baselines of the action tokens, float64 [B, T-1]; `weights` are those of the loss."""
         pools = batch.pools
         assert pools is not None
         if len(pools.pieces) == 1:
-            self._baseline_PT = token_baselines(_sums(batch, pools, energy(logp_BT.detach(), squares_BT, weights)))
+            self._baseline_PA = token_baselines(_sums(batch, pools, energy(logp_BT.detach(), squares_BT, weights)))
         elif batch is pools.pieces[0]:
             found = self._ahead.pop(id(pools.pieces), None)
-            self._baseline_PT = token_baselines(self._over(pools, loss)) if found is None else found
-        return self._baseline_PT[pools.number_B, : logp_BT.shape[1]]
+            self._baseline_PA = token_baselines(self._over(pools, loss)) if found is None else found
+        return at_tokens(self._baseline_PA, pools.number_B, batch.mask_BT[:, 1:])
 
     @torch.no_grad()
     def _over(self, pools: Pools, loss: LossConfig) -> torch.Tensor:
-        longest = max(piece.input_ids_BT.shape[1] for piece in pools.pieces) - 1
+        longest = max(int(piece.mask_BT[:, 1:].sum(1).max()) for piece in pools.pieces)
         total = torch.zeros(4, len(pools.mean_P), longest, dtype=torch.float64, device=pools.mean_P.device)
         for piece in pools.pieces:
             assert piece.pools is not None
             logp_BT, _, squares_BT = self.logp(piece, squares=True)
             weights, _ = correction_weights(piece, loss, logp_BT, Stats())
-            total[..., : logp_BT.shape[1]] += _sums(piece, piece.pools, energy(logp_BT, squares_BT, weights))
+            sums = _sums(piece, piece.pools, energy(logp_BT, squares_BT, weights))
+            total[..., : sums.shape[2]] += sums
         return total
 
 

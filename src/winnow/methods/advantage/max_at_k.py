@@ -10,6 +10,9 @@ import torch
 from ._arrays import Array, checked, no_signal, present, zeros_where_present
 from ._base import GroupRelative
 
+ROUNDING = 1e-12
+"""Differences of two means that are this small, compared with the rewards, are rounding."""
+
 
 def max_at_k(rewards_G: Array, k: int) -> Array:
     """Leave-one-out estimate, unbiased, of each member's part in the gradient of E[max reward of k rollouts].
@@ -54,8 +57,10 @@ def _of_present(rewards_N: np.ndarray, k: int) -> np.ndarray:
     mine_N1 = ascending_N[:, None]
     with_me = (np.maximum(mine_N1, others_NM) @ _maximum_weights(n - 1, k - 1)) if k > 1 else ascending_N
     without_me = others_NM @ _maximum_weights(n - 1, min(k, n - 1))
+    differences_N = with_me - without_me
+    differences_N[np.abs(differences_N) <= ROUNDING * np.abs(ascending_N).max()] = 0  # else nothing looks like a signal
     advantages_N = np.empty(n)
-    advantages_N[order_N] = k * (with_me - without_me)
+    advantages_N[order_N] = k * differences_N
     return advantages_N
 
 

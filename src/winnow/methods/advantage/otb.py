@@ -12,7 +12,10 @@ from .in_update import InUpdate, Weighing
 
 @dataclass(frozen=True)
 class Otb(InUpdate):
-    """Optimal token baseline (Li et al. 2025): r - sum W_t r / sum W_t, W_t the energy of the logits up to token t."""
+    """Optimal token baseline (Li et al. 2025): r - sum W_t r / sum W_t, W_t the energy of the logits up to token t.
+
+    Token t is the t-th that the policy sampled, whatever the length of the prompt and of what an environment answered.
+    """
 
     weighing: ClassVar[Weighing] = "energy"
 
@@ -29,23 +32,32 @@ def energy(logp_BT: torch.Tensor, squares_BT: torch.Tensor, weights: torch.Tenso
 def token_sums(
     rewards_B: torch.Tensor, energy_BT: torch.Tensor, mask_BT: torch.Tensor, number_B: torch.Tensor, groups: int
 ) -> torch.Tensor:
-    """Parts of the baselines, float64 [4, P, T]: sums over each group of W r, W, r and 1 at every token.
+    """Parts of the baselines, float64 [4, P, A]: sums over each group of W r, W, r and 1 at the A action tokens.
 
-    W_t is the sum of the energies of the rollout's action tokens up to t. Only rollouts that have an action token at t
-    count there. Rows of a group must be aligned: column t is the same number of tokens after the prompt in all.
+    W_t is the sum of the energies of the rollout's first t action tokens. Only rollouts that have a t-th count there.
     """
-    mask = mask_BT.double()
-    weight_BT = mask * torch.where(mask_BT, energy_BT, 0.0).double().cumsum(1)
+    count_B = mask_BT.sum(1)
+    there_BA = torch.arange(int(count_B.max()), device=mask_BT.device) < count_B[:, None]
+    energy_BA = torch.zeros(there_BA.shape, dtype=torch.float64, device=mask_BT.device)
+    energy_BA[there_BA] = energy_BT.double()[mask_BT]
+    there = there_BA.double()
+    weight_BA = there * energy_BA.cumsum(1)
     rewards_B1 = rewards_B.double()[:, None]
-    parts = torch.stack([weight_BT * rewards_B1, weight_BT, mask * rewards_B1, mask])
-    return parts.new_zeros(4, groups, mask.shape[1]).index_add_(1, number_B, parts)
+    parts = torch.stack([weight_BA * rewards_B1, weight_BA, there * rewards_B1, there])
+    return parts.new_zeros(4, groups, there.shape[1]).index_add_(1, number_B, parts)
 
 
 def token_baselines(sums: torch.Tensor) -> torch.Tensor:
-    """sum W_t r / sum W_t, [P, T]; the mean reward where all W_t are 0, and 0 where there is no token.
+    """sum W_t r / sum W_t, [P, A]; the mean reward where all W_t are 0, and 0 where there is no token.
 
     A token with no other rollout beside it has its own reward for a baseline, so the tail of the longest teaches
     nothing. As verl's `optimal_token_baseline` without `handle_zero_tail`.
     """
     weighted, weights, rewards, count = sums
     return torch.where(weights > 0, weighted / weights.clamp(min=1e-300), rewards / count.clamp(min=1))
+
+
+def at_tokens(baselines_PA: torch.Tensor, number_B: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
+    """Each row's baselines at its action tokens, [B, T]; values outside the mask are undefined."""
+    position_BT = (mask_BT.cumsum(1) - 1).clamp(min=0)
+    return baselines_PA[number_B].gather(1, position_BT)

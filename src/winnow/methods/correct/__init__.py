@@ -34,8 +34,11 @@ class OverBatch(Protocol):
 
 
 class StepScale(Protocol):
+    active: bool
+    """False when the learning rate never changes; then no ratios are computed for it."""
+
     def __call__(self, ess_ratio: float) -> float:
-        """Factor on the learning rate of this step; `ess_ratio`: effective sample size over rollouts."""
+        """Factor on the learning rate of this step; `ess_ratio`: effective sample size over the batch's rollouts."""
         ...
 
     def metrics(self) -> dict[str, float]:

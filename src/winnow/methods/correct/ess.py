@@ -59,6 +59,8 @@ class Ess:
 class EssScale:
     """Updates that are still measured keep their learning rate."""
 
+    active = True
+
     def __init__(self, options: Ess) -> None:
         self.options = options
         self._seen: list[float] = []

@@ -26,6 +26,8 @@ class NoCorrection:
 class NoScale:
     """The learning rate is what the schedule says."""
 
+    active = False
+
     def build(self) -> NoScale:
         return self
 

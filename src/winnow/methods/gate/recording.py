@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ...types import Fate, Group, Rollout
+from ...types import Fate, Group, Rollout, Turn
 from ..signal import BY_REWARDS, Judge, Kind
 from .signals import SIGNALS
 
@@ -31,7 +31,7 @@ def rows_of(group: Group, steps: Sequence[int], judge: Judge = BY_REWARDS) -> li
     if len(chances) > 1:
         raise ValueError(f"{visit}: its members had unlike chances to come to their end")
     rewards_G = np.array([r.reward for r in ended], np.float64)
-    taken = [len(r.turns) for r in ended]
+    taken = [len(_steps(r)) for r in ended]
     shared = {
         "task_id": f"{group.prompt.id}/{group.visit.epoch}",
         "task_type": str(group.prompt.columns.get("task_type", "")),
@@ -41,14 +41,13 @@ def rows_of(group: Group, steps: Sequence[int], judge: Judge = BY_REWARDS) -> li
     }
     rows = []
     for k in steps:
-        seen = [r for r in members if r.reward is not None or _answered(r) >= k]
-        actions = [[t.compared for t in r.turns] for r in seen]
-        observations = [[t.observation or "" for t in r.turns] for r in seen]
+        seen = [_steps(r) for r in members if r.reward is not None or len(_steps(r)) >= k]
+        actions = [[t.compared for t in steps] for steps in seen]
+        observations = [[t.observation or "" for t in steps] for steps in seen]
         signals = {name: f(actions, observations, k) for name, f in SIGNALS.items()}
         rows.append({"K": k, **shared, "steps_k": sum(min(n, k) for n in taken)} | signals)
     return rows
 
 
-def _answered(rollout: Rollout) -> int:
-    """Environment steps that were answered; a turn that was stopped half-way is none, nor one whose answer failed."""
-    return sum(t.observation is not None for t in rollout.turns)
+def _steps(rollout: Rollout) -> list[Turn]:
+    return [turn for turn in rollout.turns if turn.taken]

@@ -23,6 +23,8 @@ from .trace import EASY, HARD, KINDS, TraceSelector
 
 SELECT_STREAM = 3
 """Keeps the draws of selectors apart from other noise."""
+ROUNDING = 1e-9
+"""Tolerance of shares of counts: 4 of 24 are a target of 0.25 * (1 - 1/3), which floating point puts above 4/24."""
 JUDGED = (Kind.SIGNAL, Kind.EASY, Kind.HARD, Kind.UNKNOWN)
 
 
@@ -53,7 +55,7 @@ def rollout_batch_size(missing: int, zero_variance_share: float, default: int, s
     if zero_variance_share == 1:
         return default
     needed = safety * missing / (1 - zero_variance_share)
-    return min(default, math.ceil(needed - 1e-9))  # 1.25 * 4 / (1 - 0.5) is 10, not 11 by a rounding error
+    return min(default, math.ceil(needed - ROUNDING))  # 1.25 * 4 / (1 - 0.5) is 10, not 11 by a rounding error
 
 
 def adjust(p: float, share: float, target: float, step: float = 0.01, floor: float = 0.05, cap: float = 1.0) -> float:
@@ -61,7 +63,7 @@ def adjust(p: float, share: float, target: float, step: float = 0.01, floor: flo
 
     Kept within [floor, cap]. The floor is not in the paper's algorithm; without it nothing would be explored any more.
     """
-    return min(cap, max(floor, p - step if share >= target else p + step))
+    return min(cap, max(floor, p - step if share >= target - ROUNDING else p + step))
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,8 @@ from typing import Any
 from ...base.typed import in_range
 
 DWELL = 10
+ROUNDING = 1e-9
+"""Tolerance of a mean of shares: five of them whose mean is 1/2 may add up to more than 5/2 in floating point."""
 
 
 def next_size(size: int, history: Sequence[float], base: int, high: int, tau: float, window: int) -> int:
@@ -21,7 +23,7 @@ def next_size(size: int, history: Sequence[float], base: int, high: int, tau: fl
     `history`: the share of zero-variance groups of each step so far (0 to 1), newest last; before `window` of them the
     size stays. Source: Active-RLOO (Liu), equation 5: K_base = 4, K_high = 8, tau = 0.5, W = 5.
     """
-    return high if size == high or _mean(history, window) > tau else base
+    return high if size == high or _mean(history, window) > tau + ROUNDING else base
 
 
 def _mean(history: Sequence[float], window: int) -> float:
@@ -100,7 +102,11 @@ class AdaptiveSize:
 
     def _wanted(self) -> int:
         o = self.options
-        if o.tau_down is not None and self._size == self.largest and _mean(self._history, o.window) < o.tau_down:
+        if (
+            o.tau_down is not None
+            and self._size == self.largest
+            and _mean(self._history, o.window) < o.tau_down - ROUNDING
+        ):
             return self.smallest
         return next_size(self._size, self._history, self.smallest, self.largest, o.tau, o.window)
 

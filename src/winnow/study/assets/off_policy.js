@@ -2,7 +2,7 @@
 /* The section of a run whose tokens are older than the policy they change: what fails first when it collapses. */
 const offPolicy = {
   id: "off-policy", title: "Off-policy", charts: [
-    ["Effective sample size, share of the rollouts", { zero: true, share: true, format: charts.percent, keys: [["ess_ratio", "effective"], ["ess_ratio/reference", "on policy"]] }],
+    ["Effective sample size, share of the rollouts", { zero: true, share: true, format: charts.percent, keys: [["ess_ratio", "effective"], ["ess_ratio/with_gradient", "of those with a gradient"], ["ess_ratio/reference", "on policy"]] }],
     ["KL of sampler to learner (log scale)", { log: true, keys: [["sampling/kl", "nats a token"]] }],
     ["Gradient norm (log scale)", { log: true, keys: [["grad_norm", "before clipping"]] }],
     ["Training reward", { keys: [["reward", "reward"]] }],
