@@ -31,7 +31,7 @@ $(VENV)/.bench: $(VENV)/.installed
 
 # OUT, SETTINGS: where it goes, and `key=value` that change it.
 OUT ?= runs/demo
-demo: $(VENV)/.installed ## warm-start, train, evaluate, report (about 10 minutes on two cores)
+demo: $(VENV)/.installed ## warm-start, train, evaluate, report (2 to 10 minutes on two cores)
 	$(BIN)/winnow demo -o "$(OUT)" $(SETTINGS)
 
 demo-llm: $(VENV)/.installed ## the same with a pretrained chat model of 135M parameters, fetched first

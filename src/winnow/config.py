@@ -28,6 +28,12 @@ from .base.options import method as method
 from .base.options import name_of as name_of
 from .base.paths import absolute_paths, below_home, out_of_home
 from .base.schedule import OWN, Schedule, check_schedule
+from .base.sections import OF_ADAPTER as OF_ADAPTER
+from .base.sections import AuditConfig as AuditConfig
+from .base.sections import LoraConfig as LoraConfig
+from .base.sections import SaveDtype as SaveDtype
+from .base.sections import SuccessConfig as SuccessConfig
+from .base.sections import success_section
 from .base.settings_yaml import load_yaml
 
 LossType = Literal["dapo", "grpo", "dr_grpo", "sequence_sum"]
@@ -50,41 +56,6 @@ def _greedy_or_warm(temperature: float) -> float:
     if 0 < temperature < COLDEST:
         raise ValueError(f"must be 0 (greedy) or at least {COLDEST}")
     return temperature
-
-
-class SuccessConfig(BaseModel):
-    """What counts as a right answer: a reward of at least `at_least`, of one function or of the weighted sum of all."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-    function: str | None = None
-    at_least: float = 1.0
-
-
-def _success(given: Any) -> Any:
-    """A number is the least reward of a right answer, a text the function that decides."""
-    if isinstance(given, str):
-        return {"function": given}
-    return {"at_least": given} if isinstance(given, int | float) and not isinstance(given, bool) else given
-
-
-class LoraConfig(BaseModel):
-    """Low-rank adapters through peft; leave `lora` out for full fine-tuning."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-    r: int = Field(16, ge=1)
-    alpha: int = Field(32, ge=1)
-    dropout: float = Field(0.0, ge=0, lt=1)
-    target_modules: str | list[str] = "all-linear"
-    merge: bool = True
-    """Engines get whole weights, adapters merged in; else the adapters alone."""
-
-
-class AuditConfig(BaseModel):
-    """Overrides of skips and stops at random, to see what the rules get wrong; leave `audit` out for none."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-    epsilon: float = Field(0.05, ge=1e-4, le=1)
-    max_signal_loss: float | None = Field(None, gt=0, lt=1)
 
 
 CLIPPING = ("epsilon", "epsilon_high", "importance_sampling_level")
@@ -200,11 +171,12 @@ class RunConfig(BaseModel):
     eval_top_p: float = Field(1.0, gt=0, le=1)
     eval_top_k: int = Field(0, ge=0)
     eval_greedy: bool = True
-    success: Annotated[SuccessConfig | None, BeforeValidator(_success)] = None
+    success: Annotated[SuccessConfig | None, BeforeValidator(success_section)] = None
 
     # what is kept
     save_steps: int = Field(50, ge=1)
     save_total_limit: int | None = Field(2, ge=1)
+    save_dtype: Literal["auto"] | SaveDtype | dict[str, SaveDtype] = "auto"
     log_completions: int = Field(8, ge=0)
     push_to_hub: bool = False
     hub_model_id: str | None = None

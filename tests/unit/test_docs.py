@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import re
 from pathlib import Path
 
 import pytest
 import typer
+import yaml
 
 from winnow.cli.main import app
+from winnow.config import RunConfig
 from winnow.engine import CAPABILITIES
+from winnow.run.catalogue import TABLES
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -80,3 +84,48 @@ def test_what_the_reference_names_is_there() -> None:
             assert hasattr(importlib.import_module(module), member), name
         except ImportError:
             importlib.import_module(name)
+
+
+def test_the_folders_of_the_package() -> None:
+    text = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
+    folders = sorted(path.parent.name for path in (ROOT / "src" / "winnow").glob("*/__init__.py"))
+    assert sorted(re.findall(r"^\| `(\w+)/` \|", text, re.MULTILINE)) == folders
+    assert len(folders) == 12
+    assert "three files and twelve folders" in text
+    assert len([p for p in (ROOT / "src" / "winnow").glob("*.py") if p.name != "__init__.py"]) == 3
+
+
+def defaults_of(table: str, key: str) -> dict[str, object]:
+    """Of the options of a method; of all keys where no method is named."""
+    if not table:
+        return {name: field.default for name, field in RunConfig.model_fields.items()}
+    return {field.name: field.default for field in dataclasses.fields(TABLES[table][key])}
+
+
+@pytest.mark.parametrize(
+    ("page", "head", "table", "method", "checked"),
+    [
+        ("configuration.md", "| key | default |", "", "", 60),
+        ("active-rloo.md", "| option of `filter` |", "filter", "zero_variance", 3),
+        ("active-rloo.md", "| option of `group_size", "group_size", "adaptive_k", 3),
+        ("arrol.md", "| option | default |", "gates", "arrol", 13),
+        ("gate.md", "| option | default |", "gates", "divergence", 6),
+        ("greso.md", "| option of `selector` |", "selector", "greso", 7),
+    ],
+)
+def test_defaults_in_tables_are_those_of_the_code(page: str, head: str, table: str, method: str, checked: int) -> None:
+    """A default that is words, as `the task's`, is left out, and so is a dash of options that share a cell of one."""
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8").partition(head)[2].partition("\n\n")[0]
+    defaults, found = defaults_of(table, method), 0
+    for line in text.splitlines()[2:]:
+        first, second = line.removeprefix("|").split("|")[:2]
+        keys = re.findall(r"`(\w+)`", first)
+        assert set(keys) <= defaults.keys(), line
+        given = [part.strip().strip("`") for part in second.split(",")]
+        for key, part in zip(keys, given * len(keys) if len(given) == 1 else given, strict=False):
+            value = yaml.safe_load(part) if re.fullmatch(r"[\w.+-]+|\[\]|\{\}", part) else None
+            value = 1e-6 if part == "1e-6" else 1e-8 if part == "1e-8" else value
+            if value is not None and value != "none" and value not in list(RunConfig.model_fields):
+                assert defaults[key] == value, f"{page}: {key}: {part}, but {defaults[key]}"
+                found += 1
+    assert found >= checked

@@ -83,7 +83,7 @@ def demo(
     output: Annotated[Path, typer.Option("-o", "--output", help="Run directory to make.")] = Path("runs/demo"),
     as_json: Json = False,
 ) -> None:
-    """Warm-start a small model, train it on Countdown, and show where every token went (minutes on two cores).
+    """Warm-start a small model, train it on Countdown, and show where every token went (2 to 10 minutes on two cores).
 
     Overrides change the demo's configuration: seed=1 max_steps=100.
     """

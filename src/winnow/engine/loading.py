@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
 import torch
 from safetensors import SafetensorError
@@ -16,7 +14,9 @@ from transformers.utils import logging
 
 from ..base.install import install
 from ..config import ConfigError, LoraConfig
-from .pretrained import HUB_TIMEOUT_S, located
+from .hub import file_of, hub_answers
+from .lora import SETTINGS, Adapter, adapter_at, merged
+from .pretrained import located
 
 WEIGHTS = ("*.safetensors", "*.bin")
 LEAST_BYTES = 0.1
@@ -59,22 +59,77 @@ def resolve_device(name: str) -> torch.device:
 
 
 def load_tokenizer(source: str | Path) -> Any:
-    """Raises ConfigError when there is none, or when it would need code from the model's repository."""
+    """The tokenizer of a model, or of an adapter, else that of its base.
+
+    Raises ConfigError when there is none, or when it would need code from the model's repository.
+    """
+    adapter = adapter_at(source)
+    if adapter is not None and file_of(source, "tokenizer_config.json") is None:
+        whole_under(source)
+        return load_tokenizer(adapter.base)
     return _load(AutoTokenizer, source, "tokenizer")
 
 
 def load_causal_lm(source: str | Path, device: torch.device) -> Any:
-    """A float32 causal LM.
+    """A float32 causal LM; an adapter is merged into its base.
 
     Raises ConfigError when it cannot be loaded without running foreign code, or when its weights are incomplete.
     """
+    base, adapter = load_start(source, device)
+    return base if adapter is None else merged(base, adapter)
+
+
+def load_start(source: str | Path, device: torch.device) -> tuple[Any, Adapter | None]:
+    """A float32 causal LM, or the base of the adapter that `source` is, and that adapter.
+
+    Raises ConfigError as `load_causal_lm` does.
+    """
+    adapter = adapter_at(source)
+    if adapter is None:
+        return load_whole(source, device), None
+    whole_under(source)
+    return load_causal_lm(adapter.base, device), adapter
+
+
+def whole_under(source: str | Path) -> str:
+    """The model itself, or what lies below all adapters. Raises ConfigError where they go round in a circle."""
+    sources = [str(source)]
+    while (adapter := adapter_at(sources[-1])) is not None:
+        if adapter.base in sources:
+            raise ConfigError(
+                f"model: {adapter.name}: base_model_name_or_path: is an adapter over this one; correct it"
+            )
+        sources.append(adapter.base)
+    return sources[-1]
+
+
+def load_whole(source: str | Path, device: torch.device) -> Any:
+    """The same of a directory or hub name with whole weights, without an adapter."""
+    if file_of(source, SETTINGS) is not None:
+        raise ConfigError(f"model: '{source}' is an adapter, and a whole model is needed here")
     _require_weights_for(source)
+    _refuse_quantized(source)
     options = {"dtype": torch.float32, "use_safetensors": True, "output_loading_info": True}
     model, info = _load(AutoModelForCausalLM, source, "model", **options)
     if info["missing_keys"]:
         shown = ", ".join(sorted(info["missing_keys"])[:3])
         raise ConfigError(f"model: '{source}' lacks weights, which would start at random: {shown}")
     return model.to(device)
+
+
+def _refuse_quantized(source: str | Path) -> None:
+    quantized = getattr(load_config(source), "quantization_config", None) or {}
+    kind = quantized.get("quant_method") if isinstance(quantized, dict) else quantized.quant_method
+    if kind not in (None, "mxfp4"):  # transformers de-quantizes that
+        raise ConfigError(
+            f"model: '{source}' is quantized ({getattr(kind, 'value', kind)}) and cannot be trained; name the model "
+            "that it was made from (for an adapter: as base_model_name_or_path in its adapter_config.json)"
+        )
+
+
+def load_config(source: str | Path) -> Any:
+    """The configuration of a model, or of what lies below an adapter. Raises ConfigError as `load_causal_lm` does."""
+    return _load(AutoConfig, whole_under(source), "model")
 
 
 def _require_weights_for(source: str | Path) -> None:
@@ -108,13 +163,8 @@ def peft_config(lora: LoraConfig) -> Any:
         import peft
     except ImportError:
         raise ConfigError(f"lora: peft is not installed; {install('peft')}") from None
-    return peft.LoraConfig(
-        r=lora.r,
-        lora_alpha=lora.alpha,
-        lora_dropout=lora.dropout,
-        target_modules=lora.target_modules,
-        task_type="CAUSAL_LM",
-    )
+    values: dict[str, Any] = {"r": lora.r, "lora_alpha": lora.alpha, "lora_dropout": lora.dropout}
+    return peft.LoraConfig(**values, target_modules=lora.target_modules, task_type="CAUSAL_LM")
 
 
 def shell_of(source: str | Path) -> Any:
@@ -122,7 +172,7 @@ def shell_of(source: str | Path) -> Any:
 
     Raises ConfigError as `load_causal_lm` does.
     """
-    config = _load(AutoConfig, source, "model")
+    config = load_config(source)
     with torch.random.fork_rng(devices=[]), torch.device("meta"):
         return AutoModelForCausalLM.from_config(config, trust_remote_code=False)
 
@@ -131,20 +181,6 @@ def require_finite(model: torch.nn.Module, source: str) -> None:
     for name, tensor in model.state_dict().items():
         if tensor.is_floating_point() and not torch.isfinite(tensor).all():
             raise ConfigError(f"model: the weights of '{source}' are not finite ({name})")
-
-
-@cache
-def hub_answers(source: str) -> bool:
-    """Whether the hub says anything at all about a model, be it that there is none, within `HUB_TIMEOUT_S`."""
-    from huggingface_hub import constants, get_session
-
-    if constants.HF_HUB_OFFLINE:
-        return False
-    try:
-        get_session().head(f"{constants.ENDPOINT}/{quote(source)}", timeout=HUB_TIMEOUT_S)
-    except Exception:  # whatever its client and the user's proxy may raise
-        return False
-    return True
 
 
 def _load(auto_class: Any, source: str | Path, what: str, **options: Any) -> Any:

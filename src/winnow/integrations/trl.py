@@ -36,8 +36,6 @@ try:
 except ImportError:
     raise ImportError(f"winnow.integrations.trl needs TRL; {install('trl')}") from None
 
-"""What a checkpoint of TRL's holds for a resume."""
-
 METHODS = frozenset(
     {"selector", "rollout_batch", "group_size", "filter", "gates", "advantage", "step_scale", "audit", "engine"}
     | {"success"}

@@ -36,6 +36,7 @@ from .given import Given
 from .hub import check_hub
 from .machine import Machine, settle
 from .preflight import check_agreement, check_evaluation, check_prompts, in_steps
+from .start import Start
 
 
 @dataclass
@@ -113,12 +114,12 @@ def assemble(c: RunConfig, given: Given, checkpoint: Path | None, *, resumed: bo
     task = given.task(c)
     c = in_steps(c, len(task.train))
     check_evaluation(c, task)
-    model = given.loaded_model
-    machine = settle(c, model, resumed=resumed)
+    start = Start.of(c, given.loaded_model)
+    machine = settle(c, start, resumed=resumed)
     c = machine.config
     machine.set_threads()
     elsewhere = "own_engine" in sampler_options(c).provides
-    policy, engine = build_policy(c, model, given.processing_class, checkpoint, with_engine=not elsewhere)
+    policy, engine = build_policy(c, start, given.processing_class, checkpoint, with_engine=not elsewhere)
     rewarder = build_rewarder(c, task, given.reward_list)
     check_prompts(c, task, rewarder, policy.tokenizer, engine)
     learner = build_learner(policy, c)

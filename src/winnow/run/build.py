@@ -11,14 +11,7 @@ from ..base.weights import weights_digest
 from ..config import CLIPPING, AuditConfig, ConfigError, MethodSpec, RunConfig, method, name_of, nearest
 from ..engine import ENGINES
 from ..engine.base import Engine, SamplingParams
-from ..engine.loading import (
-    ModelReference,
-    load_causal_lm,
-    load_tokenizer,
-    require_finite,
-    resolve_device,
-)
-from ..engine.pretrained import located
+from ..engine.loading import ModelReference, load_tokenizer, load_whole, require_finite, resolve_device
 from ..engine.template import with_template
 from ..env import ENVS
 from ..env.base import Demonstrator, Task
@@ -47,6 +40,7 @@ from ..types import Prompt, Purpose
 from .build_adapters import check_adapters, with_lora
 from .build_filter import build_filter, tolerance
 from .build_gates import build_gates
+from .start import Start, require_embeddings
 
 PROBE_TOKENS = 16
 """Longest rollouts by which engine and learner are compared."""
@@ -316,29 +310,24 @@ def build_policy(
 ) -> tuple[Policy, Engine | None]:
     """The policy of a fresh run, or of `checkpoint`, and an engine with its weights as version 0 if there is to be one.
 
-    `model` and `tokenizer` are used when given as objects. The engine is made before adapters are put in: it holds the
-    plain architecture, and is given merged weights, or adapters that it adds itself.
+    `model`: see `Start.of`; `tokenizer` is used when given as an object. The engine is made before adapters are put in:
+    it holds the plain architecture, and is given merged weights, or adapters that it adds itself.
     """
-    device = resolve_device(c.device)
-    if model is not None and tokenizer is None:
+    device, start = resolve_device(c.device), Start.of(c, model)
+    if start.model is not None and tokenizer is None:
         raise ConfigError("processing_class: give the tokenizer of the model object")
     tokenizer = with_template(tokenizer or load_tokenizer(c.model), c.chat_template, c.chat_template_kwargs)
     saved = checkpoint / "model" if checkpoint else None
-    if model is None or (saved and not c.lora):
-        base = load_causal_lm(saved if saved and not c.lora else c.model, device)
-    else:
-        base = model.to(device)
+    base, adapter = (load_whole(saved, device), None) if saved and not c.lora else start.load(c, device)
     require_finite(base, str(saved or c.model))
-    check_adapters(c)
-    source = located(c.model) if model is None else ""  # whatever its name says, the object may have other weights
-    engine = build_engine(c, ModelReference(source, device, base), tokenizer) if with_engine else None
+    require_embeddings(base, tokenizer, start)
+    check_adapters(c, adapter)
+    engine = build_engine(c, start.reference(c, device, base), tokenizer) if with_engine else None
     if c.lora is not None:
-        origin = weights_digest(base)
-        return Policy(with_lora(base, c.lora, saved), tokenizer, None, origin), engine
+        return with_lora(base, c, adapter, saved, tokenizer), engine
     if not c.keeps_reference:
         return Policy(base, tokenizer, None), engine
-    start = base if saved is None else model if model is not None else load_causal_lm(c.model, device)
-    reference = frozen_copy(start.to(device))
+    reference = frozen_copy(base if saved is None else start.load(c, device)[0])
     return Policy(base, tokenizer, reference, weights_digest(reference)), engine
 
 

@@ -9,34 +9,66 @@ from typing import Any
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from ..base.weights import is_finite
+from ..base.weights import is_finite, weights_digest
 from ..config import ConfigError, LoraConfig, RunConfig, method, name_of
 from ..engine import ENGINES
 from ..engine.loading import peft_config
+from ..engine.lora import TRAINED, Adapter, with_adapter
+from ..learner import Policy
+from ..learner.local.reference import frozen_copy
 
 ADAPTERS = "adapter_model.safetensors"
+PLAINLY = frozenset({"r", "lora_alpha", "lora_dropout", "target_modules"})
+"""Settings of adapters that an engine applies by itself."""
 
 
-def check_adapters(c: RunConfig) -> None:
-    """Raises ConfigError when adapters come alone to an engine that takes whole weights only."""
+def check_adapters(c: RunConfig, adapter: Adapter | None = None) -> None:
+    """Raises ConfigError when adapters come alone to an engine that takes whole weights only, or plain adapters."""
     options = method(ENGINES, c.engine, "engine")
-    if c.lora is not None and not c.lora.merge and "adapters" not in getattr(options, "provides", ()):
+    if c.lora is None or c.lora.merge:
+        return
+    if "adapters" not in getattr(options, "provides", ()):
         raise ConfigError(
             f"lora: merge: false publishes adapters alone, and engine: {name_of(c.engine)} takes whole weights; set "
             "lora.merge: true, or engine: vllm"
         )
+    special = sorted(key for key in TRAINED - PLAINLY if adapter is not None and adapter.settings.get(key))
+    if special:
+        raise ConfigError(
+            f"lora: merge: false publishes adapters alone, and this one has {special[0]} (adapter_config.json), which "
+            "the engine would not apply; set lora.merge: true"
+        )
 
 
-def with_lora(base: Any, lora: LoraConfig, saved: Path | None) -> Any:
-    """`base` with adapters: fresh ones, or those of the directory `saved`. Its settings are not read, they are `lora`.
+def with_lora(base: Any, c: RunConfig, adapter: Adapter | None, saved: Path | None, tokenizer: Any) -> Policy:
+    """The policy over `base`: with a fresh adapter or the one that is trained on, as it began or of the directory
+    `saved`. Settings are not read from there, they are those of `lora` and the adapter.
 
-    Raises ConfigError on layers that are not there or cannot have adapters, and on saved ones of another kind.
+    A fresh adapter's reference is the model without it; that of `adapter` is a frozen copy of both. Raises ConfigError
+    on layers that are not there or cannot have adapters, and on saved ones of another kind.
     """
-    options = peft_config(lora)
-    import peft
+    assert c.lora is not None
+    reference = None
+    if adapter is None:
+        origin = weights_digest(base)
+        options = peft_config(c.lora)
+        import peft
 
-    tied = base.get_input_embeddings().weight
-    model = peft.get_peft_model(base, options)
+        tied = base.get_input_embeddings().weight
+        model = peft.get_peft_model(base, options)
+    else:
+        adapter.require_trainable(adapter.read())
+        tied = base.get_input_embeddings().weight
+        model = with_adapter(base, adapter, c.lora.dropout or 0.0)
+        origin = weights_digest(model)
+        reference = frozen_copy(model.get_base_model()) if c.keeps_reference else None
+    _require_adaptable(base, model, c.lora, tied)
+    if saved is not None:
+        _load(model, saved / ADAPTERS)
+    return Policy(model, tokenizer, reference, origin)
+
+
+def _require_adaptable(base: Any, model: Any, lora: LoraConfig, tied: Any) -> None:
     adapted = {name: module for name, module in model.named_modules() if hasattr(module, "get_delta_weight")}
     for target in lora.target_modules if isinstance(lora.target_modules, list) else []:
         if not any(f".{name}".endswith(f".{target}") for name in adapted):
@@ -48,9 +80,6 @@ def with_lora(base: Any, lora: LoraConfig, saved: Path | None) -> Any:
                 f"lora: target_modules: {name.rpartition('.')[2]} is the embedding, or tied to it, and cannot have an "
                 "adapter here; leave it out"
             )
-    if saved is not None:
-        _load(model, saved / ADAPTERS)
-    return model
 
 
 def _load(model: Any, file: Path) -> None:

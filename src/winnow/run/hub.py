@@ -5,12 +5,14 @@ The token is the one of HF_TOKEN or `hf auth login`. It is in no configuration, 
 
 from __future__ import annotations
 
+import tempfile
 import warnings
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 from ..config import ConfigError, RunConfig
+from ..engine.saving import recast, types_from
 from . import checkpoint
 
 
@@ -51,6 +53,11 @@ def push(run_dir: Path, c: RunConfig, folder: Path | None = None) -> Pushed:
     """
     with ExitStack() as stack:
         source, folder = (folder, folder) if folder else _latest(run_dir, stack)
+        if _step(folder) is not None and c.save_dtype != "auto":  # those of checkpoints are float32
+            temporary = stack.enter_context(tempfile.TemporaryDirectory(prefix="winnow-push-"))
+            typed = Path(temporary, "model")
+            recast(source, typed, types_from(c.save_dtype))
+            source = typed
         return _upload(run_dir, c, source, folder)
 
 

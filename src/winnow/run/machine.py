@@ -12,11 +12,12 @@ from rich.console import Console
 from ..base.processor import bfloat16_units, processor, usable_threads
 from ..config import RunConfig, method, name_of
 from ..engine import ENGINES, LocalOptions
-from ..engine.loading import resolve_device, shell_of
+from ..engine.loading import resolve_device
 from ..sampler import Processes
 from .activations import choose_checkpointing, choose_tokens
 from .build import sampler_options
 from .speed import Matrices, seconds_by_threads, times_slower
+from .start import Start
 
 PAYS_FROM = 10_000_000
 """Parameters of a model from which bfloat16 pays; measured (docs/benchmarks.md)."""
@@ -65,18 +66,20 @@ class Machine:
 
 
 def settle(c: RunConfig, model: Any = None, *, resumed: bool = False) -> Machine:
-    """Chooses what is `auto`. `model`: the object, if there is one; else `c.model` is looked at without its weights.
+    """Chooses what is `auto`, and what the model's own files decide. `model`: see `Start.of`; weights are not loaded.
 
     Raises ConfigError when there is no such model or device.
     """
     device = resolve_device(c.device)
-    shell = shell_of(c.model) if model is None else model
+    start = Start.of(c, model)
+    shell = start.shell(c)
     matrices = Matrices.of(shell)
     preferred, reason = choose_dtype(c, matrices.parameters, device)
     given = "as the run began" if resumed else "as configured"
-    why, chosen = {"dtype": given, "threads": given}, {}
+    chosen, why = start.settled(c)
+    why |= {"dtype": given, "threads": given}
     if c.dtype == "auto":
-        why["dtype"], chosen = reason, {"dtype": preferred} | _engine(c, preferred)
+        why["dtype"], chosen = reason, chosen | {"dtype": preferred} | _engine(c, preferred)
     if c.threads == "auto":
         computes = getattr(torch, chosen.get("dtype", c.dtype))
         rollouts = min(256, c.prompts_per_step * c.num_generations)

@@ -5,12 +5,10 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
-from transformers import AutoConfig
-
 from ..base import cluster
 from ..config import MethodSpec, RunConfig, method
 from ..engine import ENGINES
-from ..engine.pretrained import located
+from ..engine.loading import load_config
 from ..learner import LEARNERS, Fsdp
 from ..sampler.pool import PoolOptions
 from .build import sampler_options
@@ -62,7 +60,7 @@ def engine_bytes(c: RunConfig) -> int:
 def _kv_bytes(trainer: Trainer, rollouts: int) -> int:
     """Keys and values of as many of a step's rollouts as run at once, at their longest."""
     c = trainer.config
-    text = AutoConfig.from_pretrained(located(c.model), trust_remote_code=False).get_text_config()
+    text = load_config(c.model).get_text_config()
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     slots = c.engine.get("slots", 256) if isinstance(c.engine, dict) else 256

@@ -24,6 +24,7 @@ def plan(trainer: Trainer) -> dict[str, Any]:
     evaluations = c.max_steps // c.eval_steps + 1 if c.eval_steps else 0
     return {
         "model": c.model,
+        **({"model_because": because} if (because := trainer.machine.why.get("model")) else {}),
         "parameters": parameters,
         "trained_parameters": trained,
         "device": str(trainer.learner.device),
@@ -46,6 +47,7 @@ def plan(trainer: Trainer) -> dict[str, Any]:
         "kv_cache_mib": round(getattr(trainer.engine, "kv_bytes_per_token", 0) * _slots(trainer) * longest / MIB, 1),
         "tokens_per_microbatch": c.tokens_per_microbatch,
         "gradient_checkpointing": c.gradient_checkpointing,
+        "save_dtype": c.save_dtype,
         "dtype": c.dtype,
         "dtype_because": trainer.machine.why["dtype"],
         "threads": torch.get_num_threads(),

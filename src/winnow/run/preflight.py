@@ -29,7 +29,7 @@ PROBED, PROBES_EACH = 4, 2
 """Prompts whose log-probabilities are compared at the start, and rollouts of each."""
 MAY_CHANGE_ON_RESUME = frozenset(
     {"max_steps", "max_skipped_steps", "save_steps", "save_total_limit", "eval_steps", "log_completions", "report_to"}
-    | {"max_failed_share", "reward_timeout_s", "reward_memory_mb", "reward_env", "reward_sandbox"}
+    | {"save_dtype", "max_failed_share", "reward_timeout_s", "reward_memory_mb", "reward_env", "reward_sandbox"}
     | {"sync", "learner", "threads"}
     | {"push_to_hub", "hub_model_id", "hub_strategy", "hub_private_repo"}
 )

@@ -22,8 +22,7 @@ from ..base.failpoint import failpoint
 from ..base.memory import resident_mib
 from ..base.parent import call_itself
 from ..config import ConfigError, validate
-from ..engine.loading import ModelReference, load_tokenizer, quiet_transformers, resolve_device
-from ..engine.pretrained import located
+from ..engine.loading import load_tokenizer, quiet_transformers, resolve_device
 from ..engine.template import with_template
 from ..methods.gate import RuleError, rule_from
 from ..rollout.runner import RolloutRunner
@@ -31,6 +30,7 @@ from ..sampler.codec import group_state, job_from, prompts_of
 from ..sampler.weights import fingerprints, read_weights
 from .build import build_engine, build_rewarder, build_task, rollout_options
 from .build_gates import rule_types
+from .start import Start
 
 HEARTBEAT_S = 1.0
 PROCESS_NAME = "winnow-sampler"
@@ -51,7 +51,9 @@ class Server:
         self.task = build_task(c.env)
         self._prompts = prompts_of(self.task)
         tokenizer = with_template(load_tokenizer(c.model), c.chat_template, c.chat_template_kwargs)
-        self.engine = build_engine(c, ModelReference(located(c.model), resolve_device(c.device)), tokenizer)
+        model, device = Start.of(c), resolve_device(c.device)
+        base = None if model.adapter is None else model.load(c, device)[0]
+        self.engine = build_engine(c, model.reference(c, device, base), tokenizer)
         self.rewarder = build_rewarder(c, self.task)
         self.rewarder.trainer_state = SimpleNamespace(global_step=start["version"], max_steps=c.max_steps)
         options = rollout_options(c, greedy_baseline=start["greedy_baseline"])

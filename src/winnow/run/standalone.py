@@ -16,6 +16,7 @@ from ..rollout.runner import RolloutRunner
 from . import checkpoint
 from .build import Policy, build_policy, build_rewarder, build_success, build_task, rollout_options
 from .machine import settle
+from .start import Start
 
 
 def evaluate_model(model: str, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -68,10 +69,11 @@ def opened(
 
     `report`: what rollouts of evaluations carry besides; see `RolloutOptions`.
     """
-    machine = settle(config)
+    start = Start.of(config)
+    machine = settle(config, start)
     machine.set_threads()
     config = machine.config
-    policy, engine = build_policy(config, None, None, None)
+    policy, engine = build_policy(config, start, None, None)
     rewarder = build_rewarder(config, task)
     assert engine is not None
     runner = RolloutRunner(engine, task, policy.tokenizer, rewarder, rollout_options(config, report=report))
@@ -92,8 +94,6 @@ def _settings(stack: ExitStack, model: str, values: Mapping[str, Any]) -> tuple[
     saved = stack.enter_context(checkpoint.held(path))
     if saved is None:
         raise ConfigError(f"{path}: has neither a finished model nor a checkpoint yet")
-    if settings.get("lora"):
-        raise ConfigError(f"{path}: has adapters only so far; finish it with `winnow resume {path}`, then evaluate")
     return settings, str(saved / "model"), str(path / "checkpoints" / saved.name / "model")
 
 

@@ -24,8 +24,10 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTra
 from ..base.chat_template import template_text
 from ..base.files import readable
 from ..base.processor import usable_threads
+from ..base.weights import state_once
 from ..config import ConfigError
 from ..engine.loading import load_causal_lm, load_tokenizer, resolve_device
+from ..engine.saving import save_whole, types_of
 from ..engine.template import with_template
 from ..env.base import Demonstrator, Task
 from ..env.chat import end_of_turn
@@ -130,7 +132,7 @@ def warm_start(
         tokenizer = with_template(tokenizer, template, {})
         loss = _teach(model, tokenizer, shown, config)
     output.mkdir(parents=True, exist_ok=True)
-    model.save_pretrained(output)
+    save_whole(model, output, state_once(model), {} if config.model is None else types_of(config.model))
     tokenizer.save_pretrained(output)
     readable(output)
     found = {

@@ -40,7 +40,7 @@ class Adapters:
         adapted = peft.get_peft_model(shell, options).get_base_model()
         shapes = {name: tensor.shape for name, tensor in adapters_of(adapted).items()}
         _refuse(name.partition(".lora_embedding_")[0] for name in shapes if ".lora_embedding_" in name)
-        return cls(shapes, lora.r, lora.alpha / lora.r)
+        return cls(shapes, options.r, options.lora_alpha / options.r)
 
     @property
     def modules(self) -> set[str]:

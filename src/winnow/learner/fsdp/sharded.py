@@ -20,6 +20,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial
 
 from ...base.weights import WeightSource, as_bytes, require_finite
+from ...engine.saving import save_whole
 from ...methods.correct import Evidence
 from ...methods.loss import LossConfig
 from ..base import Stats
@@ -242,14 +243,14 @@ class ShardedLearner(LocalLearner):
         """The model by the first rank, the optimizer's shards by each."""
         weights = _whole(self.model.state_dict().items())
         if dist.get_rank() == 0:
-            self.model.save_pretrained(directory / "model", state_dict=weights)
+            self._save_trained(directory / "model", weights)
             self._save_reference(directory)
         save_shards(self._optimizer_state(), directory / OPTIMIZER_FOLDER)
 
     def export(self, directory: Path) -> None:
         weights = _finite(self._merged_weights())
         if dist.get_rank() == 0:
-            self._causal_lm.save_pretrained(directory, state_dict=weights)
+            save_whole(self._causal_lm, directory, weights, self.options.save_types)
 
     def _optimizer_state(self) -> dict[str, torch.Tensor]:
         return {

@@ -16,6 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ...base.failpoint import failpoint
 from ...base.weights import StateWeights, WeightSource, adapters_of, state_once
+from ...engine.saving import Types, save_whole
 from ...methods.correct import Evidence, OverBatch
 from ...methods.loss import LossConfig, kl_loss, policy_loss
 from ..base import Sizes, Stats
@@ -56,6 +57,8 @@ class LearnerOptions:
     pad_id: int = 0
     merge_adapters: bool = True
     """Publish whole weights under LoRA, too; else the adapters alone."""
+    save_types: Types = field(default_factory=dict)
+    """Types of an exported model; empty: those of the learner."""
 
 
 class LocalLearner:
@@ -343,9 +346,14 @@ class LocalLearner:
         return {}
 
     def save(self, directory: Path) -> None:
-        self.model.save_pretrained(directory / "model")
+        self._save_trained(directory / "model")
         save_file(saved_state(self._optimizer, self._params), directory / OPTIMIZER_FILE)
         self._save_reference(directory)
+
+    def _save_trained(self, directory: Path, state: Mapping[str, torch.Tensor] | None = None) -> None:
+        """An adapter here never has embeddings of its own; by default peft would ask the hub for the base's size."""
+        own = {} if self._causal_lm is self.model else {"save_embedding_layers": False}
+        self.model.save_pretrained(directory, state_dict=state, **own)
 
     def _save_reference(self, directory: Path) -> None:
         """The initial model itself is not in checkpoints."""
@@ -353,7 +361,7 @@ class LocalLearner:
             save_reference(self.reference, directory)
 
     def export(self, directory: Path) -> None:
-        self._causal_lm.save_pretrained(directory, state_dict=dict(self._merged_weights().state_dict()))
+        save_whole(self._causal_lm, directory, self._merged_weights().state_dict(), self.options.save_types)
 
     def load(self, directory: Path) -> None:
         """The optimizer's state, and a reference that has moved; weights come with the model.

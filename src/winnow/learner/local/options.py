@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from ...config import RunConfig
+from ...engine.saving import types_from
 from ..base import Policy
 from .learner import LearnerOptions, LocalLearner
 from .logprob import TokenDistribution
@@ -42,6 +43,7 @@ def options(policy: Policy, c: RunConfig) -> LearnerOptions:
         tokens_per_microbatch=LearnerOptions.tokens_per_microbatch if tokens == "auto" else tokens,
         pad_id=policy.tokenizer.pad_token_id or 0,
         merge_adapters=c.lora is None or c.lora.merge,
+        save_types=types_from(c.save_dtype),
     )
 
 

@@ -1,0 +1,51 @@
+"""Files of a model, in a directory or on a hub."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from urllib.parse import quote
+
+from .pretrained import HUB_TIMEOUT_S, located
+
+
+@cache
+def hub_answers(source: str) -> bool:
+    """Whether the hub says anything at all about a model, be it that there is none, within `HUB_TIMEOUT_S`."""
+    from huggingface_hub import constants, get_session
+
+    if constants.HF_HUB_OFFLINE:
+        return False
+    try:
+        get_session().head(f"{constants.ENDPOINT}/{quote(source)}", timeout=HUB_TIMEOUT_S)
+    except Exception:  # whatever its client and the user's proxy may raise
+        return False
+    return True
+
+
+def file_of(source: str | Path, name: str) -> Path | None:
+    """A file of a model, fetched if it is on a hub; None if the model has no such file, or cannot be reached."""
+    place = located(str(source))
+    if Path(place).is_dir():
+        file = Path(place) / name
+        return file if file.is_file() else None
+    from transformers.utils import cached_file
+
+    try:
+        found = cached_file(
+            place,
+            name,
+            local_files_only=not hub_answers(place),
+            _raise_exceptions_for_missing_entries=False,
+            _raise_exceptions_for_gated_repo=False,
+            _raise_exceptions_for_connection_errors=False,
+        )
+    except Exception:  # no such model: loading it reports that
+        return None
+    return Path(found) if found else None
+
+
+def folder_of(source: str | Path) -> Path | None:
+    """The directory with the files of a model that has been loaded: its own, or that of the hub's cache."""
+    config = file_of(source, "config.json")
+    return config.parent if config else None

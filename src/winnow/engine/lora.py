@@ -1,0 +1,305 @@
+"""A LoRA adapter as the model to begin with: found, merged into its base, or taken out of a loaded model.
+
+An adapter is data of strangers: its settings are read as JSON and checked key by key, its weights are safetensors.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+
+from ..base.files import bytes_of, from_json
+from ..base.install import install
+from ..base.weights import is_finite
+from ..config import ConfigError
+from .hub import file_of
+from .pretrained import located
+
+SETTINGS, WEIGHTS, PICKLED = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
+TRAINED = frozenset(
+    {"r", "lora_alpha", "lora_dropout", "target_modules", "exclude_modules", "fan_in_fan_out", "use_rslora"}
+    | {"layers_to_transform", "layers_pattern", "rank_pattern", "alpha_pattern"}
+)
+"""Settings of adapters that can be trained on."""
+MERGED = TRAINED | {"bias", "use_dora", "modules_to_save", "ensure_weight_tying", "target_parameters"}
+MERGED |= {"trainable_token_indices"}
+"""Settings of adapters that can be merged."""
+UNUSED = frozenset(
+    {"peft_type", "peft_version", "task_type", "auto_mapping", "base_model_name_or_path", "inference_mode"}
+    | {"init_lora_weights", "loftq_config", "eva_config", "corda_config", "lora_ga_config", "megatron_config"}
+    | {"megatron_core", "qalora_group_size", "runtime_config", "velora_config"}
+)
+"""Settings that no longer matter once there are weights. The base of some initialisations is another: see `PLAIN`."""
+PLAIN = (True, False, None, "gaussian", "orthogonal", "eva")
+"""Initialisations that leave the base model as it is."""
+PREFIX = "base_model.model."
+PROBE = 16
+"""Tokens by which a merged model is compared with its adapter."""
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """An adapter whose settings have been checked."""
+
+    source: str
+    """Directory or hub name; of an object, its class."""
+    settings: Mapping[str, Any]
+    """As in adapter_config.json."""
+    base: str
+    """Directory or hub name of the base model."""
+    given: Mapping[str, torch.Tensor] | None = None
+    """Weights of an adapter that was given as an object."""
+
+    @property
+    def name(self) -> str:
+        """What the settings are of, for messages."""
+        return f"{self.source}/{SETTINGS}" if self.given is None else self.source
+
+    @property
+    def ranks(self) -> str:
+        ranks = {self.settings.get("r", 8), *(self.settings.get("rank_pattern") or {}).values()}
+        return " and ".join(map(str, sorted(ranks)))
+
+    def tensors(self) -> Mapping[str, torch.Tensor]:
+        """Its weights in float32. Raises ConfigError as `read`, and where they are not finite."""
+        found = self.read()
+        if wrong := next((name for name, tensor in found.items() if not is_finite(tensor)), None):
+            raise ConfigError(f"model: the adapter '{self.source}' is not finite ({wrong})")
+        return {name: tensor.float() for name, tensor in found.items()}
+
+    def read(self) -> Mapping[str, torch.Tensor]:
+        """Its weights as they are. Raises ConfigError where they are missing, pickled or damaged."""
+        if self.given is not None:
+            return self.given
+        file = file_of(self.source, WEIGHTS)
+        if file is None:
+            pickled = file_of(self.source, PICKLED) is not None
+            what = f"only {PICKLED}, a pickle, which is not read" if pickled else f"no {WEIGHTS}"
+            raise ConfigError(f"model: the adapter '{self.source}' has {what}; save it again as {WEIGHTS}")
+        try:
+            return load_file(file)
+        except (OSError, SafetensorError) as error:
+            raise ConfigError(f"model: {file}: cannot be read ({error})") from None
+
+    def peft_config(self, dropout: float = 0.0) -> Any:
+        """Raises ConfigError without peft, and for values that it refuses."""
+        try:
+            import peft
+        except ImportError:
+            raise ConfigError(f"model: '{self.source}' is an adapter and needs peft; {install('peft')}") from None
+        values = {key: value for key, value in self.settings.items() if key in MERGED and value}
+        values["lora_dropout"] = dropout
+        try:
+            return peft.LoraConfig(**values, task_type="CAUSAL_LM")
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"{self.name}: {error}; restore the file that belongs to the weights") from None
+
+    def require_trainable(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Raises ConfigError for an adapter that can only be merged."""
+        key = next((key for key in sorted(MERGED - TRAINED) if _set(key, self.settings.get(key))), None)
+        what = f"{key}: {self.settings[key]!r}" if key else next((n for n in tensors if ".lora_" not in n), "")
+        if what:
+            raise ConfigError(
+                f"lora.resume: an adapter with {what} ({self.name}) cannot be trained on; leave `lora` out to merge it "
+                "and train the whole model"
+            )
+
+
+def adapter_at(source: str | Path) -> Adapter | None:
+    """The adapter in a directory or on the hub; None where the source is an ordinary model.
+
+    Raises ConfigError, naming file, key and remedy, for one that cannot be used.
+    """
+    file = file_of(source, SETTINGS)
+    if file is None:
+        return None
+    try:
+        settings = from_json(bytes_of(file))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model: {file}: cannot be read ({error})") from None
+    if not isinstance(settings, dict):
+        raise ConfigError(f"model: {file}: expected settings, found {type(settings).__name__}")
+    adapter = Adapter(str(source), settings, "")
+    _check(adapter)
+    return replace(adapter, base=_base_of(adapter, file.parent))
+
+
+def _check(adapter: Adapter) -> None:
+    """Raises ConfigError for an adapter of another kind, and for settings that would be ignored."""
+    s, name = adapter.settings, adapter.name
+    if (kind := s.get("peft_type")) != "LORA":
+        raise ConfigError(f"model: {name}: peft_type: {_shown(kind)}; only LORA adapters can be merged or trained on")
+    if (task := s.get("task_type")) not in (None, "CAUSAL_LM"):
+        raise ConfigError(f"model: {name}: task_type: {_shown(task)}; the adapter of a CAUSAL_LM is needed")
+    if (init := s.get("init_lora_weights", True)) not in PLAIN:
+        raise ConfigError(
+            f"model: {name}: init_lora_weights: {_shown(init)} changed the base model; convert the adapter to a plain "
+            "LoRA (peft: save_pretrained(..., path_initial_model_for_weight_conversion=...))"
+        )
+    if s.get("revision") not in (None, "main"):
+        raise ConfigError(
+            f"model: {name}: revision: {_shown(s['revision'])} of the base is not fetched; download it, set "
+            "base_model_name_or_path to its directory and remove revision"
+        )
+    for key, value in s.items():
+        if key not in MERGED | UNUSED | {"revision"} and _set(key, value):
+            raise ConfigError(f"model: {name}: {key}: {_shown(value)} is not supported; merge the adapter with peft")
+
+
+def _set(key: str, value: Any) -> bool:
+    return bool(value) and (key, value) != ("bias", "none")
+
+
+def _shown(value: Any) -> str:
+    return f"{getattr(value, 'value', value)!s:.80}"
+
+
+def _base_of(adapter: Adapter, folder: Path) -> str:
+    """Directory or hub name of the base; a relative one is below the working directory or the adapter's."""
+    named = adapter.settings.get("base_model_name_or_path")
+    key = f"model: {adapter.name}: base_model_name_or_path"
+    if not isinstance(named, str) or not named:
+        raise ConfigError(f"{key}: names no base model ({named!r}); set it to the base's directory or hub name")
+    places = [Path(located(named)).expanduser(), folder / named]
+    kinds = "config.json", SETTINGS
+    found = next((place for place in places for kind in kinds if (place / kind).is_file()), None)
+    if found is None:
+        if not any(file_of(named, kind) for kind in kinds):
+            raise ConfigError(
+                f"{key}: '{named}' is no directory with a model, and no model on a hub that answers; set it to the "
+                "base's directory or hub name"
+            )
+        return named
+    if found.resolve() == folder.resolve():
+        raise ConfigError(f"{key}: '{named}' is the adapter's own directory; set it to the base's directory")
+    return str(found.resolve())
+
+
+def with_adapter(base: Any, adapter: Adapter, dropout: float = 0.0) -> Any:
+    """`base` with the adapter in it, as peft has it. Raises ConfigError where it belongs to another model."""
+    options = adapter.peft_config(dropout)
+    import peft
+
+    tensors = adapter.tensors()
+    _require_ranks(adapter, tensors)
+    _resize(base, tensors)
+    try:
+        with torch.random.fork_rng(devices=[]):
+            model = peft.get_peft_model(base, options)
+        done: Any = peft.set_peft_model_state_dict(model, dict(tensors))
+    except (ValueError, TypeError, RuntimeError, KeyError) as error:
+        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ConfigError(f"model: the adapter '{adapter.source}' does not fit '{adapter.base}': {first}") from None
+    own = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    wrong = sorted({*done.unexpected_keys, *(own & set(done.missing_keys))})
+    if wrong:
+        raise ConfigError(
+            f"model: the weights of the adapter '{adapter.source}' are not those of {adapter.name}: {wrong[0]} "
+            "differs; restore the file that belongs to them"
+        )
+    return model
+
+
+def _require_ranks(adapter: Adapter, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Before peft makes what the settings describe, in whatever memory that takes."""
+    most = max((max(t.shape, default=0) for n, t in tensors.items() if ".lora_" in n), default=0)
+    ranks = [adapter.settings.get("r", 8), *(adapter.settings.get("rank_pattern") or {}).values()]
+    if wrong := next((r for r in ranks if not isinstance(r, int) or not 0 < r <= most), None):
+        raise ConfigError(f"model: {adapter.name}: rank {_shown(wrong)} is not that of the weights; restore the file")
+
+
+def _resize(base: Any, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Give the base as many tokens as the adapter's own embeddings have."""
+    ends = [end for end in (base.get_input_embeddings(), base.get_output_embeddings()) if end is not None]
+    for name, module in base.named_modules():
+        if not any(module is end for end in ends):
+            continue
+        own = (tensors.get(f"{PREFIX}{name}{part}.weight") for part in ("", ".base_layer"))
+        rows = next((len(tensor) for tensor in own if tensor is not None), len(module.weight))
+        if rows != len(module.weight):
+            with torch.random.fork_rng(devices=[]):
+                base.resize_token_embeddings(rows, mean_resizing=False)
+            return
+
+
+@torch.no_grad()
+def merged(base: Any, adapter: Adapter) -> Any:
+    """`base` with the adapter merged into its weights, all of which can be trained.
+
+    Raises ConfigError where the result is not the policy that base and adapter are.
+    """
+    model = with_adapter(base, adapter).eval()
+    ids = torch.arange(1, PROBE + 1, device=base.device)[None] % base.get_input_embeddings().weight.shape[0]
+    before = model(input_ids=ids).logits
+    _untie_adapted(base)
+    try:
+        whole = model.merge_and_unload()
+    except (RuntimeError, ValueError) as error:
+        raise ConfigError(f"model: the adapter '{adapter.source}' cannot be merged: {error}") from None
+    vars(whole).pop("peft_config", None)
+    ends = [end.weight for end in (whole.get_input_embeddings(), whole.get_output_embeddings())]
+    tied = whole.config.get_text_config().tie_word_embeddings
+    if tied and ends[0] is not ends[1]:
+        whole.config.tie_word_embeddings = whole.config.get_text_config().tie_word_embeddings = False
+    gap = float((whole(input_ids=ids).logits - before).abs().max())
+    if not gap <= 1e-3 * max(1.0, float(before.abs().max())) or not math.isfinite(gap):
+        raise ConfigError(
+            f"model: the adapter '{adapter.source}' cannot be merged: logits change by {gap:.2g}; merge it with peft"
+        )
+    whole.name_or_path = adapter.source
+    return whole.requires_grad_(True)
+
+
+def _untie_adapted(base: Any) -> None:
+    """A tied weight with an adapter at one of its ends becomes two, or merging would change both."""
+    ends = base.get_input_embeddings(), base.get_output_embeddings()
+    inner = [getattr(end, "base_layer", end) if hasattr(end, "lora_A") else end for end in ends]
+    if inner != list(ends) and inner[0].weight is inner[1].weight:
+        inner[1].weight = torch.nn.Parameter(inner[1].weight.detach().clone())
+
+
+def taken_apart(model: Any) -> tuple[Any, Adapter | None]:
+    """The base in a `PeftModel`, or in a model with adapters of transformers, and its adapter; any other as it is.
+
+    The base is that object's own. Raises ConfigError where there are several adapters.
+    """
+    adapters = getattr(model, "peft_config", None)
+    if not adapters:
+        return model, None
+    import peft
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils.other import AuxiliaryTrainingWrapper
+
+    if len(adapters) > 1:
+        raise ConfigError(
+            f"model: the {type(model).__name__} has {len(adapters)} adapters ({', '.join(adapters)}); remove all but "
+            "the one to train, or merge them"
+        )
+    (name, options), base = next(iter(adapters.items())), model
+    kind = f"the {type(model).__name__}"
+    settings = {k: sorted(v) if isinstance(v, set) else v for k, v in options.to_dict().items()}
+    adapter = Adapter(kind, settings, str(options.base_model_name_or_path or "its base"), {})
+    _check(adapter)
+    layers = [(n, m) for n, m in model.named_modules() if isinstance(m, BaseTunerLayer)]
+    for _, layer in layers:
+        if layer.merged:
+            layer.unmerge()
+    state = peft.get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
+    tensors = {PREFIX + n.removeprefix(PREFIX): t.detach().clone() for n, t in state.items()}
+    if isinstance(model, peft.PeftModel):
+        base = model.get_base_model()
+    for n, module in list(base.named_modules()):
+        if isinstance(module, BaseTunerLayer):
+            base.set_submodule(n, module.get_base_layer())
+        elif isinstance(module, AuxiliaryTrainingWrapper):
+            base.set_submodule(n, module.original_module)
+    base._hf_peft_config_loaded = False
+    vars(base).pop("peft_config", None)
+    return base.requires_grad_(True), replace(adapter, given=tensors)

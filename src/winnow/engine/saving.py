@@ -1,0 +1,121 @@
+"""Types in which models are saved: those of the model that was given, or of `save_dtype`."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections import Counter
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+
+from ..base.weights import state_once
+from ..config import ConfigError, SaveDtype
+from .hub import folder_of
+from .loading import whole_under
+
+Types = Mapping[str, SaveDtype]
+"""Types by name of a tensor, or pattern of names; an exact name wins, then the last pattern. Empty: as they are."""
+KEPT: Mapping[str, SaveDtype] = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float32"}
+"""By safetensors' names."""
+NAMES: Mapping[torch.dtype, SaveDtype] = {
+    torch.bfloat16: "bfloat16",
+    torch.float16: "float16",
+    torch.float32: "float32",
+    torch.float64: "float32",
+}
+
+
+def types_of(source: str | Path) -> dict[str, SaveDtype]:
+    """Types of a model's own files; those of an adapter's base. Damaged files have none: loading reports them."""
+    folder = folder_of(whole_under(source))
+    found: dict[str, SaveDtype] = {}
+    for file in sorted(folder.glob("*.safetensors")) if folder else []:
+        try:
+            with safe_open(file, framework="pt") as tensors:
+                kinds = {name: tensors.get_slice(name).get_dtype() for name in tensors.keys()}  # noqa: SIM118
+        except (OSError, SafetensorError):
+            return {}
+        found |= {name: KEPT[kind] for name, kind in kinds.items() if kind in KEPT}
+    return brief(found)
+
+
+def types_in(model: torch.nn.Module) -> dict[str, SaveDtype]:
+    """Types of the parameters and buffers of a loaded model."""
+    return brief(types_by_name(state_once(model)))
+
+
+def types_by_name(state: Mapping[str, torch.Tensor]) -> dict[str, SaveDtype]:
+    return {name: NAMES[tensor.dtype] for name, tensor in state.items() if tensor.dtype in NAMES}
+
+
+def brief(types: Types) -> dict[str, SaveDtype]:
+    """The same with the most frequent type as `*`."""
+    if not types:
+        return {}
+    most = Counter(types.values()).most_common(1)[0][0]
+    return {"*": most} | {name: kind for name, kind in types.items() if kind != most}
+
+
+def types_from(key: str | Types) -> Types:
+    """Of a value of `save_dtype`."""
+    return key if isinstance(key, Mapping) else {} if key == "auto" else {"*": key}  # type: ignore[dict-item]
+
+
+def in_types(state: Mapping[str, torch.Tensor], types: Types) -> dict[str, torch.Tensor]:
+    """Floating-point tensors in the types to save them in. Raises ConfigError where float16 cannot hold a number."""
+    return {name: _typed(name, tensor, types) for name, tensor in state.items()}
+
+
+def _typed(name: str, tensor: torch.Tensor, types: Types) -> torch.Tensor:
+    matching = [kind for pattern, kind in types.items() if fnmatchcase(name, pattern)]
+    kind = types.get(name) or (matching[-1] if matching else None)
+    if kind is None or not tensor.is_floating_point():
+        return tensor
+    typed = tensor.to(getattr(torch, kind))
+    if kind == "float16" and bool(typed.isinf().any()):
+        raise ConfigError(
+            f"save_dtype: float16 cannot hold {name} (up to {float(tensor.abs().max()):.3g}); a resume may change it, "
+            "e.g. save_dtype=bfloat16"
+        )
+    return typed
+
+
+def save_whole(model: Any, directory: Path, state: Mapping[str, torch.Tensor], types: Types) -> None:
+    """Write `state` as the weights of a Hugging Face model."""
+    model.save_pretrained(directory, state_dict=in_types(state, types))
+    _set_dtype(directory, types)
+
+
+def recast(source: Path, target: Path, types: Types) -> None:
+    """Copy the directory of a model or an adapter, with weights in other types."""
+    shutil.copytree(source, target, ignore=shutil.ignore_patterns("*.safetensors"))
+    total = 0
+    for file in sorted(source.glob("*.safetensors")):
+        state = in_types(load_file(file), types)
+        save_file(state, target / file.name, metadata={"format": "pt"})
+        total += sum(tensor.nbytes for tensor in state.values())
+    index = target / "model.safetensors.index.json"
+    if index.exists():
+        content = json.loads(index.read_text(encoding="utf-8"))
+        content.setdefault("metadata", {})["total_size"] = total
+        index.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    _set_dtype(target, types)
+
+
+def _set_dtype(directory: Path, types: Types) -> None:
+    """Let config.json give the type of most weights; transformers writes that of the model in memory."""
+    file = directory / "config.json"
+    if "*" not in types or not file.exists():
+        return
+    content = json.loads(file.read_text(encoding="utf-8"))
+    parts = [content, *(part for part in content.values() if isinstance(part, dict))]
+    for part in parts:
+        if "dtype" in part:
+            part["dtype"] = types["*"]
+    file.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")

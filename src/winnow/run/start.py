@@ -1,0 +1,118 @@
+"""The model that a run begins with: a name, or an object; a whole model, or an adapter."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..config import OF_ADAPTER, ConfigError, LoraConfig, RunConfig
+from ..engine.loading import ModelReference, load_causal_lm, load_start, shell_of
+from ..engine.lora import Adapter, adapter_at, merged, taken_apart
+from ..engine.pretrained import located
+from ..engine.saving import types_by_name, types_in, types_of
+
+
+@dataclass(frozen=True)
+class Start:
+    """What is known of it before its weights are loaded."""
+
+    model: Any = None
+    """The model that was given as an object, without its adapter; None: it has a name."""
+    adapter: Adapter | None = None
+
+    @classmethod
+    def of(cls, c: RunConfig, given: Any = None) -> Start:
+        """`given`: a loaded model, or a start, which is kept; None: the configuration's.
+
+        Raises ConfigError for an adapter that cannot be used, and for `lora.resume` without one.
+        """
+        if isinstance(given, Start):
+            return given
+        start = cls(*taken_apart(given)) if given is not None else cls(None, adapter_at(c.model))
+        if c.lora is not None and c.lora.resume and start.adapter is None:
+            raise ConfigError(
+                f"lora.resume: '{c.model}' is no LoRA adapter (it has no adapter_config.json); remove resume to train "
+                "a new adapter, or name the adapter as model"
+            )
+        return start
+
+    def shell(self, c: RunConfig) -> Any:
+        """Names and shapes; the weights need not be there."""
+        return self.model if self.model is not None else shell_of(c.model)
+
+    def settled(self, c: RunConfig) -> tuple[dict[str, Any], dict[str, str]]:
+        """What the adapter and the types of the weights decide in the configuration, and why."""
+        chosen: dict[str, Any] = {}
+        why = {}
+        if c.lora is not None and c.lora.resume and self.adapter is not None:
+            chosen["lora"] = settled_lora(c.lora, self.adapter)
+        if self.adapter is not None:
+            why["model"] = self._what_happens(c, self.adapter)
+        if c.save_dtype == "auto":
+            chosen["save_dtype"] = self._save_dtype(c)
+        return chosen, why
+
+    def _what_happens(self, c: RunConfig, adapter: Adapter) -> str:
+        what = f"a LoRA adapter of rank {adapter.ranks} over {adapter.base}"
+        if c.lora is not None and c.lora.resume:
+            return f"{what}, which is trained on"
+        trained = "all weights are" if c.lora is None else "a new adapter is"
+        return f"{what}, merged into it: {trained} trained; lora: {{resume: true}} would train the adapter itself"
+
+    def _save_dtype(self, c: RunConfig) -> Any:
+        """One type, or types by name where the weights that were given have several."""
+        types = types_in(self.model) if self.model is not None else types_of(c.model)
+        if c.lora is not None and c.lora.resume and self.adapter is not None:
+            types["*.lora_*"] = next(iter(types_by_name(self.adapter.read()).values()))
+        return next(iter(types.values())) if len(set(types.values())) == 1 else types or "auto"
+
+    def load(self, c: RunConfig, device: torch.device) -> tuple[Any, Adapter | None]:
+        """The float32 model, once, and the adapter that is to be trained in it."""
+        resume = c.lora is not None and c.lora.resume
+        if self.model is None:
+            return load_start(c.model, device) if resume else (load_causal_lm(c.model, device), None)
+        base = self.model.to(device, torch.float32)
+        if self.adapter is None or resume:
+            return base, self.adapter
+        return merged(base, self.adapter), None
+
+    def reference(self, c: RunConfig, device: torch.device, base: Any) -> ModelReference:
+        """What an engine is to serve. Where no directory has these weights it is `base` alone."""
+        plain = self.model is None and self.adapter is None
+        return ModelReference(located(c.model) if plain else "", device, base)
+
+
+def settled_lora(lora: LoraConfig, adapter: Adapter) -> LoraConfig:
+    """With what the adapter brings along. Raises ConfigError where the configuration says otherwise.
+
+    Dropout is free: it is how the adapter is trained, not what it is.
+    """
+    s = adapter.settings
+    targets = s.get("target_modules")
+    own = {
+        "r": s.get("r", 8),
+        "alpha": s.get("lora_alpha", 8),
+        "target_modules": targets if isinstance(targets, str) else sorted(targets or []),
+        "dropout": s.get("lora_dropout", 0.0) if lora.dropout is None else lora.dropout,
+    }
+    for key in OF_ADAPTER:
+        value = getattr(lora, key)
+        same = sorted(value) == own[key] if isinstance(value, list) else value == own[key]
+        if value is not None and not same:
+            raise ConfigError(
+                f"lora.{key}: {value} differs from the adapter's {own[key]} ({adapter.name}), which is trained on as "
+                f"it is; leave {key} out, or leave out resume to merge the adapter and train a new one"
+            )
+    return lora.model_copy(update=own)
+
+
+def require_embeddings(model: Any, tokenizer: Any, start: Start) -> None:
+    """Raises ConfigError where an adapter's tokenizer has more tokens than there are embeddings."""
+    rows, ids = model.get_input_embeddings().num_embeddings, max(tokenizer.get_vocab().values()) + 1
+    if start.adapter is not None and ids > rows:
+        raise ConfigError(
+            f"model: the tokenizer of '{start.adapter.source}' has {ids} tokens, the base {rows} embeddings, and the "
+            "adapter brings none; save it with save_embedding_layers=True"
+        )

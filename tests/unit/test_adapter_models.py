@@ -1,0 +1,463 @@
+"""A LoRA adapter as the model to begin with: merged exactly, trained on, or refused by file, key and remedy."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from winnow import Trainer
+from winnow.config import ConfigError, validate
+from winnow.engine.loading import load_causal_lm, load_tokenizer
+from winnow.env.countdown import CountdownConfig
+from winnow.run.standalone import evaluate_model
+from winnow.run.start import Start
+from winnow.study.warm_start import WarmStartConfig, warm_start
+
+from .. import parity
+
+REWARDS = [f"{parity.__file__}:parity_reward"]
+CPU = torch.device("cpu")
+IDS = torch.arange(3, 15)[None]
+
+
+def adapted(base: Path, into: Path, *, tie: bool | None = None, **options: Any) -> Any:
+    """An adapter with random weights over `base`, saved in `into`; the model with it."""
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_pretrained(base)
+    settings: dict[str, Any] = {"r": 4, "target_modules": "all-linear", "task_type": "CAUSAL_LM"} | options
+    model = peft.get_peft_model(model, peft.LoraConfig(**settings)).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    model.save_pretrained(into)
+    return model
+
+
+@pytest.fixture
+def adapter(tiny_model: Path, tmp_path: Path) -> Path:
+    adapted(tiny_model, tmp_path / "adapter")
+    return tmp_path / "adapter"
+
+
+def changed(adapter: Path, **settings: Any) -> None:
+    file = adapter / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | settings))
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return model(input_ids=IDS).logits
+
+
+@pytest.fixture(params=["tied", "untied"])
+def base(request: pytest.FixtureRequest, tiny_model: Path, tmp_path: Path) -> Path:
+    """Models whose head is and is not the embedding."""
+    if request.param == "tied":
+        return tiny_model
+    torch.manual_seed(3)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    LlamaForCausalLM(LlamaConfig(vocab_size=64, tie_word_embeddings=False, **sizes)).save_pretrained(tmp_path / "base")
+    return tmp_path / "base"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"r": 64, "use_rslora": True},
+        {"use_dora": True},
+        {"lora_dropout": 0.5, "bias": "lora_only"},
+        {"rank_pattern": {"q_proj": 2}, "alpha_pattern": {"v_proj": 32}},
+        {"target_modules": ["q_proj", "v_proj"], "layers_to_transform": [1]},
+        {"modules_to_save": ["embed_tokens"]},
+        {"modules_to_save": ["lm_head", "embed_tokens"]},
+        {"target_modules": ["q_proj", "embed_tokens"]},
+        {"target_modules": ["q_proj", "lm_head"]},
+        {"trainable_token_indices": [3, 4]},
+        {"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True},
+    ],
+    ids=str,
+)
+def test_a_merged_adapter_is_the_policy_that_it_was(base: Path, tmp_path: Path, options: dict[str, Any]) -> None:
+    model = adapted(base, tmp_path / "adapter", **options)
+    whole = load_causal_lm(tmp_path / "adapter", CPU)
+    torch.testing.assert_close(logits(whole), logits(model), atol=1e-4, rtol=1e-4)
+    assert not torch.allclose(logits(whole), logits(load_causal_lm(base, CPU)), atol=1e-3)
+    assert all(p.requires_grad for p in whole.parameters())
+    assert not hasattr(whole, "peft_config")
+    whole.save_pretrained(tmp_path / "whole")
+    torch.testing.assert_close(logits(load_causal_lm(tmp_path / "whole", CPU)), logits(model), atol=1e-4, rtol=1e-4)
+
+
+def test_added_tokens_come_with_the_adapter(tiny_model: Path, tmp_path: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<think>", "</think>"]})
+    base = AutoModelForCausalLM.from_pretrained(tiny_model)
+    base.resize_token_embeddings(len(tokenizer))
+    model = peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM")).eval()
+    model.save_pretrained(tmp_path / "adapter")
+    assert len(load_tokenizer(tmp_path / "adapter")) == len(tokenizer) - 2  # the base's
+    tokenizer.save_pretrained(tmp_path / "adapter")
+    assert len(load_tokenizer(tmp_path / "adapter")) == len(tokenizer)
+    whole = load_causal_lm(tmp_path / "adapter", CPU)
+    assert whole.get_input_embeddings().num_embeddings == len(tokenizer)
+    torch.testing.assert_close(logits(whole), logits(model))
+
+
+def test_tokens_without_embeddings_are_refused(adapter: Path, tiny_model: Path, tiny_config: dict[str, Any]) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    tokenizer.add_tokens([f"new{i}" for i in range(100)])
+    tokenizer.save_pretrained(adapter)
+    with pytest.raises(ConfigError, match=r"the tokenizer of .* has \d+ tokens, the base \d+ embeddings"):
+        Trainer(config=tiny_config | {"model": str(adapter)})
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"task_type": "SEQ_CLS"}, "task_type: SEQ_CLS; the adapter of a CAUSAL_LM is needed"),
+        ({"peft_type": "IA3"}, "peft_type: IA3; only LORA"),
+        ({"base_model_name_or_path": None}, "base_model_name_or_path: names no base model"),
+        ({"base_model_name_or_path": "gone/base"}, "base_model_name_or_path: 'gone/base' is no directory with a model"),
+        ({"base_model_name_or_path": "."}, "'.' is the adapter's own directory"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights: pissa changed the base model"),
+        ({"revision": "abc"}, "revision: abc of the base"),
+        ({"layer_replication": [[0, 1], [0, 2]]}, "layer_replication: .* is not supported"),
+        ({"alora_invocation_tokens": [1]}, "alora_invocation_tokens: .* is not supported"),
+        ({"lora_bias": True}, "lora_bias: True is not supported"),
+        ({"r": 10**9}, "rank 1000000000 is not that of the weights"),
+        ({"r": 5}, "does not fit"),
+        ({"target_modules": ["nothing"]}, "does not fit .*[Tt]arget modules"),
+        ({"target_modules": ["q_proj"]}, "differs; restore the file"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_what_cannot_be_used_is_refused_with_key_and_file(adapter: Path, settings: dict[str, Any], said: str) -> None:
+    changed(adapter, **settings)
+    with pytest.raises(ConfigError, match=f"^model: .*adapter.*{said}"):
+        load_causal_lm(adapter, CPU)
+
+
+def test_weights_are_safetensors_whole_and_finite(adapter: Path) -> None:
+    file = adapter / "adapter_model.safetensors"
+    state = load_file(file)
+    save_file({n: torch.full_like(t, torch.nan) for n, t in state.items()}, file)
+    with pytest.raises(ConfigError, match="is not finite"):
+        load_causal_lm(adapter, CPU)
+    file.write_bytes(b"no tensors")
+    with pytest.raises(ConfigError, match=r"adapter_model\.safetensors: cannot be read"):
+        load_causal_lm(adapter, CPU)
+    file.unlink()
+    with pytest.raises(ConfigError, match=r"no adapter_model\.safetensors"):
+        load_causal_lm(adapter, CPU)
+    torch.save(state, adapter / "adapter_model.bin")
+    with pytest.raises(ConfigError, match=r"only adapter_model\.bin, a pickle, which is not read; save it again"):
+        load_causal_lm(adapter, CPU)
+
+
+def test_whole_weights_next_to_an_adapter_are_not_its_base(adapter: Path, tiny_model: Path) -> None:
+    """They may be what it was merged into, and merging would apply it twice."""
+    before = logits(load_causal_lm(adapter, CPU))
+    load_causal_lm(adapter, CPU).save_pretrained(adapter)
+    assert (adapter / "model.safetensors").exists()
+    assert torch.equal(logits(load_causal_lm(adapter, CPU)), before)
+
+
+def test_where_a_base_is_found(adapter: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = logits(load_causal_lm(adapter, CPU))
+    shutil.copytree(tiny_model, adapter / "base")
+    changed(adapter, base_model_name_or_path="./base")
+    assert torch.equal(logits(load_causal_lm(adapter, CPU)), expected)
+    monkeypatch.chdir(tiny_model.parent)
+    changed(adapter, base_model_name_or_path=tiny_model.name)
+    assert torch.equal(logits(load_causal_lm(adapter, CPU)), expected)
+
+
+def test_adapters_over_adapters(adapter: Path, tmp_path: Path) -> None:
+    middle = load_causal_lm(adapter, CPU)
+    model = peft.get_peft_model(middle, peft.LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False))
+    model.eval().save_pretrained(tmp_path / "upper")
+    torch.testing.assert_close(logits(load_causal_lm(tmp_path / "upper", CPU)), logits(model))
+    changed(adapter, base_model_name_or_path=str(tmp_path / "upper"))
+    with pytest.raises(ConfigError, match="base_model_name_or_path: is an adapter over this one"):
+        load_causal_lm(adapter, CPU)
+
+
+@pytest.mark.parametrize("place", ["base", "model"])
+def test_quantized_models_are_refused(adapter: Path, tiny_model: Path, tmp_path: Path, place: str) -> None:
+    shutil.copytree(tiny_model, tmp_path / "quantized")
+    file = tmp_path / "quantized" / "config.json"
+    quantized = {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}
+    file.write_text(json.dumps(json.loads(file.read_text()) | quantized))
+    changed(adapter, base_model_name_or_path=str(tmp_path / "quantized"))
+    with pytest.raises(
+        ConfigError, match=r"is quantized \(bitsandbytes\) .* as base_model_name_or_path in its adapter"
+    ):
+        load_causal_lm(adapter if place == "base" else tmp_path / "quantized", CPU)
+
+
+class TestObjects:
+    def test_a_peft_model_is_taken_apart(self, adapter: Path, tiny_model: Path, tiny_config: dict[str, Any]) -> None:
+        expected = logits(load_causal_lm(adapter, CPU))
+        for name, trainable in (("default", False), ("sft", True)):
+            model = AutoModelForCausalLM.from_pretrained(tiny_model)
+            model = peft.PeftModel.from_pretrained(model, adapter, adapter_name=name, is_trainable=trainable)
+            whole, rest = Start.of(validate(tiny_config), model).load(validate(tiny_config), CPU)
+            torch.testing.assert_close(logits(whole.eval()), expected)
+            assert rest is None
+            assert all(p.requires_grad for p in whole.parameters())
+
+    def test_adapters_that_transformers_has_loaded_and_merged_layers(
+        self, adapter: Path, tiny_config: dict[str, Any]
+    ) -> None:
+        expected, c = logits(load_causal_lm(adapter, CPU)), validate(tiny_config)
+        model = AutoModelForCausalLM.from_pretrained(adapter)
+        torch.testing.assert_close(logits(Start.of(c, model).load(c, CPU)[0]), expected)
+        model = AutoModelForCausalLM.from_pretrained(adapter)
+        wrapped = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tiny_config["model"]), adapter)
+        wrapped.merge_adapter()
+        torch.testing.assert_close(logits(Start.of(c, wrapped).load(c, CPU)[0]), expected, atol=1e-5, rtol=1e-4)
+
+    def test_several_adapters_are_refused(self, adapter: Path, tiny_config: dict[str, Any]) -> None:
+        model = AutoModelForCausalLM.from_pretrained(tiny_config["model"])
+        model = peft.PeftModel.from_pretrained(model, adapter)
+        model.load_adapter(adapter, "other")
+        with pytest.raises(ConfigError, match=r"model: the PeftModel\w* has 2 adapters \(default, other\)"):
+            Trainer(model=model, config=tiny_config, processing_class=load_tokenizer(tiny_config["model"]))
+
+
+class TestResumed:
+    """`lora: {resume: true}`: the adapter itself is trained on."""
+
+    @pytest.mark.parametrize(
+        ("lora", "said"),
+        [
+            ({"r": 16}, r"lora.r: 16 differs from the adapter's 4 \("),
+            ({"alpha": 32}, r"lora.alpha: 32 differs from the adapter's 8 \("),
+            ({"target_modules": ["q_proj"]}, r"lora.target_modules: \['q_proj'\] differs from the adapter's"),
+        ],
+        ids=["r", "alpha", "targets"],
+    )
+    def test_values_of_another_adapter_are_refused(
+        self, adapter: Path, tiny_config: dict[str, Any], lora: dict[str, Any], said: str
+    ) -> None:
+        with pytest.raises(ConfigError, match=said):
+            Trainer(config=tiny_config | {"model": str(adapter), "lora": {"resume": True} | lora})
+
+    def test_what_can_only_be_merged_and_what_is_no_adapter(
+        self, tiny_model: Path, tmp_path: Path, tiny_config: dict[str, Any]
+    ) -> None:
+        resumed = tiny_config | {"lora": {"resume": True}}
+        with pytest.raises(ConfigError, match=r"lora.resume: .* is no LoRA adapter .*; remove resume"):
+            Trainer(config=resumed)
+        for name, options in (("use_dora", {"use_dora": True}), ("modules_to_save", {"modules_to_save": ["lm_head"]})):
+            adapted(tiny_model, tmp_path / name, **options)
+            with pytest.raises(ConfigError, match=f"lora.resume: an adapter with {name}: .* leave `lora` out to merge"):
+                Trainer(config=resumed | {"model": str(tmp_path / name)})
+        with pytest.raises(ConfigError, match="r may be left to an adapter only with resume: true"):
+            validate(tiny_config | {"lora": {"r": None}})
+
+    @pytest.mark.parametrize("given", ["directory", "object"])
+    def test_it_begins_where_the_adapter_was_and_the_reference_is_that(
+        self, adapter: Path, tiny_config: dict[str, Any], given: str
+    ) -> None:
+        settings = tiny_config | {"lora": {"resume": True}, "beta": 0.1, "max_steps": 2, "eval_steps": None}
+        settings |= {"reward_funcs": REWARDS}
+        model: Any = str(adapter)
+        if given == "object":
+            model = AutoModelForCausalLM.from_pretrained(tiny_config["model"])
+            model = peft.PeftModel.from_pretrained(model, adapter)
+        trainer = Trainer(model=model, config=settings, processing_class=load_tokenizer(tiny_config["model"]))
+        assert trainer.config.lora is not None
+        assert (trainer.config.lora.r, trainer.config.lora.alpha) == (4, 8)
+        policy: Any = trainer.learner
+        torch.testing.assert_close(logits(policy._causal_lm), logits(load_causal_lm(adapter, CPU)))
+        assert {n.split(".")[-3] for n in policy._params} == {"lora_A", "lora_B"}
+        with trainer:
+            first, second = trainer.step(), trainer.step()
+        assert first["kl"] == 0.0
+        assert 0 < second["kl"] < 1
+
+    def test_dropout_is_the_adapters_unless_it_is_given(
+        self, tiny_model: Path, tmp_path: Path, tiny_config: dict[str, Any]
+    ) -> None:
+        adapted(tiny_model, tmp_path / "noisy", lora_dropout=0.25)
+        for lora, expected in (({}, 0.25), ({"dropout": 0.0}, 0.0)):
+            settings = tiny_config | {"model": str(tmp_path / "noisy"), "lora": {"resume": True} | lora}
+            with Trainer(config=settings) as trainer:
+                model: Any = trainer.learner.model  # type: ignore[attr-defined]
+                rates = {m.p for n, m in model.named_modules() if ".lora_dropout." in n and hasattr(m, "p")}
+                assert (rates or {0.0}) == {expected}
+
+    def test_an_engine_that_takes_adapters_alone_must_know_what_they_are(
+        self, tiny_model: Path, tmp_path: Path, tiny_config: dict[str, Any]
+    ) -> None:
+        adapted(tiny_model, tmp_path / "adapter", use_rslora=True)
+        settings = {"lora": {"resume": True, "merge": False}, "engine": "vllm", "model": str(tmp_path / "adapter")}
+        with pytest.raises(ConfigError, match=r"this one has use_rslora .* set lora\.merge: true"):
+            Trainer(config=tiny_config | settings)
+
+
+@pytest.mark.parametrize("lora", [None, {"resume": True}, {"r": 2}], ids=["merged", "resumed", "fresh"])
+@pytest.mark.parametrize("sync", ["in_process", "processes"])
+def test_runs_from_an_adapter_go_on_exactly_and_end_as_whole_models(
+    adapter: Path, tiny_config: dict[str, Any], lora: Any, sync: str, tmp_path: Path
+) -> None:
+    settings = tiny_config | {"model": str(adapter), "lora": lora, "eval_steps": None, "max_steps": 3, "beta": 0.05}
+    settings |= {"reward_funcs": REWARDS}
+    if sync == "processes":
+        settings |= {"sync": {"name": "processes", "samplers": 1}, "max_lag": 1, "correction": "truncate"}
+    ends = {}
+    for name, steps in (("through", [3]), ("stopped", [2, 3])):
+        settings["output_dir"] = str(tmp_path / name)
+        for number in steps:
+            fresh = number == steps[0]
+            trainer = Trainer(config=settings) if fresh else Trainer.resume(tmp_path / name)
+            if number == 2:
+                with trainer:
+                    trainer.step(), trainer.step()
+                found = evaluate_model(str(tmp_path / name), {"eval_prompts": 2, "eval_generations": 2})
+                assert found["model"].endswith("model")
+            else:
+                trainer.train()
+        ends[name] = load_file(tmp_path / name / "model" / "model.safetensors")
+        if sync == "processes":
+            break
+    first = ends["through"]
+    if sync == "in_process":
+        assert all(torch.equal(tensor, ends["stopped"][n]) for n, tensor in first.items())
+    before = load_causal_lm(adapter, CPU).state_dict()
+    assert first.keys() <= before.keys()
+    assert any(not torch.equal(before[n], t) for n, t in first.items())
+    assert max(float((before[n] - t).abs().max()) for n, t in first.items()) < 0.1
+
+
+class TestSavedTypes:
+    """The saved model has the types of the model that was given; checkpoints stay float32."""
+
+    @pytest.fixture
+    def half(self, tiny_model: Path, tmp_path: Path) -> Path:
+        AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.bfloat16).save_pretrained(tmp_path / "half")
+        load_tokenizer(tiny_model).save_pretrained(tmp_path / "half")
+        return tmp_path / "half"
+
+    @pytest.fixture
+    def config(self, tiny_config: dict[str, Any]) -> dict[str, Any]:
+        return tiny_config | {"max_steps": 2, "eval_steps": None, "reward_funcs": REWARDS}
+
+    def types(self, directory: Path) -> tuple[set[torch.dtype], str]:
+        """Of the weights, and in config.json."""
+        state = load_file(directory / "model.safetensors")
+        return {tensor.dtype for tensor in state.values()}, json.loads((directory / "config.json").read_text())["dtype"]
+
+    @pytest.mark.parametrize("lora", [None, {"r": 2}], ids=["full", "lora"])
+    def test_a_bfloat16_model_is_saved_in_bfloat16(
+        self, half: Path, config: dict[str, Any], tmp_path: Path, lora: Any
+    ) -> None:
+        trainer = Trainer(config=config | {"model": str(half), "lora": lora})
+        assert trainer.config.save_dtype == "bfloat16"
+        with trainer:
+            trainer.step()
+            trainer.save_model(tmp_path / "now")
+            trainer.step()
+        run = tmp_path / "run"
+        assert self.types(run / "model") == self.types(tmp_path / "now") == ({torch.bfloat16}, "bfloat16")
+        saved = run / "checkpoints" / "step-000002" / "model"
+        name = "model.safetensors" if lora is None else "adapter_model.safetensors"
+        state = load_file(saved / name)
+        assert {tensor.dtype for tensor in state.values()} == {torch.float32}
+        if lora is None:
+            end = load_file(run / "model" / name)
+            assert all(torch.equal(tensor, state[n].bfloat16()) for n, tensor in end.items())
+        assert Trainer.resume(run).config.save_dtype == "bfloat16"
+        Trainer.resume(run, {"save_dtype": "float32"}).finish()
+        assert self.types(run / "model") == ({torch.float32}, "float32")
+
+    def test_every_parameter_keeps_its_own_type_and_patterns_choose(
+        self, half: Path, config: dict[str, Any], tmp_path: Path
+    ) -> None:
+        file = half / "model.safetensors"
+        state = {n: t.float() if "norm" in n else t for n, t in load_file(file).items()}
+        save_file(state, file, metadata={"format": "pt"})
+        for key, expected in (
+            ({}, {n: t.dtype for n, t in state.items()}),
+            (
+                {"save_dtype": {"*": "float16", "*.mlp.*": "float32"}},
+                {n: torch.float32 if ".mlp." in n else torch.float16 for n in state},
+            ),
+        ):
+            shutil.rmtree(tmp_path / "run", ignore_errors=True)
+            Trainer(config=config | {"model": str(half)} | key).train()
+            end = load_file(tmp_path / "run" / "model" / "model.safetensors")
+            assert {n: t.dtype for n, t in end.items()} == expected
+
+    def test_an_object_is_trained_in_float32_and_saved_as_it_was_given(
+        self, half: Path, config: dict[str, Any], tmp_path: Path
+    ) -> None:
+        """A learning rate of 1e-6 moves no bfloat16 weight."""
+        model = AutoModelForCausalLM.from_pretrained(half, dtype=torch.bfloat16)
+        trainer = Trainer(model=model, config=config, processing_class=load_tokenizer(half))
+        assert {p.dtype for p in model.parameters()} == {torch.float32}
+        trainer.train()
+        assert self.types(tmp_path / "run" / "model") == ({torch.bfloat16}, "bfloat16")
+        again = Trainer.resume(tmp_path / "run", model=model, processing_class=load_tokenizer(half))
+        assert again.config.save_dtype == "bfloat16"
+        again.close()
+
+    def test_what_float16_cannot_hold_is_refused_and_nothing_is_lost(
+        self, tiny_model: Path, config: dict[str, Any], tmp_path: Path
+    ) -> None:
+        large = load_causal_lm(tiny_model, CPU)
+        with torch.no_grad():
+            large.model.norm.weight.fill_(1e5)
+            large.model.embed_tokens.weight.mul_(1e-5)
+        large.save_pretrained(tmp_path / "large")
+        load_tokenizer(tiny_model).save_pretrained(tmp_path / "large")
+        settings = config | {"model": str(tmp_path / "large"), "save_dtype": "float16", "learning_rate": 0.0}
+        with pytest.raises(ConfigError, match=r"save_dtype: float16 cannot hold model.norm.weight \(up to 1e\+05\)"):
+            Trainer(config=settings).train()
+        Trainer.resume(tmp_path / "run", {"save_dtype": "bfloat16"}).train()
+        assert self.types(tmp_path / "run" / "model") == ({torch.bfloat16}, "bfloat16")
+
+    def test_uploads_of_checkpoints_have_it_too(
+        self, half: Path, adapter: Path, config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        found = {}
+
+        def upload(run_dir: Path, c: Any, source: Path, folder: Path) -> Any:
+            for file in source.glob("*.safetensors"):
+                found[folder.parent.name, file.name] = {t.dtype for t in load_file(file).values()}
+
+        monkeypatch.setattr("winnow.run.hub._upload", upload)
+        monkeypatch.setenv("HF_TOKEN", "none")
+        push = {"push_to_hub": True, "hub_strategy": "every_save", "hub_model_id": "me/x", "max_steps": 1}
+        Trainer(config=config | push | {"model": str(half)}).train()
+        assert found == {
+            ("step-000001", "model.safetensors"): {torch.bfloat16},
+            ("run", "model.safetensors"): {torch.bfloat16},
+        }
+        found.clear()
+        lora = {"model": str(adapter), "lora": {"resume": True}, "output_dir": str(tmp_path / "lora")}
+        tensors = {n: t.half() for n, t in load_file(adapter / "adapter_model.safetensors").items()}
+        save_file(tensors, adapter / "adapter_model.safetensors")
+        changed(adapter, base_model_name_or_path=str(half))
+        Trainer(config=config | push | lora).train()
+        assert found == {
+            ("step-000001", "adapter_model.safetensors"): {torch.float16},
+            ("lora", "model.safetensors"): {torch.bfloat16},
+        }
+
+    def test_a_warm_start_keeps_it(self, half: Path, tmp_path: Path) -> None:
+        task = CountdownConfig(train_size=8, test_size=4).build()
+        config = WarmStartConfig(model=str(half), max_steps=1, batch_size=2, warmup_steps=0, threads=1)
+        warm_start(task, tmp_path / "taught", config=config)
+        assert self.types(tmp_path / "taught") == ({torch.bfloat16}, "bfloat16")
