@@ -82,3 +82,14 @@ def test_table_entries_keep_absent_members_absent(name: str, rewards: list[float
 
 def test_grpo_eps_is_an_option() -> None:
     np.testing.assert_allclose(ADVANTAGES["grpo"](eps=0.5)(np.array([1.0, 0.0])), [0.5, -0.5])
+
+
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_grpo_in_the_form_of_trl(size: int) -> None:
+    """The sample's standard deviation, and that of the members who have a reward."""
+    rewards_G = np.append(np.arange(size, dtype=float), np.nan)
+    found = ADVANTAGES["grpo"](ddof=1, eps=1e-4)(rewards_G)
+    present = rewards_G[:-1]
+    np.testing.assert_allclose(found[:-1], (present - present.mean()) / (present.std(ddof=1) + 1e-4))
+    assert np.isnan(found[-1])
+    np.testing.assert_allclose(found[:-1], grpo(present, eps=0.0) * ((size - 1) / size) ** 0.5, rtol=1e-3)

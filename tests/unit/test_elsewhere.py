@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 import re
 from inspect import signature
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from winnow.base.elsewhere import FLAT, NESTED, reward_elsewhere
 from winnow.config import ConfigError, RunConfig, validate
@@ -48,6 +50,40 @@ def test_answers_name_keys_that_exist() -> None:
             )
             assert fine, said
     assert not set(FLAT) & OURS
+
+
+DOCS = Path(__file__).parents[2] / "docs" / "trl.md"
+
+
+def _table(heading: str) -> list[list[Any]]:
+    """Four cells of each row of the table with this heading; what is quoted as YAML values."""
+    lines = DOCS.read_text(encoding="utf-8").split(heading)[1].splitlines()[1:]
+    rows = [line.removeprefix("|").split("|")[:4] for line in lines[: lines.index("")]]
+    cells = [[cell.strip() for cell in row] for row in rows]
+    return [[yaml.safe_load(cell.strip("`")) if cell.startswith("`") else None for cell in row] for row in cells]
+
+
+def _default(field: Any) -> Any:
+    """The default of a field of either class; empty lists and sections are None."""
+    value = field.default
+    if value is dataclasses.MISSING:
+        value = field.default_factory() if field.default_factory is not dataclasses.MISSING else None
+    return None if value in ([], {}) else value
+
+
+def test_the_table_of_defaults_that_differ() -> None:
+    """Exactly those of keys that both have, but for other words for nothing."""
+    trl = pytest.importorskip("trl")
+    theirs = {field.name: _default(field) for field in dataclasses.fields(trl.GRPOConfig)}
+    ours = {name: _default(field) for name, field in RunConfig.model_fields.items()}
+    shown = {key: (a, b) for key, a, b, _ in _table("| key | TRL | Winnow | |\n")}
+    differ = {key: (theirs[key], ours[key]) for key in theirs.keys() & ours if theirs[key] != ours[key]}
+    assert (differ.pop("min_p"), differ.pop("report_to")) == ((None, 0.0), ("none", None))
+    assert shown == differ
+    for their_key, a, our_key, b in _table("| TRL | default | Winnow | default | |\n"):
+        assert their_key is None or theirs[their_key] == a
+        assert our_key is None or ours[our_key] == b
+        assert their_key not in ours
 
 
 VERL = {

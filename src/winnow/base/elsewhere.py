@@ -20,6 +20,10 @@ _ORDER = (
     "use `selector: ordered` for the order of the data, or `selector: {name: ordered, by: ...}` for that of a column; "
     "without it prompts come in an order drawn from `seed`"
 )
+_GRPO = (
+    "choose `advantage: grpo` (scaled by the group's population std), `advantage: {}` (the sample std, as in {}) or "
+    "`advantage: dr_grpo` (not scaled)"
+)
 _FLAT = {
     # the data
     "use `env: {name: dataset, path: ...}`": "dataset_name data_path train_files train_file dataset_mixture datasets",
@@ -73,8 +77,8 @@ _FLAT = {
     "tasks bound their turns: `env: {name: python_tool, max_calls: ...}`, or the task's `max_turns`": ""
     "max_tool_calling_iterations max_turns",
     # methods and the loss
-    "choose `advantage: grpo` (scaled by the group's std) or `advantage: dr_grpo` (not scaled)": "scale_rewards "
-    "norm_adv_by_std_in_grpo",
+    _GRPO.format("{name: grpo, ddof: 1, eps: 0.0001}", "TRL"): "scale_rewards",
+    _GRPO.format("{name: grpo, ddof: 1}", "verl"): "norm_adv_by_std_in_grpo",
     "use `advantage: grpo`, `rloo`, `reinforce_pp`, `remax`, ...; `winnow methods` lists them": "adv_estimator "
     "advantage_estimator",
     "use `reward_weights`; rewards are summed by them before the advantage": "multi_objective_aggregation",
@@ -241,8 +245,7 @@ _NESTED = {
     _REWARD_MODEL: "reward_model.* reward.*",
     "use `advantage: grpo`, `rloo`, `reinforce_pp`, `remax`, ...; `winnow methods` lists them": ""
     "algorithm.adv_estimator orchestrator.advantage* algorithm.advantage*",
-    "choose `advantage: grpo` (scaled by the group's std) or `advantage: dr_grpo` (not scaled)": ""
-    "algorithm.norm_adv_by_std_in_grpo",
+    _GRPO.format("{name: grpo, ddof: 1}", "verl"): "algorithm.norm_adv_by_std_in_grpo",
     "use `filter: zero_variance`, with `rollout_batch` for its rounds": "algorithm.filter_groups.* "
     "orchestrator.filters* "
     "orchestrator.buffer.online_difficulty_filtering orchestrator.oversampling_factor",

@@ -97,12 +97,12 @@ class DatasetTask:
         self.config = config
         self.reward_funcs: list[RewardFn] = list(PRESETS[config.preset].reward_funcs) if config.preset else []
         self._fingerprint: str | None = None
-        store = _stored(train, config)
+        store = self._stored(train)
         stores = [store]
         self.train = StoredPrompts(store, config.prompt_column)
         self.test: Sequence[Prompt] = []
         if test is not None:
-            stores.append(_stored(test, config))
+            stores.append(self._stored(test))
             self.test = held_out = StoredPrompts(stores[1], config.prompt_column)
             _refuse_overlap(self.train, held_out)
         elif config.test_size:
@@ -110,6 +110,9 @@ class DatasetTask:
         self._warn_of_duplicates()
         for each in stores:
             each.forget_contents()
+
+    def _stored(self, rows: Iterable[Row]) -> Store:
+        return _stored(rows, self.config)
 
     def make_env(self, prompt: Prompt) -> Env | None:
         return None

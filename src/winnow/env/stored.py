@@ -97,13 +97,16 @@ class Store:
         self._characters.append(min(_characters(text, messages), 2**32 - 1))
         self._offsets.append(self._offsets[-1] + len(data))
 
-    def finish(self) -> None:
-        """To be called behind the last row. Raises DataError when two rows gave themselves the same id."""
+    def finish(self, *, may_repeat: bool = False) -> None:
+        """To be called behind the last row. Raises DataError when two rows gave themselves the same id.
+
+        `may_repeat`: they get numbers instead, as repeated prompts do.
+        """
         try:
             self._file.flush()
         except OSError as error:
             raise _no_room(error) from None
-        self._resolve_ids()
+        self._resolve_ids(may_repeat)
         self._id_keys = array("Q")
 
     def forget_contents(self) -> None:
@@ -129,7 +132,7 @@ class Store:
         """uint32 [N]: lengths of the prompts."""
         return np.frombuffer(self._characters, np.uint32).copy()
 
-    def _resolve_ids(self) -> None:
+    def _resolve_ids(self, may_repeat: bool) -> None:
         """Number repeated prompts. Only rows whose keys are equal can have equal ids."""
         keys_N = np.frombuffer(self._id_keys, np.uint64)
         _, inverse_N, counts = np.unique(keys_N, return_inverse=True, return_counts=True)
@@ -138,7 +141,7 @@ class Store:
         for row in np.flatnonzero(counts[inverse_N] > 1).tolist():
             own = self[row].id
             name = own or f"{int(keys_N[row]):016x}"
-            if own is not None and name in taken:
+            if own is not None and name in taken and not may_repeat:
                 there = self.where(taken[name])
                 raise DataError(f"{self.where(row)}: id '{name}' is taken already by {there}; ids must differ")
             base = name
@@ -146,7 +149,7 @@ class Store:
                 last[base] = last.get(base, 1) + 1
                 name = f"{base}-{last[base]}"
             taken[name] = row
-            if own is None and name != base:
+            if name != base:
                 self.ids[row] = name
 
 
@@ -237,7 +240,7 @@ class StoredPrompts(Sequence[Prompt]):
     def _prompt(self, ordinal: int) -> Prompt:
         row = int(self._rows_N[ordinal])
         record = self._store[row]
-        name = record.id or self._store.ids.get(row)
+        name = self._store.ids.get(row) or record.id
         if name is None:
             content = _content(record.text, record.messages)
             name = hashlib.sha256(content.encode()).hexdigest()[:16]

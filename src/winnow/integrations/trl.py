@@ -22,11 +22,11 @@ import torch
 from ..base.install import install
 from ..config import ConfigError, MethodSpec, nearest
 from ..env.base import Task
-from ..env.dataset import DatasetConfig
 from ..run.build import build_task
 from ..run.checkpoint import TRL_STATE
 from ..types import Group, Prompt, Rollout
 from .trl_config import run_config
+from .trl_data import TrlRows
 from .trl_engine import as_rollout_func
 from .trl_loop import LoopInTrl
 
@@ -37,9 +37,8 @@ except ImportError:
     raise ImportError(f"winnow.integrations.trl needs TRL; {install('trl')}") from None
 
 METHODS = frozenset(
-    {"selector", "rollout_batch", "group_size", "filter", "gates", "advantage", "step_scale", "audit", "engine"}
-    | {"success"}
-)
+    ("selector", "rollout_batch", "group_size", "filter", "gates", "advantage", "step_scale", "audit", "engine")
+) | {"max_failed_share", "max_skipped_steps", "success"}
 """Arguments that are Winnow's; their values are those of its configuration."""
 
 
@@ -65,10 +64,11 @@ class WinnowGRPOTrainer(GRPOTrainer):
     """TRL's `GRPOTrainer` with Winnow's methods; all other arguments are TRL's.
 
     `selector`, `rollout_batch`, `group_size`, `filter`, `gates`, `advantage`, `step_scale`, `audit`: as in Winnow's
-    configuration, names or `{name: ..., options}`. `success`: what counts as right, as there. Without `advantage`
-    TRL's own advantages are kept. `engine`: `local` or `vllm` of Winnow's samples instead of TRL, as it must for gates
-    and environments. `env`: a task of Winnow's in place of `train_dataset`, with its environments of many turns;
-    reward it by `env_reward`. The ledger and the page's data are in `output_dir/winnow`: `winnow report OUT/winnow`,
+    configuration, names or `{name: ..., options}`. Without `advantage` TRL's own advantages are kept. `success`: what
+    counts as right, as there. `max_failed_share`, `max_skipped_steps`: when the run ends; without them it goes on as
+    TRL does. `engine`: `local` or `vllm` of Winnow's samples instead of TRL, as it must for gates and environments.
+    `env`: a task of Winnow's in place of `train_dataset`, with its environments of many turns; reward it by
+    `env_reward`. The ledger and the page's data are in `output_dir/winnow`: `winnow report OUT/winnow`,
     `winnow verify OUT/winnow`. `train_dataset` is read to its end; TRL counts its epochs by its own order, which
     Winnow's selector replaces, so `max_steps` says better how long to train. Raises ConfigError for what cannot work
     in here, with the reason.
@@ -84,19 +84,22 @@ class WinnowGRPOTrainer(GRPOTrainer):
             name = min(unknown)
             raise ConfigError(f"WinnowGRPOTrainer: there is no argument '{name}'.{nearest(name, sorted(METHODS))}")
         methods = {name: kwargs.pop(name, None) for name in METHODS}
+        kwargs = inspect.signature(GRPOTrainer.__init__).bind_partial(self, *args, **kwargs).arguments
+        del kwargs["self"]
         given = None if env is None else build_task(env)
         if given is not None:
             kwargs = _with_prompts(given, kwargs)
-        super().__init__(*args, **kwargs)
+        super().__init__(**kwargs)
         if methods["gates"] or given is not None:
             methods["engine"] = methods["engine"] or "local"
-        c = run_config(self, methods | {"env": "dataset" if given is None else given.name})
         rows = cast(Iterable[Any], self.train_dataset)
-        task = given or cast(Task, DatasetConfig(path="train_dataset").with_rows(rows))
+        task = given or cast(Task, TrlRows(rows, environments=self.environment_factories is not None))
+        methods["env"] = task.name
+        c = run_config(self, methods, len(task.train))
         own_advantages = methods["advantage"] is not None
         self._winnow = LoopInTrl(self, c, task, self._rolled_out, own_advantages=own_advantages)
         self.add_callback(self._winnow.scaling)
-        self._by_env = given is not None
+        self._task = task
         self._scored: tuple[Any, ...] = ()
         self._sampled: list[Rollout] | None = None
         """What Winnow's engine has sampled, while TRL scores it."""
@@ -104,6 +107,9 @@ class WinnowGRPOTrainer(GRPOTrainer):
         """Tensors of the micro-batch whose loss is computed."""
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if not resume_from_checkpoint:
+            self._winnow.require_new()
+        self._step, self._buffered_inputs = 0, None  # of an earlier call
         try:
             result = super().train(resume_from_checkpoint, *args, **kwargs)
             self._winnow.finish()
@@ -116,6 +122,14 @@ class WinnowGRPOTrainer(GRPOTrainer):
             return cast(dict[str, Any], super()._generate_and_score_completions(inputs))
         return self._winnow.batch()
 
+    def _row(self, prompt: Prompt) -> dict[str, Any]:
+        """The row of TRL's that a prompt was made of."""
+        if not isinstance(self._task, TrlRows):
+            return _row_of(prompt)
+        if isinstance(self.train_dataset, Dataset):
+            return dict(self.train_dataset[prompt.ordinal])
+        return self._task.row(prompt.ordinal)
+
     def _rolled_out(
         self, prompts: list[Prompt], size: int, sampled: list[Group] | None
     ) -> tuple[dict[str, Any], tuple[Any, ...]]:
@@ -123,9 +137,7 @@ class WinnowGRPOTrainer(GRPOTrainer):
 
         `sampled`: what Winnow's engine has made of them; None: TRL generates.
         """
-        data = cast(Any, self.train_dataset)
-        found = [_row_of(p) if self._by_env else dict(data[p.ordinal]) for p in prompts]
-        rows = [dict(row) for row in found for _ in range(size)]
+        rows = [dict(row) for row in map(self._row, prompts) for _ in range(size)]
         usual = self.num_generations, self.rollout_func
         self.num_generations = size
         if sampled is not None:
@@ -156,6 +168,8 @@ class WinnowGRPOTrainer(GRPOTrainer):
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
         self._training_on = inputs if model.training else None
+        if model.training:
+            self._winnow.trained(inputs)
         try:
             return cast(torch.Tensor, super()._compute_loss(model, inputs))
         finally:

@@ -66,16 +66,25 @@ def batch_of(
     return merged | {"num_items_in_batch": tokens_B.sum()}
 
 
+def widened(batch: Tensors, multiple_of: int, pad_token: int) -> Tensors:
+    """Pad prompts and completions of a rectangle to a multiple of this length, as TRL's `pad_to_multiple_of`."""
+    return batch | {
+        key: _padded(batch[key], -batch[key].shape[1] % multiple_of, key, pad_token)
+        for key in (*PADDED_LEFT, *PADDED_RIGHT, *BY_TOKEN)
+        if key in batch and not (key == "importance_sampling_ratio" and batch[key].shape[1] == 1)  # of the sequence
+    }
+
+
 def _merged(rows: Sequence[Tensors], pad_token: int) -> Tensors:
     """Rows of several generations as one rectangle."""
     merged = {}
     for key in rows[0].keys() - {"advantages"}:
         longest = max(len(row[key]) for row in rows)
-        fill = {"prompt_ids": pad_token, "completion_ids": pad_token, "tool_mask": 1}.get(key, 0)
-        left = key in PADDED_LEFT
-        parts = []
-        for row in rows:
-            missing = longest - len(row[key])
-            parts.append(pad(row[key], (missing, 0) if left else (0, missing), value=fill))
-        merged[key] = torch.stack(parts)
+        merged[key] = torch.stack([_padded(row[key], longest - len(row[key]), key, pad_token) for row in rows])
     return merged
+
+
+def _padded(values: torch.Tensor, missing: int, key: str, pad_token: int) -> torch.Tensor:
+    """With this many more values in the last dimension, on TRL's side."""
+    fill = {"prompt_ids": pad_token, "completion_ids": pad_token, "tool_mask": 1}.get(key, 0)
+    return pad(values, (missing, 0) if key in PADDED_LEFT else (0, missing), value=fill)

@@ -2,49 +2,50 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ..config import ConfigError, RunConfig, method, name_of, validate
+from ..config import ConfigError, MethodSpec, RunConfig, method, name_of, validate
 from ..env.base import Task
 from ..methods.advantage import InUpdate
+from ..methods.filter import KeepAll
 from ..methods.select import SELECTORS
+from ..methods.select.stream import StreamSelector
 from ..run.build import Methods, build_methods, build_success
 from .trl_engine import TrlModel, with_precision
 
-SCALES = {"group": "grpo", "none": "dr_grpo", True: "grpo", False: "dr_grpo"}
-"""TRL's `scale_rewards` -> the advantage that tells which groups teach; TRL's own are kept."""
+SCALES: dict[str, MethodSpec] = {
+    "group": {"name": "grpo", "ddof": 1, "eps": 1e-4},
+    "none": "dr_grpo",
+    "batch": "dr_grpo",
+}
+"""TRL's `scale_rewards` -> the advantage by which groups are judged where TRL's own are kept."""
 IN_UPDATE = ("opob", "otb")
+ENDLESS = 10**9
+"""Steps that no run takes."""
 
 
-def run_config(trainer: Any, methods: Mapping[str, Any]) -> RunConfig:
-    """Winnow's configuration of a run inside TRL. Raises ConfigError for what cannot work there, with the reason."""
+def run_config(trainer: Any, methods: Mapping[str, Any], prompts: int) -> RunConfig:
+    """Winnow's configuration of a run inside TRL on this many prompts.
+
+    Raises ConfigError for what cannot work there, with the reason.
+    """
     args = trainer.args
     if trainer.accelerator.num_processes > 1:
         raise ConfigError(
             f"{trainer.accelerator.num_processes} processes: inside TRL Winnow chooses prompts in one; use one GPU, or "
             "`winnow train` with learner: fsdp"
         )
-    advantage = methods["advantage"] or SCALES.get(args.scale_rewards)
-    if advantage is None:
-        raise ConfigError(
-            f"scale_rewards: {args.scale_rewards} has no name here; give WinnowGRPOTrainer(advantage=...), e.g. "
-            "'reinforce_pp', which normalises over the batch"
-        )
-    every = args.steps_per_generation * trainer.num_iterations
-    if args.save_strategy == "steps" and args.save_steps % every:
-        raise ConfigError(
-            f"save_steps: {args.save_steps} would save amid a generation batch, which a resume begins anew; save every "
-            f"{every} steps (steps_per_generation * num_iterations), or a multiple"
-        )
-    if trainer.args.multi_objective_aggregation != "sum_then_normalize":
-        raise ConfigError("multi_objective_aggregation: Winnow's advantages are of the weighted sum of the rewards")
+    advantage = methods["advantage"] or SCALES.get(args.scale_rewards, "grpo")  # TRL refuses others
     given = {k: v for k, v in methods.items() if v is not None}
     if "engine" in given:
         given["engine"] = with_precision(given["engine"], TrlModel(trainer).precision)
     if name_of(advantage) in IN_UPDATE:
         given["policy_loss"] = "plain"  # as TRL's is in the first update on a batch
-    return validate(
+    if not args.shuffle_dataset:
+        given.setdefault("selector", "ordered")
+    c = validate(
         given
         | {
             "advantage": advantage,
@@ -62,19 +63,28 @@ def run_config(trainer: Any, methods: Mapping[str, Any]) -> RunConfig:
             "min_p": args.min_p or 0.0,
             "mask_truncated_completions": trainer.mask_truncated_completions,
             "beta": args.beta,
-            "entropy_coef": args.entropy_coef or 0.0,
+            "entropy_coef": max(args.entropy_coef, 0.0),
             "learning_rate": args.learning_rate,
         },
         "WinnowGRPOTrainer",
     )
+    if "max_skipped_steps" in given:
+        return c
+    steps = ENDLESS  # TRL itself goes on, whatever its batches teach
+    if c.changed(("filter", "gates")) or "engine" in given:
+        steps = max(c.max_skipped_steps, math.ceil(prompts / c.prompts_per_step))
+    return c.model_copy(update={"max_skipped_steps": steps})
 
 
-def methods_of(trainer: Any, c: RunConfig, task: Task, *, by_engine: bool) -> Methods:
-    """The methods of a run inside TRL. Raises ConfigError for those that cannot work there, with the reason."""
+def methods_of(trainer: Any, c: RunConfig, task: Task, *, by_engine: bool, own_advantages: bool) -> Methods:
+    """The methods of a run inside TRL. Raises ConfigError for those that cannot work there, with the reason.
+
+    `own_advantages`: Winnow's instead of TRL's.
+    """
     args = trainer.args
     names = {name: name for name in trainer.reward_func_names}
     m = build_methods(c, task.train, build_success(c, names, args.reward_weights))
-    for reason in _reasons(trainer, c, m, by_engine):
+    for reason in (*_reasons(trainer, c, m, by_engine), *_of_own_advantages(trainer, c, m, own_advantages)):
         raise ConfigError(reason)
     several = trainer.num_iterations > 1 or args.steps_per_generation > args.gradient_accumulation_steps
     if isinstance(m.advantage, InUpdate) and several:
@@ -100,11 +110,13 @@ def _reasons(trainer: Any, c: RunConfig, m: Methods, by_engine: bool) -> Iterato
         yield "advantage: its baseline needs the probabilities of all tokens, which TRL's forward pass does not give"
     if isinstance(advantage, InUpdate) and trainer.args.off_policy_mask_threshold is not None:
         yield "advantage: off_policy_mask_threshold goes by a sign that its baseline decides; remove one of them"
+    if isinstance(advantage, InUpdate) and trainer._entropy_bonus_enabled:
+        yield "entropy_coef: the baseline of this advantage knows no entropy term; leave out use_adaptive_entropy"
     if isinstance(advantage, InUpdate) and trainer.top_entropy_quantile < 1:
         yield "advantage: its baseline knows nothing of top_entropy_quantile; remove one of them"
     if advantage.greedy_baseline:
         yield "advantage: it needs a greedy rollout beside each group, and TRL samples all alike"
-    if trainer.loss_type == "bnpo" and (c.gates or not getattr(m.filter, "refill", True)):
+    if trainer.loss_type == "bnpo" and (c.gates or not (keeps_all(m) or m.filter.refill)):
         yield (
             "loss_type: bnpo weighs micro-batches alike, however many rows gates and refill: false leave in them; use "
             "dapo"
@@ -116,3 +128,26 @@ def _reasons(trainer: Any, c: RunConfig, m: Methods, by_engine: bool) -> Iterato
         )
     if m.group_size.largest != m.group_size.smallest and trainer.args.use_vllm and not by_engine:
         yield "group_size: TRL's vLLM is built for num_generations; use engine='vllm', or group_size: fixed"
+
+
+def keeps_all(m: Methods) -> bool:
+    """Whether every group that is rolled out enters the batch."""
+    return isinstance(m.filter, KeepAll)
+
+
+def _of_own_advantages(trainer: Any, c: RunConfig, m: Methods, own_advantages: bool) -> Iterator[str]:
+    """Why these methods do not fit with TRL's way to make advantages of several rewards, or of a whole batch."""
+    if trainer.multi_objective_aggregation != "sum_then_normalize":
+        if own_advantages:
+            yield "multi_objective_aggregation: Winnow's advantages are of the weighted sum of the rewards; remove one"
+        judges = not keeps_all(m) or c.gates or m.group_size.largest != m.group_size.smallest
+        if judges or type(m.selector) is not StreamSelector:
+            yield (
+                "multi_objective_aggregation: normalize_then_sum finds a signal in groups whose weighted sums are "
+                "equal, which filters, selectors and gates take for worthless; use sum_then_normalize, or none of them"
+            )
+    elif trainer.scale_rewards == "batch" and m.filter.refill and not own_advantages:
+        yield (
+            "scale_rewards: batch would divide each round of a refill by the deviation of that round; give refill: "
+            "false, or an advantage of Winnow's, e.g. 'reinforce_pp' without filter"
+        )

@@ -9,9 +9,11 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
+import torch
+from transformers.trainer_utils import get_last_checkpoint
 
 from ..base.files import private_directory, write_json
-from ..config import RunConfig, as_saved
+from ..config import METHODS, RunConfig, as_saved
 from ..env.base import Task
 from ..loop import Batch, Hooks, Loop, Parts
 from ..methods.advantage import InUpdate
@@ -21,16 +23,19 @@ from ..record.records import CONFIG, LEDGER, Records, RunDirectoryError
 from ..record.stopping import Limits
 from ..run.build import step_options
 from ..run.checkpoint import load_state_in_trl, understood
-from ..run.preflight import refuse_used_directory
+from ..run.preflight import MAY_CHANGE_ON_RESUME, refuse_used_directory
 from ..sampler.buffer import Buffer
 from ..sampler.codec import prompts_of
 from ..sampler.pace import InTurn
-from ..types import Fate, Group
-from .trl_batch import Tensors, batch_of
-from .trl_config import methods_of
+from ..types import Fate, Group, Rollout
+from .trl_batch import Tensors, batch_of, widened
+from .trl_config import ENDLESS, keeps_all, methods_of
 from .trl_engine import EngineInTrl
-from .trl_sampler import RollOut, TrlSampler
+from .trl_sampler import NO_REWARD, RollOut, TrlSampler
 from .trl_update import StepScaling, squared_norms, with_baselines
+
+ROWS = "winnow_rows"
+"""Key of the numbers of a batch's rows, with which TRL's shuffled micro-batches can be traced to rollouts."""
 
 
 class LoopInTrl:
@@ -43,7 +48,9 @@ class LoopInTrl:
         self._trainer = trainer
         self._task = task
         by_engine = "engine" in c.model_fields_set
-        self._methods = m = methods_of(trainer, c, task, by_engine=by_engine)
+        self._methods = m = methods_of(trainer, c, task, by_engine=by_engine, own_advantages=own_advantages)
+        self._as_made = keeps_all(m) and not own_advantages and not by_engine
+        """Whether TRL trains on its own tensors, those without a reward included."""
         engine = EngineInTrl(trainer, c, task, rules_of(m.gates)) if by_engine else None
         self._sampler = TrlSampler(trainer, roll_out, engine)
         self.scaling = StepScaling(m.step_scale)
@@ -51,6 +58,12 @@ class LoopInTrl:
         self._resumed: dict[str, Any] | None = None
         self._resumed_from = Path()
         self._batch: Batch | None = None
+        self._in_batch: list[Rollout] = []
+        """Rollouts of the batch's rows."""
+        self._trained: set[int] = set()
+        """Rows of the batch that TRL has trained on."""
+        self._before: dict[str, Any] = {}
+        """State before the batch, if a checkpoint may be saved in the middle of one."""
         self._logs: dict[str, float] = {}
 
     def batch(self) -> dict[str, Any]:
@@ -60,12 +73,24 @@ class LoopInTrl:
         """
         self._complete()
         loop = self._loop or self._begin()
+        if self._trainer.args.gradient_accumulation_steps % self._every:
+            self._before = self._state()
         batch = loop.collect() if loop.stop is None else Batch([], [])
         if loop.stop is not None and not batch.groups:
             raise loop.stop
         self._batch = batch
         self._sampler.make_room()
-        return self._tensors(batch)
+        tensors = self._tensors(batch)
+        return tensors | {ROWS: torch.arange(len(tensors["advantages"]))}
+
+    @property
+    def _every(self) -> int:
+        """Micro-batches that TRL trains on before it generates again."""
+        return int(self._trainer.args.steps_per_generation * self._trainer.num_iterations)
+
+    def trained(self, inputs: Mapping[str, torch.Tensor]) -> None:
+        """TRL takes the gradient of these rows."""
+        self._trained.update(inputs[ROWS].tolist())
 
     def logged(self, logs: Mapping[str, float]) -> None:
         """What TRL says of its optimizer steps."""
@@ -79,6 +104,11 @@ class LoopInTrl:
             self._loop.close()
             self._loop.parts.ledger.set_meta("finished", "true")
 
+    def require_new(self) -> None:
+        """Raises RunDirectoryError, with what to do, when a run was begun in the directory."""
+        saved = get_last_checkpoint(self._trainer.args.output_dir) if self.run_dir.exists() else None
+        refuse_used_directory(self.run_dir, "`train(resume_from_checkpoint=True)`" if saved else "")
+
     def close(self) -> None:
         if self._loop is not None:
             self._records.close()
@@ -86,8 +116,16 @@ class LoopInTrl:
             self._loop, self._batch = None, None
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint of TRL's holds for a resume, as JSON values: loop, ledger and files up to this step."""
+        """What a checkpoint of TRL's holds for a resume, as JSON values: loop, ledger and files up to this step.
+
+        In the middle of a batch it is what was before the batch, which a resume samples again.
+        """
+        if self._trainer._step % self._every and not self._trainer.control.should_training_stop:
+            return self._before
         self._complete()
+        return self._state()
+
+    def _state(self) -> dict[str, Any]:
         assert self._loop is not None
         return {
             "loop": self._loop.state_dict(),
@@ -99,10 +137,17 @@ class LoopInTrl:
 
     def load_state_dict(self, path: Path) -> None:
         """Raises RunDirectoryError for one of other data or methods, CheckpointError for what is no checkpoint."""
+        instead = f"start a new run from its weights: model='{path.parent}' and another output_dir"
         if not path.is_file():
-            raise RunDirectoryError(f"{path}: missing; this checkpoint was not saved by WinnowGRPOTrainer")
+            raise RunDirectoryError(f"{path}: missing; this checkpoint was not saved by WinnowGRPOTrainer; {instead}")
+        if not (self.run_dir / LEDGER).is_file():
+            raise RunDirectoryError(
+                f"{self.run_dir / LEDGER}: missing; {path.parent} continues a ledger; resume with the output_dir that "
+                f"has it, or {instead}"
+            )
         state, now = load_state_in_trl(path), as_saved(self.config)
-        changed = [k for k, v in state["config"].items() if now.get(k) != v and k not in ("max_steps", "output_dir")]
+        kept = {*METHODS, "audit", "seed", "success"} - MAY_CHANGE_ON_RESUME
+        changed = [key for key in sorted(kept) if state["config"].get(key) != now.get(key)]
         if changed or state["task"] != self._task.fingerprint():
             what = ", ".join(changed) or "train_dataset"
             raise RunDirectoryError(f"{path}: saved with other {what}; go on with the same, or start a new run")
@@ -110,8 +155,6 @@ class LoopInTrl:
 
     def _begin(self) -> Loop:
         c, m, state = self.config, self._methods, self._resumed
-        if state is None:
-            refuse_used_directory(self.run_dir)
         private_directory(self.run_dir)
         write_json(self.run_dir / CONFIG, as_saved(c), private=True)
         ledger = Ledger.open(self.run_dir / LEDGER)
@@ -147,7 +190,9 @@ class LoopInTrl:
             should_stop=lambda: False,
             warn=self._warn,
         )
-        limits = Limits(10**9, c.max_failed_share, c.max_skipped_steps, c.mask_truncated_completions)
+        no_fault = frozenset() if "max_failed_share" in c.model_fields_set else frozenset({NO_REWARD})
+        masks = c.mask_truncated_completions
+        limits = Limits(ENDLESS, c.max_failed_share, c.max_skipped_steps, masks, no_fault)
         self._loop = Loop(parts, hooks, limits, m.judge)
         if state is not None:
             with understood(self._resumed_from):
@@ -174,18 +219,27 @@ class LoopInTrl:
         """The batch before, which TRL has trained on by now."""
         if self._loop is not None and self._batch is not None:
             batch, self._batch = self._batch, None
-            updated = float(bool(batch.groups))
+            for row, rollout in enumerate(self._in_batch):
+                if row not in self._trained and rollout.fate is None:
+                    rollout.fate, rollout.reason = Fate.SURPLUS, "training ended before its optimizer step"
+            updated = float(bool(batch.groups and self._trained))
+            self._trained = set()
             self._loop.complete(batch, self._logs | (self.scaling.metrics if updated else {}) | {"updated": updated})
             self._sampler.forget()
 
     def _tensors(self, batch: Batch) -> dict[str, Any]:
         """TRL's tensors of the rollouts that are trained; those without a reward (failed, pruned) are absent."""
+        if self._as_made and len(self._sampler.outputs) == 1:
+            self._in_batch = [rollout for group in batch.finished for rollout in group.rollouts]
+            return self._sampler.outputs[0]
         members = [[r for r in group.rollouts if r.reward is not None] for group in batch.groups]
         rows = [[self._sampler.row(g, r) for r in some] for g, some in zip(batch.groups, members, strict=True)]
         flat, rollouts = [row for some in rows for row in some], [r for some in members for r in some]
+        self._in_batch = rollouts
         unbiased = step_options(self.config).unbiased
         pruned = sum(r.fate == Fate.PRUNED for g in batch.groups for r in g.rollouts) if unbiased else 0
-        return batch_of(
+        pad_token = self._trainer._tokenizer.pad_token_id
+        tensors = batch_of(
             flat,
             self._advantages(batch.groups, rows),
             np.array([1 / r.survival_p if unbiased else 1.0 for r in rollouts]),
@@ -193,8 +247,9 @@ class LoopInTrl:
             loss_type=self._trainer.loss_type,
             parts=self._trainer.args.steps_per_generation,
             empty=self._sampler.row(batch.finished[0], batch.finished[0].rollouts[0]),
-            pad_token=self._trainer._tokenizer.pad_token_id,
+            pad_token=pad_token,
         )
+        return widened(tensors, self._trainer.pad_to_multiple_of or 1, pad_token)
 
     def _advantages(self, groups: Sequence[Group], rows: Sequence[Sequence[Tensors]]) -> np.ndarray:
         """Advantages [N] of the rollouts with a reward; `rows`: those of each group."""

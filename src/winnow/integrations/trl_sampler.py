@@ -17,6 +17,7 @@ from ..types import Fate, Group, Job, Prompt, Rollout
 from .trl_batch import Tensors, check_tensors, row_of
 from .trl_engine import EngineInTrl
 
+NO_REWARD = "every reward function returned None"
 RollOut = Callable[[list[Prompt], int, list[Group] | None], tuple[dict[str, Any], tuple[Any, ...]]]
 """Prompts, rollouts of each, and what Winnow's engine has sampled of them, if it has
 -> TRL's tensors of them, and (rewards [B, F], completions, completion ids)."""
@@ -31,6 +32,8 @@ class TrlSampler:
         self._trainer, self._roll_out, self._engine = trainer, roll_out, engine
         self._jobs: list[Job] = []
         self._rows: dict[tuple[int, int], Tensors] = {}
+        self.outputs: list[Tensors] = []
+        """TRL's tensors of each call since `forget`, as it made them."""
         self.version = 0
 
     @property
@@ -58,6 +61,7 @@ class TrlSampler:
         groups = None if self._engine is None else self._engine.run(jobs)
         output, scored = self._roll_out([job.visit.prompt for job in jobs], size, groups)
         check_tensors(output)
+        self.outputs.append(output)
         tensors = [row_of(output, i, len(ids)) for i, ids in enumerate(scored[2])]
         if groups is None:
             rollouts = self._rollouts(tensors, *scored[1:])
@@ -77,6 +81,7 @@ class TrlSampler:
 
     def forget(self) -> None:
         self._rows.clear()
+        self.outputs = []
 
     def _reward(self, rollout: Rollout, rewards_F: torch.Tensor) -> None:
         """Give a rollout that has no fate yet TRL's rewards [F] by function; NaN: it returned None."""
@@ -85,11 +90,15 @@ class TrlSampler:
         if rollout.fate is not None:
             return
         values = zip(t.reward_func_names, rewards_F.tolist(), strict=True)
-        rollout.rewards = {name: None if math.isnan(value) else value for name, value in values}
+        rollout.rewards = {name: value if math.isfinite(value) else None for name, value in values}
         if torch.isnan(rewards_F).all():
-            rollout.fate, rollout.reason = Fate.FAILED, "every reward function returned None"
+            rollout.fate, rollout.reason = Fate.FAILED, NO_REWARD
+            return
+        reward = float((rewards_F * t.reward_weights.to(rewards_F.device)).nansum())
+        if math.isfinite(reward):
+            rollout.reward = reward
         else:
-            rollout.reward = float((rewards_F * t.reward_weights.to(rewards_F.device)).nansum())
+            rollout.fate, rollout.reason = Fate.FAILED, f"the reward is not finite ({reward})"
 
     def _rollouts(self, rows: Sequence[Tensors], completions: Sequence[Any], ids: Sequence[Any]) -> Iterator[Rollout]:
         """Rollouts that TRL has generated, from its tensors [T] of each."""

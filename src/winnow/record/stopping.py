@@ -50,6 +50,8 @@ class Limits:
     max_skipped_steps: int
     mask_truncated: bool = False
     """Completions that ran out of tokens are left out of the loss."""
+    no_fault: frozenset[str] = frozenset()
+    """Reasons of failed rollouts that do not count towards `max_failed_share`."""
 
 
 class _Rejected(NamedTuple):
@@ -117,11 +119,13 @@ class Usefulness:
     def of_failures(self, step: int, tally: Tally, prompts_per_step: int) -> RunStoppedError | None:
         """Too many rollouts that failed."""
         enough = sum(tally.sizes) >= MIN_FAILURES_JUDGED or tally.groups >= prompts_per_step
-        if not enough or tally.failed_share() <= self._limits.max_failed_share:
+        faults = [(cause, n) for cause, n in tally.failed.most_common() if cause not in self._limits.no_fault]
+        share = sum(n for _, n in faults) / max(tally.rollouts, 1)
+        if not enough or share <= self._limits.max_failed_share:
             return None
-        cause, count = tally.failed.most_common()[0]
+        cause, count = faults[0]
         return RunStoppedError(
-            f"step {step}: {tally.failed_share():.0%} of the rollouts failed (max_failed_share="
+            f"step {step}: {share:.0%} of the rollouts failed (max_failed_share="
             f"{self._limits.max_failed_share:.0%}); most often ({count}x): {cause}"
         )
 
@@ -181,7 +185,7 @@ class Usefulness:
                 "the correction left out every token: the policy is too far from the one that sampled. Widen the "
                 "bounds of `correction`, or lower max_lag, num_iterations or learning_rate"
             )
-        if update["updated"] and update.get("grad_norm") == 0:
+        if update["updated"] and update.get("grad_norm") == 0 and any(self._judge.teaches(g) for g in groups):
             clipped = update.get("clip_ratio/region_mean", 0.0)
             return (
                 f"the gradient was 0 although advantages were not: {clipped:.0%} of the tokens were clipped. See "

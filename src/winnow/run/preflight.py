@@ -65,13 +65,14 @@ def refuse_changes(run_dir: Path, saved: Mapping[str, Any], config: RunConfig) -
         raise ConfigError(f"{run_dir}: the configuration has changed since the checkpoint: {shown}")
 
 
-def refuse_used_directory(run_dir: Path) -> None:
-    """Raises RunDirectoryError when a run was begun there."""
+def refuse_used_directory(run_dir: Path, go_on: str | None = None) -> None:
+    """Raises RunDirectoryError when a run was begun there. `go_on`: how to resume it; empty: it cannot be."""
     used = [name for name in (CONFIG, LEDGER, START, "checkpoints") if (run_dir / name).exists()]
     if used:
+        go_on = f"`winnow resume {run_dir}` (Trainer.resume in Python)" if go_on is None else go_on
+        resume = f"go on with {go_on}, or " if go_on else ""
         raise RunDirectoryError(
-            f"{run_dir}: already holds a run ({', '.join(used)}); go on with "
-            f"`winnow resume {run_dir}` (Trainer.resume in Python), or choose another output_dir"
+            f"{run_dir}: already holds a run ({', '.join(used)}); {resume}choose another output_dir"
         )
 
 

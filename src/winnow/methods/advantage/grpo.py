@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import numpy as np
 
@@ -11,8 +11,8 @@ from ._arrays import Array, checked, no_signal, present, zeros_where_present
 from ._base import GroupRelative
 
 
-def grpo(rewards_G: Array, eps: float = 1e-6) -> Array:
-    """(r - mean) / (std + eps), population standard deviation, over the members that have a reward.
+def grpo(rewards_G: Array, eps: float = 1e-6, ddof: int = 0) -> Array:
+    """(r - mean) / (std + eps) over the members that have a reward; the variance divides by their number minus `ddof`.
 
     [G] -> [G], numpy or torch, same kind out; NaN members stay NaN. All equal, or fewer than two present: zeros.
     Raises ValueError on a shape other than [G] or an infinite reward.
@@ -23,16 +23,22 @@ def grpo(rewards_G: Array, eps: float = 1e-6) -> Array:
     if no_signal(there):
         return zeros_where_present(rewards_G)
     mean = there.mean()
-    std = ((there - mean) ** 2).mean() ** 0.5
-    return (rewards_G - mean) / (std + eps)
+    variance = ((there - mean) ** 2).mean() * (len(there) / (len(there) - ddof))
+    return (rewards_G - mean) / (variance**0.5 + eps)
 
 
 @dataclass(frozen=True)
 class Grpo(GroupRelative):
-    """GRPO (Shao et al. 2024): (r - mean) / (std + eps)."""
+    """GRPO (Shao et al. 2024): (r - mean) / (std + eps).
+
+    The standard deviation is the group's own (population), as in the papers: the advantages of a group then have mean
+    square 1 at any size. TRL's form is `{name: grpo, ddof: 1, eps: 0.0001}`, smaller by sqrt((G - 1) / G).
+    """
 
     eps: float = 1e-6
+    ddof: Literal[0, 1] = 0
+    """0: variance of the group; 1: of a sample, with Bessel's correction."""
     scaled: ClassVar[bool] = True
 
     def __call__(self, rewards_G: np.ndarray) -> np.ndarray:
-        return grpo(rewards_G, self.eps)
+        return grpo(rewards_G, self.eps, self.ddof)

@@ -1,0 +1,61 @@
+"""TRL's `train_dataset` as a task of Winnow's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from ..env.dataset import DatasetConfig, DatasetTask
+from ..env.row_files import DataError, Row
+from ..env.rows import rows_of
+from ..env.stored import Store
+from ..types import Message
+
+
+class TrlRows(DatasetTask):
+    """Rows as TRL accepts them: any column, ids that repeat, empty messages, and no prompt if an environment gives it.
+
+    Raises DataError naming a row without a prompt.
+    """
+
+    def __init__(self, rows: Iterable[Any], *, environments: bool) -> None:
+        """`environments`: TRL has an `environment_factory`."""
+        self._environments = environments
+        super().__init__(DatasetConfig(path="train_dataset"), rows_of(rows, "train_dataset"))
+
+    def row(self, ordinal: int) -> dict[str, Any]:
+        """Return a row as it was read, for data that cannot be indexed."""
+        return dict(self._store[ordinal].columns)
+
+    def _stored(self, rows: Iterable[Row]) -> Store:
+        self._store = Store()
+        for row in rows:
+            text, messages = self._prompt(row)
+            given = row.values.get("id")
+            own_id = str(given) if isinstance(given, str | int) and given != "" else None
+            if own_id is None and not _has_words(text, messages):
+                own_id = f"row-{row.number}"  # rows that differ in nothing but their place
+            self._store.add(row, own_id, text, messages)
+        self._store.finish(may_repeat=True)
+        return self._store
+
+    def _prompt(self, row: Row) -> tuple[str | None, tuple[Message, ...] | None]:
+        """Text or messages of a row; neither where an environment gives the prompt."""
+        value = row.values.get("prompt")
+        if isinstance(value, str):
+            return value, None
+        if isinstance(value, list) and value and all(isinstance(m, dict) and "role" in m for m in value):
+            return None, tuple({k: v for k, v in message.items() if v is not None} for message in value)
+        if self._environments:
+            return None, None
+        if "prompt" not in row.values:
+            raise DataError(f"{row.where}: no column 'prompt' (columns: {', '.join(sorted(row.values))}); rename one")
+        raise DataError(f"{row.where}: 'prompt' must be text or a list of messages, found {value!r:.60}")
+
+    def _warn_of_duplicates(self) -> None:
+        if not self._environments:
+            super()._warn_of_duplicates()
+
+
+def _has_words(text: str | None, messages: tuple[Message, ...] | None) -> bool:
+    return bool((text or "").strip()) or any(message.get("content") for message in messages or ())
