@@ -80,6 +80,8 @@ def settle(c: RunConfig, model: Any = None, *, resumed: bool = False) -> Machine
     why |= {"dtype": given, "threads": given}
     if c.dtype == "auto":
         why["dtype"], chosen = reason, chosen | {"dtype": preferred} | _engine(c, preferred)
+    elif device.type == "cuda" and not resumed:
+        chosen |= _engine(c, c.dtype)
     if c.threads == "auto":
         computes = getattr(torch, chosen.get("dtype", c.dtype))
         rollouts = min(256, c.prompts_per_step * c.num_generations)

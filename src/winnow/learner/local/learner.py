@@ -90,7 +90,9 @@ class LocalLearner:
             self._share_prompts = can_share_prompts(*trial)
             self._recomputing = recomputing_if_exact(*trial)
         parameters = sum(p.numel() for p in model.parameters())
-        self._budget = Budget.for_model(options.tokens_per_microbatch, parameters, share=self._share_prompts)
+        self._budget = Budget.for_model(
+            options.tokens_per_microbatch, parameters, share=self._share_prompts, device=self.device.type
+        )
         train_adapter_dropout(model)
         self._place()
         self._params = {n: p for n, p in model.named_parameters() if p.requires_grad}
