@@ -56,7 +56,7 @@ def qwen3(vocab: int = VOCAB, heads: int = 4, kv_heads: int = 2) -> Any:
     return Qwen3ForCausalLM(config).eval()
 
 
-def rows_of(groups: int = 6, size: int = 4, *, pool: Any = None, vocab: int = VOCAB) -> list[Row]:
+def rows_of(groups: int = 3, size: int = 3, *, pool: Any = None, vocab: int = VOCAB) -> list[Row]:
     draws, rows = random.Random(0), []
     for number in range(groups):
         prompt = tuple(draws.randrange(2, vocab) for _ in range(draws.randint(3, 40)))
