@@ -6,6 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..config import RunConfig
+from ..engine.loading import shell_of
+from .budget import GIB, Gpus, Shapes, device_budget, require_room, settle_for
+from .build import sampler_options
+from .machine import engine_type
 from .placement import engine_bytes, placement
 from .prompt_example import prompt_example
 
@@ -56,6 +61,36 @@ def plan(trainer: Trainer) -> dict[str, Any]:
         **({"warnings": warnings} if (warnings := trainer.machine.warnings()) else {}),
         **placement(trainer, rollouts),
     }
+
+
+def plan_for(c: RunConfig, gpus: Gpus) -> dict[str, Any]:
+    """The plan of a run on GPUs that are not here: what is `auto` there, and the memory of each phase in GiB.
+
+    Reads only the model's configuration. With two GPUs or more the learner has the first and samplers the others.
+    Raises ConfigError when the run cannot fit, with the keys to change.
+    """
+    shell = shell_of(c.model)
+    if c.dtype == "auto":
+        c = c.model_copy(update={"dtype": "bfloat16"})
+    c = c.model_copy(update=engine_type(c, c.dtype))
+    shapes = Shapes.of(shell, c)
+    apart = gpus.count > 1 or "own_engine" in sampler_options(c).provides
+    roles = {"learner GPU": (True, False), "sampler GPU": (False, True)} if apart else {"GPU": (True, True)}
+    chosen: dict[str, Any] = {}
+    found: dict[str, Any] = {"model": c.model, "parameters": shapes.parameters, "trained_parameters": shapes.trained}
+    tables: dict[str, Any] = {}
+    for name, (learner, sampler) in roles.items():
+        chosen |= settle_for(c, shapes, gpus.memory, learner=learner, sampler=sampler)
+        settled = c.model_copy(update=chosen)
+        phases = device_budget(settled, shapes, gpus.memory, learner=learner, sampler=sampler)
+        require_room(settled, phases, gpus.memory)
+        tables[name] = {
+            phase: {part: round(bytes_ / GIB, 2) for part, bytes_ in held.items()} for phase, held in phases.items()
+        }
+    keys = ("dtype", "tokens_per_microbatch", "gradient_checkpointing", "engine")
+    settled = c.model_copy(update=chosen)
+    found |= {key: getattr(settled, key) for key in keys}
+    return found | {"gpus": gpus.count, "gib_of_each": round(gpus.memory / GIB, 1), "memory_gib": tables}
 
 
 def rollouts_per_step(trainer: Trainer) -> int:
