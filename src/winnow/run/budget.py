@@ -157,8 +157,9 @@ def settle_for(
         chosen["tokens_per_microbatch"] = max(AT_LEAST, min(AT_MOST, tokens))
     engine = method(ENGINES, c.engine, "engine")
     if sampler and isinstance(engine, LocalOptions):
-        one, two = (left("generation", c.model_copy(update={"engine": _with_slots(c, n)})) for n in (1, 2))
-        slots = min(engine.slots, 1 + max(0, one) // max(1, one - two))
+        size = c.num_generations  # a prompt more for so many slots
+        one, two = (left("generation", c.model_copy(update={"engine": _with_slots(c, n * size)})) for n in (1, 2))
+        slots = min(engine.slots, max(1, size + size * one // max(1, one - two)))
         if slots < engine.slots:
             chosen["engine"] = _with_slots(c, slots)
     return chosen

@@ -8,7 +8,7 @@ import torch
 
 from ..config import RunConfig
 from ..engine.loading import shell_of
-from .budget import GIB, Gpus, Shapes, device_budget, require_room, settle_for
+from .budget import GIB, Gpus, Phases, Shapes, device_budget, require_room, settle_for
 from .build import sampler_options
 from .machine import engine_type
 from .placement import engine_bytes, placement
@@ -58,9 +58,25 @@ def plan(trainer: Trainer) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "threads_because": trainer.machine.why["threads"],
         "output_dir": c.output_dir,
+        **_memory_of(trainer),
         **({"warnings": warnings} if (warnings := trainer.machine.warnings()) else {}),
         **placement(trainer, rollouts),
     }
+
+
+def _memory_of(trainer: Trainer) -> dict[str, Any]:
+    """GiB of each phase on the run's GPU; nothing on a CPU."""
+    if trainer.learner.device.type != "cuda":
+        return {}
+    c = trainer.config
+    memory = int(torch.cuda.get_device_properties(trainer.learner.device).total_memory)
+    sampler = "own_engine" not in sampler_options(c).provides
+    phases = device_budget(c, Shapes.of(shell_of(c.model), c), memory, sampler=sampler)
+    return {"memory_gib": _in_gib(phases)}
+
+
+def _in_gib(phases: Phases) -> dict[str, dict[str, float]]:
+    return {phase: {part: round(bytes_ / GIB, 2) for part, bytes_ in held.items()} for phase, held in phases.items()}
 
 
 def plan_for(c: RunConfig, gpus: Gpus) -> dict[str, Any]:
@@ -84,9 +100,7 @@ def plan_for(c: RunConfig, gpus: Gpus) -> dict[str, Any]:
         settled = c.model_copy(update=chosen)
         phases = device_budget(settled, shapes, gpus.memory, learner=learner, sampler=sampler)
         require_room(settled, phases, gpus.memory)
-        tables[name] = {
-            phase: {part: round(bytes_ / GIB, 2) for part, bytes_ in held.items()} for phase, held in phases.items()
-        }
+        tables[name] = _in_gib(phases)
     keys = ("dtype", "tokens_per_microbatch", "gradient_checkpointing", "engine")
     settled = c.model_copy(update=chosen)
     found |= {key: getattr(settled, key) for key in keys}

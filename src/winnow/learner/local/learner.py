@@ -345,7 +345,12 @@ class LocalLearner:
         return MergedWeights(self._causal_lm)
 
     def metrics(self) -> dict[str, float]:
-        return {}
+        """On a GPU its memory in GiB: held now by this process's tensors, and at most since the last call."""
+        if self.device.type != "cuda":
+            return {}
+        held, peak = torch.cuda.memory_allocated(self.device), torch.cuda.max_memory_allocated(self.device)
+        torch.cuda.reset_peak_memory_stats(self.device)
+        return {"gpu/memory_gib": held / 2**30, "gpu/peak_memory_gib": peak / 2**30}
 
     def save(self, directory: Path) -> None:
         self._save_trained(directory / "model")
