@@ -108,8 +108,11 @@ def settle(c: RunConfig, model: Any = None, *, resumed: bool = False) -> Machine
 def _settle_on_gpu(c: RunConfig, shell: Any, device: torch.device, chosen: dict[str, Any], why: dict[str, str]) -> None:
     """Sizes by the GPU's memory, less what other processes hold. Raises ConfigError when the run cannot fit."""
     memory = torch.cuda.mem_get_info(device)[0]
-    shapes, sampler = Shapes.of(shell, c), "own_engine" not in sampler_options(c).provides
+    shapes, apart = Shapes.of(shell, c), samples_elsewhere(c)
+    sampler = not apart
     chosen |= settle_for(c, shapes, memory, sampler=sampler)
+    if apart:  # as if their GPUs had as much
+        chosen |= settle_for(c.model_copy(update=chosen), shapes, memory, learner=False)
     settled = c.model_copy(update=chosen)
     phases = device_budget(settled, shapes, memory, sampler=sampler)
     require_room(settled, phases, memory)
@@ -163,6 +166,12 @@ def _usable(c: RunConfig) -> int:
     options = sampler_options(c)
     taken = options.samplers * options.threads if isinstance(options, Processes) else 0
     return max(1, usable_threads() - taken)
+
+
+def samples_elsewhere(c: RunConfig) -> bool:
+    """Whether samplers have devices of their own; sampler processes share the learner's unless they are given some."""
+    options = sampler_options(c)
+    return "own_engine" in options.provides and not (isinstance(options, Processes) and not options.devices)
 
 
 def engine_type(c: RunConfig, dtype: str) -> dict[str, Any]:

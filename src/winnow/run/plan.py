@@ -9,8 +9,7 @@ import torch
 from ..config import RunConfig
 from ..engine.loading import shell_of
 from .budget import GIB, Gpus, Phases, Shapes, device_budget, require_room, settle_for
-from .build import sampler_options
-from .machine import engine_type
+from .machine import engine_type, samples_elsewhere
 from .placement import engine_bytes, placement
 from .prompt_example import prompt_example
 
@@ -70,8 +69,7 @@ def _memory_of(trainer: Trainer) -> dict[str, Any]:
         return {}
     c = trainer.config
     memory = int(torch.cuda.get_device_properties(trainer.learner.device).total_memory)
-    sampler = "own_engine" not in sampler_options(c).provides
-    phases = device_budget(c, Shapes.of(shell_of(c.model), c), memory, sampler=sampler)
+    phases = device_budget(c, Shapes.of(shell_of(c.model), c), memory, sampler=not samples_elsewhere(c))
     return {"memory_gib": _in_gib(phases)}
 
 
@@ -90,7 +88,7 @@ def plan_for(c: RunConfig, gpus: Gpus) -> dict[str, Any]:
         c = c.model_copy(update={"dtype": "bfloat16"})
     c = c.model_copy(update=engine_type(c, c.dtype))
     shapes = Shapes.of(shell, c)
-    apart = gpus.count > 1 or "own_engine" in sampler_options(c).provides
+    apart = gpus.count > 1 or samples_elsewhere(c)
     roles = {"learner GPU": (True, False), "sampler GPU": (False, True)} if apart else {"GPU": (True, True)}
     chosen: dict[str, Any] = {}
     found: dict[str, Any] = {"model": c.model, "parameters": shapes.parameters, "trained_parameters": shapes.trained}
