@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..config import RunConfig
-from ..engine.loading import shell_of
 from .budget import GIB, Gpus, Phases, Shapes, device_budget, require_room, settle_for
 from .machine import engine_type, samples_elsewhere
 from .placement import engine_bytes, placement
 from .prompt_example import prompt_example
+from .start import Start
 
 if TYPE_CHECKING:
     from .trainer import Trainer
@@ -69,7 +69,7 @@ def _memory_of(trainer: Trainer) -> dict[str, Any]:
         return {}
     c = trainer.config
     memory = int(torch.cuda.get_device_properties(trainer.learner.device).total_memory)
-    phases = device_budget(c, Shapes.of(shell_of(c.model), c), memory, sampler=not samples_elsewhere(c))
+    phases = device_budget(c, Shapes.of(Start.of(c).shell(c), c), memory, sampler=not samples_elsewhere(c))
     return {"memory_gib": _in_gib(phases)}
 
 
@@ -83,7 +83,7 @@ def plan_for(c: RunConfig, gpus: Gpus) -> dict[str, Any]:
     Reads only the model's configuration. With two GPUs or more the learner has the first and samplers the others.
     Raises ConfigError when the run cannot fit, with the keys to change.
     """
-    shell = shell_of(c.model)
+    shell = Start.of(c).shell(c)
     if c.dtype == "auto":
         c = c.model_copy(update={"dtype": "bfloat16"})
     c = c.model_copy(update=engine_type(c, c.dtype))
