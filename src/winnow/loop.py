@@ -27,7 +27,7 @@ from .methods.signal import Judge
 from .methods.size import GroupSize
 from .record.failures import FailureWatch, cause_of
 from .record.ledger import Ledger
-from .record.stopping import Limits, RunStoppedError, Usefulness, out_of_memory
+from .record.stopping import Limits, RunStoppedError, Usefulness, memory_errors
 from .record.tally import Tally
 from .rollout.evaluate import Evaluation
 from .sampler import Sampler, SamplersLostError
@@ -113,12 +113,11 @@ class Loop:
 
     def advance(self) -> None:
         """One step, saved when it is due; RunStoppedError, after saving, when going on is useless."""
-        try:
-            self.one_step()
-        except SamplersLostError as error:
-            self._stop = RunStoppedError(f"step {self.step}: {error}")
-        except (MemoryError, RuntimeError) as error:
-            raise out_of_memory(error, self.step) or error from None
+        with memory_errors(f"step {self.step}"):
+            try:
+                self.one_step()
+            except SamplersLostError as error:
+                self._stop = RunStoppedError(f"step {self.step}: {error}")
         if self._stop is not None:
             self.hooks.save(self.step, True)
             raise self._stop

@@ -280,7 +280,7 @@ class TestActivations:
         assert 0.5 < bytes_per_token(model) / one_more < 2
 
     def test_micro_batches_are_smaller_for_larger_models(self) -> None:
-        tokens = [choose_tokens(m, CPU)[0] for m in (large(), small())]
+        tokens = [choose_tokens(m)[0] for m in (large(), small())]
         assert tokens[0] == ON_CPU // bytes_per_token(large()) < tokens[1] == AT_MOST
 
     def test_layers_are_recomputed_where_the_longest_row_would_not_fit(self) -> None:
@@ -292,7 +292,7 @@ class TestActivations:
 
     def test_a_run_keeps_what_was_chosen_or_configured(self) -> None:
         settled = settle(config(dtype="float32"), large())
-        assert settled.config.tokens_per_microbatch == choose_tokens(large(), CPU)[0]
+        assert settled.config.tokens_per_microbatch == choose_tokens(large())[0]
         assert settled.config.gradient_checkpointing is False
         assert "GiB" in settled.why["tokens_per_microbatch"]
         longest = settle(config(dtype="float32", max_completion_length=10**9), large())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,8 @@ import pytest
 from winnow.methods.gate import GateContext, NamedRule, rule_from
 from winnow.methods.gate.overrides import Overrides
 from winnow.methods.gate.random_cut import RandomCut
-from winnow.sampler import SamplersLostError, pool
+from winnow.run.serve import alone_on
+from winnow.sampler import Processes, SamplersLostError, pool
 from winnow.sampler.base import SamplerRefusedError
 from winnow.sampler.codec import group_state, job_state
 from winnow.sampler.member import Sent
@@ -216,3 +218,19 @@ def test_a_sampler_that_refuses_ends_the_run_with_its_reason(sampler: SamplerPoo
     with pytest.raises(SamplerRefusedError, match="gate divergence needs what is not there"):
         sampler.poll() if where == "poll" else sampler.run(evaluation(2))
     assert issubclass(SamplerRefusedError, SamplersLostError), "the loop saves, and says why"
+
+
+def test_samplers_take_devices_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sampler sees its own GPU alone, whatever the driver was shown."""
+    options = Processes(samplers=3, devices=("cuda:1", "cuda:2"))
+    assert [options.device_of(slot) for slot in range(3)] == ["cuda:1", "cuda:2", "cuda:1"]
+    assert Processes().device_of(0) is None
+    for visible, shown in ((None, "1"), ("4,6", "6")):
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        if visible is not None:
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        assert alone_on("cuda:1") == "cuda"
+        assert os.environ["CUDA_VISIBLE_DEVICES"] == shown
+    assert alone_on("cpu") == "cpu"
+    with pytest.raises(ValueError, match="devices: expected cpu, cuda or cuda:N, not 'gpu1'"):
+        Processes(devices=("gpu1",))

@@ -41,15 +41,24 @@ def train(
     config: Annotated[Path, typer.Argument(help="YAML file.")],
     overrides: Overrides = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Validate everything and print the plan.")] = False,
+    gpu: Annotated[
+        str | None, typer.Option("--gpu", help="With --dry-run: the memory budget on GPUs not here: 24GiB, 2x80GiB.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Train as a YAML file says, `key=value` arguments winning."""
     with lasting_imports():
-        from ..config import load_config
-        from ..run.plan import plan
+        from ..config import ConfigError, load_config
+        from ..run.budget import Gpus
+        from ..run.plan import plan, plan_for
         from ..run.prompt_example import on_one_line
         from ..run.trainer import Trainer
 
+    if gpu is not None:
+        if not dry_run:
+            raise ConfigError("--gpu: only plans a run; add --dry-run")
+        show(plan_for(load_config(config, overrides or ()), Gpus.parsed(gpu)), as_json)
+        return
     trainer = Trainer(config=load_config(config, overrides or ()))
     trainer.console = progress_console(as_json)
     if dry_run:

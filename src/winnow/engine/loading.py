@@ -50,12 +50,25 @@ def quiet_transformers() -> None:
 
 
 def resolve_device(name: str) -> torch.device:
+    """The device of this name; `auto` is a GPU if there is one. Raises ConfigError when it cannot be used."""
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        return torch.empty(0, device=name).device
+        device = torch.empty(0, device=name).device
     except (RuntimeError, AssertionError) as error:
         raise ConfigError(f"device: {name} cannot be used: {str(error).splitlines()[0]}") from None
+    if device.type == "cuda":
+        prepare_cuda()
+    return device
+
+
+def prepare_cuda() -> None:
+    """Settings of this process for work on a GPU.
+
+    cuDNN's attention builds a plan for every new shape, which takes about a second, and RL batches have new shapes in
+    every step. PyTorch prefers it on Hopper and Blackwell; flash and memory-efficient attention need no plans.
+    """
+    torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 def load_tokenizer(source: str | Path) -> Any:

@@ -133,8 +133,11 @@ class Sequences:
         raw_logp_N = logp_N if table.raw[rows].any() else None
         if (changed_N := table.transformed(rows))[table.raw[rows]].any():
             raw_logp_N = torch.where(self.to_device(changed_N), raw_logp(logits_NV, tokens_N), logp_N)
-        extras = [x if x is None else x.cpu().numpy() for x in (confidence_N, raw_logp_N)]
-        return Drawn(tokens_N.cpu().numpy(), logp_N.cpu().numpy(), *extras)
+        found = [x for x in (tokens_N, logp_N, confidence_N, raw_logp_N) if x is not None]
+        tokens, logp, *extras = torch.stack([x.double() for x in found]).cpu().numpy()  # one copy, and one wait
+        confidences = None if confidence_N is None else extras.pop(0).astype(np.float32)
+        raw = None if raw_logp_N is None else extras.pop(0).astype(np.float32)
+        return Drawn(tokens.astype(np.int64), logp.astype(np.float32), confidences, raw)
 
     def record(self, rows: Rows, drawn: Drawn) -> np.ndarray:
         """Store a token of each row; says which must be looked at: bool, in the order of `rows`.
@@ -188,7 +191,11 @@ class Sequences:
         return self.table.finished(row, reason, self._versions[weights], hidden)
 
     def to_device(self, array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(self._device)
+        """A copy on the device. The host does not wait for a GPU, which reads pinned memory when its turn comes."""
+        tensor = torch.from_numpy(np.ascontiguousarray(array))
+        if self._device.type != "cuda":
+            return tensor.to(self._device)
+        return tensor.pin_memory().to(self._device, non_blocking=True)
 
     def require_alive(self) -> None:
         if self._failure is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -32,6 +32,11 @@ class Stats:
 
     def add(self, name: str, value: float) -> None:
         self.sums[name] = self.sums.get(name, 0.0) + value
+
+    def on_host(self) -> Stats:
+        """The same with its tensors copied to the host."""
+        lists = ("log_w_B", "log_ratio_N", "baselines", "row_norm_B")
+        return replace(self, **{name: [tensor.cpu() for tensor in getattr(self, name)] for name in lists})
 
     def mean(self, name: str, of: str = "tokens") -> float:
         return self.sums.get(name, 0.0) / max(self.sums.get(of, 0.0), 1.0)

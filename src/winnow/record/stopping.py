@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -27,15 +28,20 @@ class OutOfMemoryError(RunStoppedError):
     """Memory was not enough in the middle of a step: nothing is saved, and the run goes on from its last checkpoint."""
 
 
-def out_of_memory(error: BaseException, step: int) -> OutOfMemoryError | None:
-    """What to say of an error if it is about memory, on a GPU, on a CPU or in Python; None if it is not."""
-    text = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-    if not isinstance(error, MemoryError) and not any(words in str(error) for words in _NO_MEMORY):
-        return None
-    return OutOfMemoryError(
-        f"step {step}: out of memory: {text}. Look at what else uses it and go on with `winnow resume`, or start a run "
-        "with smaller tokens_per_microbatch, engine.slots, max_completion_length, or gradient_checkpointing: true"
-    )
+@contextmanager
+def memory_errors(when: str) -> Iterator[None]:
+    """Raises OutOfMemoryError, with the keys that help, for an error about memory: of a GPU, of a CPU or of Python."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        text = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        if not isinstance(error, MemoryError) and not any(words in str(error) for words in _NO_MEMORY):
+            raise
+        raise OutOfMemoryError(
+            f"{when}: out of memory: {text}. See what else uses it, or lower tokens_per_microbatch, engine.slots or "
+            "max_completion_length, or set gradient_checkpointing: true; `winnow resume` takes tokens_per_microbatch, "
+            "gradient_checkpointing and engine.slots, too"
+        ) from None
 
 
 _NO_MEMORY = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")

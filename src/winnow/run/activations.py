@@ -15,8 +15,6 @@ AT_LEAST = 256
 ON_CPU = 1 << 30
 """Bytes for the activations of a micro-batch; larger ones are no faster there, measured at 0.6 and 135 million
 parameters (docs/benchmarks.md)."""
-OF_DEVICE = 1 / 8
-"""The same as a share of an accelerator's memory."""
 LONGEST = 1 / 2
 """Share of the memory that the activations of the longest row may take before layers are recomputed."""
 
@@ -33,11 +31,10 @@ def bytes_per_token(model: Any) -> int:
     return sum(4 * (p.shape[0] + p.shape[1]) for p in matrices)
 
 
-def choose_tokens(model: Any, device: torch.device) -> tuple[int, str]:
-    """Tokens of a micro-batch, and why: by the model and the device's size alone, never by what is free."""
-    room = ON_CPU if device.type == "cpu" else int(OF_DEVICE * memory_of(device))
+def choose_tokens(model: Any) -> tuple[int, str]:
+    """Tokens of a micro-batch on a CPU, and why: by the model alone, never by what is free."""
     each = max(1, bytes_per_token(model))
-    tokens = max(AT_LEAST, min(AT_MOST, room // each))
+    tokens = max(AT_LEAST, min(AT_MOST, ON_CPU // each))
     return (
         tokens,
         f"activations of a token take about {each / 1e6:.2g} MB, those of a micro-batch {_gib(tokens * each)}",

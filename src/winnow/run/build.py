@@ -334,7 +334,10 @@ def build_policy(
 def build_engine(c: RunConfig, model: ModelReference, tokenizer: Any) -> Engine:
     """Raises ConfigError when it cannot run the model, or take its adapters."""
     adapters = c.lora if c.lora is not None and not c.lora.merge else None
-    engine: Engine = method(ENGINES, c.engine, "engine").build(replace(model, adapters=adapters), tokenizer)
+    options = method(ENGINES, c.engine, "engine")
+    if hasattr(options, "for_run"):
+        options = options.for_run(c.max_prompt_length + c.max_completion_length)
+    engine: Engine = options.build(replace(model, adapters=adapters), tokenizer)
     return engine
 
 

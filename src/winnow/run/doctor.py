@@ -23,6 +23,8 @@ from ..env.workers.sandbox import Sandbox, SandboxOptions
 
 GIB = 2**30
 LITTLE_DISK, LITTLE_MEMORY = 5 * GIB, 4 * GIB
+NVIDIA = (Path("/dev/nvidia0"), Path("/proc/driver/nvidia/version"))
+"""Files that an NVIDIA driver makes."""
 NOT_FOR_USERS = ("dev", "bench")
 
 
@@ -51,12 +53,19 @@ def _processor() -> Iterator[Finding]:
     units = bfloat16_units()
     yield "bfloat16", f"fast ({', '.join(units)})" if units else "slow here: dtype: auto computes in float32", ""
     if torch.cuda.is_available():
-        names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-        yield "GPU", ", ".join(names), ""
-    else:
-        built = torch.version.cuda is not None
-        remedy = "torch sees none; check the driver (nvidia-smi)" if built and Path("/dev/nvidia0").exists() else ""
-        yield "GPU", "none; training runs on the processor", remedy
+        for i in range(torch.cuda.device_count()):
+            free, memory = torch.cuda.mem_get_info(i)
+            major, minor = torch.cuda.get_device_capability(i)
+            bf16 = "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "no bfloat16"
+            kind = f"{torch.cuda.get_device_name(i)}, {memory / GIB:.0f} GiB ({free / GIB:.0f} free)"
+            yield f"GPU {i}", f"{kind}, compute capability {major}.{minor}, {bf16}", ""
+        return
+    remedy = ""
+    if any(path.exists() for path in NVIDIA):
+        remedy = "check the driver (nvidia-smi)"
+        if torch.version.cuda is None:
+            remedy = f"this torch ({torch.__version__}) has no CUDA; install the CUDA build: pip install torch"
+    yield "GPU", "none; training runs on the processor", remedy
 
 
 def _room() -> Iterator[Finding]:

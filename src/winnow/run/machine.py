@@ -15,6 +15,7 @@ from ..engine import ENGINES, LocalOptions
 from ..engine.loading import resolve_device
 from ..sampler import Processes
 from .activations import choose_checkpointing, choose_tokens
+from .budget import Shapes, device_budget, require_room, settle_for
 from .build import sampler_options
 from .speed import Matrices, seconds_by_threads, times_slower
 from .start import Start
@@ -79,7 +80,9 @@ def settle(c: RunConfig, model: Any = None, *, resumed: bool = False) -> Machine
     chosen, why = start.settled(c)
     why |= {"dtype": given, "threads": given}
     if c.dtype == "auto":
-        why["dtype"], chosen = reason, chosen | {"dtype": preferred} | _engine(c, preferred)
+        why["dtype"], chosen = reason, chosen | {"dtype": preferred} | engine_type(c, preferred)
+    elif device.type == "cuda" and not resumed:
+        chosen |= engine_type(c, c.dtype)
     if c.threads == "auto":
         computes = getattr(torch, chosen.get("dtype", c.dtype))
         rollouts = min(256, c.prompts_per_step * c.num_generations)
@@ -88,14 +91,35 @@ def settle(c: RunConfig, model: Any = None, *, resumed: bool = False) -> Machine
             if device.type == "cpu"
             else (None, f"torch's; the work is done on {device.type}")
         )
+    if device.type == "cuda":
+        c, chosen = c.model_copy(update=chosen), {}
+        _settle_on_gpu(c, shell, device, chosen, why)
+        return Machine(c.model_copy(update=chosen), why, preferred, matrices, device)
     if c.tokens_per_microbatch == "auto":
-        chosen["tokens_per_microbatch"], why["tokens_per_microbatch"] = choose_tokens(shell, device)
+        chosen["tokens_per_microbatch"], why["tokens_per_microbatch"] = choose_tokens(shell)
     if c.gradient_checkpointing == "auto":
         longest = c.max_prompt_length + c.max_completion_length
         chosen["gradient_checkpointing"], reason = choose_checkpointing(shell, device, longest)
         if chosen["gradient_checkpointing"]:
             why["gradient_checkpointing"] = reason
     return Machine(c.model_copy(update=chosen), why, preferred, matrices, device)
+
+
+def _settle_on_gpu(c: RunConfig, shell: Any, device: torch.device, chosen: dict[str, Any], why: dict[str, str]) -> None:
+    """Sizes by the GPU's memory, less what other processes hold. Raises ConfigError when the run cannot fit."""
+    memory = torch.cuda.mem_get_info(device)[0]
+    shapes, apart = Shapes.of(shell, c), samples_elsewhere(c)
+    sampler = not apart
+    chosen |= settle_for(c, shapes, memory, sampler=sampler)
+    if apart:  # as if their GPUs had as much
+        chosen |= settle_for(c.model_copy(update=chosen), shapes, memory, learner=False)
+    settled = c.model_copy(update=chosen)
+    phases = device_budget(settled, shapes, memory, sampler=sampler)
+    require_room(settled, phases, memory)
+    largest = max(phases, key=lambda phase: sum(phases[phase].values()))
+    need = sum(phases[largest].values()) / 2**30
+    for key in chosen:
+        why[key] = f"{need:.1f} of {memory / 2**30:.1f} GiB in the {largest} phase"
 
 
 def choose_dtype(c: RunConfig, parameters: int, device: torch.device, info: str | None = None) -> tuple[str, str]:
@@ -144,7 +168,13 @@ def _usable(c: RunConfig) -> int:
     return max(1, usable_threads() - taken)
 
 
-def _engine(c: RunConfig, dtype: str) -> dict[str, Any]:
+def samples_elsewhere(c: RunConfig) -> bool:
+    """Whether samplers have devices of their own; sampler processes share the learner's unless they are given some."""
+    options = sampler_options(c)
+    return "own_engine" in options.provides and not (isinstance(options, Processes) and not options.devices)
+
+
+def engine_type(c: RunConfig, dtype: str) -> dict[str, Any]:
     """The embedded engine computes in bfloat16, too, unless it was told what to, or nothing weighs what it samples.
 
     Both sides may round where the loss weighs tokens by the ratio of the learner's probability to the engine's own.

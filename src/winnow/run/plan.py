@@ -6,8 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..config import RunConfig
+from .budget import GIB, Gpus, Phases, Shapes, device_budget, require_room, settle_for
+from .machine import engine_type, samples_elsewhere
 from .placement import engine_bytes, placement
 from .prompt_example import prompt_example
+from .start import Start
 
 if TYPE_CHECKING:
     from .trainer import Trainer
@@ -53,9 +57,52 @@ def plan(trainer: Trainer) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "threads_because": trainer.machine.why["threads"],
         "output_dir": c.output_dir,
+        **_memory_of(trainer),
         **({"warnings": warnings} if (warnings := trainer.machine.warnings()) else {}),
         **placement(trainer, rollouts),
     }
+
+
+def _memory_of(trainer: Trainer) -> dict[str, Any]:
+    """GiB of each phase on the run's GPU; nothing on a CPU."""
+    if trainer.learner.device.type != "cuda":
+        return {}
+    c = trainer.config
+    memory = int(torch.cuda.get_device_properties(trainer.learner.device).total_memory)
+    phases = device_budget(c, Shapes.of(Start.of(c).shell(c), c), memory, sampler=not samples_elsewhere(c))
+    return {"memory_gib": _in_gib(phases)}
+
+
+def _in_gib(phases: Phases) -> dict[str, dict[str, float]]:
+    return {phase: {part: round(bytes_ / GIB, 2) for part, bytes_ in held.items()} for phase, held in phases.items()}
+
+
+def plan_for(c: RunConfig, gpus: Gpus) -> dict[str, Any]:
+    """The plan of a run on GPUs that are not here: what is `auto` there, and the memory of each phase in GiB.
+
+    Reads only the model's configuration. With two GPUs or more the learner has the first and samplers the others.
+    Raises ConfigError when the run cannot fit, with the keys to change.
+    """
+    shell = Start.of(c).shell(c)
+    if c.dtype == "auto":
+        c = c.model_copy(update={"dtype": "bfloat16"})
+    c = c.model_copy(update=engine_type(c, c.dtype))
+    shapes = Shapes.of(shell, c)
+    apart = gpus.count > 1 or samples_elsewhere(c)
+    roles = {"learner GPU": (True, False), "sampler GPU": (False, True)} if apart else {"GPU": (True, True)}
+    chosen: dict[str, Any] = {}
+    found: dict[str, Any] = {"model": c.model, "parameters": shapes.parameters, "trained_parameters": shapes.trained}
+    tables: dict[str, Any] = {}
+    for name, (learner, sampler) in roles.items():
+        chosen |= settle_for(c, shapes, gpus.memory, learner=learner, sampler=sampler)
+        settled = c.model_copy(update=chosen)
+        phases = device_budget(settled, shapes, gpus.memory, learner=learner, sampler=sampler)
+        require_room(settled, phases, gpus.memory)
+        tables[name] = _in_gib(phases)
+    keys = ("dtype", "tokens_per_microbatch", "gradient_checkpointing", "engine")
+    settled = c.model_copy(update=chosen)
+    found |= {key: getattr(settled, key) for key in keys}
+    return found | {"gpus": gpus.count, "gib_of_each": round(gpus.memory / GIB, 1), "memory_gib": tables}
 
 
 def rollouts_per_step(trainer: Trainer) -> int:

@@ -31,11 +31,15 @@ MAY_CHANGE_ON_RESUME = frozenset(
     {"max_steps", "max_skipped_steps", "save_steps", "save_total_limit", "eval_steps", "log_completions", "report_to"}
     | {"save_dtype", "max_failed_share", "reward_timeout_s", "reward_memory_mb", "reward_env", "reward_sandbox"}
     | {"sync", "learner", "threads"}
+    | {"engine", "tokens_per_microbatch", "gradient_checkpointing"}
     | {"push_to_hub", "hub_model_id", "hub_strategy", "hub_private_repo"}
 )
 """Keys that a resume may override; any other would make the rest of the run something else. Of `sync` the options of
-sampler processes alone: runs with them cannot be repeated anyway. Of `learner` those that say where it runs. Another
-number of threads changes how sums are rounded."""
+sampler processes alone: runs with them cannot be repeated anyway. Of `learner` those that say where it runs, of
+`engine` those that bound its memory. These, `tokens_per_microbatch`, `gradient_checkpointing` and `threads` change how
+sums are rounded."""
+MEMORY_OPTIONS = frozenset({"slots", "max_length", "gpu_memory_utilization"})
+"""Options of an engine that bound its memory."""
 
 
 def resumed_config(run_dir: Path, overrides: Mapping[str, Any]) -> RunConfig:
@@ -57,6 +61,8 @@ def refuse_changes(run_dir: Path, saved: Mapping[str, Any], config: RunConfig) -
     elastic = all("elastic" in getattr(method(LEARNERS, c["learner"], "learner"), "provides", ()) for c in (saved, now))
     if not elastic or _name(before["learner"]) != _name(now["learner"]):
         free -= {"learner"}
+    if _without_memory_options(before["engine"]) != _without_memory_options(now["engine"]):
+        free -= {"engine"}
     if config.lr_scheduler_type != "constant":
         free -= {"max_steps"}  # it shapes every later learning rate
     changed = [k for k in now if before.get(k) != now[k] and k not in free]
@@ -83,6 +89,11 @@ def in_steps(c: RunConfig, prompts: int) -> RunConfig:
         return c
     steps = math.ceil(c.num_train_epochs * prompts / c.prompts_per_step)
     return validate(c.model_dump() | {"max_steps": steps, "num_train_epochs": None})
+
+
+def _without_memory_options(engine: MethodSpec) -> dict[str, Any]:
+    options = {"name": engine} if isinstance(engine, str) else engine
+    return {key: value for key, value in options.items() if key not in MEMORY_OPTIONS}
 
 
 def _name(spec: MethodSpec) -> Any:

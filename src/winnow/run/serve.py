@@ -38,6 +38,15 @@ Reply = Callable[[dict[str, Any]], None]
 ReadWeights = Callable[[Mapping[str, Any]], Mapping[str, torch.Tensor]]
 
 
+def alone_on(device: str) -> str:
+    """Hide all GPUs but this one from the process, which has not used any; the device's name from now on."""
+    kind, _, number = device.partition(":")
+    if kind == "cuda" and number:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+        os.environ["CUDA_VISIBLE_DEVICES"] = visible[int(number)] if int(number) < len(visible) > 1 else number
+    return kind
+
+
 class Server:
     """Owns everything that samples; `reply` sends a message to the learner, `read` gets published weights.
 
@@ -46,6 +55,8 @@ class Server:
 
     def __init__(self, start: Mapping[str, Any], reply: Reply, read: ReadWeights) -> None:
         c = validate(start["config"])
+        if start["device"] is not None:
+            c = c.model_copy(update={"device": alone_on(start["device"])})
         quiet_transformers()
         torch.set_num_threads(start["threads"])
         self.task = build_task(c.env)

@@ -18,7 +18,7 @@ from ..config import ConfigError, RunConfig, config_of
 from ..env.rewards.rewarder import RewardSpec
 from ..learner import LearnerLostError
 from ..record.records import RunDirectoryError, lock
-from ..record.stopping import RunStoppedError, TaskSolvedError
+from ..record.stopping import RunStoppedError, TaskSolvedError, memory_errors
 from . import checkpoint
 from .assembly import assemble
 from .callbacks import Callbacks, TrainerState
@@ -100,7 +100,8 @@ class Trainer:
             self._checkpoint = self._find_checkpoint(config) if resume else None
             if not resume:
                 refuse_used_directory(self.run_dir)
-            self._built = built = assemble(config, given, self._checkpoint, resumed=resume)
+            with memory_errors("before the first step"):
+                self._built = built = assemble(config, given, self._checkpoint, resumed=resume)
             self.config = built.config
             self._callbacks = Callbacks(callbacks, self.config.max_steps)
         except BaseException:
@@ -229,6 +230,10 @@ class Trainer:
         self._end()
 
     def _begun(self) -> Session:
+        with memory_errors("before the first step"):
+            return self._opened_session()
+
+    def _opened_session(self) -> Session:
         if self._held is None:
             private_directory(self.run_dir)
             self._held = lock(self.run_dir)

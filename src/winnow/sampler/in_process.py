@@ -103,7 +103,7 @@ class InProcessSampler:
         if not self.max_lag:
             self.engine.load_weights(weights, version)
             return
-        self._kept[version] = {name: tensor.detach().clone() for name, tensor in weights.items()}
+        self._kept[version] = {name: tensor.detach().to("cpu", copy=True) for name, tensor in weights.items()}
         self._kept = {v: kept for v, kept in self._kept.items() if v >= version - self.max_lag}
         self._use(self.version)
 

@@ -87,6 +87,7 @@ class Pipes:
     def __call__(self, inbox: Inbox) -> Pipe:
         paths = dict.fromkeys([*(os.path.abspath(p) for p in sys.path), os.getcwd()])
         env = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": str(self._threads)}
+        env["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # what imports ask of CUDA must not start it: samplers are forked
         self._server = forkserver(SERVE, env)
         return Pipe(inbox, self._server.fork())
 

@@ -72,6 +72,10 @@ class PoolOptions:
         """Samplers that must have a place before work begins."""
         return self.samplers
 
+    def device_of(self, slot: int) -> str | None:
+        """Device of a sampler; None is the run's."""
+        return None
+
     def check(self, reward_timeout_s: float) -> None:
         """Raises ConfigError when a sampler that waits for a reward would be taken for stuck."""
         if self.timeout_s <= reward_timeout_s:
@@ -193,7 +197,8 @@ class SamplerPool:
     def _begin(self, member: Member, where: str) -> None:
         """It has a place, and starts with the newest weights."""
         member.where, member.version = where, self._transport.version
-        member.channel.send({"start": self._orders | self._told()})
+        device = {"device": self.options.device_of(member.slot)}
+        member.channel.send({"start": self._orders | device | self._told()})
         self._dispatch()
 
     def poll(self) -> list[Group]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -20,6 +21,19 @@ class Processes(PoolOptions):
     """Sampler processes that go on while the learner works; weights change between two of their decode steps."""
 
     provides: ClassVar[frozenset[str]] = frozenset({"beside", "own_engine"})
+
+    devices: tuple[str, ...] = ()
+    """Devices of the samplers in turn, e.g. [cuda:1]; empty: the run's `device`, which they share with the learner."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in self.devices:
+            if re.fullmatch(r"cpu|cuda(:\d+)?", name) is None:
+                raise ValueError(f"devices: expected cpu, cuda or cuda:N, not {name!r}")
+
+    def device_of(self, slot: int) -> str | None:
+        """Device of a sampler; None is the run's."""
+        return self.devices[slot % len(self.devices)] if self.devices else None
 
     def build(self, context: SamplerContext) -> SamplerPool:
         self.check(context.config.reward_timeout_s)

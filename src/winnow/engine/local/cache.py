@@ -13,8 +13,9 @@ import torch
 
 GRAIN = 16
 """Rows are chunked in multiples of this, columns rounded up to it."""
-CALL_COST = 1 << 15
-"""Cache elements that can be read in the time that one more attention call costs; measured on CPU."""
+CALL_COST = {"cpu": 1 << 15, "cuda": 1 << 24}
+"""Cache elements that can be read in the time that one more attention call costs, by device: measured on a CPU, from
+launch time and memory rate on a GPU."""
 
 
 class Chunk(NamedTuple):
@@ -108,8 +109,9 @@ class KVCache:
         return (head_rows * self.columns + positions_N[:, None]).view(-1)
 
 
-def plan(lengths_N: np.ndarray, elements_per_column: int) -> list[Chunk]:
+def plan(lengths_N: np.ndarray, elements_per_column: int, device: str = "cpu") -> list[Chunk]:
     """Cut rows into chunks: a chunk takes in its neighbour while that pads less than a further call would cost."""
+    call_cost = CALL_COST.get(device, CALL_COST["cpu"])
     if not len(lengths_N):
         return []
     starts = range(0, len(lengths_N), GRAIN)
@@ -121,7 +123,7 @@ def plan(lengths_N: np.ndarray, elements_per_column: int) -> list[Chunk]:
             last = chunks[-1]
             columns = max(last.columns, top)
             padding = (columns - last.columns) * (last.stop - last.start) + (columns - top) * (stop - start)
-            if padding * elements_per_column <= CALL_COST:
+            if padding * elements_per_column <= call_cost:
                 chunks[-1] = Chunk(last.start, stop, columns)
                 continue
         chunks.append(Chunk(start, stop, top))

@@ -215,13 +215,14 @@ class LocalEngine(SequenceEngine):
         """Attention chunks; sorts the rows by length once padding has cost as much as moving them would."""
         table = self.sequences.table
         lengths = table.lengths
-        chunks = plan(lengths, self._column_size)
+        device = self._backend.device.type
+        chunks = plan(lengths, self._column_size, device)
         self._waste += padded(chunks) - int(lengths.sum())
         if self._waste > SORT_COST * int(lengths.sum()):
             self._waste = 0
             order = self._to_device(table.sort())
             self._cache.move(torch.arange(len(order), device=order.device), order, int(lengths.max()))
-            chunks = plan(table.lengths, self._column_size)
+            chunks = plan(table.lengths, self._column_size, device)
         return chunks
 
     def _admit(self) -> list[Output]:

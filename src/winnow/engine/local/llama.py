@@ -170,8 +170,8 @@ class LlamaBackend:
         keys, values = [], []
         for layer in self._layers:
             q, k, v = (t.view(B, P, -1, self._size).transpose(1, 2) for t in self._qkv(layer, x, rotation))
-            keys.append(k)
-            values.append(v)
+            keys.append(k.contiguous())  # views would keep the whole product alive, several times as large
+            values.append(v.contiguous())
             layer.out.add_to(x, self._attend_all(q, k, v, None))
             self._feed_forward(layer, x)
         return Prefilled(keys, values, [len(p) for p in prompts], self._last(x, prompts))
@@ -201,10 +201,28 @@ class LlamaBackend:
     def _attend_all(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
         """Attention of every position, [B, heads, S, D] each, as [B * S, heads * D]; without a mask it is causal."""
         shared = self._heads != self._kv_heads
+        if shared and q.device.type != "cpu" and (mask is not None or q.dtype == torch.float32):
+            return self._attend_in_groups(q, k, v, mask)
         attended = F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=mask is None, scale=self._scale, enable_gqa=shared
         )
         return attended.transpose(1, 2).reshape(q.shape[0] * q.shape[2], -1)
+
+    def _attend_in_groups(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None
+    ) -> torch.Tensor:
+        """`_attend_all` without `enable_gqa`, for which PyTorch has only the math kernel on GPUs with a mask or in
+        float32: it would hold all scores in float32. With a mask, heads of a group become further queries."""
+        B, heads, S, _ = q.shape
+        groups = heads // self._kv_heads
+        if mask is None:
+            k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+            attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self._scale)
+        else:
+            folded = q.reshape(B, self._kv_heads, groups * S, self._size)
+            mask = mask.repeat(1, 1, groups, 1)
+            attended = F.scaled_dot_product_attention(folded, k, v, attn_mask=mask, scale=self._scale)
+        return attended.reshape(B, heads, S, -1).transpose(1, 2).reshape(B * S, -1)
 
     def _last(self, x: torch.Tensor, sequences: list[tuple[int, ...]]) -> Output:
         longest = max(map(len, sequences))

@@ -7,13 +7,14 @@ request's tokens do not depend on who runs it. vLLM's sampler then finds one pos
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Hashable
 from contextlib import suppress
 from typing import Any, Final
 
 import numpy as np
 import torch
-from transformers import GenerationConfig
+from transformers import AutoConfig, GenerationConfig
 
 from ...base.weights import Weights, state_of
 from ...config import ConfigError
@@ -36,14 +37,15 @@ class VllmEngine(SequenceEngine):
     def __init__(self, source: str, model: ModelReference, tokenizer: Any, options: VllmOptions) -> None:
         """`source` is a directory or hub name with the weights of `model`. Raises ConfigError when vLLM refuses it."""
         shell = model.loaded if model.loaded is not None else _shell(source)
-        facts = Facts.of(shell, tokenizer, options.max_length)
+        limit = getattr(shell.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
+        facts = Facts.of(shell, tokenizer, None if options.max_length is None else min(options.max_length, limit))
         self.options = options
         self._added = 0
         self._loads = 0
         try:
             adapters = None if model.adapters is None else Adapters.of(_shell(source), model.adapters)
             self._wanted = facts if adapters is None else adapters.facts(facts)
-            arguments = _arguments(source, shell.config, facts, options, model.device)
+            arguments = _arguments(source, facts, options, model.device)
             core = LeadingCore if options.tensor_parallel_size > 1 else Core
             self._core = core(arguments | (adapters.arguments() if adapters else {}), bool(facts.tied), adapters)
             self.sequences = Sequences(facts, tokenizer, options.slots, self._core.runner.device)
@@ -171,8 +173,10 @@ class _Head:
         return picked, lambda some: hidden_NH[self._sequences.to_device(at[some])]
 
 
-def _arguments(source: str, config: Any, facts: Facts, options: VllmOptions, device: torch.device) -> dict[str, Any]:
-    saved = getattr(config, "dtype", None) or torch.float32  # vLLM's `auto` makes half precision of float32
+def _arguments(source: str, facts: Facts, options: VllmOptions, device: torch.device) -> dict[str, Any]:
+    """`source`: the saved model, whose type vLLM computes in unless `options` says otherwise. (A model that the learner
+    has loaded is float32, and vLLM's `auto` makes half precision of a float32 one.)"""
+    saved = getattr(AutoConfig.from_pretrained(source, trust_remote_code=False), "dtype", None) or torch.float32
     cpu = device.type == "cpu"
     on_cpu = {"block_size": BLOCK_SIZE, "kv_cache_memory_bytes": CACHE_BYTES, "enforce_eager": True} if cpu else {}
     ours = {

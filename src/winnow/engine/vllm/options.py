@@ -9,7 +9,7 @@ import random
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -45,7 +45,7 @@ class VllmOptions:
     dtype: str | None = None
     """`float32`, `bfloat16` or `float16`; None is the type of the saved model."""
     max_length: int | None = None
-    """Longest prompt plus completion (`max_model_len`); None is the model's limit."""
+    """Longest prompt plus completion (`max_model_len`), for which vLLM must have room; None is that of the run."""
     gpu_memory_utilization: float = 0.5
     """Share of a GPU's memory, weights included. Without effect on a CPU."""
     tensor_parallel_size: int = 1
@@ -64,6 +64,10 @@ class VllmOptions:
             raise ValueError(f"gpu_memory_utilization must lie in (0, 1], not {self.gpu_memory_utilization}")
         if taken := sorted(set(self.args) & OURS):
             raise ValueError(f"args: {taken[0]} is set by Winnow; remove it")
+
+    def for_run(self, longest: int) -> VllmOptions:
+        """For requests of at most `longest` tokens, prompts and completions together."""
+        return self if self.max_length is not None else replace(self, max_length=longest)
 
     def build(self, model: ModelReference, tokenizer: Any) -> VllmEngine:
         """Raises ConfigError when vLLM is not installed, or cannot run the model."""

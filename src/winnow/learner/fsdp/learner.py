@@ -129,5 +129,5 @@ def together(parts: Sequence[Stats]) -> Stats:
         for name, value in part.sums.items():
             whole.add(name, value)
         for name in ("log_w_B", "log_ratio_N", "baselines", "row_norm_B"):
-            getattr(whole, name).extend(tensor.cpu() for tensor in getattr(part, name))
+            getattr(whole, name).extend(getattr(part, name))
     return whole

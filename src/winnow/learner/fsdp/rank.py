@@ -12,7 +12,7 @@ import torch.distributed as dist
 from ...base.memory import resident_mib
 from ...config import RunConfig, name_of
 from ...methods.advantage import ADVANTAGES
-from ..base import Policy
+from ..base import Policy, Stats
 from ..local.options import distribution, options
 from .sharded import ShardedLearner
 
@@ -64,4 +64,16 @@ class Rank:
         return resident_mib()
 
     def call(self, name: str, *args: Any, **named: Any) -> Any:
-        return getattr(self.learner, name)(*args, **named)
+        """What a method of the learner returns, on the host: the driver may have no GPU."""
+        return on_host(getattr(self.learner, name)(*args, **named))
+
+
+def on_host(value: Any) -> Any:
+    """The value with every tensor in it copied to the host."""
+    if isinstance(value, torch.Tensor):
+        return value.cpu()
+    if isinstance(value, list | tuple):
+        return type(value)(on_host(item) for item in value)
+    if isinstance(value, dict):
+        return {key: on_host(item) for key, item in value.items()}
+    return value.on_host() if isinstance(value, Stats) else value

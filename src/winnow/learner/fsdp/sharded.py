@@ -265,7 +265,7 @@ class ShardedLearner(LocalLearner):
         if not folder.is_dir():
             raise ValueError(f"{folder}: is missing; the checkpoint was not written by learner: fsdp")
         state = {
-            f"{name}:{key}": torch.zeros(()) if key == "step" else torch.zeros_like(param)
+            f"{name}:{key}": torch.zeros((), device=param.device) if key == "step" else torch.zeros_like(param)
             for name, param in self._params.items()
             for key in ("step", "exp_avg", "exp_avg_sq")
         }

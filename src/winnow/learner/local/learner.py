@@ -90,7 +90,9 @@ class LocalLearner:
             self._share_prompts = can_share_prompts(*trial)
             self._recomputing = recomputing_if_exact(*trial)
         parameters = sum(p.numel() for p in model.parameters())
-        self._budget = Budget.for_model(options.tokens_per_microbatch, parameters, share=self._share_prompts)
+        self._budget = Budget.for_model(
+            options.tokens_per_microbatch, parameters, share=self._share_prompts, device=self.device.type
+        )
         train_adapter_dropout(model)
         self._place()
         self._params = {n: p for n, p in model.named_parameters() if p.requires_grad}
@@ -343,7 +345,12 @@ class LocalLearner:
         return MergedWeights(self._causal_lm)
 
     def metrics(self) -> dict[str, float]:
-        return {}
+        """On a GPU its memory in GiB: held now by this process's tensors, and at most since the last call."""
+        if self.device.type != "cuda":
+            return {}
+        held, peak = torch.cuda.memory_allocated(self.device), torch.cuda.max_memory_allocated(self.device)
+        torch.cuda.reset_peak_memory_stats(self.device)
+        return {"gpu/memory_gib": held / 2**30, "gpu/peak_memory_gib": peak / 2**30}
 
     def save(self, directory: Path) -> None:
         self._save_trained(directory / "model")

@@ -62,6 +62,7 @@ const plan = (data, { runs, several, hidden, logged, runColor }) => {
     { id: "time", title: "Time", charts: [
       ["Tokens per second", { zero: true, keys: [["tokens_per_second", "tokens/s"]] }],
       ["Seconds a step", { zero: true, format: charts.duration, keys: [["step_time", "step"]] }],
+      ["Memory of the GPU, GiB", { zero: true, keys: [["gpu/peak_memory_gib", "peak"], ["gpu/memory_gib", "after the step"]] }],
       ["Seconds a step, by phase", { stacked: true, format: charts.duration, keys: phases() }],
     ] },
   ];

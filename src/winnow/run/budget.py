@@ -1,0 +1,283 @@
+"""Memory of a run on a GPU, by phase, from its configuration and the shapes of its model alone.
+
+`device_budget` says what each phase holds. `settle_for` chooses what is `auto` by it: slots of the embedded engine,
+tokens of a micro-batch, layers recomputed. `--dry-run --gpu 24GiB` prints it for a GPU that is not here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ..config import ConfigError, RunConfig, method
+from ..engine import ENGINES, LocalOptions, VllmOptions
+from ..engine.local.engine import PREFILL_TOKENS
+from ..learner.local.recompute import WORTH
+from ..learner.local.vocabulary import SLICE_ELEMENTS
+from .activations import AT_LEAST, AT_MOST
+
+GIB = 2**30
+USABLE = 0.94
+"""Share of a GPU's memory for tensors; the rest goes to CUDA's context, kernels and fragments."""
+HALF = ("bfloat16", "float16")
+OPTIMIZER = {"adamw_torch_8bit": 2, "adamw_torch_4bit": 1, "sgd": 4, "muon": 4, "adafactor": 0}
+"""Bytes of optimizer state for a trained parameter; AdamW has 8."""
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """A causal LM in numbers."""
+
+    parameters: int
+    trained: int
+    vocabulary: int
+    """Parameters of the input embedding."""
+    vocab_size: int
+    layers: int
+    hidden: int
+    intermediate: int
+    heads: int
+    queries: int
+    """Width of the queries of all heads."""
+    keys: int
+    """Width of the keys (and of the values) of all heads."""
+    qk_norm: bool
+    """Whether queries and keys are normalized."""
+
+    @property
+    def kv_elements(self) -> int:
+        """Keys and values of one position, all layers."""
+        return 2 * self.layers * self.keys
+
+    @classmethod
+    def of(cls, model: Any, c: RunConfig) -> Shapes:
+        """Of a model, which may be on the meta device."""
+        text = model.config.get_text_config()
+        heads = text.num_attention_heads
+        width = getattr(text, "head_dim", None) or text.hidden_size // heads
+        total = sum(p.numel() for p in model.parameters())
+        embedding = model.get_input_embeddings().weight
+        return cls(
+            parameters=total,
+            trained=total if c.lora is None else _adapter_parameters(model, c),
+            vocabulary=embedding.numel(),
+            vocab_size=embedding.shape[0],
+            layers=text.num_hidden_layers,
+            hidden=text.hidden_size,
+            intermediate=getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
+            heads=heads,
+            queries=heads * width,
+            keys=(getattr(text, "num_key_value_heads", None) or heads) * width,
+            qk_norm=any(name.endswith("q_norm.weight") for name, _ in model.named_parameters()),
+        )
+
+
+def _adapter_parameters(model: Any, c: RunConfig) -> int:
+    assert c.lora is not None
+    targets, head = c.lora.target_modules, model.get_output_embeddings()
+    found = 0
+    for name, module in model.named_modules():
+        wanted = targets == "all-linear" or name.rpartition(".")[2] in (
+            [targets] if isinstance(targets, str) else targets
+        )
+        if wanted and module is not head and hasattr(module, "in_features"):
+            found += c.lora.r * (module.in_features + module.out_features)
+    return found
+
+
+@dataclass(frozen=True)
+class Gpus:
+    """GPUs of one size: the learner has the first; with a second, samplers have the others."""
+
+    count: int
+    memory: int
+    """Bytes of one."""
+
+    @classmethod
+    def parsed(cls, text: str) -> Gpus:
+        """`24GiB`, `80GB`, `2x80GiB`. Raises ConfigError on anything else."""
+        found = re.fullmatch(r"(?:(\d+)x)?(\d+(?:\.\d+)?)\s*(GiB|GB)", text.strip(), re.IGNORECASE)
+        if found is None or int(found[1] or 1) < 1:
+            raise ConfigError(f"--gpu: cannot read {text!r}; write e.g. 24GiB or 2x80GiB")
+        return cls(int(found[1] or 1), int(float(found[2]) * (GIB if found[3].lower() == "gib" else 10**9)))
+
+
+Phases = dict[str, dict[str, int]]
+"""Phase -> part -> bytes."""
+
+
+def device_budget(c: RunConfig, shapes: Shapes, memory: int, *, learner: bool = True, sampler: bool = True) -> Phases:
+    """Bytes that the learner, the sampler, or both hold on one GPU of `memory` bytes, by phase.
+
+    Keys that are `auto` count as their smallest value.
+    """
+    parts: Phases = {"update": {}, "generation": {}, "publish": {}}
+    engine = method(ENGINES, c.engine, "engine")
+    vllm = isinstance(engine, VllmOptions)
+    if learner:
+        resident = _learner_parts(c, shapes)
+        for phase in parts.values():
+            phase.update(resident)
+        parts["update"] |= _update_parts(c, shapes)
+        if c.lora is not None and c.lora.merge:
+            parts["publish"]["merged weights"] = _merged(shapes)
+    if sampler and vllm:
+        share = int(engine.gpu_memory_utilization * memory)
+        for phase in parts.values():
+            phase["vLLM (gpu_memory_utilization)"] = share
+    elif sampler:
+        weights = _engine_weights(c, shapes)
+        parts["generation"] |= {"engine weights": weights} | _generation_parts(c, shapes, _slots(c, engine))
+        parts["publish"]["engine weights"] = weights
+        if not learner:
+            parts["publish"] |= {"weights received": 4 * shapes.parameters}
+    return {phase: held for phase, held in parts.items() if held}
+
+
+def settle_for(
+    c: RunConfig, shapes: Shapes, memory: int, *, learner: bool = True, sampler: bool = True
+) -> dict[str, Any]:
+    """Values for the keys that are `auto`, and slots of the embedded engine, that fit a GPU of `memory` bytes."""
+    chosen: dict[str, Any] = {}
+    usable, roles = int(USABLE * memory), {"learner": learner, "sampler": sampler}
+
+    def left(phase: str, config: RunConfig) -> int:
+        return usable - sum(device_budget(config, shapes, memory, **roles).get(phase, {}).values())
+
+    if learner and c.gradient_checkpointing == "auto":
+        longest = c.max_prompt_length + c.max_completion_length
+        plain = c.model_copy(update={"gradient_checkpointing": False, "tokens_per_microbatch": longest})
+        chosen["gradient_checkpointing"] = left("update", plain) < 0
+    if learner and c.tokens_per_microbatch == "auto":
+        with_layers = c.model_copy(update=chosen | {"tokens_per_microbatch": 0})
+        each = _activations(with_layers, shapes)
+        tokens = max(0, left("update", with_layers)) // max(1, each)
+        chosen["tokens_per_microbatch"] = max(AT_LEAST, min(AT_MOST, tokens))
+    engine = method(ENGINES, c.engine, "engine")
+    if sampler and isinstance(engine, LocalOptions):
+        size = c.num_generations  # a prompt more for so many slots
+        one, two = (left("generation", c.model_copy(update={"engine": _with_slots(c, n * size)})) for n in (1, 2))
+        slots = min(engine.slots, max(1, size + size * one // max(1, one - two)))
+        if slots < engine.slots:
+            chosen["engine"] = _with_slots(c, slots)
+    return chosen
+
+
+def require_room(c: RunConfig, phases: Mapping[str, Mapping[str, int]], memory: int) -> None:
+    """Raises ConfigError naming the phase, what it needs, and the keys that make it smaller."""
+    for phase, held in phases.items():
+        total = sum(held.values())
+        if total > memory:
+            largest = sorted(held.items(), key=lambda part: -part[1])[:3]
+            shown = ", ".join(f"{name} {bytes_ / GIB:.1f} GiB" for name, bytes_ in largest)
+            raise ConfigError(
+                f"device: the {phase} phase needs {total / GIB:.1f} GiB of {memory / GIB:.1f} GiB ({shown}); "
+                f"{_remedy(c, phase)}"
+            )
+
+
+def _remedy(c: RunConfig, phase: str) -> str:
+    keys = []
+    if c.lora is None:
+        keys.append("set lora: {r: 16}")
+    if phase == "update":
+        keys += ["set optim: adamw_torch_8bit"] if c.lora is None and c.optim.startswith("adamw_torch") else []
+        keys += ["set gradient_checkpointing: true"] if c.gradient_checkpointing is not True else []
+        keys += ["lower tokens_per_microbatch"]
+    else:
+        keys += ["lower engine.slots or max_completion_length"]
+    if isinstance(method(ENGINES, c.engine, "engine"), VllmOptions):
+        keys.append("lower engine.gpu_memory_utilization")
+    return "; or ".join(keys)
+
+
+def _learner_parts(c: RunConfig, shapes: Shapes) -> dict[str, int]:
+    parts = {
+        "weights": 4 * shapes.parameters + (4 * shapes.trained if c.lora is not None else 0),
+        "optimizer": OPTIMIZER.get(c.optim, 8) * shapes.trained,
+    }
+    if c.keeps_reference and c.lora is None:
+        parts["reference"] = 4 * shapes.parameters
+    return parts
+
+
+def _update_parts(c: RunConfig, shapes: Shapes) -> dict[str, int]:
+    tokens = AT_LEAST if c.tokens_per_microbatch == "auto" else c.tokens_per_microbatch
+    parts = {"gradients": 4 * shapes.trained}
+    if c.dtype in HALF:
+        parts["half-precision copies"] = 2 * shapes.parameters
+    parts["activations"] = tokens * _activations(c, shapes)
+    parts["head"] = 3 * 4 * min(SLICE_ELEMENTS["cuda"], tokens * shapes.vocab_size)
+    return parts
+
+
+def _activations(c: RunConfig, shapes: Shapes) -> int:
+    """Bytes that the backward pass holds of one token at its peak: what all layers keep, and one layer's workspace."""
+    half = c.dtype in HALF
+    if c.gradient_checkpointing is True:
+        one = _kept_by_layer(shapes, half, recomputed=False, lora=c.lora)
+        return 4 * shapes.hidden * (shapes.layers + 1) + int(0.7 * one)
+    recomputed = shapes.parameters >= WORTH
+    kept = shapes.layers * _kept_by_layer(shapes, half, recomputed=recomputed, lora=c.lora)
+    if recomputed:  # what is made again, and gradients of a layer's matrices
+        wide = 2 * shapes.hidden + shapes.queries + 2 * shapes.keys + 3 * shapes.intermediate
+        kept += int((1.3 if half else 5) * wide)
+    return kept
+
+
+def _kept_by_layer(shapes: Shapes, half: bool, *, recomputed: bool, lora: Any) -> int:
+    """Bytes that one decoder layer keeps of one token for the backward pass (`learner/local/recompute.py`).
+
+    As counted on Llama and Qwen3: the residual stream in float32; queries, keys (before and after their norms) and
+    values; attention's output; gate and up; under autocast also the cast inputs of the matrices.
+    """
+    each, H, I, rotated = 2 if half else 4, shapes.hidden, shapes.intermediate, shapes.queries + shapes.keys  # noqa: E741
+    kept = 4 * 2 * H + each * ((1 + shapes.qk_norm) * rotated + shapes.keys + shapes.queries + 2 * I) + 4 * shapes.heads
+    if half:
+        kept += 2 * (2 * H + I)
+    if not recomputed:
+        kept += (
+            (8 * H + 2 * I + 6 * shapes.qk_norm * rotated) if half else 4 * (4 * H + 2 * I + shapes.qk_norm * rotated)
+        )
+    if lora is not None and half:
+        kept += 2 * (3 * H + shapes.queries + I)
+    return kept
+
+
+def _engine_bytes(c: RunConfig) -> int:
+    dtype = c.engine.get("dtype") if isinstance(c.engine, dict) else None
+    return 2 if dtype in HALF else 4
+
+
+def _engine_weights(c: RunConfig, shapes: Shapes) -> int:
+    """Of the embedded engine: the embedding in float32, and a head of its own."""
+    each = _engine_bytes(c)
+    return 4 * shapes.vocabulary + each * (shapes.parameters - shapes.vocabulary) + each * shapes.vocabulary
+
+
+def _generation_parts(c: RunConfig, shapes: Shapes, slots: int) -> dict[str, int]:
+    each, columns = _engine_bytes(c), -(-(c.max_prompt_length + c.max_completion_length) // 64) * 64
+    tokens = -(-slots // max(1, c.num_generations)) * c.max_prompt_length
+    attention = 4 * (2 * shapes.hidden + 6 * shapes.queries + 5 * shapes.keys)
+    feed_forward = 8 * shapes.hidden + 3 * each * shapes.intermediate
+    return {
+        "keys and values": slots * columns * (shapes.kv_elements + 1) * each,
+        "prompts": tokens * shapes.kv_elements * each,
+        "prefill": min(tokens, PREFILL_TOKENS) * max(attention, feed_forward),
+        "logits": slots * shapes.vocab_size * (each + 8),
+    }
+
+
+def _merged(shapes: Shapes) -> int:
+    """Merged copies of all adapted matrices."""
+    return 4 * (shapes.parameters - shapes.vocabulary)
+
+
+def _slots(c: RunConfig, engine: Any) -> int:
+    return min(engine.slots, c.prompts_per_step * c.num_generations)
+
+
+def _with_slots(c: RunConfig, slots: int) -> dict[str, Any]:
+    return ({"name": c.engine} if isinstance(c.engine, str) else dict(c.engine)) | {"slots": slots}

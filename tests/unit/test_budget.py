@@ -1,0 +1,210 @@
+"""Memory of a run on a GPU: predicted, and counted on the pretended device."""
+
+from __future__ import annotations
+
+import gc
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from tests.pretend_cuda import PretendCuda
+from winnow.base.noise import noise_key
+from winnow.config import ConfigError, RunConfig, validate
+from winnow.engine import LocalEngine, Request, SamplingParams
+from winnow.learner.batch import Row
+from winnow.learner.local import recompute
+from winnow.learner.local.learner import LearnerOptions, LocalLearner
+from winnow.learner.local.logprob import TokenDistribution
+from winnow.methods.loss import LossConfig
+from winnow.run import budget
+from winnow.run.budget import GIB, Gpus, Shapes, device_budget, require_room, settle_for
+from winnow.run.build_adapters import with_lora
+from winnow.run.plan import plan_for
+from winnow.types import Rollout
+
+from .engine_models import word_tokenizer
+
+VOCAB = 512
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "num_hidden_layers": 3,
+    "tie_word_embeddings": True,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+}
+QWEN3 = {"hidden_size": 256, "intermediate_size": 768, "num_attention_heads": 4, "num_key_value_heads": 2}
+REAL: dict[str, dict[str, Any]] = {
+    "0.6B": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16},
+    "1.7B": {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28, "num_attention_heads": 16},
+    "4B": {"hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "num_attention_heads": 32},
+    "8B": {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32},
+}
+
+
+def qwen3(**changes: Any) -> Any:
+    torch.manual_seed(0)
+    return Qwen3ForCausalLM(Qwen3Config(**SIZES, **QWEN3, head_dim=128, **changes)).eval()
+
+
+def llama() -> Any:
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**SIZES, **QWEN3)).eval()
+
+
+def config(**changes: Any) -> RunConfig:
+    values = {"model": "m", "env": "countdown", "dtype": "float32", "max_prompt_length": 64, "num_generations": 4}
+    return validate(values | {"max_completion_length": 64, "prompts_per_step": 4} | changes)
+
+
+def rows_of(tokens: int) -> list[Row]:
+    """Rows of 128 tokens, prompts of 8 among them."""
+    draws, rows = random.Random(0), []
+    for number in range(tokens // 128):
+        ids = np.array([draws.randrange(2, VOCAB) for _ in range(120)])
+        zeros = np.zeros(120)
+        prompt = tuple(range(5 + number, 13 + number))
+        rollout = Rollout(number, prompt, ids, zeros == 0, zeros.astype(np.float32) - 5, zeros.astype(np.int32))
+        rows.append(Row(rollout, 1.0, 0.01))
+    return rows
+
+
+def total(held: Any) -> int:
+    return sum(held.values())
+
+
+UPDATES = [
+    (qwen3, {}, True),
+    (qwen3, {}, False),
+    (llama, {}, False),
+    (qwen3, {"dtype": "bfloat16"}, True),
+    (qwen3, {"dtype": "bfloat16"}, False),
+    (llama, {"dtype": "bfloat16"}, True),
+    (qwen3, {"dtype": "bfloat16", "gradient_checkpointing": True}, False),
+    (qwen3, {"dtype": "bfloat16", "lora": {"r": 8}}, True),
+]
+
+
+@pytest.mark.parametrize(("model", "changes", "recomputed"), UPDATES)
+def test_an_update_holds_what_is_predicted(
+    model: Any, changes: Any, recomputed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Within a tenth, at the peak of a second update (optimizer state and gradients are there by then)."""
+    monkeypatch.setattr(recompute, "WORTH", 0 if recomputed else 10**12)
+    monkeypatch.setattr(budget, "WORTH", 0 if recomputed else 10**12)
+    tokens = 2048
+    c = config(tokens_per_microbatch=tokens, **changes)
+    shapes = Shapes.of(model(), c)
+    phases = device_budget(c, shapes, 80 * GIB, sampler=False)
+    with PretendCuda() as gpu:
+        policy = model().to("cuda")
+        if c.lora is not None:
+            policy = with_lora(policy, c.lora, None)
+        options = LearnerOptions(
+            tokens_per_microbatch=tokens,
+            compute_dtype=getattr(torch, c.dtype),
+            gradient_checkpointing=c.gradient_checkpointing is True,
+        )
+        learner = LocalLearner(policy, TokenDistribution(VOCAB), options)
+        del policy
+        rows = rows_of(tokens)
+        for _ in range(2):
+            gc.collect()
+            gpu.reset_peak()
+            learner.accumulate(rows, LossConfig(), 0)
+            learner.apply(1e-4)
+        assert total(phases["update"]) == pytest.approx(gpu.peak_bytes, rel=0.1), phases["update"]
+        assert shapes.trained == sum(p.numel() for p in learner.model.parameters() if p.requires_grad)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_generation_holds_what_is_predicted(dtype: str) -> None:
+    slots, prompt, completion = 64, 64, 64
+    c = config(
+        engine={"name": "local", "slots": slots, "dtype": dtype},
+        prompts_per_step=slots // 4,
+        max_prompt_length=prompt,
+        max_completion_length=completion,
+    )
+    predicted = device_budget(c, Shapes.of(qwen3(), c), 80 * GIB, learner=False)["generation"]
+    with PretendCuda() as gpu:
+        engine = LocalEngine(qwen3(), word_tokenizer(VOCAB), slots=slots, dtype=dtype, device="cuda")
+        gc.collect()
+        gpu.reset_peak()
+        for i in range(slots):
+            ids = tuple(2 + (i // 4 + j) % 500 for j in range(prompt))
+            engine.submit([Request(i, ids, SamplingParams(completion), noise_key(0, i))])
+        while engine.pending:
+            engine.step()
+        assert total(predicted) == pytest.approx(gpu.peak_bytes, rel=0.1), predicted
+
+
+def shell(tmp_path: Path, name: str) -> str:
+    sizes = {"num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 40_960, "vocab_size": 151_936}
+    tied = name in ("0.6B", "1.7B", "4B")
+    Qwen3Config(**REAL[name], **sizes, tie_word_embeddings=tied).save_pretrained(tmp_path / name)
+    path = tmp_path / name / "config.json"
+    path.write_text(path.read_text().replace('"model_type"', '"architectures": ["Qwen3ForCausalLM"], "model_type"'))
+    return str(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    ("name", "gpu", "changes"),
+    [
+        ("0.6B", "24GiB", {}),
+        ("1.7B", "24GiB", {"lora": {"r": 16}}),
+        ("1.7B", "80GiB", {}),
+        ("4B", "80GiB", {"lora": {"r": 16}}),
+        ("4B", "2x80GiB", {}),
+    ],
+)
+def test_runs_that_fit_are_planned(tmp_path: Path, name: str, gpu: str, changes: Any) -> None:
+    c = config(
+        **{"model": shell(tmp_path, name), "dtype": "auto", "max_prompt_length": 512, "max_completion_length": 1024}
+        | {"prompts_per_step": 32, "num_generations": 8}
+        | changes
+    )
+    found = plan_for(c, Gpus.parsed(gpu))
+    for phases in found["memory_gib"].values():
+        assert max(sum(held.values()) for held in phases.values()) <= found["gib_of_each"]
+    assert found["tokens_per_microbatch"] >= 256
+
+
+@pytest.mark.parametrize(
+    ("name", "gpu", "key"), [("1.7B", "24GiB", "lora"), ("8B", "40GiB", "lora"), ("8B", "80GiB", "adamw_torch_8bit")]
+)
+def test_one_that_cannot_fit_is_refused_with_the_key(tmp_path: Path, name: str, gpu: str, key: str) -> None:
+    c = config(model=shell(tmp_path, name), dtype="bfloat16", max_completion_length=1024)
+    with pytest.raises(ConfigError, match=rf"device: the update phase needs .*{key}"):
+        plan_for(c, Gpus.parsed(gpu))
+
+
+def test_keys_and_values_are_reserved_by_memory(tmp_path: Path) -> None:
+    """256 rollouts of 1,024 tokens need 36 GB of keys and values in float32; a card of 24 GiB queues them."""
+    c = config(model=shell(tmp_path, "0.6B"), dtype="bfloat16", prompts_per_step=32, num_generations=8)
+    c = c.model_copy(update={"max_completion_length": 1024, "max_prompt_length": 512})
+    found = plan_for(c, Gpus.parsed("24GiB"))
+    assert 16 <= found["engine"]["slots"] < 256
+    assert "slots" not in plan_for(c, Gpus.parsed("80GiB"))["engine"]
+
+
+def test_what_was_chosen_by_the_user_stays() -> None:
+    c = config(tokens_per_microbatch=1000, gradient_checkpointing=False)
+    assert settle_for(c, Shapes.of(qwen3(), c), 80 * GIB) == {}
+    with pytest.raises(ConfigError, match="device: the update phase needs"):
+        require_room(c, {"update": {"weights": 2 * GIB}}, GIB)
+
+
+@pytest.mark.parametrize("text", ["24", "x24GiB", "0x24GiB", "24 MiB", ""])
+def test_gpus_that_cannot_be_read(text: str) -> None:
+    with pytest.raises(ConfigError, match="--gpu: cannot read"):
+        Gpus.parsed(text)
+
+
+@pytest.mark.parametrize(("text", "count", "memory"), [("24GiB", 1, 24 * GIB), ("2x80gb", 2, 80 * 10**9)])
+def test_gpus_by_text(text: str, count: int, memory: int) -> None:
+    assert Gpus.parsed(text) == Gpus(count, memory)

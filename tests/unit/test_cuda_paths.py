@@ -1,0 +1,285 @@
+"""What a GPU would meet, on a CPU: devices, host waits, launches and bytes, by `tests/pretend_cuda.py`."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from tests.pretend_cuda import PretendCuda
+from winnow.base.noise import noise_key
+from winnow.config import LoraConfig
+from winnow.engine import LocalEngine, Request, SamplingParams
+from winnow.engine.facts import Facts
+from winnow.engine.loading import resolve_device
+from winnow.engine.local.models import make_backend
+from winnow.learner.batch import Budget, Pool, Row, micro_batches
+from winnow.learner.local import recompute
+from winnow.learner.local.learner import LearnerOptions, LocalLearner
+from winnow.learner.local.logprob import TokenDistribution
+from winnow.learner.local.reference import frozen_copy
+from winnow.learner.off_policy import sampling_metrics
+from winnow.methods.correct import CORRECTIONS
+from winnow.methods.loss import LossConfig
+from winnow.run.build_adapters import with_lora
+from winnow.types import Rollout
+
+from .engine_models import word_tokenizer
+
+LAYERS, VOCAB = 2, 300
+BF16 = {"compute_dtype": torch.bfloat16}
+PLAIN = LossConfig(policy_loss="plain")
+
+
+def qwen3(vocab: int = VOCAB, heads: int = 4, kv_heads: int = 2) -> Any:
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=16,
+        vocab_size=vocab,
+        max_position_embeddings=2048,
+        tie_word_embeddings=True,
+        eos_token_id=1,
+        pad_token_id=0,
+    )
+    return Qwen3ForCausalLM(config).eval()
+
+
+def rows_of(groups: int = 3, size: int = 3, *, pool: Any = None, vocab: int = VOCAB) -> list[Row]:
+    draws, rows = random.Random(0), []
+    for number in range(groups):
+        prompt = tuple(draws.randrange(2, vocab) for _ in range(draws.randint(3, 40)))
+        for sibling in range(size):
+            n = draws.randint(2, 60)
+            mask = np.ones(n, bool)
+            mask[n // 2 : n // 2 + (n > 8)] = False
+            ids = np.array([draws.randrange(2, vocab) for _ in range(n)])
+            rollout = Rollout(sibling, prompt, ids, mask, np.full(n, -5.0, np.float32), np.zeros(n, np.int32))
+            advantage = draws.choice([0.0, 1.0] if pool else [-1.0, 1.0])
+            rows.append(Row(rollout, advantage, 1 / 200, Pool(number, pool) if pool else None))
+    return rows
+
+
+LORA = LoraConfig(r=4)
+UPDATES: dict[str, dict[str, Any]] = {
+    "float32": {},
+    "bfloat16": BF16,
+    "float16": {"compute_dtype": torch.float16},
+    "checkpointing": BF16 | {"gradient_checkpointing": True},
+    "medium": {"matmul_precision": "medium"},
+    "lora": BF16 | {"lora": LORA},
+    "lora-dropout": BF16 | {"lora": LoraConfig(r=4, dropout=0.1), "gradient_checkpointing": True},
+    "lora-alone": BF16 | {"lora": LoraConfig(r=4, merge=False), "merge_adapters": False},
+    "kl": BF16 | {"reference": True, "loss": LossConfig(beta=0.1)},
+    "kl-lora": BF16 | {"lora": LORA, "loss": LossConfig(beta=0.1, kl_estimator="k2")},
+    "entropy": BF16 | {"loss": LossConfig(entropy_coef=0.01)},
+    "gspo": BF16 | {"loss": LossConfig(importance_sampling_level="sequence")},
+    "filters": BF16 | {"drawn": {"top_p": 0.9, "top_k": 20, "min_p": 0.01, "temperature": 0.7}},
+    "penalty": BF16 | {"drawn": {"repetition_penalty": 1.2}},
+    "temperature": BF16 | {"drawn": {"temperature": 0.7}},
+    "otb": BF16 | {"pool": "energy", "loss": PLAIN},
+    "opob": BF16 | {"pool": "gradient", "loss": PLAIN},
+    "opob-lora": {"pool": "gradient", "lora": LORA, "loss": PLAIN},
+    "opob-small": BF16 | {"pool": "gradient", "loss": PLAIN, "tokens_per_microbatch": 128},
+    "otb-small": BF16 | {"pool": "energy", "loss": PLAIN, "tokens_per_microbatch": 128},
+    "adafactor": {"optim": "adafactor"},
+    "muon": {"optim": "muon"},
+    "sgd": {"optim": "sgd", "optim_args": {"momentum": 0.9}},
+    "adamw": {"optim": "adamw_torch"},
+    "amsgrad": {"optim_args": {"amsgrad": True}},
+    "large-vocabulary": BF16 | {"vocab": 3000},
+} | {
+    f"{name}-{kind}": BF16 | {"loss": LossConfig(policy_loss=kind, correction=CORRECTIONS[name]())}
+    for name in CORRECTIONS
+    if name != "none"
+    for kind in ("clip", "plain")
+}
+
+
+def learner_of(
+    *, lora: Any = None, reference: bool = False, drawn: Any = None, vocab: int = VOCAB, **options: Any
+) -> LocalLearner:
+    model = qwen3(vocab).to("cuda")
+    kept = frozen_copy(model) if reference else None
+    if lora is not None:
+        model = with_lora(model, lora, None)
+    return LocalLearner(model, TokenDistribution(vocab, **(drawn or {})), LearnerOptions(**options), kept)
+
+
+def test_the_checker_finds_what_is_seeded() -> None:
+    with PretendCuda() as gpu:
+        torch.ones(3, device="cuda") + torch.ones(3)
+        assert gpu.mixed
+        gpu.clear()
+        with pytest.raises(TypeError):
+            torch.ones(3, device="cuda").numpy()
+        there = torch.zeros(1000, device="cuda")
+        before = gpu.bytes
+        del there
+        assert before - gpu.bytes == 4000
+        parameter = torch.nn.Parameter(torch.ones(3, device="cuda"))
+        optimizer = torch.optim.AdamW([parameter], fused=True)
+        parameter.grad = torch.ones(3, device="cuda")
+        optimizer.step()
+        optimizer.state[parameter]["step"] = torch.zeros(())
+        gpu.clear()
+        optimizer.step()
+        assert gpu.mixed
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("params", "waits"), [({}, 1), ({"top_p": 0.9, "temperature": 0.7}, 2)])
+def test_a_decode_step_mixes_no_devices_and_waits_at_most_twice(dtype: str, params: Any, waits: int) -> None:
+    """Also few kernels, so that nobody makes it slower unseen. Prompts are put on the device before the first step."""
+    with PretendCuda() as gpu:
+        engine = LocalEngine(qwen3(), word_tokenizer(VOCAB), slots=16, dtype=dtype, device="cuda")
+        engine.submit(
+            [Request(i, (5, 6, 7), SamplingParams(12, **params), noise_key(0, i), report_at=(4,)) for i in range(16)]
+        )
+        engine.step()
+        gpu.clear()
+        engine.step()
+        assert not gpu.mixed, gpu.report()
+        assert sum(gpu.syncs.values()) <= waits, gpu.report()
+        assert sum(gpu.launches.values()) <= 80 + 33 * LAYERS, gpu.report()
+        while engine.pending:
+            engine.step()
+        assert not gpu.mixed, gpu.report()
+
+
+@pytest.mark.parametrize("name", sorted(UPDATES))
+def test_an_update_mixes_no_devices(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two updates, log-probabilities, reference, weights, checkpoint and export."""
+    monkeypatch.setattr(recompute, "WORTH", 0)
+    options = dict(UPDATES[name])
+    loss, pool, vocab = options.pop("loss", LossConfig()), options.pop("pool", None), options.get("vocab", VOCAB)
+    with PretendCuda() as gpu:
+        learner, rows = learner_of(**options), rows_of(pool=pool, vocab=vocab)
+        gpu.clear()
+        for iteration in range(2):
+            stats = learner.accumulate(rows, loss, iteration)
+            if stats.log_ratio_N:
+                sampling_metrics(torch.cat(stats.log_ratio_N), torch.cat(stats.log_w_B))
+            learner.apply(1e-3)
+        learner.logp(rows)
+        if learner.reference is not None or options.get("lora") is not None:
+            learner.reference_logp(rows)
+        assert all(tensor.is_cuda for tensor in learner.weights().state_dict().values())
+        learner.save(tmp_path)
+        learner.load(tmp_path)
+        learner.accumulate(rows, loss, 0)
+        learner.apply(1e-3)
+        learner.export(tmp_path / "model")
+        assert not gpu.mixed, gpu.report()
+
+
+def test_the_head_waits_for_nothing() -> None:
+    """Waits of an update are independent of the size of the vocabulary, of which a slice is computed at a time."""
+    waits = []
+    for vocab in (VOCAB, 20 * VOCAB):
+        with PretendCuda() as gpu:
+            learner, rows = learner_of(vocab=vocab, **BF16), rows_of(vocab=vocab)
+            gpu.clear()
+            learner.accumulate(rows, LossConfig(), 0)
+            waits.append(sum(n for (where, _), n in gpu.syncs.items() if "vocabulary" in where))
+    assert waits == [0, 0]
+
+
+def test_a_gpu_gets_few_micro_batches() -> None:
+    """256 rollouts of GSM8K's lengths."""
+    draws, rows = random.Random(0), []
+    for number in range(32):
+        prompt = tuple(draws.randrange(2, VOCAB) for _ in range(draws.randint(60, 180)))
+        for sibling in range(8):
+            n = min(1024, int(draws.lognormvariate(5.2, 0.6)))
+            zeros = np.zeros(n)
+            rollout = Rollout(sibling, prompt, zeros + 5 + number, zeros == 0, zeros, zeros.astype(np.int32))
+            rows.append(Row(rollout, 1.0, 1 / 256))
+    counts = [
+        len(micro_batches(rows, Budget.for_model(16_384, 600_000_000, share=True, device=device), pad_id=0))
+        for device in ("cpu", "cuda")
+    ]
+    assert counts[1] <= 20 < counts[0]
+
+
+@pytest.mark.parametrize("heads", [(16, 8), (32, 8), (14, 2)])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_prefill_holds_the_keys_and_values_it_returns(heads: tuple[int, int], dtype: str) -> None:
+    model = qwen3(heads=heads[0], kv_heads=heads[1])
+    backend = make_backend(model, Facts.of(model, word_tokenizer(VOCAB)), dtype, "cpu")
+    with torch.inference_mode():
+        prefilled = backend.prefill([tuple(range(5, 55))] * 4)
+    tensors = prefilled.keys + prefilled.values
+    held = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+    assert sum(held.values()) == sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_attention_of_groups_is_that_of_heads(dtype: str) -> None:
+    """On GPUs heads of a group are folded into queries, where PyTorch would take its math kernel."""
+    results = []
+    for pretended in (False, True):
+        with PretendCuda() as gpu:
+            engine = LocalEngine(qwen3(), word_tokenizer(VOCAB), dtype=dtype, device="cuda" if pretended else "cpu")
+            params = SamplingParams(6, temperature=0)
+            engine.submit([Request("a", (5, 6, 7), params, 0, keep=True)])
+            (first,) = [event for _ in range(20) if engine.pending for event in engine.step()]
+            tail = (5, 6, 7, *first.token_ids.tolist(), 9, 10, 11)
+            engine.submit([Request("a", tail, params, 1, keep=True)])
+            (second,) = [event for _ in range(20) if engine.pending for event in engine.step()]
+            results.append((first, second))
+            assert not gpu.mixed
+    for ours, theirs in zip(*results, strict=True):
+        assert ours.token_ids.tolist() == theirs.token_ids.tolist()
+        np.testing.assert_allclose(ours.logp, theirs.logp, atol=1e-5 if dtype == "float32" else 2e-2)
+
+
+def test_no_plans_of_cudnn_on_a_gpu() -> None:
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    try:
+        with PretendCuda():
+            assert resolve_device("auto").type == "cuda"
+            assert not torch.backends.cuda.cudnn_sdp_enabled()
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
+
+
+def test_samplers_are_forked_off_a_process_that_has_not_started_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Imports may ask whether there is a GPU: with this variable NVML answers, and CUDA is not initialized."""
+    code = """
+import os, torch
+asked, real = [0], torch.cuda.is_available
+def counted():
+    asked[0] += 1
+    return real()
+torch.cuda.is_available = counted
+import winnow.run.serve
+assert not asked[0] or os.environ.get("PYTORCH_NVML_BASED_CUDA_CHECK") == "1"
+"""
+    from winnow.sampler import pipe
+
+    environment: dict[str, str] = {}
+
+    class Asked:
+        def fork(self) -> Any:
+            raise InterruptedError
+
+    def server(target: str, env: dict[str, str]) -> Any:
+        environment.update(env)
+        return Asked()
+
+    monkeypatch.setattr(pipe, "forkserver", server)
+    with pytest.raises(InterruptedError):
+        pipe.Pipes(1)(None)  # type: ignore[arg-type]
+    assert subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True).returncode == 0
