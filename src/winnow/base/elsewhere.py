@@ -115,8 +115,8 @@ _FLAT = {
     "use `lora: {alpha: 32}`": "lora_alpha",
     "use `lora: {dropout: 0.05}`": "lora_dropout",
     "use `lora: {target_modules: ...}`": "lora_target_modules",
-    "`lora` has r, alpha, dropout, target_modules and merge; for other adapters load a PeftModel and give it to "
-    "Trainer(model=...)": "lora_target_parameters lora_modules_to_save lora_task_type use_rslora use_dora",
+    "`lora` has r, alpha, dropout, target_modules and merge; for rslora give Trainer a PeftModel and "
+    "`lora: {resume: true}`": "lora_target_parameters lora_modules_to_save lora_task_type use_rslora use_dora",
     _LEAVE_OUT + "models train without dropout, but for `lora: {dropout: ...}`": "disable_dropout",
     _LEAVE_OUT + "an auxiliary loss for routers is not here": "router_aux_loss_coef",
     # the update

@@ -173,7 +173,7 @@ def _lora(peft_config: Any) -> dict[str, Any]:
     if type(peft_config).__name__ != "LoraConfig":
         raise ConfigError(
             f"peft_config: a {type(peft_config).__name__}; only a peft.LoraConfig has a counterpart, "
-            "`lora: {r: ..., alpha: ...}`. Load a PeftModel yourself and give it to Trainer(model=...)"
+            "`lora: {r: ..., alpha: ...}`"
         )
     usual, free = type(peft_config)(), {"r", "lora_alpha", "lora_dropout", "target_modules", "task_type"}
     fields = [field.name for field in dataclasses.fields(peft_config) if field.init]
@@ -181,7 +181,7 @@ def _lora(peft_config: Any) -> dict[str, Any]:
     if other:
         raise ConfigError(
             f"peft_config: {', '.join(f'{n}={getattr(peft_config, n)!r}' for n in other)}: `lora` has r, alpha, "
-            "dropout, target_modules and merge alone; load a PeftModel yourself and give it to Trainer(model=...)"
+            "dropout, target_modules and merge alone; give Trainer a PeftModel as model, and lora: {resume: true}"
         )
     targets = peft_config.target_modules
     if targets is None:
