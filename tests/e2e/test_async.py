@@ -69,7 +69,13 @@ def test_a_sampler_goes_on_while_the_learner_works(config: dict[str, Any], child
     assert len(lags(run)) == 8 * 16
     assert 0 < max(lags(run)) <= 2
     found = {name: value for row in metrics(run) for name, value in row.items()}
-    assert {"idle/learner", "idle/sampler", "throughput/tokens_per_s", "ess_ratio", "lag/mean"} <= found.keys()
+    assert {
+        "idle/learner",
+        "idle/sampler",
+        "throughput/tokens_per_s",
+        "ess_ratio/with_gradient",
+        "lag/mean",
+    } <= found.keys()
     assert len(children) == 1
     assert process_of(children[0]).poll() is not None, "nothing is left behind"
     assert not (run / ".weights").exists()

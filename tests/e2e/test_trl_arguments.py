@@ -22,7 +22,7 @@ def grpo(tmp_path: Path, **more: Any) -> Any:
 
 
 def values(tmp_path: Path, **more: Any) -> dict[str, Any]:
-    return dict(config_from(None, grpo(tmp_path, **more), None, {}))  # type: ignore[arg-type]
+    return dict(config_from(None, {"args": grpo(tmp_path, **more)}))  # type: ignore[arg-type]
 
 
 def test_a_config_of_trl_trains(tiny_model: Path, tmp_path: Path) -> None:
@@ -62,10 +62,10 @@ def test_fields_without_a_certain_counterpart_are_all_answered(tmp_path: Path) -
 
 def test_adapters(tmp_path: Path) -> None:
     lora = peft.LoraConfig(r=4, lora_alpha=16, target_modules=["v_proj", "q_proj"], task_type="CAUSAL_LM")
-    found = config_from({"max_steps": 3}, None, lora, {})
+    found = config_from({"max_steps": 3}, {"peft_config": lora})
     section = {"r": 4, "alpha": 16, "dropout": 0.0, "target_modules": ["q_proj", "v_proj"]}
     assert found == {"max_steps": 3, "lora": section}
-    assert config_from({"max_steps": 3}, None, None, {}) == {"max_steps": 3}
+    assert config_from({"max_steps": 3}, {"peft_config": None}) == {"max_steps": 3}
 
 
 @pytest.mark.parametrize(
@@ -87,12 +87,12 @@ def test_adapters(tmp_path: Path) -> None:
 def test_answers(given: dict[str, Any], message: str) -> None:
     made = {name: value() for name, value in given.items()}
     with pytest.raises(ConfigError, match=message):
-        config_from(made.pop("config", None), made.pop("args", None), made.pop("peft_config", None), made)
+        config_from(made.pop("config", None), made)
 
 
 def test_what_means_nothing_is_accepted_and_what_nobody_knows_is_not() -> None:
     nothing = {"tools": None, "optimizers": (None, None), "reward_processing_classes": None}
-    assert config_from(None, None, None, nothing) is None
+    assert config_from(None, nothing) is None
     with pytest.raises(TypeError, match=r"no argument 'modle'\. Did you mean 'model'"):
         config_from(None, None, None, {"modle": None})
 

@@ -81,8 +81,9 @@ def _loop() -> Any:
     m, nothing = build_methods(config, world.train), cast(Any, None)
     step = cast(Any, SimpleNamespace(scale=m.step_scale))
     buffer, size = Buffer(config.prompts_per_step, config.max_lag, carry=True), m.group_size
+    ledger = cast(Any, SimpleNamespace(failures=list))
     parts = Parts(
-        prompts_of(world), nothing, nothing, m.selector, size, m.filter, step, buffer, nothing, 3, nothing, m.gates
+        prompts_of(world), nothing, nothing, m.selector, size, m.filter, step, buffer, nothing, 3, ledger, m.gates
     )
     hooks = Hooks(*[nothing] * 6)
     return Loop(parts, hooks, Limits(9, 1.0, 9), m.judge)

@@ -103,7 +103,7 @@ def test_an_update_holds_what_is_predicted(
     with PretendCuda() as gpu:
         policy = model().to("cuda")
         if c.lora is not None:
-            policy = with_lora(policy, c.lora, None)
+            policy = with_lora(policy, c, None, None, word_tokenizer(VOCAB)).model
         options = LearnerOptions(
             tokens_per_microbatch=tokens,
             compute_dtype=getattr(torch, c.dtype),

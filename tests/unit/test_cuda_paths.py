@@ -15,7 +15,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from tests.pretend_cuda import PretendCuda
 from winnow.base.noise import noise_key
-from winnow.config import LoraConfig
+from winnow.config import LoraConfig, validate
 from winnow.engine import LocalEngine, Request, SamplingParams
 from winnow.engine.facts import Facts
 from winnow.engine.loading import resolve_device
@@ -113,7 +113,8 @@ def learner_of(
     model = qwen3(vocab).to("cuda")
     kept = frozen_copy(model) if reference else None
     if lora is not None:
-        model = with_lora(model, lora, None)
+        c = validate({"model": "m", "env": "countdown", "lora": lora.model_dump()})
+        model = with_lora(model, c, None, None, word_tokenizer(VOCAB)).model
     return LocalLearner(model, TokenDistribution(vocab, **(drawn or {})), LearnerOptions(**options), kept)
 
 

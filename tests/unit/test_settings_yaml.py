@@ -65,7 +65,7 @@ def _written(folder: Path, text: str) -> Path:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("log_completions: true", "log_completions: expected a number, not true"),
+        ("eval_prompts: true", "eval_prompts: expected a number, not true"),
         ("max_steps: yes", "max_steps: expected a number, not true"),
         ("learning_rate: off", "learning_rate: expected a number, not false"),
         ("lora: {r: yes}", "lora: r: expected a number, not true"),

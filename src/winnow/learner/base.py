@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -14,6 +14,9 @@ from ..engine.facts import n_tokens
 from ..methods.loss import LossConfig
 from ..types import Rollout
 from .batch import Row
+
+OF_ROWS = ("log_w_B", "log_ratio_N", "baselines", "row_norm_B")
+"""Fields of `Stats` that are lists of tensors."""
 
 
 @dataclass
@@ -35,8 +38,10 @@ class Stats:
 
     def on_host(self) -> Stats:
         """The same with its tensors copied to the host."""
-        lists = ("log_w_B", "log_ratio_N", "baselines", "row_norm_B")
-        return replace(self, **{name: [tensor.cpu() for tensor in getattr(self, name)] for name in lists})
+        found = Stats(dict(self.sums))
+        for name in OF_ROWS:
+            getattr(found, name).extend(tensor.cpu() for tensor in getattr(self, name))
+        return found
 
     def mean(self, name: str, of: str = "tokens") -> float:
         return self.sums.get(name, 0.0) / max(self.sums.get(of, 0.0), 1.0)

@@ -32,7 +32,7 @@ from ..base.files import from_json, fsync
 from ..methods.signal import BY_REWARDS, Kind
 from ..types import Fate, Group, Rollout, Visit
 from .ledger_file import UNREADABLE, LedgerError, damaged, open_file
-from .proof import PROBE, Proof, group_fate, probed, totals, verify
+from .proof import FAILURES, PROBE, Proof, group_fate, probed, totals, verify
 from .recurrence import Again, recurrence
 from .rows import damage, insert
 
@@ -49,10 +49,6 @@ _CANONICAL = {
 """Columns that a resumed and an uninterrupted run must share: all but wall-clock ones, in a fixed order."""
 
 TABLES = tuple(_CANONICAL)
-_FAILURES = (
-    "SELECT r.reason, v.prompt_id, COUNT(*) FROM rollouts r JOIN visits v ON v.visit = r.visit AND v.void = 0"
-    " WHERE r.fate = 'failed' AND r.void = 0 GROUP BY r.reason, v.prompt_id ORDER BY MIN(r.row)"
-)
 
 
 class Ledger:
@@ -175,10 +171,9 @@ class Ledger:
         """
         with self._transaction() as db:
             sums = probed(db)
-            for rollout in rollouts:
-                sums["rollouts"] += 1
-                sums["tokens"] += int(rollout.action_mask.sum())
-                sums["seconds"] += rollout.seconds
+            sums["rollouts"] += len(rollouts)
+            sums["tokens"] += sum(int(rollout.action_mask.sum()) for rollout in rollouts)
+            sums["seconds"] += sum(rollout.seconds for rollout in rollouts)
             insert(db, "meta", [(PROBE, _json(sums))])
 
     def mark(self) -> dict[str, Any]:
@@ -237,7 +232,7 @@ class Ledger:
 
     def failures(self) -> list[tuple[str, str, int]]:
         """Reason, prompt id and count of the rollouts that failed, in the order in which they were booked."""
-        return self._db.execute(_FAILURES).fetchall()
+        return self._db.execute(FAILURES).fetchall()
 
     def digest(self) -> str:
         """SHA-256 of every row that counts, wall times left out: equal for a resumed and an uninterrupted run."""

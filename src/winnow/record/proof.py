@@ -19,6 +19,11 @@ from .rule_audits import Rules, audited_rules, rules_table
 
 FATES = tuple(fate.value for fate in Fate)
 COLUMNS = ("visits", "rollouts", "prompt_tokens", "tokens", "seconds")
+FAILURES = (
+    "SELECT r.reason, v.prompt_id, COUNT(*) FROM rollouts r JOIN visits v ON v.visit = r.visit AND v.void = 0"
+    " WHERE r.fate = 'failed' AND r.void = 0 GROUP BY r.reason, v.prompt_id ORDER BY MIN(r.row)"
+)
+"""Reason, prompt and count of the rollouts that failed."""
 PROBE = "probe"
 """Rollouts by which engine and learner are compared: a row of the totals, and a key of the meta table."""
 SHOWN = 5

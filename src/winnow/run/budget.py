@@ -76,12 +76,11 @@ class Shapes:
 
 def _adapter_parameters(model: Any, c: RunConfig) -> int:
     assert c.lora is not None
-    targets, head = c.lora.target_modules, model.get_output_embeddings()
+    head, targets = model.get_output_embeddings(), c.lora.target_modules
+    names = [targets] if isinstance(targets, str) else targets
     found = 0
     for name, module in model.named_modules():
-        wanted = targets == "all-linear" or name.rpartition(".")[2] in (
-            [targets] if isinstance(targets, str) else targets
-        )
+        wanted = names == ["all-linear"] or name.rpartition(".")[2] in names
         if wanted and module is not head and hasattr(module, "in_features"):
             found += c.lora.r * (module.in_features + module.out_features)
     return found

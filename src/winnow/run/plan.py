@@ -83,7 +83,9 @@ def plan_for(c: RunConfig, gpus: Gpus) -> dict[str, Any]:
     Reads only the model's configuration. With two GPUs or more the learner has the first and samplers the others.
     Raises ConfigError when the run cannot fit, with the keys to change.
     """
-    shell = Start.of(c).shell(c)
+    start = Start.of(c)
+    c = c.model_copy(update=start.settled(c)[0])
+    shell = start.shell(c)
     if c.dtype == "auto":
         c = c.model_copy(update={"dtype": "bfloat16"})
     c = c.model_copy(update=engine_type(c, c.dtype))

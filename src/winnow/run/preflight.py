@@ -124,7 +124,7 @@ def check_prompts(c: RunConfig, task: Task, rewarder: Rewarder, tokenizer: Any, 
             ids = encode_prompt(tokenizer, prompt)
             if len(ids) > (limit := c.max_prompt_length):
                 raise ConfigError(f"prompt '{prompt.id}' has {len(ids)} tokens, over max_prompt_length={limit}")
-            if task.max_turns > 1:
+            if task.max_turns > 1 and prompt.messages is not None:
                 encode_observation(tokenizer, prompt, "?", np.array([], np.int64))
             if engine is None:
                 return

@@ -69,11 +69,12 @@ class Start:
         return next(iter(types.values())) if len(set(types.values())) == 1 else types or "auto"
 
     def load(self, c: RunConfig, device: torch.device) -> tuple[Any, Adapter | None]:
-        """The float32 model, once, and the adapter that is to be trained in it."""
+        """The model in float32 (an object in float64 stays so), once, and the adapter that is to be trained in it."""
         resume = c.lora is not None and c.lora.resume
         if self.model is None:
             return load_start(c.model, device) if resume else (load_causal_lm(c.model, device), None)
-        base = self.model.to(device, torch.float32)
+        half = any(p.dtype in (torch.bfloat16, torch.float16) for p in self.model.parameters())
+        base = self.model.to(device, torch.float32) if half else self.model.to(device)
         if self.adapter is None or resume:
             return base, self.adapter
         return merged(base, self.adapter), None

@@ -57,11 +57,9 @@ class Trainer:
         train_dataset: Iterable[Any] | None = None,
         eval_dataset: Iterable[Any] | None = None,
         callbacks: Iterable[Any] | None = (),
-        args: Any = None,
-        peft_config: Any = None,
-        **others: Any,
+        **of_trl: Any,
     ) -> None:
-        config = config_from(config, args, peft_config, others)
+        config = config_from(config, of_trl)
         given = Given(model, env, reward_funcs, processing_class, train_dataset, eval_dataset).sorted_out()
         rows = given.train_dataset is not None
         whole = config_of(given.model, given.env, given.reward_funcs, config, rows=rows)

@@ -21,26 +21,28 @@ WITHOUT_EFFECT = ("logging_", "log_level", "log_on_", "dataloader_", "disable_tq
 """Beginnings of fields that change neither the training nor what is kept of it."""
 
 
-def config_from(config: Any, args: Any, peft_config: Any, others: Mapping[str, Any]) -> Config:
+def config_from(config: Any, given: Mapping[str, Any]) -> Config:
     """The configuration, whichever of TRL's arguments it came in.
 
-    `others`: arguments that `Trainer` does not have. Raises ConfigError with what to write for what means nothing or
-    several things here, TypeError for a name that nobody knows.
+    `given`: arguments that `Trainer` does not name: `args` and `peft_config` are taken. Raises ConfigError with what to
+    write for what means nothing or several things here, TypeError for a name that nobody knows.
     """
+    others = dict(given)
+    args, peft_config = others.pop("args", None), others.pop("peft_config", None)
     for name, value in others.items():
         _refuse(name, value, f"write Trainer(config={{'{name}': ...}})")
     if args is not None and config is not None:
         raise ConfigError("args: `config` is given, too; give one of them")
-    given = config if args is None else args
-    if _is_arguments(given):
-        given = _from_arguments(given, "config" if args is None else "args")
-    elif not isinstance(given, RunConfig | Mapping | str | Path | None):
-        raise ConfigError(f"config: expected a RunConfig, a dict or a YAML file, not a {type(given).__name__}")
+    found = config if args is None else args
+    if _is_arguments(found):
+        found = _from_arguments(found, "config" if args is None else "args")
+    elif not isinstance(found, RunConfig | Mapping | str | Path | None):
+        raise ConfigError(f"config: expected a RunConfig, a dict or a YAML file, not a {type(found).__name__}")
     if peft_config is None:
-        return given
+        return found
     from ..config import load_config
 
-    whole = load_config(given) if isinstance(given, str | Path) else given
+    whole = load_config(found) if isinstance(found, str | Path) else found
     values = whole.model_dump() if isinstance(whole, RunConfig) else dict(whole or {})
     if values.get("lora") is not None:
         raise ConfigError("peft_config: the configuration has `lora`, too; give one of them")

@@ -13,7 +13,7 @@ import torch
 from ...base.weights import TensorSpec
 from ...methods.loss import LossConfig
 from ...types import Rollout
-from ..base import Sizes, Stats
+from ..base import OF_ROWS, Sizes, Stats
 from ..batch import Row
 from .ranks import Ranks
 
@@ -128,6 +128,6 @@ def together(parts: Sequence[Stats]) -> Stats:
     for part in parts:
         for name, value in part.sums.items():
             whole.add(name, value)
-        for name in ("log_w_B", "log_ratio_N", "baselines", "row_norm_B"):
+        for name in OF_ROWS:
             getattr(whole, name).extend(getattr(part, name))
     return whole
