@@ -183,7 +183,7 @@ def test_the_gate_sees_what_the_signals_are_defined_on(policy: Any) -> None:
                 if group.verdict.keep:
                     continue
                 turns = [[turn for turn in r.turns if turn.taken] for r in group.rollouts]
-                actions = [[t.action if t.canonical is None else t.canonical for t in ts] for ts in turns]
+                actions = [[t.compared for t in ts] for ts in turns]
                 value = f(actions, [[t.observation or "" for t in ts] for ts in turns], 3)
                 assert group.verdict.reason == f"converged: {name} {value:.4g} < 1 at step 3"
 
