@@ -94,7 +94,7 @@ def test_what_means_nothing_is_accepted_and_what_nobody_knows_is_not() -> None:
     nothing = {"tools": None, "optimizers": (None, None), "reward_processing_classes": None}
     assert config_from(None, nothing) is None
     with pytest.raises(TypeError, match=r"no argument 'modle'\. Did you mean 'model'"):
-        config_from(None, None, None, {"modle": None})
+        config_from(None, {"modle": None})
 
 
 @pytest.mark.parametrize("env", [parity_reward, [parity_reward]])

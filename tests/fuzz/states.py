@@ -54,7 +54,7 @@ def checkpoint(file: str, made: Callable[[], Path], *, seal: bool) -> Callable[[
 
 @cache
 def _behind() -> tuple[Any, dict[str, Any]]:
-    """Configuration and state of a run that is two steps behind."""
+    """Configuration of a run that is two steps behind, and its last state in which groups wait."""
     from winnow import Trainer
 
     from ..pairs.compose import make_place
@@ -63,8 +63,9 @@ def _behind() -> tuple[Any, dict[str, Any]]:
     place = make_place(Path(tempfile.mkdtemp(prefix="fuzz-states-")))
     trainer = Trainer(config=place.config(METHODS), env=World())
     trainer.train()
-    state = next((place.folder / "whole").glob("checkpoints/*3/state.json")).read_text()
-    return trainer.config, json.loads(state)["loop"]
+    files = sorted((place.folder / "whole").glob("checkpoints/*/state.json"))
+    states = [json.loads(file.read_text())["loop"] for file in files]
+    return trainer.config, [state for state in states if state["waiting"]][-1]
 
 
 def _loop() -> Any:

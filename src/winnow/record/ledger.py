@@ -100,11 +100,8 @@ class Ledger:
         """
         now = time.time()
         dispatched = [_visit_row(v, step, version, now) for v in visits]
-        skipped = [
-            (v.number, step, Fate.SKIPPED.value, _clean(v.verdict.reason), 0, None, None, now)
-            for v in visits
-            if not v.verdict.keep
-        ]
+        removed = [v for v in visits if not v.verdict.keep]
+        skipped = [(v.number, step, Fate.SKIPPED.value, _clean(v.verdict.reason), 0, None, None, now) for v in removed]
         try:
             with self._transaction() as db:
                 insert(db, "visits", dispatched)

@@ -77,7 +77,7 @@ class Shapes:
 def _adapter_parameters(model: Any, c: RunConfig) -> int:
     assert c.lora is not None
     head, targets = model.get_output_embeddings(), c.lora.target_modules
-    names = [targets] if isinstance(targets, str) else targets
+    names = [targets] if isinstance(targets, str) else targets or ["all-linear"]
     found = 0
     for name, module in model.named_modules():
         wanted = names == ["all-linear"] or name.rpartition(".")[2] in names
