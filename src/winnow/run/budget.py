@@ -17,6 +17,7 @@ from ..engine.local.engine import PREFILL_TOKENS
 from ..learner.local.recompute import WORTH
 from ..learner.local.vocabulary import SLICE_ELEMENTS
 from .activations import AT_LEAST, AT_MOST
+from .placement import engine_bytes
 
 GIB = 2**30
 USABLE = 0.94
@@ -245,19 +246,14 @@ def _kept_by_layer(shapes: Shapes, half: bool, *, recomputed: bool, lora: Any) -
     return kept
 
 
-def _engine_bytes(c: RunConfig) -> int:
-    dtype = c.engine.get("dtype") if isinstance(c.engine, dict) else None
-    return 2 if dtype in HALF else 4
-
-
 def _engine_weights(c: RunConfig, shapes: Shapes) -> int:
     """Of the embedded engine: the embedding in float32, and a head of its own."""
-    each = _engine_bytes(c)
+    each = engine_bytes(c)
     return 4 * shapes.vocabulary + each * (shapes.parameters - shapes.vocabulary) + each * shapes.vocabulary
 
 
 def _generation_parts(c: RunConfig, shapes: Shapes, slots: int) -> dict[str, int]:
-    each, columns = _engine_bytes(c), -(-(c.max_prompt_length + c.max_completion_length) // 64) * 64
+    each, columns = engine_bytes(c), -(-(c.max_prompt_length + c.max_completion_length) // 64) * 64
     tokens = -(-slots // max(1, c.num_generations)) * c.max_prompt_length
     attention = 4 * (2 * shapes.hidden + 6 * shapes.queries + 5 * shapes.keys)
     feed_forward = 8 * shapes.hidden + 3 * each * shapes.intermediate
