@@ -150,7 +150,8 @@ def test_zero_variance_equals_the_definition(rewards: list[float]) -> None:
     assert (kind is Kind.NOT_JUDGED) == (len(there) < 2)
     assert kind.zero_variance == (expected and len(there) >= 2)
     if kind.zero_variance:
-        assert Judge().kind(make_group(0, rewards)) == ("easy" if there[0] >= 1 - 1e-8 else "hard")
+        group = make_group(0, [r if r == r else None for r in rewards])
+        assert Judge().kind(group) == ("easy" if there[0] >= 1 - 1e-8 else "hard")
 
 
 def test_a_format_bonus_is_not_zero_variance() -> None:
