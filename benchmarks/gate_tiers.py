@@ -19,7 +19,7 @@ from winnow.methods.correct import STEP_SCALES
 from winnow.methods.gate import GATES, Gate, GateContext
 from winnow.methods.gate.audit import rules_of
 from winnow.methods.gate.divergence import Divergence
-from winnow.methods.signal import is_zero_variance
+from winnow.methods.group_kind import is_zero_variance
 from winnow.rollout.evaluate import run_jobs
 from winnow.rollout.runner import RolloutRunner
 from winnow.run.build import build_learner, build_loss, build_policy, build_task, rollout_options, step_options

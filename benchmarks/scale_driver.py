@@ -33,8 +33,8 @@ from typing import Any, Literal
 import numpy as np
 from machine import machine
 
+from winnow.collect import Collector
 from winnow.config import validate
-from winnow.loop import Hooks, Loop, Parts
 from winnow.record.ledger import Ledger
 from winnow.record.stopping import Limits
 from winnow.run.build import build_methods
@@ -176,7 +176,9 @@ class Nowhere:
     def remove(self) -> None: ...
 
 
-def loop_of(kind: Kind, samplers: int, in_flight: int, polled: int, folder: Path, shares: Shares) -> Loop:
+def collector_of(
+    kind: Kind, samplers: int, in_flight: int, polled: int, folder: Path, shares: Shares
+) -> tuple[Collector, SamplerPool]:
     a_step = min(in_flight // 10, GROUPS_A_STEP)
     max_lag = in_flight // a_step - 1
     settings = {"model": "m", "env": "countdown", "output_dir": str(folder), "selector": "greso", "max_lag": max_lag}
@@ -188,14 +190,21 @@ def loop_of(kind: Kind, samplers: int, in_flight: int, polled: int, folder: Path
     sampler = SamplerPool(options, context, Nowhere(), lambda inbox: Channel(inbox, simulated))
     methods = build_methods(c, PROMPTS)
     buffer = Buffer(a_step, max_lag, carry=True)
-    updated: Any = lambda groups, step: {"updated": 1.0}  # noqa: E731
-    learner: Any = SimpleNamespace(weights=dict, metrics=dict)
     ledger = Ledger.open(folder / "ledger.sqlite")
     ledger.judge = methods.judge
-    ours = methods.selector, methods.group_size, methods.filter, updated, buffer, Beside(buffer, sampler)
-    parts = Parts({"train": PROMPTS}, sampler, learner, *ours, buffer.prompts_per_step, ledger)
-    nothing: Callable[..., Any] = lambda *_: None  # noqa: E731
-    hooks = Hooks(nothing, nothing, nothing, nothing, nothing, lambda: False)
+    collector = Collector(
+        prompts={"train": PROMPTS},
+        sampler=sampler,
+        selector=methods.selector,
+        group_size=methods.group_size,
+        filter=methods.filter,
+        buffer=buffer,
+        pace=Beside(buffer, sampler),
+        refill_round=buffer.prompts_per_step,
+        ledger=ledger,
+        judge=methods.judge,
+        limits=Limits(10**9, 1.0, 10**9),
+    )
     poll = sampler.poll
     sampler.poll = lambda: (simulated.answer(polled), poll())[1]  # type: ignore[method-assign]
     pool.group_from = group_from
@@ -206,33 +215,44 @@ def loop_of(kind: Kind, samplers: int, in_flight: int, polled: int, folder: Path
     ):
         for name in names:
             shares.watch(owner, name, part)
-    return Loop(parts, hooks, Limits(10**9, 1.0, 10**9), methods.judge)
+    return collector, sampler
 
 
 def measure(kind: Kind, samplers: int, in_flight: int, polled: int, groups: int) -> dict[str, Any]:
     """Microseconds of a group by part, in the middle of a run: after the pipeline is full, over whole steps."""
     with tempfile.TemporaryDirectory() as directory:
         shares = Shares()
-        loop = loop_of(kind, samplers, in_flight, polled, Path(directory), shares)
-        loop.publish()
-        loop.one_step()
-        before = _finished(loop)
+        collector, sampler = collector_of(kind, samplers, in_flight, polled, Path(directory), shares)
+        sampler.publish({}, [], 0)
+        step = 0
+
+        def one_step() -> None:
+            nonlocal step
+            update = {"updated": 1.0}
+            batch = collector.collect(step)
+            collector.trained(step, batch.groups, update)
+            sampler.publish({}, [], step + 1)
+            collector.end_step(step, batch.groups, update | sampler.metrics())
+            step += 1
+
+        one_step()
+        before = _finished(collector.ledger)
         shares.book()
         shares.seconds.clear()
         started = time.perf_counter()
-        while _finished(loop) - before < groups:
-            loop.one_step()
+        while _finished(collector.ledger) - before < groups:
+            one_step()
         shares.book()
         wall = time.perf_counter() - started
-        done = _finished(loop) - before
-        loop.parts.ledger.close()
+        done = _finished(collector.ledger) - before
+        collector.ledger.close()
     found = {part: round(1e6 * shares.seconds.get(part, 0.0) / done, 1) for part in PARTS}
     total = sum(found.values())
     return {"us_a_group": found | {"total": round(total, 1)}, "groups": done, "wall_s": round(wall, 2)}
 
 
-def _finished(loop: Loop) -> int:
-    return int(loop.parts.ledger._db.execute("SELECT COUNT(*) FROM outcomes").fetchone()[0])
+def _finished(ledger: Ledger) -> int:
+    return int(ledger._db.execute("SELECT COUNT(*) FROM outcomes").fetchone()[0])
 
 
 def message(tokens: int, repeats: int = 9) -> dict[str, Any]:

@@ -51,6 +51,26 @@ class Prompt:
     """All other columns; forwarded to reward functions and environments by name."""
 
 
+class GroupKind(StrEnum):
+    """What a finished group can teach."""
+
+    SIGNAL = "signal"
+    """Some advantage is not 0."""
+    EASY = "easy"
+    """No signal, and every sibling is right (`Success`)."""
+    HARD = "hard"
+    """No signal, and some sibling is wrong; or cut because no sibling made progress."""
+    UNKNOWN = "unknown"
+    """No signal, and easy or hard is unknown: cut because all siblings did the same, or `success` is undecided."""
+    NOT_JUDGED = "not judged"
+    """Too few rewards (failures), or cut without evidence (a control arm)."""
+
+    @property
+    def zero_variance(self) -> bool:
+        """Whether the group was judged and has no signal."""
+        return self in (GroupKind.EASY, GroupKind.HARD, GroupKind.UNKNOWN)
+
+
 @dataclass(frozen=True, slots=True)
 class Verdict:
     """A method's decision."""
@@ -61,6 +81,8 @@ class Verdict:
     """Chance with which a random decision came out as it did, overrides by an audit included."""
     overridden: float | None = None
     """An audit let pass what the method would have removed: the chance with which it does so. None: it did not."""
+    counts_as: GroupKind = GroupKind.NOT_JUDGED
+    """Kind of a group that a gate cut with this verdict: unknown or hard on evidence, else not judged."""
     evidence: Mapping[str, Any] = field(default_factory=dict)
     """Evidence that a gate's rule went by: numbers, texts and arrays, for the gate to learn from."""
 
@@ -216,6 +238,8 @@ class Group:
     decisions: list[Decision] = field(default_factory=list)
     """Decisions of gates that were asked about the whole group, in order."""
     purpose: Purpose = "train"
+    kind: GroupKind | None = None
+    """What it can teach; None until it is judged (`GroupJudge.kind`)."""
 
     @property
     def verdict(self) -> Verdict:

@@ -19,11 +19,11 @@ from winnow.methods.advantage import ADVANTAGES
 from winnow.methods.correct import CORRECTIONS, STEP_SCALES, Evidence
 from winnow.methods.filter import FILTERS
 from winnow.methods.gate import GATES, GateContext, env_steps
+from winnow.methods.group_kind import GroupJudge
 from winnow.methods.select import SELECTORS
-from winnow.methods.signal import Judge, Kind
 from winnow.methods.size import ROLLOUT_BATCHES, SIZES
 from winnow.run.catalogue import TABLES, all_methods
-from winnow.types import EnvStep, GroupView, Prompt, Token, Visit
+from winnow.types import EnvStep, GroupKind, GroupView, Prompt, Token, Visit
 
 from ..gates import ask
 from ..unit.test_batch import make_group, make_rollout
@@ -64,9 +64,9 @@ def test_filters(name: str) -> None:
     f = FILTERS[name]()
     for rewards in ([1.0, 0.0], [1.0, 1.0], [0.3, None, 0.7]):
         group = make_group(0, rewards)
-        verdict = f.admit(group, Judge().kind(group))
+        verdict = f.admit(group, GroupJudge().kind(group))
         assert verdict.keep or verdict.reason, "a rejection says why"
-    assert f.admit(make_group(0, [1.0, 0.0]), Kind.SIGNAL).keep
+    assert f.admit(make_group(0, [1.0, 0.0]), GroupKind.SIGNAL).keep
     assert not f.refill or f.max_refill_rounds >= 1
 
 

@@ -13,12 +13,11 @@ import pytest
 from winnow import Trainer
 from winnow.methods.filter import Filter
 from winnow.methods.select import stream
-from winnow.methods.signal import Kind
 from winnow.record.ledger import Ledger
 from winnow.record.stopping import RunStoppedError, TaskSolvedError
 from winnow.study.compare import compare
 from winnow.study.compare_data import methods_of, read_run_data
-from winnow.types import Group, Verdict
+from winnow.types import Group, GroupKind, Verdict
 
 from .test_training import CARRYING, assert_clean
 
@@ -166,7 +165,7 @@ class Picky(Filter):
     refill: bool = True
     max_refill_rounds: int = 2
 
-    def admit(self, group: Group, kind: Kind) -> Verdict:
+    def admit(self, group: Group, kind: GroupKind) -> Verdict:
         return Verdict(False, "not good enough")
 
 

@@ -70,7 +70,8 @@ def _behind() -> tuple[Any, dict[str, Any]]:
 
 def _loop() -> Any:
     """As a resume makes it, but for what a state does not reach."""
-    from winnow.loop import Hooks, Loop, Parts
+    from winnow.collect import Collector
+    from winnow.loop import Loop
     from winnow.record.stopping import Limits
     from winnow.run.build import build_methods
     from winnow.sampler.buffer import Buffer
@@ -81,13 +82,22 @@ def _loop() -> Any:
     config, world = _behind()[0], World()
     m, nothing = build_methods(config, world.train), cast(Any, None)
     step = cast(Any, SimpleNamespace(scale=m.step_scale))
-    buffer, size = Buffer(config.prompts_per_step, config.max_lag, carry=True), m.group_size
     ledger = cast(Any, SimpleNamespace(failures=list))
-    parts = Parts(
-        prompts_of(world), nothing, nothing, m.selector, size, m.filter, step, buffer, nothing, 3, ledger, m.gates
+    collector = Collector(
+        prompts=prompts_of(world),
+        sampler=nothing,
+        selector=m.selector,
+        group_size=m.group_size,
+        filter=m.filter,
+        buffer=Buffer(config.prompts_per_step, config.max_lag, carry=True),
+        pace=nothing,
+        refill_round=3,
+        ledger=ledger,
+        judge=m.judge,
+        limits=Limits(9, 1.0, 9),
+        gates=m.gates,
     )
-    hooks = Hooks(*[nothing] * 6)
-    return Loop(parts, hooks, Limits(9, 1.0, 9), m.judge)
+    return Loop(collector, nothing, nothing, step, nothing)
 
 
 def resume(name: str) -> Callable[[bytes, Path], object]:
@@ -103,9 +113,9 @@ def resume(name: str) -> Callable[[bytes, Path], object]:
             found = parsed(file)
             state = whole | ({"waiting": [found]} if name == "waiting" else {"waiting": []} | found)
             loop.load_state_dict(state)
-        parts = loop.parts
+        parts = loop.collector
         for group in parts.buffer.groups:
-            oldest(group, loop.step), loop.judge.kind(group), repr(group)
+            oldest(group, loop.step), parts.judge.kind(group), repr(group)
         for gate in parts.gates.values():
             gate.end_step()
             gate.rule(), gate.metrics()

@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from winnow.collect import Collector
 from winnow.config import RunConfig, validate
-from winnow.loop import Hooks, Loop, Parts
+from winnow.loop import Hooks, Loop
 from winnow.record.ledger import Ledger
 from winnow.record.stopping import Limits
 from winnow.run.build import build_methods
@@ -111,18 +112,18 @@ class FakeRun:
         self.metrics: list[dict[str, float]] = []
         m = self.methods
         buffer = Buffer(c.prompts_per_step, c.max_lag, carry=m.rollout_batch.carry)
-        parts = Parts(
+        self.collector = Collector(
             prompts={"train": self.prompts},
             sampler=self.sampler,
-            learner=SimpleNamespace(weights=dict, metrics=dict),  # type: ignore[arg-type]
             selector=m.selector,
             group_size=m.group_size,
             filter=m.filter,
-            optimizer_step=self.update,  # type: ignore[arg-type]
             buffer=buffer,
             pace=InTurn(buffer, self.sampler, m.rollout_batch),  # type: ignore[arg-type]
             refill_round=max(m.rollout_batch.size, c.prompts_per_step),
             ledger=self.ledger,
+            judge=m.judge,
+            limits=Limits(c.max_steps, c.max_failed_share, c.max_skipped_steps),
         )
         hooks = Hooks(
             published=lambda step: None,
@@ -132,7 +133,8 @@ class FakeRun:
             save=lambda step, force: None,
             should_stop=lambda: False,
         )
-        self.loop = Loop(parts, hooks, Limits(c.max_steps, c.max_failed_share, c.max_skipped_steps), m.judge)
+        learner = SimpleNamespace(weights=dict, metrics=dict)
+        self.loop = Loop(self.collector, self.sampler, learner, self.update, hooks)  # type: ignore[arg-type]
 
     def run(self) -> FakeRun:
         """To the end; the ledger has proved its account."""

@@ -12,10 +12,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from winnow.methods.advantage import ADVANTAGES
 from winnow.methods.gate.audit import AuditedGate, RuleAudit, squared_advantages
+from winnow.methods.group_kind import GroupJudge
 from winnow.methods.select import SELECTORS
 from winnow.methods.select.audit import AuditedSelector
 from winnow.methods.select.stream import StreamSelector
-from winnow.methods.signal import Judge
 from winnow.types import EnvStep, Fate, Group, GroupView, Prompt, Token, Verdict, Visit
 
 from ..gates import Fake
@@ -23,7 +23,7 @@ from .test_batch import make_group
 from .test_rollout import SHORT_TURNS, EchoEnv, ToyTask, run
 
 PROMPTS = [Prompt(f"p{i}", i, text=str(i)) for i in range(40)]
-JUDGE = Judge(advantage=ADVANTAGES["grpo"]())
+JUDGE = GroupJudge(advantage=ADVANTAGES["grpo"]())
 
 
 def build(name: str, prompts: list[Prompt], *, seed: int = 3, **audit: Any) -> AuditedSelector:
@@ -131,7 +131,7 @@ def test_failures_are_no_evidence_and_other_rules_stops_have_no_signal() -> None
     close = make_group(0, [1.0, 0.95])
     assert squared_advantages(close, replace(JUDGE, atol=0.1)).tolist() == [0.0, 0.0], "as the run's filter has it"  # type: ignore[union-attr]
     greedy = make_group(0, [1.0, 0.0])
-    assert squared_advantages(greedy, Judge(advantage=ADVANTAGES["remax"]())) is None, "the greedy baseline failed"
+    assert squared_advantages(greedy, GroupJudge(advantage=ADVANTAGES["remax"]())) is None, "the greedy baseline failed"
     selector = build("backoff", PROMPTS, epsilon=1.0)
     selector.selector.z_N[:] = 9
     for v in selector.select(4):

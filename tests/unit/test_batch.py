@@ -22,10 +22,10 @@ from winnow.learner.batch import (
 )
 from winnow.methods.advantage import ADVANTAGES
 from winnow.methods.filter import FILTERS
+from winnow.methods.group_kind import GroupJudge, is_zero_variance
 from winnow.methods.loss import LossConfig
-from winnow.methods.signal import Judge, Kind, is_zero_variance
 from winnow.sampler.buffer import Buffer, oldest
-from winnow.types import Fate, Group, Prompt, Rollout, Visit
+from winnow.types import Fate, Group, GroupKind, Prompt, Rollout, Visit
 
 
 def make_rollout(sibling: int, length: int, reward: float | None, *, version: int = 0, env_tokens: int = 0) -> Rollout:
@@ -146,21 +146,21 @@ def test_zero_variance_equals_the_definition(rewards: list[float]) -> None:
     there = [r for r in rewards if r == r]
     expected = all(abs(a - b) <= 1e-8 for a in there for b in there)
     assert is_zero_variance(np.array(rewards)) == expected
-    kind = Judge().of_rewards(np.array(rewards))
-    assert (kind is Kind.NOT_JUDGED) == (len(there) < 2)
+    kind = GroupJudge().of_rewards(np.array(rewards))
+    assert (kind is GroupKind.NOT_JUDGED) == (len(there) < 2)
     assert kind.zero_variance == (expected and len(there) >= 2)
     if kind.zero_variance:
         group = make_group(0, [r if r == r else None for r in rewards])
-        assert Judge().kind(group) == ("easy" if there[0] >= 1 - 1e-8 else "hard")
+        assert GroupJudge().kind(group) == ("easy" if there[0] >= 1 - 1e-8 else "hard")
 
 
 def test_a_format_bonus_is_not_zero_variance() -> None:
     group = make_group(0, [0.0, 0.1, 0.0])
-    assert FILTERS["zero_variance"]().admit(group, Judge().kind(group)).keep
-    verdict = FILTERS["zero_variance"]().admit(make_group(1, [1.0, 1.0]), Kind.EASY)
+    assert FILTERS["zero_variance"]().admit(group, GroupJudge().kind(group)).keep
+    verdict = FILTERS["zero_variance"]().admit(make_group(1, [1.0, 1.0]), GroupKind.EASY)
     assert not verdict.keep
     assert "all rewards are 1" in verdict.reason
-    assert FILTERS["keep_all"]().admit(make_group(1, [1.0, 1.0]), Kind.EASY).keep
+    assert FILTERS["keep_all"]().admit(make_group(1, [1.0, 1.0]), GroupKind.EASY).keep
     with pytest.raises(ValueError, match="max_refill_rounds"):
         FILTERS["zero_variance"](max_refill_rounds=0)
 

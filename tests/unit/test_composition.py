@@ -14,19 +14,23 @@ from winnow.base.noise import noise_key
 from winnow.record.stopping import RunStoppedError
 from winnow.sampler.base import SamplersLostError
 from winnow.sampler.buffer import oldest
-from winnow.types import Verdict, Visit
+from winnow.types import GroupKind, Verdict, Visit
 
 from .fake_run import FakeRun, Outcome
 
 STEPS, BATCH = 15, 4
-CUTS = ("converged: x", "stuck: x", "random cut at step 10")
+CUTS = (
+    Verdict(False, "converged", counts_as=GroupKind.UNKNOWN),
+    Verdict(False, "stuck", counts_as=GroupKind.HARD),
+    Verdict(False, "random cut"),
+)
 
 
 def outcome(visit: Visit, size: int) -> Outcome:
     """A third of the prompts mostly solved, a third mostly hopeless, the rest mixed; some cut, pruned or failed."""
     luck = noise_key(visit.prompt.ordinal, visit.number) % 12
     if luck < 3:
-        return Verdict(False, CUTS[luck])
+        return CUTS[luck]
     kind = 2 if luck == 5 else visit.prompt.ordinal % 3
     rewards: list[float | None] = [float(i % 2) if kind == 2 else float(kind) for i in range(size)]
     for i in range({3: 1, 4: size - 1}.get(luck, 0)):
@@ -104,7 +108,7 @@ def test_greso_dapo_adaptive_k_and_carry_resume_where_they_were(k: int, audit: A
     part = start(tmp_path / "part", composition)
     part.loop.hooks.should_stop = lambda: part.loop.step >= k
     part.loop.run()
-    carried = len(part.loop.parts.buffer.groups)
+    carried = len(part.collector.buffer.groups)
     state = json.loads(json.dumps(part.loop.state_dict()))
     part.ledger.close()
     again = start(tmp_path / "part", composition)

@@ -19,8 +19,8 @@ from winnow.methods.advantage import ADVANTAGES
 from winnow.methods.correct import STEP_SCALES
 from winnow.methods.correct.truncate import Truncate
 from winnow.methods.filter import FILTERS
+from winnow.methods.group_kind import GroupJudge
 from winnow.methods.loss import LossConfig
-from winnow.methods.signal import Judge
 from winnow.sampler.buffer import Buffer
 from winnow.types import Group, Prompt, Rollout, Visit
 
@@ -59,7 +59,7 @@ def through_the_step(loss: LossConfig, model: Any, reference: Any, tokens_per_mi
     """Gradients just before the optimizer's step, and the metrics."""
     keep, buffer = FILTERS["zero_variance"](refill=False), Buffer(len(REWARDS), max_lag=0)
     for group in groups():
-        if keep.admit(group, Judge().kind(group)).keep:
+        if keep.admit(group, GroupJudge().kind(group)).keep:
             buffer.add(group)
         else:
             buffer.spend()

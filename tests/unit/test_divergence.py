@@ -24,7 +24,7 @@ from winnow.methods.gate.audit import AuditedGate, RuleAudit
 from winnow.methods.gate.divergence import RULES, Divergence, decide, fires
 from winnow.methods.gate.recording import rows_of
 from winnow.methods.gate.signals import SIGNALS
-from winnow.methods.signal import Judge
+from winnow.methods.group_kind import GroupJudge
 from winnow.record.ledger import Ledger
 from winnow.record.tally import Tally
 from winnow.rollout.options import RolloutOptions
@@ -247,7 +247,7 @@ def test_who_waits_holds_no_slot_and_its_time_is_counted(policy: Any) -> None:
     waits = [r.barrier_wait_s for r in groups[0].rollouts]
     assert max(waits) > 0
     assert min(waits) >= 0
-    tally = Tally(Judge())
+    tally = Tally(GroupJudge())
     tally.finished(groups[0])
     assert tally.metrics()["barrier_wait_s"] == pytest.approx(sum(waits))
     free = run(policy, task_of(different), max_tokens=300)
@@ -333,7 +333,7 @@ def test_an_overridden_cut_is_one_removal_whatever_the_steps(policy: Any, epsilo
     gate = AuditedGate(
         Divergence(steps={1: 0.1, 3: 0.1}).build(GateContext("divergence")),
         RuleAudit("divergence", epsilon),
-        Judge(advantage=ADVANTAGES["grpo"]()),
+        GroupJudge(advantage=ADVANTAGES["grpo"]()),
     )
     groups = run(policy, task_of(lambda g, i, t: "look"), gates=[gate], max_tokens=200)
     audited = [g for g in groups if g.verdict.keep]

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from winnow.engine import LocalEngine, SamplingParams
 from winnow.env.rewards.rewarder import Rewarder
-from winnow.methods.signal import BY_REWARDS
+from winnow.methods.group_kind import BY_REWARDS
 from winnow.record.ledger import Ledger
 from winnow.record.samples import sample
 from winnow.record.tally import Tally

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from winnow.methods.signal import Judge
+from winnow.methods.group_kind import GroupJudge
 from winnow.methods.success import Success
 from winnow.record.ledger import Ledger, LedgerError, _zero_variance
 from winnow.types import Fate, Group, Prompt, Rollout, Verdict, Visit
@@ -107,12 +107,12 @@ def test_rollout_without_a_sampled_token_has_no_version(ledger: Ledger, path: Pa
 )
 def test_zero_variance_kind(rewards: list[float], maximum: float, kind: str | None) -> None:
     of = group(0, [Fate.FILTERED] * len(rewards), rewards)
-    assert _zero_variance(Judge(Success(at_least=maximum)).kind(of)) == kind
+    assert _zero_variance(GroupJudge(Success(at_least=maximum)).kind(of)) == kind
 
 
 def test_what_counts_as_right_in_the_run_decides_easy(path: Path) -> None:
     with Ledger.open(path) as ledger:
-        ledger.judge = Judge(Success(at_least=2.5))
+        ledger.judge = GroupJudge(Success(at_least=2.5))
         ledger.visit([visit(0), visit(1)], step=0, version=0)
         ledger.finish(group(0, [Fate.FILTERED] * 2, [1.0, 1.0]), step=0)
         ledger.finish(group(1, [Fate.FILTERED] * 2, [2.5, 2.5]), step=0)

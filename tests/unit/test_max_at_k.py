@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from winnow.methods.advantage import ADVANTAGES, max_at_k, rloo
-from winnow.methods.signal import Judge, Kind
+from winnow.methods.group_kind import GroupJudge
+from winnow.types import GroupKind
 
 from .test_batch import make_group
 
@@ -53,8 +54,8 @@ def test_with_too_few_failures_to_matter_there_is_no_signal(low: float, high: fl
                 rewards = [low] * failures + [high] * (n - failures)
                 found = max_at_k(np.array(rewards), k)
                 assert found.any() == (failures >= min(k, n - 1)), (n, k, failures)
-                kind = Judge(advantage=ADVANTAGES["max_at_k"](k=k)).kind(make_group(0, [*rewards]))
-                assert (kind is Kind.SIGNAL) == found.any()
+                kind = GroupJudge(advantage=ADVANTAGES["max_at_k"](k=k)).kind(make_group(0, [*rewards]))
+                assert (kind is GroupKind.SIGNAL) == found.any()
 
 
 @given(rewards=st.lists(reward, min_size=1, max_size=12))

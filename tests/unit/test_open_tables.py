@@ -18,10 +18,10 @@ from winnow.methods.correct import CORRECTIONS, STEP_SCALES
 from winnow.methods.filter import FILTERS, Every
 from winnow.methods.gate import GATES
 from winnow.methods.select import SELECTORS
-from winnow.methods.signal import Kind
 from winnow.methods.size import ROLLOUT_BATCHES, SIZES
 from winnow.run.build_filter import build_filter
 from winnow.sampler import SYNCS
+from winnow.types import GroupKind
 
 from .. import parity
 from ..e2e.test_training import _train_until, assert_clean, fingerprint, resume, train
@@ -35,7 +35,6 @@ from dataclasses import dataclass
 
 from winnow.env.countdown import CountdownConfig
 from winnow.methods.filter import Filter
-from winnow.methods.signal import Kind
 from winnow.types import KEEP, Group, Verdict
 
 
@@ -49,7 +48,7 @@ class AtLeast(Filter):
         if self.mean < 0:
             raise ValueError(f"mean must be >= 0, not {self.mean}")
 
-    def admit(self, group: Group, kind: Kind) -> Verdict:
+    def admit(self, group: Group, kind: GroupKind) -> Verdict:
         mean = group.rewards().mean()
         return KEEP if mean >= self.mean else Verdict(False, f"mean reward {mean:.3g} < {self.mean:g}")
 
@@ -100,7 +99,7 @@ class TestDottedPaths:
             found = method(FILTERS, {"name": target, "mean": "2e-1"}, "filter")
             assert found.mean == 0.2
             assert not found.refill
-            assert not found.admit(make_group(0, [0.0, 0.1]), Kind.SIGNAL).keep
+            assert not found.admit(make_group(0, [0.0, 0.1]), GroupKind.SIGNAL).keep
 
     @pytest.mark.parametrize(
         ("spec", "message"),
@@ -149,10 +148,10 @@ class TestLists:
         every = self.build([{"name": "zero_variance", "max_refill_rounds": 3}, "winnow_test_rules:AtLeast"])
         assert isinstance(every, Every)
         assert (every.refill, every.max_refill_rounds, every.wants_signal) == (True, 3, True)
-        assert every.admit(make_group(0, [0.0, 1.0]), Kind.SIGNAL).keep
-        equal = every.admit(make_group(0, [1.0, 1.0]), Kind.EASY)
+        assert every.admit(make_group(0, [0.0, 1.0]), GroupKind.SIGNAL).keep
+        equal = every.admit(make_group(0, [1.0, 1.0]), GroupKind.EASY)
         assert equal.reason == "zero_variance: zero variance: all rewards are 1"
-        low = every.admit(make_group(0, [0.0, 0.1]), Kind.SIGNAL)
+        low = every.admit(make_group(0, [0.0, 0.1]), GroupKind.SIGNAL)
         assert low.reason == "AtLeast: mean reward 0.05 < 0.5"
 
     def test_a_list_of_one_is_that_one(self) -> None:

@@ -12,15 +12,15 @@ import numpy as np
 import pytest
 
 from winnow.methods.advantage import ADVANTAGES
+from winnow.methods.group_kind import GroupJudge
 from winnow.methods.pass_rates import PassRate
 from winnow.methods.select import SELECTORS
 from winnow.methods.select.backoff import Backoff
 from winnow.methods.select.greso import Greso, GresoSelector, adjust, rollout_batch_size, skip_probability
 from winnow.methods.select.stream import PATIENCE
-from winnow.methods.signal import Judge, Kind
 from winnow.methods.size import ROLLOUT_BATCHES
 from winnow.methods.success import Success
-from winnow.types import Group, Prompt, Visit
+from winnow.types import Group, GroupKind, Prompt, Visit
 
 from .test_batch import make_group
 
@@ -152,7 +152,7 @@ class TestGreso:
                 assert [selector.p[1], selector.p[2]] == pytest.approx([0.49, 0.49]), (size, seen, times)
 
     def test_easy_means_all_at_the_maximum_reward_of_the_run(self) -> None:
-        selector = Greso().build(PROMPTS, 0, Judge(Success(at_least=2.0)))
+        selector = Greso().build(PROMPTS, 0, GroupJudge(Success(at_least=2.0)))
         selector.observe(finished(Visit(0, 0, PROMPTS[0]), EASY))
         assert selector.kind_N[0] == 2
         selector.observe(finished(Visit(0, 0, PROMPTS[0]), [2.0, 2.0]))
@@ -234,29 +234,29 @@ class TestJudge:
         ("right", "kind"), [(0, "hard"), (1, "signal"), (4, "signal"), (5, "easy"), (7, "easy"), (8, "easy")]
     )
     def test_under_max_at_k_too_few_failures_teach_nothing(self, right: int, kind: str) -> None:
-        group = make_group(0, [1.0] * right + [0.0] * (8 - right))
-        judge = Judge(advantage=ADVANTAGES["max_at_k"](k=4))
+        rewards = [1.0] * right + [0.0] * (8 - right)
+        group, again = make_group(0, rewards), make_group(1, rewards)
+        judge = GroupJudge(advantage=ADVANTAGES["max_at_k"](k=4))
         assert judge.kind(group) == kind
         signal = np.abs(judge.advantage.of_batch([group])[0]).sum()
-        assert (signal == 0) == (kind != Kind.SIGNAL)
-        assert Judge(advantage=ADVANTAGES["rloo"]()).kind(group) == (kind if right in (0, 8) else Kind.SIGNAL)
+        assert (signal == 0) == (kind != GroupKind.SIGNAL)
+        assert GroupJudge(advantage=ADVANTAGES["rloo"]()).kind(again) == (kind if right in (0, 8) else GroupKind.SIGNAL)
 
     def test_too_few_rewards_are_no_evidence(self) -> None:
-        judge = Judge(advantage=ADVANTAGES["max_at_k"](k=4))
-        assert judge.kind(make_group(0, [1.0, 1.0, 1.0, None])) is Kind.NOT_JUDGED
+        judge = GroupJudge(advantage=ADVANTAGES["max_at_k"](k=4))
+        assert judge.kind(make_group(0, [1.0, 1.0, 1.0, None])) is GroupKind.NOT_JUDGED
         selector = Greso().build(PROMPTS, 0, judge)
         selector.observe(finished(Visit(0, 0, PROMPTS[0]), [1.0, 1.0, 1.0, None]))
         assert selector.z_N[0] == 0
 
     def test_the_tolerance_is_that_of_the_filter(self) -> None:
-        group = make_group(0, [0.0, 0.1])
-        assert Judge().kind(group) is Kind.SIGNAL
-        assert Judge(atol=0.2).kind(group) == "hard"
+        assert GroupJudge().kind(make_group(0, [0.0, 0.1])) is GroupKind.SIGNAL
+        assert GroupJudge(atol=0.2).kind(make_group(0, [0.0, 0.1])) == "hard"
 
     def test_groups_that_are_not_compared_among_themselves_go_by_rewards(self) -> None:
         for name in ("remax", "reinforce_pp"):
-            assert Judge(advantage=ADVANTAGES[name]()).kind(make_group(0, [1.0, 1.0])) == "easy"
-            assert Judge(advantage=ADVANTAGES[name]()).kind(make_group(0, [1.0, 0.0])) is Kind.SIGNAL
+            assert GroupJudge(advantage=ADVANTAGES[name]()).kind(make_group(0, [1.0, 1.0])) == "easy"
+            assert GroupJudge(advantage=ADVANTAGES[name]()).kind(make_group(0, [1.0, 0.0])) is GroupKind.SIGNAL
 
 
 class TestRolloutBatches:

@@ -10,13 +10,13 @@ import pytest
 from winnow.config import ConfigError, validate
 from winnow.methods.gate.base import GateContext
 from winnow.methods.gate.quality import Arrol
+from winnow.methods.group_kind import GroupJudge
 from winnow.methods.select.greso import Greso
 from winnow.methods.select.pass_rate import PassRate
-from winnow.methods.signal import Judge, Kind
 from winnow.methods.success import Success, default_success
 from winnow.rollout.evaluate import summarize
 from winnow.run.build import build_success
-from winnow.types import Fate, Group, Prompt, Rollout, Visit
+from winnow.types import Fate, Group, GroupKind, Prompt, Rollout, Visit
 
 PROMPTS = [Prompt(f"p{i}", i, text="") for i in range(4)]
 
@@ -59,11 +59,11 @@ def test_a_default_only_where_it_can_be_meant(functions: list[str], weights: Any
 
 def test_a_function_decides_for_kinds_and_pass_at_k() -> None:
     """Format 1 + correctness 0, and the reverse: the same reward, and only one of them is right."""
-    judge = Judge(success_of({"function": "correct"}))
+    judge = GroupJudge(success_of({"function": "correct"}))
     for group, kind, passed in (
-        (group_of(WRONG, WRONG), Kind.HARD, 0.0),
-        (group_of(RIGHT, RIGHT), Kind.EASY, 1.0),
-        (group_of(RIGHT, WRONG), Kind.HARD, 0.5),
+        (group_of(WRONG, WRONG), GroupKind.HARD, 0.0),
+        (group_of(RIGHT, RIGHT), GroupKind.EASY, 1.0),
+        (group_of(RIGHT, WRONG), GroupKind.HARD, 0.5),
     ):
         assert judge.kind(group) is kind
         assert summarize([group], judge.success)["pass@1"] == passed
@@ -72,15 +72,15 @@ def test_a_function_decides_for_kinds_and_pass_at_k() -> None:
 @pytest.mark.parametrize("given", [{"at_least": 0.9}, 0.9])
 def test_the_least_reward_of_a_right_answer(given: Any) -> None:
     group = group_of({"r": 0.95}, {"r": 0.95})
-    assert Judge(success_of(given, {"r": "r"})).kind(group) is Kind.EASY
+    assert GroupJudge(success_of(given, {"r": "r"})).kind(group) is GroupKind.EASY
     assert summarize([group], success_of(given, {"r": "r"}))["pass@1"] == 1.0
     assert summarize([group], success_of(None, {"r": "r"}))["pass@1"] == 0.0
 
 
 def test_while_undecided_nothing_is_called_right_or_wrong() -> None:
-    judge = Judge(success_of(None))
+    judge = GroupJudge(success_of(None))
     group = group_of(WRONG, WRONG)
-    assert judge.kind(group) is Kind.UNKNOWN
+    assert judge.kind(group) is GroupKind.UNKNOWN
     found = summarize([group], judge.success)
     assert found["avg@n"] == 1.0
     assert not [name for name in found if name.startswith("pass@")]
@@ -88,11 +88,12 @@ def test_while_undecided_nothing_is_called_right_or_wrong() -> None:
 
 def test_a_reward_above_the_default_shows_that_it_is_not_meant() -> None:
     success = success_of(None, {"r": "r"})
-    judge, group = Judge(success), group_of({"r": 1.0}, {"r": 1.0})
+    judge, group = GroupJudge(success), group_of({"r": 1.0}, {"r": 1.0})
     success.observe(group.rollouts)
-    assert judge.kind(group) is Kind.EASY
+    assert judge.kind(group) is GroupKind.EASY
     success.observe(group_of({"r": 2.0}, {"r": None}).rollouts)
-    assert judge.kind(group) is Kind.UNKNOWN
+    assert judge.kind(group_of({"r": 1.0}, {"r": 1.0})) is GroupKind.UNKNOWN
+    assert group.kind is GroupKind.EASY, "a group is judged once"
     assert "a reward of 2, above 1" in str(success)
     declared = success_of(1, {"r": "r"})
     declared.observe(group_of({"r": 2.0}).rollouts)
@@ -123,13 +124,13 @@ def test_the_key_of_version_0_2_still_works() -> None:
 
 
 def test_greso_takes_equal_rewards_of_unknown_worth_for_hard() -> None:
-    selector = Greso(p_hard=0.25).build(PROMPTS, 0, Judge(success_of(None)))
+    selector = Greso(p_hard=0.25).build(PROMPTS, 0, GroupJudge(success_of(None)))
     selector.observe(group_of(WRONG, WRONG))
     assert selector.verdict_on(0, True).probability == 0.25
 
 
 def test_what_counts_right_answers_refuses_to_guess() -> None:
-    undecided = Judge(success_of(None))
+    undecided = GroupJudge(success_of(None))
     with pytest.raises(ConfigError, match=r"gates: arrol .* undecided .*2 reward functions"):
         Arrol().build(GateContext("arrol", 0, undecided))
     assert Arrol(balance="distinct").build(GateContext("arrol", 0, undecided))

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import torch
 
-from ..base.weights import StateWeights, WeightSource, state_once
+from ..base.weights import FiniteWeights, StateWeights, WeightSource, state_once
 from ..config import ConfigError, MethodSpec, RunConfig, name_of
 from ..engine.loading import ModelReference
 from ..engine.template import with_template_values
@@ -75,9 +75,6 @@ class TrlModel:
             model.train(training)
         return found
 
-    def metrics(self) -> dict[str, float]:
-        return {}
-
 
 class _ScoredByTrl:
     """A rewarder that leaves the rewards of finished groups to TRL."""
@@ -132,10 +129,10 @@ class EngineInTrl:
         )
         self._compare = not (c.top_k or c.min_p or c.top_p < 1.0)  # TRL's log-probabilities know temperature alone
 
-    def publish(self, weights: WeightSource, rules: Sequence[NamedRule], version: int) -> None:
-        """New weights, and rules of the gates."""
+    def publish(self, rules: Sequence[NamedRule], version: int) -> None:
+        """Load TRL's weights and the gates' rules. Raises FloatingPointError when a weight is not finite."""
         self._runner.set_rules(rules)
-        self._engine.load_weights(weights, version)
+        self._engine.load_weights(FiniteWeights(self.model.weights()), version)
 
     def release(self) -> None:
         """Give up what memory the update could use, until the next `publish`."""

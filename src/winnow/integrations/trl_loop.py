@@ -5,17 +5,17 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
 from transformers.trainer_utils import get_last_checkpoint
 
 from ..base.files import private_directory, write_json
+from ..base.typed import require_like
+from ..collect import Batch, Collector
 from ..config import METHODS, RunConfig, as_saved
 from ..env.base import Task
-from ..loop import Batch, Hooks, Loop, Parts
 from ..methods.advantage import InUpdate
 from ..methods.gate.audit import rules_of
 from ..record.ledger import Ledger
@@ -54,7 +54,8 @@ class LoopInTrl:
         engine = EngineInTrl(trainer, c, task, rules_of(m.gates)) if by_engine else None
         self._sampler = TrlSampler(trainer, roll_out, engine)
         self.scaling = StepScaling(m.step_scale)
-        self._loop: Loop | None = None
+        self._step = 0
+        self._collector: Collector | None = None
         self._resumed: dict[str, Any] | None = None
         self._resumed_from = Path()
         self._batch: Batch | None = None
@@ -72,12 +73,12 @@ class LoopInTrl:
         Raises RunStoppedError when none can be had any more; what was collected by then has been trained on.
         """
         self._complete()
-        loop = self._loop or self._begin()
+        collector = self._collector or self._begin()
         if self._trainer.args.gradient_accumulation_steps % self._every:
             self._before = self._state()
-        batch = loop.collect() if loop.stop is None else Batch([], [])
-        if loop.stop is not None and not batch.groups:
-            raise loop.stop
+        batch = collector.collect(self._step) if collector.stop is None else Batch([], [])
+        if collector.stop is not None and not batch.groups:
+            raise collector.stop
         self._batch = batch
         self._sampler.make_room()
         tensors = self._tensors(batch)
@@ -100,9 +101,9 @@ class LoopInTrl:
     def finish(self) -> None:
         """At the end of training: the last batch was trained, and the account is closed."""
         self._complete()
-        if self._loop is not None:
-            self._loop.close()
-            self._loop.parts.ledger.set_meta("finished", "true")
+        if self._collector is not None:
+            self._collector.close(self._step, in_flight=[])
+            self._collector.ledger.set_meta("finished", "true")
 
     def require_new(self) -> None:
         """Raises RunDirectoryError, with what to do, when a run was begun in the directory."""
@@ -110,10 +111,10 @@ class LoopInTrl:
         refuse_used_directory(self.run_dir, "`train(resume_from_checkpoint=True)`" if saved else "")
 
     def close(self) -> None:
-        if self._loop is not None:
+        if self._collector is not None:
             self._records.close()
-            self._loop.parts.ledger.close()
-            self._loop, self._batch = None, None
+            self._collector.ledger.close()
+            self._collector, self._batch = None, None
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint of TRL's holds for a resume, as JSON values: loop, ledger and files up to this step.
@@ -126,13 +127,14 @@ class LoopInTrl:
         return self._state()
 
     def _state(self) -> dict[str, Any]:
-        assert self._loop is not None
+        assert self._collector is not None
+        loop = {"step": self._step, "step_scale": self._methods.step_scale.state_dict()}
         return {
-            "loop": self._loop.state_dict(),
+            "loop": loop | self._collector.state_dict(),
             "config": as_saved(self.config),
             "task": self._task.fingerprint(),
             "offsets": self._records.offsets(),
-            "ledger": self._loop.parts.ledger.mark(),
+            "ledger": self._collector.ledger.mark(),
         }
 
     def load_state_dict(self, path: Path) -> None:
@@ -153,7 +155,7 @@ class LoopInTrl:
             raise RunDirectoryError(f"{path}: saved with other {what}; go on with the same, or start a new run")
         self._resumed, self._resumed_from = state, path
 
-    def _begin(self) -> Loop:
+    def _begin(self) -> Collector:
         c, m, state = self.config, self._methods, self._resumed
         private_directory(self.run_dir)
         write_json(self.run_dir / CONFIG, as_saved(c), private=True)
@@ -167,65 +169,71 @@ class LoopInTrl:
             ledger.set_meta("finished", "false")
         self._records = Records(self.run_dir, c, (state or {}).get("offsets"), tokenizer=self._trainer._tokenizer)
         buffer = Buffer(c.prompts_per_step, 0)
-        parts = Parts(
+        no_fault = frozenset() if "max_failed_share" in c.model_fields_set else frozenset({NO_REWARD})
+        masks = c.mask_truncated_completions
+        self._collector = Collector(
             prompts=prompts_of(self._task),
             sampler=self._sampler,
-            learner=self._sampler.learner,
             selector=m.selector,
             group_size=m.group_size,
             filter=m.filter,
-            optimizer_step=cast(Any, SimpleNamespace(scale=m.step_scale)),
             buffer=buffer,
             pace=InTurn(buffer, self._sampler, m.rollout_batch),
             refill_round=max(m.rollout_batch.size, c.prompts_per_step),
             ledger=ledger,
+            judge=m.judge,
+            limits=Limits(ENDLESS, c.max_failed_share, c.max_skipped_steps, masks, no_fault),
             gates=m.gates,
         )
-        hooks = Hooks(
-            published=lambda step: None,
-            evaluate=lambda step: None,
-            profile=lambda step: None,
-            record=self._record,
-            save=lambda step, force: None,
-            should_stop=lambda: False,
-            warn=self._warn,
-        )
-        no_fault = frozenset() if "max_failed_share" in c.model_fields_set else frozenset({NO_REWARD})
-        masks = c.mask_truncated_completions
-        limits = Limits(ENDLESS, c.max_failed_share, c.max_skipped_steps, masks, no_fault)
-        self._loop = Loop(parts, hooks, limits, m.judge)
         if state is not None:
             with understood(self._resumed_from):
-                self._loop.load_state_dict(state["loop"])
-                if buffer.groups:
-                    raise ValueError("groups wait for a later step, which those inside TRL never do")
-        self._loop.publish()
-        return self._loop
+                self._load(state["loop"])
+        self._publish()
+        return self._collector
 
-    def _record(self, step: int, metrics: dict[str, float], groups: list[Group]) -> None:
+    def _load(self, state: dict[str, Any]) -> None:
+        assert self._collector is not None
+        scale = self._methods.step_scale
+        require_like(state, {"step_scale": scale.state_dict()}, "loop")
+        self._step = int(state["step"])
+        self._collector.load_state_dict(state, self._step)
+        scale.load_state_dict(state["step_scale"])
+        if self._collector.buffer.groups:
+            raise ValueError("groups wait for a later step, which those inside TRL never do")
+
+    def _publish(self) -> None:
+        self._sampler.publish(rules_of(self._methods.gates), self._step)
+
+    def _record(self, metrics: dict[str, float], groups: list[Group]) -> None:
         self._records.metrics(metrics)
-        self._records.samples(step, groups, "train")
+        self._records.samples(self._step, groups, "train")
         self._records.signals(groups, self._methods.judge)
         logged = self._trainer._metrics["train"]  # with the next of TRL's logs they go to its trackers
         for name, value in metrics.items():
             if name not in (*self._logs, "step"):
                 logged[f"winnow/{name}"].append(value)
 
-    def _warn(self, step: int, message: str) -> None:
-        self._records.warning(step, message)
-        warnings.warn(message, stacklevel=2)
-
     def _complete(self) -> None:
-        """The batch before, which TRL has trained on by now."""
-        if self._loop is not None and self._batch is not None:
-            batch, self._batch = self._batch, None
-            for row, rollout in enumerate(self._in_batch):
-                if row not in self._trained and rollout.fate is None:
-                    rollout.fate, rollout.reason = Fate.SURPLUS, "training ended before its optimizer step"
-            updated = float(bool(batch.groups and self._trained))
-            self._trained = set()
-            self._loop.complete(batch, self._logs | (self.scaling.metrics if updated else {}) | {"updated": updated})
-            self._sampler.forget()
+        """Book the batch before, which TRL has trained on by now."""
+        if self._collector is None or self._batch is None:
+            return
+        collector, batch, self._batch = self._collector, self._batch, None
+        for row, rollout in enumerate(self._in_batch):
+            if row not in self._trained and rollout.fate is None:
+                rollout.fate, rollout.reason = Fate.SURPLUS, "training ended before its optimizer step"
+        updated = float(bool(batch.groups and self._trained))
+        self._trained = set()
+        update = self._logs | (self.scaling.metrics if updated else {}) | {"updated": updated}
+        with collector.tally.phase("publish"):
+            collector.trained(self._step, batch.groups, update)
+            self._step += 1
+            self._publish()
+        metrics = collector.end_step(self._step - 1, batch.groups, update)
+        self._record(metrics, batch.finished)
+        for message in collector.warnings(batch.finished):
+            self._records.warning(self._step, message)
+            warnings.warn(message, stacklevel=2)
+        self._sampler.forget()
 
     def _tensors(self, batch: Batch) -> dict[str, Any]:
         """TRL's tensors of the rollouts that are trained; those without a reward (failed, pruned) are absent."""

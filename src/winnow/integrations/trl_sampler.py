@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
-from types import SimpleNamespace
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
-from ..base.weights import StateWeights, WeightSource
 from ..methods.gate import NamedRule
 from ..types import Fate, Group, Job, Prompt, Rollout
 from .trl_batch import Tensors, check_tensors, row_of
@@ -24,9 +21,7 @@ RollOut = Callable[[list[Prompt], int, list[Group] | None], tuple[dict[str, Any]
 
 
 class TrlSampler:
-    """TRL's generation, or Winnow's engine in it, and TRL's rewards, as a sampler in turn with the learner."""
-
-    nodes: Mapping[str, str] = {}
+    """Rolls groups out by TRL's generation, or by Winnow's engine in TRL, with TRL's rewards."""
 
     def __init__(self, trainer: Any, roll_out: RollOut, engine: EngineInTrl | None) -> None:
         self._trainer, self._roll_out, self._engine = trainer, roll_out, engine
@@ -35,16 +30,6 @@ class TrlSampler:
         self.outputs: list[Tensors] = []
         """TRL's tensors of each call since `forget`, as it made them."""
         self.version = 0
-
-    @property
-    def learner(self) -> Any:
-        """What the loop publishes: TRL's own generation needs nothing, as it is with the model itself."""
-        nothing = SimpleNamespace(weights=lambda: StateWeights({}), metrics=dict)
-        return nothing if self._engine is None else self._engine.model
-
-    @property
-    def dtype(self) -> str:
-        return "unknown" if self._engine is None else self._engine.dtype
 
     @property
     def pending(self) -> int:
@@ -117,26 +102,12 @@ class TrlSampler:
                 text=completion if isinstance(completion, str) else str(completion[-1].get("content") or ""),
             )
 
-    def publish(self, weights: WeightSource, rules: Sequence[NamedRule], version: int) -> None:
+    def publish(self, rules: Sequence[NamedRule], version: int) -> None:
+        """Take the model's weights, which TRL's own generation shares, and rules of the gates."""
         self.version = version
         if self._engine is not None:
-            self._engine.publish(weights, rules, version)
+            self._engine.publish(rules, version)
 
     def make_room(self) -> None:
         if self._engine is not None:
             self._engine.release()
-
-    def metrics(self) -> dict[str, float]:
-        return {}
-
-    def run(self, jobs: Sequence[Job]) -> list[Group]:
-        raise NotImplementedError("TRL evaluates by itself")
-
-    def save(self, directory: Path) -> None:
-        pass
-
-    def load(self, directory: Path) -> None:
-        pass
-
-    def close(self) -> list[Group]:
-        return []

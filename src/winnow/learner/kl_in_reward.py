@@ -14,7 +14,7 @@ from dataclasses import replace
 import numpy as np
 
 from ..methods.advantage import Advantage
-from ..methods.signal import is_zero_variance
+from ..methods.group_kind import is_zero_variance
 from ..types import Group, Rollout
 from .base import Learner
 from .batch import Row

@@ -29,8 +29,8 @@ from typing import Any
 
 from ..base.failpoint import failpoint
 from ..base.files import from_json, fsync
-from ..methods.signal import BY_REWARDS, Kind
-from ..types import Fate, Group, Rollout, Visit
+from ..methods.group_kind import BY_REWARDS
+from ..types import Fate, Group, GroupKind, Rollout, Visit
 from .ledger_file import UNREADABLE, LedgerError, damaged, open_file
 from .proof import FAILURES, PROBE, Proof, group_fate, probed, totals, verify
 from .recurrence import Again, recurrence
@@ -314,9 +314,9 @@ class Ledger:
         return f"its fate is {fate}, since step {step}"
 
 
-def _zero_variance(kind: Kind) -> str | None:
+def _zero_variance(kind: GroupKind) -> str | None:
     """Content of the column of this name."""
-    return {Kind.SIGNAL: "none", Kind.NOT_JUDGED: None}.get(kind, kind.value)
+    return {GroupKind.SIGNAL: "none", GroupKind.NOT_JUDGED: None}.get(kind, kind.value)
 
 
 class _Prefix:

@@ -14,7 +14,7 @@ from ..base.files import bytes_of, from_json, private_file
 from ..base.redact import redact
 from ..config import RunConfig, from_saved
 from ..methods.gate.recording import rows_of
-from ..methods.signal import Judge
+from ..methods.group_kind import GroupJudge
 from ..types import Group
 from .ledger_file import LEDGER as LEDGER
 from .samples import sample
@@ -129,7 +129,7 @@ class Records:
         shown = groups[: self.config.log_completions]
         self._append(SAMPLES, (sample(step, group, split, self._tokenizer) for group in shown))
 
-    def signals(self, groups: Sequence[Group], judge: Judge) -> None:
+    def signals(self, groups: Sequence[Group], judge: GroupJudge) -> None:
         """The divergence signals of every group that ran to its end, but where a gate spoke of single siblings."""
         if self._gate_steps:
             whole = [g for g in groups if sum(r.reward is not None for r in g.siblings) > 1]

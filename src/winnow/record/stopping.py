@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ..methods.filter import Filter
-from ..methods.signal import Judge, Kind
-from ..types import Group
+from ..methods.group_kind import GroupJudge
+from ..types import Group, GroupKind
 from .tally import Tally
 
 MIN_FAILURES_JUDGED = 32
@@ -69,7 +69,7 @@ class _Rejected(NamedTuple):
     """Rewards are missing."""
     teaches: bool
     """It had a signal, and the filter did not want it."""
-    kind: Kind
+    kind: GroupKind
 
 
 class Usefulness:
@@ -78,7 +78,7 @@ class Usefulness:
     `refill_round`: groups of one round of a filter that refills.
     """
 
-    def __init__(self, judge: Judge, limits: Limits, filter_: Filter, refill_round: int) -> None:
+    def __init__(self, judge: GroupJudge, limits: Limits, filter_: Filter, refill_round: int) -> None:
         self._judge, self._limits, self._filter, self._refill_round = judge, limits, filter_, refill_round
         self._rejected: list[_Rejected] = []
         """Groups in a row that a refill got nothing from."""
@@ -103,7 +103,7 @@ class Usefulness:
         rounds, n = self._filter.max_refill_rounds, len(self._rejected)
         if not self._filter.refill or n < rounds * self._refill_round:
             return None
-        if all(group.kind is Kind.EASY for group in self._rejected):
+        if all(group.kind is GroupKind.EASY for group in self._rejected):
             return TaskSolvedError(f"step {step}: solved: every rollout of {n} groups in a row had the full reward")
         said, remedy = (
             f"{n} groups in a row had no signal",
@@ -143,7 +143,7 @@ class Usefulness:
         An update without any signal, by a KL or entropy term alone, counts as skipped too.
         """
         taught, kinds = bool(update["updated"]) and any(self._judge.teaches(g) for g in groups), tally.kinds
-        solved = not taught and 0 < tally.groups == kinds[Kind.EASY]
+        solved = not taught and 0 < tally.groups == kinds[GroupKind.EASY]
         self.skipped_steps = 0 if taught else self.skipped_steps + 1
         self.solved_steps = self.solved_steps + 1 if solved else 0
         if self.skipped_steps < self._limits.max_skipped_steps:
@@ -159,8 +159,8 @@ class Usefulness:
             )
         return RunStoppedError(
             f"step {step}: {self.skipped_steps} steps in a row had no group with a signal (max_skipped_steps="
-            f"{self._limits.max_skipped_steps}); of the last {tally.groups} groups {kinds[Kind.EASY]} were "
-            f"solved and {kinds[Kind.HARD]} failed throughout, and {tally.failed_share():.0%} of the "
+            f"{self._limits.max_skipped_steps}); of the last {tally.groups} groups {kinds[GroupKind.EASY]} were "
+            f"solved and {kinds[GroupKind.HARD]} failed throughout, and {tally.failed_share():.0%} of the "
             f"rollouts could not be judged. Use other prompts, or more num_generations{self._unknown()}"
         )
 
@@ -173,7 +173,7 @@ class Usefulness:
         """Why a step trained on none of its rollouts, unless their rewards are simply equal; None otherwise."""
         members = [r for group in groups for r in group.siblings if r.reward is not None]
         cut = sum(r.stop_reason == "length" for r in members) if self._limits.mask_truncated else 0
-        missed = cut == len(members) or (not update["updated"] and tally.kinds[Kind.SIGNAL] > 0)
+        missed = cut == len(members) or (not update["updated"] and tally.kinds[GroupKind.SIGNAL] > 0)
         if cut and missed:
             return (
                 f"{cut} of {len(members)} completions were cut off at max_completion_length, and "

@@ -9,21 +9,21 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from ..methods.signal import Judge, Kind
-from ..types import Fate, Group
+from ..methods.group_kind import GroupJudge
+from ..types import Fate, Group, GroupKind
 from .failures import Failures
 
 
 class Tally:
     """Counts every group finished during a step, whatever becomes of it, and the seconds of each phase."""
 
-    def __init__(self, judge: Judge) -> None:
+    def __init__(self, judge: GroupJudge) -> None:
         self.judge = judge
         self.groups = 0
         self.sizes: list[int] = []
         self.reward_sets: list[np.ndarray] = []
         self.by_function: dict[str, list[float]] = {}
-        self.kinds: Counter[Kind] = Counter()
+        self.kinds: Counter[GroupKind] = Counter()
         self.lengths: list[int] = []
         self.distinct: list[float] = []
         """Share of distinct completions in each group, of at least two that came to their end."""
@@ -84,7 +84,7 @@ class Tally:
     @property
     def judged(self) -> int:
         """Groups of which it is known whether they teach; what a gate cut on evidence is one of them."""
-        return self.groups - self.kinds[Kind.NOT_JUDGED]
+        return self.groups - self.kinds[GroupKind.NOT_JUDGED]
 
     def zero_share(self) -> float | None:
         """Share of zero-variance groups among those judged; None when none was."""
@@ -135,5 +135,5 @@ class Tally:
         share = self.zero_share()
         if share is None:
             return {}
-        kinds = [Kind.EASY, Kind.HARD, *([Kind.UNKNOWN] if self.kinds[Kind.UNKNOWN] else [])]
+        kinds = [GroupKind.EASY, GroupKind.HARD, *([GroupKind.UNKNOWN] if self.kinds[GroupKind.UNKNOWN] else [])]
         return {"frac_reward_zero_std": share} | {f"frac_zero_{kind}": self.kinds[kind] / self.judged for kind in kinds}

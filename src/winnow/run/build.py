@@ -25,11 +25,11 @@ from ..methods.correct import CORRECTIONS, STEP_SCALES, StepScale
 from ..methods.filter import Filter
 from ..methods.gate import GATES, Gate
 from ..methods.gate.audit import AuditedGate, RuleAudit
+from ..methods.group_kind import GroupJudge
 from ..methods.loss import LossConfig
 from ..methods.select import SELECTORS, Selector
 from ..methods.select.audit import AuditedSelector
 from ..methods.select.stream import StreamSelector
-from ..methods.signal import Judge
 from ..methods.size import ROLLOUT_BATCHES, SIZES, GroupSize, RolloutBatch
 from ..methods.size.rollout_batch import OneForOne
 from ..methods.success import Success, default_success
@@ -54,7 +54,7 @@ class Methods:
     gates: dict[str, Gate]
     """Gates by name."""
     filter: Filter
-    judge: Judge
+    judge: GroupJudge
     advantage: Advantage
     step_scale: StepScale
 
@@ -90,7 +90,7 @@ def build_methods(c: RunConfig, prompts: Sequence[Prompt], success: Success | No
     advantage = _advantage(c, group_size)
     _check_in_update(c, advantage)
     filter_ = build_filter(c, advantage)
-    judge = Judge(success or Success(), tolerance(filter_), advantage)
+    judge = GroupJudge(success or Success(), tolerance(filter_), advantage)
     _check_selector(c, advantage)
     return Methods(
         selector=_selector(c, prompts, judge),
@@ -124,7 +124,7 @@ def _check_in_update(c: RunConfig, advantage: Advantage) -> None:
         )
 
 
-def _selector(c: RunConfig, prompts: Sequence[Prompt], judge: Judge) -> Selector:
+def _selector(c: RunConfig, prompts: Sequence[Prompt], judge: GroupJudge) -> Selector:
     options = method(SELECTORS, c.selector, "selector")
     try:
         selector = options.build(prompts, c.seed, judge)

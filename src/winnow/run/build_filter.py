@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..config import ConfigError, RunConfig, method, name_of
 from ..methods.advantage import Advantage
 from ..methods.filter import FILTERS, Every, Filter, ZeroVariance
-from ..methods.signal import Judge
+from ..methods.group_kind import GroupJudge
 
 
 def build_filter(c: RunConfig, advantage: Advantage) -> Filter:
@@ -32,4 +32,4 @@ def build_filter(c: RunConfig, advantage: Advantage) -> Filter:
 def tolerance(filter_: Filter) -> float:
     """Within which rewards count as equal in this run: that of the filter that looks for it."""
     filters = [each for _, each in filter_.filters] if isinstance(filter_, Every) else [filter_]
-    return max((each.atol for each in filters if isinstance(each, ZeroVariance)), default=Judge.atol)
+    return max((each.atol for each in filters if isinstance(each, ZeroVariance)), default=GroupJudge.atol)

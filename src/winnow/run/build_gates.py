@@ -9,7 +9,7 @@ from ..methods.gate import GATES, Gate, GateContext, NamedRule, RuleError, check
 from ..methods.gate.audit import AuditedGate, RuleAudit
 from ..methods.gate.divergence import Divergence
 from ..methods.gate.quality import Arrol
-from ..methods.signal import Judge
+from ..methods.group_kind import GroupJudge
 from ..types import Prompt
 
 
@@ -26,7 +26,7 @@ def rule_types(c: RunConfig) -> dict[str, type]:
     return {context.name: type(gate.rule()) for context, gate in zip(contexts, gates, strict=True)}
 
 
-def build_gates(c: RunConfig, judge: Judge, prompts: Sequence[Prompt], smallest: int) -> dict[str, Gate]:
+def build_gates(c: RunConfig, judge: GroupJudge, prompts: Sequence[Prompt], smallest: int) -> dict[str, Gate]:
     """The gates of a run, by name. `smallest`: rollouts of the smallest group that may be launched.
 
     Raises ConfigError naming the option.

@@ -15,9 +15,10 @@ from rich.console import Console
 
 from ..base.failpoint import failpoint
 from ..base.files import readable, write_json
+from ..collect import Collector
 from ..config import ConfigError, as_saved
 from ..learner.step import OptimizerStep
-from ..loop import Hooks, Loop, Parts
+from ..loop import Hooks, Loop
 from ..record.ledger import Ledger
 from ..record.progress import Display
 from ..record.records import CONFIG, LEDGER, METRICS, PROMPT, START, Records, read_metrics
@@ -126,20 +127,21 @@ class Session:
         self.ledger.judge = m.judge
         beside = "beside" in sampler_options(c).provides
         buffer = Buffer(c.prompts_per_step, c.max_lag, carry=m.rollout_batch.carry or beside)
-        parts = Parts(
+        collector = Collector(
             prompts=prompts_of(built.task),
             sampler=built.sampler,
-            learner=built.learner,
             selector=m.selector,
             group_size=m.group_size,
             filter=m.filter,
-            optimizer_step=OptimizerStep(built.learner, m.advantage, build_loss(c), m.step_scale, step_options(c)),
             buffer=buffer,
             pace=Beside(buffer, built.sampler) if beside else InTurn(buffer, built.sampler, m.rollout_batch),
             refill_round=max(m.rollout_batch.size, c.prompts_per_step),
             ledger=self.ledger,
+            judge=m.judge,
+            limits=Limits(c.max_steps, c.max_failed_share, c.max_skipped_steps, c.mask_truncated_completions),
             gates=m.gates,
         )
+        step = OptimizerStep(built.learner, m.advantage, build_loss(c), m.step_scale, step_options(c))
         hooks = Hooks(
             begin=lambda step: self._tell("on_step_begin"),
             published=self._compare_again,
@@ -150,8 +152,7 @@ class Session:
             should_stop=lambda: self.stop_requested or self._callbacks.control.should_training_stop,
             warn=self._warn,
         )
-        limits = Limits(c.max_steps, c.max_failed_share, c.max_skipped_steps, c.mask_truncated_completions)
-        return Loop(parts, hooks, limits, m.judge)
+        return Loop(collector, built.sampler, built.learner, step, hooks)
 
     def _start_sampler(self) -> None:
         """First weights and rules. Samplers elsewhere are compared with the learner; those here have been."""
@@ -172,7 +173,7 @@ class Session:
                 )
         with checkpoint.understood(found / checkpoint.STATE):
             self.loop.load_state_dict(state["loop"])
-            for rollout in (r for group in self.loop.parts.buffer.groups for r in group.rollouts):
+            for rollout in (r for group in self.loop.collector.buffer.groups for r in group.rollouts):
                 if rollout.reward is not None:  # those without one are not trained on, and may have outgrown the model
                     self.built.learner.sizes.require_fit(rollout)
         self._at(self.loop.step)
@@ -180,7 +181,7 @@ class Session:
         self.built.sampler.load(found)
         self._start_sampler()
         with checkpoint.understood(found / checkpoint.STATE):
-            self.loop.relaunch(state["loop"])
+            self.loop.collector.relaunch(state["loop"])
 
     def run(self) -> None:
         """Train to `max_steps`, or until a callback asks for the end.
@@ -205,7 +206,7 @@ class Session:
         """Nothing is left to learn: the last figures are of now, not of the last time that an evaluation was due."""
         self._solved, step = True, self.loop.step
         if self.config.eval_steps and step % self.config.eval_steps:
-            metrics = {"step": step, "num_tokens": self.loop.num_tokens, "seconds_total": self._seconds()}
+            metrics = {"step": step, "num_tokens": self.loop.collector.num_tokens, "seconds_total": self._seconds()}
             self._records.metrics(metrics | self.evaluate())
 
     def step(self) -> dict[str, float]:
@@ -236,7 +237,7 @@ class Session:
         self.ledger.set_meta("solved", str(self._solved).lower())
         push_if_due(self.run_dir, self.config)
         self._tell("on_train_end")
-        last = {"step": self.loop.step, "num_tokens": self.loop.num_tokens, "seconds_total": self._seconds()}
+        last = {"step": self.loop.step, "num_tokens": self.loop.collector.num_tokens, "seconds_total": self._seconds()}
         for row in rows:
             last |= {k: v for k, v in row.items() if k.startswith("eval/")}
         return last
@@ -296,7 +297,7 @@ class Session:
         if (evaluation := self._evaluate(0)) is not None:
             metrics = {"step": 0, "num_tokens": 0} | {f"eval/{k}": v for k, v in evaluation.metrics.items()}
             self._record(0, metrics, [])
-            self.loop.warn_of_failures(evaluation.groups, "held-out rollouts")
+            self.loop.warn_of_evaluation(evaluation)
 
     def _record(self, step: int, metrics: dict[str, float], groups: list[Group]) -> None:
         metrics |= self.built.rewarder.pop_metrics() | {"seconds_total": self._seconds()}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,21 @@ import numpy as np
 from ..base.packed import pack, pack_all, unpack, unpack_all
 from ..env.base import Task
 from ..env.stored import StoredPrompts
-from ..types import Decision, EnvStep, Fate, Group, Job, Prompt, Purpose, Rollout, Token, Turn, Verdict, Visit
+from ..types import (
+    Decision,
+    EnvStep,
+    Fate,
+    Group,
+    GroupKind,
+    Job,
+    Prompt,
+    Purpose,
+    Rollout,
+    Token,
+    Turn,
+    Verdict,
+    Visit,
+)
 
 Prompts = Sequence[Prompt] | Mapping[int, Prompt]
 """Prompts by ordinal."""
@@ -46,7 +60,7 @@ def visit_state(visit: Visit) -> list[Any]:
 def visit_from(state: Sequence[Any], prompts: Prompts) -> Visit:
     """The visit that `visit_state` was given; `prompts` are those of its data set."""
     number, epoch, ordinal, verdict = state
-    return Visit(number, epoch, prompts[ordinal], Verdict(**_real(verdict)))
+    return Visit(number, epoch, prompts[ordinal], _verdict_from(verdict))
 
 
 def group_state(group: Group) -> dict[str, Any]:
@@ -103,7 +117,12 @@ def _decision_state(decision: Decision) -> dict[str, Any]:
 def _decision_from(state: Mapping[str, Any]) -> Decision:
     kind, n = state["at"]
     at = Token(n) if kind == "token" else EnvStep(n)
-    return Decision(state["gate"], at, Verdict(**_real(state["verdict"])), state["turn"])
+    return Decision(state["gate"], at, _verdict_from(state["verdict"]), state["turn"])
+
+
+def _verdict_from(state: Mapping[str, Any]) -> Verdict:
+    verdict = Verdict(**_real(state))
+    return replace(verdict, counts_as=GroupKind(verdict.counts_as))
 
 
 def _plain(value: Any) -> Any:

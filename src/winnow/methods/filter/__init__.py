@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from ...types import Group, Verdict
-from ..signal import Kind
+from ...types import Group, GroupKind, Verdict
 from .every import Every
 from .keep_all import KeepAll
 from .zero_variance import ZeroVariance
@@ -22,7 +21,7 @@ class Filter(Protocol):
     wants_signal: bool = False
     """True: it drops what has no signal, so the advantage must be one under which equal rewards teach nothing."""
 
-    def admit(self, group: Group, kind: Kind) -> Verdict:
+    def admit(self, group: Group, kind: GroupKind) -> Verdict:
         """Asked once about every group that was not cut and has enough rewards; `kind` is what it was judged to be."""
         ...
 

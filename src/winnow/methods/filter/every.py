@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from ...types import KEEP, Group, Verdict
-from ..signal import Kind
+from ...types import KEEP, Group, GroupKind, Verdict
 
 if TYPE_CHECKING:
     from . import Filter
@@ -28,7 +27,7 @@ class Every:
         self.max_refill_rounds = max((each.max_refill_rounds for each in every if each.refill), default=0)
         self.wants_signal = any(each.wants_signal for each in every)
 
-    def admit(self, group: Group, kind: Kind) -> Verdict:
+    def admit(self, group: Group, kind: GroupKind) -> Verdict:
         for name, each in self.filters:
             verdict = each.admit(group, kind)
             if not verdict.keep:

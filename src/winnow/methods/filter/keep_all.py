@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ...types import KEEP, Group, Verdict
-from ..signal import Kind
+from ...types import KEEP, Group, GroupKind, Verdict
 
 
 @dataclass(frozen=True)
@@ -16,5 +15,5 @@ class KeepAll:
     max_refill_rounds = 0
     wants_signal = False
 
-    def admit(self, group: Group, kind: Kind) -> Verdict:
+    def admit(self, group: Group, kind: GroupKind) -> Verdict:
         return KEEP

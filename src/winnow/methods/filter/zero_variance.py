@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ...types import KEEP, Group, Verdict
-from ..signal import Kind, is_zero_variance
+from ...types import KEEP, Group, GroupKind, Verdict
+from ..group_kind import is_zero_variance
 
 ROUNDS = 10
 
@@ -33,7 +33,7 @@ class ZeroVariance:
         if not self.refill and self.max_refill_rounds != ROUNDS:
             raise ValueError("max_refill_rounds has no effect with refill: false; remove it")
 
-    def admit(self, group: Group, kind: Kind) -> Verdict:
+    def admit(self, group: Group, kind: GroupKind) -> Verdict:
         if not kind.zero_variance:
             return KEEP
         rewards_G = group.rewards()

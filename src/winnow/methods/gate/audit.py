@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from ...base.typed import in_range
-from ...types import Decision, Fate, Group, Token
-from ..signal import Judge, Kind
+from ...types import Decision, Fate, Group, GroupKind, Token
+from ..group_kind import GroupJudge
 from .base import Gate, NamedRule, Rule, of_gate
 from .estimates import Estimate, Sums
 from .overrides import OVERRIDE, Overrides
@@ -121,7 +121,7 @@ class RuleAudit:
         self.whole, self.recent = Sums.from_state(state["whole"]), Sums.from_state(state["recent"])
 
 
-def squared_advantages(group: Group, judge: Judge) -> np.ndarray | None:
+def squared_advantages(group: Group, judge: GroupJudge) -> np.ndarray | None:
     """float64 [G], 0 for absent members; None where failures left too few rewards to tell: that is no evidence.
 
     What another rule stopped has no signal: had this one stopped it first, nothing more would have been lost. An
@@ -130,9 +130,9 @@ def squared_advantages(group: Group, judge: Judge) -> np.ndarray | None:
     advantage, rewards_G = judge.advantage, group.rewards()
     assert advantage is not None
     kind = judge.of_rewards(rewards_G)
-    if kind is Kind.NOT_JUDGED and any(r.fate == Fate.FAILED for r in group.rollouts):
+    if kind is GroupKind.NOT_JUDGED and any(r.fate == Fate.FAILED for r in group.rollouts):
         return None
-    if kind is Kind.NOT_JUDGED or (advantage.group_relative and kind.zero_variance):
+    if kind is GroupKind.NOT_JUDGED or (advantage.group_relative and kind.zero_variance):
         return np.zeros(len(rewards_G))
     if advantage.greedy_baseline and group.greedy_reward() is None:
         return None
@@ -146,7 +146,7 @@ class AuditedGate(Gate):
     `judge` is the run's, with the advantage that it trains with.
     """
 
-    def __init__(self, gate: Gate, audit: RuleAudit, judge: Judge) -> None:
+    def __init__(self, gate: Gate, audit: RuleAudit, judge: GroupJudge) -> None:
         self.gate = gate
         self.audit = audit
         self.judge = judge

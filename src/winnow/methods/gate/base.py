@@ -20,7 +20,7 @@ from pydantic import PlainSerializer, PlainValidator, TypeAdapter
 
 from ...base.packed import pack, unpack
 from ...types import Decision, EnvStep, GatePoint, Group, GroupView, Token, Verdict
-from ..signal import BY_REWARDS, Judge
+from ..group_kind import BY_REWARDS, GroupJudge
 from .overrides import Overrides
 
 Array = Annotated[
@@ -38,7 +38,7 @@ class GateContext:
     name: str
     """Name of the gate in this run; its decisions carry it."""
     seed: int = 0
-    judge: Judge = BY_REWARDS
+    judge: GroupJudge = BY_REWARDS
     """Which groups have a signal; also what counts as right, and how many rewards the advantage needs."""
 
 

@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Final, Literal
 import numpy as np
 
 from ...config import nearest
-from ...types import KEEP, EnvStep, Group, GroupView, Verdict
+from ...types import KEEP, EnvStep, Group, GroupKind, GroupView, Verdict
 from .base import GateContext, of_gate
 from .refit import Refit
 from .signals import SIGNALS
@@ -60,7 +60,8 @@ def decide(
     found = [f"{signal} {value:.4g} < {threshold:g}"] if value < threshold else []
     if termination is not None and (rule == "and" or not found):
         found.append(f"{TERMINATION} {ended:.4g} {'<=' if rule == 'mirror' else '>='} {termination:g}")
-    return Verdict(False, f"converged: {' and '.join(found)} at step {k}")
+    reason = f"converged: {' and '.join(found)} at step {k}"
+    return Verdict(False, reason, counts_as=GroupKind.UNKNOWN)
 
 
 def stuck(view: GroupView, sound: list[int], limit: float, k: int) -> Verdict:
@@ -72,11 +73,10 @@ def stuck(view: GroupView, sound: list[int], limit: float, k: int) -> Verdict:
             f"gate divergence: progress is set, but the environment of prompt '{view.visit.prompt.id}' gave none by "
             f'step {k}; return StepResult(info={{"progress": NUMBER}}), or remove progress'
         )
-    return (
-        KEEP
-        if max(given) > limit
-        else Verdict(False, f"stuck: best progress {max(given):.4g} <= {limit:g} at step {k}")
-    )
+    if max(given) > limit:
+        return KEEP
+    reason = f"stuck: best progress {max(given):.4g} <= {limit:g} at step {k}"
+    return Verdict(False, reason, counts_as=GroupKind.HARD)
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -53,12 +53,13 @@ class Overrides:
         p = keep_probability(verdict)
         survives = survival(alone * p, epsilon) / survival(alone, epsilon)
         goes_on = verdict.keep or overridden is not None
-        return Verdict(
-            goes_on,
-            verdict.reason if verdict.keep or not goes_on else f"audit: {verdict.reason}",
-            survives if goes_on else 1 - survives,
-            None if verdict.keep else overridden,
-            {**verdict.evidence, ALONE: p, OVERRIDE: epsilon},
+        return replace(
+            verdict,
+            keep=goes_on,
+            reason=verdict.reason if verdict.keep or not goes_on else f"audit: {verdict.reason}",
+            probability=survives if goes_on else 1 - survives,
+            overridden=None if verdict.keep else overridden,
+            evidence={**verdict.evidence, ALONE: p, OVERRIDE: epsilon},
         )
 
 

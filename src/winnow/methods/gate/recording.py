@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from ...types import Fate, Group, Rollout, Turn
-from ..signal import BY_REWARDS, Judge, Kind
+from ...types import Fate, Group, GroupKind, Rollout, Turn
+from ..group_kind import BY_REWARDS, GroupJudge
 from .signals import SIGNALS
 
 
-def rows_of(group: Group, steps: Sequence[int], judge: Judge = BY_REWARDS) -> list[dict[str, Any]]:
+def rows_of(group: Group, steps: Sequence[int], judge: GroupJudge = BY_REWARDS) -> list[dict[str, Any]]:
     """The rows of one finished group for such a table: one for each of `steps`.
 
     The group must have run to its end: under no gate, or under gates of whole groups whose cuts are audited. Then it
@@ -35,7 +35,7 @@ def rows_of(group: Group, steps: Sequence[int], judge: Judge = BY_REWARDS) -> li
     shared = {
         "task_id": f"{group.prompt.id}/{group.visit.epoch}",
         "task_type": str(group.prompt.columns.get("task_type", "")),
-        "reward_var": float(rewards_G.var()) if judge.kind(group) is Kind.SIGNAL else 0.0,
+        "reward_var": float(rewards_G.var()) if judge.kind(group) is GroupKind.SIGNAL else 0.0,
         "steps": sum(taken),
         "weight": 1 / chances.pop(),
     }

@@ -10,8 +10,8 @@ import numpy as np
 from ...types import Group, Verdict, Visit
 from ..gate.audit import RuleAudit, squared_advantages
 from ..gate.overrides import keep_probability, survival
+from ..group_kind import GroupJudge
 from ..pass_rates import PassRate
-from ..signal import Judge
 from .stream import StreamSelector
 
 
@@ -22,7 +22,7 @@ class AuditedSelector:
     and it is trained on. `judge` is the run's, with the advantage that it trains with.
     """
 
-    def __init__(self, selector: StreamSelector, audit: RuleAudit, judge: Judge) -> None:
+    def __init__(self, selector: StreamSelector, audit: RuleAudit, judge: GroupJudge) -> None:
         self.selector = selector
         self.audit = audit
         self.judge = judge

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from ...base.packed import pack, unpack
-from ...types import KEEP, Group, Prompt, Verdict
-from ..signal import BY_REWARDS, Judge, Kind
+from ...types import KEEP, Group, GroupKind, Prompt, Verdict
+from ..group_kind import BY_REWARDS, GroupJudge
 from .trace import TraceSelector
 
 ROUNDING = 1e-3
@@ -21,14 +21,14 @@ ROUNDING = 1e-3
 class Backoff:
     """Linear backoff (Zheng et al. 2025, appendix 12.2): k zero-variance visits in a row -> skip k epochs."""
 
-    def build(self, prompts: Sequence[Prompt], seed: int, judge: Judge = BY_REWARDS) -> BackoffSelector:
+    def build(self, prompts: Sequence[Prompt], seed: int, judge: GroupJudge = BY_REWARDS) -> BackoffSelector:
         return BackoffSelector(prompts, seed, judge)
 
 
 class BackoffSelector(TraceSelector):
     """Nine bytes a prompt for the trace and four for the order of the epoch."""
 
-    def __init__(self, prompts: Sequence[Prompt], seed: int, judge: Judge) -> None:
+    def __init__(self, prompts: Sequence[Prompt], seed: int, judge: GroupJudge) -> None:
         super().__init__(prompts, seed, judge)
         self.last_epoch_N = np.zeros(len(prompts), np.uint32)
         """Epoch of the last visit that was judged; a cut one counts, or what is always cut would be visited always."""
@@ -41,7 +41,7 @@ class BackoffSelector(TraceSelector):
     def verdict_on(self, ordinal: int, keep: bool) -> Verdict:
         return KEEP if keep else Verdict(False, f"backoff: {self.z_N[ordinal]:g} zero-variance visits in a row")
 
-    def _judged(self, group: Group, kind: Kind) -> None:
+    def _judged(self, group: Group, kind: GroupKind) -> None:
         self.last_epoch_N[group.prompt.ordinal] = group.visit.epoch
 
     def state_dict(self) -> dict[str, Any]:

@@ -17,15 +17,15 @@ import torch
 
 from ...base.noise import as_tensor, noise_key, uniform
 from ...base.typed import in_range
-from ...types import KEEP, Group, Prompt, Verdict
-from ..signal import BY_REWARDS, Judge, Kind, forced, share_seen
+from ...types import KEEP, Group, GroupKind, Prompt, Verdict
+from ..group_kind import BY_REWARDS, GroupJudge, forced, share_seen
 from .trace import EASY, HARD, KINDS, TraceSelector
 
 SELECT_STREAM = 3
 """Keeps the draws of selectors apart from other noise."""
 ROUNDING = 1e-9
 """Tolerance of shares of counts: 4 of 24 are a target of 0.25 * (1 - 1/3), which floating point puts above 4/24."""
-JUDGED = (Kind.SIGNAL, Kind.EASY, Kind.HARD, Kind.UNKNOWN)
+JUDGED = (GroupKind.SIGNAL, GroupKind.EASY, GroupKind.HARD, GroupKind.UNKNOWN)
 
 
 def skip_probability(z: Any, p: Any) -> Any:
@@ -94,14 +94,14 @@ class Greso:
         if self.step and not self.floor <= min(self.p_easy, self.p_hard) <= max(self.p_easy, self.p_hard) <= self.cap:
             raise ValueError(f"p_easy and p_hard must lie between floor={self.floor} and cap={self.cap}")
 
-    def build(self, prompts: Sequence[Prompt], seed: int, judge: Judge = BY_REWARDS) -> GresoSelector:
+    def build(self, prompts: Sequence[Prompt], seed: int, judge: GroupJudge = BY_REWARDS) -> GresoSelector:
         return GresoSelector(prompts, seed, self, judge)
 
 
 class GresoSelector(TraceSelector):
     """Five bytes a prompt for the trace and four for the order of the epoch."""
 
-    def __init__(self, prompts: Sequence[Prompt], seed: int, options: Greso, judge: Judge) -> None:
+    def __init__(self, prompts: Sequence[Prompt], seed: int, options: Greso, judge: GroupJudge) -> None:
         super().__init__(prompts, seed, judge)
         self.options = options
         self.p = {EASY: options.p_easy, HARD: options.p_hard}
@@ -128,10 +128,10 @@ class GresoSelector(TraceSelector):
         kind = "easy" if self.kind_N[ordinal] == EASY else "hard"
         return Verdict(False, f"greso: {kind}, {z:g} zero-variance visits in a row", 1 - p)
 
-    def _judged(self, group: Group, kind: Kind) -> None:
+    def _judged(self, group: Group, kind: GroupKind) -> None:
         """Count for the controller what it let through, not what an audit forced: that would be read as exploration."""
-        if kind is Kind.UNKNOWN and group.verdict.keep:
-            kind = Kind.HARD  # as in the trace
+        if kind is GroupKind.UNKNOWN and group.verdict.keep:
+            kind = GroupKind.HARD  # as in the trace
         if not forced(group.visit):
             self._seen[kind] += share_seen(group) if group.verdict.keep else 1
 
@@ -140,7 +140,7 @@ class GresoSelector(TraceSelector):
         super().end_step()
         total, o = sum(self._seen.values()), self.options
         if self.epoch >= 1 and total:
-            targets = {Kind.EASY: o.target * o.easy_share, Kind.HARD: o.target * (1 - o.easy_share)}
+            targets = {GroupKind.EASY: o.target * o.easy_share, GroupKind.HARD: o.target * (1 - o.easy_share)}
             for kind, target in targets.items():
                 code = KINDS[kind]
                 self.p[code] = adjust(self.p[code], self._seen[kind] / total, target, o.step, o.floor, o.cap)

@@ -10,7 +10,7 @@ import numpy as np
 
 from ...base.dotted import nearest
 from ...types import Prompt
-from ..signal import BY_REWARDS, Judge
+from ..group_kind import BY_REWARDS, GroupJudge
 from .stream import StreamSelector
 
 SHOWN = 6
@@ -35,7 +35,7 @@ class Ordered:
         if self.levels is not None and len(set(self.levels)) != len(self.levels):
             raise ValueError(f"levels has a value twice: {self.levels}")
 
-    def build(self, prompts: Sequence[Prompt], seed: int, judge: Judge = BY_REWARDS) -> StreamSelector:
+    def build(self, prompts: Sequence[Prompt], seed: int, judge: GroupJudge = BY_REWARDS) -> StreamSelector:
         """Raises ValueError for a prompt whose value is missing, or is neither a number nor one of `levels`."""
         rank_N = np.arange(len(prompts), dtype=np.float64) if self.by is None else self._ranks(self.by, prompts)
         return StreamSelector(prompts, seed, order_N=np.argsort(-rank_N if self.descending else rank_N, kind="stable"))

@@ -10,9 +10,9 @@ import numpy as np
 
 from ...base.packed import pack, unpack
 from ...types import KEEP, Prompt, Verdict
+from ..group_kind import BY_REWARDS, GroupJudge
 from ..pass_rates import PassRate as Measured
 from ..pass_rates import read_profile
-from ..signal import BY_REWARDS, Judge
 from .stream import StreamSelector
 
 ROLLOUTS = 16
@@ -47,7 +47,7 @@ class PassRate:
         if self.refresh_steps is None and self.n != ROLLOUTS:
             raise ValueError("n has no effect without refresh_steps: the profile that is read has its own; remove it")
 
-    def build(self, prompts: Sequence[Prompt], seed: int, judge: Judge = BY_REWARDS) -> PassRateSelector:
+    def build(self, prompts: Sequence[Prompt], seed: int, judge: GroupJudge = BY_REWARDS) -> PassRateSelector:
         """Raises ValueError when the profile cannot be read, is for other prompts, or leaves none in the band, and when
         it is to be refreshed but nothing tells right answers from others."""
         if self.refresh_steps is not None and judge.success.undecided:

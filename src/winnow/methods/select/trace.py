@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 
 from ...base.packed import pack, unpack
-from ...types import Group, Prompt
-from ..signal import Judge, Kind, share_seen
+from ...types import Group, GroupKind, Prompt
+from ..group_kind import GroupJudge, share_seen
 from .stream import StreamSelector
 
 EFFECTIVE, EASY, HARD = 0, 1, 2
-KINDS = {Kind.SIGNAL: EFFECTIVE, Kind.EASY: EASY, Kind.HARD: HARD, Kind.UNKNOWN: HARD}
+KINDS = {GroupKind.SIGNAL: EFFECTIVE, GroupKind.EASY: EASY, GroupKind.HARD: HARD, GroupKind.UNKNOWN: HARD}
 """Equal rewards of which nothing says that they are right count as hard."""
 LONGEST = float(np.iinfo(np.uint16).max)
 
@@ -33,7 +33,7 @@ class TraceSelector(StreamSelector):
       those groups have rewards, so the trace learns from them, at the audit's rate, what the cuts were worth.
     """
 
-    def __init__(self, prompts: Sequence[Prompt], seed: int, judge: Judge) -> None:
+    def __init__(self, prompts: Sequence[Prompt], seed: int, judge: GroupJudge) -> None:
         super().__init__(prompts, seed)
         self.judge = judge
         self.z_N = np.zeros(len(prompts), np.float32)
@@ -41,7 +41,7 @@ class TraceSelector(StreamSelector):
 
     def observe(self, group: Group) -> None:
         kind = self.judge.kind(group)
-        if kind is Kind.NOT_JUDGED:
+        if kind is GroupKind.NOT_JUDGED:
             return
         if group.verdict.keep:
             self._trace(group.prompt.ordinal, KINDS[kind], share_seen(group))
@@ -51,7 +51,7 @@ class TraceSelector(StreamSelector):
         self.z_N[ordinal] = 0 if kind == EFFECTIVE else min(float(self.z_N[ordinal]) + share, LONGEST)
         self.kind_N[ordinal] = kind
 
-    def _judged(self, group: Group, kind: Kind) -> None:
+    def _judged(self, group: Group, kind: GroupKind) -> None:
         """Hook for a judged group, also one that was cut on evidence."""
 
     def state_dict(self) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ...types import Prompt
-from ..signal import BY_REWARDS, Judge
+from ..group_kind import BY_REWARDS, GroupJudge
 from .stream import StreamSelector
 
 
@@ -18,5 +18,5 @@ class Uniform:
 
     shuffle: bool = True
 
-    def build(self, prompts: Sequence[Prompt], seed: int, judge: Judge = BY_REWARDS) -> StreamSelector:
+    def build(self, prompts: Sequence[Prompt], seed: int, judge: GroupJudge = BY_REWARDS) -> StreamSelector:
         return StreamSelector(prompts, seed, order_N=None if self.shuffle else np.arange(len(prompts)))

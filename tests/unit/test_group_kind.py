@@ -11,18 +11,18 @@ import numpy as np
 import pytest
 
 from winnow.methods.advantage import ADVANTAGES
+from winnow.methods.group_kind import GroupJudge
 from winnow.methods.select.backoff import Backoff
 from winnow.methods.select.greso import Greso, GresoSelector, rollout_batch_size
-from winnow.methods.signal import Judge, Kind
 from winnow.methods.size.adaptive_k import AdaptiveK
 from winnow.record.tally import Tally
-from winnow.types import Fate, Group, Prompt, Verdict, Visit
+from winnow.types import Fate, Group, GroupKind, Prompt, Verdict, Visit
 
 from .fake_run import FakeRun, Outcome, finished
 
 PROMPTS = [Prompt(f"p{i}", i, text="") for i in range(10)]
-CONVERGED = Verdict(False, "converged: prefix_edit_distance 0.05 < 0.12 at step 10")
-STUCK = Verdict(False, "stuck: best progress 0 <= 0 at step 10")
+CONVERGED = Verdict(False, "converged: prefix_edit_distance 0.05 < 0.12 at step 10", counts_as=GroupKind.UNKNOWN)
+STUCK = Verdict(False, "stuck: best progress 0 <= 0 at step 10", counts_as=GroupKind.HARD)
 RANDOM = Verdict(False, "random cut at step 10", 0.2)
 EASY, HARD, MIXED = [1.0] * 4, [0.0] * 4, [0.0, 1.0, 0.0, 1.0]
 
@@ -32,7 +32,7 @@ def of(outcome: Outcome, number: int = 0, prompt: int = 0) -> Group:
 
 
 def tally_of(*outcomes: Outcome) -> Tally:
-    tally = Tally(Judge())
+    tally = Tally(GroupJudge())
     for outcome in outcomes:
         tally.finished(of(outcome))
     return tally
@@ -41,25 +41,25 @@ def tally_of(*outcomes: Outcome) -> Tally:
 @pytest.mark.parametrize(
     ("outcome", "kind"),
     [
-        (MIXED, Kind.SIGNAL),
-        (EASY, Kind.EASY),
-        (HARD, Kind.HARD),
-        ([0.5] * 4, Kind.HARD),
-        ([1.0, None, 1.0, None], Kind.EASY),
-        ([1.0, None, None, None], Kind.NOT_JUDGED),
-        ([None] * 4, Kind.NOT_JUDGED),
-        (CONVERGED, Kind.UNKNOWN),
-        (STUCK, Kind.HARD),
-        (RANDOM, Kind.NOT_JUDGED),
-        (Verdict(False, "my own gate"), Kind.NOT_JUDGED),
+        (MIXED, GroupKind.SIGNAL),
+        (EASY, GroupKind.EASY),
+        (HARD, GroupKind.HARD),
+        ([0.5] * 4, GroupKind.HARD),
+        ([1.0, None, 1.0, None], GroupKind.EASY),
+        ([1.0, None, None, None], GroupKind.NOT_JUDGED),
+        ([None] * 4, GroupKind.NOT_JUDGED),
+        (CONVERGED, GroupKind.UNKNOWN),
+        (STUCK, GroupKind.HARD),
+        (RANDOM, GroupKind.NOT_JUDGED),
+        (Verdict(False, "my own gate"), GroupKind.NOT_JUDGED),
     ],
 )
-def test_kinds(outcome: Outcome, kind: Kind, tmp_path: Path) -> None:
-    """Judge, tally and ledger say the same."""
+def test_kinds(outcome: Outcome, kind: GroupKind, tmp_path: Path) -> None:
+    """GroupJudge, tally and ledger say the same."""
     group = of(outcome)
-    assert Judge().kind(group) is kind
+    assert GroupJudge().kind(group) is kind
     assert tally_of(outcome).kinds == {kind: 1}
-    booked = {Kind.SIGNAL: "none", Kind.NOT_JUDGED: None}.get(kind, str(kind))
+    booked = {GroupKind.SIGNAL: "none", GroupKind.NOT_JUDGED: None}.get(kind, str(kind))
     run = FakeRun(tmp_path / "l", lambda v, n: outcome, {"prompts_per_step": 1, "max_steps": 1, "num_generations": 4})
     run.run()
     with sqlite3.connect(run.ledger.path) as db:
@@ -204,12 +204,12 @@ def test_visits_that_an_audit_forced_move_the_trace_but_not_the_controller() -> 
 
 @pytest.mark.parametrize("name", ["reinforce_pp", "remax"])
 def test_groups_that_are_not_compared_among_themselves_teach_with_equal_rewards(name: str) -> None:
-    judge = Judge(advantage=ADVANTAGES[name]())
-    assert judge.kind(of(EASY)) is Kind.EASY
+    judge = GroupJudge(advantage=ADVANTAGES[name]())
+    assert judge.kind(of(EASY)) is GroupKind.EASY
     assert judge.teaches(of(EASY))
     assert not judge.teaches(of([1.0, None, None, None]))
     assert not judge.teaches(of(CONVERGED))
-    assert not Judge().teaches(of(EASY))
+    assert not GroupJudge().teaches(of(EASY))
 
 
 def test_a_step_begins_with_a_round_of_the_default_size(tmp_path: Path) -> None:

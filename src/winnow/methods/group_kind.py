@@ -1,51 +1,20 @@
-"""The one answer to "has this group a signal?": asked by tally, selectors, filters, loop and ledger alike.
+"""Which groups have a signal: one judge for selectors, filters, stop conditions, metrics and the ledger.
 
-A group is judged by the rewards that its advantage uses, with a tolerance (`Judge`). A group that a gate cut has no
-rewards; it counts as the kind that it was cut for. A group with too few rewards is evidence of nothing, and so is one
-that was cut at random: neither is in any share.
+A group is judged once, by the rewards that its advantage uses, with a tolerance. A group that a gate cut has no
+rewards; it counts as what the gate's verdict says (`Verdict.counts_as`). Groups with too few rewards, and groups cut
+at random, are not judged and are in no share.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from enum import StrEnum
 
 import numpy as np
 
-from ..types import Group, Verdict, Visit
+from ..types import Group, GroupKind, Visit
 from .advantage import Advantage
 from .success import Success
-
-
-class Kind(StrEnum):
-    """Kind of a finished group: what it can teach."""
-
-    SIGNAL = "signal"
-    """Some advantage is not 0."""
-    EASY = "easy"
-    """No signal, and every member is right (`Success`)."""
-    HARD = "hard"
-    """No signal, and some member is wrong; or cut, because nobody came anywhere."""
-    UNKNOWN = "unknown"
-    """No signal, and whether easy or hard is not known: cut, because all members did the same, or what counts as right
-    is undecided."""
-    NOT_JUDGED = "not judged"
-    """Too few rewards to tell (failures), or cut for no evidence (the control arm)."""
-
-    @property
-    def zero_variance(self) -> bool:
-        """Whether the group was judged, and teaches nothing."""
-        return self in (Kind.EASY, Kind.HARD, Kind.UNKNOWN)
-
-
-CUT_FOR = {"converged": Kind.UNKNOWN, "stuck": Kind.HARD}
-"""First words of a cut's reason -> kind that the group counts as; any other reason is no evidence."""
-
-
-def kind_of_cut(verdict: Verdict) -> Kind:
-    """Kind of a group that was cut with this verdict."""
-    return CUT_FOR.get(verdict.reason.partition(":")[0], Kind.NOT_JUDGED)
 
 
 def forced(visit: Visit) -> bool:
@@ -70,8 +39,8 @@ def is_zero_variance(rewards_G: np.ndarray, atol: float = 1e-8) -> bool:
 
 
 @dataclass(frozen=True)
-class Judge:
-    """The judge of a finished group's kind, which selectors, filters and statistics of a run go by.
+class GroupJudge:
+    """Judges finished groups, for all parts of a run.
 
     With a group-relative `advantage` there is no signal when every advantage is 0: all rewards equal within `atol`, or,
     under max@k, too few failures to matter. For other advantages (REINFORCE++, ReMax) equal rewards give the kind, but
@@ -83,37 +52,42 @@ class Judge:
     advantage: Advantage | None = None
     """None: rewards alone decide."""
 
-    def kind(self, group: Group) -> Kind:
-        """Kind of a group as it is: pruned and failed siblings are absent."""
+    def kind(self, group: Group) -> GroupKind:
+        """Return the kind of a finished group; pruned and failed siblings are absent. The group keeps it."""
+        if group.kind is None:
+            group.kind = self._kind(group)
+        return group.kind
+
+    def _kind(self, group: Group) -> GroupKind:
         if not group.verdict.keep:
-            return kind_of_cut(group.verdict)
+            return group.verdict.counts_as
         kind = self.of_rewards(group.rewards())
         if kind.zero_variance:
             return self._level(group, all)
-        if kind is not Kind.SIGNAL or self.advantage is None or not self.advantage.group_relative:
+        if kind is not GroupKind.SIGNAL or self.advantage is None or not self.advantage.group_relative:
             return kind
         if np.nan_to_num(self.advantage.of_batch([group])[0]).any():
             return kind
         return self._level(group, any)
 
-    def of_rewards(self, rewards_G: np.ndarray) -> Kind:
-        """Kind by rewards alone, `UNKNOWN` when they are equal: float [G], NaN where a member is absent."""
+    def of_rewards(self, rewards_G: np.ndarray) -> GroupKind:
+        """Return the kind by rewards alone, `UNKNOWN` when they are equal: float [G], NaN where a member is absent."""
         if np.count_nonzero(~np.isnan(rewards_G)) < self.least:
-            return Kind.NOT_JUDGED
-        return Kind.UNKNOWN if is_zero_variance(rewards_G, self.atol) else Kind.SIGNAL
+            return GroupKind.NOT_JUDGED
+        return GroupKind.UNKNOWN if is_zero_variance(rewards_G, self.atol) else GroupKind.SIGNAL
 
-    def _level(self, group: Group, enough: Callable[[list[bool | None]], bool]) -> Kind:
-        """Kind of a group without signal: easy if `enough` (all or any) of its members are right."""
+    def _level(self, group: Group, enough: Callable[[list[bool | None]], bool]) -> GroupKind:
+        """Return the kind of a group without signal: easy if `enough` (all or any) of its members are right."""
         right = [self.success.right(rollout) for rollout in group.siblings if rollout.reward is not None]
         if None in right:
-            return Kind.UNKNOWN
-        return Kind.EASY if enough(right) else Kind.HARD
+            return GroupKind.UNKNOWN
+        return GroupKind.EASY if enough(right) else GroupKind.HARD
 
     def teaches(self, group: Group) -> bool:
         """Whether an update on this group alone could have a gradient of the rewards."""
         if self.advantage is not None and not self.advantage.group_relative:
             return self.refusal(group) is None
-        return self.kind(group) is Kind.SIGNAL
+        return self.kind(group) is GroupKind.SIGNAL
 
     def refusal(self, group: Group) -> str | None:
         """Why no filter is asked about this group: it was cut, or an advantage lacks members. None: it is complete."""
@@ -131,4 +105,4 @@ class Judge:
         return 2 if self.advantage is None else self.advantage.smallest_group
 
 
-BY_REWARDS = Judge()
+BY_REWARDS = GroupJudge()

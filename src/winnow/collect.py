@@ -1,0 +1,299 @@
+"""Collect batches: select prompts, launch groups, take them back, judge, filter, buffer and book them.
+
+    select -> launch -> (sampler, gates, rewards) -> take -> judge -> filter -> buffer -> batch -> trained
+                                                                        |          |
+                                                                     filtered   stale, surplus
+
+Every launched group comes back once and leaves with one fate; the ledger is written at both ends. A collector knows
+policy versions and steps as numbers, but no learner, no weights and no evaluation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from .base.failpoint import failpoint
+from .base.typed import in_range, require_like, require_types
+from .methods.filter import Filter
+from .methods.gate import Gate
+from .methods.group_kind import GroupJudge
+from .methods.select import Selector
+from .methods.size import GroupSize
+from .record.failures import FailureWatch, cause_of
+from .record.ledger import Ledger
+from .record.stopping import Limits, RunStoppedError, Usefulness
+from .record.tally import Tally
+from .sampler.buffer import Buffer
+from .sampler.codec import Prompts, group_from, group_state, visit_from, visit_state
+from .sampler.pace import Pace
+from .types import Fate, Group, Job, Purpose, Visit
+
+
+class Batch(NamedTuple):
+    groups: list[Group]
+    """Groups to train on."""
+    finished: list[Group]
+    """Every group that finished while the batch was collected."""
+
+
+class GroupSource(Protocol):
+    """Rolls groups out; see `Sampler`."""
+
+    @property
+    def version(self) -> int: ...
+
+    @property
+    def pending(self) -> int: ...
+
+    def launch(self, job: Job) -> None: ...
+
+    def poll(self) -> list[Group]: ...
+
+
+@dataclass
+class Collector:
+    """Collects a batch for each optimizer step and keeps the account of every rollout."""
+
+    prompts: Mapping[Purpose, Prompts]
+    sampler: GroupSource
+    selector: Selector
+    group_size: GroupSize
+    filter: Filter
+    buffer: Buffer
+    pace: Pace
+    refill_round: int
+    """Groups in one round of a filter that refills."""
+    ledger: Ledger
+    judge: GroupJudge
+    limits: Limits
+    gates: dict[str, Gate] = field(default_factory=dict)
+    """Gates by name."""
+
+    def __post_init__(self) -> None:
+        self.num_tokens = 0
+        self.stop: RunStoppedError | None = None
+        """Why the run cannot usefully go on, if it cannot."""
+        self.tally = Tally(self.judge)
+        """Counts and timings of the current step."""
+        self.failures = FailureWatch(self.ledger.failures())
+        self._useful = Usefulness(self.judge, self.limits, self.filter, self.refill_round)
+        self._gate_metrics: dict[str, float] = {}
+        self._untrained: str | None = None
+        """Why the current step trained nothing."""
+        self._reported: set[str] = set()
+        """Causes of steps that trained nothing, already reported."""
+        self._nothing_left = False
+
+    # ---- one step ------------------------------------------------------------------------------------------------
+
+    def collect(self, step: int) -> Batch:
+        """Return the batch for the optimizer step from version `step`; without groups when the run cannot go on."""
+        self.tally = Tally(self.judge)
+        with self.tally.phase("generate"):
+            batch = self._collect(step)
+        if self.stop is not None and not batch.groups:
+            self.num_tokens += sum(self.tally.lengths)
+        return batch
+
+    def trained(self, step: int, groups: list[Group], update: Mapping[str, float]) -> None:
+        """Book a batch after its optimizer step and let the gates learn. `update`: metrics, among them `updated`."""
+        for group in groups:
+            if update["updated"]:
+                self._book(step, group, Fate.TRAINED, "")
+            else:
+                reason = "no group of the batch had a signal; the optimizer step was skipped"
+                self._book(step, group, Fate.FILTERED, reason)
+        failpoint("trained")
+        useless = self._useful.of_step(step, groups, update, self.tally)
+        self._untrained = self._useful.untrained(groups, update, self.tally)
+        self.stop = self.stop or useless
+        self._gate_metrics = {}
+        for gate in self.gates.values():
+            self._gate_metrics |= gate.metrics()
+            gate.end_step()
+
+    def end_step(self, step: int, groups: list[Group], update: Mapping[str, float]) -> dict[str, float]:
+        """Close the account of the step from version `step`; return its metrics. `update`: metrics from elsewhere."""
+        metrics = self.tally.metrics()
+        self.num_tokens += self.tally.sampled_tokens
+        metrics |= {"step": step + 1, "num_tokens": self.num_tokens, "groups/effective": float(len(groups))}
+        metrics |= {**update, **self._gate_metrics, **self.selector.metrics()}
+        if "learning_rate" in update:  # what plain SGD over all prompts_per_step groups would need (Active-RLOO, eq. 4)
+            metrics["eta_eff"] = update["effective_learning_rate"] * self.buffer.prompts_per_step / len(groups)
+        self.group_size.observe(metrics)
+        self.selector.end_step()
+        self.ledger.step(step, seconds=self.tally.seconds, metrics=metrics, version=step)
+        return metrics
+
+    def warnings(self, finished: Sequence[Group]) -> Iterator[str]:
+        """Causes of lost rollouts, and of a step that trained nothing; each cause once in a run."""
+        yield from self.failures.observe(finished, "rollouts")
+        if self._untrained is not None and cause_of(self._untrained) not in self._reported:
+            self._reported.add(cause_of(self._untrained))
+            yield f"the step trained nothing: {self._untrained}"
+
+    def close(self, step: int, in_flight: Sequence[Group]) -> None:
+        """Book what will never be trained, after the last save: groups carried, and those still `in_flight`."""
+        for group in self.buffer.groups:
+            self._book(step, group, Fate.SURPLUS, "carried, but the run is over")
+        for group in in_flight:
+            self._book(step, group, Fate.SURPLUS, "in flight when the run was over")
+        self.buffer.clear()
+
+    # ---- collecting ----------------------------------------------------------------------------------------------
+
+    def _collect(self, step: int) -> Batch:
+        finished: list[Group] = []
+        self._useful.begin_step()
+        self._nothing_left = False
+        self._book_stale(step, self.buffer.expire(step))
+        while True:
+            if self.stop is None:
+                self._launch(step)
+            if self._ready(step):
+                break
+            for group in self.sampler.poll():
+                finished.append(group)
+                self._take(step, group)
+        groups, stale, surplus = self.buffer.take(step)
+        self._book_stale(step, stale)
+        for group in surplus:
+            self._book(step, group, Fate.SURPLUS, "the batch was already full")
+        return Batch(groups, finished)
+
+    def _ready(self, step: int) -> bool:
+        """Whether to train now; a run that stops first takes what is in flight."""
+        return self.pace.ready(step) if self.stop is None else not self.sampler.pending
+
+    def _launch(self, step: int) -> None:
+        in_flight = self.sampler.pending
+        n = self.pace.room(step, self.limits.max_steps - step, self.tally.zero_share())
+        if n <= 0 or (self._nothing_left and in_flight):
+            return
+        self.stop = self._useful.of_refill(step)
+        if self.stop is not None:
+            return
+        visits = self.selector.select(n)
+        self.ledger.visit(visits, step=step, version=self.sampler.version)
+        failpoint("launch")
+        kept = [visit for visit in visits if visit.verdict.keep]
+        for visit in kept:
+            self._start(visit, self.group_size.next())
+        self._nothing_left = len(kept) < n
+        if not kept and not in_flight:
+            reason = next((v.verdict.reason for v in reversed(visits)), "")
+            self.stop = RunStoppedError(
+                f"step {step}: the selector skipped the last {len(visits):,} visits, more than a whole epoch, so "
+                f"nothing is left to roll out (last reason: {reason}). The prompts are too easy or too hard for this "
+                "policy: use other prompts, or selector: uniform"
+            )
+
+    def _start(self, visit: Visit, size: int) -> None:
+        self.buffer.launched(visit, size, self.sampler.version)
+        self.sampler.launch(Job(visit, size))
+
+    def _take(self, step: int, group: Group) -> None:
+        """Observe before admitting: selector and gates learn from every finished group, also from filtered ones."""
+        self.buffer.landed(group)
+        self.judge.success.observe(group.rollouts)
+        kind = self.judge.kind(group)
+        for gate in self.gates.values():
+            gate.observe(group)
+        self.tally.finished(group)
+        self.selector.observe(group)
+        failpoint("take")
+        self.stop = self.stop or self._useful.of_failures(step, self.tally, self.buffer.prompts_per_step)
+        reason = refusal = self.judge.refusal(group)
+        if reason is None:
+            verdict = self.filter.admit(group, kind)
+            if verdict.keep:
+                self.buffer.add(group)
+                self._useful.accepted()
+                return
+            reason = verdict.reason
+        elif group.verdict.keep:
+            self.tally.refused[reason] += 1
+        self._book(step, group, Fate.FILTERED, reason)
+        if self.filter.refill:
+            self._useful.rejected(group, reason, refusal)
+        else:
+            self.buffer.spend()
+
+    def _book_stale(self, step: int, groups: list[Group]) -> None:
+        for group in groups:
+            self._book(step, group, Fate.STALE, f"older than max_lag={self.buffer.max_lag} steps")
+
+    def _book(self, step: int, group: Group, fate: Fate, reason: str) -> None:
+        """Give every rollout that has none a fate, and close the group's account."""
+        for rollout in group.rollouts:
+            if rollout.fate is None:
+                rollout.fate, rollout.reason = fate, reason
+        self.ledger.finish(group, step=step)
+        self.tally.fated(group)
+
+    # ---- checkpoints ---------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that a checkpoint must hold besides the ledger."""
+        if not self.pace.settled():
+            raise RuntimeError("a checkpoint is only taken between steps, when nothing is in flight")
+        return {
+            "num_tokens": self.num_tokens,
+            "skipped_steps": self._useful.skipped_steps,
+            "solved_steps": self._useful.solved_steps,
+            "undecided": self.judge.success.undecided,
+            "waiting": [group_state(group) for group in self.buffer.groups],
+            "spent": self.buffer.spent,
+            "in_flight": [[visit_state(flight.visit), flight.size] for flight in self.buffer.in_flight],
+        } | self._state_of_methods()
+
+    def _state_of_methods(self) -> dict[str, Any]:
+        return {
+            "selector": self.selector.state_dict(),
+            "group_size": self.group_size.state_dict(),
+            "gates": {name: gate.state_dict() for name, gate in self.gates.items()},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any], step: int) -> None:
+        """Raises LookupError, TypeError or ValueError on a state that no run of this configuration has had."""
+        require_like(state, self._state_of_methods(), "loop")
+        self.num_tokens = int(state["num_tokens"])
+        self._useful.skipped_steps = int(state["skipped_steps"])
+        self._useful.solved_steps = int(state.get("solved_steps", 0))
+        if not self.judge.success.declared:
+            self.judge.success.undecided = self.judge.success.undecided or str(state.get("undecided", ""))
+        self.buffer.groups = [group_from(g, self.prompts) for g in state["waiting"]]
+        for group in self.buffer.groups:
+            require_types(group)
+            _require_trainable(group, step)
+        self.buffer.spent = int(state["spent"])
+        self.selector.load_state_dict(state["selector"])
+        self.group_size.load_state_dict(state["group_size"])
+        for name, gate in self.gates.items():
+            gate.load_state_dict(state["gates"][name])
+
+    def relaunch(self, state: Mapping[str, Any]) -> None:
+        """Roll out again what was in flight when `state` was taken; it stays booked as dispatched."""
+        for visit, size in state["in_flight"]:
+            again = visit_from(visit, self.prompts["train"])
+            require_types(again)
+            self._start(again, int(in_range(size, 1, self.group_size.largest, "size")))
+
+
+def _require_trainable(group: Group, step: int) -> None:
+    """Raises ValueError for a group that cannot have waited for optimizer step `step`."""
+    where = f"visit {group.visit.number}"
+    if not group.rollouts:
+        raise ValueError(f"{where} waits without rollouts")
+    for rollout in group.rollouts:
+        versions = rollout.versions[rollout.action_mask]
+        if not ((versions >= 0) & (versions <= step)).all():
+            raise ValueError(f"{where}: tokens of a policy that step {step} does not know")
+        if not np.isfinite(rollout.sampler_logp).all():
+            raise ValueError(f"{where}: log-probabilities that are not finite")
+        if not 0 < rollout.survival_p <= 1 + 1e-9:
+            raise ValueError(f"{where}: survived with the chance {rollout.survival_p}")
