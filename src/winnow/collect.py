@@ -81,7 +81,8 @@ class Collector:
         """Counts and timings of the current step."""
         self.failures = FailureWatch(self.ledger.failures())
         self._useful = Usefulness(self.judge, self.limits, self.filter, self.refill_round)
-        self._gate_metrics: dict[str, float] = {}
+        self._learned: dict[str, float] = {}
+        """Metrics of gates and filter."""
         self._untrained: str | None = None
         """Why the current step trained nothing."""
         self._reported: set[str] = set()
@@ -100,7 +101,7 @@ class Collector:
         return batch
 
     def trained(self, step: int, groups: list[Group], update: Mapping[str, float]) -> None:
-        """Book a batch after its optimizer step and let the gates learn. `update`: metrics, among them `updated`."""
+        """Book a batch after its optimizer step; filter and gates learn. `update`: metrics, among them `updated`."""
         for group in groups:
             if update["updated"]:
                 self._book(step, group, Fate.TRAINED, "")
@@ -111,9 +112,10 @@ class Collector:
         useless = self._useful.of_step(step, groups, update, self.tally)
         self._untrained = self._useful.untrained(groups, update, self.tally)
         self.stop = self.stop or useless
-        self._gate_metrics = {}
+        self._learned = self.filter.metrics()
+        self.filter.end_step()
         for gate in self.gates.values():
-            self._gate_metrics |= gate.metrics()
+            self._learned |= gate.metrics()
             gate.end_step()
 
     def end_step(self, step: int, groups: list[Group], update: Mapping[str, float]) -> dict[str, float]:
@@ -121,7 +123,7 @@ class Collector:
         metrics = self.tally.metrics()
         self.num_tokens += self.tally.sampled_tokens
         metrics |= {"step": step + 1, "num_tokens": self.num_tokens, "groups/effective": float(len(groups))}
-        metrics |= {**update, **self._gate_metrics, **self.selector.metrics()}
+        metrics |= {**update, **self._learned, **self.selector.metrics()}
         if "learning_rate" in update:  # what plain SGD over all prompts_per_step groups would need (Active-RLOO, eq. 4)
             metrics["eta_eff"] = update["effective_learning_rate"] * self.buffer.prompts_per_step / len(groups)
         self.group_size.observe(metrics)
@@ -255,6 +257,7 @@ class Collector:
         return {
             "selector": self.selector.state_dict(),
             "group_size": self.group_size.state_dict(),
+            "filter": self.filter.state_dict(),
             "gates": {name: gate.state_dict() for name, gate in self.gates.items()},
         }
 
@@ -273,6 +276,7 @@ class Collector:
         self.buffer.spent = int(state["spent"])
         self.selector.load_state_dict(state["selector"])
         self.group_size.load_state_dict(state["group_size"])
+        self.filter.load_state_dict(state.get("filter", {}))
         for name, gate in self.gates.items():
             gate.load_state_dict(state["gates"][name])
 

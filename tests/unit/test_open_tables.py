@@ -15,13 +15,13 @@ from winnow.engine import ENGINES
 from winnow.env import ENVS
 from winnow.methods.advantage import ADVANTAGES
 from winnow.methods.correct import CORRECTIONS, STEP_SCALES
-from winnow.methods.filter import FILTERS, Every
+from winnow.methods.filter import FILTERS, AllOf
 from winnow.methods.gate import GATES
 from winnow.methods.select import SELECTORS
 from winnow.methods.size import ROLLOUT_BATCHES, SIZES
-from winnow.run.build_filter import build_filter
+from winnow.run.build import build_methods
 from winnow.sampler import SYNCS
-from winnow.types import GroupKind
+from winnow.types import GroupKind, Prompt
 
 from .. import parity
 from ..e2e.test_training import _train_until, assert_clean, fingerprint, resume, train
@@ -87,7 +87,7 @@ def rules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 def test_every_table_knows_its_interface() -> None:
     builders = (SELECTORS, GATES, SIZES, ROLLOUT_BATCHES, ENGINES, ENVS, SYNCS, STEP_SCALES)
     assert all(interface(table) == ["build"] for table in builders)
-    assert interface(FILTERS) == ["admit", "max_refill_rounds", "refill", "wants_signal"]
+    assert {"admit", "max_refill_rounds", "refill", "wants_signal", "state_dict"} <= set(interface(FILTERS))
     assert {"of_batch", "group_relative", "smallest_group", "greedy_baseline"} <= set(interface(ADVANTAGES))
     assert {"__call__", "active"} <= set(interface(CORRECTIONS))
 
@@ -112,7 +112,7 @@ class TestDottedPaths:
             ("winnow_test_rules:Loose", r"write @dataclass\(frozen=True\)"),
             (
                 "winnow_test_rules:Empty",
-                r"has no admit, max_refill_rounds, refill, wants_signal; see",
+                r"has no admit, admits_all, atol, .*, wants_signal; see",
             ),
             ({"name": "winnow_test_rules:AtLeast", "maen": 1}, r"unknown option 'maen'. Did you mean 'mean'"),
             ({"name": "winnow_test_rules:AtLeast", "mean": "x"}, r"mean: Input should be a valid number"),
@@ -142,11 +142,11 @@ class TestDottedPaths:
 class TestLists:
     def build(self, filters: Any, **config: Any) -> Any:
         c = validate({"model": "m", "env": "e", "filter": filters} | config)
-        return build_filter(c, method(ADVANTAGES, c.advantage, "advantage"))
+        return build_methods(c, [Prompt("p", 0, text="x")]).filter
 
     def test_all_must_admit_and_the_reason_names_who_does_not(self, rules: str) -> None:
         every = self.build([{"name": "zero_variance", "max_refill_rounds": 3}, "winnow_test_rules:AtLeast"])
-        assert isinstance(every, Every)
+        assert isinstance(every, AllOf)
         assert (every.refill, every.max_refill_rounds, every.wants_signal) == (True, 3, True)
         assert every.admit(make_group(0, [0.0, 1.0]), GroupKind.SIGNAL).keep
         equal = every.admit(make_group(0, [1.0, 1.0]), GroupKind.EASY)
@@ -161,7 +161,7 @@ class TestLists:
         ("filters", "config", "message"),
         [
             ([], {}, "the list is empty"),
-            (["keep_all", "zero_variance"], {}, "keep_all has no effect beside other filters"),
+            (["keep_all", "zero_variance"], {}, "keep_all has no effect with other filters"),
             (["zero_variance", "zero_variance"], {}, "zero_variance is there twice"),
             (["zero_varianc"], {}, "Did you mean 'zero_variance'"),
             (["winnow_test_rules:AtLeast", "zero_variance"], {"advantage": "remax"}, "zero_variance takes groups"),

@@ -86,7 +86,9 @@ def class_for(table: Mapping[str, type], target: str) -> type:
         raise TargetError(f"'{target}': {what}, but a frozen dataclass is needed, whose fields are its options")
     if not found.__dataclass_params__.frozen:  # type: ignore[attr-defined]
         raise TargetError(f"'{target}': options never change; write @dataclass(frozen=True)")
-    if missing := [name for name in interface(table) if name not in _attributes(found)]:
+    has = _attributes(found)
+    missing = [name for name in interface(table) if name not in has]
+    if missing and "build" not in has:
         raise TargetError(f"'{target}': has no {', '.join(missing)}; see those of {next(iter(table))}")
     return found
 

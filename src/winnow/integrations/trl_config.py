@@ -8,10 +8,8 @@ from typing import Any
 
 from ..config import ConfigError, MethodSpec, RunConfig, method, name_of, validate
 from ..env.base import Task
-from ..methods.advantage import InUpdate
-from ..methods.filter import KeepAll
+from ..methods.advantage import ADVANTAGES, InUpdate
 from ..methods.select import SELECTORS
-from ..methods.select.stream import StreamSelector
 from ..run.build import Methods, build_methods, build_success
 from .trl_engine import TrlModel, with_precision
 
@@ -21,7 +19,6 @@ SCALES: dict[str, MethodSpec] = {
     "batch": "dr_grpo",
 }
 """TRL's `scale_rewards` -> the advantage by which groups are judged where TRL's own are kept."""
-IN_UPDATE = ("opob", "otb")
 ENDLESS = 10**9
 """Steps that no run takes."""
 
@@ -41,7 +38,7 @@ def run_config(trainer: Any, methods: Mapping[str, Any], prompts: int) -> RunCon
     given = {k: v for k, v in methods.items() if v is not None}
     if "engine" in given:
         given["engine"] = with_precision(given["engine"], TrlModel(trainer).precision)
-    if name_of(advantage) in IN_UPDATE:
+    if isinstance(method(ADVANTAGES, advantage, "advantage"), InUpdate):
         given["policy_loss"] = "plain"  # as TRL's is in the first update on a batch
     if not args.shuffle_dataset:
         given.setdefault("selector", "ordered")
@@ -132,7 +129,7 @@ def _reasons(trainer: Any, c: RunConfig, m: Methods, by_engine: bool) -> Iterato
 
 def keeps_all(m: Methods) -> bool:
     """Whether every group that is rolled out enters the batch."""
-    return isinstance(m.filter, KeepAll)
+    return m.filter.admits_all
 
 
 def _of_own_advantages(trainer: Any, c: RunConfig, m: Methods, own_advantages: bool) -> Iterator[str]:
@@ -141,7 +138,7 @@ def _of_own_advantages(trainer: Any, c: RunConfig, m: Methods, own_advantages: b
         if own_advantages:
             yield "multi_objective_aggregation: Winnow's advantages are of the weighted sum of the rewards; remove one"
         judges = not keeps_all(m) or c.gates or m.group_size.largest != m.group_size.smallest
-        if judges or type(m.selector) is not StreamSelector:
+        if judges or getattr(m.selector, "skips", True):
             yield (
                 "multi_objective_aggregation: normalize_then_sum finds a signal in groups whose weighted sums are "
                 "equal, which filters, selectors and gates take for worthless; use sum_then_normalize, or none of them"

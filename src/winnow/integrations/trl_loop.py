@@ -19,9 +19,9 @@ from ..env.base import Task
 from ..methods.advantage import InUpdate
 from ..methods.gate.audit import rules_of
 from ..record.ledger import Ledger
-from ..record.records import CONFIG, LEDGER, Records, RunDirectoryError
+from ..record.records import CHARTS, CONFIG, LEDGER, Records, RunDirectoryError
 from ..record.stopping import Limits
-from ..run.build import step_options
+from ..run.build import method_charts, step_options
 from ..run.checkpoint import load_state_in_trl, understood
 from ..run.preflight import MAY_CHANGE_ON_RESUME, refuse_used_directory
 from ..sampler.buffer import Buffer
@@ -159,6 +159,7 @@ class LoopInTrl:
         c, m, state = self.config, self._methods, self._resumed
         private_directory(self.run_dir)
         write_json(self.run_dir / CONFIG, as_saved(c), private=True)
+        write_json(self.run_dir / CHARTS, method_charts(c), private=True)
         ledger = Ledger.open(self.run_dir / LEDGER)
         ledger.judge = m.judge
         if state is not None:

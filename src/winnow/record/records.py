@@ -26,6 +26,8 @@ MOST_CONFIG = 16 << 20
 WARNINGS = "warnings.jsonl"
 """What `Watchdogs` found; absent where they found nothing."""
 PROMPT = "prompt.json"
+CHARTS = "charts.json"
+"""Charts that the run's methods ask for."""
 """A prompt as the model gets it; absent where an agent writes them."""
 START = "start.json"
 """The ledger's mark before anything was booked: what a run that dies before its first checkpoint goes back to."""

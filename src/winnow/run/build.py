@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,26 +20,25 @@ from ..env.rewards.workers import RewardWorkers
 from ..learner import LEARNERS, Learner, Policy
 from ..learner.local.reference import frozen_copy
 from ..learner.step import StepOptions
-from ..methods.advantage import ADVANTAGES, Advantage, InUpdate
+from ..methods.advantage import ADVANTAGES, Advantage
+from ..methods.base import Chart, RunFacts
 from ..methods.correct import CORRECTIONS, STEP_SCALES, StepScale
-from ..methods.filter import Filter
-from ..methods.gate import GATES, Gate
-from ..methods.gate.audit import AuditedGate, RuleAudit
+from ..methods.filter import AllOf, Filter
+from ..methods.gate import Gate
+from ..methods.gate.audit import RuleAudit
 from ..methods.group_kind import GroupJudge
 from ..methods.loss import LossConfig
 from ..methods.select import SELECTORS, Selector
 from ..methods.select.audit import AuditedSelector
-from ..methods.select.stream import StreamSelector
 from ..methods.size import ROLLOUT_BATCHES, SIZES, GroupSize, RolloutBatch
-from ..methods.size.rollout_batch import OneForOne
 from ..methods.success import Success, default_success
 from ..rollout.options import RolloutOptions
 from ..sampler import SYNCS, Sampler, SamplerContext
 from ..sampler.base import SamplerOptions
 from ..types import Prompt, Purpose
 from .build_adapters import check_adapters, with_lora
-from .build_filter import build_filter, tolerance
-from .build_gates import build_gates
+from .build_gates import build_gates, gate_names
+from .catalogue import METHOD_TABLES
 from .start import Start, require_embeddings
 
 PROBE_TOKENS = 16
@@ -59,11 +58,9 @@ class Methods:
     step_scale: StepScale
 
     def save(self, directory: Path) -> None:
-        """Write what gates leave beside the weights: the quality head."""
+        """Write what gates keep with the weights."""
         for gate in self.gates.values():
-            inner = gate.gate if isinstance(gate, AuditedGate) else gate
-            if (save := getattr(inner, "save", None)) is not None:
-                save(directory)
+            gate.save(directory)
 
 
 def build_success(c: RunConfig, functions: Mapping[str, str], weights: Sequence[float] | None) -> Success:
@@ -86,17 +83,19 @@ def build_methods(c: RunConfig, prompts: Sequence[Prompt], success: Success | No
 
     Raises ConfigError naming the field and the nearest valid name.
     """
+    options = method_options(c)
     group_size = _group_size(c)
     advantage = _advantage(c, group_size)
-    _check_in_update(c, advantage)
-    filter_ = build_filter(c, advantage)
-    judge = GroupJudge(success or Success(), tolerance(filter_), advantage)
-    _check_selector(c, advantage)
+    filter_ = _filter(c, options["filter"])
+    judge = GroupJudge(success or Success(), filter_.atol, advantage)
+    facts = RunFacts(c, prompts, options, advantage.group_relative, group_size.smallest, judge.least)
+    for problem in facts.problems():
+        raise ConfigError(problem)
     return Methods(
         selector=_selector(c, prompts, judge),
-        rollout_batch=_rollout_batch(c, filter_),
+        rollout_batch=method(ROLLOUT_BATCHES, c.rollout_batch, "rollout_batch").build(c.prompts_per_step),
         group_size=group_size,
-        gates=build_gates(c, judge, prompts, group_size.smallest),
+        gates=build_gates(c, judge),
         filter=filter_,
         judge=judge,
         advantage=advantage,
@@ -104,24 +103,39 @@ def build_methods(c: RunConfig, prompts: Sequence[Prompt], success: Success | No
     )
 
 
-def _check_selector(c: RunConfig, advantage: Advantage) -> None:
-    """Refuse selectors that skip prompts with equal rewards where those teach. Raises ConfigError."""
-    if not advantage.group_relative and name_of(c.selector) in ("greso", "backoff"):
-        raise ConfigError(
-            f"selector: {name_of(c.selector)} takes groups with equal rewards for worthless, but under advantage: "
-            f"{name_of(c.advantage)} they teach; choose another selector, or an advantage relative to the group"
-        )
+def method_options(c: RunConfig) -> dict[str, list[Any]]:
+    """Options of every method that the configuration names, by key."""
+    options = {}
+    for key, table in METHOD_TABLES.items():
+        value = getattr(c, key)
+        specs = value if isinstance(value, list) else [value]
+        options[key] = [method(table, spec, key) for spec in specs]
+    return options
 
 
-def _check_in_update(c: RunConfig, advantage: Advantage) -> None:
-    loss = build_loss(c)
-    if isinstance(advantage, InUpdate) and (problem := advantage.problem(loss)):
-        raise ConfigError(f"advantage: {name_of(c.advantage)} finds its baseline in the update: {problem}")
-    if isinstance(advantage, InUpdate) and advantage.weighing == "gradient" and c.dtype == "float16":
-        raise ConfigError(
-            f"advantage: {name_of(c.advantage)} squares gradients of single rollouts, which float16 rounds to 0; set "
-            "dtype: bfloat16 or float32"
-        )
+def method_charts(c: RunConfig) -> list[dict[str, Any]]:
+    """Charts that the methods of a run ask for, as JSON values."""
+    charts: list[Chart] = []
+    for key, options in method_options(c).items():
+        names = gate_names(c) if key == "gates" else [key] * len(options)
+        for name, each in zip(names, options, strict=True):
+            if hook := getattr(each, "charts", None):
+                charts += hook(name)
+    return [asdict(chart) for chart in charts]
+
+
+def _filter(c: RunConfig, options: Sequence[Any]) -> Filter:
+    if not options:
+        raise ConfigError("filter: the list is empty; name a filter, or leave filter out")
+    filters: list[Filter] = [each if isinstance(each, Filter) else each.build(c.seed) for each in options]
+    if len(filters) == 1:
+        return filters[0]
+    specs = c.filter if isinstance(c.filter, list) else [c.filter]
+    names = [name_of(spec).rpartition(":")[2] for spec in specs]
+    try:
+        return AllOf(list(zip(names, filters, strict=True)))
+    except ValueError as error:
+        raise ConfigError(f"filter: {error}") from None
 
 
 def _selector(c: RunConfig, prompts: Sequence[Prompt], judge: GroupJudge) -> Selector:
@@ -132,7 +146,7 @@ def _selector(c: RunConfig, prompts: Sequence[Prompt], judge: GroupJudge) -> Sel
         raise ConfigError(f"selector: {error}") from None
     if c.audit is None:
         return cast(Selector, selector)
-    if type(selector) is not StreamSelector:
+    if getattr(selector, "skips", True):
         return AuditedSelector(selector, _audit(c, c.audit), judge)
     if not c.gates:
         raise ConfigError(
@@ -163,20 +177,6 @@ def _advantage(c: RunConfig, group_size: GroupSize) -> Advantage:
             f"only {group_size.smallest}; lower its k, or raise num_generations"
         )
     return advantage
-
-
-def _rollout_batch(c: RunConfig, filter_: Filter) -> RolloutBatch:
-    batch: RolloutBatch = method(ROLLOUT_BATCHES, c.rollout_batch, "rollout_batch").build(c.prompts_per_step)
-    if batch.carry and c.max_lag < 1:
-        raise ConfigError(
-            "rollout_batch: surplus: carry trains groups one step after they were sampled; allow it with max_lag: 1, "
-            "or choose surplus: discard"
-        )
-    if not isinstance(batch, OneForOne) and not filter_.refill:
-        raise ConfigError(
-            "rollout_batch has an effect only with a filter that refills, e.g. filter: zero_variance; remove it"
-        )
-    return batch
 
 
 def sampler_options(c: RunConfig) -> SamplerOptions:
@@ -220,7 +220,7 @@ def step_options(c: RunConfig) -> StepOptions:
         reference_kl_steps=c.reference_kl_steps,
         ref_model_sync_steps=c.ref_model_sync_steps if c.sync_ref_model else None,
         ref_model_mixup_alpha=c.ref_model_mixup_alpha,
-        unbiased=any(getattr(method(GATES, spec, "gates"), "unbiased", False) for spec in c.gates),
+        unbiased=any(getattr(gate, "unbiased", False) for gate in method_options(c)["gates"]),
     )
 
 

@@ -34,6 +34,9 @@ TABLES: dict[str, Mapping[str, type]] = {
 }
 """Config field -> its table, in the order in which a rollout meets them."""
 
+METHOD_TABLES = {key: table for key, table in TABLES.items() if key != "env"}
+"""Those whose methods are built from their options alone."""
+
 
 def all_methods() -> list[dict[str, Any]]:
     """Every method, an entry each: `field, name, summary, file, options` (option -> default), maybe `provides`."""

@@ -21,7 +21,7 @@ from ..learner.step import OptimizerStep
 from ..loop import Hooks, Loop
 from ..record.ledger import Ledger
 from ..record.progress import Display
-from ..record.records import CONFIG, LEDGER, METRICS, PROMPT, START, Records, read_metrics
+from ..record.records import CHARTS, CONFIG, LEDGER, METRICS, PROMPT, START, Records, read_metrics
 from ..record.stopping import Limits, RunStoppedError, TaskSolvedError
 from ..record.watchdogs import Watchdogs, first_gap
 from ..rollout.evaluate import Evaluation
@@ -33,7 +33,7 @@ from ..sampler.pace import Beside, InTurn
 from ..types import Group
 from . import checkpoint
 from .assembly import Assembly
-from .build import build_loss, sampler_options, step_options
+from .build import build_loss, method_charts, sampler_options, step_options
 from .callbacks import Callbacks
 from .card import write_card
 from .evaluating import Evaluations
@@ -68,6 +68,7 @@ class Session:
     def _open(self, stack: ExitStack, state: Mapping[str, Any] | None, found: Path | None) -> None:
         c, built = self.config, self.built
         write_json(self.run_dir / CONFIG, as_saved(c), private=True)
+        write_json(self.run_dir / CHARTS, method_charts(c), private=True)
         built.machine.say(self._console)
         self._show_prompt(again=state is not None)
         built.rewarder.trainer_state = SimpleNamespace(global_step=0, max_steps=c.max_steps)

@@ -116,6 +116,7 @@ def _run_data(run: Run, points: int, share: float) -> dict[str, Any]:
         "totals": _totals(run),
         "proof": run.proof,
         "profile": run.profile,
+        "charts": run.charts,
         "reliability": run.reliability,
         "offPolicy": run.off_policy,
         "prompt": run.prompt,

@@ -7,31 +7,36 @@ becomes a note for the reader, never a crash.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from datetime import date
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from ..base.files import bytes_of, from_json
 from ..base.printable import plain, visible
 from ..base.redact import redact
+from ..methods.base import Chart
 from ..methods.pass_rates import BINS, histogram, read_profile, summary
 from ..record import recurrence
 from ..record.collapse import off_policy_marks
 from ..record.ledger import Ledger, LedgerError
 from ..record.proof import verdict
-from ..record.records import MOST_CONFIG, PROMPT, WARNINGS
+from ..record.records import CHARTS, MOST_CONFIG, PROMPT, WARNINGS
 from ..record.rule_audits import HEAD, rows
 from ..run.checkpoint import CheckpointError, marks
 from .report_samples import thin_samples
 
 Row = dict[str, float]
 CUMULATIVE = ("step", "num_tokens", "seconds_total")
-RELIABILITY = "gate/arrol/reliability/"
+RELIABILITY = re.compile(r"gate/[^/]+/reliability/(?P<bin>\d)/(?P<name>rollouts|predicted|right)")
+CHART_LIST = TypeAdapter(list[Chart])
+MOST_CHARTS = 100
 LONGEST_PROMPT = 4_000
 """Characters of the prompt that is shown, at most."""
-BINS_OF_TEN = tuple("0123456789")
 
 
 @dataclass
@@ -51,6 +56,8 @@ class Run:
     samples: list[dict[str, Any]] = field(default_factory=list)
     prompt: dict[str, str] | None = None
     """`text` and `caption` of a prompt as the model gets it."""
+    charts: list[dict[str, Any]] = field(default_factory=list)
+    """Charts of its methods (`winnow.methods.base.Chart`)."""
     reliability: dict[str, Any] | None = None
     """`points` and `caption` of what a gate predicted and what came true."""
     off_policy: list[dict[str, Any]] | None = None
@@ -81,6 +88,7 @@ def read_run(path: Path, *, max_samples: int) -> Run:
     _read_ledger(path / "ledger.sqlite", run)
     run.warnings = _warnings(path / WARNINGS, run.notes)
     run.prompt = _read_prompt(path / PROMPT, run.notes)
+    run.charts = _read_charts(path / CHARTS, {key for row in run.rows for key in row}, run.notes)
     run.samples = thin_samples(read_lines(path / "samples.jsonl", run.notes), max_samples)
     return run
 
@@ -113,11 +121,11 @@ def _take_reliability(rows: Sequence[Row]) -> dict[str, Any] | None:
     """Sum up, over all steps, what a diagram needs; its many series are taken out of the rows, which show the rest."""
     sums: dict[int, dict[str, float]] = {}
     for row in rows:
-        for key in [k for k in row if k.startswith(RELIABILITY)]:
-            number, _, name = key.removeprefix(RELIABILITY).partition("/")
-            if number in BINS_OF_TEN and name in ("rollouts", "predicted", "right") and 0 <= row[key] < 1e12:
-                bin_ = sums.setdefault(int(number), dict.fromkeys(("rollouts", "predicted", "right"), 0.0))
-                bin_[name] += row[key]
+        for key in [k for k in row if "/reliability/" in k]:
+            found = RELIABILITY.fullmatch(key)
+            if found and 0 <= row[key] < 1e12:
+                bin_ = sums.setdefault(int(found["bin"]), dict.fromkeys(("rollouts", "predicted", "right"), 0.0))
+                bin_[found["name"]] += row[key]
             del row[key]
     shares = ((b["predicted"], b["right"], b["rollouts"]) for _, b in sorted(sums.items()) if b["rollouts"] >= 1)
     points = [[min(q / n, 1.0), min(right / n, 1.0), n] for q, right, n in shares]
@@ -151,7 +159,7 @@ def _read_config(path: Path, notes: list[str]) -> dict[str, Any] | None:
 
 
 def _read_profile(selector: Any) -> dict[str, Any] | None:
-    if not isinstance(selector, dict) or selector.get("name") != "pass_rate" or not selector.get("profile"):
+    if not isinstance(selector, dict) or not selector.get("profile"):
         return None
     name = str(selector["profile"])
     try:
@@ -180,6 +188,24 @@ def _read_prompt(path: Path, notes: list[str]) -> dict[str, str] | None:
     follows = f"; {found['follows']} follows" if found.get("follows") else ""
     caption = f"Prompt '{name}' with its special tokens: {tokens:,} tokens{follows}."
     return {"text": visible(redact(text)), "caption": visible(caption)}
+
+
+def _read_charts(path: Path, metrics: set[str], notes: list[str]) -> list[dict[str, Any]]:
+    """Charts of a run's methods, of those `metrics` that it logged; none for runs of older versions."""
+    if not path.is_file():
+        return []
+    try:
+        charts = CHART_LIST.validate_json(bytes_of(path, MOST_CONFIG), strict=True)
+    except (OSError, ValueError) as error:
+        notes.append(f"{path.name} cannot be read: {visible(str(error))}.")
+        return []
+    found = []
+    for chart in charts[:MOST_CHARTS]:
+        lines = [[metric, visible(name)] for metric, name in chart.lines.items() if metric in metrics]
+        texts = {"title": visible(chart.title), "section": visible(chart.section)}
+        if lines:
+            found.append(asdict(chart) | texts | {"lines": lines})
+    return found
 
 
 def _warnings(path: Path, notes: list[str]) -> list[str]:

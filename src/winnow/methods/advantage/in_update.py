@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, ClassVar, Literal
+from collections.abc import Iterator, Sequence
+from typing import ClassVar, Literal
 
 import numpy as np
 
+from ...config import name_of
 from ...types import Group
+from ..base import RunFacts
 from ..correct import OverBatch
 from .dr_grpo import dr_grpo
-
-if TYPE_CHECKING:
-    from ..loss import LossConfig
 
 Scope = Literal["group", "minibatch"]
 Weighing = Literal["gradient", "energy"]
@@ -50,15 +49,23 @@ class InUpdate:
         """Factor on the group's deviations from the baseline; 0 leaves the group out."""
         return 1.0
 
-    def problem(self, loss: LossConfig) -> str:
-        """Why this loss is not the sum over rollouts of (reward - baseline) times something known; empty if it is."""
-        if loss.policy_loss != "plain":
-            return f"set policy_loss: plain, not {loss.policy_loss}"
-        if loss.beta or loss.entropy_coef:
-            return f"set beta: 0 and entropy_coef: 0, not {loss.beta} and {loss.entropy_coef}"
-        if isinstance(loss.correction, OverBatch) or getattr(loss.correction, "only_negative", False):
-            return "correction: choose one that does not go by the sign of the advantage, e.g. truncate"
-        return ""
+    def problems(self, run: RunFacts) -> Iterator[str]:
+        """Yield why the loss is not the sum over rollouts of (reward - baseline) times something known."""
+        c, (correction,) = run.config, run.options["correction"]
+        name = name_of(c.advantage)
+        beta = 0.0 if c.kl_in_reward else c.beta
+        finds = f"{name} finds its baseline in the update"
+        if c.policy_loss != "plain":
+            yield f"{finds}: set policy_loss: plain, not {c.policy_loss}"
+        if beta or c.entropy_coef:
+            yield f"{finds}: set beta: 0 and entropy_coef: 0, not {beta} and {c.entropy_coef}"
+        if isinstance(correction, OverBatch) or getattr(correction, "only_negative", False):
+            yield f"{finds}: correction: choose one that does not go by the sign of the advantage, e.g. truncate"
+        if self.weighing == "gradient" and c.dtype == "float16":
+            yield (
+                f"{name} squares gradients of single rollouts, which float16 rounds to 0; set dtype: bfloat16 or "
+                "float32"
+            )
 
     def __call__(self, rewards_G: np.ndarray) -> np.ndarray:
         """One group as the whole batch: float64 [G] -> float64 [G]; NaN in, NaN out."""

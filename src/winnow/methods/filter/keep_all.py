@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ...types import KEEP, Group, GroupKind, Verdict
+from .base import Filter
 
 
 @dataclass(frozen=True)
-class KeepAll:
+class KeepAll(Filter):
     """Keep every group; zero-variance groups count in the denominator of the loss."""
 
-    refill = False
     max_refill_rounds = 0
-    wants_signal = False
+    admits_all = True
 
     def admit(self, group: Group, kind: GroupKind) -> Verdict:
         return KEEP

@@ -12,12 +12,13 @@ import numpy as np
 
 from ...types import KEEP, Group, GroupKind, Verdict
 from ..group_kind import is_zero_variance
+from .base import Filter
 
 ROUNDS = 10
 
 
 @dataclass(frozen=True)
-class ZeroVariance:
+class ZeroVariance(Filter):
     """Drop groups with equal rewards and sample others in their place (DAPO dynamic sampling, Yu et al. 2025)."""
 
     atol: float = 1e-8

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -195,6 +196,9 @@ class AuditedGate(Gate):
     def metrics(self) -> dict[str, float]:
         return self.gate.metrics() | self.audit.metrics()
 
+    def save(self, directory: Path) -> None:
+        self.gate.save(directory)
+
     def state_dict(self) -> dict[str, Any]:
         """Gate and account; groups in flight carry their own decisions."""
         return {"gate": self.gate.state_dict(), "audit": self.audit.state_dict()}
@@ -212,7 +216,4 @@ def _override(decisions: Sequence[Decision]) -> tuple[float, int] | None:
 
 def rules_of(gates: Mapping[str, Gate]) -> list[NamedRule]:
     """Rules that a run's gates publish, under their names."""
-    return [
-        NamedRule(name, gate.rule(), gate.overrides() if isinstance(gate, AuditedGate) else None)
-        for name, gate in gates.items()
-    ]
+    return [NamedRule(name, gate.rule(), gate.overrides()) for name, gate in gates.items()]

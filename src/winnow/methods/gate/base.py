@@ -13,6 +13,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 from typing import Annotated, Any, Protocol
 
 import numpy as np
@@ -65,24 +66,36 @@ class Rule(Protocol):
         ...
 
 
-class Gate(Protocol):
+class Gate:
+    """Derive from it and write `rule`; a gate that learns overrides the rest."""
+
     def rule(self) -> Rule:
-        """Rule that decides until the next one is published."""
-        ...
+        """Return the rule that decides until the next one is published."""
+        raise NotImplementedError
 
     def observe(self, group: Group) -> None:
         """Learn from every finished group; the gate's decisions are in `decisions` of the group and its rollouts."""
-        ...
 
     def end_step(self) -> None:
         """An optimizer step is over; called after `metrics`."""
-        ...
 
-    def metrics(self) -> dict[str, float]: ...
+    def metrics(self) -> dict[str, float]:
+        """Return metrics of the step."""
+        return {}
 
-    def state_dict(self) -> dict[str, Any]: ...
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint must hold, as JSON values."""
+        return {}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take what `state_dict` returned."""
+
+    def save(self, directory: Path) -> None:
+        """Write what belongs with the saved model, if anything."""
+
+    def overrides(self) -> Overrides | None:
+        """Return an audit's draws of overrides; None without an audit."""
+        return None
 
 
 class RuleError(ValueError):

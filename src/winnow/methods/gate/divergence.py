@@ -10,7 +10,7 @@ anywhere, by the environment's progress number; and a threshold that is chosen a
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Final, Literal
 
@@ -18,7 +18,8 @@ import numpy as np
 
 from ...config import nearest
 from ...types import KEEP, EnvStep, Group, GroupKind, GroupView, Verdict
-from .base import GateContext, of_gate
+from ..base import RunFacts
+from .base import Gate, GateContext, of_gate
 from .refit import Refit
 from .signals import SIGNALS
 
@@ -160,6 +161,17 @@ class Divergence:
         own = self.per_task_type.get(task_type) if task_type is not None else None
         return own.signal if isinstance(own, OfType) else self.signal
 
+    def problems(self, run: RunFacts) -> Iterator[str]:
+        """Yield task types that no prompt has, and a refit that nothing would feed."""
+        if self.refit_every and run.config.audit is None:
+            yield "refit_every needs audits, to see what the gate cuts; set audit: {epsilon: 0.2}, or remove it"
+        if not self.per_task_type:
+            return
+        known = {str(p.columns[self.task_type]) for p in run.prompts if p.columns.get(self.task_type) is not None}
+        if unknown := sorted(set(self.per_task_type) - known):
+            there = ", ".join(sorted(known)) or "none"
+            yield f"per_task_type: no training prompt has {self.task_type} '{unknown[0]}'; there: {there}"
+
     def build(self, context: GateContext) -> DivergenceGate:
         return DivergenceGate(self, context)
 
@@ -215,7 +227,7 @@ class DivergenceRule:
         return str(prompt.columns[column])
 
 
-class DivergenceGate:
+class DivergenceGate(Gate):
     """Counts, and with `refit_every` moves the threshold."""
 
     def __init__(self, options: Divergence, context: GateContext) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -12,8 +12,10 @@ import numpy as np
 from ...base.errors import ConfigError
 from ...base.typed import LARGEST, in_range
 from ...types import Decision, Fate, Group, Rollout, Token
-from .base import GateContext
+from ..base import Chart, RunFacts
+from .base import Gate, GateContext
 from .calibration import Balance, BinnedPosterior, survival_factor, survival_probabilities
+from .quality_charts import quality_charts
 from .quality_head import LEARNING_RATE, WIDTH, Example, QualityHead, mean_logp
 from .quality_rule import ArrolRule, Quality, Scale
 from .quality_stats import Realised
@@ -98,6 +100,47 @@ class Arrol:
             if getattr(self, name) != getattr(Arrol, name):
                 raise ValueError(f"{name} has no effect with quality: {self.quality}; remove it")
 
+    def problems(self, run: RunFacts) -> Iterator[str]:
+        """Yield what leaves nothing to prune, and what unbiased weights cannot account for."""
+        c, needed = run.config, run.least_rewards
+        least = needed if self.min_survivors is None else self.min_survivors
+        if sum(isinstance(gate, Arrol) for gate in run.options["gates"]) > 1:
+            yield "arrol can be there once: two would draw the same numbers; remove one"
+        if self.at is not None and self.at >= c.max_completion_length:
+            yield (
+                f"arrol: at: {self.at} comes after max_completion_length={c.max_completion_length}, so nothing would "
+                "be pruned; lower it, or leave it out"
+            )
+        if least >= run.smallest_group:
+            yield (
+                f"arrol: min_survivors: {least} of groups that may have only {run.smallest_group} rollouts leaves "
+                "nothing to prune; lower it, or raise num_generations"
+            )
+        if self.unbiased:
+            yield from self._problems_of_weights(run, least)
+
+    def _problems_of_weights(self, run: RunFacts, least: int) -> Iterator[str]:
+        if len(run.options["gates"]) > 1:
+            yield "arrol: unbiased weights know of no other gate; remove the others, or unbiased"
+        if not all(filter_.admits_all for filter_ in run.options["filter"]):
+            yield (
+                "arrol: unbiased cannot weigh a batch from which a filter took groups by what their survivors got; "
+                "set filter: keep_all, or remove unbiased"
+            )
+        if run.config.mask_truncated_completions:
+            yield (
+                "arrol: unbiased cannot know which pruned completions would have been truncated; set "
+                "mask_truncated_completions: false, or remove unbiased"
+            )
+        if least < run.least_rewards:
+            yield (
+                f"arrol: unbiased with min_survivors: {least} would lose groups that are left with fewer than "
+                f"{run.least_rewards}; set it to that, or leave it out"
+            )
+
+    def charts(self, name: str) -> list[Chart]:
+        return quality_charts(f"gate/{name}")
+
     def build(self, context: GateContext) -> ArrolGate:
         """Raises ConfigError when nothing tells right answers from others, which is what the gate learns."""
         if (success := context.judge.success).undecided and self.balance != "distinct":
@@ -105,7 +148,7 @@ class Arrol:
         return ArrolGate(self, context)
 
 
-class ArrolGate:
+class ArrolGate(Gate):
     """Head, calibration and survival are fixed within an optimizer step, and learn between two: so neither the order in
     which rollouts come, nor what runs beside them, changes a decision.
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 
 from ...base.noise import as_tensor, noise_key, uniform
 from ...types import EnvStep, Group, GroupView, Verdict
-from .base import GateContext, of_gate
+from .base import Gate, GateContext, of_gate
 
 RANDOM_STREAM = 5
 """Keeps these draws apart from other noise."""
@@ -58,7 +58,7 @@ class RandomCutRule:
         return Verdict(True, probability=1 - self.share)
 
 
-class RandomCutGate:
+class RandomCutGate(Gate):
     """Counts; there is nothing to learn."""
 
     def __init__(self, options: RandomCut, context: GateContext) -> None:
@@ -83,10 +83,3 @@ class RandomCutGate:
             return {}
         found = {"asked": float(self._asked), "cut_share": self._cut / self._asked}
         return {f"gate/{self.name}/{name}": value for name, value in found.items()}
-
-    def state_dict(self) -> dict[str, Any]:
-        """Empty."""
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Nothing to load."""

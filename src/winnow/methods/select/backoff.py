@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -20,6 +20,8 @@ ROUNDING = 1e-3
 @dataclass(frozen=True)
 class Backoff:
     """Linear backoff (Zheng et al. 2025, appendix 12.2): k zero-variance visits in a row -> skip k epochs."""
+
+    wants_signal: ClassVar[bool] = True
 
     def build(self, prompts: Sequence[Prompt], seed: int, judge: GroupJudge = BY_REWARDS) -> BackoffSelector:
         return BackoffSelector(prompts, seed, judge)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ import torch
 from ...base.noise import as_tensor, noise_key, uniform
 from ...base.typed import in_range
 from ...types import KEEP, Group, GroupKind, Prompt, Verdict
+from ..base import Chart
 from ..group_kind import BY_REWARDS, GroupJudge, forced, share_seen
 from .trace import EASY, HARD, KINDS, TraceSelector
 
@@ -70,6 +71,8 @@ def adjust(p: float, share: float, target: float, step: float = 0.01, floor: flo
 class Greso:
     """GRESO (Zheng et al. 2025): skip prompts by their run of zero-variance visits, before the rollout."""
 
+    wants_signal: ClassVar[bool] = True
+
     target: float = 0.25
     """Wanted share of zero-variance groups among those rolled out; 1 always explores."""
     easy_share: float = 1 / 3
@@ -93,6 +96,10 @@ class Greso:
                 raise ValueError(f"{name} has no effect with step: 0, which keeps p_easy and p_hard; remove it")
         if self.step and not self.floor <= min(self.p_easy, self.p_hard) <= max(self.p_easy, self.p_hard) <= self.cap:
             raise ValueError(f"p_easy and p_hard must lie between floor={self.floor} and cap={self.cap}")
+
+    def charts(self, name: str) -> list[Chart]:
+        lines = {"greso/p_easy": "easy", "greso/p_hard": "hard"}
+        return [Chart("Base probabilities of GRESO", lines, share=True)]
 
     def build(self, prompts: Sequence[Prompt], seed: int, judge: GroupJudge = BY_REWARDS) -> GresoSelector:
         return GresoSelector(prompts, seed, self, judge)

@@ -10,6 +10,7 @@ import numpy as np
 
 from ...base.packed import pack, unpack
 from ...types import KEEP, Prompt, Verdict
+from ..base import Chart
 from ..group_kind import BY_REWARDS, GroupJudge
 from ..pass_rates import PassRate as Measured
 from ..pass_rates import read_profile
@@ -46,6 +47,9 @@ class PassRate:
             raise ValueError(f"n must be >= 1, not {self.n}")
         if self.refresh_steps is None and self.n != ROLLOUTS:
             raise ValueError("n has no effect without refresh_steps: the profile that is read has its own; remove it")
+
+    def charts(self, name: str) -> list[Chart]:
+        return [Chart("Prompts in the pass-rate band", {"pass_rate/in_band": "share"}, share=True, percent=True)]
 
     def build(self, prompts: Sequence[Prompt], seed: int, judge: GroupJudge = BY_REWARDS) -> PassRateSelector:
         """Raises ValueError when the profile cannot be read, is for other prompts, or leaves none in the band, and when

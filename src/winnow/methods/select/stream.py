@@ -47,6 +47,11 @@ class StreamSelector:
         """Visits skipped since the last `end_step`."""
         self._order, self._order_epoch = self._order_of(0), 0
 
+    @property
+    def skips(self) -> bool:
+        """Whether it may skip visits."""
+        return type(self).keeps is not StreamSelector.keeps
+
     def _order_of(self, epoch: int) -> np.ndarray:
         if self._fixed_N is not None:
             return self._fixed_N

@@ -7,9 +7,11 @@ work in rounds, as systems do whose engine takes a batch at a time: fewer rounds
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from ..base import RunFacts
 from ..select.greso import rollout_batch_size
 
 Surplus = Literal["carry", "discard"]
@@ -32,6 +34,9 @@ class Fixed:
     surplus: Surplus = "carry"
     """`carry` keeps superfluous groups for the next step, one step old by then; `discard` drops them."""
 
+    def problems(self, run: RunFacts) -> Iterator[str]:
+        yield from _problems(self.surplus, run)
+
     def __post_init__(self) -> None:
         if self.size is not None and self.size < 1:
             raise ValueError(f"size must be >= 1, not {self.size}")
@@ -49,6 +54,9 @@ class Adaptive:
     safety: float = 1.25
     surplus: Surplus = "carry"
 
+    def problems(self, run: RunFacts) -> Iterator[str]:
+        yield from _problems(self.surplus, run)
+
     def __post_init__(self) -> None:
         if self.size is not None and self.size < 1:
             raise ValueError(f"size must be >= 1, not {self.size}")
@@ -57,6 +65,16 @@ class Adaptive:
 
     def build(self, prompts_per_step: int) -> Rounds:
         return Rounds(_largest(self.size, prompts_per_step), self.safety, self.surplus == "carry", prompts_per_step)
+
+
+def _problems(surplus: Surplus, run: RunFacts) -> Iterator[str]:
+    if surplus == "carry" and run.config.max_lag < 1:
+        yield (
+            "surplus: carry trains groups one step after they were sampled; allow it with max_lag: 1, or choose "
+            "surplus: discard"
+        )
+    if not any(filter_.refill for filter_ in run.options["filter"]):
+        yield "it has an effect only with a filter that refills, e.g. filter: zero_variance; remove it"
 
 
 def _largest(size: int | None, prompts_per_step: int) -> int:

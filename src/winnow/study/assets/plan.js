@@ -17,8 +17,7 @@ const plan = (data, { runs, several, hidden, logged, runColor }) => {
     { id: "groups", title: "Groups and completions", charts: [
       ["Groups without signal", { several: true, share: true, format: charts.percent, keys: [["frac_reward_zero_std", "zero variance"]] }],
       ["Visits skipped before the rollout", { zero: true, keys: [["select/skipped", "a step"]] }],
-      ["Base probabilities of GRESO", { share: true, zero: true, keys: [["greso/p_easy", "easy"], ["greso/p_hard", "hard"]] }],
-      ["Prompts in the pass-rate band", { share: true, zero: true, format: charts.percent, keys: [["pass_rate/in_band", "share"]] }],
+      ...methodCharts(""),
       ["Group size", { zero: true, keys: [["groups/size_mean", "rollouts a group"]] }],
       ["Groups that were trained on", { zero: true, keys: [["groups/effective", "effective groups"]] }],
       ["Reward spread within groups", { zero: true, keys: [["reward_std", "standard deviation"]] }],
@@ -38,21 +37,7 @@ const plan = (data, { runs, several, hidden, logged, runColor }) => {
       ["Clipped tokens", { zero: true, format: charts.percent, keys: [["clip_ratio/region_mean", "all"], ["clip_ratio/low_mean", "low"], ["clip_ratio/high_mean", "high"]] }],
     ] },
     ...(runs.some((r) => r.offPolicy) ? [{ ...offPolicy, marks, charts: offPolicy.charts.map(([title, spec]) => [title, { ...spec, marks }]) }] : []),
-    ...(runs.some((r) => logged(r.metrics, "gate/arrol/asked")) ? [{ id: "pruning", title: "Pruned while generated", charts: [
-      ["Share of rollouts kept", { zero: true, share: true, format: charts.percent,
-        keys: [["gate/arrol/keep_rate", "kept"], ["gate/arrol/expected_keep_rate", "expected"]] }],
-      ["Right answers", { zero: true, share: true, format: charts.percent,
-        keys: [["gate/arrol/positive_share", "of those trained"], ["gate/arrol/success", "of all asked"], ["gate/arrol/target", "target"]] }],
-      ["Balance of trained groups, mean p (1 - p)", { zero: true, keys: [["gate/arrol/balance", "balance"]] }],
-      ["How well success is told apart", { share: true,
-        keys: [["gate/arrol/auroc", "AUROC"], ["gate/arrol/auroc_within", "AUROC among siblings"], ["gate/arrol/accuracy", "accuracy"]] }],
-      ["Brier score", { zero: true, keys: [["gate/arrol/brier", "mean squared error"]] }],
-      ["Tokens saved", { zero: true, keys: [["gate/arrol/tokens_saved", "a step, estimated"]] }],
-      ["Where the decision falls", { zero: true, keys: [["gate/arrol/detection_length", "token"]] }],
-      ["Groups by survivors", { zero: true, keys: [["gate/arrol/survivors/none", "none"], ["gate/arrol/survivors/one", "one"], ["gate/arrol/survivors/all", "all"]] }],
-      ["Rollouts without a decision", { zero: true,
-        keys: [["gate/arrol/ended_early", "ended before it"], ["gate/arrol/not_finite", "score not finite"]] }],
-    ] }] : []),
+    ...methodSections(),
     ...(auditedRules().length ? [{ id: "rules", title: "Rules under audit", charts: auditedRules().flatMap((rule) => [
       [`Signal lost by ${rule}`, { zero: true, share: true, format: charts.percent, keys: bounded(`audit/${rule}/signal_lost`) }],
       [`Precision of ${rule}`, { share: true, format: charts.percent, keys: bounded(`audit/${rule}/precision`) }],
@@ -66,6 +51,18 @@ const plan = (data, { runs, several, hidden, logged, runColor }) => {
       ["Seconds a step, by phase", { stacked: true, format: charts.duration, keys: phases() }],
     ] },
   ];
+
+  /** Charts that methods ask for in one section, each once. */
+  function methodCharts(section) {
+    const found = new Map(runs.flatMap((r) => r.charts).filter((c) => c.section === section).map((c) => [c.title, c]));
+    return [...found.values()].map((c) => [c.title, {
+      zero: c.zero, share: c.share, ...(c.percent ? { format: charts.percent } : {}), keys: c.lines }]);
+  }
+
+  function methodSections() {
+    const titles = new Set(runs.flatMap((r) => r.charts).map((c) => c.section).filter(Boolean));
+    return [...titles].map((title, n) => ({ id: `method${n}`, title, charts: methodCharts(title) }));
+  }
 
   /** pass@1, pass@k of the largest k, and greedy; without pass@k the mean reward. */
   function passAtK() {

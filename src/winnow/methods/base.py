@@ -1,0 +1,68 @@
+"""What the options of any method may define about themselves; every hook is optional.
+
+problems(run)   what does not fit the rest of the configuration; asked once, before anything is built
+charts(name)    what the page draws of its metrics, under its name in the run
+wants_signal    it skips or drops groups with equal rewards, so the advantage must learn nothing from them
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..config import RunConfig, name_of
+from ..types import Prompt
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """Facts about a run for the cross-checks of its methods."""
+
+    config: RunConfig
+    prompts: Sequence[Prompt]
+    """Training prompts."""
+    options: Mapping[str, Sequence[Any]]
+    """Key of the configuration -> options of the methods named there."""
+    group_relative: bool
+    """Whether the advantage learns nothing from groups with equal rewards."""
+    smallest_group: int
+    """Rollouts in the smallest group that can be launched."""
+    least_rewards: int
+    """Rewards that a group needs to be judged."""
+
+    def problems(self) -> Iterator[str]:
+        """Yield what does not fit together, as `key: what is wrong; what to do`."""
+        for key, options in self.options.items():
+            for each in options:
+                if getattr(each, "wants_signal", False) and not self.group_relative:
+                    name = _name(self.config, key, options.index(each))
+                    yield (
+                        f"{key}: {name} takes groups with equal rewards for worthless, but advantage: "
+                        f"{name_of(self.config.advantage)} learns from them; choose another {key}, or an advantage "
+                        "relative to the group"
+                    )
+                if problems := getattr(each, "problems", None):
+                    for problem in problems(self):
+                        yield f"{key}: {problem}"
+
+
+def _name(c: RunConfig, key: str, place: int) -> str:
+    spec = getattr(c, key)
+    return name_of(spec[place] if isinstance(spec, list) else spec)
+
+
+@dataclass(frozen=True)
+class Chart:
+    """One chart of the page."""
+
+    title: str
+    lines: Mapping[str, str]
+    """Metric -> name in the legend."""
+    share: bool = False
+    """The axis ends at 1."""
+    percent: bool = False
+    zero: bool = True
+    """The axis starts at 0."""
+    section: str = ""
+    """Title of a section for it; empty: it is shown with the groups."""
