@@ -60,7 +60,7 @@ def trained_twice(config: dict[str, Any], tmp_path: Path) -> Path:
 
 def test_the_page_says_how_many_lines_each_takes() -> None:
     lines = {name: str(sum(bool(line.strip()) for line in code.splitlines())) for name, code in EXAMPLES.items()}
-    assert len(lines) == 6
+    assert len(lines) == 7
     assert lines == ROWS
 
 
@@ -80,6 +80,57 @@ def test_a_filter_from_a_module(config: dict[str, Any], tmp_path: Path) -> None:
     assert_clean(tmp_path / "run")
 
 
+def test_a_filter_with_state(config: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "scores.py").write_text(SCORES)
+    chosen = {"filter": {"name": "rising.py:Rising", "decay": 0.2}, "reward_funcs": ["scores.py:scores"]}
+    run = trained_twice(config | chosen, tmp_path)
+    levels = [row["rising/level"] for row in metrics(run)]
+    assert levels[0] == 0 < levels[1]
+    reasons = [reason for (reason,) in rows(run, "SELECT reason FROM outcomes WHERE fate = 'filtered'")]
+    assert all(re.fullmatch(r"mean reward [\d.]+ < [\d.]+", reason) for reason in reasons)
+
+
+ALONE = """
+from dataclasses import dataclass
+from winnow.methods.gate import Gate
+from winnow.types import KEEP, GroupKind, Token, Verdict
+
+@dataclass(frozen=True)
+class Odd:
+    needs = frozenset()
+    at = Token(1)
+
+    def build(self, context):
+        return OddGate()
+
+    def problems(self, run):
+        if run.config.num_generations < 3:
+            yield "Odd needs groups of 3"
+
+    def decide(self, views):
+        return [KEEP if view.sibling % 2 else Verdict(False, "even") for view in views]
+
+class OddGate(Gate):
+    def rule(self):
+        return Odd()
+
+@dataclass(frozen=True)
+class Bare:
+    def build(self, context):
+        return object()
+"""
+
+
+def test_a_gate_of_one_method_is_checked_run_and_resumed(config: dict[str, Any], tmp_path: Path) -> None:
+    Path("alone.py").write_text(ALONE)
+    run = trained_twice(config | {"gates": ["alone.py:Odd"], "num_generations": 4}, tmp_path)
+    assert {n for (n,) in rows(run, "SELECT sibling FROM rollouts WHERE fate = 'pruned'")} == {0, 2}
+    with pytest.raises(ConfigError, match="gates: Odd needs groups of 3"):
+        Trainer(config=config | {"gates": ["alone.py:Odd"], "num_generations": 2})
+    with pytest.raises(ConfigError, match=r"gates: .*Bare.* is not a Gate; derive from winnow.methods.gate.Gate"):
+        Trainer(config=config | {"gates": ["alone.py:Bare"]})
+
+
 def test_a_gate(config: dict[str, Any], tmp_path: Path) -> None:
     config |= {"gates": [{"name": "hesitant.py:Hesitant", "n": 2, "share": 0.3}], "max_steps": 3}
     run = trained_twice(config, tmp_path)
@@ -91,6 +142,8 @@ def test_a_gate(config: dict[str, Any], tmp_path: Path) -> None:
     assert [row["gate/Hesitant/asked"] > 0 for row in steps] == [True] * 3
     assert steps[0]["gate/Hesitant/floor"] == -1e9, "nothing is stopped before it has learned"
     assert -10 < steps[1]["gate/Hesitant/floor"] < 0
+    (chart,) = json.loads((run / "charts.json").read_text())
+    assert chart["lines"] == {"gate/Hesitant/floor": "nats a token"}
 
 
 @pytest.mark.slow

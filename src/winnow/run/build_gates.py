@@ -26,6 +26,11 @@ def build_gates(c: RunConfig, judge: GroupJudge) -> dict[str, Gate]:
     gates: dict[str, Gate] = {}
     for spec, name in zip(c.gates, gate_names(c), strict=True):
         gate = method(GATES, spec, "gates").build(GateContext(name, c.seed, judge))
+        if not isinstance(gate, Gate):
+            raise ConfigError(
+                f"gates: what {name_of(spec)} builds is not a Gate; derive from winnow.methods.gate.Gate, which has "
+                "defaults for all but `rule`"
+            )
         try:
             check_rule(NamedRule(name, gate.rule()))
         except RuleError as error:

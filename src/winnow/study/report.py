@@ -14,10 +14,12 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from ..config import RunConfig
 from ..record.collapse import ess_of
 from ..record.proof import COLUMNS, FATES
 from .report_data import Run, columns, read_run, thin
 
+DEFAULTS = RunConfig.model_fields
 MAX_BYTES = 2_000_000
 MAX_POINTS = 500
 MAX_SAMPLES = 300
@@ -135,7 +137,7 @@ def _heading(run: Run) -> dict[str, str]:
     path = str(env.get("path", "")) if isinstance(env, dict) else ""
     task = path.rpartition("/")[2].removeprefix("made:") or _names(env)
     title = " on ".join(part for part in (model, task) if part) or run.name
-    plain = {"selector": "uniform", "group_size": "fixed", "filter": "keep_all", "step_scale": "none", "gates": ""}
+    plain = {key: _names(DEFAULTS[key].default) for key in ("selector", "group_size", "filter", "step_scale", "gates")}
     methods = [_names(config.get(key)) for key in ("advantage", *plain)]
     shown = [name for name, none in zip(methods, ("", *plain.values()), strict=True) if name not in ("", none)]
     lag = f"max_lag {config['max_lag']}" if config.get("max_lag") else ""
@@ -179,7 +181,7 @@ def _cards(run: Run) -> list[Card]:
     if sampled:
         trained = f"{run.tokens.get('trained', 0) / sampled:.0%} of them in groups that were trained on"
         idle = _series(run.rows, "frac_reward_zero_std")
-        if idle and _names((run.config or {}).get("filter")) == "keep_all":
+        if idle and _names((run.config or {}).get("filter")) == _names(DEFAULTS["filter"].default):
             trained += f", {_mean(idle):.0%} of these without signal"
         cards.append(_card("Tokens sampled", count_text(sampled), trained))
     zero = _series(run.rows, "frac_reward_zero_std")

@@ -5,7 +5,7 @@ A gate only decides; `rollout/runner.py` stops what it says. `none` is the absen
 
 from __future__ import annotations
 
-from .base import Gate, GateContext, NamedRule, Rule, RuleError, check_rule, env_steps, rule_from, rule_state
+from .base import Gate, GateContext, NamedRule, Rule, RuleError, check_rule, env_steps, of_gate, rule_from, rule_state
 from .divergence import Divergence
 from .quality import Arrol
 from .random_cut import RandomCut
@@ -19,6 +19,7 @@ __all__ = [
     "RuleError",
     "check_rule",
     "env_steps",
+    "of_gate",
     "rule_from",
     "rule_state",
 ]

@@ -20,9 +20,7 @@ def quality_charts(prefix: str) -> list[Chart]:
     survivors = {"survivors/none": "none", "survivors/one": "one", "survivors/all": "all"}
     undecided = {"ended_early": "ended before it", "not_finite": "score not finite"}
     return [
-        chart(
-            "Share of rollouts kept", {"keep_rate": "kept", "expected_keep_rate": "expected"}, share=True, percent=True
-        ),
+        chart("Share of rollouts kept", kept, share=True, percent=True),
         chart("Right answers", right, share=True, percent=True),
         chart("Balance of trained groups, mean p (1 - p)", {"balance": "balance"}),
         chart("How well success is told apart", told_apart, share=True),
