@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -27,6 +27,7 @@ from .record.failures import FailureWatch, cause_of
 from .record.ledger import Ledger
 from .record.stopping import Limits, RunStoppedError, Usefulness
 from .record.tally import Tally
+from .sampler.base import GroupSource
 from .sampler.buffer import Buffer
 from .sampler.codec import Prompts, group_from, group_state, visit_from, visit_state
 from .sampler.pace import Pace
@@ -38,20 +39,6 @@ class Batch(NamedTuple):
     """Groups to train on."""
     finished: list[Group]
     """Every group that finished while the batch was collected."""
-
-
-class GroupSource(Protocol):
-    """Rolls groups out; see `Sampler`."""
-
-    @property
-    def version(self) -> int: ...
-
-    @property
-    def pending(self) -> int: ...
-
-    def launch(self, job: Job) -> None: ...
-
-    def poll(self) -> list[Group]: ...
 
 
 @dataclass

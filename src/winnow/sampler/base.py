@@ -51,25 +51,17 @@ class SamplerOptions(Protocol):
         ...
 
 
-class Sampler(Protocol):
+class GroupSource(Protocol):
+    """Rolls groups for training out; all that a collector knows of a sampler."""
+
     @property
     def version(self) -> int:
         """The oldest policy version that a token of a group launched now can have."""
         ...
 
     @property
-    def nodes(self) -> Mapping[str, str]:
-        """Where samplers are, by the first part of their metrics' names; nothing of those on this machine."""
-        ...
-
-    @property
     def pending(self) -> int:
         """Groups launched and not yet returned by `poll`."""
-        ...
-
-    @property
-    def dtype(self) -> str:
-        """Type that engines compute with, e.g. `float32`; `unknown` when none has said."""
         ...
 
     def launch(self, job: Job) -> None:
@@ -78,6 +70,18 @@ class Sampler(Protocol):
 
     def poll(self) -> list[Group]:
         """Go on, or wait a moment; returns the groups for training that are finished and scored."""
+        ...
+
+
+class Sampler(GroupSource, Protocol):
+    @property
+    def nodes(self) -> Mapping[str, str]:
+        """Where samplers are, by the first part of their metrics' names; nothing of those on this machine."""
+        ...
+
+    @property
+    def dtype(self) -> str:
+        """Type that engines compute with, e.g. `float32`; `unknown` when none has said."""
         ...
 
     def run(self, jobs: Sequence[Job]) -> list[Group]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from ..methods.size import RolloutBatch
-from .base import Sampler
+from .base import GroupSource
 from .buffer import Buffer
 
 
@@ -32,7 +32,7 @@ class Pace(Protocol):
 class InTurn:
     """Sampler and learner take turns: start as many groups as the batch lacks, and wait for all."""
 
-    def __init__(self, buffer: Buffer, sampler: Sampler, rollout_batch: RolloutBatch) -> None:
+    def __init__(self, buffer: Buffer, sampler: GroupSource, rollout_batch: RolloutBatch) -> None:
         self._buffer, self._sampler, self._rollout_batch = buffer, sampler, rollout_batch
 
     def room(self, step: int, steps_left: int, zero_share: float | None) -> int:
@@ -49,7 +49,7 @@ class Beside:
     """The sampler goes on while the learner works: a group is started, and a batch is taken, only if then everything
     in flight or waiting can still be trained within the lag bound, a batch a step."""
 
-    def __init__(self, buffer: Buffer, sampler: Sampler) -> None:
+    def __init__(self, buffer: Buffer, sampler: GroupSource) -> None:
         self._buffer, self._sampler = buffer, sampler
 
     def room(self, step: int, steps_left: int, zero_share: float | None) -> int:
