@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from scipy import stats
 
+from winnow.base.intervals import mean_interval
 from winnow.study.compare_data import RunData, read_run_data
 from winnow.study.report_data import merge_steps, read_lines
 
@@ -47,18 +47,11 @@ class Interval:
 
 
 def interval(values: Sequence[float]) -> Interval | None:
-    """Student's t over seeds: with four of them a bootstrap would be too narrow."""
-    n = len(values)
-    if n == 0:
+    """Student's t over seeds, as `winnow compare` has it."""
+    if not values:
         return None
-    mean = float(np.mean(values))
-    if n < 3:
-        return Interval(mean, None, None, n)
-    spread = float(np.std(values, ddof=1)) / math.sqrt(n)
-    if spread == 0:
-        return Interval(mean, mean, mean, n)
-    low, high = stats.t.interval(0.95, n - 1, loc=mean, scale=spread)
-    return Interval(mean, float(low), float(high), n)
+    e = mean_interval(values)
+    return Interval(e.mean, e.low, e.high, e.n)
 
 
 def ratio(pairs: Sequence[tuple[float, float]]) -> Interval | None:

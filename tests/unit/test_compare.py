@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 from rich.console import Console
+from scipy import stats
 
-from winnow.base.bootstrap import paired_bootstrap
+from winnow.base.intervals import mean_interval
 from winnow.record.ledger import Ledger, LedgerError
 from winnow.study.compare import Comparison, MethodResult, compare, reached_at
 from winnow.study.compare_data import CompareError, Point
@@ -21,55 +22,33 @@ from winnow.types import Fate, Group, Prompt, Visit
 
 from .test_report import HOSTILE, Page, rollout
 
-# the bootstrap
+# intervals
 
 
 def test_constants_have_no_spread() -> None:
-    e = paired_bootstrap([0.25] * 4)
+    e = mean_interval([0.25] * 4)
     assert (e.mean, e.low, e.high, e.n) == (0.25, 0.25, 0.25, 4)
 
 
 def test_few_values_get_no_interval() -> None:
     for values in ([1.0], [1.0, 3.0]):
-        e = paired_bootstrap(values)
+        e = mean_interval(values)
         assert e.low is e.high is None
         assert e.mean == np.mean(values)
-    e = paired_bootstrap([1.0, 2.0, 6.0])
-    assert e.low is not None
-    assert e.high is not None
-    assert 1.0 <= e.low < e.mean == 3.0 < e.high <= 6.0
 
 
-def test_interval_is_that_of_all_resamples() -> None:
-    values = [0.0, 1.0, 5.0]
-    means = sorted(np.mean([a, b, c]) for a in values for b in values for c in values)
-    e = paired_bootstrap(values, confidence=0.8)
-    assert e.low == pytest.approx(np.quantile(means, 0.1), abs=0.35)
-    assert e.high == pytest.approx(np.quantile(means, 0.9), abs=0.35)
-    assert paired_bootstrap(values) == paired_bootstrap(values)
-    assert paired_bootstrap(values, seed=1, resamples=50) != paired_bootstrap(values, seed=2, resamples=50)
-
-
-@pytest.mark.parametrize(
-    ("size", "low", "high"), [(3, 0.70, 0.82), (5, 0.78, 0.89), (10, 0.85, 0.94), (30, 0.90, 0.97)]
-)
-def test_coverage_on_normal_data(size: int, low: float, high: float) -> None:
-    draw = np.random.default_rng(0)
-    covered = 0
-    for _ in range(400):
-        e = paired_bootstrap(draw.normal(0.3, 1.0, size), resamples=1000)
-        assert e.low is not None
-        assert e.high is not None
-        covered += e.low <= 0.3 <= e.high
-    assert low < covered / 400 < high
+@pytest.mark.parametrize("n", [3, 4, 5, 17, 31, 32, 100, 1000])
+def test_the_interval_is_students(n: int) -> None:
+    values = np.random.default_rng(n).normal(0.3, 2.0, n)
+    e = mean_interval(values)
+    expected = stats.t.interval(0.95, n - 1, loc=values.mean(), scale=stats.sem(values))
+    assert (e.low, e.high) == pytest.approx(expected, abs=2e-4)
 
 
 @pytest.mark.parametrize("values", [[], [1.0, math.nan, 2.0], [math.inf], [[1.0, 2.0]]])
-def test_what_cannot_be_resampled_is_refused(values: Any) -> None:
+def test_what_has_no_mean_is_refused(values: Any) -> None:
     with pytest.raises(ValueError, match="finite numbers"):
-        paired_bootstrap(values)
-    with pytest.raises(ValueError, match="confidence"):
-        paired_bootstrap([1.0], confidence=1.0)
+        mean_interval(values)
 
 
 # the level

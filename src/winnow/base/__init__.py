@@ -1,1 +1,1 @@
-"""Helpers that know nothing of rollouts: keyed noise, packed arrays, durable files, bootstrap intervals, failpoints."""
+"""Helpers that know nothing of rollouts: keyed noise, packed arrays, durable files, intervals, failpoints."""

@@ -54,7 +54,7 @@ def compare(
     output: Annotated[Path | None, typer.Option("-o", "--output", help="HTML page to write, too.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Methods side by side: means over seeds and paired differences to a baseline, with bootstrap intervals."""
+    """Methods side by side: means over seeds and paired differences to a baseline, with Student intervals."""
     from ..study.compare import compare as run
     from ..study.compare_view import render, to_json, write_page
 

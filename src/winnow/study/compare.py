@@ -1,4 +1,4 @@
-"""Methods compared over seeds: means with bootstrap intervals, and paired differences to a baseline.
+"""Methods compared over seeds: means with Student intervals, and paired differences to a baseline.
 
 Runs are paired by seed: whatever a seed does to both methods of a pair cancels in their difference. Costs are compared
 as ratios (paired in log space, so that half and double weigh alike), everything else as differences.
@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..base.bootstrap import MIN_SEEDS, Estimate, paired_bootstrap
 from ..base.files import from_json
+from ..base.intervals import MIN_SEEDS, Estimate, mean_interval
 from ..config import nearest
 from .compare_data import CompareError, Point, RunData, methods_of, read_run_data, single_runs
 
@@ -163,7 +163,7 @@ def _method(
     against: dict[str, Estimate | None] = {}
     for m in measures:
         values = [v for run in runs.values() if (v := run.values[m.key]) is not None]
-        means[m.key] = paired_bootstrap(values) if values else None
+        means[m.key] = mean_interval(values) if values else None
         if runs is baseline:
             against[m.key] = None
         else:
@@ -177,11 +177,11 @@ def _method(
 def _against(pairs: Sequence[tuple[float, float]], ratio: bool) -> Estimate | None:
     """Mean of a - b over pairs; for a ratio the geometric mean of a / b, over the pairs in which both are over 0."""
     if not ratio:
-        return paired_bootstrap([a - b for a, b in pairs]) if pairs else None
+        return mean_interval([a - b for a, b in pairs]) if pairs else None
     logs = [math.log(a / b) for a, b in pairs if a > 0 and b > 0]
     if not logs:
         return None
-    e = paired_bootstrap(logs)
+    e = mean_interval(logs)
     bounds = [None if x is None else math.exp(x) for x in (e.low, e.high)]
     return Estimate(math.exp(e.mean), bounds[0], bounds[1], e.n)
 

@@ -14,14 +14,13 @@ from rich.console import Group as Lines
 from rich.table import Table
 from rich.text import Text
 
-from ..base.bootstrap import Estimate
+from ..base.intervals import Estimate
 from ..base.printable import visible
 from .compare import Comparison, Measure, MethodResult
 from .report import count_text, render_page
 
 MAX_POINTS = 500
-CAUTION = "With few seeds 95% intervals are too narrow: on normal data they cover 76% at 3 seeds, 84% at 5, 89% at 10."
-"""Coverage of `paired_bootstrap`, simulated; tests/unit/test_compare.py checks it."""
+CAUTION = "Intervals are Student's, 95%, over seeds."
 COUNTS = ("tokens", "rollouts", "steps")
 LABEL_WIDTH, METHOD_WIDTH = 24, 18
 """Columns of a terminal that a measure's label is broken to, and that a method needs."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ..base.bootstrap import paired_bootstrap
+from ..base.intervals import mean_interval
 from ..config import ConfigError, RunConfig
 from ..env.base import Answering, Task
 from ..env.rewards.pooled import completion_text
@@ -171,7 +171,7 @@ def _right(candidates: Sequence[Rollout], answers: list[str | None], weights: np
 
 def _interval(won: list[float], baseline: list[float]) -> dict[str, Any]:
     """Share of votes won, and the paired difference to the first kind of weights."""
-    share, difference = paired_bootstrap(won), paired_bootstrap(np.array(won) - np.array(baseline))
+    share, difference = mean_interval(won), mean_interval(np.array(won) - np.array(baseline))
     return {
         "share": share.mean,
         "low": share.low,
