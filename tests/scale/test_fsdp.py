@@ -377,7 +377,7 @@ def test_what_ranks_cannot_train_is_refused(run_config: dict[str, Any]) -> None:
         ConfigError, match="learner: fsdp cannot find the baselines of opob with gradient_checkpointing"
     ):
         Trainer(config=run_config | opob)
-    with pytest.raises(ConfigError, match="learner: 90 ranks need 90 CPUs, and the cluster has 8"):
+    with pytest.raises(ConfigError, match="learner: 90 ranks need 90 CPUs and 0 GPUs, and the cluster has 8"):
         Trainer(config=run_config | {"learner": {"name": "fsdp", "ranks": 90}})
 
 

@@ -15,8 +15,14 @@ from typing import Any
 
 from .install import install
 
+HOLD_S = 30.0
+"""Most that a process that holds a GPU may take to start."""
 ANSWER_S = 5.0
 """Most that the head of a cluster may take to answer."""
+
+AT_IMPORT = ("HF_HOME", "HF_HUB_CACHE", "HF_ENDPOINT", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
+_PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY")
+PRIVATE = ("HF_TOKEN", *_PROXIES, *(name.lower() for name in _PROXIES))
 
 TOKEN = "RAY_AUTH_TOKEN"
 TOKENS = (
@@ -105,14 +111,83 @@ def _cores(spec: str | Mapping[str, Any]) -> int:
     return int(members) * int(options.get("threads", 1))
 
 
-def require(key: str, who: str, **needed: float) -> None:
-    """Raises ClusterError when the whole cluster has less than `needed` of a resource."""
+def gpus_each(given: float | None, device: str, usual: int = 1) -> float:
+    """GPUs of a sampler or rank: as `given`, else `usual` where the cluster has any and `device` may be one."""
     import ray
 
-    there = ray.cluster_resources()
-    for kind, amount in needed.items():
-        if amount > there.get(kind, 0.0):
-            raise ClusterError(f"{key}: {who} need {amount:g} {kind}s, and the cluster has {there.get(kind, 0.0):g}")
+    if given is not None:
+        return given
+    return float(usual) if device != "cpu" and ray.cluster_resources().get("GPU", 0.0) else 0.0
+
+
+def environment(threads: int) -> dict[str, Any]:
+    """Ray's `runtime_env` of an actor: threads, and variables of this process that libraries read when imported.
+
+    Ray writes these to its logs; `private_environment` is for an actor to set itself.
+    """
+    passed = {name: os.environ[name] for name in AT_IMPORT if name in os.environ}
+    return {"env_vars": {"OMP_NUM_THREADS": str(threads)} | passed}
+
+
+def private_environment(names: Sequence[str]) -> dict[str, str]:
+    """Variables of this process that may hold secrets and that its actors need: those named, the hub's, proxies."""
+    return {name: os.environ[name] for name in (*PRIVATE, *names) if name in os.environ}
+
+
+def hold_gpu(index: int) -> Any:
+    """An actor that keeps Ray from giving this process's GPU to others; None where Ray has no GPUs on this machine.
+
+    `index`: as this process numbers its GPUs.
+
+    Raises ClusterError when others have it already.
+    """
+    import ray
+
+    here, count = ray.get_runtime_context().get_node_id(), gpus_here()
+    visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+    mine = visible[index] if visible else str(index)
+    held = []
+    try:
+        for _ in range(count):
+            there = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(here, soft=False)
+            options = ray.remote(_Holder).options(num_cpus=0, num_gpus=1, max_restarts=0, scheduling_strategy=there)
+            held.append(options.remote())
+            if mine in ray.get(held[-1].gpus.remote(), timeout=HOLD_S):
+                return held.pop()
+    except ray.exceptions.GetTimeoutError:
+        pass
+    finally:
+        for other in held:
+            release(other)
+    if not count:
+        return None
+    raise ClusterError(
+        f"device: cuda:{index}: other work of the Ray cluster has this GPU; set another, or end that work"
+    )
+
+
+def gpus_here() -> int:
+    """GPUs that Ray has on this process's node."""
+    import ray
+
+    here = ray.get_runtime_context().get_node_id()
+    return next((int(node["Resources"].get("GPU", 0)) for node in alive_nodes() if node["NodeID"] == here), 0)
+
+
+def release(held: Any) -> None:
+    """Give back what `hold_gpu` holds."""
+    import ray
+
+    if held is not None:
+        with contextlib.suppress(Exception):  # the cluster may be gone
+            ray.kill(held)
+
+
+class _Holder:
+    def gpus(self) -> list[str]:
+        import ray
+
+        return [str(gpu) for gpu in ray.get_gpu_ids()]
 
 
 def alive_nodes() -> list[dict[str, Any]]:

@@ -51,6 +51,7 @@ def train(
     with lasting_imports():
         from ..config import ConfigError, load_config
         from ..run.budget import Gpus
+        from ..run.placement import STARTS
         from ..run.plan import plan, plan_for
         from ..run.prompt_example import on_one_line
         from ..run.trainer import Trainer
@@ -69,6 +70,8 @@ def train(
         if found["prompt_example"] and not as_json:
             found["prompt_example"] = on_one_line(found["prompt_example"])
         show(found, as_json)
+        if any(not problem.endswith(STARTS) for problem in found.get("does_not_fit", [])):
+            raise typer.Exit(1)
         return
     trainer = Trainer(config=load_config(config, overrides or ()))
     trainer.console = progress_console(as_json)

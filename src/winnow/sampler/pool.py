@@ -72,8 +72,8 @@ class PoolOptions:
         """Samplers that must have a place before work begins."""
         return self.samplers
 
-    def device_of(self, slot: int) -> str | None:
-        """Device of a sampler; None is the run's."""
+    def device_of(self, slot: int, device: str) -> str | None:
+        """Device of a sampler, where the run's is `device`; None is the same."""
         return None
 
     def check(self, reward_timeout_s: float) -> None:
@@ -197,7 +197,7 @@ class SamplerPool:
     def _begin(self, member: Member, where: str) -> None:
         """It has a place, and starts with the newest weights."""
         member.where, member.version = where, self._transport.version
-        device = {"device": self.options.device_of(member.slot)}
+        device = {"device": self.options.device_of(member.slot, self._orders["config"]["device"])}
         member.channel.send({"start": self._orders | device | self._told()})
         self._dispatch()
 

@@ -24,8 +24,9 @@ class Fsdp:
     """Ranks that cut the weights among them; each group of so many has all weights (HSDP). None: all ranks."""
     threads: int = 1
     """Threads, and CPU cores, of each rank."""
-    num_gpus: float = 0.0
-    """GPUs of each rank; with them ranks talk over NCCL, else over gloo."""
+    num_gpus: float | None = None
+    """GPUs of each rank: 1 talks over NCCL, 0 computes on the CPU and talks over gloo. None: 1 where the cluster has
+    any."""
     timeout_s: float = 600.0
     """Silence after which a rank is taken for lost."""
     ray_address: str | None = None
@@ -38,6 +39,14 @@ class Fsdp:
             raise ValueError(f"fsdp_size must divide ranks={self.ranks}, not {self.fsdp_size}")
         if not self.timeout_s > 0:
             raise ValueError(f"timeout_s must be > 0, not {self.timeout_s}")
+        if self.num_gpus not in (None, 0, 1):
+            raise ValueError(f"num_gpus must be 0 or 1, not {self.num_gpus:g}: NCCL needs one GPU for each rank")
+
+    def gpus(self, config: RunConfig) -> float:
+        """GPUs of each rank, on the cluster that this process has joined."""
+        if self.num_gpus == 0 and config.device.startswith("cuda"):
+            raise ValueError(f"learner: num_gpus=0: ranks without a GPU cannot use device: {config.device}; set cpu")
+        return cluster.gpus_each(self.num_gpus, config.device)
 
     def build(self, policy: Policy, config: RunConfig) -> FsdpLearner:
         """Raises ValueError when ranks cannot train this, or the cluster has no room for them."""
@@ -51,9 +60,9 @@ class Fsdp:
         from .ranks import Ranks  # torch.distributed takes a while to import
 
         cluster.join("learner", self.ray_address, [config.learner, config.sync])
-        cluster.require("learner", f"{self.ranks} ranks", CPU=self.ranks * self.threads, GPU=self.ranks * self.num_gpus)
+        private = cluster.private_environment(config.reward_env)
         try:
-            ranks = Ranks(self.ranks, self.threads, self.num_gpus, self.timeout_s)
+            ranks = Ranks(self.ranks, self.threads, self.gpus(config), self.timeout_s, private)
             for model in (policy.model, policy.reference):
                 if model is not None:
                     model.cpu()  # each rank has its own device

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -18,13 +19,15 @@ from .sharded import ShardedLearner
 
 
 class Rank:
-    """One of `world` ranks; `folder` is the driver's, so that names of files mean the same."""
+    """One of `world` ranks; `folder` is the driver's, so that names of files mean the same. `gpu`: Ray gave it one."""
 
-    def __init__(self, rank: int, world: int, threads: int, folder: str) -> None:
+    def __init__(self, rank: int, world: int, threads: int, folder: str, gpu: bool, private: Mapping[str, str]) -> None:
+        os.environ.update(private)
         if os.path.isdir(folder):
             os.chdir(folder)
         torch.set_num_threads(threads)
         self.rank, self.world = rank, world
+        self.gpu = gpu and torch.cuda.is_available()  # one that Ray has not given would be another rank's, too
 
     def listen(self, timeout_s: float) -> tuple[str, int] | None:
         """Host and port where ranks meet: at rank 0, which holds the port from the start, so that nobody takes it."""
@@ -38,7 +41,7 @@ class Rank:
         return host, self.store.port
 
     def join(self, host: str, port: int, timeout_s: float) -> None:
-        backend = "nccl" if torch.cuda.is_available() else "gloo"
+        backend = "nccl" if self.gpu else "gloo"
         limit = timedelta(seconds=timeout_s)
         if self.rank:
             self.store = dist.TCPStore(host, port, self.world, is_master=False, timeout=limit)
@@ -47,7 +50,7 @@ class Rank:
     def build(self, policy: Policy, config: RunConfig, fsdp_size: int | None) -> dict[str, Any]:
         """Cut the model; says what the whole is like."""
         model, reference = policy.model, policy.reference
-        if torch.cuda.is_available():
+        if self.gpu:
             model, reference = model.cuda(), reference.cuda() if reference is not None else None
         kind = ADVANTAGES.get(name_of(config.advantage))
         self.learner = learner = ShardedLearner(
