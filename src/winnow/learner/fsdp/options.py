@@ -16,8 +16,9 @@ from .learner import FsdpLearner
 class Fsdp:
     """Several ranks as Ray actors, weights and optimizer cut among them (FSDP2); full fine-tuning or LoRA."""
 
-    provides: ClassVar[frozenset[str]] = frozenset({"elastic"})
-    """Options may change on a resume: they say where it runs, and the update is the same."""
+    provides: ClassVar[frozenset[str]] = frozenset({"elastic", "own_devices"})
+    """Options may change on a resume: they say where it runs, and the update is the same. Its devices are not this
+    process's."""
 
     ranks: int = 2
     fsdp_size: int | None = None
@@ -64,7 +65,7 @@ class Fsdp:
         try:
             ranks = Ranks(self.ranks, self.threads, self.gpus(config), self.timeout_s, private)
             for model in (policy.model, policy.reference):
-                if model is not None:
+                if model is not None and policy.files is None:
                     model.cpu()  # each rank has its own device
             try:
                 return FsdpLearner(ranks, *ranks.build(policy, config, self.fsdp_size))

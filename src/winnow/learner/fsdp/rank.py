@@ -49,9 +49,12 @@ class Rank:
 
     def build(self, policy: Policy, config: RunConfig, fsdp_size: int | None) -> dict[str, Any]:
         """Cut the model; says what the whole is like."""
+        device = torch.device("cuda", torch.cuda.current_device()) if self.gpu else torch.device("cpu")
         model, reference = policy.model, policy.reference
-        if self.gpu:
-            model, reference = model.cuda(), reference.cuda() if reference is not None else None
+        if policy.files is None:
+            model = model.to(device)
+        if reference is not None:
+            reference = reference.to(device)
         kind = ADVANTAGES.get(name_of(config.advantage))
         self.learner = learner = ShardedLearner(
             model,
@@ -60,6 +63,8 @@ class Rank:
             reference,
             fsdp_size=fsdp_size,
             gradient_baselines=getattr(kind, "weighing", None) == "gradient",
+            device=device,
+            files=policy.files,
         )
         return {"sizes": learner.sizes, "precision": learner.precision, "specs": learner.weights().specs}
 
