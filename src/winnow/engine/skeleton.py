@@ -10,12 +10,12 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import nn
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from ..base.weights import state_once
-from .loading import load_config
+from .loading import load_config, require_whole
 
 TRIED_VOCABULARY = 256
 
@@ -24,19 +24,21 @@ def unloaded(folder: Path) -> Any | None:
     """The model of a directory in float32, its parameters on the meta device and its buffers computed.
 
     None where the files do not hold all weights under the names of the model, or its class is of several parts.
+    Raises ConfigError as `load_whole` does.
     """
+    require_whole(folder)
     config = load_config(folder)
     if config.get_text_config() is not config:
         return None
-    with torch.random.fork_rng(devices=[]), _parameters_on_meta():
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False, dtype=torch.float32)
+    try:
+        held = _shapes(folder)
+        with torch.random.fork_rng(devices=[]), _parameters_on_meta():
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False, dtype=torch.float32)
+    except Exception:  # whatever files and classes may do: told by the loader itself, which is next
+        return None
     with suppress(OSError):
         model.generation_config = GenerationConfig.from_pretrained(folder)
     wanted = {name: tuple(tensor.shape) for name, tensor in state_once(model).items()}
-    try:
-        held = _shapes(folder)
-    except (OSError, SafetensorError):
-        return None
     return model if all(held.get(name) == shape for name, shape in wanted.items()) else None
 
 

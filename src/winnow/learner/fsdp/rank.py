@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ...base.memory import resident_mib
+from ...base.memory import gpu_gib, resident_mib
 from ...config import RunConfig, name_of
 from ...methods.advantage import ADVANTAGES
 from ..base import Policy, Stats
@@ -68,8 +68,8 @@ class Rank:
         )
         return {"sizes": learner.sizes, "precision": learner.precision, "specs": learner.weights().specs}
 
-    def memory_mib(self) -> float:
-        return resident_mib()
+    def memory(self) -> dict[str, float]:
+        return {"memory_mib": resident_mib()} | gpu_gib()
 
     def call(self, name: str, *args: Any, **named: Any) -> Any:
         """What a method of the learner returns, on the host: the driver may have no GPU."""

@@ -81,15 +81,11 @@ class LocalLearner:
         self._reference_moved = False
         self._causal_lm: Any = model.get_base_model() if hasattr(model, "peft_config") else model
         model.eval()
-        tried, n_tokens = self._for_trials()
-        self._own_head = head_is_linear(tried, n_tokens)
+        self._own_head = False
         self._share_prompts, self._recomputing = False, None
+        self._try_out()
         if options.gradient_checkpointing:
             checkpoint_layers(self._causal_lm)
-        else:
-            trial = tried, self._body(tried), n_tokens
-            self._share_prompts = can_share_prompts(*trial)
-            self._recomputing = recomputing_if_exact(*trial, self._causal_lm)
         parameters = sum(p.numel() for p in model.parameters())
         self._budget = Budget.for_model(
             options.tokens_per_microbatch, parameters, share=self._share_prompts, device=self.device.type
@@ -110,6 +106,14 @@ class LocalLearner:
             weight_decay=options.weight_decay,
             args=options.optim_args,
         )
+
+    def _try_out(self) -> None:
+        tried, n_tokens = self._for_trials()
+        self._own_head = head_is_linear(tried, n_tokens)
+        if not self.options.gradient_checkpointing:
+            trial = tried, self._body(tried), n_tokens
+            self._share_prompts = can_share_prompts(*trial)
+            self._recomputing = recomputing_if_exact(*trial, self._causal_lm)
 
     def _for_trials(self) -> tuple[Any, int]:
         """The model by which it is tried what can be computed otherwise, and ids that it knows."""
