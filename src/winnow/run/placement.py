@@ -31,7 +31,7 @@ PROCESS_MIB = 500
 def placement(trainer: Trainer, rollouts: int) -> dict[str, Any]:
     """`samplers`, `ranks`, `nodes` and `does_not_fit`; nothing for a run of one process. `rollouts`: of one step."""
     c, sizes = trainer.config, trainer.learner.sizes
-    found = _places(c)
+    found: dict[str, Any] = {**_places(c)}
     if "samplers" in found:
         processes = getattr(method(ENGINES, c.engine, "engine"), "tensor_parallel_size", 1)
         bytes_ = 4 * sizes.total + _kv_bytes(trainer, rollouts // found["samplers"]["count"])

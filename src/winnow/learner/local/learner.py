@@ -28,7 +28,7 @@ from .merged import MergedWeights
 from .modes import WideAttention, checkpoint_layers, train_adapter_dropout
 from .optimizer import load_state, make_optimizer, saved_state, set_learning_rate
 from .pooled import PooledGradients, RowByRow, batched_if_exact
-from .recompute import recomputing_if_exact
+from .recompute import Recomputing, recomputing_if_exact
 from .reference import load_reference, mix, save_reference
 from .terms import book, correction_weights, spread
 from .token_baselines import TokenBaselines
@@ -82,7 +82,8 @@ class LocalLearner:
         self._causal_lm: Any = model.get_base_model() if hasattr(model, "peft_config") else model
         model.eval()
         self._own_head = False
-        self._share_prompts, self._recomputing = False, None
+        self._share_prompts = False
+        self._recomputing: Recomputing | None = None
         self._try_out()
         if options.gradient_checkpointing:
             checkpoint_layers(self._causal_lm)
