@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import json
 import math
 import os
@@ -20,6 +21,7 @@ import torch
 from winnow import Trainer
 from winnow.base.weights import RemoteWeights, from_bytes
 from winnow.config import ConfigError, RunConfig, validate
+from winnow.engine.skeleton import unloaded
 from winnow.learner import Learner, LearnerLostError, Local, Policy
 from winnow.learner.batch import Pool, Row
 from winnow.learner.fsdp.learner import FsdpLearner
@@ -270,6 +272,80 @@ def test_a_model_whose_rows_cannot_be_told_apart_is_refused(ranks: Ranks) -> Non
         over(ranks, parts, advantage="opob")
 
 
+def saved_model(folder: Path, **model: Any) -> tuple[Policy, Policy]:
+    """A policy with weights, and one whose weights are in files alone."""
+    loaded = policy(**model)
+    loaded.model.save_pretrained(folder)
+    skeleton = unloaded(folder)
+    assert skeleton is not None
+    return loaded, Policy(skeleton, loaded.tokenizer, None, files=folder)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_ranks_that_read_their_shards_from_files_train_as_one_process(ranks: Ranks, tied: bool, tmp_path: Path) -> None:
+    """So do they from what they have saved."""
+    parts, apart = saved_model(tmp_path / "start", tie_word_embeddings=tied)
+    alone, cut = Local().build(parts, config()), over(ranks, apart)
+    assert difference(state(cut), state(alone)) == 0
+    assert (cut.sizes, cut.precision) == (alone.sizes, alone.precision)
+    for learner in (alone, cut):
+        updates(learner, LOSSES["clip"], iterations=2)
+    assert difference(state(cut), state(alone)) < 1e-5
+    cut.save(tmp_path)
+    skeleton, expected = unloaded(tmp_path / "model"), state(cut)
+    assert skeleton is not None
+    resumed = over(ranks, Policy(skeleton, parts.tokenizer, None, files=tmp_path / "model"))
+    resumed.load(tmp_path)
+    assert difference(state(resumed), expected) == 0
+    for learner in (alone, resumed):
+        updates(learner, LOSSES["plain"], steps=2)
+    assert difference(state(resumed), state(alone)) < 1e-5
+
+
+def test_files_that_ranks_cannot_use_are_named(ranks: Ranks, tmp_path: Path) -> None:
+    parts, apart = saved_model(tmp_path / "start")
+    with pytest.raises(ValueError, match=f"model: {tmp_path}/gone: is not on "):
+        over(ranks, replace(apart, files=tmp_path / "gone"))
+    with torch.no_grad():
+        parts.model.model.norm.weight[3] = math.nan
+    parts.model.save_pretrained(tmp_path / "start")
+    with pytest.raises(ValueError, match=r"the weights of '.*start' are not finite \(model\.norm\.weight\)"):
+        over(ranks, apart)
+
+
+def test_a_rank_that_reads_from_files_holds_its_part(ranks: Ranks, tmp_path: Path) -> None:
+    """Peaks while the model is cut; pages of the files, half of its size here, may be among them."""
+    parts = policy(hidden_size=512, intermediate_size=2048, num_hidden_layers=12)
+    size = sum(p.numel() for p in parts.model.parameters()) * 4
+    assert size > 180e6
+    copy.deepcopy(parts.model).bfloat16().save_pretrained(tmp_path)
+    over(ranks, policy())  # imports take memory, too
+    held = peaks(ranks, Policy(unloaded(tmp_path), parts.tokenizer, None, files=tmp_path))  # type: ignore[arg-type]
+    sent = peaks(ranks, parts)
+    assert all(0.4 * size < most < 1.1 * size for most in held)
+    assert all(most > 1.8 * size for most in sent)
+
+
+def peaks(ranks: Ranks, policy: Policy) -> list[int]:
+    """Most bytes that each rank held while it built the learner, over what it held before."""
+
+    def kept(rank: Any, name: str) -> int:
+        rank.learner = None
+        gc.collect()
+        if name == "VmRSS":
+            Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the peak begins here
+        (line,) = [x for x in Path("/proc/self/status").read_text(encoding="ascii").splitlines() if x.startswith(name)]
+        return int(line.split()[1]) * 1024
+
+    def ask(name: str) -> list[int]:
+        found: list[int] = ray.get([actor.__ray_call__.remote(kept, name) for actor in ranks._actors], timeout=120)
+        return found
+
+    before = ask("VmRSS")
+    over(ranks, policy)
+    return [peak - held for peak, held in zip(ask("VmHWM"), before, strict=True)]
+
+
 def test_samplers_read_what_the_first_rank_has_put(ranks: Ranks) -> None:
     cut = over(ranks, policy(tie_word_embeddings=True))
     assert isinstance(cut.weights(), RemoteWeights)
@@ -377,7 +453,7 @@ def test_what_ranks_cannot_train_is_refused(run_config: dict[str, Any]) -> None:
         ConfigError, match="learner: fsdp cannot find the baselines of opob with gradient_checkpointing"
     ):
         Trainer(config=run_config | opob)
-    with pytest.raises(ConfigError, match="learner: 90 ranks need 90 CPUs, and the cluster has 8"):
+    with pytest.raises(ConfigError, match="learner: 90 ranks need 90 CPUs and 0 GPUs, and the cluster has 8"):
         Trainer(config=run_config | {"learner": {"name": "fsdp", "ranks": 90}})
 
 

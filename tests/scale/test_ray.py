@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import queue
 import threading
 import time
 from pathlib import Path
@@ -11,13 +13,20 @@ from typing import Any
 
 import psutil
 import pytest
+import yaml
+from typer.testing import CliRunner
 
 from winnow import Trainer
+from winnow.base import cluster
+from winnow.cli.main import app
 from winnow.config import ConfigError
 from winnow.record.ledger import Ledger
 from winnow.record.stopping import RunStoppedError
+from winnow.run import placement
+from winnow.sampler import ray as sampler_ray
 
 from .. import parity
+from .test_nodes import wait_for
 
 ray = pytest.importorskip("ray")
 pytestmark = pytest.mark.usefixtures("local_cluster")
@@ -150,7 +159,42 @@ def test_an_actor_that_keeps_dying_is_named_with_its_last_words(config: dict[str
 
 
 def test_a_cluster_that_is_too_small_is_refused(config: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="40 samplers need 40 CPUs, and the cluster has 8"):
+    with pytest.raises(ConfigError, match="sync: 40 samplers need 40 CPUs and 0 GPUs, and the cluster has 8 CPUs"):
         Trainer(config=config | {"sync": {"name": "ray", "samplers": 40}})
-    with pytest.raises(ConfigError, match="need 2 GPUs, and the cluster has 0"):
+    with pytest.raises(ConfigError, match="need 2 CPUs and 2 GPUs, and the cluster has 8 CPUs and 0 GPUs"):
         Trainer(config=config | {"sync": {"name": "ray", "samplers": 2, "num_gpus": 1}})
+    both = {"sync": {"name": "ray", "samplers": 2, "threads": 2}, "learner": {"name": "fsdp", "ranks": 2, "threads": 3}}
+    needs = "sync and learner: 2 samplers need 4 CPUs and 0 GPUs, 2 ranks need 6 CPUs and 0 GPUs, and the cluster has 8"
+    with pytest.raises(ConfigError, match=needs):
+        Trainer(config=config | both)
+    file = Path(config["output_dir"]).with_name("both.yaml")
+    file.write_text(yaml.safe_dump(config | both), encoding="utf-8")
+    assert CliRunner().invoke(app, ["train", str(file), "--dry-run"]).exit_code == 1
+
+
+def test_what_other_work_holds_is_waited_for_and_named(config: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(placement, "FREE_S", 3.0)
+    other = ray.remote(lambda: time.sleep(600)).options(num_cpus=7).remote()
+    wait_for(lambda: ray.available_resources().get("CPU", 0) <= 1)
+    with pytest.raises(ConfigError, match=r"2 samplers need 2 CPUs .*, but other work of the cluster leaves 1 CPUs"):
+        Trainer(config=config)
+    ray.cancel(other, force=True)
+    monkeypatch.setattr(placement, "FREE_S", 60.0)
+    Trainer(config=config).close()
+
+
+def test_variables_of_the_driver_reach_samplers(config: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """They were not set when the cluster started."""
+    for name in ("JUDGE_KEY", "HF_HOME", "HTTPS_PROXY"):
+        monkeypatch.setenv(name, "there")
+    Trainer(config=config | {"reward_env": ["JUDGE_KEY"], "max_steps": 1, "eval_steps": None}).train()
+    assert_clean(config)
+    channel = sampler_ray.ActorChannel(
+        queue.SimpleQueue(), sampler_ray.Ray(num_gpus=0), cluster.private_environment(["JUDGE_KEY"])
+    )
+    try:
+        seen = channel._actor.__ray_call__.remote(lambda self: dict(os.environ))
+        names = ("JUDGE_KEY", "HF_HOME", "HTTPS_PROXY", "OMP_NUM_THREADS")
+        assert [ray.get(seen, timeout=120)[name] for name in names] == ["there", "there", "there", "1"]
+    finally:
+        channel.kill()

@@ -53,7 +53,7 @@ def peaked(model: Any) -> Any:
 
 def llama(vocab_size: int = VOCABULARY, **options: Any) -> LlamaForCausalLM:
     torch.manual_seed(0)
-    return peaked(LlamaForCausalLM(LlamaConfig(vocab_size=vocab_size, **SIZES, **options)))
+    return peaked(LlamaForCausalLM(LlamaConfig(vocab_size=vocab_size, **SIZES | options)))
 
 
 def gemma2() -> Gemma2ForCausalLM:

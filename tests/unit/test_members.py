@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import time
+from types import SimpleNamespace
 
 import pytest
+import torch
 
+from winnow.base.memory import gpu_gib
+from winnow.learner.base import Sizes
+from winnow.learner.fsdp.learner import FsdpLearner
+from winnow.learner.fsdp.rank import Rank
 from winnow.sampler import SamplersLostError, pool
 from winnow.sampler.codec import group_state
 from winnow.sampler.pool import PoolOptions, SamplerPool
@@ -97,7 +103,7 @@ def test_work_begins_when_as_many_as_asked_for_have_a_place(sampler: SamplerPool
 def test_figures_of_each_sampler(sampler: SamplerPool) -> None:
     for number in range(3):
         sampler.launch(job(number))
-    counts = {"seconds": 10.0, "idle_s": 4.0, "tokens": 100.0, "memory_mib": 321.0}
+    counts = {"seconds": 10.0, "idle_s": 4.0, "tokens": 100.0, "memory_mib": 321.0, "gpu_memory_gib": 3.5}
     channel_of(sampler, 0).says({"group": group_state(group(visit(0)))})
     channel_of(sampler, 0).says({"alive": counts})
     channel_of(sampler, 0).says({"loaded": 0, "dtype": "float32", "metrics": {}})
@@ -109,7 +115,8 @@ def test_figures_of_each_sampler(sampler: SamplerPool) -> None:
     channel_of(sampler, 1).says(None)
     sampler.poll()
     found = sampler.metrics()
-    own = {"restarts": 0, "groups": 1, "lag": 0, "idle": 0.4, "tokens_per_s": 10, "memory_mib": 321}
+    memory = {"memory_mib": 321, "gpu_memory_gib": 3.5}
+    own = {"restarts": 0, "groups": 1, "lag": 0, "idle": 0.4, "tokens_per_s": 10} | memory
     assert {k: v for k, v in found.items() if k.startswith("sampler/0/")} == {
         f"sampler/0/{k}": v for k, v in own.items()
     }
@@ -125,6 +132,18 @@ def test_figures_of_each_sampler(sampler: SamplerPool) -> None:
     again = sampler.metrics()
     assert (again["sampler/0/idle"], again["sampler/0/tokens_per_s"], again["sampler/0/memory_mib"]) == (0.25, 0, 300)
     assert (again["sampler/0/groups"], again["sampler/1/restarts"]) == (0, 0)
+
+
+def test_gpu_memory_of_a_process_is_known_where_it_uses_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert gpu_gib() == {}
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 3 * 2**29)
+    assert gpu_gib() == {"gpu_memory_gib": 1.5}
+    rank = Rank(0, 1, 1, "", gpu=False, private={})
+    ranks = SimpleNamespace(world=2, all=lambda name, by_rank: [getattr(rank, name)() for _ in by_rank])
+    found = FsdpLearner(ranks, Sizes(1, 1, 1, None), "float32", {}).metrics()  # type: ignore[arg-type]
+    assert found["rank/1/gpu_memory_gib"] == 1.5
+    assert found["rank/0/memory_mib"] > 50
 
 
 def test_the_version_is_the_oldest_that_is_known(sampler: SamplerPool) -> None:

@@ -223,8 +223,8 @@ def test_a_sampler_that_refuses_ends_the_run_with_its_reason(sampler: SamplerPoo
 def test_samplers_take_devices_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     """A sampler sees its own GPU alone, whatever the driver was shown."""
     options = Processes(samplers=3, devices=("cuda:1", "cuda:2"))
-    assert [options.device_of(slot) for slot in range(3)] == ["cuda:1", "cuda:2", "cuda:1"]
-    assert Processes().device_of(0) is None
+    assert [options.device_of(slot, "auto") for slot in range(3)] == ["cuda:1", "cuda:2", "cuda:1"]
+    assert Processes().device_of(0, "auto") is None
     for visible, shown in ((None, "1"), ("4,6", "6")):
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
         if visible is not None:

@@ -9,10 +9,15 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch.distributed import checkpoint as dcp
 
+from winnow.config import ConfigError
+from winnow.engine.loading import load_whole
+from winnow.engine.skeleton import unloaded
 from winnow.learner.fsdp.shards import load_shards, save_shards
+
+from .learner_models import llama
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -91,3 +96,38 @@ def test_damaged_files_are_named(tmp_path: Path, damage: str) -> None:
         file.write_bytes(file.read_bytes()[:20])
     with pytest.raises(ValueError, match="cannot be read"):
         load_shards(zeros(), tmp_path / "o")
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_model_without_its_weights_is_otherwise_the_loaded_one(tmp_path: Path, tied: bool) -> None:
+    original = llama(tie_word_embeddings=tied)
+    original.generation_config.temperature = 0.25
+    original.generation_config.do_sample = True
+    original.save_pretrained(tmp_path)
+    found, loaded = unloaded(tmp_path), load_whole(tmp_path, torch.device("cpu"))
+    assert found is not None
+    assert {p.device.type for p in found.parameters()} == {"meta"}
+    assert found.config.to_dict() == loaded.config.to_dict()
+    assert found.generation_config.temperature == 0.25
+    ours, theirs = dict(found.named_buffers()), dict(loaded.named_buffers())
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert [n for n, _ in found.named_parameters()] == [n for n, _ in loaded.named_parameters()]
+    assert (found.lm_head.weight is found.model.embed_tokens.weight) == tied
+
+
+def test_a_model_whose_files_say_something_else_is_left_to_the_loader(tmp_path: Path) -> None:
+    llama().save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    weights = load_file(file)
+    norm = weights.pop("model.norm.weight")
+    save_file(weights, file)
+    assert unloaded(tmp_path) is None
+    save_file(weights | {"model.norm.weight": norm[:-1].clone()}, file)
+    assert unloaded(tmp_path) is None
+    save_file(weights | {"model.norm.weight": norm}, file)
+    config = json.loads((tmp_path / "config.json").read_text())
+    quantized = config | {"quantization_config": {"quant_method": "fp8"}}
+    (tmp_path / "config.json").write_text(json.dumps(quantized))
+    with pytest.raises(ConfigError, match=r"is quantized \(fp8\)"):
+        unloaded(tmp_path)

@@ -2,17 +2,36 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import re
+import secrets
+import shutil
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from .install import install
 
+HOLD_S = 30.0
+"""Most that a process that holds a GPU may take to start."""
 ANSWER_S = 5.0
 """Most that the head of a cluster may take to answer."""
+
+AT_IMPORT = ("HF_HOME", "HF_HUB_CACHE", "HF_ENDPOINT", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
+_PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY")
+PRIVATE = ("HF_TOKEN", *_PROXIES, *(name.lower() for name in _PROXIES))
+
+TOKEN = "RAY_AUTH_TOKEN"
+TOKENS = (
+    "if the cluster asks for a token, give this machine the one that `ray get-auth-token` prints on the head, in "
+    f"~/.ray/auth_token or {TOKEN}"
+)
+
+OWN: list[Path] = []
+"""Ray's folder of the cluster that this process has started."""
 
 
 class ClusterError(ValueError):
@@ -38,10 +57,51 @@ def join(key: str, address: str | None, specs: Sequence[str | Mapping[str, Any]]
             raise ClusterError(f"{key}: ray_address={elsewhere}: nobody answers there ({error})") from None
     cores = {} if elsewhere else {"num_cpus": max(sum(map(_cores, specs)), os.cpu_count() or 1)}
     try:
-        # "local", or Ray would join whatever it finds running on this machine.
-        ray.init(address or (None if elsewhere else "local"), log_to_driver=False, include_dashboard=False, **cores)
-    except (ConnectionError, ValueError, RuntimeError) as error:
-        raise ClusterError(f"{key}: ray_address={address}: {str(error).splitlines()[0]}") from None
+        with _token(own=not elsewhere):
+            # "local", or Ray would join whatever it finds running on this machine.
+            where = address or (None if elsewhere else "local")
+            started = ray.init(where, log_to_driver=False, include_dashboard=False, **cores)
+            if not elsewhere:
+                OWN.append(Path(started.address_info["session_dir"]))
+    except (ConnectionError, ValueError, RuntimeError, ray.exceptions.RayError) as error:
+        what = f"{key}: ray_address={elsewhere}: {str(error).splitlines()[0]}"
+        raise ClusterError(what + ("; " + TOKENS if elsewhere else "")) from None
+
+
+@contextlib.contextmanager
+def _token(*, own: bool) -> Iterator[None]:
+    """Authenticate to a cluster that is joined with the user's token, and to one of our `own` with a throwaway.
+
+    Ray by itself would write a token to the home directory for its first local cluster, and then refuse to join
+    clusters by their address without RAY_AUTH_MODE=token. A cluster without tokens accepts any.
+    """
+    try:
+        from ray._private.authentication.authentication_token_setup import maybe_enable_token_auth_if_token_available
+        from ray._raylet import AuthenticationTokenLoader
+    except ImportError:  # Ray before it had tokens
+        yield
+        return
+    tokens = AuthenticationTokenLoader.instance()
+    tokens.reset_cache()
+    throwaway = own and not tokens.has_token(ignore_auth_mode=True)
+    if throwaway:
+        os.environ[TOKEN] = secrets.token_hex(32)
+    elif not own:
+        maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
+    try:
+        yield
+    finally:
+        if throwaway:
+            del os.environ[TOKEN]
+
+
+def discard() -> None:
+    """End a cluster that this process has started, with its files."""
+    while OWN:
+        import ray
+
+        ray.shutdown()
+        shutil.rmtree(OWN.pop(), ignore_errors=True)
 
 
 def _cores(spec: str | Mapping[str, Any]) -> int:
@@ -51,14 +111,83 @@ def _cores(spec: str | Mapping[str, Any]) -> int:
     return int(members) * int(options.get("threads", 1))
 
 
-def require(key: str, who: str, **needed: float) -> None:
-    """Raises ClusterError when the whole cluster has less than `needed` of a resource."""
+def gpus_each(given: float | None, device: str, usual: int = 1) -> float:
+    """GPUs of a sampler or rank: as `given`, else `usual` where the cluster has any and `device` may be one."""
     import ray
 
-    there = ray.cluster_resources()
-    for kind, amount in needed.items():
-        if amount > there.get(kind, 0.0):
-            raise ClusterError(f"{key}: {who} need {amount:g} {kind}s, and the cluster has {there.get(kind, 0.0):g}")
+    if given is not None:
+        return given
+    return float(usual) if device != "cpu" and ray.cluster_resources().get("GPU", 0.0) else 0.0
+
+
+def environment(threads: int) -> dict[str, Any]:
+    """Ray's `runtime_env` of an actor: threads, and variables of this process that libraries read when imported.
+
+    Ray writes these to its logs; `private_environment` is for an actor to set itself.
+    """
+    passed = {name: os.environ[name] for name in AT_IMPORT if name in os.environ}
+    return {"env_vars": {"OMP_NUM_THREADS": str(threads)} | passed}
+
+
+def private_environment(names: Sequence[str]) -> dict[str, str]:
+    """Variables of this process that may hold secrets and that its actors need: those named, the hub's, proxies."""
+    return {name: os.environ[name] for name in (*PRIVATE, *names) if name in os.environ}
+
+
+def hold_gpu(index: int) -> Any:
+    """An actor that keeps Ray from giving this process's GPU to others; None where Ray has no GPUs on this machine.
+
+    `index`: as this process numbers its GPUs.
+
+    Raises ClusterError when others have it already.
+    """
+    import ray
+
+    here, count = ray.get_runtime_context().get_node_id(), gpus_here()
+    visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+    mine = visible[index] if visible else str(index)
+    held = []
+    try:
+        for _ in range(count):
+            there = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(here, soft=False)
+            options = ray.remote(_Holder).options(num_cpus=0, num_gpus=1, max_restarts=0, scheduling_strategy=there)
+            held.append(options.remote())
+            if mine in ray.get(held[-1].gpus.remote(), timeout=HOLD_S):
+                return held.pop()
+    except ray.exceptions.GetTimeoutError:
+        pass
+    finally:
+        for other in held:
+            release(other)
+    if not count:
+        return None
+    raise ClusterError(
+        f"device: cuda:{index}: other work of the Ray cluster has this GPU; set another, or end that work"
+    )
+
+
+def gpus_here() -> int:
+    """GPUs that Ray has on this process's node."""
+    import ray
+
+    here = ray.get_runtime_context().get_node_id()
+    return next((int(node["Resources"].get("GPU", 0)) for node in alive_nodes() if node["NodeID"] == here), 0)
+
+
+def release(held: Any) -> None:
+    """Give back what `hold_gpu` holds."""
+    import ray
+
+    if held is not None:
+        with contextlib.suppress(Exception):  # the cluster may be gone
+            ray.kill(held)
+
+
+class _Holder:
+    def gpus(self) -> list[str]:
+        import ray
+
+        return [str(gpu) for gpu in ray.get_gpu_ids()]
 
 
 def alive_nodes() -> list[dict[str, Any]]:

@@ -7,6 +7,15 @@ import resource
 from pathlib import Path
 
 
+def gpu_gib() -> dict[str, float]:
+    """`gpu_memory_gib`: most GiB of its GPU that this process's tensors have held; nothing without a GPU in use."""
+    import torch
+
+    if not torch.cuda.is_initialized():
+        return {}
+    return {"gpu_memory_gib": torch.cuda.max_memory_allocated() / 2**30}
+
+
 def resident_mib() -> float:
     """MiB that it holds in memory, shared pages among them; the most that it ever held where Linux does not say."""
     try:

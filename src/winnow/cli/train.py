@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import RenderableType
 
+from ..base import cluster
 from ..base.imports import lasting_imports
 from ..base.printable import visible
 from .console import Json, Overrides, Run, command, lines, progress_console, settings, show
@@ -50,6 +51,7 @@ def train(
     with lasting_imports():
         from ..config import ConfigError, load_config
         from ..run.budget import Gpus
+        from ..run.placement import STARTS
         from ..run.plan import plan, plan_for
         from ..run.prompt_example import on_one_line
         from ..run.trainer import Trainer
@@ -59,15 +61,20 @@ def train(
             raise ConfigError("--gpu: only plans a run; add --dry-run")
         show(plan_for(load_config(config, overrides or ()), Gpus.parsed(gpu)), as_json)
         return
+    if dry_run:
+        try:
+            with Trainer(config=load_config(config, overrides or ())) as trainer:
+                found = plan(trainer)
+        finally:
+            cluster.discard()
+        if found["prompt_example"] and not as_json:
+            found["prompt_example"] = on_one_line(found["prompt_example"])
+        show(found, as_json)
+        if any(not problem.endswith(STARTS) for problem in found.get("does_not_fit", [])):
+            raise typer.Exit(1)
+        return
     trainer = Trainer(config=load_config(config, overrides or ()))
     trainer.console = progress_console(as_json)
-    if dry_run:
-        with trainer:
-            found = plan(trainer)
-            if found["prompt_example"] and not as_json:
-                found["prompt_example"] = on_one_line(found["prompt_example"])
-            show(found, as_json)
-        return
     _train(trainer, as_json)
 
 

@@ -118,16 +118,21 @@ def whole_under(source: str | Path) -> str:
 
 def load_whole(source: str | Path, device: torch.device) -> Any:
     """The same of a directory or hub name with whole weights, without an adapter."""
-    if file_of(source, SETTINGS) is not None:
-        raise ConfigError(f"model: '{source}' is an adapter, and a whole model is needed here")
-    _require_weights_for(source)
-    _refuse_quantized(source)
+    require_whole(source)
     options = {"dtype": torch.float32, "use_safetensors": True, "output_loading_info": True}
     model, info = _load(AutoModelForCausalLM, source, "model", **options)
     if info["missing_keys"]:
         shown = ", ".join(sorted(info["missing_keys"])[:3])
         raise ConfigError(f"model: '{source}' lacks weights, which would start at random: {shown}")
     return model.to(device)
+
+
+def require_whole(source: str | Path) -> None:
+    """Raises ConfigError for an adapter, for weights that are not those of the configuration, and quantized ones."""
+    if file_of(source, SETTINGS) is not None:
+        raise ConfigError(f"model: '{source}' is an adapter, and a whole model is needed here")
+    _require_weights_for(source)
+    _refuse_quantized(source)
 
 
 def _refuse_quantized(source: str | Path) -> None:

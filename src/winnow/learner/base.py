@@ -169,6 +169,8 @@ class Policy:
     reference: torch.nn.Module | None
     origin: str = ""
     """Digest of the weights that adapters or a KL penalty refer to; they are not in the checkpoint."""
+    files: Path | None = None
+    """Directory that ranks read the weights from: `model` has none. None: `model` has them."""
 
     @property
     def n_tokens(self) -> int:

@@ -35,6 +35,7 @@ from .build import (
 from .given import Given
 from .hub import check_hub
 from .machine import Machine, settle
+from .placement import require_places
 from .preflight import check_agreement, check_evaluation, check_prompts, in_steps
 from .start import Start
 
@@ -118,6 +119,7 @@ def assemble(c: RunConfig, given: Given, checkpoint: Path | None, *, resumed: bo
     machine = settle(c, start, resumed=resumed)
     c = machine.config
     machine.set_threads()
+    require_places(c)
     elsewhere = "own_engine" in sampler_options(c).provides
     policy, engine = build_policy(c, start, given.processing_class, checkpoint, with_engine=not elsewhere)
     rewarder = build_rewarder(c, task, given.reward_list)
@@ -130,7 +132,8 @@ def assemble(c: RunConfig, given: Given, checkpoint: Path | None, *, resumed: bo
         options = rollout_options(c, greedy_baseline=greedy)
         runner = RolloutRunner(engine, task, policy.tokenizer, rewarder, options, rules_of(m.gates))
     behind = c.max_lag - m.rollout_batch.carry  # what is carried over is a step older when it is trained
-    sampler = build_sampler(c, SamplerContext(c, task, policy.tokenizer, greedy, behind, runner))
+    gpu = (learner.device.index or 0) if learner.device.type == "cuda" else None
+    sampler = build_sampler(c, SamplerContext(c, task, policy.tokenizer, greedy, behind, runner, gpu))
     built = Assembly(c, task, machine, engine, policy.tokenizer, rewarder, learner, m, sampler, policy.origin, begun)
     if engine is not None:
         engine.load_weights(learner.weights(), 0)

@@ -7,11 +7,15 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
+import torch
+
 from ..base.weights import weights_digest
 from ..config import CLIPPING, AuditConfig, ConfigError, MethodSpec, RunConfig, method, name_of, nearest
 from ..engine import ENGINES
 from ..engine.base import Engine, SamplingParams
 from ..engine.loading import ModelReference, load_tokenizer, load_whole, require_finite, resolve_device
+from ..engine.pretrained import located
+from ..engine.skeleton import unloaded
 from ..engine.template import with_template
 from ..env import ENVS
 from ..env.base import Demonstrator, Task
@@ -313,11 +317,16 @@ def build_policy(
     `model`: see `Start.of`; `tokenizer` is used when given as an object. The engine is made before adapters are put in:
     it holds the plain architecture, and is given merged weights, or adapters that it adds itself.
     """
-    device, start = resolve_device(c.device), Start.of(c, model)
+    start = Start.of(c, model)
+    apart = not with_engine and "own_devices" in getattr(method(LEARNERS, c.learner, "learner"), "provides", ())
+    device = torch.device("cpu") if apart else resolve_device(c.device)
     if start.model is not None and tokenizer is None:
         raise ConfigError("processing_class: give the tokenizer of the model object")
     tokenizer = with_template(tokenizer or load_tokenizer(c.model), c.chat_template, c.chat_template_kwargs)
     saved = checkpoint / "model" if checkpoint else None
+    if apart and (read := _read_by_ranks(c, start, saved)) is not None:
+        require_embeddings(read.model, tokenizer, start)
+        return replace(read, tokenizer=tokenizer), None
     base, adapter = (load_whole(saved, device), None) if saved and not c.lora else start.load(c, device)
     require_finite(base, str(saved or c.model))
     require_embeddings(base, tokenizer, start)
@@ -329,6 +338,18 @@ def build_policy(
         return Policy(base, tokenizer, None), engine
     reference = frozen_copy(base if saved is None else start.load(c, device)[0])
     return Policy(base, tokenizer, reference, weights_digest(reference)), engine
+
+
+def _read_by_ranks(c: RunConfig, start: Start, saved: Path | None) -> Policy | None:
+    """The policy without weights, where ranks can read theirs from files: no adapters, no reference, nothing that is
+    tried with the whole model."""
+    folder = saved or Path(located(c.model))
+    whole = c.lora is not None or c.keeps_reference
+    whole = whole or getattr(ADVANTAGES.get(name_of(c.advantage)), "weighing", None) == "gradient"
+    if whole or start.model is not None or (start.adapter is not None and saved is None) or not folder.is_dir():
+        return None
+    model = unloaded(folder)
+    return None if model is None else Policy(model, None, None, files=folder.absolute())
 
 
 def build_engine(c: RunConfig, model: ModelReference, tokenizer: Any) -> Engine:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import os
+import time
 from typing import TYPE_CHECKING, Any
 
 from ..base import cluster
-from ..config import MethodSpec, RunConfig, method
+from ..config import ConfigError, MethodSpec, RunConfig, method
 from ..engine import ENGINES
-from ..engine.loading import load_config
+from ..engine.loading import load_config, resolve_device
 from ..learner import LEARNERS, Fsdp
+from ..sampler import Ray
 from ..sampler.pool import PoolOptions
 from .build import sampler_options
 
@@ -17,38 +20,99 @@ if TYPE_CHECKING:
     from .trainer import Trainer
 
 MIB = 2**20
+FREE_S = 30.0
+"""Most that a run waits for what other work of the cluster holds: an earlier run may just have ended."""
+FEWER = "set fewer samplers, ranks, threads or num_gpus, or add nodes"
+STARTS = "the run starts without them"
 PROCESS_MIB = 500
 """What a process takes before it has a model; measured: 390 MiB for a sampler, 470 for a rank."""
 
 
 def placement(trainer: Trainer, rollouts: int) -> dict[str, Any]:
     """`samplers`, `ranks`, `nodes` and `does_not_fit`; nothing for a run of one process. `rollouts`: of one step."""
-    found: dict[str, Any] = {}
-    parameters, trained = trainer.learner.sizes.total, trainer.learner.sizes.trained
-    sampling, learner = sampler_options(trainer.config), method(LEARNERS, trainer.config.learner, "learner")
-    if isinstance(sampling, PoolOptions):
-        processes = getattr(method(ENGINES, trainer.config.engine, "engine"), "tensor_parallel_size", 1)
-        bytes_ = 4 * parameters + _kv_bytes(trainer, rollouts // sampling.samplers)
-        found["samplers"] = {
-            "count": sampling.samplers,
-            "to_start": sampling.least,
-            "cpus": sampling.threads,
-            "gpus": getattr(sampling, "num_gpus", 0.0),
-            "mib": round(processes * PROCESS_MIB + bytes_ / MIB),
-        }
-    if isinstance(learner, Fsdp):
-        whole, kept = 4 * parameters, (4 * parameters + 12 * trained) / learner.ranks
-        found["ranks"] = {
-            "count": learner.ranks,
-            "cpus": learner.threads,
-            "gpus": learner.num_gpus,
-            "mib": round(PROCESS_MIB + max(whole, kept) / MIB),
-            "mib_once_cut": round(PROCESS_MIB + kept / MIB),
-        }
+    c, sizes = trainer.config, trainer.learner.sizes
+    found: dict[str, Any] = {**_places(c)}
+    if "samplers" in found:
+        processes = getattr(method(ENGINES, c.engine, "engine"), "tensor_parallel_size", 1)
+        bytes_ = 4 * sizes.total + _kv_bytes(trainer, rollouts // found["samplers"]["count"])
+        found["samplers"]["mib"] = round(processes * PROCESS_MIB + bytes_ / MIB)
+    if "ranks" in found:
+        whole, kept = 4 * sizes.total, (4 * sizes.total + 12 * sizes.trained) / found["ranks"]["count"]
+        found["ranks"]["mib"] = round(PROCESS_MIB + max(whole, kept) / MIB)
+        found["ranks"]["mib_once_cut"] = round(PROCESS_MIB + kept / MIB)
     if found:
         found["nodes"] = nodes = _nodes(trainer.config.sync, trainer.config.learner)
-        found["does_not_fit"] = does_not_fit(found, nodes)
+        on_cluster = isinstance(sampler_options(c), Ray) or "ranks" in found
+        # Processes of this machine share its cores.
+        found["does_not_fit"] = does_not_fit(found, nodes if on_cluster else [nodes[0] | {"cpus": math.inf}])
     return found
+
+
+def _places(c: RunConfig) -> dict[str, dict[str, Any]]:
+    """Processes of a run and what each needs but for memory, by kind; of a cluster, this process has joined it."""
+    found: dict[str, dict[str, Any]] = {}
+    sampling, learner = sampler_options(c), method(LEARNERS, c.learner, "learner")
+    if isinstance(sampling, PoolOptions):
+        gpus = sampling.gpus(c) if isinstance(sampling, Ray) else 0.0
+        found["samplers"] = {"count": sampling.samplers, "to_start": sampling.least}
+        found["samplers"] |= {"cpus": sampling.threads, "gpus": gpus}
+    if isinstance(learner, Fsdp):
+        found["ranks"] = {"count": learner.ranks, "cpus": learner.threads, "gpus": learner.gpus(c)}
+    return found
+
+
+def require_places(c: RunConfig) -> None:
+    """Refuse a run whose samplers and ranks do not fit on their Ray cluster together, with the learner's GPU.
+
+    What other work of the cluster holds is waited for for `FREE_S`. Raises ConfigError.
+    """
+    sampling, learner = sampler_options(c), method(LEARNERS, c.learner, "learner")
+    on_cluster = {"sync": sampling, "learner": learner}
+    on_cluster = {key: options for key, options in on_cluster.items() if isinstance(options, Ray | Fsdp)}
+    if not on_cluster:
+        return
+    key = next(iter(on_cluster))
+    try:
+        cluster.join(key, on_cluster[key].ray_address, [c.sync, c.learner])
+        wanted = _places(c)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    if not isinstance(sampling, Ray):
+        wanted.pop("samplers", None)
+    elif sampling.min_samplers is not None:
+        wanted["samplers"]["count"] = sampling.min_samplers
+    if not isinstance(learner, Fsdp) and resolve_device(c.device).type == "cuda" and cluster.gpus_here():
+        wanted["learner"] = {"count": 1, "cpus": 0, "gpus": 1}
+    key = " and ".join(on_cluster)
+    nodes = [{"cpus": node["cpus"], "gpus": node["gpus"], "mib": 0} for node in _nodes(c.sync, c.learner)]
+    if does_not_fit({kind: each | {"mib": 0} for kind, each in wanted.items()}, nodes):
+        has = "; ".join(f"{node['cpus']:g} CPUs and {node['gpus']:g} GPUs" for node in nodes) or "no nodes"
+        raise ConfigError(f"{key}: {_described(wanted)}, and the cluster has {has}; {FEWER}")
+    deadline = time.monotonic() + FREE_S
+    while missing := _not_free(wanted):
+        if time.monotonic() > deadline:
+            raise ConfigError(f"{key}: {_described(wanted)}, but other work of the cluster leaves {missing}; {FEWER}")
+        time.sleep(0.2)
+
+
+def _described(wanted: dict[str, dict[str, Any]]) -> str:
+    """Who needs how much, in a sentence's beginning."""
+    parts = [
+        f"{each['count']} {kind} need {each['count'] * each['cpus']:g} CPUs and {each['count'] * each['gpus']:g} GPUs"
+        for kind, each in wanted.items()
+    ]
+    return ", ".join(parts)
+
+
+def _not_free(wanted: dict[str, dict[str, Any]]) -> str:
+    """What is free now, if it is not enough."""
+    import ray
+
+    free, short = ray.available_resources(), False
+    for kind, name in (("cpus", "CPU"), ("gpus", "GPU")):
+        needed = sum(each["count"] * each[kind] for each in wanted.values())
+        short = short or needed > free.get(name, 0.0)
+    return f"{free.get('CPU', 0):g} CPUs and {free.get('GPU', 0):g} GPUs" if short else ""
 
 
 def engine_bytes(c: RunConfig) -> int:
@@ -90,7 +154,7 @@ def does_not_fit(wanted: dict[str, dict[str, Any]], nodes: list[dict[str, Any]])
     """Place processes where most memory is left, ranks first; sentences about those that found no place."""
     left = [dict(node) for node in nodes]
     problems = []
-    for kind in ("ranks", "samplers"):
+    for kind in ("learner", "ranks", "samplers"):
         if kind not in wanted:
             continue
         each, missing = wanted[kind], 0
@@ -104,10 +168,6 @@ def does_not_fit(wanted: dict[str, dict[str, Any]], nodes: list[dict[str, Any]])
                 best[key] -= each[key]
         if missing:
             need = f"{each['cpus']:g} CPUs, {each['gpus']:g} GPUs and {each['mib']} MiB"
-            waits = (
-                "; the run starts without them"
-                if each["count"] - missing >= each.get("to_start", each["count"])
-                else ""
-            )
+            waits = f"; {STARTS}" if each["count"] - missing >= each.get("to_start", each["count"]) else ""
             problems.append(f"{missing} of {each['count']} {kind}: no node has {need} left for each{waits}")
     return problems

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from ..base.failpoint import failpoint
-from ..base.memory import resident_mib
+from ..base.memory import gpu_gib, resident_mib
 from ..base.parent import call_itself
 from ..config import ConfigError, validate
 from ..engine.loading import load_tokenizer, quiet_transformers, resolve_device
@@ -125,7 +125,7 @@ class Server:
     def _alive(self) -> None:
         self._told = time.monotonic()
         counts = {"seconds": self._told - self._born, "idle_s": self._idle_s, "tokens": self._tokens}
-        self._reply({"alive": counts | {"memory_mib": resident_mib()}})
+        self._reply({"alive": counts | {"memory_mib": resident_mib()} | gpu_gib()})
 
 
 def main() -> None:

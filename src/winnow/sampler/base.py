@@ -36,6 +36,8 @@ class SamplerContext:
     """Steps that the sampler itself may be behind the learner."""
     runner: RolloutRunner | None
     """Over the engine of the learner's process; None for samplers with engines of their own."""
+    gpu: int | None = None
+    """Number of the GPU that the learner uses in this process."""
 
 
 class SamplerOptions(Protocol):

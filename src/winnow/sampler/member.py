@@ -75,7 +75,7 @@ class Member:
     """Deaths in a row of the samplers of this slot, without a finished group in between."""
     flights: dict[tuple[str, int], Sent] = field(default_factory=dict)
     counts: dict[str, float] = field(default_factory=dict)
-    """Seconds, seconds idle and tokens sampled since its start, and MiB of memory that it holds."""
+    """Seconds, seconds idle and tokens sampled since its start, MiB of memory that it holds, peak GiB of its GPU."""
     heard: float = field(default_factory=time.monotonic)
     spell: Spell = field(default_factory=Spell)
 
@@ -98,8 +98,7 @@ class Member:
         if spent := self.spent:
             found["idle"] = spent["idle_s"] / spent["seconds"]
             found["tokens_per_s"] = spent["tokens"] / spent["seconds"]
-        if "memory_mib" in self.counts:
-            found["memory_mib"] = self.counts["memory_mib"]
+        found |= {name: self.counts[name] for name in ("memory_mib", "gpu_memory_gib") if name in self.counts}
         return {f"sampler/{self.slot}/{name}": value for name, value in found.items()}
 
     def begin_spell(self) -> None:

@@ -72,8 +72,8 @@ class PoolOptions:
         """Samplers that must have a place before work begins."""
         return self.samplers
 
-    def device_of(self, slot: int) -> str | None:
-        """Device of a sampler; None is the run's."""
+    def device_of(self, slot: int, device: str) -> str | None:
+        """Device of a sampler, where the run's is `device`; None is the same."""
         return None
 
     def check(self, reward_timeout_s: float) -> None:
@@ -100,6 +100,7 @@ class SamplerPool:
         self._prompts = prompts_of(context.task)
         self._greedy = context.greedy_baseline
         self._live = MAX_LIVE if context.task.max_turns > 1 else None
+        self._device = context.config.device
         self._orders = {
             "config": context.config.model_dump(mode="json"),
             "threads": options.threads,
@@ -197,7 +198,7 @@ class SamplerPool:
     def _begin(self, member: Member, where: str) -> None:
         """It has a place, and starts with the newest weights."""
         member.where, member.version = where, self._transport.version
-        device = {"device": self.options.device_of(member.slot)}
+        device = {"device": self.options.device_of(member.slot, self._device)}
         member.channel.send({"start": self._orders | device | self._told()})
         self._dispatch()
 

@@ -31,8 +31,8 @@ class Processes(PoolOptions):
             if re.fullmatch(r"cpu|cuda(:\d+)?", name) is None:
                 raise ValueError(f"devices: expected cpu, cuda or cuda:N, not {name!r}")
 
-    def device_of(self, slot: int) -> str | None:
-        """Device of a sampler; None is the run's."""
+    def device_of(self, slot: int, device: str) -> str | None:
+        """Device of a sampler, where the run's is `device`; None is the same."""
         return self.devices[slot % len(self.devices)] if self.devices else None
 
     def build(self, context: SamplerContext) -> SamplerPool:

@@ -10,14 +10,15 @@ import queue
 import threading
 import traceback
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
 
 from ..base import cluster
 from ..base.weights import RemoteWeights, WeightSource, as_bytes, from_bytes
-from ..config import ConfigError, method
+from ..config import ConfigError, RunConfig, method
 from ..engine import ENGINES
 from .base import SamplerContext
 from .member import Inbox, Message
@@ -41,8 +42,9 @@ class Ray(PoolOptions):
 
     ray_address: str | None = None
     """Cluster to join, e.g. `auto`; None is that of RAY_ADDRESS, or one that is started on this machine."""
-    num_gpus: float = 0.0
-    """GPUs of each sampler. Of CPU cores it gets `threads`."""
+    num_gpus: float | None = None
+    """GPUs of each sampler; None: as many as its engine uses where the cluster has any, else 0. With 0 it samples on
+    the CPU. Of CPU cores it gets `threads`."""
     min_samplers: int | None = None
     """Samplers with which the run starts; the others join when the cluster has room for them. None: all of them."""
 
@@ -55,19 +57,29 @@ class Ray(PoolOptions):
     def least(self) -> int:
         return self.samplers if self.min_samplers is None else max(self.min_samplers, 1)
 
-    def build(self, context: SamplerContext) -> SamplerPool:
-        """Raises ConfigError when Ray is not installed, no cluster answers, or it is too small."""
-        self.check(context.config.reward_timeout_s)
-        parts = getattr(method(ENGINES, context.config.engine, "engine"), "tensor_parallel_size", 1)
-        if 0 < self.num_gpus < parts:
+    def gpus(self, config: RunConfig) -> float:
+        """GPUs of each sampler, on the cluster that this process has joined."""
+        parts = getattr(method(ENGINES, config.engine, "engine"), "tensor_parallel_size", 1)
+        if self.num_gpus and self.num_gpus < parts:
             raise ConfigError(f"sync: num_gpus={self.num_gpus:g}: engine: tensor_parallel_size={parts} needs {parts}")
+        return cluster.gpus_each(self.num_gpus, config.device, parts)
+
+    def device_of(self, slot: int, device: str) -> str:
+        """Ray shows a sampler no GPU but its own, whatever number the learner's has."""
+        return device.partition(":")[0] if self.num_gpus else "cpu"
+
+    def build(self, context: SamplerContext) -> SamplerPool:
+        """Raises ConfigError when Ray is not installed, or no cluster answers."""
+        c = context.config
+        self.check(c.reward_timeout_s)
         try:
-            cluster.join("sync", self.ray_address, [context.config.sync, context.config.learner])
-            n = self.samplers if self.min_samplers is None else self.min_samplers
-            cluster.require("sync", f"{n} samplers", CPU=n * self.threads, GPU=n * self.num_gpus)
+            cluster.join("sync", self.ray_address, [c.sync, c.learner])
+            options = replace(self, num_gpus=self.gpus(c))
+            held = None if context.gpu is None else cluster.hold_gpu(context.gpu)
         except cluster.ClusterError as error:
             raise ConfigError(str(error)) from None
-        return SamplerPool(self, context, RayWeights(), lambda inbox: ActorChannel(inbox, self))
+        open_channel = partial(ActorChannel, options=options, private=cluster.private_environment(c.reward_env))
+        return SamplerPool(options, context, RayWeights(), open_channel, partial(cluster.release, held))
 
 
 class RayWeights:
@@ -113,7 +125,7 @@ class ActorChannel:
     While the cluster has no room it is pending: an autoscaler sees its demand, and what it is asked is answered later.
     """
 
-    def __init__(self, inbox: Inbox, options: Ray) -> None:
+    def __init__(self, inbox: Inbox, options: Ray, private: Mapping[str, str]) -> None:
         self._actor = (
             remote_actor()
             .options(
@@ -122,9 +134,9 @@ class ActorChannel:
                 max_restarts=0,
                 max_task_retries=0,
                 scheduling_strategy="SPREAD",
-                runtime_env={"env_vars": {"OMP_NUM_THREADS": str(options.threads)}},
+                runtime_env=cluster.environment(options.threads),
             )
-            .remote(os.getcwd())
+            .remote(os.getcwd(), private)
         )
         self._last_words = ""
         self._killed = threading.Event()
@@ -167,7 +179,8 @@ class ActorChannel:
 class Actor:
     """The other end, in a process of Ray's."""
 
-    def __init__(self, folder: str) -> None:
+    def __init__(self, folder: str, private: Mapping[str, str]) -> None:
+        os.environ.update(private)
         if os.path.isdir(folder):  # as the learner's, so that names of files mean the same
             os.chdir(folder)
         self._orders: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()

@@ -63,9 +63,9 @@ class FsdpLearner:
         return GatheredWeights(self._specs, partial(self._ranks.same, "gather"), partial(self._ranks.same, "put"))
 
     def metrics(self) -> dict[str, float]:
-        """Memory that each rank holds."""
-        found = self._ranks.all("memory_mib", [()] * self._ranks.world)
-        return {f"rank/{rank}/memory_mib": mib for rank, mib in enumerate(found)}
+        """Memory that each rank holds, and most that it held of its GPU."""
+        ranks = self._ranks.all("memory", [()] * self._ranks.world)
+        return {f"rank/{rank}/{name}": value for rank, held in enumerate(ranks) for name, value in held.items()}
 
     def save(self, directory: Path) -> None:
         self._ranks.same("save", directory.absolute())

@@ -16,16 +16,18 @@ from .learner import FsdpLearner
 class Fsdp:
     """Several ranks as Ray actors, weights and optimizer cut among them (FSDP2); full fine-tuning or LoRA."""
 
-    provides: ClassVar[frozenset[str]] = frozenset({"elastic"})
-    """Options may change on a resume: they say where it runs, and the update is the same."""
+    provides: ClassVar[frozenset[str]] = frozenset({"elastic", "own_devices"})
+    """Options may change on a resume: they say where it runs, and the update is the same. Its devices are not this
+    process's."""
 
     ranks: int = 2
     fsdp_size: int | None = None
     """Ranks that cut the weights among them; each group of so many has all weights (HSDP). None: all ranks."""
     threads: int = 1
     """Threads, and CPU cores, of each rank."""
-    num_gpus: float = 0.0
-    """GPUs of each rank; with them ranks talk over NCCL, else over gloo."""
+    num_gpus: float | None = None
+    """GPUs of each rank: 1 talks over NCCL, 0 computes on the CPU and talks over gloo. None: 1 where the cluster has
+    any."""
     timeout_s: float = 600.0
     """Silence after which a rank is taken for lost."""
     ray_address: str | None = None
@@ -38,6 +40,14 @@ class Fsdp:
             raise ValueError(f"fsdp_size must divide ranks={self.ranks}, not {self.fsdp_size}")
         if not self.timeout_s > 0:
             raise ValueError(f"timeout_s must be > 0, not {self.timeout_s}")
+        if self.num_gpus not in (None, 0, 1):
+            raise ValueError(f"num_gpus must be 0 or 1, not {self.num_gpus:g}: NCCL needs one GPU for each rank")
+
+    def gpus(self, config: RunConfig) -> float:
+        """GPUs of each rank, on the cluster that this process has joined."""
+        if self.num_gpus == 0 and config.device.startswith("cuda"):
+            raise ValueError(f"learner: num_gpus=0: ranks without a GPU cannot use device: {config.device}; set cpu")
+        return cluster.gpus_each(self.num_gpus, config.device)
 
     def build(self, policy: Policy, config: RunConfig) -> FsdpLearner:
         """Raises ValueError when ranks cannot train this, or the cluster has no room for them."""
@@ -51,11 +61,11 @@ class Fsdp:
         from .ranks import Ranks  # torch.distributed takes a while to import
 
         cluster.join("learner", self.ray_address, [config.learner, config.sync])
-        cluster.require("learner", f"{self.ranks} ranks", CPU=self.ranks * self.threads, GPU=self.ranks * self.num_gpus)
+        private = cluster.private_environment(config.reward_env)
         try:
-            ranks = Ranks(self.ranks, self.threads, self.num_gpus, self.timeout_s)
+            ranks = Ranks(self.ranks, self.threads, self.gpus(config), self.timeout_s, private)
             for model in (policy.model, policy.reference):
-                if model is not None:
+                if model is not None and policy.files is None:
                     model.cpu()  # each rank has its own device
             try:
                 return FsdpLearner(ranks, *ranks.build(policy, config, self.fsdp_size))

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ...base.memory import resident_mib
+from ...base.memory import gpu_gib, resident_mib
 from ...config import RunConfig, name_of
 from ...methods.advantage import ADVANTAGES
 from ..base import Policy, Stats
@@ -18,13 +19,15 @@ from .sharded import ShardedLearner
 
 
 class Rank:
-    """One of `world` ranks; `folder` is the driver's, so that names of files mean the same."""
+    """One of `world` ranks; `folder` is the driver's, so that names of files mean the same. `gpu`: Ray gave it one."""
 
-    def __init__(self, rank: int, world: int, threads: int, folder: str) -> None:
+    def __init__(self, rank: int, world: int, threads: int, folder: str, gpu: bool, private: Mapping[str, str]) -> None:
+        os.environ.update(private)
         if os.path.isdir(folder):
             os.chdir(folder)
         torch.set_num_threads(threads)
         self.rank, self.world = rank, world
+        self.gpu = gpu and torch.cuda.is_available()  # one that Ray has not given would be another rank's, too
 
     def listen(self, timeout_s: float) -> tuple[str, int] | None:
         """Host and port where ranks meet: at rank 0, which holds the port from the start, so that nobody takes it."""
@@ -38,7 +41,7 @@ class Rank:
         return host, self.store.port
 
     def join(self, host: str, port: int, timeout_s: float) -> None:
-        backend = "nccl" if torch.cuda.is_available() else "gloo"
+        backend = "nccl" if self.gpu else "gloo"
         limit = timedelta(seconds=timeout_s)
         if self.rank:
             self.store = dist.TCPStore(host, port, self.world, is_master=False, timeout=limit)
@@ -46,9 +49,12 @@ class Rank:
 
     def build(self, policy: Policy, config: RunConfig, fsdp_size: int | None) -> dict[str, Any]:
         """Cut the model; says what the whole is like."""
+        device = torch.device("cuda", torch.cuda.current_device()) if self.gpu else torch.device("cpu")
         model, reference = policy.model, policy.reference
-        if torch.cuda.is_available():
-            model, reference = model.cuda(), reference.cuda() if reference is not None else None
+        if policy.files is None:
+            model = model.to(device)
+        if reference is not None:
+            reference = reference.to(device)
         kind = ADVANTAGES.get(name_of(config.advantage))
         self.learner = learner = ShardedLearner(
             model,
@@ -57,11 +63,13 @@ class Rank:
             reference,
             fsdp_size=fsdp_size,
             gradient_baselines=getattr(kind, "weighing", None) == "gradient",
+            device=device,
+            files=policy.files,
         )
         return {"sizes": learner.sizes, "precision": learner.precision, "specs": learner.weights().specs}
 
-    def memory_mib(self) -> float:
-        return resident_mib()
+    def memory(self) -> dict[str, float]:
+        return {"memory_mib": resident_mib()} | gpu_gib()
 
     def call(self, name: str, *args: Any, **named: Any) -> Any:
         """What a method of the learner returns, on the host: the driver may have no GPU."""

@@ -8,6 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
+from ...base import cluster
 from ...base.weights import TensorSpec
 from ...config import RunConfig
 from ..base import LearnerLostError, Policy, Sizes
@@ -20,7 +21,10 @@ START_S = 120.0
 class Ranks:
     """`world` actors. A rank that fails, dies or is silent for `timeout_s` ends all of them: LearnerLostError."""
 
-    def __init__(self, world: int, threads: int, num_gpus: float, timeout_s: float) -> None:
+    def __init__(
+        self, world: int, threads: int, num_gpus: float, timeout_s: float, private: Mapping[str, str] | None = None
+    ) -> None:
+        """`private`: variables for the ranks to set."""
         import ray
         from ray.util.placement_group import placement_group
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -40,9 +44,10 @@ class Ranks:
                     max_restarts=0,
                     max_task_retries=0,
                     scheduling_strategy=where,
-                    runtime_env={"env_vars": {"OMP_NUM_THREADS": str(threads)}},
+                    runtime_env=cluster.environment(threads),
                 )
-                self._actors.append(actor.remote(rank, world, threads, os.getcwd()))
+                gpu = num_gpus > 0
+                self._actors.append(actor.remote(rank, world, threads, os.getcwd(), gpu, dict(private or {})))
             host, port = self.all("listen", [(timeout_s,)] * world)[0]
             self.all("join", [(host, port, timeout_s)] * world)
         except BaseException:

@@ -19,8 +19,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial
 
-from ...base.weights import WeightSource, as_bytes, require_finite
+from ...base.weights import WeightSource, as_bytes, is_finite, require_finite, state_once, tied_names
 from ...engine.saving import save_whole
+from ...engine.skeleton import stand_in
 from ...methods.correct import Evidence
 from ...methods.loss import LossConfig
 from ..base import Stats
@@ -32,7 +33,7 @@ from ..local.modes import train_adapter_dropout
 from ..local.optimizer import MOST_STEPS
 from ..local.pooled import Batched, RowByRow, exactly_batched
 from ..local.token_baselines import spread_over_several
-from .shards import load_shards, save_shards
+from .shards import load_files, load_shards, save_shards
 
 OPTIMIZER_FOLDER = "optimizer"
 
@@ -61,11 +62,16 @@ class ShardedLearner(LocalLearner):
         *,
         fsdp_size: int | None = None,
         gradient_baselines: bool = False,
+        device: torch.device | None = None,
+        files: Path | None = None,
     ) -> None:
         """Raises ValueError when `gradient_baselines`, those of OPOB, cannot be found for this model.
 
-        `fsdp_size`: of the groups of ranks that cut the weights among them; all have the same.
+        `fsdp_size`: of the groups of ranks that cut the weights among them; all have the same. `device`: of this rank;
+        None is the model's. `files`: the directory whose weights `model` is to have, where it has none.
         """
+        self._device = device or next(model.parameters()).device
+        self._files = files
         self._world = dist.get_world_size()
         self._fsdp_size = fsdp_size or self._world
         self._gradient_baselines = gradient_baselines
@@ -79,6 +85,16 @@ class ShardedLearner(LocalLearner):
         """Whole gradients of this rank's rows, where their baselines are found from gradients."""
         super().__init__(model, distribution, options, reference)
         self._share_prompts = False  # one more pass through the layers, and ranks would have to agree on it each time
+
+    @property
+    def device(self) -> torch.device:
+        return self._device
+
+    def _for_trials(self) -> tuple[Any, int]:
+        if self._files is None:
+            return super()._for_trials()
+        tried = stand_in(self._causal_lm, self.device)
+        return tried, min(self.distribution.n_tokens, tried.config.vocab_size)
 
     def _place(self) -> None:
         if self._gradient_baselines:
@@ -96,6 +112,21 @@ class ShardedLearner(LocalLearner):
         # The root, too: else it would keep whole weights beyond an update.
         self._root = Root(self.model)
         fully_shard(self._root, **cut)
+        if self._files is not None:
+            self._read(self._files)
+
+    def _read(self, files: Path) -> None:
+        """Give memory to this rank's shards, and read them."""
+        tied = tied_names(self.model)
+        self._root._apply(lambda t: torch.empty_like(t, device=self.device) if t.is_meta else t)
+        for name, first in tied.items():  # each has got memory of its own
+            module, _, parameter = name.rpartition(".")
+            setattr(self.model.get_submodule(module), parameter, self.model.get_parameter(first))
+        state = state_once(self.model)
+        load_files(state, files)
+        for name, tensor in state.items():
+            if not is_finite(tensor.to_local() if isinstance(tensor, DTensor) else tensor):
+                raise ValueError(f"model: the weights of '{files}' are not finite ({name})")
 
     def _try_gradient_baselines(self) -> None:
         """While the model is whole: a backward pass for each row would be one more collective for each."""

@@ -5,11 +5,13 @@ PyTorch's own format is not used: its index is a pickle, which runs what it says
 
 from __future__ import annotations
 
+import platform
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
 from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
@@ -41,6 +43,19 @@ def load_shards(state: dict[str, torch.Tensor], folder: Path) -> dict[str, torch
             raise ValueError(f"{folder}: not the optimizer of this model; differs in {name}")
     dcp.load(state, storage_reader=HuggingFaceStorageReader(str(folder)))
     return state
+
+
+def load_files(state: dict[str, torch.Tensor], folder: Path) -> None:
+    """Fill `state` from the files of a Hugging Face model; each rank reads its slices. Called on all ranks at once.
+
+    Raises ValueError where this machine has no such directory, or a file is damaged.
+    """
+    if not folder.is_dir():
+        raise ValueError(f"model: {folder}: is not on {platform.node()}; ranks read it on every machine that has one")
+    try:
+        dcp.load(state, storage_reader=HuggingFaceStorageReader(str(folder)))
+    except CheckpointException as error:
+        raise ValueError(f"model: {folder}: cannot be read ({next(iter(error.failures.values()))[0]})") from None
 
 
 def _is_whole(saved: object, tensor: torch.Tensor) -> bool:

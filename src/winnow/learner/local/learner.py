@@ -28,7 +28,7 @@ from .merged import MergedWeights
 from .modes import WideAttention, checkpoint_layers, train_adapter_dropout
 from .optimizer import load_state, make_optimizer, saved_state, set_learning_rate
 from .pooled import PooledGradients, RowByRow, batched_if_exact
-from .recompute import recomputing_if_exact
+from .recompute import Recomputing, recomputing_if_exact
 from .reference import load_reference, mix, save_reference
 from .terms import book, correction_weights, spread
 from .token_baselines import TokenBaselines
@@ -81,14 +81,12 @@ class LocalLearner:
         self._reference_moved = False
         self._causal_lm: Any = model.get_base_model() if hasattr(model, "peft_config") else model
         model.eval()
-        self._own_head = head_is_linear(self._causal_lm, distribution.n_tokens)
-        self._share_prompts, self._recomputing = False, None
+        self._own_head = False
+        self._share_prompts = False
+        self._recomputing: Recomputing | None = None
+        self._try_out()
         if options.gradient_checkpointing:
             checkpoint_layers(self._causal_lm)
-        else:
-            trial = self._causal_lm, self._body(self._causal_lm), distribution.n_tokens
-            self._share_prompts = can_share_prompts(*trial)
-            self._recomputing = recomputing_if_exact(*trial)
         parameters = sum(p.numel() for p in model.parameters())
         self._budget = Budget.for_model(
             options.tokens_per_microbatch, parameters, share=self._share_prompts, device=self.device.type
@@ -109,6 +107,18 @@ class LocalLearner:
             weight_decay=options.weight_decay,
             args=options.optim_args,
         )
+
+    def _try_out(self) -> None:
+        tried, n_tokens = self._for_trials()
+        self._own_head = head_is_linear(tried, n_tokens)
+        if not self.options.gradient_checkpointing:
+            trial = tried, self._body(tried), n_tokens
+            self._share_prompts = can_share_prompts(*trial)
+            self._recomputing = recomputing_if_exact(*trial, self._causal_lm)
+
+    def _for_trials(self) -> tuple[Any, int]:
+        """The model by which it is tried what can be computed otherwise, and ids that it knows."""
+        return self._causal_lm, self.distribution.n_tokens
 
     def _place(self) -> None:
         """Called once, before the optimizer is made: where several ranks cut the weights among them."""

@@ -181,10 +181,13 @@ def _is_gated(module: nn.Module) -> bool:
     return ast.unparse(value) == GATED
 
 
-def recomputing_if_exact(model: Any, body: Callable[..., torch.Tensor], n_tokens: int) -> Recomputing | None:
+def recomputing_if_exact(
+    model: Any, body: Callable[..., torch.Tensor], n_tokens: int, used: nn.Module | None = None
+) -> Recomputing | None:
     """None for small models, and where a trial of `body` fails or gives other numbers or gradients: a class may make
-    something else of the same parts."""
-    if sum(p.numel() for p in model.parameters()) < WORTH:
+    something else of the same parts. `used`: the model that it is for; None is `model`, which is tried."""
+    used = used or model
+    if sum(p.numel() for p in used.parameters()) < WORTH:
         return None
     found, device = Recomputing(model), model.get_input_embeddings().weight.device
     ids_BT = (torch.arange(2 * 8, device=device).view(2, 8) * 7 + 1) % n_tokens
@@ -203,7 +206,9 @@ def recomputing_if_exact(model: Any, body: Callable[..., torch.Tensor], n_tokens
     except Exception:  # whatever a class may do that is not foreseen here
         return None
     alike = (_alike(one, other) for one, other in zip(their_gradients, gradients, strict=True))
-    return found if torch.equal(again, usual) and all(alike) else None
+    if not torch.equal(again, usual) or not all(alike):
+        return None
+    return found if used is model else Recomputing(used)
 
 
 def _alike(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:

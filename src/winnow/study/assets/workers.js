@@ -8,7 +8,9 @@ const workers = (runs) => {
     ["sampler", "lag", "Versions behind the newest weights", { zero: true }],
     ["sampler", "restarts", "Restarts of each sampler", { zero: true }],
     ["sampler", "memory_mib", "Memory of each sampler, MiB", { zero: true }],
+    ["sampler", "gpu_memory_gib", "Peak GPU memory of each sampler, GiB", { zero: true }],
     ["rank", "memory_mib", "Memory of each rank, MiB", { zero: true }],
+    ["rank", "gpu_memory_gib", "Peak GPU memory of each rank, GiB", { zero: true }],
   ];
   const logged = [...new Set(runs.flatMap((r) => Object.keys(r.metrics)))];
   const keys = (kind, figure) => logged.map((k) => new RegExp(`^${kind}/(\\d+)/${figure}$`).exec(k)).filter(Boolean)

@@ -1,0 +1,79 @@
+"""Causal LMs whose weights stay in their files until ranks have cut the model among them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from safetensors import safe_open
+from torch import nn
+from transformers import AutoModelForCausalLM, GenerationConfig
+
+from ..base.weights import state_once
+from .loading import load_config, require_whole
+
+TRIED_VOCABULARY = 256
+
+
+def unloaded(folder: Path) -> Any | None:
+    """The model of a directory in float32, its parameters on the meta device and its buffers computed.
+
+    None where the files do not hold all weights under the names of the model, or its class is of several parts.
+    Raises ConfigError as `load_whole` does.
+    """
+    require_whole(folder)
+    config = load_config(folder)
+    if config.get_text_config() is not config:
+        return None
+    try:
+        held = _shapes(folder)
+        with torch.random.fork_rng(devices=[]), _parameters_on_meta():
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False, dtype=torch.float32)
+    except Exception:  # whatever files and classes may do: told by the loader itself, which is next
+        return None
+    with suppress(OSError):
+        model.generation_config = GenerationConfig.from_pretrained(folder)
+    wanted = {name: tuple(tensor.shape) for name, tensor in state_once(model).items()}
+    return model if all(held.get(name) == shape for name, shape in wanted.items()) else None
+
+
+def _shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    found = {}
+    for file in folder.glob("*.safetensors"):
+        with safe_open(file, framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118
+                found[name] = tuple(tensors.get_slice(name).get_shape())
+    return found
+
+
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Modules that are made inside have parameters without memory; no number of theirs was written before."""
+    register = nn.Module.register_parameter
+
+    def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None and not parameter.is_meta:  # one that is tied stays the same object
+            parameter = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+        register(module, name, parameter)
+
+    with patch.object(nn.Module, "register_parameter", on_meta):
+        yield
+
+
+def stand_in(model: Any, device: torch.device) -> Any:
+    """A model of the same class with as few layers and tokens as show what it does, for trials: weights are random."""
+    config = copy.deepcopy(model.config)
+    kinds = getattr(config, "layer_types", None) or []
+    layers = max([2, *(kinds.index(kind) + 1 for kind in kinds)])
+    config.num_hidden_layers = min(config.num_hidden_layers, layers)
+    if kinds:
+        config.layer_types = kinds[: config.num_hidden_layers]
+    config.vocab_size, config.pad_token_id = min(config.vocab_size, TRIED_VOCABULARY), None
+    with torch.random.fork_rng(devices=[]):
+        made = AutoModelForCausalLM.from_config(config, trust_remote_code=False, dtype=torch.float32)
+    return made.eval().to(device)
