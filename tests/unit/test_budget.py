@@ -58,6 +58,7 @@ def llama() -> Any:
 
 def config(**changes: Any) -> RunConfig:
     values = {"model": "m", "env": "countdown", "dtype": "float32", "max_prompt_length": 64, "num_generations": 4}
+    values |= {"engine": "local"}
     return validate(values | {"max_completion_length": 64, "prompts_per_step": 4} | changes)
 
 
