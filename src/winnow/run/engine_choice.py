@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from importlib.util import find_spec
+from typing import Any
 
 from ..base.install import install
-from ..config import MethodSpec, RunConfig, name_of
-from ..engine import VllmOptions
+from ..config import MethodSpec, RunConfig, method, name_of
+from ..engine import ENGINES, VllmOptions
+from ..engine.vllm.options import ALONE, SHARED
+from ..sampler import SYNCS, Processes
 
 AUTO = "auto"
 PAYS_FROM = 10_000_000
@@ -24,6 +27,26 @@ def choose_engine(c: RunConfig, parameters: int, device: str) -> tuple[MethodSpe
     options = {k: v for k, v in c.engine.items() if k != "name"} if isinstance(c.engine, dict) else {}
     name, why = _choice(c, parameters, device, set(options))
     return ({"name": name} | options if options else name), why
+
+
+def engine_options(c: RunConfig, *, alone: bool = False) -> Any:
+    """Options of the run's engine for where it runs. `alone`: on a GPU without a learner."""
+    options = method(ENGINES, c.engine, "engine")
+    if not hasattr(options, "for_run"):
+        return options
+    sampling = method(SYNCS, c.sync, "sync")
+    apart = alone or samples_elsewhere(c)
+    share = ALONE * min(1.0, getattr(sampling, "num_gpus", None) or 1.0) if apart else SHARED
+    if isinstance(sampling, Processes) and not apart:
+        share /= sampling.samplers
+    in_turn = not alone and "own_engine" not in sampling.provides
+    return options.for_run(c.max_prompt_length + c.max_completion_length, share, sleep=in_turn)
+
+
+def samples_elsewhere(c: RunConfig) -> bool:
+    """Whether samplers have devices of their own; sampler processes share the learner's unless they are given some."""
+    options = method(SYNCS, c.sync, "sync")
+    return "own_engine" in options.provides and not (isinstance(options, Processes) and not options.devices)
 
 
 def uncorrected(c: RunConfig) -> bool:

@@ -17,7 +17,7 @@ from ..sampler import Processes
 from .activations import choose_checkpointing, choose_tokens
 from .budget import Shapes, device_budget, require_room, settle_for
 from .build import sampler_options
-from .engine_choice import AUTO, choose_engine, uncorrected
+from .engine_choice import AUTO, choose_engine, samples_elsewhere, uncorrected
 from .speed import Matrices, seconds_by_threads, times_slower
 from .start import Start
 
@@ -171,12 +171,6 @@ def _usable(c: RunConfig) -> int:
     options = sampler_options(c)
     taken = options.samplers * options.threads if isinstance(options, Processes) else 0
     return max(1, usable_threads() - taken)
-
-
-def samples_elsewhere(c: RunConfig) -> bool:
-    """Whether samplers have devices of their own; sampler processes share the learner's unless they are given some."""
-    options = sampler_options(c)
-    return "own_engine" in options.provides and not (isinstance(options, Processes) and not options.devices)
 
 
 def sampler_device(c: RunConfig, learner: str) -> str:

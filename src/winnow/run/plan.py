@@ -8,8 +8,8 @@ import torch
 
 from ..config import RunConfig
 from .budget import GIB, Gpus, Phases, Shapes, device_budget, require_room, settle_for
-from .engine_choice import choose_engine
-from .machine import engine_type, sampler_device, samples_elsewhere
+from .engine_choice import choose_engine, samples_elsewhere
+from .machine import engine_type, sampler_device
 from .placement import engine_bytes, placement
 from .prompt_example import prompt_example
 from .start import Start

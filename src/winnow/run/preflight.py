@@ -39,7 +39,7 @@ MAY_CHANGE_ON_RESUME = frozenset(
 sampler processes alone: runs with them cannot be repeated anyway. Of `learner` those that say where it runs, of
 `engine` those that bound its memory. These, `tokens_per_microbatch`, `gradient_checkpointing` and `threads` change how
 sums are rounded."""
-MEMORY_OPTIONS = frozenset({"slots", "max_length", "gpu_memory_utilization"})
+MEMORY_OPTIONS = frozenset({"slots", "max_length", "gpu_memory_utilization", "sleep"})
 """Options of an engine that bound its memory."""
 
 
