@@ -124,7 +124,7 @@ class RunConfig(BaseModel):
     advantage: MethodSpec = "grpo"
     correction: MethodSpec = "none"
     step_scale: MethodSpec = "none"
-    engine: MethodSpec = "local"
+    engine: MethodSpec = "auto"
     learner: MethodSpec = "local"
     sync: MethodSpec = "in_process"
 

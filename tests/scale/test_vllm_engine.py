@@ -244,3 +244,40 @@ def test_a_model_that_vllm_cannot_run_is_refused_by_name(tmp_path: Path) -> None
     model.save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=f"vLLM cannot run '{tmp_path}'"):
         VllmOptions(args=SMALL_CACHE).build(ModelReference(str(tmp_path), torch.device("cpu")), tokenizer)
+
+
+def test_an_engine_that_sleeps_is_woken_by_weights(engines: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's own calls, on a CPU, where they free nothing: what the weights were is overwritten instead."""
+    theirs, ours = engines
+    core, calls = theirs._core, []
+    for name in ("sleep", "wake", "load"):
+        real = getattr(core, name)
+        monkeypatch.setattr(core, name, lambda x, name=name, real=real: (calls.append((name, x)), real(x)))
+    theirs.release()
+    assert not calls, "on a CPU there is nothing to give back"
+    monkeypatch.setattr(theirs, "_sleeps", True)
+    for version in (3, 3, 4):
+        calls.clear()
+        theirs.release()
+        theirs.release()
+        assert core._llm.is_sleeping()
+        if version == 4:  # requests may come before the weights
+            theirs.submit(requests(500)[:1])
+            assert [e.id for e in theirs.cancel([500])] == [500]
+        state = weights(ours, version)
+        for engine in engines:
+            engine.load_weights(state, version)
+        assert [(name, x if name != "load" else None) for name, x in calls] == [
+            ("sleep", 2),
+            ("wake", "weights"),
+            ("load", None),
+            ("wake", "kv_cache"),
+        ]
+        assert not core._llm.is_sleeping()
+        assert_same(*(play(engine, requests(500)) for engine in engines))
+    calls.clear()
+    theirs.submit(requests(600)[:2])
+    theirs.step()
+    theirs.release()
+    assert not calls, "something runs"
+    theirs.cancel([600, 601])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +15,15 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCau
 
 from tests.pretend_cuda import PretendCuda
 from winnow.base.noise import noise_key
-from winnow.config import ConfigError, RunConfig, validate
+from winnow.base.weights import FiniteWeights
+from winnow.config import ConfigError, RunConfig, name_of, validate
 from winnow.engine import LocalEngine, Request, SamplingParams
 from winnow.learner.batch import Row
 from winnow.learner.local import recompute
 from winnow.learner.local.learner import LearnerOptions, LocalLearner
 from winnow.learner.local.logprob import TokenDistribution
 from winnow.methods.loss import LossConfig
-from winnow.run import budget
+from winnow.run import budget, engine_choice
 from winnow.run.budget import GIB, Gpus, Shapes, device_budget, require_room, settle_for
 from winnow.run.build_adapters import with_lora
 from winnow.run.plan import plan_for
@@ -32,7 +34,6 @@ from .engine_models import word_tokenizer
 VOCAB = 512
 SIZES: dict[str, Any] = {
     "vocab_size": VOCAB,
-    "num_hidden_layers": 3,
     "tie_word_embeddings": True,
     "eos_token_id": 1,
     "pad_token_id": 0,
@@ -48,16 +49,17 @@ REAL: dict[str, dict[str, Any]] = {
 
 def qwen3(**changes: Any) -> Any:
     torch.manual_seed(0)
-    return Qwen3ForCausalLM(Qwen3Config(**SIZES, **QWEN3, head_dim=128, **changes)).eval()
+    return Qwen3ForCausalLM(Qwen3Config(**{"num_hidden_layers": 3} | changes, **SIZES, **QWEN3, head_dim=128)).eval()
 
 
 def llama() -> Any:
     torch.manual_seed(0)
-    return LlamaForCausalLM(LlamaConfig(**SIZES, **QWEN3)).eval()
+    return LlamaForCausalLM(LlamaConfig(**SIZES, **QWEN3, num_hidden_layers=3)).eval()
 
 
 def config(**changes: Any) -> RunConfig:
     values = {"model": "m", "env": "countdown", "dtype": "float32", "max_prompt_length": 64, "num_generations": 4}
+    values |= {"engine": "local"}
     return validate(values | {"max_completion_length": 64, "prompts_per_step": 4} | changes)
 
 
@@ -86,6 +88,7 @@ UPDATES = [
     (llama, {"dtype": "bfloat16"}, True),
     (qwen3, {"dtype": "bfloat16", "gradient_checkpointing": True}, False),
     (qwen3, {"dtype": "bfloat16", "lora": {"r": 8}}, True),
+    (lambda: qwen3().bfloat16().float(), {"dtype": "bfloat16", "lora": {"r": 8}}, True),
 ]
 
 
@@ -98,7 +101,9 @@ def test_an_update_holds_what_is_predicted(
     monkeypatch.setattr(budget, "WORTH", 0 if recomputed else 10**12)
     tokens = 2048
     c = config(tokens_per_microbatch=tokens, **changes)
-    shapes = Shapes.of(model(), c)
+    given = model()
+    half = all(torch.equal(p.bfloat16().float(), p) for p in given.parameters())
+    shapes = replace(Shapes.of(given, c), in_bfloat16=half)
     phases = device_budget(c, shapes, 80 * GIB, sampler=False)
     with PretendCuda() as gpu:
         policy = model().to("cuda")
@@ -108,6 +113,7 @@ def test_an_update_holds_what_is_predicted(
             tokens_per_microbatch=tokens,
             compute_dtype=getattr(torch, c.dtype),
             gradient_checkpointing=c.gradient_checkpointing is True,
+            half_base=half,
         )
         learner = LocalLearner(policy, TokenDistribution(VOCAB), options)
         del policy
@@ -119,6 +125,29 @@ def test_an_update_holds_what_is_predicted(
             learner.apply(1e-4)
         assert total(phases["update"]) == pytest.approx(gpu.peak_bytes, rel=0.1), phases["update"]
         assert shapes.trained == sum(p.numel() for p in learner.model.parameters() if p.requires_grad)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_publish_under_lora_holds_what_is_predicted(dtype: str) -> None:
+    """Merged weights go into the engine a layer at a time, and are looked at one by one before."""
+    c = config(engine={"name": "local", "slots": 4, "dtype": dtype}, dtype=dtype, lora={"r": 8})
+    shapes = replace(Shapes.of(qwen3(num_hidden_layers=12), c), in_bfloat16=dtype == "bfloat16")
+    predicted = device_budget(c, shapes, 80 * GIB)["publish"]
+    with PretendCuda() as gpu:
+        base = qwen3(num_hidden_layers=12).bfloat16().float().to("cuda")
+        engine = LocalEngine(base, word_tokenizer(VOCAB), slots=4, max_length=128, dtype=dtype, device="cuda")
+        policy = with_lora(base, c, None, None, word_tokenizer(VOCAB)).model
+        options = LearnerOptions(compute_dtype=getattr(torch, dtype), half_base=dtype == "bfloat16")
+        learner = LocalLearner(policy, TokenDistribution(VOCAB), options)
+        del base, policy
+        learner.accumulate(rows_of(256), LossConfig(), 0)
+        learner.apply(1e-4)
+        engine.release()
+        gc.collect()
+        gpu.reset_peak()
+        engine.load_weights(FiniteWeights(learner.weights()), 1)
+        assert not gpu.mixed
+        assert total(predicted) == pytest.approx(gpu.peak_bytes, rel=0.1), predicted
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -146,7 +175,7 @@ def test_generation_holds_what_is_predicted(dtype: str) -> None:
 def shell(tmp_path: Path, name: str) -> str:
     sizes = {"num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 40_960, "vocab_size": 151_936}
     tied = name in ("0.6B", "1.7B", "4B")
-    Qwen3Config(**REAL[name], **sizes, tie_word_embeddings=tied).save_pretrained(tmp_path / name)
+    Qwen3Config(**REAL[name], **sizes, tie_word_embeddings=tied, dtype="bfloat16").save_pretrained(tmp_path / name)
     path = tmp_path / name / "config.json"
     path.write_text(path.read_text().replace('"model_type"', '"architectures": ["Qwen3ForCausalLM"], "model_type"'))
     return str(tmp_path / name)
@@ -172,6 +201,28 @@ def test_runs_that_fit_are_planned(tmp_path: Path, name: str, gpu: str, changes:
     for phases in found["memory_gib"].values():
         assert max(sum(held.values()) for held in phases.values()) <= found["gib_of_each"]
     assert found["tokens_per_microbatch"] >= 256
+
+
+@pytest.mark.parametrize(
+    ("name", "gpu", "lora"),
+    [("0.6B", "24GiB", None), ("1.7B", "24GiB", {"r": 16}), ("4B", "24GiB", {"r": 16}), ("4B", "80GiB", None)],
+)
+def test_what_fits_beside_vllm_that_sleeps(
+    tmp_path: Path, name: str, gpu: str, lora: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As TRL fits them in one process; `engine: auto` is vLLM where it is installed."""
+    monkeypatch.setattr(engine_choice, "find_spec", lambda name: name)
+    values = {"model": shell(tmp_path, name), "dtype": "auto", "engine": "auto", "lora": lora}
+    c = config(**values, max_prompt_length=512, max_completion_length=1024, prompts_per_step=32, num_generations=8)
+    found = plan_for(c, Gpus.parsed(gpu))
+    phases = found["memory_gib"]["GPU"]
+    assert name_of(found["engine"]) == "vllm"
+    assert "vLLM asleep" in phases["update"]
+    assert found["tokens_per_microbatch"] >= 1536
+    if (name, lora) == ("4B", None):  # at no share of the memory
+        awake = {"name": "vllm", "sleep": False, "gpu_memory_utilization": 0.2}
+        with pytest.raises(ConfigError, match="device: the update phase"):
+            plan_for(c.model_copy(update={"engine": awake}), Gpus.parsed(gpu))
 
 
 @pytest.mark.parametrize(

@@ -79,6 +79,8 @@ UPDATES: dict[str, dict[str, Any]] = {
     "checkpointing": BF16 | {"gradient_checkpointing": True},
     "medium": {"matmul_precision": "medium"},
     "lora": BF16 | {"lora": LORA},
+    "lora-half-base": BF16 | {"lora": LORA, "half_base": True, "loss": LossConfig(beta=0.1)},
+    "lora-half-opob": BF16 | {"lora": LORA, "half_base": True, "pool": "gradient", "loss": PLAIN},
     "lora-dropout": BF16 | {"lora": LoraConfig(r=4, dropout=0.1), "gradient_checkpointing": True},
     "lora-alone": BF16 | {"lora": LoraConfig(r=4, merge=False), "merge_adapters": False},
     "kl": BF16 | {"reference": True, "loss": LossConfig(beta=0.1)},
@@ -111,6 +113,8 @@ def learner_of(
     *, lora: Any = None, reference: bool = False, drawn: Any = None, vocab: int = VOCAB, **options: Any
 ) -> LocalLearner:
     model = qwen3(vocab).to("cuda")
+    if options.get("half_base"):
+        model = model.bfloat16().float()
     kept = frozen_copy(model) if reference else None
     if lora is not None:
         c = validate({"model": "m", "env": "countdown", "lora": lora.model_dump()})

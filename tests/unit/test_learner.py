@@ -246,6 +246,38 @@ def test_adapters_alone_are_what_is_published_and_a_whole_model_what_is_exported
     assert torch.equal(saved[f"{name}.weight"], whole.state_dict()[f"{name}.weight"])
 
 
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_a_base_that_was_saved_in_bfloat16_stays_so_and_changes_no_number(checkpointing: bool) -> None:
+    """Log-probabilities, gradients, published and exported weights are those over a float32 base, bit for bit."""
+    found = []
+    for half in (False, True):
+        options = LearnerOptions(compute_dtype=torch.bfloat16, half_base=half, gradient_checkpointing=checkpointing)
+        learner = LocalLearner(with_adapters(llama().bfloat16().float()), TokenDistribution(VOCABULARY), options)
+        batch = collate(random_rows(), pad_id=0)
+        for _ in range(2):
+            learner.forward_backward(batch, LossConfig(policy_loss="plain", beta=0.1), Stats())
+            gradients = [p.grad.clone() for p in learner.model.parameters() if p.requires_grad]
+            learner.apply(1e-2)
+        weights = learner.weights()
+        state = weights.state_dict()
+        assert {name: (spec.shape, spec.dtype) for name, spec in weights.specs.items()} == {
+            name: (tuple(tensor.shape), torch.float32) for name, tensor in state.items()
+        }
+        found.append([learner.batch_logp(batch), *gradients, *state.values()])
+        layer = learner.model.get_base_model().model.layers[0]
+        assert layer.mlp.up_proj.base_layer.weight.dtype == (torch.bfloat16 if half else torch.float32)
+        assert layer.mlp.up_proj.lora_A.default.weight.dtype == torch.float32
+        assert layer.input_layernorm.weight.dtype == torch.float32
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_base_that_bfloat16_cannot_hold_stays_whole() -> None:
+    options = LearnerOptions(compute_dtype=torch.bfloat16, half_base=True)
+    learner = LocalLearner(with_adapters(llama()), TokenDistribution(VOCABULARY), options)
+    assert {p.dtype for p in learner.model.parameters()} == {torch.float32}
+
+
 # ---------------------------------------------------------------- the engine's numbers
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,12 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import winnow.base.processor as processor_module
+import winnow.run.engine_choice as choice_module
 import winnow.run.machine as machine_module
+from tests.pretend_cuda import PretendCuda
 from winnow.base.processor import bfloat16_units, processor, usable_threads
-from winnow.config import ConfigError, RunConfig, validate
+from winnow.config import ConfigError, RunConfig, name_of, read_settings, validate
+from winnow.engine import LocalOptions, VllmOptions
 from winnow.run.activations import (
     AT_MOST,
     LONGEST,
@@ -23,7 +27,9 @@ from winnow.run.activations import (
     choose_tokens,
     memory_of,
 )
+from winnow.run.engine_choice import choose_engine
 from winnow.run.machine import PAYS_FROM, choose_dtype, counts_up_to, fewest, settle
+from winnow.run.preflight import refuse_changes, resumed_config
 from winnow.run.speed import BUDGET_S, ROUNDS, Matrices, in_turn, seconds_by_threads, times_slower
 
 AMX = "model name\t: Xeon\nflags\t\t: fpu avx2 avx512f avx512_bf16 amx_bf16\n\nmodel name\t: other\nflags\t\t: fpu\n"
@@ -125,7 +131,8 @@ def test_the_engine_follows_where_the_loss_weighs_what_it_samples(
     assert settled.warnings() == []
     on(AVX2)
     there = settle(config(**changes), large())
-    assert (there.config.dtype, there.config.engine) == ("float32", config(**changes).engine)
+    given = config(**changes).engine
+    assert (there.config.dtype, there.config.engine) == ("float32", "local" if given == "auto" else given)
     kept = settle(settled.config, large(), resumed=True)
     assert kept.config == settled.config, "a resume elsewhere does the same"
     assert kept.why["dtype"] == "as the run began"
@@ -301,3 +308,70 @@ class TestActivations:
         kept = settle(config(dtype="float32", tokens_per_microbatch=7, gradient_checkpointing=True), large())
         assert (kept.config.tokens_per_microbatch, kept.config.gradient_checkpointing) == (7, True)
         assert "tokens_per_microbatch" not in kept.why
+
+
+@pytest.mark.parametrize(
+    ("changes", "device", "engine", "reason"),
+    [
+        ({}, "cuda", "vllm", "vLLM is installed"),
+        ({}, "cpu", "local", "samplers are on cpu"),
+        ({"engine": "local"}, "cuda", "local", "as configured"),
+        ({"engine": {"name": "auto", "slots": 8}}, "cuda", {"name": "vllm", "slots": 8}, "installed"),
+        ({"engine": {"name": "auto", "slots": 8}}, "cpu", {"name": "local", "slots": 8}, "on cpu"),
+        (
+            {"engine": {"name": "auto", "fixed_slots": True}},
+            "cuda",
+            {"name": "local", "fixed_slots": True},
+            "no option fixed_slots",
+        ),
+        ({"policy_loss": "plain"}, "cuda", "local", "without a correction"),
+        ({"policy_loss": "plain", "correction": "truncate"}, "cuda", "vllm", "installed"),
+    ],
+)
+def test_the_engine_by_device_options_and_loss(
+    changes: dict[str, Any], device: str, engine: Any, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(choice_module, "find_spec", lambda name: name)
+    found, why = choose_engine(config(**changes), PAYS_FROM, device)
+    assert found == engine
+    assert reason in why
+
+
+def test_vllm_provides_whatever_a_run_may_need_of_the_embedded_engine() -> None:
+    assert LocalOptions.provides <= VllmOptions.provides
+
+
+def test_without_vllm_or_for_a_small_model_the_engine_on_a_gpu_is_the_embedded_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for found, parameters, reason in ((None, PAYS_FROM, "pip install"), ("there", PAYS_FROM - 1, "million parameters")):
+        monkeypatch.setattr(choice_module, "find_spec", lambda name, found=found: found)
+        engine, why = choose_engine(config(), parameters, "cuda")
+        assert engine == "local"
+        assert reason in why
+
+
+@pytest.mark.parametrize(
+    ("sync", "engine"),
+    [("in_process", "vllm"), ({"name": "processes", "devices": ["cpu"]}, "local"), ({"name": "ray"}, "vllm")],
+)
+def test_what_the_engine_is_on_a_gpu_is_settled_once_and_kept(
+    sync: Any, engine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(choice_module, "find_spec", lambda name: name)
+    with PretendCuda():
+        settled = settle(config(sync=sync, max_lag=int(sync != "in_process")), large())
+        assert name_of(settled.config.engine) == engine
+        assert "engine" in settled.why
+    monkeypatch.setattr(choice_module, "find_spec", lambda name: None)
+    with PretendCuda():
+        assert settle(settled.config, large(), resumed=True).config.engine == settled.config.engine
+
+
+def test_one_option_of_the_engine_changes_on_a_resume_and_the_others_stay(tmp_path: Path) -> None:
+    for saved in ("vllm", {"name": "local", "dtype": "bfloat16"}):
+        values = config(engine=saved).model_dump(mode="json")
+        (tmp_path / "config.json").write_text(json.dumps(values))
+        changed = resumed_config(tmp_path, read_settings(None, ["engine.slots=8"]))
+        assert changed.engine == ({"name": saved} if isinstance(saved, str) else saved) | {"slots": 8}
+        refuse_changes(tmp_path, values, changed)

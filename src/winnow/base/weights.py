@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -42,7 +42,7 @@ class WeightSource(Protocol):
         ...
 
     def state_dict(self) -> Mapping[str, torch.Tensor]:
-        """All at once, for an engine in this process; not copied where that can be avoided."""
+        """For an engine in this process; not copied where that can be avoided, else each made when it is looked up."""
         ...
 
 
@@ -70,6 +70,27 @@ class StateWeights:
 
     def state_dict(self) -> Mapping[str, torch.Tensor]:
         return self._state
+
+
+class LazyState(Mapping[str, torch.Tensor]):
+    """A state dict whose tensors are made by name each time they are looked up: all of them never exist at once."""
+
+    def __init__(self, names: Collection[str], make: Callable[[str], torch.Tensor]) -> None:
+        self._names, self._make = dict.fromkeys(names), make
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        if name not in self._names:
+            raise KeyError(name)
+        return self._make(name)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
 
 
 def tied_names(model: torch.nn.Module) -> dict[str, str]:
@@ -167,3 +188,8 @@ Weights = WeightSource | Mapping[str, torch.Tensor]
 def state_of(weights: Weights) -> Mapping[str, torch.Tensor]:
     """All tensors by name."""
     return weights if isinstance(weights, Mapping) else weights.state_dict()
+
+
+def specs_of(weights: Weights) -> Mapping[str, TensorSpec]:
+    """Shape and type of each."""
+    return (StateWeights(weights) if isinstance(weights, Mapping) else weights).specs

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections import ChainMap
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from ..base.weights import is_finite, tied_names
+from ..base.weights import FiniteWeights, Weights, is_finite, specs_of, state_of, tied_names
 
 
 @dataclass(frozen=True)
@@ -40,31 +41,35 @@ class Facts:
             tied_names(model),
         )
 
-    def check_state(self, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """`state` with tied names filled in, or ValueError naming what is missing, unknown, misshapen or not finite."""
-        full = dict(state)
-        for name, source in self.tied.items():
-            if source not in full and name in full:
-                full[source] = full[name]
-            if name not in full and source in full:
-                full[name] = full[source]
-        missing, unknown = self.shapes.keys() - full.keys(), full.keys() - self.shapes.keys()
+    def check_state(self, weights: Weights) -> Mapping[str, torch.Tensor]:
+        """The state dict of `weights` with tied names filled in; a lazy one stays lazy.
+
+        Raises ValueError naming what is missing, unknown, misshapen or not finite (`FiniteWeights` has looked itself).
+        """
+        state: Mapping[str, torch.Tensor] = state_of(weights)
+        shapes: dict[str, Any] = {name: spec.shape for name, spec in specs_of(weights).items()}
+        filled: dict[str, torch.Tensor] = {}
+        for pair in self.tied.items():
+            for name, other in (pair, pair[::-1]):
+                if name not in shapes and other in shapes:
+                    filled[name], shapes[name] = state[other], shapes[other]
+        missing, unknown = self.shapes.keys() - shapes.keys(), shapes.keys() - self.shapes.keys()
         if missing or unknown:
             raise ValueError(
                 f"weights do not fit the engine's model: missing {sorted(missing)[:5]}, unknown {sorted(unknown)[:5]} "
                 f"({len(missing)} and {len(unknown)} in all); pass {self.wanted}"
             )
-        for name, tensor in full.items():
-            if tensor.shape != self.shapes[name]:
-                raise ValueError(
-                    f"weight {name!r} has shape {list(tensor.shape)}, the engine needs {list(self.shapes[name])}"
-                )
-            if not is_finite(tensor):
+        for name, shape in shapes.items():
+            if tuple(shape) != tuple(self.shapes[name]):
+                raise ValueError(f"weight {name!r} has shape {list(shape)}, the engine needs {list(self.shapes[name])}")
+        for name in () if isinstance(weights, FiniteWeights) else state:
+            if not is_finite(state[name]):
                 raise ValueError(f"weight {name!r} is not finite; the old weights stay in use")
         for name, source in self.tied.items():
-            if full[name] is not full[source] and not torch.equal(full[name], full[source]):
+            given = name in state and source in state
+            if given and state[name] is not state[source] and not torch.equal(state[name], state[source]):
                 raise ValueError(f"weights {name!r} and {source!r} differ, but the model ties them")
-        return full
+        return {**state, **filled} if isinstance(state, dict) else ChainMap(filled, state)  # type: ignore[arg-type]
 
 
 def n_tokens(model: Any, tokenizer: Any) -> int:

@@ -6,23 +6,30 @@ tokens of a micro-batch, layers recomputed. `--dry-run --gpu 24GiB` prints it fo
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..config import ConfigError, RunConfig, method
-from ..engine import ENGINES, LocalOptions, VllmOptions
+import torch
+
+from ..config import ConfigError, RunConfig
+from ..engine import LocalOptions, VllmOptions
 from ..engine.local.engine import PREFILL_TOKENS
+from ..engine.vllm.options import PREFILL_TOKENS as VLLM_TOKENS
 from ..learner.local.recompute import WORTH
 from ..learner.local.vocabulary import SLICE_ELEMENTS
 from .activations import AT_LEAST, AT_MOST
+from .engine_choice import engine_options
 from .placement import engine_bytes
 
 GIB = 2**30
 USABLE = 0.94
 """Share of a GPU's memory for tensors; the rest goes to CUDA's context, kernels and fragments."""
 HALF = ("bfloat16", "float16")
+ASLEEP = GIB
+"""What vLLM keeps of the GPU while it sleeps: CUDA graphs and workspaces; an estimate."""
 OPTIMIZER = {"adamw_torch_8bit": 2, "adamw_torch_4bit": 1, "sgd": 4, "muon": 4, "adafactor": 0}
 """Bytes of optimizer state for a trained parameter; AdamW has 8."""
 
@@ -46,6 +53,8 @@ class Shapes:
     """Width of the keys (and of the values) of all heads."""
     qk_norm: bool
     """Whether queries and keys are normalized."""
+    in_bfloat16: bool = False
+    """Whether the weights that were given are."""
 
     @property
     def kv_elements(self) -> int:
@@ -72,6 +81,7 @@ class Shapes:
             queries=heads * width,
             keys=(getattr(text, "num_key_value_heads", None) or heads) * width,
             qk_norm=any(name.endswith("q_norm.weight") for name, _ in model.named_parameters()),
+            in_bfloat16=(model.config.dtype if embedding.is_meta else embedding.dtype) == torch.bfloat16,
         )
 
 
@@ -114,19 +124,21 @@ def device_budget(c: RunConfig, shapes: Shapes, memory: int, *, learner: bool = 
     Keys that are `auto` count as their smallest value.
     """
     parts: Phases = {"update": {}, "generation": {}, "publish": {}}
-    engine = method(ENGINES, c.engine, "engine")
-    vllm = isinstance(engine, VllmOptions)
+    engine = engine_options(c, alone=not learner)
     if learner:
         resident = _learner_parts(c, shapes)
         for phase in parts.values():
             phase.update(resident)
         parts["update"] |= _update_parts(c, shapes)
         if c.lora is not None and c.lora.merge:
-            parts["publish"]["merged weights"] = _merged(shapes)
-    if sampler and vllm:
-        share = int(engine.gpu_memory_utilization * memory)
+            parts["publish"]["merged weights"] = 4 * _matrices(shapes) // shapes.layers  # a layer at a time
+    if sampler and isinstance(engine, VllmOptions):
+        share = max(int((engine.gpu_memory_utilization or 0.0) * memory), _least_of_vllm(c, shapes))
         for phase in parts.values():
             phase["vLLM (gpu_memory_utilization)"] = share
+        if engine.sleep:
+            del parts["update"]["vLLM (gpu_memory_utilization)"]
+            parts["update"]["vLLM asleep"] = ASLEEP
     elif sampler:
         weights = _engine_weights(c, shapes)
         parts["generation"] |= {"engine weights": weights} | _generation_parts(c, shapes, _slots(c, engine))
@@ -155,13 +167,17 @@ def settle_for(
         each = _activations(with_layers, shapes)
         tokens = max(0, left("update", with_layers)) // max(1, each)
         chosen["tokens_per_microbatch"] = max(AT_LEAST, min(AT_MOST, tokens))
-    engine = method(ENGINES, c.engine, "engine")
+    engine = engine_options(c, alone=not learner)
+    if sampler and isinstance(engine, VllmOptions) and _given(c, "gpu_memory_utilization") is None:
+        least = _least_of_vllm(c, shapes) / memory
+        if least > (engine.gpu_memory_utilization or 0.0):
+            chosen["engine"] = _with(c, gpu_memory_utilization=math.ceil(100 * least) / 100)
     if sampler and isinstance(engine, LocalOptions):
         size = c.num_generations  # a prompt more for so many slots
-        one, two = (left("generation", c.model_copy(update={"engine": _with_slots(c, n * size)})) for n in (1, 2))
+        one, two = (left("generation", c.model_copy(update={"engine": _with(c, slots=n * size)})) for n in (1, 2))
         slots = min(engine.slots, max(1, size + size * one // max(1, one - two)))
         if slots < engine.slots:
-            chosen["engine"] = _with_slots(c, slots)
+            chosen["engine"] = _with(c, slots=slots)
     return chosen
 
 
@@ -188,26 +204,46 @@ def _remedy(c: RunConfig, phase: str) -> str:
         keys += ["lower tokens_per_microbatch"]
     else:
         keys += ["lower engine.slots or max_completion_length"]
-    if isinstance(method(ENGINES, c.engine, "engine"), VllmOptions):
+    engine = engine_options(c)
+    if isinstance(engine, VllmOptions) and (phase != "update" or not engine.sleep):
         keys.append("lower engine.gpu_memory_utilization")
     return "; or ".join(keys)
 
 
 def _learner_parts(c: RunConfig, shapes: Shapes) -> dict[str, int]:
-    parts = {
-        "weights": 4 * shapes.parameters + (4 * shapes.trained if c.lora is not None else 0),
-        "optimizer": OPTIMIZER.get(c.optim, 8) * shapes.trained,
-    }
+    weights = 4 * shapes.parameters
+    if c.lora is not None:
+        weights = 4 * shapes.vocabulary + (2 if _half_base(c, shapes) else 4) * _matrices(shapes) + 4 * shapes.trained
+    parts = {"weights": weights, "optimizer": _optimizer_bytes(c, shapes)}
     if c.keeps_reference and c.lora is None:
         parts["reference"] = 4 * shapes.parameters
     return parts
+
+
+def _half_base(c: RunConfig, shapes: Shapes) -> bool:
+    return c.lora is not None and c.dtype == "bfloat16" and shapes.in_bfloat16
+
+
+def _matrices(shapes: Shapes) -> int:
+    """Parameters but those of the input embedding."""
+    return shapes.parameters - shapes.vocabulary
+
+
+def _optimizer_bytes(c: RunConfig, shapes: Shapes) -> int:
+    each = OPTIMIZER.get(c.optim, 8)
+    if c.optim == "sgd" and not c.optim_args.get("momentum"):
+        each = 0
+    elif c.optim_args.get("amsgrad"):
+        each += each // 2
+    ends = 4 * shapes.vocabulary if c.optim == "muon" and c.lora is None else 0  # Muon leaves them to AdamW
+    return each * shapes.trained + ends
 
 
 def _update_parts(c: RunConfig, shapes: Shapes) -> dict[str, int]:
     tokens = AT_LEAST if c.tokens_per_microbatch == "auto" else c.tokens_per_microbatch
     parts = {"gradients": 4 * shapes.trained}
     if c.dtype in HALF:
-        parts["half-precision copies"] = 2 * shapes.parameters
+        parts["half-precision copies"] = 2 * (shapes.parameters - (_matrices(shapes) if _half_base(c, shapes) else 0))
     parts["activations"] = tokens * _activations(c, shapes)
     parts["head"] = 3 * 4 * min(SLICE_ELEMENTS["cuda"], tokens * shapes.vocab_size)
     return parts
@@ -265,14 +301,23 @@ def _generation_parts(c: RunConfig, shapes: Shapes, slots: int) -> dict[str, int
     }
 
 
-def _merged(shapes: Shapes) -> int:
-    """Merged copies of all adapted matrices."""
-    return 4 * (shapes.parameters - shapes.vocabulary)
+def _least_of_vllm(c: RunConfig, shapes: Shapes) -> int:
+    """What vLLM needs for weights, its largest pass, and the keys and values of a group's longest rollouts."""
+    given = _given(c, "dtype")
+    each = 2 if given in HALF or (given is None and shapes.in_bfloat16) else 4
+    rows = min(c.num_generations, c.prompts_per_step * c.num_generations)
+    keys = rows * (c.max_prompt_length + c.max_completion_length) * shapes.kv_elements * each
+    logits = 4 * 256 * shapes.vocab_size
+    return each * shapes.parameters + keys + 2 * logits + VLLM_TOKENS * 4 * (shapes.hidden + shapes.intermediate)
+
+
+def _given(c: RunConfig, option: str) -> Any:
+    return c.engine.get(option) if isinstance(c.engine, dict) else None
 
 
 def _slots(c: RunConfig, engine: Any) -> int:
     return min(engine.slots, c.prompts_per_step * c.num_generations)
 
 
-def _with_slots(c: RunConfig, slots: int) -> dict[str, Any]:
-    return ({"name": c.engine} if isinstance(c.engine, str) else dict(c.engine)) | {"slots": slots}
+def _with(c: RunConfig, **options: Any) -> dict[str, Any]:
+    return ({"name": c.engine} if isinstance(c.engine, str) else dict(c.engine)) | options

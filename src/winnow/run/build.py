@@ -11,7 +11,6 @@ import torch
 
 from ..base.weights import weights_digest
 from ..config import CLIPPING, AuditConfig, ConfigError, MethodSpec, RunConfig, method, name_of, nearest
-from ..engine import ENGINES
 from ..engine.base import Engine, SamplingParams
 from ..engine.loading import ModelReference, load_tokenizer, load_whole, require_finite, resolve_device
 from ..engine.pretrained import located
@@ -43,6 +42,7 @@ from ..types import Prompt, Purpose
 from .build_adapters import check_adapters, with_lora
 from .build_gates import build_gates, gate_names
 from .catalogue import METHOD_TABLES
+from .engine_choice import engine_options
 from .start import Start, require_embeddings
 
 PROBE_TOKENS = 16
@@ -352,13 +352,10 @@ def _read_by_ranks(c: RunConfig, start: Start, saved: Path | None) -> Policy | N
     return None if model is None else Policy(model, None, None, files=folder.absolute())
 
 
-def build_engine(c: RunConfig, model: ModelReference, tokenizer: Any) -> Engine:
-    """Raises ConfigError when it cannot run the model, or take its adapters."""
+def build_engine(c: RunConfig, model: ModelReference, tokenizer: Any, *, alone: bool = False) -> Engine:
+    """`alone`: without a learner on its GPU. Raises ConfigError when it cannot run the model, or take its adapters."""
     adapters = c.lora if c.lora is not None and not c.lora.merge else None
-    options = method(ENGINES, c.engine, "engine")
-    if hasattr(options, "for_run"):
-        options = options.for_run(c.max_prompt_length + c.max_completion_length)
-    engine: Engine = options.build(replace(model, adapters=adapters), tokenizer)
+    engine: Engine = engine_options(c, alone=alone).build(replace(model, adapters=adapters), tokenizer)
     return engine
 
 

@@ -34,8 +34,8 @@ TABLES: dict[str, Mapping[str, type]] = {
 }
 """Config field -> its table, in the order in which a rollout meets them."""
 
-METHOD_TABLES = {key: table for key, table in TABLES.items() if key != "env"}
-"""Those whose methods are built from their options alone."""
+METHOD_TABLES = {key: table for key, table in TABLES.items() if key not in ("env", "engine")}
+"""Those whose methods are built from their options alone. Tasks may be objects, and an engine may be `auto`."""
 
 
 def all_methods() -> list[dict[str, Any]]:

@@ -17,6 +17,7 @@ from ..sampler import Processes
 from .activations import choose_checkpointing, choose_tokens
 from .budget import Shapes, device_budget, require_room, settle_for
 from .build import sampler_options
+from .engine_choice import AUTO, choose_engine, samples_elsewhere, uncorrected
 from .speed import Matrices, seconds_by_threads, times_slower
 from .start import Start
 
@@ -79,6 +80,10 @@ def settle(c: RunConfig, model: Any = None, *, resumed: bool = False) -> Machine
     given = "as the run began" if resumed else "as configured"
     chosen, why = start.settled(c)
     why |= {"dtype": given, "threads": given}
+    if name_of(c.engine) == AUTO:
+        engine, because = choose_engine(c, matrices.parameters, sampler_device(c, device.type))
+        c = c.model_copy(update={"engine": engine})
+        why |= {"engine": because} if device.type == "cuda" else {}
     if c.dtype == "auto":
         why["dtype"], chosen = reason, chosen | {"dtype": preferred} | engine_type(c, preferred)
     elif device.type == "cuda" and not resumed:
@@ -168,10 +173,12 @@ def _usable(c: RunConfig) -> int:
     return max(1, usable_threads() - taken)
 
 
-def samples_elsewhere(c: RunConfig) -> bool:
-    """Whether samplers have devices of their own; sampler processes share the learner's unless they are given some."""
+def sampler_device(c: RunConfig, learner: str) -> str:
+    """Type of the samplers' device; `learner`: that of the learner's."""
     options = sampler_options(c)
-    return "own_engine" in options.provides and not (isinstance(options, Processes) and not options.devices)
+    if isinstance(options, Processes) and options.devices:
+        return options.devices[0].partition(":")[0]
+    return "cuda" if getattr(options, "num_gpus", None) else learner
 
 
 def engine_type(c: RunConfig, dtype: str) -> dict[str, Any]:
@@ -180,9 +187,8 @@ def engine_type(c: RunConfig, dtype: str) -> dict[str, Any]:
     Both sides may round where the loss weighs tokens by the ratio of the learner's probability to the engine's own.
     vLLM takes the type of the saved model by itself.
     """
-    uncorrected = c.policy_loss == "plain" and name_of(c.correction) == "none"
     options = method(ENGINES, c.engine, "engine")
-    if dtype != "bfloat16" or uncorrected or not isinstance(options, LocalOptions) or options.dtype is not None:
+    if dtype != "bfloat16" or uncorrected(c) or not isinstance(options, LocalOptions) or options.dtype is not None:
         return {}
     return {"engine": ({"name": c.engine} if isinstance(c.engine, str) else c.engine) | {"dtype": dtype}}
 

@@ -8,7 +8,8 @@ import torch
 
 from ..config import RunConfig
 from .budget import GIB, Gpus, Phases, Shapes, device_budget, require_room, settle_for
-from .machine import engine_type, samples_elsewhere
+from .engine_choice import choose_engine, samples_elsewhere
+from .machine import engine_type, sampler_device
 from .placement import engine_bytes, placement
 from .prompt_example import prompt_example
 from .start import Start
@@ -56,6 +57,8 @@ def plan(trainer: Trainer) -> dict[str, Any]:
         "dtype_because": trainer.machine.why["dtype"],
         "threads": torch.get_num_threads(),
         "threads_because": trainer.machine.why["threads"],
+        "engine": c.engine,
+        **({"engine_because": because} if (because := trainer.machine.why.get("engine")) else {}),
         "output_dir": c.output_dir,
         **_memory_of(trainer),
         **({"warnings": warnings} if (warnings := trainer.machine.warnings()) else {}),
@@ -88,6 +91,8 @@ def plan_for(c: RunConfig, gpus: Gpus) -> dict[str, Any]:
     shell = start.shell(c)
     if c.dtype == "auto":
         c = c.model_copy(update={"dtype": "bfloat16"})
+    engine, because = choose_engine(c, sum(p.numel() for p in shell.parameters()), sampler_device(c, "cuda"))
+    c = c.model_copy(update={"engine": engine})
     c = c.model_copy(update=engine_type(c, c.dtype))
     shapes = Shapes.of(shell, c)
     apart = gpus.count > 1 or samples_elsewhere(c)
@@ -103,7 +108,7 @@ def plan_for(c: RunConfig, gpus: Gpus) -> dict[str, Any]:
         tables[name] = _in_gib(phases)
     keys = ("dtype", "tokens_per_microbatch", "gradient_checkpointing", "engine")
     settled = c.model_copy(update=chosen)
-    found |= {key: getattr(settled, key) for key in keys}
+    found |= {key: getattr(settled, key) for key in keys} | {"engine_because": because}
     return found | {"gpus": gpus.count, "gib_of_each": round(gpus.memory / GIB, 1), "memory_gib": tables}
 
 

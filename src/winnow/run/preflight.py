@@ -23,6 +23,7 @@ from ..record.records import CONFIG, LEDGER, START, RunDirectoryError, read_conf
 from ..rollout.evaluate import RollOut
 from ..types import Job, Prompt, Visit
 from .build import sampler_options, sampling_params
+from .engine_choice import AUTO
 from .prompt_example import warn_of_plain_text
 
 PROBED, PROBES_EACH = 4, 2
@@ -38,7 +39,7 @@ MAY_CHANGE_ON_RESUME = frozenset(
 sampler processes alone: runs with them cannot be repeated anyway. Of `learner` those that say where it runs, of
 `engine` those that bound its memory. These, `tokens_per_microbatch`, `gradient_checkpointing` and `threads` change how
 sums are rounded."""
-MEMORY_OPTIONS = frozenset({"slots", "max_length", "gpu_memory_utilization"})
+MEMORY_OPTIONS = frozenset({"slots", "max_length", "gpu_memory_utilization", "sleep"})
 """Options of an engine that bound its memory."""
 
 
@@ -48,7 +49,11 @@ def resumed_config(run_dir: Path, overrides: Mapping[str, Any]) -> RunConfig:
         if key not in MAY_CHANGE_ON_RESUME:
             allowed = ", ".join(sorted(MAY_CHANGE_ON_RESUME))
             raise ConfigError(f"'{key}' cannot change on a resume; only these can: {allowed}. Start a new run instead")
-    return validate(read_config(run_dir) | dict(overrides) | {"output_dir": str(run_dir)}, str(run_dir / CONFIG))
+    saved, changed = read_config(run_dir), dict(overrides)
+    engine = changed.get("engine")
+    if isinstance(engine, dict) and engine.get("name") == AUTO:  # `engine.slots=64` on the command line
+        changed["engine"] = _section(saved.get("engine", AUTO)) | {k: engine[k] for k in engine if k != "name"}
+    return validate(saved | changed | {"output_dir": str(run_dir)}, str(run_dir / CONFIG))
 
 
 def refuse_changes(run_dir: Path, saved: Mapping[str, Any], config: RunConfig) -> None:
@@ -92,8 +97,11 @@ def in_steps(c: RunConfig, prompts: int) -> RunConfig:
 
 
 def _without_memory_options(engine: MethodSpec) -> dict[str, Any]:
-    options = {"name": engine} if isinstance(engine, str) else engine
-    return {key: value for key, value in options.items() if key not in MEMORY_OPTIONS}
+    return {key: value for key, value in _section(engine).items() if key not in MEMORY_OPTIONS}
+
+
+def _section(spec: MethodSpec) -> dict[str, Any]:
+    return {"name": spec} if isinstance(spec, str) else spec
 
 
 def _name(spec: MethodSpec) -> Any:

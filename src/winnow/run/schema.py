@@ -8,6 +8,7 @@ from pydantic import TypeAdapter
 
 from ..config import METHODS, RunConfig
 from .catalogue import TABLES
+from .engine_choice import AUTO
 
 OWN = {"type": "string", "pattern": ":", "description": "A class of your own: module:Class or file.py:Class."}
 
@@ -24,7 +25,10 @@ def config_schema() -> dict[str, Any]:
     schema.setdefault("$defs", {}).update(shared.get("$defs", {}))
     for field in METHODS:
         specs = [_spec(name, schema["$defs"], found[(field, name), "validation"]) for name in TABLES[field]]
-        names = {"enum": list(TABLES[field]), "description": f"One of `winnow methods`, under {field}."}
+        if field == "engine":
+            specs.append({"properties": {"name": {"const": AUTO}}, "required": ["name"], "title": AUTO})
+        own = [AUTO] if field == "engine" else []
+        names = {"enum": own + list(TABLES[field]), "description": f"One of `winnow methods`, under {field}."}
         one = {"anyOf": [names, OWN, *specs]}
         given = schema["properties"][field]
         kinds = {"array" if part.get("type") == "array" else "one" for part in given.get("anyOf", [given])}

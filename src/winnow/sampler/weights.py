@@ -61,9 +61,8 @@ class PublishedWeights:
 
     def write(self, weights: WeightSource, version: int) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)
-        apart = {name: tensor.detach().cpu().clone() for name, tensor in weights.items()}  # tied weights share storage
         writing = self.directory / ".writing"
-        save_file(apart, writing)
+        save_file({name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}, writing)
         writing.rename(self.path(version))
         self.version = version
         for old in sorted(self.directory.glob("*.safetensors"), key=lambda p: int(p.stem))[:-KEPT]:

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, TypeVar
 import numpy as np
 import torch
 
-from ...base.weights import Weights, state_of
+from ...base.weights import Weights
 from .. import slots as col
 from ..base import Event, Finished, Request
 from ..facts import Facts
@@ -154,7 +154,7 @@ class LocalEngine(SequenceEngine):
 
     def load_weights(self, weights: Weights, version: int) -> None:
         self.sequences.require_alive()
-        self._backend.load(self.sequences.facts.check_state(state_of(weights)))
+        self._backend.load(self.sequences.facts.check_state(weights))
         self._forget()
         self._released = False
         self.sequences.loaded(version)

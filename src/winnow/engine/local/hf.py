@@ -100,8 +100,10 @@ class HFBackend:
     def _keep_hidden(self, module: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> None:
         self._hidden = args[0]
 
+    @torch.no_grad()
     def load(self, state: Mapping[str, torch.Tensor]) -> None:
-        self._model.load_state_dict(dict(state), strict=True)
+        for name, tensor in self._model.state_dict().items():
+            tensor.copy_(state[name])
 
     def release(self) -> None:
         """Keeps them: the model they belong to cannot be without."""

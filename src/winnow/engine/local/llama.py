@@ -100,12 +100,15 @@ class LlamaBackend:
         def get(name: str) -> torch.Tensor:
             return state[prefix + name].detach().to(self.device, torch.float32)
 
+        def scaled(matrix: torch.Tensor, columns: torch.Tensor | None) -> torch.Tensor:
+            return matrix if columns is None else matrix * columns
+
         def pack(*matrices: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
             return Linear(torch.cat(matrices).to(self.dtype), bias)
 
         before, after = get("input_layernorm.weight"), get("post_attention_layernorm.weight")
-        inward, up, scale = (before, after, self._size**-0.5) if self._folded else (1, 1, 1)
-        q, k, v = (get(f"self_attn.{p}_proj.weight") * inward for p in "qkv")
+        inward, up, scale = (before, after, self._size**-0.5) if self._folded else (None, None, 1)
+        q, k, v = (scaled(get(f"self_attn.{p}_proj.weight"), inward) for p in "qkv")
         q, k = self._interleave(q), self._interleave(k)
         bias = q_norm = k_norm = None
         if prefix + "self_attn.q_norm.weight" in state:
@@ -117,7 +120,7 @@ class LlamaBackend:
             q_bias, k_bias, v_bias = (get(f"self_attn.{p}_proj.bias") for p in "qkv")
             q_bias = self._interleave(q_bias) * (1 if q_norm is not None else scale)
             bias = torch.cat([q_bias, self._interleave(k_bias), v_bias]).to(self.dtype)
-        gate_up = pack(get("mlp.gate_proj.weight") * up, get("mlp.up_proj.weight") * up)
+        gate_up = pack(scaled(get("mlp.gate_proj.weight"), up), scaled(get("mlp.up_proj.weight"), up))
         out, down = pack(get("self_attn.o_proj.weight")), pack(get("mlp.down_proj.weight"))
         norms = (None, None) if self._folded else (before, after)
         return Layer(norms[0], pack(q, k, v, bias=bias), q_norm, k_norm, out, norms[1], gate_up, down)

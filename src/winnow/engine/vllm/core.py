@@ -87,6 +87,14 @@ class Core:
     def load(self, state: Mapping[str, torch.Tensor]) -> None:
         self._load(state.items())
 
+    def sleep(self, level: int) -> None:
+        """Give up GPU memory: keys, values and at level 2 weights are gone. No request may be under way."""
+        self._llm.sleep(level)
+
+    def wake(self, tag: str) -> None:
+        """Take the memory of `weights`, or of `kv_cache`, again; after both, requests run."""
+        self._llm.wake_up([tag])
+
     def close(self) -> None:
         """End the other ranks, where there are some; they end with this process, too."""
 
@@ -149,6 +157,14 @@ class LeadingCore(Core):
         with self._ranks.telling(("load", shapes)):
             device = self.runner.device
             self._load((name, get_tp_group().broadcast(t.to(device).contiguous())) for name, t in state.items())
+
+    def sleep(self, level: int) -> None:
+        with self._ranks.telling(("sleep", level)):
+            super().sleep(level)
+
+    def wake(self, tag: str) -> None:
+        with self._ranks.telling(("wake", tag)):
+            super().wake(tag)
 
     def close(self) -> None:
         self._ranks.close()
@@ -243,6 +259,8 @@ def follow() -> None:
         "abort": core.abort,
         "step": core.step,
         "load": core.load_shapes,
+        "sleep": core.sleep,
+        "wake": core.wake,
     }
     with torch.inference_mode(), suppress(EOFError):
         while True:

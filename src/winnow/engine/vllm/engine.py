@@ -14,9 +14,9 @@ from typing import Any, Final
 
 import numpy as np
 import torch
-from transformers import AutoConfig, GenerationConfig
+from transformers import GenerationConfig
 
-from ...base.weights import Weights, state_of
+from ...base.weights import Weights
 from ...config import ConfigError
 from ..base import Event, Request, SamplingParams
 from ..facts import Facts
@@ -25,10 +25,11 @@ from ..sequences import SequenceEngine, Sequences
 from ..slots import COUNT, Drawn, Stopwatch
 from .adapters import Adapters
 from .core import Core, LeadingCore, RankExecutor
-from .options import CACHE_BYTES, VllmOptions
+from .options import VllmOptions
 
-BLOCK_SIZE: Final = 32
-"""On a CPU, where vLLM's own blocks of 128 tokens would share no short prompts."""
+DISCARD: Final = 2
+OFFLOAD: Final = 1
+"""Levels of vLLM's sleep: weights are gone, or wait on the host."""
 
 
 class VllmEngine(SequenceEngine):
@@ -42,17 +43,21 @@ class VllmEngine(SequenceEngine):
         self.options = options
         self._added = 0
         self._loads = 0
+        self._sleeps, self._asleep = bool(options.sleep) and model.device.type == "cuda", False
         try:
             adapters = None if model.adapters is None else Adapters.of(_shell(source), model.adapters)
             self._wanted = facts if adapters is None else adapters.facts(facts)
-            arguments = _arguments(source, facts, options, model.device)
-            core = LeadingCore if options.tensor_parallel_size > 1 else Core
+            arguments = options.arguments(source, facts.max_length, model.device)
+            several = options.tensor_parallel_size > 1
+            arguments["distributed_executor_backend"] = RankExecutor if several else None
+            core = LeadingCore if several else Core
             self._core = core(arguments | (adapters.arguments() if adapters else {}), bool(facts.tied), adapters)
             self.sequences = Sequences(facts, tokenizer, options.slots, self._core.runner.device)
             self._head = _Head(self._core, self.sequences)
             self._try_out()
-        except (ValueError, RuntimeError, NotImplementedError) as error:
-            raise ConfigError(f"engine: vLLM cannot run '{source}': {str(error).strip().splitlines()[0]}") from error
+        except (ValueError, RuntimeError, NotImplementedError, AssertionError) as error:
+            first = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise ConfigError(f"engine: vLLM cannot run '{source}': {first}; or set engine: local") from error
         self.sequences.clock = 0
 
     @property
@@ -62,16 +67,30 @@ class VllmEngine(SequenceEngine):
 
     def load_weights(self, weights: Weights, version: int) -> None:
         self.sequences.require_alive()
-        state = self._wanted.check_state(state_of(weights))
+        state = self._wanted.check_state(weights)
         with self.sequences.step():
             table = self.sequences.table
             fresh = [r for row, r in enumerate(table.requests[: table.n]) if table.ints[COUNT, row] == 0]
             self._abort(fresh)  # what has no token yet starts again, so that its prompt is computed by the new weights
+            if self._asleep:
+                self._core.wake("weights")
             self._core.load(state)
+            if self._asleep:
+                self._core.wake("kv_cache")
+                self._asleep = False
             self._loads += 1
             self.sequences.loaded(version)
             for request in fresh:
                 self._add(request)
+
+    def release(self) -> None:
+        """Give up the memory of weights, keys and values until `load_weights`, where `sleep` is on and nothing runs.
+
+        Weights under adapters are not published again: they wait on the host.
+        """
+        if self._sleeps and not self._asleep and not self.pending:
+            self._core.sleep(DISCARD if self._wanted is self.sequences.facts else OFFLOAD)
+            self._asleep = True
 
     def close(self) -> None:
         """End the processes that its layers are cut among, but for this one; they end with it in any case."""
@@ -80,6 +99,8 @@ class VllmEngine(SequenceEngine):
     # ---- one step ----------------------------------------------------------------------------------------------
 
     def _step(self) -> list[Event]:
+        if self._asleep:
+            raise RuntimeError("the engine's weights were released; call load_weights before the next step")
         watch, sequences = Stopwatch(), self.sequences
         table = sequences.table
         self._admit()
@@ -171,29 +192,6 @@ class _Head:
         self._drawn = None
         picked = Drawn(*(None if x is None else x[at] for x in drawn))  # type: ignore[arg-type]
         return picked, lambda some: hidden_NH[self._sequences.to_device(at[some])]
-
-
-def _arguments(source: str, facts: Facts, options: VllmOptions, device: torch.device) -> dict[str, Any]:
-    """`source`: the saved model, whose type vLLM computes in unless `options` says otherwise. (A model that the learner
-    has loaded is float32, and vLLM's `auto` makes half precision of a float32 one.)"""
-    saved = getattr(AutoConfig.from_pretrained(source, trust_remote_code=False), "dtype", None) or torch.float32
-    cpu = device.type == "cpu"
-    on_cpu = {"block_size": BLOCK_SIZE, "kv_cache_memory_bytes": CACHE_BYTES, "enforce_eager": True} if cpu else {}
-    ours = {
-        "model": source,
-        "skip_tokenizer_init": True,
-        "async_scheduling": False,
-        "enable_prefix_caching": True,
-        "max_num_seqs": options.slots,
-        "tensor_parallel_size": options.tensor_parallel_size,
-        "distributed_executor_backend": RankExecutor if options.tensor_parallel_size > 1 else None,
-        "max_model_len": facts.max_length,
-        "dtype": options.dtype or str(saved).removeprefix("torch."),
-        "gpu_memory_utilization": options.gpu_memory_utilization,
-        "enforce_eager": options.enforce_eager,
-        "disable_log_stats": True,
-    }
-    return {**ours, **on_cpu, **options.args}
 
 
 def _shell(source: str) -> Any:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
+from transformers import AutoConfig
 
 from ...base.install import install
 from ...config import ConfigError
@@ -32,6 +33,12 @@ ENVIRONMENT = {
 }
 CACHE_BYTES = 4 << 30
 """On a CPU, at most so much for keys and values unless `args` says otherwise."""
+BLOCK_SIZE = 32
+"""On a CPU, where vLLM's own blocks of 128 tokens would share no short prompts."""
+PREFILL_TOKENS = 8_192
+"""On a GPU, prompt tokens of one step: as vLLM's own `LLM` has them; its `LLMEngine` has 2,048."""
+ALONE, SHARED = 0.9, 0.3
+"""Default `gpu_memory_utilization` of an engine with a GPU of its own, and on the learner's GPU."""
 
 
 @dataclass(frozen=True)
@@ -46,8 +53,10 @@ class VllmOptions:
     """`float32`, `bfloat16` or `float16`; None is the type of the saved model."""
     max_length: int | None = None
     """Longest prompt plus completion (`max_model_len`), for which vLLM must have room; None is that of the run."""
-    gpu_memory_utilization: float = 0.5
-    """Share of a GPU's memory, weights included. Without effect on a CPU."""
+    gpu_memory_utilization: float | None = None
+    """Share of a GPU's memory, weights included; None: 0.3 on the learner's GPU, else 0.9. Without effect on a CPU."""
+    sleep: bool | None = None
+    """Give memory back while the learner updates; None: where both use one GPU in turn. Without effect on a CPU."""
     tensor_parallel_size: int = 1
     """GPUs, or on a CPU processes, that each layer is cut among; all on the machine of the engine."""
     enforce_eager: bool = False
@@ -60,14 +69,44 @@ class VllmOptions:
             raise ValueError(f"slots must be at least 1, not {self.slots}")
         if self.tensor_parallel_size < 1:
             raise ValueError(f"tensor_parallel_size must be at least 1, not {self.tensor_parallel_size}")
-        if not 0 < self.gpu_memory_utilization <= 1:
-            raise ValueError(f"gpu_memory_utilization must lie in (0, 1], not {self.gpu_memory_utilization}")
+        share = self.gpu_memory_utilization
+        if share is not None and not 0 < share <= 1:
+            raise ValueError(f"gpu_memory_utilization must lie in (0, 1], not {share}")
         if taken := sorted(set(self.args) & OURS):
             raise ValueError(f"args: {taken[0]} is set by Winnow; remove it")
 
-    def for_run(self, longest: int) -> VllmOptions:
-        """For requests of at most `longest` tokens, prompts and completions together."""
-        return self if self.max_length is not None else replace(self, max_length=longest)
+    def for_run(self, longest: int, share: float, *, sleep: bool) -> VllmOptions:
+        """With values for what is None. `longest`: tokens of a request, prompt and completion together."""
+        return replace(
+            self,
+            max_length=longest if self.max_length is None else self.max_length,
+            gpu_memory_utilization=share if self.gpu_memory_utilization is None else self.gpu_memory_utilization,
+            sleep=sleep if self.sleep is None else self.sleep,
+        )
+
+    def arguments(self, source: str, max_length: int | None, device: torch.device) -> dict[str, Any]:
+        """For vLLM's `EngineArgs`. `source`: the saved model, whose type is the default (a model that the learner has
+        loaded is float32, and vLLM's own default makes half precision of a float32 one)."""
+        saved = getattr(AutoConfig.from_pretrained(source, trust_remote_code=False), "dtype", None) or torch.float32
+        by_device: dict[str, Any] = {}
+        if device.type == "cpu":
+            by_device = {"block_size": BLOCK_SIZE, "kv_cache_memory_bytes": CACHE_BYTES, "enforce_eager": True}
+        if device.type == "cuda":
+            by_device = {"max_num_batched_tokens": PREFILL_TOKENS, "enable_sleep_mode": bool(self.sleep)}
+        ours = {
+            "model": source,
+            "skip_tokenizer_init": True,
+            "async_scheduling": False,
+            "enable_prefix_caching": True,
+            "max_num_seqs": self.slots,
+            "tensor_parallel_size": self.tensor_parallel_size,
+            "max_model_len": max_length,
+            "dtype": self.dtype or str(saved).removeprefix("torch."),
+            "gpu_memory_utilization": self.gpu_memory_utilization or ALONE,
+            "enforce_eager": self.enforce_eager,
+            "disable_log_stats": True,
+        }
+        return {**ours, **by_device, **self.args}
 
     def build(self, model: ModelReference, tokenizer: Any) -> VllmEngine:
         """Raises ConfigError when vLLM is not installed, or cannot run the model."""
@@ -110,6 +149,7 @@ OURS = {
     "max_model_len",
     "dtype",
     "gpu_memory_utilization",
+    "enable_sleep_mode",
     "enforce_eager",
     "tensor_parallel_size",
     "distributed_executor_backend",

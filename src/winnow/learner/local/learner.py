@@ -25,7 +25,7 @@ from .forward import Body, can_share_prompts, head_is_linear, predictions
 from .logprob import TokenDistribution, token_logp
 from .loss_scale import LossScale
 from .merged import MergedWeights
-from .modes import WideAttention, checkpoint_layers, train_adapter_dropout
+from .modes import WideAttention, checkpoint_layers, halve_frozen, train_adapter_dropout
 from .optimizer import load_state, make_optimizer, saved_state, set_learning_rate
 from .pooled import PooledGradients, RowByRow, batched_if_exact
 from .recompute import Recomputing, recomputing_if_exact
@@ -57,6 +57,8 @@ class LearnerOptions:
     pad_id: int = 0
     merge_adapters: bool = True
     """Publish whole weights under LoRA, too; else the adapters alone."""
+    half_base: bool = False
+    """Keep matrices that are not trained in bfloat16 where it holds them exactly."""
     save_types: Types = field(default_factory=dict)
     """Types of an exported model; empty: those of the learner."""
 
@@ -92,6 +94,10 @@ class LocalLearner:
             options.tokens_per_microbatch, parameters, share=self._share_prompts, device=self.device.type
         )
         train_adapter_dropout(model)
+        if options.half_base:
+            for whole in (model, reference):
+                if whole is not None:
+                    halve_frozen(whole)
         self._place()
         self._params = {n: p for n, p in model.named_parameters() if p.requires_grad}
         self._scale = LossScale() if options.compute_dtype == torch.float16 else None

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ...base.weights import StateWeights, TensorSpec, state_once
+from ...base.weights import LazyState, StateWeights, TensorSpec, state_once
 
 
 class MergedWeights:
@@ -27,16 +27,24 @@ class MergedWeights:
 
     @property
     def specs(self) -> Mapping[str, TensorSpec]:
-        return StateWeights(self._state).specs
+        return {
+            name: TensorSpec(spec.shape, _wide(spec.dtype)) for name, spec in StateWeights(self._state).specs.items()
+        }
 
     def items(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name in self._state:
             yield name, self._merged(name)
 
     def state_dict(self) -> Mapping[str, torch.Tensor]:
-        return dict(self.items())
+        return LazyState(self._state, self._merged)
 
     @torch.no_grad()
     def _merged(self, name: str) -> torch.Tensor:
         value, layer = self._state[name], self._adapted.get(name)
-        return value if layer is None else value + layer.get_delta_weight("default")
+        wide = _wide(value.dtype)
+        return value.to(wide) if layer is None else layer.get_delta_weight("default").to(wide).add_(value)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """A base in bfloat16 is merged in float32."""
+    return torch.float32 if dtype == torch.bfloat16 else dtype

@@ -56,3 +56,19 @@ class WideAttention(TorchFunctionMode):
             kwargs = kwargs | {"attn_mask": mask.float()}
         with torch.autocast("cpu", enabled=False):
             return func(*(x.float() for x in args), **kwargs)
+
+
+@torch.no_grad()
+def halve_frozen(model: Any) -> None:
+    """Keep the frozen matrices of linear layers in bfloat16 where that loses nothing, as with weights saved in it.
+
+    Under autocast the same products come out, without copies. Embeddings, norms and biases stay: hidden states between
+    products are float32.
+    """
+    embedding = model.get_input_embeddings().weight
+    for module in model.modules():
+        if type(module) is not torch.nn.Linear or module.weight.requires_grad or module.weight is embedding:
+            continue
+        half = module.weight.to(torch.bfloat16)
+        if torch.equal(half.to(module.weight.dtype), module.weight):
+            module.weight.data = half

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -23,7 +23,9 @@ class Local:
             raise ValueError(
                 f"dtype: float16 needs a CUDA device, and this run uses {device}; set dtype: bfloat16 or float32"
             )
-        return LocalLearner(policy.model, distribution(policy, config), options(policy, config), policy.reference)
+        half_base = config.lora is not None and config.dtype == "bfloat16" and device == "cuda"
+        own = replace(options(policy, config), half_base=half_base)
+        return LocalLearner(policy.model, distribution(policy, config), own, policy.reference)
 
 
 def options(policy: Policy, c: RunConfig) -> LearnerOptions:

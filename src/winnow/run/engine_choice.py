@@ -1,0 +1,68 @@
+"""What `engine: auto` is in a run: vLLM on a GPU where it is installed and pays, else the embedded engine."""
+
+from __future__ import annotations
+
+import dataclasses
+from importlib.util import find_spec
+from typing import Any
+
+from ..base.install import install
+from ..config import MethodSpec, RunConfig, method, name_of
+from ..engine import ENGINES, VllmOptions
+from ..engine.vllm.options import ALONE, SHARED
+from ..sampler import SYNCS, Processes
+
+AUTO = "auto"
+PAYS_FROM = 10_000_000
+"""Parameters of a model from which vLLM's start, up to a minute, pays."""
+
+
+def choose_engine(c: RunConfig, parameters: int, device: str) -> tuple[MethodSpec, str]:
+    """The engine that `c.engine` names or `auto` becomes, and why. `device`: the type that samplers have.
+
+    Options that are given with `name: auto` stay; one that vLLM does not have decides for the embedded engine.
+    """
+    if name_of(c.engine) != AUTO:
+        return c.engine, "as configured"
+    options = {k: v for k, v in c.engine.items() if k != "name"} if isinstance(c.engine, dict) else {}
+    name, why = _choice(c, parameters, device, set(options))
+    return ({"name": name} | options if options else name), why
+
+
+def engine_options(c: RunConfig, *, alone: bool = False) -> Any:
+    """Options of the run's engine for where it runs. `alone`: on a GPU without a learner."""
+    options = method(ENGINES, c.engine, "engine")
+    if not hasattr(options, "for_run"):
+        return options
+    sampling = method(SYNCS, c.sync, "sync")
+    apart = alone or samples_elsewhere(c)
+    share = ALONE * min(1.0, getattr(sampling, "num_gpus", None) or 1.0) if apart else SHARED
+    if isinstance(sampling, Processes) and not apart:
+        share /= sampling.samplers
+    in_turn = not alone and "own_engine" not in sampling.provides
+    return options.for_run(c.max_prompt_length + c.max_completion_length, share, sleep=in_turn)
+
+
+def samples_elsewhere(c: RunConfig) -> bool:
+    """Whether samplers have devices of their own; sampler processes share the learner's unless they are given some."""
+    options = method(SYNCS, c.sync, "sync")
+    return "own_engine" in options.provides and not (isinstance(options, Processes) and not options.devices)
+
+
+def uncorrected(c: RunConfig) -> bool:
+    """Whether no ratio of the loss weighs tokens by what the engine's own rounding made of their probabilities."""
+    return c.policy_loss == "plain" and name_of(c.correction) == "none"
+
+
+def _choice(c: RunConfig, parameters: int, device: str, options: set[str]) -> tuple[str, str]:
+    if device != "cuda":
+        return "local", f"samplers are on {device}"
+    if strange := sorted(options - {field.name for field in dataclasses.fields(VllmOptions)}):
+        return "local", f"vLLM has no option {strange[0]}"
+    if uncorrected(c):
+        return "local", "policy_loss: plain without a correction needs an engine that rounds as the learner does"
+    if parameters < PAYS_FROM:
+        return "local", f"vLLM pays from {PAYS_FROM / 1e6:g} million parameters, the model has {parameters:,}"
+    if find_spec("vllm") is None:
+        return "local", f"vLLM is faster on a GPU, but not installed; {install('vllm')}"
+    return "vllm", "samplers are on a GPU, and vLLM is installed"
