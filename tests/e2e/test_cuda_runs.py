@@ -1,0 +1,55 @@
+"""Whole runs and their resumes on the pretended device: no operation mixes devices, and nothing moves to the CPU."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.pretend_cuda import PretendCuda
+from winnow.run.trainer import Trainer
+
+RUNS: dict[str, dict[str, Any]] = {
+    "greso": {"selector": "greso", "filter": "zero_variance", "rollout_batch": "adaptive", "max_lag": 1},
+    "dapo": {"filter": "zero_variance", "epsilon_high": 0.28},
+    "arrol": {"gates": ["arrol"], "filter": "keep_all"},
+    "active-adaptive-k": {
+        "filter": {"name": "zero_variance", "refill": False},
+        "group_size": {"name": "adaptive_k", "tau": 0.5, "window": 2},
+        "advantage": "rloo",
+        "policy_loss": "plain",
+    },
+    "lag-vcpo": {
+        "max_lag": 2,
+        "advantage": "opob",
+        "step_scale": "ess",
+        "policy_loss": "plain",
+        "correction": {"name": "truncate", "level": "sequence", "high": 8},
+    },
+    "remax": {"advantage": "remax", "dtype": "float16"},
+    "kl-reference": {"beta": 0.01, "sync_ref_model": True, "ref_model_sync_steps": 1},
+    "kl-lora": {"lora": {"r": 4}, "beta": 0.01, "dtype": "bfloat16", "policy_loss": "clip", "correction": "none"},
+}
+SMALL = {"prompts_per_step": 2, "max_completion_length": 6, "eval_steps": 1, "eval_prompts": 2, "eval_generations": 1}
+
+
+def coin(prompts: Any, completions: Any, **columns: Any) -> list[float]:
+    return [float(sum(map(ord, str(text))) % 2) for text in completions]
+
+
+@pytest.mark.parametrize("name", sorted(RUNS))
+def test_a_run_and_its_resume_stay_on_the_device(name: str, tiny_config: dict[str, Any]) -> None:
+    """A step, saved and evaluated, and a second one by a resume."""
+    values = tiny_config | SMALL | {"device": "cuda", "max_steps": 1} | RUNS[name]
+    with PretendCuda() as gpu:
+        Trainer(config=values, reward_funcs=[coin]).train()
+        resumed = Trainer.resume(values["output_dir"], {"max_steps": 2}, reward_funcs=[coin])
+        resumed.train()
+        assert all(tensor.is_cuda for tensor in resumed.learner.weights().state_dict().values())
+        assert not gpu.mixed, gpu.report()
+    lines = [json.loads(line) for line in (Path(values["output_dir"]) / "metrics.jsonl").read_text().splitlines()]
+    peaks = [line["gpu/peak_memory_gib"] for line in lines if "gpu/peak_memory_gib" in line]
+    assert len(peaks) == 2
+    assert all(peak > 0 for peak in peaks)
