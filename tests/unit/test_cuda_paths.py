@@ -19,8 +19,13 @@ from winnow.config import LoraConfig, validate
 from winnow.engine import LocalEngine, Request, SamplingParams
 from winnow.engine.facts import Facts
 from winnow.engine.loading import resolve_device
+from winnow.engine.local.cache import plan
 from winnow.engine.local.models import make_backend
+from winnow.learner.base import Stats
 from winnow.learner.batch import Budget, Pool, Row, micro_batches
+from winnow.learner.fsdp.rank import on_host
+from winnow.learner.fsdp.sharded import OPTIMIZER_FOLDER, ShardedLearner
+from winnow.learner.fsdp.shards import save_shards
 from winnow.learner.local import recompute
 from winnow.learner.local.learner import LearnerOptions, LocalLearner
 from winnow.learner.local.logprob import TokenDistribution
@@ -212,6 +217,58 @@ def test_a_gpu_gets_few_micro_batches() -> None:
         for device in ("cpu", "cuda")
     ]
     assert counts[1] <= 20 < counts[0]
+
+
+def test_a_gpu_gets_one_attention_call_a_layer() -> None:
+    """256 rollouts with prompts of GSM8K's lengths, of a model with two heads of 64: a CPU reads less padding instead."""
+    lengths = np.sort(np.random.default_rng(0).integers(60, 180, 256))[::-1]
+    calls = {device: len(plan(lengths, 2 * 2 * 64, device)) for device in ("cpu", "cuda")}
+    assert calls["cuda"] == 1 < calls["cpu"]
+
+
+def test_a_rank_gives_tensors_of_the_host() -> None:
+    """The driver that gets them may have no GPU."""
+    with PretendCuda():
+        there = torch.ones(2, device="cuda")
+        stats = Stats({"loss": 1.0}, [there], [there], [there], [there])
+        found = on_host({"logp": [there], "pair": (there, 3), "stats": stats})
+        assert not any(tensor.is_cuda for tensor in (*found["logp"], found["pair"][0]))
+        assert found["pair"][1] == 3
+        host = found["stats"]
+        tensors = host.log_w_B + host.log_ratio_N + host.baselines + host.row_norm_B
+        assert len(tensors) == 4
+        assert not any(tensor.is_cuda for tensor in tensors)
+        assert host.sums == {"loss": 1.0}
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_optimizer_state_of_ranks_is_loaded_to_the_device(tmp_path: Path) -> None:
+    """Fused AdamW refuses a `step` on the host."""
+    saved = rank_of_one("cpu")
+    step_of(saved)
+    save_shards(saved._optimizer_state(), tmp_path / OPTIMIZER_FOLDER)
+    with PretendCuda() as gpu:
+        loaded = rank_of_one("cuda")
+        loaded.load(tmp_path)
+        (state,) = loaded._optimizer.state.values()
+        assert {name: tensor.is_cuda for name, tensor in state.items()} == dict.fromkeys(state, True)
+        step_of(loaded)
+        assert float(state["step"]) == 2
+        assert not gpu.mixed, gpu.report()
+
+
+def rank_of_one(device: str) -> Any:
+    """The part of a rank that keeps an optimizer's state: one parameter, no process group."""
+    rank = object.__new__(ShardedLearner)
+    parameter = torch.nn.Parameter(torch.ones(3, device=device))
+    rank._params, rank.reference = {"w": parameter}, None
+    rank._optimizer = torch.optim.AdamW([parameter], fused=True)
+    return rank
+
+
+def step_of(rank: Any) -> None:
+    rank._params["w"].grad = torch.ones_like(rank._params["w"])
+    rank._optimizer.step()
 
 
 @pytest.mark.parametrize("heads", [(16, 8), (32, 8), (14, 2)])
