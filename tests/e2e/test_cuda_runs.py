@@ -7,8 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.pretend_cuda import PretendCuda
+from winnow.config import ConfigError
+from winnow.engine.local.cache import KVCache
+from winnow.record.stopping import OutOfMemoryError
 from winnow.run.trainer import Trainer
 
 RUNS: dict[str, dict[str, Any]] = {
@@ -53,3 +57,28 @@ def test_a_run_and_its_resume_stay_on_the_device(name: str, tiny_config: dict[st
     peaks = [line["gpu/peak_memory_gib"] for line in lines if "gpu/peak_memory_gib" in line]
     assert len(peaks) == 2
     assert all(peak > 0 for peak in peaks)
+
+
+def test_a_run_that_cannot_fit_is_refused_before_anything_is_written(tiny_config: dict[str, Any]) -> None:
+    with PretendCuda(memory=1 << 20), pytest.raises(ConfigError, match=r"device: the \w+ phase needs .*lora: {r: 16}"):
+        Trainer(config=tiny_config | {"device": "cuda"}, reward_funcs=[coin])
+    assert not Path(tiny_config["output_dir"]).exists()
+
+
+def test_memory_that_ends_before_the_first_step_is_named_with_the_keys_and_a_resume_takes_them(
+    tiny_config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*arguments: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of ...")
+
+    values = tiny_config | SMALL | {"device": "cuda", "max_steps": 1}
+    with PretendCuda():
+        with monkeypatch.context() as patch:
+            patch.setattr(KVCache, "reserve", full)
+            with pytest.raises(OutOfMemoryError, match=r"before the first step: out of memory: .*engine\.slots"):
+                Trainer(config=values, reward_funcs=[coin])
+        Trainer(config=values, reward_funcs=[coin]).train()
+        changes = {"max_steps": 2, "engine": {"name": "local", "slots": 2}, "tokens_per_microbatch": 64}
+        resumed = Trainer.resume(values["output_dir"], changes, reward_funcs=[coin])
+        resumed.train()
+        assert resumed.config.engine["slots"] == 2
