@@ -164,8 +164,9 @@ class LocalEngine(SequenceEngine):
 
         The learner has it meanwhile, where both share a device. Raises nothing; `step` does, until then.
         """
+        if not self._released:
+            self._backend.release()
         self._released = True
-        self._backend.release()
         self._forget()
         if not self.sequences.table.n and not self.options.fixed_slots:
             self._cache.clear()
