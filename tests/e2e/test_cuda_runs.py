@@ -69,7 +69,9 @@ def test_memory_that_ends_before_the_first_step_is_named_with_the_keys_and_a_res
     tiny_config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*arguments: Any) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of ...")
+        raise torch.OutOfMemoryError(
+            "CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of ..."
+        )
 
     values = tiny_config | SMALL | {"device": "cuda", "max_steps": 1}
     with PretendCuda():

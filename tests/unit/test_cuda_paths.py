@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import random
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -311,6 +313,40 @@ def test_no_plans_of_cudnn_on_a_gpu() -> None:
             assert not torch.backends.cuda.cudnn_sdp_enabled()
     finally:
         torch.backends.cuda.enable_cudnn_sdp(before)
+
+
+@pytest.fixture
+def algorithms_as_before() -> Iterator[None]:
+    yield
+    torch.use_deterministic_algorithms(False)
+    os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
+
+
+@pytest.mark.parametrize("slots", [1, 4])
+def test_deterministic_runs_call_nothing_that_has_no_such_kernel(slots: int, algorithms_as_before: None) -> None:
+    """Updates of every kind of loss, and sampling, whose running sums PyTorch refuses to make."""
+    drawn = {"top_p": 0.9, "temperature": 0.7}
+    with PretendCuda():
+        m2po = LossConfig(correction=CORRECTIONS["m2po"]())
+        for pool, loss in ((None, LossConfig()), (None, m2po), ("energy", PLAIN), ("gradient", PLAIN)):
+            learner = learner_of(deterministic=True, drawn=drawn if pool is None else None, **BF16)
+            learner.accumulate(rows_of(pool=pool), loss, 0)
+            learner.apply(1e-3)
+        assert torch.are_deterministic_algorithms_enabled()
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+        with pytest.raises(RuntimeError, match="deterministic"):
+            torch.ones(3, device="cuda").cumsum(0)
+        engine = LocalEngine(qwen3(), word_tokenizer(VOCAB), slots=slots, device="cuda")
+        engine.submit([Request(i, (5, 6, 7), SamplingParams(6, **drawn), noise_key(0, i)) for i in range(slots)])
+        while engine.pending:
+            engine.step()
+        assert torch.are_deterministic_algorithms_enabled()
+
+
+def test_a_processor_is_left_as_it_is(algorithms_as_before: None) -> None:
+    LocalLearner(qwen3(), TokenDistribution(VOCAB), LearnerOptions(deterministic=True))
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ
 
 
 def test_samplers_are_forked_off_a_process_that_has_not_started_cuda(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -76,7 +76,9 @@ def test_memory_that_is_not_as_predicted_is_wrong(quick: None, model: str, monke
     assert found["generation"]["parts_gib"]["engine weights"] > 0
 
 
-def test_attention_that_plans_for_each_length_is_wrong(quick: None, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_that_plans_for_each_length_is_wrong(
+    quick: None, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     planned, attend = set(), module.scaled_dot_product_attention
 
     def planning(*inputs: torch.Tensor, **options: Any) -> torch.Tensor:

@@ -14,6 +14,7 @@ from typing import Any
 from ..config import ConfigError, RunConfig, method
 from ..engine import ENGINES, LocalOptions, VllmOptions
 from ..engine.local.engine import PREFILL_TOKENS
+from ..learner import LEARNERS
 from ..learner.local.recompute import WORTH
 from ..learner.local.vocabulary import SLICE_ELEMENTS
 from .activations import AT_LEAST, AT_MOST
@@ -194,19 +195,30 @@ def _remedy(c: RunConfig, phase: str) -> str:
 
 
 def _learner_parts(c: RunConfig, shapes: Shapes) -> dict[str, int]:
+    ranks = _ranks(c)
     parts = {
-        "weights": 4 * shapes.parameters + (4 * shapes.trained if c.lora is not None else 0),
-        "optimizer": OPTIMIZER.get(c.optim, 8) * shapes.trained,
+        "weights": (4 * shapes.parameters + (4 * shapes.trained if c.lora is not None else 0)) // ranks,
+        "optimizer": OPTIMIZER.get(c.optim, 8) * shapes.trained // ranks,
     }
     if c.keeps_reference and c.lora is None:
         parts["reference"] = 4 * shapes.parameters
     return parts
 
 
+def _ranks(c: RunConfig) -> int:
+    """GPUs that cut weights, gradients and optimizer among them."""
+    options = method(LEARNERS, c.learner, "learner")
+    return getattr(options, "fsdp_size", None) or getattr(options, "ranks", 1)
+
+
 def _update_parts(c: RunConfig, shapes: Shapes) -> dict[str, int]:
     tokens = AT_LEAST if c.tokens_per_microbatch == "auto" else c.tokens_per_microbatch
-    parts = {"gradients": 4 * shapes.trained}
-    if c.dtype in HALF:
+    ranks = _ranks(c)
+    parts = {"gradients": 4 * shapes.trained // ranks}
+    if ranks > 1:  # whole: two layers, and the embedding and the head with their gradients, which all layers share
+        layer = (shapes.parameters - shapes.vocabulary) // shapes.layers
+        parts["gathered weights"] = 2 * 4 * layer + 2 * 8 * shapes.vocabulary
+    elif c.dtype in HALF:
         parts["half-precision copies"] = 2 * shapes.parameters
     parts["activations"] = tokens * _activations(c, shapes)
     parts["head"] = 3 * 4 * min(SLICE_ELEMENTS["cuda"], tokens * shapes.vocab_size)
