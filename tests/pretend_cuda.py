@@ -121,9 +121,9 @@ class Looker(TorchDispatchMode):
         cuda = [on_cuda(x) for x in tensors]
         any_cuda, mixed = any(cuda), any(cuda) and not all(cuda)
         base = name.rstrip("_") if not name.startswith("__") else name
-        if any_cuda and name in NO_DETERMINISTIC and torch.are_deterministic_algorithms_enabled():
-            if tensors[0].is_floating_point():
-                raise RuntimeError(f"{name} does not have a deterministic implementation")
+        refused = name in NO_DETERMINISTIC and torch.are_deterministic_algorithms_enabled()
+        if refused and any_cuda and tensors[0].is_floating_point():
+            raise RuntimeError(f"{name} does not have a deterministic implementation")
         if mixed:
             self._judge(name, base, args, kwargs, tensors, cuda)
         before = {storage_of(x) for x in tensors}

@@ -222,7 +222,7 @@ def test_a_gpu_gets_few_micro_batches() -> None:
 
 
 def test_a_gpu_gets_one_attention_call_a_layer() -> None:
-    """256 rollouts with prompts of GSM8K's lengths, of a model with two heads of 64: a CPU reads less padding instead."""
+    """256 rollouts with prompts of GSM8K's lengths, two heads of 64; a CPU reads less padding instead."""
     lengths = np.sort(np.random.default_rng(0).integers(60, 180, 256))[::-1]
     calls = {device: len(plan(lengths, 2 * 2 * 64, device)) for device in ("cpu", "cuda")}
     assert calls["cuda"] == 1 < calls["cpu"]
@@ -303,6 +303,15 @@ def test_attention_of_groups_is_that_of_heads(dtype: str) -> None:
     for ours, theirs in zip(*results, strict=True):
         assert ours.token_ids.tolist() == theirs.token_ids.tolist()
         np.testing.assert_allclose(ours.logp, theirs.logp, atol=1e-5 if dtype == "float32" else 2e-2)
+
+
+def test_an_engine_of_a_directory_is_on_the_gpu(tmp_path: Path) -> None:
+    qwen3().save_pretrained(tmp_path)
+    word_tokenizer(VOCAB).save_pretrained(tmp_path)
+    with PretendCuda() as gpu:
+        LocalEngine.from_pretrained(str(tmp_path))
+        assert gpu.bytes > 0
+    assert LocalEngine.from_pretrained(str(tmp_path))._backend.device.type == "cpu"
 
 
 def test_no_plans_of_cudnn_on_a_gpu() -> None:
