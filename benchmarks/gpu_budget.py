@@ -1,11 +1,10 @@
-"""Memory of runs on GPUs that are not here, by model and card, with what TRL needs colocated with vLLM; into docs/gpu.md.
+"""Memory of runs on GPUs that are not here, by model and card, and what TRL needs colocated with vLLM.
 
     .venv/bin/python benchmarks/gpu_budget.py --docs docs/gpu.md
 
-Nothing is measured: Winnow's figures are `winnow train recipes/gsm8k-qwen3.yaml --dry-run --gpu ...` with Qwen3's sizes,
-with all weights or LoRA of rank 16. TRL 1.16 by its defaults: float32 weights under bfloat16
-autocast, AdamW, gradient checkpointing on, vLLM with 0.3 of the card and the model in bfloat16; its activations are
-counted as Winnow's are, for the same tokens in a micro-batch.
+Nothing is measured: Winnow's figures are `winnow train recipes/gsm8k-qwen3.yaml --dry-run --gpu ...` with the sizes of Qwen3,
+all weights or LoRA of rank 16. TRL 1.16 by its defaults: float32 weights under bfloat16 autocast, AdamW, gradient
+checkpointing on, vLLM with 0.3 of the card; its activations are counted as Winnow's are, for one row at a time.
 """
 
 from __future__ import annotations

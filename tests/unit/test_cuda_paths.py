@@ -309,9 +309,10 @@ def test_an_engine_of_a_directory_is_on_the_gpu(tmp_path: Path) -> None:
     qwen3().save_pretrained(tmp_path)
     word_tokenizer(VOCAB).save_pretrained(tmp_path)
     with PretendCuda() as gpu:
-        LocalEngine.from_pretrained(str(tmp_path))
+        engine = LocalEngine.from_pretrained(str(tmp_path))
         assert gpu.bytes > 0
-    assert LocalEngine.from_pretrained(str(tmp_path))._backend.device.type == "cpu"
+        assert LocalEngine.from_pretrained(str(tmp_path), device="cpu")._backend.device.type == "cpu"
+        del engine
 
 
 def test_no_plans_of_cudnn_on_a_gpu() -> None:
