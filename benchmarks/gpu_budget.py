@@ -2,7 +2,7 @@
 
     .venv/bin/python benchmarks/gpu_budget.py --docs docs/gpu.md
 
-Nothing is measured: Winnow's figures are `winnow train recipes/gsm8k-qwen3.yaml --dry-run --gpu ...` with the sizes of Qwen3,
+Nothing is measured: Winnow's figures are those of `winnow train recipes/gsm8k-qwen3.yaml --dry-run --gpu` with Qwen3,
 all weights or LoRA of rank 16. TRL 1.16 by its defaults: float32 weights under bfloat16 autocast, AdamW, gradient
 checkpointing on, vLLM with 0.3 of the card; its activations are counted as Winnow's are, for one row at a time.
 """
