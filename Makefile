@@ -8,7 +8,7 @@ JOBS ?= 2
 INSTALL := PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pip install -q --disable-pip-version-check
 PIP := $(INSTALL) -c constraints.txt
 
-.PHONY: install demo demo-llm test test-all install-scale test-scale test-scale-all install-peers test-peers soak fuzz anywhere bench bench-llm bench-scale bench-claims dist audit docs lock lint clean
+.PHONY: install demo demo-llm test test-all test-gpu install-scale test-scale test-scale-all install-peers test-peers soak fuzz anywhere bench bench-llm bench-scale bench-claims dist audit docs lock lint clean
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -42,6 +42,11 @@ test: $(VENV)/.installed ## everything but the slow tests
 
 test-all: $(VENV)/.installed
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal
+
+test-gpu: $(VENV)/.installed ## on a machine with a GPU: whole runs and resumes there, then speeds, memory and agreement (minutes)
+	mkdir -p build
+	$(BIN)/python -m pytest tests/e2e/test_cuda_runs.py -k stay_on_the_device
+	$(BIN)/winnow doctor --measure --out build/gpu.json
 
 # In an environment of its own: vLLM needs an older transformers. Its torchvision and torchaudio are built for CUDA; beside
 # a torch for the CPU transformers cannot be imported with them, and a text model needs neither.

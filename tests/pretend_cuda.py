@@ -69,6 +69,8 @@ SCALAR_OK = _words(
     "lerp __rshift__ __lshift__ bitwise_right_shift bitwise_left_shift logaddexp xlogy nextafter _foreach_add "
     "_foreach_mul _foreach_div _foreach_lerp _foreach_addcdiv _foreach_addcmul"
 )
+NO_DETERMINISTIC = _words("histc put_ cumsum kthvalue nll_loss_forward ctc_loss")
+"""Operations, of floats, that raise on the device after `torch.use_deterministic_algorithms(True)`."""
 LIKE = _words("empty_like zeros_like _has_compatible_shallow_copy_type is_same_size")
 """Operations that only look at shape and type."""
 INDEX_OK = {"index", "index_put", "_index_put_impl", "_unsafe_index", "_unsafe_index_put"}
@@ -119,6 +121,9 @@ class Looker(TorchDispatchMode):
         cuda = [on_cuda(x) for x in tensors]
         any_cuda, mixed = any(cuda), any(cuda) and not all(cuda)
         base = name.rstrip("_") if not name.startswith("__") else name
+        refused = name in NO_DETERMINISTIC and torch.are_deterministic_algorithms_enabled()
+        if refused and any_cuda and tensors[0].is_floating_point():
+            raise RuntimeError(f"{name} does not have a deterministic implementation")
         if mixed:
             self._judge(name, base, args, kwargs, tensors, cuda)
         before = {storage_of(x) for x in tensors}

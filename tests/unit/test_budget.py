@@ -16,8 +16,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCau
 from tests.pretend_cuda import PretendCuda
 from winnow.base.noise import noise_key
 from winnow.base.weights import FiniteWeights
-from winnow.config import ConfigError, RunConfig, name_of, validate
+from winnow.config import ConfigError, RunConfig, load_config, name_of, validate
 from winnow.engine import LocalEngine, Request, SamplingParams
+from winnow.engine.loading import shell_of
 from winnow.learner.batch import Row
 from winnow.learner.local import recompute
 from winnow.learner.local.learner import LearnerOptions, LocalLearner
@@ -31,6 +32,7 @@ from winnow.types import Rollout
 
 from .engine_models import word_tokenizer
 
+RECIPES = Path(__file__).parents[2] / "recipes"
 VOCAB = 512
 SIZES: dict[str, Any] = {
     "vocab_size": VOCAB,
@@ -223,6 +225,35 @@ def test_what_fits_beside_vllm_that_sleeps(
         awake = {"name": "vllm", "sleep": False, "gpu_memory_utilization": 0.2}
         with pytest.raises(ConfigError, match="device: the update phase"):
             plan_for(c.model_copy(update={"engine": awake}), Gpus.parsed(gpu))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "name", "gpu"),
+    [
+        ("gsm8k-qwen3", "0.6B", "24GiB"),
+        ("gsm8k-qwen3-80gb", "4B", "80GiB"),
+        ("gsm8k-qwen3-2gpus", "1.7B", "2x24GiB"),
+        ("gsm8k-qwen3-8gpus", "8B", "8x80GiB"),
+    ],
+)
+def test_recipes_fit_the_gpus_that_they_name(tmp_path: Path, recipe: str, name: str, gpu: str) -> None:
+    path = RECIPES / f"{recipe}.yaml"
+    assert f"{path.name} --dry-run --gpu {gpu}" in path.read_text()
+    assert load_config(path).model == f"Qwen/Qwen3-{name}"
+    found = plan_for(load_config(path, [f"model={shell(tmp_path, name)}"]), Gpus.parsed(gpu))
+    assert found["dtype"] == "bfloat16"
+    assert found["tokens_per_microbatch"] >= 1536, "a whole row"
+
+
+def test_ranks_cut_what_one_gpu_cannot_hold(tmp_path: Path) -> None:
+    c = config(model=shell(tmp_path, "8B"), dtype="bfloat16", learner={"name": "fsdp", "ranks": 4})
+    shapes = Shapes.of(shell_of(c.model), c)
+    parts = {
+        name: device_budget(c, shapes, 80 * GIB, sampler=False)["update"][name] for name in ("weights", "optimizer")
+    }
+    assert parts == {"weights": shapes.parameters, "optimizer": 2 * shapes.parameters}
+    with pytest.raises(ConfigError, match="device: the update phase needs"):
+        plan_for(config(model=c.model, dtype="bfloat16"), Gpus.parsed("8x80GiB"))
 
 
 @pytest.mark.parametrize(

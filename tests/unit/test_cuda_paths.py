@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import random
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +21,13 @@ from winnow.config import LoraConfig, validate
 from winnow.engine import LocalEngine, Request, SamplingParams
 from winnow.engine.facts import Facts
 from winnow.engine.loading import resolve_device
+from winnow.engine.local.cache import plan
 from winnow.engine.local.models import make_backend
+from winnow.learner.base import Stats
 from winnow.learner.batch import Budget, Pool, Row, micro_batches
+from winnow.learner.fsdp.rank import on_host
+from winnow.learner.fsdp.sharded import OPTIMIZER_FOLDER, ShardedLearner
+from winnow.learner.fsdp.shards import save_shards
 from winnow.learner.local import recompute
 from winnow.learner.local.learner import LearnerOptions, LocalLearner
 from winnow.learner.local.logprob import TokenDistribution
@@ -218,6 +225,58 @@ def test_a_gpu_gets_few_micro_batches() -> None:
     assert counts[1] <= 20 < counts[0]
 
 
+def test_a_gpu_gets_one_attention_call_a_layer() -> None:
+    """256 rollouts with prompts of GSM8K's lengths, two heads of 64; a CPU reads less padding instead."""
+    lengths = np.sort(np.random.default_rng(0).integers(60, 180, 256))[::-1]
+    calls = {device: len(plan(lengths, 2 * 2 * 64, device)) for device in ("cpu", "cuda")}
+    assert calls["cuda"] == 1 < calls["cpu"]
+
+
+def test_a_rank_gives_tensors_of_the_host() -> None:
+    """The driver that gets them may have no GPU."""
+    with PretendCuda():
+        there = torch.ones(2, device="cuda")
+        stats = Stats({"loss": 1.0}, [there], [there], [there], [there])
+        found = on_host({"logp": [there], "pair": (there, 3), "stats": stats})
+        assert not any(tensor.is_cuda for tensor in (*found["logp"], found["pair"][0]))
+        assert found["pair"][1] == 3
+        host = found["stats"]
+        tensors = host.log_w_B + host.log_ratio_N + host.baselines + host.row_norm_B
+        assert len(tensors) == 4
+        assert not any(tensor.is_cuda for tensor in tensors)
+        assert host.sums == {"loss": 1.0}
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_optimizer_state_of_ranks_is_loaded_to_the_device(tmp_path: Path) -> None:
+    """Fused AdamW refuses a `step` on the host."""
+    saved = rank_of_one("cpu")
+    step_of(saved)
+    save_shards(saved._optimizer_state(), tmp_path / OPTIMIZER_FOLDER)
+    with PretendCuda() as gpu:
+        loaded = rank_of_one("cuda")
+        loaded.load(tmp_path)
+        (state,) = loaded._optimizer.state.values()
+        assert {name: tensor.is_cuda for name, tensor in state.items()} == dict.fromkeys(state, True)
+        step_of(loaded)
+        assert float(state["step"]) == 2
+        assert not gpu.mixed, gpu.report()
+
+
+def rank_of_one(device: str) -> Any:
+    """The part of a rank that keeps an optimizer's state: one parameter, no process group."""
+    rank = object.__new__(ShardedLearner)
+    parameter = torch.nn.Parameter(torch.ones(3, device=device))
+    rank._params, rank.reference = {"w": parameter}, None
+    rank._optimizer = torch.optim.AdamW([parameter], fused=True)
+    return rank
+
+
+def step_of(rank: Any) -> None:
+    rank._params["w"].grad = torch.ones_like(rank._params["w"])
+    rank._optimizer.step()
+
+
 @pytest.mark.parametrize("heads", [(16, 8), (32, 8), (14, 2)])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_prefill_holds_the_keys_and_values_it_returns(heads: tuple[int, int], dtype: str) -> None:
@@ -250,6 +309,16 @@ def test_attention_of_groups_is_that_of_heads(dtype: str) -> None:
         np.testing.assert_allclose(ours.logp, theirs.logp, atol=1e-5 if dtype == "float32" else 2e-2)
 
 
+def test_an_engine_of_a_directory_is_on_the_gpu(tmp_path: Path) -> None:
+    qwen3().save_pretrained(tmp_path)
+    word_tokenizer(VOCAB).save_pretrained(tmp_path)
+    with PretendCuda() as gpu:
+        engine = LocalEngine.from_pretrained(str(tmp_path))
+        assert gpu.bytes > 0
+        assert LocalEngine.from_pretrained(str(tmp_path), device="cpu")._backend.device.type == "cpu"
+        del engine
+
+
 def test_no_plans_of_cudnn_on_a_gpu() -> None:
     before = torch.backends.cuda.cudnn_sdp_enabled()
     try:
@@ -258,6 +327,40 @@ def test_no_plans_of_cudnn_on_a_gpu() -> None:
             assert not torch.backends.cuda.cudnn_sdp_enabled()
     finally:
         torch.backends.cuda.enable_cudnn_sdp(before)
+
+
+@pytest.fixture
+def algorithms_as_before() -> Iterator[None]:
+    yield
+    torch.use_deterministic_algorithms(False)
+    os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
+
+
+@pytest.mark.parametrize("slots", [1, 4])
+def test_deterministic_runs_call_nothing_that_has_no_such_kernel(slots: int, algorithms_as_before: None) -> None:
+    """Updates of every kind of loss, and sampling, whose running sums PyTorch refuses to make."""
+    drawn = {"top_p": 0.9, "temperature": 0.7}
+    with PretendCuda():
+        m2po = LossConfig(correction=CORRECTIONS["m2po"]())
+        for pool, loss in ((None, LossConfig()), (None, m2po), ("energy", PLAIN), ("gradient", PLAIN)):
+            learner = learner_of(deterministic=True, drawn=drawn if pool is None else None, **BF16)
+            learner.accumulate(rows_of(pool=pool), loss, 0)
+            learner.apply(1e-3)
+        assert torch.are_deterministic_algorithms_enabled()
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+        with pytest.raises(RuntimeError, match="deterministic"):
+            torch.ones(3, device="cuda").cumsum(0)
+        engine = LocalEngine(qwen3(), word_tokenizer(VOCAB), slots=slots, device="cuda")
+        engine.submit([Request(i, (5, 6, 7), SamplingParams(6, **drawn), noise_key(0, i)) for i in range(slots)])
+        while engine.pending:
+            engine.step()
+        assert torch.are_deterministic_algorithms_enabled()
+
+
+def test_a_processor_is_left_as_it_is(algorithms_as_before: None) -> None:
+    LocalLearner(qwen3(), TokenDistribution(VOCAB), LearnerOptions(deterministic=True))
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ
 
 
 def test_samplers_are_forked_off_a_process_that_has_not_started_cuda(monkeypatch: pytest.MonkeyPatch) -> None:

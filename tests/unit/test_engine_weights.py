@@ -235,3 +235,15 @@ def test_seconds_add_up_to_the_engine_time() -> None:
     wall = time.perf_counter() - started
     assert all(event.seconds > 0 for event in done.values())
     assert sum(event.seconds for event in done.values()) <= wall
+
+
+def test_weights_may_be_released_twice() -> None:
+    model = make_model("qwen3")
+    engine = make_engine(model)
+    before = run(engine, [one((1, 2, 3), 4, 0)])
+    engine.release()
+    engine.release()
+    engine.load_weights(model.state_dict(), version=1)
+    after = run(engine, [one((1, 2, 3), 4, 0)])
+    (first,), (second,) = before.values(), after.values()
+    assert first.token_ids.tolist() == second.token_ids.tolist()

@@ -147,7 +147,8 @@ _FLAT = {
     "use `learner: {name: fsdp, ranks: ...}` (Ray)": "fsdp fsdp_config deepspeed accelerator_config parallelism_config "
     "ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph ddp_backend ddp_timeout "
     "ignore_bias_buffers local_rank n_gpus_per_node nnodes num_processes",
-    "runs are bit-identical with the same `seed` and `threads`": "full_determinism",
+    "use `deterministic: true` on a GPU; on a CPU runs are bit-identical with the same `seed` and `threads`": ""
+    "full_determinism",
     # evaluation
     "use `eval_steps`, which evaluates before the first step and at the end, too": "eval_strategy eval_delay "
     "evaluation_strategy eval_on_start test_freq val_before_train do_eval eval_interval",

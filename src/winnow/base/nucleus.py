@@ -28,8 +28,24 @@ def lowest_kept(
     top_NK = weights_NV.topk(int(k_N.max()), dim=-1).values
     rank_K = torch.arange(top_NK.shape[1], device=top_NK.device)
     top_NK = top_NK.masked_fill(rank_K >= k_N[:, None], 0)
-    cdf_NK = top_NK.cumsum(-1, dtype=torch.float64)
+    cdf_NK = running_sum(top_NK, torch.float64)
     before_NK = cdf_NK - top_NK
     kept_N = (before_NK < top_p_N[:, None].double() * cdf_NK[:, -1:]).sum(-1)
     last_N = torch.where(top_p_N < 1, kept_N, k_N).clamp(min=1) - 1
     return torch.maximum(top_NK.gather(1, torch.minimum(last_N, k_N - 1)[:, None]), min_p_N[:, None])
+
+
+def running_sum(values: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """`cumsum` over the last dimension of [K] or [N, K], also where PyTorch is set to deterministic algorithms.
+
+    On a GPU it then refuses all of `cumsum`, of which the kernel for a single row alone adds in any order.
+    """
+    if not (values.is_cuda and torch.are_deterministic_algorithms_enabled()):
+        return values.cumsum(-1, dtype=dtype)
+    rows = torch.atleast_2d(values)
+    torch.use_deterministic_algorithms(False)
+    try:
+        sums = (rows.expand(2, -1) if len(rows) == 1 else rows).cumsum(-1, dtype=dtype)
+    finally:
+        torch.use_deterministic_algorithms(True)
+    return sums[: len(rows)].view(values.shape)

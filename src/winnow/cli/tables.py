@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 from rich.console import Group, RenderableType
@@ -11,7 +12,8 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from .console import Json, command, show
+from ..base.files import write_json
+from .console import Json, Overrides, command, progress_console, settings, show
 
 app = typer.Typer()
 
@@ -36,11 +38,33 @@ def schema(as_json: Json = False) -> None:
 
 
 @command(app)
-def doctor(as_json: Json = False) -> None:
-    """Say what this machine can do, and the remedy for each lack."""
+def doctor(
+    overrides: Overrides = None,
+    measure: Annotated[bool, typer.Option("--measure", help="Measure what a run does here: minutes on a GPU.")] = False,
+    model: Annotated[str | None, typer.Option(help="With --measure: a model; else one is made.")] = None,
+    output: Annotated[Path | None, typer.Option("--out", help="With --measure: a file for the report.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Say what this machine can do, and the remedy for each lack.
+
+    With --measure `key=value` arguments are settings of a run: lora.r=16, dtype=float32.
+    """
     from ..run.doctor import examine
 
-    show(examine(), as_json, _findings)
+    if not measure:
+        if overrides or model or output:
+            raise ValueError("doctor: --model, --out and key=value arguments need --measure")
+        show(examine(), as_json, _findings)
+        return
+    from ..run.measure import measure as measured
+
+    console = progress_console(as_json)
+    report = measured(model, settings(overrides), lambda line: console.print(line, highlight=False, soft_wrap=True))
+    if output is not None:
+        write_json(output, report)
+    show(report, as_json, lambda found: Text("all is right" if found["right"] else "something is wrong; see above"))
+    if not report["right"]:
+        raise typer.Exit(1)
 
 
 def _findings(found: list[dict[str, str]]) -> Table:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,13 +63,16 @@ def resolve_device(name: str) -> torch.device:
     return device
 
 
-def prepare_cuda() -> None:
-    """Settings of this process for work on a GPU.
+def prepare_cuda(*, deterministic: bool = False) -> None:
+    """Settings of this process for work on a GPU; `deterministic` holds for the rest of it.
 
     cuDNN's attention builds a plan for every new shape, which takes about a second, and RL batches have new shapes in
     every step. PyTorch prefers it on Hopper and Blackwell; flash and memory-efficient attention need no plans.
     """
     torch.backends.cuda.enable_cudnn_sdp(False)
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read with the first matrix product
+        torch.use_deterministic_algorithms(True)
 
 
 def load_tokenizer(source: str | Path) -> Any:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..base.nucleus import lowest_kept, relative_weights
+from ..base.nucleus import lowest_kept, relative_weights, running_sum
 
 BLOCK, PIECE = 1024, 64
 """Vocabularies longer than a block are searched in two levels. A block's sum is that, in float64, of float32 sums of
@@ -83,7 +83,7 @@ def raw_logp(logits_NV: torch.Tensor, tokens_N: torch.Tensor) -> torch.Tensor:
 def draw(weights_NV: torch.Tensor, uniform_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The token at which the running sum of `weights_NV` (>= 0) passes `uniform_N` of the total; the float64 total."""
     if weights_NV.shape[1] <= BLOCK:
-        cdf_NV = weights_NV.cumsum(-1, dtype=torch.float64)
+        cdf_NV = running_sum(weights_NV, torch.float64)
         total_N = cdf_NV[:, -1].contiguous()
         return _passing(cdf_NV, total_N * uniform_N), total_N
     V = weights_NV.shape[1]
@@ -91,7 +91,7 @@ def draw(weights_NV: torch.Tensor, uniform_N: torch.Tensor) -> tuple[torch.Tenso
     pieces_NBP = weights_NV[:, :whole].unflatten(1, (-1, BLOCK // PIECE, PIECE)).sum(-1)
     rest_N1 = weights_NV[:, whole:].sum(-1, keepdim=True, dtype=torch.float64)
     sums_NB = torch.cat([pieces_NBP.sum(-1, dtype=torch.float64), rest_N1], 1)
-    cdf_NB = sums_NB.cumsum(-1)
+    cdf_NB = running_sum(sums_NB)
     total_N = cdf_NB[:, -1].contiguous()
     target_N = total_N * uniform_N
     block_N1 = _passing(cdf_NB, target_N)[:, None]
@@ -102,7 +102,7 @@ def draw(weights_NV: torch.Tensor, uniform_N: torch.Tensor) -> tuple[torch.Tenso
     if whole < V:
         columns_C = torch.arange(BLOCK, device=weights_NV.device)
         inside_NC = inside_NC.masked_fill(columns_C < (first_N - start_N)[:, None], 0)
-    inner_N = _passing(inside_NC.cumsum(-1, dtype=torch.float64), target_N - before_N)
+    inner_N = _passing(running_sum(inside_NC, torch.float64), target_N - before_N)
     return start_N + inner_N, total_N
 
 

@@ -14,10 +14,11 @@ from typing import Any
 
 import torch
 
-from ..config import ConfigError, RunConfig
+from ..config import ConfigError, RunConfig, method
 from ..engine import LocalOptions, VllmOptions
 from ..engine.local.engine import PREFILL_TOKENS
 from ..engine.vllm.options import PREFILL_TOKENS as VLLM_TOKENS
+from ..learner import LEARNERS
 from ..learner.local.recompute import WORTH
 from ..learner.local.vocabulary import SLICE_ELEMENTS
 from .activations import AT_LEAST, AT_MOST
@@ -211,17 +212,18 @@ def _remedy(c: RunConfig, phase: str) -> str:
 
 
 def _learner_parts(c: RunConfig, shapes: Shapes) -> dict[str, int]:
+    ranks = _ranks(c)
     weights = 4 * shapes.parameters
     if c.lora is not None:
         weights = 4 * shapes.vocabulary + (2 if _half_base(c, shapes) else 4) * _matrices(shapes) + 4 * shapes.trained
-    parts = {"weights": weights, "optimizer": _optimizer_bytes(c, shapes)}
+    parts = {"weights": weights // ranks, "optimizer": _optimizer_bytes(c, shapes) // ranks}
     if c.keeps_reference and c.lora is None:
         parts["reference"] = 4 * shapes.parameters
     return parts
 
 
 def _half_base(c: RunConfig, shapes: Shapes) -> bool:
-    return c.lora is not None and c.dtype == "bfloat16" and shapes.in_bfloat16
+    return c.lora is not None and c.dtype == "bfloat16" and shapes.in_bfloat16 and _ranks(c) == 1
 
 
 def _matrices(shapes: Shapes) -> int:
@@ -239,10 +241,20 @@ def _optimizer_bytes(c: RunConfig, shapes: Shapes) -> int:
     return each * shapes.trained + ends
 
 
+def _ranks(c: RunConfig) -> int:
+    """GPUs that cut weights, gradients and optimizer among them."""
+    options = method(LEARNERS, c.learner, "learner")
+    return getattr(options, "fsdp_size", None) or getattr(options, "ranks", 1)
+
+
 def _update_parts(c: RunConfig, shapes: Shapes) -> dict[str, int]:
     tokens = AT_LEAST if c.tokens_per_microbatch == "auto" else c.tokens_per_microbatch
-    parts = {"gradients": 4 * shapes.trained}
-    if c.dtype in HALF:
+    ranks = _ranks(c)
+    parts = {"gradients": 4 * shapes.trained // ranks}
+    if ranks > 1:  # whole: two layers, and the embedding and the head with their gradients, which all layers share
+        layer = _matrices(shapes) // shapes.layers
+        parts["gathered weights"] = 2 * 4 * layer + 2 * 8 * shapes.vocabulary
+    elif c.dtype in HALF:
         parts["half-precision copies"] = 2 * (shapes.parameters - (_matrices(shapes) if _half_base(c, shapes) else 0))
     parts["activations"] = tokens * _activations(c, shapes)
     parts["head"] = 3 * 4 * min(SLICE_ELEMENTS["cuda"], tokens * shapes.vocab_size)

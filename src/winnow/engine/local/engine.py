@@ -18,7 +18,7 @@ from ...base.weights import Weights
 from .. import slots as col
 from ..base import Event, Finished, Request
 from ..facts import Facts
-from ..loading import ModelReference
+from ..loading import ModelReference, resolve_device
 from ..sequences import SequenceEngine, Sequences
 from ..slots import Stopwatch
 from .backend import Output, Prefilled
@@ -111,11 +111,15 @@ class LocalEngine(SequenceEngine):
 
     @classmethod
     def from_pretrained(cls, path: str, **options: Any) -> LocalEngine:
-        """Engine over a Hugging Face directory or hub name; runs no code from it. Options as in `__init__`."""
+        """Engine over a Hugging Face directory or hub name; runs no code from it. Options as in `__init__`.
+
+        `device` defaults to a GPU if there is one.
+        """
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
         model = AutoModelForCausalLM.from_pretrained(path, trust_remote_code=False)
-        return cls(model, AutoTokenizer.from_pretrained(path, trust_remote_code=False), **options)
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+        return cls(model, tokenizer, **{"device": resolve_device("auto")} | options)
 
     @property
     def dtype(self) -> str:
@@ -164,8 +168,9 @@ class LocalEngine(SequenceEngine):
 
         The learner has it meanwhile, where both share a device. Raises nothing; `step` does, until then.
         """
+        if not self._released:
+            self._backend.release()
         self._released = True
-        self._backend.release()
         self._forget()
         if not self.sequences.table.n and not self.options.fixed_slots:
             self._cache.clear()

@@ -16,6 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ...base.failpoint import failpoint
 from ...base.weights import StateWeights, WeightSource, adapters_of, state_once
+from ...engine.loading import prepare_cuda
 from ...engine.saving import Types, save_whole
 from ...methods.correct import Evidence, OverBatch
 from ...methods.loss import LossConfig, kl_loss, policy_loss
@@ -52,6 +53,8 @@ class LearnerOptions:
     matmul_precision: str = "highest"
     """float32 matrix products of the update; `medium` uses bfloat16 units (AMX, tensor cores) where there are any."""
     gradient_checkpointing: bool = False
+    deterministic: bool = False
+    """On a GPU: only kernels that add in the same order every time."""
     tokens_per_microbatch: int = 16_384
     """Padded tokens of one forward and backward pass; a longer row goes alone."""
     pad_id: int = 0
@@ -83,6 +86,8 @@ class LocalLearner:
         self._reference_moved = False
         self._causal_lm: Any = model.get_base_model() if hasattr(model, "peft_config") else model
         model.eval()
+        if self.device.type == "cuda":
+            prepare_cuda(deterministic=options.deterministic)
         self._own_head = False
         self._share_prompts = False
         self._recomputing: Recomputing | None = None

@@ -42,6 +42,7 @@ def options(policy: Policy, c: RunConfig) -> LearnerOptions:
         compute_dtype=torch.float32 if c.dtype == "auto" else getattr(torch, c.dtype),
         matmul_precision=c.matmul_precision,
         gradient_checkpointing=checkpointing is True,
+        deterministic=c.deterministic,
         tokens_per_microbatch=LearnerOptions.tokens_per_microbatch if tokens == "auto" else tokens,
         pad_id=policy.tokenizer.pad_token_id or 0,
         merge_adapters=c.lora is None or c.lora.merge,

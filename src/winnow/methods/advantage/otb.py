@@ -7,6 +7,7 @@ from typing import ClassVar
 
 import torch
 
+from ...base.nucleus import running_sum
 from .in_update import InUpdate, Weighing
 
 
@@ -41,7 +42,7 @@ def token_sums(
     energy_BA = torch.zeros(there_BA.shape, dtype=torch.float64, device=mask_BT.device)
     energy_BA[there_BA] = energy_BT.double()[mask_BT]
     there = there_BA.double()
-    weight_BA = there * energy_BA.cumsum(1)
+    weight_BA = there * running_sum(energy_BA)
     rewards_B1 = rewards_B.double()[:, None]
     parts = torch.stack([weight_BA * rewards_B1, weight_BA, there * rewards_B1, there])
     return parts.new_zeros(4, groups, there.shape[1]).index_add_(1, number_B, parts)

