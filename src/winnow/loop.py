@@ -349,10 +349,11 @@ class Loop:
         self._useful.solved_steps = int(state.get("solved_steps", 0))
         if not self.judge.success.declared:
             self.judge.success.undecided = self.judge.success.undecided or str(state.get("undecided", ""))
-        self.parts.buffer.groups = [group_from(g, self.parts.prompts) for g in state["waiting"]]
-        for group in self.parts.buffer.groups:
+        for waiting in state["waiting"]:
+            group = group_from(waiting, self.parts.prompts)
             require_types(group)
             _require_trainable(group, self.step)
+            self.parts.buffer.add(group)
         self.parts.buffer.spent = int(state["spent"])
         self.parts.selector.load_state_dict(state["selector"])
         self.parts.group_size.load_state_dict(state["group_size"])

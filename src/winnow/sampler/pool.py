@@ -210,23 +210,22 @@ class SamplerPool:
         return sorted(groups, key=lambda group: group.visit.number)
 
     def run(self, jobs: Sequence[Job]) -> list[Group]:
-        waiting, found = deque(jobs), dict[int, Group]()
+        waiting, found, live = deque(jobs), dict[int, Group](), 0
         while len(found) < len(jobs):
-            while waiting and self._has_room(waiting[0]):
+            while waiting and self._has_room(live, waiting[0]):
+                live += waiting[0].size
                 self.launch(waiting.popleft())
             for group in self._heard(wait=True):
                 if group.purpose == "train":
                     self._landed.append(group)
                 else:
                     found[group.visit.number] = group
+                    live -= len(group.rollouts)
         return [found[job.visit.number] for job in jobs]
 
-    def _has_room(self, job: Job) -> bool:
-        """Whether the environments of a job may live beside those of the others that are not for training."""
-        if self._live is None:
-            return True
-        live = sum(sent.job.size for sent in self._flying if sent.job.purpose != "train")
-        return live == 0 or live + job.size <= self._live * len(self._placed)
+    def _has_room(self, live: int, job: Job) -> bool:
+        """Whether the environments of a job fit next to the `live` ones of other jobs that are not for training."""
+        return self._live is None or live == 0 or live + job.size <= self._live * len(self._placed)
 
     def _heard(self, *, wait: bool) -> list[Group]:
         """Groups that have come, waiting a moment for the first; samplers are looked after."""
