@@ -42,8 +42,9 @@ from winnow.sampler import SamplerContext, pool
 from winnow.sampler.buffer import Buffer
 from winnow.sampler.codec import group_from, group_state
 from winnow.sampler.member import Inbox, Message
+from winnow.sampler.options import PoolOptions
 from winnow.sampler.pace import Beside
-from winnow.sampler.pool import PoolOptions, SamplerPool
+from winnow.sampler.pool import SamplerPool
 from winnow.study.warm_start import word_tokenizer
 from winnow.types import Group, Prompt, Rollout, Turn, Visit
 
@@ -124,8 +125,10 @@ class Samplers:
         if "launch" in content:
             self._working.append((channel, content["launch"]))
             return
-        start = content.get("start", content)
-        self.version = start["version"]
+        if "start" in content:
+            channel.inbox.put(Message(channel, {"built": True}))
+            return
+        self.version = content["version"]
         channel.inbox.put(Message(channel, {"loaded": self.version, "dtype": "float32", "metrics": {}}))
 
     def answer(self, n: int) -> None:
@@ -166,6 +169,7 @@ class Nowhere:
     """Weights that nobody reads."""
 
     version = -1
+    bytes = 0
 
     def write(self, weights: Any, version: int) -> None:
         self.version = version

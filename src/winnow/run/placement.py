@@ -10,7 +10,7 @@ from ..config import MethodSpec, RunConfig, method
 from ..engine import ENGINES
 from ..engine.loading import load_config
 from ..learner import LEARNERS, Fsdp
-from ..sampler.pool import PoolOptions
+from ..sampler.options import PoolOptions
 from .build import sampler_options
 
 if TYPE_CHECKING:
