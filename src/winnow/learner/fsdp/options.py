@@ -27,7 +27,7 @@ class Fsdp:
     num_gpus: float = 0.0
     """GPUs of each rank; with them ranks talk over NCCL, else over gloo."""
     timeout_s: float = 600.0
-    """Silence after which a rank is taken for lost."""
+    """Silence after which a rank is taken for lost; a call may take longer."""
     ray_address: str | None = None
     """Cluster to join, e.g. `auto`; None is that of RAY_ADDRESS, or one that is started on this machine."""
 
@@ -52,8 +52,9 @@ class Fsdp:
 
         cluster.join("learner", self.ray_address, [config.learner, config.sync])
         cluster.require("learner", f"{self.ranks} ranks", CPU=self.ranks * self.threads, GPU=self.ranks * self.num_gpus)
+        size = sum(p.numel() * p.element_size() for p in policy.model.parameters())
         try:
-            ranks = Ranks(self.ranks, self.threads, self.num_gpus, self.timeout_s)
+            ranks = Ranks(self.ranks, self.threads, self.num_gpus, self.timeout_s, size)
             for model in (policy.model, policy.reference):
                 if model is not None:
                     model.cpu()  # each rank has its own device
