@@ -164,6 +164,8 @@ def serve(inbox: queue.SimpleQueue[dict[str, Any]], reply: Reply, read: ReadWeig
         reply({"refused": str(error)})
     finally:
         server.rewarder.close()
+        if (close := getattr(server.engine, "close", None)) is not None:
+            close()
 
 
 def _write(fd: int, content: dict[str, Any]) -> None:

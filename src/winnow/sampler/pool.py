@@ -347,7 +347,10 @@ class SamplerPool:
         return [group for group in groups if group.purpose == "train"]
 
     def _stopped(self) -> list[Group]:
-        """Groups that the samplers hand back when told to stop, and those that they had finished before."""
+        """Groups that the samplers hand back when told to stop, and those that they had finished before.
+
+        Waits until the samplers have ended: they close their engines and rewards.
+        """
         for member in self._placed:
             member.channel.send({"stop": True})
         waiting = {id(member.channel) for member in self._placed}
@@ -359,7 +362,7 @@ class SamplerPool:
             except queue.Empty:
                 break
             flights = next((m.flights for m in self._members if m.channel is channel), {})
-            if content is None or "stopped" in content:
+            if content is None:
                 waiting.discard(id(channel))
             if content is not None:
                 found = [*content.get("stopped", []), *filter(None, [content.get("group")])]
