@@ -33,6 +33,7 @@ from typing import Any, Literal
 import numpy as np
 from machine import machine
 
+from winnow.base.memory import heap_frozen
 from winnow.config import validate
 from winnow.loop import Hooks, Loop, Parts
 from winnow.record.ledger import Ledger
@@ -224,8 +225,9 @@ def measure(kind: Kind, samplers: int, in_flight: int, polled: int, groups: int)
         shares.book()
         shares.seconds.clear()
         started = time.perf_counter()
-        while _finished(loop) - before < groups:
-            loop.one_step()
+        with heap_frozen():  # as in a run
+            while _finished(loop) - before < groups:
+                loop.one_step()
         shares.book()
         wall = time.perf_counter() - started
         done = _finished(loop) - before

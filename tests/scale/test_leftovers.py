@@ -47,7 +47,9 @@ class Run:
         self.config, self.tmp, self.mark = config, tmp, uuid4().hex
         env = os.environ | {MARK: self.mark, "TMPDIR": str(tmp), "OMP_NUM_THREADS": "1"}
         log = (tmp.parent / "driver.log").open("w")
-        self.driver = subprocess.Popen([sys.executable, "-c", TRAIN, json.dumps(config)], env=env, stdout=log, stderr=2)
+        self.driver = subprocess.Popen(
+            [sys.executable, "-c", TRAIN, json.dumps(config)], env=env, stdout=log, stderr=log
+        )
         self.mapped_before = set(os.listdir("/dev/shm"))
 
     def processes(self, name: str = "") -> list[psutil.Process]:
@@ -71,6 +73,12 @@ class Run:
             "shared memory": sorted(shared),
             "files": sorted(path.name for path in self.tmp.iterdir() if path.name != "torchinductor_root"),
         }
+
+    def steps(self, n: int) -> bool:
+        """Whether it has made so many; AssertionError, with what it printed, when it has ended before."""
+        log = (self.tmp.parent / "driver.log").read_text()
+        assert self.driver.poll() is None or len(rows(self.config)) >= n, log[-2000:]
+        return len(rows(self.config)) >= n
 
     def stop(self) -> None:
         self.driver.send_signal(signal.SIGINT)
@@ -106,7 +114,7 @@ NONE: dict[str, list[str]] = {"processes": [], "shared memory": [], "files": []}
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_sampler(run: Run, fault: signal.Signals) -> None:
-    wait_for(lambda: len(rows(run.config)) >= 2)
+    wait_for(lambda: run.steps(2))
     [sampler] = run.processes("ray::SamplerActor")
     sampler.send_signal(fault)
     wait_for(lambda: restarts(run.config) >= 1)
@@ -117,7 +125,7 @@ def test_a_sampler(run: Run, fault: signal.Signals) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_rank(run: Run, fault: signal.Signals) -> None:
-    wait_for(lambda: len(rows(run.config)) >= 2)
+    wait_for(lambda: run.steps(2))
     run.processes("ray::Rank")[0].send_signal(fault)
     assert run.driver.wait(timeout=120) == 1
     assert nothing(run) == NONE
@@ -126,7 +134,7 @@ def test_a_rank(run: Run, fault: signal.Signals) -> None:
 @pytest.mark.slow
 def test_the_driver(run: Run) -> None:
     """Two agents of Ray itself look for its raylet once a minute."""
-    wait_for(lambda: len(rows(run.config)) >= 2)
+    wait_for(lambda: run.steps(2))
     run.driver.kill()
     run.driver.wait()
     agents: Callable[[], bool] = lambda: all("agent" in name for name in run.left()["processes"])  # noqa: E731

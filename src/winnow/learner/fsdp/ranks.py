@@ -33,6 +33,7 @@ class Ranks:
         self.world = world
         self.timeout_s, self.size = timeout_s, size
         self._actors: list[Any] = []
+        self._started = False
         self._place = placement_group([{"CPU": threads, "GPU": num_gpus}] * world, strategy="PACK")
         try:
             if not self._place.wait(START_S):
@@ -49,6 +50,7 @@ class Ranks:
                 )
                 self._actors.append(actor.remote(rank, world, threads, os.getcwd()))
             host, port = self.all("listen", [(timeout_s,)] * world)[0]
+            self._started = True
             limit_s = 2 * timeout_s + transfer_s(size)  # the pulse, which knows who is stuck, must notice it first
             self.all("join", [(host, port, limit_s)] * world)
         except BaseException:
@@ -86,7 +88,8 @@ class Ranks:
             ready, _ = ray.wait(waiting, timeout=min(LOOK_S, self.timeout_s))
             if not ready:
                 busy = [asked.index(reference) for reference in waiting]
-                if trouble := pulses.look(busy, self.timeout_s, self.timeout_s + transfer_s(self.size)):
+                silent_s = self.timeout_s if self._started else max(self.timeout_s, START_S)
+                if trouble := pulses.look(busy, silent_s, silent_s + transfer_s(self.size)):
                     self._lost(trouble)
             for reference in ready:
                 try:
