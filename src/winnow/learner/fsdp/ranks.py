@@ -93,7 +93,7 @@ class Ranks:
                     self._lost(trouble)
             for reference in ready:
                 try:
-                    answers[reference] = ray.get(reference)  # it is here
+                    answers[reference] = ray.get(reference, timeout=self.timeout_s)
                 except Exception as error:
                     cause = getattr(error, "cause", None)
                     if isinstance(cause, harmless):
@@ -136,7 +136,7 @@ class Pulses:
         for rank in busy:
             if rank in self._asked and ray.wait([self._asked[rank]], timeout=0)[0]:
                 with contextlib.suppress(ray.exceptions.RayError):  # it has died, and its call says how
-                    self._note(rank, ray.get(self._asked.pop(rank)))
+                    self._note(rank, ray.get(self._asked.pop(rank), timeout=LOOK_S))
             if rank not in self._asked:
                 self._asked[rank] = self._actors[rank].pulse.remote()
         now = time.monotonic()
