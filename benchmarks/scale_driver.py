@@ -33,6 +33,7 @@ from typing import Any, Literal
 import numpy as np
 from machine import machine
 
+from winnow.base.memory import heap_frozen
 from winnow.collect import Collector
 from winnow.config import validate
 from winnow.record.ledger import Ledger
@@ -42,8 +43,9 @@ from winnow.sampler import SamplerContext, pool
 from winnow.sampler.buffer import Buffer
 from winnow.sampler.codec import group_from, group_state
 from winnow.sampler.member import Inbox, Message
+from winnow.sampler.options import PoolOptions
 from winnow.sampler.pace import Beside
-from winnow.sampler.pool import PoolOptions, SamplerPool
+from winnow.sampler.pool import SamplerPool
 from winnow.study.warm_start import word_tokenizer
 from winnow.types import Group, Prompt, Rollout, Turn, Visit
 
@@ -124,8 +126,10 @@ class Samplers:
         if "launch" in content:
             self._working.append((channel, content["launch"]))
             return
-        start = content.get("start", content)
-        self.version = start["version"]
+        if "start" in content:
+            channel.inbox.put(Message(channel, {"built": True}))
+            return
+        self.version = content["version"]
         channel.inbox.put(Message(channel, {"loaded": self.version, "dtype": "float32", "metrics": {}}))
 
     def answer(self, n: int) -> None:
@@ -166,6 +170,7 @@ class Nowhere:
     """Weights that nobody reads."""
 
     version = -1
+    bytes = 0
 
     def write(self, weights: Any, version: int) -> None:
         self.version = version
@@ -240,8 +245,9 @@ def measure(kind: Kind, samplers: int, in_flight: int, polled: int, groups: int)
         shares.book()
         shares.seconds.clear()
         started = time.perf_counter()
-        while _finished(collector.ledger) - before < groups:
-            one_step()
+        with heap_frozen():  # as in a run
+            while _finished(collector.ledger) - before < groups:
+                one_step()
         shares.book()
         wall = time.perf_counter() - started
         done = _finished(collector.ledger) - before

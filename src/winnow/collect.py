@@ -256,10 +256,11 @@ class Collector:
         self._useful.solved_steps = int(state.get("solved_steps", 0))
         if not self.judge.success.declared:
             self.judge.success.undecided = self.judge.success.undecided or str(state.get("undecided", ""))
-        self.buffer.groups = [group_from(g, self.prompts) for g in state["waiting"]]
-        for group in self.buffer.groups:
+        for waiting in state["waiting"]:
+            group = group_from(waiting, self.prompts)
             require_types(group)
             _require_trainable(group, step)
+            self.buffer.add(group)
         self.buffer.spent = int(state["spent"])
         self.selector.load_state_dict(state["selector"])
         self.group_size.load_state_dict(state["group_size"])

@@ -105,7 +105,6 @@ def resume(name: str) -> Callable[[bytes, Path], object]:
 
     def run(data: bytes, folder: Path) -> object:
         from winnow.run.checkpoint import parsed, understood
-        from winnow.sampler.buffer import oldest
 
         file, loop, whole = folder / "state.json", _loop(), _behind()[1]
         file.write_bytes(data)
@@ -115,7 +114,8 @@ def resume(name: str) -> Callable[[bytes, Path], object]:
             loop.load_state_dict(state)
         parts = loop.collector
         for group in parts.buffer.groups:
-            oldest(group, loop.step), parts.judge.kind(group), repr(group)
+            parts.judge.kind(group), repr(group)
+        parts.buffer.ready(loop.step)
         for gate in parts.gates.values():
             gate.end_step()
             gate.rule(), gate.metrics()

@@ -468,6 +468,43 @@ def test_a_silent_rank_is_given_up(local_cluster: None) -> None:
         cut.apply(1e-3)
 
 
+def on_ranks(ranks: Ranks, act: Any) -> list[Any]:
+    """What a function of a rank returns on each of them."""
+    return ray.get([actor.__ray_call__.remote(act) for actor in ranks._actors], timeout=60)
+
+
+MANY = 800
+"""Rows that two ranks take some ten seconds for."""
+
+
+def test_a_frozen_rank_is_named_alone_and_a_long_call_is_none(local_cluster: None) -> None:
+    """The other waits for it in a collective, and answers meanwhile."""
+    ranks = Ranks(world=2, threads=1, num_gpus=0, timeout_s=120)
+    cut = over(ranks, policy())
+    ranks.timeout_s = 4
+    pids = on_ranks(ranks, lambda rank: os.getpid())
+    started = time.monotonic()
+    cut.accumulate(random_rows(seed=0, n=MANY), LOSSES["plain"])
+    assert time.monotonic() - started > 4, "longer than a rank may be silent"
+    os.kill(pids[1], signal.SIGSTOP)
+    started = time.monotonic()
+    with pytest.raises(LearnerLostError, match="learner: rank 1 said nothing for 4 s"):
+        cut.accumulate(random_rows(seed=0, n=4), LOSSES["plain"])
+    assert time.monotonic() - started < 30
+
+
+def test_ranks_that_hang_are_given_up_although_they_answer(local_cluster: None) -> None:
+    def hang(rank: Any) -> None:
+        rank.learner.apply = lambda lr: threading.Event().wait()
+
+    ranks = Ranks(world=1, threads=1, num_gpus=0, timeout_s=120, size=20_000_000)
+    cut = over(ranks, policy())
+    ranks.timeout_s = 2
+    on_ranks(ranks, hang)
+    with pytest.raises(LearnerLostError, match="rank 0 made no progress for 4 s"):
+        cut.apply(1e-3)
+
+
 def test_rollouts_without_a_gradient_count_in_the_step_size_as_in_one_process(ranks: Ranks) -> None:
     """Their ratios take a forward pass, in which ranks may have different numbers of rows."""
     parts = policy()

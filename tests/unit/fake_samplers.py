@@ -14,7 +14,8 @@ import pytest
 from winnow.config import validate
 from winnow.sampler import SamplerContext, pool
 from winnow.sampler.member import Member, Message
-from winnow.sampler.pool import PoolOptions, SamplerPool
+from winnow.sampler.options import PoolOptions
+from winnow.sampler.pool import SamplerPool
 from winnow.types import Group, Job, Prompt, Purpose, Rollout, Visit
 
 PROMPTS = [Prompt(f"p{i}", i, text="p") for i in range(9)]
@@ -50,6 +51,7 @@ class FakeTransport:
 
     def __init__(self) -> None:
         self.version = -1
+        self.bytes = 0
         self.removed = False
 
     def write(self, weights: Mapping[str, Any], version: int) -> None:
@@ -106,7 +108,8 @@ def pools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def working(member: Member) -> None:
-    member.ready, member.heard = True, float("inf")
+    member.built = member.ready = True
+    member.heard = member.moved = float("inf")
 
 
 def evaluation(n: int, size: int = 1) -> list[Job]:

@@ -24,7 +24,7 @@ from winnow.methods.advantage import ADVANTAGES
 from winnow.methods.filter import FILTERS
 from winnow.methods.group_kind import GroupJudge, is_zero_variance
 from winnow.methods.loss import LossConfig
-from winnow.sampler.buffer import Buffer, oldest
+from winnow.sampler.buffer import Buffer, oldest_version
 from winnow.types import Fate, Group, GroupKind, Prompt, Rollout, Visit
 
 
@@ -210,5 +210,5 @@ class TestBuffer:
     def test_lag_counts_the_oldest_token(self) -> None:
         group = make_group(0, [1.0, 0.0], version=5)
         group.rollouts[1].versions[0] = 3
-        assert oldest(group, 6) == 3
-        assert oldest(make_group(0, [None], lengths=[0]), 6) == 6
+        assert oldest_version(group) == 3
+        assert oldest_version(make_group(0, [None], lengths=[0])) is None

@@ -13,10 +13,10 @@ import pytest
 from winnow.base.noise import noise_key
 from winnow.record.stopping import RunStoppedError
 from winnow.sampler.base import SamplersLostError
-from winnow.sampler.buffer import oldest
 from winnow.types import GroupKind, Verdict, Visit
 
 from .fake_run import FakeRun, Outcome
+from .test_pacing import oldest
 
 STEPS, BATCH = 15, 4
 CUTS = (

@@ -14,7 +14,8 @@ from winnow.learner.fsdp.learner import FsdpLearner
 from winnow.learner.fsdp.rank import Rank
 from winnow.sampler import SamplersLostError, pool
 from winnow.sampler.codec import group_state
-from winnow.sampler.pool import PoolOptions, SamplerPool
+from winnow.sampler.options import PoolOptions
+from winnow.sampler.pool import SamplerPool
 
 from .fake_samplers import FakeChannel, channel_of, channel_of_member, evaluation, group, job, visit, working
 
@@ -162,12 +163,77 @@ def test_the_version_is_the_oldest_that_is_known(sampler: SamplerPool) -> None:
 
 
 def test_a_sampler_that_starts_holds_nobody_up(sampler: SamplerPool) -> None:
-    """It begins with the newest weights that it was told of; whatever is launched on it comes after them."""
-    sampler._members[1].ready = False
+    """It is sent no weights until its engine is built, and then the newest; after that it counts like the others."""
+    starts = sampler._members[1]
+    starts.built = starts.ready = False
     for version in (1, 2, 3):
         sampler.publish({}, [], version)
         channel_of(sampler, 0).says({"loaded": version, "dtype": "float32", "metrics": {}})
         sampler.poll()
         assert sampler.version == version
-    assert [message["version"] for message in channel_of(sampler, 1).told if "weights" in message] == [1, 2, 3]
+    assert versions_sent(sampler, 1) == []
+    channel_of(sampler, 1).says({"built": True})
+    sampler.poll()
+    assert versions_sent(sampler, 1) == [3]
     assert sampler.metrics()["sampler/1/lag"] <= 1
+    sampler.publish({}, [], 4)
+    channel_of(sampler, 0).says({"loaded": 4, "dtype": "float32", "metrics": {}})
+    sampler.poll()
+    assert versions_sent(sampler, 1) == [3, 4]
+    assert sampler.version == 3, "its first jobs may have tokens of version 3"
+
+
+def versions_sent(sampler: SamplerPool, slot: int) -> list[int]:
+    """Versions of the weights that a sampler was sent, with its start or later."""
+    told = [message.get("start", message) for message in channel_of(sampler, slot).told]
+    return [message["version"] for message in told if "weights" in message]
+
+
+def test_a_sampler_that_freezes_while_it_starts_is_noticed_like_any_other(sampler: SamplerPool) -> None:
+    starts, waits = sampler._members[1], channel_of(sampler, 1)
+    starts.built = starts.ready = False
+    starts.moved = time.monotonic()
+    waits.says({"busy": True})
+    sampler.poll()
+    starts.heard -= sampler.options.timeout_s - 5
+    sampler.poll()
+    assert sampler._members[1] is starts
+    starts.heard -= 10
+    sampler.poll()
+    assert sampler._members[1] is not starts
+    assert waits.killed
+
+
+def test_a_long_start_is_waited_for_by_the_bytes_of_the_weights(sampler: SamplerPool) -> None:
+    """28 GB at 10 MB/s are 2,800 s, on top of `timeout_s`. What hangs for longer is replaced though it answers."""
+    starts, waits = sampler._members[1], channel_of(sampler, 1)
+    starts.built = starts.ready = False
+    sampler._transport.bytes = 28_000_000_000
+    for seconds, there in ((3_000, True), (3_200, False)):
+        starts.moved = time.monotonic() - seconds
+        waits.says({"busy": True})
+        sampler.poll()
+        assert (sampler._members[1] is starts) == there
+
+
+@pytest.mark.parametrize(("least", "ended"), [(2, True), (1, False)])
+def test_a_sampler_that_keeps_refusing_is_given_up_where_fewer_are_enough(
+    sampler: SamplerPool, monkeypatch: pytest.MonkeyPatch, least: int, ended: bool
+) -> None:
+    monkeypatch.setattr(PoolOptions, "least", least)
+    sampler.launch(job(0))
+    sampler.launch(job(1))
+    for attempt in range(3):
+        channel_of(sampler, 1).says({"refused": "model: '/m' is missing"})
+        if attempt < 2:
+            assert sampler.poll() == []
+            assert sampler._members[1].deaths == attempt + 1
+        elif ended:
+            with pytest.raises(SamplersLostError, match=r"sampler 1 .*refused \(model: '/m' is missing\)\n3 times"):
+                sampler.poll()
+        else:
+            with pytest.warns(UserWarning, match=r"'/m' is missing(.|\n)*the run goes on with 1 of 2 samplers"):
+                sampler.poll()
+            assert len(sampler._members) == 1
+            assert len(sampler._members[0].flights) == 2, "the other has its work"
+    assert sampler.pending == 2

@@ -7,7 +7,8 @@ import random
 import numpy as np
 import pytest
 
-from winnow.sampler.buffer import Buffer, oldest
+from winnow.sampler import buffer as buffer_module
+from winnow.sampler.buffer import Buffer
 from winnow.types import Group, Prompt, Rollout, Visit
 
 PROMPT = Prompt("p", 0, text="p")
@@ -17,6 +18,11 @@ def finished(visit: Visit, versions: list[int]) -> Group:
     n = len(versions)
     rollout = Rollout(0, (1,), np.zeros(n, np.int64), np.ones(n, bool), np.zeros(n, np.float32), np.array(versions))
     return Group(visit, [rollout])
+
+
+def oldest(group: Group, version: int) -> int:
+    versions = [int(r.versions[r.action_mask].min()) for r in group.rollouts if r.action_mask.any()]
+    return min(versions, default=version)
 
 
 class World:
@@ -114,3 +120,50 @@ def test_room_counts_what_waits_what_flies_and_what_was_spent() -> None:
     buffer.add(finished(Visit(1, 0, PROMPT), [5]))
     buffer.spend()
     assert buffer.room(5, 5) == 9
+
+
+def one_by_one(buffer: Buffer, version: int) -> bool:
+    """`ready`, by going through every group."""
+    if buffer.missing:
+        return False
+    waiting = sorted(oldest(group, version) for group in buffer.groups)[buffer.prompts_per_step :]
+    ages = sorted([*waiting, *(flight.version for flight in buffer.in_flight)])
+    return all(age + buffer.max_lag > version + i // buffer.prompts_per_step for i, age in enumerate(ages))
+
+
+def test_readiness_is_that_of_going_through_every_group() -> None:
+    draws, found = random.Random(0), set()
+    for _ in range(3_000):
+        buffer, version = Buffer(draws.randint(1, 4), draws.randint(0, 4), carry=True), 9
+        for number in range(draws.randint(0, 12)):
+            visit, oldest_possible = Visit(number, 0, PROMPT), draws.randint(version - buffer.max_lag, version)
+            buffer.launched(visit, 1, oldest_possible)
+            if draws.random() < 0.8:
+                tokens = [draws.randint(oldest_possible, version) for _ in range(draws.randint(0, 3))]
+                buffer.landed(group := finished(visit, tokens))
+                buffer.add(group)
+        if draws.random() < 0.3:
+            buffer.take(version)
+        assert buffer.ready(version) == one_by_one(buffer, version)
+        found.add(buffer.ready(version))
+    assert found == {True, False}
+
+
+def test_a_poll_reads_no_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each group's age is read once, when it comes, however often the loop asks whether the batch may be taken."""
+    reads, real = [], buffer_module.oldest_version
+
+    def counted(group: Group) -> int | None:
+        reads.append(group)
+        return real(group)
+
+    monkeypatch.setattr(buffer_module, "oldest_version", counted)
+    buffer = Buffer(8, 4, carry=True)
+    buffer.launched(Visit(1_000, 0, PROMPT), 1, 0)  # a straggler that blocks the batch
+    for number in range(32):
+        buffer.add(finished(Visit(number, 0, PROMPT), [4]))
+        for _ in range(10):
+            assert not buffer.ready(4)
+    buffer.take(4)
+    buffer.expire(4)
+    assert len(reads) == 32

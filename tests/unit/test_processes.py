@@ -213,7 +213,8 @@ def test_few_environments_are_alive_beside_training(made: Any, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("where", ["poll", "run"])
-def test_a_sampler_that_refuses_ends_the_run_with_its_reason(sampler: SamplerPool, where: str) -> None:
+def test_a_sampler_that_refuses_ends_the_run_where_no_other_works(sampler: SamplerPool, where: str) -> None:
+    sampler._members[0].ready = False
     channel_of(sampler, 1).says({"refused": "gate divergence needs what is not there"})
     with pytest.raises(SamplerRefusedError, match="gate divergence needs what is not there"):
         sampler.poll() if where == "poll" else sampler.run(evaluation(2))

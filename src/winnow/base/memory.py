@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 
@@ -23,3 +26,13 @@ def resident_mib() -> float:
     except OSError:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+@contextmanager
+def heap_frozen() -> Iterator[None]:
+    """Leave modules, prompts and all else that exists now out of the body's garbage collections, which walk them."""
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()

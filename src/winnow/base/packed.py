@@ -6,6 +6,7 @@ import base64
 import math
 import zlib
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -54,6 +55,7 @@ def unpack_all(state: Mapping[str, Any]) -> list[np.ndarray | None]:
     return found
 
 
+@lru_cache(maxsize=64)
 def _numbers(name: Any) -> np.dtype[Any]:
     """NumPy would take bytes for pointers where they are said to be objects, and follow them."""
     dtype = np.dtype(name)

@@ -25,6 +25,15 @@ class TensorSpec:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
+SLOWEST = 10e6
+"""Bytes a second of a link or disk that is slow but works; time limits allow for it."""
+
+
+def transfer_s(size: int) -> float:
+    """Seconds that a time limit allows for so many bytes."""
+    return size / SLOWEST
+
+
 class WeightSource(Protocol):
     """Weights under the names of the Hugging Face model's `state_dict()`, tied ones once, adapters merged, or adapters
     alone (see `adapters_of`); a version is no part of it.

@@ -66,7 +66,7 @@ class GroupJudge:
             return self._level(group, all)
         if kind is not GroupKind.SIGNAL or self.advantage is None or not self.advantage.group_relative:
             return kind
-        if np.nan_to_num(self.advantage.of_batch([group])[0]).any():
+        if (np.abs(self.advantage.of_batch([group])[0]) > 0).any():  # NaN, an absent member, is not
             return kind
         return self._level(group, any)
 

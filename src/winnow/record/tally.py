@@ -64,12 +64,12 @@ class Tally:
             self.distinct.append(len({rollout.token_ids.tobytes() for rollout in ended}) / len(ended))
         for rollout in group.rollouts:
             self.rollouts += 1
-            self.sampled_tokens += int(rollout.action_mask.sum())
+            self.sampled_tokens += int(np.count_nonzero(rollout.action_mask))
             self.barrier_wait_s += rollout.barrier_wait_s
             if rollout.fate == Fate.FAILED:
                 self.failed.add(rollout.reason, group.prompt.id)
         for rollout in group.siblings:
-            self.lengths.append(int(rollout.action_mask.sum()))
+            self.lengths.append(int(np.count_nonzero(rollout.action_mask)))
             self.truncated += rollout.stop_reason == "length"
             self.turns.append([turn.stop_reason for turn in rollout.turns])
             for name, value in rollout.rewards.items():
@@ -79,7 +79,7 @@ class Tally:
     def fated(self, group: Group) -> None:
         """A group's rollouts have their fates."""
         for rollout in group.rollouts:
-            self.tokens[str(rollout.fate)] += int(rollout.action_mask.sum())
+            self.tokens[str(rollout.fate)] += int(np.count_nonzero(rollout.action_mask))
 
     @property
     def judged(self) -> int:

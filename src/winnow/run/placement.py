@@ -13,7 +13,7 @@ from ..engine import ENGINES
 from ..engine.loading import load_config, resolve_device
 from ..learner import LEARNERS, Fsdp
 from ..sampler import Ray
-from ..sampler.pool import PoolOptions
+from ..sampler.options import PoolOptions
 from .build import sampler_options
 
 if TYPE_CHECKING:

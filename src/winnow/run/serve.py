@@ -27,12 +27,12 @@ from ..engine.template import with_template
 from ..methods.gate import RuleError, rule_from
 from ..rollout.runner import RolloutRunner
 from ..sampler.codec import group_state, job_from, prompts_of
+from ..sampler.heartbeat import HEARTBEAT_S, busy
 from ..sampler.weights import fingerprints, read_weights
 from .build import build_engine, build_rewarder, build_task, rollout_options
 from .build_gates import rule_types
 from .start import Start
 
-HEARTBEAT_S = 1.0
 PROCESS_NAME = "winnow-sampler"
 Reply = Callable[[dict[str, Any]], None]
 ReadWeights = Callable[[Mapping[str, Any]], Mapping[str, torch.Tensor]]
@@ -78,9 +78,14 @@ class Server:
             if start["fingerprints"][name] != mine:
                 raise ConfigError(f"the {name} has changed since the learner started; restore it, and resume the run")
 
-    def serve(self, inbox: queue.SimpleQueue[dict[str, Any]], start: dict[str, Any]) -> None:
-        """Serve until told to stop. The weights to begin with are those of `start`, unless there are newer ones."""
-        found = [start]
+    def serve(self, inbox: queue.SimpleQueue[dict[str, Any]]) -> None:
+        """Serve until told to stop. The weights to begin with are the newest once the engine is built."""
+        self._reply({"built": True})
+        found: list[dict[str, Any]] = []
+        while not found or not found[-1].keys() & {"weights", "stop"}:
+            self._alive()
+            with contextlib.suppress(queue.Empty):
+                found.append(inbox.get(timeout=HEARTBEAT_S))
         while True:
             for message in self._take(inbox, found):
                 if "stop" in message:
@@ -115,7 +120,8 @@ class Server:
 
     def _load(self, message: dict[str, Any]) -> None:
         failpoint("sampler.load")
-        self.engine.load_weights(self._read(message), message["version"])
+        with busy(self._reply):
+            self.engine.load_weights(self._read(message), message["version"])
         self.runner.set_rules([rule_from(state, self.rule_types[state["name"]]) for state in message["rules"]])
         self.rewarder.trainer_state.global_step = message["version"]
         dtype = str(getattr(self.engine, "dtype", "unknown"))
@@ -146,17 +152,20 @@ def serve(inbox: queue.SimpleQueue[dict[str, Any]], reply: Reply, read: ReadWeig
     ends. `read` gets the weights that a message tells of."""
     start = inbox.get()["start"]
     try:
-        server = Server(start, reply, read)
+        with busy(reply):
+            server = Server(start, reply, read)
         server.runner.set_rules([rule_from(state, server.rule_types[state["name"]]) for state in start["rules"]])
     except ValueError as error:
         reply({"refused": str(error)})
         return
     try:
-        server.serve(inbox, start)
+        server.serve(inbox)
     except RuleError as error:  # another sampler would fail alike
         reply({"refused": str(error)})
     finally:
         server.rewarder.close()
+        if (close := getattr(server.engine, "close", None)) is not None:
+            close()
 
 
 def _write(fd: int, content: dict[str, Any]) -> None:

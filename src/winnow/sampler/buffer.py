@@ -10,6 +10,7 @@ Invariants
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import NamedTuple
 
 from ..types import Group, Visit
@@ -30,7 +31,13 @@ class Buffer:
         self.groups: list[Group] = []
         self.spent = 0
         """Groups that were rejected and are not replaced, whose places in a batch are still to be taken."""
+        self._oldest: dict[int, int | None] = {}
+        """Version of the oldest token of each group in `groups`, by visit."""
+        self._ages: Counter[int | None] = Counter()
+        """Groups in `groups` by that version: `ready` runs at every poll and must not go through all of them."""
         self._in_flight: dict[int, InFlight] = {}
+        self._flying: Counter[int] = Counter()
+        """Groups in flight by version."""
 
     @property
     def missing(self) -> int:
@@ -48,10 +55,14 @@ class Buffer:
 
     def launched(self, visit: Visit, size: int, version: int) -> None:
         self._in_flight[visit.number] = InFlight(visit, size, version)
+        self._flying[version] += 1
 
     def landed(self, group: Group) -> None:
         """It has come back; whether it is added is another question."""
-        self._in_flight.pop(group.visit.number)
+        version = self._in_flight.pop(group.visit.number).version
+        self._flying[version] -= 1
+        if not self._flying[version]:
+            del self._flying[version]
 
     def room(self, version: int, sampler_version: int) -> int:
         """How many groups may start with weights `sampler_version`, if the coming optimizer step is from `version`.
@@ -64,12 +75,25 @@ class Buffer:
         """Whether the batch is full, and what would be left could be trained in time, a batch a step."""
         if self.missing:
             return False
-        left = [oldest(group, version) for group in self._ordered(version)[self.prompts_per_step :]]
-        versions = sorted([*left, *(flight.version for flight in self._in_flight.values())])
-        return all(v + self.max_lag > version + i // self.prompts_per_step for i, v in enumerate(versions))
+        waiting: Counter[int] = Counter()
+        for oldest, count in self._ages.items():
+            waiting[version if oldest is None else oldest] += count
+        left, places = Counter(self._flying), self.prompts_per_step
+        for age in sorted(waiting):
+            taken = min(waiting[age], places)
+            places -= taken
+            left[age] += waiting[age] - taken
+        last = -1
+        for age in sorted(+left):
+            last += left[age]
+            if age + self.max_lag <= version + last // self.prompts_per_step:
+                return False
+        return True
 
     def add(self, group: Group) -> None:
         self.groups.append(group)
+        self._oldest[group.visit.number] = found = oldest_version(group)
+        self._ages[found] += 1
 
     def spend(self) -> None:
         """Count a rejected group that is not replaced."""
@@ -77,8 +101,9 @@ class Buffer:
 
     def expire(self, version: int) -> list[Group]:
         """Take out the groups that are over the lag bound for the optimizer step from `version`."""
-        stale = [g for g in self.groups if version - oldest(g, version) > self.max_lag]
-        self.groups = [g for g in self.groups if version - oldest(g, version) <= self.max_lag]
+        stale = [g for g in self.groups if version - self._age(g, version) > self.max_lag]
+        if stale:
+            self._keep([g for g in self.groups if version - self._age(g, version) <= self.max_lag])
         return stale
 
     def take(self, version: int) -> tuple[list[Group], list[Group], list[Group]]:
@@ -87,18 +112,30 @@ class Buffer:
         waiting = self._ordered(version)
         batch, left = waiting[: self.prompts_per_step], waiting[self.prompts_per_step :]
         self.spent = max(0, self.spent - (self.prompts_per_step - len(batch))) if self.carry else 0
-        self.groups = left if self.carry else []
+        self._keep(left if self.carry else [])
         return sorted(batch, key=lambda g: g.visit.number), stale, [] if self.carry else left
 
+    def _keep(self, groups: list[Group]) -> None:
+        self.groups = groups
+        self._oldest = {group.visit.number: self._oldest[group.visit.number] for group in groups}
+        self._ages = Counter(self._oldest[group.visit.number] for group in groups)
+
+    def _age(self, group: Group, version: int) -> int:
+        """Version of the group's oldest token; `version` for a group without tokens."""
+        oldest = self._oldest[group.visit.number]
+        return version if oldest is None else oldest
+
     def _ordered(self, version: int) -> list[Group]:
-        return sorted(self.groups, key=lambda g: (oldest(g, version), g.visit.number))
+        return sorted(self.groups, key=lambda g: (self._age(g, version), g.visit.number))
 
     def clear(self) -> None:
-        self.groups, self.spent = [], 0
+        self._keep([])
+        self.spent = 0
         self._in_flight.clear()
+        self._flying.clear()
 
 
-def oldest(group: Group, version: int) -> int:
-    """Policy version of the group's oldest token; `version` for a group without tokens."""
+def oldest_version(group: Group) -> int | None:
+    """Policy version of the group's oldest token; None for a group without tokens."""
     found = [int(r.versions[r.action_mask].min()) for r in group.rollouts if r.action_mask.any()]
-    return min(found, default=version)
+    return min(found, default=None)

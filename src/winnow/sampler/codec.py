@@ -32,6 +32,7 @@ Prompts = Sequence[Prompt] | Mapping[int, Prompt]
 PACKED = "packed"
 ARRAYS = ("token_ids", "action_mask", "sampler_logp", "versions", "confidence", "raw_logp", "last_hidden")
 """Fields of a rollout that are arrays. Those of a whole group travel as one."""
+_VERDICT = tuple(f.name for f in fields(Verdict))
 _PLAIN = tuple(f.name for f in fields(Rollout) if f.name not in (*ARRAYS, "prompt_ids", "turns", "decisions"))
 
 
@@ -54,7 +55,8 @@ def job_from(state: Mapping[str, Any], prompts: Mapping[Purpose, Prompts]) -> Jo
 
 def visit_state(visit: Visit) -> list[Any]:
     """A visit as plain JSON values; its prompt by ordinal."""
-    return [visit.number, visit.epoch, visit.prompt.ordinal, _plain(asdict(visit.verdict))]
+    verdict = {name: getattr(visit.verdict, name) for name in _VERDICT}
+    return [visit.number, visit.epoch, visit.prompt.ordinal, _plain(verdict)]
 
 
 def visit_from(state: Sequence[Any], prompts: Prompts) -> Visit:

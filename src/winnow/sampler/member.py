@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import queue
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
-from ..types import Job
+import numpy as np
+
+from ..types import Fate, Group, Job, Rollout
 
 
 class Channel(Protocol):
@@ -70,6 +73,8 @@ class Member:
     """Policy version of the weights that it is known to have, or will begin with."""
     dtype: str = "unknown"
     """Type that its engine computes with."""
+    built: bool = False
+    """Its engine is built, and it is sent weights."""
     ready: bool = False
     deaths: int = 0
     """Deaths in a row of the samplers of this slot, without a finished group in between."""
@@ -77,7 +82,24 @@ class Member:
     counts: dict[str, float] = field(default_factory=dict)
     """Seconds, seconds idle and tokens sampled since its start, MiB of memory that it holds, peak GiB of its GPU."""
     heard: float = field(default_factory=time.monotonic)
+    moved: float = field(default_factory=time.monotonic)
+    """When it last sent anything but `busy`."""
     spell: Spell = field(default_factory=Spell)
+
+    def hear(self, content: Mapping[str, Any] | None) -> None:
+        """A message has arrived."""
+        self.heard = time.monotonic()
+        if content is None or "busy" not in content:
+            self.moved = self.heard
+
+    def overdue(self, timeout_s: float, busy_s: float) -> str:
+        """How it exceeds its time limits: silent for `timeout_s`, or in one call for `busy_s`; empty if it does not."""
+        now = time.monotonic()
+        if now - self.heard > timeout_s:
+            return f"said nothing for {timeout_s:g} s and was killed"
+        if now - self.moved > busy_s:
+            return f"was busy starting or loading weights for {busy_s:g} s and was killed"
+        return ""
 
     @property
     def name(self) -> str:
@@ -103,3 +125,14 @@ class Member:
 
     def begin_spell(self) -> None:
         self.spell = Spell(self.counts)
+
+
+def failed_group(job: Job, reason: str, *, greedy: bool, fate: Fate | None = Fate.FAILED) -> Group:
+    """Rollouts without tokens for a job that no sampler has finished. `greedy`: training groups have one more."""
+    nothing = np.empty(0, np.int64), np.empty(0, bool), np.empty(0, np.float32), np.empty(0, np.int32)
+    size = job.size + (greedy and job.purpose == "train")
+    rollouts = [
+        Rollout(i, (), *nothing, stop_reason="failed", fate=fate, reason=reason, greedy=i == job.size)
+        for i in range(size)
+    ]
+    return Group(job.visit, rollouts, purpose=job.purpose)

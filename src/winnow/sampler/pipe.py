@@ -33,7 +33,6 @@ class Pipe:
         self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._said: deque[str] = deque(maxlen=LAST_WORDS)
         self.process = process
-        inbox.put(Message(self, {"placed": ""}))
         self._threads = [
             threading.Thread(target=self._listen, args=(inbox,), daemon=True),
             threading.Thread(target=self._overhear, daemon=True),
@@ -60,6 +59,8 @@ class Pipe:
         return how + (f"; its last words:\n{said[-2000:]}" if said else "")
 
     def _listen(self, inbox: Inbox) -> None:
+        if self.process.pid:  # what it imports comes first
+            inbox.put(Message(self, {"placed": ""}))
         with contextlib.suppress(ValueError, OSError):  # a line cut off by its death, or our own closing
             for line in self.process.stdout:
                 inbox.put(Message(self, json.loads(line)))

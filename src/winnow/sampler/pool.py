@@ -9,8 +9,11 @@ Messages, plain JSON values but for what a transport puts in for `weights`, over
 
     learner -> sampler   {"start": {...}}, {"weights": ..., "version": v, "rules": [...]}, {"launch": job},
                          {"stop": true}
-    sampler -> learner   {"placed": where}, {"loaded": v, "dtype": ...}, {"group": ...},
-                         {"alive": counts} at least every second, {"refused": why}, {"stopped": groups}
+    sampler -> learner   {"placed": where}, {"built": true}, {"loaded": v, "dtype": ...}, {"group": ...},
+                         {"alive": counts} or {"busy": true} at least every second, {"refused": why},
+                         {"stopped": groups}
+
+Weights are sent to samplers whose engine is built: one that still starts would hold every version until it is.
 """
 
 from __future__ import annotations
@@ -18,23 +21,24 @@ from __future__ import annotations
 import contextlib
 import queue
 import time
+import warnings
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ..base.weights import WeightSource
-from ..config import ConfigError
+from ..base.weights import WeightSource, transfer_s
 from ..env.workers.worker import START_TIMEOUT_S
 from ..methods.gate import NamedRule, rule_state
 from ..rollout.evaluate import MAX_LIVE
-from ..types import Fate, Group, Job, Rollout
+from ..types import Group, Job
 from .base import SamplerContext, SamplerRefusedError, SamplersLostError
 from .codec import group_from, job_state, prompts_of
-from .member import Channel, Inbox, Member, Message, Sent
+from .member import Channel, Inbox, Member, Message, Sent, failed_group
+from .options import PoolOptions
 from .weights import Transport, fingerprints
 
 POLL_S = 0.2
@@ -47,42 +51,6 @@ STOP_S = 10.0
 
 Open = Callable[[Inbox], Channel]
 """Asks for a sampler, which waits for its `start` message."""
-
-
-@dataclass(frozen=True)
-class PoolOptions:
-    """Options that all kinds of samplers elsewhere have in common."""
-
-    samplers: int = 1
-    threads: int = 1
-    """Threads of each sampler, for matrix products."""
-    timeout_s: float = 300.0
-    """Silence after which a sampler is taken for stuck."""
-    max_restarts: int = 3
-    """Deaths of a sampler without a finished group in between, after which the run stops."""
-
-    def __post_init__(self) -> None:
-        if self.samplers < 1 or self.threads < 1 or self.max_restarts < 1:
-            raise ValueError("samplers, threads and max_restarts must be at least 1")
-        if not self.timeout_s > 0:
-            raise ValueError(f"timeout_s must be > 0, not {self.timeout_s}")
-
-    @property
-    def least(self) -> int:
-        """Samplers that must have a place before work begins."""
-        return self.samplers
-
-    def device_of(self, slot: int, device: str) -> str | None:
-        """Device of a sampler, where the run's is `device`; None is the same."""
-        return None
-
-    def check(self, reward_timeout_s: float) -> None:
-        """Raises ConfigError when a sampler that waits for a reward would be taken for stuck."""
-        if self.timeout_s <= reward_timeout_s:
-            raise ConfigError(
-                f"sync: timeout_s={self.timeout_s:g} must be above reward_timeout_s={reward_timeout_s:g}, or a "
-                "sampler that waits for a reward is taken for stuck"
-            )
 
 
 class SamplerPool:
@@ -185,8 +153,9 @@ class SamplerPool:
         if not self._members:
             self._members = [self._start(slot) for slot in range(self.options.samplers)]
         for member in self._placed:
-            member.channel.send(self._told())
-            if not member.ready:  # it loads the newest that it was told of before it begins with any job
+            if member.built:
+                member.channel.send(self._told())
+            else:  # it begins with the newest
                 member.version = version
 
     def _told(self) -> dict[str, Any]:
@@ -196,10 +165,11 @@ class SamplerPool:
         return Member(slot, self._open(self._inbox))
 
     def _begin(self, member: Member, where: str) -> None:
-        """It has a place, and starts with the newest weights."""
+        """It has a place, and builds its engine."""
         member.where, member.version = where, self._transport.version
         device = {"device": self.options.device_of(member.slot, self._device)}
-        member.channel.send({"start": self._orders | device | self._told()})
+        first = {"version": member.version, "rules": self._rules}
+        member.channel.send({"start": self._orders | device | first})
         self._dispatch()
 
     def poll(self) -> list[Group]:
@@ -211,23 +181,23 @@ class SamplerPool:
         return sorted(groups, key=lambda group: group.visit.number)
 
     def run(self, jobs: Sequence[Job]) -> list[Group]:
-        waiting, found = deque(jobs), dict[int, Group]()
+        waiting, found, live = deque(jobs), dict[int, Group](), 0
+        sizes = {job.visit.number: job.size for job in jobs}
         while len(found) < len(jobs):
-            while waiting and self._has_room(waiting[0]):
+            while waiting and self._has_room(live, waiting[0]):
+                live += waiting[0].size
                 self.launch(waiting.popleft())
             for group in self._heard(wait=True):
                 if group.purpose == "train":
                     self._landed.append(group)
                 else:
                     found[group.visit.number] = group
+                    live -= sizes[group.visit.number]
         return [found[job.visit.number] for job in jobs]
 
-    def _has_room(self, job: Job) -> bool:
-        """Whether the environments of a job may live beside those of the others that are not for training."""
-        if self._live is None:
-            return True
-        live = sum(sent.job.size for sent in self._flying if sent.job.purpose != "train")
-        return live == 0 or live + job.size <= self._live * len(self._placed)
+    def _has_room(self, live: int, job: Job) -> bool:
+        """Whether the environments of a job fit next to the `live` ones of other jobs that are not for training."""
+        return self._live is None or live == 0 or live + job.size <= self._live * len(self._placed)
 
     def _heard(self, *, wait: bool) -> list[Group]:
         """Groups that have come, waiting a moment for the first; samplers are looked after."""
@@ -249,7 +219,7 @@ class SamplerPool:
         member = next((m for m in self._members if m.channel is message.channel), None)
         if member is None:
             return []
-        member.heard = time.monotonic()
+        member.hear(message.content)
         if message.content is None:
             return self._replace(member, "died")
         return self._understood(member, message.content)
@@ -257,6 +227,9 @@ class SamplerPool:
     def _understood(self, member: Member, content: Mapping[str, Any]) -> list[Group]:
         if "placed" in content:
             self._begin(member, content["placed"])
+        elif "built" in content:
+            member.built, member.version = True, self._transport.version
+            member.channel.send(self._told())
         elif "loaded" in content:
             member.version, member.dtype, member.ready = content["loaded"], content["dtype"], True
             for name, value in content["metrics"].items():
@@ -264,7 +237,9 @@ class SamplerPool:
         elif "alive" in content:
             member.counts = content["alive"]
         elif "refused" in content:
-            raise SamplerRefusedError(content["refused"])
+            if not any(other.ready for other in self._members if other is not member):
+                raise SamplerRefusedError(content["refused"])
+            return self._replace(member, "refused", content["refused"])
         elif "group" in content and (key := _key(content["group"])) in member.flights:
             del member.flights[key]
             member.deaths = 0
@@ -275,10 +250,10 @@ class SamplerPool:
     def _watch(self) -> list[Group]:
         groups: list[Group] = []
         now, start_s = time.monotonic(), max(START_TIMEOUT_S, self.options.timeout_s)
+        busy_s = start_s + transfer_s(self._transport.bytes)
         for member in self._placed:
-            limit = self.options.timeout_s if member.ready else start_s
-            if now - member.heard > limit:
-                groups += self._replace(member, f"said nothing for {limit:g} s and was killed")
+            if how := member.overdue(self.options.timeout_s, busy_s):
+                groups += self._replace(member, how)
         there = len(self._placed)
         if there >= self._needed:
             self._short_since = None
@@ -291,26 +266,28 @@ class SamplerPool:
             )
         return groups
 
-    def _replace(self, member: Member, what: str) -> list[Group]:
-        """Groups that failed with it; the others are launched once more. SamplersLostError when it keeps dying."""
-        how = member.channel.kill()
-        deaths = member.deaths + 1
-        if deaths > self.options.max_restarts:
-            self._members.remove(member)
-            self._waiting += member.flights.values()
-            raise SamplersLostError(
-                f"{member.name} {what} ({how})\n{deaths} times in a row without a finished group "
-                f"(max_restarts={self.options.max_restarts})"
-            )
-        new = self._start(member.slot)
-        new.deaths, new.spell = deaths, replace(member.spell, counts={}, restarts=member.spell.restarts + 1)
-        self._members[self._members.index(member)] = new
+    def _replace(self, member: Member, what: str, why: str = "") -> list[Group]:
+        """Groups that failed with it; the others are launched once more.
+
+        Raises SamplersLostError when it keeps failing, unless as many others work as must.
+        """
+        ended = member.channel.kill()
+        how = why or ended
+        place = self._members.index(member)
+        if member.deaths < self.options.max_restarts:
+            new = self._start(member.slot)
+            new.deaths, restarts = member.deaths + 1, member.spell.restarts + 1
+            new.spell = replace(member.spell, counts={}, restarts=restarts)
+            self._members[place : place + 1] = [new]
+        else:
+            del self._members[place]
+            self._give_up(member, f"{member.name} {what} ({how})")
         failed, again = [], []
         for sent in member.flights.values():
             if sent.again and member.ready:
                 said = how.rstrip().rpartition("\n")[2]
                 reason = f"two samplers that worked on it ended: {what} ({said[-300:]})"
-                failed.append(self._failed_group(sent.job, reason))
+                failed.append(failed_group(sent.job, reason, greedy=self._greedy))
             else:
                 again.append(sent._replace(again=sent.again or member.ready))
         self._redispatched += len(again)
@@ -319,14 +296,14 @@ class SamplerPool:
         self._dispatch()
         return failed
 
-    def _failed_group(self, job: Job, reason: str, fate: Fate | None = Fate.FAILED) -> Group:
-        nothing = np.empty(0, np.int64), np.empty(0, bool), np.empty(0, np.float32), np.empty(0, np.int32)
-        size = job.size + (self._greedy and job.purpose == "train")
-        rollouts = [
-            Rollout(i, (), *nothing, stop_reason="failed", fate=fate, reason=reason, greedy=i == job.size)
-            for i in range(size)
-        ]
-        return Group(job.visit, rollouts, purpose=job.purpose)
+    def _give_up(self, member: Member, how: str) -> None:
+        """Go on without it, or raise SamplersLostError."""
+        often = f"{how}\n{member.deaths + 1} times in a row without a finished group"
+        ready = sum(other.ready for other in self._members)
+        if ready < self.options.least:
+            self._waiting += member.flights.values()
+            raise SamplersLostError(f"{often} (max_restarts={self.options.max_restarts})")
+        warnings.warn(f"sync: {often}; the run goes on with {ready} of {self.options.samplers} samplers", stacklevel=2)
 
     def make_room(self) -> None:
         """Samplers have memory of their own, and sample meanwhile."""
@@ -364,14 +341,17 @@ class SamplerPool:
             self._ended()
         there = {(group.purpose, group.visit.number) for group in groups}
         for sent in (sent for sent in flying if sent.key not in there):
-            groups.append(self._failed_group(sent.job, "", fate=None))  # its sampler did not answer
+            groups.append(failed_group(sent.job, "", fate=None, greedy=self._greedy))  # its sampler did not answer
         self._members, self._landed, self._pending = [], [], 0
         self._waiting.clear()
         self._transport.remove()
         return [group for group in groups if group.purpose == "train"]
 
     def _stopped(self) -> list[Group]:
-        """Groups that the samplers hand back when told to stop, and those that they had finished before."""
+        """Groups that the samplers hand back when told to stop, and those that they had finished before.
+
+        Waits until the samplers have ended: they close their engines and rewards.
+        """
         for member in self._placed:
             member.channel.send({"stop": True})
         waiting = {id(member.channel) for member in self._placed}
@@ -383,7 +363,7 @@ class SamplerPool:
             except queue.Empty:
                 break
             flights = next((m.flights for m in self._members if m.channel is channel), {})
-            if content is None or "stopped" in content:
+            if content is None:
                 waiting.discard(id(channel))
             if content is not None:
                 found = [*content.get("stopped", []), *filter(None, [content.get("group")])]

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import ClassVar
 
 from .base import SamplerContext
+from .options import PoolOptions
 from .pipe import Pipes
-from .pool import PoolOptions, SamplerPool
+from .pool import SamplerPool
 from .weights import PublishedWeights
 
 WEIGHTS = ".weights"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import math
 import os
 import queue
 import threading
@@ -17,19 +16,21 @@ from typing import Any, ClassVar
 import torch
 
 from ..base import cluster
-from ..base.weights import RemoteWeights, WeightSource, as_bytes, from_bytes
+from ..base.weights import RemoteWeights, WeightSource, as_bytes, from_bytes, transfer_s
 from ..config import ConfigError, RunConfig, method
 from ..engine import ENGINES
 from .base import SamplerContext
+from .heartbeat import busy
 from .member import Inbox, Message
-from .pool import PoolOptions, SamplerPool
+from .options import PoolOptions
+from .pool import SamplerPool
 
 HEAR_S = 1.0
 """Longest wait of a sampler that is asked what it has to say."""
 LOOK_S = 1.0
 """Seconds between two looks whether an answer has come: a lost node never says that it is gone."""
 FETCH_S = 60.0
-"""Most that an object that is there may take to come over."""
+"""Most that an object may take to arrive, besides the time for its bytes."""
 END_S = 10.0
 """Seconds that a killed actor is waited for."""
 
@@ -88,25 +89,26 @@ class RayWeights:
     def __init__(self) -> None:
         self._reference: Any = None
         self.version = -1
+        self.bytes = 0
 
     def write(self, weights: WeightSource, version: int) -> None:
         """Ray keeps an object until nobody has a reference: older weights until the last sampler has read them."""
         import ray
 
         self._reference = None  # the store may have no room for two
+        size = sum(spec.bytes for spec in weights.specs.values())
         try:
             put = weights.put() if isinstance(weights, RemoteWeights) else ray.put(as_bytes(weights.items()))
         except (ray.exceptions.ObjectStoreFullError, ray.exceptions.OutOfDiskError) as error:
-            mib = sum(math.prod(spec.shape) * spec.dtype.itemsize for spec in weights.specs.values()) / 2**20
             raise ConfigError(
-                f"sync: ray: no room for the weights ({mib:,.0f} MiB) in Ray's object store, nor where it spills to: "
-                f"{str(error).strip().splitlines()[0]}\nstart Ray with more (`ray start --object-store-memory=BYTES`, "
-                "init's object_store_memory), or make room on that disk"
+                f"sync: ray: no room for the weights ({size / 2**20:,.0f} MiB) in Ray's object store, nor where it "
+                f"spills to: {str(error).strip().splitlines()[0]}\nstart Ray with more (`ray start "
+                "--object-store-memory=BYTES`, init's object_store_memory), or make room on that disk"
             ) from None
-        self._reference, self.version = put, version
+        self._reference, self.version, self.bytes = put, version, size
 
     def told(self) -> dict[str, Any]:
-        return {"weights": self._reference, "version": self.version}
+        return {"weights": self._reference, "version": self.version, "bytes": self.bytes}
 
     def remove(self) -> None:
         self._reference = None
@@ -116,7 +118,7 @@ def read_object(told: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """Tensors over the store's own memory, not to be written to."""
     import ray
 
-    return from_bytes(ray.get(told["weights"], timeout=FETCH_S))
+    return from_bytes(ray.get(told["weights"], timeout=FETCH_S + transfer_s(told["bytes"])))
 
 
 class ActorChannel:
@@ -191,7 +193,9 @@ class Actor:
     def _serve(self) -> None:
         ended = "it was told to stop"
         try:  # by name, as a process is started: what builds a run is above samplers
-            importlib.import_module("winnow.run.serve").serve(self._orders, self._reports.put, read_object)
+            with busy(self._reports.put):
+                module = importlib.import_module("winnow.run.serve")
+            module.serve(self._orders, self._reports.put, read_object)
         except BaseException:
             ended = traceback.format_exc()[-2000:]
         self._reports.put({"ended": ended})

@@ -28,6 +28,8 @@ class Transport(Protocol):
 
     version: int
     """That of the newest; -1 before there are any."""
+    bytes: int
+    """Size of the newest."""
 
     def write(self, weights: WeightSource, version: int) -> None:
         """Make them the newest that samplers can read."""
@@ -51,6 +53,7 @@ class PublishedWeights:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.version = -1
+        self.bytes = 0
         shutil.rmtree(directory, ignore_errors=True)
 
     def path(self, version: int) -> Path:
@@ -64,7 +67,7 @@ class PublishedWeights:
         writing = self.directory / ".writing"
         save_file({name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}, writing)
         writing.rename(self.path(version))
-        self.version = version
+        self.version, self.bytes = version, self.path(version).stat().st_size
         for old in sorted(self.directory.glob("*.safetensors"), key=lambda p: int(p.stem))[:-KEPT]:
             old.unlink()
 

@@ -27,6 +27,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 
 from .adapters import Adapters, AdapterSlot
+from .scratch import Scratch
 
 Shapes = list[tuple[str, tuple[int, ...], torch.dtype]]
 Draw = Callable[[torch.Tensor, torch.Tensor], torch.Tensor | None]
@@ -45,8 +46,12 @@ FOLLOW: Final = (
 class Core:
     """One rank's vLLM, and the only rank's where there is one. Raises ValueError and its like when vLLM refuses."""
 
+    _scratch: Scratch | None = None
+
     def __init__(self, arguments: Mapping[str, Any], tied: bool, adapters: Adapters | None = None) -> None:
-        self._llm = LLMEngine.from_engine_args(EngineArgs(**arguments))
+        self._scratch = Scratch()
+        with self._scratch.used():
+            self._llm = LLMEngine.from_engine_args(EngineArgs(**arguments))
         self.config = self._llm.vllm_config
         self.runner = self._llm.model_executor.driver_worker.worker.model_runner
         self._tied = tied
@@ -96,7 +101,9 @@ class Core:
         self._llm.wake_up([tag])
 
     def close(self) -> None:
-        """End the other ranks, where there are some; they end with this process, too."""
+        """End the other ranks, where there are some, and remove temporary files; both end with this process, too."""
+        if self._scratch is not None:
+            self._scratch.close()
 
     def _load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         if self._slot is not None:
@@ -168,6 +175,7 @@ class LeadingCore(Core):
 
     def close(self) -> None:
         self._ranks.close()
+        super().close()
         destroy_model_parallel()
         destroy_distributed_environment()  # or the next engine of this process would take the groups for its own
 

@@ -93,7 +93,8 @@ class VllmEngine(SequenceEngine):
             self._asleep = True
 
     def close(self) -> None:
-        """End the processes that its layers are cut among, but for this one; they end with it in any case."""
+        """End the processes that its layers are cut among, but for this one, and remove what vLLM left outside of it;
+        both happen in any case when this process ends."""
         self._core.close()
 
     # ---- one step ----------------------------------------------------------------------------------------------

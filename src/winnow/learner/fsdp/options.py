@@ -29,7 +29,7 @@ class Fsdp:
     """GPUs of each rank: 1 talks over NCCL, 0 computes on the CPU and talks over gloo. None: 1 where the cluster has
     any."""
     timeout_s: float = 600.0
-    """Silence after which a rank is taken for lost."""
+    """Silence after which a rank is taken for lost; a call may take longer."""
     ray_address: str | None = None
     """Cluster to join, e.g. `auto`; None is that of RAY_ADDRESS, or one that is started on this machine."""
 
@@ -62,8 +62,9 @@ class Fsdp:
 
         cluster.join("learner", self.ray_address, [config.learner, config.sync])
         private = cluster.private_environment(config.reward_env)
+        size = sum(p.numel() * p.element_size() for p in policy.model.parameters())
         try:
-            ranks = Ranks(self.ranks, self.threads, self.gpus(config), self.timeout_s, private)
+            ranks = Ranks(self.ranks, self.threads, self.gpus(config), self.timeout_s, size, private)
             for model in (policy.model, policy.reference):
                 if model is not None and policy.files is None:
                     model.cpu()  # each rank has its own device

@@ -9,36 +9,48 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from ...base import cluster
-from ...base.weights import TensorSpec
+from ...base.weights import TensorSpec, transfer_s
 from ...config import RunConfig
 from ..base import LearnerLostError, Policy, Sizes
 from .rank import Rank
 
 START_S = 120.0
 """Most that a cluster may take to find room and to start the processes."""
+LOOK_S = 1.0
+"""Seconds between two pulses of ranks that work on a call."""
 
 
 class Ranks:
-    """`world` actors. A rank that fails, dies or is silent for `timeout_s` ends all of them: LearnerLostError."""
+    """`world` actors. A rank that fails, dies or is silent for `timeout_s` ends all of them: LearnerLostError.
+
+    A call may take as long as it likes: while it lasts ranks answer pulses from another thread. The call ends when none
+    of them gets on for `timeout_s` and the time that moving `size` bytes, the model's, may take.
+    """
 
     def __init__(
-        self, world: int, threads: int, num_gpus: float, timeout_s: float, private: Mapping[str, str] | None = None
+        self,
+        world: int,
+        threads: int,
+        num_gpus: float,
+        timeout_s: float,
+        size: int = 0,
+        private: Mapping[str, str] | None = None,
     ) -> None:
         """`private`: variables for the ranks to set."""
-        import ray
         from ray.util.placement_group import placement_group
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         self.world = world
-        self.timeout_s = timeout_s
+        self.timeout_s, self.size = timeout_s, size
         self._actors: list[Any] = []
+        self._started = False
         self._place = placement_group([{"CPU": threads, "GPU": num_gpus}] * world, strategy="PACK")
         try:
             if not self._place.wait(START_S):
                 raise LearnerLostError(f"the cluster found no room for {world} ranks within {START_S:g} s")
             for rank in range(world):
                 where = PlacementGroupSchedulingStrategy(self._place, placement_group_bundle_index=rank)
-                actor = ray.remote(Rank).options(
+                actor = remote_rank().options(
                     num_cpus=threads,
                     num_gpus=num_gpus,
                     max_restarts=0,
@@ -49,7 +61,9 @@ class Ranks:
                 gpu = num_gpus > 0
                 self._actors.append(actor.remote(rank, world, threads, os.getcwd(), gpu, dict(private or {})))
             host, port = self.all("listen", [(timeout_s,)] * world)[0]
-            self.all("join", [(host, port, timeout_s)] * world)
+            self._started = True
+            limit_s = 2 * timeout_s + transfer_s(size)  # the pulse, which knows who is stuck, must notice it first
+            self.all("join", [(host, port, limit_s)] * world)
         except BaseException:
             self.close()
             raise
@@ -79,13 +93,15 @@ class Ranks:
         harmless = FloatingPointError, ValueError, ObjectStoreFullError, OutOfDiskError  # no rank waits for another
         asked = [getattr(a, method).remote(*args, **named) for a, args in zip(self._actors, by_rank, strict=True)]
         answers: dict[Any, Any] = {}
-        deadline = time.monotonic() + self.timeout_s
+        pulses = Pulses(self._actors)
         while len(answers) < len(asked):
             waiting = [reference for reference in asked if reference not in answers]
-            ready, _ = ray.wait(waiting, timeout=max(deadline - time.monotonic(), 0))
+            ready, _ = ray.wait(waiting, timeout=min(LOOK_S, self.timeout_s))
             if not ready:
-                silent = ", ".join(str(asked.index(reference)) for reference in waiting)
-                self._lost(f"rank {silent} said nothing for {self.timeout_s:g} s")
+                busy = [asked.index(reference) for reference in waiting]
+                silent_s = self.timeout_s if self._started else max(self.timeout_s, START_S)
+                if trouble := pulses.look(busy, silent_s, silent_s + transfer_s(self.size)):
+                    self._lost(trouble)
             for reference in ready:
                 try:
                     answers[reference] = ray.get(reference, timeout=self.timeout_s)
@@ -111,3 +127,51 @@ class Ranks:
         self._actors = []
         with contextlib.suppress(Exception):
             remove_placement_group(self._place)
+
+
+class Pulses:
+    """What ranks answer while they work on a call, from its start."""
+
+    def __init__(self, actors: Sequence[Any]) -> None:
+        self._actors = actors
+        self._asked: dict[int, Any] = {}
+        """Pulse under way, by rank."""
+        self._places: dict[int, int] = {}
+        self._heard = [time.monotonic()] * len(actors)
+        self._moved = time.monotonic()
+
+    def look(self, busy: Sequence[int], silent_s: float, stuck_s: float) -> str:
+        """What is wrong with the ranks that are `busy`; empty if nothing is."""
+        import ray
+
+        for rank in busy:
+            if rank in self._asked and ray.wait([self._asked[rank]], timeout=0)[0]:
+                with contextlib.suppress(ray.exceptions.RayError):  # it has died, and its call says how
+                    self._note(rank, ray.get(self._asked.pop(rank), timeout=LOOK_S))
+            if rank not in self._asked:
+                self._asked[rank] = self._actors[rank].pulse.remote()
+        now = time.monotonic()
+        if silent := [rank for rank in busy if now - self._heard[rank] > silent_s]:
+            return f"rank {_listed(silent)} said nothing for {silent_s:g} s"
+        if now - self._moved > stuck_s:
+            return f"rank {_listed(busy)} made no progress for {stuck_s:g} s"
+        return ""
+
+    def _note(self, rank: int, place: int) -> None:
+        self._heard[rank] = time.monotonic()
+        if self._places.get(rank) != place:
+            self._places[rank], self._moved = place, self._heard[rank]
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    return ", ".join(str(rank) for rank in ranks)
+
+
+def remote_rank() -> Any:
+    """Pulses are answered while a call is worked on."""
+    import ray
+
+    class RankActor(Rank):
+        pulse = ray.method(concurrency_group="pulse")(Rank.pulse)
+
+    return ray.remote(concurrency_groups={"pulse": 1})(RankActor)
