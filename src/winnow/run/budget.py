@@ -244,7 +244,8 @@ def _optimizer_bytes(c: RunConfig, shapes: Shapes) -> int:
 def _ranks(c: RunConfig) -> int:
     """GPUs that cut weights, gradients and optimizer among them."""
     options = method(LEARNERS, c.learner, "learner")
-    return getattr(options, "fsdp_size", None) or getattr(options, "ranks", 1)
+    ranks: Any = getattr(options, "fsdp_size", None) or getattr(options, "ranks", 1)
+    return int(ranks)
 
 
 def _update_parts(c: RunConfig, shapes: Shapes) -> dict[str, int]:

@@ -175,10 +175,15 @@ def _engine(bench: Bench, engine: Any, phases: tuple[str, str]) -> Figures:
             events = [event for event in engine.step() if isinstance(event, Finished)]
             rollouts.extend(_rollout(asked[event.id], event.token_ids, event.logp) for event in events)
 
-    for number in (1, 2):
+    versions = iter((1, 2))
+
+    def publish() -> None:
+        engine.load_weights(learner.weights(), next(versions))
+
+    for _ in range(2):
         rollouts.clear()
         _release(engine)
-        publish_s = bench.timed(lambda version=number: engine.load_weights(learner.weights(), version), phases[0])
+        publish_s = bench.timed(publish, phases[0])
         seconds = bench.timed(generate, phases[1])
     tokens = sum(len(rollout.token_ids) for rollout in rollouts)
     found = require_agreement(rollouts, learner, engine.dtype)
@@ -217,10 +222,11 @@ def attention(bench: Bench) -> Figures:
     kind = {"device": bench.device, "dtype": getattr(torch, bench.config.dtype), "requires_grad": True}
 
     def once(length: int) -> float:
-        inputs = [torch.randn(*heads, length, 64, **kind) for _ in "qkv"]
+        query, key, value = (torch.randn(*heads, length, 64, **kind) for _ in "qkv")
 
         def work() -> None:
-            torch.autograd.grad(scaled_dot_product_attention(*inputs, is_causal=True).sum(), inputs)
+            attended = scaled_dot_product_attention(query, key, value, is_causal=True)
+            torch.autograd.grad(attended.sum(), (query, key, value))
 
         return 1e3 * bench.timed(work)
 
@@ -333,9 +339,10 @@ def _made(directory: Path, *, large: bool) -> str:
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="w0", eos_token="<eos>").save_pretrained(directory)
-    sizes = {"hidden_size": hidden, "intermediate_size": 3 * hidden, "num_hidden_layers": layers}
+    sizes: dict[str, Any] = {"hidden_size": hidden, "intermediate_size": 3 * hidden, "num_hidden_layers": layers}
     sizes |= {"num_attention_heads": heads, "num_key_value_heads": heads // 2, "head_dim": 128}
     config = LlamaConfig(**sizes, vocab_size=vocabulary, tie_word_embeddings=True, eos_token_id=vocabulary - 1)
     torch.manual_seed(0)
-    LlamaForCausalLM(config).to(torch.bfloat16 if large else torch.float32).save_pretrained(directory)
+    model: Any = LlamaForCausalLM(config)
+    model.to(torch.bfloat16 if large else torch.float32).save_pretrained(directory)
     return str(directory)

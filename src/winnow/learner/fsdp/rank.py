@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import Mapping
 from datetime import timedelta
+from types import FrameType
 from typing import Any
 
 import torch
@@ -76,7 +77,8 @@ class Rank:
     def pulse(self) -> int:
         """A number for the place that the work has reached: what every other thread is executing."""
         places = []
-        for thread, frame in sys._current_frames().items():
+        for thread, last in sys._current_frames().items():
+            frame: FrameType | None = last
             while thread != threading.get_ident() and frame is not None:
                 places.append((id(frame), frame.f_lasti))
                 frame = frame.f_back
