@@ -101,7 +101,7 @@ def test_an_update_holds_what_is_predicted(
     """Within a tenth, at the peak of a second update (optimizer state and gradients are there by then)."""
     monkeypatch.setattr(recompute, "WORTH", 0 if recomputed else 10**12)
     monkeypatch.setattr(budget, "WORTH", 0 if recomputed else 10**12)
-    tokens = 2048
+    tokens = 1024
     c = config(tokens_per_microbatch=tokens, **changes)
     given = model()
     half = all(torch.equal(p.bfloat16().float(), p) for p in given.parameters())
