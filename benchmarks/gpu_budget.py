@@ -13,6 +13,7 @@ import argparse
 import json
 import re
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 from transformers import Qwen3Config
@@ -38,6 +39,7 @@ def made(directory: str, name: str) -> str:
     sizes = {"hidden_size": hidden, "intermediate_size": intermediate, "num_hidden_layers": layers}
     heads_of = {"num_attention_heads": heads, "num_key_value_heads": 8, "head_dim": 128}
     more = {"vocab_size": 151_936, "max_position_embeddings": 40_960, "architectures": ["Qwen3ForCausalLM"]}
+    more |= {"dtype": "bfloat16"}  # as Qwen3 is saved
     path = Path(directory, name)
     Qwen3Config(**sizes, **heads_of, **more, tie_word_embeddings=name != "8B").save_pretrained(path)
     return str(path)
@@ -59,7 +61,7 @@ def theirs(c: RunConfig, gpus: Gpus) -> str:
     """The update with vLLM awake and asleep."""
     tokens = c.max_prompt_length + c.max_completion_length  # one row, the least
     settled = {"gradient_checkpointing": True, "tokens_per_microbatch": tokens, "dtype": "bfloat16"}
-    shapes = Shapes.of(shell_of(c.model), c)
+    shapes = replace(Shapes.of(shell_of(c.model), c), in_bfloat16=False)  # its base is float32
     phases = device_budget(c.model_copy(update=settled), shapes, gpus.memory, sampler=False)
     asleep = sum(phases["update"].values())
     awake = asleep + TRL_SHARE * gpus.memory
@@ -67,16 +69,18 @@ def theirs(c: RunConfig, gpus: Gpus) -> str:
 
 
 def table() -> list[dict[str, str]]:
-    """A row for each model and what is trained of it."""
+    """A row for each model, what is trained of it, and engine."""
     rows = []
     with tempfile.TemporaryDirectory() as directory:
         for name in MODELS:
             model = made(directory, name)
             for kind, settings in TRAINED.items():
-                c = load_config(RECIPE, [f"model={model}", *settings])
-                row = {"model": f"{name} {kind}"}
-                row |= {card: ours(c, Gpus.parsed(card)) for card in CARDS}
-                rows.append(row | {f"TRL {card}": theirs(c, Gpus.parsed(card)) for card in CARDS if "x" not in card})
+                trl: dict[str, str] = {}
+                for engine in ("local", "vllm"):
+                    c = load_config(RECIPE, [f"model={model}", f"engine={engine}", *settings])
+                    trl = trl or {f"TRL {card}": theirs(c, Gpus.parsed(card)) for card in CARDS if "x" not in card}
+                    row = {"model": f"{name} {kind}", "engine": engine}
+                    rows.append(row | {card: ours(c, Gpus.parsed(card)) for card in CARDS} | trl)
     return rows
 
 

@@ -172,7 +172,7 @@ def settle_for(
     if sampler and isinstance(engine, VllmOptions) and _given(c, "gpu_memory_utilization") is None:
         least = _least_of_vllm(c, shapes) / memory
         if least > (engine.gpu_memory_utilization or 0.0):
-            chosen["engine"] = _with(c, gpu_memory_utilization=math.ceil(100 * least) / 100)
+            chosen["engine"] = _with(c, gpu_memory_utilization=min(1.0, math.ceil(100 * least) / 100))
     if sampler and isinstance(engine, LocalOptions):
         size = c.num_generations  # a prompt more for so many slots
         one, two = (left("generation", c.model_copy(update={"engine": _with(c, slots=n * size)})) for n in (1, 2))
