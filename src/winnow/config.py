@@ -361,9 +361,8 @@ def config_of(
 
 def read_yaml(path: str | Path) -> dict[str, Any]:
     """A YAML file of `key: value` lines. Raises ConfigError naming the file and the line."""
-    path = Path(path)
     try:
-        values = load_yaml(path.read_text(encoding="utf-8"))
+        values = load_yaml(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:

@@ -8,6 +8,7 @@ import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 
 def gpu_gib() -> dict[str, float]:
@@ -17,6 +18,17 @@ def gpu_gib() -> dict[str, float]:
     if not torch.cuda.is_initialized():
         return {}
     return {"gpu_memory_gib": torch.cuda.max_memory_allocated() / 2**30}
+
+
+def gpu_memory_since(device: Any) -> dict[str, float]:
+    """Return GiB that this process's tensors hold on the GPU, and most since the last call; nothing on a CPU."""
+    import torch
+
+    if device.type != "cuda":
+        return {}
+    held, peak = torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    return {"gpu/memory_gib": held / 2**30, "gpu/peak_memory_gib": peak / 2**30}
 
 
 def resident_mib() -> float:

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ...base.failpoint import failpoint
+from ...base.memory import gpu_memory_since
 from ...base.weights import StateWeights, WeightSource, adapters_of, state_once
 from ...engine.loading import prepare_cuda
 from ...engine.saving import Types, save_whole
@@ -29,7 +30,7 @@ from .merged import MergedWeights
 from .modes import WideAttention, checkpoint_layers, halve_frozen, train_adapter_dropout
 from .optimizer import load_state, make_optimizer, saved_state, set_learning_rate
 from .pooled import PooledGradients, RowByRow, batched_if_exact
-from .recompute import Recomputing, recomputing_if_exact
+from .recompute import recomputing_if_exact
 from .reference import load_reference, mix, save_reference
 from .terms import book, correction_weights, spread
 from .token_baselines import TokenBaselines
@@ -88,9 +89,6 @@ class LocalLearner:
         model.eval()
         if self.device.type == "cuda":
             prepare_cuda(deterministic=options.deterministic)
-        self._own_head = False
-        self._share_prompts = False
-        self._recomputing: Recomputing | None = None
         self._try_out()
         if options.gradient_checkpointing:
             checkpoint_layers(self._causal_lm)
@@ -100,9 +98,7 @@ class LocalLearner:
         )
         train_adapter_dropout(model)
         if options.half_base:
-            for whole in (model, reference):
-                if whole is not None:
-                    halve_frozen(whole)
+            halve_frozen(model, reference)
         self._place()
         self._params = {n: p for n, p in model.named_parameters() if p.requires_grad}
         self._scale = LossScale() if options.compute_dtype == torch.float16 else None
@@ -122,6 +118,7 @@ class LocalLearner:
     def _try_out(self) -> None:
         tried, n_tokens = self._for_trials()
         self._own_head = head_is_linear(tried, n_tokens)
+        self._share_prompts, self._recomputing = False, None
         if not self.options.gradient_checkpointing:
             trial = tried, self._body(tried), n_tokens
             self._share_prompts = can_share_prompts(*trial)
@@ -259,7 +256,6 @@ class LocalLearner:
         if loss.entropy_coef:
             per_token = per_token - loss.entropy_coef * entropy
         total = (per_token * mask * row_weight_B[:, None]).sum()
-
         positive = advantages > 0
         low, high = (clipped & mask & ~positive).sum(), (clipped & mask & positive).sum()
         book(stats, batch, logp, entropy, loss=total.detach(), clip_low=low, clip_high=high)
@@ -366,12 +362,8 @@ class LocalLearner:
         return MergedWeights(self._causal_lm)
 
     def metrics(self) -> dict[str, float]:
-        """On a GPU its memory in GiB: held now by this process's tensors, and at most since the last call."""
-        if self.device.type != "cuda":
-            return {}
-        held, peak = torch.cuda.memory_allocated(self.device), torch.cuda.max_memory_allocated(self.device)
-        torch.cuda.reset_peak_memory_stats(self.device)
-        return {"gpu/memory_gib": held / 2**30, "gpu/peak_memory_gib": peak / 2**30}
+        """On a GPU the memory of this process's tensors, GiB: held now, and at most since the last call."""
+        return gpu_memory_since(self.device)
 
     def save(self, directory: Path) -> None:
         self._save_trained(directory / "model")

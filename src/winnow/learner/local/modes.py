@@ -59,16 +59,19 @@ class WideAttention(TorchFunctionMode):
 
 
 @torch.no_grad()
-def halve_frozen(model: Any) -> None:
+def halve_frozen(*models: Any) -> None:
     """Keep the frozen matrices of linear layers in bfloat16 where that loses nothing, as with weights saved in it.
 
     Under autocast the same products come out, without copies. Embeddings, norms and biases stay: hidden states between
-    products are float32.
+    products are float32. A model that is None is passed over.
     """
-    embedding = model.get_input_embeddings().weight
-    for module in model.modules():
-        if type(module) is not torch.nn.Linear or module.weight.requires_grad or module.weight is embedding:
+    for model in models:
+        if model is None:
             continue
-        half = module.weight.to(torch.bfloat16)
-        if torch.equal(half.to(module.weight.dtype), module.weight):
-            module.weight.data = half
+        embedding = model.get_input_embeddings().weight
+        for module in model.modules():
+            if type(module) is not torch.nn.Linear or module.weight.requires_grad or module.weight is embedding:
+                continue
+            half = module.weight.to(torch.bfloat16)
+            if torch.equal(half.to(module.weight.dtype), module.weight):
+                module.weight.data = half
