@@ -28,7 +28,7 @@ from winnow.run.activations import (
     memory_of,
 )
 from winnow.run.engine_choice import choose_engine
-from winnow.run.machine import PAYS_FROM, choose_dtype, counts_up_to, fewest, settle
+from winnow.run.machine import PAYS_FROM, choose_dtype, choose_threads, settle
 from winnow.run.preflight import refuse_changes, resumed_config
 from winnow.run.speed import BUDGET_S, ROUNDS, Matrices, in_turn, seconds_by_threads, times_slower
 
@@ -169,7 +169,7 @@ def test_sampler_processes_keep_their_cores(monkeypatch: pytest.MonkeyPatch) -> 
     beside = {"sync": {"name": "processes", "samplers": 2}, "max_lag": 1, "threads": "auto"}
     settled = settle(config(**beside), large())
     assert settled.config.threads == 1
-    assert settled.why["threads"] == "no more cores may be used"
+    assert settle(config(threads="auto"), large()).config.threads == 3
 
 
 @pytest.mark.parametrize("threads", [0, 257, "fast", 1.5])
@@ -225,19 +225,11 @@ def test_slow_sides_have_some_rounds_all_the_same() -> None:
 
 
 @pytest.mark.parametrize(
-    ("seconds", "chosen"),
-    [({1: 0.1, 2: 0.05}, 2), ({1: 0.1, 2: 0.095}, 1), ({1: 0.1, 2: 1.0}, 1), ({1: 0.4, 2: 0.2, 4: 0.19}, 2)],
+    ("parameters", "usable", "chosen"),
+    [(PAYS_FROM - 1, 8, 1), (PAYS_FROM, 8, 8), (PAYS_FROM, 1, 1), (10**9, 64, 64)],
 )
-def test_the_fewest_threads_that_are_about_as_fast(seconds: dict[int, float], chosen: int) -> None:
-    found, why = fewest([*seconds, 8], seconds)
-    assert found == chosen
-    assert f"{1e3 * seconds[1]:g} ms on 1, " in why
-    assert why.endswith(", far slower on 8")
-
-
-@pytest.mark.parametrize(("most", "counts"), [(1, [1]), (2, [1, 2]), (6, [1, 2, 4, 6]), (8, [1, 2, 4, 8])])
-def test_counts(most: int, counts: list[int]) -> None:
-    assert counts_up_to(most) == counts
+def test_threads_by_size_and_cores(parameters: int, usable: int, chosen: int) -> None:
+    assert choose_threads(parameters, usable) == chosen
 
 
 def test_matrices_of_a_model() -> None:

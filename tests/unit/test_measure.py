@@ -35,7 +35,10 @@ def checks_of(model: str, **values: Any) -> dict[str, Any]:
     return found
 
 
-def test_a_processor_is_measured_as_far_as_it_can_be(quick: None, tmp_path: Path) -> None:
+def test_a_processor_is_measured_as_far_as_it_can_be(
+    quick: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
     settings = [f"{key}={value}" for key, value in SHORT.items()]
     ended = CliRunner().invoke(app, ["doctor", "--measure", "--out", str(tmp_path / "report.json"), *settings])
     assert ended.exit_code == 0, ended.output
@@ -46,6 +49,9 @@ def test_a_processor_is_measured_as_far_as_it_can_be(quick: None, tmp_path: Path
         "vLLM": "skipped",
         "memory": "skipped",
     }
+    assert checks["threads"]["chosen"] == 1
+    assert checks["threads"]["fastest"] in (1, 2)
+    assert checks["threads"]["share_of_one"]["1"] == 1
     assert checks["repeats"]["bit_for_bit"]
     assert checks["embedded engine"]["nats_from_learner"]["mean"] < 1e-5
     assert checks["embedded engine"]["nats_from_learner"]["tokens"] > 32

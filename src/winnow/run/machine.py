@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,13 +18,13 @@ from .activations import choose_checkpointing, choose_tokens
 from .budget import Shapes, device_budget, require_room, settle_for
 from .build import sampler_options
 from .engine_choice import AUTO, choose_engine, samples_elsewhere, uncorrected
-from .speed import Matrices, seconds_by_threads, times_slower
+from .speed import Matrices, times_slower
 from .start import Start
 
 PAYS_FROM = 10_000_000
-"""Parameters of a model from which bfloat16 pays; measured (docs/benchmarks.md)."""
+"""Parameters of a model from which bfloat16 and more than one thread pay; measured (docs/benchmarks.md)."""
 WORTH = 1.1
-"""A second thread must make it so many times faster, and a type slower by as much earns a warning."""
+"""A type that is slower by this factor earns a warning."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Machine:
         found = []
         c, cores = self.config, usable_threads()
         if isinstance(c.threads, int) and c.threads > cores:
-            found.append(f"threads: {c.threads}, but this process may use {cores} here; threads=auto measures again")
+            found.append(f"threads: {c.threads}, but this process may use {cores} here; set threads=auto")
         if c.dtype != self.preferred:
             dtype, other = getattr(torch, c.dtype), getattr(torch, self.preferred)
             slower = times_slower(dtype, other, self.matrices, self.device)
@@ -89,13 +89,9 @@ def settle(c: RunConfig, model: Any = None, *, resumed: bool = False) -> Machine
     elif device.type == "cuda" and not resumed:
         chosen |= engine_type(c, c.dtype)
     if c.threads == "auto":
-        computes = getattr(torch, chosen.get("dtype", c.dtype))
-        rollouts = min(256, c.prompts_per_step * c.num_generations)
-        chosen["threads"], why["threads"] = (
-            choose_threads(matrices, rollouts, computes, _usable(c))
-            if device.type == "cpu"
-            else (None, f"torch's; the work is done on {device.type}")
-        )
+        on_cpu = device.type == "cpu"
+        chosen["threads"] = choose_threads(matrices.parameters, _usable(c)) if on_cpu else None
+        why["threads"] = "the size of the model and the cores" if on_cpu else f"torch's; {device.type} does the work"
     if device.type == "cuda":
         c, chosen = c.model_copy(update=chosen), {}
         _settle_on_gpu(c, shell, device, chosen, why)
@@ -142,28 +138,12 @@ def choose_dtype(c: RunConfig, parameters: int, device: torch.device, info: str 
     return "bfloat16", f"the processor multiplies it fast ({units[0]})"
 
 
-def choose_threads(matrices: Matrices, rows: int, dtype: torch.dtype, usable: int) -> tuple[int, str]:
-    """The fewest threads that are about as fast as any number of them, measured; and why.
+def choose_threads(parameters: int, usable: int) -> int:
+    """Return the number of CPU threads: all `usable` cores, or 1 for a model too small to share its products.
 
-    `rows`: sequences that are generated at once. `usable`: most threads that may be taken.
+    A rule, not a measurement: another number rounds sums in another order, so equal runs need equal numbers.
     """
-    if usable == 1:
-        return 1, "no more cores may be used"
-    counts = counts_up_to(usable)
-    return fewest(counts, seconds_by_threads(matrices, rows, dtype, counts))
-
-
-def fewest(counts: Sequence[int], seconds: Mapping[int, float]) -> tuple[int, str]:
-    """The choice among what was measured: seconds by number of threads, without those that were hopeless."""
-    best = min(seconds.values())
-    shown = [(f"{1e3 * seconds[n]:.3g} ms" if n in seconds else "far slower") + f" on {n}" for n in counts]
-    chosen = min(n for n, s in seconds.items() if s <= WORTH * best)
-    return chosen, f"measured with products of this model's sizes: {', '.join(shown)}"
-
-
-def counts_up_to(most: int) -> Sequence[int]:
-    """1, 2, 4 ... and `most`."""
-    return sorted({most, *(2**i for i in range(most.bit_length()))} & set(range(1, most + 1)))
+    return usable if parameters >= PAYS_FROM else 1
 
 
 def _usable(c: RunConfig) -> int:

@@ -29,7 +29,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from ..base.install import NAME, install
 from ..base.noise import noise_key
-from ..base.processor import processor
+from ..base.processor import processor, usable_threads
 from ..config import ConfigError, RunConfig, validate
 from ..engine.base import Finished, Request
 from ..engine.loading import ModelReference, quiet_transformers
@@ -40,6 +40,7 @@ from ..types import Rollout
 from .budget import GIB, Shapes, device_budget
 from .build import build_engine, build_learner, build_loss, build_policy, sampling_params
 from .machine import settle
+from .speed import Matrices, seconds_by_threads
 from .start import Start
 
 SIZES = {
@@ -245,7 +246,26 @@ def attention(bench: Bench) -> Figures:
     return figures
 
 
+def threads(bench: Bench) -> Figures:
+    """Times of the products of a decode step and an update by number of threads, as a share of one thread's."""
+    usable = usable_threads()
+    if bench.device.type != "cpu" or usable == 1:
+        raise SkippedError("there is one core, or the work is done on a GPU")
+    c = bench.config
+    counts = sorted({1, usable, *(2**i for i in range(usable.bit_length()))} & set(range(1, usable + 1)))
+    rows = min(256, c.prompts_per_step * c.num_generations)
+    matrices = Matrices.of(Start.of(c).shell(c))
+    seconds = seconds_by_threads(matrices, rows, getattr(torch, c.dtype), counts)
+    fastest = min(seconds, key=lambda n: seconds[n])
+    return {
+        "fastest": fastest,
+        "chosen": c.threads,
+        "share_of_one": {str(n): s / seconds[1] for n, s in seconds.items()},
+    }
+
+
 CHECKS: dict[str, Callable[[Bench], Figures]] = {
+    "threads": threads,
     "update": update,
     "repeats": repeats,
     "embedded engine": embedded_engine,

@@ -34,7 +34,6 @@ from ..env.chat import end_of_turn
 from ..env.prompting import as_beginning, encode_prompt
 from ..learner.local.forward import head_is_linear
 from ..run.machine import choose_threads
-from ..run.speed import Matrices
 from ..types import Prompt
 from .demonstrations import EOS, PAD, RowDemonstrations, byte_tokenizer, plain_tokenizer
 
@@ -77,7 +76,7 @@ class WarmStartConfig:
     """Most tokens of a tokenizer that is made from rows of data."""
     seed: int = 0
     threads: int | Literal["auto"] | None = "auto"
-    """CPU threads while teaching; `auto` measures, None leaves torch's setting."""
+    """CPU threads while teaching; `auto` as in a run, None leaves torch's setting."""
     matmul_precision: Literal["highest", "high", "medium"] = "medium"
     """`medium` lets the CPU multiply in bfloat16 where it has AMX; weights stay float32."""
 
@@ -241,7 +240,7 @@ def _teach(model: Any, tokenizer: Any, shown: Shown, config: WarmStartConfig) ->
 def _threads(model: torch.nn.Module, config: WarmStartConfig) -> int | None:
     if config.threads != "auto":
         return config.threads
-    return choose_threads(Matrices.of(model), config.batch_size, torch.float32, usable_threads())[0]
+    return choose_threads(sum(p.numel() for p in model.parameters()), usable_threads())
 
 
 def _lr_share(step: int, config: WarmStartConfig) -> float:
