@@ -81,10 +81,10 @@ class Verdict:
     """Chance with which a random decision came out as it did, overrides by an audit included."""
     overridden: float | None = None
     """An audit let pass what the method would have removed: the chance with which it does so. None: it did not."""
-    counts_as: GroupKind = GroupKind.NOT_JUDGED
-    """Kind of a group that a gate cut with this verdict: unknown or hard on evidence, else not judged."""
     evidence: Mapping[str, Any] = field(default_factory=dict)
     """Evidence that a gate's rule went by: numbers, texts and arrays, for the gate to learn from."""
+    counts_as: GroupKind = GroupKind.NOT_JUDGED
+    """Kind of a group that a gate cut with this verdict: unknown or hard on evidence, else not judged."""
 
     @property
     def removes(self) -> bool:

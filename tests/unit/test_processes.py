@@ -125,6 +125,7 @@ def test_a_lost_sampler_does_not_hold_up_the_end(sampler: SamplerPool, monkeypat
         sampler.poll()
     (left,) = sampler._members
     channel_of_member(left).says({"stopped": []})
+    channel_of_member(left).says(None)
     assert sampler.close() == []
     assert channel_of_member(left).killed
 

@@ -11,6 +11,7 @@ from ..env.base import Task
 from ..methods.advantage import ADVANTAGES, InUpdate
 from ..methods.select import SELECTORS
 from ..run.build import Methods, build_methods, build_success
+from ..run.engine_choice import AUTO
 from .trl_engine import TrlModel, with_precision
 
 SCALES: dict[str, MethodSpec] = {
@@ -37,6 +38,8 @@ def run_config(trainer: Any, methods: Mapping[str, Any], prompts: int) -> RunCon
     advantage = methods["advantage"] or SCALES.get(args.scale_rewards, "grpo")  # TRL refuses others
     given = {k: v for k, v in methods.items() if v is not None}
     if "engine" in given:
+        if name_of(given["engine"]) == AUTO:
+            given["engine"] = "local"  # TRL's own vLLM is asked for by use_vllm
         given["engine"] = with_precision(given["engine"], TrlModel(trainer).precision)
     if isinstance(method(ADVANTAGES, advantage, "advantage"), InUpdate):
         given["policy_loss"] = "plain"  # as TRL's is in the first update on a batch

@@ -87,6 +87,7 @@ def build_methods(c: RunConfig, prompts: Sequence[Prompt], success: Success | No
 
     Raises ConfigError naming the field and the nearest valid name.
     """
+    build_loss(c)  # refuses options without effect
     options = method_options(c)
     group_size = _group_size(c)
     advantage = _advantage(c, group_size)

@@ -10,12 +10,12 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from ..base.weights import is_finite, weights_digest
-from ..config import ConfigError, LoraConfig, RunConfig, method, name_of
-from ..engine import ENGINES
+from ..config import ConfigError, LoraConfig, RunConfig, name_of
 from ..engine.loading import peft_config
 from ..engine.lora import TRAINED, Adapter, with_adapter
 from ..learner import Policy
 from ..learner.local.reference import frozen_copy
+from .engine_choice import engine_options
 
 ADAPTERS = "adapter_model.safetensors"
 PLAINLY = frozenset({"r", "lora_alpha", "lora_dropout", "target_modules"})
@@ -24,7 +24,7 @@ PLAINLY = frozenset({"r", "lora_alpha", "lora_dropout", "target_modules"})
 
 def check_adapters(c: RunConfig, adapter: Adapter | None = None) -> None:
     """Raises ConfigError when adapters come alone to an engine that takes whole weights only, or plain adapters."""
-    options = method(ENGINES, c.engine, "engine")
+    options = engine_options(c)
     if c.lora is None or c.lora.merge:
         return
     if "adapters" not in getattr(options, "provides", ()):

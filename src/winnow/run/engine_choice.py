@@ -31,7 +31,8 @@ def choose_engine(c: RunConfig, parameters: int, device: str) -> tuple[MethodSpe
 
 def engine_options(c: RunConfig, *, alone: bool = False) -> Any:
     """Options of the run's engine for where it runs. `alone`: on a GPU without a learner."""
-    options = method(ENGINES, c.engine, "engine")
+    spec, _ = choose_engine(c, 0, "cpu")  # an `auto` that no run has settled is the embedded engine
+    options = method(ENGINES, spec, "engine")
     if not hasattr(options, "for_run"):
         return options
     sampling = method(SYNCS, c.sync, "sync")
