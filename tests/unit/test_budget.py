@@ -81,15 +81,15 @@ def total(held: Any) -> int:
     return sum(held.values())
 
 
-UPDATES = [
+UPDATES = [  # bfloat16 is slow on a processor without units for it
     (qwen3, {}, True),
     (qwen3, {}, False),
     (llama, {}, False),
-    (qwen3, {"dtype": "bfloat16"}, True),
-    (qwen3, {"dtype": "bfloat16"}, False),
+    pytest.param(qwen3, {"dtype": "bfloat16"}, True, marks=pytest.mark.slow),
+    pytest.param(qwen3, {"dtype": "bfloat16"}, False, marks=pytest.mark.slow),
     (llama, {"dtype": "bfloat16"}, True),
     (qwen3, {"dtype": "bfloat16", "gradient_checkpointing": True}, False),
-    (qwen3, {"dtype": "bfloat16", "lora": {"r": 8}}, True),
+    pytest.param(qwen3, {"dtype": "bfloat16", "lora": {"r": 8}}, True, marks=pytest.mark.slow),
     (lambda: qwen3().bfloat16().float(), {"dtype": "bfloat16", "lora": {"r": 8}}, True),
 ]
 

@@ -17,8 +17,7 @@ import torch
 
 from ..base import cluster
 from ..base.weights import RemoteWeights, WeightSource, as_bytes, from_bytes, transfer_s
-from ..config import ConfigError, RunConfig, method
-from ..engine import ENGINES
+from ..config import ConfigError, RunConfig
 from .base import SamplerContext
 from .heartbeat import busy
 from .member import Inbox, Message
@@ -60,7 +59,7 @@ class Ray(PoolOptions):
 
     def gpus(self, config: RunConfig) -> float:
         """GPUs of each sampler, on the cluster that this process has joined."""
-        parts = getattr(method(ENGINES, config.engine, "engine"), "tensor_parallel_size", 1)
+        parts = config.engine.get("tensor_parallel_size", 1) if isinstance(config.engine, dict) else 1
         if self.num_gpus and self.num_gpus < parts:
             raise ConfigError(f"sync: num_gpus={self.num_gpus:g}: engine: tensor_parallel_size={parts} needs {parts}")
         return cluster.gpus_each(self.num_gpus, config.device, parts)
