@@ -61,7 +61,7 @@ const plan = (data, { runs, several, hidden, logged, runColor }) => {
 
   function methodSections() {
     const titles = new Set(runs.flatMap((r) => r.charts).map((c) => c.section).filter(Boolean));
-    return [...titles].map((title, n) => ({ id: `method${n}`, title, charts: methodCharts(title) }));
+    return [...titles].map((title) => ({ id: title.split(" ")[0].toLowerCase(), title, charts: methodCharts(title) }));
   }
 
   /** pass@1, pass@k of the largest k, and greedy; without pass@k the mean reward. */
