@@ -264,7 +264,8 @@ class Collector:
         self.buffer.spent = int(state["spent"])
         self.selector.load_state_dict(state["selector"])
         self.group_size.load_state_dict(state["group_size"])
-        self.filter.load_state_dict(state.get("filter", {}))
+        if "filter" in state:  # absent from those of version 0.2
+            self.filter.load_state_dict(state["filter"])
         for name, gate in self.gates.items():
             gate.load_state_dict(state["gates"][name])
 

@@ -52,6 +52,24 @@ def _name(c: RunConfig, key: str, place: int) -> str:
     return name_of(spec[place] if isinstance(spec, list) else spec)
 
 
+class Learns:
+    """Defaults of gates and filters for what only those that learn define."""
+
+    def end_step(self) -> None:
+        """An optimizer step is over; called after `metrics`."""
+
+    def metrics(self) -> dict[str, float]:
+        """Return metrics of the step."""
+        return {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint must hold, as JSON values."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take what `state_dict` returned."""
+
+
 @dataclass(frozen=True)
 class Chart:
     """One chart of the page."""

@@ -47,8 +47,8 @@ class AllOf(Filter):
         return metrics
 
     def state_dict(self) -> dict[str, Any]:
-        return {name: each.state_dict() for name, each in self.filters}
+        return {"filters": [each.state_dict() for _, each in self.filters]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        for name, each in self.filters:
-            each.load_state_dict(state[name])
+        for (_, each), of_filter in zip(self.filters, state["filters"], strict=True):
+            each.load_state_dict(of_filter)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from ...types import Group, GroupKind, Verdict
+from ..base import Learns
 
 
-class Filter:
+class Filter(Learns):
     """After the reward: does this group enter the batch? Derive from it and write `admit`; the rest has defaults.
 
     A filter that learns is built: its options have `build(context) -> Filter`, with the seed and the run's judge.
@@ -28,17 +26,3 @@ class Filter:
     def admit(self, group: Group, kind: GroupKind) -> Verdict:
         """Decide on a group that was not cut and has enough rewards; asked once. `kind`: what it can teach."""
         raise NotImplementedError
-
-    def end_step(self) -> None:
-        """An optimizer step is over; called after `metrics`."""
-
-    def metrics(self) -> dict[str, float]:
-        """Return metrics of the step."""
-        return {}
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint must hold, as JSON values."""
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take what `state_dict` returned."""

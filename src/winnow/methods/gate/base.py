@@ -21,6 +21,7 @@ from pydantic import PlainSerializer, PlainValidator, TypeAdapter
 
 from ...base.packed import pack, unpack
 from ...types import Decision, EnvStep, GatePoint, Group, GroupView, Token, Verdict
+from ..base import Learns
 from ..group_kind import BY_REWARDS, GroupJudge
 from .overrides import Overrides
 
@@ -66,7 +67,7 @@ class Rule(Protocol):
         ...
 
 
-class Gate:
+class Gate(Learns):
     """Derive from it and write `rule`; a gate that learns overrides the rest."""
 
     def rule(self) -> Rule:
@@ -75,20 +76,6 @@ class Gate:
 
     def observe(self, group: Group) -> None:
         """Learn from every finished group; the gate's decisions are in `decisions` of the group and its rollouts."""
-
-    def end_step(self) -> None:
-        """An optimizer step is over; called after `metrics`."""
-
-    def metrics(self) -> dict[str, float]:
-        """Return metrics of the step."""
-        return {}
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint must hold, as JSON values."""
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take what `state_dict` returned."""
 
     def save(self, directory: Path) -> None:
         """Write what belongs with the saved model, if anything."""
