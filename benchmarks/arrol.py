@@ -69,7 +69,7 @@ def warm_model(task: str, directory: Path, work: Path | None) -> Path:
 
 def overhead(task: str, model: Path, steps: int) -> list[dict[str, float]]:
     """One row a step: seconds of the step, of the gate, and the gate's share."""
-    from winnow.methods.gate.quality_rule import ArrolRule
+    from winnow.methods.gate.arrol.rule import ArrolRule
     from winnow.run.trainer import Trainer
 
     gates = f"[{{name: arrol, cold_start: {COLD}}}]"
@@ -121,7 +121,7 @@ def survivors(task: str, model: Path, groups: int, engine: str) -> dict[str, flo
     """Share of tokens of surviving rollouts that are others when nobody is pruned."""
     from winnow.env.rewards.rewarder import Rewarder
     from winnow.methods.gate import GateContext, NamedRule
-    from winnow.methods.gate.quality import Arrol
+    from winnow.methods.gate.arrol.gate import Arrol
     from winnow.rollout.evaluate import run_jobs
     from winnow.rollout.runner import RolloutRunner
     from winnow.run.build import build_policy, build_task, rollout_options

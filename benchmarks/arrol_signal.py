@@ -23,9 +23,9 @@ from claims_tables import text
 
 from winnow.env.rewards.rewarder import Rewarder
 from winnow.methods.gate import NamedRule
+from winnow.methods.gate.arrol.head import Example, QualityHead
+from winnow.methods.gate.arrol.stats import auroc
 from winnow.methods.gate.calibration import BinnedPosterior, survival_factor, survival_probabilities
-from winnow.methods.gate.quality_head import Example, QualityHead
-from winnow.methods.gate.quality_stats import auroc
 from winnow.rollout.evaluate import run_jobs
 from winnow.rollout.runner import RolloutRunner
 from winnow.run.build import build_policy, build_success, build_task, rollout_options

@@ -65,7 +65,7 @@ def warm_model(seed: int, work: Path) -> None:
 
 
 def train_arm(arm: Arm, seed: int, work: Path, steps: int | None) -> None:
-    from winnow.record.stopping import RunStoppedError
+    from winnow.record.stop_conditions import RunStoppedError
     from winnow.run.standalone import evaluate_model
 
     said: dict[str, Any] = {"arm": arm.name, "seed": seed, "stopped": ""}

@@ -67,8 +67,8 @@ def rollout_seconds() -> float:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from winnow.engine import LocalEngine, Request, SamplingParams
-    from winnow.env.countdown import CountdownConfig
     from winnow.study.warm_start import WarmStartConfig, warm_start
+    from winnow.tasks.countdown import CountdownConfig
 
     with tempfile.TemporaryDirectory() as directory:
         warm_start(

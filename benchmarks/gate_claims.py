@@ -72,7 +72,7 @@ def calibrate(work: Path) -> None:
     from gate_tiers import by_progress, recorded
 
     from winnow.methods.gate.recording import rows_of
-    from winnow.study.replay import read_recorded
+    from winnow.study.gate_tables import read_recorded
     from winnow.study.replay_stats import Bound
     from winnow.study.replay_stats import calibrate as run
 
@@ -106,7 +106,7 @@ def premise(work: Path) -> None:
     from gate_tiers import recorded
 
     from winnow.methods.gate.recording import rows_of
-    from winnow.study.replay import correlate, read_recorded
+    from winnow.study.gate_tables import correlate, read_recorded
 
     path = work / "premise-s0"
     path.mkdir(exist_ok=True)

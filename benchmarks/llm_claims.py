@@ -71,7 +71,7 @@ Runs with a lag of 8 hold nine copies of the weights (5 GB), so they are far apa
 
 
 def train_arm(arm: Arm, seed: int, work: Path, extra: list[str]) -> None:
-    from winnow.env.made import made_rows
+    from winnow.env.synthetic_data import made_rows
     from winnow.run.standalone import evaluate_model
     from winnow.study.vote import vote_model
 

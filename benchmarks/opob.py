@@ -34,7 +34,7 @@ from winnow.learner.base import Stats
 from winnow.learner.batch import Budget, MicroBatch, Pool, Row, micro_batches
 from winnow.learner.local.learner import LearnerOptions, LocalLearner
 from winnow.learner.local.logprob import TokenDistribution
-from winnow.learner.local.pooled import RowByRow
+from winnow.learner.local.optimal_baseline_update import RowByRow
 from winnow.methods.loss import LossConfig
 from winnow.types import Rollout
 

@@ -29,12 +29,12 @@ from transformers import AutoTokenizer
 from winnow import Trainer
 from winnow.base.files import write_json
 from winnow.config import RunConfig, validate
-from winnow.env.countdown import CountdownConfig
 from winnow.env.prompting import decode
 from winnow.methods.group_kind import BY_REWARDS
 from winnow.record.ledger import Ledger
 from winnow.record.records import CONFIG, LEDGER, METRICS, Records
 from winnow.study.warm_start import WarmStartConfig, warm_start
+from winnow.tasks.countdown import CountdownConfig
 from winnow.types import Fate, Group, Prompt, Rollout, Turn, Visit
 
 GROUPS, SIBLINGS, TOKENS = 2, 4, 40

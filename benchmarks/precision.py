@@ -29,13 +29,13 @@ from machine import machine
 
 from winnow.base.noise import noise_key
 from winnow.engine import Finished, LocalEngine, Request, SamplingParams
-from winnow.env.countdown import CountdownConfig
 from winnow.learner.agreement import compare
 from winnow.learner.batch import Row
 from winnow.learner.local.learner import LearnerOptions, LocalLearner
 from winnow.learner.local.logprob import TokenDistribution
 from winnow.methods.loss import LossConfig
 from winnow.study.warm_start import WarmStartConfig, small_model, word_tokenizer
+from winnow.tasks.countdown import CountdownConfig
 from winnow.types import Rollout
 
 SIBLINGS = 8

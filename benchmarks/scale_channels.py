@@ -34,7 +34,7 @@ from winnow.config import RunConfig, validate
 from winnow.engine.loading import load_causal_lm, load_tokenizer
 from winnow.run.build import build_task
 from winnow.sampler import SamplerContext
-from winnow.sampler.member import Message
+from winnow.sampler.handle import Message
 from winnow.sampler.pool import SamplerPool
 from winnow.sampler.processes import Processes
 from winnow.sampler.ray import Ray

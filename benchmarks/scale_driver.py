@@ -37,15 +37,15 @@ from winnow.base.memory import heap_frozen
 from winnow.collect import Collector
 from winnow.config import validate
 from winnow.record.ledger import Ledger
-from winnow.record.stopping import Limits
+from winnow.record.stop_conditions import Limits
 from winnow.run.build import build_methods
 from winnow.sampler import SamplerContext, pool
 from winnow.sampler.buffer import Buffer
 from winnow.sampler.codec import group_from, group_state
-from winnow.sampler.member import Inbox, Message
+from winnow.sampler.handle import Inbox, Message
 from winnow.sampler.options import PoolOptions
-from winnow.sampler.pace import Beside
 from winnow.sampler.pool import SamplerPool
+from winnow.sampler.scheduling import AsyncPace
 from winnow.study.warm_start import word_tokenizer
 from winnow.types import Group, Prompt, Rollout, Turn, Visit
 
@@ -204,7 +204,7 @@ def collector_of(
         group_size=methods.group_size,
         filter=methods.filter,
         buffer=buffer,
-        pace=Beside(buffer, sampler),
+        pace=AsyncPace(buffer, sampler),
         refill_round=buffer.prompts_per_step,
         ledger=ledger,
         judge=methods.judge,

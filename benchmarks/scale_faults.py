@@ -35,7 +35,7 @@ from ray.cluster_utils import Cluster
 
 from winnow import Trainer
 from winnow.record.ledger import Ledger
-from winnow.record.stopping import RunStoppedError
+from winnow.record.stop_conditions import RunStoppedError
 
 TIMEOUT_S = 10.0
 NODE_CPUS = 4
@@ -67,8 +67,8 @@ def configuration(work: Path, address: str, name: str) -> dict[str, Any]:
 
 
 def make_model(path: Path) -> None:
-    from winnow.env.countdown import CountdownConfig
     from winnow.study.warm_start import WarmStartConfig, warm_start
+    from winnow.tasks.countdown import CountdownConfig
 
     task = CountdownConfig(train_size=64, test_size=16).build()
     warm_start(task, path, config=WarmStartConfig(max_steps=100, batch_size=32, hidden_size=64, num_layers=2))
@@ -279,12 +279,12 @@ def drive(config: dict[str, Any]) -> None:
     directory = Path(config["output_dir"])
     there = (directory / "config.json").exists()
     watched = Watched(Trainer.resume(directory) if there else Trainer(config=config))
-    watched.events = Said(said)
+    watched.events = ModelTurn(said)
     with contextlib.suppress(KeyboardInterrupt):
         watched.trainer.train()
 
 
-class Said(list[Any]):
+class ModelTurn(list[Any]):
     """Events that are said when they happen, the first of each kind."""
 
     def __init__(self, stream: Any) -> None:

@@ -25,10 +25,10 @@ from claims_figures import interval
 from machine import machine
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, PrinterCallback, TrainerCallback
 
-from winnow.env.countdown import CountdownConfig, countdown_reward
 from winnow.run.standalone import evaluate_model
 from winnow.run.trainer import Trainer
 from winnow.study.warm_start import WarmStartConfig, warm_start
+from winnow.tasks.countdown import CountdownConfig, countdown_reward
 
 PROMPTS, G, EVERY = 16, 8, 10
 METHODS: dict[str, Any] = {"selector": "greso", "filter": "zero_variance", "advantage": "rloo"}

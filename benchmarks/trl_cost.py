@@ -27,10 +27,10 @@ from machine import machine
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, PrinterCallback, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
-from winnow.env.countdown import CountdownConfig, countdown_reward
 from winnow.integrations.trl import WinnowGRPOTrainer
 from winnow.record.ledger import Ledger
 from winnow.study.warm_start import WarmStartConfig, warm_start
+from winnow.tasks.countdown import CountdownConfig, countdown_reward
 
 PROMPTS, G = 16, 8
 ARMS: dict[str, dict[str, Any]] = {

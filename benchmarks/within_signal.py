@@ -16,7 +16,7 @@ import numpy as np
 from arms import fill, table, write_json
 
 from winnow.methods.gate.calibration import BinnedPosterior, survival_factor, survival_probabilities
-from winnow.methods.gate.within import Rules, best_set, price_of, rate_weights, survival_within
+from winnow.methods.gate.within import ScoreModel, best_set, price_of, rate_weights, survival_within
 
 PROMPTS, SIZE, DRAWS = 1500, 16, 8
 KEEP_RATE, P_MIN, BINS = 0.5, 0.05, 20
@@ -59,7 +59,7 @@ def within(world: World, history: float, *, distinct: bool) -> np.ndarray:
     mean = world.right_NG.mean()
     share_N = world.seen_N / (2 * SIZE)
     weight_NP = rate_weights(PRIOR * mean + history * share_N, PRIOR * (1 - mean) + history * (1 - share_N))
-    rules = Rules(failure_B, success_B, SIZE, P_MIN)
+    rules = ScoreModel(failure_B, success_B, SIZE, P_MIN)
     survival_NB = survival_within(rules, weight_NP, price_of(rules, weight_NP, KEEP_RATE))
     survival_NG = np.take_along_axis(survival_NB, world.bin_NG, 1)
     if distinct:

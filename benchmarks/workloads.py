@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from winnow.env.countdown import CountdownConfig
 from winnow.study.warm_start import WarmStartConfig, warm_start, word_tokenizer
+from winnow.tasks.countdown import CountdownConfig
 
 NEVER = "<jupyter_script>"
 """A token of SmolLM2's vocabulary that comes up in no chat."""

@@ -59,8 +59,8 @@ def pytest_pyfunc_call() -> Generator[None, None, None]:
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Hugging Face directory: two layers, hidden 32, one token a Countdown word, barely taught."""
-    from winnow.env.countdown import CountdownConfig
     from winnow.study.warm_start import WarmStartConfig, warm_start
+    from winnow.tasks.countdown import CountdownConfig
 
     path = tmp_path_factory.mktemp("models") / "tiny"
     config = WarmStartConfig(

@@ -25,12 +25,12 @@ from .methods.select import Selector
 from .methods.size import GroupSize
 from .record.failures import FailureWatch, cause_of
 from .record.ledger import Ledger
-from .record.stopping import Limits, RunStoppedError, Usefulness
-from .record.tally import Tally
+from .record.step_metrics import Tally
+from .record.stop_conditions import Limits, RunStoppedError, StopConditions
 from .sampler.base import GroupSource
 from .sampler.buffer import Buffer
 from .sampler.codec import Prompts, group_from, group_state, visit_from, visit_state
-from .sampler.pace import Pace
+from .sampler.scheduling import Pace
 from .types import Fate, Group, Job, Purpose, Visit
 
 
@@ -67,7 +67,7 @@ class Collector:
         self.tally = Tally(self.judge)
         """Counts and timings of the current step."""
         self.failures = FailureWatch(self.ledger.failures())
-        self._useful = Usefulness(self.judge, self.limits, self.filter, self.refill_round)
+        self._useful = StopConditions(self.judge, self.limits, self.filter, self.refill_round)
         self._learned: dict[str, float] = {}
         """Metrics of gates and filter."""
         self._untrained: str | None = None

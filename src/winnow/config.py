@@ -16,9 +16,9 @@ import yaml
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from .base.chat_template import template_text
+from .base.config_errors import explain
+from .base.config_errors import suggestion as suggestion
 from .base.errors import ConfigError as ConfigError
-from .base.explain import explain
-from .base.explain import nearest as nearest
 from .base.files import not_json
 from .base.foreign_values import translated
 from .base.options import MethodSpec as MethodSpec
@@ -324,7 +324,7 @@ def read_settings(
     chosen = [o.removeprefix("variant=") for o in overrides if path is not None and o.startswith("variant=")]
     for name in chosen:
         if name not in variants:
-            raise ConfigError(f"{path}: variant: unknown name {name!r}.{nearest(name, list(variants))}")
+            raise ConfigError(f"{path}: variant: unknown name {name!r}.{suggestion(name, list(variants))}")
         values |= variants[name]
     keys = [o for o in overrides if path is None or not o.startswith("variant=")]
     for override in sorted(keys, key=lambda o: o.partition("=")[0].count(".")):

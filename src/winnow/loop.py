@@ -18,7 +18,7 @@ from .config import ConfigError
 from .learner.base import Learner
 from .learner.step import OptimizerStep
 from .methods.gate.audit import rules_of
-from .record.stopping import RunStoppedError, memory_errors
+from .record.stop_conditions import RunStoppedError, memory_errors
 from .rollout.evaluate import Evaluation
 from .sampler import Sampler, SamplersLostError
 from .types import Group

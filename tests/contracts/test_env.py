@@ -11,9 +11,9 @@ import sys
 
 import pytest
 
-from winnow.env import ENVS
 from winnow.env.base import Demonstrator, Env, OverlappingEnv, Task
 from winnow.env.rewards.rewarder import Rewarder
+from winnow.tasks import ENVS
 from winnow.types import Prompt
 
 OPTIONS = {
@@ -110,7 +110,7 @@ def test_demonstrators_show_what_their_vocabulary_holds(config):
 
 def test_table_is_lazy():
     code = (
-        "import sys; from winnow.env import ENVS; list(ENVS); print('torch' in sys.modules, 'pyarrow' in sys.modules)"
+        "import sys; from winnow.tasks import ENVS; list(ENVS); print('torch' in sys.modules, 'pyarrow' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.split() == ["False"] * 2
     with pytest.raises(KeyError):

@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SOURCES = sorted((ROOT / "src").rglob("*.py"))
 OWN = {
     ("engine/vllm/core.py", "pickle"): "between a process and a child of its own, by the child's standard input",
-    ("env/stored.py", "pickle"): "a file without a name, which only the process that wrote it can read",
+    ("env/prompt_store.py", "pickle"): "a file without a name, which only the process that wrote it can read",
     ("base/settings_yaml.py", "yaml.load"): "with a loader derived from SafeLoader",
 }
 """Where it is right, and why."""

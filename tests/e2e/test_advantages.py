@@ -11,7 +11,7 @@ import pytest
 
 from winnow import ConfigError, Trainer
 from winnow.learner import batch
-from winnow.learner.local import pooled
+from winnow.learner.local import optimal_baseline_update
 from winnow.learner.local.grad_norms import RowHooks
 from winnow.run.plan import plan
 from winnow.study.compare_data import read_run_data
@@ -182,7 +182,7 @@ def test_opob_over_shared_prompts_with_every_method_and_a_resume(
     passes = []
     passed = RowHooks.passed
     monkeypatch.setattr(RowHooks, "passed", lambda self, *args: (passes.append(1), passed(self, *args))[1])
-    monkeypatch.setattr(pooled, "SHARED_PRODUCTS", 0)
+    monkeypatch.setattr(optimal_baseline_update, "SHARED_PRODUCTS", 0)
     monkeypatch.setattr(batch, "PASS_TOKENS", 0)
     whole, part = tmp_path / "whole", tmp_path / "part"
     train(config | {"output_dir": str(whole)})

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from winnow import Trainer
 from winnow.cli.main import app
 from winnow.config import ConfigError, validate
-from winnow.methods.gate.quality_head import FILE, HeadWeights
+from winnow.methods.gate.arrol.head import FILE, HeadWeights
 
 from .test_training import _train_until, assert_clean, fingerprint, resume, train
 

@@ -16,8 +16,8 @@ import pytest
 from winnow import Trainer
 from winnow.base.forkserver import Child
 from winnow.config import ConfigError
-from winnow.record.stopping import RunStoppedError
-from winnow.sampler.member import Member
+from winnow.record.stop_conditions import RunStoppedError
+from winnow.sampler.handle import SamplerHandle
 from winnow.sampler.pipe import Pipe
 from winnow.sampler.pool import SamplerPool
 
@@ -33,12 +33,12 @@ def config(tiny_config: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.fixture
-def children(monkeypatch: pytest.MonkeyPatch) -> list[Member]:
+def children(monkeypatch: pytest.MonkeyPatch) -> list[SamplerHandle]:
     """Every sampler that is started, in order."""
-    started: list[Member] = []
+    started: list[SamplerHandle] = []
     original = SamplerPool._start
 
-    def remember(self: SamplerPool, slot: int) -> Member:
+    def remember(self: SamplerPool, slot: int) -> SamplerHandle:
         started.append(original(self, slot))
         return started[-1]
 
@@ -46,7 +46,7 @@ def children(monkeypatch: pytest.MonkeyPatch) -> list[Member]:
     return started
 
 
-def process_of(member: Member) -> Child:
+def process_of(member: SamplerHandle) -> Child:
     assert isinstance(member.channel, Pipe)
     return member.channel.process
 
@@ -62,7 +62,7 @@ def metrics(run: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_a_sampler_goes_on_while_the_learner_works(config: dict[str, Any], children: list[Member]) -> None:
+def test_a_sampler_goes_on_while_the_learner_works(config: dict[str, Any], children: list[SamplerHandle]) -> None:
     run = Path(config["output_dir"])
     Trainer(config=config).train()
     assert_clean(run)
@@ -89,7 +89,7 @@ def test_max_lag_0_trains_on_policy(config: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
-def test_two_samplers_share_the_work(config: dict[str, Any], children: list[Member]) -> None:
+def test_two_samplers_share_the_work(config: dict[str, Any], children: list[SamplerHandle]) -> None:
     Trainer(config=config | {"sync": {"name": "processes", "samplers": 2}, "max_steps": 4}).train()
     assert_clean(Path(config["output_dir"]))
     assert len(children) == 2
@@ -141,7 +141,7 @@ def test_games_of_many_turns(config: dict[str, Any], tmp_path: Path) -> None:
 
 
 def test_a_killed_sampler_is_replaced_and_its_groups_are_launched_again(
-    config: dict[str, Any], children: list[Member]
+    config: dict[str, Any], children: list[SamplerHandle]
 ) -> None:
     run = Path(config["output_dir"])
 
@@ -162,7 +162,7 @@ def test_a_killed_sampler_is_replaced_and_its_groups_are_launched_again(
 
 
 @pytest.mark.slow
-def test_a_sampler_that_is_stopped_is_taken_for_stuck(config: dict[str, Any], children: list[Member]) -> None:
+def test_a_sampler_that_is_stopped_is_taken_for_stuck(config: dict[str, Any], children: list[SamplerHandle]) -> None:
     run = Path(config["output_dir"])
 
     def stop_the_first() -> None:
@@ -191,7 +191,7 @@ def test_samplers_that_keep_dying_end_the_run_with_their_last_words(
 
 @pytest.mark.slow
 def test_a_sampler_does_not_start_on_other_data_than_the_learner(
-    config: dict[str, Any], children: list[Member], tmp_path: Path
+    config: dict[str, Any], children: list[SamplerHandle], tmp_path: Path
 ) -> None:
     data = tmp_path / "data.jsonl"
     rows = [{"prompt": f"{i} + {i} =", "answer": str(2 * i)} for i in range(24)]

@@ -13,7 +13,7 @@ import torch
 from tests.pretend_cuda import PretendCuda
 from winnow.config import ConfigError
 from winnow.engine.local.cache import KVCache
-from winnow.record.stopping import OutOfMemoryError
+from winnow.record.stop_conditions import OutOfMemoryError
 from winnow.run.trainer import Trainer
 
 RUNS: dict[str, dict[str, Any]] = {

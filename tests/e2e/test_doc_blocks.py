@@ -17,7 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from winnow import Trainer
 from winnow.engine.loading import load_tokenizer
-from winnow.record.stopping import RunStoppedError
+from winnow.record.stop_conditions import RunStoppedError
 from winnow.types import Prompt
 
 from ..unit.test_reward_model import write as write_judge

@@ -19,7 +19,7 @@ from winnow.env.dataset import DatasetConfig
 from winnow.env.row_files import DataError
 from winnow.learner.local.learner import LocalLearner
 from winnow.record.ledger import Ledger
-from winnow.record.stopping import OutOfMemoryError
+from winnow.record.stop_conditions import OutOfMemoryError
 from winnow.run import checkpoint
 from winnow.run.checkpoint import CheckpointError
 

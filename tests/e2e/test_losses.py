@@ -15,8 +15,8 @@ import yaml
 
 from winnow import Trainer
 from winnow.env.base import StepResult
-from winnow.env.countdown import CountdownConfig
-from winnow.record.stopping import RunStoppedError
+from winnow.record.stop_conditions import RunStoppedError
+from winnow.tasks.countdown import CountdownConfig
 
 from ..parity import parity_reward
 from .test_cli import winnow
@@ -153,7 +153,7 @@ def test_held_out_rollouts_that_fail(tiny_config: dict[str, Any]) -> None:
 
 
 def test_all_completions_cut_off_and_masked(tiny_config: dict[str, Any]) -> None:
-    """Said at the first such step, and again by what ends the run."""
+    """ModelTurn at the first such step, and again by what ends the run."""
     config = tiny_config | QUIET | {"mask_truncated_completions": True, "max_completion_length": 1}
     config |= {"temperature": 20.0, "seed": 2}  # none of these ends by itself
     with pytest.raises(RunStoppedError) as stopped:

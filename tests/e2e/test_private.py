@@ -13,7 +13,7 @@ import pytest
 from winnow import Trainer
 from winnow.base.paths import below_home
 from winnow.base.redact import redact
-from winnow.record.stopping import RunStoppedError
+from winnow.record.stop_conditions import RunStoppedError
 from winnow.study.report import write_report
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from winnow import ConfigError, Trainer
 from winnow.record.records import RunDirectoryError
-from winnow.record.stopping import RunStoppedError
+from winnow.record.stop_conditions import RunStoppedError
 from winnow.run.checkpoint import CheckpointError
 from winnow.run.standalone import evaluate_model
 

@@ -14,7 +14,7 @@ from winnow import Trainer
 from winnow.methods.filter import Filter
 from winnow.methods.select import stream
 from winnow.record.ledger import Ledger
-from winnow.record.stopping import RunStoppedError, TaskSolvedError
+from winnow.record.stop_conditions import RunStoppedError, TaskSolvedError
 from winnow.study.compare import compare
 from winnow.study.compare_data import methods_of, read_run_data
 from winnow.types import Group, GroupKind, Verdict

@@ -10,7 +10,7 @@ import pytest
 
 from winnow import Trainer
 from winnow.record.ledger import Ledger
-from winnow.record.stopping import RunStoppedError, TaskSolvedError
+from winnow.record.stop_conditions import RunStoppedError, TaskSolvedError
 from winnow.run.plan import plan
 from winnow.study.compare_data import CompareError, read_run_data
 from winnow.study.pass_rates import profile_model

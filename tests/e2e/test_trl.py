@@ -22,7 +22,7 @@ from winnow import ConfigError
 from winnow.integrations.trl import WinnowGRPOTrainer
 from winnow.record.ledger import Ledger
 from winnow.record.records import RunDirectoryError
-from winnow.record.stopping import RunStoppedError, TaskSolvedError
+from winnow.record.stop_conditions import RunStoppedError, TaskSolvedError
 from winnow.run.checkpoint import CheckpointError
 from winnow.sampler.codec import group_state
 from winnow.study.report import write_report

@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM,
 
 from winnow.integrations.trl import WinnowGRPOTrainer
 from winnow.record.records import RunDirectoryError
-from winnow.record.stopping import RunStoppedError
+from winnow.record.stop_conditions import RunStoppedError
 
 from .test_trl import G, Watched, metrics, parity, proven, settings
 

@@ -12,9 +12,9 @@ import pytest
 pytest.importorskip("alfworld")
 
 from winnow.env.base import StepResult
-from winnow.env.games.alfworld.task import AlfworldConfig
-from winnow.env.workers.kept import load_json
+from winnow.env.workers.file_cache import load_json
 from winnow.env.workers.remote import EnvLostError
+from winnow.tasks.games.alfworld.task import AlfworldConfig
 
 EPISODES = 100
 

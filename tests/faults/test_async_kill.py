@@ -17,7 +17,7 @@ import pytest
 from winnow import Trainer
 from winnow.record.ledger import Ledger
 from winnow.run.serve import PROCESS_NAME
-from winnow.sampler.member import Member
+from winnow.sampler.handle import SamplerHandle
 from winnow.sampler.pool import SamplerPool
 
 from .. import parity
@@ -78,10 +78,10 @@ def _kill_samplers(config: dict[str, Any], monkeypatch: pytest.MonkeyPatch, kill
     """Train until that many samplers were killed at random moments of their lives, then to the end.
 
     `least`: steps that must have been made between the deaths."""
-    started: list[Member] = []
+    started: list[SamplerHandle] = []
     original = SamplerPool._start
 
-    def remember(self: SamplerPool, slot: int) -> Member:
+    def remember(self: SamplerPool, slot: int) -> SamplerHandle:
         started.append(original(self, slot))
         return started[-1]
 

@@ -14,7 +14,7 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from winnow.engine import LocalEngine, SamplingParams
-from winnow.env.base import OverlappingEnv, Said
+from winnow.env.base import ModelTurn, OverlappingEnv
 from winnow.env.rewards.rewarder import Rewarder
 from winnow.env.workers.remote import EnvLostError, EnvPool
 from winnow.env.workers.worker import WorkerError
@@ -67,7 +67,7 @@ def test_an_episode_in_another_process(pool: EnvPool, tmp_path: Path) -> None:
 def test_what_ended_a_turn_is_known_in_another_process(pool: EnvPool) -> None:
     env = pool.make(TOY.replace("CountingEnv", "HearingEnv"), {"turns": 1})
     answer(env.start_reset())
-    said = Said("go</a>", "stop", "</a>", "<think>go</a>")
+    said = ModelTurn("go</a>", "stop", "</a>", "<think>go</a>")
     assert answer(env.start_step(said)).observation == "stop </a> <think>go</a>"
 
 

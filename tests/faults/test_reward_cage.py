@@ -18,9 +18,9 @@ import pytest
 from winnow.config import ConfigError, validate
 from winnow.env.rewards.rewarder import Rewarder
 from winnow.env.rewards.workers import RewardWorkers
-from winnow.env.workers import cage as cage_module
+from winnow.env.workers import bwrap_worker
 from winnow.env.workers.bubblewrap import SandboxError
-from winnow.env.workers.cage import Cage
+from winnow.env.workers.bwrap_worker import Cage
 from winnow.env.workers.sandbox import Sandbox, SandboxOptions
 from winnow.env.workers.worker import WorkerError, WorkerPool
 from winnow.run.build import build_rewarder, build_task
@@ -152,7 +152,7 @@ def pool(code: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[WorkerPool]:
     own = [str(Path(winnow.__file__).parents[1]), *site.getsitepackages()]
     monkeypatch.setattr(sys, "path", own)
     monkeypatch.chdir(code)
-    monkeypatch.setattr(cage_module, "FIRST_SLOT", 256 + 16 * (os.getpid() % 250))
+    monkeypatch.setattr(bwrap_worker, "FIRST_SLOT", 256 + 16 * (os.getpid() % 250))
     pool = WorkerPool(1, 10.0, cage=caged(code))
     yield pool
     pool.close()

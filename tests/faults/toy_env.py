@@ -6,7 +6,7 @@ import os
 import time
 from pathlib import Path
 
-from winnow.env.base import Said, StepResult
+from winnow.env.base import ModelTurn, StepResult
 
 
 class CountingEnv:
@@ -47,5 +47,5 @@ class OddEnv(CountingEnv):
 
 class HearingEnv(CountingEnv):
     def step(self, text: str) -> StepResult:
-        assert isinstance(text, Said)
+        assert isinstance(text, ModelTurn)
         return StepResult(f"{text.stop_reason} {text.stop_string} {text.whole}")

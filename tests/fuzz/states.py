@@ -72,7 +72,7 @@ def _loop() -> Any:
     """As a resume makes it, but for what a state does not reach."""
     from winnow.collect import Collector
     from winnow.loop import Loop
-    from winnow.record.stopping import Limits
+    from winnow.record.stop_conditions import Limits
     from winnow.run.build import build_methods
     from winnow.sampler.buffer import Buffer
     from winnow.sampler.codec import prompts_of

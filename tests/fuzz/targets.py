@@ -126,13 +126,13 @@ def _tool_calls(data: bytes, folder: Path) -> object:
 
 
 def _react(data: bytes, folder: Path) -> object:
-    from winnow.env.games.react import normal_form, parse_action
+    from winnow.tasks.games.react import normal_form, parse_action
 
     return parse_action(_text(data)), normal_form(_text(data))
 
 
 def _countdown(data: bytes, folder: Path) -> object:
-    from winnow.env.countdown import countdown_reward
+    from winnow.tasks.countdown import countdown_reward
 
     text = _text(data)
     return [countdown_reward([text], [[1, 2, 3]], [6], [style]) for style in ("steps", "expression")]
@@ -148,7 +148,7 @@ def _exact(data: bytes, folder: Path) -> object:
 
 
 def _request(data: bytes, folder: Path) -> object:
-    from winnow.env.agents.messages import messages_of, tools_of
+    from winnow.tasks.agents.messages import messages_of, tools_of
 
     given = json.loads(data)
     messages = messages_of(given.get("messages") if isinstance(given, dict) else given)
@@ -245,7 +245,7 @@ def _ledger(data: bytes, folder: Path) -> object:
 
 def _gate_table(suffix: str) -> Callable[[bytes, Path], object]:
     def run(data: bytes, folder: Path) -> object:
-        from winnow.study.replay import correlate, read_recorded
+        from winnow.study.gate_tables import correlate, read_recorded
 
         file = folder / f"gate{suffix}"
         file.write_bytes(data)
@@ -270,7 +270,7 @@ def _profile(data: bytes, folder: Path) -> object:
 
 
 def _head(data: bytes, folder: Path) -> object:
-    from winnow.methods.gate.quality_head import HeadWeights
+    from winnow.methods.gate.arrol.head import HeadWeights
 
     (folder / "head.safetensors").write_bytes(data)
     return HeadWeights.load(folder / "head.safetensors")
@@ -286,7 +286,7 @@ def _tensors() -> list[bytes]:
         "2.weight": torch.ones(1, 2),
         "2.bias": torch.ones(1),
     }
-    from winnow.methods.gate.quality_head import _NAMES
+    from winnow.methods.gate.arrol.head import _NAMES
 
     named = dict(zip(_NAMES, layers.values(), strict=True))
     return [save(named | {"moments": torch.tensor([0.0, 1.0], dtype=torch.float64)}), save({"w": torch.ones(3)})]

@@ -12,8 +12,8 @@ pytest.importorskip("verifiers")
 
 from winnow import Trainer
 from winnow.config import ConfigError
-from winnow.env.agents.verifiers import VerifiersConfig
-from winnow.record.stopping import RunStoppedError
+from winnow.record.stop_conditions import RunStoppedError
+from winnow.tasks.agents.verifiers import VerifiersConfig
 
 from ..e2e.test_training import assert_clean, fingerprint
 from ..unit.test_instruct import chat_model

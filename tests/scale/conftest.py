@@ -25,8 +25,8 @@ def local_cluster() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def wide_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Hugging Face directory: two layers of two heads of 32, one token a Countdown word, barely taught."""
-    from winnow.env.countdown import CountdownConfig
     from winnow.study.warm_start import WarmStartConfig, warm_start
+    from winnow.tasks.countdown import CountdownConfig
 
     path = tmp_path_factory.mktemp("models") / "wide"
     sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 64, "num_layers": 2, "num_heads": 2}

@@ -16,9 +16,9 @@ import pytest
 
 from winnow import Trainer
 from winnow.record.ledger import Ledger
-from winnow.record.stopping import RunStoppedError
+from winnow.record.stop_conditions import RunStoppedError
 from winnow.run import checkpoint
-from winnow.sampler.member import Member
+from winnow.sampler.handle import SamplerHandle
 from winnow.sampler.pool import SamplerPool
 
 from .. import parity
@@ -61,7 +61,7 @@ def kill_samplers(config: dict[str, Any], kills: int) -> None:
     draws = random.Random(0)
 
     def kill(pool: SamplerPool) -> None:
-        killed, before = set[int](), list[Member]()
+        killed, before = set[int](), list[SamplerHandle]()
         for _ in range(kills):
             if draws.random() < 0.7:  # they have finished groups since; else they may not even have started
                 wait_for(lambda before=before: pool._members != before and not any(m.deaths for m in pool._members))  # type: ignore[misc]
@@ -180,7 +180,7 @@ def vllm_config(config: dict[str, Any], wide_model: Path) -> dict[str, Any]:
     return config | {"model": str(wide_model), "engine": VLLM, "sync": sync, "max_lag": 1, "eval_steps": None}
 
 
-def end_core(member: Member) -> None:
+def end_core(member: SamplerHandle) -> None:
     """Of the vLLM engine that a sampler has, or as soon as it has one with weights: what it is asked next fails."""
 
     def end(actor: Any) -> None:
@@ -209,7 +209,7 @@ def end_core(member: Member) -> None:
 def test_a_vllm_core_that_dies_and_an_actor_that_is_killed(vllm_config: dict[str, Any]) -> None:
     """Both while sequences run: the sampler is replaced, and what it worked on is launched once more."""
 
-    def kill(member: Member) -> None:
+    def kill(member: SamplerHandle) -> None:
         os.kill(processes("SamplerActor")[0].pid, signal.SIGKILL)
 
     def act(pool: SamplerPool) -> None:
@@ -233,7 +233,7 @@ def test_vllm_cores_that_keep_dying_are_named_with_their_last_words(vllm_config:
     trainer, ended = Trainer(config=vllm_config | ENDLESS | {"max_failed_share": 1.0}), threading.Event()
 
     def keep_ending() -> None:
-        seen: list[Member] = []
+        seen: list[SamplerHandle] = []
         while not ended.wait(0.01):
             for member in [m for m in trainer.sampler._members if m not in seen]:  # type: ignore[attr-defined]
                 seen.append(member)

@@ -32,7 +32,7 @@ from winnow.methods.advantage.in_update import Weighing
 from winnow.methods.correct import M2PO, STEP_SCALES, Truncate
 from winnow.methods.loss import LossConfig
 from winnow.record.ledger import Ledger
-from winnow.record.stopping import RunStoppedError
+from winnow.record.stop_conditions import RunStoppedError
 from winnow.study.warm_start import word_tokenizer
 
 from .. import parity

@@ -22,7 +22,7 @@ from winnow import Trainer
 from winnow.base.cluster import node_name
 from winnow.config import ConfigError
 from winnow.record.ledger import Ledger
-from winnow.record.stopping import RunStoppedError
+from winnow.record.stop_conditions import RunStoppedError
 from winnow.run import cluster_check
 from winnow.sampler import pool
 from winnow.sampler.pool import SamplerPool

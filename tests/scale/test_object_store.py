@@ -13,10 +13,10 @@ import torch
 from winnow import Trainer
 from winnow.base.weights import StateWeights
 from winnow.config import ConfigError
-from winnow.env.countdown import CountdownConfig
 from winnow.record.ledger import Ledger
 from winnow.sampler.ray import RayWeights, read_object
 from winnow.study.warm_start import WarmStartConfig, warm_start
+from winnow.tasks.countdown import CountdownConfig
 
 from .. import parity
 

@@ -21,7 +21,7 @@ from winnow.base import cluster
 from winnow.cli.main import app
 from winnow.config import ConfigError
 from winnow.record.ledger import Ledger
-from winnow.record.stopping import RunStoppedError
+from winnow.record.stop_conditions import RunStoppedError
 from winnow.run import placement
 from winnow.sampler import ray as sampler_ray
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from winnow.env.countdown import CountdownConfig
 from winnow.study.warm_start import WarmStartConfig, warm_start
+from winnow.tasks.countdown import CountdownConfig
 
 from ..e2e.test_trl import PROMPTS, G, Watched, arguments, data, metrics, proven, settings
 from ..e2e.test_trl_methods import PRUNING

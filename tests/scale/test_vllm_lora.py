@@ -21,7 +21,7 @@ from winnow.engine.loading import peft_config
 from winnow.engine.vllm.options import VllmOptions
 from winnow.learner.local.merged import MergedWeights
 from winnow.record.ledger import Ledger
-from winnow.record.stopping import RunStoppedError
+from winnow.record.stop_conditions import RunStoppedError
 from winnow.run.standalone import evaluate_model
 
 from ..unit.engine_models import PADDED, make_model, word_tokenizer

@@ -13,7 +13,7 @@ import torch
 from winnow import Trainer
 from winnow.config import ConfigError
 from winnow.record.ledger import Ledger
-from winnow.record.stopping import RunStoppedError
+from winnow.record.stop_conditions import RunStoppedError
 from winnow.run.standalone import evaluate_model
 
 from .. import parity

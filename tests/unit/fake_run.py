@@ -13,10 +13,10 @@ from winnow.collect import Collector
 from winnow.config import RunConfig, validate
 from winnow.loop import Hooks, Loop
 from winnow.record.ledger import Ledger
-from winnow.record.stopping import Limits
+from winnow.record.stop_conditions import Limits
 from winnow.run.build import build_methods
 from winnow.sampler.buffer import Buffer
-from winnow.sampler.pace import InTurn
+from winnow.sampler.scheduling import SyncPace
 from winnow.types import Decision, EnvStep, Fate, Group, Job, Prompt, Rollout, Verdict, Visit
 
 Outcome = list[float | None] | Verdict
@@ -119,7 +119,7 @@ class FakeRun:
             group_size=m.group_size,
             filter=m.filter,
             buffer=buffer,
-            pace=InTurn(buffer, self.sampler, m.rollout_batch),  # type: ignore[arg-type]
+            pace=SyncPace(buffer, self.sampler, m.rollout_batch),  # type: ignore[arg-type]
             refill_round=max(m.rollout_batch.size, c.prompts_per_step),
             ledger=self.ledger,
             judge=m.judge,

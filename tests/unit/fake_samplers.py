@@ -13,7 +13,7 @@ import pytest
 
 from winnow.config import validate
 from winnow.sampler import SamplerContext, pool
-from winnow.sampler.member import Member, Message
+from winnow.sampler.handle import Message, SamplerHandle
 from winnow.sampler.options import PoolOptions
 from winnow.sampler.pool import SamplerPool
 from winnow.types import Group, Job, Prompt, Purpose, Rollout, Visit
@@ -76,7 +76,7 @@ def job(number: int, size: int = 1) -> Job:
     return Job(visit(number), size)
 
 
-def channel_of_member(member: Member) -> FakeChannel:
+def channel_of_member(member: SamplerHandle) -> FakeChannel:
     assert isinstance(member.channel, FakeChannel)
     return member.channel
 
@@ -107,7 +107,7 @@ def pools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return build
 
 
-def working(member: Member) -> None:
+def working(member: SamplerHandle) -> None:
     member.built = member.ready = True
     member.heard = member.moved = float("inf")
 

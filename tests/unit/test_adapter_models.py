@@ -16,10 +16,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 from winnow import Trainer
 from winnow.config import ConfigError, validate
 from winnow.engine.loading import load_causal_lm, load_tokenizer
-from winnow.env.countdown import CountdownConfig
 from winnow.run.standalone import evaluate_model
 from winnow.run.start import Start
 from winnow.study.warm_start import WarmStartConfig, warm_start
+from winnow.tasks.countdown import CountdownConfig
 
 from .. import parity
 

@@ -12,9 +12,9 @@ import urllib.request
 
 import pytest
 
-from winnow.env.agents import AgentConfig, with_agent
-from winnow.env.agents.endpoint import Endpoint
 from winnow.env.tools import with_tools
+from winnow.tasks.agents import AgentConfig, with_agent
+from winnow.tasks.agents.endpoint import Endpoint
 from winnow.types import Fate
 
 from .test_tool_prompts import OneTurn, add, make_tokenizer

@@ -14,15 +14,15 @@ import pytest
 
 pytest.importorskip("alfworld")
 
-from winnow.env.base import Demonstrator, OverlappingEnv, Said, Task
-from winnow.env.games.alfworld import library
-from winnow.env.games.alfworld.play import AlfworldEnv, deeds, game_of
-from winnow.env.games.alfworld.rooms import TASK_TYPES, plans_of
-from winnow.env.games.alfworld.rooms import game_of as room_of
-from winnow.env.games.alfworld.task import AlfworldConfig
-from winnow.env.games.react import NOTHING, worded
-from winnow.env.workers.kept import load_json
+from winnow.env.base import Demonstrator, ModelTurn, OverlappingEnv, Task
+from winnow.env.workers.file_cache import load_json
 from winnow.study.warm_start import word_tokenizer
+from winnow.tasks.games.alfworld import library
+from winnow.tasks.games.alfworld.play import AlfworldEnv, deeds, game_of
+from winnow.tasks.games.alfworld.rooms import TASK_TYPES, plans_of
+from winnow.tasks.games.alfworld.rooms import game_of as room_of
+from winnow.tasks.games.alfworld.task import AlfworldConfig
+from winnow.tasks.games.react import NOTHING, worded
 
 CONFIG = AlfworldConfig(train_size=6, test_size=3, receptacles=4, objects=5, max_turns=20, style="words")
 
@@ -137,7 +137,7 @@ def test_fingerprint_follows_what_decides_prompts_and_rewards(task):
 def test_what_cannot_be_done_does_nothing_and_costs_a_step(task):
     prompt = task.train[0]
     plan = card_of(task, prompt)["plan"]
-    ended = [*plan[:-1], Said(f"{plan[-1]} ;", "stop", ";")]  # a stop string ends a command, it is none
+    ended = [*plan[:-1], ModelTurn(f"{plan[-1]} ;", "stop", ";")]  # a stop string ends a command, it is none
     results = play(task, prompt, ["look ;", "dance", "take moon 1 from sky 1", plan[-1], "look", *ended])
     assert [r.observation for r in results[:4]] == [worded(NOTHING)] * 4
     assert results[4].observation != worded(NOTHING)
@@ -281,6 +281,6 @@ def test_too_few_different_games_are_an_error(monkeypatch):
 
 
 def test_what_plays_does_without_torch():
-    code = "import sys, winnow.env.games.alfworld.games; print(*sys.modules)"
+    code = "import sys, winnow.tasks.games.alfworld.games; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert not {"torch", "transformers"} & set(loaded)

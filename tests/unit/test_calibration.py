@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from winnow.base.packed import pack
-from winnow.methods.gate.quality import BinnedPosterior, survival_probabilities
+from winnow.base.array_json import pack
+from winnow.methods.gate.arrol.gate import BinnedPosterior, survival_probabilities
 
 
 def test_the_posterior_is_bayes_rule_with_laplace_smoothing() -> None:

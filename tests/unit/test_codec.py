@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from winnow.base.packed import pack
+from winnow.base.array_json import pack
 from winnow.engine import LocalEngine, SamplingParams
 from winnow.env.rewards.rewarder import Rewarder
 from winnow.methods.gate import GateContext
-from winnow.methods.gate.quality import Arrol
+from winnow.methods.gate.arrol.gate import Arrol
 from winnow.methods.select.trace import EASY
 from winnow.rollout.options import RolloutOptions
 from winnow.rollout.runner import RolloutRunner

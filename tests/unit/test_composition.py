@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from winnow.base.noise import noise_key
-from winnow.record.stopping import RunStoppedError
+from winnow.record.stop_conditions import RunStoppedError
 from winnow.sampler.base import SamplersLostError
 from winnow.types import GroupKind, Verdict, Visit
 
 from .fake_run import FakeRun, Outcome
-from .test_pacing import oldest
+from .test_scheduling import oldest
 
 STEPS, BATCH = 15, 4
 CUTS = (

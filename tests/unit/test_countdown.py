@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from winnow.env.base import Demonstrator
-from winnow.env.countdown import (
+from winnow.tasks.countdown import (
     CountdownConfig,
     count_solutions,
     countdown_reward,

@@ -18,7 +18,7 @@ import pyarrow.parquet
 import pytest
 
 from winnow import ConfigError
-from winnow.env import row_files, stored
+from winnow.env import prompt_store, row_files
 from winnow.env import rows as rows_module
 from winnow.env.dataset import DatasetConfig, content_of
 from winnow.env.row_files import DataError
@@ -320,7 +320,7 @@ def test_what_cannot_be_written_down_is_kept_in_memory():
 @pytest.mark.parametrize("buffer", [0, 1 << 20])
 def test_a_full_disk_is_named(monkeypatch, buffer):
     """Whether it is full at a row or at the end."""
-    monkeypatch.setattr(stored, "_file_without_name", lambda: open("/dev/full", "w+b", buffer))  # noqa: SIM115
+    monkeypatch.setattr(prompt_store, "_file_without_name", lambda: open("/dev/full", "w+b", buffer))  # noqa: SIM115
     with pytest.raises(DataError, match=r"rows cannot be kept there: No space left on device; set WINNOW_CACHE"):
         build_rows([{"prompt": "a"}])
 

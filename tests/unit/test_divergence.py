@@ -26,7 +26,7 @@ from winnow.methods.gate.recording import rows_of
 from winnow.methods.gate.signals import SIGNALS
 from winnow.methods.group_kind import GroupJudge
 from winnow.record.ledger import Ledger
-from winnow.record.tally import Tally
+from winnow.record.step_metrics import Tally
 from winnow.rollout.options import RolloutOptions
 from winnow.rollout.runner import RolloutRunner
 from winnow.types import EnvStep, Fate, GroupView, Job, Prompt, Token, Verdict, Visit

@@ -9,7 +9,7 @@ from winnow.learner.drift import kl_to_reference
 from winnow.learner.local.learner import LearnerOptions, LocalLearner
 from winnow.learner.local.logprob import TokenDistribution
 from winnow.methods.group_kind import BY_REWARDS
-from winnow.record.tally import Tally
+from winnow.record.step_metrics import Tally
 from winnow.types import Group, Prompt, Rollout, Visit
 
 from .test_batch import make_group

@@ -19,8 +19,8 @@ from winnow.methods.gate.divergence import Divergence
 from winnow.methods.gate.recording import rows_of
 from winnow.methods.gate.signals import SIGNALS
 from winnow.record.records import Records
+from winnow.study.gate_tables import ReplayError, correlate, read_recorded, sweep
 from winnow.study.joint import choose_jointly
-from winnow.study.replay import ReplayError, correlate, read_recorded, sweep
 from winnow.study.replay_stats import Bound, Choice, calibrate
 from winnow.types import Turn
 

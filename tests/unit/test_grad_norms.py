@@ -14,10 +14,10 @@ from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCau
 
 from winnow.learner.base import Stats
 from winnow.learner.batch import Budget, MicroBatch, Pool, Row, collate, micro_batches
-from winnow.learner.local import grad_norms, logprob, pooled, row_head
+from winnow.learner.local import grad_norms, logprob, optimal_baseline_update, row_head
 from winnow.learner.local.learner import LearnerOptions, LocalLearner
 from winnow.learner.local.logprob import TokenDistribution
-from winnow.learner.local.pooled import ByLength, RowByRow
+from winnow.learner.local.optimal_baseline_update import ByLength, RowByRow
 from winnow.methods.correct import CORRECTIONS
 from winnow.methods.loss import LossConfig
 
@@ -181,7 +181,7 @@ def test_a_prompt_that_rows_share_is_computed_once(
     name: str, pass_cost: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(grad_norms, "PASS_COST", pass_cost)
-    monkeypatch.setattr(pooled, "SHARED_PRODUCTS", 0)
+    monkeypatch.setattr(optimal_baseline_update, "SHARED_PRODUCTS", 0)
     learner = learner_of(MODELS[name]().double())
     rows = with_long_prompts(pooled_rows(4, binary=pass_cost == 0))
     (batch,) = micro_batches(rows, Budget(10_000), pad_id=0)
@@ -214,7 +214,7 @@ def test_rows_of_a_small_model_with_the_same_long_prompt_are_kept_apart() -> Non
 
 
 def test_prompts_shared_over_a_budget_and_by_completions_of_one_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pooled, "SHARED_PRODUCTS", 0)
+    monkeypatch.setattr(optimal_baseline_update, "SHARED_PRODUCTS", 0)
     learner = learner_of(llama(tie_word_embeddings=True).double())
     rows = with_long_prompts(pooled_rows(6))
     batches = micro_batches(rows, Budget(1_500), pad_id=0)
@@ -267,7 +267,7 @@ def test_other_models_take_one_backward_pass_a_rollout(make: Callable[[], Any], 
 
 @pytest.mark.parametrize(("tokens", "alone"), [(60, 0), (13, 9)])
 def test_blocks_of_long_rows_go_one_row_at_a_time(tokens: int, alone: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pooled, "ALONE_TOKENS", tokens)
+    monkeypatch.setattr(optimal_baseline_update, "ALONE_TOKENS", tokens)
     learner = learner_of(llama().double())
     assert isinstance(learner._pooled, ByLength)
     seen: list[int] = []

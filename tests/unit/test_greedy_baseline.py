@@ -15,7 +15,7 @@ from winnow.env.rewards.rewarder import Rewarder
 from winnow.methods.group_kind import BY_REWARDS
 from winnow.record.ledger import Ledger
 from winnow.record.samples import sample
-from winnow.record.tally import Tally
+from winnow.record.step_metrics import Tally
 from winnow.rollout.options import RolloutOptions
 from winnow.rollout.runner import RolloutRunner
 from winnow.sampler.codec import group_from, group_state

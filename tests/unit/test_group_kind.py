@@ -15,7 +15,7 @@ from winnow.methods.group_kind import GroupJudge
 from winnow.methods.select.backoff import Backoff
 from winnow.methods.select.greso import Greso, GresoSelector, rollout_batch_size
 from winnow.methods.size.adaptive_k import AdaptiveK
-from winnow.record.tally import Tally
+from winnow.record.step_metrics import Tally
 from winnow.types import Fate, Group, GroupKind, Prompt, Verdict, Visit
 
 from .fake_run import FakeRun, Outcome, finished

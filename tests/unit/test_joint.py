@@ -16,8 +16,8 @@ from winnow.cli.main import app
 from winnow.config import method
 from winnow.methods.gate import GATES
 from winnow.methods.gate.divergence import Divergence
+from winnow.study.gate_tables import Recorded, ReplayError, read_recorded
 from winnow.study.joint import best_steps, choose_jointly, config_section, judged, lines
-from winnow.study.replay import Recorded, ReplayError, read_recorded
 from winnow.study.replay_stats import Bound, calibrate
 
 from .test_replay import T_MAX, make_rows, without, write

@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from winnow.cli.main import app
-from winnow.record import ahead
+from winnow.record import background_check
 from winnow.record.ledger import TABLES, Ledger, LedgerError
 from winnow.record.rows import damage, examined
 from winnow.study.report import write_report
@@ -170,19 +170,19 @@ def test_check_ahead_says_what_the_check_in_turn_says(
     path: Path, marks: list[dict[str, object]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Begun before rows were booked and damaged: what it read is found, and what came after it, too."""
-    monkeypatch.setattr(ahead, "SMALL_BYTES", 0)
+    monkeypatch.setattr(background_check, "SMALL_BYTES", 0)
     with Ledger.open(path) as ledger:
         ledger.rollback(marks[2], reason="whole")
-        assert ahead.result(path) is None, "nothing was begun"
+        assert background_check.result(path) is None, "nothing was begun"
     with closing(sqlite3.connect(path)) as db:
         db.execute("UPDATE rollouts SET tokens = tokens + 1 WHERE row = 3")
         db.commit()
-    ahead.begin(path)
-    found, read = ahead.result(path)
+    background_check.begin(path)
+    found, read = background_check.result(path)
     assert len(found) == 1
     assert "rollouts, row 3:" in found[0]
     assert read["rollouts"] > 30
-    ahead.begin(path)
+    background_check.begin(path)
     with Ledger.open(path) as ledger, pytest.raises(LedgerError, match="rollouts, row 3:"):
         ledger.rollback(marks[2], reason="killed")
 
@@ -191,7 +191,7 @@ def test_rows_booked_after_the_check_ahead_are_checked(
     path: Path, marks: list[dict[str, object]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     last = len(contents(path)[2])  # type: ignore[arg-type]
-    monkeypatch.setattr(ahead, "result", lambda of: ([], {"rollouts": last - 1}))
+    monkeypatch.setattr(background_check, "result", lambda of: ([], {"rollouts": last - 1}))
     with closing(sqlite3.connect(path)) as db:
         for row, told in ((last - 1, False), (last, True)):
             db.execute("UPDATE rollouts SET tokens = tokens + 1 WHERE row = ?", (row,))
@@ -201,32 +201,32 @@ def test_rows_booked_after_the_check_ahead_are_checked(
 def test_check_ahead_of_what_is_no_ledger_is_left_to_whoever_opens_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ahead, "SMALL_BYTES", 0)
+    monkeypatch.setattr(background_check, "SMALL_BYTES", 0)
     (file := tmp_path / "ledger.sqlite").write_bytes(b"no ledger at all")
     for name in (file, tmp_path / "absent"):
-        ahead.begin(name)
-        assert ahead.result(name) is None
+        background_check.begin(name)
+        assert background_check.result(name) is None
 
 
 def test_a_check_ahead_that_hangs_is_done_without(
     path: Path, marks: list[dict[str, object]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ahead, "SMALL_BYTES", 0)
-    monkeypatch.setattr(ahead, "LONGEST_S", 0.2)
-    ahead.begin(path)
-    (process,) = ahead._begun.values()
+    monkeypatch.setattr(background_check, "SMALL_BYTES", 0)
+    monkeypatch.setattr(background_check, "LONGEST_S", 0.2)
+    background_check.begin(path)
+    (process,) = background_check._begun.values()
     process.send_signal(signal.SIGSTOP)
-    assert ahead.result(path) is None
+    assert background_check.result(path) is None
     assert process.returncode == -signal.SIGKILL
 
 
 def test_damaged_pages_are_told_by_the_check_ahead(
     path: Path, marks: list[dict[str, object]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ahead, "SMALL_BYTES", 0)
+    monkeypatch.setattr(background_check, "SMALL_BYTES", 0)
     whole = path.read_bytes()
     for start in range(4096, len(whole), 4096):
         path.write_bytes(whole[:start] + bytes(4096) + whole[start + 4096 :])
-        ahead.begin(path)
+        background_check.begin(path)
         with pytest.raises(LedgerError, match="damaged"), Ledger.open(path) as ledger:
             ledger.rollback(marks[2], reason="killed")

@@ -12,7 +12,6 @@ from winnow import Trainer
 from winnow.base.dotted import interface
 from winnow.config import ConfigError, config_of, method, validate
 from winnow.engine import ENGINES
-from winnow.env import ENVS
 from winnow.methods.advantage import ADVANTAGES
 from winnow.methods.correct import CORRECTIONS, STEP_SCALES
 from winnow.methods.filter import FILTERS, AllOf
@@ -21,6 +20,7 @@ from winnow.methods.select import SELECTORS
 from winnow.methods.size import ROLLOUT_BATCHES, SIZES
 from winnow.run.build import build_methods
 from winnow.sampler import SYNCS
+from winnow.tasks import ENVS
 from winnow.types import GroupKind, Prompt
 
 from .. import parity
@@ -33,7 +33,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from winnow.env.countdown import CountdownConfig
+from winnow.tasks.countdown import CountdownConfig
 from winnow.methods.filter import Filter
 from winnow.types import KEEP, Group, Verdict
 

@@ -140,7 +140,7 @@ def test_a_run_of_many_turns_writes_what_a_gate_would_have_gone_by(
 ) -> None:
     """And `winnow gate` reads it from the run directory; a resume neither loses nor repeats a row."""
     from winnow import Trainer
-    from winnow.study.replay import read_recorded
+    from winnow.study.gate_tables import read_recorded
 
     def task() -> ToyTask:
         def make(made: int) -> Any:

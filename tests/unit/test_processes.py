@@ -16,7 +16,7 @@ from winnow.run.serve import alone_on
 from winnow.sampler import Processes, SamplersLostError, pool
 from winnow.sampler.base import SamplerRefusedError
 from winnow.sampler.codec import group_state, job_state
-from winnow.sampler.member import Sent
+from winnow.sampler.handle import InFlightJob
 from winnow.sampler.pool import SamplerPool
 from winnow.sampler.weights import PublishedWeights
 from winnow.types import Fate, Group
@@ -83,7 +83,7 @@ def test_deaths_in_a_row_end_the_run_but_a_group_in_between_forgives(sampler: Sa
     for number in range(3):
         channel_of(sampler, 0).says(None)
         sampler.poll()
-        sampler._members[0].flights = {("train", number): Sent(job(number))}
+        sampler._members[0].flights = {("train", number): InFlightJob(job(number))}
         channel_of(sampler, 0).says({"group": group_state(group(visit(number)))})
         sampler.poll()
     for _ in range(2):

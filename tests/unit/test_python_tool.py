@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from winnow.env import ENVS
 from winnow.env.base import OverlappingEnv
-from winnow.env.python_tool import PythonTool, PythonToolConfig, PythonToolEnv
 from winnow.env.workers.bubblewrap import SandboxError
 from winnow.env.workers.sandbox import Outcome
+from winnow.tasks import ENVS
+from winnow.tasks.python_tool import PythonTool, PythonToolConfig, PythonToolEnv
 
 needs_bubblewrap = pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
 

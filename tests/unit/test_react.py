@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from winnow.env.games.react import normal_form, parse_action, system_prompt, words
+from winnow.tasks.games.react import normal_form, parse_action, system_prompt, words
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,9 @@ import os
 import numpy as np
 import pytest
 
-from winnow.env.reasoning_gym import ReasoningGymConfig, reasoning_gym_reward, score
 from winnow.env.rewards.rewarder import Rewarder
 from winnow.env.rewards.workers import RewardWorkers
+from winnow.tasks.reasoning_gym import ReasoningGymConfig, reasoning_gym_reward, score
 from winnow.types import Group, Rollout, Visit
 
 

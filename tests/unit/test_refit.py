@@ -181,7 +181,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(
 ) -> None:
     """And its table of groups has the weights of audits, so that `winnow gate` can read it."""
     from winnow.methods.gate import refit
-    from winnow.study.replay import read_recorded
+    from winnow.study.gate_tables import read_recorded
 
     monkeypatch.setattr(refit, "LEAST", 4)
     config = tiny_config | {

@@ -23,7 +23,7 @@ from winnow.cli.main import app
 from winnow.env.row_files import DataError
 from winnow.methods.gate.recording import rows_of
 from winnow.methods.gate.signals import SIGNALS
-from winnow.study.replay import ReplayError, correlate, read_recorded, sweep
+from winnow.study.gate_tables import ReplayError, correlate, read_recorded, sweep
 from winnow.types import Fate, Turn
 
 from .test_batch import make_group

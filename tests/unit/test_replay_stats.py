@@ -17,7 +17,7 @@ from winnow.config import method
 from winnow.methods.gate import GATES
 from winnow.methods.gate.divergence import Divergence
 from winnow.methods.gate.signals import SIGNALS
-from winnow.study.replay import Recorded, ReplayError, read_recorded, sweep
+from winnow.study.gate_tables import Recorded, ReplayError, read_recorded, sweep
 from winnow.study.replay_stats import Bound, calibrate
 
 from .test_replay import T_MAX, buffer, command, make_rows, without, write

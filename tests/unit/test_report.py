@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from winnow.base.printable import visible
+from winnow.base.sanitize import visible
 from winnow.record.ledger import Ledger
 from winnow.study.report import count_text, seconds_text, write_report
 from winnow.study.report_data import read_run, thin

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from winnow.learner.off_policy import LAG_BANDS
-from winnow.sampler.member import Member
+from winnow.sampler.handle import SamplerHandle
 
 from .test_report import card, make_run, page
 
@@ -110,7 +110,7 @@ def test_samplers_and_ranks_have_charts_of_their_own() -> None:
     """The names that the page looks for are those that are logged."""
     source = (ASSETS / "workers.js").read_text()
     counts = {"seconds": 1.0, "idle_s": 0.0, "tokens": 1.0, "memory_mib": 1.0, "gpu_memory_gib": 1.0}
-    member = Member(0, NoChannel(), where="", counts=counts)
+    member = SamplerHandle(0, NoChannel(), where="", counts=counts)
     for name in member.metrics():
         assert f'["sampler", "{name.rpartition("/")[2]}"' in source
     assert '["rank", "memory_mib"' in source

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from winnow.base.printable import visible
+from winnow.base.sanitize import visible
 
 from .test_report import decision, make_run, page, sample
 

@@ -12,7 +12,7 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from winnow.engine import LocalEngine, SamplingParams
-from winnow.env.base import Env, Said, StepResult
+from winnow.env.base import Env, ModelTurn, StepResult
 from winnow.env.rewards.pooled import completion_text
 from winnow.env.rewards.rewarder import Rewarder
 from winnow.env.rewards.scores import completion_of
@@ -325,19 +325,19 @@ def test_a_stop_string_is_part_of_what_is_judged(policy) -> None:
 class Teller:
     """An environment whose words would be rewarded."""
 
-    heard: list[Said]
+    heard: list[ModelTurn]
 
     def reset(self) -> str | None:
         return None
 
     def step(self, text: str) -> StepResult:
-        assert isinstance(text, Said)
+        assert isinstance(text, ModelTurn)
         self.heard.append(text)
         return StepResult("8 9")
 
 
 def test_rewards_get_what_was_sampled_and_no_word_of_the_environment(policy) -> None:
-    heard: list[Said] = []
+    heard: list[ModelTurn] = []
     completions: list[str] = []
     ids: list[list[int]] = []
 

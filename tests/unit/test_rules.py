@@ -28,7 +28,7 @@ from winnow.methods.gate.overrides import ALONE, OVERRIDE, Overrides
 from winnow.types import Decision, EnvStep, Fate, Group, GroupView, Prompt, Token, Verdict, Visit
 
 from ..gates import plain
-from .test_quality import rollout, view
+from .test_arrol import rollout, view
 
 SIZE, H = 4, 6
 CASES: dict[str, tuple[str, dict[str, Any]]] = {

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from winnow.config import ConfigError, validate
+from winnow.methods.gate.arrol.gate import Arrol
 from winnow.methods.gate.base import GateContext
-from winnow.methods.gate.quality import Arrol
 from winnow.methods.group_kind import GroupJudge
 from winnow.methods.select.greso import Greso
 from winnow.methods.select.pass_rate import PassRate

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from winnow.env.base import Demonstrator, OverlappingEnv, Said, Task
-from winnow.env.games.react import NOTHING, worded
-from winnow.env.games.textworld.play import TextWorldEnv, readable, spelled_as_in, understood
-from winnow.env.games.textworld.task import TextWorldConfig
+from winnow.env.base import Demonstrator, ModelTurn, OverlappingEnv, Task
 from winnow.study.warm_start import word_tokenizer
+from winnow.tasks.games.react import NOTHING, worded
+from winnow.tasks.games.textworld.play import TextWorldEnv, readable, spelled_as_in, understood
+from winnow.tasks.games.textworld.task import TextWorldConfig
 
 pytest.importorskip("textworld")
 
@@ -128,7 +128,7 @@ def test_what_is_no_command_of_the_game_does_nothing_and_costs_a_step(task):
     assert results[-1].observation.strip() in task.train[0].text
     assert not any(r.done or r.reward for r in results)
     assert results[0].action == "restart"
-    ended = play(task, task.train[0], ["look ;", Said("look ;", "stop", ";")])
+    ended = play(task, task.train[0], ["look ;", ModelTurn("look ;", "stop", ";")])
     assert [r.observation == nothing for r in ended] == [True, False], "a stop string ends a command, it is none"
     foul = walk(task)[::2]
     foul.insert(1, "restart")
@@ -237,14 +237,14 @@ def test_text_of_games():
 
 
 def test_what_plays_imports_little():
-    code = "import sys, winnow.env.games.textworld.play, winnow.env.workers.remote; print(*sys.modules)"
+    code = "import sys, winnow.tasks.games.textworld.play, winnow.env.workers.remote; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert not {"torch", "textworld", "transformers", "jericho"} & set(loaded)
 
 
 def test_a_game_is_made_below_a_folder_whose_name_is_not_ascii(tmp_path):
     """Inform 7 itself can neither be there nor write there."""
-    from winnow.env.games.textworld.games import digest_of
+    from winnow.tasks.games.textworld.games import digest_of
 
     games = []
     for folder in ("plain", "Spiele für 模型"):

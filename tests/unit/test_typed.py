@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from winnow.base.packed import pack
+from winnow.base.array_json import pack
 from winnow.base.typed import require_like
 
 OWN = {"n": 1, "x": 0.5, "on": True, "none": None, "seen": [], "p": [0, 0.5], "z": pack(np.zeros(3)), "in": {"t": "a"}}

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 from winnow.env.base import Answering
-from winnow.env.countdown import CountdownConfig
 from winnow.env.rewards.math import same_answers
 from winnow.methods.gate import deepconf
-from winnow.methods.gate.quality_head import HeadWeights
+from winnow.methods.gate.arrol.head import HeadWeights
 from winnow.rollout.evaluate import rank_weights, weighted_vote
 from winnow.study.vote import WEIGHTS, by_head, logprob
+from winnow.tasks.countdown import CountdownConfig
 from winnow.types import Rollout
 
 

@@ -9,7 +9,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from winnow.env.countdown import CountdownConfig
 from winnow.study.warm_start import (
     IGNORED,
     WarmStartConfig,
@@ -21,6 +20,7 @@ from winnow.study.warm_start import (
     warm_start,
     word_tokenizer,
 )
+from winnow.tasks.countdown import CountdownConfig
 
 TINY = WarmStartConfig(
     max_steps=3, batch_size=4, hidden_size=32, intermediate_size=32, num_layers=1, num_heads=2, threads=1

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from winnow.base.packed import pack
+from winnow.base.array_json import pack
 from winnow.methods.gate.window import Window
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from winnow.methods.gate.within import (
     RATES_P,
-    Rules,
+    ScoreModel,
     best_set,
     expected_signal,
     price_of,
@@ -48,11 +48,11 @@ def test_copies_are_kept_once() -> None:
     assert best_set(q_G, 0.0).all()
 
 
-def rules_of(size: float = 8, p_min: float = 0.05, sharp: float = 1.5, bins: int = 12) -> Rules:
+def rules_of(size: float = 8, p_min: float = 0.05, sharp: float = 1.5, bins: int = 12) -> ScoreModel:
     """A score with some knowledge."""
     x_B = (np.arange(bins) + 0.5) / bins
     success_B, failure_B = np.exp(sharp * x_B), np.exp(-sharp * x_B)
-    return Rules(failure_B / failure_B.sum(), success_B / success_B.sum(), size, p_min)
+    return ScoreModel(failure_B / failure_B.sum(), success_B / success_B.sum(), size, p_min)
 
 
 def test_the_signal_of_a_rule_is_that_of_groups_pruned_by_it() -> None:
@@ -77,7 +77,7 @@ def test_a_rule_that_keeps_all_has_a_worth(seed: int) -> None:
     rng = np.random.default_rng(seed)
     for _ in range(20):
         failure_B, success_B = (x / x.sum() * (1 + 1e-15) for x in rng.random((2, 10)))
-        signal_NC, kept_NC = Rules(failure_B, success_B, 3.5, 0.05).worth(rate_weights(2, 3))
+        signal_NC, kept_NC = ScoreModel(failure_B, success_B, 3.5, 0.05).worth(rate_weights(2, 3))
         assert np.isfinite(signal_NC).all()
         assert kept_NC.max() <= 1 + 1e-12
 
@@ -90,7 +90,7 @@ def test_no_rule_at_the_same_keep_rate_leaves_more(wins: float, losses: float) -
     signal_C, kept_C = (found[0] for found in rules.worth(weight_NP))
     for _ in range(400):
         shape_B = np.clip(rng.normal(rng.random(), rng.choice([0.1, 0.5, 2.0]), 12), rules.p_min, 1)
-        other = Rules(rules.failure_B, rules.success_B, rules.size, rules.p_min)
+        other = ScoreModel(rules.failure_B, rules.success_B, rules.size, rules.p_min)
         other.__dict__["survival_CB"] = shape_B[None]
         [[worth]], [[kept]] = other.worth(weight_NP)
         assert worth <= signal_C[kept_C <= kept + 0.045].max() + 0.005  # levels are 0.041 apart

@@ -11,13 +11,13 @@ import pytest
 
 from winnow.config import ConfigError, method
 from winnow.methods.gate import GATES, within_table
+from winnow.methods.gate.arrol.gate import Arrol, ArrolGate
 from winnow.methods.gate.calibration import BinnedPosterior
-from winnow.methods.gate.quality import Arrol, ArrolGate
 from winnow.methods.gate.within_table import DECAY, PRIOR, PromptOutcomes
 from winnow.types import Group, GroupView, Prompt, Verdict, Visit
 
 from ..gates import plain
-from .test_quality import H, built, rollout, view
+from .test_arrol import H, built, rollout, view
 
 SIZE, RATES = 16, np.random.default_rng(0).beta(0.6, 1.0, 48)
 """Pass rates of prompts."""

@@ -9,9 +9,9 @@ from typing import Annotated, Any
 import yaml
 from pydantic import AfterValidator, BeforeValidator, TypeAdapter, ValidationError
 
+from .config_errors import explain, suggestion
 from .dotted import TargetError, class_for
 from .errors import ConfigError
-from .explain import explain, nearest
 from .settings_yaml import load_yaml
 
 MethodSpec = str | dict[str, Any]
@@ -69,7 +69,7 @@ def method(table: Mapping[str, type], spec: MethodSpec, field: str) -> Any:
         except TargetError as error:
             raise ConfigError(f"{field}: {error}") from None
     if name not in table:
-        raise ConfigError(f"{field}: unknown name {name!r}.{nearest(name, list(table))}")
+        raise ConfigError(f"{field}: unknown name {name!r}.{suggestion(name, list(table))}")
     return build_options(table[name], options, f"{field} ({name})")
 
 
@@ -78,7 +78,7 @@ def build_options(cls: type, options: Mapping[str, Any], where: str) -> Any:
     known = [f.name for f in dataclasses.fields(cls) if f.init]
     for key in options:
         if key not in known:
-            hint = nearest(key, known) if known else " It has no options."
+            hint = suggestion(key, known) if known else " It has no options."
             raise ConfigError(f"{where}: unknown option '{key}'.{hint}")
     numbers = {k: number(v) if isinstance(v, str) else v for k, v in options.items()}
     try:

@@ -18,8 +18,8 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ..base.printable import visible
 from ..base.redact import redact
+from ..base.sanitize import visible
 
 out, err = Console(markup=False), Console(stderr=True, markup=False)  # paths and data are text, whatever they hold
 

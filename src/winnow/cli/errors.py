@@ -4,7 +4,7 @@ from ..env.workers.bubblewrap import SandboxError
 from ..learner import LearnerLostError
 from ..record.ledger import LedgerError
 from ..record.records import RunDirectoryError
-from ..record.stopping import RunStoppedError
+from ..record.stop_conditions import RunStoppedError
 from ..rollout.evaluate import RolloutsFailedError
 from ..run.checkpoint import CheckpointError
 

@@ -71,7 +71,7 @@ class Limit:
     ] = None
 
     def bound(self) -> Bound:
-        from ..study.replay import ReplayError
+        from ..study.gate_tables import ReplayError
         from ..study.replay_stats import Bound
 
         if self.precision is not None and self.signal_loss is not None:
@@ -96,8 +96,8 @@ def sweep(
 ) -> None:
     """Show for each threshold what it would have cut: how precisely, and for what saving."""
     from ..methods.gate.divergence import RULES
-    from ..study.replay import ReplayError, can_be_cut
-    from ..study.replay import sweep as run
+    from ..study.gate_tables import ReplayError, can_be_cut
+    from ..study.gate_tables import sweep as run
 
     *named, limit = (termination or "or:").split(":")
     rule = next((r for r in RULES if named in ([], [r])), None)
@@ -130,8 +130,8 @@ def correlate(
     by: Annotated[str | None, typer.Option(help="`task_type`: each type alone.")] = None,
 ) -> None:
     """Show how well each signal knows which groups will have no reward variance."""
-    from ..study.replay import ReplayError
-    from ..study.replay import correlate as run
+    from ..study.gate_tables import ReplayError
+    from ..study.gate_tables import correlate as run
 
     if by not in (None, "task_type"):
         raise ReplayError(f"--by {by}: only task_type")
@@ -159,7 +159,7 @@ def calibrate(
     output: Annotated[Path | None, typer.Option("-o", "--output", help="YAML file for the gate's section.")] = None,
 ) -> None:
     """Choose signal, step and threshold that save most within a bound, and check them on held-out groups."""
-    from ..study.replay import ReplayError
+    from ..study.gate_tables import ReplayError
     from ..study.replay_stats import Search, config_section, lines
     from ..study.replay_stats import calibrate as run
 
@@ -209,7 +209,7 @@ def _arm(name: str, row: Any) -> dict[str, Any]:
 
 def _recorded(groups: Recorded) -> dict[int, Any]:
     """The table, at the evaluation steps asked for; a picture that could not be drawn is an error before the work."""
-    from ..study.replay import ReplayError, read_recorded
+    from ..study.gate_tables import ReplayError, read_recorded
 
     mapping = {}
     for given in groups.columns or ():
@@ -232,7 +232,7 @@ def _recorded(groups: Recorded) -> dict[int, Any]:
 
 
 def _numbers(text: str, option: str) -> list[float]:
-    from ..study.replay import ReplayError
+    from ..study.gate_tables import ReplayError
 
     try:
         found = [float(part) for part in text.split(",")]

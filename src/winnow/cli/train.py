@@ -10,7 +10,7 @@ from rich.console import RenderableType
 
 from ..base import cluster
 from ..base.imports import lasting_imports
-from ..base.printable import visible
+from ..base.sanitize import visible
 from .console import Json, Overrides, Run, command, lines, progress_console, settings, show
 
 if TYPE_CHECKING:
@@ -81,10 +81,10 @@ def train(
 @command(app)
 def resume(run: Run, overrides: Overrides = None, as_json: Json = False) -> None:
     """Go on where a run was saved last."""
-    from ..record import ahead
+    from ..record import background_check
     from ..record.ledger_file import LEDGER
 
-    ahead.begin(run / LEDGER)
+    background_check.begin(run / LEDGER)
     with lasting_imports():
         from ..run.trainer import Trainer
 

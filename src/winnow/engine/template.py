@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from ..config import ConfigError, nearest
+from ..config import ConfigError, suggestion
 
 GIVEN = ("messages", "tools", "documents", "add_generation_prompt", "bos_token", "eos_token", "pad_token", "unk_token")
 """Variables that every template is given, as are functions like `raise_exception`."""
@@ -29,7 +29,7 @@ def with_template(tokenizer: Any, template: str | None, values: Mapping[str, Any
     own = _templates(tokenizer)
     if "{" not in template:
         if template not in own:
-            close = nearest(template, list(own))
+            close = suggestion(template, list(own))
             raise ConfigError(f"chat_template: neither a file nor a template of the tokenizer ({template!r}).{close}")
         template = own[template]
     tokenizer = copy.copy(tokenizer)
@@ -60,7 +60,9 @@ def with_template_values(tokenizer: Any, values: Mapping[str, Any]) -> Any:
     free = sorted(set().union(*used.values()))
     for name in values:
         if name not in free:
-            raise ConfigError(f"chat_template_kwargs: the model's chat template has no '{name}'.{nearest(name, free)}")
+            raise ConfigError(
+                f"chat_template_kwargs: the model's chat template has no '{name}'.{suggestion(name, free)}"
+            )
     for which, template in templates.items():
         lines = [
             f"{{% if {k} is not defined %}}{{% set {k} = {_literal(v)} %}}{{% endif %}}"

@@ -53,7 +53,7 @@ class StepResult:
         return None if given is None else float(given)
 
 
-class Said(str):
+class ModelTurn(str):
     """What the model said in a turn, as environments are given it."""
 
     stop_reason: str
@@ -63,7 +63,7 @@ class Said(str):
     whole: str
     """The text with every special token, for parsers of tool calls."""
 
-    def __new__(cls, text: str, stop_reason: str, stop_string: str = "", whole: str | None = None) -> Said:
+    def __new__(cls, text: str, stop_reason: str, stop_string: str = "", whole: str | None = None) -> ModelTurn:
         said = super().__new__(cls, text)
         said.stop_reason, said.stop_string = stop_reason, stop_string
         said.whole = text if whole is None else whole
@@ -92,7 +92,7 @@ class Env(Protocol):
         ...
 
     def step(self, text: str) -> StepResult:
-        """What the text, a `Said`, does. It is what was sampled, up to and with a stop string."""
+        """What the text, a `ModelTurn`, does. It is what was sampled, up to and with a stop string."""
         ...
 
 

@@ -17,10 +17,10 @@ from ..base.paths import tilde
 from ..types import Message, Prompt
 from .base import Env, RewardFn
 from .presets import PRESETS
+from .prompt_store import Store, StoredPrompts, content_of, first_with, rank_of_content
 from .rewards.math import same_answers
 from .row_files import DataError, Row
 from .rows import read_rows, rows_of
-from .stored import Store, StoredPrompts, content_of, first_with, rank_of_content
 
 RESERVED = frozenset(
     {"prompts", "completions", "completion_ids", "trainer_state", "log_metric", "log_extra", "environments"}

@@ -10,8 +10,8 @@ from typing import Any
 
 from ..base.dotted import nearest
 from ..base.install import install
-from .made import PREFIX, made_rows
 from .row_files import BATCH, SUFFIXES, DataError, Row, read_file
+from .synthetic_data import PREFIX, made_rows
 
 MOST_UNCOUNTED = 10_000_000
 """Rows that an iterable without a length may give before it is taken for one without an end."""

@@ -25,8 +25,8 @@ from transformers.utils import get_json_schema
 
 from ..types import Message, Prompt
 from .base import OverlappingEnv, RewardFn, StepResult, Task, whole_text
+from .prompt_store import changed
 from .prompting import NextMessages, ToolPrompt
-from .stored import changed
 from .workers.deadlines import Deadlines
 from .workers.functions import function_name
 from .workers.remote import EnvLostError

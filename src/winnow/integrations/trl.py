@@ -20,7 +20,7 @@ from typing import Any, cast
 import torch
 
 from ..base.install import install
-from ..config import ConfigError, MethodSpec, nearest
+from ..config import ConfigError, MethodSpec, suggestion
 from ..env.base import Task
 from ..run.build import build_task
 from ..run.checkpoint import TRL_STATE
@@ -82,7 +82,7 @@ class WinnowGRPOTrainer(GRPOTrainer):
     ) -> None:
         if unknown := set(kwargs) - METHODS - set(inspect.signature(GRPOTrainer.__init__).parameters):
             name = min(unknown)
-            raise ConfigError(f"WinnowGRPOTrainer: there is no argument '{name}'.{nearest(name, sorted(METHODS))}")
+            raise ConfigError(f"WinnowGRPOTrainer: there is no argument '{name}'.{suggestion(name, sorted(METHODS))}")
         methods = {name: kwargs.pop(name, None) for name in METHODS}
         kwargs = inspect.signature(GRPOTrainer.__init__).bind_partial(self, *args, **kwargs).arguments
         del kwargs["self"]

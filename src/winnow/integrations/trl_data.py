@@ -6,9 +6,9 @@ from collections.abc import Iterable
 from typing import Any
 
 from ..env.dataset import DatasetConfig, DatasetTask
+from ..env.prompt_store import Store
 from ..env.row_files import DataError, Row
 from ..env.rows import rows_of
-from ..env.stored import Store
 from ..types import Message
 
 

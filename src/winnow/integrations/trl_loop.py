@@ -20,13 +20,13 @@ from ..methods.advantage import InUpdate
 from ..methods.gate.audit import rules_of
 from ..record.ledger import Ledger
 from ..record.records import CHARTS, CONFIG, LEDGER, Records, RunDirectoryError
-from ..record.stopping import Limits
+from ..record.stop_conditions import Limits
 from ..run.build import method_charts, step_options
 from ..run.checkpoint import load_state_in_trl, understood
 from ..run.preflight import MAY_CHANGE_ON_RESUME, refuse_used_directory
 from ..sampler.buffer import Buffer
 from ..sampler.codec import prompts_of
-from ..sampler.pace import InTurn
+from ..sampler.scheduling import SyncPace
 from ..types import Fate, Group, Rollout
 from .trl_batch import Tensors, batch_of, widened
 from .trl_config import ENDLESS, keeps_all, methods_of
@@ -179,7 +179,7 @@ class LoopInTrl:
             group_size=m.group_size,
             filter=m.filter,
             buffer=buffer,
-            pace=InTurn(buffer, self._sampler, m.rollout_batch),
+            pace=SyncPace(buffer, self._sampler, m.rollout_batch),
             refill_round=max(m.rollout_batch.size, c.prompts_per_step),
             ledger=ledger,
             judge=m.judge,

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ..base.files import bytes_of
-from ..env.rewards.scores import LARGEST
+from ..env.rewards.scores import MAX_REWARD
 
 BINS = ("0", *(f"({i / 10:g}, {(i + 1) / 10:g}]" for i in range(9)), "(0.9, 1)", "1")
 """Pass rates that `histogram` counts together. Dead (0) and solved (1) prompts have bins of their own."""
@@ -50,8 +50,8 @@ class PassRate:
             raise ValueError(f"correct must be 0 to n={self.n}, got {self.correct}")
         if isinstance(self.mean_reward, bool) or not isinstance(self.mean_reward, int | float):
             raise ValueError(f"mean_reward must be a number, got {self.mean_reward!r}")
-        if not abs(self.mean_reward) <= LARGEST:
-            raise ValueError(f"mean_reward must be finite and no larger than {LARGEST:g}, got {self.mean_reward}")
+        if not abs(self.mean_reward) <= MAX_REWARD:
+            raise ValueError(f"mean_reward must be finite and no larger than {MAX_REWARD:g}, got {self.mean_reward}")
 
     @property
     def rate(self) -> float:

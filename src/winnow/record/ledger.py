@@ -33,7 +33,7 @@ from ..methods.group_kind import BY_REWARDS
 from ..types import Fate, Group, GroupKind, Rollout, Visit
 from .ledger_file import UNREADABLE, LedgerError, damaged, open_file
 from .proof import FAILURES, PROBE, Proof, group_fate, probed, totals, verify
-from .recurrence import Again, recurrence
+from .recurrence import Recurrence, recurrence
 from .rows import damage, insert
 
 _CANONICAL = {
@@ -257,7 +257,7 @@ class Ledger:
             ]
         return replace(proof, ok=proof.ok and not problems, problems=[*problems, *proof.problems])
 
-    def recurrence(self) -> list[Again]:
+    def recurrence(self) -> list[Recurrence]:
         """Share of zero-variance prompts that are so again, by epochs between; see `winnow.record.recurrence`."""
         with self._reading() as db:
             return recurrence(db)

@@ -7,7 +7,7 @@ from contextlib import closing
 from pathlib import Path
 
 from ..base.files import private_file
-from . import ahead
+from . import background_check
 
 LEDGER = "ledger.sqlite"
 """Its name in a run directory."""
@@ -122,7 +122,7 @@ def _check(path: Path, db: sqlite3.Connection, read_only: bool) -> None:
         )
     if found := schema_damage(db):
         raise LedgerError(damaged(path, found))
-    if not ahead.begun(path):  # which looks at everything, and is asked before anything is booked
+    if not background_check.begun(path):  # which looks at everything, and is asked before anything is booked
         result = db.execute("PRAGMA integrity_check(1)").fetchone()[0]
         if result != "ok":
             raise LedgerError(damaged(path, result))

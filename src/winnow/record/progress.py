@@ -13,7 +13,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 from rich.table import Table
 from rich.text import Text
 
-from ..base.printable import visible
+from ..base.sanitize import visible
 
 FATE_COLORS = {
     "trained": "green",

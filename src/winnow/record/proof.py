@@ -13,9 +13,9 @@ from rich.table import Table
 from rich.text import Text
 
 from ..base.files import from_json
-from ..base.printable import visible
+from ..base.sanitize import visible
 from ..types import Fate
-from .rule_audits import Rules, audited_rules, rules_table
+from .rule_audits import RuleAudits, audited_rules, rules_table
 
 FATES = tuple(fate.value for fate in Fate)
 COLUMNS = ("visits", "rollouts", "prompt_tokens", "tokens", "seconds")
@@ -45,7 +45,7 @@ class Proof:
     in_flight: int
     restarts: int
     finished: bool
-    rules: Rules
+    rules: RuleAudits
     """Audits of the run's rules, as of its last step; an estimate, and no part of `ok`."""
 
 

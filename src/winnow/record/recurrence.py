@@ -24,7 +24,7 @@ _VISITS = """
 
 
 @dataclass(frozen=True, slots=True)
-class Again:
+class Recurrence:
     """Visits whose prompt was zero-variance `gap` epochs before, and how many of them are so again."""
 
     gap: int
@@ -33,7 +33,7 @@ class Again:
     zero: int
 
 
-def recurrence(db: sqlite3.Connection) -> list[Again]:
+def recurrence(db: sqlite3.Connection) -> list[Recurrence]:
     """Recurrence by gap, ascending; only gaps that occur. Costs one pass over the visits."""
     visits: Counter[int] = Counter()
     zero: Counter[int] = Counter()
@@ -42,10 +42,10 @@ def recurrence(db: sqlite3.Connection) -> list[Again]:
             gap = min(int(epochs), LONGEST)
             visits[gap] += 1
             zero[gap] += now in ("easy", "hard")
-    return [Again(gap, visits[gap], zero[gap]) for gap in sorted(visits)]
+    return [Recurrence(gap, visits[gap], zero[gap]) for gap in sorted(visits)]
 
 
-def rows(found: list[Again]) -> list[list[str]]:
+def rows(found: list[Recurrence]) -> list[list[str]]:
     """Cells under `HEAD`, one row a gap."""
     return [
         [f"{a.gap}{' and more' if a.gap == LONGEST else ''}", f"{a.visits:,}", f"{a.zero / a.visits:.1%}"]

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from . import ahead
+from . import background_check
 from .ledger_file import UNREADABLE, schema_damage
 
 SHOWN = 5
@@ -54,7 +54,7 @@ def damage(db: sqlite3.Connection, path: Path) -> list[str]:
     Reads everything once, some 7 s for a million rollouts; or what a check that was begun `ahead` has not read.
     """
     try:
-        found, read = ahead.result(path) or examined(db)
+        found, read = background_check.result(path) or examined(db)
         return found or [f for table in _COLUMNS for f in damaged_rows(db, table, read.get(table, 0))]
     except UNREADABLE as error:
         return [str(error)]

@@ -9,18 +9,18 @@ from collections.abc import Callable, Mapping
 from rich.table import Table
 
 from ..base.files import from_json
-from ..base.printable import visible
+from ..base.sanitize import visible
 
-Rules = dict[str, dict[str, float]]
+RuleAudits = dict[str, dict[str, float]]
 """Rule -> figure -> value, as `RuleAudit.metrics` has them; a figure that is not known yet is absent."""
 
 HEAD = ("rule", "removed", "audited", "precision", "signal lost", "tokens saved", "carried out")
 PREFIX = "audit/"
 
 
-def rules_of(metrics: Mapping[str, float | None]) -> Rules:
+def rules_of(metrics: Mapping[str, float | None]) -> RuleAudits:
     """The audits of rules among the metrics of a step."""
-    found: Rules = {}
+    found: RuleAudits = {}
     for key, value in metrics.items():
         rule, _, figure = key.removeprefix(PREFIX).rpartition("/")
         if key.startswith(PREFIX) and rule and isinstance(value, int | float):
@@ -28,7 +28,7 @@ def rules_of(metrics: Mapping[str, float | None]) -> Rules:
     return dict(sorted(found.items()))
 
 
-def audited_rules(db: sqlite3.Connection) -> Rules:
+def audited_rules(db: sqlite3.Connection) -> RuleAudits:
     """Over the whole run, as of its last step; empty without `audit` in the configuration.
 
     Raises ValueError when that step's metrics are damaged.
@@ -45,7 +45,7 @@ def audited_rules(db: sqlite3.Connection) -> Rules:
     return rules_of(metrics)
 
 
-def rows(rules: Rules) -> list[list[str]]:
+def rows(rules: RuleAudits) -> list[list[str]]:
     """Cells under `HEAD`, one row a rule; each estimate with its 95% interval."""
 
     def share(value: float) -> str:
@@ -74,7 +74,7 @@ def _estimate(figures: Mapping[str, float], key: str, text: Callable[[float], st
     return f"{'unknown' if math.isnan(value) else text(value)} ({interval})"
 
 
-def rules_table(rules: Rules) -> Table:
+def rules_table(rules: RuleAudits) -> Table:
     """Audits of rules as a table for a rich console."""
     made = Table(title="What the rules got wrong (95% intervals)", title_justify="left")
     for name in HEAD:

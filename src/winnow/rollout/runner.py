@@ -19,7 +19,7 @@ import numpy as np
 from ..base.noise import noise_key
 from ..base.redact import redact
 from ..engine.base import Engine, Finished, Reached, Request
-from ..env.base import OverlappingEnv, Said, StepResult, Task
+from ..env.base import ModelTurn, OverlappingEnv, StepResult, Task
 from ..env.prompting import (
     PromptError,
     cut_at_stop,
@@ -31,13 +31,13 @@ from ..env.prompting import (
     without_end,
 )
 from ..env.rewards.rewarder import Rewarder
-from ..env.rewards.scores import LARGEST
+from ..env.rewards.scores import MAX_REWARD
 from ..env.workers.functions import describe_error
 from ..env.workers.worker import WorkerError
 from ..methods.gate import NamedRule
 from ..types import Decision, Fate, Group, Job, Purpose, Turn
-from .asking import Rules
-from .flight import Awaited, Flight, Sibling
+from .gate_rules import ActiveRules
+from .in_flight import Awaited, Flight, Sibling
 from .options import STREAMS, RolloutOptions
 
 OVERLAP = 8
@@ -69,14 +69,14 @@ class RolloutRunner:
             raise ValueError(f"task {task.name}: max_turn_length must be at least 1 or None, not {self._turn_length!r}")
         self._flights: dict[tuple[str, int], Flight] = {}
         self._awaited: list[Awaited] = []
-        self._rules = Rules(rules, engine, task)
+        self._rules = ActiveRules(rules, engine, task)
 
     def set_rules(self, rules: Sequence[NamedRule]) -> None:
         """Ask these from now on; groups in flight keep the gate points that they were launched with.
 
         Raises ConfigError when the engine lacks what a rule needs, or nobody would be running where it is asked.
         """
-        self._rules = Rules(rules, self.engine, self.task)
+        self._rules = ActiveRules(rules, self.engine, self.task)
 
     @property
     def pending(self) -> int:
@@ -254,7 +254,7 @@ class RolloutRunner:
         env, whole = sibling.env, decode_whole(self.tokenizer, sibling.segments[-1][0])
         if turn.stop_reason == "stop":
             whole = cut_at_stop(whole, self._stop(flight))
-        said = Said(turn.action, turn.stop_reason, turn.stop_string, whole)
+        said = ModelTurn(turn.action, turn.stop_reason, turn.stop_string, whole)
         try:
             if isinstance(env, OverlappingEnv):
                 self._await(flight, sibling, env.start_step(said))
@@ -278,7 +278,7 @@ class RolloutRunner:
             return
         if result.reward is not None:
             sibling.reward = float(result.reward)
-            if not abs(sibling.reward) <= LARGEST:
+            if not abs(sibling.reward) <= MAX_REWARD:
                 self._fail(sibling, f"the environment gave a reward of {sibling.reward}")
                 return
         if result.done or len(sibling.turns) >= self.task.max_turns:

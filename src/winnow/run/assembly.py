@@ -21,6 +21,7 @@ from ..record.trackers import check_trackers
 from ..rollout.runner import RolloutRunner
 from ..sampler import Sampler, SamplerContext
 from ..types import Group, Job, Rollout
+from .auto_settings import Machine, settle
 from .build import (
     Methods,
     build_learner,
@@ -32,12 +33,11 @@ from .build import (
     rollout_options,
     sampler_options,
 )
-from .given import Given
 from .hub import check_hub
-from .machine import Machine, settle
 from .placement import require_places
 from .preflight import check_agreement, check_evaluation, check_prompts, in_steps
 from .start import Start
+from .trainer_inputs import Given
 
 
 @dataclass

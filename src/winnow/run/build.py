@@ -10,13 +10,12 @@ from typing import Any, cast
 import torch
 
 from ..base.weights import weights_digest
-from ..config import CLIPPING, AuditConfig, ConfigError, MethodSpec, RunConfig, method, name_of, nearest
+from ..config import CLIPPING, AuditConfig, ConfigError, MethodSpec, RunConfig, method, name_of, suggestion
 from ..engine.base import Engine, SamplingParams
 from ..engine.loading import ModelReference, load_tokenizer, load_whole, require_finite, resolve_device
 from ..engine.pretrained import located
 from ..engine.skeleton import unloaded
 from ..engine.template import with_template
-from ..env import ENVS
 from ..env.base import Demonstrator, Task
 from ..env.rewards.rewarder import Rewarder, RewardSpec
 from ..env.rewards.workers import RewardWorkers
@@ -38,6 +37,7 @@ from ..methods.success import Success, default_success
 from ..rollout.options import RolloutOptions
 from ..sampler import SYNCS, Sampler, SamplerContext
 from ..sampler.base import SamplerOptions
+from ..tasks import ENVS
 from ..types import Prompt, Purpose
 from .build_adapters import check_adapters, with_lora
 from .build_gates import build_gates, gate_names
@@ -78,7 +78,7 @@ def build_success(c: RunConfig, functions: Mapping[str, str], weights: Sequence[
         return default_success(names, weights)
     decides = c.success.function
     if decides is not None and decides not in (known := {"env": "env", **functions}):
-        raise ConfigError(f"success: function: unknown reward function '{decides}'.{nearest(decides, list(known))}")
+        raise ConfigError(f"success: function: unknown reward function '{decides}'.{suggestion(decides, list(known))}")
     return Success(decides and known[decides], c.success.at_least)
 
 

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..engine import ENGINES
-from ..env import ENVS
 from ..learner import LEARNERS
 from ..methods.advantage import ADVANTAGES
 from ..methods.correct import CORRECTIONS, STEP_SCALES
@@ -17,6 +16,7 @@ from ..methods.gate import GATES
 from ..methods.select import SELECTORS
 from ..methods.size import ROLLOUT_BATCHES, SIZES
 from ..sampler import SYNCS
+from ..tasks import ENVS
 
 TABLES: dict[str, Mapping[str, type]] = {
     "env": ENVS,

@@ -25,8 +25,8 @@ from pydantic import AfterValidator, ConfigDict, Field, PositiveInt, TypeAdapter
 from safetensors import SafetensorError
 from typing_extensions import TypedDict  # pydantic cannot read that of typing before Python 3.12
 
+from ..base.config_errors import explain
 from ..base.errors import ConfigError
-from ..base.explain import explain
 from ..base.failpoint import failpoint
 from ..base.files import bytes_of, from_json, fsync, fsync_tree, private_directory, readable, sha256
 from ..base.typed import LARGEST

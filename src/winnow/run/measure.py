@@ -37,10 +37,10 @@ from ..engine.pretrained import located
 from ..learner.agreement import require_agreement
 from ..learner.batch import Row
 from ..types import Rollout
+from .auto_settings import settle
 from .budget import GIB, Shapes, device_budget
 from .build import build_engine, build_learner, build_loss, build_policy, sampling_params
-from .machine import settle
-from .speed import Matrices, seconds_by_threads
+from .matmul_timing import Matrices, seconds_by_threads
 from .start import Start
 
 SIZES = {

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..config import RunConfig
+from .auto_settings import engine_type, sampler_device
 from .budget import GIB, Gpus, Phases, Shapes, device_budget, require_room, settle_for
 from .engine_choice import choose_engine, samples_elsewhere
-from .machine import engine_type, sampler_device
 from .placement import engine_bytes, placement
 from .prompt_example import prompt_example
 from .start import Start

@@ -14,9 +14,9 @@ import numpy as np
 from ..config import ConfigError, MethodSpec, RunConfig, as_saved, from_saved, method, validate
 from ..engine.base import Engine, Request
 from ..env.base import Task
+from ..env.prompt_store import StoredPrompts
 from ..env.prompting import encode_observation, encode_prompt
 from ..env.rewards.rewarder import Rewarder
-from ..env.stored import StoredPrompts
 from ..learner import LEARNERS, Learner
 from ..learner.agreement import Agreement, require_agreement
 from ..record.records import CONFIG, LEDGER, START, RunDirectoryError, read_config

@@ -7,11 +7,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from ..base.printable import visible
-from ..env.agents import AgentTask
+from ..base.sanitize import visible
 from ..env.base import Task
 from ..env.chat import rendered
 from ..env.prompting import encode_prompt
+from ..tasks.agents import AgentTask
 from ..types import Prompt
 
 TRIED = 16

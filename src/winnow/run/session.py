@@ -23,23 +23,23 @@ from ..loop import Hooks, Loop
 from ..record.ledger import Ledger
 from ..record.progress import Display
 from ..record.records import CHARTS, CONFIG, LEDGER, METRICS, PROMPT, START, Records, read_metrics
-from ..record.stopping import Limits, RunStoppedError, TaskSolvedError
+from ..record.stop_conditions import Limits, RunStoppedError, TaskSolvedError
 from ..record.watchdogs import Watchdogs, first_gap
 from ..rollout.evaluate import Evaluation
 from ..sampler import SamplersLostError
 from ..sampler.base import SamplerRefusedError
 from ..sampler.buffer import Buffer
 from ..sampler.codec import prompts_of
-from ..sampler.pace import Beside, InTurn
+from ..sampler.scheduling import AsyncPace, SyncPace
 from ..types import Group
 from . import checkpoint
 from .assembly import Assembly
 from .build import build_loss, method_charts, sampler_options, step_options
 from .callbacks import Callbacks
-from .card import write_card
 from .evaluating import Evaluations
 from .hub import push_if_due
 from .interrupt import StopSignals
+from .model_card import write_card
 from .preflight import NothingSampledError
 from .prompt_example import prompt_example
 
@@ -136,7 +136,7 @@ class Session:
             group_size=m.group_size,
             filter=m.filter,
             buffer=buffer,
-            pace=Beside(buffer, built.sampler) if beside else InTurn(buffer, built.sampler, m.rollout_batch),
+            pace=AsyncPace(buffer, built.sampler) if beside else SyncPace(buffer, built.sampler, m.rollout_batch),
             refill_round=max(m.rollout_batch.size, c.prompts_per_step),
             ledger=self.ledger,
             judge=m.judge,

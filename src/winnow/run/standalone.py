@@ -14,8 +14,8 @@ from ..record.records import LEDGER, read_config
 from ..rollout.evaluate import RollOut, evaluate, run_jobs
 from ..rollout.runner import RolloutRunner
 from . import checkpoint
+from .auto_settings import settle
 from .build import Policy, build_policy, build_rewarder, build_success, build_task, rollout_options
-from .machine import settle
 from .start import Start
 
 

@@ -18,14 +18,14 @@ from ..config import ConfigError, RunConfig, config_of
 from ..env.rewards.rewarder import RewardSpec
 from ..learner import LearnerLostError
 from ..record.records import RunDirectoryError, lock
-from ..record.stopping import RunStoppedError, TaskSolvedError, memory_errors
+from ..record.stop_conditions import RunStoppedError, TaskSolvedError, memory_errors
 from . import checkpoint
 from .assembly import assemble
 from .callbacks import Callbacks, TrainerState
 from .evaluating import require_held_out
-from .given import Given
 from .preflight import refuse_changes, refuse_used_directory, resumed_config
 from .session import Session
+from .trainer_inputs import Given
 from .trl_arguments import config_from, given_again, refuse_resume
 
 
@@ -60,7 +60,7 @@ class Trainer:
         **of_trl: Any,
     ) -> None:
         config = config_from(config, of_trl)
-        given = Given(model, env, reward_funcs, processing_class, train_dataset, eval_dataset).sorted_out()
+        given = Given(model, env, reward_funcs, processing_class, train_dataset, eval_dataset).normalized()
         rows = given.train_dataset is not None
         whole = config_of(given.model, given.env, given.reward_funcs, config, rows=rows)
         self._set_up(given, whole, callbacks or (), resume=False)
@@ -79,7 +79,7 @@ class Trainer:
         `given`: the arguments of `Trainer` that were objects, again.
         """
         trainer = cls.__new__(cls)
-        again = Given(**given_again(given)).sorted_out()
+        again = Given(**given_again(given)).normalized()
         saved = resumed_config(Path(run_dir), overrides or {})
         rows = again.train_dataset is not None
         whole = config_of(again.model, again.env, again.reward_funcs, saved, rows=rows)

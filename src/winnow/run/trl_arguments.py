@@ -9,7 +9,7 @@ from typing import Any
 
 from ..base.elsewhere import FLAT
 from ..base.foreign_values import answer_to
-from ..config import ConfigError, RunConfig, nearest
+from ..config import ConfigError, RunConfig, suggestion
 
 Config = RunConfig | Mapping[str, Any] | str | Path | None
 OWN = frozenset(
@@ -87,7 +87,7 @@ def _refuse(name: str, value: Any, remedy: str) -> None:
     if name in RunConfig.model_fields:
         raise ConfigError(f"{name}: a key of the configuration; {remedy}")
     if name not in FLAT:
-        raise TypeError(f"Trainer: there is no argument '{name}'.{nearest(name, sorted(OWN))}")
+        raise TypeError(f"Trainer: there is no argument '{name}'.{suggestion(name, sorted(OWN))}")
     if not nothing:
         raise ConfigError(f"Trainer: there is no argument '{name}'. Here {FLAT[name]}.")
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from ..base.packed import pack, pack_all, unpack, unpack_all
+from ..base.array_json import pack, pack_all, unpack, unpack_all
 from ..env.base import Task
-from ..env.stored import StoredPrompts
+from ..env.prompt_store import StoredPrompts
 from ..types import (
     Decision,
     EnvStep,

@@ -16,7 +16,7 @@ from collections import deque
 from typing import Any
 
 from ..base.forkserver import Child, ForkServer, forkserver
-from .member import Inbox, Message
+from .handle import Inbox, Message
 
 LAST_WORDS = 40
 """Lines of a sampler's prints that are kept."""

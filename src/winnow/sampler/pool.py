@@ -37,7 +37,7 @@ from ..rollout.evaluate import MAX_LIVE
 from ..types import Group, Job
 from .base import SamplerContext, SamplerRefusedError, SamplersLostError
 from .codec import group_from, job_state, prompts_of
-from .member import Channel, Inbox, Member, Message, Sent, failed_group
+from .handle import Channel, Inbox, InFlightJob, Message, SamplerHandle, failed_group
 from .options import PoolOptions
 from .weights import Transport, fingerprints
 
@@ -79,10 +79,10 @@ class SamplerPool:
         self._open, self._ended = open_channel, ended
         self._rules: list[dict[str, Any]] = []
         self._inbox: Inbox = queue.SimpleQueue()
-        self._members: list[Member] = []
+        self._members: list[SamplerHandle] = []
         self._needed = options.least
         """Samplers without which there is no work: `least` until it has begun, then one."""
-        self._waiting: deque[Sent] = deque()
+        self._waiting: deque[InFlightJob] = deque()
         """Launched, while no sampler had a place or it was not known who is left."""
         self._settled = 0.0
         """When it is."""
@@ -101,7 +101,7 @@ class SamplerPool:
             member.begin_spell()
 
     @property
-    def _placed(self) -> list[Member]:
+    def _placed(self) -> list[SamplerHandle]:
         return [member for member in self._members if member.where is not None]
 
     @property
@@ -119,7 +119,7 @@ class SamplerPool:
         return {f"sampler/{member.slot}": member.where for member in self._members if member.where}
 
     @property
-    def _flying(self) -> list[Sent]:
+    def _flying(self) -> list[InFlightJob]:
         return [*self._waiting, *(sent for member in self._members for sent in member.flights.values())]
 
     @property
@@ -128,9 +128,9 @@ class SamplerPool:
 
     def launch(self, job: Job) -> None:
         self._pending += job.purpose == "train"
-        self._dispatch(Sent(job))
+        self._dispatch(InFlightJob(job))
 
-    def _dispatch(self, *jobs: Sent) -> None:
+    def _dispatch(self, *jobs: InFlightJob) -> None:
         """Send these and what waits to those with the least work; to one that has long been silent only if all are."""
         self._waiting += jobs
         now = time.monotonic()
@@ -141,7 +141,7 @@ class SamplerPool:
             member = min(placed, key=lambda m: (m.heard < silent, not m.ready, len(m.flights)))
             self._send(member, self._waiting.popleft())
 
-    def _send(self, member: Member, sent: Sent) -> None:
+    def _send(self, member: SamplerHandle, sent: InFlightJob) -> None:
         member.flights[sent.key] = sent
         member.channel.send({"launch": job_state(sent.job)})
 
@@ -161,10 +161,10 @@ class SamplerPool:
     def _told(self) -> dict[str, Any]:
         return self._transport.told() | {"rules": self._rules}
 
-    def _start(self, slot: int) -> Member:
-        return Member(slot, self._open(self._inbox))
+    def _start(self, slot: int) -> SamplerHandle:
+        return SamplerHandle(slot, self._open(self._inbox))
 
-    def _begin(self, member: Member, where: str) -> None:
+    def _begin(self, member: SamplerHandle, where: str) -> None:
         """It has a place, and builds its engine."""
         member.where, member.version = where, self._transport.version
         device = {"device": self.options.device_of(member.slot, self._device)}
@@ -224,7 +224,7 @@ class SamplerPool:
             return self._replace(member, "died")
         return self._understood(member, message.content)
 
-    def _understood(self, member: Member, content: Mapping[str, Any]) -> list[Group]:
+    def _understood(self, member: SamplerHandle, content: Mapping[str, Any]) -> list[Group]:
         if "placed" in content:
             self._begin(member, content["placed"])
         elif "built" in content:
@@ -266,7 +266,7 @@ class SamplerPool:
             )
         return groups
 
-    def _replace(self, member: Member, what: str, why: str = "") -> list[Group]:
+    def _replace(self, member: SamplerHandle, what: str, why: str = "") -> list[Group]:
         """Groups that failed with it; the others are launched once more.
 
         Raises SamplersLostError when it keeps failing, unless as many others work as must.
@@ -296,7 +296,7 @@ class SamplerPool:
         self._dispatch()
         return failed
 
-    def _give_up(self, member: Member, how: str) -> None:
+    def _give_up(self, member: SamplerHandle, how: str) -> None:
         """Go on without it, or raise SamplersLostError."""
         often = f"{how}\n{member.deaths + 1} times in a row without a finished group"
         ready = sum(other.ready for other in self._members)

@@ -19,8 +19,8 @@ from ..base import cluster
 from ..base.weights import RemoteWeights, WeightSource, as_bytes, from_bytes, transfer_s
 from ..config import ConfigError, RunConfig
 from .base import SamplerContext
+from .handle import Inbox, Message
 from .heartbeat import busy
-from .member import Inbox, Message
 from .options import PoolOptions
 from .pool import SamplerPool
 

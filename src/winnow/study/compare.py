@@ -21,7 +21,7 @@ from typing import Any
 
 from ..base.files import from_json
 from ..base.intervals import MIN_SEEDS, Estimate, mean_interval
-from ..config import nearest
+from ..config import suggestion
 from .compare_data import CompareError, Point, RunData, methods_of, read_run_data, single_runs
 
 SAME_EVALUATION = (
@@ -96,7 +96,7 @@ def compare(runs: Sequence[str | Path], seeds: bool = True, baseline: str | None
     methods = methods_of(read) if seeds else single_runs(read)
     baseline = baseline or next(iter(methods))
     if baseline not in methods:
-        raise CompareError(f"--baseline: there is no method '{baseline}'.{nearest(baseline, list(methods))}")
+        raise CompareError(f"--baseline: there is no method '{baseline}'.{suggestion(baseline, list(methods))}")
     k = max(set.intersection(*(set(run.pass_at) for run in read)))
     measures = _measures(k)
     pair = (lambda run: run.seed) if seeds else (lambda run: 0)

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..base.intervals import Estimate
-from ..base.printable import visible
+from ..base.sanitize import visible
 from .compare import Comparison, Measure, MethodResult
 from .report import count_text, render_page
 

@@ -12,7 +12,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ..base.printable import visible
+from ..base.sanitize import visible
 from ..config import build_options, read_settings, validate
 from ..engine.loading import quiet_transformers
 from ..engine.pretrained import PRETRAINED

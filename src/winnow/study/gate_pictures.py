@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from ..base.install import install
-from .replay import Correlation, Recorded, ReplayError, SweepRow
+from .gate_tables import Correlation, Recorded, ReplayError, SweepRow
 from .replay_stats import Calibration, Candidates
 
 ENDINGS = (".png", ".svg", ".pdf")

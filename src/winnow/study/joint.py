@@ -17,7 +17,7 @@ import yaml
 
 from ..methods.gate.divergence import TERMINATION
 from ..methods.gate.refit import between
-from .replay import Recorded, ReplayError, check_horizon
+from .gate_tables import Recorded, ReplayError, check_horizon
 from .replay_stats import Bound, all_steps, same_groups, savings, split
 
 ROUNDS = 4

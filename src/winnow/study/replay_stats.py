@@ -13,7 +13,7 @@ import yaml
 
 from ..methods.gate.divergence import TERMINATION, fires
 from ..methods.gate.refit import between, counts_under
-from .replay import Recorded, ReplayError, SweepRow, can_be_cut, check_horizon, counted
+from .gate_tables import Recorded, ReplayError, SweepRow, can_be_cut, check_horizon, counted
 
 RESAMPLES = 10_000
 

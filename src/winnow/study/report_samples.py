@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from itertools import accumulate, islice, pairwise
 from typing import Any
 
-from ..base.printable import plain, visible
+from ..base.sanitize import plain, visible
 from ..methods.gate.overrides import ALONE, OVERRIDE
 
 SAMPLE_KEYS = (

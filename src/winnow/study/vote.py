@@ -15,7 +15,7 @@ from ..env.base import Answering, Task
 from ..env.rewards.pooled import completion_text
 from ..env.rewards.scores import completion_of
 from ..methods.gate import deepconf
-from ..methods.gate.quality_head import FILE, HeadWeights, mean_logp
+from ..methods.gate.arrol.head import FILE, HeadWeights, mean_logp
 from ..methods.success import Success, require_decided
 from ..rollout.evaluate import rank_weights, summarize, weighted_vote
 from ..run.build import build_success, build_task

@@ -33,7 +33,7 @@ from ..env.base import Demonstrator, Task
 from ..env.chat import end_of_turn
 from ..env.prompting import as_beginning, encode_prompt
 from ..learner.local.forward import head_is_linear
-from ..run.machine import choose_threads
+from ..run.auto_settings import choose_threads
 from ..types import Prompt
 from .demonstrations import EOS, PAD, RowDemonstrations, byte_tokenizer, plain_tokenizer
 

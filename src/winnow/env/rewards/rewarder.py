@@ -37,7 +37,7 @@ from ..workers.functions import (
 from ..workers.signals import awaited_noticing, called_noticing
 from ..workers.worker import WorkerError
 from .pooled import PooledReward, verl_reward
-from .scores import LARGEST, STANDARD, Outcome, arguments_of, check_columns, read_score, read_scores
+from .scores import MAX_REWARD, STANDARD, Outcome, arguments_of, check_columns, read_score, read_scores
 from .verl import verl_group, verl_group_async
 from .workers import RewardWorkers
 
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from .reward_model import RewardModel
 
 BUILTIN = {
-    "countdown": "winnow.env.countdown:countdown_reward",
+    "countdown": "winnow.tasks.countdown:countdown_reward",
     "math": "winnow.env.rewards.math:math_reward",
     "exact": "winnow.env.rewards.exact:exact_answer",
 }
@@ -345,7 +345,7 @@ class Rewarder:
         cause = next((f"reward {f.name}: {self._said(f, o)}" for f, o in judged if isinstance(o, Exception)), "")
         if not cause and not values:
             cause = "no reward function applied"
-        if not cause and not abs(sum(values)) <= LARGEST:
+        if not cause and not abs(sum(values)) <= MAX_REWARD:
             cause = f"the weighted sum of rewards is {sum(values)}"
         if cause := redact(cause, self._workers.env):
             rollout.fate, rollout.reason, self.last_error = Fate.FAILED, cause, cause

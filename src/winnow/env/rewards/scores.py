@@ -21,7 +21,7 @@ STANDARD = (*SAMPLED, "trainer_state", *LOGGERS)
 """Arguments that are not columns."""
 PLURALS = {"prompt": "prompts", "completion": "completions"}
 """Arguments of no other meaning that users write, and what they are called."""
-LARGEST = 1e30
+MAX_REWARD = 1e30
 """Rewards beyond it (or NaN) would overflow in statistics: a failure of the function."""
 
 
@@ -110,7 +110,9 @@ def read_score(value: Any) -> Outcome:
         number = float(value)
     except Exception as error:
         return error
-    return number if abs(number) <= LARGEST else ValueError(f"returned {number}; a reward lies within +-{LARGEST:g}")
+    if not abs(number) <= MAX_REWARD:  # NaN is refused too
+        return ValueError(f"returned {number}; a reward lies within +-{MAX_REWARD:g}")
+    return number
 
 
 def _shown(value: Any) -> str:

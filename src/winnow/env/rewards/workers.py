@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ..workers.cage import Cage
+from ..workers.bwrap_worker import Cage
 from ..workers.worker import WorkerPool, worker_environment
 
 

@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
-from ..base import Env, Said, StepResult
+from ..base import Env, ModelTurn, StepResult
 from .functions import load_function
 from .worker import WorkerError, WorkerPool
 
@@ -70,7 +70,7 @@ class RemoteEnv:
         return self._converted(answer, lambda observation: observation)
 
     def start_step(self, text: str) -> Future[StepResult]:
-        said = vars(text) if isinstance(text, Said) else {}
+        said = vars(text) if isinstance(text, ModelTurn) else {}
         return self._converted(self._call("host_step", text=text, said=said), lambda values: StepResult(**values))
 
     def close(self) -> None:
@@ -130,7 +130,7 @@ def host_reset(serial: int, target: str, kwargs: dict[str, Any]) -> str | None:
 def host_step(serial: int, text: str, said: dict[str, str]) -> dict[str, Any]:
     if serial not in _hosted:
         raise NotHostedError(f"environment {serial}")
-    result = _hosted[serial].step(Said(text, **said) if said else text)
+    result = _hosted[serial].step(ModelTurn(text, **said) if said else text)
     if not isinstance(result, StepResult):
         raise TypeError(f"step() must return a StepResult, not {type(result).__name__}")
     return asdict(result)

@@ -26,7 +26,7 @@ from typing import IO
 from .bubblewrap import SandboxError, advice, bubblewrapped, found, slot_user
 from .seccomp import program
 
-LARGEST = 1_000_000
+MAX_OUTPUT_BYTES = 1_000_000
 """Largest value of an option; beyond it the system's calls for times and limits overflow."""
 GRACE_S = 5.0
 """Beyond its time, for starting and ending a sandbox."""
@@ -67,8 +67,8 @@ class SandboxOptions:
 
     def __post_init__(self) -> None:
         for name in ("timeout_s", "memory_mb", "processes", "disk_mb", "files", "max_output", "slots"):
-            if not 0 < getattr(self, name) <= LARGEST:
-                raise ValueError(f"sandbox: {name} must lie in (0, {LARGEST:,}], not {getattr(self, name)}")
+            if not 0 < getattr(self, name) <= MAX_OUTPUT_BYTES:
+                raise ValueError(f"sandbox: {name} must lie in (0, {MAX_OUTPUT_BYTES:,}], not {getattr(self, name)}")
         if self.unsafe and self.python != SandboxOptions.python:
             raise ValueError("sandbox: unsafe programs run in Winnow's own interpreter; remove python, or unsafe")
 

@@ -30,7 +30,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from typing import Any, Literal
 
-from .cage import Cage, Slot
+from .bwrap_worker import Cage, Slot
 from .functions import json_default
 
 MAX_REPLY = 4 << 20

@@ -26,12 +26,12 @@ from ...methods.correct import Evidence
 from ...methods.loss import LossConfig
 from ..base import Stats
 from ..batch import MicroBatch, Row, packed
+from ..local.eval_mode import train_adapter_dropout
 from ..local.grad_norms import UnsupportedModelError
 from ..local.learner import LearnerOptions, LocalLearner
 from ..local.logprob import TokenDistribution
-from ..local.modes import train_adapter_dropout
+from ..local.optimal_baseline_update import Batched, RowByRow, exactly_batched
 from ..local.optimizer import MOST_STEPS
-from ..local.pooled import Batched, RowByRow, exactly_batched
 from ..local.token_baselines import spread_over_several
 from .shards import load_files, load_shards, save_shards
 

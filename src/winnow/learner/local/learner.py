@@ -23,17 +23,17 @@ from ...methods.correct import Evidence, OverBatch
 from ...methods.loss import LossConfig, kl_loss, policy_loss
 from ..base import Sizes, Stats
 from ..batch import Budget, MicroBatch, Row, collate, micro_batches, packed
+from .eval_mode import WideAttention, checkpoint_layers, halve_frozen, train_adapter_dropout
 from .forward import Body, can_share_prompts, head_is_linear, predictions
 from .logprob import TokenDistribution, token_logp
 from .loss_scale import LossScale
 from .merged import MergedWeights
-from .modes import WideAttention, checkpoint_layers, halve_frozen, train_adapter_dropout
+from .optimal_baseline_update import PooledGradients, RowByRow, batched_if_exact
 from .optimizer import load_state, make_optimizer, saved_state, set_learning_rate
-from .pooled import PooledGradients, RowByRow, batched_if_exact
 from .recompute import recomputing_if_exact
 from .reference import load_reference, mix, save_reference
-from .terms import book, correction_weights, spread
 from .token_baselines import TokenBaselines
+from .update_stats import book, correction_weights, spread
 
 OPTIMIZER_FILE = "optimizer.safetensors"
 

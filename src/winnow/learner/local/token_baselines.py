@@ -10,7 +10,7 @@ from ...methods.advantage.otb import at_tokens, energy, token_baselines, token_s
 from ...methods.loss import LossConfig
 from ..base import Stats
 from ..batch import MicroBatch, Pools
-from .terms import Logp, correction_weights
+from .update_stats import Logp, correction_weights
 
 
 class TokenBaselines:

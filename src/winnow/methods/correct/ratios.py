@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 import torch
 
 Level = Literal["token", "sequence", "geometric"]
-LARGEST = 1e6
+MAX_RATIO = 1e6
 """Largest weight where no bound applies."""
 
 
@@ -46,4 +46,4 @@ def log_ratio(
 
 def weight(log_w: torch.Tensor) -> torch.Tensor:
     """The ratio itself, never infinite."""
-    return log_w.clamp(max=math.log(LARGEST)).exp()
+    return log_w.clamp(max=math.log(MAX_RATIO)).exp()

@@ -5,9 +5,9 @@ A gate only decides; `rollout/runner.py` stops what it says. `none` is the absen
 
 from __future__ import annotations
 
+from .arrol.gate import Arrol
 from .base import Gate, GateContext, NamedRule, Rule, RuleError, check_rule, env_steps, of_gate, rule_from, rule_state
 from .divergence import Divergence
-from .quality import Arrol
 from .random_cut import RandomCut
 
 __all__ = [

@@ -19,7 +19,7 @@ from typing import Annotated, Any, Protocol
 import numpy as np
 from pydantic import PlainSerializer, PlainValidator, TypeAdapter
 
-from ...base.packed import pack, unpack
+from ...base.array_json import pack, unpack
 from ...types import Decision, EnvStep, GatePoint, Group, GroupView, Token, Verdict
 from ..base import Learns
 from ..group_kind import BY_REWARDS, GroupJudge

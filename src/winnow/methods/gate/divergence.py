@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Final, Literal
 
 import numpy as np
 
-from ...config import nearest
+from ...config import suggestion
 from ...types import KEEP, EnvStep, Group, GroupKind, GroupView, Verdict
 from ..base import RunFacts
 from .base import Gate, GateContext, of_gate
@@ -114,7 +114,7 @@ class Divergence:
     def __post_init__(self) -> None:
         for signal in (self.signal, *map(self.signal_of, self.per_task_type)):
             if signal not in SIGNALS:
-                raise ValueError(f"signal: there is no {signal!r}.{nearest(signal, list(SIGNALS))}")
+                raise ValueError(f"signal: there is no {signal!r}.{suggestion(signal, list(SIGNALS))}")
         if self.steps and (self.k, self.threshold) != (Divergence.k, Divergence.threshold):
             raise ValueError("k and threshold have no effect beside steps; remove them, or steps")
         if self.rule == "and" and self.termination is None:

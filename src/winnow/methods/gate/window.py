@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ...base.packed import pack, unpack
+from ...base.array_json import pack, unpack
 
 POSITIVE = 1e-300, 1e300
 """Limits of weights."""

@@ -73,7 +73,7 @@ def rate_weights(wins: ArrayLike, losses: ArrayLike) -> np.ndarray:
 
 
 @dataclass(frozen=True)
-class Rules:
+class ScoreModel:
     """Every rule that is tried, for scores in B bins. Arrays are not to be written to."""
 
     failure_B: np.ndarray
@@ -123,7 +123,7 @@ class Price:
     share: float
 
 
-def price_of(rules: Rules, weight_NP: np.ndarray, keep_rate: float, count: np.ndarray | None = None) -> Price:
+def price_of(rules: ScoreModel, weight_NP: np.ndarray, keep_rate: float, count: np.ndarray | None = None) -> Price:
     """The price at which `keep_rate` of the siblings of N recent prompts are expected to survive.
 
     `count` [N]: how many siblings of each there were; None: equally many.
@@ -146,7 +146,7 @@ def price_of(rules: Rules, weight_NP: np.ndarray, keep_rate: float, count: np.nd
     return Price(low, high, share)
 
 
-def survival_within(rules: Rules, weight_NP: np.ndarray, price: Price) -> np.ndarray:
+def survival_within(rules: ScoreModel, weight_NP: np.ndarray, price: Price) -> np.ndarray:
     """Chance of survival by bin, of siblings of N prompts whose pass rates have weights [N, P]: float64 [N, B]."""
     signal_NC, kept_NC = rules.worth(weight_NP)
     low_N, high_N = ((signal_NC - p * kept_NC).argmax(1) for p in (price.low, price.high))

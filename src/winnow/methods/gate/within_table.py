@@ -18,7 +18,7 @@ from ...base.typed import LARGEST, in_range
 from .base import Array
 from .calibration import BinnedPosterior, survival_factor
 from .window import Window
-from .within import Price, Rules, price_of, rate_weights, survival_within
+from .within import Price, ScoreModel, price_of, rate_weights, survival_within
 
 PRIOR = 4.0
 """Outcomes that the prior is worth."""
@@ -63,8 +63,8 @@ class WithinTable:
                 raise ValueError("a table of chances or outcomes below 0")
 
     @cached_property
-    def _rules(self) -> Rules:
-        return Rules(self.failure_B, self.success_B, self.size, self.p_min)
+    def _rules(self) -> ScoreModel:
+        return ScoreModel(self.failure_B, self.success_B, self.size, self.p_min)
 
     def beta_of(self, ordinal: int) -> tuple[float, float] | None:
         """Parameters of the Beta distribution of a prompt's pass rate; None if it was not seen of late."""
@@ -132,7 +132,7 @@ class PromptOutcomes:
         prior, known = (PRIOR * share, PRIOR * (1 - share)), sorted(self._seen)
         outcomes_N2 = np.array([self._seen[n] for n in known], np.float64).reshape(-1, 2)
         failure_B, success_B = posterior.likelihood(False), posterior.likelihood(True)
-        rules = Rules(failure_B, success_B, float(size_M.mean()), self._p_min)
+        rules = ScoreModel(failure_B, success_B, float(size_M.mean()), self._p_min)
         # the next siblings as the last ones, with what is known of their prompts today, and some of them of new prompts
         recent_U, row_M, count_U = np.unique(ordinal_M, return_inverse=True, return_counts=True)
         beta_U2 = np.array([np.add(prior, self._seen.get(n, (0.0, 0.0))) for n in recent_U.tolist()])

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from ...base.packed import pack, unpack
+from ...base.array_json import pack, unpack
 from ...types import KEEP, Group, GroupKind, Prompt, Verdict
 from ..group_kind import BY_REWARDS, GroupJudge
 from .trace import TraceSelector

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ...base.packed import pack, unpack
+from ...base.array_json import pack, unpack
 from ...types import KEEP, Prompt, Verdict
 from ..base import Chart
 from ..group_kind import BY_REWARDS, GroupJudge

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ...base.packed import pack, unpack
+from ...base.array_json import pack, unpack
 from ...types import Group, GroupKind, Prompt
 from ..group_kind import GroupJudge, share_seen
 from .stream import StreamSelector

@@ -1,0 +1,38 @@
+"""Errors of pydantic as lines that say what to write instead."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+
+from pydantic import ValidationError
+
+from .elsewhere import answers
+from .foreign_values import answer_to
+
+
+def suggestion(name: str, known: Sequence[str]) -> str:
+    """` Did you mean 'x'?`, or the list of what is known."""
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    if close:
+        return f" Did you mean '{close[0]}'?"
+    return f" Known: {', '.join(sorted(known))}." if known else " This version has none."
+
+
+def explain(error: ValidationError, known: Sequence[str], where: str) -> str:
+    """pydantic's errors as one line each, with what an unknown key is called here, or the nearest valid name."""
+    lines = []
+    for e in error.errors():
+        key = ".".join(str(part) for part in e["loc"])
+        if e["type"] == "extra_forbidden":
+            for name, answer in answers(key, e["input"]):
+                hint = f" Here {answer}." if answer else suggestion(name, known)
+                lines.append(f"unknown key '{name}'.{hint}")
+        elif e["type"] == "missing":
+            lines.append(f"missing key '{key}'")
+        elif not e["loc"]:
+            lines.append(str(e["msg"]).removeprefix("Value error, "))
+        else:
+            answer = answer_to(str(e["loc"][0]), e["input"])
+            lines.append(f"{key}: {e['msg']} (got {e['input']!r})" + (f". Here {answer}." if answer else ""))
+    return "\n".join(f"{where}: {line}" for line in lines)

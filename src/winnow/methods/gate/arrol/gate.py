@@ -1,0 +1,345 @@
+"""Prune rollouts while they are generated, so that what survives is half right and half wrong (ARRoL)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from ....base.errors import ConfigError
+from ....base.typed import LARGEST, in_range
+from ....types import Decision, Fate, Group, Rollout, Token
+from ...base import Chart, RunFacts
+from ..base import Gate, GateContext
+from ..calibration import Balance, BinnedPosterior, survival_factor, survival_probabilities
+from ..window import POSITIVE, Window
+from ..within_table import PromptOutcomes
+from .charts import quality_charts
+from .head import LEARNING_RATE, WIDTH, Example, QualityHead, mean_logp
+from .rule import ArrolRule, Quality, Scale
+from .stats import Realised
+
+REMEMBERED = 2048
+"""Rollouts whose scores and lengths are remembered, pruned ones included."""
+FIRST_AT = 16
+"""Detection token of the first step, when no length is known yet; nothing is pruned by then."""
+
+
+@dataclass(frozen=True)
+class Arrol:
+    """Prune single rollouts at a token, by their predicted chance of success, towards a balanced group (ARRoL)."""
+
+    quality: Quality = "head"
+    """Predictor: a trained head, DeepConf's trace confidence, or the mean log-probability so far."""
+    head_inputs: Literal["hidden+logp", "hidden"] = "hidden+logp"
+    """Inputs of the head; `hidden`: the last hidden state alone, as in the paper."""
+    head_width: int = WIDTH
+    head_lr: float = LEARNING_RATE
+    scale: Scale = "rank"
+    """Way of scores into [0, 1]: by rank among recent ones; the paper's: `sigmoid` of the head's logit."""
+    bins: int = 20
+    """Number of bins of scores, each with a chance of success."""
+    at: int | None = None
+    """Tokens of a turn after which the decision falls; None: `share` of a quantile of recent lengths."""
+    quantile: float = 0.5
+    share: float = 0.5
+    keep_rate: float = 0.5
+    target: float = 0.5
+    """Share of right answers that survivors should have."""
+    strength: float = 1.0
+    p_min: float = 0.05
+    balance: Balance | Literal["distinct", "within"] = "target"
+    """`distinct`: not by success, but less often the more siblings are expected to have said the same so far.
+    `within`: by what a survivor is worth to its own group, given the outcomes of its prompt at earlier visits."""
+    cold_start: int = 20
+    """Optimizer steps in which the predictor learns and nothing is pruned."""
+    min_survivors: int | None = None
+    """Least number of a group; None: as many as the advantage needs (2 where nobody says)."""
+    unbiased: bool = False
+    """Weight what survivors add to the loss by 1 / (their chance of survival), as Horvitz and Thompson do."""
+
+    def __post_init__(self) -> None:
+        if self.at is not None and self.at < 1:
+            raise ValueError(f"at counts tokens from 1, not {self.at}")
+        self._check_predictor()
+        if not (0 < self.quantile <= 1 and 0 < self.share <= 1):
+            raise ValueError(f"quantile and share must lie in (0, 1], not {self.quantile}, {self.share}")
+        if self.cold_start < 1:
+            raise ValueError(
+                f"cold_start must be at least 1 step, not {self.cold_start}: an untrained predictor is none"
+            )
+        if self.min_survivors is not None and self.min_survivors < 0:
+            raise ValueError(f"min_survivors must not be negative, not {self.min_survivors}")
+        balance: Balance = self.balance if self.balance in ("target", "literal") else "target"
+        survival_probabilities([], [], self.keep_rate, self.target, self.strength, self.p_min, balance)
+        if self.p_min > self.keep_rate:
+            raise ValueError(f"p_min={self.p_min} must not be above keep_rate={self.keep_rate}: it would replace it")
+        if self.balance == "within" and self.p_min == 0:
+            raise ValueError("balance: within needs p_min above 0: it asks what a survivor is worth at every keep rate")
+        if self.unbiased and self.p_min == 0:
+            raise ValueError("unbiased needs p_min above 0: what never survives cannot be weighted")
+        for name in ("quantile", "share") if self.at is not None else ():
+            if getattr(self, name) != getattr(Arrol, name):
+                raise ValueError(f"{name} has no effect beside at: {self.at}; remove one of them")
+        without = {"target": (), "literal": ("target",)}.get(self.balance, ("target", "strength"))
+        for name in without:
+            if getattr(self, name) != getattr(Arrol, name):
+                raise ValueError(f"{name} has no effect with balance: {self.balance}; remove it")
+
+    def _check_predictor(self) -> None:
+        if self.head_width < 1 or not 0 < self.head_lr < 1:
+            raise ValueError(
+                f"head_width must be at least 1 and head_lr lie in (0, 1), not {self.head_width}, {self.head_lr}"
+            )
+        if not 2 <= self.bins <= 1000:
+            raise ValueError(f"bins must lie in 2 to 1000, not {self.bins}: one bin tells no two scores apart")
+        for name in ("head_inputs", "head_width", "head_lr", "scale") if self.quality != "head" else ():
+            if getattr(self, name) != getattr(Arrol, name):
+                raise ValueError(f"{name} has no effect with quality: {self.quality}; remove it")
+
+    def problems(self, run: RunFacts) -> Iterator[str]:
+        """Yield what leaves nothing to prune, and what unbiased weights cannot account for."""
+        c, needed = run.config, run.least_rewards
+        least = needed if self.min_survivors is None else self.min_survivors
+        if sum(isinstance(gate, Arrol) for gate in run.options["gates"]) > 1:
+            yield "arrol can be there once: two would draw the same numbers; remove one"
+        if self.at is not None and self.at >= c.max_completion_length:
+            yield (
+                f"arrol: at: {self.at} comes after max_completion_length={c.max_completion_length}, so nothing would "
+                "be pruned; lower it, or leave it out"
+            )
+        if least >= run.smallest_group:
+            yield (
+                f"arrol: min_survivors: {least} of groups that may have only {run.smallest_group} rollouts leaves "
+                "nothing to prune; lower it, or raise num_generations"
+            )
+        if self.unbiased:
+            yield from self._problems_of_weights(run, least)
+
+    def _problems_of_weights(self, run: RunFacts, least: int) -> Iterator[str]:
+        if len(run.options["gates"]) > 1:
+            yield "arrol: unbiased weights know of no other gate; remove the others, or unbiased"
+        if not all(filter_.admits_all for filter_ in run.options["filter"]):
+            yield (
+                "arrol: unbiased cannot weigh a batch from which a filter took groups by what their survivors got; "
+                "set filter: keep_all, or remove unbiased"
+            )
+        if run.config.mask_truncated_completions:
+            yield (
+                "arrol: unbiased cannot know which pruned completions would have been truncated; set "
+                "mask_truncated_completions: false, or remove unbiased"
+            )
+        if least < run.least_rewards:
+            yield (
+                f"arrol: unbiased with min_survivors: {least} would lose groups that are left with fewer than "
+                f"{run.least_rewards}; set it to that, or leave it out"
+            )
+
+    def charts(self, name: str) -> list[Chart]:
+        return quality_charts(f"gate/{name}")
+
+    def build(self, context: GateContext) -> ArrolGate:
+        """Raises ConfigError when nothing tells right answers from others, which is what the gate learns."""
+        if (success := context.judge.success).undecided and self.balance != "distinct":
+            raise ConfigError(f"gates: arrol learns which answers are right, but success is {success}")
+        return ArrolGate(self, context)
+
+
+class ArrolGate(Gate):
+    """Head, calibration and survival are fixed within an optimizer step, and learn between two: so neither the order in
+    which rollouts come, nor what runs beside them, changes a decision.
+
+    Rollouts that end before the detection token survive without having been asked about.
+    """
+
+    def __init__(self, options: Arrol, context: GateContext) -> None:
+        self.options = options
+        with_logp = options.head_inputs == "hidden+logp"
+        self.head = QualityHead(context.seed, options.head_width, options.head_lr, with_logp=with_logp)
+        self.least = context.judge.least if options.min_survivors is None else options.min_survivors
+        """Survivors of a group, at least."""
+        self.name = context.name
+        self._context = context
+        self._steps = 0
+        self._at = options.at or FIRST_AT
+        self._posterior = BinnedPosterior(options.bins, REMEMBERED)
+        self._bins = Window(REMEMBERED, "i")
+        self._raw = Window(REMEMBERED, "f")
+        """Scores as they are, of predictors that know no scale."""
+        self._scale_M = np.empty(0)
+        """Scores of recent rollouts by the predictor of now, ascending."""
+        self._lengths = Window(REMEMBERED, "if")
+        """Length of a rollout's last turn and how many rollouts it stands for."""
+        self._q_B = self._posterior.table()
+        self._survival_B = np.full(self._posterior.bins, options.keep_rate)
+        self._novelty = Window(REMEMBERED, "f")
+        self._factor = 1.0
+        self._prompts = PromptOutcomes(options.keep_rate, options.p_min, REMEMBERED)
+        """Under `within`."""
+        self._realised = Realised()
+
+    @property
+    def cold(self) -> bool:
+        """Whether the predictor still only learns."""
+        return self._steps < self.options.cold_start
+
+    def rule(self) -> ArrolRule:
+        o, distinct = self.options, self.options.balance == "distinct"
+        return ArrolRule(
+            quality=o.quality,
+            n=self._at,
+            cold=self.cold,
+            seed=self._context.seed,
+            least=self.least,
+            scale_M=self._scale_M,
+            q_B=self._q_B,
+            survival_B=np.empty(0) if distinct else self._survival_B,
+            factor=self._factor,
+            p_min=o.p_min,
+            head=self.head.weights if o.quality == "head" else None,
+            scale=o.scale,
+            within=self._prompts.table,
+        )
+
+    def observe(self, group: Group) -> None:
+        """Learn from whoever came to an end; outcomes count 1 / survival, for those of the pruned are not seen."""
+        decisions = [r.decision_of(self.name) for r in group.siblings]
+        self._remember([d.verdict.evidence for d in decisions if d is not None], group)
+        scored: list[tuple[float, bool, float]] = []
+        for rollout, decision in zip(group.siblings, decisions, strict=True):
+            asked = decision.verdict.evidence if decision is not None and "score" in decision.verdict.evidence else None
+            if asked is not None:
+                self._realised.ended(pruned=rollout.fate == Fate.PRUNED)
+            label, weight = self._right(rollout), 1 / rollout.survival_p
+            if label is None or not rollout.turns:
+                continue
+            self._learn(rollout.last_hidden, mean_logp(rollout), label, weight)
+            self._lengths.append(rollout.turns[-1].stop - rollout.turns[-1].start, weight)
+            self._realised.ended_early += decision is None
+            if asked is not None and decision is not None:
+                self._posterior.observe(asked["score"], label, weight)
+                self._learn(asked.get("hidden"), asked.get("logp", 0.0), label, weight)
+                saved = weight * (1 - asked["chance"]) * _sampled_after(rollout, decision)
+                self._realised.seen(asked["q"], label, weight, saved)
+                scored.append((asked["score"], label, weight))
+        if scored:
+            self._realised.siblings(scored)
+        survivors = sum(r.fate != Fate.PRUNED for r in group.siblings)
+        labels = [(self._right(r), 1 / r.survival_p) for r in group.siblings]
+        judged = [(label, weight) for label, weight in labels if label is not None]
+        if judged and self.options.balance == "within":
+            self._prompts.visited(group.prompt.ordinal, judged)
+        self._realised.group([label for label, _ in judged], survivors, len(group.siblings))
+
+    def _remember(self, asked: list[Mapping[str, Any]], group: Group) -> None:
+        """Remember a group's rollouts as they were at their detection token, whatever became of them."""
+        scored = [evidence for evidence in asked if "score" in evidence]
+        self._realised.not_finite += len(asked) - len(scored)
+        for evidence in scored:
+            self._realised.decided(evidence["chance"], evidence["novelty"])
+            self._bins.append(self._posterior.bin_of(evidence["score"]))
+            self._novelty.append(evidence["novelty"])
+            if self.options.balance == "within":
+                number, known = self._posterior.bin_of(evidence["score"]), evidence.get("known", False)
+                self._prompts.asked(group.prompt.ordinal, number, len(group.siblings), known=known)
+            if self.options.quality != "head":
+                self._raw.append(evidence["raw"])
+        if scored and self.options.quality == "head":
+            hidden_NH = np.array([evidence["hidden"] for evidence in scored])
+            self.head.remember(hidden_NH, np.array([evidence["logp"] for evidence in scored]))
+
+    def _right(self, rollout: Rollout) -> bool | None:
+        return self._context.judge.success.right(rollout)
+
+    def _learn(self, hidden: np.ndarray | None, logp: float, label: bool, weight: float) -> None:
+        """Learn from the middle of a rollout, or its end, where the head is asked when answers are voted on."""
+        if hidden is not None and self.options.quality == "head":
+            self.head.observe(Example(hidden, logp, label, weight))
+
+    def end_step(self) -> None:
+        """An optimizer step is over: learn, and fix what the next step goes by."""
+        o = self.options
+        self._steps += 1
+        if o.quality == "head":
+            self.head.fit()
+        self._set_scale()
+        self._q_B = self._posterior.table()
+        buffer_M = self._q_B[self._bins.columns()[0]] if len(self._bins) else np.empty(0)
+        if o.balance == "distinct":
+            if len(self._novelty):
+                self._factor = survival_factor(self._novelty.columns()[0], o.keep_rate, o.p_min)
+        elif o.balance == "within":
+            self._prompts.end_step(self._posterior)
+        else:
+            self._survival_B = survival_probabilities(
+                self._q_B, buffer_M, o.keep_rate, o.target, o.strength, o.p_min, o.balance
+            )
+        if o.at is None and len(self._lengths):
+            length_N, weight_N = self._lengths.columns()
+            order_N = np.argsort(length_N, kind="stable")
+            reached = int(np.searchsorted(weight_N[order_N].cumsum(), o.quantile * weight_N.sum()))
+            self._at = max(1, round(o.share * length_N[order_N[min(reached, len(length_N) - 1)]]))
+        self._realised = Realised()
+
+    def _set_scale(self) -> None:
+        if self.options.scale == "sigmoid":
+            return
+        if self.options.quality == "head":
+            self._scale_M = np.sort(self.head.recent_scores().astype(np.float64))
+        elif len(self._raw):
+            self._scale_M = np.sort(self._raw.columns()[0])
+
+    def metrics(self) -> dict[str, float]:
+        """Figures of this step."""
+        found = self._realised.metrics() | {
+            "detection_length": float(self._at),
+            "cold": float(self.cold),
+            "one_class": float(min(self._posterior.labels) == 0),
+            "target": self.options.target,
+        }
+        found |= {"head_resets": float(self.head.resets)} if self.options.quality == "head" else {}
+        return {f"gate/{self.name}/{name}": value for name, value in found.items()}
+
+    def save(self, directory: Path) -> None:
+        """Write the head beside a checkpoint's or the finished model's weights."""
+        self.head.weights.save(directory)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything learned; groups in flight carry their own decisions."""
+        return {
+            "steps": self._steps,
+            "at": self._at,
+            "head": self.head.state_dict(),
+            "posterior": self._posterior.state_dict(),
+            "bins": self._bins.state_dict(),
+            "raw": self._raw.state_dict(),
+            "lengths": self._lengths.state_dict(),
+            "survival": self._survival_B.tolist(),
+            "novelty": self._novelty.state_dict(),
+            "factor": self._factor,
+            "prompts": self._prompts.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._steps, self._at = int(state["steps"]), int(in_range(state["at"], 1, LARGEST - 1, "at"))
+        self.head.load_state_dict(state["head"])
+        self._posterior.load_state_dict(state["posterior"])
+        self._q_B = self._posterior.table()
+        self._bins.load_state_dict(state["bins"], (0, self._posterior.bins - 1))
+        self._raw.load_state_dict(state["raw"])
+        self._lengths.load_state_dict(state["lengths"], (0, LARGEST), POSITIVE)
+        self._novelty.load_state_dict(state["novelty"], (1e-9, 1))
+        self._factor = in_range(float(state["factor"]), 0, LARGEST, "factor")
+        self._prompts.load_state_dict(state["prompts"], self._posterior.bins)
+        self._set_scale()
+        self._survival_B = np.array([in_range(p, 0, 1, "survival") for p in state["survival"]], np.float64)
+
+
+def _sampled_after(rollout: Rollout, decision: Decision) -> int:
+    """Tokens that it sampled after the decision."""
+    assert isinstance(decision.at, Token)
+    start = rollout.turns[decision.turn].start
+    return int(np.count_nonzero(rollout.action_mask[start + decision.at.n :]))

@@ -1,0 +1,289 @@
+"""A small network that predicts in the middle of an answer, from what the policy thinks, its success (ARRoL).
+
+Input: the last hidden state at the detection token, and the mean log-probability of the tokens so far. Nothing flows
+back into the policy. The paper's head sees the hidden state alone; on small models the log-probability tells more than
+that, and together they tell most. `with_logp=False` is the paper's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import nn
+
+from ....base.array_json import pack, unpack
+from ....base.noise import noise_key
+from ....base.typed import in_range
+from ....types import Rollout
+from ..base import Array
+from ..window import Window
+
+HEAD_STREAM = 6
+"""Keeps its draws apart from other noise."""
+FILE = "gate/quality_head.safetensors"
+"""Not beside the weights of a model: engines load every such file that they find there."""
+WIDTH, LEARNING_RATE = 128, 1e-3
+UPDATES, BATCH = 4, 256
+"""Gradient steps after an optimizer step of the policy, and examples for each."""
+REMEMBERED, RECENT = 2048, 512
+MAX_CHANGE = 1e17
+"""Bound of a hidden state's numbers: the sum of a million squares is still a float32."""
+
+
+class Example(NamedTuple):
+    """Rollout as it was at the detection token, with its outcome."""
+
+    hidden: np.ndarray
+    """float32 [H]."""
+    logp: float
+    """Mean log-probability of its tokens until then, nats."""
+    label: bool
+    weight: float
+    """1 / (the chance with which its outcome came to be seen)."""
+
+
+@dataclass(frozen=True)
+class HeadWeights:
+    """A head to score with; without layers it has learned nothing, and says 0 to all."""
+
+    layers: list[Array] = field(default_factory=list)
+    """float32: weights [W, H + 1] and [1, W] of the two layers, each followed by its biases [W] and [1]."""
+    moments: tuple[float, float] = (0.0, 1.0)
+    """Mean and standard deviation of the log-probabilities, fixed at the last fit."""
+
+    def score(self, hidden: np.ndarray, logp: float) -> float:
+        """Logit of success, for float32 [H] and the mean log-probability; NaN if they are not finite.
+
+        0 before anything was learned.
+        """
+        return float(self.scores(hidden[None], np.array([logp]))[0])
+
+    def scores(self, hidden_NH: np.ndarray, logp_N: np.ndarray) -> np.ndarray:
+        """`score` of many, float [N]; to the last bit what it is of each alone."""
+        score_N = np.where(_normalisable(hidden_NH), 0.0, np.nan)
+        if self.layers:
+            finite_N = score_N == 0
+            # a product of matrices rounds differently with the number of rows, one of a vector with a matrix does not
+            score_N[finite_N] = self.logits(hidden_NH[finite_N, None], logp_N[finite_N, None])[:, 0]
+        return score_N
+
+    def logits(self, hidden_NH: np.ndarray, logp_N: np.ndarray) -> np.ndarray:
+        """[..., N] for [..., N, H] and [..., N]."""
+        first, bias, second, last = self.layers
+        hidden_NH, z_N = inputs_of(hidden_NH, logp_N, self.moments)
+        inner = hidden_NH @ first[:, :-1].T
+        inner += z_N[..., None] * first[:, -1]
+        inner += bias
+        return np.asarray(np.maximum(inner, 0, out=inner) @ second[0] + last[0])
+
+    def save(self, directory: Path) -> None:
+        """Write `FILE`; nothing before anything was learned."""
+        if self.layers:
+            tensors = {name: torch.from_numpy(layer) for name, layer in zip(_NAMES, self.layers, strict=True)}
+            (directory / FILE).parent.mkdir(exist_ok=True)
+            save_file(tensors | {"moments": torch.tensor(self.moments, dtype=torch.float64)}, directory / FILE)
+
+    @classmethod
+    def load(cls, path: Path) -> HeadWeights:
+        """A head from a file, or from a directory that holds one. Raises ValueError when it is none."""
+        file = path / FILE if path.is_dir() else path
+        try:
+            with safe_open(str(file), "numpy") as tensors:
+                layers = [tensors.get_tensor(name) for name in _NAMES]
+                mean, deviation = map(float, tensors.get_tensor("moments").tolist())
+            _require_layers(layers)
+            if not (all(np.isfinite(layer).all() for layer in layers) and np.isfinite(mean) and 0 < deviation < np.inf):
+                raise ValueError("its numbers are not finite")
+        except (OSError, SafetensorError, TypeError, ValueError) as error:
+            raise ValueError(f"{file}: is no quality head ({error}); a run with gate arrol saves one") from None
+        return cls(layers, (mean, deviation))
+
+    @property
+    def hidden_size(self) -> int | None:
+        """Size of the states it was trained on; None before anything was learned."""
+        return self.layers[0].shape[1] - 1 if self.layers else None
+
+
+def mean_logp(rollout: Rollout) -> float:
+    """Mean log-probability of a whole rollout, nats: under the model itself where that was reported.
+
+    A head that was trained at one temperature then knows what it sees at another.
+    """
+    logp_N = rollout.sampler_logp[rollout.action_mask] if rollout.raw_logp is None else rollout.raw_logp
+    return float(np.add.reduce(logp_N) / len(logp_N))
+
+
+def inputs_of(hidden_NH: np.ndarray, logp_N: np.ndarray, moments: tuple[float, float]) -> tuple[np.ndarray, np.ndarray]:
+    """float32: normalised hidden states, and the log-probability, which counts as a few of them."""
+    size = hidden_NH.shape[-1]
+    centred_NH = hidden_NH - np.add.reduce(hidden_NH, -1, keepdims=True) / size
+    # row by row; einsum cuts rows of more than 8,192 wherever its buffer ends, and then rounds by their place
+    variance_N = (centred_NH[..., None, :] @ centred_NH[..., None])[..., 0, 0] / size
+    centred_NH /= np.sqrt(variance_N + 1e-5)[..., None]
+    mean, deviation = moments
+    return centred_NH, np.asarray(2 * (logp_N - mean) / deviation, np.float32)
+
+
+class QualityHead:
+    """Two layers, trained with cross-entropy on the last `REMEMBERED` labelled rollouts; made for the first."""
+
+    def __init__(
+        self, seed: int = 0, width: int = WIDTH, learning_rate: float = LEARNING_RATE, *, with_logp: bool = True
+    ) -> None:
+        """`with_logp`: whether it sees the log-probability; without, the weights of that input are 0 and stay so."""
+        self._seed, self._width, self._learning_rate, self._with_logp = seed, width, learning_rate, with_logp
+        self._fits = 0
+        self.resets = 0
+        """How often it was thrown away because its weights were not finite."""
+        self._examples = Window(REMEMBERED, "Ffbf")
+        self._observed: list[Example] = []
+        """Not yet among them."""
+        self._recent = Window(RECENT, "Ff")
+        """Hidden state and log-probability."""
+        self._net: nn.Sequential | None = None
+        self._optimizer: torch.optim.AdamW | None = None
+        self.weights = HeadWeights()
+        """Weights of the last fit."""
+
+    def remember(self, hidden_NH: np.ndarray, logp_N: np.ndarray) -> None:
+        """Rollouts at their detection token, whatever becomes of them."""
+        self._recent.extend(hidden_NH, logp_N)
+
+    def recent_scores(self) -> np.ndarray:
+        """Scores of the last `RECENT` rollouts by the head of today, float [N]."""
+        there = self.weights.layers and len(self._recent)
+        return self.weights.logits(*self._recent.columns()) if there else np.empty(0)
+
+    def observe(self, example: Example) -> None:
+        """Remember a labelled rollout; an example that is not finite teaches nothing."""
+        self._observed.append(example)
+
+    def _take_observed(self) -> None:
+        """All at once, which is much cheaper than one by one."""
+        if self._observed:
+            hidden_NH, logp_N, label_N, weight_N = map(np.array, zip(*self._observed, strict=True))
+            finite_N = _normalisable(hidden_NH) & np.isfinite(logp_N + weight_N)
+            self._examples.extend(*(column[finite_N] for column in (hidden_NH, logp_N, label_N, weight_N)))
+            self._observed = []
+
+    def fit(self) -> None:
+        """A few steps of AdamW; what is drawn depends on the seed and the number of earlier fits alone."""
+        self._fits += 1
+        self._take_observed()
+        if not len(self._examples):
+            return
+        hidden_NH, logp_N, label_N, weight_N = self._examples.columns()
+        if self._net is None:
+            self._build(hidden_NH.shape[1])
+        assert self._net is not None
+        assert self._optimizer is not None
+        moments = float(logp_N.mean()), float(max(logp_N.std(), 1e-3))
+        draws = torch.Generator().manual_seed(noise_key(self._seed, HEAD_STREAM, self._fits) >> 1)
+        for _ in range(UPDATES):
+            picked = torch.randint(len(label_N), (BATCH,), generator=draws).numpy()
+            inputs = np.column_stack(inputs_of(hidden_NH[picked], logp_N[picked], moments))
+            inputs[:, -1] *= self._with_logp
+            labels, weights = (torch.from_numpy(c[picked].astype(np.float32)) for c in (label_N, weight_N))
+            self._set_gradients(torch.from_numpy(inputs), labels, weights)
+            self._optimizer.step()
+        self._publish(moments)
+
+    @torch.no_grad()
+    def _set_gradients(self, inputs_NI: torch.Tensor, label_N: torch.Tensor, weight_N: torch.Tensor) -> None:
+        """Gradients of the weighted mean cross-entropy; by hand, because autograd takes longer than the products."""
+        assert self._net is not None
+        first, bias, second, last = self._net.parameters()
+        inner_NW = torch.addmm(bias, inputs_NI, first.t()).relu_()
+        logit_N = torch.addmm(last, inner_NW, second.t())[:, 0]
+        error_N = logit_N.sigmoid_().sub_(label_N).mul_(weight_N * (1 / weight_N.sum()))
+        error_NW = torch.outer(error_N, second[0]).mul_(inner_NW > 0)
+        first.grad, bias.grad = error_NW.t() @ inputs_NI, error_NW.sum(0)
+        second.grad, last.grad = error_N[None] @ inner_NW, error_N.sum(0, keepdim=True)
+
+    def _build(self, size: int) -> None:
+        generator = torch.Generator().manual_seed(noise_key(self._seed, HEAD_STREAM, 0, self.resets) >> 1)
+        first, second = nn.Linear(size + 1, self._width), nn.Linear(self._width, 1)
+        for layer in (first, second):
+            nn.init.normal_(layer.weight, std=layer.in_features**-0.5, generator=generator)
+            nn.init.zeros_(layer.bias)
+        with torch.no_grad():
+            first.weight[:, -1] *= self._with_logp
+        self._net = nn.Sequential(first, nn.ReLU(), second)
+        self._optimizer = torch.optim.AdamW(self._net.parameters(), lr=self._learning_rate, fused=True)
+
+    def _publish(self, moments: tuple[float, float]) -> None:
+        """Copy the weights to where scoring costs microseconds, in NumPy; those that are not finite are dropped."""
+        assert self._net is not None
+        self.weights = HeadWeights([p.detach().numpy().copy() for p in self._net.parameters()], moments)
+        if not all(np.isfinite(layer).all() for layer in self.weights.layers):
+            self.weights, self._net, self._optimizer = HeadWeights(moments=moments), None, None
+            self.resets += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        self._take_observed()
+        net = None
+        if self._net is not None and self._optimizer is not None:
+            adam = [self._optimizer.state[p] for p in self._net.parameters()]
+            tensors = [*self._net.parameters(), *(s[key] for s in adam for key in ("step", "exp_avg", "exp_avg_sq"))]
+            net = [pack(t.detach().numpy()) for t in tensors]
+        return {
+            "fits": self._fits,
+            "resets": self.resets,
+            "net": net,
+            "moments": list(self.weights.moments),
+            "recent": self._recent.state_dict(),
+            "examples": self._examples.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Raises ValueError, among others, on what `state_dict` cannot have given: AdamW does not look at shapes."""
+        self._fits, self.resets = int(state["fits"]), int(state["resets"])
+        moments = float(state["moments"][0]), in_range(float(state["moments"][1]), 1e-9, MAX_CHANGE, "moments")
+        self._recent.load_state_dict(state["recent"])
+        self._examples.load_state_dict(state["examples"])
+        self._observed = []
+        self.weights, self._net, self._optimizer = HeadWeights(moments=moments), None, None
+        if state["net"]:
+            layers = [unpack(packed) for packed in state["net"]]
+            layers, adam = layers[: len(_NAMES)], layers[len(_NAMES) :]
+            width, size = _require_layers(layers)
+            like = [shape for layer in layers for shape in ((), layer.shape, layer.shape)]
+            wrong = [a for a in (*layers, *adam) if a.dtype != np.float32]
+            if width != self._width or wrong or [a.shape for a in adam] != like:
+                raise ValueError(f"a head of {width} units, or an optimizer's state, that this gate does not have")
+            self._build(size - 1)
+            assert self._net is not None
+            assert self._optimizer is not None
+            rest = iter(map(torch.from_numpy, adam))
+            for parameter, layer in zip(self._net.parameters(), layers, strict=True):
+                with torch.no_grad():
+                    parameter.copy_(torch.from_numpy(layer))
+                self._optimizer.state[parameter] = {key: next(rest) for key in ("step", "exp_avg", "exp_avg_sq")}
+            self._publish(moments)
+        known = (self.weights.hidden_size, *(w.columns()[0].shape[1] for w in (self._recent, self._examples) if len(w)))
+        if len({size for size in known if size is not None}) > 1:
+            raise ValueError(f"hidden states of several sizes: {known}")
+
+
+def _require_layers(layers: Sequence[np.ndarray]) -> tuple[int, int]:
+    """Units and inputs, the log-probability among these. Raises ValueError where the layers are not a head's."""
+    width, size = layers[0].shape
+    if [layer.shape for layer in layers] != [(width, size), (width,), (1, width), (1,)] or size < 2:
+        raise ValueError("its layers do not fit together")
+    return width, size
+
+
+def _normalisable(hidden_NH: np.ndarray) -> np.ndarray:
+    """Whether their numbers and the squares are finite, as what follows needs; bool [N]."""
+    lowest_N, highest_N = np.minimum.reduce(hidden_NH, -1), np.maximum.reduce(hidden_NH, -1)
+    return np.asarray((highest_N < MAX_CHANGE) & (lowest_N > -MAX_CHANGE))
+
+
+_NAMES = ("first.weight", "first.bias", "second.weight", "second.bias")

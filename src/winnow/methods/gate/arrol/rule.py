@@ -1,0 +1,180 @@
+"""Rule that decides whether a rollout lives on: scores, posteriors, chances of survival, fixed for a step (ARRoL)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import islice
+from math import comb, exp, tanh
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from ....base.noise import as_tensor, noise_key, uniform
+from ....types import GroupView, Token, Verdict
+from ..base import Array
+from ..calibration import bin_of
+from ..deepconf import lowest
+from ..within_table import WithinTable
+from .head import HeadWeights
+
+QUALITY_STREAM = 7
+"""Keeps these draws apart from other noise."""
+
+Quality = Literal["head", "confidence", "logprob"]
+Scale = Literal["rank", "sigmoid"]
+NEEDS: dict[Quality, frozenset[str]] = {
+    "head": frozenset({"hidden", "logp", "raw_logp", "last_hidden"}),
+    "confidence": frozenset({"logp", "confidence"}),
+    "logprob": frozenset({"logp", "raw_logp"}),
+}
+
+
+@dataclass(frozen=True)
+class ArrolRule:
+    """Scores become ranks among `scale_M`, ranks bins, bins posteriors `q_B` and chances of survival.
+
+    With `scale: sigmoid`, of a head, its chance of success takes the place of the rank.
+
+    A rollout survives if its draw is below its chance of survival, or among the `least` lowest of its group; the
+    verdict's probability is that of either. Those whose score is not finite survive.
+    """
+
+    quality: Quality
+    n: int
+    """The detection token."""
+    cold: bool
+    """The predictor still only learns: nothing is pruned."""
+    seed: int
+    least: int
+    """Survivors of a group, at least."""
+    scale_M: Array
+    """float64: scores of recent rollouts by the predictor of now, ascending."""
+    q_B: Array
+    """float64 [bins]: chance of success."""
+    survival_B: Array
+    """float64 [bins]: chance of survival; empty under `distinct`. Under `within` those without a table."""
+    factor: float
+    p_min: float
+    head: HeadWeights | None = None
+    scale: Scale = "rank"
+    within: WithinTable | None = None
+    """Survival by prompt and score."""
+
+    @property
+    def at(self) -> Token:
+        return Token(self.n)
+
+    @property
+    def needs(self) -> frozenset[str]:
+        return NEEDS[self.quality]
+
+    def decide(self, views: Sequence[GroupView]) -> list[Verdict]:
+        if not views:
+            return []
+        logp_N = np.array([_mean(v.logp) for v in views])
+        # what the model thinks does not depend on the temperature that it is sampled at; how often siblings agree does
+        input_N = np.array([_mean(v.raw_logp) for v in views]) if "raw_logp" in self.needs else logp_N
+        raw_N = self._raw(views, input_N)
+        finite_N = np.isfinite(raw_N)
+        rank_N = self._rank(raw_N)
+        draws = {} if self.cold else self._draws(views)
+        return [
+            self._verdict(view, said, score, draws) if finite else Verdict(True, "its score is not finite")
+            for view, score, finite, *said in zip(
+                views,
+                rank_N.tolist(),
+                finite_N.tolist(),
+                logp_N.tolist(),
+                input_N.tolist(),
+                raw_N.tolist(),
+                strict=True,
+            )
+        ]
+
+    def _rank(self, raw_N: np.ndarray) -> np.ndarray:
+        """float64 [N] in [0, 1], or NaN."""
+        if self.scale == "sigmoid":
+            return np.array([0.5 + 0.5 * tanh(raw / 2) for raw in raw_N.tolist()])
+        return np.searchsorted(self.scale_M, raw_N) / len(self.scale_M) if len(self.scale_M) else raw_N * 0 + 0.5
+
+    def _raw(self, views: Sequence[GroupView], input_N: np.ndarray) -> np.ndarray:
+        """float64 [N]: what the predictor says, on a scale of its own; NaN where it cannot."""
+        if self.quality == "head":
+            hidden_NH = np.array([v.hidden for v in views])
+            return (self.head or HeadWeights()).scores(hidden_NH, input_N)
+        if self.quality == "confidence":
+            return np.array([lowest(v.confidence) for v in views if v.confidence is not None])
+        return input_N
+
+    def _verdict(
+        self, view: GroupView, said: list[float], score: float, draws: dict[int, tuple[list[float], float]]
+    ) -> Verdict:
+        """`said`: its mean log-probability as sampled, that of the model itself, and what the predictor says."""
+        assert view.sibling is not None
+        assert isinstance(view.at, Token)  # where the group was to be asked when it began; `self.n` may be newer
+        (logp, model_logp, raw), number, n = said, bin_of(score, len(self.q_B)), view.at.n
+        q, novelty = float(self.q_B[number]), novelty_of(logp + view.logp_before / n, n, len(view.running))
+        evidence: dict[str, Any] = {"score": score, "raw": raw, "q": q, "novelty": novelty, "chance": 1.0}
+        if self.quality == "head":
+            evidence |= {"hidden": view.hidden, "logp": model_logp}
+        ordinal = view.visit.prompt.ordinal
+        if self.within is not None:
+            evidence["known"] = self.within.beta_of(ordinal) is not None
+        if self.cold:
+            return Verdict(True, evidence=evidence)
+        survival = self._survival(number, novelty, ordinal)
+        draws_G, enough = draws[view.visit.number]
+        evidence["chance"] = chance = survival + forced_beyond(survival, len(draws_G), self.least)
+        if draws_G[view.sibling] < survival or draws_G[view.sibling] <= enough:
+            return Verdict(True, probability=chance, evidence=evidence)
+        reason = f"pruned at token {n}: predicted success {q:.2f}, survival {survival:.2f}"
+        return Verdict(False, reason, 1 - chance, evidence=evidence)
+
+    def _survival(self, number: int, novelty: float, ordinal: int) -> float:
+        if self.within is not None:
+            return self.within.survival(ordinal, number)
+        if not len(self.survival_B):
+            return min(max(self.factor * novelty, self.p_min), 1.0)
+        return float(self.survival_B[number])
+
+    def _draws(self, views: Sequence[GroupView]) -> dict[int, tuple[list[float], float]]:
+        """Draws by visit: one a sibling, and the highest of those that survive whatever their chance."""
+        groups = {v.visit.number: v for v in views}
+        sizes = [len(v.running) for v in groups.values()]
+        keys = [noise_key(self.seed, QUALITY_STREAM, v.visit.prompt.ordinal, v.visit.epoch) for v in groups.values()]
+        keys_N = as_tensor(keys).repeat_interleave(torch.tensor(sizes, dtype=torch.int64))
+        draws = iter(uniform(keys_N, torch.cat([torch.arange(0), *map(torch.arange, sizes)])).tolist())
+        found = {}
+        for number, size in zip(groups, sizes, strict=True):
+            draws_G = list(islice(draws, size))
+            found[number] = draws_G, sorted(draws_G)[min(self.least, size) - 1] if self.least else -1.0
+        return found
+
+
+def novelty_of(logp: float, n: int, size: int) -> float:
+    """1 / (how many of a group of `size` are expected to have said the same by token n: itself and others)."""
+    return 1 / (1 + (size - 1) * exp(min(logp * n, 0.0)))
+
+
+def _mean(values_N: np.ndarray | None) -> float:
+    """What `values_N.mean()` is, in a fifth of the time."""
+    assert values_N is not None
+    return float(np.add.reduce(values_N) / len(values_N))
+
+
+@lru_cache(maxsize=4096)
+def forced_beyond(p: float, size: int, least: int) -> float:
+    """Chance that a draw is not below p, but among the `least` lowest of `size` draws.
+
+    The k-th lowest of n uniform draws is Beta(k, n + 1 - k), and each draw is the k-th with chance 1 / n.
+    """
+    if least >= size:
+        return 1 - p
+    # P(draw > p and fewer than `least` others below it) = sum over k <= least of P(k-th lowest > p) / n
+    n, total = size, 0.0
+    for k in range(1, least + 1):
+        total += sum(comb(n, j) * p**j * (1 - p) ** (n - j) for j in range(k)) / n
+    return total

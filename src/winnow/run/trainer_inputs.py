@@ -1,0 +1,91 @@
+"""What `Trainer` may be given as Python objects instead of names: model, tokenizer, task, rows of data, rewards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ..config import ConfigError, RunConfig, method, name_of
+from ..env.base import Task
+from ..env.rewards.rewarder import RewardSpec
+from ..tasks import ENVS
+from .build import build_task, sampler_options
+
+
+@dataclass(frozen=True)
+class Given:
+    """Arguments of `Trainer`, as they came."""
+
+    model: Any = None
+    env: Any = None
+    reward_funcs: Sequence[RewardSpec] | RewardSpec | None = None
+    processing_class: Any = None
+    train_dataset: Iterable[Any] | None = None
+    eval_dataset: Iterable[Any] | None = None
+
+    @property
+    def loaded_model(self) -> Any:
+        """The model, if it is one and no name."""
+        return None if isinstance(self.model, str | None) else self.model
+
+    @property
+    def reward_list(self) -> Sequence[RewardSpec] | None:
+        one = callable(self.reward_funcs) or isinstance(self.reward_funcs, str)
+        return [self.reward_funcs] if one else self.reward_funcs  # type: ignore[list-item, return-value]
+
+    def normalized(self) -> Given:
+        """With rows that came as `env` in their place. Raises ConfigError for what is neither rows nor a task, and for
+        rewards that are none."""
+        if not (callable(self.reward_funcs) or isinstance(self.reward_funcs, Iterable | None)):
+            raise ConfigError(
+                f"reward_funcs: expected a function, a reward model or their names, got {self.reward_funcs!r}"
+            )
+        env = self.env
+        if isinstance(env, str | dict | None | Task):
+            return self
+        if callable(env) or (isinstance(env, list | tuple) and env and all(map(callable, env))):
+            raise ConfigError("env: reward functions are no task; give them as Trainer(reward_funcs=...)")
+        if not isinstance(env, Iterable):
+            lacks = [name for name in ("train", "test", "make_env", "fingerprint") if not hasattr(env, name)]
+            raise ConfigError(f"env: a {type(env).__name__} is neither rows of data nor a task (no {', '.join(lacks)})")
+        if self.train_dataset is not None:
+            raise ConfigError("env: rows of data, as is train_dataset; give one of them")
+        return replace(self, env=None, train_dataset=env)
+
+    def task(self, c: RunConfig) -> Task:
+        """The task of the configuration, the object, or that of the rows with the options of `env: dataset`.
+
+        Raises ConfigError.
+        """
+        if self.train_dataset is None:
+            if self.eval_dataset is not None:
+                raise ConfigError("eval_dataset: needs train_dataset; held-out data of a path is `env: {test: ...}`")
+            return build_task(self.env if isinstance(self.env, Task) else c.env)
+        options = {"name": c.env} if isinstance(c.env, str) else c.env
+        taken = [key for key in ("path", "test", "split", "test_split", "subset") if key in options]
+        if (name := name_of(c.env)) != "dataset" or taken:
+            said = f"`{taken[0]}`" if taken else f"name: {name}"
+            raise ConfigError(f"train_dataset: rows are given, so env cannot have {said}; leave it out")
+        config = method(ENVS, options | {"path": "train_dataset"}, "env")
+        return build_task(config.with_rows(self.train_dataset, self.eval_dataset))
+
+    def require_names(self, c: RunConfig) -> None:
+        """Raises ConfigError when something that samplers must build themselves was given as an object."""
+        if "own_engine" not in sampler_options(c).provides:
+            return
+        remedies = {
+            "model": "by its name or path",
+            "env": "by its name or path",
+            "reward_funcs": "a reward as 'file.py:function'",
+            "processing_class": "by its name or path",
+            "train_dataset": "as `env: {name: dataset, path: ...}` (Dataset.save_to_disk or to_json writes it)",
+        }
+        for name, remedy in remedies.items():
+            value = getattr(self, name)
+            parts = value if name == "reward_funcs" and isinstance(value, list | tuple) else [value]
+            if not all(isinstance(part, str | dict | None) for part in parts):
+                raise ConfigError(
+                    f"sync: {name_of(c.sync)} starts samplers that build everything by name, so {name} cannot be an "
+                    f"object; give it {remedy}, or train with sync: in_process"
+                )

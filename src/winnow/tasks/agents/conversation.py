@@ -1,0 +1,128 @@
+"""One rollout as two sides see it: an agent that asks and waits, and the policy that answers turn by turn."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Mapping
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from ...env.tools import Parser
+from ...types import Message
+from .messages import RequestError, added_to, answer_of
+
+
+class OverError(RuntimeError):
+    """The rollout has ended; nobody answers any more."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A request: all of its messages at first, afterwards those behind the last answer."""
+
+    messages: tuple[Message, ...]
+    tools: tuple[Mapping[str, Any], ...]
+
+
+@dataclass(frozen=True)
+class Returned:
+    """The agent has come to its end."""
+
+    value: Any
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the policy said."""
+
+    message: Message
+    cut: bool
+    """Whether it was cut off at the most tokens of a turn."""
+
+
+class Conversation:
+    """Thread-safe. The agent's side: `ask`, `returned`, `failed`; the rollout's: `next`, `answer`, `close`."""
+
+    def __init__(self, parse: Parser) -> None:
+        self._parse = parse
+        self._lock = threading.Lock()
+        self._next: Future[Asked | Returned] = Future()
+        self._reply: Future[Answer] | None = None
+        self._known: list[Message] = []
+        """What the last request had, with the answer to it if there is one."""
+        self._request: tuple[list[Message], tuple[Mapping[str, Any], ...]] | None = None
+        self._with_stop = False
+        """Whether the last request wants the stop string that ends an answer."""
+        self._turns = 0
+        self._over = ""
+
+    def ask(self, messages: list[Message], tools: tuple[Mapping[str, Any], ...], with_stop: bool = False) -> Answer:
+        """Waits for the policy's answer. The same request again, as clients send it when a connection is lost, is given
+        the same answer.
+
+        Raises RequestError, which also ends the rollout, for one that does not go on from the one before, and OverError
+        when the rollout has ended.
+        """
+        with self._lock:
+            if self._over:
+                raise OverError(self._over)
+            if (messages, tools) != self._request:
+                try:
+                    self._take(messages, tools)
+                    self._with_stop = with_stop
+                except RequestError as error:
+                    self._fail(error)
+                    raise
+            reply = self._reply
+        assert reply is not None
+        return reply.result()
+
+    def _take(self, messages: list[Message], tools: tuple[Mapping[str, Any], ...]) -> None:
+        if self._reply is not None and not self._reply.done():
+            raise RequestError("another request of this rollout waits for its answer; ask one at a time")
+        if self._request is not None and tools != self._request[1]:
+            raise RequestError("other tools than in the request before; a rollout has one set of them")
+        added = added_to(self._known, messages)
+        self._reply, self._request, self._known = Future(), (messages, tools), list(messages)
+        with suppress(InvalidStateError):  # nobody waits for it any more
+            self._next.set_result(Asked(added, tools))
+
+    def returned(self, value: Any) -> None:
+        with self._lock, suppress(InvalidStateError):
+            self._next.set_result(Returned(value))
+
+    def failed(self, error: BaseException) -> None:
+        with self._lock:
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        with suppress(InvalidStateError):
+            self._next.set_exception(error)
+
+    async def next(self) -> Asked | Returned:
+        """What the agent does next. Raises what it has raised."""
+        return await asyncio.wrap_future(self._next)
+
+    def answer(self, text: str, *, cut: bool = False) -> Message:
+        """Give the agent what the policy has said, as the message that is returned."""
+        with self._lock:
+            assert self._reply is not None
+            assert self._request is not None
+            parse = self._parse if self._request[1] else None
+            message = answer_of(text, parse, self._turns, self._with_stop)
+            self._turns += 1
+            self._known.append(message)
+            self._next = Future()
+            self._reply.set_result(Answer(message, cut))
+        return message
+
+    def close(self, why: str = "the rollout has ended") -> None:
+        """End it: whoever asks, or waits for an answer, is told so."""
+        with self._lock:
+            self._over = self._over or why
+            self._fail(OverError(self._over))
+            if self._reply is not None and not self._reply.done():
+                self._reply.set_exception(OverError(self._over))

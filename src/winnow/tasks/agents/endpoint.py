@@ -1,0 +1,161 @@
+"""The policy as an OpenAI-compatible server on this machine: `POST /<secret>/v1/chat/completions`.
+
+A conversation has an address of its own, with a secret in its path, so that any client that takes a `base_url` can ask
+it, and nobody else can.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import threading
+import time
+import warnings
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+from .conversation import Answer, Conversation, OverError
+from .messages import RequestError, messages_of, tools_of, wire
+
+MODEL = "policy"
+MAX_BODY_BYTES = 64 << 20
+"""Bytes of a request."""
+STALLED_S = 30
+"""Seconds without a byte after which a connection is closed."""
+WITH_STOP = "include_stop_str_in_output"
+"""vLLM's name for an answer with the stop string that ended it."""
+HEEDED = {"model", "messages", "tools", "stream", "stream_options", "n", WITH_STOP}
+
+
+class Endpoint(ThreadingHTTPServer):
+    """Serves from when it is made, on a free port of 127.0.0.1, until `close`."""
+
+    daemon_threads = True
+    block_on_close = False
+    request_queue_size = 256
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Request)
+        self._open: dict[str, Conversation] = {}
+        self._unheeded: set[str] = set()
+        threading.Thread(target=self.serve_forever, name="winnow-endpoint", daemon=True).start()
+
+    def open(self, conversation: Conversation) -> str:
+        """The `base_url` of a conversation, until `forget`."""
+        secret = secrets.token_urlsafe(16)
+        self._open[secret] = conversation
+        return f"http://127.0.0.1:{self.server_address[1]}/{secret}/v1"
+
+    def forget(self, base_url: str) -> None:
+        self._open.pop(base_url.split("/")[-2], None)
+
+    def conversation(self, secret: str) -> Conversation | None:
+        return self._open.get(secret)
+
+    def unheeded(self, keys: set[str]) -> None:
+        """Say once of each that it has no effect here."""
+        if new := sorted(keys - self._unheeded):
+            self._unheeded |= keys
+            warnings.warn(f"agent: its requests set {', '.join(new)}; the run's settings hold instead", stacklevel=2)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Nothing: a connection that broke is its own affair."""
+
+    def close(self) -> None:
+        self.shutdown()
+        self.server_close()
+
+
+class _Request(BaseHTTPRequestHandler):
+    """One request."""
+
+    server: Endpoint
+    timeout = STALLED_S
+    protocol_version = "HTTP/1.1"
+    server_version, sys_version = "winnow", ""
+
+    def do_GET(self) -> None:
+        model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "winnow"}
+        found = self._conversation("/v1/models")
+        self._json(*((200, {"object": "list", "data": [model]}) if found else _error(404, "no such address")))
+
+    def do_POST(self) -> None:
+        conversation = self._conversation("/v1/chat/completions")
+        if conversation is None:  # before anything of a stranger's is kept
+            self.close_connection = True
+            return self._json(*_error(404, "no such address, or its rollout has ended; there is /v1/chat/completions"))
+        size = self.headers.get("Content-Length", "")
+        if not size.isdecimal() or len(size) > len(str(MAX_BODY_BYTES)) or int(size) > MAX_BODY_BYTES:
+            self.close_connection = True
+            return self._json(*_error(413, f"Content-Length must be at most {MAX_BODY_BYTES}, not {size[:20]!r}"))
+        body = self.rfile.read(int(size))
+        try:
+            given = json.loads(body)
+            if not isinstance(given, dict) or given.get("n") not in (None, 1):
+                raise RequestError("a request is an object, for one answer (n=1)")
+            self.server.unheeded({key for key, value in given.items() if value is not None} - HEEDED)
+            messages = messages_of(given.get("messages"))
+            answer = conversation.ask(messages, tools_of(given.get("tools")), bool(given.get(WITH_STOP)))
+        except OverError as error:
+            return self._json(*_error(410, str(error)))
+        except (ValueError, RecursionError) as error:
+            return self._json(*_error(400, str(error)))
+        if given.get("stream"):
+            return self._events(_chunks(answer))
+        self._json(200, _completion(answer))
+
+    def _conversation(self, route: str) -> Conversation | None:
+        secret, slash, rest = self.path.partition("?")[0].lstrip("/").partition("/")
+        return self.server.conversation(secret) if slash + rest == route else None
+
+    def _json(self, status: int, value: Any) -> None:
+        body = json.dumps(value).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def _events(self, chunks: Iterator[dict[str, Any]]) -> None:
+        """All at once: the answer is complete when it comes."""
+        body = b"".join(b"data: " + json.dumps(chunk).encode() + b"\n\n" for chunk in chunks) + b"data: [DONE]\n\n"
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Nothing: the console is the user's."""
+
+
+def _error(status: int, message: str) -> tuple[int, dict[str, Any]]:
+    return status, {"error": {"message": message, "type": "invalid_request_error", "code": status}}
+
+
+def _envelope(kind: str, choice: dict[str, Any]) -> dict[str, Any]:
+    name = f"chatcmpl-{secrets.token_hex(8)}"
+    return {
+        "id": name,
+        "object": kind,
+        "created": int(time.time()),
+        "model": MODEL,
+        "choices": [{"index": 0, **choice}],
+    }
+
+
+def _reason(answer: Answer) -> str:
+    return "length" if answer.cut else "tool_calls" if "tool_calls" in answer.message else "stop"
+
+
+def _completion(answer: Answer) -> dict[str, Any]:
+    return _envelope("chat.completion", {"message": wire(answer.message), "finish_reason": _reason(answer)})
+
+
+def _chunks(answer: Answer) -> Iterator[dict[str, Any]]:
+    delta = wire(answer.message)
+    if "tool_calls" in delta:
+        delta["tool_calls"] = [{"index": i, **call} for i, call in enumerate(delta["tool_calls"])]
+    yield _envelope("chat.completion.chunk", {"delta": delta, "finish_reason": None})
+    yield _envelope("chat.completion.chunk", {"delta": {}, "finish_reason": _reason(answer)})

@@ -1,0 +1,120 @@
+"""Chat messages of a request, as chat templates take them, and answers of the policy, as clients take them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ...env.base import before_stop
+from ...env.tools import Parser, message_of
+from ...types import Message
+
+
+class RequestError(ValueError):
+    """A request that cannot be one of this rollout's turns; the message says why."""
+
+
+def messages_of(given: Any) -> list[Message]:
+    """The `messages` of a request. Raises RequestError naming the first that is none, or holds more than text."""
+    if not isinstance(given, list) or not given:
+        raise RequestError("messages: give a list of at least one message")
+    messages: list[Message] = []
+    names: dict[str, str] = {}
+    for number, each in enumerate(given):
+        try:
+            message = _message(each, names)
+        except (TypeError, KeyError, ValueError, AttributeError) as error:
+            raise RequestError(f"messages[{number}]: {error}") from None
+        names |= {call["id"]: call["function"]["name"] for call in message.get("tool_calls", ()) if call.get("id")}
+        messages.append(message)
+    return messages
+
+
+def _message(given: Any, names: Mapping[str, str]) -> Message:
+    if not isinstance(given, dict) or not isinstance(given.get("role"), str):
+        raise TypeError("a message must be an object with a role")
+    role = "system" if given["role"] == "developer" else given["role"]
+    message: Message = {"role": role, "content": _text(given.get("content"))}
+    if given.get("tool_calls"):
+        message["tool_calls"] = [_call(call) for call in given["tool_calls"]]
+    if role == "tool":
+        message["name"] = given.get("name") or names.get(str(given.get("tool_call_id"))) or ""
+        if not message["name"]:
+            raise ValueError(f"tool_call_id {given.get('tool_call_id')!r} is of no earlier call")
+    return message
+
+
+def _text(content: Any) -> str:
+    if isinstance(content, list):
+        if kinds := {part.get("type") for part in content} - {"text"}:
+            raise ValueError(f"the policy reads text alone, no {', '.join(map(str, kinds))}")
+        return "".join(part["text"] for part in content)
+    if not isinstance(content, str | None):
+        raise TypeError(f"content must be a text, not {type(content).__name__}")
+    return content or ""
+
+
+def _call(given: Any) -> dict[str, Any]:
+    """Arguments as an object, which is what chat templates show."""
+    name, arguments = given["function"]["name"], given["function"].get("arguments") or {}
+    if isinstance(arguments, str):
+        arguments = json.loads(arguments)
+    return {"id": given.get("id"), "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def tools_of(given: Any) -> tuple[Mapping[str, Any], ...]:
+    """The `tools` of a request. Raises RequestError for what is no function's schema."""
+    tools = given or []
+    if not isinstance(tools, list) or not all(
+        isinstance(t, dict) and isinstance(t.get("function"), dict) for t in tools
+    ):
+        raise RequestError("tools: give a list of function schemas")
+    return tuple(tools)
+
+
+def answer_of(text: str, parse: Parser | None, turn: int, with_stop: bool = False) -> Message:
+    """What the policy said as a message; `parse` finds tool calls, where the request offered tools.
+
+    A stop string that ended the turn is left out, as in OpenAI's API, unless the request wants it.
+    """
+    message = message_of(text, parse) if parse else None
+    if message is None:
+        return {"role": "assistant", "content": text if with_stop else before_stop(text)}
+    named = [{"id": f"call_{turn}_{i}", **call} for i, call in enumerate(message["tool_calls"])]
+    return {**message, "tool_calls": named}
+
+
+def wire(message: Message) -> dict[str, Any]:
+    """An answer in the form of OpenAI's API."""
+    if "tool_calls" not in message:
+        return dict(message)
+    calls = [
+        call | {"function": {"name": f["name"], "arguments": json.dumps(f["arguments"], ensure_ascii=False)}}
+        for call in message["tool_calls"]
+        for f in (call["function"],)
+    ]
+    return {**message, "content": message["content"] or None, "tool_calls": calls}
+
+
+def added_to(known: Sequence[Message], messages: Sequence[Message]) -> tuple[Message, ...]:
+    """Messages behind the known ones.
+
+    Raises RequestError when those were changed, or nothing was added: a rollout is one sequence of tokens, so what the
+    policy was shown and what it said stays as it is.
+    """
+    for number, (before, now) in enumerate(zip(known, messages, strict=False)):
+        if _essence(before) != _essence(now):
+            raise RequestError(
+                f"messages[{number}] ({before['role']}) is not what it was in the request before: a rollout is one "
+                "conversation, to which turns are only added; ask for another one in a rollout of its own"
+            )
+    if len(messages) <= len(known):
+        raise RequestError(f"the request has {len(messages)} messages, none behind the {len(known)} known ones")
+    return tuple(messages[len(known) :])
+
+
+def _essence(message: Message) -> tuple[Any, ...]:
+    """What must stay the same: clients drop white space at the ends, and write ids and empty contents their own way."""
+    calls = [json.dumps(call["function"], sort_keys=True) for call in message.get("tool_calls", ())]
+    return message["role"], message["content"].strip(), calls

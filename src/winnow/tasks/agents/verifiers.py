@@ -1,0 +1,173 @@
+"""Environments of the package verifiers: a rollout is an episode of theirs, with the policy at its own address."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import threading
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ...base.install import install
+from ...env.base import RewardFn, Task
+from ...env.tools import parse_tool_calls
+from ...env.workers.deadlines import Deadlines
+from ...types import Message, Prompt
+from .task import AgentTask
+
+NO_KEY = "WINNOW_ENDPOINT_KEY"
+"""An environment variable for a key, which the address makes needless; verifiers sends `EMPTY` where there is none."""
+
+
+@dataclass(frozen=True)
+class VerifiersConfig:
+    """Tasks, harness and rewards of a `verifiers` environment with one agent (its version 0.4, `verifiers.v1`)."""
+
+    config: dict[str, Any]
+    """The environment as verifiers configures it: `taskset: {id: my-taskset}`, `agent: {harness: {id: ...}}`, ..."""
+    test_size: int | float = 0
+    """Hold out this many tasks (a share if below 1), chosen by a hash of their content."""
+    max_turns: int = 16
+    """Requests of an episode that are answered."""
+    max_turn_length: int | None = None
+    """Tokens of one answer; None: what is left of `max_completion_length`."""
+    timeout_s: float = 300.0
+    """Seconds that an episode may take between an answer and its next request, or its end with its rewards."""
+    seed: int = field(default=0, repr=False)
+    """Seed of the choice of held-out tasks."""
+
+    def __post_init__(self) -> None:
+        if self.test_size < 0 or (self.test_size >= 1 and self.test_size != int(self.test_size)):
+            raise ValueError(f"verifiers: test_size must be a share below 1 or a whole number, got {self.test_size}")
+        if self.max_turns < 1:
+            raise ValueError(f"verifiers: max_turns must be at least 1, not {self.max_turns}")
+
+    def build(self) -> AgentTask:
+        """Raises ValueError for what verifiers refuses, and for environments of several agents or without an end."""
+        try:
+            import verifiers.v1 as vf
+        except ImportError as error:
+            raise ValueError(f"env: verifiers 0.4 is not installed ({error}): {install('verifiers')}") from None
+        try:
+            env = vf.load_environment(vf.resolve_env_config(self.config))
+        except (ModuleNotFoundError, TypeError, ValueError) as error:
+            raise ValueError(f"verifiers: {error}") from None
+        roles = [name for name, role in env.config if isinstance(role, vf.AgentConfig)]
+        if len(roles) != 1:
+            raise ValueError(f"verifiers: agents {', '.join(roles)}: a rollout is the conversation of one; give such")
+        if not env.taskset.bounded:
+            raise ValueError(f"verifiers: taskset {env.config.taskset.id} has no end; give it one, e.g. by its options")
+        tasks = {task.key: task for task in env.taskset}
+        rows: Task = Tasks(self, [prompt_of(key, task.data) for key, task in tasks.items()])
+        episodes = Episodes(env)
+
+        def episode(key: str, base_url: str, model: str) -> float:
+            return episodes.run(tasks[key], base_url, model)
+
+        return AgentTask(
+            rows, episode, parse_tool_calls, self.max_turns, self.max_turn_length, Deadlines(self.timeout_s)
+        )
+
+
+def prompt_of(key: str, data: Any) -> Prompt:
+    """What is known of a task before its harness asks; what it asks is the prompt."""
+    messages: list[Message] = [{"role": "system", "content": data.system_prompt}] if data.system_prompt else []
+    if isinstance(data.prompt, list):
+        messages += [{"role": m.role, "content": str(getattr(m, "content", "") or "")} for m in data.prompt]
+    else:
+        messages.append({"role": "user", "content": data.prompt or ""})
+    return Prompt(data.id or data.name or key[:16], 0, messages=tuple(messages), columns={"key": key})
+
+
+class Tasks:
+    """The tasks as rows, and which of them are held out."""
+
+    name, max_turns = "verifiers", 1
+    stop: tuple[str, ...] = ()
+    reward_funcs: Sequence[RewardFn] = ()
+
+    def __init__(self, config: VerifiersConfig, prompts: Sequence[Prompt]) -> None:
+        self.config = config
+        keys = [str(prompt.columns["key"]) for prompt in prompts]
+        held = int(config.test_size if config.test_size >= 1 else config.test_size * len(keys))
+        if held >= len(keys):
+            raise ValueError(f"verifiers: test_size {config.test_size} leaves none of {len(keys)} tasks to train on")
+        chosen = set(sorted(keys, key=lambda key: hashlib.sha256(f"{config.seed} {key}".encode()).digest())[:held])
+        names = [p.id for p in prompts]
+        named = [p if names.count(p.id) == 1 else _named(p, k[:16]) for p, k in zip(prompts, keys, strict=True)]
+        self.train: Sequence[Prompt] = _numbered([p for p in named if p.columns["key"] not in chosen])
+        self.test: Sequence[Prompt] = _numbered([p for p in named if p.columns["key"] in chosen])
+
+    def make_env(self, prompt: Prompt) -> None:
+        return None
+
+    def fingerprint(self) -> str:
+        rows = [[p.columns["key"] for p in part] for part in (self.train, self.test)]
+        return hashlib.sha256(json.dumps([self.config.config, rows], sort_keys=True, default=str).encode()).hexdigest()
+
+
+def _named(prompt: Prompt, name: str) -> Prompt:
+    return Prompt(name, prompt.ordinal, messages=prompt.messages, columns=prompt.columns)
+
+
+def _numbered(prompts: Sequence[Prompt]) -> list[Prompt]:
+    return [Prompt(p.id, i, messages=p.messages, columns=p.columns) for i, p in enumerate(prompts)]
+
+
+class Episodes:
+    """Episodes of an environment, side by side on an event loop; what it serves (tools, interception) is there once."""
+
+    def __init__(self, env: Any) -> None:
+        self._env = env
+        self._lock = threading.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def run(self, task: Any, base_url: str, model: str) -> float:
+        """The reward. Raises RuntimeError with the cause when the episode failed."""
+        import verifiers.v1 as vf
+
+        client = vf.EvalClientConfig(base_url=base_url, api_key_var=NO_KEY)
+        context = vf.ModelContext(model=model, client=client)
+        episode = asyncio.run_coroutine_threadsafe(self._env.run_episode(task, context), self._started()).result()
+        if not episode.ok:
+            errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
+            found = "; ".join(f"{error.type}: {error.message}" for error in errors) or "no reason given"
+            raise RuntimeError(f"the episode failed: {found}")
+        return float(episode.traces[-1].reward)
+
+    def _started(self) -> asyncio.AbstractEventLoop:
+        with self._lock:
+            if self._loop is None:
+                loop, stop = asyncio.new_event_loop(), asyncio.Event()
+                threading.Thread(target=loop.run_forever, name="winnow-verifiers", daemon=True).start()
+                ready = asyncio.run_coroutine_threadsafe(_serve(self._env, stop), loop)
+                ready.result()
+                self._loop = loop
+                weakref.finalize(self, loop.call_soon_threadsafe, stop.set)
+            return self._loop
+
+
+_serving: set[asyncio.Task[None]] = set()
+
+
+async def _serve(env: Any, stop: asyncio.Event) -> None:
+    """Come back when everything is up; it is taken down, by the task that put it up, once `stop` is set."""
+    up: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    async def hold() -> None:
+        try:
+            async with env.serving():
+                up.set_result(None)
+                await stop.wait()
+        except BaseException as error:
+            if up.done():
+                raise
+            up.set_exception(error)
+
+    task = asyncio.create_task(hold())
+    _serving.add(task)
+    task.add_done_callback(_serving.discard)
+    await up

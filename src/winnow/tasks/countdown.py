@@ -1,0 +1,400 @@
+"""Countdown: reach a target from a few numbers, each used exactly once, with + - * /.
+
+Puzzles are generated, always solvable, and train and test are disjoint by content (sorted numbers and target). Answers
+are checked by parsers of our own that execute nothing: `verify` for expressions, `verify_steps` for worked steps.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from fractions import Fraction
+from functools import lru_cache
+from itertools import accumulate, combinations
+from typing import Any, Literal
+
+import numpy as np
+
+from ..env.base import Env, RewardFn
+from ..types import Prompt
+
+MAX_LENGTH = 1_024
+"""Longest answer that is looked at, in characters."""
+MAX_NUMBERS = 32
+MAX_BITS = 64
+"""Largest absolute value of a given number or target, in bits."""
+
+_TOKEN = re.compile(r"([0-9]{1,20})|([-+*/()])|[ \t\r\n]+")
+_STEP = re.compile(r"\s*([0-9]{1,20})\s*([-+*/])\s*([0-9]{1,20})\s*=\s*([0-9]{1,20})\s*", re.ASCII)
+_ANSWER = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
+_ASCII = str.maketrans({"×": "*", "÷": "/", "−": "-"})
+_PRECEDENCE = {"+": 1, "-": 1, "*": 2, "/": 2}
+
+
+# ---------------------------------------------------------------- checking answers
+
+
+def verify(expression: Any, numbers: Any, target: Any) -> bool:
+    """Whether `expression` uses every one of `numbers` exactly once and equals `target`, in exact arithmetic.
+
+    Allowed are the given integers, binary + - * / (also × ÷ −), parentheses and blanks. Anything else is False: unary
+    signs, powers, leading zeros, other types, more than `MAX_LENGTH` characters. Nothing is executed; never raises.
+    """
+    puzzle = _puzzle(numbers, target)
+    text = _short_text(expression)
+    if puzzle is None or text is None:
+        return False
+    tokens = _tokens(text)
+    if tokens is None or Counter(t for t in tokens if isinstance(t, int)) != Counter(puzzle[0]):
+        return False
+    return _evaluate(tokens) == puzzle[1]
+
+
+def verify_steps(text: Any, numbers: Any, target: Any) -> bool:
+    """Whether `text` reaches `target` in written steps, e.g. `3 + 5 = 8 , 8 * 2 = 16` for 2, 3, 5.
+
+    Each step takes two of the numbers that remain and puts back their correct result, a non-negative integer; the
+    last one leaves only the target. Never raises.
+    """
+    puzzle = _puzzle(numbers, target)
+    text = _short_text(text)
+    if puzzle is None or text is None:
+        return False
+    remaining = Counter(puzzle[0])
+    steps = text.split(",")
+    if len(steps) != len(puzzle[0]) - 1:
+        return False
+    for step in steps:
+        match = _STEP.fullmatch(step)
+        if match is None or any(_leading_zero(match[i]) for i in (1, 3, 4)):
+            return False
+        a, op, b, result = int(match[1]), match[2], int(match[3]), int(match[4])
+        remaining.subtract((a, b))
+        if min(remaining[a], remaining[b]) < 0 or _apply(op, Fraction(a), Fraction(b)) != result:
+            return False
+        remaining[result] += 1
+    return remaining[puzzle[1]] == 1
+
+
+def extract_answer(text: str) -> str | None:
+    """Content of the last complete `<answer>...</answer>`; None if there is none."""
+    answers = _ANSWER.findall(text)
+    return answers[-1].strip() if answers else None
+
+
+def _short_text(text: Any) -> str | None:
+    if not issubclass(type(text), str) or str.__len__(text) > MAX_LENGTH:
+        return None
+    return str.__str__(text).translate(_ASCII)
+
+
+def _puzzle(numbers: Any, target: Any) -> tuple[list[int], int] | None:
+    """Plain integers of a well-formed puzzle, else None."""
+    if type(numbers) not in (list, tuple) or not 1 <= len(numbers) <= MAX_NUMBERS:
+        return None
+    values = [_integer(n) for n in (*numbers, target)]
+    plain = [v for v in values if v is not None]
+    return (plain[:-1], plain[-1]) if len(plain) == len(values) else None
+
+
+def _integer(value: Any) -> int | None:
+    if type(value) is not int and not issubclass(type(value), np.integer):
+        return None
+    return int(value) if int(value).bit_length() <= MAX_BITS else None
+
+
+def _leading_zero(digits: str) -> bool:
+    return len(digits) > 1 and digits[0] == "0"
+
+
+def _tokens(text: str) -> list[int | str] | None:
+    tokens: list[int | str] = []
+    position = 0
+    while position < len(text):
+        match = _TOKEN.match(text, position)
+        if match is None or (match[1] and _leading_zero(match[1])):
+            return None
+        if match[1] and tokens and isinstance(tokens[-1], int):
+            return None
+        if match[1] or match[2]:
+            tokens.append(int(match[1]) if match[1] else match[2])
+        position = match.end()
+    return tokens
+
+
+def _apply(op: str, a: Fraction, b: Fraction) -> Fraction | None:
+    """Result of one operation; None for a division by zero."""
+    if op == "+":
+        return a + b
+    if op == "-":
+        return a - b
+    if op == "*":
+        return a * b
+    return a / b if b else None
+
+
+def _evaluate(tokens: list[int | str]) -> Fraction | None:
+    """Value of an infix expression by operator precedence, without recursion; None if it is not one."""
+    values: list[Fraction] = []
+    operators: list[str] = []
+    operand_expected = True
+
+    def reduce() -> bool:
+        b, a = values.pop(), values.pop()
+        result = _apply(operators.pop(), a, b)
+        values.append(result if result is not None else Fraction(0))
+        return result is not None
+
+    for token in tokens:
+        if isinstance(token, int) or token == "(":
+            if not operand_expected:
+                return None
+            if isinstance(token, int):
+                values.append(Fraction(token))
+                operand_expected = False
+            else:
+                operators.append("(")
+            continue
+        if operand_expected:
+            return None
+        while operators and operators[-1] != "(" and (token == ")" or _PRECEDENCE[operators[-1]] >= _PRECEDENCE[token]):
+            if not reduce():
+                return None
+        if token != ")":
+            operators.append(token)
+            operand_expected = True
+        elif not operators:
+            return None
+        else:
+            operators.pop()
+    if operand_expected or "(" in operators:
+        return None
+    while operators:
+        if not reduce():
+            return None
+    return values[0]
+
+
+# ---------------------------------------------------------------- solving
+
+Numbers = tuple[int, ...]
+"""Sorted."""
+Derivation = tuple[Numbers, int, str, Numbers, int]
+"""Last step of a solution: `a op b` with `a` made from the left numbers and `b` from the right ones."""
+
+
+def _results(a: int, b: int, limit: int) -> list[tuple[str, int]]:
+    """Steps `a op b` whose result is an integer in [0, limit]."""
+    quotient = a // b if b and a % b == 0 else -1
+    steps = (("+", a + b), ("-", a - b), ("*", a * b), ("/", quotient))
+    return [(op, result) for op, result in steps if 0 <= result <= limit]
+
+
+@lru_cache(maxsize=65_536)
+def _splits(numbers: Numbers) -> tuple[tuple[Numbers, Numbers], ...]:
+    """Ordered partitions of a multiset into two parts that are not empty."""
+    found = set()
+    for size in range(1, len(numbers)):
+        for chosen in combinations(range(len(numbers)), size):
+            right = tuple(n for i, n in enumerate(numbers) if i not in chosen)
+            found.add((tuple(numbers[i] for i in chosen), right))
+    return tuple(sorted(found))
+
+
+@lru_cache(maxsize=65_536)
+def count_solutions(numbers: Numbers, limit: int) -> dict[int, int]:
+    """Number of solutions that lead from all of `numbers` to each value: trees of steps with results in [0, limit]."""
+    if len(numbers) == 1:
+        return {numbers[0]: 1}
+    counts: Counter[int] = Counter()
+    for left, right in _splits(numbers):
+        for a, ways_a in count_solutions(left, limit).items():
+            for b, ways_b in count_solutions(right, limit).items():
+                for _, value in _results(a, b, limit):
+                    counts[value] += ways_a * ways_b
+    return dict(counts)
+
+
+@lru_cache(maxsize=65_536)
+def _derivations(numbers: Numbers, value: int, limit: int) -> tuple[list[Derivation], list[int]]:
+    """Last steps that give `value`, and the running sum of their numbers of solutions."""
+    steps: list[Derivation] = []
+    weights: list[int] = []
+    for left, right in _splits(numbers):
+        for a, ways_a in count_solutions(left, limit).items():
+            for b, ways_b in count_solutions(right, limit).items():
+                for op, result in _results(a, b, limit):
+                    if result == value:
+                        steps.append((left, a, op, right, b))
+                        weights.append(ways_a * ways_b)
+    return steps, list(accumulate(weights))
+
+
+def sample_solution(numbers: Numbers, target: int, limit: int, rng: random.Random) -> str:
+    """A solution as steps, drawn uniformly from all of them. Raises IndexError if there is none."""
+    steps: list[str] = []
+
+    def derive(numbers: Numbers, value: int) -> None:
+        if len(numbers) == 1:
+            return
+        choices, cumulative = _derivations(numbers, value, limit)
+        left, a, op, right, b = rng.choices(choices, cum_weights=cumulative)[0]
+        derive(left, a)
+        derive(right, b)
+        steps.append(f"{a} {op} {b} = {value}")
+
+    derive(numbers, target)
+    return " , ".join(steps)
+
+
+# ---------------------------------------------------------------- the task
+
+
+def countdown_reward(
+    completions: Sequence[Any], numbers: Sequence[Sequence[int]], target: Sequence[int], style: Sequence[str]
+) -> list[float | None]:
+    """1.0 for a right answer, else 0.0. Columns: `numbers`, `target`, and `style` (`steps` or `expression`)."""
+    rewards: list[float | None] = []
+    for completion, numbers_, target_, style_ in zip(completions, numbers, target, style, strict=True):
+        text = completion if isinstance(completion, str) else completion[-1]["content"]
+        if style_ == "steps":
+            right = verify_steps(text, list(numbers_), target_)
+        else:
+            right = verify(extract_answer(text), list(numbers_), target_)
+        rewards.append(float(right))
+    return rewards
+
+
+@dataclass(frozen=True)
+class CountdownConfig:
+    """Generated puzzles: reach a target from a few numbers with + - * /, each number used exactly once."""
+
+    count: int = 3
+    """Numbers in a puzzle, 2 to 6."""
+    low: int = 1
+    high: int = 12
+    max_target: int = 99
+    limit: int = 150
+    """Every puzzle has a solution with no intermediate result over this; it bounds the vocabulary."""
+    train_size: int = 4096
+    test_size: int = 256
+    seed: int = 0
+    style: Literal["steps", "expression"] = "steps"
+    """`steps`: a terse text prompt, answered as `3 + 5 = 8 , 8 * 2 = 16`. `expression`: chat messages, answered in
+    `<answer>` tags."""
+
+    def __post_init__(self) -> None:
+        if not 2 <= self.count <= 6:
+            raise ValueError(f"countdown: count must be 2 to 6, got {self.count}")
+        if not 1 <= self.low <= self.high:
+            raise ValueError(f"countdown: need 1 <= low <= high, got low={self.low}, high={self.high}")
+        if not self.max_target >= 1:
+            raise ValueError(f"countdown: max_target must be at least 1, got {self.max_target}")
+        if self.limit < max(self.high, self.max_target):
+            raise ValueError(f"countdown: limit={self.limit} is below high={self.high} or max_target={self.max_target}")
+        if self.train_size < 1 or self.test_size < 0:
+            raise ValueError("countdown: train_size must be at least 1 and test_size at least 0")
+        if self.style not in ("steps", "expression"):
+            raise ValueError(f"countdown: style must be 'steps' or 'expression', got {self.style!r}")
+
+    def build(self) -> Countdown:
+        return Countdown(self)
+
+
+class Countdown:
+    """The task: puzzles and, for `style: steps`, demonstrations. Raises ValueError if too few puzzles exist."""
+
+    name = "countdown"
+    max_turns = 1
+    stop: tuple[str, ...] = ()
+
+    def __init__(self, config: CountdownConfig) -> None:
+        self.config = config
+        self.reward_funcs: list[RewardFn] = [countdown_reward]
+        rng = random.Random(f"countdown/{config.seed}")
+        wanted = config.train_size + config.test_size
+        puzzles: dict[tuple[Numbers, int], None] = {}
+        misses = 0
+        while len(puzzles) < wanted:
+            puzzle = self._draw(rng)
+            misses = misses + 1 if puzzle in puzzles or puzzle is None else 0
+            if misses > 10_000:
+                raise ValueError(
+                    f"countdown: {wanted} different puzzles wanted, but only about {len(puzzles)} exist with "
+                    f"count={config.count}, low={config.low}, high={config.high}, max_target={config.max_target}; "
+                    "lower train_size or test_size, or raise high or count"
+                )
+            if puzzle is not None:
+                puzzles[puzzle] = None
+        drawn = list(puzzles)
+        self._held_out = frozenset(drawn[: config.test_size])
+        self.test = [self._prompt(i, puzzle) for i, puzzle in enumerate(drawn[: config.test_size])]
+        self.train = [self._prompt(i, puzzle) for i, puzzle in enumerate(drawn[config.test_size :])]
+
+    def make_env(self, prompt: Prompt) -> Env | None:
+        return None
+
+    def answers(self, prompt: Prompt, texts: Sequence[str]) -> list[str | None]:
+        """The way to the target, blanks and the order of summands and factors aside."""
+        if self.config.style == "steps":
+            return [",".join(map(_plain_step, text.split(","))) or None for text in texts]
+        return ["".join(answer.split()) if answer else None for answer in map(extract_answer, texts)]
+
+    def fingerprint(self) -> str:
+        ids = [[p.id for p in part] for part in (self.train, self.test)]
+        content = json.dumps({"task": self.name, "prompts": ids, **asdict(self.config)}, sort_keys=True)
+        return hashlib.sha256(content.encode()).hexdigest()
+
+    def demonstrations(self, seed: int) -> Iterator[tuple[str, str]]:
+        """Endless (prompt, solution) pairs of fresh puzzles, never of a test puzzle."""
+        if self.config.style != "steps":
+            raise ValueError("countdown: only style: steps has demonstrations; use a pretrained model for expression")
+        rng = random.Random(f"countdown/demonstrations/{seed}")
+        while True:
+            puzzle = self._draw(rng)
+            if puzzle is not None and puzzle not in self._held_out:
+                yield _steps_prompt(*puzzle), sample_solution(*puzzle, self.config.limit, rng)
+
+    def vocabulary(self) -> Sequence[str]:
+        return ["numbers", "target", ":", ",", "=", "+", "-", "*", "/", *map(str, range(self.config.limit + 1))]
+
+    def _draw(self, rng: random.Random) -> tuple[Numbers, int] | None:
+        """Random numbers and the value of a random solution: targets with many are common. None if there is none."""
+        c = self.config
+        numbers = tuple(sorted(rng.randint(c.low, c.high) for _ in range(c.count)))
+        solutions = {v: n for v, n in sorted(count_solutions(numbers, c.limit).items()) if 1 <= v <= c.max_target}
+        return (numbers, rng.choices(list(solutions), list(solutions.values()))[0]) if solutions else None
+
+    def _prompt(self, ordinal: int, puzzle: tuple[Numbers, int]) -> Prompt:
+        numbers, target = puzzle
+        columns = {"numbers": list(numbers), "target": target, "style": self.config.style}
+        prompt_id = f"countdown-{'-'.join(map(str, numbers))}-to-{target}"
+        if self.config.style == "steps":
+            return Prompt(prompt_id, ordinal, text=_steps_prompt(numbers, target), columns=columns)
+        return Prompt(prompt_id, ordinal, messages=_chat_prompt(numbers, target), columns=columns)
+
+
+def _plain_step(text: str) -> str:
+    match = _STEP.fullmatch(text)
+    if match is None:
+        return "".join(text.split())
+    a, op, b, result = match.groups()
+    return op.join(sorted((a, b)) if op in "+*" else (a, b)) + "=" + result
+
+
+def _steps_prompt(numbers: Numbers, target: int) -> str:
+    return f"numbers {' '.join(map(str, numbers))} target {target} :"
+
+
+def _chat_prompt(numbers: Numbers, target: int) -> tuple[dict[str, Any], ...]:
+    text = (
+        f"Using the numbers {', '.join(map(str, numbers))}, make an expression that equals {target}. Use every number "
+        "exactly once, with + - * / and parentheses only. Think first, then give only the expression inside "
+        "<answer> and </answer> tags, for example <answer>(1 + 2) / 3</answer>."
+    )
+    return ({"role": "user", "content": text},)

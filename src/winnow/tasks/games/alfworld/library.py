@@ -1,0 +1,125 @@
+"""Kept ALFWorld games: made and described once, in worker processes, and found again under the same options.
+
+$WINNOW_CACHE/alfworld/cards/<game>.json                      what playing a game needs, see `games`
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+from collections.abc import Collection, Mapping
+from itertools import cycle, islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ....env.workers.file_cache import kept, load_json, loaded, making
+from ....env.workers.worker import WorkerPool
+from ..library import MAKE_TIMEOUT_S, Card, call_all, different, too_few
+from .rooms import TASK_TYPES, TaskType
+
+if TYPE_CHECKING:
+    from .task import AlfworldConfig
+
+FORMAT = 2
+"""Changes when kept files mean something else."""
+
+
+def games_of(config: AlfworldConfig) -> tuple[list[Card], list[Card]]:
+    """Cards of the train and the test games. Raises ValueError when there are too few."""
+    with making("alfworld", config.workers, MAKE_TIMEOUT_S) as pool:
+        if config.data is not None:
+            root = _root(Path(config.data).expanduser().resolve())
+            test = _read(pool, config, root, config.split, config.test_size)
+            return _read(pool, config, root, "train", config.train_size), test
+        test = _made(pool, config, config.split, config.test_size or 0, ())
+        return _made(pool, config, "train", config.train_size or 0, {_told(card) for card in test}), test
+
+
+def _made(
+    pool: WorkerPool, config: AlfworldConfig, part: str, wanted: int, shown: Collection[tuple[str, str]]
+) -> list[Card]:
+    """`wanted` different games, of all task types in turn, none that begins like one in `shown`."""
+    size = (config.receptacles, config.objects)
+    kinds = [kind for kind in TASK_TYPES if kind in config.task_types]
+    drawn = ((kind, f"{config.seed}/{i}") for i, kind in enumerate(cycle(kinds)))
+
+    def make(batch: list[tuple[TaskType, str]]) -> list[Card]:
+        asked = [{"part": part, "task_type": kind, "seed": seed, "size": size} for kind, seed in batch]
+        return _cards(pool, "generate", asked, [kept("alfworld", "cards", [FORMAT, given]) for given in asked])
+
+    cards = different(wanted, drawn, make, _told, shown)
+    if len(cards) < wanted:
+        raise too_few("alfworld", part, wanted, len(cards), "raise receptacles or objects")
+    return cards
+
+
+def _told(card: Card) -> tuple[str, str]:
+    return card["goal"], card["look"]
+
+
+# ---------------------------------------------------------------- a user's data
+
+
+def _root(data: Path) -> Path:
+    """The folder with the splits. Raises ValueError when there is no folder `train`."""
+    for root in (data, data / "json_2.1.1"):
+        if (root / "train").is_dir():
+            return root
+    raise ValueError(
+        f"alfworld: {data} has no folder 'train'; give the directory that alfworld-download fills, or its json_2.1.1"
+    )
+
+
+def _read(pool: WorkerPool, config: AlfworldConfig, root: Path, part: str, wanted: int | None) -> list[Card]:
+    """Games of a split that ALFWorld itself would play, at random when not all are wanted."""
+    found = sorted((root / part).rglob("game.tw-pddl"))
+    random.Random(f"alfworld/{part}/{config.seed}").shuffle(found)
+    files = list(islice((f for f in found if _task_type(f) in config.task_types and _solvable(f)), wanted))
+    if not files and wanted != 0:
+        raise ValueError(f"alfworld: no game.tw-pddl of these task_types in {root / part}; see alfworld-generate")
+    asked = [{"path": str(file), "task_type": _task_type(file)} for file in files]
+    digests = [hashlib.sha256(file.read_bytes()).hexdigest() for file in files]
+    cards = [kept("alfworld", "cards", [FORMAT, d, a["task_type"]]) for d, a in zip(digests, asked, strict=True)]
+    return list({card["id"]: card for card in _cards(pool, "describe", asked, cards)}.values())
+
+
+def _task_type(file: Path) -> str | None:
+    """The task type of a game; None for games that ALFWorld leaves out."""
+    if "movable" in str(file) or "Sliced" in str(file):
+        return None
+    facts = file.with_name("traj_data.json")
+    if not facts.is_file():
+        raise ValueError(f"alfworld: {file} has no traj_data.json beside it, which tells its task_type; copy it there")
+    return str(load_json(facts).get("task_type"))
+
+
+def _solvable(file: Path) -> bool:
+    try:
+        return load_json(file).get("solvable") is not False
+    except (ValueError, AttributeError) as error:
+        raise ValueError(f"alfworld: {file} is no ALFWorld game: {error}") from None
+
+
+# ---------------------------------------------------------------- files
+
+
+def _cards(pool: WorkerPool, function: str, asked: list[dict[str, Any]], files: list[Path]) -> list[Card]:
+    """Kept cards; missing and damaged ones are made. Seeds that gave no game are left out."""
+    missing = [
+        {**arguments, "card": str(file)}
+        for arguments, file in zip(asked, files, strict=True)
+        if not _intact(loaded(file))
+    ]
+    call_all(pool, f"alfworld.games:{function}", missing)
+    return [card | {"file": str(file)} for file in files if (card := load_json(file))["id"] is not None]
+
+
+def card_id(card: Mapping[str, Any]) -> str:
+    """A hash of all that the card says."""
+    told = {key: value for key, value in card.items() if key != "id"}
+    return f"game-{hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:16]}"
+
+
+def _intact(card: Any) -> bool:
+    return isinstance(card, dict) and card.get("id", "") in (None, card_id(card))

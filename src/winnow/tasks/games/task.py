@@ -1,0 +1,123 @@
+"""Base of text games: their options, and the task that prompts, plays and demonstrates them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar
+
+from ...env.base import OverlappingEnv, RewardFn
+from ...env.workers.remote import EnvPool
+from ...types import Prompt
+from .library import Card, walks_of
+from .react import Style, worded, words
+
+ELSEWHERE = frozenset({"games", "data", "workers", "timeout_s", "demo_noise", "demo_size"})
+"""Options that do not change what a game is and says."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GameOptions:
+    """Options that all text games have."""
+
+    name: ClassVar[str]
+    least: ClassVar[dict[str, int]] = {}
+    """Option -> its least value, for those of one kind of game."""
+    seed: int = 0
+    max_turns: int = 30
+    max_turn_length: int | None = None
+    """The most tokens sampled in a turn; None: only max_completion_length bounds it."""
+    style: Style = "react"
+    """`react`: messages, a thought and an action a turn. `words`: lower-case words, the completion is the command."""
+    demo_noise: float = 0.25
+    """Share of random commands in demonstrations."""
+    demo_size: int | None = None
+    """Training games that are demonstrated, the first ones; None: all. The others are new to a warm-started model."""
+    workers: int = 2
+    timeout_s: float = 30.0
+    """Bounds one step of a game."""
+
+    def __post_init__(self) -> None:
+        least = {"train_size": 1, "test_size": 0, "max_turns": 1, "workers": 1, "demo_size": 1, "max_turn_length": 1}
+        for option, value in (least | self.least).items():
+            given = getattr(self, option)
+            if given is not None and given < value:
+                raise ValueError(f"{self.name}: {option} must be at least {value}, not {given}")
+        if not 0 <= self.demo_noise <= 1:
+            raise ValueError(f"{self.name}: demo_noise must lie between 0 and 1, not {self.demo_noise}")
+
+
+class GameTask(ABC):
+    """A task from the cards of its games (`library`); `known` are the words that style `words` can show, None: all.
+
+    A kind of game says what a prompt tells (`_columns`, `_opening`, `_rules`).
+    """
+
+    name: str
+    stop: tuple[str, ...] = ()
+    format: int
+    """Changes when kept files mean something else."""
+
+    def __init__(self, config: GameOptions, train: Sequence[Card], test: Sequence[Card]) -> None:
+        self.config = config
+        self.max_turns, self.max_turn_length = config.max_turns, config.max_turn_length
+        self.reward_funcs: list[RewardFn] = []
+        self.known: Collection[str] | None = None
+        self.env_options: dict[str, Any] = {"style": config.style}
+        self._pool = EnvPool(config.workers, config.timeout_s)
+        cards = (*train, *test)
+        self._files = {card["id"]: card["file"] for card in cards}
+        self._words = {">"}.union(*(card["words"] for card in cards))
+        self.test = [self._prompt(i, card) for i, card in enumerate(test)]
+        self.train = [self._prompt(i, card) for i, card in enumerate(train)]
+
+    @abstractmethod
+    def _columns(self, card: Card) -> dict[str, Any]:
+        """Columns of a game's prompt, besides its id."""
+
+    @abstractmethod
+    def _opening(self, card: Card) -> str:
+        """The first observation and the goal."""
+
+    @abstractmethod
+    def _rules(self, card: Card) -> str:
+        """The system prompt of style `react`."""
+
+    def make_env(self, prompt: Prompt) -> OverlappingEnv:
+        kwargs = {"card": self._files[prompt.id], **self.env_options}
+        return self._pool.make(f"winnow.tasks.games.{self.name}.play:play", kwargs)
+
+    def fingerprint(self) -> str:
+        options = {k: v for k, v in asdict(self.config).items() if k not in ELSEWHERE}
+        ids = [[p.id for p in part] for part in (self.train, self.test)]
+        content = json.dumps({"format": self.format, "games": ids, **options}, sort_keys=True, default=str)
+        return hashlib.sha256(content.encode()).hexdigest()
+
+    def demonstrations(self, seed: int) -> Iterator[tuple[str, list[str]]]:
+        """Ways to win training games, with a share of random commands. Style `words` only."""
+        if self.config.style != "words":
+            raise ValueError(f"{self.name}: only style: words has demonstrations; use a pretrained model for react")
+        prompts = self.train[: self.config.demo_size]
+        walks = walks_of(self.config, self.format, [self._files[p.id] for p in prompts])
+        shown = list(zip(prompts, walks, strict=True))
+        rng = random.Random(f"{self.name}/demonstrations/{seed}")
+        while True:
+            prompt, choices = rng.choice(shown)
+            walk = rng.choice(choices)
+            yield str(prompt.text), [worded(t, self.known) if i % 2 else words(t) for i, t in enumerate(walk)]
+
+    def vocabulary(self) -> Sequence[str]:
+        """Every word that these games are known to say or understand."""
+        return sorted(self._words)
+
+    def _prompt(self, ordinal: int, card: Card) -> Prompt:
+        columns = {"game": card["id"], **self._columns(card)}
+        opening = self._opening(card)
+        if self.config.style == "words":
+            return Prompt(card["id"], ordinal, text=worded(opening).strip(), columns=columns)
+        messages = ({"role": "system", "content": self._rules(card)}, {"role": "user", "content": opening})
+        return Prompt(card["id"], ordinal, messages=messages, columns=columns)

@@ -1,0 +1,260 @@
+"""Makes TextWorld games and solves them, in worker processes: only here is the package textworld imported.
+
+Files of a game: `game.z8`, `game.json` beside it, and a card with what playing needs. Everything is written under
+another name first, so that what exists is whole.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import random
+import re
+import shutil
+import tempfile
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from ....base.dotted import nearest
+from ....base.install import install
+from ....env.workers.file_cache import load_json, save_json
+from ..react import NOTHING, worded, words
+from .play import LOST, WON, TextWorldEnv, play, readable, understood
+
+DEFAULT_LEVEL = 5
+INFORM = "inform"
+"""Name of a link to the compiler, where its own path will not do."""
+STROLL = 60
+"""Commands tried on a game to see what it can say."""
+ATTEMPTS = 20
+"""Walks with random commands before one without is taken, where they made the game unwinnable."""
+CUSTOM = ("nb_rooms", "nb_objects", "nb_parallel_quests", "quest_length", "quest_breadth")
+_CODE = re.compile(r"\{(\w+)\}")
+
+
+def digest_of(path: Path) -> str:
+    """SHA-256 of a game's two files. Raises ValueError when the JSON file is missing."""
+    facts = path.with_suffix(".json")
+    if not facts.is_file():
+        raise ValueError(f"textworld: {path} has no {facts.name} beside it, which tw-make writes; copy it there")
+    return hashlib.sha256(path.read_bytes() + facts.read_bytes()).hexdigest()
+
+
+def intact(game: Path) -> bool:
+    """Whether the folder of a game is there as it was made, or its seed is known to give none."""
+    try:
+        return game.with_suffix(".failed").exists() or (game / "digest").read_text() == digest_of(game / "game.z8")
+    except (OSError, ValueError):
+        return False
+
+
+# ---------------------------------------------------------------- making
+
+
+def _scratch(partial: Path, package: Path) -> Path:
+    """The folder to compile a game in: Inform 7 finds and makes nothing in folders whose names are not ASCII."""
+    if str(partial).isascii() and str(package).isascii():
+        scratch = partial
+    else:
+        place = tempfile.gettempdir()
+        scratch = Path(tempfile.mkdtemp(prefix="winnow-game-", dir=place if place.isascii() else "/tmp"))
+        (scratch / INFORM).symlink_to(package / "thirdparty" / "inform7-6M62")
+        os.environ["INFORM_HOME"] = str(scratch / INFORM)
+    os.environ["HOME"] = str(scratch)  # Inform 7 writes a folder there
+    return scratch
+
+
+def generate(challenge: str, options: dict[str, Any], grammar: dict[str, Any], seed: int, folder: str) -> None:
+    """Make a game in `folder`, or a file `folder.failed` when this seed gives none.
+
+    Raises ValueError on options that the challenge does not have.
+    """
+    textworld = _textworld()
+    from textworld.generator import QuestGenerationError, compile_game
+
+    target = Path(folder)
+    partial = target.with_name(f"{target.name}.{os.getpid()}")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    scratch = _scratch(partial, Path(textworld.__file__).parent)
+    wanted = textworld.GameOptions()
+    wanted.seeds = seed
+    wanted.path = str(scratch / "game.z8")
+    _set(wanted.grammar, grammar, wanted.grammar.__slots__, "grammar")
+    try:
+        compile_game(_game(challenge, options, seed, wanted), wanted)
+    except QuestGenerationError as error:
+        shutil.rmtree(scratch)
+        shutil.rmtree(partial, ignore_errors=True)
+        save_json(target.with_suffix(".failed"), str(error))
+        return
+    (scratch / "game.ni").unlink(missing_ok=True)
+    shutil.rmtree(scratch / "Inform", ignore_errors=True)
+    if scratch != partial:
+        (scratch / INFORM).unlink()
+        shutil.copytree(scratch, partial, dirs_exist_ok=True)
+        shutil.rmtree(scratch)
+    (partial / "digest").write_text(digest_of(partial / "game.z8"), encoding="utf-8")
+    if not intact(target):
+        shutil.rmtree(target, ignore_errors=True)
+    with suppress(OSError):  # another run was faster
+        partial.rename(target)
+    shutil.rmtree(partial, ignore_errors=True)
+
+
+def _game(challenge: str, options: Mapping[str, Any], seed: int, wanted: Any) -> Any:
+    from textworld.challenges import CHALLENGES
+    from textworld.generator import make_game
+
+    if challenge == "custom":
+        wanted.kb = _house()
+        _set(wanted, options, CUSTOM, "options")
+        return make_game(wanted)
+    _, make, add_arguments = CHALLENGES[f"tw-{challenge}"]
+    return make(_settings(challenge, options, seed, add_arguments), wanted)
+
+
+@cache
+def _house() -> Any:
+    """TextWorld's own rules of a house; reading them takes a third of the time of making a game."""
+    from textworld.generator import KnowledgeBase
+
+    return KnowledgeBase.load()
+
+
+def _set(target: Any, values: Mapping[str, Any], known: Iterable[str], where: str) -> None:
+    for key, value in values.items():
+        if key not in known:
+            raise ValueError(f"textworld: unknown key '{key}' in {where}.{nearest(key, list(known))}")
+        setattr(target, key, value)
+
+
+def _settings(challenge: str, options: Mapping[str, Any], seed: int, add_arguments: Any) -> dict[str, Any]:
+    """The challenge's settings, checked and completed by tw-make's own parser of its command line."""
+    parser = _Parser(prog=f"textworld: options of {challenge}", add_help=False, allow_abbrev=False)
+    add_arguments(parser)
+    known = [action.dest for action in parser._actions]
+    given = dict(options)
+    if "level" in known:
+        given.setdefault("level", DEFAULT_LEVEL)
+    if "recipe_seed" in known:
+        given.setdefault("recipe_seed", seed)
+    arguments = []
+    for key, value in given.items():
+        if key not in known:
+            raise ValueError(f"textworld: challenge {challenge} has no option '{key}'.{nearest(key, known)}")
+        flag = f"--{key.replace('_', '-')}"
+        arguments += [flag] * value if isinstance(value, bool) else [flag, str(value)]
+    return vars(parser.parse_args(arguments))
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> Any:
+        raise ValueError(f"{self.prog}: {message}")
+
+
+# ---------------------------------------------------------------- describing
+
+
+def describe(path: str, card: str) -> None:
+    """Write a game's card: what playing it and talking about it needs."""
+    infos = _textworld().EnvInfos(
+        max_score=True, verbs=True, command_templates=True, entities=True, feedback=True, extras=["walkthrough"]
+    )
+    env = _textworld().start(path, infos)
+    try:
+        state = env.reset()
+        names = [name.lower() for name in state.entities]
+        values = {
+            "path": path,
+            "first": readable(state.feedback),
+            "max_score": state.max_score or 1,
+            "verbs": sorted(state.verbs),
+            "actions": sorted({_CODE.sub(_kind, template) for template in state.command_templates}),
+            "spelled": sorted((n for n in names if words(n) != n), key=len, reverse=True),
+        }
+        told = [values["first"], sorted(names), values["actions"], state["extra.walkthrough"]]
+        values["id"] = f"game-{hashlib.sha256(json.dumps(told).encode()).hexdigest()[:16]}"
+        values["words"] = _stroll(values, sorted(state.command_templates), sorted(state.entities))
+    finally:
+        env.close()
+    save_json(Path(card), values)
+
+
+def _kind(match: re.Match[str]) -> str:
+    kinds = {"o": "object", "t": "thing", "c": "container", "s": "supporter", "d": "door", "k": "key", "f": "food"}
+    return f"<{kinds.get(match[1], match[1])}>"
+
+
+def _stroll(card: Mapping[str, Any], templates: list[str], things: list[str]) -> list[str]:
+    """Words that the game says and understands, from commands of its grammar at random, possible or not."""
+    rng = random.Random(card["first"])
+    env = TextWorldEnv(card, "react", "won")
+    env.reset()
+    heard = [worded(card["first"]), worded(NOTHING), *map(words, things)]
+    heard += [words(_CODE.sub(" ", template)) for template in templates]
+    for _ in range(STROLL):
+        command = _CODE.sub(lambda _: rng.choice(things), rng.choice(templates)).lower()
+        if not understood(card, command):
+            continue
+        raw, _ = env.send(command)
+        heard += [words(command), worded(readable(raw))]
+        if WON in raw or LOST in raw:
+            env.reset()
+    return sorted({word for text in heard for word in text.split()})
+
+
+# ---------------------------------------------------------------- solving
+
+
+def demonstrate(card: str, count: int, noise: float, max_turns: int, target: str) -> None:
+    """Write `count` walks to the goal, `[command, observation, command, ...]`, with a share of random commands.
+
+    After a random command the policy is TextWorld's for where it led. A walk is cut after `max_turns` commands. Raises
+    ValueError when TextWorld knows no way to win.
+    """
+    values = load_json(card)
+    rng = random.Random(f"{values['first']}/{count}/{noise}")
+    save_json(Path(target), [_walk(values, card, noise, max_turns, rng) for _ in range(count)])
+
+
+def _walk(card: Mapping[str, Any], file: str, noise: float, max_turns: int, rng: random.Random) -> list[str]:
+    infos = _textworld().EnvInfos(admissible_commands=True, policy_commands=True, won=True, lost=True, feedback=True)
+    guide = _textworld().start(card["path"], infos)
+    try:
+        for attempt in range(ATTEMPTS):
+            walk = _try(guide, play(file, "react", "won"), noise if attempt < ATTEMPTS - 1 else 0.0, max_turns, rng)
+            if walk:
+                return walk
+    finally:
+        guide.close()
+    raise ValueError(f"textworld: {card['path']} has no known way to win it, so it cannot be demonstrated")
+
+
+def _try(guide: Any, env: TextWorldEnv, noise: float, max_turns: int, rng: random.Random) -> list[str] | None:
+    """One walk, or None when the game cannot be won any more."""
+    state, walk = guide.reset(), []
+    env.reset()
+    for _ in range(max_turns):
+        if not state.policy_commands:
+            return None
+        command = rng.choice(state.admissible_commands) if rng.random() < noise else state.policy_commands[0]
+        raw, _ = env.send(command.lower())
+        walk += [command.lower(), readable(raw)]
+        if WON in raw or LOST in raw:
+            return walk[:-1] if WON in raw else None
+        state, _, _ = guide.step(command)
+    return walk[:-1]
+
+
+def _textworld() -> Any:
+    try:
+        import textworld
+    except ImportError:
+        raise ImportError(f"the package is missing; {install('textworld')}") from None
+    return textworld

@@ -1,0 +1,104 @@
+"""Kept TextWorld games: made or described once, in worker processes, and found again under the same options.
+
+$WINNOW_CACHE/textworld/made/<options>/<seed>/game.z8, game.json, digest
+                        cards/<game>.json    what playing the game needs, see `games.describe`
+                        words/<words>.json
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Collection, Sequence
+from itertools import count
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from ....env.workers.file_cache import kept, load_json, loaded, making, save_json
+from ....env.workers.worker import WorkerPool
+from ..library import Card, call_all, different, too_few
+from .games import digest_of, intact
+
+if TYPE_CHECKING:
+    from .task import TextWorldConfig
+
+Challenge = Literal["coin_collector", "treasure_hunter", "simple", "cooking", "custom"]
+
+FORMAT = 1
+"""Changes when kept files mean something else."""
+TRAIN_SIZE, TEST_SIZE = 64, 16
+TEST_SHARE = 0.2
+GENERATE_TIMEOUT_S = 120.0
+
+
+def games_of(config: TextWorldConfig) -> tuple[list[Card], list[Card]]:
+    """Cards of the train and the test games. Raises ValueError when there are too few, or an option is unknown."""
+    with making("textworld", config.workers, GENERATE_TIMEOUT_S) as pool:
+        if config.games is not None:
+            return _split(pool, config, Path(config.games).expanduser().resolve())
+        test = _generated(pool, config, "test", TEST_SIZE if config.test_size is None else config.test_size, ())
+        shown = {card["first"] for card in test}
+        return _generated(pool, config, "train", config.train_size or TRAIN_SIZE, shown), test
+
+
+def kept_words(words: list[str]) -> Path:
+    """A file of these words, for the processes that play."""
+    file = kept("textworld", "words", words)
+    if loaded(file) != words:
+        save_json(file, words)
+    return file
+
+
+def _generated(pool: WorkerPool, config: TextWorldConfig, part: str, wanted: int, shown: Collection[str]) -> list[Card]:
+    """`wanted` different games, none with a first observation in `shown`."""
+    options = {"challenge": config.challenge, "options": config.options, "grammar": config.grammar}
+    folder = kept("textworld", "made", [FORMAT, options]).with_suffix("")
+    numbers = (hashlib.sha256(f"{part}/{config.seed}/{i}".encode()).digest() for i in count())
+    seeds = (int.from_bytes(number[:4]) >> 1 for number in numbers)
+
+    def make(drawn: list[int]) -> list[Card]:
+        missing = [seed for seed in drawn if not intact(folder / str(seed))]
+        asked = ({**options, "seed": seed, "folder": str(folder / str(seed))} for seed in missing)
+        call_all(pool, "textworld.games:generate", asked)
+        files = [folder / str(seed) / "game.z8" for seed in drawn if (folder / str(seed)).is_dir()]
+        return _cards(pool, files, config.challenge)
+
+    cards = different(wanted, seeds, make, lambda card: card["first"], shown)
+    if len(cards) < wanted:
+        raise too_few("textworld", part, wanted, len(cards), f"set options that make {config.challenge} larger")
+    return cards
+
+
+def _split(pool: WorkerPool, config: TextWorldConfig, root: Path) -> tuple[list[Card], list[Card]]:
+    """A user's games, by their folders `train` and `test`, or at random."""
+    if (root / "train").is_dir():
+        train, test = (_cards(pool, _files(root / part), "textworld") for part in ("train", "test"))
+        if both := {card["id"] for card in train} & {card["id"] for card in test}:
+            path = next(card["path"] for card in test if card["id"] in both)
+            raise ValueError(f"textworld: {path} is a training game too; remove it from one of the two folders")
+        train, test = train[: config.train_size], test[: config.test_size]
+    else:
+        games = _cards(pool, _files(root), "textworld")
+        random.Random(f"textworld/{config.seed}").shuffle(games)
+        held_out = round(TEST_SHARE * len(games)) if config.test_size is None else config.test_size
+        test, shown = games[:held_out], {card["first"] for card in games[:held_out]}
+        train = [card for card in games[held_out:] if card["first"] not in shown][: config.train_size]
+    if not train:
+        raise ValueError(f"textworld: no training games in {root}; give .z8 games with their .json, or lower test_size")
+    return train, test
+
+
+def _files(folder: Path) -> list[Path]:
+    games = sorted(folder.rglob("*.z8"))
+    if old := [] if games else sorted(folder.rglob("*.ulx")):
+        raise ValueError(f"textworld: {old[0]} is a Glulx game, which TextWorld no longer plays; make it as .z8")
+    return games
+
+
+def _cards(pool: WorkerPool, games: Sequence[Path], kind: str) -> list[Card]:
+    """Cards of games, equal ones once."""
+    files = [kept("textworld", "cards", [FORMAT, str(game), digest_of(game)]) for game in games]
+    missing = [(game, file) for game, file in zip(games, files, strict=True) if loaded(file) is None]
+    call_all(pool, "textworld.games:describe", ({"path": str(game), "card": str(file)} for game, file in missing))
+    cards = [load_json(file) | {"file": str(file), "kind": kind} for file in files]
+    return list({card["id"]: card for card in cards}.values())

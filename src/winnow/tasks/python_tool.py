@@ -1,0 +1,153 @@
+"""Tool-integrated reasoning: questions of a data set, answered with the help of Python in a sandbox.
+
+The model writes a fenced block of Python; it is run, and what it prints is the next observation. Up to `max_calls`
+blocks are run; a turn without one ends the rollout, and the reward functions judge what was written, as for a data set
+without the tool. Every call starts afresh: no variables are kept between blocks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
+from typing import Any
+
+from ..env.base import OverlappingEnv, RewardFn, StepResult
+from ..env.dataset import DatasetConfig, DatasetTask
+from ..env.prompt_store import changed
+from ..env.workers.sandbox import Outcome, Sandbox, SandboxOptions
+from ..types import Prompt
+
+INSTRUCTION = (
+    "\nYou may run Python: write a block between ```python and ```, and you are shown what it prints. Every block runs "
+    "on its own, so define again what you need, and print what you want to see."
+)
+_BLOCK = re.compile(r"```(?:python|py)[ \t]*\n(.*?)(?:\n?```|\Z)", re.DOTALL)
+_FENCE_END = "\n```\n"
+
+
+@dataclass(frozen=True)
+class PythonToolConfig(DatasetConfig):
+    """A data set (all of its options) whose questions may be answered with Python in a sandbox."""
+
+    max_calls: int = 4
+    """Blocks that are run; the turn after the last one is the answer."""
+    instruction: str = INSTRUCTION
+    """Put behind every question; it should tell of the tool."""
+    max_observation: int = 2_000
+    """Characters of a program's output that the model is shown; the middle of longer output is left out."""
+    timeout_s: float = 10.0
+    memory_mb: int = 256
+    slots: int = 2
+    """Programs that run at once."""
+    python: str = SandboxOptions.python
+    """Interpreter in the sandbox, with the packages that programs may import."""
+    unsafe: bool = False
+    """Run programs without a sandbox. Only where the machine itself is one."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("max_calls", "max_observation"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"python_tool: {name} must be at least 1, not {getattr(self, name)}")
+        self.sandbox()
+
+    def sandbox(self) -> SandboxOptions:
+        return SandboxOptions(self.timeout_s, self.memory_mb, slots=self.slots, python=self.python, unsafe=self.unsafe)
+
+    def build(self) -> PythonTool:  # type: ignore[override]
+        own = {field.name: getattr(self, field.name) for field in fields(DatasetConfig)}
+        return PythonTool(DatasetConfig(**own).build(), self)
+
+
+class PythonTool:
+    """The task. Raises SandboxError when programs cannot be contained on this machine."""
+
+    name = "python_tool"
+    stop = (_FENCE_END,)
+
+    def __init__(self, task: DatasetTask, config: PythonToolConfig) -> None:
+        self.config = config
+        self.max_turns = config.max_calls + 1
+        self.reward_funcs: list[RewardFn] = task.reward_funcs
+        self._sandbox = Sandbox(config.sandbox())
+        self._task = task
+        self.train = changed(task.train, partial(_instructed, instruction=config.instruction))
+        self.test = changed(task.test, partial(_instructed, instruction=config.instruction))
+
+    def make_env(self, prompt: Prompt) -> OverlappingEnv:
+        return PythonToolEnv(self._sandbox.start, self.config.max_calls, self.config.max_observation)
+
+    def fingerprint(self) -> str:
+        own = {k: v for k, v in asdict(self.config).items() if k in ("max_calls", "instruction", "max_observation")}
+        own |= {"timeout_s": self.config.timeout_s, "memory_mb": self.config.memory_mb, "python": self.config.python}
+        return hashlib.sha256(json.dumps([self._task.fingerprint(), own], sort_keys=True).encode()).hexdigest()
+
+
+class PythonToolEnv:
+    """Implements `OverlappingEnv`. Gives no reward: the reward functions do."""
+
+    def __init__(self, start: Callable[[str], Future[Outcome]], max_calls: int, max_observation: int) -> None:
+        self._start, self._left, self._most = start, max_calls, max_observation
+        self._running: Future[Outcome] | None = None
+
+    def start_reset(self) -> Future[str | None]:
+        return _done(None)
+
+    def start_step(self, text: str) -> Future[StepResult]:
+        """The last block of a turn is run, if calls are left. A failure of the sandbox is an exception."""
+        blocks = _BLOCK.findall(text)
+        if not blocks or not self._left:
+            return _done(StepResult(None, done=True))
+        self._left -= 1
+        code = blocks[-1]
+        answer: Future[StepResult] = Future()
+        self._running = self._start(code)
+        self._running.add_done_callback(lambda done: _settle(answer, done, self._shown, code))
+        return answer
+
+    def close(self) -> None:
+        if self._running is not None:
+            self._running.cancel()
+
+    def _shown(self, outcome: Outcome) -> str:
+        text = outcome.stdout
+        if outcome.stderr.strip():
+            text += outcome.stderr if outcome.exit_code else ""
+        if outcome.timed_out:
+            text += "\n(stopped: it took too long)"
+        if outcome.truncated:
+            text += "\n(stopped: it printed too much)"
+        text = text.replace("```", "'''").strip("\n")  # a program must not close the fence it is shown in
+        if len(text) > self._most:
+            half = self._most // 2
+            text = f"{text[:half]}\n... ({len(text) - 2 * half} characters left out) ...\n{text[-half:]}"
+        return f"```output\n{text or '(it printed nothing)'}\n```\n"
+
+
+def _settle(answer: Future[StepResult], done: Future[Outcome], shown: Callable[[Outcome], str], code: str) -> None:
+    if done.cancelled():
+        answer.cancel()
+    elif (error := done.exception()) is not None:
+        answer.set_exception(error)
+    else:
+        outcome = done.result()
+        info = {"exit_code": outcome.exit_code, "timed_out": outcome.timed_out, "truncated": outcome.truncated}
+        answer.set_result(StepResult(shown(outcome), info=info, action=code))
+
+
+def _done(value: Any) -> Future[Any]:
+    future: Future[Any] = Future()
+    future.set_result(value)
+    return future
+
+
+def _instructed(prompt: Prompt, instruction: str) -> Prompt:
+    if prompt.messages is None:
+        return replace(prompt, text=f"{prompt.text}{instruction}")
+    *before, last = prompt.messages
+    return replace(prompt, messages=(*before, {**last, "content": f"{last['content']}{instruction}"}))

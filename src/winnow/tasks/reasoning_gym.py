@@ -1,0 +1,212 @@
+"""Any task of the package reasoning-gym.
+
+Its verifiers evaluate what the model wrote, some of them as code, so both they and the generators run in killable
+worker processes; this process never imports the package. Scores are passed through as they are (a wrong answer often
+gets 0.01 or 0.05, not 0), and an answer on which a verifier raises is failed, not wrong.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import lru_cache
+from typing import Any, Literal
+
+from ..base.dotted import nearest
+from ..base.install import install
+from ..env.base import Env, RewardFn
+from ..env.rewards.pooled import PooledReward, Row
+from ..env.workers.worker import WorkerError, WorkerPool
+from ..types import Prompt
+from .countdown import extract_answer
+from .worked_solutions import WORKINGS, Working, answer_of
+
+INSTRUCTION = "\n\nThink first, then give only the final answer inside <answer> and </answer> tags."
+GENERATE_TIMEOUT_S = 120.0
+CHUNK, DEMONSTRATED = 32, 4096
+MAX_REPEATS = 8
+"""Entries drawn for each one wanted before the task is taken to have too few different questions."""
+
+
+@dataclass(frozen=True)
+class ReasoningGymConfig:
+    """Any generated reasoning task of the package reasoning-gym, judged by its own verifier."""
+
+    task: str
+    """Name of the task in reasoning-gym, e.g. `chain_sum`."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Options of that task, e.g. `{min_terms: 2}`."""
+    train_size: int = 1024
+    test_size: int = 128
+    seed: int = 0
+    prompt_format: Literal["messages", "text", "words"] = "messages"
+    """`messages`: chat, answered in `<answer>` tags. `text`: the bare question, answered by the whole completion.
+    `words`: for small models that are shown how to work it out (chain_sum), answered after the word `answer`."""
+    slips: float = 0.0
+    """Share of carries that demonstrations forget, so that a model that has learned from them can still improve."""
+
+    def __post_init__(self) -> None:
+        if self.train_size < 1 or self.test_size < 0:
+            raise ValueError("reasoning_gym: train_size must be at least 1 and test_size at least 0")
+        if self.prompt_format == "words" and self.task not in WORKINGS:
+            raise ValueError(f"reasoning_gym: prompt_format: words is there for {', '.join(WORKINGS)}, not {self.task}")
+        if not 0 <= self.slips <= 1:
+            raise ValueError(f"reasoning_gym: slips is a share in [0, 1], not {self.slips}")
+        if self.slips and self.prompt_format != "words":
+            raise ValueError("reasoning_gym: slips are made in demonstrations, which only prompt_format: words has")
+        clash = {"seed", "size"} & set(self.options)
+        if clash:
+            raise ValueError(f"reasoning_gym: options must not set {sorted(clash)}; use seed, train_size and test_size")
+
+    def build(self) -> ReasoningGym:
+        return ReasoningGym(self)
+
+
+class ReasoningGym:
+    """The task. Raises ValueError when reasoning-gym is missing, or does not know the task or its options."""
+
+    name = "reasoning_gym"
+    max_turns = 1
+    stop: tuple[str, ...] = ()
+
+    def __init__(self, config: ReasoningGymConfig) -> None:
+        self.config = config
+        self.reward_funcs: list[RewardFn] = [reasoning_gym_reward]
+        pool = WorkerPool(1, GENERATE_TIMEOUT_S)
+        try:
+            self.test = self._draw(pool, "test", config.test_size, ())
+            self.train = self._draw(pool, "train", config.train_size, {p.columns["question"] for p in self.test})
+        except WorkerError as error:
+            raise ValueError(f"reasoning_gym: {error.detail}") from None
+        finally:
+            pool.close()
+
+    def make_env(self, prompt: Prompt) -> Env | None:
+        return None
+
+    def answers(self, prompt: Prompt, texts: Sequence[str]) -> list[str | None]:
+        """Word for word: the verifiers compare with the reference answer alone."""
+        return [_answer(text, prompt.columns) or None for text in texts]
+
+    def demonstrations(self, seed: int) -> Iterator[tuple[str, str]]:
+        """Worked questions, never of the test; wrong where a slip was made."""
+        working = self._working()
+        held_out, batch = {p.columns["question"] for p in self.test}, 0
+        pool = WorkerPool(1, GENERATE_TIMEOUT_S)
+        try:
+            while True:
+                digest = hashlib.sha256(f"demonstrations/{self.config.seed}/{seed}/{batch}".encode()).digest()
+                source = {"task": self.config.task, "options": self.config.options, "size": DEMONSTRATED}
+                for _, entry in _entries(pool, source | {"seed": int.from_bytes(digest[:4]) >> 1}):
+                    if (question := entry["question"]) not in held_out:
+                        yield working.prompt(question), working.solve(question, self._slips(seed, question))
+                batch += 1
+        finally:
+            pool.close()
+
+    def _slips(self, seed: int, question: str) -> Callable[[], bool]:
+        draws = random.Random(f"{self.config.seed}/{seed}/{question}")
+        return lambda: draws.random() < self.config.slips
+
+    def vocabulary(self) -> Sequence[str]:
+        return self._working().vocabulary
+
+    def _working(self) -> Working:
+        if self.config.prompt_format != "words":
+            raise ValueError("reasoning_gym: only prompt_format: words has demonstrations; use a pretrained model")
+        return WORKINGS[self.config.task]
+
+    def fingerprint(self) -> str:
+        digest = hashlib.sha256(json.dumps(asdict(self.config), sort_keys=True, default=str).encode())
+        for prompt in (*self.train, *self.test):
+            digest.update(prompt.id.encode())
+        return digest.hexdigest()
+
+    def _draw(self, pool: WorkerPool, part: str, wanted: int, excluded: Collection[str]) -> list[Prompt]:
+        """Prompts with different questions, none of them in `excluded`."""
+        seed = int.from_bytes(hashlib.sha256(f"{part}/{self.config.seed}".encode()).digest()[:4]) >> 1
+        source = {"task": self.config.task, "options": self.config.options, "seed": seed, "size": wanted * MAX_REPEATS}
+        prompts: list[Prompt] = []
+        seen = set(excluded)
+        for index, entry in _entries(pool, source) if wanted else ():
+            if entry["question"] not in seen:
+                seen.add(entry["question"])
+                prompts.append(self._prompt(len(prompts), entry, source | {"index": index}))
+            if len(prompts) == wanted:
+                return prompts
+        if wanted:
+            raise ValueError(
+                f"reasoning_gym: {wanted} different {part} questions wanted, but {self.config.task} gave only "
+                f"{len(prompts)}; lower {part}_size or set options that make it larger"
+            )
+        return prompts
+
+    def _prompt(self, ordinal: int, entry: Mapping[str, Any], source: dict[str, Any]) -> Prompt:
+        question = entry["question"]
+        prompt_id = f"{self.config.task}-{hashlib.sha256(question.encode()).hexdigest()[:16]}"
+        form = self.config.prompt_format
+        columns = {"question": question, "answer": entry["answer"], "source": source, "form": form}
+        if form != "messages":
+            text = WORKINGS[self.config.task].prompt(question) if form == "words" else question
+            return Prompt(prompt_id, ordinal, text=text, columns=columns)
+        return Prompt(
+            prompt_id, ordinal, messages=({"role": "user", "content": question + INSTRUCTION},), columns=columns
+        )
+
+
+def _entries(pool: WorkerPool, source: dict[str, Any]) -> Iterator[tuple[int, dict[str, Any]]]:
+    for start in range(0, source["size"], CHUNK):
+        stop = min(start + CHUNK, source["size"])
+        call = pool.call("winnow.tasks.reasoning_gym:generate", {"source": source, "start": start, "stop": stop})
+        yield from enumerate(call.result(), start)
+
+
+def _arguments(text: str, row: Row) -> dict[str, Any]:
+    return {"source": row["source"], "question": row["question"], "answer": _answer(text, row)}
+
+
+def _answer(text: str, row: Row) -> str | None:
+    if row["form"] == "messages":
+        return extract_answer(text)
+    return answer_of(text) if row["form"] == "words" else text.strip()
+
+
+reasoning_gym_reward = PooledReward(
+    "reasoning_gym_reward", "winnow.tasks.reasoning_gym:score", _arguments, ("question", "source", "form")
+)
+"""reasoning-gym's own score of the answer."""
+
+
+# ---------------------------------------------------------------- in the worker
+
+
+def generate(source: dict[str, Any], start: int, stop: int) -> list[dict[str, Any]]:
+    """Questions and reference answers of entries `start` to `stop`."""
+    data = _dataset(json.dumps(source))
+    return [{"question": e["question"], "answer": e["answer"]} for e in (data[i] for i in range(start, stop))]
+
+
+def score(source: dict[str, Any], question: str, answer: str | None) -> float:
+    """The task's score of an answer. Raises RuntimeError when the entry cannot be made again as it was."""
+    index = source["index"]
+    data = _dataset(json.dumps({k: v for k, v in source.items() if k != "index"}))
+    entry = data[index]
+    if entry["question"] != question:
+        raise RuntimeError(f"reasoning-gym task {source['task']} made another question at index {index} than before")
+    return float(data.score_answer(answer, entry))
+
+
+@lru_cache(maxsize=8)
+def _dataset(source: str) -> Any:
+    try:
+        import reasoning_gym
+        from reasoning_gym.factory import DATASETS
+    except ImportError:
+        raise ImportError(f"the package is missing; {install('reasoning-gym')}") from None
+    values = json.loads(source)
+    if values["task"] not in DATASETS:
+        raise ValueError(f"unknown task '{values['task']}'.{nearest(values['task'], list(DATASETS))}")
+    return reasoning_gym.create_dataset(values["task"], size=values["size"], seed=values["seed"], **values["options"])

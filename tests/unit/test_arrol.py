@@ -1,0 +1,388 @@
+"""ARRoL's gate: who survives, with what chance, what it learns from, and that none of it depends on the order."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from winnow.config import ConfigError
+from winnow.learner.batch import rows_of
+from winnow.methods.gate.arrol.gate import Arrol, ArrolGate, _sampled_after
+from winnow.methods.gate.arrol.rule import forced_beyond
+from winnow.methods.gate.base import GateContext
+from winnow.methods.gate.calibration import survival_factor
+from winnow.types import Decision, Fate, Group, GroupView, Prompt, Rollout, Token, Turn, Verdict, Visit
+
+from ..gates import ask, plain
+
+H = 6
+
+
+def built(options: Arrol, seed: int = 0) -> ArrolGate:
+    return options.build(GateContext("arrol", seed))
+
+
+def view(
+    number: int,
+    sibling: int,
+    size: int,
+    hidden: np.ndarray,
+    *,
+    logp: float = -0.5,
+    model_logp: float | None = None,
+    n: int = 4,
+) -> GroupView:
+    """`model_logp`: before temperature, top-k and top-p; None: `logp`."""
+    return GroupView(
+        visit=Visit(number, 0, Prompt(f"p{number}", number, text="x")),
+        at=Token(n),
+        actions=((),) * size,
+        observations=((),) * size,
+        running=(True,) * size,
+        sibling=sibling,
+        hidden=hidden.astype(np.float32),
+        logp=np.full(n, logp, np.float32),
+        confidence=np.full(n, -logp, np.float32),
+        raw_logp=np.full(n, logp if model_logp is None else model_logp, np.float32),
+    )
+
+
+def rollout(
+    sibling: int,
+    reward: float | None,
+    survival_p: float = 1.0,
+    hidden: np.ndarray | None = None,
+    verdict: Verdict | None = None,
+) -> Rollout:
+    """`verdict`: what the gate said about it at its fourth token; None: it was not asked."""
+    ids, mask = np.arange(8), np.ones(8, bool)
+    turns = [Turn("a", None, 0, 8, "eos")]
+    versions = np.zeros(8, np.int32)
+    logp = np.full(8, -0.5, np.float32)
+    fate = None if reward is not None else Fate.PRUNED
+    return Rollout(
+        sibling, (1,), ids, mask, logp, versions, turns, reward=reward, fate=fate, survival_p=survival_p,
+        last_hidden=hidden, decisions=[] if verdict is None else [Decision("arrol", Token(4), verdict)],
+    )  # fmt: skip
+
+
+def group_of(number: int, members: list[Rollout]) -> Group:
+    return Group(Visit(number, 0, Prompt(f"p{number}", number, text="x")), members)
+
+
+def play(gate: Any, steps: int, *, groups: int = 12, size: int = 8, seed: int = 0, order: int = 1) -> list[Verdict]:
+    """Optimizer steps with rollouts whose success shows in the first component of the hidden state."""
+    verdicts = []
+    for step in range(steps):
+        finished, rule = [], gate.rule()
+        for g in range(groups)[::order]:
+            number = step * groups + g
+            rng = np.random.default_rng([seed, number])
+            hidden, noise = rng.normal(size=(size, H)), rng.random(size)
+            members = []
+            for i in range(size)[::order]:
+                (verdict,) = rule.decide([view(number, i, size, hidden[i])])
+                verdicts.append(verdict)
+                label = float(noise[i] < 1 / (1 + np.exp(1.5 - 2 * hidden[i, 0])))
+                kept = (label, verdict.probability) if verdict.keep else (None, 1.0)
+                members.append(rollout(i, *kept, hidden[i].astype(np.float32), verdict))
+            finished.append(group_of(number, sorted(members, key=lambda r: r.sibling)))
+        for group in finished[::order]:
+            gate.observe(group)
+        gate.end_step()
+    return verdicts
+
+
+def test_nothing_is_pruned_while_it_is_cold_and_then_the_keep_rate_is_kept() -> None:
+    gate = built(Arrol(at=4, cold_start=5, min_survivors=0))
+    assert all(v.keep and v.probability == 1 for v in play(gate, 5))
+    verdicts = play(gate, 30, seed=1)
+    assert np.mean([v.keep for v in verdicts]) == pytest.approx(0.5, abs=0.05)
+    assert any("pruned at token 4: predicted success" in v.reason for v in verdicts)
+
+
+def test_survivors_are_nearer_to_balance_and_literally_they_are_not() -> None:
+    shares = {}
+    for balance in ("target", "literal"):
+        gate = built(Arrol(at=4, cold_start=10, min_survivors=0, balance=balance))  # type: ignore[arg-type]
+        play(gate, 10)
+        rng, kept, every = np.random.default_rng(9), [], []
+        for number in range(400):
+            hidden = rng.normal(size=H)
+            label = rng.random() < 1 / (1 + np.exp(1.5 - 2 * hidden[0]))
+            every.append(label)
+            if ask(gate, view(5000 + number, 0, 1, hidden)).keep:
+                kept.append(label)
+        shares[balance] = np.mean(kept), np.mean(every)
+    assert shares["target"][1] < 0.4
+    assert shares["target"][1] + 0.05 < shares["target"][0] < 0.6
+    assert shares["literal"][0] < shares["literal"][1]
+
+
+@pytest.mark.parametrize("quality", ["head", "confidence", "logprob"])
+def test_order_changes_no_decision_within_a_step(quality: str) -> None:
+    forward, backward = (built(Arrol(at=4, cold_start=1, quality=quality), 3) for _ in range(2))  # type: ignore[arg-type]
+    play(forward, 1)
+    play(backward, 1)
+    a = play(forward, 1, seed=5)
+    b = play(backward, 1, seed=5, order=-1)[::-1]
+    assert [plain(v) for v in a] == [plain(v) for v in b]
+    assert not all(v.keep for v in a)
+
+
+@pytest.mark.parametrize("quality", ["head", "confidence", "logprob"])
+def test_many_are_decided_as_one_by_one(quality: str) -> None:
+    gates = [built(Arrol(at=4, cold_start=1, quality=quality), 3) for _ in range(3)]  # type: ignore[arg-type]
+    rng = np.random.default_rng(2)
+    views = [view(900 + i // 8, i % 8, 8, rng.normal(size=H), logp=-rng.random()) for i in range(96)]
+    views[7] = view(900, 7, 8, np.full(H, np.nan), logp=float("nan"))
+    for gate in gates:
+        play(gate, 1)
+    rule = gates[2].rule()
+    alone = [ask(gates[0], v) for v in views]
+    many = gates[1].rule().decide(views)
+    some = [v for i in range(0, 96, 5) for v in rule.decide(views[i : i + 5])]
+    assert {v.keep for v in alone} == {True, False}
+    assert [plain(v) for v in alone] == [plain(v) for v in many] == [plain(v) for v in some]
+    again = rule.decide([views[3], views[3]])
+    assert [plain(v) for v in again] == [plain(alone[3])] * 2, "a rule remembers nothing"
+    for gate, verdicts in zip(gates, (alone, many, some), strict=True):
+        for number in range(12):
+            members = enumerate(verdicts[8 * number : 8 * number + 8])
+            rollouts = [rollout(i, float(i % 2) if v.keep else None, verdict=v) for i, v in members]
+            gate.observe(group_of(900 + number, rollouts))
+        gate.end_step()
+    assert gates[0].state_dict() == gates[1].state_dict() == gates[2].state_dict()
+
+
+@pytest.mark.parametrize(("size", "least"), [(8, 2), (5, 1), (3, 3), (2, 2), (1, 2), (6, 0)])
+def test_at_least_so_many_survive_and_the_chance_says_so(size: int, least: int) -> None:
+    gate = built(Arrol(at=4, cold_start=1, keep_rate=0.3, min_survivors=least))
+    play(gate, 1)
+    gate._survival_B[:] = 0.3
+    kept = []
+    for number in range(3000):
+        verdicts = gate.rule().decide([view(10_000 + number, i, size, np.ones(H)) for i in range(size)])
+        alive = [v.keep for v in verdicts]
+        assert sum(alive) >= min(least, size)
+        chances = [v.probability if v.keep else 1 - v.probability for v in verdicts]
+        assert chances == pytest.approx([0.3 + forced_beyond(0.3, size, least)] * size)
+        kept += alive
+    assert np.mean(kept) == pytest.approx(0.3 + forced_beyond(0.3, size, least), abs=0.02)
+
+
+def test_one_that_was_pruned_or_ended_early_has_no_scored_outcome() -> None:
+    """That a rollout is asked about once is the runner's affair: test_audited.py."""
+    gate = built(Arrol(at=4, cold_start=1, keep_rate=0.05, min_survivors=0))
+    play(gate, 1)
+    pruned = ask(gate, view(900, 0, 2, np.ones(H)))
+    assert not pruned.keep
+    before = gate._posterior.labels
+    gate.observe(group_of(900, [rollout(0, None, verdict=pruned), rollout(1, 1.0)]))
+    assert gate._posterior.labels == before, "nobody was scored at the checkpoint and came to an end"
+
+
+def test_a_score_that_is_not_finite_survives_and_is_counted() -> None:
+    gate = built(Arrol(at=4, cold_start=1, min_survivors=0))
+    play(gate, 1)
+    gate.head.weights.layers[3][:] = np.nan
+    verdicts = [ask(gate, view(900, i, 2, hidden)) for i, hidden in enumerate((np.ones(H), np.full(H, np.inf)))]
+    assert verdicts == [Verdict(True, "its score is not finite")] * 2
+    gate.observe(group_of(900, [rollout(i, 1.0, verdict=v) for i, v in enumerate(verdicts)]))
+    assert gate.metrics()["gate/arrol/not_finite"] == 2
+
+
+@pytest.mark.parametrize("label", [0.0, 1.0])
+def test_a_buffer_of_one_class_keeps_at_random(label: float) -> None:
+    gate = built(Arrol(at=4, cold_start=1, min_survivors=0))
+    for number in range(40):
+        verdict = ask(gate, view(number, 0, 1, np.random.default_rng(number).normal(size=H)))
+        gate.observe(group_of(number, [rollout(0, label, verdict=verdict)]))
+    assert gate.metrics()["gate/arrol/asked"] == 40
+    gate.end_step()
+    np.testing.assert_allclose(gate._survival_B, 0.5)
+    assert gate.metrics()["gate/arrol/asked"] == 0
+
+
+def test_the_detection_length_follows_the_lengths() -> None:
+    gate = built(Arrol(quantile=0.5, share=0.5))
+    assert gate.rule().at == Token(16)
+    gate.end_step()
+    assert gate.rule().at == Token(16), "no length is known yet"
+    for number, length in enumerate([10, 20, 30, 40, 50]):
+        done = rollout(0, 1.0)
+        done.turns[0].stop = length
+        gate.observe(group_of(number, [done]))
+    gate.end_step()
+    assert gate.rule().at == Token(15)
+    assert built(Arrol(at=7)).rule().at == Token(7)
+
+
+@pytest.mark.parametrize("quality", ["head", "confidence", "logprob"])
+def test_resume_is_exact(quality: str) -> None:
+    options = Arrol(cold_start=2, quality=quality)  # type: ignore[arg-type]
+    a, b = built(options, 1), built(options, 1)
+    play(a, 4)
+    import json
+
+    b.load_state_dict(json.loads(json.dumps(a.state_dict(), allow_nan=False)))
+    assert a.rule().at == b.rule().at
+    assert [plain(v) for v in play(a, 3, seed=7)] == [plain(v) for v in play(b, 3, seed=7)]
+    assert a.state_dict() == b.state_dict()
+
+
+def test_horvitz_thompson_gradients_are_unbiased() -> None:
+    """Enumerate answers and draws of a toy policy, a constant baseline: the mean gradient is that without pruning."""
+    logits, rewards = torch.tensor([0.3, -0.2, 0.5], dtype=torch.float64, requires_grad=True), [1.0, 0.0, 1.0]
+    survive = [0.8, 0.3, 0.1]
+
+    class Plain:
+        def of_batch(self, groups: list[Group]) -> list[np.ndarray]:
+            return [np.array([np.nan if r.reward is None else r.reward - 0.4 for r in g.rollouts]) for g in groups]
+
+    def loss_of(answers: tuple[int, ...], alive: tuple[bool, ...], *, unbiased: bool) -> torch.Tensor:
+        members = []
+        for i, (a, keep) in enumerate(zip(answers, alive, strict=True)):
+            r = rollout(i, rewards[a] if keep else None, survive[a])
+            r.text = str(a)
+            members.append(r)
+        group = Group(Visit(0, 0, Prompt("p", 0, text="x")), members)
+        rows = rows_of([group], Plain(), "grpo", max_completion_length=8, unbiased=unbiased)  # type: ignore[arg-type]
+        logp = logits.log_softmax(0)
+        terms = [row.weight * 8 * row.advantage * logp[int(row.rollout.text)] for row in rows]
+        return torch.stack(terms).sum() if terms else 0 * logits.sum()
+
+    def gradient(*, pruned: bool, unbiased: bool) -> torch.Tensor:
+        probabilities, total = logits.detach().softmax(0), torch.zeros(3, dtype=torch.float64)
+        for answers in itertools.product(range(3), repeat=2):
+            for alive in itertools.product((True, False), repeat=2) if pruned else [(True, True)]:
+                p = float(np.prod([probabilities[a] for a in answers]))
+                if pruned:
+                    p *= float(
+                        np.prod([survive[a] if k else 1 - survive[a] for a, k in zip(answers, alive, strict=True)])
+                    )
+                (found,) = torch.autograd.grad(loss_of(answers, alive, unbiased=unbiased), logits)
+                total += p * found
+        return total
+
+    truth = gradient(pruned=False, unbiased=False)
+    torch.testing.assert_close(gradient(pruned=True, unbiased=True), truth, rtol=1e-12, atol=1e-12)
+    assert not torch.allclose(gradient(pruned=True, unbiased=False), truth, rtol=0.1)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"at": 0}, "at counts tokens from 1"),
+        ({"share": 0.0}, "quantile and share"),
+        ({"at": 8, "quantile": 0.9}, "quantile has no effect beside at"),
+        ({"at": 8, "share": 0.9}, "share has no effect beside at"),
+        ({"balance": "distinct", "target": 0.3}, "target has no effect with balance: distinct"),
+        ({"balance": "distinct", "strength": 2.0}, "strength has no effect with balance: distinct"),
+        ({"balance": "literal", "target": 0.3}, "target has no effect with balance: literal"),
+        ({"keep_rate": 0.0}, "keep_rate must lie in"),
+        ({"quality": "logprob", "head_inputs": "hidden"}, "head_inputs has no effect with quality: logprob"),
+        ({"quality": "logprob", "head_width": 64}, "head_width has no effect with quality: logprob"),
+        ({"quality": "confidence", "head_lr": 3e-4}, "head_lr has no effect with quality: confidence"),
+        ({"quality": "confidence", "scale": "sigmoid"}, "scale has no effect with quality: confidence"),
+        ({"head_width": 0}, "head_width must be at least 1"),
+        ({"head_lr": 0.0}, "head_lr lie in"),
+        ({"bins": 1}, "bins must lie in 2 to 1000"),
+        ({"cold_start": 0}, "cold_start must be at least 1"),
+        ({"min_survivors": -1}, "min_survivors"),
+        ({"unbiased": True, "p_min": 0.0}, "unbiased needs p_min above 0"),
+    ],
+)
+def test_options_are_checked(options: dict[str, Any], message: str) -> None:
+    from winnow.config import method
+    from winnow.methods.gate import GATES
+
+    with pytest.raises(ConfigError, match=message):
+        method(GATES, {"name": "arrol", **options}, "gates")
+
+
+def test_groups_of_0_1_and_all_survivors_and_early_ends_are_named_in_metrics() -> None:
+    gate = built(Arrol(at=4, cold_start=1, min_survivors=0))
+    play(gate, 1)
+    gate._survival_B[:] = 0.5
+    seen = {"none": 0, "one": 0, "all": 0}
+    for number in range(60):
+        verdicts = [ask(gate, view(500 + number, i, 3, np.ones(H))) for i in range(3)]
+        kept = [v.keep for v in verdicts]
+        seen["none"] += sum(kept) == 0
+        seen["one"] += sum(kept) == 1
+        seen["all"] += sum(kept) == 3
+        members = [rollout(i, 1.0 if v.keep else None, verdict=v) for i, v in enumerate(verdicts)]
+        gate.observe(group_of(500 + number, members))
+    assert min(seen.values()) > 0
+    found = gate.metrics()
+    assert {name: found[f"gate/arrol/survivors/{name}"] for name in seen} == seen
+    assert found["gate/arrol/ended_early"] == 0
+    gate.observe(group_of(900, [rollout(0, 1.0)]))
+    assert gate.metrics()["gate/arrol/ended_early"] == 1
+    gate.head.weights.layers[3][:] = np.nan
+    gate.observe(group_of(901, [rollout(0, 1.0, verdict=ask(gate, view(901, 0, 1, np.ones(H))))]))
+    assert gate.metrics()["gate/arrol/ended_early"] == 1, "it was asked, though nothing could be said"
+
+
+@pytest.mark.parametrize("alike", [True, False])
+def test_metrics_say_whether_siblings_can_be_told_apart(alike: bool) -> None:
+    gate, rng, size = built(Arrol(at=4, cold_start=20, min_survivors=0)), np.random.default_rng(0), 8
+    for step in range(12):
+        for number in range(step * 12, step * 12 + 12):
+            hidden = np.repeat(rng.normal(size=(1, H)), size, 0) if alike else rng.normal(size=(size, H))
+            right = rng.random(size) < 1 / (1 + np.exp(-3 * hidden[:, 0]))
+            logp = 0.0 if alike else -2.0
+            verdicts = [ask(gate, view(number, i, size, hidden[i], logp=logp)) for i in range(size)]
+            h = hidden.astype(np.float32)
+            members = [rollout(i, float(right[i]), hidden=h[i], verdict=v) for i, v in enumerate(verdicts)]
+            gate.observe(group_of(number, members))
+        found = gate.metrics()
+        gate.end_step()
+    assert found["gate/arrol/auroc"] > 0.7, "questions can be told apart"
+    if alike:
+        assert found["gate/arrol/auroc_within"] == 0.5
+        assert found["gate/arrol/novelty"] == pytest.approx(1 / size)
+    else:
+        assert found["gate/arrol/auroc_within"] > 0.7
+        assert found["gate/arrol/novelty"] == pytest.approx(1 / (1 + 7 * np.exp(-8.0)))
+
+
+def test_distinct_keeps_what_few_siblings_are_expected_to_say_and_holds_the_keep_rate() -> None:
+    gate = built(Arrol(at=4, cold_start=1, min_survivors=0, keep_rate=0.4, balance="distinct"))
+    rng, size = np.random.default_rng(0), 16
+
+    def asked_about(number: int) -> list[tuple[float, Verdict]]:
+        logps = -rng.exponential(0.8, size)
+        found = [(p, ask(gate, view(number, i, size, np.ones(H), logp=p))) for i, p in enumerate(logps)]
+        gate.observe(group_of(number, [rollout(i, None, verdict=v) for i, (_, v) in enumerate(found)]))
+        return found
+
+    for number in range(60):
+        asked_about(number)
+    gate.end_step()
+    asked = [pair for number in range(100, 400) for pair in asked_about(number)]
+    chances = np.array([v.probability if v.keep else 1 - v.probability for _, v in asked])
+    novelty = np.array([1 / (1 + (size - 1) * np.exp(4 * np.float32(p))) for p, _ in asked])
+    np.testing.assert_allclose(chances, np.clip(gate._factor * novelty, 0.05, 1), rtol=1e-5)
+    assert np.mean(chances) == pytest.approx(0.4, abs=0.03)
+    assert np.mean([v.keep for _, v in asked]) == pytest.approx(0.4, abs=0.03)
+
+
+def test_the_factor_of_survival_gives_the_keep_rate() -> None:
+    weights = np.random.default_rng(1).uniform(0.05, 1, 500)
+    for keep_rate in (0.1, 0.5, 0.9, 1.0):
+        factor = survival_factor(weights, keep_rate, 0.05)
+        assert np.clip(factor * weights, 0.05, 1).mean() == pytest.approx(keep_rate, abs=1e-9)
+
+
+def test_tokens_saved_are_those_sampled_after_the_decision_in_any_turn() -> None:
+    member = rollout(0, 1.0)
+    member.turns = [Turn("a", "b", 0, 2, "stop"), Turn("c", None, 4, 8, "eos")]
+    member.action_mask[2:4] = False
+    decided = [Decision("arrol", Token(n), Verdict(True), turn) for n, turn in ((1, 0), (2, 0), (3, 1), (4, 1))]
+    assert [_sampled_after(member, d) for d in decided] == [5, 4, 1, 0]

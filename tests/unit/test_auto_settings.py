@@ -1,0 +1,369 @@
+"""What `dtype: auto` and `threads: auto` choose: by flags of the processor, and by what was measured."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import winnow.base.processor as processor_module
+import winnow.run.auto_settings as machine_module
+import winnow.run.engine_choice as choice_module
+from tests.pretend_cuda import PretendCuda
+from winnow.base.processor import bfloat16_units, processor, usable_threads
+from winnow.config import ConfigError, RunConfig, name_of, read_settings, validate
+from winnow.engine import LocalOptions, VllmOptions
+from winnow.run.activations import (
+    AT_MOST,
+    LONGEST,
+    ON_CPU,
+    bytes_per_token,
+    choose_checkpointing,
+    choose_tokens,
+    memory_of,
+)
+from winnow.run.auto_settings import PAYS_FROM, choose_dtype, choose_threads, settle
+from winnow.run.engine_choice import choose_engine
+from winnow.run.matmul_timing import BUDGET_S, ROUNDS, Matrices, in_turn, seconds_by_threads, times_slower
+from winnow.run.preflight import refuse_changes, resumed_config
+
+AMX = "model name\t: Xeon\nflags\t\t: fpu avx2 avx512f avx512_bf16 amx_bf16\n\nmodel name\t: other\nflags\t\t: fpu\n"
+ZEN4 = "model name\t: EPYC\nflags\t\t: avx2 avx512f avx512_bf16\n"
+AVX2 = "model name\t: Core\nflags\t\t: sse2 avx2\n"
+ARM = "processor\t: 0\nFeatures\t: fp asimd bf16\n"
+CPU = torch.device("cpu")
+
+
+def config(**changes: Any) -> RunConfig:
+    return validate({"model": "given", "env": "countdown", "threads": 1} | changes)
+
+
+def large() -> LlamaForCausalLM:
+    """A model for which bfloat16 pays, without weights."""
+    sizes = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 2, "num_attention_heads": 8}
+    with torch.device("meta"):
+        model = LlamaForCausalLM(LlamaConfig(vocab_size=32_000, **sizes))
+    assert model.num_parameters() >= PAYS_FROM
+    return model
+
+
+def small() -> LlamaForCausalLM:
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    with torch.device("meta"):
+        return LlamaForCausalLM(LlamaConfig(vocab_size=100, **sizes))
+
+
+@pytest.fixture
+def on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], None]:
+    """Puts a processor of this description in the place of this machine's."""
+
+    def pretend(info: str) -> None:
+        (tmp_path / "cpuinfo").write_text(info)
+        monkeypatch.setattr(processor_module, "CPUINFO", tmp_path / "cpuinfo")
+
+    return pretend
+
+
+@pytest.mark.parametrize(
+    ("info", "name", "units"),
+    [
+        (AMX, "Xeon (avx2, avx512f, avx512_bf16, amx_bf16)", ["amx_bf16", "avx512_bf16"]),
+        (ZEN4, "EPYC (avx2, avx512f, avx512_bf16)", ["avx512_bf16"]),
+        (AVX2, "Core (avx2)", []),
+        (ARM, None, []),
+        ("", None, []),
+    ],
+)
+def test_flags_of_the_first_core(info: str, name: str | None, units: list[str]) -> None:
+    assert bfloat16_units(info) == units
+    assert processor(info) == name or (name is None and processor(info))
+
+
+@pytest.mark.parametrize(("said", "threads"), [("3", 3), ("4,2", 4), ("", None), ("0", None), ("many", None)])
+def test_usable_threads_are_what_the_environment_says_or_the_cores(said: str, threads: int | None) -> None:
+    assert usable_threads({"OMP_NUM_THREADS": said}) == (threads or usable_threads({})) >= 1
+
+
+@pytest.mark.parametrize(
+    ("info", "parameters", "changes", "dtype", "reason"),
+    [
+        (AMX, PAYS_FROM, {}, "bfloat16", "amx_bf16"),
+        (ZEN4, PAYS_FROM, {}, "bfloat16", "avx512_bf16"),
+        (AVX2, PAYS_FROM, {}, "float32", "without amx_bf16 or avx512_bf16"),
+        (AMX, PAYS_FROM - 1, {}, "float32", "million parameters"),
+        (AMX, PAYS_FROM, {"matmul_precision": "medium"}, "float32", "matmul_precision: medium"),
+    ],
+)
+def test_the_type_by_processor_and_size(
+    info: str, parameters: int, changes: dict[str, Any], dtype: str, reason: str
+) -> None:
+    found, because = choose_dtype(config(**changes), parameters, CPU, info)
+    assert found == dtype
+    assert reason in because
+
+
+@pytest.mark.parametrize(
+    ("changes", "engine"),
+    [
+        ({}, {"name": "local", "dtype": "bfloat16"}),
+        ({"engine": {"name": "local", "slots": 7}}, {"name": "local", "slots": 7, "dtype": "bfloat16"}),
+        ({"engine": {"name": "local", "dtype": "float32"}}, {"name": "local", "dtype": "float32"}),
+        ({"policy_loss": "plain"}, "local"),
+        ({"engine": "vllm"}, "vllm"),
+        (
+            {"policy_loss": "plain", "correction": "truncate"},
+            {"name": "local", "dtype": "bfloat16"},
+        ),
+    ],
+)
+def test_the_engine_follows_where_the_loss_weighs_what_it_samples(
+    on: Callable[[str], None], changes: dict[str, Any], engine: Any
+) -> None:
+    on(AMX)
+    settled = settle(config(**changes), large())
+    assert settled.config.dtype == settled.preferred == "bfloat16"
+    assert settled.config.engine == engine
+    assert settled.warnings() == []
+    on(AVX2)
+    there = settle(config(**changes), large())
+    given = config(**changes).engine
+    assert (there.config.dtype, there.config.engine) == ("float32", "local" if given == "auto" else given)
+    kept = settle(settled.config, large(), resumed=True)
+    assert kept.config == settled.config, "a resume elsewhere does the same"
+    assert kept.why["dtype"] == "as the run began"
+
+
+def test_a_given_type_is_kept_and_its_cost_is_told(on: Callable[[str], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    on(AVX2)
+    settled = settle(config(dtype="bfloat16"), large())
+    assert (settled.config.dtype, settled.config.engine) == ("bfloat16", "local")
+    asked = []
+
+    def slower(dtype: torch.dtype, than: torch.dtype, *rest: Any) -> float:
+        asked.append((dtype, than))
+        return factor
+
+    monkeypatch.setattr(machine_module, "times_slower", slower)
+    factor = 7.25
+    (warning,) = settled.warnings()
+    assert "dtype: bfloat16 takes 7.2 times as long as float32 here" in warning
+    assert "Core (avx2)" in warning
+    factor = 1.05
+    assert settled.warnings() == []
+    assert asked == [(torch.bfloat16, torch.float32)] * 2
+
+
+def test_more_threads_than_cores_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    (warning,) = settle(config(threads=3, dtype="float32", matmul_precision="high"), large()).warnings()
+    assert "threads: 3, but this process may use 2" in warning
+
+
+def test_sampler_processes_keep_their_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    beside = {"sync": {"name": "processes", "samplers": 2}, "max_lag": 1, "threads": "auto"}
+    settled = settle(config(**beside), large())
+    assert settled.config.threads == 1
+    assert settle(config(threads="auto"), large()).config.threads == 3
+
+
+@pytest.mark.parametrize("threads", [0, 257, "fast", 1.5])
+def test_threads_that_are_none(threads: Any) -> None:
+    with pytest.raises(ConfigError, match="threads"):
+        config(threads=threads)
+
+
+class Clock:
+    """Time that passes only when a side is run."""
+
+    def __init__(self) -> None:
+        self.now, self.turns = 0.0, 0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def side(self, seconds: float) -> Callable[[], None]:
+        def turn() -> None:
+            self.now += seconds
+            self.turns += 1
+
+        return turn
+
+
+def test_sides_take_turns_for_half_a_second() -> None:
+    clock = Clock()
+    found = in_turn({1: clock.side(0.02), 2: clock.side(0.01)}, clock)
+    assert {n: {round(s, 9) for s in times} for n, times in found.items()} == {1: {0.02}, 2: {0.01}}
+    assert BUDGET_S <= clock.now < BUDGET_S + 0.04
+    assert len(found[1]) == len(found[2]) > ROUNDS
+
+
+def test_short_turns_are_repeated() -> None:
+    clock = Clock()
+    found = in_turn({"a": clock.side(1e-4)}, clock)
+    assert clock.turns > 10 * len(found["a"])
+    assert found["a"][0] == pytest.approx(1e-4)
+
+
+def test_hopeless_numbers_of_threads_are_tried_no_further() -> None:
+    clock = Clock()
+    sides = {1: clock.side(0.1), 2: clock.side(1.0), 4: clock.side(10.0)}
+    assert set(in_turn(sides, clock)) == {1}
+    assert clock.now < 5, "four threads were never tried"
+    assert set(in_turn(sides, clock, drop=False)) == {1, 2, 4}
+
+
+def test_slow_sides_have_some_rounds_all_the_same() -> None:
+    clock = Clock()
+    found = in_turn({"a": clock.side(5.0), "b": clock.side(9.0)}, clock)
+    assert [len(times) for times in found.values()] == [ROUNDS, ROUNDS]
+
+
+@pytest.mark.parametrize(
+    ("parameters", "usable", "chosen"),
+    [(PAYS_FROM - 1, 8, 1), (PAYS_FROM, 8, 8), (PAYS_FROM, 1, 1), (10**9, 64, 64)],
+)
+def test_threads_by_size_and_cores(parameters: int, usable: int, chosen: int) -> None:
+    assert choose_threads(parameters, usable) == chosen
+
+
+def test_matrices_of_a_model() -> None:
+    found = Matrices.of(large())
+    assert found.parameters == large().num_parameters()
+    assert (4096, 512) in found.shapes, "of the vocabulary a part"
+    assert (1024, 512) in found.shapes
+    assert (512, 1024) in found.shapes
+    assert found.rows(1) == 1
+    assert found.rows(10**9) < 10**4
+
+
+def test_measuring_leaves_the_process_as_it_was(tiny_model: Path) -> None:
+    state, threads = torch.get_rng_state(), torch.get_num_threads()
+    settled = settle(config(model=str(tiny_model)))
+    seconds = seconds_by_threads(settled.matrices, 16, torch.float32, [1, 2])
+    assert set(seconds) <= {1, 2}
+    assert 1 in seconds
+    assert all(s > 0 for s in seconds.values())
+    assert times_slower(torch.bfloat16, torch.float32, settled.matrices, CPU) > 0
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.get_num_threads() == threads
+
+
+class TestActivations:
+    def test_estimate_is_what_a_backward_pass_keeps(self) -> None:
+        """Within a factor of two of what autograd saves for a token more, the vocabulary's part left out."""
+        sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4}
+        model = LlamaForCausalLM(LlamaConfig(vocab_size=50, **sizes))
+        weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+
+        def saved(tokens: int) -> int:
+            found: dict[int, int] = {}
+
+            def note(tensor: torch.Tensor) -> torch.Tensor:
+                storage = tensor.untyped_storage()
+                if storage.data_ptr() not in weights:
+                    found[storage.data_ptr()] = storage.nbytes()
+                return tensor
+
+            with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+                kept = model.get_decoder()(input_ids=torch.zeros(1, tokens, dtype=torch.int64), use_cache=False)
+            assert kept.last_hidden_state.requires_grad
+            return sum(found.values())
+
+        one_more = (saved(48) - saved(16)) / 32
+        assert 0.5 < bytes_per_token(model) / one_more < 2
+
+    def test_micro_batches_are_smaller_for_larger_models(self) -> None:
+        tokens = [choose_tokens(m)[0] for m in (large(), small())]
+        assert tokens[0] == ON_CPU // bytes_per_token(large()) < tokens[1] == AT_MOST
+
+    def test_layers_are_recomputed_where_the_longest_row_would_not_fit(self) -> None:
+        model = large()
+        fits = int(memory_of(CPU) * LONGEST / bytes_per_token(model))
+        assert not choose_checkpointing(model, CPU, fits)[0]
+        assert choose_checkpointing(model, CPU, fits + 1)[0]
+        assert not choose_checkpointing(torch.nn.Linear(1 << 12, 1 << 12), CPU, 10**9)[0], "it has no layers"
+
+    def test_a_run_keeps_what_was_chosen_or_configured(self) -> None:
+        settled = settle(config(dtype="float32"), large())
+        assert settled.config.tokens_per_microbatch == choose_tokens(large())[0]
+        assert settled.config.gradient_checkpointing is False
+        assert "GiB" in settled.why["tokens_per_microbatch"]
+        longest = settle(config(dtype="float32", max_completion_length=10**9), large())
+        assert longest.config.gradient_checkpointing is True
+        assert "1,000,000," in longest.why["gradient_checkpointing"]
+        kept = settle(config(dtype="float32", tokens_per_microbatch=7, gradient_checkpointing=True), large())
+        assert (kept.config.tokens_per_microbatch, kept.config.gradient_checkpointing) == (7, True)
+        assert "tokens_per_microbatch" not in kept.why
+
+
+@pytest.mark.parametrize(
+    ("changes", "device", "engine", "reason"),
+    [
+        ({}, "cuda", "vllm", "vLLM is installed"),
+        ({}, "cpu", "local", "samplers are on cpu"),
+        ({"engine": "local"}, "cuda", "local", "as configured"),
+        ({"engine": {"name": "auto", "slots": 8}}, "cuda", {"name": "vllm", "slots": 8}, "installed"),
+        ({"engine": {"name": "auto", "slots": 8}}, "cpu", {"name": "local", "slots": 8}, "on cpu"),
+        (
+            {"engine": {"name": "auto", "fixed_slots": True}},
+            "cuda",
+            {"name": "local", "fixed_slots": True},
+            "no option fixed_slots",
+        ),
+        ({"policy_loss": "plain"}, "cuda", "local", "without a correction"),
+        ({"policy_loss": "plain", "correction": "truncate"}, "cuda", "vllm", "installed"),
+    ],
+)
+def test_the_engine_by_device_options_and_loss(
+    changes: dict[str, Any], device: str, engine: Any, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(choice_module, "find_spec", lambda name: name)
+    found, why = choose_engine(config(**changes), PAYS_FROM, device)
+    assert found == engine
+    assert reason in why
+
+
+def test_vllm_provides_whatever_a_run_may_need_of_the_embedded_engine() -> None:
+    assert LocalOptions.provides <= VllmOptions.provides
+
+
+def test_without_vllm_or_for_a_small_model_the_engine_on_a_gpu_is_the_embedded_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for found, parameters, reason in ((None, PAYS_FROM, "pip install"), ("there", PAYS_FROM - 1, "million parameters")):
+        monkeypatch.setattr(choice_module, "find_spec", lambda name, found=found: found)
+        engine, why = choose_engine(config(), parameters, "cuda")
+        assert engine == "local"
+        assert reason in why
+
+
+@pytest.mark.parametrize(
+    ("sync", "engine"),
+    [("in_process", "vllm"), ({"name": "processes", "devices": ["cpu"]}, "local"), ({"name": "ray"}, "vllm")],
+)
+def test_what_the_engine_is_on_a_gpu_is_settled_once_and_kept(
+    sync: Any, engine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(choice_module, "find_spec", lambda name: name)
+    with PretendCuda():
+        settled = settle(config(sync=sync, max_lag=int(sync != "in_process")), large())
+        assert name_of(settled.config.engine) == engine
+        assert "engine" in settled.why
+    monkeypatch.setattr(choice_module, "find_spec", lambda name: None)
+    with PretendCuda():
+        assert settle(settled.config, large(), resumed=True).config.engine == settled.config.engine
+
+
+def test_one_option_of_the_engine_changes_on_a_resume_and_the_others_stay(tmp_path: Path) -> None:
+    for saved in ("vllm", {"name": "local", "dtype": "bfloat16"}):
+        values = config(engine=saved).model_dump(mode="json")
+        (tmp_path / "config.json").write_text(json.dumps(values))
+        changed = resumed_config(tmp_path, read_settings(None, ["engine.slots=8"]))
+        assert changed.engine == ({"name": saved} if isinstance(saved, str) else saved) | {"slots": 8}
+        refuse_changes(tmp_path, values, changed)
