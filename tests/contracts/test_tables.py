@@ -6,6 +6,7 @@ import ast
 import dataclasses
 import inspect
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,8 @@ from winnow.methods.size import ROLLOUT_BATCHES, SIZES
 from winnow.run.catalogue import TABLES, all_methods
 from winnow.types import EnvStep, GroupKind, GroupView, Prompt, Token, Visit
 
+from ..builders.groups import make_group, make_rollout
 from ..gates import ask
-from ..unit.test_batch import make_group, make_rollout
 
 SOURCE = Path(winnow.__file__).parent
 PROMPTS = [Prompt(f"p{i}", i, text=str(i)) for i in range(7)]
@@ -248,3 +249,9 @@ def test_the_package_imports_without_torch() -> None:
 
     code = "import winnow, winnow.env.workers.worker, sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
+
+
+def test_tests_build_with_builders_and_not_with_one_another() -> None:
+    imports = re.compile(r"^\s*from [\w.]*\btest_\w+ import", re.MULTILINE)
+    tests = Path(__file__).parents[1]
+    assert [path.name for path in tests.rglob("*.py") if imports.search(path.read_text(encoding="utf-8"))] == []

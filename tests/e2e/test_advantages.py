@@ -16,7 +16,7 @@ from winnow.learner.local.grad_norms import RowHooks
 from winnow.run.plan import plan
 from winnow.study.compare_data import read_run_data
 
-from .test_training import _train_until, assert_clean, fingerprint, resume, train
+from ..builders.runs import _train_until, assert_clean, fingerprint, resume, train
 
 
 def metrics_of(run: Path) -> list[dict[str, float]]:

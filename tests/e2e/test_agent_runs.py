@@ -12,8 +12,8 @@ import pytest
 
 from winnow import Trainer
 
-from ..unit.test_instruct import chat_model  # noqa: F401
-from .test_training import assert_clean, fingerprint
+from ..builders.runs import assert_clean, fingerprint
+from ..builders.tokenizers import chat_model  # noqa: F401
 
 AGENT = '''
 """Asks twice; the reward varies within almost every group."""
@@ -41,7 +41,7 @@ def solve(prompt, base_url):
 
 
 @pytest.fixture
-def config(chat_model: Path, tmp_path: Path) -> dict[str, Any]:  # noqa: F811
+def config(chat_model: Path, tmp_path: Path) -> dict[str, Any]:
     (tmp_path / "agent.py").write_text(AGENT)
     rows = [json.dumps({"prompt": f"What is {n} and {n}?"}) for n in range(12)]
     (tmp_path / "rows.jsonl").write_text("\n".join(rows))

@@ -15,7 +15,7 @@ from winnow.cli.main import app
 from winnow.config import ConfigError, validate
 from winnow.methods.gate.arrol.head import FILE, HeadWeights
 
-from .test_training import _train_until, assert_clean, fingerprint, resume, train
+from ..builders.runs import _train_until, assert_clean, fingerprint, resume, train
 
 ARROL = {"name": "arrol", "at": 3, "cold_start": 1, "min_survivors": 1}
 

@@ -22,7 +22,7 @@ from winnow.sampler.pipe import Pipe
 from winnow.sampler.pool import SamplerPool
 
 from .. import parity
-from .test_training import assert_clean
+from ..builders.runs import assert_clean
 
 REWARD = f"{parity.__file__}:parity_reward"
 

@@ -20,9 +20,9 @@ from winnow.record.rule_audits import rules_of
 from winnow.study.report import write_report
 from winnow.types import GroupView, Token, Verdict
 
+from ..builders.runs import _train_until, assert_clean, fingerprint, resume, train
 from ..gates import Fake
 from ..parity import parity_reward
-from .test_training import _train_until, assert_clean, fingerprint, resume, train
 
 GRESO = {
     "env": {"name": "countdown", "train_size": 6, "test_size": 4},

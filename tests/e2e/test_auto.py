@@ -18,8 +18,8 @@ import winnow.run.auto_settings as machine_module
 from winnow import ConfigError, Trainer
 from winnow.run.plan import plan
 
+from ..builders.runs import assert_clean, fingerprint, resume, train
 from ..parity import parity_reward
-from .test_training import assert_clean, fingerprint, resume, train
 
 FAST, SLOW = "model name: A\nflags: avx2 amx_bf16\n", "model name: B\nflags: avx2\n"
 

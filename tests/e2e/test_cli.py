@@ -14,19 +14,11 @@ from typing import Any
 import pytest
 import typer
 import yaml
-from typer.testing import CliRunner
 
 from winnow.cli.main import app
 from winnow.run.placement import does_not_fit
 
-REWARD = """
-def words(completions, numbers, **columns):
-    return [float(len(c.split()) % 2) for c in completions]
-"""
-
-
-def winnow(*arguments: str | Path) -> Any:
-    return CliRunner().invoke(app, [str(a) for a in arguments])
+from ..builders.commands import REWARD, winnow
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from winnow import Trainer
 from winnow.config import ConfigError
 
 from .. import parity
-from .test_training import _train_until, assert_clean, fingerprint, resume, train
+from ..builders.runs import _train_until, assert_clean, fingerprint, resume, train
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "design.md"
 TEXT = PAGE.read_text(encoding="utf-8")

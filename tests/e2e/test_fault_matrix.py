@@ -23,9 +23,9 @@ from winnow.record.stop_conditions import OutOfMemoryError
 from winnow.run import checkpoint
 from winnow.run.checkpoint import CheckpointError
 
+from ..builders.runs import assert_clean, fingerprint, resume, train
+from ..builders.tokenizers import chat_model
 from ..parity import parity_reward
-from ..unit.test_instruct import chat_model
-from .test_training import assert_clean, fingerprint, resume, train
 
 __all__ = ["chat_model"]  # a fixture
 

@@ -14,8 +14,8 @@ from winnow.base.noise import noise_key
 from winnow.rollout.evaluate import evaluate
 from winnow.sampler.in_process import KEPT, LAG_STREAM
 
+from ..builders.runs import assert_clean, fingerprint, train
 from ..parity import parity_reward
-from .test_training import assert_clean, fingerprint, train
 
 STEPS = 6
 

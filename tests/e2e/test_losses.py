@@ -18,9 +18,9 @@ from winnow.env.base import StepResult
 from winnow.record.stop_conditions import RunStoppedError
 from winnow.tasks.countdown import CountdownConfig
 
+from ..builders.commands import winnow
+from ..builders.watchdogs import run
 from ..parity import parity_reward
-from .test_cli import winnow
-from .test_watchdogs import run
 
 QUIET = {"eval_steps": None, "max_skipped_steps": 3, "max_steps": 6}
 FILE = "test_losses.py"

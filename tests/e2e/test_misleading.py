@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from winnow.record.records import RunDirectoryError, read_metrics
 
-from .test_cli import REWARD, winnow
+from ..builders.commands import REWARD, winnow
 
 GEMMA = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
 SIZES = {

@@ -14,7 +14,7 @@ from tests.parity import parity_reward
 from winnow import ConfigError, Trainer, TrainerCallback, TrainerControl, TrainerState
 from winnow.record.records import RunDirectoryError
 
-from .test_training import assert_clean, fingerprint
+from ..builders.runs import assert_clean, fingerprint
 
 
 class Heard(TrainerCallback):

@@ -17,7 +17,7 @@ from winnow.cli.main import app
 from winnow.config import METHODS, RunConfig, method, validate
 from winnow.run.catalogue import TABLES
 
-from ..unit.test_instruct import chat_model  # noqa: F401
+from ..builders.tokenizers import chat_model  # noqa: F401
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -124,7 +124,7 @@ def test_the_tutorial_from_top_to_bottom(here: Path) -> None:
     assert Path("runs/mine-py/model").is_dir()
 
 
-def test_the_tutorial_of_an_agent(here: Path, chat_model: Path) -> None:  # noqa: F811
+def test_the_tutorial_of_an_agent(here: Path, chat_model: Path) -> None:
     """Whole but for the fetching; the model is one that nobody taught anything."""
     text = (ROOT / "docs" / "tutorial-agent.md").read_text(encoding="utf-8")
     assert make_files(text) == ["sums.jsonl", "my_agent.py", "agent.yaml"]

@@ -15,8 +15,8 @@ from winnow.record.stop_conditions import RunStoppedError
 from winnow.run.checkpoint import CheckpointError
 from winnow.run.standalone import evaluate_model
 
+from ..builders.runs import assert_clean, fingerprint, resume, train
 from ..parity import parity_reward
-from .test_training import assert_clean, fingerprint, resume, train
 
 
 class TestRefusals:

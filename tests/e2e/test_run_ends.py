@@ -19,7 +19,7 @@ from winnow.study.compare import compare
 from winnow.study.compare_data import methods_of, read_run_data
 from winnow.types import Group, GroupKind, Verdict
 
-from .test_training import CARRYING, assert_clean
+from ..builders.runs import CARRYING, assert_clean
 
 
 def _solved(completions: list[str], **columns: object) -> list[float]:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
-import signal
 import sqlite3
 import time
 from pathlib import Path
@@ -14,49 +12,13 @@ from typing import Any
 
 import pytest
 
-from winnow import Trainer, TrainerCallback, TrainerState
-from winnow.record.ledger import Ledger
+from winnow import Trainer
 from winnow.run.checkpoint import CheckpointError
 
-from ..parity import parity_reward
+from ..builders.runs import CARRYING, _train_until, assert_clean, fingerprint, resume, train
 
-CARRYING = {
-    "selector": "greso",
-    "filter": "zero_variance",
-    "rollout_batch": "adaptive",
-    "max_lag": 1,
-    "policy_loss": "plain",
-    "correction": "truncate",
-    "env": {"name": "countdown", "train_size": 6, "test_size": 8},
-}
-"""GRESO with surplus groups that wait, over several epochs of six prompts."""
 OPOB = {"advantage": "opob", "policy_loss": "plain"}
 SYNCED = {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 2, "ref_model_mixup_alpha": 0.5}
-WALL_CLOCK = ("seconds", "tokens_per_second", "step_time", "barrier_wait_s")
-
-
-def train(config: dict[str, Any], **options: Any) -> dict[str, float]:
-    return Trainer(config=config, reward_funcs=parity_reward, **options).train()
-
-
-def resume(run: Path, overrides: dict[str, Any] | None = None) -> dict[str, float]:
-    return Trainer.resume(run, overrides, reward_funcs=parity_reward).train()
-
-
-def fingerprint(run: Path) -> dict[str, Any]:
-    """Hashes of weights, optimizer and ledger, and the metrics without wall-clock ones."""
-    last = sorted((run / "checkpoints").glob("step-*"))[-1]
-    hashes = {str(p.relative_to(last)): hashlib.sha256(p.read_bytes()).hexdigest() for p in last.rglob("*.safetensors")}
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    metrics = [{k: v for k, v in m.items() if not k.startswith(WALL_CLOCK)} for m in lines]
-    with Ledger.open(run / "ledger.sqlite", read_only=True) as ledger:
-        return {"weights": hashes, "metrics": metrics, "ledger": ledger.digest()}
-
-
-def assert_clean(run: Path) -> None:
-    with Ledger.open(run / "ledger.sqlite", read_only=True) as ledger:
-        proof = ledger.verify()
-    assert proof.ok, proof.problems
 
 
 def test_a_run_leaves_everything_behind(tiny_config: dict[str, Any]) -> None:
@@ -250,21 +212,6 @@ def test_a_resume_without_its_checkpoints_is_refused_and_keeps_the_model(tiny_co
     with pytest.raises(CheckpointError, match="its checkpoints are gone"):
         resume(run)
     assert (run / "model" / "config.json").exists()
-
-
-def _train_until(config: dict[str, Any], k: int) -> None:
-    """Interrupt after step k, as Ctrl-C does: the trainer saves and says how to go on."""
-    trainer = Trainer(config=config, reward_funcs=parity_reward)
-
-    class CtrlC(TrainerCallback):
-        def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-            if state.global_step == k:
-                os.kill(os.getpid(), signal.SIGINT)
-
-    trainer.add_callback(CtrlC)
-    with pytest.raises(KeyboardInterrupt, match=f"saved at step {k}; go on with: winnow resume"):
-        trainer.train()
-    assert trainer.state.global_step == k
 
 
 def test_accumulation_and_budget_do_not_change_what_is_trained(tiny_config: dict[str, Any], tmp_path: Path) -> None:

@@ -14,8 +14,7 @@ import torch
 
 pytest.importorskip("trl")
 
-from datasets import Dataset
-from trl import GRPOConfig, GRPOTrainer
+from trl import GRPOTrainer
 from trl.trainer.utils import split_tensor_dict
 
 from winnow import ConfigError
@@ -28,64 +27,17 @@ from winnow.sampler.codec import group_state
 from winnow.study.report import write_report
 from winnow.types import Prompt, Visit
 
+from ..builders.trl_runs import (
+    PROMPTS,
+    G,
+    Watched,
+    arguments,  # noqa: F401
+    metrics,
+    parity,
+    proven,
+    settings,
+)
 from ..unit.fake_samplers import group
-
-G, PROMPTS = 4, 4
-
-
-def parity(completions: list[str], row: list[int], **columns: Any) -> list[float]:
-    """Every third prompt is solved whatever is said."""
-    return [1.0 if i % 3 == 0 else float(len(c.split()) % 2) for c, i in zip(completions, row, strict=True)]
-
-
-@pytest.fixture
-def data(tiny_model: Path) -> Dataset:
-    words = ["1", "2", "3", "4", "5", "6"]
-    return Dataset.from_list([{"prompt": f"{words[i % 6]} {words[i // 6]} 2", "row": i} for i in range(24)])
-
-
-@pytest.fixture
-def arguments(tiny_model: Path, data: Dataset, tmp_path: Path) -> dict[str, Any]:
-    return {"model": str(tiny_model), "reward_funcs": parity, "train_dataset": data, "args": settings(tmp_path / "out")}
-
-
-def settings(out: Path, **more: Any) -> GRPOConfig:
-    usual: dict[str, Any] = {
-        "per_device_train_batch_size": G * PROMPTS,
-        "num_generations": G,
-        "max_completion_length": 8,
-        "learning_rate": 1e-3,
-        "max_steps": 4,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "use_cpu": True,
-        "bf16": False,
-        "gradient_checkpointing": False,
-        "report_to": "none",
-        "disable_tqdm": True,
-    }
-    return GRPOConfig(output_dir=str(out), **usual | more)
-
-
-def metrics(out: Path) -> list[dict[str, float]]:
-    return [json.loads(line) for line in (out / "winnow" / "metrics.jsonl").read_text().splitlines()]
-
-
-def proven(out: Path) -> dict[str, dict[str, float]]:
-    with Ledger.open(out / "winnow" / "ledger.sqlite", read_only=True) as ledger:
-        proof = ledger.verify()
-        assert proof.ok, proof.problems
-        assert ledger.get_meta("finished") == "true"
-        return ledger.totals()
-
-
-class Watched(WinnowGRPOTrainer):
-    """Keeps the tensors that TRL trains on."""
-
-    def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
-        output = super()._generate_and_score_completions(inputs)
-        self.seen = [*getattr(self, "seen", []), {k: v.clone() for k, v in output.items()}]
-        return output
 
 
 def test_without_methods_the_batches_are_those_of_trl(arguments: dict[str, Any], tmp_path: Path) -> None:

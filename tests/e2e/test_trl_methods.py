@@ -24,7 +24,7 @@ from winnow.integrations.trl import WinnowGRPOTrainer, env_reward
 from winnow.methods.correct import effective_sample_size
 from winnow.types import Prompt
 
-from .test_trl import PROMPTS, G, Watched, arguments, data, metrics, parity, proven, settings
+from ..builders.trl_runs import PROMPTS, G, Watched, arguments, data, metrics, parity, proven, settings
 
 __all__ = ["arguments", "data"]  # fixtures
 

@@ -24,7 +24,7 @@ from winnow.integrations.trl import WinnowGRPOTrainer
 from winnow.record.records import RunDirectoryError
 from winnow.record.stop_conditions import RunStoppedError
 
-from .test_trl import G, Watched, metrics, parity, proven, settings
+from ..builders.trl_runs import G, Watched, metrics, parity, proven, settings
 
 pytestmark = pytest.mark.filterwarnings("ignore:You are using")  # TRL's own features are experimental
 SLOW_FALSE, SLOW_TRUE = (pytest.param(value, marks=pytest.mark.slow) for value in (False, True))

@@ -15,7 +15,7 @@ from trl import GRPOTrainer
 
 from winnow.integrations.trl import WinnowGRPOTrainer
 
-from .test_trl import G, proven, settings
+from ..builders.trl_runs import G, proven, settings
 
 STEPS = 4
 PROMPTS = [f"{a} {b} 2" + " 3" * (a % 3) for a in range(1, 5) for b in range(1, 4)]

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import io
 import json
 import re
 import shutil
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,9 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from rich.console import Console
 
-from winnow import Trainer
 from winnow.base.weights import Weights, state_of
 from winnow.config import validate
 from winnow.engine import ModelReference
@@ -24,9 +20,8 @@ from winnow.engine.local.engine import LocalEngine
 from winnow.record.watchdogs import GAP, Watchdogs, first_gap
 from winnow.rollout.evaluate import Evaluation
 from winnow.run.evaluating import Evaluations
-from winnow.study.report import write_report
 
-from ..parity import parity_reward
+from ..builders.watchdogs import run
 
 QUIET = {"learning_rate": 1e-5, "eval_steps": None, "max_steps": 6}
 """Weights move so little that no bound of log-probabilities is reached: the run goes on."""
@@ -34,24 +29,6 @@ QUIET = {"learning_rate": 1e-5, "eval_steps": None, "max_steps": 6}
 
 def half(completions: list[str], **columns: Any) -> list[float]:
     return [0.5 for _ in completions]
-
-
-def run(config: dict[str, Any], reward: Callable[..., Any] = parity_reward, resume: bool = False) -> dict[int, str]:
-    """Warnings by step; each is on the console, in the file and on the page."""
-    directory, out = Path(config["output_dir"]), io.StringIO()
-    given: dict[str, Any] = {"reward_funcs": reward}
-    trainer = Trainer.resume(directory, **given) if resume else Trainer(config=config, **given)
-    trainer.console = Console(file=out, width=1000)
-    trainer.train()
-    file = directory / "warnings.jsonl"
-    found = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
-    page = write_report([directory], directory.parent / "page.html") or directory.parent / "page.html"
-    html = Path(page).read_text()
-    for line in found:
-        assert f"warning: {line['warning']}" in out.getvalue()
-        assert json.dumps(f"Step {line['step']}: {line['warning']}.")[1:-1] in html
-    assert out.getvalue().count("warning: ") == len(found)
-    return {line["step"]: line["warning"] for line in found}
 
 
 def test_a_sound_run_is_not_barked_at(tiny_config: dict[str, Any]) -> None:

@@ -32,7 +32,7 @@ import psutil
 from winnow.base.processor import processor
 from winnow.run.serve import PROCESS_NAME
 
-from ..e2e.test_training import assert_clean, fingerprint
+from ..builders.runs import assert_clean, fingerprint
 from ..pairs.compose import PROCESSES, Acceptance, make_place, tuples
 from ..pairs.harness import Place
 from ..pairs.variants import Settings, together

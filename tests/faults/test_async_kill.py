@@ -21,8 +21,8 @@ from winnow.sampler.handle import SamplerHandle
 from winnow.sampler.pool import SamplerPool
 
 from .. import parity
+from ..builders.runs import assert_clean
 from ..e2e.test_async import process_of
-from ..e2e.test_training import assert_clean
 from .harness import run
 
 ORPHAN_S = 5.0

@@ -15,10 +15,10 @@ from safetensors.torch import load_file, save_file
 from winnow import Trainer
 from winnow.cli.errors import EXPECTED
 
+from ..builders.hostile_state import changed, seal
 from ..pairs.compose import make_place
 from ..pairs.variants import together, variants
 from ..pairs.world import World
-from .test_hostile_state import changed, seal
 
 ANYWHERE = ("not finite; it was not published",)
 """What is told of a weight, not of a file: moments may be any numbers, and only an update shows what they lead to."""

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import copy
-import hashlib
 import json
 import random
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +18,10 @@ from winnow.cli.errors import EXPECTED
 from winnow.run.checkpoint import CheckpointError, marks
 from winnow.sampler.codec import ARRAYS
 
+from ..builders.hostile_state import changed, seal
 from ..pairs.compose import make_place
 from ..pairs.variants import Variant, together, variants
 from ..pairs.world import World, make_model
-
-VALUES = [None, -1, 1e999, "x", [], {}, [None], 2**70, True]
 
 
 def half(completions: list[str], **columns: Any) -> list[float]:
@@ -44,30 +41,6 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run"
 
 
-def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Of everything in a state but the configuration, which is checked as any other; of lists the first two."""
-    if path:
-        yield path
-    inside = value.items() if isinstance(value, dict) else enumerate(value[:2]) if isinstance(value, list) else ()
-    for key, inner in inside:
-        if key != "config":
-            yield from places(inner, (*path, key))
-
-
-def seal(directory: Path, *but: str) -> None:
-    """A manifest that is right about what is there."""
-    if "manifest.json" in but:
-        return
-    manifest = json.loads((directory / "manifest.json").read_text())
-    for name in [*manifest["files"]]:
-        if (directory / name).exists():
-            data = (directory / name).read_bytes()
-            manifest["files"][name] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-        else:
-            del manifest["files"][name]
-    (directory / "manifest.json").write_text(json.dumps(manifest))
-
-
 def with_state(saved: Path, to: Path, state: Any) -> Path:
     shutil.copytree(saved, to)
     (directory,) = (to / "checkpoints").iterdir()
@@ -83,31 +56,6 @@ def resumed(run: Path) -> None:
 
 def state_of(saved: Path) -> Any:
     return json.loads(next(saved.glob("checkpoints/*/state.json")).read_text())
-
-
-def odd(array: np.ndarray, rng: random.Random) -> np.ndarray:
-    """The arrays of a whole group are one of bytes: there, the change is to any of them."""
-    kind = array.dtype
-    values = [-1, 3, 2**40, 2**63 - 1] if kind.kind in "iu" else [-1, 1e300, np.nan, np.inf]
-    flat = array.ravel().copy()
-    with np.errstate(over="ignore"):
-        flat[rng.randrange(flat.size)] = np.array(rng.choice(values)).astype(kind)
-    return flat.reshape(array.shape)
-
-
-def changed(state: Any, rng: random.Random) -> Any:
-    """One place is another value, or gone; of an array, one of its numbers is another."""
-    state, path = copy.deepcopy(state), rng.choice([*places(state)])
-    inside = state
-    for key in path[:-1]:
-        inside = inside[key]
-    if path[-1] == "zlib" and rng.random() < 0.7 and (array := unpack(inside)).size:
-        inside |= pack(odd(array, rng))
-    elif (value := rng.choice([*VALUES, "removed"])) == "removed":
-        del inside[path[-1]]
-    else:
-        inside[path[-1]] = value
-    return state
 
 
 def refusals(saved: Path, folder: Path, seeds: Iterable[str], resume: Callable[[Path], None]) -> list[str]:

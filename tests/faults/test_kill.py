@@ -11,7 +11,7 @@ import pytest
 
 from winnow.record.ledger import Ledger
 
-from ..e2e.test_training import assert_clean, fingerprint
+from ..builders.runs import assert_clean, fingerprint
 from .harness import run
 
 NAMES = [

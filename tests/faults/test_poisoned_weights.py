@@ -12,7 +12,7 @@ from winnow import Trainer
 from winnow.run import checkpoint
 
 from .. import parity
-from ..e2e.test_training import assert_clean
+from ..builders.runs import assert_clean
 
 WEIGHT = "model.layers.1.mlp.down_proj.weight"
 

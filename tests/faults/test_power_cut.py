@@ -13,7 +13,7 @@ import pytest
 from winnow.record import ledger as ledger_module
 from winnow.record.ledger import Ledger, LedgerError
 
-from ..unit.test_ledger import book_step
+from ..builders.ledgers import book_step
 from .power_cut import FOLDER, Note, Operation, Sync, Write, cut, library, recorded
 
 SQLITE = library()

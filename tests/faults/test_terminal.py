@@ -18,7 +18,7 @@ from winnow.run.checkpoint import steps
 from winnow.run.interrupt import StopSignals
 
 from .. import parity
-from ..e2e.test_training import assert_clean
+from ..builders.runs import assert_clean
 
 
 def test_the_run_is_saved_when_the_terminal_closes(tiny_config: dict[str, Any], tmp_path: Path) -> None:

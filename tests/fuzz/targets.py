@@ -179,7 +179,7 @@ def _run() -> Path:
     from winnow.record.ledger import Ledger
     from winnow.run.checkpoint import save
 
-    from ..unit.test_ledger import book_step
+    from ..builders.ledgers import book_step
 
     folder = Path(tempfile.mkdtemp(prefix="fuzz-run-"))
     with Ledger.open(folder / "ledger.sqlite") as ledger:

@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
-from tests.unit.test_report import HOSTILE, decision, make_run, sample
-from tests.unit.test_watch import serving
 from winnow.study.report import write_report
+
+from ..builders.pages import HOSTILE, decision, make_run, sample
+from ..builders.watch import serving
 
 playwright = pytest.importorskip("playwright.sync_api", reason="the package playwright drives the browser")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")

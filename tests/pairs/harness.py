@@ -20,7 +20,7 @@ from winnow import ConfigError, Trainer
 from winnow.record.ledger import Ledger
 from winnow.study.report import write_report
 
-from ..e2e.test_training import WALL_CLOCK, assert_clean, fingerprint
+from ..builders.runs import WALL_CLOCK, assert_clean, fingerprint
 from .variants import PROFILE, Settings
 from .world import World
 

@@ -21,7 +21,7 @@ from winnow import ConfigError, Trainer
 from winnow.methods.filter import FILTERS
 from winnow.run.catalogue import TABLES
 
-from ..e2e.test_training import fingerprint
+from ..builders.runs import fingerprint
 from ..faults.harness import run as run_in_child
 from .compose import PROCESSES, Acceptance, Chosen, compose, covering, in_processes, make_place, pairs, tuples
 from .harness import STEPS, Outcome, Place, check, examine

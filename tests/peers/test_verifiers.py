@@ -15,8 +15,8 @@ from winnow.config import ConfigError
 from winnow.record.stop_conditions import RunStoppedError
 from winnow.tasks.agents.verifiers import VerifiersConfig
 
-from ..e2e.test_training import assert_clean, fingerprint
-from ..unit.test_instruct import chat_model
+from ..builders.runs import assert_clean, fingerprint
+from ..builders.tokenizers import chat_model
 from . import sums_env
 
 __all__ = ["chat_model"]  # a fixture

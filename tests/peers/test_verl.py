@@ -14,9 +14,9 @@ pytest.importorskip("verl")
 
 from winnow import Trainer
 
-from ..e2e.test_training import assert_clean
-from ..unit.test_instruct import chat_model
-from ..unit.test_reward import group, scored
+from ..builders.rewards import group, scored
+from ..builders.runs import assert_clean
+from ..builders.tokenizers import chat_model
 
 __all__ = ["chat_model"]  # a fixture
 

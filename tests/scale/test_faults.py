@@ -22,9 +22,9 @@ from winnow.sampler.handle import SamplerHandle
 from winnow.sampler.pool import SamplerPool
 
 from .. import parity
+from ..builders.nodes import assert_clean, more_steps, processes, restarts, rows, train_while, wait_for
 from ..faults.test_async_kill import assert_trained
 from ..faults.test_poisoned_weights import WEIGHT, poisoned
-from .test_nodes import assert_clean, more_steps, processes, restarts, rows, train_while, wait_for
 
 ray = pytest.importorskip("ray")
 pytestmark = pytest.mark.usefixtures("local_cluster")

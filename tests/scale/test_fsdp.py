@@ -36,8 +36,8 @@ from winnow.record.stop_conditions import RunStoppedError
 from winnow.study.warm_start import word_tokenizer
 
 from .. import parity
+from ..builders.groups import make_group
 from ..unit.learner_models import WORDS, gemma2, llama, random_rows
-from ..unit.test_batch import make_group
 from ..unit.test_off_policy import STEP
 
 ray = pytest.importorskip("ray")

@@ -20,7 +20,7 @@ import psutil
 import pytest
 
 from .. import parity
-from .test_nodes import restarts, rows, wait_for
+from ..builders.nodes import restarts, rows, wait_for
 
 pytest.importorskip("ray")
 pytest.importorskip("vllm")

@@ -26,7 +26,7 @@ from winnow.run import placement
 from winnow.sampler import ray as sampler_ray
 
 from .. import parity
-from .test_nodes import wait_for
+from ..builders.nodes import wait_for
 
 ray = pytest.importorskip("ray")
 pytestmark = pytest.mark.usefixtures("local_cluster")

@@ -22,10 +22,10 @@ from winnow.engine.vllm.options import VllmOptions
 from winnow.record.ledger import Ledger
 
 from .. import parity
+from ..builders.vllm import SMALL_CACHE, WIDE, build, requests
+from ..builders.vllm_lora import Parts, assert_adapters_change_between_steps
+from ..builders.vllm_runs import EVERYTHING, VLLM
 from ..unit.engine_models import make_model, word_tokenizer
-from .test_vllm_engine import SMALL_CACHE, WIDE, build, requests
-from .test_vllm_lora import Parts, assert_adapters_change_between_steps
-from .test_vllm_run import EVERYTHING, VLLM
 
 pytest.importorskip("vllm")
 

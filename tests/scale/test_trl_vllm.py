@@ -10,9 +10,9 @@ import pytest
 from winnow.study.warm_start import WarmStartConfig, warm_start
 from winnow.tasks.countdown import CountdownConfig
 
-from ..e2e.test_trl import PROMPTS, G, Watched, arguments, data, metrics, proven, settings
+from ..builders.trl_runs import PROMPTS, G, Watched, arguments, data, metrics, proven, settings
+from ..builders.vllm import SMALL_CACHE
 from ..e2e.test_trl_methods import PRUNING
-from .test_vllm_engine import SMALL_CACHE
 
 __all__ = ["arguments", "data"]  # fixtures
 

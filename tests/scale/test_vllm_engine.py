@@ -4,40 +4,24 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from winnow.base.noise import noise_key
 from winnow.config import ConfigError
-from winnow.engine import CAPABILITIES, Finished, LocalEngine, ModelReference, Reached, Request, SamplingParams
+from winnow.engine import CAPABILITIES, Finished, LocalEngine, ModelReference, Request, SamplingParams
 from winnow.engine.vllm.options import VllmOptions
 
+from ..builders.vllm import SMALL_CACHE, WIDE, assert_same, build, play, requests
 from ..unit.engine_models import make_model, word_tokenizer
 
 pytest.importorskip("vllm")
 
-WIDE = {"hidden_size": 128, "intermediate_size": 128, "head_dim": 32}
-SMALL_CACHE = {"kv_cache_memory_bytes": 1 << 26}
 MODELS = (("qwen2-tied", 2), ("qwen2-tied", 1), ("qwen3", 1), ("llama-tied", 1))
 """Kind of model, and how many processes each of its layers is cut among; the last engine is there until the end."""
-
-
-def build(name: str, folder: Path, **options: Any) -> tuple[Any, Any]:
-    """A vLLM engine over a saved model, and the embedded one over the same."""
-    model, tokenizer = make_model(name, **WIDE), word_tokenizer()
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    settings: dict[str, Any] = {"slots": 8, "max_length": 128}
-    ours = LocalEngine(model, tokenizer, **settings)
-    theirs = VllmOptions(**settings, **options, args=SMALL_CACHE).build(
-        ModelReference(str(folder), torch.device("cpu")), tokenizer
-    )
-    return theirs, ours
 
 
 @pytest.fixture(scope="module", params=MODELS, ids=lambda p: f"{p[0]}-{p[1]}")
@@ -56,58 +40,6 @@ def weights(engine: LocalEngine, seed: int) -> dict[str, torch.Tensor]:
     facts = engine.sequences.facts
     state = {name: torch.randn(shape, generator=generator) * 0.2 for name, shape in facts.shapes.items()}
     return {name: state[facts.tied.get(name, name)] for name in state}
-
-
-def requests(first: int = 0) -> list[Request]:
-    """More than there are slots, of all kinds; prompts in groups of four."""
-    return [
-        Request(
-            first + i,
-            tuple(1 + (i // 4 * 7 + j) % 50 for j in range(3 + i // 4 * 11)),
-            SamplingParams(
-                max_tokens=6 + i,
-                temperature=(1.0, 0.7, 0.0, 1.3)[i % 4],
-                top_p=(1, 0.9)[i % 2],
-                top_k=(0, 10, 0)[i % 3],
-                stop=("w1", "w2 w3") if i % 5 == 0 else (),
-                repetition_penalty=(1.0, 1.0, 1.0, 1.4)[i % 4],
-            ),
-            noise_key(0, first + i),
-            report_at=(2, 5),
-            confidence=i % 2 == 0,
-            raw_logp=i % 3 == 0,
-            last_hidden=True,
-        )
-        for i in range(20)
-    ]
-
-
-def play(engine: Any, wanted: list[Request], script: dict[int, Any] | None = None) -> dict[Any, Any]:
-    """Events by kind, id and count; `script` has what to do before a step."""
-    engine.submit(wanted)
-    found: dict[Any, Any] = {}
-    step = 0
-    while engine.pending:
-        events = list((script or {}).get(step, lambda e: [])(engine) or [])
-        events += engine.step()
-        step += 1
-        found |= {(type(e).__name__, e.id, e.n if isinstance(e, Reached) else 0): e for e in events}
-    return found
-
-
-def assert_same(theirs: dict[Any, Any], ours: dict[Any, Any]) -> None:
-    assert theirs.keys() == ours.keys()
-    for key, event in theirs.items():
-        for field in fields(event):
-            a, b = getattr(event, field.name), getattr(ours[key], field.name)
-            if field.name == "seconds":
-                continue
-            if not isinstance(a, np.ndarray):
-                assert a == b, (key, field.name)
-            elif a.dtype.kind == "f":
-                np.testing.assert_allclose(a, b, atol=2e-4, err_msg=f"{key} {field.name}")
-            else:
-                np.testing.assert_array_equal(a, b, err_msg=f"{key} {field.name}")
 
 
 def test_what_is_sampled_and_said_is_the_same(engines: tuple[Any, Any]) -> None:

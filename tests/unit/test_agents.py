@@ -17,9 +17,9 @@ from winnow.tasks.agents import AgentConfig, with_agent
 from winnow.tasks.agents.endpoint import Endpoint
 from winnow.types import Fate
 
-from .test_tool_prompts import OneTurn, add, make_tokenizer
-from .test_tool_rollouts import roll
-from .test_tools import call
+from ..builders.tool_calls import call
+from ..builders.tool_rollouts import roll
+from ..builders.tools import OneTurn, add, make_tokenizer
 
 GOES_ON = [{"role": "user", "content": "Go on."}]
 

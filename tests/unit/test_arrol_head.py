@@ -19,7 +19,7 @@ from winnow.methods.gate.arrol.head import FILE, Example, HeadWeights, QualityHe
 from winnow.methods.gate.arrol.rule import ArrolRule
 from winnow.methods.gate.arrol.stats import Realised, auroc
 
-from .test_arrol import H, built, play, view
+from ..builders.arrol import H, built, play, view
 
 
 def test_a_head_that_diverges_is_thrown_away() -> None:

@@ -19,9 +19,9 @@ from winnow.rollout.options import RolloutOptions
 from winnow.rollout.runner import RolloutRunner
 from winnow.types import Group, Job, Visit
 
+from ..builders.arrol import H, built, play, view
+from ..builders.toy_rollouts import ToyTask
 from ..gates import ask, named
-from .test_arrol import H, built, play, view
-from .test_rollout import ToyTask
 
 
 def sampled(model: Path, gate: ArrolGate, **params: Any) -> list[Group]:

@@ -15,9 +15,9 @@ from winnow.rollout.options import RolloutOptions
 from winnow.rollout.runner import RolloutRunner
 from winnow.types import Fate, Group, Job, Visit
 
+from ..builders.arrol import built
+from ..builders.toy_rollouts import ToyTask
 from ..gates import named
-from .test_arrol import built
-from .test_rollout import ToyTask
 
 
 def test_survivors_have_the_tokens_that_they_have_without_pruning(tiny_model: Path) -> None:

@@ -13,30 +13,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from winnow.methods.advantage import ADVANTAGES
 from winnow.methods.gate.audit import AuditedGate, RuleAudit, squared_advantages
 from winnow.methods.group_kind import GroupJudge
-from winnow.methods.select import SELECTORS
 from winnow.methods.select.audit import AuditedSelector
-from winnow.methods.select.stream import StreamSelector
 from winnow.types import EnvStep, Fate, Group, GroupView, Prompt, Token, Verdict, Visit
 
+from ..builders.audited import JUDGE, answered, build, replace_visit
+from ..builders.groups import make_group
+from ..builders.toy_rollouts import SHORT_TURNS, EchoEnv, ToyTask, run
 from ..gates import Fake
-from .test_batch import make_group
-from .test_rollout import SHORT_TURNS, EchoEnv, ToyTask, run
 
 PROMPTS = [Prompt(f"p{i}", i, text=str(i)) for i in range(40)]
-JUDGE = GroupJudge(advantage=ADVANTAGES["grpo"]())
-
-
-def build(name: str, prompts: list[Prompt], *, seed: int = 3, **audit: Any) -> AuditedSelector:
-    selector: StreamSelector = SELECTORS[name]().build(prompts, seed=seed)
-    return AuditedSelector(selector, RuleAudit(name, **({"epsilon": 0.3} | audit), seed=seed), JUDGE)
-
-
-def answered(visit: Visit, teaches: bool) -> Group:
-    return replace_visit(make_group(visit.number, [1.0, 0.0] if teaches else [0.0, 0.0]), visit)
-
-
-def replace_visit(group: Group, visit: Visit) -> Group:
-    return Group(visit, group.rollouts, group.decisions)
 
 
 @pytest.mark.parametrize("name", ["greso", "backoff"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,20 +14,15 @@ from winnow.learner.batch import rows_of
 from winnow.methods.advantage import ADVANTAGES, reinforce_pp, remax
 from winnow.types import Group
 
-from .test_batch import make_group, make_rollout
+from ..builders.greedy import reward, with_greedy
+from ..builders.groups import make_group
 
-reward = st.one_of(st.none(), st.sampled_from([0.0, 1.0, 0.1]), st.floats(-10, 10))
 member = st.tuples(reward, st.integers(0, 9))
 batches = st.lists(st.lists(member, min_size=1, max_size=6), min_size=1, max_size=4)
 
 
 def groups_of(batch: list[list[tuple[float | None, int]]]) -> list[Group]:
     return [make_group(n, [r for r, _ in group], [t for _, t in group]) for n, group in enumerate(batch)]
-
-
-def with_greedy(group: Group, reward: float | None) -> Group:
-    greedy = replace(make_rollout(len(group.rollouts), 3, reward), greedy=True)
-    return Group(group.visit, [*group.rollouts, greedy])
 
 
 @given(batch=batches)

@@ -32,9 +32,9 @@ from winnow.sampler.codec import (
 )
 from winnow.types import Decision, EnvStep, Fate, Group, Job, Prompt, Rollout, Token, Turn, Verdict, Visit
 
+from ..builders.audited import answered, build
+from ..builders.toy_rollouts import ToyTask
 from ..gates import named
-from .test_audited import answered, build
-from .test_rollout import ToyTask
 
 PROMPTS = [Prompt(f"p{i}", i, text=str(i)) for i in range(5)]
 

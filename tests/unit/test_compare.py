@@ -20,7 +20,7 @@ from winnow.study.compare_data import CompareError, Point
 from winnow.study.compare_view import render, to_json, write_page
 from winnow.types import Fate, Group, Prompt, Visit
 
-from .test_report import HOSTILE, Page, rollout
+from ..builders.pages import HOSTILE, Page, rollout
 
 # intervals
 

@@ -15,8 +15,8 @@ from winnow.record.stop_conditions import RunStoppedError
 from winnow.sampler.base import SamplersLostError
 from winnow.types import GroupKind, Verdict, Visit
 
+from ..builders.buffers import oldest
 from .fake_run import FakeRun, Outcome
-from .test_scheduling import oldest
 
 STEPS, BATCH = 15, 4
 CUTS = (

@@ -12,8 +12,8 @@ from winnow.methods.group_kind import BY_REWARDS
 from winnow.record.step_metrics import Tally
 from winnow.types import Group, Prompt, Rollout, Visit
 
-from .test_batch import make_group
-from .test_kl_off_policy import PROMPT, SEQUENCES, V, model_of, toy
+from ..builders.groups import make_group
+from ..builders.toy_models import PROMPT, SEQUENCES, V, model_of, toy
 
 
 def test_the_mean_over_samples_is_the_divergence_a_token() -> None:

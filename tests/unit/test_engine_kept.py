@@ -11,8 +11,8 @@ import pytest
 from winnow.base.noise import noise_key
 from winnow.engine import Finished, LocalEngine, Request, SamplingParams
 
+from ..builders.engines import make_engine
 from .engine_models import FUSED, GENERIC, VOCAB, make_model, plain_logits, plain_logp, run
-from .test_engine_local import make_engine
 
 TURNS = 3
 

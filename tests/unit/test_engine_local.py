@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from winnow.base.noise import as_tensor, noise_key, uniform
-from winnow.engine import Finished, LocalEngine, Request, SamplingParams
+from winnow.engine import Finished, LocalEngine
 from winnow.engine.local import engine as local_module
 
+from ..builders.engines import TOKENIZER, make_engine, one
 from .engine_models import (
     EOS,
     FUSED,
@@ -25,19 +26,6 @@ from .engine_models import (
     run,
     word_tokenizer,
 )
-
-TOKENIZER = word_tokenizer()
-
-
-def make_engine(model: Any = "qwen2-tied", **options: Any) -> LocalEngine:
-    model = make_model(model) if isinstance(model, str) else model
-    return LocalEngine(model, TOKENIZER, **{"slots": 8, **options})
-
-
-def one(prompt: tuple[int, ...] = (1, 2, 3), max_tokens: int = 6, name: Any = "x", **rest: Any) -> Request:
-    params = SamplingParams(max_tokens, **rest.pop("params", {}))
-    return Request(name, prompt, params, rest.pop("key", noise_key(7, hash(name) % 97)), **rest)
-
 
 # ---- log-probabilities and tokens ------------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ import transformers as hf
 from winnow.engine import ENGINES, LocalEngine, LocalOptions, ModelReference, Request
 from winnow.engine.local import hf as hf_module
 
+from ..builders.engines import TOKENIZER, make_engine, one
 from .engine_models import (
     PADDED,
     SIZES,
@@ -24,7 +25,6 @@ from .engine_models import (
     plain_logp,
     run,
 )
-from .test_engine_local import TOKENIZER, make_engine, one
 
 
 @pytest.mark.parametrize("name", ["qwen2-tied", "qwen3", "gpt2"])

@@ -12,7 +12,7 @@ from winnow.base.files import bytes_of, from_json
 from winnow.cli.main import app
 from winnow.run.checkpoint import CheckpointError, marks
 
-from .test_report import make_run
+from ..builders.pages import make_run
 
 
 def test_an_ordinary_file_is_read_and_no_other(tmp_path: Path) -> None:

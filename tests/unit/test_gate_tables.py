@@ -24,7 +24,7 @@ from winnow.study.joint import choose_jointly
 from winnow.study.replay_stats import Bound, Choice, calibrate
 from winnow.types import Turn
 
-from .test_batch import make_group
+from ..builders.groups import make_group
 from .test_replay import T_MAX, command, make_rows, without, write
 from .test_replay_stats import recorded_of
 

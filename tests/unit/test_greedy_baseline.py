@@ -21,11 +21,11 @@ from winnow.rollout.runner import RolloutRunner
 from winnow.sampler.codec import group_from, group_state
 from winnow.types import Fate, Group, GroupView, Job, Token, Verdict, Visit
 
+from ..builders.greedy import with_greedy
+from ..builders.groups import make_group
+from ..builders.toy_rollouts import SHORT_TURNS, EchoEnv, StepGate, ToyTask
 from ..gates import Fake, named
 from ..parity import parity_reward
-from .test_baselines import with_greedy
-from .test_batch import make_group
-from .test_rollout import SHORT_TURNS, EchoEnv, StepGate, ToyTask
 
 SIZE = 3
 

@@ -16,9 +16,9 @@ from winnow.methods.advantage import ADVANTAGES
 from winnow.methods.loss import LossConfig
 from winnow.types import Fate, Group
 
+from ..builders.groups import make_group
+from ..builders.kl_in_reward import trained
 from .learner_models import VOCABULARY, llama
-from .test_batch import make_group
-from .test_kl_in_reward import trained
 
 LOSS_TYPES = ["dapo", "grpo", "dr_grpo", "sequence_sum"]
 LONGEST = 16

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 from rich.console import Console
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, LlamaForCausalLM
 from typer.testing import CliRunner
 
 from winnow import Trainer
@@ -26,46 +25,15 @@ from winnow.run.prompt_example import on_one_line
 from winnow.study.report import report_data
 from winnow.types import Prompt
 
-SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-CHATML = (
-    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+from ..builders.tokenizers import (
+    CHATML,
+    chat_model,  # noqa: F401
+    chat_tokenizer,
 )
+
 NO_SYSTEM = (
     "{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}" + CHATML
 )
-
-
-def chat_tokenizer(template: str | None = CHATML, eos: str = SPECIAL[0]) -> Any:
-    """Bytes and three special tokens; as with many base models, the one that ends a turn is not the tokenizer's end."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    core = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate([*SPECIAL, *alphabet])}, merges=[]))
-    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    core.decoder = decoders.ByteLevel()
-    core.add_special_tokens(list(SPECIAL))
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token=eos, pad_token=SPECIAL[0])
-    tokenizer.chat_template = template
-    return tokenizer
-
-
-@pytest.fixture
-def chat_model(tmp_path: Path) -> Path:
-    """A directory with a Llama of one layer that nobody taught anything, and the tokenizer above."""
-    tokenizer = chat_tokenizer()
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=512,
-        eos_token_id=0,
-        pad_token_id=0,
-    )
-    LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
-    tokenizer.save_pretrained(tmp_path / "model")
-    return tmp_path / "model"
 
 
 def ends(model: Path, template: str | None) -> set[str]:

@@ -12,16 +12,13 @@ import torch
 from winnow.learner.kl_in_reward import penalised
 from winnow.learner.local.learner import LearnerOptions, LocalLearner
 from winnow.learner.local.logprob import TokenDistribution
-from winnow.learner.step import OptimizerStep, StepOptions
 from winnow.methods.advantage import ADVANTAGES
-from winnow.methods.correct.none import NoScale
-from winnow.methods.correct.truncate import Truncate
-from winnow.methods.loss import LossConfig
 from winnow.types import Group, Prompt, Rollout, Visit
 
-from .learner_models import VOCABULARY, assert_equal, learner_of, llama
-from .test_batch import make_group
-from .test_kl_off_policy import PROMPT, SEQUENCES, V, close, flat, model_of, parameters, toy
+from ..builders.groups import make_group
+from ..builders.kl_in_reward import trained
+from ..builders.toy_models import PROMPT, SEQUENCES, V, close, flat, model_of, parameters, toy
+from .learner_models import VOCABULARY, assert_equal, llama
 
 BETA = 0.3
 
@@ -69,27 +66,6 @@ def groups_of(rewards: list[list[float | None]]) -> list[Group]:
 
 
 REWARDS: list[list[float | None]] = [[1.0, 0.0, 0.3], [1.0, 1.0, 1.0], [0.0, None, 1.0]]
-
-
-def trained(groups: list[Group], advantage: Any, kl_in_reward: float, **loss: Any) -> tuple[Any, dict[str, float]]:
-    model, reference = llama().double(), llama().double()
-    with torch.no_grad():
-        for parameter in reference.parameters():
-            parameter.mul_(0.9)
-    options = StepOptions(
-        learning_rate=1e-3,
-        lr_scheduler_type="constant",
-        warmup_steps=0,
-        max_steps=1,
-        num_iterations=1,
-        max_completion_length=16,
-        mask_truncated_completions=False,
-        seed=0,
-        kl_in_reward=kl_in_reward,
-    )
-    terms = LossConfig("plain", loss_type="sequence_sum", correction=Truncate(), **loss)
-    metrics = OptimizerStep(learner_of(model, reference, tokens=20), advantage, terms, NoScale(), options)(groups, 0)
-    return (model, reference), metrics
 
 
 def by_hand(groups: list[Group], scaled: bool) -> list[list[float | None]]:

@@ -6,15 +6,11 @@ update's gradient is the expectation over what is sampled, and what it should be
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaForCausalLM
 
 from winnow.learner.base import Stats
 from winnow.learner.batch import MicroBatch
@@ -27,58 +23,21 @@ from winnow.methods.correct.none import NoCorrection
 from winnow.methods.correct.truncate import Truncate
 from winnow.methods.loss import LossConfig
 
-from .learner_models import llama
+from ..builders.toy_models import (
+    BETA,
+    PROMPT,
+    SEQUENCES,
+    Toy,
+    V,
+    close,
+    flat,
+    model_of,
+    parameters,
+    toy,
+)
 
-V, PROMPT, BETA = 4, [7, 8], 0.7
-SEQUENCES = list(itertools.product(range(V), repeat=2))
 FREE = Truncate(level="sequence", high=None)
 Slope = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-
-
-@cache
-def model_of(seed: int) -> LlamaForCausalLM:
-    model = llama().double()
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter += 0.1 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-    return model
-
-
-@dataclass
-class Toy:
-    """Log-probabilities of the two tokens of every sequence, [16, 2]; those of the policy have a graph."""
-
-    policy: torch.Tensor
-    sampler: torch.Tensor
-    reference: torch.Tensor
-    policy_DV: tuple[torch.Tensor, torch.Tensor]
-    """Whole distributions: [V] of the first token, [V, V] of the second."""
-    reference_DV: tuple[torch.Tensor, torch.Tensor]
-
-
-def distributions(model: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    ids = torch.tensor([[*PROMPT, first] for first in range(V)])
-    logp = model(input_ids=ids).logits[:, :, :V].log_softmax(-1)
-    return logp[0, len(PROMPT) - 1], logp[:, len(PROMPT)]
-
-
-def of_sequences(first_V: torch.Tensor, second_VV: torch.Tensor) -> torch.Tensor:
-    return torch.stack([torch.stack([first_V[a], second_VV[a, b]]) for a, b in SEQUENCES])
-
-
-def toy(on_policy: bool = False) -> Toy:
-    policy, reference = distributions(model_of(0)), [x.detach() for x in distributions(model_of(2))]
-    sampler = of_sequences(*distributions(model_of(0 if on_policy else 1))).detach()
-    return Toy(of_sequences(*policy), sampler, of_sequences(*reference), policy, (reference[0], reference[1]))
-
-
-def parameters() -> list[torch.Tensor]:
-    return list(model_of(0).parameters())
-
-
-def flat(gradients: Any) -> torch.Tensor:
-    return torch.cat([g.reshape(-1) for g in gradients])
 
 
 def learned(t: Toy, loss: LossConfig) -> torch.Tensor:
@@ -124,10 +83,6 @@ ESTIMATORS = list(SLOPES)
 
 def config(estimator: Any, policy_loss: Any, correction: Correction, **options: Any) -> LossConfig:
     return LossConfig(policy_loss, beta=BETA, kl_estimator=estimator, correction=correction, **options)
-
-
-def close(ours: torch.Tensor, exact: torch.Tensor) -> None:
-    torch.testing.assert_close(ours, exact, rtol=1e-6, atol=1e-7 * float(1 + exact.abs().max()))
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)

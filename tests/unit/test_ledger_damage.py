@@ -18,7 +18,7 @@ from winnow.record.ledger import TABLES, Ledger, LedgerError
 from winnow.record.rows import damage, examined
 from winnow.study.report import write_report
 
-from .test_ledger import book_step, ledger, path, visit
+from ..builders.ledgers import book_step, ledger, path, visit
 
 __all__ = ["ledger", "path"]  # fixtures
 

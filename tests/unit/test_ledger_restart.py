@@ -15,7 +15,7 @@ import pytest
 from winnow.record.ledger import Ledger, LedgerError
 from winnow.types import Fate
 
-from .test_ledger import book_step, group, ledger, path, visit
+from ..builders.ledgers import book_step, group, ledger, path, visit
 
 __all__ = ["ledger", "path"]  # fixtures
 
@@ -149,12 +149,13 @@ def test_new_ledger_does_not_pass_for_a_lost_one(path: Path) -> None:
 
 def test_kill_loses_nothing_that_was_booked(path: Path) -> None:
     code = (
-        "import os, signal, sys; from pathlib import Path; sys.path.insert(0, sys.argv[2]); import test_ledger as t\n"
+        "import os, signal, sys; from pathlib import Path; sys.path.insert(0, sys.argv[2])\n"
+        "import tests.builders.ledgers as t\n"
         "ledger = t.Ledger.open(sys.argv[1])\n"
         "t.book_step(ledger, 0); print(__import__('json').dumps(ledger.mark()), flush=True)\n"
         "t.book_step(ledger, 1); ledger.visit([t.visit(4)], step=2, version=2); os.kill(os.getpid(), signal.SIGKILL)\n"
     )
-    command = [sys.executable, "-c", code, str(path), str(Path(__file__).parent)]
+    command = [sys.executable, "-c", code, str(path), str(Path(__file__).parents[2])]
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=60, env={**os.environ, "OMP_NUM_THREADS": "1"}
     )

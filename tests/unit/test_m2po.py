@@ -21,8 +21,8 @@ from winnow.methods.correct.none import NoScale
 from winnow.methods.correct.ratios import Evidence
 from winnow.methods.loss import LossConfig
 
+from ..builders.groups import make_group
 from .learner_models import assert_equal, learner_of, llama, random_rows
-from .test_batch import make_group
 
 STEP: dict[str, Any] = {"lr_scheduler_type": "constant", "warmup_steps": 0, "max_steps": 1, "num_iterations": 2}
 STEP |= {"max_completion_length": 16, "mask_truncated_completions": False, "seed": 0}

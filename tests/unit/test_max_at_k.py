@@ -15,7 +15,7 @@ from winnow.methods.advantage import ADVANTAGES, max_at_k, rloo
 from winnow.methods.group_kind import GroupJudge
 from winnow.types import GroupKind
 
-from .test_batch import make_group
+from ..builders.groups import make_group
 
 reward = st.one_of(st.just(math.nan), st.sampled_from([0.0, 1.0, 0.1]), st.floats(-10, 10))
 

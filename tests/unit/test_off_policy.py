@@ -20,8 +20,8 @@ from winnow.methods.correct.truncate import Truncate
 from winnow.methods.loss import LossConfig
 from winnow.types import Group
 
+from ..builders.groups import make_group, make_rollout
 from .learner_models import learner_of, llama
-from .test_batch import make_group, make_rollout
 
 STEP: dict[str, Any] = {"lr_scheduler_type": "constant", "warmup_steps": 0, "max_steps": 9, "num_iterations": 1}
 STEP |= {"max_completion_length": 16, "mask_truncated_completions": False, "seed": 0}

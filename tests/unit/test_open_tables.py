@@ -24,9 +24,9 @@ from winnow.tasks import ENVS
 from winnow.types import GroupKind, Prompt
 
 from .. import parity
-from ..e2e.test_training import _train_until, assert_clean, fingerprint, resume, train
+from ..builders.groups import make_group
+from ..builders.runs import _train_until, assert_clean, fingerprint, resume, train
 from .fake_run import FakeRun
-from .test_batch import make_group
 
 RULES = '''
 from __future__ import annotations

@@ -19,8 +19,8 @@ from winnow.methods.correct import Evidence
 from winnow.methods.correct.truncate import Truncate
 from winnow.methods.loss import LossConfig
 
+from ..builders.groups import make_group
 from .learner_models import assert_equal, learner_of, llama, random_rows
-from .test_batch import make_group
 
 
 def variance(rewards: np.ndarray, w: np.ndarray, gradients: np.ndarray, b: float) -> float:

@@ -19,8 +19,8 @@ from winnow.rollout.options import RolloutOptions
 from winnow.rollout.runner import OVERLAP, RolloutRunner
 from winnow.types import EnvStep, Fate, Group, Job, Verdict, Visit
 
+from ..builders.toy_rollouts import EchoEnv, ToyTask, policy, run  # noqa: F401
 from ..gates import Fake
-from .test_rollout import EchoEnv, ToyTask, policy, run  # noqa: F401
 
 
 class Elsewhere:
@@ -57,12 +57,12 @@ def same(a: list[Group], b: list[Group]) -> None:
             assert (r.reward, r.stop_reason, r.fate, len(r.turns)) == (s.reward, s.stop_reason, s.fate, len(s.turns))
 
 
-def test_the_same_rollouts_as_with_an_environment_in_process(policy: Any, pool: ThreadPoolExecutor) -> None:  # noqa: F811
+def test_the_same_rollouts_as_with_an_environment_in_process(policy: Any, pool: ThreadPoolExecutor) -> None:
     elsewhere = ToyTask(make=lambda _: Elsewhere(EchoEnv(3), pool, lambda: 0.0))  # type: ignore[arg-type,return-value]
     same(run(policy, ToyTask(make=lambda _: EchoEnv(3)), max_tokens=200), run(policy, elsewhere, max_tokens=200))
 
 
-def test_what_runs_together_does_not_depend_on_how_long_they_take(policy: Any, pool: ThreadPoolExecutor) -> None:  # noqa: F811
+def test_what_runs_together_does_not_depend_on_how_long_they_take(policy: Any, pool: ThreadPoolExecutor) -> None:
     draw = np.random.default_rng(0)
 
     def submissions(pause: Callable[[], float]) -> list[tuple[int, Any]]:
@@ -91,7 +91,7 @@ def test_what_runs_together_does_not_depend_on_how_long_they_take(policy: Any, p
     assert submissions(lambda: float(draw.uniform(0, 0.02))) == quick
 
 
-def test_one_that_breaks_fails_its_rollout_only(policy: Any, pool: ThreadPoolExecutor) -> None:  # noqa: F811
+def test_one_that_breaks_fails_its_rollout_only(policy: Any, pool: ThreadPoolExecutor) -> None:
     def make(made: int) -> Any:
         return Elsewhere(EchoEnv(3, fail_at=2 if made == 1 else None), pool, lambda: 0.001)
 
@@ -99,11 +99,11 @@ def test_one_that_breaks_fails_its_rollout_only(policy: Any, pool: ThreadPoolExe
     failed = [r for g in groups for r in g.rollouts if r.fate == Fate.FAILED]
     assert len(failed) == 1
     assert failed[0].reward is None
-    said = r"the environment failed: ConnectionError: the simulator went away \(tests/unit/test_rollout\.py:\d+\)"
+    said = r"the environment failed: ConnectionError: the simulator went away \(tests/builders/toy_rollouts\.py:\d+\)"
     assert re.fullmatch(said, failed[0].reason)
 
 
-def test_one_that_cannot_be_reset_fails_its_rollout_only(policy: Any, pool: ThreadPoolExecutor) -> None:  # noqa: F811
+def test_one_that_cannot_be_reset_fails_its_rollout_only(policy: Any, pool: ThreadPoolExecutor) -> None:
     class Broken(EchoEnv):
         def reset(self) -> str | None:
             raise OSError("no such game")
@@ -117,7 +117,7 @@ def test_one_that_cannot_be_reset_fails_its_rollout_only(policy: Any, pool: Thre
     assert re.fullmatch(said, reason)
 
 
-def test_a_gate_waits_for_all_answers_and_cuts_the_group_once(policy: Any, pool: ThreadPoolExecutor) -> None:  # noqa: F811
+def test_a_gate_waits_for_all_answers_and_cuts_the_group_once(policy: Any, pool: ThreadPoolExecutor) -> None:
     class Cut(Fake):
         at, asked = EnvStep(2), 0
 
@@ -134,7 +134,7 @@ def test_a_gate_waits_for_all_answers_and_cuts_the_group_once(policy: Any, pool:
 
 
 def test_a_run_of_many_turns_writes_what_a_gate_would_have_gone_by(
-    policy: Any,  # noqa: F811
+    policy: Any,
     tiny_config: dict[str, Any],
     pool: ThreadPoolExecutor,
 ) -> None:

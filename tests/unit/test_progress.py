@@ -15,7 +15,7 @@ from winnow.methods.gate.divergence import Divergence
 from winnow.sampler.codec import group_from, group_state
 from winnow.types import Fate
 
-from .test_rollout import SHORT_TURNS, EchoEnv, StepGate, ToyTask, run
+from ..builders.toy_rollouts import SHORT_TURNS, EchoEnv, StepGate, ToyTask, run
 
 
 @pytest.fixture(scope="module")

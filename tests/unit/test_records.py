@@ -9,7 +9,7 @@ import pytest
 from winnow.config import RunConfig, validate
 from winnow.record.records import METRICS, SAMPLES, Records, RunDirectoryError, lock
 
-from .test_batch import make_group
+from ..builders.groups import make_group
 
 
 @pytest.fixture

@@ -18,8 +18,8 @@ from winnow.methods.correct import NoScale
 from winnow.methods.loss import LossConfig
 from winnow.run.build import step_options
 
+from ..builders.groups import make_group
 from .learner_models import VOCABULARY, llama, random_rows
-from .test_batch import make_group
 
 GOOD = {"model": "m", "env": "countdown"}
 

@@ -18,9 +18,9 @@ from winnow.methods.gate.overrides import ALONE, Overrides
 from winnow.methods.gate.refit import LEAST, MOST, Refit
 from winnow.types import Decision, EnvStep, Token, Verdict
 
+from ..builders.divergence import Walk, digest, view_of
+from ..builders.groups import make_group
 from ..gates import ask
-from .test_batch import make_group
-from .test_divergence import Walk, digest, view_of
 
 
 def refit_of(seen: list[tuple[float, bool, float]], precision: float = 0.8, every: int = 1) -> Refit:

@@ -26,7 +26,7 @@ from winnow.methods.gate.signals import SIGNALS
 from winnow.study.gate_tables import ReplayError, correlate, read_recorded, sweep
 from winnow.types import Fate, Turn
 
-from .test_batch import make_group
+from ..builders.groups import make_group
 
 SEVEN = list(SIGNALS)
 T_MAX = 30

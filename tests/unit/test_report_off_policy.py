@@ -13,7 +13,7 @@ import pytest
 from winnow.learner.off_policy import LAG_BANDS
 from winnow.sampler.handle import SamplerHandle
 
-from .test_report import card, make_run, page
+from ..builders.pages import card, make_run, page
 
 ASSETS = Path(__file__).parents[2] / "src/winnow/study/assets"
 

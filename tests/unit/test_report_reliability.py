@@ -10,7 +10,7 @@ import pytest
 from winnow.study.report import write_report
 from winnow.study.report_data import read_run
 
-from .test_report import Page, make_run
+from ..builders.pages import Page, make_run
 
 
 def test_the_reliability_diagram_sums_over_steps_and_its_series_are_no_charts(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from winnow.base.sanitize import visible
 
-from .test_report import decision, make_run, page, sample
+from ..builders.pages import decision, make_run, page, sample
 
 
 def test_samples_show_every_fate_and_messages_as_paragraphs(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from winnow.env.rewards import reward_model
 from winnow.env.rewards.rewarder import Rewarder
 from winnow.types import Fate
 
-from .test_reward import group, scored
+from ..builders.rewards import group, scored
 
 TEMPLATE = "{% for m in messages %}{{ m.role }} : {{ m.content }} {% endfor %}"
 LONGEST = 40

@@ -2,100 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import pytest
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from winnow.engine import LocalEngine, SamplingParams
-from winnow.env.base import Env, ModelTurn, StepResult
+from winnow.env.base import ModelTurn, StepResult
 from winnow.env.rewards.pooled import completion_text
 from winnow.env.rewards.rewarder import Rewarder
 from winnow.env.rewards.scores import completion_of
 from winnow.rollout.evaluate import RollOut, evaluate, pass_at_k, run_jobs, summarize
 from winnow.rollout.options import RolloutOptions
 from winnow.rollout.runner import RolloutRunner
-from winnow.types import EnvStep, Fate, Group, GroupView, Job, Prompt, Token, Turn, Verdict, Visit
+from winnow.types import Fate, GroupView, Prompt, Turn, Verdict
 
-from ..gates import Fake, named
+from ..builders.toy_rollouts import (
+    SHORT_TURNS,
+    EchoEnv,
+    HalfGate,
+    StepGate,
+    ToyTask,
+    policy,  # noqa: F401
+    run,
+)
 from ..parity import parity_reward
-
-
-@dataclass
-class EchoEnv:
-    """Answers every action with a fixed observation; done after `turns` actions, reward = number of actions."""
-
-    turns: int
-    fail_at: int | None = None
-    steps: int = 0
-
-    def reset(self) -> str | None:
-        return " 7"
-
-    def step(self, text: str) -> StepResult:
-        self.steps += 1
-        if self.steps == self.fail_at:
-            raise ConnectionError("the simulator went away")
-        done = self.steps >= self.turns
-        return StepResult("8 9", float(self.steps) if done else None, done)
-
-
-@dataclass
-class ToyTask:
-    """Prompts of Countdown words; environments as a function of how many were made."""
-
-    make: Callable[[int], Env | None] = lambda made: None
-    max_turns: int = 5
-    name: str = "toy"
-    stop: tuple[str, ...] = ()
-    made: int = 0
-    reward_funcs: Sequence[Any] = (parity_reward,)
-    train: list[Prompt] = field(default_factory=lambda: [Prompt(f"p{i}", i, text=f"numbers {i} :") for i in range(8)])
-    test: list[Prompt] = field(default_factory=list)
-
-    def make_env(self, prompt: Prompt) -> Env | None:
-        self.made += 1
-        return self.make(self.made - 1)
-
-    def fingerprint(self) -> str:
-        return "toy"
-
-
-@pytest.fixture(scope="module")
-def policy(tiny_model: Path) -> tuple[Any, Any]:
-    return AutoModelForCausalLM.from_pretrained(tiny_model), AutoTokenizer.from_pretrained(tiny_model)
-
-
-def run(
-    policy: tuple[Any, Any], task: ToyTask, *, gates: Sequence[Any] = (), size: int = 4, **options: Any
-) -> list[Group]:
-    engine = LocalEngine(*policy, slots=options.pop("slots", 8))
-    params = SamplingParams(options.pop("max_tokens", 12), stop=options.pop("stop", ()))
-    rewarder = Rewarder(task.reward_funcs)
-    runner = RolloutRunner(
-        engine, task, policy[1], rewarder, {"train": RolloutOptions(params, 32, seed=0)}, named(gates)
-    )
-    for number, prompt in enumerate(task.train[:3]):
-        runner.launch(Job(Visit(number, 0, prompt), size))
-    groups: list[Group] = []
-    for _ in range(10_000):
-        for group in runner.poll():
-            groups.append(group)
-            for gate in gates:
-                gate.observe(group)
-        if not runner.pending:
-            break
-    rewarder.close()
-    assert runner.pending == 0
-    assert engine.pending == 0
-    assert len(engine._kept) == 0, "keys and values of ended rollouts"
-    assert [g.visit.number for g in groups] == [0, 1, 2], "launch order"
-    assert all([r.sibling for r in g.rollouts] == list(range(size)) for g in groups)
-    return groups
 
 
 def test_one_turn_rollouts_are_scored(policy) -> None:
@@ -205,28 +137,6 @@ def test_a_prompt_that_cannot_be_encoded_fails_its_group(policy) -> None:
     assert all(r.reward is not None for r in groups[0].rollouts)
 
 
-SHORT_TURNS = ("=", "+", "-", "*", "/", ",")
-
-
-class HalfGate(Fake):
-    """Prunes odd siblings at the third token."""
-
-    at = Token(3)
-    needs = frozenset({"hidden"})
-
-    def __init__(self) -> None:
-        self.views: list[GroupView] = []
-        self.observed: list[Group] = []
-
-    def decide(self, view: GroupView) -> Verdict:
-        self.views.append(view)
-        assert view.sibling is not None
-        return Verdict(view.sibling % 2 == 0, "odd", probability=0.5)
-
-    def observe(self, group: Group) -> None:
-        self.observed.append(group)
-
-
 def test_a_token_gate_prunes_single_siblings(policy) -> None:
     gate = HalfGate()
     groups = run(policy, ToyTask(), gates=[gate])
@@ -262,19 +172,6 @@ def test_who_was_pruned_by_one_gate_is_not_shown_to_the_next(policy) -> None:
     assert {v.sibling for v in many.views} == {0, 2}
     chances = {(r.reason, r.survival_p) for g in groups for r in g.rollouts if r.fate == Fate.PRUNED}
     assert chances == {("odd", 0.5), ("many", 0.125)}
-
-
-class StepGate(Fake):
-    def __init__(self, k: int, keep: bool) -> None:
-        self.at, self.needs, self.keep = EnvStep(k), frozenset(), keep
-        self.views: list[GroupView] = []
-
-    def decide(self, view: GroupView) -> Verdict:
-        self.views.append(view)
-        return Verdict(self.keep, "converged")
-
-    def observe(self, group: Group) -> None:
-        pass
 
 
 def test_a_step_gate_decides_once_for_the_whole_group(policy) -> None:

@@ -11,7 +11,7 @@ import pytest
 from winnow.env.base import StepResult
 from winnow.types import Fate
 
-from .test_rollout import EchoEnv, ToyTask, policy, run
+from ..builders.toy_rollouts import EchoEnv, ToyTask, policy, run
 
 __all__ = ["policy"]  # a fixture
 

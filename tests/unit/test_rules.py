@@ -27,8 +27,8 @@ from winnow.methods.gate import refit as refit_module
 from winnow.methods.gate.overrides import ALONE, OVERRIDE, Overrides
 from winnow.types import Decision, EnvStep, Fate, Group, GroupView, Prompt, Token, Verdict, Visit
 
+from ..builders.arrol import rollout, view
 from ..gates import plain
-from .test_arrol import rollout, view
 
 SIZE, H = 4, 6
 CASES: dict[str, tuple[str, dict[str, Any]]] = {

@@ -17,8 +17,8 @@ from winnow.env.prompting import decode
 from winnow.record.samples import MAX_TOKENS, sample, token_chars
 from winnow.types import Group, Rollout
 
-from .test_batch import make_group
-from .test_rollout import SHORT_TURNS, EchoEnv, HalfGate, StepGate, ToyTask, run
+from ..builders.groups import make_group
+from ..builders.toy_rollouts import SHORT_TURNS, EchoEnv, HalfGate, StepGate, ToyTask, run
 
 
 @pytest.fixture(scope="module")

@@ -11,6 +11,8 @@ from winnow.sampler import buffer as buffer_module
 from winnow.sampler.buffer import Buffer
 from winnow.types import Group, Prompt, Rollout, Visit
 
+from ..builders.buffers import oldest
+
 PROMPT = Prompt("p", 0, text="p")
 
 
@@ -18,11 +20,6 @@ def finished(visit: Visit, versions: list[int]) -> Group:
     n = len(versions)
     rollout = Rollout(0, (1,), np.zeros(n, np.int64), np.ones(n, bool), np.zeros(n, np.float32), np.array(versions))
     return Group(visit, [rollout])
-
-
-def oldest(group: Group, version: int) -> int:
-    versions = [int(r.versions[r.action_mask].min()) for r in group.rollouts if r.action_mask.any()]
-    return min(versions, default=version)
 
 
 class World:

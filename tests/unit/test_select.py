@@ -22,7 +22,7 @@ from winnow.methods.size import ROLLOUT_BATCHES
 from winnow.methods.success import Success
 from winnow.types import Group, GroupKind, Prompt, Visit
 
-from .test_batch import make_group
+from ..builders.groups import make_group
 
 PROMPTS = [Prompt(f"p{i}", i, text=str(i)) for i in range(10)]
 EASY, HARD, MIXED = [1.0, 1.0], [0.0, 0.0], [1.0, 0.0]

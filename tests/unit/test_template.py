@@ -14,7 +14,7 @@ from winnow.engine.template import with_template, with_template_values
 from winnow.env.prompting import encode_prompt, tokenizer_digest
 from winnow.types import Prompt
 
-from .test_instruct import CHATML, chat_tokenizer
+from ..builders.tokenizers import CHATML, chat_tokenizer
 
 THINKING = CHATML + (
     "{%- if add_generation_prompt and enable_thinking is defined and enable_thinking is false -%}"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import json
 import signal
 import threading
 from concurrent.futures import Future
@@ -16,7 +15,8 @@ from winnow.env.base import OverlappingEnv, StepResult, Task
 from winnow.env.tools import ToolUnavailableError, parse_tool_calls, parser_of, with_tools
 from winnow.types import Prompt
 
-from .test_tool_prompts import OneTurn, add, make_tokenizer
+from ..builders.tool_calls import Counter, call, fail
+from ..builders.tools import OneTurn, add, make_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -36,42 +36,6 @@ async def slow_add(a: int, b: int) -> int:
     return a + b
 
 
-def fail(how: str) -> str:
-    """
-    Fails.
-
-    Args:
-        how: In which way.
-    """
-    if how == "hang":
-        threading.Event().wait(5)
-    kinds = {"away": ToolUnavailableError, "network": ConnectionError, "slow": TimeoutError}
-    raise kinds.get(how, ValueError)(f"it {how}")
-
-
-class Counter:
-    """An environment in TRL's form."""
-
-    def reset(self, start: int = 0, **row) -> str | None:
-        self.value, self.row = start, row
-        return f" Start at {start}."
-
-    def get_reward(self) -> float:
-        return float(self.value)
-
-    def increment(self, by: int) -> str:
-        """
-        Increments the counter.
-
-        Args:
-            by: How much.
-        """
-        self.value += by
-        return f"now {self.value}"
-
-    def _hidden(self) -> None: ...
-
-
 class Silent:
     """An environment without a reward."""
 
@@ -81,10 +45,6 @@ class Silent:
     async def knock(self) -> str:
         """Knocks."""
         return "who is there?"
-
-
-def call(name, **arguments):
-    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
 
 def play(task, *texts, prompt=None):

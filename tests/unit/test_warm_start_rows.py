@@ -20,7 +20,7 @@ from winnow.study import warm_start as module
 from winnow.study.demonstrations import RowDemonstrations
 from winnow.study.warm_start import IGNORED, WarmStartConfig, _backward, _batches, warm_start
 
-from .test_instruct import chat_tokenizer
+from ..builders.tokenizers import chat_tokenizer
 
 TINY = WarmStartConfig(
     max_steps=250,

@@ -5,9 +5,6 @@ from __future__ import annotations
 import http.client
 import json
 import socket
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,19 +15,8 @@ from winnow.cli.main import app
 from winnow.config import ConfigError
 from winnow.study.watch import Watch
 
-from .test_report import make_run
-
-
-@contextmanager
-def serving(*runs: Path, **options: Any) -> Iterator[Watch]:
-    with Watch(runs, **{"token": "geheim"} | options) as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
-        try:
-            yield server
-        finally:
-            server.shutdown()
-            thread.join()
+from ..builders.pages import make_run
+from ..builders.watch import serving
 
 
 def ask(server: Watch, path: str, method: str = "GET", **headers: str) -> tuple[http.client.HTTPResponse, bytes]:

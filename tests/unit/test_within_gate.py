@@ -16,8 +16,8 @@ from winnow.methods.gate.calibration import BinnedPosterior
 from winnow.methods.gate.within_table import DECAY, PRIOR, PromptOutcomes
 from winnow.types import Group, GroupView, Prompt, Verdict, Visit
 
+from ..builders.arrol import H, built, rollout, view
 from ..gates import plain
-from .test_arrol import H, built, rollout, view
 
 SIZE, RATES = 16, np.random.default_rng(0).beta(0.6, 1.0, 48)
 """Pass rates of prompts."""

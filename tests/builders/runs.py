@@ -1,0 +1,70 @@
+"""Build short training runs, their fingerprints and the audit of their ledger."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from winnow import Trainer, TrainerCallback, TrainerState
+from winnow.record.ledger import Ledger
+
+from ..parity import parity_reward
+
+CARRYING = {
+    "selector": "greso",
+    "filter": "zero_variance",
+    "rollout_batch": "adaptive",
+    "max_lag": 1,
+    "policy_loss": "plain",
+    "correction": "truncate",
+    "env": {"name": "countdown", "train_size": 6, "test_size": 8},
+}
+"""GRESO with surplus groups that wait, over several epochs of six prompts."""
+
+
+WALL_CLOCK = ("seconds", "tokens_per_second", "step_time", "barrier_wait_s")
+
+
+def train(config: dict[str, Any], **options: Any) -> dict[str, float]:
+    return Trainer(config=config, reward_funcs=parity_reward, **options).train()
+
+
+def resume(run: Path, overrides: dict[str, Any] | None = None) -> dict[str, float]:
+    return Trainer.resume(run, overrides, reward_funcs=parity_reward).train()
+
+
+def fingerprint(run: Path) -> dict[str, Any]:
+    """Hashes of weights, optimizer and ledger, and the metrics without wall-clock ones."""
+    last = sorted((run / "checkpoints").glob("step-*"))[-1]
+    hashes = {str(p.relative_to(last)): hashlib.sha256(p.read_bytes()).hexdigest() for p in last.rglob("*.safetensors")}
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    metrics = [{k: v for k, v in m.items() if not k.startswith(WALL_CLOCK)} for m in lines]
+    with Ledger.open(run / "ledger.sqlite", read_only=True) as ledger:
+        return {"weights": hashes, "metrics": metrics, "ledger": ledger.digest()}
+
+
+def assert_clean(run: Path) -> None:
+    with Ledger.open(run / "ledger.sqlite", read_only=True) as ledger:
+        proof = ledger.verify()
+    assert proof.ok, proof.problems
+
+
+def _train_until(config: dict[str, Any], k: int) -> None:
+    """Interrupt after step k, as Ctrl-C does: the trainer saves and says how to go on."""
+    trainer = Trainer(config=config, reward_funcs=parity_reward)
+
+    class CtrlC(TrainerCallback):
+        def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+            if state.global_step == k:
+                os.kill(os.getpid(), signal.SIGINT)
+
+    trainer.add_callback(CtrlC)
+    with pytest.raises(KeyboardInterrupt, match=f"saved at step {k}; go on with: winnow resume"):
+        trainer.train()
+    assert trainer.state.global_step == k
