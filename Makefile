@@ -97,36 +97,25 @@ anywhere: ## demo and test as an ordinary user, read-only, without a home, on on
 bench: $(VENV)/.bench ## engine and training step beside their peers; writes benchmarks/results/*.json
 	$(BIN)/python benchmarks/engine.py --out benchmarks/results/engine.json
 	$(BIN)/python benchmarks/step.py --out benchmarks/results/step.json
-	$(BIN)/python benchmarks/select_prompts.py --out benchmarks/results/select.json
-	$(BIN)/python benchmarks/gate.py --out benchmarks/results/gate.json
 	$(BIN)/python benchmarks/turns.py --out benchmarks/results/turns.json
 	$(BIN)/python benchmarks/arrol.py --out benchmarks/results/arrol.json
-	$(BIN)/python benchmarks/opob.py --out benchmarks/results/opob.json
-	$(BIN)/python benchmarks/precision.py --out benchmarks/results/precision.json
-	$(BIN)/python benchmarks/async_wall.py --out benchmarks/results/async_wall.json
-	$(BIN)/python benchmarks/sampler_start.py --out benchmarks/results/sampler_start.json
-	$(BIN)/python benchmarks/page.py --out benchmarks/results/page.json
+	$(BIN)/python benchmarks/rows.py --out benchmarks/results/rows.json
+	$(BIN)/python benchmarks/claims.py wall --out benchmarks/results/async_wall.json
 
-# LLM: directory of SmolLM2-135M-Instruct, which `winnow models get smollm2-135m` names; GGUF: a file of it, for llama.cpp.
+# LLM: directory of SmolLM2-135M-Instruct, which `winnow models get smollm2-135m` names.
 bench-llm: $(VENV)/.bench $(SCALE)/.installed ## generation and a step with a pretrained model of 135M parameters beside its peers
-	$(BIN)/python benchmarks/llm_generation.py --model $(LLM) --vllm-python $(SCALE)/bin/python $(if $(GGUF),--gguf $(GGUF)) --out benchmarks/results/llm_generation.json
-	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/llm_profile.py --model $(LLM) --out benchmarks/results/llm_profile.json
-	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/int8.py --model $(LLM) --out benchmarks/results/int8.json
+	$(BIN)/python benchmarks/llm_generation.py --model $(LLM) --vllm-python $(SCALE)/bin/python --out benchmarks/results/llm_generation.json
 	$(BIN)/python benchmarks/llm_update.py --model $(LLM) --out benchmarks/results/llm_update.json
 
-bench-scale: $(SCALE)/.installed ## Ray beside pipes, ranks beside one process, vLLM beside the embedded engine, what the driver takes and faults cost
-	$(SCALE)/bin/python benchmarks/scale_driver.py --out benchmarks/results/scale_driver.json
-	$(SCALE)/bin/python benchmarks/scale_channels.py --out benchmarks/results/scale_channels.json
-	$(SCALE)/bin/python benchmarks/scale_learner.py --out benchmarks/results/scale_learner.json
-	$(SCALE)/bin/python benchmarks/scale_faults.py --out benchmarks/results/scale_faults.json
+bench-scale: $(SCALE)/.installed ## what the driver takes, and vLLM beside the embedded engine
+	$(SCALE)/bin/python benchmarks/scale_driver.py --out benchmarks/results/scale_driver.json --docs docs/scale.md
 	$(SCALE)/bin/python benchmarks/engine_vllm.py --out benchmarks/results/engine_vllm.json
 
 bench-claims: $(VENV)/.bench ## the papers' claims, four seeds an arm: hours; can be stopped and started again
-	$(BIN)/python benchmarks/claims.py --out benchmarks/results/claims.json --docs docs/claims.md
-	$(BIN)/python benchmarks/gate_claims.py --out benchmarks/results/gate_claims.json --docs docs/claims.md
-	$(BIN)/python benchmarks/arrol_claims.py --out benchmarks/results/arrol_claims.json --docs docs/claims.md
-	$(BIN)/python benchmarks/arrol_signal.py --out benchmarks/results/arrol_signal.json --docs docs/claims.md
-	$(BIN)/python benchmarks/async_claims.py --out benchmarks/results/async_claims.json --docs docs/claims.md --picture docs/async-claims.png
+	$(BIN)/python benchmarks/claims.py selection --out benchmarks/results/claims.json --docs docs/claims.md --picture docs/claims.png
+	$(BIN)/python benchmarks/claims.py gate --out benchmarks/results/gate_claims.json --docs docs/claims.md --picture docs/gate-claims.png
+	$(BIN)/python benchmarks/claims.py arrol --out benchmarks/results/arrol_claims.json --docs docs/claims.md
+	$(BIN)/python benchmarks/claims.py async --out benchmarks/results/async_claims.json --docs docs/claims.md --picture docs/async-claims.png
 
 # The wheel is the same, byte for byte, from every clone of a commit: its times are the commit's. (The sdist has those of the files.)
 dist: $(VENV)/.installed ## wheel, sdist and a list of what they need; tried in an environment with nothing else

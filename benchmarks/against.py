@@ -108,20 +108,22 @@ def compare(other: Path, repeats: int) -> dict[str, Any]:
 
 
 def _ratios(runs: list[dict[str, dict[str, float]]]) -> dict[str, dict[str, float]]:
+    """Of workloads that take more than a millisecond."""
+    from harness import spread
+
     found = {}
-    for name in runs[0]["this"].keys() & runs[0]["other"].keys():
-        if min(runs[0]["this"][name], runs[0]["other"][name]) < 1e-3:
-            continue
-        ratios = [run["this"][name] / run["other"][name] for run in runs]
-        found[name] = {"median": statistics.median(ratios), "min": min(ratios), "max": max(ratios)}
-    return {name: {k: round(v, 3) for k, v in found[name].items()} for name in sorted(found)}
+    for name in sorted(runs[0]["this"].keys() & runs[0]["other"].keys()):
+        if min(runs[0]["this"][name], runs[0]["other"][name]) >= 1e-3:
+            ratios = spread(run["this"][name] / run["other"][name] for run in runs)
+            found[name] = {key: round(value, 3) for key, value in ratios.items()}
+    return found
 
 
 def main() -> None:
     if sys.argv[1:] == ["--serve"]:
         serve()
         return
-    from machine import machine
+    from harness import machine, write_json
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("commit")
@@ -137,7 +139,7 @@ def main() -> None:
         finally:
             subprocess.run([*git, "remove", "--force", str(other)], check=True, capture_output=True)
     said = {"what": __doc__, "machine": machine("cpu"), "commit": options.commit, **found}
-    options.out.write_text(json.dumps(said, indent=1) + "\n", encoding="utf-8")
+    write_json(options.out, said)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What the ARRoL gate costs beside the training step it takes part in, and whether survivors say the same without it.
+"""What the ARRoL gate costs in a training step, and how much faster a step is with it.
 
     python benchmarks/arrol.py --out benchmarks/results/arrol.json
 
@@ -14,13 +14,13 @@ import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import yaml
-from arms import ROOT, write_json
+from harness import ROOT, in_turn, spread, spreads, write_json
 
 TASKS = {"countdown": "countdown-arrol", "chain-sum": "chain-sum-arrol"}
 COLD = 5
@@ -52,7 +52,7 @@ def config_of(task: str, model: Path, **changes: Any) -> Any:
 
 
 def warm_model(task: str, directory: Path, work: Path | None) -> Path:
-    """The one that `arrol_claims.py` left in `work`, or one made in seconds that solves less."""
+    """The one that `claims.py arrol` left in `work`, or one made in seconds that solves less."""
     from winnow.run.build import build_demonstrator
     from winnow.study.warm_start import WarmStartConfig, warm_start
 
@@ -99,71 +99,25 @@ def overhead(task: str, model: Path, steps: int) -> list[dict[str, float]]:
 
 def phases(task: str, model: Path, steps: int, repeats: int) -> dict[str, list[float]]:
     """How many times faster generation, update and both are with the gate: one ratio a repeat, of median steps."""
+    sides = {
+        "plain": partial(median_step, task, model, steps, "[]"),
+        "pruned": partial(median_step, task, model, steps, f"[{{name: arrol, cold_start: {COLD}}}]"),
+    }
+    rounds = in_turn(sides, repeats)
+    names = ("generate", "update", "both")
+    return {name: [found["plain"][name] / found["pruned"][name] for found in rounds] for name in names}
+
+
+def median_step(task: str, model: Path, steps: int, gates: str) -> dict[str, float]:
+    """Seconds of a step after the cold start."""
     from winnow.run.trainer import Trainer
 
-    ratios: dict[str, list[float]] = {"generate": [], "update": [], "both": []}
-    for repeat in range(repeats):
-        seconds = []
-        for gates in ("[]", f"[{{name: arrol, cold_start: {COLD}}}]"):
-            run = model.parent / f"{task}-phases-{repeat}-{len(seconds)}"
-            c = config_of(task, model, output_dir=run, max_steps=COLD + steps, gates=gates, seed=repeat)
-            Trainer(config=c).train()
-            rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-            rows = [row for row in rows if row["step"] > COLD and "updated" in row]
-            medians = [statistics.median(row[f"seconds/{phase}"] for row in rows) for phase in ("generate", "update")]
-            seconds.append([*medians, sum(medians)])
-        for name, plain, pruned in zip(ratios, *seconds, strict=True):
-            ratios[name].append(plain / pruned)
-    return ratios
-
-
-def survivors(task: str, model: Path, groups: int, engine: str) -> dict[str, float]:
-    """Share of tokens of surviving rollouts that are others when nobody is pruned."""
-    from winnow.env.rewards.rewarder import Rewarder
-    from winnow.methods.gate import GateContext, NamedRule
-    from winnow.methods.gate.arrol.gate import Arrol
-    from winnow.rollout.evaluate import run_jobs
-    from winnow.rollout.runner import RolloutRunner
-    from winnow.run.build import build_policy, build_task, rollout_options
-    from winnow.types import Job, Visit
-
-    c = config_of(task, model, engine=engine)
-    built = build_task(c.env)
-    policy, local = build_policy(c, None, None, None)
-    rewarder = Rewarder(c.reward_funcs or built.reward_funcs, c.reward_weights, c.reward_timeout_s)
-    assert local is not None
-    runner = RolloutRunner(local, built, policy.tokenizer, rewarder, rollout_options(c))
-
-    def rolled_out(prompts: Sequence[Any]) -> list[Any]:
-        return run_jobs(runner, [Job(Visit(i, 0, prompt), c.num_generations) for i, prompt in enumerate(prompts)])
-
-    def said() -> list[np.ndarray | None]:
-        found = rolled_out(built.train[:groups])
-        return [None if r.reward is None else r.token_ids for g in found for r in g.rollouts]
-
-    try:
-        plain = said()
-        gate = Arrol(cold_start=1).build(GateContext("arrol"))
-        runner.set_rules([NamedRule("arrol", gate.rule())])
-        for group in rolled_out(built.train[groups : 2 * groups]):
-            gate.observe(group)
-        gate.end_step()
-        runner.set_rules([NamedRule("arrol", gate.rule())])
-        pruned = said()
-    finally:
-        rewarder.close()
-    pairs = [(a, b) for a, b in zip(plain, pruned, strict=True) if a is not None and b is not None]
-    total = sum(max(len(a), len(b)) for a, b in pairs)
-    same = sum(int((a[: len(b)] == b[: len(a)]).sum()) for a, b in pairs)
-    return {"rollouts": len(plain), "survivors": len(pairs), "tokens": total, "differing": 1 - same / total}
-
-
-def spread(rows: Sequence[dict[str, float]]) -> dict[str, dict[str, float]]:
-    return {key: _spread([row[key] for row in rows]) for key in rows[0]}
-
-
-def _spread(values: Sequence[float]) -> dict[str, float]:
-    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
+    with tempfile.TemporaryDirectory(dir=model.parent) as run:
+        Trainer(config=config_of(task, model, output_dir=f"{run}/run", max_steps=COLD + steps, gates=gates)).train()
+        rows = [json.loads(line) for line in Path(run, "run", "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    timed = [row for row in rows if row["step"] > COLD and "updated" in row]
+    found = {phase: statistics.median(row[f"seconds/{phase}"] for row in timed) for phase in ("generate", "update")}
+    return found | {"both": found["generate"] + found["update"]}
 
 
 def main() -> None:
@@ -171,20 +125,16 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--steps", type=int, default=20, help="measured, after the gate's cold start")
     parser.add_argument("--repeats", type=int, default=3, help="of the comparison with and without the gate")
-    parser.add_argument("--work", type=Path, help="where arrol_claims.py ran: take its warm starts")
+    parser.add_argument("--tasks", nargs="+", choices=list(TASKS), default=list(TASKS))
+    parser.add_argument("--work", type=Path, help="where `claims.py arrol` ran: take its warm starts")
     options = parser.parse_args()
     result: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as directory:
-        for task in TASKS:
+        for task in options.tasks:
             model = warm_model(task, Path(directory), options.work)
-            result[task] = spread(overhead(task, model, options.steps))
+            result[task] = spreads(overhead(task, model, options.steps))
             ratios = phases(task, model, options.steps, options.repeats)
-            result[task]["times_faster"] = {n: {**_spread(v), "repeats": v} for n, v in ratios.items()}
-            for name, engine in (
-                ("plain", "{name: local, slots: 256}"),
-                ("fixed", "{name: local, slots: 256, fixed_slots: true, max_length: 192}"),
-            ):
-                result[task][f"survivors_{name}"] = survivors(task, model, 16, engine)
+            result[task]["times_faster"] = {n: {**spread(v), "repeats": v} for n, v in ratios.items()}
             print(task, json.dumps(result[task]), flush=True)
     if options.out:
         write_json(options.out, result)

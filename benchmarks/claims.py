@@ -1,132 +1,237 @@
-"""The papers' claims on the demo task: trains every arm for every seed, then writes figures and tables.
+"""The papers' claims: trains every arm of a family for every seed, then writes figures, tables and a picture.
 
-Each run is a process of its own and leaves `claim.json` in its directory; what is there is not done again, and a run
-that was cut off is resumed. Seeds go first to last, so that the arms always have nearly the same number of them.
+    python benchmarks/claims.py selection --out benchmarks/results/claims.json --docs docs/claims.md
+    python benchmarks/claims.py async --arms lag12-gspo lag12-vcpo --seeds 0 1 --out FILE --docs docs/claims.md
 
-    python benchmarks/claims.py --seeds 0 1 2 3 --jobs 2 --out benchmarks/results/claims.json --docs docs/claims.md
-
-A few arms can be run alone, with `--arms` and the `--tables` to replace; figures of others stay in the JSON file:
-
-    python benchmarks/claims.py --arms uniform active active-band active-adaptive-k active-adaptive-k-band \
-        --tables active-band --out benchmarks/results/claims.json --docs docs/claims.md
+Each run is a process with one thread and leaves `claim.json` in its directory. What is there is not done again, and a
+run that was cut off is resumed. Seeds go first to last, so that the arms always have nearly the same number of them.
+Arms and seeds that are not in the work directory keep their figures in the JSON file, and tables are made of all that
+is in it. `--no-runs` only makes them.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
+import json
+import os
+import subprocess
 import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
-from arms import ROOT, Arm, read_options, run_all, train, write_json
+from families.base import Arm, Family, Start
+from harness import ROOT, write_json
 
-WARM_STEPS = 270
-DEPLOYMENT = {
-    "eval_temperature": 0.6,
-    "eval_top_p": 0.95,
-    "eval_top_k": 20,
-    "eval_generations": 16,
-    "eval_prompts": 256,
+FAMILIES = {
+    "selection": "GRESO, Active-RLOO and both together on Countdown",
+    "gate": "the mid-trajectory gate in small ALFWorld rooms",
+    "arrol": "ARRoL on short and on long answers",
+    "async": "what each method makes of a lag of twelve steps",
+    "wall": "asynchronous against synchronous training by the clock; nothing else should run",
+    "sync": "gates with samplers in other processes against gates in one process",
+    "llm": "the methods with a pretrained model of 135M parameters",
+    "scale": "every method on, in one process and on a cluster (needs `make install-scale`)",
 }
-"""Active-RLOO's deployment sampling (section 4.4), on all held-out puzzles."""
+"""Name -> what it tries; the module is `families/NAME_claims.py`."""
+PROFILE, PROFILES = "profile.jsonl", "pass-rates"
 
 
-G8 = ("num_generations=8",)
-MORE_PROMPTS = ("env.train_size=4096",)
-DISCARD = ("rollout_batch.surplus=discard",)
-ARMS = (
-    Arm("dapo-fixed", "countdown-dapo", ("rollout_batch.name=fixed", *DISCARD)),
-    Arm("dapo", "countdown-dapo"),
-    Arm("dapo-adaptive", "countdown-dapo", ("rollout_batch.name=adaptive", *DISCARD)),
-    Arm("greso", "countdown-greso"),
-    Arm("uniform", "countdown-uniform"),
-    Arm("active", "countdown-active"),
-    Arm("active-adaptive-k", "countdown-active-adaptive-k"),
-    Arm("active-band", "countdown-active"),
-    Arm("active-adaptive-k-band", "countdown-active-adaptive-k"),
-    Arm("lr-const-2x", "countdown-lr-const-2x"),
-    Arm("lr-ramp", "countdown-lr-ramp"),
-    Arm("all", "countdown-all"),
-    Arm("all-two-way", "countdown-all", ("group_size.tau=0.6", "group_size.tau_down=0.4", "group_size.dwell=20")),
-    Arm("uniform-g8", "countdown-uniform", G8),
-    Arm("max-at-4-g8", "countdown-uniform", (*G8, "advantage={name: max_at_k, k: 4}")),
-    Arm("backoff", "countdown-greso", ("selector=backoff",)),
-    Arm("greso-target-0", "countdown-greso", ("selector.target=0",)),
-    Arm("greso-target-50", "countdown-greso", ("selector.target=0.5",)),
-    Arm("greso-target-100", "countdown-greso", ("selector.target=1",)),
-    Arm("greso-exact", "countdown-greso", ("rollout_batch=exact", "max_lag=0")),
-    Arm("dapo-fixed-4096", "countdown-dapo", ("rollout_batch.name=fixed", *DISCARD, *MORE_PROMPTS)),
-    Arm("greso-4096", "countdown-greso", MORE_PROMPTS),
-    Arm("all-4096", "countdown-all", MORE_PROMPTS),
-)
+def load(name: str) -> Family:
+    family: Family = importlib.import_module(f"families.{name}_claims").FAMILY
+    return family
 
 
-BAND = "-band"
-"""Ends the names of arms that leave out what the warm start solves always or never (Active-RLOO, section 4.1)."""
+# ---- one job, in a process of its own ----------------------------------------------------------------------------
 
 
-PROFILE = "profile.jsonl"
-
-
-def pass_rates(seed: int, work: Path) -> None:
-    """Those of all training prompts under the warm start of a seed, sixteen rollouts each."""
+def make_start(start: Start, family: Family, seed: int, work: Path) -> None:
+    """Make a model and evaluate it as finished runs are."""
     from winnow.config import load_config
-    from winnow.study.pass_rates import profile_model
-
-    warm, path = str(work / f"warm-s{seed}"), work / f"pass-rates-s{seed}"
-    recipe = load_config(ROOT / "recipes" / "countdown-active.yaml", [f"model={warm}", f"seed={seed}"])
-    found = profile_model(warm, recipe.model_dump(), n=16, output=path / PROFILE)
-    write_json(path / "claim.json", {"arm": "pass rates", "seed": seed, "profile": found})
-
-
-def train_arm(arm: Arm, seed: int, work: Path, steps: int | None) -> None:
-    """One run and its evaluation at deployment sampling."""
-    from winnow.run.standalone import evaluate_model
-
-    extra = [f"max_steps={steps}"] if steps else []
-    if arm.name.endswith(BAND):
-        extra.append(f"selector={{name: pass_rate, profile: {work / f'pass-rates-s{seed}' / PROFILE}}}")
-    run = train(arm, seed, work, extra)
-    deployed = evaluate_model(str(run), DEPLOYMENT)
-    write_json(run / "claim.json", {"arm": arm.name, "seed": seed, "deployed": deployed})
-
-
-def warm_model(seed: int, work: Path) -> None:
     from winnow.run.build import build_demonstrator
     from winnow.run.standalone import evaluate_model
     from winnow.study.warm_start import WarmStartConfig, warm_start
 
-    path = work / f"warm-s{seed}"
+    path = start.directory(seed, work)
+    recipe = load_config(ROOT / "recipes" / f"{start.recipe}.yaml", [f"model={path}", f"seed={seed}", "gates=[]"])
     if not (path / "config.json").exists():
-        warm_start(
-            build_demonstrator("countdown"), path, config=WarmStartConfig(max_steps=WARM_STEPS, seed=seed, threads=1)
-        )
-    env = {"name": "countdown", "train_size": 1024}
-    values = {"env": env, "max_prompt_length": 32, "max_completion_length": 24, "seed": seed, **DEPLOYMENT}
-    write_json(path / "claim.json", {"arm": "warm start", "seed": seed, "deployed": evaluate_model(str(path), values)})
+        settings = {"seed": seed, "threads": 1} | dict(start.settings)
+        warm_start(build_demonstrator(recipe.env), path, config=WarmStartConfig(**settings))
+    deployed = evaluate_model(str(path), recipe.model_dump() | dict(family.final))
+    write_json(path / "claim.json", {"arm": "warm start", "seed": seed, "deployed": deployed})
+
+
+def make_profile(arm: Arm, seed: int, work: Path) -> None:
+    """Pass rates of all training prompts under the start of a seed, sixteen rollouts each."""
+    from winnow.config import load_config
+    from winnow.study.pass_rates import profile_model
+
+    assert arm.start is not None
+    model, path = str(arm.start.directory(seed, work)), work / f"{PROFILES}-s{seed}"
+    recipe = load_config(ROOT / "recipes" / f"{arm.recipe}.yaml", [f"model={model}", f"seed={seed}"])
+    found = profile_model(model, recipe.model_dump(), n=16, output=path / PROFILE)
+    write_json(path / "claim.json", {"arm": "pass rates", "seed": seed, "profile": found})
+
+
+def train_arm(arm: Arm, family: Family, seed: int, work: Path, changes: Sequence[str]) -> None:
+    """One run, resumed if it was begun, and its evaluation."""
+    from winnow.record.stop_conditions import RunStoppedError
+    from winnow.run.standalone import evaluate_model
+    from winnow.study.vote import vote_model
+
+    run = work / f"{arm.name}-s{seed}"
+    overrides = [*arm.overrides, f"seed={seed}", f"output_dir={run}", "save_steps=100", "save_total_limit=1"]
+    if arm.start is not None:
+        overrides.append(f"model={arm.start.directory(seed, work)}")
+    if arm.profiled:
+        overrides.append(f"selector={{name: pass_rate, profile: {work / f'{PROFILES}-s{seed}' / PROFILE}}}")
+    claim: dict[str, Any] = {"arm": arm.name, "seed": seed}
+    if family.may_stop:
+        claim["stopped"] = ""
+    try:
+        with family.around(arm):
+            train(run, arm.recipe, [*overrides, *family.prepare(work), *changes])
+    except (RunStoppedError, FloatingPointError) as error:
+        if not family.may_stop:
+            raise
+        claim["stopped"] = str(error)  # the last checkpoint has what it had come to
+    claim["deployed"] = evaluate_model(str(run), dict(family.final))
+    if arm.votes:
+        claim["votes"] = vote_model(str(run), {"eval_generations": 32} | dict(family.vote_settings), arm.votes)
+    write_json(run / "claim.json", claim | family.more(run))
+
+
+def train(run: Path, recipe: str, overrides: Sequence[str]) -> None:
+    from winnow.config import ConfigError, load_config
+    from winnow.run.trainer import Trainer
+
+    if (run / "model").exists():
+        return
+    try:
+        if (run / "config.json").exists():
+            trainer = Trainer.resume(run)
+        else:
+            trainer = Trainer(config=load_config(ROOT / "recipes" / f"{recipe}.yaml", list(overrides)))
+    except ConfigError as error:
+        raise SystemExit(f"{run}: {error}") from None
+    trainer.train()
+
+
+def do(name: str, family: Family, seed: int, work: Path, changes: Sequence[str]) -> None:
+    """A job by its name: an arm, a start, or the pass rates."""
+    arms = family.by_name()
+    starts = {arm.start.name: arm.start for arm in family.arms if arm.start is not None}
+    if name in arms:
+        train_arm(arms[name], family, seed, work, changes)
+    elif name in starts:
+        make_start(starts[name], family, seed, work)
+    else:
+        make_profile(next(arm for arm in family.arms if arm.profiled), seed, work)
+
+
+# ---- all jobs ----------------------------------------------------------------------------------------------------
+
+
+def stages(arms: Sequence[Arm], seed: int) -> list[list[tuple[str, int]]]:
+    """Jobs of a seed (name, seed), a stage after the other: models, pass rates, runs."""
+    models: list[tuple[str, int]] = []
+    for arm in arms:
+        if arm.start is not None and (job := (arm.start.name, arm.start.seed(seed))) not in models:
+            models.append(job)
+    profiles = [(PROFILES, seed)] if any(arm.profiled for arm in arms) else []
+    return [models, profiles, [(arm.name, seed) for arm in arms]]
+
+
+def run_all(family: str, arms: Sequence[Arm], options: argparse.Namespace) -> bool:
+    """Every job that has left no claim.json, `jobs` at a time. Returns whether all of them succeeded."""
+    options.work.mkdir(parents=True, exist_ok=True)
+    ok = True
+    for seed in options.seeds:
+        for stage in stages(arms, seed):
+            todo = [job for job in stage if not (options.work / f"{job[0]}-s{job[1]}" / "claim.json").exists()]
+            with ThreadPoolExecutor(options.jobs) as pool:
+                ok &= all(list(pool.map(lambda job: child(family, job, options), todo)))
+    return ok
+
+
+def child(family: str, job: tuple[str, int], options: argparse.Namespace) -> bool:
+    name, seed = job
+    command = [sys.executable, __file__, family, "--one", name, str(seed), "--work", str(options.work)]
+    if options.changes:
+        command += ["--changes", *options.changes]
+    started = time.monotonic()
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(command, env=environment, check=False)
+    state = "done" if done.returncode == 0 else f"FAILED ({done.returncode})"
+    print(f"{name} {seed}: {state}, {time.monotonic() - started:.0f} s", flush=True)
+    return done.returncode == 0
+
+
+def write_figures(family: Family, options: argparse.Namespace) -> None:
+    """Figures of all finished runs, then tables and picture of what the JSON file has."""
+    from runs import read_runs
+    from tables import fill
+
+    said = json.loads(options.out.read_text(encoding="utf-8")) if options.out and options.out.exists() else {}
+    if not options.no_runs:
+        said = family.collect(said, read_runs(options.work, list(family.by_name())), options.work)
+        if options.out:
+            write_json(options.out, said)
+    if options.docs:
+        made = family.tables(said)
+        fill(options.docs, {name: made[name] for name in options.tables or made})
+    if options.picture:
+        if family.draw is None:
+            raise SystemExit("--picture: this family has none")
+        family.draw(said, options.picture)
+
+
+def read_options() -> tuple[argparse.Namespace, Family]:
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="\n".join(f"{name:10s}{what}" for name, what in FAMILIES.items()),
+    )
+    parser.add_argument("family", choices=list(FAMILIES))
+    parser.add_argument("--seeds", type=int, nargs="+")
+    parser.add_argument("--arms", nargs="+", help="some of the family's; an unknown one lists them")
+    parser.add_argument("--jobs", type=int, help="runs at a time")
+    parser.add_argument("--work", type=Path, help="directory of the runs (default: under runs/)")
+    parser.add_argument("--out", type=Path, help="JSON file for the figures")
+    parser.add_argument("--docs", type=Path, help="Markdown file whose tables are replaced")
+    parser.add_argument("--tables", nargs="+", help="those of --docs to replace; all by default")
+    parser.add_argument("--picture", type=Path, help="PNG file for the curves")
+    parser.add_argument("--changes", nargs="+", default=[], help="key=value of every run, to try the script")
+    parser.add_argument("--no-runs", action="store_true", help="train nothing: tables of what --out has")
+    parser.add_argument("--one", nargs=2, metavar=("JOB", "SEED"), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    family = load(options.family)
+    known = family.by_name()
+    if unknown := set(options.arms or ()) - set(known):
+        parser.error(f"unknown arms {sorted(unknown)}; known: {', '.join(known)}")
+    if options.no_runs and options.out is None:
+        parser.error("--no-runs reads figures: name their file with --out")
+    options.arms = options.arms or list(known)
+    options.seeds = list(range(family.seeds)) if options.seeds is None else options.seeds
+    options.jobs = options.jobs or family.jobs
+    options.work = options.work or ROOT / "runs" / family.work
+    return options, family
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, help="fewer steps, to try the script")
-    parser.add_argument("--tables", nargs="+", help="those of --docs to replace; without it all, and the picture")
-    by_name = {arm.name: arm for arm in ARMS}
-    options = read_options(parser, list(by_name), "claims")
+    options, family = read_options()
     if options.one:
         name, seed = options.one
-        if name == "warm":
-            warm_model(seed, options.work)
-        elif name == "pass-rates":
-            pass_rates(seed, options.work)
-        else:
-            train_arm(by_name[name], seed, options.work, options.steps)
+        do(name, family, int(seed), options.work, options.changes)
         return
-    extra = ["--steps", str(options.steps)] if options.steps else []
-    before = [["warm"], ["pass-rates"]] if any(arm.endswith(BAND) for arm in options.arms) else [["warm"]]
-    ok = run_all(__file__, [*before, options.arms], options.seeds, options.work, options.jobs, *extra)
-    if options.out or options.docs:
-        from claims_tables import write_figures
-
-        write_figures(options.work, list(by_name), out=options.out, docs=options.docs, only=options.tables)
+    ok = True
+    if not options.no_runs:
+        arms = family.by_name()
+        ok = run_all(options.family, [arms[name] for name in options.arms], options)
+    write_figures(family, options)
     sys.exit(0 if ok else 1)
 
 

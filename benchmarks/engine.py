@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import copy
 import functools
-import itertools
 import json
 import math
 import os
@@ -28,7 +27,7 @@ from typing import Any
 
 import torch
 import transformers as hf
-from machine import machine
+from harness import in_turn, machine, spread, write_json
 from tokenizers import Tokenizer, models
 
 from winnow.base.noise import noise_key
@@ -61,13 +60,16 @@ WORKLOADS = {
 }
 
 
-def lengths(work: Workload) -> list[int]:
-    """Short: 14 to 18. Long tail: a log-normal's quantiles with median 24, cut at 256 (mean 65), shuffled."""
-    if not work.long_tail:
-        return [14 + i % 5 for i in range(work.rows)]
-    quantiles = [NormalDist().inv_cdf((i + 0.5) / work.rows) for i in range(work.rows)]
+def log_normal(rows: int) -> list[int]:
+    """Quantiles of a log-normal with median 24, cut at 256 (mean 65), shuffled."""
+    quantiles = [NormalDist().inv_cdf((i + 0.5) / rows) for i in range(rows)]
     ordered = [max(1, min(256, round(24 * math.exp(1.9 * z)))) for z in quantiles]
-    return [ordered[i * 389 % work.rows] for i in range(work.rows)]
+    return [ordered[i * 389 % rows] for i in range(rows)]
+
+
+def lengths(work: Workload) -> list[int]:
+    """Short: 14 to 18."""
+    return log_normal(work.rows) if work.long_tail else [14 + i % 5 for i in range(work.rows)]
 
 
 def make_model(size: str, device: str) -> Any:
@@ -98,18 +100,19 @@ def make_requests(work: Workload) -> list[Request]:
 # ---- the sides ---------------------------------------------------------------------------------------------------
 
 
+def seconds_of(engine: Any, requests: list[Request]) -> float:
+    """Seconds until all requests are answered."""
+    started, tokens = time.perf_counter(), 0
+    engine.submit(requests)
+    while engine.pending:
+        tokens += sum(len(event.token_ids) for event in engine.step() if isinstance(event, Finished))
+    assert tokens == sum(r.params.max_tokens for r in requests)
+    return time.perf_counter() - started
+
+
 def engine_run(model: Any, requests: list[Request], slots: int, dtype: str) -> Run:
     engine = LocalEngine(model, make_tokenizer(), slots=slots, dtype=dtype)
-
-    def run() -> float:
-        started, tokens = time.perf_counter(), 0
-        engine.submit(requests)
-        while engine.pending:
-            tokens += sum(len(event.token_ids) for event in engine.step() if isinstance(event, Finished))
-        assert tokens == sum(r.params.max_tokens for r in requests)
-        return time.perf_counter() - started
-
-    return run
+    return lambda: seconds_of(engine, requests)
 
 
 def generate_run(model: Any, requests: list[Request], device: str) -> Run:
@@ -159,26 +162,15 @@ def continuous_run(model: Any, requests: list[Request]) -> Run:
 # ---- measuring ---------------------------------------------------------------------------------------------------
 
 
-def machine_limits(device: str) -> dict[str, float]:
-    """FLOP/s of an fp32 matrix product and bytes/s of a copy, the best of several, at all cores."""
-    torch.set_num_threads(os.cpu_count() or 1)
-    sync = torch.cuda.synchronize if device == "cuda" else lambda: None
-    a, big = torch.randn(2048, 2048, device=device), torch.empty(1 << 26, device=device)
-    into = torch.empty_like(big)
-
-    def best(call: Callable[[], Any]) -> float:
-        times = []
-        for _ in range(12):
-            sync()
-            started = time.perf_counter()
-            call()
-            sync()
-            times.append(time.perf_counter() - started)
-        return min(times)
-
+def make_sides(size: str, name: str, device: str) -> dict[str, Run]:
+    work, model = WORKLOADS[size, name], make_model(size, device)
+    requests = make_requests(work)
     return {
-        "gemm_flops": 2 * 2048**3 / best(lambda: a @ a),
-        "copy_bytes": 2 * 4 * big.numel() / best(lambda: into.copy_(big)),
+        "engine": engine_run(model, requests, work.slots, "float32"),
+        "engine_256_slots": engine_run(model, requests, 256, "float32"),
+        "engine_bf16": engine_run(model, requests, work.slots, "bfloat16"),
+        "generate": generate_run(model, requests, device),
+        "continuous_batching": continuous_run(model, requests),
     }
 
 
@@ -192,78 +184,35 @@ def best_threads(run: Run) -> int:
     return min(times, key=times.__getitem__)
 
 
-def spread(values: list[float]) -> dict[str, float]:
-    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
-
-
-def shares(model: Any, work: Workload, requests: list[Request], seconds: dict[str, float], limits: Any) -> Any:
-    """Of the machine's limits: operations on useful tokens, all operations done, bytes that had to be read."""
-    config, weights = model.config, sum(p.numel() for p in model.parameters())
-    new = [r.params.max_tokens for r in requests]
-    column = (
-        2
-        * 4
-        * config.num_hidden_layers
-        * config.num_key_value_heads
-        * (config.hidden_size // config.num_attention_heads)
-    )
-    read = sum(n * len(r.prompt_ids) + n * n // 2 for n, r in zip(new, requests, strict=True))
-    padded = len(new) * (max(new) * LONGEST_PROMPT + max(new) ** 2 // 2)
-    prompts = sum(len(r.prompt_ids) for r in requests[::SIBLINGS])
-    done = {"engine": (sum(new) + prompts, read), "generate": (len(new) * (max(new) + LONGEST_PROMPT), padded)}
-    out = {}
-    for side, (tokens, columns) in done.items():
-        steps = max(max(new), math.ceil(sum(new) / work.slots)) if side == "engine" else max(new)
-        out[side] = {
-            "flops_useful": 2 * weights * sum(new) / seconds[side] / limits["gemm_flops"],
-            "flops_done": 2 * weights * tokens / seconds[side] / limits["gemm_flops"],
-            "bytes": (steps * 4 * weights + columns * column) / seconds[side] / limits["copy_bytes"],
-        }
-    return out
-
-
-def make_sides(size: str, name: str, device: str) -> dict[str, Run]:
-    work, model = WORKLOADS[size, name], make_model(size, device)
-    requests = make_requests(work)
-    return {
-        "engine": engine_run(model, requests, work.slots, "float32"),
-        "engine_256_slots": engine_run(model, requests, 256, "float32"),
-        "engine_bf16": engine_run(model, requests, work.slots, "bfloat16"),
-        "generate": generate_run(model, requests, device),
-        "continuous_batching": continuous_run(model, requests),
-    }
-
-
 @functools.cache
 def choose_threads(size: str, device: str) -> dict[str, int]:
     return {side: best_threads(run) for side, run in make_sides(size, "short", device).items()}
 
 
-def measure(size: str, name: str, device: str, repeats: int, limits: dict[str, float]) -> dict[str, Any]:
-    work, model = WORKLOADS[size, name], make_model(size, device)
-    requests = make_requests(work)
-    tokens = sum(r.params.max_tokens for r in requests)
+def with_threads(run: Run, threads: int) -> Run:
+    def at() -> float:
+        torch.set_num_threads(threads)
+        return run()
+
+    return at
+
+
+def measure(size: str, name: str, device: str, repeats: int) -> dict[str, Any]:
+    work = WORKLOADS[size, name]
+    tokens = sum(r.params.max_tokens for r in make_requests(work))
     threads, sides = choose_threads(size, device), make_sides(size, name, device)
     if work.slots <= 256:
         del sides["engine_256_slots"]
-    seconds: dict[str, list[float]] = {side: [] for side in sides}
-    for _, (side, run) in itertools.product(range(repeats), sides.items()):
-        torch.set_num_threads(threads[side])
-        seconds[side].append(run())
-    medians = {side: statistics.median(times) for side, times in seconds.items()}
+    rounds = in_turn({side: with_threads(run, threads[side]) for side, run in sides.items()}, repeats)
+    seconds = {side: [found[side] for found in rounds] for side in sides}
     return {
-        "parameters": sum(p.numel() for p in model.parameters()),
         "rows": work.rows,
         "slots": work.slots,
         "new_tokens": {"total": tokens, "median": statistics.median(lengths(work)), "max": max(lengths(work))},
         "threads": threads,
         "seconds": seconds,
-        "tokens_per_second": {side: tokens / median for side, median in medians.items()},
-        "ratio_to_generate": {
-            side: spread([g / t for g, t in zip(seconds["generate"], times, strict=True)])
-            for side, times in seconds.items()
-        },
-        "share_of_machine": shares(model, work, requests, medians, limits),
+        "tokens_per_second": {side: tokens / statistics.median(times) for side, times in seconds.items()},
+        "ratio_to_generate": {side: spread(found["generate"] / found[side] for found in rounds) for side in sides},
     }
 
 
@@ -276,25 +225,16 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", choices=["-".join(key) for key in WORKLOADS], default=None)
     args = parser.parse_args()
     hf.logging.set_verbosity_error()
-    limits = machine_limits(args.device)
-    result: dict[str, Any] = {
-        "what": __doc__,
-        "machine": machine(args.device),
-        "limits": limits,
-        "workloads": {},
-    }
+    result: dict[str, Any] = {"what": __doc__, "machine": machine(args.device), "workloads": {}}
     if args.only and args.out.exists():  # the others stay as they were measured
         result["workloads"] = json.loads(args.out.read_text())["workloads"]
     for size, name in WORKLOADS:
         if (args.quick and size != "0.7M") or (args.only and f"{size}-{name}" not in args.only):
             continue
-        for limit, value in machine_limits(args.device).items():  # again: a busy moment must not lower them
-            limits[limit] = max(limits[limit], value)
-        found = measure(size, name, args.device, 2 if args.quick else args.repeats, limits)
+        found = measure(size, name, args.device, 2 if args.quick else args.repeats)
         result["workloads"][f"{size}-{name}"] = found
+        write_json(args.out, result)
         ratios = ", ".join(f"{k} {v['median']:.2f}" for k, v in found["ratio_to_generate"].items())
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
         print(f"{size} {name}: times the speed of generate: {ratios}; threads {found['threads']}", flush=True)
 
 

@@ -1,4 +1,4 @@
-"""The embedded engine beside vLLM on the CPU, the same requests in turn (both sample the same tokens).
+"""The embedded engine and vLLM on the CPU, the same requests in turn (both sample the same tokens).
 
     .venv-scale/bin/python benchmarks/engine_vllm.py --out benchmarks/results/engine_vllm.json
 
@@ -8,31 +8,33 @@ float32, one thread; vLLM shares the prompts of siblings through its prefix cach
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
-import statistics
 import tempfile
-import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import engine as workloads
 import torch
-from machine import machine
+from harness import in_turn, machine, spread, write_json
 
-from winnow.engine import Finished, LocalEngine, ModelReference, Request, VllmOptions
+from winnow.engine import LocalEngine, ModelReference, Request, VllmOptions
 
 CACHE = {"kv_cache_memory_bytes": 1 << 30}
 CASES = (("0.7M", "short"), ("25M", "short"))
 
 
-def seconds(engine: Any, requests: list[Request]) -> float:
-    started, tokens = time.perf_counter(), 0
-    engine.submit(requests)
-    while engine.pending:
-        tokens += sum(len(event.token_ids) for event in engine.step() if isinstance(event, Finished))
-    assert tokens == sum(r.params.max_tokens for r in requests)
-    return time.perf_counter() - started
+def side(engine: Any, requests: list[Request]) -> Callable[[], float]:
+    """Seconds for the requests, each time with other prompts."""
+    turns = itertools.count()
+
+    def run() -> float:
+        turn = next(turns)
+        return workloads.seconds_of(engine, [replace(r, prompt_ids=(1 + turn, *r.prompt_ids[1:])) for r in requests])
+
+    return run
 
 
 def measure(size: str, name: str, repeats: int) -> dict[str, Any]:
@@ -41,20 +43,14 @@ def measure(size: str, name: str, repeats: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as directory:
         model.save_pretrained(directory)
         options = VllmOptions(slots=work.slots, args=CACHE)
-        sides = {
+        engines = {
             "vllm": options.build(ModelReference(directory, torch.device("cpu")), tokenizer),
             "local": LocalEngine(model, tokenizer, slots=work.slots),
         }
-    found: dict[str, list[float]] = {side: [] for side in sides}
-    for repeat in range(repeats + 1):
-        turn = [replace(r, prompt_ids=(1 + repeat, *r.prompt_ids[1:])) for r in requests]
-        for side, engine in sides.items():
-            found[side].append(seconds(engine, turn))
-    pairs = zip(found["vllm"][1:], found["local"][1:], strict=True)  # the first warms up
-    ratios = [theirs / ours for theirs, ours in pairs]
-    spread = {"median": statistics.median(ratios), "min": min(ratios), "max": max(ratios)}
-    print(f"{size} {name}: vllm takes so many times as long: {spread}", flush=True)
-    return {"seconds": found, "vllm_over_local": spread}
+    rounds = in_turn({name: side(engine, requests) for name, engine in engines.items()}, repeats, warm=True)
+    ratio = spread(found["vllm"] / found["local"] for found in rounds)
+    print(f"{size} {name}: vllm takes so many times as long: {ratio}", flush=True)
+    return {"seconds": {name: [found[name] for found in rounds] for name in engines}, "vllm_over_local": ratio}
 
 
 def main() -> None:
@@ -69,7 +65,7 @@ def main() -> None:
     for size, name in CASES:  # one vLLM engine a process
         if options.only in (None, size):
             said["workloads"][f"{size}-{name}"] = measure(size, name, options.repeats)
-            options.out.write_text(json.dumps(said, indent=1) + "\n", encoding="utf-8")
+            write_json(options.out, said)
 
 
 if __name__ == "__main__":

@@ -10,12 +10,13 @@ checkpointing on, vLLM with 0.3 of the card; its activations are counted as Winn
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import tempfile
 from dataclasses import replace
 from pathlib import Path
 
+from harness import ROOT, write_json
+from tables import fill, markdown
 from transformers import Qwen3Config
 
 from winnow.config import ConfigError, RunConfig, load_config
@@ -23,14 +24,13 @@ from winnow.engine.loading import shell_of
 from winnow.run.budget import GIB, USABLE, Gpus, Shapes, device_budget
 from winnow.run.plan import plan_for
 
-RECIPE = Path(__file__).parents[1] / "recipes" / "gsm8k-qwen3.yaml"
+RECIPE = ROOT / "recipes" / "gsm8k-qwen3.yaml"
 MODELS = {"0.6B": (1024, 3072, 28, 16), "1.7B": (2048, 6144, 28, 16), "4B": (2560, 9728, 36, 32)}
 MODELS |= {"8B": (4096, 12288, 36, 32)}
 """Hidden size, intermediate size, layers, heads of Qwen3."""
 CARDS = ("24GiB", "40GiB", "80GiB", "2x24GiB", "2x40GiB", "2x80GiB")
 TRAINED = {"full": [], "LoRA": ["lora.r=16"]}
 TRL_SHARE = 0.3
-START, END = "<!-- gpu_budget.py -->", "<!-- /gpu_budget.py -->"
 
 
 def made(directory: str, name: str) -> str:
@@ -68,7 +68,7 @@ def theirs(c: RunConfig, gpus: Gpus) -> str:
     return " / ".join(f"{held / GIB:.1f}" if held <= USABLE * gpus.memory else "no" for held in (awake, asleep))
 
 
-def table() -> list[dict[str, str]]:
+def rows_of_models() -> list[dict[str, str]]:
     """A row for each model, what is trained of it, and engine."""
     rows = []
     with tempfile.TemporaryDirectory() as directory:
@@ -89,17 +89,13 @@ def main() -> None:
     parser.add_argument("--docs", type=Path, help="Markdown file with the marks to write between.")
     parser.add_argument("--out", type=Path, help="The same as JSON.")
     options = parser.parse_args()
-    rows = table()
-    lines = ["| " + " | ".join(rows[0]) + " |", "|" + "---|" * len(rows[0])]
-    lines += ["| " + " | ".join(row.values()) + " |" for row in rows]
+    rows = rows_of_models()
+    table = markdown(list(rows[0]), [list(row.values()) for row in rows])
     if options.out:
-        options.out.write_text(json.dumps({"what": __doc__, "rows": rows}, indent=1) + "\n", encoding="utf-8")
+        write_json(options.out, {"what": __doc__, "rows": rows})
     if options.docs:
-        text = options.docs.read_text(encoding="utf-8")
-        before, _, rest = text.partition(START)
-        after = rest.partition(END)[2]
-        options.docs.write_text("\n".join([before + START, *lines, END]) + after, encoding="utf-8")
-    print("\n".join(lines))
+        fill(options.docs, {"gpu-budget": table})
+    print(table)
 
 
 if __name__ == "__main__":

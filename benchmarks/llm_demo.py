@@ -13,8 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from arms import ROOT, write_json
-from machine import machine
+from harness import ROOT, machine, write_json
 from rich.console import Console
 
 LEVELS = ("gsm-1", "gsm-2", "gsm-3")

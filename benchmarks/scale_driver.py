@@ -11,8 +11,6 @@ this process, by part, each without the parts inside it:
     pool        launched, taken, watched over
     ledger      visits and fates booked
     loop        everything else: selector, filter, pace, buffer, tally
-
-Beside it: bytes of a message, and CPU time to read it, by tokens of a rollout.
 """
 
 from __future__ import annotations
@@ -24,14 +22,15 @@ import statistics
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
 
 import numpy as np
-from machine import machine
+from harness import machine, write_json
+from tables import fill, markdown
 
 from winnow.base.memory import heap_frozen
 from winnow.collect import Collector
@@ -261,32 +260,29 @@ def _finished(ledger: Ledger) -> int:
     return int(ledger._db.execute("SELECT COUNT(*) FROM outcomes").fetchone()[0])
 
 
-def message(tokens: int, repeats: int = 9) -> dict[str, Any]:
-    """Bytes of a group's message with rollouts of so many tokens, and the CPU time (us) until it is a group."""
-    group = group_state(recorded(0, 1, tokens, tokens))
-    sides: dict[str, tuple[bytes, Callable[[bytes], Any]]] = {
-        "pipe": (json.dumps(group).encode(), json.loads),
-        "ray": (pickle.dumps(group, 5), pickle.loads),
-    }
-    found: dict[str, list[float]] = {side: [] for side in sides}
-    for _ in range(repeats):
-        for side, (data, load) in sides.items():
-            started = time.process_time()
-            group_from(load(data), {"train": PROMPTS})
-            found[side].append(1e6 * (time.process_time() - started))
-    read = {side: {"bytes": len(sides[side][0]), "us": statistics.median(us[1:])} for side, us in found.items()}
-    return {"tokens": tokens, **read}
+def driver_table(cells: list[dict[str, Any]]) -> str:
+    """CPU milliseconds of a group, and of its parts; medians, and of the whole the least and the most, too."""
+    rows = []
+    for cell in sorted(cells, key=lambda c: (c["polled"], c["in_flight"], c["samplers"])):
+        for kind in SENT:
+            turns = [turn["us_a_group"] for turn in cell[kind]]
+            if not turns:
+                continue
+            whole = [turn["total"] / 1000 for turn in turns]
+            total = f"{statistics.median(whole):.1f} ({min(whole):.1f} to {max(whole):.1f})"
+            parts = [f"{statistics.median(turn[part] for turn in turns) / 1000:.2f}" for part in PARTS]
+            rows.append([f"{cell['in_flight']:,}", str(cell["samplers"]), str(cell["polled"]), kind, total, *parts])
+    return markdown(["in flight", "samplers", "groups a poll", "messages", "ms a group", *PARTS], rows)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--docs", type=Path, help="Markdown file whose table is replaced")
     parser.add_argument("--groups", type=int, default=1_000, help="that are measured, at least")
     parser.add_argument("--repeats", type=int, default=3, help="of cells with less than 10^5 groups in flight")
     options = parser.parse_args()
     said: dict[str, Any] = {"what": __doc__, "machine": machine("cpu"), "cells": []}
-    said["messages"] = [message(tokens) for tokens in (20, 160, 1_000, 8_000)]
-    print(said["messages"], flush=True)
     for samplers, in_flight, polled in CELLS:
         cell: dict[str, Any] = {"in_flight": in_flight, "samplers": samplers, "polled": polled, "pipe": [], "ray": []}
         said["cells"].append(cell)
@@ -294,7 +290,9 @@ def main() -> None:
             for kind in SENT if in_flight < 100_000 else SENT[1:]:
                 cell[kind].append(measure(kind, samplers, in_flight, polled, options.groups))
                 print(samplers, in_flight, polled, kind, cell[kind][-1], flush=True)
-                options.out.write_text(json.dumps(said, indent=1) + "\n", encoding="utf-8")
+                write_json(options.out, said)
+    if options.docs:
+        fill(options.docs, {"scale-driver": driver_table(said["cells"])})
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import os
 import statistics
 import tempfile
@@ -21,12 +20,13 @@ import time
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from machine import machine
+from harness import in_turn, machine, spread, write_json
 from transformers import (
     AutoModelForCausalLM,
     PreTrainedTokenizerFast,
@@ -149,7 +149,8 @@ class Marks(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.marks.append(time.perf_counter())
-        self.phases.append({k: v for k, v in state.log_history[-1].items() if k.startswith("seconds/")})
+        if state.log_history:  # Winnow's; TRL is told to log nothing
+            self.phases.append({k: v for k, v in state.log_history[-1].items() if k.startswith("seconds/")})
 
 
 def run_winnow(w: Workload, setting: Setting, steps: int, device: str) -> Run:
@@ -190,14 +191,6 @@ def run_winnow(w: Workload, setting: Setting, steps: int, device: str) -> Run:
 # ---------------------------------------------------------------- TRL
 
 
-class StepClock(TrainerCallback):
-    def __init__(self) -> None:
-        self.marks: list[float] = []
-
-    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-        self.marks.append(time.perf_counter())
-
-
 def run_trl(w: Workload, setting: Setting, steps: int, device: str) -> Run:
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer
@@ -205,7 +198,7 @@ def run_trl(w: Workload, setting: Setting, steps: int, device: str) -> Run:
     torch.set_num_threads(setting.threads)
     torch.set_float32_matmul_precision(setting.matmul_precision)
     rows = min(setting.rows_per_microbatch, w.rollouts)
-    clock, judge = StepClock(), Judge(w)
+    clock, judge = Marks(), Judge(w)
     generation: list[float] = []
 
     class Timed(GRPOTrainer):
@@ -274,32 +267,21 @@ def calibrate(w: Workload, device: str, threads: Sequence[int]) -> tuple[dict[st
 
 def measure(w: Workload, repeats: int, steps: int, device: str, threads: Sequence[int]) -> dict[str, Any]:
     chosen, tried = calibrate(w, device, threads)
-    runs: list[dict[str, Any]] = []
-    ratios, token_ratios = [], []
-    for repeat in range(repeats):
-        order = list(SIDES) if repeat % 2 == 0 else list(SIDES)[::-1]
-        found = {side: SIDES[side](w, chosen[side], steps, device) for side in order}
-        runs.append({side: found[side].summary() for side in SIDES})
-        ratios.append(found["trl"].seconds / found["winnow"].seconds)
-        token_ratios.append(runs[-1]["winnow"]["tokens_per_second"] / runs[-1]["trl"]["tokens_per_second"])
-        print(
-            f"{w.name} {repeat + 1}/{repeats}: winnow {found['winnow'].seconds:.3f} s {found['winnow'].phases}, "
-            f"trl {found['trl'].seconds:.3f} s, ratio {ratios[-1]:.2f}",
-            flush=True,
-        )
-    facts = asdict(w) | {"model_dir": w.name, "prompts": len(w.prompts), "rollouts": w.rollouts}
-    return {
-        "workload": facts,
+    sides = {side: partial(run, w, chosen[side], steps, device) for side, run in SIDES.items()}
+    rounds = in_turn(sides, repeats)
+    summaries = [{side: run.summary() for side, run in found.items()} for found in rounds]
+    found = {
+        "workload": asdict(w) | {"model_dir": w.name, "prompts": len(w.prompts), "rollouts": w.rollouts},
         "settings": {side: asdict(setting) for side, setting in chosen.items()},
         "calibration": tried,
-        "runs": runs,
-        "ratio": _spread(ratios),
-        "ratio_of_tokens_per_second": _spread(token_ratios),
+        "runs": summaries,
+        "ratio": spread(run["trl"].seconds / run["winnow"].seconds for run in rounds),
+        "ratio_of_tokens_per_second": spread(
+            run["winnow"]["tokens_per_second"] / run["trl"]["tokens_per_second"] for run in summaries
+        ),
     }
-
-
-def _spread(values: list[float]) -> dict[str, float]:
-    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
+    print(f"{w.name}: TRL takes so many times as long: {found['ratio']}", flush=True)
+    return found
 
 
 def main() -> None:
@@ -330,8 +312,7 @@ def main() -> None:
         for name, (make, steps) in makers.items():
             if options.only in (None, name):
                 results["workloads"].append(measure(make(), 2 if quick else 5, steps, device, threads))
-                options.out.parent.mkdir(parents=True, exist_ok=True)
-                options.out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+                write_json(options.out, results)
 
 
 if __name__ == "__main__":

@@ -17,13 +17,13 @@ import statistics
 import tempfile
 import time
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from arms import write_json
 from datasets import Dataset
-from machine import machine
+from harness import in_turn, machine, spread, write_json
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, PrinterCallback, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
@@ -107,6 +107,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--only", nargs="+", choices=list(ARMS), default=list(ARMS))
     options = parser.parse_args()
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
@@ -114,16 +115,15 @@ def main() -> None:
         start = Path(work) / "start"
         warm_start(CountdownConfig().build(), start, config=WarmStartConfig(max_steps=270, threads=1))
         result: dict[str, Any] = {"machine": machine("cpu", "trl"), "prompts": PROMPTS, "group": G, "arms": {}}
-        rounds: dict[str, list[dict[str, Any]]] = {name: [] for name in ARMS}
+        rounds: dict[str, list[dict[str, Any]]] = {name: [] for name in options.only}
         for _ in range(options.rounds):
-            for name, methods in ARMS.items():
-                alone, there = run(start, None, options.steps), run(start, methods, options.steps)
-                rounds[name].append({"alone": alone, "winnow": there, "ratio": there["seconds"] / alone["seconds"]})
-                ratios = [r["ratio"] for r in rounds[name]]
-                result["arms"][name] = {
-                    "ratio": {"median": statistics.median(ratios), "min": min(ratios), "max": max(ratios)},
-                    "rounds": rounds[name],
-                }
+            for name in options.only:
+                sides = {"alone": partial(run, start, None, options.steps)}
+                sides["winnow"] = partial(run, start, ARMS[name], options.steps)
+                (found,) = in_turn(sides, 1)
+                rounds[name].append(found)
+                ratios = [r["winnow"]["seconds"] / r["alone"]["seconds"] for r in rounds[name]]
+                result["arms"][name] = {"ratio": spread(ratios), "rounds": rounds[name]}
                 write_json(options.out, result)
                 print(name, {k: round(v, 2) for k, v in result["arms"][name]["ratio"].items()}, flush=True)
 

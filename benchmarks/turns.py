@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
+from harness import in_turn, spread, write_json
 from tokenizers import Tokenizer, models
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -68,17 +68,20 @@ def episodes(engine: LocalEngine, rollouts: int, turns: int, *, keep: bool) -> t
 
 def compare(size: str, turns: int, rollouts: int, repeats: int) -> dict[str, Any]:
     engine = engine_of(size, rollouts)
-    ratios, same = [], []
-    for _ in range(repeats):
-        again, a = episodes(engine, rollouts, turns, keep=False)
-        kept, b = episodes(engine, rollouts, turns, keep=True)
-        ratios.append(again / kept)
-        same.append(sum(x == y for x, y in zip(a, b, strict=True)) / rollouts)
+    sides = {
+        "again": lambda: episodes(engine, rollouts, turns, keep=False),
+        "kept": lambda: episodes(engine, rollouts, turns, keep=True),
+    }
+    rounds = in_turn(sides, repeats)
+    same = []
+    for found in rounds:
+        pairs = zip(found["again"][1], found["kept"][1], strict=True)
+        same.append(sum(a == b for a, b in pairs) / rollouts)
     return {
         "model": size,
         "turns": turns,
         "rollouts": rollouts,
-        "ratio": {"median": statistics.median(ratios), "min": min(ratios), "max": max(ratios)},
+        "ratio": spread(found["again"][0] / found["kept"][0] for found in rounds),
         "same_tokens": min(same),
     }
 
@@ -88,14 +91,16 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--only", choices=list(SIZES))
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     results = []
     for size, turns, rollouts in (("0.7M", 10, 64), ("0.7M", 30, 64), ("25M", 10, 32)):
-        results.append(compare(size, turns, rollouts, options.repeats))
-        print(json.dumps(results[-1]), flush=True)
+        if options.only in (None, size):
+            results.append(compare(size, turns, rollouts, options.repeats))
+            print(json.dumps(results[-1]), flush=True)
     if options.out:
-        options.out.write_text(json.dumps(results, indent=1), encoding="utf-8")
+        write_json(options.out, results)
 
 
 if __name__ == "__main__":

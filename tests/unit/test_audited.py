@@ -96,7 +96,6 @@ def test_batching_changes_no_override() -> None:
 
 
 def test_a_long_history_hides_no_prompt() -> None:
-    """How fast it is: benchmarks/select_prompts.py."""
     prompts = [Prompt(str(i), i, text="") for i in range(1_000_000)]
     selector = build("backoff", prompts, epsilon=0.02)
     selector.selector.z_N[:] = np.where(np.arange(1_000_000) % 10, 50_000, 0)

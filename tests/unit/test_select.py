@@ -187,7 +187,7 @@ class TestGreso:
         assert Greso(step=0, p_easy=0.01).p_easy == 0.01, "no floor either"
 
     def test_a_million_prompts_select_fast_in_sixteen_bytes_each(self) -> None:
-        """The time is printed, not asserted: benchmarks/select_prompts.py measures it."""
+        """The time is printed, not asserted."""
         n = 1_000_000
         selector = Greso().build(_Many(n), seed=0)  # type: ignore[arg-type]
         rng = np.random.default_rng(0)

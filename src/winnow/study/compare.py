@@ -168,13 +168,13 @@ def _method(
             against[m.key] = None
         else:
             both = [(run.values[m.key], baseline[s].values[m.key]) for s, run in runs.items() if s in baseline]
-            against[m.key] = _against([(a, b) for a, b in both if a is not None and b is not None], m.ratio)
+            against[m.key] = paired_estimate([(a, b) for a, b in both if a is not None and b is not None], m.ratio)
     reached = sum(run.values["tokens_to_baseline"] is not None for run in runs.values())
     paired = sum(s in baseline for s in runs)
     return MethodResult(name, tuple(runs.values()), means, against, paired, reached)
 
 
-def _against(pairs: Sequence[tuple[float, float]], ratio: bool) -> Estimate | None:
+def paired_estimate(pairs: Sequence[tuple[float, float]], ratio: bool) -> Estimate | None:
     """Mean of a - b over pairs; for a ratio the geometric mean of a / b, over the pairs in which both are over 0."""
     if not ratio:
         return mean_interval([a - b for a, b in pairs]) if pairs else None

@@ -1,0 +1,83 @@
+"""What a family of claims is made of: its arms, the models that they start from, figures, tables and picture."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from runs import Run
+
+Said = dict[str, Any]
+"""What the JSON file has."""
+FINAL = {"eval_generations": 8, "eval_greedy": True}
+"""Evaluation of a finished run: all held-out prompts."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """A model that runs begin with, in `NAME-sSEED`: a warm start on the recipe's environment."""
+
+    recipe: str
+    settings: Mapping[str, Any]
+    """Of `WarmStartConfig`."""
+    name: str = "warm"
+    shared: bool = False
+    """All seeds start from the model of seed 0."""
+
+    def seed(self, seed: int) -> int:
+        return 0 if self.shared else seed
+
+    def directory(self, seed: int, work: Path) -> Path:
+        return work / f"{self.name}-s{self.seed(seed)}"
+
+
+@dataclass(frozen=True)
+class Arm:
+    """A recipe and what is changed in it."""
+
+    name: str
+    recipe: str
+    overrides: tuple[str, ...] = ()
+    start: Start | None = None
+    profiled: bool = False
+    """Leaves out prompts by their pass rates under the start, which are measured first."""
+    votes: tuple[str, ...] = ()
+    """Weights of votes among 32 answers, measured at the end."""
+
+
+def no_figures(run: Path) -> dict[str, Any]:
+    return {}
+
+
+def no_overrides(work: Path) -> list[str]:
+    return []
+
+
+@dataclass(frozen=True)
+class Family:
+    """`collect` puts finished runs into what the JSON file has; `tables` and `draw` read nothing else."""
+
+    work: str
+    """Directory under runs/."""
+    arms: tuple[Arm, ...]
+    collect: Callable[[Said, dict[str, list[Run]], Path], Said]
+    tables: Callable[[Said], dict[str, str]]
+    draw: Callable[[Said, Path], None] | None = None
+    final: Mapping[str, Any] = field(default_factory=lambda: FINAL)
+    seeds: int = 4
+    jobs: int = 2
+    vote_settings: Mapping[str, Any] = field(default_factory=dict)
+    may_stop: bool = False
+    """A run that stops early, as nothing has a signal any more, counts as finished."""
+    prepare: Callable[[Path], list[str]] = no_overrides
+    """Makes what all runs need in the work directory; returns overrides for every run."""
+    around: Callable[[Arm], AbstractContextManager[None]] = lambda arm: nullcontext()
+    """What a run needs while it goes on."""
+    more: Callable[[Path], dict[str, Any]] = no_figures
+    """Further figures of a finished run, for its claim.json."""
+
+    def by_name(self) -> dict[str, Arm]:
+        return {arm.name: arm for arm in self.arms}

@@ -1,0 +1,171 @@
+"""Every script starts, every arm is a valid configuration, and the docs have the tables of the JSON files."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import json
+import re
+import subprocess
+import sys
+from argparse import Namespace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from winnow.config import load_config
+
+ROOT = Path(__file__).parents[2]
+BENCHMARKS = ROOT / "benchmarks"
+SCRIPTS = [path.stem for path in sorted(BENCHMARKS.glob("*.py")) if "__main__" in path.read_text(encoding="utf-8")]
+OPTIONAL = {"trl", "datasets", "ray", "vllm", "psutil", "matplotlib"}
+"""Packages that a script may need and an environment may not have."""
+FAMILIES = {
+    "selection": ("claims.json", "claims.md"),
+    "gate": ("gate_claims.json", "claims.md"),
+    "arrol": ("arrol_claims.json", "claims.md"),
+    "async": ("async_claims.json", "claims.md"),
+    "sync": ("sync_claims.json", "claims.md"),
+    "llm": ("llm_claims.json", "claims.md"),
+    "scale": ("scale_claims.json", "scale.md"),
+    "wall": ("async_wall.json", "benchmarks.md"),
+}
+HELP = """
+import contextlib, importlib, io, sys
+for name in sys.argv[1:]:
+    text = io.StringIO()
+    sys.argv = [name, "--help"]
+    try:
+        module = importlib.import_module(name)
+        with contextlib.redirect_stdout(text):
+            module.main()
+    except SystemExit as error:
+        assert error.code == 0, (name, error.code)
+    except ModuleNotFoundError as error:
+        print("MISSING", name, error.name)
+        continue
+    assert "usage:" in text.getvalue(), name
+    print("OK", name)
+"""
+
+
+@pytest.fixture(autouse=True)
+def _importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+
+
+def family_of(name: str) -> Any:
+    return importlib.import_module("claims").load(name)
+
+
+def test_every_script_imports_and_answers_help() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", HELP, *SCRIPTS], cwd=BENCHMARKS, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    lines = [line.split() for line in done.stdout.splitlines() if line.startswith(("OK", "MISSING"))]
+    assert [line[1] for line in lines] == SCRIPTS
+    assert {line[2] for line in lines if line[0] == "MISSING"} <= OPTIONAL
+
+
+def test_what_benchmarks_import_within_functions_is_there() -> None:
+    missing = []
+    for path in [*BENCHMARKS.glob("*.py"), *BENCHMARKS.glob("families/*.py")]:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("winnow"):
+                missing += [
+                    (path.name, f"{node.module}.{a.name}") for a in node.names if not is_there(node.module, a.name)
+                ]
+    assert not missing
+
+
+def is_there(module: str | None, name: str) -> bool:
+    assert module is not None
+    try:
+        return hasattr(importlib.import_module(module), name) or find_spec(f"{module}.{name}") is not None
+    except ModuleNotFoundError as error:
+        return error.name in OPTIONAL
+
+
+def test_every_family_is_checked_here() -> None:
+    assert set(FAMILIES) == set(importlib.import_module("claims").FAMILIES)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_docs_have_the_tables_of_the_json_file(name: str) -> None:
+    results, page = FAMILIES[name]
+    figures = json.loads((BENCHMARKS / "results" / results).read_text(encoding="utf-8"))
+    docs = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    for mark, table in family_of(name).tables(figures).items():
+        found = re.search(rf"<!-- {mark} -->\n(.*?)<!-- end -->", docs, re.DOTALL)
+        assert found is not None, mark
+        assert found[1] == table
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_arm_is_a_valid_configuration(name: str) -> None:
+    family = family_of(name)
+    assert len(family.by_name()) == len(family.arms), "names are unique"
+    for arm in family.arms:
+        config = load_config(ROOT / "recipes" / f"{arm.recipe}.yaml", [*arm.overrides, "model=m"])
+        assert config.model == "m"
+        if arm.start is not None:
+            load_config(ROOT / "recipes" / f"{arm.start.recipe}.yaml", ["model=m", "gates=[]"])
+
+
+def test_models_come_before_runs_and_a_shared_one_is_made_once() -> None:
+    arms = family_of("arrol").by_name()
+    stages = importlib.import_module("claims").stages([arms["countdown-grpo"], arms["chain-sum-grpo"]], 2)
+    runs = [("countdown-grpo", 2), ("chain-sum-grpo", 2)]
+    assert stages == [[("warm-countdown", 2), ("warm-chain-sum", 0)], [], runs]
+    banded = family_of("selection").by_name()["active-band"]
+    assert importlib.import_module("claims").stages([banded], 1)[1] == [("pass-rates", 1)]
+
+
+def test_what_has_left_a_claim_is_not_done_again(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    claims = importlib.import_module("claims")
+    options = Namespace(work=tmp_path, seeds=[0], jobs=1, changes=["no_such_key=1"])
+    arm = family_of("async").by_name()["lag0-tis8"]
+    for name in ("warm-s0", "lag0-tis8-s0"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "claim.json").write_text("{}", encoding="utf-8")
+    assert claims.run_all("async", [arm], options)
+    assert not capfd.readouterr().out, "no process was started"
+
+
+def test_a_table_blanks_the_baseline_and_pairs_by_seed() -> None:
+    t = importlib.import_module("tables")
+    runs = {
+        "base": [{"seed": seed, "pass": value, "cost": 4.0} for seed, value in enumerate((0.1, 0.2, 0.3))],
+        "arm": [{"seed": seed, "pass": value, "cost": 2.0} for seed, value in enumerate((0.2, 0.3, 0.4))],
+        "short": [{"seed": 1, "pass": 0.5, "cost": 8.0}],
+    }
+    columns = (t.SEEDS, t.mean("mean", "pass"), t.difference("difference", "pass"), t.ratio("cost", "cost"))
+    lines = t.table_of(runs, columns, base="base").splitlines()
+    assert lines[0] == "| arm | seeds | mean | difference | cost |"
+    assert lines[2] == "| base | 3 | 0.200 (-0.048 to 0.448) |  | 1.00 (1.00 to 1.00) |"
+    assert lines[3] == "| arm | 3 | 0.300 (0.052 to 0.548) | +0.100 (+0.100 to +0.100) | 0.50 (0.50 to 0.50) |"
+    assert lines[4] == "| short | 1 | 0.500 | +0.300 | 2.00 |"
+
+
+def test_runs_that_were_not_done_again_keep_their_figures() -> None:
+    t = importlib.import_module("tables")
+    old = {"a": [{"seed": 0, "x": 1}, {"seed": 1, "x": 2}], "gone": [{"seed": 0, "x": 9}]}
+    new = {"a": [{"seed": 1, "x": 3}], "b": [{"seed": 0, "x": 4}]}
+    merged = t.merged(old, new, ["b", "a"])
+    assert merged == {"b": [{"seed": 0, "x": 4}], "a": [{"seed": 0, "x": 1}, {"seed": 1, "x": 3}]}
+    assert list(merged) == ["b", "a"]
+
+
+def test_sides_take_turns_in_changing_order_and_a_warm_round_does_not_count() -> None:
+    in_turn = importlib.import_module("harness").in_turn
+    asked: list[str] = []
+
+    def side(name: str) -> Any:
+        return lambda: asked.append(name) or len(asked)
+
+    rounds = in_turn({"a": side("a"), "b": side("b")}, 2, warm=True)
+    assert asked == ["a", "b", "b", "a", "a", "b"]
+    assert rounds == [{"a": 4, "b": 3}, {"a": 5, "b": 6}]
