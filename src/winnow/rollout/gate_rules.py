@@ -30,7 +30,7 @@ class ActiveRules:
             if last >= task.max_turns:
                 raise ConfigError(
                     f"gates: {named.name} decides after {last} environment steps, but task {task.name} has at most "
-                    f"{task.max_turns} turns, so no rollout runs then; lower its step or raise the task's max_turns"
+                    f"{task.max_turns} turns, so no rollout runs then; use an earlier step, or a task with more turns"
                 )
         self._rules = {named.name: named for named in rules}
         self.needs: frozenset[str] = frozenset().union(*map(_needs, rules))
