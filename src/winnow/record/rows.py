@@ -51,7 +51,7 @@ def checksum(row: tuple[Any, ...]) -> int:
 def damage(db: sqlite3.Connection, path: Path) -> list[str]:
     """Return damage to structure, tables, rows or contents; empty for an intact ledger.
 
-    Reads everything once, some 7 s for a million rollouts; or only what a check begun `ahead` has not read.
+    Reads everything once, some 7 s for a million rollouts; or only what `background_check` has not read.
     """
     try:
         found, read = background_check.result(path) or examined(db)
