@@ -1,11 +1,11 @@
-"""Collect batches: select prompts, launch groups, take them back, judge, filter, buffer and book them.
+"""Collect batches: select prompts, launch groups, judge, filter, buffer and book the finished ones.
 
     select -> launch -> (sampler, gates, rewards) -> take -> judge -> filter -> buffer -> batch -> trained
                                                                         |          |
                                                                      filtered   stale, surplus
 
-Every launched group comes back once and leaves with one fate; the ledger is written at both ends. A collector knows
-policy versions and steps as numbers, but no learner, no weights and no evaluation.
+Every launched group returns once and leaves with one fate; the ledger books both. A collector knows policy versions
+and steps as numbers, but no learner, weights or evaluation.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Collector:
     def __post_init__(self) -> None:
         self.num_tokens = 0
         self.stop: RunStoppedError | None = None
-        """Why the run cannot usefully go on, if it cannot."""
+        """Error that ends the run, once no progress is possible."""
         self.tally = Tally(self.judge)
         """Counts and timings of the current step."""
         self.failures = FailureWatch(self.ledger.failures())
@@ -73,13 +73,13 @@ class Collector:
         self._untrained: str | None = None
         """Why the current step trained nothing."""
         self._reported: set[str] = set()
-        """Causes of steps that trained nothing, already reported."""
+        """Reported causes of steps that trained nothing."""
         self._nothing_left = False
 
     # ---- one step ------------------------------------------------------------------------------------------------
 
     def collect(self, step: int) -> Batch:
-        """Return the batch for the optimizer step from version `step`; without groups when the run cannot go on."""
+        """Return the batch for the optimizer step from version `step`; empty when no progress is possible."""
         self.tally = Tally(self.judge)
         with self.tally.phase("generate"):
             batch = self._collect(step)
@@ -88,7 +88,7 @@ class Collector:
         return batch
 
     def trained(self, step: int, groups: list[Group], update: Mapping[str, float]) -> None:
-        """Book a batch after its optimizer step; filter and gates learn. `update`: metrics, among them `updated`."""
+        """Book a batch after its optimizer step; filter and gates learn. `update`: metrics, including `updated`."""
         for group in groups:
             if update["updated"]:
                 self._book(step, group, Fate.TRAINED, "")
@@ -119,14 +119,14 @@ class Collector:
         return metrics
 
     def warnings(self, finished: Sequence[Group]) -> Iterator[str]:
-        """Causes of lost rollouts, and of a step that trained nothing; each cause once in a run."""
+        """Yield causes of failed rollouts, and of a step that trained nothing; each once in a run."""
         yield from self.failures.observe(finished, "rollouts")
         if self._untrained is not None and cause_of(self._untrained) not in self._reported:
             self._reported.add(cause_of(self._untrained))
             yield f"the step trained nothing: {self._untrained}"
 
     def close(self, step: int, in_flight: Sequence[Group]) -> None:
-        """Book what will never be trained, after the last save: groups carried, and those still `in_flight`."""
+        """Book groups that will never be trained, after the last save: carried ones and those still `in_flight`."""
         for group in self.buffer.groups:
             self._book(step, group, Fate.SURPLUS, "carried, but the run is over")
         for group in in_flight:
@@ -155,7 +155,7 @@ class Collector:
         return Batch(groups, finished)
 
     def _ready(self, step: int) -> bool:
-        """Whether to train now; a run that stops first takes what is in flight."""
+        """Return whether to train now; a stopping run takes the groups in flight first."""
         return self.pace.ready(step) if self.stop is None else not self.sampler.pending
 
     def _launch(self, step: int) -> None:
@@ -217,7 +217,7 @@ class Collector:
             self._book(step, group, Fate.STALE, f"older than max_lag={self.buffer.max_lag} steps")
 
     def _book(self, step: int, group: Group, fate: Fate, reason: str) -> None:
-        """Give every rollout that has none a fate, and close the group's account."""
+        """Give every rollout without a fate this one, and book the group."""
         for rollout in group.rollouts:
             if rollout.fate is None:
                 rollout.fate, rollout.reason = fate, reason
@@ -227,9 +227,9 @@ class Collector:
     # ---- checkpoints ---------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that a checkpoint must hold besides the ledger."""
+        """Return the checkpoint state other than the ledger."""
         if not self.pace.settled():
-            raise RuntimeError("a checkpoint is only taken between steps, when nothing is in flight")
+            raise RuntimeError("a checkpoint is taken between steps only, with no group in flight")
         return {
             "num_tokens": self.num_tokens,
             "skipped_steps": self._useful.skipped_steps,
@@ -249,7 +249,7 @@ class Collector:
         }
 
     def load_state_dict(self, state: Mapping[str, Any], step: int) -> None:
-        """Raises LookupError, TypeError or ValueError on a state that no run of this configuration has had."""
+        """Restore a state. Raises LookupError, TypeError or ValueError on one that this configuration cannot have."""
         require_like(state, self._state_of_methods(), "loop")
         self.num_tokens = int(state["num_tokens"])
         self._useful.skipped_steps = int(state["skipped_steps"])
@@ -264,13 +264,13 @@ class Collector:
         self.buffer.spent = int(state["spent"])
         self.selector.load_state_dict(state["selector"])
         self.group_size.load_state_dict(state["group_size"])
-        if "filter" in state:  # absent from those of version 0.2
+        if "filter" in state:  # version 0.2 saved none
             self.filter.load_state_dict(state["filter"])
         for name, gate in self.gates.items():
             gate.load_state_dict(state["gates"][name])
 
     def relaunch(self, state: Mapping[str, Any]) -> None:
-        """Roll out again what was in flight when `state` was taken; it stays booked as dispatched."""
+        """Relaunch the groups that were in flight in `state`; they stay booked as dispatched."""
         for visit, size in state["in_flight"]:
             again = visit_from(visit, self.prompts["train"])
             require_types(again)
@@ -278,15 +278,15 @@ class Collector:
 
 
 def _require_trainable(group: Group, step: int) -> None:
-    """Raises ValueError for a group that cannot have waited for optimizer step `step`."""
+    """Raise ValueError for a group that cannot have waited for optimizer step `step`."""
     where = f"visit {group.visit.number}"
     if not group.rollouts:
-        raise ValueError(f"{where} waits without rollouts")
+        raise ValueError(f"{where}: a waiting group without rollouts")
     for rollout in group.rollouts:
         versions = rollout.versions[rollout.action_mask]
         if not ((versions >= 0) & (versions <= step)).all():
-            raise ValueError(f"{where}: tokens of a policy that step {step} does not know")
+            raise ValueError(f"{where}: tokens of a policy version outside 0 to {step}")
         if not np.isfinite(rollout.sampler_logp).all():
-            raise ValueError(f"{where}: log-probabilities that are not finite")
+            raise ValueError(f"{where}: non-finite log-probabilities")
         if not 0 < rollout.survival_p <= 1 + 1e-9:
-            raise ValueError(f"{where}: survived with the chance {rollout.survival_p}")
+            raise ValueError(f"{where}: survival_p must be in (0, 1] ({rollout.survival_p})")

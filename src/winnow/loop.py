@@ -29,7 +29,7 @@ class Hooks:
     """Callbacks around a step: evaluation, records, checkpoints, display."""
 
     published: Callable[[int], None]
-    """After an update's weights were published. ConfigError ends the run: the engine computes something else."""
+    """After an update's weights are published. ConfigError ends the run: engine and learner do not agree."""
     evaluate: Callable[[int], Evaluation | None]
     profile: Callable[[int], None]
     record: Callable[[int, dict[str, float], list[Group]], None]
@@ -39,7 +39,7 @@ class Hooks:
     begin: Callable[[int], None] = lambda step: None
     """Before a step selects its prompts."""
     warn: Callable[[int, str], None] = lambda step, message: None
-    """After a step is recorded: rollouts were lost, or the step trained nothing; once for each cause."""
+    """After a step is recorded: rollouts failed, or the step trained nothing. Once for each cause."""
 
 
 @dataclass
@@ -55,13 +55,13 @@ class Loop:
     """Updates published so far, which is also the policy version."""
 
     def run(self) -> None:
-        """Train to `max_steps` or until `should_stop`; RunStoppedError, after saving, when going on is useless."""
+        """Train to `max_steps` or `should_stop`. Raises RunStoppedError, after saving, when no progress is possible."""
         while self.step < self.collector.limits.max_steps and not self.hooks.should_stop():
             self.advance()
         self.hooks.save(self.step, True)
 
     def advance(self) -> None:
-        """Run one step and save when it is due; RunStoppedError, after saving, when going on is useless."""
+        """Run one step; save if due. Raises RunStoppedError, after saving, when no progress is possible."""
         with memory_errors(f"step {self.step}"):
             try:
                 self.one_step()
@@ -77,7 +77,7 @@ class Loop:
         self.hooks.begin(self.step)
         batch = self.collector.collect(self.step)
         if not batch.groups and self.collector.stop is not None:
-            return  # nothing to train on: the step has not taken place
+            return  # nothing to train on: this is not a step
         with self.collector.tally.phase("update"):
             self.sampler.make_room()
             update = self.optimizer_step(batch.groups, self.step)
@@ -97,7 +97,7 @@ class Loop:
             with tally.phase("evaluate"):
                 evaluation = self.hooks.evaluate(self.step)
                 self.hooks.profile(self.step)
-        except (SamplersLostError, ConfigError) as error:  # the step has taken place; only its evaluation is missing
+        except (SamplersLostError, ConfigError) as error:  # the step is done; only its evaluation is missing
             self._stop(error)
         evaluated = {} if evaluation is None else {f"eval/{name}": x for name, x in evaluation.metrics.items()}
         elsewhere = update | self.sampler.metrics() | self.learner.metrics() | evaluated
@@ -109,26 +109,26 @@ class Loop:
             self.warn_of_evaluation(evaluation)
 
     def publish(self) -> None:
-        """Hand the newest weights and rules to the sampler. Raises FloatingPointError when a weight is not finite."""
+        """Send the newest weights and rules to the sampler. Raises FloatingPointError on a non-finite weight."""
         weights = self.learner.weights()
         checked = weights if isinstance(weights, RemoteWeights) else FiniteWeights(weights)
         self.sampler.publish(checked, rules_of(self.collector.gates), self.step)
 
     def warn_of_evaluation(self, evaluation: Evaluation) -> None:
-        """Report causes of failed held-out rollouts that were not reported before."""
+        """Report new causes of failed held-out rollouts."""
         for message in self.collector.failures.observe(evaluation.groups, "held-out rollouts"):
             self.hooks.warn(self.step, message)
 
     def close(self) -> None:
-        """At the end of the run, after the last save."""
+        """Close the account at the end of the run, after the last save."""
         self.collector.close(self.step, self.sampler.close())
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that a checkpoint must hold besides weights, optimizer and ledger."""
+        """Return the checkpoint state other than weights, optimizer and ledger."""
         return {"step": self.step, "step_scale": self.optimizer_step.scale.state_dict()} | self.collector.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Raises LookupError, TypeError or ValueError on a state that no run of this configuration has had."""
+        """Restore a state. Raises LookupError, TypeError or ValueError on one that this configuration cannot have."""
         scale = self.optimizer_step.scale
         require_like(state, {"step_scale": scale.state_dict()}, "loop")
         self.step = int(state["step"])

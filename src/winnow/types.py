@@ -1,4 +1,4 @@
-"""The nouns of Winnow. No logic lives here.
+"""Data types that all layers share: prompts, visits, rollouts, groups, verdicts. No logic.
 
 Shapes: T is the number of completion tokens of a rollout, counted from the first token after the first prompt.
 """
@@ -24,7 +24,7 @@ class Fate(StrEnum):
     FILTERED = "filtered"
     """Its group was dropped after the reward, e.g. because all rewards were equal."""
     PRUNED = "pruned"
-    """It was stopped alone at a token."""
+    """It was stopped on its own, at a token."""
     CUT = "cut"
     """Its whole group was stopped at an environment step."""
     STALE = "stale"
@@ -80,15 +80,15 @@ class Verdict:
     probability: float = 1.0
     """Chance with which a random decision came out as it did, overrides by an audit included."""
     overridden: float | None = None
-    """An audit let pass what the method would have removed: the chance with which it does so. None: it did not."""
+    """Chance with which an audit keeps what the method would have removed; None if it did not."""
     evidence: Mapping[str, Any] = field(default_factory=dict)
-    """Evidence that a gate's rule went by: numbers, texts and arrays, for the gate to learn from."""
+    """Evidence for a gate rule's decision (numbers, texts, arrays), from which the gate learns."""
     counts_as: GroupKind = GroupKind.NOT_JUDGED
     """Kind of a group that a gate cut with this verdict: unknown or hard on evidence, else not judged."""
 
     @property
     def removes(self) -> bool:
-        """Whether the method itself would remove it, carried out or not."""
+        """Whether the method would remove it, even if an audit kept it."""
         return not self.keep or self.overridden is not None
 
 
@@ -97,7 +97,7 @@ KEEP = Verdict(True)
 
 @dataclass(frozen=True, slots=True)
 class Visit:
-    """One turn of a prompt in the stream of prompts: rolled out, or skipped with a reason."""
+    """One visit to a prompt in the stream of prompts: rolled out, or skipped with a reason."""
 
     number: int
     """Serial number in the run, from 0; the ledger's key."""
@@ -132,12 +132,12 @@ class Decision:
     at: GatePoint
     verdict: Verdict
     turn: int = 0
-    """Finished turns of the rollout (or environment steps of the group) by then."""
+    """Finished turns of the rollout (or environment steps of the group) at that point."""
 
 
 @dataclass(slots=True)
 class Turn:
-    """One action of the model and what the environment answered."""
+    """One action of the model and the environment's answer."""
 
     action: str
     """The sampled tokens as text, up to and with a stop string; see `env.prompting.decode` for special tokens."""
@@ -148,16 +148,16 @@ class Turn:
     """Index one past the action's last token."""
     stop_reason: str
     canonical: str | None = None
-    """The action in the environment's own normal form; None: it gave none."""
+    """The action in the environment's normal form, or None."""
     progress: float | None = None
-    """How far the environment says the task has come, in [0, 1]; None: it does not say."""
+    """Progress reported by the environment, in [0, 1], or None."""
     stop_string: str = ""
-    """The stop string that `action` ends with; empty: none ended it."""
+    """The stop string that `action` ends with, or empty."""
     message: Message | None = None
-    """The action as a chat message with its `tool_calls`; None: the environment parsed none."""
+    """The action as a chat message with its `tool_calls`; None if the environment parsed none."""
     taken: bool = False
-    """Whether it is a step: the action is whole and, where there is an environment, answered. What the token budget, a
-    gate or a failure ended half-way is none."""
+    """Whether it counts as a step: the action is complete, and answered if there is an environment. An action cut short
+    by the token budget, a gate or a failure does not count."""
 
     @property
     def compared(self) -> str:
@@ -176,53 +176,53 @@ class Rollout:
     action_mask: np.ndarray
     """bool [T]: True where the model sampled the token."""
     sampler_logp: np.ndarray
-    """float32 [T]: log-probability (nats) under the distribution the token was drawn from; 0 off the mask."""
+    """float32 [T]: log-probability (nats) under the distribution the token was drawn from; 0 outside the mask."""
     versions: np.ndarray
-    """int32 [T]: policy version that sampled the token; -1 off the mask."""
+    """int32 [T]: policy version that sampled the token; -1 outside the mask."""
     turns: list[Turn] = field(default_factory=list)
     stop_reason: str = ""
-    """Reason for its end: `eos` or `stop` (one turn), `env` (the environment ended it), `turns` (it had as many as the
-    task allows), `length` (its tokens were used up), `cancelled`, `failed`."""
+    """Reason for its end: `eos` or `stop` (one turn), `env` (the environment ended it), `turns` (the task's limit),
+    `length` (the token budget), `cancelled`, `failed`."""
     text: str = ""
-    """Actions and the environment's answers as one text, for display. `completion_of` gives what rewards get."""
+    """Actions and the environment's answers as one text, for display. Rewards get `completion_of`."""
     reward: float | None = None
     """Weighted sum of the reward functions; None when absent (failed, pruned, cut)."""
     rewards: dict[str, float | None] = field(default_factory=dict)
     """Rewards by function name, before weighting."""
     extra: dict[str, Any] = field(default_factory=dict)
-    """Values by column that reward functions gave to `log_extra`."""
+    """Values that reward functions passed to `log_extra`, by column."""
     fate: Fate | None = None
     reason: str = ""
     survival_p: float = 1.0
     seconds: float = 0.0
     """Its share of the engine's wall-clock time: step time divided by rows alive, summed over its steps."""
     barrier_wait_s: float = 0.0
-    """Wall-clock seconds that it waited for its siblings at environment steps of gates, in no slot of the engine."""
+    """Wall-clock seconds spent waiting for siblings at environment steps of gates, without an engine slot."""
     greedy: bool = False
     """Sampled at temperature 0 as a baseline (ReMax): scored and booked, but in no statistic and no batch."""
     confidence: np.ndarray | None = None
-    """float32, one for each token that the model sampled, when it was asked for (DeepConf)."""
+    """float32, one for each sampled token, if requested (DeepConf)."""
     raw_logp: np.ndarray | None = None
-    """float32, one for each token that the model sampled, when it was asked for: its log-probability (nats) under the
-    model itself, before temperature, top-k and top-p."""
+    """float32, one for each sampled token, if requested: log-probability (nats) under the model itself, before
+    temperature, top-k and top-p."""
     last_hidden: np.ndarray | None = None
-    """float32 [H]: last hidden state at its last token, when it was asked for and the rollout ended by itself."""
+    """float32 [H]: last hidden state at its last token, if requested and the rollout ended by itself."""
     decisions: list[Decision] = field(default_factory=list)
-    """Decisions of gates that were asked about this rollout alone, in order."""
+    """Gate decisions about this rollout alone, in order."""
 
     def decision_of(self, gate: str) -> Decision | None:
-        """Decision of the gate of this name; None: it was not asked."""
+        """Return the decision of a gate, by its name; None if it made none."""
         return next((d for d in self.decisions if d.gate == gate), None)
 
 
 Purpose = Literal["train", "eval", "greedy", "profile", "probe"]
 """Purpose of rollouts: an update, an evaluation (sampled, or greedy), a profile of pass rates, or a comparison of the
-engine with the learner. Each has its own sampling options and noise; gates are asked about `train` alone."""
+engine with the learner. Each has its own sampling options and noise; gates decide about `train` alone."""
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """An order to a sampler: `size` rollouts of a visit. Visits are numbered apart for each purpose."""
+    """Work for a sampler: `size` rollouts of a visit. Each purpose numbers its visits separately."""
 
     visit: Visit
     size: int
@@ -236,14 +236,14 @@ class Group:
     visit: Visit
     rollouts: list[Rollout]
     decisions: list[Decision] = field(default_factory=list)
-    """Decisions of gates that were asked about the whole group, in order."""
+    """Gate decisions about the whole group, in order."""
     purpose: Purpose = "train"
     kind: GroupKind | None = None
-    """What it can teach; None until it is judged (`GroupJudge.kind`)."""
+    """None until it is judged (`GroupJudge.kind`)."""
 
     @property
     def verdict(self) -> Verdict:
-        """The verdict of the gate that cut the group; KEEP if none did."""
+        """Verdict of the gate that cut the group, else KEEP."""
         return next((d.verdict for d in self.decisions if not d.verdict.keep), KEEP)
 
     @property
@@ -252,7 +252,7 @@ class Group:
 
     @property
     def siblings(self) -> list[Rollout]:
-        """The rollouts but for a greedy one."""
+        """The rollouts without the greedy one."""
         return [r for r in self.rollouts if not r.greedy]
 
     def rewards(self) -> np.ndarray:
@@ -261,7 +261,7 @@ class Group:
         return np.array(values, dtype=np.float64)
 
     def greedy_reward(self) -> float | None:
-        """None without a greedy rollout, or when it has no reward."""
+        """Return the greedy rollout's reward; None without such a rollout or reward."""
         return next((r.reward for r in self.rollouts if r.greedy), None)
 
 
@@ -272,7 +272,7 @@ class GroupView:
     visit: Visit
     at: GatePoint
     actions: tuple[tuple[str, ...], ...]
-    """Per sibling, the actions that it has taken, in the environment's normal form where it gave one."""
+    """Per sibling, its actions, in the environment's normal form if it has one."""
     observations: tuple[tuple[str, ...], ...]
     """Per sibling, the answer to each of its actions."""
     running: tuple[bool, ...]
@@ -280,19 +280,19 @@ class GroupView:
     sibling: int | None = None
     """At a token, the sibling that reached it; None at an environment step."""
     hidden: np.ndarray | None = None
-    """float32 [H]: last hidden state of `sibling` at this point, when the engine provides it."""
+    """float32 [H]: last hidden state of `sibling` at this point, if the engine provides it."""
     logp: np.ndarray | None = None
     """float32 [n]: sampler log-probabilities of `sibling` in this turn, so far."""
     logp_before: float = 0.0
-    """Log-probability of what `sibling` sampled in earlier turns, in nats."""
+    """Log-probability of the tokens `sibling` sampled in earlier turns, in nats."""
     confidence: np.ndarray | None = None
-    """float32 [n]: confidences of its tokens (DeepConf), when a gate needs them."""
+    """float32 [n]: confidences of its tokens (DeepConf), if a gate needs them."""
     raw_logp: np.ndarray | None = None
-    """float32 [n]: `logp` under the model itself, before temperature, top-k and top-p, when a gate needs it."""
+    """float32 [n]: `logp` under the model itself, before temperature, top-k and top-p, if a gate needs it."""
     absent: tuple[bool, ...] = ()
-    """Per sibling, whether it failed or was stopped alone: no evidence of what the policy does."""
+    """Per sibling, whether it failed or was pruned, so it is no evidence about the policy."""
     progress: tuple[float | None, ...] = ()
-    """Per sibling, the last progress number that its environment gave; None: none so far."""
+    """Per sibling, the last progress its environment reported, or None."""
     decisions: tuple[Decision, ...] = ()
     """Earlier decisions about the group or, at a token, about `sibling`."""
     turn: int = 0

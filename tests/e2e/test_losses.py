@@ -214,7 +214,7 @@ def test_zero_rewards_name_their_likely_causes(tiny_config: dict[str, Any]) -> N
     said = [json.loads(line)["warning"] for line in lines if "to every completion" in line]
     assert ["'one' gave 1" in said[0], "'zero' gave 0" in said[1], len(said)] == [True, True, 2]
     assert "of the completions are cut off at max_completion_length (1)" in said[1]
-    assert "runs in a thread, where signals" in said[1]
+    assert "runs in a thread, where the signals" in said[1]
     assert "the answer format" in said[1]
 
 

@@ -154,7 +154,7 @@ def test_a_refill_that_failures_starve_blames_the_failures(tiny_config: dict[str
         raise ConnectionError("judge unreachable")
 
     config = tiny_config | {"filter": {"name": "zero_variance", "max_refill_rounds": 2}, "max_failed_share": 1.0}
-    with pytest.raises(RunStoppedError, match=r"8 lacked rewards.*judge unreachable.*Look for why rollouts fail"):
+    with pytest.raises(RunStoppedError, match=r"8 had missing rewards.*judge unreachable.*Find out why rollouts fail"):
         Trainer(config=config | {"eval_steps": None}, reward_funcs=broken).train()
 
 

@@ -133,7 +133,7 @@ def test_a_tracker_that_fails_does_not_end_the_run(
         raise OSError("disk full")
 
     monkeypatch.setattr(torch.utils.tensorboard.SummaryWriter, "add_scalar", full)
-    with pytest.warns(UserWarning, match=r"report_to: tensorboard failed and gets no more .*disk full") as said:
+    with pytest.warns(UserWarning, match=r"report_to: tensorboard failed and is off for the rest .*disk full") as said:
         Trainer(config=tiny_config | {"report_to": ["tensorboard"]}, reward_funcs=parity_reward).train()
     assert len([w for w in said if "report_to" in str(w.message)]) == 1
 

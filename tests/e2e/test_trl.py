@@ -242,7 +242,7 @@ def test_a_completion_without_any_reward_is_no_zero(arguments: dict[str, Any], t
         ({"step_scale": "ess"}, {}, "all samples are effective"),
         ({"step_scale": "ess", "engine": "local"}, {"top_p": 0.9}, "know temperature alone"),
         ({"gates": ["arrol"]}, {"repetition_penalty": 1.1}, "repetition_penalty: not with gates"),
-        ({"gates": [{"name": "divergence", "k": 1}]}, {}, "nobody is running by then"),
+        ({"gates": [{"name": "divergence", "k": 1}]}, {}, "so no rollout runs then"),
         ({"gates": ["arrol"]}, {"loss_type": "bnpo"}, "bnpo weighs micro-batches alike"),
         ({"env": "countdown"}, {}, "give one of the two"),
         ({"selectr": "greso"}, {}, "Did you mean 'selector'"),

@@ -109,7 +109,7 @@ def test_a_difference_that_grows_at_learning_rate_0(tiny_config: dict[str, Any])
     config = tiny_config | QUIET | {"learning_rate": 0.0, "engine": f"{__name__}:Drifting"}
     said = run(config)
     assert [*said] == [2]
-    assert "The learning rate is 0, so it cannot be the policy that has moved" in said[2]
+    assert "The learning rate is 0, so the policy cannot have moved" in said[2]
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,7 @@ def test_an_evaluation_that_is_skipped(tiny_config: dict[str, Any], monkeypatch:
 
     monkeypatch.setattr(Evaluations, "evaluate", quietly)
     said = run(tiny_config)
-    assert said == {2: "there was no evaluation at step 2, where eval_steps=2 asks for one"}
+    assert said == {2: "no evaluation ran at step 2, where eval_steps=2 schedules one"}
 
 
 def test_a_learning_rate_that_a_schedule_has_brought_to_0(tiny_config: dict[str, Any]) -> None:

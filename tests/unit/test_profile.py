@@ -195,10 +195,10 @@ def test_failed_rollouts_are_no_zeros(bench: Bench) -> None:
 def test_a_busy_engine_and_no_samples_are_refused(bench: Bench) -> None:
     from winnow.engine.base import Request
 
-    with pytest.raises(ValueError, match="n must be at least 1"):
+    with pytest.raises(ValueError, match="n: must be at least 1"):
         next(bench.run(bench.profiler(), bench.task.train, n=0))
     bench.engine.submit([Request("mine", (2, 3), sampling_params(bench.config), key=0)])
-    with pytest.raises(RuntimeError, match="busy with 1 other"):
+    with pytest.raises(RuntimeError, match="still has 1 other"):
         next(bench.run(bench.profiler(), bench.task.train))
     bench.engine.cancel(["mine"])
 

@@ -42,22 +42,22 @@ class Request:
     key: int
     """64-bit noise key (see `winnow.base.noise`): token j is drawn with `uniform(key, j)`, whatever else runs."""
     report_at: tuple[int, ...] = ()
-    """Ascending counts of sampled tokens at which a `Reached` event is wanted."""
+    """Ascending counts of sampled tokens at which to report a `Reached` event."""
     keep: bool = False
-    """Another turn may follow: keep keys and values when the sequence ends. A later request of the same id whose prompt
-    begins with this prompt and what was sampled then pays only for what is new. Cancel the id when no turn follows. The
-    engine may forget; then the next turn is computed from its start."""
+    """Keep keys and values when the sequence ends, for another turn. A later request of the same id whose prompt begins
+    with this prompt and its sampled tokens then computes only the rest. Cancel the id if no turn follows. The engine
+    may drop them; the next turn is then computed from its start."""
     confidence: bool = False
-    """Report every token's confidence, too."""
+    """Report the confidence of every token."""
     raw_logp: bool = False
-    """Report every token's log-probability before temperature, top-k and top-p, too."""
+    """Report every token's log-probability before temperature, top-k and top-p."""
     last_hidden: bool = False
-    """Report the last hidden state when the sequence ends by itself."""
+    """Report the last hidden state if the sequence ends by itself."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reached:
-    """A sequence has sampled `n` tokens and is still running; cancel it now and no further token is computed."""
+    """A sequence has sampled `n` tokens and still runs. If cancelled now, it computes no further token."""
 
     id: Hashable
     n: int
@@ -66,10 +66,10 @@ class Reached:
     hidden: np.ndarray | None = None
     """float32 [H]: input of the lm_head from which the n-th token was drawn; None from an engine without `hidden`."""
     confidence: np.ndarray | None = None
-    """float32 [n] when it was asked for: minus the mean log-probability of the 20 likeliest tokens, before temperature
-    and filters (DeepConf)."""
+    """float32 [n] if requested: minus the mean log-probability of the 20 likeliest tokens, before temperature and
+    filters (DeepConf)."""
     raw_logp: np.ndarray | None = None
-    """float32 [n] when it was asked for: `logp` under the model itself, before temperature, top-k and top-p."""
+    """float32 [n] if requested: `logp` under the model itself, before temperature, top-k and top-p."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,9 +78,9 @@ class Finished:
 
     id: Hashable
     token_ids: np.ndarray
-    """int64 [T], the end-of-sequence token included when it was sampled."""
+    """int64 [T], with the end-of-sequence token if it was sampled."""
     logp: np.ndarray
-    """float32 [T], nats, under the distribution each token was really drawn from (after temperature, top-p, top-k)."""
+    """float32 [T], nats, under the distribution each token was drawn from (after temperature, top-p, top-k)."""
     versions: np.ndarray
     """int32 [T], the policy version that sampled each token."""
     stop_reason: str
@@ -88,11 +88,11 @@ class Finished:
     seconds: float
     """Share of engine time: sum over its steps of step time divided by rows alive."""
     confidence: np.ndarray | None = None
-    """float32 [T] when it was asked for; see `Reached`."""
+    """float32 [T] if requested; see `Reached`."""
     hidden: np.ndarray | None = None
-    """float32 [H] when it was asked for: input of the lm_head from which the last token was drawn."""
+    """float32 [H] if requested: input of the lm_head from which the last token was drawn."""
     raw_logp: np.ndarray | None = None
-    """float32 [T] when it was asked for; see `Reached`."""
+    """float32 [T] if requested; see `Reached`."""
 
 
 Event = Reached | Finished
@@ -102,32 +102,33 @@ CAPABILITIES = {
     "logp": "log-probabilities of sampled tokens",
     "raw_logp": "the same before temperature, top-k and top-p",
     "report_at": "`Reached` events",
-    "exact_cancel": "a sequence that is cancelled at its event has sampled no further token",
+    "exact_cancel": "a sequence cancelled at its event samples no further token",
     "hidden": "last hidden states in `Reached`",
     "last_hidden": "last hidden states in `Finished`",
     "confidence": "DeepConf's confidence of every token",
     "keep_kv": "keys and values survive from turn to turn",
-    "keyed_noise": "what is sampled is a function of a request's key, whatever else runs",
-    "adapters": "`load_weights` takes LoRA adapters alone, over a model that stays as it is",
+    "keyed_noise": "sampled tokens depend on a request's key, whatever else runs",
+    "adapters": "`load_weights` takes LoRA adapters alone, over an unchanged model",
 }
-"""Capabilities that an engine may provide, and rules may need."""
+"""Capabilities that an engine may provide and rules may need."""
 
 
 class Engine(Protocol):
-    """An engine may also have `dtype`, the type that it computes with (e.g. `float32`); without it, the comparison with
-    the learner at the start allows for the rounding of bfloat16. It may have `release()`, called before an update in
-    the same process: the memory of weights is the learner's until the next `load_weights`, before any other step."""
+    """A generation engine. Optional members:
+
+    `dtype`: compute type (e.g. `float32`). Without it, the comparison with the learner allows for bfloat16 rounding.
+    `release()`: called before an update in the same process; frees the memory of weights until `load_weights`."""
 
     provides: frozenset[str]
     """A subset of `CAPABILITIES`."""
     version: int
     """Policy version of the weights in use."""
     clock: int
-    """Tokens so far of a sequence that had run all the time; patience with environments and rewards counts in these."""
+    """Tokens of a sequence that had run all the time; the unit of waits for environments and rewards."""
 
     @property
     def pending(self) -> int:
-        """Sequences submitted and neither finished nor cancelled."""
+        """Number of sequences submitted and neither finished nor cancelled."""
         ...
 
     def submit(self, requests: Iterable[Request]) -> None:
@@ -138,9 +139,9 @@ class Engine(Protocol):
         ...
 
     def cancel(self, ids: Iterable[Hashable]) -> list[Finished]:
-        """Stop these sequences now; returns what they had, with stop_reason `cancelled`.
+        """Stop these sequences now; return their tokens so far, with stop_reason `cancelled`.
 
-        Forgets what was kept of them. Unknown ids are ignored.
+        Drops their kept keys and values. Ignores unknown ids.
         """
         ...
 
@@ -149,7 +150,7 @@ class Engine(Protocol):
         ...
 
     def load_weights(self, weights: Weights, version: int) -> None:
-        """Swap weights between two decode steps; running sequences keep their KV cache and go on.
+        """Swap weights between two decode steps; running sequences keep their KV cache and continue.
 
         `weights` has the names of the Hugging Face model's `state_dict()`, or those of its adapters if the engine was
         built for them. Raises ValueError on a missing, unknown, misshapen or non-finite tensor, and leaves the old

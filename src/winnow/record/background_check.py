@@ -1,7 +1,7 @@
-"""The check of a large ledger's rows, begun in a process of its own while this one imports what training needs.
+"""Check the rows of a large ledger in a separate process, while this one imports what training needs.
 
-`begin(path)`; the next `damage` of that ledger then reads only the rows booked since. As a program:
-`python -m winnow.record.background_check LEDGER` prints what it found, and up to which row of each table it looked.
+After `begin(path)` the next `damage` of that ledger reads only newer rows. As a program,
+`python -m winnow.record.background_check LEDGER` prints the damage, and the last row of each table that it checked.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ SMALL_BYTES = 8 << 20
 """A ledger below this is read faster than a process starts."""
 
 LONGEST_S = 600.0
-"""Seconds that its answer is waited for; then the rows are read here."""
+"""Seconds to wait for the result; then the rows are read here."""
 
 _begun: dict[Path, subprocess.Popen[bytes]] = {}
 
 
 def begin(path: Path) -> None:
-    """Start the check. What is no large ledger is left to whoever opens it."""
+    """Start the check. Smaller ledgers are checked when they are opened."""
     if path.is_file() and path.stat().st_size >= SMALL_BYTES:
         command = [sys.executable, "-m", __name__, str(path.resolve())]
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
@@ -37,7 +37,7 @@ def begun(path: Path) -> bool:
 
 
 def result(path: Path) -> tuple[list[str], dict[str, int]] | None:
-    """What `rows.examined` finds, of the ledger as it was when the check began; None where none began, or it failed."""
+    """Return `rows.examined` of the ledger as it was when the check began; None without a check, or if it failed."""
     process = _begun.pop(path.resolve(), None)
     if process is None:
         return None
@@ -58,7 +58,7 @@ def _check(path: Path) -> tuple[list[str], dict[str, int]]:
     from .rows import examined
 
     with closing(connect(path, read_only=True)) as db:
-        db.execute("BEGIN")  # one state, should somebody write
+        db.execute("BEGIN")  # one state, even if another process writes
         return examined(db)
 
 
@@ -66,4 +66,4 @@ if __name__ == "__main__":
     try:
         print(json.dumps(_check(Path(sys.argv[1]))))
     except (sqlite3.Error, UnicodeDecodeError):
-        sys.exit(1)  # whoever opens it says what is wrong
+        sys.exit(1)  # opening it reports the cause

@@ -1,4 +1,4 @@
-"""Signs that a run is collapsing, read off its metrics: few rollouts dominate the updates; the reward has fallen.
+"""Detect a collapsing run from its metrics: few rollouts dominate the updates; the reward has fallen.
 
 Under a large lag the effective sample size falls first and the reward follows (VCPO, section 3.1 and appendix A).
 """
@@ -11,19 +11,19 @@ from typing import Any
 
 Metrics = Mapping[str, float]
 LOW = 0.3
-"""Effective share of a batch's rollouts under which few of them dominate the update."""
+"""Effective share of a batch's rollouts below which few of them dominate the update."""
 PATIENCE = 5
-"""Updates in a row that have to be so."""
+"""Consecutive updates that must be so."""
 ADVICE = "updates are dominated by few rollouts; lower max_lag, or use step_scale: ess"
 
 
 def ess_of(metrics: Metrics) -> float | None:
-    """Effective share of the batch's rollouts or, where that is not known, of those with a gradient."""
+    """Return the effective share of the batch's rollouts or, if unknown, of those with a gradient."""
     return metrics.get("ess_ratio", metrics.get("ess_ratio/with_gradient"))
 
 
 class EssWatch:
-    """Looks for spells of updates whose `ess_of` is under `LOW`. Steps without an update are passed over."""
+    """Watches for spells of updates with `ess_of` under `LOW`. Steps without an update are ignored."""
 
     def __init__(self) -> None:
         self.first: Metrics = {}
@@ -31,7 +31,7 @@ class EssWatch:
         self.length = 0
 
     def observe(self, metrics: Metrics) -> bool:
-        """True when a spell has just become `PATIENCE` updates long."""
+        """Return True when a spell becomes `PATIENCE` updates long."""
         ess = ess_of(metrics)
         if ess is None:
             return False
@@ -49,7 +49,7 @@ class EssWatch:
 
 
 def low_ess(rows: Sequence[Metrics]) -> EssWatch | None:
-    """The first spell of `PATIENCE` updates or more, at its full length."""
+    """Return the first spell of `PATIENCE` updates or more, at its full length."""
     watch, found = EssWatch(), False
     for row in rows:
         before = watch.length
@@ -61,9 +61,9 @@ def low_ess(rows: Sequence[Metrics]) -> EssWatch | None:
 
 
 def reward_collapse(rows: Sequence[Metrics]) -> Metrics | None:
-    """The first step from which on, to the end, the reward was under half of its best.
+    """Return the first step after which the reward stays under half of its best.
 
-    Both are means over the last twentieth of the steps, or the last `PATIENCE` of them; for so long it must have been.
+    Both are means over the last twentieth of the steps, or the last `PATIENCE`; it must have stayed so for as long.
     """
     steps = [row for row in rows if "reward" in row]
     size = max(PATIENCE, len(steps) // 20)
@@ -79,9 +79,9 @@ def reward_collapse(rows: Sequence[Metrics]) -> Metrics | None:
 
 
 def off_policy_marks(rows: Sequence[Metrics], axes: Sequence[str]) -> list[dict[str, Any]] | None:
-    """Marks of a collapse on a page, each with `text`, `color` and place on the `axes`.
+    """Return marks of a collapse for the page, each with `text`, `color` and place on the `axes`.
 
-    None for a run without stale tokens, correction or low effective sample size: it needs no such section.
+    None for a run without stale tokens, correction or low effective sample size, which needs no such section.
     """
     ess, fall = low_ess(rows), reward_collapse(rows)
     if not (ess or any(row.get("lag/max", 0) > 0 or "correction/clipped_share" in row for row in rows)):

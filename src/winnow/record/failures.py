@@ -18,9 +18,9 @@ _VARYING = re.compile(r"'[^']*'|\"[^\"]*\"|\d+")
 
 
 def cause_of(reason: str, prompt_id: str = "") -> str:
-    """What reasons of one cause share: error and place, or the text without the prompt's id, quotes and numbers.
+    """Return what reasons of one cause share: error and place, or the text without prompt id, quotes and numbers.
 
-    An exception's message often quotes the completion, so its type and its file and line decide where they are known.
+    An exception's message often quotes the completion, so its type, file and line decide if they are known.
     """
     places, error = _PLACE.findall(reason), _ERROR.search(reason)
     if places and error:
@@ -46,16 +46,16 @@ class Failures:
         return sum(self.counts.values())
 
     def most_common(self) -> list[tuple[str, int]]:
-        """First reason and count of each cause, the most frequent first."""
+        """Return the first reason and count of each cause, the most frequent first."""
         return [(self._first[cause][0], count) for cause, count in self.counts.most_common()]
 
     def first(self, cause: str) -> tuple[str, str]:
-        """First reason of a cause, and the prompt's id."""
+        """Return the first reason of a cause, and its prompt's id."""
         return self._first[cause]
 
 
 def failures_of(run_dir: Path) -> dict[str, int]:
-    """Failed rollouts of a whole run by their first reason, from its ledger; the most frequent cause first."""
+    """Count a run's failed rollouts by first reason, from its ledger; the most frequent cause first."""
     failed = Failures()
     with Ledger.open(run_dir / LEDGER, read_only=True) as ledger:
         for reason, prompt_id, count in ledger.failures():
@@ -64,13 +64,13 @@ def failures_of(run_dir: Path) -> dict[str, int]:
 
 
 class FailureWatch:
-    """One warning for each cause of failing rollouts in a run. `known`: (reason, prompt id, count) of earlier steps."""
+    """Warns once for each cause of failed rollouts. `known`: (reason, prompt id, count) of earlier steps."""
 
     def __init__(self, known: Iterable[tuple[str, str, int]] = ()) -> None:
         self._warned = {("rollouts", cause_of(reason, prompt_id)) for reason, prompt_id, _ in known}
 
     def observe(self, groups: Sequence[Group], what: str = "rollouts") -> Iterator[str]:
-        """A warning for each cause that is new for `what`, with its share of `groups`."""
+        """Yield a warning for each cause that is new for `what`, with its share of `groups`."""
         failed, rollouts = Failures(), 0
         for group in groups:
             rollouts += len(group.rollouts)

@@ -1,16 +1,16 @@
 """The ledger: the fate of every visit, rollout, token and second of a run.
 
-One SQLite file, append-only. A visit is booked when it is dispatched (or skipped), its outcome and its rollouts when
-its group is done, and every optimizer step once. Nothing is ever changed or deleted; a row that a crash made
-worthless is flagged with the number of the restart that voided it (`void`, 0 while the row counts).
+One SQLite file, append-only. A visit is booked when it is dispatched (or skipped), its outcome and rollouts when its
+group is done, and every optimizer step once. Rows are never changed or deleted. A row that a crash invalidates gets
+the number of the restart that voided it (`void`, 0 while the row counts).
 
 Invariants, enforced by the schema and proved from the file alone by `verify`: every visit number is booked once and has
-at most one outcome; a (visit, sibling) is booked once; whatever is not finished is in flight.
+at most one outcome; a (visit, sibling) is booked once; every unfinished visit is in flight.
 
 The fate of a visit is that of the member that got furthest: trained, stale, surplus, filtered, cut, pruned, failed.
-The column `zero_variance` of an outcome is what the run's `judge` says of the group: `easy`, `hard` or `unknown` if it
-has no signal, `none` if it has, NULL where it is not judged. Until a run sets its judge, rewards equal within 1e-8
-decide, and a reward of 1 is right.
+The column `zero_variance` of an outcome is the judge's kind of the group: `easy`, `hard` or `unknown` without a signal,
+`none` with one, NULL if not judged. Until a run sets its judge, rewards equal within 1e-8 mean no signal, and a reward
+of 1 is right.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ _CANONICAL = {
     "steps": "SELECT step, version, metrics FROM steps WHERE void = 0 ORDER BY step",
     "evaluations": "SELECT step, rollouts, tokens FROM evaluations WHERE void = 0 ORDER BY step, rollouts, tokens",
 }
-"""Columns that a resumed and an uninterrupted run must share: all but wall-clock ones, in a fixed order."""
+"""Columns in which a resumed and an uninterrupted run must agree: all but wall-clock ones, in a fixed order."""
 
 TABLES = tuple(_CANONICAL)
 
 
 class Ledger:
-    """The account of one run. Not for sharing between threads; readers in other processes are welcome."""
+    """The account of one run. Not thread-safe; other processes may read it at the same time."""
 
     def __init__(self, path: Path, connection: sqlite3.Connection) -> None:
         """Use `Ledger.open`."""
@@ -63,9 +63,9 @@ class Ledger:
 
     @classmethod
     def open(cls, path: str | os.PathLike[str], *, read_only: bool = False) -> Ledger:
-        """Open the ledger at `path`, made if absent. `read_only` never writes: safe on the ledger of a live run.
+        """Open the ledger at `path`, or create it. `read_only` never writes: safe while a run writes.
 
-        Raises FileNotFoundError (read-only and absent) and LedgerError (not a ledger, corrupt, of a newer Winnow).
+        Raises FileNotFoundError (read-only and absent) and LedgerError (no ledger, damaged, of another version).
         """
         connection = open_file(path := Path(path), read_only)
         try:
@@ -84,7 +84,7 @@ class Ledger:
         self.close()
 
     def get_meta(self, key: str, default: str | None = None) -> str | None:
-        """A small string about the run: `run_id`, `config_hash`, `max_lag`, `success`, `finished` ("true")."""
+        """Return a string about the run: `run_id`, `config_hash`, `max_lag`, `success`, `finished` ("true")."""
         row = self._db.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()
         return default if row is None else row[0]
 
@@ -93,10 +93,10 @@ class Ledger:
             insert(db, "meta", [(key, value)])
 
     def visit(self, visits: Sequence[Visit], *, step: int, version: int) -> None:
-        """Book visits as they are dispatched (in flight from now on), or as skipped where their verdict says so.
+        """Book visits as dispatched (in flight from now on), or as skipped if their verdict says so.
 
-        `step` is the optimizer step under way, `version` the policy version of the engine.
-        Raises ValueError, and books none of them, when a visit number is already booked.
+        `step` is the current optimizer step, `version` the policy version of the engine.
+        Raises ValueError, and books nothing, when a visit number is already booked.
         """
         now = time.time()
         dispatched = [_visit_row(v, step, version, now) for v in visits]
@@ -113,8 +113,8 @@ class Ledger:
     def finish(self, group: Group, *, step: int) -> None:
         """Book the fate of a group and of each of its rollouts; `step` is the one that trained it, else the current.
 
-        Raises ValueError, and books nothing, on: no rollouts, a rollout without a fate, a sibling twice, a
-        visit that is unknown or already finished, a reward that is not finite or that its fate excludes.
+        Raises ValueError, and books nothing, on: no rollouts, a rollout without a fate, a duplicate sibling, an unknown
+        or finished visit, a reward that is not finite or that its fate excludes.
         """
         number = group.visit.number
         where = f"{self.path}: visit {number}"
@@ -142,9 +142,9 @@ class Ledger:
     ) -> None:
         """Book an optimizer step, skipped ones included.
 
-        `seconds` by phase (generate, reward, update, publish, evaluate, checkpoint, idle ...); `version` is the
-        policy version that was trained from, against which `verify` checks the lag bound. Without it `verify` takes
-        the newest version that a visit was dispatched with. Raises ValueError on a step booked before.
+        `seconds` by phase (generate, reward, update, publish, evaluate, checkpoint, idle ...). `version`: policy
+        version before the update, against which `verify` checks the lag bound; default: the newest version of a
+        dispatched visit. Raises ValueError on a step booked before.
         """
         negative = {k: s for k, s in seconds.items() if not s >= 0 or not math.isfinite(s)}
         if negative:
@@ -157,14 +157,14 @@ class Ledger:
             failpoint("ledger.step")
 
     def evaluation(self, step: int, rollouts: int, tokens: int, seconds: float) -> None:
-        """Book what an evaluation cost; its rollouts have no fate."""
+        """Book the cost of an evaluation; its rollouts have no fate."""
         with self._transaction() as db:
             insert(db, "evaluations", [(step, int(rollouts), int(tokens), float(seconds), time.time())])
 
     def probes(self, rollouts: Sequence[Rollout]) -> None:
-        """Book what a comparison of engine and learner has sampled: no fate, no step, and never voided.
+        """Book rollouts of a comparison of engine and learner: no fate, no step, never voided.
 
-        In the meta table: a resume compares again, and the rows that count are those of an uninterrupted run.
+        They are in the meta table because a resume compares again, and must not add rows.
         """
         with self._transaction() as db:
             sums = probed(db)
@@ -174,9 +174,9 @@ class Ledger:
             insert(db, "meta", [(PROBE, _json(sums))])
 
     def mark(self) -> dict[str, Any]:
-        """The cut for a checkpoint, durable on return: by table the last row, the rows that count, and their SHA-256.
+        """Return the cut for a checkpoint, durable on return: by table last row, valid rows, and their SHA-256.
 
-        JSON-able. Costs time only for the rows booked since the last mark.
+        JSON values. Reads only rows booked since the last mark.
         """
         self._db.execute("PRAGMA synchronous = FULL")  # makes the commit below fsync everything before it
         self.set_meta("marks", str(int(self.get_meta("marks") or 0) + 1))
@@ -187,10 +187,10 @@ class Ledger:
         return {table: self._prefix.setdefault(table, _Prefix(table)).extend(self._db) for table in TABLES}
 
     def rollback(self, mark: Mapping[str, Any], *, reason: str) -> dict[str, Any]:
-        """Void everything booked after `mark`, in one transaction; visits in flight at the mark are in flight again.
+        """Void every row after `mark`, in one transaction; visits in flight at the mark are in flight again.
 
-        Returns `restart` (its number), `voided` (rows by table) and `in_flight` (visit numbers to roll out again;
-        they stay booked). Raises LedgerError, and voids nothing, when what the mark covers is not intact.
+        Returns `restart` (its number), `voided` (rows by table) and `in_flight` (visit numbers to relaunch; they stay
+        booked). Raises LedgerError, and voids nothing, when rows up to the mark are not intact.
         """
         self._refuse_damage()
         prefixes, found = self._up_to(mark)
@@ -214,12 +214,12 @@ class Ledger:
         return {"restart": number, "voided": voided, "in_flight": self.in_flight()}
 
     def in_flight(self) -> list[int]:
-        """Numbers of the visits that are dispatched and not finished, ascending."""
+        """Return the numbers of visits dispatched and not finished, ascending."""
         with self._reading() as db:
             return [row[0] for row in db.execute("SELECT visit FROM visit_fates WHERE fate IS NULL ORDER BY visit")]
 
     def totals(self) -> dict[str, dict[str, float]]:
-        """`visits, rollouts, prompt_tokens, tokens, seconds` by fate; then `in_flight`, `void`, `evaluation`, `probe`.
+        """Sum `visits, rollouts, prompt_tokens, tokens, seconds` by fate, `in_flight`, `void`, `evaluation`, `probe`.
 
         Tokens are sampled ones; seconds are shares of the engine's wall clock. A visit counts under its group's fate, a
         rollout under its own.
@@ -228,11 +228,11 @@ class Ledger:
             return totals(db)
 
     def failures(self) -> list[tuple[str, str, int]]:
-        """Reason, prompt id and count of the rollouts that failed, in the order in which they were booked."""
+        """Return reason, prompt id and count of failed rollouts, in booking order."""
         return self._db.execute(FAILURES).fetchall()
 
     def digest(self) -> str:
-        """SHA-256 of every row that counts, wall times left out: equal for a resumed and an uninterrupted run."""
+        """Return a SHA-256 of all valid rows without wall times: equal for a resumed and an uninterrupted run."""
         sha = hashlib.sha256()
         with self._reading() as db:
             for table, query in _CANONICAL.items():
@@ -244,8 +244,8 @@ class Ledger:
     def verify(self, marks: Mapping[str, Mapping[str, Any]] | None = None) -> Proof:
         """Prove exactly-once accounting from the file alone; see `winnow.record.proof.verify`.
 
-        `marks`: those of checkpoints, by the name of each; a ledger that one of them does not belong to is a problem.
-        Raises LedgerError on a ledger that is damaged: a row that is not as it was written, or is missing.
+        `marks`: those of checkpoints, by name; a mark that does not match the ledger is a problem.
+        Raises LedgerError on a damaged ledger: a changed or missing row.
         """
         with self._reading() as db:
             self._refuse_damage()
@@ -258,7 +258,7 @@ class Ledger:
         return replace(proof, ok=proof.ok and not problems, problems=[*problems, *proof.problems])
 
     def recurrence(self) -> list[Recurrence]:
-        """Share of zero-variance prompts that are so again, by epochs between; see `winnow.record.recurrence`."""
+        """Return how often zero-variance prompts repeat, by epochs between; see `winnow.record.recurrence`."""
         with self._reading() as db:
             return recurrence(db)
 
@@ -267,13 +267,13 @@ class Ledger:
             raise LedgerError(damaged(self.path, "; ".join(found)))
 
     def _up_to(self, mark: Mapping[str, Any]) -> tuple[dict[str, _Prefix], dict[str, dict[str, Any]]]:
-        """The rows that `mark` covers, and what a mark of just those would be now."""
+        """Return the rows that `mark` covers, and a new mark of those rows."""
         prefixes = {table: _Prefix(table) for table in TABLES}
         return prefixes, {t: prefix.extend(self._db, until=_covered(mark, t)) for t, prefix in prefixes.items()}
 
     @contextmanager
     def _reading(self) -> Iterator[sqlite3.Connection]:
-        """One state of the ledger, also while another process writes it. Raises LedgerError where it is damaged."""
+        """Read one state of the ledger, even while another process writes. Raises LedgerError on damage."""
         try:
             self._db.execute("BEGIN")
             yield self._db
@@ -287,7 +287,7 @@ class Ledger:
         try:
             self._db.execute("BEGIN IMMEDIATE")
         except sqlite3.OperationalError as error:
-            raise LedgerError(f"{self.path}: cannot write: {error}. Is another process in this run?") from error
+            raise LedgerError(f"{self.path}: cannot write: {error}. Is another process using this run?") from error
         try:
             yield self._db
             self._db.execute("COMMIT")
@@ -315,12 +315,12 @@ class Ledger:
 
 
 def _zero_variance(kind: GroupKind) -> str | None:
-    """Content of the column of this name."""
+    """Return the value of the column `zero_variance`."""
     return {GroupKind.SIGNAL: "none", GroupKind.NOT_JUDGED: None}.get(kind, kind.value)
 
 
 class _Prefix:
-    """Running SHA-256 over the checksums of the rows that count, in the order they were booked."""
+    """Running SHA-256 over the checksums of valid rows, in booking order."""
 
     def __init__(self, table: str) -> None:
         self.table = table
@@ -363,13 +363,13 @@ def _rollout_row(where: str, visit: int, step: int, r: Rollout) -> tuple[Any, ..
 
 
 def _json(values: Mapping[str, Any]) -> str:
-    """Canonical JSON of numbers; null for what is absent or not finite."""
+    """Return canonical JSON of numbers; null for absent or non-finite ones."""
     finite = {k: float(v) if v is not None and math.isfinite(v) else None for k, v in values.items()}
     return json.dumps(finite, sort_keys=True)
 
 
 def _clean(text: str) -> str:
-    """Text that SQLite can store: lone surrogates spelled out."""
+    """Return text that SQLite can store: lone surrogates as escapes."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 

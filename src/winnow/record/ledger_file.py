@@ -1,4 +1,4 @@
-"""The file of a ledger: its schema, and how it is made, opened, checked and refused."""
+"""The file of a ledger: its schema, and creating, opening and checking it."""
 
 from __future__ import annotations
 
@@ -56,19 +56,19 @@ CREATE VIEW visit_fates AS
 
 
 UNREADABLE = (sqlite3.DatabaseError, UnicodeDecodeError)
-"""What reading a damaged file raises; the second when SQLite quotes bytes of it in its message."""
+"""Errors of reading a damaged file; the second when SQLite quotes its bytes in a message."""
 
 
 class LedgerError(RuntimeError):
-    """The file cannot be used as the ledger of this run; the message says why and what to do."""
+    """The file is not usable as the ledger of this run; the message has the cause and the remedy."""
 
 
 def open_file(path: Path, read_only: bool) -> sqlite3.Connection:
     """See `Ledger.open`."""
     if read_only and not path.is_file():
-        raise FileNotFoundError(f"{path}: no such ledger. Is its folder a run directory?")
+        raise FileNotFoundError(f"{path}: no such ledger; check that its folder is a run directory")
     if not read_only and not path.parent.is_dir():
-        raise FileNotFoundError(f"{path}: cannot make a ledger here, the folder does not exist.")
+        raise FileNotFoundError(f"{path}: cannot create a ledger: the folder does not exist; create it first")
     try:
         connection = connect(path, read_only)
     except sqlite3.Error as error:
@@ -92,7 +92,7 @@ def open_file(path: Path, read_only: bool) -> sqlite3.Connection:
 def connect(path: Path, read_only: bool) -> sqlite3.Connection:
     uri = path.resolve().as_uri()
     if read_only:
-        # Without a write-ahead log nobody is writing; `immutable` then keeps SQLite from making one.
+        # Without a write-ahead log no process writes; `immutable` then keeps SQLite from creating one.
         uri += "?mode=ro" if path.with_name(path.name + "-wal").exists() else "?mode=ro&immutable=1"
     else:
         private_file(path)  # SQLite gives its log the same mode
@@ -100,7 +100,7 @@ def connect(path: Path, read_only: bool) -> sqlite3.Connection:
 
 
 def _check(path: Path, db: sqlite3.Connection, read_only: bool) -> None:
-    """Make the schema in an empty file; refuse what is not a ledger, damaged, or of a newer Winnow."""
+    """Create the schema in an empty file; refuse other files, damaged ledgers and other versions."""
     application_id = db.execute("PRAGMA application_id").fetchone()[0]
     version = db.execute("PRAGMA user_version").fetchone()[0]
     empty = db.execute("SELECT COUNT(*) FROM sqlite_master").fetchone()[0] == 0
@@ -122,7 +122,7 @@ def _check(path: Path, db: sqlite3.Connection, read_only: bool) -> None:
         )
     if found := schema_damage(db):
         raise LedgerError(damaged(path, found))
-    if not background_check.begun(path):  # which looks at everything, and is asked before anything is booked
+    if not background_check.begun(path):  # that check covers it, and ends before anything is booked
         result = db.execute("PRAGMA integrity_check(1)").fetchone()[0]
         if result != "ok":
             raise LedgerError(damaged(path, result))
@@ -132,7 +132,7 @@ def _check(path: Path, db: sqlite3.Connection, read_only: bool) -> None:
 
 
 def schema_damage(db: sqlite3.Connection) -> str:
-    """What is wrong with the tables, indexes, views and triggers; empty if nothing is. Reads no row of them."""
+    """Return what is wrong with tables, indexes, views and triggers, or an empty text. Reads no rows."""
     query = "SELECT sql FROM sqlite_master WHERE sql IS NOT NULL ORDER BY name"
     with closing(sqlite3.connect(":memory:")) as new:
         new.executescript(SCHEMA)
@@ -147,5 +147,5 @@ def _create(db: sqlite3.Connection) -> None:
 
 
 def damaged(path: Path, detail: object) -> str:
-    """What to tell the user of a file whose contents are not what was written."""
+    """Return the message for a file whose contents have changed."""
     return f"{path}: damaged or not an SQLite file ({detail}). Restore it from a copy, or start a new run directory."

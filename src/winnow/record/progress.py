@@ -1,4 +1,4 @@
-"""The live display of a run; plain lines where there is no terminal."""
+"""The live display of a run; plain lines without a terminal."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ CELLS = {"tokens_per_s": "{:,.0f} tok/s", "idle": "idle {:.0%}", "lag": "lag {:.
 
 
 class Display:
-    """Shows reward, zero-variance share, tokens by fate, speed, samplers elsewhere, time left and warnings.
+    """Shows reward, zero-variance share, tokens by fate, speed, remote samplers, time left and warnings.
 
     Use as a context manager.
     """
@@ -64,7 +64,7 @@ class Display:
             self._live.stop()
 
     def update(self, step: int, metrics: Mapping[str, float], nodes: Mapping[str, str] | None = None) -> None:
-        """Show one step's metrics (names of metrics.jsonl); `nodes`: where samplers are, e.g. {"sampler/0": ...}."""
+        """Show one step's metrics (names of metrics.jsonl). `nodes`: places of samplers, e.g. {"sampler/0": ...}."""
         for name, value in metrics.items():
             if name.startswith("tokens/"):
                 self._tokens[name.removeprefix("tokens/")] += int(value)
@@ -82,7 +82,7 @@ class Display:
             self.console.print(self._line(step, metrics), highlight=False)
 
     def warn(self, message: str) -> None:
-        """Say what is wrong, above what is live."""
+        """Print a warning above the live display."""
         self.console.print(visible(f"warning: {message}"), style="yellow", highlight=False)
 
     def _line(self, step: int, metrics: Mapping[str, float]) -> str:
@@ -116,7 +116,7 @@ def _bold(before: str, value: str, after: str = "") -> Text:
 
 
 def fate_line(tokens: Mapping[str, int]) -> Text:
-    """`tokens: trained 61% filtered 39%`, coloured."""
+    """Return `1,000 tokens: trained 61%  filtered 39%`, coloured."""
     total = sum(tokens.values()) or 1
     line = Text(f"{total:,} tokens: ")
     for fate, count in sorted(tokens.items(), key=lambda item: -item[1]):
@@ -125,13 +125,13 @@ def fate_line(tokens: Mapping[str, int]) -> Text:
 
 
 def workers_in(metrics: Mapping[str, float]) -> list[str]:
-    """Samplers and ranks of their own that `metrics` has figures of: `sampler/0`, `sampler/1`, `rank/0`, ..."""
+    """Return the separate samplers and ranks in `metrics`: `sampler/0`, `sampler/1`, `rank/0`, ..."""
     found = (re.match(r"(sampler|rank)/\d+(?=/)", name) for name in metrics)
     return list(dict.fromkeys(match[0] for match in found if match))
 
 
 def workers_table(metrics: Mapping[str, float], restarts: Mapping[str, int], nodes: Mapping[str, str]) -> list[Table]:
-    """A line for each of the first of them; nothing without any."""
+    """Return a table with a line for each of the first `WORKERS_SHOWN`; no table without any."""
     table, names = Table.grid(padding=(0, 2)), workers_in(metrics)
     for name in names[:WORKERS_SHOWN]:
         figures = {key: metrics.get(f"{name}/{key}") for key in CELLS}

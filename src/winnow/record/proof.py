@@ -23,11 +23,11 @@ FAILURES = (
     "SELECT r.reason, v.prompt_id, COUNT(*) FROM rollouts r JOIN visits v ON v.visit = r.visit AND v.void = 0"
     " WHERE r.fate = 'failed' AND r.void = 0 GROUP BY r.reason, v.prompt_id ORDER BY MIN(r.row)"
 )
-"""Reason, prompt and count of the rollouts that failed."""
+"""Reason, prompt and count of failed rollouts."""
 PROBE = "probe"
-"""Rollouts by which engine and learner are compared: a row of the totals, and a key of the meta table."""
+"""Rollouts that compare engine and learner: a row of the totals, and a key of the meta table."""
 SHOWN = 5
-"""Problems of one kind are spelled out this often, then counted."""
+"""Problems of one kind that are listed; the rest are counted."""
 
 _FURTHEST = (Fate.TRAINED, Fate.STALE, Fate.SURPLUS, Fate.FILTERED, Fate.CUT, Fate.PRUNED, Fate.FAILED)
 
@@ -46,11 +46,11 @@ class Proof:
     restarts: int
     finished: bool
     rules: RuleAudits
-    """Audits of the run's rules, as of its last step; an estimate, and no part of `ok`."""
+    """Audits of the run's rules, as of its last step: estimates, not part of `ok`."""
 
 
 def group_fate(fates: Iterable[str]) -> str:
-    """The fate of a visit: that of the member that got furthest."""
+    """Return the fate of a visit: that of the member that got furthest."""
     found = set(fates)
     return next(fate.value for fate in _FURTHEST if fate in found)
 
@@ -75,7 +75,7 @@ def totals(db: sqlite3.Connection) -> dict[str, dict[str, float]]:
 
 
 def probed(db: sqlite3.Connection) -> dict[str, float]:
-    """Rollouts, tokens and seconds of comparisons of engine and learner; ledgers of earlier versions have none."""
+    """Return rollouts, tokens and seconds of comparisons of engine and learner; earlier versions booked none."""
     types = {"rollouts": "INTEGER", "tokens": "INTEGER", "seconds": "REAL"}
     sums = ", ".join(f"CAST(json_extract(value, '$.{name}') AS {kind})" for name, kind in types.items())
     found = db.execute(f"SELECT {sums} FROM meta WHERE key = ?", (PROBE,)).fetchone()
@@ -83,9 +83,9 @@ def probed(db: sqlite3.Connection) -> dict[str, float]:
 
 
 def verify(db: sqlite3.Connection) -> Proof:
-    """Check every invariant of the ledger; needs nothing but the ledger.
+    """Check every invariant of the ledger, from the ledger alone.
 
-    A run that is not finished may have visits in flight, and rollouts of a step that is not booked yet.
+    An unfinished run may have visits in flight, and rollouts of a step that is not booked yet.
     """
     meta = dict(db.execute("SELECT key, value FROM meta"))
     finished = meta.get("finished", "false").lower() in ("true", "1")
@@ -119,7 +119,7 @@ def verify(db: sqlite3.Connection) -> Proof:
 
 
 def _report(db: sqlite3.Connection, query: str, message: str, parameters: Sequence[Any] = ()) -> Iterator[str]:
-    """One problem for each row of `query`, spelled out with `message.format(*row)`; the rest of them counted."""
+    """Yield `message.format(*row)` for the first `SHOWN` rows of `query`, then a count of the others."""
     rows = db.execute(query, parameters).fetchall()
     for row in rows[:SHOWN]:
         yield message.format(*row)
@@ -235,7 +235,7 @@ def _rewards_and_counts(db: sqlite3.Connection) -> Iterator[str]:
 
 
 def _training(db: sqlite3.Connection, finished: bool) -> Iterator[str]:
-    """A trained rollout has its optimizer step; the step under way of a run that goes on is not booked yet."""
+    """Every trained rollout needs its optimizer step; the current step of an unfinished run is not booked yet."""
     under_way = "" if finished else " AND step <= (SELECT COALESCE(MAX(step), -1) FROM steps WHERE void = 0)"
     yield from _report(
         db,
@@ -284,7 +284,7 @@ def _voids(db: sqlite3.Connection) -> Iterator[str]:
 
 
 def verdict(result: Proof) -> str:
-    """One line."""
+    """Return the result as one line."""
     state = "finished" if result.finished else f"not finished, {_count(result.in_flight, 'visit')} in flight"
     counts = {"visit": result.visits, "rollout": result.rollouts, "step": result.steps, "restart": result.restarts}
     done = ", ".join(_count(n, noun) for noun, n in counts.items())
@@ -297,12 +297,12 @@ def _count(n: int, noun: str) -> str:
 
 
 def to_json(result: Proof) -> dict[str, Any]:
-    """The proof as plain values, for `json.dumps`."""
+    """Return the proof as plain values, for `json.dumps`."""
     return asdict(result)
 
 
 def render(result: Proof) -> RenderableType:
-    """The totals as a table by fate, the problems, and the verdict, for a rich console."""
+    """Return totals by fate, problems and verdict, for a rich console."""
     table = Table(title="What became of every visit, rollout, token and second", title_justify="left")
     table.add_column("fate")
     for name in (*COLUMNS, "of_tokens"):

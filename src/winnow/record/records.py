@@ -1,4 +1,4 @@
-"""Files of a run besides checkpoints and ledger: config, metrics, samples, and the trackers of `report_to`."""
+"""Files of a run other than checkpoints and ledger: config, metrics, samples, and the trackers of `report_to`."""
 
 from __future__ import annotations
 
@@ -22,28 +22,28 @@ from .trackers import Trackers
 
 CONFIG, METRICS, SAMPLES = "config.json", "metrics.jsonl", "samples.jsonl"
 MOST_CONFIG = 16 << 20
-"""Bytes of a configuration, at most."""
+"""Largest size of a configuration, in bytes."""
 WARNINGS = "warnings.jsonl"
-"""What `Watchdogs` found; absent where they found nothing."""
+"""Warnings of `Watchdogs`; absent without any."""
 PROMPT = "prompt.json"
+"""A prompt as the model gets it; absent if an agent writes the prompts."""
 CHARTS = "charts.json"
-"""Charts that the run's methods ask for."""
-"""A prompt as the model gets it; absent where an agent writes them."""
+"""Charts that the run's methods define."""
 START = "start.json"
-"""The ledger's mark before anything was booked: what a run that dies before its first checkpoint goes back to."""
+"""The ledger's mark before anything was booked, to which a run killed before its first checkpoint returns."""
 GATE = "gate.jsonl"
-"""Signals that a mid-trajectory gate would have gone by, for `winnow gate`: written by runs of many turns, with gates
-only if audits let groups end that a gate would have cut."""
+"""Signals for a mid-trajectory gate, for `winnow gate`: written by runs of many turns; with gates only if audits let
+groups end that a gate would have cut."""
 GATE_STEPS = 12
-"""Environment steps at which it is written, at most."""
+"""Largest number of environment steps at which it is written."""
 
 
 class RunDirectoryError(RuntimeError):
-    """A run directory that cannot be used; the message names it and the remedy."""
+    """A run directory is unusable; the message names it and the remedy."""
 
 
 def read_config(run_dir: Path) -> dict[str, Any]:
-    """The configuration that a run was started with. Raises RunDirectoryError, naming the file."""
+    """Return the configuration that a run was started with. Raises RunDirectoryError, naming the file."""
     try:
         values = from_json(bytes_of(run_dir / CONFIG, MOST_CONFIG))
     except (OSError, ValueError) as error:
@@ -54,20 +54,20 @@ def read_config(run_dir: Path) -> dict[str, Any]:
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
-    """Rows of metrics.jsonl. Raises RunDirectoryError naming file and line of one that is damaged."""
+    """Return the rows of metrics.jsonl. Raises RunDirectoryError with file and line of a damaged one."""
     rows = []
     for number, line in enumerate((run_dir / METRICS).read_bytes().splitlines(), 1):
         try:
             rows.append(from_json(line))
         except ValueError as error:
             raise RunDirectoryError(
-                f"{run_dir / METRICS}:{number}: damaged: {error}; remove the line (what was trained is not concerned)"
+                f"{run_dir / METRICS}:{number}: damaged: {error}; remove the line (training state is unaffected)"
             ) from None
     return rows
 
 
 def lock(run_dir: Path) -> IO[str]:
-    """Hold the directory until the file is closed. Raises RunDirectoryError when another run has it."""
+    """Lock the directory until the file is closed. Raises RunDirectoryError when another run has it."""
     file = private_file(run_dir / "run.lock").open("w")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -80,9 +80,9 @@ def lock(run_dir: Path) -> IO[str]:
 
 
 class Records:
-    """Appends to the run's files. After a resume, lines beyond the checkpoint's offsets are cut off first.
+    """Appends to the run's files. On a resume, lines beyond the checkpoint's offsets are removed first.
 
-    `offsets`, `step`: those of the checkpoint that the run goes on from. `tokenizer`: for the tokens of samples.
+    `offsets`, `step`: those of the checkpoint to resume from. `tokenizer`: for the tokens of samples.
     """
 
     def __init__(
@@ -114,25 +114,25 @@ class Records:
             self._files[name] = file
 
     def metrics(self, metrics: Mapping[str, float]) -> None:
-        """One line of metrics.jsonl. Raises FloatingPointError on a value that is not finite."""
+        """Append a line to metrics.jsonl. Raises FloatingPointError on a non-finite value."""
         bad = [name for name, value in metrics.items() if not math.isfinite(value)]
         if bad:
-            raise FloatingPointError(f"metrics that are not finite: {', '.join(bad)}")
+            raise FloatingPointError(f"metrics: not finite ({', '.join(bad)})")
         self._append(METRICS, [metrics])
         self._trackers.log(metrics, int(metrics["step"]))
 
     def warning(self, step: int, message: str) -> None:
-        """One line of warnings.jsonl. Those of steps that a resume takes back stay: they were true."""
+        """Append a line to warnings.jsonl. A resume keeps warnings of voided steps: they were true."""
         with private_file(self.run_dir / WARNINGS).open("ab") as file:
             file.write(json.dumps({"step": step, "warning": redact(message)}).encode() + b"\n")
 
     def samples(self, step: int, groups: Sequence[Group], split: str) -> None:
-        """The first sibling of a few groups, readable."""
+        """Append a few groups to samples.jsonl: the first sibling, readable."""
         shown = groups[: self.config.log_completions]
         self._append(SAMPLES, (sample(step, group, split, self._tokenizer) for group in shown))
 
     def signals(self, groups: Sequence[Group], judge: GroupJudge) -> None:
-        """The divergence signals of every group that ran to its end, but where a gate spoke of single siblings."""
+        """Append divergence signals of groups that ran to their end, unless a gate decided about single siblings."""
         if self._gate_steps:
             whole = [g for g in groups if sum(r.reward is not None for r in g.siblings) > 1]
             whole = [g for g in whole if len({r.survival_p for r in g.siblings}) == 1]
@@ -145,7 +145,7 @@ class Records:
         file.flush()
 
     def offsets(self) -> dict[str, int]:
-        """Durable lengths of the files, for a checkpoint."""
+        """Return the durable lengths of the files, for a checkpoint."""
         for file in self._files.values():
             os.fsync(file.fileno())
         return {name: file.tell() for name, file in self._files.items()}

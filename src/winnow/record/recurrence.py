@@ -1,9 +1,9 @@
-"""Zero-variance prompts that are visited again: what GRESO rests on (Zheng et al. 2025, section 3.3, figure 4a).
+"""Zero-variance prompts that are visited again, GRESO's assumption (Zheng et al. 2025, section 3.3, figure 4a).
 
-Read from the ledger. A visit counts that was judged by its rewards; what a gate cut is no evidence. The paper asks, by
-epoch, whether a prompt that was zero-variance in any earlier epoch still is; here it is asked of successive visits, by
-the epochs between them, because with a selector not every prompt is visited in every epoch. A selector that skips by
-history visits the most stubborn prompts least often, so long gaps hold more of them than a run without one would.
+Read from the ledger. Only visits judged by their rewards count; a group that a gate cut is no evidence. The paper
+reports, by epoch, whether a prompt with zero variance in any earlier epoch still has it. Here successive visits are
+compared, by the epochs between them, because a selector does not visit every prompt in every epoch. A selector that
+skips by history visits the most stubborn prompts least often, so long gaps hold more of them than in a run without one.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 HEAD = ("epochs between", "visits", "zero-variance again")
 LONGEST = 10
-"""Longer gaps are counted together."""
+"""Gaps of this length or more are counted together."""
 
 _VISITS = """
     SELECT v.epoch - LAG(v.epoch) OVER prompt, LAG(o.zero_variance) OVER prompt, o.zero_variance
@@ -25,16 +25,16 @@ _VISITS = """
 
 @dataclass(frozen=True, slots=True)
 class Recurrence:
-    """Visits whose prompt was zero-variance `gap` epochs before, and how many of them are so again."""
+    """Visits whose prompt had zero variance `gap` epochs before, and how many have it again."""
 
     gap: int
-    """Epochs; `LONGEST` stands for that many and more."""
+    """Epochs; `LONGEST` means that many or more."""
     visits: int
     zero: int
 
 
 def recurrence(db: sqlite3.Connection) -> list[Recurrence]:
-    """Recurrence by gap, ascending; only gaps that occur. Costs one pass over the visits."""
+    """Return recurrence by gap, ascending, for gaps that occur. Takes one pass over the visits."""
     visits: Counter[int] = Counter()
     zero: Counter[int] = Counter()
     for epochs, before, now in db.execute(_VISITS):
@@ -46,7 +46,7 @@ def recurrence(db: sqlite3.Connection) -> list[Recurrence]:
 
 
 def rows(found: list[Recurrence]) -> list[list[str]]:
-    """Cells under `HEAD`, one row a gap."""
+    """Return cells under `HEAD`, one row a gap."""
     return [
         [f"{a.gap}{' and more' if a.gap == LONGEST else ''}", f"{a.visits:,}", f"{a.zero / a.visits:.1%}"]
         for a in found

@@ -1,4 +1,4 @@
-"""The rows of a ledger, each with a checksum: how they are written, and how damage to them is found."""
+"""Write the rows of a ledger, each with a checksum, and detect damage to them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from . import background_check
 from .ledger_file import UNREADABLE, schema_damage
 
 SHOWN = 5
-"""Damaged rows of one table are named up to this number, then counted."""
+"""Damaged rows of one table that are named; the rest are counted."""
 
 _COLUMNS = {
     "meta": "key, value",
@@ -35,23 +35,23 @@ NUMBERED = {name: "row" for name in _COLUMNS if name != "meta"} | {"restarts": "
 
 
 def insert(db: sqlite3.Connection, table: str, rows: Sequence[tuple[Any, ...]]) -> None:
-    """Add rows of a table, whose values come in the order of its columns."""
+    """Add rows to a table; values are in the order of its columns."""
     stored = [tuple(value + 0.0 if isinstance(value, float) else value for value in row) for row in rows]  # no -0.0
     db.executemany(_INSERT[table], [(*row, checksum(row)) for row in stored])
 
 
 def checksum(row: tuple[Any, ...]) -> int:
-    """64 bits over what a row holds, its number and its `void` apart.
+    """Return 64 bits over the contents of a row, without its number and `void`.
 
-    Against damage, not against forgery: who can write the file can write its checksums.
+    Protects against damage, not forgery: anyone who can write the file can write its checksums.
     """
     return int.from_bytes(hashlib.blake2b(repr(row).encode(), digest_size=8).digest(), "little", signed=True)
 
 
 def damage(db: sqlite3.Connection, path: Path) -> list[str]:
-    """What is not as it was written: structure, tables, missing rows, contents; empty for a whole ledger.
+    """Return damage to structure, tables, rows or contents; empty for an intact ledger.
 
-    Reads everything once, some 7 s for a million rollouts; or what a check that was begun `ahead` has not read.
+    Reads everything once, some 7 s for a million rollouts; or only what `background_check` has not read.
     """
     try:
         found, read = background_check.result(path) or examined(db)
@@ -61,8 +61,8 @@ def damage(db: sqlite3.Connection, path: Path) -> list[str]:
 
 
 def examined(db: sqlite3.Connection) -> tuple[list[str], dict[str, int]]:
-    """What is damaged in all that is there, and the last row of each numbered table."""
-    if found := schema_damage(db):  # first, as a view of somebody's may never end
+    """Return the damage in all rows, and the last row of each numbered table."""
+    if found := schema_damage(db):  # first, as a foreign view may never end
         return [found], {}
     if structure := [str(row[0]) for row in db.execute(f"PRAGMA integrity_check({SHOWN})") if row[0] != "ok"]:
         return structure, {}
@@ -71,7 +71,7 @@ def examined(db: sqlite3.Connection) -> tuple[list[str], dict[str, int]]:
 
 
 def damaged_rows(db: sqlite3.Connection, table: str, after: int = 0) -> Iterator[str]:
-    """Rows of one table that are not what was written; of a numbered one those `after` a row."""
+    """Yield the damaged rows of one table; of a numbered one those `after` a row."""
     number = NUMBERED.get(table)
     if number:
         rows, last = db.execute(f"SELECT COUNT(*), COALESCE(MAX({number}), 0) FROM {table}").fetchone()

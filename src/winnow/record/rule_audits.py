@@ -1,4 +1,4 @@
-"""The table of what the run's rules got wrong, read from the metrics of its last step in the ledger."""
+"""The table of errors of the run's rules, read from the metrics of its last step in the ledger."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from ..base.files import from_json
 from ..base.sanitize import visible
 
 RuleAudits = dict[str, dict[str, float]]
-"""Rule -> figure -> value, as `RuleAudit.metrics` has them; a figure that is not known yet is absent."""
+"""Rule -> figure -> value, as in `RuleAudit.metrics`; unknown figures are absent."""
 
 HEAD = ("rule", "removed", "audited", "precision", "signal lost", "tokens saved", "carried out")
 PREFIX = "audit/"
 
 
 def rules_of(metrics: Mapping[str, float | None]) -> RuleAudits:
-    """The audits of rules among the metrics of a step."""
+    """Return the audits of rules among the metrics of a step."""
     found: RuleAudits = {}
     for key, value in metrics.items():
         rule, _, figure = key.removeprefix(PREFIX).rpartition("/")
@@ -29,7 +29,7 @@ def rules_of(metrics: Mapping[str, float | None]) -> RuleAudits:
 
 
 def audited_rules(db: sqlite3.Connection) -> RuleAudits:
-    """Over the whole run, as of its last step; empty without `audit` in the configuration.
+    """Return the audits of the whole run, as of its last step; empty without `audit` in the configuration.
 
     Raises ValueError when that step's metrics are damaged.
     """
@@ -46,7 +46,7 @@ def audited_rules(db: sqlite3.Connection) -> RuleAudits:
 
 
 def rows(rules: RuleAudits) -> list[list[str]]:
-    """Cells under `HEAD`, one row a rule; each estimate with its 95% interval."""
+    """Return cells under `HEAD`, one row a rule; each estimate with its 95% interval."""
 
     def share(value: float) -> str:
         return f"{value:.1%}"
@@ -66,7 +66,7 @@ def rows(rules: RuleAudits) -> list[list[str]]:
 
 
 def _estimate(figures: Mapping[str, float], key: str, text: Callable[[float], str]) -> str:
-    """`97.1% (88.0%–99.4%)`"""
+    """Return an estimate such as `97.1% (88.0%–99.4%)`."""
     value, low, high = (figures.get(k, math.nan) for k in (key, f"{key}_low", f"{key}_high"))
     if math.isnan(low):
         return "unknown"
@@ -75,7 +75,7 @@ def _estimate(figures: Mapping[str, float], key: str, text: Callable[[float], st
 
 
 def rules_table(rules: RuleAudits) -> Table:
-    """Audits of rules as a table for a rich console."""
+    """Return the audits of rules as a table for a rich console."""
     made = Table(title="What the rules got wrong (95% intervals)", title_justify="left")
     for name in HEAD:
         made.add_column(name.replace(" ", "\n"), justify="left" if name == "rule" else "right", no_wrap=True)

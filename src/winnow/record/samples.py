@@ -1,6 +1,6 @@
-"""Samples of a run, as readers of its page see them: text, the tokens it is made of, and what gates decided where.
+"""Samples of a run for its page: text, its tokens, and the decisions of gates with their places.
 
-Shapes: N is the number of tokens looked at.
+Shapes: N is the number of tokens.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from ..env.prompting import decode
 from ..types import Decision, Group, Rollout, Token, Turn
 
 SIBLINGS, SIBLING_TEXT = 7, 300
-"""Siblings beside the first that a sample has, and characters of each."""
+"""Further siblings in a sample, and characters of each."""
 MAX_TOKENS = 256
-"""Tokens of a sample whose log-probabilities are written."""
+"""Tokens of a sample with log-probabilities."""
 MAX_DECISIONS = 16
-"""Decisions of gates that are written of a rollout."""
+"""Gate decisions written for a rollout."""
 BEFORE = 8
-"""Tokens decoded ahead of one, so that it has the characters that it has in the text."""
+"""Tokens decoded before a token, so that its characters are those in the text."""
 UNFINISHED = "\ufffd"
-"""A decoder's sign for bytes that are no character yet."""
+"""A decoder's placeholder for an incomplete character."""
 
 
 def sample(step: int, group: Group, split: str, tokenizer: Any = None) -> dict[str, Any]:
-    """One line of samples.jsonl: the group's first rollout, and of the others how they begin and what they got.
+    """Return a line of samples.jsonl: the group's first rollout, and beginnings and rewards of the others.
 
-    `turns` needs a `tokenizer`: each has where it begins `at` in the completion, and of its tokens the `chars` and the
-    `logp`, the log-probability in nats under which the sampler drew it (null: the model did not sample it). Of
-    decisions about the whole group, siblings have only the cut.
+    `turns` needs a `tokenizer`. Each has its start `at` in the completion, and for its tokens `chars` and `logp` (nats,
+    under the distribution of the draw; null: not sampled by the model). Of decisions about the whole group, siblings
+    have only the cut.
     """
     r, prompt = group.rollouts[0], group.prompt
     others = [s for s in group.siblings if s is not r][:SIBLINGS]
@@ -70,15 +70,14 @@ def sample(step: int, group: Group, split: str, tokenizer: Any = None) -> dict[s
 
 
 def _extra(r: Rollout) -> dict[str, Any]:
-    """What reward functions gave to `log_extra`, by column."""
+    """Return values passed to `log_extra`, by column."""
     return {"extra": r.extra} if r.extra else {}
 
 
 def token_chars(tokenizer: Any, ids_N: np.ndarray) -> list[int]:
-    """Characters of the decoded text that each of `ids_N` adds.
+    """Return the number of characters that each of `ids_N` adds to the decoded text.
 
-    One that `decode` leaves out adds none. One with part of a character adds none either: the token that completes it
-    does.
+    0 for tokens that `decode` leaves out. A character split over tokens counts for the token that completes it.
     """
     n = len(ids_N)
     before = [ids_N[max(0, i - BEFORE) : i] for i in range(n)]
@@ -96,14 +95,14 @@ def _lengths(tokenizer: Any, sequences: Sequence[np.ndarray]) -> list[int]:
 
 
 def _places(r: Rollout) -> list[tuple[int, Turn]]:
-    """Turns, each with where it begins in the text. A rollout that was made without turns is one."""
+    """Return turns with their starts in the text. A rollout without turns counts as one."""
     turns = r.turns or [Turn(r.text, None, 0, len(r.token_ids), r.stop_reason)]
     ends = accumulate(len(t.action) + len(t.observation or "") for t in turns)
     return list(zip([0, *ends], turns, strict=False))
 
 
 def _turns(r: Rollout, tokenizer: Any) -> list[dict[str, Any]]:
-    """Tokens of each turn; none where log-probabilities are unknown or all 0, or the text is not that of the tokens."""
+    """Return tokens by turn; empty if log-probabilities are unknown or all 0, or tokens do not give the text."""
     if tokenizer is None or not r.sampler_logp.any():
         return []
     if not r.turns and decode(tokenizer, [r.token_ids]) != [r.text]:
@@ -122,7 +121,7 @@ def _turns(r: Rollout, tokenizer: Any) -> list[dict[str, Any]]:
 
 
 def _decisions(about_group: Sequence[Decision], r: Rollout, tokenizer: Any) -> list[dict[str, Any]]:
-    """Decisions of gates on a rollout or its group, in the order of `char`, where in its text they were taken."""
+    """Return gate decisions on a rollout or its group, ordered by `char`, their place in its text."""
     if r.greedy:
         return []
     places = _places(r)
@@ -131,7 +130,7 @@ def _decisions(about_group: Sequence[Decision], r: Rollout, tokenizer: Any) -> l
 
 
 def _decision(d: Decision, r: Rollout, places: Sequence[tuple[int, Turn]], tokenizer: Any) -> dict[str, Any]:
-    """At a token, `char` is where it ends; at an environment step, where the answer to that turn ends."""
+    """Return a decision. `char` is the end of its token, or of the answer to its environment step."""
     v = d.verdict
     char, point = len(r.text), {"step": d.turn}
     if d.turn < len(places):

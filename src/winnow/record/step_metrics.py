@@ -1,4 +1,4 @@
-"""Counts of one training step, kept as groups finish and turned into metrics under TRL's names."""
+"""Count one training step as groups finish, and turn the counts into metrics under TRL's names."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .failures import Failures
 
 
 class Tally:
-    """Counts every group finished during a step, whatever becomes of it, and the seconds of each phase."""
+    """Counts of every group that finished during a step, whatever its fate, and the seconds of each phase."""
 
     def __init__(self, judge: GroupJudge) -> None:
         self.judge = judge
@@ -26,16 +26,16 @@ class Tally:
         self.kinds: Counter[GroupKind] = Counter()
         self.lengths: list[int] = []
         self.distinct: list[float] = []
-        """Share of distinct completions in each group, of at least two that came to their end."""
+        """Share of distinct completions in each group with at least two finished ones."""
         self.rollouts = 0
         self.sampled_tokens = 0
-        """Sampled tokens. They and `rollouts` include greedy baselines, which other figures leave out."""
+        """This and `rollouts` include greedy baselines, which other figures leave out."""
         self.truncated = 0
         self.failed = Failures()
         self.refused: Counter[str] = Counter()
-        """Groups that lack rewards, by reason."""
+        """Groups with missing rewards, by reason."""
         self.turns: list[list[str]] = []
-        """Reasons why the turns of each rollout ended."""
+        """Stop reasons of the turns of each rollout."""
         self.barrier_wait_s = 0.0
         self.tokens: Counter[str] = Counter()
         self.seconds: dict[str, float] = {}
@@ -51,7 +51,7 @@ class Tally:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.monotonic() - started
 
     def finished(self, group: Group) -> None:
-        """A group came back from the runner."""
+        """Count a group that returned from the runner."""
         self.groups += 1
         self.sizes.append(len(group.siblings))
         rewards_G = group.rewards()
@@ -77,17 +77,17 @@ class Tally:
                     self.by_function.setdefault(name, []).append(value)
 
     def fated(self, group: Group) -> None:
-        """A group's rollouts have their fates."""
+        """Count the tokens of a group by fate."""
         for rollout in group.rollouts:
             self.tokens[str(rollout.fate)] += int(np.count_nonzero(rollout.action_mask))
 
     @property
     def judged(self) -> int:
-        """Groups of which it is known whether they teach; what a gate cut on evidence is one of them."""
+        """Number of groups known to teach or not, including groups cut on evidence."""
         return self.groups - self.kinds[GroupKind.NOT_JUDGED]
 
     def zero_share(self) -> float | None:
-        """Share of zero-variance groups among those judged; None when none was."""
+        """Return the share of zero-variance groups among the judged ones; None without any."""
         zero = sum(count for kind, count in self.kinds.items() if kind.zero_variance)
         return zero / self.judged if self.judged else None
 
@@ -103,7 +103,7 @@ class Tally:
             "step_time": step_time,
             "tokens_per_second": self.sampled_tokens / max(step_time, 1e-9),
         }
-        if self.groups:  # a sampler that goes on by itself may have finished none
+        if self.groups:  # asynchronous samplers may have finished none
             metrics |= self._of_groups() | self._of_kinds()
         if any(len(ends) > 1 for ends in self.turns):
             ends = [end for rollout in self.turns for end in rollout]
@@ -131,7 +131,7 @@ class Tally:
         }
 
     def _of_kinds(self) -> dict[str, float]:
-        """Shares of the groups that were judged; nothing when none was. `frac_zero_unknown`: cut by a gate."""
+        """Return shares of the judged groups; empty without any. `frac_zero_unknown`: cut by a gate."""
         share = self.zero_share()
         if share is None:
             return {}

@@ -1,4 +1,4 @@
-"""Reasons for which a run cannot usefully go on, judged by what its groups taught."""
+"""Detect that a run can make no more progress, from what its groups taught."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from ..types import Group, GroupKind
 from .step_metrics import Tally
 
 MIN_FAILURES_JUDGED = 32
-"""Rollouts of a step that must have come back before their failed share can stop the run."""
+"""Finished rollouts of a step that are needed before their failed share can stop the run."""
 
 
 class RunStoppedError(RuntimeError):
-    """The run cannot usefully go on; the message says why and what to do. What was reached is saved."""
+    """The run can make no more progress; the message has cause and remedy. Progress so far is saved."""
 
 
 class TaskSolvedError(RunStoppedError):
-    """Nothing is left to learn, as every rollout has the full reward. A success: the run is finished where it is."""
+    """Every rollout has the full reward, so nothing is left to learn. A success: the run is finished."""
 
 
 class OutOfMemoryError(RunStoppedError):
-    """Memory was not enough in the middle of a step: nothing is saved, and the run goes on from its last checkpoint."""
+    """Memory ran out within a step: nothing is saved, and the run resumes from its last checkpoint."""
 
 
 @contextmanager
 def memory_errors(when: str) -> Iterator[None]:
-    """Raises OutOfMemoryError, with the keys that help, for an error about memory: of a GPU, of a CPU or of Python."""
+    """Turn memory errors of a GPU, a CPU or Python into OutOfMemoryError, with the keys that help."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:
@@ -38,9 +38,9 @@ def memory_errors(when: str) -> Iterator[None]:
         if not isinstance(error, MemoryError) and not any(words in str(error) for words in _NO_MEMORY):
             raise
         raise OutOfMemoryError(
-            f"{when}: out of memory: {text}. See what else uses it, or lower tokens_per_microbatch, engine.slots or "
-            "max_completion_length, or set gradient_checkpointing: true; `winnow resume` takes tokens_per_microbatch, "
-            "gradient_checkpointing and engine.slots, too"
+            f"{when}: out of memory: {text}. Check what else uses it, or lower tokens_per_microbatch, engine.slots or "
+            "max_completion_length, or set gradient_checkpointing: true; `winnow resume` accepts "
+            "tokens_per_microbatch, gradient_checkpointing and engine.slots"
         ) from None
 
 
@@ -49,43 +49,43 @@ _NO_MEMORY = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAI
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits at which a run ends: in success, or because going on is useless."""
+    """Limits at which a run ends: in success, or without progress."""
 
     max_steps: int
     max_failed_share: float
     max_skipped_steps: int
     mask_truncated: bool = False
-    """Completions that ran out of tokens are left out of the loss."""
+    """Whether truncated completions are left out of the loss."""
     no_fault: frozenset[str] = frozenset()
     """Reasons of failed rollouts that do not count towards `max_failed_share`."""
 
 
 class _Rejected(NamedTuple):
-    """A group that a refill got nothing from."""
+    """A group that a refill rejected."""
 
     name: str
     """Prompt and reason."""
     lacks: bool
-    """Rewards are missing."""
+    """Whether rewards are missing."""
     teaches: bool
-    """It had a signal, and the filter did not want it."""
+    """Whether it had a signal and the filter rejected it."""
     kind: GroupKind
 
 
 class StopConditions:
-    """What went by without teaching, and for how long; each judgement is the reason to stop, or None.
+    """Counts groups and steps without a signal. Each `of_...` returns the error that stops the run, or None.
 
-    `refill_round`: groups of one round of a filter that refills.
+    `refill_round`: groups in one round of a refilling filter.
     """
 
     def __init__(self, judge: GroupJudge, limits: Limits, filter_: Filter, refill_round: int) -> None:
         self._judge, self._limits, self._filter, self._refill_round = judge, limits, filter_, refill_round
         self._rejected: list[_Rejected] = []
-        """Groups in a row that a refill got nothing from."""
+        """Consecutive groups that a refill rejected."""
         self.skipped_steps = 0
-        """Steps in a row without a signal."""
+        """Consecutive steps without a signal."""
         self.solved_steps = 0
-        """The last of these in a row in which every group was solved."""
+        """The latest consecutive ones in which every group was solved."""
 
     def begin_step(self) -> None:
         self._rejected = []
@@ -93,13 +93,13 @@ class StopConditions:
     accepted = begin_step
 
     def rejected(self, group: Group, reason: str, refusal: str | None) -> None:
-        """A filter that refills did not want this group, or it was refused before (`refusal`)."""
+        """Count a group that a refilling filter rejected, or that was refused before it (`refusal`)."""
         first = next((r.reason for r in group.rollouts if r.reason), reason)
         lacks, teaches = group.verdict.keep and refusal is not None, refusal is None and self._judge.teaches(group)
         self._rejected.append(_Rejected(f"{group.prompt.id} ({first})", lacks, teaches, self._judge.kind(group)))
 
     def of_refill(self, step: int) -> RunStoppedError | None:
-        """A refill that adds nothing, before it goes on; what was already accepted is still trained."""
+        """Stop a refill that adds nothing; accepted groups are still trained."""
         rounds, n = self._filter.max_refill_rounds, len(self._rejected)
         if not self._filter.refill or n < rounds * self._refill_round:
             return None
@@ -112,10 +112,10 @@ class StopConditions:
         )
         if teaching := sum(group.teaches for group in self._rejected):
             said = f"{n} groups in a row were rejected, {teaching} of them with a signal"
-            remedy = "Look at what the filter asks for"
+            remedy = "Check what the filter requires"
         elif lacking := sum(group.lacks for group in self._rejected):
-            said = f"of {n} groups in a row {lacking} lacked rewards, and the others had no signal"
-            remedy = "Look for why rollouts fail" if 2 * lacking > n else remedy
+            said = f"of {n} groups in a row {lacking} had missing rewards, and the others no signal"
+            remedy = "Find out why rollouts fail" if 2 * lacking > n else remedy
         remedy += self._unknown()
         return RunStoppedError(
             f"step {step}: {said} (max_refill_rounds={rounds}), so the batch cannot be filled; the last were: "
@@ -123,7 +123,7 @@ class StopConditions:
         )
 
     def of_failures(self, step: int, tally: Tally, prompts_per_step: int) -> RunStoppedError | None:
-        """Too many rollouts that failed."""
+        """Stop on too large a share of failed rollouts."""
         enough = sum(tally.sizes) >= MIN_FAILURES_JUDGED or tally.groups >= prompts_per_step
         faults = [(cause, n) for cause, n in tally.failed.most_common() if cause not in self._limits.no_fault]
         share = sum(n for _, n in faults) / max(tally.rollouts, 1)
@@ -138,9 +138,9 @@ class StopConditions:
     def of_step(
         self, step: int, groups: Sequence[Group], update: Mapping[str, float], tally: Tally
     ) -> RunStoppedError | None:
-        """Prompts that are all solved, or all hopeless: going on would only spend tokens.
+        """Stop when prompts are all solved or all hopeless, so that more steps would only spend tokens.
 
-        An update without any signal, by a KL or entropy term alone, counts as skipped too.
+        An update without any signal, by a KL or entropy term alone, counts as skipped.
         """
         taught, kinds = bool(update["updated"]) and any(self._judge.teaches(g) for g in groups), tally.kinds
         solved = not taught and 0 < tally.groups == kinds[GroupKind.EASY]
@@ -165,12 +165,12 @@ class StopConditions:
         )
 
     def _unknown(self) -> str:
-        """What to add where the run might be over because all is solved, and nothing says whether it is."""
+        """Return a hint for a run that may be solved while `success` is undecided."""
         success = self._judge.success
         return f". Whether the prompts are solved is unknown: success is {success}" if success.undecided else ""
 
     def untrained(self, groups: Sequence[Group], update: Mapping[str, float], tally: Tally) -> str | None:
-        """Why a step trained on none of its rollouts, unless their rewards are simply equal; None otherwise."""
+        """Return why a step trained no rollout; None if it trained some, or rewards are simply equal."""
         members = [r for group in groups for r in group.siblings if r.reward is not None]
         cut = sum(r.stop_reason == "length" for r in members) if self._limits.mask_truncated else 0
         missed = cut == len(members) or (not update["updated"] and tally.kinds[GroupKind.SIGNAL] > 0)
@@ -194,7 +194,7 @@ class StopConditions:
         if update["updated"] and update.get("grad_norm") == 0 and any(self._judge.teaches(g) for g in groups):
             clipped = update.get("clip_ratio/region_mean", 0.0)
             return (
-                f"the gradient was 0 although advantages were not: {clipped:.0%} of the tokens were clipped. See "
+                f"the gradient was 0 although advantages were not: {clipped:.0%} of the tokens were clipped. Check "
                 "epsilon, learning_rate and which parameters are trained"
             )
         return None

@@ -1,4 +1,4 @@
-"""Trackers: where a run's metrics go besides metrics.jsonl. A tracker that fails never ends a run."""
+"""Trackers: send a run's metrics to other programs. A tracker that fails never ends a run."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Tracker(Protocol):
 
 
 class TensorBoard:
-    """Event files in the run's folder `tensorboard`; a resume hides what was logged after its checkpoint."""
+    """Event files in the run's folder `tensorboard`; a resume hides later steps than its checkpoint."""
 
     def __init__(self, run_dir: Path, config: RunConfig, step: int | None) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -45,7 +45,7 @@ class TensorBoard:
 
 
 class Wandb:
-    """Weights & Biases, in its project `winnow`, or WANDB_PROJECT; offline files lie in the run's folder `wandb`."""
+    """Weights & Biases, in project `winnow` or WANDB_PROJECT; offline files are in the run's folder `wandb`."""
 
     def __init__(self, run_dir: Path, config: RunConfig, step: int | None) -> None:
         wandb = import_module("wandb")
@@ -68,7 +68,7 @@ class Wandb:
 
 
 class Trackio:
-    """Trackio, in its project `winnow`; its files lie where TRACKIO_DIR says."""
+    """Trackio, in project `winnow`; TRACKIO_DIR sets the folder of its files."""
 
     def __init__(self, run_dir: Path, config: RunConfig, step: int | None) -> None:
         trackio = import_module("trackio")
@@ -85,7 +85,7 @@ class Trackio:
 
 
 class MLflow:
-    """MLflow, in its experiment `winnow`, or MLFLOW_EXPERIMENT_NAME; MLFLOW_TRACKING_URI says where."""
+    """MLflow, in experiment `winnow` or MLFLOW_EXPERIMENT_NAME, at MLFLOW_TRACKING_URI."""
 
     def __init__(self, run_dir: Path, config: RunConfig, step: int | None) -> None:
         self._mlflow = import_module("mlflow")
@@ -103,7 +103,7 @@ class MLflow:
             self._client.log_param(self._id, key, str(value)[:500])
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """MLflow's names have no `@`: `eval/pass@1` is `eval/pass_at_1` there."""
+        """Log metrics. MLflow's names have no `@`: `eval/pass@1` becomes `eval/pass_at_1`."""
         now = int(time.time() * 1000)
         entities = [
             self._mlflow.entities.Metric(name.replace("@", "_at_"), value, now, step) for name, value in metrics.items()
@@ -123,16 +123,16 @@ TRACKERS: dict[str, Callable[[Path, RunConfig, int | None], Tracker]] = {
 
 
 def check_trackers(names: Sequence[str]) -> None:
-    """Raises ConfigError with the install command when a tracker's package is missing."""
+    """Raise ConfigError with the install command when a tracker's package is missing."""
     for name in names:
         if find_spec(name) is None:
             raise ConfigError(f"report_to: {name} is not installed; {install(name)}")
 
 
 class Trackers:
-    """All trackers of a run. One that cannot be opened is a ConfigError; one that fails later is left out, once said.
+    """All trackers of a run. One that cannot be opened is a ConfigError; one that fails later only warns.
 
-    `step`: of the checkpoint that the run goes on from; None for a new run.
+    `step`: that of the checkpoint to resume from; None for a new run.
     """
 
     def __init__(self, run_dir: Path, config: RunConfig, step: int | None) -> None:
@@ -146,11 +146,11 @@ class Trackers:
                 raise ConfigError(f"report_to: {name} could not be opened: {said}") from error
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Hand one step's metrics to every tracker."""
+        """Send one step's metrics to every tracker."""
         self._each("log", metrics, step)
 
     def close(self) -> None:
-        """End them, so that what they hold back is written."""
+        """Close all trackers, which flushes them."""
         self._each("close")
 
     def _each(self, what: str, *args: Any) -> None:
@@ -160,7 +160,7 @@ class Trackers:
             except Exception as error:
                 del self._open[name]
                 warnings.warn(
-                    f"report_to: {name} failed and gets no more of this run ({type(error).__name__}: {error}); "
+                    f"report_to: {name} failed and is off for the rest of the run ({type(error).__name__}: {error}); "
                     "metrics.jsonl has everything",
                     stacklevel=4,
                 )

@@ -1,7 +1,7 @@
-"""Failures that leave a run going: each is told from the metrics of a step, within two steps, and said once.
+"""Silent failures. Each is detected from step metrics within two steps and reported once.
 
-Real systems trained on through them for hours: a sampler that kept its initial weights after a resume, a tied head that
-was never updated, a reward that was the same for everything, an evaluation that did not happen, a learning rate of 0.
+Real systems trained through them for hours: a sampler that kept its initial weights after a resume, a tied head that
+was never updated, a constant reward, an evaluation that did not run, a learning rate of 0.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from .collapse import EssWatch
 Metrics = Mapping[str, float]
 GAP = "sampling/sampling_logp_difference/mean"
 GROWN = 4
-"""How many times the first step's difference of engine and learner is no rounding any more."""
+"""Multiple of the first step's difference of engine and learner beyond which it is not rounding."""
 SMALLEST_GAP = 1e-4
-"""Differences under it are rounding in any case, nats a token."""
+"""Differences below this are always rounding, nats a token."""
 SAME_STEPS = 2
-"""Steps in a row with one and the same reward for everything, or with no learning rate, before it is said."""
+"""Consecutive steps with one reward for everything, or without a learning rate, before the report."""
 ROUNDING = 1e-9
-"""A reward that never varies, such as 0.1, has a standard deviation of no more than this, relative to its size."""
+"""Largest standard deviation of a constant reward such as 0.1, relative to its size."""
 NO_RATE = 1e-6
-"""Share of the highest learning rate at which nothing is learned any more."""
+"""Share of the highest learning rate below which the policy learns nothing."""
 
 MISSED = 0.3
-"""Mean reward in excess of pass@1 from which right answers may be counted as wrong."""
+"""Excess of mean reward over pass@1 from which right answers may count as wrong."""
 
 
 class Watchdogs:
-    """Looks at every step's metrics, and at probes of engine and learner.
+    """Checks every step's metrics, and probes of engine and learner.
 
-    `first_gap`: the difference at the run's first step, of one that is resumed. `in_threads`: reward functions that run
-    in a thread of this process.
+    `first_gap`: the difference at the first step of a resumed run. `in_threads`: reward functions that run in a thread
+    of this process.
     """
 
     def __init__(self, config: RunConfig, first_gap: float | None = None, in_threads: Collection[str] = ()) -> None:
@@ -44,18 +44,18 @@ class Watchdogs:
         self._first_gap = first_gap
         self._ess = EssWatch()
         self._same: dict[str, tuple[float, int]] = {}
-        """The one reward of each function, and for how many steps in a row; reported at `SAME_STEPS`, once."""
+        """Constant reward of each function and its consecutive steps; reported once, at `SAME_STEPS`."""
         self._constant: set[str] = set()
-        """Reward functions already reported as constant."""
+        """Reward functions reported as constant."""
         self._still = 0
-        """Steps in a row with a learning rate of next to nothing."""
+        """Consecutive steps with almost no learning rate."""
         self._rules: list[Callable[[Metrics], str | None]] = [
             *(self._low_ess, self._old_weights, self._no_evaluation, self._no_learning),
             self._near_misses,
         ]
 
     def observe(self, row: Metrics) -> Iterator[str]:
-        """Warnings that a row of metrics.jsonl gives rise to; each kind once, constant rewards once a function."""
+        """Yield warnings for a row of metrics.jsonl; each kind once, constant rewards once a function."""
         for rule in [*self._rules]:
             if (message := rule(row)) is not None:
                 self._rules.remove(rule)
@@ -63,7 +63,7 @@ class Watchdogs:
         yield from self._one_reward(row)
 
     def probed(self, gap: float) -> str | None:
-        """Engine and learner, compared by probes: at the start of this process, and after its first update."""
+        """Return a warning about the gap of engine and learner in probes, at a start or after the first update."""
         message = self._grown(gap)
         if message is None or self._old_weights not in self._rules:
             return None
@@ -80,7 +80,7 @@ class Watchdogs:
             self._first_gap = row[GAP]
         message = self._grown(row[GAP])
         if message and row.get("learning_rate") == 0:
-            message += ". The learning rate is 0, so it cannot be the policy that has moved"
+            message += ". The learning rate is 0, so the policy cannot have moved"
         return message
 
     def _grown(self, gap: float) -> str | None:
@@ -104,13 +104,13 @@ class Watchdogs:
                 self._constant.add(name)
                 message = (
                     f"the reward function '{name}' gave {mean:g} to every completion of {SAME_STEPS} steps in a row: "
-                    "look at samples.jsonl, and whether it reads the columns and the completions that it means to"
+                    "check samples.jsonl, and that it reads the right columns and completions"
                 )
                 causes = "; ".join(self._causes_of_zero(name, row)) if mean == 0 else ""
                 yield f"{message}. Possible causes: {causes}" if causes else message
 
     def _causes_of_zero(self, name: str, row: Metrics) -> Iterator[str]:
-        """Why a function may give 0 to every completion; the causes that the run's figures show come first."""
+        """Yield possible causes of a constant 0; those that the run's figures show come first."""
         c = self._config
         clipped = row.get("completions/clipped_ratio", 0.0)
         if clipped > 0:
@@ -120,19 +120,19 @@ class Watchdogs:
             )
         if name in self._in_threads:
             yield (
-                "it was given as an object and runs in a thread, where signals, which math-verify's timeouts need, do "
-                "not work: give it by name, 'module:function' or 'file.py:function'"
+                "it was given as an object and runs in a thread, where the signals of math-verify's timeouts do not "
+                "work: give it by name, 'module:function' or 'file.py:function'"
             )
         if c.stop:
             yield f"completions end at a stop string ({', '.join(map(repr, c.stop))}), perhaps before their answer"
-        yield "the prompt does not ask for the answer format that it looks for"
+        yield "the prompt does not ask for the answer format that the function expects"
 
     def _no_evaluation(self, row: Metrics) -> str | None:
         every, step = self._config.eval_steps, row["step"]
         due = every and (step % every == 0 or step == self._config.max_steps)
         if not due or any(key.startswith("eval/") for key in row):
             return None
-        return f"there was no evaluation at step {step:.0f}, where eval_steps={every} asks for one"
+        return f"no evaluation ran at step {step:.0f}, where eval_steps={every} schedules one"
 
     def _no_learning(self, row: Metrics) -> str | None:
         nothing = NO_RATE * self._config.learning_rate
@@ -141,12 +141,12 @@ class Watchdogs:
             return None
         return (
             f"the learning rate is {row['learning_rate']:.2g} since step {row['step'] - SAME_STEPS + 1:.0f}, of "
-            f"{self._config.learning_rate:g} at most: lr_scheduler_type={self._config.lr_scheduler_type} has ended the "
-            "training before max_steps; see lr_scheduler_kwargs, lr_decay_steps and warmup_steps"
+            f"{self._config.learning_rate:g} at most: lr_scheduler_type={self._config.lr_scheduler_type} ends training "
+            "before max_steps; see lr_scheduler_kwargs, lr_decay_steps and warmup_steps"
         )
 
     def _near_misses(self, row: Metrics) -> str | None:
-        """Rewards that are high without being right, where a reward of 1 is right by default."""
+        """Return a warning about high rewards below 1, if a reward of 1 is right by default."""
         if self._config.success is not None or "eval/pass@1" not in row:
             return None
         reward, right = row["eval/avg@n"], row["eval/pass@1"]
@@ -159,13 +159,13 @@ class Watchdogs:
 
 
 def first_gap(metrics: Path) -> float | None:
-    """Difference of engine and learner at the first step of a run that tells it, if there is one."""
+    """Return the gap of engine and learner at the first step that has it, else None."""
     with metrics.open("rb") as lines:
         for line in lines:
             try:
                 row = from_json(line)
             except ValueError:
-                continue  # its damage is told elsewhere
+                continue  # its damage is reported elsewhere
             if GAP in row:
                 return float(row[GAP])
     return None

@@ -15,16 +15,16 @@ from .runner import RolloutRunner
 
 
 class RolloutsFailedError(RuntimeError):
-    """An evaluation in which nothing could be judged; the message names the first cause."""
+    """No rollout of an evaluation could be judged; the message names the first cause."""
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """Unbiased estimate of the chance that at least one of k samples is right, from c right ones of n.
+    """Return the unbiased estimate of the chance that one of k samples is right, from c right ones of n.
 
     1 - C(n-c, k) / C(n, k) (Chen et al. 2021, eq. 1). Raises ValueError unless 0 <= c <= n and 1 <= k <= n.
     """
     if not (0 <= c <= n and 1 <= k <= n):
-        raise ValueError(f"pass_at_k needs 0 <= c <= n and 1 <= k <= n, not n={n}, c={c}, k={k}")
+        raise ValueError(f"pass_at_k: needs 0 <= c <= n and 1 <= k <= n (n={n}, c={c}, k={k})")
     if n - c < k:
         return 1.0
     return float(1.0 - np.prod(1.0 - k / np.arange(n - c + 1, n + 1)))
@@ -42,17 +42,16 @@ class Evaluation:
 
 
 RollOut = Callable[[Sequence[Job]], list[Group]]
-"""Runs jobs to their end with the newest weights; their groups in the same order, finished and scored."""
+"""Runs jobs to their end with the newest weights; returns their finished and scored groups in the same order."""
 
 
 def evaluate(
     roll_out: RollOut, prompts: Sequence[Prompt], *, n: int, success: Success | None = None, greedy: bool = True
 ) -> Evaluation:
-    """`n` samples a prompt, and one greedy. Failed rollouts are left out and counted in `failed`.
+    """Evaluate `n` samples a prompt, and a greedy one. Failed rollouts are left out and counted in `failed`.
 
-    `success` says what counts as right (default: a reward of 1); while that is undecided, there is no pass@k.
-
-    The noise does not depend on when the evaluation takes place, so two policies are compared on the same draws.
+    `success` decides what counts as right (default: a reward of 1); while it is undecided, pass@k is absent. The noise
+    is the same at every step, so two policies are compared on the same draws.
     """
     started = time.monotonic()
     sampled = roll_out([Job(Visit(i, 0, prompt), n, "eval") for i, prompt in enumerate(prompts)])
@@ -73,16 +72,16 @@ def evaluate(
 
 
 MAX_LIVE = 512
-"""Environments that are alive at once beside training: each may hold tens of megabytes."""
+"""Environments open at once next to training: each may hold tens of megabytes."""
 
 
 def run_jobs(runner: RolloutRunner, jobs: Sequence[Job]) -> list[Group]:
-    """Run jobs of one purpose to their end, nothing else being in flight: finished and scored groups, in order.
+    """Run jobs of one purpose to their end with nothing else in flight; return scored groups in order.
 
-    Of tasks with many turns, no more than `MAX_LIVE` environments (one group at least) are alive at once.
+    Tasks with several turns have at most `MAX_LIVE` environments (or one group's) open at once.
     """
     if busy := runner.pending or runner.engine.pending:
-        raise RuntimeError(f"the engine is still busy with {busy} other requests")
+        raise RuntimeError(f"the engine still has {busy} other requests; finish or cancel them first")
     live = max(1, MAX_LIVE // max(job.size for job in jobs)) if jobs and runner.task.max_turns > 1 else len(jobs)
     groups: list[Group] = []
     waiting = iter(jobs)
@@ -94,13 +93,13 @@ def run_jobs(runner: RolloutRunner, jobs: Sequence[Job]) -> list[Group]:
 
 
 def rank_weights(scores: Sequence[float] | np.ndarray) -> np.ndarray:
-    """Ranks of scores [N], rescaled to [0, 1]; ties share their mean rank, a single candidate has weight 1 (ARRoL).
+    """Return the ranks of scores [N] in [0, 1]; ties share their mean rank, a single score has 1 (ARRoL).
 
     Raises ValueError on a score that is not a number.
     """
     scores_N = np.asarray(scores, dtype=np.float64)
     if scores_N.ndim != 1 or np.isnan(scores_N).any():
-        raise ValueError("scores to rank must be a list of numbers")
+        raise ValueError("scores: must be a list of numbers without NaN")
     if len(scores_N) < 2:
         return np.ones(len(scores_N))
     _, index_N, counts_M = np.unique(scores_N, return_inverse=True, return_counts=True)
@@ -108,12 +107,12 @@ def rank_weights(scores: Sequence[float] | np.ndarray) -> np.ndarray:
 
 
 def weighted_vote(answers: Sequence[Hashable | None], weights: Sequence[float] | np.ndarray) -> Hashable | None:
-    """The answer with the largest sum of weights, the first given among equals; None answers do not vote.
+    """Return the answer with the largest sum of weights, the first among equals. None answers do not vote.
 
-    None when nobody votes. Raises ValueError on negative or non-finite weights, or unequal lengths.
+    Returns None without votes. Raises ValueError on negative or non-finite weights, or unequal lengths.
     """
     if not all(np.isfinite(w) and w >= 0 for w in weights):
-        raise ValueError("weights of votes must be finite and not negative")
+        raise ValueError("weights: must be finite and not negative")
     sums: dict[Hashable, float] = {}
     for answer, weight in zip(answers, weights, strict=True):
         if answer is not None:
@@ -122,13 +121,13 @@ def weighted_vote(answers: Sequence[Hashable | None], weights: Sequence[float] |
 
 
 def count_correct(group: Group, success: Success) -> tuple[int, int]:
-    """How many rollouts of a group can be judged, and how many of those are right."""
+    """Return the number of rollouts that can be judged, and of right ones among them."""
     right = [judged for r in group.rollouts if (judged := success.right(r)) is not None]
     return len(right), sum(right)
 
 
 def summarize(groups: Sequence[Group], success: Success | None = None) -> dict[str, float]:
-    """pass@k for k = 1, 2, 4 ... up to the largest group, mean reward (`avg@n`), mean length, share of failures.
+    """Return pass@k for k = 1, 2, 4 ... up to the largest group, mean reward (`avg@n`), mean length, failed share.
 
     pass@k is a mean over the groups with at least k judged rollouts; it is absent while `success` (default: a reward of
     1) is undecided. Raises RolloutsFailedError when no rollout has a reward.
@@ -156,4 +155,4 @@ def summarize(groups: Sequence[Group], success: Success | None = None) -> dict[s
 
 def _first_reason(groups: Sequence[Group]) -> str:
     reasons = [r.reason for g in groups for r in g.rollouts if r.reason]
-    return f"first cause: {reasons[0]}" if reasons else "there were no prompts"
+    return f"first cause: {reasons[0]}" if reasons else "no prompts were given"

@@ -1,4 +1,4 @@
-"""Rules of gates as the rollout runner asks them: when, about whom, with what view."""
+"""Apply gate rules to groups in flight: which rules decide at a gate point, and on what view."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ from .in_flight import Flight, Sibling
 class ActiveRules:
     """Rules of one optimizer step.
 
-    Raises ConfigError when the engine lacks what a rule needs, or nobody would be running where it is asked.
+    Raises ConfigError when the engine does not provide what a rule needs, or no rollout reaches its gate point.
     """
 
     def __init__(self, rules: Sequence[NamedRule], engine: Engine, task: Task) -> None:
         for named in rules:
             if missing := _needs(named) - engine.provides:
                 raise ConfigError(
-                    f"gate {named.name} needs {sorted(missing)}, but engine {type(engine).__name__} "
-                    f"does not provide it (only {sorted(engine.provides)})"
+                    f"gates: {named.name} needs {sorted(missing)}, which engine {type(engine).__name__} does not "
+                    f"provide (it provides {sorted(engine.provides)}); use another engine or gate"
                 )
             last = max(env_steps(named.rule), default=0)
             if last >= task.max_turns:
                 raise ConfigError(
-                    f"a gate is to be asked after {last} environment steps, but nobody is running by then: task "
-                    f"{task.name} has at most {task.max_turns} turns (gate {named.name})"
+                    f"gates: {named.name} decides after {last} environment steps, but task {task.name} has at most "
+                    f"{task.max_turns} turns, so no rollout runs then; use an earlier step, or a task with more turns"
                 )
         self._rules = {named.name: named for named in rules}
         self.needs: frozenset[str] = frozenset().union(*map(_needs, rules))
         """Capabilities of the engine that the rules need."""
 
     def assign(self, flight: Flight) -> None:
-        """Note where a group is to be asked about; rules that come later do not change it."""
+        """Fix the gate points of a group; later rules do not change them."""
         steps = [(k, name) for name, named in self._rules.items() for k in env_steps(named.rule)]
         flight.undecided = sorted(steps, key=itemgetter(0))
         for name, named in self._rules.items():
@@ -45,7 +45,7 @@ class ActiveRules:
                 flight.token_gates.setdefault(at.n, []).append(name)
 
     def about_group(self, flight: Flight, k: int) -> Decision | None:
-        """Ask those whose turn it is at step `k`, until one cuts: its decision, or None."""
+        """Apply the rules of environment step `k` until one cuts; return that decision, or None."""
         while flight.undecided and flight.undecided[0][0] == k:
             named = self._rules[flight.undecided.pop(0)[1]]
             (decision,) = named.decide([flight.view(EnvStep(k))])
@@ -57,7 +57,7 @@ class ActiveRules:
         return None
 
     def about_rollouts(self, reached: Sequence[tuple[Flight, Sibling, Reached]]) -> list[tuple[Flight, Sibling, str]]:
-        """Ask about all who came to a token at once; whom to prune, with the reason. A gate asks once a rollout."""
+        """Decide about all rollouts at a token; return those to prune, with reasons. A gate decides once a rollout."""
         open_ = self._views(reached)
         pruned: list[tuple[Flight, Sibling, str]] = []
         for name, named in self._rules.items():
@@ -75,7 +75,7 @@ class ActiveRules:
     def _views(
         reached: Sequence[tuple[Flight, Sibling, Reached]],
     ) -> list[tuple[Flight, Sibling, GroupView, list[str]]]:
-        """Views of those who came to a token, each with the gates that have not asked about it yet."""
+        """Return views of rollouts at a token, each with the gates that have not yet decided about it."""
         found: list[tuple[Flight, Sibling, GroupView, list[str]]] = []
         groups: dict[tuple[str, int, int], GroupView] = {}
         for flight, sibling, event in reached:
@@ -106,6 +106,6 @@ class ActiveRules:
 
 
 def _needs(named: NamedRule) -> frozenset[str]:
-    """Capabilities that a rule needs of the engine; at tokens also reports and an exact end there."""
+    """Return the engine capabilities that a rule needs; at tokens also reports and exact cancels."""
     at_token = isinstance(named.rule.at, Token)
     return named.rule.needs | (frozenset({"report_at", "exact_cancel"}) if at_token else frozenset())

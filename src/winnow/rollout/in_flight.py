@@ -1,4 +1,4 @@
-"""Groups in flight as the rollout runner knows them: siblings, what they have said so far, what gates owe them."""
+"""Groups in flight in the rollout runner: siblings, their tokens and turns so far, their open gate points."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Sibling:
     prompt_ids: tuple[int, ...] = ()
     env: Env | OverlappingEnv | None = None
     environment: Any = None
-    """State of the environment that reward functions may see once it is closed."""
+    """State of the environment for reward functions, after it is closed."""
     segments: list[tuple[np.ndarray, bool, np.ndarray, np.ndarray]] = field(default_factory=list)
     """(token ids, sampled?, log-probs, versions), in order."""
     confidences: list[np.ndarray] = field(default_factory=list)
@@ -34,10 +34,9 @@ class Sibling:
     seconds: float = 0.0
     survival_p: float = 1.0
     reward: float | None = None
-    """Last reward that the environment gave."""
+    """Last reward from the environment."""
     waiting_since: float | None = None
-    """Time at which it came to the barrier of an environment-step gate, where it holds no slot of the engine; None
-    elsewhere."""
+    """Time of arrival at the barrier of an environment-step gate, where it holds no engine slot, or None."""
     barrier_wait_s: float = 0.0
     decisions: list[Decision] = field(default_factory=list)
     rollout: Rollout | None = None
@@ -52,7 +51,7 @@ class Sibling:
 
     @property
     def progress(self) -> float | None:
-        """Last progress number that its environment gave."""
+        """Last progress its environment reported."""
         return next((t.progress for t in reversed(self.turns) if t.progress is not None), None)
 
     def leave_barrier(self) -> None:
@@ -65,14 +64,14 @@ class Sibling:
         self.length += len(ids)
 
     def sampled_logp(self) -> float:
-        """Log-probability of all that it has sampled in finished turns."""
+        """Return the log-probability of all tokens sampled in finished turns."""
         return float(sum(logp.sum() for _, sampled, logp, _ in self.segments if sampled))
 
     def tokens(self) -> list[int]:
         return [int(t) for ids, *_ in self.segments for t in ids]
 
     def decided(self, decision: Decision) -> None:
-        """Count a gate's decision about this sibling or its group, also if it has ended by then."""
+        """Count a gate's decision about this sibling or its group, even if it has already ended."""
         self.survival_p *= decision.verdict.probability
         if self.rollout is not None:
             self.rollout.survival_p = self.survival_p
@@ -83,12 +82,12 @@ class Sibling:
         if close is not None:
             try:
                 close()
-            except (Exception, SystemExit) as error:  # the rollout is over: what it is worth does not depend on this
+            except (Exception, SystemExit) as error:  # the rollout is over; its reward does not depend on this
                 warnings.warn(f"closing {type(self.env).__name__} raised {type(error).__name__}: {error}", stacklevel=2)
         self.env = None
 
     def finish(self, stop_reason: str, *, fate: Fate | None = None, reason: str = "") -> Rollout:
-        """Close the rollout: from here on it is only scored and booked."""
+        """Close the rollout: after this it is only scored and booked."""
 
         def joined(arrays: list[np.ndarray], dtype: Any) -> np.ndarray:
             return np.concatenate(arrays).astype(dtype) if arrays else np.empty(0, dtype)
@@ -126,9 +125,9 @@ class Flight:
     job: Job
     siblings: list[Sibling]
     undecided: list[tuple[int, str]]
-    """Decisions still to come at environment steps, by ascending step: (step, gate)."""
+    """Open decisions at environment steps, ascending: (step, gate)."""
     token_gates: dict[int, list[str]] = field(default_factory=dict)
-    """Gates whose rules are asked at a token of a turn, by token."""
+    """Gates that decide at a token of a turn, by token."""
     decisions: list[Decision] = field(default_factory=list)
     """Decisions about the whole group."""
     group: Group | None = None
@@ -142,7 +141,7 @@ class Flight:
 
     @property
     def key(self) -> tuple[str, int]:
-        """The runner's name for it: purpose and number of the visit."""
+        """Key in the runner: purpose and number of the visit."""
         return self.job.purpose, self.job.visit.number
 
     @property
@@ -151,12 +150,12 @@ class Flight:
         return [s for s in self.siblings if not s.greedy]
 
     def closed(self) -> Group:
-        """The group, of those who have come to their end."""
+        """Return the group of the rollouts that have ended."""
         rollouts = [s.rollout for s in self.siblings if s.rollout is not None]
         return Group(self.visit, rollouts, self.decisions, self.job.purpose)
 
     def view(self, at: GatePoint) -> GroupView:
-        """View of the group that a rule is given."""
+        """Return the view of the group for a rule."""
         gated = self.gated
         steps = [[t for t in s.turns if t.taken] for s in gated]
         return GroupView(
@@ -174,10 +173,10 @@ class Flight:
 
 @dataclass(frozen=True)
 class Awaited:
-    """Answer that an overlapping environment owes a sibling: its first observation, or that to its last action."""
+    """Pending answer of an overlapping environment: the first observation, or that to the last action."""
 
     flight: Flight
     sibling: Sibling
     answer: Future[str | None] | Future[StepResult]
     due: int
-    """Clock of the runner at which it is taken, and waited for if it is not there."""
+    """Clock of the runner at which the answer is taken, or waited for."""

@@ -8,7 +8,7 @@ from ..engine.base import SamplingParams
 from ..types import Purpose
 
 STREAMS: dict[Purpose, int] = {"train": 0, "eval": 1, "greedy": 1, "profile": 2, "probe": 9}
-"""Keeps the noise of one purpose apart from that of others."""
+"""Noise stream of each purpose."""
 
 
 @dataclass(frozen=True)
@@ -22,6 +22,6 @@ class RolloutOptions:
     max_prompt_length: int
     seed: int
     report: frozenset[str] = frozenset()
-    """Arrays that rollouts carry beside what rules need: a subset of {"confidence", "last_hidden", "raw_logp"}."""
+    """Arrays that rollouts carry on top of those for rules: a subset of {"confidence", "last_hidden", "raw_logp"}."""
     greedy_baseline: bool = False
-    """Launch one more rollout a group, at temperature 0. No rule is asked about it, waits for it or sees it."""
+    """Launch one more rollout a group, at temperature 0. No rule decides about it, waits for it or sees it."""

@@ -1,7 +1,7 @@
-"""Pass-rate profile: how often a policy solves each training prompt, measured by rolling it out n times.
+"""Pass-rate profile: how often a policy solves each training prompt, measured over n rollouts.
 
-`Profiler` needs nothing but what rolls out jobs; `winnow pass-rates` (`study/pass_rates.py`) writes its answers to a
-file, and a trainer can ask it again with its own engine while it trains.
+`Profiler` needs only a function that runs jobs. `winnow pass-rates` (`study/pass_rates.py`) writes its results to a
+file, and a trainer can refresh them with its own engine during training.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from .evaluate import RollOut, count_correct
 __all__ = ["PassRate", "ProfileError", "Profiler", "read_profile"]
 
 CHUNK = 64
-"""Prompts that are rolled out together."""
+"""Prompts rolled out together."""
 
 
 class Profiler:
-    """Rolls out prompts and counts what is right, with noise of its own, keyed by prompt.
+    """Rolls out prompts and counts right answers, with a separate noise stream keyed by prompt.
 
-    `rollouts`, `tokens` (sampled) and `seconds` (wall clock) say what it has cost since it was made; `unjudged` names
-    the prompts of which no rollout could be judged, with the first cause.
+    `rollouts`, `tokens` (sampled) and `seconds` (wall clock) are its cost. `unjudged` has the first cause of each
+    prompt without a judged rollout.
     """
 
     def __init__(self, roll_out: RollOut) -> None:
@@ -39,15 +39,14 @@ class Profiler:
     def run(
         self, prompts: Sequence[Prompt], *, n: int = 16, success: Success | None = None, epoch: int = 0
     ) -> Iterator[PassRate]:
-        """The pass rates of `prompts`, in their order, from `n` rollouts each; a prompt without judged rollouts is
-        left out and named in `unjudged`. `success` says what counts as right; default: a reward of 1.
+        """Yield the pass rates of `prompts` in order, from `n` rollouts each. A prompt without judged rollouts goes to
+        `unjudged` instead. `success` decides what counts as right; default: a reward of 1.
 
-        Every `epoch` draws fresh noise, the same one whenever it is asked for: a refresh passes a number it has not
-        used. Nothing of it is in flight while the caller has a result, so weights may change in between. Raises
-        ValueError when `n` is below 1.
+        Noise depends on `epoch`: a refresh passes an unused number. Nothing is in flight while the caller has a result,
+        so weights may change in between. Raises ValueError when `n` is below 1.
         """
         if n < 1:
-            raise ValueError(f"n must be at least 1, got {n}")
+            raise ValueError(f"n: must be at least 1 ({n})")
         for start in range(0, len(prompts), CHUNK):
             started = time.monotonic()
             chunk = prompts[start : start + CHUNK]

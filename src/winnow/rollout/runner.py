@@ -1,10 +1,10 @@
-"""Runs groups on an engine: asks the rules of gates, steps the environments, has finished groups scored.
+"""Run groups on an engine: apply gate rules, step environments, have finished groups scored.
 
-Every sibling that is launched comes back in its group exactly once, with its tokens as sampled. A stopped or failed
-sibling stays in the group with `reward = None` and a fate. Groups come back in launch order, and each a fixed time
-after its last token, by the engine's clock (at once when the engine is idle); a reward that is slower is waited for.
-The same goes for the answers of environments that work elsewhere. So what runs together, and with it every rounding,
-does not depend on how long rewards and environments take.
+Every launched sibling returns in its group exactly once, with its tokens as sampled. A stopped or failed sibling stays
+in the group with `reward = None` and a fate. Groups return in launch order, each a fixed time after its last token by
+the engine's clock (at once when the engine is idle); slower rewards are waited for. Answers of overlapping environments
+are treated alike. So which rollouts run together, and all rounding, does not depend on the speed of rewards and
+environments.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ from .in_flight import Awaited, Flight, Sibling
 from .options import STREAMS, RolloutOptions
 
 OVERLAP = 8
-"""Tokens of a running sequence that an environment which works elsewhere is given before it is waited for."""
+"""Tokens that a running sequence samples before an overlapping environment is waited for."""
 
 
 class RolloutRunner:
-    """See the module's docstring. A reward given by the environment wins over reward functions.
+    """Runs groups; see the module's docstring. A reward from the environment overrides reward functions.
 
-    `options` has those of every purpose that is to be launched. Rules are asked about groups in training alone.
+    `options` covers every purpose that is launched. Rules decide about training groups alone.
     """
 
     def __init__(
@@ -66,25 +66,25 @@ class RolloutRunner:
         self.options = dict(options)
         self._turn_length: int | None = getattr(task, "max_turn_length", None)
         if self._turn_length is not None and not (isinstance(self._turn_length, int) and self._turn_length > 0):
-            raise ValueError(f"task {task.name}: max_turn_length must be at least 1 or None, not {self._turn_length!r}")
+            raise ValueError(f"task {task.name}: max_turn_length must be at least 1 or None ({self._turn_length!r})")
         self._flights: dict[tuple[str, int], Flight] = {}
         self._awaited: list[Awaited] = []
         self._rules = ActiveRules(rules, engine, task)
 
     def set_rules(self, rules: Sequence[NamedRule]) -> None:
-        """Ask these from now on; groups in flight keep the gate points that they were launched with.
+        """Replace the rules; groups in flight keep the gate points of their launch.
 
-        Raises ConfigError when the engine lacks what a rule needs, or nobody would be running where it is asked.
+        Raises ConfigError when the engine does not provide what a rule needs, or no rollout reaches its gate point.
         """
         self._rules = ActiveRules(rules, self.engine, self.task)
 
     @property
     def pending(self) -> int:
-        """Groups launched and not yet returned."""
+        """Number of groups launched and not yet returned."""
         return len(self._flights)
 
     def launch(self, job: Job) -> None:
-        """Start the siblings of a job. A prompt that cannot be encoded gives a group of failed rollouts."""
+        """Start the siblings of a job. If the prompt cannot be encoded, all of them fail."""
         visit, options = job.visit, self.options[job.purpose]
         siblings = [Sibling(i, greedy=i == job.size) for i in range(job.size + options.greedy_baseline)]
         flight = Flight(job, siblings, [])
@@ -143,11 +143,11 @@ class RolloutRunner:
         try:
             self.engine.submit([request])
         except ValueError as error:
-            cause = str(error).removeprefix(f"request {request.id!r}: ")  # so that equal causes are counted together
+            cause = str(error).removeprefix(f"request {request.id!r}: ")  # equal causes are counted together
             self._fail(sibling, f"the engine refused the prompt: {cause}")
 
     def _may_go_on(self, sibling: Sibling) -> bool:
-        """Whether another turn may follow, and the engine can keep keys and values for it."""
+        """Return whether another turn may follow and the engine can keep keys and values for it."""
         more = sibling.env is not None and len(sibling.turns) + 1 < self.task.max_turns
         return more and "keep_kv" in self.engine.provides
 
@@ -155,7 +155,7 @@ class RolloutRunner:
         return tuple(dict.fromkeys((*self.options[flight.job.purpose].params.stop, *self.task.stop)))
 
     def poll(self) -> list[Group]:
-        """One engine step; returns the groups that are finished and scored, in launch order."""
+        """Run one engine step; return the finished and scored groups, in launch order."""
         events = self.engine.step()
         self._ask_token_gates([event for event in events if isinstance(event, Reached)])
         self._advance([event for event in events if isinstance(event, Finished)])
@@ -168,7 +168,7 @@ class RolloutRunner:
             self._flights[group.purpose, group.visit.number].scored = True
 
     def _in_order(self) -> list[Group]:
-        """Groups of each purpose in launch order."""
+        """Return the groups that are due, each purpose in launch order."""
         groups: list[Group] = []
         blocked: set[str] = set()
         for key, flight in list(self._flights.items()):
@@ -188,7 +188,7 @@ class RolloutRunner:
         return self.options[flight.job.purpose].params.max_tokens // 16
 
     def _advance(self, finished: list[Finished]) -> None:
-        """Take what the engine sampled: end the rollout, or step its environment and go on."""
+        """Add finished turns; end each rollout or step its environment."""
         for f, text in zip(finished, self._texts(finished), strict=True):
             flight, sibling = self._whose(f.id)
             if not sibling.running:
@@ -210,7 +210,7 @@ class RolloutRunner:
                 turn.taken = True
                 sibling.finish(f.stop_reason)
             elif f.stop_reason == "length" and sibling.length >= self._longest(flight):
-                self._end_episode(flight, sibling, "length")  # the action may be half of what was meant
+                self._end_episode(flight, sibling, "length")  # the action may be incomplete
             else:
                 self._step_env(flight, sibling, turn)
         for flight in {id(flight): flight for flight, _ in (self._whose(f.id) for f in finished)}.values():
@@ -232,7 +232,7 @@ class RolloutRunner:
         self._awaited.append(Awaited(flight, sibling, answer, self.engine.clock + OVERLAP))
 
     def _take_answers(self) -> None:
-        """Take answers of environments that work elsewhere: those due, or all when the engine is idle."""
+        """Take answers of overlapping environments: those due, or all when the engine is idle."""
         idle = self.engine.pending == 0
         due = [a for a in self._awaited if idle or a.due <= self.engine.clock]
         self._awaited = [a for a in self._awaited if not (idle or a.due <= self.engine.clock)]
@@ -264,7 +264,7 @@ class RolloutRunner:
             self._fail(sibling, f"the environment raised {_described(error)}")
 
     def _observed(self, flight: Flight, sibling: Sibling, result: Any) -> None:
-        """The environment has answered the sibling's last turn. TypeError or ValueError when that is no answer."""
+        """Add the environment's answer to the last turn. Raises TypeError or ValueError on a malformed one."""
         if not isinstance(result, StepResult):
             raise TypeError(f"step() must return a StepResult, not {type(result).__name__}")
         if not isinstance(result.observation, str | None):
@@ -274,12 +274,12 @@ class RolloutRunner:
         try:
             turn.progress = result.progress
         except (TypeError, ValueError) as error:
-            self._fail(sibling, f"the environment gave a progress that is none: {error}")
+            self._fail(sibling, f"the environment returned an invalid progress: {error}")
             return
         if result.reward is not None:
             sibling.reward = float(result.reward)
             if not abs(sibling.reward) <= MAX_REWARD:
-                self._fail(sibling, f"the environment gave a reward of {sibling.reward}")
+                self._fail(sibling, f"the environment returned an unusable reward ({sibling.reward})")
                 return
         if result.done or len(sibling.turns) >= self.task.max_turns:
             turn.taken = True
@@ -297,7 +297,7 @@ class RolloutRunner:
             self._submit(flight, sibling)
 
     def _end_episode(self, flight: Flight, sibling: Sibling, stop_reason: str) -> None:
-        """The environment's last reward counts; one that gave none leaves it to the reward functions, or to 0."""
+        """End a rollout with the environment's last reward; without one reward functions decide, else it is 0."""
         rollout = sibling.finish(stop_reason)
         self.engine.cancel([(*flight.key, sibling.index)])  # no turn follows
         if sibling.reward is None and not self.rewarder.names:
@@ -306,7 +306,7 @@ class RolloutRunner:
             rollout.reward, rollout.rewards = sibling.reward, {"env": sibling.reward}
 
     def _ask_token_gates(self, events: Sequence[Reached]) -> None:
-        """Ask about all who came to a gate point in the same engine step; the pruned leave before the next one."""
+        """Decide about all rollouts at a gate point of this engine step; pruned ones leave before the next."""
         pruned = self._rules.about_rollouts([(*self._whose(event.id), event) for event in events])
         self._cancel([(flight, sibling) for flight, sibling, _ in pruned])
         for _, sibling, reason in pruned:
@@ -315,7 +315,7 @@ class RolloutRunner:
             self._settle(flight)
 
     def _cancel(self, siblings: Sequence[tuple[Flight, Sibling]]) -> None:
-        """Take from the engine what they have sampled of the turns under way, if any."""
+        """Cancel siblings in the engine and keep the tokens of their unfinished turns."""
         by_id = {(*flight.key, sibling.index): sibling for flight, sibling in siblings}
         partials = self.engine.cancel(by_id)
         texts = decode(self.tokenizer, [partial.token_ids for partial in partials]) if partials else []
@@ -329,7 +329,7 @@ class RolloutRunner:
             sibling.turns.append(Turn(text, None, start, sibling.length, "cancelled"))
 
     def abandon(self) -> list[Group]:
-        """Stop for good; returns the groups in flight, in launch order, with what was sampled and without rewards."""
+        """Stop for good; return the groups in flight, in launch order, with their tokens but no rewards."""
         for flight in self._flights.values():
             running = [s for s in flight.siblings if s.running]
             self._cancel([(flight, s) for s in running])
@@ -340,7 +340,7 @@ class RolloutRunner:
         return groups
 
     def _settle(self, flight: Flight) -> None:
-        """Open a barrier that everybody has reached; close the group when nobody runs."""
+        """Open a barrier that all siblings have reached; close the group when none runs."""
         while flight.undecided and any(s.running for s in flight.gated):
             k = flight.undecided[0][0]
             if any(s.running and not s.waiting for s in flight.gated):
@@ -362,7 +362,7 @@ class RolloutRunner:
                 flight.scored = True
 
     def _cut(self, flight: Flight, cut: Decision) -> None:
-        """Stop the whole group. What had ended keeps its rewards for display, but takes no part any more."""
+        """Stop the whole group. Ended rollouts keep `rewards` for display, but no `reward`."""
         self._cancel([(flight, s) for s in flight.siblings if s.greedy and s.running])
         for sibling in flight.siblings:
             rollout = sibling.rollout or sibling.finish("cancelled")
@@ -376,7 +376,7 @@ class RolloutRunner:
 
 
 def _described(error: BaseException) -> str:
-    """Cause with file and line; what a worker or the check of a prompt says is complete already."""
+    """Return the cause with file and line; messages of workers and prompt checks are already complete."""
     if isinstance(error, WorkerError):
         return error.detail
     return str(error) if isinstance(error, PromptError) else describe_error(error)
