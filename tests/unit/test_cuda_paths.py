@@ -31,6 +31,7 @@ from winnow.learner.fsdp.shards import save_shards
 from winnow.learner.local import recompute
 from winnow.learner.local.learner import LearnerOptions, LocalLearner
 from winnow.learner.local.logprob import TokenDistribution
+from winnow.learner.local.modes import halve_frozen
 from winnow.learner.local.reference import frozen_copy
 from winnow.learner.off_policy import sampling_metrics
 from winnow.methods.correct import CORRECTIONS
@@ -117,15 +118,23 @@ UPDATES: dict[str, dict[str, Any]] = {
 
 
 def learner_of(
-    *, lora: Any = None, reference: bool = False, drawn: Any = None, vocab: int = VOCAB, **options: Any
+    *,
+    lora: Any = None,
+    reference: bool = False,
+    drawn: Any = None,
+    vocab: int = VOCAB,
+    half_base: bool = False,
+    **options: Any,
 ) -> LocalLearner:
     model = qwen3(vocab).to("cuda")
-    if options.get("half_base"):
+    if half_base:
         model = model.bfloat16().float()
     kept = frozen_copy(model) if reference else None
     if lora is not None:
         c = validate({"model": "m", "env": "countdown", "lora": lora.model_dump()})
         model = with_lora(model, c, None, None, word_tokenizer(VOCAB)).model
+    if half_base:
+        halve_frozen(model)
     return LocalLearner(model, TokenDistribution(vocab, **(drawn or {})), LearnerOptions(**options), kept)
 
 

@@ -145,7 +145,7 @@ def device_budget(c: RunConfig, shapes: Shapes, memory: int, *, learner: bool = 
         parts["generation"] |= {"engine weights": weights} | _generation_parts(c, shapes, _slots(c, engine))
         parts["publish"]["engine weights"] = weights
         if not learner:
-            parts["publish"] |= {"weights received": 4 * shapes.parameters}
+            parts["publish"]["a layer in float32"] = 4 * _matrices(shapes) // shapes.layers
     return {phase: held for phase, held in parts.items() if held}
 
 
@@ -191,13 +191,13 @@ def require_room(c: RunConfig, phases: Mapping[str, Mapping[str, int]], memory: 
             shown = ", ".join(f"{name} {bytes_ / GIB:.1f} GiB" for name, bytes_ in largest)
             raise ConfigError(
                 f"device: the {phase} phase needs {total / GIB:.1f} GiB of {memory / GIB:.1f} GiB ({shown}); "
-                f"{_remedy(c, phase)}"
+                f"{_remedy(c, phase, learner='optimizer' in held)}"
             )
 
 
-def _remedy(c: RunConfig, phase: str) -> str:
+def _remedy(c: RunConfig, phase: str, *, learner: bool) -> str:
     keys = []
-    if c.lora is None:
+    if c.lora is None and learner:
         keys.append("set lora: {r: 16}")
     if phase == "update":
         keys += ["set optim: adamw_torch_8bit"] if c.lora is None and c.optim.startswith("adamw_torch") else []
@@ -205,7 +205,7 @@ def _remedy(c: RunConfig, phase: str) -> str:
         keys += ["lower tokens_per_microbatch"]
     else:
         keys += ["lower engine.slots or max_completion_length"]
-    engine = engine_options(c)
+    engine = engine_options(c, alone=not learner)
     if isinstance(engine, VllmOptions) and (phase != "update" or not engine.sleep):
         keys.append("lower engine.gpu_memory_utilization")
     return "; or ".join(keys)

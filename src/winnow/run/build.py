@@ -7,12 +7,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
-import torch
-
 from ..base.weights import weights_digest
 from ..config import CLIPPING, AuditConfig, ConfigError, MethodSpec, RunConfig, method, name_of, suggestion
 from ..engine.base import Engine, SamplingParams
-from ..engine.loading import ModelReference, load_tokenizer, load_whole, require_finite, resolve_device
+from ..engine.loading import CPU, ModelReference, load_tokenizer, load_whole, require_finite
 from ..engine.pretrained import located
 from ..engine.skeleton import unloaded
 from ..engine.template import with_template
@@ -311,16 +309,22 @@ def rollout_options(
 
 
 def build_policy(
-    c: RunConfig, model: Any, tokenizer: Any, checkpoint: Path | None, *, with_engine: bool = True
+    c: RunConfig,
+    model: Any,
+    tokenizer: Any,
+    checkpoint: Path | None,
+    *,
+    with_engine: bool = True,
+    alone: bool = False,
 ) -> tuple[Policy, Engine | None]:
-    """The policy of a fresh run, or of `checkpoint`, and an engine with its weights as version 0 if there is to be one.
+    """The policy of a fresh run, or of `checkpoint`, on the CPU, and an engine with its weights as version 0 if there is
+    to be one; `alone`: without a learner.
 
     `model`: see `Start.of`; `tokenizer` is used when given as an object. The engine is made before adapters are put in:
     it holds the plain architecture, and is given merged weights, or adapters that it adds itself.
     """
     start = Start.of(c, model)
     apart = not with_engine and "own_devices" in getattr(method(LEARNERS, c.learner, "learner"), "provides", ())
-    device = torch.device("cpu") if apart else resolve_device(c.device)
     if start.model is not None and tokenizer is None:
         raise ConfigError("processing_class: give the tokenizer of the model object")
     tokenizer = with_template(tokenizer or load_tokenizer(c.model), c.chat_template, c.chat_template_kwargs)
@@ -328,16 +332,16 @@ def build_policy(
     if apart and (read := _read_by_ranks(c, start, saved)) is not None:
         require_embeddings(read.model, tokenizer, start)
         return replace(read, tokenizer=tokenizer), None
-    base, adapter = (load_whole(saved, device), None) if saved and not c.lora else start.load(c, device)
+    base, adapter = (load_whole(saved, CPU), None) if saved and not c.lora else start.load(c)
     require_finite(base, str(saved or c.model))
     require_embeddings(base, tokenizer, start)
     check_adapters(c, adapter)
-    engine = build_engine(c, start.reference(c, device, base), tokenizer) if with_engine else None
+    engine = build_engine(c, start.reference(c, base), tokenizer, alone=alone) if with_engine else None
     if c.lora is not None:
         return with_lora(base, c, adapter, saved, tokenizer), engine
     if not c.keeps_reference:
         return Policy(base, tokenizer, None), engine
-    reference = frozen_copy(base if saved is None else start.load(c, device)[0])
+    reference = frozen_copy(base if saved is None else start.load(c)[0])
     return Policy(base, tokenizer, reference, weights_digest(reference)), engine
 
 

@@ -65,9 +65,6 @@ class Fsdp:
         size = sum(p.numel() * p.element_size() for p in policy.model.parameters())
         try:
             ranks = Ranks(self.ranks, self.threads, self.gpus(config), self.timeout_s, size, private)
-            for model in (policy.model, policy.reference):
-                if model is not None and policy.files is None:
-                    model.cpu()  # each rank has its own device
             try:
                 return FsdpLearner(ranks, *ranks.build(policy, config, self.fsdp_size))
             except BaseException:

@@ -21,7 +21,6 @@ from torch.distributed.tensor import DTensor, Partial
 
 from ...base.weights import WeightSource, as_bytes, is_finite, require_finite, state_once, tied_names
 from ...engine.saving import save_whole
-from ...engine.skeleton import stand_in
 from ...methods.correct import Evidence
 from ...methods.loss import LossConfig
 from ..base import Stats
@@ -89,12 +88,6 @@ class ShardedLearner(LocalLearner):
     @property
     def device(self) -> torch.device:
         return self._device
-
-    def _for_trials(self) -> tuple[Any, int]:
-        if self._files is None:
-            return super()._for_trials()
-        tried = stand_in(self._causal_lm, self.device)
-        return tried, min(self.distribution.n_tokens, tried.config.vocab_size)
 
     def _place(self) -> None:
         if self._gradient_baselines:

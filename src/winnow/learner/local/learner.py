@@ -19,11 +19,12 @@ from ...base.memory import gpu_memory_since
 from ...base.weights import StateWeights, WeightSource, adapters_of, state_once
 from ...engine.loading import prepare_cuda
 from ...engine.saving import Types, save_whole
+from ...engine.skeleton import stand_in
 from ...methods.correct import Evidence, OverBatch
 from ...methods.loss import LossConfig, kl_loss, policy_loss
 from ..base import Sizes, Stats
 from ..batch import Budget, MicroBatch, Row, collate, micro_batches, packed
-from .eval_mode import WideAttention, checkpoint_layers, halve_frozen, train_adapter_dropout
+from .eval_mode import WideAttention, checkpoint_layers, train_adapter_dropout
 from .forward import Body, can_share_prompts, head_is_linear, predictions
 from .logprob import TokenDistribution, token_logp
 from .loss_scale import LossScale
@@ -61,8 +62,6 @@ class LearnerOptions:
     pad_id: int = 0
     merge_adapters: bool = True
     """Publish whole weights under LoRA, too; else the adapters alone."""
-    half_base: bool = False
-    """Keep matrices that are not trained in bfloat16 where it holds them exactly."""
     save_types: Types = field(default_factory=dict)
     """Types of an exported model; empty: those of the learner."""
 
@@ -97,8 +96,6 @@ class LocalLearner:
             options.tokens_per_microbatch, parameters, share=self._share_prompts, device=self.device.type
         )
         train_adapter_dropout(model)
-        if options.half_base:
-            halve_frozen(model, reference)
         self._place()
         self._params = {n: p for n, p in model.named_parameters() if p.requires_grad}
         self._scale = LossScale() if options.compute_dtype == torch.float16 else None
@@ -125,8 +122,13 @@ class LocalLearner:
             self._recomputing = recomputing_if_exact(*trial, self._causal_lm)
 
     def _for_trials(self) -> tuple[Any, int]:
-        """The model by which it is tried what can be computed otherwise, and ids that it knows."""
-        return self._causal_lm, self.distribution.n_tokens
+        """A model by which it is tried what can be computed otherwise, and ids that it knows. It is a small one of the
+        same class where this one has no weights yet, or some in half precision."""
+        model, n_tokens = self._causal_lm, self.distribution.n_tokens
+        if not any(p.is_meta or p.dtype == torch.bfloat16 for p in model.parameters()):
+            return model, n_tokens
+        model = stand_in(model, self.device)
+        return model, min(n_tokens, model.config.vocab_size)
 
     def _place(self) -> None:
         """Called once, before the optimizer is made: where several ranks cut the weights among them."""
