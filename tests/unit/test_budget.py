@@ -11,23 +11,27 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM, Phi3Config, Phi3ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from tests.pretend_cuda import PretendCuda
 from winnow.base.noise import noise_key
-from winnow.base.weights import FiniteWeights
+from winnow.base.weights import FiniteWeights, save_tensors
 from winnow.config import ConfigError, RunConfig, load_config, name_of, validate
 from winnow.engine import LocalEngine, Request, SamplingParams
-from winnow.engine.loading import load_tokenizer, shell_of
+from winnow.engine.loading import load_tokenizer, load_whole, shell_of
 from winnow.engine.local.hf import HFBackend
 from winnow.learner.batch import Row
+from winnow.learner.local import learner as learner_module
 from winnow.learner.local import recompute
 from winnow.learner.local.learner import LearnerOptions, LocalLearner
 from winnow.learner.local.logprob import TokenDistribution
 from winnow.learner.local.modes import halve_frozen
+from winnow.learner.local.optimizer import saved_state
+from winnow.learner.local.reference import frozen_copy
 from winnow.methods.loss import LossConfig
 from winnow.run import budget, engine_choice
-from winnow.run.budget import GIB, Gpus, Shapes, device_budget, require_room, settle_for
+from winnow.run.budget import GIB, Gpus, Shapes, device_budget, host_budget, require_room, settle_for
 from winnow.run.build import build_learner, build_policy, build_task
 from winnow.run.build_adapters import with_lora
 from winnow.run.machine import settle
@@ -391,3 +395,52 @@ def test_late_positions_are_turned_as_in_float32() -> None:
     backend = HFBackend(model, vocab_size=VOCAB, dtype=torch.bfloat16, device=torch.device("cpu"))
     assert backend._model.model.rotary_emb.inv_freq.equal(model.model.rotary_emb.inv_freq)
     assert {p.dtype for p in backend._model.parameters()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("changes", [{}, {"beta": 0.1}, {"lora": {"r": 4}}])
+def test_a_checkpoint_holds_a_file_at_a_time_on_the_host(
+    changes: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The optimizer and a reference tensor by tensor. A resume finds the same; the export is made on the host, too."""
+    for module in (learner_module, budget):
+        monkeypatch.setattr(module, "FILE_BYTES", 3 << 20)
+    c = config(**changes)
+    with PretendCuda() as gpu:
+        model = qwen3().to("cuda")
+        predicted = host_budget(c, Shapes.of(model, c))
+        reference = frozen_copy(model) if c.keeps_reference else None
+        if c.lora is not None:
+            model = with_lora(model, c, None, None, word_tokenizer(VOCAB)).model
+        learner = LocalLearner(model, TokenDistribution(VOCAB), LearnerOptions(), reference)
+        learner.accumulate(rows_of(256), LossConfig(), 0)
+        learner.apply(1e-3)
+        if reference is not None:
+            learner.sync_reference(0.5)
+        gc.collect()
+        gpu.reset_peak()
+        learner.save(tmp_path)
+        most = max(total(predicted["checkpoint"]), 1 << 20)  # an adapter, which is small
+        assert 0 < gpu.peak_host_bytes - gpu.host_bytes < 1.1 * most
+        saved = load_file(tmp_path / "optimizer.safetensors")
+        expected = saved_state(learner._optimizer, learner._params)
+        assert saved.keys() == expected.keys()
+        assert all(torch.equal(saved[name], expected[name].cpu()) for name in saved)
+        gc.collect()
+        gpu.reset_peak()
+        learner.export(tmp_path / "model")
+        assert gpu.peak_bytes < gpu.bytes + 3 * 2**20, "a matrix of 0.8 MB, merged"
+        assert gpu.peak_host_bytes - gpu.host_bytes < 1.1 * total(predicted["export"])
+    if c.lora is None:
+        loaded = load_whole(tmp_path / "model", torch.device("cpu")).state_dict()
+        assert all(torch.equal(loaded[name], tensor.cpu()) for name, tensor in learner.model.state_dict().items())
+
+
+def test_tensors_are_saved_as_safetensors_saves_them(tmp_path: Path) -> None:
+    """Byte for byte, of all types, sizes and strides."""
+    floats = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.float8_e4m3fn]
+    tensors = {f"{kind}.weight": torch.randn(5, 3).to(kind) for kind in floats}
+    tensors |= {f"{kind}:step": torch.tensor(3).to(kind) for kind in (torch.int64, torch.int32, torch.uint8, torch.int8)}
+    tensors |= {"mask": torch.ones(7, dtype=torch.bool), "none": torch.empty(0, 4), "größe": torch.ones(2)}
+    save_file(tensors, tmp_path / "theirs")
+    save_tensors({**tensors, "mask": torch.ones(7, 2, dtype=torch.bool)[:, 0]}, tmp_path / "ours")
+    assert (tmp_path / "ours").read_bytes() == (tmp_path / "theirs").read_bytes()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,11 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch.distributed import checkpoint as dcp
 
-from winnow.config import ConfigError
+from winnow.config import ConfigError, validate
 from winnow.engine.loading import load_whole
 from winnow.engine.skeleton import unloaded
 from winnow.learner.fsdp.shards import load_shards, save_shards
+from winnow.run.build import build_policy
 
 from .learner_models import llama
 
@@ -131,3 +133,36 @@ def test_a_model_whose_files_say_something_else_is_left_to_the_loader(tmp_path: 
     (tmp_path / "config.json").write_text(json.dumps(quantized))
     with pytest.raises(ConfigError, match=r"is quantized \(fp8\)"):
         unloaded(tmp_path)
+
+
+FSDP = {"learner": {"name": "fsdp", "ranks": 2}}
+READ: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "lora": {"lora": {"r": 4}},
+    "lora-reference": {"lora": {"r": 4}, "beta": 0.1},
+    "reference": {"beta": 0.1},
+}
+
+
+@pytest.mark.parametrize("with_engine", [False, True])
+@pytest.mark.parametrize("name", READ)
+def test_ranks_read_the_weights_and_the_driver_has_the_adapters(
+    name: str, with_engine: bool, tiny_config: dict[str, Any]
+) -> None:
+    """Drawn as in one process, with the same digest of what they refer to."""
+    policies = []
+    for learner in ({}, FSDP):
+        c = validate(tiny_config | READ[name] | learner)
+        torch.manual_seed(0)
+        policies.append(build_policy(c, None, None, None, with_engine=with_engine)[0])
+    whole, cut = policies
+    folder = Path(tiny_config["model"])
+    assert (cut.files, cut.reference) == (folder, None)
+    assert cut.reference_files == (folder if name == "reference" else None)
+    assert cut.origin == whole.origin
+    ours, theirs = dict(cut.model.named_parameters()), dict(whole.model.named_parameters())
+    assert ours.keys() == theirs.keys()
+    for key, parameter in ours.items():
+        assert parameter.requires_grad == theirs[key].requires_grad
+        assert torch.equal(parameter, theirs[key]) if ".lora_" in key else parameter.is_meta
+    assert len(pickle.dumps(cut.model)) < 3e6

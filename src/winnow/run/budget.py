@@ -14,11 +14,12 @@ from typing import Any
 
 import torch
 
-from ..config import ConfigError, RunConfig, method
+from ..config import ConfigError, RunConfig, method, name_of
 from ..engine import LocalOptions, VllmOptions
 from ..engine.local.engine import PREFILL_TOKENS
 from ..engine.vllm.options import PREFILL_TOKENS as VLLM_TOKENS
 from ..learner import LEARNERS
+from ..learner.local.learner import FILE_BYTES
 from ..learner.local.recompute import WORTH
 from ..learner.local.vocabulary import SLICE_ELEMENTS
 from .activations import AT_LEAST, AT_MOST
@@ -147,6 +148,19 @@ def device_budget(c: RunConfig, shapes: Shapes, memory: int, *, learner: bool = 
         if not learner:
             parts["publish"]["a layer in float32"] = 4 * _matrices(shapes) // shapes.layers
     return {phase: held for phase, held in parts.items() if held}
+
+
+def host_budget(c: RunConfig, shapes: Shapes) -> Phases:
+    """Bytes of weights that the process of the learner holds on the host, next to a GPU, by phase."""
+    whole, alone = 4 * shapes.parameters, c.lora is None
+    kept = {"kept versions": (c.max_lag + 1) * whole} if c.max_lag and name_of(c.sync) == "in_process" else {}
+    written = max(min(FILE_BYTES, whole), 4 * shapes.vocabulary) if alone else 0
+    saved = 2 if shapes.in_bfloat16 and c.save_dtype != "float32" else 4
+    return {
+        "start": {"weights": whole} | ({"reference": whole} if c.keeps_reference and alone else {}),
+        "checkpoint": kept | {"file being written": written},
+        "export": kept | {"weights": saved * shapes.parameters},
+    }
 
 
 def settle_for(

@@ -163,6 +163,7 @@ class LocalEngine(SequenceEngine):
             self._backend.release()
         self._released = True
         self._backend.load(state)
+        self._forget()
         self._released = False
         self.sequences.loaded(version)
 

@@ -66,7 +66,8 @@ class Fsdp:
         try:
             ranks = Ranks(self.ranks, self.threads, self.gpus(config), self.timeout_s, size, private)
             try:
-                return FsdpLearner(ranks, *ranks.build(policy, config, self.fsdp_size))
+                built = ranks.build(policy, config, self.fsdp_size)
+                return FsdpLearner(ranks, *built, read=policy.files is not None)
             except BaseException:
                 ranks.close()
                 raise

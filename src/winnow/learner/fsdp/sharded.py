@@ -19,7 +19,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial
 
-from ...base.weights import WeightSource, as_bytes, is_finite, require_finite, state_once, tied_names
+from ...base.weights import HalvedWeights, StateWeights, WeightSource, as_bytes
+from ...base.weights import is_finite, require_finite, state_once, tied_names
 from ...engine.saving import save_whole
 from ...methods.correct import Evidence
 from ...methods.loss import LossConfig
@@ -115,7 +116,8 @@ class ShardedLearner(LocalLearner):
         for name, first in tied.items():  # each has got memory of its own
             module, _, parameter = name.rpartition(".")
             setattr(self.model.get_submodule(module), parameter, self.model.get_parameter(first))
-        state = state_once(self.model)
+        own = state_once(self._causal_lm)
+        state = {name.replace(".base_layer.", "."): own[name] for name in own if ".lora_" not in name}
         load_files(state, files)
         for name, tensor in state.items():
             if not is_finite(tensor.to_local() if isinstance(tensor, DTensor) else tensor):
@@ -256,12 +258,12 @@ class ShardedLearner(LocalLearner):
         """The weights as engines load them; on all ranks but the first, nothing. FloatingPointError if not finite."""
         return _finite(self.weights())
 
-    def put(self) -> list[Any]:
-        """The same in Ray's store: a reference, in a list that Ray leaves as it is."""
+    def put(self, half: bool) -> list[Any]:
+        """The same in Ray's store: a reference, in a list that Ray leaves as it is. `half`: see `HalvedWeights`."""
         import ray
 
-        found = self.gather()
-        return [ray.put(as_bytes(found.items()))] if found else []
+        found = StateWeights(self.gather())
+        return [ray.put(as_bytes((HalvedWeights(found) if half else found).items()))] if found.specs else []
 
     def save(self, directory: Path) -> None:
         """The model by the first rank, the optimizer's shards by each."""

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ...base.failpoint import failpoint
 from ...base.memory import gpu_memory_since
-from ...base.weights import StateWeights, WeightSource, adapters_of, state_once
+from ...base.weights import StateWeights, WeightSource, adapters_of, save_tensors, state_once
 from ...engine.loading import prepare_cuda
 from ...engine.saving import Types, save_whole
 from ...engine.skeleton import stand_in
@@ -37,6 +37,8 @@ from .token_baselines import TokenBaselines
 from .update_stats import book, correction_weights, spread
 
 OPTIMIZER_FILE = "optimizer.safetensors"
+FILE_BYTES = 4 << 30
+"""Most that a file of a checkpoint's model holds where it comes from a GPU."""
 
 
 @dataclass(frozen=True)
@@ -369,12 +371,14 @@ class LocalLearner:
 
     def save(self, directory: Path) -> None:
         self._save_trained(directory / "model")
-        save_file(saved_state(self._optimizer, self._params), directory / OPTIMIZER_FILE)
+        save_tensors(saved_state(self._optimizer, self._params), directory / OPTIMIZER_FILE)
         self._save_reference(directory)
 
     def _save_trained(self, directory: Path, state: Mapping[str, torch.Tensor] | None = None) -> None:
         """An adapter here never has embeddings of its own; by default peft would ask the hub for the base's size."""
-        own = {} if self._causal_lm is self.model else {"save_embedding_layers": False}
+        own: dict[str, Any] = {"save_embedding_layers": False}
+        if self._causal_lm is self.model:  # transformers copies a whole file from a GPU before it writes
+            own = {"max_shard_size": FILE_BYTES} if self.device.type == "cuda" else {}
         self.model.save_pretrained(directory, state_dict=state, **own)
 
     def _save_reference(self, directory: Path) -> None:
