@@ -305,7 +305,11 @@ def test_ranks_that_read_their_shards_from_files_train_as_one_process(ranks: Ran
 
 @pytest.mark.parametrize(
     ("changes", "loss"),
-    [({"lora": {"r": 4}}, "clip"), ({"lora": {"r": 4}, "beta": 0.1}, "kl and entropy"), ({"beta": 0.1}, "kl and entropy")],
+    [
+        ({"lora": {"r": 4}}, "clip"),
+        ({"lora": {"r": 4}, "beta": 0.1}, "kl and entropy"),
+        ({"beta": 0.1}, "kl and entropy"),
+    ],
 )
 def test_ranks_that_read_train_adapters_and_hold_to_a_reference(
     ranks: Ranks, changes: dict[str, Any], loss: str, tmp_path: Path
@@ -394,7 +398,9 @@ def test_samplers_read_what_the_first_rank_has_put(ranks: Ranks) -> None:
     half = from_bytes(ray.get(cut.weights().put(half=True), timeout=60))
     expected = dict(HalvedWeights(cut.weights()).items())
     assert {tensor.dtype for tensor in half.values()} == {torch.bfloat16, torch.float32}
-    assert all(half[name].dtype == tensor.dtype and torch.equal(half[name], tensor) for name, tensor in expected.items())
+    assert all(
+        half[name].dtype == tensor.dtype and torch.equal(half[name], tensor) for name, tensor in expected.items()
+    )
 
 
 def test_a_loss_that_is_not_finite_on_one_rank_stops_all(ranks: Ranks) -> None:

@@ -439,7 +439,9 @@ def test_tensors_are_saved_as_safetensors_saves_them(tmp_path: Path) -> None:
     """Byte for byte, of all types, sizes and strides."""
     floats = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.float8_e4m3fn]
     tensors = {f"{kind}.weight": torch.randn(5, 3).to(kind) for kind in floats}
-    tensors |= {f"{kind}:step": torch.tensor(3).to(kind) for kind in (torch.int64, torch.int32, torch.uint8, torch.int8)}
+    tensors |= {
+        f"{kind}:step": torch.tensor(3).to(kind) for kind in (torch.int64, torch.int32, torch.uint8, torch.int8)
+    }
     tensors |= {"mask": torch.ones(7, dtype=torch.bool), "none": torch.empty(0, 4), "größe": torch.ones(2)}
     save_file(tensors, tmp_path / "theirs")
     save_tensors({**tensors, "mask": torch.ones(7, 2, dtype=torch.bool)[:, 0]}, tmp_path / "ours")

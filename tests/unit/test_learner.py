@@ -18,8 +18,8 @@ from winnow.learner.batch import PASS_TOKENS, Budget, Row, collate, micro_batche
 from winnow.learner.local import logprob, vocabulary
 from winnow.learner.local.learner import LearnerOptions, LocalLearner
 from winnow.learner.local.logprob import TokenDistribution, token_logp
-from winnow.learner.local.modes import halve_frozen
 from winnow.learner.local.merged import MergedWeights
+from winnow.learner.local.modes import halve_frozen
 from winnow.methods.correct.truncate import Truncate
 from winnow.methods.loss import LossConfig
 from winnow.study.warm_start import word_tokenizer

@@ -181,7 +181,7 @@ def _halved(name: str, spec: TensorSpec) -> torch.dtype:
 
 
 def weights_digest(state: Mapping[str, torch.Tensor]) -> str:
-    """Of a state dict: SHA-256 over names, shapes and about a thousand elements of every tensor: cheap, yet no real change escapes."""
+    """SHA-256 over names, shapes and about a thousand elements of every tensor: cheap, yet no real change escapes."""
     sha = hashlib.sha256()
     for name, tensor in state.items():
         flat = tensor.detach().reshape(-1)
@@ -255,8 +255,7 @@ KINDS = {
 
 
 def save_tensors(weights: Weights, file: Path) -> None:
-    """Write the bytes that `safetensors.torch.save_file` would, with a tensor at a time on the host: that would copy all
-    of a GPU's there first."""
+    """Write what `safetensors.torch.save_file` would, byte for byte, with one tensor of a GPU at a time on the host."""
     order = list(KINDS)
     header, end = {}, 0
     for name, spec in sorted(specs_of(weights).items(), key=lambda item: (-order.index(item[1].dtype), item[0])):

@@ -19,8 +19,16 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial
 
-from ...base.weights import HalvedWeights, StateWeights, WeightSource, as_bytes
-from ...base.weights import is_finite, require_finite, state_once, tied_names
+from ...base.weights import (
+    HalvedWeights,
+    StateWeights,
+    WeightSource,
+    as_bytes,
+    is_finite,
+    require_finite,
+    state_once,
+    tied_names,
+)
 from ...engine.saving import save_whole
 from ...methods.correct import Evidence
 from ...methods.loss import LossConfig
