@@ -317,8 +317,8 @@ def build_policy(
     with_engine: bool = True,
     alone: bool = False,
 ) -> tuple[Policy, Engine | None]:
-    """The policy of a fresh run, or of `checkpoint`, on the CPU; with its weights as version 0 an engine, if wanted, and
-    `alone` if there is no learner.
+    """The policy of a fresh run, or of `checkpoint`, on the CPU, and an engine with its weights as version 0 if wanted;
+    `alone`: without a learner.
 
     `model`: see `Start.of`; `tokenizer` is used when given as an object. The engine is made before adapters are put in:
     it holds the plain architecture, and is given merged weights, or adapters that it adds itself.
