@@ -24,17 +24,17 @@ from winnow.engine.local.hf import HFBackend
 from winnow.learner.batch import Row
 from winnow.learner.local import learner as learner_module
 from winnow.learner.local import recompute
+from winnow.learner.local.eval_mode import halve_frozen
 from winnow.learner.local.learner import LearnerOptions, LocalLearner
 from winnow.learner.local.logprob import TokenDistribution
-from winnow.learner.local.modes import halve_frozen
 from winnow.learner.local.optimizer import saved_state
 from winnow.learner.local.reference import frozen_copy
 from winnow.methods.loss import LossConfig
 from winnow.run import budget, engine_choice
+from winnow.run.auto_settings import settle
 from winnow.run.budget import GIB, Gpus, Shapes, device_budget, host_budget, require_room, settle_for
 from winnow.run.build import build_learner, build_policy, build_task
 from winnow.run.build_adapters import with_lora
-from winnow.run.machine import settle
 from winnow.run.plan import plan_for
 from winnow.run.standalone import model_config, opened
 from winnow.types import Rollout

@@ -32,16 +32,16 @@ from winnow.learner.fsdp.rank import on_host
 from winnow.learner.fsdp.sharded import OPTIMIZER_FOLDER, ShardedLearner
 from winnow.learner.fsdp.shards import save_shards
 from winnow.learner.local import recompute
+from winnow.learner.local.eval_mode import halve_frozen
 from winnow.learner.local.learner import LearnerOptions, LocalLearner
 from winnow.learner.local.logprob import TokenDistribution
-from winnow.learner.local.modes import halve_frozen
 from winnow.learner.local.reference import frozen_copy
 from winnow.learner.off_policy import sampling_metrics
 from winnow.methods.correct import CORRECTIONS
 from winnow.methods.loss import LossConfig
 from winnow.run import doctor
+from winnow.run.auto_settings import settle
 from winnow.run.build_adapters import with_lora
-from winnow.run.machine import settle
 from winnow.sampler.in_process import InProcessSampler
 from winnow.types import Rollout
 

@@ -16,10 +16,10 @@ from winnow.engine.local.engine import LocalEngine
 from winnow.learner.base import Stats
 from winnow.learner.batch import PASS_TOKENS, Budget, Row, collate, micro_batches
 from winnow.learner.local import logprob, vocabulary
+from winnow.learner.local.eval_mode import halve_frozen
 from winnow.learner.local.learner import LearnerOptions, LocalLearner
 from winnow.learner.local.logprob import TokenDistribution, token_logp
 from winnow.learner.local.merged import MergedWeights
-from winnow.learner.local.modes import halve_frozen
 from winnow.methods.correct.truncate import Truncate
 from winnow.methods.loss import LossConfig
 from winnow.study.warm_start import word_tokenizer
