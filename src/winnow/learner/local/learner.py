@@ -71,7 +71,7 @@ class LearnerOptions:
 class LocalLearner:
     """See `Learner`. `model` is a Hugging Face causal LM, possibly wrapped by peft; it is trained in place.
 
-    It stays in eval mode (see `modes`): the policy that is trained must be the one that sampled.
+    It stays in eval mode (see `eval_mode`): the policy that is trained must be the one that sampled.
     """
 
     def __init__(

@@ -10,9 +10,9 @@ from ...config import RunConfig
 from ...engine.loading import resolve_device
 from ...engine.saving import types_from
 from ..base import Policy
+from .eval_mode import halve_frozen
 from .learner import LearnerOptions, LocalLearner
 from .logprob import TokenDistribution
-from .modes import halve_frozen
 
 
 @dataclass(frozen=True)
