@@ -257,7 +257,8 @@ KINDS = {
 def save_tensors(weights: Weights, file: Path) -> None:
     """Write what `safetensors.torch.save_file` would, byte for byte, with one tensor of a GPU at a time on the host."""
     order = list(KINDS)
-    header, end = {}, 0
+    header: dict[str, Any] = {}
+    end = 0
     for name, spec in sorted(specs_of(weights).items(), key=lambda item: (-order.index(item[1].dtype), item[0])):
         offsets = [end, end := end + spec.bytes]
         header[name] = {"dtype": KINDS[spec.dtype], "shape": list(spec.shape), "data_offsets": offsets}
@@ -267,4 +268,4 @@ def save_tensors(weights: Weights, file: Path) -> None:
         opened.write(len(text).to_bytes(8, "little") + text)
         for name, tensor in weights.items():
             opened.seek(8 + len(text) + header[name]["data_offsets"][0])
-            opened.write(_raw(tensor))
+            opened.write(_raw(tensor).data)
