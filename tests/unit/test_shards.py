@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +12,19 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from torch import distributed as dist
 from torch.distributed import checkpoint as dcp
 
 from winnow.config import ConfigError, validate
 from winnow.engine.loading import load_whole
 from winnow.engine.skeleton import unloaded
+from winnow.learner import Local
+from winnow.learner.fsdp.rank import Rank
 from winnow.learner.fsdp.shards import load_shards, save_shards
+from winnow.methods.loss import LossConfig
 from winnow.run.build import build_policy
 
-from .learner_models import llama
+from .learner_models import llama, random_rows
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -166,3 +171,34 @@ def test_ranks_read_the_weights_and_the_driver_has_the_adapters(
         assert parameter.requires_grad == theirs[key].requires_grad
         assert torch.equal(parameter, theirs[key]) if ".lora_" in key else parameter.is_meta
     assert len(pickle.dumps(cut.model)) < 3e6
+
+
+@pytest.fixture
+def group_of_one() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("name", READ)
+def test_a_rank_that_reads_trains_as_one_process(name: str, tiny_config: dict[str, Any], group_of_one: None) -> None:
+    c = validate(tiny_config | READ[name] | FSDP)
+    learners: list[Any] = []
+    for given in (c, c.model_copy(update={"learner": "local"})):
+        torch.manual_seed(0)
+        policy = build_policy(given, None, None, None, with_engine=False)[0]
+        if given is c:
+            rank = Rank(0, 1, 1, "", False, {})
+            rank.build(policy, given, None)
+            learners.append(rank.learner)
+        else:
+            learners.append(Local().build(policy, given))
+    cut, alone = learners
+    rows, loss = random_rows(n=4), LossConfig(beta=given.beta)
+    for step in range(3):
+        ours, theirs = cut.gather(), dict(alone.weights().items())
+        assert ours.keys() == theirs.keys()
+        assert max(float((ours[key] - theirs[key]).detach().abs().max()) for key in ours) < (1e-5 if step else 1e-9)
+        figures = cut.accumulate_part(rows, rows[0], loss, 0, 0).sums, alone.accumulate(rows, loss, 0).sums
+        assert figures[0] == pytest.approx(figures[1], rel=1e-4, abs=1e-4)
+        assert cut.apply(1e-3) == pytest.approx(alone.apply(1e-3), rel=1e-3)

@@ -44,7 +44,8 @@ def unloaded(folder: Path) -> Any | None:
 
 def in_files(model: Any, folder: Path) -> LazyState:
     """The state dict of an unloaded model, each tensor read from its files when it is looked up."""
-    tied, files = tied_names(model), {}
+    tied = tied_names(model)
+    files: dict[str, Path] = {}
     for file in folder.glob("*.safetensors"):
         with safe_open(file, framework="pt") as tensors:
             files |= dict.fromkeys(tensors.keys(), file)
