@@ -12,7 +12,8 @@ While it is active `torch.cuda.is_available()` is true, factories and `.to` acce
 - `syncs`: places where the host waits for the device (`.item()`, masks as indices, copies between host and device);
 - `launches`: kernels that would be started, at least (views and empty tensors start none), by source line;
 - `shapes`: shapes of attention calls, for backends that prepare a plan for each (cuDNN);
-- `bytes` and `peak_bytes`: memory of all live tensors on the device, also through `torch.cuda.memory_allocated`.
+- `bytes` and `peak_bytes`: memory of all live tensors on the device, also through `torch.cuda.memory_allocated`;
+- `host_bytes` and `peak_host_bytes`: memory of live copies that were made from the device on the host.
 
 Limits: kernels that CUDA lacks or that round differently, the allocator's fragmentation, streams and other processes.
 
@@ -30,12 +31,12 @@ import sys
 import threading
 import types
 import weakref
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 aten = torch.ops.aten
@@ -170,7 +171,7 @@ class PretendCuda:
         self.root = os.path.dirname(os.path.abspath(importlib.import_module(package).__file__ or "")) + os.sep
         self.memory, self.name = memory, name
         self.stack = ExitStack()
-        self.bytes = self.peak_bytes = 0
+        self.bytes = self.peak_bytes = self.host_bytes = self.peak_host_bytes = 0
         self.clear()
 
     def allocate(self, storage: Any) -> None:
@@ -183,8 +184,17 @@ class PretendCuda:
     def _free(self, size: int) -> None:
         self.bytes -= size
 
+    def _copied(self, storage: Any) -> None:
+        """Count a copy on the host."""
+        self.host_bytes += storage.nbytes()
+        self.peak_host_bytes = max(self.peak_host_bytes, self.host_bytes)
+        weakref.finalize(storage, self._forget, storage.nbytes())
+
+    def _forget(self, size: int) -> None:
+        self.host_bytes -= size
+
     def reset_peak(self) -> None:
-        self.peak_bytes = self.bytes
+        self.peak_bytes, self.peak_host_bytes = self.bytes, self.host_bytes
 
     def clear(self) -> None:
         """Forget operations so far; bytes stay."""
@@ -324,9 +334,12 @@ class PretendCuda:
             return x
         if not free or device.type == "cpu":
             self.sync("copy to the device" if device.type == "cuda" else "copy to the host")
-        found = to(x, dtype, copy=True)
+        with _disable_current_modes() if device.type == "cpu" else nullcontext():  # else it counts on the device
+            found = to(x, dtype, copy=True)
         if storage_of(found) == storage_of(x):
             found = found.clone()
+        if device.type == "cpu" and on_cuda(x):
+            self._copied(found.untyped_storage())
         return mark(found, device.type == "cuda", self)
 
     def _host_only(self, real: Any) -> Any:

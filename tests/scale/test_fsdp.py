@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from winnow import Trainer
-from winnow.base.weights import RemoteWeights, from_bytes
+from winnow.base.weights import HalvedWeights, RemoteWeights, from_bytes
 from winnow.config import ConfigError, RunConfig, validate
 from winnow.engine.skeleton import unloaded
 from winnow.learner import Learner, LearnerLostError, Local, Policy
@@ -33,6 +33,7 @@ from winnow.methods.correct import M2PO, STEP_SCALES, Truncate
 from winnow.methods.loss import LossConfig
 from winnow.record.ledger import Ledger
 from winnow.record.stop_conditions import RunStoppedError
+from winnow.run.build import build_policy
 from winnow.study.warm_start import word_tokenizer
 
 from .. import parity
@@ -302,6 +303,50 @@ def test_ranks_that_read_their_shards_from_files_train_as_one_process(ranks: Ran
     assert difference(state(resumed), state(alone)) < 1e-5
 
 
+@pytest.mark.parametrize(
+    ("changes", "loss"),
+    [
+        ({"lora": {"r": 4}}, "clip"),
+        ({"lora": {"r": 4}, "beta": 0.1}, "kl and entropy"),
+        ({"beta": 0.1}, "kl and entropy"),
+    ],
+)
+def test_ranks_that_read_train_adapters_and_hold_to_a_reference(
+    ranks: Ranks, changes: dict[str, Any], loss: str, tmp_path: Path
+) -> None:
+    """As one process does, also from what they have saved; the driver has no weights but adapters."""
+    start = policy(tie_word_embeddings=True)
+    start.model.save_pretrained(tmp_path / "start")
+    start.tokenizer.save_pretrained(tmp_path / "start")
+    changes = changes | {"model": str(tmp_path / "start")}
+
+    def built(learner: Any, checkpoint: Path | None) -> tuple[Policy, dict[str, Any]]:
+        torch.manual_seed(0)
+        found = build_policy(config(**changes, learner=learner), None, None, checkpoint, with_engine=False)[0]
+        return found, changes | {"learner": learner}
+
+    (whole, local), (read, apart) = built("local", None), built(FSDP, None)
+    assert (read.files, read.reference) == (tmp_path / "start", None)
+    alone, cut = Local().build(whole, config(**local)), over(ranks, read, **apart)
+    assert difference(state(cut), state(alone)) == 0
+    for learner in (alone, cut):
+        updates(learner, LOSSES[loss])
+        if "lora" not in changes:
+            learner.sync_reference(0.5)
+    assert difference(state(cut), state(alone)) < 1e-5
+    cut.save(tmp_path)
+    expected, rows = state(cut), random_rows(seed=9, n=7)
+    resumed = over(ranks, built(FSDP, tmp_path)[0], **apart)
+    resumed.load(tmp_path)
+    assert difference(state(resumed), expected) == 0
+    if "beta" in changes:
+        for mine, other in zip(resumed.reference_logp(rows), alone.reference_logp(rows), strict=True):
+            torch.testing.assert_close(mine, other, rtol=0, atol=1e-4)
+    for learner in (alone, resumed):
+        updates(learner, LOSSES[loss], steps=2)
+    assert difference(state(resumed), state(alone)) < 1e-5
+
+
 def test_files_that_ranks_cannot_use_are_named(ranks: Ranks, tmp_path: Path) -> None:
     parts, apart = saved_model(tmp_path / "start")
     with pytest.raises(ValueError, match=f"model: {tmp_path}/gone: is not on "):
@@ -350,6 +395,12 @@ def test_samplers_read_what_the_first_rank_has_put(ranks: Ranks) -> None:
     cut = over(ranks, policy(tie_word_embeddings=True))
     assert isinstance(cut.weights(), RemoteWeights)
     assert difference(from_bytes(ray.get(cut.weights().put(), timeout=60)), state(cut)) == 0
+    half = from_bytes(ray.get(cut.weights().put(half=True), timeout=60))
+    expected = dict(HalvedWeights(cut.weights()).items())
+    assert {tensor.dtype for tensor in half.values()} == {torch.bfloat16, torch.float32}
+    assert all(
+        half[name].dtype == tensor.dtype and torch.equal(half[name], tensor) for name, tensor in expected.items()
+    )
 
 
 def test_a_loss_that_is_not_finite_on_one_rank_stops_all(ranks: Ranks) -> None:

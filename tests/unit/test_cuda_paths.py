@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,6 +19,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from tests.pretend_cuda import PretendCuda
 from winnow.base.noise import noise_key
+from winnow.base.weights import StateWeights
 from winnow.config import LoraConfig, validate
 from winnow.engine import LocalEngine, Request, SamplingParams
 from winnow.engine.facts import Facts
@@ -29,13 +32,17 @@ from winnow.learner.fsdp.rank import on_host
 from winnow.learner.fsdp.sharded import OPTIMIZER_FOLDER, ShardedLearner
 from winnow.learner.fsdp.shards import save_shards
 from winnow.learner.local import recompute
+from winnow.learner.local.eval_mode import halve_frozen
 from winnow.learner.local.learner import LearnerOptions, LocalLearner
 from winnow.learner.local.logprob import TokenDistribution
 from winnow.learner.local.reference import frozen_copy
 from winnow.learner.off_policy import sampling_metrics
 from winnow.methods.correct import CORRECTIONS
 from winnow.methods.loss import LossConfig
+from winnow.run import doctor
+from winnow.run.auto_settings import settle
 from winnow.run.build_adapters import with_lora
+from winnow.sampler.in_process import InProcessSampler
 from winnow.types import Rollout
 
 from .engine_models import word_tokenizer
@@ -117,15 +124,23 @@ UPDATES: dict[str, dict[str, Any]] = {
 
 
 def learner_of(
-    *, lora: Any = None, reference: bool = False, drawn: Any = None, vocab: int = VOCAB, **options: Any
+    *,
+    lora: Any = None,
+    reference: bool = False,
+    drawn: Any = None,
+    vocab: int = VOCAB,
+    half_base: bool = False,
+    **options: Any,
 ) -> LocalLearner:
     model = qwen3(vocab).to("cuda")
-    if options.get("half_base"):
+    if half_base:
         model = model.bfloat16().float()
     kept = frozen_copy(model) if reference else None
     if lora is not None:
         c = validate({"model": "m", "env": "countdown", "lora": lora.model_dump()})
         model = with_lora(model, c, None, None, word_tokenizer(VOCAB)).model
+    if half_base:
+        halve_frozen(model)
     return LocalLearner(model, TokenDistribution(vocab, **(drawn or {})), LearnerOptions(**options), kept)
 
 
@@ -391,3 +406,58 @@ assert not asked[0] or os.environ.get("PYTORCH_NVML_BASED_CUDA_CHECK") == "1"
     with pytest.raises(InterruptedError):
         pipe.Pipes(1)(None)  # type: ignore[arg-type]
     assert subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True).returncode == 0
+
+
+def test_versions_kept_for_a_lag_are_on_the_host() -> None:
+    with PretendCuda() as gpu:
+        model = qwen3().to("cuda")
+        engine = LocalEngine(model, word_tokenizer(VOCAB), slots=4, device="cuda")
+        runner: Any = SimpleNamespace(engine=engine, pending=0, set_rules=lambda rules: None)
+        sampler = InProcessSampler(runner, max_lag=3, mixed=False, seed=0)
+        held = []
+        for version in range(4):
+            sampler.publish(StateWeights(model.state_dict()), [], version)
+            gc.collect()
+            held.append(gpu.bytes)
+        assert len(sampler._kept) == 4
+        assert held == held[:1] * 4
+        assert not gpu.mixed, gpu.report()
+
+
+def test_fixed_slots_have_one_shape_of_attention_whatever_else_runs() -> None:
+    """A kernel that is chosen by the shape is then the same."""
+    shapes = []
+    for others in (0, 5):
+        with PretendCuda() as gpu:
+            options = {"slots": 8, "fixed_slots": True, "max_length": 64}
+            engine = LocalEngine(qwen3(), word_tokenizer(VOCAB), device="cuda", **options)
+            requests = [Request(i, (5, 6, 7 + i)[: 2 + i % 2], SamplingParams(6), i) for i in range(1 + others)]
+            engine.submit(requests)
+            engine.step()
+            gpu.clear()
+            while engine.pending:
+                engine.step()
+            shapes.append(set(gpu.shapes))
+    assert shapes[0] == shapes[1]
+    assert len(shapes[0]) == 1
+
+
+def test_the_engine_follows_a_type_that_is_given_on_a_gpu(tmp_path: Path) -> None:
+    qwen3().save_pretrained(tmp_path)
+    given = {"model": str(tmp_path), "env": "countdown", "engine": "local", "dtype": "bfloat16"}
+    found = {}
+    with PretendCuda():
+        for device in ("cpu", "cuda"):
+            settled = settle(validate(given | {"device": device})).config
+            found[device] = settled.engine.get("dtype") if isinstance(settled.engine, dict) else None
+    assert found == {"cpu": None, "cuda": "bfloat16"}
+
+
+def test_a_torch_without_cuda_on_a_machine_with_a_gpu_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "NVIDIA", [tmp_path])
+    monkeypatch.setattr(torch.version, "cuda", None)
+    (gpu,) = [finding for finding in doctor.examine() if finding["what"] == "GPU"]
+    assert "has no CUDA; install the CUDA build" in gpu["remedy"]
+    with PretendCuda(memory=24 << 30):
+        (gpu,) = [finding for finding in doctor.examine() if finding["what"] == "GPU 0"]
+    assert gpu["found"].startswith("pretended GPU, 24 GiB (24 free), compute capability 9.0, bfloat16")

@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers as hf
 
+from winnow.base.weights import HalvedWeights, StateWeights, state_once
 from winnow.engine import ENGINES, LocalEngine, LocalOptions, ModelReference, Request
 from winnow.engine.local import hf as hf_module
 
@@ -51,6 +52,22 @@ def test_new_weights_between_two_steps_keep_the_running_cache(name: str) -> None
     assert done[2].versions.tolist() == [5] * 9
     logits = plain_logits(new, (1, 2, 3), done[2].token_ids)
     np.testing.assert_allclose(done[2].logp, plain_logp(logits, requests[2].params, done[2].token_ids), atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["qwen2-tied", "qwen3", "gpt2", "gemma2", "llama-bias"])
+def test_an_engine_of_bfloat16_makes_the_same_of_weights_in_half_the_bytes(name: str) -> None:
+    new = StateWeights(state_once(make_model(name, seed=1)))
+    half = HalvedWeights(new)
+    found = []
+    for weights in (new, half):
+        engine = LocalEngine(make_model(name), TOKENIZER, dtype="bfloat16")
+        engine.load_weights(weights, 1)
+        found.append(run(engine, make_requests(2)))
+    for ours, theirs in zip(found[0].values(), found[1].values(), strict=True):
+        assert ours.token_ids.tolist() == theirs.token_ids.tolist()
+        assert ours.logp.tolist() == theirs.logp.tolist()
+    matrices = [name for name, spec in new.specs.items() if len(spec.shape) > 1 and "embed" not in name]
+    assert {half.specs[name].dtype for name in matrices} == {torch.bfloat16}
 
 
 def test_versions_over_several_swaps() -> None:

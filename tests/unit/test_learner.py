@@ -16,6 +16,7 @@ from winnow.engine.local.engine import LocalEngine
 from winnow.learner.base import Stats
 from winnow.learner.batch import PASS_TOKENS, Budget, Row, collate, micro_batches
 from winnow.learner.local import logprob, vocabulary
+from winnow.learner.local.eval_mode import halve_frozen
 from winnow.learner.local.learner import LearnerOptions, LocalLearner
 from winnow.learner.local.logprob import TokenDistribution, token_logp
 from winnow.learner.local.merged import MergedWeights
@@ -251,8 +252,11 @@ def test_a_base_that_was_saved_in_bfloat16_stays_so_and_changes_no_number(checkp
     """Log-probabilities, gradients, published and exported weights are those over a float32 base, bit for bit."""
     found = []
     for half in (False, True):
-        options = LearnerOptions(compute_dtype=torch.bfloat16, half_base=half, gradient_checkpointing=checkpointing)
-        learner = LocalLearner(with_adapters(llama().bfloat16().float()), TokenDistribution(VOCABULARY), options)
+        options = LearnerOptions(compute_dtype=torch.bfloat16, gradient_checkpointing=checkpointing)
+        model = with_adapters(llama().bfloat16().float())
+        if half:
+            halve_frozen(model)
+        learner = LocalLearner(model, TokenDistribution(VOCABULARY), options)
         batch = collate(random_rows(), pad_id=0)
         for _ in range(2):
             learner.forward_backward(batch, LossConfig(policy_loss="plain", beta=0.1), Stats())
@@ -273,9 +277,9 @@ def test_a_base_that_was_saved_in_bfloat16_stays_so_and_changes_no_number(checkp
 
 
 def test_a_base_that_bfloat16_cannot_hold_stays_whole() -> None:
-    options = LearnerOptions(compute_dtype=torch.bfloat16, half_base=True)
-    learner = LocalLearner(with_adapters(llama()), TokenDistribution(VOCABULARY), options)
-    assert {p.dtype for p in learner.model.parameters()} == {torch.float32}
+    model = with_adapters(llama())
+    halve_frozen(model)
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
 
 
 # ---------------------------------------------------------------- the engine's numbers

@@ -8,7 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
+from winnow.base.weights import StateWeights
 from winnow.methods.gate import GateContext, NamedRule, rule_from
 from winnow.methods.gate.overrides import Overrides
 from winnow.methods.gate.random_cut import RandomCut
@@ -144,6 +147,24 @@ def test_only_the_newest_weights_are_kept_on_disk(made: Any, tmp_path: Path) -> 
     assert sorted(int(p.stem) for p in (tmp_path / ".weights").iterdir()) == [9, 10, 11]
     sampler.close()
     assert not (tmp_path / ".weights").exists()
+
+
+def test_weights_travel_in_the_type_of_the_engines(made: Any, tmp_path: Path) -> None:
+    """In float32 until all samplers have told theirs, and where one computes in it."""
+    embedding, matrix, norm = "model.embed_tokens.weight", "model.layers.0.mlp.up_proj.weight", "model.norm.weight"
+    weights = {embedding: torch.randn(4, 3), matrix: torch.randn(4, 3), norm: torch.randn(3)}
+    adapter = {"model.layers.0.mlp.up_proj.lora_A.weight": torch.randn(2, 3)}
+    transport = PublishedWeights(tmp_path / ".weights")
+    sampler = made(transport=transport)
+    for types, half in (("unknown", "unknown"), False), (("bfloat16", "float32"), False), (("bfloat16",) * 2, True):
+        for member, dtype in zip(sampler._members, types, strict=True):
+            member.dtype = dtype
+        sampler.publish(StateWeights(weights | adapter), [], transport.version + 1)
+        found = load_file(transport.told()["weights"])
+        expected = weights | adapter | ({matrix: weights[matrix].bfloat16()} if half else {})
+        assert found.keys() == expected.keys()
+        assert all(found[name].dtype == expected[name].dtype for name in expected)
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
 def test_samplers_are_told_weights_and_rules_together(sampler: SamplerPool) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import pickle
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +12,19 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from torch import distributed as dist
 from torch.distributed import checkpoint as dcp
 
-from winnow.config import ConfigError
+from winnow.config import ConfigError, validate
 from winnow.engine.loading import load_whole
 from winnow.engine.skeleton import unloaded
+from winnow.learner import Local
+from winnow.learner.fsdp.rank import Rank
 from winnow.learner.fsdp.shards import load_shards, save_shards
+from winnow.methods.loss import LossConfig
+from winnow.run.build import build_policy
 
-from .learner_models import llama
+from .learner_models import llama, random_rows
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -131,3 +138,67 @@ def test_a_model_whose_files_say_something_else_is_left_to_the_loader(tmp_path: 
     (tmp_path / "config.json").write_text(json.dumps(quantized))
     with pytest.raises(ConfigError, match=r"is quantized \(fp8\)"):
         unloaded(tmp_path)
+
+
+FSDP = {"learner": {"name": "fsdp", "ranks": 2}}
+READ: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "lora": {"lora": {"r": 4}},
+    "lora-reference": {"lora": {"r": 4}, "beta": 0.1},
+    "reference": {"beta": 0.1},
+}
+
+
+@pytest.mark.parametrize("with_engine", [False, True])
+@pytest.mark.parametrize("name", READ)
+def test_ranks_read_the_weights_and_the_driver_has_the_adapters(
+    name: str, with_engine: bool, tiny_config: dict[str, Any]
+) -> None:
+    """Drawn as in one process, with the same digest of what they refer to."""
+    policies = []
+    for learner in ({}, FSDP):
+        c = validate(tiny_config | READ[name] | learner)
+        torch.manual_seed(0)
+        policies.append(build_policy(c, None, None, None, with_engine=with_engine)[0])
+    whole, cut = policies
+    folder = Path(tiny_config["model"])
+    assert (cut.files, cut.reference) == (folder, None)
+    assert cut.reference_files == (folder if name == "reference" else None)
+    assert cut.origin == whole.origin
+    ours, theirs = dict(cut.model.named_parameters()), dict(whole.model.named_parameters())
+    assert ours.keys() == theirs.keys()
+    for key, parameter in ours.items():
+        assert parameter.requires_grad == theirs[key].requires_grad
+        assert torch.equal(parameter, theirs[key]) if ".lora_" in key else parameter.is_meta
+    assert len(pickle.dumps(cut.model)) < 3e6
+
+
+@pytest.fixture
+def group_of_one() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("name", READ)
+def test_a_rank_that_reads_trains_as_one_process(name: str, tiny_config: dict[str, Any], group_of_one: None) -> None:
+    c = validate(tiny_config | READ[name] | FSDP)
+    learners: list[Any] = []
+    for given in (c, c.model_copy(update={"learner": "local"})):
+        torch.manual_seed(0)
+        policy = build_policy(given, None, None, None, with_engine=False)[0]
+        if given is c:
+            rank = Rank(0, 1, 1, "", False, {})
+            rank.build(policy, given, None)
+            learners.append(rank.learner)
+        else:
+            learners.append(Local().build(policy, given))
+    cut, alone = learners
+    rows, loss = random_rows(n=4), LossConfig(beta=given.beta)
+    for step in range(3):
+        ours, theirs = cut.gather(), dict(alone.weights().items())
+        assert ours.keys() == theirs.keys()
+        assert max(float((ours[key] - theirs[key]).detach().abs().max()) for key in ours) < (1e-5 if step else 1e-9)
+        figures = cut.accumulate_part(rows, rows[0], loss, 0, 0).sums, alone.accumulate(rows, loss, 0).sums
+        assert figures[0] == pytest.approx(figures[1], rel=1e-4, abs=1e-4)
+        assert cut.apply(1e-3) == pytest.approx(alone.apply(1e-3), rel=1e-3)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import math
+import re
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -59,8 +62,9 @@ class WeightSource(Protocol):
 class RemoteWeights(WeightSource, Protocol):
     """Weights that are in other processes of a Ray cluster, and are finite."""
 
-    def put(self) -> Any:
-        """A reference to all of them in Ray's store, `as_bytes`, without a way through this process."""
+    def put(self, *, half: bool = False) -> Any:
+        """A reference to all of them in Ray's store, `as_bytes`, without a way through this process. `half`: see
+        `HalvedWeights`."""
         ...
 
 
@@ -149,10 +153,37 @@ class FiniteWeights:
         return state
 
 
-def weights_digest(model: torch.nn.Module) -> str:
+class HalvedWeights:
+    """Weights for engines that compute in bfloat16: matrices that they round to it anyway travel in half the bytes.
+
+    What an engine may hold in float32 stays as it is: embeddings, norms, biases, routers of experts; and adapters.
+    """
+
+    def __init__(self, source: WeightSource) -> None:
+        self.source = source
+
+    @property
+    def specs(self) -> Mapping[str, TensorSpec]:
+        return {name: TensorSpec(spec.shape, _halved(name, spec)) for name, spec in self.source.specs.items()}
+
+    def items(self) -> Iterator[tuple[str, torch.Tensor]]:
+        specs = self.specs
+        for name, tensor in self.source.items():
+            yield name, tensor.detach().to(specs[name].dtype)
+
+    def state_dict(self) -> Mapping[str, torch.Tensor]:
+        return dict(self.items())
+
+
+def _halved(name: str, spec: TensorSpec) -> torch.dtype:
+    whole = len(spec.shape) < 2 or spec.dtype != torch.float32 or re.search(r"embed|\.gate\.|router|\.lora_", name)
+    return spec.dtype if whole else torch.bfloat16
+
+
+def weights_digest(state: Mapping[str, torch.Tensor]) -> str:
     """SHA-256 over names, shapes and about a thousand elements of every tensor: cheap, yet no real change escapes."""
     sha = hashlib.sha256()
-    for name, tensor in model.state_dict().items():
+    for name, tensor in state.items():
         flat = tensor.detach().reshape(-1)
         some = flat[:: max(1, len(flat) // 1024)].float().cpu().numpy()
         sha.update(f"{name}{tuple(tensor.shape)}".encode() + some.tobytes())
@@ -179,8 +210,12 @@ AsBytes = dict[str, tuple[np.ndarray, torch.dtype, tuple[int, ...]]]
 
 
 def as_bytes(tensors: Iterable[tuple[str, torch.Tensor]]) -> AsBytes:
-    whole = ((name, tensor.detach().cpu().contiguous()) for name, tensor in tensors)
-    return {n: (t.reshape(-1).view(torch.uint8).numpy(), t.dtype, tuple(t.shape)) for n, t in whole}
+    return {name: (_raw(tensor), tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors}
+
+
+def _raw(tensor: torch.Tensor) -> np.ndarray:
+    raw: np.ndarray = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return raw
 
 
 def from_bytes(weights: AsBytes) -> dict[str, torch.Tensor]:
@@ -202,3 +237,35 @@ def state_of(weights: Weights) -> Mapping[str, torch.Tensor]:
 def specs_of(weights: Weights) -> Mapping[str, TensorSpec]:
     """Shape and type of each."""
     return (StateWeights(weights) if isinstance(weights, Mapping) else weights).specs
+
+
+KINDS = {
+    torch.bool: "BOOL",
+    torch.uint8: "U8",
+    torch.int8: "I8",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int32: "I32",
+    torch.float32: "F32",
+    torch.float64: "F64",
+    torch.int64: "I64",
+}
+"""Types that are saved, by their names in safetensors, which sorts tensors by type, the last of these first."""
+
+
+def save_tensors(weights: Weights, file: Path) -> None:
+    """Write what `safetensors.torch.save_file` would, byte for byte, with one tensor of a GPU at a time on the host."""
+    order = list(KINDS)
+    header: dict[str, Any] = {}
+    end = 0
+    for name, spec in sorted(specs_of(weights).items(), key=lambda item: (-order.index(item[1].dtype), item[0])):
+        offsets = [end, end := end + spec.bytes]
+        header[name] = {"dtype": KINDS[spec.dtype], "shape": list(spec.shape), "data_offsets": offsets}
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    with file.open("wb") as opened:
+        opened.write(len(text).to_bytes(8, "little") + text)
+        for name, tensor in weights.items():
+            opened.seek(8 + len(text) + header[name]["data_offsets"][0])
+            opened.write(_raw(tensor).data)

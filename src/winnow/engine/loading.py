@@ -23,6 +23,7 @@ WEIGHTS = ("*.safetensors", "*.bin")
 LEAST_BYTES = 0.1
 """Bytes a parameter at least: quantised weights have 0.25 and more, shared ones are counted once."""
 MOST_LAYERS = 2_000
+CPU = torch.device("cpu")
 _LOADING = threading.Lock()
 """transformers loads one model at a time: in two threads at once it takes tied weights for missing."""
 
@@ -36,13 +37,14 @@ class ModelReference:
     be in neither."""
     device: torch.device
     loaded: Any = None
-    """The model on `device`, where this process has it anyway; it stays the caller's."""
+    """The model, on any device, where this process has it anyway; it stays the caller's."""
     adapters: LoraConfig | None = None
     """What weights to load will be: these alone, for an engine that provides `adapters`. None: whole weights."""
 
     def load(self) -> Any:
-        """The Hugging Face model, read only if nobody has yet. Raises ConfigError as `load_causal_lm` does."""
-        return load_causal_lm(self.source, self.device) if self.loaded is None else self.loaded
+        """The Hugging Face model, read only if nobody has yet, to the CPU: engines copy it to their device in their own
+        type. Raises ConfigError as `load_causal_lm` does."""
+        return load_causal_lm(self.source, CPU) if self.loaded is None else self.loaded
 
 
 def quiet_transformers() -> None:

@@ -68,8 +68,9 @@ def types_from(key: str | Types) -> Types:
 
 
 def in_types(state: Mapping[str, torch.Tensor], types: Types) -> dict[str, torch.Tensor]:
-    """Floating-point tensors in the types to save them in. Raises ConfigError where float16 cannot hold a number."""
-    return {name: _typed(name, tensor, types) for name, tensor in state.items()}
+    """On the host, floating-point tensors in the types to save them in. Raises ConfigError where float16 cannot hold a
+    number."""
+    return {name: _typed(name, tensor, types).cpu() for name, tensor in state.items()}
 
 
 def _typed(name: str, tensor: torch.Tensor, types: Types) -> torch.Tensor:

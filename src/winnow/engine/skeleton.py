@@ -6,7 +6,7 @@ import copy
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from unittest.mock import patch
 
 import torch
@@ -14,7 +14,7 @@ from safetensors import safe_open
 from torch import nn
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from ..base.weights import state_once
+from ..base.weights import LazyState, state_once, tied_names
 from .loading import load_config, require_whole
 
 TRIED_VOCABULARY = 256
@@ -40,6 +40,42 @@ def unloaded(folder: Path) -> Any | None:
         model.generation_config = GenerationConfig.from_pretrained(folder)
     wanted = {name: tuple(tensor.shape) for name, tensor in state_once(model).items()}
     return model if all(held.get(name) == shape for name, shape in wanted.items()) else None
+
+
+def in_files(model: Any, folder: Path) -> LazyState:
+    """The state dict of an unloaded model, each tensor read from its files when it is looked up."""
+    tied = tied_names(model)
+    files: dict[str, Path] = {}
+    for file in folder.glob("*.safetensors"):
+        with safe_open(file, framework="pt") as tensors:
+            files |= dict.fromkeys(tensors.keys(), file)
+
+    def read(name: str) -> torch.Tensor:
+        saved = tied.get(name, name)
+        with safe_open(files[saved], framework="pt") as tensors:
+            return cast(torch.Tensor, tensors.get_tensor(saved)).float()
+
+    return LazyState(model.state_dict(), read)
+
+
+@contextmanager
+def as_zeros(model: Any) -> Iterator[None]:
+    """Inside, parameters of an unloaded model are zeros on the CPU that take no memory: peft puts adapters where the
+    weights are, and on the meta device they would have no numbers. Adapters stay."""
+    meta = list(model.parameters())
+    zeros = [nn.Parameter(torch.zeros(()).expand(p.shape)) for p in meta]
+    _exchange(model, meta, zeros)
+    try:
+        yield
+    finally:
+        _exchange(model, zeros, [p.requires_grad_(z.requires_grad) for p, z in zip(meta, zeros, strict=True)])
+
+
+def _exchange(model: nn.Module, old: list[nn.Parameter], new: list[nn.Parameter]) -> None:
+    by_old = {id(one): other for one, other in zip(old, new, strict=True)}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            module._parameters[name] = by_old.get(id(parameter), parameter)
 
 
 def _shapes(folder: Path) -> dict[str, tuple[int, ...]]:

@@ -170,7 +170,9 @@ class Policy:
     origin: str = ""
     """Digest of the weights that adapters or a KL penalty refer to; they are not in the checkpoint."""
     files: Path | None = None
-    """Directory that ranks read the weights from: `model` has none. None: `model` has them."""
+    """Directory that ranks read the weights from: `model` has none but adapters. None: `model` has them."""
+    reference_files: Path | None = None
+    """That of the reference, where `reference` is left to the ranks."""
 
     @property
     def n_tokens(self) -> int:

@@ -67,8 +67,9 @@ class Machine:
         return found
 
 
-def settle(c: RunConfig, model: Any = None, *, resumed: bool = False) -> Machine:
+def settle(c: RunConfig, model: Any = None, *, resumed: bool = False, alone: bool = False) -> Machine:
     """Chooses what is `auto`, and what the model's own files decide. `model`: see `Start.of`; weights are not loaded.
+    `alone`: an engine of this process without a learner.
 
     Raises ConfigError when there is no such model or device.
     """
@@ -81,7 +82,9 @@ def settle(c: RunConfig, model: Any = None, *, resumed: bool = False) -> Machine
     chosen, why = start.settled(c)
     why |= {"dtype": given, "threads": given}
     if name_of(c.engine) == AUTO:
-        engine, because = choose_engine(c, matrices.parameters, sampler_device(c, device.type))
+        engine, because = choose_engine(
+            c, matrices.parameters, device.type if alone else sampler_device(c, device.type)
+        )
         c = c.model_copy(update={"engine": engine})
         why |= {"engine": because} if device.type == "cuda" else {}
     if c.dtype == "auto":
@@ -94,7 +97,7 @@ def settle(c: RunConfig, model: Any = None, *, resumed: bool = False) -> Machine
         why["threads"] = "the size of the model and the cores" if on_cpu else f"torch's; {device.type} does the work"
     if device.type == "cuda":
         c, chosen = c.model_copy(update=chosen), {}
-        _settle_on_gpu(c, shell, device, chosen, why)
+        _settle_on_gpu(c, shell, device, chosen, why, alone=alone)
         return Machine(c.model_copy(update=chosen), why, preferred, matrices, device)
     if c.tokens_per_microbatch == "auto":
         chosen["tokens_per_microbatch"], why["tokens_per_microbatch"] = choose_tokens(shell)
@@ -106,16 +109,18 @@ def settle(c: RunConfig, model: Any = None, *, resumed: bool = False) -> Machine
     return Machine(c.model_copy(update=chosen), why, preferred, matrices, device)
 
 
-def _settle_on_gpu(c: RunConfig, shell: Any, device: torch.device, chosen: dict[str, Any], why: dict[str, str]) -> None:
+def _settle_on_gpu(
+    c: RunConfig, shell: Any, device: torch.device, chosen: dict[str, Any], why: dict[str, str], *, alone: bool
+) -> None:
     """Sizes by the GPU's memory, less what other processes hold. Raises ConfigError when the run cannot fit."""
     memory = torch.cuda.mem_get_info(device)[0]
-    shapes, apart = Shapes.of(shell, c), samples_elsewhere(c)
-    sampler = not apart
-    chosen |= settle_for(c, shapes, memory, sampler=sampler)
+    shapes, apart = Shapes.of(shell, c), not alone and samples_elsewhere(c)
+    roles = {"learner": not alone, "sampler": not apart}
+    chosen |= settle_for(c, shapes, memory, **roles)
     if apart:  # as if their GPUs had as much
         chosen |= settle_for(c.model_copy(update=chosen), shapes, memory, learner=False)
     settled = c.model_copy(update=chosen)
-    phases = device_budget(settled, shapes, memory, sampler=sampler)
+    phases = device_budget(settled, shapes, memory, **roles)
     require_room(settled, phases, memory)
     largest = max(phases, key=lambda phase: sum(phases[phase].values()))
     need = sum(phases[largest].values()) / 2**30

@@ -14,11 +14,12 @@ from typing import Any
 
 import torch
 
-from ..config import ConfigError, RunConfig, method
+from ..config import ConfigError, RunConfig, method, name_of
 from ..engine import LocalOptions, VllmOptions
 from ..engine.local.engine import PREFILL_TOKENS
 from ..engine.vllm.options import PREFILL_TOKENS as VLLM_TOKENS
 from ..learner import LEARNERS
+from ..learner.local.learner import FILE_BYTES
 from ..learner.local.recompute import WORTH
 from ..learner.local.vocabulary import SLICE_ELEMENTS
 from .activations import AT_LEAST, AT_MOST
@@ -145,8 +146,21 @@ def device_budget(c: RunConfig, shapes: Shapes, memory: int, *, learner: bool = 
         parts["generation"] |= {"engine weights": weights} | _generation_parts(c, shapes, _slots(c, engine))
         parts["publish"]["engine weights"] = weights
         if not learner:
-            parts["publish"] |= {"weights received": 4 * shapes.parameters}
+            parts["publish"]["a layer in float32"] = 4 * _matrices(shapes) // shapes.layers
     return {phase: held for phase, held in parts.items() if held}
+
+
+def host_budget(c: RunConfig, shapes: Shapes) -> Phases:
+    """Bytes of weights that the process of the learner holds on the host, next to a GPU, by phase."""
+    whole, alone = 4 * shapes.parameters, c.lora is None
+    kept = {"kept versions": (c.max_lag + 1) * whole} if c.max_lag and name_of(c.sync) == "in_process" else {}
+    written = max(min(FILE_BYTES, whole), 4 * shapes.vocabulary) if alone else 0
+    saved = 2 if shapes.in_bfloat16 and c.save_dtype != "float32" else 4
+    return {
+        "start": {"weights": whole} | ({"reference": whole} if c.keeps_reference and alone else {}),
+        "checkpoint": kept | {"file being written": written},
+        "export": kept | {"weights": saved * shapes.parameters},
+    }
 
 
 def settle_for(
@@ -191,13 +205,13 @@ def require_room(c: RunConfig, phases: Mapping[str, Mapping[str, int]], memory: 
             shown = ", ".join(f"{name} {bytes_ / GIB:.1f} GiB" for name, bytes_ in largest)
             raise ConfigError(
                 f"device: the {phase} phase needs {total / GIB:.1f} GiB of {memory / GIB:.1f} GiB ({shown}); "
-                f"{_remedy(c, phase)}"
+                f"{_remedy(c, phase, learner='optimizer' in held)}"
             )
 
 
-def _remedy(c: RunConfig, phase: str) -> str:
+def _remedy(c: RunConfig, phase: str, *, learner: bool) -> str:
     keys = []
-    if c.lora is None:
+    if c.lora is None and learner:
         keys.append("set lora: {r: 16}")
     if phase == "update":
         keys += ["set optim: adamw_torch_8bit"] if c.lora is None and c.optim.startswith("adamw_torch") else []
@@ -205,7 +219,7 @@ def _remedy(c: RunConfig, phase: str) -> str:
         keys += ["lower tokens_per_microbatch"]
     else:
         keys += ["lower engine.slots or max_completion_length"]
-    engine = engine_options(c)
+    engine = engine_options(c, alone=not learner)
     if isinstance(engine, VllmOptions) and (phase != "update" or not engine.sleep):
         keys.append("lower engine.gpu_memory_utilization")
     return "; or ".join(keys)

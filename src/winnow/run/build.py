@@ -7,14 +7,12 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
-import torch
-
 from ..base.weights import weights_digest
 from ..config import CLIPPING, AuditConfig, ConfigError, MethodSpec, RunConfig, method, name_of, suggestion
 from ..engine.base import Engine, SamplingParams
-from ..engine.loading import ModelReference, load_tokenizer, load_whole, require_finite, resolve_device
+from ..engine.loading import CPU, ModelReference, load_tokenizer, load_whole, require_finite
 from ..engine.pretrained import located
-from ..engine.skeleton import unloaded
+from ..engine.skeleton import as_zeros, in_files, unloaded
 from ..engine.template import with_template
 from ..env.base import Demonstrator, Task
 from ..env.rewards.rewarder import Rewarder, RewardSpec
@@ -311,46 +309,70 @@ def rollout_options(
 
 
 def build_policy(
-    c: RunConfig, model: Any, tokenizer: Any, checkpoint: Path | None, *, with_engine: bool = True
+    c: RunConfig,
+    model: Any,
+    tokenizer: Any,
+    checkpoint: Path | None,
+    *,
+    with_engine: bool = True,
+    alone: bool = False,
 ) -> tuple[Policy, Engine | None]:
-    """The policy of a fresh run, or of `checkpoint`, and an engine with its weights as version 0 if there is to be one.
+    """The policy of a fresh run, or of `checkpoint`, on the CPU, and an engine with its weights as version 0 if wanted;
+    `alone`: without a learner.
 
     `model`: see `Start.of`; `tokenizer` is used when given as an object. The engine is made before adapters are put in:
     it holds the plain architecture, and is given merged weights, or adapters that it adds itself.
     """
     start = Start.of(c, model)
-    apart = not with_engine and "own_devices" in getattr(method(LEARNERS, c.learner, "learner"), "provides", ())
-    device = torch.device("cpu") if apart else resolve_device(c.device)
     if start.model is not None and tokenizer is None:
         raise ConfigError("processing_class: give the tokenizer of the model object")
     tokenizer = with_template(tokenizer or load_tokenizer(c.model), c.chat_template, c.chat_template_kwargs)
     saved = checkpoint / "model" if checkpoint else None
-    if apart and (read := _read_by_ranks(c, start, saved)) is not None:
-        require_embeddings(read.model, tokenizer, start)
-        return replace(read, tokenizer=tokenizer), None
-    base, adapter = (load_whole(saved, device), None) if saved and not c.lora else start.load(c, device)
+    read = None
+    if "own_devices" in getattr(method(LEARNERS, c.learner, "learner"), "provides", ()):
+        read = _read_by_ranks(c, start, saved, tokenizer)
+    if read is not None and not with_engine:
+        return read, None
+    base, adapter = (load_whole(saved, CPU), None) if saved and not c.lora else start.load(c)
     require_finite(base, str(saved or c.model))
     require_embeddings(base, tokenizer, start)
     check_adapters(c, adapter)
-    engine = build_engine(c, start.reference(c, device, base), tokenizer) if with_engine else None
+    engine = build_engine(c, start.reference(c, base), tokenizer, alone=alone) if with_engine else None
+    if read is not None:
+        return read, engine
     if c.lora is not None:
         return with_lora(base, c, adapter, saved, tokenizer), engine
     if not c.keeps_reference:
         return Policy(base, tokenizer, None), engine
-    reference = frozen_copy(base if saved is None else start.load(c, device)[0])
-    return Policy(base, tokenizer, reference, weights_digest(reference)), engine
+    reference = frozen_copy(base if saved is None else start.load(c)[0])
+    return Policy(base, tokenizer, reference, weights_digest(reference.state_dict())), engine
 
 
-def _read_by_ranks(c: RunConfig, start: Start, saved: Path | None) -> Policy | None:
-    """The policy without weights, where ranks can read theirs from files: no adapters, no reference, nothing that is
-    tried with the whole model."""
-    folder = saved or Path(located(c.model))
-    whole = c.lora is not None or c.keeps_reference
-    whole = whole or getattr(ADVANTAGES.get(name_of(c.advantage)), "weighing", None) == "gradient"
-    if whole or start.model is not None or (start.adapter is not None and saved is None) or not folder.is_dir():
+def _read_by_ranks(c: RunConfig, start: Start, saved: Path | None, tokenizer: Any) -> Policy | None:
+    """The policy without weights but fresh or saved adapters, where ranks can read theirs from files: of a directory,
+    without an adapter to train on, and with nothing that is tried with the whole model."""
+    first = Path(located(c.model))
+    folder = first if saved is None or c.lora is not None else saved
+    tried = getattr(ADVANTAGES.get(name_of(c.advantage)), "weighing", None) == "gradient"
+    if tried or start.model is not None or (start.adapter is not None and (folder != saved or c.keeps_reference)):
         return None
-    model = unloaded(folder)
-    return None if model is None else Policy(model, None, None, files=folder.absolute())
+    model = unloaded(folder) if folder.is_dir() else None
+    if model is None:
+        return None
+    require_embeddings(model, tokenizer, start)
+    check_adapters(c)
+    policy = Policy(model, tokenizer, None, files=folder.absolute())
+    if c.lora is None and not c.keeps_reference:
+        return policy
+    origin = unloaded(first) if first.is_dir() else None
+    if origin is None:
+        return None
+    digest = weights_digest(in_files(origin, first))
+    if c.lora is None:
+        return replace(policy, reference_files=first.absolute(), origin=digest)
+    with as_zeros(model):
+        adapted = with_lora(model, c, None, saved, tokenizer).model
+    return replace(policy, model=adapted, origin=digest)
 
 
 def build_engine(c: RunConfig, model: ModelReference, tokenizer: Any, *, alone: bool = False) -> Engine:

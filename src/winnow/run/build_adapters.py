@@ -50,7 +50,7 @@ def with_lora(base: Any, c: RunConfig, adapter: Adapter | None, saved: Path | No
     assert c.lora is not None
     reference = None
     if adapter is None:
-        origin = weights_digest(base)
+        origin = weights_digest(base.state_dict())
         options = peft_config(c.lora)
         import peft
 
@@ -60,7 +60,7 @@ def with_lora(base: Any, c: RunConfig, adapter: Adapter | None, saved: Path | No
         adapter.require_trainable(adapter.read())
         tied = base.get_input_embeddings().weight
         model = with_adapter(base, adapter, c.lora.dropout or 0.0)
-        origin = weights_digest(model)
+        origin = weights_digest(model.state_dict())
         reference = frozen_copy(model.get_base_model()) if c.keeps_reference else None
     _require_adaptable(base, model, c.lora, tied)
     if saved is not None:

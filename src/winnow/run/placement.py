@@ -37,8 +37,11 @@ def placement(trainer: Trainer, rollouts: int) -> dict[str, Any]:
         bytes_ = 4 * sizes.total + _kv_bytes(trainer, rollouts // found["samplers"]["count"])
         found["samplers"]["mib"] = round(processes * PROCESS_MIB + bytes_ / MIB)
     if "ranks" in found:
-        whole, kept = 4 * sizes.total, (4 * sizes.total + 12 * sizes.trained) / found["ranks"]["count"]
-        found["ranks"]["mib"] = round(PROCESS_MIB + max(whole, kept) / MIB)
+        cut_among = method(LEARNERS, c.learner, "learner").fsdp_size or found["ranks"]["count"]
+        reference = 4 * sizes.total if c.keeps_reference and c.lora is None else 0
+        kept = reference + (4 * sizes.total + 12 * sizes.trained) / cut_among
+        sent = 0 if getattr(trainer.learner, "read", False) else reference + 4 * sizes.total
+        found["ranks"]["mib"] = round(PROCESS_MIB + max(sent, kept) / MIB)
         found["ranks"]["mib_once_cut"] = round(PROCESS_MIB + kept / MIB)
     if found:
         found["nodes"] = nodes = _nodes(trainer.config.sync, trainer.config.learner)

@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..config import RunConfig
+from ..config import RunConfig, method
+from ..learner import LEARNERS
 from .auto_settings import engine_type, sampler_device
-from .budget import GIB, Gpus, Phases, Shapes, device_budget, require_room, settle_for
+from .budget import GIB, Gpus, Phases, Shapes, device_budget, host_budget, require_room, settle_for
 from .engine_choice import choose_engine, samples_elsewhere
 from .placement import engine_bytes, placement
 from .prompt_example import prompt_example
@@ -72,8 +73,9 @@ def _memory_of(trainer: Trainer) -> dict[str, Any]:
         return {}
     c = trainer.config
     memory = int(torch.cuda.get_device_properties(trainer.learner.device).total_memory)
-    phases = device_budget(c, Shapes.of(Start.of(c).shell(c), c), memory, sampler=not samples_elsewhere(c))
-    return {"memory_gib": _in_gib(phases)}
+    shapes = Shapes.of(Start.of(c).shell(c), c)
+    phases = device_budget(c, shapes, memory, sampler=not samples_elsewhere(c))
+    return {"memory_gib": _in_gib(phases), "host_memory_gib": _in_gib(host_budget(c, shapes))}
 
 
 def _in_gib(phases: Phases) -> dict[str, dict[str, float]]:
@@ -109,7 +111,10 @@ def plan_for(c: RunConfig, gpus: Gpus) -> dict[str, Any]:
     keys = ("dtype", "tokens_per_microbatch", "gradient_checkpointing", "engine")
     settled = c.model_copy(update=chosen)
     found |= {key: getattr(settled, key) for key in keys} | {"engine_because": because}
-    return found | {"gpus": gpus.count, "gib_of_each": round(gpus.memory / GIB, 1), "memory_gib": tables}
+    found |= {"gpus": gpus.count, "gib_of_each": round(gpus.memory / GIB, 1), "memory_gib": tables}
+    if "own_devices" not in getattr(method(LEARNERS, c.learner, "learner"), "provides", ()):
+        found["host_memory_gib"] = _in_gib(host_budget(settled, shapes))
+    return found
 
 
 def rollouts_per_step(trainer: Trainer) -> int:

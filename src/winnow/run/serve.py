@@ -22,7 +22,7 @@ from ..base.failpoint import failpoint
 from ..base.memory import gpu_gib, resident_mib
 from ..base.parent import call_itself
 from ..config import ConfigError, validate
-from ..engine.loading import load_tokenizer, quiet_transformers, resolve_device
+from ..engine.loading import load_tokenizer, quiet_transformers
 from ..engine.template import with_template
 from ..methods.gate import RuleError, rule_from
 from ..rollout.runner import RolloutRunner
@@ -62,9 +62,9 @@ class Server:
         self.task = build_task(c.env)
         self._prompts = prompts_of(self.task)
         tokenizer = with_template(load_tokenizer(c.model), c.chat_template, c.chat_template_kwargs)
-        model, device = Start.of(c), resolve_device(c.device)
-        base = None if model.adapter is None else model.load(c, device)[0]
-        self.engine = build_engine(c, model.reference(c, device, base), tokenizer)
+        start_of = Start.of(c)
+        base = None if start_of.adapter is None else start_of.load(c)[0]
+        self.engine = build_engine(c, start_of.reference(c, base), tokenizer)
         self.rewarder = build_rewarder(c, self.task)
         self.rewarder.trainer_state = SimpleNamespace(global_step=start["version"], max_steps=c.max_steps)
         options = rollout_options(c, greedy_baseline=start["greedy_baseline"])

@@ -70,10 +70,10 @@ def opened(
     `report`: what rollouts of evaluations carry besides; see `RolloutOptions`.
     """
     start = Start.of(config)
-    machine = settle(config, start)
+    machine = settle(config, start, alone=True)
     machine.set_threads()
     config = machine.config
-    policy, engine = build_policy(config, start, None, None)
+    policy, engine = build_policy(config, start, None, None, alone=True)
     rewarder = build_rewarder(config, task)
     assert engine is not None
     runner = RolloutRunner(engine, task, policy.tokenizer, rewarder, rollout_options(config, report=report))

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..config import OF_ADAPTER, ConfigError, LoraConfig, RunConfig
-from ..engine.loading import ModelReference, load_causal_lm, load_start, shell_of
+from ..engine.loading import CPU, ModelReference, load_causal_lm, load_start, resolve_device, shell_of
 from ..engine.lora import Adapter, adapter_at, merged, taken_apart
 from ..engine.pretrained import located
 from ..engine.saving import types_by_name, types_in, types_of
@@ -68,21 +68,22 @@ class Start:
             types["*.lora_*"] = next(iter(types_by_name(self.adapter.read()).values()))
         return next(iter(types.values())) if len(set(types.values())) == 1 else types or "auto"
 
-    def load(self, c: RunConfig, device: torch.device) -> tuple[Any, Adapter | None]:
-        """The model in float32 (an object in float64 stays so), once, and the adapter that is to be trained in it."""
+    def load(self, c: RunConfig) -> tuple[Any, Adapter | None]:
+        """The model on the CPU in float32 (an object in float64 stays so), once, and the adapter that is to be trained
+        in it."""
         resume = c.lora is not None and c.lora.resume
         if self.model is None:
-            return load_start(c.model, device) if resume else (load_causal_lm(c.model, device), None)
+            return load_start(c.model, CPU) if resume else (load_causal_lm(c.model, CPU), None)
         half = any(p.dtype in (torch.bfloat16, torch.float16) for p in self.model.parameters())
-        base = self.model.to(device, torch.float32) if half else self.model.to(device)
+        base = self.model.to(CPU, torch.float32) if half else self.model.to(CPU)
         if self.adapter is None or resume:
             return base, self.adapter
         return merged(base, self.adapter), None
 
-    def reference(self, c: RunConfig, device: torch.device, base: Any) -> ModelReference:
-        """What an engine is to serve. Where no directory has these weights it is `base` alone."""
+    def reference(self, c: RunConfig, base: Any) -> ModelReference:
+        """What an engine is to serve, and on which device. Where no directory has these weights it is `base` alone."""
         plain = self.model is None and self.adapter is None
-        return ModelReference(located(c.model) if plain else "", device, base)
+        return ModelReference(located(c.model) if plain else "", resolve_device(c.device), base)
 
 
 def settled_lora(lora: LoraConfig, adapter: Adapter) -> LoraConfig:

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from ..base.noise import noise_key
-from ..base.weights import WeightSource
+from ..base.weights import WeightSource, save_tensors
 from ..engine.base import Engine
 from ..methods.gate import NamedRule
 from ..rollout.evaluate import run_jobs
@@ -133,7 +133,7 @@ class InProcessSampler:
         for version, weights in self._kept.items():
             if version != self._newest:  # those are the learner's own
                 (directory / KEPT).mkdir(exist_ok=True)
-                save_file(weights, directory / KEPT / f"{version}.safetensors")
+                save_tensors(weights, directory / KEPT / f"{version}.safetensors")
 
     def load(self, directory: Path) -> None:
         files = (directory / KEPT).glob("*.safetensors")

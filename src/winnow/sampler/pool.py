@@ -30,7 +30,7 @@ from typing import Any
 
 import numpy as np
 
-from ..base.weights import WeightSource, transfer_s
+from ..base.weights import HalvedWeights, WeightSource, transfer_s
 from ..env.workers.worker import START_TIMEOUT_S
 from ..methods.gate import NamedRule, rule_state
 from ..rollout.evaluate import MAX_LIVE
@@ -148,7 +148,8 @@ class SamplerPool:
     def publish(self, weights: WeightSource, rules: Sequence[NamedRule], version: int) -> None:
         for member in self._placed:
             member.spell.lag = max(member.spell.lag, self._transport.version - member.version)
-        self._transport.write(weights, version)
+        half = {member.dtype for member in self._members if member.ready} == {"bfloat16"}
+        self._transport.write(HalvedWeights(weights) if half else weights, version)
         self._rules = [rule_state(rule) for rule in rules]
         if not self._members:
             self._members = [self._start(slot) for slot in range(self.options.samplers)]

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import torch
 
 from ..base import cluster
-from ..base.weights import RemoteWeights, WeightSource, as_bytes, from_bytes, transfer_s
+from ..base.weights import HalvedWeights, RemoteWeights, WeightSource, as_bytes, from_bytes, transfer_s
 from ..config import ConfigError, RunConfig
 from .base import SamplerContext
 from .handle import Inbox, Message
@@ -97,7 +97,11 @@ class RayWeights:
         self._reference = None  # the store may have no room for two
         size = sum(spec.bytes for spec in weights.specs.values())
         try:
-            put = weights.put() if isinstance(weights, RemoteWeights) else ray.put(as_bytes(weights.items()))
+            source = weights.source if isinstance(weights, HalvedWeights) else weights
+            if isinstance(source, RemoteWeights):
+                put = source.put(half=source is not weights)
+            else:
+                put = ray.put(as_bytes(weights.items()))
         except (ray.exceptions.ObjectStoreFullError, ray.exceptions.OutOfDiskError) as error:
             raise ConfigError(
                 f"sync: ray: no room for the weights ({size / 2**20:,.0f} MiB) in Ray's object store, nor where it "

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
-from ..base.weights import WeightSource
+from ..base.weights import WeightSource, save_tensors
 from ..env.base import Task
 from ..env.prompting import tokenizer_digest
 
@@ -65,7 +65,7 @@ class PublishedWeights:
     def write(self, weights: WeightSource, version: int) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)
         writing = self.directory / ".writing"
-        save_file({name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}, writing)
+        save_tensors(weights, writing)
         writing.rename(self.path(version))
         self.version, self.bytes = version, self.path(version).stat().st_size
         for old in sorted(self.directory.glob("*.safetensors"), key=lambda p: int(p.stem))[:-KEPT]:

@@ -98,7 +98,7 @@ def profile_key(
     sampling = asdict(sampling_params(config))
     sampling["stop"] = list(dict.fromkeys((*sampling["stop"], *task.stop)))
     return {
-        "weights": weights_digest(policy.model),
+        "weights": weights_digest(policy.model.state_dict()),
         "task": task.fingerprint(),
         "tokenizer": tokenizer_digest(policy.tokenizer),
         "n": n,

@@ -64,5 +64,5 @@ class Backend(Protocol):
         ...
 
     def release(self) -> None:
-        """Give up the memory of the weights until the next `load`, as far as that is possible."""
+        """Give up the memory of the weights until the next `load`."""
         ...

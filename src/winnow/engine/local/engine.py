@@ -158,7 +158,11 @@ class LocalEngine(SequenceEngine):
 
     def load_weights(self, weights: Weights, version: int) -> None:
         self.sequences.require_alive()
-        self._backend.load(self.sequences.facts.check_state(weights))
+        state = self.sequences.facts.check_state(weights)
+        if not self._released:  # or there would be two sets of weights for a moment
+            self._backend.release()
+        self._released = True
+        self._backend.load(state)
         self._forget()
         self._released = False
         self.sequences.loaded(version)

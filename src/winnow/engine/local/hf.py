@@ -8,8 +8,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import nn
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
+from ...base.weights import state_once
 from .backend import Output, Prefilled
 from .cache import Chunk, KVCache
 from .kept import Kept, causal_mask, stacked
@@ -83,9 +85,10 @@ class HFBackend:
         if head is None or not {"position_ids", "past_key_values"} <= parameters.keys():
             raise ValueError(f"{type(model).__name__} has no position_ids or lm_head: the engine cannot run it")
         self.device, self.dtype, self.vocab_size = device, dtype, vocab_size
-        self._model = copy.deepcopy(model).to(device=device, dtype=dtype).eval().requires_grad_(False)
-        for parameter in self._model.parameters():
-            parameter.grad = None
+        # A copy, for the learner changes its model in place; tensor by tensor, in the type that they end in.
+        own = {id(buffer): self._cast(name, buffer) for name, buffer in model.named_buffers()}
+        own |= {id(p): nn.Parameter(self._cast(name, p), False) for name, p in model.named_parameters()}
+        self._model = copy.deepcopy(model, own).eval()
         self._last_only = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
         self._hidden: torch.Tensor | None = None
         self._model.get_output_embeddings().register_forward_pre_hook(self._keep_hidden)
@@ -97,16 +100,23 @@ class HFBackend:
         except (RuntimeError, TypeError, AttributeError, LookupError) as error:
             raise ValueError(f"{type(model).__name__} failed in the embedded engine's trial run: {error}") from error
 
+    def _cast(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Rotary frequencies keep their type: rounded ones turn late positions by wrong angles."""
+        kept = name.endswith("inv_freq") or not tensor.is_floating_point()
+        return tensor.detach().to(self.device, tensor.dtype if kept else self.dtype, copy=True)
+
     def _keep_hidden(self, module: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> None:
         self._hidden = args[0]
 
     @torch.no_grad()
     def load(self, state: Mapping[str, torch.Tensor]) -> None:
-        for name, tensor in self._model.state_dict().items():
-            tensor.copy_(state[name])
+        own = self._model.state_dict(keep_vars=True)
+        for name in state_once(self._model):
+            own[name].data = state[name].to(self.device, own[name].dtype, copy=True)
 
     def release(self) -> None:
-        """Keeps them: the model they belong to cannot be without."""
+        for tensor in self._model.state_dict(keep_vars=True).values():
+            tensor.data = tensor.new_empty(0)
 
     def _forward(self, ids: torch.Tensor, **inputs: Any) -> Output:
         logits = self._model(input_ids=ids, use_cache=True, **inputs, **self._last_only).logits[:, -1]

@@ -50,7 +50,7 @@ class RewardModel:
 
     def digest(self) -> str:
         """SHA-256 that changes with the weights, the vocabulary or the chat template."""
-        content = weights_digest(self.model) + tokenizer_digest(self.tokenizer)
+        content = weights_digest(self.model.state_dict()) + tokenizer_digest(self.tokenizer)
         return hashlib.sha256(content.encode()).hexdigest()
 
     def require_chat_template(self) -> None:

@@ -23,8 +23,11 @@ class FsdpLearner:
 
     device = torch.device("cpu")
 
-    def __init__(self, ranks: Ranks, sizes: Sizes, precision: str, specs: Mapping[str, TensorSpec]) -> None:
-        self.sizes = sizes
+    def __init__(
+        self, ranks: Ranks, sizes: Sizes, precision: str, specs: Mapping[str, TensorSpec], *, read: bool = False
+    ) -> None:
+        """`read`: whether ranks have read their parts from files; else each was sent the whole model."""
+        self.sizes, self.read = sizes, read
         self.precision = precision
         self._ranks = ranks
         self._specs = specs
@@ -84,7 +87,7 @@ class GatheredWeights:
     """Weights that are put together from all ranks when somebody asks for them; see `RemoteWeights`."""
 
     def __init__(
-        self, specs: Mapping[str, TensorSpec], gather: Callable[[], list[Any]], put: Callable[[], list[Any]]
+        self, specs: Mapping[str, TensorSpec], gather: Callable[[], list[Any]], put: Callable[[bool], list[Any]]
     ) -> None:
         self.specs = specs
         self._gather, self._put = gather, put
@@ -96,8 +99,8 @@ class GatheredWeights:
         found: Mapping[str, torch.Tensor] = self._gather()[0]
         return found
 
-    def put(self) -> Any:
-        return self._put()[0][0]
+    def put(self, *, half: bool = False) -> Any:
+        return self._put(half)[0][0]
 
 
 def deal(rows: Sequence[Row], world: int) -> list[list[Row]]:

@@ -65,11 +65,9 @@ class Fsdp:
         size = sum(p.numel() * p.element_size() for p in policy.model.parameters())
         try:
             ranks = Ranks(self.ranks, self.threads, self.gpus(config), self.timeout_s, size, private)
-            for model in (policy.model, policy.reference):
-                if model is not None and policy.files is None:
-                    model.cpu()  # each rank has its own device
             try:
-                return FsdpLearner(ranks, *ranks.build(policy, config, self.fsdp_size))
+                built = ranks.build(policy, config, self.fsdp_size)
+                return FsdpLearner(ranks, *built, read=policy.files is not None)
             except BaseException:
                 ranks.close()
                 raise

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from ...base.memory import gpu_gib, resident_mib
 from ...config import RunConfig, name_of
+from ...engine.loading import CPU, load_whole
 from ...methods.advantage import ADVANTAGES
 from ..base import Policy, Stats
 from ..local.options import distribution, options
@@ -56,6 +57,8 @@ class Rank:
         model, reference = policy.model, policy.reference
         if policy.files is None:
             model = model.to(device)
+        if policy.reference_files is not None:
+            reference = load_whole(policy.reference_files, CPU).requires_grad_(False).eval()
         if reference is not None:
             reference = reference.to(device)
         kind = ADVANTAGES.get(name_of(config.advantage))

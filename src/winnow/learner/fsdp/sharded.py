@@ -19,9 +19,17 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial
 
-from ...base.weights import WeightSource, as_bytes, is_finite, require_finite, state_once, tied_names
+from ...base.weights import (
+    HalvedWeights,
+    StateWeights,
+    WeightSource,
+    as_bytes,
+    is_finite,
+    require_finite,
+    state_once,
+    tied_names,
+)
 from ...engine.saving import save_whole
-from ...engine.skeleton import stand_in
 from ...methods.correct import Evidence
 from ...methods.loss import LossConfig
 from ..base import Stats
@@ -90,12 +98,6 @@ class ShardedLearner(LocalLearner):
     def device(self) -> torch.device:
         return self._device
 
-    def _for_trials(self) -> tuple[Any, int]:
-        if self._files is None:
-            return super()._for_trials()
-        tried = stand_in(self._causal_lm, self.device)
-        return tried, min(self.distribution.n_tokens, tried.config.vocab_size)
-
     def _place(self) -> None:
         if self._gradient_baselines:
             self._try_gradient_baselines()
@@ -122,7 +124,8 @@ class ShardedLearner(LocalLearner):
         for name, first in tied.items():  # each has got memory of its own
             module, _, parameter = name.rpartition(".")
             setattr(self.model.get_submodule(module), parameter, self.model.get_parameter(first))
-        state = state_once(self.model)
+        own = state_once(self._causal_lm)
+        state = {name.replace(".base_layer.", "."): own[name] for name in own if ".lora_" not in name}
         load_files(state, files)
         for name, tensor in state.items():
             if not is_finite(tensor.to_local() if isinstance(tensor, DTensor) else tensor):
@@ -263,12 +266,12 @@ class ShardedLearner(LocalLearner):
         """The weights as engines load them; on all ranks but the first, nothing. FloatingPointError if not finite."""
         return _finite(self.weights())
 
-    def put(self) -> list[Any]:
-        """The same in Ray's store: a reference, in a list that Ray leaves as it is."""
+    def put(self, half: bool) -> list[Any]:
+        """The same in Ray's store: a reference, in a list that Ray leaves as it is. `half`: see `HalvedWeights`."""
         import ray
 
-        found = self.gather()
-        return [ray.put(as_bytes(found.items()))] if found else []
+        found = StateWeights(self.gather())
+        return [ray.put(as_bytes((HalvedWeights(found) if half else found).items()))] if found.specs else []
 
     def save(self, directory: Path) -> None:
         """The model by the first rank, the optimizer's shards by each."""

@@ -59,16 +59,14 @@ class WideAttention(TorchFunctionMode):
 
 
 @torch.no_grad()
-def halve_frozen(*models: Any) -> None:
+def halve_frozen(*models: torch.nn.Module) -> None:
     """Keep the frozen matrices of linear layers in bfloat16 where that loses nothing, as with weights saved in it.
 
     Under autocast the same products come out, without copies. Embeddings, norms and biases stay: hidden states between
-    products are float32. A model that is None is passed over.
+    products are float32.
     """
     for model in models:
-        if model is None:
-            continue
-        embedding = model.get_input_embeddings().weight
+        embedding = model.get_input_embeddings().weight  # type: ignore[operator]
         for module in model.modules():
             if type(module) is not torch.nn.Linear or module.weight.requires_grad or module.weight is embedding:
                 continue

@@ -11,19 +11,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ...base.failpoint import failpoint
 from ...base.memory import gpu_memory_since
-from ...base.weights import StateWeights, WeightSource, adapters_of, state_once
+from ...base.weights import StateWeights, WeightSource, adapters_of, save_tensors, state_once
 from ...engine.loading import prepare_cuda
 from ...engine.saving import Types, save_whole
+from ...engine.skeleton import stand_in
 from ...methods.correct import Evidence, OverBatch
 from ...methods.loss import LossConfig, kl_loss, policy_loss
 from ..base import Sizes, Stats
 from ..batch import Budget, MicroBatch, Row, collate, micro_batches, packed
-from .eval_mode import WideAttention, checkpoint_layers, halve_frozen, train_adapter_dropout
+from .eval_mode import WideAttention, checkpoint_layers, train_adapter_dropout
 from .forward import Body, can_share_prompts, head_is_linear, predictions
 from .logprob import TokenDistribution, token_logp
 from .loss_scale import LossScale
@@ -36,6 +37,8 @@ from .token_baselines import TokenBaselines
 from .update_stats import book, correction_weights, spread
 
 OPTIMIZER_FILE = "optimizer.safetensors"
+FILE_BYTES = 4 << 30
+"""Most that a file of a checkpoint's model holds where it comes from a GPU."""
 
 
 @dataclass(frozen=True)
@@ -61,8 +64,6 @@ class LearnerOptions:
     pad_id: int = 0
     merge_adapters: bool = True
     """Publish whole weights under LoRA, too; else the adapters alone."""
-    half_base: bool = False
-    """Keep matrices that are not trained in bfloat16 where it holds them exactly."""
     save_types: Types = field(default_factory=dict)
     """Types of an exported model; empty: those of the learner."""
 
@@ -70,7 +71,7 @@ class LearnerOptions:
 class LocalLearner:
     """See `Learner`. `model` is a Hugging Face causal LM, possibly wrapped by peft; it is trained in place.
 
-    It stays in eval mode (see `modes`): the policy that is trained must be the one that sampled.
+    It stays in eval mode (see `eval_mode`): the policy that is trained must be the one that sampled.
     """
 
     def __init__(
@@ -97,8 +98,6 @@ class LocalLearner:
             options.tokens_per_microbatch, parameters, share=self._share_prompts, device=self.device.type
         )
         train_adapter_dropout(model)
-        if options.half_base:
-            halve_frozen(model, reference)
         self._place()
         self._params = {n: p for n, p in model.named_parameters() if p.requires_grad}
         self._scale = LossScale() if options.compute_dtype == torch.float16 else None
@@ -125,8 +124,13 @@ class LocalLearner:
             self._recomputing = recomputing_if_exact(*trial, self._causal_lm)
 
     def _for_trials(self) -> tuple[Any, int]:
-        """The model by which it is tried what can be computed otherwise, and ids that it knows."""
-        return self._causal_lm, self.distribution.n_tokens
+        """A model by which it is tried what can be computed otherwise, and ids that it knows. It is a small one of the
+        same class where this one has no weights yet, or some in half precision."""
+        model, n_tokens = self._causal_lm, self.distribution.n_tokens
+        if not any(p.is_meta or p.dtype == torch.bfloat16 for p in model.parameters()):
+            return model, n_tokens
+        model = stand_in(model, self.device)
+        return model, min(n_tokens, model.config.vocab_size)
 
     def _place(self) -> None:
         """Called once, before the optimizer is made: where several ranks cut the weights among them."""
@@ -367,12 +371,14 @@ class LocalLearner:
 
     def save(self, directory: Path) -> None:
         self._save_trained(directory / "model")
-        save_file(saved_state(self._optimizer, self._params), directory / OPTIMIZER_FILE)
+        save_tensors(saved_state(self._optimizer, self._params), directory / OPTIMIZER_FILE)
         self._save_reference(directory)
 
     def _save_trained(self, directory: Path, state: Mapping[str, torch.Tensor] | None = None) -> None:
         """An adapter here never has embeddings of its own; by default peft would ask the hub for the base's size."""
-        own = {} if self._causal_lm is self.model else {"save_embedding_layers": False}
+        own: dict[str, Any] = {"save_embedding_layers": False}
+        if self._causal_lm is self.model:  # transformers copies a whole file from a GPU before it writes
+            own = {"max_shard_size": FILE_BYTES} if self.device.type == "cuda" else {}
         self.model.save_pretrained(directory, state_dict=state, **own)
 
     def _save_reference(self, directory: Path) -> None:

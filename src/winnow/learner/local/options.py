@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
 from ...config import RunConfig
+from ...engine.loading import resolve_device
 from ...engine.saving import types_from
 from ..base import Policy
+from .eval_mode import halve_frozen
 from .learner import LearnerOptions, LocalLearner
 from .logprob import TokenDistribution
 
@@ -18,14 +20,17 @@ class Local:
     """One process and one device: a Hugging Face causal LM, full fine-tuning or LoRA."""
 
     def build(self, policy: Policy, config: RunConfig) -> LocalLearner:
-        device = next(policy.model.parameters()).device.type
-        if config.dtype == "float16" and device != "cuda":
+        device = resolve_device(config.device)
+        if config.dtype == "float16" and device.type != "cuda":
             raise ValueError(
-                f"dtype: float16 needs a CUDA device, and this run uses {device}; set dtype: bfloat16 or float32"
+                f"dtype: float16 needs a CUDA device, and this run uses {device.type}; set dtype: bfloat16 or float32"
             )
-        half_base = config.lora is not None and config.dtype == "bfloat16" and device == "cuda"
-        own = replace(options(policy, config), half_base=half_base)
-        return LocalLearner(policy.model, distribution(policy, config), own, policy.reference)
+        models = [model for model in (policy.model, policy.reference) if model is not None]
+        if config.lora is not None and config.dtype == "bfloat16" and device.type == "cuda":
+            halve_frozen(*models)
+        for model in models:
+            model.to(device)
+        return LocalLearner(policy.model, distribution(policy, config), options(policy, config), policy.reference)
 
 
 def options(policy: Policy, c: RunConfig) -> LearnerOptions:

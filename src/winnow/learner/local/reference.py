@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
-from ...base.weights import is_finite
+from ...base.weights import is_finite, save_tensors
 
 REFERENCE_FILE = "reference.safetensors"
 
@@ -33,7 +33,7 @@ def mix(
 
 def save_reference(reference: torch.nn.Module, directory: Path) -> None:
     """Write it into a checkpoint."""
-    save_file({name: p.detach().contiguous() for name, p in reference.named_parameters()}, directory / REFERENCE_FILE)
+    save_tensors(dict(reference.named_parameters()), directory / REFERENCE_FILE)
 
 
 @torch.no_grad()
