@@ -31,6 +31,7 @@ FAMILIES = {
     "gate": "the mid-trajectory gate in small ALFWorld rooms",
     "arrol": "ARRoL on short and on long answers",
     "async": "what each method makes of a lag of twelve steps",
+    "vcpo": "VCPO and its parts at a lag of twelve, fixed and mixed",
     "wall": "asynchronous against synchronous training by the clock; nothing else should run",
     "sync": "gates with samplers in other processes against gates in one process",
     "llm": "the methods with a pretrained model of 135M parameters",

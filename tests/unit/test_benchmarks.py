@@ -27,6 +27,7 @@ FAMILIES = {
     "gate": ("gate_claims.json", "claims.md"),
     "arrol": ("arrol_claims.json", "claims.md"),
     "async": ("async_claims.json", "claims.md"),
+    "vcpo": ("vcpo_claims.json", "claims.md"),
     "sync": ("sync_claims.json", "claims.md"),
     "llm": ("llm_claims.json", "claims.md"),
     "scale": ("scale_claims.json", "scale.md"),
