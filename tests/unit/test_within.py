@@ -1,8 +1,6 @@
-"""Pruning within groups: sets by enumeration, rules against random ones, keep rates, and weights that undo it."""
+"""Pruning within groups: rules against random ones, keep rates, and weights that undo it."""
 
 from __future__ import annotations
-
-from itertools import product
 
 import numpy as np
 import pytest
@@ -10,8 +8,6 @@ import pytest
 from winnow.methods.gate.within import (
     RATES_P,
     ScoreModel,
-    best_set,
-    expected_signal,
     price_of,
     rate_weights,
     survival_within,
@@ -20,32 +16,6 @@ from winnow.methods.gate.within import (
 
 def signal(rewards: np.ndarray) -> float:
     return float(((rewards - rewards.mean()) ** 2).sum()) if len(rewards) else 0.0
-
-
-@pytest.mark.parametrize("size", [0, 1, 2, 3, 6])
-def test_the_expected_signal_by_enumeration(size: int) -> None:
-    q_M = np.random.default_rng(size).random(size)
-    wanted = 0.0
-    for outcome in product((0, 1), repeat=size):
-        r_M = np.array(outcome, float)
-        wanted += float(np.prod(np.where(r_M == 1, q_M, 1 - q_M))) * signal(r_M)
-    assert expected_signal(q_M) == pytest.approx(wanted)
-
-
-@pytest.mark.parametrize("seed", range(8))
-@pytest.mark.parametrize("price", [-1.0, 0.0, 0.1, 0.2, 0.3])
-def test_no_set_is_better_than_the_best_one(seed: int, price: float) -> None:
-    q_G = np.round(np.random.default_rng(seed).beta(1, 3, 8), 2)
-    worth = {kept: expected_signal(q_G[list(kept)]) - price * sum(kept) for kept in product((False, True), repeat=8)}
-    worth = {kept: value for kept, value in worth.items() if sum(kept) != 1}
-    found = tuple(best_set(q_G, price).tolist())
-    assert worth[found] == pytest.approx(max(worth.values()))
-
-
-def test_copies_are_kept_once() -> None:
-    q_G = np.array([0.1, 0.1, 0.9, 0.9])
-    assert best_set(q_G, 0.0, ["a", "a", "b", "b"]).tolist() == [True, False, True, False]
-    assert best_set(q_G, 0.0).all()
 
 
 def rules_of(size: float = 8, p_min: float = 0.05, sharp: float = 1.5, bins: int = 12) -> ScoreModel:

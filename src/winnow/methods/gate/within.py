@@ -4,8 +4,8 @@ Signal lives within groups: a rollout's advantage is its distance from the mean 
 
     S = sum over survivors of (r_i - mean)^2          (the squared norm of Dr.GRPO's advantages)
 
-and what a survivor costs is the tokens it still samples. If all siblings could be asked at once, the set to keep would
-be `best_set`. They are not: each is asked when it comes to its token, and no decision may depend on who came before.
+and what a survivor costs is the tokens it still samples. Each sibling is asked when it comes to its token, and no decision may depend on
+who came before.
 So what is known is its own score and the outcomes of its prompt at earlier visits, which give a Beta distribution of
 the prompt's pass rate p. Siblings are alike to begin with; let A_1 and A_0 be the chances that a rule keeps a success
 and a failure, kappa = p A_1 + (1 - p) A_0. Survivors are then successes with the same chance mu = p A_1 / kappa, and
@@ -32,35 +32,6 @@ LEVELS, BLENDS = 24, 11
 RATES_P = (np.arange(32) + 0.5) / 32
 """Pass rates over which a Beta distribution is summed."""
 BISECTIONS = 60
-
-
-def expected_signal(q: ArrayLike) -> float:
-    """E[sum of (r_i - mean)^2] of independent successes with chances `q` [m]; 0 for fewer than two."""
-    q_M = np.asarray(q, np.float64)
-    if len(q_M) < 2:
-        return 0.0
-    return float((q_M * (1 - q_M)).sum() * (1 - 1 / len(q_M)) + ((q_M - q_M.mean()) ** 2).sum())
-
-
-def best_set(q: ArrayLike, price: float, texts: list[str] | None = None) -> np.ndarray:
-    """Which siblings to keep if all can be asked at once, bool [G]: most `expected_signal` minus `price` a member.
-
-    In one q_i the signal of a set is linear, so a best set holds the k highest and the l lowest: all (k, l) are tried.
-    Of equal `texts` only the first may be kept, since copies end alike. Ties go to the smaller set.
-    """
-    q_G = np.asarray(q, np.float64)
-    first = [i for i in range(len(q_G)) if texts is None or texts.index(texts[i]) == i]
-    order = sorted(first, key=lambda i: q_G[i])
-    n, sum_N, square_N = len(order), *(np.append(0, np.cumsum(q_G[order] ** power)) for power in (1, 2))
-    kept_G, most = np.zeros(len(q_G), bool), 0.0
-    for size in range(2, n + 1):
-        low_L = np.arange(size + 1)
-        a_L, b_L = (x_N[low_L] + x_N[-1] - x_N[n - size + low_L] for x_N in (sum_N, square_N))
-        worth_L = a_L * (1 - 1 / size) + (b_L - a_L**2) / size - price * size
-        if worth_L.max() > most + 1e-12:
-            most, low = float(worth_L.max()), int(worth_L.argmax())
-            kept_G = np.isin(np.arange(len(q_G)), order[:low] + order[n - size + low :])
-    return kept_G
 
 
 def rate_weights(wins: ArrayLike, losses: ArrayLike) -> np.ndarray:
