@@ -4,8 +4,8 @@ Signal lives within groups: a rollout's advantage is its distance from the mean 
 
     S = sum over survivors of (r_i - mean)^2          (the squared norm of Dr.GRPO's advantages)
 
-and what a survivor costs is the tokens it still samples. Each sibling is asked when it comes to its token, and no decision may depend on
-who came before.
+and what a survivor costs is the tokens it still samples. Each sibling is asked when it comes to its token, and no
+decision may depend on who came before.
 So what is known is its own score and the outcomes of its prompt at earlier visits, which give a Beta distribution of
 the prompt's pass rate p. Siblings are alike to begin with; let A_1 and A_0 be the chances that a rule keeps a success
 and a failure, kappa = p A_1 + (1 - p) A_0. Survivors are then successes with the same chance mu = p A_1 / kappa, and
