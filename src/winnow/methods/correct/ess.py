@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import torch
 
-from ...base.typed import in_range
+from ...base.state import State
 
 
 def effective_sample_size(log_w_B: torch.Tensor) -> float:
@@ -56,6 +56,10 @@ class Ess:
         return EssScale(self)
 
 
+class EssState(State):
+    seen: list[float]
+
+
 class EssScale:
     """Updates that are still measured keep their learning rate."""
 
@@ -86,4 +90,4 @@ class EssScale:
         return {"seen": list(self._seen)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._seen = [in_range(float(ratio), 0, 1 + 1e-9, "seen") for ratio in state["seen"]]
+        self._seen = EssState.of(state).seen

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+
+from ...base.state import Count, Loose, State
 
 LEAST, MOST = 20, 512
 """Groups observed before a threshold is chosen anew, and groups remembered."""
@@ -25,6 +27,12 @@ def between(low: float, high: float) -> float:
     """The number with fewest digits in (low, high], near the middle."""
     middle = (low + high) / 2
     return next((t for d in range(1, 17) if low < (t := round(middle, d)) <= high), high)
+
+
+class RefitState(State):
+    threshold: float
+    steps: Count
+    seen: list[Annotated[tuple[float, bool, float], Loose]]
 
 
 class Refit:
@@ -65,5 +73,6 @@ class Refit:
         return {"threshold": self.threshold, "steps": self._steps, "seen": [list(seen) for seen in self._seen]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.threshold, self._steps = float(state["threshold"]), int(state["steps"])
-        self._seen = deque(((float(v), bool(z), float(w)) for v, z, w in state["seen"]), maxlen=MOST)
+        saved = RefitState.of(state)
+        self.threshold, self._steps = saved.threshold, saved.steps
+        self._seen = deque(saved.seen, maxlen=MOST)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 
-from ...base.array_json import pack, unpack
+from ...base.array_json import Packed, pack
+from ...base.state import State
 from ...types import KEEP, Group, GroupKind, Prompt, Verdict
 from ..group_kind import BY_REWARDS, GroupJudge
 from .trace import TraceSelector
@@ -25,6 +26,10 @@ class Backoff:
 
     def build(self, prompts: Sequence[Prompt], seed: int, judge: GroupJudge = BY_REWARDS) -> BackoffSelector:
         return BackoffSelector(prompts, seed, judge)
+
+
+class BackoffState(State, extra="ignore"):
+    last_epoch: Annotated[np.ndarray, Packed("u4", "prompts")]
 
 
 class BackoffSelector(TraceSelector):
@@ -51,4 +56,4 @@ class BackoffSelector(TraceSelector):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
-        self.last_epoch_N = unpack(state["last_epoch"])
+        self.last_epoch_N = BackoffState.of(state, prompts=len(self.prompts)).last_epoch

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 
-from ...base.array_json import pack, unpack
+from ...base.array_json import Packed, pack
+from ...base.state import State
 from ...types import KEEP, Prompt, Verdict
 from ..base import Chart
 from ..group_kind import BY_REWARDS, GroupJudge
@@ -69,6 +70,10 @@ class PassRate:
         return selector
 
 
+class PassRateState(State, extra="ignore"):
+    rate: Annotated[np.ndarray, Packed("f8", "prompts", nan=True)]
+
+
 class PassRateSelector(StreamSelector):
     """Eight bytes a prompt for the rates and four for the order of the epoch."""
 
@@ -114,4 +119,4 @@ class PassRateSelector(StreamSelector):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
-        self.rate_N = unpack(state["rate"])
+        self.rate_N = PassRateState.of(state, prompts=len(self.prompts)).rate

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from ...base.typed import LARGEST
+from ...base.state import Count, State
 from ...types import KEEP, Group, Prompt, Verdict, Visit
 from ..pass_rates import PassRate
 
@@ -27,6 +27,10 @@ class Override(Protocol):
     def verdict(self, number: int, verdict: Verdict, drawn: bool) -> Verdict:
         """Final form of the selector's own verdict on visit `number`; called once for each, in stream order."""
         ...
+
+
+class StreamState(State, extra="ignore"):  # subclasses have keys of their own
+    visits: Count
 
 
 class StreamSelector:
@@ -113,7 +117,5 @@ class StreamSelector:
         return {"visits": self.visits}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.visits = int(state["visits"])
-        if not 0 <= self.visits < LARGEST:
-            raise ValueError(f"visits cannot be {self.visits}")
+        self.visits = StreamState.of(state).visits
         self._order, self._order_epoch = self._order_of(self.epoch), self.epoch

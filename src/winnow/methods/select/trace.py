@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 
-from ...base.array_json import pack, unpack
+from ...base.array_json import Packed, pack
+from ...base.state import State
 from ...types import Group, GroupKind, Prompt
 from ..group_kind import GroupJudge, share_seen
 from .stream import StreamSelector
@@ -16,6 +17,11 @@ EFFECTIVE, EASY, HARD = 0, 1, 2
 KINDS = {GroupKind.SIGNAL: EFFECTIVE, GroupKind.EASY: EASY, GroupKind.HARD: HARD, GroupKind.UNKNOWN: HARD}
 """Equal rewards of which nothing says that they are right count as hard."""
 LONGEST = float(np.iinfo(np.uint16).max)
+
+
+class TraceState(State, extra="ignore"):
+    z: Annotated[np.ndarray, Packed("f4", "prompts")]
+    kind: Annotated[np.ndarray, Packed("u1", "prompts", index=HARD + 1)]
 
 
 class TraceSelector(StreamSelector):
@@ -59,7 +65,5 @@ class TraceSelector(StreamSelector):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
-        self.z_N, self.kind_N = unpack(state["z"]), unpack(state["kind"])
-        known_N = (self.kind_N <= HARD) & ((self.z_N == 0) | (self.z_N > 0) & (self.kind_N != EFFECTIVE))
-        if not known_N.all():
-            raise ValueError("a trace of zero-variance visits that are of no kind, or of no number")
+        saved = TraceState.of(state, prompts=len(self.prompts))
+        self.z_N, self.kind_N = saved.z, saved.kind

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ...base.typed import in_range
+from ...base.state import Count, State
 
 DWELL = 10
 ROUNDING = 1e-9
@@ -75,6 +75,12 @@ class AdaptiveK:
         return AdaptiveSize(self, base, high)
 
 
+class AdaptiveState(State):
+    size: Count
+    history: list[float]
+    steps: Count | None
+
+
 class AdaptiveSize:
     """The controller; its state is the size, the shares since the last change, and the steps since then."""
 
@@ -114,6 +120,7 @@ class AdaptiveSize:
         return {"size": self._size, "history": list(self._history), "steps": self._steps}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._size = int(in_range(state["size"], self.smallest, self.largest, "size"))
-        self._history = [float(share) for share in state["history"]]
-        self._steps = None if state["steps"] is None else int(state["steps"])
+        saved = AdaptiveState.of(state)
+        if saved.size not in (self.smallest, self.largest):
+            raise ValueError(f"size: is neither {self.smallest} nor {self.largest} (got {saved.size})")
+        self._size, self._history, self._steps = saved.size, saved.history, saved.steps

@@ -1,0 +1,62 @@
+"""State models: what a part keeps in a checkpoint, checked before the part takes it.
+
+A model stands next to its part. Its fields are the keys of `state_dict`; arrays are annotated with `Packed`:
+
+    class Trace(State):
+        z: Annotated[np.ndarray, Packed("f4", "prompts")]
+
+    saved = Trace.of(state, prompts=len(self.prompts))
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Annotated, Any, Self
+
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationError
+
+from .errors import ConfigError
+
+STRICT = ConfigDict(
+    strict=True, extra="forbid", allow_inf_nan=False, arbitrary_types_allowed=True, revalidate_instances="always"
+)
+Count = NonNegativeInt
+Probability = Annotated[float, Field(ge=0, le=1)]
+Loose = Field(strict=False)
+"""Annotates a tuple, which JSON has as a list."""
+
+
+class State(BaseModel):
+    """State of a part. Strict: no unknown keys, no conversions, no number that is not finite."""
+
+    model_config = STRICT | ConfigDict(frozen=True, revalidate_instances="never")
+
+    @classmethod
+    def of(cls, state: Any, **axes: int) -> Self:
+        """`state` as a model; `axes`: lengths of axes of its arrays. Raises ValidationError."""
+        return cls.model_validate(state, context=axes)
+
+
+class StateError(ValueError):
+    """A state that its part has not saved; the message begins with the key."""
+
+
+@contextmanager
+def at(key: str) -> Iterator[None]:
+    """Put `key` in front of whatever taking a part's state raises, as StateError."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except StateError as error:
+        raise StateError(f"{key}.{error}") from error
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(str(part) for part in (key, *first["loc"]))
+        message = first["msg"].removeprefix("Value error, ")
+        raise StateError(f"{place}: {message} (got {first['input']!r:.50})") from error
+    except (LookupError, TypeError, AttributeError, ArithmeticError, ValueError, zlib.error) as error:
+        kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+        raise StateError(f"{key}: {kind}{error}") from error
