@@ -84,7 +84,7 @@ def test_arrays_of_one_axis_are_equally_long() -> None:
 def test_a_part_without_a_model_is_named_too_and_a_wrong_configuration_stays_one() -> None:
     with pytest.raises(StateError, match=r"^gates\.own: KeyError: 'floor'"), at("gates.own"):
         raise KeyError("floor")
-    with pytest.raises(ConfigError, match="^gates: wrong"), at("loop"):
+    with pytest.raises(ConfigError, match=r"^gates: wrong"), at("loop"):
         raise ConfigError("gates: wrong")
 
 
