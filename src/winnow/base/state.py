@@ -6,6 +6,8 @@ A model stands next to its part. Its fields are the keys of `state_dict`; arrays
         z: Annotated[np.ndarray, Packed("f4", "prompts")]
 
     saved = Trace.of(state, prompts=len(self.prompts))
+
+A part whose state is plain attributes derives from `Stateful` and names its model.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationError
 
@@ -31,12 +33,31 @@ Loose = Field(strict=False)
 class State(BaseModel):
     """State of a part. Strict: no unknown keys, no conversions, no number that is not finite."""
 
-    model_config = STRICT | ConfigDict(frozen=True, revalidate_instances="never")
+    model_config = STRICT | ConfigDict(frozen=True, revalidate_instances="never", populate_by_name=True)
 
     @classmethod
     def of(cls, state: Any, **axes: int) -> Self:
         """`state` as a model; `axes`: lengths of axes of its arrays. Raises ValidationError."""
         return cls.model_validate(state, context=axes)
+
+
+class Stateful:
+    """Part whose state is some of its attributes: those that `state_model` names. Aliases are the keys of the state."""
+
+    state_model: ClassVar[type[State]] = State
+
+    def axes(self) -> dict[str, int]:
+        """Return the lengths of axes that the part knows."""
+        return {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint must hold, as JSON values."""
+        return self.state_model.model_validate(self, from_attributes=True).model_dump(mode="json", by_alias=True)
+
+    def load_state_dict(self, state: Any) -> None:
+        """Take what `state_dict` returned. Raises ValueError on anything else."""
+        for name, value in self.state_model.of(state, **self.axes()):
+            setattr(self, name, value)
 
 
 class StateError(ValueError):

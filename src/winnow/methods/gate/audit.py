@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import numpy as np
 from pydantic import Field
 
-from ...base.state import State, at
+from ...base.state import State, Stateful, at
 from ...types import Decision, Fate, Group, GroupKind, Token
 from ..group_kind import GroupJudge
 from .base import Gate, NamedRule, Rule, of_gate
@@ -32,7 +32,7 @@ class AuditState(State):
     recent: Sums
 
 
-class RuleAudit:
+class RuleAudit(Stateful):
     """Draws the overrides of one rule, keeps its account, and estimates what the rule got wrong. Pure bookkeeping.
 
     `epsilon`: probability of an override. With `max_signal_loss` it is the least probability, and a controller steers
@@ -47,6 +47,8 @@ class RuleAudit:
     it. What is bounded is the expected loss; which removals the draws hit is luck, and evens out.
     Raises ValueError unless 0 < epsilon <= 1 and 0 < max_signal_loss < 1.
     """
+
+    state_model = AuditState
 
     def __init__(self, name: str, epsilon: float, max_signal_loss: float | None = None, *, seed: int = 0) -> None:
         if not 0 < epsilon <= 1:
@@ -119,15 +121,6 @@ class RuleAudit:
             value, low, high = getattr(self, key)()
             found |= {key: value, f"{key}_low": low, f"{key}_high": high}
         return {f"audit/{self.name}/{key}": float(value) for key, value in found.items() if math.isfinite(value)}
-
-    def state_dict(self) -> dict[str, Any]:
-        sums = {"whole": self.whole.model_dump(), "recent": self.recent.model_dump()}
-        return {"probability": self.probability, "largest": self.largest} | sums
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        saved = AuditState.of(state)
-        self.probability, self.largest = saved.probability, saved.largest
-        self.whole, self.recent = saved.whole, saved.recent
 
 
 def squared_advantages(group: Group, judge: GroupJudge) -> np.ndarray | None:
