@@ -76,8 +76,8 @@ def at(key: str) -> Iterator[None]:
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(str(part) for part in (key, *first["loc"]))
-        message = first["msg"].removeprefix("Value error, ")
-        raise StateError(f"{place}: {message} (got {first['input']!r:.50})") from error
+        got = "" if first["type"] == "missing" else f" (got {first['input']!r:.50})"
+        raise StateError(f"{place}: {first['msg'].removeprefix('Value error, ')}{got}") from error
     except (LookupError, TypeError, AttributeError, ArithmeticError, ValueError, zlib.error) as error:
         kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
         raise StateError(f"{key}: {kind}{error}") from error

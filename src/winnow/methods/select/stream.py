@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
@@ -39,7 +39,7 @@ class StreamSelector(Stateful):
     A subclass overrides `keeps`, and `verdict_on` to give the reason; with neither, nothing is ever skipped.
     """
 
-    state_model = StreamState
+    state_model: ClassVar[type[State]] = StreamState
 
     def __init__(self, prompts: Sequence[Prompt], seed: int, *, order_N: np.ndarray | None = None) -> None:
         if not prompts:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import numpy as np
 from pydantic import Field
 
 from ...base.array_json import Packed
+from ...base.state import State
 from ...types import Group, GroupKind, Prompt
 from ..group_kind import GroupJudge, share_seen
 from .stream import StreamSelector, StreamState
@@ -39,7 +40,7 @@ class TraceSelector(StreamSelector):
       those groups have rewards, so the trace learns from them, at the audit's rate, what the cuts were worth.
     """
 
-    state_model = TraceState
+    state_model: ClassVar[type[State]] = TraceState
 
     def __init__(self, prompts: Sequence[Prompt], seed: int, judge: GroupJudge) -> None:
         super().__init__(prompts, seed)
