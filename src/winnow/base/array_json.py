@@ -58,7 +58,8 @@ class Packed:
         lengths: dict[str, int] = {} if info.context is None else info.context
         wanted = []
         for axis, n in zip(self.axes, array.shape, strict=False):
-            wanted.append(lengths.setdefault(axis, n) if isinstance(axis, str) else n if axis is None else axis)
+            length = lengths.setdefault(axis, n) if isinstance(axis, str) else axis
+            wanted.append(n if length is None else length)
         if array.dtype != self.dtype or array.ndim != len(self.axes) or list(array.shape) != wanted:
             raise ValueError(f"is an array of {list(array.shape)} {array.dtype}, not of {wanted} {self.dtype}")
         if array.dtype.kind == "f" and not self.nan and not np.isfinite(array).all():
