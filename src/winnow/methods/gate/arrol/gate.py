@@ -15,14 +15,7 @@ from ....base.state import Count, Probability, State
 from ....types import Decision, Fate, Group, Rollout, Token
 from ...base import Chart, RunFacts
 from ..base import Gate, GateContext
-from ..calibration import (
-    BINS,
-    Balance,
-    BinnedPosterior,
-    PosteriorState,
-    survival_factor,
-    survival_probabilities,
-)
+from ..calibration import BINS, Balance, BinnedPosterior, PosteriorState, survival_factor, survival_probabilities
 from ..window import FLOATS, INTS, Columns, Window
 from ..within_table import PromptOutcomes, PromptsState
 from .charts import quality_charts
