@@ -12,12 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
+from pydantic import PositiveInt, TypeAdapter
 
 from .base.failpoint import failpoint
-from .base.typed import in_range, require_like, require_types
+from .base.state import STRICT, Count, Loose, State, at
 from .methods.filter import Filter
 from .methods.gate import Gate
 from .methods.group_kind import GroupJudge
@@ -39,6 +40,26 @@ class Batch(NamedTuple):
     """Groups to train on."""
     finished: list[Group]
     """Every group that finished while the batch was collected."""
+
+
+class CollectorState(State):
+    num_tokens: Count
+    skipped_steps: Count
+    solved_steps: Count = 0
+    """Absent from those of version 0.1."""
+    undecided: str = ""
+    waiting: list[dict[str, Any]]
+    spent: Count
+    in_flight: list[Annotated[tuple[list[Any], PositiveInt], Loose]]
+    selector: dict[str, Any]
+    group_size: dict[str, Any]
+    filter: dict[str, Any] | None = None
+    """Absent from those of version 0.2."""
+    gates: dict[str, dict[str, Any]]
+
+
+_GROUPS: TypeAdapter[list[Group]] = TypeAdapter(list[Group], config=STRICT)
+_VISITS: TypeAdapter[list[Visit]] = TypeAdapter(list[Visit], config=STRICT)
 
 
 @dataclass
@@ -238,55 +259,48 @@ class Collector:
             "waiting": [group_state(group) for group in self.buffer.groups],
             "spent": self.buffer.spent,
             "in_flight": [[visit_state(flight.visit), flight.size] for flight in self.buffer.in_flight],
-        } | self._state_of_methods()
-
-    def _state_of_methods(self) -> dict[str, Any]:
-        return {
             "selector": self.selector.state_dict(),
             "group_size": self.group_size.state_dict(),
             "filter": self.filter.state_dict(),
             "gates": {name: gate.state_dict() for name, gate in self.gates.items()},
         }
 
-    def load_state_dict(self, state: Mapping[str, Any], step: int) -> None:
-        """Restore a state. Raises LookupError, TypeError or ValueError on one that this configuration cannot have."""
-        require_like(state, self._state_of_methods(), "loop")
-        self.num_tokens = int(state["num_tokens"])
-        self._useful.skipped_steps = int(state["skipped_steps"])
-        self._useful.solved_steps = int(state.get("solved_steps", 0))
+    def load_state_dict(self, state: Mapping[str, Any] | CollectorState) -> None:
+        """Restore a state. Raises ValueError on one that this configuration cannot have."""
+        saved = CollectorState.of(state)
+        self.num_tokens = saved.num_tokens
+        self._useful.skipped_steps, self._useful.solved_steps = saved.skipped_steps, saved.solved_steps
         if not self.judge.success.declared:
-            self.judge.success.undecided = self.judge.success.undecided or str(state.get("undecided", ""))
-        for waiting in state["waiting"]:
-            group = group_from(waiting, self.prompts)
-            require_types(group)
-            _require_trainable(group, step)
-            self.buffer.add(group)
-        self.buffer.spent = int(state["spent"])
-        self.selector.load_state_dict(state["selector"])
-        self.group_size.load_state_dict(state["group_size"])
-        if "filter" in state:  # version 0.2 saved none
-            self.filter.load_state_dict(state["filter"])
+            self.judge.success.undecided = self.judge.success.undecided or saved.undecided
+        with at("waiting"):
+            groups = [group_from(waiting, self.prompts) for waiting in saved.waiting]
+            _GROUPS.validate_python(groups)
+            for group in groups:
+                _require_finite(group)
+                self.buffer.add(group)
+        self.buffer.spent = saved.spent
+        with at("selector"):
+            self.selector.load_state_dict(saved.selector)
+        with at("group_size"):
+            self.group_size.load_state_dict(saved.group_size)
+        if saved.filter is not None:
+            with at("filter"):
+                self.filter.load_state_dict(saved.filter)
         for name, gate in self.gates.items():
-            gate.load_state_dict(state["gates"][name])
+            with at(f"gates.{name}"):
+                gate.load_state_dict(saved.gates[name])
 
-    def relaunch(self, state: Mapping[str, Any]) -> None:
-        """Relaunch the groups that were in flight in `state`; they stay booked as dispatched."""
-        for visit, size in state["in_flight"]:
-            again = visit_from(visit, self.prompts["train"])
-            require_types(again)
-            self._start(again, int(in_range(size, 1, self.group_size.largest, "size")))
+    def relaunch(self, in_flight: Sequence[tuple[list[Any], int]]) -> None:
+        """Relaunch the groups that were in flight; they stay booked as dispatched."""
+        visits = [visit_from(visit, self.prompts["train"]) for visit, _ in in_flight]
+        _VISITS.validate_python(visits)
+        for visit, (_, size) in zip(visits, in_flight, strict=True):
+            if size > self.group_size.largest:
+                raise ValueError(f"groups have at most {self.group_size.largest} rollouts (got {size})")
+            self._start(visit, size)
 
 
-def _require_trainable(group: Group, step: int) -> None:
-    """Raise ValueError for a group that cannot have waited for optimizer step `step`."""
-    where = f"visit {group.visit.number}"
-    if not group.rollouts:
-        raise ValueError(f"{where}: a waiting group without rollouts")
+def _require_finite(group: Group) -> None:
     for rollout in group.rollouts:
-        versions = rollout.versions[rollout.action_mask]
-        if not ((versions >= 0) & (versions <= step)).all():
-            raise ValueError(f"{where}: tokens of a policy version outside 0 to {step}")
         if not np.isfinite(rollout.sampler_logp).all():
-            raise ValueError(f"{where}: non-finite log-probabilities")
-        if not 0 < rollout.survival_p <= 1 + 1e-9:
-            raise ValueError(f"{where}: survival_p must be in (0, 1] ({rollout.survival_p})")
+            raise ValueError(f"visit {group.visit.number}: non-finite log-probabilities")

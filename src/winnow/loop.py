@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from .base.failpoint import failpoint
-from .base.typed import require_like
+from .base.state import Count, at
 from .base.weights import FiniteWeights, RemoteWeights
-from .collect import Batch, Collector
+from .collect import Batch, Collector, CollectorState
 from .config import ConfigError
 from .learner.base import Learner
 from .learner.step import OptimizerStep
@@ -40,6 +40,11 @@ class Hooks:
     """Before a step selects its prompts."""
     warn: Callable[[int, str], None] = lambda step, message: None
     """After a step is recorded: rollouts failed, or the step trained nothing. Once for each cause."""
+
+
+class LoopState(CollectorState):
+    step: Count
+    step_scale: dict[str, Any]
 
 
 @dataclass
@@ -128,12 +133,12 @@ class Loop:
         return {"step": self.step, "step_scale": self.optimizer_step.scale.state_dict()} | self.collector.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a state. Raises LookupError, TypeError or ValueError on one that this configuration cannot have."""
-        scale = self.optimizer_step.scale
-        require_like(state, {"step_scale": scale.state_dict()}, "loop")
-        self.step = int(state["step"])
-        self.collector.load_state_dict(state, self.step)
-        scale.load_state_dict(state["step_scale"])
+        """Restore a state. Raises ValueError on one that this configuration cannot have."""
+        saved = LoopState.of(state)
+        self.step = saved.step
+        self.collector.load_state_dict(saved)
+        with at("step_scale"):
+            self.optimizer_step.scale.load_state_dict(saved.step_scale)
 
     def _stop(self, error: Exception) -> None:
         self.collector.stop = RunStoppedError(f"step {self.step}: {error}")

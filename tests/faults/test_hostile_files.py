@@ -116,5 +116,5 @@ def test_steps_that_no_optimizer_has_made_are_named(saved: Path, tmp_path: Path,
     name = next(name for name in tensors if name.endswith(":step"))
     save_file(tensors | {name: torch.full_like(tensors[name], steps)}, file)
     seal(directory)
-    with pytest.raises(ValueError, match=r"optimizer\.safetensors: .* has made .* steps"):
+    with pytest.raises(ValueError, match=r"optimizer\.safetensors: .*:step is "):
         Trainer.resume(run, {"max_steps": 3}, env=World()).train()

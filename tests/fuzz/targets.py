@@ -190,7 +190,14 @@ def _run() -> Path:
         mark = ledger.mark()
     with closing(sqlite3.connect(folder / "ledger.sqlite")) as db:
         db.execute("PRAGMA journal_mode=DELETE")
-    loop = {"step": 2, "num_tokens": 70, "skipped_steps": 0, "spent": 0, "in_flight": [[[1, 0, 3, {}], 4]]}
+    loop: dict[str, Any] = {
+        "step": 2,
+        "num_tokens": 70,
+        "skipped_steps": 0,
+        "spent": 0,
+        "in_flight": [[[1, 0, 3, {}], 4]],
+    }
+    loop |= {"waiting": [], "selector": {}, "group_size": {}, "step_scale": {}, "gates": {}}
     state: dict[str, Any] = {"ledger": mark, "loop": loop, "config": {"model": "m"}}
     state |= {"fingerprints": {"task": "x"}, "offsets": {"metrics.jsonl": 9}, "seconds_total": 1.5}
     save(folder, 2, state, lambda d: (d / "w").write_bytes(b"w"), keep_last=2)

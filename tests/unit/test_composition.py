@@ -66,7 +66,7 @@ def test_a_state_of_version_02_has_no_filter_and_filters_of_one_name_keep_their_
     state = run.collector.state_dict()
     assert state["filter"] == {"filters": [{}, {}]}
     del state["filter"]
-    run.collector.load_state_dict(state, 0)
+    run.collector.load_state_dict(state)
 
 
 def of(run: FakeRun) -> list[list[int]]:

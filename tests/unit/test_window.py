@@ -1,19 +1,21 @@
 from __future__ import annotations
 
 import json
+from typing import Annotated
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from winnow.base.array_json import pack
-from winnow.methods.gate.window import Window
+from winnow.base.array_json import Packed, pack
+from winnow.base.state import State, StateError, at
+from winnow.methods.gate.window import INTS, Columns, Window
 
 
 @given(st.integers(1, 7), st.lists(st.integers(0, 9), max_size=8))
 def test_it_holds_the_last_rows_whenever_it_is_read(capacity: int, bursts: list[int]) -> None:
-    window, rows = Window(capacity, "Ffb"), []
+    window, rows = Window(capacity), []
     for burst in bursts:
         for _ in range(burst):
             rows.append((np.full(2, len(rows), np.float32), float(len(rows)), len(rows) % 2 == 0))
@@ -27,39 +29,41 @@ def test_it_holds_the_last_rows_whenever_it_is_read(capacity: int, bursts: list[
             assert flags.tolist() == [row[2] for row in last]
 
 
+class Part(State):
+    window: Annotated[list[np.ndarray], Columns(Packed("f4", None, "hidden"), INTS)]
+
+
 def test_it_resumes_exactly() -> None:
-    window, other = Window(3, "Fi"), Window(3, "Fi")
+    window, other = Window(3), Window(3)
     for i in range(5):
         window.append(np.float32([i, 0.1]), i)
-    other.load_state_dict(json.loads(json.dumps(window.state_dict())))
+    other.load(Part.of({"window": json.loads(json.dumps(window.state_dict()))}).window)
     for both in (window, other):
         both.append(np.float32([9, 9]), 9)
     for mine, theirs in zip(window.columns(), other.columns(), strict=True):
         np.testing.assert_array_equal(mine, theirs)
         assert mine.dtype == theirs.dtype
-    empty = Window(2, "i")
-    empty.load_state_dict(json.loads(json.dumps(Window(2, "i").state_dict())))
-    assert len(empty) == 0
+    other.load(Part.of({"window": Window(3).state_dict()}).window)
+    assert len(other) == 0
 
 
 @pytest.mark.parametrize(
     "columns",
     [
-        [np.zeros((3, 2)), np.zeros(3)],
-        [np.zeros(3), np.zeros(3, int)],
-        [np.zeros((3, 2)), np.zeros(2, int)],
-        [np.zeros((4, 2)), np.zeros(4, int)],
-        [np.zeros((0, 2)), np.zeros(0, int)],
-        [np.zeros((3, 2))],
-        [np.zeros((3, 2)), np.full(3, 9)],
+        [np.zeros((3, 2), np.float32), np.zeros(3)],
+        [np.zeros(3, np.float32), np.zeros(3, int)],
+        [np.zeros((3, 2)), np.zeros(3, int)],
+        [np.zeros((3, 2), np.float32), np.zeros(2, int)],
+        [np.full((3, 2), np.nan, np.float32), np.zeros(3, int)],
+        [np.zeros((3, 2), np.float32)],
     ],
 )
 def test_columns_of_another_kind_are_refused(columns: list[np.ndarray]) -> None:
-    with pytest.raises(ValueError, match="where"):
-        Window(3, "Fi").load_state_dict({"columns": [pack(column) for column in columns]}, (-1, 1), (0, 8))
+    with pytest.raises(StateError, match=r"part\.window: (is|has)"), at("part"):
+        Part.of({"window": {"columns": [pack(column) for column in columns]}})
 
 
-def test_a_window_of_too_many_rows_is_not_unpacked() -> None:
-    bomb = pack(np.zeros(1)) | {"shape": [1 << 40]}
-    with pytest.raises(ValueError, match="rows, where at most 3 are"):
-        Window(3, "f").load_state_dict({"columns": [bomb]})
+def test_a_bomb_is_not_unpacked() -> None:
+    bomb = pack(np.zeros(1, int)) | {"shape": [1 << 40]}
+    with pytest.raises(ValueError, match="none that a state has"):
+        Part.of({"window": {"columns": [pack(np.zeros((1, 2), np.float32)), bomb]}})

@@ -10,6 +10,8 @@ from functools import lru_cache
 from typing import Any
 
 import numpy as np
+from pydantic import GetCoreSchemaHandler, ValidationInfo
+from pydantic_core import CoreSchema, core_schema
 
 MOST = 1 << 30
 """Bytes of an array, at most: a small text may be a thousand times as many."""
@@ -32,6 +34,40 @@ def unpack(state: Mapping[str, Any]) -> np.ndarray:
     if len(data) != size:
         raise ValueError(f"an array of {shape} {dtype} has {size} bytes")
     return np.frombuffer(data, dtype).reshape(shape).copy()
+
+
+class Packed:
+    """Annotation of an array in a state or a rule: `Annotated[np.ndarray, Packed("f4", "rows", 2)]`.
+
+    An axis is a length, a name, or None for any length. Those of one name are equally long within a state. `index`:
+    the axis, or its length, that the numbers are indices of. Floats are finite unless `nan`.
+    """
+
+    def __init__(self, dtype: str, *axes: str | int | None, index: str | int = "", nan: bool = False) -> None:
+        self.dtype, self.axes, self.index, self.nan = np.dtype(dtype), axes, index, nan
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.with_info_plain_validator_function(self.read, serialization=_PACKING)
+
+    def read(self, value: Any, info: ValidationInfo) -> np.ndarray:
+        """The array that `value` packs. Raises ValueError where it is not one of this kind."""
+        try:
+            array = value if isinstance(value, np.ndarray) else unpack(value)
+        except (LookupError, TypeError, OverflowError, zlib.error) as error:
+            raise ValueError(f"is not a packed array ({type(error).__name__}: {error})") from None
+        lengths: dict[str, int] = {} if info.context is None else info.context
+        wanted = []
+        for axis, n in zip(self.axes, array.shape, strict=False):
+            length = lengths.setdefault(axis, n) if isinstance(axis, str) else axis
+            wanted.append(n if length is None else length)
+        if array.dtype != self.dtype or array.ndim != len(self.axes) or list(array.shape) != wanted:
+            raise ValueError(f"is an array of {list(array.shape)} {array.dtype}, not of {wanted} {self.dtype}")
+        if array.dtype.kind == "f" and not self.nan and not np.isfinite(array).all():
+            raise ValueError("has numbers that are not finite")
+        bound = lengths.get(self.index) if isinstance(self.index, str) else self.index
+        if bound is not None and not ((array >= 0) & (array < bound)).all():
+            raise ValueError(f"has numbers from {array.min()} to {array.max()}, not from 0 to {bound - 1}")
+        return array
 
 
 def pack_all(arrays: Sequence[np.ndarray | None]) -> dict[str, Any]:
@@ -66,3 +102,6 @@ def _numbers(name: Any) -> np.dtype[Any]:
 
 def _aligned(data: bytes) -> bytes:
     return data.ljust(-(-len(data) // ALIGNED) * ALIGNED, b"\0")
+
+
+_PACKING = core_schema.plain_serializer_function_ser_schema(pack)

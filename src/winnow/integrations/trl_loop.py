@@ -12,10 +12,11 @@ import torch
 from transformers.trainer_utils import get_last_checkpoint
 
 from ..base.files import private_directory, write_json
-from ..base.typed import require_like
+from ..base.state import at
 from ..collect import Batch, Collector
 from ..config import METHODS, RunConfig, as_saved
 from ..env.base import Task
+from ..loop import LoopState
 from ..methods.advantage import InUpdate
 from ..methods.gate.audit import rules_of
 from ..record.ledger import Ledger
@@ -187,20 +188,19 @@ class LoopInTrl:
             gates=m.gates,
         )
         if state is not None:
-            with understood(self._resumed_from):
-                self._load(state["loop"])
+            with understood(self._resumed_from), at("loop"):
+                self._load(LoopState.of(state["loop"]))
         self._publish()
         return self._collector
 
-    def _load(self, state: dict[str, Any]) -> None:
+    def _load(self, saved: LoopState) -> None:
         assert self._collector is not None
-        scale = self._methods.step_scale
-        require_like(state, {"step_scale": scale.state_dict()}, "loop")
-        self._step = int(state["step"])
-        self._collector.load_state_dict(state, self._step)
-        scale.load_state_dict(state["step_scale"])
-        if self._collector.buffer.groups:
-            raise ValueError("groups wait for a later step, which those inside TRL never do")
+        if saved.waiting:
+            raise ValueError("waiting: is not empty, but inside TRL no group waits for a later step")
+        self._step = saved.step
+        self._collector.load_state_dict(saved)
+        with at("step_scale"):
+            self._methods.step_scale.load_state_dict(saved.step_scale)
 
     def _publish(self) -> None:
         self._sampler.publish(rules_of(self._methods.gates), self._step)

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..base.state import Stateful
 from ..config import RunConfig, name_of
 from ..types import Prompt
 
@@ -52,7 +53,7 @@ def _name(c: RunConfig, key: str, place: int) -> str:
     return name_of(spec[place] if isinstance(spec, list) else spec)
 
 
-class Learns:
+class Learns(Stateful):
     """Defaults of gates and filters for what only those that learn define."""
 
     def end_step(self) -> None:
@@ -61,13 +62,6 @@ class Learns:
     def metrics(self) -> dict[str, float]:
         """Return metrics of the step."""
         return {}
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint must hold, as JSON values."""
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take what `state_dict` returned."""
 
 
 @dataclass(frozen=True)

@@ -15,21 +15,18 @@ import re
 import shutil
 import tempfile
 import time
-import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Annotated, Any, NotRequired
+from typing import Annotated, Any
 
-from pydantic import AfterValidator, ConfigDict, Field, PositiveInt, TypeAdapter, ValidationError
+from pydantic import AfterValidator, Field
 from safetensors import SafetensorError
-from typing_extensions import TypedDict  # pydantic cannot read that of typing before Python 3.12
 
-from ..base.config_errors import explain
-from ..base.errors import ConfigError
 from ..base.failpoint import failpoint
 from ..base.files import bytes_of, from_json, fsync, fsync_tree, private_directory, readable, sha256
-from ..base.typed import LARGEST
+from ..base.state import Count, State, StateError, at
+from ..loop import LoopState
 from ..record.ledger import TABLES
 from ..record.records import START
 
@@ -42,53 +39,36 @@ ABANDONED_S = 86_400.0
 """Age of a reader's links to a checkpoint that nobody can be loading any more."""
 
 
-_Count = Annotated[int, Field(strict=True, ge=0, lt=LARGEST)]
+class Mark(State):
+    """The ledger's mark of one table."""
 
-
-class _Mark(TypedDict):
-    last: _Count
-    rows: _Count
+    last: Count
+    rows: Count
     sha256: str
 
 
-def _of_every_table(marks: dict[str, Any]) -> dict[str, Any]:
+def _of_every_table(marks: dict[str, Mark]) -> dict[str, Mark]:
     if missing := set(TABLES) - set(marks):
         raise ValueError(f"no mark of {', '.join(sorted(missing))}")
     return marks
 
 
-_Marks = Annotated[dict[str, _Mark], AfterValidator(_of_every_table)]
+class SavedState(State):
+    """Common to the states of a run, and of one inside TRL."""
 
-
-class _Loop(TypedDict):
-    __pydantic_config__ = ConfigDict(extra="allow")  # type: ignore[misc]
-    step: _Count
-    num_tokens: _Count
-    skipped_steps: _Count
-    solved_steps: NotRequired[_Count]  # absent from those of version 0.1
-    spent: _Count
-    in_flight: list[tuple[list[Any], PositiveInt]]
-
-
-class _StateInTrl(TypedDict):
-    loop: _Loop
+    loop: LoopState
     config: dict[str, Any]
+    offsets: dict[str, Count]
+    ledger: Annotated[dict[str, Mark], AfterValidator(_of_every_table)]
+
+
+class StateInTrl(SavedState):
     task: str
-    offsets: dict[str, _Count]
-    ledger: _Marks
 
 
-class _State(TypedDict):
-    loop: _Loop
-    config: dict[str, Any]
+class RunState(SavedState):
     fingerprints: dict[str, str]
-    offsets: dict[str, _Count]
-    seconds_total: Annotated[float, Field(ge=0, allow_inf_nan=False)]
-    ledger: _Marks
-
-
-_STATE = TypeAdapter(_State)
-_STATE_IN_TRL = TypeAdapter(_StateInTrl)
+    seconds_total: Annotated[float, Field(ge=0)]
 
 
 class CheckpointError(RuntimeError):
@@ -277,9 +257,8 @@ def load_state(directory: Path) -> dict[str, Any]:
 
 
 def parsed(file: Path) -> dict[str, Any]:
-    """The JSON of a state. Raises ValueError where it is none, and on numbers that no state holds: what they would be
-    as a count or a probability is not for every part to ask.
-    """
+    """The JSON of a state. Raises ValueError where it is not JSON, or holds a number that is not finite or too large
+    for arrays and databases."""
 
     def number(text: str) -> float:
         if not math.isfinite(value := float(text)):
@@ -287,7 +266,7 @@ def parsed(file: Path) -> dict[str, Any]:
         return value
 
     def whole(text: str) -> int:
-        if not -LARGEST < (value := int(text)) < LARGEST:
+        if abs(value := int(text)) >= 1 << 63:
             raise ValueError(f"the number {text:.50} is too large")
         return value
 
@@ -300,7 +279,7 @@ def load_run_state(directory: Path) -> dict[str, Any]:
     """The state that a session saved. Raises CheckpointError naming what is not of its kind."""
     with understood(directory / STATE):
         state = load_state(directory)
-        _STATE.validate_python(state)
+        RunState.of(state)
         if directory.name != _name(step := state["loop"]["step"]):
             raise ValueError(f"of step {step}, in {directory.name}")
         return state
@@ -313,20 +292,18 @@ def load_state_in_trl(file: Path) -> dict[str, Any]:
             state = parsed(file)
         except ValueError as error:  # no manifest of ours vouches for this file
             raise CheckpointError(f"{file}: damaged ({error}); resume from another checkpoint") from None
-        _STATE_IN_TRL.validate_python(state)
+        StateInTrl.of(state)
         return state
 
 
 @contextmanager
 def understood(file: Path) -> Iterator[None]:
-    """Whatever reading a state raises becomes a CheckpointError: it is whole, but Winnow has not written it so."""
+    """Turn whatever taking a state raises into a CheckpointError: the file is whole, but not of this version."""
     try:
-        yield
-    except ConfigError:
-        raise
-    except (LookupError, TypeError, AttributeError, ArithmeticError, ValueError, zlib.error) as error:
-        said = explain(error, [], "state") if isinstance(error, ValidationError) else f"{type(error).__name__}: {error}"
+        with at("state"):
+            yield
+    except StateError as error:
         raise CheckpointError(
-            f"{file}: not what this version saves ({said:.300}); "
+            f"{file}: not what this version saves ({error!s:.300}); "
             "it is of another program or version. Resume from another checkpoint, or start a new run"
         ) from error

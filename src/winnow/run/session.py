@@ -16,6 +16,7 @@ from rich.console import Console
 from ..base.failpoint import failpoint
 from ..base.files import readable, write_json
 from ..base.memory import heap_frozen
+from ..base.state import at
 from ..collect import Collector
 from ..config import ConfigError, as_saved
 from ..learner.step import OptimizerStep
@@ -173,7 +174,7 @@ class Session:
                 raise ConfigError(
                     f"{self.run_dir}: the {name} is not the one this run was saved with; restore it, or start a new run"
                 )
-        with checkpoint.understood(found / checkpoint.STATE):
+        with checkpoint.understood(found / checkpoint.STATE), at("loop"):
             self.loop.load_state_dict(state["loop"])
             for rollout in (r for group in self.loop.collector.buffer.groups for r in group.rollouts):
                 if rollout.reward is not None:  # those without one are not trained on, and may have outgrown the model
@@ -182,8 +183,8 @@ class Session:
         self.built.learner.load(found)
         self.built.sampler.load(found)
         self._start_sampler()
-        with checkpoint.understood(found / checkpoint.STATE):
-            self.loop.collector.relaunch(state["loop"])
+        with checkpoint.understood(found / checkpoint.STATE), at("loop.in_flight"):
+            self.loop.collector.relaunch(state["loop"]["in_flight"])
 
     def run(self) -> None:
         """Train to `max_steps`, or until a callback asks for the end.

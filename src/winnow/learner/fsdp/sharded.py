@@ -39,7 +39,7 @@ from ..local.grad_norms import UnsupportedModelError
 from ..local.learner import LearnerOptions, LocalLearner
 from ..local.logprob import TokenDistribution
 from ..local.optimal_baseline_update import Batched, RowByRow, exactly_batched
-from ..local.optimizer import MOST_STEPS
+from ..local.optimizer import make_states, require_steps
 from ..local.token_baselines import spread_over_several
 from .shards import load_files, load_shards, save_shards
 
@@ -298,16 +298,11 @@ class ShardedLearner(LocalLearner):
         folder = directory / OPTIMIZER_FOLDER
         if not folder.is_dir():
             raise ValueError(f"{folder}: is missing; the checkpoint was not written by learner: fsdp")
-        state = {
-            f"{name}:{key}": torch.zeros((), device=param.device) if key == "step" else torch.zeros_like(param)
-            for name, param in self._params.items()
-            for key in ("step", "exp_avg", "exp_avg_sq")
-        }
-        for name, value in load_shards(state, folder).items():
-            param_name, _, key = name.rpartition(":")
-            if key == "step" and not 0 <= value.item() < MOST_STEPS:
-                raise ValueError(f"{folder}: {param_name} has made {value.item()} steps")
-            self._optimizer.state[self._params[param_name]][key] = value
+        make_states(self._optimizer, self._params)
+        if loaded := load_shards(self._optimizer_state(), folder):
+            require_steps(loaded, str(folder))
+        else:
+            self._optimizer.state.clear()
         self._load_reference(directory)
 
 

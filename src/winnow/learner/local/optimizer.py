@@ -146,36 +146,38 @@ def saved_state(optimizer: Optimizer, parameters: Parameters) -> dict[str, torch
 
 def load_state(optimizer: Optimizer, parameters: Parameters, state: Mapping[str, torch.Tensor], where: str) -> None:
     """Raises ValueError when the parameters, or the kind of their states, are not this optimizer's."""
-    names = {name.rpartition(":")[0] for name in state}
-    if names and names != set(parameters):
-        different = sorted(names ^ set(parameters))[:3]
-        raise ValueError(f"{where}: not the optimizer of this model; differs in {different}")
-    for name in names:
-        parameter = parameters[name]
-        own: dict[str, Any] = _empty(_of(optimizer, parameter), parameter)
-        expected = {f"{name}:{key}{part}" for key, value in own.items() for part in _parts(value)}
-        if expected != {key for key in state if key.rpartition(":")[0] == name}:
-            raise ValueError(f"{where}: its states are of another kind than this optim; differs in {name}")
-        for key, value in own.items():
+    if not state:
+        return
+    make_states(optimizer, parameters)
+    own = saved_state(optimizer, parameters)
+    if different := sorted(own.keys() ^ state.keys())[:3]:
+        raise ValueError(f"{where}: not of this optim and model; differs in {different}")
+    for name, parameter in parameters.items():
+        for key, value in optimizer.state[parameter].items():
             for part, tensor in _parts(value).items():
                 saved = state[f"{name}:{key}{part}"]
                 if saved.shape != tensor.shape or saved.dtype != tensor.dtype:
-                    raise ValueError(f"{where}: its states are of another kind than this optim; differs in {name}")
-                if key == "step" and not 0 <= saved.item() < MOST_STEPS:
-                    raise ValueError(f"{where}: {name} has made {saved.item()} steps")
-                if isinstance(value, torch.Tensor):
-                    tensor.copy_(saved)
-                else:
-                    own[key] = saved.item()
-        optimizer.state[parameter] = own
+                    raise ValueError(f"{where}: not of this optim and model; differs in {name}:{key}{part}")
+                tensor.copy_(saved)
+                if not isinstance(value, torch.Tensor):
+                    optimizer.state[parameter][key] = saved.item()
+    require_steps(state, where)
 
 
-def _of(optimizer: Optimizer, parameter: torch.nn.Parameter) -> torch.optim.Optimizer:
-    """The one of several that trains this parameter."""
-    for part in optimizer.parts if isinstance(optimizer, Several) else [optimizer]:
-        if any(parameter is p for group in part.param_groups for p in group["params"]):
-            return part
-    raise KeyError("a parameter that no optimizer trains")
+def require_steps(state: Mapping[str, torch.Tensor], where: str) -> None:
+    """Raises ValueError for a parameter with a number of steps that no optimizer makes."""
+    for name, value in state.items():
+        if name.endswith(":step") and not 0 <= value.item() < MOST_STEPS:
+            raise ValueError(f"{where}: {name} is {value.item()}")
+
+
+def make_states(optimizer: Optimizer, parameters: Parameters) -> None:
+    """Let the optimizer make its states, by a step that changes no parameter."""
+    set_learning_rate(optimizer, 0.0)
+    for parameter in parameters.values():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
 
 
 def _parts(value: Any) -> dict[str, torch.Tensor]:
@@ -183,31 +185,3 @@ def _parts(value: Any) -> dict[str, torch.Tensor]:
         return {"": torch.tensor(value, dtype=torch.int64 if isinstance(value, int) else torch.float64)}
     flatten = getattr(value, "__tensor_flatten__", None)
     return {"": value} if flatten is None else {f".{part}": getattr(value, part) for part in flatten()[0]}
-
-
-def _empty(optimizer: Any, parameter: torch.nn.Parameter) -> dict[str, Any]:
-    """The states of a parameter before the first step, as the optimizer itself makes them."""
-    kind = type(optimizer).__name__
-    if kind in ("Muon", "SGD"):
-        return {"momentum_buffer": torch.zeros_like(parameter)}
-    if kind == "Adafactor":
-        return _empty_adafactor(optimizer, parameter)
-    on_device = optimizer.defaults.get("fused")
-    found: dict[str, Any] = {"step": torch.zeros((), device=parameter.device if on_device else "cpu")}
-    for key in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")[: 3 if optimizer.defaults["amsgrad"] else 2]:
-        whole = kind == "AdamW"
-        found[key] = torch.zeros_like(parameter) if whole else optimizer._new_buffer(parameter, key == "exp_avg")
-    return found
-
-
-def _empty_adafactor(optimizer: Any, parameter: torch.nn.Parameter) -> dict[str, Any]:
-    shape = parameter.shape
-    found: dict[str, Any] = {"step": 0}
-    if optimizer.defaults["beta1"] is not None:
-        found["exp_avg"] = torch.zeros_like(parameter)
-    if len(shape) >= 2:
-        found["exp_avg_sq_row"] = parameter.new_zeros(shape[:-1])
-        found["exp_avg_sq_col"] = parameter.new_zeros(shape[:-2] + shape[-1:])
-    else:
-        found["exp_avg_sq"] = torch.zeros_like(parameter)
-    return found | {"RMS": parameter.new_zeros(())}

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
-from ...base.typed import in_range
+from ...base.state import State, Stateful
 
 
 def effective_sample_size(log_w_B: torch.Tensor) -> float:
@@ -56,14 +55,19 @@ class Ess:
         return EssScale(self)
 
 
-class EssScale:
+class EssState(State):
+    seen: list[float]
+
+
+class EssScale(Stateful):
     """Updates that are still measured keep their learning rate."""
 
+    state_model = EssState
     active = True
 
     def __init__(self, options: Ess) -> None:
         self.options = options
-        self._seen: list[float] = []
+        self.seen: list[float] = []
         """Effective shares of the updates that the reference is measured on."""
 
     @property
@@ -71,19 +75,13 @@ class EssScale:
         """None: not measured yet."""
         if self.options.reference != "measured":
             return float(self.options.reference)
-        return sum(self._seen) / len(self._seen) if len(self._seen) >= self.options.measured_steps else None
+        return sum(self.seen) / len(self.seen) if len(self.seen) >= self.options.measured_steps else None
 
     def __call__(self, ess_ratio: float) -> float:
         if (reference := self.reference) is None:
-            self._seen.append(ess_ratio)
+            self.seen.append(ess_ratio)
             return 1.0
         return lr_scale(ess_ratio, reference)
 
     def metrics(self) -> dict[str, float]:
         return {} if self.reference is None else {"ess_ratio/reference": self.reference}
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"seen": list(self._seen)}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._seen = [in_range(float(ratio), 0, 1 + 1e-9, "seen") for ratio in state["seen"]]

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
+from ...base.state import Stateful
 from .ratios import Evidence
 
 
@@ -23,7 +22,7 @@ class NoCorrection:
 
 
 @dataclass(frozen=True)
-class NoScale:
+class NoScale(Stateful):
     """The learning rate is what the schedule says."""
 
     active = False
@@ -36,8 +35,3 @@ class NoScale:
 
     def metrics(self) -> dict[str, float]:
         return {}
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ...base.state import at
 from ...types import KEEP, Group, GroupKind, Verdict
 from .base import Filter
 
@@ -50,5 +51,6 @@ class AllOf(Filter):
         return {"filters": [each.state_dict() for _, each in self.filters]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        for (_, each), of_filter in zip(self.filters, state["filters"], strict=True):
-            each.load_state_dict(of_filter)
+        for (name, each), of_filter in zip(self.filters, state["filters"], strict=True):
+            with at(name):
+                each.load_state_dict(of_filter)

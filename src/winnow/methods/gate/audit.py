@@ -9,22 +9,30 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+from pydantic import Field
 
-from ...base.typed import in_range
+from ...base.state import State, Stateful, at
 from ...types import Decision, Fate, Group, GroupKind, Token
 from ..group_kind import GroupJudge
 from .base import Gate, NamedRule, Rule, of_gate
-from .estimates import Estimate, Sums
+from .estimates import Estimate, Sum, Sums
 from .overrides import OVERRIDE, Overrides
 
 WINDOW = 25
 """Steps after which a removal counts e times less for the controller."""
 
 
-class RuleAudit:
+class AuditState(State):
+    probability: Annotated[float, Field(gt=0, le=1)]
+    largest: Sum
+    whole: Sums
+    recent: Sums
+
+
+class RuleAudit(Stateful):
     """Draws the overrides of one rule, keeps its account, and estimates what the rule got wrong. Pure bookkeeping.
 
     `epsilon`: probability of an override. With `max_signal_loss` it is the least probability, and a controller steers
@@ -39,6 +47,8 @@ class RuleAudit:
     it. What is bounded is the expected loss; which removals the draws hit is luck, and evens out.
     Raises ValueError unless 0 < epsilon <= 1 and 0 < max_signal_loss < 1.
     """
+
+    state_model = AuditState
 
     def __init__(self, name: str, epsilon: float, max_signal_loss: float | None = None, *, seed: int = 0) -> None:
         if not 0 < epsilon <= 1:
@@ -111,15 +121,6 @@ class RuleAudit:
             value, low, high = getattr(self, key)()
             found |= {key: value, f"{key}_low": low, f"{key}_high": high}
         return {f"audit/{self.name}/{key}": float(value) for key, value in found.items() if math.isfinite(value)}
-
-    def state_dict(self) -> dict[str, Any]:
-        sums = {"whole": self.whole.state_dict(), "recent": self.recent.state_dict()}
-        return {"probability": self.probability, "largest": self.largest} | sums
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.probability = in_range(float(state["probability"]), self.epsilon, 1, "probability")
-        self.largest = in_range(float(state["largest"]), 0, math.inf, "largest")
-        self.whole, self.recent = Sums.from_state(state["whole"]), Sums.from_state(state["recent"])
 
 
 def squared_advantages(group: Group, judge: GroupJudge) -> np.ndarray | None:
@@ -204,8 +205,10 @@ class AuditedGate(Gate):
         return {"gate": self.gate.state_dict(), "audit": self.audit.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.gate.load_state_dict(state["gate"])
-        self.audit.load_state_dict(state["audit"])
+        with at("gate"):
+            self.gate.load_state_dict(state["gate"])
+        with at("audit"):
+            self.audit.load_state_dict(state["audit"])
 
 
 def _override(decisions: Sequence[Decision]) -> tuple[float, int] | None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike
+from pydantic import Field
 
-from .window import POSITIVE, Window
+from ...base.array_json import Packed
+from ...base.state import State
+from .window import FLOATS, TRUTHS, Columns, Window
 
 Balance = Literal["target", "literal"]
 BISECTIONS = 100
@@ -19,6 +22,15 @@ def bin_of(score: float, bins: int) -> int:
     if not 0 <= score <= 1:
         raise ValueError(f"scores must lie in [0, 1], not {score}")
     return min(int(score * bins), bins - 1)
+
+
+BINS = Packed("i8", None, index="bins")
+"""Bins of rows; counting does not look at bounds."""
+
+
+class PosteriorState(State):
+    seen: list[Annotated[list[np.ndarray], Columns(BINS, FLOATS)]] = Field(min_length=2, max_length=2)
+    labels: Annotated[list[np.ndarray], Columns(TRUTHS, FLOATS)]
 
 
 class BinnedPosterior:
@@ -37,9 +49,9 @@ class BinnedPosterior:
                 f"{bins}, {capacity}, {alpha}"
             )
         self.bins, self.capacity, self.alpha = bins, capacity, alpha
-        self._seen = Window(capacity, "if"), Window(capacity, "if")
+        self._seen = Window(capacity), Window(capacity)
         """(bin, weight) of failures and of successes."""
-        self._labels = Window(2 * capacity, "bf")
+        self._labels = Window(2 * capacity)
         """(success, weight)."""
         self._posterior_B: np.ndarray | None = None
 
@@ -97,10 +109,11 @@ class BinnedPosterior:
     def state_dict(self) -> dict[str, Any]:
         return {"seen": [kind.state_dict() for kind in self._seen], "labels": self._labels.state_dict()}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        for kind, kept in zip(self._seen, state["seen"], strict=True):
-            kind.load_state_dict(kept, (0, self.bins - 1), POSITIVE)  # what is counted without a look at the bounds
-        self._labels.load_state_dict(state["labels"], (0, 1), POSITIVE)
+    def load_state_dict(self, state: Mapping[str, Any] | PosteriorState) -> None:
+        saved = PosteriorState.of(state, bins=self.bins)
+        for kind, kept in zip(self._seen, saved.seen, strict=True):
+            kind.load(kept)
+        self._labels.load(saved.labels)
         self._posterior_B = None
 
 

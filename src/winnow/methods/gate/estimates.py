@@ -34,16 +34,17 @@ DasGupta 2001).
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Any, NamedTuple
+from typing import Annotated, NamedTuple
 
-from ...base.typed import in_range, require_types
+from pydantic import Field
+
+from ...base.state import State
 
 FADED = 1e-60
 """Sum of weights of audits that are forgotten: their squares are next to 0, and later removals have none to go by."""
 Z = 1.959963984540054
 """Normal quantile of a two-sided 95% interval."""
+Sum = Annotated[float, Field(ge=0)]
 
 
 class Estimate(NamedTuple):
@@ -54,18 +55,17 @@ class Estimate(NamedTuple):
     high: float
 
 
-@dataclass
-class WeightedMean:
+class WeightedMean(State, frozen=False):
     """Running sums over audits of one quantity y >= 0; see the module's docstring for what they are sums of."""
 
-    w: float = 0.0
-    wy: float = 0.0
-    a: float = 0.0
-    ay: float = 0.0
-    ayy: float = 0.0
-    top_w: float = 0.0
+    w: Sum = 0.0
+    wy: Sum = 0.0
+    a: Sum = 0.0
+    ay: Sum = 0.0
+    ayy: Sum = 0.0
+    top_w: Sum = 0.0
     """Largest w of any removal, audited or not."""
-    top_v: float = 0.0
+    top_v: Sum = 0.0
     """Largest a/w = 1/probability of any removal."""
 
     def removal(self, w: float, v: float) -> None:
@@ -129,21 +129,20 @@ def student(freedom: float) -> float:
     return Z + (Z**3 + Z) / (4 * v) + (5 * Z**5 + 16 * Z**3 + 3 * Z) / (96 * v**2)
 
 
-@dataclass
-class Sums:
+class Sums(State, frozen=False):
     """Record of one rule: counts, signal seen, and sums over audits. Signal: squared norm of a group's advantages."""
 
-    removed: float = 0.0
-    audited: float = 0.0
-    audited_signal: float = 0.0
-    kept_signal: float = 0.0
-    valuable: WeightedMean = field(default_factory=WeightedMean)
+    removed: Sum = 0.0
+    audited: Sum = 0.0
+    audited_signal: Sum = 0.0
+    kept_signal: Sum = 0.0
+    valuable: WeightedMean = Field(default_factory=WeightedMean)
     """Share of all removals that held a signal (1 where there was one, else 0)."""
-    signal: WeightedMean = field(default_factory=WeightedMean)
+    signal: WeightedMean = Field(default_factory=WeightedMean)
     """Mean signal of all removals."""
-    lost: WeightedMean = field(default_factory=WeightedMean)
+    lost: WeightedMean = Field(default_factory=WeightedMean)
     """Signal of removals carried out."""
-    tokens: WeightedMean = field(default_factory=WeightedMean)
+    tokens: WeightedMean = Field(default_factory=WeightedMean)
     """Mean tokens of removals carried out."""
 
     def remove(self, probability: float, n: int) -> None:
@@ -189,23 +188,6 @@ class Sums:
             return Estimate(0.0, 0.0, 0.0)
         value, low, high = self.tokens.unbounded()
         return Estimate(value * self.removed, low * self.removed, high * self.removed)
-
-    def state_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_state(cls, state: Mapping[str, Any]) -> Sums:
-        """Raises TypeError or ValueError on what `state_dict` cannot have given."""
-        values: dict[str, Any] = {k: WeightedMean(**v) if isinstance(v, Mapping) else v for k, v in state.items()}
-        require_types(found := cls(**values))
-        for part in (found, found.valuable, found.signal, found.lost, found.tokens):
-            for name, value in vars(part).items():
-                if isinstance(value, int | float):
-                    in_range(value, 0, math.inf, name)
-        for mean in (found.valuable, found.signal, found.lost, found.tokens):
-            if mean.w and min(mean.w, mean.a, mean.top_w, mean.top_v) < FADED**3:
-                raise ValueError("sums over audits without a weight")
-        return found
 
 
 def share_of(mean: Estimate, n: float, rest: float) -> Estimate:

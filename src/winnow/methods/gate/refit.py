@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Mapping
-from typing import Any
+from typing import Annotated
 
 import numpy as np
+
+from ...base.state import Count, Loose, State, Stateful
 
 LEAST, MOST = 20, 512
 """Groups observed before a threshold is chosen anew, and groups remembered."""
@@ -27,7 +27,13 @@ def between(low: float, high: float) -> float:
     return next((t for d in range(1, 17) if low < (t := round(middle, d)) <= high), high)
 
 
-class Refit:
+class RefitState(State):
+    threshold: float
+    steps: Count
+    seen: list[Annotated[tuple[float, bool, float], Loose]]
+
+
+class Refit(Stateful):
     """A threshold that is chosen anew every `every` optimizer steps: the highest that keeps to a precision.
 
     Every group that the gate was asked about and that came to its end is evidence; one that the gate would have cut
@@ -35,35 +41,30 @@ class Refit:
     remembered the threshold stays as it is; when none keeps to the precision it is 0, and nothing is cut meanwhile.
     """
 
+    state_model = RefitState
+
     def __init__(self, threshold: float, every: int, precision: float) -> None:
         self.threshold = threshold
         self.every, self.precision = every, precision
-        self._steps = 0
-        self._seen: deque[tuple[float, bool, float]] = deque(maxlen=MOST)
+        self.steps = 0
+        self.seen: list[tuple[float, bool, float]] = []
         """Value of the signal, whether the group was worthless, and how many groups it stands for."""
 
     def observe(self, value: float, worthless: bool, survival_p: float) -> None:
         """`survival_p`: chance that the whole group came to its end, by all decisions about it and its members."""
-        self._seen.append((value, worthless, 1 / survival_p))
+        self.seen = [*self.seen[1 - MOST :], (value, worthless, 1 / survival_p)]
 
     def end_step(self) -> None:
         """An optimizer step is over; now and then, choose."""
-        self._steps += 1
-        if self._steps % self.every == 0 and len(self._seen) >= LEAST:
+        self.steps += 1
+        if self.steps % self.every == 0 and len(self.seen) >= LEAST:
             self.threshold = self._chosen()
 
     def _chosen(self) -> float:
-        value_N, worthless_N, weight_N = map(np.array, zip(*self._seen, strict=True))
+        value_N, worthless_N, weight_N = map(np.array, zip(*self.seen, strict=True))
         edges_M, cut_M, tp_M = counts_under(value_N, weight_N, weight_N * worthless_N)
         good_M = np.flatnonzero((tp_M >= self.precision * cut_M - 1e-9) & (edges_M[1:] > edges_M[:-1]))
         return between(float(edges_M[good_M[-1]]), float(edges_M[good_M[-1] + 1])) if len(good_M) else 0.0
 
     def metrics(self) -> dict[str, float]:
-        return {"threshold": self.threshold, "remembered": float(len(self._seen))}
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"threshold": self.threshold, "steps": self._steps, "seen": [list(seen) for seen in self._seen]}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.threshold, self._steps = float(state["threshold"]), int(state["steps"])
-        self._seen = deque(((float(v), bool(z), float(w)) for v, z, w in state["seen"]), maxlen=MOST)
+        return {"threshold": self.threshold, "remembered": float(len(self.seen))}

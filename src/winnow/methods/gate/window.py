@@ -2,25 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from pydantic import GetCoreSchemaHandler, ValidationInfo
+from pydantic_core import CoreSchema, core_schema
 
-from ...base.array_json import pack, unpack
+from ...base.array_json import Packed, pack
 
-POSITIVE = 1e-300, 1e300
-"""Limits of weights."""
+INTS, FLOATS, TRUTHS = Packed("i8", None), Packed("f8", None), Packed("?", None)
+
+
+class Columns:
+    """Annotation of a window's state: `Annotated[list[np.ndarray], Columns(INTS, FLOATS)]`; empty without rows."""
+
+    def __init__(self, *columns: Packed) -> None:
+        self.columns = columns
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.with_info_plain_validator_function(self._read)
+
+    def _read(self, value: Any, info: ValidationInfo) -> list[np.ndarray]:
+        given = value.get("columns") if isinstance(value, dict) else None
+        if not isinstance(given, list) or len(given) not in (0, len(self.columns)):
+            raise ValueError(f"is not a window of {len(self.columns)} columns")
+        columns = [kind.read(column, info) for kind, column in zip(self.columns, given, strict=False)]
+        if len({len(column) for column in columns}) > 1:
+            raise ValueError("has columns of different lengths")
+        return columns
 
 
 class Window:
-    """Keeps the last `capacity` rows.
+    """Keeps the last `capacity` rows."""
 
-    `kinds`: a letter for each column, as NumPy's kinds: `b`, `i`, `f`; a large one for columns of arrays.
-    """
-
-    def __init__(self, capacity: int, kinds: str) -> None:
-        self.capacity, self.kinds = capacity, kinds
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
         self._columns: list[np.ndarray] = []
         self._new: list[Sequence[Any]] = []
 
@@ -49,16 +66,6 @@ class Window:
     def state_dict(self) -> dict[str, Any]:
         return {"columns": [pack(column) for column in self.columns()]}
 
-    def load_state_dict(self, state: Mapping[str, Any], *limits: tuple[float, float]) -> None:
-        """Raises ValueError on columns that `state_dict` cannot have given; `limits`: least and largest of each."""
-        rows = {column["shape"][0] for column in state["columns"]}
-        if len(rows) > 1 or not all(0 < n <= self.capacity for n in rows):
-            raise ValueError(f"columns of {sorted(rows)} rows, where at most {self.capacity} are")
-        columns = [unpack(column) for column in state["columns"]]
-        found = "".join(c.dtype.kind.upper() if c.ndim == 2 else c.dtype.kind if c.ndim == 1 else "?" for c in columns)
-        if columns and found != self.kinds:
-            raise ValueError(f"columns of kinds {found!r}, where {self.kinds!r} are")
-        for column, (low, high) in zip(columns, limits, strict=False):
-            if not low <= column.min() <= column.max() <= high:
-                raise ValueError(f"numbers from {column.min()} to {column.max()}, where {low} to {high} can be")
-        self._columns, self._new = columns, []
+    def load(self, columns: list[np.ndarray]) -> None:
+        """Take the columns of a state; see `Columns`."""
+        self._columns, self._new = [column[-self.capacity :] for column in columns], []

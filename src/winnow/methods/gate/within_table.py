@@ -9,15 +9,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 from pydantic import TypeAdapter
 
-from ...base.typed import LARGEST, in_range
-from .base import Array
-from .calibration import BinnedPosterior, survival_factor
-from .window import Window
+from ...base.array_json import Packed
+from ...base.state import Count, Loose, Probability, State, at
+from .calibration import BINS, BinnedPosterior, survival_factor
+from .window import INTS, Columns, Window
 from .within import Price, ScoreModel, price_of, rate_weights, survival_within
 
 PRIOR = 4.0
@@ -34,9 +34,9 @@ PROMPTS = 4096
 class WithinTable:
     """Chances of survival by prompt and score, fixed for a step."""
 
-    failure_B: Array
+    failure_B: Annotated[np.ndarray, Packed("f8", "bins")]
     """float64 [bins]: P(bin | failure)."""
-    success_B: Array
+    success_B: Annotated[np.ndarray, Packed("f8", "bins")]
     """float64 [bins]: P(bin | success)."""
     size: float
     """Siblings a group."""
@@ -44,23 +44,12 @@ class WithinTable:
     price: Price
     prior: tuple[float, float]
     """Wins and losses that a prompt begins with, both above 0."""
-    ordinals_N: Array
+    ordinals_N: Annotated[np.ndarray, Packed("i8", "seen")]
     """int64 [N], ascending: prompts seen of late."""
-    outcomes_N2: Array
+    outcomes_N2: Annotated[np.ndarray, Packed("f8", "seen", 2)]
     """float64 [N, 2]: their wins and losses beside the prior."""
     factor: float
     """Factor on the chances, so that they come out at the keep rate."""
-
-    def __post_init__(self) -> None:
-        """Raises ValueError on what a step cannot have fixed."""
-        bins, n = self.failure_B.shape, len(self.ordinals_N)
-        shapes = [a.shape for a in (self.failure_B, self.success_B, self.ordinals_N, self.outcomes_N2)]
-        numbers = (self.size, self.p_min, *self.prior)
-        if shapes != [bins, bins, (n,), (n, 2)] or len(bins) != 1 or min(numbers) <= 0 or self.factor < 0:
-            raise ValueError(f"a table of arrays {shapes}, or of numbers that are none of a gate")
-        for array in (self.failure_B, self.success_B, self.outcomes_N2):
-            if not (array >= 0).all():
-                raise ValueError("a table of chances or outcomes below 0")
 
     @cached_property
     def _rules(self) -> ScoreModel:
@@ -85,6 +74,13 @@ class WithinTable:
         return min(max(self.factor * float(self._rows[beta][number]), self.p_min), 1.0)
 
 
+class PromptsState(State):
+    seen: list[Annotated[tuple[Count, float, float], Loose]]
+    asked: Annotated[list[np.ndarray], Columns(INTS, BINS, INTS)]
+    new: Annotated[tuple[Count, Count, Probability], Loose]
+    table: dict[str, Any] | None
+
+
 class PromptOutcomes:
     """Wins and losses by prompt, and whose siblings were asked about."""
 
@@ -92,7 +88,7 @@ class PromptOutcomes:
         self._keep_rate, self._p_min = keep_rate, p_min
         self._seen: dict[int, tuple[float, float]] = {}
         """Prompts by ordinal, last visit last."""
-        self._asked = Window(capacity, "iii")
+        self._asked = Window(capacity)
         """Ordinal, bin and size of the group."""
         self._new, self._all = 0, 0
         """Siblings asked about in this step, and how many of them of a prompt that was not known."""
@@ -162,18 +158,13 @@ class PromptOutcomes:
             "table": None if self.table is None else _TABLE.dump_python(self.table, mode="json"),
         }
 
-    def load_state_dict(self, state: Mapping[str, Any], bins: int) -> None:
-        self._seen = {}
-        for ordinal, *pair in state["seen"]:
-            wins, losses = (in_range(float(count), 0, LARGEST, "seen") for count in pair)
-            self._seen[int(ordinal)] = wins, losses
-        self._asked.load_state_dict(state["asked"], (0, LARGEST), (0, bins - 1), (1, LARGEST))
-        new, asked, share = state["new"]
-        self._new, self._all = int(in_range(new, 0, LARGEST, "new")), int(in_range(asked, 0, LARGEST, "new"))
-        self._share_new = in_range(float(share), 0, 1, "new")
-        self.table = None if state["table"] is None else _TABLE.validate_python(state["table"])
-        if self.table is not None and len(self.table.failure_B) != bins:
-            raise ValueError(f"a table of {len(self.table.failure_B)} bins, where {bins} are")
+    def load_state_dict(self, state: Mapping[str, Any] | PromptsState, bins: int) -> None:
+        saved = PromptsState.of(state, bins=bins)
+        self._seen = {ordinal: (wins, losses) for ordinal, wins, losses in saved.seen}
+        self._asked.load(saved.asked)
+        self._new, self._all, self._share_new = saved.new
+        with at("table"):
+            self.table = None if saved.table is None else _TABLE.validate_python(saved.table, context={"bins": bins})
 
 
 _TABLE = TypeAdapter(WithinTable)

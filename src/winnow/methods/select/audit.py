@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from ...base.state import at
 from ...types import Group, Verdict, Visit
 from ..gate.audit import RuleAudit, squared_advantages
 from ..gate.overrides import keep_probability, survival
@@ -76,5 +77,7 @@ class AuditedSelector:
         return {"selector": self.selector.state_dict(), "audit": self.audit.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.selector.load_state_dict(state["selector"])
-        self.audit.load_state_dict(state["audit"])
+        with at("selector"):
+            self.selector.load_state_dict(state["selector"])
+        with at("audit"):
+            self.audit.load_state_dict(state["audit"])

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Annotated, ClassVar
 
 import numpy as np
+from pydantic import Field
 
-from ...base.array_json import pack, unpack
+from ...base.array_json import Packed
 from ...types import KEEP, Group, GroupKind, Prompt, Verdict
 from ..group_kind import BY_REWARDS, GroupJudge
-from .trace import TraceSelector
+from .trace import TraceSelector, TraceState
 
 ROUNDING = 1e-3
 """Tolerance of a sum of visits seen in part: three thirds are one."""
@@ -27,8 +28,14 @@ class Backoff:
         return BackoffSelector(prompts, seed, judge)
 
 
+class BackoffState(TraceState):
+    last_epoch_N: Annotated[np.ndarray, Packed("u4", "prompts")] = Field(alias="last_epoch")
+
+
 class BackoffSelector(TraceSelector):
     """Nine bytes a prompt for the trace and four for the order of the epoch."""
+
+    state_model = BackoffState
 
     def __init__(self, prompts: Sequence[Prompt], seed: int, judge: GroupJudge) -> None:
         super().__init__(prompts, seed, judge)
@@ -45,10 +52,3 @@ class BackoffSelector(TraceSelector):
 
     def _judged(self, group: Group, kind: GroupKind) -> None:
         self.last_epoch_N[group.prompt.ordinal] = group.visit.epoch
-
-    def state_dict(self) -> dict[str, Any]:
-        return super().state_dict() | {"last_epoch": pack(self.last_epoch_N)}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        super().load_state_dict(state)
-        self.last_epoch_N = unpack(state["last_epoch"])

@@ -10,13 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 import torch
 
 from ...base.noise import as_tensor, noise_key, uniform
-from ...base.typed import in_range
+from ...base.state import Loose, Probability, State
 from ...types import KEEP, Group, GroupKind, Prompt, Verdict
 from ..base import Chart
 from ..group_kind import BY_REWARDS, GroupJudge, forced, share_seen
@@ -105,6 +105,11 @@ class Greso:
         return GresoSelector(prompts, seed, self, judge)
 
 
+class GresoState(State, extra="ignore"):
+    p: Annotated[tuple[Probability, Probability], Loose]
+    seen: Annotated[tuple[float, float, float, float], Loose]
+
+
 class GresoSelector(TraceSelector):
     """Five bytes a prompt for the trace and four for the order of the epoch."""
 
@@ -162,5 +167,6 @@ class GresoSelector(TraceSelector):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
-        self.p = {kind: in_range(float(p), 0, 1, "p") for kind, p in zip((EASY, HARD), state["p"], strict=True)}
-        self._seen = dict(zip(JUDGED, map(float, state["seen"]), strict=True))
+        saved = GresoState.of(state)
+        self.p = dict(zip((EASY, HARD), saved.p, strict=True))
+        self._seen = dict(zip(JUDGED, saved.seen, strict=True))

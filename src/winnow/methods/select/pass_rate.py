@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated
 
 import numpy as np
+from pydantic import Field
 
-from ...base.array_json import pack, unpack
+from ...base.array_json import Packed
 from ...types import KEEP, Prompt, Verdict
 from ..base import Chart
 from ..group_kind import BY_REWARDS, GroupJudge
 from ..pass_rates import PassRate as Measured
 from ..pass_rates import read_profile
-from .stream import StreamSelector
+from .stream import StreamSelector, StreamState
 
 ROLLOUTS = 16
 
@@ -69,8 +70,14 @@ class PassRate:
         return selector
 
 
+class PassRateState(StreamState):
+    rate_N: Annotated[np.ndarray, Packed("f8", "prompts", nan=True)] = Field(alias="rate")
+
+
 class PassRateSelector(StreamSelector):
     """Eight bytes a prompt for the rates and four for the order of the epoch."""
+
+    state_model = PassRateState
 
     def __init__(self, prompts: Sequence[Prompt], seed: int, options: PassRate) -> None:
         super().__init__(prompts, seed)
@@ -108,10 +115,3 @@ class PassRateSelector(StreamSelector):
 
     def metrics(self) -> dict[str, float]:
         return super().metrics() | {"pass_rate/in_band": float(self.in_band().mean())}
-
-    def state_dict(self) -> dict[str, Any]:
-        return super().state_dict() | {"rate": pack(self.rate_N)}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        super().load_state_dict(state)
-        self.rate_N = unpack(state["rate"])

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
-from ...base.typed import LARGEST
+from ...base.state import Count, State, Stateful
 from ...types import KEEP, Group, Prompt, Verdict, Visit
 from ..pass_rates import PassRate
 
@@ -29,11 +29,17 @@ class Override(Protocol):
         ...
 
 
-class StreamSelector:
+class StreamState(State, extra="ignore"):  # subclasses have keys of their own
+    visits: Count
+
+
+class StreamSelector(Stateful):
     """Every prompt once an epoch, in an order that is a function of (seed, epoch) alone, or in that of `order_N`.
 
     A subclass overrides `keeps`, and `verdict_on` to give the reason; with neither, nothing is ever skipped.
     """
+
+    state_model: ClassVar[type[State]] = StreamState
 
     def __init__(self, prompts: Sequence[Prompt], seed: int, *, order_N: np.ndarray | None = None) -> None:
         if not prompts:
@@ -109,11 +115,9 @@ class StreamSelector:
     def metrics(self) -> dict[str, float]:
         return {"epoch": self.visits / len(self.prompts), "select/skipped": float(self.skipped)}
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"visits": self.visits}
+    def axes(self) -> dict[str, int]:
+        return {"prompts": len(self.prompts)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.visits = int(state["visits"])
-        if not 0 <= self.visits < LARGEST:
-            raise ValueError(f"visits cannot be {self.visits}")
+        super().load_state_dict(state)
         self._order, self._order_epoch = self._order_of(self.epoch), self.epoch

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Annotated, ClassVar
 
 import numpy as np
+from pydantic import Field
 
-from ...base.array_json import pack, unpack
+from ...base.array_json import Packed
+from ...base.state import State
 from ...types import Group, GroupKind, Prompt
 from ..group_kind import GroupJudge, share_seen
-from .stream import StreamSelector
+from .stream import StreamSelector, StreamState
 
 EFFECTIVE, EASY, HARD = 0, 1, 2
 KINDS = {GroupKind.SIGNAL: EFFECTIVE, GroupKind.EASY: EASY, GroupKind.HARD: HARD, GroupKind.UNKNOWN: HARD}
 """Equal rewards of which nothing says that they are right count as hard."""
 LONGEST = float(np.iinfo(np.uint16).max)
+
+
+class TraceState(StreamState):
+    z_N: Annotated[np.ndarray, Packed("f4", "prompts")] = Field(alias="z")
+    kind_N: Annotated[np.ndarray, Packed("u1", "prompts", index=HARD + 1)] = Field(alias="kind")
 
 
 class TraceSelector(StreamSelector):
@@ -32,6 +39,8 @@ class TraceSelector(StreamSelector):
     - A group that a gate cut, or with too few rewards, leaves the run as it was. With audits some cuts are overridden:
       those groups have rewards, so the trace learns from them, at the audit's rate, what the cuts were worth.
     """
+
+    state_model: ClassVar[type[State]] = TraceState
 
     def __init__(self, prompts: Sequence[Prompt], seed: int, judge: GroupJudge) -> None:
         super().__init__(prompts, seed)
@@ -53,13 +62,3 @@ class TraceSelector(StreamSelector):
 
     def _judged(self, group: Group, kind: GroupKind) -> None:
         """Hook for a judged group, also one that was cut on evidence."""
-
-    def state_dict(self) -> dict[str, Any]:
-        return super().state_dict() | {"z": pack(self.z_N), "kind": pack(self.kind_N)}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        super().load_state_dict(state)
-        self.z_N, self.kind_N = unpack(state["z"]), unpack(state["kind"])
-        known_N = (self.kind_N <= HARD) & ((self.z_N == 0) | (self.z_N > 0) & (self.kind_N != EFFECTIVE))
-        if not known_N.all():
-            raise ValueError("a trace of zero-variance visits that are of no kind, or of no number")

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ...base.typed import in_range
+from ...base.state import Count, State, Stateful
 
 DWELL = 10
 ROUNDING = 1e-9
@@ -75,45 +75,50 @@ class AdaptiveK:
         return AdaptiveSize(self, base, high)
 
 
-class AdaptiveSize:
+class AdaptiveState(State):
+    size: Count
+    history: list[float]
+    steps: Count | None
+
+
+class AdaptiveSize(Stateful):
     """The controller; its state is the size, the shares since the last change, and the steps since then."""
+
+    state_model = AdaptiveState
 
     def __init__(self, options: AdaptiveK, base: int, high: int) -> None:
         self.options = options
         self.smallest, self.largest = base, high
-        self._size = base
-        self._history: list[float] = []
-        self._steps: int | None = None
+        self.size = base
+        self.history: list[float] = []
+        self.steps: int | None = None
         """Steps since the last change; None before the first, which `dwell` does not delay."""
 
     def next(self) -> int:
-        return self._size
+        return self.size
 
     def observe(self, step_stats: Mapping[str, float]) -> None:
         """Learn from `frac_reward_zero_std`; a step without it, or that rolled nothing out, only passes time."""
         o = self.options
-        if self._steps is not None:
-            self._steps += 1
+        if self.steps is not None:
+            self.steps += 1
         if "frac_reward_zero_std" in step_stats and step_stats.get("groups/rolled_out") != 0:
-            self._history = [*self._history, float(step_stats["frac_reward_zero_std"])][-o.window :]
+            self.history = [*self.history, float(step_stats["frac_reward_zero_std"])][-o.window :]
         size = self._wanted()
-        if size != self._size and (self._steps is None or self._steps >= o.dwell):
-            self._size, self._history, self._steps = size, [], 0
+        if size != self.size and (self.steps is None or self.steps >= o.dwell):
+            self.size, self.history, self.steps = size, [], 0
 
     def _wanted(self) -> int:
         o = self.options
         if (
             o.tau_down is not None
-            and self._size == self.largest
-            and _mean(self._history, o.window) < o.tau_down - ROUNDING
+            and self.size == self.largest
+            and _mean(self.history, o.window) < o.tau_down - ROUNDING
         ):
             return self.smallest
-        return next_size(self._size, self._history, self.smallest, self.largest, o.tau, o.window)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"size": self._size, "history": list(self._history), "steps": self._steps}
+        return next_size(self.size, self.history, self.smallest, self.largest, o.tau, o.window)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._size = int(in_range(state["size"], self.smallest, self.largest, "size"))
-        self._history = [float(share) for share in state["history"]]
-        self._steps = None if state["steps"] is None else int(state["steps"])
+        super().load_state_dict(state)
+        if self.size not in (self.smallest, self.largest):
+            raise ValueError(f"size: is neither {self.smallest} nor {self.largest} (got {self.size})")

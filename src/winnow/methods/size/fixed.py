@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+
+from ...base.state import Stateful
 
 
 @dataclass(frozen=True)
@@ -16,7 +17,7 @@ class Fixed:
 
 
 @dataclass(frozen=True)
-class FixedSize:
+class FixedSize(Stateful):
     size: int
 
     @property
@@ -32,9 +33,3 @@ class FixedSize:
 
     def observe(self, step_stats: Mapping[str, float]) -> None:
         """A fixed size learns nothing."""
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """A fixed size has no state."""

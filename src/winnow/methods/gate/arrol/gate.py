@@ -5,20 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
+from pydantic import Field
 
 from ....base.errors import ConfigError
-from ....base.typed import LARGEST, in_range
+from ....base.state import Count, Probability, State
 from ....types import Decision, Fate, Group, Rollout, Token
 from ...base import Chart, RunFacts
 from ..base import Gate, GateContext
-from ..calibration import Balance, BinnedPosterior, survival_factor, survival_probabilities
-from ..window import POSITIVE, Window
-from ..within_table import PromptOutcomes
+from ..calibration import BINS, Balance, BinnedPosterior, PosteriorState, survival_factor, survival_probabilities
+from ..window import FLOATS, INTS, Columns, Window
+from ..within_table import PromptOutcomes, PromptsState
 from .charts import quality_charts
-from .head import LEARNING_RATE, WIDTH, Example, QualityHead, mean_logp
+from .head import LEARNING_RATE, WIDTH, Example, HeadState, QualityHead, mean_logp
 from .rule import ArrolRule, Quality, Scale
 from .stats import Realised
 
@@ -148,6 +149,20 @@ class Arrol:
         return ArrolGate(self, context)
 
 
+class ArrolState(State):
+    steps: Count
+    at: Annotated[int, Field(ge=1)]
+    head: HeadState
+    posterior: PosteriorState
+    bins: Annotated[list[np.ndarray], Columns(BINS)]
+    raw: Annotated[list[np.ndarray], Columns(FLOATS)]
+    lengths: Annotated[list[np.ndarray], Columns(INTS, FLOATS)]
+    survival: list[Probability]
+    novelty: Annotated[list[np.ndarray], Columns(FLOATS)]
+    factor: float
+    prompts: PromptsState
+
+
 class ArrolGate(Gate):
     """Head, calibration and survival are fixed within an optimizer step, and learn between two: so neither the order in
     which rollouts come, nor what runs beside them, changes a decision.
@@ -166,16 +181,16 @@ class ArrolGate(Gate):
         self._steps = 0
         self._at = options.at or FIRST_AT
         self._posterior = BinnedPosterior(options.bins, REMEMBERED)
-        self._bins = Window(REMEMBERED, "i")
-        self._raw = Window(REMEMBERED, "f")
+        self._bins = Window(REMEMBERED)
+        self._raw = Window(REMEMBERED)
         """Scores as they are, of predictors that know no scale."""
         self._scale_M = np.empty(0)
         """Scores of recent rollouts by the predictor of now, ascending."""
-        self._lengths = Window(REMEMBERED, "if")
+        self._lengths = Window(REMEMBERED)
         """Length of a rollout's last turn and how many rollouts it stands for."""
         self._q_B = self._posterior.table()
         self._survival_B = np.full(self._posterior.bins, options.keep_rate)
-        self._novelty = Window(REMEMBERED, "f")
+        self._novelty = Window(REMEMBERED)
         self._factor = 1.0
         self._prompts = PromptOutcomes(options.keep_rate, options.p_min, REMEMBERED)
         """Under `within`."""
@@ -324,18 +339,21 @@ class ArrolGate(Gate):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._steps, self._at = int(state["steps"]), int(in_range(state["at"], 1, LARGEST - 1, "at"))
-        self.head.load_state_dict(state["head"])
-        self._posterior.load_state_dict(state["posterior"])
+        bins = self._posterior.bins
+        saved = ArrolState.of(state, bins=bins)
+        if len(saved.survival) != bins:
+            raise ValueError(f"survival: has {len(saved.survival)} numbers, not {bins}")
+        self._steps, self._at, self._factor = saved.steps, saved.at, saved.factor
+        self.head.load_state_dict(saved.head)
+        self._posterior.load_state_dict(saved.posterior)
         self._q_B = self._posterior.table()
-        self._bins.load_state_dict(state["bins"], (0, self._posterior.bins - 1))
-        self._raw.load_state_dict(state["raw"])
-        self._lengths.load_state_dict(state["lengths"], (0, LARGEST), POSITIVE)
-        self._novelty.load_state_dict(state["novelty"], (1e-9, 1))
-        self._factor = in_range(float(state["factor"]), 0, LARGEST, "factor")
-        self._prompts.load_state_dict(state["prompts"], self._posterior.bins)
+        self._bins.load(saved.bins)
+        self._raw.load(saved.raw)
+        self._lengths.load(saved.lengths)
+        self._novelty.load(saved.novelty)
+        self._prompts.load_state_dict(saved.prompts, bins)
         self._set_scale()
-        self._survival_B = np.array([in_range(p, 0, 1, "survival") for p in state["survival"]], np.float64)
+        self._survival_B = np.array(saved.survival, np.float64)
 
 
 def _sampled_after(rollout: Rollout, decision: Decision) -> int:

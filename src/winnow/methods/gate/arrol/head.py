@@ -7,23 +7,24 @@ that, and together they tell most. `with_logp=False` is the paper's.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 import torch
+from pydantic import PositiveFloat
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import nn
 
-from ....base.array_json import pack, unpack
+from ....base.array_json import Packed, pack, unpack
 from ....base.noise import noise_key
-from ....base.typed import in_range
+from ....base.state import Count, Loose, State, at
 from ....types import Rollout
 from ..base import Array
-from ..window import Window
+from ..window import FLOATS, TRUTHS, Columns, Window
 
 HEAD_STREAM = 6
 """Keeps its draws apart from other noise."""
@@ -98,7 +99,9 @@ class HeadWeights:
             with safe_open(str(file), "numpy") as tensors:
                 layers = [tensors.get_tensor(name) for name in _NAMES]
                 mean, deviation = map(float, tensors.get_tensor("moments").tolist())
-            _require_layers(layers)
+            width, size = layers[0].shape
+            if [layer.shape for layer in layers] != [(width, size), (width,), (1, width), (1,)] or size < 2:
+                raise ValueError("its layers do not fit together")
             if not (all(np.isfinite(layer).all() for layer in layers) and np.isfinite(mean) and 0 < deviation < np.inf):
                 raise ValueError("its numbers are not finite")
         except (OSError, SafetensorError, TypeError, ValueError) as error:
@@ -131,6 +134,18 @@ def inputs_of(hidden_NH: np.ndarray, logp_N: np.ndarray, moments: tuple[float, f
     return centred_NH, np.asarray(2 * (logp_N - mean) / deviation, np.float32)
 
 
+HIDDEN = Packed("f4", None, "hidden")
+
+
+class HeadState(State):
+    fits: Count
+    resets: Count
+    net: list[dict[str, Any]] | None
+    moments: Annotated[tuple[float, PositiveFloat], Loose]
+    recent: Annotated[list[np.ndarray], Columns(HIDDEN, FLOATS)]
+    examples: Annotated[list[np.ndarray], Columns(HIDDEN, FLOATS, TRUTHS, FLOATS)]
+
+
 class QualityHead:
     """Two layers, trained with cross-entropy on the last `REMEMBERED` labelled rollouts; made for the first."""
 
@@ -142,10 +157,10 @@ class QualityHead:
         self._fits = 0
         self.resets = 0
         """How often it was thrown away because its weights were not finite."""
-        self._examples = Window(REMEMBERED, "Ffbf")
+        self._examples = Window(REMEMBERED)
         self._observed: list[Example] = []
         """Not yet among them."""
-        self._recent = Window(RECENT, "Ff")
+        self._recent = Window(RECENT)
         """Hidden state and log-probability."""
         self._net: nn.Sequential | None = None
         self._optimizer: torch.optim.AdamW | None = None
@@ -226,58 +241,50 @@ class QualityHead:
             self.weights, self._net, self._optimizer = HeadWeights(moments=moments), None, None
             self.resets += 1
 
+    def _tensors(self) -> list[torch.Tensor]:
+        """Parameters, and AdamW's states of each; it makes them at its first step."""
+        if self._net is None or self._optimizer is None:
+            return []
+        found = [p.detach() for p in self._net.parameters()]
+        for parameter in self._net.parameters():
+            found += [self._optimizer.state[parameter][key] for key in ("step", "exp_avg", "exp_avg_sq")]
+        return found
+
     def state_dict(self) -> dict[str, Any]:
         self._take_observed()
-        net = None
-        if self._net is not None and self._optimizer is not None:
-            adam = [self._optimizer.state[p] for p in self._net.parameters()]
-            tensors = [*self._net.parameters(), *(s[key] for s in adam for key in ("step", "exp_avg", "exp_avg_sq"))]
-            net = [pack(t.detach().numpy()) for t in tensors]
         return {
             "fits": self._fits,
             "resets": self.resets,
-            "net": net,
+            "net": [pack(tensor.numpy()) for tensor in self._tensors()] or None,
             "moments": list(self.weights.moments),
             "recent": self._recent.state_dict(),
             "examples": self._examples.state_dict(),
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Raises ValueError, among others, on what `state_dict` cannot have given: AdamW does not look at shapes."""
-        self._fits, self.resets = int(state["fits"]), int(state["resets"])
-        moments = float(state["moments"][0]), in_range(float(state["moments"][1]), 1e-9, MAX_CHANGE, "moments")
-        self._recent.load_state_dict(state["recent"])
-        self._examples.load_state_dict(state["examples"])
+    def load_state_dict(self, state: Mapping[str, Any] | HeadState) -> None:
+        saved = HeadState.of(state)
+        self._fits, self.resets = saved.fits, saved.resets
+        self._recent.load(saved.recent)
+        self._examples.load(saved.examples)
         self._observed = []
-        self.weights, self._net, self._optimizer = HeadWeights(moments=moments), None, None
-        if state["net"]:
-            layers = [unpack(packed) for packed in state["net"]]
-            layers, adam = layers[: len(_NAMES)], layers[len(_NAMES) :]
-            width, size = _require_layers(layers)
-            like = [shape for layer in layers for shape in ((), layer.shape, layer.shape)]
-            wrong = [a for a in (*layers, *adam) if a.dtype != np.float32]
-            if width != self._width or wrong or [a.shape for a in adam] != like:
-                raise ValueError(f"a head of {width} units, or an optimizer's state, that this gate does not have")
-            self._build(size - 1)
-            assert self._net is not None
-            assert self._optimizer is not None
-            rest = iter(map(torch.from_numpy, adam))
-            for parameter, layer in zip(self._net.parameters(), layers, strict=True):
-                with torch.no_grad():
-                    parameter.copy_(torch.from_numpy(layer))
-                self._optimizer.state[parameter] = {key: next(rest) for key in ("step", "exp_avg", "exp_avg_sq")}
-            self._publish(moments)
-        known = (self.weights.hidden_size, *(w.columns()[0].shape[1] for w in (self._recent, self._examples) if len(w)))
-        if len({size for size in known if size is not None}) > 1:
-            raise ValueError(f"hidden states of several sizes: {known}")
+        self.weights, self._net, self._optimizer = HeadWeights(moments=saved.moments), None, None
+        if saved.net is not None:
+            with at("net"):
+                self._load_net([torch.from_numpy(unpack(packed)) for packed in saved.net])
+            self._publish(saved.moments)
 
-
-def _require_layers(layers: Sequence[np.ndarray]) -> tuple[int, int]:
-    """Units and inputs, the log-probability among these. Raises ValueError where the layers are not a head's."""
-    width, size = layers[0].shape
-    if [layer.shape for layer in layers] != [(width, size), (width,), (1, width), (1,)] or size < 2:
-        raise ValueError("its layers do not fit together")
-    return width, size
+    def _load_net(self, saved: list[torch.Tensor]) -> None:
+        """Raises ValueError on other shapes than this head's: AdamW does not look at them."""
+        self._build(self._examples.columns()[0].shape[1])
+        assert self._net is not None
+        assert self._optimizer is not None
+        for parameter in self._net.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        self._optimizer.step()
+        for own, tensor in zip(self._tensors(), saved, strict=True):
+            if own.shape != tensor.shape or own.dtype != tensor.dtype or not tensor.isfinite().all():
+                raise ValueError(f"not a finite array of {list(own.shape)} {own.dtype}, as a head of {self._width} has")
+            own.copy_(tensor)
 
 
 def _normalisable(hidden_NH: np.ndarray) -> np.ndarray:
