@@ -70,7 +70,7 @@ class LearnerOptions:
 class LocalLearner:
     """See `Learner`. `model` is a Hugging Face causal LM, possibly wrapped by peft; it is trained in place.
 
-    It stays in eval mode (see `modes`): the policy that is trained must be the one that sampled.
+    It stays in eval mode (see `eval_mode`): the policy that is trained must be the one that sampled.
     """
 
     def __init__(
@@ -152,9 +152,7 @@ class LocalLearner:
             return row_by_row
         self.model.eval()  # without the dropout of adapters, which would make the trial another draw
         try:
-            return batched_if_exact(
-                self._causal_lm, row_by_row, self.distribution, self._autocast, share_prompts=self._share_prompts
-            )
+            return batched_if_exact(self._causal_lm, row_by_row, self.distribution, self._autocast)
         finally:
             train_adapter_dropout(self.model)
 
