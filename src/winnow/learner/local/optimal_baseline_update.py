@@ -2,8 +2,8 @@
 
 The authors run one backward pass a rollout and keep two sums of gradients, one weighted with rewards and one not;
 the baseline is subtracted at the end. `RowByRow` does that. `Batched` takes one backward pass for all rollouts of a
-micro-batch where each trainable parameter's gradient can be told apart by rows (`grad_norms`): about twice as fast for
-rollouts of up to 64 tokens, no faster from `ALONE_TOKENS` on.
+micro-batch where each trainable parameter's gradient can be told apart by rows (`grad_norms`): 1.5 to 4.5 times as fast
+below `ALONE_TOKENS` (docs/baselines.md).
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from .logprob import TokenDistribution
 from .row_head import HeadPass, RowHead, Tokens
 from .update_stats import Logp, book, correction_weights, spread
 
-ALONE_TOKENS = 128
-"""Mean length of rows, padded, from which a CPU computes them one by one: the gain of `Batched` falls under 1.3 there
-(docs/baselines.md), and it takes more memory. A GPU would be mostly idle with one row."""
+ALONE_TOKENS = 200
+"""Mean length of rows, padded, from which a CPU computes them one by one. `Batched` is 1.5 times as fast at 128 tokens,
+at most 1.2 times at 256, and takes more memory. A GPU would be mostly idle with one row."""
 
 
 class PooledGradients(Protocol):
