@@ -10,9 +10,6 @@ from typing import Any
 import pytest
 
 from winnow import ConfigError, Trainer
-from winnow.learner import batch
-from winnow.learner.local import optimal_baseline_update
-from winnow.learner.local.grad_norms import RowHooks
 from winnow.run.plan import plan
 from winnow.study.compare_data import read_run_data
 
@@ -162,10 +159,7 @@ def test_optimal_baselines_are_bit_exact_after_a_resume(
             assert 0 < m["baseline/mean"] < 1
 
 
-def test_opob_over_shared_prompts_with_every_method_and_a_resume(
-    tiny_config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Models of this size share no prompts by themselves; shared or not, the steps are the same up to rounding."""
+def test_opob_with_every_method_and_a_resume(tiny_config: dict[str, Any], tmp_path: Path) -> None:
     methods: dict[str, Any] = {
         "advantage": "opob",
         "policy_loss": "plain",
@@ -178,19 +172,10 @@ def test_opob_over_shared_prompts_with_every_method_and_a_resume(
         "step_scale": "ess",
     }
     config = tiny_config | methods | {"num_generations": 8, "learning_rate": 1e-5, "max_steps": 3, "eval_steps": None}
-    train(config | {"output_dir": str(tmp_path / "apart")})
-    passes = []
-    passed = RowHooks.passed
-    monkeypatch.setattr(RowHooks, "passed", lambda self, *args: (passes.append(1), passed(self, *args))[1])
-    monkeypatch.setattr(optimal_baseline_update, "SHARED_PRODUCTS", 0)
-    monkeypatch.setattr(batch, "PASS_TOKENS", 0)
     whole, part = tmp_path / "whole", tmp_path / "part"
     train(config | {"output_dir": str(whole)})
-    assert passes
-    for ours, theirs in zip(metrics_of(whole), metrics_of(tmp_path / "apart"), strict=True):
-        assert ours["rows"] == theirs["rows"]
-        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-3)
     _train_until(config | {"output_dir": str(part)}, 2)
     resume(part)
     assert fingerprint(part) == fingerprint(whole)
     assert_clean(part)
+    assert all(m["rollout_grad_norm/max"] > 0 for m in metrics_of(whole) if m["rows"])

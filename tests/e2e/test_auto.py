@@ -63,13 +63,12 @@ def test_bfloat16_is_kept_on_a_processor_that_would_not_choose_it(
     for step in (3, 4):
         shutil.rmtree(part / "checkpoints" / f"step-{step:06d}")
     cpuinfo.write_text(SLOW)
-    monkeypatch.setattr(machine_module, "times_slower", lambda *_: 3.0)
     heard = Console(file=io.StringIO(), width=1000)
     again = Trainer.resume(part, reward_funcs=parity_reward)
     again.console = heard
     again.train()
     assert "dtype: bfloat16 (as the run began)" in heard.file.getvalue()
-    assert "warning: dtype: bfloat16 takes 3.0 times as long as float32 here" in heard.file.getvalue()
+    assert "warning: dtype: bfloat16 is probably slower here than float32" in heard.file.getvalue()
     assert fingerprint(part) == fingerprint(whole)
     assert_clean(part)
 

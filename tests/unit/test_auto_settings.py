@@ -1,4 +1,4 @@
-"""What `dtype: auto` and `threads: auto` choose: by flags of the processor, and by what was measured."""
+"""What `dtype: auto` and `threads: auto` choose, by the processor's flags and the model's size."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import winnow.base.processor as processor_module
-import winnow.run.auto_settings as machine_module
 import winnow.run.engine_choice as choice_module
 from tests.pretend_cuda import PretendCuda
 from winnow.base.processor import bfloat16_units, processor, usable_threads
@@ -29,7 +28,6 @@ from winnow.run.activations import (
 )
 from winnow.run.auto_settings import PAYS_FROM, choose_dtype, choose_threads, settle
 from winnow.run.engine_choice import choose_engine
-from winnow.run.matmul_timing import BUDGET_S, ROUNDS, Matrices, in_turn, seconds_by_threads, times_slower
 from winnow.run.preflight import refuse_changes, resumed_config
 
 AMX = "model name\t: Xeon\nflags\t\t: fpu avx2 avx512f avx512_bf16 amx_bf16\n\nmodel name\t: other\nflags\t\t: fpu\n"
@@ -138,24 +136,31 @@ def test_the_engine_follows_where_the_loss_weighs_what_it_samples(
     assert kept.why["dtype"] == "as the run began"
 
 
-def test_a_given_type_is_kept_and_its_cost_is_told(on: Callable[[str], None], monkeypatch: pytest.MonkeyPatch) -> None:
-    on(AVX2)
-    settled = settle(config(dtype="bfloat16"), large())
-    assert (settled.config.dtype, settled.config.engine) == ("bfloat16", "local")
-    asked = []
-
-    def slower(dtype: torch.dtype, than: torch.dtype, *rest: Any) -> float:
-        asked.append((dtype, than))
-        return factor
-
-    monkeypatch.setattr(machine_module, "times_slower", slower)
-    factor = 7.25
-    (warning,) = settled.warnings()
-    assert "dtype: bfloat16 takes 7.2 times as long as float32 here" in warning
-    assert "Core (avx2)" in warning
-    factor = 1.05
-    assert settled.warnings() == []
-    assert asked == [(torch.bfloat16, torch.float32)] * 2
+@pytest.mark.parametrize(
+    ("info", "changes", "told"),
+    [
+        (AVX2, {"dtype": "bfloat16"}, "dtype: bfloat16 is probably slower here than float32 (cpu without amx_bf16"),
+        (
+            AMX,
+            {"dtype": "float32"},
+            "dtype: float32 is probably slower here than bfloat16 (the processor",
+        ),
+        (AVX2, {"dtype": "float32"}, None),
+        (AMX, {"dtype": "bfloat16"}, None),
+        (AMX, {"dtype": "bfloat16", "matmul_precision": "medium"}, None),
+        (AMX, {"dtype": "float32", "matmul_precision": "medium"}, None),
+        (AVX2, {"dtype": "float16"}, None),
+    ],
+)
+def test_a_given_type_is_kept_and_a_slower_one_is_told(
+    on: Callable[[str], None], info: str, changes: dict[str, Any], told: str | None
+) -> None:
+    on(info)
+    settled = settle(config(**changes), large())
+    assert settled.config.dtype == changes["dtype"]
+    found = settled.warnings()
+    assert len(found) == (told is not None)
+    assert all(warning.startswith(told or "") for warning in found)
 
 
 def test_more_threads_than_cores_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,80 +183,12 @@ def test_threads_that_are_none(threads: Any) -> None:
         config(threads=threads)
 
 
-class Clock:
-    """Time that passes only when a side is run."""
-
-    def __init__(self) -> None:
-        self.now, self.turns = 0.0, 0
-
-    def __call__(self) -> float:
-        return self.now
-
-    def side(self, seconds: float) -> Callable[[], None]:
-        def turn() -> None:
-            self.now += seconds
-            self.turns += 1
-
-        return turn
-
-
-def test_sides_take_turns_for_half_a_second() -> None:
-    clock = Clock()
-    found = in_turn({1: clock.side(0.02), 2: clock.side(0.01)}, clock)
-    assert {n: {round(s, 9) for s in times} for n, times in found.items()} == {1: {0.02}, 2: {0.01}}
-    assert BUDGET_S <= clock.now < BUDGET_S + 0.04
-    assert len(found[1]) == len(found[2]) > ROUNDS
-
-
-def test_short_turns_are_repeated() -> None:
-    clock = Clock()
-    found = in_turn({"a": clock.side(1e-4)}, clock)
-    assert clock.turns > 10 * len(found["a"])
-    assert found["a"][0] == pytest.approx(1e-4)
-
-
-def test_hopeless_numbers_of_threads_are_tried_no_further() -> None:
-    clock = Clock()
-    sides = {1: clock.side(0.1), 2: clock.side(1.0), 4: clock.side(10.0)}
-    assert set(in_turn(sides, clock)) == {1}
-    assert clock.now < 5, "four threads were never tried"
-    assert set(in_turn(sides, clock, drop=False)) == {1, 2, 4}
-
-
-def test_slow_sides_have_some_rounds_all_the_same() -> None:
-    clock = Clock()
-    found = in_turn({"a": clock.side(5.0), "b": clock.side(9.0)}, clock)
-    assert [len(times) for times in found.values()] == [ROUNDS, ROUNDS]
-
-
 @pytest.mark.parametrize(
     ("parameters", "usable", "chosen"),
     [(PAYS_FROM - 1, 8, 1), (PAYS_FROM, 8, 8), (PAYS_FROM, 1, 1), (10**9, 64, 64)],
 )
 def test_threads_by_size_and_cores(parameters: int, usable: int, chosen: int) -> None:
     assert choose_threads(parameters, usable) == chosen
-
-
-def test_matrices_of_a_model() -> None:
-    found = Matrices.of(large())
-    assert found.parameters == large().num_parameters()
-    assert (4096, 512) in found.shapes, "of the vocabulary a part"
-    assert (1024, 512) in found.shapes
-    assert (512, 1024) in found.shapes
-    assert found.rows(1) == 1
-    assert found.rows(10**9) < 10**4
-
-
-def test_measuring_leaves_the_process_as_it_was(tiny_model: Path) -> None:
-    state, threads = torch.get_rng_state(), torch.get_num_threads()
-    settled = settle(config(model=str(tiny_model)))
-    seconds = seconds_by_threads(settled.matrices, 16, torch.float32, [1, 2])
-    assert set(seconds) <= {1, 2}
-    assert 1 in seconds
-    assert all(s > 0 for s in seconds.values())
-    assert times_slower(torch.bfloat16, torch.float32, settled.matrices, CPU) > 0
-    assert torch.equal(torch.get_rng_state(), state)
-    assert torch.get_num_threads() == threads
 
 
 class TestActivations:

@@ -52,6 +52,7 @@ def test_a_processor_is_measured_as_far_as_it_can_be(
     assert checks["threads"]["chosen"] == 1
     assert checks["threads"]["fastest"] in (1, 2)
     assert checks["threads"]["share_of_one"]["1"] == 1
+    assert torch.get_num_threads() == 1, "as before it was measured"
     assert checks["repeats"]["bit_for_bit"]
     assert checks["embedded engine"]["nats_from_learner"]["mean"] < 1e-5
     assert checks["embedded engine"]["nats_from_learner"]["tokens"] > 32

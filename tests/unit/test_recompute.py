@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import gc
 import weakref
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -119,6 +121,23 @@ def with_feed_forward(change: Any) -> Any:
     mlp = model.model.layers[1].mlp
     mlp.__class__ = type("Changed", (type(mlp),), {"forward": change.forward})
     return model
+
+
+def test_classes_that_compute_otherwise_do_that_product_alone() -> None:
+    """By their sources in the installed transformers."""
+    seen = set()
+    for file in (Path(hf.__file__).parent / "models").glob("*/modeling_*.py"):
+        source = file.read_text(encoding="utf-8")
+        if not any(f"class {name}(nn.Module)" in source for name in recompute.GATED):
+            continue
+        for found in ast.parse(source).body:
+            if isinstance(found, ast.ClassDef) and found.name in recompute.GATED:
+                (forward,) = (m for m in found.body if isinstance(m, ast.FunctionDef) and m.name == "forward")
+                assert len(forward.body) <= 2, file
+                source = ast.unparse(forward).replace(forward.args.args[-1].arg, "x")
+                assert "self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))" in source, file
+                seen.add(found.name)
+    assert seen == recompute.GATED
 
 
 class Doubled:

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from pydantic import ValidationError
 
-from .elsewhere import answers
 from .foreign_values import answer_to
+from .migration_hints import key_hints
 
 
 def suggestion(name: str, known: Sequence[str]) -> str:
@@ -25,7 +25,7 @@ def explain(error: ValidationError, known: Sequence[str], where: str) -> str:
     for e in error.errors():
         key = ".".join(str(part) for part in e["loc"])
         if e["type"] == "extra_forbidden":
-            for name, answer in answers(key, e["input"]):
+            for name, answer in key_hints(key, e["input"]):
                 hint = f" Here {answer}." if answer else suggestion(name, known)
                 lines.append(f"unknown key '{name}'.{hint}")
         elif e["type"] == "missing":

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from ..base.processor import bfloat16_units, processor, usable_threads
+from ..base.processor import bfloat16_units, usable_threads
 from ..config import RunConfig, method, name_of
 from ..engine import ENGINES, LocalOptions
 from ..engine.loading import resolve_device
@@ -18,13 +18,10 @@ from .activations import choose_checkpointing, choose_tokens
 from .budget import Shapes, device_budget, require_room, settle_for
 from .build import sampler_options
 from .engine_choice import AUTO, choose_engine, samples_elsewhere, uncorrected
-from .matmul_timing import Matrices, times_slower
 from .start import Start
 
 PAYS_FROM = 10_000_000
 """Parameters of a model from which bfloat16 and more than one thread pay; measured (docs/benchmarks.md)."""
-WORTH = 1.1
-"""A type that is slower by this factor earns a warning."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +34,7 @@ class Machine:
     """Reasons, by key of the configuration."""
     preferred: str
     """What `dtype: auto` chooses here."""
-    matrices: Matrices
+    why_preferred: str
     device: torch.device
 
     def set_threads(self) -> None:
@@ -51,19 +48,16 @@ class Machine:
             console.print(f"warning: {warning}", style="yellow", highlight=False)
 
     def warnings(self) -> list[str]:
-        """What the configuration makes slow here; a type is measured for half a second."""
+        """Return a line for each setting that is slow here, by the rules of `auto`: nothing is timed."""
         found = []
         c, cores = self.config, usable_threads()
         if isinstance(c.threads, int) and c.threads > cores:
             found.append(f"threads: {c.threads}, but this process may use {cores} here; set threads=auto")
-        if c.dtype != self.preferred:
-            dtype, other = getattr(torch, c.dtype), getattr(torch, self.preferred)
-            slower = times_slower(dtype, other, self.matrices, self.device)
-            if slower > WORTH:
-                found.append(
-                    f"dtype: {c.dtype} takes {slower:.1f} times as long as {self.preferred} here, measured with "
-                    f"products of this model's sizes on {_name(self.device)}; dtype: auto would be {self.preferred}"
-                )
+        by_type = c.matmul_precision == "highest" and c.dtype != "float16"  # a GPU multiplies float16 as fast, too
+        if by_type and c.dtype != self.preferred:
+            found.append(
+                f"dtype: {c.dtype} is probably slower here than {self.preferred} ({self.why_preferred}); set dtype=auto"
+            )
         return found
 
 
@@ -76,29 +70,28 @@ def settle(c: RunConfig, model: Any = None, *, resumed: bool = False, alone: boo
     device = resolve_device(c.device)
     start = Start.of(c, model)
     shell = start.shell(c)
-    matrices = Matrices.of(shell)
-    preferred, reason = choose_dtype(c, matrices.parameters, device)
+    parameters = sum(p.numel() for p in shell.parameters())
+    preferred, why_preferred = choose_dtype(c, parameters, device)
     given = "as the run began" if resumed else "as configured"
     chosen, why = start.settled(c)
     why |= {"dtype": given, "threads": given}
     if name_of(c.engine) == AUTO:
-        engine, because = choose_engine(
-            c, matrices.parameters, device.type if alone else sampler_device(c, device.type)
-        )
+        where = device.type if alone else sampler_device(c, device.type)
+        engine, because = choose_engine(c, parameters, where)
         c = c.model_copy(update={"engine": engine})
         why |= {"engine": because} if device.type == "cuda" else {}
     if c.dtype == "auto":
-        why["dtype"], chosen = reason, chosen | {"dtype": preferred} | engine_type(c, preferred)
+        why["dtype"], chosen = why_preferred, chosen | {"dtype": preferred} | engine_type(c, preferred)
     elif device.type == "cuda" and not resumed:
         chosen |= engine_type(c, c.dtype)
     if c.threads == "auto":
         on_cpu = device.type == "cpu"
-        chosen["threads"] = choose_threads(matrices.parameters, _usable(c)) if on_cpu else None
+        chosen["threads"] = choose_threads(parameters, _usable(c)) if on_cpu else None
         why["threads"] = "the size of the model and the cores" if on_cpu else f"torch's; {device.type} does the work"
     if device.type == "cuda":
         c, chosen = c.model_copy(update=chosen), {}
         _settle_on_gpu(c, shell, device, chosen, why, alone=alone)
-        return Machine(c.model_copy(update=chosen), why, preferred, matrices, device)
+        return Machine(c.model_copy(update=chosen), why, preferred, why_preferred, device)
     if c.tokens_per_microbatch == "auto":
         chosen["tokens_per_microbatch"], why["tokens_per_microbatch"] = choose_tokens(shell)
     if c.gradient_checkpointing == "auto":
@@ -106,7 +99,7 @@ def settle(c: RunConfig, model: Any = None, *, resumed: bool = False, alone: boo
         chosen["gradient_checkpointing"], reason = choose_checkpointing(shell, device, longest)
         if chosen["gradient_checkpointing"]:
             why["gradient_checkpointing"] = reason
-    return Machine(c.model_copy(update=chosen), why, preferred, matrices, device)
+    return Machine(c.model_copy(update=chosen), why, preferred, why_preferred, device)
 
 
 def _settle_on_gpu(
@@ -176,7 +169,3 @@ def engine_type(c: RunConfig, dtype: str) -> dict[str, Any]:
     if dtype != "bfloat16" or uncorrected(c) or not isinstance(options, LocalOptions) or options.dtype is not None:
         return {}
     return {"engine": ({"name": c.engine} if isinstance(c.engine, str) else c.engine) | {"dtype": dtype}}
-
-
-def _name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else processor()

@@ -40,7 +40,6 @@ from ..types import Rollout
 from .auto_settings import settle
 from .budget import GIB, Shapes, device_budget
 from .build import build_engine, build_learner, build_loss, build_policy, sampling_params
-from .matmul_timing import Matrices, seconds_by_threads
 from .start import Start
 
 SIZES = {
@@ -247,20 +246,32 @@ def attention(bench: Bench) -> Figures:
 
 
 def threads(bench: Bench) -> Figures:
-    """Times of the products of a decode step and an update by number of threads, as a share of one thread's."""
+    """Times of the gradients of one group by number of threads, as a share of one thread's."""
     usable = usable_threads()
     if bench.device.type != "cpu" or usable == 1:
         raise SkippedError("there is one core, or the work is done on a GPU")
-    c = bench.config
+    learner, loss = bench.built[2], build_loss(bench.config)
+    rows = bench.rows[: bench.config.num_generations]
+
+    def work() -> None:
+        learner.accumulate(rows, loss, 0)
+        learner.model.zero_grad()
+
     counts = sorted({1, usable, *(2**i for i in range(usable.bit_length()))} & set(range(1, usable + 1)))
-    rows = min(256, c.prompts_per_step * c.num_generations)
-    matrices = Matrices.of(Start.of(c).shell(c))
-    seconds = seconds_by_threads(matrices, rows, getattr(torch, c.dtype), counts)
-    fastest = min(seconds, key=lambda n: seconds[n])
+    seconds: dict[int, list[float]] = {n: [] for n in counts}
+    before = torch.get_num_threads()
+    try:
+        for _ in range(3):
+            for n in counts:
+                torch.set_num_threads(n)
+                seconds[n].append(bench.timed(work))
+    finally:
+        torch.set_num_threads(before)
+    best = {n: min(times) for n, times in seconds.items()}
     return {
-        "fastest": fastest,
-        "chosen": c.threads,
-        "share_of_one": {str(n): s / seconds[1] for n, s in seconds.items()},
+        "fastest": min(best, key=lambda n: best[n]),
+        "chosen": bench.config.threads,
+        "share_of_one": {str(n): s / best[1] for n, s in best.items()},
     }
 
 

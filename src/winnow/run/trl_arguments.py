@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..base.elsewhere import FLAT
 from ..base.foreign_values import answer_to
+from ..base.migration_hints import load_hints
 from ..config import ConfigError, RunConfig, suggestion
 
 Config = RunConfig | Mapping[str, Any] | str | Path | None
@@ -86,10 +86,11 @@ def _refuse(name: str, value: Any, remedy: str) -> None:
     nothing = value is None or value == (None, None)
     if name in RunConfig.model_fields:
         raise ConfigError(f"{name}: a key of the configuration; {remedy}")
-    if name not in FLAT:
+    hints = load_hints("flat")
+    if name not in hints:
         raise TypeError(f"Trainer: there is no argument '{name}'.{suggestion(name, sorted(OWN))}")
     if not nothing:
-        raise ConfigError(f"Trainer: there is no argument '{name}'. Here {FLAT[name]}.")
+        raise ConfigError(f"Trainer: there is no argument '{name}'. Here {hints[name]}.")
 
 
 def _is_arguments(value: Any) -> bool:
@@ -163,10 +164,11 @@ def _settled(args: Any) -> set[str]:
 
 def _answers(names: set[str], given: Mapping[str, Any]) -> Iterator[str]:
     """A line for each of these fields, but for those without effect here."""
+    hints = load_hints("flat")
     for name in sorted(names):
         if name.startswith(WITHOUT_EFFECT):
             continue
-        answer = FLAT.get(name) or answer_to(name, given.get(name)) or "there is nothing like it; leave it out"
+        answer = hints.get(name) or answer_to(name, given.get(name)) or "there is nothing like it; leave it out"
         yield f"{name}={given.get(name)!r}: here {answer}"
 
 

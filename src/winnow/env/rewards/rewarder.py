@@ -20,7 +20,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from ...base.elsewhere import reward_elsewhere
+from ...base.migration_hints import reward_hint
 from ...base.redact import redact
 from ...types import Fate, Group, Rollout
 from ..workers.calls import LoopRunner, ThreadRunner
@@ -271,7 +271,7 @@ class Rewarder:
 
     def _by_name(self, target: str, weight: float) -> _Function:
         if ":" not in target:
-            known, hint = ", ".join(BUILTIN), reward_elsewhere(target, BUILTIN)
+            known, hint = ", ".join(BUILTIN), reward_hint(target, BUILTIN)
             raise FunctionError(
                 f"reward_funcs: unknown name '{target}'.{hint} Built in: {known}; your own are given "
                 "as 'module:function' or 'path/to/file.py:function', reward models as a directory or "

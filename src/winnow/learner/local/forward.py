@@ -17,34 +17,28 @@ from ..batch import MicroBatch, SharedPrompts
 
 Body = Callable[..., torch.Tensor]
 """A model's forward as a function to [B, T, H] hidden states or [B, T, V] logits."""
-Handed = Callable[[torch.Tensor, tuple[torch.Tensor, ...]], torch.Tensor]
-"""What each row takes of its prompt: from a tensor of all U prompts and indices that make B rows of it."""
 WINDOWS = ("sliding_window", "attention_chunk_size")
 
 
-def selected(of_prompts: torch.Tensor, index: tuple[torch.Tensor, ...]) -> torch.Tensor:
-    return of_prompts.index_select(0, *index) if len(index) == 1 else of_prompts[index]
-
-
-def predictions(body: Body, batch: MicroBatch, *, share: bool, handed: Handed = selected) -> torch.Tensor:
+def predictions(body: Body, batch: MicroBatch, *, share: bool) -> torch.Tensor:
     """[N, H] or [N, V] for the N True entries of `mask_BT`, in row-major order."""
     if share and batch.shared is not None:
-        return _with_shared_prompts(body, batch, batch.shared, handed)
+        return _with_shared_prompts(body, batch, batch.shared)
     return body(input_ids=batch.input_ids_BT[:, :-1], use_cache=False)[batch.mask_BT[:, 1:]]
 
 
-def _with_shared_prompts(body: Body, batch: MicroBatch, shared: SharedPrompts, handed: Handed) -> torch.Tensor:
+def _with_shared_prompts(body: Body, batch: MicroBatch, shared: SharedPrompts) -> torch.Tensor:
     """Prompts are padded on the right: causality keeps the padding out of them, a mask out of the completions."""
     cache = DynamicCache()
     prompt_ids_UP = batch.input_ids_BT[shared.first_U, : shared.longest_prompt]
     prompt_states = body(input_ids=prompt_ids_UP, past_key_values=cache, use_cache=True)
-    states = handed(prompt_states, (shared.prompt_B, shared.length_B - 1))[:, None]
+    states = prompt_states[shared.prompt_B, shared.length_B - 1][:, None]
     inputs = shared.longest_completion - 1  # the last token of a completion predicts nothing
     if inputs:
         layers: list[Any] = cache.layers
         for layer in layers:
-            layer.keys = handed(layer.keys, (shared.prompt_B,))
-            layer.values = handed(layer.values, (shared.prompt_B,))
+            layer.keys = layer.keys.index_select(0, shared.prompt_B)
+            layer.values = layer.values.index_select(0, shared.prompt_B)
         steps = torch.arange(inputs, device=states.device)
         positions_BC = (shared.length_B[:, None] + steps).clamp(max=batch.input_ids_BT.shape[1] - 1)
         columns = torch.arange(shared.longest_prompt, device=states.device)

@@ -3,14 +3,14 @@
 While it runs, no weight gets a gradient. Hooks keep the input X [B, T, in] of each linear layer and the gradient
 Y [B, T, out] of its output; row i's gradient of the weight is Y_i' X_i. Its squared norm is the sum over all pairs of
 tokens of (x_s . x_t)(y_s . y_t) (Goodfellow 2015; "ghost norms", Li et al. 2022), cheap for few tokens, or is taken
-from the product itself, cheap for many. The weighted sum over rows is then one product more, or, where the products
-were made anyway, is taken from them.
+from the product itself, cheap for many. The weighted sum over rows is one product more.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -18,90 +18,75 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from ..batch import SharedPrompts
 from .logprob import at_least_float32
-from .row_sums import Rows, RowSums, Weighted
-from .row_uses import OfPrompts, Uses
 
-PASS_COST = 50.0
-"""Measured on a CPU: multiply-adds of a Gram matrix in whose time one number of a product is squared and added up (30
-to 80; most where a sum does not fit into the cache)."""
+PASS_COST = 50
+"""Measured on a CPU: multiply-adds of a matrix product in whose time one number of it is squared and added up."""
 AT_ONCE = 1 << 19
-"""Numbers of products made at once, so that they are still in the cache when they are added up."""
+"""Numbers of products made at once, so that they are still in the cache when they are squared."""
 
 
-def product_term(
-    parameter: nn.Parameter,
-    left_BTI: torch.Tensor,
-    right_BTJ: torch.Tensor,
-    rows: Rows,
-    sums: RowSums,
-    *,
-    hold: bool = True,
-    weighted: Weighted | None = None,
-) -> torch.Tensor:
-    """Squared norms [B] of the products over T, [B, I, J] as `parameter` is; their weighted sum goes to `sums`.
+@dataclass(frozen=True)
+class Term:
+    """One parameter's gradients of the rows of a micro-batch."""
 
-    `hold`: whether both factors may be kept until then. `weighted`: a cheaper way to that sum.
-    """
+    parameter: nn.Parameter
+    square_B: torch.Tensor
+    """Squared norm of each row's gradient."""
+    weighted: Callable[[torch.Tensor], torch.Tensor] | None
+    """From coefficients [B] of the rows to the weighted sum of their gradients; None where that would hold too much."""
+    sums_K: torch.Tensor | None = None
+    """Instead of it, the weighted sums for each row of a basis [K, B] of the coefficients."""
+
+    def over(self, basis_KB: torch.Tensor) -> torch.Tensor:
+        """Return the weighted sum for each of these coefficients, [K, ...]."""
+        if self.weighted is None:
+            assert self.sums_K is not None
+            return self.sums_K
+        return torch.stack([self.weighted(coefficient_B) for coefficient_B in basis_KB])
+
+
+def product_term(parameter: nn.Parameter, left_BTI: torch.Tensor, right_BTJ: torch.Tensor) -> Term:
+    """Term of gradients that are products over T, [B, I, J] as the parameter is."""
     right_BTJ = right_BTJ.to(left_BTI.dtype)
-    B, T, I_, J = *left_BTI.shape, right_BTJ.shape[-1]
-    few_tokens = T * T * (I_ + J) <= PASS_COST * I_ * J
-    if not hold or (not few_tokens and sums.slots * I_ * J <= B * T * (I_ + J)):
-        return _made_products(parameter, left_BTI, right_BTJ, rows, sums)
+    T, I_, J = *left_BTI.shape[1:], right_BTJ.shape[-1]
+    if T * T * (I_ + J) <= (T + PASS_COST) * I_ * J:
+        left_BTT, right_BTT = (at_least_float32(torch.bmm(x, x.mT)) for x in (left_BTI, right_BTJ))
+        square_B = (left_BTT * right_BTT).flatten(1).sum(1)
+    else:
+        rows = max(1, AT_ONCE // (I_ * J))
+        pairs = zip(left_BTI.split(rows), right_BTJ.split(rows), strict=True)
+        norms = [
+            torch.linalg.vector_norm(at_least_float32(torch.bmm(left.mT, right)), dim=(1, 2)) for left, right in pairs
+        ]
+        square_B = torch.cat(norms).square()
+    return Term(parameter, square_B, partial(_weighted_product, left_BTI, right_BTJ))
 
-    sums.add_later(parameter, weighted or partial(_weighted_product, left_BTI, right_BTJ, rows), rows)
-    if T * (I_ + J) > I_ * J:
-        return _made_products(parameter, left_BTI, right_BTJ, rows, None)
-    return (at_least_float32(torch.bmm(left_BTI, left_BTI.mT)) * sums.pairs(right_BTJ)).flatten(1).sum(1)
 
-
-def _weighted_product(
-    left_BTI: torch.Tensor, right_BTJ: torch.Tensor, rows: Rows, coefficient_B: torch.Tensor
-) -> torch.Tensor:
-    """Weighted sum over rows of the products over T."""
-    a_B11, left, right = rows.of(coefficient_B, left_BTI)[:, None, None], left_BTI, right_BTJ
-    if not a_B11.all():
-        there = a_B11[:, 0, 0] != 0
-        a_B11, left, right = a_B11[there], left[there], right[there]
+def _weighted_product(left_BTI: torch.Tensor, right_BTJ: torch.Tensor, coefficient_B: torch.Tensor) -> torch.Tensor:
+    a_B11, left, right = coefficient_B.to(left_BTI.dtype)[:, None, None], left_BTI, right_BTJ
     left, right = (a_B11 * left, right) if left.shape[-1] < right.shape[-1] else (left, a_B11 * right)
     return at_least_float32(left.flatten(0, 1).t() @ right.flatten(0, 1))
 
 
-def _made_products(
-    parameter: nn.Parameter, left_BTI: torch.Tensor, right_BTJ: torch.Tensor, rows: Rows, sums: RowSums | None
-) -> torch.Tensor:
-    """The squared norms from the products themselves, which are added up if `sums` is given."""
-    size = left_BTI.shape[-1] * right_BTJ.shape[-1]
-    at_once = max(1, AT_ONCE // size)
-    scratch = (sums or RowSums(0)).scratch(min(at_once, len(rows)) * size, left_BTI)
-    squares = []
-    for start in range(0, len(rows), at_once):
-        left, right = left_BTI[start : start + at_once], right_BTJ[start : start + at_once]
-        made = scratch[: len(left) * size].view(len(left), left.shape[-1], right.shape[-1])
-        torch.bmm(left.mT, right, out=made)
-        wide = at_least_float32(made).flatten(1)
-        if sums is not None:
-            sums.add(parameter, wide, rows.part(start, start + len(left)))
-        squares.append(torch.linalg.vector_norm(wide, dim=1).square())
-    return torch.cat(squares)
+def add_times(sums_K: torch.Tensor, gradient: torch.Tensor, factors: list[float]) -> None:
+    """Add a gradient to each of K sums, times its factor."""
+    for total, factor in zip(sums_K, factors, strict=True):
+        total.add_(gradient, alpha=factor)
 
 
-def direct_term(parameter: nn.Parameter, gradient_BX: torch.Tensor, rows: Rows, sums: RowSums) -> torch.Tensor:
-    """Norm term of gradients that are small enough to be kept, [B, *parameter.shape]."""
+def direct_term(parameter: nn.Parameter, gradient_BX: torch.Tensor) -> Term:
+    """Term of gradients that are small enough to be kept, [B, *parameter.shape]."""
     gradient_BX = at_least_float32(gradient_BX)
 
     def weighted(coefficient_B: torch.Tensor) -> torch.Tensor:
-        return torch.tensordot(rows.of(coefficient_B, gradient_BX), gradient_BX, 1)
+        return torch.tensordot(coefficient_B.to(gradient_BX.dtype), gradient_BX, 1)
 
-    sums.add_later(parameter, weighted, rows)
-    return gradient_BX.flatten(1).square().sum(1)
+    return Term(parameter, gradient_BX.flatten(1).square().sum(1), weighted)
 
 
-def embedding_term(
-    parameter: Any, ids_BT: torch.Tensor, y_BTH: torch.Tensor, rows: Rows, sums: RowSums
-) -> torch.Tensor:
-    """Norm term of an embedding; rows are added up where an id comes more than once in a sequence."""
+def embedding_term(parameter: Any, ids_BT: torch.Tensor, y_BTH: torch.Tensor) -> Term:
+    """Term of an embedding; rows are added up where an id comes more than once in a sequence."""
     B, (V, H) = len(ids_BT), parameter.shape
     keys = torch.arange(B, device=ids_BT.device)[:, None] * V + ids_BT
     unique_U, inverse = keys.unique(return_inverse=True)
@@ -110,11 +95,11 @@ def embedding_term(
     row_U, id_U = unique_U // V, unique_U % V
 
     def weighted(coefficient_B: torch.Tensor) -> torch.Tensor:
-        scaled = gradient_UH * rows.of(coefficient_B, gradient_UH)[row_U, None]
+        scaled = gradient_UH * coefficient_B.to(gradient_UH.dtype)[row_U, None]
         return gradient_UH.new_zeros(V, H).index_add_(0, id_U, scaled)
 
-    sums.add_later(parameter, weighted, rows)
-    return gradient_UH.new_zeros(B).index_add_(0, row_U, gradient_UH.square().sum(1))
+    square_B = gradient_UH.new_zeros(B).index_add_(0, row_U, gradient_UH.square().sum(1))
+    return Term(parameter, square_B, weighted)
 
 
 class UnsupportedModelError(Exception):
@@ -122,7 +107,7 @@ class UnsupportedModelError(Exception):
 
 
 class RowHooks:
-    """Norms and sums of the gradients of the trainable parameters of `body`, one micro-batch at a time.
+    """Terms of the trainable parameters of `body`, one micro-batch at a time.
 
     Parameters are known by what they are between passes, which need not be what a pass computes with.
     """
@@ -130,8 +115,6 @@ class RowHooks:
     def __init__(self, body: nn.Module) -> None:
         """Raises UnsupportedModelError. The forward pass of `body` must take `input_ids`."""
         self.body = body
-        self._prompts: SharedPrompts | None = None
-        """Prompts that a forward pass under way is over."""
         self._trained: dict[nn.Module, dict[str, nn.Parameter]] = {}
         """The trainable parameters of modules themselves, by name."""
         self._hooked: list[nn.Module] = []
@@ -148,190 +131,95 @@ class RowHooks:
                 self._scales.append(module)
             else:
                 raise UnsupportedModelError(f"{name}: {type(module).__name__}")
-        self._uses: dict[nn.Module, Uses] = {}
+        self._used: set[nn.Module] = set()
         self._leaves: dict[nn.Parameter, torch.Tensor] = {}
         """Scales of norms, one for each row."""
-        self._prompt_leaves: dict[nn.Parameter, torch.Tensor] = {}
-        """Scales as in `_leaves`, one for each prompt."""
-        self._of_prompts: dict[nn.Parameter, torch.Tensor] = {}
-        """Gradients at prompts of scales, for each row."""
-
-    @property
-    def can_share(self) -> bool:
-        """Whether it knows how to tell the gradients of rows apart that share a prompt."""
-        return all(type(module) in (nn.Linear, nn.Embedding) for module in self._hooked)
+        self._embedded: dict[nn.Parameter, tuple[torch.Tensor, torch.Tensor]] = {}
 
     @contextmanager
-    def over_prompts(self, prompts: SharedPrompts) -> Iterator[None]:
-        """Inside, forward passes are over these prompts; a backward pass through them is due for each of their rows."""
-        self._prompts = prompts
-        try:
-            yield
-        finally:
-            self._prompts = None
-
-    def passed(self, rows: torch.Tensor, prompt_B: torch.Tensor) -> None:
-        """A backward pass through the prompts of these rows, one of each at most, is over."""
-        for uses in self._uses.values():
-            if uses.of_prompts is not None:
-                uses.of_prompts.take(rows)
-        for p, leaf in self._prompt_leaves.items():
-            if leaf.grad is not None:
-                whole = self._of_prompts.setdefault(p, leaf.grad.new_zeros(len(prompt_B), *p.shape))
-                whole[rows] = leaf.grad.reshape(-1, *p.shape)[prompt_B[rows]]
-                leaf.grad = None
-
-    def of_shared(self, rows: Rows, sums: RowSums) -> list[torch.Tensor]:
-        """The squared norms that had to wait for passes through prompts."""
-        modules = [module for module, uses in self._uses.items() if uses.of_prompts is not None]
-        return [self._terms(module, self._uses[module], rows, sums) for module in modules]
-
-    @contextmanager
-    def watching(self, rows: Rows, sums: RowSums) -> Iterator[list[torch.Tensor]]:
-        """Inside, no parameter of `body` gets a gradient; the squared norms [B] that its backward pass will leave."""
-        squares: list[torch.Tensor] = []
+    def watching(self, rows: int) -> Iterator[list[Term]]:
+        """Inside, no parameter of `body` gets a gradient; yield the terms that its backward pass will leave."""
+        terms: list[Term] = []
         trained = {p for own in self._trained.values() for p in own.values()}
-        self._uses = {module: Uses() for module in self._hooked}
         handles: list[Any] = []
         try:
             for p in trained:
                 p.requires_grad_(False)
             for module in self._hooked:
-                handles.append(module.register_forward_hook(partial(self._look, rows, sums, squares)))
+                handles.append(module.register_forward_hook(partial(self._look, rows, terms)))
             for module in self._scales:
-                one = _Scales(partial(self._leaves_now, len(rows)), self._trained[module])
+                one = _Scales(self._leaves, rows, self._trained[module])
                 handles.append(module.register_forward_pre_hook(one.put))
                 handles.append(module.register_forward_hook(one.take, always_call=True))
-            yield squares
+            yield terms
         finally:
             for p in trained:
                 p.requires_grad_(True)
             for handle in handles:
                 handle.remove()
-            self._uses, self._leaves, self._prompt_leaves, self._of_prompts = {}, {}, {}, {}
-
-    def _leaves_now(self, rows: int) -> tuple[dict[nn.Parameter, torch.Tensor], int]:
-        """Scales of what passes, and how many of each it takes."""
-        if self._prompts is None:
-            return self._leaves, rows
-        return self._prompt_leaves, len(self._prompts.first_U)
+            for kept in (self._used, self._leaves, self._embedded):
+                kept.clear()
 
     def _look(
-        self,
-        rows: Rows,
-        sums: RowSums,
-        squares: list[torch.Tensor],
-        module: nn.Module,
-        args: tuple[torch.Tensor, ...],
-        output: torch.Tensor,
+        self, rows: int, terms: list[Term], module: nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor
     ) -> torch.Tensor:
-        B, uses, x = len(rows), self._uses[module], args[0].detach()
-        if self._prompts is not None:
-            return self._look_at_prompts(self._prompts, uses, x, output)
-        if len(output) != B:  # positions, which all rows have in common
-            output, x = output.expand(B, *output.shape[1:]), x.expand(B, *x.shape[1:])
+        if module in self._used:
+            raise UnsupportedModelError(f"a {type(module).__name__} is used more than once")
+        self._used.add(module)
+        x = args[0].detach()
+        if len(output) != rows:  # positions, which all rows have in common
+            output, x = output.expand(rows, *output.shape[1:]), x.expand(rows, *x.shape[1:])
         if not output.requires_grad:
             output.requires_grad_()
-        uses.inputs.append(x)
 
         def keep(gradient: torch.Tensor) -> None:
-            uses.gradients.append(gradient)
-            if uses.complete:
-                squares.append(self._terms(module, uses, rows, sums))
+            terms.extend(self._terms(module, x, gradient))
 
         output.register_hook(keep)
         return output
 
-    def _look_at_prompts(
-        self, prompts: SharedPrompts, uses: Uses, x: torch.Tensor, output: torch.Tensor
-    ) -> torch.Tensor:
-        if uses.of_prompts is not None:
-            raise UnsupportedModelError("a module is used more than once for a prompt")
-        if not output.requires_grad:
-            output.requires_grad_()
-        B = len(prompts.prompt_B)
-        found = uses.of_prompts = OfPrompts(x, prompts.prompt_B, output.new_zeros(B, *output.shape[1:]).detach())
-
-        def keep(gradient: torch.Tensor) -> None:
-            found.arrived_U = gradient
-
-        output.register_hook(keep)
-        return output
-
-    def of_scales(self, rows: Rows, sums: RowSums) -> list[torch.Tensor]:
-        """The squared norms that come without hooks, after the backward pass."""
-        found = []
-        for p in {**self._leaves, **self._prompt_leaves}:
-            parts = [self._of_prompts[p]] if p in self._of_prompts else []
-            if p in self._leaves and (gradient := self._leaves[p].grad) is not None:
-                parts.append(gradient.reshape(len(rows), *p.shape))
-            if parts:
-                found.append(direct_term(p, torch.stack(parts).sum(0), rows, sums))
-        return found
+    def of_scales(self) -> list[Term]:
+        """Return the terms that come without hooks, after the backward pass."""
+        leaves = [(p, leaf.grad) for p, leaf in self._leaves.items() if leaf.grad is not None]
+        return [direct_term(p, gradient.reshape(len(gradient), *p.shape)) for p, gradient in leaves]
 
     def embedded(self, parameter: nn.Parameter) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Ids and gradients of the embedding that has this weight, [B, T] and [B, T, H], after the backward pass."""
-        for module, uses in self._uses.items():
-            if isinstance(module, nn.Embedding) and self._trained[module]["weight"] is parameter:
-                return _ids_and_gradient(module, uses)
-        return None
+        return self._embedded.get(parameter)
 
-    def _terms(self, module: nn.Module, uses: Uses, rows: Rows, sums: RowSums) -> torch.Tensor:
+    def _terms(self, module: nn.Module, x: torch.Tensor, y: torch.Tensor) -> Iterator[Term]:
         trained = self._trained[module]
-        square_B = torch.zeros(len(rows), device=rows.slot_B.device)
         weight, bias = trained.get("weight"), trained.get("bias")
         if isinstance(module, nn.Embedding):
-            return square_B + embedding_term(weight, *_ids_and_gradient(module, uses), rows, sums)
-        x, y = uses.joined()
-        if isinstance(module, nn.LayerNorm) and weight is not None:
+            if module.padding_idx is not None:  # which an embedding never learns
+                y = y.masked_fill((x == module.padding_idx)[..., None], 0)
+            assert weight is not None
+            self._embedded[weight] = x, y
+            yield embedding_term(weight, x, y)
+        elif isinstance(module, nn.LayerNorm) and weight is not None:
             normal = nn.functional.layer_norm(x, module.normalized_shape, eps=module.eps)
-            square_B = square_B + direct_term(weight, (y * normal).sum(1), rows, sums)
+            yield direct_term(weight, (y * normal).sum(1))
         elif weight is not None:
-            left, right = (x.to(y.dtype), y) if isinstance(module, Conv1D) else (y, x)
-            square_B = square_B + product_term(weight, left, right, rows, sums, weighted=_apart(uses, rows))
+            yield product_term(weight, *((x.to(y.dtype), y) if isinstance(module, Conv1D) else (y, x)))
         if bias is not None:
-            square_B = square_B + direct_term(bias, at_least_float32(y).sum(1), rows, sums)
-        return square_B
+            yield direct_term(bias, at_least_float32(y).sum(1))
 
 
 class _Scales:
     """Puts scales of its own for each row into a norm while that computes."""
 
-    def __init__(
-        self,
-        leaves: Callable[[], tuple[dict[nn.Parameter, torch.Tensor], int]],
-        trained: dict[str, nn.Parameter],
-    ) -> None:
-        self._leaves, self._trained = leaves, trained
+    def __init__(self, leaves: dict[nn.Parameter, torch.Tensor], rows: int, trained: dict[str, nn.Parameter]) -> None:
+        self._leaves, self._rows, self._trained = leaves, rows, trained
         self._usual: dict[str, nn.Parameter | None] = {}
 
     def put(self, module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
         self._usual = {name: module._parameters[name] for name in self._trained}
-        leaves, rows = self._leaves()
         for name, p in self._trained.items():
-            if p not in leaves:
+            if p not in self._leaves:
                 whole = getattr(module, name).detach()
-                shape = rows, *(1,) * (args[0].ndim - 2), len(whole)
-                leaves[p] = whole.expand(shape).clone().requires_grad_()
-            module._parameters[name] = leaves[p]  # type: ignore[assignment]
+                shape = self._rows, *(1,) * (args[0].ndim - 2), len(whole)
+                self._leaves[p] = whole.expand(shape).clone().requires_grad_()
+            module._parameters[name] = self._leaves[p]  # type: ignore[assignment]
 
     def take(self, module: nn.Module, *_: object) -> None:
         module._parameters.update(self._usual)
-
-
-def _apart(uses: Uses, rows: Rows) -> Weighted | None:
-    """The weighted sum over rows of a linear layer's gradients, where prompts and completions are best summed apart."""
-    prompts = uses.of_prompts
-    if prompts is None:
-        return None
-    parts: list[Weighted] = [partial(prompts.weighted, rows)]
-    if uses.inputs:
-        parts.append(partial(_weighted_product, uses.gradients[0], uses.inputs[0].to(uses.gradients[0].dtype), rows))
-    return lambda coefficient_B: torch.stack([part(coefficient_B) for part in parts]).sum(0)
-
-
-def _ids_and_gradient(module: nn.Embedding, uses: Uses) -> tuple[torch.Tensor, torch.Tensor]:
-    ids_BT, y_BTH = uses.joined()
-    if module.padding_idx is not None:  # which an embedding never learns
-        y_BTH = y_BTH.masked_fill((ids_BT == module.padding_idx)[..., None], 0)
-    return ids_BT, y_BTH

@@ -156,9 +156,7 @@ class LocalLearner:
             return row_by_row
         self.model.eval()  # without the dropout of adapters, which would make the trial another draw
         try:
-            return batched_if_exact(
-                self._causal_lm, row_by_row, self.distribution, self._autocast, share_prompts=self._share_prompts
-            )
+            return batched_if_exact(self._causal_lm, row_by_row, self.distribution, self._autocast)
         finally:
             train_adapter_dropout(self.model)
 

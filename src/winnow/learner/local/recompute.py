@@ -2,14 +2,15 @@
 
 They are little work, yet nearly half of what the layers of a decoder would keep: what a norm has between its input and
 its output, that output, the gate's activation, and the product with it. Their own inputs are kept. Whole layers are
-another matter: `modes.checkpoint_layers`.
+another matter: `eval_mode.checkpoint_layers`.
+
+PyTorch's selective checkpointing of whole layers measures about the same (14M parameters, AMD EPYC: 2.09 CPU seconds
+and 113 MiB of activations, here 2.06 and 111; nothing recomputed: 1.82 and 182). But it would run a layer's forward
+pass again, which extends the cache of shared prompts a second time, and which `WideAttention` does not reach.
 """
 
 from __future__ import annotations
 
-import ast
-import inspect
-import textwrap
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,8 +20,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-GATED = "self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))"
-"""All that a feed-forward layer may do to be computed otherwise here."""
+GATED = frozenset(
+    {"CohereMLP", "Cohere2MLP", "DeepseekV3MLP", "Exaone4MLP", "GemmaMLP", "Gemma2MLP", "Gemma3MLP", "GraniteMLP"}
+    | {"LlamaMLP", "Ministral3MLP", "MistralMLP", "Olmo2MLP", "Olmo3MLP", "Qwen2MLP", "Qwen3MLP", "SmolLM3MLP"}
+)
+"""Classes of transformers whose forward is `down_proj(act_fn(gate_proj(x)) * up_proj(x))` and nothing else."""
 TRIED, TRIED_SIZE = 64, 1 << 20
 """Parameters whose gradients a trial compares, at most, and the largest of them."""
 WORTH = 100_000_000
@@ -157,28 +161,9 @@ class Recomputing:
 
 
 def _is_gated(module: nn.Module) -> bool:
-    """Whether its class does what `GATED` says and nothing else, by its source: a trial would not come to a clamp."""
-    if not all(isinstance(getattr(module, name, None), nn.Module) for name in ("gate_proj", "up_proj", "act_fn")):
-        return False
-    try:
-        found = ast.parse(textwrap.dedent(inspect.getsource(type(module).forward))).body[0]
-    except (OSError, TypeError, SyntaxError):
-        return False
-    if not isinstance(found, ast.FunctionDef) or found.decorator_list or len(found.args.args) != 2:
-        return False
-    given = found.args.args[1].arg
-    for name in (node for node in ast.walk(found) if isinstance(node, ast.Name) and node.id == given):
-        name.id = "x"
-    match found.body:
-        case [ast.Return(value=ast.expr() as value)]:
-            pass
-        case [ast.Assign(targets=[ast.Name(id=one)], value=value), ast.Return(value=ast.Name(id=other))] if (
-            one == other
-        ):
-            pass
-        case _:
-            return False
-    return ast.unparse(value) == GATED
+    """By its class, not by a trial alone: that would not reach a clamp of large activations."""
+    cls = type(module)
+    return cls.__name__ in GATED and cls.__module__.startswith("transformers.models.")
 
 
 def recomputing_if_exact(

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from winnow.base.elsewhere import FLAT, NESTED, reward_elsewhere
+from winnow.base.migration_hints import load_hints, reward_hint
 from winnow.config import ConfigError, RunConfig, validate
 from winnow.env.rewards.rewarder import Rewarder
 
@@ -30,7 +30,7 @@ def test_every_key_of_trl() -> None:
     trl = pytest.importorskip("trl")
     theirs = {field.name for field in dataclasses.fields(trl.GRPOConfig)}
     assert len(theirs) > 150
-    assert sorted(theirs - OURS - set(FLAT)) == []
+    assert sorted(theirs - OURS - load_hints("flat").keys()) == []
     for key in theirs - OURS:
         (line,) = answer({key: {"a": 1} if key.endswith("kwargs") else 1})
         assert line.startswith(f"unknown key '{key}'. Here "), line
@@ -39,7 +39,7 @@ def test_every_key_of_trl() -> None:
 def test_answers_name_keys_that_exist() -> None:
     known = OURS | {"slots", "name", "path", "preset", "prompt_column", "r", "alpha"}
     values = {"local", "vllm", "grpo", "rloo", "dr_grpo", "reinforce_pp", "remax", "plain", "mask", "m2po", "ray"}
-    for said in {*FLAT.values(), *(answer for _, answer in NESTED)}:
+    for said in {*load_hints("flat").values(), *load_hints("nested").values()}:
         for quoted in re.findall(r"`([^`]+)`", said):
             first = re.split(r"[:, ]", quoted)[0]
             fine = (
@@ -49,7 +49,7 @@ def test_answers_name_keys_that_exist() -> None:
                 or first == "max_turns"
             )
             assert fine, said
-    assert not set(FLAT) & OURS
+    assert not load_hints("flat").keys() & OURS
 
 
 DOCS = Path(__file__).parents[2] / "docs" / "trl.md"
@@ -207,7 +207,7 @@ def test_every_key_and_argument_of_trls_scripts(owner: str) -> None:
     is_data = dataclasses.is_dataclass(kind)
     theirs = {f.name for f in dataclasses.fields(kind)} if is_data else set(signature(kind.__init__).parameters)
     theirs -= OURS | {"self", "args"}
-    assert sorted(theirs - set(FLAT)) == []
+    assert sorted(theirs - load_hints("flat").keys()) == []
 
 
 def test_a_usual_yaml_of_trl() -> None:
@@ -298,4 +298,4 @@ def test_every_reward_of_trl_is_suggested() -> None:
     rewards = pytest.importorskip("trl.rewards")
     for name in rewards._import_structure.values() if hasattr(rewards, "_import_structure") else []:
         for one in name:
-            assert f"trl.rewards:{one}" in reward_elsewhere(one, ())
+            assert f"trl.rewards:{one}" in reward_hint(one, ())
