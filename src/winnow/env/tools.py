@@ -27,7 +27,7 @@ from ..types import Message, Prompt
 from .base import OverlappingEnv, RewardFn, StepResult, Task, whole_text
 from .prompt_store import changed
 from .prompting import NextMessages, ToolPrompt
-from .workers.deadlines import Deadlines
+from .workers.calls import Deadlines
 from .workers.functions import function_name
 from .workers.remote import EnvLostError
 from .workers.signals import noticing_signals

@@ -31,7 +31,7 @@ from ...env.base import OverlappingEnv, RewardFn, StepResult, Task
 from ...env.dataset import DatasetConfig
 from ...env.prompting import NextMessages
 from ...env.tools import Parser, parse_tool_calls
-from ...env.workers.deadlines import Deadlines
+from ...env.workers.calls import Deadlines
 from ...env.workers.functions import describe_error, function_name, load_function, parameters_of
 from ...types import Message, Prompt
 from .conversation import Conversation, Returned

@@ -14,7 +14,7 @@ from typing import Any
 from ...base.install import install
 from ...env.base import RewardFn, Task
 from ...env.tools import parse_tool_calls
-from ...env.workers.deadlines import Deadlines
+from ...env.workers.calls import Deadlines
 from ...types import Message, Prompt
 from .task import AgentTask
 
