@@ -385,7 +385,10 @@ def test_unsafe_must_be_asked_for_and_then_runs_with_limits_only() -> None:
             "import subprocess\nquiet = subprocess.DEVNULL\n"
             "print(subprocess.Popen(['sleep', '100'], stdin=quiet, stdout=quiet, stderr=quiet).pid)"
         )
-        assert not psutil.pid_exists(int(left.stdout)) or psutil.Process(int(left.stdout)).status() == "zombie"
+        deadline = time.monotonic() + 10
+        while psutil.pid_exists(pid := int(left.stdout)) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
     finally:
         unsafe.close()
 
