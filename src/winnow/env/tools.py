@@ -10,7 +10,6 @@ is run and given back as messages of role `tool`; a turn without a call ends the
 
 from __future__ import annotations
 
-import hashlib
 import inspect
 import json
 import warnings
@@ -23,6 +22,7 @@ from typing import Any
 
 from transformers.utils import get_json_schema
 
+from ..base.files import digest
 from ..types import Message, Prompt
 from .base import OverlappingEnv, RewardFn, StepResult, Task, whole_text
 from .prompt_store import changed
@@ -219,8 +219,7 @@ class ToolTask:
 
     def fingerprint(self) -> str:
         kits = [[kit.label, kit.schemas] for kit in self._kits.values()]
-        content = json.dumps([self._task.fingerprint(), kits, self.max_turns], sort_keys=True)
-        return hashlib.sha256(content.encode()).hexdigest()
+        return digest([self._task.fingerprint(), kits, self.max_turns])
 
     def _kit(self, prompt: Prompt) -> _Kit:
         name = None if None in self._kits else prompt.columns.get("environment")

@@ -19,7 +19,8 @@ from ..base.dotted import nearest
 from ..base.install import install
 from ..env.base import Env, RewardFn
 from ..env.rewards.pooled import PooledReward, Row
-from ..env.workers.worker import WorkerError, WorkerPool
+from ..env.workers.file_cache import making
+from ..env.workers.worker import WorkerPool
 from ..types import Prompt
 from .countdown import extract_answer
 from .worked_solutions import WORKINGS, Working, answer_of
@@ -75,14 +76,9 @@ class ReasoningGym:
     def __init__(self, config: ReasoningGymConfig) -> None:
         self.config = config
         self.reward_funcs: list[RewardFn] = [reasoning_gym_reward]
-        pool = WorkerPool(1, GENERATE_TIMEOUT_S)
-        try:
+        with making("reasoning_gym", 1, GENERATE_TIMEOUT_S) as pool:
             self.test = self._draw(pool, "test", config.test_size, ())
             self.train = self._draw(pool, "train", config.train_size, {p.columns["question"] for p in self.test})
-        except WorkerError as error:
-            raise ValueError(f"reasoning_gym: {error.detail}") from None
-        finally:
-            pool.close()
 
     def make_env(self, prompt: Prompt) -> Env | None:
         return None
@@ -95,17 +91,13 @@ class ReasoningGym:
         """Worked questions, never of the test; wrong where a slip was made."""
         working = self._working()
         held_out, batch = {p.columns["question"] for p in self.test}, 0
-        pool = WorkerPool(1, GENERATE_TIMEOUT_S)
-        try:
+        with making("reasoning_gym", 1, GENERATE_TIMEOUT_S) as pool:
             while True:
-                digest = hashlib.sha256(f"demonstrations/{self.config.seed}/{seed}/{batch}".encode()).digest()
-                source = {"task": self.config.task, "options": self.config.options, "size": DEMONSTRATED}
-                for _, entry in _entries(pool, source | {"seed": int.from_bytes(digest[:4]) >> 1}):
+                source = self._source(f"demonstrations/{self.config.seed}/{seed}/{batch}", DEMONSTRATED)
+                for _, entry in _entries(pool, source):
                     if (question := entry["question"]) not in held_out:
                         yield working.prompt(question), working.solve(question, self._slips(seed, question))
                 batch += 1
-        finally:
-            pool.close()
 
     def _slips(self, seed: int, question: str) -> Callable[[], bool]:
         draws = random.Random(f"{self.config.seed}/{seed}/{question}")
@@ -120,15 +112,19 @@ class ReasoningGym:
         return WORKINGS[self.config.task]
 
     def fingerprint(self) -> str:
-        digest = hashlib.sha256(json.dumps(asdict(self.config), sort_keys=True, default=str).encode())
+        sha = hashlib.sha256(json.dumps(asdict(self.config), sort_keys=True, default=str).encode())
         for prompt in (*self.train, *self.test):
-            digest.update(prompt.id.encode())
-        return digest.hexdigest()
+            sha.update(prompt.id.encode())
+        return sha.hexdigest()
+
+    def _source(self, key: str, size: int) -> dict[str, Any]:
+        """`size` entries of the task, as a function of `key`."""
+        seed = int.from_bytes(hashlib.sha256(key.encode()).digest()[:4]) >> 1
+        return {"task": self.config.task, "options": self.config.options, "seed": seed, "size": size}
 
     def _draw(self, pool: WorkerPool, part: str, wanted: int, excluded: Collection[str]) -> list[Prompt]:
         """Prompts with different questions, none of them in `excluded`."""
-        seed = int.from_bytes(hashlib.sha256(f"{part}/{self.config.seed}".encode()).digest()[:4]) >> 1
-        source = {"task": self.config.task, "options": self.config.options, "seed": seed, "size": wanted * MAX_REPEATS}
+        source = self._source(f"{part}/{self.config.seed}", wanted * MAX_REPEATS)
         prompts: list[Prompt] = []
         seen = set(excluded)
         for index, entry in _entries(pool, source) if wanted else ():

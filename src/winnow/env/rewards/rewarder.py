@@ -301,8 +301,7 @@ class Rewarder:
         """Call a function for one completion."""
         if function.target is not None:
             return self._pool.call(function.target, arguments)
-        assert function.call is not None
-        return self._in_process(function, partial(function.call, **arguments))
+        return self._in_process(function, arguments)
 
     def _call(self, function: _Function, arguments: dict[str, Any], n: int, logs: RewardLogs) -> Future[Any]:
         """Call a function for the n completions of a group."""
@@ -316,12 +315,11 @@ class Rewarder:
                 chosen["trainer_state"] = vars(self.trainer_state)
             call = {"target": function.target, "kwargs": chosen, "n": n, "loggers": loggers}
             return self._pool.call("winnow.env.workers.functions:call_function", call, called=function.target)
-        assert function.call is not None
-        logging = {name: getattr(logs, name) for name in loggers}
-        return self._in_process(function, partial(function.call, **chosen, **logging))
+        return self._in_process(function, chosen | {name: getattr(logs, name) for name in loggers})
 
-    def _in_process(self, function: _Function, bound: Callable[[], Any]) -> Future[Any]:
-        notice = partial(self._signals.add, function.name)
+    def _in_process(self, function: _Function, arguments: dict[str, Any]) -> Future[Any]:
+        assert function.call is not None
+        bound, notice = partial(function.call, **arguments), partial(self._signals.add, function.name)
         if _is_async(bound):
             return self._calls.submit_async(partial(awaited_noticing, bound, notice))
         return self._calls.submit(partial(called_noticing, bound, notice))

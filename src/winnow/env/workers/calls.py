@@ -14,7 +14,6 @@ import threading
 import time
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future, InvalidStateError
-from dataclasses import dataclass, field
 from typing import Any
 
 MAX_ABANDONED = 16
@@ -31,17 +30,16 @@ class NotCalledError(TimeoutError):
         super().__init__(f"not called: {MAX_ABANDONED} earlier calls never returned")
 
 
-@dataclass(eq=False)
-class _Call:
-    function: Callable[[], Any]
-    future: Future[Any] = field(default_factory=Future)
-    started: float | None = None
-    on_loop: bool = False
+class Owed:
+    """A result that is owed. Only the first outcome counts: who waits may have given up, or its time be over."""
 
-    def run(self) -> None:
-        self.started = time.monotonic()
+    def __init__(self) -> None:
+        self.future: Future[Any] = Future()
+
+    def settle(self, function: Callable[[], Any]) -> None:
+        """Take what a function returns or raises for the outcome."""
         try:
-            self.succeed(self.function())
+            self.succeed(function())
         except BaseException as error:
             self.fail(error)
 
@@ -54,6 +52,31 @@ class _Call:
             error = RuntimeError(f"raised {type(error).__name__}: {error}").with_traceback(error.__traceback__)
         with contextlib.suppress(InvalidStateError):
             self.future.set_exception(error)
+
+
+def converted(answer: Future[Any], convert: Callable[[Any], Any]) -> Future[Any]:
+    """The future of what `convert` makes of another one's result; its error as it is."""
+    owed = Owed()
+
+    def settle(done: Future[Any]) -> None:
+        if done.cancelled():
+            owed.future.cancel()
+        else:
+            owed.settle(lambda: convert(done.result()))
+
+    answer.add_done_callback(settle)
+    return owed.future
+
+
+class _Call(Owed):
+    def __init__(self, function: Callable[[], Any], *, on_loop: bool = False) -> None:
+        super().__init__()
+        self.function, self.on_loop = function, on_loop
+        self.started = time.monotonic() if on_loop else None
+
+    def run(self) -> None:
+        self.started = time.monotonic()
+        self.settle(self.function)
 
 
 class Deadlines:
@@ -87,7 +110,7 @@ class Deadlines:
         return call.future
 
     def submit_async(self, function: Callable[[], Coroutine[Any, Any, Any]]) -> Future[Any]:
-        call = _Call(function, started=time.monotonic(), on_loop=True)
+        call = _Call(function, on_loop=True)
         with self._lock:
             if self._accepts(call, self._blocked_loops):
                 if self._loop is None:

@@ -24,11 +24,12 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import Future
 from typing import Any, Literal
 
 from ...base.child import Child, GroupProcess
 from .bwrap_worker import Cage
+from .calls import Owed
 from .functions import json_default
 
 MAX_REPLY = 4 << 20
@@ -143,20 +144,10 @@ class WorkerPool:
         worker.end()
 
 
-class _Job:
+class _Job(Owed):
     def __init__(self, target: str, body: str, called: str) -> None:
-        self.target = target
-        self.called = called
-        self.body = body
-        self.future: Future[Any] = Future()
-
-    def succeed(self, result: Any) -> None:
-        with contextlib.suppress(InvalidStateError):
-            self.future.set_result(result)
-
-    def fail(self, error: WorkerError) -> None:
-        with contextlib.suppress(InvalidStateError):
-            self.future.set_exception(error)
+        super().__init__()
+        self.target, self.body, self.called = target, body, called
 
 
 class _Worker:

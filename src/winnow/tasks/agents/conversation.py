@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from ...env.prompting import NextMessages
 from ...env.tools import Parser
 from ...types import Message
 from .messages import RequestError, added_to, answer_of
@@ -17,14 +18,6 @@ from .messages import RequestError, added_to, answer_of
 
 class OverError(RuntimeError):
     """The rollout has ended; nobody answers any more."""
-
-
-@dataclass(frozen=True)
-class Asked:
-    """A request: all of its messages at first, afterwards those behind the last answer."""
-
-    messages: tuple[Message, ...]
-    tools: tuple[Mapping[str, Any], ...]
 
 
 @dataclass(frozen=True)
@@ -49,7 +42,7 @@ class Conversation:
     def __init__(self, parse: Parser) -> None:
         self._parse = parse
         self._lock = threading.Lock()
-        self._next: Future[Asked | Returned] = Future()
+        self._next: Future[NextMessages | Returned] = Future()
         self._reply: Future[Answer] | None = None
         self._known: list[Message] = []
         """What the last request had, with the answer to it if there is one."""
@@ -88,7 +81,7 @@ class Conversation:
         added = added_to(self._known, messages)
         self._reply, self._request, self._known = Future(), (messages, tools), list(messages)
         with suppress(InvalidStateError):  # nobody waits for it any more
-            self._next.set_result(Asked(added, tools))
+            self._next.set_result(NextMessages(added, tools))
 
     def returned(self, value: Any) -> None:
         with self._lock, suppress(InvalidStateError):
@@ -102,8 +95,9 @@ class Conversation:
         with suppress(InvalidStateError):
             self._next.set_exception(error)
 
-    async def next(self) -> Asked | Returned:
-        """What the agent does next. Raises what it has raised."""
+    async def next(self) -> NextMessages | Returned:
+        """What the agent asks next: all messages at first, afterwards those behind the last answer. Raises what it has
+        raised."""
         return await asyncio.wrap_future(self._next)
 
     def answer(self, text: str, *, cut: bool = False) -> Message:
