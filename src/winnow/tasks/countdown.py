@@ -131,7 +131,7 @@ def _apply(op: str, a: Fraction, b: Fraction) -> Fraction | None:
 
 def _value(node: Any) -> Fraction | None:
     """Value of a parsed expression; None for a division by zero, or what is not binary + - * / of numbers."""
-    if isinstance(node, ast.Constant):
+    if isinstance(node, ast.Constant) and isinstance(node.value, int):
         return Fraction(node.value)
     if not isinstance(node, ast.BinOp) or type(node.op) not in _OPERATORS:
         return None

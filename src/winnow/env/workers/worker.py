@@ -178,14 +178,14 @@ class _Worker:
         except WorkerError as error:
             raise WorkerError(error.kind, error.detail, job.called) from None
         except TimeoutError:
-            error = WorkerError("timeout", f"{late}; the worker was killed{child.last_words()}", job.called)
+            failure = WorkerError("timeout", f"{late}; the worker was killed{child.last_words()}", job.called)
         except EOFError:
             closed = "the worker pool was closed"
-            error = WorkerError("died", closed if self._killed else f"the worker died ({child.ending()})", job.called)
+            failure = WorkerError("died", closed if self._killed else f"the worker died ({child.ending()})", job.called)
         except ValueError as garbled:
-            error = WorkerError("died", f"{garbled}; the worker was killed", job.called)
+            failure = WorkerError("died", f"{garbled}; the worker was killed", job.called)
         self.end()
-        raise error
+        raise failure
 
     def kill(self) -> None:
         """End the process for good. May come from any thread; the serving thread then cleans up with `end`."""
