@@ -25,6 +25,7 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from functools import cache
 from typing import Any, Literal
 
 from ...base.child import Child, GroupProcess
@@ -249,16 +250,12 @@ def worker_environment() -> dict[str, str]:
 
 
 _open_pools: weakref.WeakSet[WorkerPool] = weakref.WeakSet()
-_shared: list[WorkerPool] = []
-_shared_lock = threading.Lock()
 
 
+@cache
 def shared_pool() -> WorkerPool:
     """The pool of callers that bring none."""
-    with _shared_lock:
-        if not _shared:
-            _shared.append(WorkerPool())
-        return _shared[0]
+    return WorkerPool()
 
 
 @atexit.register
