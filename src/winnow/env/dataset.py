@@ -16,7 +16,7 @@ from ..base.dotted import nearest
 from ..base.paths import tilde
 from ..types import Message, Prompt
 from .base import Env, RewardFn
-from .presets import PRESETS
+from .presets import PRESETS, REWARD_FUNCS
 from .prompt_store import Store, StoredPrompts, content_of
 from .rewards.math import same_answers
 from .rewards.scores import STANDARD
@@ -96,7 +96,7 @@ class DatasetTask:
 
     def __init__(self, config: DatasetConfig, train: Iterable[Row], test: Iterable[Row] | None = None) -> None:
         self.config = config
-        self.reward_funcs: list[RewardFn] = list(PRESETS[config.preset].reward_funcs) if config.preset else []
+        self.reward_funcs: list[RewardFn] = list(REWARD_FUNCS) if config.preset else []
         self._fingerprint: str | None = None
         store = self._stored(train)
         stores = [store]
@@ -150,7 +150,7 @@ def _stored(rows: Iterable[Row], config: DatasetConfig) -> Store:
     """The rows with what is found in them, read once. Raises DataError naming the row."""
     store = Store()
     as_json: list[str] = []
-    convert = PRESETS[config.preset].convert if config.preset is not None else None
+    convert = PRESETS[config.preset] if config.preset is not None else None
     for row in rows:
         if convert is not None:
             row = Row(row.place, row.number, convert(row))

@@ -23,7 +23,7 @@ from ..env.workers.file_cache import making
 from ..env.workers.worker import WorkerPool
 from ..types import Prompt
 from .countdown import extract_answer
-from .worked_solutions import WORKINGS, Working, answer_of
+from .worked_solutions import VOCABULARY, WORKED, answer_of, chain_sum, chain_sum_prompt
 
 INSTRUCTION = "\n\nThink first, then give only the final answer inside <answer> and </answer> tags."
 GENERATE_TIMEOUT_S = 120.0
@@ -52,8 +52,8 @@ class ReasoningGymConfig:
     def __post_init__(self) -> None:
         if self.train_size < 1 or self.test_size < 0:
             raise ValueError("reasoning_gym: train_size must be at least 1 and test_size at least 0")
-        if self.prompt_format == "words" and self.task not in WORKINGS:
-            raise ValueError(f"reasoning_gym: prompt_format: words is there for {', '.join(WORKINGS)}, not {self.task}")
+        if self.prompt_format == "words" and self.task != WORKED:
+            raise ValueError(f"reasoning_gym: prompt_format: words is there for {WORKED}, not {self.task}")
         if not 0 <= self.slips <= 1:
             raise ValueError(f"reasoning_gym: slips is a share in [0, 1], not {self.slips}")
         if self.slips and self.prompt_format != "words":
@@ -89,14 +89,14 @@ class ReasoningGym:
 
     def demonstrations(self, seed: int) -> Iterator[tuple[str, str]]:
         """Worked questions, never of the test; wrong where a slip was made."""
-        working = self._working()
+        self._require_words()
         held_out, batch = {p.columns["question"] for p in self.test}, 0
         with making("reasoning_gym", 1, GENERATE_TIMEOUT_S) as pool:
             while True:
                 source = self._source(f"demonstrations/{self.config.seed}/{seed}/{batch}", DEMONSTRATED)
                 for _, entry in _entries(pool, source):
                     if (question := entry["question"]) not in held_out:
-                        yield working.prompt(question), working.solve(question, self._slips(seed, question))
+                        yield chain_sum_prompt(question), chain_sum(question, self._slips(seed, question))
                 batch += 1
 
     def _slips(self, seed: int, question: str) -> Callable[[], bool]:
@@ -104,12 +104,12 @@ class ReasoningGym:
         return lambda: draws.random() < self.config.slips
 
     def vocabulary(self) -> Sequence[str]:
-        return self._working().vocabulary
+        self._require_words()
+        return VOCABULARY
 
-    def _working(self) -> Working:
+    def _require_words(self) -> None:
         if self.config.prompt_format != "words":
             raise ValueError("reasoning_gym: only prompt_format: words has demonstrations; use a pretrained model")
-        return WORKINGS[self.config.task]
 
     def fingerprint(self) -> str:
         sha = hashlib.sha256(json.dumps(asdict(self.config), sort_keys=True, default=str).encode())
@@ -146,7 +146,7 @@ class ReasoningGym:
         form = self.config.prompt_format
         columns = {"question": question, "answer": entry["answer"], "source": source, "form": form}
         if form != "messages":
-            text = WORKINGS[self.config.task].prompt(question) if form == "words" else question
+            text = chain_sum_prompt(question) if form == "words" else question
             return Prompt(prompt_id, ordinal, text=text, columns=columns)
         return Prompt(
             prompt_id, ordinal, messages=({"role": "user", "content": question + INSTRUCTION},), columns=columns
