@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from winnow import Trainer
-from winnow.base.forkserver import Child
+from winnow.base.forkserver import Forked
 from winnow.config import ConfigError
 from winnow.record.stop_conditions import RunStoppedError
 from winnow.sampler.handle import SamplerHandle
@@ -46,7 +46,7 @@ def children(monkeypatch: pytest.MonkeyPatch) -> list[SamplerHandle]:
     return started
 
 
-def process_of(member: SamplerHandle) -> Child:
+def process_of(member: SamplerHandle) -> Forked:
     assert isinstance(member.channel, Pipe)
     return member.channel.process
 

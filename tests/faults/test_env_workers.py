@@ -34,8 +34,8 @@ def pool() -> Iterator[EnvPool]:
 
 def pids(pool: EnvPool) -> list[int]:
     """Processes of the pool that have been started."""
-    processes = [w._process for home in pool._homes for w in home.workers._workers]
-    return [p.pid for p in processes if p is not None]
+    children = [w._child for home in pool._homes for w in home.workers._workers]
+    return [child.process.pid for child in children if child is not None]
 
 
 def answer(future: Any) -> Any:

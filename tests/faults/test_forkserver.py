@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from winnow.base.forkserver import Child, ForkServer, forkserver
+from winnow.base.forkserver import Forked, ForkServer, forkserver
 
 from . import forked
 
@@ -22,7 +22,7 @@ PATHS = os.pathsep.join([str(Path(forked.__file__).parents[2]), *sys.path])
 ENV = os.environ | {"PYTHONPATH": PATHS}
 
 
-def ask(child: Child, order: str) -> list[str]:
+def ask(child: Forked, order: str) -> list[str]:
     child.stdin.write(order.encode() + b"\n")
     child.stdin.flush()
     return child.stdout.readline().decode().strip().split(" ", 2)

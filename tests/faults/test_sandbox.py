@@ -381,6 +381,14 @@ def test_unsafe_must_be_asked_for_and_then_runs_with_limits_only() -> None:
         assert unsafe.run("import os; print(os.path.exists('/etc'))").stdout == "True\n"
         assert unsafe.run("while True: pass").timed_out
         assert "MemoryError" in unsafe.run("x = bytearray(1 << 30)").stderr
+        left = unsafe.run(
+            "import subprocess\nquiet = subprocess.DEVNULL\n"
+            "print(subprocess.Popen(['sleep', '100'], stdin=quiet, stdout=quiet, stderr=quiet).pid)"
+        )
+        deadline = time.monotonic() + 10
+        while psutil.pid_exists(pid := int(left.stdout)) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
     finally:
         unsafe.close()
 

@@ -214,7 +214,7 @@ def test_a_check_ahead_that_hangs_is_done_without(
     monkeypatch.setattr(background_check, "SMALL_BYTES", 0)
     monkeypatch.setattr(background_check, "LONGEST_S", 0.2)
     background_check.begin(path)
-    (process,) = background_check._begun.values()
+    process = next(iter(background_check._begun.values())).process
     process.send_signal(signal.SIGSTOP)
     assert background_check.result(path) is None
     assert process.returncode == -signal.SIGKILL

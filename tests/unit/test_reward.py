@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from winnow.env.rewards.pooled import PooledReward, verl_reward
+from winnow.env.rewards.pooled import PooledReward, verl_arguments
 from winnow.env.rewards.rewarder import Rewarder
 from winnow.record.samples import sample
 from winnow.types import Fate, Turn
@@ -394,7 +394,7 @@ def test_equal_names_are_told_apart():
 def test_pooled_reward_has_trls_signature(module):
     reward = PooledReward("length", "builtins:float", lambda text, row: {}, ())
     with pytest.raises(ValueError, match="reward_model"):
-        verl_reward("v", f"{module}:compute_score")(completions=["42"])
+        PooledReward("v", f"{module}:compute_score", verl_arguments)(completions=["42"])
     assert reward(prompts=["p", "p"], completions=["x", "y"]) == [0.0, 0.0]
 
 

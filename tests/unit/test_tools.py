@@ -158,14 +158,14 @@ def test_an_async_tool_that_ends_the_program_ends_only_its_call():
 
 def test_a_call_that_has_failed_before_anybody_looks_is_no_call_that_was_not_made(monkeypatch):
     """The event loop may be faster than the thread that asked it."""
-    from winnow.env.workers.calls import LoopRunner
+    from winnow.env.workers.calls import Deadlines
 
-    def answered(self: LoopRunner, function: Any) -> Future[Any]:
+    def answered(self: Deadlines, function: Any) -> Future[Any]:
         future: Future[Any] = Future()
         future.set_exception(ValueError("at once"))
         return future
 
-    monkeypatch.setattr(LoopRunner, "submit", answered)
+    monkeypatch.setattr(Deadlines, "submit_async", answered)
     _, (result,) = play(with_tools(OneTurn(), [slow_add]), call("slow_add", a=1, b=2))
     assert [m["content"] for m in result.observation.messages] == ["{'error': 'at once'}"]
 

@@ -11,9 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from winnow.env.base import Answering, Demonstrator
-from winnow.tasks.worked_solutions import WORKINGS, answer_of
-
-CHAIN = WORKINGS["chain_sum"]
+from winnow.tasks.worked_solutions import VOCABULARY, answer_of, chain_sum, chain_sum_prompt
 
 
 @given(
@@ -22,9 +20,9 @@ CHAIN = WORKINGS["chain_sum"]
 )
 def test_every_column_and_every_sum_is_right(first: int, rest: list[tuple[str, int]]) -> None:
     expression = f"{first} " + " ".join(f"{sign} {term}" for sign, term in rest)
-    text = CHAIN.solve(f"State the final answer to the following arithmetic problem: {expression} =")
+    text = chain_sum(f"State the final answer to the following arithmetic problem: {expression} =")
     assert answer_of(text) == str(eval(expression))
-    assert set(text.split()) <= set(CHAIN.vocabulary)
+    assert set(text.split()) <= set(VOCABULARY)
     total = first
     for line, (sign, term) in zip(text.split("|")[:-1], rest, strict=True):
         _, _, columns, result = re.split("[:;]", line)
@@ -46,8 +44,8 @@ def test_a_forgotten_carry_is_the_only_mistake_and_is_followed_up(
 ) -> None:
     draws, slips = random.Random(seed), []
     expression = f"{first} " + " ".join(f"{sign} {term}" for sign, term in rest)
-    text = CHAIN.solve(f"...: {expression} =", lambda: slips.append(draws.random() < 0.5) or slips[-1])
-    assert set(text.split()) <= set(CHAIN.vocabulary)
+    text = chain_sum(f"...: {expression} =", lambda: slips.append(draws.random() < 0.5) or slips[-1])
+    assert set(text.split()) <= set(VOCABULARY)
     if not any(slips):
         assert answer_of(text) == str(eval(expression))
     total, mistaken = first, 0
@@ -65,14 +63,14 @@ def test_a_forgotten_carry_is_the_only_mistake_and_is_followed_up(
 
 
 def test_words_of_a_question() -> None:
-    assert CHAIN.prompt("... problem: 23 + 60 - 7 =") == "a 2 b 3 + c 6 d 0 - e 7 ="
+    assert chain_sum_prompt("... problem: 23 + 60 - 7 =") == "a 2 b 3 + c 6 d 0 - e 7 ="
     assert answer_of("4 + 5 : 4 + 5 = 9 ; 9 | answer 9") == "9"
     assert answer_of("answer - 1 2") == "-12"
     assert answer_of("4 + 5") is None
     assert answer_of("answer") is None
     assert answer_of("unanswered 7") is None
-    assert CHAIN.prompt("...: -5 - -12 + -3 =") == "- a 5 + b 1 c 2 - d 3 ="
-    assert answer_of(CHAIN.solve("...: -5 - -12 + -3 =", lambda: False)) == "4"
+    assert chain_sum_prompt("...: -5 - -12 + -3 =") == "- a 5 + b 1 c 2 - d 3 ="
+    assert answer_of(chain_sum("...: -5 - -12 + -3 =", lambda: False)) == "4"
 
 
 def test_a_task_in_words() -> None:
@@ -93,7 +91,7 @@ def test_a_task_in_words() -> None:
     assert 5 < sum(a != b for (_, a), (_, b) in zip(slipped, shown, strict=True)) < 45
     with pytest.raises(ValueError, match="slips is a share"):
         ReasoningGymConfig("chain_sum", slips=1.5)
-    completions = [CHAIN.solve(p.columns["question"]) for p in task.train]
+    completions = [chain_sum(p.columns["question"]) for p in task.train]
     columns = {key: [p.columns[key] for p in task.train] for key in task.train[0].columns}
     assert reasoning_gym_reward(completions, **columns) == [1.0] * 4
     assert reasoning_gym_reward([c + " 1" for c in completions], **columns) != [1.0] * 4

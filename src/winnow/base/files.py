@@ -79,6 +79,11 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def digest(value: Any) -> str:
+    """SHA-256 of a value as JSON; what JSON does not know counts as text."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()
+
+
 def fsync(path: Path) -> None:
     fd = os.open(path, os.O_RDONLY)
     try:

@@ -30,7 +30,7 @@ SERVE = (
 KILLED = -int(signal.SIGKILL)
 
 
-class Child:
+class Forked:
     """A forked process: its pipes, and how it ended. Killed, at the latest, with its server."""
 
     def __init__(self, server: ForkServer, stdin: int, stdout: int, stderr: int, status: int) -> None:
@@ -52,15 +52,18 @@ class Child:
 
     def poll(self) -> int | None:
         """As `subprocess.Popen.poll`."""
-        if self._ended is None and self.pid and not select.select([self._status], [], [], 0)[0]:
+        try:
+            return self.wait(0)
+        except subprocess.TimeoutExpired:
             return None
-        return self.wait()
 
-    def wait(self) -> int:
-        """Exit status, or the negative number of the signal that ended it, as `subprocess.Popen.wait`."""
+    def wait(self, timeout: float | None = None) -> int:
+        """As `subprocess.Popen.wait`: exit status, or the negative number of the signal that ended it."""
         begun = self.pid
         with self._lock:
             if self._ended is None:
+                if begun and timeout is not None and not select.select([self._status], [], [], timeout)[0]:
+                    raise subprocess.TimeoutExpired(str(begun), timeout)
                 self._ended = int((begun and self._status.readline()) or KILLED)
                 self._server = None
             return self._ended
@@ -108,7 +111,7 @@ class ForkServer:
         self._process.kill()
         self._process.wait()
 
-    def fork(self) -> Child:
+    def fork(self) -> Forked:
         """A process, in a session of its own. Does not wait for it to begin."""
         (in_r, in_w), (out_r, out_w), (err_r, err_w), (status_r, status_w) = (os.pipe() for _ in range(4))
         theirs = [in_r, out_w, err_w, status_w]
@@ -118,7 +121,7 @@ class ForkServer:
         finally:
             for fd in theirs:
                 os.close(fd)
-        return Child(self, in_w, out_r, err_r, status_r)
+        return Forked(self, in_w, out_r, err_r, status_r)
 
 
 def _end(connection: socket.socket, process: subprocess.Popen[bytes]) -> None:

@@ -1,11 +1,16 @@
-"""What a process asks of the kernel for itself. Imports nothing heavy: it comes before all else there."""
+"""The side of a child process: it exits with its parent, and speaks with it in lines. Imports nothing heavy."""
 
 from __future__ import annotations
 
 import ctypes
+import json
 import os
+import queue
 import signal
 import sys
+import threading
+from collections.abc import Callable
+from typing import Any
 
 
 def die_with(parent: int) -> None:
@@ -22,3 +27,32 @@ def call_itself(name: str) -> None:
     if sys.platform == "linux":
         pr_set_name = 15
         ctypes.CDLL(None).prctl(pr_set_name, name.encode())
+
+
+def lines_with_parent(gone: Callable[[], object]) -> tuple[queue.SimpleQueue[Any], Callable[[str], None]]:
+    """Return the parent's messages, one JSON line each, and a function that writes a line to it.
+
+    From now on prints go to stderr, and stdin is empty. `gone` is called when the parent's messages end.
+    """
+    requests, replies, own = os.fdopen(os.dup(0), "rb"), os.dup(1), os.getpid()
+    with open(os.devnull) as devnull:
+        os.dup2(devnull.fileno(), 0)
+    os.dup2(2, 1)
+    inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+    def read() -> None:
+        try:
+            for line in requests:
+                inbox.put(json.loads(line))
+        finally:
+            gone()
+
+    def write(text: str) -> None:
+        if os.getpid() != own:
+            os._exit(0)  # a function that forked, whose child went on to here
+        data = memoryview(text.encode() + b"\n")
+        while data:
+            data = data[os.write(replies, data) :]
+
+    threading.Thread(target=read, daemon=True).start()
+    return inbox, write

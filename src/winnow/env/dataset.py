@@ -7,7 +7,7 @@ import hashlib
 import json
 import warnings
 from collections.abc import Iterable, Sequence, Sized
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
 
 import numpy as np
@@ -16,16 +16,13 @@ from ..base.dotted import nearest
 from ..base.paths import tilde
 from ..types import Message, Prompt
 from .base import Env, RewardFn
-from .presets import PRESETS
-from .prompt_store import Store, StoredPrompts, content_of, first_with, rank_of_content
+from .presets import PRESETS, REWARD_FUNCS
+from .prompt_store import Store, StoredPrompts, content_of
 from .rewards.math import same_answers
+from .rewards.scores import STANDARD
 from .row_files import DataError, Row
 from .rows import read_rows, rows_of
 
-RESERVED = frozenset(
-    {"prompts", "completions", "completion_ids", "trainer_state", "log_metric", "log_extra", "environments"}
-)
-"""Arguments of reward functions that a column must not be called."""
 PICTURES = ("images", "image", "videos", "video", "audios", "audio")
 """Columns that hold a part of the prompt in data for models of several modalities."""
 SHOWN = 5
@@ -79,6 +76,10 @@ class DatasetConfig:
         test = None if self.test is None else read_rows(self.test, self.test_split, self.subset)
         return DatasetTask(self, train, test)
 
+    def rows_alone(self) -> DatasetTask:
+        """The task of these rows, for a class of options with more to it."""
+        return DatasetConfig(**{field.name: getattr(self, field.name) for field in fields(DatasetConfig)}).build()
+
     def with_rows(self, train: Iterable[Any], test: Iterable[Any] | None = None) -> DatasetTask:
         """The task of rows in Python instead of `path`: a `datasets.Dataset`, a pandas data frame or any iterable of
         mappings, read to its end. Raises DataError naming the row."""
@@ -95,7 +96,7 @@ class DatasetTask:
 
     def __init__(self, config: DatasetConfig, train: Iterable[Row], test: Iterable[Row] | None = None) -> None:
         self.config = config
-        self.reward_funcs: list[RewardFn] = list(PRESETS[config.preset].reward_funcs) if config.preset else []
+        self.reward_funcs: list[RewardFn] = list(REWARD_FUNCS) if config.preset else []
         self._fingerprint: str | None = None
         store = self._stored(train)
         stores = [store]
@@ -134,7 +135,7 @@ class DatasetTask:
         return self._fingerprint
 
     def _warn_of_duplicates(self) -> None:
-        first_N = first_with(self.train.digests())
+        first_N = _first_with(self.train.digests())
         repeated = np.flatnonzero(first_N != np.arange(len(first_N)))
         if len(repeated):
             one = int(repeated[0])
@@ -149,13 +150,13 @@ def _stored(rows: Iterable[Row], config: DatasetConfig) -> Store:
     """The rows with what is found in them, read once. Raises DataError naming the row."""
     store = Store()
     as_json: list[str] = []
-    convert = PRESETS[config.preset].convert if config.preset is not None else None
+    convert = PRESETS[config.preset] if config.preset is not None else None
     for row in rows:
         if convert is not None:
             row = Row(row.place, row.number, convert(row))
         text, messages = _prompt_of(row, config, as_json)
         _refuse_pictures(row, config)
-        if reserved := RESERVED.intersection(row.values):
+        if reserved := set(STANDARD).intersection(row.values):
             raise DataError(
                 f"{row.where}: a column must not be called '{min(reserved)}', an argument of reward functions"
             )
@@ -276,8 +277,15 @@ def _check_text(text: str, where: str) -> None:
             raise DataError(f"{where} contains a lone surrogate ({text[error.start]!r}), which is not text") from None
 
 
+def _first_with(digests_N: np.ndarray) -> np.ndarray:
+    """int64 [N]: of each row, the first row with the same content."""
+    _, first, inverse_N = np.unique(digests_N, return_index=True, return_inverse=True)
+    found: np.ndarray = first[inverse_N]
+    return found
+
+
 def _refuse_overlap(train: StoredPrompts, test: StoredPrompts) -> None:
-    first_N = first_with(np.concatenate([train.digests(), test.digests()]))
+    first_N = _first_with(np.concatenate([train.digests(), test.digests()]))
     shared = np.flatnonzero(first_N[len(train) :] < len(train)).tolist()
     if shared:
         named = ", ".join(test[i].id for i in shared[:SHOWN])
@@ -290,8 +298,8 @@ def _refuse_overlap(train: StoredPrompts, test: StoredPrompts) -> None:
 
 def _split(prompts: StoredPrompts, test_size: int | float) -> tuple[StoredPrompts, StoredPrompts]:
     """Train and test, without a prompt in both: the contents with the lowest hashes are held out."""
-    rank_N = rank_of_content(prompts.digests())
-    different = int(rank_N.max()) + 1
+    contents, rank_N = np.unique(prompts.digests(), return_inverse=True)
+    different = len(contents)
     n = round(test_size * different) if test_size < 1 else int(test_size)
     if not 0 < n < different:
         raise DataError(f"test_size={test_size} would hold out {n} of {different} different prompts")

@@ -7,8 +7,7 @@ judged by `winnow.env.rewards.math` for equality in value, whatever preset they 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from .base import RewardFn
@@ -18,16 +17,6 @@ from .row_files import DataError, Row
 BOXED = "\nPlease reason step by step, and put your final answer within \\boxed{}."
 
 Values = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Preset:
-    """A format of rows and how it is read."""
-
-    summary: str
-    convert: Callable[[Row], Values]
-    """Function from a published row to one with `prompt`. Raises DataError naming the row."""
-    reward_funcs: Sequence[RewardFn] = (math_reward,)
 
 
 def _gsm8k(row: Row) -> Values:
@@ -83,10 +72,13 @@ def _ask(content: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": content}]
 
 
-PRESETS: dict[str, Preset] = {
-    "gsm8k": Preset("GSM8K: `question`, `answer` ending in `#### 42`", _gsm8k),
-    "math": Preset(r"MATH: `problem`, `solution` with the answer in \boxed{}", _math),
-    "dapo_math": Preset("DAPO-Math-17k: verl's columns, answers as a last line `Answer: 42`", _verl),
-    "verl": Preset("verl parquet: `data_source`, `prompt`, `reward_model.ground_truth`", _verl),
-    "verifiers": Preset("verifiers: `question` or `prompt`, `answer`, `info`", _verifiers),
+PRESETS: dict[str, Callable[[Row], Values]] = {
+    "gsm8k": _gsm8k,
+    "math": _math,
+    "dapo_math": _verl,
+    "verl": _verl,
+    "verifiers": _verifiers,
 }
+"""Name -> function from a published row to one with `prompt`. Raises DataError naming the row."""
+REWARD_FUNCS: list[RewardFn] = [math_reward]
+"""Judge of all of them."""

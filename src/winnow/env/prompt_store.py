@@ -125,8 +125,8 @@ class Store:
         return f"{list(self._places)[record.place]} {record.number}"
 
     def digests(self) -> np.ndarray:
-        """uint64 [N, 2]: of each row's content, the first 16 bytes of its SHA-256."""
-        return np.frombuffer(self._digests, ">u8").reshape(-1, 2).astype(np.uint64)
+        """[N] of 16 bytes each: of each row's content, the beginning of its SHA-256."""
+        return np.frombuffer(bytes(self._digests), "V16")
 
     def characters(self) -> np.ndarray:
         """uint32 [N]: lengths of the prompts."""
@@ -253,26 +253,3 @@ class StoredPrompts(Sequence[Prompt]):
 def changed(prompts: Sequence[Prompt], change: Callable[[Prompt], Prompt]) -> Sequence[Prompt]:
     """Each prompt as `change` makes it: now, or for stored ones when it is asked for."""
     return prompts.map(change) if isinstance(prompts, StoredPrompts) else [change(p) for p in prompts]
-
-
-def first_with(digests_N2: np.ndarray) -> np.ndarray:
-    """int64 [N]: of each row, the first row with the same content."""
-    order = np.lexsort((digests_N2[:, 1], digests_N2[:, 0]))
-    first_N = np.empty(len(order), np.int64)
-    first_N[order] = order[np.maximum.accumulate(np.where(_begins(digests_N2[order]), np.arange(len(order)), 0))]
-    return first_N
-
-
-def rank_of_content(digests_N2: np.ndarray) -> np.ndarray:
-    """int64 [N]: of each row, the rank of its content among all different ones, by digest."""
-    order = np.lexsort((digests_N2[:, 1], digests_N2[:, 0]))
-    rank_N = np.empty(len(order), np.int64)
-    rank_N[order] = np.cumsum(_begins(digests_N2[order])) - 1
-    return rank_N
-
-
-def _begins(sorted_N2: np.ndarray) -> np.ndarray:
-    """bool [N]: whether a row differs from the one before."""
-    begins_N = np.ones(len(sorted_N2), dtype=bool)
-    begins_N[1:] = (sorted_N2[1:] != sorted_N2[:-1]).any(axis=1)
-    return begins_N

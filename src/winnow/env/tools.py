@@ -10,7 +10,6 @@ is run and given back as messages of role `tool`; a turn without a call ends the
 
 from __future__ import annotations
 
-import hashlib
 import inspect
 import json
 import warnings
@@ -23,11 +22,12 @@ from typing import Any
 
 from transformers.utils import get_json_schema
 
+from ..base.files import digest
 from ..types import Message, Prompt
 from .base import OverlappingEnv, RewardFn, StepResult, Task, whole_text
 from .prompt_store import changed
 from .prompting import NextMessages, ToolPrompt
-from .workers.deadlines import Deadlines
+from .workers.calls import Deadlines
 from .workers.functions import function_name
 from .workers.remote import EnvLostError
 from .workers.signals import noticing_signals
@@ -219,8 +219,7 @@ class ToolTask:
 
     def fingerprint(self) -> str:
         kits = [[kit.label, kit.schemas] for kit in self._kits.values()]
-        content = json.dumps([self._task.fingerprint(), kits, self.max_turns], sort_keys=True)
-        return hashlib.sha256(content.encode()).hexdigest()
+        return digest([self._task.fingerprint(), kits, self.max_turns])
 
     def _kit(self, prompt: Prompt) -> _Kit:
         name = None if None in self._kits else prompt.columns.get("environment")

@@ -11,8 +11,11 @@ import json
 import sqlite3
 import subprocess
 import sys
+import time
 from contextlib import closing
 from pathlib import Path
+
+from ..base.child import Child, GroupProcess
 
 SMALL_BYTES = 8 << 20
 """A ledger below this is read faster than a process starts."""
@@ -20,16 +23,15 @@ SMALL_BYTES = 8 << 20
 LONGEST_S = 600.0
 """Seconds to wait for the result; then the rows are read here."""
 
-_begun: dict[Path, subprocess.Popen[bytes]] = {}
+_begun: dict[Path, Child] = {}
 
 
 def begin(path: Path) -> None:
     """Start the check. Smaller ledgers are checked when they are opened."""
     if path.is_file() and path.stat().st_size >= SMALL_BYTES:
         command = [sys.executable, "-m", __name__, str(path.resolve())]
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
-        _begun[path.resolve()] = process
-        atexit.register(process.kill)
+        child = _begun[path.resolve()] = Child(GroupProcess(command, stdin=subprocess.DEVNULL))
+        atexit.register(child.end)
 
 
 def begun(path: Path) -> bool:
@@ -38,18 +40,19 @@ def begun(path: Path) -> bool:
 
 def result(path: Path) -> tuple[list[str], dict[str, int]] | None:
     """Return `rows.examined` of the ledger as it was when the check began; None without a check, or if it failed."""
-    process = _begun.pop(path.resolve(), None)
-    if process is None:
+    child = _begun.pop(path.resolve(), None)
+    if child is None:
         return None
-    atexit.unregister(process.kill)
     try:
-        said = process.communicate(timeout=LONGEST_S)[0]
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.communicate()
-    if process.returncode != 0:
+        status = child.finish(time.monotonic() + LONGEST_S)
+    except TimeoutError:
+        status = None
+    finally:
+        child.end()
+        atexit.unregister(child.end)
+    if status != 0:
         return None
-    found, last = json.loads(said)
+    found, last = json.loads(child.stdout)
     return found, last
 
 

@@ -9,10 +9,8 @@ import contextlib
 import json
 import os
 import queue
-import threading
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,7 +18,7 @@ import torch
 
 from ..base.failpoint import failpoint
 from ..base.memory import gpu_gib, resident_mib
-from ..base.parent import call_itself
+from ..base.parent import call_itself, lines_with_parent
 from ..config import ConfigError, validate
 from ..engine.loading import load_tokenizer, quiet_transformers
 from ..engine.template import with_template
@@ -137,14 +135,8 @@ class Server:
 def main() -> None:
     """Serve the learner over standard input and output."""
     call_itself(PROCESS_NAME)
-    reply_fd = os.dup(1)
-    os.dup2(2, 1)  # what environments and rewards print is no message
-    inbox: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
-    requests_fd = os.dup(0)
-    with Path(os.devnull).open() as devnull:
-        os.dup2(devnull.fileno(), 0)
-    threading.Thread(target=_read, args=(requests_fd, inbox), daemon=True).start()
-    serve(inbox, lambda content: _write(reply_fd, content))
+    inbox, write = lines_with_parent(lambda: os._exit(1))
+    serve(inbox, lambda content: write(json.dumps(content)))
 
 
 def serve(inbox: queue.SimpleQueue[dict[str, Any]], reply: Reply, read: ReadWeights = read_weights) -> None:
@@ -166,16 +158,3 @@ def serve(inbox: queue.SimpleQueue[dict[str, Any]], reply: Reply, read: ReadWeig
         server.rewarder.close()
         if (close := getattr(server.engine, "close", None)) is not None:
             close()
-
-
-def _write(fd: int, content: dict[str, Any]) -> None:
-    data = memoryview(json.dumps(content).encode() + b"\n")
-    while data:
-        data = data[os.write(fd, data) :]
-
-
-def _read(fd: int, inbox: queue.SimpleQueue[dict[str, Any]]) -> None:
-    with open(fd, "rb") as stream:
-        for line in stream:
-            inbox.put(json.loads(line))
-    os._exit(1)  # the learner is gone

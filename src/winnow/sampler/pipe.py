@@ -1,4 +1,4 @@
-"""A sampler process as the learner sees it: JSON lines both ways, a tail of what it printed, an end for certain.
+"""A sampler process as the learner sees it: JSON lines both ways.
 
 Neither side ever waits for the other to read: threads do.
 """
@@ -9,33 +9,27 @@ import contextlib
 import json
 import os
 import queue
-import signal
 import sys
 import threading
-from collections import deque
 from typing import Any
 
-from ..base.forkserver import Child, ForkServer, forkserver
+from ..base.child import Child
+from ..base.forkserver import Forked, ForkServer, forkserver
 from .handle import Inbox, Message
-
-LAST_WORDS = 40
-"""Lines of a sampler's prints that are kept."""
-
 
 SERVE = "winnow.run.serve:main"
 """By name: what builds a run is above samplers."""
 
 
 class Pipe:
-    """One process; what it says goes into `inbox`, its end, too. It dies with this process."""
+    """One process; its messages go into `inbox`, its end, too. It exits with this process."""
 
-    def __init__(self, inbox: Inbox, process: Child) -> None:
+    def __init__(self, inbox: Inbox, process: Forked) -> None:
         self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-        self._said: deque[str] = deque(maxlen=LAST_WORDS)
         self.process = process
+        self._child = Child(process)
         self._threads = [
             threading.Thread(target=self._listen, args=(inbox,), daemon=True),
-            threading.Thread(target=self._overhear, daemon=True),
             threading.Thread(target=self._talk, daemon=True),
         ]
         for thread in self._threads:
@@ -45,37 +39,27 @@ class Pipe:
         self._outbox.put(json.dumps(content).encode() + b"\n")
 
     def kill(self) -> str:
-        """End it now, if it has not ended, with everything it started; returns how it ended and what it said last."""
-        self.process.kill()
-        status = self.process.wait()
+        """End it now, if it has not ended, with everything it started; returns how it ended, with its last words."""
+        self._child.kill()
         self._outbox.put(None)
         for thread in self._threads:
             thread.join(timeout=10)
-        for pipe in (self.process.stdin, self.process.stdout, self.process.stderr):
-            with contextlib.suppress(OSError):
-                pipe.close()
-        how = f"exit status {status}" if status >= 0 else f"signal {signal.Signals(-status).name}"
-        said = "\n".join(self._said).strip()
-        return how + (f"; its last words:\n{said[-2000:]}" if said else "")
+        ending = self._child.ending()
+        self._child.end()
+        return ending
 
     def _listen(self, inbox: Inbox) -> None:
         if self.process.pid:  # what it imports comes first
             inbox.put(Message(self, {"placed": ""}))
-        with contextlib.suppress(ValueError, OSError):  # a line cut off by its death, or our own closing
-            for line in self.process.stdout:
-                inbox.put(Message(self, json.loads(line)))
+        with contextlib.suppress(EOFError, ValueError):  # no JSON: what else writes to its output
+            while True:
+                inbox.put(Message(self, json.loads(self._child.line())))
         inbox.put(Message(self, None))
 
-    def _overhear(self) -> None:
-        with contextlib.suppress(ValueError, OSError):
-            for line in self.process.stderr:
-                self._said.append(line.decode("utf-8", "replace").rstrip())
-
     def _talk(self) -> None:
-        with contextlib.suppress(ValueError, OSError):
+        with contextlib.suppress(EOFError):
             while (line := self._outbox.get()) is not None:
-                self.process.stdin.write(line)
-                self.process.stdin.flush()
+                self._child.send(line)
 
 
 class Pipes:

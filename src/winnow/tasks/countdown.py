@@ -1,13 +1,12 @@
 """Countdown: reach a target from a few numbers, each used exactly once, with + - * /.
 
 Puzzles are generated, always solvable, and train and test are disjoint by content (sorted numbers and target). Answers
-are checked by parsers of our own that execute nothing: `verify` for expressions, `verify_steps` for worked steps.
+are checked without executing anything: expressions by `verify`, worked steps by `verify_steps`.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
+import ast
 import random
 import re
 from collections import Counter
@@ -20,6 +19,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from ..base.files import digest
 from ..env.base import Env, RewardFn
 from ..types import Prompt
 
@@ -29,11 +29,13 @@ MAX_NUMBERS = 32
 MAX_BITS = 64
 """Largest absolute value of a given number or target, in bits."""
 
-_TOKEN = re.compile(r"([0-9]{1,20})|([-+*/()])|[ \t\r\n]+")
+_EXPRESSION = re.compile(r"[-+*/() \t\r\n0-9]+")
+_BAD_NUMBER = re.compile(r"(?<![0-9])0[0-9]|[0-9]{21}")
+"""A leading zero, or too many digits."""
 _STEP = re.compile(r"\s*([0-9]{1,20})\s*([-+*/])\s*([0-9]{1,20})\s*=\s*([0-9]{1,20})\s*", re.ASCII)
 _ANSWER = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
 _ASCII = str.maketrans({"×": "*", "÷": "/", "−": "-"})
-_PRECEDENCE = {"+": 1, "-": 1, "*": 2, "/": 2}
+_OPERATORS = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/"}
 
 
 # ---------------------------------------------------------------- checking answers
@@ -49,10 +51,14 @@ def verify(expression: Any, numbers: Any, target: Any) -> bool:
     text = _short_text(expression)
     if puzzle is None or text is None:
         return False
-    tokens = _tokens(text)
-    if tokens is None or Counter(t for t in tokens if isinstance(t, int)) != Counter(puzzle[0]):
+    if _EXPRESSION.fullmatch(text) is None or _BAD_NUMBER.search(text):
         return False
-    return _evaluate(tokens) == puzzle[1]
+    try:
+        tree = ast.parse(" ".join(text.split()), mode="eval").body
+    except (SyntaxError, ValueError, MemoryError, RecursionError):
+        return False
+    used = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)]
+    return Counter(used) == Counter(puzzle[0]) and _value(tree) == puzzle[1]
 
 
 def verify_steps(text: Any, numbers: Any, target: Any) -> bool:
@@ -112,21 +118,6 @@ def _leading_zero(digits: str) -> bool:
     return len(digits) > 1 and digits[0] == "0"
 
 
-def _tokens(text: str) -> list[int | str] | None:
-    tokens: list[int | str] = []
-    position = 0
-    while position < len(text):
-        match = _TOKEN.match(text, position)
-        if match is None or (match[1] and _leading_zero(match[1])):
-            return None
-        if match[1] and tokens and isinstance(tokens[-1], int):
-            return None
-        if match[1] or match[2]:
-            tokens.append(int(match[1]) if match[1] else match[2])
-        position = match.end()
-    return tokens
-
-
 def _apply(op: str, a: Fraction, b: Fraction) -> Fraction | None:
     """Result of one operation; None for a division by zero."""
     if op == "+":
@@ -138,46 +129,14 @@ def _apply(op: str, a: Fraction, b: Fraction) -> Fraction | None:
     return a / b if b else None
 
 
-def _evaluate(tokens: list[int | str]) -> Fraction | None:
-    """Value of an infix expression by operator precedence, without recursion; None if it is not one."""
-    values: list[Fraction] = []
-    operators: list[str] = []
-    operand_expected = True
-
-    def reduce() -> bool:
-        b, a = values.pop(), values.pop()
-        result = _apply(operators.pop(), a, b)
-        values.append(result if result is not None else Fraction(0))
-        return result is not None
-
-    for token in tokens:
-        if isinstance(token, int) or token == "(":
-            if not operand_expected:
-                return None
-            if isinstance(token, int):
-                values.append(Fraction(token))
-                operand_expected = False
-            else:
-                operators.append("(")
-            continue
-        if operand_expected:
-            return None
-        while operators and operators[-1] != "(" and (token == ")" or _PRECEDENCE[operators[-1]] >= _PRECEDENCE[token]):
-            if not reduce():
-                return None
-        if token != ")":
-            operators.append(token)
-            operand_expected = True
-        elif not operators:
-            return None
-        else:
-            operators.pop()
-    if operand_expected or "(" in operators:
+def _value(node: Any) -> Fraction | None:
+    """Value of a parsed expression; None for a division by zero, or what is not binary + - * / of numbers."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, int):
+        return Fraction(node.value)
+    if not isinstance(node, ast.BinOp) or type(node.op) not in _OPERATORS:
         return None
-    while operators:
-        if not reduce():
-            return None
-    return values[0]
+    a, b = _value(node.left), _value(node.right)
+    return None if a is None or b is None else _apply(_OPERATORS[type(node.op)], a, b)
 
 
 # ---------------------------------------------------------------- solving
@@ -347,8 +306,7 @@ class Countdown:
 
     def fingerprint(self) -> str:
         ids = [[p.id for p in part] for part in (self.train, self.test)]
-        content = json.dumps({"task": self.name, "prompts": ids, **asdict(self.config)}, sort_keys=True)
-        return hashlib.sha256(content.encode()).hexdigest()
+        return digest({"task": self.name, "prompts": ids, **asdict(self.config)})
 
     def demonstrations(self, seed: int) -> Iterator[tuple[str, str]]:
         """Endless (prompt, solution) pairs of fresh puzzles, never of a test puzzle."""

@@ -7,18 +7,18 @@ without the tool. Every call starts afresh: no variables are kept between blocks
 
 from __future__ import annotations
 
-import hashlib
-import json
 import re
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
+from ..base.files import digest
 from ..env.base import OverlappingEnv, RewardFn, StepResult
 from ..env.dataset import DatasetConfig, DatasetTask
 from ..env.prompt_store import changed
+from ..env.workers.calls import converted
 from ..env.workers.sandbox import Outcome, Sandbox, SandboxOptions
 from ..types import Prompt
 
@@ -60,8 +60,7 @@ class PythonToolConfig(DatasetConfig):
         return SandboxOptions(self.timeout_s, self.memory_mb, slots=self.slots, python=self.python, unsafe=self.unsafe)
 
     def build(self) -> PythonTool:  # type: ignore[override]
-        own = {field.name: getattr(self, field.name) for field in fields(DatasetConfig)}
-        return PythonTool(DatasetConfig(**own).build(), self)
+        return PythonTool(self.rows_alone(), self)
 
 
 class PythonTool:
@@ -85,7 +84,7 @@ class PythonTool:
     def fingerprint(self) -> str:
         own = {k: v for k, v in asdict(self.config).items() if k in ("max_calls", "instruction", "max_observation")}
         own |= {"timeout_s": self.config.timeout_s, "memory_mb": self.config.memory_mb, "python": self.config.python}
-        return hashlib.sha256(json.dumps([self._task.fingerprint(), own], sort_keys=True).encode()).hexdigest()
+        return digest([self._task.fingerprint(), own])
 
 
 class PythonToolEnv:
@@ -105,14 +104,16 @@ class PythonToolEnv:
             return _done(StepResult(None, done=True))
         self._left -= 1
         code = blocks[-1]
-        answer: Future[StepResult] = Future()
         self._running = self._start(code)
-        self._running.add_done_callback(lambda done: _settle(answer, done, self._shown, code))
-        return answer
+        return converted(self._running, partial(self._result, code))
 
     def close(self) -> None:
         if self._running is not None:
             self._running.cancel()
+
+    def _result(self, code: str, outcome: Outcome) -> StepResult:
+        info = {"exit_code": outcome.exit_code, "timed_out": outcome.timed_out, "truncated": outcome.truncated}
+        return StepResult(self._shown(outcome), info=info, action=code)
 
     def _shown(self, outcome: Outcome) -> str:
         text = outcome.stdout
@@ -127,17 +128,6 @@ class PythonToolEnv:
             half = self._most // 2
             text = f"{text[:half]}\n... ({len(text) - 2 * half} characters left out) ...\n{text[-half:]}"
         return f"```output\n{text or '(it printed nothing)'}\n```\n"
-
-
-def _settle(answer: Future[StepResult], done: Future[Outcome], shown: Callable[[Outcome], str], code: str) -> None:
-    if done.cancelled():
-        answer.cancel()
-    elif (error := done.exception()) is not None:
-        answer.set_exception(error)
-    else:
-        outcome = done.result()
-        info = {"exit_code": outcome.exit_code, "timed_out": outcome.timed_out, "truncated": outcome.truncated}
-        answer.set_result(StepResult(shown(outcome), info=info, action=code))
 
 
 def _done(value: Any) -> Future[Any]:

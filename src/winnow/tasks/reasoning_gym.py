@@ -19,10 +19,11 @@ from ..base.dotted import nearest
 from ..base.install import install
 from ..env.base import Env, RewardFn
 from ..env.rewards.pooled import PooledReward, Row
-from ..env.workers.worker import WorkerError, WorkerPool
+from ..env.workers.file_cache import making
+from ..env.workers.worker import WorkerPool
 from ..types import Prompt
 from .countdown import extract_answer
-from .worked_solutions import WORKINGS, Working, answer_of
+from .worked_solutions import VOCABULARY, WORKED, answer_of, chain_sum, chain_sum_prompt
 
 INSTRUCTION = "\n\nThink first, then give only the final answer inside <answer> and </answer> tags."
 GENERATE_TIMEOUT_S = 120.0
@@ -51,8 +52,8 @@ class ReasoningGymConfig:
     def __post_init__(self) -> None:
         if self.train_size < 1 or self.test_size < 0:
             raise ValueError("reasoning_gym: train_size must be at least 1 and test_size at least 0")
-        if self.prompt_format == "words" and self.task not in WORKINGS:
-            raise ValueError(f"reasoning_gym: prompt_format: words is there for {', '.join(WORKINGS)}, not {self.task}")
+        if self.prompt_format == "words" and self.task != WORKED:
+            raise ValueError(f"reasoning_gym: prompt_format: words is there for {WORKED}, not {self.task}")
         if not 0 <= self.slips <= 1:
             raise ValueError(f"reasoning_gym: slips is a share in [0, 1], not {self.slips}")
         if self.slips and self.prompt_format != "words":
@@ -75,14 +76,9 @@ class ReasoningGym:
     def __init__(self, config: ReasoningGymConfig) -> None:
         self.config = config
         self.reward_funcs: list[RewardFn] = [reasoning_gym_reward]
-        pool = WorkerPool(1, GENERATE_TIMEOUT_S)
-        try:
+        with making("reasoning_gym", 1, GENERATE_TIMEOUT_S) as pool:
             self.test = self._draw(pool, "test", config.test_size, ())
             self.train = self._draw(pool, "train", config.train_size, {p.columns["question"] for p in self.test})
-        except WorkerError as error:
-            raise ValueError(f"reasoning_gym: {error.detail}") from None
-        finally:
-            pool.close()
 
     def make_env(self, prompt: Prompt) -> Env | None:
         return None
@@ -93,42 +89,42 @@ class ReasoningGym:
 
     def demonstrations(self, seed: int) -> Iterator[tuple[str, str]]:
         """Worked questions, never of the test; wrong where a slip was made."""
-        working = self._working()
+        self._require_words()
         held_out, batch = {p.columns["question"] for p in self.test}, 0
-        pool = WorkerPool(1, GENERATE_TIMEOUT_S)
-        try:
+        with making("reasoning_gym", 1, GENERATE_TIMEOUT_S) as pool:
             while True:
-                digest = hashlib.sha256(f"demonstrations/{self.config.seed}/{seed}/{batch}".encode()).digest()
-                source = {"task": self.config.task, "options": self.config.options, "size": DEMONSTRATED}
-                for _, entry in _entries(pool, source | {"seed": int.from_bytes(digest[:4]) >> 1}):
+                source = self._source(f"demonstrations/{self.config.seed}/{seed}/{batch}", DEMONSTRATED)
+                for _, entry in _entries(pool, source):
                     if (question := entry["question"]) not in held_out:
-                        yield working.prompt(question), working.solve(question, self._slips(seed, question))
+                        yield chain_sum_prompt(question), chain_sum(question, self._slips(seed, question))
                 batch += 1
-        finally:
-            pool.close()
 
     def _slips(self, seed: int, question: str) -> Callable[[], bool]:
         draws = random.Random(f"{self.config.seed}/{seed}/{question}")
         return lambda: draws.random() < self.config.slips
 
     def vocabulary(self) -> Sequence[str]:
-        return self._working().vocabulary
+        self._require_words()
+        return VOCABULARY
 
-    def _working(self) -> Working:
+    def _require_words(self) -> None:
         if self.config.prompt_format != "words":
             raise ValueError("reasoning_gym: only prompt_format: words has demonstrations; use a pretrained model")
-        return WORKINGS[self.config.task]
 
     def fingerprint(self) -> str:
-        digest = hashlib.sha256(json.dumps(asdict(self.config), sort_keys=True, default=str).encode())
+        sha = hashlib.sha256(json.dumps(asdict(self.config), sort_keys=True, default=str).encode())
         for prompt in (*self.train, *self.test):
-            digest.update(prompt.id.encode())
-        return digest.hexdigest()
+            sha.update(prompt.id.encode())
+        return sha.hexdigest()
+
+    def _source(self, key: str, size: int) -> dict[str, Any]:
+        """`size` entries of the task, as a function of `key`."""
+        seed = int.from_bytes(hashlib.sha256(key.encode()).digest()[:4]) >> 1
+        return {"task": self.config.task, "options": self.config.options, "seed": seed, "size": size}
 
     def _draw(self, pool: WorkerPool, part: str, wanted: int, excluded: Collection[str]) -> list[Prompt]:
         """Prompts with different questions, none of them in `excluded`."""
-        seed = int.from_bytes(hashlib.sha256(f"{part}/{self.config.seed}".encode()).digest()[:4]) >> 1
-        source = {"task": self.config.task, "options": self.config.options, "seed": seed, "size": wanted * MAX_REPEATS}
+        source = self._source(f"{part}/{self.config.seed}", wanted * MAX_REPEATS)
         prompts: list[Prompt] = []
         seen = set(excluded)
         for index, entry in _entries(pool, source) if wanted else ():
@@ -150,7 +146,7 @@ class ReasoningGym:
         form = self.config.prompt_format
         columns = {"question": question, "answer": entry["answer"], "source": source, "form": form}
         if form != "messages":
-            text = WORKINGS[self.config.task].prompt(question) if form == "words" else question
+            text = chain_sum_prompt(question) if form == "words" else question
             return Prompt(prompt_id, ordinal, text=text, columns=columns)
         return Prompt(
             prompt_id, ordinal, messages=({"role": "user", "content": question + INSTRUCTION},), columns=columns

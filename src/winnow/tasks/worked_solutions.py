@@ -9,21 +9,12 @@ import itertools
 import re
 import string
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 ANSWER = "answer"
+WORKED = "chain_sum"
+"""The task of reasoning-gym that has workings."""
+VOCABULARY = (*"0123456789", *string.ascii_lowercase, "+", "-", "=", ":", ",", ";", "|", "borrow", ANSWER)
 _TERM = re.compile(r"([+-])\s*(-?)\s*(\d+)")
-
-
-@dataclass(frozen=True)
-class Working:
-    """A task of reasoning-gym in words, with its working."""
-
-    prompt: Callable[[str], str]
-    """The question in words."""
-    solve: Callable[[str, Callable[[], bool]], str]
-    """Working and answer. The function is asked at every carry whether it is forgotten."""
-    vocabulary: tuple[str, ...]
 
 
 def answer_of(text: str) -> str | None:
@@ -86,13 +77,3 @@ def _step(total: int, term: int, slip: Callable[[], bool]) -> tuple[str, int]:
     negative = (total if abs(total) > abs(term) else term) < 0
     found = -magnitude if negative else magnitude
     return f"{head} : {' , '.join(columns)} ; {_spell(found)} |", found
-
-
-WORKINGS = {
-    "chain_sum": Working(
-        chain_sum_prompt,
-        chain_sum,
-        (*"0123456789", *string.ascii_lowercase, "+", "-", "=", ":", ",", ";", "|", "borrow", ANSWER),
-    )
-}
-"""Name of a task in reasoning-gym -> its working."""

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from typing import Any
 
 from ..workers.functions import json_default
-from ..workers.worker import WorkerPool, shared_pool
+from ..workers.worker import shared_pool
 
 Row = Mapping[str, Any]
 """The columns of one prompt."""
+Arguments = Callable[[str, Row], dict[str, Any]]
+"""What a function is called with for a completion."""
 
 
 class PooledReward:
@@ -26,28 +27,31 @@ class PooledReward:
         self,
         name: str,
         target: str,
-        arguments: Callable[[str, Row], dict[str, Any]],
+        arguments: Arguments,
         columns: Sequence[str] = (),
     ) -> None:
         self.__name__ = name
         self.target = target
         self.columns = tuple(columns)
-        self._arguments = arguments
-
-    def submit(
-        self, pool: WorkerPool, completions: Sequence[Any], columns: Mapping[str, list[Any]]
-    ) -> list[Future[Any]]:
-        """One future per completion. Raises ValueError or TypeError when a column is missing or not JSON."""
-        futures = []
-        for i, completion in enumerate(completions):
-            row = {name: values[i] for name, values in columns.items()}
-            futures.append(pool.call(self.target, self._arguments(completion_text(completion), row)))
-        return futures
+        self.arguments = arguments
 
     def __call__(self, completions: Sequence[Any], **columns: list[Any]) -> list[float | None]:
         lists = {name: value for name, value in columns.items() if isinstance(value, list)}
-        results = [future.result() for future in self.submit(shared_pool(), completions, lists)]
+        calls = arguments_each(self.arguments, completions, lists)
+        futures = [shared_pool().call(self.target, arguments) for arguments in calls]
+        results = [future.result() for future in futures]
         return [r["score"] if isinstance(r, dict) else r for r in results]
+
+
+def arguments_each(
+    arguments: Arguments, completions: Sequence[Any], columns: Mapping[str, list[Any]]
+) -> list[dict[str, Any]]:
+    """Arguments of a call for each completion. Raises ValueError or TypeError when a column is missing or not JSON."""
+    found = []
+    for i, completion in enumerate(completions):
+        row = {name: values[i] for name, values in columns.items()}
+        found.append(arguments(completion_text(completion), row))
+    return found
 
 
 def completion_text(completion: Any) -> str:
@@ -58,11 +62,6 @@ def completion_text(completion: Any) -> str:
 def gold_text(value: Any) -> str:
     """A reference answer as text. Lists, objects and truth values, which data sets may have, are written as JSON."""
     return json.dumps(value, default=json_default) if isinstance(value, bool | list | dict) else str(value)
-
-
-def verl_reward(name: str, target: str) -> PooledReward:
-    """verl's `compute_score(data_source, solution_str, ground_truth, extra_info)` by name."""
-    return PooledReward(name, target, verl_arguments, ())
 
 
 def verl_arguments(text: str, row: Row) -> dict[str, Any]:

@@ -13,7 +13,8 @@ import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from concurrent.futures import FIRST_COMPLETED, Future
+from concurrent.futures import wait as wait_for
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from ...base.migration_hints import reward_hint
 from ...base.redact import redact
 from ...types import Fate, Group, Rollout
-from ..workers.calls import LoopRunner, ThreadRunner
+from ..workers.calls import Deadlines
 from ..workers.functions import (
     LOGGERS,
     VERL_ARGUMENTS,
@@ -36,9 +37,8 @@ from ..workers.functions import (
 )
 from ..workers.signals import awaited_noticing, called_noticing
 from ..workers.worker import WorkerError
-from .pooled import PooledReward, verl_reward
+from .pooled import Arguments, PooledReward, arguments_each, verl_arguments
 from .scores import MAX_REWARD, STANDARD, Outcome, arguments_of, check_columns, read_score, read_scores
-from .verl import verl_group, verl_group_async
 from .workers import RewardWorkers
 
 if TYPE_CHECKING:
@@ -54,24 +54,21 @@ NO_SIGNALS = (
     "it sets a signal handler, as math-verify does, which fails in the thread of a function given as an object, so its "
     "rewards may be wrong; give it by name: 'module:function' or 'path/to/file.py:function'"
 )
-POLL_S = 0.1
 
 RewardSpec = Callable[..., Any] | str
 
 
 @dataclass
 class _Function:
-    """A reward function, with exactly one of three ways to call it."""
+    """A reward function: a callable of this process, or the name of one that is called in a worker."""
 
     name: str
     weight: float
     parameters: dict[str, bool]
     call: Callable[..., Any] | None = None
-    """Function called in this process, once a group."""
     target: str | None = None
-    """Function called in a worker, once a group."""
-    pooled: PooledReward | None = None
-    """Function called in a worker, once a completion."""
+    arguments: Arguments | None = None
+    """What it is called with for each completion; None: it is called once a group."""
     model: RewardModel | None = None
     """The reward model that `call` is."""
 
@@ -84,11 +81,12 @@ class _Pending:
     futures: list[Future[Any]]
     """One for each rollout, or a single one for all."""
     logs: RewardLogs
-    per_completion: bool = False
+    each: bool = False
+    """Whether every rollout has a future."""
 
     def outcomes(self, n: int) -> list[Outcome]:
         """An outcome for each of n rollouts. Takes over what a worker logged."""
-        if self.per_completion:
+        if self.each:
             return [read_score(_result(f)) for f in self.futures]
         result = _result(self.futures[0])
         if self.function.target is None or isinstance(result, Exception):
@@ -143,8 +141,7 @@ class Rewarder:
         """Passed to functions that name it; the attributes are those of TRL's that exist here."""
         self._workers = workers or RewardWorkers()
         self._pool = self._workers.pool(specs, timeout_s)
-        self._threads = ThreadRunner(timeout_s)
-        self._loop = LoopRunner(timeout_s)
+        self._calls = Deadlines(timeout_s)
         self._work: list[_Work] = []
         self._metrics: list[tuple[str, float]] = []
         self._signals: set[str] = set()
@@ -214,12 +211,11 @@ class Rewarder:
         With `wait`, blocks until there is one, unless nothing is being scored. Deadlines bound the wait.
         """
         while True:
-            self._threads.expire()
-            self._loop.expire()
             finished = [work for work in self._work if not work.unfinished()]
             if finished or not wait or not self._work:
                 break
-            _wait_for_one([f for work in self._work for f in work.unfinished()])
+            owed = [future for work in self._work for future in work.unfinished()]
+            wait_for(owed, return_when=FIRST_COMPLETED)
         self._warn_of_signals()
         self._work = [work for work in self._work if work not in finished]
         for work in finished:
@@ -242,8 +238,7 @@ class Rewarder:
     def close(self) -> None:
         """Kill the workers. Groups in flight are scored no more."""
         self._pool.close()
-        self._threads.close()
-        self._loop.close()
+        self._calls.close()
 
     def _function(self, spec: RewardSpec, weight: float) -> _Function:
         if isinstance(spec, str) and spec in BUILTIN:
@@ -253,7 +248,8 @@ class Rewarder:
             return _Function(function_name(model), weight, asked, call=model, model=model)
         if isinstance(spec, PooledReward):
             asked = dict.fromkeys(spec.columns, True)
-            return _Function(function_name(spec), weight, {**asked, "**": False}, pooled=spec)
+            parameters = {**asked, "**": False}
+            return _Function(function_name(spec), weight, parameters, target=spec.target, arguments=spec.arguments)
         if isinstance(spec, str):
             return self._by_name(spec, weight)
         if not callable(spec):
@@ -265,8 +261,7 @@ class Rewarder:
             )
         parameters = parameters_of(spec)
         if set(VERL_ARGUMENTS) <= set(parameters):
-            group = verl_group_async if _is_async(spec) else verl_group
-            return _Function(function_name(spec), weight, {"**": False}, call=partial(group, spec))
+            return _Function(function_name(spec), weight, {"**": False}, call=spec, arguments=verl_arguments)
         return _Function(function_name(spec), weight, parameters, call=spec)
 
     def _by_name(self, target: str, weight: float) -> _Function:
@@ -282,26 +277,34 @@ class Rewarder:
         except WorkerError as error:
             raise FunctionError(f"reward_funcs: cannot load {self._workers.with_hidden(error.detail)}") from None
         if set(VERL_ARGUMENTS) <= set(found["parameters"]):
-            return _Function(found["name"], weight, {"**": False}, pooled=verl_reward(found["name"], target))
+            return _Function(found["name"], weight, {"**": False}, target=target, arguments=verl_arguments)
         return _Function(found["name"], weight, found["parameters"], target=target)
 
     def _begin(self, function: _Function, arguments: dict[str, Any]) -> _Pending:
         n = len(arguments["completions"])
-        logs = RewardLogs(n)
+        pending = _Pending(function, [], RewardLogs(n), each=function.arguments is not None)
+        columns = {name: value for name, value in arguments.items() if name not in STANDARD}
         try:
-            if function.pooled is not None:
-                columns = {k: v for k, v in arguments.items() if k not in STANDARD}
-                check_columns(function.name, function.parameters, columns)
-                futures = function.pooled.submit(self._pool, arguments["completions"], columns)
-                return _Pending(function, futures, logs, True)
-            return _Pending(function, [self._call(function, arguments, n, logs)], logs)
+            check_columns(function.name, function.parameters, columns)
+            if function.arguments is None:
+                pending.futures = [self._call(function, arguments, n, pending.logs)]
+            else:
+                calls = arguments_each(function.arguments, arguments["completions"], columns)
+                pending.futures = [self._call_one(function, each) for each in calls]
         except Exception as error:
             failed: Future[Any] = Future()
             failed.set_exception(error)
-            return _Pending(function, [failed], logs)
+            pending.futures = [failed] * (n if pending.each else 1)
+        return pending
+
+    def _call_one(self, function: _Function, arguments: dict[str, Any]) -> Future[Any]:
+        """Call a function for one completion."""
+        if function.target is not None:
+            return self._pool.call(function.target, arguments)
+        return self._in_process(function, arguments)
 
     def _call(self, function: _Function, arguments: dict[str, Any], n: int, logs: RewardLogs) -> Future[Any]:
-        check_columns(function.name, function.parameters, [k for k in arguments if k not in STANDARD])
+        """Call a function for the n completions of a group."""
         accepted = function.parameters
         loggers = [name for name in LOGGERS if name in accepted or "**" in accepted]
         chosen = {k: v for k, v in arguments.items() if k in accepted or "**" in accepted}
@@ -312,12 +315,14 @@ class Rewarder:
                 chosen["trainer_state"] = vars(self.trainer_state)
             call = {"target": function.target, "kwargs": chosen, "n": n, "loggers": loggers}
             return self._pool.call("winnow.env.workers.functions:call_function", call, called=function.target)
+        return self._in_process(function, chosen | {name: getattr(logs, name) for name in loggers})
+
+    def _in_process(self, function: _Function, arguments: dict[str, Any]) -> Future[Any]:
         assert function.call is not None
-        bound = partial(function.call, **chosen, **{name: getattr(logs, name) for name in loggers})
-        notice = partial(self._signals.add, function.name)
+        bound, notice = partial(function.call, **arguments), partial(self._signals.add, function.name)
         if _is_async(bound):
-            return self._loop.submit(partial(awaited_noticing, bound, notice))
-        return self._threads.submit(partial(called_noticing, bound, notice))
+            return self._calls.submit_async(partial(awaited_noticing, bound, notice))
+        return self._calls.submit(partial(called_noticing, bound, notice))
 
     def _settle(self, work: _Work) -> None:
         by_rollout: list[list[Outcome]] = [[] for _ in work.rollouts]
@@ -392,7 +397,3 @@ def _result(future: Future[Any]) -> Any:
     if error is None:
         return future.result()
     return error if isinstance(error, Exception) else RuntimeError(describe_error(error))
-
-
-def _wait_for_one(futures: list[Future[Any]]) -> None:
-    wait(futures, timeout=POLL_S, return_when=FIRST_COMPLETED)

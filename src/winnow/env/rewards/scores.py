@@ -79,11 +79,6 @@ def check_columns(function: str, accepted: Mapping[str, bool], columns: Collecti
     raise ConfigError(f"reward {function} needs a column '{missing[0]}', but the data has: {has}.{hint}")
 
 
-def plain_score(value: Any) -> Any:
-    """verl allows `{"score": x, ...}` for x."""
-    return value["score"] if isinstance(value, dict) and "score" in value else value
-
-
 def read_scores(value: Any, n: int) -> list[Outcome]:
     """A function's list for n rollouts; n times the exception when it is not such a list."""
     if isinstance(value, Exception):
@@ -101,7 +96,8 @@ def read_score(value: Any) -> Outcome:
     """One reward; an exception for what is none."""
     if value is None or isinstance(value, Exception):
         return value
-    value = plain_score(value)
+    if isinstance(value, dict) and "score" in value:  # as verl allows
+        value = value["score"]
     try:
         if getattr(value, "shape", None) in ((), (1,)):
             value = value.item()

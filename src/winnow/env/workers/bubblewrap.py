@@ -11,8 +11,11 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
+from typing import IO, Any
 
 from .seccomp import program
 
@@ -28,9 +31,18 @@ class SandboxError(RuntimeError):
     """No sandbox could be had, or one failed to start. Nothing was run outside it."""
 
 
-def slot_user(slot: int) -> int | None:
-    """User and group to start as; None for the one that there is."""
-    return FIRST_UID + slot if os.geteuid() == 0 else None
+def slot_user(slot: int) -> dict[str, Any]:
+    """Options of `Popen` that start a process as the slot's own user, where this one is root."""
+    uid = FIRST_UID + slot
+    return {"user": uid, "group": uid, "extra_groups": ()} if os.geteuid() == 0 else {}
+
+
+def temporary(files: ExitStack, content: bytes = b"") -> IO[bytes]:
+    """A file without a name that closes with `files`, to be read from its beginning."""
+    file = files.enter_context(tempfile.TemporaryFile())  # noqa: SIM115
+    file.write(content)
+    file.seek(0)
+    return file
 
 
 def bubblewrapped(python: str, disk_mb: int, files: int, shown: Sequence[str] = ()) -> list[str]:

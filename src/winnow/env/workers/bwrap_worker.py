@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .bubblewrap import SandboxError, bubblewrapped, slot_user
+from .bubblewrap import SandboxError, bubblewrapped, slot_user, temporary
 from .seccomp import program
 
 FIRST_SLOT = 128
@@ -41,32 +39,18 @@ class Cage:
             for path in (os.path.realpath(python), *shown):
                 _require_readable(path)
 
-    def slot(self, number: int) -> Slot:
-        """Place of one worker; two at once need two."""
-        return Slot(self, FIRST_SLOT + number)
-
-    @property
-    def command(self) -> list[str]:
-        return [*self._command, "--chdir", os.getcwd(), "--remount-ro", "/"]
-
-
-@dataclass(frozen=True)
-class Slot:
-    cage: Cage
-    number: int
-
     def around(
-        self, command: Sequence[str], env: Mapping[str, str], files: ExitStack
+        self, slot: int, command: Sequence[str], env: Mapping[str, str], files: ExitStack
     ) -> tuple[list[str], dict[str, Any]]:
-        """The command in its cage, and options of `Popen`; what it has opened closes with `files`."""
-        uid = slot_user(self.number)
-        filter_ = files.enter_context(tempfile.TemporaryFile())  # noqa: SIM115 - closed with `files`
-        filter_.write(program())
-        filter_.seek(0)
-        inside = ["--seccomp", str(filter_.fileno()), "--", self.cage.python, *command[1:]]
+        """The command in the cage, and options of `Popen`; what it has opened closes with `files`.
+
+        Two at once need two slots.
+        """
+        seccomp = temporary(files, program()).fileno()
+        outside = [*self._command, "--chdir", os.getcwd(), "--remount-ro", "/", "--seccomp", str(seccomp), "--"]
         values = {name: value for name, value in env.items() if name != "TMPDIR"} | {"HOME": "/tmp"}
-        options = {"env": values, "pass_fds": (filter_.fileno(),), "user": uid, "group": uid}
-        return [*self.cage.command, *inside], options | {"extra_groups": None if uid is None else ()}
+        options = {"env": values, "pass_fds": (seccomp,), **slot_user(FIRST_SLOT + slot)}
+        return [*outside, self.python, *command[1:]], options
 
 
 def _require_readable(path: str) -> None:

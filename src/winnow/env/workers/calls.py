@@ -1,4 +1,4 @@
-"""Calls of Python callables in this process under a deadline: plain functions in a thread, coroutines on a loop.
+"""Calls of Python callables in this process, whose futures come to an end by a deadline without anybody polling.
 
 A callable in this process cannot be killed. When its time is up its call fails, its thread is left behind, and later
 calls get a new one; a callable that never releases the interpreter lock can still stop everything. What must be
@@ -14,30 +14,38 @@ import threading
 import time
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future, InvalidStateError
-from dataclasses import dataclass, field
 from typing import Any
 
 MAX_ABANDONED = 16
 """Calls that may hang at once; with that many left behind, further calls fail at once."""
 GRACE_S = 1.0
 """Seconds after its deadline that a coroutine may take to be cancelled before its loop is given up."""
+POLL_S = 0.05
 
 
-@dataclass
-class _Call:
-    function: Callable[[], Any]
-    future: Future[Any] = field(default_factory=Future)
-    started: float | None = None
+class NotCalledError(TimeoutError):
+    """Too many earlier calls hang."""
 
-    def run(self) -> None:
-        self.started = time.monotonic()
+    def __init__(self) -> None:
+        super().__init__(f"not called: {MAX_ABANDONED} earlier calls never returned")
+
+
+class Owed:
+    """A result that is owed. Only the first outcome counts: who waits may have given up, or its time be over."""
+
+    def __init__(self) -> None:
+        self.future: Future[Any] = Future()
+
+    def settle(self, function: Callable[[], Any]) -> None:
+        """Take what a function returns or raises for the outcome."""
         try:
-            result = self.function()
+            self.succeed(function())
         except BaseException as error:
             self.fail(error)
-        else:
-            with contextlib.suppress(InvalidStateError):
-                self.future.set_result(result)
+
+    def succeed(self, result: Any) -> None:
+        with contextlib.suppress(InvalidStateError):
+            self.future.set_result(result)
 
     def fail(self, error: BaseException) -> None:
         if not isinstance(error, Exception):  # sys.exit() in there must not end whoever asks for the result
@@ -46,48 +54,124 @@ class _Call:
             self.future.set_exception(error)
 
 
-class NotCalledError(RuntimeError):
-    """Too many earlier calls hang."""
+def converted(answer: Future[Any], convert: Callable[[Any], Any]) -> Future[Any]:
+    """The future of what `convert` makes of another one's result; its error as it is."""
+    owed = Owed()
 
-    def __init__(self) -> None:
-        super().__init__(f"not called: {MAX_ABANDONED} earlier calls never returned")
+    def settle(done: Future[Any]) -> None:
+        if done.cancelled():
+            owed.future.cancel()
+        else:
+            owed.settle(lambda: convert(done.result()))
+
+    answer.add_done_callback(settle)
+    return owed.future
 
 
-class ThreadRunner:
-    """Runs plain callables one after another in one thread, as most reward functions expect."""
+class _Call(Owed):
+    def __init__(self, function: Callable[[], Any], *, on_loop: bool = False) -> None:
+        super().__init__()
+        self.function, self.on_loop = function, on_loop
+        self.started = time.monotonic() if on_loop else None
+
+    def run(self) -> None:
+        self.started = time.monotonic()
+        self.settle(self.function)
+
+
+class Deadlines:
+    """Runs plain callables one after another in a thread, as most expect, and coroutine functions on an event loop.
+
+    A thread of its own ends what is over time while anything is under way. The threads end with the object.
+    """
 
     def __init__(self, timeout_s: float) -> None:
+        if not 0 < timeout_s <= 1e6:
+            raise ValueError(f"timeout_s must lie in (0, 1e6], not {timeout_s}")
         self.timeout_s = timeout_s
+        self._lock = threading.Lock()
         self._lane = _Lane()
         self._abandoned: list[_Lane] = []
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._blocked_loops = 0
+        self._owed: list[_Call] = []
+        self._watching = False
         self._closed = False
+
+    def __del__(self) -> None:
+        self.close()
 
     def submit(self, function: Callable[[], Any]) -> Future[Any]:
         call = _Call(function)
-        if self._closed:
-            call.fail(RuntimeError("not called: the rewarder was closed"))
-        elif len(self._abandoned) >= MAX_ABANDONED:
-            call.fail(NotCalledError())
-        else:
-            self._lane.put(call)
+        with self._lock:
+            self._abandoned = [lane for lane in self._abandoned if lane.alive()]
+            if self._accepts(call, len(self._abandoned)):
+                self._lane.put(call)
         return call.future
 
-    def expire(self) -> None:
-        """Fail the running call if its time is up; those behind it move to a new thread."""
-        self._abandoned = [lane for lane in self._abandoned if lane.alive()]
-        current = self._lane.current
-        if current is None or current.started is None or time.monotonic() - current.started <= self.timeout_s:
-            return
-        current.fail(TimeoutError(f"took over {self.timeout_s:g} s (its thread cannot be killed and was left behind)"))
-        old, self._lane = self._lane, _Lane()
-        self._abandoned.append(old)
-        for call in old.retire():
-            self._lane.put(call)
+    def submit_async(self, function: Callable[[], Coroutine[Any, Any, Any]]) -> Future[Any]:
+        call = _Call(function, on_loop=True)
+        with self._lock:
+            if self._accepts(call, self._blocked_loops):
+                if self._loop is None:
+                    self._loop = asyncio.new_event_loop()
+                    threading.Thread(target=self._loop.run_forever, name="winnow-loop", daemon=True).start()
+                asyncio.run_coroutine_threadsafe(_run(call, self.timeout_s), self._loop)
+        return call.future
 
     def close(self) -> None:
-        self._closed = True
-        for call in self._lane.retire():
-            call.fail(RuntimeError("not called: the rewarder was closed"))
+        """Fail all calls that have not ended; what runs is left behind."""
+        with self._lock:
+            self._closed = True
+            for call in self._owed:
+                call.fail(RuntimeError("not finished: its caller was closed"))
+            self._lane.retire()
+            if self._loop is not None:
+                self._loop.call_soon_threadsafe(self._loop.stop)
+                self._loop = None
+
+    def _accepts(self, call: _Call, hanging: int) -> bool:
+        """Watch over a call that may be made; fail one that may not."""
+        if self._closed:
+            call.fail(RuntimeError("not called: its caller was closed"))
+        elif hanging >= MAX_ABANDONED:
+            call.fail(NotCalledError())
+        else:
+            self._owed.append(call)
+            if not self._watching:
+                self._watching = True
+                threading.Thread(target=self._watch, name="winnow-deadlines", daemon=True).start()
+        return not call.future.done()
+
+    def _watch(self) -> None:
+        while True:
+            time.sleep(POLL_S)
+            with self._lock:
+                self._expire()
+                self._owed = [call for call in self._owed if not call.future.done()]
+                if not self._owed:
+                    self._watching = False
+                    return
+
+    def _expire(self) -> None:
+        limit = time.monotonic() - self.timeout_s
+        current = self._lane.current
+        if current is not None and current.started is not None and current.started < limit:
+            told = f"took over {self.timeout_s:g} s (its thread cannot be killed and was left behind)"
+            current.fail(TimeoutError(told))
+            self._abandoned.append(self._lane)
+            waiting = self._lane.retire()
+            self._lane = _Lane()
+            for call in waiting:
+                self._lane.put(call)
+        blocked = False
+        for call in self._owed:
+            if call.on_loop and call.started is not None and call.started < limit - GRACE_S and not call.future.done():
+                call.fail(TimeoutError(f"took over {self.timeout_s:g} s and could not be cancelled"))
+                blocked = True
+        if blocked:  # something blocks the loop: later calls get a new one
+            self._blocked_loops += 1
+            self._loop = None
 
 
 class _Lane:
@@ -100,7 +184,7 @@ class _Lane:
 
     def put(self, call: _Call) -> None:
         if self._thread is None:
-            self._thread = threading.Thread(target=self._serve, name="winnow-reward", daemon=True)
+            self._thread = threading.Thread(target=self._serve, name="winnow-calls", daemon=True)
             self._thread.start()
         self._calls.put(call)
 
@@ -123,57 +207,16 @@ class _Lane:
             self.current = call
             call.run()
             self.current = None
+            del call  # its function may keep the object that this thread ends with
 
 
-class LoopRunner:
-    """Runs coroutine functions side by side on an event loop in a thread of its own."""
-
-    def __init__(self, timeout_s: float) -> None:
-        self.timeout_s = timeout_s
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._running: list[_Call] = []
-        self._given_up = 0
-
-    def submit(self, function: Callable[[], Coroutine[Any, Any, Any]]) -> Future[Any]:
-        call = _Call(function, started=time.monotonic())
-        if self._given_up >= MAX_ABANDONED:
-            call.fail(NotCalledError())
-            return call.future
-        if self._loop is None:
-            self._loop = asyncio.new_event_loop()
-            threading.Thread(target=self._loop.run_forever, name="winnow-reward-loop", daemon=True).start()
-        self._running.append(call)
-        asyncio.run_coroutine_threadsafe(self._run(call), self._loop)
-        return call.future
-
-    def expire(self) -> None:
-        """Fail calls that outlived even their cancellation: something blocks the loop, so later calls get a new one."""
-        self._running = [call for call in self._running if not call.future.done()]
-        limit = time.monotonic() - self.timeout_s - GRACE_S
-        late = [call for call in self._running if call.started is not None and call.started < limit]
-        for call in late:
-            call.fail(TimeoutError(f"took over {self.timeout_s:g} s and could not be cancelled"))
-        if late:
-            self._given_up += 1
-            self._loop = None
-
-    def close(self) -> None:
-        if self._loop is not None:
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._loop = None
-        for call in self._running:
-            call.fail(RuntimeError("not finished: the rewarder was closed"))
-
-    async def _run(self, call: _Call) -> None:
-        try:
-            result = await asyncio.wait_for(_contained(call.function), self.timeout_s)
-        except TimeoutError as error:
-            call.fail(TimeoutError(str(error) or f"took over {self.timeout_s:g} s"))
-        except BaseException as error:
-            call.fail(error)
-        else:
-            with contextlib.suppress(InvalidStateError):
-                call.future.set_result(result)
+async def _run(call: _Call, timeout_s: float) -> None:
+    try:
+        call.succeed(await asyncio.wait_for(_contained(call.function), timeout_s))
+    except TimeoutError as error:
+        call.fail(TimeoutError(str(error) or f"took over {timeout_s:g} s"))
+    except BaseException as error:
+        call.fail(error)
 
 
 async def _contained(function: Callable[[], Coroutine[Any, Any, Any]]) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from collections.abc import Iterator
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ...base.cache import cache_dir
+from ...base.files import digest
 from .worker import WorkerError, WorkerPool
 
 
@@ -18,8 +18,7 @@ def kept(task: str, folder: str, key: Any) -> Path:
     """Path of the file for a `key` (JSON): <task>/<folder>/<hash>.json in the cache."""
     root = cache_dir()
     (root / task / folder).mkdir(parents=True, exist_ok=True)
-    name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:24]
-    return root / task / folder / f"{name}.json"
+    return root / task / folder / f"{digest(key)[:24]}.json"
 
 
 def loaded(file: Path) -> Any:

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 from ..base import Env, ModelTurn, StepResult
+from .calls import Owed
 from .functions import load_function
 from .worker import WorkerError, WorkerPool
 
@@ -66,12 +68,11 @@ class RemoteEnv:
 
     def start_reset(self) -> Future[str | None]:
         self._home.living.add(self._serial)
-        answer = self._call("host_reset", target=self._target, kwargs=self._kwargs)
-        return self._converted(answer, lambda observation: observation)
+        return self._answer("host_reset", lambda observation: observation, target=self._target, kwargs=self._kwargs)
 
     def start_step(self, text: str) -> Future[StepResult]:
         said = vars(text) if isinstance(text, ModelTurn) else {}
-        return self._converted(self._call("host_step", text=text, said=said), lambda values: StepResult(**values))
+        return self._answer("host_step", lambda values: StepResult(**values), text=text, said=said)
 
     def close(self) -> None:
         """Does not wait. Answers still owed come first."""
@@ -83,20 +84,17 @@ class RemoteEnv:
     def _call(self, function: str, **arguments: Any) -> Future[Any]:
         return self._home.workers.call(f"{__name__}:{function}", {"serial": self._serial, **arguments})
 
-    def _converted(self, answer: Future[Any], convert: Callable[[Any], Any]) -> Future[Any]:
-        converted: Future[Any] = Future()
+    def _answer(self, function: str, convert: Callable[[Any], Any], **arguments: Any) -> Future[Any]:
+        answer, owed = self._call(function, **arguments), Owed()
 
-        def settle(done: Future[Any]) -> None:
-            with suppress(InvalidStateError):  # cancelled by who waited for it
-                try:
-                    converted.set_result(convert(done.result()))
-                except WorkerError as error:
-                    converted.set_exception(self._told(error))
-                except Exception as error:
-                    converted.set_exception(error)
+        def result(done: Future[Any]) -> Any:
+            try:
+                return convert(done.result())
+            except WorkerError as error:
+                raise self._told(error) from None
 
-        answer.add_done_callback(settle)
-        return converted
+        answer.add_done_callback(lambda done: owed.settle(partial(result, done)))
+        return owed.future
 
     def _told(self, error: WorkerError) -> Exception:
         """Error that the environment raised, or the cause of its loss."""

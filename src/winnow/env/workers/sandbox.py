@@ -11,25 +11,21 @@ import contextlib
 import json
 import os
 import queue
-import selectors
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import IO
+from typing import IO, Any
 
-from .bubblewrap import SandboxError, advice, bubblewrapped, found, slot_user
+from ...base.child import Child, GroupProcess
+from .bubblewrap import SandboxError, advice, bubblewrapped, found, slot_user, temporary
 from .seccomp import program
 
 MAX_OUTPUT_BYTES = 1_000_000
 """Largest value of an option; beyond it the system's calls for times and limits overflow."""
-GRACE_S = 5.0
-"""Beyond its time, for starting and ending a sandbox."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +80,7 @@ class Sandbox:
         for slot in range(self.options.slots):
             self._slots.put(slot)
         self._threads = ThreadPoolExecutor(self.options.slots, thread_name_prefix="winnow-sandbox")
-        self._running: set[_Run] = set()
+        self._running: dict[_Program, Child] = {}
         self._lock = threading.Lock()
         self._closed = False
         self._probe()
@@ -95,34 +91,62 @@ class Sandbox:
 
     def run(self, code: str) -> Outcome:
         slot = self._slots.get()
-        try:
-            with self._registered(_Run(self, slot, code)) as run:
-                return run.outcome()
-        finally:
-            self._slots.put(slot)
+        with contextlib.ExitStack() as held:
+            held.callback(self._slots.put, slot)
+            process = self._begin(slot, code, held)
+            return self._outcome(process, self._running[process])
 
     def close(self) -> None:
         """Kill what runs. Safe to call twice."""
         with self._lock:
             self._closed = True
-            running = list(self._running)
-        for run in running:
-            run.kill()
+            running = list(self._running.values())
+        for child in running:
+            child.kill()
         self._threads.shutdown(wait=True, cancel_futures=True)
 
-    @contextlib.contextmanager
-    def _registered(self, run: _Run) -> Iterator[_Run]:
+    def _begin(self, slot: int, code: str, held: contextlib.ExitStack) -> _Program:
+        """Start a program, which ends with `held`."""
+        o = self.options
+        source = temporary(held, code.encode("utf-8", "surrogatepass"))
+        status = temporary(held)
+        options: dict[str, Any] = {"stdin": source}
+        command = [*self._limits, sys.executable, "-I", "-"]
+        if not o.unsafe:
+            passed = [file.fileno() for file in (source, temporary(held, program()), status)]
+            options = {"stdin": subprocess.DEVNULL, "pass_fds": passed, **slot_user(slot)}
+            code_fd, filter_fd, status_fd = map(str, passed)
+            given = ["--perms", "0444", "--file", code_fd, "/tmp/main.py", "--seccomp", filter_fd]
+            given += ["--json-status-fd", status_fd, "--remount-ro", "/", "--"]
+            command = [*self._command, *given, *self._limits, o.python, "-I", "/tmp/main.py"]
+        with self._lock:
+            if self._closed:
+                raise SandboxError("the sandbox was closed")
+            process = _Program(status, command, env={"PATH": "/usr/bin:/bin"}, cwd="/", **options)
+            child = self._running[process] = Child(process)
+        held.callback(self._running.pop, process)
+        held.callback(child.end)
+        return process
+
+    def _outcome(self, process: _Program, child: Child) -> Outcome:
+        """Raises SandboxError when the program was never begun, or was killed by `close`."""
+        o, stopped, status = self.options, "", None
         try:
-            with self._lock:
-                if self._closed:
-                    raise SandboxError("the sandbox was closed")
-                run.spawn()
-                self._running.add(run)
-            yield run
-        finally:
-            run.end()
-            with self._lock:
-                self._running.discard(run)
+            status = child.finish(time.monotonic() + o.timeout_s, o.max_output)
+        except TimeoutError:
+            stopped = "time"
+        except ValueError:
+            stopped = "output"
+        stdout, stderr = (data[: o.max_output].decode("utf-8", "replace") for data in (child.stdout, child.stderr))
+        if stopped:
+            return Outcome(stdout, stderr, None, timed_out=stopped == "time", truncated=stopped == "output")
+        if self._closed:  # bubblewrap may still have told how its child ended
+            raise SandboxError("the sandbox was closed")
+        if not o.unsafe and (status := process.told("exit-code")) is None:
+            why = stderr.strip()[-300:] or "it was killed"
+            raise SandboxError(f"sandbox: could not be started: {why}{advice(why)}")
+        assert status is not None
+        return Outcome(stdout, stderr, status if status >= 0 else 128 - status)
 
     def _probe(self) -> None:
         """A first program must come through, and must not see this machine's files."""
@@ -136,139 +160,28 @@ class Sandbox:
             )
 
 
-class _Run:
-    """One program, from its start to the end of all its processes."""
+class _Program(GroupProcess):
+    """bubblewrap, or an unsafe program itself. `status`: the file that bubblewrap reports to."""
 
-    def __init__(self, sandbox: Sandbox, slot: int, code: str) -> None:
-        self._sandbox, self._options, self._slot = sandbox, sandbox.options, slot
-        self._code = code.encode("utf-8", "surrogatepass")
-        self._process: subprocess.Popen[bytes] | None = None
-        self._files: list[IO[bytes]] = []
-        self._killed = False
+    def __init__(self, status: IO[bytes], command: list[str], **options: Any) -> None:
+        self._status = status
+        super().__init__(command, **options)
 
-    def spawn(self) -> None:
-        code, filter_, status = (self._file() for _ in range(3))
-        code.write(self._code)
-        filter_.write(b"" if self._options.unsafe else program())
-        for file in (code, filter_):
-            file.seek(0)
-        uid = None if self._options.unsafe else slot_user(self._slot)
-        passed: tuple[int, ...] = ()
-        if self._options.unsafe:
-            command = [*self._sandbox._limits, sys.executable, "-I", "-"]
-        else:
-            files = ["--perms", "0444", "--file", str(code.fileno()), "/tmp/main.py"]
-            files += ["--seccomp", str(filter_.fileno()), "--json-status-fd", str(status.fileno())]
-            inside = [*self._sandbox._limits, self._options.python, "-I", "/tmp/main.py"]
-            command = [*self._sandbox._command, *files, "--remount-ro", "/", "--", *inside]
-            passed = (code.fileno(), filter_.fileno(), status.fileno())
-        self._process = subprocess.Popen(
-            command,
-            stdin=code if self._options.unsafe else subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            pass_fds=passed,
-            env={"PATH": "/usr/bin:/bin"},
-            cwd="/",
-            start_new_session=True,
-            user=uid,
-            group=uid,
-            extra_groups=None if uid is None else (),
-        )
-        self._status_file = status
-
-    def _file(self) -> IO[bytes]:
-        file = tempfile.TemporaryFile()  # noqa: SIM115 - closed by end()
-        self._files.append(file)
-        return file
-
-    def outcome(self) -> Outcome:
-        """Raises SandboxError when the program was never begun."""
-        process, o = self._process, self._options
-        assert process is not None
-        outputs, reason = self._collect(process, time.monotonic() + o.timeout_s)
-        if reason:
-            self.kill()
-        try:
-            process.wait(GRACE_S)
-        except subprocess.TimeoutExpired:
-            self.kill()
-            raise SandboxError("sandbox: a program closed its output and could not be ended in time") from None
-        stdout, stderr = (data[: o.max_output].decode("utf-8", "replace") for data in outputs)
-        if reason:
-            return Outcome(stdout, stderr, None, reason == "time", reason == "output")
-        if self._killed:  # by `Sandbox.close`; bubblewrap may still have told how its child ended
-            raise SandboxError("the sandbox was closed")
-        if o.unsafe:
-            code = process.returncode
-            return Outcome(stdout, stderr, code if code >= 0 else 128 - code)
-        exit_code = self._told("exit-code")
-        if exit_code is None:
-            why = stderr.strip()[-300:] or "it was killed"
-            raise SandboxError(f"sandbox: could not be started: {why}{advice(why)}")
-        return Outcome(stdout, stderr, exit_code)
-
-    def _collect(self, process: subprocess.Popen[bytes], deadline: float) -> tuple[list[bytes], str]:
-        """stdout and stderr until both are closed; why it stopped before, or nothing."""
-        found = {process.stdout: b"", process.stderr: b""}
-        with selectors.DefaultSelector() as selector:
-            for pipe in found:
-                assert pipe is not None
-                selector.register(pipe, selectors.EVENT_READ)
-            while selector.get_map():
-                left = deadline - time.monotonic()
-                if left <= 0:
-                    return list(found.values()), "time"
-                for ready, _ in selector.select(left):
-                    pipe = ready.fileobj  # type: ignore[assignment]
-                    assert pipe is not None
-                    data = os.read(pipe.fileno(), 65_536)
-                    found[pipe] += data
-                    if not data:
-                        selector.unregister(pipe)
-                    if len(found[pipe]) > self._options.max_output:
-                        return list(found.values()), "output"
-        return list(found.values()), "" if self._ends(process, deadline) else "time"
-
-    @staticmethod
-    def _ends(process: subprocess.Popen[bytes], deadline: float) -> bool:
-        """A program may close its output and go on."""
-        try:
-            process.wait(max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            return False
-        return True
-
-    def _told(self, key: str) -> int | None:
+    def told(self, key: str) -> int | None:
         """Reports of bubblewrap: `child-pid` once there is one, `exit-code` at the end."""
-        text = os.pread(self._status_file.fileno(), 65_536, 0).decode("utf-8", "replace")
+        text = os.pread(self._status.fileno(), 65_536, 0).decode("utf-8", "replace")
         for line in text.splitlines():
             with contextlib.suppress(ValueError):
-                if key in (said := json.loads(line)):
-                    return int(said[key])
+                if key in (report := json.loads(line)):
+                    return int(report[key])
         return None
 
     def kill(self) -> None:
         """The first process inside, with which all others end, and bubblewrap itself."""
-        process = self._process
-        if process is None or process.poll() is not None:
-            return
-        self._killed = True
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            if (child := self._told("child-pid")) is not None:
-                os.kill(child, signal.SIGKILL)
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)
-
-    def end(self) -> None:
-        self.kill()
-        if self._process is not None:
-            self._process.wait()
-            for pipe in (self._process.stdout, self._process.stderr):
-                if pipe is not None:
-                    pipe.close()
-        for file in self._files:
-            file.close()
+            if self.poll() is None and (inside := self.told("child-pid")) is not None:
+                os.kill(inside, signal.SIGKILL)
+        super().kill()
 
 
 def _contained(o: SandboxOptions) -> list[str]:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import queue
 import signal
 import sys
-import threading
+from collections.abc import Callable
 from typing import Any
 
-from ...base.parent import die_with
+from ...base.parent import die_with, lines_with_parent
 from .functions import awaited, describe_error, json_default, load_function
 
 
@@ -23,41 +22,20 @@ def main() -> None:
     if parent:
         die_with(parent)
     _limit_memory(memory_mb)
-    requests_fd, replies_fd = os.dup(0), os.dup(1)
-    with open(os.devnull) as devnull:
-        os.dup2(devnull.fileno(), 0)
-    os.dup2(2, 1)
-    requests: queue.Queue[bytes] = queue.Queue()
-    threading.Thread(target=_read_requests, args=(requests_fd, requests), daemon=True).start()
+    requests, reply = lines_with_parent(lambda: os.killpg(os.getpgrp(), signal.SIGKILL))  # with all it started
     while True:
-        _serve_one(json.loads(requests.get()), replies_fd)
+        _serve_one(requests.get(), reply)
 
 
-def _serve_one(request: dict[str, Any], replies_fd: int) -> None:
-    serial, call, worker = request["id"], request["call"], os.getpid()
+def _serve_one(request: dict[str, Any], reply: Callable[[str], None]) -> None:
+    serial, call = request["id"], request["call"]
     try:
         function = load_function(call["target"])
-        _reply(worker, replies_fd, {"id": serial, "loaded": True})
-        reply = json.dumps({"id": serial, "result": awaited(function(**call["kwargs"]))}, default=json_default)
+        reply(json.dumps({"id": serial, "loaded": True}))
+        answer = json.dumps({"id": serial, "result": awaited(function(**call["kwargs"]))}, default=json_default)
     except BaseException as error:
-        reply = json.dumps({"id": serial, "error": describe_error(error)})
-    _reply(worker, replies_fd, reply)
-
-
-def _reply(worker: int, fd: int, reply: str | dict[str, Any]) -> None:
-    if os.getpid() != worker:
-        os._exit(0)  # a function that forked, whose child went on to here
-    data = memoryview(((reply if isinstance(reply, str) else json.dumps(reply)) + "\n").encode())
-    while data:
-        data = data[os.write(fd, data) :]
-
-
-def _read_requests(fd: int, requests: queue.Queue[bytes]) -> None:
-    """Hand on whole lines; at the end of the input end this process and all it started."""
-    with open(fd, "rb") as stream:
-        for line in stream:
-            requests.put(line)
-    os.killpg(os.getpgrp(), signal.SIGKILL)
+        answer = json.dumps({"id": serial, "error": describe_error(error)})
+    reply(answer)
 
 
 def _limit_memory(megabytes: int) -> None:

@@ -19,23 +19,22 @@ import contextlib
 import json
 import os
 import queue
-import selectors
-import signal
-import subprocess
 import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import Future
+from functools import cache
 from typing import Any, Literal
 
-from .bwrap_worker import Cage, Slot
+from ...base.child import Child, GroupProcess
+from .bwrap_worker import Cage
+from .calls import Owed
 from .functions import json_default
 
 MAX_REPLY = 4 << 20
 """Longest reply in bytes."""
-STDERR_TAIL = 2_000
 START_TIMEOUT_S = 120.0
 """Seconds for starting the process and importing the function's module."""
 PASSED_ENV = ("PATH", "LANG", "LC_ALL", "TMPDIR", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE")
@@ -121,8 +120,8 @@ class WorkerPool:
                 thread.join(timeout=10)
 
     def _start_thread(self) -> None:
-        slot, where = len(self._workers), self._cage
-        worker = _Worker(lambda: _spawn(self.memory_mb, self._env, None if where is None else where.slot(slot)))
+        slot = len(self._workers)
+        worker = _Worker(lambda: _spawn(self.memory_mb, self._env, self._cage, slot))
         thread = threading.Thread(target=self._serve, args=(worker,), name="winnow-worker", daemon=True)
         self._workers.append(worker)
         self._threads.append(thread)
@@ -146,186 +145,99 @@ class WorkerPool:
         worker.end()
 
 
-class _Job:
+class _Job(Owed):
     def __init__(self, target: str, body: str, called: str) -> None:
-        self.target = target
-        self.called = called
-        self.body = body
-        self.future: Future[Any] = Future()
-
-    def succeed(self, result: Any) -> None:
-        with contextlib.suppress(InvalidStateError):
-            self.future.set_result(result)
-
-    def fail(self, error: WorkerError) -> None:
-        with contextlib.suppress(InvalidStateError):
-            self.future.set_exception(error)
+        super().__init__()
+        self.target, self.body, self.called = target, body, called
 
 
 class _Worker:
-    """One process, used by one thread; `kill` may come from any."""
+    """One process at a time, used by one thread; `kill` may come from any."""
 
-    def __init__(self, spawn: Callable[[], subprocess.Popen[bytes]]) -> None:
+    def __init__(self, spawn: Callable[[], Child]) -> None:
         self._spawn = spawn
-        self._process: subprocess.Popen[bytes] | None = None
+        self._child: Child | None = None
         self._lock = threading.Lock()
         self._killed = False
         self._serial = 0
         self._imported: set[str] = set()
-        self._received = b""
-        self._stderr = b""
 
     def run(self, job: _Job, timeout_s: float) -> Any:
         """Raises WorkerError; the process is then gone unless the function merely raised."""
-        process = self._alive()
-        start_s = timeout_s if job.target in self._imported else START_TIMEOUT_S
-        start_deadline = time.monotonic() + start_s
+        child = self._running()
         self._serial += 1
         request = f'{{"id": {self._serial}, "call": {job.body}}}\n'.encode()
+        start_s = timeout_s if job.target in self._imported else START_TIMEOUT_S
+        late = f"could not be imported in {start_s:g} s"
+        deadline = time.monotonic() + start_s
         try:
-            self._send(process, request, start_deadline)
-            self._expect("loaded", process, start_deadline, f"could not be imported in {start_s:g} s")
+            child.send(request, deadline)
+            self._expect("loaded", child, deadline)
             self._imported.add(job.target)
-            return self._expect("result", process, time.monotonic() + timeout_s, f"took over {timeout_s:g} s")
+            late = f"took over {timeout_s:g} s"
+            return self._expect("result", child, time.monotonic() + timeout_s)
         except WorkerError as error:
-            if error.kind != "raised":
-                self.end()
             raise WorkerError(error.kind, error.detail, job.called) from None
+        except TimeoutError:
+            failure = WorkerError("timeout", f"{late}; the worker was killed{child.last_words()}", job.called)
+        except EOFError:
+            closed = "the worker pool was closed"
+            failure = WorkerError("died", closed if self._killed else f"the worker died ({child.ending()})", job.called)
+        except ValueError as garbled:
+            failure = WorkerError("died", f"{garbled}; the worker was killed", job.called)
+        self.end()
+        raise failure
 
     def kill(self) -> None:
         """End the process for good. May come from any thread; the serving thread then cleans up with `end`."""
         with self._lock:
             self._killed = True
-            self._signal()
+            if self._child is not None:
+                self._child.kill()
 
     def end(self) -> None:
         """Kill the process with all it started, and close its pipes."""
         with self._lock:
-            process = self._process
-            if process is None:
-                return
-            self._signal()
-            process.wait()
-            self._process = None
-        for pipe in (process.stdin, process.stdout, process.stderr):
-            if pipe is not None:
-                pipe.close()
+            if self._child is not None:
+                self._child.end()
+                self._child = None
 
-    def _signal(self) -> None:
-        if self._process is not None:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-
-    def _alive(self) -> subprocess.Popen[bytes]:
+    def _running(self) -> Child:
         """The running process; a new one if there is none or it has died since."""
-        if self._process is not None and self._process.poll() is not None:
+        if self._child is not None and self._child.exited:
             self.end()
         with self._lock:
             if self._killed:
                 raise WorkerError("died", "the worker pool was closed")
-            if self._process is None:
-                self._received = self._stderr = b""
+            if self._child is None:
                 self._imported.clear()
-                self._process = self._spawn()
-            return self._process
+                self._child = self._spawn()
+            return self._child
 
-    def _send(self, process: subprocess.Popen[bytes], data: bytes, deadline: float) -> None:
-        assert process.stdin is not None
-        view = memoryview(data)
-        try:
-            with selectors.DefaultSelector() as selector:
-                selector.register(process.stdin, selectors.EVENT_WRITE)
-                while view:
-                    if not selector.select(max(0.0, deadline - time.monotonic())):
-                        raise WorkerError("timeout", "the worker did not take the request")
-                    view = view[os.write(process.stdin.fileno(), view[:65_536]) :]
-        except OSError:
-            raise self._died(process) from None
-
-    def _expect(self, key: str, process: subprocess.Popen[bytes], deadline: float, late: str) -> Any:
-        """The value of `key` in the next reply. Raises WorkerError if it is an error, garbled, or late."""
-        line = self._read_line(process, deadline, late)
+    def _expect(self, key: str, child: Child, deadline: float) -> Any:
+        """The value of `key` in the next reply. Raises WorkerError if it is an error, ValueError if it is garbled."""
+        line = child.line(deadline, MAX_REPLY)
         try:
             reply = json.loads(line)
             if reply["id"] != self._serial:
                 raise KeyError("id")
-            if "error" in reply:
-                raise WorkerError("raised", str(reply["error"]))
-            return reply[key]
+            value = reply["error"] if "error" in reply else reply[key]
         except (ValueError, KeyError, TypeError, RecursionError):
-            raise WorkerError("died", f"garbled reply {line[:80]!r}; the worker was killed") from None
-
-    def _read_line(self, process: subprocess.Popen[bytes], deadline: float, late: str) -> bytes:
-        with selectors.DefaultSelector() as selector:
-            for pipe in (process.stdout, process.stderr):
-                assert pipe is not None
-                selector.register(pipe, selectors.EVENT_READ)
-            while True:
-                line, newline, rest = self._received.partition(b"\n")
-                if newline:
-                    self._received = rest
-                    return line
-                if len(self._received) > MAX_REPLY:
-                    raise WorkerError("died", f"reply of over {MAX_REPLY} bytes; the worker was killed")
-                left = deadline - time.monotonic()
-                if left <= 0:
-                    raise WorkerError("timeout", f"{late}; the worker was killed{self._last_words()}")
-                for ready, _ in selector.select(left):
-                    self._take(process, ready.fileobj, selector)
-
-    def _take(self, process: subprocess.Popen[bytes], pipe: Any, selector: selectors.BaseSelector) -> None:
-        try:
-            data = os.read(pipe.fileno(), 65_536)
-        except BlockingIOError:
-            return
-        except OSError:
-            data = b""
-        if pipe is not process.stdout:
-            self._stderr = (self._stderr + data)[-STDERR_TAIL:]
-            if not data:
-                selector.unregister(pipe)
-        elif data:
-            self._received += data
-        else:
-            raise self._died(process)
-
-    def _died(self, process: subprocess.Popen[bytes]) -> WorkerError:
-        """Message about a worker whose pipe has closed."""
-        if self._killed:
-            return WorkerError("died", "the worker pool was closed")
-        try:
-            status = process.wait(timeout=1)
-        except subprocess.TimeoutExpired:
-            return WorkerError("died", "the worker closed its pipes and was killed")
-        how = f"exit status {status}" if status >= 0 else f"signal {signal.Signals(-status).name}"
-        return WorkerError("died", f"the worker died ({how}){self._last_words()}")
-
-    def _last_words(self) -> str:
-        said = self._stderr.decode("utf-8", "replace").strip()
-        return f"; its last words: {said[-300:]}" if said else ""
+            raise ValueError(f"garbled reply {line[:80]!r}") from None
+        if "error" in reply:
+            raise WorkerError("raised", str(value))
+        return value
 
 
-def _spawn(memory_mb: int, env: Sequence[str], slot: Slot | None) -> subprocess.Popen[bytes]:
+def _spawn(memory_mb: int, env: Sequence[str], cage: Cage | None, slot: int) -> Child:
     values = worker_environment() | {name: os.environ[name] for name in env}
     # A worker in a cage cannot see its parent; bubblewrap then ends it.
-    command = [sys.executable, "-m", "winnow.env.workers.serving", str(0 if slot else os.getpid()), str(memory_mb)]
+    command = [sys.executable, "-m", "winnow.env.workers.serving", str(0 if cage else os.getpid()), str(memory_mb)]
+    if cage is None:
+        return Child(GroupProcess(command, env=values))
     with contextlib.ExitStack() as files:
-        options: dict[str, Any] = {"env": values}
-        if slot is not None:
-            command, options = slot.around(command, values, files)
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            bufsize=0,
-            start_new_session=True,
-            **options,
-        )
-    for pipe in (process.stdin, process.stdout, process.stderr):
-        assert pipe is not None
-        os.set_blocking(pipe.fileno(), False)
-    return process
+        command, options = cage.around(slot, command, values, files)
+        return Child(GroupProcess(command, **options))
 
 
 def worker_environment() -> dict[str, str]:
@@ -338,16 +250,12 @@ def worker_environment() -> dict[str, str]:
 
 
 _open_pools: weakref.WeakSet[WorkerPool] = weakref.WeakSet()
-_shared: list[WorkerPool] = []
-_shared_lock = threading.Lock()
 
 
+@cache
 def shared_pool() -> WorkerPool:
     """The pool of callers that bring none."""
-    with _shared_lock:
-        if not _shared:
-            _shared.append(WorkerPool())
-        return _shared[0]
+    return WorkerPool()
 
 
 @atexit.register

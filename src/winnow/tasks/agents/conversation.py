@@ -5,26 +5,18 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Mapping
-from concurrent.futures import Future, InvalidStateError
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from ...env.prompting import NextMessages
 from ...env.tools import Parser
+from ...env.workers.calls import Owed
 from ...types import Message
 from .messages import RequestError, added_to, answer_of
 
 
 class OverError(RuntimeError):
     """The rollout has ended; nobody answers any more."""
-
-
-@dataclass(frozen=True)
-class Asked:
-    """A request: all of its messages at first, afterwards those behind the last answer."""
-
-    messages: tuple[Message, ...]
-    tools: tuple[Mapping[str, Any], ...]
 
 
 @dataclass(frozen=True)
@@ -49,8 +41,8 @@ class Conversation:
     def __init__(self, parse: Parser) -> None:
         self._parse = parse
         self._lock = threading.Lock()
-        self._next: Future[Asked | Returned] = Future()
-        self._reply: Future[Answer] | None = None
+        self._next = Owed()
+        self._reply: Owed | None = None
         self._known: list[Message] = []
         """What the last request had, with the answer to it if there is one."""
         self._request: tuple[list[Message], tuple[Mapping[str, Any], ...]] | None = None
@@ -74,37 +66,35 @@ class Conversation:
                     self._take(messages, tools)
                     self._with_stop = with_stop
                 except RequestError as error:
-                    self._fail(error)
+                    self._next.fail(error)
                     raise
             reply = self._reply
         assert reply is not None
-        return reply.result()
+        answer: Answer = reply.future.result()
+        return answer
 
     def _take(self, messages: list[Message], tools: tuple[Mapping[str, Any], ...]) -> None:
-        if self._reply is not None and not self._reply.done():
+        if self._reply is not None and not self._reply.future.done():
             raise RequestError("another request of this rollout waits for its answer; ask one at a time")
         if self._request is not None and tools != self._request[1]:
             raise RequestError("other tools than in the request before; a rollout has one set of them")
         added = added_to(self._known, messages)
-        self._reply, self._request, self._known = Future(), (messages, tools), list(messages)
-        with suppress(InvalidStateError):  # nobody waits for it any more
-            self._next.set_result(Asked(added, tools))
+        self._reply, self._request, self._known = Owed(), (messages, tools), list(messages)
+        self._next.succeed(NextMessages(added, tools))
 
     def returned(self, value: Any) -> None:
-        with self._lock, suppress(InvalidStateError):
-            self._next.set_result(Returned(value))
+        with self._lock:
+            self._next.succeed(Returned(value))
 
     def failed(self, error: BaseException) -> None:
         with self._lock:
-            self._fail(error)
+            self._next.fail(error)
 
-    def _fail(self, error: BaseException) -> None:
-        with suppress(InvalidStateError):
-            self._next.set_exception(error)
-
-    async def next(self) -> Asked | Returned:
-        """What the agent does next. Raises what it has raised."""
-        return await asyncio.wrap_future(self._next)
+    async def next(self) -> NextMessages | Returned:
+        """What the agent asks next: all messages at first, afterwards those behind the last answer. Raises what it has
+        raised."""
+        asked: NextMessages | Returned = await asyncio.wrap_future(self._next.future)
+        return asked
 
     def answer(self, text: str, *, cut: bool = False) -> Message:
         """Give the agent what the policy has said, as the message that is returned."""
@@ -115,14 +105,14 @@ class Conversation:
             message = answer_of(text, parse, self._turns, self._with_stop)
             self._turns += 1
             self._known.append(message)
-            self._next = Future()
-            self._reply.set_result(Answer(message, cut))
+            self._next = Owed()
+            self._reply.succeed(Answer(message, cut))
         return message
 
     def close(self, why: str = "the rollout has ended") -> None:
         """End it: whoever asks, or waits for an answer, is told so."""
         with self._lock:
             self._over = self._over or why
-            self._fail(OverError(self._over))
-            if self._reply is not None and not self._reply.done():
-                self._reply.set_exception(OverError(self._over))
+            self._next.fail(OverError(self._over))
+            if self._reply is not None:
+                self._reply.fail(OverError(self._over))

@@ -110,18 +110,16 @@ class _Request(BaseHTTPRequestHandler):
         return self.server.conversation(secret) if slash + rest == route else None
 
     def _json(self, status: int, value: Any) -> None:
-        body = json.dumps(value).encode()
-        self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
+        self._send(status, "application/json", json.dumps(value).encode())
 
     def _events(self, chunks: Iterator[dict[str, Any]]) -> None:
         """All at once: the answer is complete when it comes."""
         body = b"".join(b"data: " + json.dumps(chunk).encode() + b"\n\n" for chunk in chunks) + b"data: [DONE]\n\n"
-        self.send_response(200)
-        self.send_header("Content-Type", "text/event-stream")
+        self._send(200, "text/event-stream", body)
+
+    def _send(self, status: int, kind: str, body: bytes) -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)

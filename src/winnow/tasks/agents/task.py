@@ -15,23 +15,22 @@ tokenized again.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import inspect
 import json
 import threading
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from numbers import Real
 from typing import Any
 
+from ...base.files import digest
 from ...env.base import OverlappingEnv, RewardFn, StepResult, Task
 from ...env.dataset import DatasetConfig
-from ...env.prompting import NextMessages
 from ...env.tools import Parser, parse_tool_calls
-from ...env.workers.deadlines import Deadlines
+from ...env.workers.calls import Deadlines
 from ...env.workers.functions import describe_error, function_name, load_function, parameters_of
 from ...types import Message, Prompt
 from .conversation import Conversation, Returned
@@ -60,10 +59,8 @@ class AgentConfig(DatasetConfig):
             raise ValueError("agent: give `agent`, the function that works on a row, e.g. my_agent.py:solve")
 
     def build(self) -> AgentTask:  # type: ignore[override]
-        own = {field.name: getattr(self, field.name) for field in fields(DatasetConfig)}
-        task: Task = DatasetConfig(**own).build()  # type: ignore[assignment]
         return with_agent(
-            task,
+            self.rows_alone(),  # type: ignore[arg-type]
             load_function(self.agent),
             max_turns=self.max_turns,
             max_turn_length=self.max_turn_length,
@@ -139,8 +136,7 @@ class AgentTask:
 
     def fingerprint(self) -> str:
         own = [function_name(self._agent), self.max_turns, self.max_turn_length]
-        content = json.dumps([self._task.fingerprint(), *own])
-        return hashlib.sha256(content.encode()).hexdigest()
+        return digest([self._task.fingerprint(), *own])
 
 
 class AgentEnv:
@@ -180,12 +176,12 @@ class AgentEnv:
         asked = await self._conversation.next()
         if isinstance(asked, Returned):
             raise RuntimeError(f"{self._label} ended without asking the policy anything")
-        return NextMessages(asked.messages, asked.tools)
+        return asked
 
     async def _after(self, action: str | None, message: Message | None) -> StepResult:
         asked = await self._conversation.next()
         if not isinstance(asked, Returned):
-            return StepResult(NextMessages(asked.messages, asked.tools), action=action, message=message)
+            return StepResult(asked, action=action, message=message)
         if not isinstance(asked.value, Real | None):
             kind = type(asked.value).__name__
             raise TypeError(f"{self._label} returned {kind}; it must be the reward, or None")

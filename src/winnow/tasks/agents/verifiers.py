@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import json
 import threading
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ...base.files import digest
 from ...base.install import install
 from ...env.base import RewardFn, Task
 from ...env.tools import parse_tool_calls
-from ...env.workers.deadlines import Deadlines
+from ...env.workers.calls import Deadlines
 from ...types import Message, Prompt
 from .task import AgentTask
 
@@ -106,7 +106,7 @@ class Tasks:
 
     def fingerprint(self) -> str:
         rows = [[p.columns["key"] for p in part] for part in (self.train, self.test)]
-        return hashlib.sha256(json.dumps([self.config.config, rows], sort_keys=True, default=str).encode()).hexdigest()
+        return digest([self.config.config, rows])
 
 
 def _named(prompt: Prompt, name: str) -> Prompt:

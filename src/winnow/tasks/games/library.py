@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ...env.workers.file_cache import kept, load_json, loaded, making
@@ -26,9 +27,24 @@ DEMONSTRATIONS = 8
 """Walks to the goal that are kept a game."""
 
 
-def call_all(pool: WorkerPool, function: str, arguments: Iterable[Mapping[str, Any]]) -> None:
-    """Call a function of `winnow.tasks.games` with each of these arguments, and wait for all."""
-    calls = [pool.call(f"winnow.tasks.games.{function}", dict(given)) for given in arguments]
+def kept_values(
+    pool: WorkerPool,
+    function: str,
+    asked: Sequence[Mapping[str, Any]],
+    files: Sequence[Path],
+    intact: Callable[[Any], bool] = lambda value: value is not None,
+) -> list[Any]:
+    """Content of each file; a `function` of `winnow.tasks.games` writes the missing and damaged ones as it is asked."""
+    missing = []
+    for arguments, file in zip(asked, files, strict=True):
+        if not intact(loaded(file)):
+            missing.append({**arguments, "target": str(file)})
+    call_all(pool, function, missing)
+    return [load_json(file) for file in files]
+
+
+def call_all(pool: WorkerPool, function: str, asked: Iterable[Mapping[str, Any]]) -> None:
+    calls = [pool.call(f"winnow.tasks.games.{function}", arguments) for arguments in asked]
     for call in calls:
         call.result()
 
@@ -37,37 +53,32 @@ def walks_of(config: GameOptions, format: int, cards: Sequence[str]) -> list[lis
     """Demonstrations of each card file's game, each `[command, observation, command, ...]`."""
     how = {"count": DEMONSTRATIONS, "noise": config.demo_noise, "max_turns": config.max_turns}
     files = [kept(config.name, "walks", [format, card, how]) for card in cards]
-    missing = [
-        {"card": card, "target": str(file), **how}
-        for card, file in zip(cards, files, strict=True)
-        if loaded(file) is None
-    ]
     with making(config.name, config.workers, MAKE_TIMEOUT_S) as pool:
-        call_all(pool, f"{config.name}.games:demonstrate", missing)
-    return [load_json(file) for file in files]
+        return kept_values(pool, f"{config.name}.games:demonstrate", [{"card": card, **how} for card in cards], files)
 
 
 def different(
+    config: GameOptions,
+    part: str,
     wanted: int,
     drawn: Iterator[Drawn],
     make: Callable[[list[Drawn]], list[Card]],
     told: Callable[[Card], Any],
     shown: Collection[Any],
+    remedy: str,
 ) -> list[Card]:
     """`wanted` games with different ids, none of which begins (`told`) like one in `shown`.
 
-    `make` makes games from draws, at most MAX_REPEATS for each one wanted; fewer cards come back when they run out.
+    `make` makes games from draws, at most MAX_REPEATS for each one wanted. Raises ValueError when they run out.
     """
     tries = islice(drawn, wanted * MAX_REPEATS)
     cards: dict[str, Card] = {}
     while len(cards) < wanted and (batch := list(islice(tries, wanted - len(cards)))):
         cards |= {card["id"]: card for card in make(batch) if told(card) not in shown}
+    if len(cards) < wanted:
+        size = "train_size" if part == "train" else "test_size"
+        raise ValueError(
+            f"{config.name}: {wanted} different {part} games wanted, but {wanted * MAX_REPEATS} attempts gave only "
+            f"{len(cards)}; lower {size}, or {remedy}"
+        )
     return list(cards.values())
-
-
-def too_few(name: str, part: str, wanted: int, found: int, remedy: str) -> ValueError:
-    size = "train_size" if part == "train" else "test_size"
-    return ValueError(
-        f"{name}: {wanted} different {part} games wanted, but {wanted * MAX_REPEATS} attempts gave only {found}; "
-        f"lower {size}, or {remedy}"
-    )

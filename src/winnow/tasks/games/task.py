@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
+from ...base.files import digest
 from ...env.base import OverlappingEnv, RewardFn
 from ...env.workers.remote import EnvPool
 from ...types import Prompt
@@ -94,8 +93,7 @@ class GameTask(ABC):
     def fingerprint(self) -> str:
         options = {k: v for k, v in asdict(self.config).items() if k not in ELSEWHERE}
         ids = [[p.id for p in part] for part in (self.train, self.test)]
-        content = json.dumps({"format": self.format, "games": ids, **options}, sort_keys=True, default=str)
-        return hashlib.sha256(content.encode()).hexdigest()
+        return digest({"format": self.format, "games": ids, **options})
 
     def demonstrations(self, seed: int) -> Iterator[tuple[str, list[str]]]:
         """Ways to win training games, with a share of random commands. Style `words` only."""

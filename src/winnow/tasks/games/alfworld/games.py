@@ -27,16 +27,16 @@ _TITLE = re.compile(r"-=.*=-")
 _SLOT = re.compile(r"\[[^\]]*\]|\{[^}]*\}|#[^#]*#")
 
 
-def generate(part: str, task_type: TaskType, seed: str, size: tuple[int, int], card: str) -> None:
+def generate(part: str, task_type: TaskType, seed: str, size: tuple[int, int], target: str) -> None:
     """Make a game and write its card, or one without an id when this seed gives none.
 
     `size` is the number of receptacles and of objects.
     """
     game = game_of(task_type, f"{part}/{seed}", plans_of(part, task_type), *size)
-    save_json(Path(card), {"id": None} if game is None else _card(game, task_type, f"the game of seed {seed}"))
+    save_json(Path(target), {"id": None} if game is None else _card(game, task_type, f"the game of seed {seed}"))
 
 
-def describe(path: str, task_type: TaskType, card: str) -> None:
+def describe(path: str, task_type: TaskType, target: str) -> None:
     """Write the card of a game in a file.
 
     Raises ValueError when the file is no game, or the planner finds no way to win it.
@@ -45,7 +45,7 @@ def describe(path: str, task_type: TaskType, card: str) -> None:
     missing = {"pddl_domain", "grammar", "pddl_problem"} - set(game)
     if missing:
         raise ValueError(f"alfworld: {path} is no ALFWorld game: it has no '{min(missing)}'")
-    save_json(Path(card), _card(game, task_type, path))
+    save_json(Path(target), _card(game, task_type, path))
 
 
 def _card(game: Mapping[str, Any], task_type: TaskType, source: str) -> dict[str, Any]:

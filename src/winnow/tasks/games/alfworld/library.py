@@ -5,17 +5,16 @@ $WINNOW_CACHE/alfworld/cards/<game>.json                      what playing a gam
 
 from __future__ import annotations
 
-import hashlib
-import json
 import random
 from collections.abc import Collection, Mapping
 from itertools import cycle, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ....env.workers.file_cache import kept, load_json, loaded, making
+from ....base.files import digest, sha256
+from ....env.workers.file_cache import kept, load_json, making
 from ....env.workers.worker import WorkerPool
-from ..library import MAKE_TIMEOUT_S, Card, call_all, different, too_few
+from ..library import MAKE_TIMEOUT_S, Card, different, kept_values
 from .rooms import TASK_TYPES, TaskType
 
 if TYPE_CHECKING:
@@ -48,10 +47,7 @@ def _made(
         asked = [{"part": part, "task_type": kind, "seed": seed, "size": size} for kind, seed in batch]
         return _cards(pool, "generate", asked, [kept("alfworld", "cards", [FORMAT, given]) for given in asked])
 
-    cards = different(wanted, drawn, make, _told, shown)
-    if len(cards) < wanted:
-        raise too_few("alfworld", part, wanted, len(cards), "raise receptacles or objects")
-    return cards
+    return different(config, part, wanted, drawn, make, _told, shown, "raise receptacles or objects")
 
 
 def _told(card: Card) -> tuple[str, str]:
@@ -79,7 +75,7 @@ def _read(pool: WorkerPool, config: AlfworldConfig, root: Path, part: str, wante
     if not files and wanted != 0:
         raise ValueError(f"alfworld: no game.tw-pddl of these task_types in {root / part}; see alfworld-generate")
     asked = [{"path": str(file), "task_type": _task_type(file)} for file in files]
-    digests = [hashlib.sha256(file.read_bytes()).hexdigest() for file in files]
+    digests = [sha256(file) for file in files]
     cards = [kept("alfworld", "cards", [FORMAT, d, a["task_type"]]) for d, a in zip(digests, asked, strict=True)]
     return list({card["id"]: card for card in _cards(pool, "describe", asked, cards)}.values())
 
@@ -106,19 +102,15 @@ def _solvable(file: Path) -> bool:
 
 def _cards(pool: WorkerPool, function: str, asked: list[dict[str, Any]], files: list[Path]) -> list[Card]:
     """Kept cards; missing and damaged ones are made. Seeds that gave no game are left out."""
-    missing = [
-        {**arguments, "card": str(file)}
-        for arguments, file in zip(asked, files, strict=True)
-        if not _intact(loaded(file))
-    ]
-    call_all(pool, f"alfworld.games:{function}", missing)
-    return [card | {"file": str(file)} for file in files if (card := load_json(file))["id"] is not None]
+    values = kept_values(pool, f"alfworld.games:{function}", asked, files, _intact)
+    cards = [card | {"file": str(file)} for card, file in zip(values, files, strict=True)]
+    return [card for card in cards if card["id"] is not None]
 
 
 def card_id(card: Mapping[str, Any]) -> str:
     """A hash of all that the card says."""
     told = {key: value for key, value in card.items() if key != "id"}
-    return f"game-{hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:16]}"
+    return f"game-{digest(told)[:16]}"
 
 
 def _intact(card: Any) -> bool:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import json
 import os
 import random
 import re
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from ....base.dotted import nearest
+from ....base.files import digest
 from ....base.install import install
 from ....env.workers.file_cache import load_json, save_json
 from ..react import NOTHING, worded, words
@@ -161,7 +161,7 @@ class _Parser(argparse.ArgumentParser):
 # ---------------------------------------------------------------- describing
 
 
-def describe(path: str, card: str) -> None:
+def describe(path: str, target: str) -> None:
     """Write a game's card: what playing it and talking about it needs."""
     infos = _textworld().EnvInfos(
         max_score=True, verbs=True, command_templates=True, entities=True, feedback=True, extras=["walkthrough"]
@@ -179,11 +179,11 @@ def describe(path: str, card: str) -> None:
             "spelled": sorted((n for n in names if words(n) != n), key=len, reverse=True),
         }
         told = [values["first"], sorted(names), values["actions"], state["extra.walkthrough"]]
-        values["id"] = f"game-{hashlib.sha256(json.dumps(told).encode()).hexdigest()[:16]}"
+        values["id"] = f"game-{digest(told)[:16]}"
         values["words"] = _stroll(values, sorted(state.command_templates), sorted(state.entities))
     finally:
         env.close()
-    save_json(Path(card), values)
+    save_json(Path(target), values)
 
 
 def _kind(match: re.Match[str]) -> str:

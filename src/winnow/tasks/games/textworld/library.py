@@ -14,9 +14,9 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from ....env.workers.file_cache import kept, load_json, loaded, making, save_json
+from ....env.workers.file_cache import kept, making
 from ....env.workers.worker import WorkerPool
-from ..library import Card, call_all, different, too_few
+from ..library import Card, call_all, different, kept_values
 from .games import digest_of, intact
 
 if TYPE_CHECKING:
@@ -41,14 +41,6 @@ def games_of(config: TextWorldConfig) -> tuple[list[Card], list[Card]]:
         return _generated(pool, config, "train", config.train_size or TRAIN_SIZE, shown), test
 
 
-def kept_words(words: list[str]) -> Path:
-    """A file of these words, for the processes that play."""
-    file = kept("textworld", "words", words)
-    if loaded(file) != words:
-        save_json(file, words)
-    return file
-
-
 def _generated(pool: WorkerPool, config: TextWorldConfig, part: str, wanted: int, shown: Collection[str]) -> list[Card]:
     """`wanted` different games, none with a first observation in `shown`."""
     options = {"challenge": config.challenge, "options": config.options, "grammar": config.grammar}
@@ -63,10 +55,8 @@ def _generated(pool: WorkerPool, config: TextWorldConfig, part: str, wanted: int
         files = [folder / str(seed) / "game.z8" for seed in drawn if (folder / str(seed)).is_dir()]
         return _cards(pool, files, config.challenge)
 
-    cards = different(wanted, seeds, make, lambda card: card["first"], shown)
-    if len(cards) < wanted:
-        raise too_few("textworld", part, wanted, len(cards), f"set options that make {config.challenge} larger")
-    return cards
+    remedy = f"set options that make {config.challenge} larger"
+    return different(config, part, wanted, seeds, make, lambda card: card["first"], shown, remedy)
 
 
 def _split(pool: WorkerPool, config: TextWorldConfig, root: Path) -> tuple[list[Card], list[Card]]:
@@ -98,7 +88,6 @@ def _files(folder: Path) -> list[Path]:
 def _cards(pool: WorkerPool, games: Sequence[Path], kind: str) -> list[Card]:
     """Cards of games, equal ones once."""
     files = [kept("textworld", "cards", [FORMAT, str(game), digest_of(game)]) for game in games]
-    missing = [(game, file) for game, file in zip(games, files, strict=True) if loaded(file) is None]
-    call_all(pool, "textworld.games:describe", ({"path": str(game), "card": str(file)} for game, file in missing))
-    cards = [load_json(file) | {"file": str(file), "kind": kind} for file in files]
+    values = kept_values(pool, "textworld.games:describe", [{"path": str(game)} for game in games], files)
+    cards = [card | {"file": str(file), "kind": kind} for card, file in zip(values, files, strict=True)]
     return list({card["id"]: card for card in cards}.values())

@@ -9,10 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from ....env.workers.file_cache import kept, loaded, save_json
 from ..library import Card
 from ..react import UNKNOWN, system_prompt
 from ..task import GameOptions, GameTask
-from .library import FORMAT, Challenge, games_of, kept_words
+from .library import FORMAT, Challenge, games_of
 from .play import Reward
 
 ROLE = (
@@ -76,7 +77,11 @@ class TextWorld(GameTask):
         self.known = self._words
         self.env_options["reward"] = config.reward
         if config.style == "words":
-            self.env_options["vocabulary"] = str(kept_words(sorted(self._words)))
+            words = sorted(self._words)
+            file = kept("textworld", "words", words)
+            if loaded(file) != words:
+                save_json(file, words)
+            self.env_options["vocabulary"] = str(file)
 
     def _columns(self, card: Card) -> dict[str, Any]:
         return {"task_type": card["kind"], "max_score": card["max_score"]}
