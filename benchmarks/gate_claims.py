@@ -72,9 +72,9 @@ def calibrate(work: Path) -> None:
     from gate_tiers import by_progress, recorded
 
     from winnow.methods.gate.recording import rows_of
+    from winnow.study.gate_calibration import calibrate as run
+    from winnow.study.gate_search import Bound, Search
     from winnow.study.gate_tables import read_recorded
-    from winnow.study.replay_stats import Bound
-    from winnow.study.replay_stats import calibrate as run
 
     path = work / "calibration-s0"
     path.mkdir(exist_ok=True)
@@ -94,7 +94,8 @@ def calibrate(work: Path) -> None:
     rows = [{k: v for k, v in row.items() if k in kept} for g in groups for row in rows_of(g, STEPS)]
     table = path / "gate.jsonl"
     table.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    found = asdict(run(read_recorded(table), Bound(CALIBRATION["precision"], None), config.env["max_turns"]))
+    search = Search(Bound(CALIBRATION["precision"], None), config.env["max_turns"])
+    found = asdict(run(read_recorded(table), search))
     progress = by_progress(groups, STEPS, LIMITS)
     sound = [row for row in progress if row["precision"] >= CALIBRATION["precision"]]
     best = max(sound, key=lambda row: row["measured_pct"])

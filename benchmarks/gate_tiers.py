@@ -23,7 +23,7 @@ from winnow.methods.group_kind import is_zero_variance
 from winnow.rollout.evaluate import run_jobs
 from winnow.rollout.runner import RolloutRunner
 from winnow.run.build import build_learner, build_loss, build_policy, build_task, rollout_options, step_options
-from winnow.study.replay_stats import RESAMPLES
+from winnow.study.gate_calibration import RESAMPLES
 from winnow.types import Group, Job, Rollout, Turn, Visit
 
 BUFFER_EPOCHS = 1_000_000

@@ -75,7 +75,7 @@ class Side:
     def __init__(self, name: str, config: RunConfig, tokenizer: Any) -> None:
         self.name = name
         self.task = build_task(config.env)
-        context = SamplerContext(config, self.task, tokenizer, greedy_baseline=False, behind=1, runner=None)
+        context = SamplerContext(config, self.task, tokenizer, False, 1, None, entry="winnow.run.serve")
         options = {"pipe": Processes, "ray": Ray}[name](samplers=SAMPLERS)
         self.pool: SamplerPool = options.build(context)
         self.inbox = Counted()

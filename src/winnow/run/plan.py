@@ -62,7 +62,7 @@ def plan(trainer: Trainer) -> dict[str, Any]:
         "output_dir": c.output_dir,
         **_memory_of(trainer),
         **({"warnings": warnings} if (warnings := trainer.machine.warnings()) else {}),
-        **placement(trainer, rollouts),
+        **placement(trainer.config, trainer.learner.sizes, rollouts),
     }
 
 
