@@ -12,6 +12,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from ..base.files import check_output
 from .console import Json, command, show
 
 if TYPE_CHECKING:
@@ -169,11 +170,11 @@ def calibrate(
     if given is None or (groups.table and groups.run_dir):
         raise ReplayError("give one of a table and --from RUN_DIRECTORY")
     search = Search(limit.bound(), t_max, steps, or_rule, per_task_type)
-    if (steps > 1 or per_task_type) and (or_rule or groups.picture):
-        raise ReplayError("--steps above 1 and --per-task-type go without --or-rule and --picture")
+    if (steps > 1 or per_task_type) and groups.picture:
+        raise ReplayError("--picture shows one step for all groups; leave it out, or --steps and --per-task-type")
     recorded = _recorded(replace(groups, table=given))
-    if output is not None and not output.parent.is_dir():
-        raise FileNotFoundError(f"{output}: its folder does not exist; make it first.")
+    if output is not None:
+        check_output(output)
     found = run(recorded, search)
     if output is not None:
         output.write_text(config_section(found), encoding="utf-8")

@@ -89,16 +89,16 @@ def calibrate(recorded: Groups, search: Search, *, folds: int = 5, seed: int = 0
         choice, mine = search.plan(some(groups, np.flatnonzero(fold_N != fold))), some(groups, mine_M)
         held_N[mine_M] = choice.cut_at(mine)
         parts.append(Judged(choice, effect(mine, held_N[mine_M], t_max)))
-    chosen = effect(groups, plan.cut_at(groups), t_max)
-    common = (str(search.bound), t_max, plan, chosen, tuple(parts), effect(groups, held_N, t_max))
+    chosen, held_out = (effect(groups, at_N, t_max) for at_N in (plan.cut_at(groups), held_N))
+    bound, judged = str(search.bound), tuple(parts)
     if search.most > 1 or search.per_task_type:
-        return Joint(*common, _parts(groups, plan, search))
+        return Joint(bound, t_max, plan, chosen, judged, held_out, _parts(groups, plan, search))
     assert plan.rest is not None
     [(k, threshold)] = plan.rest.steps.items()
     row = SweepRow(**asdict(chosen), k=k, signal=plan.rest.signal, threshold=threshold)
     intervals = _intervals(plan.cut_at(groups) > 0, groups[k], t_max, seed)
     random, oracle = _arms(row, groups[k], t_max)
-    return OneStep(*common[:3], row, *common[4:], can_be_cut(groups[k]), intervals, random, oracle)
+    return OneStep(bound, t_max, plan, row, judged, held_out, can_be_cut(groups[k]), intervals, random, oracle)
 
 
 def aligned(recorded: Groups) -> dict[int, Recorded]:

@@ -16,7 +16,7 @@ import numpy as np
 from ..methods.gate.divergence import TERMINATION, OfType, fires
 from ..methods.gate.refit import between
 from .gate_effect import savings
-from .gate_tables import Groups, rows_by_type, some
+from .gate_tables import Groups, ReplayError, rows_by_type, some
 
 ROUNDS = 4
 """Passes over all pairs of steps; more have never been seen to help."""
@@ -109,6 +109,10 @@ class Search:
     """Also try each threshold with every termination limit; one evaluation step."""
     per_task_type: bool = False
     """Choose for each type of at least `SMALL` groups alone; the others have the choice of all."""
+
+    def __post_init__(self) -> None:
+        if self.or_rule and (self.most > 1 or self.per_task_type):
+            raise ReplayError("--steps above 1 and --per-task-type go without --or-rule; leave it out")
 
     def plan(self, recorded: Groups) -> Plan:
         types: dict[str, Choice | None] = {}
