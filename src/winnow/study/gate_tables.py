@@ -30,6 +30,8 @@ from ..record.records import GATE
 TEXT = ("task_id", "task_type", "label")
 REQUIRED = ("K", "task_id", "reward_var")
 COLUMNS = (*REQUIRED, "task_type", "label", "steps", "steps_k", "weight", *SIGNALS)
+RANGES = {"K": (1.0, math.inf, "a whole number from 1"), "weight": (1.0, 1e12, "in [1, 1e12]")}
+RANGES |= dict.fromkeys(SIGNALS, (0.0, 1.0, "in [0, 1]"))
 LABELS = {"all_fail": True, "mixed": False, "all_succeed": True}
 ZERO = 1e-16
 """Largest variance of rewards that are equal within 1e-8."""
@@ -232,20 +234,14 @@ def _column(path: Path, name: str, column: str, table: pa.Table) -> np.ndarray:
 
 def _check_rows(path: Path, names: Mapping[str, str], columns: Mapping[str, np.ndarray]) -> None:
     for name, values in columns.items():
-        if name in TEXT:
-            continue
-        high = 1.0 if name in SIGNALS else math.inf
-        with np.errstate(invalid="ignore"):
-            good = (values >= 0) & (values <= high) & np.isfinite(values)
-        if name == "K":
-            good &= (values >= 1) & (values == np.floor(values))
-        if name == "weight":
-            good &= (values >= 1) & (values <= 1e12)
-        if not good.all():
-            row = int(np.argmin(good))
-            wanted = {"K": "a whole number from 1", "weight": "in [1, 1e12]"}.get(name, "at least 0")
-            wanted = "in [0, 1]" if name in SIGNALS else wanted
-            raise ReplayError(f"{_where(path, row)}: '{names[name]}' must be {wanted}, not {values[row]:g}")
+        if name not in TEXT:
+            low, high, wanted = RANGES.get(name, (0.0, math.inf, "at least 0"))
+            good = (values >= low) & (values <= high) & np.isfinite(values)
+            if name == "K":
+                good &= values == np.floor(values)
+            if not good.all():
+                row = int(np.argmin(good))
+                raise ReplayError(f"{_where(path, row)}: '{names[name]}' must be {wanted}, not {values[row]:g}")
     if "steps" in columns and "steps_k" in columns and (wrong := columns["steps_k"] > columns["steps"]).any():
         raise ReplayError(
             f"{_where(path, int(np.argmax(wrong)))}: steps_k, the steps within the first K, exceeds steps"
