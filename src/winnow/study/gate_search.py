@@ -233,9 +233,10 @@ class Table:
         gain_b_3N = self._outcome(_with(others_S, b, FORCED)) - none_3N
         edges_a, rank_a = self._ranks(a)
         edges_b, rank_b = self._ranks(b)
-        cells_a, cells_b = np.zeros((3, len(edges_a))), np.zeros((3, len(edges_a), len(edges_b)))
-        np.add.at(cells_a, (slice(None), rank_a), gain_a_3N)
-        np.add.at(cells_b, (slice(None), rank_a, rank_b), gain_b_3N)
+        cells_a, cells_b = np.zeros((len(edges_a), 3)), np.zeros((len(edges_a) * len(edges_b), 3))
+        np.add.at(cells_a, rank_a, gain_a_3N.T)
+        np.add.at(cells_b, rank_a * len(edges_b) + rank_b, gain_b_3N.T)
+        cells_a, cells_b = cells_a.T, cells_b.T.reshape(3, len(edges_a), len(edges_b))
         # Threshold i cuts ranks below i; a group that it leaves is cut at b if its rank there is below j.
         at_a = _below(cells_a, 1)
         left_b = cells_b.sum(1, keepdims=True) - _below(cells_b, 1)
@@ -246,7 +247,7 @@ class Table:
         fires_SN = self.value_SN < threshold_S[:, None]
         cut_N = fires_SN.any(0)
         fires_SN[-1] = True
-        saved_N = self.saved_SN[fires_SN.argmax(0), np.arange(len(cut_N))]
+        saved_N = self.saved_SN[fires_SN.argmax(0), np.arange(len(self.weight_N))]
         return self.weight_N * np.array([cut_N, cut_N & self.zero_N, saved_N])
 
     def _ranks(self, s: int) -> tuple[np.ndarray, np.ndarray]:
