@@ -233,12 +233,12 @@ class Table:
         gain_b_3N = self._outcome(_with(others_S, b, FORCED)) - none_3N
         edges_a, rank_a = self._ranks(a)
         edges_b, rank_b = self._ranks(b)
-        cells_a, cells_b = np.zeros((len(edges_a), 3)), np.zeros((len(edges_a) * len(edges_b), 3))
-        np.add.at(cells_a, rank_a, gain_a_3N.T)
-        np.add.at(cells_b, rank_a * len(edges_b) + rank_b, gain_b_3N.T)
-        cells_a, cells_b = cells_a.T, cells_b.T.reshape(3, len(edges_a), len(edges_b))
+        sums_a, sums_b = np.zeros((len(edges_a), 3)), np.zeros((len(edges_a) * len(edges_b), 3))
+        np.add.at(sums_a, rank_a, gain_a_3N.T)
+        np.add.at(sums_b, rank_a * len(edges_b) + rank_b, gain_b_3N.T)
+        cells_b = sums_b.T.reshape(3, len(edges_a), len(edges_b))
         # Threshold i cuts ranks below i; a group that it leaves is cut at b if its rank there is below j.
-        at_a = _below(cells_a, 1)
+        at_a = _below(sums_a.T, 1)
         left_b = cells_b.sum(1, keepdims=True) - _below(cells_b, 1)
         return edges_a, edges_b, none_3N.sum(1)[:, None, None] + at_a[:, :, None] + _below(left_b, 2)
 
