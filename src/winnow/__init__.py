@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from .base.version import __version__
+
 if TYPE_CHECKING:
     from .config import ConfigError, RunConfig, load_config
     from .engine.local.engine import LocalEngine
@@ -15,7 +17,6 @@ if TYPE_CHECKING:
     from .run.callbacks import TrainerCallback, TrainerControl, TrainerState
     from .run.trainer import Trainer
 
-__version__ = "0.2.0"
 __all__ = [
     "ConfigError",
     "LocalEngine",
@@ -25,6 +26,7 @@ __all__ = [
     "TrainerCallback",
     "TrainerControl",
     "TrainerState",
+    "__version__",
     "load_config",
 ]
 

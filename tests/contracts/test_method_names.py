@@ -18,9 +18,6 @@ WORDS |= {"grpo", "dr_grpo", "zero_variance"}
 """Names that are common words, loss types or columns, too; of these only imports of the class count."""
 MAY_KNOW = {
     "config.py": "defaults",
-    "study/joint.py": "calibrates the gate `divergence`",
-    "study/gate_tables.py": "calibrates the gate `divergence`",
-    "study/replay_stats.py": "calibrates the gate `divergence`",
     "methods/loss.py": "the default of a loss",
 }
 

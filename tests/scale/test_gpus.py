@@ -43,7 +43,10 @@ def visible(actors: Sequence[Any]) -> list[str]:
 
 def samplers(n: int) -> list[ActorChannel]:
     options = Ray(samplers=n)
-    return [ActorChannel(queue.SimpleQueue(), replace(options, num_gpus=options.gpus(config())), {}) for _ in range(n)]
+    return [
+        ActorChannel(queue.SimpleQueue(), replace(options, num_gpus=options.gpus(config())), {}, "winnow.run.serve")
+        for _ in range(n)
+    ]
 
 
 def test_samplers_have_a_gpu_each() -> None:

@@ -190,7 +190,7 @@ def test_variables_of_the_driver_reach_samplers(config: dict[str, Any], monkeypa
     Trainer(config=config | {"reward_env": ["JUDGE_KEY"], "max_steps": 1, "eval_steps": None}).train()
     assert_clean(config)
     channel = sampler_ray.ActorChannel(
-        queue.SimpleQueue(), sampler_ray.Ray(num_gpus=0), cluster.private_environment(["JUDGE_KEY"])
+        queue.SimpleQueue(), sampler_ray.Ray(num_gpus=0), cluster.private_environment(["JUDGE_KEY"]), "winnow.run.serve"
     )
     try:
         seen = channel._actor.__ray_call__.remote(lambda self: dict(os.environ))

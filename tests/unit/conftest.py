@@ -1,7 +1,8 @@
-"""Fixtures of the tests of samplers elsewhere."""
+"""Fixtures of several test files: pools of samplers, and the table of the gate paper."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -22,3 +23,11 @@ def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 def sampler(made: Any) -> SamplerPool:
     found: SamplerPool = made()
     return found
+
+
+@pytest.fixture
+def buffer() -> Path:
+    path = os.environ.get("WINNOW_GATE_FEATURES")
+    if not path or not Path(path).is_file():
+        pytest.skip("WINNOW_GATE_FEATURES does not name the table of the paper's 100 ALFWorld groups")
+    return Path(path)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from winnow.base.intervals import mean_interval
 from winnow.record.ledger import Ledger, LedgerError
 from winnow.study.compare import Comparison, MethodResult, compare, reached_at
 from winnow.study.compare_data import CompareError, Point
-from winnow.study.compare_view import render, to_json, write_page
+from winnow.study.compare_view import render, write_page
 from winnow.types import Fate, Group, Prompt, Visit
 
 from ..builders.pages import HOSTILE, Page, rollout
@@ -284,7 +285,7 @@ def test_views(runs: list[Path], tmp_path: Path) -> None:
         tmp_path / HOSTILE.replace("/", "").replace("\x00", "").replace("\ud800", ""), [0.2, 0.3], seed=3, beta=0.2
     )
     found = compare([*runs, hostile])
-    assert json.loads(json.dumps(to_json(found), allow_nan=False))["baseline"] == "grpo"
+    assert json.loads(json.dumps(asdict(found), allow_nan=False))["baseline"] == "grpo"
     assert "\x1b" not in text(found)
     shown = text(compare(runs))
     assert "+0.100 [+0.100, +0.100]" in shown

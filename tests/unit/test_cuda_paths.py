@@ -404,7 +404,7 @@ assert not asked[0] or os.environ.get("PYTORCH_NVML_BASED_CUDA_CHECK") == "1"
 
     monkeypatch.setattr(pipe, "forkserver", server)
     with pytest.raises(InterruptedError):
-        pipe.Pipes(1)(None)  # type: ignore[arg-type]
+        pipe.Pipes(1, "winnow.run.serve:main")(None)  # type: ignore[arg-type]
     assert subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True).returncode == 0
 
 

@@ -14,8 +14,9 @@ from typer.testing import CliRunner
 
 from winnow.cli.main import app
 from winnow.record import background_check
+from winnow.record.background_check import damage
 from winnow.record.ledger import TABLES, Ledger, LedgerError
-from winnow.record.rows import damage, examined
+from winnow.record.rows import examined
 from winnow.study.report import write_report
 
 from ..builders.ledgers import book_step, ledger, path, visit

@@ -23,7 +23,7 @@ def test_page_is_one_valid_file_that_needs_no_network(tmp_path: Path) -> None:
     assert not [value for name, value in found.attributes if name in ("src", "href")]
     assert "default-src 'none'" in found.text
     assert "{{" not in found.text.replace(json.dumps(found.data), "")
-    assert not list(tmp_path.glob("*.partial"))
+    assert not list(tmp_path.glob(".*.writing"))
 
 
 def test_headline_figures_are_those_of_the_run(tmp_path: Path) -> None:

@@ -35,13 +35,24 @@ def private_file(path: Path) -> Path:
 
 def write_json(path: Path, value: Any, *, private: bool = False) -> None:
     """Write a small file so that it is whole or absent; `private`: only its owner can read it."""
+    write_text(path, json.dumps(value, indent=1, allow_nan=False), private=private)
+
+
+def write_text(path: Path, text: str, *, private: bool = False) -> None:
+    """As `write_json`, of text."""
     temporary = path.with_name(f".{path.name}.writing")
     if private:
         private_file(temporary)
-    temporary.write_text(json.dumps(value, indent=1, allow_nan=False), encoding="utf-8")
+    temporary.write_text(text, encoding="utf-8")
     fsync(temporary)
     temporary.rename(path)
     fsync(path.parent)
+
+
+def check_output(file: Path) -> None:
+    """Raises FileNotFoundError, before anything is computed, when the folder of a file to write does not exist."""
+    if not file.parent.is_dir():
+        raise FileNotFoundError(f"{file}: its folder does not exist; make it first.")
 
 
 def not_json(value: Any, key: str = "") -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -56,9 +57,9 @@ def compare(
 ) -> None:
     """Methods side by side: means over seeds and paired differences to a baseline, with Student intervals."""
     from ..study.compare import compare as run
-    from ..study.compare_view import render, to_json, write_page
+    from ..study.compare_view import render, write_page
 
     found = run(runs, seeds, baseline)
     if output is not None:
         write_page(found, output)
-    show(to_json(found), as_json, lambda _: render(found))
+    show(asdict(found), as_json, lambda _: render(found))

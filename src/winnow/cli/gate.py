@@ -12,10 +12,11 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from ..base.files import check_output
 from .console import Json, command, show
 
 if TYPE_CHECKING:
-    from ..study.replay_stats import Bound
+    from ..study.gate_search import Bound
 
 HEADINGS = {
     "groups": "n",
@@ -71,8 +72,8 @@ class Limit:
     ] = None
 
     def bound(self) -> Bound:
+        from ..study.gate_search import Bound
         from ..study.gate_tables import ReplayError
-        from ..study.replay_stats import Bound
 
         if self.precision is not None and self.signal_loss is not None:
             raise ReplayError("--precision and --signal-loss are two ways to set one bound; give one of them")
@@ -96,8 +97,8 @@ def sweep(
 ) -> None:
     """Show for each threshold what it would have cut: how precisely, and for what saving."""
     from ..methods.gate.divergence import RULES
+    from ..study.gate_effect import sweep as run
     from ..study.gate_tables import ReplayError, can_be_cut
-    from ..study.gate_tables import sweep as run
 
     *named, limit = (termination or "or:").split(":")
     rule = next((r for r in RULES if named in ([], [r])), None)
@@ -120,7 +121,8 @@ def sweep(
         said = [Text(f"{can_be_cut(at)}; as in the paper, all are counted", style="dim") for at in recorded.values()]
         return Group(_rows(shown), *said)
 
-    show([_present(asdict(row)) for row in rows], as_json, render)
+    first = ("k", "signal", "threshold")
+    show([_present({key: getattr(row, key) for key in first} | asdict(row)) for row in rows], as_json, render)
 
 
 @command(app)
@@ -159,47 +161,36 @@ def calibrate(
     output: Annotated[Path | None, typer.Option("-o", "--output", help="YAML file for the gate's section.")] = None,
 ) -> None:
     """Choose signal, step and threshold that save most within a bound, and check them on held-out groups."""
+    from ..study.gate_calibration import OneStep, config_section, lines
+    from ..study.gate_calibration import calibrate as run
+    from ..study.gate_search import Search
     from ..study.gate_tables import ReplayError
-    from ..study.replay_stats import Search, config_section, lines
-    from ..study.replay_stats import calibrate as run
 
     given = groups.table or groups.run_dir
     if given is None or (groups.table and groups.run_dir):
         raise ReplayError("give one of a table and --from RUN_DIRECTORY")
-    bound = limit.bound()
-    jointly = steps > 1 or per_task_type
-    if jointly and (or_rule or groups.picture):
-        raise ReplayError("--steps above 1 and --per-task-type go without --or-rule and --picture")
+    search = Search(limit.bound(), t_max, steps, or_rule, per_task_type)
+    if (steps > 1 or per_task_type) and groups.picture:
+        raise ReplayError("--picture shows one step for all groups; leave it out, or --steps and --per-task-type")
     recorded = _recorded(replace(groups, table=given))
-    if output is not None and not output.parent.is_dir():
-        raise FileNotFoundError(f"{output}: its folder does not exist; make it first.")
-    if jointly:
-        _calibrate_jointly(recorded, bound, t_max, output, as_json, most=steps, per_task_type=per_task_type)
-        return
-    found = run(recorded, bound, t_max, or_rule=or_rule)
+    if output is not None:
+        check_output(output)
+    found = run(recorded, search)
     if output is not None:
         output.write_text(config_section(found), encoding="utf-8")
-    if groups.picture is not None:
+    if groups.picture is not None and isinstance(found, OneStep):
         from ..study.gate_pictures import pareto
 
-        pareto(found, list(Search(bound, t_max, or_rule).candidates(recorded)), groups.picture)
+        pareto(found, search.tried(recorded), groups.picture)
 
     def render(_: Any) -> RenderableType:
-        arms = [_arm("gate", found.chosen), _arm("at random", found.random), _arm("oracle", found.oracle)]
-        return Group(_rows(arms), *map(Text, lines(found)), Text(config_section(found), style="cyan"))
+        shown: list[RenderableType] = [*map(Text, lines(found)), Text(config_section(found), style="cyan")]
+        if isinstance(found, OneStep):
+            arms = [_arm("gate", found.chosen), _arm("at random", found.random), _arm("oracle", found.oracle)]
+            shown.insert(0, _rows(arms))
+        return Group(*shown)
 
     show(asdict(found), as_json, render)
-
-
-def _calibrate_jointly(
-    recorded: dict[int, Any], bound: Any, t_max: int, output: Path | None, as_json: bool, **choice: Any
-) -> None:
-    from ..study.joint import choose_jointly, config_section, lines
-
-    found = choose_jointly(recorded, bound, t_max, **choice)
-    if output is not None:
-        output.write_text(config_section(found), encoding="utf-8")
-    show(asdict(found), as_json, lambda _: Group(*map(Text, lines(found)), Text(config_section(found), style="cyan")))
 
 
 def _arm(name: str, row: Any) -> dict[str, Any]:

@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
-from .. import __version__
 from ..base.imports import quiet_imports
+from ..base.version import __version__
 from . import cluster, evaluate, gate, models, prepare, push, record, tables, train
 
 app = typer.Typer(

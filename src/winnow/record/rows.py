@@ -5,16 +5,14 @@ from __future__ import annotations
 import hashlib
 import sqlite3
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
-from . import background_check
-from .ledger_file import UNREADABLE, schema_damage
+from .ledger_file import schema_damage
 
 SHOWN = 5
 """Damaged rows of one table that are named; the rest are counted."""
 
-_COLUMNS = {
+COLUMNS = {
     "meta": "key, value",
     "visits": "visit, step, version, epoch, prompt_id, ordinal, keep, reason, probability, time",
     "outcomes": "visit, step, fate, reason, group_size, mean_reward, zero_variance, time",
@@ -26,11 +24,11 @@ _COLUMNS = {
 }
 _INSERT = {
     table: f"INSERT INTO {table} ({columns}, checksum) VALUES ({', '.join('?' * (columns.count(',') + 2))})"
-    for table, columns in _COLUMNS.items()
+    for table, columns in COLUMNS.items()
 }
 _INSERT["meta"] += " ON CONFLICT (key) DO UPDATE SET value = excluded.value, checksum = excluded.checksum"
 
-NUMBERED = {name: "row" for name in _COLUMNS if name != "meta"} | {"restarts": "number"}
+NUMBERED = {name: "row" for name in COLUMNS if name != "meta"} | {"restarts": "number"}
 """Tables whose rows are numbered from 1 and never deleted, with the column of the number."""
 
 
@@ -46,18 +44,6 @@ def checksum(row: tuple[Any, ...]) -> int:
     Protects against damage, not forgery: anyone who can write the file can write its checksums.
     """
     return int.from_bytes(hashlib.blake2b(repr(row).encode(), digest_size=8).digest(), "little", signed=True)
-
-
-def damage(db: sqlite3.Connection, path: Path) -> list[str]:
-    """Return damage to structure, tables, rows or contents; empty for an intact ledger.
-
-    Reads everything once, some 7 s for a million rollouts; or only what `background_check` has not read.
-    """
-    try:
-        found, read = background_check.result(path) or examined(db)
-        return found or [f for table in _COLUMNS for f in damaged_rows(db, table, read.get(table, 0))]
-    except UNREADABLE as error:
-        return [str(error)]
 
 
 def examined(db: sqlite3.Connection) -> tuple[list[str], dict[str, int]]:
@@ -79,7 +65,7 @@ def damaged_rows(db: sqlite3.Connection, table: str, after: int = 0) -> Iterator
             yield f"{table} has {rows} rows, the last of them is number {last}"
     key = number or "key"
     where = f"WHERE {number} > {after}" if number else ""
-    query = f"SELECT {key}, checksum, {_COLUMNS[table]} FROM {table} {where} ORDER BY {key}"
+    query = f"SELECT {key}, checksum, {COLUMNS[table]} FROM {table} {where} ORDER BY {key}"
     wrong = [row[0] for row in db.execute(query) if checksum(row[2:]) != row[1]]
     for name in wrong[:SHOWN]:
         yield f"{table}, {key} {name}: not what was written (its checksum differs)"

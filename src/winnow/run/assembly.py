@@ -21,6 +21,7 @@ from ..record.trackers import check_trackers
 from ..rollout.runner import RolloutRunner
 from ..sampler import Sampler, SamplerContext
 from ..types import Group, Job, Rollout
+from . import serve
 from .auto_settings import Machine, settle
 from .build import (
     Methods,
@@ -133,7 +134,7 @@ def assemble(c: RunConfig, given: Given, checkpoint: Path | None, *, resumed: bo
         runner = RolloutRunner(engine, task, policy.tokenizer, rewarder, options, rules_of(m.gates))
     behind = c.max_lag - m.rollout_batch.carry  # what is carried over is a step older when it is trained
     gpu = (learner.device.index or 0) if learner.device.type == "cuda" else None
-    sampler = build_sampler(c, SamplerContext(c, task, policy.tokenizer, greedy, behind, runner, gpu))
+    sampler = build_sampler(c, SamplerContext(c, task, policy.tokenizer, greedy, behind, runner, gpu, serve.__name__))
     built = Assembly(c, task, machine, engine, policy.tokenizer, rewarder, learner, m, sampler, policy.origin, begun)
     if engine is not None:
         engine.load_weights(learner.weights(), 0)

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from packaging.requirements import Requirement
 
-from .. import __version__
 from ..base.cache import cache_dir
 from ..base.install import NAME, install
 from ..base.processor import bfloat16_units, processor, usable_threads
+from ..base.version import __version__
 from ..env.workers.bubblewrap import SandboxError
 from ..env.workers.sandbox import Sandbox, SandboxOptions
 

@@ -9,8 +9,8 @@ from typing import Any
 import yaml
 from huggingface_hub import ModelCard, ModelCardData
 
-from .. import __version__
 from ..base.redact import redact
+from ..base.version import __version__
 from ..config import RunConfig, name_of
 from ..types import Fate
 from .catalogue import all_methods

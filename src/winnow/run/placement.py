@@ -5,19 +5,17 @@ from __future__ import annotations
 import math
 import os
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..base import cluster
 from ..config import ConfigError, MethodSpec, RunConfig, method
 from ..engine import ENGINES
 from ..engine.loading import load_config, resolve_device
 from ..learner import LEARNERS, Fsdp
+from ..learner.base import Sizes
 from ..sampler import Ray
 from ..sampler.options import PoolOptions
 from .build import sampler_options
-
-if TYPE_CHECKING:
-    from .trainer import Trainer
 
 MIB = 2**20
 FREE_S = 30.0
@@ -28,23 +26,25 @@ PROCESS_MIB = 500
 """What a process takes before it has a model; measured: 390 MiB for a sampler, 470 for a rank."""
 
 
-def placement(trainer: Trainer, rollouts: int) -> dict[str, Any]:
-    """`samplers`, `ranks`, `nodes` and `does_not_fit`; nothing for a run of one process. `rollouts`: of one step."""
-    c, sizes = trainer.config, trainer.learner.sizes
+def placement(c: RunConfig, sizes: Sizes, rollouts: int, *, sent: bool = True) -> dict[str, Any]:
+    """Return `samplers`, `ranks`, `nodes` and `does_not_fit`; nothing for a run of one process.
+
+    `rollouts`: of one step. `sent`: ranks are sent the whole model instead of reading their shards from files.
+    """
     found: dict[str, Any] = {**_places(c)}
     if "samplers" in found:
         processes = getattr(method(ENGINES, c.engine, "engine"), "tensor_parallel_size", 1)
-        bytes_ = 4 * sizes.total + _kv_bytes(trainer, rollouts // found["samplers"]["count"])
+        bytes_ = 4 * sizes.total + _kv_bytes(c, rollouts // found["samplers"]["count"])
         found["samplers"]["mib"] = round(processes * PROCESS_MIB + bytes_ / MIB)
     if "ranks" in found:
         cut_among = method(LEARNERS, c.learner, "learner").fsdp_size or found["ranks"]["count"]
         reference = 4 * sizes.total if c.keeps_reference and c.lora is None else 0
         kept = reference + (4 * sizes.total + 12 * sizes.trained) / cut_among
-        sent = 0 if getattr(trainer.learner, "read", False) else reference + 4 * sizes.total
-        found["ranks"]["mib"] = round(PROCESS_MIB + max(sent, kept) / MIB)
+        at_start = reference + 4 * sizes.total if sent else 0
+        found["ranks"]["mib"] = round(PROCESS_MIB + max(at_start, kept) / MIB)
         found["ranks"]["mib_once_cut"] = round(PROCESS_MIB + kept / MIB)
     if found:
-        found["nodes"] = nodes = _nodes(trainer.config.sync, trainer.config.learner)
+        found["nodes"] = nodes = _nodes(c.sync, c.learner)
         on_cluster = isinstance(sampler_options(c), Ray) or "ranks" in found
         # Processes of this machine share its cores.
         found["does_not_fit"] = does_not_fit(found, nodes if on_cluster else [nodes[0] | {"cpus": math.inf}])
@@ -124,9 +124,8 @@ def engine_bytes(c: RunConfig) -> int:
     return 2 if dtype in ("bfloat16", "float16") else 4
 
 
-def _kv_bytes(trainer: Trainer, rollouts: int) -> int:
+def _kv_bytes(c: RunConfig, rollouts: int) -> int:
     """Keys and values of as many of a step's rollouts as run at once, at their longest."""
-    c = trainer.config
     text = load_config(c.model).get_text_config()
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads

@@ -63,7 +63,7 @@ def plan(trainer: Trainer) -> dict[str, Any]:
         "output_dir": c.output_dir,
         **_memory_of(trainer),
         **({"warnings": warnings} if (warnings := trainer.machine.warnings()) else {}),
-        **placement(trainer, rollouts),
+        **placement(c, trainer.learner.sizes, rollouts, sent=not getattr(trainer.learner, "read", False)),
     }
 
 

@@ -38,6 +38,8 @@ class SamplerContext:
     """Over the engine of the learner's process; None for samplers with engines of their own."""
     gpu: int | None = None
     """Number of the GPU that the learner uses in this process."""
+    entry: str = ""
+    """Module that serves a sampler in another process (`serve`, `main`); samplers may not import what builds a run."""
 
 
 class SamplerOptions(Protocol):

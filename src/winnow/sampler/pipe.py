@@ -17,9 +17,6 @@ from ..base.child import Child
 from ..base.forkserver import Forked, ForkServer, forkserver
 from .handle import Inbox, Message
 
-SERVE = "winnow.run.serve:main"
-"""By name: what builds a run is above samplers."""
-
 
 class Pipe:
     """One process; its messages go into `inbox`, its end, too. It exits with this process."""
@@ -65,15 +62,16 @@ class Pipe:
 class Pipes:
     """Starts samplers on this machine; what they import is imported once, until `close`."""
 
-    def __init__(self, threads: int) -> None:
-        self._threads = threads
+    def __init__(self, threads: int, entry: str) -> None:
+        """`entry`: function to run in each, `module:function`."""
+        self._threads, self._entry = threads, entry
         self._server: ForkServer | None = None
 
     def __call__(self, inbox: Inbox) -> Pipe:
         paths = dict.fromkeys([*(os.path.abspath(p) for p in sys.path), os.getcwd()])
         env = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": str(self._threads)}
         env["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # what imports ask of CUDA must not start it: samplers are forked
-        self._server = forkserver(SERVE, env)
+        self._server = forkserver(self._entry, env)
         return Pipe(inbox, self._server.fork())
 
     def close(self) -> None:

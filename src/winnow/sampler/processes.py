@@ -39,5 +39,5 @@ class Processes(PoolOptions):
     def build(self, context: SamplerContext) -> SamplerPool:
         self.check(context.config.reward_timeout_s)
         transport = PublishedWeights(Path(context.config.output_dir) / WEIGHTS)
-        pipes = Pipes(self.threads)
+        pipes = Pipes(self.threads, f"{context.entry}:main")
         return SamplerPool(self, context, transport, pipes, pipes.close)

@@ -78,7 +78,9 @@ class Ray(PoolOptions):
             held = None if context.gpu is None else cluster.hold_gpu(context.gpu)
         except cluster.ClusterError as error:
             raise ConfigError(str(error)) from None
-        open_channel = partial(ActorChannel, options=options, private=cluster.private_environment(c.reward_env))
+        open_channel = partial(
+            ActorChannel, options=options, private=cluster.private_environment(c.reward_env), entry=context.entry
+        )
         return SamplerPool(options, context, RayWeights(), open_channel, partial(cluster.release, held))
 
 
@@ -130,7 +132,7 @@ class ActorChannel:
     While the cluster has no room it is pending: an autoscaler sees its demand, and what it is asked is answered later.
     """
 
-    def __init__(self, inbox: Inbox, options: Ray, private: Mapping[str, str]) -> None:
+    def __init__(self, inbox: Inbox, options: Ray, private: Mapping[str, str], entry: str) -> None:
         self._actor = (
             remote_actor()
             .options(
@@ -141,7 +143,7 @@ class ActorChannel:
                 scheduling_strategy="SPREAD",
                 runtime_env=cluster.environment(options.threads),
             )
-            .remote(os.getcwd(), private)
+            .remote(os.getcwd(), private, entry)
         )
         self._last_words = ""
         self._killed = threading.Event()
@@ -184,20 +186,20 @@ class ActorChannel:
 class Actor:
     """The other end, in a process of Ray's."""
 
-    def __init__(self, folder: str, private: Mapping[str, str]) -> None:
+    def __init__(self, folder: str, private: Mapping[str, str], entry: str) -> None:
         os.environ.update(private)
         if os.path.isdir(folder):  # as the learner's, so that names of files mean the same
             os.chdir(folder)
         self._orders: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self._reports: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self._reports.put({"placed": node()})
-        threading.Thread(target=self._serve, daemon=True).start()
+        threading.Thread(target=self._serve, args=(entry,), daemon=True).start()
 
-    def _serve(self) -> None:
+    def _serve(self, entry: str) -> None:
         ended = "it was told to stop"
-        try:  # by name, as a process is started: what builds a run is above samplers
+        try:
             with busy(self._reports.put):
-                module = importlib.import_module("winnow.run.serve")
+                module = importlib.import_module(entry)
             module.serve(self._orders, self._reports.put, read_object)
         except BaseException:
             ended = traceback.format_exc()[-2000:]

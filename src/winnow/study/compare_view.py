@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
@@ -14,6 +12,7 @@ from rich.console import Group as Lines
 from rich.table import Table
 from rich.text import Text
 
+from ..base.files import check_output, write_text
 from ..base.intervals import Estimate
 from ..base.sanitize import visible
 from .compare import Comparison, Measure, MethodResult
@@ -24,11 +23,6 @@ CAUTION = "Intervals are Student's, 95%, over seeds."
 COUNTS = ("tokens", "rollouts", "steps")
 LABEL_WIDTH, METHOD_WIDTH = 24, 18
 """Columns of a terminal that a measure's label is broken to, and that a method needs."""
-
-
-def to_json(found: Comparison) -> dict[str, Any]:
-    """Everything in it, as plain values."""
-    return asdict(found)
 
 
 def render(found: Comparison) -> RenderableType:
@@ -95,8 +89,7 @@ def write_page(found: Comparison, output: Path) -> None:
     Raises FileNotFoundError when the folder of `output` does not exist.
     """
     output = Path(output)
-    if not output.parent.is_dir():
-        raise FileNotFoundError(f"{output}: its folder does not exist; make it first.")
+    check_output(output)
     title = "Winnow: " + ", ".join(visible(m.name) for m in found.methods)
     data = {
         "title": title,
@@ -115,9 +108,7 @@ def write_page(found: Comparison, output: Path) -> None:
             for method in found.methods
         ],
     }
-    partial = output.with_name(output.name + ".partial")
-    partial.write_text(render_page(title, data, "dom.js", "charts.js", "compare.js"), encoding="utf-8")
-    os.replace(partial, output)
+    write_text(output, render_page(title, data, "dom.js", "charts.js", "compare.js"))
 
 
 def _curve(method: MethodResult) -> dict[str, list[float]]:

@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 
 from ..base.install import install
-from .gate_tables import Correlation, Recorded, ReplayError, SweepRow
-from .replay_stats import Calibration, Candidates
+from .gate_calibration import OneStep
+from .gate_effect import SweepRow
+from .gate_tables import Correlation, Groups, ReplayError
 
 ENDINGS = (".png", ".svg", ".pdf")
 BLUE, ORANGE, GREEN, RED, GREY = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#999999"
@@ -71,7 +72,7 @@ def heat_map(rows: Sequence[SweepRow], path: Path) -> None:
         ax.figure.colorbar(image, label="safe saving, % of all steps")
 
 
-def separation(recorded: Mapping[int, Recorded], rows: Sequence[Correlation], path: Path) -> None:
+def separation(recorded: Groups, rows: Sequence[Correlation], path: Path) -> None:
     """Draw how well signals tell groups apart, and the values of the best one."""
     known = [r for r in rows if r.auroc is not None]
     if not known:
@@ -108,37 +109,50 @@ def separation(recorded: Mapping[int, Recorded], rows: Sequence[Correlation], pa
         right.legend(fontsize=8)
 
 
-def pareto(found: Calibration, candidates: Sequence[Candidates], path: Path) -> None:
-    """Precision against saving of every gate that was tried, the best of them, the chosen one, and its controls."""
+def pareto(found: OneStep, tried: Mapping[int, np.ndarray], path: Path) -> None:
+    """Draw precision against saving of every gate that was tried, the best of them, the chosen one, and its controls.
+
+    `tried`: K -> weight cut, weight rightly cut and share of all steps saved, [3, M].
+    """
     with _figure(path, 7.2, 4.8) as ax:
-        ks = sorted({c.k for c in candidates})
-        for i, k in enumerate(ks):
-            x = np.concatenate([c.saved for c in candidates if c.k == k]) * 100
-            y = np.concatenate([c.tp / c.cut for c in candidates if c.k == k])
-            ax.plot(x, y, MARKS[i % 5], markersize=3, color=COLOURS[i % 5], alpha=0.35, label=f"tried, K = {k}")
-        ax.plot(*_front(candidates), color="black", linewidth=1, drawstyle="steps-pre", label="best of those tried")
+        for i, (k, (cut_M, tp_M, saved_M)) in enumerate(tried.items()):
+            look = {"color": COLOURS[i % 5], "marker": MARKS[i % 5], "label": f"tried, K = {k}"}
+            ax.plot(100 * saved_M, tp_M / cut_M, linestyle="", markersize=3, alpha=0.35, **look)
+        ax.plot(
+            *_front(*np.concatenate(list(tried.values()), axis=1)),
+            color="black",
+            linewidth=1,
+            drawstyle="steps-pre",
+            label="best of those tried",
+        )
         measured = found.chosen.measured_pct is not None
         arms = (("chosen", found.chosen, "*", RED, 16), ("as many at random", found.random, "X", "black", 9))
         for name, row, mark, colour, size in (*arms, ("oracle", found.oracle, "P", GREEN, 10)):
-            saved = row.measured_pct if measured else row.raw_pct
             if row.precision is not None:
-                ax.plot(saved, row.precision, mark, color=colour, markersize=size, markeredgecolor="white", label=name)
-        held = found.held_out["precision"]
+                ax.plot(
+                    row.saved_pct,
+                    row.precision,
+                    mark,
+                    color=colour,
+                    markersize=size,
+                    markeredgecolor="white",
+                    label=name,
+                )
+        held = found.held_out.precision
         if held is not None:
             ax.axhline(held, color=RED, linewidth=1, linestyle=":", label=f"precision held out: {held:.2f}")
         ax.set_xlabel(f"saved, % of all environment steps ({'measured' if measured else 'raw'})")
         ax.set_ylabel("precision: share of the cuts that are right")
         ax.set_ylim(-0.02, 1.04)
         ax.set_xlim(left=0)
-        ax.set_title(f"{found.choice} ({found.bound})", fontsize=10)
+        ax.set_title(f"{found.plan} ({found.bound})", fontsize=10)
         ax.grid(alpha=0.3)
         ax.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
 
 
-def _front(candidates: Sequence[Candidates]) -> tuple[np.ndarray, np.ndarray]:
+def _front(cut_M: np.ndarray, tp_M: np.ndarray, saved_M: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Saving (%) and precision of those to which no other is superior in both, by ascending saving."""
-    saved = np.concatenate([c.saved for c in candidates]) * 100
-    precision = np.concatenate([c.tp / c.cut for c in candidates])
+    saved, precision = 100 * saved_M, tp_M / cut_M
     order = np.lexsort((-precision, -saved))
     saved, precision = saved[order], precision[order]
     best = np.maximum.accumulate(precision)

@@ -23,13 +23,15 @@ from pyarrow import csv
 from ..base.install import install
 from ..config import suggestion
 from ..env.row_files import read_file
-from ..methods.gate.divergence import TERMINATION, Rule, fires
+from ..methods.gate.divergence import TERMINATION
 from ..methods.gate.signals import SIGNALS
 from ..record.records import GATE
 
 TEXT = ("task_id", "task_type", "label")
 REQUIRED = ("K", "task_id", "reward_var")
 COLUMNS = (*REQUIRED, "task_type", "label", "steps", "steps_k", "weight", *SIGNALS)
+RANGES = {"K": (1.0, math.inf, "a whole number from 1"), "weight": (1.0, 1e12, "in [1, 1e12]")}
+RANGES |= dict.fromkeys(SIGNALS, (0.0, 1.0, "in [0, 1]"))
 LABELS = {"all_fail": True, "mixed": False, "all_succeed": True}
 ZERO = 1e-16
 """Largest variance of rewards that are equal within 1e-8."""
@@ -72,6 +74,11 @@ class Recorded:
         return zero
 
     @property
+    def measured(self) -> bool:
+        """Whether the table has the steps that the trajectories really took."""
+        return self.steps_N is not None and self.steps_k_N is not None and bool(self.steps_N.sum() > 0)
+
+    @property
     def running_N(self) -> np.ndarray:  # noqa: N802
         """bool: somebody has steps left after the k-th, so the group can be cut.
 
@@ -106,6 +113,23 @@ class Recorded:
             pick(self.steps_k_N),
             pick(self.weight_N),
         )
+
+
+Groups = Mapping[int, Recorded]
+"""The groups of a table, by K."""
+
+
+def some(recorded: Groups, rows_M: np.ndarray) -> dict[int, Recorded]:
+    """Some of the groups, by index; for tables that hold the same groups in one order at every K."""
+    return {k: at.only(rows_M) for k, at in recorded.items()}
+
+
+def rows_by_type(at: Recorded) -> dict[str, np.ndarray]:
+    """The indices of each task type's groups. Raises ReplayError when the table has no types."""
+    if at.task_types is None:
+        raise ReplayError(f"{at.source}: there is no column 'task_type'; name it with --map task_type=COLUMN")
+    types_N = np.array(at.task_types, dtype=object)
+    return {kind: np.flatnonzero(types_N == kind) for kind in sorted(set(at.task_types))}
 
 
 def read_recorded(path: str | Path, mapping: Mapping[str, str] | None = None) -> dict[int, Recorded]:
@@ -210,20 +234,14 @@ def _column(path: Path, name: str, column: str, table: pa.Table) -> np.ndarray:
 
 def _check_rows(path: Path, names: Mapping[str, str], columns: Mapping[str, np.ndarray]) -> None:
     for name, values in columns.items():
-        if name in TEXT:
-            continue
-        high = 1.0 if name in SIGNALS else math.inf
-        with np.errstate(invalid="ignore"):
-            good = (values >= 0) & (values <= high) & np.isfinite(values)
-        if name == "K":
-            good &= (values >= 1) & (values == np.floor(values))
-        if name == "weight":
-            good &= (values >= 1) & (values <= 1e12)
-        if not good.all():
-            row = int(np.argmin(good))
-            wanted = {"K": "a whole number from 1", "weight": "in [1, 1e12]"}.get(name, "at least 0")
-            wanted = "in [0, 1]" if name in SIGNALS else wanted
-            raise ReplayError(f"{_where(path, row)}: '{names[name]}' must be {wanted}, not {values[row]:g}")
+        if name not in TEXT:
+            low, high, wanted = RANGES.get(name, (0.0, math.inf, "at least 0"))
+            good = (values >= low) & (values <= high) & np.isfinite(values)
+            if name == "K":
+                good &= values == np.floor(values)
+            if not good.all():
+                row = int(np.argmin(good))
+                raise ReplayError(f"{_where(path, row)}: '{names[name]}' must be {wanted}, not {values[row]:g}")
     if "steps" in columns and "steps_k" in columns and (wrong := columns["steps_k"] > columns["steps"]).any():
         raise ReplayError(
             f"{_where(path, int(np.argmax(wrong)))}: steps_k, the steps within the first K, exceeds steps"
@@ -248,81 +266,6 @@ def _where(path: Path, row: int) -> str:
     return f"{path}, row {row + 1}"
 
 
-@dataclass(frozen=True)
-class SweepRow:
-    """Effect that a threshold would have had. Percentages are of the environment steps of all groups."""
-
-    k: int
-    signal: str
-    threshold: float
-    groups: float
-    """Groups that the rows of the table stand for; so are the other counts."""
-    cut: float
-    tp: float
-    """Cut and zero-variance."""
-    fp: float
-    precision: float | None
-    """tp / cut; None without cuts."""
-    recall: float | None
-    safe_pct: float
-    """tp (t_max - k) / (groups t_max): what is saved at no cost."""
-    raw_pct: float
-    """cut (t_max - k) / (groups t_max)."""
-    measured_pct: float | None
-    """Saving by the steps that the trajectories really took, when the table has them."""
-    kept_norm: float | None
-    """|A kept| / |A| of GRPO's advantages (in groups of one size, all that teach have the same); None without any."""
-
-
-def counted(at: Recorded, cut_N: np.ndarray, signal: str, threshold: float, t_max: int) -> SweepRow:
-    """The row of a decision, bool [N]."""
-    zero_N, w_N = at.zero_N, at.weights_N
-    cut, tp, zero, n = at.count(cut_N), at.count(cut_N & zero_N), at.count(zero_N), float(w_N.sum())
-    share = 100 * (t_max - at.k) / (n * t_max)
-    measured = None
-    if at.steps_N is not None and at.steps_k_N is not None and at.steps_N.sum() > 0:
-        measured = 100 * float((w_N * (at.steps_N - at.steps_k_N))[cut_N].sum() / (w_N * at.steps_N).sum())
-    return SweepRow(
-        k=at.k,
-        signal=signal,
-        threshold=threshold,
-        groups=at.count(np.ones(len(cut_N), bool)),
-        cut=cut,
-        tp=tp,
-        fp=cut - tp,
-        precision=tp / cut if cut else None,
-        recall=tp / zero if zero else None,
-        safe_pct=tp * share,
-        raw_pct=cut * share,
-        measured_pct=measured,
-        kept_norm=math.sqrt(max(0.0, 1 - (cut - tp) / (n - zero))) if not zero_N.all() else None,
-    )
-
-
-def sweep(
-    recorded: Mapping[int, Recorded],
-    signal: str,
-    thresholds: Sequence[float],
-    t_max: int,
-    termination: float | None = None,
-    rule: Rule = "or",
-) -> list[SweepRow]:
-    """One row an evaluation step and threshold (the paper's table 1); see `gate.divergence.fires` for the rules.
-
-    As in the paper every group under the threshold counts as cut, also one that has ended by then and cannot be.
-    `t_max`: the most steps an episode may take. Raises ReplayError on an unknown signal or k >= t_max.
-    """
-    rows = []
-    for at in recorded.values():
-        check_horizon(at, t_max)
-        value_N = at.signal(signal)
-        ended_N = None if termination is None else at.signal(TERMINATION)
-        for threshold in thresholds:
-            cut_N = fires(value_N, threshold, ended_N, termination, rule)
-            rows.append(counted(at, cut_N, signal, float(threshold), t_max))
-    return rows
-
-
 def can_be_cut(at: Recorded) -> str:
     """How many groups that is at step k, and how well the table knows it; a sentence."""
     can, n = at.count(at.running_N), at.count(np.ones(len(at.task_ids), bool))
@@ -330,11 +273,6 @@ def can_be_cut(at: Recorded) -> str:
         return f"at K = {at.k} somebody still runs in {can:g} of {n:g} groups"
     reason = "the table has no columns steps and steps_k, which tell who ended with step K itself"
     return f"at K = {at.k} somebody still runs in at most {can:g} of {n:g} groups ({reason})"
-
-
-def check_horizon(at: Recorded, t_max: int) -> None:
-    if at.k >= t_max:
-        raise ReplayError(f"K = {at.k} is not below t_max = {t_max}: nothing is left to save; leave it out with --k")
 
 
 @dataclass(frozen=True)
@@ -354,7 +292,7 @@ class Correlation:
     """Chance that a group with variance has the higher value than one without (ties count half)."""
 
 
-def correlate(recorded: Mapping[int, Recorded], *, by_task_type: bool = False) -> list[Correlation]:
+def correlate(recorded: Groups, *, by_task_type: bool = False) -> list[Correlation]:
     """One row an evaluation step and signal; with `by_task_type` for each type alone.
 
     Raises ReplayError when the table has no types, or scipy is not installed.
@@ -364,11 +302,8 @@ def correlate(recorded: Mapping[int, Recorded], *, by_task_type: bool = False) -
         if not by_task_type:
             rows += [_correlation(at, name, None) for name in at.signals]
             continue
-        if at.task_types is None:
-            raise ReplayError(f"{at.source}: there is no column 'task_type'; name it with --map task_type=COLUMN")
-        types_N = np.array(at.task_types, dtype=object)
-        for kind in sorted(set(at.task_types)):
-            part = at.only(np.flatnonzero(types_N == kind))
+        for kind, rows_M in rows_by_type(at).items():
+            part = at.only(rows_M)
             rows += [_correlation(part, name, kind) for name in part.signals]
     return rows
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import html
 import json
-import os
 from collections.abc import Callable, Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from ..base.files import check_output, write_text
 from ..config import RunConfig
 from ..record.collapse import ess_of
 from ..record.proof import COLUMNS, FATES
@@ -35,12 +35,9 @@ def write_report(runs: Sequence[Path], output: Path) -> None:
     run or one of them is not a run directory, and OSError when `output` cannot be written.
     """
     output = Path(output)
-    if runs and not output.parent.is_dir():
-        raise FileNotFoundError(f"{output}: its folder does not exist; make it first.")
-    page = page_of(report_data(runs))
-    partial = output.with_name(output.name + ".partial")
-    partial.write_text(page, encoding="utf-8")
-    os.replace(partial, output)
+    if runs:
+        check_output(output)
+    write_text(output, page_of(report_data(runs)))
 
 
 def report_data(runs: Sequence[Path]) -> dict[str, Any]:

@@ -25,7 +25,6 @@ from ..sequences import SequenceEngine, Sequences
 from ..slots import COUNT, Drawn, Stopwatch
 from .adapters import Adapters
 from .core import Core, LeadingCore, RankExecutor
-from .options import VllmOptions
 
 DISCARD: Final = 2
 OFFLOAD: Final = 1
@@ -35,24 +34,29 @@ OFFLOAD: Final = 1
 class VllmEngine(SequenceEngine):
     """Implements `winnow.engine.base.Engine`. Not thread-safe."""
 
-    def __init__(self, source: str, model: ModelReference, tokenizer: Any, options: VllmOptions) -> None:
-        """`source` is a directory or hub name with the weights of `model`. Raises ConfigError when vLLM refuses it."""
+    def __init__(self, source: str, model: ModelReference, tokenizer: Any, arguments: dict[str, Any]) -> None:
+        """`source` is a directory or hub name with the weights of `model`, `arguments` are for vLLM's `EngineArgs`.
+
+        Raises ConfigError when vLLM refuses it.
+        """
         shell = model.loaded if model.loaded is not None else _shell(source)
         limit = getattr(shell.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
-        facts = Facts.of(shell, tokenizer, None if options.max_length is None else min(options.max_length, limit))
-        self.options = options
+        longest = arguments["max_model_len"]
+        facts = Facts.of(shell, tokenizer, None if longest is None else min(longest, limit))
+        self._slots: int = arguments["max_num_seqs"]
         self._added = 0
         self._loads = 0
-        self._sleeps, self._asleep = bool(options.sleep) and model.device.type == "cuda", False
+        self._sleeps, self._asleep = bool(arguments.get("enable_sleep_mode")), False
         try:
             adapters = None if model.adapters is None else Adapters.of(_shell(source), model.adapters)
             self._wanted = facts if adapters is None else adapters.facts(facts)
-            arguments = options.arguments(source, facts.max_length, model.device)
-            several = options.tensor_parallel_size > 1
+            several = arguments["tensor_parallel_size"] > 1
+            arguments = arguments | (adapters.arguments() if adapters else {})
+            arguments["max_model_len"] = facts.max_length
             arguments["distributed_executor_backend"] = RankExecutor if several else None
             core = LeadingCore if several else Core
-            self._core = core(arguments | (adapters.arguments() if adapters else {}), bool(facts.tied), adapters)
-            self.sequences = Sequences(facts, tokenizer, options.slots, self._core.runner.device)
+            self._core = core(arguments, bool(facts.tied), adapters)
+            self.sequences = Sequences(facts, tokenizer, self._slots, self._core.runner.device)
             self._head = _Head(self._core, self.sequences)
             self._try_out()
         except (ValueError, RuntimeError, NotImplementedError, AssertionError) as error:
@@ -130,7 +134,7 @@ class VllmEngine(SequenceEngine):
     def _admit(self) -> None:
         """Start waiting requests in free slots."""
         waiting = self.sequences.waiting
-        free = self.options.slots - self.sequences.table.n
+        free = self._slots - self.sequences.table.n
         requests = list(waiting.values())[:free]
         self.sequences.start(requests)
         for request in requests:

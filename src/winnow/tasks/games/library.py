@@ -8,13 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from ...env.workers.file_cache import kept, load_json, loaded, making
 from ...env.workers.worker import WorkerPool
-
-if TYPE_CHECKING:
-    from .task import GameOptions
+from .options import GameOptions
 
 Card = dict[str, Any]
 """Card of a game: what playing it and talking about it needs; `id`, `words`, and `file`, where the card is kept."""

@@ -1,53 +1,23 @@
-"""Base of text games: their options, and the task that prompts, plays and demonstrates them."""
+"""Base of text games: the task that prompts, plays and demonstrates them."""
 
 from __future__ import annotations
 
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, ClassVar
+from dataclasses import asdict
+from typing import Any
 
 from ...base.files import digest
 from ...env.base import OverlappingEnv, RewardFn
 from ...env.workers.remote import EnvPool
 from ...types import Prompt
 from .library import Card, walks_of
-from .react import Style, worded, words
+from .options import GameOptions
+from .react import worded, words
 
 ELSEWHERE = frozenset({"games", "data", "workers", "timeout_s", "demo_noise", "demo_size"})
 """Options that do not change what a game is and says."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class GameOptions:
-    """Options that all text games have."""
-
-    name: ClassVar[str]
-    least: ClassVar[dict[str, int]] = {}
-    """Option -> its least value, for those of one kind of game."""
-    seed: int = 0
-    max_turns: int = 30
-    max_turn_length: int | None = None
-    """The most tokens sampled in a turn; None: only max_completion_length bounds it."""
-    style: Style = "react"
-    """`react`: messages, a thought and an action a turn. `words`: lower-case words, the completion is the command."""
-    demo_noise: float = 0.25
-    """Share of random commands in demonstrations."""
-    demo_size: int | None = None
-    """Training games that are demonstrated, the first ones; None: all. The others are new to a warm-started model."""
-    workers: int = 2
-    timeout_s: float = 30.0
-    """Bounds one step of a game."""
-
-    def __post_init__(self) -> None:
-        least = {"train_size": 1, "test_size": 0, "max_turns": 1, "workers": 1, "demo_size": 1, "max_turn_length": 1}
-        for option, value in (least | self.least).items():
-            given = getattr(self, option)
-            if given is not None and given < value:
-                raise ValueError(f"{self.name}: {option} must be at least {value}, not {given}")
-        if not 0 <= self.demo_noise <= 1:
-            raise ValueError(f"{self.name}: demo_noise must lie between 0 and 1, not {self.demo_noise}")
 
 
 class GameTask(ABC):

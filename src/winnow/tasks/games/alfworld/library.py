@@ -7,24 +7,51 @@ from __future__ import annotations
 
 import random
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from itertools import cycle, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, ClassVar, Literal
 
 from ....base.files import digest, sha256
 from ....env.workers.file_cache import kept, load_json, making
 from ....env.workers.worker import WorkerPool
 from ..library import MAKE_TIMEOUT_S, Card, different, kept_values
+from ..options import GameOptions
 from .rooms import TASK_TYPES, TaskType
-
-if TYPE_CHECKING:
-    from .task import AlfworldConfig
 
 FORMAT = 2
 """Changes when kept files mean something else."""
 
 
-def games_of(config: AlfworldConfig) -> tuple[list[Card], list[Card]]:
+@dataclass(frozen=True)
+class AlfworldGames(GameOptions):
+    """Which games: made over ALFWorld's floor plans, or read from a directory."""
+
+    name: ClassVar[str] = "alfworld"
+    least: ClassVar[dict[str, int]] = {"receptacles": 2, "objects": 2}
+    data: str | None = None
+    """The directory that alfworld-download fills, with the splits train, valid_seen and valid_unseen."""
+    split: Literal["valid_seen", "valid_unseen"] = "valid_seen"
+    """The test games: in floor plans of the training games, or in others."""
+    task_types: tuple[TaskType, ...] = TASK_TYPES
+    train_size: int | None = 64
+    """Number of training games; of `data` chosen at random, None: all."""
+    test_size: int | None = 16
+    receptacles: int = 5
+    """Places in a room that is made; fewer are easier."""
+    objects: int = 6
+    """Things in a room that is made."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("train_size", "test_size"):
+            if getattr(self, name) is None and self.data is None:
+                raise ValueError(f"alfworld: {name} must be a number for games that are made")
+        if not self.task_types:
+            raise ValueError(f"alfworld: task_types is empty; give some of {', '.join(TASK_TYPES)}")
+
+
+def games_of(config: AlfworldGames) -> tuple[list[Card], list[Card]]:
     """Cards of the train and the test games. Raises ValueError when there are too few."""
     with making("alfworld", config.workers, MAKE_TIMEOUT_S) as pool:
         if config.data is not None:
@@ -36,7 +63,7 @@ def games_of(config: AlfworldConfig) -> tuple[list[Card], list[Card]]:
 
 
 def _made(
-    pool: WorkerPool, config: AlfworldConfig, part: str, wanted: int, shown: Collection[tuple[str, str]]
+    pool: WorkerPool, config: AlfworldGames, part: str, wanted: int, shown: Collection[tuple[str, str]]
 ) -> list[Card]:
     """`wanted` different games, of all task types in turn, none that begins like one in `shown`."""
     size = (config.receptacles, config.objects)
@@ -67,7 +94,7 @@ def _root(data: Path) -> Path:
     )
 
 
-def _read(pool: WorkerPool, config: AlfworldConfig, root: Path, part: str, wanted: int | None) -> list[Card]:
+def _read(pool: WorkerPool, config: AlfworldGames, root: Path, part: str, wanted: int | None) -> list[Card]:
     """Games of a split that ALFWorld itself would play, at random when not all are wanted."""
     found = sorted((root / part).rglob("game.tw-pddl"))
     random.Random(f"alfworld/{part}/{config.seed}").shuffle(found)

@@ -7,13 +7,12 @@ Embodied Environments for Interactive Learning", 2021.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any
 
 from ..library import Card
 from ..react import system_prompt
-from ..task import GameOptions, GameTask
-from .library import FORMAT, games_of
-from .rooms import TASK_TYPES, TaskType
+from ..task import GameTask
+from .library import FORMAT, AlfworldGames, games_of
 
 ROLE = (
     "You act in a household. Your task is given at the start, together with all the places that you can go to. "
@@ -51,31 +50,8 @@ _SIGHT = "You are in the middle of a room. Looking quickly around you, "
 
 
 @dataclass(frozen=True)
-class AlfworldConfig(GameOptions):
+class AlfworldConfig(AlfworldGames):
     """ALFWorld games: made over its floor plans, or read from a directory with its data."""
-
-    name: ClassVar[str] = "alfworld"
-    least: ClassVar[dict[str, int]] = {"receptacles": 2, "objects": 2}
-    data: str | None = None
-    """The directory that alfworld-download fills, with the splits train, valid_seen and valid_unseen."""
-    split: Literal["valid_seen", "valid_unseen"] = "valid_seen"
-    """The test games: in floor plans of the training games, or in others."""
-    task_types: tuple[TaskType, ...] = TASK_TYPES
-    train_size: int | None = 64
-    """Number of training games; of `data` chosen at random, None: all."""
-    test_size: int | None = 16
-    receptacles: int = 5
-    """Places in a room that is made; fewer are easier."""
-    objects: int = 6
-    """Things in a room that is made."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in ("train_size", "test_size"):
-            if getattr(self, name) is None and self.data is None:
-                raise ValueError(f"alfworld: {name} must be a number for games that are made")
-        if not self.task_types:
-            raise ValueError(f"alfworld: task_types is empty; give some of {', '.join(TASK_TYPES)}")
 
     def build(self) -> Alfworld:
         return Alfworld(self)

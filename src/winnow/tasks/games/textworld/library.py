@@ -10,17 +10,16 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Any, ClassVar, Literal
 
 from ....env.workers.file_cache import kept, making
 from ....env.workers.worker import WorkerPool
 from ..library import Card, call_all, different, kept_values
+from ..options import GameOptions
 from .games import digest_of, intact
-
-if TYPE_CHECKING:
-    from .task import TextWorldConfig
 
 Challenge = Literal["coin_collector", "treasure_hunter", "simple", "cooking", "custom"]
 
@@ -31,7 +30,30 @@ TEST_SHARE = 0.2
 GENERATE_TIMEOUT_S = 120.0
 
 
-def games_of(config: TextWorldConfig) -> tuple[list[Card], list[Card]]:
+@dataclass(frozen=True)
+class TextWorldGames(GameOptions):
+    """Which games: generated as by tw-make, or read from a directory."""
+
+    name: ClassVar[str] = "textworld"
+    challenge: Challenge = "treasure_hunter"
+    options: dict[str, Any] = field(default_factory=dict)
+    """tw-make's options of that challenge, e.g. `{level: 5}`; of `custom`: nb_rooms, nb_objects, quest_length, ..."""
+    grammar: dict[str, Any] = field(default_factory=dict)
+    """TextWorld's options of wording; `{theme: basic, only_last_action: true}` is terse and does not tell the way."""
+    games: str | None = None
+    """A directory of .z8 games with their .json; its folders `train` and `test` are the split where they exist."""
+    train_size: int | None = None
+    """None: 64 generated games, or all there are in `games`."""
+    test_size: int | None = None
+    """None: 16 generated games; of `games` the folder `test`, or one in five."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.games is not None and (self.options or self.grammar):
+            raise ValueError("textworld: options and grammar are for generated games; remove them, or games")
+
+
+def games_of(config: TextWorldGames) -> tuple[list[Card], list[Card]]:
     """Cards of the train and the test games. Raises ValueError when there are too few, or an option is unknown."""
     with making("textworld", config.workers, GENERATE_TIMEOUT_S) as pool:
         if config.games is not None:
@@ -41,7 +63,7 @@ def games_of(config: TextWorldConfig) -> tuple[list[Card], list[Card]]:
         return _generated(pool, config, "train", config.train_size or TRAIN_SIZE, shown), test
 
 
-def _generated(pool: WorkerPool, config: TextWorldConfig, part: str, wanted: int, shown: Collection[str]) -> list[Card]:
+def _generated(pool: WorkerPool, config: TextWorldGames, part: str, wanted: int, shown: Collection[str]) -> list[Card]:
     """`wanted` different games, none with a first observation in `shown`."""
     options = {"challenge": config.challenge, "options": config.options, "grammar": config.grammar}
     folder = kept("textworld", "made", [FORMAT, options]).with_suffix("")
@@ -59,7 +81,7 @@ def _generated(pool: WorkerPool, config: TextWorldConfig, part: str, wanted: int
     return different(config, part, wanted, seeds, make, lambda card: card["first"], shown, remedy)
 
 
-def _split(pool: WorkerPool, config: TextWorldConfig, root: Path) -> tuple[list[Card], list[Card]]:
+def _split(pool: WorkerPool, config: TextWorldGames, root: Path) -> tuple[list[Card], list[Card]]:
     """A user's games, by their folders `train` and `test`, or at random."""
     if (root / "train").is_dir():
         train, test = (_cards(pool, _files(root / part), "textworld") for part in ("train", "test"))

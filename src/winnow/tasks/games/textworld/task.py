@@ -6,14 +6,14 @@ observation. Côté et al., "TextWorld: A Learning Environment for Text-based Ga
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from typing import Any
 
 from ....env.workers.file_cache import kept, loaded, save_json
 from ..library import Card
 from ..react import UNKNOWN, system_prompt
-from ..task import GameOptions, GameTask
-from .library import FORMAT, Challenge, games_of
+from ..task import GameTask
+from .library import FORMAT, TextWorldGames, games_of
 from .play import Reward
 
 ROLE = (
@@ -35,28 +35,11 @@ EXAMPLE = (
 
 
 @dataclass(frozen=True)
-class TextWorldConfig(GameOptions):
+class TextWorldConfig(TextWorldGames):
     """TextWorld games, generated as by tw-make or read from a directory."""
 
-    name: ClassVar[str] = "textworld"
-    challenge: Challenge = "treasure_hunter"
-    options: dict[str, Any] = field(default_factory=dict)
-    """tw-make's options of that challenge, e.g. `{level: 5}`; of `custom`: nb_rooms, nb_objects, quest_length, ..."""
-    grammar: dict[str, Any] = field(default_factory=dict)
-    """TextWorld's options of wording; `{theme: basic, only_last_action: true}` is terse and does not tell the way."""
-    games: str | None = None
-    """A directory of .z8 games with their .json; its folders `train` and `test` are the split where they exist."""
-    train_size: int | None = None
-    """None: 64 generated games, or all there are in `games`."""
-    test_size: int | None = None
-    """None: 16 generated games; of `games` the folder `test`, or one in five."""
     reward: Reward = "won"
     """`won`: 1 for a game that is won, else 0. `score`: the share of the game's points."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.games is not None and (self.options or self.grammar):
-            raise ValueError("textworld: options and grammar are for generated games; remove them, or games")
 
     def build(self) -> TextWorld:
         return TextWorld(self)

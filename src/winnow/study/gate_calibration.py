@@ -1,0 +1,229 @@
+"""Calibration of a gate on recorded groups, and how far its figures can be believed."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, replace
+
+import numpy as np
+import yaml
+
+from ..methods.gate.divergence import TERMINATION, config_entry
+from .gate_effect import Effect, SweepRow, check_horizon, effect
+from .gate_search import Choice, Plan, Search
+from .gate_tables import Groups, Recorded, ReplayError, can_be_cut, rows_by_type, some
+
+RESAMPLES = 10_000
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A plan, and its effect on some groups."""
+
+    plan: Plan
+    effect: Effect
+
+    def __str__(self) -> str:
+        return f"{self.plan}: {_counts(self.effect)}" if self.plan.cuts else str(self.plan)
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """The chosen plan, and what such choices did to groups that they were made without."""
+
+    bound: str
+    t_max: int
+    plan: Plan
+    chosen: Effect
+    """Effect of the plan on all groups, among which it was chosen."""
+    folds: tuple[Judged, ...]
+    """What was chosen without each fold, and its effect there."""
+    held_out: Effect
+    """Over all folds: every group is judged by what was chosen without it."""
+
+
+@dataclass(frozen=True)
+class Joint(Calibration):
+    """Several steps, or gates of task types."""
+
+    parts: dict[str, Judged]
+    """`together` and `one step`: the choices for all groups; `type ...`: that of a type on its groups."""
+
+
+@dataclass(frozen=True)
+class OneStep(Calibration):
+    """One step for all groups. The 95% `intervals`, by name as in `Effect`, take the gate as given: they do not know
+    that it was chosen on the same groups.
+    """
+
+    chosen: SweepRow
+    can_be_cut: str
+    intervals: dict[str, tuple[float, float] | None]
+    random: Effect
+    """Control arm, in expectation: as many cuts at the same step, at random among the groups that can be cut."""
+    oracle: Effect
+    """All zero-variance groups that can be cut and no other, at the same step."""
+
+
+def calibrate(recorded: Groups, search: Search, *, folds: int = 5, seed: int = 0) -> Joint | OneStep:
+    """Choose a plan, and judge every group by what is chosen without its fold.
+
+    Raises ReplayError when nothing meets the bound, when there are fewer groups than folds, when the Ks of the table
+    hold different groups, and when it lacks the columns that the search needs.
+    """
+    groups = aligned(recorded)
+    n, t_max = len(next(iter(groups.values())).task_ids), search.t_max
+    _check(groups, search)
+    if n < folds:
+        raise ReplayError(f"{n} groups cannot be split into {folds} folds; record more")
+    plan = search.plan(groups)
+    if not plan.cuts:
+        raise ReplayError(
+            f"no threshold of any signal has {search.bound} with any cut; allow more, or record more groups"
+        )
+    fold_N = np.empty(n, int)
+    fold_N[np.random.default_rng(seed).permutation(n)] = np.arange(n) % folds
+    held_N, parts = np.zeros(n, int), []
+    for fold in range(folds):
+        mine_M = np.flatnonzero(fold_N == fold)
+        choice, mine = search.plan(some(groups, np.flatnonzero(fold_N != fold))), some(groups, mine_M)
+        held_N[mine_M] = choice.cut_at(mine)
+        parts.append(Judged(choice, effect(mine, held_N[mine_M], t_max)))
+    chosen, held_out = (effect(groups, at_N, t_max) for at_N in (plan.cut_at(groups), held_N))
+    bound, judged = str(search.bound), tuple(parts)
+    if search.most > 1 or search.per_task_type:
+        return Joint(bound, t_max, plan, chosen, judged, held_out, _parts(groups, plan, search))
+    assert plan.rest is not None
+    [(k, threshold)] = plan.rest.steps.items()
+    row = SweepRow(**asdict(chosen), k=k, signal=plan.rest.signal, threshold=threshold)
+    intervals = _intervals(plan.cut_at(groups) > 0, groups[k], t_max, seed)
+    random, oracle = _arms(row, groups[k], t_max)
+    return OneStep(bound, t_max, plan, row, judged, held_out, can_be_cut(groups[k]), intervals, random, oracle)
+
+
+def aligned(recorded: Groups) -> dict[int, Recorded]:
+    """The same groups in one order at every K. Raises ReplayError when the Ks hold different ones."""
+    ks = sorted(recorded)
+    first = recorded[ks[0]]
+    place = {task: i for i, task in enumerate(first.task_ids)}
+    found = {}
+    for k in ks:
+        at = recorded[k]
+        if odd := set(first.task_ids) ^ set(at.task_ids):
+            raise ReplayError(
+                f"{at.source}: K = {first.k} and K = {k} hold different groups, e.g. '{min(odd)}', so their savings "
+                "cannot be compared; record every group at every K, or choose one with --k"
+            )
+        found[k] = at.only(np.argsort([place[task] for task in at.task_ids]))
+    return found
+
+
+def _check(groups: Groups, search: Search) -> None:
+    for at in groups.values():
+        check_horizon(at, search.t_max)
+        if search.or_rule and (at.steps_N is None or at.steps_k_N is None or TERMINATION not in at.signals):
+            raise ReplayError(
+                f"{at.source}: the OR rule is chosen by the steps really saved, since who has ended saves none; it "
+                f"needs the columns steps, steps_k and {TERMINATION}"
+            )
+    if search.per_task_type:
+        rows_by_type(next(iter(groups.values())))
+
+
+def _parts(groups: Groups, plan: Plan, search: Search) -> dict[str, Judged]:
+    """Each gate of a plan alone, and the best of one step."""
+    found = {"together": _judged(plan.rest, groups, search.t_max)}
+    rows = rows_by_type(next(iter(groups.values()))) if plan.types else {}
+    for kind, own in plan.types.items():
+        found[f"type {kind}"] = _judged(own, some(groups, rows[kind]), search.t_max)
+    found["one step"] = _judged(replace(search, most=1).best(groups), groups, search.t_max)
+    return found
+
+
+def _judged(choice: Choice | None, groups: Groups, t_max: int) -> Judged:
+    plan = Plan(choice, {})
+    return Judged(plan, effect(groups, plan.cut_at(groups), t_max))
+
+
+def _intervals(cut_N: np.ndarray, at: Recorded, t_max: int, seed: int) -> dict[str, tuple[float, float] | None]:
+    """Percentile bootstrap over groups (Efron 1979). Groups that are cut alike, worth alike and of one weight are
+    alike, so only the counts of these kinds are drawn.
+    """
+    kinds_C, n_C = np.unique(np.stack([cut_N, at.zero_N, at.weights_N], 1), axis=0, return_counts=True)
+    drawn_RC = np.random.default_rng(seed).multinomial(n_C.sum(), n_C / n_C.sum(), size=RESAMPLES) * kinds_C[:, 2]
+    cut_C, zero_C = kinds_C[:, 0] == 1, kinds_C[:, 1] == 1
+    tp_R, fp_R, missed_R, kept_R = (
+        drawn_RC[:, (cut_C == cut) & (zero_C == zero)].sum(1)
+        for cut, zero in ((True, True), (True, False), (False, True), (False, False))
+    )
+    share_R = 100 * (t_max - at.k) / (t_max * drawn_RC.sum(1))
+    with np.errstate(divide="ignore", invalid="ignore"):
+        drawn = {
+            "precision": tp_R / (tp_R + fp_R),
+            "recall": tp_R / (tp_R + missed_R),
+            "safe_pct": tp_R * share_R,
+            "raw_pct": (tp_R + fp_R) * share_R,
+            "kept_norm": np.sqrt(kept_R / (kept_R + fp_R)),
+        }
+    found: dict[str, tuple[float, float] | None] = {}
+    for name, values_R in drawn.items():
+        defined = values_R[np.isfinite(values_R)]
+        low, high = np.quantile(defined, [0.025, 0.975]) if len(defined) else (math.nan, math.nan)
+        found[name] = (float(low), float(high)) if len(defined) else None
+    return found
+
+
+def _arms(chosen: Effect, at: Recorded, t_max: int) -> tuple[Effect, Effect]:
+    """At random among the groups that can be cut, and the oracle's."""
+    run_N, zero_N = at.running_N, at.zero_N
+    best, everything = (effect({at.k: at}, at.k * cut_N, t_max) for cut_N in (run_N & zero_N, run_N))
+    hit = chosen.cut / everything.cut
+    tp, teaching = hit * best.cut, float(at.weights_N.sum()) - at.count(zero_N)
+    random = replace(
+        chosen,
+        tp=tp,
+        fp=chosen.cut - tp,
+        precision=everything.precision,
+        recall=None if best.recall is None else hit * best.recall,
+        safe_pct=hit * best.safe_pct,
+        measured_pct=None if everything.measured_pct is None else hit * everything.measured_pct,
+        kept_norm=math.sqrt(max(0.0, 1 - (chosen.cut - tp) / teaching)) if teaching else None,
+    )
+    return random, best
+
+
+def config_section(found: Calibration) -> str:
+    """The `gates` section of a run's YAML file."""
+    rest = found.plan.rest
+    entry = config_entry(rest, found.plan.types, None if rest is None else rest.termination)
+    e, text = found.chosen, yaml.safe_dump({"gates": [entry]}, sort_keys=False)
+    return f"# of {e.groups:g} recorded groups {e.cut:g} cut, {e.tp:g} of them zero-variance ({found.bound})\n{text}"
+
+
+def lines(found: Joint | OneStep) -> list[str]:
+    """Text for the reader: what the choice does, and what such choices do to groups that they do not know."""
+    folds, held = f"{len(found.folds)} folds", found.held_out
+    said = []
+    if isinstance(found, Joint):
+        said = [f"{name:<10} {part}" for name, part in found.parts.items()]
+        if found.plan.types:
+            said.insert(-1, f"by type    {_counts(found.chosen)}")
+        said.append(f"held out   {_counts(held)} ({folds})")
+    else:
+        said.append(f"{found.can_be_cut}; only these count as cuts")
+        row, intervals = asdict(found.chosen), []
+        for name, interval in found.intervals.items():
+            if interval is not None and row[name] is not None:
+                digits = 1 if name.endswith("_pct") else 3
+                intervals.append(f"{name} {row[name]:.{digits}f} [{interval[0]:.{digits}f}, {interval[1]:.{digits}f}]")
+        said.append(f"95% over groups, of this gate: {', '.join(intervals)}")
+        said.append(f"held out ({folds}): precision {_share(held)}, raw {held.raw_pct:.1f}% from {held.cut:g} cuts")
+    return [*said, f"chosen without each fold: {' | '.join(str(fold.plan) for fold in found.folds)}"]
+
+
+def _counts(row: Effect) -> str:
+    return f"{row.cut:g} cut, {row.tp:g} rightly ({_share(row)}), {row.saved_pct:.1f}% saved"
+
+
+def _share(row: Effect) -> str:
+    return "–" if row.precision is None else f"{row.precision:.3f}"
