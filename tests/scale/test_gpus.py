@@ -61,7 +61,7 @@ def test_the_gpu_of_the_learner_is_not_given_to_a_sampler(mine: int) -> None:
     (channel,) = samplers(1)
     try:
         assert visible([channel._actor]) == [str(1 - mine)]
-        with pytest.raises(cluster.ClusterError, match=f"device: cuda:{1 - mine}: other work of the Ray cluster"):
+        with pytest.raises(cluster.ClusterError, match=f"device: cuda:{1 - mine}: another job of the Ray cluster"):
             hold_soon(1 - mine)
     finally:
         channel.kill()

@@ -263,7 +263,7 @@ class TestResumed:
             adapted(tiny_model, tmp_path / name, **options)
             with pytest.raises(ConfigError, match=f"lora.resume: an adapter with {name}: .* leave `lora` out to merge"):
                 Trainer(config=resumed | {"model": str(tmp_path / name)})
-        with pytest.raises(ConfigError, match="r may be left to an adapter only with resume: true"):
+        with pytest.raises(ConfigError, match="r: may be null only with resume: true"):
             validate(tiny_config | {"lora": {"r": None}})
 
     @pytest.mark.parametrize("given", ["directory", "object"])
