@@ -184,7 +184,7 @@ def test_samplers_that_keep_dying_end_the_run_with_their_last_words(
 ) -> None:
     monkeypatch.setenv("WINNOW_FAILPOINT", "sampler.step:raise")
     values = config | {"sync": {"name": "processes", "max_restarts": 1}, "eval_steps": None}
-    words = r"sampler 0 died \(exit status 1; its last words:(.|\n)*injected at sampler.step(.|\n)*max_restarts=1"
+    words = r"sampler 0 exited \(exit status 1; its last words:(.|\n)*injected at sampler.step(.|\n)*max_restarts=1"
     with pytest.raises(RunStoppedError, match=words):
         Trainer(config=values).train()
 

@@ -99,7 +99,7 @@ def test_a_run_whose_samplers_find_no_place_stops(
 
     trainer = Trainer(config=config)
     threading.Thread(target=remove, daemon=True).start()
-    with pytest.raises(RunStoppedError, match="for 20 s 0 of 2 samplers had a place to run, and 1 are needed"):
+    with pytest.raises(RunStoppedError, match=r"only 0 of 2 samplers could be scheduled within 20 s \(1 required\)"):
         trainer.train()
     assert_clean(config)
 
