@@ -280,7 +280,7 @@ def test_an_interrupted_run_goes_on_with_what_was_in_flight(config: dict[str, An
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"rollout_batch": "fixed", "filter": "zero_variance", "max_lag": 2}, "rollout_batch has no effect"),
+        ({"rollout_batch": "fixed", "filter": "zero_variance", "max_lag": 2}, "rollout_batch: has no effect"),
         ({"sync": {"name": "processes", "samplers": 0}}, "samplers"),
         ({"sync": {"name": "processes", "timeout_s": 0}}, "timeout_s"),
         ({"sync": {"name": "processes", "timeout_s": 20}}, "timeout_s=20 must be above reward_timeout_s=30"),

@@ -50,7 +50,7 @@ def test_rows_are_given_again_to_a_resume(config: dict[str, Any], tmp_path: Path
     assert len(losses(run)) == 3
     with pytest.raises(ConfigError, match="the task is not the one this run was saved with"):
         Trainer.resume(run, {"max_steps": 4}, reward_funcs=parity_reward, train_dataset=data[:-1]).train()
-    with pytest.raises(ConfigError, match=r"dataset needs a path, or in Python train_dataset"):
+    with pytest.raises(ConfigError, match=r"dataset: no path; give one, or in Python train_dataset"):
         Trainer.resume(run, {"max_steps": 4}, reward_funcs=parity_reward)
 
 

@@ -232,7 +232,7 @@ def test_every_node_is_tried(cluster: Any, tmp_path: Path, monkeypatch: pytest.M
     problems = cluster_check.check(None, blocked)["problems"]
     assert len(problems) == 6
     assert sum(f"torch is {mine['torch']}, and 1.0 here" in problem for problem in problems) == 3
-    assert sum("does not arrive here" in problem for problem in problems) == 3
+    assert sum("not visible here" in problem for problem in problems) == 3
 
 
 @pytest.mark.slow
