@@ -241,7 +241,7 @@ def build_loss(c: RunConfig) -> LossConfig:
     clipping = c.changed(CLIPPING)
     if loss.ratio_to_learner and c.num_iterations == 1 and clipping:
         raise ConfigError(
-            f"{clipping}: has no effect with correction: {name_of(c.correction)} and num_iterations: 1, as only the "
+            f"{clipping} has no effect with correction: {name_of(c.correction)} and num_iterations: 1, as only the "
             "change since the first iteration is clipped; remove it, or use correction: none, or more iterations"
         )
     if c.num_iterations > 1 and c.policy_loss == "plain" and not loss.correction.active:
