@@ -206,7 +206,7 @@ def test_a_sampler_does_not_start_on_other_data_than_the_learner(
 
     threading.Thread(target=change_the_data, daemon=True).start()
     changes = {"env": {"name": "dataset", "path": str(data)}, "sync": {"name": "processes", "max_restarts": 1}}
-    with pytest.raises(RunStoppedError, match="the task has changed since the learner started"):
+    with pytest.raises(RunStoppedError, match="task: has changed since the learner started"):
         Trainer(config=config | changes | {"max_steps": 100_000, "eval_steps": None}).train()
 
 

@@ -76,7 +76,7 @@ class Nothing:
             "reward_funcs: expected a function, a reward model or their names",
         ),
         ({"env": 3}, "env: a int is neither rows of data nor a task"),
-        ({"env": Nothing()}, r"a Nothing is neither rows of data nor a task \(no train, test, make_env, fingerprint\)"),
+        ({"env": Nothing()}, r"neither rows of data nor a task \(missing train, test, make_env, fingerprint\)"),
         ({"env": ROWS, "train_dataset": ROWS}, "give one of them"),
         ({"train_dataset": {"train": ROWS, "test": ROWS}}, r"has splits or columns 'train', 'test'; give one split"),
         ({"train_dataset": ["1 + 1"]}, "train_dataset, row 1: expected a mapping"),

@@ -257,7 +257,7 @@ class TestResumed:
         self, tiny_model: Path, tmp_path: Path, tiny_config: dict[str, Any]
     ) -> None:
         resumed = tiny_config | {"lora": {"resume": True}}
-        with pytest.raises(ConfigError, match=r"lora.resume: .* is no LoRA adapter .*; remove resume"):
+        with pytest.raises(ConfigError, match=r"lora.resume: .* is not a LoRA adapter .*; remove resume"):
             Trainer(config=resumed)
         for name, options in (("use_dora", {"use_dora": True}), ("modules_to_save", {"modules_to_save": ["lm_head"]})):
             adapted(tiny_model, tmp_path / name, **options)
