@@ -184,7 +184,7 @@ def test_samplers_that_keep_dying_end_the_run_with_their_last_words(
 ) -> None:
     monkeypatch.setenv("WINNOW_FAILPOINT", "sampler.step:raise")
     values = config | {"sync": {"name": "processes", "max_restarts": 1}, "eval_steps": None}
-    words = r"sampler 0 died \(exit status 1; its last words:(.|\n)*injected at sampler.step(.|\n)*max_restarts=1"
+    words = r"sampler 0 exited \(exit status 1; its last words:(.|\n)*injected at sampler.step(.|\n)*max_restarts=1"
     with pytest.raises(RunStoppedError, match=words):
         Trainer(config=values).train()
 
@@ -206,7 +206,7 @@ def test_a_sampler_does_not_start_on_other_data_than_the_learner(
 
     threading.Thread(target=change_the_data, daemon=True).start()
     changes = {"env": {"name": "dataset", "path": str(data)}, "sync": {"name": "processes", "max_restarts": 1}}
-    with pytest.raises(RunStoppedError, match="the task has changed since the learner started"):
+    with pytest.raises(RunStoppedError, match="task: has changed since the learner started"):
         Trainer(config=config | changes | {"max_steps": 100_000, "eval_steps": None}).train()
 
 
@@ -280,7 +280,7 @@ def test_an_interrupted_run_goes_on_with_what_was_in_flight(config: dict[str, An
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"rollout_batch": "fixed", "filter": "zero_variance", "max_lag": 2}, "rollout_batch has no effect"),
+        ({"rollout_batch": "fixed", "filter": "zero_variance", "max_lag": 2}, "rollout_batch: has no effect"),
         ({"sync": {"name": "processes", "samplers": 0}}, "samplers"),
         ({"sync": {"name": "processes", "timeout_s": 0}}, "timeout_s"),
         ({"sync": {"name": "processes", "timeout_s": 20}}, "timeout_s=20 must be above reward_timeout_s=30"),

@@ -114,5 +114,5 @@ def test_the_plan_counts_the_engine_by_its_type(tiny_config: dict[str, Any], cpu
 
 def test_the_type_cannot_change_on_a_resume(tiny_config: dict[str, Any]) -> None:
     train(tiny_config | {"max_steps": 1})
-    with pytest.raises(ConfigError, match="'dtype' cannot change"):
+    with pytest.raises(ConfigError, match="dtype: cannot change"):
         resume(Path(tiny_config["output_dir"]), {"dtype": "bfloat16"})

@@ -56,14 +56,14 @@ AMOUNT = ("eval_prompts=3", "eval_generations=2")
 
 
 def test_eval_of_a_plain_model(tiny_model: Path) -> None:
-    assert "task must be named" in winnow("eval", tiny_model).output
+    assert "name the task" in winnow("eval", tiny_model).output
     found = winnow("eval", tiny_model, "env.test_size=4", "env=countdown", *AMOUNT, "--json")
     assert found.exit_code == 0, found.output
     assert json.loads(found.stdout)["prompts"] == 3
 
 
 def test_pass_rates_of_a_model(tiny_model: Path, tmp_path: Path) -> None:
-    assert "task must be named" in winnow("pass-rates", tiny_model).output
+    assert "name the task" in winnow("pass-rates", tiny_model).output
     path = tmp_path / "profile.jsonl"
     arguments = ["pass-rates", tiny_model, "env=countdown", "--prompts", "5", "-n", "3", "-o", path]
     arguments += ["env.train_size=8", "env.test_size=2", "max_completion_length=6", "threads=1"]

@@ -50,7 +50,7 @@ def test_rows_are_given_again_to_a_resume(config: dict[str, Any], tmp_path: Path
     assert len(losses(run)) == 3
     with pytest.raises(ConfigError, match="the task is not the one this run was saved with"):
         Trainer.resume(run, {"max_steps": 4}, reward_funcs=parity_reward, train_dataset=data[:-1]).train()
-    with pytest.raises(ConfigError, match=r"dataset needs a path, or in Python train_dataset"):
+    with pytest.raises(ConfigError, match=r"dataset: no path; give one, or in Python train_dataset"):
         Trainer.resume(run, {"max_steps": 4}, reward_funcs=parity_reward)
 
 
@@ -76,7 +76,7 @@ class Nothing:
             "reward_funcs: expected a function, a reward model or their names",
         ),
         ({"env": 3}, "env: a int is neither rows of data nor a task"),
-        ({"env": Nothing()}, r"a Nothing is neither rows of data nor a task \(no train, test, make_env, fingerprint\)"),
+        ({"env": Nothing()}, r"neither rows of data nor a task \(missing train, test, make_env, fingerprint\)"),
         ({"env": ROWS, "train_dataset": ROWS}, "give one of them"),
         ({"train_dataset": {"train": ROWS, "test": ROWS}}, r"has splits or columns 'train', 'test'; give one split"),
         ({"train_dataset": ["1 + 1"]}, "train_dataset, row 1: expected a mapping"),

@@ -115,7 +115,7 @@ def test_evaluation_needs_held_out_prompts(config: dict[str, Any]) -> None:
     rows = [{"prompt": f"{n} 2 3"} for n in range(12)]
     mine = {k: v for k, v in config.items() if k != "env"} | {"eval_steps": None}
     trainer = Trainer(config=mine, train_dataset=rows, reward_funcs=parity_reward)
-    with pytest.raises(ConfigError, match="eval_dataset: there are no held-out prompts"):
+    with pytest.raises(ConfigError, match="eval_dataset: no held-out prompts"):
         trainer.evaluate()
 
 

@@ -209,7 +209,7 @@ def test_a_resume_without_its_checkpoints_is_refused_and_keeps_the_model(tiny_co
     train(tiny_config)
     run = Path(tiny_config["output_dir"])
     shutil.rmtree(run / "checkpoints")
-    with pytest.raises(CheckpointError, match="its checkpoints are gone"):
+    with pytest.raises(CheckpointError, match="its checkpoints are missing"):
         resume(run)
     assert (run / "model" / "config.json").exists()
 

@@ -164,7 +164,7 @@ def test_weights_that_a_sampler_behind_needs_are_missed_by_name(saved: Path, tmp
     for file in (directory / "sampler-weights").iterdir():
         file.unlink()
     seal(directory)
-    with pytest.raises(ConfigError, match=r"no sampler-weights/2\.safetensors, the weights to sample with"):
+    with pytest.raises(ConfigError, match=r"sampler-weights/2\.safetensors: missing from the checkpoint"):
         resumed(run)
 
 

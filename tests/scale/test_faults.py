@@ -241,7 +241,7 @@ def test_vllm_cores_that_keep_dying_are_named_with_their_last_words(vllm_config:
 
     threading.Thread(target=keep_ending, daemon=True).start()
     words = (
-        r"sampler 0 on .* died \((.|\n)*/vllm/(.|\n)*\n\w*Error: .*\n\)\n2 times in a row"  # where, and what was raised
+        r"sampler 0 on .* exited \((.|\n)*/vllm/(.|\n)*\n\w*Error: .*\n\)\n2 times in a row"  # where, what was raised
     )
     try:
         with pytest.raises(RunStoppedError, match=words):

@@ -64,7 +64,7 @@ def test_the_gpu_of_the_learner_is_not_given_to_a_sampler(mine: int) -> None:
     (channel,) = samplers(1)
     try:
         assert visible([channel._actor]) == [str(1 - mine)]
-        with pytest.raises(cluster.ClusterError, match=f"device: cuda:{1 - mine}: other work of the Ray cluster"):
+        with pytest.raises(cluster.ClusterError, match=f"device: cuda:{1 - mine}: another job of the Ray cluster"):
             hold_soon(1 - mine)
     finally:
         channel.kill()
@@ -97,7 +97,7 @@ def test_without_a_gpu_samplers_and_ranks_compute_on_the_cpu() -> None:
     assert Ray(num_gpus=1).device_of(0, "auto") == "auto"
     assert Ray().gpus(config(device="cpu")) == Fsdp().gpus(config(device="cpu")) == 0
     assert Ray().gpus(config(engine={"name": "vllm", "tensor_parallel_size": 2})) == 2
-    with pytest.raises(ConfigError, match="num_gpus=1: engine: tensor_parallel_size=2 needs 2"):
+    with pytest.raises(ConfigError, match=r"num_gpus: too few for engine: tensor_parallel_size \(1 of 2\)"):
         Ray(num_gpus=1).gpus(config(engine={"name": "vllm", "tensor_parallel_size": 2}))
     with pytest.raises(ValueError, match="num_gpus=0: ranks without a GPU cannot use device: cuda"):
         Fsdp(num_gpus=0).gpus(config(device="cuda"))

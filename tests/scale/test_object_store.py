@@ -67,7 +67,7 @@ def test_weights_larger_than_the_store_arrive(store: None) -> None:
 @pytest.mark.parametrize("store", [{"local_fs_capacity_threshold": 0.0}], indirect=True)
 def test_where_the_disk_is_full_too_the_error_says_what_to_raise(store: None) -> None:
     published = RayWeights()
-    with pytest.raises(ConfigError, match=r"no room for the weights \(200 MiB\)(.|\n)*object-store-memory"):
+    with pytest.raises(ConfigError, match=r"the weights \(200 MiB\) fit neither(.|\n)*object-store-memory"):
         published.write(weights(200, 1.0), 1)
     assert published.told()["version"] == -1
 

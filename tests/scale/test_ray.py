@@ -176,7 +176,7 @@ def test_what_other_work_holds_is_waited_for_and_named(config: dict[str, Any], m
     monkeypatch.setattr(placement, "FREE_S", 3.0)
     other = ray.remote(lambda: time.sleep(600)).options(num_cpus=7).remote()
     wait_for(lambda: ray.available_resources().get("CPU", 0) <= 1)
-    with pytest.raises(ConfigError, match=r"2 samplers need 2 CPUs .*, but other work of the cluster leaves 1 CPUs"):
+    with pytest.raises(ConfigError, match=r"2 samplers need 2 CPUs .*, but other jobs of the cluster leave 1 CPUs"):
         Trainer(config=config)
     ray.cancel(other, force=True)
     monkeypatch.setattr(placement, "FREE_S", 60.0)

@@ -257,13 +257,13 @@ class TestResumed:
         self, tiny_model: Path, tmp_path: Path, tiny_config: dict[str, Any]
     ) -> None:
         resumed = tiny_config | {"lora": {"resume": True}}
-        with pytest.raises(ConfigError, match=r"lora.resume: .* is no LoRA adapter .*; remove resume"):
+        with pytest.raises(ConfigError, match=r"lora.resume: .* is not a LoRA adapter .*; remove resume"):
             Trainer(config=resumed)
         for name, options in (("use_dora", {"use_dora": True}), ("modules_to_save", {"modules_to_save": ["lm_head"]})):
             adapted(tiny_model, tmp_path / name, **options)
             with pytest.raises(ConfigError, match=f"lora.resume: an adapter with {name}: .* leave `lora` out to merge"):
                 Trainer(config=resumed | {"model": str(tmp_path / name)})
-        with pytest.raises(ConfigError, match="r may be left to an adapter only with resume: true"):
+        with pytest.raises(ConfigError, match="r: may be null only with resume: true"):
             validate(tiny_config | {"lora": {"r": None}})
 
     @pytest.mark.parametrize("given", ["directory", "object"])

@@ -106,7 +106,7 @@ def trainer(model: Path, folder: Path, questions: list[str], **options: Any) -> 
     return Trainer(str(model), env, "exact", settings)
 
 
-PLAIN = "is plain text, and the model has a chat template"
+PLAIN = "is plain text, to which the model's chat template is not applied"
 
 
 def test_plain_text_for_a_chat_model_is_named_once(chat_model: Path, tmp_path: Path) -> None:

@@ -93,7 +93,7 @@ def test_deaths_in_a_row_end_the_run_but_a_group_in_between_forgives(sampler: Sa
         channel_of(sampler, 0).says(None)
         sampler.poll()
     channel_of(sampler, 0).says(None)
-    with pytest.raises(SamplersLostError, match=r"sampler 0 on here died(.|\n)*3 times in a row"):
+    with pytest.raises(SamplersLostError, match=r"sampler 0 on here exited(.|\n)*3 times in a row"):
         sampler.poll()
 
 

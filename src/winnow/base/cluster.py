@@ -1,4 +1,4 @@
-"""A Ray cluster to work on: joined, or started on this machine."""
+"""Ray cluster of a run: joined by its address, or started on this machine."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from typing import Any
 from .install import install
 
 HOLD_S = 30.0
-"""Most that a process that holds a GPU may take to start."""
+"""Timeout for starting the process that holds a GPU."""
 ANSWER_S = 5.0
-"""Most that the head of a cluster may take to answer."""
+"""Timeout for the cluster's head to answer."""
 
 AT_IMPORT = ("HF_HOME", "HF_HUB_CACHE", "HF_ENDPOINT", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
 _PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY")
@@ -31,17 +31,17 @@ TOKENS = (
 )
 
 OWN: list[Path] = []
-"""Ray's folder of the cluster that this process has started."""
+"""Ray's session directory of the cluster that this process started."""
 
 
 class ClusterError(ValueError):
-    """There is no cluster, or no room on it."""
+    """No cluster, or not enough resources on it."""
 
 
 def join(key: str, address: str | None, specs: Sequence[str | Mapping[str, Any]]) -> None:
-    """Connect this process, once. A cluster started here has room for all that `specs` ask for.
+    """Connect this process to Ray, once. A cluster started here gets enough CPUs for all `specs`.
 
-    `key`: of the configuration, for errors. Raises ClusterError when Ray is not installed or no cluster answers.
+    `key`: configuration key named in errors. Raises ClusterError when Ray is not installed or no cluster answers.
     """
     if importlib.util.find_spec("ray") is None:
         raise ClusterError(f"{key}: ray is not installed; {install('ray')}")
@@ -50,15 +50,18 @@ def join(key: str, address: str | None, specs: Sequence[str | Mapping[str, Any]]
     if ray.is_initialized():
         return
     elsewhere = address or os.environ.get("RAY_ADDRESS")
-    if elsewhere and (host_port := re.fullmatch(r"(.+):(\d+)", elsewhere)) and "://" not in elsewhere:
-        try:  # Ray itself would ask for minutes
+    host_port = re.fullmatch(r"(.+):(\d+)", elsewhere or "")
+    if host_port and "://" not in host_port[0]:
+        try:  # Ray itself retries for minutes
             socket.create_connection((host_port[1].strip("[]"), int(host_port[2])), timeout=ANSWER_S).close()
         except OSError as error:
-            raise ClusterError(f"{key}: ray_address={elsewhere}: nobody answers there ({error})") from None
+            raise ClusterError(
+                f"{key}: ray_address={elsewhere}: no answer ({error}); start the cluster, or correct the address"
+            ) from None
     cores = {} if elsewhere else {"num_cpus": max(sum(map(_cores, specs)), os.cpu_count() or 1)}
     try:
         with _token(own=not elsewhere):
-            # "local", or Ray would join whatever it finds running on this machine.
+            # "local": otherwise Ray joins any cluster already running on this machine.
             where = address or (None if elsewhere else "local")
             started = ray.init(where, log_to_driver=False, include_dashboard=False, **cores)
             if not elsewhere:
@@ -70,15 +73,15 @@ def join(key: str, address: str | None, specs: Sequence[str | Mapping[str, Any]]
 
 @contextlib.contextmanager
 def _token(*, own: bool) -> Iterator[None]:
-    """Authenticate to a cluster that is joined with the user's token, and to one of our `own` with a throwaway.
+    """Authenticate with the user's token to a joined cluster, with a throwaway to one of our `own`.
 
-    Ray by itself would write a token to the home directory for its first local cluster, and then refuse to join
-    clusters by their address without RAY_AUTH_MODE=token. A cluster without tokens accepts any.
+    For its first local cluster Ray would write a token to the home directory, and then refuse to join clusters by
+    address without RAY_AUTH_MODE=token. A cluster without tokens accepts any.
     """
     try:
         from ray._private.authentication.authentication_token_setup import maybe_enable_token_auth_if_token_available
         from ray._raylet import AuthenticationTokenLoader
-    except ImportError:  # Ray before it had tokens
+    except ImportError:  # older Ray, without tokens
         yield
         return
     tokens = AuthenticationTokenLoader.instance()
@@ -96,7 +99,7 @@ def _token(*, own: bool) -> Iterator[None]:
 
 
 def discard() -> None:
-    """End a cluster that this process has started, with its files."""
+    """Shut down the cluster that this process started, and delete its files."""
     while OWN:
         import ray
 
@@ -105,14 +108,14 @@ def discard() -> None:
 
 
 def _cores(spec: str | Mapping[str, Any]) -> int:
-    """That a sync or a learner may ask for; one that is no part of the cluster counts, too."""
+    """Return the CPUs a sync or learner may ask for; one outside the cluster counts too."""
     options: Mapping[str, Any] = {} if isinstance(spec, str) else spec
     members = options.get("samplers", options.get("ranks", 2))
     return int(members) * int(options.get("threads", 1))
 
 
 def gpus_each(given: float | None, device: str, usual: int = 1) -> float:
-    """GPUs of a sampler or rank: as `given`, else `usual` where the cluster has any and `device` may be one."""
+    """Return the GPUs of a sampler or rank: `given`, else `usual` if the cluster has any and `device` is not cpu."""
     import ray
 
     if given is not None:
@@ -121,25 +124,23 @@ def gpus_each(given: float | None, device: str, usual: int = 1) -> float:
 
 
 def environment(threads: int) -> dict[str, Any]:
-    """Ray's `runtime_env` of an actor: threads, and variables of this process that libraries read when imported.
+    """Return Ray's `runtime_env` of an actor: threads, and variables that libraries read at import.
 
-    Ray writes these to its logs; `private_environment` is for an actor to set itself.
+    Ray logs these; actors set `private_environment` themselves.
     """
     passed = {name: os.environ[name] for name in AT_IMPORT if name in os.environ}
     return {"env_vars": {"OMP_NUM_THREADS": str(threads)} | passed}
 
 
 def private_environment(names: Sequence[str]) -> dict[str, str]:
-    """Variables of this process that may hold secrets and that its actors need: those named, the hub's, proxies."""
+    """Return variables that actors need and that may be secret: `names`, the hub's token, proxies."""
     return {name: os.environ[name] for name in (*PRIVATE, *names) if name in os.environ}
 
 
 def hold_gpu(index: int) -> Any:
-    """An actor that keeps Ray from giving this process's GPU to others; None where Ray has no GPUs on this machine.
+    """Return an actor that keeps Ray from giving this process's GPU to others; None if Ray has no GPUs here.
 
-    `index`: as this process numbers its GPUs.
-
-    Raises ClusterError when others have it already.
+    `index`: as this process numbers its GPUs. Raises ClusterError when other work holds the GPU.
     """
     import ray
 
@@ -162,20 +163,23 @@ def hold_gpu(index: int) -> Any:
     if not count:
         return None
     raise ClusterError(
-        f"device: cuda:{index}: other work of the Ray cluster has this GPU; set another, or end that work"
+        f"device: cuda:{index}: another job of the Ray cluster holds this GPU; set another device, or end that job"
     )
 
 
 def gpus_here() -> int:
-    """GPUs that Ray has on this process's node."""
+    """Return the number of GPUs Ray has on this node."""
     import ray
 
     here = ray.get_runtime_context().get_node_id()
-    return next((int(node["Resources"].get("GPU", 0)) for node in alive_nodes() if node["NodeID"] == here), 0)
+    for node in alive_nodes():
+        if node["NodeID"] == here:
+            return int(node["Resources"].get("GPU", 0))
+    return 0
 
 
 def release(held: Any) -> None:
-    """Give back what `hold_gpu` holds."""
+    """Release the GPU that `hold_gpu` holds."""
     import ray
 
     if held is not None:
@@ -191,12 +195,12 @@ class _Holder:
 
 
 def alive_nodes() -> list[dict[str, Any]]:
-    """Nodes as Ray describes them."""
+    """Return live nodes as Ray describes them."""
     import ray
 
     return [node for node in ray.nodes() if node["Alive"]]
 
 
 def node_name(node: Mapping[str, Any]) -> str:
-    """Address and the beginning of its id: several nodes may have one address."""
+    """Return a node's address and the start of its id; several nodes may share an address."""
     return f"{node['NodeManagerAddress']} ({node['NodeID'][:6]})"

@@ -1,4 +1,4 @@
-"""Things by dotted path: `package.module:name` or `path/to/file.py:name`."""
+"""Loads objects by dotted path: `package.module:name` or `path/to/file.py:name`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .errors import ConfigError
 
 
 class TargetError(ConfigError):
-    """A dotted path that leads nowhere, or to something else; the message says what is there."""
+    """A dotted path that cannot be loaded, or names the wrong kind of object."""
 
 
 @lru_cache(maxsize=256)
@@ -68,7 +68,7 @@ def _import(name: str) -> ModuleType:
 
 
 def nearest(name: str, known: Sequence[str]) -> str:
-    """` Did you mean 'x'?`, or what little there is."""
+    """Return ` Did you mean 'x'?`, or all known names if they are few."""
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
     if close:
         return f" Did you mean '{close[0]}'?"
@@ -76,25 +76,25 @@ def nearest(name: str, known: Sequence[str]) -> str:
 
 
 def class_for(table: Mapping[str, type], target: str) -> type:
-    """The class that `target` names, as good as those of a method table.
+    """Return the class that `target` names, to be used like those of a method table.
 
     Raises TargetError unless it is a frozen dataclass (its fields are its options) with the table's `interface`.
     """
     found = load(target)
     if not isinstance(found, type) or not dataclasses.is_dataclass(found):
         what = "a class" if isinstance(found, type) else f"a {type(found).__name__}"
-        raise TargetError(f"'{target}': {what}, but a frozen dataclass is needed, whose fields are its options")
+        raise TargetError(f"'{target}': is {what}; needs a frozen dataclass, whose fields are its options")
     if not found.__dataclass_params__.frozen:  # type: ignore[attr-defined]
-        raise TargetError(f"'{target}': options never change; write @dataclass(frozen=True)")
+        raise TargetError(f"'{target}': dataclass is not frozen; write @dataclass(frozen=True)")
     has = _attributes(found)
     missing = [name for name in interface(table) if name not in has]
     if missing and "build" not in has:
-        raise TargetError(f"'{target}': has no {', '.join(missing)}; see those of {next(iter(table))}")
+        raise TargetError(f"'{target}': missing {', '.join(missing)}; add them as in {next(iter(table))}")
     return found
 
 
 def interface(table: Mapping[str, type]) -> list[str]:
-    """Attributes that all classes of a table have: `build`, or methods and properties where options are the method."""
+    """Return the attributes all classes of a table share: `build`, or else their methods and properties."""
     if hasattr(table[next(iter(table))], "build"):
         return ["build"]
     return sorted(set.intersection(*(_attributes(cls) for cls in table.values())))

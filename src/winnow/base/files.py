@@ -1,4 +1,4 @@
-"""Files that are whole or absent: fsync, atomic JSON, digests; and their owner's alone."""
+"""File helpers: atomic JSON, fsync, digests, and files only their owner can read."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import hashlib
 import json
 import os
 import stat
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 
 def readable(directory: Path) -> None:
-    """Give files the mode that the user's umask asks for; safetensors writes its own with 0600."""
+    """Give safetensors files the mode of the user's umask; the library writes them with 0600."""
     umask = os.umask(0)
     os.umask(umask)
     for path in directory.rglob("*.safetensors"):
@@ -21,13 +21,13 @@ def readable(directory: Path) -> None:
 
 
 def private_directory(path: Path) -> None:
-    """Make a directory that only its owner can enter (0700); one that is there keeps its mode."""
+    """Make a directory that only its owner can enter (0700); an existing one keeps its mode."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.mkdir(mode=0o700, exist_ok=True)
 
 
 def private_file(path: Path) -> Path:
-    """Make an empty file that only its owner can read (0600), unless it is there; for others to open."""
+    """Create an empty file that only its owner can read (0600), to be opened later; an existing one is kept."""
     with suppress(FileExistsError):
         os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
     return path
@@ -56,8 +56,12 @@ def check_output(file: Path) -> None:
 
 
 def not_json(value: Any, key: str = "") -> str:
-    """The first value in there that JSON cannot hold, with its key: `env.timeout_s: inf`."""
-    pairs = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list | tuple) else ()
+    """Return the first value that JSON cannot hold, with its key: `env.timeout_s: inf`."""
+    pairs: Iterable[tuple[Any, Any]] = ()
+    if isinstance(value, Mapping):
+        pairs = value.items()
+    elif isinstance(value, list | tuple):
+        pairs = enumerate(value)
     for name, inner in pairs:
         try:
             json.dumps(inner, allow_nan=False)
@@ -67,18 +71,18 @@ def not_json(value: Any, key: str = "") -> str:
 
 
 def bytes_of(file: Path, most: int = 1 << 30) -> bytes:
-    """What an ordinary file holds. Raises OSError on pipes and devices, which may never end, and beyond `most`."""
+    """Read a regular file. Raises OSError on pipes and devices, which may never end, and above `most` bytes."""
     with open(os.open(file, os.O_RDONLY | os.O_NONBLOCK), "rb") as opened:
         info = os.fstat(opened.fileno())
         if not stat.S_ISREG(info.st_mode):
-            raise OSError(f"{file}: is not an ordinary file")
+            raise OSError(f"{file}: not a regular file")
         if info.st_size > most:
-            raise OSError(f"{file}: has {info.st_size:,} bytes, more than {most:,}")
+            raise OSError(f"{file}: too large ({info.st_size:,} bytes, at most {most:,})")
         return opened.read()
 
 
 def from_json(text: str | bytes, **hooks: Any) -> Any:
-    """`json.loads` of what anybody may have written: ValueError also on what is nested too deeply for Python."""
+    """Parse untrusted JSON as `json.loads` does; ValueError also on nesting too deep for Python."""
     try:
         return json.loads(text, **hooks)
     except RecursionError:
@@ -104,7 +108,7 @@ def fsync(path: Path) -> None:
 
 
 def fsync_tree(directory: Path) -> None:
-    """Every file and folder in `directory`, and itself."""
+    """Fsync every file and folder in `directory`, and itself."""
     for path in directory.rglob("*"):
         fsync(path)
     fsync(directory)

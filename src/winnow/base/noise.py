@@ -1,4 +1,4 @@
-"""Random numbers as a function of what they are for, never of when they are drawn.
+"""Random numbers keyed by what they are for, never by when they are drawn.
 
 A noise key names one turn of one rollout: (seed, prompt ordinal, epoch, sibling, turn). The j-th token of that turn
 is drawn with `uniform(key, j)`, so neither batching, nor placement, nor a restart changes it. The mixing function
@@ -16,7 +16,7 @@ _M2 = 0x94D049BB133111EB
 
 
 def mix(x: int) -> int:
-    """SplitMix64 finalizer of a 64-bit integer."""
+    """Apply SplitMix64's finalizer to a 64-bit integer."""
     x &= _MASK
     x = ((x ^ (x >> 30)) * _M1) & _MASK
     x = ((x ^ (x >> 27)) * _M2) & _MASK
@@ -24,7 +24,7 @@ def mix(x: int) -> int:
 
 
 def noise_key(*words: int) -> int:
-    """64-bit key of a tuple of integers, e.g. `noise_key(seed, ordinal, epoch, sibling, turn)`."""
+    """Return the 64-bit key of integers, e.g. `noise_key(seed, ordinal, epoch, sibling, turn)`."""
     key = 0
     for word in words:
         key = mix(key + _GAMMA + mix(word & _MASK))
@@ -36,17 +36,17 @@ def _signed(x: int) -> int:
 
 
 def _shift(x: torch.Tensor, n: int) -> torch.Tensor:
-    """Logical right shift of int64 (torch's is arithmetic)."""
+    """Shift int64 right logically (torch's shift is arithmetic)."""
     return (x >> n) & ((1 << (64 - n)) - 1)
 
 
 def as_tensor(keys: list[int], device: torch.device | str = "cpu") -> torch.Tensor:
-    """int64 [N] from unsigned 64-bit keys."""
+    """Return int64 [N] of unsigned 64-bit keys."""
     return torch.tensor([_signed(k) for k in keys], dtype=torch.int64, device=device)
 
 
 def uniform(keys_N: torch.Tensor, positions_N: torch.Tensor) -> torch.Tensor:
-    """float32 [N] in [0, 1), one for each (key, position); multiples of 2**-24, so 1.0 is never rounded to."""
+    """Return float32 [N] in [0, 1), one per (key, position): multiples of 2**-24, so none rounds to 1.0."""
     x = keys_N + (positions_N + 1) * _signed(_GAMMA)
     x = (x ^ _shift(x, 30)) * _signed(_M1)
     x = (x ^ _shift(x, 27)) * _signed(_M2)

@@ -1,6 +1,6 @@
-"""Which tokens top-k, top-p and min-p keep: one rule for who samples and who trains.
+"""Token filters top-k, top-p and min-p, shared by sampler and learner.
 
-Rounded logits (bfloat16) often tie, and two rules for ties are two distributions.
+Rounded logits (bfloat16) often tie, and two rules for ties would be two distributions.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import torch
 
 
 def relative_weights(logits_NV: torch.Tensor, inverse_temperature_N: torch.Tensor) -> torch.Tensor:
-    """float32 [N, V]: probabilities up to a factor, the likeliest token of each row at 1."""
+    """Return float32 [N, V]: probabilities scaled so that each row's likeliest token is at 1."""
     scaled_NV = logits_NV.float() * inverse_temperature_N[:, None]
     return scaled_NV.sub_(scaled_NV.amax(-1, keepdim=True)).exp_()
 
@@ -17,11 +17,10 @@ def relative_weights(logits_NV: torch.Tensor, inverse_temperature_N: torch.Tenso
 def lowest_kept(
     weights_NV: torch.Tensor, top_k_N: torch.Tensor, top_p_N: torch.Tensor, min_p_N: torch.Tensor
 ) -> torch.Tensor:
-    """[N, 1]: tokens of a smaller weight are dropped.
+    """Return the smallest weight that is kept in each row, [N, 1].
 
-    `weights_NV`: the heaviest of each row at 1. Kept are each row's `top_k` heaviest tokens (0: all), of them the
-    fewest that hold `top_p` of their sum, and all that weigh as much as the lightest of those: ties stay. Of all these,
-    those that weigh at least `min_p`. Sums are float64.
+    `weights_NV`: each row's heaviest is 1. Keeps the `top_k` heaviest tokens (0: all), of these the fewest that hold
+    `top_p` of their sum, plus all that tie with the lightest; then only weights of at least `min_p`. Sums are float64.
     """
     V = weights_NV.shape[1]
     k_N = torch.where(top_k_N > 0, top_k_N, V).clamp(max=V)
@@ -36,9 +35,9 @@ def lowest_kept(
 
 
 def running_sum(values: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """`cumsum` over the last dimension of [K] or [N, K], also where PyTorch is set to deterministic algorithms.
+    """Return `cumsum` over the last dimension of [K] or [N, K], also under deterministic algorithms.
 
-    On a GPU it then refuses all of `cumsum`, of which the kernel for a single row alone adds in any order.
+    PyTorch then refuses every `cumsum` on a GPU, though only its kernel for a single row adds in any order.
     """
     if not (values.is_cuda and torch.are_deterministic_algorithms_enabled()):
         return values.cumsum(-1, dtype=dtype)

@@ -1,4 +1,4 @@
-"""Options of a method from what a configuration says of it: `name`, or `{name: ..., option: value}`."""
+"""Builds a method's options from its configuration value: `name`, or `{name: ..., option: value}`."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ Scalar = bool | int | float | str
 
 
 def _pairs(given: Any) -> Any:
-    """`a=1, b=x` as a mapping; everything else as it is."""
+    """Parse `a=1, b=x` into a mapping; return anything else unchanged."""
     if not isinstance(given, str):
         return given
-    found = [part.partition("=") for part in given.split(",") if part.strip()]
-    if not all(key.strip() and separator for key, separator, _ in found):
+    parts = [part.partition("=") for part in given.split(",") if part.strip()]
+    if not all(key.strip() and separator for key, separator, _ in parts):
         raise ValueError(f"expected `key=value, ...` or a section, not {given!r}")
     try:
-        return {key.strip(): load_yaml(value) for key, _, value in found}
+        return {key.strip(): load_yaml(value) for key, _, value in parts}
     except yaml.YAMLError:
         raise ValueError(f"the values of {given!r} are not valid YAML") from None
 
@@ -41,11 +41,11 @@ Pairs = Annotated[
         lambda given: {key: number(value) if isinstance(value, str) else value for key, value in given.items()}
     ),
 ]
-"""Arguments as a section, or as text in the way of transformers: `momentum=0.9,nesterov=true`."""
+"""Arguments as a section, or as text like transformers': `momentum=0.9,nesterov=true`."""
 
 
 def number(text: str) -> Any:
-    """The number that a text stands for: YAML 1.1 reads 1e-5 as a string."""
+    """Parse a number; return other text unchanged. YAML 1.1 reads 1e-5 as a string."""
     try:
         return float(text)
     except ValueError:
@@ -53,12 +53,11 @@ def number(text: str) -> Any:
 
 
 def name_of(spec: MethodSpec) -> str:
-    """The name in a method spec."""
     return spec if isinstance(spec, str) else str(spec.get("name"))
 
 
 def method(table: Mapping[str, type], spec: MethodSpec, field: str) -> Any:
-    """The options object a method spec stands for. Raises ConfigError with the nearest valid name."""
+    """Build the options of a method spec. Raises ConfigError with the nearest valid name."""
     options = {"name": spec} if isinstance(spec, str) else dict(spec)
     if "name" not in options:
         raise ConfigError(f"{field}: needs a `name`; one of {', '.join(sorted(table))}")
@@ -74,7 +73,7 @@ def method(table: Mapping[str, type], spec: MethodSpec, field: str) -> Any:
 
 
 def build_options(cls: type, options: Mapping[str, Any], where: str) -> Any:
-    """An instance of a frozen dataclass from plain values, each checked against its annotation."""
+    """Build a frozen dataclass from plain values, each checked against its annotation."""
     known = [f.name for f in dataclasses.fields(cls) if f.init]
     for key in options:
         if key not in known:
@@ -90,7 +89,7 @@ def build_options(cls: type, options: Mapping[str, Any], where: str) -> Any:
 
 
 def refuse_truths(given: Mapping[str, Any], taken: Mapping[str, Any], where: str) -> None:
-    """Raises ConfigError where true or false, or YAML's yes, on, no, off, was given and a number was taken for it."""
+    """Raise ConfigError where a boolean, or YAML's yes, on, no, off, was taken as a number."""
     for key in given.keys() & taken.keys():
         was, now = given[key], taken[key]
         if isinstance(was, bool) and isinstance(now, int | float) and not isinstance(now, bool):

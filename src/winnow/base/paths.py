@@ -1,4 +1,4 @@
-"""Paths in a configuration: absolute, so that a run can be resumed from anywhere; in a run's files `~` is the home."""
+"""Paths in a configuration: absolute, so that a run resumes from any directory; with `~` in a run's files."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from typing import Any
 from .redact import home
 
 OPTIONS = ("path", "test", "games", "data", "python", "profile")
-"""Options of methods that name files."""
+"""Method options that name files."""
 
 
 def absolute_paths(values: Mapping[str, Any], methods: Sequence[str]) -> dict[str, Any]:
-    """Values with absolute paths where these exist: `model`, `reward_funcs`, files and `file.py:Name` of `methods`."""
-    # The output directory need not exist; a relative one stays what the user wrote.
+    """Make existing paths absolute: `model`, `reward_funcs`, files and `file.py:Name` of `methods`."""
+    # The output directory need not exist; a relative one stays as written.
     return _changed(values, methods, _absolute, output=os.path.expanduser)
 
 
 def below_home(values: Mapping[str, Any], methods: Sequence[str]) -> dict[str, Any]:
-    """The same values with `~/` for the home directory, so that no file of a run says whose it was."""
+    """Replace the home directory with `~`, so that a run's files do not name the user."""
     return _changed(values, methods, tilde, output=tilde)
 
 
 def out_of_home(values: Mapping[str, Any], methods: Sequence[str]) -> dict[str, Any]:
-    """What `below_home` was given, where the home directory is the same; else the same file in another home."""
+    """Undo `below_home`; under another home directory the paths point there."""
     return _changed(values, methods, os.path.expanduser, output=os.path.expanduser)
 
 
@@ -40,12 +40,14 @@ def _changed(
 
 
 def _of_method(spec: Any, change: Callable[[str], str]) -> Any:
-    """A name, a section, or a list of them; a name is a path only with `.py:`, as a folder may be called `uniform`."""
+    """Change paths in a name, section or list of them. A name is a path only with `.py:`: folders can share names."""
     if isinstance(spec, list):
         return [_of_method(each, change) for each in spec]
     if isinstance(spec, dict):
-        own = {k: _each(v, change) for k, v in spec.items() if k in OPTIONS}
-        return dict(spec) | own | ({"name": _of_method(spec["name"], change)} if "name" in spec else {})
+        changed = spec | {key: _each(value, change) for key, value in spec.items() if key in OPTIONS}
+        if "name" in spec:
+            changed["name"] = _of_method(spec["name"], change)
+        return changed
     return change(spec) if isinstance(spec, str) and ".py:" in spec else spec
 
 
@@ -61,5 +63,6 @@ def _absolute(text: str) -> str:
 
 
 def tilde(text: str) -> str:
-    """A path with `~` for the home directory; any other text as it is."""
-    return "~" + text[len(found) :] if (found := home()) and text.startswith(found + os.sep) else text
+    """Return a path with `~` for the home directory; any other text unchanged."""
+    start = home()
+    return "~" + text[len(start) :] if start and text.startswith(start + os.sep) else text

@@ -1,4 +1,4 @@
-"""Learning rates of a run's steps, and what a configuration may say of them."""
+"""Learning-rate schedules: which are computed here, which by transformers, and their checks."""
 
 from __future__ import annotations
 
@@ -19,36 +19,37 @@ Schedule = Literal[
     "warmup_stable_decay",
 ]
 OWN = ("constant", "constant_with_warmup", "linear", "cosine", "warmup_stable_decay")
-"""Schedules that go to `lr_end`, computed here. With `lr_scheduler_kwargs`, and all others, are transformers'."""
+"""Schedules computed here, ending at `lr_end`. All others, and any with `lr_scheduler_kwargs`, are transformers'."""
 WHOLE = ("linear", "cosine", "cosine_with_restarts", "cosine_with_min_lr", "polynomial")
-"""Schedules that fall from the warm-up to the last step, and need a step in which to."""
+"""Schedules that decay from the warm-up to the last step, so at least one step must follow the warm-up."""
 
 
 def check_schedule(kind: str, kwargs: Mapping[str, Any], lr: float, warmup: int, steps: int) -> None:
-    """Raises ValueError when transformers has no such schedule for these options."""
+    """Raise ValueError if transformers has no such schedule for these options."""
     if kind in WHOLE and warmup >= steps:
-        raise ValueError(f"warmup_steps ({warmup}) must be below max_steps ({steps})")
+        raise ValueError(f"warmup_steps: must be below max_steps ({warmup} of {steps}); lower it")
     if kind in OWN and not kwargs:
         return
     if kind.startswith("constant"):
-        raise ValueError(f"lr_scheduler_kwargs has no effect with lr_scheduler_type: {kind}; remove it")
+        raise ValueError(f"lr_scheduler_kwargs: has no effect with lr_scheduler_type: {kind}; remove it")
     if lr == 0:
         raise ValueError(f"lr_scheduler_type: {kind} needs a learning_rate above 0")
     try:
         share = transformers_share(kind, tuple(sorted(kwargs.items())), lr, warmup, steps)
         rates = [share(step) for step in (warmup, (warmup + steps) // 2, steps)]
     except (TypeError, ValueError, ArithmeticError) as error:
-        said = str(error).replace("`lr_scheduler_kwargs`", "lr_scheduler_kwargs")
-        raise ValueError(f"lr_scheduler_kwargs: lr_scheduler_type: {kind}: {said}") from None
+        cause = str(error).replace("`lr_scheduler_kwargs`", "lr_scheduler_kwargs")
+        raise ValueError(f"lr_scheduler_kwargs: lr_scheduler_type: {kind}: {cause}") from None
     if not all(isinstance(rate, float | int) and 0 <= rate < math.inf for rate in rates):
-        raise ValueError(f"lr_scheduler_kwargs: these make learning rates of {[rate * lr for rate in rates]}")
+        values = [rate * lr for rate in rates]
+        raise ValueError(f"lr_scheduler_kwargs: learning rates must be finite and at least 0, not {values}")
 
 
 @lru_cache(maxsize=8)
 def transformers_share(
     kind: str, kwargs: tuple[tuple[str, Any], ...], lr: float, warmup: int, steps: int
 ) -> Callable[[int], float]:
-    """Share of `lr` that `transformers.get_scheduler` gives a step, counted from 0."""
+    """Return the function from a step, counted from 0, to its share of `lr` by `transformers.get_scheduler`."""
     import torch
     from transformers import get_scheduler
 

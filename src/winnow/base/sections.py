@@ -1,4 +1,4 @@
-"""Sections of the configuration that belong to no method, and types of saved models."""
+"""Configuration sections that belong to no method, and dtypes of saved models."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 SaveDtype = Literal["float32", "bfloat16", "float16"]
-"""Types in which a trained model is saved."""
+"""Dtypes a trained model can be saved in."""
 
 OF_ADAPTER = ("r", "alpha", "dropout", "target_modules")
-"""Keys of `lora` that an adapter which is trained on brings along."""
+"""Keys of `lora` that a resumed adapter sets."""
 
 
 class LoraConfig(BaseModel):
@@ -22,9 +22,9 @@ class LoraConfig(BaseModel):
     dropout: float | None = Field(0.0, ge=0, lt=1)
     target_modules: str | list[str] | None = "all-linear"
     merge: bool = True
-    """Engines get whole weights, adapters merged in; else the adapters alone."""
+    """Publish whole weights with adapters merged in; false: the adapters alone."""
     resume: bool = False
-    """Train the adapter that `model` is. Keys left out are the adapter's, which is what None means."""
+    """Train the adapter that `model` is. Keys left out (None) take the adapter's values."""
 
     @model_validator(mode="before")
     @classmethod
@@ -35,13 +35,14 @@ class LoraConfig(BaseModel):
 
     @model_validator(mode="after")
     def _needs_values(self) -> LoraConfig:
-        if not self.resume and (missing := [key for key in OF_ADAPTER if getattr(self, key) is None]):
-            raise ValueError(f"{missing[0]} may be left to an adapter only with resume: true; give a value")
+        missing = [key for key in OF_ADAPTER if getattr(self, key) is None]
+        if missing and not self.resume:
+            raise ValueError(f"{missing[0]}: may be null only with resume: true; give a value")
         return self
 
 
 class AuditConfig(BaseModel):
-    """Overrides of skips and stops at random, to see what the rules get wrong; leave `audit` out for none."""
+    """Random overrides of skips and stops, to measure what the rules get wrong; leave `audit` out for none."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
     epsilon: float = Field(0.05, ge=1e-4, le=1)
@@ -57,7 +58,7 @@ class SuccessConfig(BaseModel):
 
 
 def success_section(given: Any) -> Any:
-    """A number is the least reward of a right answer, a text the function that decides."""
+    """Expand the short forms of `success`: a number is `at_least`, a text is `function`."""
     if isinstance(given, str):
         return {"function": given}
     return {"at_least": given} if isinstance(given, int | float) and not isinstance(given, bool) else given

@@ -1,4 +1,4 @@
-"""YAML of settings: plain values alone, no key twice, and nothing that grows when it is read."""
+"""YAML loader for settings: plain values only, no duplicate keys, bounded anchors."""
 
 from __future__ import annotations
 
@@ -7,17 +7,20 @@ from typing import Any
 import yaml
 
 MOST = 100_000
-"""Values that a text may stand for, counted as often as anchors repeat them."""
+"""Most values a text may expand to, counting every repeat of an anchor."""
 
 
 def load_yaml(text: str) -> Any:
-    """The value of a text. Raises YAMLError, with the line, also for a key that is there twice, for anchors that stand
-    for over `MOST` values or for themselves, and for what is nested too deeply."""
+    """Load a YAML text.
+
+    Raises YAMLError with the line, also on duplicate keys, anchors that contain themselves or expand to over `MOST`
+    values, and too deep nesting.
+    """
     try:
         return yaml.load(text, _Loader)
     except RecursionError:
         raise yaml.YAMLError("nested too deeply") from None
-    except ValueError as error:  # a date or number that is none
+    except ValueError as error:  # an invalid date or number
         raise yaml.YAMLError(str(error)) from None
 
 
@@ -30,11 +33,12 @@ class _Loader(yaml.SafeLoader):
 
 
 def _values(node: Any, known: dict[int, int | None]) -> int:
-    """How many values a node stands for; `known` has those of nodes already counted, None for one under way."""
+    """Count the values a node expands to. `known`: counts of visited nodes, None while one is being counted."""
     if id(node) in known:
-        if (count := known[id(node)]) is None:
-            raise _error("an anchor that contains itself", node)
-        return count
+        counted = known[id(node)]
+        if counted is None:
+            raise _error("an anchor contains itself", node)
+        return counted
     known[id(node)] = None
     count = 1
     if isinstance(node, yaml.MappingNode):
@@ -43,7 +47,7 @@ def _values(node: Any, known: dict[int, int | None]) -> int:
     elif isinstance(node, yaml.SequenceNode):
         count += sum(_values(value, known) for value in node.value)
     if count > MOST:
-        raise _error(f"anchors that stand for over {MOST} values", node)
+        raise _error(f"anchors expand to over {MOST} values", node)
     known[id(node)] = count
     return count
 
@@ -53,7 +57,7 @@ def _refuse_twice(node: yaml.MappingNode) -> None:
     for key, _ in node.value:
         if isinstance(key, yaml.ScalarNode) and key.value != "<<":
             if key.value in seen:
-                raise _error(f"'{key.value}' is there twice; remove one", key)
+                raise _error(f"duplicate key '{key.value}'; remove one", key)
             seen.add(key.value)
 
 

@@ -1,4 +1,4 @@
-"""The command `winnow`: one file a family of commands."""
+"""The command `winnow`, with one file per family of commands."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import sys
 
 
 def run() -> None:
-    """The command; Ctrl-C while it is still being imported ends it without a traceback, as later."""
+    """Run the command; Ctrl-C ends it without a traceback, also during imports."""
     try:
         from .main import app
 

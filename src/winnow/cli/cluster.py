@@ -1,4 +1,4 @@
-"""`winnow cluster`: a Ray cluster, before anything is run on it."""
+"""`winnow cluster`: checks a Ray cluster before a run."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ app = typer.Typer(name="cluster", no_args_is_help=True, help="Look at a Ray clus
 
 @app.callback()
 def family() -> None:
-    """Keeps `check` a command of its own."""
+    """Keep `check` a subcommand."""
 
 
 @command(app)
 def check(
     address: Annotated[str, typer.Option(help="Cluster to join.")] = "auto",
-    shared: Annotated[Path | None, typer.Option(help="Directory that ranks would write to; tried, too.")] = None,
+    shared: Annotated[Path | None, typer.Option(help="Directory that ranks would write to; also tried.")] = None,
     as_json: Json = False,
 ) -> None:
     """Try every node: versions, devices, ports, object store, a shared directory. Exit code 1 if something is wrong."""

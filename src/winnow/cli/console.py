@@ -1,7 +1,7 @@
-"""Common parts of all commands: consoles, errors, answers, settings and the arguments they have in common.
+"""Shared parts of all commands: consoles, errors, answers, settings and common arguments.
 
-A command is a function under `@command(app)` of its family's file. What a configuration can say is `key=value`
-everywhere; an option names a file or says what to show.
+A command is a function under `@command(app)` in its family's file. Configuration keys are always `key=value`; an option
+names a file or selects what to show.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rich.text import Text
 from ..base.redact import redact
 from ..base.sanitize import visible
 
-out, err = Console(markup=False), Console(stderr=True, markup=False)  # paths and data are text, whatever they hold
+out, err = Console(markup=False), Console(stderr=True, markup=False)  # paths and data are not markup
 
 Command = TypeVar("Command", bound=Callable[..., None])
 Json = Annotated[bool, typer.Option("--json", help="Print the answer as JSON on standard output, nothing else.")]
@@ -30,9 +30,9 @@ Run = Annotated[Path, typer.Argument(help="A run directory.")]
 
 
 def command(app: typer.Typer, name: str | None = None) -> Callable[[Command], Command]:
-    """Add a function to `app`: expected failures become one message and exit code 1, an interrupt exits with 130.
+    """Add a function to `app`: expected errors become one message and exit code 1, an interrupt exits with 130.
 
-    A parameter whose type is a dataclass stands for its fields, so that what several commands take is written once.
+    A parameter whose type is a dataclass becomes one argument per field, so commands can share arguments.
     """
 
     def add(run: Command) -> Command:
@@ -48,7 +48,7 @@ def command(app: typer.Typer, name: str | None = None) -> Callable[[Command], Co
                 err.print(str(interrupt) or "interrupted", style="yellow", highlight=False)
                 raise typer.Exit(130) from None
             except Exception as error:
-                from .errors import EXPECTED  # here, as it imports the learners, which take seconds
+                from .errors import EXPECTED  # here: it imports the learners, which takes seconds
 
                 if not isinstance(error, EXPECTED):
                     raise
@@ -85,12 +85,12 @@ class Source:
 
 
 def progress_console(as_json: bool) -> Console:
-    """The console for what is said on the way: with `--json`, standard output is for the answer alone."""
+    """Return the console for progress: with `--json`, standard output is for the answer only."""
     return err if as_json else out
 
 
 def show(found: Any, as_json: bool, render: Callable[[Any], RenderableType] | None = None) -> None:
-    """Print an answer as JSON, or as `render` draws it; without `render`, one line a key."""
+    """Print an answer as JSON, or as `render` draws it; default: one line per key."""
     if as_json:
         print(json.dumps(found))
     else:
@@ -99,7 +99,7 @@ def show(found: Any, as_json: bool, render: Callable[[Any], RenderableType] | No
 
 
 def lines(values: Mapping[str, Any]) -> Table:
-    """One line a key."""
+    """Return a table with one line per key."""
     table = Table.grid(padding=(0, 2))
     table.add_column()
     table.add_column(overflow="fold")
@@ -109,7 +109,7 @@ def lines(values: Mapping[str, Any]) -> Table:
 
 
 def settings(overrides: Sequence[str] | None, config: Path | None = None, **defaults: Any) -> dict[str, Any]:
-    """Settings from `defaults`, then a YAML file, then overrides."""
+    """Read settings from `defaults`, then a YAML file, then overrides."""
     from ..config import read_settings
 
     return read_settings(config, overrides or (), defaults)

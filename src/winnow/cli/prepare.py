@@ -1,4 +1,4 @@
-"""`winnow warm-start` and `pass-rates`: a model to begin with, and the prompts that can teach it."""
+"""`winnow warm-start` and `pass-rates`: a model to start with, and how well it solves each prompt."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ def warm_start(
 @command(app, "pass-rates")
 def pass_rates(
     source: Source,
-    n: Annotated[int, typer.Option("-n", min=1, help="Samples a prompt.")] = 16,
-    prompts: Annotated[int | None, typer.Option(min=1, help="Only the first so many training prompts.")] = None,
+    n: Annotated[int, typer.Option("-n", min=1, help="Samples per prompt.")] = 16,
+    prompts: Annotated[int | None, typer.Option(min=1, help="Only this many training prompts, from the first.")] = None,
     output: Annotated[
-        Path | None, typer.Option("-o", "--output", help="JSONL file; else one in profiles/, named by what decides it.")
+        Path | None, typer.Option("-o", "--output", help="JSONL file; default: one in profiles/, named by its inputs.")
     ] = None,
     as_json: Json = False,
 ) -> None:

@@ -1,4 +1,4 @@
-"""`winnow push`: a run's model to a hub."""
+"""`winnow push`: uploads a run's model to a hub."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`winnow verify`, `report` and `watch`: what a run did or does, read off its directory."""
+"""`winnow verify`, `report` and `watch`: what a run did or does, read from its directory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ app = typer.Typer()
 def verify(run: Run, as_json: Json = False) -> None:
     """Prove from the ledger that everything dispatched came back exactly once, and show where it went.
 
-    A ledger that is damaged, or not the one that the newest checkpoint was saved with, is told as such.
+    A damaged ledger, or one that does not belong to the newest checkpoint, is reported as such.
     """
     from ..record.ledger import Ledger
     from ..record.proof import render, to_json
@@ -48,10 +48,12 @@ def report(
 
 @command(app)
 def watch(
-    runs: Annotated[list[Path], typer.Argument(help="One or more run directories; they may go on.")],
-    host: Annotated[str, typer.Option(help="Address to listen on; others reach any but this one.")] = "127.0.0.1",
+    runs: Annotated[list[Path], typer.Argument(help="One or more run directories, finished or running.")],
+    host: Annotated[
+        str, typer.Option(help="Address to listen on; other machines reach any but the default.")
+    ] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="0: any that is free.")] = 8642,
-    token: Annotated[str | None, typer.Option(help="Secret that the address carries; by default a new one.")] = None,
+    token: Annotated[str | None, typer.Option(help="Secret in the address; default: a new one.")] = None,
     as_json: Json = False,
 ) -> None:
     """Serve the report page of running runs; it keeps itself up to date. Ctrl-C ends it."""

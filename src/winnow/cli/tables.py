@@ -1,4 +1,4 @@
-"""`winnow methods`, `schema` and `doctor`: what there is to choose from, and what this machine can do."""
+"""`winnow methods`, `schema` and `doctor`: the available methods, and what this machine can do."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def methods(as_json: Json = False) -> None:
 
 @command(app)
 def schema(as_json: Json = False) -> None:
-    """Print the JSON Schema of the configuration, by which editors complete and check YAML.
+    """Print the JSON Schema of the configuration, with which editors complete and check YAML.
 
     With the Red Hat YAML extension: `# yaml-language-server: $schema=winnow.schema.json` on a file's first line.
     """
@@ -45,7 +45,7 @@ def doctor(
     output: Annotated[Path | None, typer.Option("--out", help="With --measure: a file for the report.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Say what this machine can do, and the remedy for each lack.
+    """Show what this machine can do, and how to add what is missing.
 
     With --measure `key=value` arguments are settings of a run: lora.r=16, dtype=float32.
     """
@@ -72,10 +72,10 @@ def _findings(found: list[dict[str, str]]) -> Table:
     table.add_column(no_wrap=True)
     table.add_column()
     for finding in found:
-        said, remedy = Text(finding["found"]), finding["remedy"]
+        text, remedy = Text(finding["found"]), finding["remedy"]
         if remedy:
-            said.append(f"\n{remedy}", style="yellow")
-        table.add_row(Text(finding["what"], style="yellow" if remedy else "green"), said)
+            text.append(f"\n{remedy}", style="yellow")
+        table.add_row(Text(finding["what"], style="yellow" if remedy else "green"), text)
     return table
 
 

@@ -27,7 +27,8 @@ def _train(trainer: Trainer, as_json: bool) -> None:
     from ..record.failures import failures_of
 
     found: dict[str, Any] = {**trainer.train()}
-    if failed := failures_of(trainer.run_dir):
+    failed = failures_of(trainer.run_dir)
+    if failed:
         found[FAILED] = failed
     show(found | {"run": str(trainer.run_dir)}, as_json, _table)
 
@@ -47,7 +48,7 @@ def train(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Train as a YAML file says, `key=value` arguments winning."""
+    """Train from a YAML file; `key=value` arguments override it."""
     with lasting_imports():
         from ..config import ConfigError, load_config
         from ..run.budget import Gpus
@@ -80,7 +81,7 @@ def train(
 
 @command(app)
 def resume(run: Run, overrides: Overrides = None, as_json: Json = False) -> None:
-    """Go on where a run was saved last."""
+    """Resume a run from its last checkpoint."""
     from ..record import background_check
     from ..record.ledger_file import LEDGER
 

@@ -4,9 +4,9 @@
 
     GRPOTrainer(..., selector="greso", filter="zero_variance", advantage="rloo").train()
 
-TRL generates, scores and updates as ever; what it is given to generate, what of it enters the batch and with which
-advantages is decided by Winnow's loop, which is the one of `winnow train`. A step of Winnow is a generation batch of
-TRL. Pinned to TRL 1.16, whose hooks are private.
+TRL generates, scores and updates as usual. Winnow's loop, the one of `winnow train`, decides what TRL generates, what
+of it enters the batch, and with which advantages. A step of Winnow is a generation batch of TRL. Pinned to TRL 1.16,
+whose hooks are private.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ except ImportError:
 METHODS = frozenset(
     ("selector", "rollout_batch", "group_size", "filter", "gates", "advantage", "step_scale", "audit", "engine")
 ) | {"max_failed_share", "max_skipped_steps", "success"}
-"""Arguments that are Winnow's; their values are those of its configuration."""
+"""Winnow's own arguments, with values as in its configuration."""
 
 
 def env_reward(completions: Sequence[Any], env_reward: Sequence[float | None], **columns: Any) -> list[float | None]:
-    """Reward function: what the environment of each rollout gave last; None where it gave nothing."""
+    """Reward function that returns the last reward of each rollout's environment; None if it gave none."""
     return list(env_reward)
 
 
 def _with_prompts(task: Task, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments with the prompts of a task as TRL's data set. Raises ConfigError when there is one already."""
+    """Return the arguments with a task's prompts as TRL's data set. Raises ConfigError if one is given already."""
     if kwargs.get("train_dataset") is not None:
         raise ConfigError("train_dataset: env brings its own prompts; give one of the two")
     rows = [{"prompt": _row_of(prompt)["prompt"]} for prompt in task.train]
@@ -56,7 +56,7 @@ def _with_prompts(task: Task, kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def _row_of(prompt: Prompt) -> dict[str, Any]:
-    """A prompt as a row of TRL's: its columns, of whatever type they are, and the prompt itself."""
+    """Return a prompt as a row of TRL: its columns of any type, and the prompt itself."""
     return {**prompt.columns, "prompt": prompt.text if prompt.messages is None else list(prompt.messages)}
 
 
@@ -65,13 +65,12 @@ class WinnowGRPOTrainer(GRPOTrainer):
 
     `selector`, `rollout_batch`, `group_size`, `filter`, `gates`, `advantage`, `step_scale`, `audit`: as in Winnow's
     configuration, names or `{name: ..., options}`. Without `advantage` TRL's own advantages are kept. `success`: what
-    counts as right, as there. `max_failed_share`, `max_skipped_steps`: when the run ends; without them it goes on as
-    TRL does. `engine`: `local` or `vllm` of Winnow's samples instead of TRL, as it must for gates and environments.
-    `env`: a task of Winnow's in place of `train_dataset`, with its environments of many turns; reward it by
-    `env_reward`. The ledger and the page's data are in `output_dir/winnow`: `winnow report OUT/winnow`,
-    `winnow verify OUT/winnow`. `train_dataset` is read to its end; TRL counts its epochs by its own order, which
-    Winnow's selector replaces, so `max_steps` says better how long to train. Raises ConfigError for what cannot work
-    in here, with the reason.
+    counts as right. `max_failed_share`, `max_skipped_steps`: when the run ends; without them it continues as TRL does.
+    `engine`: Winnow's `local` or `vllm` samples instead of TRL, as gates and environments require. `env`: a Winnow task
+    in place of `train_dataset`, with its multi-turn environments; reward it by `env_reward`. Ledger and page data are
+    in `output_dir/winnow`: `winnow report OUT/winnow`, `winnow verify OUT/winnow`. `train_dataset` is read to its end;
+    Winnow's selector replaces the order by which TRL counts epochs, so set `max_steps`. Raises ConfigError for what
+    cannot work inside TRL, with the reason.
     """
 
     def __init__(
@@ -80,7 +79,8 @@ class WinnowGRPOTrainer(GRPOTrainer):
         env: MethodSpec | Task | None = None,
         **kwargs: Any,
     ) -> None:
-        if unknown := set(kwargs) - METHODS - set(inspect.signature(GRPOTrainer.__init__).parameters):
+        unknown = set(kwargs) - METHODS - set(inspect.signature(GRPOTrainer.__init__).parameters)
+        if unknown:
             name = min(unknown)
             raise ConfigError(f"WinnowGRPOTrainer: there is no argument '{name}'.{suggestion(name, sorted(METHODS))}")
         methods = {name: kwargs.pop(name, None) for name in METHODS}
@@ -102,7 +102,7 @@ class WinnowGRPOTrainer(GRPOTrainer):
         self._task = task
         self._scored: tuple[Any, ...] = ()
         self._sampled: list[Rollout] | None = None
-        """What Winnow's engine has sampled, while TRL scores it."""
+        """Rollouts of Winnow's engine, while TRL scores them."""
         self._training_on: dict[str, Any] | None = None
         """Tensors of the micro-batch whose loss is computed."""
 
@@ -123,7 +123,7 @@ class WinnowGRPOTrainer(GRPOTrainer):
         return self._winnow.batch()
 
     def _row(self, prompt: Prompt) -> dict[str, Any]:
-        """The row of TRL's that a prompt was made of."""
+        """Return the row of TRL that a prompt was made of."""
         if not isinstance(self._task, TrlRows):
             return _row_of(prompt)
         if isinstance(self.train_dataset, Dataset):
@@ -133,9 +133,9 @@ class WinnowGRPOTrainer(GRPOTrainer):
     def _rolled_out(
         self, prompts: list[Prompt], size: int, sampled: list[Group] | None
     ) -> tuple[dict[str, Any], tuple[Any, ...]]:
-        """TRL's own tensors of these prompts, `size` rollouts of each, and rewards [B, F], completions and their ids.
+        """Return TRL's tensors of these prompts, `size` rollouts each, and rewards [B, F], completions and their ids.
 
-        `sampled`: what Winnow's engine has made of them; None: TRL generates.
+        `sampled`: groups of Winnow's engine; None: TRL generates.
         """
         rows = [dict(row) for row in map(self._row, prompts) for _ in range(size)]
         usual = self.num_generations, self.rollout_func
@@ -151,7 +151,7 @@ class WinnowGRPOTrainer(GRPOTrainer):
         return output, self._scored
 
     def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> torch.Tensor:
-        """Rewards [B, F]; what has no fate yet is scored, and the rest NaN, which TRL takes for absent."""
+        """Return rewards [B, F]: scores of rollouts without a fate, NaN for the rest, which TRL treats as absent."""
         given = inputs, prompts, completions, completion_ids_list
         if self._sampled is None:
             rewards: torch.Tensor = super()._calculate_rewards(*given)

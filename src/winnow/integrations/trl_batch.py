@@ -1,4 +1,4 @@
-"""TRL's tensors, row by row and as the rectangle that it trains on."""
+"""TRL's tensors, row by row and as the rectangular batch that it trains on."""
 
 from __future__ import annotations
 
@@ -14,19 +14,21 @@ from ..config import ConfigError
 PADDED_LEFT, PADDED_RIGHT = ("prompt_ids", "prompt_mask"), ("completion_ids", "completion_mask", "tool_mask")
 BY_TOKEN = ("old_per_token_logps", "ref_per_token_logps", "sampling_per_token_logps", "importance_sampling_ratio")
 TOKEN_MEANS = ("dapo", "cispo", "vespo")
-"""Losses of TRL's whose mean is over the tokens of the batch; that of the others is over rows."""
+"""Losses of TRL that average over the tokens of the batch; the others average over rows."""
 
 Tensors = dict[str, torch.Tensor]
 
 
 def check_tensors(output: Mapping[str, Any]) -> None:
-    """Raises ConfigError on tensors that belong to no text."""
-    if unknown := set(output) - {*PADDED_LEFT, *PADDED_RIGHT, *BY_TOKEN, "advantages", "num_items_in_batch"}:
-        raise ConfigError(f"train_dataset: Winnow inside TRL works on text, and found {', '.join(sorted(unknown))}")
+    """Raise ConfigError on tensors that do not belong to text."""
+    unknown = set(output) - {*PADDED_LEFT, *PADDED_RIGHT, *BY_TOKEN, "advantages", "num_items_in_batch"}
+    if unknown:
+        names = ", ".join(sorted(unknown))
+        raise ConfigError(f"train_dataset: Winnow inside TRL works on text only ({names}); remove other inputs")
 
 
 def row_of(output: Mapping[str, torch.Tensor], i: int, length: int) -> Tensors:
-    """TRL's tensors of row `i` without padding: prompts [P], completions [T], P and T tokens; advantages []."""
+    """Return TRL's tensors of row `i` without padding: prompts [P], completions [T]; advantages []."""
     prompt = output["prompt_mask"][i].bool()
     row = {key: output[key][i][prompt] for key in PADDED_LEFT} | {"advantages": output["advantages"][i]}
     for key in (*PADDED_RIGHT, *BY_TOKEN):
@@ -47,10 +49,10 @@ def batch_of(
     empty: Tensors,
     pad_token: int,
 ) -> Tensors:
-    """The rectangle of N rows, padded as TRL pads, with as many rows without a token as it takes to cut it in `parts`.
+    """Return N rows as a rectangle padded as TRL pads, with empty rows added until it divides into `parts`.
 
-    Each row stands for `times_N` of the `count` rows that the loss is a mean of; `empty` is what rows without a token
-    are copied from. The loss is then TRL's on the N rows alone, whatever is added.
+    Each row counts as `times_N` of the `count` rows that the loss averages over; empty rows are copies of `empty`. The
+    loss equals TRL's on the N rows alone.
     """
     n = len(rows)
     total = max(parts, -(-n // parts) * parts)
@@ -76,7 +78,7 @@ def widened(batch: Tensors, multiple_of: int, pad_token: int) -> Tensors:
 
 
 def _merged(rows: Sequence[Tensors], pad_token: int) -> Tensors:
-    """Rows of several generations as one rectangle."""
+    """Merge rows of several generations into one rectangle."""
     merged = {}
     for key in rows[0].keys() - {"advantages"}:
         longest = max(len(row[key]) for row in rows)
@@ -85,6 +87,6 @@ def _merged(rows: Sequence[Tensors], pad_token: int) -> Tensors:
 
 
 def _padded(values: torch.Tensor, missing: int, key: str, pad_token: int) -> torch.Tensor:
-    """With this many more values in the last dimension, on TRL's side."""
+    """Pad the last dimension by `missing` values, on the side TRL pads."""
     fill = {"prompt_ids": pad_token, "completion_ids": pad_token, "tool_mask": 1}.get(key, 0)
     return pad(values, (missing, 0) if key in PADDED_LEFT else (0, missing), value=fill)

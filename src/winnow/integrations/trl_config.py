@@ -1,4 +1,4 @@
-"""Winnow's configuration of a run inside TRL, and what it cannot be."""
+"""Winnow's configuration of a run inside TRL, and checks for what cannot work there."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ SCALES: dict[str, MethodSpec] = {
     "none": "dr_grpo",
     "batch": "dr_grpo",
 }
-"""TRL's `scale_rewards` -> the advantage by which groups are judged where TRL's own are kept."""
+"""TRL's `scale_rewards` -> the advantage that judges groups if TRL's own advantages are kept."""
 ENDLESS = 10**9
-"""Steps that no run takes."""
+"""More steps than any run takes."""
 
 
 def run_config(trainer: Any, methods: Mapping[str, Any], prompts: int) -> RunConfig:
-    """Winnow's configuration of a run inside TRL on this many prompts.
+    """Return Winnow's configuration of a run inside TRL on this many prompts.
 
     Raises ConfigError for what cannot work there, with the reason.
     """
@@ -39,10 +39,10 @@ def run_config(trainer: Any, methods: Mapping[str, Any], prompts: int) -> RunCon
     given = {k: v for k, v in methods.items() if v is not None}
     if "engine" in given:
         if name_of(given["engine"]) == AUTO:
-            given["engine"] = "local"  # TRL's own vLLM is asked for by use_vllm
+            given["engine"] = "local"  # TRL's own vLLM is selected by use_vllm
         given["engine"] = with_precision(given["engine"], TrlModel(trainer).precision)
     if isinstance(method(ADVANTAGES, advantage, "advantage"), InUpdate):
-        given["policy_loss"] = "plain"  # as TRL's is in the first update on a batch
+        given["policy_loss"] = "plain"  # as TRL's loss in the first update on a batch
     if not args.shuffle_dataset:
         given.setdefault("selector", "ordered")
     c = validate(
@@ -70,14 +70,14 @@ def run_config(trainer: Any, methods: Mapping[str, Any], prompts: int) -> RunCon
     )
     if "max_skipped_steps" in given:
         return c
-    steps = ENDLESS  # TRL itself goes on, whatever its batches teach
+    steps = ENDLESS  # TRL itself continues, with or without signal
     if c.changed(("filter", "gates")) or "engine" in given:
         steps = max(c.max_skipped_steps, math.ceil(prompts / c.prompts_per_step))
     return c.model_copy(update={"max_skipped_steps": steps})
 
 
 def methods_of(trainer: Any, c: RunConfig, task: Task, *, by_engine: bool, own_advantages: bool) -> Methods:
-    """The methods of a run inside TRL. Raises ConfigError for those that cannot work there, with the reason.
+    """Build the methods of a run inside TRL. Raises ConfigError for those that cannot work there, with the reason.
 
     `own_advantages`: Winnow's instead of TRL's.
     """
@@ -89,65 +89,68 @@ def methods_of(trainer: Any, c: RunConfig, task: Task, *, by_engine: bool, own_a
     several = trainer.num_iterations > 1 or args.steps_per_generation > args.gradient_accumulation_steps
     if isinstance(m.advantage, InUpdate) and several:
         raise ConfigError(
-            f"advantage: {name_of(c.advantage)} finds its baseline once a generation, with the policy of then; "
-            "have one update a generation: num_iterations=1 and steps_per_generation=gradient_accumulation_steps"
+            f"advantage: {name_of(c.advantage)} computes its baseline once per generation batch, with the policy at "
+            "that time; set num_iterations=1 and steps_per_generation=gradient_accumulation_steps"
         )
     if name_of(c.step_scale) != "none":
         if not (several or args.use_vllm or by_engine):
             raise ConfigError(
-                "step_scale: without effect here: TRL samples with the model that it updates once, so all samples are "
-                "effective; remove it, or use vLLM, engine='local' or num_iterations above 1"
+                "step_scale: has no effect here, as TRL samples with the model that it updates once; remove it, or use "
+                "vLLM, engine='local' or num_iterations above 1"
             )
         if c.top_p < 1 or c.top_k or c.min_p:
-            raise ConfigError("step_scale: TRL's log-probabilities know temperature alone; leave top_p, top_k, min_p")
+            raise ConfigError(
+                "step_scale: TRL's log-probabilities apply temperature only; leave out top_p, top_k, min_p"
+            )
     return m
 
 
 def _reasons(trainer: Any, c: RunConfig, m: Methods, by_engine: bool) -> Iterator[str]:
-    """Why these methods cannot work inside TRL."""
+    """Yield why these methods cannot work inside TRL."""
     advantage = m.advantage
     if isinstance(advantage, InUpdate) and advantage.weighing == "energy":
-        yield "advantage: its baseline needs the probabilities of all tokens, which TRL's forward pass does not give"
+        yield "advantage: its baseline needs the probabilities of all tokens, which TRL's forward pass does not return"
     if isinstance(advantage, InUpdate) and trainer.args.off_policy_mask_threshold is not None:
-        yield "advantage: off_policy_mask_threshold goes by a sign that its baseline decides; remove one of them"
+        yield "advantage: off_policy_mask_threshold uses a sign that its baseline decides; remove one of them"
     if isinstance(advantage, InUpdate) and trainer._entropy_bonus_enabled:
-        yield "entropy_coef: the baseline of this advantage knows no entropy term; leave out use_adaptive_entropy"
+        yield "entropy_coef: the baseline of this advantage has no entropy term; leave out use_adaptive_entropy"
     if isinstance(advantage, InUpdate) and trainer.top_entropy_quantile < 1:
-        yield "advantage: its baseline knows nothing of top_entropy_quantile; remove one of them"
+        yield "advantage: its baseline ignores top_entropy_quantile; remove one of them"
     if advantage.greedy_baseline:
-        yield "advantage: it needs a greedy rollout beside each group, and TRL samples all alike"
+        yield "advantage: needs a greedy rollout per group, but TRL samples all alike; choose another"
     if trainer.loss_type == "bnpo" and (c.gates or not (keeps_all(m) or m.filter.refill)):
         yield (
-            "loss_type: bnpo weighs micro-batches alike, however many rows gates and refill: false leave in them; use "
+            "loss_type: bnpo weighs micro-batches alike, but gates and refill: false make their row counts differ; use "
             "dapo"
         )
     if getattr(method(SELECTORS, c.selector, "selector"), "refresh_steps", None):
         yield (
-            "selector: refresh_steps rolls out all prompts now and then, which TRL cannot be asked for; make a profile "
-            "with `winnow pass-rates` and give profile"
+            "selector: refresh_steps rolls out all prompts now and then, which TRL cannot do; make a profile with "
+            "`winnow pass-rates` and give profile"
         )
     if m.group_size.largest != m.group_size.smallest and trainer.args.use_vllm and not by_engine:
         yield "group_size: TRL's vLLM is built for num_generations; use engine='vllm', or group_size: fixed"
 
 
 def keeps_all(m: Methods) -> bool:
-    """Whether every group that is rolled out enters the batch."""
+    """Whether every rolled-out group enters the batch."""
     return m.filter.admits_all
 
 
 def _of_own_advantages(trainer: Any, c: RunConfig, m: Methods, own_advantages: bool) -> Iterator[str]:
-    """Why these methods do not fit with TRL's way to make advantages of several rewards, or of a whole batch."""
+    """Yield why these methods do not fit TRL's advantages of several rewards, or of a whole batch."""
     if trainer.multi_objective_aggregation != "sum_then_normalize":
         if own_advantages:
-            yield "multi_objective_aggregation: Winnow's advantages are of the weighted sum of the rewards; remove one"
+            yield "multi_objective_aggregation: Winnow's advantages use the weighted sum of the rewards; remove one"
         judges = not keeps_all(m) or c.gates or m.group_size.largest != m.group_size.smallest
         if judges or getattr(m.selector, "skips", True):
             yield (
                 "multi_objective_aggregation: normalize_then_sum finds a signal in groups whose weighted sums are "
-                "equal, which filters, selectors and gates take for worthless; use sum_then_normalize, or none of them"
+                "equal, but filters, selectors and gates treat these as worthless; use sum_then_normalize, or remove "
+                "them"
             )
     elif trainer.scale_rewards == "batch" and m.filter.refill and not own_advantages:
         yield (
-            "scale_rewards: batch would divide each round of a refill by the deviation of that round; give refill: "
-            "false, or an advantage of Winnow's, e.g. 'reinforce_pp' without filter"
+            "scale_rewards: batch would divide each round of a refill by the deviation of that round; set refill: "
+            "false, or an advantage of Winnow, e.g. 'reinforce_pp' without filter"
         )

@@ -1,4 +1,4 @@
-"""TRL's `train_dataset` as a task of Winnow's."""
+"""TRL's `train_dataset` as a Winnow task."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ class TrlRows(DatasetTask):
             given = row.values.get("id")
             own_id = str(given) if isinstance(given, str | int) and given != "" else None
             if own_id is None and not _has_words(text, messages):
-                own_id = f"row-{row.number}"  # rows that differ in nothing but their place
+                own_id = f"row-{row.number}"  # rows that differ only in their position
             self._store.add(row, own_id, text, messages)
         self._store.finish(may_repeat=True)
         return self._store
 
     def _prompt(self, row: Row) -> tuple[str | None, tuple[Message, ...] | None]:
-        """Text or messages of a row; neither where an environment gives the prompt."""
+        """Return the text or messages of a row; neither if an environment gives the prompt."""
         value = row.values.get("prompt")
         if isinstance(value, str):
             return value, None
@@ -50,7 +50,7 @@ class TrlRows(DatasetTask):
             return None, None
         if "prompt" not in row.values:
             raise DataError(f"{row.where}: no column 'prompt' (columns: {', '.join(sorted(row.values))}); rename one")
-        raise DataError(f"{row.where}: 'prompt' must be text or a list of messages, found {value!r:.60}")
+        raise DataError(f"{row.where}: 'prompt' must be text or a list of messages, not {value!r:.60}")
 
     def _warn_of_duplicates(self) -> None:
         if not self._environments:

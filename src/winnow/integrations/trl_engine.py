@@ -1,4 +1,4 @@
-"""Winnow's engine inside TRL: groups sampled under gates, with environments or without, before TRL scores them."""
+"""Winnow's engine inside TRL: samples groups, with gates and environments, before TRL scores them."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from ..run.build import build_engine, rollout_options
 from ..types import Group, Job, Rollout
 
 COMPARED = 8
-"""Rollouts by which engine and model are compared."""
+"""Rollouts that compare engine and model."""
 
 
 class TrlModel:
-    """TRL's model as Winnow's loop knows a learner: what it gives engines, and what it thinks of sampled tokens."""
+    """TRL's model with the interface of a Winnow learner: weights for engines, log-probabilities of sampled tokens."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
@@ -40,26 +40,29 @@ class TrlModel:
 
     @property
     def precision(self) -> str:
-        """Type that it computes with, e.g. `float32`."""
+        """Compute type, e.g. `float32`."""
         args = self._trainer.args
-        kept = str(next(self.model.parameters()).dtype).removeprefix("torch.")
-        return "bfloat16" if args.bf16 else "float16" if args.fp16 else kept
+        if args.bf16:
+            return "bfloat16"
+        if args.fp16:
+            return "float16"
+        return str(next(self.model.parameters()).dtype).removeprefix("torch.")
 
     def weights(self) -> WeightSource:
-        """Weights as engines load them, adapters merged."""
+        """Return weights as engines load them, adapters merged."""
         if hasattr(self.model, "get_base_model"):
             return MergedWeights(self.model.get_base_model())
         return StateWeights(state_once(self.model))
 
     def merged(self) -> Any:
-        """The Hugging Face model without adapters: itself, or a copy into which they are merged."""
+        """Return the Hugging Face model without adapters: itself, or a copy with adapters merged."""
         if hasattr(self.model, "get_base_model"):
             return copy.deepcopy(self.model).merge_and_unload()
         return self.model
 
     @torch.no_grad()
     def logp(self, rows: Sequence[Row], *, raw: bool = False) -> list[torch.Tensor]:
-        """Log-probabilities [A] of the A action tokens of each row; `raw`: before temperature."""
+        """Return log-probabilities [A] of the A action tokens of each row; `raw`: before temperature."""
         trainer, model, found = self._trainer, self._trainer.model, []
         training = model.training
         model.eval()
@@ -77,7 +80,7 @@ class TrlModel:
 
 
 class _ScoredByTrl:
-    """A rewarder that leaves the rewards of finished groups to TRL."""
+    """Rewarder that leaves the rewards of finished groups to TRL."""
 
     names = ("TRL",)
 
@@ -93,29 +96,29 @@ class _ScoredByTrl:
 
 
 def check_engine(trainer: Any) -> None:
-    """Raises ConfigError on what TRL's own generation would do and Winnow's engine does not, with the remedy."""
+    """Raise ConfigError, with the remedy, on features of TRL's generation that Winnow's engine does not have."""
     args = trainer.args
     refused = {
-        "use_vllm": (args.use_vllm, "vLLM as TRL runs it cannot be asked amid a sequence; set engine='vllm' instead"),
+        "use_vllm": (args.use_vllm, "TRL's vLLM cannot run gates during a sequence; set engine='vllm' instead"),
         "tools": (bool(trainer.tools), "give the task as env=..."),
         "environment_factory": (trainer.environment_factories is not None, "give the task as env=..."),
         "rollout_func": (trainer.rollout_func is not None, "the engine is the rollout function; remove one of them"),
-        "repetition_penalty": (args.repetition_penalty != 1.0, "TRL's log-probabilities know none; leave it out"),
+        "repetition_penalty": (args.repetition_penalty != 1.0, "TRL's log-probabilities ignore it; leave it out"),
         "generation_kwargs": (bool(args.generation_kwargs), "the engine takes temperature, top_p, top_k and min_p"),
     }
     for name, (given, remedy) in refused.items():
         if given:
-            raise ConfigError(f"{name}: not with gates, env or engine, for which Winnow's engine samples: {remedy}")
+            raise ConfigError(f"{name}: does not work with gates, env or engine, where Winnow samples; {remedy}")
 
 
 def with_precision(spec: MethodSpec, precision: str) -> MethodSpec:
-    """The engine's options, of the type that the model is trained in unless they name one."""
+    """Return the engine's options, with the training dtype unless they name one."""
     options = {"name": spec} if isinstance(spec, str) else dict(spec)
     return {"dtype": precision} | options if precision in ("float32", "bfloat16", "float16") else options
 
 
 class EngineInTrl:
-    """Runs jobs to their end with TRL's model. Raises ConfigError when a gate cannot be asked there."""
+    """Runs jobs to their end with TRL's model. Raises ConfigError when a gate cannot be used there."""
 
     def __init__(self, trainer: Any, c: RunConfig, task: Task, rules: Sequence[NamedRule]) -> None:
         check_engine(trainer)
@@ -127,7 +130,7 @@ class EngineInTrl:
         self._runner = RolloutRunner(
             self._engine, task, tokenizer, cast(Rewarder, _ScoredByTrl()), rollout_options(c), rules
         )
-        self._compare = not (c.top_k or c.min_p or c.top_p < 1.0)  # TRL's log-probabilities know temperature alone
+        self._compare = not (c.top_k or c.min_p or c.top_p < 1.0)  # TRL's log-probabilities apply temperature only
 
     def publish(self, rules: Sequence[NamedRule], version: int) -> None:
         """Load TRL's weights and the gates' rules. Raises FloatingPointError when a weight is not finite."""
@@ -135,8 +138,9 @@ class EngineInTrl:
         self._engine.load_weights(FiniteWeights(self.model.weights()), version)
 
     def release(self) -> None:
-        """Give up what memory the update could use, until the next `publish`."""
-        if release := getattr(self._engine, "release", None):
+        """Free memory that the update can use, until the next `publish`."""
+        release = getattr(self._engine, "release", None)
+        if release is not None:
             release()
 
     @property
@@ -144,7 +148,7 @@ class EngineInTrl:
         return str(getattr(self._engine, "dtype", "unknown"))
 
     def run(self, jobs: Sequence[Job]) -> list[Group]:
-        """Groups of the jobs, in order, without rewards; the first are compared with TRL's model.
+        """Return the jobs' groups in order, without rewards; the first are compared with TRL's model.
 
         Raises ConfigError with the likely cause when engine and model disagree about what was sampled.
         """
@@ -157,7 +161,7 @@ class EngineInTrl:
 
 
 def as_rollout_func(rollouts: Sequence[Rollout], pad_token: int) -> Any:
-    """TRL's rollout function that gives these; one that has no token, as it failed, is given a pad token."""
+    """Return TRL's rollout function for these rollouts; failed ones without a token get a pad token."""
 
     def rollout_func(prompts: Sequence[Any], trainer: Any) -> Mapping[str, Any]:
         return {

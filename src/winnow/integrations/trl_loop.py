@@ -1,4 +1,4 @@
-"""Winnow's loop over TRL's generation: which rows TRL is given to roll out, and which enter its batch."""
+"""Winnow's loop over TRL's generation: which rows TRL rolls out, and which enter its batch."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from .trl_sampler import NO_REWARD, RollOut, TrlSampler
 from .trl_update import StepScaling, squared_norms, with_baselines
 
 ROWS = "winnow_rows"
-"""Key of the numbers of a batch's rows, with which TRL's shuffled micro-batches can be traced to rollouts."""
+"""Key of a batch's row numbers, which trace TRL's shuffled micro-batches to rollouts."""
 
 
 class LoopInTrl:
@@ -69,9 +69,9 @@ class LoopInTrl:
         self._logs: dict[str, float] = {}
 
     def batch(self) -> dict[str, Any]:
-        """TRL's tensors of the next generation batch.
+        """Return TRL's tensors of the next generation batch.
 
-        Raises RunStoppedError when none can be had any more; what was collected by then has been trained on.
+        Raises RunStoppedError when the run has stopped and everything collected has been trained.
         """
         self._complete()
         collector = self._collector or self._begin()
@@ -91,23 +91,23 @@ class LoopInTrl:
         return int(self._trainer.args.steps_per_generation * self._trainer.num_iterations)
 
     def trained(self, inputs: Mapping[str, torch.Tensor]) -> None:
-        """TRL takes the gradient of these rows."""
+        """Record the rows whose gradient TRL takes."""
         self._trained.update(inputs[ROWS].tolist())
 
     def logged(self, logs: Mapping[str, float]) -> None:
-        """What TRL says of its optimizer steps."""
+        """Record TRL's log of an optimizer step."""
         if "loss" in logs:  # else an evaluation or the end of training
             self._logs = {key: float(logs[key]) for key in ("loss", "grad_norm", "entropy", "kl") if key in logs}
 
     def finish(self) -> None:
-        """At the end of training: the last batch was trained, and the account is closed."""
+        """Book the last batch, which has been trained, and close the ledger."""
         self._complete()
         if self._collector is not None:
             self._collector.close(self._step, in_flight=[])
             self._collector.ledger.set_meta("finished", "true")
 
     def require_new(self) -> None:
-        """Raises RunDirectoryError, with what to do, when a run was begun in the directory."""
+        """Raise RunDirectoryError, with what to do, if a run was begun in the directory."""
         saved = get_last_checkpoint(self._trainer.args.output_dir) if self.run_dir.exists() else None
         refuse_used_directory(self.run_dir, "`train(resume_from_checkpoint=True)`" if saved else "")
 
@@ -215,7 +215,7 @@ class LoopInTrl:
                 logged[f"winnow/{name}"].append(value)
 
     def _complete(self) -> None:
-        """Book the batch before, which TRL has trained on by now."""
+        """Book the previous batch, which TRL has trained by now."""
         if self._collector is None or self._batch is None:
             return
         collector, batch, self._batch = self._collector, self._batch, None
@@ -237,7 +237,7 @@ class LoopInTrl:
         self._sampler.forget()
 
     def _tensors(self, batch: Batch) -> dict[str, Any]:
-        """TRL's tensors of the rollouts that are trained; those without a reward (failed, pruned) are absent."""
+        """Return TRL's tensors of the trained rollouts; those without a reward (failed, pruned) are absent."""
         if self._as_made and len(self._sampler.outputs) == 1:
             self._in_batch = [rollout for group in batch.finished for rollout in group.rollouts]
             return self._sampler.outputs[0]
@@ -261,7 +261,7 @@ class LoopInTrl:
         return widened(tensors, self._trainer.pad_to_multiple_of or 1, pad_token)
 
     def _advantages(self, groups: Sequence[Group], rows: Sequence[Sequence[Tensors]]) -> np.ndarray:
-        """Advantages [N] of the rollouts with a reward; `rows`: those of each group."""
+        """Return advantages [N] of the rollouts with a reward; `rows`: those of each group."""
         if not self._own_advantages:
             return np.array([float(row["advantages"]) for some in rows for row in some])
         advantage, there = self._methods.advantage, [~np.isnan(group.rewards()) for group in groups]
@@ -277,5 +277,5 @@ class LoopInTrl:
 
 
 def _cut(values_N: np.ndarray, rows: Sequence[Sequence[Any]]) -> list[np.ndarray]:
-    """The values of each group's rows."""
+    """Split values into those of each group's rows."""
     return np.split(values_N, np.cumsum([len(some) for some in rows])[:-1]) if rows else []

@@ -16,19 +16,19 @@ from .trl_engine import EngineInTrl
 
 NO_REWARD = "every reward function returned None"
 RollOut = Callable[[list[Prompt], int, list[Group] | None], tuple[dict[str, Any], tuple[Any, ...]]]
-"""Prompts, rollouts of each, and what Winnow's engine has sampled of them, if it has
+"""Prompts, rollouts per prompt, and groups of Winnow's engine, if it samples
 -> TRL's tensors of them, and (rewards [B, F], completions, completion ids)."""
 
 
 class TrlSampler:
-    """Rolls groups out by TRL's generation, or by Winnow's engine in TRL, with TRL's rewards."""
+    """Rolls out groups with TRL's generation, or with Winnow's engine inside TRL, and TRL's rewards."""
 
     def __init__(self, trainer: Any, roll_out: RollOut, engine: EngineInTrl | None) -> None:
         self._trainer, self._roll_out, self._engine = trainer, roll_out, engine
         self._jobs: list[Job] = []
         self._rows: dict[tuple[int, int], Tensors] = {}
         self.outputs: list[Tensors] = []
-        """TRL's tensors of each call since `forget`, as it made them."""
+        """TRL's tensors of each call since `forget`, unchanged."""
         self.version = 0
 
     @property
@@ -61,7 +61,7 @@ class TrlSampler:
         return groups
 
     def row(self, group: Group, rollout: Rollout) -> Tensors:
-        """TRL's tensors of one rollout, without padding."""
+        """Return TRL's tensors of one rollout, without padding."""
         return self._rows[group.visit.number, rollout.sibling]
 
     def forget(self) -> None:
@@ -69,7 +69,7 @@ class TrlSampler:
         self.outputs = []
 
     def _reward(self, rollout: Rollout, rewards_F: torch.Tensor) -> None:
-        """Give a rollout that has no fate yet TRL's rewards [F] by function; NaN: it returned None."""
+        """Set TRL's rewards [F] by function on a rollout without a fate; NaN: the function returned None."""
         t = self._trainer
         rollout.reward = None
         if rollout.fate is not None:
@@ -86,7 +86,7 @@ class TrlSampler:
             rollout.fate, rollout.reason = Fate.FAILED, f"the reward is not finite ({reward})"
 
     def _rollouts(self, rows: Sequence[Tensors], completions: Sequence[Any], ids: Sequence[Any]) -> Iterator[Rollout]:
-        """Rollouts that TRL has generated, from its tensors [T] of each."""
+        """Yield the rollouts that TRL generated, from its tensors [T] of each."""
         ends = {*self._trainer.eos_token_ids, self._trainer._tokenizer.pad_token_id}
         for tensors, completion, token_ids in zip(rows, completions, ids, strict=True):
             mask = tensors.get("tool_mask", torch.ones(len(token_ids))).bool().cpu().numpy()
@@ -103,7 +103,7 @@ class TrlSampler:
             )
 
     def publish(self, rules: Sequence[NamedRule], version: int) -> None:
-        """Take the model's weights, which TRL's own generation shares, and rules of the gates."""
+        """Load weights and gate rules; TRL's own generation shares the model's weights."""
         self.version = version
         if self._engine is not None:
             self._engine.publish(rules, version)

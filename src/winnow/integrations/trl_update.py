@@ -1,4 +1,4 @@
-"""What methods ask of TRL's update: gradient norms of single rollouts (OPOB), and the learning rate of a step (ESS)."""
+"""What methods need of TRL's update: gradient norms of single rollouts (OPOB), the learning rate of a step (ESS)."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from ..types import Group
 
 
 class StepScaling(TrainerCallback):
-    """Scales the learning rate of TRL's next optimizer step by what its rows, as they enter the loss, are worth.
+    """Scales the learning rate of TRL's next optimizer step by its effective sample size.
 
-    As `OptimizerStep` of Winnow's own loop: over all rows with tokens, of the whole step.
+    As `OptimizerStep` in Winnow's own loop, over all rows with tokens of the whole step.
     """
 
     def __init__(self, scale: StepScale) -> None:
@@ -32,7 +32,7 @@ class StepScaling(TrainerCallback):
         """Metrics of the last optimizer step."""
 
     def saw(self, logp_BT: torch.Tensor, inputs: Mapping[str, torch.Tensor]) -> None:
-        """Take a micro-batch: the policy's log-probabilities [B, T] and TRL's tensors."""
+        """Record a micro-batch: the policy's log-probabilities [B, T] and TRL's tensors."""
         sampler_BT = inputs.get("sampling_per_token_logps", inputs.get("old_per_token_logps"))
         mask_BT = (inputs["completion_mask"] * inputs.get("tool_mask", 1)).bool()
         rows_B = mask_BT.any(1)
@@ -66,7 +66,7 @@ class StepScaling(TrainerCallback):
 
 
 def squared_norms(trainer: Any, rows: Sequence[Mapping[str, torch.Tensor]]) -> np.ndarray:
-    """|u|^2 of each row, float64 [B]: u is the gradient of its log-probability as TRL's loss weighs its tokens.
+    """Return |u|^2 of each row, float64 [B]: u is the gradient of its log-probability as TRL's loss weighs its tokens.
 
     A forward and a backward pass for each row. Up to a factor that all rows share, which no baseline depends on.
     """
@@ -89,7 +89,7 @@ def squared_norms(trainer: Any, rows: Sequence[Mapping[str, torch.Tensor]]) -> n
 
 
 def with_baselines(advantage: InUpdate, groups: Sequence[Group], norms: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Advantages [G] of each group, with the baseline at which the gradient varies least; NaN without a reward.
+    """Return advantages [G] of each group, with the baseline of least gradient variance; NaN without a reward.
 
     `norms`: |u|^2 of each group's rollouts, [G].
     """

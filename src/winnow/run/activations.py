@@ -1,4 +1,4 @@
-"""What the activations of an update take, and what `auto` makes of it: the size of micro-batches, layers recomputed."""
+"""Memory of an update's activations, and what `auto` derives from it: micro-batch size, recomputed layers."""
 
 from __future__ import annotations
 
@@ -9,21 +9,20 @@ import torch
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 AT_MOST = 16_384
-"""Tokens of a micro-batch: more are no faster."""
+"""Most tokens of a micro-batch: more are no faster."""
 AT_LEAST = 256
-"""Fewer are slower: a pass over all the weights takes as long as the products with so few tokens."""
+"""Fewest tokens: with fewer, a pass over the weights takes as long as the products."""
 ON_CPU = 1 << 30
-"""Bytes for the activations of a micro-batch; larger ones are no faster there, measured at 0.6 and 135 million
-parameters (docs/benchmarks.md)."""
+"""Bytes for the activations of a micro-batch on a CPU; more are no faster, measured at 0.6 and 135 million parameters
+(docs/benchmarks.md)."""
 LONGEST = 1 / 2
-"""Share of the memory that the activations of the longest row may take before layers are recomputed."""
+"""Share of memory the activations of the longest row may take before layers are recomputed."""
 
 
 def bytes_per_token(model: Any) -> int:
-    """What a backward pass needs of one token: inputs and outputs of all matrices but those of the vocabulary.
+    """Estimate what a backward pass needs per token: inputs and outputs of all matrices except the vocabulary's.
 
-    Weights are not looked at; they may be on the meta device. An estimate: at 135 million parameters 1.2 MB, where
-    1.2 to 1.6 were measured.
+    Weights may be on the meta device. At 135 million parameters it gives 1.2 MB; 1.2 to 1.6 were measured.
     """
     ends = [getattr(model, f"get_{end}_embeddings", lambda: None)() for end in ("input", "output")]
     vocabulary = {id(end.weight) for end in ends if end is not None}
@@ -32,25 +31,23 @@ def bytes_per_token(model: Any) -> int:
 
 
 def choose_tokens(model: Any) -> tuple[int, str]:
-    """Tokens of a micro-batch on a CPU, and why: by the model alone, never by what is free."""
+    """Return the tokens of a micro-batch on a CPU, and why. Depends on the model only, not on free memory."""
     each = max(1, bytes_per_token(model))
     tokens = max(AT_LEAST, min(AT_MOST, ON_CPU // each))
-    return (
-        tokens,
-        f"activations of a token take about {each / 1e6:.2g} MB, those of a micro-batch {_gib(tokens * each)}",
-    )
+    why = f"activations of a token take about {each / 1e6:.2g} MB, those of a micro-batch {_gib(tokens * each)}"
+    return tokens, why
 
 
 def choose_checkpointing(model: Any, device: torch.device, longest: int) -> tuple[bool, str]:
-    """Whether to recompute layers, and why. `longest`: tokens of the longest row that there can be."""
-    needed, there = longest * bytes_per_token(model), memory_of(device)
-    says = f"{longest:,} tokens need about {_gib(needed)} of {_gib(there)} without it"
+    """Return whether to recompute layers, and why. `longest`: tokens of the longest possible row."""
+    needed, memory = longest * bytes_per_token(model), memory_of(device)
+    why = f"{longest:,} tokens need about {_gib(needed)} of {_gib(memory)} without it"
     layers = any(isinstance(module, GradientCheckpointingLayer) for module in model.modules())
-    return layers and needed > LONGEST * there, says
+    return layers and needed > LONGEST * memory, why
 
 
 def memory_of(device: torch.device) -> int:
-    """Bytes that the device has in all."""
+    """Return the device's total memory in bytes."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

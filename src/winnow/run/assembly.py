@@ -1,4 +1,4 @@
-"""Every part of a run, built from its configuration and checked; nothing is written yet."""
+"""Builds and checks every part of a run; nothing is written yet."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ from .trainer_inputs import Given
 
 @dataclass
 class Assembly:
-    """Parts of a run, and what they share."""
+    """Every part of a run."""
 
     config: RunConfig
-    """With what was `auto` settled."""
+    """With every `auto` settled."""
     task: Task
     machine: Machine
     engine: Engine | None
-    """None: samplers elsewhere have theirs."""
+    """None if samplers have their own."""
     tokenizer: Any
     rewarder: Rewarder
     learner: Learner
@@ -61,13 +61,13 @@ class Assembly:
     begun: float
     """`time.monotonic()` before anything was loaded."""
     agreement: Agreement | None = None
-    """What the last comparison of sampler and learner found."""
+    """Result of the last comparison of sampler and learner."""
     probed: list[Rollout] = field(default_factory=list)
-    """What comparisons have sampled and nobody has booked."""
+    """Rollouts of comparisons that are not booked yet."""
 
     @property
     def fingerprints(self) -> dict[str, str]:
-        """What a resume must find unchanged."""
+        """Digests that must be unchanged at a resume."""
         return {
             "task": self.task.fingerprint(),
             "tokenizer": tokenizer_digest(self.tokenizer),
@@ -76,7 +76,7 @@ class Assembly:
         }
 
     def compare(self) -> None:
-        """Hold the sampler's log-probabilities against the learner's; `agreement` is what was found.
+        """Compare the sampler's log-probabilities with the learner's; set `agreement`.
 
         Raises ConfigError when they differ, NothingSampledError when all probes failed.
         """
@@ -89,25 +89,25 @@ class Assembly:
         return groups
 
     def save(self, directory: Path) -> None:
-        """Write what a resume needs of the parts."""
+        """Write what a resume needs."""
         for part in (self.learner, self.sampler, self.methods):
             part.save(directory)
         self.tokenizer.save_pretrained(directory / "model")
 
     def export(self, directory: Path) -> None:
-        """Write the policy as an ordinary Hugging Face directory, with what was fitted for it."""
+        """Write the policy as a Hugging Face directory, with what was fitted for it."""
         self.learner.export(directory)
         self.tokenizer.save_pretrained(directory)
         self.methods.save(directory)
 
     def close(self) -> None:
-        """End processes that parts have started."""
+        """End the processes of the parts."""
         for part in (self.sampler, self.learner, self.rewarder):
             part.close()
 
 
 def assemble(c: RunConfig, given: Given, checkpoint: Path | None, *, resumed: bool) -> Assembly:
-    """The parts of the run that `c` describes; weights from `checkpoint` if there is one. Raises ConfigError."""
+    """Build the parts of the run that `c` describes, with weights from `checkpoint` if given. Raises ConfigError."""
     begun = time.monotonic()
     check_trackers(c.report_to)
     check_hub(c)
@@ -121,8 +121,8 @@ def assemble(c: RunConfig, given: Given, checkpoint: Path | None, *, resumed: bo
     c = machine.config
     machine.set_threads()
     require_places(c)
-    elsewhere = "own_engine" in sampler_options(c).provides
-    policy, engine = build_policy(c, start, given.processing_class, checkpoint, with_engine=not elsewhere)
+    own_engines = "own_engine" in sampler_options(c).provides
+    policy, engine = build_policy(c, start, given.processing_class, checkpoint, with_engine=not own_engines)
     rewarder = build_rewarder(c, task, given.reward_list)
     check_prompts(c, task, rewarder, policy.tokenizer, engine)
     learner = build_learner(policy, c)
@@ -132,7 +132,7 @@ def assemble(c: RunConfig, given: Given, checkpoint: Path | None, *, resumed: bo
     if engine is not None:
         options = rollout_options(c, greedy_baseline=greedy)
         runner = RolloutRunner(engine, task, policy.tokenizer, rewarder, options, rules_of(m.gates))
-    behind = c.max_lag - m.rollout_batch.carry  # what is carried over is a step older when it is trained
+    behind = c.max_lag - m.rollout_batch.carry  # carried groups are a step older when trained
     gpu = (learner.device.index or 0) if learner.device.type == "cuda" else None
     sampler = build_sampler(c, SamplerContext(c, task, policy.tokenizer, greedy, behind, runner, gpu, serve.__name__))
     built = Assembly(c, task, machine, engine, policy.tokenizer, rewarder, learner, m, sampler, policy.origin, begun)

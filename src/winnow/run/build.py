@@ -1,4 +1,4 @@
-"""Objects from configuration values: model, tokenizer, task, engine, learner, methods."""
+"""Builds objects from configuration values: model, tokenizer, task, engine, learner, methods."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from ..base.weights import weights_digest
-from ..config import CLIPPING, AuditConfig, ConfigError, MethodSpec, RunConfig, method, name_of, suggestion
+from ..config import CLIPPING, ConfigError, MethodSpec, RunConfig, method, name_of, suggestion
 from ..engine.base import Engine, SamplingParams
 from ..engine.loading import CPU, ModelReference, load_tokenizer, load_whole, require_finite
 from ..engine.pretrained import located
@@ -44,7 +44,7 @@ from .engine_choice import engine_options
 from .start import Start, require_embeddings
 
 PROBE_TOKENS = 16
-"""Longest rollouts by which engine and learner are compared."""
+"""Longest rollouts that compare engine and learner."""
 
 
 @dataclass(frozen=True)
@@ -53,35 +53,35 @@ class Methods:
     rollout_batch: RolloutBatch
     group_size: GroupSize
     gates: dict[str, Gate]
-    """Gates by name."""
     filter: Filter
     judge: GroupJudge
     advantage: Advantage
     step_scale: StepScale
 
     def save(self, directory: Path) -> None:
-        """Write what gates keep with the weights."""
+        """Write what gates store with the weights."""
         for gate in self.gates.values():
             gate.save(directory)
 
 
 def build_success(c: RunConfig, functions: Mapping[str, str], weights: Sequence[float] | None) -> Success:
-    """What counts as right in a run.
+    """Return what counts as a right answer.
 
-    `functions`: names of the reward functions, by each name that they may be given. `weights`: theirs, if any were
-    given. Raises ConfigError when `success` names none of them.
+    `functions`: alias -> name of each reward function. `weights`: theirs, if given. Raises ConfigError when `success`
+    names an unknown function.
     """
     names = list(dict.fromkeys(functions.values()))
     if c.success is None:
         return default_success(names, weights)
     decides = c.success.function
-    if decides is not None and decides not in (known := {"env": "env", **functions}):
+    known = {"env": "env", **functions}
+    if decides is not None and decides not in known:
         raise ConfigError(f"success: function: unknown reward function '{decides}'.{suggestion(decides, list(known))}")
     return Success(decides and known[decides], c.success.at_least)
 
 
 def build_methods(c: RunConfig, prompts: Sequence[Prompt], success: Success | None = None) -> Methods:
-    """The methods of a run. `success` says what counts as right; default: a reward of 1.
+    """Build the methods of a run. `success`: what counts as right; default: a reward of 1.
 
     Raises ConfigError naming the field and the nearest valid name.
     """
@@ -107,7 +107,7 @@ def build_methods(c: RunConfig, prompts: Sequence[Prompt], success: Success | No
 
 
 def method_options(c: RunConfig) -> dict[str, list[Any]]:
-    """Options of every method that the configuration names, by key."""
+    """Return the options of every method that the configuration names, by key."""
     options = {}
     for key, table in METHOD_TABLES.items():
         value = getattr(c, key)
@@ -117,13 +117,13 @@ def method_options(c: RunConfig) -> dict[str, list[Any]]:
 
 
 def method_charts(c: RunConfig) -> list[dict[str, Any]]:
-    """Charts that the methods of a run ask for, as JSON values."""
+    """Return the charts that the methods of a run define, as JSON values."""
     charts: list[Chart] = []
     for key, options in method_options(c).items():
         names = gate_names(c) if key == "gates" else [key] * len(options)
         for name, each in zip(names, options, strict=True):
-            if hook := getattr(each, "charts", None):
-                charts += hook(name)
+            if hasattr(each, "charts"):
+                charts += each.charts(name)
     return [asdict(chart) for chart in charts]
 
 
@@ -150,17 +150,14 @@ def _selector(c: RunConfig, prompts: Sequence[Prompt], judge: GroupJudge) -> Sel
     if c.audit is None:
         return cast(Selector, selector)
     if getattr(selector, "skips", True):
-        return AuditedSelector(selector, _audit(c, c.audit), judge)
+        audit = RuleAudit(name_of(c.selector), c.audit.epsilon, c.audit.max_signal_loss, seed=c.seed)
+        return AuditedSelector(selector, audit, judge)
     if not c.gates:
         raise ConfigError(
-            f"audit: nothing to audit: selector: {name_of(c.selector)} skips nothing, and there are no gates. Remove "
-            "audit, or choose e.g. selector: greso"
+            f"audit: nothing to audit (selector: {name_of(c.selector)} skips nothing, no gates); remove audit, or "
+            "choose e.g. selector: greso"
         )
     return selector
-
-
-def _audit(c: RunConfig, audit: AuditConfig) -> RuleAudit:
-    return RuleAudit(name_of(c.selector), audit.epsilon, audit.max_signal_loss, seed=c.seed)
 
 
 def _group_size(c: RunConfig) -> GroupSize:
@@ -183,13 +180,13 @@ def _advantage(c: RunConfig, group_size: GroupSize) -> Advantage:
 
 
 def sampler_options(c: RunConfig) -> SamplerOptions:
-    """Options of the method that `sync` names."""
+    """Return the options of the method that `sync` names."""
     options: SamplerOptions = method(SYNCS, c.sync, "sync")
     return options
 
 
 def build_sampler(c: RunConfig, context: SamplerContext) -> Sampler:
-    """Raises ConfigError when what is old would be trained as if it were new, and on options without effect."""
+    """Build the sampler. Raises ConfigError when stale samples would be trained uncorrected, or options do nothing."""
     if c.max_lag and c.policy_loss == "plain" and name_of(c.correction) == "none":
         raise ConfigError(
             f"max_lag: {c.max_lag} trains on tokens of older policies, and policy_loss: plain does not correct for it; "
@@ -198,11 +195,11 @@ def build_sampler(c: RunConfig, context: SamplerContext) -> Sampler:
     options = sampler_options(c)
     if "beside" in options.provides and c.rollout_batch != RunConfig.model_fields["rollout_batch"].default:
         raise ConfigError(
-            f"rollout_batch has no effect with sync: {name_of(c.sync)}, which starts groups as soon as they can "
+            f"rollout_batch: has no effect with sync: {name_of(c.sync)}, which starts groups as soon as they can "
             "still be trained within max_lag; remove it"
         )
     if "beside" not in options.provides and not context.behind and c.sync != RunConfig.model_fields["sync"].default:
-        raise ConfigError("sync: in_process has options for a sampler that is behind, but here none is; remove them")
+        raise ConfigError("sync: options of in_process have no effect without a lag (max_lag); remove them")
     return options.build(context)
 
 
@@ -228,7 +225,7 @@ def step_options(c: RunConfig) -> StepOptions:
 
 
 def build_loss(c: RunConfig) -> LossConfig:
-    """Raises ConfigError on an unknown correction, options of a ratio that is always 1, and updates without one."""
+    """Build the loss. Raises ConfigError on an unknown correction, or a ratio that is always 1 or is missing."""
     loss = LossConfig(
         policy_loss=c.policy_loss,
         epsilon=c.epsilon,
@@ -241,10 +238,11 @@ def build_loss(c: RunConfig) -> LossConfig:
         entropy_coef=c.entropy_coef,
         correction=method(CORRECTIONS, c.correction, "correction"),
     )
-    if loss.ratio_to_learner and c.num_iterations == 1 and (changed := c.changed(CLIPPING)):
+    clipping = c.changed(CLIPPING)
+    if loss.ratio_to_learner and c.num_iterations == 1 and clipping:
         raise ConfigError(
-            f"{changed} has no effect with correction: {name_of(c.correction)} and num_iterations: 1: what is clipped "
-            "is the change since the first of the iterations; remove it, or use correction: none, or more iterations"
+            f"{clipping} has no effect with correction: {name_of(c.correction)} and num_iterations: 1, as only the "
+            "change since the first iteration is clipped; remove it, or use correction: none, or more iterations"
         )
     if c.num_iterations > 1 and c.policy_loss == "plain" and not loss.correction.active:
         raise ConfigError(
@@ -255,11 +253,11 @@ def build_loss(c: RunConfig) -> LossConfig:
 
 
 def build_task(spec: MethodSpec | Task) -> Task:
-    """A task by name, or the object itself. Raises ConfigError when it is unknown or has no training prompts."""
+    """Return a task by name, or the object itself. Raises ConfigError if unknown or without training prompts."""
     if isinstance(spec, str | dict) and name_of(spec) == "dataset" and "path" not in spec:
         raise ConfigError(
-            "env: dataset needs a path, or in Python train_dataset, which is not kept with a run and has to be given "
-            "to Trainer.resume too"
+            "env: dataset: no path; give one, or in Python train_dataset, which a run does not keep: give it to "
+            "Trainer.resume too"
         )
     task: Task = spec if isinstance(spec, Task) else method(ENVS, spec, "env").build()
     if not task.train:
@@ -268,14 +266,14 @@ def build_task(spec: MethodSpec | Task) -> Task:
 
 
 def build_rewarder(c: RunConfig, task: Task, given: Sequence[RewardSpec] | None = None) -> Rewarder:
-    """The rewarder of what was `given` as objects, else of `reward_funcs`, else the task's own."""
+    """Build the rewarder from the objects `given`, else `reward_funcs`, else the task's own functions."""
     workers = RewardWorkers(2, c.reward_memory_mb, tuple(c.reward_env), c.reward_sandbox)
     functions = given or c.reward_funcs or task.reward_funcs
     return Rewarder(functions, c.reward_weights, c.reward_timeout_s, workers=workers, device=c.device)
 
 
 def build_demonstrator(spec: MethodSpec) -> Demonstrator:
-    """A task that can teach a warm start. Raises ConfigError when it cannot."""
+    """Return a task with demonstrations for a warm start. Raises ConfigError if it has none."""
     task = build_task(spec)
     if not isinstance(task, Demonstrator):
         raise ConfigError(f"env: task {task.name} has no demonstrations; start from a pretrained model instead")
@@ -292,7 +290,7 @@ def sampling_params(c: RunConfig, *, evaluation: bool = False) -> SamplingParams
 def rollout_options(
     c: RunConfig, *, greedy_baseline: bool = False, report: frozenset[str] = frozenset()
 ) -> dict[Purpose, RolloutOptions]:
-    """Sampling options of every purpose; `greedy_baseline` concerns training, `report` evaluations."""
+    """Return the sampling options of every purpose; `greedy_baseline` concerns training, `report` evaluations."""
     train, evaluation = sampling_params(c), sampling_params(c, evaluation=True)
     greedy = SamplingParams(c.max_completion_length, temperature=0.0, stop=tuple(c.stop))
 
@@ -317,15 +315,14 @@ def build_policy(
     with_engine: bool = True,
     alone: bool = False,
 ) -> tuple[Policy, Engine | None]:
-    """The policy of a fresh run, or of `checkpoint`, on the CPU, and an engine with its weights as version 0 if wanted;
-    `alone`: without a learner.
+    """Build the policy of a fresh run or of `checkpoint` on the CPU, and an engine with its weights as version 0.
 
-    `model`: see `Start.of`; `tokenizer` is used when given as an object. The engine is made before adapters are put in:
-    it holds the plain architecture, and is given merged weights, or adapters that it adds itself.
+    `model`: see `Start.of`; `tokenizer`: an object, or None to load it; `alone`: without a learner. The engine is built
+    before adapters are added: it holds the plain architecture, and loads merged weights or adds adapters itself.
     """
     start = Start.of(c, model)
     if start.model is not None and tokenizer is None:
-        raise ConfigError("processing_class: give the tokenizer of the model object")
+        raise ConfigError("processing_class: missing; give the tokenizer of the model object")
     tokenizer = with_template(tokenizer or load_tokenizer(c.model), c.chat_template, c.chat_template_kwargs)
     saved = checkpoint / "model" if checkpoint else None
     read = None
@@ -349,12 +346,14 @@ def build_policy(
 
 
 def _read_by_ranks(c: RunConfig, start: Start, saved: Path | None, tokenizer: Any) -> Policy | None:
-    """The policy without weights but fresh or saved adapters, where ranks can read theirs from files: of a directory,
-    without an adapter to train on, and with nothing that is tried with the whole model."""
+    """Return the policy without base weights if ranks can read these from files, else None.
+
+    That takes a model directory, no adapter to train further, and no method that runs the whole model.
+    """
     first = Path(located(c.model))
     folder = first if saved is None or c.lora is not None else saved
-    tried = getattr(ADVANTAGES.get(name_of(c.advantage)), "weighing", None) == "gradient"
-    if tried or start.model is not None or (start.adapter is not None and (folder != saved or c.keeps_reference)):
+    needs_model = getattr(ADVANTAGES.get(name_of(c.advantage)), "weighing", None) == "gradient"
+    if needs_model or start.model is not None or (start.adapter is not None and (folder != saved or c.keeps_reference)):
         return None
     model = unloaded(folder) if folder.is_dir() else None
     if model is None:
@@ -376,14 +375,14 @@ def _read_by_ranks(c: RunConfig, start: Start, saved: Path | None, tokenizer: An
 
 
 def build_engine(c: RunConfig, model: ModelReference, tokenizer: Any, *, alone: bool = False) -> Engine:
-    """`alone`: without a learner on its GPU. Raises ConfigError when it cannot run the model, or take its adapters."""
+    """Build the engine; `alone`: no learner on its GPU. Raises ConfigError if it cannot run the model or adapters."""
     adapters = c.lora if c.lora is not None and not c.lora.merge else None
     engine: Engine = engine_options(c, alone=alone).build(replace(model, adapters=adapters), tokenizer)
     return engine
 
 
 def build_learner(policy: Policy, c: RunConfig) -> Learner:
-    """Raises ConfigError when the policy cannot be trained as configured."""
+    """Build the learner. Raises ConfigError when the policy cannot be trained as configured."""
     options = method(LEARNERS, c.learner, "learner")
     try:
         learner: Learner = options.build(policy, c)

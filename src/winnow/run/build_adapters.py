@@ -1,4 +1,4 @@
-"""Adapters (LoRA): put into a model, or refused by name."""
+"""Adds LoRA adapters to a model, or refuses them with the reason."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from .engine_choice import engine_options
 
 ADAPTERS = "adapter_model.safetensors"
 PLAINLY = frozenset({"r", "lora_alpha", "lora_dropout", "target_modules"})
-"""Settings of adapters that an engine applies by itself."""
+"""Adapter settings that an engine applies by itself."""
 
 
 def check_adapters(c: RunConfig, adapter: Adapter | None = None) -> None:
-    """Raises ConfigError when adapters come alone to an engine that takes whole weights only, or plain adapters."""
+    """Raise ConfigError when adapters are published alone to an engine that cannot apply them."""
     options = engine_options(c)
     if c.lora is None or c.lora.merge:
         return
@@ -41,11 +41,11 @@ def check_adapters(c: RunConfig, adapter: Adapter | None = None) -> None:
 
 
 def with_lora(base: Any, c: RunConfig, adapter: Adapter | None, saved: Path | None, tokenizer: Any) -> Policy:
-    """The policy over `base`: with a fresh adapter or the one that is trained on, as it began or of the directory
-    `saved`. Settings are not read from there, they are those of `lora` and the adapter.
+    """Return the policy over `base` with a fresh adapter, or with `adapter`, which is trained further.
 
-    A fresh adapter's reference is the model without it; that of `adapter` is a frozen copy of both. Raises ConfigError
-    on layers that are not there or cannot have adapters, and on saved ones of another kind.
+    `saved`: directory of trained adapter weights; settings come from `lora` and `adapter`. A fresh adapter's reference
+    is the model without it; that of `adapter` is a frozen copy of both. Raises ConfigError on layers that are missing
+    or cannot have adapters, and on saved adapters of another kind.
     """
     assert c.lora is not None
     reference = None
@@ -72,7 +72,7 @@ def _require_adaptable(base: Any, model: Any, lora: LoraConfig, tied: Any) -> No
     adapted = {name: module for name, module in model.named_modules() if hasattr(module, "get_delta_weight")}
     for target in lora.target_modules if isinstance(lora.target_modules, list) else []:
         if not any(f".{name}".endswith(f".{target}") for name in adapted):
-            raise ConfigError(f"lora: target_modules: no module of the model is called '{target}'")
+            raise ConfigError(f"lora: target_modules: the model has no module '{target}'; name one that it has")
     _refuse_fused(base, adapted)
     for name, module in adapted.items():
         if module.get_base_layer().weight is tied:
@@ -86,21 +86,23 @@ def _load(model: Any, file: Path) -> None:
     import peft
 
     try:
-        found = load_file(file)
+        saved = load_file(file)
     except (OSError, SafetensorError) as error:
         raise ConfigError(f"{file}: cannot be read ({error})") from None
     own = peft.get_peft_model_state_dict(model)
-    kinds = [{name: (tensor.shape, tensor.dtype) for name, tensor in state.items()} for state in (own, found)]
-    if wrong := sorted({name for name, _ in kinds[0].items() ^ kinds[1].items()}):
-        raise ConfigError(f"{file}: not the adapters of this configuration; differs in {', '.join(wrong[:3])}")
-    if wrong := [name for name, tensor in found.items() if not is_finite(tensor)]:
-        raise ConfigError(f"{file}: {wrong[0]} is not finite")
-    peft.set_peft_model_state_dict(model, found)
+    kinds = [{name: (tensor.shape, tensor.dtype) for name, tensor in state.items()} for state in (own, saved)]
+    different = sorted({name for name, _ in kinds[0].items() ^ kinds[1].items()})
+    if different:
+        raise ConfigError(f"{file}: not the adapters of this configuration; differs in {', '.join(different[:3])}")
+    for name, tensor in saved.items():
+        if not is_finite(tensor):
+            raise ConfigError(f"{file}: {name} is not finite")
+    peft.set_peft_model_state_dict(model, saved)
 
 
 def _refuse_fused(base: Any, adapted: Mapping[str, Any]) -> None:
     fused = [name for name, module in adapted.items() if hasattr(module, "parameter_name")]
-    if not fused:  # peft wraps so a tensor of a module that is no layer
+    if not fused:  # peft wraps a single tensor of a module this way
         return
     name = next((name for name in fused if "experts" in name), fused[0])
     tensor = f"{name.removesuffix('.base_layer').removeprefix('base_model.model.')}.{adapted[name].parameter_name}"

@@ -1,4 +1,4 @@
-"""Callbacks around the steps of a run, by the names of transformers and TRL, whose own work, too."""
+"""Callbacks around the steps of a run, with the names of transformers and TRL, whose callbacks work too."""
 
 from __future__ import annotations
 
@@ -12,35 +12,35 @@ from ..config import ConfigError, RunConfig
 
 @dataclass
 class TrainerState:
-    """How far a run is. A resume restores it."""
+    """Progress of a run. A resume restores it."""
 
     global_step: int = 0
     max_steps: int = 0
     epoch: float = 0.0
-    """Prompts trained for, over those of the data, as `num_train_epochs` counts."""
+    """Prompts trained on, divided by those of the data, as `num_train_epochs` counts."""
     log_history: list[dict[str, float]] = field(default_factory=list)
-    """Metrics of the last step alone; those before are in metrics.jsonl."""
+    """Metrics of the last step only; earlier ones are in metrics.jsonl."""
     is_world_process_zero: bool = True
     is_local_process_zero: bool = True
 
 
 @dataclass
 class TrainerControl:
-    """What a callback may ask for."""
+    """Requests a callback can make."""
 
     should_training_stop: bool = False
     """End after this step as at `max_steps`: saved, `model/` written."""
     should_save: bool = False
-    """A checkpoint after this step."""
+    """Save a checkpoint after this step."""
     should_evaluate: bool = False
-    """An evaluation at the end of the step under way, or of the next one when asked for between two."""
+    """Evaluate at the end of the running step, or of the next one if set between two."""
 
 
 class TrainerCallback:
-    """Base class for callbacks; every method is optional, and a class need not derive from it.
+    """Base class for callbacks. Every method is optional, and so is deriving from it.
 
-    Each is called with `args` (the RunConfig), `state`, `control`, and by keyword `model` (None where it lies in other
-    processes) and `processing_class`. What a callback raises ends the run; its last checkpoint stays.
+    Each is called with `args` (the RunConfig), `state`, `control`, and by keyword `model` (None if it is in other
+    processes) and `processing_class`. An exception in a callback ends the run; its last checkpoint stays.
     """
 
     def on_train_begin(self, args: RunConfig, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
@@ -69,7 +69,7 @@ EVENTS = tuple(name for name in vars(TrainerCallback) if name.startswith("on_"))
 
 
 class Callbacks:
-    """The callbacks of a run, in their order."""
+    """The callbacks of a run, in order."""
 
     def __init__(self, callbacks: Iterable[Any], max_steps: int) -> None:
         self.state = TrainerState(max_steps=max_steps)
@@ -79,30 +79,33 @@ class Callbacks:
             self.add(callback)
 
     def add(self, callback: Any) -> None:
-        """One more, an object or a class. Raises ConfigError when it has none of the methods; warns of unknown ones."""
+        """Add an object or a class. Raises ConfigError when it has none of the methods; warns of unknown ones."""
         callback = callback() if isinstance(callback, type) else callback
         name = type(callback).__name__
         if not any(hasattr(callback, event) for event in EVENTS):
             raise ConfigError(f"callbacks: {name} has none of the methods {', '.join(EVENTS)}")
-        own = (vars(kind) for kind in type(callback).__mro__ if not kind.__module__.startswith("transformers."))
-        if never := sorted({key for names in own for key in names if key.startswith("on_")} - set(EVENTS)):
-            warnings.warn(
-                f"callbacks: {name}.{', '.join(never)} is never called; a run calls {', '.join(EVENTS)}", stacklevel=3
-            )
+        unknown: set[str] = set()
+        for kind in type(callback).__mro__:
+            if not kind.__module__.startswith("transformers."):
+                unknown |= {key for key in vars(kind) if key.startswith("on_")} - set(EVENTS)
+        if unknown:
+            names = ", ".join(sorted(unknown))
+            warnings.warn(f"callbacks: {name}.{names} is never called; a run calls {', '.join(EVENTS)}", stacklevel=3)
         self._all.append(callback)
 
     def remove(self, callback: Any) -> None:
-        """Take back one that was added, by itself or its class."""
+        """Remove a callback, by itself or its class."""
         self._all = [one for one in self._all if one is not callback and type(one) is not callback]
 
     def call(self, event: str, args: RunConfig, **kwargs: Any) -> None:
-        """Tell all of them; one may return the control to set it, as in transformers."""
+        """Call an event of all callbacks; one may return the control to set it, as in transformers."""
         for callback in self._all:
-            if (method := getattr(callback, event, None)) is not None:
+            method = getattr(callback, event, None)
+            if method is not None:
                 self.control = method(args, self.state, self.control, **kwargs) or self.control
 
     def take(self, wish: str) -> bool:
-        """Whether a callback wished for it since the last time: `should_save` or `should_evaluate`."""
+        """Return and clear a callback's request: `should_save` or `should_evaluate`."""
         wished = bool(getattr(self.control, wish))
         setattr(self.control, wish, False)
         return wished

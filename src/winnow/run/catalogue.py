@@ -1,4 +1,4 @@
-"""The catalogue behind `winnow methods`, read off the method tables and their docstrings."""
+"""Catalogue behind `winnow methods`, read from the method tables and their docstrings."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ TABLES: dict[str, Mapping[str, type]] = {
     "step_scale": STEP_SCALES,
     "learner": LEARNERS,
 }
-"""Config field -> its table, in the order in which a rollout meets them."""
+"""Config field -> its table, in the order a rollout passes them."""
 
 METHOD_TABLES = {key: table for key, table in TABLES.items() if key not in ("env", "engine")}
-"""Those whose methods are built from their options alone. Tasks may be objects, and an engine may be `auto`."""
+"""Tables of methods that are built from options alone: tasks may be objects, and an engine may be `auto`."""
 
 
 def all_methods() -> list[dict[str, Any]]:
-    """Every method, an entry each: `field, name, summary, file, options` (option -> default), maybe `provides`."""
+    """Return an entry per method: `field, name, summary, file, options` (option -> default), maybe `provides`."""
     found = []
     for field, table in TABLES.items():
         for name in table:
@@ -53,7 +53,7 @@ def all_methods() -> list[dict[str, Any]]:
 
 
 def options(cls: type) -> dict[str, Any]:
-    """Defaults of a dataclass's options; required ones show as `required`."""
+    """Return the defaults of a dataclass's options; `required` for those without."""
     defaults: dict[str, Any] = {}
     for f in dataclasses.fields(cls):
         if f.default is not dataclasses.MISSING:

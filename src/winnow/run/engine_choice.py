@@ -1,4 +1,4 @@
-"""What `engine: auto` is in a run: vLLM on a GPU where it is installed and pays, else the embedded engine."""
+"""Resolves `engine: auto`: vLLM on a GPU where it is installed and pays off, else the embedded engine."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from ..sampler import SYNCS, Processes
 
 AUTO = "auto"
 PAYS_FROM = 10_000_000
-"""Parameters of a model from which vLLM's start, up to a minute, pays."""
+"""Model parameters from which vLLM's start, up to a minute, pays off."""
 
 
 def choose_engine(c: RunConfig, parameters: int, device: str) -> tuple[MethodSpec, str]:
-    """The engine that `c.engine` names or `auto` becomes, and why. `device`: the type that samplers have.
+    """Return the engine that `c.engine` names or `auto` becomes, and why. `device`: device type of samplers.
 
-    Options that are given with `name: auto` stay; one that vLLM does not have decides for the embedded engine.
+    Options given with `name: auto` are kept; one that vLLM does not have selects the embedded engine.
     """
     if name_of(c.engine) != AUTO:
         return c.engine, "as configured"
@@ -30,8 +30,8 @@ def choose_engine(c: RunConfig, parameters: int, device: str) -> tuple[MethodSpe
 
 
 def engine_options(c: RunConfig, *, alone: bool = False) -> Any:
-    """Options of the run's engine for where it runs. `alone`: on a GPU without a learner."""
-    spec, _ = choose_engine(c, 0, "cpu")  # an `auto` that no run has settled is the embedded engine
+    """Return the options of the run's engine. `alone`: on a GPU without a learner."""
+    spec, _ = choose_engine(c, 0, "cpu")  # an unsettled `auto` is the embedded engine
     options = method(ENGINES, spec, "engine")
     if not hasattr(options, "for_run"):
         return options
@@ -45,25 +45,26 @@ def engine_options(c: RunConfig, *, alone: bool = False) -> Any:
 
 
 def samples_elsewhere(c: RunConfig) -> bool:
-    """Whether samplers have devices of their own; sampler processes share the learner's unless they are given some."""
+    """Whether samplers have their own devices; sampler processes share the learner's unless given some."""
     options = method(SYNCS, c.sync, "sync")
     return "own_engine" in options.provides and not (isinstance(options, Processes) and not options.devices)
 
 
 def uncorrected(c: RunConfig) -> bool:
-    """Whether no ratio of the loss weighs tokens by what the engine's own rounding made of their probabilities."""
+    """Whether no ratio of the loss corrects for the engine's rounding of probabilities."""
     return c.policy_loss == "plain" and name_of(c.correction) == "none"
 
 
 def _choice(c: RunConfig, parameters: int, device: str, options: set[str]) -> tuple[str, str]:
     if device != "cuda":
         return "local", f"samplers are on {device}"
-    if strange := sorted(options - {field.name for field in dataclasses.fields(VllmOptions)}):
-        return "local", f"vLLM has no option {strange[0]}"
+    unknown = options - {field.name for field in dataclasses.fields(VllmOptions)}
+    if unknown:
+        return "local", f"vLLM has no option {min(unknown)}"
     if uncorrected(c):
         return "local", "policy_loss: plain without a correction needs an engine that rounds as the learner does"
     if parameters < PAYS_FROM:
-        return "local", f"vLLM pays from {PAYS_FROM / 1e6:g} million parameters, the model has {parameters:,}"
+        return "local", f"vLLM pays off from {PAYS_FROM / 1e6:g} million parameters, the model has {parameters:,}"
     if find_spec("vllm") is None:
         return "local", f"vLLM is faster on a GPU, but not installed; {install('vllm')}"
     return "vllm", "samplers are on a GPU, and vLLM is installed"

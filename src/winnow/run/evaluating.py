@@ -1,4 +1,4 @@
-"""Evaluations of a run and profiles for its selector, when they are due."""
+"""Evaluations of a run and profiles for its selector, when due."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from .build import Methods
 
 
 def require_held_out(task: Task) -> None:
-    """Raises ConfigError when there is nothing to evaluate on."""
+    """Raise ConfigError if there are no held-out prompts."""
     if not task.test:
-        raise ConfigError("eval_dataset: there are no held-out prompts to evaluate on; give some (env: test)")
+        raise ConfigError("eval_dataset: no held-out prompts to evaluate on; give some (env: test)")
 
 
 @dataclass(frozen=True)
 class Evaluations:
-    """What is sampled besides training, and booked as evaluation."""
+    """Samples outside training, booked as evaluation."""
 
     config: RunConfig
     task: Task
@@ -31,14 +31,14 @@ class Evaluations:
     records: Records
 
     def evaluate(self, step: int) -> Evaluation | None:
-        """Held-out figures, every `eval_steps` and at the end."""
+        """Return held-out metrics every `eval_steps` and at the end, else None."""
         c = self.config
         if not c.eval_steps or (step % c.eval_steps and step != c.max_steps):
             return None
         return self.now(step)
 
     def now(self, step: int) -> Evaluation:
-        """Held-out figures. Raises ConfigError without held-out prompts."""
+        """Return held-out metrics. Raises ConfigError without held-out prompts."""
         c = self.config
         require_held_out(self.task)
         prompts = self.task.test[: c.eval_prompts]
@@ -49,7 +49,7 @@ class Evaluations:
         return found
 
     def profile(self, step: int) -> None:
-        """Give the selector fresh pass rates of all training prompts, if it wants them."""
+        """Give the selector fresh pass rates of all training prompts, if it asks for them."""
         n = self.methods.selector.wants_profile(step)
         if not n or step == self.config.max_steps:
             return

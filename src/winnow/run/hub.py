@@ -1,6 +1,6 @@
-"""Upload of a run's model to a Hugging Face hub, through huggingface_hub; HF_ENDPOINT says to which.
+"""Uploads a run's model to the Hugging Face hub of HF_ENDPOINT.
 
-The token is the one of HF_TOKEN or `hf auth login`. It is in no configuration, and nothing here prints or keeps it.
+The token is that of HF_TOKEN or `hf auth login`. It is in no configuration, and is never printed or stored.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from . import checkpoint
 
 
 class PushError(OSError):
-    """An upload that failed; what was to be uploaded is where it was."""
+    """A failed upload; the local files are unchanged."""
 
 
 @dataclass(frozen=True)
 class Pushed:
-    """What came of an upload."""
+    """Result of an upload."""
 
     repo: str
     """`namespace/name`."""
@@ -32,7 +32,7 @@ class Pushed:
 
 
 def check_hub(c: RunConfig) -> None:
-    """Raises ConfigError when a run that is to be uploaded could not be: a bad name, or no token."""
+    """Raise ConfigError if a run could not be uploaded: a bad name, or no token."""
     if not c.push_to_hub:
         return
     from huggingface_hub import get_token
@@ -43,17 +43,17 @@ def check_hub(c: RunConfig) -> None:
     except HFValidationError as error:
         raise ConfigError(f"hub_model_id: {error}") from None
     if get_token() is None:
-        raise ConfigError("push_to_hub: there is no token; set HF_TOKEN in the environment, or run `hf auth login`")
+        raise ConfigError("push_to_hub: no token; set HF_TOKEN in the environment, or run `hf auth login`")
 
 
 def push(run_dir: Path, c: RunConfig, folder: Path | None = None) -> Pushed:
-    """Upload `folder`, by default the finished `model/` or that of the last checkpoint.
+    """Upload `folder`; default: the finished `model/`, else that of the last checkpoint.
 
-    Raises PushError, which names the cause and the command to try again; ConfigError when there is nothing yet.
+    Raises PushError with the cause and the command to retry, ConfigError when there is no model yet.
     """
     with ExitStack() as stack:
         source, folder = (folder, folder) if folder else _latest(run_dir, stack)
-        if _step(folder) is not None and c.save_dtype != "auto":  # those of checkpoints are float32
+        if _step(folder) is not None and c.save_dtype != "auto":  # checkpoints are float32
             temporary = stack.enter_context(tempfile.TemporaryDirectory(prefix="winnow-push-"))
             typed = Path(temporary, "model")
             recast(source, typed, types_from(c.save_dtype))
@@ -62,33 +62,33 @@ def push(run_dir: Path, c: RunConfig, folder: Path | None = None) -> Pushed:
 
 
 def _upload(run_dir: Path, c: RunConfig, source: Path, folder: Path) -> Pushed:
-    """`source`: where the files of `folder` are now."""
+    """Upload `source`, which holds the files of `folder`."""
     step = _step(folder)
     try:
         from huggingface_hub import HfApi
 
         api = HfApi(library_name="winnow")
         repo = api.create_repo(_name(c), private=c.hub_private_repo, exist_ok=True).repo_id
-        # Whole weights beside an earlier checkpoint's adapters would be loaded as a model under adapters.
+        # With adapters of an earlier upload left, whole weights would be loaded as a model under adapters.
         stale = None if (source / "adapter_config.json").exists() else ["adapter_*"]
         done = api.upload_folder(
             folder_path=source,
             repo_id=repo,
             commit_message="Upload of a finished run by Winnow" if step is None else f"Step {step}, by Winnow",
             delete_patterns=stale,
-            ignore_patterns=None if step is None else ["README.md"],  # peft's is a form that nobody has filled in
+            ignore_patterns=None if step is None else ["README.md"],  # peft writes an unfilled template
         )
-    except Exception as error:  # of the network, the hub or the disk: whatever it is, the run goes on
-        said = (str(error).strip() or type(error).__name__).splitlines()[0]
+    except Exception as error:  # network, hub or disk: the run continues in any case
+        cause = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise PushError(
-            f"{folder} could not be uploaded as {_name(c)}: {said}; it is as it was. Try again with: "
+            f"{folder}: not uploaded as {_name(c)} ({cause}); the files are unchanged, retry with: "
             f"winnow push {run_dir}"
         ) from error
     return Pushed(repo, str(done.commit_url), str(folder))
 
 
 def push_if_due(run_dir: Path, c: RunConfig, saved: Path | None = None) -> Pushed | None:
-    """Upload after a run has ended, or, with `saved`, after this checkpoint; a failure is a warning."""
+    """Upload the finished run, or checkpoint `saved`; a failure is a warning."""
     if not c.push_to_hub or (saved is not None and c.hub_strategy != "every_save"):
         return None
     try:
@@ -99,21 +99,21 @@ def push_if_due(run_dir: Path, c: RunConfig, saved: Path | None = None) -> Pushe
 
 
 def _name(c: RunConfig) -> str:
-    """As in transformers: the directory's, unless another is given; without a namespace it is the token's user's."""
+    """Return the repo, as in transformers: the directory's name unless given; without a namespace, the user's."""
     return c.hub_model_id or Path(c.output_dir).absolute().name
 
 
 def _latest(run_dir: Path, stack: ExitStack) -> tuple[Path, Path]:
-    """The newest model as it stays while `stack` is open, and the directory it is of."""
+    """Return the newest model, held until `stack` closes, and the directory it belongs to."""
     if (run_dir / "model").is_dir():
         return run_dir / "model", run_dir / "model"
     found = stack.enter_context(checkpoint.held(run_dir))
     if found is None:
-        raise ConfigError(f"{run_dir}: has neither a model nor a checkpoint yet")
+        raise ConfigError(f"{run_dir}: no model or checkpoint yet; train longer")
     return found / "model", run_dir / "checkpoints" / found.name / "model"
 
 
 def _step(folder: Path) -> int | None:
-    """The step of a checkpoint's model; None for that of a finished run."""
+    """Return the step of a checkpoint's model; None for that of a finished run."""
     prefix, _, number = folder.parent.name.rpartition("-")
     return int(number) if prefix == "step" and number.isdigit() else None

@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM, and a terminal that goes away: first finish the step and save, then stop at once."""
+"""Signal handling: Ctrl-C, SIGTERM or a closed terminal finish the step and save; a second one stops at once."""
 
 from __future__ import annotations
 
@@ -9,17 +9,15 @@ from queue import SimpleQueue
 from typing import Any
 
 SPEAK_S = 5.0
-"""Longest wait for the announcement at the end: a terminal may not take it."""
+"""Longest wait for the announcement at the end: the terminal may block."""
 
 
 class StopSignals:
     """First SIGINT, SIGTERM or SIGHUP: finish the step and save. Second: stop at once (a resume redoes the step).
 
-    A SIGHUP that is ignored, as under `nohup`, stays so.
-
-    `request` runs in the signal handler, between any two instructions of the main thread: it may set a flag, no more.
-    `announce` tells the user, from a thread of its own: printing is not safe in a handler (it may come in the middle
-    of another line, or of an import that printing needs).
+    A SIGHUP that is ignored, as under `nohup`, stays ignored. `request` runs in the signal handler, between any two
+    instructions of the main thread, so it may only set a flag. `announce` prints from a separate thread: in a handler
+    it could interrupt another line, or an import that printing needs.
     """
 
     def __init__(self, request: Callable[[], None], announce: Callable[[], None]) -> None:
@@ -27,7 +25,7 @@ class StopSignals:
         self._announce = announce
         self._seen = False
         self._previous: dict[int, Any] = {}
-        self._signalled: SimpleQueue[bool] = SimpleQueue()  # the queue whose put() a handler may call
+        self._signalled: SimpleQueue[bool] = SimpleQueue()  # its put() is safe in a handler
         self._speaker = threading.Thread(target=self._speak, name="winnow-signals", daemon=True)
 
     def __enter__(self) -> None:

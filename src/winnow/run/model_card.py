@@ -1,4 +1,4 @@
-"""The model card of a finished run: `model/README.md`, with what was done to the model and what it cost."""
+"""Model card of a finished run, `model/README.md`: methods, results and cost."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ SHOWN = ("selector", "group_size", "gates", "filter", "advantage", "correction",
 def write_card(
     directory: Path, c: RunConfig, totals: Mapping[str, Mapping[str, float]], metrics: Sequence[Mapping[str, float]]
 ) -> None:
-    """Write the card into `directory`, with the metadata that a hub reads.
+    """Write the card into `directory`, with the metadata a hub reads.
 
-    `totals`: rollouts and tokens by fate, of the ledger. `metrics`: rows of metrics.jsonl.
+    `totals`: rollouts and tokens by fate, from the ledger. `metrics`: rows of metrics.jsonl.
     """
     base = None if Path(c.model).exists() else c.model
     head = ModelCardData(base_model=base, library_name="transformers", tags=["winnow", "reinforcement-learning"])
@@ -52,7 +52,7 @@ def _steps(metrics: Sequence[Mapping[str, float]]) -> str:
 
 
 def _evaluations(metrics: Sequence[Mapping[str, float]]) -> str:
-    """Held-out figures of the first and the last evaluation; nothing without two."""
+    """Return a table of the first and the last evaluation; empty without two."""
     rows = [row for row in metrics if "eval/avg@n" in row]
     if len(rows) < 2:
         return ""
@@ -66,7 +66,7 @@ def _evaluations(metrics: Sequence[Mapping[str, float]]) -> str:
 
 
 def _methods(c: RunConfig) -> list[str]:
-    """A line for each method, with the paper that it is from."""
+    """Return a line per method, with its paper."""
     known = {(entry["field"], entry["name"]): entry["summary"] for entry in all_methods()}
     lines = []
     for field in SHOWN:
@@ -86,7 +86,7 @@ def _fates(totals: Mapping[str, Mapping[str, float]]) -> str:
 
 
 def _settings(c: RunConfig) -> str:
-    """What differs from the defaults, without where the run was."""
+    """Return the settings that differ from the defaults, except where the run was."""
     changed = c.model_dump(mode="json", exclude_defaults=True, exclude={"output_dir", "report_to", "run_name"})
     text: Any = yaml.safe_dump(changed, sort_keys=False, allow_unicode=True)
     return f"```yaml\n{text}```"

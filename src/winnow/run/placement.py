@@ -1,4 +1,4 @@
-"""Where the parts of a run would be: memory of samplers and ranks, nodes of the cluster, and what does not fit."""
+"""Placement of a run's processes: memory of samplers and ranks, nodes of the cluster, and what does not fit."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from .build import sampler_options
 
 MIB = 2**20
 FREE_S = 30.0
-"""Most that a run waits for what other work of the cluster holds: an earlier run may just have ended."""
+"""Longest wait for resources that other jobs hold: an earlier run may just have ended."""
 FEWER = "set fewer samplers, ranks, threads or num_gpus, or add nodes"
 STARTS = "the run starts without them"
 PROCESS_MIB = 500
-"""What a process takes before it has a model; measured: 390 MiB for a sampler, 470 for a rank."""
+"""MiB of a process without a model; measured: 390 for a sampler, 470 for a rank."""
 
 
 def placement(c: RunConfig, sizes: Sizes, rollouts: int, *, sent: bool = True) -> dict[str, Any]:
@@ -52,7 +52,7 @@ def placement(c: RunConfig, sizes: Sizes, rollouts: int, *, sent: bool = True) -
 
 
 def _places(c: RunConfig) -> dict[str, dict[str, Any]]:
-    """Processes of a run and what each needs but for memory, by kind; of a cluster, this process has joined it."""
+    """Return the count of each kind of process and its needs except memory. Its Ray cluster must be joined."""
     found: dict[str, dict[str, Any]] = {}
     sampling, learner = sampler_options(c), method(LEARNERS, c.learner, "learner")
     if isinstance(sampling, PoolOptions):
@@ -65,9 +65,9 @@ def _places(c: RunConfig) -> dict[str, dict[str, Any]]:
 
 
 def require_places(c: RunConfig) -> None:
-    """Refuse a run whose samplers and ranks do not fit on their Ray cluster together, with the learner's GPU.
+    """Raise ConfigError if samplers, ranks and the learner's GPU do not fit on their Ray cluster together.
 
-    What other work of the cluster holds is waited for for `FREE_S`. Raises ConfigError.
+    Waits up to `FREE_S` for resources that other jobs hold.
     """
     sampling, learner = sampler_options(c), method(LEARNERS, c.learner, "learner")
     on_cluster = {"sync": sampling, "learner": learner}
@@ -94,21 +94,21 @@ def require_places(c: RunConfig) -> None:
     deadline = time.monotonic() + FREE_S
     while missing := _not_free(wanted):
         if time.monotonic() > deadline:
-            raise ConfigError(f"{key}: {_described(wanted)}, but other work of the cluster leaves {missing}; {FEWER}")
+            raise ConfigError(f"{key}: {_described(wanted)}, but other jobs of the cluster leave {missing}; {FEWER}")
         time.sleep(0.2)
 
 
 def _described(wanted: dict[str, dict[str, Any]]) -> str:
-    """Who needs how much, in a sentence's beginning."""
-    parts = [
-        f"{each['count']} {kind} need {each['count'] * each['cpus']:g} CPUs and {each['count'] * each['gpus']:g} GPUs"
-        for kind, each in wanted.items()
-    ]
+    """Return what each kind needs, as the beginning of a sentence."""
+    parts = []
+    for kind, each in wanted.items():
+        count = each["count"]
+        parts.append(f"{count} {kind} need {count * each['cpus']:g} CPUs and {count * each['gpus']:g} GPUs")
     return ", ".join(parts)
 
 
 def _not_free(wanted: dict[str, dict[str, Any]]) -> str:
-    """What is free now, if it is not enough."""
+    """Return the free resources if they are not enough, else an empty text."""
     import ray
 
     free, short = ray.available_resources(), False
@@ -119,7 +119,7 @@ def _not_free(wanted: dict[str, dict[str, Any]]) -> str:
 
 
 def engine_bytes(c: RunConfig) -> int:
-    """Bytes of an engine's weight, key or value."""
+    """Return the bytes of an engine's weight, key or value."""
     dtype = c.engine.get("dtype") if isinstance(c.engine, dict) else None
     return 2 if dtype in ("bfloat16", "float16") else 4
 
@@ -130,14 +130,13 @@ def _kv_bytes(c: RunConfig, rollouts: int) -> int:
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     slots = c.engine.get("slots", 256) if isinstance(c.engine, dict) else 256
-    each = (
-        2 * text.num_hidden_layers * heads * width * engine_bytes(c) * (c.max_prompt_length + c.max_completion_length)
-    )
+    longest = c.max_prompt_length + c.max_completion_length
+    each = 2 * text.num_hidden_layers * heads * width * engine_bytes(c) * longest
     return int(each * min(max(rollouts, 1), int(slots)))
 
 
 def _nodes(*specs: MethodSpec) -> list[dict[str, Any]]:
-    """Nodes of the cluster that these are on, else this machine."""
+    """Return the nodes of the cluster that these use, else this machine."""
     if any((spec if isinstance(spec, str) else spec.get("name")) in ("ray", "fsdp") for spec in specs):
         return [
             {
@@ -153,7 +152,7 @@ def _nodes(*specs: MethodSpec) -> list[dict[str, Any]]:
 
 
 def does_not_fit(wanted: dict[str, dict[str, Any]], nodes: list[dict[str, Any]]) -> list[str]:
-    """Place processes where most memory is left, ranks first; sentences about those that found no place."""
+    """Place processes where most memory is left, samplers last; return a sentence for each kind that does not fit."""
     left = [dict(node) for node in nodes]
     problems = []
     for kind in ("learner", "ranks", "samplers"):

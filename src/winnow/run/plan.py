@@ -1,4 +1,4 @@
-"""What `winnow train --dry-run` prints: the plan of a run and its budget of tokens and memory."""
+"""Plan of a run and its budget of tokens and memory, as `winnow train --dry-run` prints it."""
 
 from __future__ import annotations
 
@@ -22,15 +22,16 @@ MIB = 2**20
 
 
 def plan(trainer: Trainer) -> dict[str, Any]:
-    """Upper bounds; completions usually end earlier."""
+    """Return the plan. Figures are upper bounds; completions usually end earlier."""
     c, parameters, trained = trainer.config, trainer.learner.sizes.total, trainer.learner.sizes.trained
     rollouts = rollouts_per_step(trainer)
     longest = c.max_prompt_length + c.max_completion_length
     example = prompt_example(trainer.task, trainer.tokenizer)
     evaluations = c.max_steps // c.eval_steps + 1 if c.eval_steps else 0
+    why, warnings = trainer.machine.why, trainer.machine.warnings()
     return {
         "model": c.model,
-        **({"model_because": because} if (because := trainer.machine.why.get("model")) else {}),
+        **({"model_because": why["model"]} if why.get("model") else {}),
         "parameters": parameters,
         "trained_parameters": trained,
         "device": str(trainer.learner.device),
@@ -55,20 +56,20 @@ def plan(trainer: Trainer) -> dict[str, Any]:
         "gradient_checkpointing": c.gradient_checkpointing,
         "save_dtype": c.save_dtype,
         "dtype": c.dtype,
-        "dtype_because": trainer.machine.why["dtype"],
+        "dtype_because": why["dtype"],
         "threads": torch.get_num_threads(),
-        "threads_because": trainer.machine.why["threads"],
+        "threads_because": why["threads"],
         "engine": c.engine,
-        **({"engine_because": because} if (because := trainer.machine.why.get("engine")) else {}),
+        **({"engine_because": why["engine"]} if why.get("engine") else {}),
         "output_dir": c.output_dir,
         **_memory_of(trainer),
-        **({"warnings": warnings} if (warnings := trainer.machine.warnings()) else {}),
+        **({"warnings": warnings} if warnings else {}),
         **placement(c, trainer.learner.sizes, rollouts, sent=not getattr(trainer.learner, "read", False)),
     }
 
 
 def _memory_of(trainer: Trainer) -> dict[str, Any]:
-    """GiB of each phase on the run's GPU; nothing on a CPU."""
+    """Return the GiB of each phase on the run's GPU; empty on a CPU."""
     if trainer.learner.device.type != "cuda":
         return {}
     c = trainer.config
@@ -83,7 +84,7 @@ def _in_gib(phases: Phases) -> dict[str, dict[str, float]]:
 
 
 def plan_for(c: RunConfig, gpus: Gpus) -> dict[str, Any]:
-    """The plan of a run on GPUs that are not here: what is `auto` there, and the memory of each phase in GiB.
+    """Return the plan of a run on other GPUs: what `auto` becomes, and the memory of each phase in GiB.
 
     Reads only the model's configuration. With two GPUs or more the learner has the first and samplers the others.
     Raises ConfigError when the run cannot fit, with the keys to change.
@@ -118,7 +119,7 @@ def plan_for(c: RunConfig, gpus: Gpus) -> dict[str, Any]:
 
 
 def rollouts_per_step(trainer: Trainer) -> int:
-    """Rollouts of a step with the largest groups that the run may use; a filter that refills may need more."""
+    """Return the rollouts of a step with the largest groups; a filter that refills may need more."""
     m = trainer.methods
     return trainer.config.prompts_per_step * (m.group_size.largest + m.advantage.greedy_baseline)
 

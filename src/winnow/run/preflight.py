@@ -1,4 +1,4 @@
-"""Checks before a run starts or goes on, so that what cannot work fails at once."""
+"""Checks before a run starts or resumes, so that what cannot work fails at once."""
 
 from __future__ import annotations
 
@@ -35,20 +35,19 @@ MAY_CHANGE_ON_RESUME = frozenset(
     | {"engine", "tokens_per_microbatch", "gradient_checkpointing"}
     | {"push_to_hub", "hub_model_id", "hub_strategy", "hub_private_repo"}
 )
-"""Keys that a resume may override; any other would make the rest of the run something else. Of `sync` the options of
-sampler processes alone: runs with them cannot be repeated anyway. Of `learner` those that say where it runs, of
-`engine` those that bound its memory. These, `tokens_per_microbatch`, `gradient_checkpointing` and `threads` change how
-sums are rounded."""
+"""Keys a resume may override; others would change what the rest of the run computes. Of `sync` only options of sampler
+processes, whose runs are not repeatable anyway; of `learner` where it runs; of `engine` what bounds its memory. These,
+`tokens_per_microbatch`, `gradient_checkpointing` and `threads` change how sums are rounded."""
 MEMORY_OPTIONS = frozenset({"slots", "max_length", "gpu_memory_utilization", "sleep"})
-"""Options of an engine that bound its memory."""
+"""Engine options that bound its memory."""
 
 
 def resumed_config(run_dir: Path, overrides: Mapping[str, Any]) -> RunConfig:
-    """The saved configuration of a run with these keys changed. Raises ConfigError naming one that may not."""
+    """Return a run's saved configuration with `overrides`. Raises ConfigError naming a key that may not change."""
     for key in overrides:
         if key not in MAY_CHANGE_ON_RESUME:
             allowed = ", ".join(sorted(MAY_CHANGE_ON_RESUME))
-            raise ConfigError(f"'{key}' cannot change on a resume; only these can: {allowed}. Start a new run instead")
+            raise ConfigError(f"{key}: cannot change on a resume (only these can: {allowed}); start a new run")
     saved, changed = read_config(run_dir), dict(overrides)
     engine = changed.get("engine")
     if isinstance(engine, dict) and engine.get("name") == AUTO:  # `engine.slots=64` on the command line
@@ -57,7 +56,7 @@ def resumed_config(run_dir: Path, overrides: Mapping[str, Any]) -> RunConfig:
 
 
 def refuse_changes(run_dir: Path, saved: Mapping[str, Any], config: RunConfig) -> None:
-    """Raises ConfigError with the difference when `config` would make the rest of the run something else."""
+    """Raise ConfigError with the difference if `config` would change what the rest of the run computes."""
     before, now = (as_saved(c) for c in (validate(from_saved(saved)), config))
     free = MAY_CHANGE_ON_RESUME | {"output_dir"}
     repeatable = any("repeatable" in sampler_options(validate(c)).provides for c in (saved, now))
@@ -72,12 +71,12 @@ def refuse_changes(run_dir: Path, saved: Mapping[str, Any], config: RunConfig) -
         free -= {"max_steps"}  # it shapes every later learning rate
     changed = [k for k in now if before.get(k) != now[k] and k not in free]
     if changed:
-        shown = "; ".join(f"{k}: {before.get(k)!r} then, {now[k]!r} now" for k in changed)
+        shown = "; ".join(f"{k}: was {before.get(k)!r}, is {now[k]!r}" for k in changed)
         raise ConfigError(f"{run_dir}: the configuration has changed since the checkpoint: {shown}")
 
 
 def refuse_used_directory(run_dir: Path, go_on: str | None = None) -> None:
-    """Raises RunDirectoryError when a run was begun there. `go_on`: how to resume it; empty: it cannot be."""
+    """Raise RunDirectoryError if a run was begun there. `go_on`: how to resume it; empty if it cannot be."""
     used = [name for name in (CONFIG, LEDGER, START, "checkpoints") if (run_dir / name).exists()]
     if used:
         go_on = f"`winnow resume {run_dir}` (Trainer.resume in Python)" if go_on is None else go_on
@@ -88,8 +87,10 @@ def refuse_used_directory(run_dir: Path, go_on: str | None = None) -> None:
 
 
 def in_steps(c: RunConfig, prompts: int) -> RunConfig:
-    """With `num_train_epochs` as `max_steps`: an epoch has a step for every `prompts_per_step` of the training prompts,
-    whatever a selector skips or a filter refills. Raises ConfigError."""
+    """Replace `num_train_epochs` by `max_steps`. Raises ConfigError.
+
+    An epoch has a step per `prompts_per_step` training prompts, whatever a selector skips or a filter refills.
+    """
     if c.num_train_epochs is None:
         return c
     steps = math.ceil(c.num_train_epochs * prompts / c.prompts_per_step)
@@ -109,15 +110,15 @@ def _name(spec: MethodSpec) -> Any:
 
 
 def check_evaluation(c: RunConfig, task: Task) -> None:
-    """Raises ConfigError when there is nothing to evaluate on."""
+    """Raise ConfigError if evaluations are due but there are no held-out prompts."""
     if c.eval_steps and not task.test:
-        raise ConfigError("eval_steps is set, but the task has no held-out prompts; give it some, or remove eval_steps")
+        raise ConfigError("eval_steps: the task has no held-out prompts; give it some, or remove eval_steps")
 
 
 def check_prompts(c: RunConfig, task: Task, rewarder: Rewarder, tokenizer: Any, engine: Engine | None) -> None:
-    """Try a few prompts on reward functions, tokenizer and the engine, if it is here; warn of those that will fail.
+    """Try a few prompts on reward functions, tokenizer and engine (if local); warn of prompts that will fail.
 
-    Raises ConfigError when all that are tried fail.
+    Raises ConfigError when all of them fail.
     """
     first = task.train[0]
     rewarder.check(first.columns, first.messages is not None)
@@ -125,12 +126,12 @@ def check_prompts(c: RunConfig, task: Task, rewarder: Rewarder, tokenizer: Any, 
     warn_of_long_prompts(c.max_prompt_length, task, tokenizer)
     warn_of_refused_prompts(task, tokenizer)
     if not rewarder.names and task.make_env(first) is None:
-        raise ConfigError("there is no reward: give reward_funcs, e.g. 'my_reward.py:my_reward'")
-    causes = []
+        raise ConfigError("reward_funcs: missing, and the task has no reward; give e.g. 'my_reward.py:my_reward'")
+    causes, limit = [], c.max_prompt_length
     for prompt in [*task.train[:16], *task.test[:16]]:
         try:
             ids = encode_prompt(tokenizer, prompt)
-            if len(ids) > (limit := c.max_prompt_length):
+            if len(ids) > limit:
                 raise ConfigError(f"prompt '{prompt.id}' has {len(ids)} tokens, over max_prompt_length={limit}")
             if task.max_turns > 1 and prompt.messages is not None:
                 encode_observation(tokenizer, prompt, "?", np.array([], np.int64))
@@ -146,15 +147,15 @@ def check_prompts(c: RunConfig, task: Task, rewarder: Rewarder, tokenizer: Any, 
 
 
 LONGEST = 8
-"""Prompts of the most characters, of which the tokens are counted; only if one has too many, those of more are."""
+"""Longest prompts, by characters, whose tokens are counted; others only if one of these has too many."""
 COUNTED = 10_000
-"""Most prompts of which the tokens are counted, or those that the chat template refuses."""
+"""Most prompts whose tokens, or refusals by the chat template, are counted."""
 TRIED = 256
-"""Prompts that the chat template is tried on, besides one of each sequence of roles; all only if one is refused."""
+"""Prompts tried on the chat template, plus one of each sequence of roles; all only if one is refused."""
 
 
 def warn_of_long_prompts(limit: int, task: Task, tokenizer: Any) -> None:
-    """Say how many prompts have over `limit` tokens: they fail whenever they are drawn, and are never cut."""
+    """Warn how many prompts have over `limit` tokens: they fail whenever drawn, and are never cut."""
     for part, prompts in (("training", task.train), ("held-out", task.test)):
         longest = max(_tokens(tokenizer, _longest(prompts)), default=0) if task.max_turns == 1 else 0
         if longest <= limit:
@@ -169,7 +170,7 @@ def warn_of_long_prompts(limit: int, task: Task, tokenizer: Any) -> None:
 
 
 def warn_of_refused_prompts(task: Task, tokenizer: Any) -> None:
-    """Report how many prompts the chat template refuses or the tokenizer cannot encode: they fail whenever drawn."""
+    """Warn how many prompts the chat template refuses or the tokenizer cannot encode: they fail whenever drawn."""
     if task.max_turns > 1:  # what is encoded begins with the environment's first observation
         return
     for part, prompts in (("training", task.train), ("held-out", task.test)):
@@ -178,7 +179,7 @@ def warn_of_refused_prompts(task: Task, tokenizer: Any) -> None:
         tried = [*one_of_each.values(), *some[:: -(-len(some) // TRIED) or 1]]
         if not any(_refusal(tokenizer, prompt) for prompt in tried):
             continue
-        refusals = [refusal for prompt in some if (refusal := _refusal(tokenizer, prompt))]
+        refusals = [text for text in (_refusal(tokenizer, prompt) for prompt in some) if text]
         warnings.warn(
             f"{len(refusals)} of {len(some)} {part} prompts cannot be encoded and fail, the first: {refusals[0]}. "
             "Change these rows, leave them out of the data, or use another chat template",
@@ -187,7 +188,7 @@ def warn_of_refused_prompts(task: Task, tokenizer: Any) -> None:
 
 
 def _shape(prompt: Prompt) -> tuple[Any, ...]:
-    """What chat templates usually refuse messages by: roles, kinds of content, and other keys."""
+    """Return what chat templates usually refuse messages by: roles, kinds of content, other keys."""
     return tuple((m.get("role"), type(m.get("content")), *sorted(m.keys())) for m in prompt.messages or ())
 
 
@@ -210,7 +211,7 @@ def _characters(prompt: Prompt) -> int:
 
 
 def _tokens(tokenizer: Any, prompts: Sequence[Prompt]) -> list[int]:
-    """Lengths of the prompts that can be encoded."""
+    """Return the lengths of the prompts that can be encoded."""
     lengths = []
     for prompt in prompts:
         with suppress(ValueError):
@@ -219,17 +220,17 @@ def _tokens(tokenizer: Any, prompts: Sequence[Prompt]) -> list[int]:
 
 
 class NothingSampledError(ConfigError):
-    """No probe could be sampled: no prompt can be used, or environments or rewards are down."""
+    """No probe could be sampled: no usable prompt, or environments or rewards are down."""
 
 
 def check_agreement(
     prompts: Sequence[Prompt], roll_out: RollOut, learner: Learner, engine_dtype: Callable[[], str]
 ) -> Agreement:
-    """Sample a few tokens with the learner's weights and compare both sides' log-probabilities of them.
+    """Sample a few tokens with the learner's weights and compare the log-probabilities of sampler and learner.
 
-    `roll_out` samples with these weights, in a type that `engine_dtype` tells afterwards; environments, rewards and
-    every random state stay as they are. Raises ConfigError with the likely cause when they differ, and
-    NothingSampledError when there is nothing to compare.
+    `roll_out` samples with these weights; `engine_dtype` returns its type afterwards. Environments, rewards and random
+    states are untouched. Raises ConfigError with the likely cause when they differ, NothingSampledError when there is
+    nothing to compare.
     """
     jobs = [Job(Visit(i, 0, prompt), PROBES_EACH, "probe") for i, prompt in enumerate(prompts[:PROBED])]
     rollouts = [rollout for group in roll_out(jobs) for rollout in group.rollouts]

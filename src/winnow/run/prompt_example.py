@@ -1,4 +1,4 @@
-"""One prompt as the model gets it: for the plan, the start of a run and its page; and a warning of plain text."""
+"""One prompt as the model sees it, for the plan, a run's start and its page; and a warning about plain text."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from ..tasks.agents import AgentTask
 from ..types import Prompt
 
 TRIED = 16
-"""Prompts of which the first that can be encoded is shown."""
+"""Prompts tried; the first that can be encoded is shown."""
 HEAD, TAIL = 160, 80
-"""Characters shown on one line, from the beginning and the end of a longer prompt."""
+"""Characters shown of a longer prompt, from its beginning and its end."""
 _MARK = "\u241fwinnow\u241f"
 
 
 @dataclass(frozen=True)
 class PromptExample:
-    """A training prompt with its special tokens, and what follows it before the policy is asked."""
+    """A training prompt with its special tokens, and what follows it before the policy samples."""
 
     id: str
     text: str
@@ -31,20 +31,22 @@ class PromptExample:
     follows: str | None
 
     def line(self) -> str:
-        """What a run says of it at its start."""
+        """Return the line a run prints at its start."""
         more = f", then {self.follows}" if self.follows else ""
         return f"prompt '{visible(self.id)}' ({self.tokens} tokens{more}): {on_one_line(self.text)}"
 
 
 def on_one_line(text: str) -> str:
-    """A text for a console: line ends as `\\n`, the middle of a long one left out."""
+    """Format a text for a console: line ends as `\\n`, the middle of a long one left out."""
     text = visible(text).replace("\n", "\\n").replace("\t", "\\t")
     return text if len(text) <= HEAD + TAIL else f"{text[:HEAD]} [...] {text[-TAIL:]}"
 
 
 def prompt_example(task: Task, tokenizer: Any) -> PromptExample | None:
-    """The first training prompt that can be encoded; no environment is started. None: an agent writes the prompts, or
-    there is none."""
+    """Return the first training prompt that can be encoded, without starting an environment.
+
+    None if an agent writes the prompts, or no prompt can be encoded.
+    """
     if isinstance(task, AgentTask):
         return None
     for prompt in task.train[:TRIED]:
@@ -57,21 +59,20 @@ def prompt_example(task: Task, tokenizer: Any) -> PromptExample | None:
 
 
 def warn_of_plain_text(task: Task, tokenizer: Any) -> None:
-    """Say that text prompts are given to a chat model as they are, without its template."""
+    """Warn that a chat model gets text prompts without its template."""
     first = task.train[0]
     if first.messages is not None or not getattr(tokenizer, "chat_template", None) or isinstance(task, AgentTask):
         return
     if not _looks_rendered(first, tokenizer):
         warnings.warn(
-            f"prompt '{first.id}' is plain text, and the model has a chat template, which is not applied to text; for "
-            'a chat give messages, [{"role": "user", "content": ...}], or set system_prompt; ignore this if the text '
-            "is meant as it is",
+            f"prompt '{first.id}' is plain text, to which the model's chat template is not applied; for a chat give "
+            'messages, [{"role": "user", "content": ...}], or set system_prompt; ignore this if that is intended',
             stacklevel=2,
         )
 
 
 def _looks_rendered(prompt: Prompt, tokenizer: Any) -> bool:
-    """Whether the text has a special token of the template, or what the template writes before an answer."""
+    """Whether the text has a special token of the template, or what it writes before an answer."""
     text = prompt.text or ""
     try:
         shown = rendered(tokenizer, [{"role": "user", "content": _MARK}])

@@ -1,4 +1,4 @@
-"""The configuration as JSON Schema, by which editors complete and check YAML."""
+"""JSON Schema of the configuration, with which editors complete and check YAML."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ OWN = {"type": "string", "pattern": ":", "description": "A class of your own: mo
 
 
 def config_schema() -> dict[str, Any]:
-    """Draft 2020-12, of a YAML file for `winnow train`; each method with its options, defaults and what it does."""
+    """Return the schema (Draft 2020-12) of a YAML file for `winnow train`, with options and defaults of each method."""
     schema = RunConfig.model_json_schema()
     schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
     schema["title"] = "Winnow run"
@@ -33,7 +33,9 @@ def config_schema() -> dict[str, Any]:
         given = schema["properties"][field]
         kinds = {"array" if part.get("type") == "array" else "one" for part in given.get("anyOf", [given])}
         many = {"type": "array", "items": one}
-        shape = {"anyOf": [one, many]} if kinds == {"one", "array"} else many if kinds == {"array"} else one
+        shape: dict[str, Any] = {"anyOf": [one, many]}
+        if len(kinds) == 1:
+            shape = many if kinds == {"array"} else one
         schema["properties"][field] = {k: given[k] for k in ("default", "title") if k in given} | shape
     schema["properties"]["variants"] = {
         "type": "object",
@@ -44,7 +46,7 @@ def config_schema() -> dict[str, Any]:
 
 
 def _spec(name: str, defs: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
-    """A method as a section: its name and its options."""
+    """Return the schema of a method as a section: its name and its options."""
     body = dict(defs[options["$ref"].rpartition("/")[2]]) if "$ref" in options else dict(options)
     body["properties"] = {"name": {"const": name}} | body.get("properties", {})
     body["required"] = ["name", *body.get("required", [])]

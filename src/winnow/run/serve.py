@@ -1,6 +1,6 @@
-"""Sampler side of a run: engine, environments and rewards, driven by messages (see `sampler/pool.py`).
+"""Sampler process of a run: engine, environments and rewards, driven by messages (see `sampler/pool.py`).
 
-New weights take effect between two decode steps; rollouts under way go on with them.
+New weights take effect between two decode steps; running rollouts continue with them.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ ReadWeights = Callable[[Mapping[str, Any]], Mapping[str, torch.Tensor]]
 
 
 def alone_on(device: str) -> str:
-    """Hide all GPUs but this one from the process, which has not used any; the device's name from now on."""
+    """Hide all GPUs but `device` from this process, which has not used any yet; return the device's new name."""
     kind, _, number = device.partition(":")
     if kind == "cuda" and number:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
@@ -46,9 +46,9 @@ def alone_on(device: str) -> str:
 
 
 class Server:
-    """Owns everything that samples; `reply` sends a message to the learner, `read` gets published weights.
+    """Engine, environments and rewards of a sampler; `reply` sends to the learner, `read` loads published weights.
 
-    Raises ConfigError when it would not be what the learner has, ValueError when a rule cannot be asked here.
+    Raises ConfigError when its parts differ from the learner's, ValueError when a rule cannot be used here.
     """
 
     def __init__(self, start: Mapping[str, Any], reply: Reply, read: ReadWeights) -> None:
@@ -69,15 +69,15 @@ class Server:
         self.runner = RolloutRunner(self.engine, self.task, tokenizer, self.rewarder, options)
         self.rule_types = rule_types(c)
         self._reply, self._read = reply, read
-        self._born = self._told = time.monotonic()
+        self._born = self._reported = time.monotonic()
         self._idle_s = 0.0
         self._tokens = 0
         for name, mine in fingerprints(self.task, tokenizer).items():
             if start["fingerprints"][name] != mine:
-                raise ConfigError(f"the {name} has changed since the learner started; restore it, and resume the run")
+                raise ConfigError(f"{name}: has changed since the learner started; restore it, and resume the run")
 
     def serve(self, inbox: queue.SimpleQueue[dict[str, Any]]) -> None:
-        """Serve until told to stop. The weights to begin with are the newest once the engine is built."""
+        """Serve until a `stop` message. The first weights are the newest once the engine is built."""
         self._reply({"built": True})
         found: list[dict[str, Any]] = []
         while not found or not found[-1].keys() & {"weights", "stop"}:
@@ -98,11 +98,11 @@ class Server:
                 self._tokens += sum(int(r.action_mask.sum()) for group in groups for r in group.rollouts)
                 for group in groups:
                     self._reply({"group": group_state(group)})
-            if groups or time.monotonic() - self._told >= HEARTBEAT_S:
+            if groups or time.monotonic() - self._reported >= HEARTBEAT_S:
                 self._alive()
 
     def _take(self, inbox: queue.SimpleQueue[dict[str, Any]], found: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Messages found and all others there are; waits when there is nothing to do. Loads only the newest weights."""
+        """Return `found` and all pending messages; wait when idle. Loads only the newest weights."""
         if not found and not self.runner.pending:
             started = time.monotonic()
             with contextlib.suppress(queue.Empty):
@@ -110,9 +110,10 @@ class Server:
             self._idle_s += time.monotonic() - started
         while not inbox.empty():
             found.append(inbox.get())
-        if weights := [message for message in found if "weights" in message]:
+        weights = [message for message in found if "weights" in message]
+        if weights:
             self._load(weights[-1])
-        for message in weights:  # or what Ray has would be kept for as long as the message
+        for message in weights:  # else Ray keeps the weights as long as the message
             del message["weights"]
         return found
 
@@ -127,8 +128,8 @@ class Server:
         self._alive()
 
     def _alive(self) -> None:
-        self._told = time.monotonic()
-        counts = {"seconds": self._told - self._born, "idle_s": self._idle_s, "tokens": self._tokens}
+        self._reported = time.monotonic()
+        counts = {"seconds": self._reported - self._born, "idle_s": self._idle_s, "tokens": self._tokens}
         self._reply({"alive": counts | {"memory_mib": resident_mib()} | gpu_gib()})
 
 
@@ -140,8 +141,10 @@ def main() -> None:
 
 
 def serve(inbox: queue.SimpleQueue[dict[str, Any]], reply: Reply, read: ReadWeights = read_weights) -> None:
-    """Run a sampler, whatever carries its messages and weights; one that cannot do what is asked of it says why, and
-    ends. `read` gets the weights that a message tells of."""
+    """Run a sampler over any transport; if it cannot run the job it replies `refused` and ends.
+
+    `read` loads the weights that a message locates.
+    """
     start = inbox.get()["start"]
     try:
         with busy(reply):
@@ -152,9 +155,10 @@ def serve(inbox: queue.SimpleQueue[dict[str, Any]], reply: Reply, read: ReadWeig
         return
     try:
         server.serve(inbox)
-    except RuleError as error:  # another sampler would fail alike
+    except RuleError as error:  # another sampler would fail the same way
         reply({"refused": str(error)})
     finally:
         server.rewarder.close()
-        if (close := getattr(server.engine, "close", None)) is not None:
+        close = getattr(server.engine, "close", None)
+        if close is not None:
             close()

@@ -1,4 +1,4 @@
-"""A run that is going on: its directory, ledger and loop, from the first step or a checkpoint to `model/`."""
+"""An open run: its directory, ledger and loop, from the first step or a checkpoint to `model/`."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ from .prompt_example import prompt_example
 
 
 class Session:
-    """Opens the run directory, which the caller holds the lock of, and runs steps until it is closed.
+    """Opens the run directory, whose lock the caller holds, and runs steps until it is closed.
 
-    `found`: the checkpoint to go on from. Raises ConfigError, CheckpointError or RunStoppedError when it cannot.
+    `found`: the checkpoint to resume. Raises ConfigError, CheckpointError or RunStoppedError when it cannot.
     """
 
     def __init__(self, built: Assembly, callbacks: Callbacks, console: Console, found: Path | None) -> None:
@@ -91,12 +91,12 @@ class Session:
         self._watchdogs = Watchdogs(c, first_gap(self.run_dir / METRICS), built.rewarder.in_threads)
         self._look_at_agreement(self.loop.step)
         self._look_at_success(self.loop.step)
-        self._tell("on_train_begin")
+        self._notify("on_train_begin")
         if state is None:
             self._baseline()
 
     def _show_prompt(self, *, again: bool) -> None:
-        """Keep one prompt as the model gets it for the page; the start of a run says it."""
+        """Save one prompt as the model sees it for the page; print it at the start of a run."""
         example = prompt_example(self.built.task, self.built.tokenizer)
         if example is None:
             return
@@ -105,14 +105,14 @@ class Session:
             self._console.print(example.line(), highlight=False, markup=False, soft_wrap=True)
 
     def _open_ledger(self, state: Mapping[str, Any] | None) -> None:
-        """Void what a crash has rolled back, or start the account."""
+        """Roll back what a crash left in the ledger, or start a new one."""
         ledger, start = self.ledger, self.run_dir / START
         if state is not None:
             ledger.rollback(state["ledger"], reason=f"resumed from step {state['loop']['step']}")
         elif saved := ledger.get_meta("saved"):
             raise checkpoint.CheckpointError(
-                f"{self.run_dir}: its checkpoints are gone (the last was of step {saved}), so the run cannot go on; "
-                "restore them, or start a new run elsewhere"
+                f"{self.run_dir}: its checkpoints are missing (the last was of step {saved}); restore them, or start a "
+                "new run in another output_dir"
             )
         elif start.exists():
             with checkpoint.understood(start):
@@ -146,7 +146,7 @@ class Session:
         )
         step = OptimizerStep(built.learner, m.advantage, build_loss(c), m.step_scale, step_options(c))
         hooks = Hooks(
-            begin=lambda step: self._tell("on_step_begin"),
+            begin=lambda step: self._notify("on_step_begin"),
             published=self._compare_again,
             evaluate=self._evaluate,
             profile=self._evaluations.profile,
@@ -158,7 +158,7 @@ class Session:
         return Loop(collector, built.sampler, built.learner, step, hooks)
 
     def _start_sampler(self) -> None:
-        """First weights and rules. Samplers elsewhere are compared with the learner; those here have been."""
+        """Publish the first weights and rules. Samplers with their own engines are compared with the learner here."""
         try:
             self.loop.publish()
             if self.built.engine is None:
@@ -177,7 +177,7 @@ class Session:
         with checkpoint.understood(found / checkpoint.STATE), at("loop"):
             self.loop.load_state_dict(state["loop"])
             for rollout in (r for group in self.loop.collector.buffer.groups for r in group.rollouts):
-                if rollout.reward is not None:  # those without one are not trained on, and may have outgrown the model
+                if rollout.reward is not None:  # without one it is not trained, and may be too long
                     self.built.learner.sizes.require_fit(rollout)
         self._at(self.loop.step)
         self.built.learner.load(found)
@@ -187,10 +187,10 @@ class Session:
             self.loop.collector.relaunch(state["loop"]["in_flight"])
 
     def run(self) -> None:
-        """Train to `max_steps`, or until a callback asks for the end.
+        """Train to `max_steps`, or until a callback stops it or the task is solved.
 
-        A task that is solved is an end, too. Raises RunStoppedError when going on is useless for another reason,
-        KeyboardInterrupt after saving when it was interrupted.
+        Raises RunStoppedError when going on is useless for another reason, KeyboardInterrupt after saving when it was
+        interrupted.
         """
 
         def announce() -> None:
@@ -206,30 +206,30 @@ class Session:
             raise KeyboardInterrupt(f"saved at step {self.loop.step}; go on with: winnow resume {self.run_dir}")
 
     def solved(self) -> None:
-        """Nothing is left to learn: the last figures are of now, not of the last time that an evaluation was due."""
+        """Mark the task as solved, and evaluate now unless an evaluation was just due."""
         self._solved, step = True, self.loop.step
         if self.config.eval_steps and step % self.config.eval_steps:
             metrics = {"step": step, "num_tokens": self.loop.collector.num_tokens, "seconds_total": self._seconds()}
             self._records.metrics(metrics | self.evaluate())
 
     def step(self) -> dict[str, float]:
-        """One optimizer step, saved when it is due; returns its metrics. Raises RunStoppedError as `run` does."""
+        """Run one optimizer step, save if due, and return its metrics. Raises RunStoppedError as `run` does."""
         self.loop.advance()
         return dict(self._metrics)
 
     def request_stop(self) -> None:
-        """End `run` after the step under way; also from a signal handler or another thread."""
+        """End `run` after the current step; also from a signal handler or another thread."""
         self.stop_requested = True
 
     def evaluate(self) -> dict[str, float]:
-        """Held-out figures of the policy as it is, booked as evaluation. Raises ConfigError without held-out data."""
+        """Return held-out metrics of the current policy, booked as evaluation. ConfigError without held-out data."""
         found = self._evaluations.now(self.loop.step)
         metrics = {f"eval/{name}": value for name, value in found.metrics.items()}
-        self._tell("on_evaluate", metrics=metrics)
+        self._notify("on_evaluate", metrics=metrics)
         return metrics
 
     def finish(self) -> dict[str, float]:
-        """Save the model as an ordinary Hugging Face directory and close the account; last evaluation and totals."""
+        """Save the model as a Hugging Face directory and close the ledger; return last evaluation and totals."""
         self._save_if_due(self.loop.step, True)
         rows = read_metrics(self.run_dir)
         self.built.export(self.run_dir / "model")
@@ -239,7 +239,7 @@ class Session:
         self.ledger.set_meta("finished", "true")
         self.ledger.set_meta("solved", str(self._solved).lower())
         push_if_due(self.run_dir, self.config)
-        self._tell("on_train_end")
+        self._notify("on_train_end")
         last = {"step": self.loop.step, "num_tokens": self.loop.collector.num_tokens, "seconds_total": self._seconds()}
         for row in rows:
             last |= {k: v for k, v in row.items() if k.startswith("eval/")}
@@ -248,16 +248,17 @@ class Session:
     def leave(self) -> None:
         """Save, so that the run can be resumed."""
         self._save_if_due(self.loop.step, True)
-        self._tell("on_train_end")
+        self._notify("on_train_end")
 
     def close(self) -> None:
         """Close ledger, records and display."""
         self._open_parts.close()
 
     def _compare_again(self, step: int) -> None:
-        """After the first update: only now does a head, a cache or an adapter that kept old weights show.
+        """Compare after the first update: only then does a head, cache or adapter that kept old weights show.
 
-        Probes that all fail, as while an environment is down, are tried again after the next one."""
+        If all probes fail, as while an environment is down, try again after the next update.
+        """
         if step == self._compare_at:
             try:
                 self._compare()
@@ -277,8 +278,9 @@ class Session:
             self.ledger.probes(probed)
 
     def _look_at_agreement(self, step: int) -> None:
-        found, self.built.agreement = self.built.agreement, None
-        if found is not None and (message := self._watchdogs.probed(found.mean)):
+        agreement, self.built.agreement = self.built.agreement, None
+        message = self._watchdogs.probed(agreement.mean) if agreement is not None else None
+        if message:
             self._warn(step, message)
 
     def _look_at_success(self, step: int) -> None:
@@ -292,12 +294,13 @@ class Session:
         self._display.warn(message)
 
     def _evaluate(self, step: int) -> Evaluation | None:
-        wished = self._callbacks.take("should_evaluate")
-        return self._evaluations.now(step) if wished else self._evaluations.evaluate(step)
+        requested = self._callbacks.take("should_evaluate")
+        return self._evaluations.now(step) if requested else self._evaluations.evaluate(step)
 
     def _baseline(self) -> None:
-        """Held-out figures before the first update, as step 0."""
-        if (evaluation := self._evaluate(0)) is not None:
+        """Evaluate before the first update, as step 0."""
+        evaluation = self._evaluate(0)
+        if evaluation is not None:
             metrics = {"step": 0, "num_tokens": 0} | {f"eval/{k}": v for k, v in evaluation.metrics.items()}
             self._record(0, metrics, [])
             self.loop.warn_of_evaluation(evaluation)
@@ -316,18 +319,19 @@ class Session:
         self._metrics = metrics
         self._callbacks.state.log_history = [dict(metrics)]
         if step:
-            self._tell("on_step_end", groups=groups)
-        self._tell("on_log", logs=dict(metrics))
-        if evaluation := {key: value for key, value in metrics.items() if key.startswith("eval/")}:
-            self._tell("on_evaluate", metrics=evaluation)
+            self._notify("on_step_end", groups=groups)
+        self._notify("on_log", logs=dict(metrics))
+        evaluation = {key: value for key, value in metrics.items() if key.startswith("eval/")}
+        if evaluation:
+            self._notify("on_evaluate", metrics=evaluation)
 
     def _at(self, step: int) -> None:
-        """Tell rewards and callbacks how far the run is."""
+        """Report the current step to rewards and callbacks."""
         self.built.rewarder.trainer_state.global_step = step
         self._callbacks.state.global_step = step
         self._callbacks.state.epoch = step * self.config.prompts_per_step / len(self.built.task.train)
 
-    def _tell(self, event: str, **kwargs: Any) -> None:
+    def _notify(self, event: str, **kwargs: Any) -> None:
         model = getattr(self.built.learner, "model", None)
         self._callbacks.call(event, self.config, model=model, processing_class=self.built.tokenizer, **kwargs)
 
@@ -349,4 +353,4 @@ class Session:
         saved = checkpoint.save(self.run_dir, step, state, self.built.save, keep_last=self.config.save_total_limit)
         self.ledger.set_meta("saved", str(step))
         push_if_due(self.run_dir, self.config, saved)
-        self._tell("on_save")
+        self._notify("on_save")

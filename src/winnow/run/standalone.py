@@ -1,4 +1,4 @@
-"""A model or a run outside training: what `winnow eval` does, and what it shares with `winnow pass-rates`."""
+"""Uses a model or a run outside training, for `winnow eval` and `winnow pass-rates`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .start import Start
 
 
 def evaluate_model(model: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """pass@k, avg@n, greedy and costs on held-out prompts.
+    """Return pass@k, avg@n, greedy and costs on held-out prompts.
 
     `model` is a run directory (its configuration is the default for `values`), a Hugging Face directory or a hub name.
     Raises ConfigError when there is no task or no held-out prompt.
@@ -29,7 +29,7 @@ def evaluate_model(model: str, values: Mapping[str, Any]) -> dict[str, Any]:
         task = build_task(c.env)
         prompts = task.test[: c.eval_prompts]
         if not prompts:
-            raise ConfigError(f"task {task.name} has no held-out prompts")
+            raise ConfigError(f"env: task {task.name} has no held-out prompts")
         with opened(c, task) as (_, roll_out, rewarder):
             success = build_success(c, rewarder.aliases, c.reward_weights)
             found = evaluate(roll_out, prompts, n=c.eval_generations, success=success, greedy=c.eval_greedy)
@@ -47,16 +47,16 @@ def evaluate_model(model: str, values: Mapping[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def model_config(model: str, values: Mapping[str, Any]) -> Iterator[tuple[RunConfig, str]]:
-    """The configuration to use a model under, and the name of that model: its directory, or that on a hub.
+    """Yield the configuration to use a model under, and the model's name: its directory, or that on a hub.
 
-    The configuration's own `model` is a directory that stays for as long as the block lasts: a run that goes on may
-    take the checkpoint away. A run's own configuration is the default for `values`. Raises ConfigError when there is no
-    task, or no whole model; CheckpointError when the newest checkpoint is damaged.
+    The configuration's `model` stays until the block ends, though a running run may delete its checkpoint. A run's
+    configuration is the default for `values`. Raises ConfigError without a task or a whole model, CheckpointError when
+    the newest checkpoint is damaged.
     """
     with ExitStack() as stack:
         settings, source, name = _settings(stack, model, values)
         if "env" not in settings:
-            raise ConfigError(f"'{model}' is not a run, so the task must be named: env=countdown")
+            raise ConfigError(f"env: missing, as '{model}' is not a run; name the task, e.g. env=countdown")
         no_reference = {key: RunConfig.model_fields[key].default for key in REFERENCE}
         yield validate(settings | {"model": source, "lora": None} | no_reference, model), name
 
@@ -65,9 +65,9 @@ def model_config(model: str, values: Mapping[str, Any]) -> Iterator[tuple[RunCon
 def opened(
     config: RunConfig, task: Task, report: frozenset[str] = frozenset()
 ) -> Iterator[tuple[Policy, RollOut, Rewarder]]:
-    """Model, what rolls out jobs with it, and rewards, for as long as the block lasts.
+    """Yield policy, roll-out function and rewards, which are closed when the block ends.
 
-    `report`: what rollouts of evaluations carry besides; see `RolloutOptions`.
+    `report`: extra values of evaluation rollouts; see `RolloutOptions`.
     """
     start = Start.of(config)
     machine = settle(config, start, alone=True)
@@ -84,7 +84,7 @@ def opened(
 
 
 def _settings(stack: ExitStack, model: str, values: Mapping[str, Any]) -> tuple[dict[str, Any], str, str]:
-    """Configuration values, the directory or name to load the policy from, and what it is called."""
+    """Return configuration values, the directory or name to load the policy from, and its display name."""
     path = Path(model)
     if not (path / LEDGER).exists():
         return dict(values), model, model
@@ -93,15 +93,15 @@ def _settings(stack: ExitStack, model: str, values: Mapping[str, Any]) -> tuple[
         return settings, str(path / "model"), str(path / "model")
     saved = stack.enter_context(checkpoint.held(path))
     if saved is None:
-        raise ConfigError(f"{path}: has neither a finished model nor a checkpoint yet")
+        raise ConfigError(f"{path}: no finished model or checkpoint yet; train longer")
     return settings, str(saved / "model"), str(path / "checkpoints" / saved.name / "model")
 
 
 def _merged(settings: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """`settings` with `values` over them: a section without a `name` of its own changes that of the run."""
-    found = dict(settings)
+    """Return `settings` updated with `values`; a section without a `name` is merged into that of the run."""
+    merged = dict(settings)
     for key, value in values.items():
-        before = {"name": found[key]} if isinstance(found.get(key), str) else found.get(key)
+        before = {"name": merged[key]} if isinstance(merged.get(key), str) else merged.get(key)
         into = isinstance(value, Mapping) and isinstance(before, Mapping) and "name" not in value
-        found[key] = _merged(before, value) if into else value  # type: ignore[arg-type]
-    return found
+        merged[key] = _merged(before, value) if into else value  # type: ignore[arg-type]
+    return merged

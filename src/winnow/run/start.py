@@ -1,4 +1,4 @@
-"""The model that a run begins with: a name, or an object; a whole model, or an adapter."""
+"""The model a run starts with: by name or as an object, a whole model or an adapter."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from ..engine.saving import types_by_name, types_in, types_of
 
 @dataclass(frozen=True)
 class Start:
-    """What is known of it before its weights are loaded."""
+    """What is known of the model before its weights are loaded."""
 
     model: Any = None
-    """The model that was given as an object, without its adapter; None: it has a name."""
+    """A model given as an object, without its adapter; None: it is named in the configuration."""
     adapter: Adapter | None = None
 
     @classmethod
     def of(cls, c: RunConfig, given: Any = None) -> Start:
-        """`given`: a loaded model, or a start, which is kept; None: the configuration's.
+        """Return the start of a run; `given`: a loaded model, or a start to keep; None: the configuration's.
 
         Raises ConfigError for an adapter that cannot be used, and for `lora.resume` without one.
         """
@@ -33,17 +33,17 @@ class Start:
         start = cls(*taken_apart(given)) if given is not None else cls(None, adapter_at(c.model))
         if c.lora is not None and c.lora.resume and start.adapter is None:
             raise ConfigError(
-                f"lora.resume: '{c.model}' is no LoRA adapter (it has no adapter_config.json); remove resume to train "
-                "a new adapter, or name the adapter as model"
+                f"lora.resume: '{c.model}' is not a LoRA adapter (no adapter_config.json); remove resume to train a "
+                "new adapter, or name the adapter as model"
             )
         return start
 
     def shell(self, c: RunConfig) -> Any:
-        """Names and shapes; the weights need not be there."""
+        """Return a model with names and shapes; its weights need not be loaded."""
         return self.model if self.model is not None else shell_of(c.model)
 
     def settled(self, c: RunConfig) -> tuple[dict[str, Any], dict[str, str]]:
-        """What the adapter and the types of the weights decide in the configuration, and why."""
+        """Return the keys that the adapter and the weights' dtypes decide, and why."""
         chosen: dict[str, Any] = {}
         why = {}
         if c.lora is not None and c.lora.resume and self.adapter is not None:
@@ -62,15 +62,14 @@ class Start:
         return f"{what}, merged into it: {trained} trained; lora: {{resume: true}} would train the adapter itself"
 
     def _save_dtype(self, c: RunConfig) -> Any:
-        """One type, or types by name where the weights that were given have several."""
+        """Return one dtype, or dtypes by name if the given weights have several."""
         types = types_in(self.model) if self.model is not None else types_of(c.model)
         if c.lora is not None and c.lora.resume and self.adapter is not None:
             types["*.lora_*"] = next(iter(types_by_name(self.adapter.read()).values()))
         return next(iter(types.values())) if len(set(types.values())) == 1 else types or "auto"
 
     def load(self, c: RunConfig) -> tuple[Any, Adapter | None]:
-        """The model on the CPU in float32 (an object in float64 stays so), once, and the adapter that is to be trained
-        in it."""
+        """Load the model on the CPU in float32 (an object in float64 stays so), and the adapter to train. Call once."""
         resume = c.lora is not None and c.lora.resume
         if self.model is None:
             return load_start(c.model, CPU) if resume else (load_causal_lm(c.model, CPU), None)
@@ -81,15 +80,15 @@ class Start:
         return merged(base, self.adapter), None
 
     def reference(self, c: RunConfig, base: Any) -> ModelReference:
-        """What an engine is to serve, and on which device. Where no directory has these weights it is `base` alone."""
+        """Return what an engine serves, and on which device; without a directory of these weights, `base` alone."""
         plain = self.model is None and self.adapter is None
         return ModelReference(located(c.model) if plain else "", resolve_device(c.device), base)
 
 
 def settled_lora(lora: LoraConfig, adapter: Adapter) -> LoraConfig:
-    """With what the adapter brings along. Raises ConfigError where the configuration says otherwise.
+    """Fill in `lora` from the adapter. Raises ConfigError where the configuration differs.
 
-    Dropout is free: it is how the adapter is trained, not what it is.
+    Dropout may differ: it is how the adapter is trained, not what it is.
     """
     s = adapter.settings
     targets = s.get("target_modules")
@@ -111,10 +110,10 @@ def settled_lora(lora: LoraConfig, adapter: Adapter) -> LoraConfig:
 
 
 def require_embeddings(model: Any, tokenizer: Any, start: Start) -> None:
-    """Raises ConfigError where an adapter's tokenizer has more tokens than there are embeddings."""
+    """Raise ConfigError if an adapter's tokenizer has more tokens than the model has embeddings."""
     rows, ids = model.get_input_embeddings().num_embeddings, max(tokenizer.get_vocab().values()) + 1
     if start.adapter is not None and ids > rows:
         raise ConfigError(
             f"model: the tokenizer of '{start.adapter.source}' has {ids} tokens, the base {rows} embeddings, and the "
-            "adapter brings none; save it with save_embedding_layers=True"
+            "adapter adds none; save it with save_embedding_layers=True"
         )

@@ -1,4 +1,4 @@
-"""Trainer of a run: what users hold. It builds every part from a configuration; a session runs, saves and resumes.
+"""Trainer, the entry point for users. It builds every part from a configuration; a session runs, saves and resumes.
 
 Trainer(model="path/or/hub-name", env="countdown", config={"max_steps": 200}).train()
 """
@@ -30,21 +30,21 @@ from .trl_arguments import config_from, given_again, refuse_resume
 
 
 class Trainer:
-    """One run: `train()` to its end, or `step()` by `step()` in a loop of one's own.
+    """One run: `train()` to its end, or `step()` in your own loop.
 
     `model`: a Hugging Face directory or hub name, or a loaded causal LM (then give `processing_class`, its tokenizer).
     `env`: a task's name, `{"name": ..., options}`, or a `Task` object. `train_dataset`, `eval_dataset`: rows instead of
     it, each a `datasets.Dataset`, a pandas data frame or any iterable of mappings, read to its end; `env` may then be
     `{"name": "dataset", options}` without paths. They are not kept with the run: give them to `resume` too.
-    `reward_funcs`: functions with TRL's signature, or their names `module:function`; without them the task's own.
+    `reward_funcs`: functions with TRL's signature, or their names `module:function`; default: the task's own.
     `config`: a RunConfig, a dict of its keys, or a YAML file; `model` and `env` given here win. A `GRPOConfig` of TRL,
-    also as `args`, and a `LoraConfig` as `peft_config` are taken as the keys that say the same.
-    `callbacks`: objects or classes with methods of `TrainerCallback`; those of transformers work.
-    Raises ConfigError on anything that cannot run, before anything is written.
+    also as `args`, and a `LoraConfig` as `peft_config` are translated into the corresponding keys.
+    `callbacks`: objects or classes with methods of `TrainerCallback`; those of transformers work too.
+    Raises ConfigError if the run cannot work, before anything is written.
     """
 
     console: Console
-    """Console that shows progress. Nothing is shown unless it is set."""
+    """Console for progress; nothing is shown unless it is set."""
 
     def __init__(
         self,
@@ -74,9 +74,9 @@ class Trainer:
         callbacks: Iterable[Any] = (),
         **given: Any,
     ) -> Trainer:
-        """The trainer that goes on where `run_dir` was saved last; `overrides` may change only harmless keys.
+        """Return a trainer that continues from the last checkpoint of `run_dir`; few keys allow `overrides`.
 
-        `given`: the arguments of `Trainer` that were objects, again.
+        `given`: the arguments of `Trainer` that were objects.
         """
         trainer = cls.__new__(cls)
         again = Given(**given_again(given)).normalized()
@@ -115,30 +115,31 @@ class Trainer:
         )
 
     def _find_checkpoint(self, config: RunConfig) -> Path | None:
-        """The checkpoint to go on from; None to start again from the beginning."""
+        """Return the checkpoint to resume; None to start from the beginning."""
         found = checkpoint.latest(self.run_dir)
         if found:
             state = checkpoint.load_run_state(found)
             refuse_changes(self.run_dir, state["config"], config)
-            if (step := state["loop"]["step"]) > config.max_steps:
+            step = state["loop"]["step"]
+            if step > config.max_steps:
                 raise ConfigError(f"{self.run_dir}: max_steps={config.max_steps}, but the run is at step {step}")
         return found
 
     @property
     def state(self) -> TrainerState:
-        """How far the run is."""
+        """Progress of the run."""
         return self._callbacks.state
 
     def add_callback(self, callback: Any) -> None:
-        """One more callback, an object or a class. Raises ConfigError when it has none of the methods."""
+        """Add a callback, an object or a class. Raises ConfigError when it has none of the methods."""
         self._callbacks.add(callback)
 
     def remove_callback(self, callback: Any) -> None:
-        """Take back a callback, by itself or its class."""
+        """Remove a callback, by itself or its class."""
         self._callbacks.remove(callback)
 
     def train(self, resume_from_checkpoint: Any = None) -> dict[str, float]:
-        """Run to the end, once; returns the last evaluation and totals.
+        """Run to the end, once; return the last evaluation and totals.
 
         `resume_from_checkpoint`: as in TRL, for a trainer that `Trainer.resume` made; else ConfigError. Raises
         RunStoppedError when going on is useless, KeyboardInterrupt after saving when it was interrupted.
@@ -149,12 +150,12 @@ class Trainer:
         return self.finish()
 
     def step(self) -> dict[str, float]:
-        """One optimizer step; returns its metrics, as in metrics.jsonl. Saves every `save_steps`.
+        """Run one optimizer step; return its metrics, as in metrics.jsonl. Saves every `save_steps`.
 
-        For loops of one's own: `with trainer: ...` saves at the end, and writes `model/` if `max_steps` was reached;
-        or end with `finish()` or `close()`. Raises TaskSolvedError when nothing is left to learn (the run is then
-        finished), RunStoppedError when going on is useless otherwise, ConfigError after the last step; what they
-        raise closes the run as it was saved last.
+        In your own loop, `with trainer: ...` saves at the end, and writes `model/` if `max_steps` was reached; or end
+        with `finish()` or `close()`. Raises TaskSolvedError when nothing is left to learn (the run is then finished),
+        RunStoppedError when going on is useless otherwise, ConfigError after the last step. Errors close the run as it
+        was last saved.
         """
         with self._running() as session:
             if session.loop.step < self.config.max_steps:
@@ -162,31 +163,31 @@ class Trainer:
         raise ConfigError(f"max_steps: the run has made its {self.config.max_steps} steps; call finish()")
 
     def evaluate(self) -> dict[str, float]:
-        """Held-out figures of the policy as it is: `eval/pass@1`, ... Raises ConfigError without held-out data."""
+        """Return held-out metrics of the policy now: `eval/pass@1`, ... Raises ConfigError without held-out data."""
         require_held_out(self.task)
         with self._running() as session:
             return session.evaluate()
 
     def save_model(self, output_dir: str | Path) -> None:
-        """Write the policy as it is as an ordinary Hugging Face directory."""
+        """Write the current policy as a Hugging Face directory."""
         self._built.export(Path(output_dir))
         readable(Path(output_dir))
 
     def stop(self) -> None:
-        """End `train()` after the step under way, saved; also from another thread."""
+        """End `train()` after the current step and save; also from another thread."""
         self._stop_requested = True
         if self._session is not None:
             self._session.request_stop()
 
     def finish(self) -> dict[str, float]:
-        """End the run where it is: `model/` is written and the account closed; last evaluation and totals."""
+        """End the run now: write `model/` and close the ledger; return the last evaluation and totals."""
         with self._running() as session:
-            found = session.finish()
+            totals = session.finish()
         self._end()
-        return found
+        return totals
 
     def close(self) -> None:
-        """Save what was reached, if anything was begun, and end; `Trainer.resume` goes on from there."""
+        """Save the progress, if any, and end; `Trainer.resume` continues from there."""
         if self._session is not None and not self._ended:
             with self._running() as session:
                 session.leave()
@@ -204,17 +205,17 @@ class Trainer:
 
     @contextmanager
     def _running(self) -> Iterator[Session]:
-        """The session, opened at first; an error ends the run as it was saved last."""
+        """Yield the session, opening it the first time; an error ends the run as it was last saved."""
         if self._ended:
-            raise RunDirectoryError(f"a Trainer runs once; go on with Trainer.resume('{self.run_dir}', ...)")
+            raise RunDirectoryError(f"a Trainer runs once; continue with Trainer.resume('{self.run_dir}', ...)")
         try:
             if self._session is None:
                 self._session = self._begun()
             yield self._session
-        except TaskSolvedError:  # of one's own loop: `train` ends by itself
+        except TaskSolvedError:  # in a user's loop; `train` handles it itself
             self._finish_solved()
             raise
-        except LearnerLostError as error:  # with it went the weights: the last checkpoint is what there is
+        except LearnerLostError as error:  # its weights are lost; only the last checkpoint is left
             self._end()
             raise RunStoppedError(f"{error}\ngo on with: winnow resume {self.run_dir}") from None
         except BaseException:
@@ -241,7 +242,6 @@ class Trainer:
         return session
 
     def _end(self) -> None:
-        """Close everything, once."""
         if not self._ended:
             self._ended = True
             if self._session is not None:

@@ -1,4 +1,4 @@
-"""What `Trainer` may be given as Python objects instead of names: model, tokenizer, task, rows of data, rewards."""
+"""Python objects that `Trainer` accepts instead of names: model, tokenizer, task, rows of data, rewards."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .build import build_task, sampler_options
 
 @dataclass(frozen=True)
 class Given:
-    """Arguments of `Trainer`, as they came."""
+    """Arguments of `Trainer`, unchanged."""
 
     model: Any = None
     env: Any = None
@@ -26,7 +26,7 @@ class Given:
 
     @property
     def loaded_model(self) -> Any:
-        """The model, if it is one and no name."""
+        """The model, if it is an object."""
         return None if isinstance(self.model, str | None) else self.model
 
     @property
@@ -35,8 +35,7 @@ class Given:
         return [self.reward_funcs] if one else self.reward_funcs  # type: ignore[list-item, return-value]
 
     def normalized(self) -> Given:
-        """With rows that came as `env` in their place. Raises ConfigError for what is neither rows nor a task, and for
-        rewards that are none."""
+        """Move rows given as `env` to `train_dataset`. Raises ConfigError on other objects, and on invalid rewards."""
         if not (callable(self.reward_funcs) or isinstance(self.reward_funcs, Iterable | None)):
             raise ConfigError(
                 f"reward_funcs: expected a function, a reward model or their names, got {self.reward_funcs!r}"
@@ -45,33 +44,33 @@ class Given:
         if isinstance(env, str | dict | None | Task):
             return self
         if callable(env) or (isinstance(env, list | tuple) and env and all(map(callable, env))):
-            raise ConfigError("env: reward functions are no task; give them as Trainer(reward_funcs=...)")
+            raise ConfigError("env: reward functions are not a task; give them as Trainer(reward_funcs=...)")
         if not isinstance(env, Iterable):
-            lacks = [name for name in ("train", "test", "make_env", "fingerprint") if not hasattr(env, name)]
-            raise ConfigError(f"env: a {type(env).__name__} is neither rows of data nor a task (no {', '.join(lacks)})")
+            missing = [name for name in ("train", "test", "make_env", "fingerprint") if not hasattr(env, name)]
+            raise ConfigError(
+                f"env: a {type(env).__name__} is neither rows of data nor a task (missing {', '.join(missing)})"
+            )
         if self.train_dataset is not None:
-            raise ConfigError("env: rows of data, as is train_dataset; give one of them")
+            raise ConfigError("env: rows of data, but train_dataset has rows too; give one of them")
         return replace(self, env=None, train_dataset=env)
 
     def task(self, c: RunConfig) -> Task:
-        """The task of the configuration, the object, or that of the rows with the options of `env: dataset`.
-
-        Raises ConfigError.
-        """
+        """Return the configured task, the object, or a task of the rows with the options of `env: dataset`."""
         if self.train_dataset is None:
             if self.eval_dataset is not None:
                 raise ConfigError("eval_dataset: needs train_dataset; held-out data of a path is `env: {test: ...}`")
             return build_task(self.env if isinstance(self.env, Task) else c.env)
         options = {"name": c.env} if isinstance(c.env, str) else c.env
         taken = [key for key in ("path", "test", "split", "test_split", "subset") if key in options]
-        if (name := name_of(c.env)) != "dataset" or taken:
-            said = f"`{taken[0]}`" if taken else f"name: {name}"
-            raise ConfigError(f"train_dataset: rows are given, so env cannot have {said}; leave it out")
+        name = name_of(c.env)
+        if name != "dataset" or taken:
+            excess = f"`{taken[0]}`" if taken else f"name: {name}"
+            raise ConfigError(f"train_dataset: rows are given, so env cannot have {excess}; leave it out")
         config = method(ENVS, options | {"path": "train_dataset"}, "env")
         return build_task(config.with_rows(self.train_dataset, self.eval_dataset))
 
     def require_names(self, c: RunConfig) -> None:
-        """Raises ConfigError when something that samplers must build themselves was given as an object."""
+        """Raise ConfigError if something that samplers build themselves was given as an object."""
         if "own_engine" not in sampler_options(c).provides:
             return
         remedies = {

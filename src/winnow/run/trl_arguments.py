@@ -1,4 +1,4 @@
-"""Arguments of TRL's `GRPOTrainer` that users give to `Trainer`: what they mean here, or what to write instead."""
+"""Translates arguments of TRL's `GRPOTrainer` given to `Trainer`, or says what to write instead."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ OWN = frozenset(
 """Arguments of `Trainer`."""
 OF_BATCH = ("per_device_train_batch_size", "generation_batch_size", "steps_per_generation")
 WITHOUT_EFFECT = ("logging_", "log_level", "log_on_", "dataloader_", "disable_tqdm", "remove_unused_columns", "debug")
-"""Beginnings of fields that change neither the training nor what is kept of it."""
+"""Prefixes of fields that change neither the training nor what is saved."""
 
 
 def config_from(config: Any, given: Mapping[str, Any]) -> Config:
-    """The configuration, whichever of TRL's arguments it came in.
+    """Return the configuration, from whichever of TRL's arguments it came in.
 
-    `given`: arguments that `Trainer` does not name: `args` and `peft_config` are taken. Raises ConfigError with what to
-    write for what means nothing or several things here, TypeError for a name that nobody knows.
+    `given`: arguments that `Trainer` does not name; `args` and `peft_config` are used. Raises ConfigError with what to
+    write for arguments without a clear meaning here, TypeError for unknown names.
     """
     others = dict(given)
     args, peft_config = others.pop("args", None), others.pop("peft_config", None)
     for name, value in others.items():
         _refuse(name, value, f"write Trainer(config={{'{name}': ...}})")
     if args is not None and config is not None:
-        raise ConfigError("args: `config` is given, too; give one of them")
+        raise ConfigError("args: `config` is given too; give one of them")
     found = config if args is None else args
     if _is_arguments(found):
         found = _from_arguments(found, "config" if args is None else "args")
@@ -45,12 +45,12 @@ def config_from(config: Any, given: Mapping[str, Any]) -> Config:
     whole = load_config(found) if isinstance(found, str | Path) else found
     values = whole.model_dump() if isinstance(whole, RunConfig) else dict(whole or {})
     if values.get("lora") is not None:
-        raise ConfigError("peft_config: the configuration has `lora`, too; give one of them")
+        raise ConfigError("peft_config: the configuration has `lora` too; give one of them")
     return values | {"lora": _lora(peft_config)}
 
 
 def given_again(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of `Trainer.resume` that were objects; raises ConfigError or TypeError for others, as `config_from`."""
+    """Return the object arguments of `Trainer.resume`; ConfigError or TypeError for others, as `config_from`."""
     for name in ("args", "config", "peft_config"):
         if given.get(name) is not None:
             raise ConfigError(
@@ -64,44 +64,42 @@ def given_again(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def refuse_resume(checkpoint: Any, run_dir: Path, resumed: bool) -> None:
-    """Raises ConfigError for a `resume_from_checkpoint` that is not the run that this trainer goes on with."""
+    """Raise ConfigError if `resume_from_checkpoint` is not the run that this trainer resumes."""
     if not checkpoint:
         return
     wanted = run_dir if checkpoint is True else _run_of(Path(checkpoint))
     if resumed and wanted.resolve() == run_dir.resolve():
         return
     raise ConfigError(
-        f"resume_from_checkpoint: this Trainer begins a new run in {run_dir}. Go on with a run by "
-        f"Trainer.resume('{wanted}', ...).train(), or `winnow resume {wanted}`; a run without checkpoints needs no "
-        "resume_from_checkpoint"
+        f"resume_from_checkpoint: this Trainer starts a new run ({run_dir}); to resume a run, use "
+        f"Trainer.resume('{wanted}', ...).train() or `winnow resume {wanted}`; without checkpoints, leave it out"
     )
 
 
 def _run_of(checkpoint: Path) -> Path:
-    """Run directory of one of its checkpoints, or of itself."""
+    """Return the run directory of a checkpoint, or of itself."""
     return checkpoint.parent.parent if checkpoint.parent.name == "checkpoints" else checkpoint
 
 
 def _refuse(name: str, value: Any, remedy: str) -> None:
-    nothing = value is None or value == (None, None)
     if name in RunConfig.model_fields:
         raise ConfigError(f"{name}: a key of the configuration; {remedy}")
     hints = load_hints("flat")
     if name not in hints:
         raise TypeError(f"Trainer: there is no argument '{name}'.{suggestion(name, sorted(OWN))}")
-    if not nothing:
+    if value is not None and value != (None, None):
         raise ConfigError(f"Trainer: there is no argument '{name}'. Here {hints[name]}.")
 
 
 def _is_arguments(value: Any) -> bool:
-    """Whether it is a `TrainingArguments` of transformers', as `GRPOConfig` is; nothing is imported to find out."""
+    """Whether it is a `TrainingArguments` of transformers, as `GRPOConfig` is, without importing these."""
     return any(cls.__name__ == "TrainingArguments" for cls in type(value).__mro__)
 
 
 def _from_arguments(args: Any, where: str) -> dict[str, Any]:
-    """Keys of the configuration that say what a `GRPOConfig` says, its defaults included.
+    """Return the configuration keys that correspond to a `GRPOConfig`, its defaults included.
 
-    Raises ConfigError naming every field that was changed and has no certain counterpart.
+    Raises ConfigError naming every changed field without a certain counterpart.
     """
     usual = type(args)(output_dir=args.output_dir, use_cpu=args.use_cpu)
     fields = [field.name for field in dataclasses.fields(args) if field.init]
@@ -117,7 +115,7 @@ def _from_arguments(args: Any, where: str) -> dict[str, Any]:
 
 
 def _settle_same_names(values: dict[str, Any], changed: set[str], args: Any) -> None:
-    """Drop what has a meaning only together with something else."""
+    """Drop keys that depend on others that are not set."""
     if values["max_steps"] > 0:
         values.pop("num_train_epochs", None)
     if not args.push_to_hub:
@@ -129,7 +127,7 @@ def _settle_same_names(values: dict[str, Any], changed: set[str], args: Any) -> 
 
 
 def _other_names(changed: set[str], args: Any) -> Iterator[tuple[str, Any]]:
-    """Keys whose names differ, where there is no doubt."""
+    """Yield keys whose names differ but whose meaning is certain."""
     if args.use_cpu:
         yield "device", "cpu"
     if args.fp16:
@@ -149,7 +147,7 @@ def _one_update(args: Any) -> bool:
 
 
 def _settled(args: Any) -> set[str]:
-    """Fields that `_other_names` and `_settle_same_names` have taken into account."""
+    """Return the fields that `_other_names` and `_settle_same_names` handle."""
     strategy = str(getattr(args.eval_strategy, "value", args.eval_strategy))
     found = {"use_cpu", "bf16", "fp16", "num_train_epochs", "hub_strategy", "eval_steps", "gradient_checkpointing"}
     found |= {"activation_checkpointing"}
@@ -173,7 +171,7 @@ def _answers(names: set[str], given: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _lora(peft_config: Any) -> dict[str, Any]:
-    """The section `lora` for a `peft.LoraConfig`. Raises ConfigError for what it cannot say."""
+    """Return the section `lora` for a `peft.LoraConfig`. Raises ConfigError for settings that it does not have."""
     if type(peft_config).__name__ != "LoraConfig":
         raise ConfigError(
             f"peft_config: a {type(peft_config).__name__}; only a peft.LoraConfig has a counterpart, "
@@ -185,7 +183,7 @@ def _lora(peft_config: Any) -> dict[str, Any]:
     if other:
         raise ConfigError(
             f"peft_config: {', '.join(f'{n}={getattr(peft_config, n)!r}' for n in other)}: `lora` has r, alpha, "
-            "dropout, target_modules and merge alone; give Trainer a PeftModel as model, and lora: {resume: true}"
+            "dropout, target_modules and merge only; give Trainer a PeftModel as model, and lora: {resume: true}"
         )
     targets = peft_config.target_modules
     if targets is None:

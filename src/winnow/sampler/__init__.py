@@ -1,4 +1,4 @@
-"""Samplers: places where rollouts are made, and ways that new weights get there. `max_lag` bounds their age."""
+"""Samplers run rollouts and receive published weights; `max_lag` bounds how old these may be."""
 
 from .base import Sampler, SamplerContext, SamplersLostError
 from .in_process import InProcess

@@ -1,4 +1,4 @@
-"""Samplers run jobs with published weights and rules, beside the learner or in turn with it."""
+"""Interfaces of samplers, which run jobs with published weights and gate rules."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from ..types import Group, Job
 
 
 class SamplersLostError(RuntimeError):
-    """Samplers keep dying; the message says how."""
+    """Samplers keep failing; the message says how."""
 
 
 class SamplerRefusedError(SamplersLostError):
-    """A sampler cannot do what the run asks of it; the message says why and what to do."""
+    """A sampler cannot run this configuration; the message says why and what to do."""
 
 
 @dataclass(frozen=True)
 class SamplerContext:
-    """Parts that a sampler is made from."""
+    """Parts a sampler is built from."""
 
     config: RunConfig
     task: Task
     tokenizer: Any
     greedy_baseline: bool
-    """Every group in training has one more rollout, at temperature 0."""
+    """Every training group has one more rollout, at temperature 0."""
     behind: int
-    """Steps that the sampler itself may be behind the learner."""
+    """Steps the sampler itself may lag behind the learner."""
     runner: RolloutRunner | None
-    """Over the engine of the learner's process; None for samplers with engines of their own."""
+    """Over the engine of the learner's process; None for samplers with their own engines."""
     gpu: int | None = None
     """Number of the GPU that the learner uses in this process."""
     entry: str = ""
@@ -43,24 +43,24 @@ class SamplerContext:
 
 
 class SamplerOptions(Protocol):
-    """Entries of the table `sync`: frozen dataclasses of options."""
+    """Options in the table `sync`: frozen dataclasses."""
 
     provides: ClassVar[frozenset[str]]
-    """`repeatable`: a run is a function of its seed, and resumes bit for bit. `beside`: it samples while the learner
-    works, so groups are in flight between steps. `own_engine`: it builds model, task and rewards by their names where
-    it runs, and the learner's process needs no engine."""
+    """`repeatable`: a run is a function of its seed, and resumes bit for bit. `beside`: samples during updates, so
+    groups are in flight between steps. `own_engine`: builds model, task and rewards by name where it runs; the
+    learner's process needs no engine."""
 
     def build(self, context: SamplerContext) -> Sampler:
-        """Raises ConfigError when its options do not fit the run."""
+        """Build the sampler. Raises ConfigError when its options do not fit the run."""
         ...
 
 
 class GroupSource(Protocol):
-    """Rolls groups for training out; all that a collector knows of a sampler."""
+    """Source of training groups: all a collector knows of a sampler."""
 
     @property
     def version(self) -> int:
-        """The oldest policy version that a token of a group launched now can have."""
+        """Oldest policy version that a token of a group launched now can have."""
         ...
 
     @property
@@ -73,48 +73,48 @@ class GroupSource(Protocol):
         ...
 
     def poll(self) -> list[Group]:
-        """Go on, or wait a moment; returns the groups for training that are finished and scored."""
+        """Continue, or wait a moment; return the training groups that are finished and scored."""
         ...
 
 
 class Sampler(GroupSource, Protocol):
     @property
     def nodes(self) -> Mapping[str, str]:
-        """Where samplers are, by the first part of their metrics' names; nothing of those on this machine."""
+        """Nodes of samplers on other machines, by the prefix of their metrics' names."""
         ...
 
     @property
     def dtype(self) -> str:
-        """Type that engines compute with, e.g. `float32`; `unknown` when none has said."""
+        """Compute type of the engines, e.g. `float32`; `unknown` before the first report."""
         ...
 
     def run(self, jobs: Sequence[Job]) -> list[Group]:
-        """Run jobs of another purpose to their end with the weights published last; their groups, in order."""
+        """Run jobs of other purposes to their end with the newest weights; return their groups in order."""
         ...
 
     def publish(self, weights: WeightSource, rules: Sequence[NamedRule], version: int) -> None:
-        """New weights, and rules of the gates.
+        """Load new weights and gate rules.
 
-        Rollouts under way go on with them. Raises SamplerRefusedError when a rule cannot be asked there.
+        Running rollouts continue with them. Raises SamplerRefusedError when a rule cannot be used there.
         """
         ...
 
     def make_room(self) -> None:
-        """The learner is about to update: give up what memory it could use until the next `publish`."""
+        """Free memory that the learner's update can use, until the next `publish`."""
         ...
 
     def metrics(self) -> dict[str, float]:
-        """Figures since they were last asked for."""
+        """Return metrics since the last call."""
         ...
 
     def save(self, directory: Path) -> None:
-        """Write what a resume needs beside the learner's weights into a checkpoint."""
+        """Write what a resume needs besides the learner's weights into a checkpoint."""
         ...
 
     def load(self, directory: Path) -> None:
-        """Read it from a checkpoint; the weights of its step are published next."""
+        """Restore from a checkpoint; the weights of its step are published next."""
         ...
 
     def close(self) -> list[Group]:
-        """Stop; returns what was in flight, unfinished. Safe to call twice."""
+        """Stop; return the unfinished groups in flight. Safe to call twice."""
         ...

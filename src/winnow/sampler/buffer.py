@@ -1,11 +1,11 @@
-"""Groups on their way to the learner: in flight, and finished.
+"""Buffer of groups between sampler and learner: in flight, and finished.
 
 Invariants
-- A batch is taken oldest weights first, then in visit order, so with max_lag = 0 it is the shortest prefix of the
-  stream of visits that has enough admissible groups, whatever order they finished in.
-- What is left over is either carried to the next step, keeping its policy version, or given back as surplus.
-- The lag bound is checked before a batch is collected, so that what is too old is replaced, and when it is formed.
-- A rejected group that is not replaced takes a place in a batch, but never that of a group which waits.
+- A batch takes the oldest weights first, then visit order. With max_lag = 0 it is the shortest prefix of visits that
+  has enough admissible groups, whatever order they finished in.
+- Leftover groups are either carried to the next step with their policy version, or returned as surplus.
+- The lag bound is checked before a batch is collected, so that stale groups are replaced, and when it is formed.
+- A rejected group that is not replaced takes a place in a batch, but never that of a waiting group.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class InFlight(NamedTuple):
     visit: Visit
     size: int
     version: int
-    """The oldest that its tokens can have."""
+    """Oldest policy version its tokens can have."""
 
 
 class Buffer:
@@ -30,18 +30,18 @@ class Buffer:
         self.carry = carry
         self.groups: list[Group] = []
         self.spent = 0
-        """Groups that were rejected and are not replaced, whose places in a batch are still to be taken."""
+        """Rejected groups that are not replaced and still have to take a place in a batch."""
         self._oldest: dict[int, int | None] = {}
         """Version of the oldest token of each group in `groups`, by visit."""
         self._ages: Counter[int | None] = Counter()
-        """Groups in `groups` by that version: `ready` runs at every poll and must not go through all of them."""
+        """Count of `groups` by that version, as `ready` runs at every poll and must not scan them."""
         self._in_flight: dict[int, InFlight] = {}
         self._flying: Counter[int] = Counter()
-        """Groups in flight by version."""
+        """Count of groups in flight by version."""
 
     @property
     def missing(self) -> int:
-        """Groups that the coming batch still lacks."""
+        """Groups the next batch still needs."""
         return max(0, self.prompts_per_step - self.spent - len(self.groups))
 
     @property
@@ -50,7 +50,7 @@ class Buffer:
 
     @property
     def outstanding(self) -> int:
-        """Groups that were started and may still be trained, and the places that rejected ones still take."""
+        """Started groups that may still be trained, plus places that rejected ones still take."""
         return len(self.groups) + len(self._in_flight) + self.spent
 
     def launched(self, visit: Visit, size: int, version: int) -> None:
@@ -58,21 +58,21 @@ class Buffer:
         self._flying[version] += 1
 
     def landed(self, group: Group) -> None:
-        """It has come back; whether it is added is another question."""
+        """Count a returned group as no longer in flight; `add` is a separate call."""
         version = self._in_flight.pop(group.visit.number).version
         self._flying[version] -= 1
         if not self._flying[version]:
             del self._flying[version]
 
     def room(self, version: int, sampler_version: int) -> int:
-        """How many groups may start with weights `sampler_version`, if the coming optimizer step is from `version`.
+        """Return how many groups may start with weights `sampler_version`; the next optimizer step is from `version`.
 
-        The last of them is trained when all that is outstanding has been, a batch a step.
+        The last of them is trained after all outstanding groups, a batch per step.
         """
         return self.prompts_per_step * (self.max_lag + 1 - (version - sampler_version)) - self.outstanding
 
     def ready(self, version: int) -> bool:
-        """Whether the batch is full, and what would be left could be trained in time, a batch a step."""
+        """Whether the batch is full and all leftover groups could still be trained in time, a batch per step."""
         if self.missing:
             return False
         waiting: Counter[int] = Counter()
@@ -92,22 +92,23 @@ class Buffer:
 
     def add(self, group: Group) -> None:
         self.groups.append(group)
-        self._oldest[group.visit.number] = found = oldest_version(group)
-        self._ages[found] += 1
+        oldest = oldest_version(group)
+        self._oldest[group.visit.number] = oldest
+        self._ages[oldest] += 1
 
     def spend(self) -> None:
         """Count a rejected group that is not replaced."""
         self.spent += 1
 
     def expire(self, version: int) -> list[Group]:
-        """Take out the groups that are over the lag bound for the optimizer step from `version`."""
+        """Remove and return the groups over the lag bound for the optimizer step from `version`."""
         stale = [g for g in self.groups if version - self._age(g, version) > self.max_lag]
         if stale:
             self._keep([g for g in self.groups if version - self._age(g, version) <= self.max_lag])
         return stale
 
     def take(self, version: int) -> tuple[list[Group], list[Group], list[Group]]:
-        """The batch for the optimizer step from `version`, in visit order; groups over the lag bound; the surplus."""
+        """Return the batch for the optimizer step from `version` in visit order, stale groups, and the surplus."""
         stale = self.expire(version)
         waiting = self._ordered(version)
         batch, left = waiting[: self.prompts_per_step], waiting[self.prompts_per_step :]
@@ -121,7 +122,7 @@ class Buffer:
         self._ages = Counter(self._oldest[group.visit.number] for group in groups)
 
     def _age(self, group: Group, version: int) -> int:
-        """Version of the group's oldest token; `version` for a group without tokens."""
+        """Return the version of the group's oldest token; `version` for a group without tokens."""
         oldest = self._oldest[group.visit.number]
         return version if oldest is None else oldest
 
@@ -136,6 +137,6 @@ class Buffer:
 
 
 def oldest_version(group: Group) -> int | None:
-    """Policy version of the group's oldest token; None for a group without tokens."""
-    found = [int(r.versions[r.action_mask].min()) for r in group.rollouts if r.action_mask.any()]
-    return min(found, default=None)
+    """Return the policy version of the group's oldest token; None for a group without tokens."""
+    versions = [int(r.versions[r.action_mask].min()) for r in group.rollouts if r.action_mask.any()]
+    return min(versions, default=None)

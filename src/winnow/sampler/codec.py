@@ -1,4 +1,4 @@
-"""Jobs and groups as plain JSON values: inside a checkpoint, and on their way between sampler and learner."""
+"""Jobs and groups as plain JSON values, for checkpoints and for messages between sampler and learner."""
 
 from __future__ import annotations
 
@@ -31,42 +31,42 @@ Prompts = Sequence[Prompt] | Mapping[int, Prompt]
 """Prompts by ordinal."""
 PACKED = "packed"
 ARRAYS = ("token_ids", "action_mask", "sampler_logp", "versions", "confidence", "raw_logp", "last_hidden")
-"""Fields of a rollout that are arrays. Those of a whole group travel as one."""
+"""Array fields of a rollout. Those of a whole group are packed as one."""
 _VERDICT = tuple(f.name for f in fields(Verdict))
 _PLAIN = tuple(f.name for f in fields(Rollout) if f.name not in (*ARRAYS, "prompt_ids", "turns", "decisions"))
 
 
 def prompts_of(task: Task) -> dict[Purpose, Prompts]:
-    """Prompts of each purpose, by ordinal."""
+    """Return the prompts of each purpose, by ordinal."""
     stored = isinstance(task.test, StoredPrompts)
     held_out: Prompts = task.test if stored else {prompt.ordinal: prompt for prompt in task.test}
     return {"train": task.train, "profile": task.train, "probe": task.train, "eval": held_out, "greedy": held_out}
 
 
 def job_state(job: Job) -> dict[str, Any]:
-    """A job as plain JSON values; its prompt by ordinal."""
+    """Encode a job as plain JSON values; its prompt by ordinal."""
     return {"visit": visit_state(job.visit), "size": job.size, "purpose": job.purpose}
 
 
 def job_from(state: Mapping[str, Any], prompts: Mapping[Purpose, Prompts]) -> Job:
-    """The job that `job_state` was given."""
+    """Decode what `job_state` encoded."""
     return Job(visit_from(state["visit"], prompts[state["purpose"]]), state["size"], state["purpose"])
 
 
 def visit_state(visit: Visit) -> list[Any]:
-    """A visit as plain JSON values; its prompt by ordinal."""
+    """Encode a visit as plain JSON values; its prompt by ordinal."""
     verdict = {name: getattr(visit.verdict, name) for name in _VERDICT}
     return [visit.number, visit.epoch, visit.prompt.ordinal, _plain(verdict)]
 
 
 def visit_from(state: Sequence[Any], prompts: Prompts) -> Visit:
-    """The visit that `visit_state` was given; `prompts` are those of its data set."""
+    """Decode what `visit_state` encoded; `prompts` are those of its data set."""
     number, epoch, ordinal, verdict = state
     return Visit(number, epoch, prompts[ordinal], _verdict_from(verdict))
 
 
 def group_state(group: Group) -> dict[str, Any]:
-    """A finished group as plain JSON values; its prompt by ordinal."""
+    """Encode a finished group as plain JSON values; its prompt by ordinal."""
     prompt_ids = group.rollouts[0].prompt_ids if group.rollouts else ()
     return {
         "visit": visit_state(group.visit),
@@ -79,12 +79,12 @@ def group_state(group: Group) -> dict[str, Any]:
 
 
 def group_from(state: Mapping[str, Any], prompts: Mapping[Purpose, Prompts]) -> Group:
-    """The group that `group_state` was given."""
+    """Decode what `group_state` encoded."""
     visit = visit_from(state["visit"], prompts[state["purpose"]])
     decisions = [_decision_from(d) for d in state["decisions"]]
     if "arrays" in state:
         arrays = unpack_all(state["arrays"])
-    else:  # of an older checkpoint: each rollout has its own
+    else:  # older checkpoints: arrays of each rollout
         arrays = [_real(r[name]) for r in state["rollouts"] for name in ARRAYS]
     prompt_ids, n = tuple(state.get("prompt_ids", ())), len(ARRAYS)
     rollouts = [_rollout_from(r, prompt_ids, arrays[i * n : (i + 1) * n]) for i, r in enumerate(state["rollouts"])]
@@ -101,8 +101,9 @@ def _rollout_state(rollout: Rollout, prompt_ids: tuple[int, ...]) -> dict[str, A
 
 
 def _rollout_from(state: Mapping[str, Any], prompt_ids: tuple[int, ...], arrays: Sequence[Any]) -> Rollout:
-    if [None if a is None else (a.dtype.kind, a.shape) for a in arrays[:4]] != [(k, (len(arrays[0]),)) for k in "ibfi"]:
-        raise ValueError("a rollout's tokens, mask, log-probabilities and versions do not belong together")
+    kinds = [None if a is None else (a.dtype.kind, a.shape) for a in arrays[:4]]
+    if kinds != [(kind, (len(arrays[0]),)) for kind in "ibfi"]:
+        raise ValueError("rollout: shapes or dtypes of tokens, mask, log-probabilities and versions do not match")
     values = {**state, **dict(zip(ARRAYS, arrays, strict=True))}
     values["prompt_ids"] = tuple(state["prompt_ids"]) if "prompt_ids" in state else prompt_ids
     values["turns"] = [Turn(**t) for t in state["turns"]]
@@ -128,7 +129,7 @@ def _verdict_from(state: Mapping[str, Any]) -> Verdict:
 
 
 def _plain(value: Any) -> Any:
-    """Arrays, wherever they are, become packed texts."""
+    """Pack arrays at any depth."""
     if isinstance(value, np.ndarray):
         return {PACKED: pack(value)}
     if isinstance(value, Mapping):
@@ -139,7 +140,9 @@ def _plain(value: Any) -> Any:
 
 
 def _real(value: Any) -> Any:
-    """What `_plain` was given."""
+    """Undo `_plain`."""
+    if isinstance(value, Mapping) and set(value) == {PACKED}:
+        return unpack(value[PACKED])
     if isinstance(value, Mapping):
-        return unpack(value[PACKED]) if set(value) == {PACKED} else {key: _real(inner) for key, inner in value.items()}
+        return {key: _real(inner) for key, inner in value.items()}
     return value

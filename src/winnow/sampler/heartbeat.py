@@ -1,4 +1,4 @@
-"""Signs of life of a sampler that is busy with one long call."""
+"""Heartbeat of a sampler during one long call."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The sampler in the learner's process: in turn with the learner, on its weights or on those of some steps ago.
+"""Sampler in the learner's process: takes turns with the learner, on its weights or those of some steps ago.
 
-Everything is a function of the seed: with a lag, too, a run can be repeated and resumed bit for bit.
+Everything is a function of the seed, so a run repeats and resumes bit for bit, also with a lag.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ..types import Group, Job
 from .base import SamplerContext, SamplerRefusedError
 
 LAG_STREAM = 8
-"""Keeps these draws apart from other noise."""
+"""Noise stream of the lag draws."""
 KEPT = "sampler-weights"
 
 
@@ -32,8 +32,8 @@ class InProcess:
     """One process: synchronous with max_lag 0, else deterministically behind the learner."""
 
     lag: Literal["exact", "mixed"] = "exact"
-    """`exact`: sample with the weights of `max_lag` steps ago (or of the start, in the first steps). `mixed`: of 0 to
-    `max_lag` steps ago, drawn for each group, so that the groups of a batch have different ages."""
+    """`exact`: sample with the weights of `max_lag` steps ago (of the start, in the first steps). `mixed`: of 0 to
+    `max_lag` steps ago, drawn per group, so that a batch mixes ages."""
 
     provides: ClassVar[frozenset[str]] = frozenset({"repeatable"})
 
@@ -43,7 +43,7 @@ class InProcess:
 
 
 class InProcessSampler:
-    """Keeps the weights of `max_lag` steps besides the newest; with `max_lag = 0` none."""
+    """Samples in the learner's process; keeps the weights of the last `max_lag` steps."""
 
     def __init__(self, runner: RolloutRunner, max_lag: int, mixed: bool, seed: int) -> None:
         self.runner = runner
@@ -54,7 +54,7 @@ class InProcessSampler:
         self._newest = 0
         self._kept: dict[int, dict[str, torch.Tensor]] = {}
         self._waiting: dict[int, list[Job]] = {}
-        """Jobs for other weights than the engine's, by version. The engine has one version at a time."""
+        """Jobs for other weights than the engine's, by version; the engine holds one version at a time."""
 
     @property
     def version(self) -> int:
@@ -108,7 +108,7 @@ class InProcessSampler:
         self._use(self.version)
 
     def _version_for(self, job: Job) -> int:
-        """Version whose weights sample the group."""
+        """Return the version whose weights sample the group."""
         if not self.mixed:
             return self.version
         return self._newest - noise_key(self._seed, LAG_STREAM, job.visit.number) % (self._newest - self.version + 1)
@@ -116,14 +116,15 @@ class InProcessSampler:
     def _use(self, version: int) -> None:
         file = f"{KEPT}/{version}.safetensors"
         if version not in self._kept:
-            raise SamplerRefusedError(f"the checkpoint has no {file}, the weights to sample with")
+            raise SamplerRefusedError(f"{file}: missing from the checkpoint, but rollouts need it; restore it")
         try:
             self.engine.load_weights(self._kept[version], version)
         except ValueError as error:
             raise ValueError(f"weights of version {version} ({file}): {error}") from None
 
     def make_room(self) -> None:
-        if release := getattr(self.engine, "release", None):
+        release = getattr(self.engine, "release", None)
+        if release is not None:
             release()
 
     def metrics(self) -> dict[str, float]:
@@ -131,7 +132,7 @@ class InProcessSampler:
 
     def save(self, directory: Path) -> None:
         for version, weights in self._kept.items():
-            if version != self._newest:  # those are the learner's own
+            if version != self._newest:  # the learner saves the newest
                 (directory / KEPT).mkdir(exist_ok=True)
                 save_tensors(weights, directory / KEPT / f"{version}.safetensors")
 

@@ -1,4 +1,4 @@
-"""Options of samplers in other processes, of whatever kind."""
+"""Options shared by all samplers in other processes."""
 
 from __future__ import annotations
 
@@ -9,35 +9,35 @@ from ..config import ConfigError
 
 @dataclass(frozen=True)
 class PoolOptions:
-    """Options that all kinds of samplers elsewhere have in common."""
+    """Base class of the options of samplers in other processes."""
 
     samplers: int = 1
     threads: int = 1
     """Threads of each sampler, for matrix products."""
     timeout_s: float = 300.0
-    """Silence after which a sampler is taken for stuck."""
+    """Silence after which a sampler counts as stuck."""
     max_restarts: int = 3
-    """Deaths of a sampler without a finished group in between, after which the run stops."""
+    """Restarts in a row of a sampler, without a finished group in between; the next failure stops the run."""
 
     def __post_init__(self) -> None:
         if self.samplers < 1 or self.threads < 1 or self.max_restarts < 1:
             raise ValueError("samplers, threads and max_restarts must be at least 1")
         if not self.timeout_s > 0:
-            raise ValueError(f"timeout_s must be > 0, not {self.timeout_s}")
+            raise ValueError(f"timeout_s: must be above 0, not {self.timeout_s}")
 
     @property
     def least(self) -> int:
-        """Samplers that must have a place before work begins."""
+        """Samplers that must be scheduled before work begins."""
         return self.samplers
 
     def device_of(self, slot: int, device: str) -> str | None:
-        """Device of a sampler, where the run's is `device`; None is the same."""
+        """Return the device of a sampler in a run on `device`; None: the same."""
         return None
 
     def check(self, reward_timeout_s: float) -> None:
-        """Raises ConfigError when a sampler that waits for a reward would be taken for stuck."""
+        """Raise ConfigError if a sampler that waits for a reward would count as stuck."""
         if self.timeout_s <= reward_timeout_s:
             raise ConfigError(
                 f"sync: timeout_s={self.timeout_s:g} must be above reward_timeout_s={reward_timeout_s:g}, or a "
-                "sampler that waits for a reward is taken for stuck"
+                "sampler that waits for a reward counts as stuck; raise it"
             )

@@ -1,11 +1,11 @@
-"""Samplers elsewhere, beside the learner: what they work on, whether they live, what is launched once more.
+"""Track remote samplers: their jobs, their health, and which jobs to relaunch.
 
-A sampler that dies, or says nothing for `timeout_s`, is replaced by one with the newest weights. What it was working on
-is launched once more on those that are there, and counts as failed when that one dies, too; one that had not begun to
-work does not count. A sampler without a place, as on a cluster that has no room now, is waited for: it is told nothing,
-has no work, and joins with the newest weights whenever it gets one.
+A sampler that exits, or sends nothing for `timeout_s`, is replaced by one with the newest weights. Its jobs are
+relaunched once on other samplers, and fail if that sampler fails too; one that was not yet ready does not count. A
+sampler without a place, as on a full cluster, is waited for: it gets no messages and no jobs, and joins with the
+newest weights once it is scheduled.
 
-Messages, plain JSON values but for what a transport puts in for `weights`, over whatever `Channel` there is:
+Messages over a `Channel` are plain JSON values, except what a transport puts in for `weights`:
 
     learner -> sampler   {"start": {...}}, {"weights": ..., "version": v, "rules": [...]}, {"launch": job},
                          {"stop": true}
@@ -13,7 +13,7 @@ Messages, plain JSON values but for what a transport puts in for `weights`, over
                          {"alive": counts} or {"busy": true} at least every second, {"refused": why},
                          {"stopped": groups}
 
-Weights are sent to samplers whose engine is built: one that still starts would hold every version until it is.
+Weights go only to samplers whose engine is built: one that is still starting would hold every version until then.
 """
 
 from __future__ import annotations
@@ -42,19 +42,19 @@ from .options import PoolOptions
 from .weights import Transport, fingerprints
 
 POLL_S = 0.2
-"""Longest wait for a message before the samplers are looked after."""
+"""Longest wait for a message before the samplers are checked."""
 SETTLE_S = 2.0
-"""Seconds from a death until work is sent out again: several samplers may go together, with their node."""
+"""Seconds from a failure until jobs are sent again: samplers of one node may fail together."""
 STOP_S = 10.0
-"""Seconds that a sampler has, at the end of a run, to hand back what it was working on."""
+"""Seconds a sampler has at the end of a run to return its unfinished groups."""
 
 
 Open = Callable[[Inbox], Channel]
-"""Asks for a sampler, which waits for its `start` message."""
+"""Requests a sampler, which waits for its `start` message."""
 
 
 class SamplerPool:
-    """See the module's docstring. `open_channel` starts a sampler; `ended` is called when there are none any more."""
+    """See the module's docstring. `open_channel` starts a sampler; `ended` is called after all have ended."""
 
     def __init__(
         self,
@@ -81,16 +81,16 @@ class SamplerPool:
         self._inbox: Inbox = queue.SimpleQueue()
         self._members: list[SamplerHandle] = []
         self._needed = options.least
-        """Samplers without which there is no work: `least` until it has begun, then one."""
+        """Samplers required to dispatch jobs: `least` at first, then one."""
         self._waiting: deque[InFlightJob] = deque()
-        """Launched, while no sampler had a place or it was not known who is left."""
+        """Jobs launched while too few samplers had a place, or just after a failure."""
         self._settled = 0.0
-        """When it is."""
+        """When jobs may be sent again after a failure."""
         self._short_since: float | None = None
         self._landed: list[Group] = []
         """Groups for training, not yet polled."""
         self._pending = 0
-        """Groups for training, launched and not yet polled: what is in flight is not counted again at each poll."""
+        """Training groups launched and not yet polled; counted here, not at each poll."""
         self._reset()
 
     def _reset(self) -> None:
@@ -106,7 +106,7 @@ class SamplerPool:
 
     @property
     def version(self) -> int:
-        """Samplers that get a place later begin with the newest."""
+        """Oldest version of the scheduled samplers; later ones start with the newest."""
         return min((member.version for member in self._placed), default=self._transport.version)
 
     @property
@@ -115,7 +115,7 @@ class SamplerPool:
 
     @property
     def nodes(self) -> dict[str, str]:
-        """Where samplers are, by their metrics' names."""
+        """Nodes of the samplers, by the prefix of their metrics' names."""
         return {f"sampler/{member.slot}": member.where for member in self._members if member.where}
 
     @property
@@ -131,10 +131,11 @@ class SamplerPool:
         self._dispatch(InFlightJob(job))
 
     def _dispatch(self, *jobs: InFlightJob) -> None:
-        """Send these and what waits to those with the least work; to one that has long been silent only if all are."""
+        """Send these and the waiting jobs to the least busy sampler; to a long silent one only if all are."""
         self._waiting += jobs
         now = time.monotonic()
-        if len(placed := self._placed) < self._needed or now < self._settled:
+        placed = self._placed
+        if len(placed) < self._needed or now < self._settled:
             return
         self._needed, silent = 1, now - self.options.timeout_s / 2
         while self._waiting:
@@ -156,7 +157,7 @@ class SamplerPool:
         for member in self._placed:
             if member.built:
                 member.channel.send(self._told())
-            else:  # it begins with the newest
+            else:  # it starts with the newest
                 member.version = version
 
     def _told(self) -> dict[str, Any]:
@@ -166,7 +167,7 @@ class SamplerPool:
         return SamplerHandle(slot, self._open(self._inbox))
 
     def _begin(self, member: SamplerHandle, where: str) -> None:
-        """It has a place, and builds its engine."""
+        """Send a scheduled sampler what it needs to build its engine."""
         member.where, member.version = where, self._transport.version
         device = {"device": self.options.device_of(member.slot, self._device)}
         first = {"version": member.version, "rules": self._rules}
@@ -197,11 +198,11 @@ class SamplerPool:
         return [found[job.visit.number] for job in jobs]
 
     def _has_room(self, live: int, job: Job) -> bool:
-        """Whether the environments of a job fit next to the `live` ones of other jobs that are not for training."""
+        """Whether the environments of a job fit next to the `live` ones of other evaluation jobs."""
         return self._live is None or live == 0 or live + job.size <= self._live * len(self._placed)
 
     def _heard(self, *, wait: bool) -> list[Group]:
-        """Groups that have come, waiting a moment for the first; samplers are looked after."""
+        """Return arrived groups, waiting a moment for the first, and check the samplers."""
         groups: list[Group] = []
         try:
             with contextlib.suppress(queue.Empty):
@@ -216,13 +217,13 @@ class SamplerPool:
         return groups
 
     def _take(self, message: Message) -> list[Group]:
-        """The groups in a message. A sampler that was replaced has no say any more."""
+        """Return the groups in a message; messages of replaced samplers are ignored."""
         member = next((m for m in self._members if m.channel is message.channel), None)
         if member is None:
             return []
         member.hear(message.content)
         if message.content is None:
-            return self._replace(member, "died")
+            return self._replace(member, "exited")
         return self._understood(member, message.content)
 
     def _understood(self, member: SamplerHandle, content: Mapping[str, Any]) -> list[Group]:
@@ -255,22 +256,22 @@ class SamplerPool:
         for member in self._placed:
             if how := member.overdue(self.options.timeout_s, busy_s):
                 groups += self._replace(member, how)
-        there = len(self._placed)
-        if there >= self._needed:
+        placed = len(self._placed)
+        if placed >= self._needed:
             self._short_since = None
         elif self._short_since is None:
             self._short_since = now
         elif now - self._short_since > start_s:
             raise SamplersLostError(
-                f"for {start_s:g} s {there} of {self.options.samplers} samplers had a place to run, and {self._needed} "
-                "are needed to go on: nothing has room for them (see `ray status`)"
+                f"sync: only {placed} of {self.options.samplers} samplers could be scheduled within {start_s:g} s "
+                f"({self._needed} required); free resources of the cluster (see `ray status`), or add nodes"
             )
         return groups
 
     def _replace(self, member: SamplerHandle, what: str, why: str = "") -> list[Group]:
-        """Groups that failed with it; the others are launched once more.
+        """Replace a sampler and relaunch its jobs; return the groups that failed with it.
 
-        Raises SamplersLostError when it keeps failing, unless as many others work as must.
+        Raises SamplersLostError when it keeps failing, unless enough others are ready.
         """
         ended = member.channel.kill()
         how = why or ended
@@ -286,8 +287,8 @@ class SamplerPool:
         failed, again = [], []
         for sent in member.flights.values():
             if sent.again and member.ready:
-                said = how.rstrip().rpartition("\n")[2]
-                reason = f"two samplers that worked on it ended: {what} ({said[-300:]})"
+                last_line = how.rstrip().rpartition("\n")[2]
+                reason = f"two samplers that worked on it ended: {what} ({last_line[-300:]})"
                 failed.append(failed_group(sent.job, reason, greedy=self._greedy))
             else:
                 again.append(sent._replace(again=sent.again or member.ready))
@@ -298,7 +299,7 @@ class SamplerPool:
         return failed
 
     def _give_up(self, member: SamplerHandle, how: str) -> None:
-        """Go on without it, or raise SamplersLostError."""
+        """Continue without it, or raise SamplersLostError."""
         often = f"{how}\n{member.deaths + 1} times in a row without a finished group"
         ready = sum(other.ready for other in self._members)
         if ready < self.options.least:
@@ -307,19 +308,19 @@ class SamplerPool:
         warnings.warn(f"sync: {often}; the run goes on with {ready} of {self.options.samplers} samplers", stacklevel=2)
 
     def make_room(self) -> None:
-        """Samplers have memory of their own, and sample meanwhile."""
+        """Do nothing: samplers have their own memory, and keep sampling."""
 
     def metrics(self) -> dict[str, float]:
-        """Idle shares of wall-clock time, tokens of finished groups per second, and what befell the samplers."""
+        """Return idle shares of wall-clock time, tokens of finished groups per second, and restarts."""
         elapsed = max(time.monotonic() - self._since, 1e-9)
-        spent = [found for member in self._members if (found := member.spent)]
+        spent = [member.spent for member in self._members if member.spent]
         found = {
             "idle/learner": self._waited / elapsed,
             "sampler/ready": float(sum(member.ready for member in self._members)),
             "sampler/restarts": float(sum(member.spell.restarts for member in self._members)),
             "sampler/redispatched": float(self._redispatched),
         }
-        if spent:  # else none has reported since
+        if spent:  # else no sampler has reported since
             found["idle/sampler"] = sum(s["idle_s"] for s in spent) / sum(s["seconds"] for s in spent)
             found["throughput/tokens_per_s"] = sum(s["tokens"] for s in spent) / elapsed
         found |= {name: value for member in self._members for name, value in member.metrics().items()}
@@ -328,7 +329,7 @@ class SamplerPool:
         return found
 
     def save(self, directory: Path) -> None:
-        """Nothing: what is in flight is the loop's, and is launched again."""
+        """Do nothing: the loop saves what is in flight, and relaunches it."""
 
     def load(self, directory: Path) -> None: ...
 
@@ -340,18 +341,19 @@ class SamplerPool:
             for member in self._members:
                 member.channel.kill()
             self._ended()
-        there = {(group.purpose, group.visit.number) for group in groups}
-        for sent in (sent for sent in flying if sent.key not in there):
-            groups.append(failed_group(sent.job, "", fate=None, greedy=self._greedy))  # its sampler did not answer
+        returned = {(group.purpose, group.visit.number) for group in groups}
+        for sent in flying:
+            if sent.key not in returned:  # its sampler did not answer
+                groups.append(failed_group(sent.job, "", fate=None, greedy=self._greedy))
         self._members, self._landed, self._pending = [], [], 0
         self._waiting.clear()
         self._transport.remove()
         return [group for group in groups if group.purpose == "train"]
 
     def _stopped(self) -> list[Group]:
-        """Groups that the samplers hand back when told to stop, and those that they had finished before.
+        """Stop the samplers; return the groups they hand back, and those they had finished before.
 
-        Waits until the samplers have ended: they close their engines and rewards.
+        Waits until the samplers have exited: they close their engines and rewards.
         """
         for member in self._placed:
             member.channel.send({"stop": True})
@@ -366,12 +368,12 @@ class SamplerPool:
             flights = next((m.flights for m in self._members if m.channel is channel), {})
             if content is None:
                 waiting.discard(id(channel))
-            if content is not None:
+            else:
                 found = [*content.get("stopped", []), *filter(None, [content.get("group")])]
                 groups += [group_from(state, self._prompts) for state in found if _key(state) in flights]
         return groups
 
 
 def _key(state: Mapping[str, Any]) -> tuple[str, int]:
-    """Purpose and visit of a group as it travels."""
+    """Return purpose and visit number of an encoded group."""
     return state["purpose"], state["visit"][0]

@@ -25,13 +25,13 @@ from .options import PoolOptions
 from .pool import SamplerPool
 
 HEAR_S = 1.0
-"""Longest wait of a sampler that is asked what it has to say."""
+"""Longest wait of an actor for something to report."""
 LOOK_S = 1.0
-"""Seconds between two looks whether an answer has come: a lost node never says that it is gone."""
+"""Seconds between two checks for an answer: a lost node never reports its end."""
 FETCH_S = 60.0
-"""Most that an object may take to arrive, besides the time for its bytes."""
+"""Timeout for an object to arrive, on top of the time for its bytes."""
 END_S = 10.0
-"""Seconds that a killed actor is waited for."""
+"""Longest wait for a killed actor."""
 
 
 @dataclass(frozen=True)
@@ -41,12 +41,12 @@ class Ray(PoolOptions):
     provides: ClassVar[frozenset[str]] = frozenset({"beside", "own_engine"})
 
     ray_address: str | None = None
-    """Cluster to join, e.g. `auto`; None is that of RAY_ADDRESS, or one that is started on this machine."""
+    """Cluster to join, e.g. `auto`; None: that of RAY_ADDRESS, else one started on this machine."""
     num_gpus: float | None = None
-    """GPUs of each sampler; None: as many as its engine uses where the cluster has any, else 0. With 0 it samples on
-    the CPU. Of CPU cores it gets `threads`."""
+    """GPUs of each sampler; None: as many as its engine uses if the cluster has any, else 0. With 0 it samples on the
+    CPU. Each sampler gets `threads` CPU cores."""
     min_samplers: int | None = None
-    """Samplers with which the run starts; the others join when the cluster has room for them. None: all of them."""
+    """Samplers required at the start; the others join when the cluster has room. None: all."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -58,18 +58,21 @@ class Ray(PoolOptions):
         return self.samplers if self.min_samplers is None else max(self.min_samplers, 1)
 
     def gpus(self, config: RunConfig) -> float:
-        """GPUs of each sampler, on the cluster that this process has joined."""
+        """Return the GPUs of each sampler, on the cluster this process has joined."""
         parts = config.engine.get("tensor_parallel_size", 1) if isinstance(config.engine, dict) else 1
         if self.num_gpus and self.num_gpus < parts:
-            raise ConfigError(f"sync: num_gpus={self.num_gpus:g}: engine: tensor_parallel_size={parts} needs {parts}")
+            raise ConfigError(
+                f"sync: num_gpus: too few for engine: tensor_parallel_size ({self.num_gpus:g} of {parts}); "
+                f"set num_gpus: {parts}"
+            )
         return cluster.gpus_each(self.num_gpus, config.device, parts)
 
     def device_of(self, slot: int, device: str) -> str:
-        """Ray shows a sampler no GPU but its own, whatever number the learner's has."""
+        """Return the device type: Ray shows a sampler only its own GPUs, whatever the learner's number."""
         return device.partition(":")[0] if self.num_gpus else "cpu"
 
     def build(self, context: SamplerContext) -> SamplerPool:
-        """Raises ConfigError when Ray is not installed, or no cluster answers."""
+        """Build the pool. Raises ConfigError when Ray is not installed, or no cluster answers."""
         c = context.config
         self.check(c.reward_timeout_s)
         try:
@@ -85,7 +88,7 @@ class Ray(PoolOptions):
 
 
 class RayWeights:
-    """The newest weights as one object of Ray's store; the reference to it travels in messages."""
+    """Newest weights as one object in Ray's store; messages carry a reference to it."""
 
     def __init__(self) -> None:
         self._reference: Any = None
@@ -93,7 +96,7 @@ class RayWeights:
         self.bytes = 0
 
     def write(self, weights: WeightSource, version: int) -> None:
-        """Ray keeps an object until nobody has a reference: older weights until the last sampler has read them."""
+        """Store the weights. Ray keeps older ones until the last sampler has read them."""
         import ray
 
         self._reference = None  # the store may have no room for two
@@ -106,9 +109,9 @@ class RayWeights:
                 put = ray.put(as_bytes(weights.items()))
         except (ray.exceptions.ObjectStoreFullError, ray.exceptions.OutOfDiskError) as error:
             raise ConfigError(
-                f"sync: ray: no room for the weights ({size / 2**20:,.0f} MiB) in Ray's object store, nor where it "
-                f"spills to: {str(error).strip().splitlines()[0]}\nstart Ray with more (`ray start "
-                "--object-store-memory=BYTES`, init's object_store_memory), or make room on that disk"
+                f"sync: ray: the weights ({size / 2**20:,.0f} MiB) fit neither into Ray's object store nor where it "
+                f"spills to: {str(error).strip().splitlines()[0]}; start Ray with more (`ray start "
+                "--object-store-memory=BYTES`, init's object_store_memory), or free that disk"
             ) from None
         self._reference, self.version, self.bytes = put, version, size
 
@@ -120,16 +123,16 @@ class RayWeights:
 
 
 def read_object(told: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Tensors over the store's own memory, not to be written to."""
+    """Return tensors over the store's own memory; never write to them."""
     import ray
 
     return from_bytes(ray.get(told["weights"], timeout=FETCH_S + transfer_s(told["bytes"])))
 
 
 class ActorChannel:
-    """One actor; what it says goes into `inbox`, its end, too. It dies with the driver.
+    """Channel to one actor: its messages and its end go into `inbox`. It ends with the driver.
 
-    While the cluster has no room it is pending: an autoscaler sees its demand, and what it is asked is answered later.
+    While the cluster has no room it is pending: an autoscaler sees its demand, and calls are answered later.
     """
 
     def __init__(self, inbox: Inbox, options: Ray, private: Mapping[str, str], entry: str) -> None:
@@ -157,13 +160,13 @@ class ActorChannel:
         import ray
 
         self._killed.set()
-        with contextlib.suppress(Exception):  # it may be gone, and its node, too
+        with contextlib.suppress(Exception):  # actor or node may be gone
             ray.kill(self._actor, no_restart=True)
         self._thread.join(timeout=END_S)
         return self._last_words or "it was killed"
 
     def _listen(self, inbox: Inbox) -> None:
-        """One question at a time. A node that is lost never answers: the pool notices the silence."""
+        """Read the actor's reports, one at a time. A lost node never answers: the pool detects the silence."""
         import ray
 
         try:
@@ -184,11 +187,11 @@ class ActorChannel:
 
 
 class Actor:
-    """The other end, in a process of Ray's."""
+    """Sampler end of the channel, in a Ray process."""
 
     def __init__(self, folder: str, private: Mapping[str, str], entry: str) -> None:
         os.environ.update(private)
-        if os.path.isdir(folder):  # as the learner's, so that names of files mean the same
+        if os.path.isdir(folder):  # the learner's, so that relative paths resolve alike
             os.chdir(folder)
         self._orders: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self._reports: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
@@ -196,7 +199,7 @@ class Actor:
         threading.Thread(target=self._serve, args=(entry,), daemon=True).start()
 
     def _serve(self, entry: str) -> None:
-        ended = "it was told to stop"
+        ended = "it was stopped"
         try:
             with busy(self._reports.put):
                 module = importlib.import_module(entry)
@@ -209,17 +212,17 @@ class Actor:
         self._orders.put(content)
 
     def report(self) -> list[dict[str, Any]]:
-        """What there is, waiting a moment for the first."""
-        found = []
+        """Return pending messages, waiting a moment for the first."""
+        messages = []
         with contextlib.suppress(queue.Empty):
-            found.append(self._reports.get(timeout=HEAR_S))
+            messages.append(self._reports.get(timeout=HEAR_S))
             while True:
-                found.append(self._reports.get_nowait())
-        return found
+                messages.append(self._reports.get_nowait())
+        return messages
 
 
 def node() -> str:
-    """The one that this process runs on."""
+    """Return the name of the node this process runs on."""
     import ray
 
     here = {"NodeManagerAddress": ray.util.get_node_ip_address(), "NodeID": ray.get_runtime_context().get_node_id()}
@@ -227,7 +230,7 @@ def node() -> str:
 
 
 def remote_actor() -> Any:
-    """Orders come in the order in which they were given, also while a report is waited for."""
+    """Return the actor class. Orders keep their sequence, also while a report is awaited."""
     import ray
 
     class SamplerActor(Actor):

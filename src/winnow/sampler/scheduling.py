@@ -1,6 +1,6 @@
-"""Pace: how many groups may start now, and whether a batch may be taken.
+"""Pace: how many groups may start now, and whether to train now.
 
-Nothing is sampled that would be too old when its turn comes: pace, don't discard.
+No group starts that would be stale when it is trained: pace, don't discard.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from .buffer import Buffer
 
 class Pace(Protocol):
     def room(self, step: int, steps_left: int, zero_share: float | None) -> int:
-        """Groups to start now, for the optimizer step from version `step`; `steps_left` counts it in.
+        """Return how many groups to start now for the optimizer step from version `step`; `steps_left` includes it.
 
-        `zero_share`: share without signal of the groups that this step has judged; None: it has judged none.
+        `zero_share`: share of groups without signal among those judged in this step; None before the first.
         """
         ...
 
@@ -30,7 +30,7 @@ class Pace(Protocol):
 
 
 class SyncPace:
-    """Sampler and learner take turns: start as many groups as the batch lacks, and wait for all."""
+    """Sampler and learner take turns: start as many groups as the batch still needs, and wait for all."""
 
     def __init__(self, buffer: Buffer, sampler: GroupSource, rollout_batch: RolloutBatch) -> None:
         self._buffer, self._sampler, self._rollout_batch = buffer, sampler, rollout_batch
@@ -46,8 +46,8 @@ class SyncPace:
 
 
 class AsyncPace:
-    """The sampler goes on while the learner works: a group is started, and a batch is taken, only if then everything
-    in flight or waiting can still be trained within the lag bound, a batch a step."""
+    """The sampler continues during updates. A group starts, or a batch is taken, only if everything in flight or
+    waiting can then still be trained within the lag bound, a batch per step."""
 
     def __init__(self, buffer: Buffer, sampler: GroupSource) -> None:
         self._buffer, self._sampler = buffer, sampler
@@ -60,5 +60,5 @@ class AsyncPace:
         return self._buffer.ready(step)
 
     def settled(self) -> bool:
-        """Always: what is in flight is part of a checkpoint."""
+        """Always true: what is in flight is part of a checkpoint."""
         return True

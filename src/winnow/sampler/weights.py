@@ -1,4 +1,4 @@
-"""Weights published as files in the run's directory, and fingerprints on which learner and samplers must agree."""
+"""Weights published as files in the run's directory, and fingerprints that learner and samplers must share."""
 
 from __future__ import annotations
 
@@ -15,40 +15,43 @@ from ..env.base import Task
 from ..env.prompting import tokenizer_digest
 
 KEPT = 3
-"""Versions on disk; a sampler takes the newest that it was told of."""
+"""Versions kept on disk; a sampler loads the newest one it received a message about."""
 
 
 def fingerprints(task: Task, tokenizer: Any) -> dict[str, str]:
-    """Digests of what a sampler builds for itself, and must build as the learner did."""
+    """Return digests of what a sampler builds itself and must build as the learner did."""
     return {"task": task.fingerprint(), "tokenizer": tokenizer_digest(tokenizer)}
 
 
 class Transport(Protocol):
-    """How weights come from the learner to samplers."""
+    """Carries weights from the learner to samplers."""
 
     version: int
-    """That of the newest; -1 before there are any."""
+    """Newest version; -1 before the first."""
     bytes: int
-    """Size of the newest."""
+    """Size of the newest weights."""
 
     def write(self, weights: WeightSource, version: int) -> None:
-        """Make them the newest that samplers can read."""
+        """Make these the newest weights that samplers can read."""
         ...
 
     def told(self) -> dict[str, Any]:
-        """Message that says where the newest weights are: `weights`, as the channel carries it, and `version`."""
+        """Return the message that locates the newest weights: `weights`, as the channel carries it, and `version`."""
         ...
 
     def remove(self) -> None: ...
 
 
 def read_weights(told: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """The weights that a sampler was told of."""
+    """Load the weights that a message locates."""
     return load_file(told["weights"])
 
 
 class PublishedWeights:
-    """Safetensors, written whole. `directory` is emptied at the start: what a killed run left there is of no use."""
+    """Weights as safetensors files, written atomically.
+
+    `directory` is emptied first, as a killed run may have left files.
+    """
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
