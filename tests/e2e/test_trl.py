@@ -236,7 +236,7 @@ def test_a_completion_without_any_reward_is_no_zero(arguments: dict[str, Any], t
     [
         ({"selector": "gresso"}, {}, "Did you mean 'greso'"),
         ({"selector": {"name": "pass_rate", "refresh_steps": 5}}, {}, "make a profile with `winnow pass-rates`"),
-        ({"advantage": "otb"}, {}, "which TRL's forward pass does not give"),
+        ({"advantage": "otb"}, {}, "which TRL's forward pass does not return"),
         ({"advantage": "opob"}, {"num_iterations": 2}, "opob computes its baseline once per generation batch"),
         ({"advantage": "opob"}, {"beta": 0.1}, "set beta: 0"),
         ({"step_scale": "ess"}, {}, "step_scale: has no effect here"),
@@ -254,7 +254,7 @@ def test_a_completion_without_any_reward_is_no_zero(arguments: dict[str, Any], t
             "bnpo weighs micro-batches alike",
         ),
         ({"filter": "zero_variance"}, {"scale_rewards": "batch"}, "scale_rewards: batch would divide each round"),
-        ({"advantage": "rloo"}, {"multi_objective_aggregation": "normalize_then_sum"}, "are of the weighted sum"),
+        ({"advantage": "rloo"}, {"multi_objective_aggregation": "normalize_then_sum"}, "use the weighted sum"),
         ({"selector": "greso"}, {"multi_objective_aggregation": "normalize_then_sum"}, "finds a signal in groups"),
         ({"filter": "zero_variance"}, {"multi_objective_aggregation": "normalize_then_sum"}, "use sum_then_normalize"),
         ({"advantage": "opob"}, {"use_adaptive_entropy": True}, "leave out use_adaptive_entropy"),

@@ -53,7 +53,7 @@ def test_versions_that_nobody_reads_any_more_leave_the_store(store: None) -> Non
     reader, published = ray.remote(read), RayWeights()
     for version in range(24):
         published.write(weights(8, version), version)
-        assert ray.get(reader.remote(published.told()), timeout=60) == version
+        assert ray.get(reader.remote(published.message()), timeout=60) == version
     assert not spilled(), "nine fit: the newest, and those that are just being let go"
 
 
@@ -61,7 +61,7 @@ def test_weights_larger_than_the_store_arrive(store: None) -> None:
     published = RayWeights()
     for version in range(2):
         published.write(weights(200, version), version)
-        assert ray.get(ray.remote(read).remote(published.told()), timeout=120) == version
+        assert ray.get(ray.remote(read).remote(published.message()), timeout=120) == version
 
 
 @pytest.mark.parametrize("store", [{"local_fs_capacity_threshold": 0.0}], indirect=True)
@@ -69,7 +69,7 @@ def test_where_the_disk_is_full_too_the_error_says_what_to_raise(store: None) ->
     published = RayWeights()
     with pytest.raises(ConfigError, match=r"the weights \(200 MiB\) fit neither(.|\n)*object-store-memory"):
         published.write(weights(200, 1.0), 1)
-    assert published.told()["version"] == -1
+    assert published.message()["version"] == -1
 
 
 @pytest.fixture(scope="module")

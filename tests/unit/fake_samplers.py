@@ -57,7 +57,7 @@ class FakeTransport:
     def write(self, weights: Mapping[str, Any], version: int) -> None:
         self.version = version
 
-    def told(self) -> dict[str, Any]:
+    def message(self) -> dict[str, Any]:
         return {"weights": "somewhere", "version": self.version}
 
     def remove(self) -> None:

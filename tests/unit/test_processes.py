@@ -160,7 +160,7 @@ def test_weights_travel_in_the_type_of_the_engines(made: Any, tmp_path: Path) ->
         for member, dtype in zip(sampler._members, types, strict=True):
             member.dtype = dtype
         sampler.publish(StateWeights(weights | adapter), [], transport.version + 1)
-        found = load_file(transport.told()["weights"])
+        found = load_file(transport.message()["weights"])
         expected = weights | adapter | ({matrix: weights[matrix].bfloat16()} if half else {})
         assert found.keys() == expected.keys()
         assert all(found[name].dtype == expected[name].dtype for name in expected)

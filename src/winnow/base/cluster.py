@@ -49,26 +49,26 @@ def join(key: str, address: str | None, specs: Sequence[str | Mapping[str, Any]]
 
     if ray.is_initialized():
         return
-    elsewhere = address or os.environ.get("RAY_ADDRESS")
-    host_port = re.fullmatch(r"(.+):(\d+)", elsewhere or "")
+    given = address or os.environ.get("RAY_ADDRESS")
+    host_port = re.fullmatch(r"(.+):(\d+)", given or "")
     if host_port and "://" not in host_port[0]:
         try:  # Ray itself retries for minutes
             socket.create_connection((host_port[1].strip("[]"), int(host_port[2])), timeout=ANSWER_S).close()
         except OSError as error:
             raise ClusterError(
-                f"{key}: ray_address={elsewhere}: no answer ({error}); start the cluster, or correct the address"
+                f"{key}: ray_address={given}: no answer ({error}); start the cluster, or correct the address"
             ) from None
-    cores = {} if elsewhere else {"num_cpus": max(sum(map(_cores, specs)), os.cpu_count() or 1)}
+    cores = {} if given else {"num_cpus": max(sum(map(_cores, specs)), os.cpu_count() or 1)}
     try:
-        with _token(own=not elsewhere):
+        with _token(own=not given):
             # "local": otherwise Ray joins any cluster already running on this machine.
-            where = address or (None if elsewhere else "local")
+            where = address or (None if given else "local")
             started = ray.init(where, log_to_driver=False, include_dashboard=False, **cores)
-            if not elsewhere:
+            if not given:
                 OWN.append(Path(started.address_info["session_dir"]))
     except (ConnectionError, ValueError, RuntimeError, ray.exceptions.RayError) as error:
-        what = f"{key}: ray_address={elsewhere}: {str(error).splitlines()[0]}"
-        raise ClusterError(what + ("; " + TOKENS if elsewhere else "")) from None
+        what = f"{key}: ray_address={given}: {str(error).splitlines()[0]}"
+        raise ClusterError(what + ("; " + TOKENS if given else "")) from None
 
 
 @contextlib.contextmanager

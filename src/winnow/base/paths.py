@@ -44,7 +44,7 @@ def _of_method(spec: Any, change: Callable[[str], str]) -> Any:
     if isinstance(spec, list):
         return [_of_method(each, change) for each in spec]
     if isinstance(spec, dict):
-        changed = spec | {key: _each(value, change) for key, value in spec.items() if key in OPTIONS}
+        changed = dict(spec) | {key: _each(value, change) for key, value in spec.items() if key in OPTIONS}
         if "name" in spec:
             changed["name"] = _of_method(spec["name"], change)
         return changed

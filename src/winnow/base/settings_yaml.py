@@ -11,11 +11,8 @@ MOST = 100_000
 
 
 def load_yaml(text: str) -> Any:
-    """Load a YAML text.
-
-    Raises YAMLError with the line, also on duplicate keys, anchors that contain themselves or expand to over `MOST`
-    values, and too deep nesting.
-    """
+    """Load a YAML text. Raises YAMLError with the line, also on duplicate keys, too deep nesting, and anchors that
+    contain themselves or expand to over `MOST` values."""
     try:
         return yaml.load(text, _Loader)
     except RecursionError:

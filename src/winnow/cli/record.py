@@ -48,10 +48,8 @@ def report(
 
 @command(app)
 def watch(
-    runs: Annotated[list[Path], typer.Argument(help="One or more run directories, finished or running.")],
-    host: Annotated[
-        str, typer.Option(help="Address to listen on; other machines reach any but the default.")
-    ] = "127.0.0.1",
+    runs: Annotated[list[Path], typer.Argument(help="Run directories, finished or running.")],
+    host: Annotated[str, typer.Option(help="Address; any but the default is open to others.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="0: any that is free.")] = 8642,
     token: Annotated[str | None, typer.Option(help="Secret in the address; default: a new one.")] = None,
     as_json: Json = False,

@@ -82,7 +82,7 @@ class WinnowGRPOTrainer(GRPOTrainer):
         unknown = set(kwargs) - METHODS - set(inspect.signature(GRPOTrainer.__init__).parameters)
         if unknown:
             name = min(unknown)
-            raise ConfigError(f"WinnowGRPOTrainer: there is no argument '{name}'.{suggestion(name, sorted(METHODS))}")
+            raise ConfigError(f"WinnowGRPOTrainer: no argument '{name}'.{suggestion(name, sorted(METHODS))}")
         methods = {name: kwargs.pop(name, None) for name in METHODS}
         kwargs = inspect.signature(GRPOTrainer.__init__).bind_partial(self, *args, **kwargs).arguments
         del kwargs["self"]

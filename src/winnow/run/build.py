@@ -346,10 +346,8 @@ def build_policy(
 
 
 def _read_by_ranks(c: RunConfig, start: Start, saved: Path | None, tokenizer: Any) -> Policy | None:
-    """Return the policy without base weights if ranks can read these from files, else None.
-
-    That takes a model directory, no adapter to train further, and no method that runs the whole model.
-    """
+    """Return the policy without base weights if ranks can read these from files, else None. That takes a directory, no
+    adapter to train further, and no method that runs the whole model."""
     first = Path(located(c.model))
     folder = first if saved is None or c.lora is not None else saved
     needs_model = getattr(ADVANTAGES.get(name_of(c.advantage)), "weighing", None) == "gradient"

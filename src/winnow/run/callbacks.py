@@ -104,8 +104,8 @@ class Callbacks:
             if method is not None:
                 self.control = method(args, self.state, self.control, **kwargs) or self.control
 
-    def take(self, wish: str) -> bool:
+    def take(self, request: str) -> bool:
         """Return and clear a callback's request: `should_save` or `should_evaluate`."""
-        wished = bool(getattr(self.control, wish))
-        setattr(self.control, wish, False)
-        return wished
+        requested = bool(getattr(self.control, request))
+        setattr(self.control, request, False)
+        return requested

@@ -87,10 +87,8 @@ def refuse_used_directory(run_dir: Path, go_on: str | None = None) -> None:
 
 
 def in_steps(c: RunConfig, prompts: int) -> RunConfig:
-    """Replace `num_train_epochs` by `max_steps`. Raises ConfigError.
-
-    An epoch has a step per `prompts_per_step` training prompts, whatever a selector skips or a filter refills.
-    """
+    """Replace `num_train_epochs` by `max_steps`: an epoch has a step per `prompts_per_step` training prompts, whatever
+    a selector skips or a filter refills. Raises ConfigError."""
     if c.num_train_epochs is None:
         return c
     steps = math.ceil(c.num_train_epochs * prompts / c.prompts_per_step)

@@ -43,10 +43,8 @@ def on_one_line(text: str) -> str:
 
 
 def prompt_example(task: Task, tokenizer: Any) -> PromptExample | None:
-    """Return the first training prompt that can be encoded, without starting an environment.
-
-    None if an agent writes the prompts, or no prompt can be encoded.
-    """
+    """Return the first training prompt that can be encoded, without starting an environment; None if an agent writes
+    the prompts."""
     if isinstance(task, AgentTask):
         return None
     for prompt in task.train[:TRIED]:

@@ -141,10 +141,8 @@ def main() -> None:
 
 
 def serve(inbox: queue.SimpleQueue[dict[str, Any]], reply: Reply, read: ReadWeights = read_weights) -> None:
-    """Run a sampler over any transport; if it cannot run the job it replies `refused` and ends.
-
-    `read` loads the weights that a message locates.
-    """
+    """Run a sampler over any transport; one that cannot run replies `refused` and ends. `read` loads the weights that a
+    message locates."""
     start = inbox.get()["start"]
     try:
         with busy(reply):

@@ -257,8 +257,7 @@ class Session:
     def _compare_again(self, step: int) -> None:
         """Compare after the first update: only then does a head, cache or adapter that kept old weights show.
 
-        If all probes fail, as while an environment is down, try again after the next update.
-        """
+        If all probes fail, as while an environment is down, try again after the next update."""
         if step == self._compare_at:
             try:
                 self._compare()

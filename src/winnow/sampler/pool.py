@@ -156,12 +156,12 @@ class SamplerPool:
             self._members = [self._start(slot) for slot in range(self.options.samplers)]
         for member in self._placed:
             if member.built:
-                member.channel.send(self._told())
+                member.channel.send(self._weights_message())
             else:  # it starts with the newest
                 member.version = version
 
-    def _told(self) -> dict[str, Any]:
-        return self._transport.told() | {"rules": self._rules}
+    def _weights_message(self) -> dict[str, Any]:
+        return self._transport.message() | {"rules": self._rules}
 
     def _start(self, slot: int) -> SamplerHandle:
         return SamplerHandle(slot, self._open(self._inbox))
@@ -231,7 +231,7 @@ class SamplerPool:
             self._begin(member, content["placed"])
         elif "built" in content:
             member.built, member.version = True, self._transport.version
-            member.channel.send(self._told())
+            member.channel.send(self._weights_message())
         elif "loaded" in content:
             member.version, member.dtype, member.ready = content["loaded"], content["dtype"], True
             for name, value in content["metrics"].items():

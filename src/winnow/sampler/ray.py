@@ -115,18 +115,18 @@ class RayWeights:
             ) from None
         self._reference, self.version, self.bytes = put, version, size
 
-    def told(self) -> dict[str, Any]:
+    def message(self) -> dict[str, Any]:
         return {"weights": self._reference, "version": self.version, "bytes": self.bytes}
 
     def remove(self) -> None:
         self._reference = None
 
 
-def read_object(told: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+def read_object(message: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """Return tensors over the store's own memory; never write to them."""
     import ray
 
-    return from_bytes(ray.get(told["weights"], timeout=FETCH_S + transfer_s(told["bytes"])))
+    return from_bytes(ray.get(message["weights"], timeout=FETCH_S + transfer_s(message["bytes"])))
 
 
 class ActorChannel:

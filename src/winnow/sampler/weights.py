@@ -35,23 +35,20 @@ class Transport(Protocol):
         """Make these the newest weights that samplers can read."""
         ...
 
-    def told(self) -> dict[str, Any]:
+    def message(self) -> dict[str, Any]:
         """Return the message that locates the newest weights: `weights`, as the channel carries it, and `version`."""
         ...
 
     def remove(self) -> None: ...
 
 
-def read_weights(told: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+def read_weights(message: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """Load the weights that a message locates."""
-    return load_file(told["weights"])
+    return load_file(message["weights"])
 
 
 class PublishedWeights:
-    """Weights as safetensors files, written atomically.
-
-    `directory` is emptied first, as a killed run may have left files.
-    """
+    """Weights as safetensors files, written atomically. `directory` is emptied first."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -62,7 +59,7 @@ class PublishedWeights:
     def path(self, version: int) -> Path:
         return self.directory / f"{version}.safetensors"
 
-    def told(self) -> dict[str, Any]:
+    def message(self) -> dict[str, Any]:
         return {"weights": str(self.path(self.version)), "version": self.version}
 
     def write(self, weights: WeightSource, version: int) -> None:
