@@ -84,18 +84,11 @@ def _run_of(checkpoint: Path) -> Path:
 def _refuse(name: str, value: Any, remedy: str) -> None:
     if name in RunConfig.model_fields:
         raise ConfigError(f"{name}: a key of the configuration; {remedy}")
-<<<<<<< HEAD
     hints = load_hints("flat")
     if name not in hints:
         raise TypeError(f"Trainer: there is no argument '{name}'.{suggestion(name, sorted(OWN))}")
     if value is not None and value != (None, None):
         raise ConfigError(f"Trainer: there is no argument '{name}'. Here {hints[name]}.")
-=======
-    if name not in FLAT:
-        raise TypeError(f"Trainer: no argument '{name}'.{suggestion(name, sorted(OWN))}")
-    if value is not None and value != (None, None):
-        raise ConfigError(f"Trainer: no argument '{name}'. Here {FLAT[name]}.")
->>>>>>> w-voice
 
 
 def _is_arguments(value: Any) -> bool:
@@ -173,11 +166,7 @@ def _answers(names: set[str], given: Mapping[str, Any]) -> Iterator[str]:
     for name in sorted(names):
         if name.startswith(WITHOUT_EFFECT):
             continue
-<<<<<<< HEAD
         answer = hints.get(name) or answer_to(name, given.get(name)) or "there is nothing like it; leave it out"
-=======
-        answer = FLAT.get(name) or answer_to(name, given.get(name)) or "no counterpart; leave it out"
->>>>>>> w-voice
         yield f"{name}={given.get(name)!r}: here {answer}"
 
 
