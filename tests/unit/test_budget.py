@@ -289,6 +289,16 @@ def test_keys_and_values_are_reserved_by_memory(tmp_path: Path) -> None:
     assert "slots" not in plan_for(c, Gpus.parsed("80GiB"))["engine"]
 
 
+def test_a_class_whose_activations_are_not_computed_again_needs_more() -> None:
+    sizes = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 8, "vocab_size": 32_000}
+    with torch.device("meta"):
+        again, kept = LlamaForCausalLM(LlamaConfig(**sizes)), Phi3ForCausalLM(Phi3Config(**sizes, pad_token_id=0))
+    c = config()
+    shapes = Shapes.of(again, c)
+    assert (shapes.recomputes, Shapes.of(kept, c).recomputes) == (True, False)
+    assert budget._activations(c, replace(shapes, recomputes=False)) > 1.2 * budget._activations(c, shapes)
+
+
 def test_what_was_chosen_by_the_user_stays() -> None:
     c = config(tokens_per_microbatch=1000, gradient_checkpointing=False)
     assert settle_for(c, Shapes.of(qwen3(), c), 80 * GIB) == {}

@@ -20,7 +20,7 @@ from ..engine.local.engine import PREFILL_TOKENS
 from ..engine.vllm.options import PREFILL_TOKENS as VLLM_TOKENS
 from ..learner import LEARNERS
 from ..learner.local.learner import FILE_BYTES
-from ..learner.local.recompute import WORTH
+from ..learner.local.recompute import WORTH, is_gated
 from ..learner.local.vocabulary import SLICE_ELEMENTS
 from .activations import AT_LEAST, AT_MOST
 from .engine_choice import engine_options
@@ -55,6 +55,8 @@ class Shapes:
     """Width of the keys (and of the values) of all heads."""
     qk_norm: bool
     """Whether queries and keys are normalized."""
+    recomputes: bool
+    """Whether norms and gated activations are computed again in the backward pass."""
     in_bfloat16: bool = False
     """Whether the weights that were given are."""
 
@@ -83,6 +85,7 @@ class Shapes:
             queries=heads * width,
             keys=(getattr(text, "num_key_value_heads", None) or heads) * width,
             qk_norm=any(name.endswith("q_norm.weight") for name, _ in model.named_parameters()),
+            recomputes=total >= WORTH and any(is_gated(module) for module in model.modules()),
             in_bfloat16=(model.config.dtype if embedding.is_meta else embedding.dtype) == torch.bfloat16,
         )
 
@@ -282,9 +285,8 @@ def _activations(c: RunConfig, shapes: Shapes) -> int:
     if c.gradient_checkpointing is True:
         one = _kept_by_layer(shapes, half, recomputed=False, lora=c.lora)
         return 4 * shapes.hidden * (shapes.layers + 1) + int(0.7 * one)
-    recomputed = shapes.parameters >= WORTH
-    kept = shapes.layers * _kept_by_layer(shapes, half, recomputed=recomputed, lora=c.lora)
-    if recomputed:  # what is made again, and gradients of a layer's matrices
+    kept = shapes.layers * _kept_by_layer(shapes, half, recomputed=shapes.recomputes, lora=c.lora)
+    if shapes.recomputes:  # what is made again, and gradients of a layer's matrices
         wide = 2 * shapes.hidden + shapes.queries + 2 * shapes.keys + 3 * shapes.intermediate
         kept += int((1.3 if half else 5) * wide)
     return kept

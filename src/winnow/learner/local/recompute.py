@@ -97,7 +97,7 @@ class Recomputing:
                 continue  # somebody else computes it otherwise already
             if "Norm" in type(module).__name__ and not [*module.children()] and not [*module.buffers()]:
                 self._forwards[module] = partial(self._norm, module, module.forward)
-            elif _is_gated(module):
+            elif is_gated(module):
                 self._forwards[module] = partial(self._gated, module, module.forward)
 
     @contextmanager
@@ -160,7 +160,7 @@ class Recomputing:
         return again.output().reshape(shape)
 
 
-def _is_gated(module: nn.Module) -> bool:
+def is_gated(module: nn.Module) -> bool:
     """By its class, not by a trial alone: that would not reach a clamp of large activations."""
     cls = type(module)
     return cls.__name__ in GATED and cls.__module__.startswith("transformers.models.")
