@@ -1,4 +1,4 @@
-"""Learners compute gradients and update the policy. A learner is one file and one line of this table."""
+"""Learners: compute gradients and update the policy. A new learner needs one file and one line in this table."""
 
 from .base import Learner, LearnerLostError, Policy
 from .fsdp.options import Fsdp

@@ -1,6 +1,6 @@
-"""Agreement of learner and sampler: log-probabilities of the same tokens, compared.
+"""Compare learner and sampler log-probabilities of the same tokens.
 
-Every importance ratio takes it for granted. Where it does not hold, a run clips and shrinks its updates without a word.
+Every importance ratio assumes that they agree. If they do not, a run clips and shrinks its updates silently.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from .base import Learner
 from .batch import Row
 
 BOUNDS = {"float64": 1e-3, "float32": 1e-3, "tfloat32": 1e-2, "float16": 2e-2, "bfloat16": 1e-1}
-"""Largest mean |difference| in nats a token, by the coarser type of both sides. Rounding alone gives about a tenth."""
+"""Largest mean |difference|, nats per token, by the coarser dtype of both sides. Rounding alone gives about a tenth."""
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """|learner - sampler| over the action tokens of some rollouts, nats."""
+    """|learner - sampler| over the action tokens of some rollouts, in nats."""
 
     mean: float
     max: float
@@ -29,7 +29,7 @@ class Agreement:
 
 
 def compare(rollouts: Sequence[Rollout], learner: Learner, *, raw: bool = False) -> Agreement:
-    """`raw`: with the learner's log-probabilities before temperature, top-k and top-p. ValueError without tokens."""
+    """Return |learner - sampler|; `raw`: before temperature, top-k and top-p. Raises ValueError without tokens."""
     if not any(rollout.action_mask.any() for rollout in rollouts):
         raise ValueError("there are no sampled tokens to compare")
     difference_N = torch.cat(_differences(rollouts, learner, raw))
@@ -37,13 +37,13 @@ def compare(rollouts: Sequence[Rollout], learner: Learner, *, raw: bool = False)
 
 
 def require_agreement(rollouts: Sequence[Rollout], learner: Learner, engine_dtype: str) -> Agreement:
-    """ConfigError with the likely cause when the mean difference is over its bound.
+    """Return the agreement; raise ConfigError with the likely cause when its mean exceeds the bound.
 
-    `rollouts` were sampled with the learner's weights; `engine_dtype` is a key of `BOUNDS`, or anything if unknown.
+    `rollouts` were sampled with the learner's weights. `engine_dtype` is a key of `BOUNDS`, or anything if unknown.
     """
     found = compare(rollouts, learner)
     bound = max(BOUNDS.get(engine_dtype, BOUNDS["bfloat16"]), BOUNDS.get(learner.precision, BOUNDS["bfloat16"]))
-    if found.mean <= bound:  # not so for NaN either
+    if found.mean <= bound:  # False for NaN too
         return found
     raise ConfigError(
         f"engine: its log-probabilities are not the learner's: over {found.tokens} tokens they differ by "
@@ -78,7 +78,7 @@ def _cause(rollouts: Sequence[Rollout], learner: Learner, engine_dtype: str, bou
 
 
 def _differences(rollouts: Sequence[Rollout], learner: Learner, raw: bool) -> list[torch.Tensor]:
-    """float64 [A] of each rollout."""
+    """Return |learner - sampler| of each rollout, float64 [A]."""
     found = []
     pairs = zip(rollouts, learner.logp([Row(rollout, 0.0, 0.0) for rollout in rollouts], raw=raw), strict=True)
     for rollout, logp_A in pairs:

@@ -1,4 +1,4 @@
-"""The learner protocol: gradients, an optimizer step, weights to publish."""
+"""The learner protocol: compute gradients, step the optimizer, publish weights."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ OF_ROWS = ("log_w_B", "log_ratio_N", "baselines", "row_norm_B")
 
 @dataclass
 class Stats:
-    """Sums over action tokens of one or more micro-batches; divide by `tokens` for means."""
+    """Sums over the action tokens of one or more micro-batches; divide by `tokens` for means."""
 
     sums: dict[str, float] = field(default_factory=dict)
     log_w_B: list[torch.Tensor] = field(default_factory=list)
-    """Log importance ratio (learner over sampler) of every row, [B] per micro-batch."""
+    """Log importance ratio (learner over sampler) of each row, [B] per micro-batch."""
     log_ratio_N: list[torch.Tensor] = field(default_factory=list)
-    """Log-ratios of every action token, [N] per micro-batch."""
+    """Log-ratio of each action token, [N] per micro-batch."""
     baselines: list[torch.Tensor] = field(default_factory=list)
-    """Baselines that the update has found, of pools or of tokens."""
+    """Baselines that the update computed, per pool or per token."""
     row_norm_B: list[torch.Tensor] = field(default_factory=list)
-    """Gradient norm of every row at an advantage of 1, where baselines depend on it."""
+    """Gradient norm of each row at an advantage of 1, where baselines depend on it."""
 
     def add(self, name: str, value: float) -> None:
         self.sums[name] = self.sums.get(name, 0.0) + value
 
     def on_host(self) -> Stats:
-        """The same with its tensors copied to the host."""
+        """Return a copy with all tensors on the host."""
         found = Stats(dict(self.sums))
         for name in OF_ROWS:
             getattr(found, name).extend(tensor.cpu() for tensor in getattr(self, name))
@@ -48,25 +48,24 @@ class Stats:
 
 
 class LearnerLostError(RuntimeError):
-    """A rank of the learner has died, fallen silent or failed; the others cannot go on without it."""
+    """A learner rank exited, hung or failed; the other ranks cannot continue without it."""
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """The policy in numbers."""
+    """Size and limits of the policy."""
 
     total: int
     """Parameters."""
     trained: int
-    """Parameters that are trained."""
     vocab_size: int
-    """Ids that can be sampled, as `Policy.n_tokens`."""
+    """Ids that can be sampled, as in `Policy.n_tokens`."""
     max_length: int | None
-    """Most tokens of a sequence; None without a limit."""
+    """Maximum tokens per sequence; None: unlimited."""
 
     @classmethod
     def of(cls, model: torch.nn.Module, trained: Iterable[torch.nn.Parameter], vocab_size: int) -> Sizes:
-        """Of a Hugging Face model, wrapped by peft or not."""
+        """Return the sizes of a Hugging Face model, with or without a peft wrapper."""
         config: Any = model.config
         return cls(
             sum(p.numel() for p in model.parameters()),
@@ -76,7 +75,7 @@ class Sizes:
         )
 
     def require_fit(self, rollout: Rollout) -> None:
-        """Raises ValueError for a rollout that this policy cannot have sampled, as one from a file may be."""
+        """Raise ValueError for a rollout that this policy cannot have sampled, e.g. one read from a file."""
         ids = (*rollout.prompt_ids, *rollout.token_ids.tolist())
         if (wrong := next((i for i in ids if not 0 <= i < self.vocab_size), None)) is not None:
             raise ValueError(f"a rollout has the token {wrong}, which is outside the vocabulary of {self.vocab_size}")
@@ -85,15 +84,15 @@ class Sizes:
 
 
 class Learner(Protocol):
-    """The policy and its optimizer, on one device or many. Nobody outside touches the model itself.
+    """The policy and its optimizer, on one or more devices. Only the learner touches the model itself.
 
-    On several ranks every rank makes the same calls with the same rows; cutting them into micro-batches is the
-    learner's own business, so that ranks can agree on it.
+    With several ranks, every rank makes the same calls with the same rows. The learner splits rows into micro-batches,
+    so that ranks can agree on the split.
     """
 
     @property
     def device(self) -> torch.device:
-        """Device on which results of this process lie."""
+        """Device of the results that this process returns."""
         ...
 
     @property
@@ -101,53 +100,53 @@ class Learner(Protocol):
 
     @property
     def precision(self) -> str:
-        """Coarsest type of the forward pass: `float32`, `tfloat32`, `bfloat16` or `float16`."""
+        """Coarsest dtype of the forward pass: `float32`, `tfloat32`, `bfloat16` or `float16`."""
         ...
 
     def accumulate(self, rows: Sequence[Row], loss: LossConfig, iteration: int = 0) -> Stats:
         """Accumulate the gradients of the loss summed over `rows`.
 
-        `iteration`: counts updates on the same rows, from 0; importance ratios refer to the policy before number 0.
+        `iteration` counts updates on the same rows, from 0; importance ratios refer to the policy before update 0.
         Raises FloatingPointError when the loss is not finite.
         """
         ...
 
     def logp(self, rows: Sequence[Row], *, raw: bool = False) -> list[torch.Tensor]:
-        """Log-probabilities [A] of the A action tokens of each row, without gradients or dropout.
+        """Return the log-probabilities [A] of each row's A action tokens, without gradients or dropout.
 
         `raw`: before temperature, top-k and top-p.
         """
         ...
 
     def reference_logp(self, rows: Sequence[Row]) -> list[torch.Tensor]:
-        """Log-probabilities under the reference model. Raises ValueError without one."""
+        """Return log-probabilities under the reference model. Raises ValueError without one."""
         ...
 
     def sync_reference(self, alpha: float) -> None:
-        """Mix the policy into the reference: (1 - alpha) reference + alpha policy. Raises ValueError without one."""
+        """Set reference = (1 - alpha) reference + alpha policy. Raises ValueError without a reference."""
         ...
 
     def apply(self, lr: float) -> float:
-        """Clip, step the optimizer at this learning rate, clear gradients; returns the norm before clipping.
+        """Clip, step the optimizer at this learning rate and clear gradients; return the norm before clipping.
 
-        Raises FloatingPointError, leaving the weights as they were, when the norm is not finite.
+        Raises FloatingPointError when the norm is not finite; the weights are then unchanged.
         """
         ...
 
     def weights(self) -> WeightSource:
-        """Weights as engines load them."""
+        """Return the weights as engines load them."""
         ...
 
     def metrics(self) -> dict[str, float]:
-        """Figures of now that are not of an update."""
+        """Return current figures that do not belong to an update."""
         ...
 
     def save(self, directory: Path) -> None:
-        """Write what a resume needs: trained weights (a Hugging Face or PEFT directory `model`), optimizer."""
+        """Write the state for a resume: trained weights (a Hugging Face or PEFT directory `model`) and optimizer."""
         ...
 
     def load(self, directory: Path) -> None:
-        """Load what `save` has written. Raises ValueError when it is another model's."""
+        """Load a directory written by `save`. Raises ValueError when it belongs to another model."""
         ...
 
     def export(self, directory: Path) -> None:
@@ -155,26 +154,26 @@ class Learner(Protocol):
         ...
 
     def close(self) -> None:
-        """End what was started elsewhere."""
+        """Stop the processes that the learner started."""
         ...
 
 
 @dataclass
 class Policy:
-    """The model that is trained, what it speaks, and what a KL penalty holds it to."""
+    """The trained model, its tokenizer, and the reference model of a KL penalty."""
 
     model: torch.nn.Module
     """Wrapped by peft under LoRA."""
     tokenizer: Any
     reference: torch.nn.Module | None
     origin: str = ""
-    """Digest of the weights that adapters or a KL penalty refer to; they are not in the checkpoint."""
+    """Digest of the base weights that adapters or a KL penalty refer to; checkpoints do not contain them."""
     files: Path | None = None
-    """Directory that ranks read the weights from: `model` has none but adapters. None: `model` has them."""
+    """Directory from which ranks read weights; `model` then has only adapters. None: `model` has all weights."""
     reference_files: Path | None = None
-    """That of the reference, where `reference` is left to the ranks."""
+    """The same for the reference, when ranks load `reference` themselves."""
 
     @property
     def n_tokens(self) -> int:
-        """Ids that can be sampled, as engines count them."""
+        """Number of ids that can be sampled, as engines count them."""
         return n_tokens(self.model, self.tokenizer)

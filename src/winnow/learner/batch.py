@@ -1,7 +1,7 @@
-"""Admitted groups -> arrays.
+"""Convert admitted groups to arrays.
 
-A row is one rollout with an advantage. Rows are weighted for the whole optimizer batch first (the token reduction),
-then those without any gradient are left out, then the rest is cut into micro-batches by a token budget.
+A row is one rollout with an advantage. Rows are first weighted over the whole optimizer batch (the token reduction).
+Rows without a gradient are then dropped, and the rest is split into micro-batches by a token budget.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from ..types import Fate, Group, Rollout
 
 PASS_TOKENS = 512
 PASS_TOKENS_CUDA = 2048
-"""Tokens whose computation costs about as much as one more forward and backward pass does by itself, at most."""
+"""Upper bound on the tokens that cost as much as the overhead of one more forward and backward pass."""
 BLOCK = 0.75
-"""Share of the token budget for rows whose activations are kept, in part, until their common baselines are found."""
+"""Share of the token budget for rows whose activations are partly kept until their common baselines are known."""
 
 
 @dataclass(frozen=True)
 class Pool:
-    """The rows that have a baseline in common which the update is to find."""
+    """Rows that share a baseline which the update computes."""
 
     number: int
     weighing: Weighing
@@ -43,7 +43,7 @@ class Row:
     weight: float
     """Coefficient of each of its tokens in the loss."""
     pool: Pool | None = None
-    """Pool over which the update finds the baseline. `advantage` is then the reward, and `weight` holds its scale."""
+    """Pool over which the update computes the baseline. `advantage` is then the reward; `weight` includes its scale."""
 
     @property
     def length(self) -> int:
@@ -52,20 +52,20 @@ class Row:
 
 @dataclass(frozen=True)
 class SharedPrompts:
-    """Rows of a micro-batch with the same prompt, so that each of U prompts is computed only once."""
+    """Prompts that rows of a micro-batch share, so that each of U prompts is computed only once."""
 
     first_U: torch.Tensor
-    """A row that has the prompt."""
+    """Index of a row with the prompt."""
     prompt_B: torch.Tensor
-    """Number of the row's prompt."""
+    """Prompt index of the row."""
     length_B: torch.Tensor
-    """Tokens of the row's prompt."""
+    """Prompt tokens of the row."""
     longest_prompt: int
     longest_completion: int
 
     @property
     def tokens(self) -> int:
-        """Tokens of all prompts, padded."""
+        """Return the tokens of all prompts, padded."""
         return len(self.first_U) * self.longest_prompt
 
 
@@ -73,34 +73,34 @@ class SharedPrompts:
 class Pools:
     """The pools of a micro-batch; its `advantages_B` are rewards.
 
-    They may be spread over several micro-batches, so that rows of similar length are together in each.
+    Pools may span several micro-batches, so that each holds rows of similar length.
     """
 
     weighing: Weighing
     number_B: torch.Tensor
-    """int64: number of the row's pool, from 0 over all its pieces."""
+    """int64: pool index of the row, from 0 over all pieces."""
     mean_P: torch.Tensor
     """float64: mean reward of each pool."""
     pieces: list[MicroBatch]
-    """The micro-batches that these pools are spread over, in order."""
+    """The micro-batches that these pools span, in order."""
     fits: bool
-    """Whether the pieces together are within the token budget; else they are one pool that is too large for it."""
+    """Whether the pieces together fit the token budget; otherwise they are one pool larger than the budget."""
 
 
 @dataclass
 class MicroBatch:
-    """Right-padded arrays of a few rows, B rows of T tokens. `mask_BT` is True where the policy sampled the token."""
+    """Right-padded arrays of B rows with T tokens. `mask_BT` is True where the policy sampled the token."""
 
     input_ids_BT: torch.Tensor
     mask_BT: torch.Tensor
     sampler_logp_BT: torch.Tensor
     advantages_B: torch.Tensor
-    """float64, as is `row_weight_B`: the learner rounds them to the type it computes in."""
+    """float64, like `row_weight_B`: the learner rounds both to its compute dtype."""
     row_weight_B: torch.Tensor
     shared: SharedPrompts | None = None
-    """Set when computing prompts once saves more than the second pass that it takes."""
+    """Set when computing prompts once saves more than the extra pass costs."""
     old_logp_BT: torch.Tensor | None = None
-    """Policy before this batch's first update; set by the learner on the first pass when a correction is active."""
+    """Policy before this batch's first update; the learner sets it on the first pass if a correction is active."""
     pools: Pools | None = None
     """None: `advantages_B` are final."""
 
@@ -115,16 +115,15 @@ def rows_of(
     unbiased: bool = False,
     equal_groups: bool = False,
 ) -> list[Row]:
-    """Rows of a batch, in order of groups and siblings; their weights add up the loss over all of them.
+    """Return the rows of a batch, in order of groups and siblings, with weights that sum the loss over all of them.
 
-    Members without a reward (failed, pruned) and greedy ones are absent. `unbiased`: each row stands for 1 / (its
-    chance of survival) rollouts, and the mean is over those that were pruned, too (Horvitz and Thompson): then the
-    expected loss is that without pruning, but for what pruning does to the advantages' baseline, and for `dapo` to the
-    number of tokens, which is estimated. `equal_groups`: the mean is over each group first, then over groups.
-    FloatingPointError on a non-finite advantage.
+    Members without a reward (failed, pruned) and greedy members are omitted. `unbiased`: each row counts as 1 / (its
+    survival probability) rollouts, and the mean includes pruned members (Horvitz and Thompson). The expected loss then
+    equals that without pruning, except for the effect of pruning on advantage baselines and, under `dapo`, the
+    estimated number of tokens. `equal_groups`: average within each group, then over groups. Raises FloatingPointError
+    on a non-finite advantage.
     """
     members: list[list[tuple[Rollout, float]]] = []
-    """Members of each group."""
     pools: list[tuple[float, Pool | None]] = []
     for number, (group, advantages_G) in enumerate(zip(groups, advantage.of_batch(groups), strict=True)):
         factor, pool = 1.0, None
@@ -160,10 +159,10 @@ def token_weights(
     count: int | None = None,
     groups: int = 1,
 ) -> np.ndarray:
-    """Weight of each token of a row of `lengths_N` action tokens, so that the loss is the plain sum over tokens.
+    """Return the weight per token of each row with `lengths_N` action tokens; the loss is the plain sum over tokens.
 
     float64 [N] -> [N]. dapo 1/sum(len); grpo 1/(N len); dr_grpo 1/(N max_completion_length); sequence_sum 1/N. A row
-    may stand for `times_N` rollouts, out of `count` (else N). Their mean may be one of `groups` that a mean is over.
+    may represent `times_N` rollouts, out of `count` (default N). `groups`: number of group means to average over.
     """
     n, times_N = max(len(lengths_N) if count is None else count, 1) * groups, np.ones(len(lengths_N)) * times_N
     if loss_type == "dapo":
@@ -176,9 +175,9 @@ def token_weights(
 
 
 def with_gradient(rows: Sequence[Row], loss: LossConfig) -> list[Row]:
-    """The rows that can contribute a gradient; without KL and entropy terms those with advantage 0 cannot.
+    """Return the rows that can contribute a gradient; without KL and entropy terms, advantage 0 contributes none.
 
-    In a pool none can if all rewards are equal, and else all.
+    A pool contributes no gradient if all its rewards are equal; otherwise all its rows do.
     """
     alive = [row for row in rows if row.rollout.action_mask.any() and row.weight != 0]
     if not loss.only_advantages:
@@ -192,19 +191,20 @@ def with_gradient(rows: Sequence[Row], loss: LossConfig) -> list[Row]:
 
 @dataclass(frozen=True)
 class Budget:
-    """What a micro-batch may be."""
+    """Limits of a micro-batch."""
 
     tokens: int = sys.maxsize
-    """Tokens that it computes, padding included; a row over that is a micro-batch of its own."""
+    """Computed tokens, padding included; a longer row is a micro-batch by itself."""
     pass_tokens: int = PASS_TOKENS
-    """Tokens that cost as much as a pass more: padding, or prompts that are computed twice, may cost no more."""
+    """Tokens that cost as much as one more pass: the limit on padding and on prompts computed twice."""
     share: bool = True
     """Whether a prompt can be computed once for all of its rows."""
 
     @staticmethod
     def for_model(tokens: int, parameters: int, *, share: bool, device: str = "cpu") -> Budget:
-        """On CPUs a further pass costs as much as 512 tokens at 0.6 million parameters and 64 at 135 million, measured;
-        on a GPU it costs thousands of launches, tens of milliseconds whatever the model."""
+        """Return the budget for a model size. On CPUs one more pass costs as much as 512 tokens at 0.6 million
+        parameters and 64 at 135 million, measured; on a GPU thousands of launches, tens of milliseconds for any
+        model."""
         if device == "cuda":
             return Budget(tokens, PASS_TOKENS_CUDA, share)
         return Budget(tokens, min(PASS_TOKENS, max(64, 300_000_000 // max(parameters, 1))), share)
@@ -216,10 +216,10 @@ NO_LIMIT = Budget()
 def micro_batches(
     rows: Sequence[Row], budget: Budget, *, pad_id: int, device: torch.device | str = "cpu"
 ) -> list[MicroBatch]:
-    """Rows of similar length together, longest first, or siblings together, whichever computes fewer tokens.
+    """Group rows of similar length, longest first, or group siblings, whichever computes fewer tokens.
 
-    Pools come in blocks of at most `BLOCK` of the budget, if they are not larger themselves, and only the rows of a
-    block are put together so.
+    Pools are packed into blocks of at most `BLOCK` of the budget, unless one pool is larger. Rows are grouped only
+    within a block.
     """
     if any(row.pool is None for row in rows):
         return [collate(part, pad_id, device, budget) for part in packed(rows, budget)]
@@ -241,7 +241,7 @@ def micro_batches(
 
 
 def _blocks(rows: Sequence[Row], tokens: int) -> list[list[Row]]:
-    """Whole pools of similar length together, up to `tokens` tokens; a pool over that is a block of its own."""
+    """Group whole pools of similar length, up to `tokens` tokens; a larger pool is a block by itself."""
     pools: dict[Pool | None, list[Row]] = {}
     for row in rows:
         pools.setdefault(row.pool, []).append(row)
@@ -258,7 +258,7 @@ def _blocks(rows: Sequence[Row], tokens: int) -> list[list[Row]]:
 
 
 def packed(rows: Sequence[Row], budget: Budget) -> list[list[Row]]:
-    """What `micro_batches` puts together when there are no pools."""
+    """Return the rows of each micro-batch of `micro_batches`, ignoring pools."""
     by_length = sorted(rows, key=lambda row: row.length, reverse=True)
     if not budget.share:
         return _cut(by_length, budget)
@@ -270,7 +270,7 @@ def packed(rows: Sequence[Row], budget: Budget) -> list[list[Row]]:
 
 
 def _cut(rows: Sequence[Row], budget: Budget) -> list[list[Row]]:
-    """Parts of rows in this order, each as large as may be."""
+    """Split rows in this order into parts, each as large as the budget allows."""
     parts: list[list[Row]] = []
     extent = Extent()
     for row in rows:
@@ -284,13 +284,13 @@ def _cut(rows: Sequence[Row], budget: Budget) -> list[list[Row]]:
 
 
 def _cost(parts: Sequence[Sequence[Row]], budget: Budget) -> int:
-    """Cost of computing these micro-batches, in tokens."""
+    """Return the cost of computing these micro-batches, in tokens."""
     return sum(Extent.of(part).computed(budget) + budget.pass_tokens for part in parts)
 
 
 @dataclass(frozen=True)
 class Extent:
-    """What a micro-batch of some rows would compute."""
+    """Tokens that a micro-batch of some rows would compute."""
 
     rows: int = 0
     longest: int = 0
@@ -298,9 +298,9 @@ class Extent:
     longest_prompt: int = 0
     longest_completion: int = 0
     tokens: int = 0
-    """Tokens of the rows, prompts and all."""
+    """Tokens of the rows, prompts included."""
     shared_tokens: int = 0
-    """Tokens of the rows' completions, and of each prompt once."""
+    """Tokens of the rows' completions, plus each prompt once."""
 
     @staticmethod
     def of(rows: Sequence[Row]) -> Extent:
@@ -323,11 +323,11 @@ class Extent:
         )
 
     def shares(self, budget: Budget) -> bool:
-        """Whether to compute each prompt once, which takes a pass more."""
+        """Return whether to compute each prompt once, which takes one more pass."""
         return budget.share and self._apart - self._together > budget.pass_tokens
 
     def computed(self, budget: Budget) -> int:
-        """Tokens that are computed, padding included."""
+        """Return the number of computed tokens, padding included."""
         return self._together if self.shares(budget) else self._apart
 
     def padding(self, budget: Budget) -> int:
@@ -367,7 +367,6 @@ def collate(
 
 
 def share_prompts(rows: Sequence[Row], device: torch.device | str = "cpu") -> SharedPrompts:
-    """Shared prompts of the rows."""
     first: dict[tuple[int, ...], int] = {}
     for b, row in enumerate(rows):
         first.setdefault(row.rollout.prompt_ids, b)

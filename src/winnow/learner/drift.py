@@ -1,4 +1,4 @@
-"""KL to the initial policy of a run that nothing holds to it (Active-RLOO, figure 2b)."""
+"""KL to the initial policy, for runs without a KL penalty (Active-RLOO, figure 2b)."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from .batch import Row
 
 
 def kl_to_reference(groups: Sequence[Group], learner: Learner) -> float | None:
-    """KL(sampling policy || reference), nats a token; None without a rewarded rollout. One forward pass.
+    """Return KL(sampling policy || reference), nats per token; None without a rewarded rollout. One forward pass.
 
-    The mean of log sampler - log reference over the action tokens of the rewarded rollouts (k1, unbiased; slightly
-    below 0 by chance where the policy has hardly moved). Under lag it is the divergence of the policies that sampled.
+    Mean of log sampler - log reference over action tokens of rewarded rollouts (k1, unbiased; may be slightly below 0
+    if the policy has hardly moved). With lag, it measures the policies that sampled.
     """
     rows = [
         Row(rollout, 0.0, 0.0)

@@ -1,9 +1,9 @@
-"""KL to the reference in the reward: no gradient through it, but a rollout that strays is worth less.
+"""KL penalty in the reward: no gradient flows through it, but a rollout that drifts earns less.
 
-VCPO (appendix E.3) and Shah et al. 2026: R'(x, y) = R(x, y) - beta KL(policy || reference). The estimate for a rollout
-is its log ratio, log policy(y|x) - log reference(y|x), summed over its action tokens (k1), and `policy` is the learner
-before the update, as in the formula, not the sampler: then the importance-weighted policy gradient of R' is that of
-E[R] - beta KL(policy || reference), whatever sampled the rollouts. (k2 or k3 in the reward would give another one.)
+VCPO (appendix E.3) and Shah et al. 2026: R'(x, y) = R(x, y) - beta KL(policy || reference). A rollout's estimate is its
+log ratio, log policy(y|x) - log reference(y|x), summed over action tokens (k1). As in the formula, `policy` is the
+learner before the update, not the sampler. For any sampler, the importance-weighted policy gradient of R' is then that
+of E[R] - beta KL(policy || reference). (k2 or k3 in the reward would give another one.)
 """
 
 from __future__ import annotations
@@ -23,13 +23,12 @@ from .batch import Row
 def penalised(
     groups: Sequence[Group], learner: Learner, advantage: Advantage, beta: float
 ) -> tuple[list[Group], dict[str, float]]:
-    """Copies of the groups with `beta` times the log ratio of each rollout taken off its reward, and metrics.
+    """Return copies of the groups with rewards reduced by `beta` times each rollout's log ratio, and metrics.
 
-    Only advantages see them: filters, selectors, statistics and whatever else asks for a signal go by the rewards as
-    they are. A group whose rewards are all equal teaches the penalty alone, at its small size; under an advantage that
-    is `scaled` by the spread of the rewards (of the group, or of the batch where it is not relative to the group) it
-    keeps its own and teaches nothing, since that would blow the penalty up to the size of a reward. Metrics: `kl`,
-    nats a token, and `kl_penalty`, a rollout.
+    Only advantages use them; filters, selectors and statistics use the original rewards. A group with equal rewards
+    learns from the penalty alone, at its small size. Under an advantage `scaled` by the spread of rewards (of the
+    group, or of the batch if not group-relative), equal rewards are kept and teach nothing: scaling would inflate the
+    penalty to the size of a reward. Metrics: `kl`, nats per token; `kl_penalty`, per rollout.
     """
     judged = [r for group in groups for r in group.rollouts if r.reward is not None]
     kl = log_ratios(judged, learner)
@@ -47,7 +46,7 @@ def _less(rollout: Rollout, penalties: dict[int, float]) -> Rollout:
 
 
 def log_ratios(rollouts: Sequence[Rollout], learner: Learner) -> list[float]:
-    """log policy(y|x) - log reference(y|x) over the action tokens, in nats; two forward passes."""
+    """Return log policy(y|x) - log reference(y|x) over action tokens, in nats; takes two forward passes."""
     rows = [Row(rollout, 0.0, 0.0) for rollout in rollouts]
     pairs = zip(learner.logp(rows), learner.reference_logp(rows), strict=True)
     return [float((policy.double() - reference.double()).sum()) for policy, reference in pairs]

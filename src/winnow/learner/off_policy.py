@@ -1,6 +1,6 @@
-"""Distance of an update's tokens from the policy it changes: ratios, divergence, effective sample size, lag.
+"""Distance between an update's tokens and the policy it changes: ratios, divergence, effective sample size, lag.
 
-Everything is computed from all tokens or rollouts of an update together, so micro-batches cannot matter.
+All metrics use all tokens or rollouts of an update together, so micro-batches do not affect them.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from .base import Learner
 from .batch import Row
 
 LAG_BANDS = {"0": 0, "1": 1, "2": 2, "3-4": 3, "5-8": 5, "9-16": 9, "17_up": 17}
-"""Name -> its smallest lag, ascending."""
+"""Band name -> its smallest lag, ascending."""
 
 
 def sampling_metrics(log_ratio_N: torch.Tensor, log_w_B: torch.Tensor) -> dict[str, float]:
-    """Metrics of the learner before the update against what sampled the tokens, under TRL's names where it has them.
+    """Return metrics of the learner before the update relative to the sampler, under TRL's names where they exist.
 
-    `log_ratio_N`: log(learner / sampler) of every action token, nats; `log_w_B`: of every rollout, their sum.
+    `log_ratio_N`: log(learner / sampler) of each action token, nats; `log_w_B`: their sum per rollout.
     `sampling/sampling_logp_difference`: |log ratio| of tokens. `sampling/importance_sampling_ratio`: ratio of tokens.
-    `sampling/kl`: KL(sampler || learner), nats a token, by Schulman's k3 (2020): the mean of ratio - 1 - log ratio over
-    the sampler's own tokens; unbiased, never negative. `sampling/log_ratio`: quantiles of log_w_B.
+    `sampling/kl`: KL(sampler || learner), nats per token, by Schulman's k3 (2020): mean of ratio - 1 - log ratio over
+    the sampler's tokens; unbiased, never negative. `sampling/log_ratio`: quantiles of log_w_B.
     `ess_ratio/with_gradient`: effective sample size over B. Raises ValueError on empty input.
     """
     d_N, log_w_B = log_ratio_N.detach().double(), log_w_B.detach().double()
@@ -47,12 +47,12 @@ def sampling_metrics(log_ratio_N: torch.Tensor, log_w_B: torch.Tensor) -> dict[s
 
 
 def ess_ratio(log_w_B: torch.Tensor) -> float:
-    """Effective sample size over the number of rollouts (VCPO, equation 4), from their log ratios."""
+    """Return the effective sample size over the number of rollouts (VCPO, equation 4), from their log ratios."""
     return effective_sample_size(log_w_B) / len(log_w_B)
 
 
 def log_weights(rows: Sequence[Row], learner: Learner) -> torch.Tensor:
-    """log(learner / sampler) of whole rollouts, float64 [B], by a forward pass; 0 for one without a sampled token."""
+    """Return log(learner / sampler) per rollout, float64 [B]; 0 without a sampled token. Takes a forward pass."""
     log_w_B = torch.zeros(len(rows), dtype=torch.float64)
     sampled = [b for b, row in enumerate(rows) if row.rollout.action_mask.any()]
     for b, logp_A in zip(sampled, learner.logp([rows[b] for b in sampled]) if sampled else [], strict=True):
@@ -63,9 +63,9 @@ def log_weights(rows: Sequence[Row], learner: Learner) -> torch.Tensor:
 
 
 def lag_metrics(rows: Sequence[Row], version: int) -> dict[str, float]:
-    """Optimizer steps between `version`, which the update starts from, and the policies that sampled its tokens.
+    """Return the lag of action tokens: optimizer steps from their sampling policies to `version`, the update's start.
 
-    `lag/mean` and `lag/max` are over action tokens; `lag/0` ... `lag/17_up` is the share of those in a band of lags.
+    `lag/mean`, `lag/max`: over action tokens; `lag/0` ... `lag/17_up`: share of tokens in each band.
     """
     lag_N = version - np.concatenate([row.rollout.versions[row.rollout.action_mask] for row in rows])
     band_N = np.digitize(lag_N, list(LAG_BANDS.values())) - 1

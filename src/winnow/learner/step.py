@@ -37,24 +37,24 @@ class StepOptions:
     lr_decay_steps: int | None = None
     lr_scheduler_kwargs: Mapping[str, Any] = field(default_factory=dict)
     unbiased: bool = False
-    """Weight rows by 1 / (their chance to survive the gates)."""
+    """Weight rows by 1 / (their probability of surviving the gates)."""
     kl_in_reward: float = 0.0
-    """Reward that a rollout loses for a nat of divergence from the reference."""
+    """Reward subtracted per nat of divergence from the reference."""
     reference_kl_steps: int | None = None
-    """Steps from one measurement of the KL to the reference to the next; None: never."""
+    """Steps between measurements of the KL to the reference; None: never."""
     ref_model_sync_steps: int | None = None
-    """Steps after which the policy is mixed into the reference; None: never."""
+    """Steps between mixing the policy into the reference; None: never."""
     ref_model_mixup_alpha: float = 0.6
     """Share of the policy in the mixture."""
 
 
 def scheduled_lr(step: int, options: StepOptions) -> float:
-    """Learning rate of step `step` (from 0): linear warm-up to `learning_rate`, then as `lr_scheduler_type` says.
+    """Return the learning rate of `step` (from 0): linear warm-up to `learning_rate`, then `lr_scheduler_type`.
 
-    `constant`. `linear`: straight to `lr_end`, which step `max_steps` would have (as in Hugging Face, so the last step
-    is one increment short of it). `cosine`: the same way along half a cosine. `warmup_stable_decay`: constant, but the
-    last `lr_decay_steps` go straight to `lr_end`. Others, and these with `lr_scheduler_kwargs`, as transformers has
-    them, but for the warm-up: its first step has a rate of 0 there.
+    `constant`. `linear`: straight to `lr_end` at step `max_steps` (as in Hugging Face, so the last step is one
+    increment short). `cosine`: to `lr_end` along half a cosine. `warmup_stable_decay`: constant, then straight to
+    `lr_end` over the last `lr_decay_steps`. Other types, and any with `lr_scheduler_kwargs`, follow transformers except
+    in warm-up: transformers starts at a rate of 0.
     """
     o = options
     if step < o.warmup_steps:
@@ -73,7 +73,7 @@ def scheduled_lr(step: int, options: StepOptions) -> float:
 
 
 class OptimizerStep:
-    """Trains on one batch of groups. Stateless but for the learner it drives."""
+    """Trains on one batch of groups. Stateless apart from its learner."""
 
     def __init__(
         self, learner: Learner, advantage: Advantage, loss: LossConfig, scale: StepScale, options: StepOptions
@@ -85,7 +85,7 @@ class OptimizerStep:
         self.options = options
 
     def __call__(self, groups: Sequence[Group], step: int) -> dict[str, float]:
-        """Metrics of the update; `updated` is 0 when no group had a signal and the optimizer was left alone.
+        """Return the update's metrics; `updated` is 0 when no group had a signal and the optimizer was skipped.
 
         Raises FloatingPointError when an advantage, the loss or the gradient is not finite.
         """
@@ -141,9 +141,9 @@ class OptimizerStep:
         }
 
     def _ess(self, log_w_B: torch.Tensor, others: Sequence[Row]) -> dict[str, float]:
-        """Effective share of all rollouts of the batch, where it is needed or nothing but `log_w_B` goes into it.
+        """Return the effective share of all rollouts, if the step scale needs it or `log_w_B` already covers them.
 
-        `others` have no gradient, and their ratios take a forward pass.
+        `others` are rows without gradient; their ratios take a forward pass.
         """
         if not others:
             return {"ess_ratio": ess_ratio(log_w_B)}
@@ -152,14 +152,14 @@ class OptimizerStep:
         return {"ess_ratio": ess_ratio(torch.cat([log_w_B.cpu().double(), log_weights(others, self.learner)]))}
 
     def _rewarded(self, groups: Sequence[Group]) -> tuple[Sequence[Group], dict[str, float]]:
-        """The groups with the rewards that their advantages are made of, and metrics of what was taken off."""
+        """Return the groups with the rewards used for advantages, and metrics of the penalty."""
         o = self.options
         if not o.kl_in_reward:
             return groups, {}
         return penalised(groups, self.learner, self.advantage, o.kl_in_reward)
 
     def _drift(self, groups: Sequence[Group], step: int) -> dict[str, float]:
-        """KL to the reference before the update, where it is due; steps are counted from 1, as in the metrics."""
+        """Return the KL to the reference before the update, if due; steps count from 1, as in the metrics."""
         every = self.options.reference_kl_steps
         if every is None or (step + 1) % every:
             return {}
@@ -168,7 +168,7 @@ class OptimizerStep:
 
 
 def _token_means(stats: Stats, loss: LossConfig) -> dict[str, float]:
-    """Means over the action tokens of the rows that had a gradient, under TRL's names."""
+    """Return means over the action tokens of rows with a gradient, under TRL's names."""
     metrics = {
         "entropy": stats.mean("entropy"),
         "update/tokens": stats.sums["tokens"],
@@ -185,7 +185,7 @@ def _token_means(stats: Stats, loss: LossConfig) -> dict[str, float]:
 
 
 def _found_baselines(stats: Stats) -> dict[str, float]:
-    """Metrics of advantages whose baselines the update finds."""
+    """Return metrics of advantages whose baselines the update computes."""
     metrics = {}
     if stats.baselines:
         metrics["baseline/mean"] = float(torch.cat(stats.baselines).mean())

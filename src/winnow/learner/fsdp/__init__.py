@@ -1,1 +1,1 @@
-"""The learner over several ranks: FSDP2 in Ray actors."""
+"""The learner on several ranks: FSDP2 in Ray actors."""

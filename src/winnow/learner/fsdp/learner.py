@@ -1,4 +1,4 @@
-"""The learner over several ranks, as the driver sees it: rows are dealt out, what comes back is put together."""
+"""The multi-rank learner on the driver: distributes rows to ranks and combines their results."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from .ranks import Ranks
 
 
 class FsdpLearner:
-    """See `Learner`. Siblings stay together on one rank."""
+    """See `Learner`. Keeps siblings on one rank."""
 
     device = torch.device("cpu")
 
     def __init__(
         self, ranks: Ranks, sizes: Sizes, precision: str, specs: Mapping[str, TensorSpec], *, read: bool = False
     ) -> None:
-        """`read`: whether ranks have read their parts from files; else each was sent the whole model."""
+        """`read`: whether ranks read their shards from files; otherwise each received the whole model."""
         self.sizes, self.read = sizes, read
         self.precision = precision
         self._ranks = ranks
         self._specs = specs
         self._parts: list[list[Row]] = []
-        """Rows of each rank in the step under way."""
+        """Rows of each rank in the current step."""
 
     def accumulate(self, rows: Sequence[Row], loss: LossConfig, iteration: int = 0) -> Stats:
         if iteration == 0:
@@ -66,7 +66,7 @@ class FsdpLearner:
         return GatheredWeights(self._specs, partial(self._ranks.same, "gather"), partial(self._ranks.same, "put"))
 
     def metrics(self) -> dict[str, float]:
-        """Memory that each rank holds, and most that it held of its GPU."""
+        """Return each rank's memory, and its peak GPU memory."""
         ranks = self._ranks.all("memory", [()] * self._ranks.world)
         return {f"rank/{rank}/{name}": value for rank, held in enumerate(ranks) for name, value in held.items()}
 
@@ -84,7 +84,7 @@ class FsdpLearner:
 
 
 class GatheredWeights:
-    """Weights that are put together from all ranks when somebody asks for them; see `RemoteWeights`."""
+    """Weights gathered from all ranks on request; see `RemoteWeights`."""
 
     def __init__(
         self, specs: Mapping[str, TensorSpec], gather: Callable[[], list[Any]], put: Callable[[bool], list[Any]]
@@ -104,7 +104,7 @@ class GatheredWeights:
 
 
 def deal(rows: Sequence[Row], world: int) -> list[list[Row]]:
-    """Rows for each rank, whole groups each: the longest group first, to whoever has the fewest tokens."""
+    """Return the rows of each rank, whole groups each: the longest group first, to the rank with the fewest tokens."""
     groups: dict[Any, list[Row]] = {}
     for row in rows:
         groups.setdefault(row.pool or row.rollout.prompt_ids, []).append(row)
@@ -118,7 +118,7 @@ def deal(rows: Sequence[Row], world: int) -> list[list[Row]]:
 
 
 def bare(row: Row) -> Row:
-    """Only what the update reads: rollouts also carry hidden states, decisions and what they cost."""
+    """Return the row with only the fields an update reads, without hidden states, decisions and costs."""
     r = row.rollout
     return replace(
         row, rollout=Rollout(r.sibling, r.prompt_ids, r.token_ids, r.action_mask, r.sampler_logp, r.versions)
@@ -126,7 +126,7 @@ def bare(row: Row) -> Row:
 
 
 def together(parts: Sequence[Stats]) -> Stats:
-    """Sums and rows of all ranks."""
+    """Return the sums and rows of all ranks combined."""
     whole = Stats()
     for part in parts:
         for name, value in part.sums.items():

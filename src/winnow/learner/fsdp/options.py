@@ -1,4 +1,4 @@
-"""Options of the learner over several ranks."""
+"""Options of the multi-rank learner."""
 
 from __future__ import annotations
 
@@ -14,24 +14,23 @@ from .learner import FsdpLearner
 
 @dataclass(frozen=True)
 class Fsdp:
-    """Several ranks as Ray actors, weights and optimizer cut among them (FSDP2); full fine-tuning or LoRA."""
+    """Several ranks as Ray actors that shard weights and optimizer (FSDP2); full fine-tuning or LoRA."""
 
     provides: ClassVar[frozenset[str]] = frozenset({"elastic", "own_devices"})
-    """Options may change on a resume: they say where it runs, and the update is the same. Its devices are not this
+    """Options may change on a resume: they select where the learner runs, not the update. Its devices are not this
     process's."""
 
     ranks: int = 2
     fsdp_size: int | None = None
-    """Ranks that cut the weights among them; each group of so many has all weights (HSDP). None: all ranks."""
+    """Ranks per sharding group; each group holds all weights (HSDP). None: all ranks."""
     threads: int = 1
     """Threads, and CPU cores, of each rank."""
     num_gpus: float | None = None
-    """GPUs of each rank: 1 talks over NCCL, 0 computes on the CPU and talks over gloo. None: 1 where the cluster has
-    any."""
+    """GPUs of each rank: 1 uses NCCL; 0 computes on the CPU with gloo. None: 1 if the cluster has GPUs."""
     timeout_s: float = 600.0
-    """Silence after which a rank is taken for lost; a call may take longer."""
+    """Seconds without a response before a rank counts as lost; a call may take longer."""
     ray_address: str | None = None
-    """Cluster to join, e.g. `auto`; None is that of RAY_ADDRESS, or one that is started on this machine."""
+    """Cluster to join, e.g. `auto`. None: the one in RAY_ADDRESS, or a new one on this machine."""
 
     def __post_init__(self) -> None:
         if self.ranks < 1 or self.threads < 1:
@@ -44,13 +43,13 @@ class Fsdp:
             raise ValueError(f"num_gpus must be 0 or 1, not {self.num_gpus:g}: NCCL needs one GPU for each rank")
 
     def gpus(self, config: RunConfig) -> float:
-        """GPUs of each rank, on the cluster that this process has joined."""
+        """Return the GPUs of each rank, on the cluster that this process has joined."""
         if self.num_gpus == 0 and config.device.startswith("cuda"):
             raise ValueError(f"learner: num_gpus=0: ranks without a GPU cannot use device: {config.device}; set cpu")
         return cluster.gpus_each(self.num_gpus, config.device)
 
     def build(self, policy: Policy, config: RunConfig) -> FsdpLearner:
-        """Raises ValueError when ranks cannot train this, or the cluster has no room for them."""
+        """Build the learner. Raises ValueError if ranks cannot train this, or do not fit the cluster."""
         if config.dtype == "float16":
             raise ValueError("learner: fsdp has no loss scale for dtype: float16; set dtype: bfloat16 or float32")
         if config.optim not in WHOLE:

@@ -1,4 +1,4 @@
-"""A rank in a process of Ray's: joins the others, and does what the driver asks of all of them."""
+"""One rank in a Ray process: joins the other ranks and runs the driver's calls."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .sharded import ShardedLearner
 
 
 class Rank:
-    """One of `world` ranks; `folder` is the driver's, so that names of files mean the same. `gpu`: Ray gave it one."""
+    """One of `world` ranks. `folder`: the driver's, so that relative paths match; `gpu`: whether Ray assigned one."""
 
     def __init__(self, rank: int, world: int, threads: int, folder: str, gpu: bool, private: Mapping[str, str]) -> None:
         os.environ.update(private)
@@ -31,10 +31,10 @@ class Rank:
             os.chdir(folder)
         torch.set_num_threads(threads)
         self.rank, self.world = rank, world
-        self.gpu = gpu and torch.cuda.is_available()  # one that Ray has not given would be another rank's, too
+        self.gpu = gpu and torch.cuda.is_available()  # an unassigned GPU may belong to another rank
 
     def listen(self, timeout_s: float) -> tuple[str, int] | None:
-        """Host and port where ranks meet: at rank 0, which holds the port from the start, so that nobody takes it."""
+        """Return the rendezvous host and port: rank 0 binds the port from the start, so no process can take it."""
         import ray
 
         if self.rank:
@@ -52,7 +52,7 @@ class Rank:
         dist.init_process_group(backend, store=self.store, rank=self.rank, world_size=self.world, timeout=limit)
 
     def build(self, policy: Policy, config: RunConfig, fsdp_size: int | None) -> dict[str, Any]:
-        """Cut the model; says what the whole is like."""
+        """Shard the model; return sizes, precision and specs of the whole model."""
         device = torch.device("cuda", torch.cuda.current_device()) if self.gpu else torch.device("cpu")
         model, reference = policy.model, policy.reference
         if policy.files is None:
@@ -78,7 +78,7 @@ class Rank:
         return {"memory_mib": resident_mib()} | gpu_gib()
 
     def pulse(self) -> int:
-        """A number for the place that the work has reached: what every other thread is executing."""
+        """Return a hash of the positions of all other threads; it changes while the rank makes progress."""
         places = []
         for thread, last in sys._current_frames().items():
             frame: FrameType | None = last
@@ -88,12 +88,12 @@ class Rank:
         return hash(tuple(places))
 
     def call(self, name: str, *args: Any, **named: Any) -> Any:
-        """What a method of the learner returns, on the host: the driver may have no GPU."""
+        """Return the result of a learner method, on the host: the driver may have no GPU."""
         return on_host(getattr(self.learner, name)(*args, **named))
 
 
 def on_host(value: Any) -> Any:
-    """The value with every tensor in it copied to the host."""
+    """Return the value with all its tensors on the host."""
     if isinstance(value, torch.Tensor):
         return value.cpu()
     if isinstance(value, list | tuple):

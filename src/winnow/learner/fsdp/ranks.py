@@ -1,4 +1,4 @@
-"""Ranks as Ray actors in one placement group, from the driver's side: all do the same, or none goes on."""
+"""The driver's handle on ranks: Ray actors in one placement group that all run, or all stop."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from ..base import LearnerLostError, Policy, Sizes
 from .rank import Rank
 
 START_S = 120.0
-"""Most that a cluster may take to find room and to start the processes."""
+"""Maximum time for the cluster to place and start the processes."""
 LOOK_S = 1.0
-"""Seconds between two pulses of ranks that work on a call."""
+"""Seconds between pulses of ranks that run a call."""
 
 
 class Ranks:
-    """`world` actors. A rank that fails, dies or is silent for `timeout_s` ends all of them: LearnerLostError.
+    """`world` actors. If a rank fails, exits or is silent for `timeout_s`, all stop with LearnerLostError.
 
-    A call may take as long as it likes: while it lasts ranks answer pulses from another thread. The call ends when none
-    of them gets on for `timeout_s` and the time that moving `size` bytes, the model's, may take.
+    A call may take any time: ranks answer pulses meanwhile, from another thread. The call ends when no rank makes
+    progress for `timeout_s` plus the allowed time to move `size` bytes, the model's.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class Ranks:
         size: int = 0,
         private: Mapping[str, str] | None = None,
     ) -> None:
-        """`private`: variables for the ranks to set."""
+        """`private`: environment variables that the ranks set."""
         from ray.util.placement_group import placement_group
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -62,7 +62,7 @@ class Ranks:
                 self._actors.append(actor.remote(rank, world, threads, os.getcwd(), gpu, dict(private or {})))
             host, port = self.all("listen", [(timeout_s,)] * world)[0]
             self._started = True
-            limit_s = 2 * timeout_s + transfer_s(size)  # the pulse, which knows who is stuck, must notice it first
+            limit_s = 2 * timeout_s + transfer_s(size)  # the pulse names the stuck rank, so it must fire first
             self.all("join", [(host, port, limit_s)] * world)
         except BaseException:
             self.close()
@@ -71,26 +71,26 @@ class Ranks:
     def build(
         self, policy: Policy, config: RunConfig, fsdp_size: int | None = None
     ) -> tuple[Sizes, str, Mapping[str, TensorSpec]]:
-        """Cut the model: sizes, precision and weights of the whole."""
+        """Shard the model; return sizes, precision and specs of the whole model."""
         import ray
 
         found = self.all("build", [(ray.put(policy), config, fsdp_size)] * self.world)[0]
         return found["sizes"], found["precision"], found["specs"]
 
     def same(self, name: str, *args: Any) -> list[Any]:
-        """What a method of the learner gives on each rank, with the same arguments for all."""
+        """Return each rank's result of a learner method, called with the same arguments on all ranks."""
         return self.each(name, [args] * self.world)
 
     def each(self, name: str, by_rank: Sequence[tuple[Any, ...]], **named: Any) -> list[Any]:
-        """The same with arguments of its own for every rank; `named` are for all."""
+        """Return each rank's result of a learner method, with separate arguments per rank; `named` go to all."""
         return self.all("call", [(name, *args) for args in by_rank], **named)
 
     def all(self, method: str, by_rank: Sequence[tuple[Any, ...]], **named: Any) -> list[Any]:
-        """Answers of all ranks, in order. What one of them raises about numbers is raised here."""
+        """Return the results of all ranks, in order. Re-raises numerical errors of a rank."""
         import ray
         from ray.exceptions import ObjectStoreFullError, OutOfDiskError
 
-        harmless = FloatingPointError, ValueError, ObjectStoreFullError, OutOfDiskError  # no rank waits for another
+        harmless = FloatingPointError, ValueError, ObjectStoreFullError, OutOfDiskError  # no rank waits on another
         asked = [getattr(a, method).remote(*args, **named) for a, args in zip(self._actors, by_rank, strict=True)]
         answers: dict[Any, Any] = {}
         pulses = Pulses(self._actors)
@@ -122,7 +122,7 @@ class Ranks:
         from ray.util.placement_group import remove_placement_group
 
         for actor in self._actors:
-            with contextlib.suppress(Exception):  # it may be gone
+            with contextlib.suppress(Exception):  # it may have exited
                 ray.kill(actor, no_restart=True)
         self._actors = []
         with contextlib.suppress(Exception):
@@ -130,23 +130,23 @@ class Ranks:
 
 
 class Pulses:
-    """What ranks answer while they work on a call, from its start."""
+    """Liveness of ranks that run a call, from its start."""
 
     def __init__(self, actors: Sequence[Any]) -> None:
         self._actors = actors
         self._asked: dict[int, Any] = {}
-        """Pulse under way, by rank."""
+        """Pending pulse, by rank."""
         self._places: dict[int, int] = {}
         self._heard = [time.monotonic()] * len(actors)
         self._moved = time.monotonic()
 
     def look(self, busy: Sequence[int], silent_s: float, stuck_s: float) -> str:
-        """What is wrong with the ranks that are `busy`; empty if nothing is."""
+        """Return the problem of the `busy` ranks, or an empty string."""
         import ray
 
         for rank in busy:
             if rank in self._asked and ray.wait([self._asked[rank]], timeout=0)[0]:
-                with contextlib.suppress(ray.exceptions.RayError):  # it has died, and its call says how
+                with contextlib.suppress(ray.exceptions.RayError):  # it exited; its call reports the error
                     self._note(rank, ray.get(self._asked.pop(rank), timeout=LOOK_S))
             if rank not in self._asked:
                 self._asked[rank] = self._actors[rank].pulse.remote()
@@ -168,7 +168,7 @@ def _listed(ranks: Sequence[int]) -> str:
 
 
 def remote_rank() -> Any:
-    """Pulses are answered while a call is worked on."""
+    """Return the actor class, which answers pulses while it runs a call."""
     import ray
 
     class RankActor(Rank):

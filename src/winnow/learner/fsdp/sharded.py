@@ -1,7 +1,7 @@
-"""One rank of the learner: the learner of one process over weights that all ranks share (FSDP2).
+"""One rank of the learner: the one-process learner over weights that all ranks shard (FSDP2).
 
-Every call is made on all ranks at once, each with its own rows. A pass through the model is a collective: a rank that
-has fewer micro-batches than another makes passes that count for nothing.
+All ranks make every call at once, each with its own rows. A pass through the model is a collective: a rank with fewer
+micro-batches makes extra passes that contribute nothing.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ OPTIMIZER_FOLDER = "optimizer"
 
 
 class Root(nn.Module):
-    """The module that owns what no layer does. Whatever needs weights runs inside its forward pass: only there are they
-    whole, and a decoder called by itself would go past it."""
+    """Owner of the parameters outside layers. Weights are whole only inside its forward pass; a direct call of the
+    decoder would bypass it."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class Root(nn.Module):
 
 
 class ShardedLearner(LocalLearner):
-    """See `Learner`; `filler`, which is trained with weight 0, may be any row."""
+    """See `Learner`. `filler` may be any row; it is trained with weight 0."""
 
     def __init__(
         self,
@@ -73,10 +73,10 @@ class ShardedLearner(LocalLearner):
         device: torch.device | None = None,
         files: Path | None = None,
     ) -> None:
-        """Raises ValueError when `gradient_baselines`, those of OPOB, cannot be found for this model.
+        """Raises ValueError if this model cannot compute `gradient_baselines` (OPOB).
 
-        `fsdp_size`: of the groups of ranks that cut the weights among them; all have the same. `device`: of this rank;
-        None is the model's. `files`: the directory whose weights `model` is to have, where it has none.
+        `fsdp_size`: size of the groups of ranks that shard weights; all groups are equal. `device`: this rank's; None:
+        the model's. `files`: directory of the weights if `model` has no weights yet.
         """
         self._device = device or next(model.parameters()).device
         self._files = files
@@ -86,13 +86,13 @@ class ShardedLearner(LocalLearner):
         self._most = 1
         self._filler: Row
         self._failed = ""
-        """Why this rank cannot go on."""
+        """Why this rank cannot continue."""
         self._fillers: list[MicroBatch] = []
-        """Passes that this rank makes for company in the step under way."""
+        """Extra passes of this rank in the current step, to match the other ranks."""
         self._kept: dict[nn.Parameter, torch.Tensor] = {}
-        """Whole gradients of this rank's rows, where their baselines are found from gradients."""
+        """Whole gradients of this rank's rows, when baselines depend on gradients."""
         super().__init__(model, distribution, options, reference)
-        self._share_prompts = False  # one more pass through the layers, and ranks would have to agree on it each time
+        self._share_prompts = False  # one more pass; ranks would have to agree on it each time
 
     @property
     def device(self) -> torch.device:
@@ -104,24 +104,24 @@ class ShardedLearner(LocalLearner):
         groups = (self._world // self._fsdp_size, self._fsdp_size)
         mesh = init_device_mesh(self.device.type, groups, mesh_dim_names=("replicate", "shard"))
         cut: dict[str, Any] = {"mesh": mesh if groups[0] > 1 else mesh["shard"], "reshard_after_forward": True}
-        # Layers come together in the type that they compute in; what is between them stays as it is under autocast.
+        # Layers are gathered in their compute dtype; tensors between them keep the autocast dtypes.
         under = self.options.compute_dtype
         half = MixedPrecisionPolicy(under, torch.float32, cast_forward_inputs=False)
         kinds = set(getattr(self._causal_lm, "_no_split_modules", None) or ())
         for module in list(self._causal_lm.modules()):
             if type(module).__name__ in kinds:
                 fully_shard(module, **(cut if under == torch.float32 else cut | {"mp_policy": half}))
-        # The root, too: else it would keep whole weights beyond an update.
+        # Shard the root too: otherwise it would keep whole weights after an update.
         self._root = Root(self.model)
         fully_shard(self._root, **cut)
         if self._files is not None:
             self._read(self._files)
 
     def _read(self, files: Path) -> None:
-        """Give memory to this rank's shards, and read them."""
+        """Allocate memory for this rank's shards and read them."""
         tied = tied_names(self.model)
         self._root._apply(lambda t: torch.empty_like(t, device=self.device) if t.is_meta else t)
-        for name, first in tied.items():  # each has got memory of its own
+        for name, first in tied.items():  # tied parameters were allocated separately
             module, _, parameter = name.rpartition(".")
             setattr(self.model.get_submodule(module), parameter, self.model.get_parameter(first))
         own = state_once(self._causal_lm)
@@ -132,7 +132,7 @@ class ShardedLearner(LocalLearner):
                 raise ValueError(f"model: the weights of '{files}' are not finite ({name})")
 
     def _try_gradient_baselines(self) -> None:
-        """While the model is whole: a backward pass for each row would be one more collective for each."""
+        """Try gradient baselines before sharding: after it, each row's backward pass would be one more collective."""
         if self.options.gradient_checkpointing or not self._own_head:
             why = (
                 "with gradient_checkpointing" if self.options.gradient_checkpointing else "with a head of another kind"
@@ -160,7 +160,7 @@ class ShardedLearner(LocalLearner):
     # ---- passes that all ranks make ----------------------------------------------------------------------------
 
     def accumulate_part(self, rows: Sequence[Row], filler: Row, loss: LossConfig, iteration: int, seed: int) -> Stats:
-        """`accumulate` of this rank's rows."""
+        """Run `accumulate` on this rank's rows."""
         torch.manual_seed(seed + dist.get_rank())
         self._filler = replace(filler, weight=0.0)
         self._failed = ""
@@ -178,13 +178,13 @@ class ShardedLearner(LocalLearner):
         return batches
 
     def _missing(self, mine: int) -> tuple[int, int]:
-        """Passes of the rank that makes most, and how many fewer this one would make."""
+        """Return the maximum number of passes over all ranks, and how many fewer this rank makes."""
         most = torch.tensor(mine, device=self.device)
         dist.all_reduce(most, dist.ReduceOp.MAX)
         return int(most), int(most) - mine
 
     def _ahead(self, loss: LossConfig) -> LossConfig:
-        """All ranks make their passes over pools in several micro-batches first: else one would, and another not."""
+        """Make all ranks' passes over pools that span micro-batches first, so that collectives match."""
         loss = super()._ahead(loss)
         _, missing = self._missing(len(spread_over_several(self._batches)))
         with self._kernels():
@@ -199,11 +199,11 @@ class ShardedLearner(LocalLearner):
             return
         try:
             super().forward_backward(batch, loss, stats)
-        except FloatingPointError as error:  # the others go on
+        except FloatingPointError as error:  # the other ranks continue
             self._failed = str(error)
 
     def _deal_gradients(self) -> None:
-        """Every rank's part of the sum of all ranks' gradients. All ranks stop where one must."""
+        """Give each rank its shard of the gradient summed over ranks. If one rank must stop, all stop."""
         kept, self._kept = self._kept, {}
         self._all_or_none(self._failed)
         for p in self._params.values():
@@ -216,7 +216,7 @@ class ShardedLearner(LocalLearner):
             p.grad = cut if p.grad is None else p.grad + cut
 
     def _all_or_none(self, why: str) -> None:
-        """Called on all ranks: if there is a reason on one of them, FloatingPointError on all."""
+        """Raise FloatingPointError on all ranks if one has a reason. Call it on all ranks."""
         failed = torch.tensor(float(bool(why)), device=self.device)
         dist.all_reduce(failed, dist.ReduceOp.MAX)
         if failed:
@@ -225,18 +225,18 @@ class ShardedLearner(LocalLearner):
             raise FloatingPointError("; ".join(f"rank {rank}: {why}" for rank, why in enumerate(reasons) if why))
 
     def _passes(self) -> int:
-        """As in one process; with several ranks more than one, for none of them has all rows."""
+        """Return the passes; with several ranks at least `world`, since no rank has all rows."""
         return max(self._most, self._world)
 
     def _evidence(self, loss: LossConfig, batches: Sequence[MicroBatch]) -> list[Evidence]:
-        """Evidence of every micro-batch of every rank; fillers make the passes that others make, and say nothing."""
+        """Return the evidence of every rank's micro-batches; fillers only match passes and add no evidence."""
         mine = super()._evidence(loss, [*batches, *self._fillers])[: len(batches)]
         theirs: list[list[Evidence]] = [[] for _ in range(self._world)]
         dist.all_gather_object(theirs, mine)
         return [part for some in theirs for part in some]
 
     def logp_part(self, rows: Sequence[Row], filler: Row, *, raw: bool, reference: bool) -> list[torch.Tensor]:
-        """`logp` or `reference_logp` of this rank's rows."""
+        """Run `logp` or `reference_logp` on this rank's rows."""
         _, missing = self._missing(len(packed(rows, self._budget)))
         found = self.reference_logp(rows) if reference else self.logp(rows, raw=raw)
         for _ in range(missing):
@@ -249,7 +249,7 @@ class ShardedLearner(LocalLearner):
         return found
 
     def _backward(self, total: torch.Tensor) -> None:
-        """Gradients are averaged over ranks, and the loss is a sum. All ranks stop where one must."""
+        """Multiply the loss by `world`: ranks average gradients, but the loss is a sum. If one stops, all stop."""
         self._all_or_none("" if torch.isfinite(total) else f"the loss is {total.item()}; no update was made")
         (total * self._world).backward()
 
@@ -263,18 +263,18 @@ class ShardedLearner(LocalLearner):
     # ---- whole tensors -----------------------------------------------------------------------------------------
 
     def gather(self) -> dict[str, torch.Tensor]:
-        """The weights as engines load them; on all ranks but the first, nothing. FloatingPointError if not finite."""
+        """Return the weights as engines load them; empty except on rank 0. FloatingPointError if not finite."""
         return _finite(self.weights())
 
     def put(self, half: bool) -> list[Any]:
-        """The same in Ray's store: a reference, in a list that Ray leaves as it is. `half`: see `HalvedWeights`."""
+        """Return the weights in Ray's store: a reference in a list, which Ray keeps. `half`: see `HalvedWeights`."""
         import ray
 
         found = StateWeights(self.gather())
         return [ray.put(as_bytes((HalvedWeights(found) if half else found).items()))] if found.specs else []
 
     def save(self, directory: Path) -> None:
-        """The model by the first rank, the optimizer's shards by each."""
+        """Write the model from rank 0, and the optimizer's shards from every rank."""
         weights = _whole(self.model.state_dict().items())
         if dist.get_rank() == 0:
             self._save_trained(directory / "model", weights)
@@ -294,7 +294,7 @@ class ShardedLearner(LocalLearner):
         }
 
     def load(self, directory: Path) -> None:
-        """The optimizer's state, of any number of ranks; weights come with the model."""
+        """Load the optimizer's state, saved by any number of ranks; weights come with the model."""
         folder = directory / OPTIMIZER_FOLDER
         if not folder.is_dir():
             raise ValueError(f"{folder}: is missing; the checkpoint was not written by learner: fsdp")
@@ -314,7 +314,7 @@ def _finite(weights: WeightSource) -> dict[str, torch.Tensor]:
 
 
 def _whole(tensors: Any) -> dict[str, torch.Tensor]:
-    """Whole tensors on the first rank, one after the other; on the others nothing."""
+    """Return whole tensors on rank 0, gathered one at a time; empty on other ranks."""
     found = {}
     for name, tensor in tensors:
         whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -1,6 +1,6 @@
-"""Tensors that ranks share, in a folder: safetensors with the place of each shard, for any number of ranks to read.
+"""Sharded tensors in a folder: safetensors with the position of each shard, readable by any number of ranks.
 
-PyTorch's own format is not used: its index is a pickle, which runs what it says.
+Not PyTorch's own format: its index is a pickle, which can execute code.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 
 def save_shards(state: dict[str, torch.Tensor], folder: Path) -> None:
-    """Called on all ranks at once."""
+    """Write the shards. Call it on all ranks at once."""
     folder.mkdir(parents=True, exist_ok=True)
     if state:
         dcp.save(state, storage_writer=HuggingFaceStorageWriter(str(folder), save_distributed=True))
 
 
 def load_shards(state: dict[str, torch.Tensor], folder: Path) -> dict[str, torch.Tensor]:
-    """`state` with what was saved, or nothing where nothing was. Called on all ranks at once.
+    """Return `state` filled from `folder`, or an empty dict if nothing was saved. Call it on all ranks at once.
 
-    Raises ValueError where names, shapes or types are not those of `state`, or a shard is missing or damaged.
+    Raises ValueError if names, shapes or types differ from `state`, or a shard is missing or damaged.
     """
     try:
         saved = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
@@ -46,9 +46,9 @@ def load_shards(state: dict[str, torch.Tensor], folder: Path) -> dict[str, torch
 
 
 def load_files(state: dict[str, torch.Tensor], folder: Path) -> None:
-    """Fill `state` from the files of a Hugging Face model; each rank reads its slices. Called on all ranks at once.
+    """Fill `state` from the files of a Hugging Face model; each rank reads its slices. Call it on all ranks at once.
 
-    Raises ValueError where this machine has no such directory, or a file is damaged.
+    Raises ValueError if this machine has no such directory, or a file is damaged.
     """
     if not folder.is_dir():
         raise ValueError(f"model: {folder}: is not on {platform.node()}; ranks read it on every machine that has one")

@@ -1,1 +1,1 @@
-"""The learner in this process."""
+"""The learner in one process."""

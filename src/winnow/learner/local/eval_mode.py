@@ -1,8 +1,8 @@
-"""The mode of a model in the learner: eval, with gradients.
+"""Eval mode with gradients: the mode of the learner's model.
 
-The engine samples in eval mode, and the update must be of that policy. Train mode turns on more than `nn.Dropout`
-modules: attention dropout, functional dropout, dropped layers and router noise read `self.training`, each class in its
-own way. Setting rates to 0 would have to know them all. Gradients do not need train mode.
+The engine samples in eval mode, and the update must train that policy. Train mode enables more than `nn.Dropout`
+modules: attention dropout, functional dropout, dropped layers and router noise read `self.training`, differently in
+each class. Setting rates to 0 would require knowing them all. Gradients do not need train mode.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 
 def train_adapter_dropout(model: torch.nn.Module) -> None:
-    """Turn on the dropout of LoRA adapters alone; who sets `lora.dropout` wants noise in the update."""
+    """Enable the dropout of LoRA adapters only: setting `lora.dropout` asks for noise in the update."""
     for name, module in model.named_modules():
         if name.rpartition(".")[2] == "lora_dropout":
             module.train()
 
 
 def checkpoint_layers(model: torch.nn.Module) -> None:
-    """Recompute each layer in the backward pass. transformers does so in train mode only, hence not by its own switch.
+    """Recompute each layer in the backward pass. transformers' own switch works in train mode only.
 
     Raises ValueError when the class has no such layers.
     """
@@ -39,8 +39,8 @@ def checkpoint_layers(model: torch.nn.Module) -> None:
 
 
 class WideAttention(TorchFunctionMode):
-    """Attention in float32 under autocast on a CPU, where the fused backward pass in half precision is the slower one:
-    measured, by a factor of two at 100 columns, and by none at `COLUMNS`."""
+    """Attention in float32 under autocast on a CPU, where the fused half-precision backward pass is slower: by a factor
+    of two at 100 columns and not at all at `COLUMNS`, measured."""
 
     COLUMNS = 512
 
@@ -60,10 +60,10 @@ class WideAttention(TorchFunctionMode):
 
 @torch.no_grad()
 def halve_frozen(*models: torch.nn.Module) -> None:
-    """Keep the frozen matrices of linear layers in bfloat16 where that loses nothing, as with weights saved in it.
+    """Store frozen matrices of linear layers in bfloat16 if that is lossless, e.g. if they were saved in it.
 
-    Under autocast the same products come out, without copies. Embeddings, norms and biases stay: hidden states between
-    products are float32.
+    Autocast then gives the same products without copies. Embeddings, norms and biases are unchanged: hidden states
+    between products are float32.
     """
     for model in models:
         embedding = model.get_input_embeddings().weight  # type: ignore[operator]

@@ -1,7 +1,7 @@
-"""Forward passes: from a micro-batch to the hidden states or logits that its sampled tokens are predicted from.
+"""Forward passes from a micro-batch to the hidden states or logits that predict its sampled tokens.
 
-The siblings of a group have the same prompt. Where that saves enough, prompts go through the model once, and the
-completions attend to their keys and values; the gradient flows back through the cache, so nothing is approximated.
+Siblings of a group share a prompt. Where it saves enough, prompts run through the model once and completions attend to
+their keys and values. The gradient flows back through the cache, so nothing is approximated.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ WINDOWS = ("sliding_window", "attention_chunk_size")
 
 
 def predictions(body: Body, batch: MicroBatch, *, share: bool) -> torch.Tensor:
-    """[N, H] or [N, V] for the N True entries of `mask_BT`, in row-major order."""
+    """Return [N, H] or [N, V] for the N True entries of `mask_BT`, in row-major order."""
     if share and batch.shared is not None:
         return _with_shared_prompts(body, batch, batch.shared)
     return body(input_ids=batch.input_ids_BT[:, :-1], use_cache=False)[batch.mask_BT[:, 1:]]
 
 
 def _with_shared_prompts(body: Body, batch: MicroBatch, shared: SharedPrompts) -> torch.Tensor:
-    """Prompts are padded on the right: causality keeps the padding out of them, a mask out of the completions."""
+    """Compute each prompt once. Right padding is hidden from prompts by causality, from completions by a mask."""
     cache = DynamicCache()
     prompt_ids_UP = batch.input_ids_BT[shared.first_U, : shared.longest_prompt]
     prompt_states = body(input_ids=prompt_ids_UP, past_key_values=cache, use_cache=True)
@@ -57,7 +57,7 @@ def _with_shared_prompts(body: Body, batch: MicroBatch, shared: SharedPrompts) -
 
 @torch.no_grad()
 def can_share_prompts(model: Any, body: Body, n_tokens: int) -> bool:
-    """Whether the model attends to whole sequences through an ordinary cache, and a trial gives the same numbers."""
+    """Return whether the model uses full attention and an ordinary cache, and a trial gives the same numbers."""
     config, parameters = model.config.get_text_config(), inspect.signature(model.forward).parameters
     windowed = any(getattr(config, name, None) for name in WINDOWS)
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
@@ -79,9 +79,9 @@ def can_share_prompts(model: Any, body: Body, n_tokens: int) -> bool:
 
 @torch.no_grad()
 def head_is_linear(model: Any, n_tokens: int) -> bool:
-    """Whether logits are just head(hidden); classes that scale or cap them need the whole model.
+    """Return whether logits are just head(hidden); classes that scale or cap them need the whole model.
 
-    The head's output is replaced by large numbers: near 0, where an untrained model's logits lie, a cap is linear.
+    The head's output is replaced by large numbers: near 0, where an untrained model's logits are, a cap is linear.
     """
     head = model.get_output_embeddings()
     if head is None:

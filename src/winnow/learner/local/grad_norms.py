@@ -1,9 +1,9 @@
-"""Gradients of all rows of a micro-batch from one backward pass: exact norms, and any weighted sum of them.
+"""Per-row gradients of a micro-batch from one backward pass: exact norms, and any weighted sum.
 
-While it runs, no weight gets a gradient. Hooks keep the input X [B, T, in] of each linear layer and the gradient
-Y [B, T, out] of its output; row i's gradient of the weight is Y_i' X_i. Its squared norm is the sum over all pairs of
-tokens of (x_s . x_t)(y_s . y_t) (Goodfellow 2015; "ghost norms", Li et al. 2022), cheap for few tokens, or is taken
-from the product itself, cheap for many. The weighted sum over rows is one product more.
+No weight gets a gradient meanwhile. Hooks keep the input X [B, T, in] of each linear layer and the gradient Y [B, T,
+out] of its output; row i's weight gradient is Y_i' X_i. Its squared norm is the sum over all pairs of tokens of (x_s .
+x_t)(y_s . y_t) (Goodfellow 2015; "ghost norms", Li et al. 2022), cheap for few tokens. For many tokens the product
+itself is cheaper. The weighted sum over rows takes one more product.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from transformers.pytorch_utils import Conv1D
 from .logprob import at_least_float32
 
 PASS_COST = 50
-"""Measured on a CPU: multiply-adds of a matrix product in whose time one number of it is squared and added up."""
+"""Multiply-adds of a matrix product in the time to square and sum one of its elements; measured on a CPU."""
 AT_ONCE = 1 << 19
-"""Numbers of products made at once, so that they are still in the cache when they are squared."""
+"""Elements of products computed at once, so that they are still cached when they are squared."""
 
 
 @dataclass(frozen=True)
 class Term:
-    """One parameter's gradients of the rows of a micro-batch."""
+    """One parameter's gradients for the rows of a micro-batch."""
 
     parameter: nn.Parameter
     square_B: torch.Tensor
     """Squared norm of each row's gradient."""
     weighted: Callable[[torch.Tensor], torch.Tensor] | None
-    """From coefficients [B] of the rows to the weighted sum of their gradients; None where that would hold too much."""
+    """Maps row coefficients [B] to the weighted sum of gradients; None if that would keep too much memory."""
     sums_K: torch.Tensor | None = None
-    """Instead of it, the weighted sums for each row of a basis [K, B] of the coefficients."""
+    """Replaces `weighted`: the weighted sums for each row of a basis [K, B] of the coefficients."""
 
     def over(self, basis_KB: torch.Tensor) -> torch.Tensor:
-        """Return the weighted sum for each of these coefficients, [K, ...]."""
+        """Return the weighted sum for each row of coefficients, [K, ...]."""
         if self.weighted is None:
             assert self.sums_K is not None
             return self.sums_K
@@ -47,7 +47,7 @@ class Term:
 
 
 def product_term(parameter: nn.Parameter, left_BTI: torch.Tensor, right_BTJ: torch.Tensor) -> Term:
-    """Term of gradients that are products over T, [B, I, J] as the parameter is."""
+    """Return the term of gradients that are products over T, [B, I, J], in the parameter's layout."""
     right_BTJ = right_BTJ.to(left_BTI.dtype)
     T, I_, J = *left_BTI.shape[1:], right_BTJ.shape[-1]
     if T * T * (I_ + J) <= (T + PASS_COST) * I_ * J:
@@ -76,7 +76,7 @@ def add_times(sums_K: torch.Tensor, gradient: torch.Tensor, factors: list[float]
 
 
 def direct_term(parameter: nn.Parameter, gradient_BX: torch.Tensor) -> Term:
-    """Term of gradients that are small enough to be kept, [B, *parameter.shape]."""
+    """Return the term of gradients small enough to keep, [B, *parameter.shape]."""
     gradient_BX = at_least_float32(gradient_BX)
 
     def weighted(coefficient_B: torch.Tensor) -> torch.Tensor:
@@ -86,7 +86,7 @@ def direct_term(parameter: nn.Parameter, gradient_BX: torch.Tensor) -> Term:
 
 
 def embedding_term(parameter: Any, ids_BT: torch.Tensor, y_BTH: torch.Tensor) -> Term:
-    """Term of an embedding; rows are added up where an id comes more than once in a sequence."""
+    """Return the term of an embedding; gradients are summed where an id repeats within a sequence."""
     B, (V, H) = len(ids_BT), parameter.shape
     keys = torch.arange(B, device=ids_BT.device)[:, None] * V + ids_BT
     unique_U, inverse = keys.unique(return_inverse=True)
@@ -103,23 +103,23 @@ def embedding_term(parameter: Any, ids_BT: torch.Tensor, y_BTH: torch.Tensor) ->
 
 
 class UnsupportedModelError(Exception):
-    """The model has trainable parameters that only a backward pass for each row can tell apart."""
+    """The model has trainable parameters that need a separate backward pass per row."""
 
 
 class RowHooks:
     """Terms of the trainable parameters of `body`, one micro-batch at a time.
 
-    Parameters are known by what they are between passes, which need not be what a pass computes with.
+    Parameters are identified by their objects between passes, which may differ from those that a pass uses.
     """
 
     def __init__(self, body: nn.Module) -> None:
         """Raises UnsupportedModelError. The forward pass of `body` must take `input_ids`."""
         self.body = body
         self._trained: dict[nn.Module, dict[str, nn.Parameter]] = {}
-        """The trainable parameters of modules themselves, by name."""
+        """Trainable parameters that each module owns directly, by name."""
         self._hooked: list[nn.Module] = []
         self._scales: list[nn.Module] = []
-        """Norms of other classes than LayerNorm."""
+        """Norms of classes other than LayerNorm."""
         for name, module in body.named_modules():
             own = {n: p for n, p in module.named_parameters(recurse=False) if p.requires_grad}
             if not own:
@@ -138,7 +138,7 @@ class RowHooks:
 
     @contextmanager
     def watching(self, rows: int) -> Iterator[list[Term]]:
-        """Inside, no parameter of `body` gets a gradient; yield the terms that its backward pass will leave."""
+        """Disable gradients of `body`'s parameters; yield the list that its backward pass fills with terms."""
         terms: list[Term] = []
         trained = {p for own in self._trained.values() for p in own.values()}
         handles: list[Any] = []
@@ -167,7 +167,7 @@ class RowHooks:
             raise UnsupportedModelError(f"a {type(module).__name__} is used more than once")
         self._used.add(module)
         x = args[0].detach()
-        if len(output) != rows:  # positions, which all rows have in common
+        if len(output) != rows:  # positions, shared by all rows
             output, x = output.expand(rows, *output.shape[1:]), x.expand(rows, *x.shape[1:])
         if not output.requires_grad:
             output.requires_grad_()
@@ -179,19 +179,19 @@ class RowHooks:
         return output
 
     def of_scales(self) -> list[Term]:
-        """Return the terms that come without hooks, after the backward pass."""
+        """Return the terms that need no hooks, after the backward pass."""
         leaves = [(p, leaf.grad) for p, leaf in self._leaves.items() if leaf.grad is not None]
         return [direct_term(p, gradient.reshape(len(gradient), *p.shape)) for p, gradient in leaves]
 
     def embedded(self, parameter: nn.Parameter) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Ids and gradients of the embedding that has this weight, [B, T] and [B, T, H], after the backward pass."""
+        """Return ids [B, T] and gradients [B, T, H] of the embedding with this weight, after the backward pass."""
         return self._embedded.get(parameter)
 
     def _terms(self, module: nn.Module, x: torch.Tensor, y: torch.Tensor) -> Iterator[Term]:
         trained = self._trained[module]
         weight, bias = trained.get("weight"), trained.get("bias")
         if isinstance(module, nn.Embedding):
-            if module.padding_idx is not None:  # which an embedding never learns
+            if module.padding_idx is not None:  # the padding id gets no gradient
                 y = y.masked_fill((x == module.padding_idx)[..., None], 0)
             assert weight is not None
             self._embedded[weight] = x, y
@@ -206,7 +206,7 @@ class RowHooks:
 
 
 class _Scales:
-    """Puts scales of its own for each row into a norm while that computes."""
+    """Gives a norm separate scales for each row during its forward pass."""
 
     def __init__(self, leaves: dict[nn.Parameter, torch.Tensor], rows: int, trained: dict[str, nn.Parameter]) -> None:
         self._leaves, self._rows, self._trained = leaves, rows, trained

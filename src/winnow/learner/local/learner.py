@@ -1,4 +1,4 @@
-"""The learner of one process: a Hugging Face causal LM, its optimizer, full fine-tuning or LoRA."""
+"""The one-process learner: a Hugging Face causal LM and its optimizer, full fine-tuning or LoRA."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ from .update_stats import book, correction_weights, spread
 
 OPTIMIZER_FILE = "optimizer.safetensors"
 FILE_BYTES = 4 << 30
-"""Most that a file of a checkpoint's model holds where it comes from a GPU."""
+"""Maximum bytes of a checkpoint's model file when it comes from a GPU."""
 
 
 @dataclass(frozen=True)
 class LearnerOptions:
     optim: str = "adamw_torch_fused"
     optim_args: Mapping[str, Any] = field(default_factory=dict)
-    """Arguments of the optimizer that have no key of their own."""
+    """Optimizer arguments without a key of their own."""
     beta1: float = 0.9
     beta2: float = 0.999
     eps: float = 1e-8
@@ -55,23 +55,23 @@ class LearnerOptions:
     compute_dtype: torch.dtype = torch.float32
     """bfloat16, float16: forward and backward under autocast; weights and optimizer stay float32."""
     matmul_precision: str = "highest"
-    """float32 matrix products of the update; `medium` uses bfloat16 units (AMX, tensor cores) where there are any."""
+    """Precision of the update's float32 products; `medium` uses bfloat16 units (AMX, tensor cores) if available."""
     gradient_checkpointing: bool = False
     deterministic: bool = False
-    """On a GPU: only kernels that add in the same order every time."""
+    """On a GPU: use only kernels with a fixed order of additions."""
     tokens_per_microbatch: int = 16_384
-    """Padded tokens of one forward and backward pass; a longer row goes alone."""
+    """Padded tokens of one forward and backward pass; a longer row runs alone."""
     pad_id: int = 0
     merge_adapters: bool = True
-    """Publish whole weights under LoRA, too; else the adapters alone."""
+    """Publish whole weights under LoRA too; otherwise only adapters."""
     save_types: Types = field(default_factory=dict)
-    """Types of an exported model; empty: those of the learner."""
+    """Dtypes of an exported model; empty: those of the learner."""
 
 
 class LocalLearner:
     """See `Learner`. `model` is a Hugging Face causal LM, possibly wrapped by peft; it is trained in place.
 
-    It stays in eval mode (see `eval_mode`): the policy that is trained must be the one that sampled.
+    It stays in eval mode (see `eval_mode`): the trained policy must be the one that sampled.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class LocalLearner:
         self._params = {n: p for n, p in model.named_parameters() if p.requires_grad}
         self._scale = LossScale() if options.compute_dtype == torch.float16 else None
         self._batches: list[MicroBatch] = []
-        """Micro-batches of the step under way; its later iterations refer to what the first has found."""
+        """Micro-batches of the current step; later iterations use values stored by the first."""
         ends = (model.get_input_embeddings(), model.get_output_embeddings())
         self._optimizer = make_optimizer(
             options.optim,
@@ -124,8 +124,8 @@ class LocalLearner:
             self._recomputing = recomputing_if_exact(*trial, self._causal_lm)
 
     def _for_trials(self) -> tuple[Any, int]:
-        """A model by which it is tried what can be computed otherwise, and ids that it knows. It is a small one of the
-        same class where this one has no weights yet, or some in half precision."""
+        """Return a model for trials of faster code paths, and its number of ids. It is a small model of the same class
+        if this one has no weights yet, or some in bfloat16."""
         model, n_tokens = self._causal_lm, self.distribution.n_tokens
         if not any(p.is_meta or p.dtype == torch.bfloat16 for p in model.parameters()):
             return model, n_tokens
@@ -133,7 +133,7 @@ class LocalLearner:
         return model, min(n_tokens, model.config.vocab_size)
 
     def _place(self) -> None:
-        """Called once, before the optimizer is made: where several ranks cut the weights among them."""
+        """Hook for sharding weights over ranks; called once, before the optimizer is made."""
 
     @property
     def device(self) -> torch.device:
@@ -154,7 +154,7 @@ class LocalLearner:
         row_by_row = RowByRow(list(self._params.values()), self._logp)
         if self.options.gradient_checkpointing or not self._own_head:
             return row_by_row
-        self.model.eval()  # without the dropout of adapters, which would make the trial another draw
+        self.model.eval()  # adapter dropout would make the trial another draw
         try:
             return batched_if_exact(self._causal_lm, row_by_row, self.distribution, self._autocast)
         finally:
@@ -180,18 +180,18 @@ class LocalLearner:
         return micro_batches(rows, self._budget, pad_id=self.options.pad_id, device=self.device)
 
     def _ahead(self, loss: LossConfig) -> LossConfig:
-        """The loss, with a correction that has seen all micro-batches if it has to; that costs a forward pass more."""
+        """Return the loss; a correction over the batch first sees all micro-batches, in one more forward pass."""
         correction = loss.correction
         if self._passes() == 1 or not isinstance(correction, OverBatch):
             return loss
         return replace(loss, correction=correction.over_batch(self._evidence(loss, self._batches)))
 
     def _passes(self) -> int:
-        """Forward and backward passes of the step under way, on whichever rank has the most."""
+        """Return the forward and backward passes of this step, on the rank with the most."""
         return len(self._batches)
 
     def _evidence(self, loss: LossConfig, batches: Sequence[MicroBatch]) -> list[Evidence]:
-        """What a correction judges by, of every micro-batch."""
+        """Return the correction's evidence for each micro-batch."""
         parts = []
         for batch in batches:
             logp = batch.old_logp_BT
@@ -222,10 +222,10 @@ class LocalLearner:
 
     @contextmanager
     def _kernels(self) -> Iterator[None]:
-        """The matrix precision of the update, and a CPU's attention: below the highest, fused is slower than plain."""
+        """Set matmul precision and CPU attention: below the highest precision, fused attention is slower than plain."""
         previous, precision = torch.get_float32_matmul_precision(), self.options.matmul_precision
         on_cpu, o = self.device.type == "cpu", self.options
-        # Layers that are recomputed would be without it: it does not reach into backward passes.
+        # It does not apply in backward passes, so recomputed layers would miss it.
         wide = on_cpu and o.compute_dtype == torch.bfloat16 and not o.gradient_checkpointing
         torch.set_float32_matmul_precision(precision)
         try:
@@ -238,7 +238,7 @@ class LocalLearner:
             torch.set_float32_matmul_precision(previous)
 
     def _loss(self, batch: MicroBatch, loss: LossConfig, stats: Stats) -> torch.Tensor:
-        """Sum over tokens of every term, weighted by `row_weight_B`; positions are shifted: column t predicts t + 1."""
+        """Return all loss terms summed over tokens, weighted by `row_weight_B`. Shifted: column t predicts t + 1."""
         mask = batch.mask_BT[:, 1:]
         logp, entropy, squares = self._logp(
             batch, with_entropy_grad=loss.entropy_coef != 0, squares=batch.pools is not None
@@ -265,7 +265,7 @@ class LocalLearner:
 
     @torch.no_grad()
     def batch_logp(self, batch: MicroBatch) -> torch.Tensor:
-        """Log-probabilities of the tokens after the first, [B, T-1], 0 off the mask."""
+        """Return log-probabilities of the tokens after the first, [B, T-1], 0 outside the mask."""
         with self._kernels():
             return self._logp(batch)[0]
 
@@ -294,7 +294,7 @@ class LocalLearner:
         return parameter
 
     def _of_rows(self, rows: Sequence[Row], logp: Callable[[MicroBatch], torch.Tensor]) -> list[torch.Tensor]:
-        """What `logp` gives, [B, T-1], at the action tokens of each row."""
+        """Return the values of `logp`, [B, T-1], at the action tokens of each row."""
         found: dict[int, torch.Tensor] = {}
         for part in packed(rows, self._budget):
             batch = collate(part, self.options.pad_id, self.device, self._budget)
@@ -305,7 +305,7 @@ class LocalLearner:
     def _logp(
         self, batch: MicroBatch, *, with_entropy_grad: bool = False, squares: bool = False, model: Any = None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """What `of_tokens` gives, [B, T-1], 0 off the mask; float32, or float64 for a float64 model."""
+        """Return `of_tokens` as [B, T-1], 0 outside the mask; float32, or float64 for a float64 model."""
         model = model or self._causal_lm
         mask, targets = batch.mask_BT[:, 1:], batch.input_ids_BT[:, 1:]
         with self._autocast():
@@ -320,7 +320,7 @@ class LocalLearner:
         return logp, entropy, squared
 
     def _body(self, model: Any) -> Body:
-        """Hidden states, or logits for classes that do more to them than multiply by the head."""
+        """Return the forward to hidden states, or to logits if the class does more than multiply by the head."""
         if self._own_head:
             return lambda **inputs: model.get_decoder()(**inputs).last_hidden_state
         return lambda **inputs: model(**inputs).logits
@@ -352,7 +352,7 @@ class LocalLearner:
     def close(self) -> None: ...
 
     def _clipped(self) -> torch.Tensor:
-        """The norm of all gradients before they were clipped."""
+        """Clip all gradients; return their norm before clipping."""
         return torch.nn.utils.clip_grad_norm_(self._params.values(), self.options.max_grad_norm or math.inf)
 
     def weights(self) -> WeightSource:
@@ -364,7 +364,7 @@ class LocalLearner:
         return MergedWeights(self._causal_lm)
 
     def metrics(self) -> dict[str, float]:
-        """On a GPU the memory of this process's tensors, GiB: held now, and at most since the last call."""
+        """Return GPU memory of this process's tensors, GiB: current, and peak since the last call."""
         return gpu_memory_since(self.device)
 
     def save(self, directory: Path) -> None:
@@ -373,14 +373,14 @@ class LocalLearner:
         self._save_reference(directory)
 
     def _save_trained(self, directory: Path, state: Mapping[str, torch.Tensor] | None = None) -> None:
-        """An adapter here never has embeddings of its own; by default peft would ask the hub for the base's size."""
+        """Write the model. Adapters here have no embeddings; peft's default would ask the hub for the base's size."""
         own: dict[str, Any] = {"save_embedding_layers": False}
-        if self._causal_lm is self.model:  # transformers copies a whole file from a GPU before it writes
+        if self._causal_lm is self.model:  # transformers copies each file from the GPU before writing
             own = {"max_shard_size": FILE_BYTES} if self.device.type == "cuda" else {}
         self.model.save_pretrained(directory, state_dict=state, **own)
 
     def _save_reference(self, directory: Path) -> None:
-        """The initial model itself is not in checkpoints."""
+        """Write the reference if it has moved; checkpoints do not contain the initial model."""
         if self.reference is not None and self._reference_moved:
             save_reference(self.reference, directory)
 
@@ -388,7 +388,7 @@ class LocalLearner:
         save_whole(self._causal_lm, directory, self._merged_weights().state_dict(), self.options.save_types)
 
     def load(self, directory: Path) -> None:
-        """The optimizer's state, and a reference that has moved; weights come with the model.
+        """Load the optimizer's state, and a reference that has moved; weights come with the model.
 
         Raises ValueError when a file's parameters are not this model's.
         """

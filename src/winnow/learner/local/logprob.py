@@ -1,4 +1,4 @@
-"""Log-probabilities of tokens under the policy, without ever holding [B, T, V]."""
+"""Log-probabilities of tokens under the policy, without holding [B, T, V]."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def at_least_float32(x: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Context:
-    """What each of N tokens comes after: the first `before_N` of row `row_N` of `ids_BT`."""
+    """Preceding tokens of each of N tokens: the first `before_N` of row `row_N` of `ids_BT`."""
 
     ids_BT: torch.Tensor
     row_N: torch.Tensor
@@ -30,7 +30,7 @@ class Context:
 
     @classmethod
     def of(cls, ids_BT: torch.Tensor, mask_BT: torch.Tensor) -> Context:
-        """The context of the tokens of a mask, whose first column is False."""
+        """Return the context of the tokens in a mask, whose first column is False."""
         row_N, before_N = mask_BT.nonzero(as_tuple=True)
         return cls(ids_BT, row_N, before_N)
 
@@ -38,7 +38,7 @@ class Context:
         return Context(self.ids_BT, self.row_N[some], self.before_N[some])
 
     def ids(self) -> torch.Tensor:
-        """[N, L]: the tokens before each; the row's first instead of those that come later."""
+        """Return [N, L]: the tokens before each; later positions repeat the row's first token."""
         ids_NL = self.ids_BT[self.row_N]
         later_NL = torch.arange(ids_NL.shape[1], device=ids_NL.device) >= self.before_N[:, None]
         return torch.where(later_NL, ids_NL[:, :1], ids_NL)
@@ -46,7 +46,7 @@ class Context:
 
 @dataclass(frozen=True)
 class TokenDistribution:
-    """Transform from logits to the distribution that tokens are drawn from; the same as the engine's.
+    """Transform from logits to the sampling distribution; the same as the engine's.
 
     `n_tokens`: ids at or above it are padding of the vocabulary and have no probability.
     """
@@ -60,20 +60,20 @@ class TokenDistribution:
 
     @property
     def whole(self) -> bool:
-        """Whether every id has its probability."""
+        """Return whether no id is filtered out."""
         return not self.top_k and self.top_p >= 1 and not self.min_p
 
     @property
     def plain(self) -> bool:
-        """Whether logits are divided by a temperature, and that is all."""
+        """Return whether dividing logits by a temperature is the only transform."""
         return self.whole and self.temperature > 0 and self.repetition_penalty == 1
 
     def context(self, ids_BT: torch.Tensor, mask_BT: torch.Tensor) -> Context | None:
-        """What the tokens of a mask come after, if it matters."""
+        """Return the context of the tokens in a mask, if it matters."""
         return None if self.repetition_penalty == 1 else Context.of(ids_BT, mask_BT)
 
     def logits(self, raw_NV: torch.Tensor, targets_N: torch.Tensor, context: Context | None = None) -> torch.Tensor:
-        """[N, V'] in float32 (float64 stays), excluded tokens at -inf. The target stays: its ratio must be finite."""
+        """Return [N, V'] in float32 (float64 stays), dropped tokens at -inf; never the target: its ratio is finite."""
         whole_NV = at_least_float32(raw_NV[:, : self.n_tokens])
         if context is not None:
             whole_NV = penalized(whole_NV, seen(context.ids(), self.n_tokens), self.repetition_penalty)
@@ -83,7 +83,7 @@ class TokenDistribution:
         return logits
 
     def _excluded(self, raw_NV: torch.Tensor, targets_N: torch.Tensor) -> torch.Tensor:
-        """Tokens that the engine drops, by its own arithmetic: float32, and one rule for ties."""
+        """Return the tokens that the engine drops, by its own arithmetic: float32, one rule for ties."""
         n, device = len(raw_NV), raw_NV.device
         inverse_N = torch.full((n,), 1 / self.temperature if self.temperature > 0 else 1.0, device=device)
         filters = [torch.full((n,), value, device=device) for value in (self.top_k, self.top_p, self.min_p)]
@@ -93,7 +93,7 @@ class TokenDistribution:
 
 
 def in_the_type_of_autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Tensors in the type in which a matrix product takes its factors here."""
+    """Return the tensors in autocast's dtype for factors of a matrix product."""
     device = tensors[0].device.type
     if not torch.is_autocast_enabled(device):
         return tensors
@@ -108,9 +108,9 @@ def of_tokens(
     *,
     squares: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Log-probability of each target, entropy of each position's distribution, and its sum of squares, all [N].
+    """Return each target's log-probability, and the entropy and sum of squares of each distribution, all [N].
 
-    The last is 0 unless asked for, and never has a gradient.
+    The sum of squares is 0 unless requested, and never has a gradient.
     """
     logp = distribution.logits(raw_NV, targets_N, context).log_softmax(-1)
     entropy = -(logp.exp() * logp.masked_fill(logp == -torch.inf, 0)).sum(-1)
@@ -127,11 +127,11 @@ def token_logp(
     *,
     squares: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Log-probability (nats) of each target, entropy and sum of squares of each position's distribution: `of_tokens`.
+    """Return log-probability (nats) of each target, entropy and sum of squares of each distribution, as `of_tokens`.
 
-    `head` maps [n, H] to raw logits [n, V]. A plain matrix is taken in slices of the vocabulary, unless a filter has to
-    see it whole. Else positions go through `head` in chunks of at most `CHUNK_ELEMENTS` logits, recomputed in the
-    backward pass when there is more than one chunk.
+    `head` maps [n, H] to raw logits [n, V]. A plain matrix is processed in slices of the vocabulary unless a filter
+    needs all of it. Otherwise positions go through `head` in chunks of at most `CHUNK_ELEMENTS` logits; with several
+    chunks, the backward pass recomputes them.
     """
     if type(head) is torch.nn.Linear and head.bias is None and distribution.plain:
         hidden, weight = in_the_type_of_autocast(hidden_NH, head.weight[: distribution.n_tokens])

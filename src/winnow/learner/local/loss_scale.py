@@ -1,4 +1,4 @@
-"""Loss scaling for float16, whose smallest number is 6e-8: below it a gradient is 0."""
+"""Loss scaling for float16, whose smallest number is 6e-8: smaller gradients become 0."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import torch
 
 START, LARGEST = 2.0**16, 2.0**24
 PATIENCE = 2_000
-"""Updates without an overflow after which the factor is doubled; as in torch's GradScaler."""
+"""Updates without an overflow before the factor doubles, as in torch's GradScaler."""
 
 
 class LossScale:
-    """Factor on the loss of an update: a power of two, so that taking it off the gradients again is exact.
+    """Factor on the loss of an update: a power of two, so that dividing gradients by it is exact.
 
-    It is halved until all gradients are finite. In contrast to torch's GradScaler no batch is skipped: its gradients
-    are computed again. The factor is not part of checkpoints; a resume begins at `START`.
+    It is halved until all gradients are finite. Unlike torch's GradScaler it skips no batch: gradients are recomputed.
+    Checkpoints do not contain the factor; a resume begins at `START`.
     """
 
     def __init__(self) -> None:
@@ -23,7 +23,7 @@ class LossScale:
         self._clean = 0
 
     def fits(self, params: Iterable[torch.nn.Parameter]) -> bool:
-        """Take the factor off the gradients; or, when one is not finite, clear all, halve the factor: False.
+        """Divide gradients by the factor: True. If one is not finite, zero all and halve the factor: False.
 
         Raises FloatingPointError when gradients are not finite without a factor either.
         """

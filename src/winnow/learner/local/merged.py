@@ -1,4 +1,4 @@
-"""Weights of a model with adapters, as those of the model without."""
+"""Weights of a model with adapters, in the form of the model without them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ...base.weights import LazyState, StateWeights, TensorSpec, state_once
 class MergedWeights:
     """Weights of a model with LoRA layers injected, W + delta merged tensor by tensor; see `WeightSource`.
 
-    The layers are not touched (merging and un-merging in place would drift).
+    The layers stay unchanged (merging and un-merging in place would drift).
     """
 
     def __init__(self, causal_lm: torch.nn.Module) -> None:
@@ -46,5 +46,5 @@ class MergedWeights:
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
-    """A base in bfloat16 is merged in float32."""
+    """Return the merge dtype: a bfloat16 base is merged in float32."""
     return torch.float32 if dtype == torch.bfloat16 else dtype

@@ -1,8 +1,8 @@
-"""Updates whose baselines depend on the gradients of the rollouts themselves (OPOB; VCPO, sections 3.3 and 3.4).
+"""Updates whose baselines depend on the rollouts' own gradients (OPOB; VCPO, sections 3.3 and 3.4).
 
-The authors run one backward pass a rollout and keep two sums of gradients, one weighted with rewards and one not;
-the baseline is subtracted at the end. `RowByRow` does that. `Batched` takes one backward pass for all rollouts of a
-micro-batch where each trainable parameter's gradient can be told apart by rows (`grad_norms`): 1.5 to 4.5 times as fast
+The authors run one backward pass per rollout and keep two sums of gradients, with and without reward weights; the
+baseline is subtracted at the end. `RowByRow` does that. `Batched` takes one backward pass for all rollouts of a
+micro-batch if each trainable parameter's gradient can be separated by rows (`grad_norms`): 1.5 to 4.5 times as fast
 below `ALONE_TOKENS` (docs/baselines.md).
 """
 
@@ -28,13 +28,13 @@ from .row_head import HeadPass, RowHead, Tokens
 from .update_stats import Logp, book, correction_weights, spread
 
 ALONE_TOKENS = 200
-"""Mean length of rows, padded, from which a CPU computes them one by one. `Batched` is 1.5 times as fast at 128 tokens,
-at most 1.2 times at 256, and takes more memory. A GPU would be mostly idle with one row."""
+"""Mean padded row length from which a CPU computes rows one by one. `Batched` is 1.5 times as fast at 128 tokens, at
+most 1.2 times at 256, and takes more memory. A GPU would be mostly idle with one row."""
 
 
 class PooledGradients(Protocol):
     def add(self, batch: MicroBatch, loss: LossConfig, stats: Stats) -> None:
-        """Add to `.grad` what a micro-batch with pools contributes, at the latest with the last of its block.
+        """Add the gradients of a micro-batch with pools to `.grad`, at the latest with the last of its block.
 
         Raises FloatingPointError when a norm or a loss is not finite.
         """
@@ -42,7 +42,7 @@ class PooledGradients(Protocol):
 
 
 Give = Callable[[nn.Parameter, torch.Tensor], None]
-"""Takes a part of a parameter's gradient."""
+"""Receives a part of a parameter's gradient."""
 
 
 def add_to_grad(parameter: nn.Parameter, gradient: torch.Tensor) -> None:
@@ -55,14 +55,14 @@ def _as_it_is(compute: Callable[[], Any]) -> Any:
 
 @dataclass(frozen=True)
 class Rows:
-    """Rewards of some rows of a block, and what their passes gave."""
+    """Rewards of some rows of a block, and the results of their passes."""
 
     rewards_B: torch.Tensor
     number_B: torch.Tensor
     """Pool of each row."""
     norm_sq_B: torch.Tensor
     loss_B: torch.Tensor
-    """Loss of each row if its advantage were 1."""
+    """Loss of each row at an advantage of 1."""
 
 
 def joined(parts: list[Rows]) -> Rows:
@@ -73,14 +73,14 @@ def joined(parts: list[Rows]) -> Rows:
 def basis_of(rewards_B: torch.Tensor, number_B: torch.Tensor, mean_P: torch.Tensor) -> torch.Tensor:
     """Return [P + 1, B]: each pool's rows, and all rows weighted with reward less mean reward.
 
-    Sums of gradients with these coefficients let any baselines be subtracted afterwards.
+    From gradient sums with these coefficients, any baselines can be subtracted afterwards.
     """
     same_PB = torch.arange(len(mean_P), device=number_B.device)[:, None] == number_B
     return torch.cat([same_PB.to(rewards_B.dtype), (rewards_B - mean_P[number_B])[None]])
 
 
 def baseline_factors(rows: Rows, mean_P: torch.Tensor, stats: Stats) -> torch.Tensor:
-    """Find the baselines of all rows of a block; return the factors [P + 1] of its sums, `basis_of`."""
+    """Compute the baselines of all rows of a block; return the factors [P + 1] of its sums, `basis_of`."""
     if not (torch.isfinite(rows.norm_sq_B).all() and torch.isfinite(rows.loss_B).all()):
         worst = float(rows.norm_sq_B.max()) ** 0.5
         raise FloatingPointError(
@@ -96,7 +96,7 @@ def baseline_factors(rows: Rows, mean_P: torch.Tensor, stats: Stats) -> torch.Te
 
 
 class RowByRow:
-    """One backward pass for each row, pool by pool: for every model, whatever its parameters are."""
+    """One backward pass per row, pool by pool; works for any model and any parameters."""
 
     def __init__(self, params: list[nn.Parameter], logp: Logp) -> None:
         self.params = params
@@ -153,7 +153,7 @@ def norm_sq(gradients: dict[nn.Parameter, torch.Tensor]) -> torch.Tensor:
 class Batched:
     """One backward pass for all rows of a micro-batch.
 
-    What needs the model's weights is run by `whole`; gradients go to `give`.
+    `whole` runs computations that need the model's weights; `give` receives gradients.
     """
 
     def __init__(
@@ -170,9 +170,9 @@ class Batched:
         self.autocast, self.whole, self.give = autocast, whole, give
         self._parts: list[Rows] = []
         self._later: list[tuple[torch.Tensor, Term]] = []
-        """Terms of the block under way, with the basis of the coefficients of their rows."""
+        """Terms of the current block, with the basis of their rows' coefficients."""
         self._sums: dict[nn.Parameter, torch.Tensor] = {}
-        """Sums over the basis, [P + 1, ...], where terms would hold too much until the end of the block."""
+        """Sums over the basis, [P + 1, ...], for terms that would hold too much until the end of the block."""
 
     def add(self, batch: MicroBatch, loss: LossConfig, stats: Stats) -> None:
         pools = _pools(batch)
@@ -239,7 +239,7 @@ class Batched:
 
 
 class ByLength:
-    """Blocks of long rows one row at a time (on a CPU), others all at once: whichever is faster."""
+    """Picks the faster way: on a CPU, blocks of long rows one row at a time; otherwise all rows at once."""
 
     def __init__(self, batched: Batched, row_by_row: RowByRow) -> None:
         self.batched = batched
@@ -253,7 +253,7 @@ class ByLength:
 
 
 def one_row(batch: MicroBatch, b: int) -> MicroBatch:
-    """Row `b` alone, without what comes after its last action token."""
+    """Return row `b` alone, cut after its last action token."""
     length = int(batch.mask_BT[b].nonzero().max()) + 1
     return MicroBatch(
         input_ids_BT=batch.input_ids_BT[b : b + 1, :length],
@@ -275,7 +275,7 @@ def batched_if_exact(
     distribution: TokenDistribution,
     autocast: Callable[[], Any],
 ) -> PooledGradients:
-    """`ByLength` where the model allows it and a trial gives the same norms, else `row_by_row`, with a warning.
+    """Return `ByLength` if the model allows it and a trial gives the same norms, else `row_by_row`, with a warning.
 
     Dropout must be off.
     """
@@ -293,7 +293,7 @@ def batched_if_exact(
 def exactly_batched(
     causal_lm: Any, row_by_row: RowByRow, distribution: TokenDistribution, autocast: Callable[[], Any]
 ) -> Batched:
-    """Raises UnsupportedModelError, also when a trial does not give the norms of `row_by_row`."""
+    """Return `Batched`. Raises UnsupportedModelError, also if a trial's norms differ from `row_by_row`."""
     body, head = causal_lm.get_decoder(), causal_lm.get_output_embeddings()
     if type(head) is not nn.Linear:
         raise UnsupportedModelError(f"its head is a {type(head).__name__}")
@@ -310,7 +310,7 @@ def exactly_batched(
 
 
 def _trial(batched: Batched, row_by_row: RowByRow) -> tuple[torch.Tensor, torch.Tensor]:
-    """Squared norms of three rows, together and apart."""
+    """Return squared norms of three rows, batched and row by row."""
     device = batched.head.head.weight.device
     ids_BT = (torch.arange(3 * 8, device=device).view(3, 8) * 7 + 1) % batched.head.distribution.n_tokens
     mask_BT = torch.arange(8, device=device) >= torch.tensor([3, 3, 4], device=device)[:, None]

@@ -1,4 +1,4 @@
-"""Optimizers by the names of transformers, and how their states are saved."""
+"""Optimizers by transformers' names, and how their states are saved."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from ...base.install import install
 Parameters = Mapping[str, torch.nn.Parameter]
 """Trained parameters by name."""
 WHOLE = ("adamw_torch", "adamw_torch_fused")
-"""AdamW with states of 32 bits; the first loops over parameters in Python, the second is one kernel."""
+"""AdamW with 32-bit states; the first loops over parameters in Python, the second is one kernel."""
 MOST_STEPS = 1 << 53
-"""Updates that a state has seen are fewer; a float counts no further."""
+"""Exclusive limit on a state's update count: a float counts no further."""
 LOW_BIT = {"adamw_torch_8bit": "AdamW8bit", "adamw_torch_4bit": "AdamW4bit"}
-"""Names as in transformers -> torchao's classes: states in blocks of 256 or 128 numbers with a scale each."""
+"""transformers' name -> torchao's class: states in blocks of 256 or 128 numbers with a scale each."""
 SET_ELSEWHERE = {"params", "lr", "betas", "eps", "weight_decay"}
 FIXED = {"fused", "foreach", "capturable", "maximize", "differentiable", "relative_step", "warmup_init"}
 OWN_KEYS = SET_ELSEWHERE | FIXED | {"ns_coefficients"}
-"""Arguments that `optim_args` may not have: other keys set them, or they are no single values, or they change what a
-learning rate means."""
+"""Arguments not allowed in `optim_args`: other keys set them, they are not single values, or they change the meaning of
+a learning rate."""
 
 
 class Several:
@@ -32,7 +32,7 @@ class Several:
         self.parts = parts
         self.state = parts[0].state
         for part in parts:
-            part.state = self.state  # each looks up its own parameters alone
+            part.state = self.state  # each optimizer looks up only its parameters
         self.param_groups = [group for part in parts for group in part.param_groups]
 
     def step(self) -> None:
@@ -57,8 +57,9 @@ def make_optimizer(
     weight_decay: float = 0.0,
     args: Mapping[str, Any] | None = None,
 ) -> Optimizer:
-    """`name` is a value of `optim`, `args` those of `optim_args`. `ends`: embeddings and head, which Muon leaves to
-    AdamW. Raises ValueError when its library is missing, or it has no such arguments.
+    """Return the optimizer for `optim: name` and `optim_args: args`. Muon leaves `ends` (embeddings, head) to AdamW.
+
+    Raises ValueError when its library is missing, or it has no such arguments.
     """
     every = list(parameters.values())
     adam: dict[str, Any] = {"betas": betas, "eps": eps, "weight_decay": weight_decay}
@@ -126,7 +127,7 @@ def _low_bit(name: str) -> Callable[..., torch.optim.Optimizer]:
 
 
 def set_learning_rate(optimizer: Optimizer, lr: float) -> None:
-    """torchao's is a tensor, so that its compiled step stays as it is."""
+    """Set the learning rate. torchao's is a tensor, so that its compiled step stays valid."""
     for group in optimizer.param_groups:
         if isinstance(group["lr"], torch.Tensor):
             group["lr"].fill_(lr)
@@ -135,7 +136,7 @@ def set_learning_rate(optimizer: Optimizer, lr: float) -> None:
 
 
 def saved_state(optimizer: Optimizer, parameters: Parameters) -> dict[str, torch.Tensor]:
-    """Plain tensors: `parameter:key`, or `parameter:key.part` of a state of fewer bits. Numbers are of 64 bits."""
+    """Return plain tensors: `parameter:key`, or `parameter:key.part` of a low-bit state. Numbers are 64-bit."""
     found = {}
     for name, parameter in parameters.items():
         for key, value in optimizer.state.get(parameter, {}).items():
@@ -145,7 +146,7 @@ def saved_state(optimizer: Optimizer, parameters: Parameters) -> dict[str, torch
 
 
 def load_state(optimizer: Optimizer, parameters: Parameters, state: Mapping[str, torch.Tensor], where: str) -> None:
-    """Raises ValueError when the parameters, or the kind of their states, are not this optimizer's."""
+    """Load `state`. Raises ValueError if its parameters, or the kind of their states, are not this optimizer's."""
     if not state:
         return
     make_states(optimizer, parameters)
@@ -165,14 +166,14 @@ def load_state(optimizer: Optimizer, parameters: Parameters, state: Mapping[str,
 
 
 def require_steps(state: Mapping[str, torch.Tensor], where: str) -> None:
-    """Raises ValueError for a parameter with a number of steps that no optimizer makes."""
+    """Raise ValueError for a parameter with an impossible number of steps."""
     for name, value in state.items():
         if name.endswith(":step") and not 0 <= value.item() < MOST_STEPS:
             raise ValueError(f"{where}: {name} is {value.item()}")
 
 
 def make_states(optimizer: Optimizer, parameters: Parameters) -> None:
-    """Let the optimizer make its states, by a step that changes no parameter."""
+    """Create the optimizer's states with a step that changes no parameter."""
     set_learning_rate(optimizer, 0.0)
     for parameter in parameters.values():
         parameter.grad = torch.zeros_like(parameter)

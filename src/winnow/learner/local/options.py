@@ -1,4 +1,4 @@
-"""Options of the learner of one process, from a configuration."""
+"""Options of the one-process learner, from a run's config."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Local:
 
 
 def options(policy: Policy, c: RunConfig) -> LearnerOptions:
-    """A run has settled what is `auto`; elsewhere it is the learner's own default."""
+    """Return the learner's options. A run has already settled `auto`; elsewhere it means the learner's default."""
     tokens, checkpointing = c.tokens_per_microbatch, c.gradient_checkpointing
     return LearnerOptions(
         optim=c.optim,
@@ -56,5 +56,5 @@ def options(policy: Policy, c: RunConfig) -> LearnerOptions:
 
 
 def distribution(policy: Policy, c: RunConfig) -> TokenDistribution:
-    """What tokens are drawn from: the model's, transformed as the sampler does."""
+    """Return the sampling distribution: the model's, with the sampler's transforms."""
     return TokenDistribution(policy.n_tokens, c.temperature, c.top_p, c.top_k, c.min_p, c.repetition_penalty)

@@ -1,12 +1,11 @@
-"""Norms and gated activations, computed again in the backward pass instead of being kept for it.
+"""Norms and gated activations, recomputed in the backward pass instead of stored.
 
-They are little work, yet nearly half of what the layers of a decoder would keep: what a norm has between its input and
-its output, that output, the gate's activation, and the product with it. Their own inputs are kept. Whole layers are
-another matter: `eval_mode.checkpoint_layers`.
+They are little work, yet nearly half of a decoder layer's activations: a norm's intermediate values and output, the
+gate's activation, and the product with it. Their inputs are kept. For whole layers see `eval_mode.checkpoint_layers`.
 
 PyTorch's selective checkpointing of whole layers measures about the same (14M parameters, AMD EPYC: 2.09 CPU seconds
-and 113 MiB of activations, here 2.06 and 111; nothing recomputed: 1.82 and 182). But it would run a layer's forward
-pass again, which extends the cache of shared prompts a second time, and which `WideAttention` does not reach.
+and 113 MiB of activations, here 2.06 and 111; nothing recomputed: 1.82 and 182). But it would repeat a layer's forward
+pass, which extends the cache of shared prompts a second time and bypasses `WideAttention`.
 """
 
 from __future__ import annotations
@@ -24,19 +23,19 @@ GATED = frozenset(
     {"CohereMLP", "Cohere2MLP", "DeepseekV3MLP", "Exaone4MLP", "GemmaMLP", "Gemma2MLP", "Gemma3MLP", "GraniteMLP"}
     | {"LlamaMLP", "Ministral3MLP", "MistralMLP", "Olmo2MLP", "Olmo3MLP", "Qwen2MLP", "Qwen3MLP", "SmolLM3MLP"}
 )
-"""Classes of transformers whose forward is `down_proj(act_fn(gate_proj(x)) * up_proj(x))` and nothing else."""
+"""transformers classes whose forward is `down_proj(act_fn(gate_proj(x)) * up_proj(x))` and nothing else."""
 TRIED, TRIED_SIZE = 64, 1 << 20
-"""Parameters whose gradients a trial compares, at most, and the largest of them."""
+"""Maximum number of parameters whose gradients a trial compares, and the maximum size of each."""
 WORTH = 100_000_000
-"""Parameters from which it is done. Measured on a CPU: it takes no time at 135 million (docs/benchmarks.md), 3% of an
-update at 14 and 7% at 0.7, whose activations are small anyway."""
+"""Parameters from which recomputing is used. Measured on a CPU: it takes no time at 135 million (docs/benchmarks.md),
+3% of an update at 14 and 7% at 0.7, whose activations are small anyway."""
 
 
 class Again:
-    """One use of a function: what it has made is forgotten, and made again from its inputs when it is asked for."""
+    """One call of a function: its result is discarded, and recomputed from its inputs on demand."""
 
     def __init__(self, function: Callable[..., torch.Tensor], inputs: Sequence[torch.Tensor], module: nn.Module):
-        """`module`: whose parameters the function has, besides its inputs."""
+        """`module`: owner of the parameters that the function uses in addition to its inputs."""
         self._function, self._module = function, module
         self._inputs = [x.detach() for x in inputs]
         self._versions = [x._version for x in inputs]
@@ -49,7 +48,7 @@ class Again:
         return self._make()[0].detach()
 
     def gradients(self, of_output: torch.Tensor) -> list[torch.Tensor | None]:
-        """Gradients of the inputs, then of the module's parameters; the last that is asked in a backward pass."""
+        """Return gradients of inputs, then of the module's parameters. Call it last in a backward pass."""
         output, leaves = self._make()
         self._made, self._inputs, self._versions = None, [], []
         wanted = [x for x in leaves if x.requires_grad]
@@ -69,7 +68,7 @@ class Again:
 class _Forgotten(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, again: Again, function: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> torch.Tensor:
-        """`inputs` are those of the function, which knows how many, and parameters."""
+        """Run `function`, which binds its inputs. `inputs`: those inputs, then the parameters."""
         ctx.again = again
         return function()
 
@@ -81,20 +80,20 @@ class _Forgotten(torch.autograd.Function):
 class _Kept(NamedTuple):
     tensor: torch.Tensor
     version: int
-    """Version it was saved with: hooks make torch leave the comparison to them."""
+    """Version at saving: with hooks, torch leaves the version check to them."""
 
 
 class Recomputing:
-    """The norms and gated feed-forward layers of a model."""
+    """Recomputes the norms and gated feed-forward layers of a model."""
 
     def __init__(self, model: nn.Module) -> None:
         self._forwards: dict[nn.Module, Callable[..., Any]] = {}
-        """Forwards of the modules that compute otherwise inside `forward`."""
+        """Replacement forwards of modules inside `forward`."""
         self._outputs: dict[int, tuple[weakref.ref[torch.Tensor], int, Again]] = {}
-        """Outputs that can be made again, with their versions, by address."""
+        """Recomputable outputs, with their versions, by address."""
         for module in model.modules():
             if "forward" in vars(module):
-                continue  # somebody else computes it otherwise already
+                continue  # its forward is already replaced
             if "Norm" in type(module).__name__ and not [*module.children()] and not [*module.buffers()]:
                 self._forwards[module] = partial(self._norm, module, module.forward)
             elif is_gated(module):
@@ -102,7 +101,7 @@ class Recomputing:
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """Forward passes inside keep less for their backward passes."""
+        """Forward passes inside this context keep less for their backward passes."""
         try:
             for module, forward in self._forwards.items():
                 module.forward = forward
@@ -139,9 +138,8 @@ class Recomputing:
         return output
 
     def _pack(self, saved: torch.Tensor) -> _Kept | tuple[Again, torch.Size]:
-        """What is kept of a tensor that an operation saves; it may be a view of one that can be made again.
-
-        It is detached: an operation may save its own output, whose graph would then hold itself for good."""
+        """Return the form in which a saved tensor is kept; it may be a view of a recomputable output. It is detached:
+        an operation may save its own output, whose graph would then reference itself forever."""
         reference, version, again = self._outputs.get(saved.data_ptr(), (None, 0, None))
         output = reference() if reference is not None else None
         if output is not None and again is not None and output._version == version:
@@ -161,7 +159,7 @@ class Recomputing:
 
 
 def is_gated(module: nn.Module) -> bool:
-    """By its class, not by a trial alone: that would not reach a clamp of large activations."""
+    """Return whether the class is in `GATED`. A trial alone would not reach a clamp of large activations."""
     cls = type(module)
     return cls.__name__ in GATED and cls.__module__.startswith("transformers.models.")
 
@@ -169,8 +167,8 @@ def is_gated(module: nn.Module) -> bool:
 def recomputing_if_exact(
     model: Any, body: Callable[..., torch.Tensor], n_tokens: int, used: nn.Module | None = None
 ) -> Recomputing | None:
-    """None for small models, and where a trial of `body` fails or gives other numbers or gradients: a class may make
-    something else of the same parts. `used`: the model that it is for; None is `model`, which is tried."""
+    """Return None for small models, or if a trial of `body` fails or differs in outputs or gradients: a class may
+    combine the same parts differently. `used`: the model to recompute; None: `model`, which the trial runs."""
     used = used or model
     if sum(p.numel() for p in used.parameters()) < WORTH:
         return None
@@ -188,7 +186,7 @@ def recomputing_if_exact(
     try:
         with found.forward():
             again, their_gradients = trial()
-    except Exception:  # whatever a class may do that is not foreseen here
+    except Exception:  # a class may raise anything
         return None
     alike = (_alike(one, other) for one, other in zip(their_gradients, gradients, strict=True))
     if not torch.equal(again, usual) or not all(alike):

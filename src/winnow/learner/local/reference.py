@@ -1,4 +1,4 @@
-"""The model that a KL penalty refers to, beside the policy: made, mixed with it, kept."""
+"""The reference model of a KL penalty: created, mixed with the policy, saved."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ REFERENCE_FILE = "reference.safetensors"
 
 
 def frozen_copy(model: torch.nn.Module) -> torch.nn.Module:
-    """The reference for a KL penalty under full fine-tuning."""
+    """Return the reference for a KL penalty under full fine-tuning."""
     return copy.deepcopy(model).requires_grad_(False).eval()
 
 
@@ -26,19 +26,18 @@ def mix(
     alpha: float,
     whole: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor,
 ) -> None:
-    """reference = (1 - alpha) reference + alpha policy, parameter by parameter, as TRL's `SyncRefModelCallback`."""
+    """Set reference = (1 - alpha) reference + alpha policy per parameter, as TRL's `SyncRefModelCallback`."""
     for theirs, ours in zip(reference.parameters(), policy.parameters(), strict=True):
         theirs.mul_(1.0 - alpha).add_(whole(ours), alpha=alpha)
 
 
 def save_reference(reference: torch.nn.Module, directory: Path) -> None:
-    """Write it into a checkpoint."""
     save_tensors(dict(reference.named_parameters()), directory / REFERENCE_FILE)
 
 
 @torch.no_grad()
 def load_reference(reference: torch.nn.Module, directory: Path) -> bool:
-    """Load what was written, if anything was. Raises ValueError when it is another model's."""
+    """Load a saved reference; return whether one exists. Raises ValueError if it is another model's."""
     file = directory / REFERENCE_FILE
     if not file.exists():
         return False

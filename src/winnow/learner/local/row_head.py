@@ -1,4 +1,4 @@
-"""The head of a language model, with its gradients row by row."""
+"""A language model's head with gradients per row."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ Embedded = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True)
 class Tokens:
-    """N tokens of B rows, in order of rows."""
+    """N tokens of B rows, in row order."""
 
     states_NH: torch.Tensor
-    """Hidden state that each token is predicted from."""
+    """Hidden state that predicts each token."""
     targets_N: torch.Tensor
     row_N: torch.Tensor
     coefficient_N: torch.Tensor
@@ -37,7 +37,7 @@ class Tokens:
 
 @dataclass
 class HeadPass:
-    """Log-probabilities of N tokens, and what their gradients need."""
+    """Log-probabilities of N tokens, and the inputs of their gradients."""
 
     logp_N: torch.Tensor
     entropy_N: torch.Tensor
@@ -48,13 +48,13 @@ class HeadPass:
 
 
 class RowHead:
-    """Tokens are cut where they would be too many at once, as `token_logp` cuts them."""
+    """The head, with per-row gradients. Splits tokens into chunks as `token_logp` does."""
 
     def __init__(self, head: Any, distribution: TokenDistribution) -> None:
         self.head = head
         self.distribution = distribution
         self.weight: Any = head.weight if head.weight.requires_grad else None
-        """As it is between passes; None when it is not trained."""
+        """The weight between passes; None when it is not trained."""
 
     @property
     def _at_once(self) -> int:
@@ -79,7 +79,7 @@ class RowHead:
         return HeadPass(logp_N.detach(), entropy_N.detach(), to_states, to_logits)
 
     def term(self, found: HeadPass, tokens: Tokens, basis_KB: torch.Tensor, embedded: Embedded | None) -> Term:
-        """Return the head's term. Its squared norms count twice the product with an embedding of the same weight."""
+        """Return the head's term. With a tied embedding, squared norms include twice the product of both gradients."""
         y_NV, row_N = found.logits_gradient_NV, tokens.row_N
         if y_NV is None:
             return self._term_by_rows(tokens, basis_KB, embedded)
@@ -92,7 +92,7 @@ class RowHead:
         return term if embedded is None else replace(term, square_B=term.square_B + _shared(x_BAH, y_BAV, *embedded))
 
     def _term_by_rows(self, tokens: Tokens, basis_KB: torch.Tensor, embedded: Embedded | None) -> Term:
-        """Logits are computed again, row by row."""
+        """Return the head's term, recomputing logits row by row."""
         wide = at_least_float32(tokens.states_NH[:0])
         sums_KVH, squares = wide.new_zeros(len(basis_KB), *self.head.weight.shape), []
         ends = torch.bincount(tokens.row_N, minlength=basis_KB.shape[1]).cumsum(0).tolist()
@@ -112,6 +112,6 @@ class RowHead:
 
 
 def _shared(x_BAH: torch.Tensor, y_BAV: torch.Tensor, ids_BT: torch.Tensor, g_BTH: torch.Tensor) -> torch.Tensor:
-    """Twice the product of Y'X with the sum of the rows of `g` at their ids, [B]."""
+    """Return twice the product of Y'X with the sum of the rows of `g` at their ids, [B]."""
     at_ids = y_BAV.gather(2, ids_BT[:, None].expand(-1, y_BAV.shape[1], -1))
     return 2 * (at_least_float32(at_ids) * at_least_float32(torch.bmm(x_BAH, g_BTH.mT.to(x_BAH.dtype)))).sum((1, 2))

@@ -14,16 +14,16 @@ from .update_stats import Logp, correction_weights
 
 
 class TokenBaselines:
-    """Baselines of tokens. A forward pass over all micro-batches comes first where groups are spread over several."""
+    """Baselines per token. If groups span micro-batches, a forward pass over all of them comes first."""
 
     def __init__(self, logp: Logp) -> None:
         self.logp = logp
         self._baseline_PA = torch.zeros(0)
         self._ahead: dict[int, torch.Tensor] = {}
-        """Baselines that were found ahead, by the list of their micro-batches."""
+        """Baselines computed in advance, by the list of their micro-batches."""
 
     def ahead(self, batches: Sequence[MicroBatch], loss: LossConfig) -> None:
-        """Find those that would take passes of their own now: one for each of `spread_over_several(batches)`."""
+        """Compute baselines that need extra passes: one for each of `spread_over_several(batches)`."""
         first = [
             batch.pools for batch in spread_over_several(batches) if batch.pools and batch is batch.pools.pieces[0]
         ]
@@ -37,7 +37,7 @@ class TokenBaselines:
         squares_BT: torch.Tensor,
         weights: torch.Tensor,
     ) -> torch.Tensor:
-        """Baselines of the action tokens, float64 [B, T-1]; `weights` are those of the loss."""
+        """Return baselines of the action tokens, float64 [B, T-1]; `weights` are those of the loss."""
         pools = batch.pools
         assert pools is not None
         if len(pools.pieces) == 1:
@@ -61,7 +61,7 @@ class TokenBaselines:
 
 
 def spread_over_several(batches: Sequence[MicroBatch]) -> list[MicroBatch]:
-    """Micro-batches whose pools find baselines of tokens, and are in others, too."""
+    """Return the micro-batches with token baselines whose pools span several micro-batches."""
     return [b for b in batches if b.pools and b.pools.weighing == "energy" and len(b.pools.pieces) > 1]
 
 

@@ -1,4 +1,4 @@
-"""Terms that the losses of all kinds of update share: the correction's weights, and statistics."""
+"""Correction weights and statistics, shared by all kinds of update."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from ..batch import MicroBatch
 
 class Logp(Protocol):
     def __call__(self, batch: MicroBatch, *, squares: bool = False) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """What `of_tokens` gives, [B, T-1] and 0 off the mask, with its graph."""
+        """Return `of_tokens` as [B, T-1], 0 outside the mask, with its graph."""
         ...
 
 
 def correction_weights(
     batch: MicroBatch, loss: LossConfig, logp_BT: torch.Tensor, stats: Stats
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weights of the tokens, and the log-probabilities that a clipped ratio refers to; columns shifted by one."""
+    """Return token weights and the log-probabilities that a clipped ratio refers to; columns shifted by one."""
     sampler_logp = batch.sampler_logp_BT[:, 1:]
     old_logp = sampler_logp
     if loss.ratio_to_learner:
         if batch.old_logp_BT is None:
             batch.old_logp_BT = logp_BT.detach()
         old_logp = batch.old_logp_BT
-    # With clipping, the ratio to `old_logp` carries what has changed since; the weight only what was off before.
+    # With clipping, the ratio to `old_logp` covers later changes; the weight covers only the earlier mismatch.
     corrected = old_logp if loss.ratio_to_learner else logp_BT.detach()
     weights, metrics = loss.correction(Evidence(corrected, sampler_logp, batch.mask_BT[:, 1:], batch.advantages_B))
     for name, number in metrics.items():
@@ -43,7 +43,7 @@ def correction_weights(
 def book(
     stats: Stats, batch: MicroBatch, logp_BT: torch.Tensor, entropy_BT: torch.Tensor, **sums: torch.Tensor
 ) -> None:
-    """Add up what a micro-batch was like, and `sums`."""
+    """Add a micro-batch's statistics, and `sums`."""
     mask = batch.mask_BT[:, 1:]
     log_ratio = (logp_BT.detach() - batch.sampler_logp_BT[:, 1:]) * mask
     stats.log_w_B.append(log_ratio.sum(1))
@@ -54,5 +54,5 @@ def book(
 
 
 def spread(mask_BT: torch.Tensor, values_N: torch.Tensor) -> torch.Tensor:
-    """[B, T] with the values where the mask is True, in row-major order, and 0 elsewhere."""
+    """Return [B, T]: the values where the mask is True, in row-major order, and 0 elsewhere."""
     return torch.zeros(mask_BT.shape, dtype=values_N.dtype, device=mask_BT.device).masked_scatter(mask_BT, values_N)

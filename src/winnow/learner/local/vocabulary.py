@@ -1,7 +1,7 @@
-"""Log-probabilities over a large vocabulary, a slice of it at a time: no logits of all of it are ever held.
+"""Log-probabilities over a large vocabulary, one slice at a time: full logits are never held.
 
-The backward pass makes the logits of each slice again, which costs a third more products with the head; then a slice's
-gradient is written once, and everything else between is small enough to stay in the cache.
+The backward pass recomputes each slice's logits, which costs a third more products with the head. A slice's gradient is
+written once, and all other intermediate values fit the cache.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import torch
 from torch.autograd.function import once_differentiable
 
 SLICE_ELEMENTS = {"cpu": 1 << 22, "cuda": 1 << 26}
-"""Logits held at once, by device. On a CPU (16 MiB in float32) more falls out of the cache and fewer make narrow
-products, measured; on a GPU (256 MiB) each slice costs launches."""
+"""Logits held at once, by device. On a CPU (16 MiB in float32) larger slices overflow the cache and smaller ones make
+narrow products, measured; on a GPU (256 MiB) each slice costs launches."""
 
 
 def sliced_logp(
@@ -25,9 +25,9 @@ def sliced_logp(
     *,
     squares: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Log-probability (nats), entropy and sum of squares [N] of `hidden @ weight.T`, as `of_tokens` without filters.
+    """Return `of_tokens` of `hidden @ weight.T` without filters: log-probability (nats), entropy, sum of squares [N].
 
-    `hidden_NH` and `weight_VH` are of the type to compute in; results are float32, or float64 of float64.
+    `hidden_NH` and `weight_VH` have the compute dtype; results are float32, or float64 for float64 input.
     """
     found: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = _Sliced.apply(
         hidden_NH, weight_VH, targets_N, temperature, squares
@@ -91,7 +91,7 @@ class _Sliced(torch.autograd.Function):
             here = (targets_N - start).clamp(0, y.shape[1] - 1)
             y.scatter_add_(
                 1, here[:, None], torch.where(inside, to_logp, 0)[:, None]
-            )  # no mask: the host need not wait
+            )  # no boolean mask, which would make the host wait
             if ctx.temperature != 1:
                 y /= ctx.temperature
             y = y.to(hidden_NH.dtype)
@@ -106,7 +106,7 @@ class _Sliced(torch.autograd.Function):
 def _slices(
     hidden_NH: torch.Tensor, weight_VH: torch.Tensor, temperature: float, wide: torch.dtype
 ) -> Iterator[tuple[int, torch.Tensor]]:
-    """Logits of every slice, and its first id."""
+    """Yield each slice's first id and logits."""
     elements = SLICE_ELEMENTS.get(hidden_NH.device.type, SLICE_ELEMENTS["cpu"])
     size = max(1, elements // max(1, len(hidden_NH)))
     for start in range(0, len(weight_VH), size):
