@@ -1,4 +1,4 @@
-"""Generation engines by name: the options of each, whose `build(ModelReference, tokenizer)` makes the engine."""
+"""Generation engines by name: each entry is an options class whose `build(ModelReference, tokenizer)` makes it."""
 
 from .base import CAPABILITIES, Engine, Event, Finished, Reached, Request, SamplingParams
 from .facts import Facts

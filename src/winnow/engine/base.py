@@ -1,6 +1,6 @@
 """Generation engines: submit, cancel, step, load weights.
 
-An engine knows nothing of groups, rewards or training. It can be used alone; see `docs/engine.md`.
+An engine knows nothing of groups, rewards or training, and works without them; see `docs/engine.md`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ..base.weights import Weights
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How tokens are drawn. Names are those of TRL and vLLM."""
+    """Sampling settings. Names follow TRL and vLLM."""
 
     max_tokens: int
     temperature: float = 1.0
@@ -27,9 +27,9 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     """Strings that end a sequence; their tokens stay in `token_ids`."""
     min_p: float = 0.0
-    """Leave out tokens less likely than this share of the likeliest one's probability; 0 turns it off."""
+    """Drop tokens below this share of the most likely token's probability; 0 turns it off."""
     repetition_penalty: float = 1.0
-    """Logits of tokens that prompt and completion already have are divided by it where positive, else multiplied."""
+    """Divides positive logits of tokens already in prompt or completion, and multiplies the others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,33 +40,33 @@ class Request:
     prompt_ids: tuple[int, ...]
     params: SamplingParams
     key: int
-    """64-bit noise key (see `winnow.base.noise`): token j is drawn with `uniform(key, j)`, whatever else runs."""
+    """64-bit noise key (see `winnow.base.noise`): token j uses `uniform(key, j)`, whatever else runs."""
     report_at: tuple[int, ...] = ()
     """Ascending counts of sampled tokens at which to report a `Reached` event."""
     keep: bool = False
-    """Keep keys and values when the sequence ends, for another turn. A later request of the same id whose prompt begins
-    with this prompt and its sampled tokens then computes only the rest. Cancel the id if no turn follows. The engine
-    may drop them; the next turn is then computed from its start."""
+    """Keep keys and values after the sequence ends, for another turn. A later request with the same id whose prompt
+    extends this prompt and its sampled tokens computes only the rest. Cancel the id if no turn follows. The engine may
+    drop them; the next turn is then computed from its start."""
     confidence: bool = False
     """Report the confidence of every token."""
     raw_logp: bool = False
     """Report every token's log-probability before temperature, top-k and top-p."""
     last_hidden: bool = False
-    """Report the last hidden state if the sequence ends by itself."""
+    """Report the last hidden state if the sequence ends without a cancel."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reached:
-    """A sequence has sampled `n` tokens and still runs. If cancelled now, it computes no further token."""
+    """Event: a sequence has sampled `n` tokens and still runs. If cancelled now, it computes no more tokens."""
 
     id: Hashable
     n: int
     logp: np.ndarray
     """float32 [n]."""
     hidden: np.ndarray | None = None
-    """float32 [H]: input of the lm_head from which the n-th token was drawn; None from an engine without `hidden`."""
+    """float32 [H]: input of the lm_head for the n-th token; None from an engine without `hidden`."""
     confidence: np.ndarray | None = None
-    """float32 [n] if requested: minus the mean log-probability of the 20 likeliest tokens, before temperature and
+    """float32 [n] if requested: minus the mean log-probability of the 20 most likely tokens, before temperature and
     filters (DeepConf)."""
     raw_logp: np.ndarray | None = None
     """float32 [n] if requested: `logp` under the model itself, before temperature, top-k and top-p."""
@@ -74,23 +74,23 @@ class Reached:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """A sequence has ended."""
+    """Event: a sequence has ended."""
 
     id: Hashable
     token_ids: np.ndarray
-    """int64 [T], with the end-of-sequence token if it was sampled."""
+    """int64 [T], including the end-of-sequence token if sampled."""
     logp: np.ndarray
-    """float32 [T], nats, under the distribution each token was drawn from (after temperature, top-p, top-k)."""
+    """float32 [T], nats, under the sampling distribution of each token (after temperature, top-p, top-k)."""
     versions: np.ndarray
-    """int32 [T], the policy version that sampled each token."""
+    """int32 [T]: policy version that sampled each token."""
     stop_reason: str
     """`eos`, `stop`, `length` or `cancelled`."""
     seconds: float
-    """Share of engine time: sum over its steps of step time divided by rows alive."""
+    """Share of engine time: sum over its steps of step time divided by active rows."""
     confidence: np.ndarray | None = None
     """float32 [T] if requested; see `Reached`."""
     hidden: np.ndarray | None = None
-    """float32 [H] if requested: input of the lm_head from which the last token was drawn."""
+    """float32 [H] if requested: input of the lm_head for the last token."""
     raw_logp: np.ndarray | None = None
     """float32 [T] if requested; see `Reached`."""
 
@@ -110,29 +110,30 @@ CAPABILITIES = {
     "keyed_noise": "sampled tokens depend on a request's key, whatever else runs",
     "adapters": "`load_weights` takes LoRA adapters alone, over an unchanged model",
 }
-"""Capabilities that an engine may provide and rules may need."""
+"""Capabilities that an engine may provide and rules may require."""
 
 
 class Engine(Protocol):
-    """A generation engine. Optional members:
+    """A generation engine. `dtype` and `release()` are optional.
 
-    `dtype`: compute type (e.g. `float32`). Without it, the comparison with the learner allows for bfloat16 rounding.
-    `release()`: called before an update in the same process; frees the memory of weights until `load_weights`."""
+    `dtype`: compute dtype (e.g. `float32`); without it, the learner comparison allows for bfloat16 rounding.
+    `release()`: called before an update in the same process; frees the weights' memory until `load_weights`.
+    """
 
     provides: frozenset[str]
     """A subset of `CAPABILITIES`."""
     version: int
     """Policy version of the weights in use."""
     clock: int
-    """Tokens of a sequence that had run all the time; the unit of waits for environments and rewards."""
+    """Tokens of a sequence that has run from the start; the unit of waits for environments and rewards."""
 
     @property
     def pending(self) -> int:
-        """Number of sequences submitted and neither finished nor cancelled."""
+        """Return the number of sequences submitted and neither finished nor cancelled."""
         ...
 
     def submit(self, requests: Iterable[Request]) -> None:
-        """Queue requests, all or none.
+        """Queue all requests, or raise and queue no request.
 
         Raises ValueError on a duplicate id, an empty or over-long prompt, or a token outside the vocabulary.
         """
@@ -152,8 +153,7 @@ class Engine(Protocol):
     def load_weights(self, weights: Weights, version: int) -> None:
         """Swap weights between two decode steps; running sequences keep their KV cache and continue.
 
-        `weights` has the names of the Hugging Face model's `state_dict()`, or those of its adapters if the engine was
-        built for them. Raises ValueError on a missing, unknown, misshapen or non-finite tensor, and leaves the old
-        weights in place.
+        `weights` uses the names of the Hugging Face model's `state_dict()`, or of its adapters if the engine was built
+        for them. Raises ValueError on a missing, unknown, misshapen or non-finite tensor, and keeps the old weights.
         """
         ...

@@ -1,4 +1,4 @@
-"""What an engine needs to know of a Hugging Face model and tokenizer, and checks of weights against it."""
+"""Facts about a Hugging Face model and tokenizer that engines need, and checks of weights against them."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from ..base.weights import FiniteWeights, Weights, is_finite, specs_of, state_of
 
 @dataclass(frozen=True)
 class Facts:
-    """A model and its tokenizer, as far as an engine's promises go."""
+    """Properties of a model and its tokenizer that an engine relies on."""
 
     vocab_size: int
-    """Ids that can be sampled: those above the tokenizer's last are padding of the vocabulary."""
+    """Ids that can be sampled: ids above the tokenizer's last are padding of the vocabulary."""
     max_length: int | None
-    """Most tokens of a sequence; None without a limit."""
+    """Maximum tokens per sequence; None: unlimited."""
     eos_ids: frozenset[int]
-    """What ends a sequence: end-of-sequence ids and the special token that ends a turn in the chat template."""
+    """Ids that end a sequence: end-of-sequence ids and the special token that ends a turn in the chat template."""
     shapes: Mapping[str, torch.Size]
     """Shapes in the state dict."""
     tied: Mapping[str, str]
-    """State-dict names whose tensor the model shares with an earlier name."""
+    """State-dict names that share their tensor with an earlier name."""
     wanted: str = "the model's own state_dict() with adapters merged"
-    """What `shapes` are of, for who passes something else."""
+    """Description of `shapes`, for the error about other weights."""
 
     @classmethod
     def of(cls, model: Any, tokenizer: Any, max_length: int | None = None) -> Facts:
-        """`max_length`: the caller's limit; ValueError when it exceeds the model's. Weights are not looked at."""
+        """Return the facts; ignores weights. ValueError if `max_length`, the caller's limit, exceeds the model's."""
         vocab_size = n_tokens(model, tokenizer)
         return cls(
             vocab_size,
@@ -42,9 +42,9 @@ class Facts:
         )
 
     def check_state(self, weights: Weights) -> Mapping[str, torch.Tensor]:
-        """The state dict of `weights` with tied names filled in; a lazy one stays lazy.
+        """Return the state dict of `weights` with tied names filled in; a lazy one stays lazy.
 
-        Raises ValueError naming what is missing, unknown, misshapen or not finite (`FiniteWeights` has looked itself).
+        Raises ValueError naming missing, unknown, misshapen or non-finite tensors (not rechecked in `FiniteWeights`).
         """
         state: Mapping[str, torch.Tensor] = state_of(weights)
         shapes: dict[str, Any] = {name: spec.shape for name, spec in specs_of(weights).items()}
@@ -73,7 +73,7 @@ class Facts:
 
 
 def n_tokens(model: Any, tokenizer: Any) -> int:
-    """Ids that can be sampled: to the tokenizer's last, which is beyond its length where ids are left out."""
+    """Return the number of ids that can be sampled: up to the tokenizer's last, above its length if ids are skipped."""
     return int(min(max(tokenizer.get_vocab().values()) + 1, model.get_input_embeddings().num_embeddings))
 
 
@@ -85,7 +85,7 @@ def _longest(model: Any, wanted: int | None) -> int | None:
 
 
 def _eos_ids(model: Any, tokenizer: Any, vocab_size: int) -> frozenset[int]:
-    """End-of-sequence ids of tokenizer, generation config and config; each may give none, one id or a list."""
+    """Return the end-of-sequence ids of tokenizer, generation config and config; each has no id, one id or a list."""
     found: set[int] = set()
     for source in (tokenizer, getattr(model, "generation_config", None), model.config):
         ids = getattr(source, "eos_token_id", None)
@@ -100,13 +100,13 @@ def _eos_ids(model: Any, tokenizer: Any, vocab_size: int) -> frozenset[int]:
 
 
 def _end_of_turn(tokenizer: Any, vocab_size: int) -> frozenset[int]:
-    """The special token that the chat template puts behind an assistant's words. Many tokenizers call it no end of
-    sequence, and a model that has learned to say it would talk on."""
+    """Return the special token that the chat template puts after an assistant turn. Many tokenizers do not list it as
+    end of sequence; a trained model that samples it would then continue generating."""
     mark = "\u241fwinnow\u241f"
     turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": mark}]
     try:
         _, found, tail = tokenizer.apply_chat_template(turns, tokenize=False).rpartition(mark)
-    except Exception:  # there is no template, or it wants other turns
+    except Exception:  # no template, or it needs other turns
         return frozenset()
     ids = tokenizer.encode(tail.lstrip(), add_special_tokens=False) if found else []
     special = ids and tokenizer.added_tokens_decoder.get(ids[0])

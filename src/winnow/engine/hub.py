@@ -1,4 +1,4 @@
-"""Files of a model, in a directory or on a hub."""
+"""Files of a model, from a directory or a hub."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from .pretrained import HUB_TIMEOUT_S, located
 
 @cache
 def hub_answers(source: str) -> bool:
-    """Whether the hub says anything at all about a model, be it that there is none, within `HUB_TIMEOUT_S`."""
+    """Return whether the hub responds about a model within `HUB_TIMEOUT_S`, even with "not found"."""
     from huggingface_hub import constants, get_session
 
     if constants.HF_HUB_OFFLINE:
         return False
     try:
         get_session().head(f"{constants.ENDPOINT}/{quote(source)}", timeout=HUB_TIMEOUT_S)
-    except Exception:  # whatever its client and the user's proxy may raise
+    except Exception:  # the client and the user's proxy may raise anything
         return False
     return True
 
 
 def file_of(source: str | Path, name: str) -> Path | None:
-    """A file of a model, fetched if it is on a hub; None if the model has no such file, or cannot be reached."""
+    """Return a file of a model, fetched if it is on a hub; None if it does not exist or cannot be reached."""
     place = located(str(source))
     if Path(place).is_dir():
         file = Path(place) / name
@@ -46,6 +46,6 @@ def file_of(source: str | Path, name: str) -> Path | None:
 
 
 def folder_of(source: str | Path) -> Path | None:
-    """The directory with the files of a model that has been loaded: its own, or that of the hub's cache."""
+    """Return the directory with a loaded model's files: its own, or the hub cache's."""
     config = file_of(source, "config.json")
     return config.parent if config else None

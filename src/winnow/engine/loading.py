@@ -1,4 +1,4 @@
-"""Hugging Face models and tokenizers, from a directory or a hub name to a device."""
+"""Load Hugging Face models and tokenizers from a directory or a hub name to a device."""
 
 from __future__ import annotations
 
@@ -21,39 +21,39 @@ from .pretrained import located
 
 WEIGHTS = ("*.safetensors", "*.bin")
 LEAST_BYTES = 0.1
-"""Bytes a parameter at least: quantised weights have 0.25 and more, shared ones are counted once."""
+"""Minimum bytes per parameter: quantised weights have 0.25 or more; shared weights count once."""
 MOST_LAYERS = 2_000
 CPU = torch.device("cpu")
 _LOADING = threading.Lock()
-"""transformers loads one model at a time: in two threads at once it takes tied weights for missing."""
+"""Serializes loading: with two threads at once, transformers treats tied weights as missing."""
 
 
 @dataclass(frozen=True)
 class ModelReference:
-    """Model that an engine is to serve, with its weights as version 0, and where."""
+    """The model an engine serves, its device, and its weights as version 0."""
 
     source: str
-    """Directory or hub name of a Hugging Face model, none of our own names; empty where an object was given, which may
-    be in neither."""
+    """Directory or hub name of a Hugging Face model, not a Winnow short name; empty for an object, which may be in
+    neither."""
     device: torch.device
     loaded: Any = None
-    """The model, on any device, where this process has it anyway; it stays the caller's."""
+    """The model, on any device, if this process already has it; it belongs to the caller."""
     adapters: LoraConfig | None = None
-    """What weights to load will be: these alone, for an engine that provides `adapters`. None: whole weights."""
+    """If set, later weights are these adapters alone, for an engine that provides `adapters`. None: whole weights."""
 
     def load(self) -> Any:
-        """The Hugging Face model, read only if nobody has yet, to the CPU: engines copy it to their device in their own
-        type. Raises ConfigError as `load_causal_lm` does."""
+        """Return the Hugging Face model, read to the CPU unless already loaded: engines copy it to their device and
+        dtype. Raises ConfigError as `load_causal_lm` does."""
         return load_causal_lm(self.source, CPU) if self.loaded is None else self.loaded
 
 
 def quiet_transformers() -> None:
-    """Keep transformers' own progress bars out of our display."""
+    """Hide transformers' progress bars, which would disturb our display."""
     logging.disable_progress_bar()
 
 
 def resolve_device(name: str) -> torch.device:
-    """The device of this name; `auto` is a GPU if there is one. Raises ConfigError when it cannot be used."""
+    """Return the device with this name; `auto` picks a GPU if available. Raises ConfigError if it is unusable."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -66,21 +66,21 @@ def resolve_device(name: str) -> torch.device:
 
 
 def prepare_cuda(*, deterministic: bool = False) -> None:
-    """Settings of this process for work on a GPU; `deterministic` holds for the rest of it.
+    """Configure this process for a GPU; `deterministic` lasts until the process exits.
 
-    cuDNN's attention builds a plan for every new shape, which takes about a second, and RL batches have new shapes in
-    every step. PyTorch prefers it on Hopper and Blackwell; flash and memory-efficient attention need no plans.
+    cuDNN's attention builds a plan for every new shape, about a second each, and RL batches have new shapes in every
+    step. PyTorch prefers it on Hopper and Blackwell; flash and memory-efficient attention need no plans.
     """
     torch.backends.cuda.enable_cudnn_sdp(False)
     if deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read with the first matrix product
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read at the first matrix product
         torch.use_deterministic_algorithms(True)
 
 
 def load_tokenizer(source: str | Path) -> Any:
-    """The tokenizer of a model, or of an adapter, else that of its base.
+    """Return the tokenizer of a model or adapter; an adapter without one uses its base's.
 
-    Raises ConfigError when there is none, or when it would need code from the model's repository.
+    Raises ConfigError when it is missing, or needs code from the model's repository.
     """
     adapter = adapter_at(source)
     if adapter is not None and file_of(source, "tokenizer_config.json") is None:
@@ -90,16 +90,16 @@ def load_tokenizer(source: str | Path) -> Any:
 
 
 def load_causal_lm(source: str | Path, device: torch.device) -> Any:
-    """A float32 causal LM; an adapter is merged into its base.
+    """Return a float32 causal LM; an adapter is merged into its base.
 
-    Raises ConfigError when it cannot be loaded without running foreign code, or when its weights are incomplete.
+    Raises ConfigError if loading needs foreign code or the weights are incomplete.
     """
     base, adapter = load_start(source, device)
     return base if adapter is None else merged(base, adapter)
 
 
 def load_start(source: str | Path, device: torch.device) -> tuple[Any, Adapter | None]:
-    """A float32 causal LM, or the base of the adapter that `source` is, and that adapter.
+    """Return a float32 causal LM and None, or the base and the adapter if `source` is an adapter.
 
     Raises ConfigError as `load_causal_lm` does.
     """
@@ -111,7 +111,7 @@ def load_start(source: str | Path, device: torch.device) -> tuple[Any, Adapter |
 
 
 def whole_under(source: str | Path) -> str:
-    """The model itself, or what lies below all adapters. Raises ConfigError where they go round in a circle."""
+    """Return the source itself, or the model below all adapters. Raises ConfigError if adapters form a cycle."""
     sources = [str(source)]
     while (adapter := adapter_at(sources[-1])) is not None:
         if adapter.base in sources:
@@ -123,7 +123,7 @@ def whole_under(source: str | Path) -> str:
 
 
 def load_whole(source: str | Path, device: torch.device) -> Any:
-    """The same of a directory or hub name with whole weights, without an adapter."""
+    """Return a float32 causal LM from a directory or hub name with whole weights, not an adapter."""
     require_whole(source)
     options = {"dtype": torch.float32, "use_safetensors": True, "output_loading_info": True}
     model, info = _load(AutoModelForCausalLM, source, "model", **options)
@@ -134,7 +134,7 @@ def load_whole(source: str | Path, device: torch.device) -> Any:
 
 
 def require_whole(source: str | Path) -> None:
-    """Raises ConfigError for an adapter, for weights that are not those of the configuration, and quantized ones."""
+    """Raise ConfigError for an adapter, for weights that do not match the config, and for quantized weights."""
     if file_of(source, SETTINGS) is not None:
         raise ConfigError(f"model: '{source}' is an adapter, and a whole model is needed here")
     _require_weights_for(source)
@@ -144,7 +144,7 @@ def require_whole(source: str | Path) -> None:
 def _refuse_quantized(source: str | Path) -> None:
     quantized = getattr(load_config(source), "quantization_config", None) or {}
     kind = quantized.get("quant_method") if isinstance(quantized, dict) else quantized.quant_method
-    if kind not in (None, "mxfp4"):  # transformers de-quantizes that
+    if kind not in (None, "mxfp4"):  # transformers de-quantizes mxfp4
         raise ConfigError(
             f"model: '{source}' is quantized ({getattr(kind, 'value', kind)}) and cannot be trained; name the model "
             "that it was made from (for an adapter: as base_model_name_or_path in its adapter_config.json)"
@@ -152,14 +152,14 @@ def _refuse_quantized(source: str | Path) -> None:
 
 
 def load_config(source: str | Path) -> Any:
-    """The configuration of a model, or of what lies below an adapter. Raises ConfigError as `load_causal_lm` does."""
+    """Return the config of a model, or of the model below an adapter. Raises ConfigError as `load_causal_lm` does."""
     return _load(AutoConfig, whole_under(source), "model")
 
 
 def _require_weights_for(source: str | Path) -> None:
-    """ConfigError where a directory's configuration describes a far larger model than its files hold.
+    """Raise ConfigError if a directory's config describes a far larger model than its files hold.
 
-    transformers would make what is missing at random first, in whatever memory that takes.
+    transformers would first create the missing weights at random, using any amount of memory.
     """
     directory = Path(located(str(source)))
     held = sum(file.stat().st_size for pattern in WEIGHTS for file in directory.glob(pattern))
@@ -170,7 +170,7 @@ def _require_weights_for(source: str | Path) -> None:
         with _LOADING, torch.device("meta"):
             layers = config.get_text_config().num_hidden_layers
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=False) if layers <= MOST_LAYERS else None
-    except Exception:  # told by the loader itself, which reads the same files
+    except Exception:  # the loader reads the same files and reports the error
         return
     wanted = sum(p.numel() for p in model.parameters()) if model is not None else None
     if wanted is None or wanted > held / LEAST_BYTES:
@@ -182,7 +182,7 @@ def _require_weights_for(source: str | Path) -> None:
 
 
 def peft_config(lora: LoraConfig) -> Any:
-    """Our options as a peft `LoraConfig`. Raises ConfigError without peft."""
+    """Return our options as a peft `LoraConfig`. Raises ConfigError without peft."""
     try:
         import peft
     except ImportError:
@@ -192,7 +192,7 @@ def peft_config(lora: LoraConfig) -> Any:
 
 
 def shell_of(source: str | Path) -> Any:
-    """The causal LM without weights, on the meta device: its names, shapes and ties. No random number is drawn.
+    """Return the causal LM on the meta device: names, shapes and ties without weights. Draws no random number.
 
     Raises ConfigError as `load_causal_lm` does.
     """
@@ -210,11 +210,11 @@ def require_finite(model: torch.nn.Module, source: str) -> None:
 def _load(auto_class: Any, source: str | Path, what: str, **options: Any) -> Any:
     directory = located(str(source))
     if not Path(directory).is_dir() and not hub_answers(directory):
-        options["local_files_only"] = True  # what was fetched before is used; the hub's client would retry for a minute
+        options["local_files_only"] = True  # use the cache; the hub's client would retry for a minute
     try:
         with _LOADING:
             return auto_class.from_pretrained(directory, trust_remote_code=False, **options)
-    except Exception as error:  # a directory may hold anything, and the loaders of models raise anything
+    except Exception as error:  # model loaders may raise anything
         if options.get("local_files_only"):
             raise ConfigError(
                 f"model: cannot load the {what} of '{source}': no such directory, and the hub cannot be reached, nor "

@@ -1,6 +1,6 @@
-"""A LoRA adapter as the model to begin with: found, merged into its base, or taken out of a loaded model.
+"""A LoRA adapter as the starting model: read, merged into its base, or extracted from a loaded model.
 
-An adapter is data of strangers: its settings are read as JSON and checked key by key, its weights are safetensors.
+An adapter is untrusted data: its settings are read as JSON and checked key by key; its weights are safetensors.
 """
 
 from __future__ import annotations
@@ -27,39 +27,39 @@ TRAINED = frozenset(
     {"r", "lora_alpha", "lora_dropout", "target_modules", "exclude_modules", "fan_in_fan_out", "use_rslora"}
     | {"layers_to_transform", "layers_pattern", "rank_pattern", "alpha_pattern"}
 )
-"""Settings of adapters that can be trained on."""
+"""Adapter settings that support further training."""
 MERGED = TRAINED | {"bias", "use_dora", "modules_to_save", "ensure_weight_tying", "target_parameters"}
 MERGED |= {"trainable_token_indices"}
-"""Settings of adapters that can be merged."""
+"""Adapter settings that support merging."""
 UNUSED = frozenset(
     {"peft_type", "peft_version", "task_type", "auto_mapping", "base_model_name_or_path", "inference_mode"}
     | {"init_lora_weights", "loftq_config", "eva_config", "corda_config", "lora_ga_config", "megatron_config"}
     | {"megatron_core", "qalora_group_size", "runtime_config", "velora_config"}
 )
-"""Settings that no longer matter once there are weights. The base of some initialisations is another: see `PLAIN`."""
+"""Settings that have no effect once weights exist. Some initialisations change the base: see `PLAIN`."""
 PLAIN = (True, False, None, "gaussian", "orthogonal", "eva")
-"""Initialisations that leave the base model as it is."""
+"""Initialisations that leave the base model unchanged."""
 PREFIX = "base_model.model."
 PROBE = 16
-"""Tokens by which a merged model is compared with its adapter."""
+"""Tokens for comparing a merged model with its adapter."""
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """An adapter whose settings have been checked."""
+    """An adapter with checked settings."""
 
     source: str
-    """Directory or hub name; of an object, its class."""
+    """Directory or hub name; for an object, its class."""
     settings: Mapping[str, Any]
-    """As in adapter_config.json."""
+    """Contents of adapter_config.json."""
     base: str
     """Directory or hub name of the base model."""
     given: Mapping[str, torch.Tensor] | None = None
-    """Weights of an adapter that was given as an object."""
+    """Weights of an adapter passed as an object."""
 
     @property
     def name(self) -> str:
-        """What the settings are of, for messages."""
+        """Return the source of the settings, for messages."""
         return f"{self.source}/{SETTINGS}" if self.given is None else self.source
 
     @property
@@ -68,14 +68,14 @@ class Adapter:
         return " and ".join(map(str, sorted(ranks)))
 
     def tensors(self) -> Mapping[str, torch.Tensor]:
-        """Its weights in float32. Raises ConfigError as `read`, and where they are not finite."""
+        """Return the weights in float32. Raises ConfigError as `read` does, and if they are not finite."""
         found = self.read()
         if wrong := next((name for name, tensor in found.items() if not is_finite(tensor)), None):
             raise ConfigError(f"model: the adapter '{self.source}' is not finite ({wrong})")
         return {name: tensor.float() for name, tensor in found.items()}
 
     def read(self) -> Mapping[str, torch.Tensor]:
-        """Its weights as they are. Raises ConfigError where they are missing, pickled or damaged."""
+        """Return the weights as saved. Raises ConfigError if they are missing, pickled or damaged."""
         if self.given is not None:
             return self.given
         file = file_of(self.source, WEIGHTS)
@@ -89,7 +89,7 @@ class Adapter:
             raise ConfigError(f"model: {file}: cannot be read ({error})") from None
 
     def peft_config(self, dropout: float = 0.0) -> Any:
-        """Raises ConfigError without peft, and for values that it refuses."""
+        """Return a peft config. Raises ConfigError without peft, and for values that peft rejects."""
         try:
             import peft
         except ImportError:
@@ -102,7 +102,7 @@ class Adapter:
             raise ConfigError(f"{self.name}: {error}; restore the file that belongs to the weights") from None
 
     def require_trainable(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Raises ConfigError for an adapter that can only be merged."""
+        """Raise ConfigError for an adapter that can only be merged."""
         key = next((key for key in sorted(MERGED - TRAINED) if _set(key, self.settings.get(key))), None)
         what = f"{key}: {self.settings[key]!r}" if key else next((n for n in tensors if ".lora_" not in n), "")
         if what:
@@ -113,9 +113,9 @@ class Adapter:
 
 
 def adapter_at(source: str | Path) -> Adapter | None:
-    """The adapter in a directory or on the hub; None where the source is an ordinary model.
+    """Return the adapter in a directory or on the hub; None if the source is an ordinary model.
 
-    Raises ConfigError, naming file, key and remedy, for one that cannot be used.
+    Raises ConfigError, naming file, key and remedy, for an unusable adapter.
     """
     file = file_of(source, SETTINGS)
     if file is None:
@@ -132,7 +132,7 @@ def adapter_at(source: str | Path) -> Adapter | None:
 
 
 def _check(adapter: Adapter) -> None:
-    """Raises ConfigError for an adapter of another kind, and for settings that would be ignored."""
+    """Raise ConfigError for an adapter of another kind, and for settings that would be ignored."""
     s, name = adapter.settings, adapter.name
     if (kind := s.get("peft_type")) != "LORA":
         raise ConfigError(f"model: {name}: peft_type: {_shown(kind)}; only LORA adapters can be merged or trained on")
@@ -162,7 +162,7 @@ def _shown(value: Any) -> str:
 
 
 def _base_of(adapter: Adapter, folder: Path) -> str:
-    """Directory or hub name of the base; a relative one is below the working directory or the adapter's."""
+    """Return the base's directory or hub name; relative paths are below the working or the adapter's directory."""
     named = adapter.settings.get("base_model_name_or_path")
     key = f"model: {adapter.name}: base_model_name_or_path"
     if not isinstance(named, str) or not named:
@@ -183,7 +183,7 @@ def _base_of(adapter: Adapter, folder: Path) -> str:
 
 
 def with_adapter(base: Any, adapter: Adapter, dropout: float = 0.0) -> Any:
-    """`base` with the adapter in it, as peft has it. Raises ConfigError where it belongs to another model."""
+    """Return `base` with the adapter added by peft. Raises ConfigError if the adapter fits another model."""
     options = adapter.peft_config(dropout)
     import peft
 
@@ -208,7 +208,7 @@ def with_adapter(base: Any, adapter: Adapter, dropout: float = 0.0) -> Any:
 
 
 def _require_ranks(adapter: Adapter, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Before peft makes what the settings describe, in whatever memory that takes."""
+    """Check ranks before peft allocates the layers that the settings describe, of any size."""
     most = max((max(t.shape, default=0) for n, t in tensors.items() if ".lora_" in n), default=0)
     ranks = [adapter.settings.get("r", 8), *(adapter.settings.get("rank_pattern") or {}).values()]
     if wrong := next((r for r in ranks if not isinstance(r, int) or not 0 < r <= most), None):
@@ -216,7 +216,7 @@ def _require_ranks(adapter: Adapter, tensors: Mapping[str, torch.Tensor]) -> Non
 
 
 def _resize(base: Any, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Give the base as many tokens as the adapter's own embeddings have."""
+    """Resize the base's embeddings to the number of tokens in the adapter's."""
     ends = [end for end in (base.get_input_embeddings(), base.get_output_embeddings()) if end is not None]
     for name, module in base.named_modules():
         if not any(module is end for end in ends):
@@ -231,9 +231,9 @@ def _resize(base: Any, tensors: Mapping[str, torch.Tensor]) -> None:
 
 @torch.no_grad()
 def merged(base: Any, adapter: Adapter) -> Any:
-    """`base` with the adapter merged into its weights, all of which can be trained.
+    """Return `base` with the adapter merged into its weights, all of them trainable.
 
-    Raises ConfigError where the result is not the policy that base and adapter are.
+    Raises ConfigError if the result is not the policy of base and adapter.
     """
     model = with_adapter(base, adapter).eval()
     ids = torch.arange(1, PROBE + 1, device=base.device)[None] % base.get_input_embeddings().weight.shape[0]
@@ -258,7 +258,7 @@ def merged(base: Any, adapter: Adapter) -> Any:
 
 
 def _untie_adapted(base: Any) -> None:
-    """A tied weight with an adapter at one of its ends becomes two, or merging would change both."""
+    """Split a tied weight with an adapter at one end: merging would change both ends."""
     ends = base.get_input_embeddings(), base.get_output_embeddings()
     inner = [getattr(end, "base_layer", end) if hasattr(end, "lora_A") else end for end in ends]
     if inner != list(ends) and inner[0].weight is inner[1].weight:
@@ -266,9 +266,9 @@ def _untie_adapted(base: Any) -> None:
 
 
 def taken_apart(model: Any) -> tuple[Any, Adapter | None]:
-    """The base in a `PeftModel`, or in a model with adapters of transformers, and its adapter; any other as it is.
+    """Return base and adapter of a `PeftModel` or a transformers model with adapters; other models unchanged.
 
-    The base is that object's own. Raises ConfigError where there are several adapters.
+    The base belongs to that object. Raises ConfigError if it has several adapters.
     """
     adapters = getattr(model, "peft_config", None)
     if not adapters:

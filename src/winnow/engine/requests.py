@@ -1,4 +1,4 @@
-"""Checks of a request; an error names what is wrong."""
+"""Checks of requests; each error names the problem."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import math
 from .base import Request
 
 LOWEST_TEMPERATURE = 1e-4
-"""Below it float32 logits may overflow, and nothing but greedy sampling is meant."""
+"""Lower temperatures may overflow float32 logits, and can only mean greedy sampling."""
 
 
 def check_request(request: Request, vocab_size: int, max_length: int | None) -> None:
-    """ValueError unless prompt and sampling parameters can be run."""
+    """Raise ValueError if the prompt or sampling parameters cannot be run."""
     params, prompt, who = request.params, request.prompt_ids, f"request {request.id!r}"
     if not prompt:
         raise ValueError(f"{who}: the prompt is empty; it needs at least one token")
@@ -43,7 +43,7 @@ def check_request(request: Request, vocab_size: int, max_length: int | None) -> 
 
 
 def check_report_at(request: Request) -> None:
-    """ValueError unless `report_at` is positive and ascending."""
+    """Raise ValueError unless `report_at` is positive and ascending."""
     counts = request.report_at
     if any(a >= b for a, b in zip((0, *counts), counts, strict=False)):
         raise ValueError(f"request {request.id!r}: report_at must be positive and ascending, not {counts}")

@@ -1,7 +1,7 @@
-"""Draw one token a row by inverse CDF from given uniform numbers, and its log-probability.
+"""Draw one token per row by inverse CDF from given uniform numbers, with its log-probability.
 
-Tokens are laid on the unit interval in the order of their ids. Sums that decide a token are float64, so that a
-vocabulary of 150,000 keeps the weights of its rare tokens.
+Tokens partition the unit interval in the order of their ids. Sums that decide a token are float64, so that a vocabulary
+of 150,000 keeps the weights of its rare tokens.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ import torch
 from ..base.nucleus import lowest_kept, relative_weights, running_sum
 
 BLOCK, PIECE = 1024, 64
-"""Vocabularies longer than a block are searched in two levels. A block's sum is that, in float64, of float32 sums of
+"""Vocabularies longer than a block are searched in two levels. A block's sum is the float64 sum of float32 sums of
 pieces, which are too short for a rare token to be rounded away."""
 CACHED = 1 << 19
-"""Logits sampled at a time: several passes over them should find them in the processor's cache."""
+"""Logits sampled at a time: several passes over them should hit the processor's cache."""
 CONFIDENT = 20
-"""Tokens whose log-probabilities make a token's confidence."""
+"""Number of log-probabilities averaged in a token's confidence."""
 
 
 class Transform(NamedTuple):
     """Sampling parameters of N rows."""
 
     inverse_temperature_N: torch.Tensor
-    """float32; greedy rows have 1, and no filter."""
+    """float32; 1 for greedy rows, which have no filter."""
     greedy_N: torch.Tensor | None
     """bool; None when no row is greedy."""
     top_k_N: torch.Tensor | None
@@ -38,10 +38,10 @@ class Transform(NamedTuple):
 
 
 def sample(logits_NV: torch.Tensor, uniform_N: torch.Tensor, transform: Transform) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens (int64 [N]) and log-probabilities (float32 [N], nats) under the distribution really drawn from.
+    """Return tokens (int64 [N]) and log-probabilities (float32 [N], nats) under the distribution actually drawn from.
 
-    `uniform_N` in [0, 1). A greedy row takes the first of the most likely tokens. Logits that are
-    not finite give a log-probability that is not finite.
+    `uniform_N` in [0, 1). A greedy row takes the first of the most likely tokens. Non-finite logits give a non-finite
+    log-probability.
     """
     rows = max(1, CACHED // logits_NV.shape[1])
     if len(logits_NV) > rows and logits_NV.device.type == "cpu":
@@ -69,19 +69,19 @@ def _sample(
 
 
 def confidence(logits_NV: torch.Tensor) -> torch.Tensor:
-    """float32 [N]: minus the mean log-probability of the `CONFIDENT` likeliest tokens (Fu et al. 2025, DeepConf)."""
+    """Return minus the mean log-probability of the `CONFIDENT` likeliest, float32 [N] (Fu et al. 2025, DeepConf)."""
     top_NK = logits_NV.float().topk(min(CONFIDENT, logits_NV.shape[1]), dim=-1).values
     return logits_NV.float().logsumexp(-1) - top_NK.mean(-1)
 
 
 def raw_logp(logits_NV: torch.Tensor, tokens_N: torch.Tensor) -> torch.Tensor:
-    """float32 [N]: log-probabilities of tokens under the model itself, before temperature and filters."""
+    """Return log-probabilities of tokens before temperature and filters, float32 [N]."""
     logits_NV = logits_NV.float()
     return logits_NV.gather(1, tokens_N[:, None])[:, 0] - logits_NV.logsumexp(-1)
 
 
 def draw(weights_NV: torch.Tensor, uniform_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The token at which the running sum of `weights_NV` (>= 0) passes `uniform_N` of the total; the float64 total."""
+    """Return tokens where the running sum of `weights_NV` (>= 0) passes `uniform_N` of the total; the float64 total."""
     if weights_NV.shape[1] <= BLOCK:
         cdf_NV = running_sum(weights_NV, torch.float64)
         total_N = cdf_NV[:, -1].contiguous()
@@ -97,7 +97,7 @@ def draw(weights_NV: torch.Tensor, uniform_N: torch.Tensor) -> tuple[torch.Tenso
     block_N1 = _passing(cdf_NB, target_N)[:, None]
     before_N = (cdf_NB.gather(1, block_N1) - sums_NB.gather(1, block_N1))[:, 0]
     first_N = block_N1[:, 0] * BLOCK
-    start_N = first_N.clamp(max=V - BLOCK)  # the last block is shorter: it is read with the end of the one before it
+    start_N = first_N.clamp(max=V - BLOCK)  # the last block is shorter: read it with the previous block's end
     inside_NC = weights_NV.unfold(1, BLOCK, 1)[torch.arange(len(start_N), device=start_N.device), start_N]
     if whole < V:
         columns_C = torch.arange(BLOCK, device=weights_NV.device)
@@ -107,10 +107,10 @@ def draw(weights_NV: torch.Tensor, uniform_N: torch.Tensor) -> tuple[torch.Tenso
 
 
 def _passing(cdf_NV: torch.Tensor, target_N: torch.Tensor) -> torch.Tensor:
-    """First index whose running sum is above the target: an index of weight 0 is never one."""
+    """Return the first index whose running sum is above the target, never an index of weight 0."""
     last_N = cdf_NV[:, -1]
     below_N = torch.nextafter(last_N, torch.zeros_like(last_N))
     target_N = torch.minimum(target_N.clamp(min=0), below_N)
     index_N = torch.searchsorted(cdf_NV, target_N[:, None], right=True)[:, 0]
-    # Only sums that are not numbers run past the end; their log-probability will say so.
+    # Only NaN sums run past the end; their log-probability is then not finite.
     return index_N.clamp_(max=cdf_NV.shape[1] - 1)

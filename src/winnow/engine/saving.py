@@ -1,4 +1,4 @@
-"""Types in which models are saved: those of the model that was given, or of `save_dtype`."""
+"""Dtypes of saved models: those of the given model, or of `save_dtype`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .hub import folder_of
 from .loading import whole_under
 
 Types = Mapping[str, SaveDtype]
-"""Types by name of a tensor, or pattern of names; an exact name wins, then the last pattern. Empty: as they are."""
+"""Dtypes by tensor name or name pattern; an exact name wins, then the last pattern. Empty: dtypes unchanged."""
 KEPT: Mapping[str, SaveDtype] = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float32"}
 """By safetensors' names."""
 NAMES: Mapping[torch.dtype, SaveDtype] = {
@@ -32,7 +32,7 @@ NAMES: Mapping[torch.dtype, SaveDtype] = {
 
 
 def types_of(source: str | Path) -> dict[str, SaveDtype]:
-    """Types of a model's own files; those of an adapter's base. Damaged files have none: loading reports them."""
+    """Return the dtypes of a model's files (an adapter's base); empty if damaged, which loading reports."""
     folder = folder_of(whole_under(source))
     found: dict[str, SaveDtype] = {}
     for file in sorted(folder.glob("*.safetensors")) if folder else []:
@@ -46,7 +46,7 @@ def types_of(source: str | Path) -> dict[str, SaveDtype]:
 
 
 def types_in(model: torch.nn.Module) -> dict[str, SaveDtype]:
-    """Types of the parameters and buffers of a loaded model."""
+    """Return the dtypes of a loaded model's parameters and buffers."""
     return brief(types_by_name(state_once(model)))
 
 
@@ -55,7 +55,7 @@ def types_by_name(state: Mapping[str, torch.Tensor]) -> dict[str, SaveDtype]:
 
 
 def brief(types: Types) -> dict[str, SaveDtype]:
-    """The same with the most frequent type as `*`."""
+    """Return the same dtypes with the most frequent one as `*`."""
     if not types:
         return {}
     most = Counter(types.values()).most_common(1)[0][0]
@@ -63,13 +63,13 @@ def brief(types: Types) -> dict[str, SaveDtype]:
 
 
 def types_from(key: str | Types) -> Types:
-    """Of a value of `save_dtype`."""
+    """Return the dtypes for a value of `save_dtype`."""
     return key if isinstance(key, Mapping) else {} if key == "auto" else {"*": key}  # type: ignore[dict-item]
 
 
 def in_types(state: Mapping[str, torch.Tensor], types: Types) -> dict[str, torch.Tensor]:
-    """On the host, floating-point tensors in the types to save them in. Raises ConfigError where float16 cannot hold a
-    number."""
+    """Return the state on the host, floating-point tensors in their save dtypes. Raises ConfigError if a number does
+    not fit float16."""
     return {name: _typed(name, tensor, types).cpu() for name, tensor in state.items()}
 
 
@@ -94,7 +94,7 @@ def save_whole(model: Any, directory: Path, state: Mapping[str, torch.Tensor], t
 
 
 def recast(source: Path, target: Path, types: Types) -> None:
-    """Copy the directory of a model or an adapter, with weights in other types."""
+    """Copy a model's or adapter's directory, with weights in other dtypes."""
     shutil.copytree(source, target, ignore=shutil.ignore_patterns("*.safetensors"))
     total = 0
     for file in sorted(source.glob("*.safetensors")):
@@ -110,7 +110,7 @@ def recast(source: Path, target: Path, types: Types) -> None:
 
 
 def _set_dtype(directory: Path, types: Types) -> None:
-    """Let config.json give the type of most weights; transformers writes that of the model in memory."""
+    """Set config.json's dtype to that of most weights; transformers writes the in-memory dtype."""
     file = directory / "config.json"
     if "*" not in types or not file.exists():
         return

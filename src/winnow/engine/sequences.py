@@ -1,6 +1,6 @@
-"""What engines share: requests that wait, sequences that run, how a token is drawn, and when a sequence ends.
+"""Shared parts of engines: waiting requests, running sequences, drawing tokens, and ending sequences.
 
-An engine computes hidden states and logits. All else is here, so that every engine says and samples the same.
+An engine computes hidden states and logits. Everything else is here, so that all engines report and sample the same.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Sequences:
         self._stops = StopTable(tokenizer, facts.vocab_size, facts.eos_ids)
         self._device = device
         self._versions = np.zeros(1, dtype=np.int32)
-        """Policy versions of all weights so far, by the number of their load."""
+        """Policy version of every weight load so far, by load number."""
         self._failure: str | None = None
 
     @property
@@ -48,7 +48,7 @@ class Sequences:
     # ---- in and out --------------------------------------------------------------------------------------------
 
     def submit(self, requests: Iterable[Request]) -> list[Request]:
-        """Queue them, all or none. Raises ValueError as `Engine.submit` does."""
+        """Queue all requests, or raise and queue no request. Raises ValueError as `Engine.submit` does."""
         self.require_alive()
         new: dict[Hashable, Request] = {}
         checked: set[tuple[tuple[int, ...], SamplingParams]] = set()
@@ -67,7 +67,7 @@ class Sequences:
         return list(new.values())
 
     def start(self, requests: list[Request]) -> slice:
-        """Out of the queue, behind the running ones; returns their rows."""
+        """Move requests from the queue to the end of the running rows; return their rows."""
         if not requests:
             return slice(self.table.n, self.table.n)
         for request in requests:
@@ -75,7 +75,7 @@ class Sequences:
         return self.table.append(requests, [self._stops.add(r.params.stop) for r in requests])
 
     def cancelled(self, ids: Iterable[Hashable]) -> tuple[list[Finished], list[Request], list[int]]:
-        """(what they had, requests that were waiting, rows that the engine must still remove)."""
+        """Return (Finished events, requests that were waiting, rows that the engine must still remove)."""
         self.require_alive()
         events, left, rows = [], [], []
         for id_ in dict.fromkeys(ids):
@@ -90,25 +90,25 @@ class Sequences:
         return events, left, rows
 
     def remove(self, rows: list[int]) -> tuple[np.ndarray, np.ndarray]:
-        """Drop rows; returns the moves (targets, sources) that closed the holes. An idle engine remembers nothing."""
+        """Drop rows; return the moves (targets, sources) that closed the holes. An idle engine forgets old versions."""
         moves = self.table.remove(rows)
         if not self.pending:
             self._versions = self._versions[-1:]
         return moves
 
     def loaded(self, version: int) -> None:
-        """What is sampled from now on is sampled by new weights."""
+        """Attribute later tokens to new weights with this version."""
         self._versions = np.append(self._versions if self.pending else [], version).astype(np.int32)
 
     def unchanged(self, row: int) -> bool:
-        """Whether the weights in use have sampled all tokens of the row."""
+        """Return whether the current weights have sampled all tokens of the row."""
         return int(self.table.weights[row, 0]) == len(self._versions) - 1
 
     # ---- a step ------------------------------------------------------------------------------------------------
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """An exception in here is the end of the engine; it is told again whenever somebody asks for more."""
+        """Mark the engine as failed if the block raises; later calls report the error."""
         self.require_alive()
         try:
             yield
@@ -117,7 +117,7 @@ class Sequences:
             raise
 
     def draw(self, logits_NV: torch.Tensor, rows: Rows) -> Drawn:
-        """The next token of each row, from logits over the sampled vocabulary. Nothing is stored."""
+        """Return the next token of each row, from logits over the sampled vocabulary. Stores nothing."""
         table = self.table
         ints = self.to_device(table.ints[: col.DEVICE_ROWS, rows])
         floats = self.to_device(table.floats[:, rows])
@@ -134,13 +134,13 @@ class Sequences:
         if (changed_N := table.transformed(rows))[table.raw[rows]].any():
             raw_logp_N = torch.where(self.to_device(changed_N), raw_logp(logits_NV, tokens_N), logp_N)
         found = [x for x in (tokens_N, logp_N, confidence_N, raw_logp_N) if x is not None]
-        tokens, logp, *extras = torch.stack([x.double() for x in found]).cpu().numpy()  # one copy, and one wait
+        tokens, logp, *extras = torch.stack([x.double() for x in found]).cpu().numpy()  # one copy and one sync
         confidences = None if confidence_N is None else extras.pop(0).astype(np.float32)
         raw = None if raw_logp_N is None else extras.pop(0).astype(np.float32)
         return Drawn(tokens.astype(np.int64), logp.astype(np.float32), confidences, raw)
 
     def record(self, rows: Rows, drawn: Drawn) -> np.ndarray:
-        """Store a token of each row; says which must be looked at: bool, in the order of `rows`.
+        """Store a token per row; return whether `settle` must check it: bool, in the order of `rows`.
 
         Raises FloatingPointError when the weights have diverged.
         """
@@ -156,9 +156,9 @@ class Sequences:
         return alarms | self._stops.alert[table.ints[col.STOP_SET, rows], drawn.tokens_N]
 
     def settle(self, rows: list[int], hidden_of: Callable[[list[int]], torch.Tensor]) -> tuple[list[Event], list[int]]:
-        """Look at rows whose token or count may mean something: events, and the rows that have ended.
+        """Check rows with a possible stop or report; return events and the rows that have ended.
 
-        `hidden_of(rows)`: [len(rows), H], what their last tokens were drawn from.
+        `hidden_of(rows)`: [len(rows), H], the states that their last tokens were drawn from.
         """
         events: list[Event] = []
         reasons = {row: self._stop_reason(row) for row in rows}
@@ -191,7 +191,7 @@ class Sequences:
         return self.table.finished(row, reason, self._versions[weights], hidden)
 
     def to_device(self, array: np.ndarray) -> torch.Tensor:
-        """A copy on the device. The host does not wait for a GPU, which reads pinned memory when its turn comes."""
+        """Return a device copy. The host does not wait: a GPU reads pinned memory when the copy is due."""
         tensor = torch.from_numpy(np.ascontiguousarray(array))
         if self._device.type != "cuda":
             return tensor.to(self._device)
@@ -203,7 +203,7 @@ class Sequences:
 
 
 class SequenceEngine:
-    """What every engine over `Sequences` has. It adds `load_weights` and `_step`."""
+    """Base of every engine over `Sequences`. Subclasses add `load_weights` and `_step`."""
 
     provides = frozenset(CAPABILITIES) - {"adapters"}
     sequences: Sequences
@@ -234,9 +234,9 @@ class SequenceEngine:
             return self._step() if self.pending else []
 
     def _step(self) -> list[Event]:
-        """One token of every running sequence; some run or wait."""
+        """Sample one token for every running sequence. Called only with running or waiting sequences."""
         raise NotImplementedError
 
     def _remove(self, rows: list[int]) -> None:
-        """Drop rows of the table; an engine that has more of them drops that, too."""
+        """Drop rows of the table; override if the engine stores more per row."""
         self.sequences.remove(rows)

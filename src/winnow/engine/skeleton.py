@@ -1,4 +1,4 @@
-"""Causal LMs whose weights stay in their files until ranks have cut the model among them."""
+"""Causal LMs whose weights stay in their files until ranks have sharded the model."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ TRIED_VOCABULARY = 256
 
 
 def unloaded(folder: Path) -> Any | None:
-    """The model of a directory in float32, its parameters on the meta device and its buffers computed.
+    """Return a directory's model in float32, with parameters on the meta device and computed buffers.
 
-    None where the files do not hold all weights under the names of the model, or its class is of several parts.
-    Raises ConfigError as `load_whole` does.
+    None if the files do not hold all weights under the model's names, or its class has several parts. Raises
+    ConfigError as `load_whole` does.
     """
     require_whole(folder)
     config = load_config(folder)
@@ -34,7 +34,7 @@ def unloaded(folder: Path) -> Any | None:
         held = _shapes(folder)
         with torch.random.fork_rng(devices=[]), _parameters_on_meta():
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=False, dtype=torch.float32)
-    except Exception:  # whatever files and classes may do: told by the loader itself, which is next
+    except Exception:  # the loader runs next and reports any error
         return None
     with suppress(OSError):
         model.generation_config = GenerationConfig.from_pretrained(folder)
@@ -43,7 +43,7 @@ def unloaded(folder: Path) -> Any | None:
 
 
 def in_files(model: Any, folder: Path) -> LazyState:
-    """The state dict of an unloaded model, each tensor read from its files when it is looked up."""
+    """Return the state dict of an unloaded model; each lookup reads a tensor from its file."""
     tied = tied_names(model)
     files: dict[str, Path] = {}
     for file in folder.glob("*.safetensors"):
@@ -60,8 +60,8 @@ def in_files(model: Any, folder: Path) -> LazyState:
 
 @contextmanager
 def as_zeros(model: Any) -> Iterator[None]:
-    """Inside, parameters of an unloaded model are zeros on the CPU that take no memory: peft puts adapters where the
-    weights are, and on the meta device they would have no numbers. Adapters stay."""
+    """Make an unloaded model's parameters memory-free zeros on the CPU: peft puts adapters on the weights' device, and
+    on the meta device they would have no values. Adapters remain afterwards."""
     meta = list(model.parameters())
     zeros = [nn.Parameter(torch.zeros(()).expand(p.shape)) for p in meta]
     _exchange(model, meta, zeros)
@@ -89,11 +89,11 @@ def _shapes(folder: Path) -> dict[str, tuple[int, ...]]:
 
 @contextmanager
 def _parameters_on_meta() -> Iterator[None]:
-    """Modules that are made inside have parameters without memory; no number of theirs was written before."""
+    """Create modules inside with parameters on the meta device, before any of their values are written."""
     register = nn.Module.register_parameter
 
     def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        if parameter is not None and not parameter.is_meta:  # one that is tied stays the same object
+        if parameter is not None and not parameter.is_meta:  # a tied parameter stays the same object
             parameter = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
         register(module, name, parameter)
 
@@ -102,7 +102,7 @@ def _parameters_on_meta() -> Iterator[None]:
 
 
 def stand_in(model: Any, device: torch.device) -> Any:
-    """A model of the same class with as few layers and tokens as show what it does, for trials: weights are random."""
+    """Return a random model of the same class for trials, with the fewest layers and tokens that show its behaviour."""
     config = copy.deepcopy(model.config)
     kinds = getattr(config, "layer_types", None) or []
     layers = max([2, *(kinds.index(kind) + 1 for kind in kinds)])

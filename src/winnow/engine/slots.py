@@ -1,4 +1,4 @@
-"""Book-keeping of running sequences in host arrays: row = slot, the running ones are rows 0..n-1."""
+"""Running sequences in host arrays: row = slot; rows 0..n-1 run."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from .base import Finished, Reached, Request
 NEVER = np.iinfo(np.int64).max
 TOKEN, POSITION, COUNT, KEY, TOP_K, ALARM, STOP_SET = range(7)
 DEVICE_ROWS = ALARM
-"""Rows of `ints` above this one are read by the forward pass and the sampler."""
+"""Rows of `ints` before this one are read by the forward pass and the sampler."""
 
 
 Rows = slice | np.ndarray
-"""Rows of a table: neighbours, or int64 in any order."""
+"""Rows of a table: a slice, or int64 in any order."""
 
 
 class Drawn(NamedTuple):
-    """A token for each of N rows."""
+    """One token for each of N rows."""
 
     tokens_N: np.ndarray
     logp_N: np.ndarray
@@ -38,24 +38,23 @@ class SlotTable:
         self.slots = slots
         self.ints = np.zeros((7, slots), dtype=np.int64)
         """TOKEN last sampled; POSITION it will be written to; COUNT sampled so far; KEY of the noise; TOP_K; ALARM, the
-        count at which to look at the row; STOP_SET."""
+        next COUNT to check the row at; STOP_SET."""
         self.floats = np.ones((3, slots), dtype=np.float32)
         """Inverse temperature, top-p and min-p."""
         self.greedy = np.zeros(slots, dtype=bool)
         self.penalty = np.ones(slots, dtype=np.float32)
-        """Repetition penalty."""
         self.context = np.zeros((slots, 0), dtype=np.int64)
-        """All tokens of the rows that have a penalty, prompt and all; the first again in columns not yet used."""
+        """Prompt and sampled tokens of rows with a penalty; unused columns repeat the first token."""
         self.tokens = np.zeros((slots, 0), dtype=np.int64)
         self.logp = np.zeros((slots, 0), dtype=np.float32)
         self.weights = np.zeros((slots, 0), dtype=np.int32)
-        """Which weights sampled each token, by the number of their load."""
+        """Load number of the weights that sampled each token."""
         self.confidence = np.zeros((slots, 0), dtype=np.float32)
         self.confident = np.zeros(slots, dtype=bool)
-        """Rows of which `confidence` is wanted."""
+        """Rows with requested `confidence`."""
         self.raw_logp = np.zeros((slots, 0), dtype=np.float32)
         self.raw = np.zeros(slots, dtype=bool)
-        """Rows of which `raw_logp` is wanted."""
+        """Rows with requested `raw_logp`."""
         self.requests: list[Request] = []
         self.row_of: dict[Hashable, int] = {}
         self.clock = 0.0
@@ -65,11 +64,11 @@ class SlotTable:
 
     @property
     def lengths(self) -> np.ndarray:
-        """Columns of the cache that hold each running row, the token to be written next included."""
+        """Return the cache columns of each running row, including the token to be written next."""
         return self.ints[POSITION, : self.n] + 1
 
     def append(self, requests: list[Request], stop_sets: list[int]) -> slice:
-        """Start sequences behind the running ones; returns their rows."""
+        """Start sequences after the running ones; return their rows."""
         rows = slice(self.n, self.n + len(requests))
         self._widen(max(r.params.max_tokens for r in requests))
         greedy = [r.params.temperature == 0 for r in requests]
@@ -98,7 +97,7 @@ class SlotTable:
         return rows
 
     def record(self, rows: Rows, drawn: Drawn, weights: int) -> np.ndarray:
-        """Store one token for each of these rows; says which have reached the count of their alarm (bool, in order)."""
+        """Store one token per row; return which rows have reached their alarm's count (bool, in order)."""
         at = self._index[rows], self.ints[COUNT, rows]
         self.tokens[at], self.logp[at], self.weights[at] = drawn.tokens_N, drawn.logp_N, weights
         if drawn.confidence_N is not None:
@@ -118,25 +117,25 @@ class SlotTable:
         self.ints[ALARM, row] = _next_alarm(self.requests[row], int(self.ints[COUNT, row]))
 
     def sampled(self, row: int) -> tuple[np.ndarray, np.ndarray]:
-        """Views of the tokens and log-probabilities of a row so far."""
+        """Return views of a row's tokens and log-probabilities so far."""
         count = self.ints[COUNT, row]
         return self.tokens[row, :count], self.logp[row, :count]
 
     def transformed(self, rows: Rows) -> np.ndarray:
-        """bool: which are drawn under a temperature, penalty or filter; all others have the model's own `logp`."""
+        """Return rows (bool) with a temperature, penalty or filter; others have the model's own `logp`."""
         return np.asarray((self.floats[0, rows] != 1) | (self.penalty[rows] != 1) | self.filtered(rows))
 
     def filtered(self, rows: Rows) -> np.ndarray:
-        """bool: which have tokens left out by top-k, top-p or min-p."""
+        """Return rows (bool) with top-k, top-p or min-p."""
         _, top_p, min_p = self.floats[:, rows]
         return np.asarray((top_p < 1) | (min_p > 0) | (self.ints[TOP_K, rows] > 0))
 
     def confidence_of(self, row: int) -> np.ndarray | None:
-        """A copy of the confidences of a row so far, if they were asked for."""
+        """Return a copy of a row's confidences so far, if requested."""
         return self.confidence[row, : self.ints[COUNT, row]].copy() if self.confident[row] else None
 
     def raw_logp_of(self, row: int) -> np.ndarray | None:
-        """A copy of the untransformed log-probabilities of a row so far, if they were asked for."""
+        """Return a copy of a row's untransformed log-probabilities so far, if requested."""
         return self.raw_logp[row, : self.ints[COUNT, row]].copy() if self.raw[row] else None
 
     def reached(self, row: int, hidden: np.ndarray) -> Reached:
@@ -159,7 +158,7 @@ class SlotTable:
         )
 
     def holes(self, rows: list[int]) -> tuple[np.ndarray, np.ndarray]:
-        """(targets, sources): the last surviving rows that fill the holes left by `rows`."""
+        """Return (targets, sources): the last surviving rows that fill the holes left by `rows`."""
         rest = self.n - len(rows)
         gone = set(rows)
         targets = sorted(row for row in rows if row < rest)
@@ -167,7 +166,7 @@ class SlotTable:
         return np.array(targets, dtype=np.int64), np.array(sources, dtype=np.int64)
 
     def remove(self, rows: list[int]) -> tuple[np.ndarray, np.ndarray]:
-        """Drop rows and close the holes; returns the moves (targets, sources) that the cache must follow."""
+        """Drop rows and close the holes; return the moves (targets, sources) that the cache must follow."""
         targets, sources = self.holes(rows)
         for row in rows:
             del self.row_of[self.requests[row].id]
@@ -189,13 +188,13 @@ class SlotTable:
             self.row_of[request.id] = target
 
     def sort(self) -> np.ndarray:
-        """Reorder the running rows, longest first; returns the permutation (row i was row order[i])."""
+        """Reorder the running rows, longest first; return the permutation (row i was row order[i])."""
         order = np.argsort(-self.ints[POSITION, : self.n], kind="stable")
         self._move(np.arange(self.n), order)
         return order
 
     def _remember(self, rows: slice, requests: list[Request]) -> None:
-        """What a repetition penalty goes by."""
+        """Store the penalties of new rows and the tokens that they apply to."""
         self.penalty[rows] = [r.params.repetition_penalty for r in requests]
         some = [(row, r) for row, r in enumerate(requests, rows.start) if r.params.repetition_penalty != 1]
         longest = max((len(r.prompt_ids) + r.params.max_tokens for _, r in some), default=0)
@@ -217,7 +216,7 @@ class SlotTable:
 
 
 class Stopwatch:
-    """Seconds since the last reading."""
+    """Measures seconds between laps."""
 
     def __init__(self) -> None:
         self._last = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Tokens that may end a sequence: a table over the vocabulary, so that few tokens are looked at in Python."""
+"""Tokens that may end a sequence, as a table over the vocabulary: Python checks only few tokens."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 
 SLACK = 8
-"""Tokens decoded ahead of the longest stop string, so that a cut character or a stripped space is not at its edge."""
+"""Extra tokens decoded before the longest stop string, so that no cut character or stripped space is at its edge."""
 
 
 class StopTable:
-    """Row s of `alert` [sets, V] marks the tokens that end a sequence of stop set s or may complete a stop string."""
+    """Row s of `alert` [sets, V] marks tokens that end a sequence of stop set s or may complete a stop string."""
 
     def __init__(self, tokenizer: Any, vocab_size: int, eos_ids: frozenset[int]) -> None:
         self._tokenizer = tokenizer
@@ -24,7 +24,7 @@ class StopTable:
         self.add(())
 
     def add(self, stops: tuple[str, ...]) -> int:
-        """Number of this set of stop strings."""
+        """Return the index of this set of stop strings."""
         if stops in self._sets:
             return self._sets[stops]
         row = np.zeros(self._vocab_size, dtype=bool)
@@ -38,7 +38,7 @@ class StopTable:
         return self._sets[stops]
 
     def completed(self, stop_set: int, token_ids: np.ndarray) -> bool:
-        """Whether the text of `token_ids` (all sampled so far) ends in a token that completed a stop string."""
+        """Return whether the last of `token_ids` (all sampled so far) completed a stop string."""
         stops = self._stops[stop_set]
         if not stops:
             return False
@@ -50,7 +50,7 @@ class StopTable:
         return str(self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     def _token_texts(self) -> list[tuple[str, str]]:
-        """Text of every token alone and after another token (some decoders put or drop a space)."""
+        """Return each token's text alone and after another token (some decoders add or drop a space)."""
         if self._texts is None:
             alone = [self._decode([i]) for i in range(self._vocab_size)]
             anchor = next((i for i, text in enumerate(alone) if text.strip() and "\ufffd" not in text), 0)
@@ -64,7 +64,7 @@ class StopTable:
 
 
 def _may_complete(stop: str, text: str) -> bool:
-    """Whether appending `text` to something can complete `stop`. Part of a character may complete it."""
+    """Return whether appending `text` can complete `stop`. Part of a character may complete it."""
     if "\ufffd" in text and not stop.isascii():
         return True
     return stop in text or any(text.startswith(stop[-k:]) for k in range(1, min(len(stop), len(text)) + 1))

@@ -1,4 +1,4 @@
-"""The chat template of a configuration, and values for its variables, e.g. `enable_thinking: false` of Qwen3."""
+"""Chat template of a config, and values for its variables, e.g. `enable_thinking: false` of Qwen3."""
 
 from __future__ import annotations
 
@@ -10,17 +10,16 @@ from typing import Any
 from ..config import ConfigError, suggestion
 
 GIVEN = ("messages", "tools", "documents", "add_generation_prompt", "bos_token", "eos_token", "pad_token", "unk_token")
-"""Variables that every template is given, as are functions like `raise_exception`."""
+"""Variables that every template receives, like functions such as `raise_exception`."""
 
 
 _MARK = "\u241fwinnow\u241f"
 
 
 def with_template(tokenizer: Any, template: str | None, values: Mapping[str, Any]) -> Any:
-    """A copy of the tokenizer with this chat template, a text or the name of one of its own, and these values in it.
+    """Return a copy of the tokenizer with this chat template (text or name of its own) and these values.
 
-    Raises ConfigError for a template that cannot be compiled or leaves out what the user says, and as
-    `with_template_values`.
+    Raises ConfigError if the template does not compile or omits the user's message, and as `with_template_values`.
     """
     if template is None:
         return with_template_values(tokenizer, values)
@@ -38,7 +37,7 @@ def with_template(tokenizer: Any, template: str | None, values: Mapping[str, Any
         shown = tokenizer.apply_chat_template([{"role": "user", "content": _MARK}], tokenize=False)
     except TemplateSyntaxError as error:
         raise ConfigError(f"chat_template: line {error.lineno}: {error.message}; correct the template") from None
-    except Exception:  # it may want other messages; the first prompts are tried with it
+    except Exception:  # it may need other messages; a later check uses the first prompts
         shown = _MARK
     if _MARK not in shown:
         raise ConfigError("chat_template: leaves out what the user says; show every message's 'content'")
@@ -46,10 +45,10 @@ def with_template(tokenizer: Any, template: str | None, values: Mapping[str, Any
 
 
 def with_template_values(tokenizer: Any, values: Mapping[str, Any]) -> Any:
-    """A copy of the tokenizer whose chat templates have these values where a caller gives none.
+    """Return a copy of the tokenizer whose chat templates use these values unless a caller sets them.
 
-    They are written into every template that uses them, so that the trained model is asked later as it was
-    trained. Raises ConfigError without a template, and for a name that none uses.
+    They are written into every template that uses them, so that the model is prompted later as in training. Raises
+    ConfigError without a template, or if no template uses a name.
     """
     if not values:
         return tokenizer
@@ -77,7 +76,7 @@ def with_template_values(tokenizer: Any, values: Mapping[str, Any]) -> Any:
 
 
 def _templates(tokenizer: Any) -> dict[str, str]:
-    """The tokenizer's templates by name; one alone is `default`."""
+    """Return the tokenizer's templates by name; a single one is `default`."""
     given = getattr(tokenizer, "chat_template", None)
     if isinstance(given, list | tuple):
         return {each["name"]: each["template"] for each in given}
@@ -85,18 +84,18 @@ def _templates(tokenizer: Any) -> dict[str, str]:
 
 
 def _variables(template: str, values: Mapping[str, Any]) -> set[str]:
-    """Names that a template leaves to its caller; those of `values` for one that cannot be parsed here."""
+    """Return the names a template leaves to its caller; all of `values` if it cannot be parsed here."""
     from jinja2 import Environment, TemplateError, meta
 
     try:
         used = meta.find_undeclared_variables(Environment(extensions=["jinja2.ext.loopcontrols"]).parse(template))
-    except TemplateError:  # one with tags of its own; transformers will say what is wrong with it, if anything
+    except TemplateError:  # custom tags; transformers reports real errors
         used = set(values)
     return used - {*GIVEN, "raise_exception", "strftime_now", "namespace", "range"}
 
 
 def _literal(value: Any) -> str:
-    """A JSON value in the template language."""
+    """Return a JSON value in the template language."""
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{_literal(k)}: {_literal(v)}" for k, v in value.items()) + "}"
     if isinstance(value, list | tuple):
