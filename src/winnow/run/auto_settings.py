@@ -1,4 +1,4 @@
-"""What `auto` is on this machine, of every key that has it; a run saves what was chosen and keeps it on a resume."""
+"""Values of all `auto` keys on this machine. A run saves them and keeps them on a resume."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from .engine_choice import AUTO, choose_engine, samples_elsewhere, uncorrected
 from .start import Start
 
 PAYS_FROM = 10_000_000
-"""Parameters of a model from which bfloat16 and more than one thread pay; measured (docs/benchmarks.md)."""
+"""Parameters from which bfloat16 and more than one thread pay off; measured (docs/benchmarks.md)."""
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What a run computes with here, and why."""
+    """Settings that a run uses on this machine, and the reasons."""
 
     config: RunConfig
-    """The configuration with a value in the place of every `auto`."""
+    """The config with a value for every `auto`."""
     why: Mapping[str, str]
-    """Reasons, by key of the configuration."""
+    """Reasons, by config key."""
     preferred: str
-    """What `dtype: auto` chooses here."""
+    """Choice of `dtype: auto` on this machine."""
     why_preferred: str
     device: torch.device
 
@@ -48,12 +48,12 @@ class Machine:
             console.print(f"warning: {warning}", style="yellow", highlight=False)
 
     def warnings(self) -> list[str]:
-        """Return a line for each setting that is slow here, by the rules of `auto`: nothing is timed."""
+        """Return a line for each setting that is slow here, by the rules of `auto`; nothing is timed."""
         found = []
         c, cores = self.config, usable_threads()
         if isinstance(c.threads, int) and c.threads > cores:
             found.append(f"threads: {c.threads}, but this process may use {cores} here; set threads=auto")
-        by_type = c.matmul_precision == "highest" and c.dtype != "float16"  # a GPU multiplies float16 as fast, too
+        by_type = c.matmul_precision == "highest" and c.dtype != "float16"  # a GPU multiplies float16 as fast
         if by_type and c.dtype != self.preferred:
             found.append(
                 f"dtype: {c.dtype} is probably slower here than {self.preferred} ({self.why_preferred}); set dtype=auto"
@@ -62,10 +62,10 @@ class Machine:
 
 
 def settle(c: RunConfig, model: Any = None, *, resumed: bool = False, alone: bool = False) -> Machine:
-    """Chooses what is `auto`, and what the model's own files decide. `model`: see `Start.of`; weights are not loaded.
-    `alone`: an engine of this process without a learner.
+    """Choose values for `auto` keys and for settings that the model's files decide. `model`: see `Start.of`; weights
+    are not loaded. `alone`: an engine in this process without a learner.
 
-    Raises ConfigError when there is no such model or device.
+    Raises ConfigError when the model or device does not exist.
     """
     device = resolve_device(c.device)
     start = Start.of(c, model)
@@ -105,12 +105,12 @@ def settle(c: RunConfig, model: Any = None, *, resumed: bool = False, alone: boo
 def _settle_on_gpu(
     c: RunConfig, shell: Any, device: torch.device, chosen: dict[str, Any], why: dict[str, str], *, alone: bool
 ) -> None:
-    """Sizes by the GPU's memory, less what other processes hold. Raises ConfigError when the run cannot fit."""
+    """Choose sizes by the GPU's memory, less other processes' share. Raises ConfigError if the run cannot fit."""
     memory = torch.cuda.mem_get_info(device)[0]
     shapes, apart = Shapes.of(shell, c), not alone and samples_elsewhere(c)
     roles = {"learner": not alone, "sampler": not apart}
     chosen |= settle_for(c, shapes, memory, **roles)
-    if apart:  # as if their GPUs had as much
+    if apart:  # assumes that their GPUs have as much
         chosen |= settle_for(c.model_copy(update=chosen), shapes, memory, learner=False)
     settled = c.model_copy(update=chosen)
     phases = device_budget(settled, shapes, memory, **roles)
@@ -122,7 +122,7 @@ def _settle_on_gpu(
 
 
 def choose_dtype(c: RunConfig, parameters: int, device: torch.device, info: str | None = None) -> tuple[str, str]:
-    """The type to compute with, and why. `info`: text of /proc/cpuinfo; None is this machine's."""
+    """Return the compute dtype and the reason. `info`: text of /proc/cpuinfo; None: this machine's."""
     if c.matmul_precision != "highest":
         return "float32", f"matmul_precision: {c.matmul_precision} says how it is multiplied"
     if parameters < PAYS_FROM:
@@ -145,14 +145,14 @@ def choose_threads(parameters: int, usable: int) -> int:
 
 
 def _usable(c: RunConfig) -> int:
-    """Threads for the learner's process: sampler processes have theirs at the same time."""
+    """Return the threads for the learner's process; sampler processes use theirs at the same time."""
     options = sampler_options(c)
     taken = options.samplers * options.threads if isinstance(options, Processes) else 0
     return max(1, usable_threads() - taken)
 
 
 def sampler_device(c: RunConfig, learner: str) -> str:
-    """Type of the samplers' device; `learner`: that of the learner's."""
+    """Return the samplers' device type; `learner`: the learner's."""
     options = sampler_options(c)
     if isinstance(options, Processes) and options.devices:
         return options.devices[0].partition(":")[0]
@@ -160,10 +160,10 @@ def sampler_device(c: RunConfig, learner: str) -> str:
 
 
 def engine_type(c: RunConfig, dtype: str) -> dict[str, Any]:
-    """The embedded engine computes in bfloat16, too, unless it was told what to, or nothing weighs what it samples.
+    """Return the embedded engine's bfloat16 setting, empty if its dtype is set or no ratio corrects its samples.
 
-    Both sides may round where the loss weighs tokens by the ratio of the learner's probability to the engine's own.
-    vLLM takes the type of the saved model by itself.
+    Both sides may round if the loss weights tokens by the ratio of the learner's probability to the engine's. vLLM uses
+    the saved model's dtype by default.
     """
     options = method(ENGINES, c.engine, "engine")
     if dtype != "bfloat16" or uncorrected(c) or not isinstance(options, LocalOptions) or options.dtype is not None:

@@ -1,7 +1,7 @@
-"""Memory of a run on a GPU, by phase, from its configuration and the shapes of its model alone.
+"""GPU memory of a run by phase, from its config and its model's shapes alone.
 
-`device_budget` says what each phase holds. `settle_for` chooses what is `auto` by it: slots of the embedded engine,
-tokens of a micro-batch, layers recomputed. `--dry-run --gpu 24GiB` prints it for a GPU that is not here.
+`device_budget` returns the memory of each phase. `settle_for` uses it to choose `auto` values: slots of the embedded
+engine, tokens per micro-batch, gradient checkpointing. `--dry-run --gpu 24GiB` prints it for any GPU.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from .placement import engine_bytes
 
 GIB = 2**30
 USABLE = 0.94
-"""Share of a GPU's memory for tensors; the rest goes to CUDA's context, kernels and fragments."""
+"""Share of GPU memory for tensors; the rest is for CUDA's context, kernels and fragments."""
 HALF = ("bfloat16", "float16")
 ASLEEP = GIB
-"""What vLLM keeps of the GPU while it sleeps: CUDA graphs and workspaces; an estimate."""
+"""GPU memory that a sleeping vLLM keeps: CUDA graphs and workspaces; an estimate."""
 OPTIMIZER = {"adamw_torch_8bit": 2, "adamw_torch_4bit": 1, "sgd": 4, "muon": 4, "adafactor": 0}
-"""Bytes of optimizer state for a trained parameter; AdamW has 8."""
+"""Bytes of optimizer state per trained parameter; AdamW has 8."""
 
 
 @dataclass(frozen=True)
 class Shapes:
-    """A causal LM in numbers."""
+    """Sizes of a causal LM, for memory estimates."""
 
     parameters: int
     trained: int
@@ -56,18 +56,18 @@ class Shapes:
     qk_norm: bool
     """Whether queries and keys are normalized."""
     recomputes: bool
-    """Whether norms and gated activations are computed again in the backward pass."""
+    """Whether the backward pass recomputes norms and gated activations."""
     in_bfloat16: bool = False
-    """Whether the weights that were given are."""
+    """Whether the given weights are bfloat16."""
 
     @property
     def kv_elements(self) -> int:
-        """Keys and values of one position, all layers."""
+        """Return the elements of keys and values of one position, over all layers."""
         return 2 * self.layers * self.keys
 
     @classmethod
     def of(cls, model: Any, c: RunConfig) -> Shapes:
-        """Of a model, which may be on the meta device."""
+        """Return the sizes of a model, which may be on the meta device."""
         text = model.config.get_text_config()
         heads = text.num_attention_heads
         width = getattr(text, "head_dim", None) or text.hidden_size // heads
@@ -104,15 +104,15 @@ def _adapter_parameters(model: Any, c: RunConfig) -> int:
 
 @dataclass(frozen=True)
 class Gpus:
-    """GPUs of one size: the learner has the first; with a second, samplers have the others."""
+    """GPUs of equal size: the learner has the first; with a second, samplers have the others."""
 
     count: int
     memory: int
-    """Bytes of one."""
+    """Bytes per GPU."""
 
     @classmethod
     def parsed(cls, text: str) -> Gpus:
-        """`24GiB`, `80GB`, `2x80GiB`. Raises ConfigError on anything else."""
+        """Parse `24GiB`, `80GB` or `2x80GiB`. Raises ConfigError on anything else."""
         found = re.fullmatch(r"(?:(\d+)x)?(\d+(?:\.\d+)?)\s*(GiB|GB)", text.strip(), re.IGNORECASE)
         if found is None or int(found[1] or 1) < 1:
             raise ConfigError(f"--gpu: cannot read {text!r}; write e.g. 24GiB or 2x80GiB")
@@ -124,7 +124,7 @@ Phases = dict[str, dict[str, int]]
 
 
 def device_budget(c: RunConfig, shapes: Shapes, memory: int, *, learner: bool = True, sampler: bool = True) -> Phases:
-    """Bytes that the learner, the sampler, or both hold on one GPU of `memory` bytes, by phase.
+    """Return the bytes that learner, sampler or both hold on one GPU of `memory` bytes, by phase.
 
     Keys that are `auto` count as their smallest value.
     """
@@ -136,7 +136,7 @@ def device_budget(c: RunConfig, shapes: Shapes, memory: int, *, learner: bool = 
             phase.update(resident)
         parts["update"] |= _update_parts(c, shapes)
         if c.lora is not None and c.lora.merge:
-            parts["publish"]["merged weights"] = 4 * _matrices(shapes) // shapes.layers  # a layer at a time
+            parts["publish"]["merged weights"] = 4 * _matrices(shapes) // shapes.layers  # one layer at a time
     if sampler and isinstance(engine, VllmOptions):
         share = max(int((engine.gpu_memory_utilization or 0.0) * memory), _least_of_vllm(c, shapes))
         for phase in parts.values():
@@ -154,7 +154,7 @@ def device_budget(c: RunConfig, shapes: Shapes, memory: int, *, learner: bool = 
 
 
 def host_budget(c: RunConfig, shapes: Shapes) -> Phases:
-    """Bytes of weights that the process of the learner holds on the host, next to a GPU, by phase."""
+    """Return the bytes of weights that the learner's process holds on the host, next to a GPU, by phase."""
     whole, alone = 4 * shapes.parameters, c.lora is None
     kept = {"kept versions": (c.max_lag + 1) * whole} if c.max_lag and name_of(c.sync) == "in_process" else {}
     written = max(min(FILE_BYTES, whole), 4 * shapes.vocabulary) if alone else 0
@@ -169,7 +169,7 @@ def host_budget(c: RunConfig, shapes: Shapes) -> Phases:
 def settle_for(
     c: RunConfig, shapes: Shapes, memory: int, *, learner: bool = True, sampler: bool = True
 ) -> dict[str, Any]:
-    """Values for the keys that are `auto`, and slots of the embedded engine, that fit a GPU of `memory` bytes."""
+    """Return values for `auto` keys, and slots of the embedded engine, that fit a GPU of `memory` bytes."""
     chosen: dict[str, Any] = {}
     usable, roles = int(USABLE * memory), {"learner": learner, "sampler": sampler}
 
@@ -191,7 +191,7 @@ def settle_for(
         if least > (engine.gpu_memory_utilization or 0.0):
             chosen["engine"] = _with(c, gpu_memory_utilization=min(1.0, math.ceil(100 * least) / 100))
     if sampler and isinstance(engine, LocalOptions):
-        size = c.num_generations  # a prompt more for so many slots
+        size = c.num_generations  # slots that one more prompt needs
         one, two = (left("generation", c.model_copy(update={"engine": _with(c, slots=n * size)})) for n in (1, 2))
         slots = min(engine.slots, max(1, size + size * one // max(1, one - two)))
         if slots < engine.slots:
@@ -200,7 +200,7 @@ def settle_for(
 
 
 def require_room(c: RunConfig, phases: Mapping[str, Mapping[str, int]], memory: int) -> None:
-    """Raises ConfigError naming the phase, what it needs, and the keys that make it smaller."""
+    """Raise ConfigError naming the phase that does not fit, its memory, and keys that reduce it."""
     for phase, held in phases.items():
         total = sum(held.values())
         if total > memory:
@@ -244,7 +244,7 @@ def _half_base(c: RunConfig, shapes: Shapes) -> bool:
 
 
 def _matrices(shapes: Shapes) -> int:
-    """Parameters but those of the input embedding."""
+    """Return the number of parameters outside the input embedding."""
     return shapes.parameters - shapes.vocabulary
 
 
@@ -254,12 +254,12 @@ def _optimizer_bytes(c: RunConfig, shapes: Shapes) -> int:
         each = 0
     elif c.optim_args.get("amsgrad"):
         each += each // 2
-    ends = 4 * shapes.vocabulary if c.optim == "muon" and c.lora is None else 0  # Muon leaves them to AdamW
+    ends = 4 * shapes.vocabulary if c.optim == "muon" and c.lora is None else 0  # Muon leaves these to AdamW
     return each * shapes.trained + ends
 
 
 def _ranks(c: RunConfig) -> int:
-    """GPUs that cut weights, gradients and optimizer among them."""
+    """Return the number of GPUs that shard weights, gradients and optimizer."""
     options = method(LEARNERS, c.learner, "learner")
     ranks: Any = getattr(options, "fsdp_size", None) or getattr(options, "ranks", 1)
     return int(ranks)
@@ -269,7 +269,7 @@ def _update_parts(c: RunConfig, shapes: Shapes) -> dict[str, int]:
     tokens = AT_LEAST if c.tokens_per_microbatch == "auto" else c.tokens_per_microbatch
     ranks = _ranks(c)
     parts = {"gradients": 4 * shapes.trained // ranks}
-    if ranks > 1:  # whole: two layers, and the embedding and the head with their gradients, which all layers share
+    if ranks > 1:  # unsharded: two layers, and both ends with gradients, which all layers share
         layer = _matrices(shapes) // shapes.layers
         parts["gathered weights"] = 2 * 4 * layer + 2 * 8 * shapes.vocabulary
     elif c.dtype in HALF:
@@ -280,20 +280,20 @@ def _update_parts(c: RunConfig, shapes: Shapes) -> dict[str, int]:
 
 
 def _activations(c: RunConfig, shapes: Shapes) -> int:
-    """Bytes that the backward pass holds of one token at its peak: what all layers keep, and one layer's workspace."""
+    """Return the peak bytes per token in the backward pass: activations of all layers, and one layer's workspace."""
     half = c.dtype in HALF
     if c.gradient_checkpointing is True:
         one = _kept_by_layer(shapes, half, recomputed=False, lora=c.lora)
         return 4 * shapes.hidden * (shapes.layers + 1) + int(0.7 * one)
     kept = shapes.layers * _kept_by_layer(shapes, half, recomputed=shapes.recomputes, lora=c.lora)
-    if shapes.recomputes:  # what is made again, and gradients of a layer's matrices
+    if shapes.recomputes:  # recomputed activations, and gradients of a layer's matrices
         wide = 2 * shapes.hidden + shapes.queries + 2 * shapes.keys + 3 * shapes.intermediate
         kept += int((1.3 if half else 5) * wide)
     return kept
 
 
 def _kept_by_layer(shapes: Shapes, half: bool, *, recomputed: bool, lora: Any) -> int:
-    """Bytes that one decoder layer keeps of one token for the backward pass (`learner/local/recompute.py`).
+    """Return the bytes per token that one decoder layer keeps for the backward pass (`learner/local/recompute.py`).
 
     As counted on Llama and Qwen3: the residual stream in float32; queries, keys (before and after their norms) and
     values; attention's output; gate and up; under autocast also the cast inputs of the matrices.
@@ -312,7 +312,7 @@ def _kept_by_layer(shapes: Shapes, half: bool, *, recomputed: bool, lora: Any) -
 
 
 def _engine_weights(c: RunConfig, shapes: Shapes) -> int:
-    """Of the embedded engine: the embedding in float32, and a head of its own."""
+    """Return the bytes of the embedded engine's weights: the embedding in float32, and a separate head."""
     each = engine_bytes(c)
     return 4 * shapes.vocabulary + each * (shapes.parameters - shapes.vocabulary) + each * shapes.vocabulary
 
@@ -331,7 +331,7 @@ def _generation_parts(c: RunConfig, shapes: Shapes, slots: int) -> dict[str, int
 
 
 def _least_of_vllm(c: RunConfig, shapes: Shapes) -> int:
-    """What vLLM needs for weights, its largest pass, and the keys and values of a group's longest rollouts."""
+    """Return vLLM's minimum: weights, its largest pass, and keys and values of a group's longest rollouts."""
     given = _given(c, "dtype")
     each = 2 if given in HALF or (given is None and shapes.in_bfloat16) else 4
     rows = min(c.num_generations, c.prompts_per_step * c.num_generations)

@@ -1,9 +1,9 @@
-"""Checkpoints: every stateful part in one atomic cut.
+"""Checkpoints: every stateful part in one atomic snapshot.
 
 A checkpoint is a directory `checkpoints/step-000042` with the trained weights (an ordinary Hugging Face or PEFT
-directory), the optimizer, `state.json` (everything else, the ledger's mark among it) and `manifest.json` with a SHA-256
-per file. It is written under a temporary name; files and directory are fsynced before the rename, the parent after, so
-a checkpoint either is whole or is not there.
+directory), the optimizer, `state.json` (all other state, including the ledger's mark) and `manifest.json` with a
+SHA-256 per file. It is written under a temporary name. Files and directory are fsynced before the rename and the parent
+after it, so a checkpoint is either complete or absent.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from ..record.records import START
 MANIFEST = "manifest.json"
 STATE = "state.json"
 TRL_STATE = "winnow.json"
-"""What a checkpoint of a run inside TRL holds of ours."""
+"""Winnow's state in a checkpoint of a run inside TRL."""
 FORMAT = 1
 ABANDONED_S = 86_400.0
-"""Age of a reader's links to a checkpoint that nobody can be loading any more."""
+"""Age at which a reader's links to a checkpoint are certainly unused."""
 
 
 class Mark(State):
@@ -54,7 +54,7 @@ def _of_every_table(marks: dict[str, Mark]) -> dict[str, Mark]:
 
 
 class SavedState(State):
-    """Common to the states of a run, and of one inside TRL."""
+    """State shared by checkpoints of a run and of a run inside TRL."""
 
     loop: LoopState
     config: dict[str, Any]
@@ -72,16 +72,16 @@ class RunState(SavedState):
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint that cannot be used; the message says which file and what to do."""
+    """An unusable checkpoint; the message names the file and the remedy."""
 
 
 def save(
     run_dir: Path, step: int, state: Mapping[str, Any], write: Callable[[Path], None], *, keep_last: int | None
 ) -> Path:
-    """Write one checkpoint and remove the oldest beyond `keep_last` (None: none); returns its directory.
+    """Write one checkpoint and remove the oldest beyond `keep_last` (None: keep all); return its directory.
 
-    `write` puts weights and optimizer into the directory it is given. A failure (disk full ...) leaves the earlier
-    checkpoints as they were.
+    `write` receives a directory for weights and optimizer. A failure (disk full ...) leaves the earlier checkpoints
+    unchanged.
     """
     root = run_dir / "checkpoints"
     private_directory(root)
@@ -98,7 +98,7 @@ def save(
         failpoint("checkpoint.manifest")
         fsync_tree(temporary)
         failpoint("checkpoint.fsync")
-        if target.exists():  # left by an attempt that a resume has rolled back
+        if target.exists():  # from an attempt that a resume rolled back
             _remove(target)
         temporary.rename(target)
         failpoint("checkpoint.rename")
@@ -109,7 +109,7 @@ def save(
             raise
         raise CheckpointError(f"{target}: could not be saved: {error}; earlier checkpoints are untouched") from error
     for abandoned in root.glob(".reading-*"):
-        with suppress(FileNotFoundError):  # its reader is done
+        with suppress(FileNotFoundError):  # its reader has finished
             if time.time() - abandoned.stat().st_mtime > ABANDONED_S:
                 shutil.rmtree(abandoned, ignore_errors=True)
     if keep_last is not None:
@@ -123,9 +123,9 @@ def _name(step: int) -> str:
 
 
 def _remove(directory: Path) -> None:
-    """At once for whoever looks by its name: a reader must not take half of it for a damaged one.
+    """Remove a checkpoint, renaming it first: a reader must not mistake half of it for a damaged one.
 
-    Raises CheckpointError for a link: what it leads to is not the run's to remove.
+    Raises CheckpointError for a link: its target is not the run's to remove.
     """
     if directory.is_symlink():
         raise CheckpointError(f"{directory}: a symbolic link, not what this run saved; remove it, and resume")
@@ -142,7 +142,7 @@ def _write_manifest(directory: Path, step: int) -> None:
 
 
 def steps(run_dir: Path) -> list[int]:
-    """Steps of the checkpoints there are, ascending. Raises CheckpointError where they cannot be listed."""
+    """Return the steps of existing checkpoints, ascending. Raises CheckpointError if they cannot be listed."""
     try:
         names = os.listdir(run_dir / "checkpoints")
     except FileNotFoundError:
@@ -154,7 +154,7 @@ def steps(run_dir: Path) -> list[int]:
 
 
 def latest(run_dir: Path) -> Path | None:
-    """The newest checkpoint, verified; None when there is none. Raises CheckpointError when it is damaged."""
+    """Return the newest checkpoint, verified; None without one. Raises CheckpointError if it is damaged."""
     found = steps(run_dir)
     if not found:
         return None
@@ -173,10 +173,10 @@ def _directory(run_dir: Path, found: list[int]) -> Path:
 
 @contextmanager
 def held(run_dir: Path) -> Iterator[Path | None]:
-    """The newest checkpoint, verified, and there for as long as the block lasts; None when there is none.
+    """Yield the newest checkpoint, verified and protected from removal inside the block; None without one.
 
-    A run that goes on takes its old checkpoints away; this is a directory of links to the files of one. Raises
-    CheckpointError when it is damaged.
+    A running run removes old checkpoints; this is a directory of links to the files of one. Raises CheckpointError if
+    it is damaged.
     """
     root = run_dir / "checkpoints"
     with tempfile.TemporaryDirectory(prefix=".reading-", dir=root if os.access(root, os.W_OK) else None) as own:
@@ -187,7 +187,7 @@ def held(run_dir: Path) -> Iterator[Path | None]:
 
 
 def _linked(directory: Path, into: Path) -> Path | None:
-    """None when the run took the checkpoint away; then there is a newer one."""
+    """Return a linked copy; None if the run has removed the checkpoint, which implies a newer one."""
     target = into / directory.name
     try:
         shutil.copytree(directory, target, copy_function=_link)
@@ -205,7 +205,7 @@ def _link(source: str, target: str) -> None:
         os.link(source, target)
     except FileNotFoundError:
         raise
-    except OSError:  # another file system, or files of another user
+    except OSError:  # another file system, or another user's files
         shutil.copyfile(source, target)
 
 
@@ -231,10 +231,10 @@ def verify(directory: Path) -> None:
 
 
 def marks(run_dir: Path) -> dict[str, dict[str, Any]]:
-    """The ledger's marks of what this run can go on from, by the name of each: its start, its newest checkpoint.
+    """Return the ledger's marks of points that this run can resume from, by name: its start, its newest checkpoint.
 
-    Also those of a run inside TRL. A running run may take a checkpoint away meanwhile; then it is the next one's mark.
-    Raises CheckpointError naming a file that is there and cannot be read.
+    Includes those of a run inside TRL. If a running run removes a checkpoint meanwhile, the next one's mark applies.
+    Raises CheckpointError naming an existing file that cannot be read.
     """
     saved = [run_dir / "checkpoints" / _name(step) / STATE for step in steps(run_dir)[-1:]]
     of_trl = sorted(
@@ -257,8 +257,8 @@ def load_state(directory: Path) -> dict[str, Any]:
 
 
 def parsed(file: Path) -> dict[str, Any]:
-    """The JSON of a state. Raises ValueError where it is not JSON, or holds a number that is not finite or too large
-    for arrays and databases."""
+    """Return the JSON of a state. Raises ValueError if it is not JSON, or a number is not finite or too large for
+    arrays and databases."""
 
     def number(text: str) -> float:
         if not math.isfinite(value := float(text)):
@@ -276,7 +276,7 @@ def parsed(file: Path) -> dict[str, Any]:
 
 
 def load_run_state(directory: Path) -> dict[str, Any]:
-    """The state that a session saved. Raises CheckpointError naming what is not of its kind."""
+    """Return the saved state of a session. Raises CheckpointError naming the invalid part."""
     with understood(directory / STATE):
         state = load_state(directory)
         RunState.of(state)
@@ -286,11 +286,11 @@ def load_run_state(directory: Path) -> dict[str, Any]:
 
 
 def load_state_in_trl(file: Path) -> dict[str, Any]:
-    """The same of a run inside TRL."""
+    """Return the saved state of a run inside TRL. Raises CheckpointError as `load_run_state` does."""
     with understood(file):
         try:
             state = parsed(file)
-        except ValueError as error:  # no manifest of ours vouches for this file
+        except ValueError as error:  # no Winnow manifest covers this file
             raise CheckpointError(f"{file}: damaged ({error}); resume from another checkpoint") from None
         StateInTrl.of(state)
         return state
@@ -298,7 +298,7 @@ def load_state_in_trl(file: Path) -> dict[str, Any]:
 
 @contextmanager
 def understood(file: Path) -> Iterator[None]:
-    """Turn whatever taking a state raises into a CheckpointError: the file is whole, but not of this version."""
+    """Turn any error of restoring a state into a CheckpointError: the file is intact, but from another version."""
     try:
         with at("state"):
             yield

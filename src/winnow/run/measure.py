@@ -1,7 +1,7 @@
-"""What a run does on this machine, measured, next to what Winnow expects: `winnow doctor --measure`.
+"""Measured performance on this machine, compared with Winnow's expectations: `winnow doctor --measure`.
 
-Each check returns figures. One that fails or finds something wrong is in the report, and the others run all the same.
-About three minutes on a GPU, well under one on a CPU.
+Each check returns figures. A check that fails or finds a problem is reported, and the other checks still run. Takes
+about three minutes on a GPU, well under one on a CPU.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ SIZES = {
     "cuda": {"prompts_per_step": 16, "num_generations": 8, "max_prompt_length": 256, "max_completion_length": 256},
     "cpu": {"prompts_per_step": 4, "num_generations": 4, "max_prompt_length": 32, "max_completion_length": 32},
 }
-"""Settings of the run that is measured."""
+"""Settings of the measured run."""
 VLLM_SHARE = 0.3
 LEAST, MOST = 0.7, 1.1
-"""Measured memory over predicted memory, where the prediction is right."""
+"""Accepted range of measured over predicted memory."""
 LONGEST_PLAN_MS = 50.0
 FRESH = (397, 461, 523, 587)
-"""Lengths of sequences that no other check computes."""
+"""Sequence lengths that no other check uses."""
 BACKENDS = {
     "as set": None,
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -65,27 +65,27 @@ Figures = dict[str, Any]
 
 
 class SkippedError(Exception):
-    """The check has nothing to measure here; the message says why."""
+    """The check does not apply here; the message gives the reason."""
 
 
 @dataclass
 class Bench:
-    """What checks share."""
+    """State that checks share."""
 
     config: RunConfig
     device: torch.device
     peak: dict[str, int] = field(default_factory=dict)
-    """Most bytes that tensors had on the GPU, by phase."""
+    """Peak bytes of tensors on the GPU, by phase."""
 
     @cached_property
     def built(self) -> tuple[Any, Any, Any]:
-        """Tokenizer, embedded engine and learner, as a run builds them."""
+        """Return tokenizer, embedded engine and learner, built as for a run."""
         policy, engine = build_policy(self.config, None, None, None)
         return policy.tokenizer, engine, build_learner(policy, self.config)
 
     @cached_property
     def requests(self) -> list[Request]:
-        """A batch of prompts at random."""
+        """Return a batch of random prompts."""
         c, draws, requests = self.config, np.random.default_rng(0), []
         for number in range(c.prompts_per_step):
             ids = tuple(draws.integers(2, self.built[2].sizes.vocab_size, c.max_prompt_length).tolist())
@@ -95,7 +95,7 @@ class Bench:
 
     @cached_property
     def rows(self) -> list[Row]:
-        """Rollouts as long as they may be, of tokens and advantages at random."""
+        """Return rollouts of maximum length with random tokens and advantages."""
         n, draws, rows = self.config.max_completion_length, np.random.default_rng(1), []
         for request in self.requests:
             ids = draws.integers(2, self.built[2].sizes.vocab_size, n)
@@ -104,7 +104,7 @@ class Bench:
         return rows
 
     def timed(self, work: Callable[[], Any], phase: str = "") -> float:
-        """Seconds; what the GPU holds meanwhile is booked under `phase`."""
+        """Return the seconds of `work`; record its peak GPU memory under `phase`."""
         gc.collect()
         if on_gpu := self.device.type == "cuda":
             torch.cuda.synchronize()
@@ -123,7 +123,7 @@ def _rollout(request: Request, ids: np.ndarray, logp: np.ndarray) -> Rollout:
 
 
 def update(bench: Bench) -> Figures:
-    """The third of three updates: the optimizer then has its state, and kernels are loaded."""
+    """Time the third of three updates: by then the optimizer has its state and kernels are loaded."""
     _, engine, learner = bench.built
     loss = build_loss(bench.config)
     _release(engine)
@@ -137,7 +137,7 @@ def update(bench: Bench) -> Figures:
 
 
 def repeats(bench: Bench) -> Figures:
-    """Whether the gradients of the same rows are the same, bit for bit."""
+    """Check whether the gradients of the same rows are equal, bit for bit."""
     model, sums = bench.built[2].model, []
     for _ in range(2):
         torch.manual_seed(0)
@@ -164,7 +164,7 @@ def vllm(bench: Bench) -> Figures:
 
 
 def _engine(bench: Bench, engine: Any, phases: tuple[str, str]) -> Figures:
-    """The second of two batches, each after weights were published; and its log-probabilities against the learner's."""
+    """Time the second of two batches, each after a weight publish; compare log-probabilities with the learner's."""
     learner = bench.built[2]
     rollouts: list[Rollout] = []
 
@@ -192,13 +192,13 @@ def _engine(bench: Bench, engine: Any, phases: tuple[str, str]) -> Figures:
 
 
 def _release(engine: Any) -> None:
-    """As a run does before an update."""
+    """Release the engine's memory, as a run does before an update."""
     if hasattr(engine, "release"):
         engine.release()
 
 
 def memory(bench: Bench) -> Figures:
-    """Most bytes of each phase, GiB: as the budget predicts and as PyTorch counted."""
+    """Compare peak memory by phase, GiB: the budget's prediction and PyTorch's count."""
     if bench.device.type != "cuda":
         raise SkippedError("PyTorch does not count a CPU's memory")
     tokens = min(bench.config.tokens_per_microbatch, _tokens(bench.config))
@@ -216,7 +216,7 @@ def memory(bench: Bench) -> Figures:
 
 
 def attention(bench: Bench) -> Figures:
-    """Forward and backward of causal attention, ms: the first call with a new length, and the next one with it."""
+    """Time forward and backward of causal attention, ms: the first and second call with a new length."""
     on_gpu, figures = bench.device.type == "cuda", Figures()
     heads = (4, 16) if on_gpu else (1, 2)
     kind = {"device": bench.device, "dtype": getattr(torch, bench.config.dtype), "requires_grad": True}
@@ -233,7 +233,7 @@ def attention(bench: Bench) -> Figures:
     for name, backend in BACKENDS.items():
         try:
             with nullcontext() if backend is None else sdpa_kernel(backend):
-                once(FRESH[0] + 1)  # kernels are loaded
+                once(FRESH[0] + 1)  # load kernels
                 pairs = [(once(length), once(length)) for length in FRESH]
         except RuntimeError as error:
             figures[name] = f"not available: {str(error)[:50]}"
@@ -246,7 +246,7 @@ def attention(bench: Bench) -> Figures:
 
 
 def threads(bench: Bench) -> Figures:
-    """Times of the gradients of one group by number of threads, as a share of one thread's."""
+    """Time the gradients of one group by number of threads, relative to one thread."""
     usable = usable_threads()
     if bench.device.type != "cpu" or usable == 1:
         raise SkippedError("there is one core, or the work is done on a GPU")
@@ -287,9 +287,9 @@ CHECKS: dict[str, Callable[[Bench], Figures]] = {
 
 
 def measure(model: str | None, values: Mapping[str, Any], say: Callable[[str], None]) -> dict[str, Any]:
-    """The report; `say` is given each line when it is known. `values`: settings of the run that is measured.
+    """Return the report; `say` receives each line when it is ready. `values`: settings of the measured run.
 
-    Without a model one with weights at random is made. Raises ConfigError when a run with these settings cannot begin.
+    Without `model`, uses one with random weights. Raises ConfigError when a run with these settings cannot start.
     """
     quiet_transformers()
     kind = "cuda" if torch.cuda.is_available() and values.get("device") != "cpu" else "cpu"
@@ -318,7 +318,7 @@ def _tried(check: Callable[[Bench], Figures], bench: Bench) -> Figures:
         verdict, figures = "skipped", {"because": str(error)}
     except ConfigError as error:
         verdict, figures = "wrong", {"wrong": str(error)}
-    except Exception as error:  # of a GPU, of vLLM: anything; the other checks are of use all the same
+    except Exception as error:  # a GPU or vLLM may raise anything; the other checks remain useful
         verdict, figures = "failed", {"error": f"{type(error).__name__}: {error}"}
     gc.collect()
     if bench.device.type == "cuda":
@@ -364,7 +364,7 @@ def _tokens(c: RunConfig) -> int:
 
 
 def _made(directory: Path, *, large: bool) -> str:
-    """A Llama of the sizes of Qwen3-0.6B, or a small one for a CPU, with weights and words of no meaning."""
+    """Save a Llama sized like Qwen3-0.6B, or a small one for a CPU, with random weights and meaningless words."""
     hidden, layers, vocabulary, heads = (1024, 28, 151_936, 16) if large else (256, 3, 512, 4)
     words = {f"w{i}": i for i in range(vocabulary - 1)} | {"<eos>": vocabulary - 1}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
