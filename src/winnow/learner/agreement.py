@@ -29,7 +29,7 @@ class Agreement:
 
 
 def compare(rollouts: Sequence[Rollout], learner: Learner, *, raw: bool = False) -> Agreement:
-    """Return |learner - sampler|; `raw`: before temperature, top-k and top-p. Raises ValueError without tokens."""
+    """Return the agreement; `raw`: the learner's before temperature, top-k and top-p. ValueError without tokens."""
     if not any(rollout.action_mask.any() for rollout in rollouts):
         raise ValueError("there are no sampled tokens to compare")
     difference_N = torch.cat(_differences(rollouts, learner, raw))

@@ -43,7 +43,7 @@ class StepOptions:
     reference_kl_steps: int | None = None
     """Steps between measurements of the KL to the reference; None: never."""
     ref_model_sync_steps: int | None = None
-    """Steps between mixing the policy into the reference; None: never."""
+    """Steps between mixes of the policy into the reference; None: never."""
     ref_model_mixup_alpha: float = 0.6
     """Share of the policy in the mixture."""
 

@@ -53,7 +53,7 @@ class Machine:
         c, cores = self.config, usable_threads()
         if isinstance(c.threads, int) and c.threads > cores:
             found.append(f"threads: {c.threads}, but this process may use {cores} here; set threads=auto")
-        by_type = c.matmul_precision == "highest" and c.dtype != "float16"  # a GPU multiplies float16 as fast
+        by_type = c.matmul_precision == "highest" and c.dtype != "float16"  # float16 is as fast on a GPU
         if by_type and c.dtype != self.preferred:
             found.append(
                 f"dtype: {c.dtype} is probably slower here than {self.preferred} ({self.why_preferred}); set dtype=auto"

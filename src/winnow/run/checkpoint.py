@@ -175,8 +175,8 @@ def _directory(run_dir: Path, found: list[int]) -> Path:
 def held(run_dir: Path) -> Iterator[Path | None]:
     """Yield the newest checkpoint, verified and protected from removal inside the block; None without one.
 
-    A running run removes old checkpoints; this is a directory of links to the files of one. Raises CheckpointError if
-    it is damaged.
+    A run in progress removes old checkpoints; this is a directory of links to the files of one. Raises CheckpointError
+    if it is damaged.
     """
     root = run_dir / "checkpoints"
     with tempfile.TemporaryDirectory(prefix=".reading-", dir=root if os.access(root, os.W_OK) else None) as own:
@@ -233,8 +233,8 @@ def verify(directory: Path) -> None:
 def marks(run_dir: Path) -> dict[str, dict[str, Any]]:
     """Return the ledger's marks of points that this run can resume from, by name: its start, its newest checkpoint.
 
-    Includes those of a run inside TRL. If a running run removes a checkpoint meanwhile, the next one's mark applies.
-    Raises CheckpointError naming an existing file that cannot be read.
+    Includes those of a run inside TRL. If a run in progress removes a checkpoint, the next one's mark applies. Raises
+    CheckpointError naming an existing file that cannot be read.
     """
     saved = [run_dir / "checkpoints" / _name(step) / STATE for step in steps(run_dir)[-1:]]
     of_trl = sorted(

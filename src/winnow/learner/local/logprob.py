@@ -73,7 +73,7 @@ class TokenDistribution:
         return None if self.repetition_penalty == 1 else Context.of(ids_BT, mask_BT)
 
     def logits(self, raw_NV: torch.Tensor, targets_N: torch.Tensor, context: Context | None = None) -> torch.Tensor:
-        """Return [N, V'] in float32 (float64 stays), dropped tokens at -inf; never the target: its ratio is finite."""
+        """Return [N, V'], float32 (float64 stays), dropped tokens at -inf; not the target: its ratio must be finite."""
         whole_NV = at_least_float32(raw_NV[:, : self.n_tokens])
         if context is not None:
             whole_NV = penalized(whole_NV, seen(context.ids(), self.n_tokens), self.repetition_penalty)

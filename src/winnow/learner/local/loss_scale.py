@@ -23,7 +23,7 @@ class LossScale:
         self._clean = 0
 
     def fits(self, params: Iterable[torch.nn.Parameter]) -> bool:
-        """Divide gradients by the factor: True. If one is not finite, zero all and halve the factor: False.
+        """Unscale gradients and return True; if one is not finite, zero all, halve the factor and return False.
 
         Raises FloatingPointError when gradients are not finite without a factor either.
         """

@@ -23,7 +23,7 @@ class TokenBaselines:
         """Baselines computed in advance, by the list of their micro-batches."""
 
     def ahead(self, batches: Sequence[MicroBatch], loss: LossConfig) -> None:
-        """Compute baselines that need extra passes: one for each of `spread_over_several(batches)`."""
+        """Compute in advance the baselines that need extra passes: one for each of `spread_over_several(batches)`."""
         first = [
             batch.pools for batch in spread_over_several(batches) if batch.pools and batch is batch.pools.pieces[0]
         ]
