@@ -202,8 +202,9 @@ class Budget:
 
     @staticmethod
     def for_model(tokens: int, parameters: int, *, share: bool, device: str = "cpu") -> Budget:
-        """Return the budget for a model size. Measured on CPUs, one more pass costs as much as 512 tokens at 0.6
-        million parameters and 64 at 135 million; on a GPU thousands of launches: tens of milliseconds for any model."""
+        """Return the budget for a model size. On CPUs one more pass costs as much as 512 tokens at 0.6 million
+        parameters and 64 at 135 million, measured. On a GPU it costs thousands of launches: tens of milliseconds for
+        any model."""
         if device == "cuda":
             return Budget(tokens, PASS_TOKENS_CUDA, share)
         return Budget(tokens, min(PASS_TOKENS, max(64, 300_000_000 // max(parameters, 1))), share)

@@ -26,9 +26,9 @@ def penalised(
     """Return copies of the groups with rewards reduced by `beta` times each rollout's log ratio, and metrics.
 
     Only advantages use them; filters, selectors and statistics use the original rewards. A group with equal rewards
-    learns from the penalty alone, at its small size. Under an advantage `scaled` by the spread of rewards (of the
-    group, or of the batch if not group-relative), equal rewards are kept and teach nothing: scaling would inflate the
-    penalty to the size of a reward. Metrics: `kl`, nats per token; `kl_penalty`, per rollout.
+    learns from the penalty alone, at its small size. Exception: an advantage `scaled` by the spread of rewards (of the
+    group, or of the batch if not group-relative). Equal rewards then stay and teach nothing, since scaling would
+    inflate the penalty to the size of a reward. Metrics: `kl`, nats per token; `kl_penalty`, per rollout.
     """
     judged = [r for group in groups for r in group.rollouts if r.reward is not None]
     kl = log_ratios(judged, learner)

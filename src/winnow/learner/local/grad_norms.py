@@ -1,7 +1,7 @@
 """Per-row gradients of a micro-batch from one backward pass: exact norms, and any weighted sum.
 
 No weight gets a gradient meanwhile. Hooks keep the input X [B, T, in] of each linear layer and the gradient Y
-[B, T, out] of its output; row i's weight gradient is Y_i' X_i. Its squared norm is the sum over all pairs of tokens of
+[B, T, out] of its output. Row i's weight gradient is Y_i' X_i. Its squared norm is the sum over all pairs of tokens of
 (x_s . x_t)(y_s . y_t) (Goodfellow 2015; "ghost norms", Li et al. 2022), cheap for few tokens. For many tokens the
 product itself is cheaper. The weighted sum over rows takes one more product.
 """

@@ -2,7 +2,7 @@
 
 The authors run one backward pass per rollout and keep two sums of gradients, with and without reward weights; the
 baseline is subtracted at the end. `RowByRow` does that. `Batched` takes one backward pass for all rollouts of a
-micro-batch if each trainable parameter's gradient can be separated by rows (`grad_norms`): 1.5 to 4.5 times as fast
+micro-batch. It needs parameters whose gradients can be separated by rows (`grad_norms`). It is 1.5 to 4.5 times as fast
 below `ALONE_TOKENS` (docs/baselines.md).
 """
 
