@@ -1,4 +1,4 @@
-"""Paths in a configuration: absolute, so that a run resumes from any directory; with `~` in a run's files."""
+"""Paths in a configuration: absolute, so a run resumes from any directory, and with `~` in a run's files."""
 
 from __future__ import annotations
 
