@@ -24,7 +24,7 @@ class GameOptions:
     demo_noise: float = 0.25
     """Share of random commands in demonstrations."""
     demo_size: int | None = None
-    """Training games that are demonstrated, the first ones; None: all. The others are new to a warm-started model."""
+    """Number of first training games that are demonstrated; None: all. The others are new to a warm-started model."""
     workers: int = 2
     timeout_s: float = 30.0
     """Bounds one step of a game."""
