@@ -1,7 +1,7 @@
 """Configuration of a run: one flat YAML file whose method sections are owned by the methods themselves.
 
-`RunConfig` holds the keys shared by all methods. A method field (`selector: uniform`, or `filter: {name: zero_variance,
-atol: 1e-6}`) is looked up in that folder's table and validated by its own dataclass.
+`RunConfig` holds the keys that belong to no single method. A method field (`selector: uniform`, or
+`filter: {name: zero_variance, atol: 1e-6}`) is looked up in that folder's table and validated by its own dataclass.
 """
 
 from __future__ import annotations

@@ -117,7 +117,7 @@ class Child:
             raise TimeoutError from None
 
     def ending(self) -> str:
-        """Return exit status and last words, once its output has closed or it was killed; kill what it left."""
+        """Return exit status and last words, once its output has closed or it was killed; kill any leftovers."""
         try:
             status = self.process.wait(ENDING_S)
             how = f"exit status {status}" if status >= 0 else f"signal {signal.Signals(-status).name}"

@@ -34,7 +34,7 @@ _ANSWERS: dict[tuple[str, Any], str] = {
 
 
 def translated(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Translate values of other trainers that have one meaning here."""
+    """Return settings with unambiguous values of other trainers translated."""
     found = {key: value for key, value in values.items() if value is not None or key not in NULL_IS_DEFAULT}
     for key in ("top_k", "eval_top_k"):
         if found.get(key) == -1:

@@ -26,7 +26,7 @@ SERVE = (
     "import sys; from winnow.base.parent import die_with; die_with(int(sys.argv[1])); "
     "from winnow.base.forkserver import serve; serve(*sys.argv[2:])"
 )
-"""Server command. It and its forks die with its parent from the first moment: imports may take long."""
+"""Server command. It and its forks exit with its parent from the first moment: imports may take long."""
 KILLED = -int(signal.SIGKILL)
 
 

@@ -1,4 +1,4 @@
-"""Child's side: exit with the parent, exchange lines with it. Imports nothing heavy."""
+"""Side of a child process: exits with its parent and exchanges lines with it. Imports nothing heavy."""
 
 from __future__ import annotations
 

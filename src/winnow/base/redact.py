@@ -22,8 +22,8 @@ def home() -> str:
 
 
 def redact(text: str, names: Iterable[str] = ()) -> str:
-    """Return `text` with `$NAME` for values of variables that are named like secrets (or in `names`), `***` for user,
-    password and tokens in URLs, and `~` for the home directory."""
+    """Return `text` with `$NAME` for values of variables that are named like secrets (or in `names`). User, password
+    and tokens in URLs become `***`, the home directory `~`."""
     if not text:
         return text
     own = {name for name in os.environ if _SECRET_NAME.search(name)} | set(names)
@@ -38,7 +38,7 @@ def redact(text: str, names: Iterable[str] = ()) -> str:
 
 
 def _homes() -> list[str]:
-    """Return home directories of this process and its user; a worker without this environment knows the latter."""
+    """Return homes of this process and of its user; a worker without this environment knows only the latter."""
     try:
         users = pwd.getpwuid(os.getuid()).pw_dir.rstrip("/")
     except KeyError:

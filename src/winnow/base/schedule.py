@@ -1,4 +1,4 @@
-"""Learning-rate schedules: the split between ours and transformers', and their checks."""
+"""Learning-rate schedules, computed here or by transformers, and their checks."""
 
 from __future__ import annotations
 

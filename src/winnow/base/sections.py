@@ -24,7 +24,7 @@ class LoraConfig(BaseModel):
     merge: bool = True
     """Publish whole weights with adapters merged in; false: the adapters alone."""
     resume: bool = False
-    """Train the adapter that `model` is. Keys left out (None) take the adapter's values."""
+    """Train the adapter given as `model`. Keys left out (None) take the adapter's values."""
 
     @model_validator(mode="before")
     @classmethod

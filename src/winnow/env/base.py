@@ -13,7 +13,7 @@ RewardFn = Callable[..., "list[float | None]"]
 """TRL's signature: `f(prompts, completions, completion_ids, **columns) -> list[float | None]`, sync or async.
 
 Only the arguments it names are passed (all of them if it takes `**kwargs`). For text prompts, `prompts` and
-`completions` are strings: a completion is the sampled text, over several turns the actions without the environment's
+`completions` are strings: a completion is the sampled text, over several turns all actions, without the environment's
 answers. For conversational prompts they are lists of messages: the assistant's turns (with `tool_calls` where an
 environment parsed some) and the answers in between. A stop string is part of a completion. `completion_ids` has all
 tokens after the prompt, including those of answers between turns. `None` means "not applicable".
@@ -29,7 +29,7 @@ class StepResult:
     """Reward so far; the last one given counts. None throughout: the reward functions decide, or it is 0."""
     done: bool = False
     info: Mapping[str, Any] = field(default_factory=dict)
-    """Known key: `progress` in [0, 1], the finished share of the task, available to gates."""
+    """Known key: `progress`, the task's advance in [0, 1], readable by gates."""
     action: str | None = None
     """The action in the environment's own normal form, compared by gates; None: the text before a stop string."""
     message: Message | None = None

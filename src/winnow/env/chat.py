@@ -117,7 +117,7 @@ class _Turns:
     """How a chat template ends the turns of an assistant."""
 
     marks: frozenset[int]
-    """Special tokens: more than a piece of text."""
+    """Added tokens: more than a piece of text."""
     special: frozenset[int]
     ends: frozenset[int]
     """Marks that end a turn."""

@@ -51,8 +51,8 @@ def encode_prompt(tokenizer: Any, prompt: Prompt, observation: str | None = None
     template and its generation prompt; a final assistant's turn is continued instead. With tools, the observation is
     appended to the last message, as in TRL. An agent's request is the whole prompt.
 
-    Raises PromptError when the result is empty, messages meet a tokenizer without chat template or a template that
-    refuses them, or tools one that cannot show them, and when the tokenizer has no token for a part of the text.
+    Raises PromptError for an empty result, messages without a chat template, or a template that refuses them or cannot
+    show tools. Also raised if the tokenizer has no token for a part of the text.
     """
     if isinstance(observation, NextMessages):
         asked: type[Prompt] = ToolPrompt if observation.tools else Prompt

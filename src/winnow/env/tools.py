@@ -304,7 +304,7 @@ class ToolEnv:
         return lambda: result
 
     def _tried(self, step: Callable[[], Any]) -> Any:
-        """Return the result, or an error the model may have caused, which it is shown as in TRL."""
+        """Return the result, or an error for the model if it may have caused it, as in TRL."""
         if not callable(step):
             return step
         try:

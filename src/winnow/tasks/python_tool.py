@@ -2,7 +2,7 @@
 
 The model writes a fenced block of Python. The block runs, and its output is the next observation. Up to `max_calls`
 blocks run; a turn without one ends the rollout. The reward functions then score the completion, as for a data set
-without the tool. Every call starts afresh: no variables are kept between blocks.
+without the tool. Blocks share no variables.
 """
 
 from __future__ import annotations

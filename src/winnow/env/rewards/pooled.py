@@ -46,7 +46,7 @@ class PooledReward:
 def arguments_each(
     arguments: Arguments, completions: Sequence[Any], columns: Mapping[str, list[Any]]
 ) -> list[dict[str, Any]]:
-    """Return a call's arguments for each completion. Raises ValueError or TypeError for a missing or non-JSON one."""
+    """Return arguments for each completion's call. Raises ValueError or TypeError for a missing or non-JSON column."""
     found = []
     for i, completion in enumerate(completions):
         row = {name: values[i] for name, values in columns.items()}

@@ -70,7 +70,7 @@ class _Function:
     arguments: Arguments | None = None
     """Arguments for each completion; None: one call a group."""
     model: RewardModel | None = None
-    """The reward model behind `call`."""
+    """Set if `call` is a reward model."""
 
 
 @dataclass(eq=False)

@@ -1,8 +1,8 @@
 """Commands that run a program in bubblewrap: new namespaces, no capabilities, no network, only named files.
 
 The order matters. Started as root, a process first gets its own user id (bubblewrap run as root is unsafe). A mount
-namespace with a bounded /tmp follows, then bubblewrap with a system-call filter. It does not contain exploits of the
-kernel itself; the kernel's version is visible.
+namespace with a bounded /tmp follows, then bubblewrap with a system-call filter. Exploits of the kernel itself are not
+contained; the kernel's version is visible.
 """
 
 from __future__ import annotations

@@ -20,8 +20,8 @@ DISK_MB, FILES = 64, 1_024
 class Cage:
     """Files visible to the workers of one pool: Python, its import directories, `shown`, and a /tmp for each worker.
 
-    Raises SandboxError without bubblewrap, if files that Python needs are unreadable for the users that workers run as,
-    or if one of those directories is a home directory.
+    Raises SandboxError without bubblewrap, or if Python's files are unreadable for the users that workers run as, or if
+    one of those directories is a home directory.
     """
 
     def __init__(self, shown: Sequence[str] = (), python: str = sys.executable) -> None:

@@ -202,7 +202,7 @@ class _Worker:
                 self._child = None
 
     def _running(self) -> Child:
-        """Return the running process; start one if there is no process or it has exited."""
+        """Return the running process; start one if it is missing or has exited."""
         if self._child is not None and self._child.exited:
             self.end()
         with self._lock:

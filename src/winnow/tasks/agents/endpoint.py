@@ -68,8 +68,6 @@ class Endpoint(ThreadingHTTPServer):
 
 
 class _Request(BaseHTTPRequestHandler):
-    """One request."""
-
     server: Endpoint
     timeout = STALLED_S
     protocol_version = "HTTP/1.1"

@@ -48,7 +48,7 @@ class AgentConfig(DatasetConfig):
     max_turns: int = 16
     """Answered requests of a rollout."""
     max_turn_length: int | None = None
-    """Tokens of one answer; None: what is left of `max_completion_length`."""
+    """Tokens of one answer; None: the rest of `max_completion_length`."""
     timeout_s: float = 300.0
     """Seconds that the agent may take between an answer and its next request or its return."""
 

@@ -33,7 +33,7 @@ class VerifiersConfig:
     max_turns: int = 16
     """Answered requests of an episode."""
     max_turn_length: int | None = None
-    """Tokens of one answer; None: what is left of `max_completion_length`."""
+    """Tokens of one answer; None: the rest of `max_completion_length`."""
     timeout_s: float = 300.0
     """Seconds that an episode may take between an answer and its next request, or its end with its rewards."""
     seed: int = field(default=0, repr=False)

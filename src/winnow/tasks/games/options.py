@@ -1,4 +1,4 @@
-"""Options that all text games have."""
+"""Options shared by all text games."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ from .react import Style
 
 @dataclass(frozen=True, kw_only=True)
 class GameOptions:
-    """Options that all text games have."""
-
     name: ClassVar[str]
     least: ClassVar[dict[str, int]] = {}
     """Option -> its least value, for those of one kind of game."""

@@ -52,7 +52,7 @@ class AlfworldGames(GameOptions):
 
 
 def games_of(config: AlfworldGames) -> tuple[list[Card], list[Card]]:
-    """Return cards of the train and the test games. Raises ValueError when there are too few."""
+    """Return cards of the train and the test games. Raises ValueError for too few games."""
     with making("alfworld", config.workers, MAKE_TIMEOUT_S) as pool:
         if config.data is not None:
             root = _root(Path(config.data).expanduser().resolve())

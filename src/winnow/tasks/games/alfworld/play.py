@@ -1,8 +1,8 @@
 """ALFWorld games in a worker process: Fast Downward's state, TextWorld's grammar, and a memory of their answers.
 
 TextWorld's own wrapper words every possible command after every step, which is most of its 30 ms in a small room. Here
-a step derives only its own text, in 0.5 to 1 ms, and answers already given in a state are not derived again (10 us).
-The words are the same.
+a step derives only its own text, in 0.5 to 1 ms. An answer already given in a state is looked up (10 us). The words are
+the same.
 """
 
 from __future__ import annotations

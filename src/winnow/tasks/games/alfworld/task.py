@@ -58,7 +58,7 @@ class AlfworldConfig(AlfworldGames):
 
 
 class Alfworld(GameTask):
-    """Task of ALFWorld games. Raises ValueError when there are too few games, or a file is not one."""
+    """Task of ALFWorld games. Raises ValueError for too few games, or a file that is not one."""
 
     name = "alfworld"
     format = FORMAT

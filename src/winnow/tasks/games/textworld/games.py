@@ -46,7 +46,7 @@ def digest_of(path: Path) -> str:
 
 
 def intact(game: Path) -> bool:
-    """Return whether a game's folder is there unchanged, or its seed is known to give no game."""
+    """Return whether a game's folder exists unchanged, or its seed is known to give no game."""
     try:
         return game.with_suffix(".failed").exists() or (game / "digest").read_text() == digest_of(game / "game.z8")
     except (OSError, ValueError):

@@ -43,7 +43,7 @@ class TextWorldGames(GameOptions):
     games: str | None = None
     """A directory of .z8 games with their .json; its folders `train` and `test` are the split where they exist."""
     train_size: int | None = None
-    """None: 64 generated games, or all there are in `games`."""
+    """None: 64 generated games, or all of `games`."""
     test_size: int | None = None
     """None: 16 generated games; of `games` the folder `test`, or one in five."""
 

@@ -111,7 +111,7 @@ def _machine(path: str) -> tuple[Any, Any]:
     import jericho
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", jericho.UnsupportedGameWarning)  # Jericho knows no rewards of its own for it
+        warnings.simplefilter("ignore", jericho.UnsupportedGameWarning)  # Jericho has no rewards for it
         machine = jericho.FrotzEnv(path, 1)
     machine.reset()
     machine.step("tw-extra-infos score")  # prints the score after every command

@@ -46,7 +46,7 @@ class TextWorldConfig(TextWorldGames):
 
 
 class TextWorld(GameTask):
-    """Task of TextWorld games. Raises ValueError on options unknown to TextWorld, and when there are too few games.
+    """Task of TextWorld games. Raises ValueError on options unknown to TextWorld, and for too few games.
 
     Its vocabulary is the words met on a stroll through every game; any other word of a game is shown as `<unk>`.
     """
