@@ -1,6 +1,6 @@
-"""The run's configuration: one flat YAML file whose method sections are owned by the methods themselves.
+"""Configuration of a run: one flat YAML file whose method sections are owned by the methods themselves.
 
-`RunConfig` holds what belongs to no single method. A method field (`selector: uniform`, or
+`RunConfig` holds the keys that belong to no single method. A method field (`selector: uniform`, or
 `filter: {name: zero_variance, atol: 1e-6}`) is looked up in that folder's table and validated by its own dataclass.
 """
 
@@ -45,11 +45,11 @@ RewardNames = Annotated[
     list[str],
     BeforeValidator(lambda given: [given] if isinstance(given, str) else given, json_schema_input_type=str | list[str]),
 ]
-"""Names of reward functions and reward models; one alone needs no list."""
+"""Names of reward functions and reward models; a single name needs no list."""
 
 
 COLDEST = 1e-4
-"""Lowest temperature: engines refuse what only greedy sampling can mean."""
+"""Lowest temperature: engines refuse lower ones, which can only mean greedy sampling."""
 
 
 def _greedy_or_warm(temperature: float) -> float:
@@ -62,7 +62,7 @@ CLIPPING = ("epsilon", "epsilon_high", "importance_sampling_level")
 """Keys that shape the clipped ratio."""
 
 ADAM = ("adam_beta1", "adam_beta2", "adam_epsilon")
-"""Keys of optimizers that are AdamW in part."""
+"""Keys of optimizers that partly are AdamW."""
 
 REFERENCE = (
     *("beta", "kl_estimator", "kl_in_reward", "reference_kl_steps"),
@@ -76,7 +76,7 @@ class RunConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
-    # what is trained, on what
+    # model and task
     model: str
     env: MethodSpec
     reward_funcs: RewardNames | None = None
@@ -87,7 +87,7 @@ class RunConfig(BaseModel):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     threads: int | str | None = "auto"
 
-    # the shape of a step
+    # batches and steps
     max_steps: int = Field(100, ge=1)
     num_train_epochs: float | None = Field(None, gt=0)
     prompts_per_step: int = Field(32, ge=1)
@@ -174,7 +174,7 @@ class RunConfig(BaseModel):
     eval_greedy: bool = True
     success: Annotated[SuccessConfig | None, BeforeValidator(success_section)] = None
 
-    # what is kept
+    # checkpoints, logs, hub and trackers
     save_steps: int = Field(50, ge=1)
     save_total_limit: int | None = Field(2, ge=1)
     save_dtype: Literal["auto"] | SaveDtype | dict[str, SaveDtype] = "auto"
@@ -189,7 +189,7 @@ class RunConfig(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _older_names(cls, values: Any) -> Any:
-        """`success_reward: x` of version 0.2 is `success: {at_least: x}`."""
+        """Convert `success_reward: x` of version 0.2 to `success: {at_least: x}`."""
         if not isinstance(values, dict) or "success_reward" not in values:
             return values
         older = values["success_reward"]
@@ -213,13 +213,13 @@ class RunConfig(BaseModel):
         return self
 
     def changed(self, names: Sequence[str]) -> str:
-        """The first of these keys that is not at its default, as `key: value`; empty if there is none."""
+        """Return the first of these keys that is not at its default, as `key: value`, or empty text."""
         defaults = type(self).model_fields
         return next((f"{n}: {getattr(self, n)}" for n in names if getattr(self, n) != defaults[n].default), "")
 
     @property
     def keeps_reference(self) -> bool:
-        """Whether the initial model is kept beside the policy."""
+        """Return whether the initial model is kept next to the policy."""
         return self.beta > 0 or self.reference_kl_steps is not None
 
     def _check_kl(self) -> None:
@@ -248,7 +248,7 @@ class RunConfig(BaseModel):
 
     @property
     def warmup(self) -> int:
-        """Steps of the warm-up; `warmup_steps` below 1 is a share of all."""
+        """Return the steps of the warm-up; `warmup_steps` below 1 is a share of all."""
         w = self.warmup_steps
         return math.ceil(w * self.max_steps) if w < 1 else int(w)
 
@@ -257,7 +257,7 @@ class RunConfig(BaseModel):
         if self.num_train_epochs is not None:
             if changed := self.changed(("max_steps",)):
                 raise ValueError(f"{changed} and num_train_epochs both say how long to train; remove one")
-            return  # until the data have said how many steps these are
+            return  # until the data set their number
         if self.warmup_steps != warmup and self.warmup_steps >= 1:
             raise ValueError(f"warmup_steps must be a whole number, or a share below 1, not {self.warmup_steps}")
         own = kind in OWN and not self.lr_scheduler_kwargs
@@ -280,7 +280,7 @@ METHODS = tuple(name for name, kind in RunConfig.__annotations__.items() if "Met
 
 
 def validate(values: Mapping[str, Any], where: str = "config") -> RunConfig:
-    """Raises ConfigError naming every bad key. Values of TRL that can mean one thing are taken as that."""
+    """Return a checked configuration. Raises ConfigError naming every bad key. Translates TRL's unambiguous values."""
     values = translated(values)
     try:
         config = RunConfig.model_validate(dict(values))
@@ -294,7 +294,7 @@ def validate(values: Mapping[str, Any], where: str = "config") -> RunConfig:
 
 
 def as_saved(config: RunConfig) -> dict[str, Any]:
-    """JSON values for a run's files and trackers, which name nobody's home directory; `from_saved` undoes it."""
+    """Return JSON values for a run's files and trackers, without home directories; `from_saved` undoes it."""
     return below_home(config.model_dump(mode="json"), METHODS)
 
 
@@ -303,18 +303,18 @@ def from_saved(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """The configuration of a YAML file and `key=value` overrides. Raises ConfigError naming file, and line or key."""
+    """Load a YAML file with `key=value` overrides. Raises ConfigError naming file, and line or key."""
     return validate(read_settings(path, overrides), str(path))
 
 
 def read_settings(
     path: str | Path | None, overrides: Sequence[str] = (), defaults: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Settings from `defaults`, then a YAML file, then `key=value` overrides.
+    """Return settings from `defaults`, then a YAML file, then `key=value` overrides.
 
-    Dots reach into sections (`env.count=4`); values are YAML. An override of a whole section goes before those of its
-    keys, in whatever order they are given. A recipe may have `variants: {name: {key: value}}`; `variant=name` takes
-    one, and other overrides win over it. Raises ConfigError naming the file, and the line or key.
+    Dots reach into sections (`env.count=4`); values are YAML. An override of a whole section applies before those of
+    its keys, in any order given. A recipe may have `variants: {name: {key: value}}`; `variant=name` selects one, and
+    other overrides win over it. Raises ConfigError naming the file, and the line or key.
     """
     values = dict(defaults or {}) | (read_yaml(path) if path is not None else {})
     variants = values.pop("variants", {})
@@ -340,7 +340,7 @@ def config_of(
     *,
     rows: bool = False,
 ) -> RunConfig:
-    """The configuration of a `Trainer`: what is given as arguments wins. `rows`: the data are given in Python.
+    """Return the configuration of a `Trainer`: arguments override `config`. `rows`: the data are given in Python.
 
     Paths become absolute, so that a run can be resumed from anywhere.
     """
@@ -360,7 +360,7 @@ def config_of(
 
 
 def read_yaml(path: str | Path) -> dict[str, Any]:
-    """A YAML file of `key: value` lines. Raises ConfigError naming the file and the line."""
+    """Read a YAML file of `key: value` lines. Raises ConfigError naming the file and the line."""
     try:
         values = load_yaml(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
@@ -395,6 +395,6 @@ def apply_override(values: dict[str, Any], override: str) -> None:
 
 
 def _default_section(key: str) -> Any:
-    """Start of an override into a section that the file does not have: the default method, or nothing."""
+    """Return the section an override starts from if the file has no such section: the default method, or nothing."""
     field = RunConfig.model_fields.get(key)
     return field.default if field is not None and isinstance(field.default, str) else {}

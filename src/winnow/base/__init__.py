@@ -1,1 +1,1 @@
-"""Helpers that know nothing of rollouts: keyed noise, packed arrays, durable files, intervals, failpoints."""
+"""Helpers independent of rollouts: keyed noise, packed arrays, durable files, intervals, failpoints."""

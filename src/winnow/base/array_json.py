@@ -14,23 +14,23 @@ from pydantic import GetCoreSchemaHandler, ValidationInfo
 from pydantic_core import CoreSchema, core_schema
 
 MOST = 1 << 30
-"""Bytes of an array, at most: a small text may be a thousand times as many."""
+"""Largest array in bytes: a small text can expand a thousandfold."""
 ALIGNED = 8
-"""Bytes at a multiple of which each of many arrays begins."""
+"""Alignment in bytes of each array in `pack_all`."""
 
 
 def pack(array: np.ndarray) -> dict[str, Any]:
-    """`array` as plain JSON values."""
+    """Return `array` as plain JSON values."""
     data = zlib.compress(np.ascontiguousarray(array).tobytes(), level=1)
     return {"dtype": array.dtype.str, "shape": list(array.shape), "zlib": base64.b64encode(data).decode("ascii")}
 
 
 def unpack(state: Mapping[str, Any]) -> np.ndarray:
-    """The array that `pack` was given. Raises ValueError where it is none of numbers."""
+    """Return the array that `pack` was given. Raises ValueError unless it is numeric."""
     dtype, shape = _numbers(state["dtype"]), tuple(state["shape"])
     if not 0 <= (size := math.prod(shape) * dtype.itemsize) <= MOST:
         raise ValueError(f"an array of {shape} {dtype} is none that a state has")
-    data = zlib.decompressobj().decompress(base64.b64decode(state["zlib"]), size + 1)  # bombs stay packed
+    data = zlib.decompressobj().decompress(base64.b64decode(state["zlib"]), size + 1)  # stops zip bombs
     if len(data) != size:
         raise ValueError(f"an array of {shape} {dtype} has {size} bytes")
     return np.frombuffer(data, dtype).reshape(shape).copy()
@@ -39,8 +39,8 @@ def unpack(state: Mapping[str, Any]) -> np.ndarray:
 class Packed:
     """Annotation of an array in a state or a rule: `Annotated[np.ndarray, Packed("f4", "rows", 2)]`.
 
-    An axis is a length, a name, or None for any length. Those of one name are equally long within a state. `index`:
-    the axis, or its length, that the numbers are indices of. Floats are finite unless `nan`.
+    An axis is a length, a name, or None for any length. Axes with one name have equal length within a state. `index`:
+    the axis (or its length) that the numbers index. Floats are finite unless `nan`.
     """
 
     def __init__(self, dtype: str, *axes: str | int | None, index: str | int = "", nan: bool = False) -> None:
@@ -50,7 +50,7 @@ class Packed:
         return core_schema.with_info_plain_validator_function(self.read, serialization=_PACKING)
 
     def read(self, value: Any, info: ValidationInfo) -> np.ndarray:
-        """The array that `value` packs. Raises ValueError where it is not one of this kind."""
+        """Return the array packed in `value`. Raises ValueError if it does not match this annotation."""
         try:
             array = value if isinstance(value, np.ndarray) else unpack(value)
         except (LookupError, TypeError, OverflowError, zlib.error) as error:
@@ -71,14 +71,14 @@ class Packed:
 
 
 def pack_all(arrays: Sequence[np.ndarray | None]) -> dict[str, Any]:
-    """Many small arrays as one: to unpack each for itself takes several times as long."""
+    """Pack many small arrays as one; unpacking them one by one takes several times as long."""
     like = [None if a is None else [a.dtype.str, list(a.shape)] for a in arrays]
     data = b"".join(_aligned(np.ascontiguousarray(a).tobytes()) for a in arrays if a is not None)
     return {"like": like, "bytes": pack(np.frombuffer(data, np.uint8))}
 
 
 def unpack_all(state: Mapping[str, Any]) -> list[np.ndarray | None]:
-    """What `pack_all` was given; the arrays share their memory."""
+    """Return the arrays given to `pack_all`; they share memory."""
     data, at = unpack(state["bytes"]), 0
     found: list[np.ndarray | None] = []
     for like in state["like"]:
@@ -93,7 +93,7 @@ def unpack_all(state: Mapping[str, Any]) -> list[np.ndarray | None]:
 
 @lru_cache(maxsize=64)
 def _numbers(name: Any) -> np.dtype[Any]:
-    """NumPy would take bytes for pointers where they are said to be objects, and follow them."""
+    """Return a numeric dtype by name. NumPy would follow the bytes of an object dtype as pointers."""
     dtype = np.dtype(name)
     if dtype.kind not in "biuf" or dtype.itemsize > ALIGNED or not isinstance(name, str):
         raise ValueError(f"an array of {name!r:.50} has no numbers")

@@ -1,4 +1,4 @@
-"""Where Winnow keeps what it has made or fetched once."""
+"""Cache directory for data that Winnow generates or downloads once."""
 
 from __future__ import annotations
 
@@ -7,6 +7,6 @@ from pathlib import Path
 
 
 def cache_dir() -> Path:
-    """$WINNOW_CACHE, else $XDG_CACHE_HOME/winnow, else ~/.cache/winnow."""
+    """Return $WINNOW_CACHE, else $XDG_CACHE_HOME/winnow, else ~/.cache/winnow."""
     own, shared = os.environ.get("WINNOW_CACHE"), os.environ.get("XDG_CACHE_HOME")
     return Path(own or Path(shared or Path.home() / ".cache") / "winnow").resolve()

@@ -8,7 +8,7 @@ LONGEST = 1_000_000
 
 
 def template_text(given: str) -> str:
-    """The text of a template that is given as text or as a file; the name of one of the tokenizer's own as it is.
+    """Return the text of a template given as text or file; keep the name of one of the tokenizer's own templates.
 
     Raises ValueError for a file that is missing, empty or not text.
     """

@@ -1,4 +1,4 @@
-"""One child process: talk to it in lines under a deadline, learn how it ended, end it with everything it started."""
+"""One child process: exchange lines under a deadline, report its exit, kill it with everything it started."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 LAST_WORDS = 2_000
-"""Bytes of stderr that are kept while lines are read."""
+"""Bytes of stderr kept while lines are read."""
 ENDING_S = 1.0
-"""Seconds that a process may take to exit, and its stderr to close, once its output is closed."""
+"""Seconds a process may take to exit, and its stderr to close, once its output is closed."""
 
 
 class Process(Protocol):
-    """`GroupProcess`, or one of `forkserver`."""
+    """A `GroupProcess`, or a process of `forkserver`."""
 
     stdin: Any
     stdout: Any
@@ -29,16 +29,16 @@ class Process(Protocol):
     def poll(self) -> int | None: ...
 
     def wait(self, timeout: float | None = None) -> int:
-        """Raises subprocess.TimeoutExpired."""
+        """Return the exit status. Raises subprocess.TimeoutExpired."""
         ...
 
     def kill(self) -> None:
-        """End it with everything it started."""
+        """Kill the process with everything it started."""
         ...
 
 
 class GroupProcess(subprocess.Popen[bytes]):
-    """Leads a session of its own, which `kill` ends as a whole, also after the leader has exited."""
+    """Process that leads its own session; `kill` ends the whole session, even after the leader has exited."""
 
     def __init__(self, command: Sequence[str], *, stdin: Any = subprocess.PIPE, **options: Any) -> None:
         """`options`: of `subprocess.Popen`."""
@@ -51,14 +51,14 @@ class GroupProcess(subprocess.Popen[bytes]):
 
 
 class Child:
-    """A process with pipes. One thread reads and ends it; `kill` may come from any, and one other thread may send."""
+    """A process with pipes. One thread reads and ends it; any thread may `kill`, and one other thread may send."""
 
     def __init__(self, process: Process) -> None:
         self.process = process
         self.stdout = bytearray()
         self.stderr = bytearray()
         self._searched = 0
-        """Bytes of `stdout` without the end of a line."""
+        """Bytes of `stdout` already searched for the end of a line."""
         self._lock = threading.Lock()
         self._closed = False
         self._selector = selectors.DefaultSelector()
@@ -72,7 +72,7 @@ class Child:
         return self.process.poll() is not None
 
     def send(self, data: bytes, deadline: float = math.inf) -> None:
-        """Raises TimeoutError when it does not read by the deadline, EOFError when it has closed its input."""
+        """Write to stdin. Raises TimeoutError if it is not read by the deadline, EOFError if it is closed."""
         stdin, rest = self.process.stdin, memoryview(data)
         with selectors.DefaultSelector() as selector:
             selector.register(stdin, selectors.EVENT_WRITE)
@@ -87,7 +87,7 @@ class Child:
     def line(self, deadline: float = math.inf, longest: int | None = None) -> bytes:
         """Return the next line without its end.
 
-        Raises TimeoutError at the deadline, EOFError when the output has closed, ValueError beyond `longest` bytes.
+        Raises TimeoutError at the deadline, EOFError once the output has closed, ValueError beyond `longest` bytes.
         """
         while (end := self.stdout.find(b"\n", self._searched)) < 0:
             self._searched = len(self.stdout)
@@ -105,7 +105,7 @@ class Child:
     def finish(self, deadline: float, most: float = math.inf) -> int:
         """Collect `stdout` and `stderr` until both are closed and the process has exited; return its status.
 
-        Raises TimeoutError at the deadline, ValueError when one of the two has over `most` bytes.
+        Raises TimeoutError at the deadline, ValueError if either exceeds `most` bytes.
         """
         while self._selector.get_map():
             self._read(deadline)
@@ -117,7 +117,7 @@ class Child:
             raise TimeoutError from None
 
     def ending(self) -> str:
-        """How it ended, with its last words, once its output has closed or it was killed; kill what it left."""
+        """Return exit status and last words, once its output has closed or it was killed; kill any leftovers."""
         try:
             status = self.process.wait(ENDING_S)
             how = f"exit status {status}" if status >= 0 else f"signal {signal.Signals(-status).name}"
@@ -131,18 +131,18 @@ class Child:
         return how + self.last_words()
 
     def last_words(self) -> str:
-        """`; its last words: ...`, the end of stderr as far as it was read, or empty text."""
+        """Return `; its last words: ...` with the end of stderr as far as it was read, or empty text."""
         text = self.stderr[-LAST_WORDS:].decode("utf-8", "replace").strip()
         return f"; its last words: {text}" if text else ""
 
     def kill(self) -> None:
-        """End it and everything it started. `end` must follow."""
+        """Kill the process and everything it started. `end` must follow."""
         with self._lock:
             if not self._closed:
                 self.process.kill()
 
     def end(self) -> None:
-        """Kill it, wait until it is gone, and close its pipes. Safe to call twice."""
+        """Kill the process, wait until it is gone, and close its pipes. Safe to call twice."""
         with self._lock:
             if self._closed:
                 return
@@ -152,11 +152,11 @@ class Child:
         self._selector.close()
         for pipe in (self.process.stdin, self.process.stdout, self.process.stderr):
             if pipe is not None:
-                with contextlib.suppress(OSError):  # what a buffer still holds
+                with contextlib.suppress(OSError):  # unwritten bytes of a buffer
                     pipe.close()
 
     def _read(self, deadline: float) -> None:
-        """Wait for output, and take what is there."""
+        """Wait for output and read it."""
         left = _seconds_to(deadline)
         if left == 0:
             raise TimeoutError
@@ -168,5 +168,5 @@ class Child:
 
 
 def _seconds_to(deadline: float) -> float | None:
-    """Seconds from now until a deadline of `time.monotonic`, at least 0; None for one that never comes."""
+    """Return seconds from now until a deadline of `time.monotonic`, at least 0; None for an infinite deadline."""
     return None if math.isinf(deadline) else max(0.0, deadline - time.monotonic())

@@ -1,4 +1,4 @@
-"""Ray cluster of a run: joined by its address, or started on this machine."""
+"""Ray cluster of a run, joined by its address or started on this machine."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TOKENS = (
 )
 
 OWN: list[Path] = []
-"""Ray's session directory of the cluster that this process started."""
+"""Ray's session directory of the cluster started by this process."""
 
 
 class ClusterError(ValueError):
@@ -75,8 +75,8 @@ def join(key: str, address: str | None, specs: Sequence[str | Mapping[str, Any]]
 def _token(*, own: bool) -> Iterator[None]:
     """Authenticate with the user's token to a joined cluster, with a throwaway to one of our `own`.
 
-    For its first local cluster Ray would write a token to the home directory, and then refuse to join clusters by
-    address without RAY_AUTH_MODE=token. A cluster without tokens accepts any.
+    For its first local cluster Ray would write a token to the home directory. It would then refuse to join clusters
+    by address without RAY_AUTH_MODE=token. A cluster without tokens accepts any.
     """
     try:
         from ray._private.authentication.authentication_token_setup import maybe_enable_token_auth_if_token_available
@@ -99,7 +99,7 @@ def _token(*, own: bool) -> Iterator[None]:
 
 
 def discard() -> None:
-    """Shut down the cluster that this process started, and delete its files."""
+    """Shut down the cluster started by this process and delete its files."""
     while OWN:
         import ray
 
@@ -108,7 +108,7 @@ def discard() -> None:
 
 
 def _cores(spec: str | Mapping[str, Any]) -> int:
-    """Return the CPUs a sync or learner may ask for; one outside the cluster counts too."""
+    """Return the CPUs a sync or learner may request; one outside the cluster counts too."""
     options: Mapping[str, Any] = {} if isinstance(spec, str) else spec
     members = options.get("samplers", options.get("ranks", 2))
     return int(members) * int(options.get("threads", 1))

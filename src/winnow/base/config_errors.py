@@ -1,4 +1,4 @@
-"""Errors of pydantic as lines that say what to write instead."""
+"""Pydantic errors as lines with a remedy."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .migration_hints import key_hints
 
 
 def suggestion(name: str, known: Sequence[str]) -> str:
-    """` Did you mean 'x'?`, or the list of what is known."""
+    """Return ` Did you mean 'x'?`, or the list of known names."""
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
     if close:
         return f" Did you mean '{close[0]}'?"
@@ -20,7 +20,7 @@ def suggestion(name: str, known: Sequence[str]) -> str:
 
 
 def explain(error: ValidationError, known: Sequence[str], where: str) -> str:
-    """pydantic's errors as one line each, with what an unknown key is called here, or the nearest valid name."""
+    """Return pydantic's errors, one a line, with our name for an unknown key, or the nearest valid name."""
     lines = []
     for e in error.errors():
         key = ".".join(str(part) for part in e["loc"])

@@ -24,7 +24,7 @@ class TargetError(ConfigError):
 
 @lru_cache(maxsize=256)
 def load(target: str) -> Any:
-    """Import what `target` names. Raises TargetError, or what the module raises when imported."""
+    """Import the object named by `target`. Raises TargetError, or any error the module raises when imported."""
     source, separator, name = target.rpartition(":")
     if not separator or not source or not name:
         raise TargetError(f"'{target}': expected 'module:name' or 'path/to/file.py:name'")
@@ -76,7 +76,7 @@ def nearest(name: str, known: Sequence[str]) -> str:
 
 
 def class_for(table: Mapping[str, type], target: str) -> type:
-    """Return the class that `target` names, to be used like those of a method table.
+    """Return the class named by `target`, to be used like those of a method table.
 
     Raises TargetError unless it is a frozen dataclass (its fields are its options) with the table's `interface`.
     """

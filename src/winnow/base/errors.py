@@ -1,5 +1,5 @@
-"""The error of everything that is given wrongly: configuration, data, functions by name."""
+"""Base error of invalid input: configuration, data, functions by name."""
 
 
 class ConfigError(ValueError):
-    """Something given that cannot run; the message names the key, file or line, the value and the remedy."""
+    """Invalid input; the message names the key, file or line, the value and the remedy."""

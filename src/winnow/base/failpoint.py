@@ -19,7 +19,7 @@ class InjectedFaultError(RuntimeError):
 
 
 def failpoint(name: str) -> None:
-    """Nothing, unless a test has armed this name."""
+    """Inject a fault if a test has armed this name."""
     armed, log = os.environ.get("WINNOW_FAILPOINT"), os.environ.get("WINNOW_FAILPOINT_LOG")
     if not (armed or log):
         return

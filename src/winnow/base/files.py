@@ -1,4 +1,4 @@
-"""File helpers: atomic JSON, fsync, digests, and files only their owner can read."""
+"""File helpers: atomic JSON, fsync, digests, and files readable by their owner alone."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ def readable(directory: Path) -> None:
 
 
 def private_directory(path: Path) -> None:
-    """Make a directory that only its owner can enter (0700); an existing one keeps its mode."""
+    """Make a directory with mode 0700 (owner only); an existing one keeps its mode."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.mkdir(mode=0o700, exist_ok=True)
 
 
 def private_file(path: Path) -> Path:
-    """Create an empty file that only its owner can read (0600), to be opened later; an existing one is kept."""
+    """Create an empty file with mode 0600 (owner only), to be opened later; an existing one is kept."""
     with suppress(FileExistsError):
         os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
     return path
 
 
 def write_json(path: Path, value: Any, *, private: bool = False) -> None:
-    """Write a small file so that it is whole or absent; `private`: only its owner can read it."""
+    """Write a small file atomically; `private`: only its owner can read it."""
     write_text(path, json.dumps(value, indent=1, allow_nan=False), private=private)
 
 
 def write_text(path: Path, text: str, *, private: bool = False) -> None:
-    """As `write_json`, of text."""
+    """Write text as `write_json` writes values."""
     temporary = path.with_name(f".{path.name}.writing")
     if private:
         private_file(temporary)
@@ -50,7 +50,7 @@ def write_text(path: Path, text: str, *, private: bool = False) -> None:
 
 
 def check_output(file: Path) -> None:
-    """Raises FileNotFoundError, before anything is computed, when the folder of a file to write does not exist."""
+    """Raise FileNotFoundError, before anything is computed, if the folder of an output file does not exist."""
     if not file.parent.is_dir():
         raise FileNotFoundError(f"{file}: its folder does not exist; make it first.")
 
@@ -95,7 +95,7 @@ def sha256(path: Path) -> str:
 
 
 def digest(value: Any) -> str:
-    """SHA-256 of a value as JSON; what JSON does not know counts as text."""
+    """Return the SHA-256 of a value as JSON; values unknown to JSON count as text."""
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()
 
 
@@ -108,7 +108,7 @@ def fsync(path: Path) -> None:
 
 
 def fsync_tree(directory: Path) -> None:
-    """Fsync every file and folder in `directory`, and itself."""
+    """Fsync `directory` and every file and folder in it."""
     for path in directory.rglob("*"):
         fsync(path)
     fsync(directory)

@@ -1,4 +1,4 @@
-"""Values that users of TRL and transformers write under keys that exist here, too."""
+"""Values of TRL and transformers for keys that also exist here."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ NULL_IS_DEFAULT = frozenset(
     | {"chat_template_kwargs", "lr_scheduler_kwargs", "optim_args", "stop", "report_to"}
     | {"output_dir", "dtype", "gradient_checkpointing"}
 )
-"""Keys at which null leaves the choice to the trainer, whose default here has the same effect."""
+"""Keys at which null means the trainer's default, which has the same effect here."""
 _TRACKERS = "name the trackers, e.g. `report_to: [tensorboard]`"
 _SHARE = "use a number of steps; a share of the run is not possible"
 _8BIT = "use `optim: adamw_torch_8bit`"
@@ -34,7 +34,7 @@ _ANSWERS: dict[tuple[str, Any], str] = {
 
 
 def translated(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings with the values of other trainers that can mean one thing as they are written here."""
+    """Return settings with unambiguous values of other trainers translated."""
     found = {key: value for key, value in values.items() if value is not None or key not in NULL_IS_DEFAULT}
     for key in ("top_k", "eval_top_k"):
         if found.get(key) == -1:
@@ -56,7 +56,7 @@ def translated(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def answer_to(key: str, value: Any) -> str | None:
-    """What to write instead of a value that another trainer knows, if it is known there."""
+    """Return the advice for a value known from another trainer, or None."""
     if key in ("save_steps", "eval_steps") and isinstance(value, float) and 0 < value < 1:
         return _SHARE
     return _ANSWERS.get((key, value)) if isinstance(value, str | int | None) else None

@@ -1,7 +1,7 @@
-"""Processes that are forked off one that has made their imports, once: they begin at once, and share its memory.
+"""Processes forked off a server that has done their imports once: they start immediately and share its memory.
 
-What a sampler imports takes seconds of a processor and 400 MB. `multiprocessing` has a forkserver, too, but a child of
-it imports the user's script once more. Imports nothing heavy: it comes before all else there.
+A sampler's imports take seconds of CPU time and 400 MB. A child of `multiprocessing`'s forkserver imports the user's
+script again. This module imports nothing heavy, because the server loads it before everything else.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ SERVE = (
     "import sys; from winnow.base.parent import die_with; die_with(int(sys.argv[1])); "
     "from winnow.base.forkserver import serve; serve(*sys.argv[2:])"
 )
-"""It dies with its parent from the first moment on, and what it forked with it: imports may take long."""
+"""Server command. It and its forks exit with its parent from the first moment: imports may take long."""
 KILLED = -int(signal.SIGKILL)
 
 
 class Forked:
-    """A forked process: its pipes, and how it ended. Killed, at the latest, with its server."""
+    """A forked process: its pipes and exit status. It is killed, at the latest, with its server."""
 
     def __init__(self, server: ForkServer, stdin: int, stdout: int, stderr: int, status: int) -> None:
         self._server: ForkServer | None = server
-        """Kept until this has ended: when nobody keeps it any more it ends, and its 300 MB are free."""
+        """Reference held until this process ends; a server without references exits and frees its 300 MB."""
         self.stdin, self.stdout, self.stderr = os.fdopen(stdin, "wb"), os.fdopen(stdout, "rb"), os.fdopen(stderr, "rb")
         self._status = os.fdopen(status, "rb")
         self._lock = threading.Lock()
@@ -44,21 +44,21 @@ class Forked:
 
     @property
     def pid(self) -> int:
-        """Waits until it has begun. 0: it could not."""
+        """Return the process id once the process has started; 0 if it could not."""
         with self._lock:
             if self._pid is None:
                 self._pid = int(self._status.readline() or 0)
         return self._pid
 
     def poll(self) -> int | None:
-        """As `subprocess.Popen.poll`."""
+        """Return the exit status or None, as `subprocess.Popen.poll`."""
         try:
             return self.wait(0)
         except subprocess.TimeoutExpired:
             return None
 
     def wait(self, timeout: float | None = None) -> int:
-        """As `subprocess.Popen.wait`: exit status, or the negative number of the signal that ended it."""
+        """Return the exit status, or the negative signal number, as `subprocess.Popen.wait`."""
         begun = self.pid
         with self._lock:
             if self._ended is None:
@@ -69,7 +69,7 @@ class Forked:
             return self._ended
 
     def kill(self) -> None:
-        """End it, with what it started."""
+        """Kill the process with everything it started."""
         server = self._server
         if self._pid is None and server is not None and server.importing:
             server.kill()
@@ -80,7 +80,7 @@ class Forked:
 
 
 class ForkServer:
-    """A process with the imports of `target` ("module:function"), which its children run."""
+    """A process with the imports of `target` ("module:function"); its children run that function."""
 
     def __init__(self, target: str, env: dict[str, str]) -> None:
         self._socket, theirs = socket.socketpair()
@@ -90,7 +90,7 @@ class ForkServer:
                 [sys.executable, "-c", SERVE, str(os.getpid()), target, str(fd)],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,  # libraries' notes; a failed import is said by the children
+                stderr=subprocess.DEVNULL,  # library notes; children report a failed import
                 env=env,
                 pass_fds=[fd],
                 start_new_session=True,
@@ -103,20 +103,20 @@ class ForkServer:
 
     @property
     def importing(self) -> bool:
-        """Whether none of those asked for can have begun."""
+        """Return whether the server is still importing, so no requested child can have started."""
         return self.alive and not select.select([self._socket], [], [], 0)[0]
 
     def kill(self) -> None:
-        """With its children."""
+        """Kill the server with its children."""
         self._process.kill()
         self._process.wait()
 
     def fork(self) -> Forked:
-        """A process, in a session of its own. Does not wait for it to begin."""
+        """Return a process in its own session, without waiting for its start."""
         (in_r, in_w), (out_r, out_w), (err_r, err_w), (status_r, status_w) = (os.pipe() for _ in range(4))
         theirs = [in_r, out_w, err_w, status_w]
         try:
-            with contextlib.suppress(OSError):  # the server has ended: the pipes say so
+            with contextlib.suppress(OSError):  # the server has exited, which closes the pipes
                 socket.send_fds(self._socket, [b"f"], theirs)
         finally:
             for fd in theirs:
@@ -131,7 +131,7 @@ def _end(connection: socket.socket, process: subprocess.Popen[bytes]) -> None:
 
 
 class _Servers(threading.local):
-    """Servers of this thread: the kernel ends them with it, and with them their children."""
+    """Servers of this thread: the kernel kills them, and thereby their children, when the thread ends."""
 
     def __init__(self) -> None:
         self.known: weakref.WeakValueDictionary[tuple[object, ...], ForkServer] = weakref.WeakValueDictionary()
@@ -141,7 +141,7 @@ _servers = _Servers()
 
 
 def forkserver(target: str, env: dict[str, str]) -> ForkServer:
-    """The one with this environment and folder, as long as anybody keeps it."""
+    """Return the server for this environment and working directory; it exits when unreferenced."""
     key = target, os.getcwd(), os.getpid(), frozenset(env.items())
     found = _servers.known.get(key)
     if found is None or not found.alive:
@@ -150,17 +150,17 @@ def forkserver(target: str, env: dict[str, str]) -> ForkServer:
 
 
 def serve(target: str, fd: str) -> None:
-    """The server's side; in a child it returns when that has done what it is for."""
+    """Run the server's side; in a child, return when `target` is done."""
     begin = _imported(target)
     with socket.socket(fileno=int(fd)) as connection:
-        connection.send(b"i")  # stays there: imported
+        connection.send(b"i")  # unread by the parent: means imported
         child = _listen(connection)
     if child:
         begin()
 
 
 def _imported(target: str) -> Callable[[], None]:
-    """The target, or what says in every child why it cannot be imported."""
+    """Return the target, or a function that exits every child with the import error."""
     module, name = target.split(":")
     quiet_imports()
     try:
@@ -177,7 +177,7 @@ def _imported(target: str) -> Callable[[], None]:
 
 
 def _listen(connection: socket.socket) -> bool:
-    """Fork at every request and tell how children ended. True: this is a child; False: nobody asks any more."""
+    """Fork on every request and report exits. Return True in a child, False when the client has closed."""
     woken, wake = os.pipe()
     for end in (woken, wake):
         os.set_blocking(end, False)
@@ -207,24 +207,24 @@ def _reap(told: dict[int, int]) -> None:
     while told and (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)):
         pid = ended.si_pid
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(pid, signal.SIGKILL)  # what it started, before its number can be another's
+            os.killpg(pid, signal.SIGKILL)  # its children, before the pid can be reused
         _, status = os.waitpid(pid, 0)
         _tell(told[pid], os.waitstatus_to_exitcode(status))
         os.close(told.pop(pid))
 
 
 def _tell(fd: int, what: object) -> None:
-    with contextlib.suppress(BrokenPipeError):  # nobody asks any more
+    with contextlib.suppress(BrokenPipeError):  # the client has closed
         os.write(fd, f"{what}\n".encode())
 
 
 def _fork(fds: list[int], told: dict[int, int]) -> bool:
-    """Whether this is the child."""
+    """Fork one process; return True in the child."""
     server = os.getpid()
     *streams, status = fds
     try:
         pid = os.fork()
-    except OSError as error:  # memory, or the number of processes
+    except OSError as error:  # out of memory or processes
         _tell(streams[2], f"cannot start a process: {error}")
         for fd in fds:
             os.close(fd)
@@ -247,7 +247,7 @@ def _fork(fds: list[int], told: dict[int, int]) -> bool:
 
 
 def _reseed() -> None:
-    """Or the random numbers of a user's code would be the same in every child; `random` does it itself."""
+    """Reseed numpy and torch, or every child would draw the same numbers; `random` reseeds itself."""
     if numpy := sys.modules.get("numpy"):
         numpy.random.seed()
     if torch := sys.modules.get("torch"):

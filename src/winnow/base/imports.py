@@ -1,4 +1,4 @@
-"""How processes of our own import large libraries: without what these say of their own business, and without pauses."""
+"""Imports of large libraries in our own processes: without their log noise and without pauses."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 NOISY = ("torchao", "torch.utils._pytree")
-"""torchao names its kernels for GPUs that are not here, and torch a deprecated call of torchao's."""
+"""torchao names its kernels for absent GPUs; torch logs a deprecated call of torchao's."""
 
 
 def quiet_imports() -> None:
-    """For processes of our own; a program that imports the package keeps its logging as it is."""
+    """Silence noisy loggers in our own processes; a program that imports the package keeps its logging."""
     for name in NOISY:
         logging.getLogger(name).setLevel(logging.ERROR)
 
 
 @contextmanager
 def lasting_imports() -> Iterator[None]:
-    """Without garbage collections, which find nothing in what lasts as long as the process: a sixth of the time."""
+    """Disable garbage collection, a sixth of the import time: these objects last as long as the process."""
     gc.disable()
     try:
         yield

@@ -1,4 +1,4 @@
-"""How to install an extra of this copy of the package, which is on no registry yet."""
+"""Install commands for extras of this copy of the package, which is on no registry yet."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ NAME = "winnow-rl"
 
 
 def install(extra: str) -> str:
-    """The command that installs `extra` from where this copy came: its checkout, directory, wheel or address.
-
-    `extra`: empty for the package alone."""
+    """Return the command that installs `extra` (empty for the package alone) from this copy's origin: its checkout,
+    directory, wheel or address."""
     return f"pip install {_requirement(f'[{extra}]' if extra else '')}"
 
 
@@ -36,7 +35,7 @@ def _requirement(extras: str) -> str:
 
 
 def _origin() -> dict[str, Any]:
-    """PEP 610: what the installer was given; empty for a package of an index."""
+    """Return the PEP 610 origin; empty for a package of an index."""
     try:
         text = distribution(NAME).read_text("direct_url.json")
     except PackageNotFoundError:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 MIN_SEEDS = 3
-"""Least number of values for an interval."""
+"""Fewest values for an interval."""
 T_95 = (
     *(12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.306, 2.2622, 2.2281),
     *(2.201, 2.1788, 2.1604, 2.1448, 2.1314, 2.1199, 2.1098, 2.1009, 2.093, 2.086),
@@ -31,7 +31,7 @@ class Estimate:
 def mean_interval(values_S: Sequence[float] | np.ndarray) -> Estimate:
     """Return the mean of float64 [S] and its 95% Student interval, which covers normal values 95% of the time at any S.
 
-    For paired differences give the differences. Raises ValueError on no values, or one that is not finite.
+    For paired differences pass the differences. Raises ValueError on no values, or one that is not finite.
     """
     values_S = np.asarray(values_S, dtype=np.float64)
     if values_S.ndim != 1 or not len(values_S) or not np.isfinite(values_S).all():
@@ -44,7 +44,7 @@ def mean_interval(values_S: Sequence[float] | np.ndarray) -> Estimate:
 
 
 def _quantile(degrees: int) -> float:
-    """Quantile 0.975 of Student's t; beyond the table by the first terms of its expansion, to 1e-4."""
+    """Return the 0.975 quantile of Student's t; beyond the table from the first terms of its expansion, to 1e-4."""
     if degrees <= len(T_95):
         return T_95[degrees - 1]
     z = Z_95

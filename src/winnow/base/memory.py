@@ -12,7 +12,7 @@ from typing import Any
 
 
 def gpu_gib() -> dict[str, float]:
-    """`gpu_memory_gib`: most GiB of its GPU that this process's tensors have held; nothing without a GPU in use."""
+    """Return `gpu_memory_gib`, the peak GiB of this process's tensors on its GPU; empty without a GPU in use."""
     import torch
 
     if not torch.cuda.is_initialized():
@@ -21,7 +21,7 @@ def gpu_gib() -> dict[str, float]:
 
 
 def gpu_memory_since(device: Any) -> dict[str, float]:
-    """Return GiB that this process's tensors hold on the GPU, and most since the last call; nothing on a CPU."""
+    """Return GiB of this process's tensors on the GPU, now and at the peak since the last call; empty on a CPU."""
     import torch
 
     if device.type != "cuda":
@@ -32,7 +32,7 @@ def gpu_memory_since(device: Any) -> dict[str, float]:
 
 
 def resident_mib() -> float:
-    """MiB that it holds in memory, shared pages among them; the most that it ever held where Linux does not say."""
+    """Return resident MiB, shared pages included; the peak where Linux does not report the current value."""
     try:
         pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
     except OSError:
@@ -42,7 +42,7 @@ def resident_mib() -> float:
 
 @contextmanager
 def heap_frozen() -> Iterator[None]:
-    """Leave modules, prompts and all else that exists now out of the body's garbage collections, which walk them."""
+    """Exclude all existing objects (modules, prompts) from the body's garbage collections, which would walk them."""
     gc.freeze()
     try:
         yield

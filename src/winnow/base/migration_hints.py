@@ -1,4 +1,4 @@
-"""What to write instead of keys and rewards of other trainers (TRL, verl, prime-rl); the keys are in a YAML file."""
+"""Replacements for keys and rewards of other trainers (TRL, verl, prime-rl); the keys are in a YAML file."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import yaml
 FILE = Path(__file__).with_suffix(".yaml")
 REWARDS = ("accuracy_reward", "reasoning_accuracy_reward", "think_format_reward")
 REWARD_FACTORIES = ("get_soft_overlong_punishment", "get_cosine_scaled_reward", "get_repetition_penalty_reward")
-"""Names in `trl.rewards`, which TRL's scripts take without a module."""
+"""Names in `trl.rewards` that TRL's scripts accept without a module."""
 
 
 @cache
@@ -39,7 +39,7 @@ def key_hints(key: str, value: Any) -> Iterator[tuple[str, str | None]]:
 def reward_hint(target: str, own: Iterable[str]) -> str:
     """Return e.g. ` Did you mean 'trl.rewards:think_format_reward'?` for a reward of TRL's scripts, or empty text.
 
-    `own`: plain names that are known here.
+    `own`: plain names known here.
     """
     module, _, name = target.rpartition(".")
     if name in REWARD_FACTORIES:

@@ -17,10 +17,10 @@ def relative_weights(logits_NV: torch.Tensor, inverse_temperature_N: torch.Tenso
 def lowest_kept(
     weights_NV: torch.Tensor, top_k_N: torch.Tensor, top_p_N: torch.Tensor, min_p_N: torch.Tensor
 ) -> torch.Tensor:
-    """Return the smallest weight that is kept in each row, [N, 1].
+    """Return the smallest weight kept in each row, [N, 1].
 
-    `weights_NV`: each row's heaviest is 1. Keeps the `top_k` heaviest tokens (0: all), of these the fewest that hold
-    `top_p` of their sum, plus all that tie with the lightest; then only weights of at least `min_p`. Sums are float64.
+    `weights_NV`: each row's heaviest is 1. Keeps the `top_k` heaviest tokens (0: all); of these the fewest that hold
+    `top_p` of their sum, plus all ties with the lightest; then only weights of at least `min_p`. Sums are float64.
     """
     V = weights_NV.shape[1]
     k_N = torch.where(top_k_N > 0, top_k_N, V).clamp(max=V)
@@ -37,7 +37,7 @@ def lowest_kept(
 def running_sum(values: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
     """Return `cumsum` over the last dimension of [K] or [N, K], also under deterministic algorithms.
 
-    PyTorch then refuses every `cumsum` on a GPU, though only its kernel for a single row adds in any order.
+    PyTorch then refuses every `cumsum` on a GPU, although only its single-row kernel adds in any order.
     """
     if not (values.is_cuda and torch.are_deterministic_algorithms_enabled()):
         return values.cumsum(-1, dtype=dtype)

@@ -41,7 +41,7 @@ Pairs = Annotated[
         lambda given: {key: number(value) if isinstance(value, str) else value for key, value in given.items()}
     ),
 ]
-"""Arguments as a section, or as text like transformers': `momentum=0.9,nesterov=true`."""
+"""Arguments as a section, or as text in transformers' form: `momentum=0.9,nesterov=true`."""
 
 
 def number(text: str) -> Any:

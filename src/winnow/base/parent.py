@@ -1,4 +1,4 @@
-"""The side of a child process: it exits with its parent, and speaks with it in lines. Imports nothing heavy."""
+"""Side of a child process: exits with its parent and exchanges lines with it. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 
 
 def die_with(parent: int) -> None:
-    """Linux: be killed when the parent's thread ends, also while a C call holds the interpreter."""
+    """Ask Linux to kill this process when the parent's thread ends, even while a C call holds the interpreter."""
     if sys.platform == "linux":
         pr_set_pdeathsig = 1
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, int(signal.SIGKILL))
@@ -23,16 +23,16 @@ def die_with(parent: int) -> None:
 
 
 def call_itself(name: str) -> None:
-    """Linux: what `top` and `ps -o comm` show, up to 15 characters."""
+    """Set the name shown by Linux's `top` and `ps -o comm`, up to 15 characters."""
     if sys.platform == "linux":
         pr_set_name = 15
         ctypes.CDLL(None).prctl(pr_set_name, name.encode())
 
 
 def lines_with_parent(gone: Callable[[], object]) -> tuple[queue.SimpleQueue[Any], Callable[[str], None]]:
-    """Return the parent's messages, one JSON line each, and a function that writes a line to it.
+    """Return a queue of the parent's messages, one JSON line each, and a function that writes a line to it.
 
-    From now on prints go to stderr, and stdin is empty. `gone` is called when the parent's messages end.
+    Afterwards prints go to stderr, and stdin is empty. `gone` is called when the parent's messages end.
     """
     requests, replies, own = os.fdopen(os.dup(0), "rb"), os.dup(1), os.getpid()
     with open(os.devnull) as devnull:
@@ -49,7 +49,7 @@ def lines_with_parent(gone: Callable[[], object]) -> tuple[queue.SimpleQueue[Any
 
     def write(text: str) -> None:
         if os.getpid() != own:
-            os._exit(0)  # a function that forked, whose child went on to here
+            os._exit(0)  # child of a function that forked and continued to here
         data = memoryview(text.encode() + b"\n")
         while data:
             data = data[os.write(replies, data) :]

@@ -1,4 +1,4 @@
-"""Paths in a configuration: absolute, so that a run resumes from any directory; with `~` in a run's files."""
+"""Paths in a configuration: absolute, so a run resumes from any directory, and with `~` in a run's files."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def below_home(values: Mapping[str, Any], methods: Sequence[str]) -> dict[str, A
 
 
 def out_of_home(values: Mapping[str, Any], methods: Sequence[str]) -> dict[str, Any]:
-    """Undo `below_home`; under another home directory the paths point there."""
+    """Undo `below_home`; the paths then point into the current home directory."""
     return _changed(values, methods, os.path.expanduser, output=os.path.expanduser)
 
 

@@ -1,4 +1,4 @@
-"""The processor: its name, what it computes fast, and how many threads this process may use of it."""
+"""The processor: name, fast instructions, and usable threads."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from pathlib import Path
 
 CPUINFO = Path("/proc/cpuinfo")
 FAST = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
-"""What decides which number type is fast."""
+"""CPU flags that decide which dtype is fast."""
 
 
 def cpu_info() -> str:
-    """The text of /proc/cpuinfo; empty where there is none."""
+    """Return the text of /proc/cpuinfo, or empty text."""
     return CPUINFO.read_text(encoding="utf-8") if CPUINFO.exists() else ""
 
 
 def processor(info: str | None = None) -> str:
-    """Name of the processor and what it computes fast with. `info`: text of /proc/cpuinfo; None is this machine's."""
+    """Return the processor's name and `FAST` flags. `info`: text of /proc/cpuinfo; None reads this machine's."""
     said = _first(cpu_info() if info is None else info)
     if not said:
         return platform.processor() or platform.machine()
@@ -27,13 +27,13 @@ def processor(info: str | None = None) -> str:
 
 
 def bfloat16_units(info: str | None = None) -> list[str]:
-    """What multiplies bfloat16 faster than float32: `amx_bf16`, `avx512_bf16`, or nothing."""
+    """Return the flags for bfloat16 faster than float32: `amx_bf16`, `avx512_bf16`, or an empty list."""
     flags = _flags(_first(cpu_info() if info is None else info))
     return [flag for flag in ("amx_bf16", "avx512_bf16") if flag in flags]
 
 
 def usable_threads(environment: Mapping[str, str] | None = None) -> int:
-    """OMP_NUM_THREADS where it is set, else the cores that this process may run on; at least 1."""
+    """Return OMP_NUM_THREADS if set, else the cores available to this process; at least 1."""
     said = (os.environ if environment is None else environment).get("OMP_NUM_THREADS", "").partition(",")[0].strip()
     if said.isdigit() and int(said):
         return int(said)
@@ -43,7 +43,7 @@ def usable_threads(environment: Mapping[str, str] | None = None) -> int:
 
 
 def _first(info: str) -> dict[str, str]:
-    """What it says of the first core."""
+    """Return the fields of the first core."""
     lines = [line.partition(":") for line in info.splitlines()]
     return {key.strip(): value.strip() for key, _, value in reversed(lines) if key.strip()}
 

@@ -1,4 +1,4 @@
-"""Texts that are kept or shown to others, without secrets of the environment, credentials in URLs and the home path."""
+"""Removes secrets of the environment, credentials in URLs and the home path from texts kept or shown to others."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from collections.abc import Iterable
 
 _SECRET_NAME = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL|COOKIE", re.IGNORECASE)
 _SHORTEST = 6
-"""Characters from which a variable's value is looked for: a shorter one stands in harmless words."""
+"""Shortest variable value to redact, in characters: a shorter one is part of harmless words."""
 _USER = re.compile(r"(\b[a-z][a-z0-9+.-]*://)[^\s/?#@'\"<>]+@", re.IGNORECASE)
 _QUERY = re.compile(r"([?&][\w.-]*(?:key|token|secret|passw|sig|auth|credential)[\w.-]*=)[^\s&#'\"<>)]+", re.IGNORECASE)
 _BEARER = re.compile(r"\b(Bearer\s+)[\w.~+/=-]{8,}", re.IGNORECASE)
 
 
 def home() -> str:
-    """The home directory without a final slash; empty where there is none, or it is `/`, as in some containers."""
+    """Return the home directory without a final slash; empty if missing or `/`, as in some containers."""
     found = os.path.expanduser("~")
     return "" if found in ("~", "/") else found.rstrip("/")
 
 
 def redact(text: str, names: Iterable[str] = ()) -> str:
-    """`text` with `$NAME` for values of variables that are named like secrets (or in `names`), `***` for user,
-    password and tokens in URLs, and `~` for the home directory."""
+    """Return `text` with `$NAME` for values of variables that are named like secrets (or in `names`). User, password
+    and tokens in URLs become `***`, the home directory `~`."""
     if not text:
         return text
     own = {name for name in os.environ if _SECRET_NAME.search(name)} | set(names)
@@ -38,7 +38,7 @@ def redact(text: str, names: Iterable[str] = ()) -> str:
 
 
 def _homes() -> list[str]:
-    """Home directories of this process and of its user, which a worker without this environment knows alone."""
+    """Return homes of this process and of its user; a worker without this environment knows only the latter."""
     try:
         users = pwd.getpwuid(os.getuid()).pw_dir.rstrip("/")
     except KeyError:

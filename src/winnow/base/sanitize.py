@@ -1,4 +1,4 @@
-"""Strings and values of a run as a page can carry and show them."""
+"""Strings and values of a run in a form that a page can hold and show."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ _INVISIBLE = {code: f"\\x{code:02x}" for code in _CONTROL} | {code: f"\\u{code:0
 
 
 def visible(text: str) -> str:
-    """`text` with control and direction-changing characters made visible, and lone surrogates replaced."""
+    """Return `text` with control and direction-changing characters made visible and lone surrogates replaced."""
     return text.encode("utf-8", "replace").decode().translate(_INVISIBLE)
 
 
 def plain(value: Any) -> Any:
-    """`value` as JSON can hold it and a page can show it."""
+    """Return `value` in a form that JSON can hold and a page can show."""
     if isinstance(value, Mapping):
         return {visible(str(k)): plain(v) for k, v in value.items()}
     if isinstance(value, list | tuple):

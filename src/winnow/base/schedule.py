@@ -1,4 +1,4 @@
-"""Learning-rate schedules: which are computed here, which by transformers, and their checks."""
+"""Learning-rate schedules, computed here or by transformers, and their checks."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ class LoraConfig(BaseModel):
     merge: bool = True
     """Publish whole weights with adapters merged in; false: the adapters alone."""
     resume: bool = False
-    """Train the adapter that `model` is. Keys left out (None) take the adapter's values."""
+    """Train the adapter given as `model`. Keys left out (None) take the adapter's values."""
 
     @model_validator(mode="before")
     @classmethod
@@ -42,7 +42,7 @@ class LoraConfig(BaseModel):
 
 
 class AuditConfig(BaseModel):
-    """Random overrides of skips and stops, to measure what the rules get wrong; leave `audit` out for none."""
+    """Random overrides of skips and stops, which measure the errors of the rules; leave `audit` out to disable it."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
     epsilon: float = Field(0.05, ge=1e-4, le=1)
@@ -50,7 +50,7 @@ class AuditConfig(BaseModel):
 
 
 class SuccessConfig(BaseModel):
-    """What counts as a right answer: a reward of at least `at_least`, of one function or of the weighted sum of all."""
+    """Definition of a right answer: a reward of at least `at_least`, of one function or of the weighted sum of all."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
     function: str | None = None

@@ -1,6 +1,6 @@
-"""State models: what a part keeps in a checkpoint, checked before the part takes it.
+"""State models: checkpoint contents of a part, checked before the part loads them.
 
-A model stands next to its part. Its fields are the keys of `state_dict`; arrays are annotated with `Packed`:
+A model is defined next to its part. Its fields are the keys of `state_dict`; arrays are annotated with `Packed`:
 
     class Trace(State):
         z: Annotated[np.ndarray, Packed("f4", "prompts")]
@@ -31,42 +31,42 @@ Loose = Field(strict=False)
 
 
 class State(BaseModel):
-    """State of a part. Strict: no unknown keys, no conversions, no number that is not finite."""
+    """State of a part. Strict: no unknown keys, no conversions, only finite numbers."""
 
     model_config = STRICT | ConfigDict(frozen=True, revalidate_instances="never", populate_by_name=True)
 
     @classmethod
     def of(cls, state: Any, **axes: int) -> Self:
-        """`state` as a model; `axes`: lengths of axes of its arrays. Raises ValidationError."""
+        """Return `state` as a model; `axes`: lengths of axes of its arrays. Raises ValidationError."""
         return cls.model_validate(state, context=axes)
 
 
 class Stateful:
-    """Part whose state is some of its attributes: those that `state_model` names. Aliases are the keys of the state."""
+    """Part whose state is the attributes named by `state_model`. Aliases are the keys of the state."""
 
     state_model: ClassVar[type[State]] = State
 
     def axes(self) -> dict[str, int]:
-        """Return the lengths of axes that the part knows."""
+        """Return the lengths of axes known to the part."""
         return {}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint must hold, as JSON values."""
+        """Return the checkpoint state as JSON values."""
         return self.state_model.model_validate(self, from_attributes=True).model_dump(mode="json", by_alias=True)
 
     def load_state_dict(self, state: Any) -> None:
-        """Take what `state_dict` returned. Raises ValueError on anything else."""
+        """Load the output of `state_dict`. Raises ValueError on anything else."""
         for name, value in self.state_model.of(state, **self.axes()):
             setattr(self, name, value)
 
 
 class StateError(ValueError):
-    """A state that its part has not saved; the message begins with the key."""
+    """A state not saved by its part; the message begins with the key."""
 
 
 @contextmanager
 def at(key: str) -> Iterator[None]:
-    """Put `key` in front of whatever taking a part's state raises, as StateError."""
+    """Prefix any error raised while a part loads its state with `key`, as StateError."""
     try:
         yield
     except ConfigError:

@@ -1,3 +1,3 @@
-"""The version of Winnow, where every layer may read it."""
+"""Version of Winnow, importable by every layer."""
 
 __version__ = "0.2.0"

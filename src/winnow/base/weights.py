@@ -1,4 +1,4 @@
-"""Weights on their way from the learner to engines."""
+"""Weights in transfer from the learner to engines."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """Shape and type of a tensor, which a receiver must know before it comes."""
+    """Shape and dtype of a tensor, needed by a receiver in advance."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -29,47 +29,47 @@ class TensorSpec:
 
 
 SLOWEST = 10e6
-"""Bytes a second of a link or disk that is slow but works; time limits allow for it."""
+"""Bytes a second of the slowest usable link or disk, assumed by timeouts."""
 
 
 def transfer_s(size: int) -> float:
-    """Seconds that a time limit allows for so many bytes."""
+    """Return the seconds a timeout allows for `size` bytes."""
     return size / SLOWEST
 
 
 class WeightSource(Protocol):
     """Weights under the names of the Hugging Face model's `state_dict()`, tied ones once, adapters merged, or adapters
-    alone (see `adapters_of`); a version is no part of it.
+    alone (see `adapters_of`), without a version.
 
     Valid until the learner's next update.
     """
 
     @property
     def specs(self) -> Mapping[str, TensorSpec]:
-        """All of them, in order; costs nothing."""
+        """Return all specs in order; costs nothing."""
         ...
 
     def items(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Whole tensors, one after the other, in the order of `specs`; on several ranks a collective."""
+        """Yield whole tensors one by one in the order of `specs`; a collective on several ranks."""
         ...
 
     def state_dict(self) -> Mapping[str, torch.Tensor]:
-        """For an engine in this process; not copied where that can be avoided, else each made when it is looked up."""
+        """Return a state dict for an engine in this process, without copies if possible, else each made on lookup."""
         ...
 
 
 @runtime_checkable
 class RemoteWeights(WeightSource, Protocol):
-    """Weights that are in other processes of a Ray cluster, and are finite."""
+    """Finite weights in other processes of a Ray cluster."""
 
     def put(self, *, half: bool = False) -> Any:
-        """A reference to all of them in Ray's store, `as_bytes`, without a way through this process. `half`: see
+        """Return a reference to all of them in Ray's store, `as_bytes`, bypassing this process. `half`: see
         `HalvedWeights`."""
         ...
 
 
 class StateWeights:
-    """A state dict that is in memory anyway."""
+    """A state dict already in memory."""
 
     def __init__(self, state: Mapping[str, torch.Tensor]) -> None:
         self._state = state
@@ -86,7 +86,7 @@ class StateWeights:
 
 
 class LazyState(Mapping[str, torch.Tensor]):
-    """A state dict whose tensors are made by name each time they are looked up: all of them never exist at once."""
+    """A state dict that makes each tensor on lookup: all of them never exist at once."""
 
     def __init__(self, names: Collection[str], make: Callable[[str], torch.Tensor]) -> None:
         self._names, self._make = dict.fromkeys(names), make
@@ -107,7 +107,7 @@ class LazyState(Mapping[str, torch.Tensor]):
 
 
 def tied_names(model: torch.nn.Module) -> dict[str, str]:
-    """State-dict names whose tensor the model shares with an earlier name, and that name."""
+    """Return state-dict names whose tensor the model shares with an earlier name -> that name."""
     first: dict[int, str] = {}
     tied = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
@@ -119,20 +119,20 @@ def tied_names(model: torch.nn.Module) -> dict[str, str]:
 
 
 def state_once(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The state dict, with what the model ties only under its first name; engines fill the others in."""
+    """Return the state dict with tied tensors only under their first name; engines fill in the others."""
     tied = tied_names(model)
     return {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
 
 
 def adapters_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """A [r, in] and B [out, r] of the LoRA layers in a model, under the names that peft saves them by, without its
+    """Return A [r, in] and B [out, r] of the LoRA layers in a model, under peft's names for saved adapters, without its
     prefix: `model.layers.0.self_attn.q_proj.lora_A.weight`."""
     state = model.state_dict().items()
     return {name.replace(".default.", "."): tensor for name, tensor in state if ".lora_" in name}
 
 
 class FiniteWeights:
-    """The weights of another source. Raises FloatingPointError where one is not finite, with its name."""
+    """Weights of another source, checked. Raises FloatingPointError with the name of one that is not finite."""
 
     def __init__(self, source: WeightSource) -> None:
         self._source = source
@@ -154,9 +154,9 @@ class FiniteWeights:
 
 
 class HalvedWeights:
-    """Weights for engines that compute in bfloat16: matrices that they round to it anyway travel in half the bytes.
+    """Weights for engines that compute in bfloat16: matrices they would round to it anyway transfer in half the bytes.
 
-    What an engine may hold in float32 stays as it is: embeddings, norms, biases, routers of experts; and adapters.
+    Tensors that an engine may hold in float32 are unchanged: embeddings, norms, biases, routers of experts, adapters.
     """
 
     def __init__(self, source: WeightSource) -> None:
@@ -181,7 +181,7 @@ def _halved(name: str, spec: TensorSpec) -> torch.dtype:
 
 
 def weights_digest(state: Mapping[str, torch.Tensor]) -> str:
-    """SHA-256 over names, shapes and about a thousand elements of every tensor: cheap, yet no real change escapes."""
+    """Return the SHA-256 over names, shapes and about a thousand elements a tensor: cheap, yet detects real changes."""
     sha = hashlib.sha256()
     for name, tensor in state.items():
         flat = tensor.detach().reshape(-1)
@@ -199,14 +199,14 @@ def require_finite(name: str, tensor: torch.Tensor) -> None:
 
 
 def is_finite(tensor: torch.Tensor) -> bool:
-    """Whether all of its elements are; makes no copy of it."""
+    """Return whether all elements are finite, without a copy of the tensor."""
     if tensor.numel() == 0 or not tensor.is_floating_point():
         return True
     return bool(torch.isfinite(torch.stack(tensor.detach().aminmax())).all())
 
 
 AsBytes = dict[str, tuple[np.ndarray, torch.dtype, tuple[int, ...]]]
-"""Tensors as bytes, with type and shape: Ray keeps arrays outside of what it pickles, tensors not."""
+"""Tensors as bytes, dtype and shape: Ray keeps arrays out of its pickles, but not tensors."""
 
 
 def as_bytes(tensors: Iterable[tuple[str, torch.Tensor]]) -> AsBytes:
@@ -219,23 +219,23 @@ def _raw(tensor: torch.Tensor) -> np.ndarray:
 
 
 def from_bytes(weights: AsBytes) -> dict[str, torch.Tensor]:
-    """Tensors over the same memory; where that is Ray's, they are not to be written to."""
+    """Return tensors over the same memory; they are read-only if it is Ray's."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # that they cannot be written to
+        warnings.simplefilter("ignore", UserWarning)  # the tensors are read-only
         return {n: torch.from_numpy(raw).view(dtype).reshape(shape) for n, (raw, dtype, shape) in weights.items()}
 
 
 Weights = WeightSource | Mapping[str, torch.Tensor]
-"""Weights that an engine takes: a source, or a plain state dict from who uses the engine alone."""
+"""Weights that an engine takes: a source, or a plain state dict where an engine is used without a learner."""
 
 
 def state_of(weights: Weights) -> Mapping[str, torch.Tensor]:
-    """All tensors by name."""
+    """Return all tensors by name."""
     return weights if isinstance(weights, Mapping) else weights.state_dict()
 
 
 def specs_of(weights: Weights) -> Mapping[str, TensorSpec]:
-    """Shape and type of each."""
+    """Return the shape and dtype of each tensor."""
     return (StateWeights(weights) if isinstance(weights, Mapping) else weights).specs
 
 
@@ -251,11 +251,11 @@ KINDS = {
     torch.float64: "F64",
     torch.int64: "I64",
 }
-"""Types that are saved, by their names in safetensors, which sorts tensors by type, the last of these first."""
+"""Dtypes that can be saved -> names in safetensors, which sorts tensors by dtype, the last of these first."""
 
 
 def save_tensors(weights: Weights, file: Path) -> None:
-    """Write what `safetensors.torch.save_file` would, byte for byte, with one tensor of a GPU at a time on the host."""
+    """Write the bytes of `safetensors.torch.save_file`, with at most one GPU tensor at a time on the host."""
     order = list(KINDS)
     header: dict[str, Any] = {}
     end = 0

@@ -1,1 +1,1 @@
-"""The contract of an environment: prompts, data, rewards and the workers that run foreign code."""
+"""Contract of an environment: prompts, data, rewards, and the workers that run foreign code."""

@@ -1,4 +1,4 @@
-"""The task protocol: prompts, and either reward functions (one turn) or a single-use environment (many turns)."""
+"""Task protocol: prompts, and either reward functions (one turn) or a single-use environment (many turns)."""
 
 from __future__ import annotations
 
@@ -13,28 +13,27 @@ RewardFn = Callable[..., "list[float | None]"]
 """TRL's signature: `f(prompts, completions, completion_ids, **columns) -> list[float | None]`, sync or async.
 
 Only the arguments it names are passed (all of them if it takes `**kwargs`). For text prompts, `prompts` and
-`completions` are strings: a completion is what the policy sampled, over several turns its actions one after another,
-without the environment's answers. For conversational prompts they are lists of messages: the assistant's turns, with
-`tool_calls` where an environment parsed some, and the answers in between. A stop string is part of a completion.
-`completion_ids` has all tokens after the prompt, including those of answers between turns. `None` means "not
-applicable".
+`completions` are strings: a completion is the sampled text, over several turns all actions, without the environment's
+answers. For conversational prompts they are lists of messages: the assistant's turns (with `tool_calls` where an
+environment parsed some) and the answers in between. A stop string is part of a completion. `completion_ids` has all
+tokens after the prompt, including those of answers between turns. `None` means "not applicable".
 """
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """Answer of an environment to one action. Raises TypeError for what cannot be that."""
+    """An environment's answer to one action. Raises TypeError for invalid fields."""
 
     observation: str | None
     reward: float | None = None
-    """The reward so far; the last one given counts. None throughout: the reward functions decide, or it is 0."""
+    """Reward so far; the last one given counts. None throughout: the reward functions decide, or it is 0."""
     done: bool = False
     info: Mapping[str, Any] = field(default_factory=dict)
-    """Known here: `progress`, a number in [0, 1], how far the task has come; gates may look at it."""
+    """Known key: `progress`, the task's advance in [0, 1], readable by gates."""
     action: str | None = None
-    """The action in the environment's own normal form, which gates compare; None: the text before a stop string."""
+    """The action in the environment's own normal form, compared by gates; None: the text before a stop string."""
     message: Message | None = None
-    """The action as a chat message with its `tool_calls`, which reward functions are given in its place."""
+    """The action as a chat message with its `tool_calls`, passed to reward functions in its place."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.action, str | None):
@@ -46,7 +45,7 @@ class StepResult:
 
     @property
     def progress(self) -> float | None:
-        """`info["progress"]`. Raises TypeError or ValueError when it is no number in [0, 1]."""
+        """Return `info["progress"]`. Raises TypeError or ValueError unless it is a number in [0, 1]."""
         given = self.info.get("progress")
         if given is not None and not 0 <= float(given) <= 1:
             raise ValueError(f"{given} is not in [0, 1]")
@@ -54,12 +53,12 @@ class StepResult:
 
 
 class ModelTurn(str):
-    """What the model said in a turn, as environments are given it."""
+    """The model's output in one turn, as passed to environments."""
 
     stop_reason: str
-    """`eos`, `stop` or, where the turn is cut off, `length`."""
+    """`eos`, `stop` or, for a cut-off turn, `length`."""
     stop_string: str
-    """The stop string that the text ends with; empty: none ended it."""
+    """The stop string that the text ends with, or empty text."""
     whole: str
     """The text with every special token, for parsers of tool calls."""
 
@@ -71,12 +70,12 @@ class ModelTurn(str):
 
 
 def before_stop(text: str) -> str:
-    """Return what was said before the stop string. A command, for example, does not include its end mark."""
+    """Return the text before the stop string. A command, for example, does not include its end mark."""
     return text.removesuffix(getattr(text, "stop_string", ""))
 
 
 def whole_text(text: str) -> str:
-    """Return what was said with every special token, or a plain `text` as it is."""
+    """Return the text with every special token, or a plain `text` unchanged."""
     return getattr(text, "whole", text)
 
 
@@ -84,24 +83,24 @@ def whole_text(text: str) -> str:
 class Env(Protocol):
     """A single-use environment: made for one sibling, reset once, stepped until done.
 
-    If it has a method `close()`, that is called once, when its rollout has ended for whatever reason.
+    An optional method `close()` is called once, when the rollout has ended for any reason.
     """
 
     def reset(self) -> str | None:
-        """First observation, appended to the prompt; None for none."""
+        """Return the first observation, appended to the prompt, or None."""
         ...
 
     def step(self, text: str) -> StepResult:
-        """What the text, a `ModelTurn`, does. It is what was sampled, up to and with a stop string."""
+        """Apply the sampled text, a `ModelTurn`, up to and including a stop string."""
         ...
 
 
 @runtime_checkable
 class OverlappingEnv(Protocol):
-    """An environment that works elsewhere, e.g. in a worker process, while the engine goes on with other rollouts.
+    """An environment that runs elsewhere, e.g. in a worker process, while the engine continues with other rollouts.
 
-    The futures must come to an end by a deadline of the environment's own; an exception fails the rollout. `close()` as
-    for `Env`, possibly while an answer is still owed. `winnow.env.workers.remote` puts any `Env` into a worker process.
+    Its futures must finish by a deadline of the environment; an exception fails the rollout. `close()` works as for
+    `Env`, possibly while an answer is pending. `winnow.env.workers.remote` puts any `Env` into a worker process.
     """
 
     def start_reset(self) -> Future[str | None]: ...
@@ -111,10 +110,10 @@ class OverlappingEnv(Protocol):
 
 @runtime_checkable
 class Task(Protocol):
-    """Prompts and how completions of them are judged. Built from `env:` in the config.
+    """Prompts and the scoring of their completions. Built from `env:` in the config.
 
-    A task of many turns may have `max_turn_length`, the most tokens that are sampled in one turn. A turn that comes to
-    it has the stop reason `length` and is given to the environment as it is.
+    A task of many turns may have `max_turn_length`, the most tokens sampled in one turn. A turn that reaches it has the
+    stop reason `length` and is passed to the environment unchanged.
     """
 
     name: str
@@ -122,26 +121,26 @@ class Task(Protocol):
     test: Sequence[Prompt]
     """Held out; disjoint from `train` by content. May be empty."""
     reward_funcs: Sequence[RewardFn]
-    """Used when the user passes none. Empty when the environment itself gives the reward."""
+    """Default reward functions. Empty if the environment gives the reward."""
     max_turns: int
     stop: tuple[str, ...]
-    """Strings that end a turn, besides those of the config."""
+    """Strings that end a turn, in addition to those of the config."""
 
     def make_env(self, prompt: Prompt) -> Env | OverlappingEnv | None:
-        """A fresh environment for one rollout; None for one-turn tasks."""
+        """Return a fresh environment for one rollout; None for one-turn tasks."""
         ...
 
     def fingerprint(self) -> str:
-        """Hash of everything that decides prompts and rewards; a resume refuses when it changes."""
+        """Return a hash of everything that decides prompts and rewards; a resume refuses a changed one."""
         ...
 
 
 @runtime_checkable
 class Answering(Protocol):
-    """A task whose completions give answers that can be counted, for `winnow vote`."""
+    """A task whose completions give countable answers, for `winnow vote`."""
 
     def answers(self, prompt: Prompt, texts: Sequence[str]) -> list[str | None]:
-        """Answer of each completion; the same text for answers that are the same, None where there is none."""
+        """Return the answer of each completion: equal texts for equal answers, None without one."""
         ...
 
 
@@ -150,13 +149,13 @@ class Demonstrator(Protocol):
     """A task that can show solutions, for `winnow warm-start`."""
 
     def demonstrations(self, seed: int) -> Iterator[tuple[str, str | list[str]]]:
-        """Endless (prompt, completion) pairs, never of a test prompt.
+        """Yield (prompt, completion) pairs without end, never of a test prompt.
 
-        Of many turns, the prompt includes the first observation, and the completion is a list: action, observation,
+        For many turns, the prompt includes the first observation, and the completion is a list: action, observation,
         action and so on, ending with an action.
         """
         ...
 
     def vocabulary(self) -> Sequence[str]:
-        """Every word a demonstration can contain, for a word-level tokenizer."""
+        """Return every word a demonstration can contain, for a word-level tokenizer."""
         ...

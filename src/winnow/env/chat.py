@@ -1,7 +1,7 @@
 """Chat templates: messages as text, and the tokens that join two turns of an assistant.
 
-The end of a turn is the template's own, which need not be the tokenizer's end of sequence, nor a single token. It is
-derived by rendering a turn whose content is a mark.
+The template defines the end of a turn. It may differ from the tokenizer's end of sequence and may be several tokens.
+It is derived by rendering a turn whose content is a mark.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from ..types import Message
 
 _MARK = "\u241fwinnow\u241f"
 _CALL_MARK = "winnow_mark"
-"""Of plain letters: templates write arguments in their own ways."""
+"""Plain letters: templates write arguments in their own ways."""
 _USER: Message = {"role": "user", "content": "?"}
 _OPENING = re.compile(r"\s*(<[^<>\s]+>|\[[A-Z_]+\])")
 
 
 class PromptError(ValueError):
-    """A prompt that this model cannot be given; the message names the prompt and the remedy."""
+    """A prompt unusable with this model; the message names the prompt and the remedy."""
 
 
 def is_begun(messages: Sequence[Message]) -> bool:
-    """Whether messages end in an assistant's turn that the policy is to continue."""
+    """Return whether messages end in an assistant's turn that the policy continues."""
     last = messages[-1]
     return last["role"] == "assistant" and last.get("content") is not None and not last.get("tool_calls")
 
 
 def rendered(tokenizer: Any, messages: Sequence[Message], **options: Any) -> str:
-    """Messages as text, up to where the policy goes on: behind a generation prompt, or in a turn that they begin.
+    """Return messages as text, up to where the policy continues: a generation prompt, or a turn begun by them.
 
-    Raises PromptError for contents other than text, and whatever the template raises.
+    Raises PromptError for contents other than text, and any error of the template.
     """
     if not (parts := _parts(messages)):
         return _ready(tokenizer, messages, options)
@@ -47,7 +47,7 @@ def rendered(tokenizer: Any, messages: Sequence[Message], **options: Any) -> str
         content: Any = message.get("content")
         in_parts = isinstance(content, list | tuple)
         plain.append({**message, "content": "".join(part["text"] for part in content)} if in_parts else message)
-    with suppress(Exception):  # whatever a template that insists on parts may raise
+    with suppress(Exception):  # any error of a template that requires parts
         text = _ready(tokenizer, plain, options)
         if all(part.strip() in text for part in parts):
             return text
@@ -55,7 +55,7 @@ def rendered(tokenizer: Any, messages: Sequence[Message], **options: Any) -> str
 
 
 def _parts(messages: Sequence[Message]) -> list[str]:
-    """Texts of contents that come in parts, which some templates leave out without a word, and others insist on."""
+    """Return texts of contents in parts, which some templates drop silently and others require."""
     found = []
     for message in messages:
         content: Any = message.get("content")
@@ -78,16 +78,16 @@ def _applied(tokenizer: Any, messages: Sequence[Message], **options: Any) -> str
 
 
 def _continued(tokenizer: Any, messages: Sequence[Message], options: Mapping[str, Any]) -> str:
-    """Messages as text without the end of the last turn.
+    """Return messages as text without the end of the last turn.
 
-    A template that reads thoughts out of a turn (Qwen3's) shows an empty, closed one before a thought that is only
-    begun, or refuses it. The begun turn then goes behind the header of an earlier turn, or the generation prompt.
+    A template that extracts thoughts from a turn (Qwen3's) shows an empty, closed one before a thought that is only
+    begun, or refuses it. The begun turn then follows the header of an earlier turn, or the generation prompt.
     """
     *before, last = messages
     refusal: Exception | None = None
     try:
         text = _applied(tokenizer, messages, continue_final_message=True, **options)
-    except Exception as error:  # whatever a template, or the search for the end of the turn, may raise
+    except Exception as error:  # any error of a template, or of the search for the end of the turn
         refusal = error
     opening = _OPENING.match(last["content"]) if isinstance(last["content"], str) else None
     if refusal is None and (opening is None or not before):
@@ -98,7 +98,7 @@ def _continued(tokenizer: Any, messages: Sequence[Message], options: Mapping[str
         known = _applied(tokenizer, before, **options)
         marked = _applied(tokenizer, [*before, {**last, "content": _MARK}, _USER], **options)
         ready = _applied(tokenizer, before, add_generation_prompt=True, **options)
-    except Exception:  # one that wants other turns
+    except Exception:  # it requires other turns
         if refusal is not None:
             raise refusal from None
         return text
@@ -117,14 +117,14 @@ class _Turns:
     """How a chat template ends the turns of an assistant."""
 
     marks: frozenset[int]
-    """Tokens of the tokenizer that are more than a piece of text."""
+    """Added tokens: more than a piece of text."""
     special: frozenset[int]
     ends: frozenset[int]
-    """Those of the marks that end a turn."""
+    """Marks that end a turn."""
     end: int | None
-    """The one of `ends` that a last turn has first; None if there is none."""
+    """The first of `ends` in a last turn, or None."""
     text: str
-    """End of a turn that is ordinary text; empty if there is none."""
+    """End of a turn in ordinary text, or empty text."""
 
 
 _KNOWN: WeakKeyDictionary[Any, dict[str, _Turns]] = WeakKeyDictionary()
@@ -145,14 +145,14 @@ def _derived(tokenizer: Any, options: Mapping[str, Any]) -> _Turns:
     try:
         alone = _behind(_MARK, _applied(tokenizer, [_USER, turn], **options))
         followed = _behind(_MARK, _applied(tokenizer, [_USER, turn, _USER], add_generation_prompt=True, **options))
-    except Exception:  # one that wants other turns: what begins with a mark of its own is joined all the same
+    except Exception:  # it requires other turns: turns that begin with a mark can still be joined
         return _Turns(marks, special, frozenset(), None, "")
     alone_ids, followed_ids = _encoded(tokenizer, alone), _encoded(tokenizer, followed)
     same = _common(alone_ids, followed_ids)
     ends = marks.intersection(alone_ids[:same])
     if not ends and same < min(len(alone_ids), len(followed_ids)):
         last, other = alone_ids[same], followed_ids[same]
-        if {last, other} <= marks and followed_ids.count(other) > 1:  # the last turn ends otherwise than all others
+        if {last, other} <= marks and followed_ids.count(other) > 1:  # the last turn ends unlike all others
             ends = frozenset((last, other))
     text = alone if not ends and followed.startswith(alone) else ""
     end = next((token for token in alone_ids if token in ends), None)
@@ -160,7 +160,7 @@ def _derived(tokenizer: Any, options: Mapping[str, Any]) -> _Turns:
 
 
 def end_of_turn(tokenizer: Any) -> int:
-    """The token to teach as the end of an assistant's turn: the template's own, else the end of sequence."""
+    """Return the token to train as the end of an assistant's turn: the template's own, else the end of sequence."""
     turns = _turns(tokenizer, {})
     eos = int(tokenizer.eos_token_id)
     return eos if turns.end is None or eos in turns.ends else turns.end
@@ -173,10 +173,10 @@ def joined(
     sampled: np.ndarray,
     options: Mapping[str, Any],
 ) -> list[int]:
-    """Tokens from the end of an assistant's turn, so far as it has not been `sampled`, to where the policy goes on.
+    """Return the tokens from the unsampled end of an assistant's turn to where the policy continues.
 
-    `added` are the messages behind the turn; results of tools follow a call. Raises PromptError when the template does
-    not show the turn before them, and whatever it raises.
+    `added` are the messages after the turn; results of tools follow a call. Raises PromptError if the template does
+    not show the turn before them, and any error of the template.
     """
     turn: Message = {"role": "assistant", "content": _MARK}
     mark = _MARK
@@ -198,22 +198,22 @@ def joined(
 
 
 def _end_of_call(turns: _Turns, ids: Sequence[int], alone: Sequence[int]) -> int:
-    """Where in `ids`, tokens behind an argument of a call, the turn ends; `alone`: the same without results."""
+    """Return the index in `ids`, tokens after an argument of a call, of the turn's end; `alone`: without results."""
     same = _common(ids, alone)
     for i in range(min(same + 1, len(ids))):
         if ids[i] in turns.ends:
             return i
     last = max((i for i, token in enumerate(alone) if token in turns.special), default=-1)
-    return last if 0 <= last < same == len(alone) else same  # some end a call otherwise than what is said
+    return last if 0 <= last < same == len(alone) else same  # some end a call unlike a text
 
 
 def _unsampled(
     tokenizer: Any, ids: list[int], start: int, ends: frozenset[int], marks: frozenset[int], sampled: np.ndarray
 ) -> list[int]:
-    """`ids` from `start` on, without an end of turn that has been sampled.
+    """Return `ids` from `start` on, without a sampled end of turn.
 
     Where a template ends turns with nothing, the policy ends them with the mark that begins the next one. Ordinary
-    tokens count for nothing: a turn that was cut off may end in the same one by chance.
+    tokens do not count: a cut-off turn may end in the same one by chance.
     """
     stop, first = start, 0
     for i in range(start, len(ids)):
@@ -247,5 +247,5 @@ def _encoded(tokenizer: Any, text: str) -> list[int]:
 
 
 def _common(a: Sequence[int], b: Sequence[int]) -> int:
-    """Tokens with which both begin."""
+    """Return the length of the common prefix."""
     return len(list(takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False))))

@@ -1,4 +1,4 @@
-"""Prompts from any data set with a `prompt` column; every other column goes to the reward functions by name."""
+"""Prompts from any data set with a `prompt` column; every other column is passed to the reward functions by name."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .row_files import DataError, Row
 from .rows import read_rows, rows_of
 
 PICTURES = ("images", "image", "videos", "video", "audios", "audio")
-"""Columns that hold a part of the prompt in data for models of several modalities."""
+"""Columns that hold a part of the prompt in multimodal data."""
 SHOWN = 5
 """Ids named in an error message."""
 
@@ -46,7 +46,7 @@ class DatasetConfig:
     id_column: str = "id"
     """Used when present; otherwise ids are hashes of the prompts."""
     system_prompt: str | None = None
-    """Put before every prompt as a system message."""
+    """System message added before every prompt."""
     prompt_format: Literal["as_is", "text"] = "as_is"
     """`text` joins messages into plain text, for models without chat template."""
     split: str = "train"
@@ -77,18 +77,18 @@ class DatasetConfig:
         return DatasetTask(self, train, test)
 
     def rows_alone(self) -> DatasetTask:
-        """The task of these rows, for a class of options with more to it."""
+        """Return the task of these rows, for a config that extends this one."""
         return DatasetConfig(**{field.name: getattr(self, field.name) for field in fields(DatasetConfig)}).build()
 
     def with_rows(self, train: Iterable[Any], test: Iterable[Any] | None = None) -> DatasetTask:
-        """The task of rows in Python instead of `path`: a `datasets.Dataset`, a pandas data frame or any iterable of
-        mappings, read to its end. Raises DataError naming the row."""
+        """Return the task of Python rows instead of `path`: a `datasets.Dataset`, a pandas data frame or any iterable
+        of mappings, read to its end. Raises DataError naming the row."""
         rows = rows_of(train, "train_dataset")
         return DatasetTask(self, rows, None if test is None else rows_of(test, "eval_dataset"))
 
 
 class DatasetTask:
-    """The task: training rows and held-out ones. Raises DataError naming file and line for data that cannot be used."""
+    """Task with training and held-out rows. Raises DataError naming file and line for unusable data."""
 
     name = "dataset"
     max_turns = 1
@@ -119,7 +119,7 @@ class DatasetTask:
         return None
 
     def answers(self, prompt: Prompt, texts: Sequence[str]) -> list[str | None]:
-        """Last boxed or marked answers, as in mathematics: equal in value, however written."""
+        """Return last boxed or marked answers, as in mathematics: equal in value, however written."""
         return same_answers(texts)
 
     def fingerprint(self) -> str:
@@ -147,7 +147,7 @@ class DatasetTask:
 
 
 def _stored(rows: Iterable[Row], config: DatasetConfig) -> Store:
-    """The rows with what is found in them, read once. Raises DataError naming the row."""
+    """Store the rows with their prompts, read once. Raises DataError naming the row."""
     store = Store()
     as_json: list[str] = []
     convert = PRESETS[config.preset] if config.preset is not None else None
@@ -174,7 +174,7 @@ def _stored(rows: Iterable[Row], config: DatasetConfig) -> Store:
 def _refuse_pictures(row: Row, config: DatasetConfig) -> None:
     for column in PICTURES:
         value = row.values.get(column)
-        missing = value is None or (isinstance(value, float) and value != value)  # as pandas writes it
+        missing = value is None or (isinstance(value, float) and value != value)  # pandas' missing value
         empty = missing or (isinstance(value, Sized) and len(value) == 0)
         if column != config.prompt_column and not empty:
             raise DataError(
@@ -184,7 +184,7 @@ def _refuse_pictures(row: Row, config: DatasetConfig) -> None:
 
 
 def _written_messages(text: str) -> list[Any] | None:
-    """The messages that a text is, written as JSON or by Python; None: it is anything else."""
+    """Return messages written as JSON or Python text; None for anything else."""
     if text.lstrip()[:1] not in ("[", "{") or "role" not in text or "content" not in text:
         return None
     for read in (json.loads, ast.literal_eval):
@@ -208,7 +208,7 @@ def _given_id(row: Row, config: DatasetConfig) -> str | None:
 
 
 def _prompt_of(row: Row, config: DatasetConfig, as_json: list[str]) -> tuple[str | None, tuple[Message, ...] | None]:
-    """Text or messages of a row, whichever it has; the place goes to `as_json` if they are written as text.
+    """Return the text or the messages of a row; add its place to `as_json` if its messages are written as text.
 
     Raises DataError.
     """
@@ -278,7 +278,7 @@ def _check_text(text: str, where: str) -> None:
 
 
 def _first_with(digests_N: np.ndarray) -> np.ndarray:
-    """int64 [N]: of each row, the first row with the same content."""
+    """Return int64 [N]: for each row, the first row with the same content."""
     _, first, inverse_N = np.unique(digests_N, return_index=True, return_inverse=True)
     found: np.ndarray = first[inverse_N]
     return found
@@ -297,7 +297,7 @@ def _refuse_overlap(train: StoredPrompts, test: StoredPrompts) -> None:
 
 
 def _split(prompts: StoredPrompts, test_size: int | float) -> tuple[StoredPrompts, StoredPrompts]:
-    """Train and test, without a prompt in both: the contents with the lowest hashes are held out."""
+    """Return train and test without a shared prompt: the contents with the lowest hashes are held out."""
     contents, rank_N = np.unique(prompts.digests(), return_inverse=True)
     different = len(contents)
     n = round(test_size * different) if test_size < 1 else int(test_size)

@@ -1,7 +1,7 @@
-r"""Well-known formats of math data: which columns they have, how the model is asked, where the answer is.
+r"""Well-known formats of math data: their columns, the prompt, and the place of the answer.
 
-Each preset turns a row as published into one with `prompt` and `ground_truth`; the other columns stay. Answers are
-judged by `winnow.env.rewards.math` for equality in value, whatever preset they come from.
+Each preset turns a published row into one with `prompt` and `ground_truth`; the other columns stay. For all presets,
+`winnow.env.rewards.math` compares answers by value.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def _math(row: Row) -> Values:
 
 
 def _verl(row: Row) -> Values:
-    """verl's parquet, DAPO-Math-17k included: the prompt carries its own instruction."""
+    """Convert verl's parquet, including DAPO-Math-17k: the prompt carries its own instruction."""
     reward_model = row.values.get("reward_model")
     if not isinstance(reward_model, Mapping) or reward_model.get("ground_truth") is None:
         raise DataError(f"{row.where}: 'reward_model' must be an object with 'style' and 'ground_truth'")
@@ -81,4 +81,4 @@ PRESETS: dict[str, Callable[[Row], Values]] = {
 }
 """Name -> function from a published row to one with `prompt`. Raises DataError naming the row."""
 REWARD_FUNCS: list[RewardFn] = [math_reward]
-"""Judge of all of them."""
+"""Reward function of all presets."""

@@ -1,8 +1,8 @@
-"""Prompts of a data set on disk: in memory a row costs some tens of bytes, however long it is.
+"""Prompts of a data set on disk: a row of any length costs some tens of bytes of memory.
 
-Rows are read once and put one after another into a file without a name, which ends with its object: in the cache
-directory, as the one for temporary files is in memory on many machines. What becomes of the source afterwards does not
-matter, whatever kind of source it was.
+Rows are read once and appended to an unnamed file, which ends with its object. The file is in the cache directory,
+because the directory for temporary files is in memory on many machines. Later changes of the source do not matter,
+whatever its kind.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from ..types import Message, Prompt
 from .row_files import DataError, Row
 
 _MADE_ID = re.compile(r"([0-9a-f]{16})(-[0-9]+)?")
-"""Form of the ids that rows without one get."""
+"""Form of the ids given to rows without one."""
 BUFFER = 1 << 20
 
 
 def content_of(prompt: Prompt) -> str:
-    """Identity of a prompt: its text, or its roles and words."""
+    """Return the identity of a prompt: its text, or its roles and words."""
     return _content(prompt.text, prompt.messages)
 
 
@@ -42,29 +42,29 @@ def _content(text: str | None, messages: Sequence[Message] | None) -> str:
 
 
 class Record(NamedTuple):
-    """One row as it is stored."""
+    """One stored row."""
 
     place: int
     number: int
-    """With `place`, where it came from."""
+    """Line or row number within `place`."""
     id: str | None
-    """The id that the row gave itself."""
+    """The row's own id."""
     text: str | None
     messages: tuple[Message, ...] | None
     columns: dict[str, Any]
 
 
 class Store:
-    """Rows in the order in which they were put in. Raises DataError when the disk is full."""
+    """Rows in insertion order. Raises DataError when the disk is full."""
 
     def __init__(self) -> None:
         self._file = _file_without_name()
         self._offsets = array("q", [0])
         self._kept: dict[int, Record] = {}
-        """Rows given in Python with something that cannot be written down."""
+        """Python rows that cannot be serialized."""
         self._places: dict[str, int] = {}
         self.columns: dict[str, None] = {}
-        """Names of all columns, in the order in which they came up."""
+        """Names of all columns, in order of appearance."""
         self._digests = bytearray()
         self._id_keys = array("Q")
         self._characters = array("I")
@@ -72,20 +72,20 @@ class Store:
         """Ids that are neither the row's own nor just a hash of its content: those of repeated prompts."""
 
     def __del__(self) -> None:
-        with contextlib.suppress(OSError, AttributeError):  # what is in its buffer may not fit; it may not be there
+        with contextlib.suppress(OSError, AttributeError):  # its buffer may not fit; the file may not exist
             self._file.close()
 
     def __len__(self) -> int:
         return len(self._offsets) - 1
 
     def add(self, row: Row, own_id: str | None, text: str | None, messages: tuple[Message, ...] | None) -> None:
-        """Put in a row with the prompt that was found in it."""
+        """Add a row with its prompt."""
         self.columns.update(dict.fromkeys(row.values))
         place = self._places.setdefault(row.place, len(self._places))
         record = Record(place, row.number, own_id, text, messages, row.values)
         try:
             data = pickle.dumps(tuple(record), pickle.HIGHEST_PROTOCOL)
-        except Exception:  # whatever an object's own way to be pickled may raise
+        except Exception:  # any error of an object's own pickling
             self._kept[len(self)], data = record, b""
         try:
             self._file.write(data)
@@ -98,9 +98,9 @@ class Store:
         self._offsets.append(self._offsets[-1] + len(data))
 
     def finish(self, *, may_repeat: bool = False) -> None:
-        """To be called behind the last row. Raises DataError when two rows gave themselves the same id.
+        """Finish after the last row. Raises DataError if two rows have the same own id.
 
-        `may_repeat`: they get numbers instead, as repeated prompts do.
+        `may_repeat`: such rows get numbers instead, as repeated prompts do.
         """
         try:
             self._file.flush()
@@ -110,7 +110,7 @@ class Store:
         self._id_keys = array("Q")
 
     def forget_contents(self) -> None:
-        """Free the digests, which nobody needs once contents have been compared."""
+        """Free the digests, unused once contents have been compared."""
         self._digests = bytearray()
 
     def __getitem__(self, row: int) -> Record:
@@ -120,16 +120,16 @@ class Store:
         return Record._make(pickle.loads(os.pread(self._file.fileno(), stop - start, start)))
 
     def where(self, row: int) -> str:
-        """Place for messages."""
+        """Return a row's place for messages."""
         record = self[row]
         return f"{list(self._places)[record.place]} {record.number}"
 
     def digests(self) -> np.ndarray:
-        """[N] of 16 bytes each: of each row's content, the beginning of its SHA-256."""
+        """Return [N] of 16 bytes each: the beginning of the SHA-256 of each row's content."""
         return np.frombuffer(bytes(self._digests), "V16")
 
     def characters(self) -> np.ndarray:
-        """uint32 [N]: lengths of the prompts."""
+        """Return uint32 [N], lengths of the prompts."""
         return np.frombuffer(self._characters, np.uint32).copy()
 
     def _resolve_ids(self, may_repeat: bool) -> None:
@@ -158,7 +158,7 @@ def _file_without_name() -> BinaryIO:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         return cast(BinaryIO, tempfile.TemporaryFile("w+b", BUFFER, dir=folder))
-    except OSError:  # a home that cannot be written to
+    except OSError:  # the home is not writable
         try:
             return cast(BinaryIO, tempfile.TemporaryFile("w+b", BUFFER))
         except OSError as error:
@@ -172,7 +172,7 @@ def _no_room(error: OSError) -> DataError:
 
 
 def _id_key(own_id: str | None, digest: bytes) -> int:
-    """The same for ids that are the same, or that numbers might make the same."""
+    """Return a key equal for ids that are equal, or that numbers might make equal."""
     if own_id is None:
         return int.from_bytes(digest[:8], "big")
     made = _MADE_ID.fullmatch(own_id)
@@ -184,9 +184,9 @@ def _characters(text: str | None, messages: Sequence[Message] | None) -> int:
 
 
 class StoredPrompts(Sequence[Prompt]):
-    """Prompts of some rows of a store, made when they are asked for.
+    """Prompts of some rows of a store, made on access.
 
-    `rows_N`: the rows, all without it. `change` is applied to each prompt.
+    `rows_N`: the rows; all by default. `change` is applied to each prompt.
     """
 
     def __init__(
@@ -216,19 +216,19 @@ class StoredPrompts(Sequence[Prompt]):
         return map(self._prompt, range(len(self)))
 
     def __eq__(self, other: object) -> bool:
-        """Whether these are the same prompts; reads them all."""
+        """Return whether these are the same prompts; reads them all."""
         return isinstance(other, Sequence) and len(self) == len(other) and all(map(eq, self, other))
 
     def map(self, change: Callable[[Prompt], Prompt]) -> StoredPrompts:
-        """The same prompts, each as `change` makes it."""
+        """Return the same prompts with `change` applied to each."""
         return StoredPrompts(self._store, self._prompt_column, self._rows_N, change)
 
     def part(self, wanted_N: np.ndarray) -> StoredPrompts:
-        """Prompts of those rows for which `wanted_N`, bool [N] over all rows of the store, is true."""
+        """Return prompts of the rows where `wanted_N`, bool [N] over all rows of the store, is true."""
         return StoredPrompts(self._store, self._prompt_column, np.flatnonzero(wanted_N), self._change)
 
     def longest(self, n: int) -> list[Prompt]:
-        """The `n` of the most characters."""
+        """Return the `n` prompts with the most characters."""
         characters_N = self._store.characters()[self._rows_N].astype(np.int64)
         return [self._prompt(i) for i in np.argsort(-characters_N, kind="stable")[:n].tolist()]
 
@@ -251,5 +251,5 @@ class StoredPrompts(Sequence[Prompt]):
 
 
 def changed(prompts: Sequence[Prompt], change: Callable[[Prompt], Prompt]) -> Sequence[Prompt]:
-    """Each prompt as `change` makes it: now, or for stored ones when it is asked for."""
+    """Apply `change` to each prompt: now, or on access for stored ones."""
     return prompts.map(change) if isinstance(prompts, StoredPrompts) else [change(p) for p in prompts]

@@ -23,13 +23,13 @@ class ToolPrompt(Prompt):
     """Messages for a model that may call tools."""
 
     tools: tuple[Mapping[str, Any], ...] = ()
-    """JSON schemas, for the chat template's `tools`."""
+    """JSON schemas for the chat template's `tools`."""
 
 
 class NextMessages(str):
-    """An observation of messages: as text their contents, for the chat template the messages themselves.
+    """An observation of messages: their contents as text, and the messages for the chat template.
 
-    What tools gave, or an agent asks. As first observation they are the prompt, with the `tools` that they offer.
+    Results of tools, or requests of an agent. As first observation they are the prompt, with the `tools` they offer.
     """
 
     messages: tuple[Message, ...]
@@ -45,14 +45,14 @@ class NextMessages(str):
 
 
 def encode_prompt(tokenizer: Any, prompt: Prompt, observation: str | None = None) -> tuple[int, ...]:
-    """Token ids of a prompt, with an environment's first observation appended (as a user message, if conversational).
+    """Return token ids of a prompt with the first observation appended (as a user message, if conversational).
 
-    Text is encoded with the special tokens that the tokenizer puts before a text, unless it begins with them; messages
-    with the chat template and its generation prompt, or so that an assistant's turn with which they end is continued.
-    With tools, the observation goes to the end of the last message, as in TRL. What an agent asks is all of the prompt.
+    Text is encoded with the tokenizer's leading special tokens, unless it begins with them. Messages use the chat
+    template and its generation prompt; a final assistant's turn is continued instead. With tools, the observation is
+    appended to the last message, as in TRL. An agent's request is the whole prompt.
 
-    Raises PromptError when the result is empty, messages meet a tokenizer without chat template or a template that
-    refuses them, or tools one that cannot show them, and when the tokenizer knows no token for a part of the text.
+    Raises PromptError for an empty result, messages without a chat template, or a template that refuses them or cannot
+    show tools. Also raised if the tokenizer has no token for a part of the text.
     """
     if isinstance(observation, NextMessages):
         asked: type[Prompt] = ToolPrompt if observation.tools else Prompt
@@ -70,7 +70,7 @@ def encode_prompt(tokenizer: Any, prompt: Prompt, observation: str | None = None
         messages = _with_observation(prompt, observation)
         try:
             text = rendered(tokenizer, messages, **tools)
-        except Exception as error:  # whatever a template may raise, e.g. that it knows no system messages
+        except Exception as error:  # any error of a template, e.g. that it has no system messages
             raise PromptError(f"prompt '{prompt.id}': the chat template refuses its messages: {error}") from None
         ids = _encoded(tokenizer, prompt, text, whole=True)
     if not ids:
@@ -79,7 +79,7 @@ def encode_prompt(tokenizer: Any, prompt: Prompt, observation: str | None = None
 
 
 def _with_observation(prompt: Prompt, observation: str | None) -> list[Message]:
-    """Its messages with the first observation, before an assistant's turn that they begin."""
+    """Return the messages with the first observation, inserted before an assistant's turn begun by them."""
     messages: list[Message] = list(prompt.messages or ())
     begun = [messages.pop()] if len(messages) > 1 and is_begun(messages) else []
     if isinstance(prompt, ToolPrompt):
@@ -90,16 +90,16 @@ def _with_observation(prompt: Prompt, observation: str | None) -> list[Message]:
 
 
 def _encoded(tokenizer: Any, prompt: Prompt, text: str, *, whole: bool = False) -> Sequence[int]:
-    """`whole`: the text has its special tokens, as a chat template writes them."""
+    """Encode text; `whole`: it already has its special tokens, as a chat template writes them."""
     try:
         bare: list[int] = tokenizer.encode(text, add_special_tokens=False)
         return bare if whole else as_beginning(tokenizer, tokenizer.encode(text), bare)
-    except Exception as error:  # its own class: a vocabulary without bytes or an unknown token does not have every text
+    except Exception as error:  # tokenizers' own: a vocabulary without bytes or unknown token cannot encode every text
         raise PromptError(f"prompt '{prompt.id}': the tokenizer cannot encode its text: {error}") from None
 
 
 def as_beginning(tokenizer: Any, full: list[int], bare: list[int]) -> list[int]:
-    """Ids of a text that more follows: what the tokenizer puts before it once, and nothing behind it.
+    """Return ids of a text to be continued: the tokenizer's leading special tokens once, and no trailing ones.
 
     `full`, `bare`: the text encoded with and without the tokenizer's special tokens.
     """
@@ -123,8 +123,8 @@ _shows_tools: WeakSet[Any] = WeakSet()
 
 
 def require_tool_template(tokenizer: Any, prompt: Prompt) -> None:
-    """Raises PromptError unless the chat template shows tools, calls of them, and what they return, also to a policy
-    that goes on from its own call."""
+    """Raise PromptError unless the chat template shows tools, calls and their results, also to a policy that continues
+    from its own call."""
     if tokenizer in _shows_tools:
         return
     parts = ("offer", "name", "key", "value", "result")
@@ -136,7 +136,7 @@ def require_tool_template(tokenizer: Any, prompt: Prompt) -> None:
     shown = error = ""
     try:
         shown = tokenizer.apply_chat_template(messages, tools=[schema], tokenize=False)
-    except Exception as raised:  # whatever a template may raise
+    except Exception as raised:  # any error of a template
         error = f" ({type(raised).__name__}: {raised})"
     if missing := [part for part, mark in zip(parts, marks, strict=True) if mark not in shown]:
         raise PromptError(
@@ -153,11 +153,11 @@ def require_tool_template(tokenizer: Any, prompt: Prompt) -> None:
 
 
 def encode_observation(tokenizer: Any, prompt: Prompt, observation: str, sampled: np.ndarray) -> list[int]:
-    """Token ids that carry an observation between two turns; what was sampled is never re-tokenized.
+    """Return token ids of an observation between two turns; sampled tokens are never re-tokenized.
 
-    For messages it is what the chat template puts between an assistant's words or call and where the policy goes on,
-    from the end of the turn on; an end of turn that the policy has sampled is not repeated. What the template would
-    take back of earlier turns, such as thoughts, stays. Raises PromptError when the template cannot show it.
+    For messages these are the template's tokens from the end of the assistant's turn or call to where the policy
+    continues; a sampled end of turn is not repeated. Parts of earlier turns that the template would remove, such as
+    thoughts, stay. Raises PromptError when the template cannot show the observation.
     """
     before: Sequence[Message] = prompt.messages or [_QUESTION]
     added: Sequence[Message] = [{"role": "user", "content": observation}]
@@ -174,7 +174,7 @@ def encode_observation(tokenizer: Any, prompt: Prompt, observation: str, sampled
     named = {"chat_template": "tool_use"} if tools and isinstance(templates, dict) and "tool_use" in templates else {}
     try:
         return joined(tokenizer, before, added, sampled, named)
-    except Exception as error:  # whatever a template may raise
+    except Exception as error:  # any error of a template
         raise PromptError(
             f"prompt '{prompt.id}': the chat template cannot join turns: {error}; set chat_template to one that keeps "
             "what it has shown"
@@ -182,24 +182,24 @@ def encode_observation(tokenizer: Any, prompt: Prompt, observation: str, sampled
 
 
 def decode(tokenizer: Any, sequences: Sequence[np.ndarray]) -> list[str]:
-    """Text of several sequences. Special tokens such as `<think>` are part of it, but not bos, eos and padding."""
+    """Return the texts of sequences with special tokens such as `<think>`, but without bos, eos and padding."""
     unsaid = {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id}
     return _decoded(tokenizer, [[int(t) for t in ids if int(t) not in unsaid] for ids in sequences])
 
 
 def decode_whole(tokenizer: Any, ids: np.ndarray) -> str:
-    """Text of a sequence with every special token, as parsers of tool calls need it."""
+    """Return the text of a sequence with every special token, for parsers of tool calls."""
     return _decoded(tokenizer, [ids.tolist()])[0]
 
 
 def without_end(tokenizer: Any, ids: np.ndarray) -> np.ndarray:
-    """Token ids without a special token at their end, which only ended the turn."""
+    """Return token ids without a final special token, which only ended the turn."""
     (shown,) = _decoded(tokenizer, [ids[-1:].tolist()], skip_special_tokens=True)
     return ids if shown else ids[:-1]
 
 
 def _decoded(tokenizer: Any, ids: list[list[int]], skip_special_tokens: bool = False) -> list[str]:
-    """Text of several sequences, at the speed of the tokenizer's own batch decoder."""
+    """Return the texts of sequences at the speed of the tokenizer's own batch decoder."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
         return list(backend.decode_batch(ids, skip_special_tokens=skip_special_tokens))
@@ -207,7 +207,7 @@ def _decoded(tokenizer: Any, ids: list[list[int]], skip_special_tokens: bool = F
 
 
 def tokenizer_digest(tokenizer: Any) -> str:
-    """SHA-256 over vocabulary and chat templates."""
+    """Return the SHA-256 over vocabulary and chat templates."""
     templates = tokenizer.chat_template
     shown = json.dumps(templates, sort_keys=True) if isinstance(templates, dict) else str(templates)
     content = json.dumps(tokenizer.get_vocab(), sort_keys=True) + shown
@@ -215,11 +215,11 @@ def tokenizer_digest(tokenizer: Any) -> str:
 
 
 def cut_at_stop(text: str, stop: Sequence[str]) -> str:
-    """The text up to and with the stop string that is complete first; its token may have had more characters."""
+    """Return the text up to and including the first complete stop string; its token may have had more characters."""
     ends = [text.index(s) + len(s) for s in stop if s in text]
     return text[: min(ends)] if ends else text
 
 
 def stop_string_of(text: str, stop: Sequence[str]) -> str:
-    """The stop string that a text ends with, the longest of several; empty if there is none."""
+    """Return the longest stop string that a text ends with, or empty text."""
     return max((s for s in stop if text.endswith(s)), key=len, default="")

@@ -17,30 +17,30 @@ from ..base.errors import ConfigError
 MAX_LINE = 64 << 20
 """Longest line of a JSONL file in bytes."""
 MAX_LIST = 1 << 30
-"""Longest list in one JSON file in bytes, also when it is unpacked: all of it is in memory at a time."""
+"""Longest list in one JSON file in bytes, also when unpacked: all of it is in memory at a time."""
 BATCH = 1024
 """Rows of a table that are Python objects at a time."""
 
 
 class DataError(ConfigError):
-    """Data that cannot be used; the message names the file and the line or row, and the remedy."""
+    """Unusable data; the message names the file and the line or row, and the remedy."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
     place: str
-    """Source and what it is counted in, e.g. `train.jsonl, line`."""
+    """Source and its counting unit, e.g. `train.jsonl, line`."""
     number: int
     values: dict[str, Any]
 
     @property
     def where(self) -> str:
-        """Place for messages, e.g. `train.jsonl, line 3`."""
+        """Return the place for messages, e.g. `train.jsonl, line 3`."""
         return f"{self.place} {self.number}"
 
 
 def read_file(path: Path) -> Iterator[Row]:
-    """Rows of a file whose name ends with one of `SUFFIXES`. Raises DataError naming file, line and remedy."""
+    """Yield rows of a file whose name ends with one of `SUFFIXES`. Raises DataError naming file, line and remedy."""
     name = path.name.removesuffix(".gz")
     reader = FORMATS.get(Path(name).suffix)
     if reader is None:
@@ -56,7 +56,7 @@ def _open(path: Path) -> BinaryIO:
 
 
 def _json(path: Path) -> Iterator[Row]:
-    """A list of objects, or else one object a line."""
+    """Yield rows of a list of objects, or else one object a line."""
     with _open(path) as file:
         start = file.read(1024).removeprefix(codecs.BOM_UTF8).lstrip()
         if not start.startswith(b"["):
@@ -120,7 +120,7 @@ _JSON = json.JSONDecoder(parse_constant=_no_constant)
 
 
 def _csv(path: Path) -> Iterator[Row]:
-    """Comma-separated with a header line; columns of numbers become numbers, as with `datasets`."""
+    """Yield rows of a comma-separated file with a header; columns of numbers become numbers, as with `datasets`."""
     import pyarrow
     import pyarrow.csv
 
@@ -146,7 +146,7 @@ def _parquet(path: Path) -> Iterator[Row]:
 
 
 def _distinct(names: Sequence[str], path: Path) -> None:
-    """A row has one value of each name; the others would be lost."""
+    """Refuse repeated column names: a row has one value of each name, so others would be lost."""
     if twice := {name for name, times in Counter(names).items() if times > 1}:
         raise DataError(f"{path}: there are two columns '{min(twice)}'; keep one")
 

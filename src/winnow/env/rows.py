@@ -1,4 +1,4 @@
-"""Rows of data from files, Hugging Face datasets and Python objects, each with the place it came from."""
+"""Rows of data from files, Hugging Face datasets and Python objects, each with its place of origin."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from .row_files import BATCH, SUFFIXES, DataError, Row, read_file
 from .synthetic_data import PREFIX, made_rows
 
 MOST_UNCOUNTED = 10_000_000
-"""Rows that an iterable without a length may give before it is taken for one without an end."""
+"""Rows after which an iterable without a length counts as endless."""
 
 
 def read_rows(paths: str | Sequence[str], split: str = "train", subset: str | None = None) -> Iterator[Row]:
-    """All rows of one or several sources, in order, one at a time.
+    """Yield all rows of one or several sources, in order.
 
     A source is a file in a format of `row_files.FORMATS`, a glob of such files, `made:` and a name in `made.MADE`, a
     directory of `Dataset.save_to_disk`, or a directory or hub name for `datasets.load_dataset`. Raises DataError.
@@ -93,10 +93,9 @@ def _hugging_face(source: str, split: str, subset: str | None) -> Iterator[Row]:
 
 
 def rows_of(data: Iterable[Any], name: str) -> Iterator[Row]:
-    """Rows of a `datasets.Dataset`, a pandas data frame, an arrow table, or any iterable of mappings; read to its end,
-    one at a time.
+    """Yield rows of a `datasets.Dataset`, a pandas data frame, an arrow table, or any iterable of mappings, to its end.
 
-    `name` is what messages call it. Raises DataError naming the row, or for an iterable that does not end.
+    `name` is its name in messages. Raises DataError naming the row, or for an iterable that does not end.
     """
     if isinstance(data, Mapping):
         splits = ", ".join(map(repr, data))
@@ -116,7 +115,7 @@ def rows_of(data: Iterable[Any], name: str) -> Iterator[Row]:
 
 
 def _one_by_one(data: Any) -> Iterator[Any]:
-    """The rows, of a table without making objects of all of them at once."""
+    """Yield the rows; for a table without making objects of all of them at once."""
     if hasattr(data, "to_dict") and hasattr(data, "columns"):
         for start in range(0, len(data), BATCH):
             yield from data.iloc[start : start + BATCH].to_dict("records")
@@ -128,7 +127,7 @@ def _one_by_one(data: Any) -> Iterator[Any]:
 
 
 def _endless(data: Any, name: str, lacks: str) -> DataError:
-    """Epochs, ids and what selectors know of a prompt need a number of prompts that is known at the start."""
+    """Return the error for endless data: epochs, ids and selectors need a number of prompts known at the start."""
     kind = type(data).__name__
     take = f"{name}.take(n)" if hasattr(data, "take") else f"itertools.islice({name}, n)"
     return DataError(

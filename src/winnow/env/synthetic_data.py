@@ -1,6 +1,6 @@
-"""Data sets that are made on the spot: `path: made:arithmetic`. No training row has the operands of a test row.
+"""Generated data sets: `path: made:arithmetic`. No training row has the operands of a test row.
 
-`arithmetic` is sums, differences and times tables, to be answered as the example before each question is: by the whole
+`arithmetic` is sums, differences and times tables. The answer, as in the example before each question, is the whole
 equation and nothing else. `gsm-1`, `gsm-2` and `gsm-3` are word problems of one, two and three steps in GSM8K's own
 format (`question`, and an `answer` ending in `#### 42`).
 """
@@ -16,10 +16,10 @@ from typing import Any
 PREFIX = "made:"
 SIZES = {"train": 1024, "test": 256}
 HELD_OUT = 0.2
-"""Share of the sets of operands that only the test has."""
+"""Share of operand sets reserved for the test."""
 
 SHOWN = (3, 8)
-"""Operands of the example that every question of `arithmetic` comes with."""
+"""Operands of the example in every question of `arithmetic`."""
 
 Made = dict[str, Any]
 """A row, by column."""
@@ -28,20 +28,20 @@ Operands = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Kind:
-    """One kind of question: its operands, and what is made of them."""
+    """One kind of question: its operands and their use."""
 
     name: str
     draw: Callable[[random.Random], Operands]
     row: Callable[[Operands], Made]
 
     def held_out(self, operands: Operands) -> bool:
-        """Whether these, in whatever order, are the test's."""
+        """Return whether these operands, in any order, belong to the test."""
         digest = hashlib.sha256(f"{self.name}/{sorted(operands)}".encode()).digest()
         return tuple(sorted(operands)) != SHOWN and digest[0] < HELD_OUT * 256
 
 
 def made_rows(name: str, split: str) -> list[Made]:
-    """Rows without repetitions, of all kinds in turn for as long as each has new ones. ValueError for unknown names."""
+    """Return distinct rows, alternating kinds while each has new ones. Raises ValueError for unknown names."""
     if name not in MADE or split not in SIZES:
         raise ValueError(
             f"{PREFIX}{name}: there is {', '.join(PREFIX + n for n in MADE)}, in the splits train and test"
@@ -61,7 +61,7 @@ def made_rows(name: str, split: str) -> list[Made]:
 
 
 TRIES = 200
-"""Draws in which a kind of question must give something new, or it has come to its end."""
+"""Draws without a new question after which a kind counts as exhausted."""
 
 
 def _candidates(kind: Kind, draws: random.Random, split: str) -> Iterator[Operands]:
@@ -72,7 +72,7 @@ def _candidates(kind: Kind, draws: random.Random, split: str) -> Iterator[Operan
 # ---------------------------------------------------------------- arithmetic
 
 EXAMPLE = ({"role": "user", "content": "What is 3 + 8?"}, {"role": "assistant", "content": "3 + 8 = 11"})
-"""Turns before every question: they show how it is to be answered."""
+"""Turns before every question that show the form of the answer."""
 
 
 def _sum_like(name: str, sign: str, draw: Callable[[random.Random], Operands]) -> Kind:
@@ -104,7 +104,7 @@ THINGS = ("apples", "pencils", "marbles", "stamps", "cookies", "books", "shells"
 
 
 def _story(name: str, draw: Callable[[random.Random], Operands], question: str, steps: Sequence[str]) -> Kind:
-    """A word problem: its question, and what each of its steps computes from a, b, c, d and earlier results s1, s2."""
+    """Return a word problem: its question, and the result of each step from a, b, c, d and earlier results s1, s2."""
 
     def row(operands: Operands) -> Made:
         words = random.Random(f"{name}/{operands}")
@@ -121,7 +121,7 @@ def _story(name: str, draw: Callable[[random.Random], Operands], question: str, 
 
 
 def _value(term: str) -> int:
-    """Value of `a + b`, `a - b`, `a * b` or `a / b`, the last without a remainder."""
+    """Return the value of `a + b`, `a - b`, `a * b` or `a / b`, the last without a remainder."""
     left, sign, right = term.split()
     a, b = int(left), int(right)
     return {"+": a + b, "-": a - b, "*": a * b, "/": a // b}[sign]
@@ -132,7 +132,7 @@ def _numbers(*ranges: tuple[int, int]) -> Callable[[random.Random], Operands]:
 
 
 def _shared(draws: random.Random) -> Operands:
-    """What can be shared out evenly, and among how many."""
+    """Draw an amount that can be shared evenly, and the number of shares."""
     friends = draws.randint(2, 9)
     return friends * draws.randint(2, 9), friends
 

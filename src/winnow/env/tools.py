@@ -4,8 +4,8 @@
     Trainer(model=..., env=task, reward_funcs=...).train()
 
 Tools are plain or async functions with type hints and Google-style docstrings. An environment is a class with
-`reset(**row) -> str | None`, an optional `get_reward() -> float`, and public methods that are tools. What a turn calls
-is run and given back as messages of role `tool`; a turn without a call ends the rollout.
+`reset(**row) -> str | None`, an optional `get_reward() -> float`, and public methods that are tools. Calls of a turn
+run, and their results return as messages of role `tool`; a turn without a call ends the rollout.
 """
 
 from __future__ import annotations
@@ -48,16 +48,16 @@ _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 
 
 class ToolUnavailableError(RuntimeError):
-    """A call failed for a reason that is not the model's. Tools raise it, and the rollout fails."""
+    """A call failed for a reason that is not the model's. Raised by tools; the rollout fails."""
 
 
 NOT_THE_MODELS_FAULT = (ToolUnavailableError, EnvLostError, WorkerError, TimeoutError, ConnectionError, MemoryError)
 
 
 def parse_tool_calls(text: str) -> list[Call]:
-    """Calls as the models of Qwen and Hermes write them: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`.
+    """Parse calls in the format of Qwen and Hermes: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`.
 
-    If one of them is malformed there is none, as in TRL.
+    One malformed call voids all, as in TRL.
     """
     try:
         return [_checked(json.loads(found)) for found in _between(text, _OPEN, _CLOSE)]
@@ -66,7 +66,7 @@ def parse_tool_calls(text: str) -> list[Call]:
 
 
 def _between(text: str, start: str, end: str) -> Iterator[str]:
-    """What stands between two marks, each time. A pattern would look at the rest again for every `start`."""
+    """Yield each text between two marks. A regular expression would rescan the rest for every `start`."""
     at = 0
     while (at := text.find(start, at)) >= 0 and (stop := text.find(end, at)) >= 0:
         yield text[at + len(start) : stop]
@@ -74,7 +74,7 @@ def _between(text: str, start: str, end: str) -> Iterator[str]:
 
 
 def parser_of(tokenizer: Any, tools: Sequence[Tool | Mapping[str, Any]] = ()) -> ResponseParser:
-    """A parser by the tokenizer's own `response_template`. Raises ValueError when it has none."""
+    """Return a parser by the tokenizer's own `response_template`. Raises ValueError without one."""
     if getattr(tokenizer, "response_template", None) is None:
         raise ValueError("with_tools: the tokenizer has no response_template; leave out `parse` for <tool_call> JSON")
     start = tokenizer.apply_chat_template([{"role": "user", "content": ""}], tokenize=False, add_generation_prompt=True)
@@ -97,7 +97,7 @@ class ResponseParser:
             return []
 
     def content(self, text: str) -> str:
-        """Return what a text says besides thoughts and calls."""
+        """Return the text without thoughts and calls."""
         return str(self._message(text).get("content") or "")
 
     def _message(self, text: str) -> dict[str, Any]:
@@ -105,7 +105,7 @@ class ResponseParser:
 
 
 def message_of(text: str, parse: Parser) -> Message | None:
-    """Return the assistant's turn as a message with `tool_calls`, or None when it calls nothing."""
+    """Return the assistant's turn as a message with `tool_calls`, or None without calls."""
     whole = whole_text(text)
     calls = parse(whole)
     if not calls:
@@ -137,12 +137,12 @@ def with_tools(
     max_tool_calling_iterations: int = MAX_ITERATIONS,
     timeout_s: float = 60.0,
 ) -> ToolTask:
-    """The task with tools that the model may call, over several turns.
+    """Return the task with tools that the model may call, over several turns.
 
     `environment_factory`: makes an environment for each rollout; a mapping gives one for each value of the column
-    `environment`. Its `get_reward` is asked after every turn, and wins over reward functions. `parse`: finds the calls
-    in what the model said. `timeout_s` bounds a reset, and all calls of a turn; who overruns it fails. Raises
-    ValueError when the task has turns of its own or prompts that are no messages, or a tool cannot be described.
+    `environment`. Its `get_reward` is called after every turn and overrides reward functions. `parse`: finds the calls
+    in the model's output. `timeout_s` bounds a reset, and all calls of a turn; beyond it the rollout fails. Raises
+    ValueError when the task has its own turns or prompts other than messages, or a tool cannot be described.
     """
     if task.max_turns != 1:
         raise ValueError(f"with_tools: task {task.name} has an environment of its own; give a task of one turn")
@@ -191,7 +191,7 @@ class _Kit:
 def _schema(tool: Tool) -> dict[str, Any]:
     try:
         schema: dict[str, Any] = get_json_schema(tool)
-    except Exception as error:  # of transformers' own kinds
+    except Exception as error:  # transformers' own exceptions
         name = getattr(tool, "__name__", repr(tool))
         raise ValueError(
             f"tool {name}: {error} (it needs type hints and a Google-style docstring that describes every argument)"
@@ -236,7 +236,7 @@ class ToolTask:
 
 
 def _content(result: Any) -> Any:
-    """A tool's result as content of a message, as in TRL: a list as it is, all else as text."""
+    """Return a tool's result as content of a message, as in TRL: a list unchanged, all else as text."""
     return result if isinstance(result, list) else str(result)
 
 
@@ -245,7 +245,7 @@ class ToolEnv:
 
     def __init__(self, kit: _Kit, prompt: Prompt, parse: Parser, max_turns: int, deadlines: Deadlines) -> None:
         self.environment: Any = None
-        """The user's; reward functions see it as one of their `environments`."""
+        """The user's environment; reward functions see it as one of their `environments`."""
         self._kit, self._prompt, self._parse = kit, prompt, parse
         self._turns_left = max_turns
         self._deadlines = deadlines
@@ -288,7 +288,7 @@ class ToolEnv:
         return self._begin(self._tools[name], arguments)
 
     def _begin(self, function: Tool, arguments: Mapping[str, Any]) -> Callable[[], Any]:
-        """Call it; what it returns is then to be had from what is returned here. Async functions run side by side."""
+        """Start a call and return a function that returns its result. Async functions run concurrently."""
         if inspect.iscoroutinefunction(function):
             return self._deadlines.submit_async(partial(function, **arguments)).result
         attempts: list[bool] = []
@@ -304,7 +304,7 @@ class ToolEnv:
         return lambda: result
 
     def _tried(self, step: Callable[[], Any]) -> Any:
-        """An error that the model may have caused is something it is told, as in TRL."""
+        """Return the result, or an error for the model if it may have caused it, as in TRL."""
         if not callable(step):
             return step
         try:

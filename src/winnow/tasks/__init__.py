@@ -1,4 +1,4 @@
-"""Winnow's own environments, by the name that `env:` of a config gives them. Their contract is `winnow.env.base`."""
+"""Winnow's own environments, by their names in `env:` of a config. Their contract is `winnow.env.base`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from importlib import import_module
 
 
 class LazyTable(Mapping[str, type]):
-    """Name -> class, imported when it is looked up: a worker process must start without torch and data libraries."""
+    """Name -> class, imported on lookup: a worker process must start without torch and data libraries."""
 
     def __init__(self, targets: Mapping[str, str]) -> None:
         self._targets = dict(targets)

@@ -1,7 +1,7 @@
 """Countdown: reach a target from a few numbers, each used exactly once, with + - * /.
 
-Puzzles are generated, always solvable, and train and test are disjoint by content (sorted numbers and target). Answers
-are checked without executing anything: expressions by `verify`, worked steps by `verify_steps`.
+Puzzles are generated, always solvable, and train and test are disjoint by content (sorted numbers and target). Checking
+an answer executes nothing: `verify` checks expressions, `verify_steps` worked steps.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ..env.base import Env, RewardFn
 from ..types import Prompt
 
 MAX_LENGTH = 1_024
-"""Longest answer that is looked at, in characters."""
+"""Longest answer considered, in characters."""
 MAX_NUMBERS = 32
 MAX_BITS = 64
 """Largest absolute value of a given number or target, in bits."""
@@ -42,7 +42,7 @@ _OPERATORS = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/"}
 
 
 def verify(expression: Any, numbers: Any, target: Any) -> bool:
-    """Whether `expression` uses every one of `numbers` exactly once and equals `target`, in exact arithmetic.
+    """Return whether `expression` uses each of `numbers` exactly once and equals `target`, in exact arithmetic.
 
     Allowed are the given integers, binary + - * / (also × ÷ −), parentheses and blanks. Anything else is False: unary
     signs, powers, leading zeros, other types, more than `MAX_LENGTH` characters. Nothing is executed; never raises.
@@ -62,10 +62,10 @@ def verify(expression: Any, numbers: Any, target: Any) -> bool:
 
 
 def verify_steps(text: Any, numbers: Any, target: Any) -> bool:
-    """Whether `text` reaches `target` in written steps, e.g. `3 + 5 = 8 , 8 * 2 = 16` for 2, 3, 5.
+    """Return whether `text` reaches `target` in written steps, e.g. `3 + 5 = 8 , 8 * 2 = 16` for 2, 3, 5.
 
-    Each step takes two of the numbers that remain and puts back their correct result, a non-negative integer; the
-    last one leaves only the target. Never raises.
+    Each step takes two of the remaining numbers and puts back their correct result, a non-negative integer; the last
+    one leaves only the target. Never raises.
     """
     puzzle = _puzzle(numbers, target)
     text = _short_text(text)
@@ -88,7 +88,7 @@ def verify_steps(text: Any, numbers: Any, target: Any) -> bool:
 
 
 def extract_answer(text: str) -> str | None:
-    """Content of the last complete `<answer>...</answer>`; None if there is none."""
+    """Return the content of the last complete `<answer>...</answer>`, or None."""
     answers = _ANSWER.findall(text)
     return answers[-1].strip() if answers else None
 
@@ -100,7 +100,7 @@ def _short_text(text: Any) -> str | None:
 
 
 def _puzzle(numbers: Any, target: Any) -> tuple[list[int], int] | None:
-    """Plain integers of a well-formed puzzle, else None."""
+    """Return plain integers of a well-formed puzzle, else None."""
     if type(numbers) not in (list, tuple) or not 1 <= len(numbers) <= MAX_NUMBERS:
         return None
     values = [_integer(n) for n in (*numbers, target)]
@@ -119,7 +119,7 @@ def _leading_zero(digits: str) -> bool:
 
 
 def _apply(op: str, a: Fraction, b: Fraction) -> Fraction | None:
-    """Result of one operation; None for a division by zero."""
+    """Return the result of one operation; None for a division by zero."""
     if op == "+":
         return a + b
     if op == "-":
@@ -130,7 +130,7 @@ def _apply(op: str, a: Fraction, b: Fraction) -> Fraction | None:
 
 
 def _value(node: Any) -> Fraction | None:
-    """Value of a parsed expression; None for a division by zero, or what is not binary + - * / of numbers."""
+    """Return a parsed expression's value; None on division by zero, or unless it is binary + - * / of numbers."""
     if isinstance(node, ast.Constant) and isinstance(node.value, int):
         return Fraction(node.value)
     if not isinstance(node, ast.BinOp) or type(node.op) not in _OPERATORS:
@@ -142,13 +142,13 @@ def _value(node: Any) -> Fraction | None:
 # ---------------------------------------------------------------- solving
 
 Numbers = tuple[int, ...]
-"""Sorted."""
+"""Sorted numbers."""
 Derivation = tuple[Numbers, int, str, Numbers, int]
 """Last step of a solution: `a op b` with `a` made from the left numbers and `b` from the right ones."""
 
 
 def _results(a: int, b: int, limit: int) -> list[tuple[str, int]]:
-    """Steps `a op b` whose result is an integer in [0, limit]."""
+    """Return the steps `a op b` whose result is an integer in [0, limit]."""
     quotient = a // b if b and a % b == 0 else -1
     steps = (("+", a + b), ("-", a - b), ("*", a * b), ("/", quotient))
     return [(op, result) for op, result in steps if 0 <= result <= limit]
@@ -156,7 +156,7 @@ def _results(a: int, b: int, limit: int) -> list[tuple[str, int]]:
 
 @lru_cache(maxsize=65_536)
 def _splits(numbers: Numbers) -> tuple[tuple[Numbers, Numbers], ...]:
-    """Ordered partitions of a multiset into two parts that are not empty."""
+    """Return the ordered partitions of a multiset into two non-empty parts."""
     found = set()
     for size in range(1, len(numbers)):
         for chosen in combinations(range(len(numbers)), size):
@@ -167,7 +167,7 @@ def _splits(numbers: Numbers) -> tuple[tuple[Numbers, Numbers], ...]:
 
 @lru_cache(maxsize=65_536)
 def count_solutions(numbers: Numbers, limit: int) -> dict[int, int]:
-    """Number of solutions that lead from all of `numbers` to each value: trees of steps with results in [0, limit]."""
+    """Return value -> number of its solutions from all of `numbers`: trees of steps with results in [0, limit]."""
     if len(numbers) == 1:
         return {numbers[0]: 1}
     counts: Counter[int] = Counter()
@@ -181,7 +181,7 @@ def count_solutions(numbers: Numbers, limit: int) -> dict[int, int]:
 
 @lru_cache(maxsize=65_536)
 def _derivations(numbers: Numbers, value: int, limit: int) -> tuple[list[Derivation], list[int]]:
-    """Last steps that give `value`, and the running sum of their numbers of solutions."""
+    """Return the last steps that give `value`, and the running sum of their numbers of solutions."""
     steps: list[Derivation] = []
     weights: list[int] = []
     for left, right in _splits(numbers):
@@ -195,7 +195,7 @@ def _derivations(numbers: Numbers, value: int, limit: int) -> tuple[list[Derivat
 
 
 def sample_solution(numbers: Numbers, target: int, limit: int, rng: random.Random) -> str:
-    """A solution as steps, drawn uniformly from all of them. Raises IndexError if there is none."""
+    """Return a solution as steps, drawn uniformly from all of them. Raises IndexError without a solution."""
     steps: list[str] = []
 
     def derive(numbers: Numbers, value: int) -> None:
@@ -217,7 +217,7 @@ def sample_solution(numbers: Numbers, target: int, limit: int, rng: random.Rando
 def countdown_reward(
     completions: Sequence[Any], numbers: Sequence[Sequence[int]], target: Sequence[int], style: Sequence[str]
 ) -> list[float | None]:
-    """1.0 for a right answer, else 0.0. Columns: `numbers`, `target`, and `style` (`steps` or `expression`)."""
+    """Return 1.0 for a right answer, else 0.0. Columns: `numbers`, `target`, and `style` (`steps` or `expression`)."""
     rewards: list[float | None] = []
     for completion, numbers_, target_, style_ in zip(completions, numbers, target, style, strict=True):
         text = completion if isinstance(completion, str) else completion[-1]["content"]
@@ -266,7 +266,7 @@ class CountdownConfig:
 
 
 class Countdown:
-    """The task: puzzles and, for `style: steps`, demonstrations. Raises ValueError if too few puzzles exist."""
+    """Task of puzzles and, for `style: steps`, demonstrations. Raises ValueError if too few puzzles exist."""
 
     name = "countdown"
     max_turns = 1
@@ -299,7 +299,7 @@ class Countdown:
         return None
 
     def answers(self, prompt: Prompt, texts: Sequence[str]) -> list[str | None]:
-        """The way to the target, blanks and the order of summands and factors aside."""
+        """Return the way to the target, ignoring blanks and the order of summands and factors."""
         if self.config.style == "steps":
             return [",".join(map(_plain_step, text.split(","))) or None for text in texts]
         return ["".join(answer.split()) if answer else None for answer in map(extract_answer, texts)]
@@ -309,7 +309,7 @@ class Countdown:
         return digest({"task": self.name, "prompts": ids, **asdict(self.config)})
 
     def demonstrations(self, seed: int) -> Iterator[tuple[str, str]]:
-        """Endless (prompt, solution) pairs of fresh puzzles, never of a test puzzle."""
+        """Yield (prompt, solution) pairs of fresh puzzles without end, never of a test puzzle."""
         if self.config.style != "steps":
             raise ValueError("countdown: only style: steps has demonstrations; use a pretrained model for expression")
         rng = random.Random(f"countdown/demonstrations/{seed}")
@@ -322,7 +322,7 @@ class Countdown:
         return ["numbers", "target", ":", ",", "=", "+", "-", "*", "/", *map(str, range(self.config.limit + 1))]
 
     def _draw(self, rng: random.Random) -> tuple[Numbers, int] | None:
-        """Random numbers and the value of a random solution: targets with many are common. None if there is none."""
+        """Return random numbers and the value of a random solution, or None: targets with many solutions are common."""
         c = self.config
         numbers = tuple(sorted(rng.randint(c.low, c.high) for _ in range(c.count)))
         solutions = {v: n for v, n in sorted(count_solutions(numbers, c.limit).items()) if 1 <= v <= c.max_target}

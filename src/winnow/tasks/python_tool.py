@@ -1,8 +1,8 @@
 """Tool-integrated reasoning: questions of a data set, answered with the help of Python in a sandbox.
 
-The model writes a fenced block of Python; it is run, and what it prints is the next observation. Up to `max_calls`
-blocks are run; a turn without one ends the rollout, and the reward functions judge what was written, as for a data set
-without the tool. Every call starts afresh: no variables are kept between blocks.
+The model writes a fenced block of Python. The block runs, and its output is the next observation. Up to `max_calls`
+blocks run; a turn without one ends the rollout. The reward functions then score the completion, as for a data set
+without the tool. Blocks share no variables.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ class PythonToolConfig(DatasetConfig):
     max_calls: int = 4
     """Blocks that are run; the turn after the last one is the answer."""
     instruction: str = INSTRUCTION
-    """Put behind every question; it should tell of the tool."""
+    """Appended to every question; it should mention the tool."""
     max_observation: int = 2_000
-    """Characters of a program's output that the model is shown; the middle of longer output is left out."""
+    """Characters of a program's output shown to the model; longer output loses its middle."""
     timeout_s: float = 10.0
     memory_mb: int = 256
     slots: int = 2
-    """Programs that run at once."""
+    """Concurrent programs."""
     python: str = SandboxOptions.python
     """Interpreter in the sandbox, with the packages that programs may import."""
     unsafe: bool = False
@@ -64,7 +64,7 @@ class PythonToolConfig(DatasetConfig):
 
 
 class PythonTool:
-    """The task. Raises SandboxError when programs cannot be contained on this machine."""
+    """Task with Python in a sandbox. Raises SandboxError when this machine cannot contain programs."""
 
     name = "python_tool"
     stop = (_FENCE_END,)
@@ -98,7 +98,7 @@ class PythonToolEnv:
         return _done(None)
 
     def start_step(self, text: str) -> Future[StepResult]:
-        """The last block of a turn is run, if calls are left. A failure of the sandbox is an exception."""
+        """Run the last block of a turn, if calls are left. A failure of the sandbox is an exception."""
         blocks = _BLOCK.findall(text)
         if not blocks or not self._left:
             return _done(StepResult(None, done=True))

@@ -1,8 +1,8 @@
 """Any task of the package reasoning-gym.
 
-Its verifiers evaluate what the model wrote, some of them as code, so both they and the generators run in killable
-worker processes; this process never imports the package. Scores are passed through as they are (a wrong answer often
-gets 0.01 or 0.05, not 0), and an answer on which a verifier raises is failed, not wrong.
+Its verifiers evaluate model output, some of it as code. Verifiers and generators therefore run in killable worker
+processes; this process never imports the package. Scores are passed through unchanged (a wrong answer often gets 0.01
+or 0.05, not 0). An answer on which a verifier raises fails and does not count as wrong.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ INSTRUCTION = "\n\nThink first, then give only the final answer inside <answer> 
 GENERATE_TIMEOUT_S = 120.0
 CHUNK, DEMONSTRATED = 32, 4096
 MAX_REPEATS = 8
-"""Entries drawn for each one wanted before the task is taken to have too few different questions."""
+"""Entries drawn for each one wanted before the task counts as having too few different questions."""
 
 
 @dataclass(frozen=True)
 class ReasoningGymConfig:
-    """Any generated reasoning task of the package reasoning-gym, judged by its own verifier."""
+    """Any generated reasoning task of the package reasoning-gym, scored by its own verifier."""
 
     task: str
     """Name of the task in reasoning-gym, e.g. `chain_sum`."""
@@ -45,9 +45,9 @@ class ReasoningGymConfig:
     seed: int = 0
     prompt_format: Literal["messages", "text", "words"] = "messages"
     """`messages`: chat, answered in `<answer>` tags. `text`: the bare question, answered by the whole completion.
-    `words`: for small models that are shown how to work it out (chain_sum), answered after the word `answer`."""
+    `words`: for small models trained on worked solutions (chain_sum), answered after the word `answer`."""
     slips: float = 0.0
-    """Share of carries that demonstrations forget, so that a model that has learned from them can still improve."""
+    """Share of carries forgotten in demonstrations, so that a model trained on them can still improve."""
 
     def __post_init__(self) -> None:
         if self.train_size < 1 or self.test_size < 0:
@@ -67,7 +67,7 @@ class ReasoningGymConfig:
 
 
 class ReasoningGym:
-    """The task. Raises ValueError when reasoning-gym is missing, or does not know the task or its options."""
+    """Task of reasoning-gym. Raises ValueError if the package is missing, or does not know the task or its options."""
 
     name = "reasoning_gym"
     max_turns = 1
@@ -84,11 +84,11 @@ class ReasoningGym:
         return None
 
     def answers(self, prompt: Prompt, texts: Sequence[str]) -> list[str | None]:
-        """Word for word: the verifiers compare with the reference answer alone."""
+        """Return answers word for word: the verifiers compare with the reference answer alone."""
         return [_answer(text, prompt.columns) or None for text in texts]
 
     def demonstrations(self, seed: int) -> Iterator[tuple[str, str]]:
-        """Worked questions, never of the test; wrong where a slip was made."""
+        """Yield worked questions, never of the test; wrong where a slip was made."""
         self._require_words()
         held_out, batch = {p.columns["question"] for p in self.test}, 0
         with making("reasoning_gym", 1, GENERATE_TIMEOUT_S) as pool:
@@ -118,12 +118,12 @@ class ReasoningGym:
         return sha.hexdigest()
 
     def _source(self, key: str, size: int) -> dict[str, Any]:
-        """`size` entries of the task, as a function of `key`."""
+        """Return the source of `size` entries of the task, as a function of `key`."""
         seed = int.from_bytes(hashlib.sha256(key.encode()).digest()[:4]) >> 1
         return {"task": self.config.task, "options": self.config.options, "seed": seed, "size": size}
 
     def _draw(self, pool: WorkerPool, part: str, wanted: int, excluded: Collection[str]) -> list[Prompt]:
-        """Prompts with different questions, none of them in `excluded`."""
+        """Draw prompts with different questions, excluding those in `excluded`."""
         source = self._source(f"{part}/{self.config.seed}", wanted * MAX_REPEATS)
         prompts: list[Prompt] = []
         seen = set(excluded)
@@ -180,13 +180,13 @@ reasoning_gym_reward = PooledReward(
 
 
 def generate(source: dict[str, Any], start: int, stop: int) -> list[dict[str, Any]]:
-    """Questions and reference answers of entries `start` to `stop`."""
+    """Return questions and reference answers of entries `start` to `stop`."""
     data = _dataset(json.dumps(source))
     return [{"question": e["question"], "answer": e["answer"]} for e in (data[i] for i in range(start, stop))]
 
 
 def score(source: dict[str, Any], question: str, answer: str | None) -> float:
-    """The task's score of an answer. Raises RuntimeError when the entry cannot be made again as it was."""
+    """Return the task's score of an answer. Raises RuntimeError if the entry cannot be made again unchanged."""
     index = source["index"]
     data = _dataset(json.dumps({k: v for k, v in source.items() if k != "index"}))
     entry = data[index]

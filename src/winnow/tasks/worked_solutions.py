@@ -1,6 +1,6 @@
-"""Worked solutions of generated tasks, word by word, so that a small model can be shown how to think before it answers.
+"""Worked solutions of generated tasks, word by word, which teach a small model to think before it answers.
 
-The last thing a working says is `answer` and the answer, a digit a word.
+A worked solution ends with `answer` and the answer, a digit a word.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from collections.abc import Callable, Sequence
 
 ANSWER = "answer"
 WORKED = "chain_sum"
-"""The task of reasoning-gym that has workings."""
+"""The task of reasoning-gym with worked solutions."""
 VOCABULARY = (*"0123456789", *string.ascii_lowercase, "+", "-", "=", ":", ",", ";", "|", "borrow", ANSWER)
 _TERM = re.compile(r"([+-])\s*(-?)\s*(\d+)")
 
 
 def answer_of(text: str) -> str | None:
-    """Text behind the last `answer`, without blanks; None if nothing does."""
+    """Return the text after the last `answer`, without blanks, or None."""
     words = text.split()
     if ANSWER not in words:
         return None
@@ -36,12 +36,12 @@ def _spell(number: int) -> str:
 
 
 def chain_sum_prompt(question: str) -> str:
-    """Every digit has a letter, by which a small model finds it again: `a 2 b 8 + c 7 =`."""
+    """Return the question with a letter before every digit, as an anchor for a small model: `a 2 b 8 + c 7 =`."""
     return " ".join([*_named(_terms(question)), "="])
 
 
 def _named(terms: Sequence[int]) -> list[str]:
-    """Terms with their signs, the first only if it is negative, and letters before their digits."""
+    """Return terms with their signs, the first only if it is negative, and letters before their digits."""
     letters = itertools.cycle(string.ascii_lowercase)
     signs = ["-" if term < 0 else "+" if number else "" for number, term in enumerate(terms)]
     digits = [" ".join(f"{next(letters)} {digit}" for digit in str(abs(term))) for term in terms]
@@ -49,7 +49,7 @@ def _named(terms: Sequence[int]) -> list[str]:
 
 
 def chain_sum(question: str, slip: Callable[[], bool] = lambda: False) -> str:
-    """Term by term, column by column from the right: `+ c 7 : 2 8 + 7 : 8 + 7 = 1 5 , 2 + 0 + 1 = 3 ; 3 5 |`."""
+    """Work term by term, column by column from the right: `+ c 7 : 2 8 + 7 : 8 + 7 = 1 5 , 2 + 0 + 1 = 3 ; 3 5 |`."""
     total, *rest = terms = _terms(question)
     steps = []
     for name, term in zip(_named(terms)[1:], rest, strict=True):
@@ -59,7 +59,7 @@ def chain_sum(question: str, slip: Callable[[], bool] = lambda: False) -> str:
 
 
 def _step(total: int, term: int, slip: Callable[[], bool]) -> tuple[str, int]:
-    """One sum as it is done on paper: magnitudes are added, or the smaller one is taken from the larger."""
+    """Write one sum as on paper: magnitudes are added, or the smaller one is subtracted from the larger."""
     same = (total < 0) == (term < 0) or not total or not term
     large, small = sorted((abs(total), abs(term)), reverse=True)
     columns, carry, magnitude = [], 0, 0

@@ -1,4 +1,4 @@
-"""Reward for short answers whose form counts as well as what they say."""
+"""Reward for short answers whose form counts as well as their content."""
 
 from __future__ import annotations
 
@@ -9,6 +9,6 @@ from .pooled import completion_text, gold_text
 
 
 def exact_answer(completions: Sequence[Any], ground_truth: Sequence[Any], **_: Any) -> list[float | None]:
-    """1.0 for the reference answer and nothing else, blanks around it aside; else 0.0."""
+    """Return 1.0 for exactly the reference answer, ignoring surrounding blanks; else 0.0."""
     said = (completion_text(completion).strip() for completion in completions)
     return [float(text == gold_text(gold)) for text, gold in zip(said, ground_truth, strict=True)]

@@ -1,7 +1,7 @@
 """Rewards for answers to mathematical questions: equal in value to the reference, however written.
 
-Comparing two answers means computing with what the model wrote (`9^9^9^9`), so it is done by math-verify in a worker
-process that is killed when its time is up.
+Comparing two answers means evaluating the model's output (`9^9^9^9`). math-verify therefore runs in a worker process
+that is killed at its deadline.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _TAGS = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
 
 
 def grade(text: str, gold: str) -> float:
-    """1.0 when the last answer in `text` equals `gold`, else 0.0. Meant for a worker. Raises ImportError."""
+    """Return 1.0 when the last answer in `text` equals `gold`, else 0.0. Meant for a worker. Raises ImportError."""
     try:
         from math_verify import parse, verify
     except ImportError:
@@ -33,14 +33,14 @@ def grade(text: str, gold: str) -> float:
     answer = final_answer(text)
     if answer is not None and _plain(answer) == _plain(gold):
         return 1.0
-    # The deadline is the pool's; math-verify's own one needs SIGALRM.
+    # The deadline is the pool's; math-verify's own needs SIGALRM.
     reference = parse(_boxed(gold), parsing_timeout=None)
     candidate = parse(text if answer is None else _boxed(answer), parsing_timeout=None)
     return float(bool(reference and candidate and verify(reference, candidate, timeout_seconds=None)))
 
 
 def final_answer(text: str) -> str | None:
-    r"""The last `\boxed{}`, `Answer:` line, `####` line or `<answer>` tag of a text; None if it has none."""
+    r"""Return the last `\boxed{}`, `Answer:` line, `####` line or `<answer>` tag of a text, or None."""
     found = [(m.start(), m[1]) for pattern in (_LINE, _HASHES, _TAGS) for m in pattern.finditer(text)]
     boxed = last_boxed(text)
     if boxed is not None:
@@ -49,7 +49,7 @@ def final_answer(text: str) -> str | None:
 
 
 def last_boxed(text: str) -> str | None:
-    r"""Content of the last `\boxed{...}` with balanced braces; None if there is none."""
+    r"""Return the content of the last `\boxed{...}` with balanced braces, or None."""
     opened: list[int] = []
     last, end = -1, -1
     for brace in re.finditer("[{}]", text):
@@ -61,7 +61,7 @@ def last_boxed(text: str) -> str | None:
 
 
 def gold_answer(row: Row) -> str:
-    """The reference answer of a row. Raises ValueError when it has none."""
+    """Return the reference answer of a row. Raises ValueError if the row has no answer."""
     reward_model = row.get("reward_model")
     nested = reward_model.get("ground_truth") if isinstance(reward_model, Mapping) else None
     for value in (*(row.get(name) for name in GOLD_COLUMNS), nested):
@@ -71,7 +71,7 @@ def gold_answer(row: Row) -> str:
 
 
 def _reference(text: str) -> str:
-    """A reference may be a whole solution."""
+    """Return the answer in a reference, which may be a whole solution."""
     answer = final_answer(text)
     return text.strip() if answer is None else answer
 
@@ -85,9 +85,9 @@ def _boxed(answer: str) -> str:
 
 
 def same_answers(texts: Sequence[str]) -> list[str | None]:
-    """The final answer of each text; of those with equal values, the one that came first. None where there is none.
+    """Return the final answer of each text, for equal values the first one; None without an answer.
 
-    Compared in worker processes, like rewards; what cannot be compared in time is taken for different.
+    Compared in worker processes, like rewards; answers that cannot be compared in time count as different.
     """
     found: list[str | None] = []
     first: dict[str, str] = {}
@@ -114,4 +114,4 @@ def _arguments(text: str, row: Row) -> dict[str, Any]:
 
 
 math_reward = PooledReward("math_reward", "winnow.env.rewards.math:grade", _arguments)
-"""1.0 for a right answer, else 0.0; an answer that cannot be checked in time is failed, not wrong."""
+"""1.0 for a right answer, else 0.0; an answer that cannot be checked in time fails and does not count as wrong."""

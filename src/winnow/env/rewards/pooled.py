@@ -1,4 +1,4 @@
-"""Reward functions whose work is done in killable worker processes, one completion at a time."""
+"""Reward functions that run in killable worker processes, one completion at a time."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from ..workers.worker import shared_pool
 Row = Mapping[str, Any]
 """The columns of one prompt."""
 Arguments = Callable[[str, Row], dict[str, Any]]
-"""What a function is called with for a completion."""
+"""Maps a completion and its row to the arguments of a function."""
 
 
 class PooledReward:
-    """Scores each completion by a call of its own, so that one that hangs fails alone.
+    """Scores each completion in its own call, so that one that hangs fails alone.
 
     `target` is a `module:function`, sync or async, called in a worker with `arguments(text, row)`; it returns a number,
-    None, or a dict with `score`. `columns` names the columns that `arguments` reads. Called directly it has TRL's
+    None, or a dict with `score`. `columns` names the columns read by `arguments`. Called directly it has TRL's
     signature, waits, and raises WorkerError for a completion that could not be scored.
     """
 
@@ -46,7 +46,7 @@ class PooledReward:
 def arguments_each(
     arguments: Arguments, completions: Sequence[Any], columns: Mapping[str, list[Any]]
 ) -> list[dict[str, Any]]:
-    """Arguments of a call for each completion. Raises ValueError or TypeError when a column is missing or not JSON."""
+    """Return arguments for each completion's call. Raises ValueError or TypeError for a missing or non-JSON column."""
     found = []
     for i, completion in enumerate(completions):
         row = {name: values[i] for name, values in columns.items()}
@@ -55,17 +55,17 @@ def arguments_each(
 
 
 def completion_text(completion: Any) -> str:
-    """A completion as text: itself, or what the assistant said last."""
+    """Return a completion as text: itself, or the assistant's last message."""
     return completion if isinstance(completion, str) else str(completion[-1]["content"])
 
 
 def gold_text(value: Any) -> str:
-    """A reference answer as text. Lists, objects and truth values, which data sets may have, are written as JSON."""
+    """Return a reference answer as text. Lists, objects and booleans, which data sets may have, become JSON."""
     return json.dumps(value, default=json_default) if isinstance(value, bool | list | dict) else str(value)
 
 
 def verl_arguments(text: str, row: Row) -> dict[str, Any]:
-    """Arguments that verl passes. Raises ValueError when the row has no ground truth."""
+    """Return the arguments that verl passes. Raises ValueError when the row has no ground truth."""
     reward_model = row.get("reward_model")
     if "ground_truth" in row:
         truth = row["ground_truth"]

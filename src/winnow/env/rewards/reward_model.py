@@ -1,7 +1,7 @@
-"""Reward models: the score that a sequence-classification model with one output gives to a prompt with its completion.
+"""Reward models: sequence-classification models with one output score a prompt with its completion.
 
-They run in this process, in the thread of reward functions, without gradients. Imported only where there is one:
-workers do without torch.
+They run in this process, in the thread of reward functions, without gradients. Imported only if one is used: workers
+do without torch.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ TOKENS_AT_ONCE = 16_384
 class RewardModel:
     """A reward function of TRL's signature: one number for each completion, from the model's only output.
 
-    `model`: a directory, a hub name, or a loaded `AutoModelForSequenceClassification`, which stays where it is.
-    `processing_class`: its tokenizer; None loads that of the same name. As in TRL, messages are put together by the
-    chat template of this tokenizer, and plain texts are joined. On a CPU the weights become float32, elsewhere they
-    keep their type. A text that the model cannot score fails alone. Raises ConfigError for what is no reward model.
+    `model`: a directory, a hub name, or a loaded `AutoModelForSequenceClassification`, which keeps its device.
+    `processing_class`: its tokenizer; None loads that of the same name. As in TRL, this tokenizer's chat template joins
+    messages, and plain texts are concatenated. On a CPU the weights become float32, elsewhere they keep their dtype.
+    A text that the model cannot score fails alone. Raises ConfigError for anything but a reward model.
     """
 
     def __init__(self, model: Any, processing_class: Any = None, *, device: str = "auto") -> None:
@@ -49,12 +49,12 @@ class RewardModel:
         self.__name__ = Path(self.source).name or type(self.model).__name__
 
     def digest(self) -> str:
-        """SHA-256 that changes with the weights, the vocabulary or the chat template."""
+        """Return a SHA-256 that changes with the weights, the vocabulary or the chat template."""
         content = weights_digest(self.model.state_dict()) + tokenizer_digest(self.tokenizer)
         return hashlib.sha256(content.encode()).hexdigest()
 
     def require_chat_template(self) -> None:
-        """Raises ConfigError when it cannot be asked about messages."""
+        """Raise ConfigError if the model cannot score messages."""
         if not self.tokenizer.chat_template:
             raise ConfigError(
                 f"reward_funcs: the prompts are lists of messages, but the tokenizer of '{self.__name__}' has no chat "
@@ -64,13 +64,13 @@ class RewardModel:
     def __call__(
         self, prompts: Sequence[Any], completions: Sequence[Any], **columns: Any
     ) -> list[float | Exception | None]:
-        """A score for each completion, or the reason why it has none."""
+        """Return a score for each completion, or the error that prevented it."""
         found: list[float | Exception | None] = [None] * len(completions)
         rows: dict[int, list[int]] = {}
         for i, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
             try:
                 rows[i] = self._encoded(prompt, completion)
-            except Exception as error:  # whatever a chat template may raise
+            except Exception as error:  # any error of a chat template
                 found[i] = error
         for part in _parts(rows):
             for i, score in zip(part, self._scores([rows[i] for i in part]), strict=True):
@@ -90,7 +90,7 @@ class RewardModel:
 
     @torch.inference_mode()
     def _scores(self, rows: Sequence[list[int]]) -> list[float]:
-        """Padded on the right, as models look for the last token that is not padding."""
+        """Return scores; rows are padded on the right, because models read the last token that is not padding."""
         longest, device = max(map(len, rows)), self.model.device
         ids_BT = torch.full((len(rows), longest), self.tokenizer.pad_token_id, device=device)
         mask_BT = torch.zeros_like(ids_BT)
@@ -102,7 +102,7 @@ class RewardModel:
 
 
 def _conversation(prompt: Sequence[Message], completion: Sequence[Message]) -> list[Message]:
-    """Prompt and completion, which may continue a turn that the prompt begins."""
+    """Return prompt and completion, which may continue a turn begun by the prompt."""
     if not completion or not is_begun(prompt):
         return [*prompt, *completion]
     begun, first = prompt[-1], completion[0]
@@ -111,12 +111,12 @@ def _conversation(prompt: Sequence[Message], completion: Sequence[Message]) -> l
 
 
 def is_model(spec: Any) -> bool:
-    """Whether a reward function is a loaded model, which could be called, too, but not like this."""
+    """Return whether a reward function is a loaded model, which is callable, but not like this."""
     return isinstance(spec, torch.nn.Module) and hasattr(spec, "config")
 
 
 def _parts(rows: dict[int, list[int]]) -> Iterator[list[int]]:
-    """Keys of rows of like length that make up a forward pass together."""
+    """Yield keys of rows of similar length that share a forward pass."""
     part: list[int] = []
     for i in sorted(rows, key=lambda i: len(rows[i])):
         if part and (len(part) + 1) * len(rows[i]) > TOKENS_AT_ONCE:
@@ -151,7 +151,7 @@ def _require_one_output(config: Any, source: str) -> None:
 def _from_pretrained(auto_class: Any, source: str, what: str, **options: Any) -> Any:
     try:
         return auto_class.from_pretrained(source, trust_remote_code=False, **options)
-    except Exception as error:  # a directory may hold anything, and the loaders of models raise anything
+    except Exception as error:  # a directory may hold anything, and model loaders raise anything
         missing = "" if Path(source).is_dir() else " (no such directory, and not found as a hub name)"
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ConfigError(f"reward_funcs: cannot load the {what} of '{source}'{missing}: {first}") from None

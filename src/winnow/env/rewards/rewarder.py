@@ -1,8 +1,8 @@
-"""Scoring groups with reward functions, while generation goes on.
+"""Scoring of groups with reward functions, concurrent with generation.
 
 Functions have TRL's signature, `f(prompts, completions, completion_ids, **columns) -> list[float | None]`, or verl's
-`compute_score`. Anything that goes wrong - an exception, a deadline, NaN, the wrong length - makes the rollouts
-concerned `failed`, with the cause as their reason; it never becomes a reward of 0.
+`compute_score`. Any fault - an exception, a deadline, NaN, the wrong length - makes its rollouts `failed`, with the
+cause as their reason; it never becomes a reward of 0.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ BUILTIN = {
     "math": "winnow.env.rewards.math:math_reward",
     "exact": "winnow.env.rewards.exact:exact_answer",
 }
-"""Reward functions that can be asked for by a plain name."""
+"""Plain name -> reward function."""
 NO_SIGNALS = (
     "it sets a signal handler, as math-verify does, which fails in the thread of a function given as an object, so its "
     "rewards may be wrong; give it by name: 'module:function' or 'path/to/file.py:function'"
@@ -60,7 +60,7 @@ RewardSpec = Callable[..., Any] | str
 
 @dataclass
 class _Function:
-    """A reward function: a callable of this process, or the name of one that is called in a worker."""
+    """A reward function: a callable of this process, or the name of one called in a worker."""
 
     name: str
     weight: float
@@ -68,9 +68,9 @@ class _Function:
     call: Callable[..., Any] | None = None
     target: str | None = None
     arguments: Arguments | None = None
-    """What it is called with for each completion; None: it is called once a group."""
+    """Arguments for each completion; None: one call a group."""
     model: RewardModel | None = None
-    """The reward model that `call` is."""
+    """Set if `call` is a reward model."""
 
 
 @dataclass(eq=False)
@@ -85,7 +85,7 @@ class _Pending:
     """Whether every rollout has a future."""
 
     def outcomes(self, n: int) -> list[Outcome]:
-        """An outcome for each of n rollouts. Takes over what a worker logged."""
+        """Return an outcome for each of n rollouts. Takes over a worker's logs."""
         if self.each:
             return [read_score(_result(f)) for f in self.futures]
         result = _result(self.futures[0])
@@ -110,12 +110,12 @@ class Rewarder:
 
     `reward_funcs` are callables, `"module:function"`, `"path/to/file.py:function"`, names in `BUILTIN`, or reward
     models: a directory, a hub name `owner/model`, or a loaded model (see `RewardModel`). Functions given by name run in
-    worker processes that are killed when `timeout_s` is over; callables and reward models run in a thread of this
-    process (coroutine functions on an event loop), which can be left behind but not killed. The reward is the sum of
-    the functions' values, weighted; None means that a function does not apply. A rollout whose environment has already
+    worker processes that are killed after `timeout_s`. Callables and reward models run in a thread of this process
+    (coroutine functions on an event loop), which can be abandoned but not killed. The reward is the weighted sum of
+    the functions' values; None means that a function does not apply. A rollout whose environment has already
     set a reward keeps it. An element of a returned list may be an exception: it fails that rollout alone.
 
-    Raises FunctionError (a ValueError) when a function does not exist, with the nearest name, ValueError when weights
+    Raises FunctionError (a ValueError) with the nearest name when a function does not exist, ValueError when weights
     do not match.
     """
 
@@ -157,7 +157,7 @@ class Rewarder:
 
     @property
     def aliases(self) -> dict[str, str]:
-        """Name of each function, by that name and by the text that it was given as."""
+        """Return the name of each function, by that name and by the text it was given as."""
         given = {spec: name for spec, name in zip(self._specs, self.names, strict=True) if isinstance(spec, str)}
         return given | {name: name for name in self.names}
 
@@ -167,17 +167,17 @@ class Rewarder:
 
     @property
     def in_threads(self) -> list[str]:
-        """Names of the users' functions that run in a thread of this process."""
+        """Return the names of user functions that run in a thread of this process."""
         called = [(f.name, f.call) for f in self._functions if f.call is not None and f.model is None]
         return [name for name, call in called if not (_is_async(call) or _built_in(call))]
 
     def fingerprint(self) -> str:
-        """Names of the functions; a reward model's with a digest of its weights."""
+        """Return the names of the functions; a reward model's with a digest of its weights."""
         return ", ".join(f"{f.name}@{f.model.digest()}" if f.model else f.name for f in self._functions)
 
     def check(self, columns: Collection[str], conversational: bool = False) -> None:
-        """Raises ValueError when a function needs a column that the data does not have, or a reward model cannot be
-        asked about messages."""
+        """Raise ValueError when a function needs a column missing from the data, or a reward model cannot score
+        messages."""
         for function in self._functions:
             check_columns(function.name, function.parameters, columns)
             if function.model is not None and conversational:
@@ -194,7 +194,7 @@ class Rewarder:
             waiting -= {id(group) for group in self.done(wait=True)}
 
     def start(self, group: Group, environments: Sequence[Any] | None = None) -> None:
-        """Begin to score the rollouts that have neither fate nor reward. Raises ValueError if it is being scored."""
+        """Start scoring the rollouts without fate or reward. Raises ValueError if the group is being scored."""
         if any(work.group is group for work in self._work):
             raise ValueError(f"group of visit {group.visit.number} is being scored already")
         chosen = [i for i, r in enumerate(group.rollouts) if r.fate is None and r.reward is None]
@@ -206,9 +206,9 @@ class Rewarder:
         self._work.append(_Work(group, rollouts, pending))
 
     def done(self, wait: bool = False) -> list[Group]:
-        """Groups whose scoring has ended since the last call, in the order they were started.
+        """Return the groups scored since the last call, in the order they were started.
 
-        With `wait`, blocks until there is one, unless nothing is being scored. Deadlines bound the wait.
+        With `wait`, blocks until one is scored, unless nothing is being scored. Deadlines bound the wait.
         """
         while True:
             finished = [work for work in self._work if not work.unfinished()]
@@ -228,7 +228,7 @@ class Rewarder:
             warnings.warn(f"reward {name}: {NO_SIGNALS}", stacklevel=3)
 
     def pop_metrics(self) -> dict[str, float]:
-        """Means of what functions gave to `log_metric` since the last call."""
+        """Return means of the values logged with `log_metric` since the last call."""
         logged, self._metrics = self._metrics, []
         values: dict[str, list[float]] = {}
         for name, value in logged:
@@ -236,7 +236,7 @@ class Rewarder:
         return {name: sum(v) / len(v) for name, v in values.items()}
 
     def close(self) -> None:
-        """Kill the workers. Groups in flight are scored no more."""
+        """Kill the workers. Groups in flight are no longer scored."""
         self._pool.close()
         self._calls.close()
 
@@ -343,7 +343,7 @@ class Rewarder:
         return describe_error(error) + (f"; {NO_SIGNALS}" if function.name in self._signals else "")
 
     def _write(self, rollout: Rollout, outcomes: Sequence[Outcome]) -> None:
-        """The reward, or fate and reason, of one rollout."""
+        """Write the reward, or fate and reason, of one rollout."""
         judged = list(zip(self._functions, outcomes, strict=True))
         rollout.rewards = {f.name: None if isinstance(o, Exception) else o for f, o in judged}
         values = [f.weight * o for f, o in judged if isinstance(o, float)]
@@ -360,7 +360,7 @@ class Rewarder:
 
 
 def _reward_model(spec: Any, device: str) -> RewardModel | None:
-    """The reward model that is given, or named: a directory, or a hub name of two parts. Raises ConfigError."""
+    """Return the reward model given or named (a directory, or a hub name of two parts). Raises ConfigError."""
     path = isinstance(spec, str) and ":" not in spec and not spec.endswith(".py")
     named = path and (Path(spec).is_dir() or spec.count("/") == 1)
     if not named and "torch" not in sys.modules:
@@ -373,7 +373,7 @@ def _reward_model(spec: Any, device: str) -> RewardModel | None:
 
 
 def _is_async(function: Callable[..., Any]) -> bool:
-    """Whether calling it gives a coroutine, also for an instance whose class has `async def __call__`."""
+    """Return whether a call gives a coroutine, also for an instance whose class has `async def __call__`."""
     while isinstance(function, partial):
         function = function.func
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)

@@ -12,21 +12,21 @@ from ..prompting import NextMessages
 from ..workers.functions import LOGGERS
 
 Outcome = float | Exception | None
-"""A reward, the cause why there is none, or None for "does not apply"."""
+"""A reward, the cause of a missing reward, or None for "does not apply"."""
 
 
 SAMPLED = ("prompts", "completions", "completion_ids", "environments")
-"""Arguments with one entry for each rollout that are not columns."""
+"""Arguments, other than columns, with one entry for each rollout."""
 STANDARD = (*SAMPLED, "trainer_state", *LOGGERS)
 """Arguments that are not columns."""
 PLURALS = {"prompt": "prompts", "completion": "completions"}
-"""Arguments of no other meaning that users write, and what they are called."""
+"""Common misnomers of arguments, with no other meaning -> their names."""
 MAX_REWARD = 1e30
-"""Rewards beyond it (or NaN) would overflow in statistics: a failure of the function."""
+"""Larger rewards (or NaN) would overflow in statistics: a failure of the function."""
 
 
 def arguments_of(group: Group, rollouts: Sequence[Rollout]) -> dict[str, Any]:
-    """TRL's arguments: lists with one entry a rollout, columns repeated."""
+    """Return TRL's arguments: lists with one entry a rollout, columns repeated."""
     prompt, n = group.prompt, len(rollouts)
     arguments: dict[str, Any] = {name: [value] * n for name, value in prompt.columns.items()}
     if prompt.messages is None:
@@ -39,14 +39,14 @@ def arguments_of(group: Group, rollouts: Sequence[Rollout]) -> dict[str, Any]:
 
 
 def completion_of(prompt: Prompt, rollout: Rollout) -> str | list[Message]:
-    """What reward functions get of a rollout: for a text prompt all that was sampled, for messages `messages_of`."""
+    """Return a rollout for reward functions: for a text prompt all sampled text, for messages `messages_of`."""
     if prompt.messages is not None:
         return messages_of(rollout)
     return "".join(turn.action for turn in rollout.turns) if rollout.turns else rollout.text
 
 
 def messages_of(rollout: Rollout) -> list[Message]:
-    """A completion as chat messages: what the assistant said and, between turns, what it was answered."""
+    """Return a completion as chat messages: the assistant's and, between turns, the answers to it."""
     if not rollout.turns:
         return [{"role": "assistant", "content": rollout.text}]
     messages: list[Message] = []
@@ -59,7 +59,7 @@ def messages_of(rollout: Rollout) -> list[Message]:
 
 
 def check_columns(function: str, accepted: Mapping[str, bool], columns: Collection[str]) -> None:
-    """Raise ConfigError when a function cannot be called: `accepted` are its parameters, and whether each is needed."""
+    """Raise ConfigError when a function cannot be called: `accepted` maps its parameters to whether each is needed."""
     missing = [name for name, needed in accepted.items() if needed and name not in STANDARD and name not in columns]
     if not {"**", *SAMPLED, *columns}.intersection(accepted):
         raise ConfigError(
@@ -80,7 +80,7 @@ def check_columns(function: str, accepted: Mapping[str, bool], columns: Collecti
 
 
 def read_scores(value: Any, n: int) -> list[Outcome]:
-    """A function's list for n rollouts; n times the exception when it is not such a list."""
+    """Return a function's list for n rollouts; n times the exception for anything else."""
     if isinstance(value, Exception):
         return [value] * n
     if hasattr(value, "tolist"):
@@ -93,10 +93,10 @@ def read_scores(value: Any, n: int) -> list[Outcome]:
 
 
 def read_score(value: Any) -> Outcome:
-    """One reward; an exception for what is none."""
+    """Return one reward, or an exception for an invalid one."""
     if value is None or isinstance(value, Exception):
         return value
-    if isinstance(value, dict) and "score" in value:  # as verl allows
+    if isinstance(value, dict) and "score" in value:  # allowed by verl
         value = value["score"]
     try:
         if getattr(value, "shape", None) in ((), (1,)):

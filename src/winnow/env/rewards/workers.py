@@ -1,4 +1,4 @@
-"""The processes of reward functions that are given by name."""
+"""Worker processes of reward functions given by name."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from ..workers.worker import WorkerPool, worker_environment
 
 @dataclass(frozen=True)
 class RewardWorkers:
-    """What they may use, and what they see."""
+    """Limits and visible environment of reward workers."""
 
     size: int = 2
     memory_mb: int = 2_048
     """Megabytes of data of one process (Linux)."""
     env: tuple[str, ...] = ()
-    """Names of environment variables that they see, such as the key of a judge; of all others only harmless ones."""
+    """Visible environment variables, such as the key of a judge; of all others only harmless ones."""
     sandbox: Literal["bwrap"] | None = None
-    """`bwrap`: they live in bubblewrap, without network; see `Cage`."""
+    """`bwrap`: run in bubblewrap, without network; see `Cage`."""
 
     def pool(self, specs: Sequence[Any], timeout_s: float) -> WorkerPool:
-        """Raises ValueError naming a variable that is not set, SandboxError where there is no bubblewrap."""
+        """Return the pool. Raises ValueError naming a variable that is not set, SandboxError without bubblewrap."""
         if missing := [name for name in self.env if name not in os.environ]:
             raise ValueError(f"reward_env: not set in the environment: {', '.join(missing)}")
         files = [spec.rpartition(":")[0] for spec in specs if isinstance(spec, str) and ".py:" in spec]
@@ -34,9 +34,9 @@ class RewardWorkers:
         return WorkerPool(self.size, timeout_s, memory_mb=self.memory_mb, env=self.env, cage=cage)
 
     def with_hidden(self, cause: str) -> str:
-        """The cause of a failure; if it names a variable that is set here and that workers do not see, with the remedy.
+        """Return the cause of a failure, with the remedy if it names a variable set here and hidden from workers.
 
-        Variables are named as `KeyError: 'JUDGE_API_KEY'` and clients of judges name them.
+        Recognizes `KeyError: 'JUDGE_API_KEY'` and the wording of judge clients.
         """
         seen = worker_environment().keys() | set(self.env)
         named = dict.fromkeys(re.findall(r"\b[A-Z][A-Z0-9]*(?:_[A-Z0-9]+)+\b", cause))

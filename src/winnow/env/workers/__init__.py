@@ -1,1 +1,1 @@
-"""Processes that run what cannot be trusted, or cannot share a process: rewards, environments, code."""
+"""Worker processes for code that is untrusted or cannot share a process: rewards, environments, programs."""

@@ -1,8 +1,8 @@
-"""Commands that run something in bubblewrap: new namespaces, no capabilities, no network, no files but those named.
+"""Commands that run a program in bubblewrap: new namespaces, no capabilities, no network, only named files.
 
-The order matters: a user id of its own when started as root (bubblewrap run as root is unsafe), then a mount namespace
-with a bounded /tmp, then bubblewrap with a system-call filter. A program that exploits a fault of the kernel itself is
-not held; the kernel's version is visible.
+The order matters. Started as root, a process first gets its own user id (bubblewrap run as root is unsafe). A mount
+namespace with a bounded /tmp follows, then bubblewrap with a system-call filter. Exploits of the kernel itself are not
+contained; the kernel's version is visible.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from typing import IO, Any
 from .seccomp import program
 
 FIRST_UID = 61_184
-"""User ids of the slots when started as root; of nobody else, in the range left to containers."""
+"""First user id of the slots when started as root; unused by others, in the range left to containers."""
 _SCRATCH = "/sys"
-"""Where the bounded file system is mounted before bubblewrap shows it as /tmp: a directory that every machine has, that
-every user may enter, and that nothing inside needs."""
+"""Mount point of the bounded file system before bubblewrap shows it as /tmp. It exists on every machine, every user may
+enter it, and nothing inside needs it."""
 _MOUNT = f'mount -t tmpfs -o "size=$1,nr_inodes=$2,mode=0755" tmpfs {_SCRATCH} && shift 2 && exec "$@"'
 
 
 class SandboxError(RuntimeError):
-    """No sandbox could be had, or one failed to start. Nothing was run outside it."""
+    """No sandbox is available, or one failed to start. Nothing ran outside it."""
 
 
 def slot_user(slot: int) -> dict[str, Any]:
-    """Options of `Popen` that start a process as the slot's own user, where this one is root."""
+    """Return options of `Popen` that start a process as the slot's own user, if this one is root."""
     uid = FIRST_UID + slot
     return {"user": uid, "group": uid, "extra_groups": ()} if os.geteuid() == 0 else {}
 
 
 def temporary(files: ExitStack, content: bytes = b"") -> IO[bytes]:
-    """A file without a name that closes with `files`, to be read from its beginning."""
+    """Return a file without a name that closes with `files`, to be read from its beginning."""
     file = files.enter_context(tempfile.TemporaryFile())  # noqa: SIM115
     file.write(content)
     file.seek(0)
@@ -46,11 +46,11 @@ def temporary(files: ExitStack, content: bytes = b"") -> IO[bytes]:
 
 
 def bubblewrapped(python: str, disk_mb: int, files: int, shown: Sequence[str] = ()) -> list[str]:
-    """The command up to what is run, to be followed by more options of bubblewrap, `--` and the program.
+    """Return the command in front of the program; append more options of bubblewrap, `--` and the program.
 
-    Inside there are /usr without /usr/local, the installation of `python`, the directories `shown`, all read-only,
-    and /tmp for `disk_mb` megabytes of memory in up to `files` files and directories. Raises SandboxError where that
-    cannot be had.
+    Inside are /usr without /usr/local, the installation of `python`, the directories `shown`, all read-only, and /tmp
+    for `disk_mb` megabytes of memory in up to `files` files and directories. Raises SandboxError where that is
+    unavailable.
     """
     if sys.platform != "linux":
         raise SandboxError(f"sandbox: needs Linux, this is {sys.platform}; use a Linux machine, or pass unsafe: true")
@@ -64,7 +64,7 @@ def bubblewrapped(python: str, disk_mb: int, files: int, shown: Sequence[str] = 
         program()
     except KeyError as error:
         raise SandboxError(f"sandbox: no system-call filter for the machine {error}; use x86_64 or aarch64") from None
-    # The owner is root of a user namespace of his own, where he may mount; bubblewrap cannot limit the number of files.
+    # The owner is root of its own user namespace, where it may mount; bubblewrap cannot limit the number of files.
     mounted = [found("unshare"), "--user", "--map-root-user", "--mount", "--", "/bin/sh", "-c", _MOUNT, "sh"]
     command = [*mounted, str(disk_mb << 20), str(files + 1), bwrap, "--unshare-all", "--unshare-user"]
     command += ["--uid", "65534", "--gid", "65534", "--disable-userns", "--hostname", "sandbox"]
@@ -77,7 +77,7 @@ def bubblewrapped(python: str, disk_mb: int, files: int, shown: Sequence[str] = 
             command += ["--symlink", os.readlink(path), path]
         elif os.path.isdir(path):
             command += ["--ro-bind", path, path]
-    # What bubblewrap itself writes to, / and /dev, is memory without a bound: the caller remounts / read-only.
+    # bubblewrap's own writable / and /dev are memory without a bound: the caller remounts / read-only.
     command += ["--proc", "/proc", "--dev", "/dev", "--remount-ro", "/dev", "--bind", _SCRATCH, "/tmp"]
     for path in dict.fromkeys([*installation, *shown]):
         command += ["--ro-bind", path, path]
@@ -85,7 +85,7 @@ def bubblewrapped(python: str, disk_mb: int, files: int, shown: Sequence[str] = 
 
 
 def found(name: str) -> str:
-    """Path of a program of util-linux. Raises SandboxError when it is missing."""
+    """Return the path of a program of util-linux. Raises SandboxError if it is missing."""
     path = shutil.which(name, path="/usr/bin:/bin")
     if path is None:
         raise SandboxError(f"sandbox: {name} is missing; install util-linux")
@@ -93,7 +93,7 @@ def found(name: str) -> str:
 
 
 def advice(why: str) -> str:
-    """What to do about a sandbox that did not start, as far as its message tells."""
+    """Return the remedy for a sandbox that did not start, derived from its message."""
     if "uid map" in why or "namespace" in why.lower() or "Operation not permitted" in why or "unshare" in why:
         return (
             " (unprivileged user namespaces are needed: sysctl kernel.unprivileged_userns_clone, "
@@ -103,7 +103,7 @@ def advice(why: str) -> str:
 
 
 def _installation(python: str) -> list[str]:
-    """Directories outside /usr that an interpreter needs."""
+    """Return the directories outside /usr that an interpreter needs."""
     if not os.access(python, os.X_OK):
         raise SandboxError(f"sandbox: there is no interpreter {python}; set python to one that everybody may read")
     if Path(os.path.realpath(python)).is_relative_to("/usr") and Path(python).is_relative_to("/usr"):

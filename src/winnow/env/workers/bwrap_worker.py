@@ -1,4 +1,4 @@
-"""Worker processes in bubblewrap: reward code without network, that can write nothing and read little."""
+"""Worker processes in bubblewrap: reward code without network, without writable files, with few readable ones."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from .bubblewrap import SandboxError, bubblewrapped, slot_user, temporary
 from .seccomp import program
 
 FIRST_SLOT = 128
-"""The slots before are those of programs that models write."""
+"""Earlier slots belong to programs written by models."""
 DISK_MB, FILES = 64, 1_024
 
 
 class Cage:
-    """What the workers of one pool may see: Python, the directories it imports from, `shown`; and /tmp, each its own.
+    """Files visible to the workers of one pool: Python, its import directories, `shown`, and a /tmp for each worker.
 
-    Raises SandboxError where there is no bubblewrap, where what Python needs cannot be read by the users that workers
-    run as, and where one of those directories is a home directory.
+    Raises SandboxError without bubblewrap, or if Python's files are unreadable for the users that workers run as, or if
+    one of those directories is a home directory.
     """
 
     def __init__(self, shown: Sequence[str] = (), python: str = sys.executable) -> None:
@@ -42,9 +42,9 @@ class Cage:
     def around(
         self, slot: int, command: Sequence[str], env: Mapping[str, str], files: ExitStack
     ) -> tuple[list[str], dict[str, Any]]:
-        """The command in the cage, and options of `Popen`; what it has opened closes with `files`.
+        """Return the caged command and options of `Popen`; the files it opens close with `files`.
 
-        Two at once need two slots.
+        Two concurrent commands need two slots.
         """
         seccomp = temporary(files, program()).fileno()
         outside = [*self._command, "--chdir", os.getcwd(), "--remount-ro", "/", "--seccomp", str(seccomp), "--"]
@@ -54,7 +54,7 @@ class Cage:
 
 
 def _require_readable(path: str) -> None:
-    """Raises SandboxError unless every user may read it: as root, workers run as a user of their own."""
+    """Raise SandboxError unless every user may read `path`: started as root, workers run as another user."""
     for part in (*reversed(Path(path).parents), Path(path)):
         if not part.stat().st_mode & (0o001 if part.is_dir() else 0o004):
             raise SandboxError(

@@ -1,8 +1,8 @@
-"""Calls of Python callables in this process, whose futures come to an end by a deadline without anybody polling.
+"""Calls of Python callables in this process, whose futures finish by a deadline without polling.
 
-A callable in this process cannot be killed. When its time is up its call fails, its thread is left behind, and later
-calls get a new one; a callable that never releases the interpreter lock can still stop everything. What must be
-killable runs in `winnow.env.workers.worker` instead.
+A callable in this process cannot be killed. At its deadline the call fails, its thread is abandoned, and later calls
+get a new one. A callable that never releases the interpreter lock can still stop everything. Killable code runs in
+`winnow.env.workers.worker` instead.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from concurrent.futures import Future, InvalidStateError
 from typing import Any
 
 MAX_ABANDONED = 16
-"""Calls that may hang at once; with that many left behind, further calls fail at once."""
+"""Most abandoned calls; beyond that, further calls fail at once."""
 GRACE_S = 1.0
-"""Seconds after its deadline that a coroutine may take to be cancelled before its loop is given up."""
+"""Seconds after its deadline that a coroutine may take to be cancelled before its loop is abandoned."""
 POLL_S = 0.05
 
 
@@ -31,13 +31,13 @@ class NotCalledError(TimeoutError):
 
 
 class Owed:
-    """A result that is owed. Only the first outcome counts: who waits may have given up, or its time be over."""
+    """A pending result. Only the first outcome counts: the waiting side may have given up or timed out."""
 
     def __init__(self) -> None:
         self.future: Future[Any] = Future()
 
     def settle(self, function: Callable[[], Any]) -> None:
-        """Take what a function returns or raises for the outcome."""
+        """Set the outcome to the value a function returns or the error it raises."""
         try:
             self.succeed(function())
         except BaseException as error:
@@ -48,14 +48,14 @@ class Owed:
             self.future.set_result(result)
 
     def fail(self, error: BaseException) -> None:
-        if not isinstance(error, Exception):  # sys.exit() in there must not end whoever asks for the result
+        if not isinstance(error, Exception):  # its sys.exit() must not end the waiting side
             error = RuntimeError(f"raised {type(error).__name__}: {error}").with_traceback(error.__traceback__)
         with contextlib.suppress(InvalidStateError):
             self.future.set_exception(error)
 
 
 def converted(answer: Future[Any], convert: Callable[[Any], Any]) -> Future[Any]:
-    """The future of what `convert` makes of another one's result; its error as it is."""
+    """Return a future of `convert` applied to another one's result; its error is unchanged."""
     owed = Owed()
 
     def settle(done: Future[Any]) -> None:
@@ -80,9 +80,9 @@ class _Call(Owed):
 
 
 class Deadlines:
-    """Runs plain callables one after another in a thread, as most expect, and coroutine functions on an event loop.
+    """Runs plain callables sequentially in a thread, as most expect, and coroutine functions on an event loop.
 
-    A thread of its own ends what is over time while anything is under way. The threads end with the object.
+    While calls are pending, a separate thread ends those over time. The threads end with the object.
     """
 
     def __init__(self, timeout_s: float) -> None:
@@ -120,7 +120,7 @@ class Deadlines:
         return call.future
 
     def close(self) -> None:
-        """Fail all calls that have not ended; what runs is left behind."""
+        """Fail all unfinished calls and abandon the running ones."""
         with self._lock:
             self._closed = True
             for call in self._owed:
@@ -131,7 +131,7 @@ class Deadlines:
                 self._loop = None
 
     def _accepts(self, call: _Call, hanging: int) -> bool:
-        """Watch over a call that may be made; fail one that may not."""
+        """Watch an accepted call, fail a refused one."""
         if self._closed:
             call.fail(RuntimeError("not called: its caller was closed"))
         elif hanging >= MAX_ABANDONED:
@@ -169,7 +169,7 @@ class Deadlines:
             if call.on_loop and call.started is not None and call.started < limit - GRACE_S and not call.future.done():
                 call.fail(TimeoutError(f"took over {self.timeout_s:g} s and could not be cancelled"))
                 blocked = True
-        if blocked:  # something blocks the loop: later calls get a new one
+        if blocked:  # the loop is blocked: later calls get a new one
             self._blocked_loops += 1
             self._loop = None
 
@@ -192,7 +192,7 @@ class _Lane:
         return self._thread is not None and self._thread.is_alive()
 
     def retire(self) -> list[_Call]:
-        """End the thread once its current call returns; returns the calls that were not begun."""
+        """End the thread once its current call returns; return the calls not yet started."""
         left = []
         with contextlib.suppress(queue.Empty):
             while True:
@@ -207,7 +207,7 @@ class _Lane:
             self.current = call
             call.run()
             self.current = None
-            del call  # its function may keep the object that this thread ends with
+            del call  # its function may hold the object that owns this thread
 
 
 async def _run(call: _Call, timeout_s: float) -> None:
@@ -220,7 +220,7 @@ async def _run(call: _Call, timeout_s: float) -> None:
 
 
 async def _contained(function: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
-    """`await function()`. An event loop ends by what ends a program, and with it all later calls."""
+    """Return `await function()`. SystemExit or KeyboardInterrupt would end the event loop and all later calls."""
     try:
         return await function()
     except (SystemExit, KeyboardInterrupt) as error:

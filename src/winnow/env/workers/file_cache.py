@@ -1,4 +1,4 @@
-"""Files that a task has made once and finds again, and the processes that make them."""
+"""Files that a task makes once and reuses, and the processes that make them."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from .worker import WorkerError, WorkerPool
 
 
 def kept(task: str, folder: str, key: Any) -> Path:
-    """Path of the file for a `key` (JSON): <task>/<folder>/<hash>.json in the cache."""
+    """Return the path of the file for a `key` (JSON): <task>/<folder>/<hash>.json in the cache."""
     root = cache_dir()
     (root / task / folder).mkdir(parents=True, exist_ok=True)
     return root / task / folder / f"{digest(key)[:24]}.json"
 
 
 def loaded(file: Path) -> Any:
-    """Content of a JSON file; None when it is missing or damaged."""
+    """Return the content of a JSON file; None if it is missing or damaged."""
     try:
         return load_json(file)
     except (OSError, ValueError):
@@ -34,7 +34,7 @@ def load_json(path: str | Path) -> Any:
 
 
 def save_json(path: Path, values: Any) -> None:
-    """Atomic. Two writers write the same."""
+    """Write atomically. Two writers write the same."""
     partial = path.with_name(f"{path.name}.{os.getpid()}")
     partial.write_text(json.dumps(values), encoding="utf-8")
     partial.replace(path)
@@ -42,7 +42,7 @@ def save_json(path: Path, values: Any) -> None:
 
 @contextmanager
 def making(task: str, workers: int, timeout_s: float) -> Iterator[WorkerPool]:
-    """Processes for as long as the block lasts. What goes wrong in them is a ValueError that names the task."""
+    """Open worker processes for the block. Errors in them become a ValueError that names the task."""
     pool = WorkerPool(workers, timeout_s)
     try:
         yield pool

@@ -26,7 +26,7 @@ class FunctionError(ConfigError):
 
 
 def load_function(target: str) -> Callable[..., Any]:
-    """Import the function that `target` names. Raises FunctionError, or what the module raises when imported."""
+    """Import the function named by `target`. Raises FunctionError, or any error the module raises when imported."""
     try:
         found = load(target)
     except TargetError as error:
@@ -38,7 +38,7 @@ def load_function(target: str) -> Callable[..., Any]:
 
 
 def parameters_of(function: Callable[..., Any]) -> dict[str, bool]:
-    """Names of a function's parameters -> whether each must be given; `**` stands for any keyword."""
+    """Return the names of a function's parameters -> whether each is required; `**` means any keyword."""
     found = {}
     for name, p in inspect.signature(function).parameters.items():
         if p.kind is p.VAR_KEYWORD:
@@ -55,13 +55,13 @@ def function_name(function: Any) -> str:
 
 
 def inspect_function(target: str) -> dict[str, Any]:
-    """`{name, parameters}` of a function by name; what a parent asks a worker before it trusts a target."""
+    """Return `{name, parameters}` of a function by name, which a parent asks of a worker before it trusts a target."""
     function = load_function(target)
     return {"name": function_name(function), "parameters": parameters_of(function)}
 
 
 def call_function(target: str, kwargs: dict[str, Any], n: int, loggers: Sequence[str] = ()) -> dict[str, Any]:
-    """Call a function by name for `n` rollouts in this process: `{value, metrics, extra}`, with what it logged."""
+    """Call a function by name for `n` rollouts in this process; return `{value, metrics, extra}`, with its logs."""
     logs = RewardLogs(n)
     if kwargs.get("trainer_state") is not None:
         kwargs = kwargs | {"trainer_state": SimpleNamespace(**kwargs["trainer_state"])}
@@ -71,7 +71,7 @@ def call_function(target: str, kwargs: dict[str, Any], n: int, loggers: Sequence
 
 
 class RewardLogs:
-    """What one call of a reward function for `n` rollouts logs. Its methods are the arguments that TRL passes."""
+    """Logs of one call of a reward function for `n` rollouts. Its methods are the arguments that TRL passes."""
 
     def __init__(self, n: int) -> None:
         self._n = n
@@ -82,7 +82,7 @@ class RewardLogs:
         self.metrics.append((str(name), float(value)))
 
     def log_extra(self, column: str, values: Sequence[Any]) -> None:
-        """Record a value for each completion. Raises ValueError for another number of values."""
+        """Record a value for each completion. Raises ValueError if their numbers differ."""
         values = list(values)
         if len(values) != self._n:
             raise ValueError(f"log_extra: column '{column}' has {len(values)} values for {self._n} completions")
@@ -94,7 +94,7 @@ LOGGERS = ("log_metric", "log_extra")
 
 
 def _loggable(value: Any) -> Any:
-    """A number, text, truth value or None as it is, all else as text."""
+    """Return a number, text, boolean or None unchanged, all else as text."""
     if getattr(value, "shape", None) == ():
         value = value.item()
     if isinstance(value, float) and not math.isfinite(value):
@@ -106,9 +106,9 @@ _thread = threading.local()
 
 
 def awaited(value: Any) -> Any:
-    """Return the value, or what awaiting it gives.
+    """Return the value, or the result of awaiting it.
 
-    Each thread keeps one event loop: an async client that a function keeps belongs to the loop of its first call.
+    Each thread keeps one event loop: an async client kept by a function belongs to the loop of its first call.
     """
     if not inspect.isawaitable(value):
         return value
@@ -122,9 +122,9 @@ async def _wait(value: Any) -> Any:
 
 
 def describe_error(error: BaseException) -> str:
-    """`Type: message (file.py:12)` in one line of printable text, never raising.
+    """Return `Type: message (file.py:12)` in one line of printable text, never raising.
 
-    The place is the innermost one that is neither Winnow's nor a library's; else where a library was entered.
+    The place is the innermost one outside Winnow and libraries; else the entry into a library.
     """
     try:
         message = " ".join(str(error).split())
@@ -150,7 +150,7 @@ def _place(error: BaseException) -> str:
 
 
 def json_default(value: Any) -> Any:
-    """Numbers and arrays of numpy and torch as plain ones, dates as ISO text. Raises TypeError for anything else."""
+    """Convert numbers and arrays of numpy and torch to plain ones, dates to ISO text. Raises TypeError for others."""
     if hasattr(value, "tolist"):
         return value.tolist()
     if hasattr(value, "isoformat"):

@@ -1,8 +1,8 @@
-"""Environments in worker processes: each in one of a few processes, stepped under a deadline while the engine goes on.
+"""Environments in a few worker processes, stepped under a deadline while the engine continues.
 
-An environment lives in one process from its reset to its end. A process that dies or overruns its deadline is killed
-and replaced; the environments that lived in it are lost, and every answer they still owe is an EnvLostError, which
-fails the rollout. Nothing is tried twice: a step may have had its effect.
+An environment stays in one process from reset to end. A process that crashes or exceeds its deadline is killed and
+replaced. Its environments are lost, and each of their pending answers becomes an EnvLostError, which fails the rollout.
+Nothing is retried: a step may have had its effect.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from .worker import WorkerError, WorkerPool
 
 
 class EnvLostError(RuntimeError):
-    """The environment's process died, was killed at its deadline, or was closed."""
+    """The environment's process crashed, was killed at its deadline, or was closed."""
 
 
 class EnvPool:
-    """`size` processes, started when first used and again after a death. Thread-safe.
+    """`size` processes, started on first use and restarted after a crash. Thread-safe.
 
-    `timeout_s` bounds one reset or step, `memory_mb` a process's data segment (Linux). A reset also pays for importing
-    what makes the environment.
+    `timeout_s` bounds one reset or step, `memory_mb` a process's data segment (Linux). A reset includes the import of
+    the environment's factory.
     """
 
     def __init__(self, size: int = 2, timeout_s: float = 60.0, *, memory_mb: int = 4_096) -> None:
@@ -39,7 +39,7 @@ class EnvPool:
         self._serial = itertools.count()
 
     def make(self, target: str, kwargs: Mapping[str, Any]) -> RemoteEnv:
-        """An environment in the least busy process; `target`, `module:function`, makes it there from JSON `kwargs`."""
+        """Return an environment made in the least busy process by `target`, `module:function`, from JSON `kwargs`."""
         home = min(self._homes, key=lambda h: len(h.living))
         return RemoteEnv(home, next(self._serial), target, dict(kwargs))
 
@@ -50,17 +50,17 @@ class EnvPool:
 
 
 class _Home:
-    """A worker process and the environments that live there."""
+    """A worker process and its environments."""
 
     def __init__(self, workers: WorkerPool) -> None:
         self.workers = workers
         self.living: set[int] = set()
         self.last_words = "it died between two calls"
-        """Cause of the last loss of its process."""
+        """Cause of the process's last loss."""
 
 
 class RemoteEnv:
-    """Implements `OverlappingEnv`. `close` frees what it holds in its process."""
+    """Implements `OverlappingEnv`. `close` frees its memory in the process."""
 
     def __init__(self, home: _Home, serial: int, target: str, kwargs: dict[str, Any]) -> None:
         self._home, self._serial = home, serial
@@ -75,10 +75,10 @@ class RemoteEnv:
         return self._answer("host_step", lambda values: StepResult(**values), text=text, said=said)
 
     def close(self) -> None:
-        """Does not wait. Answers still owed come first."""
+        """Close without waiting. Pending answers come first."""
         if self._serial in self._home.living:
             self._home.living.discard(self._serial)
-            with suppress(RuntimeError):  # the pool is closed: nothing is held any more
+            with suppress(RuntimeError):  # the pool is closed: nothing is held
                 self._call("host_close")
 
     def _call(self, function: str, **arguments: Any) -> Future[Any]:
@@ -97,7 +97,7 @@ class RemoteEnv:
         return owed.future
 
     def _told(self, error: WorkerError) -> Exception:
-        """Error that the environment raised, or the cause of its loss."""
+        """Return the error raised by the environment, or the cause of its loss."""
         detail = error.detail
         if error.kind != "raised":
             self._home.last_words = detail

@@ -1,8 +1,8 @@
-"""Runs Python that a model wrote in bubblewrap: no network, no files but /usr, no privileges, bounded resources.
+"""Runs model-written Python in bubblewrap: no network, no files but /usr, no privileges, bounded resources.
 
-Within what `bubblewrap` contains come resource limits. The wall clock and the amount of output are watched from
-outside, and everything inside dies with its first process. What is not bounded is the sum over a program's processes:
-up to `processes` of them may use `memory_mb` each.
+Resource limits apply within `bubblewrap`. The parent watches the wall clock and the amount of output, and everything
+inside exits with its first process. The sum over a program's processes is unbounded: up to `processes` of them may use
+`memory_mb` each.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ MAX_OUTPUT_BYTES = 1_000_000
 
 @dataclass(frozen=True)
 class Outcome:
-    """Outcome of a program. Nothing of it is a verdict: the program says what it wants, its exit status included."""
+    """Outcome of a program. Nothing in it is a verdict: the program controls all of it, exit status included."""
 
     stdout: str
     stderr: str
     exit_code: int | None
-    """128 + n for a program that ended by signal n; None when it was stopped from outside."""
+    """128 + n for a program ended by signal n; None if it was stopped from outside."""
     timed_out: bool = False
     truncated: bool = False
     """Whether the program wrote more than `max_output` and was stopped."""
@@ -49,17 +49,17 @@ class SandboxOptions:
     processes: int = 16
     """Processes and threads at once."""
     disk_mb: int = 16
-    """Megabytes of files in /tmp, which live in memory."""
+    """Megabytes of files in /tmp, which are in memory."""
     files: int = 1_024
     """Files and directories in /tmp; each costs the kernel about a kilobyte."""
     max_output: int = 65_536
     """Bytes of stdout and of stderr."""
     slots: int = 2
-    """Programs that run at once; others wait."""
+    """Concurrent programs; others wait."""
     python: str = "/usr/bin/python3"
-    """Interpreter inside. One outside /usr is shown with its installation, read-only."""
+    """Interpreter inside. One outside /usr is mounted with its installation, read-only."""
     unsafe: bool = False
-    """Run without a sandbox, with resource limits only. For machines that are one themselves."""
+    """Run without a sandbox, with resource limits only. For machines that are sandboxes themselves."""
 
     def __post_init__(self) -> None:
         for name in ("timeout_s", "memory_mb", "processes", "disk_mb", "files", "max_output", "slots"):
@@ -70,7 +70,7 @@ class SandboxOptions:
 
 
 class Sandbox:
-    """Thread-safe. Raises SandboxError at once when programs cannot be contained on this machine."""
+    """Pool of sandboxes, thread-safe. Raises SandboxError at once when this machine cannot contain programs."""
 
     def __init__(self, options: SandboxOptions | None = None) -> None:
         self.options = options or SandboxOptions()
@@ -86,7 +86,7 @@ class Sandbox:
         self._probe()
 
     def start(self, code: str) -> Future[Outcome]:
-        """Run a program; the future ends by a deadline, with SandboxError if the sandbox did not start."""
+        """Run a program; its future finishes by a deadline, with SandboxError if the sandbox did not start."""
         return self._threads.submit(self.run, code)
 
     def run(self, code: str) -> Outcome:
@@ -97,7 +97,7 @@ class Sandbox:
             return self._outcome(process, self._running[process])
 
     def close(self) -> None:
-        """Kill what runs. Safe to call twice."""
+        """Kill running programs. Safe to call twice."""
         with self._lock:
             self._closed = True
             running = list(self._running.values())
@@ -106,7 +106,7 @@ class Sandbox:
         self._threads.shutdown(wait=True, cancel_futures=True)
 
     def _begin(self, slot: int, code: str, held: contextlib.ExitStack) -> _Program:
-        """Start a program, which ends with `held`."""
+        """Start a program that ends with `held`."""
         o = self.options
         source = temporary(held, code.encode("utf-8", "surrogatepass"))
         status = temporary(held)
@@ -129,7 +129,7 @@ class Sandbox:
         return process
 
     def _outcome(self, process: _Program, child: Child) -> Outcome:
-        """Raises SandboxError when the program was never begun, or was killed by `close`."""
+        """Return the outcome. Raises SandboxError if the program never started or was killed by `close`."""
         o, stopped, status = self.options, "", None
         try:
             status = child.finish(time.monotonic() + o.timeout_s, o.max_output)
@@ -140,7 +140,7 @@ class Sandbox:
         stdout, stderr = (data[: o.max_output].decode("utf-8", "replace") for data in (child.stdout, child.stderr))
         if stopped:
             return Outcome(stdout, stderr, None, timed_out=stopped == "time", truncated=stopped == "output")
-        if self._closed:  # bubblewrap may still have told how its child ended
+        if self._closed:  # bubblewrap may still have reported its child's exit
             raise SandboxError("the sandbox was closed")
         if not o.unsafe and (status := process.told("exit-code")) is None:
             why = stderr.strip()[-300:] or "it was killed"
@@ -149,7 +149,7 @@ class Sandbox:
         return Outcome(stdout, stderr, status if status >= 0 else 128 - status)
 
     def _probe(self) -> None:
-        """A first program must come through, and must not see this machine's files."""
+        """Check that a first program succeeds and cannot see this machine's files."""
         outcome = self.run("import os\nprint(6 * 7, os.path.exists('/etc'), os.getpid())")
         expected = None if self.options.unsafe else "42 False 1\n"
         if outcome.exit_code != 0 or (expected and outcome.stdout != expected):
@@ -161,14 +161,14 @@ class Sandbox:
 
 
 class _Program(GroupProcess):
-    """bubblewrap, or an unsafe program itself. `status`: the file that bubblewrap reports to."""
+    """bubblewrap, or the unsafe program itself. `status`: bubblewrap's report file."""
 
     def __init__(self, status: IO[bytes], command: list[str], **options: Any) -> None:
         self._status = status
         super().__init__(command, **options)
 
     def told(self, key: str) -> int | None:
-        """Reports of bubblewrap: `child-pid` once there is one, `exit-code` at the end."""
+        """Return bubblewrap's report: `child-pid` once the child runs, `exit-code` at the end."""
         text = os.pread(self._status.fileno(), 65_536, 0).decode("utf-8", "replace")
         for line in text.splitlines():
             with contextlib.suppress(ValueError):
@@ -177,7 +177,7 @@ class _Program(GroupProcess):
         return None
 
     def kill(self) -> None:
-        """The first process inside, with which all others end, and bubblewrap itself."""
+        """Kill the first process inside, which ends all others, and bubblewrap itself."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             if self.poll() is None and (inside := self.told("child-pid")) is not None:
                 os.kill(inside, signal.SIGKILL)
@@ -190,7 +190,7 @@ def _contained(o: SandboxOptions) -> list[str]:
 
 
 def _limits(o: SandboxOptions) -> list[str]:
-    """A command before the program that gives up its right to more."""
+    """Return a command prefix that limits the program's resources."""
     limits = {
         "as": o.memory_mb << 20,
         "cpu": int(o.timeout_s) + 1,
@@ -200,6 +200,6 @@ def _limits(o: SandboxOptions) -> list[str]:
         "memlock": 0,
         "msgqueue": 0,
     }
-    if not o.unsafe:  # outside a namespace of its own it would count all of the user's processes
+    if not o.unsafe:  # without its own namespace it would count all of the user's processes
         limits["nproc"] = o.processes
     return [found("prlimit"), *(f"--{name}={value}:{value}" for name, value in limits.items()), "--"]

@@ -1,7 +1,7 @@
 """A system-call filter for the sandbox, as the BPF program that bubblewrap loads.
 
-It is the second line of defence: what namespaces and lost privileges leave open. Denied calls fail with EPERM. Linux on
-x86-64 and 64-bit ARM; numbers are those of the kernel's own tables.
+It is the second line of defence, for the gaps left by namespaces and dropped privileges. Denied calls fail with EPERM.
+Linux on x86-64 and 64-bit ARM; numbers are those of the kernel's own tables.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ DENIED: dict[str, tuple[int | None, int | None]] = {
     "add_key": (248, 217),
     "request_key": (249, 218),
     "keyctl": (250, 219),
-    # Memory that no limit of a process counts.
+    # Memory outside every limit of a process.
     "memfd_create": (319, 279),
     "memfd_secret": (447, 447),
     "shmget": (29, 194),
@@ -69,7 +69,7 @@ _X32 = 0x40000000
 
 
 def program(machine: str | None = None) -> bytes:
-    """The filter for this machine. Raises KeyError with the machine's name when it is neither of the two."""
+    """Return the filter for this machine. Raises KeyError with the machine's name for other architectures."""
     column, architecture = _ARCHITECTURES[machine or platform.machine()]
     denied = [number for numbers in DENIED.values() if (number := numbers[column]) is not None]
     # Each line: code, jump if true, jump if false, operand. Jumps count the lines skipped.

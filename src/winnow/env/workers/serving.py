@@ -1,4 +1,4 @@
-"""The side of a worker process: serves calls from its input until that ends. See `winnow.env.workers.worker`."""
+"""Worker side: serves calls from its input until the input ends. See `winnow.env.workers.worker`."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from .functions import awaited, describe_error, json_default, load_function
 
 
 def main() -> None:
-    """Serve requests in the main thread (so that signals work there) until the input ends.
+    """Serve requests in the main thread (so that signals work in user code) until the input ends.
 
-    Arguments: the parent's process id, 0 where it cannot be seen, and megabytes of memory.
+    Arguments: the parent's process id (0 if invisible) and megabytes of memory.
     """
     parent, memory_mb = int(sys.argv[1]), int(sys.argv[2])
     if parent:

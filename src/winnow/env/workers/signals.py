@@ -29,13 +29,13 @@ def noticing_signals(notice: Callable[[], None]) -> Iterator[None]:
 
 
 def called_noticing(call: Callable[[], Any], notice: Callable[[], None]) -> Any:
-    """Return what a function returns, awaited if it must be."""
+    """Return a function's result, awaited if necessary."""
     with noticing_signals(notice):
         return awaited(call())
 
 
 async def awaited_noticing(call: Callable[[], Awaitable[Any]], notice: Callable[[], None]) -> Any:
-    """The same for an async function, on the event loop that runs this."""
+    """Await an async function on the current event loop, otherwise like `called_noticing`."""
     with noticing_signals(notice):
         return await call()
 

@@ -1,15 +1,15 @@
-"""Killable worker processes: any function by name, with a deadline that the parent enforces.
+"""Killable worker processes: any function by name, with a deadline enforced by the parent.
 
-A worker is for code that may hang, crash or fill its memory, such as verifiers that evaluate what a model wrote. It is
-not a sandbox: it runs as the same user. What it cannot do is stop the parent, or run code in it: the two speak JSON
-lines over pipes, sizes are capped, and the parent kills the worker's process group when time is up.
+A worker is for code that may hang, crash or fill its memory, such as verifiers that evaluate model output. It is not a
+sandbox: it runs as the same user. It cannot stop the parent, or run code in it: the two exchange JSON lines over pipes,
+sizes are capped, and the parent kills the worker's process group at the deadline.
 
     parent -> worker   {"id": 7, "call": {"target": "module:function", "kwargs": {...}}}
     worker -> parent   {"id": 7, "loaded": true}            the function is imported; its deadline starts now
                        {"id": 7, "result": ...} or {"id": 7, "error": "ValueError: ..."}
 
-A worker sees a small environment without secrets, its prints go to a tail that is quoted when it dies, and it ends
-with its parent: by the end of its input, and on Linux by a signal of the kernel even when it is stuck in C code.
+A worker sees a small environment without secrets. The tail of its prints is quoted when it crashes. It ends with its
+parent: at the end of its input, and on Linux by a signal of the kernel even when it is stuck in C code.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ Kind = Literal["timeout", "died", "raised"]
 
 
 class WorkerError(RuntimeError):
-    """A call that gave no result: it ran out of time, its process died, or the function raised."""
+    """A call without a result: it timed out, its process crashed, or the function raised."""
 
     def __init__(self, kind: Kind, detail: str, target: str = "") -> None:
         super().__init__(f"{target}: {detail}" if target else detail)
@@ -53,12 +53,11 @@ class WorkerError(RuntimeError):
 
 
 class WorkerPool:
-    """`size` worker processes, started at the first call and again after a death.
+    """`size` worker processes, started at the first call and restarted after a crash.
 
     `timeout_s` bounds one call from the moment its function is imported; `memory_mb` bounds a worker's data segment
-    (Linux). Workers see the variables `env` of this process's environment, besides those that hold no secret, and live
-    in `cage` if there is one. At most `max_pending` calls wait; `call` blocks when they do. Thread-safe. Close it, or
-    leave it to the end of the program.
+    (Linux). Workers see the environment variables `env` and those without secrets, and run in `cage` if given. At most
+    `max_pending` calls wait; beyond that `call` blocks. Thread-safe. Close it, or leave it to the end of the program.
     """
 
     def __init__(
@@ -83,7 +82,7 @@ class WorkerPool:
         _open_pools.add(self)
 
     def call(self, target: str, kwargs: Mapping[str, Any], *, called: str = "") -> Future[Any]:
-        """Queue `target(**kwargs)`; the future holds its JSON result or raises WorkerError, which says `called`.
+        """Queue `target(**kwargs)`; the future holds its JSON result or raises WorkerError, which names `called`.
 
         Raises TypeError when `kwargs` is not JSON, RuntimeError when the pool is closed or stays full.
         """
@@ -103,7 +102,7 @@ class WorkerPool:
         return job.future
 
     def close(self) -> None:
-        """Kill all workers; calls that are not finished fail with kind `died`. Safe to call twice."""
+        """Kill all workers; unfinished calls fail with kind `died`. Safe to call twice."""
         with self._lock:
             if self._closed:
                 return
@@ -137,7 +136,7 @@ class WorkerPool:
                 result = worker.run(job, self.timeout_s)
             except WorkerError as error:
                 job.fail(error)
-            except Exception as error:  # whatever it is, the caller must not wait for ever
+            except Exception as error:  # on any error: the caller must not wait for ever
                 worker.end()
                 job.fail(WorkerError("died", f"no worker process could be used: {type(error).__name__}: {error}"))
             else:
@@ -152,7 +151,7 @@ class _Job(Owed):
 
 
 class _Worker:
-    """One process at a time, used by one thread; `kill` may come from any."""
+    """One process at a time, used by one thread; any thread may `kill`."""
 
     def __init__(self, spawn: Callable[[], Child]) -> None:
         self._spawn = spawn
@@ -163,7 +162,7 @@ class _Worker:
         self._imported: set[str] = set()
 
     def run(self, job: _Job, timeout_s: float) -> Any:
-        """Raises WorkerError; the process is then gone unless the function merely raised."""
+        """Run one job. Raises WorkerError; the process is then gone unless the function merely raised."""
         child = self._running()
         self._serial += 1
         request = f'{{"id": {self._serial}, "call": {job.body}}}\n'.encode()
@@ -189,7 +188,7 @@ class _Worker:
         raise failure
 
     def kill(self) -> None:
-        """End the process for good. May come from any thread; the serving thread then cleans up with `end`."""
+        """End the process for good. Any thread may call it; the serving thread then cleans up with `end`."""
         with self._lock:
             self._killed = True
             if self._child is not None:
@@ -203,7 +202,7 @@ class _Worker:
                 self._child = None
 
     def _running(self) -> Child:
-        """The running process; a new one if there is none or it has died since."""
+        """Return the running process; start one if it is missing or has exited."""
         if self._child is not None and self._child.exited:
             self.end()
         with self._lock:
@@ -215,7 +214,7 @@ class _Worker:
             return self._child
 
     def _expect(self, key: str, child: Child, deadline: float) -> Any:
-        """The value of `key` in the next reply. Raises WorkerError if it is an error, ValueError if it is garbled."""
+        """Return `key` of the next reply. Raises WorkerError for an error, ValueError for a garbled reply."""
         line = child.line(deadline, MAX_REPLY)
         try:
             reply = json.loads(line)
@@ -241,7 +240,7 @@ def _spawn(memory_mb: int, env: Sequence[str], cage: Cage | None, slot: int) -> 
 
 
 def worker_environment() -> dict[str, str]:
-    """Nothing that may be a secret: paths to import from, one thread, and switches that keep it offline."""
+    """Return an environment without secrets: paths to import from, one thread, and switches that keep it offline."""
     env = {name: os.environ[name] for name in PASSED_ENV if name in os.environ}
     paths = [os.path.abspath(p) for p in sys.path] + [os.getcwd()]
     env["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(p for p in paths if os.path.exists(p)))
@@ -254,7 +253,7 @@ _open_pools: weakref.WeakSet[WorkerPool] = weakref.WeakSet()
 
 @cache
 def shared_pool() -> WorkerPool:
-    """The pool of callers that bring none."""
+    """Return the default pool."""
     return WorkerPool()
 
 

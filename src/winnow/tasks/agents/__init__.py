@@ -1,4 +1,4 @@
-"""Agents that ask the policy over HTTP, as any OpenAI-compatible server, and train it by what they do."""
+"""Agents that call the policy over HTTP, like any OpenAI-compatible server, and train it by their results."""
 
 from .task import AgentConfig, AgentTask, with_agent
 

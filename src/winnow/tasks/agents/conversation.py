@@ -1,4 +1,4 @@
-"""One rollout as two sides see it: an agent that asks and waits, and the policy that answers turn by turn."""
+"""One rollout shared by two sides: an agent that asks and waits, and the policy that answers turn by turn."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from .messages import RequestError, added_to, answer_of
 
 
 class OverError(RuntimeError):
-    """The rollout has ended; nobody answers any more."""
+    """The rollout has ended; further requests get no answer."""
 
 
 @dataclass(frozen=True)
 class Returned:
-    """The agent has come to its end."""
+    """The agent has returned."""
 
     value: Any
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What the policy said."""
+    """The policy's answer."""
 
     message: Message
     cut: bool
@@ -44,7 +44,7 @@ class Conversation:
         self._next = Owed()
         self._reply: Owed | None = None
         self._known: list[Message] = []
-        """What the last request had, with the answer to it if there is one."""
+        """Messages of the last request, followed by its answer if given."""
         self._request: tuple[list[Message], tuple[Mapping[str, Any], ...]] | None = None
         self._with_stop = False
         """Whether the last request wants the stop string that ends an answer."""
@@ -52,10 +52,10 @@ class Conversation:
         self._over = ""
 
     def ask(self, messages: list[Message], tools: tuple[Mapping[str, Any], ...], with_stop: bool = False) -> Answer:
-        """Waits for the policy's answer. The same request again, as clients send it when a connection is lost, is given
+        """Wait for the policy's answer and return it. A repeated request, sent by clients after a lost connection, gets
         the same answer.
 
-        Raises RequestError, which also ends the rollout, for one that does not go on from the one before, and OverError
+        Raises RequestError, which also ends the rollout, if a request does not continue the previous one, and OverError
         when the rollout has ended.
         """
         with self._lock:
@@ -91,13 +91,13 @@ class Conversation:
             self._next.fail(error)
 
     async def next(self) -> NextMessages | Returned:
-        """What the agent asks next: all messages at first, afterwards those behind the last answer. Raises what it has
-        raised."""
+        """Return the agent's next messages: all at first, afterwards those after the last answer. Raises the agent's
+        error."""
         asked: NextMessages | Returned = await asyncio.wrap_future(self._next.future)
         return asked
 
     def answer(self, text: str, *, cut: bool = False) -> Message:
-        """Give the agent what the policy has said, as the message that is returned."""
+        """Pass the policy's text to the agent, and return it as a message."""
         with self._lock:
             assert self._reply is not None
             assert self._request is not None
@@ -110,7 +110,7 @@ class Conversation:
         return message
 
     def close(self, why: str = "the rollout has ended") -> None:
-        """End it: whoever asks, or waits for an answer, is told so."""
+        """End the conversation; pending and later requests raise OverError."""
         with self._lock:
             self._over = self._over or why
             self._next.fail(OverError(self._over))

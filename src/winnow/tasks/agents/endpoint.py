@@ -1,7 +1,7 @@
 """The policy as an OpenAI-compatible server on this machine: `POST /<secret>/v1/chat/completions`.
 
-A conversation has an address of its own, with a secret in its path, so that any client that takes a `base_url` can ask
-it, and nobody else can.
+Each conversation has its own address with a secret in its path. Any client with a `base_url` can use it, and other
+parties cannot.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .messages import RequestError, messages_of, tools_of, wire
 
 MODEL = "policy"
 MAX_BODY_BYTES = 64 << 20
-"""Bytes of a request."""
+"""Largest request in bytes."""
 STALLED_S = 30
 """Seconds without a byte after which a connection is closed."""
 WITH_STOP = "include_stop_str_in_output"
@@ -29,7 +29,7 @@ HEEDED = {"model", "messages", "tools", "stream", "stream_options", "n", WITH_ST
 
 
 class Endpoint(ThreadingHTTPServer):
-    """Serves from when it is made, on a free port of 127.0.0.1, until `close`."""
+    """Serves on a free port of 127.0.0.1 from its creation until `close`."""
 
     daemon_threads = True
     block_on_close = False
@@ -42,7 +42,7 @@ class Endpoint(ThreadingHTTPServer):
         threading.Thread(target=self.serve_forever, name="winnow-endpoint", daemon=True).start()
 
     def open(self, conversation: Conversation) -> str:
-        """The `base_url` of a conversation, until `forget`."""
+        """Return the `base_url` of a conversation, valid until `forget`."""
         secret = secrets.token_urlsafe(16)
         self._open[secret] = conversation
         return f"http://127.0.0.1:{self.server_address[1]}/{secret}/v1"
@@ -54,13 +54,13 @@ class Endpoint(ThreadingHTTPServer):
         return self._open.get(secret)
 
     def unheeded(self, keys: set[str]) -> None:
-        """Say once of each that it has no effect here."""
+        """Warn once about each setting without effect here."""
         if new := sorted(keys - self._unheeded):
             self._unheeded |= keys
             warnings.warn(f"agent: its requests set {', '.join(new)}; the run's settings hold instead", stacklevel=2)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Nothing: a connection that broke is its own affair."""
+        """Ignore errors of broken connections."""
 
     def close(self) -> None:
         self.shutdown()
@@ -68,8 +68,6 @@ class Endpoint(ThreadingHTTPServer):
 
 
 class _Request(BaseHTTPRequestHandler):
-    """One request."""
-
     server: Endpoint
     timeout = STALLED_S
     protocol_version = "HTTP/1.1"
@@ -82,7 +80,7 @@ class _Request(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         conversation = self._conversation("/v1/chat/completions")
-        if conversation is None:  # before anything of a stranger's is kept
+        if conversation is None:  # before reading a stranger's data
             self.close_connection = True
             return self._json(*_error(404, "no such address, or its rollout has ended; there is /v1/chat/completions"))
         size = self.headers.get("Content-Length", "")
@@ -113,7 +111,7 @@ class _Request(BaseHTTPRequestHandler):
         self._send(status, "application/json", json.dumps(value).encode())
 
     def _events(self, chunks: Iterator[dict[str, Any]]) -> None:
-        """All at once: the answer is complete when it comes."""
+        """Send all events at once: the answer is already complete."""
         body = b"".join(b"data: " + json.dumps(chunk).encode() + b"\n\n" for chunk in chunks) + b"data: [DONE]\n\n"
         self._send(200, "text/event-stream", body)
 
@@ -125,7 +123,7 @@ class _Request(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Nothing: the console is the user's."""
+        """Log nothing: the console is the user's."""
 
 
 def _error(status: int, message: str) -> tuple[int, dict[str, Any]]:

@@ -12,11 +12,11 @@ from ...types import Message
 
 
 class RequestError(ValueError):
-    """A request that cannot be one of this rollout's turns; the message says why."""
+    """A request that cannot be a turn of this rollout; the message gives the reason."""
 
 
 def messages_of(given: Any) -> list[Message]:
-    """The `messages` of a request. Raises RequestError naming the first that is none, or holds more than text."""
+    """Return the `messages` of a request. Raises RequestError naming the first invalid or non-text one."""
     if not isinstance(given, list) or not given:
         raise RequestError("messages: give a list of at least one message")
     messages: list[Message] = []
@@ -56,7 +56,7 @@ def _text(content: Any) -> str:
 
 
 def _call(given: Any) -> dict[str, Any]:
-    """Arguments as an object, which is what chat templates show."""
+    """Return a call with its arguments as an object, the form shown by chat templates."""
     name, arguments = given["function"]["name"], given["function"].get("arguments") or {}
     if isinstance(arguments, str):
         arguments = json.loads(arguments)
@@ -64,7 +64,7 @@ def _call(given: Any) -> dict[str, Any]:
 
 
 def tools_of(given: Any) -> tuple[Mapping[str, Any], ...]:
-    """The `tools` of a request. Raises RequestError for what is no function's schema."""
+    """Return the `tools` of a request. Raises RequestError for anything but a function schema."""
     tools = given or []
     if not isinstance(tools, list) or not all(
         isinstance(t, dict) and isinstance(t.get("function"), dict) for t in tools
@@ -74,7 +74,7 @@ def tools_of(given: Any) -> tuple[Mapping[str, Any], ...]:
 
 
 def answer_of(text: str, parse: Parser | None, turn: int, with_stop: bool = False) -> Message:
-    """What the policy said as a message; `parse` finds tool calls, where the request offered tools.
+    """Return the policy's text as a message; `parse` finds tool calls, where the request offered tools.
 
     A stop string that ended the turn is left out, as in OpenAI's API, unless the request wants it.
     """
@@ -86,7 +86,7 @@ def answer_of(text: str, parse: Parser | None, turn: int, with_stop: bool = Fals
 
 
 def wire(message: Message) -> dict[str, Any]:
-    """An answer in the form of OpenAI's API."""
+    """Return an answer in the form of OpenAI's API."""
     if "tool_calls" not in message:
         return dict(message)
     calls = [
@@ -98,10 +98,10 @@ def wire(message: Message) -> dict[str, Any]:
 
 
 def added_to(known: Sequence[Message], messages: Sequence[Message]) -> tuple[Message, ...]:
-    """Messages behind the known ones.
+    """Return the messages after the known ones.
 
-    Raises RequestError when those were changed, or nothing was added: a rollout is one sequence of tokens, so what the
-    policy was shown and what it said stays as it is.
+    Raises RequestError if those were changed, or nothing was added: a rollout is one sequence of tokens, so all earlier
+    messages stay as they are.
     """
     for number, (before, now) in enumerate(zip(known, messages, strict=False)):
         if _essence(before) != _essence(now):
@@ -115,6 +115,6 @@ def added_to(known: Sequence[Message], messages: Sequence[Message]) -> tuple[Mes
 
 
 def _essence(message: Message) -> tuple[Any, ...]:
-    """What must stay the same: clients drop white space at the ends, and write ids and empty contents their own way."""
+    """Return the fixed part of a message: clients strip white space and rewrite ids and empty contents."""
     calls = [json.dumps(call["function"], sort_keys=True) for call in message.get("tool_calls", ())]
     return message["role"], message["content"].strip(), calls

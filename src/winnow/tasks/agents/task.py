@@ -7,9 +7,8 @@
 
     Trainer(model=..., env=with_agent(DatasetConfig("questions.jsonl").build(), solve)).train()
 
-Every rollout runs the agent once. Its requests are the rollout's turns: the first one's messages are the prompt, what
-it adds afterwards are observations, and the tokens that are trained are those that were sampled, never a text that was
-tokenized again.
+Every rollout runs the agent once. Its requests are the rollout's turns: the first one's messages are the prompt, later
+additions are observations. Training uses the sampled tokens, never re-tokenized text.
 """
 
 from __future__ import annotations
@@ -42,16 +41,16 @@ GIVEN = ("base_url", "api_key", "model", "prompt")
 
 @dataclass(frozen=True)
 class AgentConfig(DatasetConfig):
-    """A data set (all of its options) whose rows an agent works on."""
+    """A data set (with all of its options) and an agent that works on its rows."""
 
     agent: str = ""
     """`package.module:function` or `path/to/file.py:function`."""
     max_turns: int = 16
-    """Requests of a rollout that are answered."""
+    """Answered requests of a rollout."""
     max_turn_length: int | None = None
-    """Tokens of one answer; None: what is left of `max_completion_length`."""
+    """Tokens of one answer; None: the rest of `max_completion_length`."""
     timeout_s: float = 300.0
-    """Seconds that the agent may take between an answer and its next request, or its end."""
+    """Seconds that the agent may take between an answer and its next request or its return."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -77,15 +76,15 @@ def with_agent(
     max_turn_length: int | None = None,
     timeout_s: float = 300.0,
 ) -> AgentTask:
-    """The task with an agent that asks the policy as often as it wants to.
+    """Return the task with an agent that may ask the policy repeatedly.
 
-    `agent` is a function, plain or async, of what it names: `base_url`, `api_key` and `model` for its client, `prompt`,
-    and the columns of the row. It returns the reward, or None where reward functions judge. It runs in a thread of its
-    own. What it raises fails the rollout, which is then left out: an agent gives 0 for what the policy did wrong.
-    `parse` finds tool calls, where a request offers tools. Sampling settings of requests have no effect: those of the
-    run hold. `max_turn_length` is the most tokens of an answer, by default what is left of the rollout's. `timeout_s`
-    bounds what the agent does between two requests; it cannot be killed, but nobody answers it any more. Raises
-    ValueError when the task has turns of its own, or the agent wants what there is not.
+    `agent` is a function, plain or async, of any of: `base_url`, `api_key` and `model` for its client, `prompt`, and
+    the columns of the row. It returns the reward, or None to leave it to reward functions. It runs in its own thread.
+    Its exceptions fail the rollout, which is then left out: for the policy's errors an agent returns 0. `parse` finds
+    tool calls, where a request offers tools. Sampling settings of requests have no effect: those of the run hold.
+    `max_turn_length` is the most tokens of an answer, by default the rest of the rollout's. `timeout_s` bounds the
+    agent between two requests; it cannot be killed, but its later requests get no answer. Raises ValueError when the
+    task has its own turns, or the agent names an unknown argument.
     """
     if task.max_turns != 1:
         raise ValueError(f"with_agent: task {task.name} has an environment of its own; give a task of one turn")
@@ -140,7 +139,7 @@ class AgentTask:
 
 
 class AgentEnv:
-    """Implements `OverlappingEnv`: the agent's requests are its observations, its end is that of the rollout."""
+    """Implements `OverlappingEnv`: the agent's requests are its observations, and its return ends the rollout."""
 
     def __init__(
         self, agent: partial[Any], conversation: Conversation, forget: Callable[[], None], deadlines: Deadlines

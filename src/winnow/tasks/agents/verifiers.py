@@ -1,4 +1,4 @@
-"""Environments of the package verifiers: a rollout is an episode of theirs, with the policy at its own address."""
+"""Environments of the package verifiers: a rollout is one of its episodes, with the policy at its own address."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ...types import Message, Prompt
 from .task import AgentTask
 
 NO_KEY = "WINNOW_ENDPOINT_KEY"
-"""An environment variable for a key, which the address makes needless; verifiers sends `EMPTY` where there is none."""
+"""Environment variable for a key, which the address makes needless; verifiers sends `EMPTY` if it is unset."""
 
 
 @dataclass(frozen=True)
@@ -27,13 +27,13 @@ class VerifiersConfig:
     """Tasks, harness and rewards of a `verifiers` environment with one agent (its version 0.4, `verifiers.v1`)."""
 
     config: dict[str, Any]
-    """The environment as verifiers configures it: `taskset: {id: my-taskset}`, `agent: {harness: {id: ...}}`, ..."""
+    """The environment in verifiers' configuration: `taskset: {id: my-taskset}`, `agent: {harness: {id: ...}}`, ..."""
     test_size: int | float = 0
     """Hold out this many tasks (a share if below 1), chosen by a hash of their content."""
     max_turns: int = 16
-    """Requests of an episode that are answered."""
+    """Answered requests of an episode."""
     max_turn_length: int | None = None
-    """Tokens of one answer; None: what is left of `max_completion_length`."""
+    """Tokens of one answer; None: the rest of `max_completion_length`."""
     timeout_s: float = 300.0
     """Seconds that an episode may take between an answer and its next request, or its end with its rewards."""
     seed: int = field(default=0, repr=False)
@@ -46,7 +46,7 @@ class VerifiersConfig:
             raise ValueError(f"verifiers: max_turns must be at least 1, not {self.max_turns}")
 
     def build(self) -> AgentTask:
-        """Raises ValueError for what verifiers refuses, and for environments of several agents or without an end."""
+        """Return the task. Raises ValueError if verifiers refuses it, has several agents, or has no end."""
         try:
             import verifiers.v1 as vf
         except ImportError as error:
@@ -73,7 +73,7 @@ class VerifiersConfig:
 
 
 def prompt_of(key: str, data: Any) -> Prompt:
-    """What is known of a task before its harness asks; what it asks is the prompt."""
+    """Return the data of a task known before its harness asks; its request is the prompt."""
     messages: list[Message] = [{"role": "system", "content": data.system_prompt}] if data.system_prompt else []
     if isinstance(data.prompt, list):
         messages += [{"role": m.role, "content": str(getattr(m, "content", "") or "")} for m in data.prompt]
@@ -83,7 +83,7 @@ def prompt_of(key: str, data: Any) -> Prompt:
 
 
 class Tasks:
-    """The tasks as rows, and which of them are held out."""
+    """The tasks as rows, split into training and held-out ones."""
 
     name, max_turns = "verifiers", 1
     stop: tuple[str, ...] = ()
@@ -118,7 +118,7 @@ def _numbered(prompts: Sequence[Prompt]) -> list[Prompt]:
 
 
 class Episodes:
-    """Episodes of an environment, side by side on an event loop; what it serves (tools, interception) is there once."""
+    """Concurrent episodes of an environment on an event loop, sharing its servers (tools, interception)."""
 
     def __init__(self, env: Any) -> None:
         self._env = env
@@ -126,7 +126,7 @@ class Episodes:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def run(self, task: Any, base_url: str, model: str) -> float:
-        """The reward. Raises RuntimeError with the cause when the episode failed."""
+        """Return the reward. Raises RuntimeError with the cause when the episode failed."""
         import verifiers.v1 as vf
 
         client = vf.EvalClientConfig(base_url=base_url, api_key_var=NO_KEY)
@@ -154,7 +154,7 @@ _serving: set[asyncio.Task[None]] = set()
 
 
 async def _serve(env: Any, stop: asyncio.Event) -> None:
-    """Come back when everything is up; it is taken down, by the task that put it up, once `stop` is set."""
+    """Return once all servers are up; the task that started them stops them when `stop` is set."""
     up: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     async def hold() -> None:

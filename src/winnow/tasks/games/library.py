@@ -1,6 +1,6 @@
-"""Kept text games: made, described and walked through once, in worker processes, and found again.
+"""Stored text games: made, described and walked through once, in worker processes, then reused.
 
-$WINNOW_CACHE/<kind of game>/walks/<card and how it is walked>.json; each kind keeps its cards beside it.
+$WINNOW_CACHE/<kind of game>/walks/<card and how it is walked>.json; each kind keeps its cards next to it.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from ...env.workers.worker import WorkerPool
 from .options import GameOptions
 
 Card = dict[str, Any]
-"""Card of a game: what playing it and talking about it needs; `id`, `words`, and `file`, where the card is kept."""
+"""Card of a game: data for playing it and for its prompts; `id`, `words`, and `file`, the card's own path."""
 Drawn = TypeVar("Drawn")
 
 MAKE_TIMEOUT_S = 300.0
 MAX_REPEATS = 4
-"""Games made for each one wanted before there are taken to be too few different ones."""
+"""Games made for each one wanted before too few different ones are assumed."""
 DEMONSTRATIONS = 8
-"""Walks to the goal that are kept a game."""
+"""Stored walks to the goal for each game."""
 
 
 def kept_values(
@@ -32,7 +32,7 @@ def kept_values(
     files: Sequence[Path],
     intact: Callable[[Any], bool] = lambda value: value is not None,
 ) -> list[Any]:
-    """Content of each file; a `function` of `winnow.tasks.games` writes the missing and damaged ones as it is asked."""
+    """Return each file's content; a `function` of `winnow.tasks.games` writes missing and damaged ones as `asked`."""
     missing = []
     for arguments, file in zip(asked, files, strict=True):
         if not intact(loaded(file)):
@@ -48,7 +48,7 @@ def call_all(pool: WorkerPool, function: str, asked: Iterable[Mapping[str, Any]]
 
 
 def walks_of(config: GameOptions, format: int, cards: Sequence[str]) -> list[list[list[str]]]:
-    """Demonstrations of each card file's game, each `[command, observation, command, ...]`."""
+    """Return demonstrations of each card file's game, each `[command, observation, command, ...]`."""
     how = {"count": DEMONSTRATIONS, "noise": config.demo_noise, "max_turns": config.max_turns}
     files = [kept(config.name, "walks", [format, card, how]) for card in cards]
     with making(config.name, config.workers, MAKE_TIMEOUT_S) as pool:
@@ -65,7 +65,7 @@ def different(
     shown: Collection[Any],
     remedy: str,
 ) -> list[Card]:
-    """`wanted` games with different ids, none of which begins (`told`) like one in `shown`.
+    """Return `wanted` games with different ids, excluding those whose beginning (`told`) is in `shown`.
 
     `make` makes games from draws, at most MAX_REPEATS for each one wanted. Raises ValueError when they run out.
     """

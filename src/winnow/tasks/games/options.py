@@ -1,4 +1,4 @@
-"""Options that all text games have."""
+"""Options shared by all text games."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ from .react import Style
 
 @dataclass(frozen=True, kw_only=True)
 class GameOptions:
-    """Options that all text games have."""
-
     name: ClassVar[str]
     least: ClassVar[dict[str, int]] = {}
     """Option -> its least value, for those of one kind of game."""
@@ -24,7 +22,7 @@ class GameOptions:
     demo_noise: float = 0.25
     """Share of random commands in demonstrations."""
     demo_size: int | None = None
-    """Training games that are demonstrated, the first ones; None: all. The others are new to a warm-started model."""
+    """Number of first training games that are demonstrated; None: all. The others are new to a warm-started model."""
     workers: int = 2
     timeout_s: float = 30.0
     """Bounds one step of a game."""

@@ -1,7 +1,7 @@
-"""Talking to a model that plays a text game: one thought and one action a turn (ReAct), or bare commands in words.
+"""Prompts for a model that plays a text game: one thought and one action a turn (ReAct), or bare commands in words.
 
-ReAct: Yao et al., "ReAct: Synergizing Reasoning and Acting in Language Models", 2022. Turns are messages here.
-The style in words is for small word-level models, whose completion is the command itself.
+ReAct: Yao et al., "ReAct: Synergizing Reasoning and Acting in Language Models", 2022. Turns are messages here. The
+style in words is for small word-level models, whose completion is the command itself.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import Literal
 Style = Literal["react", "words"]
 
 NOTHING = "Nothing happens."
-"""Answer to a command that it does not understand or that is not possible."""
+"""Answer to a command that is not understood or not possible."""
 UNKNOWN = "<unk>"
-"""Stands for a word that the vocabulary lacks."""
+"""Replaces a word missing from the vocabulary."""
 _ACTION = re.compile(r"\baction[ \t]*(?:(?:\*\*|__)[ \t]*)?:", re.IGNORECASE)
 _EDGES = " \t\r\"'`*_<>[](){}“”‘’"
 _TITLE = re.compile(r"-=.*=-")
@@ -23,9 +23,9 @@ _PUNCTUATION = re.compile(r"([^\w\s])")
 
 
 def parse_action(text: str) -> str | None:
-    """The command behind the last "Action:", in normal form; None when there is none.
+    """Return the command after the last "Action:" in normal form, or None.
 
-    Only its first line counts. Quotes, brackets, backticks and a final full stop are taken off; the rest is lower case
+    Only its first line counts. Quotes, brackets, backticks and a final full stop are removed; the rest is lower case
     with single blanks.
     """
     marks = list(_ACTION.finditer(text))
@@ -36,15 +36,15 @@ def parse_action(text: str) -> str | None:
 
 
 def normal_form(command: str) -> str:
-    """A command in lower case, with single blanks, without what may stand around it."""
+    """Return a command in lower case, with single blanks, without surrounding punctuation."""
     bare = command.strip(_EDGES).rstrip(".").strip(_EDGES)
     return " ".join(bare.lower().split())
 
 
 def system_prompt(role: str, actions: Sequence[str], example: Sequence[tuple[str, str, str]]) -> str:
-    """Rules, the vocabulary of actions, and one example of (observation, thought, action) turns.
+    """Return rules, the vocabulary of actions, and one example of (observation, thought, action) turns.
 
-    `role` says in a sentence or two what the model is and what it is to achieve.
+    `role` describes the model and its goal in a sentence or two.
     """
     shown = "\n\n".join(
         f"Observation: {observation}\nThought: {thought}\nAction: {action}" for observation, thought, action in example
@@ -62,12 +62,12 @@ def system_prompt(role: str, actions: Sequence[str], example: Sequence[tuple[str
 
 
 def words(text: str) -> str:
-    """Text for a word-level tokenizer: lower case, punctuation on its own, single blanks instead of line ends."""
+    """Return text for a word-level tokenizer: lower case, separate punctuation, single blanks instead of line ends."""
     return " ".join(_PUNCTUATION.sub(r" \1 ", text.lower()).split())
 
 
 def worded(text: str, vocabulary: Collection[str] | None = None) -> str:
-    """An observation in words, without titles of rooms, before the mark behind which the next command stands."""
+    """Return an observation in words, without titles of rooms, followed by the mark that precedes the next command."""
     shown = words(_TITLE.sub(" ", text)).split()
     if vocabulary is not None:
         shown = [word if word in vocabulary else UNKNOWN for word in shown]

@@ -17,19 +17,19 @@ from .options import GameOptions
 from .react import worded, words
 
 ELSEWHERE = frozenset({"games", "data", "workers", "timeout_s", "demo_noise", "demo_size"})
-"""Options that do not change what a game is and says."""
+"""Options without effect on a game and its texts."""
 
 
 class GameTask(ABC):
     """A task from the cards of its games (`library`); `known` are the words that style `words` can show, None: all.
 
-    A kind of game says what a prompt tells (`_columns`, `_opening`, `_rules`).
+    A kind of game defines the content of a prompt (`_columns`, `_opening`, `_rules`).
     """
 
     name: str
     stop: tuple[str, ...] = ()
     format: int
-    """Changes when kept files mean something else."""
+    """Version of stored files."""
 
     def __init__(self, config: GameOptions, train: Sequence[Card], test: Sequence[Card]) -> None:
         self.config = config
@@ -46,15 +46,15 @@ class GameTask(ABC):
 
     @abstractmethod
     def _columns(self, card: Card) -> dict[str, Any]:
-        """Columns of a game's prompt, besides its id."""
+        """Return columns of a game's prompt, apart from its id."""
 
     @abstractmethod
     def _opening(self, card: Card) -> str:
-        """The first observation and the goal."""
+        """Return the first observation and the goal."""
 
     @abstractmethod
     def _rules(self, card: Card) -> str:
-        """The system prompt of style `react`."""
+        """Return the system prompt of style `react`."""
 
     def make_env(self, prompt: Prompt) -> OverlappingEnv:
         kwargs = {"card": self._files[prompt.id], **self.env_options}
@@ -66,7 +66,7 @@ class GameTask(ABC):
         return digest({"format": self.format, "games": ids, **options})
 
     def demonstrations(self, seed: int) -> Iterator[tuple[str, list[str]]]:
-        """Ways to win training games, with a share of random commands. Style `words` only."""
+        """Yield ways to win training games, with a share of random commands. Style `words` only."""
         if self.config.style != "words":
             raise ValueError(f"{self.name}: only style: words has demonstrations; use a pretrained model for react")
         prompts = self.train[: self.config.demo_size]
@@ -79,7 +79,7 @@ class GameTask(ABC):
             yield str(prompt.text), [worded(t, self.known) if i % 2 else words(t) for i, t in enumerate(walk)]
 
     def vocabulary(self) -> Sequence[str]:
-        """Every word that these games are known to say or understand."""
+        """Return every known word of these games' texts and commands."""
         return sorted(self._words)
 
     def _prompt(self, ordinal: int, card: Card) -> Prompt:

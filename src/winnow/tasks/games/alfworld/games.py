@@ -19,16 +19,16 @@ from .play import Path as Way
 from .rooms import TaskType, alfworld, game_of, plans_of
 
 COMMANDS = {"gotolocation": "go to {r}"}
-"""Templates in place of the grammar's own where those depend on the state; TextWorld's planner has the same."""
+"""Templates that replace the grammar's own where those depend on the state; TextWorld's planner has the same."""
 UNWISE = frozenset({"help"})
-"""Commands that a demonstration never takes at random: their answers are as long as a game."""
+"""Commands never taken at random in a demonstration: their answers are as long as a game."""
 _TEXTS = re.compile(r'"rhs": "((?:[^"\\]|\\.)*)"')
 _TITLE = re.compile(r"-=.*=-")
 _SLOT = re.compile(r"\[[^\]]*\]|\{[^}]*\}|#[^#]*#")
 
 
 def generate(part: str, task_type: TaskType, seed: str, size: tuple[int, int], target: str) -> None:
-    """Make a game and write its card, or one without an id when this seed gives none.
+    """Make a game and write its card, or a card without an id if this seed gives no game.
 
     `size` is the number of receptacles and of objects.
     """
@@ -39,7 +39,7 @@ def generate(part: str, task_type: TaskType, seed: str, size: tuple[int, int], t
 def describe(path: str, task_type: TaskType, target: str) -> None:
     """Write the card of a game in a file.
 
-    Raises ValueError when the file is no game, or the planner finds no way to win it.
+    Raises ValueError if the file is not a game, or the planner cannot win it.
     """
     game = load_json(path)
     missing = {"pddl_domain", "grammar", "pddl_problem"} - set(game)
@@ -49,7 +49,7 @@ def describe(path: str, task_type: TaskType, target: str) -> None:
 
 
 def _card(game: Mapping[str, Any], task_type: TaskType, source: str) -> dict[str, Any]:
-    """Card of a game: what playing it and talking about it needs."""
+    """Return the card of a game: all data for playing it and for its prompts."""
     hopeless = ValueError(f"alfworld: the planner finds no way to win {source}; remove the game")
     try:
         values = _compiled(game) | {"task_type": task_type, "id": source}
@@ -71,7 +71,7 @@ def _goal(grammar: str) -> str:
 
 
 def _words(card: Mapping[str, Any]) -> list[str]:
-    """Everything that the game can say or understand."""
+    """Return all words of the game's texts and commands."""
     said = [card["goal"], card["look"], NOTHING]
     said += [name for thing, name in card["names"].items() if card["kinds"][thing] in ("object", "receptacle")]
     said += [template for template, _ in card["templates"].values()]
@@ -81,7 +81,7 @@ def _words(card: Mapping[str, Any]) -> list[str]:
 
 
 def _compiled(game: Mapping[str, Any]) -> dict[str, Any]:
-    """The problem as Fast Downward and the grammar take it, see `play.Game`."""
+    """Return the problem in the form of Fast Downward and the grammar, see `play.Game`."""
     logic = pddl.GameLogic(game["pddl_domain"], game["grammar"])
     with contextlib.redirect_stdout(io.StringIO()):
         state = pddl.PddlState(engine().lend(), game["pddl_problem"], logic)
@@ -112,7 +112,7 @@ def _compiled(game: Mapping[str, Any]) -> dict[str, Any]:
 def demonstrate(card: str, count: int, noise: float, max_turns: int, target: str) -> None:
     """Write `count` walks to the goal, `[command, observation, command, ...]`, with a share of random commands.
 
-    After a random command the planner plans anew. A walk is cut after `max_turns` commands.
+    After a random command the planner plans again. A walk is cut after `max_turns` commands.
     """
     game = Game(load_json(card))
     rng = random.Random(f"{game.card['id']}/{count}/{noise}")

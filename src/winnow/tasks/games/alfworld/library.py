@@ -1,6 +1,6 @@
-"""Kept ALFWorld games: made and described once, in worker processes, and found again under the same options.
+"""Stored ALFWorld games: made and described once, in worker processes, and reused under the same options.
 
-$WINNOW_CACHE/alfworld/cards/<game>.json                      what playing a game needs, see `games`
+$WINNOW_CACHE/alfworld/cards/<game>.json                      data for playing a game, see `games`
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ from ..options import GameOptions
 from .rooms import TASK_TYPES, TaskType
 
 FORMAT = 2
-"""Changes when kept files mean something else."""
+"""Version of stored files."""
 
 
 @dataclass(frozen=True)
 class AlfworldGames(GameOptions):
-    """Which games: made over ALFWorld's floor plans, or read from a directory."""
+    """Selection of games: made over ALFWorld's floor plans, or read from a directory."""
 
     name: ClassVar[str] = "alfworld"
     least: ClassVar[dict[str, int]] = {"receptacles": 2, "objects": 2}
     data: str | None = None
-    """The directory that alfworld-download fills, with the splits train, valid_seen and valid_unseen."""
+    """Directory filled by alfworld-download, with the splits train, valid_seen and valid_unseen."""
     split: Literal["valid_seen", "valid_unseen"] = "valid_seen"
-    """The test games: in floor plans of the training games, or in others."""
+    """Test games: in floor plans of the training games, or in others."""
     task_types: tuple[TaskType, ...] = TASK_TYPES
     train_size: int | None = 64
     """Number of training games; of `data` chosen at random, None: all."""
     test_size: int | None = 16
     receptacles: int = 5
-    """Places in a room that is made; fewer are easier."""
+    """Places in a generated room; fewer are easier."""
     objects: int = 6
-    """Things in a room that is made."""
+    """Things in a generated room."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -52,7 +52,7 @@ class AlfworldGames(GameOptions):
 
 
 def games_of(config: AlfworldGames) -> tuple[list[Card], list[Card]]:
-    """Cards of the train and the test games. Raises ValueError when there are too few."""
+    """Return cards of the train and the test games. Raises ValueError for too few games."""
     with making("alfworld", config.workers, MAKE_TIMEOUT_S) as pool:
         if config.data is not None:
             root = _root(Path(config.data).expanduser().resolve())
@@ -65,7 +65,7 @@ def games_of(config: AlfworldGames) -> tuple[list[Card], list[Card]]:
 def _made(
     pool: WorkerPool, config: AlfworldGames, part: str, wanted: int, shown: Collection[tuple[str, str]]
 ) -> list[Card]:
-    """`wanted` different games, of all task types in turn, none that begins like one in `shown`."""
+    """Return `wanted` different games, of all task types in turn, excluding beginnings in `shown`."""
     size = (config.receptacles, config.objects)
     kinds = [kind for kind in TASK_TYPES if kind in config.task_types]
     drawn = ((kind, f"{config.seed}/{i}") for i, kind in enumerate(cycle(kinds)))
@@ -85,7 +85,7 @@ def _told(card: Card) -> tuple[str, str]:
 
 
 def _root(data: Path) -> Path:
-    """The folder with the splits. Raises ValueError when there is no folder `train`."""
+    """Return the folder with the splits. Raises ValueError without a folder `train`."""
     for root in (data, data / "json_2.1.1"):
         if (root / "train").is_dir():
             return root
@@ -95,7 +95,7 @@ def _root(data: Path) -> Path:
 
 
 def _read(pool: WorkerPool, config: AlfworldGames, root: Path, part: str, wanted: int | None) -> list[Card]:
-    """Games of a split that ALFWorld itself would play, at random when not all are wanted."""
+    """Return games of a split that ALFWorld itself would play, at random if only some are wanted."""
     found = sorted((root / part).rglob("game.tw-pddl"))
     random.Random(f"alfworld/{part}/{config.seed}").shuffle(found)
     files = list(islice((f for f in found if _task_type(f) in config.task_types and _solvable(f)), wanted))
@@ -108,7 +108,7 @@ def _read(pool: WorkerPool, config: AlfworldGames, root: Path, part: str, wanted
 
 
 def _task_type(file: Path) -> str | None:
-    """The task type of a game; None for games that ALFWorld leaves out."""
+    """Return the task type of a game; None for games that ALFWorld leaves out."""
     if "movable" in str(file) or "Sliced" in str(file):
         return None
     facts = file.with_name("traj_data.json")
@@ -128,14 +128,14 @@ def _solvable(file: Path) -> bool:
 
 
 def _cards(pool: WorkerPool, function: str, asked: list[dict[str, Any]], files: list[Path]) -> list[Card]:
-    """Kept cards; missing and damaged ones are made. Seeds that gave no game are left out."""
+    """Return stored cards; missing and damaged ones are made. Seeds without a game are left out."""
     values = kept_values(pool, f"alfworld.games:{function}", asked, files, _intact)
     cards = [card | {"file": str(file)} for card, file in zip(values, files, strict=True)]
     return [card for card in cards if card["id"] is not None]
 
 
 def card_id(card: Mapping[str, Any]) -> str:
-    """A hash of all that the card says."""
+    """Return a hash of the whole card."""
     told = {key: value for key, value in card.items() if key != "id"}
     return f"game-{digest(told)[:16]}"
 

@@ -1,8 +1,8 @@
-"""ALFWorld games in a worker process: Fast Downward's state, TextWorld's grammar, and a memory of what they said.
+"""ALFWorld games in a worker process: Fast Downward's state, TextWorld's grammar, and a memory of their answers.
 
-TextWorld's own wrapper puts every command that is possible into words after every step, which is most of its 30 ms in a
-small room. Here a step derives only what it says itself, in 0.5 to 1 ms, and what a game has answered in a state is not
-derived again (10 us). The words are the same.
+TextWorld's own wrapper words every possible command after every step, which is most of its 30 ms in a small room. Here
+a step derives only its own text, in 0.5 to 1 ms. An answer already given in a state is looked up (10 us). The words are
+the same.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ except ImportError:
     raise ImportError(f"the package is missing; {install('alfworld')}") from None
 
 LOADED = 128
-"""Games that a process remembers."""
+"""Games kept in memory by a process."""
 REMEMBERED = 1_000
-"""Answers that a game remembers before it starts anew."""
+"""Answers kept in memory by a game before it clears them."""
 UNTOLD = "checked("
-"""Facts that no observation depends on: states that differ in nothing else are one."""
+"""Facts without effect on observations: states that differ in nothing else are one."""
 DEEDS = frozenset({"take", "move", "put", "clean", "heat", "cool", "slice", "use", "toggle"})
-"""Verbs that bring a task forward; the others only look and go."""
+"""Verbs that advance a task; the others only look and go."""
 _NUMBER = re.compile(r" \d+\b")
 GOAL = re.compile(r'"Your task is to: ((?:[^"\\]|\\.)*)"')
 
@@ -52,7 +52,7 @@ class Answer:
 
 
 def play(card: str, style: Style) -> AlfworldEnv:
-    """The game that a card describes."""
+    """Return the game described by a card."""
     return AlfworldEnv(game_of(card), style)
 
 
@@ -89,21 +89,21 @@ class AlfworldEnv:
 
 
 def deeds(commands: Iterable[str]) -> Counter[str]:
-    """Deeds of commands, without the numbers of things: `take mug`, `heat mug`, `move mug to shelf`."""
+    """Return deeds of commands, without the numbers of things: `take mug`, `heat mug`, `move mug to shelf`."""
     plain = (_NUMBER.sub("", command) for command in commands)
     return Counter(re.split(" from | with ", command)[0] for command in plain if command.split(" ")[0] in DEEDS)
 
 
 class Game:
-    """A game and what it has answered, shared by all that play it. `card` is what `games.describe` writes.
+    """A game and its answers so far, shared by all its players. `card` is the output of `games.describe`.
 
-    A state is given by operators that lead to it, the first way there that was found.
+    A state is given by operators that lead to it, the first such path discovered.
     """
 
     def __init__(self, card: Mapping[str, Any]) -> None:
         self.card = card
-        self.deeds = deeds(card.get("plan", ()))  # none while the card is being made
-        """Deeds on the planner's way to the goal; a rollout's progress is the share of them that it has done."""
+        self.deeds = deeds(card.get("plan", ()))  # empty while the card is being made
+        """Deeds on the planner's way to the goal; a rollout's progress is its share of them."""
         self.engine = engine()
         self._grammar = _grammar(GOAL.sub('""', card["grammar"]), json.dumps(card["types"]))
         self._forget()
@@ -114,11 +114,11 @@ class Game:
         self._ways: dict[frozenset[str], Path] = {self._told(self.card["facts"]): ()}
 
     def answer(self, path: Path, command: str) -> Answer:
-        """Answer to a command in a state. A command that is not possible there does nothing."""
+        """Return the answer to a command in a state. An impossible command does nothing."""
         known = self._answers.get((path, command))
         if known is None:
             operator = self.commands(path).get(command)
-            if operator is None:  # not remembered: there is no end of what a model may say
+            if operator is None:  # not stored: a model's commands are unlimited
                 return Answer(path, NOTHING, won=False)
             if len(self._answers) >= REMEMBERED:
                 self._forget()
@@ -126,7 +126,7 @@ class Game:
         return known
 
     def commands(self, path: Path) -> dict[str, str]:
-        """Command -> operator, of all that is possible in a state."""
+        """Return command -> operator for all possible commands in a state."""
         if path not in self._commands:
             self.engine.enter(self.card, path)
             found: dict[str, str] = {}
@@ -136,11 +136,11 @@ class Game:
         return self._commands[path]
 
     def look(self) -> str:
-        """Observation at the start."""
+        """Return the observation at the start."""
         return self._grammar.told(self.card, self.card["facts"], "#look.feedback#")
 
     def plan(self, path: Path) -> list[str]:
-        """Commands that lead from a state to the goal; none when the planner finds no way."""
+        """Return commands that lead from a state to the goal; empty if the planner finds no way."""
         return [self._said(operator) for operator in self.engine.plan(self.card, path)]
 
     def _derived(self, path: Path, operator: str) -> Answer:
@@ -152,7 +152,7 @@ class Game:
         return Answer(after, self._grammar.told(self.card, facts, rule, operator), self.engine.won())
 
     def _said(self, operator: str) -> str:
-        """An operator as a command."""
+        """Return an operator as a command."""
         name, *things = operator.split()
         named = dict(zip((p for p, _ in self.card["parameters"][name]), things, strict=True))
         template = self.card["templates"][name][0]
@@ -167,9 +167,9 @@ class Game:
 
 
 class _Engine:
-    """The planner's library, which holds one state at a time; to load a game takes it 0.1 ms.
+    """The planner's library, which holds one state at a time; loading a game takes 0.1 ms.
 
-    Facts are written `holds(agent1, mug_bar_1)`, those that an operator undid also `not_holds(...)`, as in TextWorld.
+    Facts are written `holds(agent1, mug_bar_1)`, those undone by an operator also `not_holds(...)`, as in TextWorld.
     """
 
     def __init__(self) -> None:
@@ -181,7 +181,7 @@ class _Engine:
         self.facts: set[str] = set()
 
     def lend(self) -> Any:
-        """The library, to be used for anything; what is in it is taken to be lost."""
+        """Return the library for any use; its state counts as lost."""
         self._at = None
         return self._library
 
@@ -198,7 +198,7 @@ class _Engine:
             self._go(number)
 
     def operators(self) -> list[str]:
-        """Names of the operators that are possible now."""
+        """Return the names of the operators possible now."""
         found = (fast_downward.Operator * self._library.get_applicable_operators_count())()
         self._library.get_applicable_operators(found)
         self._operators = {}
@@ -218,7 +218,7 @@ class _Engine:
         return bool(self._library.check_goal())
 
     def plan(self, card: Mapping[str, Any], path: Path) -> list[str]:
-        """Operators that lead from a state to the goal; none when the planner finds no way."""
+        """Return operators that lead from a state to the goal; empty if the planner finds no way."""
         self.lend().load_sas_replan(card["sas_replan"].encode())
         self.enter(card, path)
         if not self._library.replan(False):
@@ -248,7 +248,7 @@ def engine() -> _Engine:
 
 
 class _Grammar:
-    """A game's grammar, which tells what an operator did. `text` may stand without the goal."""
+    """A game's grammar, which describes the result of an operator. `text` may omit the goal."""
 
     def __init__(self, text: str, types: Sequence[tuple[str, Sequence[str]]]) -> None:
         _mend_grammar()
@@ -258,7 +258,7 @@ class _Grammar:
             self._world.types.add(logic.Type(name, parents))
 
     def told(self, card: Mapping[str, Any], facts: Iterable[str], rule: str, operator: str = "") -> str:
-        """The text of a rule such as `#look.feedback#`, after an operator that led to these facts."""
+        """Return the text of a rule such as `#look.feedback#`, after an operator that led to these facts."""
         names, kinds = card["names"], card["kinds"]
         entities = {thing: EntityInfo(thing, kind) for thing, kind in kinds.items()}
         for thing, entity in entities.items():
@@ -285,7 +285,7 @@ class _Grammar:
 
 
 class _Shared(dict[Any, Any]):
-    """A dictionary that deep copies share the values of: TextWorld copies it at every symbol and changes no value."""
+    """A dictionary whose deep copies share its values: TextWorld copies it at every symbol and changes no value."""
 
     def __deepcopy__(self, memo: Any) -> _Shared:
         return _Shared(self)
@@ -293,9 +293,9 @@ class _Shared(dict[Any, Any]):
 
 @lru_cache(maxsize=1)
 def _mend_grammar() -> None:
-    """Keep what TextWorld's grammar parses anew at every use: its rules and queries are always the same few.
+    """Cache the few rules and queries that TextWorld's grammar otherwise parses at every use.
 
-    Its expressions find their variables in its module: it writes them to `locals()`, in vain from Python 3.13 on.
+    Its expressions find their variables in its module: writing them to `locals()` fails from Python 3.13 on.
     """
 
     class Rule(textgen.Rule):

@@ -1,7 +1,7 @@
-"""Writes ALFWorld problems: small rooms furnished at random from the floor plans that the package alfworld ships.
+"""Writes ALFWorld problems: small rooms furnished at random from the floor plans shipped with the package alfworld.
 
-A room takes some of a floor plan's receptacles, at their real places, and objects that ALFRED allows in them. Only here
-is the package alfworld imported.
+A room takes some of a floor plan's receptacles, at their real places, and objects that ALFRED allows in them. This is
+the only module that imports the package alfworld.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ TREATED_IN = {
     "pick_heat_then_place_in_recep": ("Microwave", "Heatable"),
     "pick_cool_then_place_in_recep": ("Fridge", "Coolable"),
 }
-"""Task type -> the place where an object is cleaned, heated or cooled, and ALFRED's list of objects that can be."""
+"""Task type -> the place where an object is cleaned, heated or cooled, and ALFRED's list of suitable objects."""
 LAMP = "DeskLamp"
 LAMP_STANDS = frozenset({"Desk", "Dresser", "SideTable", "CoffeeTable", "DiningTable", "TVStand"})
 NAMED_BY_DOMAIN = ("SinkBasinType", "MicrowaveType", "FridgeType"), ("KnifeType", "ButterKnifeType")
@@ -62,7 +62,7 @@ class _Room:
 def game_of(
     task_type: TaskType, seed: str, plans: Sequence[int], receptacles: int, objects: int
 ) -> dict[str, Any] | None:
-    """One game as in a file game.tw-pddl, with `task_type` and `plan` added. None when chance gave no such room.
+    """Return one game as in a file game.tw-pddl, plus `task_type` and `plan`; None if the draw gave no such room.
 
     Equal arguments give equal games. `plans` are floor plans to draw from.
     """
@@ -76,7 +76,7 @@ def game_of(
 
 
 def plans_of(part: str, task_type: str) -> list[int]:
-    """Floor plans for training (`train`, `valid_seen`) or kept from it (`valid_unseen`), where the task can be."""
+    """Return floor plans for training (`train`, `valid_seen`) or kept from it (`valid_unseen`) that allow the task."""
     constants = alfworld("gen.constants")
     numbers = constants.TEST_SCENE_NUMBERS if part == "valid_unseen" else constants.TRAIN_SCENE_NUMBERS
     scenes = [constants.SCENE_TYPE[name] for name in constants.GOALS_VALID[task_type]]
@@ -87,7 +87,7 @@ def plans_of(part: str, task_type: str) -> list[int]:
 
 
 def _empty_room(task_type: TaskType, plan: int, size: int, rng: random.Random) -> _Room | None:
-    """Receptacles: the one that the task needs, and others, of one kind not more than three."""
+    """Add receptacles: the one needed by the task, and others, at most three of one kind."""
     holds = alfworld("gen.constants").VAL_RECEPTACLE_OBJECTS
     found = [key for key in _layout(plan) if _kind(key) in holds and holds[_kind(key)]]
     rng.shuffle(found)
@@ -108,7 +108,7 @@ def _empty_room(task_type: TaskType, plan: int, size: int, rng: random.Random) -
 
 
 def _furnish(room: _Room, task_type: TaskType, count: int, rng: random.Random) -> tuple[str, str] | None:
-    """Put objects into a room. The goal's object and receptacle (or lamp) kinds; None when there is none."""
+    """Put objects into a room; return the goal's object and receptacle (or lamp) kinds, or None without a goal."""
     constants = alfworld("gen.constants")
     holds, acts = constants.VAL_RECEPTACLE_OBJECTS, constants.VAL_ACTION_OBJECTS
     present = set(_objects(room.plan)) - set(constants.RECEPTACLES) - {"FloorLamp", LAMP}
@@ -164,7 +164,7 @@ def _as_game(room: _Room, task_type: TaskType, target: tuple[str, str], rng: ran
 
 
 def _problem(room: _Room) -> str:
-    """The PDDL problem down to its goal."""
+    """Return the PDDL problem down to its goal."""
     constants = alfworld("gen.constants")
     held = {room.kinds[r] for r in room.places}
     things = {room.kinds[o] for o in room.inside}
@@ -199,19 +199,19 @@ def _problem(room: _Room) -> str:
 
 
 def _kind(key: str) -> str:
-    """`Cabinet|+00.68|...` is a Cabinet, `Sink|...|SinkBasin` a SinkBasin."""
+    """Return the kind: `Cabinet|+00.68|...` is a Cabinet, `Sink|...|SinkBasin` a SinkBasin."""
     first, *rest = key.split("|")
     return rest[-1] if rest[-1].isalpha() else first
 
 
 def _mangled(key: str) -> str:
-    """A name that PDDL takes, in ALFWorld's spelling."""
+    """Return a valid PDDL name in ALFWorld's spelling."""
     for sign, word in {"|": "_bar_", "+": "_plus_", "-": "_minus_", ".": "_dot_"}.items():
         key = key.replace(sign, word)
     return re.sub(r"\W", "_", key)
 
 
-# ---------------------------------------------------------------- what the package ships
+# ---------------------------------------------------------------- package data
 
 
 @cache
@@ -236,7 +236,7 @@ def _data(name: str) -> str:
 
 
 def alfworld(module: str = "") -> Any:
-    """A module of the package, which makes the folder $ALFWORLD_DATA when it is imported."""
+    """Import a module of the package, which makes the folder $ALFWORLD_DATA on import."""
     os.environ.setdefault("ALFWORLD_DATA", tempfile.gettempdir())
     try:
         return importlib.import_module(f"alfworld.{module}" if module else "alfworld")

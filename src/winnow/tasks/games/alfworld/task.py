@@ -1,6 +1,6 @@
-"""ALFWorld: household tasks in text rooms, from its data directory or made to order, played in worker processes.
+"""ALFWorld: household tasks in text rooms, from its data directory or generated, played in worker processes.
 
-Games are made once and kept under $WINNOW_CACHE (or ~/.cache/winnow). Shridhar et al., "ALFWorld: Aligning Text and
+Games are made once and stored under $WINNOW_CACHE (or ~/.cache/winnow). Shridhar et al., "ALFWorld: Aligning Text and
 Embodied Environments for Interactive Learning", 2021.
 """
 
@@ -45,7 +45,7 @@ EXAMPLE = (
         "",
     ),
 )
-"""Ends with the command of putting something down, which older games spell otherwise."""
+"""Ends with the command for putting something down, which older games spell otherwise."""
 _SIGHT = "You are in the middle of a room. Looking quickly around you, "
 
 
@@ -58,7 +58,7 @@ class AlfworldConfig(AlfworldGames):
 
 
 class Alfworld(GameTask):
-    """The task. Raises ValueError when there are too few games, or a file is not one."""
+    """Task of ALFWorld games. Raises ValueError for too few games, or a file that is not one."""
 
     name = "alfworld"
     format = FORMAT
@@ -79,7 +79,7 @@ class Alfworld(GameTask):
 
 
 def _commands(templates: dict[str, list[str]]) -> tuple[list[str], list[tuple[str, str, str]]]:
-    """The vocabulary of actions as the game's own grammar spells it, and the example that uses it."""
+    """Return the vocabulary of actions in the game's own spelling, and the example that uses it."""
     actions = sorted(template.format(**_SLOTS) for name, (template, _) in templates.items() if name != "help")
     seen, thought, _ = EXAMPLE[-1]
     return actions, [*EXAMPLE[:-1], (seen, thought, templates["putobject"][0].format(o="cloth 1", r="drawer 1"))]

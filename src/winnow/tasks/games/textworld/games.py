@@ -1,7 +1,7 @@
-"""Makes TextWorld games and solves them, in worker processes: only here is the package textworld imported.
+"""Makes TextWorld games and solves them, in worker processes: the only module that imports the package textworld.
 
-Files of a game: `game.z8`, `game.json` beside it, and a card with what playing needs. Everything is written under
-another name first, so that what exists is whole.
+Files of a game: `game.z8`, `game.json` next to it, and a card with the data for playing. Everything is written under
+another name first, so that existing files are complete.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from .play import LOST, WON, TextWorldEnv, play, readable, understood
 
 DEFAULT_LEVEL = 5
 INFORM = "inform"
-"""Name of a link to the compiler, where its own path will not do."""
+"""Name of a link to the compiler, if its own path is unusable."""
 STROLL = 60
-"""Commands tried on a game to see what it can say."""
+"""Commands tried on a game to discover its texts."""
 ATTEMPTS = 20
-"""Walks with random commands before one without is taken, where they made the game unwinnable."""
+"""Walks with random commands before one without, if those made the game unwinnable."""
 CUSTOM = ("nb_rooms", "nb_objects", "nb_parallel_quests", "quest_length", "quest_breadth")
 _CODE = re.compile(r"\{(\w+)\}")
 
 
 def digest_of(path: Path) -> str:
-    """SHA-256 of a game's two files. Raises ValueError when the JSON file is missing."""
+    """Return the SHA-256 of a game's two files. Raises ValueError when the JSON file is missing."""
     facts = path.with_suffix(".json")
     if not facts.is_file():
         raise ValueError(f"textworld: {path} has no {facts.name} beside it, which tw-make writes; copy it there")
@@ -46,7 +46,7 @@ def digest_of(path: Path) -> str:
 
 
 def intact(game: Path) -> bool:
-    """Whether the folder of a game is there as it was made, or its seed is known to give none."""
+    """Return whether a game's folder exists unchanged, or its seed is known to give no game."""
     try:
         return game.with_suffix(".failed").exists() or (game / "digest").read_text() == digest_of(game / "game.z8")
     except (OSError, ValueError):
@@ -57,7 +57,7 @@ def intact(game: Path) -> bool:
 
 
 def _scratch(partial: Path, package: Path) -> Path:
-    """The folder to compile a game in: Inform 7 finds and makes nothing in folders whose names are not ASCII."""
+    """Return the folder to compile a game in: Inform 7 cannot use folders with non-ASCII names."""
     if str(partial).isascii() and str(package).isascii():
         scratch = partial
     else:
@@ -70,9 +70,9 @@ def _scratch(partial: Path, package: Path) -> Path:
 
 
 def generate(challenge: str, options: dict[str, Any], grammar: dict[str, Any], seed: int, folder: str) -> None:
-    """Make a game in `folder`, or a file `folder.failed` when this seed gives none.
+    """Make a game in `folder`, or a file `folder.failed` if this seed gives no game.
 
-    Raises ValueError on options that the challenge does not have.
+    Raises ValueError on options unknown to the challenge.
     """
     textworld = _textworld()
     from textworld.generator import QuestGenerationError, compile_game
@@ -121,7 +121,7 @@ def _game(challenge: str, options: Mapping[str, Any], seed: int, wanted: Any) ->
 
 @cache
 def _house() -> Any:
-    """TextWorld's own rules of a house; reading them takes a third of the time of making a game."""
+    """Return TextWorld's own rules of a house; reading them takes a third of the time of making a game."""
     from textworld.generator import KnowledgeBase
 
     return KnowledgeBase.load()
@@ -135,7 +135,7 @@ def _set(target: Any, values: Mapping[str, Any], known: Iterable[str], where: st
 
 
 def _settings(challenge: str, options: Mapping[str, Any], seed: int, add_arguments: Any) -> dict[str, Any]:
-    """The challenge's settings, checked and completed by tw-make's own parser of its command line."""
+    """Return the challenge's settings, checked and completed by tw-make's own command-line parser."""
     parser = _Parser(prog=f"textworld: options of {challenge}", add_help=False, allow_abbrev=False)
     add_arguments(parser)
     known = [action.dest for action in parser._actions]
@@ -162,7 +162,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def describe(path: str, target: str) -> None:
-    """Write a game's card: what playing it and talking about it needs."""
+    """Write a game's card: data for playing it and for its prompts."""
     infos = _textworld().EnvInfos(
         max_score=True, verbs=True, command_templates=True, entities=True, feedback=True, extras=["walkthrough"]
     )
@@ -192,7 +192,7 @@ def _kind(match: re.Match[str]) -> str:
 
 
 def _stroll(card: Mapping[str, Any], templates: list[str], things: list[str]) -> list[str]:
-    """Words that the game says and understands, from commands of its grammar at random, possible or not."""
+    """Return words of the game's texts and commands, from random commands of its grammar, possible or not."""
     rng = random.Random(card["first"])
     env = TextWorldEnv(card, "react", "won")
     env.reset()
@@ -215,8 +215,8 @@ def _stroll(card: Mapping[str, Any], templates: list[str], things: list[str]) ->
 def demonstrate(card: str, count: int, noise: float, max_turns: int, target: str) -> None:
     """Write `count` walks to the goal, `[command, observation, command, ...]`, with a share of random commands.
 
-    After a random command the policy is TextWorld's for where it led. A walk is cut after `max_turns` commands. Raises
-    ValueError when TextWorld knows no way to win.
+    After a random command TextWorld's policy continues from the new state. A walk is cut after `max_turns` commands.
+    Raises ValueError when TextWorld knows no way to win.
     """
     values = load_json(card)
     rng = random.Random(f"{values['first']}/{count}/{noise}")
@@ -237,7 +237,7 @@ def _walk(card: Mapping[str, Any], file: str, noise: float, max_turns: int, rng:
 
 
 def _try(guide: Any, env: TextWorldEnv, noise: float, max_turns: int, rng: random.Random) -> list[str] | None:
-    """One walk, or None when the game cannot be won any more."""
+    """Return one walk, or None when the game can no longer be won."""
     state, walk = guide.reset(), []
     env.reset()
     for _ in range(max_turns):

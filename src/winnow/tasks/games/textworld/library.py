@@ -1,7 +1,7 @@
-"""Kept TextWorld games: made or described once, in worker processes, and found again under the same options.
+"""Stored TextWorld games: made or described once, in worker processes, and reused under the same options.
 
 $WINNOW_CACHE/textworld/made/<options>/<seed>/game.z8, game.json, digest
-                        cards/<game>.json    what playing the game needs, see `games.describe`
+                        cards/<game>.json    data for playing the game, see `games.describe`
                         words/<words>.json
 """
 
@@ -24,7 +24,7 @@ from .games import digest_of, intact
 Challenge = Literal["coin_collector", "treasure_hunter", "simple", "cooking", "custom"]
 
 FORMAT = 1
-"""Changes when kept files mean something else."""
+"""Version of stored files."""
 TRAIN_SIZE, TEST_SIZE = 64, 16
 TEST_SHARE = 0.2
 GENERATE_TIMEOUT_S = 120.0
@@ -32,18 +32,18 @@ GENERATE_TIMEOUT_S = 120.0
 
 @dataclass(frozen=True)
 class TextWorldGames(GameOptions):
-    """Which games: generated as by tw-make, or read from a directory."""
+    """Selection of games: generated as by tw-make, or read from a directory."""
 
     name: ClassVar[str] = "textworld"
     challenge: Challenge = "treasure_hunter"
     options: dict[str, Any] = field(default_factory=dict)
     """tw-make's options of that challenge, e.g. `{level: 5}`; of `custom`: nb_rooms, nb_objects, quest_length, ..."""
     grammar: dict[str, Any] = field(default_factory=dict)
-    """TextWorld's options of wording; `{theme: basic, only_last_action: true}` is terse and does not tell the way."""
+    """TextWorld's wording options; `{theme: basic, only_last_action: true}` is terse and does not reveal the way."""
     games: str | None = None
     """A directory of .z8 games with their .json; its folders `train` and `test` are the split where they exist."""
     train_size: int | None = None
-    """None: 64 generated games, or all there are in `games`."""
+    """None: 64 generated games, or all of `games`."""
     test_size: int | None = None
     """None: 16 generated games; of `games` the folder `test`, or one in five."""
 
@@ -54,7 +54,7 @@ class TextWorldGames(GameOptions):
 
 
 def games_of(config: TextWorldGames) -> tuple[list[Card], list[Card]]:
-    """Cards of the train and the test games. Raises ValueError when there are too few, or an option is unknown."""
+    """Return cards of the train and the test games. Raises ValueError for too few games or unknown options."""
     with making("textworld", config.workers, GENERATE_TIMEOUT_S) as pool:
         if config.games is not None:
             return _split(pool, config, Path(config.games).expanduser().resolve())
@@ -64,7 +64,7 @@ def games_of(config: TextWorldGames) -> tuple[list[Card], list[Card]]:
 
 
 def _generated(pool: WorkerPool, config: TextWorldGames, part: str, wanted: int, shown: Collection[str]) -> list[Card]:
-    """`wanted` different games, none with a first observation in `shown`."""
+    """Return `wanted` different games, excluding first observations in `shown`."""
     options = {"challenge": config.challenge, "options": config.options, "grammar": config.grammar}
     folder = kept("textworld", "made", [FORMAT, options]).with_suffix("")
     numbers = (hashlib.sha256(f"{part}/{config.seed}/{i}".encode()).digest() for i in count())
@@ -82,7 +82,7 @@ def _generated(pool: WorkerPool, config: TextWorldGames, part: str, wanted: int,
 
 
 def _split(pool: WorkerPool, config: TextWorldGames, root: Path) -> tuple[list[Card], list[Card]]:
-    """A user's games, by their folders `train` and `test`, or at random."""
+    """Split a user's games by their folders `train` and `test`, or at random."""
     if (root / "train").is_dir():
         train, test = (_cards(pool, _files(root / part), "textworld") for part in ("train", "test"))
         if both := {card["id"] for card in train} & {card["id"] for card in test}:
@@ -108,7 +108,7 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _cards(pool: WorkerPool, games: Sequence[Path], kind: str) -> list[Card]:
-    """Cards of games, equal ones once."""
+    """Return cards of games, equal ones once."""
     files = [kept("textworld", "cards", [FORMAT, str(game), digest_of(game)]) for game in games]
     values = kept_values(pool, "textworld.games:describe", [{"path": str(game)} for game in games], files)
     cards = [card | {"file": str(file), "kind": kind} for card, file in zip(values, files, strict=True)]

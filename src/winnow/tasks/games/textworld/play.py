@@ -1,7 +1,7 @@
 """One TextWorld game, played in a worker process on its bare Z-machine.
 
 The interpreter is Jericho's, as in TextWorld itself, without TextWorld's own bookkeeping. All siblings of a group share
-one loaded game: each holds the state of its machine (40 KB), put in place before a step (10 us; a step takes 0.5 ms).
+one loaded game. Each holds its machine's state (40 KB), restored before a step (10 us; a step takes 0.5 ms).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _SHORTHANDS = frozenset({"x", "l", "i", "n", "e", "s", "w", "north", "east", "so
 
 
 def play(card: str, style: Style, reward: Reward, vocabulary: str | None = None) -> TextWorldEnv:
-    """The game that a card describes; `vocabulary` is a file with a JSON list of words."""
+    """Return the game described by a card; `vocabulary` is a file with a JSON list of words."""
     return TextWorldEnv(load_json(card), style, reward, _words_of(vocabulary) if vocabulary else None)
 
 
@@ -64,7 +64,7 @@ class TextWorldEnv:
         return StepResult(self._shown(readable(raw)), self._earned, won or lost, info, command)
 
     def send(self, command: str) -> tuple[str, int]:
-        """Output of the game for a command, and its score so far."""
+        """Return the game's output for a command, and its score so far."""
         machine, _ = _machine(self._card["path"])
         machine.set_state(self._state)
         raw = str(machine.step(command)[0])
@@ -80,21 +80,21 @@ class TextWorldEnv:
 
 
 def understood(card: Mapping[str, Any], command: str) -> bool:
-    """Whether it is one command with a verb of the game: no talk to the interpreter, no second command behind it."""
+    """Return whether it is one command with a verb of the game: no interpreter commands, no second command after it."""
     verb, *rest = command.split() or [""]
     known = verb in card["verbs"] or verb in _SHORTHANDS
     return known and "then" not in rest and len(command) <= LONGEST_COMMAND and bool(_COMMAND.fullmatch(command))
 
 
 def spelled_as_in(card: Mapping[str, Any], command: str) -> str:
-    """A command in single words with the game's own spelling of its things: `x - box` is `x-box` again."""
+    """Return a command in single words with the game's own spelling of its things: `x - box` is `x-box` again."""
     for name in card["spelled"]:
         command = command.replace(words(name), name)
     return command
 
 
 def readable(raw: str) -> str:
-    """Output of the game without banner, status line, blank lines and the questions after the end."""
+    """Return output of the game without banner, status line, blank lines and the questions after the end."""
     text = raw.rpartition(_BANNER_END)[2].partition("***")[0]
     lines = (line.strip() for line in text.splitlines())
     return "\n".join(line for line in lines if line and not line.startswith(">"))
@@ -107,11 +107,11 @@ def _words_of(path: str) -> frozenset[str]:
 
 @lru_cache(maxsize=LOADED)
 def _machine(path: str) -> tuple[Any, Any]:
-    """A loaded game and its state at the start."""
+    """Return a loaded game and its state at the start."""
     import jericho
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", jericho.UnsupportedGameWarning)  # Jericho knows no rewards of its own for it
+        warnings.simplefilter("ignore", jericho.UnsupportedGameWarning)  # Jericho has no rewards for it
         machine = jericho.FrotzEnv(path, 1)
     machine.reset()
     machine.step("tw-extra-infos score")  # prints the score after every command

@@ -1,6 +1,6 @@
-"""TextWorld: text games that are made to order, or those of a directory, played in worker processes.
+"""TextWorld: generated text games, or those of a directory, played in worker processes.
 
-Games are made once and kept under $WINNOW_CACHE (or ~/.cache/winnow). Train and test games never show the same first
+Games are made once and stored under $WINNOW_CACHE (or ~/.cache/winnow). Train and test games never show the same first
 observation. Côté et al., "TextWorld: A Learning Environment for Text-based Games", 2018.
 """
 
@@ -39,16 +39,16 @@ class TextWorldConfig(TextWorldGames):
     """TextWorld games, generated as by tw-make or read from a directory."""
 
     reward: Reward = "won"
-    """`won`: 1 for a game that is won, else 0. `score`: the share of the game's points."""
+    """`won`: 1 for a won game, else 0. `score`: the share of the game's points."""
 
     def build(self) -> TextWorld:
         return TextWorld(self)
 
 
 class TextWorld(GameTask):
-    """The task. Raises ValueError on options that TextWorld does not know, and when there are too few games.
+    """Task of TextWorld games. Raises ValueError on options unknown to TextWorld, and for too few games.
 
-    Its vocabulary is what a stroll through every game has come upon; any other word of a game is shown as `<unk>`.
+    Its vocabulary is the words met on a stroll through every game; any other word of a game is shown as `<unk>`.
     """
 
     name = "textworld"
