@@ -15,7 +15,8 @@ def grpo(rewards_G: Array, eps: float = 1e-6, ddof: int = 0) -> Array:
     """Return (r - mean) / (std + eps) over the n members that have a reward; the variance divides by n - `ddof`.
 
     [G] -> [G], numpy or torch, same kind out; NaN members stay NaN. All equal, or fewer than two present: zeros. Raises
-    ValueError on a shape other than [G] or an infinite reward. Source: Shao et al. 2024 (DeepSeekMath), outcome supervision.
+    ValueError on a shape other than [G] or an infinite reward.
+    Source: Shao et al. 2024 (DeepSeekMath), outcome supervision.
     """
     rewards_G = checked(rewards_G)
     there = present(rewards_G)
