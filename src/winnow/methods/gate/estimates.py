@@ -41,7 +41,7 @@ from pydantic import Field
 from ...base.state import State
 
 FADED = 1e-60
-"""Sum of weights of audits that are forgotten: their squares are close to 0, and later removals have no estimate."""
+"""Sum of weights below which audits are forgotten: their squares are close to 0, no basis for later removals."""
 Z = 1.959963984540054
 """Normal quantile of a two-sided 95% interval."""
 Sum = Annotated[float, Field(ge=0)]
