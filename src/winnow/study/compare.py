@@ -54,7 +54,7 @@ class RunResult:
 
 @dataclass(frozen=True)
 class MethodResult:
-    """`means` over seeds, and `against` the baseline: paired differences, or ratios if the measure says so.
+    """`means` over seeds, and `against` the baseline: paired differences, or ratios where the measure asks for them.
 
     An estimate's `n` is the number of seeds (pairs) behind it; None means no seeds.
     """

@@ -21,7 +21,7 @@ from .gate_tables import Groups, ReplayError, rows_by_type, some
 ROUNDS = 4
 """Passes over all pairs of steps; more have never helped."""
 SMALL = 20
-"""A task type with fewer groups has no gate of its own."""
+"""A task type with fewer groups has no separate gate."""
 NOBODY, FORCED = 2.0, 1.5
 """A value above every threshold, for groups that no longer run, and a threshold above all other values."""
 

@@ -137,7 +137,7 @@ class Sums(State, frozen=False):
     audited_signal: Sum = 0.0
     kept_signal: Sum = 0.0
     valuable: WeightedMean = Field(default_factory=WeightedMean)
-    """Share of all removals that held a signal (1 if there was one, else 0)."""
+    """Share of all removals that held a signal (1 with a signal, else 0)."""
     signal: WeightedMean = Field(default_factory=WeightedMean)
     """Mean signal of all removals."""
     lost: WeightedMean = Field(default_factory=WeightedMean)
