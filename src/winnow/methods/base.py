@@ -22,7 +22,6 @@ class RunFacts:
 
     config: RunConfig
     prompts: Sequence[Prompt]
-    """Training prompts."""
     options: Mapping[str, Sequence[Any]]
     """Config key -> options of the methods named under it."""
     group_relative: bool

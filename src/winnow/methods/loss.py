@@ -73,7 +73,7 @@ def kl_divergence(logp: torch.Tensor, ref_logp: torch.Tensor, estimator: str) ->
 
     k1: log ratio, unbiased. k2: half its square, low variance. k3: exp(-d) - 1 + d, unbiased and never negative. As a
     loss on the policy's own samples, k2 has the gradient of the true KL, k3 that of the reverse KL(reference ||
-    policy), and the gradient of k1 is zero on average.
+    policy). The gradient of k1 is zero on average.
     """
     d = logp - ref_logp
     if estimator == "k1":

@@ -51,7 +51,7 @@ class Success:
 
 
 def require_decided(success: Success, rollouts: Iterable[Rollout] = ()) -> None:
-    """Raises ConfigError when right answers are unknown, also after a look at `rollouts`."""
+    """Check that right answers are known, maybe after a look at `rollouts`; else raise ConfigError."""
     success.observe(rollouts)
     if success.undecided:
         raise ConfigError(f"success: nothing tells right answers from others: {success}")

@@ -162,7 +162,7 @@ def _check_size(head: HeadWeights, config: Any, model: str) -> None:
 
 
 def _right(candidates: Sequence[Rollout], answers: list[str | None], weights: np.ndarray, success: Success) -> float:
-    """Return whether the winner is right; the earliest answer wins ties and lost votes."""
+    """Return 1 if the winner is right, else 0; the first answer wins ties, the first with that answer is judged."""
     winner = weighted_vote(answers, weights)
     if winner is None:
         return 0.0

@@ -243,7 +243,7 @@ def _threads(model: torch.nn.Module, config: WarmStartConfig) -> int | None:
 
 
 def _lr_share(step: int, config: WarmStartConfig) -> float:
-    """Linear rise over `warmup_steps`, then linear decay to `final_lr_share` at the last step."""
+    """Return a linear rise over `warmup_steps`, then a linear decay to `final_lr_share` at the last step."""
     if step < config.warmup_steps:
         return (step + 1) / config.warmup_steps
     progress = (step - config.warmup_steps) / max(1, config.max_steps - config.warmup_steps)
@@ -251,11 +251,11 @@ def _lr_share(step: int, config: WarmStartConfig) -> float:
 
 
 Rows = tuple[torch.Tensor, torch.Tensor]
-"""int64 ids [B,T] and labels [B,T], padded on the right; labels are `IGNORED` off what is taught."""
+"""int64 ids [B,T] and labels [B,T], padded on the right; labels outside the taught tokens are `IGNORED`."""
 
 
 def _batches(shown: Shown, tokenizer: Any, config: WarmStartConfig, longest: int | None = None) -> Iterator[list[Rows]]:
-    """Endless batches, each cut into parts: of similar lengths where lengths differ much, small for a large model."""
+    """Yield endless batches in parts: of similar lengths where lengths differ much, small for a large model."""
     demonstrations: Iterator[tuple[Any, Any]] = iter(shown.demonstrations(config.seed))
     limit = longest or config.max_positions
     while True:
@@ -276,7 +276,7 @@ def _batches(shown: Shown, tokenizer: Any, config: WarmStartConfig, longest: int
 
 
 def _prompt_ids(tokenizer: Any, prompts: Sequence[str | Prompt]) -> list[list[int]]:
-    """As a rollout encodes them."""
+    """Return prompt ids, encoded as in a rollout."""
     if all(isinstance(prompt, str) for prompt in prompts):
         full = tokenizer(list(prompts))["input_ids"]
         bare = tokenizer(list(prompts), add_special_tokens=False)["input_ids"]
@@ -287,7 +287,7 @@ def _prompt_ids(tokenizer: Any, prompts: Sequence[str | Prompt]) -> list[list[in
 def _parts(
     rows: list[tuple[list[int], list[int]]], tokens: int | None = None
 ) -> list[list[tuple[list[int], list[int]]]]:
-    """The rows themselves, or parts in which no row is much longer than another, of at most so many tokens."""
+    """Return the rows, or parts of rows with similar lengths, each of at most `tokens` tokens."""
     parts: list[list[tuple[list[int], list[int]]]] = []
     for row in sorted(rows, key=lambda r: len(r[0])):
         fits = tokens is None or not parts or (len(parts[-1]) + 1) * len(row[0]) <= tokens
@@ -305,7 +305,7 @@ def _padded(rows: list[tuple[list[int], list[int]]], pad: int) -> Rows:
 
 
 def _backward(model: Any, batch: list[Rows], *, linear: bool = True) -> float:
-    """Gradient of the mean over all labels of the batch; returns that mean."""
+    """Add the gradient of the mean over all labels of the batch; return that mean."""
     labels = [int((labels_BT[:, 1:] != IGNORED).sum()) for _, labels_BT in batch]
     mean = 0.0
     for (ids_BT, labels_BT), n in zip(batch, labels, strict=True):
@@ -316,7 +316,7 @@ def _backward(model: Any, batch: list[Rows], *, linear: bool = True) -> float:
 
 
 def _row(encoded: list[list[int]], eos: int) -> tuple[list[int], list[int]]:
-    """Ids and labels of one demonstration: prompt, action, observation, action, ..., action.
+    """Return ids and labels of one demonstration: prompt, action, observation, action, ..., action.
 
     As in a rollout, an end of sequence or of the template's turn follows every action. Raises ValueError if it does not
     end with an action.
@@ -335,7 +335,7 @@ def _row(encoded: list[list[int]], eos: int) -> tuple[list[int], list[int]]:
 
 
 def _loss(model: Any, ids_BT: torch.Tensor, labels_BT: torch.Tensor, *, linear: bool = True) -> torch.Tensor:
-    """Mean cross-entropy over labelled tokens; right padding needs no mask.
+    """Return the mean cross-entropy over labelled tokens; right padding needs no mask.
 
     Only their logits are computed, where these are `linear` in the hidden states.
     """

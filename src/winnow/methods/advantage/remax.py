@@ -34,7 +34,7 @@ class ReMax:
         return 2
 
     def of_batch(self, groups: Sequence[Group]) -> list[np.ndarray]:
-        """Raises ValueError for a group whose greedy rollout has no reward."""
+        """Return `remax` of each group. Raises ValueError when its greedy rollout has no reward."""
         advantages = []
         for group in groups:
             greedy_reward = group.greedy_reward()

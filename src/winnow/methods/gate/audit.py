@@ -35,15 +35,15 @@ class AuditState(State):
 class RuleAudit(Stateful):
     """Draws the overrides of one rule, keeps its account, and estimates its mistakes. Pure bookkeeping.
 
-    `epsilon`: probability of an override. With `max_signal_loss` it is the lowest probability. A controller then keeps
-    the share of all signal that carried-out removals hold at or below that bound. It starts at 1: nothing is removed
-    without evidence. After each step
+    `epsilon`: probability of an override. With `max_signal_loss` it is the lowest probability. A controller then
+    steers the actual one, so that carried-out removals hold at most that share of all signal. The probability starts at
+    1: nothing is removed without evidence. After each step
 
         probability = clip(1 - max_signal_loss / U, epsilon, 1),
 
     with U the upper bound of the share of the signal held by all removals of about the last `WINDOW` steps, carried out
     or not. So (1 - probability) U, a bound of the share lost, never exceeds `max_signal_loss`. This holds for any rule,
-    random or not, that changes slowly compared with `WINDOW`. It notices an abrupt change within a fraction of it. The
+    random or not, that changes slowly compared with `WINDOW`. An abrupt change is noticed within a fraction of it. The
     bound is on the expected loss; the luck of the draws evens out. Raises ValueError unless 0 < epsilon <= 1 and 0 <
     max_signal_loss < 1.
     """

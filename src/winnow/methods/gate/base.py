@@ -138,7 +138,7 @@ EVIDENCE = (float, int, str, type(None), np.ndarray, np.generic)
 
 
 def check_rule(named: NamedRule) -> None:
-    """Raises RuleError when a rule cannot be called, or cannot travel to its sampler."""
+    """Try a rule. Raises RuleError when it cannot be called, or cannot travel to its sampler."""
     at = named.rule.at
     points = at if isinstance(at, tuple) else (at,)
     tokens = [p.n for p in points if isinstance(p, Token)]

@@ -85,7 +85,7 @@ class PassRateSelector(StreamSelector):
         """NaN: not profiled."""
 
     def in_band(self) -> np.ndarray:
-        """bool [N]"""
+        """bool [N]: prompts to roll out."""
         return self._in_band(self.rate_N)
 
     def _in_band(self, rate_N: np.ndarray) -> np.ndarray:

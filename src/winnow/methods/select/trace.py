@@ -61,4 +61,4 @@ class TraceSelector(StreamSelector):
         self.kind_N[ordinal] = kind
 
     def _judged(self, group: Group, kind: GroupKind) -> None:
-        """Hook for a judged group, also one that was cut on evidence."""
+        """Handle a judged group, also one that was cut on evidence; a hook for subclasses."""

@@ -308,7 +308,6 @@ class ArrolGate(Gate):
             self._scale_M = np.sort(self._raw.columns()[0])
 
     def metrics(self) -> dict[str, float]:
-        """Return the figures of this step."""
         found = self._realised.metrics() | {
             "detection_length": float(self._at),
             "cold": float(self.cold),
