@@ -1,1 +1,1 @@
-"""What Winnow exists for: selection, group sizes, gates, filters, advantages, corrections. One method, one file."""
+"""Methods: selection, group sizes, gates, filters, advantages, corrections. One method, one file."""

@@ -1,7 +1,7 @@
-"""What the options of any method may define about themselves; every hook is optional.
+"""Optional hooks that the options of any method may define:
 
-problems(run)   what does not fit the rest of the configuration; asked once, before anything is built
-charts(name)    what the page draws of its metrics, under its name in the run
+problems(run)   conflicts with the rest of the configuration; called once, before anything is built
+charts(name)    charts of its metrics on the report page, under its name in the run
 wants_signal    it skips or drops groups with equal rewards, so the advantage must learn nothing from them
 """
 
@@ -22,18 +22,17 @@ class RunFacts:
 
     config: RunConfig
     prompts: Sequence[Prompt]
-    """Training prompts."""
     options: Mapping[str, Sequence[Any]]
-    """Key of the configuration -> options of the methods named there."""
+    """Config key -> options of the methods named under it."""
     group_relative: bool
     """Whether the advantage learns nothing from groups with equal rewards."""
     smallest_group: int
-    """Rollouts in the smallest group that can be launched."""
+    """Rollouts in the smallest group that can start."""
     least_rewards: int
-    """Rewards that a group needs to be judged."""
+    """Rewards needed to judge a group."""
 
     def problems(self) -> Iterator[str]:
-        """Yield what does not fit together, as `key: what is wrong; what to do`."""
+        """Yield conflicts, as `key: what is wrong; what to do`."""
         for key, options in self.options.items():
             for each in options:
                 if getattr(each, "wants_signal", False) and not self.group_relative:
@@ -54,19 +53,19 @@ def _name(c: RunConfig, key: str, place: int) -> str:
 
 
 class Learns(Stateful):
-    """Defaults of gates and filters for what only those that learn define."""
+    """Default hooks of gates and filters; those that learn override them."""
 
     def end_step(self) -> None:
-        """An optimizer step is over; called after `metrics`."""
+        """End an optimizer step; called after `metrics`."""
 
     def metrics(self) -> dict[str, float]:
-        """Return metrics of the step."""
+        """Return the metrics of the step."""
         return {}
 
 
 @dataclass(frozen=True)
 class Chart:
-    """One chart of the page."""
+    """One chart of the report page."""
 
     title: str
     lines: Mapping[str, str]
@@ -77,4 +76,4 @@ class Chart:
     zero: bool = True
     """The axis starts at 0."""
     section: str = ""
-    """Title of a section for it; empty: it is shown with the groups."""
+    """Title of its own section; empty: the chart is shown with the groups."""

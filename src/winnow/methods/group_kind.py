@@ -1,8 +1,8 @@
 """Which groups have a signal: one judge for selectors, filters, stop conditions, metrics and the ledger.
 
 A group is judged once, by the rewards that its advantage uses, with a tolerance. A group that a gate cut has no
-rewards; it counts as what the gate's verdict says (`Verdict.counts_as`). Groups with too few rewards, and groups cut
-at random, are not judged and are in no share.
+rewards; it counts as the gate's verdict says (`Verdict.counts_as`). Groups with too few rewards and groups cut at
+random are not judged and enter no share.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from .success import Success
 
 
 def forced(visit: Visit) -> bool:
-    """Whether an audit rolled this visit out against its selector's will."""
+    """Whether an audit rolled out this visit although its selector skips it."""
     return visit.verdict.overridden is not None
 
 
 def share_seen(group: Group) -> float:
-    """Share of the siblings whose rewards are known, 0 to 1; pruned and failed ones are not."""
+    """Return the share of the siblings whose rewards are known, 0 to 1; pruned and failed ones are not."""
     siblings = group.siblings
     return sum(r.reward is not None for r in siblings) / len(siblings)
 
@@ -42,9 +42,9 @@ def is_zero_variance(rewards_G: np.ndarray, atol: float = 1e-8) -> bool:
 class GroupJudge:
     """Judges finished groups, for all parts of a run.
 
-    With a group-relative `advantage` there is no signal when every advantage is 0: all rewards equal within `atol`, or,
-    under max@k, too few failures to matter. For other advantages (REINFORCE++, ReMax) equal rewards give the kind, but
-    the group teaches all the same (`teaches`).
+    With a group-relative `advantage` a group has no signal when every advantage is 0: all rewards equal within `atol`,
+    or, under max@k, too few failures to matter. For other advantages (REINFORCE++, ReMax) equal rewards give the kind,
+    but the group still teaches (`teaches`).
     """
 
     success: Success = field(default_factory=Success)
@@ -90,7 +90,7 @@ class GroupJudge:
         return self.kind(group) is GroupKind.SIGNAL
 
     def refusal(self, group: Group) -> str | None:
-        """Why no filter is asked about this group: it was cut, or an advantage lacks members. None: it is complete."""
+        """Return why no filter sees this group: it was cut, or has too few rewards. None: it is complete."""
         if not group.verdict.keep:
             return group.verdict.reason
         for rollout in group.rollouts:

@@ -1,7 +1,7 @@
 """Policy-gradient losses over one micro-batch: clipped or plain, with KL to a reference and an entropy bonus.
 
-Every term is a weighted sum over action tokens. The weight of a row (`MicroBatch.row_weight_B`) already holds the
-token reduction over the WHOLE optimizer batch, so micro-batches just add up and all terms share one denominator.
+Every term is a weighted sum over action tokens. The row weight (`MicroBatch.row_weight_B`) already holds the token
+reduction over the WHOLE optimizer batch, so micro-batches add up and all terms share one denominator.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ class LossConfig:
     epsilon_high: float | None = None
     """Upper clip range; None takes `epsilon` (DAPO's clip-higher: 0.28)."""
     importance_sampling_level: Literal["token", "sequence"] = "token"
-    """Level of the clipped ratio. `sequence`: one for all tokens of a rollout, the geometric mean of theirs (GSPO)."""
+    """Level of the clipped ratio. `sequence`: one per rollout, the geometric mean of its token ratios (GSPO)."""
     loss_type: LossType = "dapo"
     """`dapo`: mean over all tokens of the batch. `grpo`: mean over a rollout's tokens, then over rollouts. `dr_grpo`:
     sum over tokens divided by `max_completion_length`, mean over rollouts. `sequence_sum`: sum over tokens, mean over
     rollouts (RLOO)."""
     group_weighting: GroupWeighting | None = None
-    """Weight of a group in the mean. `equal`: each the same, whatever of it was pruned, failed or masked, and however
-    many siblings it has. `size`: as many rollouts as it has in the loss, or, `dapo`, as many tokens. They differ only
-    where groups do. None: `size` for `dapo`, whose mean is over all tokens; else `equal`, as in the formulas of GRPO,
-    Dr. GRPO and Active-RLOO (eq. 3), whose mean over a prompt's rollouts comes first."""
+    """Weight of a group in the mean. `equal`: the same for each, whatever was pruned, failed or masked, and at any
+    group size. `size`: its number of rollouts in the loss, or, for `dapo`, of tokens. They differ only where groups do.
+    None: `size` for `dapo`, whose mean is over all tokens; else `equal`, as in the formulas of GRPO, Dr. GRPO and
+    Active-RLOO (eq. 3), whose mean over a prompt's rollouts comes first."""
     beta: float = 0.0
     """Weight of the KL to the reference, in the loss."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
@@ -58,22 +58,22 @@ class LossConfig:
     def ratio_to_learner(self) -> bool:
         """Whether the clipped ratio is to the policy before the batch's first update, and not to the sampler.
 
-        So it is where a correction accounts for what lies between the two.
+        True where a correction accounts for the difference between the two.
         """
         return self.policy_loss == "clip" and self.correction.active and self.correction.weigh
 
     @property
     def only_advantages(self) -> bool:
-        """Whether a row with advantage 0 has no gradient at all and may be left out of the forward pass."""
+        """Whether a row with advantage 0 has no gradient at all, so the forward pass can skip it."""
         return self.beta == 0 and self.entropy_coef == 0
 
 
 def kl_divergence(logp: torch.Tensor, ref_logp: torch.Tensor, estimator: str) -> torch.Tensor:
-    """Per-token estimate of KL(policy || reference) from tokens of the policy (Schulman 2020), same shape as `logp`.
+    """Return a per-token estimate of KL(policy || reference) from policy tokens (Schulman 2020), same shape as `logp`.
 
-    k1: log ratio, unbiased. k2: half its square, low variance. k3: exp(-d) - 1 + d, unbiased and never negative.
-    As a loss on the policy's own samples, k2 has the gradient of the true KL, k3 that of the reverse KL(reference ||
-    policy), and that of k1 is zero on average.
+    k1: log ratio, unbiased. k2: half its square, low variance. k3: exp(-d) - 1 + d, unbiased and never negative. As a
+    loss on the policy's own samples, k2 has the gradient of the true KL, k3 that of the reverse KL(reference ||
+    policy). The gradient of k1 is zero on average.
     """
     d = logp - ref_logp
     if estimator == "k1":
@@ -93,14 +93,15 @@ def kl_loss(
     mask_BT: torch.Tensor,
     config: LossConfig,
 ) -> torch.Tensor:
-    """Per-token KL term without its coefficient, [B, T]: the estimate, times the importance weight of the policy term.
+    """Return the per-token KL term, [B, T]: the estimate times the policy term's weight, without `beta`.
 
-    The tokens come from the sampler, and `kl_divergence` wants tokens of the policy. Without the weight w, k3 would
-    have the gradient E_sampler[(1 - ref / policy) grad logp], of no divergence at all. With it, off policy as on:
-    k1 has none on average; k2 that of KL(policy || reference), k3 that of KL(reference || policy), both token by token
-    at the states that the policy visits. With w of single tokens the states are the sampler's, as in the policy term.
-    `plain`: w = `weights_BT`. `clip`: that times the ratio to `old_logp_BT`, never clipped, since a clip stops rewards
-    from moving the policy and must not stop what holds it back. w is detached: on policy it is 1, and changes nothing.
+    The tokens come from the sampler, but `kl_divergence` needs tokens of the policy. Without the importance weight w,
+    k3 would have the gradient E_sampler[(1 - ref / policy) grad logp], which belongs to no divergence. With it, off
+    policy as on: k1 has no gradient on average; k2 that of KL(policy || reference), k3 that of KL(reference || policy),
+    both token by token at the states that the policy visits. With w of single tokens the states are the sampler's, as
+    in the policy term. `plain`: w = `weights_BT`. `clip`: that times the ratio to `old_logp_BT`, never clipped: a clip
+    stops rewards from moving the policy, but must not stop the KL from holding it back. w is detached: on policy it is
+    1 and changes nothing.
     """
     weights = weights_BT
     if config.policy_loss == "clip":
@@ -109,7 +110,7 @@ def kl_loss(
 
 
 def _ratio(logp_BT: torch.Tensor, old_logp_BT: torch.Tensor, mask_BT: torch.Tensor, config: LossConfig) -> torch.Tensor:
-    """policy / old policy of every token, or the geometric mean over its rollout, [B, T]."""
+    """Return policy / old policy of every token, or the geometric mean over its rollout, [B, T]."""
     log_ratio = logp_BT - old_logp_BT
     if config.importance_sampling_level == "sequence":
         total_B1 = (log_ratio * mask_BT).sum(1, keepdim=True)
@@ -125,12 +126,12 @@ def policy_loss(
     mask_BT: torch.Tensor,
     config: LossConfig,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Per-token policy loss [B, T] and which tokens were clipped (bool [B, T]); advantages of rows or of tokens.
+    """Return per-token policy loss [B, T] and the clipped tokens (bool [B, T]); advantages of rows or of tokens.
 
     clip: -w * min(ratio * A, clip(ratio, 1 - epsilon, 1 + epsilon_high) * A) with ratio = exp(logp - old_logp)
     (Schulman et al. 2017, eq. 7; clip-higher: Yu et al. 2025). With `importance_sampling_level: sequence` the log ratio
-    is the mean over the action tokens in `mask_BT` (Zheng et al. 2025, GSPO, eq. 7). plain: -w * A * logp.
-    `weights_BT` is detached. What stands off the mask means nothing.
+    is the mean over the action tokens in `mask_BT` (Zheng et al. 2025, GSPO, eq. 7). plain: -w * A * logp. `weights_BT`
+    is detached. Values outside the mask are undefined.
     """
     A = advantages[:, None] if advantages.ndim == 1 else advantages
     if config.policy_loss == "plain":

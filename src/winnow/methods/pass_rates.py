@@ -1,9 +1,8 @@
-"""Pass rates by prompt, one JSON line each: what `winnow pass-rates` writes and the selector `pass_rate` reads.
+"""Pass rates by prompt, one JSON line each: `winnow pass-rates` writes them, the selector `pass_rate` reads them.
 
     {"id": "countdown-17", "n": 16, "correct": 3, "mean_reward": 0.1875}
 
-`n` counts judged rollouts only: a failed rollout is never a reward of 0, and a prompt of which no rollout could be
-judged has no line.
+`n` counts judged rollouts only: a failed rollout is never a reward of 0. A prompt without a judged rollout has no line.
 """
 
 from __future__ import annotations
@@ -19,22 +18,22 @@ from ..base.files import bytes_of
 from ..env.rewards.scores import MAX_REWARD
 
 BINS = ("0", *(f"({i / 10:g}, {(i + 1) / 10:g}]" for i in range(9)), "(0.9, 1)", "1")
-"""Pass rates that `histogram` counts together. Dead (0) and solved (1) prompts have bins of their own."""
+"""Bins of `histogram`. Dead (0) and solved (1) prompts have their own bins."""
 
 
 class ProfileError(ValueError):
-    """A profile that cannot be used; the message names the file, the line and the key, or what differs."""
+    """An unusable profile; the message names the file, the line and the key, or the difference."""
 
 
 @dataclass(frozen=True, slots=True)
 class PassRate:
-    """Pass rate of a prompt. Raises ValueError, naming the field, on values that no profile can have."""
+    """Pass rate of a prompt. Raises ValueError, naming the field, on impossible values."""
 
     id: str
     n: int
     """Judged rollouts, at least 1."""
     correct: int
-    """Number of them with at least the success reward."""
+    """Judged rollouts with at least the success reward."""
     mean_reward: float
 
     def __post_init__(self) -> None:
@@ -59,7 +58,7 @@ class PassRate:
         return self.correct / self.n
 
     def line(self) -> str:
-        """The JSON line, without its end."""
+        """Return the JSON line, without its end."""
         return json.dumps(asdict(self), ensure_ascii=True, allow_nan=False)
 
 
@@ -67,10 +66,10 @@ _KEYS = tuple(f.name for f in fields(PassRate))
 
 
 def read_profile(path: str | Path) -> dict[str, PassRate]:
-    """Pass rates by prompt id, in file order.
+    """Return pass rates by prompt id, in file order.
 
-    Raises OSError when the file cannot be read, and ProfileError, naming file, line and key, on a line that is not a
-    pass rate, on an id that two lines tell different things about, and on a file without any line.
+    Raises OSError when the file cannot be read. Raises ProfileError, naming file, line and key, on a line that is not a
+    pass rate, an id with two different lines, and a file without any line.
     """
     path = Path(path)
     try:
@@ -84,7 +83,7 @@ def read_profile(path: str | Path) -> dict[str, PassRate]:
 
 
 def parse_profile(content: bytes, path: Path) -> dict[str, PassRate]:
-    """See `read_profile`; an empty file is an empty profile."""
+    """Parse like `read_profile`; an empty file is an empty profile."""
     rates: dict[str, PassRate] = {}
     first: dict[str, int] = {}
     for number, line in enumerate(content.split(b"\n"), 1):
@@ -125,7 +124,7 @@ def _counts(rate: PassRate) -> str:
 
 
 def histogram(rates: Iterable[PassRate]) -> list[int]:
-    """Prompts by pass rate, one count for each of `BINS`. Exact: no rounding moves a prompt over an edge."""
+    """Return the number of prompts in each of `BINS`. Exact: no rounding moves a prompt over an edge."""
     counts = [0] * len(BINS)
     for r in rates:
         counts[-1 if r.correct == r.n else -(-10 * r.correct // r.n)] += 1
@@ -133,7 +132,7 @@ def histogram(rates: Iterable[PassRate]) -> list[int]:
 
 
 def summary(rates: Sequence[PassRate]) -> dict[str, Any]:
-    """`profiled`, of which `dead` (never solved), `solved` (always) and `in_band` (neither); `mean_pass_rate`."""
+    """Return `profiled`, of which `dead` (never solved), `solved` (always), `in_band` (neither); `mean_pass_rate`."""
     counts = histogram(rates)
     return {
         "profiled": len(rates),

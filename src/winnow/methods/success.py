@@ -1,4 +1,4 @@
-"""What counts as a right answer: one answer for evaluations, selectors, gates, statistics and stop conditions."""
+"""Definition of a right answer, shared by evaluations, selectors, gates, statistics and stop conditions."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ REMEDY = "set `success: {function: NAME, at_least: 1}` to the reward function th
 class Success:
     """A rollout is right when its reward, or that of one reward function, is at least `at_least`.
 
-    Without a decision of the user, right means a reward of 1, as long as that can be meant: a single reward function
-    without a weight that never gives more. Otherwise right answers are unknown: no pass@k is reported, equal rewards
-    are neither easy nor hard, and no run ends as solved.
+    By default right means a reward of 1 if that is plausible: a single reward function without a weight that never
+    gives more. Otherwise right answers are unknown: no pass@k is reported, equal rewards are neither easy nor hard, and
+    no run ends as solved.
     """
 
     function: str | None = None
-    """Name of the reward function that decides; None: the weighted sum of all."""
+    """Name of the deciding reward function; None: the weighted sum of all."""
     at_least: float = 1.0
     declared: bool = True
-    """Whether the user decided (`success` in the configuration)."""
+    """Whether the user set `success` in the configuration."""
     undecided: str = ""
     """Why right answers are unknown; empty when they are known."""
 
     def right(self, rollout: Rollout) -> bool | None:
-        """Whether a rollout is right; None when it has no reward, or right answers are unknown."""
+        """Return whether a rollout is right; None when it has no reward, or right answers are unknown."""
         value = rollout.reward if self.function is None else rollout.rewards.get(self.function)
         if rollout.reward is None or value is None or self.undecided:
             return None
         return value >= self.at_least - TOLERANCE
 
     def observe(self, rollouts: Iterable[Rollout]) -> None:
-        """Look for a reward above the default maximum, which shows that the default is not what the user means."""
+        """Look for a reward above the default maximum, which shows that the default is not the user's intent."""
         if self.declared or self.undecided:
             return
         highest = max((r.reward for r in rollouts if r.reward is not None), default=self.at_least)
@@ -51,15 +51,15 @@ class Success:
 
 
 def require_decided(success: Success, rollouts: Iterable[Rollout] = ()) -> None:
-    """Raises ConfigError when right answers are unknown, also after a look at `rollouts`."""
+    """Check that right answers are known, maybe after a look at `rollouts`; else raise ConfigError."""
     success.observe(rollouts)
     if success.undecided:
         raise ConfigError(f"success: nothing tells right answers from others: {success}")
 
 
 def default_success(functions: Sequence[str], weights: Sequence[float] | None) -> Success:
-    """What is right without a decision of the user. `functions`: names of the reward functions; empty: the
-    environment gives the reward."""
+    """Return the default success rule. `functions`: names of the reward functions; empty: the environment gives the
+    reward."""
     undecided = ""
     if len(functions) > 1:
         undecided = f"{len(functions)} reward functions: {', '.join(functions)}"

@@ -1,1 +1,1 @@
-"""Work on runs and models beside training: reports, comparisons, calibration, votes, warm starts."""
+"""Tools for runs and models outside training: reports, comparisons, calibration, votes, warm starts."""

@@ -1,12 +1,12 @@
 """Methods compared over seeds: means with Student intervals, and paired differences to a baseline.
 
-Runs are paired by seed: whatever a seed does to both methods of a pair cancels in their difference. Costs are compared
-as ratios (paired in log space, so that half and double weigh alike), everything else as differences.
+Runs are paired by seed: a seed's effect on both methods of a pair cancels in their difference. Costs are compared as
+ratios (paired in log space, so that half and double weigh alike), everything else as differences.
 
 Tokens to reach the baseline: the level is the final held-out pass@1 of the baseline's run of the same seed. A run
-reaches it at its first evaluation at or over the level, and the cost is interpolated linearly between that evaluation
-and the one before it (on the axis of each cost: tokens, rollouts, steps). A run that stays below has no such cost; it
-is counted as not reached, and its ratio is missing from the mean, which therefore flatters a method that often fails.
+reaches it at its first evaluation at or over the level. The cost is interpolated linearly between that evaluation and
+the one before it (on the axis of each cost: tokens, rollouts, steps). A run that stays below has no such cost: it
+counts as not reached. Its ratio is missing from the mean, which therefore flatters a method that often fails.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SAME_EVALUATION = (
     *("env", "eval_prompts", "eval_generations", "eval_temperature", "eval_top_p", "eval_top_k", "success"),
     "max_completion_length",
 )
-"""Settings that must agree for pass@1 of two runs to mean the same."""
+"""Settings that must agree for a comparable pass@1 of two runs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class Measure:
 
 @dataclass(frozen=True)
 class RunResult:
-    """One run's figures by measure; None where there is none (level not reached, not logged)."""
+    """One run's figures by measure; None if undefined (level not reached, not logged)."""
 
     path: str
     seed: int
@@ -54,9 +54,9 @@ class RunResult:
 
 @dataclass(frozen=True)
 class MethodResult:
-    """`means` over seeds, and `against` the baseline: paired differences, or ratios where the measure says so.
+    """`means` over seeds, and `against` the baseline: paired differences, or ratios where the measure asks for them.
 
-    An estimate's `n` says how many seeds (pairs) it rests on; None stands for none.
+    An estimate's `n` is the number of seeds (pairs) behind it; None means no seeds.
     """
 
     name: str
@@ -64,9 +64,9 @@ class MethodResult:
     means: dict[str, Estimate | None]
     against: dict[str, Estimate | None]
     paired: int
-    """Runs for which the baseline has a run of the same seed."""
+    """Runs with a baseline run of the same seed."""
     reached: int
-    """Number of them that reached its final pass@1."""
+    """Number of them that reached the baseline's final pass@1."""
 
 
 @dataclass(frozen=True)
@@ -81,10 +81,10 @@ class Comparison:
 def compare(runs: Sequence[str | Path], seeds: bool = True, baseline: str | None = None) -> Comparison:
     """Compare run directories; with `seeds`, runs that differ only in their seed are one method.
 
-    `baseline` is a method's name; the first method given unless said otherwise. Without `seeds` every run is a method,
-    compared with the baseline's run whatever its seed. Unfinished runs are refused with `seeds`, since a mean over
-    unlike budgets is no figure of a method; without `seeds` they are taken as far as they got, with a note.
-    Raises CompareError naming the runs, LedgerError, FileNotFoundError.
+    `baseline` names a method; default: the first one given. Without `seeds` every run is a method, compared with the
+    baseline's run whatever its seed. With `seeds`, unfinished runs are refused, since a mean over unequal budgets is no
+    figure of a method. Without `seeds` they count as far as they got, with a note. Raises CompareError naming the runs,
+    LedgerError, FileNotFoundError.
     """
     if len(runs) < 2:
         raise CompareError("a comparison needs at least two run directories")
@@ -146,7 +146,7 @@ def _result(run: RunData, k: int, level: float | None) -> RunResult:
 
 
 def reached_at(curve: Sequence[Point], level: float, axis: Callable[[Point], float]) -> float | None:
-    """Place on `axis` where a curve first is at `level`, linear between evaluations; None when it stays below."""
+    """Return where on `axis` a curve first reaches `level`, linear between evaluations; None if it stays below."""
     for before, point in zip((None, *curve), curve, strict=False):
         if point.passed >= level:
             if before is None:
@@ -175,7 +175,7 @@ def _method(
 
 
 def paired_estimate(pairs: Sequence[tuple[float, float]], ratio: bool) -> Estimate | None:
-    """Mean of a - b over pairs; for a ratio the geometric mean of a / b, over the pairs in which both are over 0."""
+    """Return the mean of a - b over pairs; for a ratio the geometric mean of a / b, over pairs with both over 0."""
     if not ratio:
         return mean_interval([a - b for a, b in pairs]) if pairs else None
     logs = [math.log(a / b) for a, b in pairs if a > 0 and b > 0]
@@ -192,7 +192,7 @@ def _notes(
     baseline: str,
     unfinished: Sequence[RunData],
 ) -> list[str]:
-    """Notes that a reader needs beside the table."""
+    """Return the notes that a reader needs with the table."""
     runs = [run for members in methods.values() for run in members]
     notes = [note for run in runs for note in run.notes]
     notes += [f"{run.path} is not finished; it ends at step {run.curve[-1].step}." for run in unfinished]
@@ -226,14 +226,14 @@ def _start(run: RunData) -> Any:
 
 
 def _profile_costs(name: str, runs: Sequence[RunData]) -> list[str]:
-    """Cost of pass-rate profiles before training (as their `.meta.json` say) and during it."""
+    """Return the cost of pass-rate profiles before training (as their `.meta.json` say) and during it."""
     before, during = [], []
     for run in runs:
         selector = run.config.get("selector")
         if not isinstance(selector, dict):
             continue
         if selector.get("profile"):
-            with suppress(OSError, ValueError, KeyError, TypeError):  # a profile of other origin has no such file
+            with suppress(OSError, ValueError, KeyError, TypeError):  # a profile from elsewhere has no such file
                 meta = from_json(Path(f"{selector['profile']}.meta.json").read_text("utf-8"))
                 before.append(float(meta["cost"]["tokens"]))
         if selector.get("refresh_steps"):

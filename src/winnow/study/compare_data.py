@@ -1,4 +1,4 @@
-"""Data of run directories for a comparison: their curves and figures, and which of them are seeds of one method."""
+"""Data of run directories for a comparison: curves, figures, and which runs are seeds of one method."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from .report_data import Row, merge_steps, read_lines
 
 PASSED = "eval/pass@1"
 _DEFAULTS = {name: f.default for name, f in RunConfig.model_fields.items() if not f.is_required()}
-"""A run of an earlier version lacks the keys that came later."""
+"""Defaults for keys that runs of earlier versions do not have."""
 _OF_A_SEED = {"seed", "output_dir", "model", "threads", "tokens_per_microbatch", "gradient_checkpointing"}
-"""What differs between seeds of one method, or between the machines that they ran on and changes no result."""
+"""Keys that may differ between seeds of one method or between machines, without effect on results."""
 _METHODS = [name for name, f in RunConfig.model_fields.items() if f.annotation == MethodSpec]
 
 
@@ -31,7 +31,7 @@ class CompareError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One held-out evaluation, and what training had cost by then."""
+    """One held-out evaluation, and the cost of training so far."""
 
     step: int
     tokens: float
@@ -41,22 +41,22 @@ class Point:
 
 @dataclass(frozen=True)
 class RunData:
-    """One run directory. `tokens` and `rollouts` are those sampled in training, whatever became of them."""
+    """One run directory. `tokens` and `rollouts` are all those sampled in training, whatever their fate."""
 
     path: Path
     config: dict[str, Any]
     finished: bool
     solved: bool
-    """Ended before `max_steps`, as nothing was left to learn."""
+    """Ended before `max_steps`, with nothing left to learn."""
     curve: tuple[Point, ...]
     pass_at: dict[int, float]
     """The last evaluation's pass@k, by k."""
     tokens: float
     rollouts: float
     zero_variance: float | None
-    """Share of the groups rolled out in the last tenth of the steps."""
+    """Zero-variance share of the groups rolled out in the last tenth of the steps."""
     evaluation_tokens: float
-    """Sampled for evaluations, and for profiles made during training."""
+    """Tokens sampled for evaluations, and for profiles made during training."""
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -65,14 +65,14 @@ class RunData:
 
 
 def read_run_data(path: Path) -> RunData:
-    """Raises CompareError when `path` is no run directory or was never evaluated, LedgerError on a bad ledger."""
+    """Read a run. Raises CompareError if `path` is no run directory or was never evaluated, LedgerError if damaged."""
     notes: list[str] = []
     try:
         config = from_json(bytes_of(path / CONFIG, MOST_CONFIG))
         if not isinstance(config, dict):
             raise ValueError("not a JSON object")
         int(config.get("seed", 0))
-        if "success_reward" in config:  # of version 0.2
+        if "success_reward" in config:  # written by version 0.2
             least = config.pop("success_reward")
             config["success"] = None if least == 1 else {"function": None, "at_least": least}
     except (OSError, ValueError, TypeError, OverflowError) as error:
@@ -129,11 +129,11 @@ def _groups(row: Row) -> float:
 
 
 def methods_of(runs: Sequence[RunData]) -> dict[str, list[RunData]]:
-    """Runs by method, in the order given: those whose configurations differ only in what a seed brings with it.
+    """Return runs by method, in the order given: their configurations differ only in keys that go with a seed.
 
-    That is `seed`, `output_dir`, `model` (the seed's warm start), a selector's `profile` of that model, and `threads`,
-    `tokens_per_microbatch` and `gradient_checkpointing`, which `auto` chooses by the machine. Raises CompareError on a
-    seed twice in a method, and on runs of a method that were evaluated at different steps.
+    Those keys are `seed`, `output_dir`, `model` (the seed's warm start), a selector's `profile` of that model, and
+    `threads`, `tokens_per_microbatch` and `gradient_checkpointing`, which `auto` chooses by the machine. Raises
+    CompareError on a seed twice in a method, and on runs of a method that were evaluated at different steps.
     """
     grouped: dict[str, list[RunData]] = {}
     for run in runs:
@@ -146,7 +146,7 @@ def methods_of(runs: Sequence[RunData]) -> dict[str, list[RunData]]:
 
 
 def single_runs(runs: Sequence[RunData]) -> dict[str, list[RunData]]:
-    """Every run a method of its own, named by its directory."""
+    """Return every run as its own method, named by its directory."""
     named: dict[str, list[RunData]] = {}
     for run in runs:
         named[_unused(run.path.resolve().name, named)] = [run]
@@ -162,7 +162,7 @@ def _identity(config: Mapping[str, Any]) -> str:
 
 
 def _alike(a: RunData, b: RunData) -> bool:
-    """Evaluated at the same steps, as far as both went; only a solved run may have ended earlier, at any step."""
+    """Whether two runs were evaluated at the same steps, as far as both went; only a solved run may end earlier."""
     due = [[p.step for p in (run.curve[:-1] if run.solved else run.curve)] for run in (a, b)]
     n = min(map(len, due)) if a.solved or b.solved else max(map(len, due))
     return due[0][:n] == due[1][:n]
@@ -189,7 +189,7 @@ def _steps(steps: Sequence[int]) -> str:
 
 
 def _common_name(runs: Sequence[RunData]) -> str:
-    """`greso` for greso-s0 and greso-s1, or for greso/s0 and greso/s1."""
+    """Return `greso` for greso-s0 and greso-s1, or for greso/s0 and greso/s1."""
     for parts in ([run.path.resolve().name for run in runs], [run.path.resolve().parent.name for run in runs]):
         bare = {re.sub(rf"[-_.](?:seed|s)?[-_.=]?0*{r.seed}$", "", name) for r, name in zip(runs, parts, strict=True)}
         name = bare.pop() if len(bare) == 1 else _common_start(parts)

@@ -22,13 +22,13 @@ MAX_POINTS = 500
 CAUTION = "Intervals are Student's, 95%, over seeds."
 COUNTS = ("tokens", "rollouts", "steps")
 LABEL_WIDTH, METHOD_WIDTH = 24, 18
-"""Columns of a terminal that a measure's label is broken to, and that a method needs."""
+"""Terminal columns to which a measure's label is wrapped, and columns that a method needs."""
 
 
 def render(found: Comparison) -> RenderableType:
-    """One row a measure, one column a method: the mean, and below it what it is to the baseline.
+    """Return one row per measure, one column per method: the mean, and below it the comparison with the baseline.
 
-    Methods that do not fit beside each other come in tables one below the other.
+    Methods that do not fit side by side go to further tables below.
     """
     explained = (
         f"mean [95% interval]; below it the paired difference (or ratio, ×) to {visible(found.baseline)}. {CAUTION}"
@@ -69,7 +69,7 @@ def _table(found: Comparison, methods: Sequence[MethodResult]) -> Table:
 
 
 def cell(found: Comparison, m: Measure, method: MethodResult) -> tuple[str, str, str]:
-    """The mean, what it is to the baseline, and `good` or `bad` where the interval excludes "no difference"."""
+    """Return the mean, its baseline comparison, and `good` or `bad` if the interval excludes "no difference"."""
     mean, against = method.means[m.key], method.against[m.key]
     text = "–" if mean is None else _text(mean, m)
     if m.key.endswith("_to_baseline") and method.reached < method.paired:
@@ -84,7 +84,7 @@ def cell(found: Comparison, m: Measure, method: MethodResult) -> tuple[str, str,
 
 
 def write_page(found: Comparison, output: Path) -> None:
-    """The table, and held-out pass@1 against tokens with a band from the worst to the best seed, atomically.
+    """Write the table, and held-out pass@1 against tokens with a band from the worst to the best seed, atomically.
 
     Raises FileNotFoundError when the folder of `output` does not exist.
     """
@@ -112,7 +112,7 @@ def write_page(found: Comparison, output: Path) -> None:
 
 
 def _curve(method: MethodResult) -> dict[str, list[float]]:
-    """Mean, lowest and highest pass@1 over seeds at each evaluation, at the mean number of tokens sampled by then."""
+    """Return mean, lowest and highest pass@1 over seeds at each evaluation, and the mean tokens sampled so far."""
     points = list(zip(*(run.curve for run in method.runs), strict=True))
     points = points[:: max(1, -(-len(points) // MAX_POINTS))]
     passed_PS = np.array([[p.passed for p in at] for at in points])

@@ -1,4 +1,4 @@
-"""`winnow demo` and `demo-llm`: a model, training, evaluation, report, and a few lines that say what happened."""
+"""`winnow demo` and `demo-llm`: a model, training, evaluation, report, and a short summary."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ from .report import write_report
 from .warm_start import WarmStartConfig, warm_start
 
 RECIPES = {"countdown": "demo.yaml", "llm": "demo-llm.yaml"}
-"""What `run_demo` can train, and its file in `assets`."""
+"""Recipes of `run_demo`, and their files in `assets`."""
 SHOWN = 6
-"""Held-out questions whose first answers are shown before and after."""
+"""Number of held-out questions whose first answers are shown before and after."""
 
 
 def run_demo(output: Path, overrides: Sequence[str], console: Console, recipe: str = "countdown") -> dict[str, Any]:
-    """Train one of `RECIPES` end to end in `output`; goes on with what an interrupted demo has left.
+    """Train one of `RECIPES` end to end in `output`; an interrupted demo resumes.
 
-    A recipe that has `warm_start` makes its model; another's is fetched. Overrides are `key=value` of the recipe.
-    Returns `summary`.
+    A recipe with `warm_start` makes its model; another's is fetched. Overrides are `key=value` of the recipe. Returns
+    `summary`.
     """
     quiet_transformers()
     model_dir, run_dir = output / "warm-start", output / "run"
@@ -63,7 +63,7 @@ def run_demo(output: Path, overrides: Sequence[str], console: Console, recipe: s
 
 
 def summary(run_dir: Path, page: Path) -> dict[str, Any]:
-    """Summary of the demo: training, held-out figures before and after, tokens by fate, and where the report is."""
+    """Return the demo's summary: training, held-out figures before and after, tokens by fate, and the report's path."""
     lines = read_metrics(run_dir)
     evaluations = [m for m in lines if "eval/avg@n" in m]
     with Ledger.open(run_dir / LEDGER, read_only=True) as ledger:
@@ -81,14 +81,14 @@ def summary(run_dir: Path, page: Path) -> dict[str, Any]:
 
 
 def _first_and_last(evaluations: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:
-    """Held-out figures before and after, by name; without pass@1 where nothing tells right answers from others."""
+    """Return held-out figures before and after, by name; without pass@1 if right answers are unknown."""
     first, last = evaluations[0], evaluations[-1]
     names = [name for name in ("pass@1", "greedy", "avg@n") if f"eval/{name}" in last]
     return {name: [first[f"eval/{name}"], last[f"eval/{name}"]] for name in names}
 
 
 def _answers(run_dir: Path) -> list[dict[str, str]]:
-    """Answers of a chat model: what it said to a few held-out questions in the first evaluation and in the last."""
+    """Return a chat model's answers to a few held-out questions in the first evaluation and in the last."""
     lines = [json.loads(line) for line in (run_dir / SAMPLES).read_text(encoding="utf-8").splitlines()]
     tested = [line for line in lines if line["split"] == "test" and isinstance(line["prompt"], list)]
     by_step: dict[int, dict[int, dict[str, Any]]] = {}
@@ -108,7 +108,7 @@ def _answers(run_dir: Path) -> list[dict[str, str]]:
 
 
 def render(found: Mapping[str, Any]) -> RenderableType:
-    """Lines of a summary and what to try next; before them a chat model's answers before and after."""
+    """Return lines of a summary and next commands; before them a chat model's answers before and after."""
     evaluated = next(name for name in ("pass@1", "avg@n") if name in found)
     before, after = found[evaluated]
     greedy = "  greedy {:.3f} -> {:.3f}".format(*found["greedy"]) if "greedy" in found else ""

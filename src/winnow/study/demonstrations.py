@@ -1,4 +1,4 @@
-"""Demonstrations from rows of data: a column with good completions, and a tokenizer for whatever they say."""
+"""Demonstrations from rows of data: a column with good completions, and a tokenizer for them."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from ..types import Prompt
 PAD, EOS = "<pad>", "<eos>"
 ROLES = ("system", "user", "assistant", "tool")
 COLUMNS = ("completion", "solution", "answer", "ground_truth")
-"""Columns that may hold the completion to be taught; the first that the data have."""
+"""Columns that may hold the completion to teach; the first one present is used."""
 READ = 100_000
-"""Demonstrations that a tokenizer is made from, at most."""
+"""Most demonstrations that a tokenizer is made from."""
 BYTES = 256
 
 TEMPLATE = (
@@ -31,7 +31,7 @@ TEMPLATE = (
 class RowDemonstrations:
     """Demonstrations of a task's training prompts, each the text in a column of its row; rows without one are left out.
 
-    Raises ConfigError when there is no such column, or a value that is no text, number or answer of an assistant.
+    Raises ConfigError when the column is missing, or a value is no text, number or assistant answer.
     """
 
     def __init__(self, name: str, prompts: Sequence[Prompt], column: str | None = None) -> None:
@@ -51,13 +51,13 @@ class RowDemonstrations:
         return len(self._rows_N)
 
     def demonstrations(self, seed: int) -> Iterator[tuple[Prompt, str]]:
-        """Endless (prompt, completion) pairs: all of them in turn, in an order that `seed` and the turn decide."""
+        """Yield endless (prompt, completion) pairs: all in turn, in an order set by `seed` and the turn."""
         for turn in count():
             for row in np.random.default_rng((seed, turn)).permutation(self._rows_N).tolist():
                 yield self._pair(row)
 
     def texts(self) -> Iterator[str]:
-        """What a tokenizer is to know: prompts and completions of the first rows."""
+        """Yield text for a tokenizer: prompts and completions of the first rows."""
         for row in self._rows_N[:READ].tolist():
             prompt, completion = self._pair(row)
             said = [prompt.text or ""] if prompt.messages is None else [str(m.get("content")) for m in prompt.messages]
@@ -72,7 +72,7 @@ class RowDemonstrations:
     def _completion(self, prompt: Prompt) -> str | None:
         value = prompt.columns.get(self._column)
         if isinstance(value, list) and len(value) == 1 and isinstance(value[0], Mapping):
-            value = value[0].get("content")  # a completion as TRL writes it in conversations
+            value = value[0].get("content")  # TRL's conversational completion
         if isinstance(value, bool) or not isinstance(value, str | int | float | None):
             raise ConfigError(
                 f"warm start: prompt '{prompt.id}': '{self._column}' must be text, a number, or one message of the "
@@ -83,7 +83,7 @@ class RowDemonstrations:
 
 
 def _column(name: str, columns: Sequence[str], wanted: str | None) -> str:
-    """The column with completions. Raises ConfigError."""
+    """Return the column with completions. Raises ConfigError."""
     there = ", ".join(sorted(columns)) or "none but the prompt"
     if wanted is None:
         found = next((column for column in COLUMNS if column in columns), None)
@@ -101,10 +101,10 @@ def _column(name: str, columns: Sequence[str], wanted: str | None) -> str:
 
 
 def byte_tokenizer(demonstrations: RowDemonstrations, vocab_size: int, max_positions: int) -> PreTrainedTokenizerFast:
-    """A byte-level BPE made from demonstrations: what it has not seen costs more tokens, and nothing is unknown.
+    """Return a byte-level BPE made from demonstrations: unseen text costs more tokens, but nothing is unknown.
 
-    Digits are tokens of their own. With messages it has a chat template. Raises ValueError when `vocab_size` has no
-    room for the bytes.
+    Digits are separate tokens. With messages it has a chat template. Raises ValueError when `vocab_size` has no room
+    for the bytes.
     """
     special = [PAD, EOS, *(f"<|{role}|>" for role in ROLES if demonstrations.has_messages)]
     if vocab_size < BYTES + len(special):
@@ -130,7 +130,7 @@ def byte_tokenizer(demonstrations: RowDemonstrations, vocab_size: int, max_posit
 
 
 def plain_tokenizer(tokenizer: Tokenizer, max_positions: int, **options: Any) -> PreTrainedTokenizerFast:
-    """For transformers: padded on the left, and decoded as it is."""
+    """Wrap a tokenizer for transformers: left padding, plain decoding."""
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         pad_token=PAD,

@@ -1,4 +1,4 @@
-"""Calibration of a gate on recorded groups, and how far its figures can be believed."""
+"""Calibration of a gate on recorded groups, with held-out figures."""
 
 from __future__ import annotations
 
@@ -29,22 +29,22 @@ class Judged:
 
 @dataclass(frozen=True)
 class Calibration:
-    """The chosen plan, and what such choices did to groups that they were made without."""
+    """The chosen plan, and the effect of such choices on groups they did not see."""
 
     bound: str
     t_max: int
     plan: Plan
     chosen: Effect
-    """Effect of the plan on all groups, among which it was chosen."""
+    """Effect of the plan on all groups, the ones it was chosen on."""
     folds: tuple[Judged, ...]
-    """What was chosen without each fold, and its effect there."""
+    """The choice without each fold, and its effect there."""
     held_out: Effect
-    """Over all folds: every group is judged by what was chosen without it."""
+    """Effect over all folds: every group is judged by the choice made without it."""
 
 
 @dataclass(frozen=True)
 class Joint(Calibration):
-    """Several steps, or gates of task types."""
+    """Calibration for several steps, or gates of task types."""
 
     parts: dict[str, Judged]
     """`together` and `one step`: the choices for all groups; `type ...`: that of a type on its groups."""
@@ -52,9 +52,8 @@ class Joint(Calibration):
 
 @dataclass(frozen=True)
 class OneStep(Calibration):
-    """One step for all groups. The 95% `intervals`, by name as in `Effect`, take the gate as given: they do not know
-    that it was chosen on the same groups.
-    """
+    """Calibration for one step and all groups. The 95% `intervals`, by name as in `Effect`, take the gate as given:
+    they ignore that it was chosen on the same groups."""
 
     chosen: SweepRow
     can_be_cut: str
@@ -62,14 +61,14 @@ class OneStep(Calibration):
     random: Effect
     """Control arm, in expectation: as many cuts at the same step, at random among the groups that can be cut."""
     oracle: Effect
-    """All zero-variance groups that can be cut and no other, at the same step."""
+    """Oracle: cut exactly the zero-variance groups that can be cut, at the same step."""
 
 
 def calibrate(recorded: Groups, search: Search, *, folds: int = 5, seed: int = 0) -> Joint | OneStep:
-    """Choose a plan, and judge every group by what is chosen without its fold.
+    """Choose a plan, and judge every group by the choice made without its fold.
 
-    Raises ReplayError when nothing meets the bound, when there are fewer groups than folds, when the Ks of the table
-    hold different groups, and when it lacks the columns that the search needs.
+    Raises ReplayError when no plan meets the bound, with fewer groups than folds, when the Ks of the table hold
+    different groups, and on missing columns that the search needs.
     """
     groups = aligned(recorded)
     n, t_max = len(next(iter(groups.values())).task_ids), search.t_max
@@ -102,7 +101,7 @@ def calibrate(recorded: Groups, search: Search, *, folds: int = 5, seed: int = 0
 
 
 def aligned(recorded: Groups) -> dict[int, Recorded]:
-    """The same groups in one order at every K. Raises ReplayError when the Ks hold different ones."""
+    """Return the same groups in one order at every K. Raises ReplayError when the Ks hold different ones."""
     ks = sorted(recorded)
     first = recorded[ks[0]]
     place = {task: i for i, task in enumerate(first.task_ids)}
@@ -131,7 +130,7 @@ def _check(groups: Groups, search: Search) -> None:
 
 
 def _parts(groups: Groups, plan: Plan, search: Search) -> dict[str, Judged]:
-    """Each gate of a plan alone, and the best of one step."""
+    """Return each gate of a plan alone, and the best of one step."""
     found = {"together": _judged(plan.rest, groups, search.t_max)}
     rows = rows_by_type(next(iter(groups.values()))) if plan.types else {}
     for kind, own in plan.types.items():
@@ -146,9 +145,8 @@ def _judged(choice: Choice | None, groups: Groups, t_max: int) -> Judged:
 
 
 def _intervals(cut_N: np.ndarray, at: Recorded, t_max: int, seed: int) -> dict[str, tuple[float, float] | None]:
-    """Percentile bootstrap over groups (Efron 1979). Groups that are cut alike, worth alike and of one weight are
-    alike, so only the counts of these kinds are drawn.
-    """
+    """Return a percentile bootstrap over groups (Efron 1979). Groups with the same cut, worth and weight are alike, so
+    only the counts of these kinds are drawn."""
     kinds_C, n_C = np.unique(np.stack([cut_N, at.zero_N, at.weights_N], 1), axis=0, return_counts=True)
     drawn_RC = np.random.default_rng(seed).multinomial(n_C.sum(), n_C / n_C.sum(), size=RESAMPLES) * kinds_C[:, 2]
     cut_C, zero_C = kinds_C[:, 0] == 1, kinds_C[:, 1] == 1
@@ -174,7 +172,7 @@ def _intervals(cut_N: np.ndarray, at: Recorded, t_max: int, seed: int) -> dict[s
 
 
 def _arms(chosen: Effect, at: Recorded, t_max: int) -> tuple[Effect, Effect]:
-    """At random among the groups that can be cut, and the oracle's."""
+    """Return the effects of random cuts among the groups that can be cut, and of the oracle."""
     run_N, zero_N = at.running_N, at.zero_N
     best, everything = (effect({at.k: at}, at.k * cut_N, t_max) for cut_N in (run_N & zero_N, run_N))
     hit = chosen.cut / everything.cut
@@ -193,7 +191,7 @@ def _arms(chosen: Effect, at: Recorded, t_max: int) -> tuple[Effect, Effect]:
 
 
 def config_section(found: Calibration) -> str:
-    """The `gates` section of a run's YAML file."""
+    """Return the `gates` section of a run's YAML file."""
     rest = found.plan.rest
     entry = config_entry(rest, found.plan.types, None if rest is None else rest.termination)
     e, text = found.chosen, yaml.safe_dump({"gates": [entry]}, sort_keys=False)
@@ -201,7 +199,7 @@ def config_section(found: Calibration) -> str:
 
 
 def lines(found: Joint | OneStep) -> list[str]:
-    """Text for the reader: what the choice does, and what such choices do to groups that they do not know."""
+    """Return text for the reader: the effect of the choice, and of such choices on unseen groups."""
     folds, held = f"{len(found.folds)} folds", found.held_out
     said = []
     if isinstance(found, Joint):

@@ -1,4 +1,4 @@
-"""Effect of cuts on recorded groups: how many are right, and what they save."""
+"""Effect of cuts on recorded groups: the share of right cuts, and the saving."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from .gate_tables import Groups, Recorded, ReplayError
 
 @dataclass(frozen=True)
 class Effect:
-    """What a gate would have done to some groups. Percentages are of their environment steps."""
+    """Effect of a gate on some groups. Percentages are of their environment steps."""
 
     groups: float
-    """Groups that the rows of the table stand for; so are the other counts."""
+    """Number of groups that the table's rows represent, as in the other counts."""
     cut: float
     tp: float
     """Cut and zero-variance."""
@@ -26,13 +26,13 @@ class Effect:
     """tp / cut; None without cuts."""
     recall: float | None
     safe_pct: float
-    """tp (t_max - k) / (groups t_max): what is saved at no cost."""
+    """tp (t_max - k) / (groups t_max): the saving at no cost."""
     raw_pct: float
     """cut (t_max - k) / (groups t_max)."""
     measured_pct: float | None
-    """Saving by the steps that the trajectories really took, when the table has them."""
+    """Saving in actual trajectory steps, if the table has them."""
     kept_norm: float | None
-    """|A kept| / |A| of GRPO's advantages (in groups of one size, all that teach have the same); None without any."""
+    """|A kept| / |A| of GRPO's advantages (all teaching groups of one size have the same); None if no group teaches."""
 
     @property
     def saved_pct(self) -> float:
@@ -72,7 +72,7 @@ def effect(recorded: Groups, cut_at_N: np.ndarray, t_max: int) -> Effect:
 
 
 def savings(at: Recorded, t_max: int) -> np.ndarray:
-    """float [N]: the share of all environment steps that cutting each group saves, if it stands for itself alone.
+    """Return the share of all environment steps that cutting each group saves, unweighted; float [N].
 
     Measured, or as if every trajectory ran to the end.
     """
@@ -92,9 +92,9 @@ def sweep(
     termination: float | None = None,
     rule: Rule = "or",
 ) -> list[SweepRow]:
-    """One row an evaluation step and threshold (the paper's table 1); see `gate.divergence.fires` for the rules.
+    """Return one row per evaluation step and threshold (the paper's table 1); rules: `gate.divergence.fires`.
 
-    As in the paper every group under the threshold counts as cut, also one that has ended by then and cannot be.
+    As in the paper every group under the threshold counts as cut, also one that has ended by then and cannot be cut.
     `t_max`: the most steps an episode may take. Raises ReplayError on an unknown signal or k >= t_max.
     """
     rows = []

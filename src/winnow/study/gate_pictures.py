@@ -1,6 +1,6 @@
-"""Pictures of `winnow gate`: PNG, SVG or PDF, by the name of the file. Colours are Okabe and Ito's, which all can tell.
+"""Figures of `winnow gate`: PNG, SVG or PDF, by the file name. Colours are Okabe and Ito's, safe for colour blindness.
 
-Every function raises ReplayError when matplotlib is not installed, or the file's ending is not one of these.
+Every function raises ReplayError when matplotlib is not installed, or the file has another ending.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MARKS = "os^Dv"
 
 
 def check(path: Path) -> None:
-    """Raises ReplayError, before anything is computed."""
+    """Check the file name before any computation. Raises ReplayError."""
     if path.suffix not in ENDINGS:
         raise ReplayError(f"--picture {path}: a picture's name ends in {', '.join(ENDINGS)}")
     if not path.parent.is_dir():
@@ -37,7 +37,7 @@ def check(path: Path) -> None:
 
 @contextmanager
 def _figure(path: Path, width: float, height: float, **options: Any) -> Iterator[Any]:
-    """The axes of a figure of that size in inches, which is then written. Needs no screen."""
+    """Yield the axes of a figure of that size in inches, then write it. Needs no screen."""
     check(path)
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -52,7 +52,7 @@ def _figure(path: Path, width: float, height: float, **options: Any) -> Iterator
 
 
 def heat_map(rows: Sequence[SweepRow], path: Path) -> None:
-    """Step by threshold: what the right cuts save (colour, upper number) and how many of the cuts are right (lower)."""
+    """Draw step by threshold: the saving of right cuts (colour, upper number) and the share of right cuts (lower)."""
     ks, thresholds = sorted({r.k for r in rows}), sorted({r.threshold for r in rows})
     at = {(r.k, r.threshold): r for r in rows}
     safe = np.array([[at[k, t].safe_pct for t in thresholds] for k in ks])
@@ -73,7 +73,7 @@ def heat_map(rows: Sequence[SweepRow], path: Path) -> None:
 
 
 def separation(recorded: Groups, rows: Sequence[Correlation], path: Path) -> None:
-    """Draw how well signals tell groups apart, and the values of the best one."""
+    """Draw how well signals separate groups, and the values of the best one."""
     known = [r for r in rows if r.auroc is not None]
     if not known:
         raise ReplayError("there is nothing to draw: no step has both groups with variance and groups without")
@@ -110,7 +110,7 @@ def separation(recorded: Groups, rows: Sequence[Correlation], path: Path) -> Non
 
 
 def pareto(found: OneStep, tried: Mapping[int, np.ndarray], path: Path) -> None:
-    """Draw precision against saving of every gate that was tried, the best of them, the chosen one, and its controls.
+    """Draw precision against saving of every gate tried, the best of them, the chosen one, and its controls.
 
     `tried`: K -> weight cut, weight rightly cut and share of all steps saved, [3, M].
     """
@@ -151,7 +151,7 @@ def pareto(found: OneStep, tried: Mapping[int, np.ndarray], path: Path) -> None:
 
 
 def _front(cut_M: np.ndarray, tp_M: np.ndarray, saved_M: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Saving (%) and precision of those to which no other is superior in both, by ascending saving."""
+    """Return saving (%) and precision of the gates that no other beats in both, by ascending saving."""
     saved, precision = 100 * saved_M, tp_M / cut_M
     order = np.lexsort((-precision, -saved))
     saved, precision = saved[order], precision[order]

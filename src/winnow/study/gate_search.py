@@ -1,8 +1,8 @@
 """Search for the gate that saves most within a bound, on recorded groups.
 
 One search serves one evaluation step or several, for all groups or for each task type. Each group is cut at the first
-step that fires, so several steps spend one tolerance for wrong cuts. A group of which nobody runs at a step cannot be
-cut there: it counts neither as a right cut nor as a wrong one.
+step that fires, so several steps share one tolerance for wrong cuts. A group without running trajectories at a step
+cannot be cut there: it counts neither as a right cut nor as a wrong one.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from .gate_effect import savings
 from .gate_tables import Groups, ReplayError, rows_by_type, some
 
 ROUNDS = 4
-"""Passes over all pairs of steps; more have never been seen to help."""
+"""Passes over all pairs of steps; more have never helped."""
 SMALL = 20
-"""A task type with fewer groups has no gate of its own."""
+"""A task type with fewer groups has no separate gate."""
 NOBODY, FORCED = 2.0, 1.5
-"""A value above every threshold, for groups of which nobody runs, and a threshold that all other values are below."""
+"""A value above every threshold, for groups that no longer run, and a threshold above all other values."""
 
 
 @dataclass(frozen=True)
 class Bound:
-    """Limit of what a gate may get wrong; exactly one of the two."""
+    """Limit on a gate's mistakes; exactly one of the two."""
 
     precision: float | None
     """tp / cut is at least this."""
@@ -36,7 +36,7 @@ class Bound:
     """fp / (groups that teach) is at most this eta, i.e. precision >= 1 - eta N_nonzero / N_cut (appendix C.5)."""
 
     def holds(self, cut: np.ndarray, tp: np.ndarray, teaching: float) -> np.ndarray:
-        """bool, of the shape of the counts."""
+        """Return whether the bound holds, bool of the shape of the counts."""
         if self.precision is not None:
             kept: np.ndarray = tp >= self.precision * cut - 1e-9
             return kept
@@ -52,14 +52,14 @@ class Bound:
 
 @dataclass(frozen=True)
 class Choice(OfType):
-    """A signal and its thresholds, with a termination limit where the OR rule was chosen."""
+    """A signal and its thresholds, with a termination limit if the OR rule was chosen."""
 
     termination: float | None = None
 
     def cut_at(self, recorded: Groups) -> np.ndarray:
-        """int [N]: the step at which each group is cut, 0 for never."""
+        """Return the step at which each group is cut, int [N]; 0 for never."""
         at_N = np.zeros(len(next(iter(recorded.values())).task_ids), int)
-        for k in sorted(self.steps, reverse=True):  # the first that fires is written last
+        for k in sorted(self.steps, reverse=True):  # write the first step that fires last
             at = recorded[k]
             ended_N = None if self.termination is None else at.signal(TERMINATION)
             at_N[fires(at.signal(self.signal), self.steps[k], ended_N, self.termination) & at.running_N] = k
@@ -72,7 +72,7 @@ class Choice(OfType):
 
 @dataclass(frozen=True)
 class Plan:
-    """Gate of all groups, and those of task types with one of their own; None: never cut."""
+    """Gate of all groups, and gates of task types with their own; None: never cut."""
 
     rest: Choice | None
     types: dict[str, Choice | None]
@@ -82,7 +82,7 @@ class Plan:
         return any((self.rest, *self.types.values()))
 
     def cut_at(self, recorded: Groups) -> np.ndarray:
-        """int [N]: the step at which each group is cut, 0 for never."""
+        """Return the step at which each group is cut, int [N]; 0 for never."""
         types = next(iter(recorded.values())).task_types or ()
         at_N = np.zeros(len(next(iter(recorded.values())).task_ids), int)
         if self.rest is not None:
@@ -99,16 +99,16 @@ class Plan:
 
 @dataclass(frozen=True)
 class Search:
-    """What is chosen from, and within which bound."""
+    """Search space and bound of a calibration."""
 
     bound: Bound
     t_max: int
     most: int = 1
-    """Evaluation steps, at most. Two are solved exactly for each signal; with more, pairs are improved in turn."""
+    """Most evaluation steps. Two are solved exactly for each signal; with more, pairs are improved in turn."""
     or_rule: bool = False
     """Also try each threshold with every termination limit; one evaluation step."""
     per_task_type: bool = False
-    """Choose for each type of at least `SMALL` groups alone; the others have the choice of all."""
+    """Choose separately for each type of at least `SMALL` groups; the others use the choice for all."""
 
     def __post_init__(self) -> None:
         if self.or_rule and (self.most > 1 or self.per_task_type):
@@ -123,7 +123,7 @@ class Search:
         return Plan(self.best(recorded), types)
 
     def best(self, recorded: Groups) -> Choice | None:
-        """The choice that saves most within the bound: on ties the more precise, then the first. None: none cuts."""
+        """Return the choice that saves most within the bound; ties: more precise, then first. None: no choice cuts."""
         best, choice = NOTHING, None
         for table in self.tables(recorded):
             score, threshold_S = table.search(self.bound, self.most)
@@ -133,7 +133,7 @@ class Search:
         return choice
 
     def tables(self, recorded: Groups) -> Iterator[Table]:
-        """Yield what is searched at once: a signal, at all steps or at one. Those with a termination limit are last."""
+        """Yield tables to search at once: a signal, at all steps or at one. Those with a termination limit are last."""
         parts = [recorded] if self.most > 1 else [{k: at} for k, at in recorded.items()]
         limited = [(part, limit) for part in parts for limit in _limits(part)] if self.or_rule else []
         for part, limit in [*((part, None) for part in parts), *limited]:
@@ -142,7 +142,7 @@ class Search:
                     yield Table.of(part, signal, self.t_max, limit)
 
     def tried(self, recorded: Groups) -> dict[int, np.ndarray]:
-        """Every gate of one step, by K: weight cut, weight rightly cut and share of all steps saved, [3, M]."""
+        """Return every gate of one step, by K: weight cut, weight rightly cut and share of all steps saved, [3, M]."""
         found: dict[int, list[np.ndarray]] = {k: [] for k in recorded}
         for table in replace(self, most=1).tables(recorded):
             _, _, sums = table.candidates((0, 1), np.zeros(2))
@@ -157,7 +157,7 @@ NOTHING: Score = (0.0, 0.0, 0.0)
 
 @dataclass(frozen=True, eq=False)
 class Table:
-    """One signal at S steps of N groups, closed by a step `never` at which nobody runs."""
+    """One signal at S steps of N groups, closed by a step `never` without running groups."""
 
     signal: str
     limit: float | None
@@ -204,7 +204,7 @@ class Table:
         return best, best_S
 
     def _improved(self, pair: tuple[int, int], others_S: np.ndarray, bound: Bound) -> tuple[Score, np.ndarray]:
-        """The best thresholds of two steps, the others given."""
+        """Return the best thresholds of two steps, given the others."""
         edges_a, edges_b, sums = self.candidates(pair, others_S)
         cut_M, tp_M, saved_M = np.round(sums.reshape(3, -1), 12)
         within_M = bound.holds(cut_M, tp_M, float(self.weight_N[~self.zero_N].sum())) & (cut_M > 0)
@@ -222,10 +222,10 @@ class Table:
         return (float(saved_M[m]), float(tp_M[m]), -float(cut_M[m])), found_S
 
     def candidates(self, pair: tuple[int, int], others_S: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Count what every two thresholds of two steps cut, the others given.
+        """Count the cuts of every two thresholds of two steps, given the others.
 
         Returns the edges of both steps and sums [3, I + 1, J + 1]: weight cut, weight rightly cut, share of all steps
-        saved. Threshold i > 0 lies in (edges[i - 1], edges[i]]; 0 is none.
+        saved. Threshold i > 0 lies in (edges[i - 1], edges[i]]; 0 means no threshold.
         """
         a, b = pair
         none_3N = self._outcome(others_S)
@@ -237,13 +237,13 @@ class Table:
         np.add.at(sums_a, rank_a, gain_a_3N.T)
         np.add.at(sums_b, rank_a * len(edges_b) + rank_b, gain_b_3N.T)
         cells_b = sums_b.T.reshape(3, len(edges_a), len(edges_b))
-        # Threshold i cuts ranks below i; a group that it leaves is cut at b if its rank there is below j.
+        # Threshold i cuts ranks below i; a group that it leaves is cut at b if its rank is below j at b.
         at_a = _below(sums_a.T, 1)
         left_b = cells_b.sum(1, keepdims=True) - _below(cells_b, 1)
         return edges_a, edges_b, none_3N.sum(1)[:, None, None] + at_a[:, :, None] + _below(left_b, 2)
 
     def _outcome(self, threshold_S: np.ndarray) -> np.ndarray:
-        """[3, N]: weight cut, weight rightly cut and share of all steps saved, of each group."""
+        """Return weight cut, weight rightly cut and share of all steps saved, of each group: [3, N]."""
         fires_SN = self.value_SN < threshold_S[:, None]
         cut_N = fires_SN.any(0)
         fires_SN[-1] = True
@@ -251,7 +251,7 @@ class Table:
         return self.weight_N * np.array([cut_N, cut_N & self.zero_N, saved_N])
 
     def _ranks(self, s: int) -> tuple[np.ndarray, np.ndarray]:
-        """Distinct values in [0, 1) closed by 1, and the rank of each group's; other values have the last rank."""
+        """Return distinct values in [0, 1) closed by 1, and each group's rank; other values have the last rank."""
         value_N = self.value_SN[s]
         inside_N = (value_N >= 0) & (value_N < 1)
         edges = np.append(np.unique(value_N[inside_N]), 1.0)
@@ -265,13 +265,13 @@ def _with(threshold_S: np.ndarray, s: int, threshold: float) -> np.ndarray:
 
 
 def _below(cells: np.ndarray, axis: int) -> np.ndarray:
-    """Sums over all lower indices of an axis."""
+    """Return sums over all lower indices of an axis."""
     sums: np.ndarray = np.cumsum(cells, axis) - cells
     return sums
 
 
 def _limits(recorded: Groups) -> list[float]:
-    """A termination limit for each share of ended trajectories that occurs at the only step, but 0."""
+    """Return a termination limit for each nonzero share of ended trajectories at the only step."""
     [at] = recorded.values()
     distinct = np.unique(np.append(at.signals[TERMINATION], 0.0)).tolist()
     return [between(low, high) for low, high in pairwise(distinct)]

@@ -1,11 +1,11 @@
-"""Gates over recorded groups: what would a threshold have cut, and does a signal know which groups are worthless?
+"""Gates over recorded groups: the cuts of a threshold, and how well a signal predicts worthless groups.
 
-The input is a table with one row a group and evaluation step: `K, task_id, reward_var` (population variance of the
-final rewards of the whole group), the signals of `gate/signals.py` at that step, and, where there is one, `task_type`,
-`label` (`all_fail`, `mixed`, `all_succeed`; checked against `reward_var`), and the environment steps that the group's
-trajectories took in all (`steps`) and within their first K (`steps_k`). Of a run whose gate was audited, `weight` is
-the inverse of the chance with which the group came to its end: it stands for so many groups, most of which were cut.
-Every count and average below is of those (Horvitz and Thompson 1952). Other columns are ignored.
+The input is a table with one row per group and evaluation step: `K, task_id, reward_var` (population variance of the
+final rewards of the whole group) and the signals of `gate/signals.py` at that step. Optional are `task_type`, `label`
+(`all_fail`, `mixed`, `all_succeed`; checked against `reward_var`), and the environment steps that the group's
+trajectories took in all (`steps`) and within their first K (`steps_k`). For a run with an audited gate, `weight` is the
+inverse of the group's chance to run to its end: it represents that many groups, most of which were cut. Every count and
+average below is of those (Horvitz and Thompson 1952). Other columns are ignored.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ ZERO = 1e-16
 
 
 class ReplayError(ValueError):
-    """A table that cannot be used, or a question it does not answer; the message names file, column or line."""
+    """An unusable table, or a question it cannot answer; the message names file, column or line."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,14 +56,14 @@ class Recorded:
     steps_k_N: np.ndarray | None = None
     """Environment steps within the first k of each trajectory."""
     weight_N: np.ndarray | None = None
-    """How many groups each stands for; None: itself."""
+    """Number of groups each row represents; None: itself."""
 
     @property
     def weights_N(self) -> np.ndarray:  # noqa: N802
         return np.ones(len(self.task_ids)) if self.weight_N is None else self.weight_N
 
     def count(self, which_N: np.ndarray) -> float:
-        """How many groups those of bool [N] stand for; whole without weights."""
+        """Return the number of groups that those of bool [N] represent; whole without weights."""
         total = self.weights_N[which_N].sum()
         return int(total) if self.weight_N is None else float(total)
 
@@ -75,14 +75,14 @@ class Recorded:
 
     @property
     def measured(self) -> bool:
-        """Whether the table has the steps that the trajectories really took."""
+        """Whether the table has actual trajectory steps."""
         return self.steps_N is not None and self.steps_k_N is not None and bool(self.steps_N.sum() > 0)
 
     @property
     def running_N(self) -> np.ndarray:  # noqa: N802
-        """bool: somebody has steps left after the k-th, so the group can be cut.
+        """bool: some trajectory has steps left after the k-th, so the group can be cut.
 
-        Without `steps` and `steps_k` only those are False of whom everybody is known to have ended before step k.
+        Without `steps` and `steps_k` it is False only if all trajectories are known to have ended before step k.
         """
         if self.steps_N is not None and self.steps_k_N is not None:
             left: np.ndarray = self.steps_N > self.steps_k_N
@@ -90,13 +90,13 @@ class Recorded:
         return self.signals[TERMINATION] < 1 if TERMINATION in self.signals else np.ones(len(self.task_ids), bool)
 
     def signal(self, name: str) -> np.ndarray:
-        """Raises ReplayError when the table has no such column, with the nearest that it has."""
+        """Return a signal's column. Raises ReplayError when it is missing, with the nearest column name."""
         if name not in self.signals:
             raise ReplayError(f"{self.source}: there is no signal '{name}'.{suggestion(name, list(self.signals))}")
         return self.signals[name]
 
     def only(self, rows_M: np.ndarray) -> Recorded:
-        """Some of the groups, by index."""
+        """Return some of the groups, by index."""
 
         def pick(values: np.ndarray | None) -> np.ndarray | None:
             return None if values is None else values[rows_M]
@@ -120,12 +120,12 @@ Groups = Mapping[int, Recorded]
 
 
 def some(recorded: Groups, rows_M: np.ndarray) -> dict[int, Recorded]:
-    """Some of the groups, by index; for tables that hold the same groups in one order at every K."""
+    """Return some of the groups, by index; for tables that hold the same groups in one order at every K."""
     return {k: at.only(rows_M) for k, at in recorded.items()}
 
 
 def rows_by_type(at: Recorded) -> dict[str, np.ndarray]:
-    """The indices of each task type's groups. Raises ReplayError when the table has no types."""
+    """Return the indices of each task type's groups. Raises ReplayError when the table has no types."""
     if at.task_types is None:
         raise ReplayError(f"{at.source}: there is no column 'task_type'; name it with --map task_type=COLUMN")
     types_N = np.array(at.task_types, dtype=object)
@@ -133,11 +133,11 @@ def rows_by_type(at: Recorded) -> dict[str, np.ndarray]:
 
 
 def read_recorded(path: str | Path, mapping: Mapping[str, str] | None = None) -> dict[int, Recorded]:
-    """A CSV, JSONL or Parquet table, or a run directory that holds one, as {K: groups}, ascending.
+    """Return a CSV, JSONL or Parquet table, or that of a run directory, as {K: groups}, ascending.
 
-    `mapping`: our name -> the column's name in the file.
-    A signal may also be called `<name>_mean`. Raises ReplayError (a missing column, a cell that is empty, no number or
-    out of range, a label that contradicts the rewards, a group twice at one K, no rows) and FileNotFoundError.
+    `mapping`: our name -> the column's name in the file. A signal may also be called `<name>_mean`. Raises ReplayError
+    (a missing column, a cell that is empty, no number or out of range, a label that contradicts the rewards, a group
+    twice at one K, no rows) and FileNotFoundError.
     """
     path = Path(path)
     names = _columns(path, table := _read(path, mapping or {}), mapping or {})
@@ -181,7 +181,7 @@ def _read(path: Path, mapping: Mapping[str, str]) -> pa.Table:
 
 
 def _table(path: Path, rows: Sequence[Mapping[str, Any]]) -> pa.Table:
-    """Rows as a table. pyarrow's own reader of JSON ends the process at a line that is `null`."""
+    """Return rows as a table. pyarrow's own JSON reader ends the process at a line that is `null`."""
     names = dict.fromkeys(name for row in rows for name in row)
     try:
         return pa.table({name: [row.get(name) for row in rows] for name in names})
@@ -190,7 +190,7 @@ def _table(path: Path, rows: Sequence[Mapping[str, Any]]) -> pa.Table:
 
 
 def _columns(path: Path, table: pa.Table, mapping: Mapping[str, str]) -> dict[str, str]:
-    """Our name -> the name in the file, for every column that is there."""
+    """Return our name -> the name in the file, for every column present."""
     there = table.column_names
     for name, column in mapping.items():
         if name not in COLUMNS:
@@ -219,7 +219,7 @@ def _columns(path: Path, table: pa.Table, mapping: Mapping[str, str]) -> dict[st
 
 
 def _column(path: Path, name: str, column: str, table: pa.Table) -> np.ndarray:
-    """str or float64 [rows], every cell there and finite."""
+    """Return str or float64 [rows], every cell present and finite."""
     values = table.column(column).to_pylist()
     found: list[Any] = []
     for row, value in enumerate(values):
@@ -267,7 +267,7 @@ def _where(path: Path, row: int) -> str:
 
 
 def can_be_cut(at: Recorded) -> str:
-    """How many groups that is at step k, and how well the table knows it; a sentence."""
+    """Return a sentence: how many groups can be cut at step k, and how well the table knows it."""
     can, n = at.count(at.running_N), at.count(np.ones(len(at.task_ids), bool))
     if at.steps_N is not None and at.steps_k_N is not None:
         return f"at K = {at.k} somebody still runs in {can:g} of {n:g} groups"
@@ -277,7 +277,7 @@ def can_be_cut(at: Recorded) -> str:
 
 @dataclass(frozen=True)
 class Correlation:
-    """How well a signal at step k knows the reward variance. None where a quantity is not defined (no spread)."""
+    """How well a signal at step k predicts the reward variance. None if a quantity is not defined (no spread)."""
 
     k: int
     task_type: str | None
@@ -293,7 +293,7 @@ class Correlation:
 
 
 def correlate(recorded: Groups, *, by_task_type: bool = False) -> list[Correlation]:
-    """One row an evaluation step and signal; with `by_task_type` for each type alone.
+    """Return one row per evaluation step and signal; with `by_task_type` for each type alone.
 
     Raises ReplayError when the table has no types, or scipy is not installed.
     """
@@ -321,14 +321,14 @@ def _correlation(at: Recorded, signal: str, task_type: str | None) -> Correlatio
         covariance = np.cov(rank_N, other_N, aweights=w_N)
         rho = float(covariance[0, 1] / np.sqrt(covariance[0, 0] * covariance[1, 1]))
         p = float(stats.spearmanr(value_N, at.reward_var_N).pvalue) if at.weight_N is None else None
-        p = p if p is not None and math.isfinite(p) else None  # two groups alone
+        p = p if p is not None and math.isfinite(p) else None  # only two groups
     if zero and teaching:
         auroc = float((w_N * rank_N)[~zero_N].sum() - teaching**2 / 2) / (zero * teaching)
     return Correlation(at.k, task_type, signal, at.count(w_N > 0), at.count(zero_N), rho, p, auroc)
 
 
 def midranks(value_N: np.ndarray, weight_N: np.ndarray) -> np.ndarray:
-    """float [N]: the weight of all lower values and half that of equal ones; without weights, ranks from 1/2."""
+    """Return the weight of all lower values and half that of equal ones, float [N]; without weights, ranks from 1/2."""
     _, index_N = np.unique(value_N, return_inverse=True)
     per_M = np.bincount(index_N, weight_N)
     ranks: np.ndarray = (np.cumsum(per_M) - per_M / 2)[index_N]

@@ -1,8 +1,8 @@
-"""`winnow pass-rates`: a pass-rate profile of a model, in a file that an interruption cannot spoil.
+"""`winnow pass-rates`: a pass-rate profile of a model, in a file that survives interruptions.
 
-The file grows by whole chunks of prompts. Beside it, `<file>.meta.json` says what it was made for (`key`), how many of
-the task's first training prompts have been tried, and what that has cost. A file is only ever continued under its own
-key, by one process at a time; its noise is keyed by prompt, so that it ends as if it had never been interrupted.
+The file grows by whole chunks of prompts. `<file>.meta.json` next to it records its inputs (`key`), how many of the
+task's first training prompts have been tried, and the cost. A file only continues under its own key, in one process at
+a time. Its noise is keyed by prompt, so it ends as if never interrupted.
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ def profile_model(
     output: Path | None = None,
     console: Console | None = None,
 ) -> dict[str, Any]:
-    """Roll out `n` samples of every training prompt (of the first `prompts`), or find that this was done before.
+    """Roll out `n` samples of every training prompt (of the first `prompts`), or reuse a finished file.
 
     `model` is a run directory (its configuration is the default for `values`), a Hugging Face directory or a hub name.
-    Returns counts by pass rate, the file, whether it was `cached`, and what the file has cost so far over all calls
-    (`rollouts`, sampled `tokens`, `seconds`). Raises ConfigError on settings that cannot run, ProfileError when
-    `output` was made for something else or is being written by another process, RolloutsFailedError when no rollout
-    of the first prompts can be judged, KeyboardInterrupt, saying how to go on, when it was interrupted.
+    Returns counts by pass rate, the file, whether it was `cached`, and the file's cost over all calls (`rollouts`,
+    sampled `tokens`, `seconds`). Raises ConfigError on settings that cannot run, ProfileError when `output` belongs to
+    another key or another process is writing it, and RolloutsFailedError when no rollout of the first prompts can be
+    judged. On an interrupt it raises KeyboardInterrupt with how to resume.
     """
     with ExitStack() as stack:
         config, name = stack.enter_context(model_config(model, values))
@@ -94,7 +94,7 @@ def profile_model(
 def profile_key(
     config: RunConfig, task: Task, policy: Policy, rewarder: Rewarder, success: Success, n: int
 ) -> dict[str, Any]:
-    """Everything that decides a profile's lines."""
+    """Return everything that decides a profile's lines."""
     sampling = asdict(sampling_params(config))
     sampling["stop"] = list(dict.fromkeys((*sampling["stop"], *task.stop)))
     return {
@@ -112,7 +112,7 @@ def profile_key(
 
 
 def default_path(task: str, key: Mapping[str, Any]) -> Path:
-    """`profiles/<task>-<hash of the key>.jsonl` in the working directory."""
+    """Return `profiles/<task>-<hash of the key>.jsonl` in the working directory."""
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:12]
     return Path("profiles") / f"{re.sub(r'[^A-Za-z0-9_.-]+', '-', task)}-{digest}.jsonl"
 
@@ -120,7 +120,7 @@ def default_path(task: str, key: Mapping[str, Any]) -> Path:
 class ProfileFile:
     """A profile under construction: locked, checked against its key, appended to by chunks. A context manager.
 
-    Raises ProfileError when the file is another's: made for another key, not a profile, or being written right now.
+    Raises ProfileError when the file has another key, is not a profile, or is being written right now.
     """
 
     def __init__(self, path: Path, key: Mapping[str, Any], made_with: Mapping[str, str]) -> None:
@@ -128,7 +128,7 @@ class ProfileFile:
         self.meta_path = path.with_name(path.name + ".meta.json")
         self.rates: dict[str, PassRate] = {}
         self.tried = 0
-        """Number of the task's first prompts that are done; those of them without a line cannot be judged."""
+        """Number of the task's first prompts that are done; those without a line cannot be judged."""
         self.cost: dict[str, float] = dict.fromkeys(COSTS, 0)
         self._fixed = {"key": json.loads(json.dumps(key)), "made_with": dict(made_with)}
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -147,11 +147,11 @@ class ProfileFile:
         self._file.close()
 
     def has(self, prompts: Sequence[Prompt]) -> bool:
-        """Whether nothing is left to do for a task's first `prompts`."""
+        """Return whether a task's first `prompts` are done."""
         return all(p.id in self.rates for p in prompts[self.tried :])
 
     def append(self, rates: Sequence[PassRate], *, tried: int, cost: Mapping[str, float]) -> None:
-        """Add lines, durable on return; then note how far this is and what it has cost."""
+        """Add lines, durable on return; then record progress and cost."""
         self._file.write("".join(rate.line() + "\n" for rate in rates).encode())
         self._file.flush()
         os.fsync(self._file.fileno())
@@ -211,7 +211,7 @@ def _short(value: Any) -> str:
 def _fill(
     file: ProfileFile, profiler: Profiler, prompts: Sequence[Prompt], success: Success, n: int, console: Console
 ) -> None:
-    """Chunks keep their borders whatever is there already, so that a resumed file has the same batches."""
+    """Fill the file by chunks with fixed borders, so that a resumed file has the same batches."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console, transient=True) as progress:
         bar = progress.add_task("profile", total=len(prompts), completed=file.tried)
@@ -242,7 +242,7 @@ def _fill(
 
 
 def render(result: Mapping[str, Any]) -> RenderableType:
-    """A histogram of pass rates and the figures, for a terminal."""
+    """Return a histogram of pass rates and the figures, for a terminal."""
     counts: Mapping[str, int] = result["histogram"]
     most, total = max(*counts.values(), 1), max(sum(counts.values()), 1)
     bars = Table("pass rate", "", "prompts", "", box=None, padding=(0, 1), header_style="dim")

@@ -1,7 +1,7 @@
 """One self-contained HTML page for a run, or for several side by side: no network, no external file, under 2 MB.
 
-Python decides what the page says; the script in `assets/report.js` only draws it, and puts every string of a run into
-the page as text, never as markup.
+Python decides the content; the script in `assets/report.js` only draws it, and puts every string of a run into the page
+as text, never as markup.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ Card = dict[str, str]
 def write_report(runs: Sequence[Path], output: Path) -> None:
     """Write the page for the run directories `runs` to `output`, atomically.
 
-    Long series are averaged and samples thinned until the page is under 2 MB. Raises ValueError when there is no
-    run or one of them is not a run directory, and OSError when `output` cannot be written.
+    Long series are averaged and samples thinned until the page is under 2 MB. Raises ValueError without a run or when
+    one of them is not a run directory, and OSError when `output` cannot be written.
     """
     output = Path(output)
     if runs:
@@ -41,7 +41,7 @@ def write_report(runs: Sequence[Path], output: Path) -> None:
 
 
 def report_data(runs: Sequence[Path]) -> dict[str, Any]:
-    """What the page of these runs says, as JSON: long series averaged and samples thinned until it fits."""
+    """Return the page's content as JSON: long series averaged and samples thinned until it fits."""
     if not runs:
         raise ValueError("a report needs at least one run directory.")
     read = [read_run(Path(run), max_samples=max(8, MAX_SAMPLES // len(runs))) for run in runs]
@@ -56,7 +56,7 @@ def report_data(runs: Sequence[Path]) -> dict[str, Any]:
 
 
 def _less(data: Mapping[str, Any], size: int, points: int, share: float) -> tuple[int, float]:
-    """Points of a chart and share of the samples that should fit. Samples get what charts leave, at least a third."""
+    """Return the chart points and the share of samples that should fit. Samples get the rest, at least a third."""
     texts = sum(len(_embed(run["samples"])) for run in data["runs"])
     curves = sum(len(_embed([run["metrics"], run["evals"]])) for run in data["runs"])
     room = 0.97 * MAX_BYTES - (size - texts - curves)
@@ -65,7 +65,7 @@ def _less(data: Mapping[str, Any], size: int, points: int, share: float) -> tupl
 
 
 def page_of(data: Mapping[str, Any]) -> str:
-    """The page that shows `report_data`."""
+    """Return the page that shows `report_data`."""
     return render_page(data["title"], data, *(f"{name}.js" for name in SCRIPTS))
 
 
@@ -81,7 +81,7 @@ def _said(runs: Sequence[Run], points: int, share: float) -> dict[str, Any]:
 
 
 def render_page(title: str, data: object, *scripts: str) -> str:
-    """A page that carries `data` and, by the names of their files in `assets/`, the scripts that draw it."""
+    """Return a page with `data` and the scripts that draw it, by their file names in `assets/`."""
     parts = {
         "title": html.escape(title),
         "css": _asset("uPlot.min.css") + _asset("report.css"),
@@ -94,7 +94,7 @@ def render_page(title: str, data: object, *scripts: str) -> str:
 
 
 def _embed(data: object) -> str:
-    """JSON that no HTML parser can mistake for markup."""
+    """Return JSON that no HTML parser can mistake for markup."""
     text = json.dumps(data, allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
@@ -127,7 +127,7 @@ def _run_data(run: Run, points: int, share: float) -> dict[str, Any]:
 
 
 def _heading(run: Run) -> dict[str, str]:
-    """`title`: model and task; `note`: the methods that are not the plain ones, the day it began and its folder."""
+    """Return `title`: model and task; `note`: the non-default methods, the start day and the folder."""
     config = run.config or {}
     model = Path(str(config.get("model", ""))).name
     env = config.get("env")
@@ -142,7 +142,7 @@ def _heading(run: Run) -> dict[str, str]:
 
 
 def _names(spec: object) -> str:
-    """Names in one method spec or a list of them."""
+    """Return the names in one method spec or a list of them."""
     specs = spec if isinstance(spec, list) else [spec]
     found = [one.get("name") if isinstance(one, dict) else one for one in specs]
     return ", ".join(str(name) for name in found if name)
@@ -162,7 +162,7 @@ def _totals(run: Run) -> dict[str, Any] | None:
 
 
 def _cards(run: Run) -> list[Card]:
-    """The headline figures of one run."""
+    """Return the headline figures of one run."""
     cards = []
     passed = _series(run.evaluations, "eval/pass@1")
     if passed:
@@ -207,7 +207,7 @@ def _card(label: str, value: str, note: str, ok: bool | None = None) -> Card:
 
 
 def _comparison(runs: Sequence[Run]) -> dict[str, Any]:
-    """A table of runs; the best figure of a column is marked where better has a direction."""
+    """Return a table of runs; the best figure of a column is marked where better has a direction."""
     level = min((max(_series(run.evaluations, "eval/pass@1"), default=0.0) for run in runs), default=0.0)
     measures: list[tuple[str, Callable[[Run], float | None], Callable[[float], str], int]] = [
         ("steps", lambda r: float(len(r.rows)), lambda v: f"{v:,.0f}", 0),
@@ -236,7 +236,7 @@ def _comparison(runs: Sequence[Run]) -> dict[str, Any]:
 
 
 def _differences(runs: Sequence[Run]) -> dict[str, list[str]]:
-    """Configuration keys on which the runs differ, and their values, one a run."""
+    """Return configuration keys on which the runs differ, and their values, one per run."""
     flats = [dict(_flat(run.config or {})) for run in runs]
     keys = dict.fromkeys(key for flat in flats for key in flat)
     values = {key: [flat.get(key, "–") for flat in flats] for key in keys}
@@ -244,7 +244,7 @@ def _differences(runs: Sequence[Run]) -> dict[str, list[str]]:
 
 
 def _flat(config: object, prefix: str = "") -> list[tuple[str, str]]:
-    """(dotted key, value) pairs of a nested configuration."""
+    """Return (dotted key, value) pairs of a nested configuration."""
     if not isinstance(config, dict) or not config:
         text = config if isinstance(config, str) else json.dumps(config, ensure_ascii=False)
         return [(prefix, text)] if prefix else []
@@ -278,7 +278,7 @@ def _trained_share(run: Run) -> float | None:
 
 
 def _reached(run: Run, level: float, axis: str) -> float | None:
-    """Place on `axis` where the held-out pass@1 first was at least `level`."""
+    """Return where on `axis` the held-out pass@1 first was at least `level`."""
     return next((row[axis] for row in run.evaluations if row.get("eval/pass@1", -1.0) >= level), None)
 
 
@@ -295,7 +295,7 @@ def _first_to_last(values: Sequence[float]) -> str:
 
 
 def count_text(n: float) -> str:
-    """A count a person can read: 950, 12.3 k, 4.56 M, 7.89 G."""
+    """Return a readable count: 950, 12.3 k, 4.56 M, 7.89 G."""
     for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if n >= 0.9995 * size:
             return f"{n / size:.3g} {unit}" if n < 999.5 * size else f"{n / size:,.0f} {unit}"
@@ -303,7 +303,7 @@ def count_text(n: float) -> str:
 
 
 def seconds_text(seconds: float) -> str:
-    """A duration a person can read: 0.42 s, 12.3 s, 4 min 05 s, 3 h 07 min."""
+    """Return a readable duration: 0.42 s, 12.3 s, 4 min 05 s, 3 h 07 min."""
     if seconds < 60:
         return f"{seconds:.3g} s"
     minutes, rest = divmod(round(seconds), 60)

@@ -1,7 +1,7 @@
 """Data of a run directory for a report: read with tolerance, thinned to a budget, made safe to print.
 
-A run directory may hold `config.json`, `metrics.jsonl`, `samples.jsonl` and `ledger.sqlite`. What is missing or damaged
-becomes a note for the reader, never a crash.
+A run directory may hold `config.json`, `metrics.jsonl`, `samples.jsonl` and `ledger.sqlite`. Missing or damaged files
+become a note for the reader, never a crash.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ RELIABILITY = re.compile(r"gate/[^/]+/reliability/(?P<bin>\d)/(?P<name>rollouts|
 CHART_LIST = TypeAdapter(list[Chart])
 MOST_CHARTS = 100
 LONGEST_PROMPT = 4_000
-"""Characters of the prompt that is shown, at most."""
+"""Most characters shown of the prompt."""
 
 
 @dataclass
 class Run:
-    """One run directory as read. `rows` has one dict a step, `evaluations` one a step with `eval/` keys."""
+    """One run directory as read. `rows` has one dict per step, `evaluations` one per step with `eval/` keys."""
 
     name: str
     begun: str = ""
-    """Day on which its configuration was written."""
+    """Day of its configuration file."""
     config: dict[str, Any] | None = None
     rows: list[Row] = field(default_factory=list)
     evaluations: list[Row] = field(default_factory=list)
@@ -55,22 +55,22 @@ class Run:
     proof: dict[str, Any] | None = None
     samples: list[dict[str, Any]] = field(default_factory=list)
     prompt: dict[str, str] | None = None
-    """`text` and `caption` of a prompt as the model gets it."""
+    """`text` and `caption` of a prompt in the form the model gets."""
     charts: list[dict[str, Any]] = field(default_factory=list)
     """Charts of its methods (`winnow.methods.base.Chart`)."""
     reliability: dict[str, Any] | None = None
-    """`points` and `caption` of what a gate predicted and what came true."""
+    """`points` and `caption` of a gate's predictions and the outcomes."""
     off_policy: list[dict[str, Any]] | None = None
-    """Marks of a collapse, if there is one, of a run with stale tokens or a correction; None: such a run it is not."""
+    """Marks of a collapse, if any, of a run with stale tokens or a correction; None for other runs."""
     profile: dict[str, Any] | None = None
-    """`labels`, `counts` and `caption` of the pass rates that its selector went by, or a `note` why there are none."""
+    """`labels`, `counts` and `caption` of the pass rates that its selector used, or a `note` why they are missing."""
     warnings: list[str] = field(default_factory=list)
-    """What watchdogs said while it ran."""
+    """Warnings of watchdogs during the run."""
     notes: list[str] = field(default_factory=list)
 
 
 def read_run(path: Path, *, max_samples: int) -> Run:
-    """Read a run directory. Raises ValueError when `path` is none."""
+    """Read a run directory. Raises ValueError when `path` is not one."""
     known = ("config.json", "metrics.jsonl", "ledger.sqlite")
     if not any((path / name).is_file() for name in known):
         problem = f"it has none of {', '.join(known)}" if path.is_dir() else "there is no such folder"
@@ -94,13 +94,13 @@ def read_run(path: Path, *, max_samples: int) -> Run:
 
 
 def thin(rows: Sequence[Row], max_points: int) -> list[Row]:
-    """Rows thinned to `max_points`: the mean over runs of consecutive rows, the last value of what only grows."""
+    """Return rows thinned to `max_points`: means over consecutive rows, the last value of monotone counters."""
     size = max(1, math.ceil(len(rows) / max_points))
     return [_mean_row(rows[i : i + size]) for i in range(0, len(rows), size)] if size > 1 else list(rows)
 
 
 def columns(rows: Sequence[Row]) -> dict[str, list[float | None]]:
-    """Columns by key, one value a row; None where a row lacks the key."""
+    """Return columns by key, one value per row; None where a row has no such key."""
     keys = dict.fromkeys(key for row in rows for key in row)
     return {key: [_rounded(row.get(key), key) for row in rows] for key in keys}
 
@@ -118,7 +118,7 @@ def _rounded(value: float | None, key: str) -> float | None:
 
 
 def _take_reliability(rows: Sequence[Row]) -> dict[str, Any] | None:
-    """Sum up, over all steps, what a diagram needs; its many series are taken out of the rows, which show the rest."""
+    """Sum a diagram's data over all steps, and remove its many series from the rows."""
     sums: dict[int, dict[str, float]] = {}
     for row in rows:
         for key in [k for k in row if "/reliability/" in k]:
@@ -191,7 +191,7 @@ def _read_prompt(path: Path, notes: list[str]) -> dict[str, str] | None:
 
 
 def _read_charts(path: Path, metrics: set[str], notes: list[str]) -> list[dict[str, Any]]:
-    """Charts of a run's methods, of those `metrics` that it logged; none for runs of older versions."""
+    """Return charts of a run's methods, of the `metrics` that it logged; empty for runs of older versions."""
     if not path.is_file():
         return []
     try:
@@ -209,7 +209,7 @@ def _read_charts(path: Path, metrics: set[str], notes: list[str]) -> list[dict[s
 
 
 def _warnings(path: Path, notes: list[str]) -> list[str]:
-    """Each once, with the first step at which it was said."""
+    """Return each warning once, with its first step."""
     if not path.is_file():
         return []
     first: dict[str, str] = {}
@@ -220,7 +220,7 @@ def _warnings(path: Path, notes: list[str]) -> list[str]:
 
 
 def read_lines(path: Path, notes: list[str]) -> Iterator[dict[str, Any]]:
-    """The JSON objects of a JSONL file; a torn last line is left out, other damage is noted."""
+    """Yield the JSON objects of a JSONL file; a torn last line is left out, other damage is noted."""
     if not path.is_file():
         notes.append(f"{path.name} is missing.")
         return
@@ -237,13 +237,13 @@ def read_lines(path: Path, notes: list[str]) -> Iterator[dict[str, Any]]:
             elif line.strip("\ufeff \t\r\n"):
                 bad.append(number)
     if bad and bad[-1] == number:
-        bad.pop()  # the run was writing it, or was killed while it did
+        bad.pop()  # the run was writing it, or was killed meanwhile
     if bad:
         notes.append(f"{path.name}: {len(bad)} lines left out that are not JSON objects, the first is line {bad[0]}.")
 
 
 def merge_steps(lines: Iterator[dict[str, Any]]) -> list[Row]:
-    """Rows of metrics, one a step, ascending. A line of an earlier step means a restart: later rows are dropped."""
+    """Return metrics rows, one per step, ascending. A line of an earlier step means a restart: drop later rows."""
     by_step: dict[float, Row] = {}
     names: dict[str, str] = {}
     last = -math.inf
@@ -267,7 +267,7 @@ def merge_steps(lines: Iterator[dict[str, Any]]) -> list[Row]:
 
 
 def _read_ledger(path: Path, run: Run) -> None:
-    """Totals and verdict; tokens by fate are those of the metrics where there is no usable ledger."""
+    """Read totals and verdict; without a usable ledger, tokens by fate are those of the metrics."""
     fates = dict.fromkeys(k for row in run.rows for k in row if k.startswith("tokens/"))
     run.tokens = {key.removeprefix("tokens/"): math.fsum(row.get(key, 0) for row in run.rows) for key in fates}
     if not path.is_file():

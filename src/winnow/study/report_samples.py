@@ -1,4 +1,4 @@
-"""Samples for a report: thinned to a limit, with their tokens and what gates decided placed in the text."""
+"""Samples for a report: thinned to a limit, with their tokens and gate decisions placed in the text."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ MAX_SIBLINGS = 16
 MAX_TEXT = 4_000
 """Characters kept of a prompt or completion."""
 NAMES = {"q": "predicted success", "chance": "survival"}
-"""Names of a gate's evidence for readers."""
+"""Readers' names for a gate's evidence."""
 UNSAID = {"raw", "known", ALONE, OVERRIDE}
-"""Evidence that says nothing to them."""
+"""Evidence that is not shown."""
 
 
 def thin_samples(lines: Iterator[dict[str, Any]], limit: int) -> list[dict[str, Any]]:
-    """Samples thinned to about `limit`: every kind (split, fate) evenly over the run."""
+    """Return samples thinned to about `limit`: every kind (split, fate) evenly over the run."""
     kinds: dict[tuple[str, str], _Thinned] = {}
     for line in lines:
         kind = str(line.get("split")), str(line.get("fate"))
@@ -45,7 +45,7 @@ def thin_samples(lines: Iterator[dict[str, Any]], limit: int) -> list[dict[str, 
 
 
 class _Thinned:
-    """Every n-th of a stream, n doubling so that fewer than `2 * limit` are ever held."""
+    """Every n-th of a stream, n doubling so that it never holds `2 * limit` or more."""
 
     def __init__(self, limit: int) -> None:
         self.limit, self.stride, self.seen = limit, 1, 0
@@ -88,9 +88,9 @@ def _dicts(value: Any) -> list[dict[str, Any]]:
 
 
 def _turns(line: Mapping[str, Any]) -> list[list[Any]]:
-    """[where it begins, characters of its tokens, their log-probabilities] of turns; runs of before have none.
+    """Return [start, characters of its tokens, their log-probabilities] of turns; older runs have no such data.
 
-    Places are those in the text that the page shows, as JavaScript counts them.
+    Positions are in the text that the page shows, as JavaScript counts them.
     """
     text, found = line.get("completion"), []
     if not isinstance(text, str):
@@ -112,14 +112,14 @@ def _log(value: Any) -> bool:
 
 
 def _all(values: Any, good: Callable[[Any], bool]) -> list[Any]:
-    """`values` if they are a list of good ones, else none."""
+    """Return `values` if they are a list of good ones, else an empty list."""
     return values if isinstance(values, list) and all(map(good, values)) else []
 
 
 def _marks(line: Mapping[str, Any]) -> list[list[Any]]:
-    """[place in the text, `kept`, `overridden` or `stopped`, what to say] of each decision of a gate.
+    """Return [position in the text, `kept`, `overridden` or `stopped`, label] of each decision of a gate.
 
-    A place beyond the text means one in what was left out of it.
+    A position beyond the text is in the part that was left out.
     """
     text, found = line.get("completion"), []
     if not isinstance(text, str):
@@ -134,7 +134,7 @@ def _marks(line: Mapping[str, Any]) -> list[list[Any]]:
 
 
 def _said(d: Mapping[str, Any], stand: str) -> str:
-    """Words and numbers of a decision; a reason has the numbers that decided."""
+    """Return words and numbers of a decision; a reason already has the deciding numbers."""
     at = f"token {d['token']}" if "token" in d else f"environment step {d.get('step')}"
     verb = {"kept": f"kept at {at}", "overridden": f"let go on at {at}", "stopped": f"stopped at {at}"}[stand]
     evidence = d.get("evidence")
@@ -148,12 +148,12 @@ def _said(d: Mapping[str, Any], stand: str) -> str:
 
 
 def _width(text: str) -> int:
-    """UTF-16 units of `text` as the page shows it."""
+    """Return the UTF-16 units of `text` as the page shows it."""
     return len(visible(text).encode("utf-16-le")) // 2
 
 
 def _text(value: Any) -> str:
-    """A string, or a list of messages as `role: content` paragraphs; long ones are cut and say so."""
+    """Return a string, or a list of messages as `role: content` paragraphs; long ones are cut with a mark."""
     if isinstance(value, list) and all(isinstance(m, dict) for m in value):
         value = "\n\n".join(f"{m.get('role', '?')}: {m.get('content', '')}" for m in value)
     text = "" if value is None else value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

@@ -1,4 +1,4 @@
-"""Many answers to a question, one vote each: how much better than one answer, and whose vote should count more."""
+"""Votes over many answers to a question: the gain over one answer, and weights for the votes."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def majority(rollouts: Sequence[Rollout]) -> np.ndarray:
 
 
 def by_confidence(of_trace: Callable[[np.ndarray], float]) -> Weigh:
-    """DeepConf's confidence of the trace, by one of its definitions."""
+    """Return a weighting by one of DeepConf's definitions of trace confidence."""
     return lambda rollouts: np.array([of_trace(_confidence(r)) for r in rollouts])
 
 
 def logprob(rollouts: Sequence[Rollout]) -> np.ndarray:
-    """Rank of the mean log-probability."""
+    """Return ranks of the mean log-probability."""
     return rank_weights([mean_logp(r) for r in rollouts])
 
 
@@ -47,11 +47,11 @@ WEIGHTS: dict[str, Weigh] = {
     "deepconf-tail": by_confidence(deepconf.tail),
     "logprob": logprob,
 }
-"""`head`, ranks of a run's quality head, comes with the run."""
+"""`head`, ranks of a run's quality head, comes from the run."""
 
 
 def by_head(head: HeadWeights) -> Weigh:
-    """Rank of the head's score at the last token of the answer."""
+    """Return a weighting by rank of the head's score at the last token of the answer."""
 
     def weigh(rollouts: Sequence[Rollout]) -> np.ndarray:
         scores = [np.nan if r.last_hidden is None else head.score(r.last_hidden, mean_logp(r)) for r in rollouts]
@@ -66,11 +66,11 @@ def _confidence(rollout: Rollout) -> np.ndarray:
 
 
 def vote_model(model: str, values: Mapping[str, Any], weights: Sequence[str]) -> dict[str, Any]:
-    """pass@k, and for each of `weights` the share of held-out prompts whose vote is right, with 95% intervals.
+    """Return pass@k, and for each of `weights` the share of held-out prompts with a right vote, with 95% intervals.
 
-    `model` and `values` as for `evaluate_model`; `eval_generations` candidates a prompt. `answered`: share of the
-    candidates that gave an answer at all; `judged`: prompts with a vote. Raises ConfigError for a task whose answers
-    cannot be counted, unknown weights, `head` without a head of this model, and when nobody gave an answer.
+    `model` and `values` as for `evaluate_model`; `eval_generations` candidates per prompt. `answered`: share of the
+    candidates with an answer at all; `judged`: prompts with a vote. Raises ConfigError for a task whose answers cannot
+    be counted, unknown weights, `head` without a head of this model, and when no candidate has an answer.
     """
     with model_config(model, values) as (c, shown):
         task = build_task(c.env)
@@ -122,7 +122,7 @@ def vote_model(model: str, values: Mapping[str, Any], weights: Sequence[str]) ->
 
 
 def _reader(task: Task, reward_funcs: Sequence[Any] | None) -> Callable[[Prompt, Sequence[str]], list[str | None]]:
-    """How answers are read off completions: as the task says, but where `exact` alone rewards, all of a text is one."""
+    """Return a reader of answers: the task's, but if `exact` is the only reward, the whole text is the answer."""
     if list(reward_funcs or ()) == ["exact"]:
         return lambda _, texts: [text.strip() or None for text in texts]
     if not isinstance(task, Answering):
@@ -139,7 +139,7 @@ def _weigh(name: str, head: HeadWeights | None) -> Weigh:
 
 
 def _head_of(c: RunConfig) -> HeadWeights:
-    """Beside the weights, or in the checkpoint that they are part of."""
+    """Return the head next to the weights, or in the checkpoint that they are part of."""
     model = Path(c.model)
     places = [model, *([model.parent] if (model.parent / STATE).is_file() else [])]
     found = next((place for place in places if (place / FILE).is_file()), None)
@@ -162,7 +162,7 @@ def _check_size(head: HeadWeights, config: Any, model: str) -> None:
 
 
 def _right(candidates: Sequence[Rollout], answers: list[str | None], weights: np.ndarray, success: Success) -> float:
-    """Whether the winner is right; ties and lost votes are decided by who came first."""
+    """Return 1 if the winner is right, else 0; the first answer wins ties, the first with that answer is judged."""
     winner = weighted_vote(answers, weights)
     if winner is None:
         return 0.0
@@ -170,7 +170,7 @@ def _right(candidates: Sequence[Rollout], answers: list[str | None], weights: np
 
 
 def _interval(won: list[float], baseline: list[float]) -> dict[str, Any]:
-    """Share of votes won, and the paired difference to the first kind of weights."""
+    """Return the share of votes won, and the paired difference to the first kind of weights."""
     share, difference = mean_interval(won), mean_interval(np.array(won) - np.array(baseline))
     return {
         "share": share.mean,
@@ -183,7 +183,7 @@ def _interval(won: list[float], baseline: list[float]) -> dict[str, Any]:
 
 
 def render(found: Mapping[str, Any]) -> str:
-    """Lines for a terminal."""
+    """Return lines for a terminal."""
     n = found["n"]
     lines = [
         f"{found['judged']} of {found['prompts']} prompts judged, {n} candidates each at temperature "

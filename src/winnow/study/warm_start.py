@@ -1,7 +1,7 @@
-"""Warm start: a small model from scratch, or a pretrained one, taught from demonstrations until it solves some prompts.
+"""Warm start: train a new or a pretrained model on demonstrations until it solves some prompts.
 
-The result is an ordinary Hugging Face directory, which `from_pretrained` loads. A new model is a Llama with a tokenizer
-of its task: one token a word where the task knows all words, bytes and what they often make up for rows of data. (For a
+The result is an ordinary Hugging Face directory, which `from_pretrained` loads. A new model is a small Llama with a
+tokenizer of its task: one token per word if the task knows all words, else byte-level BPE for rows of data. (For a
 Qwen2 model `AutoTokenizer` would insist on Qwen2's own byte-level tokenizer.) The loss is the mean cross-entropy of
 completion tokens and end of sequence; prompts carry none.
 """
@@ -39,7 +39,7 @@ from .demonstrations import EOS, PAD, RowDemonstrations, byte_tokenizer, plain_t
 
 IGNORED = -100
 PART_TOKENS = 1024
-"""Tokens that a pretrained model is taught at a time; the gradient is that of the whole batch."""
+"""Tokens per forward pass of a pretrained model; the gradient is that of the whole batch."""
 NEW_MODEL = (
     *("hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads"),
     *("max_positions", "vocab_size"),
@@ -49,15 +49,15 @@ NEW_MODEL = (
 
 @dataclass(frozen=True)
 class WarmStartConfig:
-    """Size of the model and how long it is taught. The defaults suit Countdown on two CPU cores."""
+    """Size of the model and length of its training. The defaults suit Countdown on two CPU cores."""
 
     model: str | None = None
-    """Directory or hub name of a pretrained model to teach; None: a new one is made."""
+    """Directory or hub name of a pretrained model to teach; None: make a new one."""
     completion_column: str | None = None
-    """Column of the data with the completions to teach; None: the first of completion, solution, answer, ground_truth
-    that there is. No effect on tasks that show solutions themselves."""
+    """Column of the data with the completions to teach; None: the first present of completion, solution, answer,
+    ground_truth. No effect on tasks that show solutions themselves."""
     chat_template: str | None = None
-    """Text of a chat template, or a file with it, for the model that is saved; None: the one it has."""
+    """Text of a chat template, or a file with it, for the saved model; None: its own."""
     max_steps: int = 330
     batch_size: int = 128
     learning_rate: float | None = None
@@ -73,10 +73,10 @@ class WarmStartConfig:
     num_kv_heads: int = 1
     max_positions: int = 512
     vocab_size: int = 2048
-    """Most tokens of a tokenizer that is made from rows of data."""
+    """Most tokens of a tokenizer made from rows of data."""
     seed: int = 0
     threads: int | Literal["auto"] | None = "auto"
-    """CPU threads while teaching; `auto` as in a run, None leaves torch's setting."""
+    """CPU threads for training; `auto` as in a run, None leaves torch's setting."""
     matmul_precision: Literal["highest", "high", "medium"] = "medium"
     """`medium` lets the CPU multiply in bfloat16 where it has AMX; weights stay float32."""
 
@@ -97,7 +97,7 @@ class WarmStartConfig:
 
     @property
     def rate(self) -> float:
-        """Peak of the learning rate."""
+        """Peak learning rate."""
         return self.learning_rate if self.learning_rate is not None else 3e-3 if self.model is None else 2e-5
 
 
@@ -107,13 +107,12 @@ Shown = Demonstrator | RowDemonstrations
 def warm_start(
     task: Demonstrator | Task, output_dir: str | Path, *, config: WarmStartConfig | None = None
 ) -> dict[str, Any]:
-    """Teach a model from `task.demonstrations`, or from a column of the rows of a task that has none, and save it in
-    `output_dir`.
+    """Teach a model from `task.demonstrations`, or else from a column of the task's rows, and save it in `output_dir`.
 
     Deterministic for a seed and a thread count. Returns `{output_dir, parameters, vocab_size, steps, loss, seconds}`,
-    with the mean loss (nats a token) of the last 20 steps, and for rows how many `demonstrations` there were. Raises
+    with the mean loss (nats per token) of the last 20 steps, and for rows the number of `demonstrations`. Raises
     TypeError if the task has neither, ConfigError for rows or a model that cannot be used, FileExistsError if the
-    directory holds anything, FloatingPointError if the loss is not finite.
+    directory is not empty, FloatingPointError if the loss is not finite.
     """
     config = config or WarmStartConfig()
     shown = _shown(task, config)
@@ -146,7 +145,7 @@ def warm_start(
 
 
 def _shown(task: Any, config: WarmStartConfig) -> Shown:
-    """The task itself, if it shows solutions, or its rows."""
+    """Return the task itself, if it shows solutions, or its rows."""
     if isinstance(task, Demonstrator):
         if config.completion_column is not None:
             raise ValueError(f"warm start: completion_column has no effect: {task.name} shows solutions itself")  # type: ignore[attr-defined]
@@ -172,7 +171,7 @@ def _pretrained(source: str) -> tuple[Any, Any]:
 
 
 def word_tokenizer(words: Sequence[str], max_positions: int) -> PreTrainedTokenizerFast:
-    """A tokenizer with one token a word, words separated by blanks; it adds nothing and refuses unknown words."""
+    """Return a tokenizer with one token per word, separated by blanks; it adds nothing and refuses unknown words."""
     vocabulary = {word: i for i, word in enumerate(dict.fromkeys([PAD, EOS, *words]))}
     split = [word for word in vocabulary if not word or len(word.split()) != 1]
     if split:
@@ -183,7 +182,7 @@ def word_tokenizer(words: Sequence[str], max_positions: int) -> PreTrainedTokeni
 
 
 def small_model(tokenizer: PreTrainedTokenizerFast, config: WarmStartConfig) -> LlamaForCausalLM:
-    """An untrained Llama with tied embeddings whose vocabulary is the tokenizer's."""
+    """Return an untrained Llama with tied embeddings and the tokenizer's vocabulary."""
     model = LlamaForCausalLM(
         LlamaConfig(
             vocab_size=len(tokenizer),
@@ -199,7 +198,7 @@ def small_model(tokenizer: PreTrainedTokenizerFast, config: WarmStartConfig) -> 
             pad_token_id=tokenizer.pad_token_id,
         ),
     )
-    # With bfloat16 multiplication the fused attention is several times slower than the plain one on short sequences.
+    # With bfloat16 multiplication, fused attention is several times slower than eager on short sequences.
     model.set_attn_implementation("eager")
     model.generation_config = GenerationConfig(
         eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, do_sample=True
@@ -244,7 +243,7 @@ def _threads(model: torch.nn.Module, config: WarmStartConfig) -> int | None:
 
 
 def _lr_share(step: int, config: WarmStartConfig) -> float:
-    """Linear rise over `warmup_steps`, then linear decay to `final_lr_share` at the last step."""
+    """Return a linear rise over `warmup_steps`, then a linear decay to `final_lr_share` at the last step."""
     if step < config.warmup_steps:
         return (step + 1) / config.warmup_steps
     progress = (step - config.warmup_steps) / max(1, config.max_steps - config.warmup_steps)
@@ -252,11 +251,11 @@ def _lr_share(step: int, config: WarmStartConfig) -> float:
 
 
 Rows = tuple[torch.Tensor, torch.Tensor]
-"""int64 ids [B,T] and labels [B,T], padded on the right; labels are `IGNORED` off what is taught."""
+"""int64 ids [B,T] and labels [B,T], padded on the right; labels outside the taught tokens are `IGNORED`."""
 
 
 def _batches(shown: Shown, tokenizer: Any, config: WarmStartConfig, longest: int | None = None) -> Iterator[list[Rows]]:
-    """Endless batches, each cut into parts: of similar lengths where lengths differ much, small for a large model."""
+    """Yield endless batches in parts: of similar lengths where lengths differ much, small for a large model."""
     demonstrations: Iterator[tuple[Any, Any]] = iter(shown.demonstrations(config.seed))
     limit = longest or config.max_positions
     while True:
@@ -277,7 +276,7 @@ def _batches(shown: Shown, tokenizer: Any, config: WarmStartConfig, longest: int
 
 
 def _prompt_ids(tokenizer: Any, prompts: Sequence[str | Prompt]) -> list[list[int]]:
-    """As a rollout encodes them."""
+    """Return prompt ids, encoded as in a rollout."""
     if all(isinstance(prompt, str) for prompt in prompts):
         full = tokenizer(list(prompts))["input_ids"]
         bare = tokenizer(list(prompts), add_special_tokens=False)["input_ids"]
@@ -288,7 +287,7 @@ def _prompt_ids(tokenizer: Any, prompts: Sequence[str | Prompt]) -> list[list[in
 def _parts(
     rows: list[tuple[list[int], list[int]]], tokens: int | None = None
 ) -> list[list[tuple[list[int], list[int]]]]:
-    """The rows themselves, or parts in which no row is much longer than another, of at most so many tokens."""
+    """Return the rows, or parts of rows with similar lengths, each of at most `tokens` tokens."""
     parts: list[list[tuple[list[int], list[int]]]] = []
     for row in sorted(rows, key=lambda r: len(r[0])):
         fits = tokens is None or not parts or (len(parts[-1]) + 1) * len(row[0]) <= tokens
@@ -306,7 +305,7 @@ def _padded(rows: list[tuple[list[int], list[int]]], pad: int) -> Rows:
 
 
 def _backward(model: Any, batch: list[Rows], *, linear: bool = True) -> float:
-    """Gradient of the mean over all labels of the batch; returns that mean."""
+    """Add the gradient of the mean over all labels of the batch; return that mean."""
     labels = [int((labels_BT[:, 1:] != IGNORED).sum()) for _, labels_BT in batch]
     mean = 0.0
     for (ids_BT, labels_BT), n in zip(batch, labels, strict=True):
@@ -317,7 +316,7 @@ def _backward(model: Any, batch: list[Rows], *, linear: bool = True) -> float:
 
 
 def _row(encoded: list[list[int]], eos: int) -> tuple[list[int], list[int]]:
-    """Ids and labels of one demonstration: prompt, action, observation, action, ..., action.
+    """Return ids and labels of one demonstration: prompt, action, observation, action, ..., action.
 
     As in a rollout, an end of sequence or of the template's turn follows every action. Raises ValueError if it does not
     end with an action.
@@ -336,7 +335,7 @@ def _row(encoded: list[list[int]], eos: int) -> tuple[list[int], list[int]]:
 
 
 def _loss(model: Any, ids_BT: torch.Tensor, labels_BT: torch.Tensor, *, linear: bool = True) -> torch.Tensor:
-    """Mean cross-entropy over labelled tokens; right padding needs no mask.
+    """Return the mean cross-entropy over labelled tokens; right padding needs no mask.
 
     Only their logits are computed, where these are `linear` in the hidden states.
     """

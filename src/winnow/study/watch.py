@@ -1,7 +1,7 @@
-"""The report page of runs that go on, served over HTTP: the same page and the same data as `winnow report`.
+"""The report page of unfinished runs over HTTP: the same page and data as `winnow report`. Read only.
 
-Read only. Whoever asks must carry the token: pages show what a run says, and other users of this machine, or a page of
-the web that a browser was lured to (DNS rebinding), can reach its ports, too.
+Requests must carry the token, since pages show run contents. Other users of this machine can reach its ports, and so
+can a web page that lures a browser (DNS rebinding).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ HEADERS = {
 
 
 def mark_of(runs: Sequence[Path]) -> str:
-    """A digest that changes when any of the runs' files grows, without reading them."""
+    """Return a digest that changes when any of the runs' files grows, without reading them."""
     sha = hashlib.sha256()
     for file in (run / name for run in runs for name in CHANGING):
         found = file.stat() if file.exists() else None
@@ -42,16 +42,16 @@ def mark_of(runs: Sequence[Path]) -> str:
 
 
 class Watch(ThreadingHTTPServer):
-    """Serves `/`, the page, and `/data.json`, what a page asks for again; use `serve_forever` and `server_close`.
+    """Serves `/`, the page, and `/data.json`, the data a page reloads; use `serve_forever` and `server_close`.
 
-    `token`: the secret that the address carries; made anew without one. `port`: 0 for any that is free. Raises
-    ConfigError when that cannot be, ValueError when one of `runs` is no run directory.
+    `token`: the secret in the address; generated if not given. `port`: 0 for any free one. Raises ConfigError when it
+    cannot listen there, ValueError when one of `runs` is no run directory.
     """
 
     daemon_threads = True
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Nothing: the console is the user's, and strangers may send anything."""
+        """Print nothing: the console is the user's, and strangers may send anything."""
 
     def __init__(self, runs: Sequence[Path], host: str = "127.0.0.1", port: int = 0, token: str | None = None) -> None:
         self.runs, self.token = [Path(run) for run in runs], token or secrets.token_urlsafe(16)
@@ -64,7 +64,7 @@ class Watch(ThreadingHTTPServer):
         self.url = f"http://{host}:{self.server_address[1]}/?token={self.token}"
 
     def document(self) -> tuple[str, dict[str, Any]]:
-        """The data of the page and its mark, read again only when a file of the runs has changed."""
+        """Return the page's data and its mark, read again only when a file of the runs has changed."""
         with self._held:
             mark = mark_of(self.runs)
             if mark != self._mark:
@@ -112,4 +112,4 @@ class _Asked(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Nothing: the console is the user's."""
+        """Print nothing: the console is the user's."""

@@ -1,7 +1,7 @@
-"""Advantages: how much better than expected was each rollout? NaN where a member is absent.
+"""Advantages: how much better than expected each rollout was; NaN where a member is absent.
 
-Most are pure functions of one group's rewards (`GroupRelative`); some look at the whole batch, or at a greedy rollout,
-and some have a baseline that only the update can find (`InUpdate`).
+Most are pure functions of one group's rewards (`GroupRelative`). Others need the whole batch or a greedy rollout, and
+some have a baseline that only the update can compute (`InUpdate`).
 """
 
 from __future__ import annotations
@@ -28,26 +28,26 @@ from .rloo import Rloo, rloo
 class Advantage(Protocol):
     @property
     def greedy_baseline(self) -> bool:
-        """Whether every group needs a greedy rollout besides its siblings."""
+        """Whether every group needs a greedy rollout in addition to its siblings."""
         ...
 
     @property
     def group_relative(self) -> bool:
-        """Whether equal rewards within a group mean that it teaches nothing."""
+        """Whether a group with equal rewards teaches nothing."""
         ...
 
     @property
     def scaled(self) -> bool:
-        """Whether a group's advantages are of the same size however little its rewards differ."""
+        """Whether advantages have the same size in every group, however little its rewards differ."""
         ...
 
     @property
     def smallest_group(self) -> int:
-        """Siblings without which there is never a signal."""
+        """Fewest siblings that can give a signal."""
         ...
 
     def of_batch(self, groups: Sequence[Group]) -> list[np.ndarray]:
-        """float64 [G] a group, aligned with its rollouts; NaN where `group.rewards()` is."""
+        """Return float64 [G] per group, aligned with its rollouts; NaN where `group.rewards()` is NaN."""
         ...
 
 

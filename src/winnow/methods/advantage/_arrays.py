@@ -1,4 +1,4 @@
-"""The few array operations that advantages need, for numpy and torch alike."""
+"""Array operations shared by the advantages, for numpy and torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Array = TypeVar("Array", np.ndarray, torch.Tensor)
 
 
 def checked(rewards_G: Array) -> Array:
-    """The rewards as a one-dimensional floating array. Raises ValueError on another shape or an infinite reward."""
+    """Return the rewards as a floating array [n]. Raises ValueError on another shape or an infinite reward."""
     if not isinstance(rewards_G, np.ndarray | torch.Tensor):
         raise TypeError(f"rewards_G must be a numpy array or a torch tensor, not {type(rewards_G).__name__}")
     if rewards_G.ndim != 1:
@@ -28,15 +28,15 @@ def checked(rewards_G: Array) -> Array:
 
 
 def present(rewards_G: Array) -> Array:
-    """The members that have a reward, [n]."""
+    """Return the members that have a reward, [n]."""
     return rewards_G[rewards_G == rewards_G]
 
 
 def no_signal(present_n: Array) -> bool:
-    """Fewer than two members, or all exactly equal: every group-relative advantage is then 0."""
+    """Whether fewer than two members are present or all are exactly equal: group-relative advantages are then 0."""
     return len(present_n) < 2 or bool(present_n.max() == present_n.min())
 
 
 def zeros_where_present(rewards_G: Array) -> Array:
-    """0 for members with a reward, NaN for absent ones (x - x is exactly that for finite or NaN x)."""
+    """Return 0 for members with a reward and NaN for absent ones (x - x is exactly that for finite or NaN x)."""
     return rewards_G - rewards_G

@@ -1,4 +1,4 @@
-"""Base of advantages that depend on one group alone."""
+"""Base of advantages that depend on one group only."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ...types import Group
 
 
 class GroupRelative:
-    """An advantage that looks at one group's rewards and at nothing else."""
+    """An advantage computed from one group's rewards and nothing else."""
 
     greedy_baseline: ClassVar[bool] = False
     group_relative: ClassVar[bool] = True
@@ -22,7 +22,7 @@ class GroupRelative:
         return 2
 
     def __call__(self, rewards_G: np.ndarray) -> np.ndarray:
-        """float64 [G] -> float64 [G]; NaN in, NaN out."""
+        """Return float64 [G] for float64 [G]; NaN in, NaN out."""
         raise NotImplementedError
 
     def of_batch(self, groups: Sequence[Group]) -> list[np.ndarray]:

@@ -1,4 +1,4 @@
-"""Dr. GRPO: deviation from the group mean, without the division that favours nearly-solved prompts."""
+"""Dr. GRPO: deviation from the group mean, without the division that favours nearly solved prompts."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from ._base import GroupRelative
 
 
 def dr_grpo(rewards_G: Array) -> Array:
-    """r - mean over the members that have a reward.
+    """Return r - mean over the members that have a reward.
 
-    [G] -> [G], numpy or torch, same kind out; NaN members stay NaN. All equal, or fewer than two present: zeros.
-    Raises ValueError on a shape other than [G] or an infinite reward. Source: Liu et al. 2025 (Dr. GRPO).
+    [G] -> [G], numpy or torch, same kind out; NaN members stay NaN. All equal, or fewer than two present: zeros. Raises
+    ValueError on a shape other than [G] or an infinite reward. Source: Liu et al. 2025 (Dr. GRPO).
     """
     rewards_G = checked(rewards_G)
     there = present(rewards_G)

@@ -12,10 +12,10 @@ from ._base import GroupRelative
 
 
 def grpo(rewards_G: Array, eps: float = 1e-6, ddof: int = 0) -> Array:
-    """(r - mean) / (std + eps) over the members that have a reward; the variance divides by their number minus `ddof`.
+    """Return (r - mean) / (std + eps) over the n members that have a reward; the variance divides by n - `ddof`.
 
-    [G] -> [G], numpy or torch, same kind out; NaN members stay NaN. All equal, or fewer than two present: zeros.
-    Raises ValueError on a shape other than [G] or an infinite reward.
+    [G] -> [G], numpy or torch, same kind out; NaN members stay NaN. All equal, or fewer than two present: zeros. Raises
+    ValueError on a shape other than [G] or an infinite reward.
     Source: Shao et al. 2024 (DeepSeekMath), outcome supervision.
     """
     rewards_G = checked(rewards_G)
@@ -31,13 +31,13 @@ def grpo(rewards_G: Array, eps: float = 1e-6, ddof: int = 0) -> Array:
 class Grpo(GroupRelative):
     """GRPO (Shao et al. 2024): (r - mean) / (std + eps).
 
-    The standard deviation is the group's own (population), as in the papers: the advantages of a group then have mean
-    square 1 at any size. TRL's form is `{name: grpo, ddof: 1, eps: 0.0001}`, smaller by sqrt((G - 1) / G).
+    The default is the population standard deviation, as in the papers: a group's advantages have mean square 1 at any
+    size. TRL's form is `{name: grpo, ddof: 1, eps: 0.0001}`, smaller by sqrt((G - 1) / G).
     """
 
     eps: float = 1e-6
     ddof: Literal[0, 1] = 0
-    """0: variance of the group; 1: of a sample, with Bessel's correction."""
+    """0: variance of the group. 1: sample variance, with Bessel's correction."""
     scaled: ClassVar[bool] = True
 
     def __call__(self, rewards_G: np.ndarray) -> np.ndarray:

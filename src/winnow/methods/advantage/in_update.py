@@ -1,4 +1,4 @@
-"""Base of advantages whose baseline depends on the policy, so that only the update can find it."""
+"""Base of advantages whose baseline depends on the policy, so that only the update can compute it."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from .dr_grpo import dr_grpo
 
 Scope = Literal["group", "minibatch"]
 Weighing = Literal["gradient", "energy"]
-"""Weight of a reward in the baseline: the squared norm of its rollout's gradient, or, token by token, the energy of
-the logits so far."""
+"""Weight of a reward in the baseline: the squared norm of its rollout's gradient, or, per token, the energy of the
+logits so far."""
 
 
 class InUpdate:
-    """Rows of these advantages carry rewards, and the number of the rows that they have a baseline in common with.
+    """Rows of these advantages carry rewards and the number of the rows that share their baseline.
 
-    `of_batch` is what they would be if all rollouts weighed the same: what filters, audits and statistics go by.
+    `of_batch` gives the advantages at equal weights of all rollouts; filters, audits and statistics use those.
     """
 
     weighing: ClassVar[Weighing]
@@ -30,7 +30,7 @@ class InUpdate:
 
     @property
     def scope(self) -> Scope:
-        """Over which rollouts the baseline is taken."""
+        """Rollouts that share a baseline."""
         return "group"
 
     @property
@@ -46,11 +46,11 @@ class InUpdate:
         return 2
 
     def factor(self, rewards_G: np.ndarray) -> float:
-        """Factor on the group's deviations from the baseline; 0 leaves the group out."""
+        """Return the factor on the group's deviations from the baseline; 0 leaves the group out."""
         return 1.0
 
     def problems(self, run: RunFacts) -> Iterator[str]:
-        """Yield why the loss is not the sum over rollouts of (reward - baseline) times something known."""
+        """Yield why the loss is not a sum over rollouts of (reward - baseline) times a known factor."""
         c, (correction,) = run.config, run.options["correction"]
         name = name_of(c.advantage)
         beta = 0.0 if c.kl_in_reward else c.beta
@@ -68,7 +68,7 @@ class InUpdate:
             )
 
     def __call__(self, rewards_G: np.ndarray) -> np.ndarray:
-        """One group as the whole batch: float64 [G] -> float64 [G]; NaN in, NaN out."""
+        """Return the advantages of one group as the whole batch: float64 [G] -> float64 [G]; NaN in, NaN out."""
         return dr_grpo(rewards_G) * self.factor(rewards_G)
 
     def of_batch(self, groups: Sequence[Group]) -> list[np.ndarray]:

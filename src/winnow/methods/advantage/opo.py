@@ -1,4 +1,4 @@
-"""OPO: the optimal baseline if the squared norm of a rollout's gradient were its length."""
+"""OPO: the optimal baseline when a rollout's squared gradient norm equals its length."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from ._base import GroupRelative
 
 
 def opo(rewards_G: np.ndarray, tokens_G: np.ndarray) -> np.ndarray:
-    """r - sum l r / sum l, l the action tokens of each rollout.
+    """Return r - sum l r / sum l, with l the action tokens of each rollout.
 
-    float [G], NaN where absent, and [G] -> [G]; NaN members stay NaN. All equal, or fewer than two present: zeros.
-    Where nobody has a token the baseline is the mean. Raises ValueError on a shape other than [G] or an infinite
-    reward. Source: Hao et al. 2025 (OPO).
+    float [G], NaN where absent, and [G] -> [G]; NaN members stay NaN. All equal, or fewer than two present: zeros. If
+    no rollout has a token, the baseline is the mean. Raises ValueError on a shape other than [G] or an infinite reward.
+    Source: Hao et al. 2025 (OPO).
     """
     rewards_G = checked(rewards_G)
     there = ~np.isnan(rewards_G)
@@ -29,10 +29,10 @@ def opo(rewards_G: np.ndarray, tokens_G: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Opo(GroupRelative):
-    """OPO (Hao et al. 2025): r - mean reward of the group, weighed by length."""
+    """OPO (Hao et al. 2025): r - length-weighted mean reward of the group."""
 
     def __call__(self, rewards_G: np.ndarray) -> np.ndarray:
-        """One group of equal lengths."""
+        """Return the advantages of one group with equal lengths."""
         return opo(rewards_G, np.ones(len(rewards_G)))
 
     def of_batch(self, groups: Sequence[Group]) -> list[np.ndarray]:

@@ -1,4 +1,4 @@
-"""OPOB: the baseline at which the policy gradient varies least, from the exact gradient norms of the rollouts."""
+"""OPOB: the minimum-variance baseline of the policy gradient, from the exact gradient norms of the rollouts."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from .in_update import InUpdate, Scope, Weighing
 class Opob(InUpdate):
     """Off-policy optimal baseline (VCPO): r - sum |u|^2 r / sum |u|^2, u a rollout's gradient as the loss weighs it.
 
-    `optimal_baseline` with the correction's weight inside of u. `scale` divides by the group's standard deviation, as
-    GRPO does; over a minibatch that belongs into u, too, and groups with equal rewards have no part in it.
+    `optimal_baseline` with the correction's weight inside u. `scale` divides by the group's standard deviation, as GRPO
+    does. Over a minibatch that division belongs into u too, and groups with equal rewards take no part.
     """
 
     scope: Scope = "group"
-    """`group`: one baseline a prompt. `minibatch`: one for the whole optimizer batch (VCPO, algorithm 1)."""
+    """`group`: one baseline per prompt. `minibatch`: one for the whole optimizer batch (VCPO, algorithm 1)."""
     scale: bool = False
     eps: float = 1e-6
     """Added to the standard deviation."""

@@ -1,4 +1,4 @@
-"""The baseline at which importance-weighted policy gradients vary least (OPOB, VCPO section 3.3)."""
+"""Minimum-variance baseline of importance-weighted policy gradients (OPOB, VCPO section 3.3)."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import numpy as np
 
 
 def optimal_baseline(rewards_B: Any, log_w_B: Any, grad_norm_sq_B: Any, group_B: Any = None) -> Any:
-    """sum w^2 |g|^2 r / sum w^2 |g|^2 (VCPO, equation 7), computed in log space.
+    """Return sum w^2 |g|^2 r / sum w^2 |g|^2 (VCPO, equation 7), computed in log space.
 
-    g_i is the gradient of rollout i's log-probability as the loss weighs it (same token reduction), w_i the importance
-    weight that is really used, after truncation. Without `group_B` one number for all, a float; with it (int [B]) one
-    for each group, float64 [B], aligned with the rollouts. Rollouts with a NaN reward are absent: they have no part in
-    it and NaN as their own baseline. Where no gradient is left (all weights or norms 0) it is the mean reward. With
-    equal weights and norms it is the mean reward, too. Raises ValueError on shapes that differ, on infinite rewards,
-    on negative or non-finite norms, on log weights of +inf or NaN, and when nobody is present.
+    g_i is the gradient of rollout i's log-probability as the loss weighs it (same token reduction). w_i is the
+    importance weight in use, after truncation. Without `group_B` the result is one float for all; with it (int [B]) one
+    baseline per group, float64 [B], aligned with the rollouts. Rollouts with a NaN reward are absent: they take no
+    part, and their own baseline is NaN. Equal weights and norms, or all weights or norms 0, give the mean reward.
+    Raises ValueError on shapes that differ, infinite rewards, negative or non-finite norms, log weights of +inf or NaN,
+    and if all are absent.
     """
     rewards_B, log_w_B, norms_B = (np.asarray(x, np.float64) for x in (rewards_B, log_w_B, grad_norm_sq_B))
     if rewards_B.ndim != 1 or not rewards_B.shape == log_w_B.shape == norms_B.shape:

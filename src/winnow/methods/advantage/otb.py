@@ -1,4 +1,4 @@
-"""OTB: a baseline for every token, weighed by how uncertain the policy has been on the way there."""
+"""OTB: one baseline per token, weighted by the policy's uncertainty up to that token."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from .in_update import InUpdate, Weighing
 class Otb(InUpdate):
     """Optimal token baseline (Li et al. 2025): r - sum W_t r / sum W_t, W_t the energy of the logits up to token t.
 
-    Token t is the t-th that the policy sampled, whatever the length of the prompt and of what an environment answered.
+    Token t is the t-th that the policy sampled; prompt and environment tokens do not count.
     """
 
     weighing: ClassVar[Weighing] = "energy"
 
 
 def energy(logp_BT: torch.Tensor, squares_BT: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """w^2 (1 - 2 p(y) + sum over v of p(v)^2), [B, T].
+    """Return w^2 (1 - 2 p(y) + sum over v of p(v)^2), [B, T].
 
     Without w it is the squared norm of the gradient of a token's log-probability with respect to its logits.
-    `squares_BT`: the sum of the squared probabilities of all tokens. `weights`: of the loss, broadcastable.
+    `squares_BT`: sum of the squared probabilities of all tokens. `weights`: of the loss, broadcastable.
     """
     return weights**2 * (1 - 2 * logp_BT.exp() + squares_BT)
 
@@ -33,9 +33,9 @@ def energy(logp_BT: torch.Tensor, squares_BT: torch.Tensor, weights: torch.Tenso
 def token_sums(
     rewards_B: torch.Tensor, energy_BT: torch.Tensor, mask_BT: torch.Tensor, number_B: torch.Tensor, groups: int
 ) -> torch.Tensor:
-    """Parts of the baselines, float64 [4, P, A]: sums over each group of W r, W, r and 1 at the A action tokens.
+    """Return parts of the baselines, float64 [4, P, A]: sums per group of W r, W, r and 1 at the A action tokens.
 
-    W_t is the sum of the energies of the rollout's first t action tokens. Only rollouts that have a t-th count there.
+    W_t is the sum of the energies of the rollout's first t action tokens. Rollouts without a t-th do not count there.
     """
     count_B = mask_BT.sum(1)
     there_BA = torch.arange(int(count_B.max()), device=mask_BT.device) < count_B[:, None]
@@ -49,16 +49,16 @@ def token_sums(
 
 
 def token_baselines(sums: torch.Tensor) -> torch.Tensor:
-    """sum W_t r / sum W_t, [P, A]; the mean reward where all W_t are 0, and 0 where there is no token.
+    """Return sum W_t r / sum W_t, [P, A]; the mean reward where all W_t are 0, and 0 without a token.
 
-    A token with no other rollout beside it has its own reward for a baseline, so the tail of the longest teaches
-    nothing. As verl's `optimal_token_baseline` without `handle_zero_tail`.
+    A token without a sibling token has its own reward as baseline, so the tail of the longest rollout teaches nothing.
+    Same as verl's `optimal_token_baseline` without `handle_zero_tail`.
     """
     weighted, weights, rewards, count = sums
     return torch.where(weights > 0, weighted / weights.clamp(min=1e-300), rewards / count.clamp(min=1))
 
 
 def at_tokens(baselines_PA: torch.Tensor, number_B: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
-    """Each row's baselines at its action tokens, [B, T]; values outside the mask are undefined."""
+    """Return each row's baselines at its action tokens, [B, T]; values outside the mask are undefined."""
     position_BT = (mask_BT.cumsum(1) - 1).clamp(min=0)
     return baselines_PA[number_B].gather(1, position_BT)

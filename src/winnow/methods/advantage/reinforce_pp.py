@@ -13,11 +13,11 @@ from ._arrays import checked, no_signal, zeros_where_present
 
 
 def reinforce_pp(rewards_N: np.ndarray, tokens_N: np.ndarray, eps: float = 1e-6) -> np.ndarray:
-    """(r - mean) / (std + eps), mean and population std over all action tokens of the batch.
+    """Return (r - mean) / (std + eps), mean and population std over all action tokens of the batch.
 
-    float [N], NaN where absent, and the number of action tokens of each rollout [N] -> [N]: every token counts the
-    reward of its rollout once, so a long rollout weighs more. NaN members stay NaN. No tokens, or all rewards equal:
-    zeros. Raises ValueError on another shape or an infinite reward. Source: Hu 2025 (REINFORCE++), global advantage
+    float [N], NaN where absent, and the number of action tokens of each rollout [N] -> [N]. Every token counts its
+    rollout's reward once, so a long rollout weighs more. NaN members stay NaN. No tokens, or all rewards equal: zeros.
+    Raises ValueError on another shape or an infinite reward. Source: Hu 2025 (REINFORCE++), global advantage
     normalisation; its KL penalty is `kl_in_reward`, a rollout's whole penalty at every token.
     """
     rewards_N = checked(rewards_N)
@@ -43,7 +43,7 @@ class ReinforcePP:
         return 2
 
     def __call__(self, rewards_G: np.ndarray) -> np.ndarray:
-        """One group as a batch of rollouts of equal lengths."""
+        """Return the advantages of one group as a batch of rollouts of equal lengths."""
         return reinforce_pp(rewards_G, np.ones(len(rewards_G)), self.eps)
 
     def of_batch(self, groups: Sequence[Group]) -> list[np.ndarray]:

@@ -1,4 +1,4 @@
-"""ReMax: each reward against that of the greedy rollout of the same prompt."""
+"""ReMax: each reward minus that of the prompt's greedy rollout."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ._arrays import Array, checked
 
 
 def remax(rewards_G: Array, greedy_reward: float) -> Array:
-    """r - reward of the greedy rollout.
+    """Return r - reward of the greedy rollout.
 
     [G] -> [G], numpy or torch, same kind out; NaN members stay NaN. Raises ValueError on a shape other than [G] or an
     infinite reward. Source: Li et al. 2023 (ReMax), equation 3.
@@ -23,7 +23,7 @@ def remax(rewards_G: Array, greedy_reward: float) -> Array:
 
 @dataclass(frozen=True)
 class ReMax:
-    """ReMax (Li et al. 2023): r - reward of a greedy rollout, which is sampled besides the group and never trained."""
+    """ReMax (Li et al. 2023): r - reward of a greedy rollout, sampled in addition to the group and never trained."""
 
     greedy_baseline: ClassVar[bool] = True
     group_relative: ClassVar[bool] = False
@@ -34,7 +34,7 @@ class ReMax:
         return 2
 
     def of_batch(self, groups: Sequence[Group]) -> list[np.ndarray]:
-        """Raises ValueError for a group whose greedy rollout has no reward."""
+        """Return `remax` of each group. Raises ValueError when its greedy rollout has no reward."""
         advantages = []
         for group in groups:
             greedy_reward = group.greedy_reward()

@@ -1,4 +1,4 @@
-"""RLOO: each reward against the mean of its siblings."""
+"""RLOO: each reward minus the mean of its siblings."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from ._base import GroupRelative
 
 
 def rloo(rewards_G: Array) -> Array:
-    """r_i - mean of the other members that have a reward.
+    """Return r_i - mean of the other members that have a reward.
 
-    [G] -> [G], numpy or torch, same kind out; NaN members stay NaN. All equal, or fewer than two present: zeros.
-    Raises ValueError on a shape other than [G] or an infinite reward. Source: Ahmadian et al. 2024, eq. 7.
+    [G] -> [G], numpy or torch, same kind out; NaN members stay NaN. All equal, or fewer than two present: zeros. Raises
+    ValueError on a shape other than [G] or an infinite reward. Source: Ahmadian et al. 2024, eq. 7.
     """
     rewards_G = checked(rewards_G)
     there = present(rewards_G)

@@ -1,4 +1,4 @@
-"""Corrections: weights for what an older or numerically different policy sampled; and learning-rate scales."""
+"""Corrections: weights for samples of an older or numerically different policy, and learning-rate scales."""
 
 from __future__ import annotations
 
@@ -17,32 +17,32 @@ from .truncate import Truncate
 
 class Correction(Protocol):
     active: bool
-    """False when every weight is 1; the clipped loss then takes its ratio against the sampler itself."""
+    """False when every weight is 1; the clipped loss then takes its ratio to the sampler."""
     weigh: bool
-    """False when weights are 0 or 1; then, too: a rollout must be weighed once, by the weight or by that ratio."""
+    """False when weights are 0 or 1; again the loss takes that ratio, since a rollout is weighted only once."""
 
     def __call__(self, on: Evidence) -> tuple[torch.Tensor, dict[str, float]]:
-        """Detached weights, broadcastable to [B, T], and sums for the metrics."""
+        """Return detached weights, broadcastable to [B, T], and sums for the metrics."""
         ...
 
 
 @runtime_checkable
 class OverBatch(Protocol):
-    """A correction that looks at the whole optimizer batch before it judges a micro-batch."""
+    """A correction that needs the whole optimizer batch before it judges a micro-batch."""
 
     def over_batch(self, parts: Iterable[Evidence]) -> Correction: ...
 
 
 class StepScale(Protocol):
     active: bool
-    """False when the learning rate never changes; then no ratios are computed for it."""
+    """False when the learning rate never changes; no ratios are then computed for it."""
 
     def __call__(self, ess_ratio: float) -> float:
-        """Factor on the learning rate of this step; `ess_ratio`: effective sample size over the batch's rollouts."""
+        """Return the factor on this step's learning rate; `ess_ratio`: effective sample size / number of rollouts."""
         ...
 
     def metrics(self) -> dict[str, float]:
-        """Metrics of the last step."""
+        """Return the metrics of the last step."""
         ...
 
     def state_dict(self) -> dict[str, Any]: ...

@@ -12,7 +12,7 @@ from .ratios import Evidence, Level, log_ratio
 
 @dataclass(frozen=True)
 class Bounded:
-    """`low` and `high` bound the ratio itself, `high: null` not at all; it is computed in log space: no overflow."""
+    """Bounds on the ratio: `low` and `high`; `high: null` is no upper bound. Log space avoids overflow."""
 
     level: Level = "sequence"
     low: float = 0.0
@@ -29,12 +29,12 @@ class Bounded:
         return math.log(self.low) if self.low > 0 else -math.inf, math.inf if self.high is None else math.log(self.high)
 
     def _judged(self, on: Evidence) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log ratios and which of them are out of bounds, [B, T] or [B, 1]."""
+        """Return the log ratios and which of them are out of bounds, [B, T] or [B, 1]."""
         log_w = log_ratio(on.logp_BT, on.sampler_logp_BT, on.mask_BT, self.level)
         low, high = self.log_bounds
         return log_w, (log_w < low) | (log_w > high)
 
     def _counts(self, outside: torch.Tensor, mask_BT: torch.Tensor) -> dict[str, float]:
-        """Tokens or rollouts out of bounds, and of how many."""
+        """Return the number of tokens or rollouts out of bounds, and the total."""
         counted = mask_BT.bool() if self.level == "token" else mask_BT.any(1, keepdim=True)
         return {"clipped": float((outside & counted).sum()), "clipped_of": float(counted.sum())}

@@ -1,4 +1,4 @@
-"""Effective sample size of a batch of importance weights, and the step size that goes with it (VCPO)."""
+"""Effective sample size of a batch of importance weights, and the learning-rate scale from it (VCPO)."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from ...base.state import State, Stateful
 
 
 def effective_sample_size(log_w_B: torch.Tensor) -> float:
-    """(sum w)^2 / sum w^2, between 1 and B, from log weights [B] of any size (VCPO, section 2.2; Kong 1992).
+    """Return (sum w)^2 / sum w^2, between 1 and B, from log weights [B] of any size (VCPO, section 2.2; Kong 1992).
 
-    The weights are those of whole rollouts, before any truncation. Raises ValueError on an empty batch or a weight that
-    is NaN or infinite; log weights of -inf (a rollout the learner would never sample) count as 0, unless all are.
+    The weights are those of whole rollouts, before truncation. Log weights of -inf (a rollout the learner would never
+    sample) count as 0. Raises ValueError on an empty batch, if all are -inf, or on a weight that is NaN or infinite.
     """
     log_w_B = torch.as_tensor(log_w_B).detach().double().reshape(-1)
     if not len(log_w_B) or torch.isnan(log_w_B).any() or (log_w_B == math.inf).any() or (log_w_B == -math.inf).all():
         raise ValueError("the effective sample size needs log weights below infinity, at least one of them finite")
-    relative_B = (log_w_B - log_w_B.max()).exp()  # scaling all weights leaves it as it is, and the largest is 1
+    relative_B = (log_w_B - log_w_B.max()).exp()  # scaling all weights does not change it, and the largest is 1
     return float(relative_B.sum() ** 2 / (relative_B**2).sum())
 
 
 def lr_scale(ess_ratio: float, reference: float = 1.0) -> float:
-    """sqrt(min(1, ess_ratio / reference)): how much of the learning rate a batch deserves (VCPO, equation 5).
+    """Return sqrt(min(1, ess_ratio / reference)): the share of the learning rate to use (VCPO, equation 5).
 
-    `ess_ratio`: effective sample size over the number of rollouts; `reference`: what it is on policy. Raises ValueError
+    `ess_ratio`: effective sample size over the number of rollouts; `reference`: its value on policy. Raises ValueError
     unless both lie in (0, 1].
     """
     if not (0 < ess_ratio <= 1 + 1e-9 and 0 < reference <= 1 + 1e-9):
@@ -40,7 +40,7 @@ class Ess:
     """Shrink the learning rate with the effective sample size of the batch (VCPO)."""
 
     reference: float | Literal["measured"] = 1.0
-    """Share of the batch that is effective on policy; `measured`: the mean over the first `measured_steps` updates."""
+    """Effective share of the batch on policy; `measured`: the mean over the first `measured_steps` updates."""
     measured_steps: int = 1
 
     def __post_init__(self) -> None:
@@ -60,7 +60,7 @@ class EssState(State):
 
 
 class EssScale(Stateful):
-    """Updates that are still measured keep their learning rate."""
+    """Learning-rate scale from the effective sample size. It is 1 while the reference is still measured."""
 
     state_model = EssState
     active = True
@@ -68,11 +68,11 @@ class EssScale(Stateful):
     def __init__(self, options: Ess) -> None:
         self.options = options
         self.seen: list[float] = []
-        """Effective shares of the updates that the reference is measured on."""
+        """Effective shares of the updates that measure the reference."""
 
     @property
     def reference(self) -> float | None:
-        """None: not measured yet."""
+        """Reference share; None until it is measured."""
         if self.options.reference != "measured":
             return float(self.options.reference)
         return sum(self.seen) / len(self.seen) if len(self.seen) >= self.options.measured_steps else None

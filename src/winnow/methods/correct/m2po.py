@@ -1,8 +1,8 @@
-"""M2PO: the tokens furthest from the sampler are left out until the second moment of the log ratios is small.
+"""M2PO: drop the tokens furthest from the sampler until the second moment of the log ratios is small.
 
-Zheng et al. 2025, "Prosperity before collapse", with the candidates of the authors' code. Two things differ from that
-code: what is dropped is a set of tokens, as in the paper's algorithm, where the code clips at the last ratio kept and
-never closer than 0.7 and 1.5; and the set is chosen over the optimizer batch, where the code takes each micro-batch.
+Zheng et al. 2025, "Prosperity before collapse", with the candidates of the authors' code. Two differences from that
+code. It clips at the last ratio kept, never closer than 0.7 and 1.5; here tokens are dropped, as in the paper's
+algorithm. It chooses per micro-batch; here the optimizer batch decides.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from .ratios import Evidence, log_ratio, weight
 class M2PO:
     """Weight 0 for the tokens furthest from the sampler, until the mean squared log ratio is under `threshold`.
 
-    Only tokens that clipping could bite are looked at and dropped: those with ratio > 1 and a positive advantage, or
-    ratio < 1 and a negative one, which the update would move further away. All other tokens weigh their ratio.
+    Only tokens that clipping could affect are candidates: ratio > 1 with a positive advantage, or ratio < 1 with a
+    negative one. The update would move those further away. All other tokens have their ratio as weight.
     """
 
     threshold: float = 0.04
     weigh: bool = True
-    """False: weight 1 for what is kept; the clipped loss then takes its ratio to the sampler, and holds the weight."""
+    """False: kept tokens have weight 1, and the clipped loss takes its ratio to the sampler, which holds the weight."""
     active = True
 
     def __post_init__(self) -> None:
@@ -38,14 +38,14 @@ class M2PO:
         return self.over_batch([on])(on)
 
     def over_batch(self, parts: Iterable[Evidence]) -> Cut:
-        """The cut, chosen over the tokens of all micro-batches together, so that their borders cannot matter."""
+        """Return the cut over the tokens of all micro-batches together, so that their borders do not matter."""
         squared = [log_w[biting] ** 2 for log_w, biting in map(_judged, parts)]
         return Cut(cutoff(torch.cat(squared), self.threshold), self.weigh)
 
 
 @dataclass(frozen=True)
 class Cut:
-    """`M2PO` with its decision made: tokens whose squared log ratio is `cutoff` or more are dropped."""
+    """A decided `M2PO`: tokens whose squared log ratio is `cutoff` or more are dropped."""
 
     cutoff: float
     weigh: bool
@@ -59,15 +59,15 @@ class Cut:
 
 
 def _judged(on: Evidence) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log ratios of tokens and which of them clipping could bite, both [B, T]."""
+    """Return the log ratios of tokens and which of them clipping could affect, both [B, T]."""
     log_w = log_ratio(on.logp_BT, on.sampler_logp_BT, on.mask_BT, "token")
     return log_w, log_w * on.advantages_B[:, None].sign() > 0
 
 
 def cutoff(squared_N: torch.Tensor, threshold: float) -> float:
-    """The smallest squared log ratio to drop so that the mean of those below it is under `threshold`; else infinity.
+    """Return the smallest squared log ratio to drop for a mean of those below under `threshold`; else infinity.
 
-    Tokens are dropped from the largest on. Equal ones go together, so the order of the tokens cannot matter.
+    Tokens are dropped from the largest down. Equal ones go together, so token order does not matter.
     """
     squared_N = squared_N.sort().values
     means_N = running_sum(squared_N.double()) / torch.arange(1, len(squared_N) + 1, device=squared_N.device)

@@ -1,4 +1,4 @@
-"""Masked importance sampling (MIS): what is too far from the sampler is left out of the loss."""
+"""Masked importance sampling (MIS): leave samples too far from the sampler out of the loss."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from .ratios import Evidence, weight
 
 @dataclass(frozen=True)
 class Mask(Bounded):
-    """Weight 0 where the ratio lies outside of [low, high], and the ratio itself elsewhere.
+    """Weight 0 where the ratio lies outside [low, high], and the ratio itself elsewhere.
 
     DeepSeek-V3.2's rule: `level: geometric, low: 0.9, high: null, only_negative: true, weigh: false`; low = e^-delta.
     """
 
     only_negative: bool = False
-    """Mask rollouts of negative advantage alone: to learn from a far-off mistake does more harm than good."""
+    """Mask only rollouts of negative advantage: learning from a far-off mistake does more harm than good."""
     weigh: bool = True
-    """False: weight 1 for what is kept; the clipped loss then takes its ratio to the sampler, and holds the weight."""
+    """False: kept samples have weight 1; the clipped loss takes its ratio to the sampler, which holds the weight."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -31,6 +31,6 @@ class Mask(Bounded):
         log_w, outside = self._judged(on)
         if self.only_negative:
             outside = outside & (on.advantages_B[:, None] < 0)
-        # Where only negative advantages are masked, others may be far off.
+        # With only_negative, positive advantages may have ratios far out of bounds.
         kept = weight(log_w) if self.weigh else torch.ones_like(log_w)
         return torch.where(outside, 0.0, kept), self._counts(outside, on.mask_BT)

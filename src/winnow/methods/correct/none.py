@@ -23,7 +23,7 @@ class NoCorrection:
 
 @dataclass(frozen=True)
 class NoScale(Stateful):
-    """The learning rate is what the schedule says."""
+    """No scale: the learning rate follows the schedule."""
 
     active = False
 

@@ -1,4 +1,4 @@
-"""Importance ratios between learner and sampler, in log space, so that they cannot overflow."""
+"""Importance ratios between learner and sampler, in log space against overflow."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Evidence(NamedTuple):
     """Input of a correction: B rollouts of T positions."""
 
     logp_BT: torch.Tensor
-    """Under the learner."""
+    """Log-probabilities under the learner."""
     sampler_logp_BT: torch.Tensor
     mask_BT: torch.Tensor
     """True for action tokens."""
@@ -26,12 +26,12 @@ class Evidence(NamedTuple):
 def log_ratio(
     logp_BT: torch.Tensor, sampler_logp_BT: torch.Tensor, mask_BT: torch.Tensor, level: Level
 ) -> torch.Tensor:
-    """log(learner / sampler) over action tokens, detached, [B, T] for `token`, else [B, 1].
+    """Return log(learner / sampler) over action tokens, detached: [B, T] for `token`, else [B, 1].
 
     `sequence`: the sum over a rollout's action tokens, the log ratio of the whole rollout. `geometric`: their mean, the
-    log of the geometric mean of the token ratios (GSPO, Zheng et al. 2025); 0 for a row without action tokens. Off the
-    mask a token's log ratio is 0, whatever stands there. Both log-probabilities must be those of the same
-    distribution: after temperature, top-p and top-k. Raises ValueError on an unknown level.
+    log of the geometric mean of the token ratios (GSPO, Zheng et al. 2025); 0 for a row without action tokens. Outside
+    the mask a token's log ratio is 0. Both log-probabilities must be of the same distribution: after temperature, top-p
+    and top-k. Raises ValueError on an unknown level.
     """
     difference_BT = torch.where(mask_BT.bool(), logp_BT.detach() - sampler_logp_BT, 0.0)
     if level == "token":
@@ -45,5 +45,5 @@ def log_ratio(
 
 
 def weight(log_w: torch.Tensor) -> torch.Tensor:
-    """The ratio itself, never infinite."""
+    """Return the ratio itself, never infinite."""
     return log_w.clamp(max=math.log(MAX_RATIO)).exp()

@@ -1,4 +1,4 @@
-"""Truncated importance sampling (TIS): the ratio of learner to sampler, clipped, as a detached weight."""
+"""Truncated importance sampling (TIS): the clipped ratio of learner to sampler, as a detached weight."""
 
 from __future__ import annotations
 

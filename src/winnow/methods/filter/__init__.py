@@ -1,4 +1,4 @@
-"""Filters: after the reward, does this group enter the batch?"""
+"""Filters: decide after the reward whether a group enters the batch."""
 
 from __future__ import annotations
 

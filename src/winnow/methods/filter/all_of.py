@@ -1,4 +1,4 @@
-"""Several filters in a row, as a list in the configuration: a group enters the batch if all of them admit it."""
+"""Several filters in a row, given as a list: a group enters the batch if all of them admit it."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from .base import Filter
 
 
 class AllOf(Filter):
-    """Asks one filter after the other until one rejects; its name leads the reason.
+    """Calls one filter after the other until one rejects; its name leads the reason.
 
     Rejected groups are replaced if any of the filters refills.
     """
 
     def __init__(self, filters: Sequence[tuple[str, Filter]]) -> None:
-        """Pairs of name and filter. Raises ValueError when one of them has no effect next to the others."""
+        """Take pairs of name and filter. Raises ValueError when one of them has no effect next to the others."""
         for i, (name, each) in enumerate(filters):
             if each.admits_all:
                 raise ValueError(f"{name} has no effect with other filters; remove it")

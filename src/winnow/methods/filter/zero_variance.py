@@ -1,6 +1,6 @@
 """Drop groups without a signal: their group-relative advantages are all 0.
 
-With `refill` this is DAPO's dynamic sampling (Yu et al. 2025, section 3.2): sampling goes on until the batch is full,
+With `refill` this is DAPO's dynamic sampling (Yu et al. 2025, section 3.2): sampling continues until the batch is full,
 bounded by `max_refill_rounds`. Without it, the loss runs over the surviving groups only.
 """
 

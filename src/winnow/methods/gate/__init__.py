@@ -1,6 +1,6 @@
-"""Gates: during the rollout, is it worth going on?
+"""Gates: decide during the rollout whether it is worth continuing.
 
-A gate only decides; `rollout/runner.py` stops what it says. `none` is the absence of a gate, so it is not in the table.
+A gate only decides; `rollout/runner.py` does the stopping. `none` means no gate, so it is not in the table.
 """
 
 from __future__ import annotations

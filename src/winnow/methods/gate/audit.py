@@ -1,7 +1,7 @@
-"""Audits of rules: now and then a removal is overridden at random and runs on, to see what the rule got wrong.
+"""Audits of rules: some removals are overridden at random and run on, to measure the rule's mistakes.
 
-A *removal* is a skip of a selector or a stop of a gate. With a known probability it is overridden; the finished group
-shows what would have been lost. `estimates.py` turns the few that were overridden into statements on all the others.
+A *removal* is a skip of a selector or a stop of a gate. It is overridden with a known probability, and the finished
+group shows the signal that would have been lost. `estimates.py` extends these few results to all removals.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ class AuditState(State):
 
 
 class RuleAudit(Stateful):
-    """Draws the overrides of one rule, keeps its account, and estimates what the rule got wrong. Pure bookkeeping.
+    """Draws the overrides of one rule, keeps its account, and estimates its mistakes. Pure bookkeeping.
 
-    `epsilon`: probability of an override. With `max_signal_loss` it is the least probability, and a controller steers
-    the actual one so that the removals carried out hold at most that share of all signal. It starts at 1: nothing is
-    removed until there is evidence. After each step
+    `epsilon`: probability of an override. With `max_signal_loss` it is the lowest probability. A controller then
+    steers the actual one, so that carried-out removals hold at most that share of all signal. The probability starts at
+    1: nothing is removed without evidence. After each step
 
         probability = clip(1 - max_signal_loss / U, epsilon, 1),
 
-    U being the upper bound of the share of the signal that all removals of about the last `WINDOW` steps hold, carried
-    out or not. So (1 - probability) U, a bound of the share that is lost, never exceeds `max_signal_loss`: for any
-    rule, random or not, as long as it changes slowly beside `WINDOW`. An abrupt change is noticed within a fraction of
-    it. What is bounded is the expected loss; which removals the draws hit is luck, and evens out.
-    Raises ValueError unless 0 < epsilon <= 1 and 0 < max_signal_loss < 1.
+    with U the upper bound of the share of the signal held by all removals of about the last `WINDOW` steps, carried out
+    or not. So (1 - probability) U, a bound of the share lost, never exceeds `max_signal_loss`. This holds for any rule,
+    random or not, that changes slowly compared with `WINDOW`. An abrupt change is noticed within a fraction of it. The
+    bound is on the expected loss; the luck of the draws evens out. Raises ValueError unless 0 < epsilon <= 1 and 0 <
+    max_signal_loss < 1.
     """
 
     state_model = AuditState
@@ -59,58 +59,58 @@ class RuleAudit(Stateful):
         self.epsilon = epsilon
         self.max_signal_loss = max_signal_loss
         self.probability = epsilon if max_signal_loss is None else 1.0
-        """Probability of an override, now."""
+        """Current probability of an override."""
         self.largest = 0.0
         """Largest signal seen, kept ones included."""
         self.whole, self.recent = Sums(), Sums()
         self.seed = seed
 
     def overrides(self) -> Overrides:
-        """Draws of overrides at the present probability."""
+        """Return the draws of overrides at the current probability."""
         return Overrides(self.name, self.seed, self.probability)
 
     def removed(self, probability: float) -> None:
-        """A removal was carried out where it could have been overridden with `probability`."""
+        """Record a carried-out removal that could have been overridden with `probability`."""
         for sums in (self.whole, self.recent):
             sums.remove(probability, 1)
 
     def audited(self, probability: float, signal: float, tokens: float) -> None:
-        """A removal that was overridden with `probability` has finished.
+        """Record the end of a removal that was overridden with `probability`.
 
-        `signal`: squared norm of the advantages it turned out to have, 0 if it was worthless; `tokens`: sampled ones
-        that the removal would have saved.
+        `signal`: squared norm of its advantages, 0 if it was worthless. `tokens`: sampled tokens that the removal would
+        have saved.
         """
         self.largest = max(self.largest, float(signal))
         for sums in (self.whole, self.recent):
             sums.audit(probability, float(signal), float(tokens))
 
     def kept(self, signal: float) -> None:
-        """Something that the rule let pass has finished."""
+        """Record the end of something that the rule let pass."""
         self.largest = max(self.largest, float(signal))
         for sums in (self.whole, self.recent):
             sums.kept_signal += float(signal)
 
     def precision(self) -> Estimate:
-        """Share of the removals, carried out or not, that were worthless."""
+        """Return the share of worthless removals, carried out or not."""
         return self.whole.precision()
 
     def signal_lost(self) -> Estimate:
-        """Squared advantage norm of what was removed, over that of everything."""
+        """Return the squared advantage norm of removals, over that of everything."""
         return self.whole.signal_lost(self.largest)
 
     def tokens_saved(self) -> Estimate:
-        """Tokens that the removals carried out would have cost."""
+        """Return the tokens that the carried-out removals would have cost."""
         return self.whole.tokens_saved()
 
     def end_step(self) -> None:
-        """An optimizer step is over: steer the probability, and let the recent sums fade."""
+        """End an optimizer step: steer the probability and decay the recent sums."""
         if self.max_signal_loss is not None and self.recent.removed + self.recent.audited > 0:
             bound = self.recent.signal_removed(self.largest).high
             self.probability = min(1.0, max(self.epsilon, 1 - self.max_signal_loss / max(bound, 1e-12)))
         self.recent.decay(math.exp(-1 / WINDOW))
 
     def metrics(self) -> dict[str, float]:
-        """Over the whole run, under `audit/<name>/`; what is not known yet is left out."""
+        """Return metrics over the whole run, under `audit/<name>/`, without values that are still unknown."""
         found = {
             "audited": self.whole.audited,
             "removed": self.whole.removed,
@@ -124,10 +124,10 @@ class RuleAudit(Stateful):
 
 
 def squared_advantages(group: Group, judge: GroupJudge) -> np.ndarray | None:
-    """float64 [G], 0 for absent members; None where failures left too few rewards to tell: that is no evidence.
+    """Return float64 [G], 0 for absent members; None if failures left too few rewards: that is no evidence.
 
-    What another rule stopped has no signal: had this one stopped it first, nothing more would have been lost. An
-    advantage that looks at the whole batch is given the group alone.
+    A group that another rule stopped has no signal: if this rule had stopped it first, nothing more would be lost. An
+    advantage over the whole batch gets the group alone.
     """
     advantage, rewards_G = judge.advantage, group.rewards()
     assert advantage is not None
@@ -143,9 +143,9 @@ def squared_advantages(group: Group, judge: GroupJudge) -> np.ndarray | None:
 
 
 class AuditedGate(Gate):
-    """Wraps a gate: keeps the account of its stops, carried out or overridden.
+    """Wraps a gate and keeps the account of its stops, carried out or overridden.
 
-    `judge` is the run's, with the advantage that it trains with.
+    `judge` is the run's, with its advantage.
     """
 
     def __init__(self, gate: Gate, audit: RuleAudit, judge: GroupJudge) -> None:
@@ -157,11 +157,11 @@ class AuditedGate(Gate):
         return self.gate.rule()
 
     def overrides(self) -> Overrides:
-        """Draws of overrides, published beside the rule."""
+        """Return the draws of overrides, published with the rule."""
         return self.audit.overrides()
 
     def observe(self, group: Group) -> None:
-        """The gate learns first, also from what was overridden; then the account is kept."""
+        """Let the gate learn first, also from overridden stops; then keep the account."""
         self.gate.observe(group)
         name = self.audit.name
         decisions = [*group.decisions, *(d for rollout in group.rollouts for d in rollout.decisions)]
@@ -201,7 +201,7 @@ class AuditedGate(Gate):
         self.gate.save(directory)
 
     def state_dict(self) -> dict[str, Any]:
-        """Gate and account; groups in flight carry their own decisions."""
+        """Return gate and account; groups in flight carry their own decisions."""
         return {"gate": self.gate.state_dict(), "audit": self.audit.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -212,11 +212,11 @@ class AuditedGate(Gate):
 
 
 def _override(decisions: Sequence[Decision]) -> tuple[float, int] | None:
-    """Probability of the first override among decisions, and the turns finished by then."""
+    """Return the probability of the first override among decisions, and the turns finished by then."""
     found = [(d.verdict.overridden, d.turn) for d in decisions if d.verdict.overridden is not None]
     return found[0] if found else None
 
 
 def rules_of(gates: Mapping[str, Gate]) -> list[NamedRule]:
-    """Rules that a run's gates publish, under their names."""
+    """Return the rules that a run's gates publish, under their names."""
     return [NamedRule(name, gate.rule(), gate.overrides()) for name, gate in gates.items()]

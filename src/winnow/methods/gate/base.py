@@ -1,9 +1,9 @@
-"""Gates: a rule beside the engine that decides, and learning beside the loop.
+"""Gates: a rule next to the engine decides, and the gate learns in the training loop.
 
 gate.rule() -> Rule            frozen within an optimizer step; published to samplers with the weights
-rule.decide(views)             beside the engine: stop this rollout, this group?
-gate.observe(group)            beside the loop: the decisions travel with the rollouts that they were about
-gate.end_step()                learn; the next `rule()` may be another one
+rule.decide(views)             next to the engine: stop this rollout, this group?
+gate.observe(group)            in the training loop: decisions travel with their rollouts
+gate.end_step()                learn; the next `rule()` may differ
 """
 
 from __future__ import annotations
@@ -35,26 +35,26 @@ Array = Annotated[
 
 @dataclass(frozen=True)
 class GateContext:
-    """Facts about the run that a gate is part of."""
+    """Facts about the run for building a gate."""
 
     name: str
     """Name of the gate in this run; its decisions carry it."""
     seed: int = 0
     judge: GroupJudge = BY_REWARDS
-    """Which groups have a signal; also what counts as right, and how many rewards the advantage needs."""
+    """Which groups have a signal, which answers are right, and how many rewards the advantage needs."""
 
 
 class Rule(Protocol):
     """A frozen dataclass whose fields pydantic can write as JSON (arrays: `Array`), so that it can travel.
 
-    It remembers nothing: what it decided before is in `GroupView.decisions`.
+    It has no memory: its earlier decisions are in `GroupView.decisions`.
     """
 
     @property
     def at(self) -> GatePoint | tuple[EnvStep, ...]:
-        """`Token(n)`: asked about a rollout, once, when it has sampled n tokens of a turn. `EnvStep(k)`: asked about
-        the whole group when everybody has taken k steps or ended. Several of those: at each until it cuts the group.
-        """
+        """Gate point. `Token(n)`: decides on each rollout, once, after n sampled tokens of a turn. `EnvStep(k)`:
+        decides on the whole group when every rollout has taken k steps or ended; with several, at each until it cuts
+        the group."""
         ...
 
     @property
@@ -63,12 +63,12 @@ class Rule(Protocol):
         ...
 
     def decide(self, views: Sequence[GroupView]) -> list[Verdict]:
-        """One verdict a view, in their order; none may depend on what else is asked at once."""
+        """Return one verdict per view, in their order; none may depend on the other views."""
         ...
 
 
 class Gate(Learns):
-    """Derive from it and write `rule`; a gate that learns overrides the rest."""
+    """Base class of gates. Derive from it and write `rule`; a gate that learns overrides the rest."""
 
     def rule(self) -> Rule:
         """Return the rule that decides until the next one is published."""
@@ -78,7 +78,7 @@ class Gate(Learns):
         """Learn from every finished group; the gate's decisions are in `decisions` of the group and its rollouts."""
 
     def save(self, directory: Path) -> None:
-        """Write what belongs with the saved model, if anything."""
+        """Write files that belong to the saved model, if any."""
 
     def overrides(self) -> Overrides | None:
         """Return an audit's draws of overrides; None without an audit."""
@@ -86,19 +86,19 @@ class Gate(Learns):
 
 
 class RuleError(ValueError):
-    """A rule raised, or answered with something else than verdicts; the message names the gate."""
+    """A rule raised, or returned something other than verdicts; the message names the gate."""
 
 
 @dataclass(frozen=True)
 class NamedRule:
-    """A rule under its gate's name, and the overrides it is under, as the rollout runner asks it."""
+    """A rule with its gate's name and its overrides, as the rollout runner calls it."""
 
     name: str
     rule: Rule
     overrides: Overrides | None = None
 
     def decide(self, views: Sequence[GroupView]) -> list[Decision]:
-        """Decisions on views, in their order. Raises RuleError."""
+        """Return decisions on views, in their order. Raises RuleError."""
         try:
             verdicts = self.rule.decide(views)
         except Exception as error:
@@ -138,7 +138,7 @@ EVIDENCE = (float, int, str, type(None), np.ndarray, np.generic)
 
 
 def check_rule(named: NamedRule) -> None:
-    """Raises RuleError when a rule could not be asked, or cannot travel to where it is asked."""
+    """Try a rule. Raises RuleError when it cannot be called, or cannot travel to its sampler."""
     at = named.rule.at
     points = at if isinstance(at, tuple) else (at,)
     tokens = [p.n for p in points if isinstance(p, Token)]
@@ -149,7 +149,7 @@ def check_rule(named: NamedRule) -> None:
         )
     try:
         json.dumps(rule_state(named), allow_nan=False)
-    except Exception as error:  # whatever pydantic has against the class
+    except Exception as error:  # any objection of pydantic to the class
         raise RuleError(
             f"gate {named.name}: its rule cannot travel as JSON ({type(error).__name__}: {error}); a rule is a frozen "
             "dataclass of plain values, and of arrays annotated `Array`"
@@ -157,7 +157,7 @@ def check_rule(named: NamedRule) -> None:
 
 
 def env_steps(rule: Rule) -> tuple[int, ...]:
-    """The environment steps at which a rule is asked; none for a token."""
+    """Return the environment steps at which a rule decides; empty for a token."""
     at = rule.at
     if isinstance(at, Token):
         return ()
@@ -170,7 +170,7 @@ def _adapter(cls: type) -> TypeAdapter[Any]:
 
 
 def rule_state(named: NamedRule) -> dict[str, Any]:
-    """A rule as plain JSON values."""
+    """Return a rule as plain JSON values."""
     overrides = named.overrides
     return {
         "name": named.name,
@@ -180,12 +180,12 @@ def rule_state(named: NamedRule) -> dict[str, Any]:
 
 
 def rule_from(state: Mapping[str, Any], rule: type) -> NamedRule:
-    """The rule of class `rule` that `rule_state` was given."""
+    """Return the rule of class `rule` from its `rule_state`."""
     under = state["overrides"]
     overrides = None if under is None else _adapter(Overrides).validate_python(under)
     return NamedRule(state["name"], _adapter(rule).validate_python(state["rule"]), overrides)
 
 
 def of_gate(decisions: Sequence[Decision], name: str) -> list[Decision]:
-    """Decisions that the gate of this name took."""
+    """Return the decisions of the gate with this name."""
     return [d for d in decisions if d.gate == name]

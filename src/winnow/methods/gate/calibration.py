@@ -18,14 +18,14 @@ BISECTIONS = 100
 
 
 def bin_of(score: float, bins: int) -> int:
-    """Number of its bin of [0, 1]. Raises ValueError on a score outside."""
+    """Return the number of the score's bin of [0, 1]. Raises ValueError on a score outside."""
     if not 0 <= score <= 1:
         raise ValueError(f"scores must lie in [0, 1], not {score}")
     return min(int(score * bins), bins - 1)
 
 
 BINS = Packed("i8", None, index="bins")
-"""Bins of rows; counting does not look at bounds."""
+"""Bins of rows; counting does not check bounds."""
 
 
 class PosteriorState(State):
@@ -36,10 +36,10 @@ class PosteriorState(State):
 class BinnedPosterior:
     """P(success | score) by Bayes' rule over `bins` equal bins of [0, 1] (Zadrozny and Elkan 2001; appendix A.4).
 
-    The last `capacity` successes and failures each are remembered; P(bin | outcome) has Laplace smoothing `alpha`. The
-    prior is the share of successes of the last `2 capacity` labels of either kind: two buffers that fill at different
-    speeds cannot tell it once the faster one is full. Without labels every posterior is 0.5; with labels of one kind
-    alone it is 0 or 1. Raises ValueError on options out of range.
+    It keeps the last `capacity` successes and failures each; P(bin | outcome) has Laplace smoothing `alpha`. The prior
+    is the share of successes among the last `2 capacity` labels of either kind: two buffers that fill at different
+    speeds lose it once the faster one is full. Without labels every posterior is 0.5; with labels of one kind alone it
+    is 0 or 1. Raises ValueError on options out of range.
     """
 
     def __init__(self, bins: int = 20, capacity: int = 2048, alpha: float = 1.0) -> None:
@@ -56,11 +56,11 @@ class BinnedPosterior:
         self._posterior_B: np.ndarray | None = None
 
     def bin_of(self, score: float) -> int:
-        """Number of its bin. Raises ValueError on a score outside [0, 1]."""
+        """Return the number of the score's bin. Raises ValueError on a score outside [0, 1]."""
         return bin_of(score, self.bins)
 
     def observe(self, score: float, label: bool, weight: float = 1.0) -> None:
-        """Learn one outcome. `weight`: 1 / (the chance with which this rollout's outcome came to be seen)."""
+        """Learn one outcome. `weight`: 1 / (chance that this rollout's outcome was seen)."""
         if not 0 < weight < 1e12:
             raise ValueError(f"weight must be a positive number below 1e12, not {weight}")
         if label not in (False, True):
@@ -71,17 +71,17 @@ class BinnedPosterior:
 
     @property
     def labels(self) -> tuple[int, int]:
-        """How many failures and successes are remembered."""
+        """Number of failures and successes in memory."""
         return len(self._seen[0]), len(self._seen[1])
 
     def posterior(self, score: ArrayLike) -> Any:
-        """Chance of success, float64 of the shape of `score`; a float for a number."""
+        """Return the chance of success, float64 of the shape of `score`; a float for a number."""
         scores = np.asarray(score, np.float64)
         found = self.table()[np.array([self.bin_of(s) for s in scores.ravel()], np.int64)].reshape(scores.shape)
         return float(found) if found.ndim == 0 else found
 
     def table(self) -> np.ndarray:
-        """The posterior of every bin, [bins]."""
+        """Return the posterior of every bin, [bins]."""
         if self._posterior_B is None:
             if not len(self._labels):
                 return np.full(self.bins, 0.5)
@@ -93,14 +93,14 @@ class BinnedPosterior:
 
     @property
     def success(self) -> float:
-        """Share of successes of the remembered labels; 0.5 without labels."""
+        """Share of successes among the labels in memory; 0.5 without labels."""
         if not len(self._labels):
             return 0.5
         label_N, weight_N = self._labels.columns()
         return float(weight_N[label_N == 1].sum() / weight_N.sum())
 
     def likelihood(self, label: int) -> np.ndarray:
-        """P(bin | outcome), [bins], with Laplace smoothing."""
+        """Return P(bin | outcome), [bins], with Laplace smoothing."""
         seen = self._seen[label]
         bin_N, weight_N = seen.columns() if len(seen) else (np.empty(0, np.int64), np.empty(0))
         counts_B = np.bincount(bin_N, weight_N, self.bins)
@@ -126,16 +126,16 @@ def survival_probabilities(
     p_min: float = 0.05,
     balance: Balance = "target",
 ) -> np.ndarray:
-    """Chance of survival, float64 [N], for rollouts whose chances of success are `q` [N] (equation 2, appendix A.4).
+    """Return the chance of survival, float64 [N], for chances of success `q` [N] (equation 2, appendix A.4).
 
         p = clip(keep_rate + strength * slope * (q - mean) + b, p_min, 1)
 
-    mean and variance are those of `buffer_q` [M], recent rollouts pruned or not; b is found by bisection so that
-    the mean of p over them is `keep_rate`, wherever `p_min` leaves room for that. `target`: slope = keep_rate
-    (target - mean) / variance. Where nothing is clipped and `strength` is 1, the share of successes among survivors is
-    then expected to be `target`, from whichever side it comes. `literal`: slope = -1, the form printed in the paper;
-    with b solved for, it does not depend on `target` and lowers the share of successes. An empty buffer, or one without
-    variance, gives everyone the keep rate. Raises ValueError on numbers out of range or not finite.
+    mean and variance are those of `buffer_q` [M], recent rollouts pruned or not. b comes from bisection so that the
+    mean of p over them is `keep_rate`, where `p_min` permits. `target`: slope = keep_rate (target - mean) / variance.
+    If nothing is clipped and `strength` is 1, the expected share of successes among survivors is then `target`, from
+    either side. `literal`: slope = -1, the form printed in the paper; with b solved for, it ignores `target` and lowers
+    the share of successes. An empty buffer, or one without variance, gives every rollout the keep rate. Raises
+    ValueError on numbers out of range or not finite.
     """
     q_N, buffer_M = np.atleast_1d(np.asarray(q, np.float64)), np.asarray(buffer_q, np.float64).ravel()
     _check(q_N, buffer_M, keep_rate, target, strength, p_min)
@@ -155,9 +155,9 @@ def survival_probabilities(
 
 
 def survival_factor(weights: ArrayLike, keep_rate: float, p_min: float, count: np.ndarray | None = None) -> float:
-    """The c for which clip(c w, p_min, 1) has the mean `keep_rate` over positive `weights`, by bisection.
+    """Return c such that clip(c w, p_min, 1) has the mean `keep_rate` over positive `weights`, by bisection.
 
-    `count`: how often each of them stands there; None: equally often.
+    `count`: how often each of them occurs; None: equally often.
     """
     w_M, low, high = np.asarray(weights, np.float64), 0.0, 1 / np.min(weights)
     for _ in range(BISECTIONS):

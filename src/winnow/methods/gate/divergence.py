@@ -1,10 +1,10 @@
 """Stop a whole group at an environment step when its trajectories have converged (Zhai and Wang 2026).
 
-Trajectories that agree so far mostly end with the same reward, and such a group teaches nothing. At step k, when every
-trajectory has taken k steps or ended, the group is cut if its divergence signal (signals.py) is under a threshold (eq.
-2), or, with the OR rule (eq. 3), if enough of them have ended. Beyond the paper: several evaluation steps, each with a
-threshold of its own, of which the first that fires cuts; thresholds by task type; a cut of groups that have not come
-anywhere, by the environment's progress number; and a threshold that is chosen anew while training (refit.py).
+Trajectories that agree so far mostly end with the same reward, and such a group teaches nothing. The gate decides at
+step k, when every trajectory has taken k steps or ended. It cuts if the group's divergence signal (signals.py) is under
+a threshold (eq. 2), or, with the OR rule (eq. 3), if enough trajectories have ended. Beyond the paper: several
+evaluation steps with a threshold each, of which the first that fires cuts; thresholds by task type; a cut of groups
+without progress, by the environment's progress number; and a threshold refitted during training (refit.py).
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ TERMINATION = "termination_fraction"
 
 
 def fires(value: Any, threshold: float, ended: Any = None, limit: float | None = None, rule: Rule = "or") -> np.ndarray:
-    """Whether to cut: bool, of the shape of `value`. Numbers or arrays, one entry a group.
+    """Return whether to cut: bool, of the shape of `value`. Numbers or arrays, one entry per group.
 
-    value < threshold; with a `limit` also the termination fraction `ended` counts: `or` cuts where either value <
-    threshold or ended >= limit (eq. 3), `and` where both hold, and `mirror` where value < threshold or ended <= limit
+    Without `limit`: value < threshold. With it the termination fraction `ended` counts too. `or` cuts if value <
+    threshold or ended >= limit (eq. 3), `and` if both hold. `mirror` cuts if value < threshold or ended <= limit
     (appendix E.9's attempt at groups that fail throughout).
     """
     below: np.ndarray = np.asarray(value) < threshold
@@ -51,9 +51,10 @@ def decide(
     termination: float | None = None,
     rule: Rule = "or",
 ) -> Verdict:
-    """Cut or keep one group at step `k`, from its signals there: `values[signal]`, and with a `termination` limit also
-    `values["termination_fraction"]`. Pure; see `fires` for the rule. The reason of a cut names signal, value, threshold
-    and k.
+    """Cut or keep one group at step `k`, from its signals there; pure.
+
+    Uses `values[signal]` and, with a `termination` limit, `values["termination_fraction"]`; see `fires` for the rule.
+    The reason of a cut names signal, value, threshold and k.
     """
     value, ended = values[signal], values.get(TERMINATION, 0.0)
     if not fires(value, threshold, ended, termination, rule):
@@ -66,8 +67,8 @@ def decide(
 
 
 def stuck(view: GroupView, sound: list[int], limit: float, k: int) -> Verdict:
-    """Cut a group of which no trajectory has come beyond `limit`: all of them will fail. Raises ValueError when no
-    environment has told its progress."""
+    """Cut a group in which every trajectory's progress is at most `limit`: all will fail. Raises ValueError when no
+    environment reports progress."""
     given = [p for p in (view.progress[i] for i in sound if view.progress) if p is not None]
     if not given:
         raise ValueError(
@@ -82,7 +83,7 @@ def stuck(view: GroupView, sound: list[int], limit: float, k: int) -> Verdict:
 
 @dataclass(frozen=True)
 class OfType:
-    """Gate of one task type: a signal of its own, and its thresholds by evaluation step."""
+    """Gate of one task type: its own signal and thresholds by evaluation step."""
 
     signal: str
     steps: dict[int, float]
@@ -98,18 +99,18 @@ class Divergence:
     steps: dict[int, float] = field(default_factory=dict)
     """Several evaluation steps with their thresholds, in place of `k` and `threshold`."""
     termination: float | None = None
-    """With it, the share of trajectories that have ended counts too."""
+    """Limit on the share of ended trajectories; with it, that share counts too."""
     rule: Literal["or", "and"] = "or"
     progress: float | None = None
-    """Also cut when the best progress of a trajectory, as its environment tells it, is at most this."""
+    """Also cut when the best progress of a trajectory, as its environment reports it, is at most this."""
     per_task_type: dict[str, float | dict[int, float] | OfType] = field(default_factory=dict)
-    """Task type -> a threshold at `k`, steps of its own, a `signal` and `steps`, or 0 for never. Others: as above."""
+    """Task type -> a threshold at `k`, its own steps, a `signal` and `steps`, or 0 for never. Other types: as above."""
     task_type: str = "task_type"
     """Column of the prompts that holds the type."""
     refit_every: int = 0
-    """Choose the threshold anew after so many optimizer steps, from what was observed; 0: never. Needs `audit`."""
+    """Refit the threshold every so many optimizer steps, from observed groups; 0: never. Needs `audit`."""
     precision: float = 0.8
-    """With `refit_every`: the least share of the cuts that must be right."""
+    """With `refit_every`: lowest share of cuts that must be right."""
 
     def __post_init__(self) -> None:
         for signal in (self.signal, *map(self.signal_of, self.per_task_type)):
@@ -147,7 +148,7 @@ class Divergence:
                 raise ValueError(f"refit_every chooses one threshold, at k; remove {name}, or refit_every")
 
     def plan(self, task_type: str | None = None) -> dict[int, float]:
-        """Step -> threshold, for a task type."""
+        """Return step -> threshold, for a task type."""
         own = self.per_task_type.get(task_type) if task_type is not None else None
         if own is None:
             return self.steps or {self.k: self.threshold}
@@ -162,7 +163,7 @@ class Divergence:
         return own.signal if isinstance(own, OfType) else self.signal
 
     def problems(self, run: RunFacts) -> Iterator[str]:
-        """Yield task types that no prompt has, and a refit that nothing would feed."""
+        """Yield task types without a prompt, and a refit without data."""
         if self.refit_every and run.config.audit is None:
             yield "refit_every needs audits, to see what the gate cuts; set audit: {epsilon: 0.2}, or remove it"
         if not self.per_task_type:
@@ -180,7 +181,7 @@ DEFAULTS: Final = Divergence()
 
 
 def config_entry(rest: OfType | None, types: Mapping[str, OfType | None], termination: float | None) -> dict[str, Any]:
-    """The entry of a run's `gates` that cuts as a calibration chose, for all groups and by task type; None: never."""
+    """Return a run's `gates` entry for a calibration's choice, for all groups and by task type; None: never."""
     entry: dict[str, Any] = {"name": "divergence"}
     own: dict[str, Any] = {}
     for kind, gate in types.items():
@@ -199,7 +200,7 @@ def config_entry(rest: OfType | None, types: Mapping[str, OfType | None], termin
 
 @dataclass(frozen=True)
 class DivergenceRule:
-    """Decides by the signals of those who are there; siblings that failed or were pruned are no evidence."""
+    """Decides by the signals of the siblings present; siblings that failed or were pruned are no evidence."""
 
     options: Divergence
     threshold: float | None = None
@@ -213,8 +214,8 @@ class DivergenceRule:
         return tuple(EnvStep(k) for k in sorted({k for plan in plans for k in plan}))
 
     def decide(self, views: Sequence[GroupView]) -> list[Verdict]:
-        """Raises ValueError when `per_task_type` is set and a prompt has no such column, and when `progress` is and the
-        environment gave none to any of the trajectories."""
+        """Return one verdict per view. Raises ValueError when `per_task_type` is set and a prompt has no such column,
+        or `progress` is set and no trajectory has any."""
         return [self._decide(view) for view in views]
 
     def _decide(self, view: GroupView) -> Verdict:
@@ -246,7 +247,7 @@ class DivergenceRule:
 
 
 class DivergenceGate(Gate):
-    """Counts, and with `refit_every` moves the threshold."""
+    """Counts decisions, and with `refit_every` moves the threshold."""
 
     def __init__(self, options: Divergence, context: GateContext) -> None:
         self.options = options
@@ -254,17 +255,17 @@ class DivergenceGate(Gate):
         self.judge = context.judge
         self.refit = Refit(options.threshold, options.refit_every, options.precision) if options.refit_every else None
         self._values: dict[str, list[float]] = {}
-        """Signal -> what it was at each decision."""
+        """Signal -> its value at each decision."""
         self._cut = 0
 
     def rule(self) -> DivergenceRule:
         return DivergenceRule(self.options, None if self.refit is None else self.refit.threshold)
 
     def observe(self, group: Group) -> None:
-        """With `refit_every`, learn from groups that were asked about and came to their end."""
+        """With `refit_every`, learn from groups with a decision that ran to their end."""
         taken = [d.verdict for d in of_gate(group.decisions, self.name)]
         judged = [(signal, verdict) for verdict in taken for signal in SIGNALS if signal in verdict.evidence]
-        for signal, verdict in judged:  # audits have entries of their own among the evidence
+        for signal, verdict in judged:  # audits have their own entries in the evidence
             self._values.setdefault(signal, []).append(verdict.evidence[signal])
             self._cut += verdict.removes
         members = group.siblings
@@ -280,8 +281,9 @@ class DivergenceGate(Gate):
             self.refit.end_step()
 
     def metrics(self) -> dict[str, float]:
-        """Decisions about the groups that this step brought back, the share that cut, and the mean of each signal;
-        nothing without decisions. With `refit_every` also the threshold, and how many groups the next is chosen from.
+        """Return metrics of decisions on this step's groups: their number, the share cut, each signal's mean.
+
+        Empty without decisions. With `refit_every` also the threshold, and the number of groups for the next refit.
         """
         found = dict(self.refit.metrics()) if self.refit is not None else {}
         if asked := sum(map(len, self._values.values())):

@@ -1,33 +1,33 @@
-r"""What a rule's removals cost and what they were worth, from the few that were overridden at random.
+r"""Estimates of a rule's cost and benefit from its few removals that were overridden at random.
 
-Design-based inference (Horvitz & Thompson 1952): the removals i = 1..N of a rule and what they would have shown are
-fixed numbers; the only chance is our own override, I_i = 1 with the known probability \pi_i > 0, independent of all
-others. What is seen are the y_i with I_i = 1. Two means are estimated, each as a ratio of weighted sums (Hajek 1971),
+Design-based inference (Horvitz & Thompson 1952): the removals i = 1..N of a rule and their outcomes y_i are fixed
+numbers. The only chance is our own override, I_i = 1 with the known probability \pi_i > 0, independent of all others.
+Only the y_i with I_i = 1 are seen. Two means are estimated, each as a ratio of weighted sums (Hajek 1971),
 
     m = sum_S w_i y_i / sum_S w_i,
 
-which costs a bias of order 1/n but is exact when all y are equal, and needs no correction where an audit failed.
+whose bias is of order 1/n. It is exact when all y are equal, and needs no correction where an audit failed.
 
-- *All removals*, carried out or not: w = 1/\pi. A property of the rule: how often was it right? Error
+- *All removals*, carried out or not: w = 1/\pi. A property of the rule: how often it is right. Error
   sum_S a_i (y_i - m)^2 / (sum_S w_i)^2 with a = w^2, which is s^2/n for Kish's (1965) effective sample size n
   = (sum w)^2 / sum w^2 when weights and values are unrelated.
-- *Removals carried out*, I_i = 0: what was really lost. E[1 - I_i] = \pi_i (1/\pi_i - 1), so w = 1/\pi - 1. Both the
-  estimate and what it predicts are random; sum_S w_i y_i - sum_{not S} y_i = sum_i (I_i/\pi_i - 1) y_i has variance
+- *Removals carried out*, I_i = 0: the actual loss. E[1 - I_i] = \pi_i (1/\pi_i - 1), so w = 1/\pi - 1. Both the
+  estimate and its target are random; sum_S w_i y_i - sum_{not S} y_i = sum_i (I_i/\pi_i - 1) y_i has variance
   sum_i y_i^2 (1 - \pi_i)/\pi_i, estimated by sum_S a_i y_i^2 with a = (1 - \pi)/\pi^2 = w (1 + w) (for a ratio: of
-  y - m). An override with certainty, \pi = 1, tells nothing of what was removed, and has weight 0.
+  y - m). An override with certainty, \pi = 1, is no evidence of removals, and has weight 0.
 
-**Bounds (Wilson 1927, extended).** For y in [0, s], all mu with |m - mu| <= z sd(mu), where sd(mu) is what the error
-would be if mu were true. As in Wilson's score interval, mu enters through how often y is positive: values scale the
+**Bounds (Wilson 1927, extended).** For y in [0, s], all mu with |m - mu| <= z sd(mu), where sd(mu) is the error if
+mu were true. As in Wilson's score interval, mu enters through how often y is positive: values scale the
 sums with y and y^2 in the error by mu/m. With W = sum w, P = sum w y, Q0, Q1, Q2 = sum a, sum a y, sum a y^2,
 
     var(mu) = (Q2 mu/m - 2 Q1 mu^2/m + Q0 mu^2) / W^2 = r mu / W - c mu^2,   r = Q2/P,  c = (2 Q1 W/P - Q0) / W^2,
 
 a quadratic in mu. For equal weights and y in {0, s} it is Wilson's interval. For skewed y, r is the mean of y weighted
-by y itself, below s, and the interval narrows. A few audits do not show the largest values, and without any positive
-one r is 0/0; so r gets one pseudo-audit of value s at the largest weight. Without positives that gives the upper bound
-z^2 s w_max / W, near the exact one against the worst case, that all the value hides where audits are rarest. c is kept
+by y itself, below s, and the interval narrows. A few audits may miss the largest values, and without a positive one r
+is 0/0; so r gets one pseudo-audit of value s at the largest weight. Without positives that gives the upper bound
+z^2 s w_max / W, near the exact one for the worst case: all the value lies where audits are rarest. c is kept
 within [0, Q0/W^2], where the interval can only be too wide. The lower bound starts from m less half an audit: without
-it Wilson's misses one time in six when the truth is so rare that a single positive audit is luck (Brown, Cai and
+it Wilson's bound misses one time in six when the truth is so rare that a single positive audit is luck (Brown, Cai and
 DasGupta 2001).
 """
 
@@ -41,14 +41,14 @@ from pydantic import Field
 from ...base.state import State
 
 FADED = 1e-60
-"""Sum of weights of audits that are forgotten: their squares are next to 0, and later removals have none to go by."""
+"""Sum of weights below which audits are forgotten: their squares are close to 0, no basis for later removals."""
 Z = 1.959963984540054
 """Normal quantile of a two-sided 95% interval."""
 Sum = Annotated[float, Field(ge=0)]
 
 
 class Estimate(NamedTuple):
-    """A value with its 95% interval. `high` is infinite, and `value` NaN, where nothing is known."""
+    """A value with its 95% interval. If nothing is known, `high` is infinite and `value` is NaN."""
 
     value: float
     low: float
@@ -56,7 +56,7 @@ class Estimate(NamedTuple):
 
 
 class WeightedMean(State, frozen=False):
-    """Running sums over audits of one quantity y >= 0; see the module's docstring for what they are sums of."""
+    """Running sums over audits of one quantity y >= 0; the module docstring defines them."""
 
     w: Sum = 0.0
     wy: Sum = 0.0
@@ -69,11 +69,11 @@ class WeightedMean(State, frozen=False):
     """Largest a/w = 1/probability of any removal."""
 
     def removal(self, w: float, v: float) -> None:
-        """A removal, audited or not, whose audit has, or would have had, weight `w` and a = w v."""
+        """Record a removal, audited or not, whose audit has, or would have had, weight `w` and a = w v."""
         self.top_w, self.top_v = max(self.top_w, w), max(self.top_v, v)
 
     def add(self, w: float, v: float, y: float) -> None:
-        """An audit that showed `y`."""
+        """Record an audit that showed `y`."""
         self.removal(w, v)
         self.w += w
         self.wy += w * y
@@ -82,7 +82,7 @@ class WeightedMean(State, frozen=False):
         self.ayy += w * v * y * y
 
     def decay(self, factor: float) -> None:
-        """Multiply every weight so far by `factor`. No estimate changes by that, but next to later weights they do."""
+        """Multiply every weight so far by `factor`: estimates stay, but these audits count less than later ones."""
         if self.w < FADED:
             self.w = self.wy = self.a = self.ay = self.ayy = 0.0
         for name in ("w", "wy", "top_w", "top_v"):
@@ -91,7 +91,7 @@ class WeightedMean(State, frozen=False):
             setattr(self, name, getattr(self, name) * factor**2)
 
     def bounded(self, s: float) -> Estimate:
-        """The mean of a y in [0, s], with score bounds. NaN in [0, inf] before the first audit."""
+        """Return the mean of a y in [0, s], with score bounds. NaN in [0, inf] before the first audit."""
         if self.w <= 0:
             return Estimate(math.nan, 0.0, math.inf)
         if s <= 0:
@@ -108,11 +108,11 @@ class WeightedMean(State, frozen=False):
         return Estimate(m, max(0.0, root(max(0.0, m - half_an_audit), -1)), max(min(s, root(m, 1)), m))
 
     def unbounded(self) -> Estimate:
-        """The mean of a y >= 0 without a known maximum, of removals carried out. In [0, inf] before three audits.
+        """Return the mean of a y >= 0 without a known maximum, of carried-out removals; [0, inf] below three audits.
 
         Normal bounds for log m (delta method): lengths spread in proportion to their mean. Guards for few audits:
-        Student's quantile at Kish's effective sample size, and a pseudo-audit of the largest weight that lies off by
-        the mean itself, so that equal values do not make certainty.
+        Student's quantile at Kish's effective sample size, and a pseudo-audit of the largest weight at a distance of
+        the mean itself, so that equal values are not certainty.
         """
         n = self.w**2 / (self.a - self.w) if self.a > self.w > 0 else 0.0
         if n < 3 - 1e-9 or self.wy <= 0:
@@ -124,7 +124,7 @@ class WeightedMean(State, frozen=False):
 
 
 def student(freedom: float) -> float:
-    """97.5% quantile of Student's t, by the first terms of its expansion around the normal one; at least 1 freedom."""
+    """Return the 97.5% quantile of Student's t, by the first terms of its expansion around the normal; freedom >= 1."""
     v = max(1.0, freedom)
     return Z + (Z**3 + Z) / (4 * v) + (5 * Z**5 + 16 * Z**3 + 3 * Z) / (96 * v**2)
 
@@ -137,13 +137,13 @@ class Sums(State, frozen=False):
     audited_signal: Sum = 0.0
     kept_signal: Sum = 0.0
     valuable: WeightedMean = Field(default_factory=WeightedMean)
-    """Share of all removals that held a signal (1 where there was one, else 0)."""
+    """Share of all removals that held a signal (1 with a signal, else 0)."""
     signal: WeightedMean = Field(default_factory=WeightedMean)
     """Mean signal of all removals."""
     lost: WeightedMean = Field(default_factory=WeightedMean)
-    """Signal of removals carried out."""
+    """Signal of carried-out removals."""
     tokens: WeightedMean = Field(default_factory=WeightedMean)
-    """Mean tokens of removals carried out."""
+    """Mean tokens of carried-out removals."""
 
     def remove(self, probability: float, n: int) -> None:
         self.removed += n
@@ -169,21 +169,21 @@ class Sums(State, frozen=False):
             mean.decay(factor)
 
     def precision(self) -> Estimate:
-        """Share of all removals that were worthless; [0, 1] before the first audit."""
+        """Return the share of all removals that were worthless; [0, 1] before the first audit."""
         value, low, high = self.valuable.bounded(1.0)
         return Estimate(1 - value, max(0.0, 1 - high), 1 - low)
 
     def signal_lost(self, largest: float) -> Estimate:
-        """Share of all signal, removed and seen, that the removals carried out have lost. `largest`: signal seen."""
+        """Return the share of all signal, removed and seen, lost to carried-out removals. `largest`: signal seen."""
         seen = self.audited_signal + self.kept_signal
         return share_of(self.lost.bounded(largest), self.removed, seen)
 
     def signal_removed(self, largest: float) -> Estimate:
-        """Share of all signal that all removals hold, as if none had been overridden."""
+        """Return the share of all signal that all removals hold, as if none had been overridden."""
         return share_of(self.signal.bounded(largest), self.removed + self.audited, self.kept_signal)
 
     def tokens_saved(self) -> Estimate:
-        """Tokens that the removals carried out would have cost."""
+        """Return the tokens that the carried-out removals would have cost."""
         if self.removed == 0:
             return Estimate(0.0, 0.0, 0.0)
         value, low, high = self.tokens.unbounded()
@@ -191,14 +191,14 @@ class Sums(State, frozen=False):
 
 
 def share_of(mean: Estimate, n: float, rest: float) -> Estimate:
-    """n mean / (n mean + rest): a growing function of the mean, so its bounds are those of the mean."""
+    """Return n mean / (n mean + rest): it grows with the mean, so its bounds are those of the mean."""
 
     def share(x: float) -> float:
         return 1.0 if math.isinf(x) else n * x / (n * x + rest)
 
     if n == 0:
         return Estimate(0.0, 0.0, 0.0)
-    if rest + n * mean.high <= 0:  # no signal was ever seen, so nothing is known of its share
+    if rest + n * mean.high <= 0:  # no signal was ever seen, so its share is unknown
         return Estimate(0.0, 0.0, 1.0)
     value = math.nan if math.isnan(mean.value) else share(mean.value) if mean.value > 0 or rest > 0 else 0.0
     return Estimate(value, share(mean.low) if mean.low > 0 else 0.0, share(mean.high))

@@ -1,4 +1,4 @@
-"""Overrides of what a rule removes: drawn at random where the rule is asked, accounted for by `audit.py`."""
+"""Overrides of removals: drawn at random next to the rule, accounted for by `audit.py`."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from ...base.noise import as_tensor, noise_key, uniform
 from ...types import Decision, GroupView, Verdict
 
 AUDIT_STREAM = 4
-"""Keeps the draws of audits apart from other noise."""
+"""Separates the draws of audits from other noise."""
 
 
 @dataclass(frozen=True)
 class Overrides:
-    """Stops of one rule that are overridden at random; travels with the rule to where it is asked.
+    """Random overrides of one rule's stops; travels with the rule to its sampler.
 
     A sibling (or, at environment steps, a group) has one draw for all its gate points, and counts as one removal.
     """
@@ -29,19 +29,19 @@ class Overrides:
     probability: float
 
     def draws(self, last_N: np.ndarray, *key: int) -> np.ndarray:
-        """bool [N]: which of the removals (*key, last) are overridden.
+        """Return bool [N]: which of the removals (*key, last) are overridden.
 
-        A function of seed, name, key and probability only: neither order nor batching changes it.
+        A function of seed, name, key and probability only: order and batching do not change it.
         """
         noise = as_tensor([noise_key(self.seed, AUDIT_STREAM, zlib.crc32(self.name.encode()), *key)])
         drawn: np.ndarray = uniform(noise, torch.from_numpy(last_N.astype(np.int64))).numpy()
         return drawn < self.probability
 
     def apply(self, view: GroupView, verdict: Verdict, earlier: Sequence[Decision]) -> Verdict:
-        """The rule's verdict, or its override; `earlier` are the decisions under this rule about the same rollout.
+        """Return the rule's verdict, or its override; `earlier` are this rule's decisions about the same rollout.
 
-        What comes through all of them does so with `survival(p, epsilon)` if p is its chance to come through the rule
-        alone; the verdict's probability is the factor by which this decision changed that.
+        A rollout passes all decisions with `survival(p, epsilon)`, p its chance to pass the rule alone. The verdict's
+        probability is the factor of this decision on that chance.
         """
         overridden = next((d.verdict.overridden for d in earlier if d.verdict.overridden is not None), None)
         if not verdict.keep and overridden is None:
@@ -64,7 +64,7 @@ class Overrides:
 
 
 ALONE, OVERRIDE = "kept_alone", "override_probability"
-"""Among the evidence: the chances with which the rule by itself would have let it pass this time, and an audit."""
+"""Keys in the evidence: the chance that the rule alone would have kept it this time, and that of an audit."""
 
 
 def _only(sibling: int | None) -> tuple[int, ...]:
@@ -72,15 +72,15 @@ def _only(sibling: int | None) -> tuple[int, ...]:
 
 
 def survival(p: float, epsilon: float) -> float:
-    """p + (1 - p) epsilon: chance to come through when what a rule removes is overridden with probability `epsilon`.
+    """Return p + (1 - p) epsilon: chance to survive when removals are overridden with probability `epsilon`.
 
-    `p` is the chance to come through the rule alone, 0 or 1 if it is not random. Whichever way a survivor came, through
-    the rule or an override, this is the probability whose inverse is its Horvitz-Thompson weight: epsilon where a
-    deterministic rule was overridden, 1 where it keeps, and in between where the rule itself is random.
+    `p` is the chance to survive the rule alone, 0 or 1 if it is not random. For survivors of the rule and of an
+    override alike, the inverse of this probability is the Horvitz-Thompson weight: epsilon if a deterministic rule was
+    overridden, 1 if it keeps, and in between for a random rule.
     """
     return p + (1 - p) * epsilon
 
 
 def keep_probability(verdict: Verdict) -> float:
-    """The chance with which the rule that gave this verdict would keep."""
+    """Return the chance that the rule of this verdict would keep."""
     return verdict.probability if verdict.keep else 1 - verdict.probability

@@ -13,7 +13,7 @@ from ...types import EnvStep, Group, GroupView, Verdict
 from .base import Gate, GateContext, of_gate
 
 RANDOM_STREAM = 5
-"""Keeps these draws apart from other noise."""
+"""Separates these draws from other noise."""
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class RandomCut:
 
     k: int = 10
     share: float = 0.2
-    """Probability that a group which still runs at step k is cut."""
+    """Probability to cut a group that still runs at step k."""
 
     def __post_init__(self) -> None:
         if self.k < 1:
@@ -36,7 +36,7 @@ class RandomCut:
 
 @dataclass(frozen=True)
 class RandomCutRule:
-    """Draws that are functions of seed, prompt and epoch, so they do not depend on what else runs."""
+    """Draws that are functions of seed, prompt and epoch, independent of concurrent groups."""
 
     k: int
     share: float
@@ -59,7 +59,7 @@ class RandomCutRule:
 
 
 class RandomCutGate(Gate):
-    """Counts; there is nothing to learn."""
+    """Counts decisions; nothing to learn."""
 
     def __init__(self, options: RandomCut, context: GateContext) -> None:
         self._rule = RandomCutRule(options.k, options.share, context.seed)
@@ -78,7 +78,7 @@ class RandomCutGate(Gate):
         self._asked = self._cut = 0
 
     def metrics(self) -> dict[str, float]:
-        """Decisions about the groups that this step brought back, and the share that cut; nothing without decisions."""
+        """Return the number of decisions on this step's groups and the share that cut; empty without decisions."""
         if not self._asked:
             return {}
         found = {"asked": float(self._asked), "cut_share": self._cut / self._asked}

@@ -1,4 +1,4 @@
-"""Rows that `winnow gate` reads: what a gate could have known of groups that came to their end."""
+"""Rows for `winnow gate`: a gate's view of groups that ran to their end."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from .signals import SIGNALS
 
 
 def rows_of(group: Group, steps: Sequence[int], judge: GroupJudge = BY_REWARDS) -> list[dict[str, Any]]:
-    """The rows of one finished group for such a table: one for each of `steps`.
+    """Return the table rows of one finished group: one for each of `steps`.
 
     The group must have run to its end: under no gate, or under gates of whole groups whose cuts are audited. Then it
-    stands for `weight` = 1 / (its chance to come so far) groups. A sibling that was pruned or failed is absent: from
+    represents `weight` = 1 / (its chance to get this far) groups. A sibling that was pruned or failed is absent: from
     rewards and steps altogether, and from the signals at step k unless it had taken k steps by then, as a gate in the
-    run saw it. `reward_var` is 0 where `judge`, the run's, finds no signal. Raises ValueError when another member has
-    no reward, when fewer than two have one, and when members had unlike chances: the group's own is not known then.
+    run saw it. `reward_var` is 0 where `judge`, the run's, sees no signal. Raises ValueError when another member has no
+    reward, when fewer than two have one, or when members had unequal chances, which leaves the group's own unknown.
     """
     members, visit = group.siblings, f"visit {group.visit.number}"
     ended = [r for r in members if r.reward is not None]

@@ -1,4 +1,4 @@
-"""Thresholds that suit what was observed: the search that calibration shares, and a gate's own while it trains."""
+"""Thresholds that fit observed groups: the search for calibration, and a gate's refits during training."""
 
 from __future__ import annotations
 
@@ -9,20 +9,19 @@ import numpy as np
 from ...base.state import Count, Loose, State, Stateful
 
 LEAST, MOST = 20, 512
-"""Groups observed before a threshold is chosen anew, and groups remembered."""
+"""Observed groups needed before a refit, and groups kept."""
 
 
 def counts_under(value_N: np.ndarray, *weights_N: np.ndarray) -> tuple[np.ndarray, ...]:
-    """Distinct values [M + 1], closed by 1 (no threshold is higher); and of each of `weights_N` the sum over all groups
-    that a threshold just over the value cuts, [M].
-    """
+    """Return distinct values [M + 1], closed by 1 (the highest threshold), and for each of `weights_N` sums [M] over
+    all groups that a threshold just above the value cuts."""
     distinct_M, index_N = np.unique(value_N, return_inverse=True)
     sums = [np.round(np.cumsum(np.bincount(index_N, w_N, minlength=len(distinct_M))), 12) for w_N in weights_N]
     return np.append(distinct_M, 1.0), *sums
 
 
 def between(low: float, high: float) -> float:
-    """The number with fewest digits in (low, high], near the middle."""
+    """Return the number with fewest digits in (low, high], near the middle."""
     middle = (low + high) / 2
     return next((t for d in range(1, 17) if low < (t := round(middle, d)) <= high), high)
 
@@ -34,11 +33,11 @@ class RefitState(State):
 
 
 class Refit(Stateful):
-    """A threshold that is chosen anew every `every` optimizer steps: the highest that keeps to a precision.
+    """A threshold refitted every `every` optimizer steps: the highest that meets a precision.
 
-    Every group that the gate was asked about and that came to its end is evidence; one that the gate would have cut
-    does so only where an audit overrides it, and counts 1 / (the chance of that). While fewer than `LEAST` are
-    remembered the threshold stays as it is; when none keeps to the precision it is 0, and nothing is cut meanwhile.
+    Evidence is every group with a decision of the gate that ran to its end. A group that the gate would cut runs on
+    only if an audit overrides the cut, and counts 1 / (the chance of that). With fewer than `LEAST` groups the
+    threshold stays. If no threshold meets the precision it is 0, and nothing is cut until the next refit.
     """
 
     state_model = RefitState
@@ -48,14 +47,14 @@ class Refit(Stateful):
         self.every, self.precision = every, precision
         self.steps = 0
         self.seen: list[tuple[float, bool, float]] = []
-        """Value of the signal, whether the group was worthless, and how many groups it stands for."""
+        """Value of the signal, whether the group was worthless, and the number of groups it represents."""
 
     def observe(self, value: float, worthless: bool, survival_p: float) -> None:
-        """`survival_p`: chance that the whole group came to its end, by all decisions about it and its members."""
+        """Record a group. `survival_p`: its chance to run to its end, over all decisions about it and its members."""
         self.seen = [*self.seen[1 - MOST :], (value, worthless, 1 / survival_p)]
 
     def end_step(self) -> None:
-        """An optimizer step is over; now and then, choose."""
+        """End an optimizer step; every `every` steps, refit."""
         self.steps += 1
         if self.steps % self.every == 0 and len(self.seen) >= LEAST:
             self.threshold = self._chosen()

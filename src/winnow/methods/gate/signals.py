@@ -1,6 +1,6 @@
 """Disagreement of a group's trajectories after K environment steps: seven numbers in [0, 1].
 
-Zhai and Wang 2026, appendix B; a trajectory that ended before step K is padded with an END of its own kind, as in the
+Zhai and Wang 2026, appendix B. A trajectory that ended before step K is padded with its own kind of END, as in the
 authors' code (the prose omits it). Actions and observations are compared as exact strings. All but
 `termination_fraction` are smallest when every trajectory is the same.
 """
@@ -19,19 +19,19 @@ Strings = Sequence[Sequence[str]]
 Signal = Callable[[Strings, Strings, int], float]
 """`f(actions, observations, k)`.
 
-`actions[i]`: what trajectory i has done so far, in order; longer than k is cut to k. `observations[i][t]`: what the
-environment answered to `actions[i][t]`. Raises ValueError unless there is a trajectory, k >= 1, and every trajectory
-has as many observations as actions.
+`actions[i]`: the actions of trajectory i so far, in order; longer than k is cut to k. `observations[i][t]`: the
+environment's answer to `actions[i][t]`. Raises ValueError without a trajectory, on k < 1, and when a trajectory's
+actions and observations differ in number.
 """
 
 T = TypeVar("T", bound=Hashable)
 
 END: Final = None
-"""Stands for every step that a trajectory did not take; equal to no string."""
+"""Padding for every step that a trajectory did not take; equal to no string."""
 
 
 def prefix_edit_distance(actions: Strings, observations: Strings, k: int) -> float:
-    """Levenshtein distance between the first k actions, over whole actions, divided by k; mean over pairs.
+    """Return the Levenshtein distance between the first k actions, over whole actions, divided by k; mean over pairs.
 
     0 when all are the same, or for a single trajectory.
     """
@@ -43,30 +43,30 @@ def prefix_edit_distance(actions: Strings, observations: Strings, k: int) -> flo
 
 
 def action_bigram_jaccard(actions: Strings, observations: Strings, k: int) -> float:
-    """1 - |A & B| / |A | B| of the sets of consecutive pairs among the first k actions; mean over pairs.
+    """Return 1 - |A & B| / |A | B| of the sets of consecutive pairs among the first k actions; mean over pairs.
 
-    0 when all are the same, for a single trajectory, and at k = 1, where there are no pairs of actions.
+    0 when all are the same, for a single trajectory, and at k = 1, where no pairs of actions exist.
     """
     _check(actions, observations, k)
     bigrams = [set(pairwise(_padded(t, k))) for t in actions]
-    bits = {b: 1 << i for i, b in enumerate(set().union(*bigrams))}  # sets as numbers: quick to compare
+    bits = {b: 1 << i for i, b in enumerate(set().union(*bigrams))}  # sets as integers: fast to compare
     return _mean_of_pairs(Counter(sum(bits[b] for b in own) for own in bigrams), _jaccard_distance)
 
 
 def unique_prefix_ratio(actions: Strings, observations: Strings, k: int) -> float:
-    """Distinct sequences of the first k actions, over the number of trajectories: 1/G when all are the same."""
+    """Return distinct sequences of the first k actions / number of trajectories: 1/G when all are the same."""
     _check(actions, observations, k)
     return _distinct(tuple(_padded(t, k)) for t in actions)
 
 
 def unique_action_ratio(actions: Strings, observations: Strings, k: int) -> float:
-    """Distinct actions at step k, over the number of trajectories; END counts as one."""
+    """Return distinct actions at step k / number of trajectories; END counts as one."""
     _check(actions, observations, k)
     return _distinct(_at(t, k) for t in actions)
 
 
 def action_entropy(actions: Strings, observations: Strings, k: int) -> float:
-    """Shannon entropy of the actions at step k, in bits, divided by log2 G; 0 for a single trajectory."""
+    """Return the Shannon entropy of the actions at step k, in bits, divided by log2 G; 0 for a single trajectory."""
     _check(actions, observations, k)
     g = len(actions)
     counts = Counter(_at(t, k) for t in actions).values()
@@ -76,7 +76,7 @@ def action_entropy(actions: Strings, observations: Strings, k: int) -> float:
 
 
 def obs_unique_ratio(actions: Strings, observations: Strings, k: int) -> float:
-    """Distinct observations on which action k was taken, over the number of trajectories; END where it was not taken.
+    """Return distinct observations before action k / number of trajectories; END if action k was not taken.
 
     At k = 1 that is the observation of the reset, which a group shares.
     """
@@ -87,9 +87,9 @@ def obs_unique_ratio(actions: Strings, observations: Strings, k: int) -> float:
 
 
 def termination_fraction(actions: Strings, observations: Strings, k: int) -> float:
-    """Share of the trajectories with fewer than k actions; one that ended with action k does not count.
+    """Return the share of trajectories with fewer than k actions; one that ended with action k does not count.
 
-    Meant for when everybody has taken k steps or ended: then whoever has taken fewer has ended.
+    Meant for when every trajectory has taken k steps or ended: those with fewer have ended.
     """
     _check(actions, observations, k)
     return sum(len(t) < k for t in actions) / len(actions)
@@ -134,12 +134,12 @@ def _distinct(things: Iterable[Hashable]) -> float:
 
 
 def _jaccard_distance(a: int, b: int) -> float:
-    """Jaccard distance of two different sets of bits."""
+    """Return the Jaccard distance of two different sets of bits."""
     return 1 - (a & b).bit_count() / (a | b).bit_count()
 
 
 def _mean_of_pairs(counts: Counter[T], distance: Callable[[T, T], float], unit: int = 1) -> float:
-    """Mean over all pairs of `distance` / `unit` (0 for equal things; `counts` of each); 0 without pairs."""
+    """Return the mean over all pairs of `distance` / `unit` (0 for equal things; `counts` of each); 0 without pairs."""
     n = counts.total()
     pairs = combinations(counts.items(), 2)
     return math.fsum(m * w * distance(a, b) for (a, m), (b, w) in pairs) / max(n * (n - 1) // 2 * unit, 1)

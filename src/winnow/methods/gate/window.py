@@ -1,4 +1,4 @@
-"""The last rows of a table that grows at one end: rows are added, columns are read all at once."""
+"""The last rows of a growing table: add rows, read whole columns."""
 
 from __future__ import annotations
 
@@ -42,15 +42,15 @@ class Window:
         self._new: list[Sequence[Any]] = []
 
     def append(self, *row: Any) -> None:
-        """Numbers, or arrays of a shape that is the same for all rows."""
+        """Append a row: numbers, or arrays of a shape that is the same for all rows."""
         self._new.append(row)
 
     def extend(self, *columns: Sequence[Any] | np.ndarray) -> None:
-        """Append as many rows as each of the columns has elements."""
+        """Append as many rows as each column has elements."""
         self._new.extend(zip(*columns, strict=True))
 
     def columns(self) -> list[np.ndarray]:
-        """One array [rows, ...] a column, oldest row first; none before the first row."""
+        """Return one array [rows, ...] per column, oldest row first; empty before the first row."""
         if self._new:
             new = [np.array(column) for column in zip(*self._new[-self.capacity :], strict=True)]
             rest = self.capacity - len(new[0])
@@ -67,5 +67,5 @@ class Window:
         return {"columns": [pack(column) for column in self.columns()]}
 
     def load(self, columns: list[np.ndarray]) -> None:
-        """Take the columns of a state; see `Columns`."""
+        """Load the columns of a state; see `Columns`."""
         self._columns, self._new = [column[-self.capacity :] for column in columns], []

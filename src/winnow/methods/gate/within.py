@@ -1,22 +1,21 @@
-"""Survival by what a sibling is worth to its own group (`balance: within`; ours).
+"""Survival by a sibling's worth to its own group (`balance: within`; ours).
 
-Signal lives within groups: a rollout's advantage is its distance from the mean of its siblings, so a group is worth
+Signal arises within groups: a rollout's advantage is its distance from the mean of its siblings, so a group is worth
 
     S = sum over survivors of (r_i - mean)^2          (the squared norm of Dr.GRPO's advantages)
 
-and what a survivor costs is the tokens it still samples. Each sibling is asked when it comes to its token, and no
-decision may depend on who came before.
-So what is known is its own score and the outcomes of its prompt at earlier visits, which give a Beta distribution of
-the prompt's pass rate p. Siblings are alike to begin with; let A_1 and A_0 be the chances that a rule keeps a success
-and a failure, kappa = p A_1 + (1 - p) A_0. Survivors are then successes with the same chance mu = p A_1 / kappa, and
+and a survivor costs the tokens it still samples. The gate decides on each sibling at its own token, independent of
+arrival order. Known then are its score and the outcomes of its prompt at earlier visits, which give a Beta distribution
+of the prompt's pass rate p. Siblings are alike at first. Let A_1 and A_0 be the chances that a rule keeps a success and
+a failure, kappa = p A_1 + (1 - p) A_0. Survivors are successes with the same chance mu = p A_1 / kappa, and
 
     E[S | p] = mu (1 - mu) E[max(M - 1, 0)],  M ~ Binomial(G, kappa)
              = p (1 - p) A_1 A_0 (G kappa - 1 + (1 - kappa)^G) / kappa^2.
 
-A rule matters only by (A_0, A_1), its point under the ROC curve of the score. At equal kappa the best one has p A_1 as
-near to (1 - p) A_0 as the score allows: steer towards half right, from the side on which the *prompt* is. How many to
-keep of which prompt follows from one price for all: maximise E[S] - price * kappa, the price being that at which the
-keep rate comes out. Where the score knows nothing, siblings of one prompt have equal chances.
+A rule matters only by (A_0, A_1), its point under the ROC curve of the score. At equal kappa the best rule has p A_1 as
+near to (1 - p) A_0 as the score allows: steer towards half right, from the *prompt's* side. One price for all decides
+how many siblings of which prompt to keep: maximise E[S] - price * kappa, with the price that gives the keep rate. If
+the score knows nothing, siblings of one prompt have equal chances.
 """
 
 from __future__ import annotations
@@ -28,14 +27,14 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 LEVELS, BLENDS = 24, 11
-"""How many keep rates, and mixtures of keeping the best and the worst, are tried."""
+"""Number of keep rates tried, and of mixtures of keeping the best and the worst."""
 RATES_P = (np.arange(32) + 0.5) / 32
 """Pass rates over which a Beta distribution is summed."""
 BISECTIONS = 60
 
 
 def rate_weights(wins: ArrayLike, losses: ArrayLike) -> np.ndarray:
-    """Weights of `RATES_P` under Beta(wins, losses), both [N] and above 0: float64 [N, P], each row summing to 1."""
+    """Return weights of `RATES_P` under Beta(wins, losses), both [N] and above 0: float64 [N, P], rows summing to 1."""
     a_N1, b_N1 = (np.atleast_1d(np.asarray(x, np.float64))[:, None] for x in (wins, losses))
     log_NP = (a_N1 - 1) * np.log(RATES_P) + (b_N1 - 1) * np.log1p(-RATES_P)
     weight_NP = np.exp(log_NP - log_NP.max(1, keepdims=True))
@@ -45,14 +44,14 @@ def rate_weights(wins: ArrayLike, losses: ArrayLike) -> np.ndarray:
 
 @dataclass(frozen=True)
 class ScoreModel:
-    """Every rule that is tried, for scores in B bins. Arrays are not to be written to."""
+    """Every rule tried, for scores in B bins. Do not write to the arrays."""
 
     failure_B: np.ndarray
     """P(bin | failure)."""
     success_B: np.ndarray
     """P(bin | success)."""
     size: float
-    """Siblings a group, copies counted once."""
+    """Siblings per group, copies counted once."""
     p_min: float
 
     @cached_property
@@ -70,7 +69,7 @@ class ScoreModel:
     def _kept_CP(self) -> np.ndarray:  # noqa: N802
         """kappa, by rule and pass rate."""
         a0_C1, a1_C1 = (self.survival_CB @ x_B[:, None] for x_B in (self.failure_B, self.success_B))
-        return np.asarray(np.minimum(RATES_P * a1_C1 + (1 - RATES_P) * a0_C1, 1))  # rounding must not pass 1
+        return np.asarray(np.minimum(RATES_P * a1_C1 + (1 - RATES_P) * a0_C1, 1))  # rounding must not exceed 1
 
     @cached_property
     def _signal_CP(self) -> np.ndarray:  # noqa: N802
@@ -81,13 +80,13 @@ class ScoreModel:
         return np.asarray(spread_CP * (self.size * k_CP - 1 + (1 - k_CP) ** self.size))
 
     def worth(self, weight_NP: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Expected signal and share kept of N prompts under each rule, both [N, C]."""
+        """Return the expected signal and the share kept of N prompts under each rule, both [N, C]."""
         return weight_NP @ self._signal_CP.T, weight_NP @ self._kept_CP.T
 
 
 @dataclass(frozen=True)
 class Price:
-    """Least worth of a survivor. At `low` more than wanted survive, at `high` fewer; `share` of `low` is right."""
+    """Lowest worth of a survivor. At `low` too many survive, at `high` too few; use `low` with share `share`."""
 
     low: float
     high: float
@@ -95,12 +94,11 @@ class Price:
 
 
 def price_of(rules: ScoreModel, weight_NP: np.ndarray, keep_rate: float, count: np.ndarray | None = None) -> Price:
-    """The price at which `keep_rate` of the siblings of N recent prompts are expected to survive.
+    """Return the price at which `keep_rate` of the siblings of N recent prompts are expected to survive.
 
-    `count` [N]: how many siblings of each there were; None: equally many.
-
-    A group's signal is convex in how many it keeps, so the best answer jumps; at the jump the two sides are mixed.
-    Where `p_min` alone keeps more, or keeping all is less, the nearer end.
+    `count` [N]: number of siblings of each; None: equal. A group's signal is convex in the number it keeps, so the best
+    answer jumps; at the jump the two sides are mixed. If `p_min` alone keeps more, or keeping all is less, return the
+    nearer end.
     """
     signal_NC, kept_NC = rules.worth(weight_NP)
 
@@ -118,7 +116,7 @@ def price_of(rules: ScoreModel, weight_NP: np.ndarray, keep_rate: float, count: 
 
 
 def survival_within(rules: ScoreModel, weight_NP: np.ndarray, price: Price) -> np.ndarray:
-    """Chance of survival by bin, of siblings of N prompts whose pass rates have weights [N, P]: float64 [N, B]."""
+    """Return survival chances by bin, of siblings of N prompts whose pass rates have weights [N, P]: float64 [N, B]."""
     signal_NC, kept_NC = rules.worth(weight_NP)
     low_N, high_N = ((signal_NC - p * kept_NC).argmax(1) for p in (price.low, price.high))
     found: np.ndarray = price.share * rules.survival_CB[low_N] + (1 - price.share) * rules.survival_CB[high_N]
@@ -126,7 +124,7 @@ def survival_within(rules: ScoreModel, weight_NP: np.ndarray, price: Price) -> n
 
 
 def _fill(share_B: np.ndarray, order_B: np.ndarray, level: float) -> np.ndarray:
-    """1 for the first bins in `order_B` until they make up `level` of all, a fraction for the last, else 0."""
+    """Return 1 for the first bins in `order_B` until they make up `level` of all, a fraction for the last, else 0."""
     before_B = np.cumsum(share_B[order_B]) - share_B[order_B]
     found_B = np.empty(len(share_B))
     found_B[order_B] = np.clip((level * share_B.sum() - before_B) / share_B[order_B], 0, 1)

@@ -1,7 +1,7 @@
-"""What `balance: within` knows of prompts, and how a rule uses it; the arithmetic is in `within`.
+"""State of `balance: within`: outcomes by prompt and the table a rule uses; the arithmetic is in `within`.
 
-Outcomes of a prompt's earlier visits, decayed, are added to a prior with the mean success of all prompts: a Beta
-distribution of its pass rate. A rule carries those of the prompts seen of late; all others have the prior.
+A prompt's earlier outcomes, decayed, are added to a prior with the mean success of all prompts: a Beta distribution of
+its pass rate. A rule carries the distributions of recent prompts; all others have the prior.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from .window import INTS, Columns, Window
 from .within import Price, ScoreModel, price_of, rate_weights, survival_within
 
 PRIOR = 4.0
-"""Outcomes that the prior is worth."""
+"""Weight of the prior, in outcomes."""
 DECAY = 0.99
-"""Share of an outcome's weight that an optimizer step leaves: after 70 it counts half."""
+"""Share of an outcome's weight left after an optimizer step: half after 70."""
 FORGOTTEN = 0.05
-"""Outcomes below which a prompt is as good as new."""
+"""Outcomes below which a prompt counts as new."""
 PROMPTS = 4096
-"""Remembered; those visited last."""
+"""Prompts kept, by last visit."""
 
 
 @dataclass(frozen=True)
@@ -39,24 +39,24 @@ class WithinTable:
     success_B: Annotated[np.ndarray, Packed("f8", "bins")]
     """float64 [bins]: P(bin | success)."""
     size: float
-    """Siblings a group."""
+    """Siblings per group."""
     p_min: float
     price: Price
     prior: tuple[float, float]
     """Wins and losses that a prompt begins with, both above 0."""
     ordinals_N: Annotated[np.ndarray, Packed("i8", "seen")]
-    """int64 [N], ascending: prompts seen of late."""
+    """int64 [N], ascending: recent prompts."""
     outcomes_N2: Annotated[np.ndarray, Packed("f8", "seen", 2)]
-    """float64 [N, 2]: their wins and losses beside the prior."""
+    """float64 [N, 2]: their wins and losses, without the prior."""
     factor: float
-    """Factor on the chances, so that they come out at the keep rate."""
+    """Factor on the chances that makes them meet the keep rate."""
 
     @cached_property
     def _rules(self) -> ScoreModel:
         return ScoreModel(self.failure_B, self.success_B, self.size, self.p_min)
 
     def beta_of(self, ordinal: int) -> tuple[float, float] | None:
-        """Parameters of the Beta distribution of a prompt's pass rate; None if it was not seen of late."""
+        """Return the Beta parameters of a prompt's pass rate; None if it is not recent."""
         at = int(np.searchsorted(self.ordinals_N, ordinal))
         if at == len(self.ordinals_N) or self.ordinals_N[at] != ordinal:
             return None
@@ -67,9 +67,9 @@ class WithinTable:
         return {}
 
     def survival(self, ordinal: int, number: int) -> float:
-        """Chance to survive of a sibling whose score lies in bin `number`."""
+        """Return the survival chance of a sibling whose score lies in bin `number`."""
         beta = self.beta_of(ordinal) or self.prior
-        if beta not in self._rows:  # prompts one by one, since a product of matrices rounds by the number of its rows
+        if beta not in self._rows:  # prompts one by one, since a matrix product rounds by its number of rows
             self._rows[beta] = survival_within(self._rules, rate_weights(*beta), self.price)[0]
         return min(max(self.factor * float(self._rows[beta][number]), self.p_min), 1.0)
 
@@ -82,7 +82,7 @@ class PromptsState(State):
 
 
 class PromptOutcomes:
-    """Wins and losses by prompt, and whose siblings were asked about."""
+    """Wins and losses by prompt, and the siblings decided on."""
 
     def __init__(self, keep_rate: float, p_min: float, capacity: int) -> None:
         self._keep_rate, self._p_min = keep_rate, p_min
@@ -91,21 +91,21 @@ class PromptOutcomes:
         self._asked = Window(capacity)
         """Ordinal, bin and size of the group."""
         self._new, self._all = 0, 0
-        """Siblings asked about in this step, and how many of them of a prompt that was not known."""
+        """Siblings decided on in this step: those of new prompts, and all."""
         self._share_new = 1.0
         """Share of new ones in the last step."""
         self.table: WithinTable | None = None
-        """None until somebody was asked about."""
+        """None until the first decision."""
 
     def asked(self, ordinal: int, number: int, size: int, *, known: bool) -> None:
-        """A sibling came to its token with a score in bin `number`; `known`: the rule had seen its prompt."""
+        """Record a sibling at its token with a score in bin `number`; `known`: the rule had seen its prompt."""
         self._asked.append(ordinal, number, size)
         self._new, self._all = self._new + (not known), self._all + 1
 
     def visited(self, ordinal: int, judged: Sequence[tuple[bool, float]]) -> None:
-        """Outcomes of a visit, at least one: success, and its weight, 1 / (the chance with which it came to be seen).
+        """Record outcomes of a visit, at least one: success, and its weight, 1 / (its chance to be seen).
 
-        They count as much as their weights are worth, (sum w)^2 / sum w^2: a survivor for twenty is one observation.
+        They count (sum w)^2 / sum w^2 observations: one survivor of twenty is one observation.
         """
         label_N, weight_N = np.array(judged, np.float64).T
         worth = float(weight_N.sum() ** 2 / (weight_N**2).sum())
@@ -116,7 +116,7 @@ class PromptOutcomes:
             del self._seen[next(iter(self._seen))]
 
     def end_step(self, posterior: BinnedPosterior) -> None:
-        """Forget a little, and fix what the next step goes by."""
+        """Decay outcomes, and fix the table of the next step."""
         decayed = {n: (DECAY * wins, DECAY * losses) for n, (wins, losses) in self._seen.items()}
         self._seen = {n: pair for n, pair in decayed.items() if sum(pair) > FORGOTTEN}
         if not len(self._asked):
@@ -129,14 +129,14 @@ class PromptOutcomes:
         outcomes_N2 = np.array([self._seen[n] for n in known], np.float64).reshape(-1, 2)
         failure_B, success_B = posterior.likelihood(False), posterior.likelihood(True)
         rules = ScoreModel(failure_B, success_B, float(size_M.mean()), self._p_min)
-        # the next siblings as the last ones, with what is known of their prompts today, and some of them of new prompts
+        # model the next siblings on the last ones, with today's knowledge of their prompts and some new prompts
         recent_U, row_M, count_U = np.unique(ordinal_M, return_inverse=True, return_counts=True)
         beta_U2 = np.array([np.add(prior, self._seen.get(n, (0.0, 0.0))) for n in recent_U.tolist()])
         weight_UP = rate_weights(*np.vstack([beta_U2, prior]).T)
         mix_2 = np.array([1 - self._share_new, self._share_new])
         price = price_of(rules, weight_UP, self._keep_rate, np.append(mix_2[0] * count_U, mix_2[1] * len(row_M)))
         survival_UB = survival_within(rules, weight_UP, price)
-        # prompt and score tell partly the same, so what is expected to survive is made to be what does
+        # prompt and score overlap, so expected survival is rescaled to the actual one
         raw_M2 = np.column_stack([survival_UB[row_M, bin_M], survival_UB[-1, bin_M]])
         self.table = WithinTable(
             failure_B=failure_B,

@@ -1,4 +1,4 @@
-"""Selectors: which prompts to roll out next."""
+"""Selectors: choose the prompts to roll out next."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from .uniform import Uniform
 
 class Selector(Protocol):
     def select(self, n: int) -> list[Visit]:
-        """The next visits in stream order: `n` to roll out, and in between those skipped (verdict.keep False).
+        """Return the next visits in stream order: `n` to roll out, and skipped ones in between (verdict.keep False).
 
         Fewer only when a whole epoch, and 10,000 visits, were skipped in a row: nothing is left to roll out.
         """
         ...
 
     def observe(self, group: Group) -> None:
-        """Learn from every finished group, also from those a filter then drops."""
+        """Learn from every finished group, also from those that a filter drops later."""
         ...
 
     def wants_profile(self, step: int) -> int:
-        """Rollouts a prompt of the profile of all training prompts that it wants after `step` steps; 0: none."""
+        """Return the rollouts per prompt of the training profile wanted after `step` steps; 0: not wanted."""
         ...
 
     def profiled(self, rates: Iterable[PassRate]) -> int:
-        """Take pass rates; returns how many are of its prompts."""
+        """Take pass rates; return how many are of its prompts."""
         ...
 
     def end_step(self) -> None:
-        """An optimizer step is over; called after `metrics`."""
+        """End an optimizer step; called after `metrics`."""
         ...
 
     def metrics(self) -> dict[str, float]: ...

@@ -1,4 +1,4 @@
-"""A selector under audit: some of its skips are rolled out all the same, to see what they would have taught."""
+"""A selector under audit: some of its skips are rolled out to measure the signal they would have lost."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from .stream import StreamSelector
 class AuditedSelector:
     """Wraps a selector: its skips are overridden as `audit` draws, by (epoch, prompt).
 
-    An overridden skip is one of the `n` visits of `select`, and its group is like any other: it teaches the selector,
-    and it is trained on. `judge` is the run's, with the advantage that it trains with.
+    An overridden skip is one of the `n` visits of `select`. Its group is like any other: the selector learns from it,
+    and the run trains on it. `judge` is the run's, with its advantage.
     """
 
     def __init__(self, selector: StreamSelector, audit: RuleAudit, judge: GroupJudge) -> None:
@@ -47,7 +47,7 @@ class AuditedSelector:
         return Verdict(True, f"audit: {verdict.reason}", p, overridden=self.audit.probability)
 
     def observe(self, group: Group) -> None:
-        """The selector learns first, also from what was overridden; then the account is kept."""
+        """Let the selector learn first, also from overridden skips; then keep the account."""
         self.selector.observe(group)
         probability = group.visit.verdict.overridden
         signal_G = squared_advantages(group, self.judge)
@@ -73,7 +73,7 @@ class AuditedSelector:
         return self.selector.metrics() | self.audit.metrics()
 
     def state_dict(self) -> dict[str, Any]:
-        """Visits in flight carry their own verdicts."""
+        """Return selector and account; visits in flight carry their own verdicts."""
         return {"selector": self.selector.state_dict(), "audit": self.audit.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Linear backoff: after k zero-variance visits in a row a prompt is left out for k epochs (GRESO's ablation)."""
+"""Linear backoff: after k zero-variance visits in a row, skip a prompt for k epochs (GRESO's ablation)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..group_kind import BY_REWARDS, GroupJudge
 from .trace import TraceSelector, TraceState
 
 ROUNDING = 1e-3
-"""Tolerance of a sum of visits seen in part: three thirds are one."""
+"""Tolerance of a sum of partly seen visits: three thirds are one."""
 
 
 @dataclass(frozen=True)
@@ -33,14 +33,14 @@ class BackoffState(TraceState):
 
 
 class BackoffSelector(TraceSelector):
-    """Nine bytes a prompt for the trace and four for the order of the epoch."""
+    """Selector with linear backoff. Nine bytes per prompt for the trace and four for the order of the epoch."""
 
     state_model = BackoffState
 
     def __init__(self, prompts: Sequence[Prompt], seed: int, judge: GroupJudge) -> None:
         super().__init__(prompts, seed, judge)
         self.last_epoch_N = np.zeros(len(prompts), np.uint32)
-        """Epoch of the last visit that was judged; a cut one counts, or what is always cut would be visited always."""
+        """Epoch of the last judged visit. Cut visits count, or an always-cut prompt would be visited always."""
 
     def keeps(self, ordinals_N: np.ndarray, epoch: int) -> np.ndarray:
         visits_N = np.floor(self.z_N[ordinals_N] + ROUNDING).astype(np.int64)

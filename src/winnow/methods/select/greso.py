@@ -1,8 +1,8 @@
-"""GRESO: skip, before the rollout, prompts that have had no reward variance for a while (Zheng et al. 2025).
+"""GRESO: skip, before the rollout, prompts without reward variance for a while (Zheng et al. 2025).
 
-A prompt whose last z visits were all zero-variance is rolled out with probability p^z only. p is kept separately for
-easy prompts (all rewards at the maximum) and hard ones, and adjusts itself so that the share of zero-variance groups
-of each kind among those rolled out stays near its target. Draws are keyed by (seed, prompt, epoch).
+A prompt whose last z visits were all zero-variance is rolled out only with probability p^z. p is separate for easy
+prompts (all rewards at the maximum) and hard ones. It adjusts itself so that the share of zero-variance groups of each
+kind among those rolled out stays near its target. Draws are keyed by (seed, prompt, epoch).
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from ..group_kind import BY_REWARDS, GroupJudge, forced, share_seen
 from .trace import EASY, HARD, KINDS, TraceSelector
 
 SELECT_STREAM = 3
-"""Keeps the draws of selectors apart from other noise."""
+"""Separates the draws of selectors from other noise."""
 ROUNDING = 1e-9
 """Tolerance of shares of counts: 4 of 24 are a target of 0.25 * (1 - 1/3), which floating point puts above 4/24."""
 JUDGED = (GroupKind.SIGNAL, GroupKind.EASY, GroupKind.HARD, GroupKind.UNKNOWN)
 
 
 def skip_probability(z: Any, p: Any) -> Any:
-    """1 - p^z (eq. 3): the chance to skip a prompt after `z` zero-variance visits in a row, at base probability `p`.
+    """Return 1 - p^z (eq. 3): the chance to skip after `z` zero-variance visits in a row, at base probability `p`.
 
     Numbers or arrays that broadcast; a prompt that is unseen or was effective last time (z = 0) is never skipped.
     Raises ValueError unless z >= 0 and 0 <= p <= 1.
@@ -43,7 +43,7 @@ def skip_probability(z: Any, p: Any) -> Any:
 
 
 def rollout_batch_size(missing: int, zero_variance_share: float, default: int, safety: float = 1.25) -> int:
-    """min(default, ceil(safety * missing / (1 - zero_variance_share))) (eq. 6): groups to roll out next.
+    """Return min(default, ceil(safety * missing / (1 - zero_variance_share))) (eq. 6): groups to roll out next.
 
     `missing`: effective groups still needed; `zero_variance_share`: of the groups of this step so far. `default` when
     that share is 1. Raises ValueError unless missing >= 0, 0 <= share <= 1, default >= 1, safety > 0.
@@ -60,9 +60,9 @@ def rollout_batch_size(missing: int, zero_variance_share: float, default: int, s
 
 
 def adjust(p: float, share: float, target: float, step: float = 0.01, floor: float = 0.05, cap: float = 1.0) -> float:
-    """The base probability of the next step: lower by `step` when `share` >= `target`, else higher (Algorithm 1).
+    """Return the next step's base probability: lower by `step` if `share` >= `target`, else higher (Algorithm 1).
 
-    Kept within [floor, cap]. The floor is not in the paper's algorithm; without it nothing would be explored any more.
+    Kept within [floor, cap]. The floor is not in the paper's algorithm; without it exploration would stop.
     """
     return min(cap, max(floor, p - step if share >= target - ROUNDING else p + step))
 
@@ -76,14 +76,14 @@ class Greso:
     target: float = 0.25
     """Wanted share of zero-variance groups among those rolled out; 1 always explores."""
     easy_share: float = 1 / 3
-    """Part of `target` that is meant for easy prompts; the rest is for hard ones."""
+    """Part of `target` for easy prompts; the rest is for hard ones."""
     p_easy: float = 0.5
     p_hard: float = 0.5
     step: float = 0.01
     floor: float = 0.05
     cap: float = 1.0
     keep_floor: float = 0.0
-    """Least probability to roll out a prompt. The authors' code has 0.01 here and a cap of 0.95; the paper neither."""
+    """Lowest probability to roll out a prompt. The authors' code has 0.01 here and a cap of 0.95; the paper neither."""
 
     def __post_init__(self) -> None:
         for name in ("target", "easy_share", "p_easy", "p_hard", "floor", "cap", "keep_floor"):
@@ -111,14 +111,14 @@ class GresoState(State, extra="ignore"):
 
 
 class GresoSelector(TraceSelector):
-    """Five bytes a prompt for the trace and four for the order of the epoch."""
+    """Selector of GRESO. Five bytes per prompt for the trace and four for the order of the epoch."""
 
     def __init__(self, prompts: Sequence[Prompt], seed: int, options: Greso, judge: GroupJudge) -> None:
         super().__init__(prompts, seed, judge)
         self.options = options
         self.p = {EASY: options.p_easy, HARD: options.p_hard}
         self._seen = dict.fromkeys(JUDGED, 0.0)
-        """Groups rolled out in this step, by kind, each by the share of it that was seen."""
+        """Groups rolled out in this step, by kind, each weighted by its share of known rewards."""
 
     def _keep_probability(self, ordinals_N: np.ndarray) -> np.ndarray:
         base_N = np.array([1.0, self.p[EASY], self.p[HARD]])[self.kind_N[ordinals_N]]
@@ -141,7 +141,7 @@ class GresoSelector(TraceSelector):
         return Verdict(False, f"greso: {kind}, {z:g} zero-variance visits in a row", 1 - p)
 
     def _judged(self, group: Group, kind: GroupKind) -> None:
-        """Count for the controller what it let through, not what an audit forced: that would be read as exploration."""
+        """Count for the controller the visits it let through; forced ones would be read as exploration."""
         if kind is GroupKind.UNKNOWN and group.verdict.keep:
             kind = GroupKind.HARD  # as in the trace
         if not forced(group.visit):

@@ -1,4 +1,4 @@
-"""Curriculum: every prompt once an epoch, in the order of the data set or of one of its columns."""
+"""Curriculum: every prompt once per epoch, in the order of the data set or of one of its columns."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from ..group_kind import BY_REWARDS, GroupJudge
 from .stream import StreamSelector
 
 SHOWN = 6
-"""Values of a column named in an error message."""
+"""Number of column values named in an error message."""
 
 
 @dataclass(frozen=True)
 class Ordered:
-    """Curriculum: every prompt once an epoch, in the same order each time, easy to hard where `by` says how hard."""
+    """Curriculum: every prompt once per epoch, in the same order each time, easy to hard if `by` gives difficulty."""
 
     by: str | None = None
-    """Column of numbers to go by, ascending, e.g. `difficulty`; prompts of the same value keep the order of the data
-    set. None: the order of the data set."""
+    """Column of numbers to sort by, ascending, e.g. `difficulty`; ties keep the order of the data set. None: the order
+    of the data set."""
     levels: list[str] | None = None
-    """Values of that column from the first to the last, where they are words: `[easy, medium, hard]`."""
+    """Values of that column from first to last, if they are words: `[easy, medium, hard]`."""
     descending: bool = False
-    """Begin with the largest number, or the last of `levels`, or without `by` at the end of the data set."""
+    """Start with the largest number, or the last of `levels`, or, without `by`, at the end of the data set."""
 
     def __post_init__(self) -> None:
         if self.levels is not None and self.by is None:
@@ -36,12 +36,12 @@ class Ordered:
             raise ValueError(f"levels has a value twice: {self.levels}")
 
     def build(self, prompts: Sequence[Prompt], seed: int, judge: GroupJudge = BY_REWARDS) -> StreamSelector:
-        """Raises ValueError for a prompt whose value is missing, or is neither a number nor one of `levels`."""
+        """Build it. Raises ValueError for a missing value, or one that is neither a number nor one of `levels`."""
         rank_N = np.arange(len(prompts), dtype=np.float64) if self.by is None else self._ranks(self.by, prompts)
         return StreamSelector(prompts, seed, order_N=np.argsort(-rank_N if self.descending else rank_N, kind="stable"))
 
     def _ranks(self, column: str, prompts: Sequence[Prompt]) -> np.ndarray:
-        """float64 [N]: of each prompt what it is ordered by."""
+        """Return the sort key of each prompt, float64 [N]."""
         known = None if self.levels is None else {level: float(i) for i, level in enumerate(self.levels)}
         rank_N = np.empty(len(prompts))
         for i, prompt in enumerate(prompts):
@@ -70,7 +70,7 @@ class Ordered:
 
 
 def _number(value: Any) -> float | None:
-    """As a float; None for what is no number that can be compared."""
+    """Return a float; None for values that are no comparable number."""
     if isinstance(value, bool | int | float | np.generic) and not np.isnan(number := float(value)):
         return number
     return None

@@ -1,4 +1,4 @@
-"""Skip prompts that a pass-rate profile says are dead or solved (Active-RLOO's soft band); refreshed if wanted."""
+"""Skip prompts that a pass-rate profile marks as dead or solved (Active-RLOO's soft band), with optional refresh."""
 
 from __future__ import annotations
 
@@ -22,10 +22,9 @@ ROLLOUTS = 16
 
 @dataclass(frozen=True)
 class PassRate:
-    """Roll out only prompts whose profiled pass rate lies in [low, high] (Active-RLOO, section 4.1); make one with
-    `winnow pass-rates`.
+    """Roll out only prompts whose profiled pass rate lies in [low, high] (Active-RLOO, section 4.1).
 
-    Prompts that the profile does not know stay in.
+    `winnow pass-rates` makes the profile. Prompts missing from it stay in.
     """
 
     profile: str | None = None
@@ -33,9 +32,9 @@ class PassRate:
     low: float = 1e-9
     high: float = 1 - 1e-9
     refresh_steps: int | None = None
-    """Profile all training prompts again every so many optimizer steps, with the policy of the time."""
+    """Profile all training prompts again every so many optimizer steps, with the current policy."""
     n: int = ROLLOUTS
-    """Rollouts a prompt of a refresh."""
+    """Rollouts per prompt of a refresh."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.low <= self.high <= 1:
@@ -53,8 +52,8 @@ class PassRate:
         return [Chart("Prompts in the pass-rate band", {"pass_rate/in_band": "share"}, share=True, percent=True)]
 
     def build(self, prompts: Sequence[Prompt], seed: int, judge: GroupJudge = BY_REWARDS) -> PassRateSelector:
-        """Raises ValueError when the profile cannot be read, is for other prompts, or leaves none in the band, and when
-        it is to be refreshed but nothing tells right answers from others."""
+        """Build the selector. Raises ValueError when the profile cannot be read, is for other prompts, or leaves no
+        prompt in the band, and when a refresh is set but right answers are unknown."""
         if self.refresh_steps is not None and judge.success.undecided:
             raise ValueError(f"refresh_steps: counts right answers, but success is {judge.success}")
         selector = PassRateSelector(prompts, seed, self)
@@ -75,7 +74,7 @@ class PassRateState(StreamState):
 
 
 class PassRateSelector(StreamSelector):
-    """Eight bytes a prompt for the rates and four for the order of the epoch."""
+    """Selector by pass rate. Eight bytes per prompt for the rates and four for the order of the epoch."""
 
     state_model = PassRateState
 
@@ -86,7 +85,7 @@ class PassRateSelector(StreamSelector):
         """NaN: not profiled."""
 
     def in_band(self) -> np.ndarray:
-        """bool [N]"""
+        """bool [N]: prompts to roll out."""
         return self._in_band(self.rate_N)
 
     def _in_band(self, rate_N: np.ndarray) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""The stream of prompts that every selector walks: all prompts once an epoch, some of their visits skipped."""
+"""Base of selectors: a stream of all prompts once per epoch, with some visits skipped."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from ...types import KEEP, Group, Prompt, Verdict, Visit
 from ..pass_rates import PassRate
 
 LOOK_AHEAD = 256
-"""Visits decided at once, at least."""
+"""Fewest visits decided at once."""
 PATIENCE = 10_000
-"""Skipped visits in a row, or one whole epoch if that is more, after which there is nothing left to roll out."""
+"""Skipped visits in a row (or one whole epoch if that is more) after which nothing is left to roll out."""
 
 
 class Override(Protocol):
     """Lets visits pass that a selector would skip; see `audit.py`."""
 
     def draws(self, ordinals_N: np.ndarray, epoch: int) -> np.ndarray:
-        """bool [N]: which of these visits must not be skipped."""
+        """Return bool [N]: which of these visits must not be skipped."""
         ...
 
     def verdict(self, number: int, verdict: Verdict, drawn: bool) -> Verdict:
-        """Final form of the selector's own verdict on visit `number`; called once for each, in stream order."""
+        """Return the final form of the selector's verdict on visit `number`; called once for each, in stream order."""
         ...
 
 
@@ -34,9 +34,9 @@ class StreamState(State, extra="ignore"):  # subclasses have keys of their own
 
 
 class StreamSelector(Stateful):
-    """Every prompt once an epoch, in an order that is a function of (seed, epoch) alone, or in that of `order_N`.
+    """Every prompt once per epoch, in an order that is a function of (seed, epoch) alone, or in that of `order_N`.
 
-    A subclass overrides `keeps`, and `verdict_on` to give the reason; with neither, nothing is ever skipped.
+    A subclass overrides `keeps`, and `verdict_on` to give the reason; without them nothing is skipped.
     """
 
     state_model: ClassVar[type[State]] = StreamState
@@ -69,7 +69,7 @@ class StreamSelector(Stateful):
         return self.visits // len(self.prompts)
 
     def select(self, n: int) -> list[Visit]:
-        """See `Selector.select`. Costs array operations for what is looked at, and one object for each visit passed."""
+        """See `Selector.select`. Costs array operations per visit checked and one object per visit passed."""
         visits: list[Visit] = []
         missing, in_a_row = n, 0
         while missing > 0 and in_a_row < max(PATIENCE, len(self.prompts)):
@@ -94,7 +94,7 @@ class StreamSelector(Stateful):
         return visits
 
     def keeps(self, ordinals_N: np.ndarray, epoch: int) -> np.ndarray:
-        """bool [N]: which of these visits to roll out. A function of the state and of (seed, ordinal, epoch) only."""
+        """Return bool [N]: which visits to roll out. A function of the state and of (seed, ordinal, epoch) only."""
         return np.ones(len(ordinals_N), dtype=bool)
 
     def verdict_on(self, ordinal: int, keep: bool) -> Verdict:

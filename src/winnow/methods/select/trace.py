@@ -1,4 +1,4 @@
-"""Memory of every prompt: the run of zero-variance visits it is in."""
+"""Memory of every prompt's current run of zero-variance visits."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .stream import StreamSelector, StreamState
 
 EFFECTIVE, EASY, HARD = 0, 1, 2
 KINDS = {GroupKind.SIGNAL: EFFECTIVE, GroupKind.EASY: EASY, GroupKind.HARD: HARD, GroupKind.UNKNOWN: HARD}
-"""Equal rewards of which nothing says that they are right count as hard."""
+"""Equal rewards count as hard unless they are known to be right."""
 LONGEST = float(np.iinfo(np.uint16).max)
 
 
@@ -26,18 +26,18 @@ class TraceState(StreamState):
 
 
 class TraceSelector(StreamSelector):
-    """Adds to the stream, for each of N prompts, `z_N` and `kind_N`: five bytes a prompt.
+    """Adds to the stream, for each of N prompts, `z_N` and `kind_N`: five bytes per prompt.
 
-    z is the length of the current run of consecutive zero-variance visits of either kind (eq. 4), kind that of the
-    last one. Only rewards move it:
+    z is the length of the current run of consecutive zero-variance visits of either kind (eq. 4), kind that of the last
+    one. Only rewards move it:
 
     - Rewards that differ end the run, however many siblings are missing.
-    - Equal rewards of m siblings out of G add m / G: that the G - m which were pruned or failed would have got the same
-      is not known. For independent siblings this is the visit's share of a full one in log-likelihood. Whom a quality
-      head keeps is no random sample, but where it keeps the rarer outcome more often, as `balance: target` does, equal
-      survivors are more than m siblings' worth of evidence; so the weight is on the cautious side.
+    - Equal rewards of m siblings out of G add m / G: the rewards of the G - m pruned or failed ones are unknown. For
+      independent siblings this is the visit's share of a full one in log-likelihood. The survivors of a quality head
+      are no random sample. But if it keeps the rarer outcome more often, as `balance: target` does, equal survivors are
+      more than m siblings' worth of evidence; so the weight is on the cautious side.
     - A group that a gate cut, or with too few rewards, leaves the run as it was. With audits some cuts are overridden:
-      those groups have rewards, so the trace learns from them, at the audit's rate, what the cuts were worth.
+      those groups have rewards, so the trace learns from them, at the audit's rate, the worth of the cuts.
     """
 
     state_model: ClassVar[type[State]] = TraceState
@@ -61,4 +61,4 @@ class TraceSelector(StreamSelector):
         self.kind_N[ordinal] = kind
 
     def _judged(self, group: Group, kind: GroupKind) -> None:
-        """Hook for a judged group, also one that was cut on evidence."""
+        """Handle a judged group, also one that was cut on evidence; a hook for subclasses."""

@@ -1,4 +1,4 @@
-"""Every prompt once an epoch, none skipped."""
+"""Every prompt once per epoch, without skips."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .stream import StreamSelector
 
 @dataclass(frozen=True)
 class Uniform:
-    """Visit every prompt once an epoch; `shuffle: false` keeps the order of the data set."""
+    """Visit every prompt once per epoch; `shuffle: false` keeps the order of the data set."""
 
     shuffle: bool = True
 

@@ -1,4 +1,4 @@
-"""Sizes: how many siblings the next group gets, and how many groups to start at once."""
+"""Sizes: the number of siblings in the next group, and of groups to start at once."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from .rollout_batch import Fixed as FixedRounds
 class GroupSize(Protocol):
     @property
     def smallest(self) -> int:
-        """No group of the run is smaller."""
+        """Size of the run's smallest group."""
         ...
 
     @property
     def largest(self) -> int:
-        """No group of the run is larger."""
+        """Size of the run's largest group."""
         ...
 
     def next(self) -> int: ...
 
     def observe(self, step_stats: Mapping[str, float]) -> None:
-        """Called once per training step with its metrics."""
+        """Learn from a training step's metrics; called once per step."""
         ...
 
     def state_dict(self) -> dict[str, Any]: ...
@@ -39,15 +39,15 @@ SIZES: dict[str, type] = {"fixed": Fixed, "adaptive_k": AdaptiveK}
 
 class RolloutBatch(Protocol):
     size: int
-    """Groups in a round, at most."""
+    """Most groups in a round."""
     carry: bool
-    """Whether superfluous groups wait for the next step, or are dropped."""
+    """Whether surplus groups wait for the next step; otherwise they are dropped."""
 
     def next(self, missing: int, in_flight: int, zero_variance_share: float | None) -> int:
-        """Number of groups to start now, <= 0 for none.
+        """Return the number of groups to start now, <= 0 for no start.
 
-        `missing`: groups the batch still lacks; `in_flight`: groups under way; `zero_variance_share`: of the groups
-        judged in this step so far, None when there are none.
+        `missing`: groups the batch still needs; `in_flight`: groups under way; `zero_variance_share`: of the groups
+        judged in this step so far, None before the first.
         """
         ...
 

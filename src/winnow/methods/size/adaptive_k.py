@@ -1,4 +1,4 @@
-"""More siblings once too many groups teach nothing: a tie that few rollouts leave, more of them may break.
+"""More siblings once too many groups teach nothing: more rollouts may break a tie among few.
 
 Beyond the paper: with `tau_down` the size may also go back, with hysteresis. Larger groups lower the zero-variance
 share by themselves, so the two thresholds must lie apart and a size must be kept for a while (`dwell`).
@@ -14,20 +14,20 @@ from ...base.state import Count, State, Stateful
 
 DWELL = 10
 ROUNDING = 1e-9
-"""Tolerance of a mean of shares: five of them whose mean is 1/2 may add up to more than 5/2 in floating point."""
+"""Tolerance of a mean of shares: five shares with mean 1/2 may add up to more than 5/2 in floating point."""
 
 
 def next_size(size: int, history: Sequence[float], base: int, high: int, tau: float, window: int) -> int:
-    """`high` once the mean of the last `window` zero-variance shares has exceeded `tau`, and then for good.
+    """Return `high` once the mean of the last `window` zero-variance shares exceeds `tau`, and then for good.
 
-    `history`: the share of zero-variance groups of each step so far (0 to 1), newest last; before `window` of them the
-    size stays. Source: Active-RLOO (Liu), equation 5: K_base = 4, K_high = 8, tau = 0.5, W = 5.
+    `history`: share of zero-variance groups of each step so far (0 to 1), newest last; before `window` of them the size
+    stays. Source: Active-RLOO (Liu), equation 5: K_base = 4, K_high = 8, tau = 0.5, W = 5.
     """
     return high if size == high or _mean(history, window) > tau + ROUNDING else base
 
 
 def _mean(history: Sequence[float], window: int) -> float:
-    """Over the last `window` values; NaN, which compares false with everything, before there are that many."""
+    """Return the mean of the last `window` values; NaN, which compares false with everything, for a shorter history."""
     return sum(history[-window:]) / window if len(history) >= window else float("nan")
 
 
@@ -36,8 +36,8 @@ class AdaptiveK:
     """Raise the group size from `base` to `high` when the share of zero-variance groups is high (Active-RLOO, eq. 5).
 
     `base` None: `num_generations`; `high` None: twice `num_generations`. The share is averaged over the last `window`
-    steps and compared with `tau`. `tau_down` None: one way, as in the paper. Otherwise back to `base` below `tau_down`,
-    by the steps since the last change alone, and no change within `dwell` steps of another.
+    steps and compared with `tau`. `tau_down` None: one way, as in the paper. Otherwise the size returns to `base` below
+    `tau_down`, using only the steps since the last change. No change comes within `dwell` steps of another.
     """
 
     base: int | None = None
@@ -64,7 +64,7 @@ class AdaptiveK:
             )
 
     def build(self, num_generations: int) -> AdaptiveSize:
-        """Raises ValueError unless base < high."""
+        """Build the controller. Raises ValueError unless base < high."""
         base = num_generations if self.base is None else self.base
         high = 2 * num_generations if self.high is None else self.high
         if not base < high:
@@ -82,7 +82,7 @@ class AdaptiveState(State):
 
 
 class AdaptiveSize(Stateful):
-    """The controller; its state is the size, the shares since the last change, and the steps since then."""
+    """Controller of the size; its state is the size, the shares since the last change, and the steps since then."""
 
     state_model = AdaptiveState
 
@@ -98,7 +98,7 @@ class AdaptiveSize(Stateful):
         return self.size
 
     def observe(self, step_stats: Mapping[str, float]) -> None:
-        """Learn from `frac_reward_zero_std`; a step without it, or that rolled nothing out, only passes time."""
+        """Learn from `frac_reward_zero_std`; a step without it, or without rollouts, only passes time."""
         o = self.options
         if self.steps is not None:
             self.steps += 1

@@ -1,7 +1,7 @@
-"""Rollout batches: how many groups to start when the training batch still lacks some.
+"""Rollout batches: how many groups to start when the training batch is not full.
 
-`exact` starts one for each that is missing, as soon as it is missing, and never has a surplus. `fixed` and `adaptive`
-work in rounds, as systems do whose engine takes a batch at a time: fewer rounds, but some groups come out superfluous.
+`exact` starts one group for each missing one, at once, and never has a surplus. `fixed` and `adaptive` work in rounds,
+like systems whose engine takes a batch at a time: fewer rounds, but some groups are surplus.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Surplus = Literal["carry", "discard"]
 
 @dataclass(frozen=True)
 class Exact:
-    """One group for each that is missing, started at once."""
+    """One group for each missing one, started at once."""
 
     def build(self, prompts_per_step: int) -> OneForOne:
         return OneForOne(prompts_per_step)
@@ -32,7 +32,7 @@ class Fixed:
     size: int | None = None
     """None: one and a half training batches (GRESO's setting: 384 for 256)."""
     surplus: Surplus = "carry"
-    """`carry` keeps superfluous groups for the next step, one step old by then; `discard` drops them."""
+    """`carry` keeps surplus groups for the next step, one step old by then; `discard` drops them."""
 
     def problems(self, run: RunFacts) -> Iterator[str]:
         yield from _problems(self.surplus, run)
@@ -83,7 +83,7 @@ def _largest(size: int | None, prompts_per_step: int) -> int:
 
 @dataclass(frozen=True)
 class OneForOne:
-    """Refill one for one. There are no rounds; a batch's worth of groups counts as one."""
+    """Starts one group for each missing one. It has no rounds; a batch's worth of groups counts as one."""
 
     size: int
     carry = False
@@ -94,10 +94,10 @@ class OneForOne:
 
 @dataclass(frozen=True)
 class Rounds:
-    """A round starts when the one before is over; `safety` None is a fixed size.
+    """Rounds that start when the previous one is over; `safety` None is a fixed size.
 
-    An adaptive round before anything was judged in its step has the full size (Algorithm 1 of GRESO), or, with groups
-    carried from the step before, which the paper does not have, as much of it as the batch lacks.
+    An adaptive round before the first judged group of its step has the full size (Algorithm 1 of GRESO). With groups
+    carried from the last step, which the paper does not have, it is the missing share of that size.
     """
 
     size: int

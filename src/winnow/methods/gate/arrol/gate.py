@@ -1,4 +1,4 @@
-"""Prune rollouts while they are generated, so that what survives is half right and half wrong (ARRoL)."""
+"""Prune rollouts while they are generated, so that survivors are half right and half wrong (ARRoL)."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from .rule import ArrolRule, Quality, Scale
 from .stats import Realised
 
 REMEMBERED = 2048
-"""Rollouts whose scores and lengths are remembered, pruned ones included."""
+"""Rollouts whose scores and lengths are kept, pruned ones included."""
 FIRST_AT = 16
-"""Detection token of the first step, when no length is known yet; nothing is pruned by then."""
+"""Detection token of the first step, before any length is known; nothing is pruned yet."""
 
 
 @dataclass(frozen=True)
@@ -40,27 +40,27 @@ class Arrol:
     head_width: int = WIDTH
     head_lr: float = LEARNING_RATE
     scale: Scale = "rank"
-    """Way of scores into [0, 1]: by rank among recent ones; the paper's: `sigmoid` of the head's logit."""
+    """Map from scores into [0, 1]: by rank among recent ones, or, as in the paper, `sigmoid` of the head's logit."""
     bins: int = 20
     """Number of bins of scores, each with a chance of success."""
     at: int | None = None
-    """Tokens of a turn after which the decision falls; None: `share` of a quantile of recent lengths."""
+    """Tokens of a turn after which the gate decides; None: `share` of a quantile of recent lengths."""
     quantile: float = 0.5
     share: float = 0.5
     keep_rate: float = 0.5
     target: float = 0.5
-    """Share of right answers that survivors should have."""
+    """Wanted share of right answers among survivors."""
     strength: float = 1.0
     p_min: float = 0.05
     balance: Balance | Literal["distinct", "within"] = "target"
-    """`distinct`: not by success, but less often the more siblings are expected to have said the same so far.
-    `within`: by what a survivor is worth to its own group, given the outcomes of its prompt at earlier visits."""
+    """`distinct`: ignore success; prune less often the more siblings are expected to have sampled the same tokens so
+    far. `within`: by a survivor's worth to its own group, given the outcomes of its prompt at earlier visits."""
     cold_start: int = 20
     """Optimizer steps in which the predictor learns and nothing is pruned."""
     min_survivors: int | None = None
-    """Least number of a group; None: as many as the advantage needs (2 where nobody says)."""
+    """Fewest survivors of a group; None: as many as the advantage needs (2 if unknown)."""
     unbiased: bool = False
-    """Weight what survivors add to the loss by 1 / (their chance of survival), as Horvitz and Thompson do."""
+    """Weight survivors in the loss by 1 / (their chance of survival) (Horvitz and Thompson)."""
 
     def __post_init__(self) -> None:
         if self.at is not None and self.at < 1:
@@ -102,7 +102,7 @@ class Arrol:
                 raise ValueError(f"{name} has no effect with quality: {self.quality}; remove it")
 
     def problems(self, run: RunFacts) -> Iterator[str]:
-        """Yield what leaves nothing to prune, and what unbiased weights cannot account for."""
+        """Yield settings that leave nothing to prune or that break unbiased weights."""
         c, needed = run.config, run.least_rewards
         least = needed if self.min_survivors is None else self.min_survivors
         if sum(isinstance(gate, Arrol) for gate in run.options["gates"]) > 1:
@@ -143,7 +143,7 @@ class Arrol:
         return quality_charts(f"gate/{name}")
 
     def build(self, context: GateContext) -> ArrolGate:
-        """Raises ConfigError when nothing tells right answers from others, which is what the gate learns."""
+        """Build the gate. Raises ConfigError when right answers are unknown, since the gate learns from them."""
         if (success := context.judge.success).undecided and self.balance != "distinct":
             raise ConfigError(f"gates: arrol learns which answers are right, but success is {success}")
         return ArrolGate(self, context)
@@ -164,10 +164,10 @@ class ArrolState(State):
 
 
 class ArrolGate(Gate):
-    """Head, calibration and survival are fixed within an optimizer step, and learn between two: so neither the order in
-    which rollouts come, nor what runs beside them, changes a decision.
+    """Prunes by head, calibration and survival chances, which are fixed within a step and learn between steps.
 
-    Rollouts that end before the detection token survive without having been asked about.
+    So neither arrival order nor concurrent rollouts change a decision. Rollouts that end before the detection token
+    survive without a decision.
     """
 
     def __init__(self, options: Arrol, context: GateContext) -> None:
@@ -175,7 +175,7 @@ class ArrolGate(Gate):
         with_logp = options.head_inputs == "hidden+logp"
         self.head = QualityHead(context.seed, options.head_width, options.head_lr, with_logp=with_logp)
         self.least = context.judge.least if options.min_survivors is None else options.min_survivors
-        """Survivors of a group, at least."""
+        """Fewest survivors of a group."""
         self.name = context.name
         self._context = context
         self._steps = 0
@@ -183,22 +183,22 @@ class ArrolGate(Gate):
         self._posterior = BinnedPosterior(options.bins, REMEMBERED)
         self._bins = Window(REMEMBERED)
         self._raw = Window(REMEMBERED)
-        """Scores as they are, of predictors that know no scale."""
+        """Raw scores, for predictors without a scale."""
         self._scale_M = np.empty(0)
-        """Scores of recent rollouts by the predictor of now, ascending."""
+        """Scores of recent rollouts by the current predictor, ascending."""
         self._lengths = Window(REMEMBERED)
-        """Length of a rollout's last turn and how many rollouts it stands for."""
+        """Length of a rollout's last turn, and the number of rollouts it represents."""
         self._q_B = self._posterior.table()
         self._survival_B = np.full(self._posterior.bins, options.keep_rate)
         self._novelty = Window(REMEMBERED)
         self._factor = 1.0
         self._prompts = PromptOutcomes(options.keep_rate, options.p_min, REMEMBERED)
-        """Under `within`."""
+        """For `within`."""
         self._realised = Realised()
 
     @property
     def cold(self) -> bool:
-        """Whether the predictor still only learns."""
+        """Whether the predictor only learns so far."""
         return self._steps < self.options.cold_start
 
     def rule(self) -> ArrolRule:
@@ -220,7 +220,7 @@ class ArrolGate(Gate):
         )
 
     def observe(self, group: Group) -> None:
-        """Learn from whoever came to an end; outcomes count 1 / survival, for those of the pruned are not seen."""
+        """Learn from finished rollouts; outcomes count 1 / survival, since those of pruned rollouts are unseen."""
         decisions = [r.decision_of(self.name) for r in group.siblings]
         self._remember([d.verdict.evidence for d in decisions if d is not None], group)
         scored: list[tuple[float, bool, float]] = []
@@ -250,7 +250,7 @@ class ArrolGate(Gate):
         self._realised.group([label for label, _ in judged], survivors, len(group.siblings))
 
     def _remember(self, asked: list[Mapping[str, Any]], group: Group) -> None:
-        """Remember a group's rollouts as they were at their detection token, whatever became of them."""
+        """Store a group's rollouts in their state at the detection token, whatever their fate."""
         scored = [evidence for evidence in asked if "score" in evidence]
         self._realised.not_finite += len(asked) - len(scored)
         for evidence in scored:
@@ -270,12 +270,12 @@ class ArrolGate(Gate):
         return self._context.judge.success.right(rollout)
 
     def _learn(self, hidden: np.ndarray | None, logp: float, label: bool, weight: float) -> None:
-        """Learn from the middle of a rollout, or its end, where the head is asked when answers are voted on."""
+        """Learn from the middle of a rollout, or from its end, where votes use the head."""
         if hidden is not None and self.options.quality == "head":
             self.head.observe(Example(hidden, logp, label, weight))
 
     def end_step(self) -> None:
-        """An optimizer step is over: learn, and fix what the next step goes by."""
+        """End an optimizer step: learn, and fix the rule of the next step."""
         o = self.options
         self._steps += 1
         if o.quality == "head":
@@ -308,7 +308,6 @@ class ArrolGate(Gate):
             self._scale_M = np.sort(self._raw.columns()[0])
 
     def metrics(self) -> dict[str, float]:
-        """Figures of this step."""
         found = self._realised.metrics() | {
             "detection_length": float(self._at),
             "cold": float(self.cold),
@@ -319,11 +318,11 @@ class ArrolGate(Gate):
         return {f"gate/{self.name}/{name}": value for name, value in found.items()}
 
     def save(self, directory: Path) -> None:
-        """Write the head beside a checkpoint's or the finished model's weights."""
+        """Write the head next to the weights of a checkpoint or of the finished model."""
         self.head.weights.save(directory)
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything learned; groups in flight carry their own decisions."""
+        """Return everything learned; groups in flight carry their own decisions."""
         return {
             "steps": self._steps,
             "at": self._at,
@@ -357,7 +356,7 @@ class ArrolGate(Gate):
 
 
 def _sampled_after(rollout: Rollout, decision: Decision) -> int:
-    """Tokens that it sampled after the decision."""
+    """Return the number of tokens that the rollout sampled after the decision."""
     assert isinstance(decision.at, Token)
     start = rollout.turns[decision.turn].start
     return int(np.count_nonzero(rollout.action_mask[start + decision.at.n :]))

@@ -1,8 +1,8 @@
-"""A small network that predicts in the middle of an answer, from what the policy thinks, its success (ARRoL).
+"""A small network that predicts success in the middle of an answer, from the policy's hidden state (ARRoL).
 
-Input: the last hidden state at the detection token, and the mean log-probability of the tokens so far. Nothing flows
-back into the policy. The paper's head sees the hidden state alone; on small models the log-probability tells more than
-that, and together they tell most. `with_logp=False` is the paper's.
+Input: the last hidden state at the detection token, and the mean log-probability of the tokens so far. No gradient
+flows back into the policy. The paper's head uses the hidden state alone (`with_logp=False`). On small models the
+log-probability predicts better than the hidden state, and both together predict best.
 """
 
 from __future__ import annotations
@@ -27,32 +27,32 @@ from ..base import Array
 from ..window import FLOATS, TRUTHS, Columns, Window
 
 HEAD_STREAM = 6
-"""Keeps its draws apart from other noise."""
+"""Separates its draws from other noise."""
 FILE = "gate/quality_head.safetensors"
-"""Not beside the weights of a model: engines load every such file that they find there."""
+"""In a folder of its own: engines load every such file next to a model's weights."""
 WIDTH, LEARNING_RATE = 128, 1e-3
 UPDATES, BATCH = 4, 256
-"""Gradient steps after an optimizer step of the policy, and examples for each."""
+"""Gradient steps after an optimizer step of the policy, and examples per gradient step."""
 REMEMBERED, RECENT = 2048, 512
 MAX_CHANGE = 1e17
-"""Bound of a hidden state's numbers: the sum of a million squares is still a float32."""
+"""Bound of a hidden state's values: the sum of a million squares still fits float32."""
 
 
 class Example(NamedTuple):
-    """Rollout as it was at the detection token, with its outcome."""
+    """A rollout at the detection token, with its outcome."""
 
     hidden: np.ndarray
     """float32 [H]."""
     logp: float
-    """Mean log-probability of its tokens until then, nats."""
+    """Mean log-probability of its tokens so far, nats."""
     label: bool
     weight: float
-    """1 / (the chance with which its outcome came to be seen)."""
+    """1 / (chance that its outcome was seen)."""
 
 
 @dataclass(frozen=True)
 class HeadWeights:
-    """A head to score with; without layers it has learned nothing, and says 0 to all."""
+    """Weights of a head for scoring; without layers it has learned nothing and scores everything 0."""
 
     layers: list[Array] = field(default_factory=list)
     """float32: weights [W, H + 1] and [1, W] of the two layers, each followed by its biases [W] and [1]."""
@@ -60,23 +60,23 @@ class HeadWeights:
     """Mean and standard deviation of the log-probabilities, fixed at the last fit."""
 
     def score(self, hidden: np.ndarray, logp: float) -> float:
-        """Logit of success, for float32 [H] and the mean log-probability; NaN if they are not finite.
+        """Return the logit of success, for float32 [H] and the mean log-probability.
 
-        0 before anything was learned.
+        NaN for inputs that are not finite; 0 before anything was learned.
         """
         return float(self.scores(hidden[None], np.array([logp]))[0])
 
     def scores(self, hidden_NH: np.ndarray, logp_N: np.ndarray) -> np.ndarray:
-        """`score` of many, float [N]; to the last bit what it is of each alone."""
+        """Return `score` of many, float [N]; bit-identical to scoring each alone."""
         score_N = np.where(_normalisable(hidden_NH), 0.0, np.nan)
         if self.layers:
             finite_N = score_N == 0
-            # a product of matrices rounds differently with the number of rows, one of a vector with a matrix does not
+            # matrix products round differently with the number of rows; a vector times a matrix does not
             score_N[finite_N] = self.logits(hidden_NH[finite_N, None], logp_N[finite_N, None])[:, 0]
         return score_N
 
     def logits(self, hidden_NH: np.ndarray, logp_N: np.ndarray) -> np.ndarray:
-        """[..., N] for [..., N, H] and [..., N]."""
+        """Return [..., N] for [..., N, H] and [..., N]."""
         first, bias, second, last = self.layers
         hidden_NH, z_N = inputs_of(hidden_NH, logp_N, self.moments)
         inner = hidden_NH @ first[:, :-1].T
@@ -93,7 +93,7 @@ class HeadWeights:
 
     @classmethod
     def load(cls, path: Path) -> HeadWeights:
-        """A head from a file, or from a directory that holds one. Raises ValueError when it is none."""
+        """Return the head of a file or a directory. Raises ValueError when it holds no head."""
         file = path / FILE if path.is_dir() else path
         try:
             with safe_open(str(file), "numpy") as tensors:
@@ -115,19 +115,19 @@ class HeadWeights:
 
 
 def mean_logp(rollout: Rollout) -> float:
-    """Mean log-probability of a whole rollout, nats: under the model itself where that was reported.
+    """Return the mean log-probability of a whole rollout, nats; under the model itself where reported.
 
-    A head that was trained at one temperature then knows what it sees at another.
+    A head trained at one sampling temperature then works at another.
     """
     logp_N = rollout.sampler_logp[rollout.action_mask] if rollout.raw_logp is None else rollout.raw_logp
     return float(np.add.reduce(logp_N) / len(logp_N))
 
 
 def inputs_of(hidden_NH: np.ndarray, logp_N: np.ndarray, moments: tuple[float, float]) -> tuple[np.ndarray, np.ndarray]:
-    """float32: normalised hidden states, and the log-probability, which counts as a few of them."""
+    """Return float32: normalised hidden states, and the log-probability, which counts as a few of them."""
     size = hidden_NH.shape[-1]
     centred_NH = hidden_NH - np.add.reduce(hidden_NH, -1, keepdims=True) / size
-    # row by row; einsum cuts rows of more than 8,192 wherever its buffer ends, and then rounds by their place
+    # row by row: einsum splits rows of more than 8,192 at its buffer's end, so rounding would depend on their position
     variance_N = (centred_NH[..., None, :] @ centred_NH[..., None])[..., 0, 0] / size
     centred_NH /= np.sqrt(variance_N + 1e-5)[..., None]
     mean, deviation = moments
@@ -147,19 +147,19 @@ class HeadState(State):
 
 
 class QualityHead:
-    """Two layers, trained with cross-entropy on the last `REMEMBERED` labelled rollouts; made for the first."""
+    """Two layers, trained with cross-entropy on the last `REMEMBERED` labelled rollouts; built at the first one."""
 
     def __init__(
         self, seed: int = 0, width: int = WIDTH, learning_rate: float = LEARNING_RATE, *, with_logp: bool = True
     ) -> None:
-        """`with_logp`: whether it sees the log-probability; without, the weights of that input are 0 and stay so."""
+        """`with_logp`: use the log-probability; without it the weights of that input are 0 and stay 0."""
         self._seed, self._width, self._learning_rate, self._with_logp = seed, width, learning_rate, with_logp
         self._fits = 0
         self.resets = 0
-        """How often it was thrown away because its weights were not finite."""
+        """Number of resets because weights were not finite."""
         self._examples = Window(REMEMBERED)
         self._observed: list[Example] = []
-        """Not yet among them."""
+        """Examples not yet added to the training data."""
         self._recent = Window(RECENT)
         """Hidden state and log-probability."""
         self._net: nn.Sequential | None = None
@@ -168,20 +168,20 @@ class QualityHead:
         """Weights of the last fit."""
 
     def remember(self, hidden_NH: np.ndarray, logp_N: np.ndarray) -> None:
-        """Rollouts at their detection token, whatever becomes of them."""
+        """Store rollouts at their detection token, whatever their fate."""
         self._recent.extend(hidden_NH, logp_N)
 
     def recent_scores(self) -> np.ndarray:
-        """Scores of the last `RECENT` rollouts by the head of today, float [N]."""
+        """Return the scores of the last `RECENT` rollouts by the current head, float [N]."""
         there = self.weights.layers and len(self._recent)
         return self.weights.logits(*self._recent.columns()) if there else np.empty(0)
 
     def observe(self, example: Example) -> None:
-        """Remember a labelled rollout; an example that is not finite teaches nothing."""
+        """Store a labelled rollout; an example that is not finite teaches nothing."""
         self._observed.append(example)
 
     def _take_observed(self) -> None:
-        """All at once, which is much cheaper than one by one."""
+        """Add all observed examples at once, much cheaper than one by one."""
         if self._observed:
             hidden_NH, logp_N, label_N, weight_N = map(np.array, zip(*self._observed, strict=True))
             finite_N = _normalisable(hidden_NH) & np.isfinite(logp_N + weight_N)
@@ -189,7 +189,7 @@ class QualityHead:
             self._observed = []
 
     def fit(self) -> None:
-        """A few steps of AdamW; what is drawn depends on the seed and the number of earlier fits alone."""
+        """Take a few AdamW steps; the draws depend only on the seed and the number of earlier fits."""
         self._fits += 1
         self._take_observed()
         if not len(self._examples):
@@ -212,7 +212,7 @@ class QualityHead:
 
     @torch.no_grad()
     def _set_gradients(self, inputs_NI: torch.Tensor, label_N: torch.Tensor, weight_N: torch.Tensor) -> None:
-        """Gradients of the weighted mean cross-entropy; by hand, because autograd takes longer than the products."""
+        """Set gradients of the weighted mean cross-entropy; by hand, since autograd takes longer than the products."""
         assert self._net is not None
         first, bias, second, last = self._net.parameters()
         inner_NW = torch.addmm(bias, inputs_NI, first.t()).relu_()
@@ -234,7 +234,7 @@ class QualityHead:
         self._optimizer = torch.optim.AdamW(self._net.parameters(), lr=self._learning_rate, fused=True)
 
     def _publish(self, moments: tuple[float, float]) -> None:
-        """Copy the weights to where scoring costs microseconds, in NumPy; those that are not finite are dropped."""
+        """Copy the weights to NumPy, where scoring costs microseconds; drop weights that are not finite."""
         assert self._net is not None
         self.weights = HeadWeights([p.detach().numpy().copy() for p in self._net.parameters()], moments)
         if not all(np.isfinite(layer).all() for layer in self.weights.layers):
@@ -242,7 +242,7 @@ class QualityHead:
             self.resets += 1
 
     def _tensors(self) -> list[torch.Tensor]:
-        """Parameters, and AdamW's states of each; it makes them at its first step."""
+        """Return the parameters and AdamW's states of each, which AdamW makes at its first step."""
         if self._net is None or self._optimizer is None:
             return []
         found = [p.detach() for p in self._net.parameters()]
@@ -274,7 +274,7 @@ class QualityHead:
             self._publish(saved.moments)
 
     def _load_net(self, saved: list[torch.Tensor]) -> None:
-        """Raises ValueError on other shapes than this head's: AdamW does not look at them."""
+        """Load tensors. Raises ValueError on shapes other than this head's, which AdamW does not check."""
         self._build(self._examples.columns()[0].shape[1])
         assert self._net is not None
         assert self._optimizer is not None
@@ -288,7 +288,7 @@ class QualityHead:
 
 
 def _normalisable(hidden_NH: np.ndarray) -> np.ndarray:
-    """Whether their numbers and the squares are finite, as what follows needs; bool [N]."""
+    """Return which states are finite, also squared, as normalising needs; bool [N]."""
     lowest_N, highest_N = np.minimum.reduce(hidden_NH, -1), np.maximum.reduce(hidden_NH, -1)
     return np.asarray((highest_N < MAX_CHANGE) & (lowest_N > -MAX_CHANGE))
 

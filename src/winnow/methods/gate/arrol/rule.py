@@ -1,4 +1,4 @@
-"""Rule that decides whether a rollout lives on: scores, posteriors, chances of survival, fixed for a step (ARRoL)."""
+"""Pruning rule of a step: fixed scores, posteriors and chances of survival (ARRoL)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ..within_table import WithinTable
 from .head import HeadWeights
 
 QUALITY_STREAM = 7
-"""Keeps these draws apart from other noise."""
+"""Separates these draws from other noise."""
 
 Quality = Literal["head", "confidence", "logprob"]
 Scale = Literal["rank", "sigmoid"]
@@ -34,28 +34,27 @@ NEEDS: dict[Quality, frozenset[str]] = {
 
 @dataclass(frozen=True)
 class ArrolRule:
-    """Scores become ranks among `scale_M`, ranks bins, bins posteriors `q_B` and chances of survival.
+    """Maps scores to ranks among `scale_M`, ranks to bins, bins to posteriors `q_B` and chances of survival.
 
-    With `scale: sigmoid`, of a head, its chance of success takes the place of the rank.
-
-    A rollout survives if its draw is below its chance of survival, or among the `least` lowest of its group; the
-    verdict's probability is that of either. Those whose score is not finite survive.
+    With a head and `scale: sigmoid`, its chance of success replaces the rank. A rollout survives if its draw is below
+    its chance of survival, or among the `least` lowest of its group. The verdict's probability covers both. Rollouts
+    whose score is not finite survive.
     """
 
     quality: Quality
     n: int
     """The detection token."""
     cold: bool
-    """The predictor still only learns: nothing is pruned."""
+    """True while the predictor only learns: nothing is pruned."""
     seed: int
     least: int
-    """Survivors of a group, at least."""
+    """Fewest survivors of a group."""
     scale_M: Array
-    """float64: scores of recent rollouts by the predictor of now, ascending."""
+    """float64: scores of recent rollouts by the current predictor, ascending."""
     q_B: Array
     """float64 [bins]: chance of success."""
     survival_B: Array
-    """float64 [bins]: chance of survival; empty under `distinct`. Under `within` those without a table."""
+    """float64 [bins]: chance of survival; empty under `distinct`. Under `within`, for prompts without a table."""
     factor: float
     p_min: float
     head: HeadWeights | None = None
@@ -75,7 +74,7 @@ class ArrolRule:
         if not views:
             return []
         logp_N = np.array([_mean(v.logp) for v in views])
-        # what the model thinks does not depend on the temperature that it is sampled at; how often siblings agree does
+        # the predictor's input must not depend on the sampling temperature; how often siblings agree does
         input_N = np.array([_mean(v.raw_logp) for v in views]) if "raw_logp" in self.needs else logp_N
         raw_N = self._raw(views, input_N)
         finite_N = np.isfinite(raw_N)
@@ -95,13 +94,13 @@ class ArrolRule:
         ]
 
     def _rank(self, raw_N: np.ndarray) -> np.ndarray:
-        """float64 [N] in [0, 1], or NaN."""
+        """Return float64 [N] in [0, 1], or NaN."""
         if self.scale == "sigmoid":
             return np.array([0.5 + 0.5 * tanh(raw / 2) for raw in raw_N.tolist()])
         return np.searchsorted(self.scale_M, raw_N) / len(self.scale_M) if len(self.scale_M) else raw_N * 0 + 0.5
 
     def _raw(self, views: Sequence[GroupView], input_N: np.ndarray) -> np.ndarray:
-        """float64 [N]: what the predictor says, on a scale of its own; NaN where it cannot."""
+        """Return the predictor's raw scores, float64 [N]; NaN where it cannot predict."""
         if self.quality == "head":
             hidden_NH = np.array([v.hidden for v in views])
             return (self.head or HeadWeights()).scores(hidden_NH, input_N)
@@ -112,9 +111,9 @@ class ArrolRule:
     def _verdict(
         self, view: GroupView, said: list[float], score: float, draws: dict[int, tuple[list[float], float]]
     ) -> Verdict:
-        """`said`: its mean log-probability as sampled, that of the model itself, and what the predictor says."""
+        """Return the verdict. `said`: mean log-probability as sampled, that of the model itself, and the raw score."""
         assert view.sibling is not None
-        assert isinstance(view.at, Token)  # where the group was to be asked when it began; `self.n` may be newer
+        assert isinstance(view.at, Token)  # the gate point when the group began; `self.n` may be newer
         (logp, model_logp, raw), number, n = said, bin_of(score, len(self.q_B)), view.at.n
         q, novelty = float(self.q_B[number]), novelty_of(logp + view.logp_before / n, n, len(view.running))
         evidence: dict[str, Any] = {"score": score, "raw": raw, "q": q, "novelty": novelty, "chance": 1.0}
@@ -141,7 +140,7 @@ class ArrolRule:
         return float(self.survival_B[number])
 
     def _draws(self, views: Sequence[GroupView]) -> dict[int, tuple[list[float], float]]:
-        """Draws by visit: one a sibling, and the highest of those that survive whatever their chance."""
+        """Return draws by visit: one per sibling, and the highest of those that survive at any chance."""
         groups = {v.visit.number: v for v in views}
         sizes = [len(v.running) for v in groups.values()]
         keys = [noise_key(self.seed, QUALITY_STREAM, v.visit.prompt.ordinal, v.visit.epoch) for v in groups.values()]
@@ -155,19 +154,19 @@ class ArrolRule:
 
 
 def novelty_of(logp: float, n: int, size: int) -> float:
-    """1 / (how many of a group of `size` are expected to have said the same by token n: itself and others)."""
+    """Return 1 / (expected number, in a group of `size`, of siblings equal by token n, itself included)."""
     return 1 / (1 + (size - 1) * exp(min(logp * n, 0.0)))
 
 
 def _mean(values_N: np.ndarray | None) -> float:
-    """What `values_N.mean()` is, in a fifth of the time."""
+    """Return `values_N.mean()`, in a fifth of the time."""
     assert values_N is not None
     return float(np.add.reduce(values_N) / len(values_N))
 
 
 @lru_cache(maxsize=4096)
 def forced_beyond(p: float, size: int, least: int) -> float:
-    """Chance that a draw is not below p, but among the `least` lowest of `size` draws.
+    """Return the chance that a draw is not below p, but among the `least` lowest of `size` draws.
 
     The k-th lowest of n uniform draws is Beta(k, n + 1 - k), and each draw is the k-th with chance 1 / n.
     """

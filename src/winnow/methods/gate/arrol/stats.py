@@ -1,4 +1,4 @@
-"""Statistics of a step's pruning: its decisions, and how well success was predicted."""
+"""Statistics of a step's pruning: its decisions, and how well the gate predicted success."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ RELIABILITY_BINS = 10
 
 @dataclass
 class Realised:
-    """Figures of one optimizer step. Outcomes stand for 1 / (their chance to be seen) rollouts each."""
+    """Figures of one optimizer step. Each outcome represents 1 / (its chance to be seen) rollouts."""
 
     asked: int = 0
     returned: int = 0
-    """Rollouts that came back, of those asked in this step or before."""
+    """Rollouts that returned, with a decision in this step or before."""
     pruned: int = 0
-    """Rollouts pruned, of those returned; an audit may have let them live."""
+    """Pruned rollouts among those returned; an audit may have kept them running."""
     not_finite: int = 0
     survival: float = 0.0
     """Sum of the chances of survival."""
     novelty: float = 0.0
-    """Sum over rollouts of one over the number of siblings expected to have said the same by then."""
+    """Sum over rollouts of 1 / (number of siblings expected to be equal so far)."""
     within: list[float] = field(default_factory=list)
-    """AUROC among the siblings of each group of which some are right."""
+    """AUROC among the siblings of each group that has right and wrong answers."""
     outcomes: list[tuple[float, bool, float, float]] = field(default_factory=list)
-    """(predicted success, success, weight, tokens that pruning saved of the like of it)."""
+    """(predicted success, success, weight, tokens that pruning saved on rollouts like it)."""
     groups: list[tuple[float, int]] = field(default_factory=list)
-    """Share of right answers in each group, and how many have a reward."""
+    """Share of right answers in each group, and its number of rewards."""
     survivors: list[tuple[int, int]] = field(default_factory=list)
-    """How many of each group were not pruned, and of how many."""
+    """Rollouts of each group that were not pruned, and its size."""
     ended_early: int = 0
-    """Rollouts that came to an end before anybody asked."""
+    """Rollouts that ended before the gate point."""
 
     def decided(self, survival: float, novelty: float) -> None:
         self.asked += 1
@@ -47,7 +47,7 @@ class Realised:
         self.outcomes.append((q, label, weight, saved))
 
     def siblings(self, scored: list[tuple[float, bool, float]]) -> None:
-        """(score, success, weight) of a group's rollouts."""
+        """Record (score, success, weight) of a group's rollouts."""
         score_N, label_N, weight_N = (np.array(column) for column in zip(*scored, strict=True))
         if 0 < label_N.sum() < len(label_N):
             self.within.append(auroc(score_N, label_N, weight_N))
@@ -58,12 +58,14 @@ class Realised:
             self.groups.append((sum(labels) / len(labels), len(labels)))
 
     def metrics(self) -> dict[str, float]:
-        """`keep_rate` is what was carried out, `expected_keep_rate` the mean chance to survive, forced survivors
-        included, audits not. `tokens_saved` is estimated from what survivors went on to sample. `positive_share` and
-        `balance`, E[p (1 - p)], are of groups as they come back, before a filter; `success` is that of all rollouts
-        asked, estimated, `brier`, `auroc` and `accuracy` of the predictions. `auroc_within` is among siblings, 0.5
-        where none can be told apart; `novelty` is 1 / G where all had said the same when they were asked.
-        `survivors/none`, `one` and `all` count groups.
+        """Return the metrics of the step.
+
+        `keep_rate` is as carried out, `expected_keep_rate` the mean chance to survive, with forced survivors, without
+        audits. `tokens_saved` is estimated from the tokens that survivors went on to sample. `positive_share` and
+        `balance`, E[p (1 - p)], are of groups as they return, before a filter; `success` is of all rollouts with a
+        decision, estimated. `brier`, `auroc` and `accuracy` are of the predictions. `auroc_within` is among siblings,
+        0.5 if none can be told apart. `novelty` is 1 / G if all were equal so far. `survivors/none`, `one` and `all`
+        count groups.
         """
         found = {
             "asked": float(self.asked),
@@ -99,7 +101,7 @@ class Realised:
 
 
 def _reliability(q_N: np.ndarray, label_N: np.ndarray, weight_N: np.ndarray) -> dict[str, float]:
-    """Data of a reliability diagram: sums over the rollouts in each bin of predicted success."""
+    """Return data of a reliability diagram: sums over the rollouts in each bin of predicted success."""
     bin_N = np.minimum((q_N * RELIABILITY_BINS).astype(np.int64), RELIABILITY_BINS - 1)
     found: dict[str, float] = {}
     for number in np.unique(bin_N).tolist():
@@ -110,7 +112,7 @@ def _reliability(q_N: np.ndarray, label_N: np.ndarray, weight_N: np.ndarray) -> 
 
 
 def auroc(score_N: np.ndarray, label_N: np.ndarray, weight_N: np.ndarray) -> float:
-    """Chance that a success scores above a failure, ties counted half; both kinds must be there."""
+    """Return the chance that a success scores above a failure, ties counted half; needs both kinds."""
     values, index_N = np.unique(score_N, return_inverse=True)
     positive_M = np.bincount(index_N, weight_N * label_N, minlength=len(values))
     negative_M = np.bincount(index_N, weight_N * ~label_N, minlength=len(values))
