@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from .base.failpoint import failpoint
-from .base.state import Count, at
+from .base.state import at
 from .base.weights import FiniteWeights, RemoteWeights
-from .collect import Batch, Collector, CollectorState
+from .collect import Batch, Collector, LoopState
 from .config import ConfigError
 from .learner.base import Learner
 from .learner.step import OptimizerStep
@@ -40,11 +40,6 @@ class Hooks:
     """Before a step selects its prompts."""
     warn: Callable[[int, str], None] = lambda step, message: None
     """After a step is recorded: rollouts failed, or the step trained nothing. Once for each cause."""
-
-
-class LoopState(CollectorState):
-    step: Count
-    step_scale: dict[str, Any]
 
 
 @dataclass

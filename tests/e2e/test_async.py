@@ -14,15 +14,14 @@ from typing import Any
 import pytest
 
 from winnow import Trainer
-from winnow.base.forkserver import Forked
 from winnow.config import ConfigError
 from winnow.record.stop_conditions import RunStoppedError
 from winnow.sampler.handle import SamplerHandle
-from winnow.sampler.pipe import Pipe
 from winnow.sampler.pool import SamplerPool
 
 from .. import parity
 from ..builders.runs import assert_clean
+from ..builders.samplers import process_of
 
 REWARD = f"{parity.__file__}:parity_reward"
 
@@ -44,11 +43,6 @@ def children(monkeypatch: pytest.MonkeyPatch) -> list[SamplerHandle]:
 
     monkeypatch.setattr(SamplerPool, "_start", remember)
     return started
-
-
-def process_of(member: SamplerHandle) -> Forked:
-    assert isinstance(member.channel, Pipe)
-    return member.channel.process
 
 
 def lags(run: Path) -> list[int]:

@@ -20,8 +20,8 @@ from winnow.engine.loading import load_tokenizer
 from winnow.record.stop_conditions import RunStoppedError
 from winnow.types import Prompt
 
+from ..builders.judges import write as write_judge
 from ..builders.tools import make_tokenizer
-from ..unit.test_reward_model import write as write_judge
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])

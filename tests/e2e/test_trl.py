@@ -171,7 +171,7 @@ def test_groups_that_wait_are_refused(arguments: dict[str, Any], tmp_path: Path)
     state["loop"]["waiting"] = [group_state(group(Visit(0, 0, Prompt("p", 0, text="1"))))]
     file.write_text(json.dumps(state))
     longer = settings(tmp_path / "out", max_steps=2, save_strategy="steps", save_steps=1)
-    with pytest.raises(CheckpointError, match=r"winnow\.json: not what this version saves.*waiting: is not empty"):
+    with pytest.raises(CheckpointError, match=r"winnow\.json: not what this version saves.*groups wait in this state"):
         WinnowGRPOTrainer(**arguments | {"args": longer}).train(resume_from_checkpoint=True)
 
 

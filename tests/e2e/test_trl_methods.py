@@ -24,11 +24,10 @@ from winnow.integrations.trl import WinnowGRPOTrainer, env_reward
 from winnow.methods.correct import effective_sample_size
 from winnow.types import Prompt
 
+from ..builders.pruning import PRUNING
 from ..builders.trl_runs import PROMPTS, G, Watched, arguments, data, metrics, parity, proven, settings
 
 __all__ = ["arguments", "data"]  # fixtures
-
-PRUNING = {"name": "arrol", "quality": "logprob", "at": 2, "cold_start": 1}
 
 
 def test_arrol_prunes_while_winnows_engine_samples(arguments: dict[str, Any], tmp_path: Path) -> None:

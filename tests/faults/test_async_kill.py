@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import random
 import signal
-import sqlite3
 import threading
 import time
 from pathlib import Path
@@ -21,8 +20,8 @@ from winnow.sampler.handle import SamplerHandle
 from winnow.sampler.pool import SamplerPool
 
 from .. import parity
-from ..builders.runs import assert_clean
-from ..e2e.test_async import process_of
+from ..builders.samplers import process_of
+from ..builders.trained_runs import assert_trained
 from .harness import run
 
 ORPHAN_S = 5.0
@@ -57,21 +56,6 @@ def samplers() -> list[psutil.Process]:
         except (psutil.NoSuchProcess, psutil.AccessDenied):
             continue
     return found
-
-
-def assert_trained(run_dir: Path, steps: int) -> None:
-    """Every step with its 16 rollouts, none over the bound, every visit accounted for."""
-    assert_clean(run_dir)
-    with sqlite3.connect(run_dir / "ledger.sqlite") as db:
-        query = (
-            "SELECT version - first_version FROM rollouts JOIN steps USING (step)"
-            " WHERE fate = 'trained' AND rollouts.void = 0 AND steps.void = 0"
-        )
-        lags = [row[0] for row in db.execute(query)]
-        assert db.execute("SELECT COUNT(*) FROM steps WHERE void = 0").fetchone()[0] == steps
-    assert max(lags) <= 2
-    with Ledger.open(run_dir / "ledger.sqlite", read_only=True) as ledger:
-        assert ledger.in_flight() == []
 
 
 def _kill_samplers(config: dict[str, Any], monkeypatch: pytest.MonkeyPatch, kills: int, least: int) -> None:
@@ -122,6 +106,7 @@ def _kill_samplers(config: dict[str, Any], monkeypatch: pytest.MonkeyPatch, kill
     assert not samplers()
 
 
+@pytest.mark.slow
 def test_samplers_killed_at_random_moments(config: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     _kill_samplers(config, monkeypatch, kills=2, least=1)
 

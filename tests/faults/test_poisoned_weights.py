@@ -6,31 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from winnow import Trainer
 from winnow.run import checkpoint
 
 from .. import parity
+from ..builders.poisoned import WEIGHT, poisoned
 from ..builders.runs import assert_clean
-
-WEIGHT = "model.layers.1.mlp.down_proj.weight"
-
-
-def poisoned(trainer: Trainer, at_update: int) -> Trainer:
-    """Whose optimizer leaves a NaN behind, although the gradient was finite."""
-    apply, updates = trainer.learner.apply, 0
-
-    def apply_badly(lr: float) -> float:
-        nonlocal updates
-        norm, updates = apply(lr), updates + 1
-        if updates == at_update:
-            with torch.no_grad():
-                trainer.learner.model.get_parameter(WEIGHT)[0, 0] = torch.nan  # type: ignore[attr-defined]
-        return norm
-
-    trainer.learner.apply = apply_badly  # type: ignore[method-assign]
-    return trainer
 
 
 @pytest.mark.parametrize(

@@ -23,8 +23,8 @@ from winnow.sampler.pool import SamplerPool
 
 from .. import parity
 from ..builders.nodes import assert_clean, more_steps, processes, restarts, rows, train_while, wait_for
-from ..faults.test_async_kill import assert_trained
-from ..faults.test_poisoned_weights import WEIGHT, poisoned
+from ..builders.poisoned import WEIGHT, poisoned
+from ..builders.trained_runs import assert_trained
 
 ray = pytest.importorskip("ray")
 pytestmark = pytest.mark.usefixtures("local_cluster")

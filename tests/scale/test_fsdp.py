@@ -38,8 +38,8 @@ from winnow.study.warm_start import word_tokenizer
 
 from .. import parity
 from ..builders.groups import make_group
+from ..builders.off_policy import STEP
 from ..unit.learner_models import WORDS, gemma2, llama, random_rows
-from ..unit.test_off_policy import STEP
 
 ray = pytest.importorskip("ray")
 pytestmark = pytest.mark.usefixtures("local_cluster")

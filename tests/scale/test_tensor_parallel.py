@@ -33,7 +33,7 @@ STUCK = """
 import os, signal, sys, time
 import psutil
 from pathlib import Path
-from tests.scale.test_vllm_engine import build, requests
+from tests.builders.vllm import build, requests
 engine, _ = build("qwen2-tied", Path(sys.argv[1]), tensor_parallel_size=2)
 other = psutil.Process().children()[0]
 engine.submit(requests())

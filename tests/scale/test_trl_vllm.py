@@ -10,11 +10,12 @@ import pytest
 from winnow.study.warm_start import WarmStartConfig, warm_start
 from winnow.tasks.countdown import CountdownConfig
 
+from ..builders.pruning import PRUNING
 from ..builders.trl_runs import PROMPTS, G, Watched, arguments, data, metrics, proven, settings
 from ..builders.vllm import SMALL_CACHE
-from ..e2e.test_trl_methods import PRUNING
 
 __all__ = ["arguments", "data"]  # fixtures
+pytest.importorskip("vllm")
 
 
 @pytest.fixture(scope="module")

@@ -102,7 +102,9 @@ UPDATES = [  # bfloat16 is slow on a processor without units for it
     (llama, {"dtype": "bfloat16"}, True),
     (qwen3, {"dtype": "bfloat16", "gradient_checkpointing": True}, False),
     pytest.param(qwen3, {"dtype": "bfloat16", "lora": {"r": 8}}, True, marks=pytest.mark.slow),
-    (lambda: qwen3().bfloat16().float(), {"dtype": "bfloat16", "lora": {"r": 8}}, True),
+    pytest.param(
+        lambda: qwen3().bfloat16().float(), {"dtype": "bfloat16", "lora": {"r": 8}}, True, marks=pytest.mark.slow
+    ),
 ]
 
 
@@ -167,7 +169,7 @@ def test_a_publish_under_lora_holds_what_is_predicted(dtype: str) -> None:
         assert total(predicted) == pytest.approx(gpu.peak_bytes, rel=0.1), predicted
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_generation_holds_what_is_predicted(dtype: str) -> None:
     slots, prompt, completion = 64, 64, 64
     c = config(

@@ -74,6 +74,7 @@ def test_a_gpu_is_measured(quick: None, model: str) -> None:
         assert memory[phase]["measured_gib"] == pytest.approx(memory[phase]["predicted_gib"], rel=0.1)
 
 
+@pytest.mark.slow
 def test_memory_that_is_not_as_predicted_is_wrong(quick: None, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MOST", 0.8)
     with PretendCuda():
@@ -83,6 +84,7 @@ def test_memory_that_is_not_as_predicted_is_wrong(quick: None, model: str, monke
     assert found["generation"]["parts_gib"]["engine weights"] > 0
 
 
+@pytest.mark.slow
 def test_attention_that_plans_for_each_length_is_wrong(
     quick: None, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

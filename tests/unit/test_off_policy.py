@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-from typing import Any
 
 import numpy as np
 import pytest
@@ -21,10 +20,8 @@ from winnow.methods.loss import LossConfig
 from winnow.types import Group
 
 from ..builders.groups import make_group, make_rollout
+from ..builders.off_policy import STEP
 from .learner_models import learner_of, llama
-
-STEP: dict[str, Any] = {"lr_scheduler_type": "constant", "warmup_steps": 0, "max_steps": 9, "num_iterations": 1}
-STEP |= {"max_completion_length": 16, "mask_truncated_completions": False, "seed": 0}
 
 
 def quantile(values: list[float], q: float) -> float:

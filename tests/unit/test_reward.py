@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import os
 import re
 import signal
@@ -324,13 +325,14 @@ def guarded(completions):
         return [0.0]
 
 
-def test_functions_that_need_signals_are_named_where_these_do_not_work():
+def test_functions_that_need_signals_are_named_where_these_do_not_work(tmp_path):
     with pytest.warns(UserWarning, match=r"reward guarded: it sets a signal handler.*give it by name"):
         scored(guarded, group("a"))
-    by_name = group("a")
+    by_name, file = group("a"), tmp_path / "rewards.py"
+    file.write_text(f"import signal\n\n\n{inspect.getsource(guarded)}")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        scored(f"{__file__}:guarded", by_name)
+        scored(f"{file}:guarded", by_name)
     assert by_name.rollouts[0].reward == 1.0
 
     async def unguarded(completions):

@@ -242,6 +242,7 @@ def test_what_plays_imports_little():
     assert not {"torch", "textworld", "transformers", "jericho"} & set(loaded)
 
 
+@pytest.mark.slow
 def test_a_game_is_made_below_a_folder_whose_name_is_not_ascii(tmp_path):
     """Inform 7 itself can neither be there nor write there."""
     from winnow.tasks.games.textworld.games import digest_of

@@ -101,6 +101,17 @@ def _parameters_on_meta() -> Iterator[None]:
         yield
 
 
+def for_trials(model: Any, n_tokens: int, device: torch.device) -> tuple[Any, int]:
+    """Return a model for trials of faster code paths, and its number of ids.
+
+    It is a small model of the same class if this one has no weights yet, or some in bfloat16.
+    """
+    if not any(p.is_meta or p.dtype == torch.bfloat16 for p in model.parameters()):
+        return model, n_tokens
+    model = stand_in(model, device)
+    return model, min(n_tokens, model.config.vocab_size)
+
+
 def stand_in(model: Any, device: torch.device) -> Any:
     """Return a random model of the same class for trials, with the fewest layers and tokens that show its behaviour."""
     config = copy.deepcopy(model.config)

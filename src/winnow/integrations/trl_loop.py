@@ -196,7 +196,7 @@ class LoopInTrl:
     def _load(self, saved: LoopState) -> None:
         assert self._collector is not None
         if saved.waiting:
-            raise ValueError("waiting: is not empty, but inside TRL no group waits for a later step")
+            raise ValueError("groups wait in this state, but inside TRL no group waits for a later step")
         self._step = saved.step
         self._collector.load_state_dict(saved)
         with at("step_scale"):

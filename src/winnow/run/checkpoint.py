@@ -26,7 +26,7 @@ from safetensors import SafetensorError
 from ..base.failpoint import failpoint
 from ..base.files import bytes_of, from_json, fsync, fsync_tree, private_directory, readable, sha256
 from ..base.state import Count, State, StateError, at
-from ..loop import LoopState
+from ..collect import LoopState
 from ..record.ledger import TABLES
 from ..record.records import START
 

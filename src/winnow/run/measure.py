@@ -255,7 +255,6 @@ def threads(bench: Bench) -> Figures:
 
     def work() -> None:
         learner.accumulate(rows, loss, 0)
-        learner.model.zero_grad()
 
     counts = sorted({1, usable, *(2**i for i in range(usable.bit_length()))} & set(range(1, usable + 1)))
     seconds: dict[int, list[float]] = {n: [] for n in counts}
@@ -267,6 +266,7 @@ def threads(bench: Bench) -> Figures:
                 seconds[n].append(bench.timed(work))
     finally:
         torch.set_num_threads(before)
+        learner.apply(0.0)  # which drops the gradients
     best = {n: min(times) for n, times in seconds.items()}
     return {
         "fastest": min(best, key=lambda n: best[n]),

@@ -19,7 +19,7 @@ from ...base.memory import gpu_memory_since
 from ...base.weights import StateWeights, WeightSource, adapters_of, save_tensors, state_once
 from ...engine.loading import prepare_cuda
 from ...engine.saving import Types, save_whole
-from ...engine.skeleton import stand_in
+from ...engine.skeleton import for_trials
 from ...methods.correct import Evidence, OverBatch
 from ...methods.loss import LossConfig, kl_loss, policy_loss
 from ..base import Sizes, Stats
@@ -115,22 +115,13 @@ class LocalLearner:
         )
 
     def _try_out(self) -> None:
-        tried, n_tokens = self._for_trials()
+        tried, n_tokens = for_trials(self._causal_lm, self.distribution.n_tokens, self.device)
         self._own_head = head_is_linear(tried, n_tokens)
         self._share_prompts, self._recomputing = False, None
         if not self.options.gradient_checkpointing:
             trial = tried, self._body(tried), n_tokens
             self._share_prompts = can_share_prompts(*trial)
             self._recomputing = recomputing_if_exact(*trial, self._causal_lm)
-
-    def _for_trials(self) -> tuple[Any, int]:
-        """Return a model for trials of faster code paths, and its number of ids. It is a small model of the same class
-        if this one has no weights yet, or some in bfloat16."""
-        model, n_tokens = self._causal_lm, self.distribution.n_tokens
-        if not any(p.is_meta or p.dtype == torch.bfloat16 for p in model.parameters()):
-            return model, n_tokens
-        model = stand_in(model, self.device)
-        return model, min(n_tokens, model.config.vocab_size)
 
     def _place(self) -> None:
         """Hook for sharding weights over ranks; called once, before the optimizer is made."""

@@ -1,0 +1,5 @@
+"""Build options of a gate that prunes."""
+
+from __future__ import annotations
+
+PRUNING = {"name": "arrol", "quality": "logprob", "at": 2, "cold_start": 1}
