@@ -107,7 +107,7 @@ bench-llm: $(VENV)/.bench $(SCALE)/.installed ## generation and a step with a pr
 	$(BIN)/python benchmarks/llm_generation.py --model $(LLM) --vllm-python $(SCALE)/bin/python --out benchmarks/results/llm_generation.json
 	$(BIN)/python benchmarks/llm_update.py --model $(LLM) --out benchmarks/results/llm_update.json
 
-bench-scale: $(SCALE)/.installed ## what the driver takes, and vLLM beside the embedded engine
+bench-scale: $(SCALE)/.installed ## what the driver takes, and vLLM next to the embedded engine
 	$(SCALE)/bin/python benchmarks/scale_driver.py --out benchmarks/results/scale_driver.json --docs docs/scale.md
 	$(SCALE)/bin/python benchmarks/engine_vllm.py --out benchmarks/results/engine_vllm.json
 

@@ -116,23 +116,20 @@ def share(head: str, value: Value) -> Column:
 
 
 def difference(head: str, value: Value, *, own: bool = False) -> Column:
-    """Against the baseline; `own`: its own row has the zeros, too."""
-
-    def cell(runs: list[Summary], base: list[Summary]) -> str:
-        if runs is base and not own:
-            return ""
-        return text(against(runs, base, value, as_ratio=False), SIGNED)
-
-    return Column(head, cell)
+    """Differences to the baseline; `own`: its own row has the zeros, too."""
+    return _paired(head, value, SIGNED, as_ratio=False, own=own)
 
 
 def ratio(head: str, value: Value, *, own: bool = True) -> Column:
-    """Over the baseline's; `own`: its own row has the ones, too."""
+    """Ratios to the baseline's; `own`: its own row has the ones, too."""
+    return _paired(head, value, TWO, as_ratio=True, own=own)
 
+
+def _paired(head: str, value: Value, form: str, *, as_ratio: bool, own: bool) -> Column:
     def cell(runs: list[Summary], base: list[Summary]) -> str:
         if runs is base and not own:
             return ""
-        return text(against(runs, base, value, as_ratio=True), TWO)
+        return text(against(runs, base, value, as_ratio=as_ratio), form)
 
     return Column(head, cell)
 

@@ -1,4 +1,4 @@
-"""VCPO and its parts at a lag of twelve, fixed and mixed: the step size goes by the ESS of the whole minibatch."""
+"""VCPO and its parts at a lag of twelve, fixed and mixed: the step size uses the ESS of the whole minibatch."""
 
 from __future__ import annotations
 

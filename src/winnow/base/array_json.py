@@ -29,7 +29,7 @@ def unpack(state: Mapping[str, Any]) -> np.ndarray:
     """Return the array that `pack` was given. Raises ValueError unless it is numeric."""
     dtype, shape = _numbers(state["dtype"]), tuple(state["shape"])
     if not 0 <= (size := math.prod(shape) * dtype.itemsize) <= MOST:
-        raise ValueError(f"an array of {shape} {dtype} is none that a state has")
+        raise ValueError(f"an array of {shape} {dtype} is not between 0 and {MOST:,} bytes")
     data = zlib.decompressobj().decompress(base64.b64decode(state["zlib"]), size + 1)  # stops zip bombs
     if len(data) != size:
         raise ValueError(f"an array of {shape} {dtype} has {size} bytes")

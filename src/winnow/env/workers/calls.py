@@ -157,8 +157,8 @@ class Deadlines:
         limit = time.monotonic() - self.timeout_s
         current = self._lane.current
         if current is not None and current.started is not None and current.started < limit:
-            told = f"took over {self.timeout_s:g} s (its thread cannot be killed and was left behind)"
-            current.fail(TimeoutError(told))
+            reason = f"took over {self.timeout_s:g} s (its thread cannot be killed and was left behind)"
+            current.fail(TimeoutError(reason))
             self._abandoned.append(self._lane)
             waiting = self._lane.retire()
             self._lane = _Lane()
