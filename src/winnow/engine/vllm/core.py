@@ -15,14 +15,16 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import torch
 from vllm import EngineArgs, LLMEngine, TokensPrompt
 from vllm import SamplingParams as VllmParams
-from vllm.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel, get_tp_group
+from vllm.distributed.parallel_state import get_tp_group
+from vllm.envs import disable_envs_cache
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 
@@ -46,12 +48,18 @@ FOLLOW: Final = (
 class Core:
     """One rank's vLLM, and the only rank's where there is one. Raises ValueError and its like when vLLM refuses."""
 
+    _open: ClassVar[weakref.WeakSet[Core]] = weakref.WeakSet()
+    """Cores of this process that are not closed. They share vLLM's process groups."""
     _scratch: Scratch | None = None
 
     def __init__(self, arguments: Mapping[str, Any], tied: bool, adapters: Adapters | None = None) -> None:
         self._scratch = Scratch()
+        disable_envs_cache()  # it has the temporary directory of the engine before
         with self._scratch.used():
             self._llm = LLMEngine.from_engine_args(EngineArgs(**arguments))
+        # vLLM would shut down when this engine is collected, and destroy the process groups of the next engine.
+        self._llm.engine_core._finalizer.detach()
+        Core._open.add(self)
         self.config = self._llm.vllm_config
         self.runner = self._llm.model_executor.driver_worker.worker.model_runner
         self._tied = tied
@@ -101,9 +109,16 @@ class Core:
         self._llm.wake_up([tag])
 
     def close(self) -> None:
-        """End the other ranks, where there are some, and remove temporary files; both end with this process, too."""
+        """End the other ranks, where there are some, and remove temporary files; both end with this process, too.
+
+        The last open core shuts vLLM down, so that the next one makes process groups of its own.
+        """
         if self._scratch is not None:
             self._scratch.close()
+        was_open = self in Core._open
+        Core._open.discard(self)
+        if was_open and not Core._open:
+            self._llm.engine_core.engine_core.shutdown()
 
     def _load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         if self._slot is not None:
@@ -176,8 +191,6 @@ class LeadingCore(Core):
     def close(self) -> None:
         self._ranks.close()
         super().close()
-        destroy_model_parallel()
-        destroy_distributed_environment()  # or the next engine of this process would take the groups for its own
 
 
 class FollowingCore(Core):
