@@ -6,7 +6,7 @@ Shapes: T is the number of completion tokens of a rollout, counted from the firs
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any, Literal
 
@@ -165,14 +165,30 @@ class Turn:
         return self.action.removesuffix(self.stop_string) if self.canonical is None else self.canonical
 
 
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A stretch of a rollout: a prompt as the policy got it, and the tokens on top of it."""
+
+    start: int
+    """Index into `Rollout.token_ids` of its first token."""
+    prompt_ids: tuple[int, ...]
+    agent: str = ""
+    """Agent that asked for it, in a rollout of several."""
+
+
 @dataclass(slots=True)
 class Rollout:
-    """One sibling of a group. Token ids are as sampled, never retokenized."""
+    """One sibling of a group. Token ids are as sampled, never retokenized.
+
+    It has one segment, or several when its history was rewritten, e.g. compacted. Everything about a rollout counts
+    over all of its segments.
+    """
 
     sibling: int
     prompt_ids: tuple[int, ...]
+    """Prompt of the first segment."""
     token_ids: np.ndarray
-    """int64 [T]: sampled tokens and, between turns, environment tokens."""
+    """int64 [T]: sampled tokens and, between turns, environment tokens; segment by segment."""
     action_mask: np.ndarray
     """bool [T]: True where the model sampled the token."""
     sampler_logp: np.ndarray
@@ -209,6 +225,36 @@ class Rollout:
     """float32 [H]: last hidden state at its last token, if requested and the rollout ended by itself."""
     decisions: list[Decision] = field(default_factory=list)
     """Gate decisions about this rollout alone, in order."""
+    agent: str = ""
+    """Agent of the first segment."""
+    later: list[Segment] = field(default_factory=list)
+    """Segments after the first, in order."""
+
+    @property
+    def segments(self) -> list[Segment]:
+        return [Segment(0, self.prompt_ids, self.agent), *self.later]
+
+    def parts(self) -> list[Rollout]:
+        """Return each segment as a rollout of its own prompt and tokens, without turns; of one segment, itself."""
+        if not self.later:
+            return [self]
+        stops = [segment.start for segment in self.later] + [len(self.token_ids)]
+        return [
+            replace(
+                self,
+                prompt_ids=segment.prompt_ids,
+                token_ids=self.token_ids[segment.start : stop],
+                action_mask=self.action_mask[segment.start : stop],
+                sampler_logp=self.sampler_logp[segment.start : stop],
+                versions=self.versions[segment.start : stop],
+                turns=[],
+                confidence=None,
+                raw_logp=None,
+                agent=segment.agent,
+                later=[],
+            )
+            for segment, stop in zip(self.segments, stops, strict=True)
+        ]
 
     def decision_of(self, gate: str) -> Decision | None:
         """Return the decision of a gate, by its name; None if it made none."""

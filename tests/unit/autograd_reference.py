@@ -74,10 +74,16 @@ class Term:
 
 
 def distributions(model: Any, rollout: Rollout, temperature: float) -> torch.Tensor:
-    """Log-probabilities of all tokens wherever the policy sampled one, [A, V]."""
-    ids = torch.tensor([[*rollout.prompt_ids, *rollout.token_ids.tolist()]])
-    places = np.flatnonzero(rollout.action_mask) + len(rollout.prompt_ids) - 1
-    return (model(input_ids=ids).logits[0, places] / temperature).log_softmax(-1)
+    """Log-probabilities of all tokens wherever the policy sampled one, [A, V]: segment by segment, each on its prompt."""
+    starts = [0, *[segment.start for segment in rollout.later]]
+    stops = [*starts[1:], len(rollout.token_ids)]
+    prompts = [rollout.prompt_ids, *[segment.prompt_ids for segment in rollout.later]]
+    found = []
+    for prompt, start, stop in zip(prompts, starts, stops, strict=True):
+        ids = torch.tensor([[*prompt, *rollout.token_ids[start:stop].tolist()]])
+        places = np.flatnonzero(rollout.action_mask[start:stop]) + len(prompt) - 1
+        found.append((model(input_ids=ids).logits[0, places] / temperature).log_softmax(-1))
+    return torch.cat(found)
 
 
 def sampled(logp_AV: torch.Tensor, rollout: Rollout) -> torch.Tensor:

@@ -16,7 +16,7 @@ from winnow.learner.step import OptimizerStep, StepOptions
 from winnow.methods.advantage import ADVANTAGES
 from winnow.methods.correct import CORRECTIONS, STEP_SCALES
 from winnow.methods.loss import LossConfig
-from winnow.types import Fate, Group, Prompt, Rollout, Visit
+from winnow.types import Fate, Group, Prompt, Rollout, Segment, Visit
 
 from .autograd_reference import Setting, distributions, sampled, update
 from .learner_models import VOCABULARY, gpt2, llama
@@ -77,7 +77,14 @@ def draw_setting(rng: np.random.Generator) -> Setting:
     )
 
 
-def draw_groups(rng: np.random.Generator, model: Any, s: Setting) -> list[Group]:
+def draw_segments(rng: np.random.Generator, length: int, prompts: list[tuple[int, ...]]) -> list[Segment]:
+    """Up to three segments after the first, each on a prompt of its own or on one that siblings share."""
+    starts = sorted(rng.choice(np.arange(1, length), min(int(rng.integers(0, 4)), length - 1), replace=False).tolist())
+    own = [tuple(rng.integers(0, VOCABULARY, rng.integers(1, 9)).tolist()) for _ in starts]
+    return [Segment(s, prompts[0] if rng.random() < 0.3 else p) for s, p in zip(starts, own, strict=True)]
+
+
+def draw_groups(rng: np.random.Generator, model: Any, s: Setting, segments: bool = False) -> list[Group]:
     """Of one to three prompts; with rollouts that failed or were pruned, and words of an environment in between."""
     groups = []
     for number in range(rng.integers(1, 4)):
@@ -90,7 +97,10 @@ def draw_groups(rng: np.random.Generator, model: Any, s: Setting) -> list[Group]
             mask[0] = True
             prompt = tuple(rng.integers(0, VOCABULARY, rng.integers(1, 6)).tolist()) if apart else shared
             tokens = rng.integers(0, VOCABULARY, length)
-            rollout = Rollout(sibling, prompt, tokens, mask, np.zeros(length, np.float32), np.where(mask, 0, -1))
+            later = draw_segments(rng, length, [shared]) if segments else []
+            mask[[segment.start for segment in later]] = True
+            versions, no_logp = np.where(mask, 0, -1), np.zeros(length, np.float32)
+            rollout = Rollout(sibling, prompt, tokens, mask, no_logp, versions, later=later)
             with torch.no_grad():
                 logp = sampled(distributions(model, rollout, s.temperature), rollout).numpy()
             rollout.sampler_logp[mask] = logp + rng.normal(0, 0.3, len(logp))
@@ -105,7 +115,7 @@ def draw_groups(rng: np.random.Generator, model: Any, s: Setting) -> list[Group]
     return groups
 
 
-def difference(seed: int) -> tuple[float, str, Setting]:
+def difference(seed: int, segments: bool) -> tuple[float, str, Setting]:
     """Largest difference of a weight after the update, over the largest change of one; the model; the setting."""
     rng = np.random.default_rng(seed)
     s = draw_setting(rng)
@@ -114,7 +124,7 @@ def difference(seed: int) -> tuple[float, str, Setting]:
     with torch.no_grad():
         for p in reference.parameters():
             p.mul_(0.9)
-    groups = draw_groups(rng, model, s)
+    groups = draw_groups(rng, model, s, segments)
     expected = copy.deepcopy(model)
     shares = update(expected, reference, groups, s, RATE)
     loss = LossConfig(
@@ -157,17 +167,26 @@ def difference(seed: int) -> tuple[float, str, Setting]:
     return off / max(change, 1e-6), make.__name__, s
 
 
-def assert_equal(seeds: range) -> None:
+def assert_equal(seeds: range, segments: bool = False) -> None:
     """To rounding: Llama's norms are float32 whatever the model is, GPT-2's are not."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*gradients of rollouts are computed one rollout at a time")
         for seed in seeds:
-            off, model, setting = difference(seed)
+            off, model, setting = difference(seed, segments)
             assert off < (1e-10 if model == "gpt2" else 1e-5), f"seed {seed}, {model}: {off:.2g} off, {setting}"
 
 
 def test_thirty_random_updates_are_those_of_plain_autograd() -> None:
     assert_equal(range(30))
+
+
+def test_thirty_random_updates_on_rollouts_of_several_segments() -> None:
+    assert_equal(range(30), segments=True)
+
+
+@pytest.mark.slow
+def test_a_thousand_random_updates_on_rollouts_of_several_segments() -> None:
+    assert_equal(range(30, 1030), segments=True)
 
 
 @pytest.mark.slow

@@ -76,11 +76,14 @@ class Sizes:
 
     def require_fit(self, rollout: Rollout) -> None:
         """Raise ValueError for a rollout that this policy cannot have sampled, e.g. one read from a file."""
-        ids = (*rollout.prompt_ids, *rollout.token_ids.tolist())
-        if (wrong := next((i for i in ids if not 0 <= i < self.vocab_size), None)) is not None:
-            raise ValueError(f"a rollout has the token {wrong}, which is outside the vocabulary of {self.vocab_size}")
-        if self.max_length is not None and len(ids) > self.max_length:
-            raise ValueError(f"a rollout has {len(ids)} tokens, more than the model's {self.max_length} positions")
+        for part in rollout.parts():
+            ids = (*part.prompt_ids, *part.token_ids.tolist())
+            if (wrong := next((i for i in ids if not 0 <= i < self.vocab_size), None)) is not None:
+                raise ValueError(
+                    f"a rollout has the token {wrong}, which is outside the vocabulary of {self.vocab_size}"
+                )
+            if self.max_length is not None and len(ids) > self.max_length:
+                raise ValueError(f"a rollout has {len(ids)} tokens, more than the model's {self.max_length} positions")
 
 
 class Learner(Protocol):

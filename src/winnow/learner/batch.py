@@ -1,7 +1,8 @@
 """Convert admitted groups to arrays.
 
-A row is one rollout with an advantage. Rows are first weighted over the whole optimizer batch (the token reduction).
-Rows without a gradient are then dropped, and the rest is split into micro-batches by a token budget.
+A row is one segment of a rollout (mostly the whole rollout) with an advantage. Rows are first weighted over the whole
+optimizer batch (the token reduction). Rows without a gradient are then dropped, and the rest is split into
+micro-batches by a token budget. Rows of one rollout stay in one micro-batch, where sums over the rollout are taken.
 """
 
 from __future__ import annotations
@@ -36,14 +37,17 @@ class Pool:
 
 @dataclass(frozen=True)
 class Row:
-    """One rollout as the loss sees it."""
+    """One segment of a rollout as the loss sees it."""
 
     rollout: Rollout
+    """The segment alone (`Rollout.parts`)."""
     advantage: float
     weight: float
     """Coefficient of each of its tokens in the loss."""
     pool: Pool | None = None
     """Pool over which the update computes the baseline. `advantage` is then the reward; `weight` includes its scale."""
+    whole: int | None = None
+    """Number of the rollout that it is a segment of, the same for all its rows; None: it is the only one."""
 
     @property
     def length(self) -> int:
@@ -97,6 +101,8 @@ class MicroBatch:
     advantages_B: torch.Tensor
     """float64, like `row_weight_B`: the learner rounds both to its compute dtype."""
     row_weight_B: torch.Tensor
+    rollout_B: torch.Tensor | None = None
+    """int64: number of the row's rollout, ascending from 0; None: each row is a rollout."""
     shared: SharedPrompts | None = None
     """Set when computing prompts once saves more than the extra pass costs."""
     old_logp_BT: torch.Tensor | None = None
@@ -148,7 +154,27 @@ def rows_of(
         times = np.array([1 / r.survival_p if unbiased else 1.0 for r, _ in some])
         count = len(some) + absent
         weights += token_weights(lengths, loss_type, max_completion_length, times, count, len(means)).tolist()
-    return [Row(r, a, w * factor, pool) for (r, a), w, (factor, pool) in zip(everyone, weights, pools, strict=True)]
+    rows: list[Row] = []
+    for (rollout, a), weight, (factor, pool) in zip(everyone, weights, pools, strict=True):
+        rows += rows_of_rollout(rollout, a, weight * factor, pool, whole=len(rows))
+    return rows
+
+
+def rows_of_rollout(
+    rollout: Rollout, advantage: float = 0.0, weight: float = 0.0, pool: Pool | None = None, *, whole: int = 0
+) -> list[Row]:
+    """Return one row per segment. `whole`: a number that no other rollout of the batch has."""
+    number = whole if rollout.later else None
+    return [Row(part, advantage, weight, pool, number) for part in rollout.parts()]
+
+
+def rollouts_of(rows: Sequence[Row]) -> list[list[Row]]:
+    """Return the rows of each rollout, in order of their first rows."""
+    found: dict[tuple[str, int], list[Row]] = {}
+    for number, row in enumerate(rows):
+        key = ("alone", number) if row.whole is None else ("whole", row.whole)
+        found.setdefault(key, []).append(row)
+    return list(found.values())
 
 
 def token_weights(
@@ -227,7 +253,8 @@ def micro_batches(
     for block in _blocks(rows, int(BLOCK * budget.tokens)):
         numbers = {pool: p for p, pool in enumerate(dict.fromkeys(row.pool for row in block))}
         mean_P = torch.tensor(
-            [np.mean([row.advantage for row in block if row.pool == pool]) for pool in numbers], device=device
+            [np.mean([rows[0].advantage for rows in rollouts_of(block) if rows[0].pool == pool]) for pool in numbers],
+            device=device,
         )
         fits = sum(row.length for row in block) <= budget.tokens
         pieces: list[MicroBatch] = []
@@ -259,26 +286,30 @@ def _blocks(rows: Sequence[Row], tokens: int) -> list[list[Row]]:
 
 def packed(rows: Sequence[Row], budget: Budget) -> list[list[Row]]:
     """Return the rows of each micro-batch of `micro_batches`, ignoring pools."""
-    by_length = sorted(rows, key=lambda row: row.length, reverse=True)
+    by_length = sorted(rollouts_of(rows), key=lambda of_one: max(row.length for row in of_one), reverse=True)
     if not budget.share:
         return _cut(by_length, budget)
     longest: dict[tuple[int, ...], int] = {}
-    for row in by_length:
-        longest.setdefault(row.rollout.prompt_ids, row.length)
-    siblings = sorted(by_length, key=lambda row: (-longest[row.rollout.prompt_ids], row.rollout.prompt_ids))
+    for of_one in by_length:
+        longest.setdefault(of_one[0].rollout.prompt_ids, max(row.length for row in of_one))
+    siblings = sorted(by_length, key=lambda of_one: (-longest[_prompt(of_one)], _prompt(of_one)))
     return min((_cut(order, budget) for order in (by_length, siblings)), key=lambda parts: _cost(parts, budget))
 
 
-def _cut(rows: Sequence[Row], budget: Budget) -> list[list[Row]]:
-    """Split rows in this order into parts, each as large as the budget allows."""
+def _prompt(of_one: Sequence[Row]) -> tuple[int, ...]:
+    return of_one[0].rollout.prompt_ids
+
+
+def _cut(rollouts: Sequence[Sequence[Row]], budget: Budget) -> list[list[Row]]:
+    """Split rollouts in this order into parts, each as large as the budget allows."""
     parts: list[list[Row]] = []
     extent = Extent()
-    for row in rows:
-        grown = extent.with_row(row)
+    for of_one in rollouts:
+        grown = extent.with_rows(of_one)
         if not parts or grown.computed(budget) > budget.tokens or grown.padding(budget) > budget.pass_tokens:
             parts.append([])
-            grown = Extent().with_row(row)
-        parts[-1].append(row)
+            grown = Extent.of(of_one)
+        parts[-1] += of_one
         extent = grown
     return parts
 
@@ -304,7 +335,10 @@ class Extent:
 
     @staticmethod
     def of(rows: Sequence[Row]) -> Extent:
-        extent = Extent()
+        return Extent().with_rows(rows)
+
+    def with_rows(self, rows: Sequence[Row]) -> Extent:
+        extent = self
         for row in rows:
             extent = extent.with_row(row)
         return extent
@@ -362,8 +396,17 @@ def collate(
         sampler_logp_BT=torch.from_numpy(logp).to(device),
         advantages_B=torch.tensor([row.advantage for row in rows], dtype=torch.float64, device=device),
         row_weight_B=torch.tensor([row.weight for row in rows], dtype=torch.float64, device=device),
+        rollout_B=_rollout_numbers(rows, device),
         shared=share_prompts(rows, device) if Extent.of(rows).shares(budget) else None,
     )
+
+
+def _rollout_numbers(rows: Sequence[Row], device: torch.device | str) -> torch.Tensor | None:
+    """Return `MicroBatch.rollout_B`."""
+    rollouts = rollouts_of(rows)
+    if len(rollouts) == len(rows):
+        return None
+    return torch.tensor([n for n, of_one in enumerate(rollouts) for _ in of_one], device=device)
 
 
 def share_prompts(rows: Sequence[Row], device: torch.device | str = "cpu") -> SharedPrompts:

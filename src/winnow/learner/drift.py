@@ -8,7 +8,7 @@ import torch
 
 from ..types import Group
 from .base import Learner
-from .batch import Row
+from .batch import rows_of_rollout
 
 
 def kl_to_reference(groups: Sequence[Group], learner: Learner) -> float | None:
@@ -18,10 +18,12 @@ def kl_to_reference(groups: Sequence[Group], learner: Learner) -> float | None:
     if the policy has hardly moved). With lag, it measures the policies that sampled.
     """
     rows = [
-        Row(rollout, 0.0, 0.0)
+        row
         for group in groups
         for rollout in group.siblings
-        if rollout.reward is not None and rollout.action_mask.any()
+        if rollout.reward is not None
+        for row in rows_of_rollout(rollout)
+        if row.rollout.action_mask.any()
     ]
     if not rows:
         return None

@@ -17,7 +17,7 @@ from ..methods.advantage import Advantage
 from ..methods.group_kind import is_zero_variance
 from ..types import Group, Rollout
 from .base import Learner
-from .batch import Row
+from .batch import rows_of_rollout
 
 
 def penalised(
@@ -47,6 +47,7 @@ def _less(rollout: Rollout, penalties: dict[int, float]) -> Rollout:
 
 def log_ratios(rollouts: Sequence[Rollout], learner: Learner) -> list[float]:
     """Return log policy(y|x) - log reference(y|x) over action tokens, in nats; takes two forward passes."""
-    rows = [Row(rollout, 0.0, 0.0) for rollout in rollouts]
+    rows = [row for number, rollout in enumerate(rollouts) for row in rows_of_rollout(rollout, whole=number)]
     pairs = zip(learner.logp(rows), learner.reference_logp(rows), strict=True)
-    return [float((policy.double() - reference.double()).sum()) for policy, reference in pairs]
+    parts = iter([float((policy.double() - reference.double()).sum()) for policy, reference in pairs])
+    return [sum(next(parts) for _ in rollout.segments) for rollout in rollouts]

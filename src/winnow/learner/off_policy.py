@@ -12,7 +12,7 @@ import torch
 
 from ..methods.correct import effective_sample_size
 from .base import Learner
-from .batch import Row
+from .batch import Row, rollouts_of
 
 LAG_BANDS = {"0": 0, "1": 1, "2": 2, "3-4": 3, "5-8": 5, "9-16": 9, "17_up": 17}
 """Band name -> its smallest lag, ascending."""
@@ -52,14 +52,15 @@ def ess_ratio(log_w_B: torch.Tensor) -> float:
 
 
 def log_weights(rows: Sequence[Row], learner: Learner) -> torch.Tensor:
-    """Return log(learner / sampler) per rollout, float64 [B]; 0 without a sampled token. Takes a forward pass."""
+    """Return log(learner / sampler) per rollout, float64 [R]; 0 without a sampled token. Takes a forward pass."""
     log_w_B = torch.zeros(len(rows), dtype=torch.float64)
     sampled = [b for b, row in enumerate(rows) if row.rollout.action_mask.any()]
     for b, logp_A in zip(sampled, learner.logp([rows[b] for b in sampled]) if sampled else [], strict=True):
         rollout = rows[b].rollout
         sampler_A = torch.from_numpy(rollout.sampler_logp[rollout.action_mask])
         log_w_B[b] = (logp_A.cpu().double() - sampler_A.double()).sum()
-    return log_w_B
+    of_row = iter(log_w_B.tolist())
+    return torch.tensor([sum(next(of_row) for _ in of_one) for of_one in rollouts_of(rows)], dtype=torch.float64)
 
 
 def lag_metrics(rows: Sequence[Row], version: int) -> dict[str, float]:

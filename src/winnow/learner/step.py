@@ -110,7 +110,8 @@ class OptimizerStep:
         )
         teaching = with_gradient(rows, self.loss)
         kept = {id(row) for row in teaching}
-        without_gradient = [row for row in rows if id(row) not in kept]
+        taught = {row.whole for row in teaching if row.whole is not None}
+        without_gradient = [row for row in rows if id(row) not in kept and row.whole not in taught]
         metrics = {
             "rows": float(len(rows)),
             "rows_with_gradient": float(len(teaching)),

@@ -14,6 +14,7 @@ import torch
 from ..config import GroupWeighting, LossType
 from .correct import Correction
 from .correct.none import NoCorrection
+from .segments import at_rows
 
 
 @dataclass(frozen=True)
@@ -92,6 +93,7 @@ def kl_loss(
     weights_BT: torch.Tensor,
     mask_BT: torch.Tensor,
     config: LossConfig,
+    rollout_B: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return the per-token KL term, [B, T]: the estimate times the policy term's weight, without `beta`.
 
@@ -105,16 +107,23 @@ def kl_loss(
     """
     weights = weights_BT
     if config.policy_loss == "clip":
-        weights = weights * _ratio(logp_BT.detach(), old_logp_BT, mask_BT, config)
+        weights = weights * _ratio(logp_BT.detach(), old_logp_BT, mask_BT, config, rollout_B)
     return weights * kl_divergence(logp_BT, ref_logp_BT, config.kl_estimator)
 
 
-def _ratio(logp_BT: torch.Tensor, old_logp_BT: torch.Tensor, mask_BT: torch.Tensor, config: LossConfig) -> torch.Tensor:
+def _ratio(
+    logp_BT: torch.Tensor,
+    old_logp_BT: torch.Tensor,
+    mask_BT: torch.Tensor,
+    config: LossConfig,
+    rollout_B: torch.Tensor | None,
+) -> torch.Tensor:
     """Return policy / old policy of every token, or the geometric mean over its rollout, [B, T]."""
     log_ratio = logp_BT - old_logp_BT
     if config.importance_sampling_level == "sequence":
-        total_B1 = (log_ratio * mask_BT).sum(1, keepdim=True)
-        log_ratio = (total_B1 / mask_BT.sum(1, keepdim=True).clamp(min=1)).expand_as(log_ratio)
+        total_B1 = at_rows((log_ratio * mask_BT).sum(1, keepdim=True), rollout_B)
+        tokens_B1 = at_rows(mask_BT.sum(1, keepdim=True), rollout_B)
+        log_ratio = (total_B1 / tokens_B1.clamp(min=1)).expand_as(log_ratio)
     return torch.exp(log_ratio)
 
 
@@ -125,6 +134,7 @@ def policy_loss(
     weights_BT: torch.Tensor,
     mask_BT: torch.Tensor,
     config: LossConfig,
+    rollout_B: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return per-token policy loss [B, T] and the clipped tokens (bool [B, T]); advantages of rows or of tokens.
 
@@ -136,7 +146,7 @@ def policy_loss(
     A = advantages[:, None] if advantages.ndim == 1 else advantages
     if config.policy_loss == "plain":
         return -weights_BT * A * logp_BT, torch.zeros_like(logp_BT, dtype=torch.bool)
-    ratio = _ratio(logp_BT, old_logp_BT, mask_BT, config)
+    ratio = _ratio(logp_BT, old_logp_BT, mask_BT, config, rollout_B)
     high = 1 + (config.epsilon if config.epsilon_high is None else config.epsilon_high)
     low = 1 - config.epsilon
     loss = -weights_BT * torch.minimum(ratio * A, ratio.clamp(low, high) * A)

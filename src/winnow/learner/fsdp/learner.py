@@ -14,7 +14,7 @@ from ...base.weights import TensorSpec
 from ...methods.loss import LossConfig
 from ...types import Rollout
 from ..base import OF_ROWS, Sizes, Stats
-from ..batch import Row
+from ..batch import Row, rollouts_of
 from .ranks import Ranks
 
 
@@ -106,8 +106,8 @@ class GatheredWeights:
 def deal(rows: Sequence[Row], world: int) -> list[list[Row]]:
     """Return the rows of each rank, whole groups each: the longest group first, to the rank with the fewest tokens."""
     groups: dict[Any, list[Row]] = {}
-    for row in rows:
-        groups.setdefault(row.pool or row.rollout.prompt_ids, []).append(row)
+    for of_one in rollouts_of(rows):
+        groups.setdefault(of_one[0].pool or of_one[0].rollout.prompt_ids, []).extend(of_one)
     parts: list[list[Row]] = [[] for _ in range(world)]
     tokens = [0] * world
     for group in sorted(groups.values(), key=lambda some: sum(row.length for row in some), reverse=True):

@@ -34,7 +34,7 @@ from .optimizer import load_state, make_optimizer, saved_state, set_learning_rat
 from .recompute import recomputing_if_exact
 from .reference import load_reference, mix, save_reference
 from .token_baselines import TokenBaselines
-from .update_stats import book, correction_weights, spread
+from .update_stats import book, correction_weights, evidence, spread
 
 OPTIMIZER_FILE = "optimizer.safetensors"
 FILE_BYTES = 4 << 30
@@ -190,7 +190,7 @@ class LocalLearner:
                 logp = self.batch_logp(batch)
             if loss.ratio_to_learner:
                 batch.old_logp_BT = logp
-            parts.append(Evidence(logp, batch.sampler_logp_BT[:, 1:], batch.mask_BT[:, 1:], batch.advantages_B))
+            parts.append(evidence(batch, logp))
         return parts
 
     def forward_backward(self, batch: MicroBatch, loss: LossConfig, stats: Stats) -> None:
@@ -241,9 +241,9 @@ class LocalLearner:
             advantages = advantages - baselines
             stats.baselines.append(baselines[mask])
         advantages, row_weight_B = advantages.to(logp.dtype), batch.row_weight_B.to(logp.dtype)
-        per_token, clipped = policy_loss(logp, old_logp, advantages, weights, mask, loss)
+        per_token, clipped = policy_loss(logp, old_logp, advantages, weights, mask, loss, batch.rollout_B)
         if loss.beta:
-            kl = kl_loss(logp, self._under_reference(batch), old_logp, weights, mask, loss)
+            kl = kl_loss(logp, self._under_reference(batch), old_logp, weights, mask, loss, batch.rollout_B)
             per_token = per_token + loss.beta * kl
             stats.add("kl", float((kl.detach() * mask).sum()))
         if loss.entropy_coef:

@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import accumulate
 from typing import Any, Protocol
 
 import torch
@@ -96,7 +97,7 @@ def baseline_factors(rows: Rows, mean_P: torch.Tensor, stats: Stats) -> torch.Te
 
 
 class RowByRow:
-    """One backward pass per row, pool by pool; works for any model and any parameters."""
+    """One backward pass per rollout, pool by pool; works for any model and any parameters."""
 
     def __init__(self, params: list[nn.Parameter], logp: Logp) -> None:
         self.params = params
@@ -110,39 +111,41 @@ class RowByRow:
             sums: dict[nn.Parameter, torch.Tensor] = {}
             parts = []
             for piece in pools.pieces:
-                for b in (_pools(piece).number_B == number).nonzero()[:, 0].tolist():
-                    parts.append(self._sum_up(one_row(piece, b), mean[None], loss, stats, sums))
+                for rows in rows_of_rollouts(piece):
+                    if _pools(piece).number_B[rows.start] == number:
+                        parts.append(self._sum_up(one_rollout(piece, rows), mean[None], loss, stats, sums))
             factor_K = baseline_factors(joined(parts), mean[None], stats)
             for parameter, sums_K in sums.items():
                 add_to_grad(parameter, torch.tensordot(factor_K.to(sums_K.dtype), sums_K, 1))
 
     def _sum_up(
         self,
-        row: MicroBatch,
+        rollout: MicroBatch,
         mean_1: torch.Tensor,
         loss: LossConfig,
         stats: Stats,
         sums: dict[nn.Parameter, torch.Tensor],
     ) -> Rows:
-        """Add the gradients of one row to the sums of its pool."""
-        gradients, loss_1 = self.of_row(row, loss, stats)
-        number_1 = torch.zeros_like(row.advantages_B, dtype=torch.int64)
-        factors = basis_of(row.advantages_B, number_1, mean_1)[:, 0].tolist()
+        """Add the gradients of one rollout to the sums of its pool."""
+        gradients, loss_1 = self.of_rollout(rollout, loss, stats)
+        reward_1 = rollout.advantages_B[:1]
+        number_1 = torch.zeros_like(reward_1, dtype=torch.int64)
+        factors = basis_of(reward_1, number_1, mean_1)[:, 0].tolist()
         for parameter, gradient in gradients.items():
             if parameter not in sums:
                 sums[parameter] = gradient.new_zeros(len(factors), *gradient.shape)
             add_times(sums[parameter], gradient, factors)
-        return Rows(row.advantages_B, number_1, norm_sq(gradients)[None], loss_1[None])
+        return Rows(reward_1, number_1, norm_sq(gradients)[None], loss_1[None])
 
-    def of_row(
-        self, row: MicroBatch, loss: LossConfig, stats: Stats
+    def of_rollout(
+        self, rollout: MicroBatch, loss: LossConfig, stats: Stats
     ) -> tuple[dict[nn.Parameter, torch.Tensor], torch.Tensor]:
-        """Return the gradients and the loss at an advantage of 1."""
-        logp, entropy, _ = self.logp(row)
-        weights, _ = correction_weights(row, loss, logp, stats)
-        total = -(weights * row.mask_BT[:, 1:] * logp).sum() * row.row_weight_B[0].to(logp.dtype)
+        """Return the gradients and the loss of one rollout at an advantage of 1."""
+        logp, entropy, _ = self.logp(rollout)
+        weights, _ = correction_weights(rollout, loss, logp, stats)
+        total = -(weights * rollout.mask_BT[:, 1:] * logp).sum() * rollout.row_weight_B[0].to(logp.dtype)
         gradients = torch.autograd.grad(total, self.params, allow_unused=True)
-        book(stats, row, logp, entropy)
+        book(stats, rollout, logp, entropy)
         return {p: g for p, g in zip(self.params, gradients, strict=True) if g is not None}, total.detach()
 
 
@@ -176,6 +179,8 @@ class Batched:
 
     def add(self, batch: MicroBatch, loss: LossConfig, stats: Stats) -> None:
         pools = _pools(batch)
+        if batch.rollout_B is not None:  # the norm of a sum over rows is not known from the rows' norms
+            raise UnsupportedModelError("opob: rollouts of several segments need learner: local")
         if batch is pools.pieces[0]:
             self._parts, self._later, self._sums = [], [], {}
         basis_KB = basis_of(batch.advantages_B, pools.number_B, pools.mean_P)
@@ -239,7 +244,10 @@ class Batched:
 
 
 class ByLength:
-    """Picks the faster way: on a CPU, blocks of long rows one row at a time; otherwise all rows at once."""
+    """Picks the faster way: on a CPU, blocks of long rows one row at a time; otherwise all rows at once.
+
+    Rollouts of several segments are always computed one by one.
+    """
 
     def __init__(self, batched: Batched, row_by_row: RowByRow) -> None:
         self.batched = batched
@@ -248,19 +256,28 @@ class ByLength:
     def add(self, batch: MicroBatch, loss: LossConfig, stats: Stats) -> None:
         pieces = [piece.input_ids_BT for piece in _pools(batch).pieces]
         long = sum(ids.numel() for ids in pieces) >= ALONE_TOKENS * sum(len(ids) for ids in pieces)
-        way = self.row_by_row if long and batch.input_ids_BT.is_cpu else self.batched
+        several = any(piece.rollout_B is not None for piece in _pools(batch).pieces)
+        way = self.row_by_row if several or (long and batch.input_ids_BT.is_cpu) else self.batched
         way.add(batch, loss, stats)
 
 
-def one_row(batch: MicroBatch, b: int) -> MicroBatch:
-    """Return row `b` alone, cut after its last action token."""
-    length = int(batch.mask_BT[b].nonzero().max()) + 1
+def rows_of_rollouts(batch: MicroBatch) -> list[slice]:
+    """Return the rows of each rollout."""
+    counts = [1] * len(batch.mask_BT) if batch.rollout_B is None else batch.rollout_B.bincount().tolist()
+    stops = list(accumulate(counts))
+    return [slice(stop - count, stop) for count, stop in zip(counts, stops, strict=True)]
+
+
+def one_rollout(batch: MicroBatch, rows: slice) -> MicroBatch:
+    """Return the rows of one rollout, cut after the last action token."""
+    length = int(batch.mask_BT[rows].any(0).nonzero().max()) + 1
     return MicroBatch(
-        input_ids_BT=batch.input_ids_BT[b : b + 1, :length],
-        mask_BT=batch.mask_BT[b : b + 1, :length],
-        sampler_logp_BT=batch.sampler_logp_BT[b : b + 1, :length],
-        advantages_B=batch.advantages_B[b : b + 1],
-        row_weight_B=batch.row_weight_B[b : b + 1],
+        input_ids_BT=batch.input_ids_BT[rows, :length],
+        mask_BT=batch.mask_BT[rows, :length],
+        sampler_logp_BT=batch.sampler_logp_BT[rows, :length],
+        advantages_B=batch.advantages_B[rows],
+        row_weight_B=batch.row_weight_B[rows],
+        rollout_B=None if batch.rollout_B is None else batch.rollout_B[rows] - batch.rollout_B[rows.start],
     )
 
 
@@ -319,5 +336,5 @@ def _trial(batched: Batched, row_by_row: RowByRow) -> tuple[torch.Tensor, torch.
     batch = MicroBatch(ids_BT, mask_BT, torch.zeros_like(ids_BT, dtype=torch.float32), ones_B, ones_B)
     loss = LossConfig(policy_loss="plain")
     terms, _ = batched.of_rows(batch, loss, Stats(), ones_B[None])
-    apart = [norm_sq(row_by_row.of_row(one_row(batch, b), loss, Stats())[0]) for b in range(3)]
+    apart = [norm_sq(row_by_row.of_rollout(one_rollout(batch, slice(b, b + 1)), loss, Stats())[0]) for b in range(3)]
     return torch.stack([term.square_B for term in terms]).sum(0).float(), torch.stack(apart).float()

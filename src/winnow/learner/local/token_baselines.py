@@ -8,6 +8,7 @@ import torch
 
 from ...methods.advantage.otb import at_tokens, energy, token_baselines, token_sums
 from ...methods.loss import LossConfig
+from ...methods.segments import of_rollouts
 from ..base import Stats
 from ..batch import MicroBatch, Pools
 from .update_stats import Logp, correction_weights
@@ -45,11 +46,11 @@ class TokenBaselines:
         elif batch is pools.pieces[0]:
             found = self._ahead.pop(id(pools.pieces), None)
             self._baseline_PA = token_baselines(self._over(pools, loss)) if found is None else found
-        return at_tokens(self._baseline_PA, pools.number_B, batch.mask_BT[:, 1:])
+        return at_tokens(self._baseline_PA, pools.number_B, batch.mask_BT[:, 1:], batch.rollout_B)
 
     @torch.no_grad()
     def _over(self, pools: Pools, loss: LossConfig) -> torch.Tensor:
-        longest = max(int(piece.mask_BT[:, 1:].sum(1).max()) for piece in pools.pieces)
+        longest = max(int(of_rollouts(p.mask_BT[:, 1:].sum(1), p.rollout_B).max()) for p in pools.pieces)
         total = torch.zeros(4, len(pools.mean_P), longest, dtype=torch.float64, device=pools.mean_P.device)
         for piece in pools.pieces:
             assert piece.pools is not None
@@ -66,4 +67,5 @@ def spread_over_several(batches: Sequence[MicroBatch]) -> list[MicroBatch]:
 
 
 def _sums(batch: MicroBatch, pools: Pools, energy_BT: torch.Tensor) -> torch.Tensor:
-    return token_sums(batch.advantages_B, energy_BT, batch.mask_BT[:, 1:], pools.number_B, len(pools.mean_P))
+    numbers, groups = pools.number_B, len(pools.mean_P)
+    return token_sums(batch.advantages_B, energy_BT, batch.mask_BT[:, 1:], numbers, groups, batch.rollout_B)

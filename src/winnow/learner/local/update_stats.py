@@ -8,6 +8,7 @@ import torch
 
 from ...methods.correct import Evidence
 from ...methods.loss import LossConfig
+from ...methods.segments import of_rollouts
 from ..base import Stats
 from ..batch import MicroBatch
 
@@ -16,6 +17,11 @@ class Logp(Protocol):
     def __call__(self, batch: MicroBatch, *, squares: bool = False) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return `of_tokens` as [B, T-1], 0 outside the mask, with its graph."""
         ...
+
+
+def evidence(batch: MicroBatch, logp_BT: torch.Tensor) -> Evidence:
+    """Return a correction's input; `logp_BT`: the learner's, columns shifted by one."""
+    return Evidence(logp_BT, batch.sampler_logp_BT[:, 1:], batch.mask_BT[:, 1:], batch.advantages_B, batch.rollout_B)
 
 
 def correction_weights(
@@ -30,7 +36,7 @@ def correction_weights(
         old_logp = batch.old_logp_BT
     # With clipping, the ratio to `old_logp` covers later changes; the weight covers only the earlier mismatch.
     corrected = old_logp if loss.ratio_to_learner else logp_BT.detach()
-    weights, metrics = loss.correction(Evidence(corrected, sampler_logp, batch.mask_BT[:, 1:], batch.advantages_B))
+    weights, metrics = loss.correction(evidence(batch, corrected))
     for name, number in metrics.items():
         stats.add(f"correction/{name}", number)
     if loss.correction.active:
@@ -46,7 +52,7 @@ def book(
     """Add a micro-batch's statistics, and `sums`."""
     mask = batch.mask_BT[:, 1:]
     log_ratio = (logp_BT.detach() - batch.sampler_logp_BT[:, 1:]) * mask
-    stats.log_w_B.append(log_ratio.sum(1))
+    stats.log_w_B.append(of_rollouts(log_ratio.sum(1), batch.rollout_B))
     stats.log_ratio_N.append(log_ratio[mask])
     sums |= {"tokens": mask.sum(), "entropy": (entropy_BT.detach() * mask).sum()}
     for name, value in zip(sums, torch.stack([x.double() for x in sums.values()]).tolist(), strict=True):

@@ -8,6 +8,7 @@ from typing import ClassVar
 import torch
 
 from ...base.nucleus import running_sum
+from ..segments import before, first_rows, of_rollouts
 from .in_update import InUpdate, Weighing
 
 
@@ -31,21 +32,26 @@ def energy(logp_BT: torch.Tensor, squares_BT: torch.Tensor, weights: torch.Tenso
 
 
 def token_sums(
-    rewards_B: torch.Tensor, energy_BT: torch.Tensor, mask_BT: torch.Tensor, number_B: torch.Tensor, groups: int
+    rewards_B: torch.Tensor,
+    energy_BT: torch.Tensor,
+    mask_BT: torch.Tensor,
+    number_B: torch.Tensor,
+    groups: int,
+    rollout_B: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return parts of the baselines, float64 [4, P, A]: sums per group of W r, W, r and 1 at the A action tokens.
 
     W_t is the sum of the energies of the rollout's first t action tokens. Rollouts without a t-th do not count there.
     """
-    count_B = mask_BT.sum(1)
-    there_BA = torch.arange(int(count_B.max()), device=mask_BT.device) < count_B[:, None]
-    energy_BA = torch.zeros(there_BA.shape, dtype=torch.float64, device=mask_BT.device)
-    energy_BA[there_BA] = energy_BT.double()[mask_BT]
-    there = there_BA.double()
-    weight_BA = there * running_sum(energy_BA)
-    rewards_B1 = rewards_B.double()[:, None]
-    parts = torch.stack([weight_BA * rewards_B1, weight_BA, there * rewards_B1, there])
-    return parts.new_zeros(4, groups, there.shape[1]).index_add_(1, number_B, parts)
+    count_R = of_rollouts(mask_BT.sum(1), rollout_B)
+    there_RA = torch.arange(int(count_R.max()), device=mask_BT.device) < count_R[:, None]
+    energy_RA = torch.zeros(there_RA.shape, dtype=torch.float64, device=mask_BT.device)
+    energy_RA[there_RA] = energy_BT.double()[mask_BT]
+    there = there_RA.double()
+    weight_RA = there * running_sum(energy_RA)
+    rewards_R1 = first_rows(rewards_B, rollout_B).double()[:, None]
+    parts = torch.stack([weight_RA * rewards_R1, weight_RA, there * rewards_R1, there])
+    return parts.new_zeros(4, groups, there.shape[1]).index_add_(1, first_rows(number_B, rollout_B), parts)
 
 
 def token_baselines(sums: torch.Tensor) -> torch.Tensor:
@@ -58,7 +64,9 @@ def token_baselines(sums: torch.Tensor) -> torch.Tensor:
     return torch.where(weights > 0, weighted / weights.clamp(min=1e-300), rewards / count.clamp(min=1))
 
 
-def at_tokens(baselines_PA: torch.Tensor, number_B: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
+def at_tokens(
+    baselines_PA: torch.Tensor, number_B: torch.Tensor, mask_BT: torch.Tensor, rollout_B: torch.Tensor | None = None
+) -> torch.Tensor:
     """Return each row's baselines at its action tokens, [B, T]; values outside the mask are undefined."""
-    position_BT = (mask_BT.cumsum(1) - 1).clamp(min=0)
+    position_BT = (before(mask_BT.sum(1), rollout_B)[:, None] + mask_BT.cumsum(1) - 1).clamp(min=0)
     return baselines_PA[number_B].gather(1, position_BT)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ..segments import first_rows
 from .ratios import Evidence, Level, log_ratio
 
 
@@ -30,11 +31,14 @@ class Bounded:
 
     def _judged(self, on: Evidence) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the log ratios and which of them are out of bounds, [B, T] or [B, 1]."""
-        log_w = log_ratio(on.logp_BT, on.sampler_logp_BT, on.mask_BT, self.level)
+        log_w = log_ratio(on.logp_BT, on.sampler_logp_BT, on.mask_BT, self.level, on.rollout_B)
         low, high = self.log_bounds
         return log_w, (log_w < low) | (log_w > high)
 
-    def _counts(self, outside: torch.Tensor, mask_BT: torch.Tensor) -> dict[str, float]:
+    def _counts(self, outside: torch.Tensor, on: Evidence) -> dict[str, float]:
         """Return the number of tokens or rollouts out of bounds, and the total."""
-        counted = mask_BT.bool() if self.level == "token" else mask_BT.any(1, keepdim=True)
+        counted = on.mask_BT.bool()
+        if self.level != "token":
+            counted = first_rows(counted.any(1, keepdim=True), on.rollout_B)
+            outside = first_rows(outside, on.rollout_B)
         return {"clipped": float((outside & counted).sum()), "clipped_of": float(counted.sum())}

@@ -33,4 +33,4 @@ class Mask(Bounded):
             outside = outside & (on.advantages_B[:, None] < 0)
         # With only_negative, positive advantages may have ratios far out of bounds.
         kept = weight(log_w) if self.weigh else torch.ones_like(log_w)
-        return torch.where(outside, 0.0, kept), self._counts(outside, on.mask_BT)
+        return torch.where(outside, 0.0, kept), self._counts(outside, on)

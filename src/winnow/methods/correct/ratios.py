@@ -7,13 +7,15 @@ from typing import Literal, NamedTuple
 
 import torch
 
+from ..segments import at_rows
+
 Level = Literal["token", "sequence", "geometric"]
 MAX_RATIO = 1e6
 """Largest weight where no bound applies."""
 
 
 class Evidence(NamedTuple):
-    """Input of a correction: B rollouts of T positions."""
+    """Input of a correction: B rows of T positions."""
 
     logp_BT: torch.Tensor
     """Log-probabilities under the learner."""
@@ -21,10 +23,16 @@ class Evidence(NamedTuple):
     mask_BT: torch.Tensor
     """True for action tokens."""
     advantages_B: torch.Tensor
+    rollout_B: torch.Tensor | None = None
+    """Rollout of each row (`methods.segments`)."""
 
 
 def log_ratio(
-    logp_BT: torch.Tensor, sampler_logp_BT: torch.Tensor, mask_BT: torch.Tensor, level: Level
+    logp_BT: torch.Tensor,
+    sampler_logp_BT: torch.Tensor,
+    mask_BT: torch.Tensor,
+    level: Level,
+    rollout_B: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return log(learner / sampler) over action tokens, detached: [B, T] for `token`, else [B, 1].
 
@@ -36,11 +44,11 @@ def log_ratio(
     difference_BT = torch.where(mask_BT.bool(), logp_BT.detach() - sampler_logp_BT, 0.0)
     if level == "token":
         return difference_BT
-    total_B1 = difference_BT.sum(1, keepdim=True)
+    total_B1 = at_rows(difference_BT.sum(1, keepdim=True), rollout_B)
     if level == "sequence":
         return total_B1
     if level == "geometric":
-        return total_B1 / mask_BT.sum(1, keepdim=True).clamp(min=1)
+        return total_B1 / at_rows(mask_BT.sum(1, keepdim=True), rollout_B).clamp(min=1)
     raise ValueError(f"level must be token, sequence or geometric, not {level!r}")
 
 

@@ -19,4 +19,4 @@ class Truncate(Bounded):
 
     def __call__(self, on: Evidence) -> tuple[torch.Tensor, dict[str, float]]:
         log_w, outside = self._judged(on)
-        return weight(log_w.clamp(*self.log_bounds)), self._counts(outside, on.mask_BT)
+        return weight(log_w.clamp(*self.log_bounds)), self._counts(outside, on)
