@@ -38,6 +38,7 @@ from .base.settings_yaml import load_yaml
 
 LossType = Literal["dapo", "grpo", "dr_grpo", "sequence_sum"]
 GroupWeighting = Literal["equal", "size"]
+History = Literal["exact", "template"]
 Optim = Literal["adamw_torch", "adamw_torch_fused", "adamw_torch_8bit", "adamw_torch_4bit", "adafactor", "muon", "sgd"]
 
 
@@ -98,6 +99,9 @@ class RunConfig(BaseModel):
     # generation
     max_prompt_length: int = Field(512, ge=1)
     max_completion_length: int = Field(256, ge=1)
+    history: History = "exact"
+    context_length: int | None = Field(None, ge=2)
+    max_segments: int | None = Field(None, ge=1)
     temperature: float = Field(1.0, ge=COLDEST)
     top_p: float = Field(1.0, gt=0, le=1)
     top_k: int = Field(0, ge=0)
@@ -208,6 +212,11 @@ class RunConfig(BaseModel):
             raise ValueError(f"{changed} has no effect with optim: {self.optim}; remove it, or see optim_args")
         if not self.push_to_hub and (changed := self.changed(("hub_model_id", "hub_strategy", "hub_private_repo"))):
             raise ValueError(f"{changed} has no effect without push_to_hub; remove it or set push_to_hub: true")
+        if self.context_length is not None and self.context_length <= self.max_prompt_length:
+            raise ValueError(
+                f"context_length: {self.context_length} leaves no room behind a prompt of max_prompt_length="
+                f"{self.max_prompt_length} tokens; raise it, or lower max_prompt_length"
+            )
         self._check_kl()
         self._check_schedule()
         return self
@@ -216,6 +225,12 @@ class RunConfig(BaseModel):
         """Return the first of these keys that is not at its default, as `key: value`, or empty text."""
         defaults = type(self).model_fields
         return next((f"{n}: {getattr(self, n)}" for n in names if getattr(self, n) != defaults[n].default), "")
+
+    @property
+    def longest(self) -> int:
+        """Most tokens of a sequence, its prompt included."""
+        both = self.max_prompt_length + self.max_completion_length
+        return both if self.context_length is None else min(both, self.context_length)
 
     @property
     def keeps_reference(self) -> bool:

@@ -198,7 +198,7 @@ class Rollout:
     turns: list[Turn] = field(default_factory=list)
     stop_reason: str = ""
     """Reason for its end: `eos` or `stop` (one turn), `env` (the environment ended it), `turns` (the task's limit),
-    `length` (the token budget), `cancelled`, `failed`."""
+    `segments` (the limit on them), `length` (the token budget or the context), `cancelled`, `failed`."""
     text: str = ""
     """Actions and the environment's answers as one text, for display. Rewards get `completion_of`."""
     reward: float | None = None
@@ -229,6 +229,8 @@ class Rollout:
     """Agent of the first segment."""
     later: list[Segment] = field(default_factory=list)
     """Segments after the first, in order."""
+    agent_rewards: dict[str, float] = field(default_factory=dict)
+    """Reward of each agent, where they have rewards of their own; `reward` is then their mean."""
 
     @property
     def segments(self) -> list[Segment]:

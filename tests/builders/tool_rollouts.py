@@ -57,10 +57,10 @@ class Scripted:
         return Finished(request.id, ids, zeros, np.zeros(len(ids), np.int32), reason, 0.0)
 
 
-def roll(tokenizer, task, script, funcs=(), max_tokens=400):
+def roll(tokenizer, task, script, funcs=(), max_tokens=400, **more):
     engine = Scripted(tokenizer, copy.deepcopy(script))
     rewarder = Rewarder(list(funcs))
-    options = RolloutOptions(SamplingParams(max_tokens), 4_000, 0)
+    options = RolloutOptions(SamplingParams(max_tokens), 4_000, 0, **more)
     runner = RolloutRunner(engine, task, tokenizer, rewarder, {"train": options})
     runner.launch(Job(Visit(0, 0, task.train[0]), len(script)))
     groups = []

@@ -74,7 +74,7 @@ class Term:
 
 
 def distributions(model: Any, rollout: Rollout, temperature: float) -> torch.Tensor:
-    """Log-probabilities of all tokens wherever the policy sampled one, [A, V]: segment by segment, each on its prompt."""
+    """Log-probabilities of all tokens wherever the policy sampled one, [A, V]; each segment on its prompt."""
     starts = [0, *[segment.start for segment in rollout.later]]
     stops = [*starts[1:], len(rollout.token_ids)]
     prompts = [rollout.prompt_ids, *[segment.prompt_ids for segment in rollout.later]]

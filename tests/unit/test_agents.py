@@ -145,23 +145,6 @@ def says_no_number(base_url, prompt):
     return "1.0"
 
 
-def rewrites(base_url, prompt):
-    said = ask(base_url, prompt)
-    assert ask(base_url, [user("Forget that."), said, *GOES_ON])[0] == 400
-    return 1.0
-
-
-def puts_words_into_its_mouth(base_url, prompt):
-    ask(base_url, prompt)
-    ask(base_url, [*prompt, {"role": "assistant", "content": "What I would have said"}, *GOES_ON])
-    return 1.0
-
-
-def adds_nothing(base_url, prompt):
-    ask(base_url, [*prompt, ask(base_url, prompt)])
-    return 1.0
-
-
 def shows_a_picture(base_url, prompt):
     picture = {"type": "image_url", "image_url": {"url": "x"}}
     assert ask(base_url, [{"role": "user", "content": [picture]}])[0] == 400
@@ -178,10 +161,10 @@ def sleeps(base_url, prompt):
     [
         (raises, r"agent raises raised IndexError: list index out of range"),
         (silent, r"agent silent ended without asking the policy anything"),
-        (says_no_number, r"agent says_no_number returned str; it must be the reward, or None"),
-        (rewrites, r"messages\[0\] \(user\) is not what it was in the request before"),
-        (puts_words_into_its_mouth, r"messages\[1\] \(assistant\) is not what it was"),
-        (adds_nothing, r"the request has 2 messages, none behind the 2 known ones"),
+        (
+            says_no_number,
+            r"agent says_no_number returned str; it must be the reward, None, or a dict of",
+        ),
         (shows_a_picture, r"ended without asking the policy anything"),
         (sleeps, r"TimeoutError: took over 0.5 s"),
     ],

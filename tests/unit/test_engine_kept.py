@@ -122,10 +122,33 @@ def test_what_is_kept_is_not_used_where_it_does_not_belong(event: str) -> None:
     counted = Counted(engine)
     engine.submit([replace(request, prompt_ids=longer, keep=False)])
     done = run(engine)["a"]
-    assert (counted.prefilled, counted.extended) == (len(longer), 0)
+    expected = (0, len(longer) - 2) if event == "another prompt" else (len(longer), 0)
+    assert (counted.prefilled, counted.extended) == expected, "only a common beginning is used"
     np.testing.assert_allclose(
         done.logp, plain_logp(plain_logits(model, longer, done.token_ids), params, done.token_ids), atol=1e-4
     )
+
+
+@pytest.mark.parametrize("name", ["qwen2", next(iter(GENERIC))])
+def test_a_conversation_that_goes_on_after_another_is_still_kept(name: str) -> None:
+    model = make_model(name)
+    engine = make_engine(model, slots=4)
+    params = SamplingParams(3)
+    said = {}
+    for prompt in ((1, 2, 3, 4), (5, 6, 7)):
+        engine.submit([Request("a", prompt, params, 1, keep=True)])
+        said[prompt] = run(engine)["a"].token_ids.tolist()
+    assert len(engine._kept) == 2
+    counted = Counted(engine)
+    longer = (1, 2, 3, 4, *said[1, 2, 3, 4], 9)
+    engine.submit([Request("a", longer, params, 1, keep=True)])
+    done = run(engine)["a"]
+    assert (counted.prefilled, counted.extended) == (0, 2), "the last token said, and the new one"
+    np.testing.assert_allclose(
+        done.logp, plain_logp(plain_logits(model, longer, done.token_ids), params, done.token_ids), atol=1e-4
+    )
+    engine.cancel(["a"])
+    assert len(engine._kept) == 0
 
 
 def test_a_cancelled_turn_keeps_nothing() -> None:

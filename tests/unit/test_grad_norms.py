@@ -259,8 +259,8 @@ def test_blocks_of_long_rows_go_one_row_at_a_time(tokens: int, alone: int, monke
     learner = learner_of(llama().double())
     assert isinstance(learner._pooled, ByLength)
     seen: list[int] = []
-    original = RowByRow.of_row
-    monkeypatch.setattr(RowByRow, "of_row", lambda *args: seen.append(1) or original(*args))
+    original = RowByRow.of_rollout
+    monkeypatch.setattr(RowByRow, "of_rollout", lambda *args: seen.append(1) or original(*args))
     rows = pooled_rows(9)
     assert_same(learner, rows, PLAIN, update(learner, micro_batches(rows, Budget(10_000), pad_id=0), PLAIN), 1e-6)
     assert len(seen) == alone

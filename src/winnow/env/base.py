@@ -25,8 +25,9 @@ class StepResult:
     """An environment's answer to one action. Raises TypeError for invalid fields."""
 
     observation: str | None
-    reward: float | None = None
-    """Reward so far; the last one given counts. None throughout: the reward functions decide, or it is 0."""
+    reward: float | Mapping[str, float] | None = None
+    """Reward so far; the last one given counts. None throughout: the reward functions decide, or it is 0. In a rollout
+    of several agents, a mapping gives each its own."""
     done: bool = False
     info: Mapping[str, Any] = field(default_factory=dict)
     """Known key: `progress`, the task's advance in [0, 1], readable by gates."""
@@ -42,6 +43,8 @@ class StepResult:
             raise TypeError(f"StepResult: info must be a mapping, not {type(self.info).__name__}")
         if isinstance(self.done, str) or isinstance(self.reward, str):
             raise TypeError("StepResult: done must be true or false and reward a number, not texts")
+        if isinstance(self.reward, Mapping) and not self.reward:
+            raise TypeError("StepResult: reward must name at least one agent, not be an empty mapping")
 
     @property
     def progress(self) -> float | None:
@@ -61,6 +64,10 @@ class ModelTurn(str):
     """The stop string that the text ends with, or empty text."""
     whole: str
     """The text with every special token, for parsers of tool calls."""
+    prompt_tokens: int = 0
+    """Tokens that the model had before this turn."""
+    tokens: int = 0
+    """Tokens that it sampled."""
 
     def __new__(cls, text: str, stop_reason: str, stop_string: str = "", whole: str | None = None) -> ModelTurn:
         said = super().__new__(cls, text)

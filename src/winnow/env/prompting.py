@@ -34,14 +34,28 @@ class NextMessages(str):
 
     messages: tuple[Message, ...]
     tools: tuple[Mapping[str, Any], ...]
+    continues: int | None
+    """Segment of the rollout to whose history they are added, -1 the last; None: they are a whole prompt."""
+    whole: tuple[Message, ...]
+    """All messages of an agent's request, those before included; empty if unknown."""
+    agent: str
+    """Agent that asks, in a rollout of several."""
 
-    def __new__(cls, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> NextMessages:
+    def __new__(
+        cls,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] = (),
+        continues: int | None = -1,
+        whole: Sequence[Message] = (),
+        agent: str = "",
+    ) -> NextMessages:
         text = super().__new__(cls, "\n".join(str(m["content"]) for m in messages))
         text.messages, text.tools = tuple(messages), tuple(tools)
+        text.continues, text.whole, text.agent = continues, tuple(whole), agent
         return text
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return NextMessages, (self.messages, self.tools)
+        return NextMessages, (self.messages, self.tools, self.continues, self.whole, self.agent)
 
 
 def encode_prompt(tokenizer: Any, prompt: Prompt, observation: str | None = None) -> tuple[int, ...]:
@@ -55,9 +69,7 @@ def encode_prompt(tokenizer: Any, prompt: Prompt, observation: str | None = None
     show tools. Also raised if the tokenizer has no token for a part of the text.
     """
     if isinstance(observation, NextMessages):
-        asked: type[Prompt] = ToolPrompt if observation.tools else Prompt
-        offered: dict[str, Any] = {"tools": observation.tools} if observation.tools else {}
-        prompt = asked(prompt.id, prompt.ordinal, messages=observation.messages, **offered)
+        prompt = with_messages(prompt, observation.messages, observation.tools)
         observation = None
     if prompt.messages is None:
         ids = _encoded(tokenizer, prompt, (prompt.text or "") + (observation or ""))
@@ -67,7 +79,7 @@ def encode_prompt(tokenizer: Any, prompt: Prompt, observation: str | None = None
         if isinstance(prompt, ToolPrompt):
             require_tool_template(tokenizer, prompt)
             tools = {"tools": list(prompt.tools) or None}
-        messages = _with_observation(prompt, observation)
+        messages = first_messages(prompt, observation)
         try:
             text = rendered(tokenizer, messages, **tools)
         except Exception as error:  # any error of a template, e.g. that it has no system messages
@@ -78,8 +90,17 @@ def encode_prompt(tokenizer: Any, prompt: Prompt, observation: str | None = None
     return tuple(ids)
 
 
-def _with_observation(prompt: Prompt, observation: str | None) -> list[Message]:
+def with_messages(prompt: Prompt, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> Prompt:
+    """Return a prompt of these messages, with the id of `prompt`."""
+    if tools:
+        return ToolPrompt(prompt.id, prompt.ordinal, messages=tuple(messages), tools=tuple(tools))
+    return Prompt(prompt.id, prompt.ordinal, messages=tuple(messages))
+
+
+def first_messages(prompt: Prompt, observation: str | None) -> list[Message]:
     """Return the messages with the first observation, inserted before an assistant's turn begun by them."""
+    if isinstance(observation, NextMessages):
+        return list(observation.messages)
     messages: list[Message] = list(prompt.messages or ())
     begun = [messages.pop()] if len(messages) > 1 and is_begun(messages) else []
     if isinstance(prompt, ToolPrompt):

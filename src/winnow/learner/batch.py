@@ -101,14 +101,14 @@ class MicroBatch:
     advantages_B: torch.Tensor
     """float64, like `row_weight_B`: the learner rounds both to its compute dtype."""
     row_weight_B: torch.Tensor
-    rollout_B: torch.Tensor | None = None
-    """int64: number of the row's rollout, ascending from 0; None: each row is a rollout."""
     shared: SharedPrompts | None = None
     """Set when computing prompts once saves more than the extra pass costs."""
     old_logp_BT: torch.Tensor | None = None
     """Policy before this batch's first update; the learner sets it on the first pass if a correction is active."""
     pools: Pools | None = None
     """None: `advantages_B` are final."""
+    rollout_B: torch.Tensor | None = None
+    """int64: number of the row's rollout, ascending from 0; None: each row is a rollout."""
 
 
 def rows_of(

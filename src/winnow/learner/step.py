@@ -13,6 +13,7 @@ from ..base.failpoint import failpoint
 from ..base.noise import noise_key
 from ..base.schedule import OWN, transformers_share
 from ..methods.advantage import Advantage
+from ..methods.agents import by_agent
 from ..methods.correct import StepScale
 from ..methods.loss import LossConfig
 from ..types import Group
@@ -98,6 +99,7 @@ class OptimizerStep:
     def _update(self, groups: Sequence[Group], step: int) -> dict[str, float]:
         o = self.options
         torch.manual_seed(noise_key(o.seed, 2, step))  # adapter dropout is the only user of torch's generator
+        groups = by_agent(groups)
         rewarded, penalty = self._rewarded(groups)
         rows = rows_of(
             rewarded,

@@ -14,6 +14,7 @@ import numpy as np
 
 from ..types import Group, GroupKind, Visit
 from .advantage import Advantage
+from .agents import by_agent
 from .success import Success
 
 
@@ -61,6 +62,10 @@ class GroupJudge:
     def _kind(self, group: Group) -> GroupKind:
         if not group.verdict.keep:
             return group.verdict.counts_as
+        if any(r.agent_rewards for r in group.rollouts):
+            agents = [self._kind(of_one) for of_one in by_agent([group])]
+            if GroupKind.SIGNAL in agents:
+                return GroupKind.SIGNAL
         kind = self.of_rewards(group.rewards())
         if kind.zero_variance:
             return self._level(group, all)

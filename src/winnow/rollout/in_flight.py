@@ -6,12 +6,13 @@ import time
 import warnings
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
 
 from ..env.base import Env, OverlappingEnv, StepResult
-from ..types import Decision, EnvStep, Fate, GatePoint, Group, GroupView, Job, Rollout, Turn, Visit
+from ..types import Decision, EnvStep, Fate, GatePoint, Group, GroupView, Job, Message, Rollout, Segment, Turn, Visit
 
 
 @dataclass
@@ -24,7 +25,14 @@ class Sibling:
     env: Env | OverlappingEnv | None = None
     environment: Any = None
     """State of the environment for reward functions, after it is closed."""
-    segments: list[tuple[np.ndarray, bool, np.ndarray, np.ndarray]] = field(default_factory=list)
+    agent: str = ""
+    later: list[Segment] = field(default_factory=list)
+    """Segments after the first; tokens are added to the last."""
+    messages: list[Message] | None = None
+    """Messages of the current segment with those since, where the chat template renders every turn anew."""
+    begun: str = ""
+    """Beginning of the assistant's turn in the prompt, which the next action continues."""
+    pieces: list[tuple[np.ndarray, bool, np.ndarray, np.ndarray]] = field(default_factory=list)
     """(token ids, sampled?, log-probs, versions), in order."""
     confidences: list[np.ndarray] = field(default_factory=list)
     raw_logps: list[np.ndarray] = field(default_factory=list)
@@ -35,6 +43,8 @@ class Sibling:
     survival_p: float = 1.0
     reward: float | None = None
     """Last reward from the environment."""
+    agent_rewards: dict[str, float] = field(default_factory=dict)
+    """The same by agent, where each has its own."""
     waiting_since: float | None = None
     """Time of arrival at the barrier of an environment-step gate, where it holds no engine slot, or None."""
     barrier_wait_s: float = 0.0
@@ -60,15 +70,44 @@ class Sibling:
             self.waiting_since = None
 
     def append(self, ids: np.ndarray, sampled: bool, logp: np.ndarray, versions: np.ndarray) -> None:
-        self.segments.append((ids, sampled, logp, versions))
+        self.pieces.append((ids, sampled, logp, versions))
         self.length += len(ids)
+
+    def withdraw(self, length: int) -> None:
+        """Take back what was added since the rollout had this length: an observation, or a segment without tokens."""
+        if self.later and self.later[-1].start == self.length:
+            self.later.pop()
+        while self.length > length:
+            self.length -= len(self.pieces.pop()[0])
 
     def sampled_logp(self) -> float:
         """Return the log-probability of all tokens sampled in finished turns."""
-        return float(sum(logp.sum() for _, sampled, logp, _ in self.segments if sampled))
+        return float(sum(logp.sum() for _, sampled, logp, _ in self.pieces if sampled))
 
-    def tokens(self) -> list[int]:
-        return [int(t) for ids, *_ in self.segments for t in ids]
+    def context(self, segment: int = -1) -> tuple[int, ...]:
+        """Return the prompt and tokens of a segment, -1 the last."""
+        segments = [Segment(0, self.prompt_ids), *self.later]
+        stops = [*[later.start for later in self.later], self.length]
+        tokens = [int(t) for ids, *_ in self.pieces for t in ids]
+        return (*segments[segment].prompt_ids, *tokens[segments[segment].start : stops[segment]])
+
+    @property
+    def context_length(self) -> int:
+        """Tokens of the current segment, its prompt included."""
+        if not self.later:
+            return len(self.prompt_ids) + self.length
+        return len(self.later[-1].prompt_ids) + self.length - self.later[-1].start
+
+    def last_sampled(self, segment: int = -1) -> np.ndarray:
+        """Return the tokens of a segment's last action, -1 the last."""
+        stop = self.later[segment].start if 0 <= segment < len(self.later) else self.length
+        turn = next(turn for turn in reversed(self.turns) if turn.stop <= stop)
+        starts = accumulate((len(ids) for ids, *_ in self.pieces), initial=0)
+        return next(ids for start, (ids, *_) in zip(starts, self.pieces, strict=False) if start == turn.start)
+
+    def restart(self, prompt_ids: tuple[int, ...], agent: str) -> None:
+        """Begin a segment."""
+        self.later.append(Segment(self.length, prompt_ids, agent))
 
     def decided(self, decision: Decision) -> None:
         """Count a gate's decision about this sibling or its group, even if it has already ended."""
@@ -97,10 +136,10 @@ class Sibling:
         self.rollout = Rollout(
             sibling=self.index,
             prompt_ids=self.prompt_ids,
-            token_ids=joined([s[0] for s in self.segments], np.int64),
-            action_mask=joined([np.full(len(s[0]), s[1]) for s in self.segments], np.bool_),
-            sampler_logp=joined([s[2] for s in self.segments], np.float32),
-            versions=joined([s[3] for s in self.segments], np.int32),
+            token_ids=joined([s[0] for s in self.pieces], np.int64),
+            action_mask=joined([np.full(len(s[0]), s[1]) for s in self.pieces], np.bool_),
+            sampler_logp=joined([s[2] for s in self.pieces], np.float32),
+            versions=joined([s[3] for s in self.pieces], np.int32),
             turns=self.turns,
             stop_reason=stop_reason,
             text="".join(t.action + (t.observation or "") for t in self.turns),
@@ -114,6 +153,9 @@ class Sibling:
             raw_logp=np.concatenate(self.raw_logps) if self.raw_logps else None,
             last_hidden=self.last_hidden,
             decisions=self.decisions,
+            agent=self.agent,
+            later=self.later,
+            agent_rewards=self.agent_rewards,
         )
         return self.rollout
 

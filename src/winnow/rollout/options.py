@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..config import History
 from ..engine.base import SamplingParams
 from ..types import Purpose
 
@@ -15,7 +16,7 @@ STREAMS: dict[Purpose, int] = {"train": 0, "eval": 1, "greedy": 1, "profile": 2,
 class RolloutOptions:
     """How the rollouts of one purpose are sampled.
 
-    `params.max_tokens` bounds a whole completion: sampled tokens and observations of all turns together.
+    `params.max_tokens` bounds a whole completion: sampled tokens and observations of all turns and segments together.
     """
 
     params: SamplingParams
@@ -25,3 +26,9 @@ class RolloutOptions:
     """Arrays that rollouts carry on top of those for rules: a subset of {"confidence", "last_hidden", "raw_logp"}."""
     greedy_baseline: bool = False
     """Launch one more rollout a group, at temperature 0. No rule decides about it, waits for it or sees it."""
+    context_length: int | None = None
+    """Most tokens of a segment, its prompt included; None: no limit."""
+    history: History = "exact"
+    """Between turns, keep what was sampled (`exact`) or let the chat template render all turns again (`template`)."""
+    max_segments: int | None = None
+    """Most segments of a rollout; None: no limit."""

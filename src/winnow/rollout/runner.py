@@ -14,8 +14,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
 from ..base.noise import noise_key
 from ..base.redact import redact
 from ..engine.base import Engine, Finished, Reached, Request
@@ -25,7 +23,6 @@ from ..env.prompting import (
     cut_at_stop,
     decode,
     decode_whole,
-    encode_observation,
     encode_prompt,
     stop_string_of,
     without_end,
@@ -37,6 +34,7 @@ from ..env.workers.worker import WorkerError
 from ..methods.gate import NamedRule
 from ..types import Decision, Fate, Group, Job, Purpose, Turn
 from .gate_rules import ActiveRules
+from .history import append_or_restart, begin
 from .in_flight import Awaited, Flight, Sibling
 from .options import STREAMS, RolloutOptions
 
@@ -101,7 +99,7 @@ class RolloutRunner:
                     self._await(flight, sibling, sibling.env.start_reset())
                     continue
                 if sibling.env is not None:
-                    sibling.prompt_ids = self._encode(job, sibling.env.reset())
+                    self._begin(job, sibling, sibling.env.reset())
                 else:
                     shared = sibling.prompt_ids = shared or self._encode(job, None)
             except (Exception, SystemExit) as error:
@@ -109,6 +107,10 @@ class RolloutRunner:
                 continue
             self._submit(flight, sibling)
         self._settle(flight)
+
+    def _begin(self, job: Job, sibling: Sibling, observation: str | None) -> None:
+        sibling.prompt_ids = self._encode(job, observation)
+        begin(sibling, job.visit.prompt, observation)
 
     def _encode(self, job: Job, observation: str | None) -> tuple[int, ...]:
         if not isinstance(observation, str | None):
@@ -123,7 +125,10 @@ class RolloutRunner:
         visit, o = flight.visit, self.options[flight.job.purpose]
         stream = STREAMS[flight.job.purpose]
         key = noise_key(o.seed, stream, visit.prompt.ordinal, visit.epoch, sibling.index, len(sibling.turns))
+        context = sibling.context()
         left = o.params.max_tokens - sibling.length
+        if o.context_length is not None:
+            left = min(left, o.context_length - len(context))
         turn = left if self._turn_length is None else min(left, self._turn_length)
         params = replace(o.params, max_tokens=turn, stop=self._stop(flight))
         if sibling.greedy:
@@ -131,7 +136,7 @@ class RolloutRunner:
         report = o.report | (self._rules.needs if flight.job.purpose == "train" else frozenset())
         request = Request(
             id=(*flight.key, sibling.index),
-            prompt_ids=(*sibling.prompt_ids, *sibling.tokens()),
+            prompt_ids=context,
             params=params,
             key=key,
             report_at=() if sibling.greedy else tuple(sorted(flight.token_gates)),
@@ -240,7 +245,7 @@ class RolloutRunner:
             try:
                 result = answer.result()
                 if sibling.running and not sibling.turns:
-                    sibling.prompt_ids = self._encode(flight.job, result)  # type: ignore[arg-type]
+                    self._begin(flight.job, sibling, result)  # type: ignore[arg-type]
                     self._submit(flight, sibling)
                 elif sibling.running:
                     self._observed(flight, sibling, result)
@@ -251,10 +256,12 @@ class RolloutRunner:
             self._settle(flight)
 
     def _step_env(self, flight: Flight, sibling: Sibling, turn: Turn) -> None:
-        env, whole = sibling.env, decode_whole(self.tokenizer, sibling.segments[-1][0])
+        env, whole = sibling.env, decode_whole(self.tokenizer, sibling.last_sampled())
         if turn.stop_reason == "stop":
             whole = cut_at_stop(whole, self._stop(flight))
         said = ModelTurn(turn.action, turn.stop_reason, turn.stop_string, whole)
+        said.tokens = turn.stop - turn.start
+        said.prompt_tokens = sibling.context_length - said.tokens
         try:
             if isinstance(env, OverlappingEnv):
                 self._await(flight, sibling, env.start_step(said))
@@ -277,20 +284,31 @@ class RolloutRunner:
             self._fail(sibling, f"the environment returned an invalid progress: {error}")
             return
         if result.reward is not None:
-            sibling.reward = float(result.reward)
-            if not abs(sibling.reward) <= MAX_REWARD:
-                self._fail(sibling, f"the environment returned an unusable reward ({sibling.reward})")
+            rewards = result.reward if isinstance(result.reward, Mapping) else {"": result.reward}
+            sibling.agent_rewards = {agent: float(reward) for agent, reward in rewards.items() if agent}
+            sibling.reward = sum(map(float, rewards.values())) / len(rewards)
+            if not all(abs(float(reward)) <= MAX_REWARD for reward in rewards.values()):
+                self._fail(sibling, f"the environment returned an unusable reward ({result.reward})")
                 return
         if result.done or len(sibling.turns) >= self.task.max_turns:
             turn.taken = True
             self._end_episode(flight, sibling, "env" if result.done else "turns")
             return
-        ids = encode_observation(self.tokenizer, flight.visit.prompt, result.observation or "", sibling.segments[-1][0])
-        n, turn.taken = len(ids), True
-        if sibling.length + n >= self._longest(flight):
+        turn.taken = True
+        before = sibling.length
+        o = self.options[flight.job.purpose]
+        append_or_restart(
+            self.tokenizer, flight.visit.prompt, sibling, result.observation or "", template=o.history == "template"
+        )
+        if o.max_segments is not None and len(sibling.later) >= o.max_segments:
+            sibling.withdraw(before)
+            self._end_episode(flight, sibling, "segments")
+            return
+        full = o.context_length is not None and sibling.context_length >= o.context_length
+        if full or sibling.length >= o.params.max_tokens:
+            sibling.withdraw(before)
             self._end_episode(flight, sibling, "length")
             return
-        sibling.append(np.array(ids, np.int64), False, np.zeros(n, np.float32), np.full(n, -1, np.int32))
         if not sibling.greedy and any(k == len(sibling.turns) for k, _ in flight.undecided):
             sibling.waiting_since = time.monotonic()
         else:
@@ -303,7 +321,8 @@ class RolloutRunner:
         if sibling.reward is None and not self.rewarder.names:
             sibling.reward = 0.0
         if sibling.reward is not None:
-            rollout.reward, rollout.rewards = sibling.reward, {"env": sibling.reward}
+            rollout.reward = sibling.reward
+            rollout.rewards = {"env": sibling.reward, **{f"env/{a}": r for a, r in sibling.agent_rewards.items()}}
 
     def _ask_token_gates(self, events: Sequence[Reached]) -> None:
         """Decide about all rollouts at a gate point of this engine step; pruned ones leave before the next."""

@@ -95,7 +95,7 @@ def settle(c: RunConfig, model: Any = None, *, resumed: bool = False, alone: boo
     if c.tokens_per_microbatch == "auto":
         chosen["tokens_per_microbatch"], why["tokens_per_microbatch"] = choose_tokens(shell)
     if c.gradient_checkpointing == "auto":
-        longest = c.max_prompt_length + c.max_completion_length
+        longest = c.longest
         chosen["gradient_checkpointing"], reason = choose_checkpointing(shell, device, longest)
         if chosen["gradient_checkpointing"]:
             why["gradient_checkpointing"] = reason

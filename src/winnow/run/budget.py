@@ -177,7 +177,7 @@ def settle_for(
         return usable - sum(device_budget(config, shapes, memory, **roles).get(phase, {}).values())
 
     if learner and c.gradient_checkpointing == "auto":
-        longest = c.max_prompt_length + c.max_completion_length
+        longest = c.longest
         plain = c.model_copy(update={"gradient_checkpointing": False, "tokens_per_microbatch": longest})
         chosen["gradient_checkpointing"] = left("update", plain) < 0
     if learner and c.tokens_per_microbatch == "auto":
@@ -318,7 +318,7 @@ def _engine_weights(c: RunConfig, shapes: Shapes) -> int:
 
 
 def _generation_parts(c: RunConfig, shapes: Shapes, slots: int) -> dict[str, int]:
-    each, columns = engine_bytes(c), -(-(c.max_prompt_length + c.max_completion_length) // 64) * 64
+    each, columns = engine_bytes(c), -(-c.longest // 64) * 64
     tokens = -(-slots // max(1, c.num_generations)) * c.max_prompt_length
     attention = 4 * (2 * shapes.hidden + 6 * shapes.queries + 5 * shapes.keys)
     feed_forward = 8 * shapes.hidden + 3 * each * shapes.intermediate
@@ -335,7 +335,7 @@ def _least_of_vllm(c: RunConfig, shapes: Shapes) -> int:
     given = _given(c, "dtype")
     each = 2 if given in HALF or (given is None and shapes.in_bfloat16) else 4
     rows = min(c.num_generations, c.prompts_per_step * c.num_generations)
-    keys = rows * (c.max_prompt_length + c.max_completion_length) * shapes.kv_elements * each
+    keys = rows * c.longest * shapes.kv_elements * each
     logits = 4 * 256 * shapes.vocab_size
     return each * shapes.parameters + keys + 2 * logits + VLLM_TOKENS * 4 * (shapes.hidden + shapes.intermediate)
 

@@ -295,6 +295,7 @@ def rollout_options(
     greedy = SamplingParams(c.max_completion_length, temperature=0.0, stop=tuple(c.stop))
 
     def options(params: SamplingParams, **more: Any) -> RolloutOptions:
+        more |= {"context_length": c.longest, "history": c.history, "max_segments": c.max_segments}
         return RolloutOptions(params, c.max_prompt_length, c.seed, **more)
 
     return {

@@ -41,7 +41,7 @@ def engine_options(c: RunConfig, *, alone: bool = False) -> Any:
     if isinstance(sampling, Processes) and not apart:
         share /= sampling.samplers
     in_turn = not alone and "own_engine" not in sampling.provides
-    return options.for_run(c.max_prompt_length + c.max_completion_length, share, sleep=in_turn)
+    return options.for_run(c.longest, share, sleep=in_turn)
 
 
 def samples_elsewhere(c: RunConfig) -> bool:

@@ -25,7 +25,7 @@ def plan(trainer: Trainer) -> dict[str, Any]:
     """Return the plan. Figures are upper bounds; completions usually end earlier."""
     c, parameters, trained = trainer.config, trainer.learner.sizes.total, trainer.learner.sizes.trained
     rollouts = rollouts_per_step(trainer)
-    longest = c.max_prompt_length + c.max_completion_length
+    longest = c.longest
     example = prompt_example(trainer.task, trainer.tokenizer)
     evaluations = c.max_steps // c.eval_steps + 1 if c.eval_steps else 0
     why, warnings = trainer.machine.why, trainer.machine.warnings()

@@ -18,32 +18,59 @@ class Kept:
     """One a layer, [heads, len(tokens), D]."""
     values: list[torch.Tensor]
 
+    def up_to(self, n: int) -> Kept:
+        """Return the first `n` tokens of it."""
+        if n == len(self.tokens):
+            return self
+        return Kept(self.tokens[:n], [k[:, :n] for k in self.keys], [v[:, :n] for v in self.values])
+
 
 class KeptSequences:
-    """Kept sequences, at most `capacity`; the one kept for longest makes room."""
+    """Kept sequences, at most `capacity`; the oldest id makes room. An id may have several."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
-        self._kept: OrderedDict[Hashable, Kept] = OrderedDict()
+        self._kept: OrderedDict[Hashable, list[Kept]] = OrderedDict()
 
     def __len__(self) -> int:
-        return len(self._kept)
+        return sum(map(len, self._kept.values()))
 
     def put(self, id_: Hashable, kept: Kept) -> None:
-        self._kept[id_] = kept
-        if len(self._kept) > self._capacity:
-            self._kept.popitem(last=False)
+        self._kept.setdefault(id_, []).append(kept)
+        if len(self) > self._capacity:
+            oldest = next(iter(self._kept))
+            del self._kept[oldest][0]
+            if not self._kept[oldest]:
+                del self._kept[oldest]
 
     def take(self, id_: Hashable, prompt: tuple[int, ...]) -> Kept | None:
-        """Sequence kept for `id_`, if `prompt` continues it; forgotten either way."""
-        kept = self._kept.pop(id_, None)
-        return kept if kept is not None and prompt[: len(kept.tokens)] == kept.tokens else None
+        """Return the longest beginning of `prompt` kept for `id_`. It is forgotten if `prompt` continues all of it."""
+        own = self._kept.get(id_, [])
+        shared = [_shared(kept.tokens, prompt) for kept in own]
+        longest = max(shared, default=0)
+        if not longest:
+            return None
+        number = shared.index(longest)
+        kept = own[number]
+        if longest == len(kept.tokens):
+            del own[number]
+            if not own:
+                del self._kept[id_]
+        return kept.up_to(longest)
 
     def forget(self, id_: Hashable) -> None:
         self._kept.pop(id_, None)
 
     def clear(self) -> None:
         self._kept.clear()
+
+
+def _shared(tokens: tuple[int, ...], prompt: tuple[int, ...]) -> int:
+    """Return the length of the common beginning, less than that of `prompt`: its last token has to be computed."""
+    most = min(len(tokens), len(prompt) - 1)
+    if tokens[:most] == prompt[:most]:
+        return most
+    return next(i for i in range(most) if tokens[i] != prompt[i])
 
 
 def stacked(past: list[list[torch.Tensor]], more: int) -> list[torch.Tensor]:

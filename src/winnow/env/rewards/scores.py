@@ -53,9 +53,16 @@ def messages_of(rollout: Rollout) -> list[Message]:
     for i, turn in enumerate(rollout.turns):
         messages.append(dict(turn.message or {"role": "assistant", "content": turn.action}))
         if turn.observation is not None and i < len(rollout.turns) - 1:
-            tools = turn.observation.messages if isinstance(turn.observation, NextMessages) else ()
-            messages += [dict(m) for m in tools] or [{"role": "user", "content": turn.observation}]
+            messages += _answers(turn.observation)
     return messages
+
+
+def _answers(observation: str) -> list[Message]:
+    """Return an observation as messages. A request with a history of its own quotes the policy: that is left out."""
+    if not isinstance(observation, NextMessages):
+        return [{"role": "user", "content": observation}]
+    quoted = "assistant" if observation.continues is None else ""
+    return [dict(m) for m in observation.messages if m["role"] != quoted]
 
 
 def check_columns(function: str, accepted: Mapping[str, bool], columns: Collection[str]) -> None:

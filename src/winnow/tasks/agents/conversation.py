@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from ...env.prompting import NextMessages
 from ...env.tools import Parser
 from ...env.workers.calls import Owed
 from ...types import Message
-from .messages import RequestError, added_to, answer_of
+from .messages import added_to, answer_of
 
 
 class OverError(RuntimeError):
@@ -33,65 +34,125 @@ class Answer:
     message: Message
     cut: bool
     """Whether it was cut off at the most tokens of a turn."""
+    prompt_tokens: int = 0
+    tokens: int = 0
+    """Tokens of the answer."""
+
+
+@dataclass(eq=False)
+class Ask:
+    """A request of the agent, and the answer owed to it."""
+
+    messages: list[Message]
+    tools: tuple[Mapping[str, Any], ...]
+    with_stop: bool
+    """Whether it wants the stop string that ends an answer."""
+    agent: str
+    reply: Owed = field(default_factory=Owed)
+
+    def same_as(self, other: Ask) -> bool:
+        return (self.messages, self.tools, self.agent) == (other.messages, other.tools, other.agent)
+
+
+@dataclass
+class History:
+    """Messages of a segment: its last request, followed by the answer."""
+
+    messages: list[Message]
+    tools: tuple[Mapping[str, Any], ...]
+    agent: str
 
 
 class Conversation:
-    """Thread-safe. The agent's side: `ask`, `returned`, `failed`; the rollout's: `next`, `answer`, `close`."""
+    """Thread-safe. The agent's side: `ask`, `returned`, `failed`; the rollout's: `next`, `answer`, `close`.
+
+    Requests are answered one at a time. One that continues the messages of an earlier request adds to its history, else
+    it begins a new one: a segment of the rollout.
+    """
 
     def __init__(self, parse: Parser) -> None:
         self._parse = parse
         self._lock = threading.Lock()
         self._next = Owed()
-        self._reply: Owed | None = None
-        self._known: list[Message] = []
-        """Messages of the last request, followed by its answer if given."""
-        self._request: tuple[list[Message], tuple[Mapping[str, Any], ...]] | None = None
-        self._with_stop = False
-        """Whether the last request wants the stop string that ends an answer."""
+        self._waiting: deque[Ask] = deque()
+        self._asked: Ask | None = None
+        """Request with the policy."""
+        self._last: Ask | None = None
+        """Last request taken from the agent, answered or not."""
+        self._histories: list[History] = []
+        """By segment."""
+        self._end: Callable[[Owed], None] | None = None
+        """Settles what the policy waits for, once the agent has ended."""
         self._turns = 0
         self._over = ""
 
-    def ask(self, messages: list[Message], tools: tuple[Mapping[str, Any], ...], with_stop: bool = False) -> Answer:
-        """Wait for the policy's answer and return it. A repeated request, sent by clients after a lost connection, gets
-        the same answer.
+    def ask(
+        self,
+        messages: list[Message],
+        tools: tuple[Mapping[str, Any], ...],
+        with_stop: bool = False,
+        *,
+        agent: str = "",
+        retried: bool | None = None,
+    ) -> Answer:
+        """Wait for the policy's answer and return it.
 
-        Raises RequestError, which also ends the rollout, if a request does not continue the previous one, and OverError
-        when the rollout has ended.
+        A request that a client repeats after a lost connection gets the same answer. `retried`: whether the client says
+        that it repeats one; None: it says nothing, and a request equal to the last one is a repetition. Raises
+        OverError when the rollout has ended.
         """
+        ask = Ask(messages, tools, with_stop, agent)
         with self._lock:
             if self._over:
                 raise OverError(self._over)
-            if (messages, tools) != self._request:
-                try:
-                    self._take(messages, tools)
-                    self._with_stop = with_stop
-                except RequestError as error:
-                    self._next.fail(error)
-                    raise
-            reply = self._reply
-        assert reply is not None
-        answer: Answer = reply.future.result()
+            if retried is not False and self._last is not None and ask.same_as(self._last):
+                ask = self._last
+            else:
+                self._last = ask
+                self._waiting.append(ask)
+                self._pass_on()
+        answer: Answer = ask.reply.future.result()
         return answer
 
-    def _take(self, messages: list[Message], tools: tuple[Mapping[str, Any], ...]) -> None:
-        if self._reply is not None and not self._reply.future.done():
-            raise RequestError("another request of this rollout waits for its answer; ask one at a time")
-        if self._request is not None and tools != self._request[1]:
-            raise RequestError("other tools than in the request before; a rollout has one set of them")
-        added = added_to(self._known, messages)
-        self._reply, self._request, self._known = Owed(), (messages, tools), list(messages)
-        self._next.succeed(NextMessages(added, tools))
+    def _pass_on(self) -> None:
+        """Give the policy the agent's end or, if it has no request, the next one."""
+        if self._end is not None:
+            self._end(self._next)
+        elif self._asked is None and self._waiting:
+            self._asked = ask = self._waiting.popleft()
+            self._next.succeed(self._as_observation(ask))
+
+    def _as_observation(self, ask: Ask) -> NextMessages:
+        last = len(self._histories) - 1
+        for number in range(last, -1, -1):
+            history = self._histories[number]
+            if (history.tools, history.agent) != (ask.tools, ask.agent):
+                continue
+            if (added := added_to(history.messages, ask.messages)) is not None:
+                continues = -1 if number == last else number
+                self._begin_or_go_on(ask, continues)
+                return NextMessages(added, ask.tools, continues, ask.messages, ask.agent)
+        self._begin_or_go_on(ask, None)
+        return NextMessages(ask.messages, ask.tools, None, ask.messages, ask.agent)
+
+    def _begin_or_go_on(self, ask: Ask, continues: int | None) -> None:
+        """Only the last segment grows; an earlier history goes on in a segment of its own, with the same tokens."""
+        if continues == -1:
+            self._histories.pop()
+        self._histories.append(History(list(ask.messages), ask.tools, ask.agent))
 
     def returned(self, value: Any) -> None:
         with self._lock:
-            self._next.succeed(Returned(value))
+            self._end = lambda owed: owed.succeed(Returned(value))
+            self._pass_on()
 
     def failed(self, error: BaseException) -> None:
         with self._lock:
-            self._next.fail(error)
+            self._end = lambda owed: owed.fail(error)
+            self._pass_on()
 
     async def next(self) -> NextMessages | Returned:
-        """Return the agent's next messages: all at first, afterwards those after the last answer. Raises the agent's
+        """Return the agent's next request: its messages after the last answer, or all of them. Raises the agent's
         error."""
         asked: NextMessages | Returned = await asyncio.wrap_future(self._next.future)
         return asked
@@ -99,14 +160,15 @@ class Conversation:
     def answer(self, text: str, *, cut: bool = False) -> Message:
         """Pass the policy's text to the agent, and return it as a message."""
         with self._lock:
-            assert self._reply is not None
-            assert self._request is not None
-            parse = self._parse if self._request[1] else None
-            message = answer_of(text, parse, self._turns, self._with_stop)
+            ask = self._asked
+            assert ask is not None
+            message = answer_of(text, self._parse if ask.tools else None, self._turns, ask.with_stop)
             self._turns += 1
-            self._known.append(message)
-            self._next = Owed()
-            self._reply.succeed(Answer(message, cut))
+            self._histories[-1].messages.append(message)
+            self._next, self._asked = Owed(), None
+            prompt_tokens, tokens = getattr(text, "prompt_tokens", 0), getattr(text, "tokens", 0)
+            ask.reply.succeed(Answer(message, cut, prompt_tokens, tokens))
+            self._pass_on()
         return message
 
     def close(self, why: str = "the rollout has ended") -> None:
@@ -114,5 +176,7 @@ class Conversation:
         with self._lock:
             self._over = self._over or why
             self._next.fail(OverError(self._over))
-            if self._reply is not None:
-                self._reply.fail(OverError(self._over))
+            for ask in (*self._waiting, self._asked):
+                if ask is not None:
+                    ask.reply.fail(OverError(self._over))
+            self._waiting.clear()

@@ -21,6 +21,8 @@ from .messages import RequestError, messages_of, tools_of, wire
 MODEL = "policy"
 MAX_BODY_BYTES = 64 << 20
 """Largest request in bytes."""
+MAX_NAME = 64
+"""Most characters of an agent's name."""
 STALLED_S = 30
 """Seconds without a byte after which a connection is closed."""
 WITH_STOP = "include_stop_str_in_output"
@@ -94,7 +96,13 @@ class _Request(BaseHTTPRequestHandler):
                 raise RequestError("a request is an object, for one answer (n=1)")
             self.server.unheeded({key for key, value in given.items() if value is not None} - HEEDED)
             messages = messages_of(given.get("messages"))
-            answer = conversation.ask(messages, tools_of(given.get("tools")), bool(given.get(WITH_STOP)))
+            answer = conversation.ask(
+                messages,
+                tools_of(given.get("tools")),
+                bool(given.get(WITH_STOP)),
+                agent=_agent(given.get("model")),
+                retried=_retried(self.headers.get("X-Stainless-Retry-Count")),
+            )
         except OverError as error:
             return self._json(*_error(410, str(error)))
         except (ValueError, RecursionError) as error:
@@ -145,8 +153,24 @@ def _reason(answer: Answer) -> str:
     return "length" if answer.cut else "tool_calls" if "tool_calls" in answer.message else "stop"
 
 
+def _agent(model: Any) -> str:
+    """Return the agent that a request names, as in `policy/solver`."""
+    return str(model or "").partition("/")[2][:MAX_NAME]
+
+
+def _retried(count: str | None) -> bool | None:
+    """Return whether the client repeats a request (OpenAI's says so in a header); None if it does not say."""
+    return None if count is None else count != "0"
+
+
+def _usage(answer: Answer) -> dict[str, int]:
+    total = answer.prompt_tokens + answer.tokens
+    return {"prompt_tokens": answer.prompt_tokens, "completion_tokens": answer.tokens, "total_tokens": total}
+
+
 def _completion(answer: Answer) -> dict[str, Any]:
-    return _envelope("chat.completion", {"message": wire(answer.message), "finish_reason": _reason(answer)})
+    completion = _envelope("chat.completion", {"message": wire(answer.message), "finish_reason": _reason(answer)})
+    return completion | {"usage": _usage(answer)}
 
 
 def _chunks(answer: Answer) -> Iterator[dict[str, Any]]:
@@ -154,4 +178,5 @@ def _chunks(answer: Answer) -> Iterator[dict[str, Any]]:
     if "tool_calls" in delta:
         delta["tool_calls"] = [{"index": i, **call} for i, call in enumerate(delta["tool_calls"])]
     yield _envelope("chat.completion.chunk", {"delta": delta, "finish_reason": None})
-    yield _envelope("chat.completion.chunk", {"delta": {}, "finish_reason": _reason(answer)})
+    end = _envelope("chat.completion.chunk", {"delta": {}, "finish_reason": _reason(answer)})
+    yield end | {"usage": _usage(answer)}

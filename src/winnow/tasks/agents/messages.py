@@ -97,20 +97,13 @@ def wire(message: Message) -> dict[str, Any]:
     return {**message, "content": message["content"] or None, "tool_calls": calls}
 
 
-def added_to(known: Sequence[Message], messages: Sequence[Message]) -> tuple[Message, ...]:
-    """Return the messages after the known ones.
-
-    Raises RequestError if those were changed, or nothing was added: a rollout is one sequence of tokens, so all earlier
-    messages stay as they are.
-    """
-    for number, (before, now) in enumerate(zip(known, messages, strict=False)):
-        if _essence(before) != _essence(now):
-            raise RequestError(
-                f"messages[{number}] ({before['role']}) is not what it was in the request before: a rollout is one "
-                "conversation, to which turns are only added; ask for another one in a rollout of its own"
-            )
+def added_to(known: Sequence[Message], messages: Sequence[Message]) -> tuple[Message, ...] | None:
+    """Return the messages after the known ones; None if those were changed, or nothing was added."""
     if len(messages) <= len(known):
-        raise RequestError(f"the request has {len(messages)} messages, none behind the {len(known)} known ones")
+        return None
+    for before, now in zip(known, messages, strict=False):
+        if _essence(before) != _essence(now):
+            return None
     return tuple(messages[len(known) :])
 
 

@@ -8,7 +8,11 @@
     Trainer(model=..., env=with_agent(DatasetConfig("questions.jsonl").build(), solve)).train()
 
 Every rollout runs the agent once. Its requests are the rollout's turns: the first one's messages are the prompt, later
-additions are observations. Training uses the sampled tokens, never re-tokenized text.
+additions are observations. A request that does not continue the last one (an edited or compacted history, a sub-agent)
+begins a new segment of the rollout. Training uses the sampled tokens, never re-tokenized text.
+
+Several agents in one rollout name themselves in `model`, e.g. `policy/proposer` and `policy/solver`; a returned dict,
+`{"proposer": 1.0, "solver": 0.0}`, rewards each by its own.
 """
 
 from __future__ import annotations
@@ -18,7 +22,7 @@ import inspect
 import json
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
@@ -79,7 +83,8 @@ def with_agent(
     """Return the task with an agent that may ask the policy repeatedly.
 
     `agent` is a function, plain or async, of any of: `base_url`, `api_key` and `model` for its client, `prompt`, and
-    the columns of the row. It returns the reward, or None to leave it to reward functions. It runs in its own thread.
+    the columns of the row. It returns the reward, a dict of rewards by agent, or None
+    to leave it to reward functions. It runs in its own thread.
     Its exceptions fail the rollout, which is then left out: for the policy's errors an agent returns 0. `parse` finds
     tool calls, where a request offers tools. Sampling settings of requests have no effect: those of the run hold.
     `max_turn_length` is the most tokens of an answer, by default the rest of the rollout's. `timeout_s` bounds the
@@ -181,11 +186,15 @@ class AgentEnv:
         asked = await self._conversation.next()
         if not isinstance(asked, Returned):
             return StepResult(asked, action=action, message=message)
-        if not isinstance(asked.value, Real | None):
-            kind = type(asked.value).__name__
-            raise TypeError(f"{self._label} returned {kind}; it must be the reward, or None")
-        reward = None if asked.value is None else float(asked.value)
-        return StepResult(None, reward, done=True, action=action, message=message)
+        return StepResult(None, self._reward(asked.value), done=True, action=action, message=message)
+
+    def _reward(self, value: Any) -> float | dict[str, float] | None:
+        if isinstance(value, Mapping) and all(isinstance(v, Real) for v in value.values()):
+            return {str(agent): float(reward) for agent, reward in value.items()}
+        if not isinstance(value, Real | None):
+            kind = type(value).__name__
+            raise TypeError(f"{self._label} returned {kind}; it must be the reward, None, or a dict of agents' rewards")
+        return None if value is None else float(value)
 
 
 async def _wait(value: Any) -> Any:

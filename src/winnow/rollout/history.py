@@ -1,0 +1,77 @@
+"""The prompt of the next turn: the tokens so far with an observation behind them, or a segment of its own.
+
+A segment begins where the next prompt does not continue the tokens that the policy has had: an agent edited or
+compacted its messages, asked with other tools, or went on with an earlier conversation; or the chat template, with
+`history: template`, leaves out parts of earlier turns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ..env.chat import is_begun
+from ..env.prompting import NextMessages, ToolPrompt, encode_observation, encode_prompt, first_messages, with_messages
+from ..types import Message, Prompt, Turn
+from .in_flight import Sibling
+
+
+def begin(sibling: Sibling, prompt: Prompt, observation: str | None) -> None:
+    """Remember the messages of a first prompt, to render them again with later turns."""
+    if isinstance(observation, NextMessages):
+        sibling.agent = observation.agent
+    elif prompt.messages is not None:
+        messages = first_messages(prompt, observation)
+        if len(messages) > 1 and is_begun(messages):
+            sibling.begun = str(messages.pop()["content"])
+        sibling.messages = messages
+
+
+def append_or_restart(tokenizer: Any, prompt: Prompt, sibling: Sibling, observation: str, *, template: bool) -> None:
+    """Add an observation to the sibling: as tokens behind its last turn, or as the prompt of a new segment.
+
+    `template`: let the chat template render all messages. Raises PromptError when the template refuses them.
+    """
+    request = observation if isinstance(observation, NextMessages) else NextMessages((), agent=sibling.agent)
+    if request.continues is None or (template and request.whole):
+        following = encode_prompt(tokenizer, with_messages(prompt, request.whole, request.tools))
+    elif template and sibling.messages is not None:
+        following = _rendered(tokenizer, prompt, sibling, observation)
+    else:
+        added = encode_observation(tokenizer, prompt, observation, sibling.last_sampled(request.continues))
+        if request.continues == -1:
+            _append(sibling, added)
+            return
+        following = (*sibling.context(request.continues), *added)
+    before = sibling.context()
+    if template and following[: len(before)] == before:
+        _append(sibling, following[len(before) :])
+    else:
+        sibling.restart(following, request.agent)
+
+
+def _rendered(tokenizer: Any, prompt: Prompt, sibling: Sibling, observation: str) -> tuple[int, ...]:
+    """Return all messages as the chat template shows them, the last turn and the observation included."""
+    assert sibling.messages is not None
+    added = observation.messages if isinstance(observation, NextMessages) else _as_user(observation)
+    sibling.messages += [_assistant(sibling.turns[-1], sibling.begun), *added]
+    sibling.begun = ""
+    tools = prompt.tools if isinstance(prompt, ToolPrompt) else ()
+    return encode_prompt(tokenizer, with_messages(prompt, sibling.messages, tools))
+
+
+def _as_user(observation: str) -> tuple[Message, ...]:
+    return ({"role": "user", "content": observation},)
+
+
+def _assistant(turn: Turn, begun: str) -> Message:
+    """Return an action as the message that a client would send back."""
+    message = turn.message or {"role": "assistant", "content": turn.action.removesuffix(turn.stop_string)}
+    return {**message, "content": begun + str(message["content"] or "")}
+
+
+def _append(sibling: Sibling, ids: Sequence[int]) -> None:
+    n = len(ids)
+    sibling.append(np.array(ids, np.int64), False, np.zeros(n, np.float32), np.full(n, -1, np.int32))
