@@ -116,6 +116,8 @@ SWITCHES: list[Settings] = [
     {"lora": {"r": 2}},
     {"eval_steps": 1, "eval_prompts": 2, "eval_generations": 2},
     {"success": {"at_least": 0.25}},
+    {"history": "template", "max_segments": 2},
+    {"history": "template", "context_length": 20},
 ]
 """Settings that belong to no method. A literal or switch needs no entry, unless it needs others."""
 NOT_SWEPT = frozenset(

@@ -1,6 +1,7 @@
 """A task and a model so small that a whole run takes a fraction of a second, and in which every method can act.
 
 Six prompts: one always solved, one never, four with a mixture, of which one has an environment that sometimes fails.
+Every other prompt is a chat, whose template drops what an assistant said before `w2`, as some drop thoughts.
 Three turns of up to four tokens, of which many end early: at a stop string, by the environment, or because the tokens
 are used up. The environment gives actions in normal form, progress and rewards, and two types of task.
 """
@@ -21,6 +22,10 @@ PROMPTS = 6
 WORDS = [f"w{i}" for i in range(50)]
 STOPS = ("w1",)
 """One word in six: `w1` and `w10` to `w19`."""
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}{{ m.content.split('w2')[-1] }} {% else %}{{ m.content }} "
+    "{% endif %}{% endfor %}"
+)
 OBSERVATIONS = [f"o{i}" for i in range(4)]
 
 
@@ -35,6 +40,7 @@ def make_model(directory: Path) -> None:
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", eos_token="<eos>", pad_token="<eos>")
+    fast.chat_template = TEMPLATE
     torch.manual_seed(0)
     model = LlamaForCausalLM(
         LlamaConfig(
@@ -100,12 +106,12 @@ class World:
 
 def _prompts(start: int, stop: int) -> list[Prompt]:
     """Prompts of training (numbers below `PROMPTS`) or of the test."""
-    return [
-        Prompt(
-            f"q{i}", i - start, text=f"p{i % PROMPTS} o{i // PROMPTS}", columns={"number": i, "task_type": "xy"[i % 2]}
-        )
-        for i in range(start, stop)
-    ]
+    prompts = []
+    for i in range(start, stop):
+        text, columns = f"p{i % PROMPTS} o{i // PROMPTS}", {"number": i, "task_type": "xy"[i % 2]}
+        asked: Any = {"messages": ({"role": "user", "content": text},)} if i % 2 else {"text": text}
+        prompts.append(Prompt(f"q{i}", i - start, columns=columns, **asked))
+    return prompts
 
 
 class WorldEnv:
