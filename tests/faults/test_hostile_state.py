@@ -127,8 +127,10 @@ def with_segments(state: Any, later: Any, *prompts: list[Any]) -> None:
 
 
 def test_segments_of_a_group_that_waits_are_trained(saved: Path, tmp_path: Path) -> None:
+    """The last one has a prompt and no token yet, as that of a rollout that failed there."""
     state = state_of(saved)
-    with_segments(state, [[1, ""], [2, "critic"]], [3, 4], [5])
+    tokens = len(unpack_all(state["loop"]["waiting"][0]["arrays"])[0])
+    with_segments(state, [[1, ""], [2, "critic"], [tokens, ""]], [3, 4], [5], [6])
     resumed(with_state(saved, tmp_path / "run", state))
 
 
