@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Annotated, Any, NamedTuple
 
 import numpy as np
@@ -283,7 +284,7 @@ class Collector:
             groups = [group_from(waiting, self.prompts) for waiting in saved.waiting]
             _GROUPS.validate_python(groups)
             for group in groups:
-                _require_finite(group)
+                _require_possible(group)
                 self.buffer.add(group)
         self.buffer.spent = saved.spent
         with at("selector"):
@@ -307,7 +308,14 @@ class Collector:
             self._start(visit, size)
 
 
-def _require_finite(group: Group) -> None:
+def _require_possible(group: Group) -> None:
+    """Raise ValueError for a group that no run can have sampled."""
     for rollout in group.rollouts:
         if not np.isfinite(rollout.sampler_logp).all():
             raise ValueError(f"visit {group.visit.number}: non-finite log-probabilities")
+        starts, tokens = [segment.start for segment in rollout.segments], len(rollout.token_ids)
+        if any(start >= after for start, after in pairwise([*starts, tokens + 1])):
+            raise ValueError(
+                f"visit {group.visit.number}: segments of sibling {rollout.sibling} start at {starts}, which do not "
+                f"ascend within its {tokens} tokens"
+            )

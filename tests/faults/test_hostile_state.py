@@ -118,9 +118,41 @@ def with_arrays(state: Any, name: str, value: Any) -> None:
     group["arrays"] = pack_all(arrays)
 
 
+def with_segments(state: Any, later: Any, *prompts: list[Any]) -> None:
+    """Of the first rollout that waits, segments after the first: [start, agent] of each, and their prompts."""
+    of_first(state, later=later)
+    group = state["loop"]["waiting"][0]
+    arrays = unpack_all(group["arrays"])
+    group["arrays"] = pack_all([*arrays[: len(ARRAYS)], *map(np.array, prompts), *arrays[len(ARRAYS) :]])
+
+
+def test_segments_of_a_group_that_waits_are_trained(saved: Path, tmp_path: Path) -> None:
+    """The last one has a prompt and no token yet, as that of a rollout that failed there."""
+    state = state_of(saved)
+    tokens = len(unpack_all(state["loop"]["waiting"][0]["arrays"])[0])
+    with_segments(state, [[1, ""], [2, "critic"], [tokens, ""]], [3, 4], [5], [6])
+    resumed(with_state(saved, tmp_path / "run", state))
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
+        (lambda s: with_segments(s, [[0, ""]], [3]), r"waiting: .*sibling 0 start at \[0, 0\], which do not ascend"),
+        (lambda s: with_segments(s, [[2, ""], [1, ""]], [3], [3]), r"start at \[0, 2, 1\], which do not ascend"),
+        (lambda s: with_segments(s, [[2, ""], [2, ""]], [3], [3]), r"start at \[0, 2, 2\], which do not ascend"),
+        (lambda s: with_segments(s, [[99, ""]], [3]), r"start at \[0, 99\], which do not ascend within its \d tokens"),
+        (lambda s: with_segments(s, [[-1, ""]], [3]), r"start at \[0, -1\]"),
+        (lambda s: with_segments(s, [["1", ""]], [3]), r"rollouts\.0\.later\.0\.start: .*valid integer \(got '1'"),
+        (lambda s: with_segments(s, [[True, ""]], [3]), r"rollouts\.0\.later\.0\.start: .*valid integer \(got True"),
+        (lambda s: with_segments(s, [[1, 7]], [3]), r"rollouts\.0\.later\.0\.agent: .*valid string \(got 7"),
+        (lambda s: of_first(s, agent=None), r"rollouts\.0\.agent: .*valid string \(got None"),
+        (lambda s: with_segments(s, [[1, ""]], [3.5]), r"later\.0\.prompt_ids\.0: .*valid integer \(got 3\.5"),
+        (lambda s: with_segments(s, [[1, ""]], [[3]]), r"later\.0\.prompt_ids\.0: .*valid integer \(got \[3\]"),
+        (lambda s: with_segments(s, [[1, ""]], [64]), "the token 64, which is outside the vocabulary of 64"),
+        (lambda s: with_segments(s, [[1, ""]], [3] * 64), r"\d\d tokens, more than the model's 64 positions"),
+        (lambda s: with_segments(s, [[1]], [3]), r"waiting: not enough values"),
+        (lambda s: with_segments(s, 5), r"waiting: TypeError: "),
+        (lambda s: of_first(s, later=[[1, ""]]), r"waiting: "),
         (lambda s: of_first(s, reward="1.0"), r"loop\.waiting\.0\.rollouts\.0\.reward: .*valid number \(got '1\.0'"),
         (lambda s: of_first(s, prompt_ids=[3, 64]), "the token 64, which is outside the vocabulary of 64"),
         (lambda s: of_first(s, prompt_ids=[3] * 99), "10[0-9] tokens, more than the model's 64 positions"),

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from winnow.base.sanitize import visible
 from winnow.study.report import write_report
 
 from ..builders.pages import HOSTILE, decision, make_run, sample
@@ -78,7 +79,7 @@ class Tab:
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Pages of one run, of four, of those six times each, and of a hostile one."""
+    """Pages of one run, of four, of those six times each, of a hostile one, and of agents with several segments."""
     root = tmp_path_factory.mktemp("pages")
     runs = [make_run(root / name, steps=60, seed=n) for n, name in enumerate(["grpo", "greso", "dapo", "all of them"])]
     turns = [{"at": 0, "chars": [1] * len(HOSTILE), "logp": [-1.0] * len(HOSTILE)}]
@@ -86,7 +87,12 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     texts = {"prompt": HOSTILE, "completion": HOSTILE, "prompt_id": HOSTILE, "turns": turns, "decisions": gates}
     hostile = [sample(1, HOSTILE, 1.0, **texts)]
     evil = make_run(root / "<img src=x onerror=alert(1)>", steps=4, samples=hostile)
-    found = {name: root / f"{name}.html" for name in ("one", "four", "many", "hostile")}
+    critic = {"agent": "critic", "char": 9, "prompt_tokens": 1200, "shared": 0, "like": 0, "new": "Is it 8?"}
+    solver = {"agent": "solver", "char": 13, "prompt_tokens": 640, "shared": 600, "like": 0, "new": HOSTILE}
+    segments = {"segments": 3, "agent": "solver", "later": [critic, solver], "decisions": []}
+    agents = make_run(root / "agents", steps=4, samples=[sample(1, "trained", 1.0, **segments)])
+    found = {name: root / f"{name}.html" for name in ("one", "four", "many", "hostile", "segments")}
+    write_report([agents], found["segments"])
     write_report(runs[:1], found["one"])
     write_report(runs, found["four"])
     write_report(runs * 6, found["many"])
@@ -239,6 +245,24 @@ def test_tokens_say_their_probability_and_gates_stand_where_they_decided(browser
     for _ in range(20):
         tab.page.keyboard.press("ArrowRight")
     assert said.inner_text() == "token 12: without a character, -0.20 nats, 81.9%"
+    assert tab.complaints == []
+    tab.page.close()
+
+
+def test_segments_are_blocks_in_the_text(browser: Any, pages: dict[str, Path]) -> None:
+    tab = Tab(browser, pages["segments"].as_uri(), viewport={"width": 390, "height": 900})
+    card = tab.page.locator(".sample").first
+    assert "3 segments" in card.locator(".facts").first.inner_text()
+    assert card.locator(".mark.segment").all_text_contents() == [
+        "↻ segment 1, agent solver",
+        "↻ segment 2, agent critic: 1,200 prompt tokens, none as in an earlier segment\nIs it 8?",
+        f"↻ segment 3, agent solver: 640 prompt tokens, the first 600 as in segment 1\n{visible(HOSTILE)}",
+    ]
+    shown = "node => [...node.childNodes].map((n) => n.textContent.slice(0, 11)).join('|')"
+    text = "↻ segment 1|3| +| 5| =| 8|↻ segment 2| ,| 8|↻ segment 3| *| 2| =| 16|"
+    assert card.locator("pre.tokens").evaluate(shown) == text
+    assert tab.page.evaluate(CONTRAST) == []
+    assert tab.page.evaluate("document.documentElement.scrollWidth") <= 390
     assert tab.complaints == []
     tab.page.close()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from winnow.run import preflight
 from winnow.run.preflight import check_agreement
 from winnow.study.report import report_data
 from winnow.study.warm_start import word_tokenizer
-from winnow.types import Group, Rollout
+from winnow.types import Group, Rollout, Segment
 
 from .. import parity
 from ..parity import parity_reward
@@ -51,6 +51,17 @@ def test_one_policy_agrees(tokenizer: Any, sampling: dict[str, Any]) -> None:
     found = require_agreement(rollouts(model, tokenizer, **sampling), learner_of(model, **sampling), "float32")
     assert found.max < BOUNDS["float32"]
     assert found.tokens > 20
+
+
+def test_segments_are_compared_with_their_own_prompts(tokenizer: Any) -> None:
+    model = llama()
+    first, second, third = rollouts(model, tokenizer)[:3]
+    names = ("token_ids", "action_mask", "sampler_logp", "versions")
+    whole = {name: np.concatenate([getattr(r, name) for r in (first, second, third)]) for name in names}
+    starts = len(first.token_ids), len(first.token_ids) + len(second.token_ids)
+    later = [Segment(start, r.prompt_ids) for start, r in zip(starts, (second, third), strict=True)]
+    found = require_agreement([replace(first, **whole, later=later)], learner_of(model), "float32")
+    assert (found.max < BOUNDS["float32"], found.tokens) == (True, len(whole["token_ids"]))
 
 
 def test_bfloat16_stays_well_within_its_bound(tokenizer: Any) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +30,10 @@ from winnow.sampler.codec import (
     visit_from,
     visit_state,
 )
-from winnow.types import Decision, EnvStep, Fate, Group, Job, Prompt, Rollout, Token, Turn, Verdict, Visit
+from winnow.types import Decision, EnvStep, Fate, Group, Job, Prompt, Rollout, Segment, Token, Turn, Verdict, Visit
 
 from ..builders.audited import answered, build
+from ..builders.groups import make_rollout
 from ..builders.toy_rollouts import ToyTask
 from ..gates import named
 
@@ -57,7 +58,7 @@ def same(a: Any, b: Any) -> None:
         assert a.keys() == b.keys()
         for key in a:
             same(a[key], b[key])
-    elif isinstance(a, Group | Rollout | Decision | Verdict | Visit | Turn):
+    elif isinstance(a, Group | Rollout | Decision | Verdict | Visit | Turn | Segment):
         for field in fields(a):
             same(getattr(a, field.name), getattr(b, field.name))
     else:
@@ -91,12 +92,14 @@ def test_a_group_keeps_all_it_has() -> None:
         raw_logp=np.array([-0.2, -0.7], np.float32),
         last_hidden=np.array([1.0, np.float32(1) / 3], np.float32),
         decisions=[Decision("arrol", Token(2), decided(True, overridden=0.1), 1)],
+        agent="solver",
+        later=[Segment(1, (3, 4, 5, 9), "critic"), Segment(2, (8,))],
     )
     bare = Rollout(1, (), *(np.empty(0, t) for t in (np.int64, bool, np.float32, np.int32)), greedy=True)
     verdict = Verdict(True, "audit: too easy", 0.4, overridden=0.2)
     group = Group(
         Visit(7, 2, PROMPTS[3], verdict),
-        [full, bare],
+        [full, bare, replace(full, sibling=2, agent="", later=[Segment(2, (7,) * 9)])],
         [Decision("divergence", EnvStep(3), decided(False), 3), Decision("random", EnvStep(4), Verdict(True), 4)],
         "eval",
     )
@@ -115,6 +118,26 @@ def test_a_group_without_tokens_travels() -> None:
         same(group_from(travelled(group_state(group)), {"train": PROMPTS}), group)
 
 
+def test_what_prompts_of_segments_repeat_takes_little_room() -> None:
+    """30 segments, each with a prompt of the same 3,000 random tokens and 20 more than the one before."""
+    ids = np.random.default_rng(0).integers(0, 50_000, 3_600)
+    ones = np.ones(ids.size, np.int32)
+    later = [Segment(20 * n, tuple(ids[: 3_000 + 20 * n].tolist())) for n in range(1, 30)]
+    rollout = Rollout(0, tuple(ids[:3_000].tolist()), ids, ones > 0, -ones.astype(np.float32), ones, later=later)
+    sizes = [
+        len(json.dumps(group_state(Group(Visit(0, 0, PROMPTS[0]), [r])))) for r in (rollout, replace(rollout, later=[]))
+    ]
+    assert sizes[0] < 3 * sizes[1]
+
+
+def test_groups_in_a_checkpoint_before_segments_are_read() -> None:
+    group = Group(Visit(0, 0, PROMPTS[0]), [make_rollout(0, 3, 1.0), make_rollout(1, 2, None)])
+    state = travelled(group_state(group))
+    for row in state["rollouts"]:
+        del row["agent"], row["later"]
+    same(group_from(state, {"train": PROMPTS}), group)
+
+
 def test_groups_in_a_checkpoint_of_0_1_are_read() -> None:
     """There each rollout had its own arrays and prompt."""
     arrays = np.array([5, 6, 7]), np.array([True, False, True]), np.zeros(3, np.float32), np.zeros(3, np.int32)
@@ -122,6 +145,7 @@ def test_groups_in_a_checkpoint_of_0_1_are_read() -> None:
     state = group_state(group)
     del state["arrays"], state["prompt_ids"]
     for row, rollout in zip(state["rollouts"], group.rollouts, strict=True):
+        del row["agent"], row["later"]
         row["prompt_ids"] = list(rollout.prompt_ids)
         for name in ARRAYS:
             value = getattr(rollout, name)

@@ -16,7 +16,7 @@ from winnow.methods.select.backoff import Backoff
 from winnow.methods.select.greso import Greso, GresoSelector, rollout_batch_size
 from winnow.methods.size.adaptive_k import AdaptiveK
 from winnow.record.step_metrics import Tally
-from winnow.types import Fate, Group, GroupKind, Prompt, Verdict, Visit
+from winnow.types import Fate, Group, GroupKind, Prompt, Segment, Verdict, Visit
 
 from .fake_run import FakeRun, Outcome, finished
 
@@ -243,3 +243,13 @@ def test_carried_groups_make_the_first_round_smaller(tmp_path: Path) -> None:
     assert run.sampler.rounds == [(0, 12), (1, 6), (2, 9)], "4 carried: half of 12 for half a batch; then 2"
     fates = [r.fate for group in run.update.batches[1] for r in group.rollouts]
     assert set(fates) == {Fate.TRAINED}
+
+
+def test_segments_of_a_step_are_counted_where_any_rollout_has_several() -> None:
+    tally = tally_of(MIXED)
+    assert "segments/mean" not in tally.metrics()
+    group = of(MIXED, 1)
+    group.rollouts[0].later = [Segment(1, (5,)), Segment(2, (6, 7))]
+    group.rollouts[1].greedy, group.rollouts[1].later = True, [Segment(1, (5,))]
+    tally.finished(group)
+    assert tally.metrics()["segments/mean"] == (4 + 3 + 1 + 1) / 7

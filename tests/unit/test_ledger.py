@@ -12,7 +12,7 @@ import pytest
 from winnow.methods.group_kind import GroupJudge
 from winnow.methods.success import Success
 from winnow.record.ledger import Ledger, LedgerError, _zero_variance
-from winnow.types import Fate, Group, Rollout, Verdict
+from winnow.types import Fate, Group, Rollout, Segment, Verdict
 
 from ..builders.ledgers import (
     book_step,
@@ -38,6 +38,7 @@ def test_everything_about_a_group_is_kept(ledger: Ledger, path: Path) -> None:
     done.rollouts[0].stop_reason = "eos"
     done.rollouts[0].survival_p = 0.5
     done.rollouts[0].reason = "\ud800"
+    done.rollouts[0].later = [Segment(2, (1, 2)), Segment(3, (1, 2, 3, 4))]
     ledger.finish(done, step=4)
     assert row(path, "SELECT visit, step, version, epoch, prompt_id, ordinal FROM visits") == (0, 3, 2, 0, "p0", 0)
     query = "SELECT visit, step, fate, group_size, mean_reward, zero_variance FROM outcomes"
@@ -46,7 +47,7 @@ def test_everything_about_a_group_is_kept(ledger: Ledger, path: Path) -> None:
         "SELECT visit, sibling, step, fate, reason, prompt_tokens, tokens, env_tokens, reward, rewards FROM rollouts"
     )
     rewards = '{"broken": null, "correct": null, "format": 0.1}'
-    assert row(path, query) == (0, 0, 4, "trained", "\\ud800", 3, 5, 2, 0.0, rewards)
+    assert row(path, query) == (0, 0, 4, "trained", "\\ud800", 3 + 2 + 4, 5, 2, 0.0, rewards)
     query = "SELECT first_version, last_version, seconds, stop_reason, survival_p FROM rollouts"
     assert row(path, query) == (0, 1, 0.25, "eos", 0.5)
 

@@ -42,8 +42,8 @@ def test_tokens_and_marks_are_placed_in_the_text_that_is_shown(tmp_path: Path) -
     ends = [at + sum(chars[:n]) for n in range(len(chars) + 1)]
     assert [js(shown["completion"], a, b) for a, b in pairwise(ends)] == [visible(p) for p in pieces]
     assert logp == [-0.5, None, *[-1.0] * 5]
-    assert [stand for _, stand, _ in shown["marks"]] == ["kept", "stopped", "overridden"]
-    kept, far, _ = (place for place, *_ in shown["marks"])
+    assert [stand for _, stand, _ in shown["marks"]] == ["kept", "overridden", "stopped"]
+    kept, _, far = (place for place, *_ in shown["marks"])
     assert js(shown["completion"], 0, kept) == visible(text[:3])
     assert far > len(shown["completion"].encode("utf-16-le")) // 2
 
@@ -55,11 +55,41 @@ def test_what_a_gate_decided_is_said_with_its_numbers(tmp_path: Path) -> None:
     assert first["siblings"][0]["marks"] == [[5, "stopped", said]]
 
 
+def test_segments_are_marked_where_they_begin(tmp_path: Path) -> None:
+    common = {"prompt_tokens": 1200, "like": 0, "agent": ""}
+    later = [
+        {"char": 5, "shared": 1000, "new": "Summary:\n\x1b 8", **common},
+        {"char": 9_000, "shared": 0, "new": "", **common, "agent": "critic"},
+    ]
+    more: dict[str, Any] = {
+        "segments": 3,
+        "agent": "solver",
+        "later": later,
+        "decisions": [decision(5, True, reason="r")],
+    }
+    (shown,) = page(make_run(tmp_path / "run", steps=5, samples=[sample(1, "trained", 1.0, **more)])).data["runs"][0][
+        "samples"
+    ]
+    assert shown["segments"] == 3
+    assert shown["marks"] == [
+        [0, "segment", "segment 1, agent solver"],
+        [5, "kept", "arrol kept at token 3: r"],
+        [5, "segment", "segment 2: 1,200 prompt tokens, the first 1,000 as in segment 1\nSummary:\n\\x1b 8"],
+        [
+            len(shown["completion"]) + 1,
+            "segment",
+            "segment 3, agent critic: 1,200 prompt tokens, none as in an earlier segment",
+        ],
+    ]
+
+
 @pytest.mark.parametrize(
     "odd",
     [
         {},
         {"turns": None, "decisions": 5},
+        {"segments": "x", "later": 5, "agent": None},
+        {"later": [{}, 5, {"char": -1, "shared": 1, "like": 0, "prompt_tokens": 2}, {"char": 1, "shared": "1"}]},
         {"turns": [{"at": "0", "chars": [1], "logp": [-1.0]}, [], {"at": 0}], "decisions": [{"char": -1}, {}, "x"]},
         {"turns": [{"at": 0, "chars": [1, 10**12], "logp": [-1.0, 0.0]}, {"at": 0, "chars": [1], "logp": ["-1"]}]},
         {"turns": [{"at": 0, "chars": [1, True], "logp": [-1.0, 0.0]}, {"at": 0, "chars": [1], "logp": [-1.0, 0.0]}]},

@@ -17,7 +17,7 @@ import torch
 from winnow.env.rewards.pooled import PooledReward, verl_arguments
 from winnow.env.rewards.rewarder import Rewarder
 from winnow.record.samples import sample
-from winnow.types import Fate, Turn
+from winnow.types import Fate, Segment, Turn
 
 from ..builders.rewards import group, scored
 
@@ -41,6 +41,17 @@ def test_text_function_gets_what_it_names_and_nothing_else():
     assert g.rewards().tolist() == [1.0, 2.0]
     assert g.rollouts[0].rewards == {"f": 1.0}
     assert [r.fate for r in g.rollouts] == [None, None]
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_a_rollout_of_several_segments_is_judged_by_all_that_was_sampled(chat):
+    seen = []
+    g = group("x", chat=chat)
+    g.rollouts[0].turns = [Turn("go", None, 0, 1, "eos"), Turn("stop", "end", 1, 2, "eos")]
+    g.rollouts[0].later = [Segment(1, (5, 6, 7))]
+    scored(lambda completions, completion_ids: seen.extend([*completions, *completion_ids]) or [1], g)
+    actions = [{"role": "assistant", "content": text} for text in ("go", "stop")]
+    assert seen == [actions if chat else "gostop", [0, 7]]
 
 
 def test_keyword_function_gets_everything():

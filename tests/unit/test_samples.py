@@ -14,8 +14,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from winnow.env.prompting import decode
-from winnow.record.samples import MAX_TOKENS, sample, token_chars
-from winnow.types import Group, Rollout
+from winnow.record.samples import MAX_SEGMENTS, MAX_TOKENS, SEGMENT_TEXT, sample, token_chars
+from winnow.types import Fate, Group, Rollout, Segment, Turn
 
 from ..builders.groups import make_group
 from ..builders.toy_rollouts import SHORT_TURNS, EchoEnv, HalfGate, StepGate, ToyTask, run
@@ -130,3 +130,53 @@ def test_without_a_known_log_probability_or_text_there_are_no_tokens() -> None:
     assert sample(1, group, "train")["turns"] == []
     r.sampler_logp[:] = 0
     assert sample(1, group, "train", BYTES)["turns"] == []
+
+
+def compacted(*later: tuple[str, str], first: str = "Q: 2+2?") -> Group:
+    """A turn of "ab" and its answer "!" in each segment; `later`: agent and prompt of the segments after the first."""
+    group = make_group(0, [1.0], [3 * (len(later) + 1)])
+    r = group.rollouts[0]
+    r.prompt_ids, r.token_ids = tuple(BYTES.encode(first)), np.array(BYTES.encode("ab!" * (len(later) + 1)))
+    r.action_mask[2::3] = False
+    r.turns = [Turn("ab", "!", n, n + 2, "eos") for n in range(0, len(r.token_ids), 3)]
+    r.text = "ab!" * len(r.turns)
+    r.later = [Segment(3 * n, tuple(BYTES.encode(text)), agent) for n, (agent, text) in enumerate(later, 1)]
+    return group
+
+
+def test_segments_say_what_changed_in_their_prompts() -> None:
+    group = compacted(("", "Q: 2+2?ab!go"), ("critic", "éQ"), ("", "Q: 2+2?xy"), ("", "éQab!é"))
+    line = sample(1, group, "train", BYTES)
+    assert (line["segments"], line["agent"]) == (5, "")
+    assert line["later"] == [
+        {"agent": "", "char": 3, "prompt_tokens": 12, "shared": 10, "like": 0, "new": "go"},
+        {"agent": "critic", "char": 6, "prompt_tokens": 3, "shared": 0, "like": 1, "new": "éQ"},
+        {"agent": "", "char": 9, "prompt_tokens": 9, "shared": 7, "like": 1, "new": "xy"},
+        {"agent": "", "char": 12, "prompt_tokens": 8, "shared": 6, "like": 2, "new": "é"},
+    ]
+    assert [t["at"] for t in line["turns"]] == [0, 3, 6, 9, 12]
+    group.rollouts[0].agent = "solver"
+    line = sample(1, group, "train")
+    assert (line["agent"], [s["new"] for s in line["later"]]) == ("solver", [""] * 4)
+
+
+def test_a_segment_that_ended_before_an_action_is_at_the_end() -> None:
+    group = compacted(("", "Q: 4"))
+    r = group.rollouts[0]
+    r.turns, r.text, r.fate, r.reward = r.turns[:1], "ab!", Fate.FAILED, None
+    (later,) = sample(1, group, "train", BYTES)["later"]
+    assert (later["char"], later["shared"], later["new"]) == (3, 3, "4")
+
+
+def test_what_is_written_of_segments_is_bounded() -> None:
+    line = sample(1, compacted(*[("", "x" * 1000)] * 40), "train", BYTES)
+    assert (line["segments"], len(line["later"])) == (41, MAX_SEGMENTS)
+    assert line["later"][0]["new"] == "x" * SEGMENT_TEXT + "…"
+    assert line["later"][1]["shared"] == 1000
+    assert line["later"][1]["new"] == ""
+
+
+def test_a_rollout_of_one_segment_is_written_without_them() -> None:
+    group = compacted()
+    group.rollouts[0].agent = "solver"
+    assert not {"segments", "agent", "later"} & sample(1, group, "train", BYTES).keys()

@@ -150,14 +150,28 @@ class EngineInTrl:
     def run(self, jobs: Sequence[Job]) -> list[Group]:
         """Return the jobs' groups in order, without rewards; the first are compared with TRL's model.
 
-        Raises ConfigError with the likely cause when engine and model disagree about what was sampled.
+        Raises ConfigError with the likely cause when engine and model disagree about what was sampled, and for a
+        rollout of several segments, which TRL's loss would take for one sequence.
         """
         groups = run_jobs(self._runner, jobs)
+        for group in groups:
+            require_one_segment(group)
         sampled = [r for group in groups for r in group.rollouts if r.action_mask.any()]
         if self._compare and sampled:
             require_agreement(sampled[:COMPARED], cast(Learner, self.model), self.dtype)
             self._compare = False
         return groups
+
+
+def require_one_segment(group: Group) -> None:
+    """Raise ConfigError for a rollout whose history was rewritten."""
+    for rollout in group.rollouts:
+        if rollout.later:
+            raise ConfigError(
+                f"env: a rollout of prompt '{group.prompt.id}' has {len(rollout.segments)} segments (its history was "
+                "rewritten), and TRL's loss takes one prompt and one completion; keep the history as it was sampled, "
+                "or train with winnow.Trainer"
+            )
 
 
 def as_rollout_func(rollouts: Sequence[Rollout], pad_token: int) -> Any:

@@ -54,7 +54,7 @@ def require_agreement(rollouts: Sequence[Rollout], learner: Learner, engine_dtyp
 
 
 def _cause(rollouts: Sequence[Rollout], learner: Learner, engine_dtype: str, bound: float, found: Agreement) -> str:
-    rows = [Row(rollout, 0.0, 0.0) for rollout in rollouts]
+    rows = [Row(part, 0.0, 0.0) for rollout in rollouts for part in rollout.parts()]
     once, again = torch.cat(learner.logp(rows)), torch.cat(learner.logp(rows))
     if not torch.equal(once, again) and float((once - again).abs().mean()) > bound / 10:
         return "The learner's own vary from pass to pass: the model has dropout or noise that eval mode leaves on"
@@ -78,10 +78,10 @@ def _cause(rollouts: Sequence[Rollout], learner: Learner, engine_dtype: str, bou
 
 
 def _differences(rollouts: Sequence[Rollout], learner: Learner, raw: bool) -> list[torch.Tensor]:
-    """Return |learner - sampler| of each rollout, float64 [A]."""
+    """Return |learner - sampler| of each segment, float64 [A]."""
     found = []
-    pairs = zip(rollouts, learner.logp([Row(rollout, 0.0, 0.0) for rollout in rollouts], raw=raw), strict=True)
-    for rollout, logp_A in pairs:
-        sampler_A = torch.from_numpy(rollout.sampler_logp[rollout.action_mask])
+    rows = [Row(part, 0.0, 0.0) for rollout in rollouts for part in rollout.parts()]
+    for row, logp_A in zip(rows, learner.logp(rows, raw=raw), strict=True):
+        sampler_A = torch.from_numpy(row.rollout.sampler_logp[row.rollout.action_mask])
         found.append((logp_A.cpu().double() - sampler_A.double()).abs())
     return found

@@ -356,7 +356,7 @@ def _rollout_row(where: str, visit: int, step: int, r: Rollout) -> tuple[Any, ..
         raise ValueError(f"{where}: fate trained without a reward.")
     versions = r.versions[r.action_mask]
     tokens = len(versions)
-    counts = len(r.prompt_ids), tokens, len(r.token_ids) - tokens
+    counts = sum(len(segment.prompt_ids) for segment in r.segments), tokens, len(r.token_ids) - tokens
     reward = None if r.reward is None else float(r.reward)
     lag = (int(versions.min()), int(versions.max())) if tokens else (None, None)
     rest = float(r.seconds), r.stop_reason, float(r.survival_p)

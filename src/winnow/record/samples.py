@@ -21,6 +21,8 @@ MAX_TOKENS = 256
 """Tokens of a sample with log-probabilities."""
 MAX_DECISIONS = 16
 """Gate decisions written for a rollout."""
+MAX_SEGMENTS, SEGMENT_TEXT = 16, 300
+"""Segments after the first written for a rollout, and characters of the new part of each prompt."""
 BEFORE = 8
 """Tokens decoded before a token, so that its characters are those in the text."""
 UNFINISHED = "\ufffd"
@@ -32,7 +34,7 @@ def sample(step: int, group: Group, split: str, tokenizer: Any = None) -> dict[s
 
     `turns` needs a `tokenizer`. Each has its start `at` in the completion, and for its tokens `chars` and `logp` (nats,
     under the distribution of the draw; null: not sampled by the model). Of decisions about the whole group, siblings
-    have only the cut.
+    have only the cut. Only a rollout of several segments has `segments`, their number, and the rest of `_segments`.
     """
     r, prompt = group.rollouts[0], group.prompt
     others = [s for s in group.siblings if s is not r][:SIBLINGS]
@@ -56,6 +58,7 @@ def sample(step: int, group: Group, split: str, tokenizer: Any = None) -> dict[s
         "split": split,
         "turns": _turns(r, tokenizer),
         "decisions": _decisions(group.decisions, r, tokenizer),
+        **_segments(r, tokenizer),
         "siblings": [
             {
                 "reward": s.reward,
@@ -118,6 +121,40 @@ def _turns(r: Rollout, tokenizer: Any) -> list[dict[str, Any]]:
         if not left:
             break
     return found
+
+
+def _segments(r: Rollout, tokenizer: Any) -> dict[str, Any]:
+    """Return the number of segments, the first one's agent, and what changed in the prompt of each `later` one.
+
+    `char` is its place in the text. Its first `shared` prompt tokens begin segment `like`, too: the one before it that
+    shares most, with its prompt and tokens. `new` is the beginning of the rest as text.
+    """
+    if not r.later:
+        return {}
+    places = _places(r)
+    later: list[dict[str, Any]] = []
+    earlier: list[np.ndarray] = []
+    for part, segment in zip(r.parts()[: MAX_SEGMENTS + 1], r.segments, strict=False):
+        prompt_N = np.array(part.prompt_ids, np.int64)
+        if earlier:
+            shared, like = max((_common(prompt_N, ids), n) for n, ids in enumerate(earlier))
+            new = "" if tokenizer is None else decode(tokenizer, [prompt_N[shared:]])[0]
+            char = next((at for at, turn in places if turn.start >= segment.start), len(r.text))
+            counts = {"prompt_tokens": len(prompt_N), "shared": shared, "like": like}
+            later.append({"agent": segment.agent, "char": char, **counts, "new": _beginning(new)})
+        earlier.append(np.concatenate([prompt_N, part.token_ids]))
+    return {"segments": len(r.segments), "agent": r.agent, "later": later}
+
+
+def _common(a_N: np.ndarray, b_M: np.ndarray) -> int:
+    """Return the length of the longest common prefix."""
+    n = min(len(a_N), len(b_M))
+    differs = np.flatnonzero(a_N[:n] != b_M[:n])
+    return int(differs[0]) if len(differs) else n
+
+
+def _beginning(text: str) -> str:
+    return text if len(text) <= SEGMENT_TEXT else text[:SEGMENT_TEXT] + "…"
 
 
 def _decisions(about_group: Sequence[Decision], r: Rollout, tokenizer: Any) -> list[dict[str, Any]]:

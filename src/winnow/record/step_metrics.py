@@ -36,6 +36,8 @@ class Tally:
         """Groups with missing rewards, by reason."""
         self.turns: list[list[str]] = []
         """Stop reasons of the turns of each rollout."""
+        self.segments: list[int] = []
+        """Number of segments of each rollout."""
         self.barrier_wait_s = 0.0
         self.tokens: Counter[str] = Counter()
         self.seconds: dict[str, float] = {}
@@ -72,6 +74,7 @@ class Tally:
             self.lengths.append(int(np.count_nonzero(rollout.action_mask)))
             self.truncated += rollout.stop_reason == "length"
             self.turns.append([turn.stop_reason for turn in rollout.turns])
+            self.segments.append(len(rollout.segments))
             for name, value in rollout.rewards.items():
                 if value is not None:
                     self.by_function.setdefault(name, []).append(value)
@@ -109,6 +112,8 @@ class Tally:
             ends = [end for rollout in self.turns for end in rollout]
             metrics["turns/mean"] = len(ends) / len(self.turns)
             metrics["turns/clipped_ratio"] = ends.count("length") / len(ends)
+        if any(n > 1 for n in self.segments):
+            metrics["segments/mean"] = float(np.mean(self.segments))
         if self.barrier_wait_s:
             metrics["barrier_wait_s"] = self.barrier_wait_s
         if self.distinct:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, fields, replace
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from ..types import (
     Prompt,
     Purpose,
     Rollout,
+    Segment,
     Token,
     Turn,
     Verdict,
@@ -33,7 +35,7 @@ PACKED = "packed"
 ARRAYS = ("token_ids", "action_mask", "sampler_logp", "versions", "confidence", "raw_logp", "last_hidden")
 """Array fields of a rollout. Those of a whole group are packed as one."""
 _VERDICT = tuple(f.name for f in fields(Verdict))
-_PLAIN = tuple(f.name for f in fields(Rollout) if f.name not in (*ARRAYS, "prompt_ids", "turns", "decisions"))
+_PLAIN = tuple(f.name for f in fields(Rollout) if f.name not in (*ARRAYS, "prompt_ids", "turns", "decisions", "later"))
 
 
 def prompts_of(task: Task) -> dict[Purpose, Prompts]:
@@ -74,7 +76,7 @@ def group_state(group: Group) -> dict[str, Any]:
         "purpose": group.purpose,
         "prompt_ids": list(prompt_ids),
         "rollouts": [_rollout_state(r, prompt_ids) for r in group.rollouts],
-        "arrays": pack_all([getattr(r, name) for r in group.rollouts for name in ARRAYS]),
+        "arrays": pack_all([array for r in group.rollouts for array in _arrays_of(r)]),
     }
 
 
@@ -83,12 +85,18 @@ def group_from(state: Mapping[str, Any], prompts: Mapping[Purpose, Prompts]) -> 
     visit = visit_from(state["visit"], prompts[state["purpose"]])
     decisions = [_decision_from(d) for d in state["decisions"]]
     if "arrays" in state:
-        arrays = unpack_all(state["arrays"])
+        arrays = iter(unpack_all(state["arrays"]))
     else:  # older checkpoints: arrays of each rollout
-        arrays = [_real(r[name]) for r in state["rollouts"] for name in ARRAYS]
-    prompt_ids, n = tuple(state.get("prompt_ids", ())), len(ARRAYS)
-    rollouts = [_rollout_from(r, prompt_ids, arrays[i * n : (i + 1) * n]) for i, r in enumerate(state["rollouts"])]
+        arrays = iter([_real(r[name]) for r in state["rollouts"] for name in ARRAYS])
+    prompt_ids = tuple(state.get("prompt_ids", ()))
+    rollouts = [_rollout_from(r, prompt_ids, arrays) for r in state["rollouts"]]
     return Group(visit, rollouts, decisions, state["purpose"])
+
+
+def _arrays_of(rollout: Rollout) -> list[np.ndarray | None]:
+    """Return its arrays and the prompts of later segments, whose repetitions compress well as arrays."""
+    prompts = [np.array(segment.prompt_ids, np.int32) for segment in rollout.later]
+    return [getattr(rollout, name) for name in ARRAYS] + prompts
 
 
 def _rollout_state(rollout: Rollout, prompt_ids: tuple[int, ...]) -> dict[str, Any]:
@@ -97,10 +105,13 @@ def _rollout_state(rollout: Rollout, prompt_ids: tuple[int, ...]) -> dict[str, A
         state["prompt_ids"] = list(rollout.prompt_ids)
     state["turns"] = [asdict(t) for t in rollout.turns]
     state["decisions"] = [_decision_state(d) for d in rollout.decisions]
+    state["later"] = [[segment.start, segment.agent] for segment in rollout.later]
     return state
 
 
-def _rollout_from(state: Mapping[str, Any], prompt_ids: tuple[int, ...], arrays: Sequence[Any]) -> Rollout:
+def _rollout_from(state: Mapping[str, Any], prompt_ids: tuple[int, ...], left: Iterator[Any]) -> Rollout:
+    """`left`: arrays of this rollout and of those after it."""
+    arrays = list(islice(left, len(ARRAYS)))
     kinds = [None if a is None else (a.dtype.kind, a.shape) for a in arrays[:4]]
     if kinds != [(kind, (len(arrays[0]),)) for kind in "ibfi"]:
         raise ValueError("rollout: shapes or dtypes of tokens, mask, log-probabilities and versions do not match")
@@ -109,6 +120,9 @@ def _rollout_from(state: Mapping[str, Any], prompt_ids: tuple[int, ...], arrays:
     values["turns"] = [Turn(**t) for t in state["turns"]]
     values["decisions"] = [_decision_from(d) for d in state["decisions"]]
     values["fate"] = Fate(state["fate"]) if state["fate"] else None
+    later = state.get("later", ())  # absent from older checkpoints
+    prompts = [tuple(ids.tolist()) for ids in islice(left, len(later))]
+    values["later"] = [Segment(start, ids, agent) for (start, agent), ids in zip(later, prompts, strict=True)]
     return Rollout(**values)
 
 

@@ -21,9 +21,11 @@ SAMPLE_KEYS = (
     "reason",
     "stop_reason",
     "tokens",
+    "segments",
     "split",
 )
 MAX_SIBLINGS = 16
+MAX_SEGMENTS, MAX_SEGMENT_TEXT = 16, 1_000
 MAX_TEXT = 4_000
 """Characters kept of a prompt or completion."""
 NAMES = {"q": "predicted success", "chance": "survival"}
@@ -117,7 +119,7 @@ def _all(values: Any, good: Callable[[Any], bool]) -> list[Any]:
 
 
 def _marks(line: Mapping[str, Any]) -> list[list[Any]]:
-    """Return [position in the text, `kept`, `overridden` or `stopped`, label] of each decision of a gate.
+    """Return [position in the text, `kept`, `overridden`, `stopped` or `segment`, label] of gates and segments.
 
     A position beyond the text is in the part that was left out.
     """
@@ -128,9 +130,28 @@ def _marks(line: Mapping[str, Any]) -> list[list[Any]]:
         char = d.get("char")
         if isinstance(char, int) and _count(char):
             stand = "stopped" if not d.get("keep") else "kept" if d.get("overridden") is None else "overridden"
-            shown = text[:MAX_TEXT]
-            found.append([_width(shown[:char]) + (char > len(shown)), stand, visible(_said(d, stand))])
-    return found
+            found.append([_place(char, text), stand, visible(_said(d, stand))])
+    return sorted([*found, *_segments(line, text)], key=lambda mark: mark[0])
+
+
+def _place(char: int, text: str) -> int:
+    shown = text[:MAX_TEXT]
+    return _width(shown[:char]) + (char > len(shown))
+
+
+def _segments(line: Mapping[str, Any], text: str) -> list[list[Any]]:
+    """Return a mark of each segment after the first: what its prompt has of earlier ones, and what is new."""
+    marks = [(0, f"segment 1, agent {line['agent']}")] if line.get("agent") else []
+    for number, segment in enumerate(_dicts(line.get("later"))[:MAX_SEGMENTS], 2):
+        counts = _all([segment.get(name) for name in ("char", "prompt_tokens", "shared", "like")], _count)
+        if not counts:
+            continue
+        char, tokens, shared, like = counts
+        agent = f", agent {segment['agent']}" if segment.get("agent") else ""
+        kept = f"the first {shared:,} as in segment {like + 1}" if shared else "none as in an earlier segment"
+        new = f"\n{segment['new']}" if segment.get("new") else ""
+        marks.append((char, f"segment {number}{agent}: {tokens:,} prompt tokens, {kept}{new}"))
+    return [[_place(char, text), "segment", visible(label[:MAX_SEGMENT_TEXT])] for char, label in marks]
 
 
 def _said(d: Mapping[str, Any], stand: str) -> str:

@@ -72,7 +72,7 @@ def can_share_prompts(model: Any, body: Body, n_tokens: int) -> bool:
     mask_BT = torch.arange(8, device=device) >= length_B[:, None]
     zeros = torch.zeros(4, device=device)
     first_U, prompt_B = torch.tensor([0, 2], device=device), torch.tensor([0, 0, 1, 1], device=device)
-    batch = MicroBatch(ids_BT, mask_BT, zeros, zeros, zeros, SharedPrompts(first_U, prompt_B, length_B, 4, 6))
+    batch = MicroBatch(ids_BT, mask_BT, zeros, zeros, zeros, shared=SharedPrompts(first_U, prompt_B, length_B, 4, 6))
     apart, together = (predictions(body, batch, share=share).float() for share in (False, True))
     return torch.allclose(together, apart, rtol=1e-3, atol=1e-3 * float(apart.abs().max()))
 

@@ -50,7 +50,7 @@ const samples = ({ data, runs, several, section, runColor }) => {
   /** Shades by the probability under which the sampler drew a token: the first whose limit it is under. */
   const SHADES = [[0.01, "p3"], [0.05, "p2"], [0.2, "p1"], [0.5, "p0"]];
   const shadeOf = (logp) => (SHADES.find(([limit]) => logp !== null && Math.exp(logp) < limit) || [0, ""])[1];
-  const SIGNS = { kept: "▸", overridden: "▹", stopped: "■" };
+  const SIGNS = { kept: "▸", overridden: "▹", stopped: "■", segment: "↻" };
 
   /** The text, with what gates decided where they did; `tokens` are {start, end, logp, piece}. */
   function marked({ completion: text, marks }, tokens = []) {
@@ -124,7 +124,7 @@ const samples = ({ data, runs, several, section, runColor }) => {
     const shade = data.fates.includes(s.fate) ? s.fate : "soft";
     const parts = Object.entries(s.rewards || {}).map(([k, v]) => `${k} ${v == null ? "–" : charts.compact(v)}`);
     const facts = [`step ${s.step ?? "–"}`, s.prompt_id == null ? null : `prompt ${s.prompt_id}`, s.sibling == null ? null : `sibling ${s.sibling}`,
-      s.tokens == null ? null : `${s.tokens} tokens`, s.stop_reason ? `ended by ${s.stop_reason}` : null, s.reason || null, ...parts].filter(Boolean);
+      s.tokens == null ? null : `${s.tokens} tokens`, s.segments > 1 ? `${s.segments} segments` : null, s.stop_reason ? `ended by ${s.stop_reason}` : null, s.reason || null, ...parts].filter(Boolean);
     if (s.group_rewards.length > 1) facts.push(`rewards in the group ${s.group_rewards.map((r) => (typeof r === "number" ? charts.compact(r) : "–")).join(" ")}`);
     const over = s.prompt_id == null ? null : el("button", { class: "link", onclick: () => only(s) }, "this prompt over steps");
     const siblings = s.siblings.length ? el("details", { class: "siblings" }, el("summary", {}, `${s.siblings.length} ${s.siblings.length === 1 ? "sibling" : "siblings"}`),
