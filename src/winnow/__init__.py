@@ -1,4 +1,4 @@
-"""Winnow: group-relative reinforcement learning of language models that pays only for rollouts that teach.
+"""Winnow: post-train language models with group-relative RL, and spend compute only on rollouts that teach.
 
 from winnow import Trainer
 Trainer(model="path/or/hub-name", env="countdown", config={"max_steps": 200}).train()

@@ -1,6 +1,6 @@
 """Generation engines: submit, cancel, step, load weights.
 
-An engine knows nothing of groups, rewards or training, and works without them; see `docs/engine.md`.
+An engine does not depend on groups, rewards or training; see `docs/engine.md`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ..base.weights import Weights
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """Sampling settings. Names follow TRL and vLLM."""
+    """Sampling settings, under the names of TRL and vLLM."""
 
     max_tokens: int
     temperature: float = 1.0
@@ -29,7 +29,7 @@ class SamplingParams:
     min_p: float = 0.0
     """Drop tokens below this share of the most likely token's probability; 0 turns it off."""
     repetition_penalty: float = 1.0
-    """Divides positive logits of tokens already in prompt or completion, and multiplies the others."""
+    """Positive logits of tokens already in prompt or completion are divided by it, negative ones multiplied."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +125,7 @@ class Engine(Protocol):
     version: int
     """Policy version of the weights in use."""
     clock: int
-    """Tokens of a sequence that has run from the start; the unit of waits for environments and rewards."""
+    """Tokens a sequence would have if it had run since the start; the unit of waits for environments and rewards."""
 
     @property
     def pending(self) -> int:

@@ -13,10 +13,10 @@ RewardFn = Callable[..., "list[float | None]"]
 """TRL's signature: `f(prompts, completions, completion_ids, **columns) -> list[float | None]`, sync or async.
 
 Only the arguments it names are passed (all of them if it takes `**kwargs`). For text prompts, `prompts` and
-`completions` are strings: a completion is the sampled text, over several turns all actions, without the environment's
-answers. For conversational prompts they are lists of messages: the assistant's turns (with `tool_calls` where an
-environment parsed some) and the answers in between. A stop string is part of a completion. `completion_ids` has all
-tokens after the prompt, including those of answers between turns. `None` means "not applicable".
+`completions` are strings; with several turns a completion is all actions joined, without observations. For
+conversational prompts they are lists of messages: the assistant's turns (with `tool_calls` if the environment parsed
+some) and the observations in between. A stop string is part of a completion. `completion_ids` has all tokens after the
+prompt, including observations. `None` means "not applicable".
 """
 
 
@@ -26,11 +26,11 @@ class StepResult:
 
     observation: str | None
     reward: float | Mapping[str, float] | None = None
-    """Reward so far; the last one given counts. None throughout: the reward functions decide, or it is 0. In a rollout
-    of several agents, a mapping gives each its own."""
+    """Reward so far; the last one counts. If all are None, the reward functions decide; without those it is 0. A mapping
+    gives each of several agents its own."""
     done: bool = False
     info: Mapping[str, Any] = field(default_factory=dict)
-    """Known key: `progress`, the task's advance in [0, 1], readable by gates."""
+    """Known key: `progress`, the share of the task done, in [0, 1], which gates can read."""
     action: str | None = None
     """The action in the environment's own normal form, compared by gates; None: the text before a stop string."""
     message: Message | None = None
@@ -88,7 +88,7 @@ def whole_text(text: str) -> str:
 
 @runtime_checkable
 class Env(Protocol):
-    """A single-use environment: made for one sibling, reset once, stepped until done.
+    """An environment for one rollout: built for one sibling, reset once, stepped until done.
 
     An optional method `close()` is called once, when the rollout has ended for any reason.
     """
@@ -98,26 +98,30 @@ class Env(Protocol):
         ...
 
     def step(self, text: str) -> StepResult:
-        """Apply the sampled text, a `ModelTurn`, up to and including a stop string."""
+        """Execute the sampled text, a `ModelTurn`, which includes a stop string; return the environment's answer."""
         ...
 
 
 @runtime_checkable
 class OverlappingEnv(Protocol):
-    """An environment that runs elsewhere, e.g. in a worker process, while the engine continues with other rollouts.
+    """An environment in another process or thread, so that the engine continues with other rollouts meanwhile.
 
-    Its futures must finish by a deadline of the environment; an exception fails the rollout. `close()` works as for
-    `Env`, possibly while an answer is pending. `winnow.env.workers.remote` puts any `Env` into a worker process.
+    Its futures must finish within a timeout of its own; an exception fails the rollout. `close()` works as for `Env`,
+    possibly while an answer is pending. `winnow.env.workers.remote` puts any `Env` into a worker process.
     """
 
-    def start_reset(self) -> Future[str | None]: ...
+    def start_reset(self) -> Future[str | None]:
+        """Start `Env.reset`."""
+        ...
 
-    def start_step(self, text: str) -> Future[StepResult]: ...
+    def start_step(self, text: str) -> Future[StepResult]:
+        """Start `Env.step`."""
+        ...
 
 
 @runtime_checkable
 class Task(Protocol):
-    """Prompts and the scoring of their completions. Built from `env:` in the config.
+    """Prompts, and how their completions are scored. Built from `env:` in the config.
 
     A task of many turns may have `max_turn_length`, the most tokens sampled in one turn. A turn that reaches it has the
     stop reason `length` and is passed to the environment unchanged.
@@ -144,7 +148,7 @@ class Task(Protocol):
 
 @runtime_checkable
 class Answering(Protocol):
-    """A task whose completions give countable answers, for `winnow vote`."""
+    """A task that extracts answers from completions, for `winnow vote`."""
 
     def answers(self, prompt: Prompt, texts: Sequence[str]) -> list[str | None]:
         """Return the answer of each completion: equal texts for equal answers, None without one."""
@@ -153,7 +157,7 @@ class Answering(Protocol):
 
 @runtime_checkable
 class Demonstrator(Protocol):
-    """A task that can show solutions, for `winnow warm-start`."""
+    """A task that provides solutions, for `winnow warm-start`."""
 
     def demonstrations(self, seed: int) -> Iterator[tuple[str, str | list[str]]]:
         """Yield (prompt, completion) pairs without end, never of a test prompt.

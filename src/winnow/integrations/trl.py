@@ -4,9 +4,9 @@
 
     GRPOTrainer(..., selector="greso", filter="zero_variance", advantage="rloo").train()
 
-TRL generates, scores and updates as usual. Winnow's loop, the one of `winnow train`, decides what TRL generates, what
-of it enters the batch, and with which advantages. A step of Winnow is a generation batch of TRL. Pinned to TRL 1.16,
-whose hooks are private.
+TRL generates, scores and updates as usual. The loop of `winnow train` chooses the prompts to generate, the groups that
+enter the batch, and their advantages. A step of Winnow is a generation batch of TRL. Pinned to TRL 1.16, because it
+overrides private methods.
 """
 
 from __future__ import annotations
@@ -63,14 +63,16 @@ def _row_of(prompt: Prompt) -> dict[str, Any]:
 class WinnowGRPOTrainer(GRPOTrainer):
     """TRL's `GRPOTrainer` with Winnow's methods; all other arguments are TRL's.
 
-    `selector`, `rollout_batch`, `group_size`, `filter`, `gates`, `advantage`, `step_scale`, `audit`: as in Winnow's
-    configuration, names or `{name: ..., options}`. Without `advantage` TRL's own advantages are kept. `success`: what
-    counts as right. `max_failed_share`, `max_skipped_steps`: when the run ends; without them it continues as TRL does.
-    `engine`: Winnow's `local` or `vllm` samples instead of TRL, as gates and environments require. `env`: a Winnow task
-    in place of `train_dataset`, with its multi-turn environments; reward it by `env_reward`. Ledger and page data are
-    in `output_dir/winnow`: `winnow report OUT/winnow`, `winnow verify OUT/winnow`. `train_dataset` is read to its end;
-    Winnow's selector replaces the order by which TRL counts epochs, so set `max_steps`. Raises ConfigError for what
-    cannot work inside TRL, with the reason.
+    - `selector`, `rollout_batch`, `group_size`, `filter`, `gates`, `advantage`, `step_scale`, `audit`: as in Winnow's
+      configuration, names or `{name: ..., options}`. Without `advantage` TRL's own advantages are kept.
+    - `success`: what counts as right. `max_failed_share`, `max_skipped_steps`: when the run ends; without them it
+      continues as TRL does.
+    - `engine`: Winnow's `local` or `vllm` generates instead of TRL, as gates and environments require.
+    - `env`: a Winnow task instead of `train_dataset`, with its multi-turn environments; reward it with `env_reward`.
+
+    Ledger and report data are in `output_dir/winnow`: `winnow report OUT/winnow`, `winnow verify OUT/winnow`.
+    `train_dataset` is read to its end. Winnow's selector replaces the order by which TRL counts epochs, so set
+    `max_steps`. Raises ConfigError for what cannot work inside TRL, with the reason.
     """
 
     def __init__(

@@ -87,9 +87,9 @@ class Sizes:
 
 
 class Learner(Protocol):
-    """The policy and its optimizer, on one or more devices. Only the learner touches the model itself.
+    """The policy and its optimizer, on one or more devices. No other part changes the model.
 
-    With several ranks, every rank makes the same calls with the same rows. The learner splits rows into micro-batches,
+    With several ranks, every rank gets the same calls with the same rows. The learner splits rows into micro-batches,
     so that ranks can agree on the split.
     """
 
@@ -99,7 +99,9 @@ class Learner(Protocol):
         ...
 
     @property
-    def sizes(self) -> Sizes: ...
+    def sizes(self) -> Sizes:
+        """Size and limits of the policy."""
+        ...
 
     @property
     def precision(self) -> str:
@@ -141,7 +143,7 @@ class Learner(Protocol):
         ...
 
     def metrics(self) -> dict[str, float]:
-        """Return current figures that do not belong to an update."""
+        """Return metrics that do not belong to an update, e.g. memory."""
         ...
 
     def save(self, directory: Path) -> None:

@@ -1,8 +1,8 @@
 """Optional hooks that the options of any method may define:
 
-problems(run)   conflicts with the rest of the configuration; called once, before anything is built
-charts(name)    charts of its metrics on the report page, under its name in the run
-wants_signal    it skips or drops groups with equal rewards, so the advantage must learn nothing from them
+problems(run)   yields conflicts with the rest of the configuration; called once, before anything is built
+charts(name)    returns charts of its metrics for the report page; `name` is its name in the run
+wants_signal    True if it skips or drops groups with equal rewards; an advantage that learns from them is then refused
 """
 
 from __future__ import annotations

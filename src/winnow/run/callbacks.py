@@ -17,7 +17,7 @@ class TrainerState:
     global_step: int = 0
     max_steps: int = 0
     epoch: float = 0.0
-    """Prompts trained on, divided by those of the data, as `num_train_epochs` counts."""
+    """Prompts trained on, divided by the training prompts; counted as in `num_train_epochs`."""
     log_history: list[dict[str, float]] = field(default_factory=list)
     """Metrics of the last step only; earlier ones are in metrics.jsonl."""
     is_world_process_zero: bool = True
@@ -26,10 +26,10 @@ class TrainerState:
 
 @dataclass
 class TrainerControl:
-    """Requests a callback can make."""
+    """Requests of a callback to the run."""
 
     should_training_stop: bool = False
-    """End after this step as at `max_steps`: saved, `model/` written."""
+    """End after this step as at `max_steps`: save, and write `model/`."""
     should_save: bool = False
     """Save a checkpoint after this step."""
     should_evaluate: bool = False
@@ -37,32 +37,32 @@ class TrainerControl:
 
 
 class TrainerCallback:
-    """Base class for callbacks. Every method is optional, and so is deriving from it.
+    """Base class of callbacks. All methods are optional, and a class with some of them need not derive from it.
 
     Each is called with `args` (the RunConfig), `state`, `control`, and by keyword `model` (None if it is in other
     processes) and `processing_class`. An exception in a callback ends the run; its last checkpoint stays.
     """
 
     def on_train_begin(self, args: RunConfig, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Before the first step, also of a resume."""
+        """Called before the first step, also of a resume."""
 
     def on_step_begin(self, args: RunConfig, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Before prompts of a step are selected."""
+        """Called before the prompts of a step are selected."""
 
     def on_step_end(self, args: RunConfig, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """After an update; `groups`: every group that finished in the step, with fates, rewards and advantages."""
+        """Called after an update. `groups`: all groups that finished in the step, with fates, rewards, advantages."""
 
     def on_log(self, args: RunConfig, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """With `logs`, the metrics of a step as in metrics.jsonl; those of step 0 are the evaluation at the start."""
+        """Called with `logs`, a step's metrics as in metrics.jsonl. Step 0 has the evaluation at the start."""
 
     def on_evaluate(self, args: RunConfig, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """With `metrics`, those of an evaluation: `eval/pass@1`, ..."""
+        """Called with `metrics` of an evaluation: `eval/pass@1`, ..."""
 
     def on_save(self, args: RunConfig, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """After a checkpoint was written."""
+        """Called after a checkpoint is written."""
 
     def on_train_end(self, args: RunConfig, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """At the end of a run, also of one that is closed before `max_steps`; not after an error."""
+        """Called at the end of a run, also if it is closed before `max_steps`; not after an error."""
 
 
 EVENTS = tuple(name for name in vars(TrainerCallback) if name.startswith("on_"))

@@ -1,4 +1,4 @@
-"""Trainer, the entry point for users. It builds every part from a configuration; a session runs, saves and resumes.
+"""Trainer, the entry point for users. It builds every part from a configuration; a `Session` runs and saves.
 
 Trainer(model="path/or/hub-name", env="countdown", config={"max_steps": 200}).train()
 """
@@ -30,16 +30,18 @@ from .trl_arguments import config_from, given_again, refuse_resume
 
 
 class Trainer:
-    """One run: `train()` to its end, or `step()` in your own loop.
+    """Train one run: `train()` to its end, or `step()` in your own loop.
 
-    `model`: a Hugging Face directory or hub name, or a loaded causal LM (then give `processing_class`, its tokenizer).
-    `env`: a task's name, `{"name": ..., options}`, or a `Task` object. `train_dataset`, `eval_dataset`: rows instead of
-    it, each a `datasets.Dataset`, a pandas data frame or any iterable of mappings, read to its end; `env` may then be
-    `{"name": "dataset", options}` without paths. They are not kept with the run: give them to `resume` too.
-    `reward_funcs`: functions with TRL's signature, or their names `module:function`; default: the task's own.
-    `config`: a RunConfig, a dict of its keys, or a YAML file; `model` and `env` given here win. A `GRPOConfig` of TRL,
-    also as `args`, and a `LoraConfig` as `peft_config` are translated into the corresponding keys.
-    `callbacks`: objects or classes with methods of `TrainerCallback`; those of transformers work too.
+    - `model`: a Hugging Face directory or hub name, or a loaded causal LM with its tokenizer as `processing_class`.
+    - `env`: a task's name, `{"name": ..., options}`, or a `Task` object.
+    - `train_dataset`, `eval_dataset`: rows instead of `env`, as a `datasets.Dataset`, a pandas data frame or any
+      iterable of mappings, read to its end. `env` may then be `{"name": "dataset", options}` without paths. The run
+      does not store them: pass them to `resume` again.
+    - `reward_funcs`: functions with TRL's signature, or their names `module:function`; default: the task's own.
+    - `config`: a RunConfig, a dict of its keys, or a YAML file; `model` and `env` given here win. A `GRPOConfig` of TRL
+      (also as `args`) and a `LoraConfig` as `peft_config` are translated.
+    - `callbacks`: objects or classes with methods of `TrainerCallback`; those of transformers work too.
+
     Raises ConfigError if the run cannot work, before anything is written.
     """
 
@@ -74,9 +76,10 @@ class Trainer:
         callbacks: Iterable[Any] = (),
         **given: Any,
     ) -> Trainer:
-        """Return a trainer that continues from the last checkpoint of `run_dir`; few keys allow `overrides`.
+        """Return a trainer that continues from the last checkpoint of `run_dir`.
 
-        `given`: the arguments of `Trainer` that were objects.
+        `overrides`: changed keys, e.g. `{"max_steps": 400}`; most keys may not change. `given`: the arguments of
+        `Trainer` that were objects (a model, rows, functions). Raises ConfigError naming what differs.
         """
         trainer = cls.__new__(cls)
         again = Given(**given_again(given)).normalized()
@@ -131,18 +134,18 @@ class Trainer:
         return self._callbacks.state
 
     def add_callback(self, callback: Any) -> None:
-        """Add a callback, an object or a class. Raises ConfigError when it has none of the methods."""
+        """Add a callback, an object or a class. Raises ConfigError if it has no method of `TrainerCallback`."""
         self._callbacks.add(callback)
 
     def remove_callback(self, callback: Any) -> None:
-        """Remove a callback, by itself or its class."""
+        """Remove a callback, given as the object or its class."""
         self._callbacks.remove(callback)
 
     def train(self, resume_from_checkpoint: Any = None) -> dict[str, float]:
-        """Run to the end, once; return the last evaluation and totals.
+        """Train to the end, once; return the last evaluation and totals.
 
-        `resume_from_checkpoint`: as in TRL, for a trainer that `Trainer.resume` made; else ConfigError. Raises
-        RunStoppedError when going on is useless, KeyboardInterrupt after saving when it was interrupted.
+        `resume_from_checkpoint`: accepted, as in TRL, after `Trainer.resume`; else ConfigError. Raises RunStoppedError
+        when the run cannot make progress, and KeyboardInterrupt, after saving, when it is interrupted.
         """
         refuse_resume(resume_from_checkpoint, self.run_dir, resumed=self._resumed)
         with self._running() as session:
@@ -152,9 +155,9 @@ class Trainer:
     def step(self) -> dict[str, float]:
         """Run one optimizer step; return its metrics, as in metrics.jsonl. Saves every `save_steps`.
 
-        In your own loop, `with trainer: ...` saves at the end, and writes `model/` if `max_steps` was reached; or end
-        with `finish()` or `close()`. Raises TaskSolvedError when nothing is left to learn (the run is then finished),
-        RunStoppedError when going on is useless otherwise, ConfigError after the last step. Errors close the run as it
+        End your loop with `finish()` or `close()`, or wrap it in `with trainer:`, which saves, and writes `model/` if
+        `max_steps` was reached. Raises TaskSolvedError when all prompts are solved (the run is then finished),
+        RunStoppedError when it cannot make progress, ConfigError after the last step. After an error the run is as it
         was last saved.
         """
         with self._running() as session:
@@ -163,18 +166,21 @@ class Trainer:
         raise ConfigError(f"max_steps: the run has made its {self.config.max_steps} steps; call finish()")
 
     def evaluate(self) -> dict[str, float]:
-        """Return held-out metrics of the policy now: `eval/pass@1`, ... Raises ConfigError without held-out data."""
+        """Evaluate the current policy; return held-out metrics such as `eval/pass@1`.
+
+        Raises ConfigError without held-out data.
+        """
         require_held_out(self.task)
         with self._running() as session:
             return session.evaluate()
 
     def save_model(self, output_dir: str | Path) -> None:
-        """Write the current policy as a Hugging Face directory."""
+        """Write the current policy as a Hugging Face model directory, adapters merged."""
         self._built.export(Path(output_dir))
         readable(Path(output_dir))
 
     def stop(self) -> None:
-        """End `train()` after the current step and save; also from another thread."""
+        """Make `train()` save and end after the current step. May be called from another thread."""
         self._stop_requested = True
         if self._session is not None:
             self._session.request_stop()
@@ -187,7 +193,7 @@ class Trainer:
         return totals
 
     def close(self) -> None:
-        """Save the progress, if any, and end; `Trainer.resume` continues from there."""
+        """Save a checkpoint and end, without `model/`; `Trainer.resume` continues from there."""
         if self._session is not None and not self._ended:
             with self._running() as session:
                 session.leave()

@@ -75,7 +75,7 @@ class _Prompt:
 
 
 class LocalEngine(SequenceEngine):
-    """Implements `winnow.engine.base.Engine`. Not thread-safe."""
+    """Generates with a Hugging Face causal LM in this process; an `Engine`. Not thread-safe."""
 
     def __init__(
         self,
@@ -88,9 +88,12 @@ class LocalEngine(SequenceEngine):
         max_length: int | None = None,
         device: torch.device | str | None = None,
     ) -> None:
-        """Copies the weights of `model` (a `transformers` causal LM), which stays the caller's.
+        """Copy the weights of `model`, a `transformers` causal LM.
 
-        `device` defaults to the model's. Raises ValueError for a model that has no ordinary KV cache.
+        `slots`: sequences that run at once. `dtype`: `float32`, `bfloat16` or `float16`; default: the model's.
+        `fixed_slots`: compute every slot, so that results do not depend on what else runs. `max_length`: longest prompt
+        plus completion; default: the model's limit. `device`: default: the model's. Raises ValueError for a model
+        without an ordinary KV cache.
         """
         name = str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else dtype
         self.options = LocalOptions(slots, name, fixed_slots, max_length)
@@ -111,9 +114,9 @@ class LocalEngine(SequenceEngine):
 
     @classmethod
     def from_pretrained(cls, path: str, **options: Any) -> LocalEngine:
-        """Engine over a Hugging Face directory or hub name; runs no code from it. Options as in `__init__`.
+        """Load an engine from a Hugging Face directory or hub name, without running code from it.
 
-        `device` defaults to a GPU if there is one.
+        Options as in `__init__`, but `device` defaults to a GPU if the machine has one.
         """
         from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -25,12 +25,12 @@ TOKENS_AT_ONCE = 16_384
 
 
 class RewardModel:
-    """A reward function of TRL's signature: one number for each completion, from the model's only output.
+    """A sequence-classification model with one output, as a reward function with TRL's signature.
 
     `model`: a directory, a hub name, or a loaded `AutoModelForSequenceClassification`, which keeps its device.
-    `processing_class`: its tokenizer; None loads that of the same name. As in TRL, this tokenizer's chat template joins
-    messages, and plain texts are concatenated. On a CPU the weights become float32, elsewhere they keep their dtype.
-    A text that the model cannot score fails alone. Raises ConfigError for anything but a reward model.
+    `processing_class`: its tokenizer; None loads the one of the same name. As in TRL, its chat template joins messages,
+    and plain texts are concatenated. On a CPU the weights become float32, elsewhere they keep their dtype. A text that
+    the model cannot score fails alone. Raises ConfigError for a model with several outputs or an untrained head.
     """
 
     def __init__(self, model: Any, processing_class: Any = None, *, device: str = "auto") -> None:

@@ -26,9 +26,11 @@ from .rloo import Rloo, rloo
 
 
 class Advantage(Protocol):
+    """Scores each rollout of a batch against a baseline."""
+
     @property
     def greedy_baseline(self) -> bool:
-        """Whether every group needs a greedy rollout in addition to its siblings."""
+        """Whether every group gets a greedy rollout in addition to its siblings."""
         ...
 
     @property
@@ -43,7 +45,7 @@ class Advantage(Protocol):
 
     @property
     def smallest_group(self) -> int:
-        """Fewest siblings that can give a signal."""
+        """Smallest group size that can give a signal."""
         ...
 
     def of_batch(self, groups: Sequence[Group]) -> list[np.ndarray]:

@@ -9,20 +9,23 @@ from ..base import Learns
 class Filter(Learns):
     """Decides after the reward whether a group enters the batch. To add a filter, derive from it and write `admit`.
 
-    The options of a filter that learns have `build(context) -> Filter`, with the seed and the run's judge.
+    A filter with state has an options class with `build(seed) -> Filter` instead.
     """
 
     refill: bool = False
-    """True: replace a rejected group until the batch is full. False: the batch gets smaller."""
+    """True: sample other prompts in place of rejected groups until the batch is full. False: train a smaller batch."""
     max_refill_rounds: int = 10
-    """`refill` rounds in a row (a batch's worth of groups each) that may add nothing before the run stops."""
+    """With `refill`: rounds in a row, each a batch's worth of groups, that may add nothing before the run stops."""
     wants_signal: bool = False
-    """True: it drops groups with equal rewards, so the advantage must learn nothing from them."""
+    """True: it drops groups with equal rewards, so an advantage that learns from them is refused."""
     admits_all: bool = False
-    """True: it rejects no group."""
+    """True: it never rejects a group."""
     atol: float = 1e-8
     """Rewards this close count as equal in the whole run."""
 
     def admit(self, group: Group, kind: GroupKind) -> Verdict:
-        """Decide on a group that was not cut and has enough rewards; called once. `kind`: its kind of signal."""
+        """Decide on a finished group; called once. `kind`: what the group can teach.
+
+        Not called for groups that a gate cut, or with too few rewards for the advantage.
+        """
         raise NotImplementedError

@@ -1,9 +1,9 @@
 """Gates: a rule next to the engine decides, and the gate learns in the training loop.
 
 gate.rule() -> Rule            frozen within an optimizer step; published to samplers with the weights
-rule.decide(views)             next to the engine: stop this rollout, this group?
-gate.observe(group)            in the training loop: decisions travel with their rollouts
-gate.end_step()                learn; the next `rule()` may differ
+rule.decide(views)             next to the engine: stop this rollout, or this group?
+gate.observe(group)            in the training loop: learn from the decisions in a finished group
+gate.end_step()                in the training loop: update; the next `rule()` may differ
 """
 
 from __future__ import annotations
@@ -45,16 +45,15 @@ class GateContext:
 
 
 class Rule(Protocol):
-    """A frozen dataclass whose fields pydantic can write as JSON (arrays: `Array`), so that it can travel.
+    """The deciding half of a gate: a frozen dataclass whose fields pydantic can write as JSON (arrays: `Array`).
 
-    It has no memory: its earlier decisions are in `GroupView.decisions`.
+    It keeps no state: its earlier decisions are in `GroupView.decisions`.
     """
 
     @property
     def at(self) -> GatePoint | tuple[EnvStep, ...]:
-        """Gate point. `Token(n)`: decides on each rollout, once, after n sampled tokens of a turn. `EnvStep(k)`:
-        decides on the whole group when every rollout has taken k steps or ended; with several, at each until it cuts
-        the group."""
+        """When it decides. `Token(n)`: on each rollout, once, after n sampled tokens of a turn. `EnvStep(k)`: on the
+        whole group, when every rollout has taken k steps or ended; with several, at each until it cuts the group."""
         ...
 
     @property
@@ -63,25 +62,25 @@ class Rule(Protocol):
         ...
 
     def decide(self, views: Sequence[GroupView]) -> list[Verdict]:
-        """Return one verdict per view, in their order; none may depend on the other views."""
+        """Return one verdict per view, in order. A verdict must not depend on the other views."""
         ...
 
 
 class Gate(Learns):
-    """Base class of gates. Derive from it and write `rule`; a gate that learns overrides the rest."""
+    """Stops rollouts during generation. To add a gate, derive from it and write `rule`; override the rest to learn."""
 
     def rule(self) -> Rule:
-        """Return the rule that decides until the next one is published."""
+        """Return the rule for the next optimizer step."""
         raise NotImplementedError
 
     def observe(self, group: Group) -> None:
-        """Learn from every finished group; the gate's decisions are in `decisions` of the group and its rollouts."""
+        """Learn from a finished group; called for each. Decisions are in `decisions` of the group and its rollouts."""
 
     def save(self, directory: Path) -> None:
         """Write files that belong to the saved model, if any."""
 
     def overrides(self) -> Overrides | None:
-        """Return an audit's draws of overrides; None without an audit."""
+        """Return an audit's overrides of the rule's decisions; None without an audit."""
         return None
 
 

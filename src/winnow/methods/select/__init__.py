@@ -15,34 +15,43 @@ from .uniform import Uniform
 
 
 class Selector(Protocol):
-    def select(self, n: int) -> list[Visit]:
-        """Return the next visits in stream order: `n` to roll out, and skipped ones in between (verdict.keep False).
+    """Chooses the prompts to roll out. Most derive from `winnow.methods.select.stream.StreamSelector`."""
 
-        Fewer only when a whole epoch, and 10,000 visits, were skipped in a row: nothing is left to roll out.
+    def select(self, n: int) -> list[Visit]:
+        """Return the next visits in stream order: `n` to roll out, and the skipped ones between them.
+
+        Skipped visits have `verdict.keep` False. Returns fewer than `n` only if a whole epoch, and 10,000 visits, were
+        skipped in a row.
         """
         ...
 
     def observe(self, group: Group) -> None:
-        """Learn from every finished group, also from those that a filter drops later."""
+        """Learn from a finished group; called for each, also for those that a filter drops later."""
         ...
 
     def wants_profile(self, step: int) -> int:
-        """Return the rollouts per prompt of the training profile wanted after `step` steps; 0: not wanted."""
+        """Return the rollouts per prompt of a pass-rate profile to make after `step` steps; 0: no profile."""
         ...
 
     def profiled(self, rates: Iterable[PassRate]) -> int:
-        """Take pass rates; return how many are of its prompts."""
+        """Receive the pass rates of a profile; return how many belong to its prompts."""
         ...
 
     def end_step(self) -> None:
         """End an optimizer step; called after `metrics`."""
         ...
 
-    def metrics(self) -> dict[str, float]: ...
+    def metrics(self) -> dict[str, float]:
+        """Return the metrics of the step."""
+        ...
 
-    def state_dict(self) -> dict[str, Any]: ...
+    def state_dict(self) -> dict[str, Any]:
+        """Return the checkpoint state as JSON values."""
+        ...
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load the output of `state_dict`. Raises ValueError on anything else."""
+        ...
 
 
 SELECTORS: dict[str, type] = {

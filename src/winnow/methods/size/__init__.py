@@ -12,6 +12,8 @@ from .rollout_batch import Fixed as FixedRounds
 
 
 class GroupSize(Protocol):
+    """Decides how many siblings the next groups have."""
+
     @property
     def smallest(self) -> int:
         """Size of the run's smallest group."""
@@ -22,15 +24,21 @@ class GroupSize(Protocol):
         """Size of the run's largest group."""
         ...
 
-    def next(self) -> int: ...
+    def next(self) -> int:
+        """Return the size of the next group."""
+        ...
 
     def observe(self, step_stats: Mapping[str, float]) -> None:
         """Learn from a training step's metrics; called once per step."""
         ...
 
-    def state_dict(self) -> dict[str, Any]: ...
+    def state_dict(self) -> dict[str, Any]:
+        """Return the checkpoint state as JSON values."""
+        ...
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load the output of `state_dict`. Raises ValueError on anything else."""
+        ...
 
 
 SIZES: dict[str, type] = {"fixed": Fixed, "adaptive_k": AdaptiveK}
@@ -38,6 +46,8 @@ SIZES: dict[str, type] = {"fixed": Fixed, "adaptive_k": AdaptiveK}
 
 
 class RolloutBatch(Protocol):
+    """Decides how many groups to start at once while a batch is incomplete."""
+
     size: int
     """Most groups in a round."""
     carry: bool
