@@ -26,8 +26,8 @@ class StepResult:
 
     observation: str | None
     reward: float | Mapping[str, float] | None = None
-    """Reward so far; the last one counts. If all are None, the reward functions decide; without those it is 0. A mapping
-    gives each of several agents its own."""
+    """Reward so far; the last one counts. If all are None, the reward functions decide; without those it is 0.
+    A mapping gives each of several agents its own."""
     done: bool = False
     info: Mapping[str, Any] = field(default_factory=dict)
     """Known key: `progress`, the share of the task done, in [0, 1], which gates can read."""
