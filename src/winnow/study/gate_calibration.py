@@ -13,7 +13,7 @@ from .gate_effect import Effect, SweepRow, check_horizon, effect
 from .gate_search import Choice, Plan, Search
 from .gate_tables import Groups, Recorded, ReplayError, can_be_cut, rows_by_type, some
 
-RESAMPLES = 10_000
+RESAMPLES = 1_000
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def calibrate(recorded: Groups, search: Search, *, folds: int = 5, seed: int = 0
     different groups, and on missing columns that the search needs.
     """
     groups = aligned(recorded)
-    n, t_max = len(next(iter(groups.values())).task_ids), search.t_max
+    n, t_max = len(next(iter(groups.values()))), search.t_max
     _check(groups, search)
     if n < folds:
         raise ReplayError(f"{n} groups cannot be split into {folds} folds; record more")
@@ -104,23 +104,23 @@ def aligned(recorded: Groups) -> dict[int, Recorded]:
     """Return the same groups in one order at every K. Raises ReplayError when the Ks hold different ones."""
     ks = sorted(recorded)
     first = recorded[ks[0]]
-    place = {task: i for i, task in enumerate(first.task_ids)}
+    place = {task: i for i, task in enumerate(first.columns["task_id"])}
     found = {}
     for k in ks:
         at = recorded[k]
-        if odd := set(first.task_ids) ^ set(at.task_ids):
+        if odd := set(place) ^ set(at.columns["task_id"]):
             raise ReplayError(
                 f"{at.source}: K = {first.k} and K = {k} hold different groups, e.g. '{min(odd)}', so their savings "
                 "cannot be compared; record every group at every K, or choose one with --k"
             )
-        found[k] = at.only(np.argsort([place[task] for task in at.task_ids]))
+        found[k] = at.only(np.argsort([place[task] for task in at.columns["task_id"]]))
     return found
 
 
 def _check(groups: Groups, search: Search) -> None:
     for at in groups.values():
         check_horizon(at, search.t_max)
-        if search.or_rule and (at.steps_N is None or at.steps_k_N is None or TERMINATION not in at.signals):
+        if search.or_rule and (at.left_N is None or TERMINATION not in at.columns):
             raise ReplayError(
                 f"{at.source}: the OR rule is chosen by the steps really saved, since who has ended saves none; it "
                 f"needs the columns steps, steps_k and {TERMINATION}"
@@ -145,29 +145,19 @@ def _judged(choice: Choice | None, groups: Groups, t_max: int) -> Judged:
 
 
 def _intervals(cut_N: np.ndarray, at: Recorded, t_max: int, seed: int) -> dict[str, tuple[float, float] | None]:
-    """Return a percentile bootstrap over groups (Efron 1979). Groups with the same cut, worth and weight are alike, so
-    only the counts of these kinds are drawn."""
-    kinds_C, n_C = np.unique(np.stack([cut_N, at.zero_N, at.weights_N], 1), axis=0, return_counts=True)
-    drawn_RC = np.random.default_rng(seed).multinomial(n_C.sum(), n_C / n_C.sum(), size=RESAMPLES) * kinds_C[:, 2]
-    cut_C, zero_C = kinds_C[:, 0] == 1, kinds_C[:, 1] == 1
-    tp_R, fp_R, missed_R, kept_R = (
-        drawn_RC[:, (cut_C == cut) & (zero_C == zero)].sum(1)
-        for cut, zero in ((True, True), (True, False), (False, True), (False, False))
-    )
-    share_R = 100 * (t_max - at.k) / (t_max * drawn_RC.sum(1))
-    with np.errstate(divide="ignore", invalid="ignore"):
-        drawn = {
-            "precision": tp_R / (tp_R + fp_R),
-            "recall": tp_R / (tp_R + missed_R),
-            "safe_pct": tp_R * share_R,
-            "raw_pct": (tp_R + fp_R) * share_R,
-            "kept_norm": np.sqrt(kept_R / (kept_R + fp_R)),
-        }
+    """Return a percentile bootstrap over groups (Efron 1979)."""
+    rng = np.random.default_rng(seed)
+    drawn = []
+    for _ in range(RESAMPLES):
+        rows_N = rng.integers(len(cut_N), size=len(cut_N))
+        drawn.append(effect({at.k: at.only(rows_N)}, at.k * cut_N[rows_N], t_max))
     found: dict[str, tuple[float, float] | None] = {}
-    for name, values_R in drawn.items():
-        defined = values_R[np.isfinite(values_R)]
-        low, high = np.quantile(defined, [0.025, 0.975]) if len(defined) else (math.nan, math.nan)
-        found[name] = (float(low), float(high)) if len(defined) else None
+    for name in ("precision", "recall", "safe_pct", "raw_pct", "kept_norm"):
+        values = [getattr(row, name) for row in drawn if getattr(row, name) is not None]
+        found[name] = None
+        if values:
+            low, high = np.quantile(values, [0.025, 0.975])
+            found[name] = (float(low), float(high))
     return found
 
 

@@ -76,12 +76,11 @@ def savings(at: Recorded, t_max: int) -> np.ndarray:
 
     Measured, or as if every trajectory ran to the end.
     """
-    if at.measured:
-        assert at.steps_N is not None
-        assert at.steps_k_N is not None
-        saved: np.ndarray = (at.steps_N - at.steps_k_N) / (at.weights_N * at.steps_N).sum()
-        return saved
-    return np.full(len(at.task_ids), (t_max - at.k) / (at.weights_N.sum() * t_max))
+    left_N, total = np.full(len(at), t_max - at.k), at.weights_N.sum() * t_max
+    if at.measured and at.left_N is not None:
+        left_N, total = at.left_N, (at.weights_N * at.columns["steps"]).sum()
+    saved: np.ndarray = left_N / total
+    return saved
 
 
 def sweep(
