@@ -44,7 +44,7 @@ def test_tokens_by_fate_come_from_the_ledger(tmp_path: Path) -> None:
     run = page(make_run(tmp_path / "run")).data["runs"][0]
     assert run["tokens"]["trained"] == run["tokens"]["filtered"] == 40_000
     rows = {row[0]: row for row in run["totals"]["rows"]}
-    assert rows["trained"] == ["trained", "20", "40", "80", "40,000", "0.4 s", "50.0%"]
+    assert rows["trained"] == ["trained", "20", "40", "80", "40,000", "0.4", "50.0%"]
     assert rows["evaluation"][2] == "16"
 
 

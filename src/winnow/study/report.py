@@ -11,12 +11,13 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
+from string import Template
 from typing import Any
 
 from ..base.files import check_output, write_text
 from ..config import RunConfig
 from ..record.collapse import ess_of
-from ..record.proof import COLUMNS, FATES
+from ..record.proof import FATES, HEAD, totals_rows
 from .report_data import Run, columns, read_run, thin
 
 DEFAULTS = RunConfig.model_fields
@@ -49,19 +50,14 @@ def report_data(runs: Sequence[Path]) -> dict[str, Any]:
     points, share = MAX_POINTS, 1.0
     while True:
         data = _said(read, points, share)
-        size = len(page_of(data).encode())
-        if size <= MAX_BYTES or points < 16:
+        if len(page_of(data).encode()) <= MAX_BYTES or points < 16:
             return data
-        points, share = _less(data, size, points, share)
-
-
-def _less(data: Mapping[str, Any], size: int, points: int, share: float) -> tuple[int, float]:
-    """Return the chart points and the share of samples that should fit. Samples get the rest, at least a third."""
-    texts = sum(len(_embed(run["samples"])) for run in data["runs"])
-    curves = sum(len(_embed([run["metrics"], run["evals"]])) for run in data["runs"])
-    room = 0.97 * MAX_BYTES - (size - texts - curves)
-    for_texts = min(texts, max(0.0, room / 3, room - curves))
-    return max(8, int(points * min(1.0, (room - for_texts) / curves))), share * for_texts / texts
+        texts = sum(len(_embed(run["samples"])) for run in data["runs"])
+        curves = sum(len(_embed(run["metrics"])) for run in data["runs"])
+        if texts > curves:
+            share /= 2
+        else:
+            points //= 2
 
 
 def page_of(data: Mapping[str, Any]) -> str:
@@ -82,15 +78,13 @@ def _said(runs: Sequence[Run], points: int, share: float) -> dict[str, Any]:
 
 def render_page(title: str, data: object, *scripts: str) -> str:
     """Return a page with `data` and the scripts that draw it, by their file names in `assets/`."""
-    parts = {
-        "title": html.escape(title),
-        "css": _asset("uPlot.min.css") + _asset("report.css"),
-        "uplot": _asset("uPlot.iife.min.js"),
-        "data": _embed(data),
-        "script": "\n".join(_asset(name) for name in scripts),
-    }
-    before, *rest = _asset("report.html").split("{{")
-    return before + "".join(parts[name] + text for name, text in (piece.split("}}", 1) for piece in rest))
+    return Template(_asset("report.html")).substitute(
+        title=html.escape(title),
+        css=_asset("uPlot.min.css") + _asset("report.css"),
+        uplot=_asset("uPlot.iife.min.js"),
+        data=_embed(data),
+        script="\n".join(_asset(name) for name in scripts),
+    )
 
 
 def _embed(data: object) -> str:
@@ -151,14 +145,8 @@ def _names(spec: object) -> str:
 def _totals(run: Run) -> dict[str, Any] | None:
     if run.totals is None:
         return None
-    sampled = sum(run.totals[fate]["tokens"] for fate in FATES)
-    rows = []
-    for name, row in run.totals.items():
-        if any(row.values()):
-            cells = [f"{row[c]:,.0f}" for c in COLUMNS[:-1]] + [seconds_text(row["seconds"])]
-            of_tokens = f"{row['tokens'] / sampled:.1%}" if name in FATES and sampled else ""
-            rows.append([name, *cells, of_tokens])
-    return {"head": ["fate", *(c.replace("_", " ") for c in COLUMNS), "of tokens"], "rows": rows}
+    rows = [row for row in totals_rows(run.totals) if any(run.totals[row[0]].values())]
+    return {"head": HEAD, "rows": rows}
 
 
 def _cards(run: Run) -> list[Card]:
