@@ -9,6 +9,7 @@ from __future__ import annotations
 import html
 import json
 from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
 from importlib.resources import files
 from pathlib import Path
 from string import Template
@@ -18,7 +19,7 @@ from ..base.files import check_output, write_text
 from ..config import RunConfig
 from ..record.collapse import ess_of
 from ..record.proof import FATES, HEAD, totals_rows
-from .report_data import Run, columns, read_run, thin
+from .report_data import Run, columns, read_run
 
 DEFAULTS = RunConfig.model_fields
 MAX_BYTES = 2_000_000
@@ -102,8 +103,8 @@ def _run_data(run: Run, points: int, share: float) -> dict[str, Any]:
     return {
         "name": run.name,
         "heading": _heading(run),
-        "metrics": columns(thin(run.rows, points)),
-        "evals": columns(thin(run.evaluations, points)),
+        "metrics": columns(run.rows, points),
+        "evals": columns(run.evaluations, points),
         "averaged": max(1, -(-len(run.rows) // points)),
         "tokens": run.tokens,
         "totals": _totals(run),
@@ -178,7 +179,7 @@ def _cards(run: Run) -> list[Card]:
     if run.rows:
         speed = _series(run.rows, "tokens_per_second")
         note = f"{len(run.rows):,} steps" + (f", {count_text(_mean(speed))} tokens/s" if speed else "")
-        cards.append(_card("Wall clock", seconds_text(run.rows[-1]["seconds_total"]), note))
+        cards.append(_card("Wall clock", _duration(run.rows[-1]["seconds_total"]), note))
     ess = [share for share in map(ess_of, run.rows) if share is not None]
     if run.off_policy is not None and ess:
         shares = f"{_mean(ess[: _tenth(ess)]):.0%} → {_mean(ess[-_tenth(ess) :]):.0%}"
@@ -206,12 +207,12 @@ def _comparison(runs: Sequence[Run]) -> dict[str, Any]:
         ("tokens sampled", lambda r: sum(r.tokens.get(f, 0) for f in FATES) or None, count_text, 0),
         ("of them trained", _trained_share, lambda v: f"{v:.0%}", 1),
         ("zero-variance, last tenth", lambda r: _late(r, "frac_reward_zero_std"), lambda v: f"{v:.0%}", 0),
-        ("wall clock", lambda r: r.rows[-1]["seconds_total"] if r.rows else None, seconds_text, 0),
+        ("wall clock", lambda r: r.rows[-1]["seconds_total"] if r.rows else None, _duration, 0),
     ]
     if level > 0:
         measures += [
             (f"tokens to pass@1 {level:.3f}", lambda r: _reached(r, level, "num_tokens"), count_text, -1),
-            (f"time to pass@1 {level:.3f}", lambda r: _reached(r, level, "seconds_total"), seconds_text, -1),
+            (f"time to pass@1 {level:.3f}", lambda r: _reached(r, level, "seconds_total"), _duration, -1),
         ]
     rows: list[list[dict[str, Any]]] = [[] for _ in runs]
     for _, measure, text, better in measures:
@@ -290,11 +291,6 @@ def count_text(n: float) -> str:
     return f"{n:.0f}"
 
 
-def seconds_text(seconds: float) -> str:
-    """Return a readable duration: 0.42 s, 12.3 s, 4 min 05 s, 3 h 07 min."""
-    if seconds < 60:
-        return f"{seconds:.3g} s"
-    minutes, rest = divmod(round(seconds), 60)
-    if minutes < 60:
-        return f"{minutes} min {rest:02d} s"
-    return f"{minutes // 60:,} h {minutes % 60:02d} min"
+def _duration(seconds: float) -> str:
+    """Return hours, minutes and seconds: 3:07:00."""
+    return str(timedelta(seconds=round(seconds)))
