@@ -137,8 +137,8 @@ def calibrate(
     output: Annotated[Path | None, typer.Option("-o", "--output", help="YAML file for the gate's section.")] = None,
 ) -> None:
     """Choose signal, step and threshold that save most within a bound, and check them on held-out groups."""
-    from ..study.gate_calibration import OneStep, config_section, lines
     from ..study.gate_calibration import calibrate as run
+    from ..study.gate_calibration import config_section, lines
     from ..study.gate_search import Bound, Search
     from ..study.gate_tables import ReplayError
 
@@ -158,14 +158,14 @@ def calibrate(
     found = run(recorded, search)
     if output is not None:
         output.write_text(config_section(found), encoding="utf-8")
-    if picture is not None and isinstance(found, OneStep):
+    if picture is not None:
         from ..study.gate_pictures import pareto
 
         pareto(found, search.tried(recorded), picture)
 
     def render(_: Any) -> RenderableType:
         shown: list[RenderableType] = [*map(Text, lines(found)), Text(config_section(found), style="cyan")]
-        if isinstance(found, OneStep):
+        if found.random is not None:
             arms = [_arm("gate", found.chosen), _arm("at random", found.random), _arm("oracle", found.oracle)]
             shown.insert(0, _rows(arms))
         return Group(*shown)

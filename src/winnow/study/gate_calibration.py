@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 
 import numpy as np
 import yaml
@@ -35,36 +34,24 @@ class Calibration:
     t_max: int
     plan: Plan
     chosen: Effect
-    """Effect of the plan on all groups, the ones it was chosen on."""
+    """Effect of the plan on all groups, the ones it was chosen on; a `SweepRow` for one step and all groups."""
     folds: tuple[Judged, ...]
     """The choice without each fold, and its effect there."""
     held_out: Effect
     """Effect over all folds: every group is judged by the choice made without it."""
-
-
-@dataclass(frozen=True)
-class Joint(Calibration):
-    """Calibration for several steps, or gates of task types."""
-
     parts: dict[str, Judged]
-    """`together` and `one step`: the choices for all groups; `type ...`: that of a type on its groups."""
-
-
-@dataclass(frozen=True)
-class OneStep(Calibration):
-    """Calibration for one step and all groups. The 95% `intervals`, by name as in `Effect`, take the gate as given:
-    they ignore that it was chosen on the same groups."""
-
-    chosen: SweepRow
-    can_be_cut: str
-    intervals: dict[str, tuple[float, float] | None]
-    random: Effect
+    """`together` and `one step`: the choices for all groups; `type ...`: that of a type on its groups. Empty for one
+    step and all groups, which alone have what follows."""
+    can_be_cut: str = ""
+    intervals: dict[str, tuple[float, float] | None] = field(default_factory=dict)
+    """95% intervals, by name as in `Effect`. They ignore that the gate was chosen on the same groups."""
+    random: Effect | None = None
     """Control arm, in expectation: as many cuts at the same step, at random among the groups that can be cut."""
-    oracle: Effect
+    oracle: Effect | None = None
     """Oracle: cut exactly the zero-variance groups that can be cut, at the same step."""
 
 
-def calibrate(recorded: Groups, search: Search, *, folds: int = 5, seed: int = 0) -> Joint | OneStep:
+def calibrate(recorded: Groups, search: Search, *, folds: int = 5, seed: int = 0) -> Calibration:
     """Choose a plan, and judge every group by the choice made without its fold.
 
     Raises ReplayError when no plan meets the bound, with fewer groups than folds, when the Ks of the table hold
@@ -89,15 +76,20 @@ def calibrate(recorded: Groups, search: Search, *, folds: int = 5, seed: int = 0
         held_N[mine_M] = choice.cut_at(mine)
         parts.append(Judged(choice, effect(mine, held_N[mine_M], t_max)))
     chosen, held_out = (effect(groups, at_N, t_max) for at_N in (plan.cut_at(groups), held_N))
-    bound, judged = str(search.bound), tuple(parts)
+    found = Calibration(str(search.bound), t_max, plan, chosen, tuple(parts), held_out, {})
     if search.most > 1 or search.per_task_type:
-        return Joint(bound, t_max, plan, chosen, judged, held_out, _parts(groups, plan, search))
+        return replace(found, parts=_parts(groups, plan, search))
     assert plan.rest is not None
     [(k, threshold)] = plan.rest.steps.items()
-    row = SweepRow(**asdict(chosen), k=k, signal=plan.rest.signal, threshold=threshold)
-    intervals = _intervals(plan.cut_at(groups) > 0, groups[k], t_max, seed)
-    random, oracle = _arms(row, groups[k], t_max)
-    return OneStep(bound, t_max, plan, row, judged, held_out, can_be_cut(groups[k]), intervals, random, oracle)
+    random, oracle = _arms(chosen, groups[k], t_max)
+    return replace(
+        found,
+        chosen=SweepRow(**asdict(chosen), k=k, signal=plan.rest.signal, threshold=threshold),
+        can_be_cut=can_be_cut(groups[k]),
+        intervals=_intervals(plan.cut_at(groups) > 0, groups[k], t_max, seed),
+        random=random,
+        oracle=oracle,
+    )
 
 
 def aligned(recorded: Groups) -> dict[int, Recorded]:
@@ -163,21 +155,10 @@ def _intervals(cut_N: np.ndarray, at: Recorded, t_max: int, seed: int) -> dict[s
 
 def _arms(chosen: Effect, at: Recorded, t_max: int) -> tuple[Effect, Effect]:
     """Return the effects of random cuts among the groups that can be cut, and of the oracle."""
-    run_N, zero_N = at.running_N, at.zero_N
-    best, everything = (effect({at.k: at}, at.k * cut_N, t_max) for cut_N in (run_N & zero_N, run_N))
-    hit = chosen.cut / everything.cut
-    tp, teaching = hit * best.cut, float(at.weights_N.sum()) - at.count(zero_N)
-    random = replace(
-        chosen,
-        tp=tp,
-        fp=chosen.cut - tp,
-        precision=everything.precision,
-        recall=None if best.recall is None else hit * best.recall,
-        safe_pct=hit * best.safe_pct,
-        measured_pct=None if everything.measured_pct is None else hit * everything.measured_pct,
-        kept_norm=math.sqrt(max(0.0, 1 - (chosen.cut - tp) / teaching)) if teaching else None,
-    )
-    return random, best
+    possible = at.count(at.running_N)
+    random = effect({at.k: at}, at.k * at.running_N, t_max, share=chosen.cut / possible)
+    oracle = effect({at.k: at}, at.k * (at.running_N & at.zero_N), t_max)
+    return replace(random, cut=chosen.cut, raw_pct=chosen.raw_pct), oracle
 
 
 def config_section(found: Calibration) -> str:
@@ -188,11 +169,11 @@ def config_section(found: Calibration) -> str:
     return f"# of {e.groups:g} recorded groups {e.cut:g} cut, {e.tp:g} of them zero-variance ({found.bound})\n{text}"
 
 
-def lines(found: Joint | OneStep) -> list[str]:
+def lines(found: Calibration) -> list[str]:
     """Return text for the reader: the effect of the choice, and of such choices on unseen groups."""
     folds, held = f"{len(found.folds)} folds", found.held_out
     said = []
-    if isinstance(found, Joint):
+    if found.parts:
         said = [f"{name:<10} {part}" for name, part in found.parts.items()]
         if found.plan.types:
             said.insert(-1, f"by type    {_counts(found.chosen)}")

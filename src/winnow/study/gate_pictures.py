@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from ..base.install import install
-from .gate_calibration import OneStep
+from .gate_calibration import Calibration
 from .gate_effect import SweepRow
 from .gate_tables import Correlation, Groups, ReplayError
 
@@ -39,11 +39,9 @@ def check(path: Path) -> None:
 def _figure(path: Path, width: float, height: float, **options: Any) -> Iterator[Any]:
     """Yield the axes of a figure of that size in inches, then write it. Needs no screen."""
     check(path)
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), layout="constrained")
-    FigureCanvasAgg(figure)
     axes = figure.subplots(**options)
     yield axes
     for ax in np.ravel(axes):
@@ -109,7 +107,7 @@ def separation(recorded: Groups, rows: Sequence[Correlation], path: Path) -> Non
         right.legend(fontsize=8)
 
 
-def pareto(found: OneStep, tried: Mapping[int, np.ndarray], path: Path) -> None:
+def pareto(found: Calibration, tried: Mapping[int, np.ndarray], path: Path) -> None:
     """Draw precision against saving of every gate tried, the chosen one, and its controls.
 
     `tried`: K -> weight cut, weight rightly cut and share of all steps saved, [3, M].
@@ -121,7 +119,7 @@ def pareto(found: OneStep, tried: Mapping[int, np.ndarray], path: Path) -> None:
         measured = found.chosen.measured_pct is not None
         arms = (("chosen", found.chosen, "*", RED, 16), ("as many at random", found.random, "X", "black", 9))
         for name, row, mark, colour, size in (*arms, ("oracle", found.oracle, "P", GREEN, 10)):
-            if row.precision is not None:
+            if row is not None and row.precision is not None:
                 ax.plot(
                     row.saved_pct,
                     row.precision,
