@@ -81,7 +81,9 @@ def totals_rows(table: Mapping[str, Mapping[str, float]]) -> list[list[str]]:
     rows = []
     for name, row in table.items():
         cells = [f"{row[column]:,.0f}" for column in COLUMNS[:-1]]
-        share = f"{row['tokens'] / sampled:.1%}" if name in FATES and sampled else ""
+        share = ""
+        if name in FATES and sampled:
+            share = f"{row['tokens'] / sampled:.1%}"
         rows.append([name, *cells, f"{row['seconds']:,.1f}", share])
     return rows
 
@@ -101,12 +103,13 @@ def verify(db: sqlite3.Connection) -> Proof:
     """
     meta = dict(db.execute("SELECT key, value FROM meta"))
     finished = meta.get("finished", "false").lower() in ("true", "1")
-    max_lag = meta.get("max_lag")
     problems = []
-    if max_lag is not None and not max_lag.isdecimal():
+    facts: dict[str, int | None] = {"finished": finished, "max_lag": None}
+    max_lag = meta.get("max_lag", "")
+    if max_lag.isdecimal():
+        facts["max_lag"] = int(max_lag)
+    elif "max_lag" in meta:
         problems.append(f"max_lag in the meta table is not a whole number: {max_lag!r}")
-        max_lag = None
-    facts = {"finished": finished, "max_lag": None if max_lag is None else int(max_lag)}
     db.create_function("furthest", 1, _furthest)
     for query, message in CHECKS:
         problems += _report(message, db.execute(query, facts).fetchall())
@@ -142,7 +145,9 @@ def _report(message: str, rows: Sequence[Sequence[Any]]) -> Iterator[str]:
 def _furthest(members: str) -> str:
     """Return `group_fate` of comma-separated fates; empty if one of them is unknown."""
     fates = members.split(",")
-    return group_fate(fates) if set(_FURTHEST).issuperset(fates) else ""
+    if not set(_FURTHEST).issuperset(fates):
+        return ""
+    return group_fate(fates)
 
 
 CHECKS = (
