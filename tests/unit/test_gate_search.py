@@ -40,17 +40,17 @@ def by_hand(recorded: dict[int, Recorded], thresholds: dict[int, float]) -> tupl
     """cut, rightly, share of steps saved: group by group, as a gate goes."""
     first = recorded[min(recorded)]
     cut = tp = saved = total = 0.0
-    for task, zero in zip(first.task_ids, first.zero_N, strict=True):
-        rows = {k: at.task_ids.index(task) for k, at in recorded.items()}
-        if first.steps_N is not None:
-            total += first.steps_N[rows[min(recorded)]]
+    for task, zero in zip(first.columns["task_id"], first.zero_N, strict=True):
+        rows = {k: at.columns["task_id"].tolist().index(task) for k, at in recorded.items()}
+        if "steps" in first.columns:
+            total += first.columns["steps"][rows[min(recorded)]]
         else:
             total += T_MAX
         for k, at in sorted(recorded.items()):
             if at.signal(SIGNAL)[rows[k]] < thresholds.get(k, 0.0) and at.running_N[rows[k]]:
                 cut, tp = cut + 1, tp + zero
-                measured = at.steps_N is not None and at.steps_k_N is not None
-                saved += (at.steps_N - at.steps_k_N)[rows[k]] if measured else T_MAX - k  # type: ignore[operator]
+                measured = "steps" in at.columns and "steps_k" in at.columns
+                saved += (at.columns["steps"] - at.columns["steps_k"])[rows[k]] if measured else T_MAX - k
                 break
     return cut, tp, 100 * saved / total
 
@@ -145,15 +145,15 @@ def test_each_type_has_its_best_signal_within_the_bound(tmp_path: Path, most: in
     assert found.plan.types["c"] is None, "nothing of it can be cut rightly"
     cut = tp = saved = steps = 0.0
     for kind in "abcd":
-        part = {k: at.only(np.flatnonzero(np.array(at.task_types) == kind)) for k, at in recorded.items()}
-        steps += part[10].steps_N.sum()  # type: ignore[union-attr]
+        part = {k: at.only(np.flatnonzero(at.columns["task_type"] == kind)) for k, at in recorded.items()}
+        steps += part[10].columns["steps"].sum()
         if (own := found.plan.types.get(kind, found.plan.rest)) is not None:
             alone = effect_of(part, own)
             if kind in found.plan.types:
                 assert own == Search(bound, T_MAX, most).best(part)
                 assert alone.tp >= 0.7 * alone.cut
             cut, tp = cut + alone.cut, tp + alone.tp
-            saved += alone.saved_pct * part[10].steps_N.sum()  # type: ignore[union-attr]
+            saved += alone.saved_pct * part[10].columns["steps"].sum()
     assert (found.chosen.cut, found.chosen.tp) == (cut, tp)
     assert found.chosen.saved_pct == pytest.approx(saved / steps)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import signal
 import sqlite3
 from contextlib import closing
 from pathlib import Path
@@ -13,10 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from winnow.cli.main import app
-from winnow.record import background_check
-from winnow.record.background_check import damage
 from winnow.record.ledger import TABLES, Ledger, LedgerError
-from winnow.record.rows import examined
 from winnow.study.report import write_report
 
 from ..builders.ledgers import book_step, ledger, path, visit
@@ -125,7 +121,6 @@ def test_tables_of_somebody_else_are_refused_before_anything_runs(
     """A view may never end, and a trigger does what it likes with the rows."""
     with closing(sqlite3.connect(path)) as db:
         db.executescript(change)
-        assert examined(db) == (["its tables are not a ledger's"], {})
     for read_only in (True, False):
         with pytest.raises(LedgerError, match=r"damaged.*its tables are not a ledger's"):
             Ledger.open(path, read_only=read_only)
@@ -165,69 +160,3 @@ def test_commands_say_it_without_a_traceback(path: Path, marks: list[dict[str, o
     assert (done.exit_code, "ledger.sqlite: damaged" in done.output.replace("\n", "")) == (1, True)
     write_report([run], run / "report.html")
     assert "ledger.sqlite cannot be used" in (run / "report.html").read_text()
-
-
-def test_check_ahead_says_what_the_check_in_turn_says(
-    path: Path, marks: list[dict[str, object]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Begun before rows were booked and damaged: what it read is found, and what came after it, too."""
-    monkeypatch.setattr(background_check, "SMALL_BYTES", 0)
-    with Ledger.open(path) as ledger:
-        ledger.rollback(marks[2], reason="whole")
-        assert background_check.result(path) is None, "nothing was begun"
-    with closing(sqlite3.connect(path)) as db:
-        db.execute("UPDATE rollouts SET tokens = tokens + 1 WHERE row = 3")
-        db.commit()
-    background_check.begin(path)
-    found, read = background_check.result(path)
-    assert len(found) == 1
-    assert "rollouts, row 3:" in found[0]
-    assert read["rollouts"] > 30
-    background_check.begin(path)
-    with Ledger.open(path) as ledger, pytest.raises(LedgerError, match="rollouts, row 3:"):
-        ledger.rollback(marks[2], reason="killed")
-
-
-def test_rows_booked_after_the_check_ahead_are_checked(
-    path: Path, marks: list[dict[str, object]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    last = len(contents(path)[2])  # type: ignore[arg-type]
-    monkeypatch.setattr(background_check, "result", lambda of: ([], {"rollouts": last - 1}))
-    with closing(sqlite3.connect(path)) as db:
-        for row, told in ((last - 1, False), (last, True)):
-            db.execute("UPDATE rollouts SET tokens = tokens + 1 WHERE row = ?", (row,))
-            assert any(f"rollouts, row {row}:" in text for text in damage(db, path)) is told
-
-
-def test_check_ahead_of_what_is_no_ledger_is_left_to_whoever_opens_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(background_check, "SMALL_BYTES", 0)
-    (file := tmp_path / "ledger.sqlite").write_bytes(b"no ledger at all")
-    for name in (file, tmp_path / "absent"):
-        background_check.begin(name)
-        assert background_check.result(name) is None
-
-
-def test_a_check_ahead_that_hangs_is_done_without(
-    path: Path, marks: list[dict[str, object]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(background_check, "SMALL_BYTES", 0)
-    monkeypatch.setattr(background_check, "LONGEST_S", 0.2)
-    background_check.begin(path)
-    process = next(iter(background_check._begun.values())).process
-    process.send_signal(signal.SIGSTOP)
-    assert background_check.result(path) is None
-    assert process.returncode == -signal.SIGKILL
-
-
-def test_damaged_pages_are_told_by_the_check_ahead(
-    path: Path, marks: list[dict[str, object]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(background_check, "SMALL_BYTES", 0)
-    whole = path.read_bytes()
-    for start in range(4096, len(whole), 4096):
-        path.write_bytes(whole[:start] + bytes(4096) + whole[start + 4096 :])
-        background_check.begin(path)
-        with pytest.raises(LedgerError, match="damaged"), Ledger.open(path) as ledger:
-            ledger.rollback(marks[2], reason="killed")

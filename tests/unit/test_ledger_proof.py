@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sqlite3
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from winnow.record.ledger import Ledger
-from winnow.record.proof import Proof, render, to_json, verdict, verify
+from winnow.record.proof import Proof, render, verdict, verify
 from winnow.types import Fate, Group, Prompt, Rollout, Verdict, Visit
 
 
@@ -158,7 +159,7 @@ def test_render_and_json_say_the_same(path: Path) -> None:
     assert "OK: exactly-once accounting holds (12 visits, 18 rollouts, 3 steps, 0 restarts; finished)" in text
     trained = next(line for line in text.splitlines() if "trained" in line)
     assert [cell.strip() for cell in trained.split("│")[1:-1]] == ["trained", "3", "6", "6", "30", "0.0", "33.3%"]
-    as_json = json.loads(json.dumps(to_json(proof)))
+    as_json = json.loads(json.dumps(asdict(proof)))
     assert as_json["ok"] is True
     assert as_json["totals"]["failed"]["rollouts"] == 6
     assert as_json["totals"]["skipped"]["visits"] == 3

@@ -154,7 +154,7 @@ def test_a_run_of_many_turns_writes_what_a_gate_would_have_gone_by(
     run_dir = Path(config["output_dir"])
     recorded = read_recorded(run_dir)
     assert list(recorded) == [1, 2, 3, 4, 5]
-    assert len(recorded[2].task_ids) == 4 * 4
+    assert len(recorded[2]) == 4 * 4
     before = (run_dir / "gate.jsonl").read_bytes()
     Trainer.resume(run_dir, {"max_steps": 6}, env=task()).train()
     after = (run_dir / "gate.jsonl").read_bytes()

@@ -178,7 +178,7 @@ def test_a_demonstration_must_end_with_an_action():
 
 
 def test_learning_rate_rises_then_decays_to_its_share():
-    config = WarmStartConfig(max_steps=100, warmup_steps=10, final_lr_share=0.05)
+    config = WarmStartConfig(max_steps=100, warmup_steps=10)
     shares = [_lr_share(step, config) for step in range(101)]
     assert shares[0] == pytest.approx(0.1)
     assert shares[9] == shares[10] == 1.0

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields, is_dataclass
-from inspect import Parameter, Signature, signature
+from functools import wraps
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_type_hints
+from typing import Annotated, Any, TypeVar
 
 import typer
 from rich.console import Console, RenderableType
@@ -27,21 +26,16 @@ Command = TypeVar("Command", bound=Callable[..., None])
 Json = Annotated[bool, typer.Option("--json", help="Print the answer as JSON on standard output, nothing else.")]
 Overrides = Annotated[list[str] | None, typer.Argument(help="key=value; dots reach into sections: filter.atol=1e-6")]
 Run = Annotated[Path, typer.Argument(help="A run directory.")]
+Model = Annotated[str, typer.Argument(help="A run directory, a Hugging Face directory, or a hub name.")]
+Config = Annotated[Path | None, typer.Option(help="YAML file to take task and sampling from.")]
 
 
 def command(app: typer.Typer, name: str | None = None) -> Callable[[Command], Command]:
-    """Add a function to `app`: expected errors become one message and exit code 1, an interrupt exits with 130.
-
-    A parameter whose type is a dataclass becomes one argument per field, so commands can share arguments.
-    """
+    """Add a function to `app`: expected errors become one message and exit code 1, an interrupt exits with 130."""
 
     def add(run: Command) -> Command:
-        hints = get_type_hints(run, include_extras=True)
-        groups = {key: hint for key, hint in hints.items() if isinstance(hint, type) and is_dataclass(hint)}
-
+        @wraps(run)
         def called(**given: Any) -> None:
-            for key, group in groups.items():
-                given[key] = group(**{f.name: given.pop(f.name) for f in fields(group)})
             try:
                 run(**given)
             except KeyboardInterrupt as interrupt:
@@ -55,33 +49,10 @@ def command(app: typer.Typer, name: str | None = None) -> Callable[[Command], Co
                 err.print(f"error: {visible(redact(str(error)))}", style="red", highlight=False, soft_wrap=True)
                 raise typer.Exit(1) from None
 
-        parameters = [p for own in signature(run).parameters.values() for p in _options(own, hints[own.name])]
-        called.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
-        called.__annotations__ = {p.name: p.annotation for p in parameters}
-        app.command(name or run.__name__, help=run.__doc__)(called)
+        app.command(name)(called)
         return run
 
     return add
-
-
-def _options(own: Parameter, hint: Any) -> list[Parameter]:
-    if not is_dataclass(hint):
-        return [Parameter(own.name, Parameter.KEYWORD_ONLY, default=own.default, annotation=hint)]
-    hints = get_type_hints(hint, include_extras=True)
-    defaults = {f.name: Parameter.empty if f.default is MISSING else f.default for f in fields(hint)}
-    return [Parameter(n, Parameter.KEYWORD_ONLY, default=d, annotation=hints[n]) for n, d in defaults.items()]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Source:
-    """A model and the settings to use it under."""
-
-    model: Annotated[str, typer.Argument(help="A run directory, a Hugging Face directory, or a hub name.")]
-    overrides: Overrides = None
-    config: Annotated[Path | None, typer.Option(help="YAML file to take task and sampling from.")] = None
-
-    def settings(self, **defaults: Any) -> dict[str, Any]:
-        return settings(self.overrides, self.config, **defaults)
 
 
 def progress_console(as_json: bool) -> Console:

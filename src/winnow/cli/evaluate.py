@@ -8,13 +8,13 @@ from typing import Annotated
 
 import typer
 
-from .console import Json, Source, command, show
+from .console import Config, Json, Model, Overrides, command, settings, show
 
 app = typer.Typer()
 
 
 @command(app, "eval")
-def evaluate(source: Source, as_json: Json = False) -> None:
+def evaluate(model: Model, overrides: Overrides = None, config: Config = None, as_json: Json = False) -> None:
     """pass@k, mean reward and greedy on held-out prompts.
 
     Settings of a run are its own unless overridden: env=countdown eval_prompts=256 eval_generations=16
@@ -24,12 +24,14 @@ def evaluate(source: Source, as_json: Json = False) -> None:
     from ..run.standalone import evaluate_model
 
     quiet_transformers()
-    show(evaluate_model(source.model, source.settings()), as_json)
+    show(evaluate_model(model, settings(overrides, config)), as_json)
 
 
 @command(app)
 def vote(
-    source: Source,
+    model: Model,
+    overrides: Overrides = None,
+    config: Config = None,
     weights: Annotated[
         str, typer.Option(help="majority, deepconf-lowest, -bottom, -tail, logprob, head; differences: to the first.")
     ] = "majority,deepconf-lowest",
@@ -43,8 +45,8 @@ def vote(
     from ..study.vote import render, vote_model
 
     quiet_transformers()
-    values = source.settings(eval_generations=32)
-    show(vote_model(source.model, values, [w.strip() for w in weights.split(",")]), as_json, render)
+    values = settings(overrides, config, eval_generations=32)
+    show(vote_model(model, values, [w.strip() for w in weights.split(",")]), as_json, render)
 
 
 @command(app)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.console import Group, RenderableType
@@ -14,9 +14,6 @@ from rich.text import Text
 
 from ..base.files import check_output
 from .console import Json, command, show
-
-if TYPE_CHECKING:
-    from ..study.gate_search import Bound
 
 HEADINGS = {
     "groups": "n",
@@ -38,54 +35,21 @@ app = typer.Typer(
 TABLE = "CSV, JSONL or Parquet: K, task_id, reward_var and signals; one row a group and K. Or a run directory."
 
 
-@dataclass(frozen=True, kw_only=True)
-class Recorded:
-    """Recorded groups, and whether to draw what was found."""
-
-    table: Annotated[Path, typer.Argument(help=TABLE)]
-    k: Annotated[str | None, typer.Option("--k", help="Evaluation steps, e.g. 10,15; all in the file otherwise.")] = (
-        None
-    )
-    columns: Annotated[
-        list[str] | None, typer.Option("--map", help="name=column, for a column of another name. May be repeated.")
-    ] = None
-    picture: Annotated[Path | None, typer.Option(help="Draw it too: .png, .svg or .pdf; needs the extra 'gate'.")] = (
-        None
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class RecordedOrRun(Recorded):
-    table: Annotated[Path | None, typer.Argument(help="As for sweep.")] = None  # type: ignore[assignment]
-    run_dir: Annotated[Path | None, typer.Option("--from", help="Run directory, in place of the table.")] = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Limit:
-    """A limit of what a gate may get wrong, set in one of two ways."""
-
-    precision: Annotated[
-        float | None, typer.Option(min=0, max=1, help="Least share of the cuts that must be right (0.8).")
-    ] = None
-    signal_loss: Annotated[
-        float | None, typer.Option("--signal-loss", min=0, max=1, help="Or: most teaching groups that may be cut.")
-    ] = None
-
-    def bound(self) -> Bound:
-        from ..study.gate_search import Bound
-        from ..study.gate_tables import ReplayError
-
-        if self.precision is not None and self.signal_loss is not None:
-            raise ReplayError("--precision and --signal-loss are two ways to set one bound; give one of them")
-        return Bound(0.8 if self.precision is None and self.signal_loss is None else self.precision, self.signal_loss)
-
-
+Recorded = Annotated[Path, typer.Argument(metavar="TABLE", help=TABLE)]
+Steps = Annotated[str | None, typer.Option("--k", help="Evaluation steps, e.g. 10,15; all in the file otherwise.")]
+Columns = Annotated[
+    list[str] | None, typer.Option("--map", help="name=column, for a column of another name. May be repeated.")
+]
+Picture = Annotated[Path | None, typer.Option(help="Draw it too: .png, .svg or .pdf; needs the extra 'gate'.")]
 Horizon = Annotated[int, typer.Option("--t-max", min=2, help="The most environment steps an episode may take.")]
 
 
 @command(app)
 def sweep(
-    groups: Recorded,
+    table: Recorded,
+    k: Steps = None,
+    columns: Columns = None,
+    picture: Picture = None,
     as_json: Json = False,
     signal: Annotated[str, typer.Option(help="Which signal.")] = "prefix_edit_distance",
     thresholds: Annotated[str, typer.Option(help="Cut below these.")] = "0.05,0.08,0.10,0.12,0.14,0.18",
@@ -110,12 +74,12 @@ def sweep(
         ended, *more = _numbers(limit, "--termination")
         if more or ended > 1:
             raise ReplayError(f"--termination {termination}: expected one share in [0, 1]")
-    recorded = _recorded(groups)
+    recorded = _recorded(table, k, columns, picture)
     rows = run(recorded, signal, _numbers(thresholds, "--thresholds"), t_max, ended, rule)
-    if groups.picture is not None:
+    if picture is not None:
         from ..study.gate_pictures import heat_map
 
-        heat_map(rows, groups.picture)
+        heat_map(rows, picture)
 
     def render(shown: Any) -> RenderableType:
         said = [Text(f"{can_be_cut(at)}; as in the paper, all are counted", style="dim") for at in recorded.values()]
@@ -127,7 +91,10 @@ def sweep(
 
 @command(app)
 def correlate(
-    groups: Recorded,
+    table: Recorded,
+    k: Steps = None,
+    columns: Columns = None,
+    picture: Picture = None,
     as_json: Json = False,
     by: Annotated[str | None, typer.Option(help="`task_type`: each type alone.")] = None,
 ) -> None:
@@ -137,22 +104,31 @@ def correlate(
 
     if by not in (None, "task_type"):
         raise ReplayError(f"--by {by}: only task_type")
-    if by and groups.picture:
+    if by and picture:
         raise ReplayError("--picture shows all groups together; leave out --by, or give a table of one type")
-    recorded = _recorded(groups)
+    recorded = _recorded(table, k, columns, picture)
     found = run(recorded, by_task_type=by is not None)
-    if groups.picture is not None:
+    if picture is not None:
         from ..study.gate_pictures import separation
 
-        separation(recorded, found, groups.picture)
+        separation(recorded, found, picture)
     rows = [asdict(row) for row in found]
     show([{key: v for key, v in row.items() if by or key != "task_type"} for row in rows], as_json, _rows)
 
 
 @command(app)
 def calibrate(
-    groups: RecordedOrRun,
-    limit: Limit,
+    table: Annotated[Path | None, typer.Argument(help="As for sweep.")] = None,
+    run_dir: Annotated[Path | None, typer.Option("--from", help="Run directory, in place of the table.")] = None,
+    k: Steps = None,
+    columns: Columns = None,
+    picture: Picture = None,
+    precision: Annotated[
+        float | None, typer.Option(min=0, max=1, help="Least share of the cuts that must be right (0.8).")
+    ] = None,
+    signal_loss: Annotated[
+        float | None, typer.Option(min=0, max=1, help="Or: most teaching groups that may be cut.")
+    ] = None,
     as_json: Json = False,
     or_rule: Annotated[bool, typer.Option("--or-rule", help="Try termination limits too.")] = False,
     per_task_type: Annotated[bool, typer.Option("--per-task-type", help="Signal and steps for each type.")] = False,
@@ -161,31 +137,35 @@ def calibrate(
     output: Annotated[Path | None, typer.Option("-o", "--output", help="YAML file for the gate's section.")] = None,
 ) -> None:
     """Choose signal, step and threshold that save most within a bound, and check them on held-out groups."""
-    from ..study.gate_calibration import OneStep, config_section, lines
     from ..study.gate_calibration import calibrate as run
-    from ..study.gate_search import Search
+    from ..study.gate_calibration import config_section, lines
+    from ..study.gate_search import Bound, Search
     from ..study.gate_tables import ReplayError
 
-    given = groups.table or groups.run_dir
-    if given is None or (groups.table and groups.run_dir):
+    given = table or run_dir
+    if given is None or (table and run_dir):
         raise ReplayError("give one of a table and --from RUN_DIRECTORY")
-    search = Search(limit.bound(), t_max, steps, or_rule, per_task_type)
-    if (steps > 1 or per_task_type) and groups.picture:
+    if precision is not None and signal_loss is not None:
+        raise ReplayError("--precision and --signal-loss are two ways to set one bound; give one of them")
+    if precision is None and signal_loss is None:
+        precision = 0.8
+    search = Search(Bound(precision, signal_loss), t_max, steps, or_rule, per_task_type)
+    if (steps > 1 or per_task_type) and picture:
         raise ReplayError("--picture shows one step for all groups; leave it out, or --steps and --per-task-type")
-    recorded = _recorded(replace(groups, table=given))
+    recorded = _recorded(given, k, columns, picture)
     if output is not None:
         check_output(output)
     found = run(recorded, search)
     if output is not None:
         output.write_text(config_section(found), encoding="utf-8")
-    if groups.picture is not None and isinstance(found, OneStep):
+    if picture is not None:
         from ..study.gate_pictures import pareto
 
-        pareto(found, search.tried(recorded), groups.picture)
+        pareto(found, search.tried(recorded), picture)
 
     def render(_: Any) -> RenderableType:
         shown: list[RenderableType] = [*map(Text, lines(found)), Text(config_section(found), style="cyan")]
-        if isinstance(found, OneStep):
+        if found.random is not None:
             arms = [_arm("gate", found.chosen), _arm("at random", found.random), _arm("oracle", found.oracle)]
             shown.insert(0, _rows(arms))
         return Group(*shown)
@@ -198,27 +178,27 @@ def _arm(name: str, row: Any) -> dict[str, Any]:
     return _present({"arm": name} | {key: getattr(row, key) for key in keys})
 
 
-def _recorded(groups: Recorded) -> dict[int, Any]:
+def _recorded(table: Path, k: str | None, columns: Sequence[str] | None, picture: Path | None) -> dict[int, Any]:
     """The table, at the evaluation steps asked for; a picture that could not be drawn is an error before the work."""
     from ..study.gate_tables import ReplayError, read_recorded
 
     mapping = {}
-    for given in groups.columns or ():
+    for given in columns or ():
         name, separator, column = given.partition("=")
         if not (name and separator and column):
             raise ReplayError(f"--map {given}: expected name=column")
         mapping[name] = column
-    if groups.picture is not None:
+    if picture is not None:
         from ..study.gate_pictures import check
 
-        check(groups.picture)
-    recorded = read_recorded(groups.table, mapping)
-    if groups.k is None:
+        check(picture)
+    recorded = read_recorded(table, mapping)
+    if k is None:
         return recorded
-    wanted = _numbers(groups.k, "--k")
+    wanted = _numbers(k, "--k")
     for step in wanted:
         if step not in recorded:
-            raise ReplayError(f"{groups.table}: there is no K = {step:g}; it has {', '.join(map(str, recorded))}")
+            raise ReplayError(f"{table}: there is no K = {step:g}; it has {', '.join(map(str, recorded))}")
     return {step: at for step, at in recorded.items() if step in wanted}
 
 

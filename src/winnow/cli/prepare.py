@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from .console import Json, Overrides, Source, command, progress_console, settings, show
+from .console import Config, Json, Model, Overrides, command, progress_console, settings, show
 
 app = typer.Typer()
 
@@ -37,7 +37,9 @@ def warm_start(
 
 @command(app, "pass-rates")
 def pass_rates(
-    source: Source,
+    model: Model,
+    overrides: Overrides = None,
+    config: Config = None,
     n: Annotated[int, typer.Option("-n", min=1, help="Samples per prompt.")] = 16,
     prompts: Annotated[int | None, typer.Option(min=1, help="Only this many training prompts, from the first.")] = None,
     output: Annotated[
@@ -54,5 +56,6 @@ def pass_rates(
 
     quiet_transformers()
     console = progress_console(as_json)
-    found = profile_model(source.model, source.settings(), n=n, prompts=prompts, output=output, console=console)
+    values = settings(overrides, config)
+    found = profile_model(model, values, n=n, prompts=prompts, output=output, console=console)
     show(found, as_json, render)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -20,14 +21,14 @@ def verify(run: Run, as_json: Json = False) -> None:
     A damaged ledger, or one that does not belong to the newest checkpoint, is reported as such.
     """
     from ..record.ledger import Ledger
-    from ..record.proof import render, to_json
+    from ..record.proof import render
     from ..record.records import LEDGER
     from ..run.checkpoint import marks
 
     found = marks(run)
     with Ledger.open(run / LEDGER, read_only=True) as ledger:
         proof = ledger.verify(found)
-    show(to_json(proof), as_json, lambda _: render(proof))
+    show(asdict(proof), as_json, lambda _: render(proof))
     if not proof.ok:
         raise typer.Exit(1)
 

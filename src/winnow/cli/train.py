@@ -82,10 +82,6 @@ def train(
 @command(app)
 def resume(run: Run, overrides: Overrides = None, as_json: Json = False) -> None:
     """Resume a run from its last checkpoint."""
-    from ..record import background_check
-    from ..record.ledger_file import LEDGER
-
-    background_check.begin(run / LEDGER)
     with lasting_imports():
         from ..run.trainer import Trainer
 

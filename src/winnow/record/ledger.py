@@ -31,11 +31,10 @@ from ..base.failpoint import failpoint
 from ..base.files import from_json, fsync
 from ..methods.group_kind import BY_REWARDS
 from ..types import Fate, Group, GroupKind, Rollout, Visit
-from . import background_check
 from .ledger_file import UNREADABLE, LedgerError, damaged, open_file
 from .proof import FAILURES, PROBE, Proof, group_fate, probed, totals, verify
 from .recurrence import Recurrence, recurrence
-from .rows import insert
+from .rows import damage, insert
 
 _CANONICAL = {
     "visits": "SELECT visit, step, version, epoch, prompt_id, ordinal, keep, reason, probability"
@@ -68,7 +67,7 @@ class Ledger:
 
         Raises FileNotFoundError (read-only and absent) and LedgerError (no ledger, damaged, of another version).
         """
-        connection = open_file(path := Path(path), read_only, check=not background_check.begun(Path(path)))
+        connection = open_file(path := Path(path), read_only)
         try:
             return cls(path, connection)
         except (*UNREADABLE, ValueError) as error:
@@ -264,7 +263,7 @@ class Ledger:
             return recurrence(db)
 
     def _refuse_damage(self) -> None:
-        if found := background_check.damage(self._db, self.path):
+        if found := damage(self._db):
             raise LedgerError(damaged(self.path, "; ".join(found)))
 
     def _up_to(self, mark: Mapping[str, Any]) -> tuple[dict[str, _Prefix], dict[str, dict[str, Any]]]:

@@ -62,8 +62,8 @@ class LedgerError(RuntimeError):
     """The file is not usable as the ledger of this run; the message has the cause and the remedy."""
 
 
-def open_file(path: Path, read_only: bool, *, check: bool = True) -> sqlite3.Connection:
-    """See `Ledger.open`. `check`: read the structure of the whole file."""
+def open_file(path: Path, read_only: bool) -> sqlite3.Connection:
+    """See `Ledger.open`."""
     if read_only and not path.is_file():
         raise FileNotFoundError(f"{path}: no such ledger; check that its folder is a run directory")
     if not read_only and not path.parent.is_dir():
@@ -73,7 +73,7 @@ def open_file(path: Path, read_only: bool, *, check: bool = True) -> sqlite3.Con
     except sqlite3.Error as error:
         raise LedgerError(f"{path}: cannot open: {error}.") from error
     try:
-        _check(path, connection, read_only, check)
+        _check(path, connection, read_only)
     except sqlite3.OperationalError as error:
         connection.close()
         raise LedgerError(
@@ -98,7 +98,7 @@ def connect(path: Path, read_only: bool) -> sqlite3.Connection:
     return sqlite3.connect(uri, uri=True, timeout=BUSY_TIMEOUT_S, isolation_level=None)
 
 
-def _check(path: Path, db: sqlite3.Connection, read_only: bool, structure: bool) -> None:
+def _check(path: Path, db: sqlite3.Connection, read_only: bool) -> None:
     """Create the schema in an empty file; refuse other files, damaged ledgers and other versions."""
     application_id = db.execute("PRAGMA application_id").fetchone()[0]
     version = db.execute("PRAGMA user_version").fetchone()[0]
@@ -121,10 +121,9 @@ def _check(path: Path, db: sqlite3.Connection, read_only: bool, structure: bool)
         )
     if found := schema_damage(db):
         raise LedgerError(damaged(path, found))
-    if structure:
-        result = db.execute("PRAGMA integrity_check(1)").fetchone()[0]
-        if result != "ok":
-            raise LedgerError(damaged(path, result))
+    result = db.execute("PRAGMA integrity_check(1)").fetchone()[0]
+    if result != "ok":
+        raise LedgerError(damaged(path, result))
     if not read_only:
         db.execute("PRAGMA journal_mode = WAL")
         db.execute("PRAGMA synchronous = NORMAL")

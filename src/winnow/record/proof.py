@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Group as Lines
@@ -19,6 +19,7 @@ from .rule_audits import RuleAudits, audited_rules, rules_table
 
 FATES = tuple(fate.value for fate in Fate)
 COLUMNS = ("visits", "rollouts", "prompt_tokens", "tokens", "seconds")
+HEAD = ("fate", "visits", "rollouts", "prompt tokens", "tokens", "seconds", "of tokens")
 FAILURES = (
     "SELECT r.reason, v.prompt_id, COUNT(*) FROM rollouts r JOIN visits v ON v.visit = r.visit AND v.void = 0"
     " WHERE r.fate = 'failed' AND r.void = 0 GROUP BY r.reason, v.prompt_id ORDER BY MIN(r.row)"
@@ -74,6 +75,19 @@ def totals(db: sqlite3.Connection) -> dict[str, dict[str, float]]:
     return table
 
 
+def totals_rows(table: Mapping[str, Mapping[str, float]]) -> list[list[str]]:
+    """Return cells under `HEAD`, one row a fate of `Ledger.totals`."""
+    sampled = sum(table[fate]["tokens"] for fate in FATES)
+    rows = []
+    for name, row in table.items():
+        cells = [f"{row[column]:,.0f}" for column in COLUMNS[:-1]]
+        share = ""
+        if name in FATES and sampled:
+            share = f"{row['tokens'] / sampled:.1%}"
+        rows.append([name, *cells, f"{row['seconds']:,.1f}", share])
+    return rows
+
+
 def probed(db: sqlite3.Connection) -> dict[str, float]:
     """Return rollouts, tokens and seconds of comparisons of engine and learner; earlier versions booked none."""
     types = {"rollouts": "INTEGER", "tokens": "INTEGER", "seconds": "REAL"}
@@ -89,15 +103,17 @@ def verify(db: sqlite3.Connection) -> Proof:
     """
     meta = dict(db.execute("SELECT key, value FROM meta"))
     finished = meta.get("finished", "false").lower() in ("true", "1")
-    problems = [
-        *_visit_numbers(db),
-        *_outcomes(db, finished),
-        *_members(db),
-        *_rewards_and_counts(db),
-        *_training(db, finished),
-        *_lag(db, meta.get("max_lag")),
-        *_voids(db),
-    ]
+    problems = []
+    facts: dict[str, int | None] = {"finished": finished, "max_lag": None}
+    max_lag = meta.get("max_lag", "")
+    if max_lag.isdecimal():
+        facts["max_lag"] = int(max_lag)
+    elif "max_lag" in meta:
+        problems.append(f"max_lag in the meta table is not a whole number: {max_lag!r}")
+    db.create_function("furthest", 1, _furthest)
+    for query, message in CHECKS:
+        problems += _report(message, db.execute(query, facts).fetchall())
+    problems += _voids(db)
     try:
         rules = audited_rules(db)
     except ValueError as error:
@@ -118,155 +134,120 @@ def verify(db: sqlite3.Connection) -> Proof:
     )
 
 
-def _report(db: sqlite3.Connection, query: str, message: str, parameters: Sequence[Any] = ()) -> Iterator[str]:
-    """Yield `message.format(*row)` for the first `SHOWN` rows of `query`, then a count of the others."""
-    rows = db.execute(query, parameters).fetchall()
+def _report(message: str, rows: Sequence[Sequence[Any]]) -> Iterator[str]:
+    """Yield `message.format(*row)` for the first `SHOWN` rows, then a count of the others."""
     for row in rows[:SHOWN]:
         yield message.format(*row)
     if len(rows) > SHOWN:
         yield f"... and {len(rows) - SHOWN} more like it"
 
 
-def _visit_numbers(db: sqlite3.Connection) -> Iterator[str]:
-    yield from _report(
-        db,
+def _furthest(members: str) -> str:
+    """Return `group_fate` of comma-separated fates; empty if one of them is unknown."""
+    fates = members.split(",")
+    if not set(_FURTHEST).issuperset(fates):
+        return ""
+    return group_fate(fates)
+
+
+CHECKS = (
+    (
         "SELECT visit, COUNT(*) FROM visits WHERE void = 0 GROUP BY visit HAVING COUNT(*) > 1",
         "visit {0} is booked {1} times",
-    )
-    yield from _report(
-        db,
+    ),
+    (
         "WITH n AS (SELECT visit, LAG(visit, 1, -1) OVER (ORDER BY visit) AS previous"
         " FROM (SELECT DISTINCT visit FROM visits WHERE void = 0))"
         " SELECT previous + 1, visit - 1 FROM n WHERE visit <> previous + 1",
         "visits {0} to {1} are missing",
-    )
-
-
-def _outcomes(db: sqlite3.Connection, finished: bool) -> Iterator[str]:
-    yield from _report(
-        db,
+    ),
+    (
         "SELECT visit, GROUP_CONCAT(fate, ' and ') FROM outcomes WHERE void = 0 GROUP BY visit HAVING COUNT(*) > 1",
         "visit {0} has several fates: {1}",
-    )
-    yield from _report(
-        db,
+    ),
+    (
         "SELECT visit, fate FROM outcomes WHERE void = 0"
         " AND visit NOT IN (SELECT visit FROM visits WHERE void = 0) ORDER BY visit",
         "visit {0} is {1} but was never dispatched",
-    )
-    if finished:
-        yield from _report(
-            db,
-            "SELECT visit FROM visit_fates WHERE fate IS NULL ORDER BY visit",
-            "visit {0} is still in flight in a finished run",
-        )
-    yield from _report(
-        db,
+    ),
+    (
+        "SELECT visit FROM visit_fates WHERE fate IS NULL AND :finished ORDER BY visit",
+        "visit {0} is still in flight in a finished run",
+    ),
+    (
         "SELECT v.visit, o.fate FROM visits v JOIN outcomes o ON o.visit = v.visit AND o.void = 0"
         " WHERE v.void = 0 AND v.keep = (o.fate = 'skipped') ORDER BY v.visit",
         "visit {0} is {1}, against the verdict it was booked with",
-    )
-
-
-def _members(db: sqlite3.Connection) -> Iterator[str]:
-    yield from _report(
-        db,
+    ),
+    (
         "SELECT visit, sibling, COUNT(*), SUM(fate = 'trained') FROM rollouts WHERE void = 0"
         " GROUP BY visit, sibling HAVING COUNT(*) > 1",
         "visit {0}, sibling {1} is booked {2} times, {3} times as trained",
-    )
-    yield from _report(
-        db,
+    ),
+    (
         "SELECT o.visit, o.group_size, COUNT(r.row) FROM outcomes o"
         " LEFT JOIN rollouts r ON r.visit = o.visit AND r.void = 0 WHERE o.void = 0"
         " GROUP BY o.row HAVING COUNT(r.row) <> o.group_size",
         "visit {0} has a group of {1} but {2} rollouts",
-    )
-    yield from _report(
-        db,
+    ),
+    (
         "SELECT visit, sibling, fate FROM rollouts WHERE void = 0"
         " AND visit NOT IN (SELECT visit FROM outcomes WHERE void = 0) ORDER BY visit",
         "visit {0}, sibling {1} is {2} but its visit is not finished",
-    )
-    members = dict(
-        db.execute("SELECT visit, GROUP_CONCAT(DISTINCT fate) FROM rollouts WHERE void = 0 GROUP BY visit").fetchall()
-    )
-    wrong = [
-        f"visit {visit} is {fate} but its rollouts are {members[visit]}"
-        for visit, fate in db.execute("SELECT visit, fate FROM outcomes WHERE void = 0 ORDER BY visit")
-        if visit in members and _unlike(fate, members[visit].split(","))
-    ]
-    yield from wrong[:SHOWN]
-    if len(wrong) > SHOWN:
-        yield f"... and {len(wrong) - SHOWN} more like it"
-
-
-def _unlike(fate: str, members: Sequence[str]) -> bool:
-    known = set(_FURTHEST)
-    return not known.issuperset(members) or fate != group_fate(members)
-
-
-def _rewards_and_counts(db: sqlite3.Connection) -> Iterator[str]:
-    yield from _report(
-        db,
+    ),
+    (
+        "SELECT o.visit, o.fate, GROUP_CONCAT(DISTINCT r.fate) AS members FROM outcomes o"
+        " JOIN rollouts r ON r.visit = o.visit AND r.void = 0 WHERE o.void = 0"
+        " GROUP BY o.row HAVING o.fate <> furthest(members) ORDER BY o.visit",
+        "visit {0} is {1} but its rollouts are {2}",
+    ),
+    (
         "SELECT visit, sibling, fate, reward FROM rollouts WHERE void = 0 AND reward IS NOT NULL"
         " AND fate IN ('failed', 'pruned') ORDER BY visit, sibling",
         "visit {0}, sibling {1} is {2} yet has a reward, {3}",
-    )
-    yield from _report(
-        db,
+    ),
+    (
         "SELECT visit, sibling FROM rollouts WHERE void = 0 AND reward IS NULL AND fate = 'trained'"
         " ORDER BY visit, sibling",
         "visit {0}, sibling {1} was trained without a reward",
-    )
-    yield from _report(
-        db,
+    ),
+    (
         "SELECT visit, sibling, reward FROM rollouts WHERE void = 0 AND reward IS NOT NULL"
         " AND (typeof(reward) NOT IN ('real', 'integer') OR ABS(reward) > 1.7976931348623157e308)"
         " ORDER BY visit, sibling",
         "visit {0}, sibling {1} has a reward that is not finite: {2}",
-    )
-    yield from _report(
-        db,
+    ),
+    (
         "SELECT visit, sibling, prompt_tokens, tokens, env_tokens, seconds FROM rollouts WHERE void = 0"
         " AND (prompt_tokens < 0 OR tokens < 0 OR env_tokens < 0 OR seconds < 0) ORDER BY visit, sibling",
         "visit {0}, sibling {1} has a negative count: {2} prompt, {3} sampled, {4} environment tokens, {5} s",
-    )
-
-
-def _training(db: sqlite3.Connection, finished: bool) -> Iterator[str]:
-    """Every trained rollout needs its optimizer step; the current step of an unfinished run is not booked yet."""
-    under_way = "" if finished else " AND step <= (SELECT COALESCE(MAX(step), -1) FROM steps WHERE void = 0)"
-    yield from _report(
-        db,
+    ),
+    (
         "SELECT visit, sibling, step FROM rollouts WHERE void = 0 AND fate = 'trained'"
-        f" AND step NOT IN (SELECT step FROM steps WHERE void = 0){under_way} ORDER BY visit, sibling",
+        " AND step NOT IN (SELECT step FROM steps WHERE void = 0)"
+        " AND (:finished OR step <= (SELECT COALESCE(MAX(step), -1) FROM steps WHERE void = 0))"
+        " ORDER BY visit, sibling",
         "visit {0}, sibling {1} was trained in step {2}, which is not booked",
-    )
-    yield from _report(
-        db,
+    ),
+    (
         "SELECT r.visit, r.sibling, r.step, o.step FROM rollouts r JOIN outcomes o ON o.visit = r.visit AND o.void = 0"
         " WHERE r.void = 0 AND r.step <> o.step ORDER BY r.visit, r.sibling",
         "visit {0}, sibling {1} ended in step {2}, its group in step {3}",
-    )
-
-
-def _lag(db: sqlite3.Connection, max_lag: str | None) -> Iterator[str]:
-    if max_lag is None:
-        return
-    if not max_lag.isdecimal():
-        yield f"max_lag in the meta table is not a whole number: {max_lag!r}"
-        return
-    yield from _report(
-        db,
+    ),
+    (
         "WITH at AS (SELECT s.step, COALESCE(s.version,"
         " (SELECT MAX(version) FROM visits v WHERE v.void = 0 AND v.step <= s.step)) AS version"
         " FROM steps s WHERE s.void = 0)"
-        " SELECT r.visit, r.sibling, r.step, at.version, r.first_version, ? FROM rollouts r JOIN at ON at.step = r.step"
-        " WHERE r.void = 0 AND r.fate = 'trained' AND at.version - r.first_version > ? ORDER BY r.visit, r.sibling",
+        " SELECT r.visit, r.sibling, r.step, at.version, r.first_version, :max_lag FROM rollouts r"
+        " JOIN at ON at.step = r.step WHERE r.void = 0 AND r.fate = 'trained'"
+        " AND at.version - r.first_version > :max_lag ORDER BY r.visit, r.sibling",
         "visit {0}, sibling {1} was trained in step {2} at version {3} with a token of version {4}: over max_lag {5}",
-        (int(max_lag), int(max_lag)),
-    )
+    ),
+)
+"""Query for the rows that break an invariant, and the problem that each row is.
+
+A rollout of the current step of an unfinished run is not booked yet. Without `max_lag` no lag is over it.
+"""
 
 
 def _voids(db: sqlite3.Connection) -> Iterator[str]:
@@ -296,23 +277,14 @@ def _count(n: int, noun: str) -> str:
     return f"{n:,} {noun}{'' if n == 1 else 's'}"
 
 
-def to_json(result: Proof) -> dict[str, Any]:
-    """Return the proof as plain values, for `json.dumps`."""
-    return asdict(result)
-
-
 def render(result: Proof) -> RenderableType:
     """Return totals by fate, problems and verdict, for a rich console."""
     table = Table(title="What became of every visit, rollout, token and second", title_justify="left")
-    table.add_column("fate")
-    for name in (*COLUMNS, "of_tokens"):
-        table.add_column(name.replace("_", " "), justify="right")
-    sampled = sum(result.totals[fate]["tokens"] for fate in FATES)
-    for name, row in result.totals.items():
-        if name in FATES or any(row.values()):
-            share = f"{row['tokens'] / sampled:.1%}" if name in FATES and sampled else ""
-            cells = [f"{row[c]:,.0f}" for c in COLUMNS[:-1]] + [f"{row['seconds']:,.1f}"]
-            table.add_row(visible(name.replace("_", " ")), *cells, share, end_section=name == FATES[-1])
+    for name in HEAD:
+        table.add_column(name, justify="left" if name == "fate" else "right")
+    for name, *cells in totals_rows(result.totals):
+        if name in FATES or any(result.totals[name].values()):
+            table.add_row(visible(name.replace("_", " ")), *cells, end_section=name == FATES[-1])
     problems = [Text(visible(f"- {problem}"), style="red") for problem in result.problems]
     rules = [rules_table(result.rules)] if result.rules else []
     return Lines(table, *rules, *problems, Text(verdict(result), style="bold green" if result.ok else "bold red"))

@@ -9,18 +9,20 @@ skips by history visits the most stubborn prompts least often, so long gaps hold
 from __future__ import annotations
 
 import sqlite3
-from collections import Counter
 from dataclasses import dataclass
 
 HEAD = ("epochs between", "visits", "zero-variance again")
 LONGEST = 10
 """Gaps of this length or more are counted together."""
 
-_VISITS = """
-    SELECT v.epoch - LAG(v.epoch) OVER prompt, LAG(o.zero_variance) OVER prompt, o.zero_variance
-    FROM visits v JOIN outcomes o ON o.visit = v.visit AND o.void = 0
-    WHERE v.void = 0 AND o.fate <> 'cut' AND o.zero_variance IN ('none', 'easy', 'hard')
-    WINDOW prompt AS (PARTITION BY v.ordinal ORDER BY v.visit)"""
+_BY_GAP = f"""
+    SELECT MIN(epoch - previous_epoch, {LONGEST}), COUNT(*), SUM(kind <> 'none') FROM (
+      SELECT v.epoch, LAG(v.epoch) OVER prompt AS previous_epoch,
+             o.zero_variance AS kind, LAG(o.zero_variance) OVER prompt AS previous_kind
+      FROM visits v JOIN outcomes o ON o.visit = v.visit AND o.void = 0
+      WHERE v.void = 0 AND o.fate <> 'cut' AND o.zero_variance IN ('none', 'easy', 'hard')
+      WINDOW prompt AS (PARTITION BY v.ordinal ORDER BY v.visit))
+    WHERE previous_kind <> 'none' GROUP BY 1 ORDER BY 1"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,14 +37,7 @@ class Recurrence:
 
 def recurrence(db: sqlite3.Connection) -> list[Recurrence]:
     """Return recurrence by gap, ascending, for gaps that occur. Takes one pass over the visits."""
-    visits: Counter[int] = Counter()
-    zero: Counter[int] = Counter()
-    for epochs, before, now in db.execute(_VISITS):
-        if before in ("easy", "hard"):
-            gap = min(int(epochs), LONGEST)
-            visits[gap] += 1
-            zero[gap] += now in ("easy", "hard")
-    return [Recurrence(gap, visits[gap], zero[gap]) for gap in sorted(visits)]
+    return [Recurrence(*row) for row in db.execute(_BY_GAP)]
 
 
 def rows(found: list[Recurrence]) -> list[list[str]]:

@@ -70,8 +70,12 @@ def _estimate(figures: Mapping[str, float], key: str, text: Callable[[float], st
     value, low, high = (figures.get(k, math.nan) for k in (key, f"{key}_low", f"{key}_high"))
     if math.isnan(low):
         return "unknown"
-    interval = f"at least {text(low)}" if math.isnan(high) else f"{text(low)}–{text(high)}"
-    return f"{'unknown' if math.isnan(value) else text(value)} ({interval})"
+    interval = f"{text(low)}–{text(high)}"
+    if math.isnan(high):
+        interval = f"at least {text(low)}"
+    if math.isnan(value):
+        return f"unknown ({interval})"
+    return f"{text(value)} ({interval})"
 
 
 def rules_table(rules: RuleAudits) -> Table:

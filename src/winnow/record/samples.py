@@ -23,8 +23,6 @@ MAX_DECISIONS = 16
 """Gate decisions written for a rollout."""
 MAX_SEGMENTS, SEGMENT_TEXT = 16, 300
 """Segments after the first written for a rollout, and characters of the new part of each prompt."""
-BEFORE = 8
-"""Tokens decoded before a token, so that its characters are those in the text."""
 UNFINISHED = "\ufffd"
 """A decoder's placeholder for an incomplete character."""
 
@@ -82,13 +80,6 @@ def token_chars(tokenizer: Any, ids_N: np.ndarray) -> list[int]:
 
     0 for tokens that `decode` leaves out. A character split over tokens counts for the token that completes it.
     """
-    n = len(ids_N)
-    before = [ids_N[max(0, i - BEFORE) : i] for i in range(n)]
-    upto = [ids_N[max(0, i - BEFORE) : i + 1] for i in range(n)]
-    *lengths, whole = _lengths(tokenizer, [*before, *upto, ids_N])
-    chars = [after - start for start, after in zip(lengths[:n], lengths[n:], strict=True)]
-    if sum(chars) == whole and min(chars, default=0) >= 0:
-        return chars
     ends = accumulate(_lengths(tokenizer, [ids_N[: i + 1] for i in range(len(ids_N))]), max)
     return np.diff([0, *ends]).tolist()
 

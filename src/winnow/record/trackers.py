@@ -67,8 +67,8 @@ class Wandb:
         self._run.finish()
 
 
-class Trackio:
-    """Trackio, in project `winnow`; TRACKIO_DIR sets the folder of its files."""
+class Trackio(Wandb):
+    """Trackio, whose runs log and finish like those of Weights & Biases; TRACKIO_DIR sets the folder of its files."""
 
     def __init__(self, run_dir: Path, config: RunConfig, step: int | None) -> None:
         trackio = import_module("trackio")
@@ -76,12 +76,6 @@ class Trackio:
         settings, resume = as_saved(config), "allow" if kept else "never"
         self._run = trackio.init(project=PROJECT, name=kept or name, config=settings, resume=resume, embed=False)
         _keep(run_dir, "trackio", self._run.name)
-
-    def log(self, metrics: Mapping[str, float], step: int) -> None:
-        self._run.log(dict(metrics), step=step)
-
-    def close(self) -> None:
-        self._run.finish()
 
 
 class MLflow:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 
 import numpy as np
 import yaml
@@ -13,7 +12,7 @@ from .gate_effect import Effect, SweepRow, check_horizon, effect
 from .gate_search import Choice, Plan, Search
 from .gate_tables import Groups, Recorded, ReplayError, can_be_cut, rows_by_type, some
 
-RESAMPLES = 10_000
+RESAMPLES = 1_000
 
 
 @dataclass(frozen=True)
@@ -35,43 +34,31 @@ class Calibration:
     t_max: int
     plan: Plan
     chosen: Effect
-    """Effect of the plan on all groups, the ones it was chosen on."""
+    """Effect of the plan on all groups, the ones it was chosen on; a `SweepRow` for one step and all groups."""
     folds: tuple[Judged, ...]
     """The choice without each fold, and its effect there."""
     held_out: Effect
     """Effect over all folds: every group is judged by the choice made without it."""
-
-
-@dataclass(frozen=True)
-class Joint(Calibration):
-    """Calibration for several steps, or gates of task types."""
-
     parts: dict[str, Judged]
-    """`together` and `one step`: the choices for all groups; `type ...`: that of a type on its groups."""
-
-
-@dataclass(frozen=True)
-class OneStep(Calibration):
-    """Calibration for one step and all groups. The 95% `intervals`, by name as in `Effect`, take the gate as given:
-    they ignore that it was chosen on the same groups."""
-
-    chosen: SweepRow
-    can_be_cut: str
-    intervals: dict[str, tuple[float, float] | None]
-    random: Effect
+    """`together` and `one step`: the choices for all groups; `type ...`: that of a type on its groups. Empty for one
+    step and all groups, which alone have what follows."""
+    can_be_cut: str = ""
+    intervals: dict[str, tuple[float, float] | None] = field(default_factory=dict)
+    """95% intervals, by name as in `Effect`. They ignore that the gate was chosen on the same groups."""
+    random: Effect | None = None
     """Control arm, in expectation: as many cuts at the same step, at random among the groups that can be cut."""
-    oracle: Effect
+    oracle: Effect | None = None
     """Oracle: cut exactly the zero-variance groups that can be cut, at the same step."""
 
 
-def calibrate(recorded: Groups, search: Search, *, folds: int = 5, seed: int = 0) -> Joint | OneStep:
+def calibrate(recorded: Groups, search: Search, *, folds: int = 5, seed: int = 0) -> Calibration:
     """Choose a plan, and judge every group by the choice made without its fold.
 
     Raises ReplayError when no plan meets the bound, with fewer groups than folds, when the Ks of the table hold
     different groups, and on missing columns that the search needs.
     """
     groups = aligned(recorded)
-    n, t_max = len(next(iter(groups.values())).task_ids), search.t_max
+    n, t_max = len(next(iter(groups.values()))), search.t_max
     _check(groups, search)
     if n < folds:
         raise ReplayError(f"{n} groups cannot be split into {folds} folds; record more")
@@ -89,38 +76,43 @@ def calibrate(recorded: Groups, search: Search, *, folds: int = 5, seed: int = 0
         held_N[mine_M] = choice.cut_at(mine)
         parts.append(Judged(choice, effect(mine, held_N[mine_M], t_max)))
     chosen, held_out = (effect(groups, at_N, t_max) for at_N in (plan.cut_at(groups), held_N))
-    bound, judged = str(search.bound), tuple(parts)
+    found = Calibration(str(search.bound), t_max, plan, chosen, tuple(parts), held_out, {})
     if search.most > 1 or search.per_task_type:
-        return Joint(bound, t_max, plan, chosen, judged, held_out, _parts(groups, plan, search))
+        return replace(found, parts=_parts(groups, plan, search))
     assert plan.rest is not None
     [(k, threshold)] = plan.rest.steps.items()
-    row = SweepRow(**asdict(chosen), k=k, signal=plan.rest.signal, threshold=threshold)
-    intervals = _intervals(plan.cut_at(groups) > 0, groups[k], t_max, seed)
-    random, oracle = _arms(row, groups[k], t_max)
-    return OneStep(bound, t_max, plan, row, judged, held_out, can_be_cut(groups[k]), intervals, random, oracle)
+    random, oracle = _arms(chosen, groups[k], t_max)
+    return replace(
+        found,
+        chosen=SweepRow(**asdict(chosen), k=k, signal=plan.rest.signal, threshold=threshold),
+        can_be_cut=can_be_cut(groups[k]),
+        intervals=_intervals(plan.cut_at(groups) > 0, groups[k], t_max, seed),
+        random=random,
+        oracle=oracle,
+    )
 
 
 def aligned(recorded: Groups) -> dict[int, Recorded]:
     """Return the same groups in one order at every K. Raises ReplayError when the Ks hold different ones."""
     ks = sorted(recorded)
     first = recorded[ks[0]]
-    place = {task: i for i, task in enumerate(first.task_ids)}
+    place = {task: i for i, task in enumerate(first.columns["task_id"])}
     found = {}
     for k in ks:
         at = recorded[k]
-        if odd := set(first.task_ids) ^ set(at.task_ids):
+        if odd := set(place) ^ set(at.columns["task_id"]):
             raise ReplayError(
                 f"{at.source}: K = {first.k} and K = {k} hold different groups, e.g. '{min(odd)}', so their savings "
                 "cannot be compared; record every group at every K, or choose one with --k"
             )
-        found[k] = at.only(np.argsort([place[task] for task in at.task_ids]))
+        found[k] = at.only(np.argsort([place[task] for task in at.columns["task_id"]]))
     return found
 
 
 def _check(groups: Groups, search: Search) -> None:
     for at in groups.values():
         check_horizon(at, search.t_max)
-        if search.or_rule and (at.steps_N is None or at.steps_k_N is None or TERMINATION not in at.signals):
+        if search.or_rule and (at.left_N is None or TERMINATION not in at.columns):
             raise ReplayError(
                 f"{at.source}: the OR rule is chosen by the steps really saved, since who has ended saves none; it "
                 f"needs the columns steps, steps_k and {TERMINATION}"
@@ -145,49 +137,28 @@ def _judged(choice: Choice | None, groups: Groups, t_max: int) -> Judged:
 
 
 def _intervals(cut_N: np.ndarray, at: Recorded, t_max: int, seed: int) -> dict[str, tuple[float, float] | None]:
-    """Return a percentile bootstrap over groups (Efron 1979). Groups with the same cut, worth and weight are alike, so
-    only the counts of these kinds are drawn."""
-    kinds_C, n_C = np.unique(np.stack([cut_N, at.zero_N, at.weights_N], 1), axis=0, return_counts=True)
-    drawn_RC = np.random.default_rng(seed).multinomial(n_C.sum(), n_C / n_C.sum(), size=RESAMPLES) * kinds_C[:, 2]
-    cut_C, zero_C = kinds_C[:, 0] == 1, kinds_C[:, 1] == 1
-    tp_R, fp_R, missed_R, kept_R = (
-        drawn_RC[:, (cut_C == cut) & (zero_C == zero)].sum(1)
-        for cut, zero in ((True, True), (True, False), (False, True), (False, False))
-    )
-    share_R = 100 * (t_max - at.k) / (t_max * drawn_RC.sum(1))
-    with np.errstate(divide="ignore", invalid="ignore"):
-        drawn = {
-            "precision": tp_R / (tp_R + fp_R),
-            "recall": tp_R / (tp_R + missed_R),
-            "safe_pct": tp_R * share_R,
-            "raw_pct": (tp_R + fp_R) * share_R,
-            "kept_norm": np.sqrt(kept_R / (kept_R + fp_R)),
-        }
+    """Return a percentile bootstrap over groups (Efron 1979)."""
+    rng = np.random.default_rng(seed)
+    drawn = []
+    for _ in range(RESAMPLES):
+        rows_N = rng.integers(len(cut_N), size=len(cut_N))
+        drawn.append(effect({at.k: at.only(rows_N)}, at.k * cut_N[rows_N], t_max))
     found: dict[str, tuple[float, float] | None] = {}
-    for name, values_R in drawn.items():
-        defined = values_R[np.isfinite(values_R)]
-        low, high = np.quantile(defined, [0.025, 0.975]) if len(defined) else (math.nan, math.nan)
-        found[name] = (float(low), float(high)) if len(defined) else None
+    for name in ("precision", "recall", "safe_pct", "raw_pct", "kept_norm"):
+        values = [getattr(row, name) for row in drawn if getattr(row, name) is not None]
+        found[name] = None
+        if values:
+            low, high = np.quantile(values, [0.025, 0.975])
+            found[name] = (float(low), float(high))
     return found
 
 
 def _arms(chosen: Effect, at: Recorded, t_max: int) -> tuple[Effect, Effect]:
     """Return the effects of random cuts among the groups that can be cut, and of the oracle."""
-    run_N, zero_N = at.running_N, at.zero_N
-    best, everything = (effect({at.k: at}, at.k * cut_N, t_max) for cut_N in (run_N & zero_N, run_N))
-    hit = chosen.cut / everything.cut
-    tp, teaching = hit * best.cut, float(at.weights_N.sum()) - at.count(zero_N)
-    random = replace(
-        chosen,
-        tp=tp,
-        fp=chosen.cut - tp,
-        precision=everything.precision,
-        recall=None if best.recall is None else hit * best.recall,
-        safe_pct=hit * best.safe_pct,
-        measured_pct=None if everything.measured_pct is None else hit * everything.measured_pct,
-        kept_norm=math.sqrt(max(0.0, 1 - (chosen.cut - tp) / teaching)) if teaching else None,
-    )
-    return random, best
+    possible = at.count(at.running_N)
+    random = effect({at.k: at}, at.k * at.running_N, t_max, share=chosen.cut / possible)
+    oracle = effect({at.k: at}, at.k * (at.running_N & at.zero_N), t_max)
+    return replace(random, cut=chosen.cut, raw_pct=chosen.raw_pct), oracle
 
 
 def config_section(found: Calibration) -> str:
@@ -198,11 +169,11 @@ def config_section(found: Calibration) -> str:
     return f"# of {e.groups:g} recorded groups {e.cut:g} cut, {e.tp:g} of them zero-variance ({found.bound})\n{text}"
 
 
-def lines(found: Joint | OneStep) -> list[str]:
+def lines(found: Calibration) -> list[str]:
     """Return text for the reader: the effect of the choice, and of such choices on unseen groups."""
     folds, held = f"{len(found.folds)} folds", found.held_out
     said = []
-    if isinstance(found, Joint):
+    if found.parts:
         said = [f"{name:<10} {part}" for name, part in found.parts.items()]
         if found.plan.types:
             said.insert(-1, f"by type    {_counts(found.chosen)}")

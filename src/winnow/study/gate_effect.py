@@ -48,15 +48,21 @@ class SweepRow(Effect):
     threshold: float
 
 
-def effect(recorded: Groups, cut_at_N: np.ndarray, t_max: int) -> Effect:
-    """Count groups, the same in one order at every K, that are cut at steps int [N]; 0 for never."""
+def effect(recorded: Groups, cut_at_N: np.ndarray, t_max: int, share: float = 1) -> Effect:
+    """Count groups, the same in one order at every K, that are cut at steps int [N]; 0 for never.
+
+    `share`: of these groups as many are cut, at random; the effect is the expected one.
+    """
     first = next(iter(recorded.values()))
     cut_N, zero_N, w_N = cut_at_N > 0, first.zero_N, first.weights_N
-    n, cut, tp, zero = first.count(w_N > 0), first.count(cut_N), first.count(cut_N & zero_N), first.count(zero_N)
-    raw_N = 100 * w_N * np.where(cut_N, t_max - cut_at_N, 0) / (n * t_max)
+    n, zero = first.count(w_N > 0), first.count(zero_N)
+    cut, tp = share * first.count(cut_N), share * first.count(cut_N & zero_N)
+    raw_N = 100 * share * w_N * np.where(cut_N, t_max - cut_at_N, 0) / (n * t_max)
     measured = None
     if first.measured:
-        measured = 100 * sum(float((w_N * savings(at, t_max))[cut_at_N == k].sum()) for k, at in recorded.items())
+        measured = 0.0
+        for k, at in recorded.items():
+            measured += 100 * share * float((w_N * savings(at, t_max))[cut_at_N == k].sum())
     return Effect(
         groups=n,
         cut=cut,
@@ -76,12 +82,11 @@ def savings(at: Recorded, t_max: int) -> np.ndarray:
 
     Measured, or as if every trajectory ran to the end.
     """
-    if at.measured:
-        assert at.steps_N is not None
-        assert at.steps_k_N is not None
-        saved: np.ndarray = (at.steps_N - at.steps_k_N) / (at.weights_N * at.steps_N).sum()
-        return saved
-    return np.full(len(at.task_ids), (t_max - at.k) / (at.weights_N.sum() * t_max))
+    left_N, total = np.full(len(at), t_max - at.k), at.weights_N.sum() * t_max
+    if at.measured and at.left_N is not None:
+        left_N, total = at.left_N, (at.weights_N * at.columns["steps"]).sum()
+    saved: np.ndarray = left_N / total
+    return saved
 
 
 def sweep(

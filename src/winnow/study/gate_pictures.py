@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from ..base.install import install
-from .gate_calibration import OneStep
+from .gate_calibration import Calibration
 from .gate_effect import SweepRow
 from .gate_tables import Correlation, Groups, ReplayError
 
@@ -39,11 +39,9 @@ def check(path: Path) -> None:
 def _figure(path: Path, width: float, height: float, **options: Any) -> Iterator[Any]:
     """Yield the axes of a figure of that size in inches, then write it. Needs no screen."""
     check(path)
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), layout="constrained")
-    FigureCanvasAgg(figure)
     axes = figure.subplots(**options)
     yield axes
     for ax in np.ravel(axes):
@@ -109,8 +107,8 @@ def separation(recorded: Groups, rows: Sequence[Correlation], path: Path) -> Non
         right.legend(fontsize=8)
 
 
-def pareto(found: OneStep, tried: Mapping[int, np.ndarray], path: Path) -> None:
-    """Draw precision against saving of every gate tried, the best of them, the chosen one, and its controls.
+def pareto(found: Calibration, tried: Mapping[int, np.ndarray], path: Path) -> None:
+    """Draw precision against saving of every gate tried, the chosen one, and its controls.
 
     `tried`: K -> weight cut, weight rightly cut and share of all steps saved, [3, M].
     """
@@ -118,17 +116,10 @@ def pareto(found: OneStep, tried: Mapping[int, np.ndarray], path: Path) -> None:
         for i, (k, (cut_M, tp_M, saved_M)) in enumerate(tried.items()):
             look = {"color": COLOURS[i % 5], "marker": MARKS[i % 5], "label": f"tried, K = {k}"}
             ax.plot(100 * saved_M, tp_M / cut_M, linestyle="", markersize=3, alpha=0.35, **look)
-        ax.plot(
-            *_front(*np.concatenate(list(tried.values()), axis=1)),
-            color="black",
-            linewidth=1,
-            drawstyle="steps-pre",
-            label="best of those tried",
-        )
         measured = found.chosen.measured_pct is not None
         arms = (("chosen", found.chosen, "*", RED, 16), ("as many at random", found.random, "X", "black", 9))
         for name, row, mark, colour, size in (*arms, ("oracle", found.oracle, "P", GREEN, 10)):
-            if row.precision is not None:
+            if row is not None and row.precision is not None:
                 ax.plot(
                     row.saved_pct,
                     row.precision,
@@ -148,13 +139,3 @@ def pareto(found: OneStep, tried: Mapping[int, np.ndarray], path: Path) -> None:
         ax.set_title(f"{found.plan} ({found.bound})", fontsize=10)
         ax.grid(alpha=0.3)
         ax.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
-
-
-def _front(cut_M: np.ndarray, tp_M: np.ndarray, saved_M: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return saving (%) and precision of the gates that no other beats in both, by ascending saving."""
-    saved, precision = 100 * saved_M, tp_M / cut_M
-    order = np.lexsort((-precision, -saved))
-    saved, precision = saved[order], precision[order]
-    best = np.maximum.accumulate(precision)
-    front = np.append(True, best[1:] > best[:-1])
-    return saved[front][::-1], precision[front][::-1]

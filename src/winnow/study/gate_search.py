@@ -58,7 +58,7 @@ class Choice(OfType):
 
     def cut_at(self, recorded: Groups) -> np.ndarray:
         """Return the step at which each group is cut, int [N]; 0 for never."""
-        at_N = np.zeros(len(next(iter(recorded.values())).task_ids), int)
+        at_N = np.zeros(len(next(iter(recorded.values()))), int)
         for k in sorted(self.steps, reverse=True):  # write the first step that fires last
             at = recorded[k]
             ended_N = None if self.termination is None else at.signal(TERMINATION)
@@ -83,12 +83,12 @@ class Plan:
 
     def cut_at(self, recorded: Groups) -> np.ndarray:
         """Return the step at which each group is cut, int [N]; 0 for never."""
-        types = next(iter(recorded.values())).task_types or ()
-        at_N = np.zeros(len(next(iter(recorded.values())).task_ids), int)
+        first = next(iter(recorded.values()))
+        at_N = np.zeros(len(first), int)
         if self.rest is not None:
             at_N = self.rest.cut_at(recorded)
         for kind, own in self.types.items():
-            mine_N = np.array(types, dtype=object) == kind
+            mine_N = first.columns["task_type"] == kind
             at_N[mine_N] = 0 if own is None else own.cut_at(recorded)[mine_N]
         return at_N
 
@@ -178,7 +178,7 @@ class Table:
                 value_N = np.where(at.signals[TERMINATION] >= limit, -1.0, value_N)
             values.append(np.where(at.running_N, value_N, NOBODY))
             saved.append(savings(at, t_max))
-        never_N = np.full(len(first.task_ids), NOBODY)
+        never_N = np.full(len(first), NOBODY)
         value_SN, saved_SN = np.array([*values, never_N]), np.array([*saved, 0 * never_N])
         return cls(signal, limit, tuple(recorded), value_SN, saved_SN, first.weights_N, first.zero_N)
 

@@ -10,15 +10,15 @@ average below is of those (Horvitz and Thompson 1952). Other columns are ignored
 
 from __future__ import annotations
 
+import csv
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
-import pyarrow as pa
-from pyarrow import csv
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from ..base.install import install
 from ..config import suggestion
@@ -27,14 +27,22 @@ from ..methods.gate.divergence import TERMINATION
 from ..methods.gate.signals import SIGNALS
 from ..record.records import GATE
 
-TEXT = ("task_id", "task_type", "label")
-REQUIRED = ("K", "task_id", "reward_var")
-COLUMNS = (*REQUIRED, "task_type", "label", "steps", "steps_k", "weight", *SIGNALS)
-RANGES = {"K": (1.0, math.inf, "a whole number from 1"), "weight": (1.0, 1e12, "in [1, 1e12]")}
-RANGES |= dict.fromkeys(SIGNALS, (0.0, 1.0, "in [0, 1]"))
-LABELS = {"all_fail": True, "mixed": False, "all_succeed": True}
 ZERO = 1e-16
 """Largest variance of rewards that are equal within 1e-8."""
+TEXT = ("task_id", "task_type", "label")
+REQUIRED = ("K", "task_id", "reward_var")
+TYPES: dict[str, Any] = {
+    "K": Annotated[int, Field(ge=1)],
+    "task_id": Annotated[str, Field(min_length=1)],
+    "reward_var": Annotated[float, Field(ge=0)],
+    "task_type": str,
+    "label": Literal["all_fail", "mixed", "all_succeed"],
+    "steps": Annotated[float, Field(ge=0)],
+    "steps_k": Annotated[float, Field(ge=0)],
+    "weight": Annotated[float, Field(ge=1, le=1e12)],
+    **dict.fromkeys(SIGNALS, Annotated[float, Field(ge=0, le=1)]),
+}
+"""Columns that are read, and their values."""
 
 
 class ReplayError(ValueError):
@@ -43,40 +51,48 @@ class ReplayError(ValueError):
 
 @dataclass(frozen=True, eq=False)
 class Recorded:
-    """The groups of a table at one evaluation step, in the order of the file. Arrays are [N]."""
+    """The groups of a table at one evaluation step, in the order of the file."""
 
     source: str
     k: int
-    task_ids: tuple[str, ...]
-    task_types: tuple[str, ...] | None
-    reward_var_N: np.ndarray
-    signals: Mapping[str, np.ndarray]
-    steps_N: np.ndarray | None = None
-    """Environment steps of all trajectories together."""
-    steps_k_N: np.ndarray | None = None
-    """Environment steps within the first k of each trajectory."""
-    weight_N: np.ndarray | None = None
-    """Number of groups each row represents; None: itself."""
+    columns: Mapping[str, np.ndarray]
+    """[N] by our name: text, else float64. `weight` only if some row does not represent itself alone."""
+
+    def __len__(self) -> int:
+        return len(self.columns["task_id"])
+
+    @property
+    def signals(self) -> dict[str, np.ndarray]:
+        return {name: values for name, values in self.columns.items() if name in SIGNALS}
 
     @property
     def weights_N(self) -> np.ndarray:  # noqa: N802
-        return np.ones(len(self.task_ids)) if self.weight_N is None else self.weight_N
+        """Number of groups each row represents."""
+        return self.columns.get("weight", np.ones(len(self)))
 
     def count(self, which_N: np.ndarray) -> float:
         """Return the number of groups that those of bool [N] represent; whole without weights."""
         total = self.weights_N[which_N].sum()
-        return int(total) if self.weight_N is None else float(total)
+        return float(total) if "weight" in self.columns else int(total)
 
     @property
     def zero_N(self) -> np.ndarray:  # noqa: N802
         """bool: all rewards equal, so the group teaches nothing."""
-        zero: np.ndarray = self.reward_var_N <= ZERO
+        zero: np.ndarray = self.columns["reward_var"] <= ZERO
         return zero
+
+    @property
+    def left_N(self) -> np.ndarray | None:  # noqa: N802
+        """Environment steps that trajectories took after their k-th; None if the table does not have them."""
+        if "steps" not in self.columns or "steps_k" not in self.columns:
+            return None
+        left: np.ndarray = self.columns["steps"] - self.columns["steps_k"]
+        return left
 
     @property
     def measured(self) -> bool:
         """Whether the table has actual trajectory steps."""
-        return self.steps_N is not None and self.steps_k_N is not None and bool(self.steps_N.sum() > 0)
+        return self.left_N is not None and bool(self.columns["steps"].sum() > 0)
 
     @property
     def running_N(self) -> np.ndarray:  # noqa: N802
@@ -84,35 +100,19 @@ class Recorded:
 
         Without `steps` and `steps_k` it is False only if all trajectories are known to have ended before step k.
         """
-        if self.steps_N is not None and self.steps_k_N is not None:
-            left: np.ndarray = self.steps_N > self.steps_k_N
-            return left
-        return self.signals[TERMINATION] < 1 if TERMINATION in self.signals else np.ones(len(self.task_ids), bool)
+        if self.left_N is not None:
+            return self.left_N > 0
+        return self.columns.get(TERMINATION, np.zeros(len(self))) < 1
 
     def signal(self, name: str) -> np.ndarray:
         """Return a signal's column. Raises ReplayError when it is missing, with the nearest column name."""
         if name not in self.signals:
             raise ReplayError(f"{self.source}: there is no signal '{name}'.{suggestion(name, list(self.signals))}")
-        return self.signals[name]
+        return self.columns[name]
 
     def only(self, rows_M: np.ndarray) -> Recorded:
         """Return some of the groups, by index."""
-
-        def pick(values: np.ndarray | None) -> np.ndarray | None:
-            return None if values is None else values[rows_M]
-
-        types = None if self.task_types is None else tuple(self.task_types[i] for i in rows_M)
-        return Recorded(
-            self.source,
-            self.k,
-            tuple(self.task_ids[i] for i in rows_M),
-            types,
-            self.reward_var_N[rows_M],
-            {name: values[rows_M] for name, values in self.signals.items()},
-            pick(self.steps_N),
-            pick(self.steps_k_N),
-            pick(self.weight_N),
-        )
+        return Recorded(self.source, self.k, {name: values[rows_M] for name, values in self.columns.items()})
 
 
 Groups = Mapping[int, Recorded]
@@ -126,10 +126,10 @@ def some(recorded: Groups, rows_M: np.ndarray) -> dict[int, Recorded]:
 
 def rows_by_type(at: Recorded) -> dict[str, np.ndarray]:
     """Return the indices of each task type's groups. Raises ReplayError when the table has no types."""
-    if at.task_types is None:
+    if "task_type" not in at.columns:
         raise ReplayError(f"{at.source}: there is no column 'task_type'; name it with --map task_type=COLUMN")
-    types_N = np.array(at.task_types, dtype=object)
-    return {kind: np.flatnonzero(types_N == kind) for kind in sorted(set(at.task_types))}
+    types_N = at.columns["task_type"]
+    return {kind: np.flatnonzero(types_N == kind) for kind in sorted(set(types_N))}
 
 
 def read_recorded(path: str | Path, mapping: Mapping[str, str] | None = None) -> dict[int, Recorded]:
@@ -140,28 +140,26 @@ def read_recorded(path: str | Path, mapping: Mapping[str, str] | None = None) ->
     twice at one K, no rows) and FileNotFoundError.
     """
     path = Path(path)
-    names = _columns(path, table := _read(path, mapping or {}), mapping or {})
-    columns = {name: _column(path, name, column, table) for name, column in names.items()}
-    _check_rows(path, names, columns)
+    names, rows = _read(path)
+    ours = _columns(path, names, mapping or {})
+    if not rows:
+        raise ReplayError(f"{path}: the table has no rows")
+    checked = _checked(path, rows, ours)
+    columns = {}
+    for name in ours:
+        values = [getattr(row, name) for row in checked]
+        columns[name] = np.array(values, dtype=object if name in TEXT else np.float64)
+    if "weight" in columns and (columns["weight"] == 1).all():
+        del columns["weight"]
+    whole = Recorded(str(path), 0, columns)
     found = {}
-    for k in sorted(set(columns["K"].tolist())):
-        at = np.flatnonzero(columns["K"] == k)
-        part = {name: values[at] for name, values in columns.items()}
-        found[int(k)] = Recorded(
-            str(path),
-            int(k),
-            tuple(part["task_id"].tolist()),
-            tuple(part["task_type"].tolist()) if "task_type" in part else None,
-            part["reward_var"],
-            {name: part[name] for name in SIGNALS if name in part},
-            part.get("steps"),
-            part.get("steps_k"),
-            part.get("weight") if (columns.get("weight", np.ones(1)) != 1).any() else None,
-        )
+    for k in np.unique(columns["K"]).astype(int).tolist():
+        found[k] = Recorded(str(path), k, whole.only(np.flatnonzero(columns["K"] == k)).columns)
     return found
 
 
-def _read(path: Path, mapping: Mapping[str, str]) -> pa.Table:
+def _read(path: Path) -> tuple[list[str], Sequence[Mapping[str, Any]]]:
+    """Return the names of a table's columns, and its rows."""
     if path.is_dir():
         path = path / GATE
         if not path.is_file():
@@ -170,37 +168,32 @@ def _read(path: Path, mapping: Mapping[str, str]) -> pa.Table:
             )
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such file")
-    text = {mapping.get(name, name): pa.string() for name in TEXT}
+    if path.suffix in (".jsonl", ".parquet", ".pq"):
+        rows = [row.values for row in read_file(path)]
+        return list(dict.fromkeys(name for row in rows for name in row)), rows
     try:
-        if path.suffix in (".jsonl", ".parquet", ".pq"):
-            return _table(path, [row.values for row in read_file(path)])
-        options = csv.ConvertOptions(column_types=text, strings_can_be_null=True)
-        return csv.read_csv(path, convert_options=options)
-    except (pa.ArrowException, UnicodeDecodeError) as error:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            reader = csv.DictReader(file, strict=True)
+            names = list(reader.fieldnames or ())
+            rows = list(reader)
+    except (csv.Error, UnicodeDecodeError) as error:
         raise ReplayError(f"{path}: not a CSV, JSONL or Parquet table: {error}") from None
+    if not names or any(None in row for row in rows):
+        raise ReplayError(f"{path}: not a CSV, JSONL or Parquet table: no header, or a row longer than it")
+    return names, rows
 
 
-def _table(path: Path, rows: Sequence[Mapping[str, Any]]) -> pa.Table:
-    """Return rows as a table. pyarrow's own JSON reader ends the process at a line that is `null`."""
-    names = dict.fromkeys(name for row in rows for name in row)
-    try:
-        return pa.table({name: [row.get(name) for row in rows] for name in names})
-    except (pa.ArrowException, OverflowError) as error:
-        raise ReplayError(f"{path}: a column has values of several types, or too large ones: {error}") from None
-
-
-def _columns(path: Path, table: pa.Table, mapping: Mapping[str, str]) -> dict[str, str]:
+def _columns(path: Path, there: Sequence[str], mapping: Mapping[str, str]) -> dict[str, str]:
     """Return our name -> the name in the file, for every column present."""
-    there = table.column_names
     for name, column in mapping.items():
-        if name not in COLUMNS:
-            raise ReplayError(f"--map {name}={column}: '{name}' is no column we read.{suggestion(name, COLUMNS)}")
+        if name not in TYPES:
+            raise ReplayError(f"--map {name}={column}: '{name}' is no column we read.{suggestion(name, list(TYPES))}")
         if column not in there:
             raise ReplayError(
                 f"{path}: --map {name}={column}: there is no column '{column}'.{suggestion(column, there)}"
             )
     names = dict(mapping)
-    for name in COLUMNS:
+    for name in TYPES:
         for candidate in (name, f"{name}_mean") if name in SIGNALS else (name,):
             if candidate in there:
                 names.setdefault(name, candidate)
@@ -213,63 +206,47 @@ def _columns(path: Path, table: pa.Table, mapping: Mapping[str, str]) -> dict[st
     for column in set(names.values()):
         if there.count(column) > 1:
             raise ReplayError(f"{path}: there are {there.count(column)} columns '{column}'; keep one")
-    if table.num_rows == 0:
-        raise ReplayError(f"{path}: the table has no rows")
     return names
 
 
-def _column(path: Path, name: str, column: str, table: pa.Table) -> np.ndarray:
-    """Return str or float64 [rows], every cell present and finite."""
-    values = table.column(column).to_pylist()
-    found: list[Any] = []
-    for row, value in enumerate(values):
-        if value is None or (isinstance(value, float) and math.isnan(value)):
-            raise ReplayError(f"{_where(path, row)}: '{column}' is empty; compute it, or leave the group out")
+def _checked(path: Path, rows: Sequence[Mapping[str, Any]], names: Mapping[str, str]) -> list[Any]:
+    """Return the rows as objects with our names, each present and in its range."""
+    strict = ConfigDict(allow_inf_nan=False, coerce_numbers_to_str=True)
+    fields: dict[str, Any] = {name: (TYPES[name], Field(alias=column)) for name, column in names.items()}
+    model: type[BaseModel] = create_model("Row", __config__=strict, **fields)
+    checked: list[Any] = []
+    first: dict[tuple[int, str], int] = {}
+    for number, values in enumerate(rows, 1):
+        where = f"{path}, row {number}"
         try:
-            found.append(str(value) if name in TEXT else float(value))
-        except (TypeError, ValueError):
-            raise ReplayError(f"{_where(path, row)}: '{column}' is not a number: {value!r}") from None
-    return np.array(found, dtype=object if name in TEXT else np.float64)
-
-
-def _check_rows(path: Path, names: Mapping[str, str], columns: Mapping[str, np.ndarray]) -> None:
-    for name, values in columns.items():
-        if name not in TEXT:
-            low, high, wanted = RANGES.get(name, (0.0, math.inf, "at least 0"))
-            good = (values >= low) & (values <= high) & np.isfinite(values)
-            if name == "K":
-                good &= values == np.floor(values)
-            if not good.all():
-                row = int(np.argmin(good))
-                raise ReplayError(f"{_where(path, row)}: '{names[name]}' must be {wanted}, not {values[row]:g}")
-    if "steps" in columns and "steps_k" in columns and (wrong := columns["steps_k"] > columns["steps"]).any():
-        raise ReplayError(
-            f"{_where(path, int(np.argmax(wrong)))}: steps_k, the steps within the first K, exceeds steps"
-        )
-    seen: dict[tuple[float, str], int] = {}
-    for row, key in enumerate(zip(columns["K"].tolist(), columns["task_id"].tolist(), strict=True)):
-        if key in seen:
+            row: Any = model.model_validate(values)
+        except ValidationError as error:
+            wrong = error.errors()[0]
+            column = wrong["loc"][0]
             raise ReplayError(
-                f"{_where(path, row)}: task '{key[1]}' at K = {key[0]:g} is in row {seen[key] + 1} already; a group "
-                "has one row an evaluation step (make task_id unique if it was visited twice)"
+                f"{where}: '{column}': {wrong['msg']} (got {values.get(str(column))!r:.50}); correct it, or leave the "
+                "group out"
+            ) from None
+        if "steps" in names and "steps_k" in names and row.steps_k > row.steps:
+            raise ReplayError(f"{where}: steps_k, the steps within the first K, exceeds steps")
+        before = first.setdefault((row.K, row.task_id), number)
+        if before != number:
+            raise ReplayError(
+                f"{where}: task '{row.task_id}' at K = {row.K} is in row {before} already; a group has one row an "
+                "evaluation step (make task_id unique if it was visited twice)"
             )
-        seen[key] = row
-    for row, label in enumerate(columns["label"].tolist() if "label" in columns else ()):
-        if label not in LABELS:
-            raise ReplayError(f"{_where(path, row)}: label '{label}' is none of {', '.join(LABELS)}")
-        if LABELS[label] != bool(columns["reward_var"][row] <= ZERO):
-            variance = columns["reward_var"][row]
-            raise ReplayError(f"{_where(path, row)}: label '{label}' contradicts a reward variance of {variance:g}")
-
-
-def _where(path: Path, row: int) -> str:
-    return f"{path}, row {row + 1}"
+        if "label" in names and (row.label == "mixed") == (row.reward_var <= ZERO):
+            raise ReplayError(
+                f"{where}: label '{row.label}' contradicts a reward variance of {row.reward_var:g}; correct one"
+            )
+        checked.append(row)
+    return checked
 
 
 def can_be_cut(at: Recorded) -> str:
     """Return a sentence: how many groups can be cut at step k, and how well the table knows it."""
-    can, n = at.count(at.running_N), at.count(np.ones(len(at.task_ids), bool))
-    if at.steps_N is not None and at.steps_k_N is not None:
+    can, n = at.count(at.running_N), at.count(np.ones(len(at), bool))
+    if at.left_N is not None:
         return f"at K = {at.k} somebody still runs in {can:g} of {n:g} groups"
     reason = "the table has no columns steps and steps_k, which tell who ended with step K itself"
     return f"at K = {at.k} somebody still runs in at most {can:g} of {n:g} groups ({reason})"
@@ -313,15 +290,17 @@ def _correlation(at: Recorded, signal: str, task_type: str | None) -> Correlatio
         from scipy import stats
     except ImportError:
         raise ReplayError(f"rank correlations need scipy; {install('gate')}") from None
-    value_N, zero_N, w_N = at.signals[signal], at.zero_N, at.weights_N
+    value_N, variance_N, zero_N, w_N = at.columns[signal], at.columns["reward_var"], at.zero_N, at.weights_N
     zero, teaching = float(w_N[zero_N].sum()), float(w_N[~zero_N].sum())
-    rank_N, other_N = midranks(value_N, w_N), midranks(at.reward_var_N, w_N)
+    rank_N, other_N = midranks(value_N, w_N), midranks(variance_N, w_N)
     rho = p = auroc = None
-    if np.ptp(value_N) > 0 and np.ptp(at.reward_var_N) > 0:
+    if np.ptp(value_N) > 0 and np.ptp(variance_N) > 0:
         covariance = np.cov(rank_N, other_N, aweights=w_N)
         rho = float(covariance[0, 1] / np.sqrt(covariance[0, 0] * covariance[1, 1]))
-        p = float(stats.spearmanr(value_N, at.reward_var_N).pvalue) if at.weight_N is None else None
-        p = p if p is not None and math.isfinite(p) else None  # only two groups
+        if "weight" not in at.columns:
+            p = float(stats.spearmanr(value_N, variance_N).pvalue)
+        if p is not None and not math.isfinite(p):
+            p = None  # only two groups
     if zero and teaching:
         auroc = float((w_N * rank_N)[~zero_N].sum() - teaching**2 / 2) / (zero * teaching)
     return Correlation(at.k, task_type, signal, at.count(w_N > 0), at.count(zero_N), rho, p, auroc)

@@ -9,15 +9,17 @@ from __future__ import annotations
 import html
 import json
 from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
 from importlib.resources import files
 from pathlib import Path
+from string import Template
 from typing import Any
 
 from ..base.files import check_output, write_text
 from ..config import RunConfig
 from ..record.collapse import ess_of
-from ..record.proof import COLUMNS, FATES
-from .report_data import Run, columns, read_run, thin
+from ..record.proof import FATES, HEAD, totals_rows
+from .report_data import Run, columns, read_run
 
 DEFAULTS = RunConfig.model_fields
 MAX_BYTES = 2_000_000
@@ -49,19 +51,14 @@ def report_data(runs: Sequence[Path]) -> dict[str, Any]:
     points, share = MAX_POINTS, 1.0
     while True:
         data = _said(read, points, share)
-        size = len(page_of(data).encode())
-        if size <= MAX_BYTES or points < 16:
+        if len(page_of(data).encode()) <= MAX_BYTES or points < 16:
             return data
-        points, share = _less(data, size, points, share)
-
-
-def _less(data: Mapping[str, Any], size: int, points: int, share: float) -> tuple[int, float]:
-    """Return the chart points and the share of samples that should fit. Samples get the rest, at least a third."""
-    texts = sum(len(_embed(run["samples"])) for run in data["runs"])
-    curves = sum(len(_embed([run["metrics"], run["evals"]])) for run in data["runs"])
-    room = 0.97 * MAX_BYTES - (size - texts - curves)
-    for_texts = min(texts, max(0.0, room / 3, room - curves))
-    return max(8, int(points * min(1.0, (room - for_texts) / curves))), share * for_texts / texts
+        texts = sum(len(_embed(run["samples"])) for run in data["runs"])
+        curves = sum(len(_embed(run["metrics"])) for run in data["runs"])
+        if texts > curves:
+            share /= 2
+        else:
+            points //= 2
 
 
 def page_of(data: Mapping[str, Any]) -> str:
@@ -82,15 +79,13 @@ def _said(runs: Sequence[Run], points: int, share: float) -> dict[str, Any]:
 
 def render_page(title: str, data: object, *scripts: str) -> str:
     """Return a page with `data` and the scripts that draw it, by their file names in `assets/`."""
-    parts = {
-        "title": html.escape(title),
-        "css": _asset("uPlot.min.css") + _asset("report.css"),
-        "uplot": _asset("uPlot.iife.min.js"),
-        "data": _embed(data),
-        "script": "\n".join(_asset(name) for name in scripts),
-    }
-    before, *rest = _asset("report.html").split("{{")
-    return before + "".join(parts[name] + text for name, text in (piece.split("}}", 1) for piece in rest))
+    return Template(_asset("report.html")).substitute(
+        title=html.escape(title),
+        css=_asset("uPlot.min.css") + _asset("report.css"),
+        uplot=_asset("uPlot.iife.min.js"),
+        data=_embed(data),
+        script="\n".join(_asset(name) for name in scripts),
+    )
 
 
 def _embed(data: object) -> str:
@@ -108,8 +103,8 @@ def _run_data(run: Run, points: int, share: float) -> dict[str, Any]:
     return {
         "name": run.name,
         "heading": _heading(run),
-        "metrics": columns(thin(run.rows, points)),
-        "evals": columns(thin(run.evaluations, points)),
+        "metrics": columns(run.rows, points),
+        "evals": columns(run.evaluations, points),
         "averaged": max(1, -(-len(run.rows) // points)),
         "tokens": run.tokens,
         "totals": _totals(run),
@@ -151,14 +146,8 @@ def _names(spec: object) -> str:
 def _totals(run: Run) -> dict[str, Any] | None:
     if run.totals is None:
         return None
-    sampled = sum(run.totals[fate]["tokens"] for fate in FATES)
-    rows = []
-    for name, row in run.totals.items():
-        if any(row.values()):
-            cells = [f"{row[c]:,.0f}" for c in COLUMNS[:-1]] + [seconds_text(row["seconds"])]
-            of_tokens = f"{row['tokens'] / sampled:.1%}" if name in FATES and sampled else ""
-            rows.append([name, *cells, of_tokens])
-    return {"head": ["fate", *(c.replace("_", " ") for c in COLUMNS), "of tokens"], "rows": rows}
+    rows = [row for row in totals_rows(run.totals) if any(run.totals[row[0]].values())]
+    return {"head": HEAD, "rows": rows}
 
 
 def _cards(run: Run) -> list[Card]:
@@ -190,7 +179,7 @@ def _cards(run: Run) -> list[Card]:
     if run.rows:
         speed = _series(run.rows, "tokens_per_second")
         note = f"{len(run.rows):,} steps" + (f", {count_text(_mean(speed))} tokens/s" if speed else "")
-        cards.append(_card("Wall clock", seconds_text(run.rows[-1]["seconds_total"]), note))
+        cards.append(_card("Wall clock", _duration(run.rows[-1]["seconds_total"]), note))
     ess = [share for share in map(ess_of, run.rows) if share is not None]
     if run.off_policy is not None and ess:
         shares = f"{_mean(ess[: _tenth(ess)]):.0%} → {_mean(ess[-_tenth(ess) :]):.0%}"
@@ -218,12 +207,12 @@ def _comparison(runs: Sequence[Run]) -> dict[str, Any]:
         ("tokens sampled", lambda r: sum(r.tokens.get(f, 0) for f in FATES) or None, count_text, 0),
         ("of them trained", _trained_share, lambda v: f"{v:.0%}", 1),
         ("zero-variance, last tenth", lambda r: _late(r, "frac_reward_zero_std"), lambda v: f"{v:.0%}", 0),
-        ("wall clock", lambda r: r.rows[-1]["seconds_total"] if r.rows else None, seconds_text, 0),
+        ("wall clock", lambda r: r.rows[-1]["seconds_total"] if r.rows else None, _duration, 0),
     ]
     if level > 0:
         measures += [
             (f"tokens to pass@1 {level:.3f}", lambda r: _reached(r, level, "num_tokens"), count_text, -1),
-            (f"time to pass@1 {level:.3f}", lambda r: _reached(r, level, "seconds_total"), seconds_text, -1),
+            (f"time to pass@1 {level:.3f}", lambda r: _reached(r, level, "seconds_total"), _duration, -1),
         ]
     rows: list[list[dict[str, Any]]] = [[] for _ in runs]
     for _, measure, text, better in measures:
@@ -302,11 +291,6 @@ def count_text(n: float) -> str:
     return f"{n:.0f}"
 
 
-def seconds_text(seconds: float) -> str:
-    """Return a readable duration: 0.42 s, 12.3 s, 4 min 05 s, 3 h 07 min."""
-    if seconds < 60:
-        return f"{seconds:.3g} s"
-    minutes, rest = divmod(round(seconds), 60)
-    if minutes < 60:
-        return f"{minutes} min {rest:02d} s"
-    return f"{minutes // 60:,} h {minutes % 60:02d} min"
+def _duration(seconds: float) -> str:
+    """Return hours, minutes and seconds: 3:07:00."""
+    return str(timedelta(seconds=round(seconds)))

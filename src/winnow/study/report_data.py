@@ -93,28 +93,25 @@ def read_run(path: Path, *, max_samples: int) -> Run:
     return run
 
 
-def thin(rows: Sequence[Row], max_points: int) -> list[Row]:
-    """Return rows thinned to `max_points`: means over consecutive rows, the last value of monotone counters."""
+def columns(rows: Sequence[Row], max_points: int) -> dict[str, list[float | None]]:
+    """Return columns by key, thinned to `max_points`: means over consecutive rows, the last value of monotone counters.
+
+    None where no row has the key.
+    """
     size = max(1, math.ceil(len(rows) / max_points))
-    return [_mean_row(rows[i : i + size]) for i in range(0, len(rows), size)] if size > 1 else list(rows)
-
-
-def columns(rows: Sequence[Row]) -> dict[str, list[float | None]]:
-    """Return columns by key, one value per row; None where a row has no such key."""
-    keys = dict.fromkeys(key for row in rows for key in row)
-    return {key: [_rounded(row.get(key), key) for row in rows] for key in keys}
-
-
-def _mean_row(rows: Sequence[Row]) -> Row:
-    mean: Row = {}
+    parts = [rows[i : i + size] for i in range(0, len(rows), size)]
+    found: dict[str, list[float | None]] = {}
     for key in dict.fromkeys(key for row in rows for key in row):
-        values = [row[key] for row in rows if key in row]
-        mean[key] = values[-1] if key in CUMULATIVE else math.fsum(values) / len(values)
-    return mean
-
-
-def _rounded(value: float | None, key: str) -> float | None:
-    return None if value is None else float(f"{value:.{9 if key in CUMULATIVE else 5}g}")
+        column = found[key] = []
+        for part in parts:
+            values = [row[key] for row in part if key in row]
+            if not values:
+                column.append(None)
+            elif key in CUMULATIVE:
+                column.append(float(f"{values[-1]:.9g}"))
+            else:
+                column.append(float(f"{math.fsum(values) / len(values):.5g}"))
+    return found
 
 
 def _take_reliability(rows: Sequence[Row]) -> dict[str, Any] | None:
@@ -243,22 +240,17 @@ def read_lines(path: Path, notes: list[str]) -> Iterator[dict[str, Any]]:
 
 
 def merge_steps(lines: Iterator[dict[str, Any]]) -> list[Row]:
-    """Return metrics rows, one per step, ascending. A line of an earlier step means a restart: drop later rows."""
-    by_step: dict[float, Row] = {}
+    """Return metrics rows, one per step, in the order of the file; a run solved at its end has two lines of a step."""
+    rows: list[Row] = []
     names: dict[str, str] = {}
-    last = -math.inf
     for line in lines:
         row = {k: float(v) for k, v in line.items() if isinstance(v, int | float) and math.isfinite(v)}
         if "step" not in row:
             continue
-        step = row["step"]
-        if step < last:
-            for later in [s for s in by_step if s > step]:
-                del by_step[later]
-        last = step
         names.update((k, visible(k)) for k in row.keys() - names.keys())
-        by_step.setdefault(step, {}).update({names[k]: v for k, v in row.items()})
-    rows = list(by_step.values())
+        if not rows or rows[-1]["step"] != row["step"]:
+            rows.append({})
+        rows[-1].update({names[k]: v for k, v in row.items()})
     for key in CUMULATIVE[1:]:
         highest = 0.0
         for row in rows:

@@ -38,6 +38,7 @@ from ..types import Prompt
 from .demonstrations import EOS, PAD, RowDemonstrations, byte_tokenizer, plain_tokenizer
 
 IGNORED = -100
+MAX_GRAD_NORM, FINAL_LR_SHARE = 1.0, 0.05
 PART_TOKENS = 1024
 """Tokens per forward pass of a pretrained model; the gradient is that of the whole batch."""
 NEW_MODEL = (
@@ -63,9 +64,6 @@ class WarmStartConfig:
     learning_rate: float | None = None
     """None: 3e-3 for a new model, 2e-5 for a pretrained one."""
     warmup_steps: int = 30
-    final_lr_share: float = 0.05
-    """The learning rate decays linearly to this share of its peak."""
-    max_grad_norm: float = 1.0
     hidden_size: int = 128
     intermediate_size: int = 384
     num_layers: int = 3
@@ -77,8 +75,6 @@ class WarmStartConfig:
     seed: int = 0
     threads: int | Literal["auto"] | None = "auto"
     """CPU threads for training; `auto` as in a run, None leaves torch's setting."""
-    matmul_precision: Literal["highest", "high", "medium"] = "medium"
-    """`medium` lets the CPU multiply in bfloat16 where it has AMX; weights stay float32."""
 
     def __post_init__(self) -> None:
         for name in ("max_steps", "batch_size", "hidden_size", "intermediate_size", "num_layers", "num_heads"):
@@ -213,7 +209,7 @@ def _teach(model: Any, tokenizer: Any, shown: Shown, config: WarmStartConfig) ->
     linear = head_is_linear(model, len(tokenizer))
     losses: list[float] = []
     precision, threads = torch.get_float32_matmul_precision(), torch.get_num_threads()
-    torch.set_float32_matmul_precision(config.matmul_precision)
+    torch.set_float32_matmul_precision("medium")  # lets a CPU with AMX multiply in bfloat16; weights stay float32
     torch.set_num_threads(_threads(model, config) or threads)
     model.train()
     try:
@@ -221,7 +217,7 @@ def _teach(model: Any, tokenizer: Any, shown: Shown, config: WarmStartConfig) ->
             bar = progress.add_task("warm start", total=config.max_steps)
             for step, batch in enumerate(islice(batches, config.max_steps)):
                 loss = _backward(model, batch, linear=linear)
-                torch.nn.utils.clip_grad_norm_(model.parameters(), config.max_grad_norm)
+                torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=True)
                 schedule.step()
@@ -243,11 +239,11 @@ def _threads(model: torch.nn.Module, config: WarmStartConfig) -> int | None:
 
 
 def _lr_share(step: int, config: WarmStartConfig) -> float:
-    """Return a linear rise over `warmup_steps`, then a linear decay to `final_lr_share` at the last step."""
+    """Return a linear rise over `warmup_steps`, then a linear decay to `FINAL_LR_SHARE` at the last step."""
     if step < config.warmup_steps:
         return (step + 1) / config.warmup_steps
     progress = (step - config.warmup_steps) / max(1, config.max_steps - config.warmup_steps)
-    return 1.0 - (1.0 - config.final_lr_share) * min(1.0, progress)
+    return 1.0 - (1.0 - FINAL_LR_SHARE) * min(1.0, progress)
 
 
 Rows = tuple[torch.Tensor, torch.Tensor]

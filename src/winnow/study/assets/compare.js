@@ -18,7 +18,7 @@
   document.getElementById("app").append(
     el("header", {}, el("div", { class: "brand" }, "Winnow"), el("h1", { dir: "auto" }, `${data.methods.length} methods compared`)),
     table(),
-    el("p", { class: "soft below" }, "Mean over seeds with a 95% bootstrap interval; below it the paired difference, or ratio (×), to ",
+    el("p", { class: "soft below" }, "Mean over seeds with a 95% interval; below it the paired difference, or ratio (×), to ",
       el("b", { dir: "auto" }, data.baseline), `. Coloured where the interval excludes no difference. ${data.caution}`),
     el("ul", { class: "notes" }, ...data.notes.map((n) => el("li", { dir: "auto" }, n))),
     el("section", {}, el("div", { class: "card chart" }, el("div", { class: "top" },
