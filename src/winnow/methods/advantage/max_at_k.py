@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import torch
+from pydantic import PositiveInt
+from pydantic.dataclasses import dataclass
 
+from ...base.options import CHECKED
 from ._arrays import Array, checked, no_signal, present, zeros_where_present
 from ._base import GroupRelative
 
@@ -74,15 +75,11 @@ def _maximum_weights(m: int, q: int) -> np.ndarray:
     return np.cumprod(np.concatenate([[q / m], ratios]))[::-1]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=CHECKED)
 class MaxAtK(GroupRelative):
     """Unbiased leave-one-out gradient of the expected best of `k` rollouts (max@k; pass@k for rewards of 0 and 1)."""
 
-    k: int = 4
-
-    def __post_init__(self) -> None:
-        if self.k < 1:
-            raise ValueError(f"k must be >= 1, not {self.k}")
+    k: PositiveInt = 4
 
     @property
     def smallest_group(self) -> int:
