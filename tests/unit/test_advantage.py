@@ -4,7 +4,6 @@ import math
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -35,15 +34,11 @@ def brute_force(name: str, rewards: list[float]) -> list[float]:
 
 @pytest.mark.parametrize("name", ["grpo", "rloo", "dr_grpo"])
 @given(rewards=groups)
-def test_equals_brute_force_in_numpy_and_torch(name: str, rewards: list[float]) -> None:
+def test_equals_brute_force(name: str, rewards: list[float]) -> None:
     function = {"grpo": grpo, "rloo": rloo, "dr_grpo": dr_grpo}[name]
     expected = brute_force(name, rewards)
-    of_numpy = function(np.array(rewards, dtype=np.float64))
-    of_torch = function(torch.tensor(rewards, dtype=torch.float64))
-    assert isinstance(of_numpy, np.ndarray)
-    assert isinstance(of_torch, torch.Tensor)
-    np.testing.assert_allclose(of_numpy, expected, rtol=1e-9, atol=1e-9)
-    np.testing.assert_allclose(of_torch.numpy(), expected, rtol=1e-9, atol=1e-9)
+    found = function(np.array(rewards, dtype=np.float64))
+    np.testing.assert_allclose(found, expected, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("function", [grpo, rloo, dr_grpo])

@@ -9,13 +9,13 @@ from typing import ClassVar
 import numpy as np
 
 from ...types import Group
-from ._arrays import Array, checked
+from ._arrays import checked
 
 
-def remax(rewards_G: Array, greedy_reward: float) -> Array:
+def remax(rewards_G: np.ndarray, greedy_reward: float) -> np.ndarray:
     """Return r - reward of the greedy rollout.
 
-    [G] -> [G], numpy or torch, same kind out; NaN members stay NaN. Raises ValueError on a shape other than [G] or an
+    [G] -> [G]; NaN members stay NaN. Raises ValueError on a shape other than [G] or an
     infinite reward. Source: Li et al. 2023 (ReMax), equation 3.
     """
     return checked(rewards_G) - greedy_reward
