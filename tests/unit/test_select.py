@@ -44,9 +44,6 @@ class TestFormulas:
         assert skip_probability(0, 0.0) == 0.0, "unseen prompts are never skipped"
         assert skip_probability(3, 0.5) == 0.875
         np.testing.assert_allclose(skip_probability(np.array([0, 1, 2]), np.array([0.2, 0.2, 0.1])), [0, 0.8, 0.99])
-        for z, p in ((-1, 0.5), (1, 1.5), (1, -0.1), (1, float("nan"))):
-            with pytest.raises(ValueError, match="skip_probability"):
-                skip_probability(z, p)
 
     @pytest.mark.parametrize(
         ("missing", "share", "default", "expected"),
@@ -61,11 +58,6 @@ class TestFormulas:
     )
     def test_rollout_batch_size(self, missing: int, share: float, default: int, expected: int) -> None:
         assert rollout_batch_size(missing, share, default) == expected
-
-    def test_rollout_batch_size_refuses_nonsense(self) -> None:
-        for arguments in ((-1, 0.0, 8), (1, 1.1, 8), (1, float("nan"), 8), (1, 0.5, 0)):
-            with pytest.raises(ValueError, match="rollout_batch_size"):
-                rollout_batch_size(*arguments)
 
     def test_adjust(self) -> None:
         assert adjust(0.5, share=0.3, target=0.3) == pytest.approx(0.49), "at the target counts as over it"

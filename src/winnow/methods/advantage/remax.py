@@ -10,6 +10,7 @@ import numpy as np
 
 from ...types import Group
 from ._arrays import checked
+from ._base import Facts
 
 
 def remax(rewards_G: np.ndarray, greedy_reward: float) -> np.ndarray:
@@ -22,16 +23,11 @@ def remax(rewards_G: np.ndarray, greedy_reward: float) -> np.ndarray:
 
 
 @dataclass(frozen=True)
-class ReMax:
+class ReMax(Facts):
     """ReMax (Li et al. 2023): r - reward of a greedy rollout, sampled in addition to the group and never trained."""
 
     greedy_baseline: ClassVar[bool] = True
     group_relative: ClassVar[bool] = False
-    scaled: ClassVar[bool] = False
-
-    @property
-    def smallest_group(self) -> int:
-        return 2
 
     def of_batch(self, groups: Sequence[Group]) -> list[np.ndarray]:
         """Return `remax` of each group. Raises ValueError when its greedy rollout has no reward."""

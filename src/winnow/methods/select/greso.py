@@ -35,11 +35,8 @@ def skip_probability(z: Any, p: Any) -> Any:
     """Return 1 - p^z (eq. 3): the chance to skip after `z` zero-variance visits in a row, at base probability `p`.
 
     Numbers or arrays that broadcast; a prompt that is unseen or was effective last time (z = 0) is never skipped.
-    Raises ValueError unless z >= 0 and 0 <= p <= 1.
     """
     z, p = np.asarray(z, dtype=np.float64), np.asarray(p, dtype=np.float64)
-    if not (np.all(z >= 0) and np.all((p >= 0) & (p <= 1))):
-        raise ValueError(f"skip_probability needs z >= 0 and 0 <= p <= 1, not z={z}, p={p}")
     skip = 1.0 - p**z
     return skip if skip.ndim else float(skip)
 
@@ -48,13 +45,8 @@ def rollout_batch_size(missing: int, zero_variance_share: float, default: int, s
     """Return min(default, ceil(safety * missing / (1 - zero_variance_share))) (eq. 6): groups to roll out next.
 
     `missing`: effective groups still needed; `zero_variance_share`: of the groups of this step so far. `default` when
-    that share is 1. Raises ValueError unless missing >= 0, 0 <= share <= 1, default >= 1, safety > 0.
+    that share is 1.
     """
-    if missing < 0 or not 0 <= zero_variance_share <= 1 or default < 1 or not 0 < safety < math.inf:
-        raise ValueError(
-            "rollout_batch_size needs missing >= 0, 0 <= zero_variance_share <= 1, default >= 1 and finite safety > 0, "
-            f"not {missing}, {zero_variance_share}, {default}, {safety}"
-        )
     if zero_variance_share == 1:
         return default
     needed = safety * missing / (1 - zero_variance_share)

@@ -19,7 +19,6 @@ from ..base import Gate, GateContext
 from ..calibration import BINS, Balance, BinnedPosterior, PosteriorState, survival_factor, survival_probabilities
 from ..window import FLOATS, INTS, Columns, Window
 from ..within_table import PromptOutcomes, PromptsState
-from .charts import quality_charts
 from .head import LEARNING_RATE, WIDTH, Example, HeadState, QualityHead, mean_logp
 from .rule import ArrolRule, Quality, Scale
 from .stats import Realised
@@ -120,7 +119,26 @@ class Arrol:
             )
 
     def charts(self, name: str) -> list[Chart]:
-        return quality_charts(f"gate/{name}")
+        def chart(title: str, lines: dict[str, str], *, share: bool = False, percent: bool = False) -> Chart:
+            full = {f"gate/{name}/{metric}": label for metric, label in lines.items()}
+            return Chart(title, full, share=share, percent=percent, section="Pruned while generated")
+
+        kept = {"keep_rate": "kept", "expected_keep_rate": "expected"}
+        told_apart = {"auroc": "AUROC", "auroc_within": "AUROC among siblings", "accuracy": "accuracy"}
+        right = {"positive_share": "of those trained", "success": "of all asked", "target": "target"}
+        survivors = {"survivors/none": "none", "survivors/one": "one", "survivors/all": "all"}
+        undecided = {"ended_early": "ended before it", "not_finite": "score not finite"}
+        return [
+            chart("Share of rollouts kept", kept, share=True, percent=True),
+            chart("Right answers", right, share=True, percent=True),
+            chart("Balance of trained groups, mean p (1 - p)", {"balance": "balance"}),
+            chart("How well success is told apart", told_apart, share=True),
+            chart("Brier score", {"brier": "mean squared error"}),
+            chart("Tokens saved", {"tokens_saved": "a step, estimated"}),
+            chart("Where the decision falls", {"detection_length": "token"}),
+            chart("Groups by survivors", survivors),
+            chart("Rollouts without a decision", undecided),
+        ]
 
     def build(self, context: GateContext) -> ArrolGate:
         """Build the gate. Raises ConfigError when right answers are unknown, since the gate learns from them."""
