@@ -21,6 +21,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from ...base.dotted import TargetError
 from ...base.migration_hints import reward_hint
 from ...base.redact import redact
 from ...types import Fate, Group, Rollout
@@ -28,7 +29,6 @@ from ..workers.calls import Deadlines
 from ..workers.functions import (
     LOGGERS,
     VERL_ARGUMENTS,
-    FunctionError,
     RewardLogs,
     describe_error,
     function_name,
@@ -115,7 +115,7 @@ class Rewarder:
     the functions' values; None means that a function does not apply. A rollout whose environment has already
     set a reward keeps it. An element of a returned list may be an exception: it fails that rollout alone.
 
-    Raises FunctionError (a ValueError) with the nearest name when a function does not exist, ValueError when weights
+    Raises TargetError (a ValueError) with the nearest name when a function does not exist, ValueError when weights
     do not match.
     """
 
@@ -267,7 +267,7 @@ class Rewarder:
     def _by_name(self, target: str, weight: float) -> _Function:
         if ":" not in target:
             known, hint = ", ".join(BUILTIN), reward_hint(target, BUILTIN)
-            raise FunctionError(
+            raise TargetError(
                 f"reward_funcs: unknown name '{target}'.{hint} Built in: {known}; your own are given "
                 "as 'module:function' or 'path/to/file.py:function', reward models as a directory or "
                 "'owner/model' of the hub"
@@ -275,7 +275,7 @@ class Rewarder:
         try:
             found = self._pool.call("winnow.env.workers.functions:inspect_function", {"target": target}).result()
         except WorkerError as error:
-            raise FunctionError(f"reward_funcs: cannot load {self._workers.with_hidden(error.detail)}") from None
+            raise TargetError(f"reward_funcs: cannot load {self._workers.with_hidden(error.detail)}") from None
         if set(VERL_ARGUMENTS) <= set(found["parameters"]):
             return _Function(found["name"], weight, {"**": False}, target=target, arguments=verl_arguments)
         return _Function(found["name"], weight, found["parameters"], target=target)
