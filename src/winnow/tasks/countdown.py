@@ -11,13 +11,17 @@ import random
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from fractions import Fraction
 from functools import lru_cache
 from itertools import accumulate, combinations
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, NonNegativeInt, PositiveInt
+from pydantic.dataclasses import dataclass
 
 from ..base.files import digest
+from ..base.options import CHECKED
 from ..env.base import Env, RewardFn
 from ..types import Prompt
 
@@ -198,37 +202,29 @@ def countdown_reward(
     return rewards
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=CHECKED)
 class CountdownConfig:
     """Generated puzzles: reach a target from a few numbers with + - * /, each number used exactly once."""
 
-    count: int = 3
-    """Numbers in a puzzle, 2 to 6."""
-    low: int = 1
+    count: Annotated[int, Field(ge=2, le=6)] = 3
+    """Numbers in a puzzle."""
+    low: PositiveInt = 1
     high: int = 12
-    max_target: int = 99
+    max_target: PositiveInt = 99
     limit: int = 150
     """Every puzzle has a solution with no intermediate result over this; it bounds the vocabulary."""
-    train_size: int = 4096
-    test_size: int = 256
+    train_size: PositiveInt = 4096
+    test_size: NonNegativeInt = 256
     seed: int = 0
     style: Literal["steps", "expression"] = "steps"
     """`steps`: a terse text prompt, answered as `3 + 5 = 8 , 8 * 2 = 16`. `expression`: chat messages, answered in
     `<answer>` tags."""
 
     def __post_init__(self) -> None:
-        if not 2 <= self.count <= 6:
-            raise ValueError(f"countdown: count must be 2 to 6, got {self.count}")
-        if not 1 <= self.low <= self.high:
-            raise ValueError(f"countdown: need 1 <= low <= high, got low={self.low}, high={self.high}")
-        if not self.max_target >= 1:
-            raise ValueError(f"countdown: max_target must be at least 1, got {self.max_target}")
+        if self.low > self.high:
+            raise ValueError(f"countdown: need low <= high, got low={self.low}, high={self.high}")
         if self.limit < max(self.high, self.max_target):
             raise ValueError(f"countdown: limit={self.limit} is below high={self.high} or max_target={self.max_target}")
-        if self.train_size < 1 or self.test_size < 0:
-            raise ValueError("countdown: train_size must be at least 1 and test_size at least 0")
-        if self.style not in ("steps", "expression"):
-            raise ValueError(f"countdown: style must be 'steps' or 'expression', got {self.style!r}")
 
     def build(self) -> Countdown:
         return Countdown(self)

@@ -134,9 +134,6 @@ class Rewarder:
             weights = [1.0] * len(specs)
         if len(weights) != len(specs) or not all(math.isfinite(w) for w in weights):
             raise ValueError(f"reward_weights: {list(weights)} given for {len(specs)} reward functions; give one each")
-        self.counts: Counter[str] = Counter()
-        """Rollouts by outcome: `scored`, `failed`."""
-        self.last_error = ""
         self.trainer_state = SimpleNamespace(global_step=0, max_steps=0)
         """Passed to functions that name it; the attributes are those of TRL's that exist here."""
         self._workers = workers or RewardWorkers()
@@ -353,10 +350,9 @@ class Rewarder:
         if not cause and not abs(sum(values)) <= MAX_REWARD:
             cause = f"the weighted sum of rewards is {sum(values)}"
         if cause := redact(cause, self._workers.env):
-            rollout.fate, rollout.reason, self.last_error = Fate.FAILED, cause, cause
+            rollout.fate, rollout.reason = Fate.FAILED, cause
         else:
             rollout.reward = sum(values)
-        self.counts["failed" if cause else "scored"] += 1
 
 
 def _reward_model(spec: Any, device: str) -> RewardModel | None:

@@ -38,10 +38,6 @@ class ReinforcePP(Facts):
     group_relative: ClassVar[bool] = False
     scaled: ClassVar[bool] = True
 
-    def __call__(self, rewards_G: np.ndarray) -> np.ndarray:
-        """Return the advantages of one group as a batch of rollouts of equal lengths."""
-        return reinforce_pp(rewards_G, np.ones(len(rewards_G)), self.eps)
-
     def of_batch(self, groups: Sequence[Group]) -> list[np.ndarray]:
         if not groups:
             return []

@@ -18,7 +18,7 @@ from ...base.state import State, Stateful, at
 from ...types import Decision, Fate, Group, GroupKind, Token
 from ..group_kind import GroupJudge
 from .base import Gate, NamedRule, Rule, of_gate
-from .estimates import Estimate, Sum, Sums
+from .estimates import Sum, Sums
 from .overrides import OVERRIDE, Overrides
 
 WINDOW = 25
@@ -90,18 +90,6 @@ class RuleAudit(Stateful):
         for sums in (self.whole, self.recent):
             sums.kept_signal += float(signal)
 
-    def precision(self) -> Estimate:
-        """Return the share of worthless removals, carried out or not."""
-        return self.whole.precision()
-
-    def signal_lost(self) -> Estimate:
-        """Return the squared advantage norm of removals, over that of everything."""
-        return self.whole.signal_lost(self.largest)
-
-    def tokens_saved(self) -> Estimate:
-        """Return the tokens that the carried-out removals would have cost."""
-        return self.whole.tokens_saved()
-
     def end_step(self) -> None:
         """End an optimizer step: steer the probability and decay the recent sums."""
         if self.max_signal_loss is not None and self.recent.removed + self.recent.audited > 0:
@@ -117,8 +105,12 @@ class RuleAudit(Stateful):
             "override_probability": self.probability,
             "carried_out": 1 - self.probability,
         }
-        for key in ("precision", "signal_lost", "tokens_saved"):
-            value, low, high = getattr(self, key)()
+        estimates = {
+            "precision": self.whole.precision(),
+            "signal_lost": self.whole.signal_lost(self.largest),
+            "tokens_saved": self.whole.tokens_saved(),
+        }
+        for key, (value, low, high) in estimates.items():
             found |= {key: value, f"{key}_low": low, f"{key}_high": high}
         return {f"audit/{self.name}/{key}": float(value) for key, value in found.items() if math.isfinite(value)}
 

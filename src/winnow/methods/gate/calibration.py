@@ -65,12 +65,6 @@ class BinnedPosterior:
         """Number of failures and successes in memory."""
         return len(self._seen[0]), len(self._seen[1])
 
-    def posterior(self, score: ArrayLike) -> Any:
-        """Return the chance of success, float64 of the shape of `score`; a float for a number."""
-        scores = np.asarray(score, np.float64)
-        found = self.table()[np.array([self.bin_of(s) for s in scores.ravel()], np.int64)].reshape(scores.shape)
-        return float(found) if found.ndim == 0 else found
-
     def table(self) -> np.ndarray:
         """Return the posterior of every bin, [bins]."""
         if self._posterior_B is None:
