@@ -15,11 +15,11 @@ import numpy as np
 from pydantic import Field
 
 from ...base.state import State, Stateful, at
-from ...types import Decision, Fate, Group, GroupKind, Token
+from ...types import Decision, Fate, Group, GroupKind, Token, Verdict
 from ..group_kind import GroupJudge
 from .base import Gate, NamedRule, Rule, of_gate
 from .estimates import Sum, Sums
-from .overrides import OVERRIDE, Overrides
+from .overrides import OVERRIDE, Overrides, keep_probability, survival
 
 WINDOW = 25
 """Steps after which a removal counts e times less for the controller."""
@@ -68,6 +68,19 @@ class RuleAudit(Stateful):
     def overrides(self) -> Overrides:
         """Return the draws of overrides at the current probability."""
         return Overrides(self.name, self.seed, self.probability)
+
+    def of_skip(self, verdict: Verdict, drawn: bool) -> Verdict:
+        """Return a selector's verdict on a visit under this audit, and record a skip; `drawn`: it must not be skipped.
+
+        The probability is that of `survival`.
+        """
+        p = survival(keep_probability(verdict), self.probability)
+        if verdict.keep:
+            return Verdict(True, verdict.reason, p)
+        if not drawn:
+            self.removed(self.probability)
+            return Verdict(False, verdict.reason, 1 - p)
+        return Verdict(True, f"audit: {verdict.reason}", p, overridden=self.probability)
 
     def removed(self, probability: float) -> None:
         """Record a carried-out removal that could have been overridden with `probability`."""
