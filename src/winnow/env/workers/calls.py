@@ -63,10 +63,12 @@ def converted(
     def settle(done: Future[Any]) -> None:
         if done.cancelled():
             owed.future.cancel()
-        elif (error := done.exception()) is not None:
-            owed.fail(told(error))
-        else:
+            return
+        error = done.exception()
+        if error is None:
             owed.settle(lambda: convert(done.result()))
+        else:
+            owed.fail(told(error))
 
     answer.add_done_callback(settle)
     return owed.future

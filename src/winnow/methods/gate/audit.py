@@ -169,7 +169,9 @@ class AuditedGate(Gate):
         """Let the gate learn first, also from overridden stops; then keep the account."""
         self.gate.observe(group)
         name = self.audit.name
-        decisions = [*group.decisions, *(d for rollout in group.rollouts for d in rollout.decisions)]
+        decisions = list(group.decisions)
+        for rollout in group.rollouts:
+            decisions += rollout.decisions
         taken = of_gate(decisions, name)
         for decision in taken:
             if not decision.verdict.keep:

@@ -267,7 +267,9 @@ class DivergenceGate(Gate):
         if self.refit is not None and judged and all(r.reward is not None for r in members):
             value = judged[-1][1].evidence[self.options.signal]
             zero_variance = self.judge.of_rewards(group.rewards()).zero_variance
-            decisions = [*group.decisions, *(d for r in members for d in r.decisions)]
+            decisions = list(group.decisions)
+            for rollout in members:
+                decisions += rollout.decisions
             self.refit.observe(value, zero_variance, math.prod(d.verdict.probability for d in decisions))
 
     def end_step(self) -> None:

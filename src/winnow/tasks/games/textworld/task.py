@@ -145,7 +145,8 @@ def _split(pool: WorkerPool, config: TextWorldConfig, root: Path) -> tuple[list[
     """Split a user's games by their folders `train` and `test`, or at random."""
     if (root / "train").is_dir():
         train, test = (_cards(pool, _files(root / part), "textworld") for part in ("train", "test"))
-        if both := {card["id"] for card in train} & {card["id"] for card in test}:
+        both = {card["id"] for card in train} & {card["id"] for card in test}
+        if both:
             path = next(card["path"] for card in test if card["id"] in both)
             raise ValueError(f"textworld: {path} is a training game too; remove it from one of the two folders")
         train, test = train[: config.train_size], test[: config.test_size]
@@ -162,7 +163,8 @@ def _split(pool: WorkerPool, config: TextWorldConfig, root: Path) -> tuple[list[
 
 def _files(folder: Path) -> list[Path]:
     games = sorted(folder.rglob("*.z8"))
-    if old := [] if games else sorted(folder.rglob("*.ulx")):
+    old = sorted(folder.rglob("*.ulx"))
+    if old and not games:
         raise ValueError(f"textworld: {old[0]} is a Glulx game, which TextWorld no longer plays; make it as .z8")
     return games
 
