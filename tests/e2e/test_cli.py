@@ -133,7 +133,7 @@ def test_dry_run_with_samplers_says_what_they_need_and_what_does_not_fit(recipe:
     [
         (["learning_rte=1"], "Did you mean 'learning_rate'"),
         (["filter=zero_varience"], "Did you mean 'zero_variance'"),
-        (["env.count=9"], "count must be 2 to 6"),
+        (["env.count=9"], "count: Input should be less than or equal to 6"),
         (["env=countdwn"], "Did you mean 'countdown'"),
         (["model=/no/where"], "no such directory"),
         (["reward_funcs=['json:dumpz']"], "json has no 'dumpz'"),

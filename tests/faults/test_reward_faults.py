@@ -70,8 +70,6 @@ def test_bad_values_fail_every_rollout_with_the_cause(name):
         assert r.reward is None
         with pytest.raises(AssertionError, match=cause):
             raise AssertionError(r.reason)
-    assert rewarder.counts["scored"] == 0 < rewarder.counts["failed"]
-    assert rewarder.last_error == g.rollouts[-1].reason
 
 
 def test_one_bad_value_fails_one_rollout():

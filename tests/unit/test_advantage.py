@@ -4,11 +4,12 @@ import math
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from winnow.methods.advantage import ADVANTAGES, dr_grpo, grpo, rloo
+
+from ..builders.groups import make_group
 
 reward = st.one_of(st.just(math.nan), st.sampled_from([0.0, 1.0, 0.1]), st.floats(-10, 10))
 groups = st.lists(reward, min_size=1, max_size=12)
@@ -35,15 +36,11 @@ def brute_force(name: str, rewards: list[float]) -> list[float]:
 
 @pytest.mark.parametrize("name", ["grpo", "rloo", "dr_grpo"])
 @given(rewards=groups)
-def test_equals_brute_force_in_numpy_and_torch(name: str, rewards: list[float]) -> None:
+def test_equals_brute_force(name: str, rewards: list[float]) -> None:
     function = {"grpo": grpo, "rloo": rloo, "dr_grpo": dr_grpo}[name]
     expected = brute_force(name, rewards)
-    of_numpy = function(np.array(rewards, dtype=np.float64))
-    of_torch = function(torch.tensor(rewards, dtype=torch.float64))
-    assert isinstance(of_numpy, np.ndarray)
-    assert isinstance(of_torch, torch.Tensor)
-    np.testing.assert_allclose(of_numpy, expected, rtol=1e-9, atol=1e-9)
-    np.testing.assert_allclose(of_torch.numpy(), expected, rtol=1e-9, atol=1e-9)
+    found = function(np.array(rewards, dtype=np.float64))
+    np.testing.assert_allclose(found, expected, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("function", [grpo, rloo, dr_grpo])
@@ -69,14 +66,12 @@ def test_bad_input_is_refused(function) -> None:
         function(np.zeros((2, 2)))
     with pytest.raises(ValueError, match="finite"):
         function(np.array([1.0, np.inf]))
-    with pytest.raises(TypeError, match="list"):
-        function([1.0, 0.0])
 
 
 @pytest.mark.parametrize("name", [name for name, cls in ADVANTAGES.items() if not cls.greedy_baseline])
 @given(rewards=groups)
 def test_table_entries_keep_absent_members_absent(name: str, rewards: list[float]) -> None:
-    a = ADVANTAGES[name]()(np.array(rewards))
+    (a,) = ADVANTAGES[name]().of_batch([make_group(0, [None if np.isnan(r) else r for r in rewards])])
     np.testing.assert_array_equal(np.isnan(a), np.isnan(rewards))
 
 

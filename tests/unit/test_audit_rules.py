@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from winnow.base.intervals import student
 from winnow.methods.advantage import ADVANTAGES
 from winnow.methods.gate.audit import RuleAudit
-from winnow.methods.gate.estimates import Sums, WeightedMean, student
+from winnow.methods.gate.estimates import Sums, WeightedMean
 from winnow.types import Prompt
 
 PROMPTS = [Prompt(f"p{i}", i, text=str(i)) for i in range(40)]
@@ -178,14 +179,14 @@ def test_student(v: float, t: float) -> None:
 
 def test_nothing_is_claimed_before_there_is_evidence() -> None:
     audit = RuleAudit("rule", 0.1)
-    assert audit.precision()[1:] == (0.0, 1.0)
-    assert audit.signal_lost() == (0.0, 0.0, 0.0)
-    assert audit.tokens_saved() == (0.0, 0.0, 0.0)
+    assert audit.whole.precision()[1:] == (0.0, 1.0)
+    assert audit.whole.signal_lost(audit.largest) == (0.0, 0.0, 0.0)
+    assert audit.whole.tokens_saved() == (0.0, 0.0, 0.0)
     for _ in range(3):
         audit.removed(audit.probability)
     audit.kept(5.0)
-    assert audit.signal_lost()[1:] == (0.0, 1.0)
-    assert audit.tokens_saved()[1:] == (0.0, math.inf)
+    assert audit.whole.signal_lost(audit.largest)[1:] == (0.0, 1.0)
+    assert audit.whole.tokens_saved()[1:] == (0.0, math.inf)
     metrics = audit.metrics()
     assert metrics["audit/rule/signal_lost_high"] == 1.0
     assert "audit/rule/precision" not in metrics
@@ -193,13 +194,13 @@ def test_nothing_is_claimed_before_there_is_evidence() -> None:
     json.dumps(metrics, allow_nan=False)
     for _ in range(10):
         audit.audited(1.0, 0.0, 10.0)
-    assert audit.signal_lost()[1:] == (0.0, 1.0), "overrides that were certain tell nothing of what was removed"
+    assert audit.whole.signal_lost(audit.largest)[1:] == (0.0, 1.0), "certain overrides tell nothing of removals"
     for _ in range(10):
         audit.audited(0.1, 0.0, 10.0)
-    low, high = audit.signal_lost()[1:]
+    low, high = audit.whole.signal_lost(audit.largest)[1:]
     assert low == 0.0
     assert 0.05 < high < 1.0
-    assert audit.tokens_saved().low < 30.0 < audit.tokens_saved().high, "equal audits are not certainty"
+    assert audit.whole.tokens_saved().low < 30.0 < audit.whole.tokens_saved().high, "equal audits are not certainty"
 
 
 @pytest.mark.parametrize(

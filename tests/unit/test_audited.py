@@ -248,4 +248,4 @@ def test_a_stop_by_another_gate_is_evidence_of_no_value(policy: Any) -> None:
     audited = AuditedGate(Stops(Token(1)), RuleAudit("stops", 1.0), JUDGE)
     run(policy, ToyTask(), gates=[audited, StopsAll(Token(3))])
     assert audited.audit.whole.audited > 0
-    assert audited.audit.precision().value > 0.5
+    assert audited.audit.whole.precision().value > 0.5

@@ -106,7 +106,7 @@ def test_methods_are_found_by_name_and_validated() -> None:
         method(FILTERS, {}, "filter")
     with pytest.raises(ConfigError, match="It has no options"):
         method(FILTERS, {"name": "keep_all", "atol": 1}, "filter")
-    with pytest.raises(ConfigError, match="atol must be >= 0"):
+    with pytest.raises(ConfigError, match=r"\(zero_variance\): atol: .* greater than or equal to 0 \(got -1.0\)"):
         method(FILTERS, {"name": "zero_variance", "atol": -1.0}, "filter")
     with pytest.raises(ConfigError, match=r"atol: .*'small'"):
         method(FILTERS, {"name": "zero_variance", "atol": "small"}, "filter")

@@ -37,12 +37,7 @@ def over_all_subsets(rewards: list[float], k: int) -> list[float]:
 @given(rewards=st.lists(reward, min_size=1, max_size=8), k=st.integers(1, 9))
 def test_equals_brute_force_over_all_subsets(rewards: list[float], k: int) -> None:
     expected = over_all_subsets(rewards, k)
-    of_numpy = max_at_k(np.array(rewards), k)
-    of_torch = max_at_k(torch.tensor(rewards, dtype=torch.float64), k)
-    assert isinstance(of_numpy, np.ndarray)
-    assert isinstance(of_torch, torch.Tensor)
-    np.testing.assert_allclose(of_numpy, expected, rtol=1e-9, atol=1e-9)
-    np.testing.assert_array_equal(of_torch.numpy(), of_numpy)
+    np.testing.assert_allclose(max_at_k(np.array(rewards), k), expected, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize(("low", "high"), [(0.0, 1.0), (0.1, 0.7), (0.3, 1.1)])
@@ -77,7 +72,7 @@ def test_expected_gradient_is_that_of_the_expected_maximum(G: int, k: int) -> No
     p = logp.exp().detach()
     for outcome in product(range(4), repeat=G):
         chosen = list(outcome)
-        advantages_G = max_at_k(rewards[chosen], k)
+        advantages_G = max_at_k(rewards[chosen].numpy(), k).tolist()
         score = torch.zeros(4, dtype=torch.float64)
         for member, a in zip(chosen, advantages_G, strict=True):
             score += a * (torch.eye(4, dtype=torch.float64)[member] - p)  # gradient of logp of the outcome
@@ -106,7 +101,6 @@ def test_equal_rewards_give_exactly_zero_and_few_members_no_signal() -> None:
 def test_dtypes_and_order_are_kept() -> None:
     a = max_at_k(np.array([1.0, 0.0, 0.5], np.float32), 2)
     assert a.dtype == np.float32
-    assert max_at_k(torch.tensor([1.0, 0.0]), 2).dtype == torch.float32
     np.testing.assert_allclose(max_at_k(np.array([1, 0, 0]), 3), [3.0, 0.0, 0.0])
     np.testing.assert_allclose(a[[2, 0, 1]], max_at_k(np.array([0.5, 1.0, 0.0], np.float32), 2))
 
@@ -115,7 +109,7 @@ def test_dtypes_and_order_are_kept() -> None:
 def test_bad_input_is_refused(k: int) -> None:
     with pytest.raises(ValueError, match="k must be a whole number >= 1"):
         max_at_k(np.array([1.0, 0.0]), k)
-    with pytest.raises(ValueError, match="k must be >= 1"):
+    with pytest.raises(ValueError, match=r"k\n.*greater than 0 "):
         ADVANTAGES["max_at_k"](k=k)
     with pytest.raises(ValueError, match="one dimension"):
         max_at_k(np.zeros((2, 2)), 1)

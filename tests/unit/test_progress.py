@@ -73,5 +73,5 @@ def test_an_environment_that_gives_none_is_an_error(policy: Any) -> None:
 
 
 def test_nonsense_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"progress must lie in \[0, 1\), not 1"):
+    with pytest.raises(ValueError, match=r"progress\n.*less than 1 "):
         Divergence(progress=1)

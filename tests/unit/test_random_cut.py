@@ -34,7 +34,7 @@ def test_the_draw_is_keyed_by_seed_prompt_and_epoch_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "words"), [({"k": 0}, "from 1"), ({"share": 0.0}, "share"), ({"share": 1.0}, "share")]
+    ("options", "words"), [({"k": 0}, "greater than 0 "), ({"share": 0.0}, "share"), ({"share": 1.0}, "share")]
 )
 def test_what_cannot_be_is_refused(options: dict[str, float], words: str) -> None:
     with pytest.raises(ValueError, match=words):

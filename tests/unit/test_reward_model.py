@@ -61,10 +61,10 @@ def test_a_run_calls_it_by_name_or_as_an_object(saved):
 
 def test_a_text_that_it_cannot_score_fails_alone(saved):
     g = group(" 1 2", " 3" * LONGEST)
-    rewarder = scored(saved, g)
+    scored(saved, g)
     assert g.rollouts[0].reward is not None
     assert (g.rollouts[1].fate, g.rollouts[1].reward) == (Fate.FAILED, None)
-    assert "reward judge: ValueError: a text of 41 tokens, and the model takes 1 to 40" in rewarder.last_error
+    assert "reward judge: ValueError: a text of 41 tokens, and the model takes 1 to 40" in g.rollouts[1].reason
 
 
 def test_weights_that_are_not_finite_are_no_reward(saved):

@@ -44,9 +44,6 @@ class TestFormulas:
         assert skip_probability(0, 0.0) == 0.0, "unseen prompts are never skipped"
         assert skip_probability(3, 0.5) == 0.875
         np.testing.assert_allclose(skip_probability(np.array([0, 1, 2]), np.array([0.2, 0.2, 0.1])), [0, 0.8, 0.99])
-        for z, p in ((-1, 0.5), (1, 1.5), (1, -0.1), (1, float("nan"))):
-            with pytest.raises(ValueError, match="skip_probability"):
-                skip_probability(z, p)
 
     @pytest.mark.parametrize(
         ("missing", "share", "default", "expected"),
@@ -61,11 +58,6 @@ class TestFormulas:
     )
     def test_rollout_batch_size(self, missing: int, share: float, default: int, expected: int) -> None:
         assert rollout_batch_size(missing, share, default) == expected
-
-    def test_rollout_batch_size_refuses_nonsense(self) -> None:
-        for arguments in ((-1, 0.0, 8), (1, 1.1, 8), (1, float("nan"), 8), (1, 0.5, 0)):
-            with pytest.raises(ValueError, match="rollout_batch_size"):
-                rollout_batch_size(*arguments)
 
     def test_adjust(self) -> None:
         assert adjust(0.5, share=0.3, target=0.3) == pytest.approx(0.49), "at the target counts as over it"
@@ -177,7 +169,7 @@ class TestGreso:
 
     def test_options_are_checked(self) -> None:
         for options in ({"target": 1.5}, {"p_easy": 0.01}, {"cap": 0.4}, {"step": -1}):
-            with pytest.raises(ValueError, match=r"must"):
+            with pytest.raises(ValueError, match=r"must|Input should be"):
                 Greso(**options)
 
     @pytest.mark.parametrize("name", ["target", "easy_share", "floor", "cap"])
@@ -349,7 +341,7 @@ class TestPassRate:
             ({}, "give profile"),
             ({"refresh_steps": 0}, "refresh_steps"),
             ({"refresh_steps": 1, "low": 0.9, "high": 0.1}, "band"),
-            ({"refresh_steps": 1, "n": 0}, "n must"),
+            ({"refresh_steps": 1, "n": 0}, r"n\n.*greater than 0 "),
             ({"profile": "p.jsonl", "n": 8}, "n has no effect without refresh_steps"),
         ):
             with pytest.raises(ValueError, match=message):

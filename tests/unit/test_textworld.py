@@ -219,7 +219,7 @@ def test_unknown_options_are_refused(values, message):
     "values", [{"train_size": 0}, {"demo_noise": 1.5}, {"demo_size": 0}, {"games": "x", "options": {"level": 1}}]
 )
 def test_values_are_checked(values):
-    with pytest.raises(ValueError, match="textworld: "):
+    with pytest.raises(ValueError, match="TextWorldConfig"):
         TextWorldConfig(**values)
 
 

@@ -253,7 +253,7 @@ def test_neither_the_worker_nor_the_task_table_imports_torch():
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"
 
 
-@pytest.mark.parametrize("options", [{"size": 0}, {"timeout_s": 0}, {"memory_mb": 1}, {"max_pending": 0}])
+@pytest.mark.parametrize("options", [{"size": 0}, {"timeout_s": 0}, {"memory_mb": 1}])
 def test_bad_options(options):
     with pytest.raises(ValueError, match="WorkerPool"):
         WorkerPool(**options)

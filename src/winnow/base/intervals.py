@@ -15,7 +15,8 @@ T_95 = (
     *(2.0796, 2.0739, 2.0687, 2.0639, 2.0595, 2.0555, 2.0518, 2.0484, 2.0452, 2.0423),
 )
 """Quantiles 0.975 of Student's t for 1 to 30 degrees of freedom."""
-Z_95 = 1.959964
+Z_95 = 1.959963984540054
+"""Normal quantile of a two-sided 95% interval."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +45,11 @@ def mean_interval(values_S: Sequence[float] | np.ndarray) -> Estimate:
 
 
 def _quantile(degrees: int) -> float:
-    """Return the 0.975 quantile of Student's t; beyond the table from the first terms of its expansion, to 1e-4."""
-    if degrees <= len(T_95):
-        return T_95[degrees - 1]
+    """Return the 0.975 quantile of Student's t; beyond the table from its expansion, to 1e-4."""
+    return T_95[degrees - 1] if degrees <= len(T_95) else student(degrees)
+
+
+def student(degrees: float) -> float:
+    """Return the 0.975 quantile of Student's t, by the first terms of its expansion around the normal; degrees >= 1."""
     z = Z_95
     return z + (z**3 + z) / (4 * degrees) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * degrees**2)

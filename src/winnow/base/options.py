@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any
 
 import yaml
-from pydantic import AfterValidator, BeforeValidator, TypeAdapter, ValidationError
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, TypeAdapter, ValidationError
 
 from .config_errors import explain, suggestion
 from .dotted import TargetError, class_for
@@ -19,6 +19,8 @@ MethodSpec = str | dict[str, Any]
 `{name: ..., option: value}`."""
 
 Scalar = bool | int | float | str
+CHECKED = ConfigDict(extra="forbid")
+"""Configuration of options whose fields carry their bounds: `@dataclass(frozen=True, config=CHECKED)` of pydantic."""
 
 
 def _pairs(given: Any) -> Any:

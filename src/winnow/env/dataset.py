@@ -113,7 +113,29 @@ class DatasetTask:
             each.forget_contents()
 
     def _stored(self, rows: Iterable[Row]) -> Store:
-        return _stored(rows, self.config)
+        """Store the rows with their prompts, read once. Raises DataError naming the row."""
+        config = self.config
+        store = Store()
+        as_json: list[str] = []
+        convert = PRESETS[config.preset] if config.preset is not None else None
+        for row in rows:
+            if convert is not None:
+                row = Row(row.place, row.number, convert(row))
+            text, messages = _prompt_of(row, config, as_json)
+            _refuse_pictures(row, config)
+            if reserved := set(STANDARD).intersection(row.values):
+                raise DataError(
+                    f"{row.where}: a column must not be called '{min(reserved)}', an argument of reward functions"
+                )
+            store.add(row, _given_id(row, config), text, messages)
+        store.finish()
+        if as_json:
+            warnings.warn(
+                f"{as_json[0]}: '{config.prompt_column}' is a list of messages written as text, as in {len(as_json)} "
+                f"of {len(store)} rows; it is read as messages. Store lists to be rid of this warning",
+                stacklevel=2,
+            )
+        return store
 
     def make_env(self, prompt: Prompt) -> Env | None:
         return None
@@ -144,31 +166,6 @@ class DatasetTask:
                 f"'{self.train[one].id}' repeats '{self.train[int(first_N[one])].id}'; they are kept",
                 stacklevel=2,
             )
-
-
-def _stored(rows: Iterable[Row], config: DatasetConfig) -> Store:
-    """Store the rows with their prompts, read once. Raises DataError naming the row."""
-    store = Store()
-    as_json: list[str] = []
-    convert = PRESETS[config.preset] if config.preset is not None else None
-    for row in rows:
-        if convert is not None:
-            row = Row(row.place, row.number, convert(row))
-        text, messages = _prompt_of(row, config, as_json)
-        _refuse_pictures(row, config)
-        if reserved := set(STANDARD).intersection(row.values):
-            raise DataError(
-                f"{row.where}: a column must not be called '{min(reserved)}', an argument of reward functions"
-            )
-        store.add(row, _given_id(row, config), text, messages)
-    store.finish()
-    if as_json:
-        warnings.warn(
-            f"{as_json[0]}: '{config.prompt_column}' is a list of messages written as text, as in {len(as_json)} of "
-            f"{len(store)} rows; it is read as messages. Store lists to be rid of this warning",
-            stacklevel=2,
-        )
-    return store
 
 
 def _refuse_pictures(row: Row, config: DatasetConfig) -> None:

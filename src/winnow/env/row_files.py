@@ -95,8 +95,6 @@ def _parsed(line: bytes, where: str) -> Any:
         text = line.decode("utf-8")
     except UnicodeDecodeError as error:
         raise DataError(f"{where}: byte {error.start + 1} is not UTF-8; save the file as UTF-8") from None
-    if "\0" in text:
-        raise DataError(f"{where}: contains a NUL byte at column {text.index(chr(0)) + 1}")
     try:
         value = _JSON.decode(text)
     except json.JSONDecodeError as error:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from glob import glob, has_magic
-from itertools import count, cycle, repeat
 from pathlib import Path
 from typing import Any
 
@@ -100,15 +99,13 @@ def rows_of(data: Iterable[Any], name: str) -> Iterator[Row]:
     if isinstance(data, Mapping):
         splits = ", ".join(map(repr, data))
         raise DataError(f"{name}: has splits or columns {splits}; give one split, e.g. dataset['train'], or rows")
-    if isinstance(data, count | cycle | repeat):
-        raise _endless(data, name, "no end")
     uncounted, number = not hasattr(data, "__len__"), 0
     for number, values in enumerate(_one_by_one(data), start=1):
         if not isinstance(values, Mapping):
             found = type(values).__name__
             raise DataError(f'{name}, row {number}: expected a mapping like {{"prompt": ...}}, found {found}')
         if uncounted and number > MOST_UNCOUNTED:
-            raise _endless(data, name, f"no length, and no end within {MOST_UNCOUNTED:,} rows")
+            raise _endless(data, name)
         yield Row(f"{name}, row", number, dict(values))
     if not number:
         raise DataError(f"{name}: no rows")
@@ -126,11 +123,11 @@ def _one_by_one(data: Any) -> Iterator[Any]:
         yield from data
 
 
-def _endless(data: Any, name: str, lacks: str) -> DataError:
+def _endless(data: Any, name: str) -> DataError:
     """Return the error for endless data: epochs, ids and selectors need a number of prompts known at the start."""
     kind = type(data).__name__
     take = f"{name}.take(n)" if hasattr(data, "take") else f"itertools.islice({name}, n)"
     return DataError(
-        f"{name}: a {kind} has {lacks}; training needs a number of prompts that is known at the start: give {take}, or "
-        "a list, a Dataset or a file"
+        f"{name}: a {kind} has no length, and no end within {MOST_UNCOUNTED:,} rows; training needs a number of "
+        f"prompts that is known at the start: give {take}, or a list, a Dataset or a file"
     )

@@ -128,8 +128,6 @@ class WinnowGRPOTrainer(GRPOTrainer):
         """Return the row of TRL that a prompt was made of."""
         if not isinstance(self._task, TrlRows):
             return _row_of(prompt)
-        if isinstance(self.train_dataset, Dataset):
-            return dict(self.train_dataset[prompt.ordinal])
         return self._task.row(prompt.ordinal)
 
     def _rolled_out(

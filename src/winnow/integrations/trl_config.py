@@ -118,7 +118,7 @@ def _reasons(trainer: Any, c: RunConfig, m: Methods, by_engine: bool) -> Iterato
         yield "advantage: its baseline ignores top_entropy_quantile; remove one of them"
     if advantage.greedy_baseline:
         yield "advantage: needs a greedy rollout per group, but TRL samples all alike; choose another"
-    if trainer.loss_type == "bnpo" and (c.gates or not (keeps_all(m) or m.filter.refill)):
+    if trainer.loss_type == "bnpo" and (c.gates or not (m.filter.admits_all or m.filter.refill)):
         yield (
             "loss_type: bnpo weighs micro-batches alike, but gates and refill: false make their row counts differ; use "
             "dapo"
@@ -132,17 +132,12 @@ def _reasons(trainer: Any, c: RunConfig, m: Methods, by_engine: bool) -> Iterato
         yield "group_size: TRL's vLLM is built for num_generations; use engine='vllm', or group_size: fixed"
 
 
-def keeps_all(m: Methods) -> bool:
-    """Whether every rolled-out group enters the batch."""
-    return m.filter.admits_all
-
-
 def _of_own_advantages(trainer: Any, c: RunConfig, m: Methods, own_advantages: bool) -> Iterator[str]:
     """Yield why these methods do not fit TRL's advantages of several rewards, or of a whole batch."""
     if trainer.multi_objective_aggregation != "sum_then_normalize":
         if own_advantages:
             yield "multi_objective_aggregation: Winnow's advantages use the weighted sum of the rewards; remove one"
-        judges = not keeps_all(m) or c.gates or m.group_size.largest != m.group_size.smallest
+        judges = not m.filter.admits_all or c.gates or m.group_size.largest != m.group_size.smallest
         if judges or getattr(m.selector, "skips", True):
             yield (
                 "multi_objective_aggregation: normalize_then_sum finds a signal in groups whose weighted sums are "

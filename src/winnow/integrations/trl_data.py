@@ -24,7 +24,7 @@ class TrlRows(DatasetTask):
         super().__init__(DatasetConfig(path="train_dataset"), rows_of(rows, "train_dataset"))
 
     def row(self, ordinal: int) -> dict[str, Any]:
-        """Return a row as it was read, for data that cannot be indexed."""
+        """Return a row as it was read."""
         return dict(self._store[ordinal].columns)
 
     def _stored(self, rows: Iterable[Row]) -> Store:

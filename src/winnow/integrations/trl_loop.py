@@ -30,7 +30,7 @@ from ..sampler.codec import prompts_of
 from ..sampler.scheduling import SyncPace
 from ..types import Fate, Group, Rollout
 from .trl_batch import Tensors, batch_of, widened
-from .trl_config import ENDLESS, keeps_all, methods_of
+from .trl_config import ENDLESS, methods_of
 from .trl_engine import EngineInTrl
 from .trl_sampler import NO_REWARD, RollOut, TrlSampler
 from .trl_update import StepScaling, squared_norms, with_baselines
@@ -50,7 +50,7 @@ class LoopInTrl:
         self._task = task
         by_engine = "engine" in c.model_fields_set
         self._methods = m = methods_of(trainer, c, task, by_engine=by_engine, own_advantages=own_advantages)
-        self._as_made = keeps_all(m) and not own_advantages and not by_engine
+        self._as_made = m.filter.admits_all and not own_advantages and not by_engine
         """Whether TRL trains on its own tensors, those without a reward included."""
         engine = EngineInTrl(trainer, c, task, rules_of(m.gates)) if by_engine else None
         self._sampler = TrlSampler(trainer, roll_out, engine)

@@ -10,10 +10,14 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from pydantic import ConfigDict, Field, NonNegativeInt, PositiveInt, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass
+
+from ..base.config_errors import explain
 from ..base.files import bytes_of
 from ..env.rewards.scores import MAX_REWARD
 
@@ -25,32 +29,20 @@ class ProfileError(ValueError):
     """An unusable profile; the message names the file, the line and the key, or the difference."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, config=ConfigDict(strict=True, extra="forbid"))
 class PassRate:
     """Pass rate of a prompt. Raises ValueError, naming the field, on impossible values."""
 
-    id: str
-    n: int
-    """Judged rollouts, at least 1."""
-    correct: int
+    id: Annotated[str, Field(min_length=1)]
+    n: PositiveInt
+    """Judged rollouts; prompts without one are left out."""
+    correct: NonNegativeInt
     """Judged rollouts with at least the success reward."""
-    mean_reward: float
+    mean_reward: Annotated[float, Field(ge=-MAX_REWARD, le=MAX_REWARD)]
 
     def __post_init__(self) -> None:
-        if not isinstance(self.id, str) or not self.id:
-            raise ValueError(f"id must be a string that is not empty, got {self.id!r}")
-        for name in ("n", "correct"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise ValueError(f"{name} must be a whole number, got {value!r}")
-        if self.n < 1:
-            raise ValueError(f"n must be at least 1, got {self.n}; leave out prompts without judged rollouts")
-        if not 0 <= self.correct <= self.n:
+        if self.correct > self.n:
             raise ValueError(f"correct must be 0 to n={self.n}, got {self.correct}")
-        if isinstance(self.mean_reward, bool) or not isinstance(self.mean_reward, int | float):
-            raise ValueError(f"mean_reward must be a number, got {self.mean_reward!r}")
-        if not abs(self.mean_reward) <= MAX_REWARD:
-            raise ValueError(f"mean_reward must be finite and no larger than {MAX_REWARD:g}, got {self.mean_reward}")
 
     @property
     def rate(self) -> float:
@@ -62,7 +54,8 @@ class PassRate:
         return json.dumps(asdict(self), ensure_ascii=True, allow_nan=False)
 
 
-_KEYS = tuple(f.name for f in fields(PassRate))
+_PASS_RATE = TypeAdapter(PassRate)
+_KEYS = ("id", "n", "correct", "mean_reward")
 
 
 def read_profile(path: str | Path) -> dict[str, PassRate]:
@@ -102,21 +95,15 @@ def parse_profile(content: bytes, path: Path) -> dict[str, PassRate]:
 
 def _parse_line(line: bytes, where: str) -> PassRate:
     try:
-        value = json.loads(line.decode("utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ProfileError(
-            f"{where}: not JSON ({error}). The last line of a profile that was interrupted: run the same "
-            "`winnow pass-rates` again, which finishes it"
-        ) from None
-    if not isinstance(value, dict):
-        raise ProfileError(f"{where}: expected an object with {', '.join(_KEYS)}, found {type(value).__name__}")
-    unlike = [f"no '{k}'" for k in _KEYS if k not in value] + [f"unknown '{k}'" for k in value if k not in _KEYS]
-    if unlike:
-        raise ProfileError(f"{where}: expected exactly {', '.join(_KEYS)}; {', '.join(unlike[:5])}")
-    try:
-        return PassRate(**value)
-    except ValueError as error:
-        raise ProfileError(f"{where}: {error}") from None
+        return _PASS_RATE.validate_json(line)
+    except ValidationError as error:
+        remedy = ""
+        if error.errors()[0]["type"] == "json_invalid":
+            remedy = (
+                ". The last line of a profile that was interrupted: run the same `winnow pass-rates` again, which "
+                "finishes it"
+            )
+        raise ProfileError(explain(error, _KEYS, where) + remedy) from None
 
 
 def _counts(rate: PassRate) -> str:

@@ -11,23 +11,22 @@ import random
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from fractions import Fraction
 from functools import lru_cache
 from itertools import accumulate, combinations
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-import numpy as np
+from pydantic import Field, NonNegativeInt, PositiveInt
+from pydantic.dataclasses import dataclass
 
 from ..base.files import digest
+from ..base.options import CHECKED
 from ..env.base import Env, RewardFn
 from ..types import Prompt
 
 MAX_LENGTH = 1_024
 """Longest answer considered, in characters."""
-MAX_NUMBERS = 32
-MAX_BITS = 64
-"""Largest absolute value of a given number or target, in bits."""
 
 _EXPRESSION = re.compile(r"[-+*/() \t\r\n0-9]+")
 _BAD_NUMBER = re.compile(r"(?<![0-9])0[0-9]|[0-9]{21}")
@@ -41,16 +40,15 @@ _OPERATORS = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/"}
 # ---------------------------------------------------------------- checking answers
 
 
-def verify(expression: Any, numbers: Any, target: Any) -> bool:
+def verify(expression: str | None, numbers: Sequence[int], target: int) -> bool:
     """Return whether `expression` uses each of `numbers` exactly once and equals `target`, in exact arithmetic.
 
     Allowed are the given integers, binary + - * / (also × ÷ −), parentheses and blanks. Anything else is False: unary
-    signs, powers, leading zeros, other types, more than `MAX_LENGTH` characters. Nothing is executed; never raises.
+    signs, powers, leading zeros, None, more than `MAX_LENGTH` characters. Nothing is executed.
     """
-    puzzle = _puzzle(numbers, target)
-    text = _short_text(expression)
-    if puzzle is None or text is None:
+    if expression is None or len(expression) > MAX_LENGTH:
         return False
+    text = expression.translate(_ASCII)
     if _EXPRESSION.fullmatch(text) is None or _BAD_NUMBER.search(text):
         return False
     try:
@@ -58,22 +56,18 @@ def verify(expression: Any, numbers: Any, target: Any) -> bool:
     except (SyntaxError, ValueError, MemoryError, RecursionError):
         return False
     used = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)]
-    return Counter(used) == Counter(puzzle[0]) and _value(tree) == puzzle[1]
+    return Counter(used) == Counter(numbers) and _value(tree) == target
 
 
-def verify_steps(text: Any, numbers: Any, target: Any) -> bool:
+def verify_steps(text: str, numbers: Sequence[int], target: int) -> bool:
     """Return whether `text` reaches `target` in written steps, e.g. `3 + 5 = 8 , 8 * 2 = 16` for 2, 3, 5.
 
     Each step takes two of the remaining numbers and puts back their correct result, a non-negative integer; the last
-    one leaves only the target. Never raises.
+    one leaves only the target.
     """
-    puzzle = _puzzle(numbers, target)
-    text = _short_text(text)
-    if puzzle is None or text is None:
-        return False
-    remaining = Counter(puzzle[0])
-    steps = text.split(",")
-    if len(steps) != len(puzzle[0]) - 1:
+    remaining = Counter(numbers)
+    steps = text.translate(_ASCII).split(",")
+    if len(text) > MAX_LENGTH or len(steps) != len(numbers) - 1:
         return False
     for step in steps:
         match = _STEP.fullmatch(step)
@@ -84,34 +78,13 @@ def verify_steps(text: Any, numbers: Any, target: Any) -> bool:
         if min(remaining[a], remaining[b]) < 0 or _apply(op, Fraction(a), Fraction(b)) != result:
             return False
         remaining[result] += 1
-    return remaining[puzzle[1]] == 1
+    return remaining[target] == 1
 
 
 def extract_answer(text: str) -> str | None:
     """Return the content of the last complete `<answer>...</answer>`, or None."""
     answers = _ANSWER.findall(text)
     return answers[-1].strip() if answers else None
-
-
-def _short_text(text: Any) -> str | None:
-    if not issubclass(type(text), str) or str.__len__(text) > MAX_LENGTH:
-        return None
-    return str.__str__(text).translate(_ASCII)
-
-
-def _puzzle(numbers: Any, target: Any) -> tuple[list[int], int] | None:
-    """Return plain integers of a well-formed puzzle, else None."""
-    if type(numbers) not in (list, tuple) or not 1 <= len(numbers) <= MAX_NUMBERS:
-        return None
-    values = [_integer(n) for n in (*numbers, target)]
-    plain = [v for v in values if v is not None]
-    return (plain[:-1], plain[-1]) if len(plain) == len(values) else None
-
-
-def _integer(value: Any) -> int | None:
-    if type(value) is not int and not issubclass(type(value), np.integer):
-        return None
-    return int(value) if int(value).bit_length() <= MAX_BITS else None
 
 
 def _leading_zero(digits: str) -> bool:
@@ -222,44 +195,36 @@ def countdown_reward(
     for completion, numbers_, target_, style_ in zip(completions, numbers, target, style, strict=True):
         text = completion if isinstance(completion, str) else completion[-1]["content"]
         if style_ == "steps":
-            right = verify_steps(text, list(numbers_), target_)
+            right = verify_steps(text, numbers_, target_)
         else:
-            right = verify(extract_answer(text), list(numbers_), target_)
+            right = verify(extract_answer(text), numbers_, target_)
         rewards.append(float(right))
     return rewards
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=CHECKED)
 class CountdownConfig:
     """Generated puzzles: reach a target from a few numbers with + - * /, each number used exactly once."""
 
-    count: int = 3
-    """Numbers in a puzzle, 2 to 6."""
-    low: int = 1
+    count: Annotated[int, Field(ge=2, le=6)] = 3
+    """Numbers in a puzzle."""
+    low: PositiveInt = 1
     high: int = 12
-    max_target: int = 99
+    max_target: PositiveInt = 99
     limit: int = 150
     """Every puzzle has a solution with no intermediate result over this; it bounds the vocabulary."""
-    train_size: int = 4096
-    test_size: int = 256
+    train_size: PositiveInt = 4096
+    test_size: NonNegativeInt = 256
     seed: int = 0
     style: Literal["steps", "expression"] = "steps"
     """`steps`: a terse text prompt, answered as `3 + 5 = 8 , 8 * 2 = 16`. `expression`: chat messages, answered in
     `<answer>` tags."""
 
     def __post_init__(self) -> None:
-        if not 2 <= self.count <= 6:
-            raise ValueError(f"countdown: count must be 2 to 6, got {self.count}")
-        if not 1 <= self.low <= self.high:
-            raise ValueError(f"countdown: need 1 <= low <= high, got low={self.low}, high={self.high}")
-        if not self.max_target >= 1:
-            raise ValueError(f"countdown: max_target must be at least 1, got {self.max_target}")
+        if self.low > self.high:
+            raise ValueError(f"countdown: need low <= high, got low={self.low}, high={self.high}")
         if self.limit < max(self.high, self.max_target):
             raise ValueError(f"countdown: limit={self.limit} is below high={self.high} or max_target={self.max_target}")
-        if self.train_size < 1 or self.test_size < 0:
-            raise ValueError("countdown: train_size must be at least 1 and test_size at least 0")
-        if self.style not in ("steps", "expression"):
-            raise ValueError(f"countdown: style must be 'steps' or 'expression', got {self.style!r}")
 
     def build(self) -> Countdown:
         return Countdown(self)

@@ -10,11 +10,15 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
+from pydantic import PositiveInt
+from pydantic.dataclasses import dataclass
+
 from ..base.files import digest
+from ..base.options import CHECKED
 from ..env.base import OverlappingEnv, RewardFn, StepResult
 from ..env.dataset import DatasetConfig, DatasetTask
 from ..env.prompt_store import changed
@@ -30,15 +34,15 @@ _BLOCK = re.compile(r"```(?:python|py)[ \t]*\n(.*?)(?:\n?```|\Z)", re.DOTALL)
 _FENCE_END = "\n```\n"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=CHECKED)
 class PythonToolConfig(DatasetConfig):
     """A data set (all of its options) whose questions may be answered with Python in a sandbox."""
 
-    max_calls: int = 4
+    max_calls: PositiveInt = 4
     """Blocks that are run; the turn after the last one is the answer."""
     instruction: str = INSTRUCTION
     """Appended to every question; it should mention the tool."""
-    max_observation: int = 2_000
+    max_observation: PositiveInt = 2_000
     """Characters of a program's output shown to the model; longer output loses its middle."""
     timeout_s: float = 10.0
     memory_mb: int = 256
@@ -51,9 +55,6 @@ class PythonToolConfig(DatasetConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("max_calls", "max_observation"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"python_tool: {name} must be at least 1, not {getattr(self, name)}")
         self.sandbox()
 
     def sandbox(self) -> SandboxOptions:

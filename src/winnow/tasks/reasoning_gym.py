@@ -11,12 +11,17 @@ import hashlib
 import json
 import random
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, field
 from functools import lru_cache
 from typing import Any, Literal
 
+from pydantic import NonNegativeInt, PositiveInt
+from pydantic.dataclasses import dataclass
+
 from ..base.dotted import nearest
 from ..base.install import install
+from ..base.options import CHECKED
+from ..base.state import Probability
 from ..env.base import Env, RewardFn
 from ..env.rewards.pooled import PooledReward, Row
 from ..env.workers.file_cache import making
@@ -32,7 +37,7 @@ MAX_REPEATS = 8
 """Entries drawn for each one wanted before the task counts as having too few different questions."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=CHECKED)
 class ReasoningGymConfig:
     """Any generated reasoning task of the package reasoning-gym, scored by its own verifier."""
 
@@ -40,22 +45,18 @@ class ReasoningGymConfig:
     """Name of the task in reasoning-gym, e.g. `chain_sum`."""
     options: dict[str, Any] = field(default_factory=dict)
     """Options of that task, e.g. `{min_terms: 2}`."""
-    train_size: int = 1024
-    test_size: int = 128
+    train_size: PositiveInt = 1024
+    test_size: NonNegativeInt = 128
     seed: int = 0
     prompt_format: Literal["messages", "text", "words"] = "messages"
     """`messages`: chat, answered in `<answer>` tags. `text`: the bare question, answered by the whole completion.
     `words`: for small models trained on worked solutions (chain_sum), answered after the word `answer`."""
-    slips: float = 0.0
+    slips: Probability = 0.0
     """Share of carries forgotten in demonstrations, so that a model trained on them can still improve."""
 
     def __post_init__(self) -> None:
-        if self.train_size < 1 or self.test_size < 0:
-            raise ValueError("reasoning_gym: train_size must be at least 1 and test_size at least 0")
         if self.prompt_format == "words" and self.task != WORKED:
             raise ValueError(f"reasoning_gym: prompt_format: words is there for {WORKED}, not {self.task}")
-        if not 0 <= self.slips <= 1:
-            raise ValueError(f"reasoning_gym: slips is a share in [0, 1], not {self.slips}")
         if self.slips and self.prompt_format != "words":
             raise ValueError("reasoning_gym: slips are made in demonstrations, which only prompt_format: words has")
         clash = {"seed", "size"} & set(self.options)

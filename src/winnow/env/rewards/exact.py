@@ -10,5 +10,7 @@ from .pooled import completion_text, gold_text
 
 def exact_answer(completions: Sequence[Any], ground_truth: Sequence[Any], **_: Any) -> list[float | None]:
     """Return 1.0 for exactly the reference answer, ignoring surrounding blanks; else 0.0."""
-    said = (completion_text(completion).strip() for completion in completions)
-    return [float(text == gold_text(gold)) for text, gold in zip(said, ground_truth, strict=True)]
+    rewards: list[float | None] = []
+    for completion, gold in zip(completions, ground_truth, strict=True):
+        rewards.append(float(completion_text(completion).strip() == gold_text(gold)))
+    return rewards

@@ -21,6 +21,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from ...base.dotted import TargetError
 from ...base.migration_hints import reward_hint
 from ...base.redact import redact
 from ...types import Fate, Group, Rollout
@@ -28,7 +29,6 @@ from ..workers.calls import Deadlines
 from ..workers.functions import (
     LOGGERS,
     VERL_ARGUMENTS,
-    FunctionError,
     RewardLogs,
     describe_error,
     function_name,
@@ -115,7 +115,7 @@ class Rewarder:
     the functions' values; None means that a function does not apply. A rollout whose environment has already
     set a reward keeps it. An element of a returned list may be an exception: it fails that rollout alone.
 
-    Raises FunctionError (a ValueError) with the nearest name when a function does not exist, ValueError when weights
+    Raises TargetError (a ValueError) with the nearest name when a function does not exist, ValueError when weights
     do not match.
     """
 
@@ -134,9 +134,6 @@ class Rewarder:
             weights = [1.0] * len(specs)
         if len(weights) != len(specs) or not all(math.isfinite(w) for w in weights):
             raise ValueError(f"reward_weights: {list(weights)} given for {len(specs)} reward functions; give one each")
-        self.counts: Counter[str] = Counter()
-        """Rollouts by outcome: `scored`, `failed`."""
-        self.last_error = ""
         self.trainer_state = SimpleNamespace(global_step=0, max_steps=0)
         """Passed to functions that name it; the attributes are those of TRL's that exist here."""
         self._workers = workers or RewardWorkers()
@@ -267,7 +264,7 @@ class Rewarder:
     def _by_name(self, target: str, weight: float) -> _Function:
         if ":" not in target:
             known, hint = ", ".join(BUILTIN), reward_hint(target, BUILTIN)
-            raise FunctionError(
+            raise TargetError(
                 f"reward_funcs: unknown name '{target}'.{hint} Built in: {known}; your own are given "
                 "as 'module:function' or 'path/to/file.py:function', reward models as a directory or "
                 "'owner/model' of the hub"
@@ -275,7 +272,7 @@ class Rewarder:
         try:
             found = self._pool.call("winnow.env.workers.functions:inspect_function", {"target": target}).result()
         except WorkerError as error:
-            raise FunctionError(f"reward_funcs: cannot load {self._workers.with_hidden(error.detail)}") from None
+            raise TargetError(f"reward_funcs: cannot load {self._workers.with_hidden(error.detail)}") from None
         if set(VERL_ARGUMENTS) <= set(found["parameters"]):
             return _Function(found["name"], weight, {"**": False}, target=target, arguments=verl_arguments)
         return _Function(found["name"], weight, found["parameters"], target=target)
@@ -353,10 +350,9 @@ class Rewarder:
         if not cause and not abs(sum(values)) <= MAX_REWARD:
             cause = f"the weighted sum of rewards is {sum(values)}"
         if cause := redact(cause, self._workers.env):
-            rollout.fate, rollout.reason, self.last_error = Fate.FAILED, cause, cause
+            rollout.fate, rollout.reason = Fate.FAILED, cause
         else:
             rollout.reward = sum(values)
-        self.counts["failed" if cause else "scored"] += 1
 
 
 def _reward_model(spec: Any, device: str) -> RewardModel | None:

@@ -14,26 +14,18 @@ from types import SimpleNamespace
 from typing import Any
 
 from ...base.dotted import TargetError, load
-from ...base.errors import ConfigError
 
 VERL_ARGUMENTS = ("data_source", "solution_str", "ground_truth")
 MAX_ERROR = 2_000
 _OWN = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
 
 
-class FunctionError(ConfigError):
-    """A function that does not exist; the message gives the nearest name."""
-
-
 def load_function(target: str) -> Callable[..., Any]:
-    """Import the function named by `target`. Raises FunctionError, or any error the module raises when imported."""
-    try:
-        found = load(target)
-    except TargetError as error:
-        raise FunctionError(str(error)) from None
+    """Import the function named by `target`. Raises TargetError, or any error the module raises when imported."""
+    found: Callable[..., Any] = load(target)
     if not callable(found):
         name = target.rpartition(":")[2]
-        raise FunctionError(f"'{target}': '{name}' is a {type(found).__name__}, not a function")
+        raise TargetError(f"'{target}': '{name}' is a {type(found).__name__}, not a function")
     return found
 
 
@@ -44,7 +36,7 @@ def parameters_of(function: Callable[..., Any]) -> dict[str, bool]:
         if p.kind is p.VAR_KEYWORD:
             found["**"] = False
         elif p.kind is p.POSITIONAL_ONLY:
-            raise FunctionError(f"{function_name(function)}: argument '{name}' cannot be given by name")
+            raise TargetError(f"{function_name(function)}: argument '{name}' cannot be given by name")
         elif p.kind is not p.VAR_POSITIONAL:
             found[name] = p.default is p.empty
     return found

@@ -8,15 +8,14 @@ Nothing is retried: a step may have had its effect.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import asdict
-from functools import partial
 from typing import Any
 
 from ..base import Env, ModelTurn, StepResult
-from .calls import Owed
+from .calls import converted
 from .functions import load_function
 from .worker import WorkerError, WorkerPool
 
@@ -68,11 +67,13 @@ class RemoteEnv:
 
     def start_reset(self) -> Future[str | None]:
         self._home.living.add(self._serial)
-        return self._answer("host_reset", lambda observation: observation, target=self._target, kwargs=self._kwargs)
+        answer = self._call("host_reset", target=self._target, kwargs=self._kwargs)
+        return converted(answer, lambda observation: observation, self._told)
 
     def start_step(self, text: str) -> Future[StepResult]:
         said = vars(text) if isinstance(text, ModelTurn) else {}
-        return self._answer("host_step", lambda values: StepResult(**values), text=text, said=said)
+        answer = self._call("host_step", text=text, said=said)
+        return converted(answer, lambda values: StepResult(**values), self._told)
 
     def close(self) -> None:
         """Close without waiting. Pending answers come first."""
@@ -84,20 +85,10 @@ class RemoteEnv:
     def _call(self, function: str, **arguments: Any) -> Future[Any]:
         return self._home.workers.call(f"{__name__}:{function}", {"serial": self._serial, **arguments})
 
-    def _answer(self, function: str, convert: Callable[[Any], Any], **arguments: Any) -> Future[Any]:
-        answer, owed = self._call(function, **arguments), Owed()
-
-        def result(done: Future[Any]) -> Any:
-            try:
-                return convert(done.result())
-            except WorkerError as error:
-                raise self._told(error) from None
-
-        answer.add_done_callback(lambda done: owed.settle(partial(result, done)))
-        return owed.future
-
-    def _told(self, error: WorkerError) -> Exception:
+    def _told(self, error: BaseException) -> BaseException:
         """Return the error raised by the environment, or the cause of its loss."""
+        if not isinstance(error, WorkerError):
+            return error
         detail = error.detail
         if error.kind != "raised":
             self._home.last_words = detail

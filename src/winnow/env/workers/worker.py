@@ -56,8 +56,8 @@ class WorkerPool:
     """`size` worker processes, started at the first call and restarted after a crash.
 
     `timeout_s` bounds one call from the moment its function is imported; `memory_mb` bounds a worker's data segment
-    (Linux). Workers see the environment variables `env` and those without secrets, and run in `cage` if given. At most
-    `max_pending` calls wait; beyond that `call` blocks. Thread-safe. Close it, or leave it to the end of the program.
+    (Linux). Workers see the environment variables `env` and those without secrets, and run in `cage` if given.
+    Thread-safe. Close it, or leave it to the end of the program.
     """
 
     def __init__(
@@ -65,16 +65,15 @@ class WorkerPool:
         size: int = 2,
         timeout_s: float = 30.0,
         *,
-        max_pending: int = 4_096,
         memory_mb: int = 4_096,
         env: Sequence[str] = (),
         cage: Cage | None = None,
     ) -> None:
-        if size < 1 or not 0 < timeout_s <= 1e6 or max_pending < 1 or memory_mb < 64:
-            raise ValueError("WorkerPool: size, max_pending from 1, timeout_s in (0, 1,000,000], memory_mb from 64")
+        if size < 1 or not 0 < timeout_s <= 1e6 or memory_mb < 64:
+            raise ValueError("WorkerPool: size from 1, timeout_s in (0, 1,000,000], memory_mb from 64")
         self.size, self.timeout_s, self.memory_mb = size, timeout_s, memory_mb
         self._env, self._cage = tuple(env), cage
-        self._jobs: queue.Queue[_Job | None] = queue.Queue(max_pending)
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._workers: list[_Worker] = []
         self._threads: list[threading.Thread] = []
         self._lock = threading.Lock()
@@ -84,7 +83,7 @@ class WorkerPool:
     def call(self, target: str, kwargs: Mapping[str, Any], *, called: str = "") -> Future[Any]:
         """Queue `target(**kwargs)`; the future holds its JSON result or raises WorkerError, which names `called`.
 
-        Raises TypeError when `kwargs` is not JSON, RuntimeError when the pool is closed or stays full.
+        Raises TypeError when `kwargs` is not JSON, RuntimeError when the pool is closed.
         """
         body = json.dumps({"target": target, "kwargs": dict(kwargs)}, default=json_default)
         job = _Job(target, body, called or target)
@@ -93,12 +92,7 @@ class WorkerPool:
                 raise RuntimeError("WorkerPool: the pool is closed")
             while len(self._threads) < self.size:
                 self._start_thread()
-        try:
-            self._jobs.put(job, timeout=START_TIMEOUT_S + self.timeout_s)
-        except queue.Full:
-            raise RuntimeError(f"WorkerPool: {self._jobs.maxsize} calls are waiting and none was taken") from None
-        if self._closed:
-            job.fail(WorkerError("died", "the worker pool was closed"))
+            self._jobs.put(job)
         return job.future
 
     def close(self) -> None:

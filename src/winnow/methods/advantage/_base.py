@@ -1,4 +1,4 @@
-"""Base of advantages that depend on one group only."""
+"""Bases of advantages: their common facts, and those that depend on one group only."""
 
 from __future__ import annotations
 
@@ -10,16 +10,26 @@ import numpy as np
 from ...types import Group
 
 
-class GroupRelative:
-    """An advantage computed from one group's rewards and nothing else."""
+class Facts:
+    """What the rest of a run asks of an advantage, as for most of them; see `Advantage`."""
 
     greedy_baseline: ClassVar[bool] = False
-    group_relative: ClassVar[bool] = True
-    scaled: ClassVar[bool] = False
+
+    @property
+    def group_relative(self) -> bool:
+        return True
+
+    @property
+    def scaled(self) -> bool:
+        return False
 
     @property
     def smallest_group(self) -> int:
         return 2
+
+
+class GroupRelative(Facts):
+    """An advantage computed from one group's rewards and nothing else."""
 
     def __call__(self, rewards_G: np.ndarray) -> np.ndarray:
         """Return float64 [G] for float64 [G]; NaN in, NaN out."""

@@ -6,14 +6,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ._arrays import Array, checked, no_signal, present, zeros_where_present
+from ._arrays import checked, no_signal, present, zeros_where_present
 from ._base import GroupRelative
 
 
-def dr_grpo(rewards_G: Array) -> Array:
+def dr_grpo(rewards_G: np.ndarray) -> np.ndarray:
     """Return r - mean over the members that have a reward.
 
-    [G] -> [G], numpy or torch, same kind out; NaN members stay NaN. All equal, or fewer than two present: zeros. Raises
+    [G] -> [G]; NaN members stay NaN. All equal, or fewer than two present: zeros. Raises
     ValueError on a shape other than [G] or an infinite reward. Source: Liu et al. 2025 (Dr. GRPO).
     """
     rewards_G = checked(rewards_G)

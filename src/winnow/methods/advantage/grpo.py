@@ -7,14 +7,14 @@ from typing import ClassVar, Literal
 
 import numpy as np
 
-from ._arrays import Array, checked, no_signal, present, zeros_where_present
+from ._arrays import checked, no_signal, present, zeros_where_present
 from ._base import GroupRelative
 
 
-def grpo(rewards_G: Array, eps: float = 1e-6, ddof: int = 0) -> Array:
+def grpo(rewards_G: np.ndarray, eps: float = 1e-6, ddof: int = 0) -> np.ndarray:
     """Return (r - mean) / (std + eps) over the n members that have a reward; the variance divides by n - `ddof`.
 
-    [G] -> [G], numpy or torch, same kind out; NaN members stay NaN. All equal, or fewer than two present: zeros. Raises
+    [G] -> [G]; NaN members stay NaN. All equal, or fewer than two present: zeros. Raises
     ValueError on a shape other than [G] or an infinite reward.
     Source: Shao et al. 2024 (DeepSeekMath), outcome supervision.
     """

@@ -11,6 +11,7 @@ from ...config import name_of
 from ...types import Group
 from ..base import RunFacts
 from ..correct import OverBatch
+from ._base import Facts
 from .dr_grpo import dr_grpo
 
 Scope = Literal["group", "minibatch"]
@@ -19,31 +20,18 @@ Weighing = Literal["gradient", "energy"]
 logits so far."""
 
 
-class InUpdate:
+class InUpdate(Facts):
     """Rows of these advantages carry rewards and the number of the rows that share their baseline.
 
     `of_batch` gives the advantages at equal weights of all rollouts; filters, audits and statistics use those.
     """
 
     weighing: ClassVar[Weighing]
-    greedy_baseline: ClassVar[bool] = False
 
     @property
     def scope(self) -> Scope:
         """Rollouts that share a baseline."""
         return "group"
-
-    @property
-    def group_relative(self) -> bool:
-        return True
-
-    @property
-    def scaled(self) -> bool:
-        return False
-
-    @property
-    def smallest_group(self) -> int:
-        return 2
 
     def factor(self, rewards_G: np.ndarray) -> float:
         """Return the factor on the group's deviations from the baseline; 0 leaves the group out."""

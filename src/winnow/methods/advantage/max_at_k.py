@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
-import torch
+from pydantic import PositiveInt
+from pydantic.dataclasses import dataclass
 
-from ._arrays import Array, checked, no_signal, present, zeros_where_present
+from ...base.options import CHECKED
+from ._arrays import checked, no_signal, present, zeros_where_present
 from ._base import GroupRelative
 
 ROUNDING = 1e-12
 """Differences of two means below this, relative to the rewards, are rounding."""
 
 
-def max_at_k(rewards_G: Array, k: int) -> Array:
+def max_at_k(rewards_G: np.ndarray, k: int) -> np.ndarray:
     """Return an unbiased leave-one-out estimate of each member's part in the gradient of E[max reward of k rollouts].
 
     With n members present, J = E[max(r_1 .. r_k)] has the unbiased estimate U = mean of max(S) over all subsets S of
@@ -27,7 +27,7 @@ def max_at_k(rewards_G: Array, k: int) -> Array:
     unbiased. Here b_i is the mean of max(S) over subsets of size k of the OTHER n-1 members, or their maximum when k =
     n. k = 1 is RLOO; with rewards of 0 and 1 this is the pass@k objective.
 
-    [G] -> [G], numpy or torch, same kind out; NaN members stay NaN. All equal, or fewer than max(k, 2) present: zeros
+    [G] -> [G]; NaN members stay NaN. All equal, or fewer than max(k, 2) present: zeros
     (fewer than k have no unbiased estimate, and a smaller k is another objective). O(n^2), float64. Raises ValueError
     on k < 1, a shape other than [G] or an infinite reward. Derived here; the estimator of J is that of Chen et al. 2021
     (pass@k), for any reward.
@@ -38,11 +38,6 @@ def max_at_k(rewards_G: Array, k: int) -> Array:
     there = present(rewards_G)
     if no_signal(there) or len(there) < k:
         return zeros_where_present(rewards_G)
-    if isinstance(rewards_G, torch.Tensor):
-        result = torch.full_like(rewards_G, float("nan"))
-        values = torch.from_numpy(_of_present(there.detach().cpu().double().numpy(), k))
-        result[~torch.isnan(rewards_G)] = values.to(rewards_G)
-        return result
     filled = np.full_like(rewards_G, np.nan)
     filled[~np.isnan(rewards_G)] = _of_present(there.astype(np.float64), k)
     return filled
@@ -74,15 +69,11 @@ def _maximum_weights(m: int, q: int) -> np.ndarray:
     return np.cumprod(np.concatenate([[q / m], ratios]))[::-1]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=CHECKED)
 class MaxAtK(GroupRelative):
     """Unbiased leave-one-out gradient of the expected best of `k` rollouts (max@k; pass@k for rewards of 0 and 1)."""
 
-    k: int = 4
-
-    def __post_init__(self) -> None:
-        if self.k < 1:
-            raise ValueError(f"k must be >= 1, not {self.k}")
+    k: PositiveInt = 4
 
     @property
     def smallest_group(self) -> int:

@@ -9,7 +9,7 @@ import numpy as np
 
 from ...types import Group
 from ._arrays import checked, no_signal, present, zeros_where_present
-from ._base import GroupRelative
+from ._base import Facts
 
 
 def opo(rewards_G: np.ndarray, tokens_G: np.ndarray) -> np.ndarray:
@@ -28,12 +28,8 @@ def opo(rewards_G: np.ndarray, tokens_G: np.ndarray) -> np.ndarray:
 
 
 @dataclass(frozen=True)
-class Opo(GroupRelative):
+class Opo(Facts):
     """OPO (Hao et al. 2025): r - length-weighted mean reward of the group."""
-
-    def __call__(self, rewards_G: np.ndarray) -> np.ndarray:
-        """Return the advantages of one group with equal lengths."""
-        return opo(rewards_G, np.ones(len(rewards_G)))
 
     def of_batch(self, groups: Sequence[Group]) -> list[np.ndarray]:
         return [opo(g.rewards(), np.array([r.action_mask.sum() for r in g.rollouts], np.float64)) for g in groups]

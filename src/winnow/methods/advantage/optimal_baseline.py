@@ -7,31 +7,22 @@ from typing import Any
 import numpy as np
 
 
-def optimal_baseline(rewards_B: Any, log_w_B: Any, grad_norm_sq_B: Any, group_B: Any = None) -> Any:
+def optimal_baseline(rewards_B: Any, log_w_B: Any, grad_norm_sq_B: Any, group_B: Any) -> np.ndarray:
     """Return sum w^2 |g|^2 r / sum w^2 |g|^2 (VCPO, equation 7), computed in log space.
 
     g_i is the gradient of rollout i's log-probability as the loss weighs it (same token reduction). w_i is the
-    importance weight in use, after truncation. Without `group_B` the result is one float for all; with it (int [B]) one
-    baseline per group, float64 [B], aligned with the rollouts. Rollouts with a NaN reward are absent: they take no
-    part, and their own baseline is NaN. Equal weights and norms, or all weights or norms 0, give the mean reward.
-    Raises ValueError on shapes that differ, infinite rewards, negative or non-finite norms, log weights of +inf or NaN,
-    and if all are absent.
+    importance weight in use, after truncation. Returns one baseline per group (int [B]), float64 [B], aligned with the
+    rollouts. Rollouts with a NaN reward are absent: they take no part, and their own baseline is NaN. Equal weights and
+    norms, or all weights or norms 0, give the mean reward. Raises ValueError on infinite rewards, negative or
+    non-finite norms, log weights of +inf or NaN.
     """
     rewards_B, log_w_B, norms_B = (np.asarray(x, np.float64) for x in (rewards_B, log_w_B, grad_norm_sq_B))
-    if rewards_B.ndim != 1 or not rewards_B.shape == log_w_B.shape == norms_B.shape:
-        raise ValueError(f"rewards, log weights and norms must be [B], not {rewards_B.shape}, {log_w_B.shape}, ...")
     there_B = ~np.isnan(rewards_B)
     if np.isinf(rewards_B).any() or not (np.isfinite(norms_B[there_B]) & (norms_B[there_B] >= 0)).all():
         raise ValueError("rewards must be finite, and squared gradient norms finite and not negative")
     if not (log_w_B[there_B] < np.inf).all():
         raise ValueError("log weights must be below infinity")
-    if group_B is None:
-        if not there_B.any():
-            raise ValueError("a baseline needs at least one reward")
-        return _weighted_mean(rewards_B[there_B], log_w_B[there_B], norms_B[there_B])
     groups_B = np.asarray(group_B)
-    if groups_B.shape != rewards_B.shape:
-        raise ValueError(f"group_B must be [B] = {rewards_B.shape}, not {groups_B.shape}")
     found_B = np.full(len(rewards_B), np.nan)
     for group in np.unique(groups_B[there_B]):
         rows = there_B & (groups_B == group)

@@ -10,6 +10,7 @@ import numpy as np
 
 from ...types import Group
 from ._arrays import checked, no_signal, zeros_where_present
+from ._base import Facts
 
 
 def reinforce_pp(rewards_N: np.ndarray, tokens_N: np.ndarray, eps: float = 1e-6) -> np.ndarray:
@@ -30,21 +31,12 @@ def reinforce_pp(rewards_N: np.ndarray, tokens_N: np.ndarray, eps: float = 1e-6)
 
 
 @dataclass(frozen=True)
-class ReinforcePP:
+class ReinforcePP(Facts):
     """REINFORCE++ (Hu 2025): (r - mean) / (std + eps) over all tokens of the batch, no group baseline."""
 
     eps: float = 1e-6
-    greedy_baseline: ClassVar[bool] = False
     group_relative: ClassVar[bool] = False
     scaled: ClassVar[bool] = True
-
-    @property
-    def smallest_group(self) -> int:
-        return 2
-
-    def __call__(self, rewards_G: np.ndarray) -> np.ndarray:
-        """Return the advantages of one group as a batch of rollouts of equal lengths."""
-        return reinforce_pp(rewards_G, np.ones(len(rewards_G)), self.eps)
 
     def of_batch(self, groups: Sequence[Group]) -> list[np.ndarray]:
         if not groups:

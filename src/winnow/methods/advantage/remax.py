@@ -9,29 +9,25 @@ from typing import ClassVar
 import numpy as np
 
 from ...types import Group
-from ._arrays import Array, checked
+from ._arrays import checked
+from ._base import Facts
 
 
-def remax(rewards_G: Array, greedy_reward: float) -> Array:
+def remax(rewards_G: np.ndarray, greedy_reward: float) -> np.ndarray:
     """Return r - reward of the greedy rollout.
 
-    [G] -> [G], numpy or torch, same kind out; NaN members stay NaN. Raises ValueError on a shape other than [G] or an
+    [G] -> [G]; NaN members stay NaN. Raises ValueError on a shape other than [G] or an
     infinite reward. Source: Li et al. 2023 (ReMax), equation 3.
     """
     return checked(rewards_G) - greedy_reward
 
 
 @dataclass(frozen=True)
-class ReMax:
+class ReMax(Facts):
     """ReMax (Li et al. 2023): r - reward of a greedy rollout, sampled in addition to the group and never trained."""
 
     greedy_baseline: ClassVar[bool] = True
     group_relative: ClassVar[bool] = False
-    scaled: ClassVar[bool] = False
-
-    @property
-    def smallest_group(self) -> int:
-        return 2
 
     def of_batch(self, groups: Sequence[Group]) -> list[np.ndarray]:
         """Return `remax` of each group. Raises ValueError when its greedy rollout has no reward."""

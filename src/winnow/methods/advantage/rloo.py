@@ -6,14 +6,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ._arrays import Array, checked, no_signal, present, zeros_where_present
+from ._arrays import checked, no_signal, present, zeros_where_present
 from ._base import GroupRelative
 
 
-def rloo(rewards_G: Array) -> Array:
+def rloo(rewards_G: np.ndarray) -> np.ndarray:
     """Return r_i - mean of the other members that have a reward.
 
-    [G] -> [G], numpy or torch, same kind out; NaN members stay NaN. All equal, or fewer than two present: zeros. Raises
+    [G] -> [G]; NaN members stay NaN. All equal, or fewer than two present: zeros. Raises
     ValueError on a shape other than [G] or an infinite reward. Source: Ahmadian et al. 2024, eq. 7.
     """
     rewards_G = checked(rewards_G)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
+from pydantic import Field, PositiveInt
+from pydantic.dataclasses import dataclass
 
+from ...base.options import CHECKED
 from ...base.state import State, Stateful
 
 
@@ -35,19 +37,15 @@ def lr_scale(ess_ratio: float, reference: float = 1.0) -> float:
     return math.sqrt(min(1.0, ess_ratio / reference))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=CHECKED)
 class Ess:
     """Shrink the learning rate with the effective sample size of the batch (VCPO)."""
 
-    reference: float | Literal["measured"] = 1.0
+    reference: Annotated[float, Field(gt=0, le=1)] | Literal["measured"] = 1.0
     """Effective share of the batch on policy; `measured`: the mean over the first `measured_steps` updates."""
-    measured_steps: int = 1
+    measured_steps: PositiveInt = 1
 
     def __post_init__(self) -> None:
-        if self.reference != "measured" and not (isinstance(self.reference, float | int) and 0 < self.reference <= 1):
-            raise ValueError(f"reference must lie in (0, 1], or be 'measured', not {self.reference!r}")
-        if self.measured_steps < 1:
-            raise ValueError(f"measured_steps must be at least 1, not {self.measured_steps}")
         if self.measured_steps != 1 and self.reference != "measured":
             raise ValueError(f"measured_steps has no effect with reference: {self.reference}; remove one of them")
 

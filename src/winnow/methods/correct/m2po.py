@@ -9,15 +9,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from typing import Annotated
 
 import torch
+from pydantic import Field
+from pydantic.dataclasses import dataclass
 
 from ...base.nucleus import running_sum
+from ...base.options import CHECKED
 from .ratios import Evidence, log_ratio, weight
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=CHECKED)
 class M2PO:
     """Weight 0 for the tokens furthest from the sampler, until the mean squared log ratio is under `threshold`.
 
@@ -25,14 +28,10 @@ class M2PO:
     negative one. The update would move those further away. All other tokens have their ratio as weight.
     """
 
-    threshold: float = 0.04
+    threshold: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 0.04
     weigh: bool = True
     """False: kept tokens have weight 1, and the clipped loss takes its ratio to the sampler, which holds the weight."""
     active = True
-
-    def __post_init__(self) -> None:
-        if not 0 < self.threshold < math.inf:
-            raise ValueError(f"threshold must be above 0, not {self.threshold}")
 
     def __call__(self, on: Evidence) -> tuple[torch.Tensor, dict[str, float]]:
         return self.over_batch([on])(on)

@@ -6,10 +6,11 @@ bounded by `max_refill_rounds`. Without it, the loss runs over the surviving gro
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
+from pydantic import NonNegativeFloat, PositiveInt
+from pydantic.dataclasses import dataclass
 
+from ...base.options import CHECKED
 from ...types import KEEP, Group, GroupKind, Verdict
 from ..group_kind import is_zero_variance
 from .base import Filter
@@ -17,20 +18,16 @@ from .base import Filter
 ROUNDS = 10
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=CHECKED)
 class ZeroVariance(Filter):
     """Drop groups with equal rewards and sample others in their place (DAPO dynamic sampling, Yu et al. 2025)."""
 
-    atol: float = 1e-8
+    atol: NonNegativeFloat = 1e-8
     refill: bool = True
-    max_refill_rounds: int = ROUNDS
+    max_refill_rounds: PositiveInt = ROUNDS
     wants_signal = True
 
     def __post_init__(self) -> None:
-        if self.atol < 0:
-            raise ValueError(f"atol must be >= 0, not {self.atol}")
-        if self.max_refill_rounds < 1:
-            raise ValueError(f"max_refill_rounds must be >= 1, not {self.max_refill_rounds}")
         if not self.refill and self.max_refill_rounds != ROUNDS:
             raise ValueError("max_refill_rounds has no effect with refill: false; remove it")
 

@@ -15,11 +15,11 @@ import numpy as np
 from pydantic import Field
 
 from ...base.state import State, Stateful, at
-from ...types import Decision, Fate, Group, GroupKind, Token
+from ...types import Decision, Fate, Group, GroupKind, Token, Verdict
 from ..group_kind import GroupJudge
 from .base import Gate, NamedRule, Rule, of_gate
-from .estimates import Estimate, Sum, Sums
-from .overrides import OVERRIDE, Overrides
+from .estimates import Sum, Sums
+from .overrides import OVERRIDE, Overrides, keep_probability, survival
 
 WINDOW = 25
 """Steps after which a removal counts e times less for the controller."""
@@ -69,6 +69,19 @@ class RuleAudit(Stateful):
         """Return the draws of overrides at the current probability."""
         return Overrides(self.name, self.seed, self.probability)
 
+    def of_skip(self, verdict: Verdict, drawn: bool) -> Verdict:
+        """Return a selector's verdict on a visit under this audit, and record a skip; `drawn`: it must not be skipped.
+
+        The probability is that of `survival`.
+        """
+        p = survival(keep_probability(verdict), self.probability)
+        if verdict.keep:
+            return Verdict(True, verdict.reason, p)
+        if not drawn:
+            self.removed(self.probability)
+            return Verdict(False, verdict.reason, 1 - p)
+        return Verdict(True, f"audit: {verdict.reason}", p, overridden=self.probability)
+
     def removed(self, probability: float) -> None:
         """Record a carried-out removal that could have been overridden with `probability`."""
         for sums in (self.whole, self.recent):
@@ -90,18 +103,6 @@ class RuleAudit(Stateful):
         for sums in (self.whole, self.recent):
             sums.kept_signal += float(signal)
 
-    def precision(self) -> Estimate:
-        """Return the share of worthless removals, carried out or not."""
-        return self.whole.precision()
-
-    def signal_lost(self) -> Estimate:
-        """Return the squared advantage norm of removals, over that of everything."""
-        return self.whole.signal_lost(self.largest)
-
-    def tokens_saved(self) -> Estimate:
-        """Return the tokens that the carried-out removals would have cost."""
-        return self.whole.tokens_saved()
-
     def end_step(self) -> None:
         """End an optimizer step: steer the probability and decay the recent sums."""
         if self.max_signal_loss is not None and self.recent.removed + self.recent.audited > 0:
@@ -117,8 +118,12 @@ class RuleAudit(Stateful):
             "override_probability": self.probability,
             "carried_out": 1 - self.probability,
         }
-        for key in ("precision", "signal_lost", "tokens_saved"):
-            value, low, high = getattr(self, key)()
+        estimates = {
+            "precision": self.whole.precision(),
+            "signal_lost": self.whole.signal_lost(self.largest),
+            "tokens_saved": self.whole.tokens_saved(),
+        }
+        for key, (value, low, high) in estimates.items():
             found |= {key: value, f"{key}_low": low, f"{key}_high": high}
         return {f"audit/{self.name}/{key}": float(value) for key, value in found.items() if math.isfinite(value)}
 
@@ -164,7 +169,9 @@ class AuditedGate(Gate):
         """Let the gate learn first, also from overridden stops; then keep the account."""
         self.gate.observe(group)
         name = self.audit.name
-        decisions = [*group.decisions, *(d for rollout in group.rollouts for d in rollout.decisions)]
+        decisions = list(group.decisions)
+        for rollout in group.rollouts:
+            decisions += rollout.decisions
         taken = of_gate(decisions, name)
         for decision in taken:
             if not decision.verdict.keep:

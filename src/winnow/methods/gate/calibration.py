@@ -39,15 +39,10 @@ class BinnedPosterior:
     It keeps the last `capacity` successes and failures each; P(bin | outcome) has Laplace smoothing `alpha`. The prior
     is the share of successes among the last `2 capacity` labels of either kind: two buffers that fill at different
     speeds lose it once the faster one is full. Without labels every posterior is 0.5; with labels of one kind alone it
-    is 0 or 1. Raises ValueError on options out of range.
+    is 0 or 1.
     """
 
     def __init__(self, bins: int = 20, capacity: int = 2048, alpha: float = 1.0) -> None:
-        if not (isinstance(bins, int) and isinstance(capacity, int) and bins > 0 and capacity > 0 and 0 < alpha < 1e6):
-            raise ValueError(
-                "bins and capacity must be whole numbers of at least 1 and alpha above 0 and below 1e6, not "
-                f"{bins}, {capacity}, {alpha}"
-            )
         self.bins, self.capacity, self.alpha = bins, capacity, alpha
         self._seen = Window(capacity), Window(capacity)
         """(bin, weight) of failures and of successes."""
@@ -61,24 +56,14 @@ class BinnedPosterior:
 
     def observe(self, score: float, label: bool, weight: float = 1.0) -> None:
         """Learn one outcome. `weight`: 1 / (chance that this rollout's outcome was seen)."""
-        if not 0 < weight < 1e12:
-            raise ValueError(f"weight must be a positive number below 1e12, not {weight}")
-        if label not in (False, True):
-            raise ValueError(f"label must be a truth value, not {label!r}")
-        self._seen[bool(label)].append(self.bin_of(score), float(weight))
-        self._labels.append(bool(label), float(weight))
+        self._seen[int(label)].append(self.bin_of(score), weight)
+        self._labels.append(label, weight)
         self._posterior_B = None
 
     @property
     def labels(self) -> tuple[int, int]:
         """Number of failures and successes in memory."""
         return len(self._seen[0]), len(self._seen[1])
-
-    def posterior(self, score: ArrayLike) -> Any:
-        """Return the chance of success, float64 of the shape of `score`; a float for a number."""
-        scores = np.asarray(score, np.float64)
-        found = self.table()[np.array([self.bin_of(s) for s in scores.ravel()], np.int64)].reshape(scores.shape)
-        return float(found) if found.ndim == 0 else found
 
     def table(self) -> np.ndarray:
         """Return the posterior of every bin, [bins]."""
@@ -134,13 +119,9 @@ def survival_probabilities(
     mean of p over them is `keep_rate`, where `p_min` permits. `target`: slope = keep_rate (target - mean) / variance.
     If nothing is clipped and `strength` is 1, the expected share of successes among survivors is then `target`, from
     either side. `literal`: slope = -1, the form printed in the paper; with b solved for, it ignores `target` and lowers
-    the share of successes. An empty buffer, or one without variance, gives every rollout the keep rate. Raises
-    ValueError on numbers out of range or not finite.
+    the share of successes. An empty buffer, or one without variance, gives every rollout the keep rate.
     """
     q_N, buffer_M = np.atleast_1d(np.asarray(q, np.float64)), np.asarray(buffer_q, np.float64).ravel()
-    _check(q_N, buffer_M, keep_rate, target, strength, p_min)
-    if balance not in ("target", "literal"):
-        raise ValueError(f"balance must be 'target' or 'literal', not {balance!r}")
     mean, variance = (buffer_M.mean(), buffer_M.var()) if len(buffer_M) else (0.0, 0.0)
     if variance < 1e-12:
         return np.full(len(q_N), max(keep_rate, p_min))
@@ -164,14 +145,3 @@ def survival_factor(weights: ArrayLike, keep_rate: float, p_min: float, count: n
         c = (low + high) / 2
         low, high = (c, high) if np.average(np.clip(c * w_M, p_min, 1), weights=count) < keep_rate else (low, c)
     return float(high)
-
-
-def _check(q_N: np.ndarray, buffer_M: np.ndarray, keep_rate: float, target: float, strength: float, p: float) -> None:
-    for name, values in (("q", q_N), ("buffer_q", buffer_M)):
-        if not ((values >= 0) & (values <= 1)).all():
-            raise ValueError(f"{name} must hold probabilities")
-    if not (0 < keep_rate <= 1 and 0 <= target <= 1 and 0 <= p <= 1 and 0 <= strength <= 1e6):
-        raise ValueError(
-            "keep_rate must lie in (0, 1], target and p_min in [0, 1], and strength in [0, 1e6]; "
-            f"not {keep_rate}, {target}, {p}, {strength}"
-        )

@@ -11,11 +11,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Final, Literal
+from dataclasses import field, replace
+from typing import Annotated, Any, ClassVar, Final, Literal
 
 import numpy as np
+from pydantic import Field, NonNegativeInt
+from pydantic.dataclasses import dataclass
 
+from ...base.options import CHECKED
 from ...config import suggestion
 from ...types import KEEP, EnvStep, Group, GroupKind, GroupView, Verdict
 from ..base import RunFacts
@@ -89,7 +92,7 @@ class OfType:
     steps: dict[int, float]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=CHECKED)
 class Divergence:
     """Cut a group whose trajectories agree at an environment step (Zhai and Wang 2026)."""
 
@@ -98,18 +101,18 @@ class Divergence:
     threshold: float = 0.12
     steps: dict[int, float] = field(default_factory=dict)
     """Several evaluation steps with their thresholds, in place of `k` and `threshold`."""
-    termination: float | None = None
+    termination: Annotated[float, Field(gt=0, le=1)] | None = None
     """Limit on the share of ended trajectories; with it, that share counts too."""
     rule: Literal["or", "and"] = "or"
-    progress: float | None = None
+    progress: Annotated[float, Field(ge=0, lt=1)] | None = None
     """Also cut when the best progress of a trajectory, as its environment reports it, is at most this."""
     per_task_type: dict[str, float | dict[int, float] | OfType] = field(default_factory=dict)
     """Task type -> a threshold at `k`, its own steps, a `signal` and `steps`, or 0 for never. Other types: as above."""
     task_type: str = "task_type"
     """Column of the prompts that holds the type."""
-    refit_every: int = 0
+    refit_every: NonNegativeInt = 0
     """Refit the threshold every so many optimizer steps, from observed groups; 0: never. Needs `audit`."""
-    precision: float = 0.8
+    precision: Annotated[float, Field(gt=0, le=1)] = 0.8
     """With `refit_every`: lowest share of cuts that must be right."""
 
     def __post_init__(self) -> None:
@@ -120,10 +123,6 @@ class Divergence:
             raise ValueError("k and threshold have no effect beside steps; remove them, or steps")
         if self.rule == "and" and self.termination is None:
             raise ValueError("rule: and needs termination, the share of trajectories that must have ended")
-        if self.termination is not None and not 0 < self.termination <= 1:
-            raise ValueError(f"termination must lie in (0, 1], not {self.termination}")
-        if self.progress is not None and not 0 <= self.progress < 1:
-            raise ValueError(f"progress must lie in [0, 1), not {self.progress}")
         self._check_refit()
         if self.task_type != Divergence.task_type and not self.per_task_type:
             raise ValueError("task_type has no effect without per_task_type; remove it")
@@ -137,12 +136,8 @@ class Divergence:
                     raise ValueError(f"the threshold at step {k} must lie in [0, 1], not {threshold}")
 
     def _check_refit(self) -> None:
-        if self.refit_every < 0:
-            raise ValueError(f"refit_every counts optimizer steps, not {self.refit_every}")
         if self.precision != Divergence.precision and not self.refit_every:
             raise ValueError("precision has no effect without refit_every; remove it")
-        if not 0 < self.precision <= 1:
-            raise ValueError(f"precision must lie in (0, 1], not {self.precision}")
         for name in ("steps", "termination", "progress", "per_task_type"):
             if self.refit_every and getattr(self, name) != getattr(DEFAULTS, name):
                 raise ValueError(f"refit_every chooses one threshold, at k; remove {name}, or refit_every")
@@ -272,7 +267,9 @@ class DivergenceGate(Gate):
         if self.refit is not None and judged and all(r.reward is not None for r in members):
             value = judged[-1][1].evidence[self.options.signal]
             zero_variance = self.judge.of_rewards(group.rewards()).zero_variance
-            decisions = [*group.decisions, *(d for r in members for d in r.decisions)]
+            decisions = list(group.decisions)
+            for rollout in members:
+                decisions += rollout.decisions
             self.refit.observe(value, zero_variance, math.prod(d.verdict.probability for d in decisions))
 
     def end_step(self) -> None:

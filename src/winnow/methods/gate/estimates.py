@@ -38,12 +38,11 @@ from typing import Annotated, NamedTuple
 
 from pydantic import Field
 
+from ...base.intervals import Z_95, student
 from ...base.state import State
 
 FADED = 1e-60
 """Sum of weights below which audits are forgotten: their squares are close to 0, no basis for later removals."""
-Z = 1.959963984540054
-"""Normal quantile of a two-sided 95% interval."""
 Sum = Annotated[float, Field(ge=0)]
 
 
@@ -99,7 +98,7 @@ class WeightedMean(State, frozen=False):
         m = self.wy / self.w
         r = (self.ayy + self.top_w * self.top_v * s * s) / (self.wy + self.top_w * s)
         share = min(1.0, max(0.0, 2 * self.ay * self.w / (self.wy * self.a) - 1)) if self.wy > 0 else 1.0
-        k, c = Z * Z * r / self.w, Z * Z * share * self.a / self.w**2
+        k, c = Z_95 * Z_95 * r / self.w, Z_95 * Z_95 * share * self.a / self.w**2
 
         def root(x: float, sign: int) -> float:
             return (2 * x + k + sign * math.sqrt(max(0.0, 4 * x * k + k * k - 4 * c * x * x))) / (2 * (1 + c))
@@ -121,12 +120,6 @@ class WeightedMean(State, frozen=False):
         squares = self.ayy - 2 * m * self.ay + m * m * (self.a + self.top_w * self.top_v)
         h = min(student(n - 1) * math.sqrt(max(0.0, squares) * n / (n - 1)) / self.wy, 700.0)  # exp is finite
         return Estimate(m, m * math.exp(-h), m * math.exp(h))
-
-
-def student(freedom: float) -> float:
-    """Return the 97.5% quantile of Student's t, by the first terms of its expansion around the normal; freedom >= 1."""
-    v = max(1.0, freedom)
-    return Z + (Z**3 + Z) / (4 * v) + (5 * Z**5 + 16 * Z**3 + 3 * Z) / (96 * v**2)
 
 
 class Sums(State, frozen=False):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import torch
+from pydantic import Field, PositiveInt
+from pydantic.dataclasses import dataclass
 
 from ...base.noise import as_tensor, noise_key, uniform
+from ...base.options import CHECKED
 from ...types import EnvStep, Group, GroupView, Verdict
 from .base import Gate, GateContext, of_gate
 
@@ -16,19 +18,13 @@ RANDOM_STREAM = 5
 """Separates these draws from other noise."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=CHECKED)
 class RandomCut:
     """Cut groups at random at an environment step, as a control for other gates."""
 
-    k: int = 10
-    share: float = 0.2
+    k: PositiveInt = 10
+    share: Annotated[float, Field(gt=0, lt=1)] = 0.2
     """Probability to cut a group that still runs at step k."""
-
-    def __post_init__(self) -> None:
-        if self.k < 1:
-            raise ValueError(f"k counts environment steps from 1, not {self.k}")
-        if not 0 < self.share < 1:
-            raise ValueError(f"share must lie in (0, 1), not {self.share}")
 
     def build(self, context: GateContext) -> RandomCutGate:
         return RandomCutGate(self, context)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -34,38 +35,29 @@ class Columns:
 
 
 class Window:
-    """Keeps the last `capacity` rows."""
+    """Keeps the last `capacity` rows: numbers, or arrays of a shape that is the same for all rows."""
 
     def __init__(self, capacity: int) -> None:
-        self.capacity = capacity
-        self._columns: list[np.ndarray] = []
-        self._new: list[Sequence[Any]] = []
+        self._rows: deque[tuple[Any, ...]] = deque(maxlen=capacity)
 
     def append(self, *row: Any) -> None:
-        """Append a row: numbers, or arrays of a shape that is the same for all rows."""
-        self._new.append(row)
+        self._rows.append(row)
 
     def extend(self, *columns: Sequence[Any] | np.ndarray) -> None:
         """Append as many rows as each column has elements."""
-        self._new.extend(zip(*columns, strict=True))
+        self._rows.extend(zip(*columns, strict=True))
 
     def columns(self) -> list[np.ndarray]:
         """Return one array [rows, ...] per column, oldest row first; empty before the first row."""
-        if self._new:
-            new = [np.array(column) for column in zip(*self._new[-self.capacity :], strict=True)]
-            rest = self.capacity - len(new[0])
-            old = [column[len(column) - min(rest, len(column)) :] for column in self._columns]
-            self._columns = [np.concatenate(pair) for pair in zip(old, new, strict=True)] if old else new
-            self._new = []
-        return self._columns
+        return [np.array(column) for column in zip(*self._rows, strict=True)]
 
     def __len__(self) -> int:
-        columns = self.columns()
-        return len(columns[0]) if columns else 0
+        return len(self._rows)
 
     def state_dict(self) -> dict[str, Any]:
         return {"columns": [pack(column) for column in self.columns()]}
 
     def load(self, columns: list[np.ndarray]) -> None:
         """Load the columns of a state; see `Columns`."""
-        self._columns, self._new = [column[-self.capacity :] for column in columns], []
+        self._rows.clear()
+        self.extend(*columns)

@@ -5,12 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import numpy as np
-
 from ...base.state import at
-from ...types import Group, Verdict, Visit
+from ...types import Group, Visit
 from ..gate.audit import RuleAudit, squared_advantages
-from ..gate.overrides import keep_probability, survival
 from ..group_kind import GroupJudge
 from ..pass_rates import PassRate
 from .stream import StreamSelector
@@ -27,24 +24,10 @@ class AuditedSelector:
         self.selector = selector
         self.audit = audit
         self.judge = judge
-        selector.override = self
+        selector.audit = audit
 
     def select(self, n: int) -> list[Visit]:
         return self.selector.select(n)
-
-    def draws(self, ordinals_N: np.ndarray, epoch: int) -> np.ndarray:
-        """See `stream.Override`."""
-        return self.audit.overrides().draws(ordinals_N, epoch)
-
-    def verdict(self, number: int, verdict: Verdict, drawn: bool) -> Verdict:
-        """See `stream.Override`; the probability is that of `survival`."""
-        p = survival(keep_probability(verdict), self.audit.probability)
-        if verdict.keep:
-            return Verdict(True, verdict.reason, p)
-        if not drawn:
-            self.audit.removed(self.audit.probability)
-            return Verdict(False, verdict.reason, 1 - p)
-        return Verdict(True, f"audit: {verdict.reason}", p, overridden=self.audit.probability)
 
     def observe(self, group: Group) -> None:
         """Let the selector learn first, also from overridden skips; then keep the account."""

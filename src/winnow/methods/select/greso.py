@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
 import numpy as np
 import torch
+from pydantic import NonNegativeFloat
+from pydantic.dataclasses import dataclass
 
 from ...base.noise import as_tensor, noise_key, uniform
+from ...base.options import CHECKED
 from ...base.state import Loose, Probability, State
 from ...types import KEEP, Group, GroupKind, Prompt, Verdict
 from ..base import Chart
@@ -33,11 +35,8 @@ def skip_probability(z: Any, p: Any) -> Any:
     """Return 1 - p^z (eq. 3): the chance to skip after `z` zero-variance visits in a row, at base probability `p`.
 
     Numbers or arrays that broadcast; a prompt that is unseen or was effective last time (z = 0) is never skipped.
-    Raises ValueError unless z >= 0 and 0 <= p <= 1.
     """
     z, p = np.asarray(z, dtype=np.float64), np.asarray(p, dtype=np.float64)
-    if not (np.all(z >= 0) and np.all((p >= 0) & (p <= 1))):
-        raise ValueError(f"skip_probability needs z >= 0 and 0 <= p <= 1, not z={z}, p={p}")
     skip = 1.0 - p**z
     return skip if skip.ndim else float(skip)
 
@@ -46,13 +45,8 @@ def rollout_batch_size(missing: int, zero_variance_share: float, default: int, s
     """Return min(default, ceil(safety * missing / (1 - zero_variance_share))) (eq. 6): groups to roll out next.
 
     `missing`: effective groups still needed; `zero_variance_share`: of the groups of this step so far. `default` when
-    that share is 1. Raises ValueError unless missing >= 0, 0 <= share <= 1, default >= 1, safety > 0.
+    that share is 1.
     """
-    if missing < 0 or not 0 <= zero_variance_share <= 1 or default < 1 or not 0 < safety < math.inf:
-        raise ValueError(
-            "rollout_batch_size needs missing >= 0, 0 <= zero_variance_share <= 1, default >= 1 and finite safety > 0, "
-            f"not {missing}, {zero_variance_share}, {default}, {safety}"
-        )
     if zero_variance_share == 1:
         return default
     needed = safety * missing / (1 - zero_variance_share)
@@ -67,30 +61,25 @@ def adjust(p: float, share: float, target: float, step: float = 0.01, floor: flo
     return min(cap, max(floor, p - step if share >= target - ROUNDING else p + step))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=CHECKED)
 class Greso:
     """GRESO (Zheng et al. 2025): skip prompts by their run of zero-variance visits, before the rollout."""
 
     wants_signal: ClassVar[bool] = True
 
-    target: float = 0.25
+    target: Probability = 0.25
     """Wanted share of zero-variance groups among those rolled out; 1 always explores."""
-    easy_share: float = 1 / 3
+    easy_share: Probability = 1 / 3
     """Part of `target` for easy prompts; the rest is for hard ones."""
-    p_easy: float = 0.5
-    p_hard: float = 0.5
-    step: float = 0.01
-    floor: float = 0.05
-    cap: float = 1.0
-    keep_floor: float = 0.0
+    p_easy: Probability = 0.5
+    p_hard: Probability = 0.5
+    step: NonNegativeFloat = 0.01
+    floor: Probability = 0.05
+    cap: Probability = 1.0
+    keep_floor: Probability = 0.0
     """Lowest probability to roll out a prompt. The authors' code has 0.01 here and a cap of 0.95; the paper neither."""
 
     def __post_init__(self) -> None:
-        for name in ("target", "easy_share", "p_easy", "p_hard", "floor", "cap", "keep_floor"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"{name} must lie in [0, 1], not {getattr(self, name)}")
-        if self.step < 0:
-            raise ValueError(f"step must be >= 0, not {self.step}")
         for name in ("target", "easy_share", "floor", "cap"):
             if self.step == 0 and getattr(self, name) != getattr(Greso, name):
                 raise ValueError(f"{name} has no effect with step: 0, which keeps p_easy and p_hard; remove it")

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Annotated
 
 import numpy as np
-from pydantic import Field
+from pydantic import Field, PositiveInt
+from pydantic.dataclasses import dataclass
 
 from ...base.array_json import Packed
+from ...base.options import CHECKED
 from ...types import KEEP, Prompt, Verdict
 from ..base import Chart
 from ..group_kind import BY_REWARDS, GroupJudge
@@ -20,7 +21,7 @@ from .stream import StreamSelector, StreamState
 ROLLOUTS = 16
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=CHECKED)
 class PassRate:
     """Roll out only prompts whose profiled pass rate lies in [low, high] (Active-RLOO, section 4.1).
 
@@ -31,9 +32,9 @@ class PassRate:
     """JSONL file of `winnow pass-rates`; None: nothing is known before the first refresh."""
     low: float = 1e-9
     high: float = 1 - 1e-9
-    refresh_steps: int | None = None
+    refresh_steps: PositiveInt | None = None
     """Profile all training prompts again every so many optimizer steps, with the current policy."""
-    n: int = ROLLOUTS
+    n: PositiveInt = ROLLOUTS
     """Rollouts per prompt of a refresh."""
 
     def __post_init__(self) -> None:
@@ -41,10 +42,6 @@ class PassRate:
             raise ValueError(f"the band must satisfy 0 <= low <= high <= 1, not low={self.low}, high={self.high}")
         if self.profile is None and self.refresh_steps is None:
             raise ValueError("give profile, a file made by `winnow pass-rates`, or refresh_steps, or both")
-        if self.refresh_steps is not None and self.refresh_steps < 1:
-            raise ValueError(f"refresh_steps must be >= 1, not {self.refresh_steps}")
-        if self.n < 1:
-            raise ValueError(f"n must be >= 1, not {self.n}")
         if self.refresh_steps is None and self.n != ROLLOUTS:
             raise ValueError("n has no effect without refresh_steps: the profile that is read has its own; remove it")
 

@@ -3,30 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import numpy as np
 
 from ...base.state import Count, State, Stateful
 from ...types import KEEP, Group, Prompt, Verdict, Visit
+from ..gate.audit import RuleAudit
 from ..pass_rates import PassRate
 
 LOOK_AHEAD = 256
 """Fewest visits decided at once."""
 PATIENCE = 10_000
 """Skipped visits in a row (or one whole epoch if that is more) after which nothing is left to roll out."""
-
-
-class Override(Protocol):
-    """Lets visits pass that a selector would skip; see `audit.py`."""
-
-    def draws(self, ordinals_N: np.ndarray, epoch: int) -> np.ndarray:
-        """Return bool [N]: which of these visits must not be skipped."""
-        ...
-
-    def verdict(self, number: int, verdict: Verdict, drawn: bool) -> Verdict:
-        """Return the final form of the selector's verdict on visit `number`; called once for each, in stream order."""
-        ...
 
 
 class StreamState(State, extra="ignore"):  # subclasses have keys of their own
@@ -47,7 +36,8 @@ class StreamSelector(Stateful):
         self.prompts = prompts
         self.seed = seed
         self._fixed_N = order_N
-        self.override: Override | None = None
+        self.audit: RuleAudit | None = None
+        """Rolls out some of the visits that the selector skips; see `AuditedSelector`."""
         self.visits = 0
         self.skipped = 0
         """Visits skipped since the last `end_step`."""
@@ -78,14 +68,14 @@ class StreamSelector(Stateful):
                 self._order, self._order_epoch = self._order_of(epoch), epoch
             ordinals = self._order[position : position + max(LOOK_AHEAD, 2 * missing)]
             own = self.keeps(ordinals, epoch)
-            drawn = np.zeros_like(own) if self.override is None else self.override.draws(ordinals, epoch)
+            drawn = np.zeros_like(own) if self.audit is None else self.audit.overrides().draws(ordinals, epoch)
             keeps = own | drawn
             kept = np.flatnonzero(keeps)[:missing]
             passed = int(kept[-1]) + 1 if len(kept) == missing else len(ordinals)
             for ordinal, keep, draw in zip(*(a[:passed].tolist() for a in (ordinals, own, drawn)), strict=True):
                 verdict = self.verdict_on(ordinal, keep)
-                if self.override is not None:
-                    verdict = self.override.verdict(self.visits, verdict, draw)
+                if self.audit is not None:
+                    verdict = self.audit.of_skip(verdict, draw)
                 visits.append(Visit(self.visits, epoch, self.prompts[ordinal], verdict))
                 self.visits += 1
             missing -= len(kept)

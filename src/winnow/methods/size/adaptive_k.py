@@ -7,9 +7,12 @@ share by themselves, so the two thresholds must lie apart and a size must be kep
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
+from pydantic import Field, PositiveInt
+from pydantic.dataclasses import dataclass
+
+from ...base.options import CHECKED
 from ...base.state import Count, State, Stateful
 
 DWELL = 10
@@ -31,7 +34,7 @@ def _mean(history: Sequence[float], window: int) -> float:
     return sum(history[-window:]) / window if len(history) >= window else float("nan")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=CHECKED)
 class AdaptiveK:
     """Raise the group size from `base` to `high` when the share of zero-variance groups is high (Active-RLOO, eq. 5).
 
@@ -42,20 +45,14 @@ class AdaptiveK:
 
     base: int | None = None
     high: int | None = None
-    tau: float = 0.5
-    window: int = 5
+    tau: Annotated[float, Field(ge=0, lt=1)] = 0.5
+    window: PositiveInt = 5
     tau_down: float | None = None
-    dwell: int = DWELL
+    dwell: PositiveInt = DWELL
 
     def __post_init__(self) -> None:
         if self.base is not None and self.base < 2:
             raise ValueError(f"base must be >= 2, not {self.base}: an advantage needs two siblings")
-        if not 0 <= self.tau < 1:
-            raise ValueError(f"tau must lie in [0, 1), not {self.tau}: the size goes up when the share exceeds it")
-        if self.window < 1:
-            raise ValueError(f"window must be >= 1, not {self.window}")
-        if self.dwell < 1:
-            raise ValueError(f"dwell must be >= 1, not {self.dwell}")
         if self.tau_down is None and self.dwell != DWELL:
             raise ValueError("dwell has no effect without tau_down; remove it, or set tau_down below tau")
         if self.tau_down is not None and not 0 < self.tau_down < self.tau:

@@ -16,20 +16,12 @@ class Fixed:
         return FixedSize(num_generations)
 
 
-@dataclass(frozen=True)
 class FixedSize(Stateful):
-    size: int
-
-    @property
-    def smallest(self) -> int:
-        return self.size
-
-    @property
-    def largest(self) -> int:
-        return self.size
+    def __init__(self, size: int) -> None:
+        self.smallest = self.largest = size
 
     def next(self) -> int:
-        return self.size
+        return self.largest
 
     def observe(self, step_stats: Mapping[str, float]) -> None:
         """A fixed size learns nothing."""

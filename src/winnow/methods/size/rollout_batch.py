@@ -6,18 +6,20 @@ like systems whose engine takes a batch at a time: fewer rounds, but some groups
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
+from pydantic import Field, PositiveInt
+from pydantic.dataclasses import dataclass
+
+from ...base.options import CHECKED
 from ..base import RunFacts
 from ..select.greso import rollout_batch_size
 
 Surplus = Literal["carry", "discard"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=CHECKED)
 class Exact:
     """One group for each missing one, started at once."""
 
@@ -25,11 +27,11 @@ class Exact:
         return OneForOne(prompts_per_step)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=CHECKED)
 class Fixed:
     """Rounds of `size` groups until the batch is full, as DAPO's dynamic sampling is usually implemented."""
 
-    size: int | None = None
+    size: PositiveInt | None = None
     """None: one and a half training batches (GRESO's setting: 384 for 256)."""
     surplus: Surplus = "carry"
     """`carry` keeps surplus groups for the next step, one step old by then; `discard` drops them."""
@@ -37,31 +39,21 @@ class Fixed:
     def problems(self, run: RunFacts) -> Iterator[str]:
         yield from _problems(self.surplus, run)
 
-    def __post_init__(self) -> None:
-        if self.size is not None and self.size < 1:
-            raise ValueError(f"size must be >= 1, not {self.size}")
-
     def build(self, prompts_per_step: int) -> Rounds:
         return Rounds(_largest(self.size, prompts_per_step), None, self.surplus == "carry", prompts_per_step)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=CHECKED)
 class Adaptive:
     """GRESO's adaptive rollout batch (Zheng et al. 2025, eq. 6): rounds just large enough to fill the batch."""
 
-    size: int | None = None
+    size: PositiveInt | None = None
     """Largest round; None: one and a half training batches."""
-    safety: float = 1.25
+    safety: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.25
     surplus: Surplus = "carry"
 
     def problems(self, run: RunFacts) -> Iterator[str]:
         yield from _problems(self.surplus, run)
-
-    def __post_init__(self) -> None:
-        if self.size is not None and self.size < 1:
-            raise ValueError(f"size must be >= 1, not {self.size}")
-        if not 0 < self.safety < math.inf:
-            raise ValueError(f"safety must be finite and > 0, not {self.safety}")
 
     def build(self, prompts_per_step: int) -> Rounds:
         return Rounds(_largest(self.size, prompts_per_step), self.safety, self.surplus == "carry", prompts_per_step)

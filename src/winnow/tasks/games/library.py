@@ -8,11 +8,16 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
+from pydantic import PositiveInt
+from pydantic.dataclasses import dataclass
+
+from ...base.options import CHECKED
+from ...base.state import Probability
 from ...env.workers.file_cache import kept, load_json, loaded, making
 from ...env.workers.worker import WorkerPool
-from .options import GameOptions
+from .react import Style
 
 Card = dict[str, Any]
 """Card of a game: data for playing it and for its prompts; `id`, `words`, and `file`, the card's own path."""
@@ -23,6 +28,24 @@ MAX_REPEATS = 4
 """Games made for each one wanted before too few different ones are assumed."""
 DEMONSTRATIONS = 8
 """Stored walks to the goal for each game."""
+
+
+@dataclass(frozen=True, kw_only=True, config=CHECKED)
+class GameOptions:
+    name: ClassVar[str]
+    seed: int = 0
+    max_turns: PositiveInt = 30
+    max_turn_length: PositiveInt | None = None
+    """The most tokens sampled in a turn; None: only max_completion_length bounds it."""
+    style: Style = "react"
+    """`react`: messages, a thought and an action a turn. `words`: lower-case words, the completion is the command."""
+    demo_noise: Probability = 0.25
+    """Share of random commands in demonstrations."""
+    demo_size: PositiveInt | None = None
+    """Number of first training games that are demonstrated; None: all. The others are new to a warm-started model."""
+    workers: PositiveInt = 2
+    timeout_s: float = 30.0
+    """Bounds one step of a game."""
 
 
 def kept_values(

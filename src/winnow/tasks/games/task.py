@@ -12,8 +12,7 @@ from ...base.files import digest
 from ...env.base import OverlappingEnv, RewardFn
 from ...env.workers.remote import EnvPool
 from ...types import Prompt
-from .library import Card, walks_of
-from .options import GameOptions
+from .library import Card, GameOptions, walks_of
 from .react import worded, words
 
 ELSEWHERE = frozenset({"games", "data", "workers", "timeout_s", "demo_noise", "demo_size"})

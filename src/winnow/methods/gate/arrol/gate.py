@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
-from pydantic import Field
+from pydantic import Field, NonNegativeInt, PositiveInt
+from pydantic.dataclasses import dataclass
 
 from ....base.errors import ConfigError
+from ....base.options import CHECKED
 from ....base.state import Count, Probability, State
 from ....types import Decision, Fate, Group, Rollout, Token
 from ...base import Chart, RunFacts
@@ -18,7 +19,6 @@ from ..base import Gate, GateContext
 from ..calibration import BINS, Balance, BinnedPosterior, PosteriorState, survival_factor, survival_probabilities
 from ..window import FLOATS, INTS, Columns, Window
 from ..within_table import PromptOutcomes, PromptsState
-from .charts import quality_charts
 from .head import LEARNING_RATE, WIDTH, Example, HeadState, QualityHead, mean_logp
 from .rule import ArrolRule, Quality, Scale
 from .stats import Realised
@@ -29,7 +29,7 @@ FIRST_AT = 16
 """Detection token of the first step, before any length is known; nothing is pruned yet."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=CHECKED)
 class Arrol:
     """Prune single rollouts at a token, by their predicted chance of success, towards a balanced group (ARRoL)."""
 
@@ -37,45 +37,32 @@ class Arrol:
     """Predictor: a trained head, DeepConf's trace confidence, or the mean log-probability so far."""
     head_inputs: Literal["hidden+logp", "hidden"] = "hidden+logp"
     """Inputs of the head; `hidden`: the last hidden state alone, as in the paper."""
-    head_width: int = WIDTH
-    head_lr: float = LEARNING_RATE
+    head_width: PositiveInt = WIDTH
+    head_lr: Annotated[float, Field(gt=0, lt=1)] = LEARNING_RATE
     scale: Scale = "rank"
     """Map from scores into [0, 1]: by rank among recent ones, or, as in the paper, `sigmoid` of the head's logit."""
-    bins: int = 20
+    bins: Annotated[int, Field(ge=2, le=1000)] = 20
     """Number of bins of scores, each with a chance of success."""
-    at: int | None = None
+    at: PositiveInt | None = None
     """Tokens of a turn after which the gate decides; None: `share` of a quantile of recent lengths."""
-    quantile: float = 0.5
-    share: float = 0.5
-    keep_rate: float = 0.5
-    target: float = 0.5
+    quantile: Annotated[float, Field(gt=0, le=1)] = 0.5
+    share: Annotated[float, Field(gt=0, le=1)] = 0.5
+    keep_rate: Annotated[float, Field(gt=0, le=1)] = 0.5
+    target: Probability = 0.5
     """Wanted share of right answers among survivors."""
-    strength: float = 1.0
-    p_min: float = 0.05
+    strength: Annotated[float, Field(ge=0, le=1e6)] = 1.0
+    p_min: Probability = 0.05
     balance: Balance | Literal["distinct", "within"] = "target"
     """`distinct`: ignore success; prune less often the more siblings are expected to have sampled the same tokens so
     far. `within`: by a survivor's worth to its own group, given the outcomes of its prompt at earlier visits."""
-    cold_start: int = 20
+    cold_start: PositiveInt = 20
     """Optimizer steps in which the predictor learns and nothing is pruned."""
-    min_survivors: int | None = None
+    min_survivors: NonNegativeInt | None = None
     """Fewest survivors of a group; None: as many as the advantage needs (2 if unknown)."""
     unbiased: bool = False
     """Weight survivors in the loss by 1 / (their chance of survival) (Horvitz and Thompson)."""
 
     def __post_init__(self) -> None:
-        if self.at is not None and self.at < 1:
-            raise ValueError(f"at counts tokens from 1, not {self.at}")
-        self._check_predictor()
-        if not (0 < self.quantile <= 1 and 0 < self.share <= 1):
-            raise ValueError(f"quantile and share must lie in (0, 1], not {self.quantile}, {self.share}")
-        if self.cold_start < 1:
-            raise ValueError(
-                f"cold_start must be at least 1 step, not {self.cold_start}: an untrained predictor is none"
-            )
-        if self.min_survivors is not None and self.min_survivors < 0:
-            raise ValueError(f"min_survivors must not be negative, not {self.min_survivors}")
-        balance: Balance = self.balance if self.balance in ("target", "literal") else "target"
-        survival_probabilities([], [], self.keep_rate, self.target, self.strength, self.p_min, balance)
         if self.p_min > self.keep_rate:
             raise ValueError(f"p_min={self.p_min} must not be above keep_rate={self.keep_rate}: it would replace it")
         if self.balance == "within" and self.p_min == 0:
@@ -89,14 +76,6 @@ class Arrol:
         for name in without:
             if getattr(self, name) != getattr(Arrol, name):
                 raise ValueError(f"{name} has no effect with balance: {self.balance}; remove it")
-
-    def _check_predictor(self) -> None:
-        if self.head_width < 1 or not 0 < self.head_lr < 1:
-            raise ValueError(
-                f"head_width must be at least 1 and head_lr lie in (0, 1), not {self.head_width}, {self.head_lr}"
-            )
-        if not 2 <= self.bins <= 1000:
-            raise ValueError(f"bins must lie in 2 to 1000, not {self.bins}: one bin tells no two scores apart")
         for name in ("head_inputs", "head_width", "head_lr", "scale") if self.quality != "head" else ():
             if getattr(self, name) != getattr(Arrol, name):
                 raise ValueError(f"{name} has no effect with quality: {self.quality}; remove it")
@@ -140,7 +119,26 @@ class Arrol:
             )
 
     def charts(self, name: str) -> list[Chart]:
-        return quality_charts(f"gate/{name}")
+        def chart(title: str, lines: dict[str, str], *, share: bool = False, percent: bool = False) -> Chart:
+            full = {f"gate/{name}/{metric}": label for metric, label in lines.items()}
+            return Chart(title, full, share=share, percent=percent, section="Pruned while generated")
+
+        kept = {"keep_rate": "kept", "expected_keep_rate": "expected"}
+        told_apart = {"auroc": "AUROC", "auroc_within": "AUROC among siblings", "accuracy": "accuracy"}
+        right = {"positive_share": "of those trained", "success": "of all asked", "target": "target"}
+        survivors = {"survivors/none": "none", "survivors/one": "one", "survivors/all": "all"}
+        undecided = {"ended_early": "ended before it", "not_finite": "score not finite"}
+        return [
+            chart("Share of rollouts kept", kept, share=True, percent=True),
+            chart("Right answers", right, share=True, percent=True),
+            chart("Balance of trained groups, mean p (1 - p)", {"balance": "balance"}),
+            chart("How well success is told apart", told_apart, share=True),
+            chart("Brier score", {"brier": "mean squared error"}),
+            chart("Tokens saved", {"tokens_saved": "a step, estimated"}),
+            chart("Where the decision falls", {"detection_length": "token"}),
+            chart("Groups by survivors", survivors),
+            chart("Rollouts without a decision", undecided),
+        ]
 
     def build(self, context: GateContext) -> ArrolGate:
         """Build the gate. Raises ConfigError when right answers are unknown, since the gate learns from them."""

@@ -13,10 +13,9 @@ from typing import Any
 
 from ....env.workers.file_cache import load_json, save_json
 from ..react import NOTHING, words
-from .library import card_id
 from .play import GOAL, EntityInfo, Game, engine, pddl
 from .play import Path as Way
-from .rooms import TaskType, alfworld, game_of, plans_of
+from .rooms import TaskType, alfworld, card_id, game_of, plans_of
 
 COMMANDS = {"gotolocation": "go to {r}"}
 """Templates that replace the grammar's own where those depend on the state; TextWorld's planner has the same."""

@@ -13,11 +13,12 @@ import os
 import random
 import re
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Literal, get_args
 
+from ....base.files import digest
 from ....base.install import install
 
 TaskType = Literal[
@@ -81,6 +82,12 @@ def plans_of(part: str, task_type: str) -> list[int]:
     numbers = constants.TEST_SCENE_NUMBERS if part == "valid_unseen" else constants.TRAIN_SCENE_NUMBERS
     scenes = [constants.SCENE_TYPE[name] for name in constants.GOALS_VALID[task_type]]
     return sorted(n for n in numbers if any(n in scene for scene in scenes))
+
+
+def card_id(card: Mapping[str, Any]) -> str:
+    """Return a hash of the whole card."""
+    told = {key: value for key, value in card.items() if key != "id"}
+    return f"game-{digest(told)[:16]}"
 
 
 # ---------------------------------------------------------------- furnishing

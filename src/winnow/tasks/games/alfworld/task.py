@@ -1,19 +1,32 @@
 """ALFWorld: household tasks in text rooms, from its data directory or generated, played in worker processes.
 
-Games are made once and stored under $WINNOW_CACHE (or ~/.cache/winnow). Shridhar et al., "ALFWorld: Aligning Text and
-Embodied Environments for Interactive Learning", 2021.
+Games are made and described once and reused under the same options: $WINNOW_CACHE/alfworld/cards/<game>.json holds the
+data for playing one, see `games`. Shridhar et al., "ALFWorld: Aligning Text and Embodied Environments for Interactive
+Learning", 2021.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+import random
+from collections.abc import Collection
+from itertools import cycle, islice
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal
 
-from ..library import Card
+from pydantic import Field, NonNegativeInt, PositiveInt
+from pydantic.dataclasses import dataclass
+
+from ....base.files import sha256
+from ....base.options import CHECKED
+from ....env.workers.file_cache import kept, load_json, making
+from ....env.workers.worker import WorkerPool
+from ..library import MAKE_TIMEOUT_S, Card, GameOptions, different, kept_values
 from ..react import system_prompt
 from ..task import GameTask
-from .library import FORMAT, AlfworldGames, games_of
+from .rooms import TASK_TYPES, TaskType, card_id
 
+FORMAT = 2
+"""Version of stored files."""
 ROLE = (
     "You act in a household. Your task is given at the start, together with all the places that you can go to. "
     "You find things by going to places and opening what is closed; you can carry one thing at a time."
@@ -49,9 +62,30 @@ EXAMPLE = (
 _SIGHT = "You are in the middle of a room. Looking quickly around you, "
 
 
-@dataclass(frozen=True)
-class AlfworldConfig(AlfworldGames):
+@dataclass(frozen=True, config=CHECKED)
+class AlfworldConfig(GameOptions):
     """ALFWorld games: made over its floor plans, or read from a directory with its data."""
+
+    name: ClassVar[str] = "alfworld"
+    data: str | None = None
+    """Directory filled by alfworld-download, with the splits train, valid_seen and valid_unseen."""
+    split: Literal["valid_seen", "valid_unseen"] = "valid_seen"
+    """Test games: in floor plans of the training games, or in others."""
+    task_types: tuple[TaskType, ...] = TASK_TYPES
+    train_size: PositiveInt | None = 64
+    """Number of training games; of `data` chosen at random, None: all."""
+    test_size: NonNegativeInt | None = 16
+    receptacles: Annotated[int, Field(ge=2)] = 5
+    """Places in a generated room; fewer are easier."""
+    objects: Annotated[int, Field(ge=2)] = 6
+    """Things in a generated room."""
+
+    def __post_init__(self) -> None:
+        for name in ("train_size", "test_size"):
+            if getattr(self, name) is None and self.data is None:
+                raise ValueError(f"alfworld: {name} must be a number for games that are made")
+        if not self.task_types:
+            raise ValueError(f"alfworld: task_types is empty; give some of {', '.join(TASK_TYPES)}")
 
     def build(self) -> Alfworld:
         return Alfworld(self)
@@ -83,3 +117,90 @@ def _commands(templates: dict[str, list[str]]) -> tuple[list[str], list[tuple[st
     actions = sorted(template.format(**_SLOTS) for name, (template, _) in templates.items() if name != "help")
     seen, thought, _ = EXAMPLE[-1]
     return actions, [*EXAMPLE[:-1], (seen, thought, templates["putobject"][0].format(o="cloth 1", r="drawer 1"))]
+
+
+def games_of(config: AlfworldConfig) -> tuple[list[Card], list[Card]]:
+    """Return cards of the train and the test games. Raises ValueError for too few games."""
+    with making("alfworld", config.workers, MAKE_TIMEOUT_S) as pool:
+        if config.data is not None:
+            root = _root(Path(config.data).expanduser().resolve())
+            test = _read(pool, config, root, config.split, config.test_size)
+            return _read(pool, config, root, "train", config.train_size), test
+        test = _made(pool, config, config.split, config.test_size or 0, ())
+        return _made(pool, config, "train", config.train_size or 0, {_told(card) for card in test}), test
+
+
+def _made(
+    pool: WorkerPool, config: AlfworldConfig, part: str, wanted: int, shown: Collection[tuple[str, str]]
+) -> list[Card]:
+    """Return `wanted` different games, of all task types in turn, excluding beginnings in `shown`."""
+    size = (config.receptacles, config.objects)
+    kinds = [kind for kind in TASK_TYPES if kind in config.task_types]
+    drawn = ((kind, f"{config.seed}/{i}") for i, kind in enumerate(cycle(kinds)))
+
+    def make(batch: list[tuple[TaskType, str]]) -> list[Card]:
+        asked = [{"part": part, "task_type": kind, "seed": seed, "size": size} for kind, seed in batch]
+        return _cards(pool, "generate", asked, [kept("alfworld", "cards", [FORMAT, given]) for given in asked])
+
+    return different(config, part, wanted, drawn, make, _told, shown, "raise receptacles or objects")
+
+
+def _told(card: Card) -> tuple[str, str]:
+    return card["goal"], card["look"]
+
+
+# ---------------------------------------------------------------- a user's data
+
+
+def _root(data: Path) -> Path:
+    """Return the folder with the splits. Raises ValueError without a folder `train`."""
+    for root in (data, data / "json_2.1.1"):
+        if (root / "train").is_dir():
+            return root
+    raise ValueError(
+        f"alfworld: {data} has no folder 'train'; give the directory that alfworld-download fills, or its json_2.1.1"
+    )
+
+
+def _read(pool: WorkerPool, config: AlfworldConfig, root: Path, part: str, wanted: int | None) -> list[Card]:
+    """Return games of a split that ALFWorld itself would play, at random if only some are wanted."""
+    found = sorted((root / part).rglob("game.tw-pddl"))
+    random.Random(f"alfworld/{part}/{config.seed}").shuffle(found)
+    files = list(islice((f for f in found if _task_type(f) in config.task_types and _solvable(f)), wanted))
+    if not files and wanted != 0:
+        raise ValueError(f"alfworld: no game.tw-pddl of these task_types in {root / part}; see alfworld-generate")
+    asked = [{"path": str(file), "task_type": _task_type(file)} for file in files]
+    digests = [sha256(file) for file in files]
+    cards = [kept("alfworld", "cards", [FORMAT, d, a["task_type"]]) for d, a in zip(digests, asked, strict=True)]
+    return list({card["id"]: card for card in _cards(pool, "describe", asked, cards)}.values())
+
+
+def _task_type(file: Path) -> str | None:
+    """Return the task type of a game; None for games that ALFWorld leaves out."""
+    if "movable" in str(file) or "Sliced" in str(file):
+        return None
+    facts = file.with_name("traj_data.json")
+    if not facts.is_file():
+        raise ValueError(f"alfworld: {file} has no traj_data.json beside it, which tells its task_type; copy it there")
+    return str(load_json(facts).get("task_type"))
+
+
+def _solvable(file: Path) -> bool:
+    try:
+        return load_json(file).get("solvable") is not False
+    except (ValueError, AttributeError) as error:
+        raise ValueError(f"alfworld: {file} is no ALFWorld game: {error}") from None
+
+
+# ---------------------------------------------------------------- files
+
+
+def _cards(pool: WorkerPool, function: str, asked: list[dict[str, Any]], files: list[Path]) -> list[Card]:
+    """Return stored cards; missing and damaged ones are made. Seeds without a game are left out."""
+    values = kept_values(pool, f"alfworld.games:{function}", asked, files, _intact)
+    cards = [card | {"file": str(file)} for card, file in zip(values, files, strict=True)]
+    return [card for card in cards if card["id"] is not None]
+
+
+def _intact(card: Any) -> bool:
+    return isinstance(card, dict) and card.get("id", "") in (None, card_id(card))
