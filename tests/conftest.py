@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import sys
 import tempfile
 from collections import deque
 from collections.abc import Generator, Iterator
@@ -14,6 +16,10 @@ os.environ.setdefault("ALFWORLD_DATA", tempfile.gettempdir())  # the package mak
 if not os.access(os.path.expanduser("~"), os.W_OK):  # as with `make anywhere`
     os.environ.setdefault("HF_HOME", tempfile.mkdtemp(prefix="winnow-tests-hf-"))
 
+sys.dont_write_bytecode = False  # otherwise each process that the tests start compiles the package again: 1 to 2 s
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+gc.disable()  # until the tests are collected; see `pytest_collection_finish`
+
 import hypothesis
 import pytest
 import torch
@@ -24,6 +30,12 @@ from winnow.sampler import pipe
 torch.set_num_threads(1)
 hypothesis.settings.register_profile("winnow", deadline=None)  # a busy machine is no failure
 hypothesis.settings.load_profile("winnow")
+
+
+def pytest_collection_finish() -> None:
+    """Keep the collector off a million objects of imported libraries, which last as long as the process."""
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session", autouse=True)
