@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import sys
 import tempfile
 from collections import deque
 from collections.abc import Generator, Iterator
@@ -16,10 +15,6 @@ os.environ.setdefault("ALFWORLD_DATA", tempfile.gettempdir())  # the package mak
 if not os.access(os.path.expanduser("~"), os.W_OK):  # as with `make anywhere`
     os.environ.setdefault("HF_HOME", tempfile.mkdtemp(prefix="winnow-tests-hf-"))
 
-sys.dont_write_bytecode = False  # otherwise each process that the tests start compiles the package again: 1 to 2 s
-os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-gc.disable()  # until the tests are collected; see `pytest_collection_finish`
-
 import hypothesis
 import pytest
 import torch
@@ -27,6 +22,7 @@ import torch
 from winnow.base.forkserver import ForkServer, forkserver
 from winnow.sampler import pipe
 
+gc.disable()  # until the tests are collected; see `pytest_collection_finish`
 torch.set_num_threads(1)
 hypothesis.settings.register_profile("winnow", deadline=None)  # a busy machine is no failure
 hypothesis.settings.load_profile("winnow")
