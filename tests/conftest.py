@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import tempfile
 from collections import deque
@@ -21,9 +22,16 @@ import torch
 from winnow.base.forkserver import ForkServer, forkserver
 from winnow.sampler import pipe
 
+gc.disable()  # until the tests are collected; see `pytest_collection_finish`
 torch.set_num_threads(1)
 hypothesis.settings.register_profile("winnow", deadline=None)  # a busy machine is no failure
 hypothesis.settings.load_profile("winnow")
+
+
+def pytest_collection_finish() -> None:
+    """Keep the collector off a million objects of imported libraries, which last as long as the process."""
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -37,7 +37,6 @@ from unittest import mock
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves
 
 aten = torch.ops.aten
 CUDA = torch.device("cuda", 0)
@@ -77,6 +76,8 @@ LIKE = _words("empty_like zeros_like _has_compatible_shallow_copy_type is_same_s
 INDEX_OK = {"index", "index_put", "_index_put_impl", "_unsafe_index", "_unsafe_index_put"}
 """Indices on the host are copied to the device: no error, but a wait."""
 ATTENTION = ("_scaled_dot_product", "_flash_attention", "_efficient_attention")
+PRODUCTS = _words("mm addmm bmm baddbmm addmv mv dot")
+"""Products of bfloat16, added up in float32 as on the device; a CPU without units for it takes 40 times as long."""
 
 
 def on_cuda(tensor: torch.Tensor) -> bool:
@@ -95,6 +96,23 @@ def storage_of(tensor: torch.Tensor) -> int:
         return 0
 
 
+def tensors_in(values: Any) -> list[torch.Tensor]:
+    """Return the tensors among values and in their lists."""
+    found: list[torch.Tensor] = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, list | tuple):
+            found += tensors_in(value)
+    return found
+
+
+def product(func: Any, args: Any, kwargs: Any) -> torch.Tensor:
+    """Return a product of matrices in the type of its factors, computed in float32."""
+    widened = [x.float() if isinstance(x, torch.Tensor) else x for x in args]
+    return func(*widened, **kwargs).to(args[0].dtype)
+
+
 def mark(tensor: torch.Tensor, cuda: bool, gpu: PretendCuda) -> torch.Tensor:
     """Put the tensor's storage on the device, or take it off, and count its bytes."""
     if _REAL_DEVICE(tensor).type == "cpu":
@@ -109,16 +127,19 @@ class Looker(TorchDispatchMode):
     def __init__(self, gpu: PretendCuda) -> None:
         super().__init__()
         self.gpu = gpu
+        self.whole: set[Any] = set()
+        """Operations that are no composites."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func._overloadname != "out" and func.name() not in ("aten::rms_norm",):
+        if func not in self.whole and func._overloadname != "out" and func.name() not in ("aten::rms_norm",):
             with self:  # composites, which inference mode leaves whole
                 found = func.decompose(*args, **kwargs)
             if found is not NotImplemented:
                 return found
+            self.whole.add(func)
         name = func._schema.name.removeprefix("aten::")
-        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        tensors = tensors_in([*args, *kwargs.values()])
         cuda = [on_cuda(x) for x in tensors]
         any_cuda, mixed = any(cuda), any(cuda) and not all(cuda)
         base = name.rstrip("_") if not name.startswith("__") else name
@@ -128,10 +149,13 @@ class Looker(TorchDispatchMode):
         if mixed:
             self._judge(name, base, args, kwargs, tensors, cuda)
         before = {storage_of(x) for x in tensors}
-        result = func(*args, **kwargs)
+        if any_cuda and name in PRODUCTS and func._overloadname == "default" and tensors[0].dtype == torch.bfloat16:
+            result = product(func, args, kwargs)
+        else:
+            result = func(*args, **kwargs)
         if any_cuda:
-            for x in tree_leaves(result):
-                if isinstance(x, torch.Tensor) and storage_of(x) not in before:
+            for x in tensors_in([result]):
+                if storage_of(x) not in before:
                     mark(x, True, self.gpu)
             self._count(name, base, func, args, tensors)
         return result
@@ -156,9 +180,7 @@ class Looker(TorchDispatchMode):
             self.gpu.launch(name)
         if base in SYNC:
             self.gpu.sync(name)
-        elif base in INDEX_OK and any(
-            isinstance(i, torch.Tensor) and i.dtype in (torch.bool, torch.uint8) for i in tree_leaves(args[1])
-        ):
+        elif base in INDEX_OK and any(i.dtype in (torch.bool, torch.uint8) for i in tensors_in(args[1])):
             self.gpu.sync(f"{name} with a mask")
         if name.startswith(ATTENTION) and "backward" not in name:
             self.gpu.shapes[tuple((tuple(x.shape), x.dtype) for x in tensors)] += 1

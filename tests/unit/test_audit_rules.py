@@ -102,11 +102,10 @@ def simulate(name: str, seed: int) -> tuple[Sums, dict[str, float]]:
     tokens = np.minimum(rng.geometric(0.01, len(y)), 512) + 20.0 * (y > 0)
     overridden = rng.random(len(y)) < p
     sums = Sums(kept_signal=KEPT_SIGNAL)
-    for i, drawn in enumerate(overridden.tolist()):
-        if drawn:
-            sums.audit(float(p[i]), float(y[i]), float(tokens[i]))
-        else:
-            sums.remove(float(p[i]), 1)
+    for i in np.flatnonzero(overridden):
+        sums.audit(float(p[i]), float(y[i]), float(tokens[i]))
+    for probability, count in zip(*np.unique(p[~overridden], return_counts=True), strict=True):
+        sums.remove(float(probability), int(count))
     lost = float(y[~overridden].sum())
     truth = {
         "precision": float(np.mean(y == 0)),
@@ -242,10 +241,10 @@ def controlled(value: Callable[[int], float], steps: int, max_signal_loss: float
     lost = total = 0.0
     carried = []
     for step in range(steps):
-        for i in range(16):
+        for drawn in audit.overrides().draws(np.arange(16), seed, step):
             signal = 8.0 * (rng.random() < value(step))
             total += signal
-            if overridden(audit, seed, step, i):
+            if drawn:
                 audit.audited(audit.probability, signal, 100.0)
             else:
                 audit.removed(audit.probability)

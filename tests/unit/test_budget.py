@@ -93,7 +93,7 @@ def total(held: Any) -> int:
     return sum(held.values())
 
 
-UPDATES = [  # bfloat16 is slow on a processor without units for it
+UPDATES = [  # the slow ones differ from others in one setting
     (qwen3, {}, True),
     (qwen3, {}, False),
     (llama, {}, False),
