@@ -9,7 +9,7 @@ from typing import Any
 
 from ..base.foreign_values import answer_to
 from ..base.migration_hints import load_hints
-from ..config import ConfigError, RunConfig, suggestion
+from ..config import ConfigError, RunConfig, load_config, suggestion
 
 Config = RunConfig | Mapping[str, Any] | str | Path | None
 OWN = frozenset(
@@ -40,8 +40,6 @@ def config_from(config: Any, given: Mapping[str, Any]) -> Config:
         raise ConfigError(f"config: expected a RunConfig, a dict or a YAML file, not a {type(found).__name__}")
     if peft_config is None:
         return found
-    from ..config import load_config
-
     whole = load_config(found) if isinstance(found, str | Path) else found
     values = whole.model_dump() if isinstance(whole, RunConfig) else dict(whole or {})
     if values.get("lora") is not None:
@@ -106,58 +104,45 @@ def _from_arguments(args: Any, where: str) -> dict[str, Any]:
     changed = {name for name in fields if getattr(args, name) != getattr(usual, name)}
     given = {name: value for name, value in args.to_dict().items() if name in fields}
     values = {name: value for name, value in given.items() if name in RunConfig.model_fields and value is not None}
-    _settle_same_names(values, changed, args)
-    values |= dict(_other_names(changed, args))
-    answers = [*_answers(changed - values.keys() - _settled(args), given)]
+    settled = _translate(values, changed, args)
+    answers = [*_answers(changed - values.keys() - settled, given)]
     if answers:
         raise ConfigError("\n".join(f"{where}: {line}" for line in answers))
     return values
 
 
-def _settle_same_names(values: dict[str, Any], changed: set[str], args: Any) -> None:
-    """Drop keys that depend on others that are not set."""
+def _translate(values: dict[str, Any], changed: set[str], args: Any) -> set[str]:
+    """Set keys whose names differ but whose meaning is certain, and drop those that depend on others that are not set.
+
+    Returns the fields that this settles.
+    """
+    settled = {"use_cpu", "bf16", "fp16", "num_train_epochs", "hub_strategy", "eval_steps"}
+    settled |= {"gradient_checkpointing", "activation_checkpointing"}
     if values["max_steps"] > 0:
         values.pop("num_train_epochs", None)
     if not args.push_to_hub:
         values.pop("hub_strategy", None)
-    if str(getattr(args.eval_strategy, "value", args.eval_strategy)) == "no":
-        values.pop("eval_steps", None)
     if "gradient_checkpointing" not in changed:  # only about memory, which `auto` decides
         values.pop("gradient_checkpointing", None)
-
-
-def _other_names(changed: set[str], args: Any) -> Iterator[tuple[str, Any]]:
-    """Yield keys whose names differ but whose meaning is certain."""
-    if args.use_cpu:
-        yield "device", "cpu"
-    if args.fp16:
-        yield "dtype", "float16"
-    elif "bf16" in changed and not args.bf16:
-        yield "dtype", "float32"
-    if _one_update(args):
-        yield "prompts_per_step", args.generation_batch_size // args.num_generations
-    if getattr(args, "scale_rewards", None) in ("none", False):
-        yield "advantage", "dr_grpo"
-
-
-def _one_update(args: Any) -> bool:
-    """Whether a generation batch is one update, as here."""
-    steps = getattr(args, "steps_per_generation", None)
-    return steps is not None and steps == args.gradient_accumulation_steps
-
-
-def _settled(args: Any) -> set[str]:
-    """Return the fields that `_other_names` and `_settle_same_names` handle."""
     strategy = str(getattr(args.eval_strategy, "value", args.eval_strategy))
-    found = {"use_cpu", "bf16", "fp16", "num_train_epochs", "hub_strategy", "eval_steps", "gradient_checkpointing"}
-    found |= {"activation_checkpointing"}
-    if _one_update(args):
-        found |= {*OF_BATCH, "gradient_accumulation_steps"}
+    if strategy == "no":
+        values.pop("eval_steps", None)
     if strategy in ("no", "steps"):
-        found |= {"eval_strategy", "do_eval"}
+        settled |= {"eval_strategy", "do_eval"}
+    if args.use_cpu:
+        values["device"] = "cpu"
+    if args.fp16:
+        values["dtype"] = "float16"
+    elif "bf16" in changed and not args.bf16:
+        values["dtype"] = "float32"
+    steps = getattr(args, "steps_per_generation", None)
+    if steps is not None and steps == args.gradient_accumulation_steps:  # a generation batch is one update, as here
+        values["prompts_per_step"] = args.generation_batch_size // args.num_generations
+        settled |= {*OF_BATCH, "gradient_accumulation_steps"}
     if getattr(args, "scale_rewards", None) in ("none", False):
-        found |= {"scale_rewards"}
-    return found
+        values["advantage"] = "dr_grpo"
+        settled.add("scale_rewards")
+    return settled
 
 
 def _answers(names: set[str], given: Mapping[str, Any]) -> Iterator[str]:
