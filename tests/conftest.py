@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from winnow.base.forkserver import ForkServer, forkserver
-from winnow.sampler import pipe
+from winnow.sampler import processes
 
 torch.set_num_threads(1)
 hypothesis.settings.register_profile("winnow", deadline=None)  # a busy machine is no failure
@@ -41,7 +41,7 @@ def imports_once() -> Iterator[None]:
         return server
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pipe, "forkserver", kept_for_others)
+        patch.setattr(processes, "forkserver", kept_for_others)
         yield
     kept.clear()
 

@@ -23,6 +23,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, Field
 from safetensors import SafetensorError
 
+from ..base.errors import ConfigError
 from ..base.failpoint import failpoint
 from ..base.files import bytes_of, from_json, fsync, fsync_tree, private_directory, readable, sha256
 from ..base.state import Count, State, StateError, at
@@ -186,6 +187,21 @@ def held(run_dir: Path) -> Iterator[Path | None]:
         yield held
 
 
+@contextmanager
+def newest_model(run_dir: Path) -> Iterator[tuple[Path, Path]]:
+    """Yield the finished model, else that of the newest checkpoint, readable inside the block; and where it belongs.
+
+    Raises ConfigError when there is no model yet, CheckpointError if the checkpoint is damaged.
+    """
+    if (run_dir / "model").is_dir():
+        yield run_dir / "model", run_dir / "model"
+        return
+    with held(run_dir) as saved:
+        if saved is None:
+            raise ConfigError(f"{run_dir}: no finished model or checkpoint yet; train longer")
+        yield saved / "model", run_dir / "checkpoints" / saved.name / "model"
+
+
 def _linked(directory: Path, into: Path) -> Path | None:
     """Return a linked copy; None if the run has removed the checkpoint, which implies a newer one."""
     target = into / directory.name
@@ -252,10 +268,6 @@ def marks(run_dir: Path) -> dict[str, dict[str, Any]]:
     return found
 
 
-def load_state(directory: Path) -> dict[str, Any]:
-    return parsed(directory / STATE)
-
-
 def parsed(file: Path) -> dict[str, Any]:
     """Return the JSON of a state. Raises ValueError if it is not JSON, or a number is not finite or too large for
     arrays and databases."""
@@ -278,7 +290,7 @@ def parsed(file: Path) -> dict[str, Any]:
 def load_run_state(directory: Path) -> dict[str, Any]:
     """Return the saved state of a session. Raises CheckpointError naming the invalid part."""
     with understood(directory / STATE):
-        state = load_state(directory)
+        state = parsed(directory / STATE)
         RunState.of(state)
         if directory.name != _name(step := state["loop"]["step"]):
             raise ValueError(f"of step {step}, in {directory.name}")

@@ -10,7 +10,7 @@ from ..base.install import install
 from ..config import MethodSpec, RunConfig, method, name_of
 from ..engine import ENGINES, VllmOptions
 from ..engine.vllm.options import ALONE, SHARED
-from ..sampler import SYNCS, Processes
+from ..sampler import Processes, sampler_options
 
 AUTO = "auto"
 PAYS_FROM = 10_000_000
@@ -31,11 +31,13 @@ def choose_engine(c: RunConfig, parameters: int, device: str) -> tuple[MethodSpe
 
 def engine_options(c: RunConfig, *, alone: bool = False) -> Any:
     """Return the options of the run's engine. `alone`: on a GPU without a learner."""
-    spec, _ = choose_engine(c, 0, "cpu")  # an unsettled `auto` is the embedded engine
+    spec: dict[str, Any] = {"name": c.engine} if isinstance(c.engine, str) else dict(c.engine)
+    if spec.get("name") == AUTO:  # not settled yet
+        spec["name"] = "local"
     options = method(ENGINES, spec, "engine")
     if not hasattr(options, "for_run"):
         return options
-    sampling = method(SYNCS, c.sync, "sync")
+    sampling = sampler_options(c.sync)
     apart = alone or samples_elsewhere(c)
     share = ALONE * min(1.0, getattr(sampling, "num_gpus", None) or 1.0) if apart else SHARED
     if isinstance(sampling, Processes) and not apart:
@@ -46,7 +48,7 @@ def engine_options(c: RunConfig, *, alone: bool = False) -> Any:
 
 def samples_elsewhere(c: RunConfig) -> bool:
     """Whether samplers have their own devices; sampler processes share the learner's unless given some."""
-    options = method(SYNCS, c.sync, "sync")
+    options = sampler_options(c.sync)
     return "own_engine" in options.provides and not (isinstance(options, Processes) and not options.devices)
 
 

@@ -52,7 +52,9 @@ def push(run_dir: Path, c: RunConfig, folder: Path | None = None) -> Pushed:
     Raises PushError with the cause and the command to retry, ConfigError when there is no model yet.
     """
     with ExitStack() as stack:
-        source, folder = (folder, folder) if folder else _latest(run_dir, stack)
+        source = folder
+        if folder is None:
+            source, folder = stack.enter_context(checkpoint.newest_model(run_dir))
         if _step(folder) is not None and c.save_dtype != "auto":  # checkpoints are float32
             temporary = stack.enter_context(tempfile.TemporaryDirectory(prefix="winnow-push-"))
             typed = Path(temporary, "model")
@@ -101,16 +103,6 @@ def push_if_due(run_dir: Path, c: RunConfig, saved: Path | None = None) -> Pushe
 def _name(c: RunConfig) -> str:
     """Return the repo, as in transformers: the directory's name unless given; without a namespace, the user's."""
     return c.hub_model_id or Path(c.output_dir).absolute().name
-
-
-def _latest(run_dir: Path, stack: ExitStack) -> tuple[Path, Path]:
-    """Return the newest model, held until `stack` closes, and the directory it belongs to."""
-    if (run_dir / "model").is_dir():
-        return run_dir / "model", run_dir / "model"
-    found = stack.enter_context(checkpoint.held(run_dir))
-    if found is None:
-        raise ConfigError(f"{run_dir}: no model or checkpoint yet; train longer")
-    return found / "model", run_dir / "checkpoints" / found.name / "model"
 
 
 def _step(folder: Path) -> int | None:

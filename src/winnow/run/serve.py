@@ -60,9 +60,9 @@ class Server:
         self.task = build_task(c.env)
         self._prompts = prompts_of(self.task)
         tokenizer = with_template(load_tokenizer(c.model), c.chat_template, c.chat_template_kwargs)
-        start_of = Start.of(c)
-        base = None if start_of.adapter is None else start_of.load(c)[0]
-        self.engine = build_engine(c, start_of.reference(c, base), tokenizer)
+        model = Start.of(c)
+        base = None if model.adapter is None else model.load()[0]
+        self.engine = build_engine(c, model.reference(c.device, base), tokenizer)
         self.rewarder = build_rewarder(c, self.task)
         self.rewarder.trainer_state = SimpleNamespace(global_step=start["version"], max_steps=c.max_steps)
         options = rollout_options(c, greedy_baseline=start["greedy_baseline"])

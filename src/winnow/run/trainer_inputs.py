@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
-from ..config import ConfigError, RunConfig, method, name_of
+from ..base.paths import absolute_paths
+from ..config import METHODS, ConfigError, RunConfig, load_config, method, name_of, validate
 from ..env.base import Task
 from ..env.rewards.rewarder import RewardSpec
+from ..sampler import sampler_options
 from ..tasks import ENVS
-from .build import build_task, sampler_options
+from .build import build_task
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,29 @@ class Given:
             raise ConfigError("env: rows of data, but train_dataset has rows too; give one of them")
         return replace(self, env=None, train_dataset=env)
 
+    def config(self, config: RunConfig | Mapping[str, Any] | str | Path | None) -> RunConfig:
+        """Return the whole configuration; these arguments override `config`.
+
+        Paths become absolute, so that a run can be resumed from anywhere.
+        """
+        if isinstance(config, str | Path):
+            config = load_config(config)
+        values = config.model_dump() if isinstance(config, RunConfig) else dict(config or {})
+        functions = self.reward_list
+        if functions and all(isinstance(function, str) for function in functions):
+            values["reward_funcs"] = list(functions)
+        if isinstance(self.model, str):
+            values["model"] = self.model
+        elif self.model is not None:
+            values["model"] = str(getattr(self.model, "name_or_path", "") or "given object")
+        if isinstance(self.env, str | dict):
+            values["env"] = self.env
+        elif self.env is not None:
+            values["env"] = getattr(self.env, "name", type(self.env).__name__)
+        elif self.train_dataset is not None:
+            values.setdefault("env", "dataset")
+        return validate(absolute_paths(values, METHODS))
+
     def task(self, c: RunConfig) -> Task:
         """Return the configured task, the object, or a task of the rows with the options of `env: dataset`."""
         if self.train_dataset is None:
@@ -71,7 +97,7 @@ class Given:
 
     def require_names(self, c: RunConfig) -> None:
         """Raise ConfigError if something that samplers build themselves was given as an object."""
-        if "own_engine" not in sampler_options(c).provides:
+        if "own_engine" not in sampler_options(c.sync).provides:
             return
         remedies = {
             "model": "by its name or path",

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..config import ConfigError
-
 
 @dataclass(frozen=True)
 class PoolOptions:
@@ -33,11 +31,3 @@ class PoolOptions:
     def device_of(self, slot: int, device: str) -> str | None:
         """Return the device of a sampler in a run on `device`; None: the same."""
         return None
-
-    def check(self, reward_timeout_s: float) -> None:
-        """Raise ConfigError if a sampler that waits for a reward would count as stuck."""
-        if self.timeout_s <= reward_timeout_s:
-            raise ConfigError(
-                f"sync: timeout_s={self.timeout_s:g} must be above reward_timeout_s={reward_timeout_s:g}, or a "
-                "sampler that waits for a reward counts as stuck; raise it"
-            )

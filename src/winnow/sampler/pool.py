@@ -31,6 +31,7 @@ from typing import Any
 import numpy as np
 
 from ..base.weights import HalvedWeights, WeightSource, transfer_s
+from ..config import ConfigError
 from ..env.workers.worker import START_TIMEOUT_S
 from ..methods.gate import NamedRule, rule_state
 from ..rollout.evaluate import MAX_LIVE
@@ -64,7 +65,12 @@ class SamplerPool:
         open_channel: Open,
         ended: Callable[[], None] = lambda: None,
     ) -> None:
-        self.options = options
+        self.options, reward_s = options, context.config.reward_timeout_s
+        if options.timeout_s <= reward_s:
+            raise ConfigError(
+                f"sync: timeout_s={options.timeout_s:g} must be above reward_timeout_s={reward_s:g}, or a sampler that "
+                "waits for a reward counts as stuck; raise it"
+            )
         self._prompts = prompts_of(context.task)
         self._greedy = context.greedy_baseline
         self._live = MAX_LIVE if context.task.max_turns > 1 else None

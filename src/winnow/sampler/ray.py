@@ -74,7 +74,6 @@ class Ray(PoolOptions):
     def build(self, context: SamplerContext) -> SamplerPool:
         """Build the pool. Raises ConfigError when Ray is not installed, or no cluster answers."""
         c = context.config
-        self.check(c.reward_timeout_s)
         try:
             cluster.join("sync", self.ray_address, [c.sync, c.learner])
             options = replace(self, num_gpus=self.gpus(c))
