@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from ..base.weights import weights_digest
 from ..config import CLIPPING, AuditConfig, ConfigError, MethodSpec, RunConfig, method, name_of, suggestion
@@ -25,8 +25,8 @@ from ..methods.advantage import ADVANTAGES, Advantage
 from ..methods.base import Chart, RunFacts
 from ..methods.correct import CORRECTIONS, StepScale
 from ..methods.filter import AllOf, Filter
-from ..methods.gate import Gate
-from ..methods.gate.audit import RuleAudit
+from ..methods.gate import GATES, Gate, GateContext, NamedRule, RuleError, check_rule
+from ..methods.gate.audit import AuditedGate, RuleAudit
 from ..methods.group_kind import GroupJudge
 from ..methods.loss import LossConfig
 from ..methods.select import Selector
@@ -38,7 +38,6 @@ from ..sampler import Sampler, SamplerContext, sampler_options
 from ..tasks import ENVS
 from ..types import Prompt, Purpose
 from .build_adapters import check_adapters, with_lora
-from .build_gates import build_gates, gate_names
 from .catalogue import METHOD_TABLES
 from .engine_choice import engine_options
 from .start import Start, require_embeddings
@@ -145,6 +144,40 @@ def method_charts(c: RunConfig) -> list[dict[str, Any]]:
     return [asdict(chart) for chart in charts]
 
 
+def gate_names(c: RunConfig) -> list[str]:
+    """Return the names of the run's gates: those of the methods without a path, numbered if repeated."""
+    names = [name_of(spec).rpartition(":")[2] for spec in c.gates]
+    return [f"{name}_{i}" if names.count(name) > 1 else name for i, name in enumerate(names, 1)]
+
+
+def rule_types(c: RunConfig) -> dict[str, type]:
+    """Return the classes of the rules that gates publish, by gate."""
+    contexts = [GateContext(name) for name in gate_names(c)]
+    gates = [method(GATES, spec, "gates").build(context) for spec, context in zip(c.gates, contexts, strict=True)]
+    return {context.name: type(gate.rule()) for context, gate in zip(contexts, gates, strict=True)}
+
+
+def build_gates(c: RunConfig, judge: GroupJudge) -> dict[str, Gate]:
+    """Build the gates of a run, by name. Raises ConfigError naming the option."""
+    gates: dict[str, Gate] = {}
+    for spec, name in zip(c.gates, gate_names(c), strict=True):
+        gate = method(GATES, spec, "gates").build(GateContext(name, c.seed, judge))
+        if not isinstance(gate, Gate):
+            raise ConfigError(
+                f"gates: {name_of(spec)} builds a {type(gate).__name__}, not a Gate; derive from "
+                "winnow.methods.gate.Gate, which has defaults for all but `rule`"
+            )
+        try:
+            check_rule(NamedRule(name, gate.rule()))
+        except RuleError as error:
+            raise ConfigError(f"gates: {error}") from None
+        if c.audit is not None:
+            audit = RuleAudit(name, c.audit.epsilon, c.audit.max_signal_loss, seed=c.seed)
+            gate = AuditedGate(gate, audit, judge)
+        gates[name] = gate
+    return gates
+
+
 def _filter(c: RunConfig, options: Sequence[Any]) -> Filter:
     if not options:
         raise ConfigError("filter: the list is empty; name a filter, or leave filter out")
@@ -157,7 +190,7 @@ def _filter(c: RunConfig, options: Sequence[Any]) -> Filter:
         return AllOf(list(zip(names, filters, strict=True)))
 
 
-def _audited(c: RunConfig, audit: AuditConfig, selector: Selector, judge: GroupJudge) -> Selector:
+def _audited(c: RunConfig, audit: AuditConfig, selector: Any, judge: GroupJudge) -> Selector:
     if getattr(selector, "skips", True):
         rule = RuleAudit(name_of(c.selector), audit.epsilon, audit.max_signal_loss, seed=c.seed)
         return AuditedSelector(selector, rule, judge)
@@ -166,7 +199,7 @@ def _audited(c: RunConfig, audit: AuditConfig, selector: Selector, judge: GroupJ
             f"audit: nothing to audit (selector: {name_of(c.selector)} skips nothing, no gates); remove audit, or "
             "choose e.g. selector: greso"
         )
-    return selector
+    return cast(Selector, selector)
 
 
 def build_sampler(context: SamplerContext) -> Sampler:

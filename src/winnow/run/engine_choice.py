@@ -25,7 +25,20 @@ def choose_engine(c: RunConfig, parameters: int, device: str) -> tuple[MethodSpe
     if name_of(c.engine) != AUTO:
         return c.engine, "as configured"
     options = {k: v for k, v in c.engine.items() if k != "name"} if isinstance(c.engine, dict) else {}
-    name, why = _choice(c, parameters, device, set(options))
+    unknown = set(options) - {field.name for field in dataclasses.fields(VllmOptions)}
+    name, why = "local", ""
+    if device != "cuda":
+        why = f"samplers are on {device}"
+    elif unknown:
+        why = f"vLLM has no option {min(unknown)}"
+    elif uncorrected(c):
+        why = "policy_loss: plain without a correction needs an engine that rounds as the learner does"
+    elif parameters < PAYS_FROM:
+        why = f"vLLM pays off from {PAYS_FROM / 1e6:g} million parameters, the model has {parameters:,}"
+    elif find_spec("vllm") is None:
+        why = f"vLLM is faster on a GPU, but not installed; {install('vllm')}"
+    else:
+        name, why = "vllm", "samplers are on a GPU, and vLLM is installed"
     return ({"name": name} | options if options else name), why
 
 
@@ -55,18 +68,3 @@ def samples_elsewhere(c: RunConfig) -> bool:
 def uncorrected(c: RunConfig) -> bool:
     """Whether no ratio of the loss corrects for the engine's rounding of probabilities."""
     return c.policy_loss == "plain" and name_of(c.correction) == "none"
-
-
-def _choice(c: RunConfig, parameters: int, device: str, options: set[str]) -> tuple[str, str]:
-    if device != "cuda":
-        return "local", f"samplers are on {device}"
-    unknown = options - {field.name for field in dataclasses.fields(VllmOptions)}
-    if unknown:
-        return "local", f"vLLM has no option {min(unknown)}"
-    if uncorrected(c):
-        return "local", "policy_loss: plain without a correction needs an engine that rounds as the learner does"
-    if parameters < PAYS_FROM:
-        return "local", f"vLLM pays off from {PAYS_FROM / 1e6:g} million parameters, the model has {parameters:,}"
-    if find_spec("vllm") is None:
-        return "local", f"vLLM is faster on a GPU, but not installed; {install('vllm')}"
-    return "vllm", "samplers are on a GPU, and vLLM is installed"

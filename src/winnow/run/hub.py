@@ -52,9 +52,10 @@ def push(run_dir: Path, c: RunConfig, folder: Path | None = None) -> Pushed:
     Raises PushError with the cause and the command to retry, ConfigError when there is no model yet.
     """
     with ExitStack() as stack:
-        source = folder
         if folder is None:
             source, folder = stack.enter_context(checkpoint.newest_model(run_dir))
+        else:
+            source = folder
         if _step(folder) is not None and c.save_dtype != "auto":  # checkpoints are float32
             temporary = stack.enter_context(tempfile.TemporaryDirectory(prefix="winnow-push-"))
             typed = Path(temporary, "model")

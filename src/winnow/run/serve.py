@@ -27,8 +27,7 @@ from ..rollout.runner import RolloutRunner
 from ..sampler.codec import group_state, job_from, prompts_of
 from ..sampler.heartbeat import HEARTBEAT_S, busy
 from ..sampler.weights import fingerprints, read_weights
-from .build import build_engine, build_rewarder, build_task, rollout_options
-from .build_gates import rule_types
+from .build import build_engine, build_rewarder, build_task, rollout_options, rule_types
 from .start import Start
 
 PROCESS_NAME = "winnow-sampler"
@@ -69,9 +68,7 @@ class Server:
         self.runner = RolloutRunner(self.engine, self.task, tokenizer, self.rewarder, options)
         self.rule_types = rule_types(c)
         self._reply, self._read = reply, read
-        self._born = self._reported = time.monotonic()
-        self._idle_s = 0.0
-        self._tokens = 0
+        self._reported, self._idle_s, self._tokens = time.monotonic(), 0.0, 0
         for name, mine in fingerprints(self.task, tokenizer).items():
             if start["fingerprints"][name] != mine:
                 raise ConfigError(f"{name}: has changed since the learner started; restore it, and resume the run")
@@ -128,9 +125,11 @@ class Server:
         self._alive()
 
     def _alive(self) -> None:
-        self._reported = time.monotonic()
-        counts = {"seconds": self._reported - self._born, "idle_s": self._idle_s, "tokens": self._tokens}
-        self._reply({"alive": counts | {"memory_mib": resident_mib()} | gpu_gib()})
+        """Report what was spent since the last report."""
+        now = time.monotonic()
+        spent = {"seconds": now - self._reported, "idle_s": self._idle_s, "tokens": self._tokens}
+        self._reported, self._idle_s, self._tokens = now, 0.0, 0
+        self._reply({"alive": spent, "memory": {"memory_mib": resident_mib()} | gpu_gib()})
 
 
 def main() -> None:
