@@ -13,8 +13,8 @@ from winnow.learner.base import Sizes
 from winnow.learner.fsdp.learner import FsdpLearner
 from winnow.learner.fsdp.rank import Rank
 from winnow.sampler import SamplersLostError, pool
+from winnow.sampler.base import PoolOptions
 from winnow.sampler.codec import group_state
-from winnow.sampler.options import PoolOptions
 from winnow.sampler.pool import SamplerPool
 
 from .fake_samplers import FakeChannel, channel_of, channel_of_member, evaluation, group, job, visit, working

@@ -12,7 +12,6 @@ from ..config import ConfigError, RunConfig
 from ..engine.base import Engine
 from ..engine.loading import quiet_transformers
 from ..env.base import Task
-from ..env.prompting import tokenizer_digest
 from ..env.rewards.rewarder import Rewarder
 from ..learner.agreement import Agreement
 from ..learner.base import Learner
@@ -20,6 +19,7 @@ from ..methods.gate.audit import rules_of
 from ..record.trackers import check_trackers
 from ..rollout.runner import RolloutRunner
 from ..sampler import Sampler, SamplerContext, sampler_options
+from ..sampler.weights import fingerprints
 from ..types import Group, Job, Rollout
 from . import serve
 from .auto_settings import Machine, settle
@@ -67,12 +67,8 @@ class Assembly:
     @property
     def fingerprints(self) -> dict[str, str]:
         """Digests that must be unchanged at a resume."""
-        return {
-            "task": self.task.fingerprint(),
-            "tokenizer": tokenizer_digest(self.tokenizer),
-            "base model": self.origin,
-            "reward functions": self.rewarder.fingerprint(),
-        }
+        own = {"base model": self.origin, "reward functions": self.rewarder.fingerprint()}
+        return fingerprints(self.task, self.tokenizer) | own
 
     def compare(self) -> None:
         """Compare the sampler's log-probabilities with the learner's; set `agreement`.
@@ -110,7 +106,6 @@ def assemble(c: RunConfig, given: Given, checkpoint: Path | None, *, resumed: bo
     begun = time.monotonic()
     check_trackers(c.report_to)
     check_hub(c)
-    given.require_names(c)
     quiet_transformers()
     task = given.task(c)
     c = in_steps(c, len(task.train))

@@ -13,7 +13,7 @@ from ..engine.loading import resolve_device, shell_of
 from ..learner import LEARNERS, Fsdp
 from ..learner.base import Sizes
 from ..sampler import Ray, sampler_options
-from ..sampler.options import PoolOptions
+from ..sampler.base import PoolOptions
 from .auto_settings import main_memory
 from .budget import Shapes, engine_bytes
 from .engine_choice import engine_options
@@ -92,25 +92,24 @@ def require_places(c: RunConfig) -> None:
         wanted["samplers"]["count"] = sampling.min_samplers
     if not isinstance(learner, Fsdp) and resolve_device(c.device).type == "cuda" and cluster.gpus_here():
         wanted["learner"] = {"count": 1, "cpus": 0, "gpus": 1}
-    key = " and ".join(on_cluster)
+    needs = []
+    for kind, each in wanted.items():
+        count = each["count"]
+        needs.append(f"{count} {kind} need {_amounts(count * each['cpus'], count * each['gpus'])}")
+    need = f"{' and '.join(on_cluster)}: {', '.join(needs)}"
     nodes = [node | {"mib": 0} for node in _nodes()]
     if does_not_fit({kind: each | {"mib": 0} for kind, each in wanted.items()}, nodes):
-        has = "; ".join(f"{node['cpus']:g} CPUs and {node['gpus']:g} GPUs" for node in nodes) or "no nodes"
-        raise ConfigError(f"{key}: {_described(wanted)}, and the cluster has {has}; {FEWER}")
+        has = "; ".join(_amounts(node["cpus"], node["gpus"]) for node in nodes) or "no nodes"
+        raise ConfigError(f"{need}, and the cluster has {has}; {FEWER}")
     deadline = time.monotonic() + FREE_S
     while missing := _not_free(wanted):
         if time.monotonic() > deadline:
-            raise ConfigError(f"{key}: {_described(wanted)}, but other jobs of the cluster leave {missing}; {FEWER}")
+            raise ConfigError(f"{need}, but other jobs of the cluster leave {missing}; {FEWER}")
         time.sleep(0.2)
 
 
-def _described(wanted: dict[str, dict[str, Any]]) -> str:
-    """Return what each kind needs, as the beginning of a sentence."""
-    parts = []
-    for kind, each in wanted.items():
-        count = each["count"]
-        parts.append(f"{count} {kind} need {count * each['cpus']:g} CPUs and {count * each['gpus']:g} GPUs")
-    return ", ".join(parts)
+def _amounts(cpus: float, gpus: float) -> str:
+    return f"{cpus:g} CPUs and {gpus:g} GPUs"
 
 
 def _not_free(wanted: dict[str, dict[str, Any]]) -> str:
@@ -121,7 +120,7 @@ def _not_free(wanted: dict[str, dict[str, Any]]) -> str:
     for kind, name in (("cpus", "CPU"), ("gpus", "GPU")):
         needed = sum(each["count"] * each[kind] for each in wanted.values())
         short = short or needed > free.get(name, 0.0)
-    return f"{free.get('CPU', 0):g} CPUs and {free.get('GPU', 0):g} GPUs" if short else ""
+    return _amounts(free.get("CPU", 0.0), free.get("GPU", 0.0)) if short else ""
 
 
 def _nodes() -> list[dict[str, Any]]:

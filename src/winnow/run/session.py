@@ -215,8 +215,7 @@ class Session:
         """Mark the task as solved, and evaluate now unless an evaluation was just due."""
         self._solved, step = True, self.loop.step
         if self.config.eval_steps and step % self.config.eval_steps:
-            metrics = {"step": step, "num_tokens": self.loop.collector.num_tokens, "seconds_total": self._seconds()}
-            self._records.metrics(metrics | self.evaluate())
+            self._records.metrics(self._totals() | self.evaluate())
 
     def step(self) -> dict[str, float]:
         """Run one optimizer step, save if due, and return its metrics. Raises RunStoppedError as `run` does."""
@@ -246,7 +245,7 @@ class Session:
         self.ledger.set_meta("solved", str(self._solved).lower())
         push_if_due(self.run_dir, self.config)
         self._notify("on_train_end")
-        last = {"step": self.loop.step, "num_tokens": self.loop.collector.num_tokens, "seconds_total": self._seconds()}
+        last = self._totals()
         for row in rows:
             last |= {k: v for k, v in row.items() if k.startswith("eval/")}
         return last
@@ -363,6 +362,10 @@ class Session:
 
     def _seconds(self) -> float:
         return self._seconds_before + time.monotonic() - self.built.begun
+
+    def _totals(self) -> dict[str, float]:
+        tokens = self.loop.collector.num_tokens
+        return {"step": self.loop.step, "num_tokens": tokens, "seconds_total": self._seconds()}
 
     def _save_if_due(self, step: int, force: bool) -> None:
         due = self._callbacks.take("should_save") or force or step % self.config.save_steps == 0

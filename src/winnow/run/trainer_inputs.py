@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from ..base.paths import absolute_paths
-from ..config import METHODS, ConfigError, RunConfig, load_config, method, name_of, validate
+from ..config import METHODS, ConfigError, RunConfig, method, name_of, validate
 from ..env.base import Task
 from ..env.rewards.rewarder import RewardSpec
 from ..sampler import sampler_options
@@ -57,15 +56,12 @@ class Given:
             raise ConfigError("env: rows of data, but train_dataset has rows too; give one of them")
         return replace(self, env=None, train_dataset=env)
 
-    def config(self, config: RunConfig | Mapping[str, Any] | str | Path | None) -> RunConfig:
-        """Return the whole configuration; these arguments override `config`.
+    def config(self, values: Mapping[str, Any]) -> RunConfig:
+        """Return the whole configuration; these arguments override `values`.
 
         Paths become absolute, so that a run can be resumed from anywhere.
         """
-        if isinstance(config, str | Path):
-            config = load_config(config)
-        values = config.model_dump() if isinstance(config, RunConfig) else dict(config or {})
-        functions = self.reward_list
+        values, functions = dict(values), self.reward_list
         if functions and all(isinstance(function, str) for function in functions):
             values["reward_funcs"] = list(functions)
         if isinstance(self.model, str):
@@ -82,6 +78,7 @@ class Given:
 
     def task(self, c: RunConfig) -> Task:
         """Return the configured task, the object, or a task of the rows with the options of `env: dataset`."""
+        self._require_names(c)
         if self.train_dataset is None:
             if self.eval_dataset is not None:
                 raise ConfigError("eval_dataset: needs train_dataset; held-out data of a path is `env: {test: ...}`")
@@ -95,7 +92,7 @@ class Given:
         config = method(ENVS, options | {"path": "train_dataset"}, "env")
         return build_task(config.with_rows(self.train_dataset, self.eval_dataset))
 
-    def require_names(self, c: RunConfig) -> None:
+    def _require_names(self, c: RunConfig) -> None:
         """Raise ConfigError if something that samplers build themselves was given as an object."""
         if "own_engine" not in sampler_options(c.sync).provides:
             return

@@ -10,18 +10,16 @@ from typing import Any
 from ..base.foreign_values import answer_to
 from ..base.migration_hints import load_hints
 from ..config import ConfigError, RunConfig, load_config, suggestion
+from .trainer_inputs import Given
 
-Config = RunConfig | Mapping[str, Any] | str | Path | None
-OWN = frozenset(
-    ("model", "env", "reward_funcs", "config", "processing_class", "train_dataset", "eval_dataset", "callbacks")
-)
+OWN = frozenset({"config", "callbacks", *(field.name for field in dataclasses.fields(Given))})
 """Arguments of `Trainer`."""
 OF_BATCH = ("per_device_train_batch_size", "generation_batch_size", "steps_per_generation")
 WITHOUT_EFFECT = ("logging_", "log_level", "log_on_", "dataloader_", "disable_tqdm", "remove_unused_columns", "debug")
 """Prefixes of fields that change neither the training nor what is saved."""
 
 
-def config_from(config: Any, given: Mapping[str, Any]) -> Config:
+def config_from(config: Any, given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the configuration, from whichever of TRL's arguments it came in.
 
     `given`: arguments that `Trainer` does not name; `args` and `peft_config` are used. Raises ConfigError with what to
@@ -35,13 +33,17 @@ def config_from(config: Any, given: Mapping[str, Any]) -> Config:
         raise ConfigError("args: `config` is given too; give one of them")
     found = config if args is None else args
     if _is_arguments(found):
-        found = _from_arguments(found, "config" if args is None else "args")
-    elif not isinstance(found, RunConfig | Mapping | str | Path | None):
+        values = _from_arguments(found, "config" if args is None else "args")
+    elif isinstance(found, str | Path):
+        values = load_config(found).model_dump()
+    elif isinstance(found, RunConfig):
+        values = found.model_dump()
+    elif isinstance(found, Mapping | None):
+        values = dict(found or {})
+    else:
         raise ConfigError(f"config: expected a RunConfig, a dict or a YAML file, not a {type(found).__name__}")
     if peft_config is None:
-        return found
-    whole = load_config(found) if isinstance(found, str | Path) else found
-    values = whole.model_dump() if isinstance(whole, RunConfig) else dict(whole or {})
+        return values
     if values.get("lora") is not None:
         raise ConfigError("peft_config: the configuration has `lora` too; give one of them")
     return values | {"lora": _lora(peft_config)}

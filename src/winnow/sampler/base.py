@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
+from pydantic import PositiveFloat, PositiveInt
+
 from ..base.weights import WeightSource
 from ..config import RunConfig
 from ..env.base import Task
@@ -53,6 +55,28 @@ class SamplerOptions(Protocol):
     def build(self, context: SamplerContext) -> Sampler:
         """Build the sampler. Raises ConfigError when its options do not fit the run."""
         ...
+
+
+@dataclass(frozen=True)
+class PoolOptions:
+    """Base class of the options of samplers in other processes."""
+
+    samplers: PositiveInt = 1
+    threads: PositiveInt = 1
+    """Threads of each sampler, for matrix products."""
+    timeout_s: PositiveFloat = 300.0
+    """Silence after which a sampler counts as stuck."""
+    max_restarts: PositiveInt = 3
+    """Restarts in a row of a sampler, without a finished group in between; the next failure stops the run."""
+
+    @property
+    def least(self) -> int:
+        """Samplers that must be scheduled before work begins."""
+        return self.samplers
+
+    def device_of(self, slot: int, device: str) -> str | None:
+        """Return the device of a sampler in a run on `device`; None: the same."""
+        return None
 
 
 class GroupSource(Protocol):

@@ -35,10 +35,9 @@ from ..env.workers.worker import START_TIMEOUT_S
 from ..methods.gate import NamedRule, rule_state
 from ..rollout.evaluate import MAX_LIVE
 from ..types import Group, Job
-from .base import SamplerContext, SamplerRefusedError, SamplersLostError
+from .base import PoolOptions, SamplerContext, SamplerRefusedError, SamplersLostError
 from .codec import group_from, job_state, prompts_of
 from .handle import Channel, Inbox, InFlightJob, Message, MetricsWindow, SamplerHandle, failed_group
-from .options import PoolOptions
 from .weights import Transport, fingerprints
 
 POLL_S = 0.2

@@ -15,9 +15,8 @@ from typing import Any, ClassVar
 
 from ..base.child import Child
 from ..base.forkserver import Forked, ForkServer, forkserver
-from .base import SamplerContext
+from .base import PoolOptions, SamplerContext
 from .handle import Inbox, Message
-from .options import PoolOptions
 from .pool import SamplerPool
 from .weights import PublishedWeights
 
@@ -35,7 +34,6 @@ class Processes(PoolOptions):
     """Devices of the samplers in turn, e.g. [cuda:1]; empty: the run's `device`, which they share with the learner."""
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         for name in self.devices:
             if re.fullmatch(r"cpu|cuda(:\d+)?", name) is None:
                 raise ValueError(f"devices: expected cpu, cuda or cuda:N, not {name!r}")
