@@ -26,6 +26,7 @@ from .base.options import Pairs, number, refuse_truths
 from .base.options import build_options as build_options
 from .base.options import method as method
 from .base.options import name_of as name_of
+from .base.options import section_of as section_of
 from .base.paths import below_home, out_of_home
 from .base.schedule import OWN, Schedule, check_schedule
 from .base.sections import OF_ADAPTER as OF_ADAPTER
@@ -365,16 +366,12 @@ def apply_override(values: dict[str, Any], override: str) -> None:
         value = number(value)
     *parents, last = key.split(".")
     for parent in parents:
-        section = values.setdefault(parent, _default_section(parent))
+        field = RunConfig.model_fields.get(parent)
+        default = field.default if field is not None and isinstance(field.default, str) else {}
+        section = values.setdefault(parent, default)
         if isinstance(section, str):
             section = values[parent] = {"name": section}
         if not isinstance(section, dict):
             raise ConfigError(f"override '{override}': '{parent}' is not a section")
         values = section
     values[last] = value
-
-
-def _default_section(key: str) -> Any:
-    """Return the section an override starts from if the file has no such section: the default method, or nothing."""
-    field = RunConfig.model_fields.get(key)
-    return field.default if field is not None and isinstance(field.default, str) else {}

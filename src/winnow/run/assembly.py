@@ -111,7 +111,7 @@ def assemble(c: RunConfig, given: Given, checkpoint: Path | None, *, resumed: bo
     c = in_steps(c, len(task.train))
     if c.eval_steps and not task.test:
         raise ConfigError("eval_steps: the task has no held-out prompts; give it some, or remove eval_steps")
-    start = Start.of(c, given.loaded_model)
+    start = Start.of(c, None if isinstance(given.model, str) else given.model)
     machine = settle(c, start, resumed=resumed)
     c = machine.config
     machine.set_threads()

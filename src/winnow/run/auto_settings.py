@@ -12,7 +12,7 @@ from rich.console import Console
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..base.processor import bfloat16_units, usable_threads
-from ..config import RunConfig, method, name_of
+from ..config import RunConfig, method, name_of, section_of
 from ..engine import ENGINES, LocalOptions
 from ..engine.loading import resolve_device
 from ..sampler import Processes, sampler_options
@@ -98,9 +98,12 @@ def settle(
     if rounds:
         c = c.model_copy(update=engine_type(c))
     if c.threads == "auto":
-        on_cpu = device.type == "cpu"
-        c = c.model_copy(update={"threads": choose_threads(parameters, _usable(c)) if on_cpu else None})
-        why["threads"] = "the size of the model and the cores" if on_cpu else f"torch's; {device.type} does the work"
+        sampling, threads, why["threads"] = sampler_options(c.sync), None, f"torch's; {device.type} does the work"
+        if device.type == "cpu":  # sampler processes use theirs at the same time
+            taken = sampling.samplers * sampling.threads if isinstance(sampling, Processes) else 0
+            threads = choose_threads(parameters, max(1, usable_threads() - taken))
+            why["threads"] = "the size of the model and the cores"
+        c = c.model_copy(update={"threads": threads})
     if device.type == "cuda":
         budgets = _on_gpu(c, Shapes.of(shell, c), device, why, gpus, alone=alone)
         c = list(budgets.values())[-1].config
@@ -162,13 +165,6 @@ def choose_threads(parameters: int, usable: int) -> int:
     return usable if parameters >= PAYS_FROM else 1
 
 
-def _usable(c: RunConfig) -> int:
-    """Return the threads for the learner's process; sampler processes use theirs at the same time."""
-    options = sampler_options(c.sync)
-    taken = options.samplers * options.threads if isinstance(options, Processes) else 0
-    return max(1, usable_threads() - taken)
-
-
 def sampler_device(c: RunConfig, learner: str) -> str:
     """Return the samplers' device type; `learner`: the learner's."""
     options = sampler_options(c.sync)
@@ -186,7 +182,7 @@ def engine_type(c: RunConfig) -> dict[str, Any]:
     options = method(ENGINES, c.engine, "engine")
     if c.dtype != "bfloat16" or uncorrected(c) or not isinstance(options, LocalOptions) or options.dtype is not None:
         return {}
-    return {"engine": ({"name": c.engine} if isinstance(c.engine, str) else c.engine) | {"dtype": c.dtype}}
+    return {"engine": section_of(c.engine) | {"dtype": c.dtype}}
 
 
 def bytes_per_token(model: Any) -> int:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ..config import ConfigError, RunConfig, method, name_of
+from ..config import ConfigError, RunConfig, method, name_of, section_of
 from ..engine import LocalOptions, VllmOptions
 from ..engine.local.engine import PREFILL_TOKENS
 from ..engine.vllm.options import PREFILL_TOKENS as VLLM_TOKENS
@@ -206,14 +206,16 @@ class Budget:
         if self.sampler and isinstance(engine, VllmOptions) and _given(c, "gpu_memory_utilization") is None:
             least = self._least_of_vllm() / self.memory
             if least > (engine.gpu_memory_utilization or 0.0):
-                chosen["engine"] = _with(c, gpu_memory_utilization=min(1.0, math.ceil(100 * least) / 100))
+                chosen["engine"] = section_of(c.engine) | {
+                    "gpu_memory_utilization": min(1.0, math.ceil(100 * least) / 100)
+                }
         if self.sampler and isinstance(engine, LocalOptions):
             size = c.num_generations  # slots that one more prompt needs
-            one = self.with_values(engine=_with(c, slots=size))._left("generation")
-            two = self.with_values(engine=_with(c, slots=2 * size))._left("generation")
+            one = self.with_values(engine=section_of(c.engine) | {"slots": size})._left("generation")
+            two = self.with_values(engine=section_of(c.engine) | {"slots": 2 * size})._left("generation")
             slots = min(engine.slots, max(1, size + size * one // max(1, one - two)))
             if slots < engine.slots:
-                chosen["engine"] = _with(c, slots=slots)
+                chosen["engine"] = section_of(c.engine) | {"slots": slots}
         return chosen
 
     def require_room(self) -> Phases:
@@ -350,8 +352,4 @@ def engine_bytes(c: RunConfig) -> int:
 
 
 def _given(c: RunConfig, option: str) -> Any:
-    return c.engine.get(option) if isinstance(c.engine, dict) else None
-
-
-def _with(c: RunConfig, **options: Any) -> dict[str, Any]:
-    return ({"name": c.engine} if isinstance(c.engine, str) else dict(c.engine)) | options
+    return section_of(c.engine).get(option)

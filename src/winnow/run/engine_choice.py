@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from ..base.install import install
-from ..config import MethodSpec, RunConfig, method, name_of
+from ..config import MethodSpec, RunConfig, method, name_of, section_of
 from ..engine import ENGINES, VllmOptions
 from ..engine.vllm.options import ALONE, SHARED
 from ..sampler import Processes, sampler_options
@@ -24,7 +24,8 @@ def choose_engine(c: RunConfig, parameters: int, device: str) -> tuple[MethodSpe
     """
     if name_of(c.engine) != AUTO:
         return c.engine, "as configured"
-    options = {k: v for k, v in c.engine.items() if k != "name"} if isinstance(c.engine, dict) else {}
+    options = section_of(c.engine)
+    del options["name"]
     unknown = set(options) - {field.name for field in dataclasses.fields(VllmOptions)}
     name, why = "local", ""
     if device != "cuda":
@@ -44,7 +45,7 @@ def choose_engine(c: RunConfig, parameters: int, device: str) -> tuple[MethodSpe
 
 def engine_options(c: RunConfig, *, alone: bool = False) -> Any:
     """Return the options of the run's engine. `alone`: on a GPU without a learner."""
-    spec: dict[str, Any] = {"name": c.engine} if isinstance(c.engine, str) else dict(c.engine)
+    spec = section_of(c.engine)
     if spec.get("name") == AUTO:  # not settled yet
         spec["name"] = "local"
     options = method(ENGINES, spec, "engine")

@@ -56,38 +56,33 @@ def push(run_dir: Path, c: RunConfig, folder: Path | None = None) -> Pushed:
             source, folder = stack.enter_context(checkpoint.newest_model(run_dir))
         else:
             source = folder
-        if _step(folder) is not None and c.save_dtype != "auto":  # checkpoints are float32
+        step = _step(folder)
+        if step is not None and c.save_dtype != "auto":  # checkpoints are float32
             temporary = stack.enter_context(tempfile.TemporaryDirectory(prefix="winnow-push-"))
             typed = Path(temporary, "model")
             recast(source, typed, types_from(c.save_dtype))
             source = typed
-        return _upload(run_dir, c, source, folder)
+        try:
+            from huggingface_hub import HfApi
 
-
-def _upload(run_dir: Path, c: RunConfig, source: Path, folder: Path) -> Pushed:
-    """Upload `source`, which holds the files of `folder`."""
-    step = _step(folder)
-    try:
-        from huggingface_hub import HfApi
-
-        api = HfApi(library_name="winnow")
-        repo = api.create_repo(_name(c), private=c.hub_private_repo, exist_ok=True).repo_id
-        # With adapters of an earlier upload left, whole weights would be loaded as a model under adapters.
-        stale = None if (source / "adapter_config.json").exists() else ["adapter_*"]
-        done = api.upload_folder(
-            folder_path=source,
-            repo_id=repo,
-            commit_message="Upload of a finished run by Winnow" if step is None else f"Step {step}, by Winnow",
-            delete_patterns=stale,
-            ignore_patterns=None if step is None else ["README.md"],  # peft writes an unfilled template
-        )
-    except Exception as error:  # network, hub or disk: the run continues in any case
-        cause = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise PushError(
-            f"{folder}: not uploaded as {_name(c)} ({cause}); the files are unchanged, retry with: "
-            f"winnow push {run_dir}"
-        ) from error
-    return Pushed(repo, str(done.commit_url), str(folder))
+            api = HfApi(library_name="winnow")
+            repo = api.create_repo(_name(c), private=c.hub_private_repo, exist_ok=True).repo_id
+            # With adapters of an earlier upload left, whole weights would be loaded as a model under adapters.
+            stale = None if (source / "adapter_config.json").exists() else ["adapter_*"]
+            done = api.upload_folder(
+                folder_path=source,
+                repo_id=repo,
+                commit_message="Upload of a finished run by Winnow" if step is None else f"Step {step}, by Winnow",
+                delete_patterns=stale,
+                ignore_patterns=None if step is None else ["README.md"],  # peft writes an unfilled template
+            )
+        except Exception as error:  # network, hub or disk: the run continues in any case
+            cause = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise PushError(
+                f"{folder}: not uploaded as {_name(c)} ({cause}); the files are unchanged, retry with: "
+                f"winnow push {run_dir}"
+            ) from error
+        return Pushed(repo, str(done.commit_url), str(folder))
 
 
 def push_if_due(run_dir: Path, c: RunConfig, saved: Path | None = None) -> Pushed | None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ..config import ConfigError, MethodSpec, RunConfig, as_saved, from_saved, method, validate
+from ..config import ConfigError, MethodSpec, RunConfig, as_saved, from_saved, method, name_of, section_of, validate
 from ..engine.base import Engine, Request
 from ..env.base import Task
 from ..env.prompt_store import StoredPrompts
@@ -51,7 +51,7 @@ def resumed_config(run_dir: Path, overrides: Mapping[str, Any]) -> RunConfig:
     saved, changed = read_config(run_dir), dict(overrides)
     engine = changed.get("engine")
     if isinstance(engine, dict) and engine.get("name") == AUTO:  # `engine.slots=64` on the command line
-        changed["engine"] = _section(saved.get("engine", AUTO)) | {k: engine[k] for k in engine if k != "name"}
+        changed["engine"] = section_of(saved.get("engine", AUTO)) | {k: engine[k] for k in engine if k != "name"}
     return validate(saved | changed | {"output_dir": str(run_dir)}, str(run_dir / CONFIG))
 
 
@@ -59,11 +59,13 @@ def refuse_changes(run_dir: Path, saved: Mapping[str, Any], config: RunConfig) -
     """Raise ConfigError with the difference if `config` would change what the rest of the run computes."""
     before, now = (as_saved(c) for c in (validate(from_saved(saved)), config))
     free = MAY_CHANGE_ON_RESUME | {"output_dir"}
-    repeatable = any("repeatable" in sampler_options(c["sync"]).provides for c in (saved, now))
-    if before["sync"] != now["sync"] and (repeatable or _name(before["sync"]) != _name(now["sync"])):
+    repeatable = any("repeatable" in sampler_options(c["sync"]).provides for c in (before, now))
+    if before["sync"] != now["sync"] and (repeatable or name_of(before["sync"]) != name_of(now["sync"])):
         free -= {"sync"}
-    elastic = all("elastic" in getattr(method(LEARNERS, c["learner"], "learner"), "provides", ()) for c in (saved, now))
-    if not elastic or _name(before["learner"]) != _name(now["learner"]):
+    elastic = all(
+        "elastic" in getattr(method(LEARNERS, c["learner"], "learner"), "provides", ()) for c in (before, now)
+    )
+    if not elastic or name_of(before["learner"]) != name_of(now["learner"]):
         free -= {"learner"}
     if _without_memory_options(before["engine"]) != _without_memory_options(now["engine"]):
         free -= {"engine"}
@@ -96,15 +98,7 @@ def in_steps(c: RunConfig, prompts: int) -> RunConfig:
 
 
 def _without_memory_options(engine: MethodSpec) -> dict[str, Any]:
-    return {key: value for key, value in _section(engine).items() if key not in MEMORY_OPTIONS}
-
-
-def _section(spec: MethodSpec) -> dict[str, Any]:
-    return {"name": spec} if isinstance(spec, str) else spec
-
-
-def _name(spec: MethodSpec) -> Any:
-    return spec if isinstance(spec, str) else spec.get("name")
+    return {key: value for key, value in section_of(engine).items() if key not in MEMORY_OPTIONS}
 
 
 def check_prompts(c: RunConfig, task: Task, rewarder: Rewarder, tokenizer: Any, engine: Engine | None) -> None:

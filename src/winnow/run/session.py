@@ -98,8 +98,11 @@ class Session:
         self._look_at_agreement(self.loop.step)
         self._look_at_success(self.loop.step)
         self._notify("on_train_begin")
-        if state is None:
-            self._baseline()
+        evaluation = self._evaluate(0) if state is None else None  # before the first update
+        if evaluation is not None:
+            metrics = {"step": 0, "num_tokens": 0} | {f"eval/{k}": v for k, v in evaluation.metrics.items()}
+            self._record(0, metrics, [])
+            self.loop.warn_of_evaluation(evaluation)
 
     def _show_prompt(self, *, again: bool) -> None:
         """Save one prompt as the model sees it for the page; print it at the start of a run."""
@@ -321,14 +324,6 @@ class Session:
         profiler = Profiler(self.built.sampler.run)
         m.selector.profiled(profiler.run(self.built.task.train, n=n, success=m.judge.success, epoch=step))
         self.ledger.evaluation(step, rollouts=profiler.rollouts, tokens=profiler.tokens, seconds=profiler.seconds)
-
-    def _baseline(self) -> None:
-        """Evaluate before the first update, as step 0."""
-        evaluation = self._evaluate(0)
-        if evaluation is not None:
-            metrics = {"step": 0, "num_tokens": 0} | {f"eval/{k}": v for k, v in evaluation.metrics.items()}
-            self._record(0, metrics, [])
-            self.loop.warn_of_evaluation(evaluation)
 
     def _record(self, step: int, metrics: dict[str, float], groups: list[Group]) -> None:
         metrics |= self.built.rewarder.pop_metrics() | {"seconds_total": self._seconds()}

@@ -59,15 +59,12 @@ class Start:
                 why["model"] = f"{what}, which is trained on"
                 chosen["lora"] = settled_lora(c.lora, self.adapter)
         if c.save_dtype == "auto":
-            chosen["save_dtype"] = self._save_dtype()
+            types = types_in(self.model) if self.model is not None else types_of(self.source)
+            if self.resume and self.adapter is not None:
+                types["*.lora_*"] = next(iter(types_by_name(self.adapter.read()).values()))
+            one = len(set(types.values())) == 1  # else dtypes by name
+            chosen["save_dtype"] = next(iter(types.values())) if one else types or "auto"
         return chosen, why
-
-    def _save_dtype(self) -> Any:
-        """Return one dtype, or dtypes by name if the given weights have several."""
-        types = types_in(self.model) if self.model is not None else types_of(self.source)
-        if self.resume and self.adapter is not None:
-            types["*.lora_*"] = next(iter(types_by_name(self.adapter.read()).values()))
-        return next(iter(types.values())) if len(set(types.values())) == 1 else types or "auto"
 
     def load(self) -> tuple[Any, Adapter | None]:
         """Load the model on the CPU in float32 (an object in float64 stays so), and the adapter to train. Call once."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..base.paths import absolute_paths
-from ..config import METHODS, ConfigError, RunConfig, method, name_of, validate
+from ..config import METHODS, ConfigError, RunConfig, method, name_of, section_of, validate
 from ..env.base import Task
 from ..env.rewards.rewarder import RewardSpec
 from ..sampler import sampler_options
@@ -25,11 +25,6 @@ class Given:
     processing_class: Any = None
     train_dataset: Iterable[Any] | None = None
     eval_dataset: Iterable[Any] | None = None
-
-    @property
-    def loaded_model(self) -> Any:
-        """The model, if it is an object."""
-        return None if isinstance(self.model, str | None) else self.model
 
     @property
     def reward_list(self) -> Sequence[RewardSpec] | None:
@@ -83,7 +78,7 @@ class Given:
             if self.eval_dataset is not None:
                 raise ConfigError("eval_dataset: needs train_dataset; held-out data of a path is `env: {test: ...}`")
             return build_task(self.env if isinstance(self.env, Task) else c.env)
-        options = {"name": c.env} if isinstance(c.env, str) else c.env
+        options = section_of(c.env)
         taken = [key for key in ("path", "test", "split", "test_split", "subset") if key in options]
         name = name_of(c.env)
         if name != "dataset" or taken:

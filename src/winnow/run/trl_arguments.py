@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,8 @@ def config_from(config: Any, given: Mapping[str, Any]) -> dict[str, Any]:
     if args is not None and config is not None:
         raise ConfigError("args: `config` is given too; give one of them")
     found = config if args is None else args
-    if _is_arguments(found):
+    # `TrainingArguments` of transformers, as `GRPOConfig` is; they are not imported here
+    if any(cls.__name__ == "TrainingArguments" for cls in type(found).__mro__):
         values = _from_arguments(found, "config" if args is None else "args")
     elif isinstance(found, str | Path):
         values = load_config(found).model_dump()
@@ -67,18 +68,16 @@ def refuse_resume(checkpoint: Any, run_dir: Path, resumed: bool) -> None:
     """Raise ConfigError if `resume_from_checkpoint` is not the run that this trainer resumes."""
     if not checkpoint:
         return
-    wanted = run_dir if checkpoint is True else _run_of(Path(checkpoint))
+    wanted = run_dir
+    if checkpoint is not True:
+        named = Path(checkpoint)
+        wanted = named.parent.parent if named.parent.name == "checkpoints" else named
     if resumed and wanted.resolve() == run_dir.resolve():
         return
     raise ConfigError(
         f"resume_from_checkpoint: this Trainer starts a new run ({run_dir}); to resume a run, use "
         f"Trainer.resume('{wanted}', ...).train() or `winnow resume {wanted}`; without checkpoints, leave it out"
     )
-
-
-def _run_of(checkpoint: Path) -> Path:
-    """Return the run directory of a checkpoint, or of itself."""
-    return checkpoint.parent.parent if checkpoint.parent.name == "checkpoints" else checkpoint
 
 
 def _refuse(name: str, value: Any, remedy: str) -> None:
@@ -89,11 +88,6 @@ def _refuse(name: str, value: Any, remedy: str) -> None:
         raise TypeError(f"Trainer: there is no argument '{name}'.{suggestion(name, sorted(OWN))}")
     if value is not None and value != (None, None):
         raise ConfigError(f"Trainer: there is no argument '{name}'. Here {hints[name]}.")
-
-
-def _is_arguments(value: Any) -> bool:
-    """Whether it is a `TrainingArguments` of transformers, as `GRPOConfig` is, without importing these."""
-    return any(cls.__name__ == "TrainingArguments" for cls in type(value).__mro__)
 
 
 def _from_arguments(args: Any, where: str) -> dict[str, Any]:
@@ -107,7 +101,11 @@ def _from_arguments(args: Any, where: str) -> dict[str, Any]:
     given = {name: value for name, value in args.to_dict().items() if name in fields}
     values = {name: value for name, value in given.items() if name in RunConfig.model_fields and value is not None}
     settled = _translate(values, changed, args)
-    answers = [*_answers(changed - values.keys() - settled, given)]
+    hints, answers = load_hints("flat"), []
+    for name in sorted(changed - values.keys() - settled):
+        if not name.startswith(WITHOUT_EFFECT):
+            answer = hints.get(name) or answer_to(name, given.get(name)) or "there is nothing like it; leave it out"
+            answers.append(f"{name}={given.get(name)!r}: here {answer}")
     if answers:
         raise ConfigError("\n".join(f"{where}: {line}" for line in answers))
     return values
@@ -145,16 +143,6 @@ def _translate(values: dict[str, Any], changed: set[str], args: Any) -> set[str]
         values["advantage"] = "dr_grpo"
         settled.add("scale_rewards")
     return settled
-
-
-def _answers(names: set[str], given: Mapping[str, Any]) -> Iterator[str]:
-    """A line for each of these fields, but for those without effect here."""
-    hints = load_hints("flat")
-    for name in sorted(names):
-        if name.startswith(WITHOUT_EFFECT):
-            continue
-        answer = hints.get(name) or answer_to(name, given.get(name)) or "there is nothing like it; leave it out"
-        yield f"{name}={given.get(name)!r}: here {answer}"
 
 
 def _lora(peft_config: Any) -> dict[str, Any]:

@@ -123,10 +123,6 @@ class SamplerPool:
         return {f"sampler/{member.slot}": member.where for member in self._members if member.where}
 
     @property
-    def _flying(self) -> list[InFlightJob]:
-        return [*self._waiting, *(sent for member in self._members for sent in member.flights.values())]
-
-    @property
     def pending(self) -> int:
         return self._pending
 
@@ -341,7 +337,7 @@ class SamplerPool:
     def load(self, directory: Path) -> None: ...
 
     def close(self) -> list[Group]:
-        flying = self._flying
+        flying = [*self._waiting, *(sent for member in self._members for sent in member.flights.values())]
         try:
             groups = [*self._landed, *self._stopped()]
         finally:
