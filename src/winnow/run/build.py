@@ -35,6 +35,7 @@ from ..methods.size import GroupSize, RolloutBatch
 from ..methods.success import Success, default_success
 from ..rollout.options import RolloutOptions
 from ..sampler import Sampler, SamplerContext, sampler_options
+from ..sampler.base import PoolOptions
 from ..tasks import ENVS
 from ..types import Prompt, Purpose
 from .build_adapters import check_adapters, with_lora
@@ -218,6 +219,11 @@ def build_sampler(context: SamplerContext) -> Sampler:
         )
     if "beside" not in options.provides and not context.behind and c.changed(("sync",)):
         raise ConfigError("sync: options of in_process have no effect without a lag (max_lag); remove them")
+    if isinstance(options, PoolOptions) and options.timeout_s <= c.reward_timeout_s:
+        raise ConfigError(
+            f"sync: timeout_s={options.timeout_s:g} must be above reward_timeout_s={c.reward_timeout_s:g}, or a "
+            "sampler that waits for a reward counts as stuck; raise it"
+        )
     return options.build(context)
 
 

@@ -159,17 +159,13 @@ def latest(run_dir: Path) -> Path | None:
     found = steps(run_dir)
     if not found:
         return None
-    directory = _directory(run_dir, found)
+    directory = run_dir / "checkpoints" / _name(found[-1])
     try:
         verify(directory)
     except CheckpointError as error:
         earlier = f" To resume from step {found[-2]} instead, remove {directory}." if len(found) > 1 else ""
         raise CheckpointError(f"{error}.{earlier}") from None
     return directory
-
-
-def _directory(run_dir: Path, found: list[int]) -> Path:
-    return run_dir / "checkpoints" / _name(found[-1])
 
 
 @contextmanager
@@ -183,7 +179,7 @@ def held(run_dir: Path) -> Iterator[Path | None]:
     with tempfile.TemporaryDirectory(prefix=".reading-", dir=root if os.access(root, os.W_OK) else None) as own:
         held = None
         while held is None and (found := steps(run_dir)):
-            held = _linked(_directory(run_dir, found), Path(own))
+            held = _linked(root / _name(found[-1]), Path(own))
         yield held
 
 

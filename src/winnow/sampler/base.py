@@ -102,10 +102,12 @@ class GroupSource(Protocol):
 
 
 class Sampler(GroupSource, Protocol):
+    """Runs jobs with published weights. Samplers derive from it; what has a default is optional."""
+
     @property
     def nodes(self) -> Mapping[str, str]:
         """Nodes of samplers on other machines, by the prefix of their metrics' names."""
-        ...
+        return {}
 
     @property
     def dtype(self) -> str:
@@ -125,19 +127,19 @@ class Sampler(GroupSource, Protocol):
 
     def make_room(self) -> None:
         """Free memory that the learner's update can use, until the next `publish`."""
-        ...
+        return
 
     def metrics(self) -> dict[str, float]:
         """Return metrics since the last call."""
-        ...
+        return {}
 
     def save(self, directory: Path) -> None:
-        """Write what a resume needs besides the learner's weights into a checkpoint."""
-        ...
+        """Write what a resume needs besides the learner's weights and what is in flight into a checkpoint."""
+        return
 
     def load(self, directory: Path) -> None:
         """Restore from a checkpoint; the weights of its step are published next."""
-        ...
+        return
 
     def close(self) -> list[Group]:
         """Stop; return the unfinished groups in flight. Safe to call twice."""

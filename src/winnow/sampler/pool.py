@@ -24,18 +24,16 @@ import time
 import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from ..base.weights import HalvedWeights, WeightSource, transfer_s
-from ..config import ConfigError
 from ..env.workers.worker import START_TIMEOUT_S
 from ..methods.gate import NamedRule, rule_state
 from ..rollout.evaluate import MAX_LIVE
 from ..types import Group, Job
-from .base import PoolOptions, SamplerContext, SamplerRefusedError, SamplersLostError
+from .base import PoolOptions, Sampler, SamplerContext, SamplerRefusedError, SamplersLostError
 from .codec import group_from, job_state, prompts_of
 from .handle import Channel, Inbox, InFlightJob, Message, MetricsWindow, SamplerHandle, failed_group
 from .weights import Transport, fingerprints
@@ -52,7 +50,7 @@ Open = Callable[[Inbox], Channel]
 """Requests a sampler, which waits for its `start` message."""
 
 
-class SamplerPool:
+class SamplerPool(Sampler):
     """See the module's docstring. `open_channel` starts a sampler; `ended` is called after all have ended."""
 
     def __init__(
@@ -63,12 +61,7 @@ class SamplerPool:
         open_channel: Open,
         ended: Callable[[], None] = lambda: None,
     ) -> None:
-        self.options, reward_s = options, context.config.reward_timeout_s
-        if options.timeout_s <= reward_s:
-            raise ConfigError(
-                f"sync: timeout_s={options.timeout_s:g} must be above reward_timeout_s={reward_s:g}, or a sampler that "
-                "waits for a reward counts as stuck; raise it"
-            )
+        self.options = options
         self._prompts = prompts_of(context.task)
         self._greedy = context.greedy_baseline
         self._live = MAX_LIVE if context.task.max_turns > 1 else None
@@ -308,9 +301,6 @@ class SamplerPool:
             raise SamplersLostError(f"{often} (max_restarts={self.options.max_restarts})")
         warnings.warn(f"sync: {often}; the run goes on with {ready} of {self.options.samplers} samplers", stacklevel=2)
 
-    def make_room(self) -> None:
-        """Do nothing: samplers have their own memory, and keep sampling."""
-
     def metrics(self) -> dict[str, float]:
         """Return idle shares of wall-clock time, tokens of finished groups per second, and restarts."""
         elapsed = max(time.monotonic() - self._since, 1e-9)
@@ -330,11 +320,6 @@ class SamplerPool:
         found |= {name: float(np.mean(values)) for name, values in self._logged.items()}
         self._reset()
         return found
-
-    def save(self, directory: Path) -> None:
-        """Do nothing: the loop saves what is in flight, and relaunches it."""
-
-    def load(self, directory: Path) -> None: ...
 
     def close(self) -> list[Group]:
         flying = [*self._waiting, *(sent for member in self._members for sent in member.flights.values())]
