@@ -22,6 +22,7 @@ import torch
 from vllm import EngineArgs, LLMEngine, TokensPrompt
 from vllm import SamplingParams as VllmParams
 from vllm.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel, get_tp_group
+from vllm.envs import disable_envs_cache
 from vllm.sampling_params import RequestOutputKind
 from vllm.utils.network_utils import get_open_port
 from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
@@ -50,6 +51,7 @@ class Core:
 
     def __init__(self, arguments: Mapping[str, Any], tied: bool, adapters: Adapters | None = None) -> None:
         self._scratch = Scratch()
+        disable_envs_cache()  # with the temporary directory of an earlier engine
         with self._scratch.used():
             self._llm = LLMEngine.from_engine_args(EngineArgs(**arguments))
         self.config = self._llm.vllm_config
