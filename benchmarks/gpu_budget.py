@@ -21,7 +21,7 @@ from transformers import Qwen3Config
 
 from winnow.config import ConfigError, RunConfig, load_config
 from winnow.engine.loading import shell_of
-from winnow.run.budget import GIB, USABLE, Gpus, Shapes, device_budget
+from winnow.run.budget import GIB, USABLE, Budget, Gpus, Shapes
 from winnow.run.plan import plan_for
 
 RECIPE = ROOT / "recipes" / "gsm8k-qwen3.yaml"
@@ -62,7 +62,7 @@ def theirs(c: RunConfig, gpus: Gpus) -> str:
     tokens = c.max_prompt_length + c.max_completion_length  # one row, the least
     settled = {"gradient_checkpointing": True, "tokens_per_microbatch": tokens, "dtype": "bfloat16"}
     shapes = replace(Shapes.of(shell_of(c.model), c), in_bfloat16=False)  # its base is float32
-    phases = device_budget(c.model_copy(update=settled), shapes, gpus.memory, sampler=False)
+    phases = Budget(c.model_copy(update=settled), shapes, gpus.memory, sampler=False).phases()
     asleep = sum(phases["update"].values())
     awake = asleep + TRL_SHARE * gpus.memory
     return " / ".join(f"{held / GIB:.1f}" if held <= USABLE * gpus.memory else "no" for held in (awake, asleep))

@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from winnow.base.forkserver import ForkServer, forkserver
-from winnow.sampler import pipe
+from winnow.sampler import processes
 
 gc.disable()  # until the tests are collected; see `pytest_collection_finish`
 torch.set_num_threads(1)
@@ -49,7 +49,7 @@ def imports_once() -> Iterator[None]:
         return server
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pipe, "forkserver", kept_for_others)
+        patch.setattr(processes, "forkserver", kept_for_others)
         yield
     kept.clear()
 

@@ -26,7 +26,8 @@ from .base.options import Pairs, number, refuse_truths
 from .base.options import build_options as build_options
 from .base.options import method as method
 from .base.options import name_of as name_of
-from .base.paths import absolute_paths, below_home, out_of_home
+from .base.options import section_of as section_of
+from .base.paths import below_home, out_of_home
 from .base.schedule import OWN, Schedule, check_schedule
 from .base.sections import OF_ADAPTER as OF_ADAPTER
 from .base.sections import AuditConfig as AuditConfig
@@ -64,6 +65,9 @@ CLIPPING = ("epsilon", "epsilon_high", "importance_sampling_level")
 
 ADAM = ("adam_beta1", "adam_beta2", "adam_epsilon")
 """Keys of optimizers that partly are AdamW."""
+
+HUB = ("hub_model_id", "hub_strategy", "hub_private_repo")
+"""Keys of the upload."""
 
 REFERENCE = (
     *("beta", "kl_estimator", "kl_in_reward", "reference_kl_steps"),
@@ -206,12 +210,12 @@ class RunConfig(BaseModel):
     def _cross_checks(self) -> RunConfig:
         if self.threads not in ("auto", None, *range(1, 257)):
             raise ValueError(f"threads must be auto, or a number from 1 to 256, not {self.threads!r}")
-        if self.policy_loss == "plain" and (changed := self.changed(CLIPPING)):
-            raise ValueError(f"{changed} has no effect with policy_loss: plain; remove it or use policy_loss: clip")
-        if self.optim in ("sgd", "adafactor") and (changed := self.changed(ADAM)):
-            raise ValueError(f"{changed} has no effect with optim: {self.optim}; remove it, or see optim_args")
-        if not self.push_to_hub and (changed := self.changed(("hub_model_id", "hub_strategy", "hub_private_repo"))):
-            raise ValueError(f"{changed} has no effect without push_to_hub; remove it or set push_to_hub: true")
+        if self.policy_loss == "plain":
+            self._refuse(CLIPPING, "with policy_loss: plain; remove it or use policy_loss: clip")
+        if self.optim in ("sgd", "adafactor"):
+            self._refuse(ADAM, f"with optim: {self.optim}; remove it, or see optim_args")
+        if not self.push_to_hub:
+            self._refuse(HUB, "without push_to_hub; remove it or set push_to_hub: true")
         if self.context_length is not None and self.context_length <= self.max_prompt_length:
             raise ValueError(
                 f"context_length: {self.context_length} leaves no room behind a prompt of max_prompt_length="
@@ -223,8 +227,17 @@ class RunConfig(BaseModel):
 
     def changed(self, names: Sequence[str]) -> str:
         """Return the first of these keys that is not at its default, as `key: value`, or empty text."""
-        defaults = type(self).model_fields
-        return next((f"{n}: {getattr(self, n)}" for n in names if getattr(self, n) != defaults[n].default), "")
+        for name in names:
+            value = getattr(self, name)
+            if value != type(self).model_fields[name].default:
+                return f"{name}: {value}"
+        return ""
+
+    def _refuse(self, names: Sequence[str], why: str) -> None:
+        """Raise ValueError if one of these keys was changed, for it has no effect."""
+        changed = self.changed(names)
+        if changed:
+            raise ValueError(f"{changed} has no effect {why}")
 
     @property
     def longest(self) -> int:
@@ -238,21 +251,16 @@ class RunConfig(BaseModel):
         return self.beta > 0 or self.reference_kl_steps is not None
 
     def _check_kl(self) -> None:
-        if self.beta > 0 and (changed := self.changed(("reference_kl_steps",))):
-            raise ValueError(f"{changed} has no effect with beta > 0, where every step logs `kl`; remove one of them")
-        if self.beta == 0 and (changed := self.changed(("kl_estimator", "kl_in_reward"))):
-            raise ValueError(f"{changed} has no effect with beta: 0; remove it or set beta, e.g. 0.001")
-        if self.kl_in_reward and (changed := self.changed(("kl_estimator",))):
-            raise ValueError(
-                f"{changed} has no effect with kl_in_reward, where the penalty is the log ratio of the rollout; remove "
-                "it, or kl_in_reward"
-            )
-
+        if self.beta > 0:
+            self._refuse(("reference_kl_steps",), "with beta > 0, where every step logs `kl`; remove one of them")
+        else:
+            self._refuse(("kl_estimator", "kl_in_reward"), "with beta: 0; remove it or set beta, e.g. 0.001")
+        if self.kl_in_reward:
+            penalty = "with kl_in_reward, where the penalty is the log ratio of the rollout"
+            self._refuse(("kl_estimator",), f"{penalty}; remove it, or kl_in_reward")
         if not self.sync_ref_model:
-            if changed := self.changed(("ref_model_mixup_alpha", "ref_model_sync_steps")):
-                raise ValueError(
-                    f"{changed} has no effect without sync_ref_model; remove it or set sync_ref_model: true"
-                )
+            moving = ("ref_model_mixup_alpha", "ref_model_sync_steps")
+            self._refuse(moving, "without sync_ref_model; remove it or set sync_ref_model: true")
         elif self.beta == 0:
             raise ValueError("sync_ref_model has no effect with beta: 0; remove it or set beta, e.g. 0.001")
         elif self.lora is not None:
@@ -347,33 +355,6 @@ def read_settings(
     return values
 
 
-def config_of(
-    model: Any,
-    env: Any,
-    reward_funcs: Any,
-    config: RunConfig | Mapping[str, Any] | str | Path | None,
-    *,
-    rows: bool = False,
-) -> RunConfig:
-    """Return the configuration of a `Trainer`: arguments override `config`. `rows`: the data are given in Python.
-
-    Paths become absolute, so that a run can be resumed from anywhere.
-    """
-    if isinstance(config, str | Path):
-        config = load_config(config)
-    values = config.model_dump() if isinstance(config, RunConfig) else dict(config or {})
-    named = [reward_funcs] if isinstance(reward_funcs, str) else reward_funcs
-    if named and not callable(named) and all(isinstance(f, str) for f in named):
-        values["reward_funcs"] = list(named)
-    if model is not None:
-        values["model"] = model if isinstance(model, str) else str(getattr(model, "name_or_path", "") or "given object")
-    if env is not None:
-        values["env"] = env if isinstance(env, str | dict) else getattr(env, "name", type(env).__name__)
-    elif rows:
-        values.setdefault("env", "dataset")
-    return validate(absolute_paths(values, METHODS))
-
-
 def read_yaml(path: str | Path) -> dict[str, Any]:
     """Read a YAML file of `key: value` lines. Raises ConfigError naming the file and the line."""
     try:
@@ -400,16 +381,12 @@ def apply_override(values: dict[str, Any], override: str) -> None:
         value = number(value)
     *parents, last = key.split(".")
     for parent in parents:
-        section = values.setdefault(parent, _default_section(parent))
+        field = RunConfig.model_fields.get(parent)
+        default = field.default if field is not None and isinstance(field.default, str) else {}
+        section = values.setdefault(parent, default)
         if isinstance(section, str):
             section = values[parent] = {"name": section}
         if not isinstance(section, dict):
             raise ConfigError(f"override '{override}': '{parent}' is not a section")
         values = section
     values[last] = value
-
-
-def _default_section(key: str) -> Any:
-    """Return the section an override starts from if the file has no such section: the default method, or nothing."""
-    field = RunConfig.model_fields.get(key)
-    return field.default if field is not None and isinstance(field.default, str) else {}

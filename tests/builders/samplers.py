@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from winnow.base.forkserver import Forked
 from winnow.sampler.handle import SamplerHandle
-from winnow.sampler.pipe import Pipe
+from winnow.sampler.processes import Pipe
 
 
 def process_of(member: SamplerHandle) -> Forked:

@@ -206,7 +206,7 @@ def test_what_could_not_be_uploaded_is_not_begun(
     monkeypatch.delenv("HF_TOKEN")
     with pytest.raises(ConfigError, match="push_to_hub: no token; set HF_TOKEN in the environment"):
         Trainer(config=tiny_config | {"push_to_hub": True})
-    with pytest.raises(ConfigError, match="no model or checkpoint yet"):
+    with pytest.raises(ConfigError, match="no finished model or checkpoint yet"):
         push(tmp_path, validate({"model": "m", "env": "countdown"}))
     assert not here.repos
     assert not Path(str(tiny_config["output_dir"])).exists()

@@ -92,7 +92,7 @@ def test_answers(given: dict[str, Any], message: str) -> None:
 
 def test_what_means_nothing_is_accepted_and_what_nobody_knows_is_not() -> None:
     nothing = {"tools": None, "optimizers": (None, None), "reward_processing_classes": None}
-    assert config_from(None, nothing) is None
+    assert config_from(None, nothing) == {}
     with pytest.raises(TypeError, match=r"no argument 'modle'\. Did you mean 'model'"):
         config_from(None, {"modle": None})
 

@@ -19,7 +19,7 @@ from winnow.engine import ModelReference
 from winnow.engine.local.engine import LocalEngine
 from winnow.record.watchdogs import GAP, Watchdogs, first_gap
 from winnow.rollout.evaluate import Evaluation
-from winnow.run.evaluating import Evaluations
+from winnow.run.session import Session
 
 from ..builders.watchdogs import run
 
@@ -151,10 +151,10 @@ def test_a_reward_that_is_always_the_same_but_for_rounding(tiny_config: dict[str
 
 
 def test_an_evaluation_that_is_skipped(tiny_config: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    def quietly(self: Evaluations, step: int) -> Evaluation | None:
-        return self.now(step) if step == 0 else None
+    def quietly(self: Session, step: int) -> Evaluation | None:
+        return self._evaluate_now(step) if step == 0 else None
 
-    monkeypatch.setattr(Evaluations, "evaluate", quietly)
+    monkeypatch.setattr(Session, "_evaluate", quietly)
     said = run(tiny_config)
     assert said == {2: "no evaluation ran at step 2, where eval_steps=2 schedules one"}
 

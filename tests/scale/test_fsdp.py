@@ -34,6 +34,7 @@ from winnow.methods.loss import LossConfig
 from winnow.record.ledger import Ledger
 from winnow.record.stop_conditions import RunStoppedError
 from winnow.run.build import build_policy
+from winnow.run.start import Start
 from winnow.study.warm_start import word_tokenizer
 
 from .. import parity
@@ -322,7 +323,8 @@ def test_ranks_that_read_train_adapters_and_hold_to_a_reference(
 
     def built(learner: Any, checkpoint: Path | None) -> tuple[Policy, dict[str, Any]]:
         torch.manual_seed(0)
-        found = build_policy(config(**changes, learner=learner), None, None, checkpoint, with_engine=False)[0]
+        c = config(**changes, learner=learner)
+        found = build_policy(c, Start.of(c), None, checkpoint, with_engine=False)[0]
         return found, changes | {"learner": learner}
 
     (whole, local), (read, apart) = built("local", None), built(FSDP, None)

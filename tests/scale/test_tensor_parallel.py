@@ -59,7 +59,7 @@ def followers() -> list[psutil.Process]:
 
 
 def test_an_engine_whose_other_rank_has_ended_says_so(tmp_path: Path) -> None:
-    """And leaves no process and no address of its own behind."""
+    """And leaves no process and no address of its own behind; the next engine of this process starts."""
     engine, _ = build("qwen2-tied", tmp_path, tensor_parallel_size=2)
     (other,) = followers()
     other.send_signal(signal.SIGKILL)
@@ -74,6 +74,8 @@ def test_an_engine_whose_other_rank_has_ended_says_so(tmp_path: Path) -> None:
     engine.close()
     assert not other.is_running()
     assert not {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT"} & set(os.environ)
+    again, _ = build("qwen2-tied", tmp_path, tensor_parallel_size=2)
+    again.close()
 
 
 @pytest.mark.slow

@@ -13,8 +13,8 @@ import pytest
 
 from winnow.config import validate
 from winnow.sampler import SamplerContext, pool
+from winnow.sampler.base import PoolOptions
 from winnow.sampler.handle import Message, SamplerHandle
-from winnow.sampler.options import PoolOptions
 from winnow.sampler.pool import SamplerPool
 from winnow.types import Group, Job, Prompt, Purpose, Rollout, Visit
 

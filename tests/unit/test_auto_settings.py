@@ -17,24 +17,32 @@ from tests.pretend_cuda import PretendCuda
 from winnow.base.processor import bfloat16_units, processor, usable_threads
 from winnow.config import ConfigError, RunConfig, name_of, read_settings, validate
 from winnow.engine import LocalOptions, VllmOptions
-from winnow.run.activations import (
+from winnow.run.auto_settings import (
     AT_MOST,
     LONGEST,
     ON_CPU,
+    PAYS_FROM,
     bytes_per_token,
     choose_checkpointing,
+    choose_dtype,
+    choose_threads,
     choose_tokens,
-    memory_of,
+    main_memory,
+    settle,
 )
-from winnow.run.auto_settings import PAYS_FROM, choose_dtype, choose_threads, settle
 from winnow.run.engine_choice import choose_engine
 from winnow.run.preflight import refuse_changes, resumed_config
+from winnow.run.start import Start
 
 AMX = "model name\t: Xeon\nflags\t\t: fpu avx2 avx512f avx512_bf16 amx_bf16\n\nmodel name\t: other\nflags\t\t: fpu\n"
 ZEN4 = "model name\t: EPYC\nflags\t\t: avx2 avx512f avx512_bf16\n"
 AVX2 = "model name\t: Core\nflags\t\t: sse2 avx2\n"
 ARM = "processor\t: 0\nFeatures\t: fp asimd bf16\n"
 CPU = torch.device("cpu")
+
+
+def start() -> Start:
+    return Start(source="given", model=large())
 
 
 def config(**changes: Any) -> RunConfig:
@@ -123,15 +131,15 @@ def test_the_engine_follows_where_the_loss_weighs_what_it_samples(
     on: Callable[[str], None], changes: dict[str, Any], engine: Any
 ) -> None:
     on(AMX)
-    settled = settle(config(**changes), large())
+    settled = settle(config(**changes), start())
     assert settled.config.dtype == settled.preferred == "bfloat16"
     assert settled.config.engine == engine
     assert settled.warnings() == []
     on(AVX2)
-    there = settle(config(**changes), large())
+    there = settle(config(**changes), start())
     given = config(**changes).engine
     assert (there.config.dtype, there.config.engine) == ("float32", "local" if given == "auto" else given)
-    kept = settle(settled.config, large(), resumed=True)
+    kept = settle(settled.config, start(), resumed=True)
     assert kept.config == settled.config, "a resume elsewhere does the same"
     assert kept.why["dtype"] == "as the run began"
 
@@ -156,7 +164,7 @@ def test_a_given_type_is_kept_and_a_slower_one_is_told(
     on: Callable[[str], None], info: str, changes: dict[str, Any], told: str | None
 ) -> None:
     on(info)
-    settled = settle(config(**changes), large())
+    settled = settle(config(**changes), start())
     assert settled.config.dtype == changes["dtype"]
     found = settled.warnings()
     assert len(found) == (told is not None)
@@ -165,16 +173,16 @@ def test_a_given_type_is_kept_and_a_slower_one_is_told(
 
 def test_more_threads_than_cores_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
-    (warning,) = settle(config(threads=3, dtype="float32", matmul_precision="high"), large()).warnings()
+    (warning,) = settle(config(threads=3, dtype="float32", matmul_precision="high"), start()).warnings()
     assert "threads: 3, but this process may use 2" in warning
 
 
 def test_sampler_processes_keep_their_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     beside = {"sync": {"name": "processes", "samplers": 2}, "max_lag": 1, "threads": "auto"}
-    settled = settle(config(**beside), large())
+    settled = settle(config(**beside), start())
     assert settled.config.threads == 1
-    assert settle(config(threads="auto"), large()).config.threads == 3
+    assert settle(config(threads="auto"), start()).config.threads == 3
 
 
 @pytest.mark.parametrize("threads", [0, 257, "fast", 1.5])
@@ -221,20 +229,20 @@ class TestActivations:
 
     def test_layers_are_recomputed_where_the_longest_row_would_not_fit(self) -> None:
         model = large()
-        fits = int(memory_of(CPU) * LONGEST / bytes_per_token(model))
-        assert not choose_checkpointing(model, CPU, fits)[0]
-        assert choose_checkpointing(model, CPU, fits + 1)[0]
-        assert not choose_checkpointing(torch.nn.Linear(1 << 12, 1 << 12), CPU, 10**9)[0], "it has no layers"
+        fits = int(main_memory() * LONGEST / bytes_per_token(model))
+        assert not choose_checkpointing(model, fits)[0]
+        assert choose_checkpointing(model, fits + 1)[0]
+        assert not choose_checkpointing(torch.nn.Linear(1 << 12, 1 << 12), 10**9)[0], "it has no layers"
 
     def test_a_run_keeps_what_was_chosen_or_configured(self) -> None:
-        settled = settle(config(dtype="float32"), large())
+        settled = settle(config(dtype="float32"), start())
         assert settled.config.tokens_per_microbatch == choose_tokens(large())[0]
         assert settled.config.gradient_checkpointing is False
         assert "GiB" in settled.why["tokens_per_microbatch"]
-        longest = settle(config(dtype="float32", max_completion_length=10**9), large())
+        longest = settle(config(dtype="float32", max_completion_length=10**9), start())
         assert longest.config.gradient_checkpointing is True
         assert "1,000,000," in longest.why["gradient_checkpointing"]
-        kept = settle(config(dtype="float32", tokens_per_microbatch=7, gradient_checkpointing=True), large())
+        kept = settle(config(dtype="float32", tokens_per_microbatch=7, gradient_checkpointing=True), start())
         assert (kept.config.tokens_per_microbatch, kept.config.gradient_checkpointing) == (7, True)
         assert "tokens_per_microbatch" not in kept.why
 
@@ -289,12 +297,12 @@ def test_what_the_engine_is_on_a_gpu_is_settled_once_and_kept(
 ) -> None:
     monkeypatch.setattr(choice_module, "find_spec", lambda name: name)
     with PretendCuda():
-        settled = settle(config(sync=sync, max_lag=int(sync != "in_process")), large())
+        settled = settle(config(sync=sync, max_lag=int(sync != "in_process")), start())
         assert name_of(settled.config.engine) == engine
         assert "engine" in settled.why
     monkeypatch.setattr(choice_module, "find_spec", lambda name: None)
     with PretendCuda():
-        assert settle(settled.config, large(), resumed=True).config.engine == settled.config.engine
+        assert settle(settled.config, start(), resumed=True).config.engine == settled.config.engine
 
 
 def test_one_option_of_the_engine_changes_on_a_resume_and_the_others_stay(tmp_path: Path) -> None:

@@ -32,11 +32,12 @@ from winnow.learner.local.reference import frozen_copy
 from winnow.methods.loss import LossConfig
 from winnow.run import budget, engine_choice
 from winnow.run.auto_settings import settle
-from winnow.run.budget import GIB, Gpus, Shapes, device_budget, host_budget, require_room, settle_for
+from winnow.run.budget import GIB, Budget, Gpus, Shapes, host_budget
 from winnow.run.build import build_learner, build_policy, build_task
 from winnow.run.build_adapters import with_lora
 from winnow.run.plan import plan_for
 from winnow.run.standalone import model_config, opened
+from winnow.run.start import Start
 from winnow.types import Rollout
 
 from .engine_models import make_model, word_tokenizer
@@ -120,7 +121,7 @@ def test_an_update_holds_what_is_predicted(
     given = model()
     half = all(torch.equal(p.bfloat16().float(), p) for p in given.parameters())
     shapes = replace(Shapes.of(given, c), in_bfloat16=half)
-    phases = device_budget(c, shapes, 80 * GIB, sampler=False)
+    phases = Budget(c, shapes, 80 * GIB, sampler=False).phases()
     with PretendCuda() as gpu:
         policy = model().to("cuda")
         if c.lora is not None:
@@ -149,7 +150,7 @@ def test_a_publish_under_lora_holds_what_is_predicted(dtype: str) -> None:
     """Merged weights go into the engine a layer at a time, and are looked at one by one before."""
     c = config(engine={"name": "local", "slots": 4, "dtype": dtype}, dtype=dtype, lora={"r": 8})
     shapes = replace(Shapes.of(qwen3(num_hidden_layers=12), c), in_bfloat16=dtype == "bfloat16")
-    predicted = device_budget(c, shapes, 80 * GIB)["publish"]
+    predicted = Budget(c, shapes, 80 * GIB).phases()["publish"]
     with PretendCuda() as gpu:
         base = qwen3(num_hidden_layers=12).bfloat16().float().to("cuda")
         engine = LocalEngine(base, word_tokenizer(VOCAB), slots=4, max_length=128, dtype=dtype, device="cuda")
@@ -178,7 +179,7 @@ def test_generation_holds_what_is_predicted(dtype: str) -> None:
         max_prompt_length=prompt,
         max_completion_length=completion,
     )
-    predicted = device_budget(c, Shapes.of(qwen3(), c), 80 * GIB, learner=False)["generation"]
+    predicted = Budget(c, Shapes.of(qwen3(), c), 80 * GIB, learner=False).phases()["generation"]
     with PretendCuda() as gpu:
         engine = LocalEngine(qwen3(), word_tokenizer(VOCAB), slots=slots, dtype=dtype, device="cuda")
         gc.collect()
@@ -266,7 +267,7 @@ def test_ranks_cut_what_one_gpu_cannot_hold(tmp_path: Path) -> None:
     c = config(model=shell(tmp_path, "8B"), dtype="bfloat16", learner={"name": "fsdp", "ranks": 4})
     shapes = Shapes.of(shell_of(c.model), c)
     parts = {
-        name: device_budget(c, shapes, 80 * GIB, sampler=False)["update"][name] for name in ("weights", "optimizer")
+        name: Budget(c, shapes, 80 * GIB, sampler=False).phases()["update"][name] for name in ("weights", "optimizer")
     }
     assert parts == {"weights": shapes.parameters, "optimizer": 2 * shapes.parameters}
     with pytest.raises(ConfigError, match="device: the update phase needs"):
@@ -298,14 +299,16 @@ def test_a_class_whose_activations_are_not_computed_again_needs_more() -> None:
     c = config()
     shapes = Shapes.of(again, c)
     assert (shapes.recomputes, Shapes.of(kept, c).recomputes) == (True, False)
-    assert budget._activations(c, replace(shapes, recomputes=False)) > 1.2 * budget._activations(c, shapes)
+    without = Budget(c, replace(shapes, recomputes=False), GIB)
+    assert without._activations() > 1.2 * Budget(c, shapes, GIB)._activations()
 
 
 def test_what_was_chosen_by_the_user_stays() -> None:
     c = config(tokens_per_microbatch=1000, gradient_checkpointing=False)
-    assert settle_for(c, Shapes.of(qwen3(), c), 80 * GIB) == {}
+    shapes = Shapes.of(qwen3(), c)
+    assert Budget(c, shapes, 80 * GIB).fitted() == {}
     with pytest.raises(ConfigError, match="device: the update phase needs"):
-        require_room(c, {"update": {"weights": 2 * GIB}}, GIB)
+        Budget(c, shapes, 1 << 20).require_room()
 
 
 @pytest.mark.parametrize("text", ["24", "x24GiB", "0x24GiB", "24 MiB", ""])
@@ -359,7 +362,7 @@ def test_an_evaluation_keeps_no_model_next_to_its_engine(name: str, tiny_model: 
     values = {"env": {"name": "countdown", "train_size": 24, "test_size": 8}, "device": "cuda"} | sizes
     with PretendCuda() as gpu, model_config(str(tmp_path), values) as (c, _), opened(c, build_task(c.env)) as parts:
         gc.collect()
-        weights = device_budget(c, Shapes.of(model, c), GIB, learner=False)["publish"]["engine weights"]
+        weights = Budget(c, Shapes.of(model, c), GIB, learner=False).phases()["publish"]["engine weights"]
         assert 0.5 * weights < gpu.bytes < 1.2 * weights
         assert {p.device.type for p in parts[0].model.parameters()} == {"cpu"}
         assert not gpu.mixed, gpu.report()
@@ -370,12 +373,12 @@ def test_an_evaluation_is_budgeted_without_a_learner(tmp_path: Path, monkeypatch
     monkeypatch.setattr(engine_choice, "find_spec", lambda name: name)
     c = config(model=shell(tmp_path, "8B"), dtype="auto", engine="auto", device="cuda", max_completion_length=1024)
     with PretendCuda(memory=24 * GIB):
-        settled = settle(c, alone=True).config
+        settled = settle(c, Start.of(c), alone=True).config
         with pytest.raises(ConfigError, match="device: the update phase needs"):
-            settle(c)
+            settle(c, Start.of(c))
         c = c.model_copy(update={"model": shell(tmp_path, "1.7B"), "max_completion_length": 8192})
         with pytest.raises(ConfigError, match=r"generation phase needs .*\); lower engine\.slots or max_completion"):
-            settle(c.model_copy(update={"engine": "local", "max_prompt_length": 300_000}), alone=True)
+            settle(c.model_copy(update={"engine": "local", "max_prompt_length": 300_000}), Start.of(c), alone=True)
     assert name_of(settled.engine) == "vllm"
     assert engine_choice.engine_options(settled, alone=True).gpu_memory_utilization == 0.9
 
@@ -389,10 +392,10 @@ def test_a_base_that_ends_in_bfloat16_starts_in_it(tmp_path: Path, tiny_model: P
     model.save_pretrained(tmp_path)
     c = config(model=str(tmp_path), device="cuda", dtype="bfloat16", lora={"r": 4}, engine=BFLOAT16)
     with PretendCuda() as gpu:
-        policy, engine = build_policy(c, None, None, None)
+        policy, engine = build_policy(c, Start.of(c))
         learner = build_learner(policy, c)
         assert engine is not None
-        predicted = device_budget(c, Shapes.of(model, c), 80 * GIB)["publish"]
+        predicted = Budget(c, Shapes.of(model, c), 80 * GIB).phases()["publish"]
         assert gpu.peak_bytes < 1.05 * total(predicted), predicted
         assert gpu.peak_bytes < 4 * sum(p.numel() for p in model.parameters()) + predicted["engine weights"]
         assert not gpu.mixed, gpu.report()

@@ -27,7 +27,7 @@ def test_round_trip_and_keep_last(tmp_path: Path) -> None:
     assert checkpoint.steps(tmp_path) == [3, 4]
     latest = checkpoint.latest(tmp_path)
     assert latest is not None
-    assert checkpoint.load_state(latest) == {"step": 4}
+    assert checkpoint.parsed(latest / checkpoint.STATE) == {"step": 4}
 
 
 def test_no_checkpoint_is_none(tmp_path: Path) -> None:
@@ -105,7 +105,7 @@ def test_reader_of_a_running_run_keeps_what_it_reads(tmp_path: Path) -> None:
                     assert thread.is_alive(), "a save failed beside a reader"
                     time.sleep(0.001)  # until the run has taken it away
                 assert (directory / "model" / "weights.bin").read_bytes() == bytes(range(256))
-                assert checkpoint.load_state(directory)["step"] == int(directory.name[5:])
+                assert checkpoint.parsed(directory / checkpoint.STATE)["step"] == int(directory.name[5:])
                 seen.append(directory.name)
     finally:
         stop.set()

@@ -42,6 +42,7 @@ from winnow.methods.loss import LossConfig
 from winnow.run import doctor
 from winnow.run.auto_settings import settle
 from winnow.run.build_adapters import with_lora
+from winnow.run.start import Start
 from winnow.sampler.in_process import InProcessSampler
 from winnow.types import Rollout
 
@@ -390,7 +391,7 @@ torch.cuda.is_available = counted
 import winnow.run.serve
 assert not asked[0] or os.environ.get("PYTORCH_NVML_BASED_CUDA_CHECK") == "1"
 """
-    from winnow.sampler import pipe
+    from winnow.sampler import processes
 
     environment: dict[str, str] = {}
 
@@ -402,9 +403,9 @@ assert not asked[0] or os.environ.get("PYTORCH_NVML_BASED_CUDA_CHECK") == "1"
         environment.update(env)
         return Asked()
 
-    monkeypatch.setattr(pipe, "forkserver", server)
+    monkeypatch.setattr(processes, "forkserver", server)
     with pytest.raises(InterruptedError):
-        pipe.Pipes(1, "winnow.run.serve:main")(None)  # type: ignore[arg-type]
+        processes.Pipes(1, "winnow.run.serve:main")(None)  # type: ignore[arg-type]
     assert subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True).returncode == 0
 
 
@@ -448,7 +449,8 @@ def test_the_engine_follows_a_type_that_is_given_on_a_gpu(tmp_path: Path) -> Non
     found = {}
     with PretendCuda():
         for device in ("cpu", "cuda"):
-            settled = settle(validate(given | {"device": device})).config
+            c = validate(given | {"device": device})
+            settled = settle(c, Start.of(c)).config
             found[device] = settled.engine.get("dtype") if isinstance(settled.engine, dict) else None
     assert found == {"cpu": None, "cuda": "bfloat16"}
 

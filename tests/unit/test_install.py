@@ -21,7 +21,7 @@ from winnow.cli.main import app
 from winnow.config import METHODS, load_config
 from winnow.env.workers.bubblewrap import SandboxError
 from winnow.run import doctor
-from winnow.run.schema import config_schema
+from winnow.run.catalogue import config_schema
 
 ROOT = Path(__file__).parents[2]
 CHECKOUT = f"pip install -e '{ROOT}[ray]'"

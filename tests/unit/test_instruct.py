@@ -20,7 +20,7 @@ from winnow.engine.facts import Facts
 from winnow.env.dataset import DatasetConfig
 from winnow.env.prompting import PromptError, encode_prompt
 from winnow.env.row_files import DataError
-from winnow.run.preflight import warn_of_refused_prompts
+from winnow.run.preflight import warn_of_failing_prompts
 from winnow.run.prompt_example import on_one_line
 from winnow.study.report import report_data
 from winnow.types import Prompt
@@ -85,7 +85,7 @@ def test_prompts_that_the_template_refuses_are_counted_at_the_start(tmp_path: Pa
         rows[i]["prompt"] = [*odd, {"role": "user", "content": f"no{i}"}]
     task = DatasetConfig(path=jsonl(tmp_path, rows)).build()
     with pytest.warns(UserWarning, match="cannot be encoded") as said:
-        warn_of_refused_prompts(task, chat_tokenizer(refuse.replace("RULE", rule) + CHATML))
+        warn_of_failing_prompts(512, task, chat_tokenizer(refuse.replace("RULE", rule) + CHATML))
     (message,) = [str(one.message) for one in said]
     assert message.startswith(
         f"2 of {count} training prompts cannot be encoded and fail, the first: prompt '{refused[0]}': the chat "

@@ -10,7 +10,7 @@ import pytest
 
 from winnow import Trainer
 from winnow.base.dotted import interface
-from winnow.config import ConfigError, config_of, method, validate
+from winnow.config import ConfigError, method, validate
 from winnow.engine import ENGINES
 from winnow.methods.advantage import ADVANTAGES
 from winnow.methods.correct import CORRECTIONS, STEP_SCALES
@@ -19,6 +19,7 @@ from winnow.methods.gate import GATES
 from winnow.methods.select import SELECTORS
 from winnow.methods.size import ROLLOUT_BATCHES, SIZES
 from winnow.run.build import build_methods
+from winnow.run.trainer_inputs import Given
 from winnow.sampler import SYNCS
 from winnow.tasks import ENVS
 from winnow.types import GroupKind, Prompt
@@ -125,15 +126,12 @@ class TestDottedPaths:
             method(FILTERS, spec, "filter")
 
     def test_a_file_becomes_absolute_so_that_a_run_resumes_from_anywhere(self, rules: str) -> None:
-        c = config_of(
-            "m",
-            "countdown",
-            None,
+        c = Given("m", "countdown").config(
             {
                 "filter": ["zero_variance", {"name": "winnow_test_rules.py:AtLeast", "mean": 0.1}],
                 "selector": "winnow_test_rules.py:AtLeast",
                 "gates": ["winnow_test_rules.py:AtLeast", "not_there.py:X"],
-            },
+            }
         )
         assert c.filter == ["zero_variance", {"name": f"{rules}:AtLeast", "mean": 0.1}]
         assert (c.selector, c.gates) == (f"{rules}:AtLeast", [f"{rules}:AtLeast", "not_there.py:X"])

@@ -19,6 +19,7 @@ from winnow.rollout.evaluate import run_jobs
 from winnow.rollout.profile import CHUNK, PassRate, ProfileError, Profiler, read_profile
 from winnow.rollout.runner import RolloutRunner
 from winnow.run.build import build_policy, build_task, rollout_options, sampling_params
+from winnow.run.start import Start
 
 LINE = {"id": "a", "n": 16, "correct": 3, "mean_reward": 0.1875}
 
@@ -141,7 +142,7 @@ class Bench:
             }
         )
         self.task = build_task(self.config.env)
-        self.policy, self.engine = build_policy(self.config, None, None, None)
+        self.policy, self.engine = build_policy(self.config, Start.of(self.config))
 
     def profiler(self, reward: Any = by_parity, seed: int = 0) -> Profiler:
         self.rewarder = Rewarder(reward)

@@ -13,8 +13,8 @@ from winnow.learner.base import Sizes
 from winnow.learner.fsdp.learner import FsdpLearner
 from winnow.learner.fsdp.rank import Rank
 from winnow.sampler import SamplersLostError, pool
+from winnow.sampler.base import PoolOptions
 from winnow.sampler.codec import group_state
-from winnow.sampler.options import PoolOptions
 from winnow.sampler.pool import SamplerPool
 
 from .fake_samplers import FakeChannel, channel_of, channel_of_member, evaluation, group, job, visit, working
@@ -104,9 +104,9 @@ def test_work_begins_when_as_many_as_asked_for_have_a_place(sampler: SamplerPool
 def test_figures_of_each_sampler(sampler: SamplerPool) -> None:
     for number in range(3):
         sampler.launch(job(number))
-    counts = {"seconds": 10.0, "idle_s": 4.0, "tokens": 100.0, "memory_mib": 321.0, "gpu_memory_gib": 3.5}
+    held = {"memory_mib": 321.0, "gpu_memory_gib": 3.5}
     channel_of(sampler, 0).says({"group": group_state(group(visit(0)))})
-    channel_of(sampler, 0).says({"alive": counts})
+    channel_of(sampler, 0).says({"alive": {"seconds": 10.0, "idle_s": 4.0, "tokens": 100.0}, "memory": held})
     channel_of(sampler, 0).says({"loaded": 0, "dtype": "float32", "metrics": {}})
     sampler.poll()
     sampler.publish({}, [], 1)
@@ -128,7 +128,8 @@ def test_figures_of_each_sampler(sampler: SamplerPool) -> None:
     }
     assert (found["sampler/ready"], found["idle/sampler"]) == (1, 0.4)
     assert sampler.nodes == {"sampler/0": "here", "sampler/1": "here"}
-    channel_of(sampler, 0).says({"alive": counts | {"seconds": 14.0, "idle_s": 5.0, "memory_mib": 300.0}})
+    spent = {"seconds": 4.0, "idle_s": 1.0, "tokens": 0}
+    channel_of(sampler, 0).says({"alive": spent, "memory": held | {"memory_mib": 300.0}})
     sampler.poll()
     again = sampler.metrics()
     assert (again["sampler/0/idle"], again["sampler/0/tokens_per_s"], again["sampler/0/memory_mib"]) == (0.25, 0, 300)

@@ -58,9 +58,14 @@ def name_of(spec: MethodSpec) -> str:
     return spec if isinstance(spec, str) else str(spec.get("name"))
 
 
+def section_of(spec: MethodSpec) -> dict[str, Any]:
+    """Return a method spec as a section: its name and its options."""
+    return {"name": spec} if isinstance(spec, str) else dict(spec)
+
+
 def method(table: Mapping[str, type], spec: MethodSpec, field: str) -> Any:
     """Build the options of a method spec. Raises ConfigError with the nearest valid name."""
-    options = {"name": spec} if isinstance(spec, str) else dict(spec)
+    options = section_of(spec)
     if "name" not in options:
         raise ConfigError(f"{field}: needs a `name`; one of {', '.join(sorted(table))}")
     name = str(options.pop("name"))

@@ -8,18 +8,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..config import RunConfig
+from ..config import ConfigError, RunConfig
 from ..engine.base import Engine
 from ..engine.loading import quiet_transformers
 from ..env.base import Task
-from ..env.prompting import tokenizer_digest
 from ..env.rewards.rewarder import Rewarder
 from ..learner.agreement import Agreement
 from ..learner.base import Learner
 from ..methods.gate.audit import rules_of
 from ..record.trackers import check_trackers
 from ..rollout.runner import RolloutRunner
-from ..sampler import Sampler, SamplerContext
+from ..sampler import Sampler, SamplerContext, sampler_options
+from ..sampler.weights import fingerprints
 from ..types import Group, Job, Rollout
 from . import serve
 from .auto_settings import Machine, settle
@@ -32,11 +32,10 @@ from .build import (
     build_sampler,
     build_success,
     rollout_options,
-    sampler_options,
 )
 from .hub import check_hub
 from .placement import require_places
-from .preflight import check_agreement, check_evaluation, check_prompts, in_steps
+from .preflight import check_agreement, check_prompts, in_steps
 from .start import Start
 from .trainer_inputs import Given
 
@@ -68,12 +67,8 @@ class Assembly:
     @property
     def fingerprints(self) -> dict[str, str]:
         """Digests that must be unchanged at a resume."""
-        return {
-            "task": self.task.fingerprint(),
-            "tokenizer": tokenizer_digest(self.tokenizer),
-            "base model": self.origin,
-            "reward functions": self.rewarder.fingerprint(),
-        }
+        own = {"base model": self.origin, "reward functions": self.rewarder.fingerprint()}
+        return fingerprints(self.task, self.tokenizer) | own
 
     def compare(self) -> None:
         """Compare the sampler's log-probabilities with the learner's; set `agreement`.
@@ -111,17 +106,17 @@ def assemble(c: RunConfig, given: Given, checkpoint: Path | None, *, resumed: bo
     begun = time.monotonic()
     check_trackers(c.report_to)
     check_hub(c)
-    given.require_names(c)
     quiet_transformers()
     task = given.task(c)
     c = in_steps(c, len(task.train))
-    check_evaluation(c, task)
-    start = Start.of(c, given.loaded_model)
+    if c.eval_steps and not task.test:
+        raise ConfigError("eval_steps: the task has no held-out prompts; give it some, or remove eval_steps")
+    start = Start.of(c, None if isinstance(given.model, str) else given.model)
     machine = settle(c, start, resumed=resumed)
     c = machine.config
     machine.set_threads()
     require_places(c)
-    own_engines = "own_engine" in sampler_options(c).provides
+    own_engines = "own_engine" in sampler_options(c.sync).provides
     policy, engine = build_policy(c, start, given.processing_class, checkpoint, with_engine=not own_engines)
     rewarder = build_rewarder(c, task, given.reward_list)
     check_prompts(c, task, rewarder, policy.tokenizer, engine)
@@ -134,7 +129,7 @@ def assemble(c: RunConfig, given: Given, checkpoint: Path | None, *, resumed: bo
         runner = RolloutRunner(engine, task, policy.tokenizer, rewarder, options, rules_of(m.gates))
     behind = c.max_lag - m.rollout_batch.carry  # carried groups are a step older when trained
     gpu = (learner.device.index or 0) if learner.device.type == "cuda" else None
-    sampler = build_sampler(c, SamplerContext(c, task, policy.tokenizer, greedy, behind, runner, gpu, serve.__name__))
+    sampler = build_sampler(SamplerContext(c, task, policy.tokenizer, greedy, behind, runner, gpu, serve.__name__))
     built = Assembly(c, task, machine, engine, policy.tokenizer, rewarder, learner, m, sampler, policy.origin, begun)
     if engine is not None:
         engine.load_weights(learner.weights(), 0)

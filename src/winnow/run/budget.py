@@ -1,20 +1,19 @@
 """GPU memory of a run by phase, from its config and its model's shapes alone.
 
-`device_budget` returns the memory of each phase. `settle_for` uses it to choose `auto` values: slots of the embedded
-engine, tokens per micro-batch, gradient checkpointing. `--dry-run --gpu 24GiB` prints it for any GPU.
+`Budget` has the memory of each phase, and chooses `auto` values by it: slots of the embedded engine, tokens per
+micro-batch, gradient checkpointing. `--dry-run --gpu 24GiB` prints it for any GPU.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from ..config import ConfigError, RunConfig, method, name_of
+from ..config import ConfigError, RunConfig, method, name_of, section_of
 from ..engine import LocalOptions, VllmOptions
 from ..engine.local.engine import PREFILL_TOKENS
 from ..engine.vllm.options import PREFILL_TOKENS as VLLM_TOKENS
@@ -22,14 +21,16 @@ from ..learner import LEARNERS
 from ..learner.local.learner import FILE_BYTES
 from ..learner.local.recompute import WORTH, is_gated
 from ..learner.local.vocabulary import SLICE_ELEMENTS
-from .activations import AT_LEAST, AT_MOST
 from .engine_choice import engine_options
-from .placement import engine_bytes
 
 GIB = 2**30
 USABLE = 0.94
 """Share of GPU memory for tensors; the rest is for CUDA's context, kernels and fragments."""
 HALF = ("bfloat16", "float16")
+AT_MOST = 16_384
+"""Most tokens of a micro-batch: more are no faster."""
+AT_LEAST = 256
+"""Fewest tokens: with fewer, a pass over the weights takes as long as the products."""
 ASLEEP = GIB
 """GPU memory that a sleeping vLLM keeps: CUDA graphs and workspaces; an estimate."""
 OPTIMIZER = {"adamw_torch_8bit": 2, "adamw_torch_4bit": 1, "sgd": 4, "muon": 4, "adafactor": 0}
@@ -64,6 +65,29 @@ class Shapes:
     def kv_elements(self) -> int:
         """Return the elements of keys and values of one position, over all layers."""
         return 2 * self.layers * self.keys
+
+    @property
+    def matrices(self) -> int:
+        """Return the number of parameters outside the input embedding."""
+        return self.parameters - self.vocabulary
+
+    def kept_by_layer(self, half: bool, *, recomputed: bool, lora: bool) -> int:
+        """Return the bytes per token that one decoder layer keeps for the backward pass (`learner/local/recompute.py`).
+
+        As counted on Llama and Qwen3: the residual stream in float32; queries, keys (before and after their norms) and
+        values; attention's output; gate and up; under autocast also the cast inputs of the matrices.
+        """
+        each, H, I, rotated = 2 if half else 4, self.hidden, self.intermediate, self.queries + self.keys  # noqa: E741
+        kept = 4 * 2 * H + each * ((1 + self.qk_norm) * rotated + self.keys + self.queries + 2 * I) + 4 * self.heads
+        if half:
+            kept += 2 * (2 * H + I)
+        if not recomputed:
+            kept += (
+                (8 * H + 2 * I + 6 * self.qk_norm * rotated) if half else 4 * (4 * H + 2 * I + self.qk_norm * rotated)
+            )
+        if lora and half:
+            kept += 2 * (3 * H + self.queries + I)
+        return kept
 
     @classmethod
     def of(cls, model: Any, c: RunConfig) -> Shapes:
@@ -123,34 +147,190 @@ Phases = dict[str, dict[str, int]]
 """Phase -> part -> bytes."""
 
 
-def device_budget(c: RunConfig, shapes: Shapes, memory: int, *, learner: bool = True, sampler: bool = True) -> Phases:
-    """Return the bytes that learner, sampler or both hold on one GPU of `memory` bytes, by phase.
+@dataclass(frozen=True)
+class Budget:
+    """Memory of a run on one GPU, which learner, sampler or both use.
 
     Keys that are `auto` count as their smallest value.
     """
-    parts: Phases = {"update": {}, "generation": {}, "publish": {}}
-    engine = engine_options(c, alone=not learner)
-    if learner:
-        resident = _learner_parts(c, shapes)
-        for phase in parts.values():
-            phase.update(resident)
-        parts["update"] |= _update_parts(c, shapes)
-        if c.lora is not None and c.lora.merge:
-            parts["publish"]["merged weights"] = 4 * _matrices(shapes) // shapes.layers  # one layer at a time
-    if sampler and isinstance(engine, VllmOptions):
-        share = max(int((engine.gpu_memory_utilization or 0.0) * memory), _least_of_vllm(c, shapes))
-        for phase in parts.values():
-            phase["vLLM (gpu_memory_utilization)"] = share
-        if engine.sleep:
-            del parts["update"]["vLLM (gpu_memory_utilization)"]
-            parts["update"]["vLLM asleep"] = ASLEEP
-    elif sampler:
-        weights = _engine_weights(c, shapes)
-        parts["generation"] |= {"engine weights": weights} | _generation_parts(c, shapes, _slots(c, engine))
-        parts["publish"]["engine weights"] = weights
-        if not learner:
-            parts["publish"]["a layer in float32"] = 4 * _matrices(shapes) // shapes.layers
-    return {phase: held for phase, held in parts.items() if held}
+
+    config: RunConfig
+    shapes: Shapes
+    memory: int
+    """Bytes of the GPU."""
+    learner: bool = True
+    sampler: bool = True
+
+    def phases(self) -> Phases:
+        """Return the bytes held, by phase and part."""
+        c, shapes, engine = self.config, self.shapes, self._engine
+        parts: Phases = {"update": {}, "generation": {}, "publish": {}}
+        if self.learner:
+            resident = self._learner_parts()
+            for phase in parts.values():
+                phase.update(resident)
+            parts["update"] |= self._update_parts()
+            if c.lora is not None and c.lora.merge:
+                parts["publish"]["merged weights"] = 4 * shapes.matrices // shapes.layers  # one layer at a time
+        if self.sampler and isinstance(engine, VllmOptions):
+            share = max(int((engine.gpu_memory_utilization or 0.0) * self.memory), self._least_of_vllm())
+            for phase in parts.values():
+                phase["vLLM (gpu_memory_utilization)"] = share
+            if engine.sleep:
+                del parts["update"]["vLLM (gpu_memory_utilization)"]
+                parts["update"]["vLLM asleep"] = ASLEEP
+        elif self.sampler:
+            # the embedding is float32, and the head separate
+            weights = 4 * shapes.vocabulary + engine_bytes(c) * shapes.parameters
+            parts["generation"] |= {"engine weights": weights} | self._generation_parts()
+            parts["publish"]["engine weights"] = weights
+            if not self.learner:
+                parts["publish"]["a layer in float32"] = 4 * shapes.matrices // shapes.layers
+        return {phase: held for phase, held in parts.items() if held}
+
+    def with_values(self, **values: Any) -> Budget:
+        """Return the budget with other values of these keys."""
+        return replace(self, config=self.config.model_copy(update=values))
+
+    def fitted(self) -> dict[str, Any]:
+        """Return values for `auto` keys, and slots of the embedded engine, that fit the GPU."""
+        c, chosen, engine = self.config, dict[str, Any](), self._engine
+        longest = c.longest
+        if self.learner and c.gradient_checkpointing == "auto":
+            plain = self.with_values(gradient_checkpointing=False, tokens_per_microbatch=longest)
+            chosen["gradient_checkpointing"] = plain._left("update") < 0
+        if self.learner and c.tokens_per_microbatch == "auto":
+            empty = self.with_values(**chosen, tokens_per_microbatch=0)
+            tokens = max(0, empty._left("update")) // max(1, empty._activations())
+            chosen["tokens_per_microbatch"] = max(AT_LEAST, min(AT_MOST, tokens))
+        if self.sampler and isinstance(engine, VllmOptions) and _given(c, "gpu_memory_utilization") is None:
+            least = self._least_of_vllm() / self.memory
+            if least > (engine.gpu_memory_utilization or 0.0):
+                chosen["engine"] = section_of(c.engine) | {
+                    "gpu_memory_utilization": min(1.0, math.ceil(100 * least) / 100)
+                }
+        if self.sampler and isinstance(engine, LocalOptions):
+            size = c.num_generations  # slots that one more prompt needs
+            one = self.with_values(engine=section_of(c.engine) | {"slots": size})._left("generation")
+            two = self.with_values(engine=section_of(c.engine) | {"slots": 2 * size})._left("generation")
+            slots = min(engine.slots, max(1, size + size * one // max(1, one - two)))
+            if slots < engine.slots:
+                chosen["engine"] = section_of(c.engine) | {"slots": slots}
+        return chosen
+
+    def require_room(self) -> Phases:
+        """Return the phases. Raises ConfigError naming one that does not fit, its memory, and keys that reduce it."""
+        phases = self.phases()
+        for phase, held in phases.items():
+            total = sum(held.values())
+            if total > self.memory:
+                largest = sorted(held.items(), key=lambda part: -part[1])[:3]
+                shown = ", ".join(f"{name} {bytes_ / GIB:.1f} GiB" for name, bytes_ in largest)
+                raise ConfigError(
+                    f"device: the {phase} phase needs {total / GIB:.1f} GiB of {self.memory / GIB:.1f} GiB ({shown}); "
+                    f"{self._remedy(phase)}"
+                )
+        return phases
+
+    @property
+    def _engine(self) -> Any:
+        return engine_options(self.config, alone=not self.learner)
+
+    @property
+    def _ranks(self) -> int:
+        """Number of GPUs that shard weights, gradients and optimizer."""
+        options = method(LEARNERS, self.config.learner, "learner")
+        ranks: Any = getattr(options, "fsdp_size", None) or getattr(options, "ranks", 1)
+        return int(ranks)
+
+    @property
+    def _half_base(self) -> bool:
+        c = self.config
+        return c.lora is not None and c.dtype == "bfloat16" and self.shapes.in_bfloat16 and self._ranks == 1
+
+    def _left(self, phase: str) -> int:
+        return int(USABLE * self.memory) - sum(self.phases().get(phase, {}).values())
+
+    def _remedy(self, phase: str) -> str:
+        c, engine, keys = self.config, self._engine, []
+        if c.lora is None and self.learner:
+            keys.append("set lora: {r: 16}")
+        if phase == "update":
+            keys += ["set optim: adamw_torch_8bit"] if c.lora is None and c.optim.startswith("adamw_torch") else []
+            keys += ["set gradient_checkpointing: true"] if c.gradient_checkpointing is not True else []
+            keys += ["lower tokens_per_microbatch"]
+        else:
+            keys += ["lower engine.slots or max_completion_length"]
+        if isinstance(engine, VllmOptions) and (phase != "update" or not engine.sleep):
+            keys.append("lower engine.gpu_memory_utilization")
+        return "; or ".join(keys)
+
+    def _learner_parts(self) -> dict[str, int]:
+        c, shapes, ranks = self.config, self.shapes, self._ranks
+        weights = 4 * shapes.parameters
+        if c.lora is not None:
+            weights = 4 * shapes.vocabulary + (2 if self._half_base else 4) * shapes.matrices + 4 * shapes.trained
+        parts = {"weights": weights // ranks, "optimizer": self._optimizer_bytes() // ranks}
+        if c.keeps_reference and c.lora is None:
+            parts["reference"] = 4 * shapes.parameters
+        return parts
+
+    def _optimizer_bytes(self) -> int:
+        c, shapes = self.config, self.shapes
+        each = OPTIMIZER.get(c.optim, 8)
+        if c.optim == "sgd" and not c.optim_args.get("momentum"):
+            each = 0
+        elif c.optim_args.get("amsgrad"):
+            each += each // 2
+        ends = 4 * shapes.vocabulary if c.optim == "muon" and c.lora is None else 0  # Muon leaves these to AdamW
+        return each * shapes.trained + ends
+
+    def _update_parts(self) -> dict[str, int]:
+        c, shapes, ranks = self.config, self.shapes, self._ranks
+        tokens = AT_LEAST if c.tokens_per_microbatch == "auto" else c.tokens_per_microbatch
+        parts = {"gradients": 4 * shapes.trained // ranks}
+        if ranks > 1:  # unsharded: two layers, and both ends with gradients, which all layers share
+            layer = shapes.matrices // shapes.layers
+            parts["gathered weights"] = 2 * 4 * layer + 2 * 8 * shapes.vocabulary
+        elif c.dtype in HALF:
+            parts["half-precision copies"] = 2 * (shapes.parameters - (shapes.matrices if self._half_base else 0))
+        parts["activations"] = tokens * self._activations()
+        parts["head"] = 3 * 4 * min(SLICE_ELEMENTS["cuda"], tokens * shapes.vocab_size)
+        return parts
+
+    def _activations(self) -> int:
+        """Return the peak bytes per token in the backward pass: activations of all layers, and one's workspace."""
+        c, shapes, half = self.config, self.shapes, self.config.dtype in HALF
+        if c.gradient_checkpointing is True:
+            one = shapes.kept_by_layer(half, recomputed=False, lora=c.lora is not None)
+            return 4 * shapes.hidden * (shapes.layers + 1) + int(0.7 * one)
+        kept = shapes.layers * shapes.kept_by_layer(half, recomputed=shapes.recomputes, lora=c.lora is not None)
+        if shapes.recomputes:  # recomputed activations, and gradients of a layer's matrices
+            wide = 2 * shapes.hidden + shapes.queries + 2 * shapes.keys + 3 * shapes.intermediate
+            kept += int((1.3 if half else 5) * wide)
+        return kept
+
+    def _generation_parts(self) -> dict[str, int]:
+        c, shapes, each = self.config, self.shapes, engine_bytes(self.config)
+        slots = min(self._engine.slots, c.prompts_per_step * c.num_generations)
+        columns = -(-c.longest // 64) * 64
+        tokens = -(-slots // max(1, c.num_generations)) * c.max_prompt_length
+        attention = 4 * (2 * shapes.hidden + 6 * shapes.queries + 5 * shapes.keys)
+        feed_forward = 8 * shapes.hidden + 3 * each * shapes.intermediate
+        return {
+            "keys and values": slots * columns * (shapes.kv_elements + 1) * each,
+            "prompts": tokens * shapes.kv_elements * each,
+            "prefill": min(tokens, PREFILL_TOKENS) * max(attention, feed_forward),
+            "logits": slots * shapes.vocab_size * (each + 8),
+        }
+
+    def _least_of_vllm(self) -> int:
+        """Return vLLM's minimum: weights, its largest pass, and keys and values of a group's longest rollouts."""
+        c, shapes, dtype = self.config, self.shapes, _given(self.config, "dtype")
+        each = 2 if dtype in HALF or (dtype is None and shapes.in_bfloat16) else 4
+        keys = c.num_generations * c.longest * shapes.kv_elements * each
+        logits = 4 * 256 * shapes.vocab_size
+        return each * shapes.parameters + keys + 2 * logits + VLLM_TOKENS * 4 * (shapes.hidden + shapes.intermediate)
 
 
 def host_budget(c: RunConfig, shapes: Shapes) -> Phases:
@@ -166,187 +346,10 @@ def host_budget(c: RunConfig, shapes: Shapes) -> Phases:
     }
 
 
-def settle_for(
-    c: RunConfig, shapes: Shapes, memory: int, *, learner: bool = True, sampler: bool = True
-) -> dict[str, Any]:
-    """Return values for `auto` keys, and slots of the embedded engine, that fit a GPU of `memory` bytes."""
-    chosen: dict[str, Any] = {}
-    usable, roles = int(USABLE * memory), {"learner": learner, "sampler": sampler}
-
-    def left(phase: str, config: RunConfig) -> int:
-        return usable - sum(device_budget(config, shapes, memory, **roles).get(phase, {}).values())
-
-    if learner and c.gradient_checkpointing == "auto":
-        longest = c.longest
-        plain = c.model_copy(update={"gradient_checkpointing": False, "tokens_per_microbatch": longest})
-        chosen["gradient_checkpointing"] = left("update", plain) < 0
-    if learner and c.tokens_per_microbatch == "auto":
-        with_layers = c.model_copy(update=chosen | {"tokens_per_microbatch": 0})
-        each = _activations(with_layers, shapes)
-        tokens = max(0, left("update", with_layers)) // max(1, each)
-        chosen["tokens_per_microbatch"] = max(AT_LEAST, min(AT_MOST, tokens))
-    engine = engine_options(c, alone=not learner)
-    if sampler and isinstance(engine, VllmOptions) and _given(c, "gpu_memory_utilization") is None:
-        least = _least_of_vllm(c, shapes) / memory
-        if least > (engine.gpu_memory_utilization or 0.0):
-            chosen["engine"] = _with(c, gpu_memory_utilization=min(1.0, math.ceil(100 * least) / 100))
-    if sampler and isinstance(engine, LocalOptions):
-        size = c.num_generations  # slots that one more prompt needs
-        one, two = (left("generation", c.model_copy(update={"engine": _with(c, slots=n * size)})) for n in (1, 2))
-        slots = min(engine.slots, max(1, size + size * one // max(1, one - two)))
-        if slots < engine.slots:
-            chosen["engine"] = _with(c, slots=slots)
-    return chosen
-
-
-def require_room(c: RunConfig, phases: Mapping[str, Mapping[str, int]], memory: int) -> None:
-    """Raise ConfigError naming the phase that does not fit, its memory, and keys that reduce it."""
-    for phase, held in phases.items():
-        total = sum(held.values())
-        if total > memory:
-            largest = sorted(held.items(), key=lambda part: -part[1])[:3]
-            shown = ", ".join(f"{name} {bytes_ / GIB:.1f} GiB" for name, bytes_ in largest)
-            raise ConfigError(
-                f"device: the {phase} phase needs {total / GIB:.1f} GiB of {memory / GIB:.1f} GiB ({shown}); "
-                f"{_remedy(c, phase, learner='optimizer' in held)}"
-            )
-
-
-def _remedy(c: RunConfig, phase: str, *, learner: bool) -> str:
-    keys = []
-    if c.lora is None and learner:
-        keys.append("set lora: {r: 16}")
-    if phase == "update":
-        keys += ["set optim: adamw_torch_8bit"] if c.lora is None and c.optim.startswith("adamw_torch") else []
-        keys += ["set gradient_checkpointing: true"] if c.gradient_checkpointing is not True else []
-        keys += ["lower tokens_per_microbatch"]
-    else:
-        keys += ["lower engine.slots or max_completion_length"]
-    engine = engine_options(c, alone=not learner)
-    if isinstance(engine, VllmOptions) and (phase != "update" or not engine.sleep):
-        keys.append("lower engine.gpu_memory_utilization")
-    return "; or ".join(keys)
-
-
-def _learner_parts(c: RunConfig, shapes: Shapes) -> dict[str, int]:
-    ranks = _ranks(c)
-    weights = 4 * shapes.parameters
-    if c.lora is not None:
-        weights = 4 * shapes.vocabulary + (2 if _half_base(c, shapes) else 4) * _matrices(shapes) + 4 * shapes.trained
-    parts = {"weights": weights // ranks, "optimizer": _optimizer_bytes(c, shapes) // ranks}
-    if c.keeps_reference and c.lora is None:
-        parts["reference"] = 4 * shapes.parameters
-    return parts
-
-
-def _half_base(c: RunConfig, shapes: Shapes) -> bool:
-    return c.lora is not None and c.dtype == "bfloat16" and shapes.in_bfloat16 and _ranks(c) == 1
-
-
-def _matrices(shapes: Shapes) -> int:
-    """Return the number of parameters outside the input embedding."""
-    return shapes.parameters - shapes.vocabulary
-
-
-def _optimizer_bytes(c: RunConfig, shapes: Shapes) -> int:
-    each = OPTIMIZER.get(c.optim, 8)
-    if c.optim == "sgd" and not c.optim_args.get("momentum"):
-        each = 0
-    elif c.optim_args.get("amsgrad"):
-        each += each // 2
-    ends = 4 * shapes.vocabulary if c.optim == "muon" and c.lora is None else 0  # Muon leaves these to AdamW
-    return each * shapes.trained + ends
-
-
-def _ranks(c: RunConfig) -> int:
-    """Return the number of GPUs that shard weights, gradients and optimizer."""
-    options = method(LEARNERS, c.learner, "learner")
-    ranks: Any = getattr(options, "fsdp_size", None) or getattr(options, "ranks", 1)
-    return int(ranks)
-
-
-def _update_parts(c: RunConfig, shapes: Shapes) -> dict[str, int]:
-    tokens = AT_LEAST if c.tokens_per_microbatch == "auto" else c.tokens_per_microbatch
-    ranks = _ranks(c)
-    parts = {"gradients": 4 * shapes.trained // ranks}
-    if ranks > 1:  # unsharded: two layers, and both ends with gradients, which all layers share
-        layer = _matrices(shapes) // shapes.layers
-        parts["gathered weights"] = 2 * 4 * layer + 2 * 8 * shapes.vocabulary
-    elif c.dtype in HALF:
-        parts["half-precision copies"] = 2 * (shapes.parameters - (_matrices(shapes) if _half_base(c, shapes) else 0))
-    parts["activations"] = tokens * _activations(c, shapes)
-    parts["head"] = 3 * 4 * min(SLICE_ELEMENTS["cuda"], tokens * shapes.vocab_size)
-    return parts
-
-
-def _activations(c: RunConfig, shapes: Shapes) -> int:
-    """Return the peak bytes per token in the backward pass: activations of all layers, and one layer's workspace."""
-    half = c.dtype in HALF
-    if c.gradient_checkpointing is True:
-        one = _kept_by_layer(shapes, half, recomputed=False, lora=c.lora)
-        return 4 * shapes.hidden * (shapes.layers + 1) + int(0.7 * one)
-    kept = shapes.layers * _kept_by_layer(shapes, half, recomputed=shapes.recomputes, lora=c.lora)
-    if shapes.recomputes:  # recomputed activations, and gradients of a layer's matrices
-        wide = 2 * shapes.hidden + shapes.queries + 2 * shapes.keys + 3 * shapes.intermediate
-        kept += int((1.3 if half else 5) * wide)
-    return kept
-
-
-def _kept_by_layer(shapes: Shapes, half: bool, *, recomputed: bool, lora: Any) -> int:
-    """Return the bytes per token that one decoder layer keeps for the backward pass (`learner/local/recompute.py`).
-
-    As counted on Llama and Qwen3: the residual stream in float32; queries, keys (before and after their norms) and
-    values; attention's output; gate and up; under autocast also the cast inputs of the matrices.
-    """
-    each, H, I, rotated = 2 if half else 4, shapes.hidden, shapes.intermediate, shapes.queries + shapes.keys  # noqa: E741
-    kept = 4 * 2 * H + each * ((1 + shapes.qk_norm) * rotated + shapes.keys + shapes.queries + 2 * I) + 4 * shapes.heads
-    if half:
-        kept += 2 * (2 * H + I)
-    if not recomputed:
-        kept += (
-            (8 * H + 2 * I + 6 * shapes.qk_norm * rotated) if half else 4 * (4 * H + 2 * I + shapes.qk_norm * rotated)
-        )
-    if lora is not None and half:
-        kept += 2 * (3 * H + shapes.queries + I)
-    return kept
-
-
-def _engine_weights(c: RunConfig, shapes: Shapes) -> int:
-    """Return the bytes of the embedded engine's weights: the embedding in float32, and a separate head."""
-    each = engine_bytes(c)
-    return 4 * shapes.vocabulary + each * (shapes.parameters - shapes.vocabulary) + each * shapes.vocabulary
-
-
-def _generation_parts(c: RunConfig, shapes: Shapes, slots: int) -> dict[str, int]:
-    each, columns = engine_bytes(c), -(-c.longest // 64) * 64
-    tokens = -(-slots // max(1, c.num_generations)) * c.max_prompt_length
-    attention = 4 * (2 * shapes.hidden + 6 * shapes.queries + 5 * shapes.keys)
-    feed_forward = 8 * shapes.hidden + 3 * each * shapes.intermediate
-    return {
-        "keys and values": slots * columns * (shapes.kv_elements + 1) * each,
-        "prompts": tokens * shapes.kv_elements * each,
-        "prefill": min(tokens, PREFILL_TOKENS) * max(attention, feed_forward),
-        "logits": slots * shapes.vocab_size * (each + 8),
-    }
-
-
-def _least_of_vllm(c: RunConfig, shapes: Shapes) -> int:
-    """Return vLLM's minimum: weights, its largest pass, and keys and values of a group's longest rollouts."""
-    given = _given(c, "dtype")
-    each = 2 if given in HALF or (given is None and shapes.in_bfloat16) else 4
-    rows = min(c.num_generations, c.prompts_per_step * c.num_generations)
-    keys = rows * c.longest * shapes.kv_elements * each
-    logits = 4 * 256 * shapes.vocab_size
-    return each * shapes.parameters + keys + 2 * logits + VLLM_TOKENS * 4 * (shapes.hidden + shapes.intermediate)
+def engine_bytes(c: RunConfig) -> int:
+    """Return the bytes of an engine's weight, key or value."""
+    return 2 if _given(c, "dtype") in HALF else 4
 
 
 def _given(c: RunConfig, option: str) -> Any:
-    return c.engine.get(option) if isinstance(c.engine, dict) else None
-
-
-def _slots(c: RunConfig, engine: Any) -> int:
-    return min(engine.slots, c.prompts_per_step * c.num_generations)
-
-
-def _with(c: RunConfig, **options: Any) -> dict[str, Any]:
-    return ({"name": c.engine} if isinstance(c.engine, str) else dict(c.engine)) | options
+    return section_of(c.engine).get(option)

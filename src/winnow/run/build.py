@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, cast
 
 from ..base.weights import weights_digest
-from ..config import CLIPPING, ConfigError, MethodSpec, RunConfig, method, name_of, suggestion
+from ..config import CLIPPING, AuditConfig, ConfigError, MethodSpec, RunConfig, method, name_of, suggestion
 from ..engine.base import Engine, SamplingParams
 from ..engine.loading import CPU, ModelReference, load_tokenizer, load_whole, require_finite
 from ..engine.pretrained import located
@@ -22,23 +23,22 @@ from ..learner.local.reference import frozen_copy
 from ..learner.step import StepOptions
 from ..methods.advantage import ADVANTAGES, Advantage
 from ..methods.base import Chart, RunFacts
-from ..methods.correct import CORRECTIONS, STEP_SCALES, StepScale
+from ..methods.correct import CORRECTIONS, StepScale
 from ..methods.filter import AllOf, Filter
-from ..methods.gate import Gate
-from ..methods.gate.audit import RuleAudit
+from ..methods.gate import GATES, Gate, GateContext, NamedRule, RuleError, check_rule
+from ..methods.gate.audit import AuditedGate, RuleAudit
 from ..methods.group_kind import GroupJudge
 from ..methods.loss import LossConfig
-from ..methods.select import SELECTORS, Selector
+from ..methods.select import Selector
 from ..methods.select.audit import AuditedSelector
-from ..methods.size import ROLLOUT_BATCHES, SIZES, GroupSize, RolloutBatch
+from ..methods.size import GroupSize, RolloutBatch
 from ..methods.success import Success, default_success
 from ..rollout.options import RolloutOptions
-from ..sampler import SYNCS, Sampler, SamplerContext
-from ..sampler.base import SamplerOptions
+from ..sampler import Sampler, SamplerContext, sampler_options
+from ..sampler.base import PoolOptions
 from ..tasks import ENVS
 from ..types import Prompt, Purpose
 from .build_adapters import check_adapters, with_lora
-from .build_gates import build_gates, gate_names
 from .catalogue import METHOD_TABLES
 from .engine_choice import engine_options
 from .start import Start, require_embeddings
@@ -56,6 +56,7 @@ class Methods:
     filter: Filter
     judge: GroupJudge
     advantage: Advantage
+    loss: LossConfig
     step_scale: StepScale
 
     def save(self, directory: Path) -> None:
@@ -85,25 +86,42 @@ def build_methods(c: RunConfig, prompts: Sequence[Prompt], success: Success | No
 
     Raises ConfigError naming the field and the nearest valid name.
     """
-    build_loss(c)  # refuses options without effect
-    options = method_options(c)
-    group_size = _group_size(c)
-    advantage = _advantage(c, group_size)
+    loss, options = build_loss(c), method_options(c)
+    with _errors_of("group_size"):
+        group_size: GroupSize = options["group_size"][0].build(c.num_generations)
+    advantage: Advantage = options["advantage"][0]
+    if advantage.smallest_group > group_size.smallest:
+        raise ConfigError(
+            f"advantage: {c.advantage} needs groups of at least {advantage.smallest_group} rollouts, but they may have "
+            f"only {group_size.smallest}; lower its k, or raise num_generations"
+        )
     filter_ = _filter(c, options["filter"])
     judge = GroupJudge(success or Success(), filter_.atol, advantage)
     facts = RunFacts(c, prompts, options, advantage.group_relative, group_size.smallest, judge.least)
     for problem in facts.problems():
         raise ConfigError(problem)
+    with _errors_of("selector"):
+        selector: Selector = options["selector"][0].build(prompts, c.seed, judge)
     return Methods(
-        selector=_selector(c, prompts, judge),
-        rollout_batch=method(ROLLOUT_BATCHES, c.rollout_batch, "rollout_batch").build(c.prompts_per_step),
+        selector=selector if c.audit is None else _audited(c, c.audit, selector, judge),
+        rollout_batch=options["rollout_batch"][0].build(c.prompts_per_step),
         group_size=group_size,
         gates=build_gates(c, judge),
         filter=filter_,
         judge=judge,
         advantage=advantage,
-        step_scale=method(STEP_SCALES, c.step_scale, "step_scale").build(),
+        loss=loss,
+        step_scale=options["step_scale"][0].build(),
     )
+
+
+@contextmanager
+def _errors_of(key: str) -> Iterator[None]:
+    """Turn a ValueError of a method into a ConfigError that names its key."""
+    try:
+        yield
+    except ValueError as error:
+        raise ConfigError(f"{key}: {error}") from None
 
 
 def method_options(c: RunConfig) -> dict[str, list[Any]]:
@@ -127,6 +145,40 @@ def method_charts(c: RunConfig) -> list[dict[str, Any]]:
     return [asdict(chart) for chart in charts]
 
 
+def gate_names(c: RunConfig) -> list[str]:
+    """Return the names of the run's gates: those of the methods without a path, numbered if repeated."""
+    names = [name_of(spec).rpartition(":")[2] for spec in c.gates]
+    return [f"{name}_{i}" if names.count(name) > 1 else name for i, name in enumerate(names, 1)]
+
+
+def rule_types(c: RunConfig) -> dict[str, type]:
+    """Return the classes of the rules that gates publish, by gate."""
+    contexts = [GateContext(name) for name in gate_names(c)]
+    gates = [method(GATES, spec, "gates").build(context) for spec, context in zip(c.gates, contexts, strict=True)]
+    return {context.name: type(gate.rule()) for context, gate in zip(contexts, gates, strict=True)}
+
+
+def build_gates(c: RunConfig, judge: GroupJudge) -> dict[str, Gate]:
+    """Build the gates of a run, by name. Raises ConfigError naming the option."""
+    gates: dict[str, Gate] = {}
+    for spec, name in zip(c.gates, gate_names(c), strict=True):
+        gate = method(GATES, spec, "gates").build(GateContext(name, c.seed, judge))
+        if not isinstance(gate, Gate):
+            raise ConfigError(
+                f"gates: {name_of(spec)} builds a {type(gate).__name__}, not a Gate; derive from "
+                "winnow.methods.gate.Gate, which has defaults for all but `rule`"
+            )
+        try:
+            check_rule(NamedRule(name, gate.rule()))
+        except RuleError as error:
+            raise ConfigError(f"gates: {error}") from None
+        if c.audit is not None:
+            audit = RuleAudit(name, c.audit.epsilon, c.audit.max_signal_loss, seed=c.seed)
+            gate = AuditedGate(gate, audit, judge)
+        gates[name] = gate
+    return gates
+
+
 def _filter(c: RunConfig, options: Sequence[Any]) -> Filter:
     if not options:
         raise ConfigError("filter: the list is empty; name a filter, or leave filter out")
@@ -135,109 +187,68 @@ def _filter(c: RunConfig, options: Sequence[Any]) -> Filter:
         return filters[0]
     specs = c.filter if isinstance(c.filter, list) else [c.filter]
     names = [name_of(spec).rpartition(":")[2] for spec in specs]
-    try:
+    with _errors_of("filter"):
         return AllOf(list(zip(names, filters, strict=True)))
-    except ValueError as error:
-        raise ConfigError(f"filter: {error}") from None
 
 
-def _selector(c: RunConfig, prompts: Sequence[Prompt], judge: GroupJudge) -> Selector:
-    options = method(SELECTORS, c.selector, "selector")
-    try:
-        selector = options.build(prompts, c.seed, judge)
-    except ValueError as error:
-        raise ConfigError(f"selector: {error}") from None
-    if c.audit is None:
-        return cast(Selector, selector)
+def _audited(c: RunConfig, audit: AuditConfig, selector: Any, judge: GroupJudge) -> Selector:
     if getattr(selector, "skips", True):
-        audit = RuleAudit(name_of(c.selector), c.audit.epsilon, c.audit.max_signal_loss, seed=c.seed)
-        return AuditedSelector(selector, audit, judge)
+        rule = RuleAudit(name_of(c.selector), audit.epsilon, audit.max_signal_loss, seed=c.seed)
+        return AuditedSelector(selector, rule, judge)
     if not c.gates:
         raise ConfigError(
             f"audit: nothing to audit (selector: {name_of(c.selector)} skips nothing, no gates); remove audit, or "
             "choose e.g. selector: greso"
         )
-    return selector
+    return cast(Selector, selector)
 
 
-def _group_size(c: RunConfig) -> GroupSize:
-    options = method(SIZES, c.group_size, "group_size")
-    try:
-        size: GroupSize = options.build(c.num_generations)
-    except ValueError as error:
-        raise ConfigError(f"group_size: {error}") from None
-    return size
-
-
-def _advantage(c: RunConfig, group_size: GroupSize) -> Advantage:
-    advantage: Advantage = method(ADVANTAGES, c.advantage, "advantage")
-    if advantage.smallest_group > group_size.smallest:
-        raise ConfigError(
-            f"advantage: {c.advantage} needs groups of at least {advantage.smallest_group} rollouts, but they may have "
-            f"only {group_size.smallest}; lower its k, or raise num_generations"
-        )
-    return advantage
-
-
-def sampler_options(c: RunConfig) -> SamplerOptions:
-    """Return the options of the method that `sync` names."""
-    options: SamplerOptions = method(SYNCS, c.sync, "sync")
-    return options
-
-
-def build_sampler(c: RunConfig, context: SamplerContext) -> Sampler:
+def build_sampler(context: SamplerContext) -> Sampler:
     """Build the sampler. Raises ConfigError when stale samples would be trained uncorrected, or options do nothing."""
+    c = context.config
     if c.max_lag and c.policy_loss == "plain" and name_of(c.correction) == "none":
         raise ConfigError(
             f"max_lag: {c.max_lag} trains on tokens of older policies, and policy_loss: plain does not correct for it; "
             "set correction: truncate, or policy_loss: clip"
         )
-    options = sampler_options(c)
-    if "beside" in options.provides and c.rollout_batch != RunConfig.model_fields["rollout_batch"].default:
+    options = sampler_options(c.sync)
+    if "beside" in options.provides and c.changed(("rollout_batch",)):
         raise ConfigError(
             f"rollout_batch: has no effect with sync: {name_of(c.sync)}, which starts groups as soon as they can "
             "still be trained within max_lag; remove it"
         )
-    if "beside" not in options.provides and not context.behind and c.sync != RunConfig.model_fields["sync"].default:
+    if "beside" not in options.provides and not context.behind and c.changed(("sync",)):
         raise ConfigError("sync: options of in_process have no effect without a lag (max_lag); remove them")
+    if isinstance(options, PoolOptions) and options.timeout_s <= c.reward_timeout_s:
+        raise ConfigError(
+            f"sync: timeout_s={options.timeout_s:g} must be above reward_timeout_s={c.reward_timeout_s:g}, or a "
+            "sampler that waits for a reward counts as stuck; raise it"
+        )
     return options.build(context)
 
 
+def _same_keys(cls: type, c: RunConfig) -> dict[str, Any]:
+    """Return the fields of `cls` that are keys of the configuration."""
+    return {field.name: getattr(c, field.name) for field in fields(cls) if field.name in RunConfig.model_fields}
+
+
 def step_options(c: RunConfig) -> StepOptions:
-    return StepOptions(
-        learning_rate=c.learning_rate,
-        lr_scheduler_type=c.lr_scheduler_type,
-        warmup_steps=c.warmup,
-        lr_end=c.lr_end,
-        lr_decay_steps=c.lr_decay_steps,
-        lr_scheduler_kwargs=c.lr_scheduler_kwargs,
-        max_steps=c.max_steps,
-        num_iterations=c.num_iterations,
-        max_completion_length=c.max_completion_length,
-        mask_truncated_completions=c.mask_truncated_completions,
-        seed=c.seed,
-        kl_in_reward=c.beta if c.kl_in_reward else 0.0,
-        reference_kl_steps=c.reference_kl_steps,
-        ref_model_sync_steps=c.ref_model_sync_steps if c.sync_ref_model else None,
-        ref_model_mixup_alpha=c.ref_model_mixup_alpha,
-        unbiased=any(getattr(gate, "unbiased", False) for gate in method_options(c)["gates"]),
-    )
+    own = {
+        "warmup_steps": c.warmup,
+        "kl_in_reward": c.beta if c.kl_in_reward else 0.0,
+        "ref_model_sync_steps": c.ref_model_sync_steps if c.sync_ref_model else None,
+        "unbiased": any(getattr(gate, "unbiased", False) for gate in method_options(c)["gates"]),
+    }
+    return StepOptions(**_same_keys(StepOptions, c) | own)
 
 
 def build_loss(c: RunConfig) -> LossConfig:
     """Build the loss. Raises ConfigError on an unknown correction, or a ratio that is always 1 or is missing."""
-    loss = LossConfig(
-        policy_loss=c.policy_loss,
-        epsilon=c.epsilon,
-        epsilon_high=c.epsilon_high,
-        importance_sampling_level=c.importance_sampling_level,
-        loss_type=c.loss_type,
-        group_weighting=c.group_weighting,
-        beta=0.0 if c.kl_in_reward else c.beta,
-        kl_estimator=c.kl_estimator,
-        entropy_coef=c.entropy_coef,
-        correction=method(CORRECTIONS, c.correction, "correction"),
-    )
+    own = {
+        "beta": 0.0 if c.kl_in_reward else c.beta,
+        "correction": method(CORRECTIONS, c.correction, "correction"),
+    }
+    loss = LossConfig(**_same_keys(LossConfig, c) | own)
     clipping = c.changed(CLIPPING)
     if loss.ratio_to_learner and c.num_iterations == 1 and clipping:
         raise ConfigError(
@@ -309,40 +320,39 @@ def rollout_options(
 
 def build_policy(
     c: RunConfig,
-    model: Any,
-    tokenizer: Any,
-    checkpoint: Path | None,
+    start: Start,
+    tokenizer: Any = None,
+    checkpoint: Path | None = None,
     *,
     with_engine: bool = True,
     alone: bool = False,
 ) -> tuple[Policy, Engine | None]:
     """Build the policy of a fresh run or of `checkpoint` on the CPU, and an engine with its weights as version 0.
 
-    `model`: see `Start.of`; `tokenizer`: an object, or None to load it; `alone`: without a learner. The engine is built
-    before adapters are added: it holds the plain architecture, and loads merged weights or adds adapters itself.
+    `tokenizer`: an object, or None to load it; `alone`: without a learner. The engine is built before adapters are
+    added: it holds the plain architecture, and loads merged weights or adds adapters itself.
     """
-    start = Start.of(c, model)
     if start.model is not None and tokenizer is None:
         raise ConfigError("processing_class: missing; give the tokenizer of the model object")
     tokenizer = with_template(tokenizer or load_tokenizer(c.model), c.chat_template, c.chat_template_kwargs)
     saved = checkpoint / "model" if checkpoint else None
+    check_adapters(c, start.adapter if start.resume else None)
     read = None
     if "own_devices" in getattr(method(LEARNERS, c.learner, "learner"), "provides", ()):
         read = _read_by_ranks(c, start, saved, tokenizer)
     if read is not None and not with_engine:
         return read, None
-    base, adapter = (load_whole(saved, CPU), None) if saved and not c.lora else start.load(c)
+    base, adapter = (load_whole(saved, CPU), None) if saved and not c.lora else start.load()
     require_finite(base, str(saved or c.model))
     require_embeddings(base, tokenizer, start)
-    check_adapters(c, adapter)
-    engine = build_engine(c, start.reference(c, base), tokenizer, alone=alone) if with_engine else None
+    engine = build_engine(c, start.reference(c.device, base), tokenizer, alone=alone) if with_engine else None
     if read is not None:
         return read, engine
     if c.lora is not None:
         return with_lora(base, c, adapter, saved, tokenizer), engine
     if not c.keeps_reference:
         return Policy(base, tokenizer, None), engine
-    reference = frozen_copy(base if saved is None else start.load(c)[0])
+    reference = frozen_copy(base if saved is None else start.load()[0])
     return Policy(base, tokenizer, reference, weights_digest(reference.state_dict())), engine
 
 
@@ -358,7 +368,6 @@ def _read_by_ranks(c: RunConfig, start: Start, saved: Path | None, tokenizer: An
     if model is None:
         return None
     require_embeddings(model, tokenizer, start)
-    check_adapters(c)
     policy = Policy(model, tokenizer, None, files=folder.absolute())
     if c.lora is None and not c.keeps_reference:
         return policy

@@ -48,17 +48,15 @@ def with_lora(base: Any, c: RunConfig, adapter: Adapter | None, saved: Path | No
     or cannot have adapters, and on saved adapters of another kind.
     """
     assert c.lora is not None
-    reference = None
+    reference, tied = None, base.get_input_embeddings().weight
     if adapter is None:
         origin = weights_digest(base.state_dict())
         options = peft_config(c.lora)
         import peft
 
-        tied = base.get_input_embeddings().weight
         model = peft.get_peft_model(base, options)
     else:
         adapter.require_trainable(adapter.read())
-        tied = base.get_input_embeddings().weight
         model = with_adapter(base, adapter, c.lora.dropout or 0.0)
         origin = weights_digest(model.state_dict())
         reference = frozen_copy(model.get_base_model()) if c.keeps_reference else None

@@ -23,6 +23,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, Field
 from safetensors import SafetensorError
 
+from ..base.errors import ConfigError
 from ..base.failpoint import failpoint
 from ..base.files import bytes_of, from_json, fsync, fsync_tree, private_directory, readable, sha256
 from ..base.state import Count, State, StateError, at
@@ -158,17 +159,13 @@ def latest(run_dir: Path) -> Path | None:
     found = steps(run_dir)
     if not found:
         return None
-    directory = _directory(run_dir, found)
+    directory = run_dir / "checkpoints" / _name(found[-1])
     try:
         verify(directory)
     except CheckpointError as error:
         earlier = f" To resume from step {found[-2]} instead, remove {directory}." if len(found) > 1 else ""
         raise CheckpointError(f"{error}.{earlier}") from None
     return directory
-
-
-def _directory(run_dir: Path, found: list[int]) -> Path:
-    return run_dir / "checkpoints" / _name(found[-1])
 
 
 @contextmanager
@@ -182,8 +179,23 @@ def held(run_dir: Path) -> Iterator[Path | None]:
     with tempfile.TemporaryDirectory(prefix=".reading-", dir=root if os.access(root, os.W_OK) else None) as own:
         held = None
         while held is None and (found := steps(run_dir)):
-            held = _linked(_directory(run_dir, found), Path(own))
+            held = _linked(root / _name(found[-1]), Path(own))
         yield held
+
+
+@contextmanager
+def newest_model(run_dir: Path) -> Iterator[tuple[Path, Path]]:
+    """Yield the finished model, else that of the newest checkpoint, readable inside the block; and where it belongs.
+
+    Raises ConfigError when there is no model yet, CheckpointError if the checkpoint is damaged.
+    """
+    if (run_dir / "model").is_dir():
+        yield run_dir / "model", run_dir / "model"
+        return
+    with held(run_dir) as saved:
+        if saved is None:
+            raise ConfigError(f"{run_dir}: no finished model or checkpoint yet; train longer")
+        yield saved / "model", run_dir / "checkpoints" / saved.name / "model"
 
 
 def _linked(directory: Path, into: Path) -> Path | None:
@@ -252,10 +264,6 @@ def marks(run_dir: Path) -> dict[str, dict[str, Any]]:
     return found
 
 
-def load_state(directory: Path) -> dict[str, Any]:
-    return parsed(directory / STATE)
-
-
 def parsed(file: Path) -> dict[str, Any]:
     """Return the JSON of a state. Raises ValueError if it is not JSON, or a number is not finite or too large for
     arrays and databases."""
@@ -278,7 +286,7 @@ def parsed(file: Path) -> dict[str, Any]:
 def load_run_state(directory: Path) -> dict[str, Any]:
     """Return the saved state of a session. Raises CheckpointError naming the invalid part."""
     with understood(directory / STATE):
-        state = load_state(directory)
+        state = parsed(directory / STATE)
         RunState.of(state)
         if directory.name != _name(step := state["loop"]["step"]):
             raise ValueError(f"of step {step}, in {directory.name}")

@@ -130,7 +130,9 @@ def check(address: str | None = None, shared: Path | None = None, node_s: float 
         mine = versions()
         for name, found in facts.items():
             nodes.problems += [f"{name}: {problem}" for problem in different(found["versions"], mine)]
-        _connect(nodes, {name: found["address"] for name, found in facts.items()})
+        others = [[found["address"] for name, found in facts.items() if name != own] for own in nodes.probes]
+        for name, failures in nodes.ask("reach", others).items():
+            nodes.problems += [f"{name}: {failure}" for failure in failures]
         _store(nodes)
         if shared is not None:
             _shared(nodes, shared.absolute())
@@ -150,13 +152,6 @@ def _row(node: dict[str, Any], facts: dict[str, Any]) -> dict[str, Any]:
         "store_gib": round(there.get("object_store_memory", 0.0) / 2**30, 1),
         "devices": facts.get("devices", []),
     }
-
-
-def _connect(nodes: Nodes, addresses: dict[str, tuple[str, int]]) -> None:
-    """Connect every node to every other."""
-    others = [[address for name, address in addresses.items() if name != own] for own in nodes.probes]
-    for name, failures in nodes.ask("reach", others).items():
-        nodes.problems += [f"{name}: {failure}" for failure in failures]
 
 
 def _store(nodes: Nodes) -> None:

@@ -7,10 +7,10 @@ from importlib.util import find_spec
 from typing import Any
 
 from ..base.install import install
-from ..config import MethodSpec, RunConfig, method, name_of
+from ..config import MethodSpec, RunConfig, method, name_of, section_of
 from ..engine import ENGINES, VllmOptions
 from ..engine.vllm.options import ALONE, SHARED
-from ..sampler import SYNCS, Processes
+from ..sampler import Processes, sampler_options
 
 AUTO = "auto"
 PAYS_FROM = 10_000_000
@@ -24,18 +24,34 @@ def choose_engine(c: RunConfig, parameters: int, device: str) -> tuple[MethodSpe
     """
     if name_of(c.engine) != AUTO:
         return c.engine, "as configured"
-    options = {k: v for k, v in c.engine.items() if k != "name"} if isinstance(c.engine, dict) else {}
-    name, why = _choice(c, parameters, device, set(options))
+    options = section_of(c.engine)
+    del options["name"]
+    unknown = set(options) - {field.name for field in dataclasses.fields(VllmOptions)}
+    name, why = "local", ""
+    if device != "cuda":
+        why = f"samplers are on {device}"
+    elif unknown:
+        why = f"vLLM has no option {min(unknown)}"
+    elif uncorrected(c):
+        why = "policy_loss: plain without a correction needs an engine that rounds as the learner does"
+    elif parameters < PAYS_FROM:
+        why = f"vLLM pays off from {PAYS_FROM / 1e6:g} million parameters, the model has {parameters:,}"
+    elif find_spec("vllm") is None:
+        why = f"vLLM is faster on a GPU, but not installed; {install('vllm')}"
+    else:
+        name, why = "vllm", "samplers are on a GPU, and vLLM is installed"
     return ({"name": name} | options if options else name), why
 
 
 def engine_options(c: RunConfig, *, alone: bool = False) -> Any:
     """Return the options of the run's engine. `alone`: on a GPU without a learner."""
-    spec, _ = choose_engine(c, 0, "cpu")  # an unsettled `auto` is the embedded engine
+    spec = section_of(c.engine)
+    if spec.get("name") == AUTO:  # not settled yet
+        spec["name"] = "local"
     options = method(ENGINES, spec, "engine")
     if not hasattr(options, "for_run"):
         return options
-    sampling = method(SYNCS, c.sync, "sync")
+    sampling = sampler_options(c.sync)
     apart = alone or samples_elsewhere(c)
     share = ALONE * min(1.0, getattr(sampling, "num_gpus", None) or 1.0) if apart else SHARED
     if isinstance(sampling, Processes) and not apart:
@@ -46,25 +62,10 @@ def engine_options(c: RunConfig, *, alone: bool = False) -> Any:
 
 def samples_elsewhere(c: RunConfig) -> bool:
     """Whether samplers have their own devices; sampler processes share the learner's unless given some."""
-    options = method(SYNCS, c.sync, "sync")
+    options = sampler_options(c.sync)
     return "own_engine" in options.provides and not (isinstance(options, Processes) and not options.devices)
 
 
 def uncorrected(c: RunConfig) -> bool:
     """Whether no ratio of the loss corrects for the engine's rounding of probabilities."""
     return c.policy_loss == "plain" and name_of(c.correction) == "none"
-
-
-def _choice(c: RunConfig, parameters: int, device: str, options: set[str]) -> tuple[str, str]:
-    if device != "cuda":
-        return "local", f"samplers are on {device}"
-    unknown = options - {field.name for field in dataclasses.fields(VllmOptions)}
-    if unknown:
-        return "local", f"vLLM has no option {min(unknown)}"
-    if uncorrected(c):
-        return "local", "policy_loss: plain without a correction needs an engine that rounds as the learner does"
-    if parameters < PAYS_FROM:
-        return "local", f"vLLM pays off from {PAYS_FROM / 1e6:g} million parameters, the model has {parameters:,}"
-    if find_spec("vllm") is None:
-        return "local", f"vLLM is faster on a GPU, but not installed; {install('vllm')}"
-    return "vllm", "samplers are on a GPU, and vLLM is installed"

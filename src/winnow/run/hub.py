@@ -52,39 +52,37 @@ def push(run_dir: Path, c: RunConfig, folder: Path | None = None) -> Pushed:
     Raises PushError with the cause and the command to retry, ConfigError when there is no model yet.
     """
     with ExitStack() as stack:
-        source, folder = (folder, folder) if folder else _latest(run_dir, stack)
-        if _step(folder) is not None and c.save_dtype != "auto":  # checkpoints are float32
+        if folder is None:
+            source, folder = stack.enter_context(checkpoint.newest_model(run_dir))
+        else:
+            source = folder
+        step = _step(folder)
+        if step is not None and c.save_dtype != "auto":  # checkpoints are float32
             temporary = stack.enter_context(tempfile.TemporaryDirectory(prefix="winnow-push-"))
             typed = Path(temporary, "model")
             recast(source, typed, types_from(c.save_dtype))
             source = typed
-        return _upload(run_dir, c, source, folder)
+        try:
+            from huggingface_hub import HfApi
 
-
-def _upload(run_dir: Path, c: RunConfig, source: Path, folder: Path) -> Pushed:
-    """Upload `source`, which holds the files of `folder`."""
-    step = _step(folder)
-    try:
-        from huggingface_hub import HfApi
-
-        api = HfApi(library_name="winnow")
-        repo = api.create_repo(_name(c), private=c.hub_private_repo, exist_ok=True).repo_id
-        # With adapters of an earlier upload left, whole weights would be loaded as a model under adapters.
-        stale = None if (source / "adapter_config.json").exists() else ["adapter_*"]
-        done = api.upload_folder(
-            folder_path=source,
-            repo_id=repo,
-            commit_message="Upload of a finished run by Winnow" if step is None else f"Step {step}, by Winnow",
-            delete_patterns=stale,
-            ignore_patterns=None if step is None else ["README.md"],  # peft writes an unfilled template
-        )
-    except Exception as error:  # network, hub or disk: the run continues in any case
-        cause = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise PushError(
-            f"{folder}: not uploaded as {_name(c)} ({cause}); the files are unchanged, retry with: "
-            f"winnow push {run_dir}"
-        ) from error
-    return Pushed(repo, str(done.commit_url), str(folder))
+            api = HfApi(library_name="winnow")
+            repo = api.create_repo(_name(c), private=c.hub_private_repo, exist_ok=True).repo_id
+            # With adapters of an earlier upload left, whole weights would be loaded as a model under adapters.
+            stale = None if (source / "adapter_config.json").exists() else ["adapter_*"]
+            done = api.upload_folder(
+                folder_path=source,
+                repo_id=repo,
+                commit_message="Upload of a finished run by Winnow" if step is None else f"Step {step}, by Winnow",
+                delete_patterns=stale,
+                ignore_patterns=None if step is None else ["README.md"],  # peft writes an unfilled template
+            )
+        except Exception as error:  # network, hub or disk: the run continues in any case
+            cause = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise PushError(
+                f"{folder}: not uploaded as {_name(c)} ({cause}); the files are unchanged, retry with: "
+                f"winnow push {run_dir}"
+            ) from error
+        return Pushed(repo, str(done.commit_url), str(folder))
 
 
 def push_if_due(run_dir: Path, c: RunConfig, saved: Path | None = None) -> Pushed | None:
@@ -101,16 +99,6 @@ def push_if_due(run_dir: Path, c: RunConfig, saved: Path | None = None) -> Pushe
 def _name(c: RunConfig) -> str:
     """Return the repo, as in transformers: the directory's name unless given; without a namespace, the user's."""
     return c.hub_model_id or Path(c.output_dir).absolute().name
-
-
-def _latest(run_dir: Path, stack: ExitStack) -> tuple[Path, Path]:
-    """Return the newest model, held until `stack` closes, and the directory it belongs to."""
-    if (run_dir / "model").is_dir():
-        return run_dir / "model", run_dir / "model"
-    found = stack.enter_context(checkpoint.held(run_dir))
-    if found is None:
-        raise ConfigError(f"{run_dir}: no model or checkpoint yet; train longer")
-    return found / "model", run_dir / "checkpoints" / found.name / "model"
 
 
 def _step(folder: Path) -> int | None:

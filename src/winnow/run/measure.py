@@ -38,7 +38,7 @@ from ..learner.agreement import require_agreement
 from ..learner.batch import Row
 from ..types import Rollout
 from .auto_settings import settle
-from .budget import GIB, Shapes, device_budget
+from .budget import GIB, Budget, Shapes
 from .build import build_engine, build_learner, build_loss, build_policy, sampling_params
 from .start import Start
 
@@ -80,7 +80,7 @@ class Bench:
     @cached_property
     def built(self) -> tuple[Any, Any, Any]:
         """Return tokenizer, embedded engine and learner, built as for a run."""
-        policy, engine = build_policy(self.config, None, None, None)
+        policy, engine = build_policy(self.config, Start.of(self.config))
         return policy.tokenizer, engine, build_learner(policy, self.config)
 
     @cached_property
@@ -205,7 +205,7 @@ def memory(bench: Bench) -> Figures:
     c = bench.config.model_copy(update={"tokens_per_microbatch": tokens})
     total = torch.cuda.get_device_properties(bench.device).total_memory
     figures = Figures()
-    for phase, parts in device_budget(c, Shapes.of(Start.of(c).shell(c), c), total).items():
+    for phase, parts in Budget(c, Shapes.of(Start.of(c).shell(), c), total).phases().items():
         if phase in bench.peak:
             predicted, measured = sum(parts.values()) / GIB, bench.peak[phase] / GIB
             figures[phase] = {"predicted_gib": predicted, "measured_gib": measured}
@@ -295,7 +295,8 @@ def measure(model: str | None, values: Mapping[str, Any], say: Callable[[str], N
     kind = "cuda" if torch.cuda.is_available() and values.get("device") != "cpu" else "cpu"
     with tempfile.TemporaryDirectory() as directory:
         name = model or _made(Path(directory), large=kind == "cuda")
-        machine = settle(validate(SIZES[kind] | {"env": "countdown"} | dict(values) | {"model": name}))
+        c = validate(SIZES[kind] | {"env": "countdown"} | dict(values) | {"model": name})
+        machine = settle(c, Start.of(c))
         machine.set_threads()
         bench = Bench(machine.config, machine.device)
         report: dict[str, Any] = _about(bench, model or "made, weights at random")
@@ -336,7 +337,7 @@ def _about(bench: Bench, model: str) -> dict[str, Any]:
     about: dict[str, Any] = {
         "versions": versions,
         "processor": f"{processor()}, {torch.get_num_threads()} threads",
-        "model": {"name": model, "parameters": Shapes.of(Start.of(c).shell(c), c).parameters},
+        "model": {"name": model, "parameters": Shapes.of(Start.of(c).shell(), c).parameters},
         "settings": {key: value for key, value in c.model_dump().items() if key in settings},
     }
     if bench.device.type == "cuda":
@@ -360,7 +361,7 @@ def _shown(value: Any) -> str:
 
 
 def _tokens(c: RunConfig) -> int:
-    return c.prompts_per_step * c.num_generations * (c.max_prompt_length + c.max_completion_length)
+    return c.prompts_per_step * c.num_generations * c.longest
 
 
 def _made(directory: Path, *, large: bool) -> str:

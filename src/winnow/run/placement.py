@@ -8,14 +8,15 @@ import time
 from typing import Any
 
 from ..base import cluster
-from ..config import ConfigError, MethodSpec, RunConfig, method
-from ..engine import ENGINES
-from ..engine.loading import load_config, resolve_device
+from ..config import ConfigError, RunConfig, method
+from ..engine.loading import resolve_device, shell_of
 from ..learner import LEARNERS, Fsdp
 from ..learner.base import Sizes
-from ..sampler import Ray
-from ..sampler.options import PoolOptions
-from .build import sampler_options
+from ..sampler import Ray, sampler_options
+from ..sampler.base import PoolOptions
+from .auto_settings import main_memory
+from .budget import Shapes, engine_bytes
+from .engine_choice import engine_options
 
 MIB = 2**20
 FREE_S = 30.0
@@ -33,8 +34,11 @@ def placement(c: RunConfig, sizes: Sizes, rollouts: int, *, sent: bool = True) -
     """
     found: dict[str, Any] = {**_places(c)}
     if "samplers" in found:
-        processes = getattr(method(ENGINES, c.engine, "engine"), "tensor_parallel_size", 1)
-        bytes_ = 4 * sizes.total + _kv_bytes(c, rollouts // found["samplers"]["count"])
+        engine = engine_options(c)
+        processes = getattr(engine, "tensor_parallel_size", 1)
+        at_once = min(max(rollouts // found["samplers"]["count"], 1), getattr(engine, "slots", rollouts))
+        positions = at_once * c.longest
+        bytes_ = 4 * sizes.total + positions * engine_bytes(c) * Shapes.of(shell_of(c.model), c).kv_elements
         found["samplers"]["mib"] = round(processes * PROCESS_MIB + bytes_ / MIB)
     if "ranks" in found:
         cut_among = method(LEARNERS, c.learner, "learner").fsdp_size or found["ranks"]["count"]
@@ -44,17 +48,19 @@ def placement(c: RunConfig, sizes: Sizes, rollouts: int, *, sent: bool = True) -
         found["ranks"]["mib"] = round(PROCESS_MIB + max(at_start, kept) / MIB)
         found["ranks"]["mib_once_cut"] = round(PROCESS_MIB + kept / MIB)
     if found:
-        found["nodes"] = nodes = _nodes(c.sync, c.learner)
-        on_cluster = isinstance(sampler_options(c), Ray) or "ranks" in found
-        # Processes of this machine share its cores.
-        found["does_not_fit"] = does_not_fit(found, nodes if on_cluster else [nodes[0] | {"cpus": math.inf}])
+        if isinstance(sampler_options(c.sync), Ray) or "ranks" in found:
+            found["nodes"] = nodes = _nodes()
+        else:  # processes of this machine, which share its cores
+            here = {"node": "this machine", "cpus": os.cpu_count(), "gpus": 0.0, "mib": round(main_memory() / MIB)}
+            found["nodes"], nodes = [here], [here | {"cpus": math.inf}]
+        found["does_not_fit"] = does_not_fit(found, nodes)
     return found
 
 
 def _places(c: RunConfig) -> dict[str, dict[str, Any]]:
     """Return the count of each kind of process and its needs except memory. Its Ray cluster must be joined."""
     found: dict[str, dict[str, Any]] = {}
-    sampling, learner = sampler_options(c), method(LEARNERS, c.learner, "learner")
+    sampling, learner = sampler_options(c.sync), method(LEARNERS, c.learner, "learner")
     if isinstance(sampling, PoolOptions):
         gpus = sampling.gpus(c) if isinstance(sampling, Ray) else 0.0
         found["samplers"] = {"count": sampling.samplers, "to_start": sampling.least}
@@ -69,7 +75,7 @@ def require_places(c: RunConfig) -> None:
 
     Waits up to `FREE_S` for resources that other jobs hold.
     """
-    sampling, learner = sampler_options(c), method(LEARNERS, c.learner, "learner")
+    sampling, learner = sampler_options(c.sync), method(LEARNERS, c.learner, "learner")
     on_cluster = {"sync": sampling, "learner": learner}
     on_cluster = {key: options for key, options in on_cluster.items() if isinstance(options, Ray | Fsdp)}
     if not on_cluster:
@@ -86,25 +92,24 @@ def require_places(c: RunConfig) -> None:
         wanted["samplers"]["count"] = sampling.min_samplers
     if not isinstance(learner, Fsdp) and resolve_device(c.device).type == "cuda" and cluster.gpus_here():
         wanted["learner"] = {"count": 1, "cpus": 0, "gpus": 1}
-    key = " and ".join(on_cluster)
-    nodes = [{"cpus": node["cpus"], "gpus": node["gpus"], "mib": 0} for node in _nodes(c.sync, c.learner)]
+    needs = []
+    for kind, each in wanted.items():
+        count = each["count"]
+        needs.append(f"{count} {kind} need {_amounts(count * each['cpus'], count * each['gpus'])}")
+    need = f"{' and '.join(on_cluster)}: {', '.join(needs)}"
+    nodes = [node | {"mib": 0} for node in _nodes()]
     if does_not_fit({kind: each | {"mib": 0} for kind, each in wanted.items()}, nodes):
-        has = "; ".join(f"{node['cpus']:g} CPUs and {node['gpus']:g} GPUs" for node in nodes) or "no nodes"
-        raise ConfigError(f"{key}: {_described(wanted)}, and the cluster has {has}; {FEWER}")
+        has = "; ".join(_amounts(node["cpus"], node["gpus"]) for node in nodes) or "no nodes"
+        raise ConfigError(f"{need}, and the cluster has {has}; {FEWER}")
     deadline = time.monotonic() + FREE_S
     while missing := _not_free(wanted):
         if time.monotonic() > deadline:
-            raise ConfigError(f"{key}: {_described(wanted)}, but other jobs of the cluster leave {missing}; {FEWER}")
+            raise ConfigError(f"{need}, but other jobs of the cluster leave {missing}; {FEWER}")
         time.sleep(0.2)
 
 
-def _described(wanted: dict[str, dict[str, Any]]) -> str:
-    """Return what each kind needs, as the beginning of a sentence."""
-    parts = []
-    for kind, each in wanted.items():
-        count = each["count"]
-        parts.append(f"{count} {kind} need {count * each['cpus']:g} CPUs and {count * each['gpus']:g} GPUs")
-    return ", ".join(parts)
+def _amounts(cpus: float, gpus: float) -> str:
+    return f"{cpus:g} CPUs and {gpus:g} GPUs"
 
 
 def _not_free(wanted: dict[str, dict[str, Any]]) -> str:
@@ -115,40 +120,18 @@ def _not_free(wanted: dict[str, dict[str, Any]]) -> str:
     for kind, name in (("cpus", "CPU"), ("gpus", "GPU")):
         needed = sum(each["count"] * each[kind] for each in wanted.values())
         short = short or needed > free.get(name, 0.0)
-    return f"{free.get('CPU', 0):g} CPUs and {free.get('GPU', 0):g} GPUs" if short else ""
+    return _amounts(free.get("CPU", 0.0), free.get("GPU", 0.0)) if short else ""
 
 
-def engine_bytes(c: RunConfig) -> int:
-    """Return the bytes of an engine's weight, key or value."""
-    dtype = c.engine.get("dtype") if isinstance(c.engine, dict) else None
-    return 2 if dtype in ("bfloat16", "float16") else 4
-
-
-def _kv_bytes(c: RunConfig, rollouts: int) -> int:
-    """Keys and values of as many of a step's rollouts as run at once, at their longest."""
-    text = load_config(c.model).get_text_config()
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    slots = c.engine.get("slots", 256) if isinstance(c.engine, dict) else 256
-    longest = c.max_prompt_length + c.max_completion_length
-    each = 2 * text.num_hidden_layers * heads * width * engine_bytes(c) * longest
-    return int(each * min(max(rollouts, 1), int(slots)))
-
-
-def _nodes(*specs: MethodSpec) -> list[dict[str, Any]]:
-    """Return the nodes of the cluster that these use, else this machine."""
-    if any((spec if isinstance(spec, str) else spec.get("name")) in ("ray", "fsdp") for spec in specs):
-        return [
-            {
-                "node": cluster.node_name(node),
-                "cpus": node["Resources"].get("CPU", 0.0),
-                "gpus": node["Resources"].get("GPU", 0.0),
-                "mib": round(node["Resources"].get("memory", 0.0) / MIB),
-            }
-            for node in cluster.alive_nodes()
-        ]
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return [{"node": "this machine", "cpus": os.cpu_count(), "gpus": 0.0, "mib": round(memory / MIB)}]
+def _nodes() -> list[dict[str, Any]]:
+    """Return the nodes of the cluster."""
+    nodes = []
+    for node in cluster.alive_nodes():
+        has = node["Resources"]
+        memory = round(has.get("memory", 0.0) / MIB)
+        gpus, cpus = has.get("GPU", 0.0), has.get("CPU", 0.0)
+        nodes.append({"node": cluster.node_name(node), "cpus": cpus, "gpus": gpus, "mib": memory})
+    return nodes
 
 
 def does_not_fit(wanted: dict[str, dict[str, Any]], nodes: list[dict[str, Any]]) -> list[str]:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..config import RunConfig, method
 from ..learner import LEARNERS
-from .auto_settings import engine_type, sampler_device
-from .budget import GIB, Gpus, Phases, Shapes, device_budget, host_budget, require_room, settle_for
-from .engine_choice import choose_engine, samples_elsewhere
-from .placement import engine_bytes, placement
+from .auto_settings import settle
+from .budget import GIB, Gpus, Phases, engine_bytes, host_budget
+from .placement import placement
 from .prompt_example import prompt_example
 from .start import Start
 
@@ -70,13 +70,14 @@ def plan(trainer: Trainer) -> dict[str, Any]:
 
 def _memory_of(trainer: Trainer) -> dict[str, Any]:
     """Return the GiB of each phase on the run's GPU; empty on a CPU."""
-    if trainer.learner.device.type != "cuda":
+    if not trainer.machine.budgets:
         return {}
-    c = trainer.config
-    memory = int(torch.cuda.get_device_properties(trainer.learner.device).total_memory)
-    shapes = Shapes.of(Start.of(c).shell(c), c)
-    phases = device_budget(c, shapes, memory, sampler=not samples_elsewhere(c))
-    return {"memory_gib": _in_gib(phases), "host_memory_gib": _in_gib(host_budget(c, shapes))}
+    budget = next(iter(trainer.machine.budgets.values()))
+    whole = replace(budget, memory=torch.cuda.get_device_properties(trainer.learner.device).total_memory)
+    return {
+        "memory_gib": _in_gib(whole.phases()),
+        "host_memory_gib": _in_gib(host_budget(trainer.config, budget.shapes)),
+    }
 
 
 def _in_gib(phases: Phases) -> dict[str, dict[str, float]]:
@@ -89,32 +90,17 @@ def plan_for(c: RunConfig, gpus: Gpus) -> dict[str, Any]:
     Reads only the model's configuration. With two GPUs or more the learner has the first and samplers the others.
     Raises ConfigError when the run cannot fit, with the keys to change.
     """
-    start = Start.of(c)
-    c = c.model_copy(update=start.settled(c)[0])
-    shell = start.shell(c)
-    if c.dtype == "auto":
-        c = c.model_copy(update={"dtype": "bfloat16"})
-    engine, because = choose_engine(c, sum(p.numel() for p in shell.parameters()), sampler_device(c, "cuda"))
-    c = c.model_copy(update={"engine": engine})
-    c = c.model_copy(update=engine_type(c, c.dtype))
-    shapes = Shapes.of(shell, c)
-    apart = gpus.count > 1 or samples_elsewhere(c)
-    roles = {"learner GPU": (True, False), "sampler GPU": (False, True)} if apart else {"GPU": (True, True)}
-    chosen: dict[str, Any] = {}
+    machine = settle(c, Start.of(c), gpus=gpus)
+    c, budgets = machine.config, machine.budgets
+    shapes = next(iter(budgets.values())).shapes
     found: dict[str, Any] = {"model": c.model, "parameters": shapes.parameters, "trained_parameters": shapes.trained}
-    tables: dict[str, Any] = {}
-    for name, (learner, sampler) in roles.items():
-        chosen |= settle_for(c, shapes, gpus.memory, learner=learner, sampler=sampler)
-        settled = c.model_copy(update=chosen)
-        phases = device_budget(settled, shapes, gpus.memory, learner=learner, sampler=sampler)
-        require_room(settled, phases, gpus.memory)
-        tables[name] = _in_gib(phases)
-    keys = ("dtype", "tokens_per_microbatch", "gradient_checkpointing", "engine")
-    settled = c.model_copy(update=chosen)
-    found |= {key: getattr(settled, key) for key in keys} | {"engine_because": because}
-    found |= {"gpus": gpus.count, "gib_of_each": round(gpus.memory / GIB, 1), "memory_gib": tables}
+    for key in ("dtype", "tokens_per_microbatch", "gradient_checkpointing", "engine"):
+        found[key] = getattr(c, key)
+    found |= {"engine_because": machine.why.get("engine", "as configured"), "gpus": gpus.count}
+    found["gib_of_each"] = round(gpus.memory / GIB, 1)
+    found["memory_gib"] = {name: _in_gib(budget.phases()) for name, budget in budgets.items()}
     if "own_devices" not in getattr(method(LEARNERS, c.learner, "learner"), "provides", ()):
-        found["host_memory_gib"] = _in_gib(host_budget(settled, shapes))
+        found["host_memory_gib"] = _in_gib(host_budget(c, shapes))
     return found
 
 

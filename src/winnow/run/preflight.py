@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ..config import ConfigError, MethodSpec, RunConfig, as_saved, from_saved, method, validate
+from ..config import ConfigError, MethodSpec, RunConfig, as_saved, from_saved, method, name_of, section_of, validate
 from ..engine.base import Engine, Request
 from ..env.base import Task
 from ..env.prompt_store import StoredPrompts
@@ -21,8 +20,9 @@ from ..learner import LEARNERS, Learner
 from ..learner.agreement import Agreement, require_agreement
 from ..record.records import CONFIG, LEDGER, START, RunDirectoryError, read_config
 from ..rollout.evaluate import RollOut
+from ..sampler import sampler_options
 from ..types import Job, Prompt, Visit
-from .build import sampler_options, sampling_params
+from .build import sampling_params
 from .engine_choice import AUTO
 from .prompt_example import warn_of_plain_text
 
@@ -51,7 +51,7 @@ def resumed_config(run_dir: Path, overrides: Mapping[str, Any]) -> RunConfig:
     saved, changed = read_config(run_dir), dict(overrides)
     engine = changed.get("engine")
     if isinstance(engine, dict) and engine.get("name") == AUTO:  # `engine.slots=64` on the command line
-        changed["engine"] = _section(saved.get("engine", AUTO)) | {k: engine[k] for k in engine if k != "name"}
+        changed["engine"] = section_of(saved.get("engine", AUTO)) | {k: engine[k] for k in engine if k != "name"}
     return validate(saved | changed | {"output_dir": str(run_dir)}, str(run_dir / CONFIG))
 
 
@@ -59,11 +59,13 @@ def refuse_changes(run_dir: Path, saved: Mapping[str, Any], config: RunConfig) -
     """Raise ConfigError with the difference if `config` would change what the rest of the run computes."""
     before, now = (as_saved(c) for c in (validate(from_saved(saved)), config))
     free = MAY_CHANGE_ON_RESUME | {"output_dir"}
-    repeatable = any("repeatable" in sampler_options(validate(c)).provides for c in (saved, now))
-    if before["sync"] != now["sync"] and (repeatable or _name(before["sync"]) != _name(now["sync"])):
+    repeatable = any("repeatable" in sampler_options(c["sync"]).provides for c in (before, now))
+    if before["sync"] != now["sync"] and (repeatable or name_of(before["sync"]) != name_of(now["sync"])):
         free -= {"sync"}
-    elastic = all("elastic" in getattr(method(LEARNERS, c["learner"], "learner"), "provides", ()) for c in (saved, now))
-    if not elastic or _name(before["learner"]) != _name(now["learner"]):
+    elastic = all(
+        "elastic" in getattr(method(LEARNERS, c["learner"], "learner"), "provides", ()) for c in (before, now)
+    )
+    if not elastic or name_of(before["learner"]) != name_of(now["learner"]):
         free -= {"learner"}
     if _without_memory_options(before["engine"]) != _without_memory_options(now["engine"]):
         free -= {"engine"}
@@ -96,21 +98,7 @@ def in_steps(c: RunConfig, prompts: int) -> RunConfig:
 
 
 def _without_memory_options(engine: MethodSpec) -> dict[str, Any]:
-    return {key: value for key, value in _section(engine).items() if key not in MEMORY_OPTIONS}
-
-
-def _section(spec: MethodSpec) -> dict[str, Any]:
-    return {"name": spec} if isinstance(spec, str) else spec
-
-
-def _name(spec: MethodSpec) -> Any:
-    return spec if isinstance(spec, str) else spec.get("name")
-
-
-def check_evaluation(c: RunConfig, task: Task) -> None:
-    """Raise ConfigError if evaluations are due but there are no held-out prompts."""
-    if c.eval_steps and not task.test:
-        raise ConfigError("eval_steps: the task has no held-out prompts; give it some, or remove eval_steps")
+    return {key: value for key, value in section_of(engine).items() if key not in MEMORY_OPTIONS}
 
 
 def check_prompts(c: RunConfig, task: Task, rewarder: Rewarder, tokenizer: Any, engine: Engine | None) -> None:
@@ -121,8 +109,7 @@ def check_prompts(c: RunConfig, task: Task, rewarder: Rewarder, tokenizer: Any, 
     first = task.train[0]
     rewarder.check(first.columns, first.messages is not None)
     warn_of_plain_text(task, tokenizer)
-    warn_of_long_prompts(c.max_prompt_length, task, tokenizer)
-    warn_of_refused_prompts(task, tokenizer)
+    warn_of_failing_prompts(c.max_prompt_length, task, tokenizer)
     if not rewarder.names and task.make_env(first) is None:
         raise ConfigError("reward_funcs: missing, and the task has no reward; give e.g. 'my_reward.py:my_reward'")
     causes, limit = [], c.max_prompt_length
@@ -145,57 +132,44 @@ def check_prompts(c: RunConfig, task: Task, rewarder: Rewarder, tokenizer: Any, 
 
 
 LONGEST = 8
-"""Longest prompts, by characters, whose tokens are counted; others only if one of these has too many."""
-COUNTED = 10_000
-"""Most prompts whose tokens, or refusals by the chat template, are counted."""
+"""Longest prompts, by characters, that are tried."""
 TRIED = 256
-"""Prompts tried on the chat template, plus one of each sequence of roles; all only if one is refused."""
+"""Other prompts that are tried, plus one of each sequence of roles."""
+COUNTED = 10_000
+"""Most prompts that are counted, if one that was tried fails."""
 
 
-def warn_of_long_prompts(limit: int, task: Task, tokenizer: Any) -> None:
-    """Warn how many prompts have over `limit` tokens: they fail whenever drawn, and are never cut."""
-    for part, prompts in (("training", task.train), ("held-out", task.test)):
-        longest = max(_tokens(tokenizer, _longest(prompts)), default=0) if task.max_turns == 1 else 0
-        if longest <= limit:
-            continue
-        some = prompts[:: -(-len(prompts) // COUNTED)]
-        lengths = _tokens(tokenizer, some)
-        warnings.warn(
-            f"{sum(n > limit for n in lengths)} of {len(some)} {part} prompts have over {limit} tokens (the longest "
-            f"{max(longest, *lengths)}) and fail; raise max_prompt_length, or leave them out of the data",
-            stacklevel=2,
-        )
-
-
-def warn_of_refused_prompts(task: Task, tokenizer: Any) -> None:
-    """Warn how many prompts the chat template refuses or the tokenizer cannot encode: they fail whenever drawn."""
+def warn_of_failing_prompts(limit: int, task: Task, tokenizer: Any) -> None:
+    """Warn how many prompts fail whenever drawn: those of over `limit` tokens, which are never cut, and those that the
+    chat template refuses or the tokenizer cannot encode."""
     if task.max_turns > 1:  # what is encoded begins with the environment's first observation
         return
     for part, prompts in (("training", task.train), ("held-out", task.test)):
         some = prompts[:: -(-len(prompts) // COUNTED) or 1]
         one_of_each = {_shape(prompt): prompt for prompt in some}
-        tried = [*one_of_each.values(), *some[:: -(-len(some) // TRIED) or 1]]
-        if not any(_refusal(tokenizer, prompt) for prompt in tried):
+        tried = [*_longest(prompts), *one_of_each.values(), *some[:: -(-len(some) // TRIED) or 1]]
+        longest, refusal = _encoded(tokenizer, tried)
+        if max(longest, default=0) <= limit and not refusal:
             continue
-        refusals = [text for text in (_refusal(tokenizer, prompt) for prompt in some) if text]
-        warnings.warn(
-            f"{len(refusals)} of {len(some)} {part} prompts cannot be encoded and fail, the first: {refusals[0]}. "
-            "Change these rows, leave them out of the data, or use another chat template",
-            stacklevel=2,
-        )
+        lengths, refusals = _encoded(tokenizer, some)
+        if max(longest, default=0) > limit:
+            over = sum(n > limit for n in lengths)
+            warnings.warn(
+                f"{over} of {len(some)} {part} prompts have over {limit} tokens (the longest "
+                f"{max([*longest, *lengths])}) and fail; raise max_prompt_length, or leave them out of the data",
+                stacklevel=2,
+            )
+        if refusals:
+            warnings.warn(
+                f"{len(refusals)} of {len(some)} {part} prompts cannot be encoded and fail, the first: {refusals[0]}. "
+                "Change these rows, leave them out of the data, or use another chat template",
+                stacklevel=2,
+            )
 
 
 def _shape(prompt: Prompt) -> tuple[Any, ...]:
     """Return what chat templates usually refuse messages by: roles, kinds of content, other keys."""
     return tuple((m.get("role"), type(m.get("content")), *sorted(m.keys())) for m in prompt.messages or ())
-
-
-def _refusal(tokenizer: Any, prompt: Prompt) -> str:
-    try:
-        encode_prompt(tokenizer, prompt)
-    except ValueError as error:
-        return str(error)
-    return ""
 
 
 def _longest(prompts: Sequence[Prompt]) -> list[Prompt]:
@@ -208,13 +182,15 @@ def _characters(prompt: Prompt) -> int:
     return len(prompt.text or "") + sum(len(str(message.get("content"))) for message in prompt.messages or ())
 
 
-def _tokens(tokenizer: Any, prompts: Sequence[Prompt]) -> list[int]:
-    """Return the lengths of the prompts that can be encoded."""
-    lengths = []
+def _encoded(tokenizer: Any, prompts: Sequence[Prompt]) -> tuple[list[int], list[str]]:
+    """Return the tokens of each prompt that can be encoded, and why the others cannot."""
+    lengths, refusals = [], []
     for prompt in prompts:
-        with suppress(ValueError):
+        try:
             lengths.append(len(encode_prompt(tokenizer, prompt)))
-    return lengths
+        except ValueError as error:
+            refusals.append(str(error))
+    return lengths, refusals
 
 
 class NothingSampledError(ConfigError):

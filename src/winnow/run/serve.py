@@ -27,8 +27,7 @@ from ..rollout.runner import RolloutRunner
 from ..sampler.codec import group_state, job_from, prompts_of
 from ..sampler.heartbeat import HEARTBEAT_S, busy
 from ..sampler.weights import fingerprints, read_weights
-from .build import build_engine, build_rewarder, build_task, rollout_options
-from .build_gates import rule_types
+from .build import build_engine, build_rewarder, build_task, rollout_options, rule_types
 from .start import Start
 
 PROCESS_NAME = "winnow-sampler"
@@ -60,18 +59,16 @@ class Server:
         self.task = build_task(c.env)
         self._prompts = prompts_of(self.task)
         tokenizer = with_template(load_tokenizer(c.model), c.chat_template, c.chat_template_kwargs)
-        start_of = Start.of(c)
-        base = None if start_of.adapter is None else start_of.load(c)[0]
-        self.engine = build_engine(c, start_of.reference(c, base), tokenizer)
+        model = Start.of(c)
+        base = None if model.adapter is None else model.load()[0]
+        self.engine = build_engine(c, model.reference(c.device, base), tokenizer)
         self.rewarder = build_rewarder(c, self.task)
         self.rewarder.trainer_state = SimpleNamespace(global_step=start["version"], max_steps=c.max_steps)
         options = rollout_options(c, greedy_baseline=start["greedy_baseline"])
         self.runner = RolloutRunner(self.engine, self.task, tokenizer, self.rewarder, options)
         self.rule_types = rule_types(c)
         self._reply, self._read = reply, read
-        self._born = self._reported = time.monotonic()
-        self._idle_s = 0.0
-        self._tokens = 0
+        self._reported, self._idle_s, self._tokens = time.monotonic(), 0.0, 0
         for name, mine in fingerprints(self.task, tokenizer).items():
             if start["fingerprints"][name] != mine:
                 raise ConfigError(f"{name}: has changed since the learner started; restore it, and resume the run")
@@ -128,9 +125,11 @@ class Server:
         self._alive()
 
     def _alive(self) -> None:
-        self._reported = time.monotonic()
-        counts = {"seconds": self._reported - self._born, "idle_s": self._idle_s, "tokens": self._tokens}
-        self._reply({"alive": counts | {"memory_mib": resident_mib()} | gpu_gib()})
+        """Report what was spent since the last report."""
+        now = time.monotonic()
+        spent = {"seconds": now - self._reported, "idle_s": self._idle_s, "tokens": self._tokens}
+        self._reported, self._idle_s, self._tokens = now, 0.0, 0
+        self._reply({"alive": spent, "memory": {"memory_mib": resident_mib()} | gpu_gib()})
 
 
 def main() -> None:

@@ -19,6 +19,7 @@ from ..base.memory import heap_frozen
 from ..base.state import at
 from ..collect import Collector
 from ..config import ConfigError, as_saved
+from ..env.base import Task
 from ..learner.step import OptimizerStep
 from ..loop import Hooks, Loop
 from ..record.ledger import Ledger
@@ -26,8 +27,9 @@ from ..record.progress import Display
 from ..record.records import CHARTS, CONFIG, LEDGER, METRICS, PROMPT, START, Records, read_metrics
 from ..record.stop_conditions import Limits, RunStoppedError, TaskSolvedError
 from ..record.watchdogs import Watchdogs, first_gap
-from ..rollout.evaluate import Evaluation
-from ..sampler import SamplersLostError
+from ..rollout.evaluate import Evaluation, evaluate
+from ..rollout.profile import Profiler
+from ..sampler import SamplersLostError, sampler_options
 from ..sampler.base import SamplerRefusedError
 from ..sampler.buffer import Buffer
 from ..sampler.codec import prompts_of
@@ -35,14 +37,19 @@ from ..sampler.scheduling import AsyncPace, SyncPace
 from ..types import Group
 from . import checkpoint
 from .assembly import Assembly
-from .build import build_loss, method_charts, sampler_options, step_options
+from .build import method_charts, step_options
 from .callbacks import Callbacks
-from .evaluating import Evaluations
 from .hub import push_if_due
 from .interrupt import StopSignals
 from .model_card import write_card
 from .preflight import NothingSampledError
 from .prompt_example import prompt_example
+
+
+def require_held_out(task: Task) -> None:
+    """Raise ConfigError if there are no held-out prompts."""
+    if not task.test:
+        raise ConfigError("eval_dataset: no held-out prompts to evaluate on; give some (env: test)")
 
 
 class Session:
@@ -81,7 +88,6 @@ class Session:
         turns = built.task.max_turns
         self._records = Records(self.run_dir, c, offsets, step=step, max_turns=turns, tokenizer=built.tokenizer)
         stack.callback(self._records.close)
-        self._evaluations = Evaluations(c, built.task, built.sampler.run, built.methods, self.ledger, self._records)
         self.loop = self._loop()
         if state is not None and found is not None:
             self._restore(state, found)
@@ -92,8 +98,11 @@ class Session:
         self._look_at_agreement(self.loop.step)
         self._look_at_success(self.loop.step)
         self._notify("on_train_begin")
-        if state is None:
-            self._baseline()
+        evaluation = self._evaluate(0) if state is None else None  # before the first update
+        if evaluation is not None:
+            metrics = {"step": 0, "num_tokens": 0} | {f"eval/{k}": v for k, v in evaluation.metrics.items()}
+            self._record(0, metrics, [])
+            self.loop.warn_of_evaluation(evaluation)
 
     def _show_prompt(self, *, again: bool) -> None:
         """Save one prompt as the model sees it for the page; print it at the start of a run."""
@@ -128,7 +137,7 @@ class Session:
     def _loop(self) -> Loop:
         c, m, built = self.config, self.built.methods, self.built
         self.ledger.judge = m.judge
-        beside = "beside" in sampler_options(c).provides
+        beside = "beside" in sampler_options(c.sync).provides
         buffer = Buffer(c.prompts_per_step, c.max_lag, carry=m.rollout_batch.carry or beside)
         collector = Collector(
             prompts=prompts_of(built.task),
@@ -144,12 +153,12 @@ class Session:
             limits=Limits(c.max_steps, c.max_failed_share, c.max_skipped_steps, c.mask_truncated_completions),
             gates=m.gates,
         )
-        step = OptimizerStep(built.learner, m.advantage, build_loss(c), m.step_scale, step_options(c))
+        step = OptimizerStep(built.learner, m.advantage, m.loss, m.step_scale, step_options(c))
         hooks = Hooks(
             begin=lambda step: self._notify("on_step_begin"),
             published=self._compare_again,
             evaluate=self._evaluate,
-            profile=self._evaluations.profile,
+            profile=self._profile,
             record=self._record,
             save=self._save_if_due,
             should_stop=lambda: self.stop_requested or self._callbacks.control.should_training_stop,
@@ -209,8 +218,7 @@ class Session:
         """Mark the task as solved, and evaluate now unless an evaluation was just due."""
         self._solved, step = True, self.loop.step
         if self.config.eval_steps and step % self.config.eval_steps:
-            metrics = {"step": step, "num_tokens": self.loop.collector.num_tokens, "seconds_total": self._seconds()}
-            self._records.metrics(metrics | self.evaluate())
+            self._records.metrics(self._totals() | self.evaluate())
 
     def step(self) -> dict[str, float]:
         """Run one optimizer step, save if due, and return its metrics. Raises RunStoppedError as `run` does."""
@@ -223,7 +231,7 @@ class Session:
 
     def evaluate(self) -> dict[str, float]:
         """Return held-out metrics of the current policy, booked as evaluation. ConfigError without held-out data."""
-        found = self._evaluations.now(self.loop.step)
+        found = self._evaluate_now(self.loop.step)
         metrics = {f"eval/{name}": value for name, value in found.metrics.items()}
         self._notify("on_evaluate", metrics=metrics)
         return metrics
@@ -240,7 +248,7 @@ class Session:
         self.ledger.set_meta("solved", str(self._solved).lower())
         push_if_due(self.run_dir, self.config)
         self._notify("on_train_end")
-        last = {"step": self.loop.step, "num_tokens": self.loop.collector.num_tokens, "seconds_total": self._seconds()}
+        last = self._totals()
         for row in rows:
             last |= {k: v for k, v in row.items() if k.startswith("eval/")}
         return last
@@ -293,16 +301,29 @@ class Session:
         self._display.warn(message)
 
     def _evaluate(self, step: int) -> Evaluation | None:
-        requested = self._callbacks.take("should_evaluate")
-        return self._evaluations.now(step) if requested else self._evaluations.evaluate(step)
+        """Return held-out metrics every `eval_steps`, at the end and if a callback asks, else None."""
+        c = self.config
+        due = c.eval_steps and (step % c.eval_steps == 0 or step == c.max_steps)
+        return self._evaluate_now(step) if self._callbacks.take("should_evaluate") or due else None
 
-    def _baseline(self) -> None:
-        """Evaluate before the first update, as step 0."""
-        evaluation = self._evaluate(0)
-        if evaluation is not None:
-            metrics = {"step": 0, "num_tokens": 0} | {f"eval/{k}": v for k, v in evaluation.metrics.items()}
-            self._record(0, metrics, [])
-            self.loop.warn_of_evaluation(evaluation)
+    def _evaluate_now(self, step: int) -> Evaluation:
+        c, built = self.config, self.built
+        require_held_out(built.task)
+        prompts, success = built.task.test[: c.eval_prompts], built.methods.judge.success
+        found = evaluate(built.sampler.run, prompts, n=c.eval_generations, success=success, greedy=c.eval_greedy)
+        self.ledger.evaluation(step, rollouts=found.rollouts, tokens=found.tokens, seconds=found.seconds)
+        self._records.samples(step, found.groups, "test")
+        return found
+
+    def _profile(self, step: int) -> None:
+        """Give the selector fresh pass rates of all training prompts, if it asks for them."""
+        m = self.built.methods
+        n = m.selector.wants_profile(step)
+        if not n or step == self.config.max_steps:
+            return
+        profiler = Profiler(self.built.sampler.run)
+        m.selector.profiled(profiler.run(self.built.task.train, n=n, success=m.judge.success, epoch=step))
+        self.ledger.evaluation(step, rollouts=profiler.rollouts, tokens=profiler.tokens, seconds=profiler.seconds)
 
     def _record(self, step: int, metrics: dict[str, float], groups: list[Group]) -> None:
         metrics |= self.built.rewarder.pop_metrics() | {"seconds_total": self._seconds()}
@@ -336,6 +357,10 @@ class Session:
 
     def _seconds(self) -> float:
         return self._seconds_before + time.monotonic() - self.built.begun
+
+    def _totals(self) -> dict[str, float]:
+        tokens = self.loop.collector.num_tokens
+        return {"step": self.loop.step, "num_tokens": tokens, "seconds_total": self._seconds()}
 
     def _save_if_due(self, step: int, force: bool) -> None:
         due = self._callbacks.take("should_save") or force or step % self.config.save_steps == 0

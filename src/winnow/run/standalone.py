@@ -73,7 +73,7 @@ def opened(
     machine = settle(config, start, alone=True)
     machine.set_threads()
     config = machine.config
-    policy, engine = build_policy(config, start, None, None, alone=True)
+    policy, engine = build_policy(config, start, alone=True)
     rewarder = build_rewarder(config, task)
     assert engine is not None
     runner = RolloutRunner(engine, task, policy.tokenizer, rewarder, rollout_options(config, report=report))
@@ -89,12 +89,8 @@ def _settings(stack: ExitStack, model: str, values: Mapping[str, Any]) -> tuple[
     if not (path / LEDGER).exists():
         return dict(values), model, model
     settings = _merged(read_config(path), values)
-    if (path / "model").is_dir():
-        return settings, str(path / "model"), str(path / "model")
-    saved = stack.enter_context(checkpoint.held(path))
-    if saved is None:
-        raise ConfigError(f"{path}: no finished model or checkpoint yet; train longer")
-    return settings, str(saved / "model"), str(path / "checkpoints" / saved.name / "model")
+    source, shown = stack.enter_context(checkpoint.newest_model(path))
+    return settings, str(source), str(shown)
 
 
 def _merged(settings: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:

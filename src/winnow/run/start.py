@@ -18,71 +18,68 @@ from ..engine.saving import types_by_name, types_in, types_of
 class Start:
     """What is known of the model before its weights are loaded."""
 
+    source: str
+    """Directory or hub name, or what an object is called."""
     model: Any = None
-    """A model given as an object, without its adapter; None: it is named in the configuration."""
+    """A model given as an object, without its adapter; None: it is named."""
     adapter: Adapter | None = None
+    resume: bool = False
+    """Whether the adapter is trained further; else it is merged."""
 
     @classmethod
     def of(cls, c: RunConfig, given: Any = None) -> Start:
-        """Return the start of a run; `given`: a loaded model, or a start to keep; None: the configuration's.
+        """Return the start of a run; `given`: a loaded model; None: the configuration's.
 
         Raises ConfigError for an adapter that cannot be used, and for `lora.resume` without one.
         """
-        if isinstance(given, Start):
-            return given
-        start = cls(*taken_apart(given)) if given is not None else cls(None, adapter_at(c.model))
-        if c.lora is not None and c.lora.resume and start.adapter is None:
+        model, adapter = taken_apart(given) if given is not None else (None, adapter_at(c.model))
+        resume = c.lora is not None and c.lora.resume
+        if resume and adapter is None:
             raise ConfigError(
                 f"lora.resume: '{c.model}' is not a LoRA adapter (no adapter_config.json); remove resume to train a "
                 "new adapter, or name the adapter as model"
             )
-        return start
+        return cls(c.model, model, adapter, resume)
 
-    def shell(self, c: RunConfig) -> Any:
+    def shell(self) -> Any:
         """Return a model with names and shapes; its weights need not be loaded."""
-        return self.model if self.model is not None else shell_of(c.model)
+        return self.model if self.model is not None else shell_of(self.source)
 
     def settled(self, c: RunConfig) -> tuple[dict[str, Any], dict[str, str]]:
         """Return the keys that the adapter and the weights' dtypes decide, and why."""
         chosen: dict[str, Any] = {}
         why = {}
-        if c.lora is not None and c.lora.resume and self.adapter is not None:
-            chosen["lora"] = settled_lora(c.lora, self.adapter)
         if self.adapter is not None:
-            why["model"] = self._what_happens(c, self.adapter)
+            what = f"a LoRA adapter of rank {self.adapter.ranks} over {self.adapter.base}"
+            trained = "all weights are" if c.lora is None else "a new adapter is"
+            why["model"] = (
+                f"{what}, merged into it: {trained} trained; lora: {{resume: true}} would train the adapter itself"
+            )
+            if c.lora is not None and self.resume:
+                why["model"] = f"{what}, which is trained on"
+                chosen["lora"] = settled_lora(c.lora, self.adapter)
         if c.save_dtype == "auto":
-            chosen["save_dtype"] = self._save_dtype(c)
+            types = types_in(self.model) if self.model is not None else types_of(self.source)
+            if self.resume and self.adapter is not None:
+                types["*.lora_*"] = next(iter(types_by_name(self.adapter.read()).values()))
+            one = len(set(types.values())) == 1  # else dtypes by name
+            chosen["save_dtype"] = next(iter(types.values())) if one else types or "auto"
         return chosen, why
 
-    def _what_happens(self, c: RunConfig, adapter: Adapter) -> str:
-        what = f"a LoRA adapter of rank {adapter.ranks} over {adapter.base}"
-        if c.lora is not None and c.lora.resume:
-            return f"{what}, which is trained on"
-        trained = "all weights are" if c.lora is None else "a new adapter is"
-        return f"{what}, merged into it: {trained} trained; lora: {{resume: true}} would train the adapter itself"
-
-    def _save_dtype(self, c: RunConfig) -> Any:
-        """Return one dtype, or dtypes by name if the given weights have several."""
-        types = types_in(self.model) if self.model is not None else types_of(c.model)
-        if c.lora is not None and c.lora.resume and self.adapter is not None:
-            types["*.lora_*"] = next(iter(types_by_name(self.adapter.read()).values()))
-        return next(iter(types.values())) if len(set(types.values())) == 1 else types or "auto"
-
-    def load(self, c: RunConfig) -> tuple[Any, Adapter | None]:
+    def load(self) -> tuple[Any, Adapter | None]:
         """Load the model on the CPU in float32 (an object in float64 stays so), and the adapter to train. Call once."""
-        resume = c.lora is not None and c.lora.resume
         if self.model is None:
-            return load_start(c.model, CPU) if resume else (load_causal_lm(c.model, CPU), None)
+            return load_start(self.source, CPU) if self.resume else (load_causal_lm(self.source, CPU), None)
         half = any(p.dtype in (torch.bfloat16, torch.float16) for p in self.model.parameters())
         base = self.model.to(CPU, torch.float32) if half else self.model.to(CPU)
-        if self.adapter is None or resume:
+        if self.adapter is None or self.resume:
             return base, self.adapter
         return merged(base, self.adapter), None
 
-    def reference(self, c: RunConfig, base: Any) -> ModelReference:
+    def reference(self, device: str, base: Any) -> ModelReference:
         """Return what an engine serves, and on which device; without a directory of these weights, `base` alone."""
         plain = self.model is None and self.adapter is None
-        return ModelReference(located(c.model) if plain else "", resolve_device(c.device), base)
+        return ModelReference(located(self.source) if plain else "", resolve_device(device), base)
 
 
 def settled_lora(lora: LoraConfig, adapter: Adapter) -> LoraConfig:

@@ -14,7 +14,7 @@ import torch
 from rich.console import Console
 
 from ..base.files import private_directory, readable
-from ..config import ConfigError, RunConfig, config_of
+from ..config import ConfigError, RunConfig
 from ..env.rewards.rewarder import RewardSpec
 from ..learner import LearnerLostError
 from ..record.records import RunDirectoryError, lock
@@ -22,9 +22,8 @@ from ..record.stop_conditions import RunStoppedError, TaskSolvedError, memory_er
 from . import checkpoint
 from .assembly import assemble
 from .callbacks import Callbacks, TrainerState
-from .evaluating import require_held_out
 from .preflight import refuse_changes, refuse_used_directory, resumed_config
-from .session import Session
+from .session import Session, require_held_out
 from .trainer_inputs import Given
 from .trl_arguments import config_from, given_again, refuse_resume
 
@@ -63,9 +62,7 @@ class Trainer:
     ) -> None:
         config = config_from(config, of_trl)
         given = Given(model, env, reward_funcs, processing_class, train_dataset, eval_dataset).normalized()
-        rows = given.train_dataset is not None
-        whole = config_of(given.model, given.env, given.reward_funcs, config, rows=rows)
-        self._set_up(given, whole, callbacks or (), resume=False)
+        self._set_up(given, given.config(config), callbacks or (), resume=False)
 
     @classmethod
     def resume(
@@ -84,9 +81,7 @@ class Trainer:
         trainer = cls.__new__(cls)
         again = Given(**given_again(given)).normalized()
         saved = resumed_config(Path(run_dir), overrides or {})
-        rows = again.train_dataset is not None
-        whole = config_of(again.model, again.env, again.reward_funcs, saved, rows=rows)
-        trainer._set_up(again, whole, callbacks, resume=True)
+        trainer._set_up(again, again.config(saved.model_dump()), callbacks, resume=True)
         return trainer
 
     def _set_up(self, given: Given, config: RunConfig, callbacks: Iterable[Any], *, resume: bool) -> None:
@@ -219,7 +214,10 @@ class Trainer:
                 self._session = self._begun()
             yield self._session
         except TaskSolvedError:  # in a user's loop; `train` handles it itself
-            self._finish_solved()
+            if self._session is not None:
+                self._session.solved()
+                self._session.finish()
+            self._end()
             raise
         except LearnerLostError as error:  # its weights are lost; only the last checkpoint is left
             self._end()
@@ -228,22 +226,13 @@ class Trainer:
             self._end()
             raise
 
-    def _finish_solved(self) -> None:
-        if self._session is not None:
-            self._session.solved()
-            self._session.finish()
-        self._end()
-
     def _begun(self) -> Session:
         with memory_errors("before the first step"):
-            return self._opened_session()
-
-    def _opened_session(self) -> Session:
-        if self._held is None:
-            private_directory(self.run_dir)
-            self._held = lock(self.run_dir)
-            refuse_used_directory(self.run_dir)  # again: another run may have come first
-        session = Session(self._built, self._callbacks, self.console, self._checkpoint)
+            if self._held is None:
+                private_directory(self.run_dir)
+                self._held = lock(self.run_dir)
+                refuse_used_directory(self.run_dir)  # again: another run may have come first
+            session = Session(self._built, self._callbacks, self.console, self._checkpoint)
         session.stop_requested = self._stop_requested
         return session
 

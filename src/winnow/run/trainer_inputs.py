@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..config import ConfigError, RunConfig, method, name_of
+from ..base.paths import absolute_paths
+from ..config import METHODS, ConfigError, RunConfig, method, name_of, section_of, validate
 from ..env.base import Task
 from ..env.rewards.rewarder import RewardSpec
+from ..sampler import sampler_options
 from ..tasks import ENVS
-from .build import build_task, sampler_options
+from .build import build_task
 
 
 @dataclass(frozen=True)
@@ -23,11 +25,6 @@ class Given:
     processing_class: Any = None
     train_dataset: Iterable[Any] | None = None
     eval_dataset: Iterable[Any] | None = None
-
-    @property
-    def loaded_model(self) -> Any:
-        """The model, if it is an object."""
-        return None if isinstance(self.model, str | None) else self.model
 
     @property
     def reward_list(self) -> Sequence[RewardSpec] | None:
@@ -54,13 +51,34 @@ class Given:
             raise ConfigError("env: rows of data, but train_dataset has rows too; give one of them")
         return replace(self, env=None, train_dataset=env)
 
+    def config(self, values: Mapping[str, Any]) -> RunConfig:
+        """Return the whole configuration; these arguments override `values`.
+
+        Paths become absolute, so that a run can be resumed from anywhere.
+        """
+        values, functions = dict(values), self.reward_list
+        if functions and all(isinstance(function, str) for function in functions):
+            values["reward_funcs"] = list(functions)
+        if isinstance(self.model, str):
+            values["model"] = self.model
+        elif self.model is not None:
+            values["model"] = str(getattr(self.model, "name_or_path", "") or "given object")
+        if isinstance(self.env, str | dict):
+            values["env"] = self.env
+        elif self.env is not None:
+            values["env"] = getattr(self.env, "name", type(self.env).__name__)
+        elif self.train_dataset is not None:
+            values.setdefault("env", "dataset")
+        return validate(absolute_paths(values, METHODS))
+
     def task(self, c: RunConfig) -> Task:
         """Return the configured task, the object, or a task of the rows with the options of `env: dataset`."""
+        self._require_names(c)
         if self.train_dataset is None:
             if self.eval_dataset is not None:
                 raise ConfigError("eval_dataset: needs train_dataset; held-out data of a path is `env: {test: ...}`")
             return build_task(self.env if isinstance(self.env, Task) else c.env)
-        options = {"name": c.env} if isinstance(c.env, str) else c.env
+        options = section_of(c.env)
         taken = [key for key in ("path", "test", "split", "test_split", "subset") if key in options]
         name = name_of(c.env)
         if name != "dataset" or taken:
@@ -69,9 +87,9 @@ class Given:
         config = method(ENVS, options | {"path": "train_dataset"}, "env")
         return build_task(config.with_rows(self.train_dataset, self.eval_dataset))
 
-    def require_names(self, c: RunConfig) -> None:
+    def _require_names(self, c: RunConfig) -> None:
         """Raise ConfigError if something that samplers build themselves was given as an object."""
-        if "own_engine" not in sampler_options(c).provides:
+        if "own_engine" not in sampler_options(c.sync).provides:
             return
         remedies = {
             "model": "by its name or path",

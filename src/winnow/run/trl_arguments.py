@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from ..base.foreign_values import answer_to
 from ..base.migration_hints import load_hints
-from ..config import ConfigError, RunConfig, suggestion
+from ..config import ConfigError, RunConfig, load_config, suggestion
+from .trainer_inputs import Given
 
-Config = RunConfig | Mapping[str, Any] | str | Path | None
-OWN = frozenset(
-    ("model", "env", "reward_funcs", "config", "processing_class", "train_dataset", "eval_dataset", "callbacks")
-)
+OWN = frozenset({"config", "callbacks", *(field.name for field in dataclasses.fields(Given))})
 """Arguments of `Trainer`."""
 OF_BATCH = ("per_device_train_batch_size", "generation_batch_size", "steps_per_generation")
 WITHOUT_EFFECT = ("logging_", "log_level", "log_on_", "dataloader_", "disable_tqdm", "remove_unused_columns", "debug")
 """Prefixes of fields that change neither the training nor what is saved."""
 
 
-def config_from(config: Any, given: Mapping[str, Any]) -> Config:
+def config_from(config: Any, given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the configuration, from whichever of TRL's arguments it came in.
 
     `given`: arguments that `Trainer` does not name; `args` and `peft_config` are used. Raises ConfigError with what to
@@ -34,16 +32,19 @@ def config_from(config: Any, given: Mapping[str, Any]) -> Config:
     if args is not None and config is not None:
         raise ConfigError("args: `config` is given too; give one of them")
     found = config if args is None else args
-    if _is_arguments(found):
-        found = _from_arguments(found, "config" if args is None else "args")
-    elif not isinstance(found, RunConfig | Mapping | str | Path | None):
+    # `TrainingArguments` of transformers, as `GRPOConfig` is; they are not imported here
+    if any(cls.__name__ == "TrainingArguments" for cls in type(found).__mro__):
+        values = _from_arguments(found, "config" if args is None else "args")
+    elif isinstance(found, str | Path):
+        values = load_config(found).model_dump()
+    elif isinstance(found, RunConfig):
+        values = found.model_dump()
+    elif isinstance(found, Mapping | None):
+        values = dict(found or {})
+    else:
         raise ConfigError(f"config: expected a RunConfig, a dict or a YAML file, not a {type(found).__name__}")
     if peft_config is None:
-        return found
-    from ..config import load_config
-
-    whole = load_config(found) if isinstance(found, str | Path) else found
-    values = whole.model_dump() if isinstance(whole, RunConfig) else dict(whole or {})
+        return values
     if values.get("lora") is not None:
         raise ConfigError("peft_config: the configuration has `lora` too; give one of them")
     return values | {"lora": _lora(peft_config)}
@@ -67,18 +68,16 @@ def refuse_resume(checkpoint: Any, run_dir: Path, resumed: bool) -> None:
     """Raise ConfigError if `resume_from_checkpoint` is not the run that this trainer resumes."""
     if not checkpoint:
         return
-    wanted = run_dir if checkpoint is True else _run_of(Path(checkpoint))
+    wanted = run_dir
+    if checkpoint is not True:
+        named = Path(checkpoint)
+        wanted = named.parent.parent if named.parent.name == "checkpoints" else named
     if resumed and wanted.resolve() == run_dir.resolve():
         return
     raise ConfigError(
         f"resume_from_checkpoint: this Trainer starts a new run ({run_dir}); to resume a run, use "
         f"Trainer.resume('{wanted}', ...).train() or `winnow resume {wanted}`; without checkpoints, leave it out"
     )
-
-
-def _run_of(checkpoint: Path) -> Path:
-    """Return the run directory of a checkpoint, or of itself."""
-    return checkpoint.parent.parent if checkpoint.parent.name == "checkpoints" else checkpoint
 
 
 def _refuse(name: str, value: Any, remedy: str) -> None:
@@ -91,11 +90,6 @@ def _refuse(name: str, value: Any, remedy: str) -> None:
         raise ConfigError(f"Trainer: there is no argument '{name}'. Here {hints[name]}.")
 
 
-def _is_arguments(value: Any) -> bool:
-    """Whether it is a `TrainingArguments` of transformers, as `GRPOConfig` is, without importing these."""
-    return any(cls.__name__ == "TrainingArguments" for cls in type(value).__mro__)
-
-
 def _from_arguments(args: Any, where: str) -> dict[str, Any]:
     """Return the configuration keys that correspond to a `GRPOConfig`, its defaults included.
 
@@ -106,68 +100,49 @@ def _from_arguments(args: Any, where: str) -> dict[str, Any]:
     changed = {name for name in fields if getattr(args, name) != getattr(usual, name)}
     given = {name: value for name, value in args.to_dict().items() if name in fields}
     values = {name: value for name, value in given.items() if name in RunConfig.model_fields and value is not None}
-    _settle_same_names(values, changed, args)
-    values |= dict(_other_names(changed, args))
-    answers = [*_answers(changed - values.keys() - _settled(args), given)]
+    settled = _translate(values, changed, args)
+    hints, answers = load_hints("flat"), []
+    for name in sorted(changed - values.keys() - settled):
+        if not name.startswith(WITHOUT_EFFECT):
+            answer = hints.get(name) or answer_to(name, given.get(name)) or "there is nothing like it; leave it out"
+            answers.append(f"{name}={given.get(name)!r}: here {answer}")
     if answers:
         raise ConfigError("\n".join(f"{where}: {line}" for line in answers))
     return values
 
 
-def _settle_same_names(values: dict[str, Any], changed: set[str], args: Any) -> None:
-    """Drop keys that depend on others that are not set."""
+def _translate(values: dict[str, Any], changed: set[str], args: Any) -> set[str]:
+    """Set keys whose names differ but whose meaning is certain, and drop those that depend on others that are not set.
+
+    Returns the fields that this settles.
+    """
+    settled = {"use_cpu", "bf16", "fp16", "num_train_epochs", "hub_strategy", "eval_steps"}
+    settled |= {"gradient_checkpointing", "activation_checkpointing"}
     if values["max_steps"] > 0:
         values.pop("num_train_epochs", None)
     if not args.push_to_hub:
         values.pop("hub_strategy", None)
-    if str(getattr(args.eval_strategy, "value", args.eval_strategy)) == "no":
-        values.pop("eval_steps", None)
     if "gradient_checkpointing" not in changed:  # only about memory, which `auto` decides
         values.pop("gradient_checkpointing", None)
-
-
-def _other_names(changed: set[str], args: Any) -> Iterator[tuple[str, Any]]:
-    """Yield keys whose names differ but whose meaning is certain."""
-    if args.use_cpu:
-        yield "device", "cpu"
-    if args.fp16:
-        yield "dtype", "float16"
-    elif "bf16" in changed and not args.bf16:
-        yield "dtype", "float32"
-    if _one_update(args):
-        yield "prompts_per_step", args.generation_batch_size // args.num_generations
-    if getattr(args, "scale_rewards", None) in ("none", False):
-        yield "advantage", "dr_grpo"
-
-
-def _one_update(args: Any) -> bool:
-    """Whether a generation batch is one update, as here."""
-    steps = getattr(args, "steps_per_generation", None)
-    return steps is not None and steps == args.gradient_accumulation_steps
-
-
-def _settled(args: Any) -> set[str]:
-    """Return the fields that `_other_names` and `_settle_same_names` handle."""
     strategy = str(getattr(args.eval_strategy, "value", args.eval_strategy))
-    found = {"use_cpu", "bf16", "fp16", "num_train_epochs", "hub_strategy", "eval_steps", "gradient_checkpointing"}
-    found |= {"activation_checkpointing"}
-    if _one_update(args):
-        found |= {*OF_BATCH, "gradient_accumulation_steps"}
+    if strategy == "no":
+        values.pop("eval_steps", None)
     if strategy in ("no", "steps"):
-        found |= {"eval_strategy", "do_eval"}
+        settled |= {"eval_strategy", "do_eval"}
+    if args.use_cpu:
+        values["device"] = "cpu"
+    if args.fp16:
+        values["dtype"] = "float16"
+    elif "bf16" in changed and not args.bf16:
+        values["dtype"] = "float32"
+    steps = getattr(args, "steps_per_generation", None)
+    if steps is not None and steps == args.gradient_accumulation_steps:  # a generation batch is one update, as here
+        values["prompts_per_step"] = args.generation_batch_size // args.num_generations
+        settled |= {*OF_BATCH, "gradient_accumulation_steps"}
     if getattr(args, "scale_rewards", None) in ("none", False):
-        found |= {"scale_rewards"}
-    return found
-
-
-def _answers(names: set[str], given: Mapping[str, Any]) -> Iterator[str]:
-    """A line for each of these fields, but for those without effect here."""
-    hints = load_hints("flat")
-    for name in sorted(names):
-        if name.startswith(WITHOUT_EFFECT):
-            continue
-        answer = hints.get(name) or answer_to(name, given.get(name)) or "there is nothing like it; leave it out"
-        yield f"{name}={given.get(name)!r}: here {answer}"
+        values["advantage"] = "dr_grpo"
+        settled.add("scale_rewards")
+    return settled
 
 
 def _lora(peft_config: Any) -> dict[str, Any]:

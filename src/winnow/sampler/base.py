@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
+from pydantic import PositiveFloat, PositiveInt
+
 from ..base.weights import WeightSource
 from ..config import RunConfig
 from ..env.base import Task
@@ -55,6 +57,28 @@ class SamplerOptions(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class PoolOptions:
+    """Base class of the options of samplers in other processes."""
+
+    samplers: PositiveInt = 1
+    threads: PositiveInt = 1
+    """Threads of each sampler, for matrix products."""
+    timeout_s: PositiveFloat = 300.0
+    """Silence after which a sampler counts as stuck."""
+    max_restarts: PositiveInt = 3
+    """Restarts in a row of a sampler, without a finished group in between; the next failure stops the run."""
+
+    @property
+    def least(self) -> int:
+        """Samplers that must be scheduled before work begins."""
+        return self.samplers
+
+    def device_of(self, slot: int, device: str) -> str | None:
+        """Return the device of a sampler in a run on `device`; None: the same."""
+        return None
+
+
 class GroupSource(Protocol):
     """Source of training groups: all a collector knows of a sampler."""
 
@@ -78,10 +102,12 @@ class GroupSource(Protocol):
 
 
 class Sampler(GroupSource, Protocol):
+    """Runs jobs with published weights. Samplers derive from it; what has a default is optional."""
+
     @property
     def nodes(self) -> Mapping[str, str]:
         """Nodes of samplers on other machines, by the prefix of their metrics' names."""
-        ...
+        return {}
 
     @property
     def dtype(self) -> str:
@@ -101,19 +127,19 @@ class Sampler(GroupSource, Protocol):
 
     def make_room(self) -> None:
         """Free memory that the learner's update can use, until the next `publish`."""
-        ...
+        return
 
     def metrics(self) -> dict[str, float]:
         """Return metrics since the last call."""
-        ...
+        return {}
 
     def save(self, directory: Path) -> None:
-        """Write what a resume needs besides the learner's weights into a checkpoint."""
-        ...
+        """Write what a resume needs besides the learner's weights and what is in flight into a checkpoint."""
+        return
 
     def load(self, directory: Path) -> None:
         """Restore from a checkpoint; the weights of its step are published next."""
-        ...
+        return
 
     def close(self) -> list[Group]:
         """Stop; return the unfinished groups in flight. Safe to call twice."""

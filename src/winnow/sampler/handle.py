@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import time
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
@@ -53,8 +54,8 @@ class InFlightJob(NamedTuple):
 class MetricsWindow:
     """Metrics of a slot's sampler, and of those it replaced, since they were last read."""
 
-    counts: dict[str, float] = field(default_factory=dict)
-    """Counts of the sampler when the window began."""
+    spent: Counter[str] = field(default_factory=Counter)
+    """Seconds, idle seconds and sampled tokens that they reported."""
     restarts: int = 0
     groups: int = 0
     lag: int = 0
@@ -79,8 +80,8 @@ class SamplerHandle:
     deaths: int = 0
     """Failures in a row of this slot's samplers, without a finished group in between."""
     flights: dict[tuple[str, int], InFlightJob] = field(default_factory=dict)
-    counts: dict[str, float] = field(default_factory=dict)
-    """Seconds, idle seconds and sampled tokens since its start, MiB of its memory, peak GiB of its GPU."""
+    memory: Mapping[str, float] = field(default_factory=dict)
+    """MiB of its memory, peak GiB of its GPU."""
     heard: float = field(default_factory=time.monotonic)
     moved: float = field(default_factory=time.monotonic)
     """Time of its last message other than `busy`."""
@@ -105,27 +106,17 @@ class SamplerHandle:
     def name(self) -> str:
         return f"sampler {self.slot}" + (f" on {self.where}" if self.where else "")
 
-    @property
-    def spent(self) -> dict[str, float]:
-        """Seconds, idle seconds and tokens of this window; empty before a report."""
-        if self.counts.get("seconds", 0.0) <= self.spell.counts.get("seconds", 0.0):
-            return {}
-        return {key: self.counts[key] - self.spell.counts.get(key, 0.0) for key in ("seconds", "idle_s", "tokens")}
-
     def metrics(self) -> dict[str, float]:
         """Return the metrics of this window. Tokens are those of finished groups."""
         metrics = {"restarts": float(self.spell.restarts), "groups": float(self.spell.groups)}
         if self.where is not None:
             metrics["lag"] = float(self.spell.lag)
-        spent = self.spent
-        if spent:
+        spent = self.spell.spent
+        if spent["seconds"]:
             metrics["idle"] = spent["idle_s"] / spent["seconds"]
             metrics["tokens_per_s"] = spent["tokens"] / spent["seconds"]
-        metrics |= {name: self.counts[name] for name in ("memory_mib", "gpu_memory_gib") if name in self.counts}
+        metrics |= self.memory
         return {f"sampler/{self.slot}/{name}": value for name, value in metrics.items()}
-
-    def begin_spell(self) -> None:
-        self.spell = MetricsWindow(self.counts)
 
 
 def failed_group(job: Job, reason: str, *, greedy: bool, fate: Fate | None = Fate.FAILED) -> Group:

@@ -5,7 +5,7 @@ Everything is a function of the seed, so a run repeats and resumes bit for bit, 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
@@ -20,7 +20,7 @@ from ..methods.gate import NamedRule
 from ..rollout.evaluate import run_jobs
 from ..rollout.runner import RolloutRunner
 from ..types import Group, Job
-from .base import SamplerContext, SamplerRefusedError
+from .base import Sampler, SamplerContext, SamplerRefusedError
 
 LAG_STREAM = 8
 """Noise stream of the lag draws."""
@@ -42,7 +42,7 @@ class InProcess:
         return InProcessSampler(context.runner, context.behind, self.lag == "mixed", context.config.seed)
 
 
-class InProcessSampler:
+class InProcessSampler(Sampler):
     """Samples in the learner's process; keeps the weights of the last `max_lag` steps."""
 
     def __init__(self, runner: RolloutRunner, max_lag: int, mixed: bool, seed: int) -> None:
@@ -59,10 +59,6 @@ class InProcessSampler:
     @property
     def version(self) -> int:
         return self._newest - min(self.max_lag, self._newest)
-
-    @property
-    def nodes(self) -> Mapping[str, str]:
-        return {}
 
     @property
     def dtype(self) -> str:
@@ -126,9 +122,6 @@ class InProcessSampler:
         release = getattr(self.engine, "release", None)
         if release is not None:
             release()
-
-    def metrics(self) -> dict[str, float]:
-        return {}
 
     def save(self, directory: Path) -> None:
         for version, weights in self._kept.items():

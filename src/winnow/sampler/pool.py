@@ -10,8 +10,8 @@ Messages over a `Channel` are plain JSON values, except what a transport puts in
     learner -> sampler   {"start": {...}}, {"weights": ..., "version": v, "rules": [...]}, {"launch": job},
                          {"stop": true}
     sampler -> learner   {"placed": where}, {"built": true}, {"loaded": v, "dtype": ...}, {"group": ...},
-                         {"alive": counts} or {"busy": true} at least every second, {"refused": why},
-                         {"stopped": groups}
+                         {"alive": {seconds, idle_s, tokens}, "memory": ...} since the last, or {"busy": true}, at
+                         least every second, {"refused": why}, {"stopped": groups}
 
 Weights go only to samplers whose engine is built: one that is still starting would hold every version until then.
 """
@@ -22,10 +22,8 @@ import contextlib
 import queue
 import time
 import warnings
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -35,10 +33,9 @@ from ..env.workers.worker import START_TIMEOUT_S
 from ..methods.gate import NamedRule, rule_state
 from ..rollout.evaluate import MAX_LIVE
 from ..types import Group, Job
-from .base import SamplerContext, SamplerRefusedError, SamplersLostError
+from .base import PoolOptions, Sampler, SamplerContext, SamplerRefusedError, SamplersLostError
 from .codec import group_from, job_state, prompts_of
-from .handle import Channel, Inbox, InFlightJob, Message, SamplerHandle, failed_group
-from .options import PoolOptions
+from .handle import Channel, Inbox, InFlightJob, Message, MetricsWindow, SamplerHandle, failed_group
 from .weights import Transport, fingerprints
 
 POLL_S = 0.2
@@ -53,7 +50,7 @@ Open = Callable[[Inbox], Channel]
 """Requests a sampler, which waits for its `start` message."""
 
 
-class SamplerPool:
+class SamplerPool(Sampler):
     """See the module's docstring. `open_channel` starts a sampler; `ended` is called after all have ended."""
 
     def __init__(
@@ -98,7 +95,7 @@ class SamplerPool:
         self._redispatched = 0
         self._logged: dict[str, list[float]] = {}
         for member in self._members:
-            member.begin_spell()
+            member.spell = MetricsWindow()
 
     @property
     def _placed(self) -> list[SamplerHandle]:
@@ -117,10 +114,6 @@ class SamplerPool:
     def nodes(self) -> dict[str, str]:
         """Nodes of the samplers, by the prefix of their metrics' names."""
         return {f"sampler/{member.slot}": member.where for member in self._members if member.where}
-
-    @property
-    def _flying(self) -> list[InFlightJob]:
-        return [*self._waiting, *(sent for member in self._members for sent in member.flights.values())]
 
     @property
     def pending(self) -> int:
@@ -237,7 +230,8 @@ class SamplerPool:
             for name, value in content["metrics"].items():
                 self._logged.setdefault(name, []).append(value)
         elif "alive" in content:
-            member.counts = content["alive"]
+            member.spell.spent.update(content["alive"])
+            member.memory = content["memory"]
         elif "refused" in content:
             if not any(other.ready for other in self._members if other is not member):
                 raise SamplerRefusedError(content["refused"])
@@ -278,8 +272,8 @@ class SamplerPool:
         place = self._members.index(member)
         if member.deaths < self.options.max_restarts:
             new = self._start(member.slot)
-            new.deaths, restarts = member.deaths + 1, member.spell.restarts + 1
-            new.spell = replace(member.spell, counts={}, restarts=restarts)
+            new.deaths, new.spell = member.deaths + 1, member.spell
+            new.spell.restarts += 1
             self._members[place : place + 1] = [new]
         else:
             del self._members[place]
@@ -307,34 +301,28 @@ class SamplerPool:
             raise SamplersLostError(f"{often} (max_restarts={self.options.max_restarts})")
         warnings.warn(f"sync: {often}; the run goes on with {ready} of {self.options.samplers} samplers", stacklevel=2)
 
-    def make_room(self) -> None:
-        """Do nothing: samplers have their own memory, and keep sampling."""
-
     def metrics(self) -> dict[str, float]:
         """Return idle shares of wall-clock time, tokens of finished groups per second, and restarts."""
         elapsed = max(time.monotonic() - self._since, 1e-9)
-        spent = [member.spent for member in self._members if member.spent]
+        spent: Counter[str] = Counter()
+        for member in self._members:
+            spent.update(member.spell.spent)
         found = {
             "idle/learner": self._waited / elapsed,
             "sampler/ready": float(sum(member.ready for member in self._members)),
             "sampler/restarts": float(sum(member.spell.restarts for member in self._members)),
             "sampler/redispatched": float(self._redispatched),
         }
-        if spent:  # else no sampler has reported since
-            found["idle/sampler"] = sum(s["idle_s"] for s in spent) / sum(s["seconds"] for s in spent)
-            found["throughput/tokens_per_s"] = sum(s["tokens"] for s in spent) / elapsed
+        if spent["seconds"]:  # else no sampler has reported since
+            found["idle/sampler"] = spent["idle_s"] / spent["seconds"]
+            found["throughput/tokens_per_s"] = spent["tokens"] / elapsed
         found |= {name: value for member in self._members for name, value in member.metrics().items()}
         found |= {name: float(np.mean(values)) for name, values in self._logged.items()}
         self._reset()
         return found
 
-    def save(self, directory: Path) -> None:
-        """Do nothing: the loop saves what is in flight, and relaunches it."""
-
-    def load(self, directory: Path) -> None: ...
-
     def close(self) -> list[Group]:
-        flying = self._flying
+        flying = [*self._waiting, *(sent for member in self._members for sent in member.flights.values())]
         try:
             groups = [*self._landed, *self._stopped()]
         finally:

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+import os
+import queue
 import re
+import sys
+import threading
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from .base import SamplerContext
-from .options import PoolOptions
-from .pipe import Pipes
+from ..base.child import Child
+from ..base.forkserver import Forked, ForkServer, forkserver
+from .base import PoolOptions, SamplerContext
+from .handle import Inbox, Message
 from .pool import SamplerPool
 from .weights import PublishedWeights
 
@@ -27,7 +34,6 @@ class Processes(PoolOptions):
     """Devices of the samplers in turn, e.g. [cuda:1]; empty: the run's `device`, which they share with the learner."""
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         for name in self.devices:
             if re.fullmatch(r"cpu|cuda(:\d+)?", name) is None:
                 raise ValueError(f"devices: expected cpu, cuda or cuda:N, not {name!r}")
@@ -37,7 +43,69 @@ class Processes(PoolOptions):
         return self.devices[slot % len(self.devices)] if self.devices else None
 
     def build(self, context: SamplerContext) -> SamplerPool:
-        self.check(context.config.reward_timeout_s)
         transport = PublishedWeights(Path(context.config.output_dir) / WEIGHTS)
         pipes = Pipes(self.threads, f"{context.entry}:main")
         return SamplerPool(self, context, transport, pipes, pipes.close)
+
+
+class Pipe:
+    """One process, by JSON lines; its messages go into `inbox`, its end, too. It exits with this process.
+
+    Neither side ever waits for the other to read: threads do.
+    """
+
+    def __init__(self, inbox: Inbox, process: Forked) -> None:
+        self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self.process = process
+        self._child = Child(process)
+        self._threads = [
+            threading.Thread(target=self._listen, args=(inbox,), daemon=True),
+            threading.Thread(target=self._talk, daemon=True),
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def send(self, content: dict[str, Any]) -> None:
+        self._outbox.put(json.dumps(content).encode() + b"\n")
+
+    def kill(self) -> str:
+        """End it now, if it has not ended, with everything it started; returns how it ended, with its last words."""
+        self._child.kill()
+        self._outbox.put(None)
+        for thread in self._threads:
+            thread.join(timeout=10)
+        ending = self._child.ending()
+        self._child.end()
+        return ending
+
+    def _listen(self, inbox: Inbox) -> None:
+        if self.process.pid:  # what it imports comes first
+            inbox.put(Message(self, {"placed": ""}))
+        with contextlib.suppress(EOFError, ValueError):  # no JSON: what else writes to its output
+            while True:
+                inbox.put(Message(self, json.loads(self._child.line())))
+        inbox.put(Message(self, None))
+
+    def _talk(self) -> None:
+        with contextlib.suppress(EOFError):
+            while (line := self._outbox.get()) is not None:
+                self._child.send(line)
+
+
+class Pipes:
+    """Starts samplers on this machine; what they import is imported once, until `close`."""
+
+    def __init__(self, threads: int, entry: str) -> None:
+        """`entry`: function to run in each, `module:function`."""
+        self._threads, self._entry = threads, entry
+        self._server: ForkServer | None = None
+
+    def __call__(self, inbox: Inbox) -> Pipe:
+        paths = dict.fromkeys([*(os.path.abspath(p) for p in sys.path), os.getcwd()])
+        env = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": str(self._threads)}
+        env["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # what imports ask of CUDA must not start it: samplers are forked
+        self._server = forkserver(self._entry, env)
+        return Pipe(inbox, self._server.fork())
+
+    def close(self) -> None:
+        self._server = None

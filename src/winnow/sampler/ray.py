@@ -18,11 +18,11 @@ import torch
 from ..base import cluster
 from ..base.weights import HalvedWeights, RemoteWeights, WeightSource, as_bytes, from_bytes, transfer_s
 from ..config import ConfigError, RunConfig
-from .base import SamplerContext
+from .base import PoolOptions, SamplerContext
 from .handle import Inbox, Message
 from .heartbeat import busy
-from .options import PoolOptions
 from .pool import SamplerPool
+from .weights import Transport
 
 HEAR_S = 1.0
 """Longest wait of an actor for something to report."""
@@ -49,7 +49,6 @@ class Ray(PoolOptions):
     """Samplers required at the start; the others join when the cluster has room. None: all."""
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         if self.min_samplers is not None and not 0 <= self.min_samplers <= self.samplers:
             raise ValueError(f"min_samplers must be 0 to samplers={self.samplers}, not {self.min_samplers}")
 
@@ -74,7 +73,6 @@ class Ray(PoolOptions):
     def build(self, context: SamplerContext) -> SamplerPool:
         """Build the pool. Raises ConfigError when Ray is not installed, or no cluster answers."""
         c = context.config
-        self.check(c.reward_timeout_s)
         try:
             cluster.join("sync", self.ray_address, [c.sync, c.learner])
             options = replace(self, num_gpus=self.gpus(c))
@@ -87,13 +85,10 @@ class Ray(PoolOptions):
         return SamplerPool(options, context, RayWeights(), open_channel, partial(cluster.release, held))
 
 
-class RayWeights:
+class RayWeights(Transport):
     """Newest weights as one object in Ray's store; messages carry a reference to it."""
 
-    def __init__(self) -> None:
-        self._reference: Any = None
-        self.version = -1
-        self.bytes = 0
+    _reference: Any = None
 
     def write(self, weights: WeightSource, version: int) -> None:
         """Store the weights. Ray keeps older ones until the last sampler has read them."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -23,23 +23,25 @@ def fingerprints(task: Task, tokenizer: Any) -> dict[str, str]:
     return {"task": task.fingerprint(), "tokenizer": tokenizer_digest(tokenizer)}
 
 
-class Transport(Protocol):
+class Transport:
     """Carries weights from the learner to samplers."""
 
-    version: int
+    version = -1
     """Newest version; -1 before the first."""
-    bytes: int
+    bytes = 0
     """Size of the newest weights."""
 
     def write(self, weights: WeightSource, version: int) -> None:
         """Make these the newest weights that samplers can read."""
-        ...
+        raise NotImplementedError
 
     def message(self) -> dict[str, Any]:
         """Return the message that locates the newest weights: `weights`, as the channel carries it, and `version`."""
-        ...
+        raise NotImplementedError
 
-    def remove(self) -> None: ...
+    def remove(self) -> None:
+        """Remove all weights."""
+        raise NotImplementedError
 
 
 def read_weights(message: Mapping[str, Any]) -> dict[str, torch.Tensor]:
@@ -47,13 +49,11 @@ def read_weights(message: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     return load_file(message["weights"])
 
 
-class PublishedWeights:
+class PublishedWeights(Transport):
     """Weights as safetensors files, written atomically. `directory` is emptied first."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self.version = -1
-        self.bytes = 0
         shutil.rmtree(directory, ignore_errors=True)
 
     def path(self, version: int) -> Path:

@@ -73,7 +73,9 @@ class AdapterSlot:
         self._adapters = adapters
         mapper = getattr(runner.model, "hf_to_vllm_mapper", None)
         self._mapper = mapper and mapper.get_rename_mapper()
-        self._require_known()
+        known = set(self._manager.modules) | {n for names in self._manager.packed_modules.values() for n in names}
+        theirs = {m: parse_fine_tuned_lora_name(f"{m}.lora_A.weight", self._mapper)[0] for m in adapters.modules}
+        _refuse(module for module, name in theirs.items() if name not in known)
         self.load({name: torch.zeros(shape) for name, shape in adapters.shapes.items()})
 
     def load(self, state: Mapping[str, torch.Tensor]) -> None:
@@ -89,11 +91,6 @@ class AdapterSlot:
         self._manager.remove_adapter(ID)
         self._manager.add_adapter(adapter)
         self._manager.activate_adapter(ID)
-
-    def _require_known(self) -> None:
-        known = set(self._manager.modules) | {n for names in self._manager.packed_modules.values() for n in names}
-        theirs = {m: parse_fine_tuned_lora_name(f"{m}.lora_A.weight", self._mapper)[0] for m in self._adapters.modules}
-        _refuse(module for module, name in theirs.items() if name not in known)
 
 
 def _refuse(modules: Iterable[str]) -> None:

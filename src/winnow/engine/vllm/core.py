@@ -10,26 +10,26 @@ from __future__ import annotations
 import os
 import pickle
 import signal
-import socket
 import subprocess
 import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any, ClassVar, Final
 
 import torch
 from vllm import EngineArgs, LLMEngine, TokensPrompt
 from vllm import SamplingParams as VllmParams
-from vllm.distributed.parallel_state import get_tp_group
+from vllm.distributed.parallel_state import cleanup_dist_env_and_memory, get_tp_group
 from vllm.envs import disable_envs_cache
 from vllm.sampling_params import RequestOutputKind
+from vllm.utils.network_utils import get_open_port
 from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 
 from .adapters import Adapters, AdapterSlot
-from .scratch import Scratch
+from .scratch import Scratch, environment
 
 Shapes = list[tuple[str, tuple[int, ...], torch.dtype]]
 Draw = Callable[[torch.Tensor, torch.Tensor], torch.Tensor | None]
@@ -54,7 +54,7 @@ class Core:
 
     def __init__(self, arguments: Mapping[str, Any], tied: bool, adapters: Adapters | None = None) -> None:
         self._scratch = Scratch()
-        disable_envs_cache()  # it has the temporary directory of the engine before
+        disable_envs_cache()  # with the temporary directory of an earlier engine
         with self._scratch.used():
             self._llm = LLMEngine.from_engine_args(EngineArgs(**arguments))
         # vLLM would shut down when this engine is collected, and destroy the process groups of the next engine.
@@ -88,25 +88,30 @@ class Core:
             output_kind=RequestOutputKind.DELTA,
         )
         prompt = TokensPrompt(prompt_token_ids=list(prompt_ids), cache_salt=salt)
-        return str(self._llm.add_request(name, prompt, params, lora_request=self._slot and self._slot.request))
+        with self._together("add", name, prompt_ids, salt, max_tokens):
+            return str(self._llm.add_request(name, prompt, params, lora_request=self._slot and self._slot.request))
 
     def abort(self, names: list[str]) -> None:
-        self._llm.abort_request(names)
+        with self._together("abort", names):
+            self._llm.abort_request(names)
 
     def step(self) -> dict[str, list[int]]:
         """Tokens by request; none for a request in prefill."""
-        return {o.request_id: o.outputs[0].token_ids for o in self._llm.step()}
+        with self._together("step"):
+            return {o.request_id: o.outputs[0].token_ids for o in self._llm.step()}
 
     def load(self, state: Mapping[str, torch.Tensor]) -> None:
         self._load(state.items())
 
     def sleep(self, level: int) -> None:
         """Give up GPU memory: keys, values and at level 2 weights are gone. No request may be under way."""
-        self._llm.sleep(level)
+        with self._together("sleep", level):
+            self._llm.sleep(level)
 
     def wake(self, tag: str) -> None:
         """Take the memory of `weights`, or of `kv_cache`, again; after both, requests run."""
-        self._llm.wake_up([tag])
+        with self._together("wake", tag):
+            self._llm.wake_up([tag])
 
     def close(self) -> None:
         """End the other ranks, where there are some, and remove temporary files; both end with this process, too.
@@ -117,8 +122,16 @@ class Core:
             self._scratch.close()
         was_open = self in Core._open
         Core._open.discard(self)
-        if was_open and not Core._open:
+        if Core._open:
+            return
+        if was_open:
             self._llm.engine_core.engine_core.shutdown()
+        elif not hasattr(self, "_llm"):  # it failed to start
+            cleanup_dist_env_and_memory()
+
+    def _together(self, *order: Any) -> AbstractContextManager[None]:
+        """Let other ranks, where there are some, do in the meantime what the body does."""
+        return nullcontext()
 
     def _load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         if self._slot is not None:
@@ -133,11 +146,8 @@ class RankExecutor(ExecutorWithExternalLauncher):
 
     def _distributed_args(self) -> tuple[str, int, int]:
         method, rank, local_rank = super()._distributed_args()
-        return (
-            f"{method}?rank_of={rank}",
-            rank,
-            local_rank,
-        )  # vLLM shares memory among ranks whose addresses are the same
+        # vLLM shares memory among ranks whose addresses are the same
+        return f"{method}?rank_of={rank}", rank, local_rank
 
 
 class LeadingCore(Core):
@@ -145,11 +155,11 @@ class LeadingCore(Core):
 
     def __init__(self, arguments: Mapping[str, Any], tied: bool, adapters: Adapters | None = None) -> None:
         size = int(arguments["tensor_parallel_size"])
-        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "WORLD_SIZE": str(size)}
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(get_open_port()), "WORLD_SIZE": str(size)}
         self._ranks = _Ranks([_start(rank, address) for rank in range(1, size)])
         try:
             told = self._ranks.telling((dict(arguments), tied, adapters))
-            with told, _environment(address | {"RANK": "0", "LOCAL_RANK": "0"}):
+            with told, environment(address | {"RANK": "0", "LOCAL_RANK": "0"}):
                 super().__init__(arguments, tied, adapters)
         except BaseException:
             self.close()
@@ -162,31 +172,14 @@ class LeadingCore(Core):
 
         super().draw_by(draw_and_tell)
 
-    def add(self, name: str, prompt_ids: tuple[int, ...], salt: str, max_tokens: int) -> str:
-        with self._ranks.telling(("add", name, prompt_ids, salt, max_tokens)):
-            return super().add(name, prompt_ids, salt, max_tokens)
-
-    def abort(self, names: list[str]) -> None:
-        with self._ranks.telling(("abort", names)):
-            super().abort(names)
-
-    def step(self) -> dict[str, list[int]]:
-        with self._ranks.telling(("step",)):
-            return super().step()
+    def _together(self, *order: Any) -> AbstractContextManager[None]:
+        return self._ranks.telling(order)
 
     def load(self, state: Mapping[str, torch.Tensor]) -> None:
         shapes: Shapes = [(name, tuple(tensor.shape), tensor.dtype) for name, tensor in state.items()]
-        with self._ranks.telling(("load", shapes)):
+        with self._together("load", shapes):
             device = self.runner.device
             self._load((name, get_tp_group().broadcast(t.to(device).contiguous())) for name, t in state.items())
-
-    def sleep(self, level: int) -> None:
-        with self._ranks.telling(("sleep", level)):
-            super().sleep(level)
-
-    def wake(self, tag: str) -> None:
-        with self._ranks.telling(("wake", tag)):
-            super().wake(tag)
 
     def close(self) -> None:
         self._ranks.close()
@@ -294,26 +287,6 @@ def _start(rank: int, address: Mapping[str, str]) -> subprocess.Popen[bytes]:
     env = os.environ | address | {"RANK": str(rank), "LOCAL_RANK": str(rank), "PYTHONPATH": os.pathsep.join(paths)}
     command = [sys.executable, "-c", FOLLOW, str(os.getpid())]
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, env=env)
-
-
-def _free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
-
-
-@contextmanager
-def _environment(names: Mapping[str, str]) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in names}
-    os.environ.update(names)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
 
 
 def _retie(model: Any, tied: bool) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -33,16 +33,13 @@ class Scratch:
     def used(self) -> Iterator[None]:
         """Temporary files of the body go into the directory; the shared memory that it makes is removed, too."""
         cache_dir()  # PyTorch keeps compiled kernels under the usual temporary directory
-        before, shared = (tempfile.tempdir, os.environ.get("TMPDIR")), _shared_memory()
-        tempfile.tempdir = os.environ["TMPDIR"] = self.path
+        before, shared = tempfile.tempdir, _shared_memory()
+        tempfile.tempdir = self.path
         try:
-            yield
+            with environment({"TMPDIR": self.path}):
+                yield
         finally:
-            tempfile.tempdir = before[0]
-            if before[1] is None:
-                del os.environ["TMPDIR"]
-            else:
-                os.environ["TMPDIR"] = before[1]
+            tempfile.tempdir = before
             for path in _shared_memory() - shared:
                 os.write(self._writer, f"{path}\n".encode())
 
@@ -50,6 +47,21 @@ class Scratch:
         if self._writer >= 0:
             os.close(self._writer)
         self._writer = -1
+
+
+@contextmanager
+def environment(names: Mapping[str, str]) -> Iterator[None]:
+    """Set environment variables for the body."""
+    before = {name: os.environ.get(name) for name in names}
+    os.environ.update(names)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def _shared_memory() -> set[str]:
