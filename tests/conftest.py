@@ -38,14 +38,15 @@ def pytest_collection_finish() -> None:
 def imports_once() -> Iterator[None]:
     """Sampler processes of all runs come from the same server, as those of one run do: imports take seconds.
 
-    The last alone, of 300 to 400 MB: tests that change variables have one of their own.
+    The two last used, of 300 to 400 MB each: tests that change variables have one of their own.
     """
-    kept: deque[ForkServer] = deque(maxlen=1)
+    kept: deque[ForkServer] = deque(maxlen=2)
 
     def kept_for_others(target: str, env: dict[str, str]) -> ForkServer:
         server = forkserver(target, env)
-        if server not in kept:
-            kept.append(server)
+        if server in kept:
+            kept.remove(server)
+        kept.append(server)
         return server
 
     with pytest.MonkeyPatch.context() as patch:
